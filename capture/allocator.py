@@ -1,4 +1,4 @@
-"""What torch's allocator on CUDA says of its memory."""
+"""Checks that PyTorch's CUDA allocator can serve graphs, and reads which memory it holds."""
 
 from __future__ import annotations
 
@@ -9,22 +9,51 @@ import torch
 
 from graphrt.kernels.errors import ConfigError
 
-# The CPU build of torch lacks it, and needs it not.
+# The CPU build of torch has no such function.
 _backend: Callable[[], str] = getattr(torch._C, "_cuda_getAllocatorBackend", lambda: "native")
 
 
 def check_allocator() -> None:
-    """Raise ConfigError for an allocator that does not tell which memory is whose."""
+    """Raise ConfigError if PyTorch's CUDA allocator is not its native one."""
     if (backend := _backend()) != "native":
         raise ConfigError(
-            f"PYTORCH_CUDA_ALLOC_CONF: expected torch's native allocator, got {backend!r}, which does not tell which "
-            "memory is whose; leave backend: out"
+            f"PYTORCH_CUDA_ALLOC_CONF: graphrt needs PyTorch's native allocator, got backend {backend!r}, which has no "
+            "memory snapshot; remove `backend:` from PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF, and do not call "
+            "change_current_allocator()"
+        )
+
+
+def check_capture_allocator(device: torch.device) -> None:
+    """Raise ConfigError if graphs cannot be captured on `device` with the current allocator.
+
+    Graphs need the native allocator with caching enabled: without it they have no private memory pool. Does nothing on
+    a CPU.
+    """
+    if device.type != "cuda":
+        return
+    check_allocator()
+    # No call tells whether PYTORCH_NO_CUDA_MEMORY_CACHING is in force. Uncached allocations are not counted, however.
+    before = _num_allocations(device)
+    probe = torch.empty(1, dtype=torch.uint8, device=device)
+    if _num_allocations(probe.device) == before:
+        raise ConfigError(
+            "PYTORCH_NO_CUDA_MEMORY_CACHING: PyTorch's caching allocator is disabled, so a CUDA graph has no memory "
+            "pool; unset the variable, or call torch.cuda.memory.caching_allocator_enable(True)"
         )
 
 
 def allocator_rows(pool: tuple[int, int] | None = None) -> Sequence[Mapping[str, Any]]:
-    """Rows of `torch.cuda.memory_snapshot()` without its history, of one pool or of all. Raises: as check_allocator."""
+    """Return `torch.cuda.memory_snapshot()` without its history, of one pool or of all.
+
+    Raises:
+        ConfigError: as check_allocator().
+    """
     check_allocator()
     if pool is not None:
         return torch.cuda.memory_snapshot(pool)  # type: ignore[no-any-return]  # torch does not annotate it
     return torch.cuda.memory_snapshot(include_traces=False)  # type: ignore[no-any-return]
+
+
+def _num_allocations(device: torch.device) -> int:
+    """Number of blocks that the caching allocator has handed out so far; it never decreases."""
+    return int(torch.cuda.memory_stats(device).get("allocation.all.allocated", 0))

@@ -1,4 +1,4 @@
-"""The key of a captured graph, and the capture_sizes of sizes that are captured."""
+"""The key of a captured graph, and the default capture sizes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from graphrt.kernels.errors import ConfigError
 
 
 class GraphKind(str, Enum):
-    """DECODE: every row has `query_len` new tokens. MIXED: any mix of prompt chunks and decodes, packed."""
+    """Kind of batch that a graph runs.
+
+    DECODE   every request has `query_len` new tokens
+    MIXED    prefill chunks and decode tokens of any lengths, packed
+    """
 
     DECODE = "decode"
     MIXED = "mixed"
@@ -18,11 +22,11 @@ class GraphKind(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class BatchDescriptor:
-    """Frozen key of a graph: what it was captured for.
+    """Immutable key of a captured graph: the batch shape that it was captured for.
 
-    padded_reqs     rows, pad rows included
-    padded_tokens   tokens, pad tokens included; padded_reqs * query_len in a decode graph
-    query_len       new tokens per row in a decode graph; 0 in a mixed graph, where rows differ
+    padded_reqs     number of requests, including padding
+    padded_tokens   number of tokens, including padding; padded_reqs * query_len in a decode graph
+    query_len       new tokens per request in a decode graph; 0 in a mixed graph, where requests differ
     """
 
     kind: GraphKind
@@ -32,8 +36,8 @@ class BatchDescriptor:
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        # Looked up at every step: hashing four fields each time would take longer than the launch.
-        # Of ints alone: hashes of texts differ between processes, and ranks send each other descriptors.
+        # The hash is computed once: every step looks a descriptor up, and hashing four fields takes longer than a
+        # launch. It covers ints only: string hashes differ between processes, and ranks send each other descriptors.
         check_instance("BatchDescriptor.kind", self.kind, GraphKind, advice="use BatchDescriptor.decode or mixed")
         for name, least in (("padded_reqs", 1), ("padded_tokens", 1), ("query_len", 0)):
             check_int_field(self, name, least, advice="use BatchDescriptor.decode or mixed")
@@ -41,8 +45,9 @@ class BatchDescriptor:
         object.__setattr__(self, "_hash", hash(key))
         if self.kind is GraphKind.DECODE and self.padded_tokens != self.padded_reqs * self.query_len:
             raise ConfigError(
-                f"BatchDescriptor.padded_tokens: expected padded_reqs x query_len = "
-                f"{self.padded_reqs * self.query_len} in a decode graph, got {self.padded_tokens}"
+                f"BatchDescriptor.padded_tokens: expected padded_reqs * query_len = "
+                f"{self.padded_reqs * self.query_len} in a decode graph, got {self.padded_tokens}; "
+                "use BatchDescriptor.decode"
             )
 
     def __hash__(self) -> int:
@@ -50,12 +55,12 @@ class BatchDescriptor:
 
     @classmethod
     def decode(cls, padded_reqs: int, query_len: int = 1) -> BatchDescriptor:
-        """Key of the decode graph for `padded_reqs` rows of `query_len` new tokens each."""
+        """Return the key of the decode graph for `padded_reqs` requests of `query_len` new tokens each."""
         return cls(GraphKind.DECODE, padded_reqs, padded_reqs * query_len, query_len)
 
     @classmethod
     def mixed(cls, padded_tokens: int, padded_reqs: int) -> BatchDescriptor:
-        """Key of the mixed graph for `padded_tokens` packed tokens in at most `padded_reqs` rows."""
+        """Return the key of the mixed graph for `padded_tokens` packed tokens of at most `padded_reqs` requests."""
         return cls(GraphKind.MIXED, padded_reqs, padded_tokens, 0)
 
     def __str__(self) -> str:
@@ -65,17 +70,17 @@ class BatchDescriptor:
 
 
 def default_decode_sizes(max_num_reqs: int) -> tuple[int, ...]:
-    """Row counts that are captured by default: 1, 2, 4, then steps of 8 to 256, then of 16, and the exact maximum."""
+    """Return the default batch sizes of decode graphs: 1, 2, 4, multiples of 8 to 256, then of 16, and the maximum."""
     if max_num_reqs < 1:
-        raise ConfigError(f"max_num_reqs: expected >= 1, got {max_num_reqs}")
+        raise ConfigError(f"max_num_reqs: expected at least 1, got {max_num_reqs}; raise it")
     sizes = [1, 2, 4, *range(8, 257, 8), *range(272, max_num_reqs + 1, 16)]
     return tuple(sorted({s for s in sizes if s <= max_num_reqs} | {max_num_reqs}))
 
 
 def default_mixed_sizes(max_num_tokens: int, smallest: int = 64) -> tuple[int, ...]:
-    """Token counts of the mixed graphs by default: 64, 128, ... by doubling, and the exact maximum."""
+    """Return the default token counts of mixed graphs: `smallest` doubled repeatedly, and the maximum."""
     if max_num_tokens < 1:
-        raise ConfigError(f"max_num_tokens: expected >= 1, got {max_num_tokens}")
+        raise ConfigError(f"max_num_tokens: expected at least 1, got {max_num_tokens}; raise it")
     sizes, size = [], smallest
     while size < max_num_tokens:
         sizes.append(size)

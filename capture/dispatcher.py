@@ -1,4 +1,4 @@
-"""Maps a batch to the descriptor that serves it. The one owner of the captured keys; lookup is O(1)."""
+"""Map a batch to the graph that runs it. The dispatcher owns the capture sizes; a lookup takes O(1)."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from graphrt.kernels.errors import CapacityError, ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """Where a batch goes. `why_eager` is empty when a graph of this descriptor was captured."""
+    """The size that a batch is padded to. `why_eager` is empty if a graph of this size is captured."""
 
     descriptor: BatchDescriptor
     why_eager: str
 
 
 class Dispatcher:
-    """Owns the capture_sizes. Batches over capacity raise; batches without a graph run eagerly and say why.
+    """Choose a capture size per batch. A batch over capacity raises; a batch without a graph runs eagerly.
 
-    decode_sizes, mixed_sizes   sorted sizes to capture, each within the maxima; may be empty
-    graph_unsupported_reason               the backend's reason against a graph of a descriptor, or None
+    decode_sizes, mixed_sizes   sorted sizes to capture, at most the maxima; may be empty
+    graph_unsupported_reason    called with a descriptor; returns why the backend cannot capture it, or None
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Dispatcher:
         self._use_graphs = use_graphs
         self._graph_unsupported_reason = graph_unsupported_reason
         self._decode = self._table(
-            decode_sizes, max_num_reqs, lambda n: BatchDescriptor.decode(n, query_len), "decode", "rows"
+            decode_sizes, max_num_reqs, lambda n: BatchDescriptor.decode(n, query_len), "decode", "requests"
         )
         self._mixed = self._table(
             mixed_sizes,
@@ -53,7 +53,7 @@ class Dispatcher:
         )
 
     def check_room(self, num_reqs: int, num_tokens: int) -> None:
-        """Raise CapacityError for a batch that is larger than the largest size."""
+        """Raise CapacityError if a batch exceeds max_num_reqs or max_num_tokens."""
         if num_reqs > self.max_num_reqs or num_tokens > self.max_num_tokens:
             raise CapacityError(
                 f"batch: expected at most {self.max_num_reqs} requests and {self.max_num_tokens} tokens, got "
@@ -61,33 +61,40 @@ class Dispatcher:
             )
 
     def dispatch(self, num_reqs: int, num_tokens: int, uniform: bool) -> Dispatch:
-        """Where a batch goes; `uniform` when every row has exactly `query_len` new tokens. Raises CapacityError."""
+        """Return the smallest size that fits a batch.
+
+        uniform   whether every request has exactly `query_len` new tokens
+
+        Raises: as check_room().
+        """
         if num_reqs > self.max_num_reqs or num_tokens > self.max_num_tokens:
             self.check_room(num_reqs, num_tokens)
-        # A batch without rows is uniform and goes where one row goes.
+        # An empty batch is uniform and is padded to the smallest size.
         return self._decode[num_reqs - 1 if num_reqs else 0] if uniform else self._mixed[num_tokens - 1]
 
     def at(self, descriptor: BatchDescriptor, num_reqs: int, num_tokens: int, uniform: bool) -> Dispatch:
-        """`descriptor` for a batch that it has room for, though a smaller size might serve.
+        """Return the dispatch of `descriptor` for a batch, even if a smaller size fits.
 
-        Raises: ConfigError for a size that no batch is padded to, CapacityError for a batch that does not fit.
+        Raises:
+            ConfigError: if no batch is padded to `descriptor`.
+            CapacityError: if the batch does not fit `descriptor`.
         """
         table = self._decode if descriptor.kind is GraphKind.DECODE else self._mixed
         size = descriptor.padded_reqs if descriptor.kind is GraphKind.DECODE else descriptor.padded_tokens
         if size > len(table) or table[size - 1].descriptor != descriptor:
             raise ConfigError(
-                f"descriptor: expected a size of this runtime's capture_sizes, got {descriptor}; see descriptors"
+                f"descriptor: {descriptor} is not a size that this runtime pads to; choose one of `descriptors`"
             )
         fits = num_reqs <= descriptor.padded_reqs and num_tokens <= descriptor.padded_tokens
         if not fits or (descriptor.kind is GraphKind.DECODE and not uniform):
             raise CapacityError(
-                f"descriptor: expected one with room for {num_reqs} requests and {num_tokens} tokens"
-                f"{'' if uniform else ' of uneven rows'}, got {descriptor}; choose a larger or a mixed one"
+                f"descriptor: {descriptor} does not fit {num_reqs} requests and {num_tokens} tokens"
+                f"{'' if uniform else ' of unequal query lengths'}; choose a larger or a mixed size"
             )
         return table[size - 1]
 
     def captured(self) -> tuple[BatchDescriptor, ...]:
-        """Descriptors to capture, in order: mixed before decode, each from the largest, so that memory is reused."""
+        """Return the sizes to capture: mixed before decode, each from the largest, so that graphs reuse memory."""
         keys = {d.descriptor: None for d in (*reversed(self._mixed), *reversed(self._decode)) if not d.why_eager}
         return tuple(keys)
 
@@ -99,7 +106,7 @@ class Dispatcher:
         kind: str,
         unit: str,
     ) -> list[Dispatch]:
-        """One entry per possible size; entry n - 1 serves n."""
+        """Return one entry per batch size; entry n - 1 is for size n."""
         table = []
         for n in range(1, maximum + 1):
             index = bisect_left(sizes, n)

@@ -1,4 +1,4 @@
-"""Python's collection of garbage around work that must not wait for it."""
+"""Keep Python's garbage collector away from objects that existed before a block."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def older_objects_set_aside() -> Iterator[None]:
-    """A block in which a collection looks at objects of the block alone.
+    """Freeze all existing objects, so that a collection in the block visits only objects made in the block.
 
-    A collection of all that a process holds takes tenths of a second once torch and Triton are loaded. Where the caller
-    has called `gc.freeze()`, nothing is changed. A freeze within the block ends with it.
+    A full collection takes tenths of a second once torch and Triton are loaded. If the caller already called
+    `gc.freeze()`, nothing is changed. A freeze made in the block ends with the block.
     """
     if gc.get_freeze_count():
         yield

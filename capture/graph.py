@@ -1,4 +1,4 @@
-"""What a recorder returns: a step that can be launched again, and a report of what it cost."""
+"""The interface of captured graphs and of their recorders, for CUDA and for the op trace on a CPU."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from graphrt.kernels.checks import check_instance, check_tensor
 from graphrt.kernels.errors import CaptureError
 
 StepFunction = Callable[[], torch.Tensor]
-"""One decode step on static buffers, without arguments; returns the logits."""
+"""A decode step on static buffers. It takes no arguments and returns the logits."""
 
 
 @dataclass(frozen=True, slots=True)
 class GraphReport:
-    """Cost of one captured graph, or of a loop around one beside what the graph itself took.
+    """Cost of capturing one graph, or of building a loop around one, in addition to the graph.
 
-    seconds       wall time of its capture
-    pool_bytes    growth of the allocator, that is of the memory pool that all graphs share
-    driver_bytes  device memory that the driver took for the graph itself
-    nodes         graph nodes (ops on the op trace, for the CPU twin)
+    seconds       wall time
+    pool_bytes    growth of the memory pool that all graphs share
+    driver_bytes  device memory that the driver allocated for the graph itself
+    nodes         number of graph nodes; of ops in an op trace
     """
 
     descriptor: BatchDescriptor
@@ -35,99 +35,116 @@ class GraphReport:
 
     @property
     def nbytes(self) -> int:
-        """All device memory that the graph took."""
+        """Device memory of the graph: pool and driver together."""
         return self.pool_bytes + self.driver_bytes
 
 
 class CapturedGraph(Protocol):
-    """A captured step, or a loop of one. `output` holds the logits of the latest run until any sibling's next one."""
+    """A captured step, or a loop around one.
+
+    output   logits of the latest run; the next launch of any graph of the same recorder may overwrite them
+    """
 
     report: GraphReport
     output: torch.Tensor
 
     def launch(self) -> None:
-        """Run the step again on the current stream, reading and writing the memory it was captured with.
+        """Run the step on the current stream, on the memory that it was captured with.
 
-        Raises: for a loop, CaptureError once it was closed, ReplayError where the device refuses or never ends.
+        Raises:
+            CaptureError: if a loop is closed.
+            ReplayError: if the driver rejects the launch, or if a loop on a CPU does not end.
         """
 
     def close(self) -> None:
-        """Drop the graph and what it keeps alive; every launch must have ended. A loop keeps its step alive."""
+        """Free the graph. All its launches must have finished. A loop keeps its step's graph alive."""
 
 
 class Recorder(Protocol):
-    """Turns step functions into captured graphs, all on one device and in one memory pool.
+    """Captures step functions as graphs on one device and in one memory pool.
 
-    streams   that graphs are captured on; none on a CPU
+    streams   streams that graphs are captured on; empty on a CPU
     """
 
     name: str
     streams: tuple[torch.cuda.Stream, ...]
 
     def session(self) -> AbstractContextManager[None]:
-        """Context around a whole capture_sizes of captures (garbage collection frozen, capture stream current)."""
+        """Return a context for a series of captures: garbage collection is off, the capture stream is current."""
 
     def warm_up(self, step: StepFunction, prepare: Callable[[], None]) -> None:
-        """Run a step once outside of any capture, so that libraries make their handles and workspaces.
+        """Run a step once without capturing it, so that libraries create their handles and workspaces.
 
-        On a CPU too, where nothing needs it: a step that only the first run gets right fails there as it does on CUDA.
+        A CPU needs no warm-up. It runs one all the same, so that a step whose first run differs fails as on CUDA.
         """
 
-    def record(self, step: StepFunction, descriptor: BatchDescriptor, prepare: Callable[[], None]) -> CapturedGraph:
-        """Capture one step; `prepare` runs before every run of it.
+    def capture(self, step: StepFunction, descriptor: BatchDescriptor, prepare: Callable[[], None]) -> CapturedGraph:
+        """Capture one step. `prepare` runs before each run of the step.
 
-        Raises CaptureError; the recorder can be used on afterwards.
+        Raises:
+            CaptureError: if the step cannot be captured. The recorder stays usable.
         """
 
-    def loop(self, graph: CapturedGraph, go_on: torch.Tensor) -> CapturedGraph:
-        """One launch that runs a captured step, and again while `go_on` is not 0 after a run, without the host.
+    def loop(self, graph: CapturedGraph, condition: torch.Tensor) -> CapturedGraph:
+        """Return a graph that runs a captured step, and repeats it while `condition` is not 0, in one launch.
 
-            step: ...; left.sub_(1); go_on.copy_(left > 0)      # the step says whether it is to run again
-            loop = recorder.loop(recorder.record(step, descriptor, prepare), go_on)
+            step: ...; left.sub_(1); condition.copy_(left > 0)      # the step decides whether to run again
+            loop = recorder.loop(recorder.capture(step, descriptor, prepare), condition)
             left.fill_(8)
-            loop.launch()                                       # eight steps
+            loop.launch()                                           # eight steps
 
-        graph   of this recorder; can still be launched by itself, and closed before the loop is
-        go_on   int32 [1] on the recorder's device; written by the step, at its end, and read after every run. What it
-                holds before a launch means nothing: the step runs at least once
+        graph       a graph of this recorder. It can still be launched on its own, and closed before the loop
+        condition   int32 [1] on the recorder's device. The step writes it, and the loop reads it after each run. Its
+                    value before a launch is ignored: the step runs at least once
 
-        **The step must count its own runs and stop at a bound.** On CUDA a loop whose step never writes 0 keeps the
-        device busy for good; the twin on a CPU stops with an error.
+        **The step must count its runs and stop at a bound.** On CUDA, a loop whose step never writes 0 occupies the
+        device forever; on a CPU it raises.
 
-        A loop takes memory of the driver, for its copy of the nodes, and none of the pool: it works in the memory of
-        its step. So all graphs and loops of a recorder launch on one stream, and a capture_sizes has loops for those
-        of its
-        sizes that are worth the memory. A step may read none of torch's generators, as each run would draw the same.
+        A loop takes driver memory for its copy of the nodes, and no pool memory. It shares the memory of its step, so
+        all graphs and loops of a recorder run on one stream. The step must not draw from torch's generators: each run
+        would draw the same numbers.
 
-        Raises: CaptureError for another recorder's kind of graph, one that was closed, and one with nodes that a loop
-        cannot hold: events, host functions, allocations, conditions. ShapeError for `go_on`.
+        Raises:
+            CaptureError: if `graph` is closed or of another kind of recorder, or has nodes that a loop cannot contain:
+                events, host functions, allocations, conditional nodes.
+            ShapeError: if `condition` has another shape, dtype or device.
         """
 
     def pool_bytes(self) -> int:
-        """Memory that the allocator holds for the pool; it must not grow once the last graph was captured."""
+        """Return the size of the memory pool. It must not grow after the last capture."""
 
     def close(self) -> None:
-        """Give the pool and the capture stream back; every graph must have been closed."""
+        """Release the pool and the capture stream. All graphs must be closed."""
 
 
 NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
-"""Stands where a closed graph, or a manager without a step, has no output."""
+"""Output of a closed graph, and of a manager that has run no step."""
 
 
 _Graph = TypeVar("_Graph", bound=CapturedGraph)
 
 
-def check_loop(kind: type[_Graph], graph: CapturedGraph, go_on: torch.Tensor, device: torch.device) -> _Graph:
-    """`graph`, as the class that a recorder makes; raises what `Recorder.loop` says."""
-    step = check_instance("graph", graph, kind, advice="pass what record() of this recorder made", error=CaptureError)
+def check_loop(kind: type[_Graph], graph: CapturedGraph, condition: torch.Tensor, device: torch.device) -> _Graph:
+    """Check the arguments of `Recorder.loop` and return `graph`. Raises: as `Recorder.loop`."""
+    step = check_instance("graph", graph, kind, advice="pass a graph that this recorder captured", error=CaptureError)
     if step.output is NOTHING:
-        raise CaptureError("graph: expected an open graph, got one that was closed; record the step again")
-    check_tensor("go_on", go_on, shape=(1,), dtype=torch.int32, device=device)
+        raise graph_closed()
+    check_tensor("condition", condition, shape=(1,), dtype=torch.int32, device=device)
     return step
 
 
+def graph_closed() -> CaptureError:
+    """Return the error for the use of a closed graph."""
+    return CaptureError("graph: the graph is closed; capture the step again")
+
+
+def loop_closed(call: str) -> CaptureError:
+    """Return the error for the use of a closed loop."""
+    return CaptureError(f"loop: {call} on a closed loop; make another one with loop()")
+
+
 def ordinary(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a tensor that may be changed outside of `torch.inference_mode`, wherever it was made."""
+    """Return the same memory as a tensor that can be modified outside of `torch.inference_mode`."""
     if not tensor.is_inference():
         return tensor
     with torch.inference_mode(False):

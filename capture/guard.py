@@ -1,4 +1,4 @@
-"""Notices tensors that moved or changed after capture: a graph goes on reading the old address, as the old shape."""
+"""Detect tensors that moved or changed after capture. A graph keeps reading the old address with the old shape."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ import torch
 from graphrt.kernels.errors import ReplayError
 
 _TURN, _NAMES_A_TURN = 1, 4
-"""Tensors, and names, that are looked at before a step. Each lies in cache lines of its own, which are cold where the
-host does other work between steps. A tensor takes several lines, so there is one a turn."""
+"""Tensors, and names, that one step checks. Each check touches cache lines that are cold if the host works between
+steps. A tensor takes several lines, so one step checks one tensor."""
 
 _address = torch.Tensor.data_ptr
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 _Place = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
-"""What a graph knows of a tensor: address, shape, strides and dtype."""
+"""What a graph captured of a tensor: address, shape, strides and dtype."""
 
 
 class PointerGuard:
-    """Remembers where named tensors lie and how, and raises when one of them has changed. See NameWatch for names.
+    """Stores address and layout of named tensors, and raises if one of them has changed.
 
     guard = PointerGuard(named)            before the capture
-    guard.remember(tensors_by_name)        after it: whatever else graphs read, and how to look it up again
+    guard.remember(tensors_by_name)        after it: other tensors that graphs read, as a function to look them up again
     guard.check_next()                     before each launch
 
-    `check` sees a tensor whose storage was replaced (`p.data = ...`, `module.to(...)`, `set_`), one that was resized or
-    whose strides or dtype changed in place, and, by `remember`, a name that now leads to another tensor. The turns of
-    `check_next` see addresses alone.
+    `check` detects a tensor whose storage was replaced (`p.data = ...`, `module.to(...)`, `set_`), a tensor that was
+    resized or whose strides or dtype changed in place, and a remembered name that now refers to another tensor. The
+    incremental checks of `check_next` compare addresses only. NameWatch detects replaced parameters.
 
-    named     the tensors that `check_next` looks at in turns
-    in_turns  False: `check_next` looks at none after its first call
-    always    `check_next` checks everything at every call, not at the first alone
+    named     tensors that `check_next` checks one at a time
+    in_turns  if False, `check_next` checks nothing after its first call
+    always    if True, every call of `check_next` checks everything; otherwise only the first call does
     """
 
     def __init__(self, named: NamedTensors, *, in_turns: bool = True, always: bool = False) -> None:
@@ -47,29 +47,29 @@ class PointerGuard:
         starts = range(0, len(pairs), _TURN) if in_turns else ()
         self._turns = [(self._tensors[at : at + _TURN], addresses[at : at + _TURN]) for at in starts] or [([], [])]
         self._next_turn = itertools.cycle(self._turns).__next__
-        self._always, self._all_due = always, True  # the first call looks at all, and so does one after an error
+        self._always, self._all_due = always, True  # a full check is due at first, and after an error
         self._look_up: Callable[[], NamedTensors] = lambda: ()
         self._remembered: dict[str, _Place] = {}
 
     @property
     def num_turns(self) -> int:
-        """Calls of `check_next` that look at every tensor, once there was one."""
+        """Number of incremental calls of `check_next` that cover all tensors."""
         return len(self._turns)
 
     def remember(self, look_up: Callable[[], NamedTensors]) -> None:
-        """Let `check` look these names up again from now on: each must lead to where it leads now."""
+        """Make `check` look these names up again: each must refer to the same memory as now."""
         self._look_up = look_up
         self._remembered = {name: _place(tensor) for name, tensor in look_up()}
 
     def check(self) -> None:
-        """Raise ReplayError naming the first tensor that moved or changed."""
+        """Raise ReplayError, with the name of the first tensor that moved or changed."""
         for name, tensor, place in zip(self._names, self._tensors, self._places, strict=True):
             if _place(tensor) != place:
                 raise _changed(name, place, _place(tensor))
         _check_names(self._remembered.items(), self._look_up())
 
     def check_next(self) -> None:
-        """Check one tensor at a time, in turns; the first call checks all. Raises: as `check`, again at each call."""
+        """Check the next tensor; the first call checks all. Raises: as `check`, at each call until it is fixed."""
         if not self._all_due:
             tensors, addresses = self._next_turn()
             if list(map(_address, tensors)) == addresses:
@@ -79,19 +79,19 @@ class PointerGuard:
         self._all_due = self._always
 
     def check_names(self, named: NamedTensors) -> None:
-        """Raise ReplayError when a name of `named` at capture now leads elsewhere, or is gone."""
+        """Raise ReplayError if `named` has other tensors than at capture under the same names, or lacks a name."""
         _check_names(zip(self._names, self._places, strict=True), named)
 
 
 class NameWatch:
-    """Remembers what the names of a module and its submodules lead to, and tells when one leads elsewhere.
+    """Detects parameters, buffers and submodules of a module that were replaced by other objects.
 
-    A parameter that another took the place of has not moved: the graph reads the old one, which lives on, as a caller
-    or a guard holds it. `module.weight = Parameter(...)` and `load_state_dict(..., assign=True)` do that.
+    A replaced parameter has not moved: the graph keeps reading the old one, which is alive as long as it is referenced.
+    `module.weight = Parameter(...)` and `load_state_dict(..., assign=True)` replace parameters.
 
-    model   other models than modules have no names, and nothing to tell
+    model   a module; any other model has no names to watch
 
-    any     whether there are names at all
+    any     whether there are names to watch
     """
 
     def __init__(self, model: object) -> None:
@@ -104,7 +104,7 @@ class NameWatch:
         self._turn = 0
 
     def changed(self) -> bool:
-        """Whether one of the next 4 names leads elsewhere, in turns. If so, these come again."""
+        """Return whether one of the next 4 names refers to another object. If so, the next call checks them again."""
         for of, name, value in self._turns[self._turn]:
             if of.get(name) is not value:
                 return True
@@ -124,11 +124,11 @@ def _place(tensor: torch.Tensor) -> _Place:
 
 
 def _changed(name: str, captured: _Place, current: _Place | None) -> ReplayError:
-    """The error of a tensor that is not what it was: what it was, what it is, and the way out."""
+    """Return the error for a tensor that differs from the captured one."""
     if current is None:
         return ReplayError(
-            f"{name}: expected at address {captured[0]:#x} as captured, got no tensor of this name; put it back, or "
-            "close this runtime and capture again"
+            f"{name}: the tensor captured at address {captured[0]:#x} is gone; restore it, or close this runtime and "
+            "capture again"
         )
     moved, changed = captured[0] != current[0], captured[1:] != current[1:]
     parts = [f"at address {captured[0]:#x}"] if moved else []
@@ -136,7 +136,7 @@ def _changed(name: str, captured: _Place, current: _Place | None) -> ReplayError
     if changed:
         parts.append(_layout(captured))
         found.append(_layout(current))
-    advice = "load new values in place (tensor.copy_)" if moved else "give it back its shape, strides and dtype"
+    advice = "load new values in place (tensor.copy_)" if moved else "restore its shape, strides and dtype"
     return ReplayError(
         f"{name}: expected {', '.join(parts)} as captured, got {', '.join(found)}; {advice}, or close this runtime and "
         "capture again"
@@ -149,7 +149,7 @@ def _layout(place: _Place) -> str:
 
 
 def named_weights(model: object) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers of a Module; none of another model."""
+    """Yield the parameters and buffers of a Module; nothing for another model."""
     if isinstance(model, torch.nn.Module):
         yield from model.named_parameters()
         yield from model.named_buffers()

@@ -1,4 +1,4 @@
-"""Which operations wait for the device. A CUDA capture refuses them, and so does the op trace, where nothing waits."""
+"""Which operations synchronize with the device. A CUDA capture rejects them, and so does the op trace on a CPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 _INDEX_PUT = frozenset({"aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index_put"})
 _MASKS = (torch.bool, torch.uint8)
-# An info of the solver is checked on the host, or rows are chosen by values. Those that return it, "_ex", do not wait.
+# These check a solver's info on the host, or select rows by value. Variants that return the info ("_ex") do not.
 _WAITS = frozenset(
     f"aten::{name}"
     for name in (
@@ -23,9 +23,9 @@ _WAITS = frozenset(
 
 
 def reads_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, sets_number: bool = False) -> bool:
-    """Whether an operation of aten reads values on the host, or gives a shape that depends on them: it waits on CUDA.
+    """Return whether an aten operation reads values on the host, or has a result whose shape depends on values.
 
-    sets_number  of an index_put: whether it is `x[mask] = number`, which is a masked fill
+    sets_number   for an index_put: whether it is `x[mask] = number`, which runs as a masked fill
     """
     name = func._schema.name
     if name in _WAITS or torch.Tag.data_dependent_output in func.tags:
@@ -36,33 +36,33 @@ def reads_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, sets
     if name == "aten::where" and func._overloadname == "default":
         return True  # nonzero()
     if name == "aten::one_hot":
-        return bool(_argument(func, args, kwargs, "num_classes") < 0)  # the largest value says how many
+        return bool(_argument(func, args, kwargs, "num_classes") < 0)  # the number is the largest value plus one
     if name == "aten::histc":
-        return bool(_argument(func, args, kwargs, "min") == _argument(func, args, kwargs, "max"))  # bounds of the data
+        return bool(_argument(func, args, kwargs, "min") == _argument(func, args, kwargs, "max"))  # range of the data
     if name in ("aten::linspace", "aten::logspace"):
         return any(isinstance(_argument(func, args, kwargs, bound), torch.Tensor) for bound in ("start", "end"))
     if name == "aten::normal":
-        return isinstance(_argument(func, args, kwargs, "std"), torch.Tensor)  # none may be negative
+        return isinstance(_argument(func, args, kwargs, "std"), torch.Tensor)  # checked to be >= 0
     if name in _INDEX_PUT:
         masks = [t for t in tensors_in(args[1]) if t.dtype in _MASKS]
         filled = sets_number and len(masks) == len(tensors_in(args[1])) == 1
         return bool(masks) and not filled
     if name == "aten::linalg_matrix_power":
-        return bool(_argument(func, args, kwargs, "n") < 0)  # of the inverse
+        return bool(_argument(func, args, kwargs, "n") < 0)  # inverts the matrix
     if name in ("aten::linalg_norm", "aten::linalg_matrix_norm"):
         dims = _argument(func, args, kwargs, "dim")
         of_matrix = args[0].dim() == 2 if dims is None else not isinstance(dims, int) and len(dims) == 2
-        return of_matrix and _argument(func, args, kwargs, "ord") in (2, -2, "nuc")  # by singular values
+        return of_matrix and _argument(func, args, kwargs, "ord") in (2, -2, "nuc")  # computed from singular values
     if _argument(func, args, kwargs, "check_errors"):
         return True
     if torch.Tag.dynamic_output_shape not in func.tags:
         return False
-    # Indexing is tagged because of masks; with integer indices its shape is known and CUDA can capture it.
+    # Indexing has this tag because of masks. With integer indices the shape is known, and CUDA can capture it.
     return name != "aten::index" or any(t.dtype in _MASKS for t in tensors_in((args[1:], kwargs)))
 
 
 def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
-    """An argument of an operation by its name, or its default; None where the operation has none of that name."""
+    """Return an argument by name, or its default; None if the operation has no argument of that name."""
     for index, argument in enumerate(func._schema.arguments):
         if argument.name == name:
             return args[index] if index < len(args) else kwargs.get(name, argument.default_value)
@@ -70,5 +70,5 @@ def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: st
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """The tensors among nested arguments or results."""
+    """Return the tensors among nested arguments or results."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

@@ -1,8 +1,8 @@
-"""A lock that falls when capture is over: names kernels that are loaded later, and memory that grows later.
+"""Count kernels that are loaded after capture, and memory that grows after capture.
 
-A kernel that is compiled in the middle of serving stops the host for a third of a second, and one that Triton finds in
-its cache on disk for some milliseconds. Neither has any business in a step that replays a graph. The lock hangs in the
-hooks that Triton and the native kernels call when a kernel is loaded; a step that loads none pays nothing.
+Compiling a kernel during serving stops the host for a third of a second; loading one from Triton's disk cache takes
+some milliseconds. A step that replays a graph must do neither. The lock uses the hooks that Triton and the native
+kernels call when they load a kernel, so a step that loads none pays nothing.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ from graphrt.kernels.native import nvrtc
 class Doing(str, Enum):
     """What the owner of a lock was doing when a kernel was loaded.
 
-    GRAPH_STEP    launching a graph: no kernel is ever due there. The one place where the lock may raise
-    OTHER_CALL    another call of the owner, or an eager step: these launch kernels by themselves, and may load some
-    BETWEEN       nothing, but the thread is the one that its last call came from, and waits for the kernel
-    SOMETHING_ELSE    the thread is another one: a kernel of somebody else's, which does not count
+    GRAPH_STEP       launching a graph, which must not load kernels. Only here may the lock raise
+    OTHER_CALL       another call of the owner, or an eager step, which may load kernels
+    BETWEEN          no call, but the load is on the thread of the owner's last call and delays the next one
+    SOMETHING_ELSE   the load is on another thread; it is not counted
     """
 
     GRAPH_STEP = "in a graph step"
-    OTHER_CALL = "beside the graphs"
+    OTHER_CALL = "outside the graphs"
     BETWEEN = "between calls"
     SOMETHING_ELSE = "elsewhere"
 
 
 class CaptureLock:
-    """Counts late kernels and late memory from `fall()` to `lift()`.
+    """Counts kernel loads and memory growth between `engage()` and `release()`.
 
         lock = CaptureLock(doing, {"graph pool": recorder.pool_bytes}, strict=False)
-        lock.fall()                       when the last graph was captured
-        lock.kernels                      Counter({"_attend_kernel (beside the graphs)": 1})
+        lock.engage()                     after the last capture
+        lock.kernels                      Counter({"_attend_kernel (outside the graphs)": 1})
         lock.poll(), lock.grown           Counter({"graph pool": 2097152})
 
     doing    called when a kernel is loaded, on the thread that loads it
-    memory   name -> bytes held now, for each piece of memory that must not grow any more
-    strict   a kernel in a graph step, and memory that grew, raise ReplayError
+    memory   name -> function that returns the current bytes, for each memory that must not grow
+    strict   raise ReplayError for a kernel loaded in a graph step, and for memory that grew
 
-    kernels  loads by the kernel's name and `Doing`. Triton names a variant of a kernel as the kernel itself
-    grown    bytes by name, as of the last `poll`
+    kernels  loads by kernel name and `Doing`. All variants of a Triton kernel have the same name
+    grown    growth in bytes by name, as of the last `poll`
 
-    What is loaded is not always compiled: Triton may have found it on disk. Kernels of torch and of CUDA's libraries go
-    unseen. A lock that is no longer referred to is lifted.
+    A load is not always a compilation: Triton may read the kernel from disk. Kernels of torch and of CUDA libraries are
+    not seen. A lock that is garbage-collected is released.
     """
 
     def __init__(self, doing: Callable[[], Doing], memory: Mapping[str, Callable[[], int]], *, strict: bool) -> None:
@@ -59,9 +59,9 @@ class CaptureLock:
         self.kernels: Counter[str] = Counter()
         self.grown: Counter[str] = Counter()
 
-    def fall(self) -> None:
-        """Take the present for what there is, and hang in the hooks. A lock falls once."""
-        assert self._hooks is None, "a lock falls once"
+    def engage(self) -> None:
+        """Measure the memory and install the hooks. A lock is engaged once."""
+        assert self._hooks is None, "a lock is engaged once"
         self._before = {name: measure() for name, measure in self._measures.items()}
         lock = weakref.ref(self)
 
@@ -72,7 +72,7 @@ class CaptureLock:
         def loaded_by_triton(module: object, function: object, name: str, group: object, digest: str) -> None:
             loaded(name)
 
-        # At the end of a load, the kernel is whole: an error that is raised there leaves one that can be launched.
+        # At the end of a load the kernel is complete: an error raised here leaves a kernel that can be launched.
         triton.knobs.runtime.kernel_load_end_hook.add(loaded_by_triton)
         nvrtc.load_hooks.append(loaded)
 
@@ -89,12 +89,12 @@ class CaptureLock:
         self.kernels[f"{name} ({doing.value})"] += 1
         if self._strict and doing is Doing.GRAPH_STEP:
             raise ReplayError(
-                f"{name}: expected no kernel to be compiled or loaded after capture() in a step that replays a graph, "
-                "got this one; launch it once before capture(), or have such steps run eagerly"
+                f"{name}: this kernel was compiled or loaded in a step that replays a graph, after capture(); launch "
+                "it once before capture(), or run such steps eagerly"
             )
 
     def poll(self) -> None:
-        """Measure the memory: `grown` says by how much it has grown since `fall()`, without what is as it was."""
+        """Measure the memory, and set `grown` to what grew since `engage()`."""
         if not self._before:
             return
         growth = {name: self._measures[name]() - before for name, before in self._before.items()}
@@ -102,16 +102,17 @@ class CaptureLock:
         self.grown.update({name: num for name, num in growth.items() if num > 0})
 
     def check(self) -> None:
-        """`poll`, and raise ReplayError where the lock is strict and something has grown."""
+        """Call `poll`, and raise ReplayError if the lock is strict and memory grew."""
         self.poll()
         for name, num in self.grown.most_common(1 if self._strict else 0):
             raise ReplayError(
-                f"{name}: expected {self._before[name]} bytes as after capture(), got {num} more; no step may allocate "
-                "there: look for a capture that was abandoned, or for another one into the same pool"
+                f"{name}: expected {self._before[name]} bytes as after capture(), got {self._before[name] + num}; no "
+                "step may allocate there: look for a capture that was abandoned, or for another capture into the same "
+                "pool"
             )
 
-    def lift(self) -> None:
-        """Leave the hooks; counters stay. Lifting a lock that did not fall, or twice, is fine."""
+    def release(self) -> None:
+        """Remove the hooks and keep the counters. Does nothing if the lock is not engaged."""
         self._before, self._measures = {}, {}
         self._doing = lambda: Doing.SOMETHING_ELSE
         if self._hooks is not None:

@@ -1,17 +1,17 @@
-"""Many steps in one launch: a CUDA graph whose WHILE node runs a captured step until the step says that it is done.
+"""Many steps in one launch: a CUDA graph with a WHILE node that repeats a captured step while a condition holds.
 
     parent graph
-      WHILE node                     its condition is 1 at the start of every launch
-        body: child graph            a clone of the captured step; its last nodes write go_on
-              loop_condition kernel  one thread: condition = (go_on != 0)
+      WHILE node                     its handle is 1 at the start of every launch
+        body: child graph            a clone of the captured step; the step writes the condition
+              loop_condition kernel  one thread: handle = (condition != 0)
 
-The driver's calls make it, as torch has WHILE nodes from 2.14 on only, and graphrt runs from 2.11 on. The step is
-captured by itself first, so the allocator, the pool and a failing capture are what they are for any graph, and the
-same step can be launched once too. Nothing here touches torch's generators: a step that draws from one would draw the
-same numbers in every run. Steps of graphrt count instead (`graphrt/sampling.py`).
+The graph is built with driver calls: torch has WHILE nodes only from 2.14 on, and graphrt supports 2.11. The step is
+captured on its own first. So allocator, pool and capture errors are the same as for any graph, and the step can also be
+launched once. Nothing here updates torch's generators: a step that draws from one would draw the same numbers in every
+run. The steps of graphrt use counter-based random numbers instead (`graphrt/sampling.py`).
 
-A step that never writes 0 keeps the device busy for good, and no call ends it. A step that loops must count its own
-runs, and stop at a bound.
+A step that never writes 0 occupies the device forever, and no call ends it. The step must count its runs and stop at a
+bound.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from typing import Any
 import torch
 from cuda.bindings import driver
 
-from graphrt.capture.graph import NOTHING, GraphReport
+from graphrt.capture.graph import NOTHING, GraphReport, loop_closed
 from graphrt.capture.raw_graph import CostMeter, Launcher, check, current_stream, node_types
 from graphrt.kernels.errors import CaptureError, GraphRTError
 from graphrt.kernels.native.nvrtc import NativeVariant, load
 
-GO_ON = NativeVariant("loop_condition.cu", "loop_condition", (), num_threads=1, shared_bytes=0)
-"""The kernel that ends a body; see loop_condition.cu."""
+LOOP_CONDITION = NativeVariant("loop_condition.cu", "loop_condition", (), num_threads=1, shared_bytes=0)
+"""The last kernel of a body; see loop_condition.cu."""
 
 _NODES_OF_A_LOOP = 3  # WHILE, child graph, loop_condition kernel
 _OneOf = driver.CUgraphNodeType
-# A body may also hold conditional nodes, but a step is a child graph of the body, and child graphs may not.
+# A body may also contain conditional nodes, but the step is a child graph of the body, and a child graph may not.
 _IN_A_STEP = frozenset(
     {
         _OneOf.CU_GRAPH_NODE_TYPE_KERNEL,
@@ -46,7 +46,7 @@ _IN_A_STEP = frozenset(
 
 
 class _Params(ctypes.Structure):
-    """As in loop_condition.cu."""
+    """The kernel's parameters, laid out as in loop_condition.cu."""
 
     _fields_ = (("flag", ctypes.c_void_p), ("handle", ctypes.c_uint64))
 
@@ -54,25 +54,27 @@ class _Params(ctypes.Structure):
 class CudaGraphLoop:
     """A captured step in a WHILE node, instantiated and uploaded; see `Recorder.loop`.
 
-    step    as torch captured it; stays referenced, and with it the memory of its pool
-    go_on   int32 [1]; its memory stays referenced
-    output  the step's logits
-    of      the step's report
+    step        the captured graph; kept alive, which keeps the memory pool alive
+    condition   int32 [1]; its memory is kept alive
+    output      logits of the step
+    of          report of the step
     """
 
-    def __init__(self, step: torch.cuda.CUDAGraph, go_on: torch.Tensor, output: torch.Tensor, of: GraphReport) -> None:
-        self._device = go_on.device
+    def __init__(
+        self, step: torch.cuda.CUDAGraph, condition: torch.Tensor, output: torch.Tensor, of: GraphReport
+    ) -> None:
+        self._device = condition.device
         with torch.cuda.device(self._device):
             try:
                 _check_nodes(step.raw_cuda_graph())
-                function = load(GO_ON, self._device.index)
+                function = load(LOOP_CONDITION, self._device.index)
                 meter = CostMeter(self._device)
-                graph, executable, node, body = _instantiate(step.raw_cuda_graph(), function, go_on.data_ptr())
+                graph, executable, node, body = _instantiate(step.raw_cuda_graph(), function, condition.data_ptr())
             except GraphRTError as error:
                 raise CaptureError(f"{of.descriptor}: the step cannot be looped: {error}") from error
-            # Whoever drops a loop without closing it gets the memory back as well.
-            self._release = weakref.finalize(self, _destroy, executable, graph, step, go_on.detach())
-            self._release.atexit = False  # the driver may be gone by then
+            # Also frees the memory of a loop that is dropped without close().
+            self._release = weakref.finalize(self, _destroy, executable, graph, step, condition.detach())
+            self._release.atexit = False  # the driver may have shut down
             check(driver.cuGraphUpload(executable, current_stream(self._device)))
             self._launcher = Launcher(executable, self._device)
             self._graph, self._conditionals = graph, {int(node): ("while", (body,))}
@@ -84,19 +86,20 @@ class CudaGraphLoop:
         self._launcher.launch()
 
     def raw_cuda_graph(self) -> int:
-        """Handle of the parent graph, not of its executable. Raises: CaptureError once it was closed."""
+        """Return the handle of the parent graph, not of its executable. Raises: CaptureError if closed."""
         self._check_open("raw_cuda_graph()")
         return int(self._graph)
 
     def pool(self) -> tuple[int, int]:
-        """Id of the memory pool, which is the step's. Raises: CaptureError once it was closed."""
+        """Return the id of the step's memory pool. Raises: CaptureError if closed."""
         self._check_open("pool()")
         held = self._release.peek()
-        assert held is not None, "alive, as was checked"
-        return held[2][2].pool()  # type: ignore[no-any-return]  # of the step
+        assert held is not None, "_check_open saw it alive"
+        step = held[2][2]
+        return step.pool()  # type: ignore[no-any-return]
 
     def raw_conditionals(self) -> dict[int, tuple[str, tuple[Any, ...]]]:
-        """What the WHILE node is and the graph in it, by the node's handle: drivers before 13.2 do not tell."""
+        """Return kind and bodies of the WHILE node, by its handle: drivers before 13.2 cannot be asked."""
         self._check_open("raw_conditionals()")
         return self._conditionals
 
@@ -104,17 +107,17 @@ class CudaGraphLoop:
         self._release()
         self.output = NOTHING
 
-    def _check_open(self, what: str) -> None:
+    def _check_open(self, call: str) -> None:
         if not self._release.alive:
-            raise CaptureError(f"loop: expected an open loop, got {what} of a closed one; make another with loop()")
+            raise loop_closed(call)
 
 
 def _check_nodes(step: Any) -> None:
-    """Raise CaptureError for nodes that no WHILE body may hold: the driver would say no more than that it fails."""
+    """Raise CaptureError for nodes that a WHILE body cannot contain. The driver's own error does not name them."""
     if refused := node_types(step) - _IN_A_STEP:
         raise CaptureError(
-            f"nodes: expected {_names(_IN_A_STEP)} only, got {_names(refused)} too; record events, call host functions "
-            "and allocate outside of the step"
+            f"nodes: a loop can contain {_names(_IN_A_STEP)} nodes only, got {_names(refused)}; record events, call "
+            "host functions and allocate outside of the step"
         )
 
 
@@ -123,7 +126,8 @@ def _names(types: frozenset[Any]) -> str:
 
 
 def _instantiate(step: Any, function: Any, flag: int) -> tuple[Any, Any, Any, Any]:
-    """The parent graph, which may have one executable at a time, that executable, the WHILE node and its body."""
+    """Return the parent graph, its executable, the WHILE node and its body. A graph with a WHILE node can have only one
+    executable at a time."""
     graph = check(driver.cuGraphCreate(0))[1]
     try:
         node, body = _fill(graph, step, function, flag)
@@ -135,7 +139,7 @@ def _instantiate(step: Any, function: Any, flag: int) -> tuple[Any, Any, Any, An
 
 def _fill(graph: Any, step: Any, function: Any, flag: int) -> tuple[Any, Any]:
     context = check(driver.cuCtxGetCurrent())[1]
-    # Without the flag, a launch would begin with the condition that the last one ended with, which is 0.
+    # Without the flag, a launch would start with the condition at which the previous launch ended, which is 0.
     flags = driver.CU_GRAPH_COND_ASSIGN_DEFAULT
     handle = check(driver.cuGraphConditionalHandleCreate(graph, context, 1, flags))[1]
     loop = driver.CUgraphNodeParams()
@@ -145,11 +149,11 @@ def _fill(graph: Any, step: Any, function: Any, flag: int) -> tuple[Any, Any]:
     loop.conditional.size = 1
     loop.conditional.ctx = context
     node = check(driver.cuGraphAddNode(graph, None, None, 0, loop))[1]
-    body = driver.CUgraph(int(loop.conditional.phGraph_out[0]))  # its own handle: the list is a view of `loop`
+    body = driver.CUgraph(int(loop.conditional.phGraph_out[0]))  # copied, since the list is a view of `loop`
     child = check(driver.cuGraphAddChildGraphNode(body, None, 0, step))[1]
 
     params = _Params(flag, int(handle))
-    pointers = (ctypes.c_void_p * 1)(ctypes.addressof(params))  # the driver copies what they lead to
+    pointers = (ctypes.c_void_p * 1)(ctypes.addressof(params))  # the driver copies the parameters
     kernel = driver.CUDA_KERNEL_NODE_PARAMS()
     kernel.func = function
     kernel.gridDimX = kernel.gridDimY = kernel.gridDimZ = 1
@@ -161,6 +165,6 @@ def _fill(graph: Any, step: Any, function: Any, flag: int) -> tuple[Any, Any]:
 
 
 def _destroy(executable: Any, graph: Any, *kept: Any) -> None:
-    """Free both; `kept` is dropped by whoever calls. A failure is that of a device which is lost, memory and all."""
+    """Free both; the finalizer then drops `kept`. Statuses are ignored: they fail only if the context is lost."""
     driver.cuGraphExecDestroy(executable)
     driver.cuGraphDestroy(graph)

@@ -1,9 +1,9 @@
-"""The op trace: the twin of a CUDA graph for machines without CUDA.
+"""The op trace: stands in for a CUDA graph on machines without CUDA.
 
-While a step runs once, a `TorchDispatchMode` writes every dispatched op to a op trace with its arguments as they were:
-scalars, and tensors with their storages. A launch runs the op trace, never the Python that made it, and copies results
-into the tensors that the first run produced. So a scalar that was baked, a buffer that was replaced and a value that
-was read on the host show on CPU as they would in a graph; re-running the Python would hide all three.
+While a step runs once, a `TorchDispatchMode` appends every dispatched op to the trace, with its arguments: scalars, and
+tensors with their storages. A launch runs these ops, not the Python code, and copies results into the tensors of the
+first run. So a frozen scalar, a replaced buffer and a value read on the host have the same effect on a CPU as in a CUDA
+graph. Running the Python code again would hide all three.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from graphrt.capture.descriptor import BatchDescriptor
-from graphrt.capture.graph import NOTHING, CapturedGraph, GraphReport, StepFunction, check_loop, ordinary
+from graphrt.capture.graph import NOTHING, CapturedGraph, GraphReport, StepFunction, check_loop, loop_closed, ordinary
 from graphrt.capture.host_reads import reads_host, tensors_in
 from graphrt.kernels.errors import CaptureError, ReplayError
 from graphrt.kernels.library import composite_impl, cpu_runs_triton, interpreted
@@ -38,19 +38,20 @@ UNWRITTEN_FACTORIES = frozenset(
     {
         "aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided",
         "aten::empty_permuted",
-        "aten::lift_fresh",  # torch.tensor: its values were written before any op could be seen
+        "aten::lift_fresh",  # torch.tensor: its values were written before any op was dispatched
     }
 )  # fmt: skip
-"""Ops whose result is memory, not data: nothing is launched for them."""
+"""Ops that return uninitialized memory: a launch has nothing to run for them."""
 MAX_RUNS = 1 << 20
-"""Runs after which a loop on a CPU gives up. On CUDA nothing would end it."""
+"""Runs after which a loop on a CPU raises. On CUDA it would run forever."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpTraceEntry:
-    """One op: what to call, and which of its results are memory of its own that a launch must fill again.
+    """One op of a trace.
 
-    interpret   the op ran an interpreted Triton kernel, and must again: which kernel runs is frozen too
+    outputs     its results that own their memory, which a launch fills again; None for views of inputs
+    interpret   whether the op ran an interpreted Triton kernel; a launch makes the same choice
     """
 
     func: Callable[..., Any]
@@ -69,7 +70,7 @@ class OpTraceEntry:
 
 @dataclass(frozen=True, slots=True)
 class MadeMemory:
-    """What `torch.empty` and its kind gave: `tensor`, made before the op of index `before` ran."""
+    """An uninitialized tensor, as of `torch.empty`, allocated before the op of index `before` ran."""
 
     before: int
     tensor: torch.Tensor
@@ -77,7 +78,7 @@ class MadeMemory:
 
 
 class OpTrace:
-    """A captured step on CPU: `launch()` replays the ops into the tensors of the first run."""
+    """A captured step on a CPU. `launch()` replays the ops into the tensors of the first run."""
 
     def __init__(
         self, entries: list[OpTraceEntry], output: torch.Tensor, report: GraphReport, made: tuple[MadeMemory, ...] = ()
@@ -88,22 +89,22 @@ class OpTrace:
 
     @property
     def entries(self) -> tuple[OpTraceEntry, ...]:
-        """The ops in the order of a launch; none once the op trace was closed."""
+        """The ops in launch order; empty if the trace is closed."""
         return tuple(self._entries)
 
     @property
     def made(self) -> tuple[MadeMemory, ...]:
-        """Memory that the step allocated and that no launch fills; none once the op trace was closed."""
+        """Memory that the step allocated and no launch initializes; empty if the trace is closed."""
         return self._made
 
     def launch(self) -> None:
-        # A graph knows no autocast: what the caller has in force must not change what was recorded.
+        # A graph ignores autocast: the caller's setting must not change the captured ops.
         with torch.inference_mode(), torch.autocast("cpu", enabled=False):
             for entry in self._entries:
                 entry.run()
 
     def copy(self) -> OpTrace:
-        """The same ops on the same memory, closed by itself."""
+        """Return the same ops on the same memory, as a trace that is closed independently."""
         return OpTrace(self._entries, self.output, self.report, self._made)
 
     def close(self) -> None:
@@ -112,51 +113,50 @@ class OpTrace:
 
 
 class OpTraceLoop:
-    """The twin of a loop of CUDA graphs: one launch runs the op trace, and again while go_on[0] is not 0 after a
-    run."""
+    """Stands in for a CUDA graph with a WHILE node: one launch repeats a trace while condition[0] is not 0."""
 
-    def __init__(self, step: OpTrace, go_on: torch.Tensor) -> None:
+    def __init__(self, step: OpTrace, condition: torch.Tensor) -> None:
         start = time.perf_counter()
         self._step: OpTrace | None = step.copy()
-        self._go_on = go_on.detach()  # memory of the time of capture, whatever becomes of the caller's tensor
+        self._condition = condition.detach()  # keeps the memory, even if the caller's tensor is resized or replaced
         self.output = step.output
         self.report = GraphReport(step.report.descriptor, time.perf_counter() - start, 0, 0, step.report.nodes)
 
     @property
     def step(self) -> OpTrace:
-        """What it repeats. Raises: CaptureError once it was closed."""
+        """The trace that it repeats. Raises: CaptureError if closed."""
         return self._open("step")
 
     @property
-    def go_on(self) -> torch.Tensor:
-        """What it reads after every run: int32 [1]."""
-        return self._go_on
+    def condition(self) -> torch.Tensor:
+        """The condition that it reads after every run: int32 [1]."""
+        return self._condition
 
     def launch(self) -> None:
         step = self._open("launch()")
         for _ in range(MAX_RUNS):
             step.launch()
-            if self._go_on.item() == 0:
+            if self._condition.item() == 0:
                 return
         raise ReplayError(
-            f"go_on: expected 0 after at most {MAX_RUNS} runs, got {self._go_on.item()}; let the step count its runs "
-            "and stop, as on CUDA the device would never end"
+            f"condition: expected 0 after at most {MAX_RUNS} runs, got {self._condition.item()}; count the runs in the "
+            "step and stop at a bound, as on CUDA the loop would never end"
         )
 
     def close(self) -> None:
         self._step = None
         self.output = NOTHING
 
-    def _open(self, what: str) -> OpTrace:
+    def _open(self, call: str) -> OpTrace:
         if self._step is None:
-            raise CaptureError(f"loop: expected an open loop, got {what} of a closed one; make another with loop()")
+            raise loop_closed(call)
         return self._step
 
 
 class OpTraceRecorder:
-    """Records op op_traces. Capture runs the step once for real, which a CUDA graph capture does not."""
+    """Captures op traces. Capturing executes the step once, unlike the capture of a CUDA graph."""
 
-    name = "op trace (CPU twin of a CUDA graph)"
+    name = "op trace (CPU)"
     streams: tuple[torch.cuda.Stream, ...] = ()
 
     @contextlib.contextmanager
@@ -168,14 +168,16 @@ class OpTraceRecorder:
         with torch.inference_mode():
             step()
 
-    def record(self, step: StepFunction, descriptor: BatchDescriptor, prepare: Callable[[], None]) -> OpTrace:
+    def capture(self, step: StepFunction, descriptor: BatchDescriptor, prepare: Callable[[], None]) -> OpTrace:
         start = time.perf_counter()
         prepare()
         writer = _OpTraceWriter()
         try:
             with torch.inference_mode(), _uncompiled(), _kernels_of_op_trace(writer), _HostReadGuard(writer), writer:
                 output = step()
-            if writer.refused is not None:  # the step went on: on CUDA the capture would be lost all the same
+            if (
+                writer.refused is not None
+            ):  # the step caught the error; on CUDA the capture would be invalid all the same
                 raise writer.refused
         except CaptureError as error:
             raise CaptureError(f"{descriptor}: {error}") from error
@@ -183,11 +185,11 @@ class OpTraceRecorder:
         report = GraphReport(descriptor, time.perf_counter() - start, owned, 0, len(writer.entries))
         return OpTrace(writer.entries, output, report, tuple(writer.made))
 
-    def loop(self, graph: CapturedGraph, go_on: torch.Tensor) -> OpTraceLoop:
-        return OpTraceLoop(check_loop(OpTrace, graph, go_on, torch.device("cpu")), go_on)
+    def loop(self, graph: CapturedGraph, condition: torch.Tensor) -> OpTraceLoop:
+        return OpTraceLoop(check_loop(OpTrace, graph, condition, torch.device("cpu")), condition)
 
     def pool_bytes(self) -> int:
-        """Nothing: there is no pool. A op_trace owns the results of its ops, and their sizes are frozen with it."""
+        """Return 0: there is no pool. A trace owns the results of its ops."""
         return 0
 
     def close(self) -> None:
@@ -200,18 +202,18 @@ class _OpTraceWriter(TorchDispatchMode):
         self.entries: list[OpTraceEntry] = []
         self.made: list[MadeMemory] = []
         self.inside_op = False
-        self.sets_number = False  # within `x[index] = number`
-        self.refused: CaptureError | None = None  # the first error, whatever the step made of it
+        self.sets_number = False  # in `x[index] = number`
+        self.refused: CaptureError | None = None  # the first error, even if the step caught it
 
     def refuse(self, text: str) -> CaptureError:
-        """The error for what a graph cannot hold."""
+        """Return the error for an operation that a graph cannot contain, and keep the first one."""
         error = CaptureError(text)
         self.refused = self.refused or error
         return error
 
     def launch(self, kernel: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Run a kernel that the step launches by itself, and write it down."""
-        if self.inside_op:  # of an op, which is on the op trace
+        """Run a kernel that the step launches directly, and append it to the trace."""
+        if self.inside_op:  # launched by an op, which is in the trace
             kernel(*args, **kwargs)
             return
         self.inside_op = True
@@ -226,15 +228,15 @@ class _OpTraceWriter(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.inside_op:  # of a kernel that the step launches
+        if self.inside_op:  # called by a kernel that the step launches
             return func(*args, **kwargs)
         if (opened := composite_impl(func) or _python_of(func)) is not None:
             with self:
                 return opened(*args, **kwargs)
         if reads_host(func, args, kwargs, sets_number=self.sets_number):
             raise self.refuse(
-                f"{func}: expected ops whose results stay on the device, got one that reads values on the host or has "
-                "a data-dependent shape; a graph cannot hold it, compute with torch.where, masked_fill or fixed shapes"
+                f"{func}: this op reads values on the host or has a data-dependent shape, which a graph cannot "
+                "contain; use torch.where, masked_fill or fixed shapes"
             )
         self.inside_op = True
         try:
@@ -245,10 +247,10 @@ class _OpTraceWriter(TorchDispatchMode):
             self.made.append(MadeMemory(len(self.entries), result.detach(), func))
             return result
         if torch.Tag.inplace_view in func.tags:
-            return result  # changes no data: a launch finds shape and memory as they were left
+            return result  # changes no data
         inputs = {t.untyped_storage().data_ptr() for t in tensors_in((args, kwargs))}
-        # Results that are memory of their own; None stands for a view of an input, which needs no filling. The caller
-        # may change a result's shape in place (squeeze_, t_), so the op trace keeps a view of its own.
+        # Results that own their memory; None is a view of an input, which a launch need not fill. The caller may change
+        # a result's shape in place (squeeze_, t_), so the trace keeps a view of its own.
         kept = tuple(
             None if t.untyped_storage().data_ptr() in inputs else t.detach() for t in tensors_in(result)
         )  # fmt: skip
@@ -260,9 +262,8 @@ class _OpTraceWriter(TorchDispatchMode):
 
 @contextlib.contextmanager
 def _uncompiled() -> Iterator[None]:
-    """Compiled functions run as they were written: a kernel of a compiler is no op, and would not reach the op
-    trace."""
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and the import takes seconds
+    """Run compiled functions eagerly: a compiler's kernels are not dispatched as ops, so the trace would miss them."""
+    if "torch._dynamo" not in sys.modules:  # no function is compiled, and the import takes seconds
         yield
         return
     with torch.compiler.set_stance("force_eager"):
@@ -271,7 +272,7 @@ def _uncompiled() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _kernels_of_op_trace(writer: _OpTraceWriter) -> Iterator[None]:
-    """Writes down the Triton kernels that the step launches by itself. Interpreted, they are no ops."""
+    """Append Triton kernels that the step launches directly. Interpreted kernels are not dispatched as ops."""
     interpreter = sys.modules.get("triton.runtime.interpreter")
     if interpreter is None:
         yield
@@ -290,7 +291,7 @@ def _kernels_of_op_trace(writer: _OpTraceWriter) -> Iterator[None]:
 
 
 def _python_of(func: Any) -> Callable[..., Any] | None:
-    """The function of a `torch.library.custom_op` that every device runs: a graph holds what it calls, not itself."""
+    """Return the function of a `torch.library.custom_op` that all devices share: a graph contains the ops it calls."""
     op = custom_ops.OPDEFS.get(func._schema.name)
     return None if op is None or "cpu" in op._backend_fns else op._backend_fns.get(None)
 
@@ -308,8 +309,8 @@ class _HostReadGuard(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in _HOST_READS and not self._writer.inside_op:
             raise self._writer.refuse(
-                f"Tensor.{name}: expected no host read of a tensor during capture, got one; the value would be frozen "
-                "in the graph, keep it in a tensor"
+                f"Tensor.{name}: the step reads a tensor on the host during capture, and the value would be frozen in "
+                "the graph; keep it in a tensor"
             )
         if name != "__setitem__" or len(args) < 3 or isinstance(args[2], torch.Tensor):
             return func(*args, **(kwargs or {}))
@@ -321,7 +322,7 @@ class _HostReadGuard(TorchFunctionMode):
 
 
 def _aliases(tree: Any) -> Any:
-    """The same arguments with tensors of the op trace's own on the same memory: as a graph does, a launch goes on using
-    the memory and the shapes of the capture, whatever the caller gives its tensors later."""
+    """Return the arguments with the trace's own tensors on the same memory. Like a graph, a launch keeps using memory
+    and shapes of the capture, even if the caller resizes or replaces its tensors."""
     made: dict[int, torch.Tensor] = {}
     return tree_map_only(torch.Tensor, lambda tensor: made.setdefault(id(tensor), tensor.detach()), tree)

@@ -1,4 +1,4 @@
-"""What capture asks of the CUDA driver itself: checked calls, the nodes of a graph, the cost of making one."""
+"""Calls of the CUDA driver that capture needs: checked calls, launches, events, nodes and memory of a graph."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ _CHILD = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_GRAPH
 
 
 def check(result: tuple[Any, ...], error: type[GraphRTError] = CaptureError) -> tuple[Any, ...]:
-    """What a call of the driver returned, its status first; raises `error` for any status but success."""
+    """Return the result of a driver call, whose first element is its status; raise `error` if the call failed."""
     if result[0] != 0:
-        raise error(f"CUDA driver: expected success, got {result[0]!r}")
+        raise error(f"CUDA driver: a call failed with {result[0]!r}")
     return result
 
 
 class Launcher:
-    """Launches an executable graph on the current stream of its device, from any thread: one call of the driver, a
-    third of the time that torch takes.
+    """Launches an executable graph on the current stream of its device, from any thread.
 
-    executable   its handle; whoever owns it destroys it
+    One driver call takes a third of the time of `CUDAGraph.replay`.
+
+    executable   handle of the executable graph; its owner destroys it
     """
 
     __slots__ = ("_context", "_device", "_executable", "_index")
@@ -39,30 +40,30 @@ class Launcher:
             self._context = int(check(driver.cuCtxGetCurrent())[1])
 
     def launch(self) -> None:
-        """Raises: ReplayError where the driver refuses."""
+        """Launch the graph once. Raises: ReplayError if the driver rejects the launch."""
         failed, context = driver.cuCtxGetCurrent()
         if not failed and int(context) == self._context:
             result = driver.cuGraphLaunch(self._executable, raw_stream(self._index))
             if result[0]:
                 check(result, ReplayError)
             return
-        with torch.cuda.device(self._device):  # the thread is at another device, or has made no CUDA call yet
+        with torch.cuda.device(self._device):  # the thread uses another device, or has made no CUDA call yet
             ensure_context(self._index)
             check(driver.cuGraphLaunch(self._executable, raw_stream(self._index)), ReplayError)
 
 
 def current_stream(device: torch.device) -> int:
-    """Handle of the stream that is current on a device, in the calling thread."""
+    """Return the handle of the current stream of a device, in the calling thread."""
     return raw_stream(device.index)
 
 
 def count_nodes(graph: Any) -> int:
-    """Nodes of a raw graph; a child graph is one node."""
+    """Return the number of nodes of a raw graph; a child graph counts as one node."""
     return int(check(driver.cuGraphGetNodes(graph, 0))[-1])
 
 
 def node_types(graph: Any) -> frozenset[Any]:
-    """Types of all nodes of a raw graph, those in its child graphs included."""
+    """Return the types of all nodes of a raw graph, including its child graphs."""
     found: set[Any] = set()
     for node in check(driver.cuGraphGetNodes(graph, count_nodes(graph)))[1]:
         kind = check(driver.cuGraphNodeGetType(node))[1]
@@ -73,8 +74,11 @@ def node_types(graph: Any) -> frozenset[Any]:
 
 
 class LaunchEvent:
-    """An event behind a launch. torch makes it and waits for it; one call of the driver records it, a third of the time
-    that torch takes. Must be recorded where the stream's device is the current one."""
+    """An event recorded after a launch.
+
+    torch creates the event and waits for it. The driver records it, in a third of the time of `Event.record`. Record it
+    while the stream's device is the current one.
+    """
 
     __slots__ = ("_event", "_handle", "_raw_stream", "_stream")
 
@@ -85,16 +89,16 @@ class LaunchEvent:
         self._raw_stream: driver.CUstream | None = None
 
     def query(self) -> bool:
-        """Whether what was queued before it has ended; True before the first record."""
+        """Return whether the work before the event has finished; True before the first record()."""
         return self._event.query()  # type: ignore[no-any-return]  # torch does not annotate it
 
     def synchronize(self) -> None:
         self._event.synchronize()
 
     def record(self, stream: torch.cuda.Stream | None) -> None:
-        """Behind what is queued on `stream`; None: on the current one."""
+        """Record the event on `stream`; None is the current stream."""
         if self._handle is None or stream is None:
-            self._event.record(stream)  # torch makes an event where it is first recorded
+            self._event.record(stream)  # torch creates the event in its first record()
             self._handle = driver.CUevent(self._event.cuda_event)
             return
         if stream is not self._stream:
@@ -105,7 +109,7 @@ class LaunchEvent:
 
 
 class CostMeter:
-    """Time and device memory from now on, for a GraphReport. Other users of the device are counted too."""
+    """Measures time and device memory since its construction, for a GraphReport. Counts all users of the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,9 +1,7 @@
-"""Captures steps as CUDA graphs: one memory pool, one capture stream, no per-graph synchronisation.
+"""Capture steps as CUDA graphs in one memory pool and on one capture stream.
 
-`torch.cuda.graph` synchronises, empties the allocator's cache and collects garbage for every graph, which makes a
-capture_sizes of 35 graphs take tens of seconds. Here the raw `capture_begin`/`capture_end` are called on one stream,
-and
-garbage collection is frozen once for the whole capture_sizes.
+`torch.cuda.graph` synchronizes, empties the allocator's cache and collects garbage for every graph: 35 graphs take tens
+of seconds. The recorder calls `capture_begin` and `capture_end` itself, and collects garbage once for all graphs.
 """
 
 from __future__ import annotations
@@ -19,27 +17,29 @@ import torch
 import triton
 from cuda.bindings import driver
 
-from graphrt.capture.allocator import allocator_rows
+from graphrt.capture.allocator import allocator_rows, check_capture_allocator
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.capture.garbage import older_objects_set_aside
-from graphrt.capture.graph import NOTHING, CapturedGraph, GraphReport, Recorder, StepFunction, check_loop
+from graphrt.capture.graph import NOTHING, CapturedGraph, GraphReport, Recorder, StepFunction, check_loop, graph_closed
 from graphrt.capture.loop import CudaGraphLoop
 from graphrt.capture.op_trace import OpTraceRecorder
 from graphrt.capture.raw_graph import CostMeter, Launcher, check, count_nodes
 from graphrt.kernels.errors import CaptureError
 
-# cuBLAS keeps one workspace per stream for the life of the process, and two graphs captured on one stream share it.
-# So every live recorder has a capture stream of its own, and a closed one leaves it to the next. It is none of torch's:
-# torch hands out 32 in turn, the 33rd is the first again, and on that one somebody else may multiply matrices.
+# cuBLAS keeps one workspace per stream for the life of the process, and two graphs captured on one stream share it. So
+# every open recorder has a capture stream of its own; a closed recorder passes its stream to the next one. The stream
+# is not from torch's pool: torch hands out 32 streams round-robin, so other code may multiply matrices on the same
+# stream.
 _idle_streams: dict[torch.device, list[torch.cuda.Stream]] = {}
 
 
 def _own_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream of the driver that torch gives nobody else."""
+    """Return a driver stream that torch gives to no other user."""
     if idle := _idle_streams.setdefault(device, []):
+        torch.cuda.synchronize(device)  # graphs of a recorder that was dropped may still use its workspace
         return idle.pop()
     with torch.cuda.device(device):
-        torch.cuda.current_stream()  # makes the context
+        torch.cuda.current_stream()  # creates the context
         _, stream = check(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
     return torch.cuda.ExternalStream(int(stream), device=device)
 
@@ -47,8 +47,8 @@ def _own_stream(device: torch.device) -> torch.cuda.Stream:
 class CudaGraph:
     """A captured and instantiated CUDA graph.
 
-    The first launch is torch's, which gives the step a share of the generator's numbers: a step that draws none can be
-    launched without torch from then on.
+    torch makes the first launch, because it advances the random number generator by what the step draws. If the step
+    draws nothing, the driver makes all later launches.
     """
 
     def __init__(self, graph: torch.cuda.CUDAGraph, output: torch.Tensor, report: GraphReport) -> None:
@@ -69,33 +69,39 @@ class CudaGraph:
         if torch.equal(before, generator.get_state()):
             self._launcher = Launcher(driver.CUgraphExec(self._graph.raw_cuda_graph_exec()), device)
 
-    def loop(self, go_on: torch.Tensor) -> CudaGraphLoop:
+    def loop(self, condition: torch.Tensor) -> CudaGraphLoop:
         assert self._graph is not None, "loop of a closed graph"
-        return CudaGraphLoop(self._graph, go_on, self.output, self.report)
+        return CudaGraphLoop(self._graph, condition, self.output, self.report)
 
     def raw_cuda_graph(self) -> int:
-        """Handle of the graph itself, not of its executable. Raises: CaptureError once it was closed."""
-        if self._graph is None:
-            raise CaptureError("graph: expected an open graph, got one that was closed; record the step again")
-        return self._graph.raw_cuda_graph()
+        """Return the handle of the graph, not of its executable. Raises: CaptureError if closed."""
+        return self._open().raw_cuda_graph()
 
     def pool(self) -> tuple[int, int]:
-        """Id of the memory pool, which its siblings share. Raises: CaptureError once it was closed."""
-        if self._graph is None:
-            raise CaptureError("graph: expected an open graph, got one that was closed; record the step again")
-        return self._graph.pool()
+        """Return the id of the memory pool, shared by all graphs of a recorder. Raises: CaptureError if closed."""
+        return self._open().pool()
 
     def close(self) -> None:
-        self._graph = self._launcher = None  # torch frees it, unless a loop holds it
+        self._graph = self._launcher = None  # torch frees it, unless a loop refers to it
         self.output = NOTHING
+
+    def _open(self) -> torch.cuda.CUDAGraph:
+        if self._graph is None:
+            raise graph_closed()
+        return self._graph
 
 
 class CudaGraphRecorder:
-    """Records CUDA graphs on `device` that share one memory pool, so they must replay on one stream."""
+    """Captures CUDA graphs on `device` in one memory pool. The graphs share memory, so they must replay on one stream.
+
+    Raises:
+        ConfigError: if PyTorch's allocator cannot hold graphs; see check_capture_allocator().
+    """
 
     name = "cuda-graph"
 
     def __init__(self, device: torch.device) -> None:
+        check_capture_allocator(device)
         self._device = device
         self._stream = _own_stream(device)
         self.streams: tuple[torch.cuda.Stream, ...] = (self._stream,)
@@ -104,13 +110,13 @@ class CudaGraphRecorder:
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
-        # A Triton kernel or tensor that dies during a capture can invalidate it: collect now, then not until the end.
+        # Freeing a Triton kernel or a tensor during a capture can invalidate it: collect now, and not before the end.
         gc.collect()
         was_enabled = gc.isenabled()
         gc.disable()
         try:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            with older_objects_set_aside(), torch.cuda.stream(self._stream):  # some code collects though that is off
+            with older_objects_set_aside(), torch.cuda.stream(self._stream):  # some code calls gc.collect() itself
                 yield
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
         finally:
@@ -122,14 +128,14 @@ class CudaGraphRecorder:
         with torch.inference_mode():
             step()
 
-    def record(self, step: StepFunction, descriptor: BatchDescriptor, prepare: Callable[[], None]) -> CudaGraph:
+    def capture(self, step: StepFunction, descriptor: BatchDescriptor, prepare: Callable[[], None]) -> CudaGraph:
         meter = CostMeter(self._device)
         prepare()
         try:
             graph, output = self._capture(step)
         except Exception:
-            # What a step does on its first run at a size (compile, allocate, choose an algorithm) may be forbidden in a
-            # capture. Let it do that outside; what fails again, or fails outside as well, is an error of the step.
+            # The first run of a step at a size may compile, allocate or choose an algorithm, which a capture forbids.
+            # Run it once outside of a capture and try again. A second failure is an error of the step.
             self.warm_up(step, prepare)
             prepare()
             try:
@@ -140,8 +146,8 @@ class CudaGraphRecorder:
         check(driver.cuGraphUpload(graph.raw_cuda_graph_exec(), self._stream.cuda_stream))
         return CudaGraph(graph, output, meter.report(descriptor, count_nodes(graph.raw_cuda_graph())))
 
-    def loop(self, graph: CapturedGraph, go_on: torch.Tensor) -> CudaGraphLoop:
-        return check_loop(CudaGraph, graph, go_on, self._device).loop(go_on)
+    def loop(self, graph: CapturedGraph, condition: torch.Tensor) -> CudaGraphLoop:
+        return check_loop(CudaGraph, graph, condition, self._device).loop(condition)
 
     def pool_bytes(self) -> int:
         return sum(segment["total_size"] for segment in allocator_rows(self._pool))
@@ -150,11 +156,11 @@ class CudaGraphRecorder:
         _idle_streams[self._device].append(self._stream)
 
     def _capture(self, step: StepFunction) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        if not self._living:  # torch ends a pool with its last graph, and puts no other into it then
+        if not self._living:  # torch frees a pool with its last graph, and cannot capture into it again
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         with _kernel_loads_allowed(), torch.inference_mode():
-            # thread_local: CUDA calls of other threads neither break this capture nor are captured.
+            # thread_local: CUDA calls of other threads neither invalidate this capture nor become part of it.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 output = step()
@@ -166,42 +172,43 @@ class CudaGraphRecorder:
         return graph, _borrow(output)
 
     def _abort(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a capture whose step raised. That error is the one to show, not what ending the capture may raise."""
+        """End a capture whose step raised. Errors of ending the capture are dropped: the step's error is raised."""
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that the graph is empty
+                warnings.simplefilter("ignore")  # warns that the graph is empty
                 graph.capture_end()
         except RuntimeError:
-            # An invalidated capture leaves the allocator in the belief that it goes on, and its pool unusable.
+            # After an invalidated capture the allocator still allocates to the pool, which is unusable.
             torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
             self._pool = torch.cuda.graph_pool_handle()
             with contextlib.suppress(RuntimeError):
-                _end_generator_s_capture()
+                _reset_generator()
 
 
-def _end_generator_s_capture() -> None:
-    """Let torch's generator draw outside of captures again.
+def _reset_generator() -> None:
+    """Make torch's generator usable outside of captures again.
 
-    It believes that an invalidated capture goes on, and refuses until another one has ended: here is one without nodes.
+    Before PyTorch 2.12, an invalidated capture leaves the generator in capture mode, in which it refuses to draw. The
+    end of another capture resets it, so this captures an empty graph.
     """
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the graph is empty
+        warnings.simplefilter("ignore")  # warns that the graph is empty
         graph.capture_begin(capture_error_mode="thread_local")
         graph.capture_end()
 
 
 def make_recorder(device: torch.device) -> Recorder:
-    """The recorder for `device`: CUDA graphs on CUDA, the op trace elsewhere."""
+    """Return a recorder for `device`: of CUDA graphs on CUDA, of op traces on a CPU."""
     return CudaGraphRecorder(device) if device.type == "cuda" else OpTraceRecorder()
 
 
 @contextlib.contextmanager
 def _kernel_loads_allowed() -> Iterator[None]:
-    """Let Triton load a kernel that it meets for the first time in the middle of a capture.
+    """Allow Triton to load new kernels during a capture.
 
-    Loading a module touches no stream, but only a relaxed capture mode allows it: this thread's mode is relaxed for the
-    time of the load. So a capture_sizes needs neither a warm-up per size nor a list of kernel variants.
+    Loading a module uses no stream, but the driver allows it only in relaxed capture mode. The hooks relax this
+    thread's mode during the load. So captures need neither a warm-up per size nor a list of kernel variants.
     """
     relaxed, hooks = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED, triton.knobs.runtime
     outer: list[Any] = []
@@ -224,7 +231,7 @@ def _kernel_loads_allowed() -> Iterator[None]:
 
 
 class _DeviceMemory:
-    """Describes device memory that somebody else owns, for torch.as_tensor."""
+    """Device memory owned by another object, in the form that torch.as_tensor accepts."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         typestr = {1: "|u1", 2: "<i2", 4: "<i4", 8: "<i8"}[tensor.element_size()]
@@ -239,7 +246,10 @@ class _DeviceMemory:
 
 
 def _borrow(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory without owning it. Were graphs to own their outputs, smaller ones could not reuse the memory:
-    the logits of 35 sizes of a 128k vocabulary alone would take more than a gigabyte of the pool."""
+    """Return a tensor on the same memory that does not own it.
+
+    If graphs owned their outputs, smaller graphs could not reuse the memory: the logits of 35 sizes of a vocabulary of
+    128k take more than a gigabyte.
+    """
     with torch.inference_mode(False):
         return torch.as_tensor(_DeviceMemory(tensor), device=tensor.device).view(tensor.dtype)

@@ -1,4 +1,4 @@
-"""The environment variables of graphrt, listed in docs/env.md. No other file of the library reads the environment."""
+"""The environment variables of graphrt, documented in docs/env.md. No other file reads the environment."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from graphrt.kernels.errors import ConfigError
 
 
 def backend() -> str | None:
-    """GRAPHRT_BACKEND: name of the attention backend where a configuration names none; None when unset."""
+    """Return GRAPHRT_BACKEND, the attention backend of configurations that name none; None if unset."""
     name = os.environ.get("GRAPHRT_BACKEND")
     if name is not None and not name.isidentifier():
         raise ConfigError(
-            f"GRAPHRT_BACKEND: expected the name of a backend, got {name!r}; `graphrt env` lists them, "
-            "unset it to have one chosen"
+            f"GRAPHRT_BACKEND: expected the name of a backend, got {name!r}; `graphrt env` lists the backends, "
+            "and unsetting the variable chooses one automatically"
         )
     return name
 
 
 def cache_dir() -> Path:
-    """GRAPHRT_CACHE: folder for what may be kept between processes; by default `graphrt` in the user's cache folder.
+    """Return GRAPHRT_CACHE, the folder for files kept between processes; `graphrt` in the user's cache by default.
 
-    The folder is not created here.
+    Does not create the folder.
     """
     folder = os.environ.get("GRAPHRT_CACHE")
     try:
@@ -31,8 +31,8 @@ def cache_dir() -> Path:
             base = Path(os.environ.get("XDG_CACHE_HOME", ""))
             return (base if base.is_absolute() else Path.home() / ".cache") / "graphrt"
         path = Path(folder).expanduser().absolute()
-        good = bool(folder) and (not path.exists() or path.is_dir())  # in this order: others may create it meanwhile
-    except (OSError, RuntimeError) as error:  # a name too long, no permission, no such user, no home
+        good = bool(folder) and (not path.exists() or path.is_dir())  # in this order: another process may create it
+    except (OSError, RuntimeError) as error:  # name too long, no permission, no such user, no home
         raise ConfigError(f"GRAPHRT_CACHE: expected a folder, got {folder!r} ({error}); name a folder") from error
     if not good:
         raise ConfigError(f"GRAPHRT_CACHE: expected a folder, got {folder!r}; name a folder, or unset it")
@@ -40,7 +40,7 @@ def cache_dir() -> Path:
 
 
 def debug() -> bool:
-    """GRAPHRT_DEBUG: 1 has every step checked in full, and late kernels and memory raise; 0 and unset do not."""
+    """Return whether GRAPHRT_DEBUG is 1: check every step in full, and raise for late kernels and memory growth."""
     value = os.environ.get("GRAPHRT_DEBUG", "0")
     if value not in ("0", "1"):
         raise ConfigError(f"GRAPHRT_DEBUG: expected 0 or 1, got {value!r}; set it to 1, or unset it")

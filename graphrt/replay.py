@@ -94,6 +94,7 @@ class ReplayManager:
             "config", RuntimeConfig() if config is None else config, RuntimeConfig, advice="pass a RuntimeConfig"
         ).resolve()
         device = kv_cache.device
+        recorder = make_recorder(device)  # first: it checks the allocator
         model_layers = ModelLayers(model)
         specs = model_layers.resolve(attention, len(kv_cache.group_of))
         places = layer_places(specs, kv_cache.groups)
@@ -122,10 +123,9 @@ class ReplayManager:
             page_tables=kept_tables(page_tables, self._buffers), request_tensors=self.request_tables.tensors,
         )  # fmt: skip
         with self._on_stream, torch.inference_mode():
-            # Buffers are valid from the start: with an empty record every row is a pad row. And the first kernel of a
-            # process takes Triton a third of a second, which is better spent here than in a capture.
+            # Make the buffers valid: all requests are padding. It also loads Triton's first kernel before the capture.
             self._program.refresh(BatchDescriptor.mixed(config.max_num_tokens, config.max_num_reqs))
-        self._graphs = StepGraphs(self._program, make_recorder(device), config.loop_sizes)
+        self._graphs = StepGraphs(self._program, recorder, config.loop_sizes)
         assert config.decode_sizes is not None, "resolve() fills the capture_sizes"
         assert config.mixed_sizes is not None, "resolve() fills the capture_sizes"
         self._dispatcher = Dispatcher(
@@ -213,7 +213,7 @@ class ReplayManager:
             with OnStream(self._stream, "graphrt.capture"), torch.inference_mode():
                 with torch.inference_mode(False):  # what `reset` changes, in whatever mode
                     self._backend.allocate()
-                self._graphs.record(self._dispatcher.captured(), progress)
+                self._graphs.capture(self._dispatcher.captured(), progress)
             if self._stream is not None:
                 self._stream.synchronize()
             self._buffers.step_ring.fill_(-1)  # what a warm-up published must not pass for a step

@@ -36,7 +36,7 @@ def measure(device: torch.device, nodes: int, runs: int, samples: int) -> dict[s
 
     with recorder.session():
         recorder.warm_up(step, lambda: None)
-        graph = recorder.record(step, BatchDescriptor.decode(1), lambda: None)
+        graph = recorder.capture(step, BatchDescriptor.decode(1), lambda: None)
     loop = recorder.loop(graph, go_on)
 
     def one_by_one() -> None:

@@ -58,7 +58,7 @@ UNJUDGED = ("capture/recorder.py", "capture/loop.py", "capture/raw_graph.py")  #
 # Minutes long, and hardly a line of FILES is run by them alone: packages, compilers, attention, loaders, browsers.
 LEFT_OUT = (
     "layout", "layering", "readme", "env", "cli", "gpu_check", "mutation", "bench_*", "compile_*", "attention*",
-    "merge", "work_list", "models*", "loading*", "full_ladder", "*_browser", "*_native",
+    "merge", "work_list", "models*", "loading*", "all_capture_sizes", "*_browser", "*_native",
 )  # fmt: skip
 PRELOADED = ("torch", "triton", "triton.language", "numpy", "hypothesis", "transformers")
 HUNG = 1  # status with which faulthandler ends a process that hangs

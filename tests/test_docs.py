@@ -77,7 +77,7 @@ def test_pages_say_alike_which_faulty_rows_wrote_nothing() -> None:
     """Codes of the sample are named; with every other one nothing was written, as the error of each says."""
     of_sample = [code.name for code in FaultCode if code and "wrote nothing" not in str(RequestFault(0, code, 0))]
     assert of_sample == ["NO_TOKEN_OFFERED", "SAMPLE_OUT_OF_RANGE"]
-    assert f"A row with {' or '.join(of_sample)} has its KV written" in TROUBLESHOOTING
+    assert f"A request with {' or '.join(of_sample)} has its KV written" in TROUBLESHOOTING
     page = (ROOT / "docs" / "decode_step.md").read_text().split("\n## Faults")[1].split("\n## ")[0]
     inputs, samples = ([cells(line)[0] for line in table[2:]] for table in tables(page))
     assert samples == of_sample

@@ -1,4 +1,4 @@
-"""Environment variables: values, defaults, malformed values, the list in docs/env.md, and the environment report."""
+"""Environment variables: values, defaults, malformed values, docs/env.md, and the environment report."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ MALFORMED = {
     "backend-empty": ("GRAPHRT_BACKEND", "", env.backend),
     "backend-list": ("GRAPHRT_BACKEND", "triton,torch_reference", env.backend),
     "cache-empty": ("GRAPHRT_CACHE", "", env.cache_dir),
-    "cache-of-nobody": ("GRAPHRT_CACHE", "~nobody-of-this-name/cache", env.cache_dir),
+    "cache-of-unknown-user": ("GRAPHRT_CACHE", "~no-such-user/cache", env.cache_dir),
     "cache-too-long": ("GRAPHRT_CACHE", "x" * 5000, env.cache_dir),
     "debug-word": ("GRAPHRT_DEBUG", "true", env.debug),
     "debug-empty": ("GRAPHRT_DEBUG", "", env.debug),
@@ -75,7 +75,7 @@ def test_malformed(monkeypatch, case):
         read()
 
 
-def test_the_document_lists_what_the_code_reads():
+def test_the_documentation_lists_all_variables():
     documented = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/env.md").read_text(), re.MULTILINE)
     strings = (
         n.value for n in ast.walk(ast.parse((ROOT / "graphrt/env.py").read_text())) if isinstance(n, ast.Constant)
@@ -127,15 +127,15 @@ def test_driver_version(monkeypatch, tmp_path, script):
     assert environment.driver_version() == ("580.159.03" if "580" in script else None)
 
 
-def test_provenance_says_what_is_needed_to_repeat_a_run():
+def test_provenance_has_the_data_to_repeat_a_run():
     record = environment.provenance()
     assert json.loads(json.dumps(record)) == record
     assert record["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert {"gpu", "driver", "triton", "command", "commit", "tree", "uncommitted_changes"} <= record.keys()
 
 
-def test_tree_of_the_files_as_they_are(tmp_path):
-    """A file more is another tree, an ignored one is not, and nothing is left in the checkout."""
+def test_tree_id_of_the_working_files(tmp_path):
+    """A new file changes the id, an ignored file does not, and the checkout is not modified."""
     git = lambda *arguments: subprocess.run(["git", *arguments], cwd=tmp_path, check=True, capture_output=True).stdout  # noqa: E731
     assert environment.tree_of_files(tmp_path) is None
     git("init", "-q")

@@ -229,7 +229,7 @@ def launched(x):
 @pytest.mark.capture_safe
 def test_it():
     try:
-        tape = OpTraceRecorder().record(lambda: STEP, BatchDescriptor.decode(1), lambda: None)
+        tape = OpTraceRecorder().capture(lambda: STEP, BatchDescriptor.decode(1), lambda: None)
         tape.launch()
     except CaptureError:
         pass

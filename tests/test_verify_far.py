@@ -264,8 +264,8 @@ def suppressed(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("read", [suppressed, lambda x: x * len(str(x)), lambda x: x * len(f"{x.max():.3f}")])
 def test_host_reads_that_a_step_swallows_or_prints_end_a_capture(read: Step) -> None:
     recorder, x = make_recorder(torch.device("cpu")), torch.ones(4)
-    with pytest.raises(CaptureError, match="expected no host read"):
-        recorder.record(lambda: read(x), BatchDescriptor.decode(1), lambda: None)
+    with pytest.raises(CaptureError, match="reads a tensor on the host"):
+        recorder.capture(lambda: read(x), BatchDescriptor.decode(1), lambda: None)
 
 
 def test_fused_kernels_that_torch_takes_where_nobody_watches_are_no_difference() -> None:
@@ -325,7 +325,7 @@ def test_a_triton_kernel_that_a_step_launches_goes_on_the_tape() -> None:
         return out + 1
 
     x = torch.ones(4, 16)
-    tape = make_recorder(torch.device("cpu")).record(lambda: step(x), BatchDescriptor.decode(1), lambda: None)
+    tape = make_recorder(torch.device("cpu")).capture(lambda: step(x), BatchDescriptor.decode(1), lambda: None)
     x.fill_(5.0)
     tape.launch()
     assert tape.output.unique().tolist() == [11.0]

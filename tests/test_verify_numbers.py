@@ -129,7 +129,7 @@ class DoubleGraphs(Double):
         recorder = make_recorder(CPU)
         with recorder.session():
             graphs = [
-                recorder.record(lambda t=t: t * 2, BatchDescriptor.decode(i + 1), lambda: None)  # type: ignore[misc]
+                recorder.capture(lambda t=t: t * 2, BatchDescriptor.decode(i + 1), lambda: None)  # type: ignore[misc]
                 for i, t in enumerate(self.pair)
             ]
 

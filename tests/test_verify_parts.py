@@ -304,7 +304,7 @@ def test_memory_of_torch_empty_is_filled_within_the_graph() -> None:
             return unwritten + x
 
     with torch.inference_mode(), recorder.session():
-        graph = recorder.record(step, key, lambda: None)
+        graph = recorder.capture(step, key, lambda: None)
         assert memory.count == 1
         for byte in (0, 0xFF, 0):
             memory.fill(byte)

@@ -1,1 +1,1 @@
-"""What captured graphs hold: walked, audited, compared, drawn. For graphs of anybody; it knows no runtime."""
+"""Inspect captured graphs: list their nodes, audit their memory, compare and draw them. Independent of the runtime."""

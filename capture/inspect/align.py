@@ -1,7 +1,8 @@
-"""Which node of one graph is which of another: by the shortest way from one list of names to the other.
+"""Match the nodes of two graphs by the shortest edit script between their lists of names.
 
-Graphs of models repeat their layers, where matching longest runs first, as `difflib` does, takes cubic time. Here the
-time grows with the square of what differs (Myers, "An O(ND) difference algorithm and its variations", 1986).
+Graphs of models repeat their layers. On such lists `difflib`, which matches the longest runs first, takes cubic time.
+The algorithm here takes time quadratic in the number of differences (Myers, "An O(ND) difference algorithm and its
+variations", 1986).
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ Label = tuple[str, str]
 """Kind and name of a node."""
 
 _MOST_EDITS = 2000
-"""Names to take out or put in, beyond which two lists count as having nothing in common."""
+"""Number of insertions and deletions at which two lists count as having nothing in common."""
 
 
 def aligned(a: Sequence[Label], b: Sequence[Label]) -> Iterator[tuple[int | None, int | None]]:
-    """Pairs of indices, in the order of both lists; None where the other has nothing there.
+    """Yield pairs of indices, in the order of both lists; None for a node without a match.
 
-    Between two nodes that are matched by name, others are matched one by one if they are of one kind.
+    Between nodes that are matched by name, the others are matched in order if they are of one kind.
     """
     first = next((at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     rest = min(len(a), len(b)) - first
@@ -41,9 +42,9 @@ def aligned(a: Sequence[Label], b: Sequence[Label]) -> Iterator[tuple[int | None
 
 
 def _common(a: Sequence[Label], b: Sequence[Label]) -> list[tuple[int, int]]:
-    """Indices of a longest common subsequence; none where the lists have too little in common."""
+    """Return the indices of a longest common subsequence; empty if the lists have too little in common."""
     middle = _MOST_EDITS + 1
-    reach = [0] * (2 * middle + 1)  # by diagonal, how far into `a` one gets
+    reach = [0] * (2 * middle + 1)  # per diagonal, the furthest index in `a`
     steps: list[list[int]] = []
     for edits in range(min(len(a) + len(b), _MOST_EDITS) + 1):
         steps.append(reach[middle - edits - 1 : middle + edits + 2])
@@ -54,18 +55,18 @@ def _common(a: Sequence[Label], b: Sequence[Label]) -> list[tuple[int, int]]:
                 x += 1
             reach[middle + diagonal] = x
             if x >= len(a) and x - diagonal >= len(b):
-                return _way_back(steps, len(a), len(b))
+                return _backtrack(steps, len(a), len(b))
     return []
 
 
 def _goes_down(reach: Sequence[int], middle: int, diagonal: int, edits: int) -> bool:
-    """Whether the way to a diagonal puts a name of `b` in last: else it takes one of `a` out."""
+    """Return whether the last edit on the path to a diagonal inserts a name of `b`; otherwise it deletes one of `a`."""
     return diagonal == -edits or (
         diagonal != edits and reach[middle + diagonal - 1] < reach[middle + diagonal + 1]
     )  # fmt: skip
 
 
-def _way_back(steps: list[list[int]], x: int, y: int) -> list[tuple[int, int]]:
+def _backtrack(steps: list[list[int]], x: int, y: int) -> list[tuple[int, int]]:
     found: list[tuple[int, int]] = []
     for edits in range(len(steps) - 1, -1, -1):
         reach, diagonal, middle = steps[edits], x - y, edits + 1

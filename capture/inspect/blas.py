@@ -1,11 +1,11 @@
-"""Finds the workspaces of cuBLAS, which lie in torch's allocator and which torch does not name.
+"""Find the workspaces of cuBLAS in the blocks of torch's allocator.
 
-torch makes them per thread and stream when a library first needs them, one for cuBLAS and one for cuBLASLt, and keeps
-them until the process ends. If a step ran on the capture stream before its capture, its products work in memory that is
-not of the graph's pool. That memory stays, but to an audit it looks like any other allocation. A probe tells: of a
-product whose operands are all known, whatever else it points to is the library's.
+torch allocates one workspace for cuBLAS and one for cuBLASLt per thread and stream, on first use, and keeps them
+until the process ends. If a step ran on the capture stream before its capture, its matrix products use workspaces
+outside of the graph's pool. They stay valid, but an audit cannot tell them from other allocations. Probes find them:
+a product whose operands are known points to no other memory than the library's.
 
-So is what torch's generator keeps for graphs that draw from it: a seed and an offset, as long as there is a graph.
+The same holds for the seed and offset that torch's generator keeps for graphs that draw from it.
 """
 
 from __future__ import annotations
@@ -22,21 +22,20 @@ from graphrt.capture.inspect.scan import scan
 
 _WORKSPACE, _GENERATOR = "workspace of cuBLAS", "state of torch's generator"
 _SHAPES = ((64, 16384, 64), (8, 8192, 512), (1, 16384, 64), (128, 8192, 128))
-"""Rows, depth, columns: few results of long sums, which are split over blocks that meet in a workspace."""
+"""Rows, depth, columns: few results of long sums, so that split-K kernels combine partial sums in a workspace."""
 
 
 def with_blas_workspaces(memory: MemoryMap, streams: Iterable[torch.cuda.Stream] = ()) -> MemoryMap:
-    """The map with the workspaces that cuBLAS has for some streams, and the state of torch's generator, as LIBRARY
-    memory.
+    """Return the map with cuBLAS workspaces and the state of torch's generator as LIBRARY memory.
 
         memory = with_blas_workspaces(memory_of(static=static, weights=model, pool=graph))
 
-    memory   of the process, with the blocks of torch's allocator, as `memory_of` makes it
-    streams  on which graphs were captured; none: the one that torch.cuda.graph captures on
+    memory   map of the process from `memory_of`, with the blocks of torch's allocator
+    streams  streams that graphs were captured on; empty: the default one of torch.cuda.graph
 
-    Captures a few small products per stream, as torch.cuda.graph does: it synchronises and empties the cache. Call it
-    after `memory_of`, as what was freed is forgotten then. A workspace that no probe uses is not found, and a capture
-    that made its workspace in its own pool needs none of this.
+    Captures a few small products per stream with torch.cuda.graph, which synchronizes and empties the allocator's
+    cache. So call it after `memory_of`. A workspace that no probe uses is not found. If the capture allocated its
+    workspace in its own pool, this call is not needed.
     """
     default = torch.cuda.graph.default_capture_stream
     chosen = tuple(streams) or ((default,) if default is not None else ())
@@ -45,7 +44,7 @@ def with_blas_workspaces(memory: MemoryMap, streams: Iterable[torch.cuda.Stream]
 
 
 def _first_block(memory: MemoryMap) -> int:
-    """Where the named regions end: a tensor that somebody named is no workspace."""
+    """Return the index of the first block of the allocator. Named regions before it are no workspaces."""
     blocks = (at for at, r in enumerate(memory.regions) if r.owner in (Owner.POOL, Owner.ALLOCATOR))
     return next(blocks, len(memory.regions))
 
@@ -59,19 +58,19 @@ def _probe(stream: torch.cuda.Stream, memory: MemoryMap) -> list[Region]:
             for name, shape in _operands(rows, depth, columns).items()
         }
         drawn = torch.zeros(1, device=stream.device)
-        # Load the kernels, and make the workspaces that are not there outside of the probes' pools.
+        # Load the kernels, and allocate missing workspaces outside of the probes' pools.
         _products(static)
         with torch.random.fork_rng(devices=[stream.device]):
             drawn.uniform_()
-    found = _beside(stream, memory, static, lambda: _products(static), _WORKSPACE)
-    return found + _beside(stream, memory, {"drawn": drawn}, drawn.uniform_, _GENERATOR)
+    found = _other_blocks(stream, memory, static, lambda: _products(static), _WORKSPACE)
+    return found + _other_blocks(stream, memory, {"drawn": drawn}, drawn.uniform_, _GENERATOR)
 
 
-def _beside(
+def _other_blocks(
     stream: torch.cuda.Stream, memory: MemoryMap, static: Mapping[str, torch.Tensor], work: Callable[[], object],
     name: str,
 ) -> list[Region]:  # fmt: skip
-    """The live blocks of the map that some work uses beside its operands, under a name."""
+    """Return the live blocks of the map that `work` uses in addition to its operands, as regions called `name`."""
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.inference_mode(), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         work()
@@ -91,7 +90,7 @@ def _operands(rows: int, depth: int, columns: int) -> dict[str, tuple[int, ...]]
 
 
 def _products(static: Mapping[str, torch.Tensor]) -> None:
-    """Each product without a bias, which torch gives to cuBLAS, and with one, which it gives to cuBLASLt."""
+    """Run each product without a bias, which torch computes with cuBLAS, and with one, which takes cuBLASLt."""
     tensors = iter(static.values())
     for x, w, bias, y in zip(tensors, tensors, tensors, tensors, strict=True):
         torch.mm(x, w, out=y)

@@ -1,12 +1,12 @@
-"""Walks a captured CUDA graph by the driver's own calls, and keeps what it finds as a GraphView.
+"""Read a captured CUDA graph with driver calls into a GraphView.
 
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph):
         step()
     view = inspect_graph(graph)
 
-Arguments are copied out of memory that is the driver's: nothing here writes there, and no view refers to it. Kernel
-arguments have no names, unless Triton made the kernel (`triton_kernels.py`).
+Arguments are copied from the driver's memory, which is never written, and views do not refer to it. Only arguments of
+Triton kernels have names (`triton_kernels.py`).
 """
 
 from __future__ import annotations
@@ -34,24 +34,25 @@ from graphrt.kernels.errors import CaptureError, ConfigError, GraphRTError
 _OneOf = driver.CUgraphNodeType
 _Memory = driver.CUmemorytype
 _Edge = tuple[int, int, bool]
-"""Handles of both nodes, and whether the second may begin early."""
+"""Handles of both nodes, and whether the edge is programmatic."""
 
 _CONDITIONS = {0: "if", 1: "while", 2: "switch"}
 _UNREADABLE = (RuntimeError, ValueError, AttributeError, TypeError)
-"""What a driver or its bindings raise for what they do not know. The errors of graphrt are RuntimeErrors too."""
+"""Errors of the driver and its bindings for unknown objects. graphrt's errors are RuntimeErrors too."""
 
 
 def inspect_graph(graph: Any) -> GraphView:
-    """What a captured graph holds: nodes in topological order, bodies of child graphs and conditional nodes included.
+    """Return the nodes of a captured graph in topological order, including child graphs and conditional bodies.
 
     graph   a torch.cuda.CUDAGraph(keep_graph=True) whose capture has ended, the handle of a graph (an int or a CUgraph
-            of cuda.bindings), a graph or a loop of graphrt, or their twins on a CPU
+            of cuda.bindings), a graph or a loop of a graphrt recorder, or an op trace
 
-    What cannot be read is said in `Node.remark`: types of nodes that are newer than this code, bodies of conditional
-    nodes for drivers before 13.2. Reads only; must not run while the graph is changed. Takes some 50 us per node.
+    `Node.remark` names parts that cannot be read: unknown node types, and bodies of conditional nodes on drivers before
+    13.2. The call only reads, takes about 50 us per node, and must not run while the graph is modified.
 
-    Raises: ConfigError for anything else; CaptureError for a graph that torch did not keep, one that was closed, and
-    where the driver refuses to list the nodes.
+    Raises:
+        ConfigError: if `graph` is anything else.
+        CaptureError: if torch did not keep the graph, if it is closed, or if the driver cannot list the nodes.
     """
     if isinstance(graph, OpTrace):
         return view_of_op_trace(graph)
@@ -63,8 +64,8 @@ def inspect_graph(graph: Any) -> GraphView:
         return _with_numbered_events(_Walk(conditionals).view(raw), {})
     except GraphRTError:
         raise
-    except RuntimeError as error:  # of the bindings, where there is no driver
-        raise CaptureError(f"CUDA driver: expected one, got none: {str(error).splitlines()[0]}") from error
+    except RuntimeError as error:  # raised by the bindings without a driver
+        raise CaptureError(f"CUDA driver: not available: {str(error).splitlines()[0]}; install it") from error
 
 
 def _handle(graph: Any) -> Any:
@@ -75,25 +76,26 @@ def _handle(graph: Any) -> Any:
             raise
         except RuntimeError as error:
             raise CaptureError(
-                "graph: expected one that torch has kept and whose capture has ended, got "
-                f"{str(error).splitlines()[0]!r}; make it with torch.cuda.CUDAGraph(keep_graph=True) and capture first"
+                f"graph: torch has not kept it, or its capture has not ended ({str(error).splitlines()[0]}); create it "
+                "with torch.cuda.CUDAGraph(keep_graph=True) and capture first"
             ) from error
     if isinstance(graph, (driver.CUgraph, int)) and not isinstance(graph, bool) and int(graph):
         return graph
     raise ConfigError(
-        f"graph: expected a torch.cuda.CUDAGraph, a handle of one, or what a recorder made, got {shown(graph)}; pass a "
-        "captured graph"
+        f"graph: expected a torch.cuda.CUDAGraph, the handle of one, or a graph of a recorder, got {shown(graph)}; "
+        "pass a captured graph"
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Function:
-    """What all nodes that launch one kernel share.
+    """A kernel function, shared by all nodes that launch it.
 
-    offsets  of the arguments
-    sizes    of the arguments, in bytes
-    names    of the arguments, and in `pointers` where their addresses are: both are known where Triton made the kernel
-    unread   why the driver told no more of the layout, where that was not its end
+    offsets   of the arguments, in bytes
+    sizes     of the arguments, in bytes
+    names     of the arguments; known for Triton kernels
+    pointers  offsets of the addresses in each argument; known for Triton kernels
+    unread    the driver's error, if it did not report all arguments
     """
 
     symbol: str
@@ -108,7 +110,7 @@ class _Function:
 class _Walk:
     """Reads one graph and the graphs in it.
 
-    conditionals   what conditional nodes are and the graphs in them, by handle, where the caller knows
+    conditionals   kind and bodies of conditional nodes by handle, as far as the caller knows them
     """
 
     def __init__(self, conditionals: Mapping[int, tuple[str, tuple[Any, ...]]]) -> None:
@@ -128,13 +130,13 @@ class _Walk:
         return GraphView(tuple(nodes[at] for at in order), tuple(Edge(*edge) for edge in edges))
 
     def _node(self, handle: Any) -> Node:
-        """Whatever the driver or its bindings do not know ends in a remark, so that the other nodes are shown."""
+        """Return one node. An error becomes its remark, so that the other nodes can be read."""
         kind, name = NodeKind.OTHER, "unknown node"
         try:
             type_ = check(driver.cuGraphNodeGetType(handle))[1]
             if type_ not in _READERS:
                 name = type_.name.removeprefix("CU_GRAPH_NODE_TYPE_").replace("_", " ").lower()
-                return Node(kind, name, remark="nodes of this type are not read")
+                return Node(kind, name, remark="nodes of this type are not supported")
             kind, read = _READERS[type_]
             name = kind.value
             return read(self, handle)
@@ -142,7 +144,7 @@ class _Walk:
             return Node(kind, name, remark=f"could not be read: {error}")
 
     def _kernel(self, handle: Any) -> Node:
-        params = check(driver.cuGraphKernelNodeGetParams(handle))[1]  # `func` and `kern` borrow its memory
+        params = check(driver.cuGraphKernelNodeGetParams(handle))[1]  # owns the memory of `func` and `kern`
         key = int(params.func), int(params.kern)
         function = self._functions.get(key)
         if function is None:
@@ -173,7 +175,7 @@ class _Walk:
             f"memcpy {place} to {where}",
             operands=(source, target),
             scalars=tuple(scalars) if extents[1] * extents[2] > 1 else (),
-            remark="where an array lies is not told" if arrays else "",
+            remark="the address of an array is unknown" if arrays else "",
         )
 
     def _memset(self, handle: Any) -> Node:
@@ -195,7 +197,7 @@ class _Walk:
             name, bodies = known
         else:
             try:
-                params = check(driver.cuGraphNodeGetParams(handle))[1]  # its parts borrow its memory
+                params = check(driver.cuGraphNodeGetParams(handle))[1]  # owns the memory of its parts
             except _UNREADABLE:
                 return Node(NodeKind.CONDITIONAL, "conditional", remark="drivers before 13.2 do not show its bodies")
             name = _CONDITIONS.get(int(params.conditional.type), "conditional")
@@ -210,7 +212,7 @@ class _Walk:
             _demangled(symbol) if symbol else "host function",
             symbol=symbol,
             scalars=(("library", library),) if library else (),
-            remark="what the host does there cannot be read",
+            remark="the memory that a host function accesses is unknown",
         )
 
     def _record(self, handle: Any) -> Node:
@@ -248,7 +250,7 @@ _READERS: dict[Any, tuple[NodeKind, Callable[[_Walk, Any], Node]]] = {
 
 
 def _links(edges: Sequence[_Edge], index: Mapping[int, int]) -> dict[tuple[int, int], bool]:
-    """Both ends of each edge, by index, and whether it is programmatic; of several between two nodes the strictest."""
+    """Return both indices of each edge, and whether it is programmatic. A full edge wins over a programmatic one."""
     found: dict[tuple[int, int], bool] = {}
     for source, target, early in edges:
         ends = index[source], index[target]
@@ -268,8 +270,7 @@ class _EdgeData(ctypes.Structure):
 
 
 class _EdgeReader:
-    """Edges of graphs. The bindings before 13.3 return data of edges that they have freed: the driver is called without
-    them."""
+    """Reads edges with direct driver calls: bindings before 13.3 return edge data that they have freed."""
 
     def __init__(self) -> None:
         self._get = _function_of_driver(
@@ -277,7 +278,7 @@ class _EdgeReader:
         )
 
     def read(self, graph: Any) -> list[_Edge]:
-        """Raises: CaptureError where the driver refuses, or is older than CUDA 12.3."""
+        """Return the edges of a graph. Raises: CaptureError if the call fails or the driver is older than CUDA 12.3."""
         count = ctypes.c_size_t()
         self._ask(graph, None, None, None, count)
         length = count.value
@@ -289,7 +290,7 @@ class _EdgeReader:
 
     def _ask(self, graph: Any, *arguments: Any) -> None:
         if self._get is None:
-            raise CaptureError("CUDA driver: expected one of CUDA 12.3 or newer, got an older one; update it")
+            raise CaptureError("CUDA driver: it is older than CUDA 12.3 and cannot list edges; update it")
         check((driver.CUresult(self._get(int(graph), *arguments)),))
 
 
@@ -297,7 +298,7 @@ class _EdgeReader:
 
 
 def _function(params: Any, triton: TritonKernels) -> _Function:
-    """Raises CaptureError where neither of the two kinds of handle is known to the driver."""
+    """Return the kernel function of a node. Raises: CaptureError if the driver knows neither of its two handles."""
     handle, name_of, info_of = params.kern, driver.cuKernelGetName, driver.cuKernelGetParamInfo
     if not int(handle) or int(name_of(handle)[0]) != 0:
         handle, name_of, info_of = params.func, driver.cuFuncGetName, driver.cuFuncGetParamInfo
@@ -306,7 +307,7 @@ def _function(params: Any, triton: TritonKernels) -> _Function:
     while int((answer := info_of(handle, len(layout)))[0]) == 0:
         layout.append((int(answer[1]), int(answer[2])))
     at_the_end = int(answer[0]) == int(driver.CUresult.CUDA_ERROR_INVALID_VALUE)
-    unread = "" if at_the_end else f"where its arguments are could not be read: {answer[0]!r}"
+    unread = "" if at_the_end else f"the layout of its arguments could not be read: {answer[0]!r}"
     offsets, sizes = zip(*layout, strict=True) if layout else ((), ())
     known = triton.arguments(symbol, int(params.func), sizes) or (("", None),) * len(layout)
     names, pointers = zip(*known, strict=True) if layout else ((), ())
@@ -315,17 +316,17 @@ def _function(params: Any, triton: TritonKernels) -> _Function:
 
 @lru_cache(maxsize=4096)
 def _demangled(symbol: str) -> str:
-    # Without the prefix a name may be taken for a type's: that of a Triton kernel "f" would become "float".
+    # Names without the prefix may be demangled as types: a Triton kernel called "f" would become "float".
     return str(torch._C._demangle(symbol)) if symbol.startswith("_Z") else symbol
 
 
 def _read_arguments(params: Any, function: _Function) -> tuple[tuple[Argument, ...], str]:
-    """The arguments as the launch has them, and what could not be read."""
+    """Return the arguments of a launch, and a remark about those that could not be read."""
     offsets, sizes = function.offsets, function.sizes
     if params.kernelParams and offsets:
         places = (ctypes.c_uint64 * len(offsets)).from_address(params.kernelParams)[:]
         first = places[0]
-        if first and places == [first + offset - offsets[0] for offset in offsets]:  # they lie as in one buffer
+        if first and places == [first + offset - offsets[0] for offset in offsets]:  # contiguous, as in one buffer
             data = _cut(ctypes.string_at(first, offsets[-1] - offsets[0] + sizes[-1]), offsets, sizes, offsets[0])
         else:
             data = [ctypes.string_at(at, size) if at else b"" for at, size in zip(places, sizes, strict=True)]
@@ -335,17 +336,17 @@ def _read_arguments(params: Any, function: _Function) -> tuple[tuple[Argument, .
             return (Argument(0, blob),), ""
         data = _cut(blob, offsets, sizes)
     else:
-        return (), "the driver tells no arguments" if offsets else ""
+        return (), "the driver reports no arguments" if offsets else ""
     return tuple(map(Argument, offsets, data, function.names, function.pointers)), ""
 
 
 def _cut(blob: bytes, offsets: Sequence[int], sizes: Sequence[int], start: int = 0) -> list[bytes]:
-    """The pieces of a buffer whose first byte has the offset `start`."""
+    """Split a buffer whose first byte has the offset `start`."""
     return [blob[offset - start : offset - start + size] for offset, size in zip(offsets, sizes, strict=True)]
 
 
 def _blob(extra: int) -> bytes:
-    """All arguments as they lie in one buffer: pairs of tag and pointer lead to it, and end with 0."""
+    """Return the argument buffer from the `extra` list: pairs of tag and pointer, terminated by 0."""
     words = (ctypes.c_uint64 * 9).from_address(extra)
     buffer = size = at = 0
     while at < 8 and (tag := words[at]):
@@ -358,13 +359,13 @@ def _blob(extra: int) -> bytes:
 
 
 def _function_of_driver(name: bytes, version: int, *arguments: Any) -> Callable[..., int] | None:
-    """A function as of a version of CUDA, which returns a status; None where the driver has none."""
+    """Return a driver function of a CUDA version, which returns a status; None if the driver lacks it."""
     status, address, *_ = driver.cuGetProcAddress(name, version, 0)
     return ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(int(address)) if int(status) == 0 and address else None
 
 
 class _AttributeReader:
-    """Attributes of launches. The bindings build 70 objects for each value, so the driver is called without them."""
+    """Reads launch attributes with direct driver calls: the bindings create 70 objects per value."""
 
     def __init__(self) -> None:
         arguments = ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p
@@ -375,7 +376,7 @@ class _AttributeReader:
         self._read: dict[bytes, dict[str, str]] = {}  # most launches of a graph have the same attributes
 
     def read(self, handle: Any) -> dict[str, str]:
-        """Those that are not as by default, by name. One that a driver does not know was not set either."""
+        """Return the attributes that differ from their defaults, by name. An unknown attribute cannot be set."""
         if (get := self._get) is None:
             return {}
         node = int(handle)
@@ -436,11 +437,11 @@ _ATTRIBUTES: tuple[tuple[Any, str, Callable[[bytes], str]], ...] = (
 
 
 def _copy_side(params: Any, side: str, extents: tuple[int, int, int]) -> tuple[Operand, str]:
-    """One end of a copy, and where it lies: "host", "device" or "array"."""
+    """Return one side of a copy, and the kind of its memory: "host", "device" or "array"."""
     width, height, depth = extents
     kind, written = getattr(params, f"{side}MemoryType"), side == "dst"
-    if kind is None:  # newer bindings raise this themselves
-        raise ValueError("a number that they do not know is not a valid CUmemorytype")
+    if kind is None:  # newer bindings raise this error
+        raise ValueError("unknown CUmemorytype")
     if kind == _Memory.CU_MEMORYTYPE_ARRAY:
         return Operand(side, 0, width * height * depth, written=written), "array"
     base = int(getattr(params, f"{side}Host" if kind == _Memory.CU_MEMORYTYPE_HOST else f"{side}Device"))
@@ -471,7 +472,7 @@ class _DlInfo(ctypes.Structure):
 
 
 def _symbol_at(address: int) -> tuple[str, str]:
-    """Name of the function at an address of this process, and of its library; "" where the linker knows none."""
+    """Return the name of the function at an address of this process and of its library; "" if unknown."""
     info = _DlInfo()
     find = getattr(ctypes.CDLL(None), "dladdr", None)
     if find is None or not find(ctypes.c_void_p(address), ctypes.byref(info)):
@@ -484,7 +485,7 @@ def _event_node(kind: NodeKind, answer: tuple[Any, ...]) -> Node:
 
 
 def _with_numbered_events(view: GraphView, numbers: dict[str, str]) -> GraphView:
-    """Events by the order in which they first stand: their handles differ from capture to capture."""
+    """Number events by first use, because their handles differ between captures."""
     nodes = []
     for node in view.nodes:
         if node.bodies:

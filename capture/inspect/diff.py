@@ -1,16 +1,16 @@
-"""Compares two captured graphs: what is launched and in which order, with which shapes, and with which arguments.
+"""Compare two captured graphs: nodes and edges, launch shapes, and arguments.
 
     print(diff(inspect_graph(of_two), inspect_graph(of_four), memory, memory))     # what depends on the batch size
     fingerprint(view, memory) == fingerprint(again, memory)                        # two captures of one step
 
-Three levels, each of which holds the one before:
+There are three levels. Each includes the one before:
 
     topology    kinds, names and edges
-    launches    and grids, blocks, shared memory, attributes
-    arguments   and arguments, operands, scalars; addresses as (region, offset)
+    launches    grids, blocks, shared memory, attributes
+    arguments   arguments, operands, scalars; addresses as (region, offset)
 
-Structs in arguments may have padding, and padding holds whatever was there: it may differ between two captures of one
-step. `Change.opaque` marks what differs in a struct whose fields are not known.
+Padding in structs is uninitialized and may differ between two captures of one step. `Change.opaque` marks differences
+in structs with unknown fields.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NONE = "-"
 
 
 class Level(str, Enum):
-    """How deep a difference lies."""
+    """Level of a difference."""
 
     TOPOLOGY = "topology"
     LAUNCHES = "launches"
@@ -41,9 +41,10 @@ class Level(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What differs at a node: "grid", "argument 2 'n'", "argument 0, byte 16", "operand src", "waits for", ...
+    """A difference of a node.
 
-    opaque   it lies in a struct whose fields are not known, and may be padding
+    what     "grid", "argument 2 'n'", "argument 0, byte 16", "operand src", "waits for", ...
+    opaque   it is in a struct with unknown fields, and may be padding
     """
 
     level: Level
@@ -58,7 +59,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class NodeDiff:
-    """A node that differs, by its places in both graphs; None where one of them has no such node."""
+    """A node that differs, with its places in both graphs; None for a graph without this node."""
 
     before: Place | None
     after: Place | None
@@ -68,10 +69,10 @@ class NodeDiff:
 
 @dataclass(frozen=True, slots=True)
 class GraphDiff:
-    """How two graphs differ. Prints as a text in which nodes that differ alike stand once.
+    """The differences of two graphs. Its text groups nodes with the same differences.
 
-    nodes   those that differ, in order
-    sizes   nodes of both graphs, those in bodies included
+    nodes   nodes that differ, in order
+    sizes   number of nodes of both graphs, including bodies
     """
 
     nodes: tuple[NodeDiff, ...]
@@ -79,17 +80,17 @@ class GraphDiff:
 
     @property
     def equal_topology(self) -> bool:
-        """Whether kinds, names and edges are the same: whether one may be an update of the other."""
+        """Whether kinds, names and edges are equal, so that one graph may update the other's executable."""
         return Level.TOPOLOGY not in self._levels()
 
     @property
     def equal_launches(self) -> bool:
-        """Whether grids, blocks, shared memory and attributes are the same too."""
+        """Whether grids, blocks, shared memory and attributes are equal too."""
         return self.equal_topology and Level.LAUNCHES not in self._levels()
 
     @property
     def equal(self) -> bool:
-        """Whether all is the same, every byte of the arguments included."""
+        """Whether all is equal, including every byte of the arguments."""
         return not self.nodes
 
     def _levels(self) -> set[Level]:
@@ -99,17 +100,17 @@ class GraphDiff:
     def __str__(self) -> str:
         before, after = self.sizes
         if self.equal:
-            return f"equal: {before} nodes, the same topology, launches and arguments"
+            return f"equal: {before} nodes with equal topology, launches and arguments"
         levels = ", ".join(f"{level.value} {'not equal' if level in self._levels() else 'equal'}" for level in Level)
         lines = [line for group in _groups(self.nodes) for line in group]
         if len(lines) > _MOST_LINES:
-            lines[_MOST_LINES:] = [f"... and {len(lines) - _MOST_LINES} lines more"]
+            lines[_MOST_LINES:] = [f"... and {len(lines) - _MOST_LINES} more lines"]
         return "\n".join([f"{before} nodes against {after}: {levels}", *lines])
 
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """Digests of a graph at the three levels. Two of one step are equal, whatever the pools that they work in."""
+    """Digests of a graph at the three levels. They do not depend on the memory pool of a capture."""
 
     topology: str
     launches: str
@@ -117,21 +118,21 @@ class Fingerprint:
 
 
 def diff(a: GraphView, b: GraphView, memory_a: MemoryMap | None = None, memory_b: MemoryMap | None = None) -> GraphDiff:
-    """What differs between two graphs.
+    """Return the differences between two graphs.
 
-    memory_a, memory_b   the memory of each. An address in a region is compared as the region's name and the offset in
-                         it; in a region of the pool, and in what the graph itself allocates, by first use. Any other
-                         word is compared by value
+    memory_a, memory_b   memory maps of the graphs. An address in a region is compared as region name and offset. In
+                         the pool, and in allocations of the graph, regions are matched by first use. Other words are
+                         compared by value
 
-    Nodes are matched by kind and name. One that has another name in the other graph, as a matrix product may for
-    another batch size, is matched by where it stands.
+    Nodes are matched by kind and name. A node with another name in the other graph, such as a matrix product for
+    another batch size, is matched by position.
     """
     found = _Comparison(Symbols(a, memory_a), Symbols(b, memory_b))
     return GraphDiff(tuple(found.graphs(a, b, (), ())), (a.num_nodes, b.num_nodes))
 
 
 def fingerprint(view: GraphView, memory: MemoryMap | None = None) -> Fingerprint:
-    """Digests that are equal for two graphs if and only if `diff` finds nothing at that level."""
+    """Return digests that are equal for two graphs if and only if `diff` finds no difference at that level."""
     symbols, numbers = Symbols(view, memory), dict[Any, int]()
 
     def symbol(spot: Spot) -> tuple[object, ...]:
@@ -227,7 +228,7 @@ class _Comparison:
                 yield Change(Level.ARGUMENTS, what if single else f"{what}, byte {at}", before, after, opaque)
 
     def _words(self, a: Argument, b: Argument) -> Iterator[tuple[int, str, str]]:
-        """What differs in two arguments of one size: offset, and both values."""
+        """Yield the differences of two arguments of equal size: offset and both values."""
         at_a, at_b = (dict(symbols.parts(one)[0]) for symbols, one in ((self._before, a), (self._after, b)))
         if a.data == b.data and not at_a and not at_b:
             return
@@ -268,7 +269,7 @@ class _Comparison:
 
 
 def _waits(a: GraphView, b: GraphView, partner: dict[int | None, int | None]) -> Callable[[int, int], Iterator[Change]]:
-    """Tells what two matched nodes wait for, if that differs."""
+    """Return a function that compares what two matched nodes wait for."""
     sources_a, sources_b = _sources(a), _sources(b)
 
     def told(i: int, j: int) -> Iterator[Change]:
@@ -287,7 +288,7 @@ def _sources(view: GraphView) -> list[list[tuple[int, bool]]]:
 
 
 def _sources_text(view: GraphView, sources: list[tuple[int, bool]], node: int) -> str:
-    """What a node waits for, with the places counted from the node: so layers that differ alike have one text."""
+    """Return what a node waits for, with relative positions, so that equal differences of layers have equal texts."""
     texts = (
         f"{_short(view.nodes[at].name)} at {at - node}{' (programmatic)' if early else ''}" for at, early in sources
     )
@@ -298,7 +299,7 @@ def _sources_text(view: GraphView, sources: list[tuple[int, bool]], node: int) -
 
 
 def _groups(nodes: Sequence[NodeDiff]) -> Iterator[list[str]]:
-    """Lines per group of nodes that differ alike."""
+    """Yield the lines of each group of nodes with the same differences."""
     groups: dict[tuple[object, ...], list[NodeDiff]] = {}
     for node in nodes:
         key = (node.name, node.before is None, node.after is None, node.changes)
@@ -334,7 +335,7 @@ def _extents(extents: tuple[int, int, int] | None) -> str:
 
 
 def _word(length: int) -> int:
-    """Bytes of a number in an argument of so many bytes: one of up to 8 is a number itself."""
+    """Return the size of the numbers to compare in an argument: all of it up to 8 bytes, else 4."""
     return length if length <= 8 else 4
 
 

@@ -1,4 +1,4 @@
-"""What an audit says: findings, deliberate exceptions with their reasons, and the report of both."""
+"""Results of an audit: findings, deliberate exceptions with their reasons, and the report."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from graphrt.capture.inspect.view import Place, place_name
 from graphrt.kernels.checks import check_instance
 from graphrt.kernels.errors import CaptureError, ConfigError
 
-_MOST_SHOWN = 20  # groups of findings that are printed
-_PLACES_SHOWN = 8  # further places of one group
+_MOST_SHOWN = 20  # groups of findings in the report
+_PLACES_SHOWN = 8  # further places per group
 
 
 class FindingKind(str, Enum):
-    """What is wrong.
+    """Kind of a finding.
 
-    FOREIGN        an allocation that nobody registered, and that is not of the graph's pool
-    FREED          a block that was freed: whoever gets it next changes what the graph reads
-    OVERRUN        bytes behind the end of registered memory. What lies in the graph's own pool may run on within it:
-                   its blocks are cut anew while the graph is captured, so nobody knows where they ended then
-    UNMAPPED       an address for certain, of no memory that anybody knows
-    HOST_MEMORY    memory of the host, which every replay reads again
-    HOST_FUNCTION  a function of the host, whose memory no audit sees
-    EARLY_START    a kernel that may begin before an earlier one has ended, and is not known to wait
-    HIDDEN_STATE   memory that an earlier capture of the same step made
-    CHANGED        a value or a registered address that two captures of one step hold differently
+    FOREIGN        an allocation that is neither registered nor in the graph's pool
+    FREED          a freed block: its next owner changes what the graph reads
+    OVERRUN        bytes past the end of registered memory. In the graph's pool, overruns within the pool are not found:
+                   blocks are split during the capture, so their ends at a launch are unknown
+    UNMAPPED       an address outside of all known memory
+    HOST_MEMORY    host memory, which every replay accesses again
+    HOST_FUNCTION  a host function, whose memory an audit cannot see
+    EARLY_START    a kernel that may start before an earlier one has finished, and is not known to wait
+    HIDDEN_STATE   memory that an earlier capture of the same step allocated
+    CHANGED        a value or a registered address that differs between two captures of one step
     """
 
     FOREIGN = "foreign allocation"
@@ -44,17 +44,17 @@ class FindingKind(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong with a graph.
+    """A possible error in a graph.
 
-    place    of the node; () where no node is to blame
-    node     its name
-    where    what of the node holds the address: "argument 3 'x', byte 16", "operand src"; "" for the node as a whole
-    address  0 where there is none
-    owner    of the memory at the address; None where nobody knows it
-    region   its name; "" where nobody knows it
-    text     what is wrong, why, and what to do
+    place    place of the node; () if the finding is about no node
+    node     name of the node
+    where    position of the address in the node: "argument 3 'x', byte 16", "operand src"; "" for the whole node
+    address  the address; 0 if the finding is about none
+    owner    owner of the memory at the address; None if unknown
+    region   name of the memory; "" if unknown
+    text     the error, its reason, and how to fix it
     kind     see FindingKind
-    certain  False for a word that may be an address or a number: `audit_twice` decides
+    certain  False if the word may also be a number; `audit_twice` decides
     """
 
     place: Place
@@ -74,17 +74,18 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """An exception that is deliberate: findings that match all of the patterns are not reported.
+    """A deliberate exception: findings that match all patterns are not reported.
 
-        Allowed("written only behind the event of the last copy", region="staging.*")
+        Allowed("written only after the event of the last copy", region="staging.*")
         Allowed("waits: its first instruction is griddepcontrol.wait", node="rms_norm*", kind=FindingKind.EARLY_START)
 
-    reason   why it is right; stands in the report
-    region   pattern of the region's name, as of `fnmatch`; upper and lower case differ
+    reason   why the exception is correct; it is part of the report
+    region   pattern of the region's name for `fnmatch`, case-sensitive
     node     pattern of the node's name
-    kind     of the finding; None: any
+    kind     kind of the finding; None: any
 
-    Raises: ConfigError without a reason, and where nothing is named.
+    Raises:
+        ConfigError: if the reason is empty, or if neither region, node nor kind is given.
     """
 
     reason: str
@@ -96,12 +97,12 @@ class Allowed:
         for name in ("reason", "region", "node"):
             check_instance(name, getattr(self, name), str, advice="pass a str")
         if not self.reason.strip():
-            raise ConfigError("reason: expected why the exception is right, got none; write it down, it is reported")
+            raise ConfigError("reason: it is empty; write why the exception is correct")
         if self.region == self.node == "*" and self.kind is None:
-            raise ConfigError("allowed: expected a region, a node or a kind, got none; it would allow every finding")
+            raise ConfigError("allowed: the exception would allow every finding; give a region, a node or a kind")
 
     def matches(self, finding: Finding) -> bool:
-        """Whether the exception is about a finding."""
+        """Return whether the exception applies to a finding."""
         return (
             self.kind in (None, finding.kind)
             and fnmatchcase(finding.region, self.region)
@@ -115,14 +116,14 @@ class Allowed:
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """The result of an audit; `print` shows it.
+    """The result of an audit. `print` shows the report.
 
-    findings    those that nobody allowed, in the order of the nodes
-    nodes       of the graph, those in bodies included
-    words       candidate words that were looked at
-    counts      addresses by the owner of their memory
-    allowances  each exception, with how many findings it took away
-    unread      nodes of which the graph did not tell all: place, name, remark
+    findings    findings without an exception, in the order of the nodes
+    nodes       number of nodes of the graph, including bodies
+    words       number of words that were checked
+    counts      number of addresses by owner of their memory
+    allowances  each exception, with the number of findings that matched it
+    unread      nodes that could not be read completely: place, name, remark
     """
 
     findings: tuple[Finding, ...]
@@ -134,14 +135,14 @@ class Audit:
 
     @property
     def ok(self) -> bool:
-        """Whether there is no finding, not even an uncertain one."""
+        """Whether there are no findings, including uncertain ones."""
         return not self.findings
 
     def raise_if_any(self) -> None:
-        """Raises: CaptureError that shows the first finding, those that are certain before others, and how many."""
+        """Raise CaptureError if there are findings. It shows their number, and the first one that is certain."""
         if self.findings:
             first = min(self.findings, key=lambda finding: not finding.certain)
-            raise CaptureError(f"audit: expected no findings, got {len(self.findings)}; the first: {first}")
+            raise CaptureError(f"audit: expected no findings, got {len(self.findings)}; first finding: {first}")
 
     def __str__(self) -> str:
         owners = ", ".join(f"{count:,} {owner.value}" for owner, count in self.counts.items() if count) or "none"
@@ -149,7 +150,7 @@ class Audit:
         lines = [f"audit of {self.nodes:,} nodes: {found}; {self.words:,} words, addresses by owner: {owners}"]
         lines += _grouped(self.findings)
         for allowed, times in self.allowances:
-            lines.append(f"  allowed {times:,} times: {allowed}" if times else f"  allowed, but never found: {allowed}")
+            lines.append(f"  allowed {times:,} times: {allowed}" if times else f"  allowed, but not found: {allowed}")
         for place, name, remark in self.unread:
             lines.append(f"  not read: node {place_name(place)} {name}: {remark}")
         return "\n".join(lines)
@@ -158,7 +159,7 @@ class Audit:
 def without_allowed(
     findings: Sequence[Finding], allowed: Sequence[Allowed]
 ) -> tuple[tuple[Finding, ...], tuple[tuple[Allowed, int], ...]]:
-    """The findings that no exception takes away, and each exception with how many it took: the first that matches."""
+    """Return the findings without an exception, and each exception with the number of findings that it removed."""
     taken, left = [0] * len(allowed), []
     for finding in findings:
         which = next((at for at, exception in enumerate(allowed) if exception.matches(finding)), None)
@@ -170,8 +171,8 @@ def without_allowed(
 
 
 def _grouped(findings: Sequence[Finding]) -> list[str]:
-    """A line per kind and buffer, with the first finding of it: many nodes use one. Blocks of an allocator share their
-    names, and so count by the address."""
+    """Return a line per kind and buffer, with its first finding: many nodes use one buffer. Blocks of an allocator have
+    equal names, so they are grouped by address."""
     groups: dict[object, list[Finding]] = {}
     for finding in findings:
         unnamed = finding.owner in (None, Owner.ALLOCATOR, Owner.POOL)

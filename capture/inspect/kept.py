@@ -1,4 +1,4 @@
-"""Graphs that other code captures, kept so that they can be read: torch.compile's, a serving stack's."""
+"""Keep graphs that other code captures, such as torch.compile or a serving stack, to inspect them."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ import torch
 
 @contextmanager
 def kept_graphs() -> Iterator[list[torch.cuda.CUDAGraph]]:
-    """Have torch keep every CUDA graph that is made inside, whoever makes it, and list them in that order.
+    """Return a context in which torch keeps every CUDA graph that is created, and the list of these graphs.
 
         with kept_graphs() as graphs:
             compiled = torch.compile(model, mode="reduce-overhead")
             for _ in range(3):
-                compiled(x)                      captures somewhere inside
+                compiled(x)                      # captures
         print(inspect_graph(graphs[-1]))
 
-    torch drops a captured graph once it can be launched, unless its maker asks for `keep_graph=True`; here all are made
-    so. A kept graph is instantiated by its first replay, not when its capture ends, and takes host memory.
-    The list keeps graphs alive, and their memory pools with them. Applies to all threads; contexts may be nested.
+    torch frees a captured graph once it is instantiated, unless it was created with `keep_graph=True`. The context sets
+    this argument for all graphs. A kept graph is instantiated by its first replay, not at the end of its capture, and
+    takes host memory. The list keeps the graphs and their memory pools alive. The context applies to all threads and
+    can be nested.
     """
     cls: Any = torch.cuda.CUDAGraph
-    before = vars(cls).get("__init__")  # torch's class has none of its own: that of its base makes the graph
+    before = vars(cls).get("__init__")  # torch's class inherits it
     init, made = cls.__init__, []
 
     def keep(self: torch.cuda.CUDAGraph, keep_graph: bool = True) -> None:

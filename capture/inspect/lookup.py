@@ -1,4 +1,4 @@
-"""Who holds each address of a graph: the memory map, what the graph allocates itself, then the driver."""
+"""Find the region of each address in a graph: in the memory map, in the graph's allocations, then in the driver."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from graphrt.capture.inspect.ask import Driver
+from graphrt.capture.inspect.driver_memory import Driver
 from graphrt.capture.inspect.memory import MemoryMap, Owner, Region
 from graphrt.capture.inspect.scan import WORD, Words, scan
 from graphrt.capture.inspect.torch_kernels import no_addresses
@@ -17,15 +17,15 @@ from graphrt.capture.inspect.view import GraphView, NodeKind, Operand
 
 
 class Lookup:
-    """A graph with the region of each word of its arguments that may be an address.
+    """A graph, and the region of each word in its arguments that may be an address.
 
     view     the graph
     memory   the map
-    words    of its kernels' arguments, but for those where PyTorch's own kernels have no address
-    regions  those of the map, those that the graph allocates, those that the driver told
-    holder   [n] int64: for each word the index in `regions`, -1 where nobody knows the address
+    words    words of its kernels' arguments, except where PyTorch's kernels hold no address
+    regions  regions of the map, of the graph's allocations, and of the driver
+    holder   [n] int64: index in `regions` for each word; -1 if unknown
 
-    The driver is asked about no word that is misaligned: numbers side by side make up many of those.
+    Misaligned words are not looked up in the driver: adjacent numbers form many of them.
     """
 
     def __init__(self, view: GraphView, memory: MemoryMap, driver: Driver) -> None:
@@ -46,54 +46,54 @@ class Lookup:
         self._look_further(MemoryMap(self._ask_all(np.unique(self.words.value[unknown]))))
 
     def find(self, address: int) -> Region | None:
-        """The region that holds an address, for all that is known."""
+        """Return the region that contains an address; None if unknown."""
         return self.memory.find(address) or self._made.find(address) or self._ask(address)
 
-    def stretches(self, operand: Operand) -> Iterator[tuple[int, Region | None]]:
-        """The bytes of an operand, cut where another region begins to hold them: first address, and region."""
+    def ranges(self, operand: Operand) -> Iterator[tuple[int, Region | None]]:
+        """Yield the parts of an operand by region: first address and region."""
         end = operand.address + operand.nbytes
-        for start, region in self.memory.stretches(operand.address, operand.nbytes):
+        for start, region in self.memory.ranges(operand.address, operand.nbytes):
             if region is not None:
                 yield start, region
                 continue
-            # A gap of the map: one region that is known otherwise may hold all of it, or only its beginning.
-            stop = next((at for at, held in self.memory.stretches(start, end - start) if held is not None), end)
+            # A gap of the map: another region may contain all of it, or only its beginning.
+            stop = next((at for at, held in self.memory.ranges(start, end - start) if held is not None), end)
             while start < stop:
                 known = self._made.find(start) or self._ask(start)
                 yield start, known
                 start = max(known.end, start + 1) if known is not None else stop
 
     def count(self, owners: Counter[Owner]) -> None:
-        """Add the words by owner; those that nobody knows are numbers."""
+        """Add the number of words by owner. Unknown words are numbers."""
         counts = np.bincount(self.holder[self.holder >= 0], minlength=len(self.regions))
         for index in np.flatnonzero(counts).tolist():
             owners[self.regions[index].owner] += int(counts[index])
 
     def _leave_out_numbers(self) -> None:
-        """Drop the words that stand where a kernel of PyTorch has no address."""
+        """Drop the words at positions where a kernel of PyTorch holds no address."""
         words, kept = self.words, np.ones(len(self.holder), np.bool_)
         for number, (_, node) in enumerate(words.nodes):
             starts = words.starts[words.firsts[number] :]
             for index, first, end in no_addresses(node, partial(self._is_known, starts)):
                 low, high = np.searchsorted(words.at, (starts[index] + first - WORD + 1, starts[index] + end))
-                kept[low:high] = False  # those that reach into the stretch too
+                kept[low:high] = False  # including words that overlap the range
         if not kept.all():
             self.words, self.holder = words.only(kept), self.holder[kept]
 
     def _is_known(self, starts: npt.NDArray[np.int64], index: int, offset: int) -> bool:
-        """Whether a word at an offset in an argument is an address of known memory. `starts`: of the arguments."""
+        """Return whether the word at an offset in an argument points to known memory. `starts`: of the arguments."""
         at = int(np.searchsorted(self.words.at, starts[index] + offset))
         return at < len(self.words.at) and self.words.at[at] == starts[index] + offset and bool(self.holder[at] >= 0)
 
     def _look_further(self, memory: MemoryMap) -> None:
-        """Look up the words that nobody knew so far."""
+        """Look up the words that are still unknown."""
         unknown = np.flatnonzero(self.holder < 0)
         found = memory.find_many(self.words.value[unknown])
         self.holder[unknown] = np.where(found >= 0, found + len(self.regions), -1)
         self.regions += memory.regions
 
     def _ask_all(self, addresses: npt.NDArray[np.uint64]) -> Iterator[Region]:
-        """What the driver knows of ascending addresses: each range once."""
+        """Yield the driver's allocations at ascending addresses, each once."""
         last: Region | None = None
         for address in addresses.tolist():
             if last is None or address >= last.end:

@@ -1,9 +1,9 @@
-"""The memory that a graph may work on, by address: who owns each piece.
+"""Memory by address, and its owners.
 
     memory = MemoryMap([Region("x", Owner.STATIC, x.data_ptr(), x.nbytes), ...])
-    memory.find(0x7f0000001000)          # the region that holds this byte, or None
+    memory.find(0x7f0000001000)          # the region that contains this byte, or None
 
-`memory_of` of pool.py makes the map of a process: named tensors, the pool of a graph, torch's allocator.
+`memory_of` of pool.py returns the map of a process: named tensors, the pool of a graph, torch's allocator.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import numpy.typing as npt
 
 
 class Owner(str, Enum):
-    """Whose memory a region is.
+    """Owner of a region.
 
-    STATIC     the caller's buffer that graphs are to read and write
+    STATIC     a registered buffer that graphs read and write
     WEIGHT     a parameter or a buffer of a model
     CACHE      keys and values
     POOL       a block of the graph's memory pool
-    ALLOCATOR  another block of torch's allocator: nobody has promised that it stays
-    LIBRARY    the driver knows the memory, torch does not: workspaces and state of libraries
-    HOST       pinned memory of the host
+    ALLOCATOR  another block of torch's allocator, which may be freed
+    LIBRARY    an allocation known to the driver but not to torch: workspaces and state of libraries
+    HOST       pinned host memory
     """
 
     STATIC = "static"
@@ -41,9 +41,9 @@ class Owner(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A piece of memory.
+    """A range of memory.
 
-    live   whether it is allocated: a block of a pool that was freed is not
+    live   False for a freed block
     """
 
     name: str
@@ -54,37 +54,35 @@ class Region:
 
     @property
     def end(self) -> int:
-        """Address of the first byte behind it."""
+        """Address of the first byte after the region."""
         return self.address + self.nbytes
 
 
 class MemoryMap:
-    """Regions by address. Where several hold one byte, the one that was given first is found.
+    """Regions by address. If several regions contain a byte, the first one in the list is found.
 
-    regions   in any order; empty ones are left out
+    regions   in any order; empty regions are dropped
     """
 
     def __init__(self, regions: Iterable[Region]) -> None:
-        # Cut where any region begins or ends: between two cuts one region holds every byte, the first that was given.
+        # Regions start and end at cuts only, so all bytes between two cuts have the same region.
         self.regions = tuple(region for region in regions if region.nbytes)
         self._cuts: list[int] = []
-        self._holders: list[
-            int
-        ] = []  # index in `regions` of who holds the bytes from a cut on; -1 where no region does
+        self._holders: list[int] = []  # index in `regions` for the bytes after each cut; -1: no region
         self._sweep()
         self._cut_array = np.array(self._cuts, np.uint64)
-        self._holder_array = np.array([-1, *self._holders], np.int64)  # from before the first cut
+        self._holder_array = np.array([-1, *self._holders], np.int64)  # starts before the first cut
 
     def find(self, address: int) -> Region | None:
-        """The region that holds the byte at an address; None where no region does."""
+        """Return the region that contains an address; None if there is none."""
         return self._held(bisect.bisect_right(self._cuts, address) - 1)
 
     def find_many(self, addresses: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-        """For each address the index in `regions` of what `find` gives; -1 where no region holds it."""
+        """Return the index in `regions` for each address; -1 if no region contains it."""
         return self._holder_array[np.searchsorted(self._cut_array, addresses, side="right")]
 
-    def stretches(self, address: int, nbytes: int) -> Iterator[tuple[int, Region | None]]:
-        """The bytes from an address on, cut where another region begins to hold them: first address, and region."""
+    def ranges(self, address: int, nbytes: int) -> Iterator[tuple[int, Region | None]]:
+        """Yield the parts of a range by region: first address and region."""
         at, end = bisect.bisect_right(self._cuts, address) - 1, address + nbytes
         while address < end:
             yield address, self._held(at)
@@ -92,11 +90,11 @@ class MemoryMap:
             address = self._cuts[at] if at < len(self._cuts) else end
 
     def before(self, address: int) -> Region | None:
-        """The region that holds the last byte before the stretch around an address; None where no region does."""
+        """Return the region that ends where the part around an address starts; None if there is none."""
         return self._held(bisect.bisect_right(self._cuts, address) - 2)
 
     def to_json(self) -> list[dict[str, Any]]:
-        """The regions as values that `json.dumps` takes, in the order in which they were given."""
+        """Return the regions as values for `json.dumps`, in order."""
         return [
             {"name": r.name, "owner": r.owner.value, "address": r.address, "nbytes": r.nbytes, "live": r.live}
             for r in self.regions
@@ -104,7 +102,7 @@ class MemoryMap:
 
     @staticmethod
     def from_json(values: Iterable[Mapping[str, Any]]) -> MemoryMap:
-        """The regions that `to_json` wrote."""
+        """Return the map from the result of `to_json`."""
         return MemoryMap(
             Region(str(v["name"]), Owner(v["owner"]), int(v["address"]), int(v["nbytes"]), bool(v["live"]))
             for v in values

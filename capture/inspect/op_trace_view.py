@@ -1,4 +1,4 @@
-"""An op trace as a GraphView: every op a node, with an edge from each op that touched the memory it works on."""
+"""Convert an op trace to a GraphView: a node per op, and edges between ops that access the same memory."""
 
 from __future__ import annotations
 
@@ -10,26 +10,28 @@ from typing import Any
 
 import torch
 
-from graphrt.capture.graph import NOTHING
+from graphrt.capture.graph import NOTHING, graph_closed
 from graphrt.capture.inspect.view import Edge, GraphView, Node, NodeKind, Operand
 from graphrt.capture.op_trace import MadeMemory, OpTrace, OpTraceEntry, OpTraceLoop
 from graphrt.kernels.checks import span_bytes
-from graphrt.kernels.errors import CaptureError
 
 _IDENTITY = re.compile(r" at 0x[0-9a-fA-F]+")
-"""Where Python says where an object lies, which says nothing about the step."""
+"""Addresses in the repr of Python objects, which differ from run to run."""
 
 
 def view_of_op_trace(op_trace: OpTrace) -> GraphView:
-    """The view of an op trace: an OP node per op, an ALLOC node for memory that the step made and nobody filled.
+    """Return the view of an op trace: an OP node per op, and an ALLOC node per uninitialized allocation.
 
-    Edges say who touched the bytes before: the last op that wrote them leads to all that read or write them, and each
-    that read them since leads to the next that writes them. A tensor counts from its first byte to its last.
+    Edges are data dependencies: from the last op that wrote a byte to all ops that read or overwrite it, and from its
+    readers to the next op that writes it. A tensor covers all bytes from its first to its last.
 
-    The op_trace may be closed afterwards; the view keeps nothing alive. Raises: CaptureError for a closed one.
+    The view keeps nothing alive; the trace may be closed afterwards.
+
+    Raises:
+        CaptureError: if the trace is closed.
     """
     if op_trace.output is NOTHING:
-        raise CaptureError("graph: expected an open graph, got one that was closed; record the step again")
+        raise graph_closed()
     flow, nodes = _Flow(), list[Node]()
     made: dict[int, list[MadeMemory]] = {}
     for one in op_trace.made:
@@ -43,25 +45,25 @@ def view_of_op_trace(op_trace: OpTrace) -> GraphView:
 
 
 def view_of_loop(loop: OpTraceLoop) -> GraphView:
-    """The view of a loop: one node whose body is the view of its step. Raises: CaptureError once it was closed."""
-    go_on = Operand("go_on", loop.go_on.data_ptr(), loop.go_on.nbytes)
+    """Return the view of a loop: one node whose body is the view of its step. Raises: CaptureError if closed."""
+    condition = Operand("condition", loop.condition.data_ptr(), loop.condition.nbytes)
     body = view_of_op_trace(loop.step)
-    return GraphView((Node(NodeKind.CONDITIONAL, "while", operands=(go_on,), bodies=(body,)),), (), "op trace")
+    return GraphView((Node(NodeKind.CONDITIONAL, "while", operands=(condition,), bodies=(body,)),), (), "op trace")
 
 
 class _Flow:
-    """Who touched each byte last: disjoint stretches of memory, and the edges that follow."""
+    """The last accesses of every byte, as disjoint ranges of memory, and the edges that follow from them."""
 
     def __init__(self) -> None:
         self.edges: list[tuple[int, int]] = []
         self._count = 0
-        # Stretch i goes from _cuts[i] to the next cut; it has its last writer (-1: none) and who has read it since.
+        # Range i starts at _cuts[i]. It has a last writer (-1: none), and the nodes that read it since.
         self._cuts = [0]
         self._writers = [-1]
         self._readers: list[list[int]] = [[]]
 
     def add(self, node: Node) -> Node:
-        """Take in the next node, and return it."""
+        """Add the next node, and return it."""
         index, sources = self._count, set[int]()
         self._count += 1
         for operand in node.operands:
@@ -74,19 +76,19 @@ class _Flow:
         return node
 
     def _read(self, operand: Operand, index: int, sources: set[int]) -> None:
-        for at in self._stretches(operand):
+        for at in self._ranges(operand):
             sources.add(self._writers[at])
             self._readers[at].append(index)
 
     def _write(self, operand: Operand, index: int, sources: set[int]) -> None:
-        stretches = self._stretches(operand)
-        for at in stretches:
+        ranges = self._ranges(operand)
+        for at in ranges:
             sources.add(self._writers[at])
             sources.update(self._readers[at])
-        within = slice(stretches.start, stretches.stop)
+        within = slice(ranges.start, ranges.stop)
         self._cuts[within], self._writers[within], self._readers[within] = [operand.address], [index], [[]]
 
-    def _stretches(self, operand: Operand) -> range:
+    def _ranges(self, operand: Operand) -> range:
         return range(self._cut(operand.address), self._cut(operand.address + operand.nbytes))
 
     def _cut(self, address: int) -> int:
@@ -121,7 +123,7 @@ def _node(entry: OpTraceEntry) -> Node:
 
 
 def _arguments(entry: OpTraceEntry) -> Iterator[tuple[str, bool, Any]]:
-    """Name, whether the op writes it, and value of each argument that was given."""
+    """Yield name, whether the op writes it, and value of each argument that was passed."""
     declared = _declared(entry.func)
     for (name, written), value in zip(declared, entry.args, strict=False):
         yield name, written, value
@@ -132,7 +134,7 @@ def _arguments(entry: OpTraceEntry) -> Iterator[tuple[str, bool, Any]]:
 
 @lru_cache(maxsize=4096)
 def _declared(func: Callable[..., Any]) -> tuple[tuple[str, bool], ...]:
-    """Name of each argument, and whether the op writes it."""
+    """Return name of each argument, and whether the op writes it."""
     arguments = func._schema.arguments  # type: ignore[attr-defined]  # all ops have one
     return tuple((a.name, a.alias_info is not None and a.alias_info.is_write) for a in arguments)
 

@@ -1,9 +1,8 @@
-"""The order in which a view lists the nodes of a graph.
+"""The order of nodes in a view.
 
-A capture makes each node after all that it waits for. Drivers list nodes as they were made, though none promises it.
-So a list in which every edge leads forward is kept: it is the order of the capture. Any other list is the driver's own
-doing and is dropped. The nodes are then taken by depth, name and surroundings, which two captures of one step share;
-the driver's list decides only between nodes that are alike in all of that.
+A capture creates each node after its dependencies, and drivers list nodes in order of creation, without guaranteeing
+it. If every edge in the driver's list leads forward, that order is kept. Otherwise nodes are sorted by depth, name and
+neighbourhood, which are equal in two captures of one step. The driver's order breaks ties only.
 """
 
 from __future__ import annotations
@@ -18,12 +17,13 @@ _Pairs = Sequence[tuple[int, int]]
 
 
 def topological_order(labels: Sequence[str], edges: _Pairs) -> list[int]:
-    """Indices of all nodes, each behind those that it waits for.
+    """Return the indices of all nodes, each after its dependencies.
 
-    labels   what each node is, without anything that differs between two captures of one step
+    labels   kind and name of each node, without anything that differs between two captures of one step
     edges    (source, target): the target waits for the source
 
-    Raises: CaptureError for a circle.
+    Raises:
+        CaptureError: if the edges have a cycle.
     """
     if all(source < target for source, target in edges):
         return list(range(len(labels)))
@@ -32,9 +32,9 @@ def topological_order(labels: Sequence[str], edges: _Pairs) -> list[int]:
     depth = [0] * len(labels)
     for node in free:
         depth[node] = 1 + max((depth[source] for source in before[node]), default=-1)
-    behind, ahead = _surroundings(labels, free, before), _surroundings(labels, free[::-1], after)
+    above, below = _neighbourhoods(labels, free, before), _neighbourhoods(labels, free[::-1], after)
     keys = sorted(
-        range(len(labels)), key=lambda node: (depth[node], labels[node], behind[node], ahead[node], node)
+        range(len(labels)), key=lambda node: (depth[node], labels[node], above[node], below[node], node)
     )  # fmt: skip
     rank = [0] * len(labels)
     for position, node in enumerate(keys):
@@ -52,7 +52,7 @@ def _neighbours(count: int, edges: _Pairs) -> tuple[list[list[int]], list[list[i
 
 
 def _kahn(rank: list[int], before: list[list[int]], after: list[list[int]]) -> list[int]:
-    """Of the nodes that wait for none that is left, always the one of the lowest rank."""
+    """Sort topologically, and take the node of the lowest rank among those whose dependencies are done."""
     waits = [len(sources) for sources in before]
     ready = [(rank[node], node) for node, count in enumerate(waits) if not count]
     heapq.heapify(ready)
@@ -65,12 +65,12 @@ def _kahn(rank: list[int], before: list[list[int]], after: list[list[int]]) -> l
             if not waits[target]:
                 heapq.heappush(ready, (rank[target], target))
     if len(order) != len(rank):
-        raise CaptureError(f"edges: expected no circle, got one among {len(rank) - len(order)} nodes; check the graph")
+        raise CaptureError(f"edges: there is a cycle among {len(rank) - len(order)} nodes; the graph is not valid")
     return order
 
 
-def _surroundings(labels: Sequence[str], order: Sequence[int], neighbours: list[list[int]]) -> list[bytes]:
-    """A digest per node of its label and of all that can be reached over `neighbours`, which `order` has first."""
+def _neighbourhoods(labels: Sequence[str], order: Sequence[int], neighbours: list[list[int]]) -> list[bytes]:
+    """Return a digest per node of its label and the nodes reachable over `neighbours`, which come first in `order`."""
     found = [b""] * len(labels)
     for node in order:
         digest = blake2b(labels[node].encode(), digest_size=16)

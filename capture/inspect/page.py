@@ -1,17 +1,17 @@
-"""A captured graph as one HTML file: search, filters, what each node holds, its place in the order, its memory.
+"""Write a captured graph as one HTML file, with search, filters, details of nodes, their order and their memory.
 
     view = inspect_graph(graph)
     write_page(view, "decode.html", title="decode, 8 rows", memory=memory, findings=audit.findings)
 
-The file opens from disk in a browser and loads nothing else. Its state is in the address, so links to a node work:
+The file opens from disk in a browser and loads nothing else. The address contains its state, so a link can show a node:
 
     decode.html#node=3.0.7                   node 7 of the first body of node 3
-    decode.html#q=softmax%20kv_cache         names, symbols, regions, places and addresses; all words must be found
+    decode.html#q=softmax%20kv_cache         names, symbols, regions, places and addresses; all words must match
     decode.html#kind=kernel&kernel=gemm      one kind, one name
-    decode.html#region=4&findings=1          nodes with findings that touch MemoryMap.regions[4]
-    decode.html#scale=time                   the order, as wide as the timings are
+    decode.html#region=4&findings=1          nodes with findings that access MemoryMap.regions[4]
+    decode.html#scale=time                   boxes as wide as the timings
 
-Its parts lie in `page_parts/`. The data stands in it as JSON, where equal texts stand once: `_page_json` says how.
+The sources of the page are in `page_parts/`. It contains the data as JSON, without duplicates; see `_page_json`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SCRIPTS = ("elements.js", "data.js", "order.js", "memory.js", "details.js", "ma
 
 
 class PageFinding(Protocol):
-    """What a page shows of a finding: where it is, and one sentence. `audit` returns such ones."""
+    """The part of a finding that a page shows. The findings of `audit` have it."""
 
     @property
     def place(self) -> Place: ...
@@ -66,18 +66,21 @@ def write_page(
     findings: Sequence[PageFinding] = (),
     timings: Mapping[Place, float] | None = None,
 ) -> None:
-    """Write a graph as one HTML file, which needs no network and no other file. An old file is replaced.
+    """Write a graph as one HTML file, which needs no network and no other file. An existing file is replaced.
 
-    memory     names what pointers point into, and adds the memory map
-    findings   shown at their nodes, and in a list
-    timings    microseconds by place. Nodes may be missing
+    memory     map of the graph's memory; names the regions of pointers, and is shown
+    findings   shown at their nodes and in a list
+    timings    microseconds by place; nodes may be missing
 
-    Touches no device. Raises: ConfigError for a finding or a timing of a place that the graph lacks, and for a timing
-    that is negative or not finite; OSError where the file cannot be written.
+    Does not use a device.
+
+    Raises:
+        ConfigError: if a finding or timing has a place that is not in the graph, or a timing is negative or not finite.
+        OSError: if the file cannot be written.
     """
     check_instance("view", view, GraphView, advice="pass inspect_graph(graph)")
-    check_instance("path", path, (str, Path), advice="pass the name of a file")
-    check_instance("title", title, str, advice="pass a text")
+    check_instance("path", path, (str, Path), advice="pass a file name")
+    check_instance("title", title, str, advice="pass a string")
     if memory is not None:
         check_instance("memory", memory, MemoryMap, advice="pass what memory_of() returns")
     timings = timings or {}
@@ -85,31 +88,31 @@ def write_page(
     for name, given in (("findings", [finding.place for finding in findings]), ("timings", list(timings))):
         if unknown := [place for place in given if tuple(place) not in places]:
             raise ConfigError(
-                f"{name}: expected places of this graph, got {place_name(unknown[0])}; take them from view.walk()"
+                f"{name}: place {place_name(unknown[0])} is not in this graph; take places from view.walk()"
             )
     for place, microseconds in timings.items():
         if not (math.isfinite(microseconds) and microseconds >= 0):
             raise ConfigError(
-                f"timings: expected microseconds of at least 0, got {microseconds} at {place_name(place)}; "
-                "leave out what was not measured"
+                f"timings: expected microseconds of at least 0, got {microseconds} at {place_name(place)}; omit nodes "
+                "without a measurement"
             )
     data = _page_json(view, memory, findings, timings)
     Path(path).write_text(_html(title, data), encoding="utf-8", newline="\n")
 
 
 def _html(title: str, data: Mapping[str, Any]) -> str:
-    """The parts put together. The policy lets the browser run these scripts and styles, and load nothing."""
+    """Assemble the page. The content security policy allows only these scripts and styles, and no loads."""
     style = _part("page.css")
     script = "\n".join(['"use strict";', "(() => {", *map(_part, _SCRIPTS), "})();"])
     policy = (
         f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; "
         "base-uri 'none'; form-action 'none'"
     )
-    # `<` alone could end the script element or begin a comment in it. All but ASCII is escaped, too.
+    # An unescaped `<` could end the script element or start a comment. Non-ASCII characters are escaped too.
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     parts = {"policy": policy, "style": style, "script": script, "data": text}
     parts["title"] = html.escape(title).encode("ascii", "xmlcharrefreplace").decode()
-    # In one pass: a title that looks like a mark stays text.
+    # In one pass, so that a title that looks like a placeholder stays text.
     return re.sub(r"\{\{(\w+)\}\}", lambda mark: parts[mark[1]], _part("page.html"))
 
 
@@ -118,7 +121,7 @@ def _part(name: str) -> str:
 
 
 def _digest(text: str) -> str:
-    """How a content security policy names a text."""
+    """Return the digest of a text in the form of a content security policy."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
@@ -128,20 +131,20 @@ def _page_json(
     findings: Sequence[PageFinding],
     timings: Mapping[Place, float],
 ) -> dict[str, Any]:
-    """What the scripts read. Addresses are hexadecimal texts, as numbers of JavaScript have 53 bits.
+    """Return the data of the scripts. Addresses are hexadecimal strings, because JavaScript numbers have 53 bits.
 
-    kernels   [kind, name, symbol, arguments, operands, scalars]: what nodes of one name share
+    kernels   [kind, name, symbol, arguments, operands, scalars], shared by nodes
                   arguments  [offset, number of bytes, name, pointers] each
                   operands   [role, host, written] each
                   scalars    names
     launches  [grid, block, shared bytes, attributes]
     graph     {"nodes", "edges"}
-                  nodes  [kernel, launch, bytes of all arguments as base64, operands as address and number of bytes in
-                         turn, values of scalars, bodies, remark]; without what is empty at the end
-                  edges  three numbers each: source - source of the edge before, target - source, programmatic
+                  nodes  [kernel, launch, bytes of all arguments as base64, address and number of bytes of each operand,
+                         values of scalars, bodies, remark]; trailing empty values are omitted
+                  edges  three numbers each: source - source of the previous edge, target - source, programmatic
     memory    {"regions", "cuts"}, or null
-                  regions  [name, owner, address, number of bytes, live], as given
-                  cuts     [address, region from there on, -1: none] by address
+                  regions  [name, owner, address, number of bytes, live], in the order of the map
+                  cuts     [address, region from this address on, -1: none], sorted
     findings  [place, where, address, owner, region, text]
     timings   {place: microseconds}
     """
@@ -162,14 +165,14 @@ def _page_json(
 
 
 class _Table:
-    """Rows that stand once, and their indices."""
+    """Unique rows and their indices."""
 
     def __init__(self) -> None:
         self.rows: list[list[Any]] = []
         self._index: dict[Any, int] = {}
 
     def add(self, key: Any, row: Callable[[], list[Any]]) -> int:
-        """The index of the row of a key; it is made when the key is new."""
+        """Return the index of a key's row. `row` is called for a new key."""
         if key not in self._index:
             self._index[key] = len(self.rows)
             self.rows.append(row())
@@ -206,7 +209,7 @@ def _node_json(node: Node, kernels: _Table, launches: _Table) -> list[Any]:
 
 
 def _memory_json(memory: MemoryMap) -> dict[str, Any]:
-    """The regions, and which of them holds the bytes between two cuts: the browser need not know the map's rules."""
+    """Return the regions, and the region between each two cuts, so that the scripts need not resolve overlaps."""
     position = {region: index for index, region in reversed(list(enumerate(memory.regions)))}
     cuts: list[list[Any]] = []
     for address in sorted({end for region in memory.regions for end in (region.address, region.end)}):

@@ -1,8 +1,8 @@
-"""Builds the memory map of a process: what the caller names, the pool of a graph, all other memory of torch.
+"""Build the memory map of a process: named tensors, the pool of a graph, and all other blocks of torch's allocator.
 
     memory = memory_of(static={"x": x}, weights=model, cache={"k": cache.k, "v": cache.v}, pool=graph)
 
-What is named comes first, so the rest of torch's allocator shows only where nobody named the bytes.
+Named tensors come first, so they take precedence over the allocator's blocks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from graphrt.kernels.checks import shown, span_bytes
 from graphrt.kernels.errors import ConfigError
 
 Named = torch.nn.Module | Mapping[str, Any] | Iterable[tuple[str, Any]]
-"""Tensors by name: a mapping or pairs, of tensors or of lists of tensors; or a module, for its parameters, buffers."""
+"""Tensors by name: a mapping or pairs with tensors or lists of tensors, or a module (its parameters and buffers)."""
 
 PoolId = tuple[int, int]
 
@@ -34,26 +34,29 @@ def memory_of(
     pool: Any = None,
     snapshot: Sequence[Mapping[str, Any]] | None = None,
 ) -> MemoryMap:
-    """Who owns which memory, as it is now.
+    """Return the current owners of memory.
 
-    static    buffers that the graph is to read and write. Those in pinned memory get the owner HOST
+    static    buffers that the graph reads and writes. Pinned buffers have the owner HOST
     weights   parameters and buffers of models
     cache     keys and values
-    library   memory that libraries keep for themselves, such as workspaces
-    pool      of the graph: a torch.cuda.CUDAGraph, a torch.cuda.MemPool, the id of a pool, the op trace that stands for
-              a graph on a CPU or a loop of one; or a list of those
-    snapshot  rows of `torch.cuda.memory_snapshot()`; None: those of this moment, where CUDA is in use
+    library   memory of libraries, such as workspaces
+    pool      pool of the graph: a torch.cuda.CUDAGraph, a torch.cuda.MemPool, the id of a pool, an op trace or a loop
+              of one; or a list of these
+    snapshot  rows of `torch.cuda.memory_snapshot()`; None: the current ones, if CUDA is in use
 
-    A static buffer is the bytes from its first element to its last: a graph that was given a view has no business
-    beyond it, though the storage may go on. Weights and caches are their whole storages, each once: models fuse them,
-    tie them and cut views from them, and what the caller promises is that the storage stays.
+    A static buffer covers the bytes from its first element to its last: a graph that was given a view must not access
+    the rest of the storage. Weights and caches cover their whole storages: models fuse and tie them and take views, and
+    the storage stays allocated.
 
-    **Call it right after the capture.** Later, freed memory may have gone back to the driver, and an address in it
-    looks like any other number.
+    **Call it right after the capture.** Later the allocator may have returned freed memory to the driver, and an
+    address in it cannot be told from a number.
 
-    Synchronises nothing and changes nothing; not for use during a capture. Raises: ConfigError for what holds no named
-    tensors, for tensors without memory of their own, for a pool that is none, and where torch's allocator is not its
-    native one, as others do not tell which memory is whose.
+    It does not synchronize. Do not call it during a capture.
+
+    Raises:
+        ConfigError: if an argument has no named tensors, or a tensor without memory; if `pool` is no pool; or if
+        torch's
+            allocator is not the native one.
     """
     regions = [
         _span(name, tensor, Owner.HOST if tensor.is_pinned() else Owner.STATIC)
@@ -66,7 +69,7 @@ def memory_of(
         for name, tensor in _named(argument, values):
             region = _storage(name, tensor, owner)
             held = storages.get(region.address)
-            if held is None or held.nbytes < region.nbytes:  # a part that came by DLPack has a storage of its own
+            if held is None or held.nbytes < region.nbytes:  # a view imported by DLPack has a storage of its own
                 storages[region.address] = region
         regions += storages.values()
     op_traces, ids = _pools(pool)
@@ -85,12 +88,12 @@ def memory_of(
 
 
 def snapshot_regions(rows: Iterable[Mapping[str, Any]], pools: Iterable[PoolId]) -> Iterator[Region]:
-    """A region for each block of torch's allocator: POOL where its segment is of one of `pools`, else ALLOCATOR.
+    """Yield a region per block of torch's allocator: POOL if its segment is in one of `pools`, else ALLOCATOR.
 
-    rows   of `torch.cuda.memory_snapshot()`. A block whose state is "active_pending_free" is in use by another stream
-           and owned by nobody: it is not live
+    rows   rows of `torch.cuda.memory_snapshot()`. A block in state "active_pending_free" has no owner and is not live,
+           although another stream still uses it
 
-    The name says who allocated it where torch was told to remember: torch.cuda.memory._record_memory_history().
+    If torch.cuda.memory._record_memory_history() is on, the name contains the line that allocated the block.
     """
     own = {tuple(pool) for pool in pools}
     for segment, block, address in blocks_of(rows):
@@ -102,7 +105,7 @@ def snapshot_regions(rows: Iterable[Mapping[str, Any]], pools: Iterable[PoolId])
 
 
 def blocks_of(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any], int]]:
-    """Each block of torch's allocator, behind its segment (a row of the snapshot) and before its address."""
+    """Yield segment (a row of the snapshot), block and address of each block of torch's allocator."""
     for segment in rows:
         address = int(segment["address"])
         for block in segment["blocks"]:
@@ -111,17 +114,17 @@ def blocks_of(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, 
 
 
 def _made_at(block: Mapping[str, Any]) -> str:
-    """Where a block was allocated: the innermost line that is not of torch."""
+    """Return where a block was allocated: the innermost line outside of torch."""
     frames = [f for f in block.get("frames", ()) if str(f["filename"]).endswith(".py")]
     frame = next((f for f in frames if "/torch/" not in str(f["filename"])), None)
-    return f", made at {frame['filename']}:{frame['line']} in {frame['name']}" if frame else ""
+    return f", allocated at {frame['filename']}:{frame['line']} in {frame['name']}" if frame else ""
 
 
 def _op_trace_regions(op_trace: OpTrace) -> Iterator[Region]:
-    """Memory that a op trace works on: POOL is what it made, ALLOCATOR what was there before.
+    """Yield the memory of an op trace: POOL if the trace allocated it, ALLOCATOR if it existed before.
 
-    The op_trace keeps all of it alive, which a CUDA graph does not. So memory that was there before is live only if
-    somebody else holds its storage too: the op trace works through tensors of its own, which can be counted.
+    Unlike a CUDA graph, a trace keeps memory from before the capture alive. Such memory is live only if tensors other
+    than the trace's own refer to its storage.
     """
     made = {
         tensor.untyped_storage().data_ptr()
@@ -143,13 +146,13 @@ def _op_trace_regions(op_trace: OpTrace) -> Iterator[Region]:
             yield _storage("pool of the graph", tensor, Owner.POOL)
             continue
         live = _holders(tensor) > len(tensors)
-        name = "memory from outside of the capture" if live else "memory that only the graph still holds"
+        name = "memory from outside of the capture" if live else "memory that only the graph refers to"
         yield _storage(name, tensor, Owner.ALLOCATOR, live)
 
 
 def _holders(tensor: torch.Tensor) -> int:
-    """How many tensors hold a tensor's storage."""
-    storage = tensor.untyped_storage()  # holds it too while it is looked at
+    """Return the number of tensors that share a tensor's storage."""
+    storage = tensor.untyped_storage()  # counts too
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
@@ -172,23 +175,23 @@ def _named(argument: str, values: Named) -> Iterator[tuple[str, torch.Tensor]]:
             if not dense or tensor.is_meta:
                 raise ConfigError(
                     f"{argument}: expected dense tensors, got {shown(type(tensor))} as {label!r}; pass the tensors "
-                    "whose memory the graph works on"
+                    "whose memory the graph accesses"
                 )
             if not _has_memory(tensor):
                 raise ConfigError(
-                    f"{argument}: expected tensors with memory of their own, got {label!r} of type "
-                    f"{type(tensor).__name__} without; materialise it, or pass the tensors that it is made of"
+                    f"{argument}: {label!r} of type {type(tensor).__name__} has no memory; materialize it, or pass the "
+                    "tensors that it consists of"
                 )
             yield label, tensor
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's bytes lie somewhere. Lazy parameters, wrappers of tensors and fakes have none."""
+    """Return whether a tensor has memory. Lazy parameters, wrapper subclasses and fake tensors have none."""
     try:
         storage = tensor.untyped_storage()
         address, _ = storage.data_ptr(), tensor.is_pinned()
         return bool(address) or not (tensor.numel() or storage.nbytes())
-    except Exception:  # each kind has an error of its own
+    except Exception:  # every subclass raises another error
         return False
 
 
@@ -202,7 +205,7 @@ def _storage(name: str, tensor: torch.Tensor, owner: Owner, live: bool = True) -
 
 
 def _pools(pool: Any) -> tuple[list[OpTrace], list[PoolId]]:
-    """The op_traces and the ids of pools that are meant."""
+    """Return the op traces and the pool ids in `pool`."""
     if pool is None:
         return [], []
     if isinstance(pool, OpTraceLoop):
@@ -218,11 +221,11 @@ def _pools(pool: Any) -> tuple[list[OpTrace], list[PoolId]]:
     if isinstance(pool, (list, tuple)):
         found = [_pools(one) for one in pool]
         return [op_trace for op_traces, _ in found for op_trace in op_traces], [one for _, ids in found for one in ids]
-    raise ConfigError(f"pool: expected a graph, a pool or its id, got {shown(pool)}; pass what was captured")
+    raise ConfigError(f"pool: expected a graph, a pool or its id, got {shown(pool)}; pass the captured graph")
 
 
 def _pool_id(value: Any) -> PoolId:
     first, second = map(int, value)
     if (first, second) == (0, 0):
-        raise ConfigError("pool: expected the pool of a graph, got torch's common one; capture into a pool of its own")
+        raise ConfigError("pool: (0, 0) is torch's default pool; capture into a private pool")
     return first, second

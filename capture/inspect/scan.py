@@ -1,7 +1,7 @@
-"""The words of a graph's kernel arguments that may be addresses, found at every byte offset of all arguments at once.
+"""Find words in a graph's kernel arguments that may be addresses, at every byte offset of all arguments at once.
 
-Structs that are passed by value hold pointers anywhere, and misaligned in packed ones. So each argument is read as
-eight overlapping rows of little-endian words. Of arguments that say where their pointers are, just those are taken.
+Structs passed by value have pointers at any offset, in packed structs also misaligned. So each argument is read as
+eight overlapping sequences of little-endian words. For arguments with known pointers, only these are taken.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ WORD = 8
 """Bytes of an address."""
 
 LOWEST, HIGHEST = 1 << 32, (1 << 48) - 1
-"""A word outside is no address of a device: most words are small integers, floats and strides."""
+"""Range of device addresses. Most words are small integers, floats and strides."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """An argument of a kernel: the node's place, the node, and the argument's index."""
+    """An argument of a kernel: place of the node, the node, and index of the argument."""
 
     place: Place
     node: Node
@@ -37,17 +37,17 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """The words that may be addresses, as parallel arrays in the order of the arguments.
+    """Words that may be addresses, as parallel arrays in the order of the arguments.
 
-    nodes      every node that has arguments, with its place
+    nodes      nodes with arguments, and their places
     firsts     [nodes]  index of each node's first argument among all arguments
-    starts     where each argument's bytes begin in `data`, and where the last one's end
-    data       the bytes of all arguments, and WORD zeros
-    at         [n]  where in `data` a word stands
+    starts     start of each argument's bytes in `data`, and the end of the last one
+    data       bytes of all arguments, and WORD zeros
+    at         [n]  position of a word in `data`
     value      [n]  the word
-    exact      [n]  whether it is an address for certain
-    aligned    [n]  whether it stands where compilers put addresses: at a multiple of WORD among a kernel's arguments
-    looked_at  words that were looked at, those that cannot be addresses included
+    exact      [n]  whether the word is an address for certain
+    aligned    [n]  whether it is at a multiple of WORD in a kernel's arguments, where compilers place addresses
+    looked_at  number of words that were checked, including words outside of the address range
     """
 
     nodes: tuple[tuple[Place, Node], ...]
@@ -61,31 +61,31 @@ class Words:
     looked_at: int
 
     def slot_at(self, at: int) -> tuple[Slot, int]:
-        """The argument that holds a byte of `data`, and the byte's offset in it."""
+        """Return the argument that contains a byte of `data`, and the byte's offset in it."""
         index = int(np.searchsorted(self.starts, at, side="right")) - 1
         of = int(np.searchsorted(self.firsts, index, side="right")) - 1
         place, node = self.nodes[of]
         return Slot(place, node, index - int(self.firsts[of])), int(at - self.starts[index])
 
     def only(self, kept: npt.NDArray[np.bool_]) -> Words:
-        """The words for which `kept` [n] says so."""
+        """Return the words for which `kept` [n] is True."""
         return replace(
             self, at=self.at[kept], value=self.value[kept], exact=self.exact[kept], aligned=self.aligned[kept]
         )
 
     def values_at(self, at: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-        """[n]: the words that stand at [n] places of `data`."""
+        """Return the words at positions [n] of `data`."""
         return _values_at(self.data, at)
 
 
 def scan(view: GraphView) -> Words:
-    """The words of all kernel arguments of a graph, bodies included. Arguments shorter than a word hold none."""
+    """Return the words in all kernel arguments of a graph, including bodies."""
     nodes = tuple((place, node) for place, node in view.walk() if node.arguments)
     firsts = np.array([0, *itertools.accumulate(len(node.arguments) for _, node in nodes)], np.int64)[:-1]
     arguments = [argument for _, node in nodes for argument in node.arguments]
     starts = np.array([0, *itertools.accumulate(len(argument.data) for argument in arguments)], np.int64)
     data = np.frombuffer(b"".join(argument.data for argument in arguments) + bytes(WORD), np.uint8)
-    # Without a last entry an empty graph has nothing to index.
+    # The last entry makes indexing valid for an empty graph.
     offsets = np.array([*(argument.offset for argument in arguments), 0], np.int64)
     scanned = np.array([*(argument.pointers is None for argument in arguments), False], np.bool_)
 
@@ -106,7 +106,7 @@ def scan(view: GraphView) -> Words:
 
 
 def _told(arguments: list[Argument], starts: list[int]) -> Iterator[int]:
-    """Where the words are that arguments call their pointers."""
+    """Yield the positions of known pointers."""
     for argument, start in zip(arguments, starts, strict=False):
         for offset in argument.pointers or ():
             if 0 <= offset <= len(argument.data) - WORD:
@@ -114,11 +114,11 @@ def _told(arguments: list[Argument], starts: list[int]) -> Iterator[int]:
 
 
 def _candidates(data: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
-    """Where in `data` words from LOWEST to HIGHEST begin, at any byte, and the words; by byte within a word first."""
+    """Return positions and values of all words from LOWEST to HIGHEST in `data`, sorted by offset within a word."""
     places, values = [], []
     for first in range(WORD):
         words = np.frombuffer(data, "<u8", (len(data) - first) // WORD, first)
-        # One comparison: what is less than LOWEST wraps around and is large.
+        # One comparison: a difference below zero wraps around and is large.
         found = np.flatnonzero(words - np.uint64(LOWEST) <= np.uint64(HIGHEST - LOWEST))
         places.append(found * WORD + first)
         values.append(words[found])

@@ -1,7 +1,7 @@
-"""Addresses as places that two captures of one step share: the name of a region and the offset in it.
+"""Addresses in a form that two captures of one step share: name of a region and offset in it.
 
-Memory of a pool lies elsewhere in each capture, and so does what a graph allocates. Such regions have no names to
-compare. Two graphs use them alike if one numbering, by first use, gives the same numbers.
+Addresses in a memory pool differ in each capture, and so do allocations of a graph. These regions are compared by the
+order of first use instead of by name.
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from graphrt.capture.inspect.memory import MemoryMap, Owner, Region
+from graphrt.capture.inspect.scan import WORD
 from graphrt.capture.inspect.view import Argument, GraphView, NodeKind, place_name
 from graphrt.kernels.checks import check_instance
-
-_WORD = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """An address in a region. `nameless`: two captures need not have the region under one name."""
+    """An address in a region. `nameless`: the region's name may differ between two captures."""
 
     region: Region
     offset: int
@@ -29,9 +28,9 @@ class Spot:
 
 
 class Symbols:
-    """The regions that a graph works on: those that it allocates, then those of a map.
+    """The regions that a graph accesses: its own allocations, then the regions of a map.
 
-    memory   None: only what the graph allocates has a symbol
+    memory   the map; None: only the graph's allocations are known
     """
 
     def __init__(self, view: GraphView, memory: MemoryMap | None) -> None:
@@ -42,7 +41,7 @@ class Symbols:
         self._memory = memory or MemoryMap(())
 
     def find(self, address: int) -> Spot | None:
-        """Where an address is; None where no region has it."""
+        """Return the region and offset of an address; None if unknown."""
         if region := self._made.find(address):
             return Spot(region, address - region.address, True)
         if region := self._memory.find(address):
@@ -50,31 +49,31 @@ class Symbols:
         return None
 
     def parts(self, argument: Argument) -> tuple[list[tuple[int, Spot]], bytes]:
-        """The addresses in an argument by their offsets in it, and its bytes with zeros in their place.
+        """Return the addresses in an argument by offset, and its bytes with zeros in place of addresses.
 
-        Where it is not known which words are addresses, those are that lie in a region.
+        If it is unknown which words are addresses, the words that point into a region are.
         """
         data, offsets = argument.data, argument.pointers
         if offsets is None:
-            offsets = tuple(range(-argument.offset % _WORD, len(data) - _WORD + 1, _WORD))
+            offsets = tuple(range(-argument.offset % WORD, len(data) - WORD + 1, WORD))
         found = []
         for at in offsets:
-            spot = self.find(int.from_bytes(data[at : at + _WORD], "little"))
+            spot = self.find(int.from_bytes(data[at : at + WORD], "little"))
             if spot is not None:
                 found.append((at, spot))
-                data = data[:at] + bytes(_WORD) + data[at + _WORD :]
+                data = data[:at] + bytes(WORD) + data[at + WORD :]
         return found, data
 
 
 class Pairing:
-    """Which nameless region of one graph is which of the other: whichever is met first on both sides."""
+    """Matches nameless regions of two graphs by first use."""
 
     def __init__(self) -> None:
         self._there: dict[Region, Region] = {}
         self._back: dict[Region, Region] = {}
 
     def same(self, here: Spot, there: Spot) -> bool:
-        """Whether both are one place."""
+        """Return whether both addresses are the same, and match their regions if they are new."""
         if here.nameless != there.nameless or here.offset != there.offset:
             return False
         if not here.nameless:
@@ -88,4 +87,4 @@ def _made(view: GraphView) -> Iterator[Region]:
         for operand in node.operands:
             fresh = operand.role == ("memory" if node.kind is NodeKind.ALLOC else "out")
             if fresh and operand.written:
-                yield Region(f"made by {place_name(place)}", Owner.POOL, operand.address, operand.nbytes)
+                yield Region(f"allocated by {place_name(place)}", Owner.POOL, operand.address, operand.nbytes)

@@ -1,8 +1,8 @@
 """Names of the arguments of Triton kernels, and which of them are pointers.
 
-A graph holds a kernel's name and bytes. Triton keeps the signature of each kernel that it compiled with the function
-that it was compiled from, and functions are found by name in the modules that have them. So kernels that are no
-module's, as those of torch.compile and of closures, stay without names.
+A graph contains a kernel's name and bytes. Triton keeps the signature of each compiled kernel with its function, and
+functions are looked up by name in all modules. Kernels that are not module attributes, such as those of torch.compile
+and of closures, stay without names.
 """
 
 from __future__ import annotations
@@ -12,31 +12,31 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 KernelArguments = tuple[tuple[str, "tuple[int, ...] | None"], ...]
-"""Name of each argument, and offsets of the addresses in it."""
+"""Name of each argument, and offsets of its addresses."""
 
 _BYTES = {
     "i1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "u1": 1, "u8": 1, "u16": 2, "u32": 4, "u64": 8,
     "fp16": 2, "bf16": 2, "fp32": 4, "f32": 4, "fp64": 8,
 }  # fmt: skip
 _SCRATCH = ("global_scratch", "profile_scratch")
-"""Pointers that the launcher of Triton puts behind the arguments."""
+"""Pointers that Triton's launcher appends to the arguments."""
 
 _WRAPPERS = 8
-"""Around a kernel there may be so many objects that tune it, each with the next in `fn`."""
+"""Maximum number of autotuners and heuristics around a kernel, each with the next one in `fn`."""
 
 
 class TritonKernels:
-    """What Triton has compiled. Modules are looked through once, at the first name that may be one of Triton's."""
+    """The kernels that Triton has compiled. Modules are searched once, for the first possible Triton kernel."""
 
     def __init__(self) -> None:
         self._modules: list[dict[str, Any]] | None = None
 
     def arguments(self, symbol: str, handle: int, sizes: Sequence[int]) -> KernelArguments | None:
-        """The arguments of a kernel, or None where Triton did not make it or it is not certain how.
+        """Return the arguments of a kernel; None if Triton did not compile it, or if several signatures fit.
 
         symbol   name of the kernel
-        handle   of its function
-        sizes    bytes of each argument, which the signature must fit
+        handle   handle of its function
+        sizes    bytes of each argument; the signature must have the same
         """
         if "triton" not in sys.modules or symbol.startswith("_Z"):
             return None
@@ -49,7 +49,7 @@ class TritonKernels:
         return exact[0] if len(exact) == 1 else None
 
     def _compiled(self, symbol: str) -> Iterator[Any]:
-        """Every compiled kernel of the functions that modules have under a name."""
+        """Yield the compiled kernels of all functions with this name in any module."""
         from triton.compiler import CompiledKernel
         from triton.runtime.jit import JITFunction
 
@@ -62,7 +62,7 @@ class TritonKernels:
 
 
 def _untuned(function: Any, kind: type) -> Any:
-    """The first of a kind: `function`, what stands in its `fn`, in the `fn` of that, and so on."""
+    """Return the first object of type `kind` among `function`, its `fn`, the `fn` of that, and so on."""
     for _ in range(_WRAPPERS):
         if function is None or isinstance(function, kind):
             break
@@ -71,7 +71,7 @@ def _untuned(function: Any, kind: type) -> Any:
 
 
 def _from_signature(signature: Any, sizes: Sequence[int]) -> KernelArguments | None:
-    """None where a type is not one of a plain number or pointer, or the sizes are not those of the signature."""
+    """Return the arguments; None if a type is neither a number nor a pointer, or if the sizes do not match."""
     found: list[tuple[str, tuple[int, ...]]] = []
     for name, type_ in signature.items():
         if type_ == "constexpr":

@@ -1,9 +1,8 @@
-"""Two captures of one step, compared: which words are addresses for certain, and what the step keeps or bakes.
+"""Compare two captures of one step: which words are addresses, and what the step keeps or freezes.
 
-Compared are arguments of kernels with a signature, arguments of four bytes, lengths of copies, and numbers of ops on a
-op_trace. Numbers within a struct are not compared, such as the factor of `torch.mul(x, 2.0)` on CUDA: beside them lie
-bytes
-that nobody writes. `verify` finds such numbers by the results.
+It compares arguments of kernels with a signature, arguments of four bytes, lengths of copies, and numbers of ops in
+an op trace. It does not compare numbers within structs, such as the factor of `torch.mul(x, 2.0)` on CUDA, because
+structs contain uninitialized bytes. `verify` finds such numbers by the results.
 """
 
 from __future__ import annotations
@@ -14,26 +13,27 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from graphrt.capture.inspect.address_findings import AddressFinding, registered, where_in
 from graphrt.capture.inspect.findings import Finding, FindingKind
 from graphrt.capture.inspect.lookup import Lookup
 from graphrt.capture.inspect.memory import Owner, Region
 from graphrt.capture.inspect.scan import WORD
-from graphrt.capture.inspect.trouble import Trouble, registered, where_in
 from graphrt.capture.inspect.view import Node, Place
 from graphrt.kernels.errors import ConfigError
 
 _NUMBER_BYTES = 4
 
 
-def compare(first: Lookup, second: Lookup, troubles: list[Trouble]) -> list[Finding]:
-    """The findings about the second capture. `troubles`: those of its addresses, looked at by themselves.
+def compare(first: Lookup, second: Lookup, found: list[AddressFinding]) -> list[Finding]:
+    """Return the findings about the second capture. `found`: the findings about its addresses alone.
 
-    Raises: ConfigError where both captures share a pool.
+    Raises:
+        ConfigError: if both captures share a pool.
     """
     _check_pools(first, second)
     if (difference := _first_difference(first, second)) is not None:
-        return [difference, *(_hidden_or_same(first, trouble.finding) for trouble in troubles)]
-    judged = (_judged(first, second, trouble) for trouble in troubles)
+        return [difference, *(_hidden_or_same(first, one.finding) for one in found)]
+    judged = (_judged(first, second, one) for one in found)
     return [finding for finding in judged if finding is not None] + [
         *_moved_words(first, second), *_moved_operands(first, second), *_changed_scalars(first, second)
     ]  # fmt: skip
@@ -43,10 +43,7 @@ def _check_pools(first: Lookup, second: Lookup) -> None:
     starts = np.array([r.address for r in second.memory.regions if r.owner is Owner.POOL], np.uint64)
     shared = [at for at in first.memory.find_many(starts).tolist() if at >= 0 and _in_pool(first.memory.regions[at])]
     if shared:
-        raise ConfigError(
-            "capture: expected a pool of its own at each call, got one pool for both; make a graph per call and leave "
-            "pool= out"
-        )
+        raise ConfigError("capture: both calls captured into one pool; create a graph per call, and do not pass pool=")
 
 
 def _in_pool(region: Region | None) -> bool:
@@ -59,15 +56,15 @@ def _shape(node: Node) -> tuple[object, ...]:
 
 
 def _first_difference(first: Lookup, second: Lookup) -> Finding | None:
-    """Where the captures stop being one step."""
+    """Return a finding about the first node in which the captures differ."""
     ours, theirs = list(second.view.walk()), list(first.view.walk())
     for (place, node), (_, other) in zip(ours, theirs, strict=False):
         if _shape(node) != _shape(other):
             launch = "" if node.grid == other.grid else f" with grid {other.grid} and then {node.grid}"
             return _changed(
                 place, node, "", 0,
-                f"expected one step, got {other.name!r} in the first capture and {node.name!r} in the second{launch}; "
-                "something is computed once and kept, or a number of the host is in the launch",
+                f"the captures differ, {other.name!r} in the first and {node.name!r} in the second{launch}; the step "
+                "computes something once and keeps it, or a launch depends on a host number",
             )  # fmt: skip
     if len(ours) == len(theirs):
         return None
@@ -75,39 +72,39 @@ def _first_difference(first: Lookup, second: Lookup) -> Finding | None:
     place, node = longer[min(len(ours), len(theirs))]
     return _changed(
         place if longer is ours else (), node, "", 0,
-        f"expected one step, got {len(theirs)} nodes in the first capture and {len(ours)} in the second; "
-        f"{node.name!r} is in one only: what is computed once and kept is missing in later captures",
+        f"the captures differ, {len(theirs)} nodes in the first and {len(ours)} in the second; {node.name!r} is in one "
+        "only, so the step computes something once and skips it later",
     )  # fmt: skip
 
 
 def _hidden_or_same(first: Lookup, finding: Finding) -> Finding:
-    """The finding, as hidden state where the address is in the first capture's pool."""
+    """Return the finding, as hidden state if the address is in the first capture's pool."""
     if not _in_pool(first.memory.find(finding.address)):
         return finding
     text = (
-        "expected memory of this capture's pool, got memory that an earlier capture of the step made; the step keeps "
-        "a tensor between captures: make it before the first and register it, or make it anew"
+        "an earlier capture of the step allocated this memory, so the step keeps a tensor between captures; allocate "
+        "it before the first capture and register it, or allocate it in every capture"
     )
     return replace(finding, text=text, kind=FindingKind.HIDDEN_STATE)
 
 
-def _judged(first: Lookup, second: Lookup, trouble: Trouble) -> Finding | None:
-    """The finding by both captures; None for a stale word that was taken for an address."""
-    finding = _hidden_or_same(first, trouble.finding)
+def _judged(first: Lookup, second: Lookup, one: AddressFinding) -> Finding | None:
+    """Return the finding after looking at both captures; None for a stale word."""
+    finding = _hidden_or_same(first, one.finding)
     if finding.certain:
         return finding
-    earlier = int(first.words.values_at(np.array([trouble.at]))[0])
+    earlier = int(first.words.values_at(np.array([one.at]))[0])
     region = first.find(earlier)
     if region is None:
-        return None  # an address stands where the other capture has one
-    if trouble.list_of_many:
-        return finding  # a place of the list that this launch has no use for holds what the stack held, both times
+        return None  # the other capture has no address here
+    if one.in_tensor_list:
+        return finding  # an unused entry holds stack contents, which may be equal in both captures
     agree = earlier == finding.address or region.owner in (Owner.ALLOCATOR, Owner.HOST)
     return replace(finding, certain=agree)
 
 
 def _moved_words(first: Lookup, second: Lookup) -> Iterator[Finding]:
-    """Words that point to registered memory in both captures, but not to the same byte."""
+    """Yield words that point to registered memory in both captures, but to different bytes."""
     words = second.words
     if not len(words.at):
         return
@@ -135,20 +132,20 @@ def _moved(
     place: Place, node: Node, where: str, address: int, earlier: int, before: Region, now: Region
 ) -> Finding:  # fmt: skip
     text = (
-        f"expected one address in every capture, got byte {earlier - before.address} of {before.name!r}, then byte "
-        f"{address - now.address} of {now.name!r}; a graph goes on with that of its capture: choose on the device"
+        f"the address differs between captures, byte {earlier - before.address} of {before.name!r} and then byte "
+        f"{address - now.address} of {now.name!r}; a graph keeps the address of its capture, so choose on the device"
     )
     return Finding(place, node.name, where, address, now.owner, now.name, text, FindingKind.CHANGED)
 
 
 def _changed_scalars(first: Lookup, second: Lookup) -> Iterator[Finding]:
-    """Numbers that differ, of arguments that say which words are addresses, and of ops."""
-    advice = "a graph goes on with the number of its capture: keep it in a tensor"
+    """Yield numbers that differ, in arguments that tell which words are addresses, and in ops."""
+    advice = "a graph keeps the number of its capture, so keep it in a tensor"
     for (place, node), (_, other) in zip(second.view.walk(), first.view.walk(), strict=True):
         for index, (argument, old) in enumerate(zip(node.arguments, other.arguments, strict=True)):
             pointers = argument.pointers
             if pointers is None and len(argument.data) == _NUMBER_BYTES:
-                pointers = ()  # too short for an address, too long to be a functor without members
+                pointers = ()  # too short for an address, too long for a functor without members
             if pointers is None or argument.data == old.data:
                 continue
             now, before = _numbers(argument.data, pointers), _numbers(old.data, pointers)
@@ -156,13 +153,13 @@ def _changed_scalars(first: Lookup, second: Lookup) -> Iterator[Finding]:
                 name = f"argument {index} {argument.name!r}" if argument.name else f"argument {index}"
                 yield _changed(
                     place, node, name, 0,
-                    f"expected one number in every capture, got bytes {before.hex()} and then {now.hex()}; {advice}",
+                    f"the number differs between captures, bytes {before.hex()} and then {now.hex()}; {advice}",
                 )  # fmt: skip
         changed = [(n, old, v) for (n, v), (_, old) in zip(node.scalars, other.scalars, strict=False) if v != old]
         for name, old_value, value in changed:
             yield _changed(
                 place, node, f"argument {name!r}", 0,
-                f"expected one number in every capture, got {old_value} and then {value}; {advice}",
+                f"the number differs between captures, {old_value} and then {value}; {advice}",
             )  # fmt: skip
         sizes = [
             (o, was.nbytes) for o, was in zip(node.operands, other.operands, strict=True) if o.nbytes != was.nbytes
@@ -171,13 +168,13 @@ def _changed_scalars(first: Lookup, second: Lookup) -> Iterator[Finding]:
             operand, nbytes = sizes[0]
             yield _changed(
                 place, node, f"operand {operand.role}", operand.address,
-                f"expected one length in every capture, got {nbytes} and then {operand.nbytes} bytes; a graph goes on "
-                "with the length of its capture: work on the largest one, and mask",
+                f"the length differs between captures, {nbytes} and then {operand.nbytes} bytes; a graph keeps the "
+                "length of its capture, so use the largest length and a mask",
             )  # fmt: skip
 
 
 def _numbers(data: bytes, pointers: tuple[int, ...]) -> bytes:
-    """The bytes that are no addresses."""
+    """Return the bytes, with zeros in place of addresses."""
     left = bytearray(data)
     for offset in pointers:
         left[offset : offset + WORD] = bytes(WORD)

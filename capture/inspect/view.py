@@ -1,10 +1,10 @@
-"""A captured graph as Python objects: nodes in topological order, what each was launched with, and the edges.
+"""A captured graph as Python objects: nodes in topological order with their launch parameters, and edges.
 
-    view = inspect_graph(graph)                     # of cuda.py: a torch.cuda.CUDAGraph, or a CPU twin of one
+    view = inspect_graph(graph)                     # from cuda.py; a torch.cuda.CUDAGraph or an op trace
     for place, node in view.walk():
         print(place, node.kind, node.name, node.grid)
 
-A view is plain data. Nothing in it refers to the graph any more, and `to_json` and `from_json` keep all of it.
+A view is plain data without references to the graph. `to_json` and `from_json` preserve all of it.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from graphrt.kernels.checks import shown
 from graphrt.kernels.errors import ConfigError
 
 Place = tuple[int, ...]
-"""Where a node stands: its index; for a node of a body the index of the outer node, of the body, and its own there."""
+"""Place of a node: its index; for a node of a body: index of the outer node, of the body, and of the node in it."""
 
 FORMAT = 1
-"""Version of the JSON."""
+"""Version of the JSON format."""
 
 MAX_DEPTH = 64
-"""Bodies in one another that JSON may have."""
+"""Maximum nesting of bodies in JSON."""
 
 
 class NodeKind(str, Enum):
-    """What a node does. OP is one operator of a CPU twin."""
+    """Kind of a node. OP is an operator of an op trace."""
 
     KERNEL = "kernel"
     MEMCPY = "memcpy"
@@ -47,12 +47,12 @@ class NodeKind(str, Enum):
 
 
 class Argument(NamedTuple):
-    """One argument of a kernel, by value. A tuple, as graphs have thousands of them.
+    """One argument of a kernel. A tuple, since graphs have thousands of arguments.
 
-    offset    where it stands among the kernel's arguments, in bytes
-    data      its bytes, as the launch has them
-    name      its name where that is known, as of Triton kernels; else ""
-    pointers  offsets within `data` of the words that are addresses, where that is known; None: any word may be one
+    offset    offset in the kernel's arguments, in bytes
+    data      bytes of the argument at launch
+    name      name, known for Triton kernels; else ""
+    pointers  offsets in `data` of the words that are addresses; None: unknown, any word may be an address
     """
 
     offset: int
@@ -63,13 +63,13 @@ class Argument(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """Memory that a memcpy, a memset or an op works on.
+    """Memory that a memcpy, a memset or an op accesses.
 
-    role      "src" or "dst"; "memory" of an allocation and a free; of an op the name of the argument, or "out" for what
-              it returns
-    address   of its first byte; 0 where the driver does not tell
-    nbytes    from the first byte to the last
-    host      whether it lies in the host's memory. Of an op on a CPU: False, as its memory stands for a device's
+    role      "src" or "dst"; "memory" for an allocation and a free; for an op the name of the argument, or "out" for a
+              result
+    address   address of its first byte; 0 if unknown
+    nbytes    number of bytes from the first to the last
+    host      whether it is host memory; False for ops on a CPU, whose memory stands for device memory
     written   whether the node may write it
     """
 
@@ -84,16 +84,17 @@ class Operand:
 class Node:
     """One node.
 
-    name        of the kernel, demangled; of the op; else what the node does
-    symbol      of the kernel, as the driver has it
-    grid        blocks in x, y, z, and block: threads. None where nothing is launched
-    attributes  of the launch, by name: cluster, cooperative, priority, ... Those that are as by default are left out
-    arguments   of a kernel
-    operands    of a memcpy, a memset, an allocation, a free, an op
-    scalars     of an op: name and value of each argument that is no tensor. Of a memset the value and the extents, of a
-                copy the extents if it has rows; of an event its number in this graph
-    bodies      the graphs inside of a child graph node or of a conditional node
-    remark      what could not be read, and why; "" where all was
+    name        demangled name of the kernel; name of the op; else the kind of work
+    symbol      mangled name of the kernel
+    grid        number of blocks in x, y, z; None if no kernel is launched
+    block       number of threads in x, y, z; None if no kernel is launched
+    attributes  launch attributes that differ from their defaults, by name: cluster, cooperative, priority, ...
+    arguments   arguments of a kernel
+    operands    memory of a memcpy, a memset, an allocation, a free, an op
+    scalars     name and value: of the non-tensor arguments of an op, of value and extents of a memset, of the extents
+                of a multi-row copy, of the number of an event in this graph
+    bodies      graphs of a child graph node or of a conditional node
+    remark      parts that could not be read, and why; "" if there are none
     """
 
     kind: NodeKind
@@ -112,7 +113,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """One node waits for another: both by index. `programmatic`: it may begin before the other has ended."""
+    """The target waits for the source, by index. `programmatic`: it may start before the source has finished."""
 
     source: int
     target: int
@@ -121,11 +122,11 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class GraphView:
-    """What a graph holds.
+    """Nodes and edges of a graph.
 
-    nodes    in topological order. Two captures of one step have them in the same order
-    edges    by the indices of both nodes, sorted
-    origin   "cuda", or "op trace" for a CPU twin
+    nodes    in topological order, which is the same in two captures of one step
+    edges    sorted by source and target
+    origin   "cuda" or "op trace"
     """
 
     nodes: tuple[Node, ...]
@@ -133,7 +134,7 @@ class GraphView:
     origin: str = "cuda"
 
     def walk(self, at: Place = ()) -> Iterator[tuple[Place, Node]]:
-        """Every node with its place, those in bodies behind the node that has them."""
+        """Yield every node with its place. The nodes of bodies follow the node that contains them."""
         for index, node in enumerate(self.nodes):
             place = (*at, index)
             yield place, node
@@ -141,47 +142,47 @@ class GraphView:
                 yield from body.walk((*place, which))
 
     def node(self, place: Place) -> Node:
-        """The node at a place. Raises: ConfigError where there is none."""
+        """Return the node at a place. Raises: ConfigError if there is none."""
         view, node = self, None
         for depth, index in enumerate(place):
             nodes = view.nodes if depth % 2 == 0 else node.bodies if node is not None else ()
             if not 0 <= index < len(nodes):
-                raise ConfigError(f"place: expected one of this graph, got {place_name(place)}; take one of walk()")
+                raise ConfigError(f"place: {place_name(place)} is not in this graph; take a place from walk()")
             found = nodes[index]
             if isinstance(found, Node):
                 node = found
             else:
                 view = found
         if node is None or len(place) % 2 == 0:
-            raise ConfigError(f"place: expected one of a node, got {place_name(place)}; take one of walk()")
+            raise ConfigError(f"place: {place_name(place)!r} is not a node; take a place from walk()")
         return node
 
     @property
     def num_nodes(self) -> int:
-        """Nodes, those in bodies included."""
+        """Number of nodes, including bodies."""
         return sum(1 for _ in self.walk())
 
     def counts(self) -> Counter[str]:
-        """How often each name stands, those in bodies included."""
+        """Return the number of nodes by name, including bodies."""
         return Counter(node.name for _, node in self.walk())
 
     def to_json(self) -> dict[str, Any]:
-        """The view as values that `json.dumps` takes; bytes in hexadecimal."""
+        """Return the view as values for `json.dumps`, with bytes in hexadecimal."""
         return {"format": FORMAT, **_graph_to_json(self)}
 
     @staticmethod
     def from_json(values: Any) -> GraphView:
-        """The view that `to_json` wrote. Raises: ConfigError for anything else."""
+        """Return the view from the result of `to_json`. Raises: ConfigError if the values are invalid."""
         try:
             if values["format"] != FORMAT:
-                raise ConfigError(f"format: expected {FORMAT}, got {shown(values['format'])}; write it by this version")
+                raise ConfigError(f"format: expected {FORMAT}, got {shown(values['format'])}; write the file again")
             return _graph_from_json(values, 0)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise ConfigError(f"graph: expected what to_json() wrote, got {shown(error)} while reading it") from error
+            raise ConfigError(f"graph: not the result of to_json(), {shown(error)}; the file is damaged") from error
 
 
 def place_name(place: Place) -> str:
-    """A place as text: "12", or "3.0.7" for node 7 of the first body of node 3."""
+    """Return a place as text: "12", or "3.0.7" for node 7 of the first body of node 3."""
     return ".".join(map(str, place))
 
 
@@ -194,7 +195,7 @@ def _graph_to_json(view: GraphView) -> dict[str, Any]:
 
 
 def _node_to_json(node: Node) -> dict[str, Any]:
-    """What is empty is left out: most nodes have few of the fields."""
+    """Omits empty fields, since most nodes have few."""
     values: dict[str, Any] = {"kind": node.kind.value, "name": node.name}
     lists: dict[str, Any] = {
         "arguments": [[a.offset, a.data.hex(), a.name, a.pointers] for a in node.arguments],
@@ -211,11 +212,11 @@ def _node_to_json(node: Node) -> dict[str, Any]:
 
 def _graph_from_json(values: Mapping[str, Any], depth: int) -> GraphView:
     if depth > MAX_DEPTH:
-        raise ConfigError(f"bodies: expected at most {MAX_DEPTH} in one another, got more; the file is damaged")
+        raise ConfigError(f"bodies: they are nested more than {MAX_DEPTH} deep; the file is damaged")
     nodes = tuple(_node_from_json(node, depth) for node in values["nodes"])
     edges = tuple(Edge(int(source), int(target), bool(early)) for source, target, early in values["edges"])
     if any(not (0 <= edge.source < edge.target < len(nodes)) for edge in edges):
-        raise ConfigError("edges: expected each from a node to a later one, got others; the file is damaged")
+        raise ConfigError("edges: an edge does not lead from a node to a later one; the file is damaged")
     return GraphView(nodes, edges, _text(values["origin"]))
 
 
@@ -243,12 +244,12 @@ def _argument_from_json(offset: Any, data: Any, name: Any, pointers: Any) -> Arg
     content = bytes.fromhex(data)
     at = None if pointers is None else tuple(map(int, pointers))
     if any(not 0 <= one <= len(content) - 8 for one in at or ()):
-        raise ConfigError("pointers: expected offsets of words in their argument, got others; the file is damaged")
+        raise ConfigError("pointers: an offset is outside of its argument; the file is damaged")
     return Argument(_within(offset, 31), content, _text(name), at)
 
 
 def _within(value: Any, bits: int) -> int:
-    """A number of so many bits."""
+    """Return a value as a non-negative number of at most `bits` bits."""
     number = int(value)
     if number < 0 or number >> bits:
         raise ConfigError(f"graph: expected numbers of {bits} bits, got {shown(number)}; the file is damaged")

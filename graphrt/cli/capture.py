@@ -18,7 +18,6 @@ from graphrt.bundle.bundle import Bundle
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
 from graphrt.capture.inspect.cuda import inspect_graph
 from graphrt.capture.inspect.diff import diff
-from graphrt.capture.inspect.dot import to_dot
 from graphrt.capture.inspect.page import write_page
 from graphrt.capture.inspect.view import GraphView
 from graphrt.cli.checks import check_room, named_source
@@ -132,7 +131,7 @@ def _table(stats: Stats, model: str, device: str) -> Table:
 
 def _check_files(options: CaptureOptions) -> None:
     """Raise where a file could not be written: the model takes longer."""
-    files = ("html", options.html), ("dot", options.dot), ("json", options.json), ("record", options.record)
+    files = ("html", options.html), ("json", options.json), ("record", options.record)
     for name, path in files:
         if path is not None and not (Path(path).parent.is_dir() and not Path(path).is_dir()):
             raise ConfigError(f"--{name}: expected a file in a folder that is there, got {path!r}; make the folder")
@@ -140,9 +139,9 @@ def _check_files(options: CaptureOptions) -> None:
 
 def _shown_size(options: CaptureOptions, runtime: Runtime) -> BatchDescriptor | None:
     """The decode graph of `--size` rows, or the largest; None where no option shows one."""
-    if not (options.html or options.dot or options.json or options.nodes or options.against):
+    if not (options.html or options.json or options.nodes or options.against):
         if options.size is not None:
-            raise ConfigError("--size: expected --html, --dot, --json, --nodes or --against with it, got none; add one")
+            raise ConfigError("--size: expected --html, --json, --nodes or --against with it, got none; add one")
         return None
     return _decode_size("--size", options.size, runtime)
 
@@ -158,16 +157,15 @@ def _decode_size(option: str, rows: int | None, runtime: Runtime) -> BatchDescri
 
 
 def _show_graph(options: CaptureOptions, runtime: Runtime, chosen: BatchDescriptor) -> None:
-    """One graph as a page, DOT, JSON and a table."""
+    """Write one graph as a page, as JSON and as a table."""
     manager = runtime.manager
     view, title = inspect_graph(manager.graph(chosen)), f"{options.shape or options.model}, {chosen}"
     try:
         if options.html is not None:
             findings = manager.audit(chosen).findings
             write_page(view, options.html, title=title, memory=manager.memory_map(chosen), findings=findings)
-        for path, text in ((options.dot, to_dot(view)), (options.json, json.dumps(view.to_json()))):
-            if path is not None:
-                Path(path).write_text(text, encoding="utf-8")
+        if options.json is not None:
+            Path(options.json).write_text(json.dumps(view.to_json()), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"graph: expected a file that can be written, got {error}; name another") from error
     if options.nodes and not options.json_only:

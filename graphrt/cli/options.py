@@ -150,7 +150,6 @@ class CaptureOptions:
     html: Annotated[
         str | None, typer.Option(metavar="FILE", help="Write a graph as a page that any browser opens.")
     ] = None
-    dot: Annotated[str | None, typer.Option(metavar="FILE", help="Write the same graph as DOT.")] = None
     json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the same graph as JSON.")] = None
     nodes: Annotated[bool, typer.Option("--nodes", help="Print the nodes of the same graph, by name.")] = False
     size: Annotated[

@@ -1,4 +1,4 @@
-"""One step, run as a graph and run eagerly from the same state: what `ReplayManager.compare` returns."""
+"""Results of `ReplayManager.compare`: one step run as a graph and eagerly from the same state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from graphrt.engine.handle import RequestFault
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one run of a step gave: tokens [num_reqs] on the host, faults, logits [num_reqs, vocab] on the device."""
+    """Results of one run: tokens [num_reqs] on the host, faults, logits [num_reqs, vocab] on the device."""
 
     tokens: npt.NDArray[np.int32]
     faults: tuple[RequestFault, ...]
@@ -23,12 +23,12 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class StepComparison:
-    """The same batch as a graph and eagerly, each from the state before it.
+    """A batch run as a graph and eagerly, from the same state.
 
-    descriptor       the size that both ran at
-    graph, eager     what each run gave
-    differing_rows   rows of the batch whose tokens, faults or logits differ, bit by bit; two NaN are equal
-    max_difference   [num_reqs] float32 on the host: largest distance of a row's logits; NaN where only one run has NaN
+    descriptor       size of both runs
+    graph, eager     results of each run
+    differing_rows   requests of the batch whose tokens, faults or logits differ in any bit; two NaN are equal
+    max_difference   [num_reqs] float32 on the host: largest difference of a request's logits; NaN if only one has NaN
     """
 
     descriptor: BatchDescriptor
@@ -39,24 +39,24 @@ class StepComparison:
 
     @property
     def equal(self) -> bool:
-        """Whether both runs gave the same."""
+        """Whether the results of both runs are equal."""
         return not self.differing_rows
 
     def __str__(self) -> str:
         rows = len(self.graph.tokens)
         if self.equal:
-            return f"{self.descriptor}: {rows} rows, graph and eager step are equal bit by bit"
-        lines = [f"{self.descriptor}: {len(self.differing_rows)} of {rows} rows differ"]
+            return f"{self.descriptor}: {rows} requests, graph and eager step are bitwise equal"
+        lines = [f"{self.descriptor}: {len(self.differing_rows)} of {rows} requests differ"]
         for row in self.differing_rows:
             tokens = f"token {self.graph.tokens[row]} by the graph, {self.eager.tokens[row]} eagerly"
-            lines.append(f"  row {row}: {tokens}; logits differ by up to {self.max_difference[row]:.3g}")
+            lines.append(f"  request {row}: {tokens}; logits differ by up to {self.max_difference[row]:.3g}")
         return "\n".join(lines)
 
 
 def compare_results(descriptor: BatchDescriptor, graph: StepResult, eager: StepResult) -> StepComparison:
-    """Both results side by side."""
+    """Compare the results of both runs."""
     ours, theirs = graph.logits.float(), eager.logits.float()
-    # Equal, or NaN in both; a zero's sign tells two runs apart, so bits are compared, not values.
+    # Equal bits, or NaN in both. Signs are compared too, because 0 == -0.
     same = (graph.logits.signbit() == eager.logits.signbit()) & (ours == theirs) | (ours.isnan() & theirs.isnan())
     distance = torch.where(same, 0.0, (ours - theirs).abs())
     rows = range(len(graph.tokens))

@@ -1,4 +1,4 @@
-"""The captured sizes of a step, and the loops over some of them: made together, launched, dropped together."""
+"""The graphs of a step, one per capture size, and loops around some of them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from graphrt.kernels.errors import ConfigError
 class StepGraphs:
     """The graphs of one step program. They share a memory pool, so all run on one stream.
 
-    name          how they are captured, for `stats()`, and streams where
-    is_off_graph  whether what runs now launches kernels by itself
+    name          name of the recorder, for `stats()`
+    streams       streams that graphs are captured on
+    is_off_graph  whether code that launches kernels without a graph is running
     """
 
     def __init__(self, program: StepProgram, recorder: Recorder, loop_sizes: Sequence[int]) -> None:
@@ -33,16 +34,20 @@ class StepGraphs:
 
     @property
     def reports(self) -> tuple[GraphReport, ...]:
-        """What each graph cost, in the order of capture."""
+        """The report of each graph, in the order of capture."""
         return tuple(graph.report for graph in self._graphs.values())
 
-    def record(
+    def capture(
         self, descriptors: Sequence[BatchDescriptor], progress: Callable[[GraphReport], None] | None = None
     ) -> None:
-        """Capture every size, and a loop over those that may run many times in one launch; after an error, none."""
+        """Capture all sizes, and loops around the decode graphs of `loop_sizes`. After an error, no graph is left.
+
+        progress   called with the report of each captured graph
+        """
         try:
             with self._recorder.session():
-                # A compiler may compile, load and tune at any size, which a capture forbids: so each runs once before.
+                # A compiled model may compile, load and tune kernels at any size, which a capture forbids. So each size
+                # runs once before its capture.
                 every_size, warm = is_compiled(self._program.model), set[GraphKind]()
                 for descriptor in descriptors:
                     step = partial(self._program.run, descriptor)
@@ -50,7 +55,7 @@ class StepGraphs:
                     if every_size or descriptor.kind not in warm:
                         warm.add(descriptor.kind)
                         self._recorder.warm_up(step, prepare)
-                    graph = self._graphs[descriptor] = self._recorder.record(step, descriptor, prepare)
+                    graph = self._graphs[descriptor] = self._recorder.capture(step, descriptor, prepare)
                     if descriptor.kind is GraphKind.DECODE and descriptor.padded_reqs in self._loop_sizes:
                         self._loops[descriptor] = self._recorder.loop(graph, self._program.buffers.loop_condition)
                     if progress is not None:
@@ -60,23 +65,23 @@ class StepGraphs:
             raise
 
     def graph(self, descriptor: BatchDescriptor) -> CapturedGraph:
-        """The graph of a size. Raises: ConfigError for one that was not captured."""
+        """Return the graph of a size. Raises: ConfigError if the size is not captured."""
         if descriptor not in self._graphs:
-            raise ConfigError(f"descriptor: expected one of the captured sizes, got {descriptor}; see descriptors")
+            raise ConfigError(f"descriptor: {descriptor} is not a captured size; choose one of `descriptors`")
         return self._graphs[descriptor]
 
     def can_loop(self, descriptor: BatchDescriptor) -> bool:
-        """Whether a size can run many times in one launch."""
+        """Return whether a size has a loop, which runs several steps in one launch."""
         return descriptor in self._loops
 
     def run(
         self, descriptor: BatchDescriptor, batch: Batch | None, eager: bool, steps: int = 1, loops: bool = False
     ) -> torch.Tensor:
-        """Queue steps of one size on the current stream; returns the logits of the last.
+        """Queue steps of one size on the current stream, and return the logits of the last one.
 
-        batch   what a backend that plans on the host plans; None: what the rows go on with is known to the device alone
-        eager   outside of a graph
-        loops   in one launch, which ends early where no row goes on
+        batch   the batch, for backends that plan on the host; None if only the device knows its values
+        eager   run without a graph
+        loops   run all steps in one launch, which ends early if all requests are finished
         """
         if eager:
             return self._run_eagerly(descriptor, batch, steps)
@@ -85,12 +90,12 @@ class StepGraphs:
             if self._plans and batch is not None:
                 with torch.inference_mode():
                     self._program.backend.plan_replay(descriptor, batch)
-            graph.launch()  # no op of torch: whoever launches a graph need not be in inference mode
+            graph.launch()  # dispatches no torch op, so inference mode is not needed
         return graph.output
 
     @contextlib.contextmanager
     def off_graph(self) -> Iterator[None]:
-        """What runs inside launches kernels by itself, and may load some: eager steps, and work between steps."""
+        """Return a context for code that launches kernels without a graph and may load them, such as eager steps."""
         before, self.is_off_graph = self.is_off_graph, True
         try:
             yield
@@ -98,7 +103,7 @@ class StepGraphs:
             self.is_off_graph = before
 
     def pool_bytes(self) -> int:
-        """Memory that the allocator holds for the graphs' pool."""
+        """Return the size of the graphs' memory pool."""
         return self._recorder.pool_bytes()
 
     def _run_eagerly(self, descriptor: BatchDescriptor, batch: Batch | None, steps: int) -> torch.Tensor:
@@ -112,13 +117,13 @@ class StepGraphs:
         return logits
 
     def close(self) -> None:
-        """Drop all, with the pool and the capture stream."""
+        """Free all graphs, the pool and the capture stream."""
         self._drop()
         self._recorder.close()
         del self._program
 
     def _drop(self) -> None:
-        # All or none: graphs share the pool and a cuBLAS workspace, so one must not be reset while another lives.
+        # All graphs are freed together: they share the pool and a cuBLAS workspace.
         for graph in (*self._loops.values(), *self._graphs.values()):
             graph.close()
         self._loops.clear()

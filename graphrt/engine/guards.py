@@ -1,4 +1,4 @@
-"""What a manager watches after capture: tensors that graphs hold, kernels that are loaded late, memory that grows."""
+"""Checks after capture: tensors that graphs read, kernels that are loaded late, memory that grows."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ NamedTensor = tuple[str, torch.Tensor]
 
 
 class Guards:
-    """The pointer guard and the lock of one manager.
+    """The pointer guard and the capture lock of one manager.
 
-    The first step has everything checked that a graph holds: weights, page tables, KV cache, static buffers, row
-    tensors, and the backend's own tensors, each by address, shape, strides and dtype, looked up again by name. Later
-    steps compare addresses of weights and cache in turns, and names of the model, where `check_weights` says so: a name
-    that leads elsewhere has everything checked. With GRAPHRT_DEBUG=1 every step has everything checked, and late
-    kernels and late memory raise.
+    The first step checks all tensors that graphs read: weights, page tables, KV cache, static buffers, request tensors
+    and the backend's tensors. It looks them up by name and compares address, shape, strides and dtype. Later steps
+    compare the addresses of a few weights and cache tensors, and a few names of the model, if `check_weights` is set. A
+    name that refers to another object causes a full check. With GRAPHRT_DEBUG=1 every step checks everything, and late
+    kernels and memory growth raise.
 
-    weights      named tensors that the caller gave; None: those of the model, looked up again at each full check
-    page_tables  those that the caller keeps, or None
+    weights      named tensors passed by the caller; None: those of the model, looked up again at each full check
+    page_tables  page tables owned by the caller, or None
 
-    Raises: ConfigError where GRAPHRT_DEBUG is malformed.
+    Raises:
+        ConfigError: if GRAPHRT_DEBUG is malformed.
     """
 
     def __init__(
@@ -59,55 +60,58 @@ class Guards:
 
     @property
     def num_turns(self) -> int:
-        """Steps that look at every weight and cache tensor, once there was one."""
+        """Number of steps whose incremental checks cover all weights and cache tensors."""
         return self._pointers.num_turns
 
     def before_capture(self) -> None:
-        """Remember where weights and caches are: what moves during the capture has moved too."""
+        """Remember weights and caches. A tensor that moves during the capture counts as moved."""
         self._pointers = PointerGuard(self._in_turns(), in_turns=self._check_weights, always=self._debug)
 
     def after_capture(self) -> None:
-        """Remember everything else, and let the lock fall. A backend may have made its tensors in the capture."""
+        """Remember all other tensors and engage the lock. A backend may create its tensors during the capture."""
         self._pointers.remember(self._everything)
         self._remember_names()
-        self._lock.fall()
+        self._lock.engage()
 
     def before_step(self) -> None:
-        """Check what is due. Raises: ReplayError naming what moved, changed, was loaded or grew."""
+        """Run the checks that are due.
+
+        Raises:
+            ReplayError: if a tensor moved or changed, a kernel was loaded late, or memory grew.
+        """
         self._pointers.check_next()
         if self._names.any and self._names.changed():
-            self._pointers.check()  # another object of the same memory is none the worse
+            self._pointers.check()  # passes if the new object has the same memory
             self._remember_names()
         if self._debug:
             self._lock.check()
 
     def check_names(self, model: torch.nn.Module) -> None:
-        """Check the weights of `model` and the cache. Raises: ReplayError."""
-        self._pointers.check_names((*named_weights(model), *self._beside_weights()))
+        """Check the weights of `model` and the cache. Raises: ReplayError if one moved or changed."""
+        self._pointers.check_names((*named_weights(model), *self._tables_and_cache()))
 
     def poll(self) -> None:
-        """Bring `stats` up to date."""
+        """Update the memory growth in `stats`."""
         self._lock.poll()
 
     def audit(self, descriptor: BatchDescriptor) -> Audit:
-        """Audit the graph of a size. Of pinned memory it may read the input_ring, and write the rings."""
+        """Audit the graph of a size. The only pinned memory that it may access are the input ring and output rings."""
         allowed = []
         for name, tensor in self._program.buffers.named(BufferKind.INPUT, BufferKind.OUTPUT):
             if tensor.is_pinned():
-                reason = (
-                    "a slot is written when the launch before has ended" if name == "input_ring" else "results, by step"
-                )
+                written = "a slot is written after its previous launch has finished"
+                reason = written if name == "input_ring" else "results of each step"
                 allowed.append(Allowed(reason, region=name))
         return audit(self._graphs.graph(descriptor), self.memory(descriptor), allowed=allowed)
 
     def memory(self, descriptor: BatchDescriptor) -> MemoryMap:
-        """Who owns what the graph of a size may work on: see `capture/inspect/pool.py`."""
+        """Return the owners of all memory that the graph of a size may access; see `capture/inspect/pool.py`."""
         program = self._program
         slopes = {f"alibi slopes of layer {layer.index}": layer.alibi_slopes for layer in program.layers}
         static = [
             *(() if self._tables is None else [("page_tables", self._tables)]),
             *program.buffers.named(),
-            *((f"row tensor {name}", tensor) for name, tensor in program.request_tensors.items()),
+            *((f"request tensor {name}", tensor) for name, tensor in program.request_tensors.items()),
             *((f"backend's {name}", tensor) for name, tensor in self._of_backend()),
             *((name, tensor) for name, tensor in slopes.items() if tensor is not None),
         ]
@@ -115,12 +119,12 @@ class Guards:
         memory = memory_of(
             static=static, weights=weights, cache=program.kv_cache.named_tensors(), pool=self._graphs.graph(descriptor)
         )
-        # Warm-ups ran on the capture stream: what cuBLAS works in there was allocated then.
+        # Warm-ups ran on the capture stream, so cuBLAS allocated its workspace for that stream.
         return with_blas_workspaces(memory, self._graphs.streams) if self._graphs.streams else memory
 
     def close(self) -> None:
-        """Forget the tensors, and lift the lock. What it counted stays."""
-        self._lock.lift()
+        """Drop the tensors and release the lock. Its counters stay."""
+        self._lock.release()
         del self._pointers, self._names, self._program, self._graphs, self._weights, self._tables
 
     def _remember_names(self) -> None:
@@ -136,9 +140,9 @@ class Guards:
 
     def _in_turns(self) -> Iterator[NamedTensor]:
         yield from named_weights(self._program.model) if self._weights is None else self._weights
-        yield from self._beside_weights()
+        yield from self._tables_and_cache()
 
-    def _beside_weights(self) -> Iterator[NamedTensor]:
+    def _tables_and_cache(self) -> Iterator[NamedTensor]:
         if self._tables is not None:
             yield "page_tables", self._tables
         yield from self._program.kv_cache.named_tensors()
@@ -149,7 +153,7 @@ class Guards:
         for name, tensor in program.buffers.named():
             yield f"static buffer {name}", tensor
         for name, tensor in program.request_tensors.items():
-            yield f"row tensor {name}", tensor
+            yield f"request tensor {name}", tensor
         for name, tensor in self._of_backend():
             yield f"backend {program.backend.name}: {name}", tensor
 

@@ -1,10 +1,10 @@
-"""Shadow steps: now and then a step runs eagerly too, from the same state as its graph, and both are compared.
+"""Shadow steps: some steps also run eagerly, from the same state as their graph, and the results are compared.
 
-    before ──> eager step ──> what it left      kept, and taken back
-    before ──> graph      ──> what it left      stays: the shadow changes nothing
-                                    └─ compared on the device; the host reads one flag, when it has long arrived
+    state ──> eager step ──> result      copied, then undone
+    state ──> graph      ──> result      kept: the shadow changes nothing
+                               └─ compared on the device; the host reads one flag at a later step
 
-So a server can watch for graphs that have gone wrong while it serves. Everything is queued on the steps' stream.
+A server can detect wrong graphs while it serves. All work is queued on the stream of the steps.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from graphrt.engine.stats import ShadowDifference, Stats, TensorDifference
 from graphrt.engine.undo import Copies, Slots, StepUndo
 from graphrt.kernels.metadata.buffers import BufferKind
 
-_MOST_KEPT = 16  # differences that stats keep
+_MOST_KEPT = 16  # differences kept in stats
 
 
 class Shadow:
-    """Runs steps of a program both ways, and tells `stats` what differed.
+    """Runs steps eagerly and as graphs, and stores differences in `stats`.
 
-    Takes device memory where it runs first: three copies of what a step changes, and what an eager step needs.
+    The first run allocates device memory: three copies of the state that a step changes, and memory for an eager step.
     """
 
     def __init__(self, program: StepProgram, graphs: StepGraphs, stats: Stats) -> None:
@@ -40,12 +40,12 @@ class Shadow:
         self._pending: _Pending | None = None
 
     def run(self, step: int, descriptor: BatchDescriptor, batch: Batch | None, num_reqs: int) -> torch.Tensor:
-        """Run a step eagerly, take back what it did, and replay its graph: the graph's logits.
+        """Run a step eagerly, undo it, replay its graph, and return the logits of the graph.
 
-        The step's slot of the input_ring must be the next one. An error of the eager step leaves all as it was.
+        The step's entry of the input ring must be the next one. An error of the eager step changes no state.
         """
-        self.poll()  # the copies are in use until then
-        with torch.inference_mode(), self._graphs.off_graph():  # which caches may have been made in
+        self.poll()  # it still uses the copies
+        with torch.inference_mode(), self._graphs.off_graph():  # caches may be inference tensors
             with self._undo.undone(descriptor) as slots:
                 logits = self._graphs.run(descriptor, batch, eager=True)
                 self._take(self._eager, descriptor, num_reqs, logits, slots)
@@ -57,7 +57,7 @@ class Shadow:
         return logits
 
     def poll(self) -> None:
-        """Take in the result of the last shadowed step, and wait for it: warns where both ways differ."""
+        """Wait for the comparison of the last shadow step, and warn if graph and eager step differ."""
         pending, self._pending = self._pending, None
         if pending is None or not pending.differs():
             return
@@ -69,7 +69,8 @@ class Shadow:
     def _take(
         self, copies: Copies, descriptor: BatchDescriptor, num_reqs: int, logits: torch.Tensor, slots: Slots
     ) -> None:
-        """Keep what a step left, in the order in which it came about: the first difference is nearest to its cause."""
+        """Copy the results of a step in the order in which it computes them: the first difference is the closest to its
+        cause."""
         rows = logits[:num_reqs]
         if self._program.decode_len(descriptor):
             rows = logits.index_select(0, self._program.buffers.buffer_rows[:num_reqs])
@@ -78,7 +79,7 @@ class Shadow:
         copies.take(state | self._undo.written(slots) | {"logits": rows} | last)
 
     def _differences(self) -> Iterator[TensorDifference]:
-        """The tensors that differ, with the first element that does."""
+        """Yield the tensors that differ, each with its first element that differs."""
         for name, eager in self._eager.views.items():
             graph = self._graph.views[name]
             bits = [t.contiguous().view(torch.uint8).view(t.numel(), -1) for t in (eager, graph) if t.numel()]
@@ -92,7 +93,7 @@ class Shadow:
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """The flag of a shadowed step, on its way to the host."""
+    """A shadow step whose flag is being copied to the host."""
 
     step: int
     descriptor: BatchDescriptor
@@ -106,7 +107,7 @@ class _Pending:
 
 
 def _to_host(flag: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-    """A flag in host memory, and the event behind which it is there."""
+    """Return a flag in host memory, and the event after which it is valid."""
     if flag.device.type == "cpu":
         return flag, None
     pinned = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
@@ -117,6 +118,6 @@ def _to_host(flag: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]
 
 
 def _index(flat: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The index of the element at a place in row-major order."""
+    """Return the index of an element from its position in row-major order."""
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     return tuple(flat // stride % extent for stride, extent in zip(strides, shape, strict=True))

@@ -63,7 +63,7 @@ class Stats:
     shadow_steps     steps that ran both ways, see RuntimeConfig.shadow_every
     shadow_differences  the first 16 of them that differed
     late_kernels     kernels that were compiled or loaded after `capture()`, on the thread that submits steps, by name
-                     and by what it was doing: "in a graph step" is always wrong, "beside the graphs" (eager steps,
+                     and by what it was doing: "in a graph step" is always wrong, "outside the graphs" (eager steps,
                      shadow steps, writes of row tables) and "between calls" cost time, which a warm-up would spare
     late_bytes       bytes by which the graphs' memory pool has grown since
     """

@@ -1,9 +1,9 @@
-"""A step on trial: what it changes is copied before it runs, and written back behind it, on the steps' stream.
+"""Undo a step: copy the state that it changes before it runs, and restore it afterwards, on the stream of the steps.
 
 undo = StepUndo(program)
-with undo.undone(descriptor) as slots:      # the step's slot of the input_ring must be the next one
-    ...                                     # run the step, keep what is wanted of it
-                                            # row state, derived buffers and cache are as before, also by an error
+with undo.undone(descriptor) as slots:      # the step's entry of the input ring must be the next one
+    ...                                     # run the step, copy its results
+                                            # request state, derived buffers and cache are restored, also after an error
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _LISTED = (torch.int32, torch.int64, torch.float32, torch.float16, torch.bfloat1
 _ALIGNMENT = 16  # bytes: copies begin at words of any dtype
 
 Slots = Sequence[torch.Tensor]
-"""By KV group, the flat KV slot of each new token, [padded_tokens] int64; a slot of the null page for pad tokens."""
+"""Per KV group, the KV slot of each new token, [padded_tokens] int64; a slot of the null page for padding."""
 
 
 class Copies:
-    """Copies of tensors by name, in one block of bytes, which grows where it must."""
+    """Copies of tensors by name, in one block of bytes that grows as needed."""
 
     def __init__(self) -> None:
         self.block = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -35,19 +35,19 @@ class Copies:
         self._layout: list[Any] = []
 
     def take(self, named: Mapping[str, torch.Tensor]) -> None:
-        """Copy these tensors, which are on one device, and forget all others."""
+        """Copy these tensors, all on one device, and drop all earlier copies."""
         layout = [(name, t.shape, t.stride(), t.dtype, t.device) for name, t in named.items()]
         if layout != self._layout:
             self._lay_out(named)
             self._layout = layout
         _copy_each(self.views.values(), named.values())
 
-    def give_back(self, named: Mapping[str, torch.Tensor]) -> None:
-        """Write the copies back to the tensors that they were taken of."""
+    def restore(self, named: Mapping[str, torch.Tensor]) -> None:
+        """Write the copies back to the tensors."""
         _copy_each(named.values(), self.views.values())
 
     def _lay_out(self, named: Mapping[str, torch.Tensor]) -> None:
-        """Cut the block into views, with the strides of the tensors where these are dense."""
+        """Divide the block into views. Views of dense tensors have the same strides."""
         at, places = 0, []
         for tensor in named.values():
             places.append(at)
@@ -57,7 +57,7 @@ class Copies:
         if whole.nbytes() < at or self.block.device != device:
             self.block = torch.empty(at, dtype=torch.uint8, device=device)
         self.block = torch.empty(0, dtype=torch.uint8, device=device).set_(self.block.untyped_storage(), 0, (at,), (1,))
-        self.block.zero_()  # nothing is copied to what lies between the views
+        self.block.zero_()  # the gaps between the views are compared too, and never written
         self.views = {}
         for start, (name, tensor) in zip(places, named.items(), strict=True):
             words = self.block[start : start + tensor.numel() * tensor.element_size()].view(tensor.dtype)
@@ -66,7 +66,7 @@ class Copies:
 
 
 def _copy_each(targets: Iterable[torch.Tensor], sources: Iterable[torch.Tensor]) -> None:
-    """One launch per dtype, for tensors of equal strides. Of a mixed list torch would copy each by itself."""
+    """Copy with one launch per dtype if the strides are equal. For a mixed list torch would launch one copy each."""
     alike: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
         if target.dtype in _LISTED and target.stride() == source.stride():
@@ -80,9 +80,9 @@ def _copy_each(targets: Iterable[torch.Tensor], sources: Iterable[torch.Tensor])
 
 
 class StepUndo:
-    """Takes back steps of a program. Keeps its copies from step to step: device memory for what a step changes.
+    """Undoes steps of a program. It keeps device memory for copies of the state that a step changes.
 
-    State that the model keeps outside of graphrt's buffers is not taken back.
+    State that the model keeps outside of graphrt's buffers is not restored.
     """
 
     def __init__(self, program: StepProgram) -> None:
@@ -97,38 +97,39 @@ class StepUndo:
 
     @contextmanager
     def undone(self, descriptor: BatchDescriptor) -> Iterator[Slots]:
-        """What one step changes in this block is as before behind it. The block gets the slots that the step writes.
+        """Return a context that restores the state changed by one step. Its value are the KV slots that the step
+        writes.
 
-        Everything is queued on the current stream, and the host does not wait. Call it in inference mode.
+        All work is queued on the current stream, and the host does not wait. Use it in inference mode.
         """
         state = self.state(descriptor) | {
             f"backend's {name}": tensor for name, tensor in self._program.backend.tensors().items()
         }
         self._copies.take(state)
         try:
-            # The refresh says which slots the step will write.
+            # The refresh computes the slots that the step writes.
             mappings = self._program.refresh(descriptor).metadata.slot_mappings
             slots = [
                 mapping.where(mapping >= 0, null) for mapping, null in zip(mappings, self._null_slots, strict=True)
             ]
             written = self.written(slots)
-            self._copies.give_back(state)
+            self._copies.restore(state)
             try:
                 yield slots
             finally:
                 for packer, at, block in zip(self._packers, slots, written.values(), strict=True):
                     packer.scatter(at, block)
         finally:
-            self._copies.give_back(state)
+            self._copies.restore(state)
 
     def state(self, descriptor: BatchDescriptor) -> dict[str, torch.Tensor]:
-        """What a step writes beside the cache, by name: derived buffers first, row state last, as in a step."""
+        """Return the tensors that a step writes except the cache, in the order of a step: request state is last."""
         of_step, of_rows = self._program.view(descriptor).buffers.once(_changed)
-        given = {f"row tensor {name}": tensor for name, tensor in self._program.request_tensors.items()}
+        given = {f"request tensor {name}": tensor for name, tensor in self._program.request_tensors.items()}
         return of_step | given | of_rows
 
     def written(self, slots: Slots) -> dict[str, torch.Tensor]:
-        """A copy of what the cache holds in these slots, [tokens, bytes] uint8 by KV group."""
+        """Return a copy of the cache in these slots, [tokens, bytes] uint8 per KV group."""
         return {
             f"kv of group {group}": packer.gather(at)
             for group, (packer, at) in enumerate(zip(self._packers, slots, strict=True))
@@ -136,14 +137,14 @@ class StepUndo:
 
 
 def _changed(buffers: StaticBuffers) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Buffers of a step that it changes, and those that survive it."""
+    """Return the buffers that are valid within a step, and those that keep state between steps."""
     return dict(buffers.named(BufferKind.DERIVED, BufferKind.CARRIED)), dict(buffers.named(BufferKind.PERSISTENT))
 
 
 class _SlotPacker:
-    """Gathers single tokens of a KV group, all its layers, into one block of bytes, and scatters them again.
+    """Gathers single tokens of a KV group, from all its layers, into one block of bytes, and scatters them back.
 
-    Where a page's tokens do not lie one after the other (the HND layout), whole pages take their place.
+    If the tokens of a page are not contiguous (HND layout), it gathers whole pages.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], page_size: int) -> None:
@@ -156,13 +157,13 @@ class _SlotPacker:
         self._packer = PagePacker(tensors)
 
     def gather(self, slots: torch.Tensor) -> torch.Tensor:
-        """[slots, bytes of one] uint8."""
+        """Return [slots, bytes per slot] uint8."""
         block = torch.empty(len(slots) * self._packer.page_bytes, dtype=torch.uint8, device=slots.device)
         self._packer.pack(self._pages(slots), block)
         return block.view(len(slots), -1)
 
     def scatter(self, slots: torch.Tensor, block: torch.Tensor) -> None:
-        """Write back what `gather` gave: a slot that is named twice gets the same twice."""
+        """Write back the result of `gather`. A slot that occurs twice has the same bytes twice."""
         self._packer.unpack(self._pages(slots), block.view(-1))
 
     def _pages(self, slots: torch.Tensor) -> torch.Tensor:

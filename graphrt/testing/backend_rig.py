@@ -209,7 +209,7 @@ class Rig:
 
         with recorder.session():
             recorder.warm_up(self.step, prepare)
-            self.graph = recorder.record(self.step, self.descriptor, prepare)
+            self.graph = recorder.capture(self.step, self.descriptor, prepare)
         self._synchronize()
 
     def replayed(self) -> list[torch.Tensor]:

@@ -118,7 +118,7 @@ class CaptureWatch:
         graphs = torch.cuda.CUDAGraph
         self._wrap(graphs, "capture_begin", self._capture_begin)
         self._wrap(graphs, "capture_end", self._capture_end)
-        self._wrap(OpTraceRecorder, "record", self._record_op_trace)
+        self._wrap(OpTraceRecorder, "capture", self._capture_op_trace)
         self._wrap(torch.cuda, "synchronize", self._wait_of("torch.cuda.synchronize()"))
         self._wrap(torch.cuda.Stream, "synchronize", self._wait_of("Stream.synchronize()"))
         self._wrap(torch.cuda.Event, "synchronize", self._wait_of("Event.synchronize()"))
@@ -153,13 +153,13 @@ class CaptureWatch:
         end(graph)  # where it raises, there is no graph, and no pool to compare with
         self._check_memory(capture, tuple(graph.pool()))
 
-    def _record_op_trace(self, record: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _capture_op_trace(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         capture = self._new_capture(None)
         self._begin(capture)
         try:
-            return record(*args, **kwargs)
+            return run(*args, **kwargs)
         except CaptureError as error:
-            if "on the host" in str(error) or "host read" in str(error):
+            if "on the host" in str(error):
                 first = error.__cause__ or error  # as it was raised within the step
                 where = _first_foreign(reversed(list(traceback.walk_tb(first.__traceback__))))
                 self._note(capture, "sync", f"a read on the host ({error})", where)

@@ -164,7 +164,7 @@ class GraphChecks:
         with self._recorder.session():
             self._v.target.run()
             prepare()
-            graph = self._recorder.record(step, _KEY, prepare)
+            graph = self._recorder.capture(step, _KEY, prepare)
         self._graphs.append(graph)
         return graph
 

@@ -33,12 +33,13 @@ _MAX_WIDTH = 256
 """Elements of a head. Queries and sums of larger heads would not fit the registers of a warp. Not measured."""
 
 _STAGES = 3
-"""KV tiles of a warp in shared memory at most, including the one in use. Measured: docs/dev/log.md "Two tiles per warp"."""
+"""KV tiles of a warp in shared memory at most, including the one in use. Measured: docs/dev/log.md "Two tiles per
+warp"."""
 
 _TWO_STAGES_FROM = 64 << 10
 """Bytes of one KV tile for each warp of a multiprocessor. From this size on two stages are faster than three, because
-the first copies are issued earlier. Measured: docs/dev/log.md "Two tiles per warp"; the bound is between heads of 64 and of
-128."""
+the first copies are issued earlier. Measured: docs/dev/log.md "Two tiles per warp"; the bound is between heads of 64
+and of 128."""
 
 _MANY_Q_TILES = 2
 """Query tiles per multiprocessor of a KV head. From this number on heads of 64 use two blocks per multiprocessor.
@@ -64,8 +65,8 @@ _CLUSTER_PARTITION_TOKENS = 2048
 Measured: docs/dev/log.md "Fewer parts for short rows"; the number itself is not measured."""
 
 _CLUSTER_MIN_PARTITIONS = 32
-"""Partitions per KV head. With fewer, several requests use no clusters. Measured: docs/dev/log.md "Clusters of two"; the
-bound itself is not measured."""
+"""Partitions per KV head. With fewer, several requests use no clusters. Measured: docs/dev/log.md "Clusters of two";
+the bound itself is not measured."""
 
 _CHEAP_MERGE_QUERIES = 4
 """Queries of a query tile. Merging so few is cheap, and clusters of two gain nothing. Not measured."""

@@ -19,7 +19,8 @@ A test reads the compiler's report. Not measured on a device."""
 
 _FEW_SPLITS = 8
 """KV splits per query tile of up to 4 queries. With more splits, merging costs more than one-warp programs gain, so
-programs have four warps. Measured: docs/dev/log.md "One warp and tiles of 16 tokens"; the bound itself is not measured."""
+programs have four warps. Measured: docs/dev/log.md "One warp and tiles of 16 tokens"; the bound itself is not
+measured."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,21 +58,22 @@ _MAX_PROGRAMS = 64
 """Programs of one partition each; with more partitions, programs take several. Not measured."""
 
 _MAX_PARTITION_BLOCK = 4
-"""Partitions of a program, at most; with more partitions there are more programs. Measured: docs/dev/log.md "No changes of
-layout", "Other shapes of the schedule kernel"."""
+"""Partitions of a program, at most; with more partitions there are more programs. Measured: docs/dev/log.md "No changes
+of layout", "Other shapes of the schedule kernel"."""
 
 _OWN_Q_TILES = 4
 """Query tiles whose splits a program writes with fixed splits. Measured: docs/dev/log.md "Segments of fixed splits"."""
 
 _Q_TILES_PER_WARP = 64
-"""Query tiles per warp of a program; one warp handles up to this many. Measured: docs/dev/log.md "No changes of layout"."""
+"""Query tiles per warp of a program; one warp handles up to this many. Measured: docs/dev/log.md "No changes of
+layout"."""
 
 _MAX_NUM_WARPS, _MAX_FIXED_NUM_WARPS = 8, 4
 """Warps of a program at most; with fixed splits. Measured: docs/dev/log.md "Units in blocks"."""
 
 _MIN_Q_TILE_BLOCK, _MAX_Q_TILE_BLOCK = 32, 2048
-"""Query tiles that a program processes at once; it loops over blocks of more. Measured: docs/dev/log.md "Units in blocks"
-(4096 spill)."""
+"""Query tiles that a program processes at once; it loops over blocks of more. Measured: docs/dev/log.md "Units in
+blocks" (4096 spill)."""
 
 _MAX_ENTRIES = 1 << 14
 """Entries of a block of query tiles: the kernel counts them in 15 bits."""

@@ -161,7 +161,7 @@ class CopiesWay:
             self._recorder = make_recorder(runtime.device)
             with self._recorder.session():
                 self._recorder.warm_up(run, lambda: program.backend.plan_capture(key))
-                self._graph = self._recorder.record(run, key, lambda: program.backend.plan_capture(key))
+                self._graph = self._recorder.capture(run, key, lambda: program.backend.plan_capture(key))
         self._pinned = {name: _pinned_like(static) for name, static in self._statics.items()}
         self._host = {name: pinned.numpy() for name, pinned in self._pinned.items()}
         self._host_out = _pinned_like(self._out)

@@ -79,7 +79,7 @@ MISTAKES = {
     "frozen": (
         "self.seen = (keys <= metadata.positions[:, None]) & real[:, None]",
         "self.seen = torch.tensor((keys.numpy() <= metadata.positions.numpy()[:, None]) & real.numpy()[:, None])",
-        "expected no host read of a tensor during capture",
+        "the step reads a tensor on the host during capture",
     ),
     "stale": ("def schedule(self", "schedule = lambda self, metadata: None\n    def other(self", "AttributeError"),
     "nan": ("v = torch.where(self.seen[:, :, None, None], v, 0.0)", "pass", "in the pad tokens 2 to 3, got nan"),

@@ -31,7 +31,7 @@ def uneven_ranks(planted: bool, device: torch.device) -> Seen:
 
         with recorder.session():
             body()
-            return inspect_graph(recorder.record(body, BatchDescriptor.decode(1), lambda: None))
+            return inspect_graph(recorder.capture(body, BatchDescriptor.decode(1), lambda: None))
 
     found = diff(captured(0), captured(1))
     return Seen(not found.equal_topology, tuple(node.name for node in found.nodes), str(found))

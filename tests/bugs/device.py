@@ -178,7 +178,7 @@ class Loop:
     def capture(self, inputs: Mapping[str, Any]) -> Callable[[], torch.Tensor]:
         flags = 0 if self.planted else driver.CU_GRAPH_COND_ASSIGN_DEFAULT
         with self.recorder.session(), mock.patch.object(driver, "CU_GRAPH_COND_ASSIGN_DEFAULT", flags):
-            graph = self.recorder.record(self.body, BatchDescriptor.decode(1), lambda: None)
+            graph = self.recorder.capture(self.body, BatchDescriptor.decode(1), lambda: None)
             loop = self.recorder.loop(graph, self.buffers["go_on"])
 
         def launch() -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The audit of CUDA graphs of torch: what is planted is found, and clean graphs stay clean."""
+"""The audit of real CUDA graphs: injected errors are found, and correct graphs have no findings."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def x() -> torch.Tensor:
 
 
 def capture(step: Callable[[], object], **options) -> torch.cuda.CUDAGraph:
-    """The graph of a step that ran once before. cuBLAS makes its workspace in the pool, as compiled steps have it."""
+    """Capture a step after one warm-up. cuBLAS allocates its workspace in the pool, as for compiled steps."""
     step()
     torch._C._cuda_clearCublasWorkspaces()
     graph = torch.cuda.CUDAGraph(keep_graph=True)
@@ -53,7 +53,7 @@ def run(step: Callable[[], object], **named) -> Audit:
 
 
 def run_twice(step: Callable[[], object], **named) -> Audit:
-    """Kernels of torch take structs whose padding nobody writes: one capture alone may show stale addresses."""
+    """torch's kernels take structs with uninitialized padding, so a single capture may show stale addresses."""
     return audit_twice(lambda: capture(step), lambda graph: memory_of(pool=graph, **named))
 
 
@@ -61,7 +61,7 @@ def kinds(report: Audit) -> set[FindingKind]:
     return {finding.kind for finding in report.findings}
 
 
-def test_a_clean_chain_of_torch(x: torch.Tensor) -> None:
+def test_elementwise_kernels_of_torch_have_no_findings(x: torch.Tensor) -> None:
     report = run_twice(lambda: (x * 2 + 1).softmax(0).sum(), static={"x": x})
     assert report.ok, str(report)
     assert report.counts[Owner.STATIC] >= 1
@@ -69,7 +69,7 @@ def test_a_clean_chain_of_torch(x: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_clean_chain_of_cublas(dtype: torch.dtype) -> None:
+def test_cublas_products_have_no_findings(dtype: torch.dtype) -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(4))).to("cuda", dtype).requires_grad_(False)
     inputs = {rows: torch.randn(rows, 512, device="cuda", dtype=dtype) for rows in (1, 8, 64)}
     for rows, given in inputs.items():
@@ -79,13 +79,13 @@ def test_a_clean_chain_of_cublas(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_workspace_from_before_the_capture_is_the_library_s(bias: bool) -> None:
-    """Those of cuBLAS and of cuBLASLt, which torch takes for products with a bias."""
+def test_a_workspace_from_before_the_capture_is_library_memory(bias: bool) -> None:
+    """Workspaces of cuBLAS, and of cuBLASLt, which torch uses for products with a bias."""
     x = torch.randn(8, 8192, device="cuda", dtype=torch.bfloat16)
     layer = torch.nn.Linear(8192, 512, bias=bias, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        layer(x)  # makes the workspaces of the stream in torch's common pool
+        layer(x)  # allocates the workspaces of the stream in torch's default pool
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph, stream=stream):
@@ -95,7 +95,7 @@ def test_a_workspace_from_before_the_capture_is_the_library_s(bias: bool) -> Non
     assert report.ok, f"{report}\nwithout the probe: {audit(graph, memory)}"
 
 
-def test_what_torch_s_generator_keeps_for_graphs_is_the_library_s(x: torch.Tensor) -> None:
+def test_the_state_of_torch_s_generator_is_library_memory(x: torch.Tensor) -> None:
     graph = capture(lambda: x.uniform_())
     memory, before = memory_of(static={"x": x}, pool=graph), torch.cuda.get_rng_state()
     report = audit(graph, with_blas_workspaces(memory))
@@ -103,10 +103,10 @@ def test_what_torch_s_generator_keeps_for_graphs_is_the_library_s(x: torch.Tenso
     assert torch.equal(torch.cuda.get_rng_state(), before)
 
 
-def test_a_workspace_that_the_first_capture_made_is_no_state_of_the_step() -> None:
+def test_a_workspace_of_the_first_capture_is_not_hidden_state() -> None:
     x = torch.randn(8, 8192, device="cuda", dtype=torch.bfloat16)
     layer = torch.nn.Linear(8192, 512, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
-    layer(x)  # makes the library's handle, and the workspaces of this stream
+    layer(x)  # creates the library's handle and the workspaces of this stream
     stream = torch.cuda.Stream()
 
     def captured() -> torch.cuda.CUDAGraph:
@@ -122,7 +122,7 @@ def test_a_workspace_that_the_first_capture_made_is_no_state_of_the_step() -> No
     assert report.ok, str(report)
 
 
-def test_a_clean_triton_kernel(x: torch.Tensor) -> None:
+def test_a_triton_kernel_has_no_findings(x: torch.Tensor) -> None:
     out = torch.empty_like(x)
     report = run(lambda: add_one_by_triton(x, out), static={"x": x, "out": out})
     assert report.ok, str(report)
@@ -148,7 +148,7 @@ def test_a_freed_block(x: torch.Tensor) -> None:
     assert {(f.kind, f.address) for f in report.findings} == {(FindingKind.FREED, address)}
 
 
-def test_an_output_that_nobody_holds(x: torch.Tensor) -> None:
+def test_a_dropped_output_is_a_finding(x: torch.Tensor) -> None:
     graph, held = torch.cuda.CUDAGraph(keep_graph=True), {}
     with torch.cuda.graph(graph):
         held["y"] = x * 2
@@ -172,14 +172,14 @@ def test_a_pinned_source(x: torch.Tensor, name: bool) -> None:
     assert audit(graph, memory, allowed=[Allowed("the test waits", region=finding.region)]).ok
 
 
-def test_past_the_end_of_a_view() -> None:
+def test_access_past_the_end_of_a_view() -> None:
     buffer = torch.ones(1024, device="cuda")
     report = run(lambda: buffer[512:] * 2, static={"head": buffer[:512]})
     assert kinds(report) == {FindingKind.OVERRUN}
     assert {f.address for f in report.findings} == {buffer[512:].data_ptr()}
 
 
-def test_two_graphs_that_share_a_pool(x: torch.Tensor) -> None:
+def test_two_graphs_sharing_a_pool(x: torch.Tensor) -> None:
     pool = torch.cuda.graph_pool_handle()
     graphs = [capture(lambda: (x * 2).softmax(0), pool=pool), capture(lambda: (x[:64] * 3).exp(), pool=pool)]
     for graph in graphs:
@@ -206,7 +206,7 @@ def test_two_captures_decide(x: torch.Tensor) -> None:
     assert {f.address for f in hidden.findings} == {kept[0].data_ptr()}
 
 
-def test_library_memory_is_no_finding(x: torch.Tensor) -> None:
+def test_library_memory_is_not_a_finding(x: torch.Tensor) -> None:
     from cuda.bindings import driver
 
     status, address = driver.cuMemAlloc(1024)
@@ -226,7 +226,7 @@ def test_a_graph_of_the_recorder_borrows_its_output(x: torch.Tensor) -> None:
     recorder = CudaGraphRecorder(x.device)
     with recorder.session():
         recorder.warm_up(lambda: x * 2, lambda: None)
-        graph = recorder.record(lambda: (x * 2).softmax(0), BatchDescriptor.decode(1), lambda: None)
+        graph = recorder.capture(lambda: (x * 2).softmax(0), BatchDescriptor.decode(1), lambda: None)
     try:
         assert audit(graph, memory_of(static={"x": x}, pool=graph)).ok
         report = audit(graph, memory_of(static={"x": x, "output": graph.output}, pool=graph))
@@ -234,5 +234,5 @@ def test_a_graph_of_the_recorder_borrows_its_output(x: torch.Tensor) -> None:
     finally:
         graph.close()
         recorder.close()
-    with pytest.raises(CaptureError, match="graph: expected an open graph, got one that was closed"):
+    with pytest.raises(CaptureError, match="graph: the graph is closed"):
         graph.pool()

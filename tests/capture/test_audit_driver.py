@@ -1,4 +1,4 @@
-"""What the audit asks of the CUDA driver, and where what it learns stands in the map."""
+"""Driver lookups of the audit, and probes of cuBLAS workspaces."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from cuda.bindings import driver as bindings
 
-from graphrt.capture.inspect import ask, blas
+from graphrt.capture.inspect import blas, driver_memory
 from graphrt.capture.inspect.audit import audit
 from graphrt.capture.inspect.memory import MemoryMap, Owner, Region
 from tests.support.audit_examples import BASE, LEAK, POOL, X, graph, kernel, words
@@ -21,7 +21,7 @@ DEVICE, HOST = bindings.CUmemorytype.CU_MEMORYTYPE_DEVICE, bindings.CUmemorytype
 
 
 class Bindings:
-    """Stands for cuda.bindings.driver where 4 KiB at BASE are allocated."""
+    """Stands for cuda.bindings.driver with 4 KiB allocated at BASE."""
 
     CUmemorytype, CUpointer_attribute = bindings.CUmemorytype, ATTRIBUTE
 
@@ -37,11 +37,11 @@ class Bindings:
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A machine with a device, as far as the audit looks."""
+    """Makes the audit believe that CUDA is available."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(ask, "ensure_context", lambda index: None)
+    monkeypatch.setattr(driver_memory, "ensure_context", lambda index: None)
     return monkeypatch
 
 
@@ -57,22 +57,22 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     ],
     ids=["device", "host", "no-range", "wrong-range", "no-type", "unknown"],
 )
-def test_an_answer_of_the_driver(cuda: pytest.MonkeyPatch, values: dict, expected: tuple | None) -> None:
-    cuda.setattr(ask, "driver", Bindings(**values))
-    found = ask.CudaDriver().memory_at(BASE + 16)
+def test_driver_answers(cuda: pytest.MonkeyPatch, values: dict, expected: tuple | None) -> None:
+    cuda.setattr(driver_memory, "driver", Bindings(**values))
+    found = driver_memory.CudaDriver().memory_at(BASE + 16)
     assert (found and (found.owner, found.address, found.nbytes)) == expected
-    assert ask.CudaDriver().memory_at(BASE + 4096) is None
+    assert driver_memory.CudaDriver().memory_at(BASE + 4096) is None
 
 
 def test_the_driver_is_asked_for_graphs_of_cuda(cuda: pytest.MonkeyPatch) -> None:
-    cuda.setattr(ask, "driver", Bindings(type=HOST, start=BASE, size=4096))
+    cuda.setattr(driver_memory, "driver", Bindings(type=HOST, start=BASE, size=4096))
     (finding,) = audit(graph(kernel(words(BASE))), MemoryMap([])).findings
     assert (finding.owner, finding.region) == (Owner.HOST, "pinned memory")
     cuda.setattr(torch.cuda, "is_available", lambda: False)
     assert audit(graph(kernel(words(BASE))), MemoryMap([])).ok
 
 
-def test_workspaces_come_after_what_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workspaces_follow_named_regions(monkeypatch: pytest.MonkeyPatch) -> None:
     workspace = Region("workspace of cuBLAS", Owner.LIBRARY, LEAK.address, LEAK.nbytes)
     named = Region("mask", Owner.STATIC, LEAK.address, 64)
     monkeypatch.setattr(blas, "_probe", lambda stream, memory: [workspace])
@@ -81,11 +81,11 @@ def test_workspaces_come_after_what_is_named(monkeypatch: pytest.MonkeyPatch) ->
     assert memory.find(LEAK.address) is named
     assert memory.find(LEAK.address + 64) is workspace
     monkeypatch.setattr(torch.cuda.graph, "default_capture_stream", None)
-    assert blas.with_blas_workspaces(MemoryMap([X, LEAK])).regions == (X, LEAK), "nothing was captured so far"
+    assert blas.with_blas_workspaces(MemoryMap([X, LEAK])).regions == (X, LEAK), "nothing has been captured"
 
 
-def test_the_probe_multiplies_with_and_without_a_bias(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch keeps a workspace for each of the two ways; and no operand is taken for another's."""
+def test_probes_have_products_with_and_without_a_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch keeps a workspace for each of the two libraries. The operands of all products differ."""
     static = {name: torch.ones(shape) for name, shape in blas._operands(2, 3, 5).items()}
     static |= {f"{name} 2": torch.ones(shape) for name, shape in blas._operands(4, 6, 7).items()}
     called = []

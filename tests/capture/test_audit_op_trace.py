@@ -1,4 +1,4 @@
-"""The audit of real steps: op op_traces on a CPU, and of graphrt's own captured step."""
+"""The audit of op traces of real steps, including graphrt's own."""
 
 from __future__ import annotations
 
@@ -9,25 +9,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.capture.inspect.audit import Audit, FindingKind, audit, audit_twice, memory_of
 from graphrt.capture.inspect.memory import Owner
 from graphrt.capture.op_trace import OpTrace, OpTraceRecorder
-
-KEY = BatchDescriptor.decode(1)
-
-
-def record(step: Callable[[], torch.Tensor]) -> OpTrace:
-    return OpTraceRecorder().record(step, KEY, lambda: None)
+from tests.support.capture_rig import KEY, op_trace_of
 
 
 def run(step: Callable[[], torch.Tensor], **named) -> Audit:
-    op_trace = record(step)
+    op_trace = op_trace_of(step)
     return audit(op_trace, memory_of(pool=op_trace, **named))
 
 
 class Model(torch.nn.Module):
-    """A step with what steps have: a lookup, tied weights, a fused projection with views, an in-place cache write."""
+    """A step with a lookup, tied weights, a fused projection with views, and an in-place cache write."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +40,7 @@ class Model(torch.nn.Module):
 
 
 class Rig(SimpleNamespace):
-    """A model with its static buffers and its cache."""
+    """A model with static buffers and a cache."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -63,7 +57,7 @@ class Rig(SimpleNamespace):
         }  # fmt: skip
 
 
-def test_a_clean_step() -> None:
+def test_a_correct_step_has_no_findings() -> None:
     rig = Rig()
     report = run(rig.step, **rig.named())
     assert report.ok, str(report)
@@ -72,14 +66,14 @@ def test_a_clean_step() -> None:
     assert report.counts[Owner.ALLOCATOR] == 0
 
 
-def test_a_clean_step_captured_twice() -> None:
+def test_a_correct_step_captured_twice_has_no_findings() -> None:
     rig = Rig()
-    report = audit_twice(lambda: record(rig.step), lambda op_trace: memory_of(pool=op_trace, **rig.named()))
+    report = audit_twice(lambda: op_trace_of(rig.step), lambda op_trace: memory_of(pool=op_trace, **rig.named()))
     assert report.ok, str(report)
 
 
 @pytest.mark.parametrize("missing", ["static", "weights", "cache"])
-def test_what_is_not_registered_is_foreign(missing: str) -> None:
+def test_unregistered_tensors_are_foreign(missing: str) -> None:
     rig = Rig()
     named = rig.named()
     expected = {
@@ -98,22 +92,22 @@ def test_a_leaked_temporary() -> None:
     x = torch.ones(4)
 
     def step_after_a_host_computation() -> Callable[[], torch.Tensor]:
-        mask = torch.tensor([1.0, 0.0, 1.0, 0.0])  # of before the capture; nobody keeps it but the closure
+        mask = torch.tensor([1.0, 0.0, 1.0, 0.0])  # from before the capture; only the closure refers to it
         return lambda: x * mask
 
-    op_trace = OpTraceRecorder().record(step_after_a_host_computation(), KEY, lambda: None)
+    op_trace = op_trace_of(step_after_a_host_computation())
     (finding,) = audit(op_trace, memory_of(static={"x": x}, pool=op_trace)).findings
     assert (finding.kind, finding.where, finding.node) == (FindingKind.FREED, "operand other", "aten.mul.Tensor")
 
 
 def test_a_cached_tensor_that_is_freed_after_the_capture() -> None:
     holder = SimpleNamespace(cos=torch.randn(4), x=torch.ones(4))
-    op_trace = record(lambda: holder.x * holder.cos)
+    op_trace = op_trace_of(lambda: holder.x * holder.cos)
 
     def report() -> Audit:
         return audit(op_trace, memory_of(static={"x": holder.x}, pool=op_trace))
 
-    assert [f.kind for f in report().findings] == [FindingKind.FOREIGN], "the holder still has it"
+    assert [f.kind for f in report().findings] == [FindingKind.FOREIGN], "the holder still refers to it"
     address = holder.cos.data_ptr()
     holder.cos = None
     (finding,) = report().findings
@@ -123,7 +117,7 @@ def test_a_cached_tensor_that_is_freed_after_the_capture() -> None:
 @pytest.mark.parametrize("how", ["new tensor", "data", "set_"])
 def test_a_static_buffer_that_was_replaced(how: str) -> None:
     holder = SimpleNamespace(x=torch.ones(4))
-    op_trace = record(lambda: holder.x + 1)
+    op_trace = op_trace_of(lambda: holder.x + 1)
     address = holder.x.data_ptr()
     assert audit(op_trace, memory_of(static={"x": holder.x}, pool=op_trace)).ok
     if how == "new tensor":
@@ -136,7 +130,7 @@ def test_a_static_buffer_that_was_replaced(how: str) -> None:
     assert (finding.kind, finding.address) == (FindingKind.FREED, address)
 
 
-def test_a_step_that_reaches_past_the_view_it_was_given() -> None:
+def test_a_step_that_accesses_memory_past_its_view() -> None:
     buffer = torch.zeros(8)
     rows = buffer[:4]
     report = run(lambda: buffer[:5] * 2, static={"rows": rows})
@@ -146,12 +140,12 @@ def test_a_step_that_reaches_past_the_view_it_was_given() -> None:
     assert run(lambda: buffer[:4] * 2, static={"rows": rows}).ok
 
 
-def test_constants_that_the_step_makes_are_its_own() -> None:
+def test_constants_allocated_by_the_step_are_in_its_pool() -> None:
     x = torch.ones(2)
     assert run(lambda: x * torch.tensor([2.0, 3.0]) + torch.tensor(1.0) + torch.full((2,), 3.0), static={"x": x}).ok
 
 
-def test_state_that_a_step_keeps_is_seen_by_two_captures_only() -> None:
+def test_hidden_state_is_found_by_two_captures_only() -> None:
     x, kept = torch.ones(4), []
 
     def step() -> torch.Tensor:
@@ -162,31 +156,31 @@ def test_state_that_a_step_keeps_is_seen_by_two_captures_only() -> None:
     def memory(op_trace: OpTrace):
         return memory_of(static={"x": x}, pool=op_trace)
 
-    first = record(step)
-    assert audit(first, memory(first)).ok, "in the capture that made it, it is memory of the pool"
+    first = op_trace_of(step)
+    assert audit(first, memory(first)).ok, "in the first capture it is memory of the pool"
     kept.clear()
-    report = audit_twice(lambda: record(step), memory)
+    report = audit_twice(lambda: op_trace_of(step), memory)
     assert [f.kind for f in report.findings] == [FindingKind.CHANGED, FindingKind.HIDDEN_STATE]
     assert report.findings[1].address == kept[0].data_ptr()
 
 
-def test_a_row_that_the_host_chose_is_baked() -> None:
+def test_a_row_chosen_on_the_host_is_reported_as_changed() -> None:
     x, state = torch.ones(4, 2), [0]
 
     def step() -> torch.Tensor:
         state[0] += 1
         return x[state[0]] * 2 + state[0]
 
-    report = audit_twice(lambda: record(step), lambda op_trace: memory_of(static={"x": x}, pool=op_trace))
+    report = audit_twice(lambda: op_trace_of(step), lambda op_trace: memory_of(static={"x": x}, pool=op_trace))
     texts = [finding.text for finding in report.findings]
     assert len(texts) == 2
-    assert "got byte 8 of 'x', then byte 16 of 'x'" in texts[0]
-    assert "got 1 and then 2" in texts[1]
+    assert "byte 8 of 'x' and then byte 16 of 'x'" in texts[0]
+    assert "captures, 1 and then 2" in texts[1]
 
 
-def test_a_loop_is_audited_through_its_body() -> None:
+def test_the_body_of_a_loop_is_audited() -> None:
     left, stray, recorder = torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.int32), OpTraceRecorder()
-    loop = recorder.loop(recorder.record(lambda: left.sub_(stray) * 2, KEY, lambda: None), left)
+    loop = recorder.loop(recorder.capture(lambda: left.sub_(stray) * 2, KEY, lambda: None), left)
     (finding,) = audit(loop, memory_of(static={"left": left}, pool=loop)).findings
     assert (finding.place, finding.address) == ((0, 0, 0), stray.data_ptr())
 
@@ -194,7 +188,7 @@ def test_a_loop_is_audited_through_its_body() -> None:
 # -- graphrt's own step
 
 
-def test_graphrt_s_own_steps_are_clean_and_each_buffer_must_be_named() -> None:
+def test_graphrt_steps_have_no_findings_and_need_every_buffer_registered() -> None:
     from tests.support.toy import make_rig
 
     rig = make_rig(torch.device("cpu"))

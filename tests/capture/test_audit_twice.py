@@ -1,4 +1,4 @@
-"""Two captures of one step: what is decided, what is dropped, what is found only by comparison."""
+"""audit_twice(): certain findings, dropped stale words, and findings by comparison."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def foreign(region: Region) -> Region:
 
 
 def run(first: GraphView, second: GraphView, **options) -> Audit:
-    """Two captures as a process sees them: the pool of the other is somebody else's memory."""
+    """The memory maps of two captures in one process: the other capture's pool is foreign memory."""
     captures = iter([first, second])
     maps = {
         id(first): MemoryMap([FIRST, *COMMON]),
@@ -53,7 +53,7 @@ def both(first: bytes, second: bytes, pointers: Iterable[tuple[int, ...] | None]
     return run(graph(kernel(first, pointers=pointers)), graph(kernel(second, pointers=pointers)))
 
 
-def test_a_step_that_makes_its_memory_anew_is_clean() -> None:
+def test_memory_allocated_in_every_capture_is_valid() -> None:
     first = words(FIRST.address + 64, X.address, WEIGHT.address + 8, NUMBER)
     second = words(SECOND.address + 64, X.address, WEIGHT.address + 8, NUMBER)
     report = both(first, second)
@@ -62,7 +62,7 @@ def test_a_step_that_makes_its_memory_anew_is_clean() -> None:
 
 
 @pytest.mark.parametrize("region", [LEAK, GONE, STAGING])
-def test_the_same_bad_address_in_both_is_certain(region: Region) -> None:
+def test_the_same_invalid_address_in_both_is_certain(region: Region) -> None:
     alone = audit(graph(kernel(words(region.address))), MemoryMap(COMMON), driver=FakeDriver())
     (decided,) = both(words(region.address), words(region.address)).findings
     assert [finding.certain for finding in alone.findings] == [False]
@@ -70,7 +70,7 @@ def test_the_same_bad_address_in_both_is_certain(region: Region) -> None:
     assert decided.kind is alone.findings[0].kind
 
 
-def test_memory_that_each_capture_allocates_elsewhere_is_certain() -> None:
+def test_different_foreign_allocations_in_both_are_certain() -> None:
     (finding,) = both(words(GONE.address), words(LEAK.address)).findings
     assert (finding.kind, finding.certain) == (FindingKind.FOREIGN, True)
 
@@ -80,12 +80,12 @@ def test_a_stale_word_in_padding_is_dropped(earlier: int) -> None:
     assert both(words(X.address, earlier), words(X.address, LEAK.address)).ok
 
 
-def test_a_told_address_is_never_dropped() -> None:
+def test_a_known_pointer_is_never_dropped() -> None:
     (finding,) = both(words(0), words(LEAK.address), pointers=[(0,)]).findings
     assert finding.certain
 
 
-def test_a_bad_address_where_the_other_has_a_good_one_stays_uncertain() -> None:
+def test_an_invalid_address_opposite_a_valid_one_stays_uncertain() -> None:
     (finding,) = both(words(FIRST.address), words(LEAK.address)).findings
     assert not finding.certain
 
@@ -100,57 +100,57 @@ def test_memory_of_the_first_capture_is_hidden_state() -> None:
     assert (operand.kind, operand.certain, operand.where) == (FindingKind.HIDDEN_STATE, True, "operand src")
 
 
-def test_a_registered_address_that_moves_is_baked() -> None:
+def test_a_registered_address_that_differs_is_reported() -> None:
     (word,) = both(words(X.address), words(X.address + 64)).findings
     assert (word.kind, word.region, word.certain) == (FindingKind.CHANGED, "x", True)
-    assert "got byte 0 of 'x', then byte 64 of 'x'" in word.text
+    assert "byte 0 of 'x' and then byte 64 of 'x'" in word.text
     (operand,) = run(graph(op(src(X.address))), graph(op(src(WEIGHT.address)))).findings
-    assert "got byte 0 of 'x', then byte 0 of 'layer.weight'" in operand.text
+    assert "byte 0 of 'x' and then byte 0 of 'layer.weight'" in operand.text
     assert both(words(NUMBER), words(X.address)).ok, "a stale word"
 
 
-def test_a_number_that_changes_is_baked_where_it_is_one_for_certain() -> None:
+def test_a_known_number_that_differs_is_reported() -> None:
     first, second = words(X.address) + struct.pack("<i", 3), words(X.address) + struct.pack("<i", 4)
     (finding,) = both(first, second, pointers=[(0,)]).findings
     assert (finding.kind, finding.where) == (FindingKind.CHANGED, "argument 0")
-    assert "got bytes 000000000000000003000000 and then 000000000000000004000000" in finding.text
-    assert both(first, second).ok, "any byte of a struct may be padding, which nobody writes"
+    assert "bytes 000000000000000003000000 and then 000000000000000004000000" in finding.text
+    assert both(first, second).ok, "any byte of a struct may be uninitialized padding"
     (scalar,) = run(
         graph(op(src(X.address), scalars=(("other", "3"),))), graph(op(src(X.address), scalars=(("other", "4"),)))
     ).findings
-    assert "got 3 and then 4" in scalar.text
+    assert "captures, 3 and then 4" in scalar.text
 
 
-def test_an_unused_place_of_a_long_list_stays_uncertain() -> None:
-    """Kernels for many tensors take a list of fixed length; the rest of it holds what the stack held, both times."""
+def test_an_unused_entry_of_a_long_list_stays_uncertain() -> None:
+    """Kernels for many tensors take a list of fixed length whose unused entries hold stack contents."""
     for length, certain in ((8, True), (80, False)):
         argument = words(*[X.address] * (length - 1), LEAK.address)
         (finding,) = both(argument, argument).findings
         assert finding.certain is certain
 
 
-def test_a_length_that_changes_is_baked() -> None:
+def test_a_length_that_differs_is_reported() -> None:
     (finding,) = run(
         graph(copy(src(X.address, 416), dst(X.address + 2048, 416))),
         graph(copy(src(X.address, 432), dst(X.address + 2048, 432))),
     ).findings
     assert (finding.kind, finding.where, finding.certain) == (FindingKind.CHANGED, "operand src", True)
-    assert "expected one length in every capture, got 416 and then 432 bytes" in finding.text
+    assert "the length differs between captures, 416 and then 432 bytes" in finding.text
 
 
-def test_a_number_by_itself_is_compared_without_a_signature() -> None:
-    """Four bytes are no address; one byte may be a functor without members, which nobody writes."""
+def test_a_four_byte_argument_is_compared_without_a_signature() -> None:
+    """Four bytes are not an address. One byte may be a functor without members, which is not initialized."""
     (finding,) = both(struct.pack("<i", 10), struct.pack("<i", 17)).findings
     assert (finding.kind, finding.where) == (FindingKind.CHANGED, "argument 0")
     assert both(b"\x01", b"\x02").ok
     assert both(struct.pack("<if", 0, 1.5), struct.pack("<if", 0, 2.5)).ok, "a struct"
 
 
-def test_other_nodes() -> None:
+def test_different_nodes_are_reported() -> None:
     a, b = kernel(words(X.address), name="a"), kernel(words(X.address), name="b")
     (renamed,) = run(graph(a, a), graph(a, b)).findings
     assert (renamed.kind, renamed.place) == (FindingKind.CHANGED, (1,))
-    assert "got 'a' in the first capture and 'b' in the second" in renamed.text
+    assert "the captures differ, 'a' in the first and 'b' in the second" in renamed.text
     (missing,) = run(graph(a, b), graph(a)).findings
     assert (missing.node, missing.place) == ("b", ())
     (further,) = run(graph(a), graph(a, b)).findings
@@ -160,7 +160,7 @@ def test_other_nodes() -> None:
     assert "with grid (1, 1, 1) and then (2, 1, 1)" in grid.text
 
 
-def test_captures_that_differ_are_still_audited() -> None:
+def test_different_captures_are_still_audited() -> None:
     first = graph(kernel(words(X.address), name="prepare"), kernel(words(FIRST.address)))
     report = run(first, graph(kernel(words(FIRST.address, LEAK.address))))
     kinds = [(finding.kind, finding.address) for finding in report.findings]
@@ -169,7 +169,7 @@ def test_captures_that_differ_are_still_audited() -> None:
     ]  # fmt: skip
 
 
-def test_allowances_and_early_starts_are_as_of_one_audit() -> None:
+def test_exceptions_and_early_starts_work_as_in_a_single_audit() -> None:
     report = run(
         graph(kernel(words(LEAK.address))),
         graph(kernel(words(LEAK.address))),
@@ -181,7 +181,7 @@ def test_allowances_and_early_starts_are_as_of_one_audit() -> None:
 
 def test_two_captures_need_two_pools() -> None:
     view, memory = graph(kernel(words(FIRST.address))), MemoryMap([FIRST])
-    with pytest.raises(ConfigError, match="capture: expected a pool of its own at each call, got one pool for both"):
+    with pytest.raises(ConfigError, match="capture: both calls captured into one pool"):
         audit_twice(lambda: view, lambda view: memory, driver=FakeDriver())
 
 
@@ -197,7 +197,7 @@ def test_wrong_arguments(capture, memory, message: str) -> None:
         audit_twice(capture, memory)
 
 
-def test_the_first_graph_lives_until_the_end() -> None:
+def test_the_first_graph_is_kept_until_the_end() -> None:
     alive: list[str] = []
 
     class Graph:

@@ -1,4 +1,4 @@
-"""Right steps of other libraries: neither the audit nor verify has anything to say about them."""
+"""Correct steps of other libraries have no findings of audit or verify."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ def random(case: int, *shape: int, high: int = 97) -> torch.Tensor:
 
 
 def audited(step: Callable[[], Any], device: torch.device, **owned: Any) -> Audit:
-    """The audit of a graph of the step, captured twice."""
+    """Audit a step that is captured twice."""
     recorders: list[Recorder] = []
     graphs: list[CapturedGraph] = []
 
     def capture() -> CapturedGraph:
-        recorder = make_recorder(device)  # each has a pool of its own
+        recorder = make_recorder(device)  # each has its own pool
         recorders.append(recorder)
         with recorder.session(), torch.inference_mode():
             recorder.warm_up(step, lambda: None)
-            graphs.append(recorder.record(step, BatchDescriptor.decode(ROWS), lambda: None))
+            graphs.append(recorder.capture(step, BatchDescriptor.decode(ROWS), lambda: None))
         return graphs[-1]
 
     def memory(graph: CapturedGraph) -> MemoryMap:
@@ -68,8 +68,8 @@ def audited(step: Callable[[], Any], device: torch.device, **owned: Any) -> Audi
             recorder.close()
 
 
-def test_a_model_of_transformers(model: Any, device: torch.device) -> None:
-    """A whole forward pass over ragged rows, whose mask is an input: without one the model itself reads the device."""
+def test_transformers_model(model: Any, device: torch.device) -> None:
+    """A forward pass over sequences of different lengths. Without the mask as an input, the model reads the device."""
 
     def step(input_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return model(input_ids=input_ids, attention_mask=mask, use_cache=False).logits
@@ -88,7 +88,7 @@ def test_a_model_of_transformers(model: Any, device: torch.device) -> None:
 
 
 class StaticCacheDecode:
-    """A decode step of `transformers` over its static cache, which counts its own tokens on the device."""
+    """A decode step of `transformers` with its static cache, which counts its tokens on the device."""
 
     def __init__(self, model: Any, device: torch.device) -> None:
         self.model, self.cache = model, transformers.StaticCache(config=model.config, max_cache_len=LONGEST)
@@ -119,7 +119,7 @@ class StaticCacheDecode:
         ).logits
 
 
-def test_a_static_cache_of_transformers(model: Any, device: torch.device) -> None:
+def test_transformers_static_cache(model: Any, device: torch.device) -> None:
     step = StaticCacheDecode(model, device)
     report = verify(step, lambda case: {"tokens": random(case, ROWS, 1), "length": 1})
     assert report.ok, str(report)
@@ -128,7 +128,7 @@ def test_a_static_cache_of_transformers(model: Any, device: torch.device) -> Non
     assert not found.findings, str(found)
 
 
-def test_a_step_of_an_optimizer(device: torch.device) -> None:
+def test_optimizer_step(device: torch.device) -> None:
     """On CUDA its kernels take dozens of addresses in one list, whose tail no launch writes: words there may look like
     addresses of freed blocks, and the audit says that they may be numbers."""
     weights = {f"w{at}": torch.ones(3 + 7 * at, device=device) for at in range(40)}
@@ -143,7 +143,7 @@ def test_a_step_of_an_optimizer(device: torch.device) -> None:
         return weights["w39"].sum()
 
     with torch.inference_mode():
-        step()  # makes the state
+        step()  # creates the state
     state = {
         f"{name} of {number}": value for number, of in enumerate(optimizer.state.values()) for name, value in of.items()
     }
@@ -153,8 +153,8 @@ def test_a_step_of_an_optimizer(device: torch.device) -> None:
 
 
 @pytest.mark.gpu
-def test_a_step_of_flash_attention_3() -> None:
-    """Paged decode attention with its own choice of splits, for lengths that shrink and grow."""
+def test_flash_attention_3_step() -> None:
+    """Paged decode attention with automatic splits, for lengths that shrink and grow."""
     backend = backend_class("flash_attn3")
     if (reason := backend.unavailable()) is not None:
         pytest.skip(f"flash_attn3: {reason}")

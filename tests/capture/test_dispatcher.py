@@ -1,4 +1,4 @@
-"""Ladders, keys and dispatch: padding upwards, counted reasons, capacity errors."""
+"""Capture sizes, graph keys and dispatch: padding to the next size, reasons for eager steps, capacity errors."""
 
 from __future__ import annotations
 
@@ -8,96 +8,171 @@ from graphrt.capture.descriptor import BatchDescriptor, GraphKind, default_decod
 from graphrt.capture.dispatcher import Dispatcher
 from graphrt.kernels.errors import CapacityError, ConfigError
 
+EIGHTS = tuple(range(8, 257, 8))
+
 
 def make(**changes) -> Dispatcher:
     settings = {
-        "max_num_reqs": 16,
-        "max_num_tokens": 64,
-        "query_len": 1,
-        "decode_sizes": (1, 2, 4, 8),
-        "mixed_sizes": (32, 64),
-        "graph_unsupported_reason": lambda descriptor: None,
-        "use_graphs": True,
-    }
+        "max_num_reqs": 10, "max_num_tokens": 40, "query_len": 1, "decode_sizes": (1, 2, 4, 10),
+        "mixed_sizes": (16, 40), "graph_unsupported_reason": lambda descriptor: None, "use_graphs": True,
+    }  # fmt: skip
     return Dispatcher(**(settings | changes))
+
+
+# -- default capture sizes
 
 
 @pytest.mark.parametrize(
     ("maximum", "expected"),
     [
-        (1, (1,)),
-        (3, (1, 2, 3)),
-        (4, (1, 2, 4)),
-        (10, (1, 2, 4, 8, 10)),
-        (256, (1, 2, 4, *range(8, 257, 8))),
-        (300, (1, 2, 4, *range(8, 257, 8), 272, 288, 300)),
+        (1, (1,)), (2, (1, 2)), (3, (1, 2, 3)), (4, (1, 2, 4)), (7, (1, 2, 4, 7)), (8, (1, 2, 4, 8)),
+        (9, (1, 2, 4, 8, 9)), (16, (1, 2, 4, 8, 16)), (255, (1, 2, 4, *EIGHTS[:-1], 255)), (256, (1, 2, 4, *EIGHTS)),
+        (257, (1, 2, 4, *EIGHTS, 257)), (271, (1, 2, 4, *EIGHTS, 271)), (272, (1, 2, 4, *EIGHTS, 272)),
+        (273, (1, 2, 4, *EIGHTS, 272, 273)), (300, (1, 2, 4, *EIGHTS, 272, 288, 300)),
     ],
-)
-def test_decode_ladder(maximum: int, expected: tuple[int, ...]) -> None:
+)  # fmt: skip
+def test_default_decode_sizes(maximum: int, expected: tuple[int, ...]) -> None:
     assert default_decode_sizes(maximum) == expected
 
 
-def test_the_default_ladder_has_35_sizes() -> None:
-    assert len(default_decode_sizes(256)) == 35
-
-
 @pytest.mark.parametrize(
-    ("maximum", "expected"), [(1, (1,)), (64, (64,)), (100, (64, 100)), (2048, (64, 128, 256, 512, 1024, 2048))]
-)
-def test_mixed_ladder(maximum: int, expected: tuple[int, ...]) -> None:
-    assert default_mixed_sizes(maximum) == expected
-
-
-@pytest.mark.parametrize(("num_reqs", "padded"), [(1, 1), (2, 2), (3, 4), (5, 8), (8, 8)])
-def test_decode_pads_up(num_reqs: int, padded: int) -> None:
-    target = make().dispatch(num_reqs, num_reqs, uniform=True)
-    assert target.descriptor == BatchDescriptor.decode(padded)
-    assert target.why_eager == ""
-
-
-def test_mixed_pads_tokens_and_bounds_rows() -> None:
-    target = make().dispatch(3, 33, uniform=False)
-    assert target.descriptor == BatchDescriptor.mixed(64, 16)
-    assert make(max_num_reqs=64).dispatch(3, 20, uniform=False).descriptor == BatchDescriptor.mixed(32, 32)
-
-
-def test_query_len_multiplies_tokens() -> None:
-    descriptor = make(query_len=3, decode_sizes=(4,)).dispatch(3, 9, uniform=True).descriptor
-    assert (descriptor.padded_reqs, descriptor.padded_tokens, descriptor.query_len) == (4, 12, 3)
-
-
-@pytest.mark.parametrize(
-    ("changes", "num_reqs", "num_tokens", "uniform", "reason"),
+    ("maximum", "smallest", "expected"),
     [
-        ({}, 9, 9, True, "no decode graph for 9 rows: the largest captured is 8"),
-        ({"mixed_sizes": ()}, 2, 20, False, "no mixed graph for 20 tokens: the largest captured is 0"),
-        ({"use_graphs": False}, 2, 2, True, "graphs are switched off"),
-        ({"graph_unsupported_reason": lambda d: "backend says no"}, 2, 2, True, "backend says no"),
+        (1, 64, (1,)), (63, 64, (63,)), (64, 64, (64,)), (65, 64, (64, 65)), (129, 64, (64, 128, 129)),
+        (2048, 64, (64, 128, 256, 512, 1024, 2048)), (100, 10, (10, 20, 40, 80, 100)), (5, 10, (5,)),
     ],
-    ids=["over-capture_sizes", "no-capture_sizes", "off", "backend"],
+)  # fmt: skip
+def test_default_mixed_sizes(maximum: int, smallest: int, expected: tuple[int, ...]) -> None:
+    assert default_mixed_sizes(maximum, smallest) == expected
+    if smallest == 64:
+        assert default_mixed_sizes(maximum) == expected
+
+
+@pytest.mark.parametrize("sizes", [default_decode_sizes, default_mixed_sizes])
+@pytest.mark.parametrize("maximum", [0, -1])
+def test_a_maximum_below_one_raises(sizes, maximum: int) -> None:
+    with pytest.raises(ConfigError, match=f"expected at least 1, got {maximum}"):
+        sizes(maximum)
+
+
+# -- keys
+
+
+def test_keys_differ_by_each_of_their_fields() -> None:
+    keys = [
+        BatchDescriptor.decode(4), BatchDescriptor.mixed(4, 4), BatchDescriptor.decode(2, 2),
+        BatchDescriptor.mixed(4, 2), BatchDescriptor.decode(1, 4), BatchDescriptor.mixed(5, 4),
+    ]  # fmt: skip
+    assert len(set(keys)) == len({hash(key) for key in keys}) == len(keys)
+    for key in keys:
+        same = BatchDescriptor(key.kind, key.padded_reqs, key.padded_tokens, key.query_len)
+        assert (same, hash(same)) == (key, hash(key))
+    assert [(k.padded_reqs, k.padded_tokens, k.query_len) for k in keys] == [
+        (4, 4, 1), (4, 4, 0), (2, 4, 2), (2, 4, 0), (1, 4, 4), (4, 5, 0)
+    ]  # fmt: skip
+    assert [str(k) for k in keys[:3]] == ["decode[4]", "mixed[4 tokens, 4]", "decode[2 x 2]"]
+    assert BatchDescriptor(GraphKind.DECODE, 3, 3) == BatchDescriptor.decode(3)
+    assert "hash" not in repr(keys[0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "reqs", "tokens", "query_len", "text"),
+    [
+        (GraphKind.DECODE, 0, 0, 1, "padded_reqs: expected an int >= 1, got 0"),
+        (GraphKind.MIXED, 0, 1, 0, "padded_reqs: expected an int >= 1, got 0"),
+        (GraphKind.MIXED, 1, 0, 0, "padded_tokens: expected an int >= 1, got 0"),
+        (GraphKind.DECODE, 2, 3, 1, r"padded_tokens: expected padded_reqs \* query_len = 2 in a decode graph, got 3"),
+        (GraphKind.DECODE, 2, 2, 2, r"padded_tokens: expected padded_reqs \* query_len = 4 in a decode graph, got 2"),
+        (GraphKind.DECODE, -1, -1, 1, "padded_reqs: expected an int >= 1, got -1"),
+    ],
+    ids=str,
 )
-def test_steps_without_a_graph_say_why(changes, num_reqs, num_tokens, uniform, reason) -> None:
-    assert reason in make(**changes).dispatch(num_reqs, num_tokens, uniform).why_eager
+def test_inconsistent_keys_raise(kind: GraphKind, reqs: int, tokens: int, query_len: int, text: str) -> None:
+    with pytest.raises(ConfigError, match=rf"BatchDescriptor\.{text}"):
+        BatchDescriptor(kind, reqs, tokens, query_len)
 
 
-@pytest.mark.parametrize(("num_reqs", "num_tokens"), [(17, 17), (2, 65)])
-def test_over_capacity_raises_with_the_numbers(num_reqs: int, num_tokens: int) -> None:
-    with pytest.raises(CapacityError, match=f"at most 16 requests and 64 tokens, got {num_reqs} .* {num_tokens}"):
-        make().dispatch(num_reqs, num_tokens, uniform=num_reqs == num_tokens)
+# -- dispatch
 
 
-def test_keys_are_mixed_first_and_largest_first() -> None:
+@pytest.mark.parametrize("query_len", [1, 3])
+def test_a_batch_is_padded_to_the_smallest_size_that_fits(query_len: int) -> None:
+    dispatcher = make(query_len=query_len)
+    for reqs in range(1, 11):
+        target = dispatcher.dispatch(reqs, reqs * query_len, True)
+        want = min(size for size in (1, 2, 4, 10) if size >= reqs)
+        assert (target.descriptor, target.why_eager) == (BatchDescriptor.decode(want, query_len), "")
+    for tokens in range(2, 41):
+        target = dispatcher.dispatch(2, tokens, False)
+        assert (target.descriptor, target.why_eager) == (BatchDescriptor.mixed(16 if tokens <= 16 else 40, 10), "")
+    assert dispatcher.dispatch(10, 40, False).descriptor == BatchDescriptor.mixed(40, 10)
+
+
+@pytest.mark.parametrize("uniform", [True, False])
+@pytest.mark.parametrize(("reqs", "tokens"), [(11, 11), (11, 40), (1, 41), (10, 41), (11, 41)])
+def test_a_batch_over_capacity_raises(reqs: int, tokens: int, uniform: bool) -> None:
+    text = f"at most 10 requests and 40 tokens, got {reqs} requests and {tokens} tokens"
+    with pytest.raises(CapacityError, match=text):
+        make().dispatch(reqs, tokens, uniform)
+
+
+@pytest.mark.parametrize(
+    ("changes", "batch", "descriptor", "why"),
+    [
+        ({"decode_sizes": (4,)}, (5, 5, True), BatchDescriptor.decode(5),
+         "no decode graph for 5 requests: the largest captured is 4"),
+        ({"decode_sizes": (4,)}, (10, 10, True), BatchDescriptor.decode(10),
+         "no decode graph for 10 requests: the largest captured is 4"),
+        ({"mixed_sizes": (16,)}, (1, 17, False), BatchDescriptor.mixed(17, 10),
+         "no mixed graph for 17 tokens: the largest captured is 16"),
+        ({"mixed_sizes": ()}, (2, 20, False), BatchDescriptor.mixed(20, 10),
+         "no mixed graph for 20 tokens: the largest captured is 0"),
+        ({"mixed_sizes": (5, 40)}, (2, 5, False), BatchDescriptor.mixed(5, 5), ""),
+        ({"max_num_reqs": 64}, (3, 12, False), BatchDescriptor.mixed(16, 16), ""),
+        ({"use_graphs": False}, (2, 2, True), BatchDescriptor.decode(2),
+         "graphs are switched off (use_graphs=False)"),
+    ],
+)  # fmt: skip
+def test_a_size_without_a_graph_is_not_padded_and_has_a_reason(changes, batch, descriptor, why: str) -> None:
+    target = make(**changes).dispatch(*batch)
+    assert (target.descriptor, target.why_eager) == (descriptor, why)
+
+
+def test_a_backend_may_support_some_sizes_only() -> None:
+    reason = lambda d: "too small" if d.padded_tokens < 4 else None  # noqa: E731
+    dispatcher = make(graph_unsupported_reason=reason)
+    assert [d.padded_tokens for d in dispatcher.captured()] == [40, 16, 10, 4]
+    assert dispatcher.dispatch(2, 2, True).why_eager == "too small"
+    assert dispatcher.dispatch(3, 3, True).why_eager == ""
+    off = make(use_graphs=False, graph_unsupported_reason=reason)
+    assert off.dispatch(10, 10, True).why_eager == "graphs are switched off (use_graphs=False)"
+
+
+def test_mixed_sizes_are_captured_first_and_largest_first() -> None:
     keys = make().captured()
     assert [k.kind for k in keys] == [GraphKind.MIXED] * 2 + [GraphKind.DECODE] * 4
-    assert [k.padded_tokens for k in keys] == [64, 32, 8, 4, 2, 1]
+    assert [k.padded_tokens for k in keys] == [40, 16, 10, 4, 2, 1]
     assert make(use_graphs=False).captured() == ()
 
 
-def test_a_descriptor_is_consistent() -> None:
-    with pytest.raises(ConfigError, match="padded_reqs x query_len = 4"):
-        BatchDescriptor(GraphKind.DECODE, 2, 5, 2)
-    with pytest.raises(ConfigError, match=r"BatchDescriptor\.padded_reqs: expected an int >= 1, got 0"):
-        BatchDescriptor.decode(0)
-    assert str(BatchDescriptor.decode(8)) == "decode[8]"
-    assert str(BatchDescriptor.decode(8, 3)) == "decode[8 x 3]"
-    assert str(BatchDescriptor.mixed(64, 16)) == "mixed[64 tokens, 16]"
+# -- dispatch to a given size
+
+
+def test_a_given_size_must_fit_the_batch() -> None:
+    dispatcher, mixed, decode = make(), BatchDescriptor.mixed(16, 10), BatchDescriptor.decode(2)
+    assert dispatcher.at(mixed, 10, 16, uniform=False).descriptor == mixed
+    assert dispatcher.at(decode, 2, 2, uniform=True).descriptor == decode
+    for descriptor, reqs, tokens, uniform in ((mixed, 11, 16, False), (mixed, 10, 17, False), (decode, 2, 2, False)):
+        with pytest.raises(CapacityError, match=f"does not fit {reqs} requests and {tokens} tokens"):
+            dispatcher.at(descriptor, reqs, tokens, uniform)
+
+
+@pytest.mark.parametrize(
+    "descriptor",
+    [BatchDescriptor.decode(3), BatchDescriptor.decode(11), BatchDescriptor.mixed(16, 9), BatchDescriptor.mixed(41, 10),
+     BatchDescriptor.mixed(15, 10), BatchDescriptor.decode(2, 2)],
+    ids=str,
+)  # fmt: skip
+def test_a_given_size_must_be_one_that_batches_are_padded_to(descriptor: BatchDescriptor) -> None:
+    with pytest.raises(ConfigError, match="is not a size that this runtime pads to"):
+        make().at(descriptor, 1, 1, uniform=True)

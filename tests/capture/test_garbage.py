@@ -1,4 +1,4 @@
-"""Collections of garbage while a graph is captured or verified."""
+"""Garbage collection while a graph is captured or verified."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import weakref
 from graphrt.capture.garbage import older_objects_set_aside
 
 
-class Ring:
-    """Garbage that a collection alone finds."""
+class Cycle:
+    """An object that only a garbage collection frees."""
 
     def __init__(self) -> None:
         self.own = self
 
 
-def test_a_collection_within_takes_what_the_block_made() -> None:
-    old = Ring()
+def test_a_collection_in_the_block_frees_only_objects_made_in_the_block() -> None:
+    old = Cycle()
     before, old_one = gc.get_freeze_count(), weakref.ref(old)
     with older_objects_set_aside():
         del old
-        young = weakref.ref(Ring())
+        young = weakref.ref(Cycle())
         gc.collect()
         assert young() is None
         assert old_one() is not None
@@ -30,13 +30,13 @@ def test_a_collection_within_takes_what_the_block_made() -> None:
     assert old_one() is None
 
 
-def test_a_block_that_raises_sets_nothing_aside_for_good() -> None:
+def test_a_block_that_raises_unfreezes() -> None:
     with contextlib.suppress(ValueError), older_objects_set_aside():
         raise ValueError
     assert gc.get_freeze_count() == 0
 
 
-def test_what_the_caller_froze_stays_so() -> None:
+def test_objects_frozen_by_the_caller_stay_frozen() -> None:
     gc.freeze()
     try:
         before = gc.get_freeze_count()

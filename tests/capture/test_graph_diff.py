@@ -1,4 +1,4 @@
-"""Two graphs compared: two captures of a step are one graph, and two sizes differ in what depends on the size."""
+"""diff() and fingerprint(): equal captures, and each kind of difference."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from graphrt.capture.inspect.cuda import inspect_graph
 from graphrt.capture.inspect.diff import Change, GraphDiff, Level, NodeDiff, diff, fingerprint
 from graphrt.capture.inspect.memory import MemoryMap, Owner, Region
 from graphrt.capture.inspect.view import Argument, Edge, GraphView, Node, NodeKind, Operand
-from graphrt.capture.op_trace import OpTraceRecorder
-from tests.capture.test_loop import CPU, KEY
+from tests.support.capture_rig import CPU, op_trace_of
 from tests.support.fake_graphs import number, word
 
 X, POOL, WEIGHT = 0x7F0000000000, 0x7F1000000000, 0x7F2000000000
@@ -41,7 +40,7 @@ def memory(pool: int = POOL, blocks: tuple[int, ...] = (4096, 4096)) -> MemoryMa
 
 
 def same_levels(found: GraphDiff, a: GraphView, b: GraphView, *maps: MemoryMap | None) -> GraphDiff:
-    """Fingerprints say the same as the comparison, level by level, and so does the comparison the other way round."""
+    """Check that fingerprints agree with the comparison at each level, and that the comparison is symmetric."""
     map_a, map_b = maps or (None, None)
     one, other = fingerprint(a, map_a), fingerprint(b, map_b)
     levels = (found.equal_topology, found.equal_launches, found.equal)
@@ -60,11 +59,11 @@ def compared(a: GraphView, b: GraphView, *maps: MemoryMap | None) -> GraphDiff:
 # -- kernels
 
 
-def test_what_is_equal() -> None:
+def test_equal_graphs() -> None:
     view = chain(kernel("f", number(3)), kernel("g", word(X)))
     found = compared(view, view)
     assert (found.equal, found.equal_launches, found.equal_topology, found.nodes) == (True, True, True, ())
-    assert str(found) == "equal: 2 nodes, the same topology, launches and arguments"
+    assert str(found) == "equal: 2 nodes with equal topology, launches and arguments"
 
 
 CHANGED = {
@@ -101,7 +100,7 @@ CHANGED = {
 
 
 @pytest.mark.parametrize("case", CHANGED)
-def test_each_thing_that_may_differ(case: str) -> None:
+def test_each_kind_of_difference(case: str) -> None:
     fields, level, change = CHANGED[case]
     before = chain(kernel("e"), kernel("f", number(3)), kernel("g"))
     nodes = (before.nodes[0], replace(before.nodes[1], **fields), before.nodes[2])
@@ -148,7 +147,7 @@ def test_bodies() -> None:
 # -- nodes that one graph alone has
 
 
-def test_a_node_more() -> None:
+def test_an_additional_node() -> None:
     layer = [kernel("norm"), kernel("gemm"), kernel("attend"), kernel("gemm")]
     before = chain(*layer * 6)
     nodes = [*layer * 3, kernel("split"), *layer * 3]
@@ -164,8 +163,8 @@ def test_a_node_more() -> None:
     assert "+ kernel split at 12" in str(found)
 
 
-def test_what_has_another_name_is_matched_by_where_it_stands() -> None:
-    """As matrix products have for another batch size, and one of them with a reduction behind it."""
+def test_nodes_with_other_names_are_matched_by_position() -> None:
+    """As matrix products for another batch size, one of them followed by a reduction."""
     before = chain(kernel("norm"), kernel("gemm_16"), kernel("attend"), kernel("gemm_16"), kernel("end"))
     after = chain(
         kernel("norm"), kernel("gemm_64"), kernel("attend"), kernel("gemm_64"), kernel("reduce"), kernel("end")
@@ -190,7 +189,7 @@ def test_nodes_are_matched_in_order_and_once(seed: int) -> None:
     renamed = {node.before[0]: node.after[0] for node in found.nodes if node.before and node.after}
     assert removed == sorted(set(removed))
     assert added == sorted(set(added))
-    # What is left of both sides after that is one sequence.
+    # After removing the differences, both sequences are equal.
     left = [f"{i}!" if i in renamed else name for i, name in enumerate(names) if i not in removed]
     back = {after: before for before, after in renamed.items()}
     right = [f"{back[j]}!" if j in back else name for j, name in enumerate(other) if j not in added]
@@ -199,7 +198,7 @@ def test_nodes_are_matched_in_order_and_once(seed: int) -> None:
 
 
 def longest_common(a: list[str], b: list[str]) -> int:
-    """By the book's table."""
+    """Length of a longest common subsequence by dynamic programming."""
     table = [[0] * (len(b) + 1) for _ in range(len(a) + 1)]
     for i, x in enumerate(a):
         for j, y in enumerate(b):
@@ -208,7 +207,7 @@ def longest_common(a: list[str], b: list[str]) -> int:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_as_many_nodes_as_can_be_are_matched_by_name(seed: int) -> None:
+def test_the_number_of_name_matches_is_maximal(seed: int) -> None:
     rng = random.Random(seed)
     a, b = ([rng.choice("abc") for _ in range(rng.randrange(15))] for _ in range(2))
     pairs = list(aligned(*([("kernel", name) for name in side] for side in (a, b))))
@@ -222,16 +221,16 @@ def test_kinds_are_not_mixed() -> None:
     assert list(aligned(a, b)) == [(0, None), (1, 0), (None, 1)]
 
 
-def test_graphs_that_have_nothing_in_common(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_with_nothing_in_common(monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = ([("kernel", f"{side}{at}") for at in range(100)] for side in "ab")
     matched = list(aligned(a, [*b, ("kernel", "c")]))
     assert matched == [*((at, at) for at in range(100)), (None, 100)]
     monkeypatch.setattr(align, "_MOST_EDITS", 10)
-    assert list(aligned(a, [*b, ("kernel", "c")])) == matched, "as where the search was given up"
+    assert list(aligned(a, [*b, ("kernel", "c")])) == matched, "as if the search was given up"
 
 
-def test_long_graphs_take_no_time() -> None:
-    """Of 20,000 nodes, in layers: one more in the middle; and another product in every layer of a graph of 2,000."""
+def test_long_graphs_are_compared_quickly() -> None:
+    """One additional node among 20,000, and another product in every layer of 2,000 nodes."""
     layer = [kernel(name) for name in ("norm", "qkv", "rope", "write", "attend", "out", "norm", "up", "act", "down")]
     start = time.perf_counter()
     long = chain(*layer * 2000)
@@ -242,14 +241,14 @@ def test_long_graphs_take_no_time() -> None:
     found = diff(small, chain(*swapped * 200))
     assert len(found.nodes) == 200
     assert len({node.before for node in found.nodes}) == 200
-    assert str(found).count("\n") < 5, "nodes that differ alike stand once"
+    assert str(found).count("\n") < 5, "nodes with equal differences are grouped"
     assert "200 x kernel up at 7, 17, 27" in str(found)
     assert time.perf_counter() - start < 15
 
 
-def test_texts_end_somewhere() -> None:
-    """A line per node and one per change; 60 of them, then how many more."""
-    for count, lines, last in ((30, 61, "    argument 0: 29 -> 1029"), (31, 62, "... and 2 lines more")):
+def test_the_text_of_a_comparison_is_cut() -> None:
+    """A line per node and per change; 60 lines, then the number of further lines."""
+    for count, lines, last in ((30, 61, "    argument 0: 29 -> 1029"), (31, 62, "... and 2 more lines")):
         a, b = (chain(*(kernel("f" * (1 + at), number(at + more)) for at in range(count))) for more in (0, 1000))
         text = str(compared(a, b)).splitlines()
         assert len(text) == lines
@@ -271,7 +270,7 @@ def test_addresses_are_compared_by_region_and_offset() -> None:
     assert compared(here, elsewhere, *maps).equal
     assert compared(here, elsewhere).nodes[0].changes == (
         Change(Level.ARGUMENTS, "argument 1", hex(POOL + 32), hex(POOL + 0x100020)),
-    ), "without maps by value"
+    ), "without maps, addresses are compared by value"
     moved = chain(kernel("f", word(X + 24), word(POOL + 32)))
     (node,) = compared(here, moved, memory(), memory()).nodes
     assert node.changes == (Change(Level.ARGUMENTS, "argument 0", "x+0x10", "x+0x18"),)
@@ -280,14 +279,14 @@ def test_addresses_are_compared_by_region_and_offset() -> None:
     assert node.changes == (Change(Level.ARGUMENTS, "argument 0", "x+0x10", "0x7f3000000010"),)
 
 
-def test_one_region_in_place_of_another() -> None:
+def test_another_region() -> None:
     here, there = chain(kernel("f", word(X))), chain(kernel("f", word(WEIGHT)))
     (node,) = compared(here, there, memory(), memory()).nodes
     assert node.changes == (Change(Level.ARGUMENTS, "argument 0", "x+0x0", "w+0x0"),)
 
 
 def test_blocks_of_pools_are_matched_by_first_use() -> None:
-    """Their names are those of one capture. What counts is where the same block is used again."""
+    """Their names differ between captures. Repeated use of the same block is compared."""
     a, b = POOL, POOL + 4096
     straight = chain(kernel("f", word(a), word(b)), kernel("g", word(b), word(a)))
     swapped = chain(kernel("f", word(b), word(a)), kernel("g", word(a), word(b)))
@@ -302,7 +301,7 @@ def test_blocks_of_pools_are_matched_by_first_use() -> None:
 
 
 def test_addresses_within_structs() -> None:
-    """At offsets of 8 bytes from where the arguments begin, not from where the struct does."""
+    """At multiples of 8 bytes from the start of all arguments, not of the struct."""
     here = Argument(4, number(1) + word(X) + number(2) + number(3))
     there = Argument(4, number(1) + word(X + 4096 * 5) + number(2) + number(4))
     moved = MemoryMap([Region("x", Owner.STATIC, X + 4096 * 5, 4096)])
@@ -312,7 +311,7 @@ def test_addresses_within_structs() -> None:
     assert "(in a struct)" in str(node.changes[0])
 
 
-def test_words_that_are_known_to_be_no_addresses() -> None:
+def test_words_known_to_be_numbers() -> None:
     here, there = (Argument(0, word(X + at), "n", ()) for at in (0, 0x100000))
     moved = MemoryMap([Region("x", Owner.STATIC, X + 0x100000, 4096)])
     views = [chain(replace(kernel("f"), arguments=(one,))) for one in (here, there)]
@@ -321,7 +320,7 @@ def test_words_that_are_known_to_be_no_addresses() -> None:
     assert compared(*pointers, memory(), moved).equal
 
 
-def test_memory_that_the_graph_allocates_is_matched_by_first_use() -> None:
+def test_allocations_of_the_graph_are_matched_by_first_use() -> None:
     def capture(at: int) -> GraphView:
         made = Node(NodeKind.ALLOC, "allocation", operands=(Operand("memory", at, 64, written=True),))
         return chain(made, kernel("f", word(at + 8)), Node(NodeKind.FREE, "free", operands=(Operand("memory", at, 0),)))
@@ -354,7 +353,7 @@ def random_view(rng: random.Random, depth: int, count: int) -> GraphView:
 
 
 def varied(rng: random.Random, view: GraphView) -> GraphView:
-    """The view with one of its nodes or edges replaced, at times by an equal one, and maybe fewer of them."""
+    """Return the view with one node or edge replaced, sometimes by an equal one, or removed."""
     nodes, edges, at = list(view.nodes), list(view.edges), rng.randrange(len(view.nodes))
     kind = rng.randrange(4)
     if kind == 0:
@@ -370,7 +369,7 @@ def varied(rng: random.Random, view: GraphView) -> GraphView:
 
 
 def test_fingerprints_and_comparisons_agree() -> None:
-    """On random graphs, in pools that lie elsewhere and are cut into other blocks."""
+    """On random graphs, in pools at other addresses and with other blocks."""
     rng, seen = random.Random(0), [0, 0, 0, 0]
     for _ in range(800):
         view = random_view(rng, 2, rng.randrange(1, 6))
@@ -385,7 +384,7 @@ def test_fingerprints_and_comparisons_agree() -> None:
 
 
 class Toy:
-    """A step of a few ops on static buffers, for any number of rows."""
+    """A step of a few ops on static buffers for any number of requests."""
 
     def __init__(self) -> None:
         rng = torch.Generator().manual_seed(0)
@@ -395,30 +394,30 @@ class Toy:
     def step(self, rows: int) -> torch.Tensor:
         hidden = torch.empty(rows, 16)
         torch.mm(self.x[:rows], self.weight, out=hidden)
-        scale = self.weight.amax()  # of the weight alone
+        scale = self.weight.amax()  # reads the weight only
         self.out[:rows].copy_(torch.tanh(hidden / scale))
-        self.table.add_(1)  # of all rows
+        self.table.add_(1)  # all requests
         return self.out[:rows] * 2
 
     def view(self, rows: int) -> GraphView:
-        return inspect_graph(OpTraceRecorder().record(lambda: self.step(rows), KEY, lambda: None))
+        return inspect_graph(op_trace_of(lambda: self.step(rows)))
 
     def memory(self) -> MemoryMap:
         names = {"x": Owner.STATIC, "table": Owner.STATIC, "weight": Owner.WEIGHT, "out": Owner.STATIC}
         return MemoryMap(Region(n, o, getattr(self, n).data_ptr(), getattr(self, n).nbytes) for n, o in names.items())
 
 
-def test_two_captures_of_a_step_are_one_graph() -> None:
+def test_two_captures_of_a_step_are_equal() -> None:
     toy = Toy()
     first, second = toy.view(4), toy.view(4)
-    assert [node.operands for node in first.nodes] != [node.operands for node in second.nodes], "memory of their own"
+    assert [node.operands for node in first.nodes] != [node.operands for node in second.nodes], "different memory"
     assert compared(first, second).equal
     other = Toy()
     assert not compared(first, other.view(4)).equal
     assert compared(first, other.view(4), toy.memory(), other.memory()).equal
 
 
-def test_a_buffer_that_was_replaced_shows() -> None:
+def test_a_replaced_buffer_is_a_difference() -> None:
     toy = Toy()
     first = toy.view(4)
     kept, toy.x = toy.x, toy.x.clone()
@@ -429,7 +428,7 @@ def test_a_buffer_that_was_replaced_shows() -> None:
     assert (node.changes[0].before, node.changes[0].after) == (f"at {kept.data_ptr():#x}", "at x+0x0")
 
 
-def test_sizes_differ_in_what_depends_on_the_size() -> None:
+def test_two_sizes_differ_in_arguments_that_depend_on_the_size() -> None:
     toy = Toy()
     found = compared(toy.view(2), toy.view(4), toy.memory(), toy.memory())
     assert (found.equal_topology, found.equal_launches, found.equal) == (True, True, False)
@@ -440,11 +439,11 @@ def test_sizes_differ_in_what_depends_on_the_size() -> None:
         "op aten.tanh.default": ("operand self", "operand out"),
         "op aten.copy_.default": ("operand self", "operand src"),
         "op aten.mul.Tensor": ("operand self", "operand out"),
-    }, "neither the op on the weight nor that on the table"
+    }, "the ops on the weight and on the table are equal"
     assert "op aten.mm.out at 1\n    operand self: 128 bytes -> 256 bytes\n    operand out: 128" in str(found)
 
 
-def test_operands_tell_what_differs_alone() -> None:
+def test_operand_differences_show_only_what_differs() -> None:
     def copy(**fields) -> GraphView:
         return chain(
             Node(NodeKind.MEMCPY, "c", operands=(Operand(**({"role": "src", "address": X, "nbytes": 4} | fields)),))
@@ -463,18 +462,18 @@ def test_operands_tell_what_differs_alone() -> None:
         assert [str(change) for change in node.changes] == [f"operand src: {text}"]
 
 
-def test_a_scalar_of_the_host_shows() -> None:
+def test_a_frozen_scalar_is_a_difference() -> None:
     toy, scale = Toy(), [2.0]
     step = lambda: toy.x * scale[0]  # noqa: E731
-    record: Callable[[], GraphView] = lambda: inspect_graph(OpTraceRecorder().record(step, KEY, lambda: None))  # noqa: E731
-    first = record()
+    view: Callable[[], GraphView] = lambda: inspect_graph(op_trace_of(step))  # noqa: E731
+    first = view()
     scale[0] = 3.0
-    (node,) = compared(first, record()).nodes
+    (node,) = compared(first, view()).nodes
     assert node.changes == (Change(Level.ARGUMENTS, "scalar other", "2.0", "3.0"),)
 
 
 def test_sizes_of_a_step_of_graphrt() -> None:
-    """The same ops; the pages of the cache and the weights are the same memory, and what rows have grows."""
+    """The ops, cache and weights are the same; tensors with an entry per request are larger."""
     from tests.support.toy import make_rig
 
     rig = make_rig(CPU, decode_sizes=(2, 4), mixed_sizes=(16,))
@@ -488,4 +487,4 @@ def test_sizes_of_a_step_of_graphrt() -> None:
     again = make_rig(CPU, decode_sizes=(2, 4), mixed_sizes=(16,), model=rig.model)
     other = {key.padded_reqs: graph for key, graph in again.manager._graphs._graphs.items() if str(key)[:6] == "decode"}
     assert fingerprint(inspect_graph(other[2])).launches == fingerprint(two).launches == fingerprint(four).launches
-    assert fingerprint(inspect_graph(other[2])).arguments != fingerprint(two).arguments, "buffers of its own"
+    assert fingerprint(inspect_graph(other[2])).arguments != fingerprint(two).arguments, "other buffers"

@@ -1,4 +1,4 @@
-"""The pointer guard: what it sees at the first check, in turns, and at every check; and what it says."""
+"""The pointer guard: which changes a first, an incremental and a full check detect, and the error texts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def weight() -> torch.Tensor:
     return torch.arange(12, dtype=torch.float32).view(3, 4)
 
 
-# Each changes a tensor of `weight()` in place, and the words that name what it was and is.
+# A change of a tensor of `weight()` in place, and the error for it.
 CHANGES: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
     "moved": (
         lambda w: setattr(w, "data", w.data.clone()),
@@ -30,7 +30,7 @@ CHANGES: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
     "shrunk": (
         lambda w: w.resize_(2, 4),
         r"w: expected float32 \[3, 4\] with strides \[4, 1\] as captured, got float32 \[2, 4\] with strides "
-        r"\[4, 1\]; give it back its shape, strides and dtype, or close this runtime and capture again",
+        r"\[4, 1\]; restore its shape, strides and dtype, or close this runtime and capture again",
     ),
     "transposed": (lambda w: w.t_(), r"w: expected float32 \[3, 4\] .* got float32 \[4, 3\] with strides \[1, 4\];"),
     "strides-alone": (
@@ -46,7 +46,7 @@ CHANGES: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
 
 
 @pytest.mark.parametrize("case", CHANGES)
-def test_the_first_check_sees_every_change(case: str) -> None:
+def test_a_first_and_a_full_check_detect_every_change(case: str) -> None:
     change, text = CHANGES[case]
     w = weight()
     guard = PointerGuard([("a", torch.ones(1)), ("w", w)])
@@ -61,7 +61,7 @@ def test_the_first_check_sees_every_change(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CHANGES)
-def test_turns_see_addresses_and_a_guard_of_every_call_sees_all(case: str) -> None:
+def test_incremental_checks_detect_new_addresses_only_unless_always_is_set(case: str) -> None:
     change, text = CHANGES[case]
     w = weight()
     turns, always = PointerGuard([("w", w)]), PointerGuard([("w", w)], always=True)
@@ -77,7 +77,7 @@ def test_turns_see_addresses_and_a_guard_of_every_call_sees_all(case: str) -> No
         turns.check_next()
 
 
-def test_without_turns_the_first_check_is_the_last() -> None:
+def test_without_incremental_checks_only_the_first_call_checks() -> None:
     w = weight()
     guard, late = PointerGuard([("w", w)], in_turns=False), PointerGuard([("w", w)], in_turns=False)
     guard.check_next()
@@ -91,21 +91,21 @@ def test_remembered_names_are_looked_up_again() -> None:
     held = {"kept": weight(), "replaced": weight(), "gone": weight()}
     guard = PointerGuard(())
     guard.remember(held.items)
-    held["later"] = weight()  # nothing that a graph holds
+    held["later"] = weight()  # not remembered
     guard.check()
     kept = held["replaced"]
     held["replaced"] = kept.clone()
     with pytest.raises(ReplayError, match=r"^replaced: expected at address .* load new values in place"):
         guard.check_next()
-    held["replaced"] = kept.view(3, 4)  # another object, the same memory in the same layout
+    held["replaced"] = kept.view(3, 4)  # another object with the same memory and layout
     guard.check_next()
     del held["gone"]
-    guard.check_next()  # no longer the first check: names are looked up at that one alone
-    with pytest.raises(ReplayError, match=r"^gone: expected at address 0x.* got no tensor of this name; put it back"):
+    guard.check_next()  # only a full check looks names up
+    with pytest.raises(ReplayError, match=r"^gone: the tensor captured at address 0x.* is gone; restore it"):
         guard.check()
 
 
-def test_new_values_in_place_are_no_change() -> None:
+def test_new_values_in_place_are_allowed() -> None:
     w = torch.nn.Parameter(weight())
     guard = PointerGuard([("w", w)], always=True)
     with torch.no_grad():
@@ -114,3 +114,48 @@ def test_new_values_in_place_are_no_change() -> None:
     w.grad = torch.ones_like(w)
     guard.check_next()
     guard.check_next()
+
+
+def test_every_tensor_is_checked_by_name() -> None:
+    for moved in ("a", "b", "c"):
+        tensors = {name: torch.ones(3) for name in "abc"}
+        guard = PointerGuard(tensors.items())
+        guard.check()
+        old, kept = tensors[moved].data_ptr(), tensors[moved].data
+        tensors[moved].data = torch.zeros(3)
+        with pytest.raises(ReplayError, match=f"^{moved}: expected at address {old:#x} as captured, got 0x"):
+            guard.check()
+        tensors[moved].data = kept
+        guard.check()
+    PointerGuard([]).check()
+    PointerGuard([]).check_next()
+
+
+def test_incremental_checks_cover_all_tensors_in_num_turns_calls() -> None:
+    weights = {f"w{index}": torch.ones(1) for index in range(70)}
+    early, guard = PointerGuard(weights.items()), PointerGuard(weights.items())
+    guard.check_next()
+    kept, weights["w69"].data = weights["w69"].data, torch.zeros(1)
+    with pytest.raises(ReplayError, match="w69: expected at address 0x"):
+        early.check_next()
+    assert guard.num_turns == 70
+    for _ in range(69):
+        guard.check_next()
+    for _ in range(2):  # the error is raised again until it is fixed
+        with pytest.raises(ReplayError, match="w69: expected at address 0x"):
+            guard.check_next()
+    weights["w69"].data = kept
+    for _ in range(2 * guard.num_turns):
+        guard.check_next()
+
+
+def test_replaced_and_missing_parameters_are_detected_by_name() -> None:
+    module = torch.nn.Linear(2, 2)
+    guard = PointerGuard(module.named_parameters())
+    guard.check_names([*module.named_parameters(), ("new", torch.ones(1))])
+    with pytest.raises(ReplayError, match=r"^bias: the tensor captured at address 0x.* is gone;"):
+        guard.check_names([("weight", module.weight)])
+    module.weight = torch.nn.Parameter(torch.zeros(2, 2))
+    guard.check()  # the old parameter has not moved
+    with pytest.raises(ReplayError, match=r"^weight: expected at address"):
+        guard.check_names(module.named_parameters())

@@ -1,4 +1,4 @@
-"""Real CUDA graphs become views: what torch, cuBLAS, Triton and the driver put into them."""
+"""inspect_graph() of real CUDA graphs with nodes of torch, cuBLAS, Triton and the driver."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from graphrt.capture.inspect.memory import MemoryMap, Owner, Region
 from graphrt.capture.inspect.view import Edge, GraphView, Node, NodeKind, Operand
 from graphrt.capture.raw_graph import check
 from graphrt.kernels.errors import CaptureError
-from tests.capture.test_loop import Countdown
+from tests.support.capture_rig import Countdown
 
 pytestmark = pytest.mark.gpu
 
@@ -41,7 +41,7 @@ def capture(step: Callable[[], object], *, keep_graph: bool = True) -> torch.cud
 
 
 def words(node: Node) -> set[int]:
-    """All words of a node's arguments that stand at a multiple of 8 bytes."""
+    """All words of a node's arguments at multiples of 8 bytes."""
     found = set()
     for one in node.arguments:
         for at in range(-one.offset % 8, len(one.data) - 7, 8):
@@ -54,7 +54,7 @@ def readable(view: GraphView) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_chain_of_matrix_products(dtype: torch.dtype) -> None:
+def test_chain_of_matrix_products(dtype: torch.dtype) -> None:
     x, w, v = (torch.randn(256, 256, device="cuda", dtype=dtype) for _ in range(3))
     outs = [torch.empty_like(x) for _ in range(2)]
 
@@ -69,7 +69,7 @@ def test_a_chain_of_matrix_products(dtype: torch.dtype) -> None:
     assert any(word in node.name.lower() for node in kernels for word in ("gemm", "nvjet", "cutlass"))
     assert all(node.grid and min(node.grid) >= 1 and node.block and node.block[0] % 32 == 0 for node in kernels)
     chain = [(at, at + 1) for at in range(len(view.nodes) - 1)]
-    assert [(edge.source, edge.target) for edge in view.edges] == chain, "a library may make them programmatic"
+    assert [(edge.source, edge.target) for edge in view.edges] == chain, "a library may use programmatic edges"
     held = set.union(*map(words, kernels))
     assert {t.data_ptr() for t in (x, w, v, *outs)} <= held
 
@@ -83,7 +83,7 @@ def test_kernels_of_torch_have_demangled_names() -> None:
     assert (node.attributes, node.remark) == ({}, "")
 
 
-def test_a_triton_kernel() -> None:
+def test_triton_kernel() -> None:
     x, out = torch.randn(1000, device="cuda"), torch.zeros(1000, device="cuda")
     graph = capture(lambda: scale_rows[(8,)](out, x, 2.5, 1000, BLOCK=128))
     (node,) = inspect_graph(graph).nodes
@@ -99,7 +99,7 @@ def test_a_triton_kernel() -> None:
     assert int.from_bytes(named["n"].data, "little") == 1000
     graph.replay()
     torch.cuda.synchronize()
-    assert torch.equal(out, x * 2.5), "reading a graph changes nothing"
+    assert torch.equal(out, x * 2.5), "inspection does not change the graph"
 
 
 def test_copies_and_fills() -> None:
@@ -126,7 +126,7 @@ def test_copies_and_fills() -> None:
     assert dict(fill.scalars)["value"] == "0x7"
 
 
-def test_streams_that_fork_and_join() -> None:
+def test_fork_and_join_of_streams() -> None:
     x, y, side = torch.zeros(64, device="cuda"), torch.zeros(64, device="cuda"), torch.cuda.Stream()
 
     def step() -> None:
@@ -143,7 +143,7 @@ def test_streams_that_fork_and_join() -> None:
     assert set(view.edges) == {Edge(0, 1), Edge(0, 2), Edge(1, 3), Edge(2, 3)}
     again = inspect_graph(capture(step))
     assert fingerprint(again).launches == fingerprint(view).launches
-    assert y.data_ptr() in words(view.nodes[1]), "as they were launched"
+    assert y.data_ptr() in words(view.nodes[1]), "in launch order"
 
 
 def test_programmatic_edges() -> None:
@@ -156,7 +156,7 @@ def test_programmatic_edges() -> None:
     assert inspect_graph(capture(step)).edges == (Edge(0, 1, True),)
 
 
-def test_a_child_graph() -> None:
+def test_child_graph() -> None:
     x = torch.zeros(1000, device="cuda")
     inner = capture(lambda: x.add_(1.0).mul_(2.0))
     graph = check(driver.cuGraphCreate(0))[1]
@@ -173,10 +173,10 @@ def test_a_child_graph() -> None:
     assert all(x.data_ptr() in words(one) for one in body.nodes)
 
 
-def test_a_loop_and_its_body() -> None:
+def test_loop_and_body() -> None:
     rig = Countdown(torch.device("cuda", 0))
-    graph = rig.record(rig.step)
-    loop = rig.recorder.loop(graph, rig.go_on)
+    graph = rig.capture(rig.step)
+    loop = rig.recorder.loop(graph, rig.condition)
     view = inspect_graph(loop)
     readable(view)
     (node,) = view.nodes
@@ -185,7 +185,7 @@ def test_a_loop_and_its_body() -> None:
     child, go_on = body.nodes
     assert (child.kind, go_on.name) == (NodeKind.CHILD, "loop_condition")
     assert body.edges == (Edge(0, 1),)
-    assert rig.go_on.data_ptr() in words(go_on)
+    assert rig.condition.data_ptr() in words(go_on)
     assert diff(child.bodies[0], inspect_graph(graph)).equal
     assert rig.runs.data_ptr() in set.union(*map(words, child.bodies[0].nodes))
     rig.start(3)
@@ -193,8 +193,8 @@ def test_a_loop_and_its_body() -> None:
     assert rig.runs.item() == 3
 
 
-def test_nodes_that_the_driver_alone_makes() -> None:
-    torch.zeros(1, device="cuda")  # makes the context
+def test_nodes_made_by_driver_calls() -> None:
+    torch.zeros(1, device="cuda")  # creates the context
     graph, event = check(driver.cuGraphCreate(0))[1], check(driver.cuEventCreate(0))[1]
     ran = []
     callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda data: ran.append(data))
@@ -220,7 +220,7 @@ def test_nodes_that_the_driver_alone_makes() -> None:
     assert nodes[0].scalars == nodes[1].scalars == (("event", "0"),)
     assert nodes[3].operands[0].nbytes == 1 << 16
     assert nodes[3].operands[0].address == nodes[4].operands[0].address != 0
-    assert nodes[5].remark == "what the host does there cannot be read"
+    assert nodes[5].remark == "the memory that a host function accesses is unknown"
     assert not ran
 
 
@@ -229,8 +229,8 @@ def pool_of(graph: torch.cuda.CUDAGraph) -> MemoryMap:
     return MemoryMap(Region("pool", Owner.POOL, one["address"], one["total_size"]) for one in segments)
 
 
-def test_two_captures_of_a_step_are_one_graph() -> None:
-    """In two pools, both alive; on kernels without padding in their arguments."""
+def test_two_captures_of_a_step_are_equal() -> None:
+    """In two pools, both alive, with kernels whose arguments have no padding."""
     x, out = torch.randn(1000, device="cuda"), torch.zeros(1000, device="cuda")
 
     def step() -> None:
@@ -243,7 +243,7 @@ def test_two_captures_of_a_step_are_one_graph() -> None:
     found = diff(a, b, pool_of(first), pool_of(second))
     assert found.equal, str(found)
     assert fingerprint(a, pool_of(first)) == fingerprint(b, pool_of(second))
-    assert not diff(a, b).equal, "the pools are two"
+    assert not diff(a, b).equal, "two pools"
     x = x.clone()
     moved = inspect_graph(third := capture(step))
     changed = {
@@ -252,7 +252,7 @@ def test_two_captures_of_a_step_are_one_graph() -> None:
     assert len(changed) == 1, "x alone"
 
 
-def test_a_graph_that_torch_did_not_keep() -> None:
+def test_a_graph_that_torch_did_not_keep_raises() -> None:
     x = torch.zeros(8, device="cuda")
     with pytest.raises(CaptureError, match=r"make it with torch.cuda.CUDAGraph\(keep_graph=True\) and capture first"):
         inspect_graph(capture(lambda: x.add_(1), keep_graph=False))
@@ -278,4 +278,4 @@ def test_600_nodes_take_less_than_100_ms() -> None:
         seconds.append(time.perf_counter() - start)
     print(f"{len(view.nodes)} nodes: {min(seconds) * 1e3:.1f} ms, first {seconds[0] * 1e3:.1f} ms")
     assert len(view.nodes) >= 600
-    assert sorted(seconds)[2] < 0.1, "a collection of garbage may fall into one of them"
+    assert sorted(seconds)[2] < 0.1, "one of them may include a garbage collection"

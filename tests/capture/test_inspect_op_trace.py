@@ -1,5 +1,4 @@
-"""An op trace becomes a view: ops with what they read and write, and an edge from whoever touched those bytes
-before."""
+"""inspect_graph() of op traces: ops with their operands, and edges between accesses of the same bytes."""
 
 from __future__ import annotations
 
@@ -13,17 +12,13 @@ import torch
 from graphrt.capture.graph import GraphReport
 from graphrt.capture.inspect.cuda import inspect_graph
 from graphrt.capture.inspect.view import Edge, GraphView, Node, NodeKind, Operand
-from graphrt.capture.op_trace import OpTrace, OpTraceEntry, OpTraceRecorder
+from graphrt.capture.op_trace import OpTrace, OpTraceEntry
 from graphrt.kernels.errors import CaptureError
-from tests.capture.test_loop import CPU, KEY, Countdown
-
-
-def record(step: Callable[[], torch.Tensor]) -> OpTrace:
-    return OpTraceRecorder().record(step, KEY, lambda: None)
+from tests.support.capture_rig import CPU, KEY, Countdown, op_trace_of
 
 
 def view_of(step: Callable[[], torch.Tensor]) -> GraphView:
-    return inspect_graph(record(step))
+    return inspect_graph(op_trace_of(step))
 
 
 def edges(view: GraphView) -> set[tuple[int, int]]:
@@ -40,9 +35,9 @@ def operand(node: Node, role: str) -> Operand:
 # -- nodes
 
 
-def test_an_op_has_its_tensors_by_the_names_of_its_schema() -> None:
+def test_operands_are_named_as_in_the_schema() -> None:
     x, y = torch.ones(4, 3), torch.ones(3)
-    op_trace = record(lambda: torch.add(x, y, alpha=2.5))
+    op_trace = op_trace_of(lambda: torch.add(x, y, alpha=2.5))
     (node,) = inspect_graph(op_trace).nodes
     assert (node.kind, node.name, node.grid) == (NodeKind.OP, "aten.add.Tensor", None)
     assert node.operands == (
@@ -53,7 +48,7 @@ def test_an_op_has_its_tensors_by_the_names_of_its_schema() -> None:
     assert node.scalars == (("alpha", "2.5"),)
 
 
-def test_what_an_op_writes_in_place() -> None:
+def test_operands_written_in_place() -> None:
     x, y = torch.ones(4), torch.ones(4)
     view = view_of(lambda: x.add_(y))
     assert view.nodes[0].operands == (
@@ -61,7 +56,7 @@ def test_what_an_op_writes_in_place() -> None:
     )  # fmt: skip
 
 
-def test_bytes_are_those_from_the_first_element_to_the_last() -> None:
+def test_an_operand_spans_from_its_first_element_to_its_last() -> None:
     x = torch.arange(64, dtype=torch.float64).view(8, 8)
     parts = {
         "rows": x[2:4],
@@ -80,7 +75,7 @@ def test_bytes_are_those_from_the_first_element_to_the_last() -> None:
             assert read.address == x.data_ptr() + 8 * min(held), name
 
 
-def test_lists_of_tensors_are_an_operand_each() -> None:
+def test_each_tensor_of_a_list_is_an_operand() -> None:
     a, b, c = torch.ones(2), torch.ones(3), torch.ones(5, 7)
     view = view_of(lambda: torch.cat([a, b, a]))
     assert [(one.role, one.address) for one in view.nodes[0].operands[:3]] == [
@@ -93,7 +88,7 @@ def test_lists_of_tensors_are_an_operand_each() -> None:
     assert [one.written for one in node.operands] == [True, True]
 
 
-def test_scalars_are_told_and_objects_without_their_addresses() -> None:
+def test_scalars_are_shown_and_objects_without_their_addresses() -> None:
     x, generator = torch.ones(4), torch.Generator().manual_seed(0)
     (node,) = view_of(lambda: x.uniform_(0.5, 2.0, generator=generator)).nodes
     scalars = dict(node.scalars)
@@ -105,14 +100,14 @@ def test_scalars_are_told_and_objects_without_their_addresses() -> None:
 
 def test_several_results() -> None:
     x = torch.ones(4, 3)
-    op_trace = record(lambda: x.max(dim=1)[0])
+    op_trace = op_trace_of(lambda: x.max(dim=1)[0])
     (node,) = inspect_graph(op_trace).nodes
     outs = [one for one in node.operands if one.role == "out"]
     assert [(one.nbytes, one.written) for one in outs] == [(16, True), (32, True)]
     assert outs[0].address == op_trace.output.data_ptr()
 
 
-def test_memory_that_nobody_filled_is_an_allocation() -> None:
+def test_uninitialized_memory_is_an_allocation() -> None:
     x = torch.ones(4)
 
     def step() -> torch.Tensor:
@@ -132,9 +127,9 @@ def test_memory_that_nobody_filled_is_an_allocation() -> None:
     assert edges(view) == {(0, 1), (1, 2)}
 
 
-def test_a_view_leaves_the_tape_as_it_was() -> None:
+def test_inspecting_an_op_trace_does_not_change_it() -> None:
     x = torch.zeros(4)
-    op_trace = record(lambda: (x * 2 + 1).sum().reshape(1))
+    op_trace = op_trace_of(lambda: (x * 2 + 1).sum().reshape(1))
     before = inspect_graph(op_trace)
     x.fill_(3.0)
     op_trace.launch()
@@ -142,62 +137,62 @@ def test_a_view_leaves_the_tape_as_it_was() -> None:
     assert inspect_graph(op_trace) == before
 
 
-def test_a_closed_tape_is_refused() -> None:
-    op_trace = record(lambda: torch.ones(1) + 1)
+def test_a_closed_op_trace_raises() -> None:
+    op_trace = op_trace_of(lambda: torch.ones(1) + 1)
     view = inspect_graph(op_trace)
     op_trace.close()
     assert (op_trace.entries, op_trace.made) == ((), ())
-    with pytest.raises(CaptureError, match="graph: expected an open graph, got one that was closed; record the step"):
+    with pytest.raises(CaptureError, match="graph: the graph is closed; capture the step"):
         inspect_graph(op_trace)
     assert view.num_nodes > 0
 
 
-def test_a_loop_is_a_node_around_its_step() -> None:
+def test_a_loop_is_a_conditional_node_with_its_step() -> None:
     rig = Countdown(CPU)
-    graph = rig.record(rig.step)
-    loop = rig.recorder.loop(graph, rig.go_on)
+    graph = rig.capture(rig.step)
+    loop = rig.recorder.loop(graph, rig.condition)
     (node,) = inspect_graph(loop).nodes
     assert (node.kind, node.name) == (NodeKind.CONDITIONAL, "while")
-    assert node.operands == (Operand("go_on", rig.go_on.data_ptr(), 4),)
+    assert node.operands == (Operand("condition", rig.condition.data_ptr(), 4),)
     assert node.bodies == (inspect_graph(graph),)
     assert [inner.name for inner in node.bodies[0].nodes] == ["aten.sub_.Tensor", "aten.add_.Tensor", "aten.mul.Tensor"]
     loop.close()
-    with pytest.raises(CaptureError, match="loop: expected an open loop, got step of a closed one"):
+    with pytest.raises(CaptureError, match="loop: step on a closed loop"):
         inspect_graph(loop)
 
 
 # -- edges
 
 
-def test_reads_follow_the_write_and_writes_follow_the_reads() -> None:
+def test_edges_of_reads_and_writes() -> None:
     x, y = torch.ones(4), torch.ones(4)
 
     def step() -> torch.Tensor:
         a = x + 1  # 0
-        b = a * y  # 1 reads what 0 made
-        a.zero_()  # 2 writes what 1 reads and 0 wrote
-        y.add_(b)  # 3 writes what 1 reads, reads what 1 made
+        b = a * y  # 1 reads the result of 0
+        a.zero_()  # 2 overwrites the result of 0, which 1 reads
+        y.add_(b)  # 3 writes the input of 1, reads the result of 1
         return a + y  # 4
 
     assert edges(view_of(step)) == {(0, 1), (0, 2), (1, 2), (1, 3), (2, 4), (3, 4)}
 
 
-def test_parts_of_a_buffer_do_not_wait_for_each_other() -> None:
+def test_disjoint_parts_of_a_buffer_are_independent() -> None:
     x = torch.zeros(8)
 
     def step() -> torch.Tensor:
         x[:4].fill_(1.0)  # 0
         x[4:].fill_(2.0)  # 1
-        a = x[3:5] + 0  # 2 of both
-        x[2:4].fill_(3.0)  # 3 over a part of 0, which 2 reads
-        x[6:].fill_(4.0)  # 4 over a part of 1, which nobody reads
-        return a + x[:1]  # 5 reads what is left of 0
+        a = x[3:5] + 0  # 2 reads both
+        x[2:4].fill_(3.0)  # 3 overwrites a part of 0, which 2 reads
+        x[6:].fill_(4.0)  # 4 overwrites a part of 1
+        return a + x[:1]  # 5 reads the rest of 0
 
     assert edges(view_of(step)) == {(0, 2), (1, 2), (0, 3), (2, 3), (1, 4), (0, 5), (2, 5)}
 
 
 def naive(nodes: tuple[Node, ...]) -> set[tuple[int, int]]:
-    """The edges byte by byte."""
+    """Compute the edges byte by byte."""
     writer: dict[int, int] = {}
     readers: dict[int, set[int]] = {}
     found = set()
@@ -218,7 +213,7 @@ def naive(nodes: tuple[Node, ...]) -> set[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_edges_are_those_of_single_bytes(seed: int) -> None:
+def test_edges_equal_those_computed_per_byte(seed: int) -> None:
     rng, memory = random.Random(seed), torch.zeros(2, 48, dtype=torch.uint8)
 
     def part(half: int) -> torch.Tensor:
@@ -231,7 +226,7 @@ def test_edges_are_those_of_single_bytes(seed: int) -> None:
             if kind == 0:
                 part(half).zero_()
             elif kind == 1:
-                part(half).add_(part(1 - half)[:1])  # no op takes what overlaps with what it writes
+                part(half).add_(part(1 - half)[:1])  # the inputs of an op do not overlap with its outputs
             else:
                 torch.bitwise_xor(part(half)[:1], part(rng.randrange(2)))
         return memory
@@ -241,8 +236,8 @@ def test_edges_are_those_of_single_bytes(seed: int) -> None:
     assert edges(view) == naive(view.nodes)
 
 
-def test_a_long_tape_takes_no_time() -> None:
-    """Every op reads a weight, and writes its own row of a cache that the last one reads."""
+def test_a_long_op_trace_is_inspected_quickly() -> None:
+    """Every op reads a weight and writes its row of a cache. The last op reads the cache."""
     cache, weight = torch.zeros(10_000, 8), torch.ones(8)
     add = torch.ops.aten.add.out
     entries = [OpTraceEntry(add, (row, weight), {"out": row}, (None,), False) for row in cache.unbind()]
@@ -255,8 +250,8 @@ def test_a_long_tape_takes_no_time() -> None:
     assert seconds < 5, "quadratic work would take minutes"
 
 
-def test_a_step_of_graphrt() -> None:
-    """The head comes first, and what it fills is what the layers wait for."""
+def test_step_of_graphrt() -> None:
+    """The first ops fill the metadata, and the layers depend on them."""
     from tests.support.toy import make_rig
 
     rig = make_rig(CPU, decode_sizes=(2,), mixed_sizes=(16,))

@@ -1,4 +1,4 @@
-"""The page of a graph without a browser: it holds all of the view, loads nothing, and no name gets out of its place."""
+"""The HTML page of a graph, without a browser: complete data, no loads, and escaped names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PARTS = Path(__file__).resolve().parent.parent.parent / "capture" / "inspect" / 
 
 
 def toy_step() -> Example:
-    """A real step of the runtime, as its CPU twin holds it: graphrt's own operators, and real addresses."""
+    """The op trace of a real step, with graphrt's operators and real addresses."""
     rig = make_rig(torch.device("cpu"), decode_sizes=(2,), mixed_sizes=(16,))
     (op_trace, *_) = rig.manager._graphs._graphs.values()
     weights = [Region(n, Owner.WEIGHT, p.data_ptr(), p.nbytes) for n, p in rig.model.named_parameters()]
@@ -34,7 +34,7 @@ def toy_step() -> Example:
 
 
 def many_kinds() -> Example:
-    """Nodes of every kind, bodies in bodies, and all fields that a node can have."""
+    """Nodes of every kind with all fields, and nested bodies."""
     inner = GraphView(
         (Node(NodeKind.KERNEL, "deep", grid=(1, 2, 3), block=(4, 5, 6)), Node(NodeKind.EMPTY, "empty")), (Edge(0, 1),)
     )
@@ -72,7 +72,7 @@ EXAMPLES = {
 
 
 class Document(HTMLParser):
-    """Elements with their attributes, and the texts of some."""
+    """Elements with their attributes and some of their texts."""
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)
@@ -100,7 +100,7 @@ class Document(HTMLParser):
 
 @pytest.fixture
 def page(tmp_path):
-    """Writes an example, and gives the document and its data."""
+    """Write an example, and return the document and its data."""
 
     def write(example: Example) -> tuple[Document, dict]:
         example.write(tmp_path / "graph.html")
@@ -111,7 +111,7 @@ def page(tmp_path):
 
 
 def read_graph(values: dict, data: dict) -> GraphView:
-    """A view from the data of a page, by the description in page.py alone."""
+    """Decode a view from the data of a page, as page.py describes them."""
     nodes = []
     for kernel, launch, *rest in values["nodes"]:
         data64, operands, scalars, bodies, remark = rest + ["", [], [], [], ""][len(rest) :]
@@ -143,7 +143,7 @@ def read_graph(values: dict, data: dict) -> GraphView:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_the_page_holds_all_of_the_view(page, name):
+def test_the_page_contains_the_whole_view(page, name):
     example = EXAMPLES[name]()
     _, data = page(example)
     assert read_graph(data["graph"], data) == example.view
@@ -154,12 +154,12 @@ def test_the_page_holds_all_of_the_view(page, name):
     ]
 
 
-def test_the_op_tape_of_a_step_is_worth_a_page():
-    """The examples above are no empty shells: the step's own operators are there, and most of them touch a region."""
+def test_the_example_step_has_its_operators_and_regions():
+    """The step has graphrt's operators, and most of them access a region."""
     example = toy_step()
     names = example.view.counts()
     assert names["graphrt::write_kv"] == 2
-    assert names["aten::matmul"] == 5  # two layers of two, and the logits
+    assert names["aten::matmul"] == 5  # two layers, and the logits
     found = [o for _, node in example.view.walk() for o in node.operands if example.memory.find(o.address)]
     assert len(found) > 50
 
@@ -186,7 +186,7 @@ def test_hostile_texts_stay_texts(page):
     document, data = page(example)
     tags = [tag for tag, _ in document.elements]
     plain, _ = page(replace(example, view=GraphView(()), findings=[], timings={}, title="plain"))
-    assert tags == [tag for tag, _ in plain.elements]  # no text has become an element
+    assert tags == [tag for tag, _ in plain.elements]  # no text was parsed as an element
     assert [attributes.get("type") for attributes, _ in document.named("script")] == ["application/json", None]
     assert document.named("title")[0][1] == document.named("h1")[0][1] == example.title.replace("\ud800", "\ufffd")
     names = {name for _, name, *_ in data["kernels"]}
@@ -194,7 +194,7 @@ def test_hostile_texts_stay_texts(page):
     assert any("</script>" in name for name in names)
 
 
-def test_the_policy_allows_what_the_page_holds_and_nothing_else(page):
+def test_the_policy_allows_only_the_scripts_and_styles_of_the_page(page):
     document, _ = page(hostile())
     (policy,) = [a["content"] for a, _ in document.named("meta") if a.get("http-equiv") == "Content-Security-Policy"]
     rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
@@ -213,7 +213,7 @@ def tags_with_links(document: Document) -> list[str]:
 
 
 @pytest.mark.parametrize("path", sorted(PARTS.iterdir()), ids=lambda path: path.name)
-def test_parts_load_nothing_and_read_no_text_as_markup(path):
+def test_sources_load_nothing_and_parse_no_text_as_markup(path):
     text = path.read_text(encoding="utf-8")
     forbidden = (
         r"https?:|//\w+\.\w+/|@import|url\(|innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|fetch\("
@@ -227,7 +227,7 @@ def test_parts_load_nothing_and_read_no_text_as_markup(path):
     assert len(text.splitlines()) <= 500
 
 
-def test_a_large_graph_makes_a_file_of_few_megabytes(tmp_path):
+def test_the_file_of_a_large_graph_has_a_few_megabytes(tmp_path):
     example = large(20_000)
     example.write(tmp_path / "graph.html")
     size = (tmp_path / "graph.html").stat().st_size
@@ -238,9 +238,9 @@ def test_a_large_graph_makes_a_file_of_few_megabytes(tmp_path):
 ERRORS = {
     "finding": (
         {"findings": [Finding((7, 1), "", "", 0, None, "", "")]},
-        "findings: expected places of this graph, got 7.1",
+        "findings: place 7.1 is not in this graph",
     ),
-    "timing": ({"timings": {(99,): 1.0}}, "timings: expected places of this graph, got 99"),
+    "timing": ({"timings": {(99,): 1.0}}, "timings: place 99 is not in this graph"),
     "negative": ({"timings": {(0,): -1.0}}, "timings: expected microseconds of at least 0, got -1.0 at 0"),
     "nan": ({"timings": {(0,): float("nan")}}, "timings: expected microseconds of at least 0, got nan at 0"),
     "infinite": ({"timings": {(1,): float("inf")}}, "timings: expected microseconds of at least 0, got inf at 1"),
@@ -248,7 +248,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_what_is_not_of_the_graph_is_refused_and_nothing_is_written(tmp_path, name):
+def test_invalid_places_and_timings_raise_and_nothing_is_written(tmp_path, name):
     options, text = ERRORS[name]
     view = GraphView((Node(NodeKind.EMPTY, "a"), Node(NodeKind.EMPTY, "b")))
     with pytest.raises(ConfigError, match=re.escape(text)):
@@ -256,7 +256,7 @@ def test_what_is_not_of_the_graph_is_refused_and_nothing_is_written(tmp_path, na
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_old_page_is_replaced_and_a_missing_folder_is_an_error(tmp_path):
+def test_an_existing_page_is_replaced_and_a_missing_folder_raises(tmp_path):
     path = tmp_path / "graph.html"
     path.write_text("x" * 10_000_000)
     write_page(GraphView(()), str(path), title="new")
@@ -267,7 +267,7 @@ def test_an_old_page_is_replaced_and_a_missing_folder_is_an_error(tmp_path):
 
 
 def schemes() -> dict[str, dict[str, tuple[int, int, int]]]:
-    """Colours by name, as page.css declares them for each scheme."""
+    """The colours that page.css declares, by scheme and name."""
     light, dark = re.search(
         r":root \{(.*?)\n\}\n@media .*?:root \{(.*?)\}", (PARTS / "page.css").read_text(), re.DOTALL
     ).groups()
@@ -279,7 +279,7 @@ def schemes() -> dict[str, dict[str, tuple[int, int, int]]]:
 
 
 def contrast(a: tuple[int, int, int], b: tuple[int, int, int]) -> float:
-    """As WCAG 2 defines it: 1 to 21."""
+    """The contrast ratio of WCAG 2, 1 to 21."""
 
     def luminance(colour: tuple[int, int, int]) -> float:
         parts = [part / 255 for part in colour]
@@ -291,7 +291,7 @@ def contrast(a: tuple[int, int, int], b: tuple[int, int, int]) -> float:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_texts_can_be_read_in_both_schemes(scheme):
+def test_texts_have_enough_contrast_in_both_schemes(scheme):
     colours = schemes()[scheme]
     pairs = [
         (text, ground) for text in ("text", "dim", "accent", "danger", "good") for ground in ("panel", "well", "ground")
@@ -310,4 +310,4 @@ def test_texts_can_be_read_in_both_schemes(scheme):
         if contrast(*(colours[name] for name in pair)) < 4.5
     } == {}
     boxes = {f"c{i}": contrast(colours[f"c{i}"], colours["panel"]) for i in range(13)}
-    assert min(boxes.values()) >= 3, boxes  # what WCAG asks of graphics
+    assert min(boxes.values()) >= 3, boxes  # required by WCAG for graphics

@@ -1,4 +1,4 @@
-"""The page of a graph in a real browser: it shows and filters the nodes, opens details, draws, and loads nothing."""
+"""The HTML page in a browser: lists, filters, details, pictures, keys, and no loads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def browser(tmp_path_factory):
 
 @pytest.fixture
 def opened(browser, tmp_path):
-    """Writes an example and opens it; `rows` makes the window so high that the whole list is in sight."""
+    """Write an example and open it. `rows` makes the window tall enough to show the whole list."""
     stack = []
 
     def show(example, fragment="", *, rows=0, scheme="light"):
@@ -47,7 +47,7 @@ def step():
 
 
 def touched(node: Node, memory: MemoryMap) -> set[Region]:
-    """Regions that a node touches, by brute force over bytes of arguments."""
+    """Regions that a node accesses, by a search over all bytes of its arguments."""
     found = set()
     for argument in node.arguments:
         words = range(0, len(argument.data) - 7, 8) if argument.pointers is None else argument.pointers
@@ -139,7 +139,7 @@ def test_the_hash_filters(opened, step):
         assert page.evaluate(PLACES) == expected, fragment
         assert page.text("#count").split(" ")[0] == str(len(expected)), fragment
         hits.append(len(expected))
-    assert sum(0 < count < step.view.num_nodes for count in hits) >= 11  # most filters filter
+    assert sum(0 < count < step.view.num_nodes for count in hits) >= 11  # most filters remove nodes
     assert page.errors == []
 
 
@@ -154,7 +154,7 @@ VALUES = {
     "short": (struct.pack("<h", -2), (), "65534 signed -2"),
     "flag": (b"\x01", (), "1"),
     "pointer": (struct.pack("<Q", BASE + 0x20), (0,), "input +0x20 of 4 KiB"),
-    "unknown": (struct.pack("<Q", 0xDEAD0000), (0,), "no region known pointer"),
+    "unknown": (struct.pack("<Q", 0xDEAD0000), (0,), "unknown region pointer"),
     "null": (bytes(8), (0,), "null pointer"),
     "freed": (struct.pack("<Q", BASE + 0x1000), (0,), "old block +0 of 1.5 KiB freed"),
     "guess": (struct.pack("<Q", BASE), None, "input +0 of 4 KiB"),
@@ -164,7 +164,7 @@ VALUES = {
 STRUCT = struct.pack("<QiifIQ", BASE + 8, 32, 128, 2.5, 9, BASE + 0x1004)
 
 
-def test_details_show_everything_that_a_node_has(opened):
+def test_details_show_all_fields_of_a_node(opened):
     values = [(name, data, pointers) for name, (data, pointers, _) in VALUES.items()]
     full = kernel(
         "void ns::full<int>(int*)",
@@ -230,8 +230,8 @@ def test_details_show_everything_that_a_node_has(opened):
         "[...document.querySelectorAll('#details tbody tr')].map((r) => r.innerText.replace(/\\s+/g, ' ').trim())"
     )
     assert rows == [
-        "src host 2.9 MiB no region known 0x5000",
-        "dst written 100 B input +0xfa0 of 4 KiB 4 B beyond its end 0x7f0000000fa0",
+        "src host 2.9 MiB unknown region 0x5000",
+        "dst written 100 B input +0xfa0 of 4 KiB 4 B past the end 0x7f0000000fa0",
         "other 1 B address unknown 0x0",
         "dim -1",
     ]
@@ -296,8 +296,8 @@ def pixel(page, canvas: str, across: float, down: float) -> tuple[int, ...]:
     )
 
 
-def test_the_order_is_drawn_by_steps_and_lanes(opened):
-    """A diamond, and a node of its own: three columns, three lanes."""
+def test_the_order_is_drawn_in_columns_and_lanes(opened):
+    """A diamond and a separate node: three columns, three lanes."""
     nodes = tuple(kernel(name, (1,), 32) for name in ("first", "left", "right", "last", "alone"))
     view = GraphView(nodes, (Edge(0, 1), Edge(0, 2), Edge(1, 3), Edge(2, 3)))
     page = opened(Example(view, MemoryMap([]), [], {}))
@@ -315,14 +315,14 @@ def test_the_order_is_drawn_by_steps_and_lanes(opened):
         page.click("#strip", across=across, down=down)
         assert page.text("#details h2") == f"Node {node}"
     before = page.evaluate("location.hash")
-    page.click("#strip", across=5 / 6, down=(7 + 48 * 1.5) / height)  # nothing is there
+    page.click("#strip", across=5 / 6, down=(7 + 48 * 1.5) / height)  # empty
     assert page.evaluate("location.hash") == before
 
 
 def test_the_order_follows_the_timings_and_zooms(opened):
     nodes = tuple(kernel(name, (1,), 32) for name in ("short", "long"))
     page = opened(Example(GraphView(nodes, (Edge(0, 1),)), MemoryMap([]), [], {(0,): 10.0, (1,): 90.0}), "#scale=time")
-    page.click("#strip", across=0.2, down=0.45)  # behind the first tenth
+    page.click("#strip", across=0.2, down=0.45)  # after the first tenth
     assert page.text("#details h2") == "Node 1"
     page.click("[data-scale=order]")
     page.click("#strip", across=0.2, down=0.45)
@@ -330,7 +330,7 @@ def test_the_order_follows_the_timings_and_zooms(opened):
     assert page.evaluate("location.hash") == "#node=0"
 
 
-def test_an_op_tape_without_edges_is_drawn_in_its_order(opened):
+def test_an_op_trace_without_edges_is_drawn_in_list_order(opened):
     ops = tuple(
         Node(NodeKind.OP, f"aten::op{i}", operands=(Operand("out", 4096 + i, 1, written=True),)) for i in range(600)
     )
@@ -340,12 +340,12 @@ def test_an_op_tape_without_edges_is_drawn_in_its_order(opened):
     page.click("#overview", across=0.5)
     page.click("#strip", across=0.5, down=0.45)
     assert abs(int(page.text("#details h2").removeprefix("Node ")) - 300) <= 2
-    wide = opened(Example(GraphView(ops), MemoryMap([]), [], {}))  # a graph that says so runs them all at once
+    wide = opened(Example(GraphView(ops), MemoryMap([]), [], {}))  # a CUDA graph without edges
     assert wide.text("#picture-facts") == "600 nodes, 1 step deep, 64 lanes drawn"
     assert wide.errors == page.errors == []
 
 
-def test_the_memory_map_marks_what_the_node_touches(opened):
+def test_the_memory_map_marks_regions_of_the_selected_node(opened):
     regions = [
         Region("a", Owner.POOL, BASE, 512),
         Region("b", Owner.POOL, BASE + 512, 512),
@@ -353,7 +353,7 @@ def test_the_memory_map_marks_what_the_node_touches(opened):
     ]
     nodes = (kernel("first", (1,), 32, pointer(BASE + 4)), kernel("second", (1,), 32, pointer(BASE + 600)))
     page = opened(Example(GraphView(nodes, (Edge(0, 1),)), MemoryMap(regions), [], {}), "#node=0")
-    assert page.text("#memory-facts") == "3 regions, 2 touched by nodes"
+    assert page.text("#memory-facts") == "3 regions, 2 accessed by nodes"
     assert page.texts("#owners .owner") == ["cache", "pool"]
     bar = "document.querySelectorAll('#owners canvas')[1]"
     page.frame()
@@ -366,10 +366,10 @@ def test_the_memory_map_marks_what_the_node_touches(opened):
     page.click("#bar", across=0.25)
     assert page.evaluate("location.hash") == "#region=0&node=1"
     assert page.evaluate(PLACES) == ["0"]
-    assert page.text("#tip").replace("\n", " ") == "a pool · 512 B · 0x7f0000000000 · touched by 1 node"
+    assert page.text("#tip").replace("\n", " ") == "a pool · 512 B · 0x7f0000000000 · accessed by 1 node"
 
 
-def test_hostile_names_are_only_names(opened):
+def test_hostile_names_run_nothing(opened):
     example = hostile()
     page = opened(example, rows=40)
     names = [node.name for node in example.view.nodes]
@@ -386,12 +386,12 @@ def test_hostile_names_are_only_names(opened):
     page.evaluate("location.hash = ''")
     for index, name in enumerate(names):
         if not name:
-            continue  # in an address, no name is every name
+            continue  # an empty name in an address means all names
         row = f"[...document.querySelectorAll('#kernel-list .row')].find((row) => row.title === {json.dumps(name)})"
         page.evaluate(f"{row}.click()")
         assert page.evaluate(PLACES) == [str(index)], name
         if index < 2 or "\ud800" in name:
-            page.open()  # the same from the address alone
+            page.open()  # the same from the address
             assert page.evaluate(PLACES) == [str(index)], name
         page.evaluate("document.querySelector('#chips button').click()")
     assert page.evaluate("document.querySelectorAll('img, script').length") == 2
@@ -400,7 +400,7 @@ def test_hostile_names_are_only_names(opened):
     assert {url.split("#")[0] for url in page.requests} == {page.evaluate("location.href").split("#")[0]}
 
 
-def test_the_policy_stops_what_a_page_would_load(opened):
+def test_the_policy_blocks_loads(opened):
     page = opened(Example(GraphView(()), MemoryMap([]), [], {}, "empty"))
     assert page.text("#count") == "0 nodes"
     assert page.errors == []
@@ -421,7 +421,7 @@ def test_the_policy_stops_what_a_page_would_load(opened):
     assert {event["blockedReason"] for event in page.events("Network.loadingFailed")} == {"csp"}
 
 
-def test_both_schemes_have_their_colours(opened, step):
+def test_both_colour_schemes(opened, step):
     grounds = {}
     for scheme in ("light", "dark"):
         page = opened(step, scheme=scheme)
@@ -454,8 +454,8 @@ def test_twenty_thousand_nodes(opened):
     assert page.errors == []
 
 
-def test_one_command_prints_what_a_link_shows(tmp_path, step):
-    """Without any driver, as a shell script would: the state is in the address."""
+def test_a_headless_browser_prints_the_page_of_a_link(tmp_path, step):
+    """Without a debugging connection, as a shell script would, because the address contains the state."""
     step.write(tmp_path / "graph.html")
     url = (tmp_path / "graph.html").as_uri() + "#q=softmax"
     command = [str(CHROMIUM), *FLAGS, f"--user-data-dir={tmp_path}/profile", "--virtual-time-budget=2000", "--dump-dom"]

@@ -1,4 +1,4 @@
-"""Arguments of Triton kernels by name: what Triton compiled for sm_90 here, as a driver would tell of it."""
+"""Names of arguments of Triton kernels, which Triton compiles for sm_90 here."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def all_kinds(out_ptr, a, b, c, d, e, f, g, h, i, j, k, m):
 KINDS = ("i1", "i8", "i16", "i32", "i64", "u8", "u16", "u32", "u64", "fp16", "bf16", "fp64")
 
 
-def test_numbers_have_the_sizes_that_triton_gives_them(fake: FakeGraphs, module) -> None:
+def test_number_types_have_triton_s_sizes(fake: FakeGraphs, module) -> None:
     signature = {"out_ptr": "*fp64"} | dict(zip("abcdefghijkm", KINDS, strict=True))
     compiled = triton.compile(ASTSource(JITFunction(all_kinds), signature), target=GPUTarget("cuda", 90, 32))
     sizes = sizes_of(compiled)
@@ -60,7 +60,7 @@ def test_numbers_have_the_sizes_that_triton_gives_them(fake: FakeGraphs, module)
 
 @pytest.fixture
 def module() -> Iterator[types.ModuleType]:
-    """Somebody's, with kernels in it."""
+    """A module with kernels."""
     found = types.ModuleType("somebody_s_kernels")
     sys.modules[found.__name__] = found
     yield found
@@ -73,13 +73,13 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
 
 
 def sizes_of(kernel: CompiledKernel) -> list[int]:
-    """Bytes of each argument, as the PTX declares them."""
+    """Sizes of the arguments that the PTX declares."""
     header = kernel.asm["ptx"].split(".entry", 1)[1].split("{", 1)[0]
     return [int(bits) // 8 * int(count or 1) for bits, count in BITS.findall(header)]
 
 
 def known(signature: dict, function: int) -> CompiledKernel:
-    """One that Triton has compiled and loaded."""
+    """A kernel that Triton has compiled and loaded."""
     kernel = object.__new__(CompiledKernel)
     kernel.src, kernel.function = types.SimpleNamespace(signature=signature), function
     kernel.module = kernel._module_pid = None
@@ -98,9 +98,9 @@ def launched(fake: FakeGraphs, function: int, arguments: list[bytes]) -> Node:
     return inspect_graph(graph).nodes[0]
 
 
-def test_arguments_have_the_names_of_the_signature(fake: FakeGraphs, module, compiled: CompiledKernel) -> None:
+def test_arguments_are_named_as_in_the_signature(fake: FakeGraphs, module, compiled: CompiledKernel) -> None:
     sizes = sizes_of(compiled)
-    assert sizes == [8, 8, 4, 8, 2, 8, 8], "the launcher adds two pointers"
+    assert sizes == [8, 8, 4, 8, 2, 8, 8], "the launcher appends two pointers"
     function = fake.function("scale_rows", sizes)
     module.scale_rows = jitted(known(compiled.src.signature, function))
     data = [word(0x7F0000001000), word(0x7F0000002000), number(2), word(1000), bytes(2), word(0), word(0)]
@@ -111,21 +111,21 @@ def test_arguments_have_the_names_of_the_signature(fake: FakeGraphs, module, com
     assert [argument.pointers for argument in node.arguments] == [(0,), (0,), (), (), (), (0,), (0,)]
 
 
-def test_what_tunes_a_kernel_is_looked_through(fake: FakeGraphs, module) -> None:
+def test_autotuners_are_unwrapped(fake: FakeGraphs, module) -> None:
     function = fake.function("scale_rows", [8])
     inner = jitted(known({"x": "*fp32"}, function))
     module.scale_rows = types.SimpleNamespace(fn=types.SimpleNamespace(fn=inner))
     assert launched(fake, function, [word(5)]).arguments == (Argument(0, word(5), "x", (0,)),)
 
 
-def test_of_several_kernels_of_one_name_the_function_tells(fake: FakeGraphs, module) -> None:
+def test_the_function_handle_decides_between_kernels_of_one_name(fake: FakeGraphs, module) -> None:
     functions = [fake.function("scale_rows", [8]) for _ in range(3)]
     module.scale_rows = jitted(known({"x": "*fp32"}, functions[0]), known({"n": "i64"}, functions[1]))
     found = [launched(fake, function, [word(5)]).arguments[0] for function in functions]
     assert [(argument.name, argument.pointers) for argument in found] == [("x", (0,)), ("n", ()), ("", None)]
     module.scale_rows = jitted(known({"x": "*fp32"}, 1), known({"x": "*bf16"}, 2), known({"x": "i32"}, 3))
     last = launched(fake, functions[2], [word(5)]).arguments[0]
-    assert (last.name, last.pointers) == ("x", (0,)), "all that fit say the same"
+    assert (last.name, last.pointers) == ("x", (0,)), "all fitting signatures are equal"
 
 
 UNCERTAIN = {
@@ -139,19 +139,19 @@ UNCERTAIN = {
 
 
 @pytest.mark.parametrize("case", UNCERTAIN)
-def test_what_is_not_certain_stays_unknown(fake: FakeGraphs, module, case: str) -> None:
+def test_ambiguous_arguments_stay_unknown(fake: FakeGraphs, module, case: str) -> None:
     function = fake.function("scale_rows", [8])
     module.scale_rows = jitted(known(UNCERTAIN[case], function))
     assert launched(fake, function, [word(5)]).arguments == (Argument(0, word(5)),)
 
 
 @pytest.mark.parametrize("value", [None, 3, "text", print, types.SimpleNamespace(fn=None), JITFunction(scale_rows)])
-def test_other_things_of_that_name_are_left_alone(fake: FakeGraphs, module, value: object) -> None:
+def test_other_objects_with_the_name_are_ignored(fake: FakeGraphs, module, value: object) -> None:
     module.scale_rows = value
     assert launched(fake, fake.function("scale_rows", [8]), [word(5)]).arguments == (Argument(0, word(5)),)
 
 
-def test_more_arguments_than_the_launcher_adds_stay_unknown(fake: FakeGraphs, module) -> None:
+def test_more_extra_arguments_than_the_launcher_adds_stay_unknown(fake: FakeGraphs, module) -> None:
     function = fake.function("scale_rows", [8, 8, 8, 8])
     module.scale_rows = jitted(known({"x": "*fp32"}, function))
     node = launched(fake, function, [word(at) for at in range(4)])

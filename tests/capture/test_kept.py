@@ -1,4 +1,4 @@
-"""Graphs of other code, kept: on CPU over a class that is made as torch's is, on a GPU those of torch.compile."""
+"""kept_graphs(): on a CPU with a class built as torch's, on a GPU with graphs of torch.compile."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from graphrt.capture.inspect.kept import kept_graphs
 
 
 class Base:
-    """As torch's own: the base's `__init__` makes the graph, and takes what it is told to keep."""
+    """Stands for torch's base class, whose `__init__` takes `keep_graph`."""
 
     def __init__(self, keep_graph: bool = False) -> None:
         self.kept = keep_graph
@@ -27,7 +27,7 @@ def graph_class(monkeypatch: pytest.MonkeyPatch) -> type[Base]:
     return CUDAGraph
 
 
-def test_graphs_are_kept_inside_alone(graph_class: type[Base]) -> None:
+def test_graphs_are_kept_only_in_the_context(graph_class: type[Base]) -> None:
     assert not graph_class().kept
     with kept_graphs() as graphs:
         made = [graph_class(), graph_class(False), graph_class(keep_graph=True), type("Mine", (graph_class,), {})()]
@@ -38,7 +38,7 @@ def test_graphs_are_kept_inside_alone(graph_class: type[Base]) -> None:
     assert len(graphs) == 4
 
 
-def test_contexts_in_each_other(graph_class: type[Base]) -> None:
+def test_nested_contexts(graph_class: type[Base]) -> None:
     with kept_graphs() as outer:
         with kept_graphs() as inner:
             both = graph_class()
@@ -48,15 +48,15 @@ def test_contexts_in_each_other(graph_class: type[Base]) -> None:
     assert "__init__" not in vars(graph_class)
 
 
-def test_an_error_ends_it(graph_class: type[Base]) -> None:
+def test_an_error_ends_the_context(graph_class: type[Base]) -> None:
     with pytest.raises(KeyError), kept_graphs():
         raise KeyError
     assert not graph_class().kept
 
 
 @pytest.mark.gpu
-def test_graphs_of_torch_compile_hold_nothing_foreign() -> None:
-    """A step with mode="reduce-overhead": no finding, every node read, and the results are those of eager code."""
+def test_graphs_of_torch_compile_have_no_findings() -> None:
+    """A step with mode="reduce-overhead": no finding, all nodes are readable, and the results equal eager results."""
     device = torch.device("cuda")
     model = torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(4))).to(device, torch.bfloat16)
     with torch.inference_mode(), kept_graphs() as graphs:

@@ -1,4 +1,4 @@
-"""A launch as the CUDA driver sees it: who asks for it, from which thread, and on a GPU what it does."""
+"""Launches, events and failed captures: with a fake driver, and on a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from graphrt.capture import raw_graph, recorder
 from graphrt.capture.graph import GraphReport
 from graphrt.capture.recorder import CudaGraph
 from graphrt.kernels.errors import ReplayError
-from tests.capture.test_loop import KEY, Countdown, Rig
+from tests.support.capture_rig import KEY, Countdown, Rig
 from tests.support.fake_driver import KERNEL, FakeDriver, Template, install
 
 CUDA = torch.device("cuda", 0)
@@ -25,7 +25,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
 
 
 class Generator:
-    """torch's, of which a step draws so many numbers."""
+    """Stands for torch's generator; a step draws `draws` numbers."""
 
     def __init__(self, draws: int) -> None:
         self.offset, self.draws = 0, draws
@@ -35,7 +35,7 @@ class Generator:
 
 
 class Captured(Template):
-    """One that torch can launch."""
+    """A graph that torch can launch."""
 
     def __init__(self, generator: Generator) -> None:
         super().__init__(KERNEL)
@@ -50,7 +50,7 @@ class Captured(Template):
 
 
 @pytest.mark.parametrize("draws", [0, 4])
-def test_torch_launches_what_draws_from_its_generator_and_nothing_else(
+def test_torch_launches_only_steps_that_draw_from_its_generator(
     fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, draws: int
 ) -> None:
     generator = Generator(draws)
@@ -63,27 +63,27 @@ def test_torch_launches_what_draws_from_its_generator_and_nothing_else(
     assert fake.calls.count("cuGraphLaunch") == 3 - template.replays
     fake.failing = "cuGraphLaunch"
     if not draws:
-        with pytest.raises(ReplayError, match=r"CUDA driver: expected success, got .*INVALID_VALUE"):
+        with pytest.raises(ReplayError, match=r"CUDA driver: a call failed with .*INVALID_VALUE"):
             graph.launch()
     graph.close()
     with pytest.raises(AssertionError, match="closed graph"):
         graph.launch()
 
 
-def test_a_thread_that_is_elsewhere_is_brought_to_the_device(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_switches_to_the_device_of_the_graph(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr(raw_graph, "ensure_context", asked.append)
     launcher = raw_graph.Launcher(5, torch.device("cuda", 1))
     assert asked == [1]
     launcher.launch()
-    assert asked == [1], "the context of the thread is the device's"
+    assert asked == [1], "the thread's context is the device's"
     launcher._context = 8
     launcher.launch()
     assert asked == [1, 1]
     assert [name for name in fake.calls if "Get" not in name] == ["cuGraphLaunch", "cuGraphLaunch"]
 
 
-def test_the_driver_records_an_event_once_torch_has_made_it(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_driver_records_an_event_after_torch_created_it(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded: list[object] = []
     made = types.SimpleNamespace(record=recorded.append, cuda_event=77, query=lambda: True, synchronize=lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", lambda: made)
@@ -93,15 +93,15 @@ def test_the_driver_records_an_event_once_torch_has_made_it(fake: FakeDriver, mo
     assert recorded == [stream]
     assert fake.calls == ["cuEventRecord"] * 2
     event.record(None)
-    assert recorded == [stream, None], "torch knows the current stream"
+    assert recorded == [stream, None], "torch looks up the current stream"
     assert event.query()
     fake.failing = "cuEventRecord"
-    with pytest.raises(ReplayError, match=r"CUDA driver: expected success, got .*INVALID_VALUE"):
+    with pytest.raises(ReplayError, match=r"CUDA driver: a call failed with .*INVALID_VALUE"):
         event.record(stream)
 
 
 class Invalidated:
-    """torch.cuda.CUDAGraph, whose first capture ends with an error: then the generator stays in the capture."""
+    """torch.cuda.CUDAGraph before 2.12, whose first capture fails: the generator stays in capture mode."""
 
     capturing, begun = False, 0
 
@@ -121,8 +121,10 @@ class Invalidated:
 
 
 @pytest.mark.filterwarnings("error")
-def test_after_an_invalidated_capture_the_generator_draws_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_generator_can_draw_after_an_invalidated_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Invalidated)
+    monkeypatch.setattr(recorder, "check_capture_allocator", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     pools, ended = iter((0, number) for number in range(1, 9)), []
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(pools))
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *of: ended.append(of), raising=False)
@@ -134,16 +136,16 @@ def test_after_an_invalidated_capture_the_generator_draws_again(monkeypatch: pyt
 
     with pytest.raises(LookupError, match="in the step"):
         made._capture(step)
-    assert ended == [(0, (0, 2))], "the pool of its first graph"
+    assert ended == [(0, (0, 2))], "the pool of the failed graph"
     assert (made._pool, Invalidated.begun, Invalidated.capturing) == ((0, 3), 2, False)
 
 
-# -- on a GPU alone
+# -- on a GPU only
 
 
 @pytest.mark.gpu
-def test_a_capture_stream_is_nobody_else_s() -> None:
-    """Torch's streams repeat after 32; who shares one shares the workspace in which cuBLAS works."""
+def test_every_recorder_has_a_capture_stream_of_its_own() -> None:
+    """Streams of torch repeat after 32, and a shared stream means a shared cuBLAS workspace."""
     recorders = [recorder.make_recorder(CUDA) for _ in range(40)]
     try:
         own = {one.streams[0].cuda_stream for one in recorders}
@@ -155,8 +157,8 @@ def test_a_capture_stream_is_nobody_else_s() -> None:
 
 
 @pytest.mark.gpu
-def test_a_step_that_draws_and_waits_at_first_is_recorded() -> None:
-    """The capture that the wait invalidates is tried again, behind a run that draws."""
+def test_a_step_that_draws_and_synchronizes_in_its_first_run_is_captured() -> None:
+    """The synchronization invalidates the first capture. The second one follows a warm-up that draws."""
     rig, numbers, waits = Rig(CUDA), torch.zeros(64, device=CUDA), [True]
 
     def step() -> torch.Tensor:
@@ -165,17 +167,17 @@ def test_a_step_that_draws_and_waits_at_first_is_recorded() -> None:
             numbers.sum().item()
         return numbers.uniform_()
 
-    rig.record(step).launch()
+    rig.capture(step).launch()
     assert len(set(numbers.tolist())) > 1
     assert torch.rand(4, device=CUDA).max() < 1
 
 
 @pytest.mark.gpu
-def test_a_recorder_goes_on_after_all_its_graphs_are_closed() -> None:
-    """torch ends a memory pool with its last graph, and refuses to capture into it again."""
+def test_a_recorder_can_capture_after_all_its_graphs_are_closed() -> None:
+    """torch frees a memory pool with its last graph, and cannot capture into it again."""
     rig, numbers = Rig(CUDA), torch.ones(64, device=CUDA)
     for _ in range(3):
-        graphs = [rig.record(lambda: numbers * 2) for _ in range(2)]
+        graphs = [rig.capture(lambda: numbers * 2) for _ in range(2)]
         for graph in graphs:
             graph.launch()
             assert graph.output.sum().item() == 128
@@ -184,10 +186,10 @@ def test_a_recorder_goes_on_after_all_its_graphs_are_closed() -> None:
 
 
 @pytest.mark.gpu
-def test_a_graph_is_launched_in_order_by_torch_and_by_the_driver() -> None:
-    """The first launch is torch's. On the default stream and on another one, in this thread and in a new one."""
+def test_launches_by_torch_and_by_the_driver_are_ordered() -> None:
+    """torch makes the first launch. On the default stream and another one, in this thread and in a new one."""
     rig = Countdown(CUDA)
-    graph = rig.record(rig.step)
+    graph = rig.capture(rig.step)
     rig.start(0)
     torch.cuda.synchronize()
     seen: list[torch.Tensor] = []
@@ -210,9 +212,9 @@ def test_a_graph_is_launched_in_order_by_torch_and_by_the_driver() -> None:
 
 
 @pytest.mark.gpu
-def test_a_step_that_draws_from_torch_draws_anew_in_every_launch() -> None:
+def test_a_step_draws_new_numbers_from_torch_in_every_launch() -> None:
     rig, numbers = Rig(CUDA), torch.zeros(64, device=CUDA)
-    graph = rig.record(lambda: numbers.uniform_())
+    graph = rig.capture(lambda: numbers.uniform_())
     seen = []
     for _ in range(4):
         graph.launch()
@@ -224,3 +226,34 @@ def test_a_step_that_draws_from_torch_draws_anew_in_every_launch() -> None:
     torch.cuda.manual_seed(5)
     graph.launch()
     assert numbers.tolist() == again
+
+
+@pytest.mark.gpu
+def test_another_thread_may_draw_during_captures_from_torch_2_12_on() -> None:
+    """torch 2.11 puts the device's generator into capture mode for all threads, so the other thread's draw fails."""
+    rig, numbers = Rig(CUDA), torch.zeros(64, device=CUDA)
+    stop, errors = threading.Event(), list[str]()
+
+    def draw() -> None:
+        own = torch.empty(64, device=CUDA)
+        while not stop.is_set():
+            try:
+                own.uniform_()
+            except RuntimeError as error:
+                errors.append(str(error))
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    try:
+        graphs = [rig.capture(lambda: numbers.add_(1)) for _ in range(50)]
+    finally:
+        stop.set()
+        thread.join()
+    numbers.zero_()
+    for graph in graphs:
+        graph.launch()
+    assert numbers.tolist() == [50.0] * 64, "the captures are not affected"
+    if tuple(map(int, torch.__version__.split("+")[0].split(".")[:2])) >= (2, 12):
+        assert not errors
+    assert all("Offset increment outside graph capture" in error for error in errors)
+    assert torch.rand(4, device=CUDA).max() < 1

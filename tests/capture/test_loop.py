@@ -1,23 +1,17 @@
-"""Many steps in one launch: on a CPU the twin repeats its op trace, on CUDA a WHILE node repeats a captured step."""
+"""Loops: one launch repeats an op trace on a CPU, and a captured step in a WHILE node on CUDA."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 
 import pytest
 import torch
 
 from graphrt.capture import op_trace
-from graphrt.capture.descriptor import BatchDescriptor
-from graphrt.capture.graph import CapturedGraph
 from graphrt.capture.op_trace import OpTraceRecorder
-from graphrt.capture.recorder import make_recorder
 from graphrt.kernels.errors import CaptureError, ReplayError, ShapeError
 from graphrt.kernels.ops.norm import add_rms_norm
-
-KEY = BatchDescriptor.decode(1)
-CPU = torch.device("cpu")
+from tests.support.capture_rig import CPU, KEY, Countdown, Rig, ints
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -25,48 +19,10 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device("cuda", 0) if request.param == "cuda" else CPU
 
 
-def ints(device: torch.device, *values: int) -> torch.Tensor:
-    return torch.tensor(values or (0,), dtype=torch.int32, device=device)
-
-
-class Rig:
-    """A recorder, and the flag by which its steps go on."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.recorder = make_recorder(device)
-        self.go_on = ints(device)
-
-    def record(self, step: Callable[[], torch.Tensor]) -> CapturedGraph:
-        with self.recorder.session():
-            self.recorder.warm_up(step, lambda: None)
-            return self.recorder.record(step, KEY, lambda: None)
-
-    def loop(self, step: Callable[[], torch.Tensor]) -> CapturedGraph:
-        return self.recorder.loop(self.record(step), self.go_on)
-
-
-class Countdown(Rig):
-    """A step that runs `go_on` times: it counts down in go_on itself, and up in `runs`."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self.runs = ints(device)
-
-    def step(self) -> torch.Tensor:
-        self.go_on.sub_(1)
-        self.runs.add_(1)
-        return self.runs * 10
-
-    def start(self, count: int) -> None:
-        self.go_on.fill_(count)
-        self.runs.zero_()
-
-
 # -- how often a step runs
 
 
-def test_the_step_runs_as_often_as_it_says(device: torch.device) -> None:
+def test_a_step_runs_while_the_condition_holds(device: torch.device) -> None:
     rig = Countdown(device)
     loop = rig.loop(rig.step)
     for count in (1, 2, 3, 17, 1, 250, 2):
@@ -76,29 +32,29 @@ def test_the_step_runs_as_often_as_it_says(device: torch.device) -> None:
         assert loop.output.tolist() == [10 * count], "the output of the last run"
 
 
-def test_what_go_on_holds_before_a_launch_means_nothing(device: torch.device) -> None:
+def test_the_condition_before_a_launch_is_ignored(device: torch.device) -> None:
     rig = Rig(device)
     runs = ints(device)
 
     def step() -> torch.Tensor:
         runs.add_(1)
-        rig.go_on.zero_()
+        rig.condition.zero_()
         return runs + 0
 
     loop = rig.loop(step)
     for before in (0, 1, -1, 5):
-        rig.go_on.fill_(before)
+        rig.condition.fill_(before)
         runs.zero_()
         loop.launch()
         assert runs.item() == 1
 
 
-def test_every_value_but_zero_goes_on(device: torch.device) -> None:
+def test_every_value_but_zero_continues(device: torch.device) -> None:
     values = ints(device, 1, -1, 2, 1 << 16, 1 << 30, -(1 << 31), 0, 7)
     rig, at = Rig(device), torch.zeros(1, dtype=torch.int64, device=device)
 
     def step() -> torch.Tensor:
-        rig.go_on.copy_(values[at])
+        rig.condition.copy_(values[at])
         at.add_(1)
         return at + 0
 
@@ -108,17 +64,17 @@ def test_every_value_but_zero_goes_on(device: torch.device) -> None:
     assert at.item() == 7, "up to the first 0"
 
 
-def test_only_the_last_value_of_a_run_counts(device: torch.device) -> None:
-    """A step may write go_on in its middle, and read it."""
+def test_only_the_last_value_of_a_run_decides(device: torch.device) -> None:
+    """A step may read the condition, and write it several times."""
     rig, left, seen = Rig(device), ints(device), ints(device)
 
     def step() -> torch.Tensor:
-        rig.go_on.zero_()
-        seen.add_(rig.go_on)
-        rig.go_on.fill_(1)
-        seen.add_(rig.go_on)
+        rig.condition.zero_()
+        seen.add_(rig.condition)
+        rig.condition.fill_(1)
+        seen.add_(rig.condition)
         left.sub_(1)
-        rig.go_on.copy_(left > 0)
+        rig.condition.copy_(left > 0)
         return seen + 0
 
     loop = rig.loop(step)
@@ -130,20 +86,20 @@ def test_only_the_last_value_of_a_run_counts(device: torch.device) -> None:
 
 
 def collatz(start: int) -> int:
-    """Steps to 1, at least one: the loop is one that tests at its end."""
+    """Steps to 1, at least one, as the loop tests its condition at the end."""
     steps, x = 0, start
     while steps == 0 or x != 1:
         steps, x = steps + 1, x // 2 if x % 2 == 0 else 3 * x + 1
     return steps
 
 
-def test_data_decide_where_it_ends(device: torch.device) -> None:
+def test_data_decide_when_a_loop_ends(device: torch.device) -> None:
     rig, runs, x = Rig(device), ints(device), torch.ones(1, dtype=torch.int64, device=device)
 
     def step() -> torch.Tensor:
         x.copy_(torch.where(x % 2 == 0, x // 2, 3 * x + 1))
         runs.add_(1)
-        rig.go_on.copy_(x != 1)
+        rig.condition.copy_(x != 1)
         return x + 0
 
     loop = rig.loop(step)
@@ -154,11 +110,11 @@ def test_data_decide_where_it_ends(device: torch.device) -> None:
         assert (x.item(), runs.item()) == (1, collatz(start)), start
 
 
-# -- against launches one by one
+# -- compared with single launches
 
 
 class Layered(Rig):
-    """A step with a matrix product, a kernel of graphrt's own, and state that it changes in place."""
+    """A step with a matrix product, a graphrt kernel, and state that it updates in place."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -176,7 +132,7 @@ class Layered(Rig):
         self.hidden.copy_(torch.tanh(normed))
         self.trace.index_copy_(0, self.at, self.hidden[None])
         self.at.add_(1)
-        self.go_on.sub_(1)
+        self.condition.sub_(1)
         return self.hidden * 2
 
     def start(self, count: int) -> None:
@@ -184,16 +140,16 @@ class Layered(Rig):
         self.residual.copy_(self.first[1])
         self.trace.zero_()
         self.at.zero_()
-        self.go_on.fill_(count)
+        self.condition.fill_(count)
 
     def state(self) -> list[torch.Tensor]:
-        return [t.clone() for t in (self.hidden, self.residual, self.trace, self.at, self.go_on)]
+        return [t.clone() for t in (self.hidden, self.residual, self.trace, self.at, self.condition)]
 
 
-def test_a_loop_is_launches_one_by_one(device: torch.device) -> None:
+def test_a_loop_equals_single_launches(device: torch.device) -> None:
     rig = Layered(device)
-    graph = rig.record(rig.step)
-    loop = rig.recorder.loop(graph, rig.go_on)
+    graph = rig.capture(rig.step)
+    loop = rig.recorder.loop(graph, rig.condition)
     for count in (1, 5, 40, 5):
         rig.start(count)
         for _ in range(count):
@@ -203,7 +159,7 @@ def test_a_loop_is_launches_one_by_one(device: torch.device) -> None:
         loop.launch()
         for have, want in zip([*rig.state(), loop.output], expected, strict=True):
             assert torch.equal(have, want)
-        # An oracle that knows neither graphs nor loops.
+        # The same recurrence in float64, without graphs.
         hidden, residual = (t.double() for t in rig.first)
         for run in range(count):
             residual = residual + hidden @ rig.weight.double()
@@ -216,18 +172,18 @@ def test_a_loop_is_launches_one_by_one(device: torch.device) -> None:
 
 def test_the_step_can_be_launched_between_loops(device: torch.device) -> None:
     rig = Countdown(device)
-    graph = rig.record(rig.step)
-    loop = rig.recorder.loop(graph, rig.go_on)
+    graph = rig.capture(rig.step)
+    loop = rig.recorder.loop(graph, rig.condition)
     rig.start(4)
     for expected in (4, 5, 6):
         (loop if expected == 4 else graph).launch()
         assert rig.runs.item() == expected
-    rig.go_on.fill_(3)
+    rig.condition.fill_(3)
     loop.launch()
     assert rig.runs.item() == 9
 
 
-def test_loops_of_several_sizes_work_in_one_pool(device: torch.device) -> None:
+def test_loops_of_several_sizes_share_a_pool(device: torch.device) -> None:
     rig, sizes = Rig(device), (512, 64, 8)
     x, runs = torch.zeros(512, device=device), ints(device)
 
@@ -235,38 +191,38 @@ def test_loops_of_several_sizes_work_in_one_pool(device: torch.device) -> None:
         y = x[:size] * 2  # an intermediate, in memory that the graphs share
         x[:size].copy_(y + 1)
         runs.add_(1)
-        rig.go_on.sub_(1)
+        rig.condition.sub_(1)
         return x[:size].sum().reshape(1)
 
-    graphs = [rig.record(lambda size=size: step(size)) for size in sizes]
-    loops = [rig.recorder.loop(graph, rig.go_on) for graph in graphs]
+    graphs = [rig.capture(lambda size=size: step(size)) for size in sizes]
+    loops = [rig.recorder.loop(graph, rig.condition) for graph in graphs]
     for index, count in ((0, 3), (2, 5), (1, 2), (2, 1), (0, 4)):
         x.zero_()
         runs.zero_()
-        rig.go_on.fill_(count)
+        rig.condition.fill_(count)
         loops[index].launch()
         assert runs.item() == count
         assert loops[index].output.item() == sizes[index] * (2**count - 1)
         assert x[sizes[index] :].count_nonzero() == 0
 
 
-def test_a_report_says_what_the_loop_takes(device: torch.device) -> None:
+def test_a_report_has_the_cost_of_the_loop_only(device: torch.device) -> None:
     rig = Countdown(device)
-    graph = rig.record(rig.step)
-    report = rig.recorder.loop(graph, rig.go_on).report
+    graph = rig.capture(rig.step)
+    report = rig.recorder.loop(graph, rig.condition).report
     assert report.descriptor == KEY
-    assert report.pool_bytes == 0, "it works in the memory of its step"
+    assert report.pool_bytes == 0, "a loop shares the memory of its step"
     assert report.nodes - graph.report.nodes == (3 if device.type == "cuda" else 0)
     assert 0 < report.seconds < 60
 
 
-# -- lifetimes and refusals
+# -- lifetimes and errors
 
 
 def test_a_loop_outlives_its_step(device: torch.device) -> None:
     rig = Countdown(device)
-    graph = rig.record(rig.step)
-    loop = rig.recorder.loop(graph, rig.go_on)
+    graph = rig.capture(rig.step)
+    loop = rig.recorder.loop(graph, rig.condition)
     graph.close()
     del graph
     gc.collect()
@@ -280,8 +236,8 @@ def test_a_loop_outlives_its_step(device: torch.device) -> None:
 
 def test_a_step_outlives_its_loops(device: torch.device) -> None:
     rig = Countdown(device)
-    graph = rig.record(rig.step)
-    loops = [rig.recorder.loop(graph, rig.go_on) for _ in range(2)]
+    graph = rig.capture(rig.step)
+    loops = [rig.recorder.loop(graph, rig.condition) for _ in range(2)]
     loops[0].close()
     for again, one in enumerate((loops[1], graph)):
         rig.start(2 - again)
@@ -292,35 +248,35 @@ def test_a_step_outlives_its_loops(device: torch.device) -> None:
     assert rig.runs.item() == 2
 
 
-def test_a_closed_loop_is_not_launched(device: torch.device) -> None:
+def test_launching_a_closed_loop_raises(device: torch.device) -> None:
     rig = Countdown(device)
     loop = rig.loop(rig.step)
     loop.close()
     loop.close()
     rig.start(3)
-    with pytest.raises(CaptureError, match=r"loop: expected an open loop, got launch\(\) of a closed one"):
+    with pytest.raises(CaptureError, match=r"loop: launch\(\) on a closed loop"):
         loop.launch()
     assert rig.runs.item() == 0
     assert loop.output.numel() == 0
 
 
-def test_a_closed_graph_is_not_looped(device: torch.device) -> None:
+def test_looping_a_closed_graph_raises(device: torch.device) -> None:
     rig = Countdown(device)
-    graph = rig.record(rig.step)
+    graph = rig.capture(rig.step)
     graph.close()
-    with pytest.raises(CaptureError, match="graph: expected an open graph, got one that was closed; record the step"):
-        rig.recorder.loop(graph, rig.go_on)
+    with pytest.raises(CaptureError, match="graph: the graph is closed; capture the step"):
+        rig.recorder.loop(graph, rig.condition)
 
 
-def test_a_loop_is_no_step(device: torch.device) -> None:
+def test_only_captured_steps_can_be_looped(device: torch.device) -> None:
     rig = Countdown(device)
     loop = rig.loop(rig.step)
     for wrong in (loop, None, rig.step):
         with pytest.raises(CaptureError, match=r"graph: expected (OpTrace|CudaGraph), got"):
-            rig.recorder.loop(wrong, rig.go_on)
+            rig.recorder.loop(wrong, rig.condition)
 
 
-WRONG_GO_ON = {
+WRONG_CONDITIONS = {
     "dtype": (lambda d: torch.zeros(1, dtype=torch.int64, device=d), "expected dtype int32, got int64"),
     "bool": (lambda d: torch.zeros(1, dtype=torch.bool, device=d), "expected dtype int32, got bool"),
     "two": (lambda d: ints(d, 0, 0), r"expected shape \[1\], got \[2\]"),
@@ -330,42 +286,40 @@ WRONG_GO_ON = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG_GO_ON)
-def test_go_on_is_checked(device: torch.device, case: str) -> None:
+@pytest.mark.parametrize("case", WRONG_CONDITIONS)
+def test_a_condition_of_another_shape_dtype_or_device_raises(device: torch.device, case: str) -> None:
     rig = Countdown(device)
-    make, text = WRONG_GO_ON[case]
-    with pytest.raises(ShapeError, match=f"go_on: {text}"):
-        rig.recorder.loop(rig.record(rig.step), make(device))
+    make, text = WRONG_CONDITIONS[case]
+    with pytest.raises(ShapeError, match=f"condition: {text}"):
+        rig.recorder.loop(rig.capture(rig.step), make(device))
 
 
-# -- the twin alone
+# -- on a CPU only
 
 
-def test_the_twin_gives_up_where_a_device_would_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_loop_on_a_cpu_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     assert op_trace.MAX_RUNS == 1 << 20
     monkeypatch.setattr(op_trace, "MAX_RUNS", 50)
     rig = Countdown(CPU)
     loop = rig.loop(rig.step)
     rig.start(50)
     loop.launch()
-    assert rig.runs.item() == 50, "the bound itself is allowed"
+    assert rig.runs.item() == 50, "the bound is inclusive"
     rig.start(51)
-    with pytest.raises(ReplayError, match="go_on: expected 0 after at most 50 runs, got 1; let the step count"):
+    with pytest.raises(ReplayError, match="condition: expected 0 after at most 50 runs, got 1; count the runs"):
         loop.launch()
     rig.start(2)
     loop.launch()
-    assert rig.runs.item() == 2, "and the loop can be used on"
+    assert rig.runs.item() == 2, "the loop stays usable"
 
 
-def test_the_twin_reads_the_memory_that_it_was_given() -> None:
-    """As a graph does, whatever becomes of the caller's tensor."""
+def test_a_loop_on_a_cpu_keeps_the_memory_of_its_condition() -> None:
+    """Like a CUDA graph, it ignores new data assigned to the caller's tensor."""
     rig = Countdown(CPU)
-    alias = rig.go_on.detach()
-    loop = OpTraceRecorder().loop(rig.record(rig.step), rig.go_on)
+    alias = rig.condition.detach()
+    loop = OpTraceRecorder().loop(rig.capture(rig.step), rig.condition)
     rig.start(3)
-    rig.go_on.data = ints(CPU, 7)
+    rig.condition.data = ints(CPU, 7)
     loop.launch()
-    assert (alias.item(), rig.runs.item()) == (0, 3), (
-        "the step works on the memory of the capture, and so does the loop"
-    )
-    assert rig.go_on.item() == 7
+    assert (alias.item(), rig.runs.item()) == (0, 3), "step and loop use the memory of the capture"
+    assert rig.condition.item() == 7

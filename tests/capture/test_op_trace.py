@@ -1,25 +1,21 @@
-"""The op trace must behave as a CUDA graph does: freeze scalars and addresses, refuse host reads, never rerun
-Python."""
+"""The op trace behaves as a CUDA graph: it freezes scalars and addresses, and rejects host reads."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from graphrt.capture.descriptor import BatchDescriptor
-from graphrt.capture.op_trace import OpTrace, OpTraceRecorder
+from graphrt.capture.graph import GraphReport
+from graphrt.capture.op_trace import OpTraceRecorder
+from graphrt.kernels import library
 from graphrt.kernels.errors import CaptureError
-
-KEY = BatchDescriptor.decode(1)
-
-
-def record(step) -> OpTrace:
-    return OpTraceRecorder().record(step, KEY, lambda: None)
+from graphrt.kernels.ops.norm import add_rms_norm
+from tests.support.capture_rig import KEY, op_trace_of
 
 
-def test_replay_reads_the_latest_input_and_writes_the_recorded_output() -> None:
+def test_a_launch_reads_the_latest_input_and_writes_the_captured_output() -> None:
     x = torch.zeros(4)
-    op_trace = record(lambda: (x * 2 + 1).sum().reshape(1))
+    op_trace = op_trace_of(lambda: (x * 2 + 1).sum().reshape(1))
     for value in (3.0, -1.0, 3.0):
         x.fill_(value)
         op_trace.launch()
@@ -34,7 +30,7 @@ def test_python_is_not_run_again() -> None:
         calls.append(1)
         return x + 1
 
-    op_trace = record(step)
+    op_trace = op_trace_of(step)
     op_trace.launch()
     op_trace.launch()
     assert len(calls) == 1
@@ -43,15 +39,15 @@ def test_python_is_not_run_again() -> None:
 def test_a_python_scalar_is_frozen() -> None:
     state = {"scale": 2.0}
     x = torch.ones(1)
-    op_trace = record(lambda: x * state["scale"])
+    op_trace = op_trace_of(lambda: x * state["scale"])
     state["scale"] = 5.0
     op_trace.launch()
-    assert op_trace.output.item() == 2.0, "a graph holds the scalar of its capture"
+    assert op_trace.output.item() == 2.0, "the scalar of the capture"
 
 
 def test_a_scalar_in_a_tensor_is_not_frozen() -> None:
     scale, x = torch.tensor(2.0), torch.ones(1)
-    op_trace = record(lambda: x * scale)
+    op_trace = op_trace_of(lambda: x * scale)
     scale.fill_(5.0)
     op_trace.launch()
     assert op_trace.output.item() == 5.0
@@ -60,28 +56,28 @@ def test_a_scalar_in_a_tensor_is_not_frozen() -> None:
 def test_an_address_is_frozen() -> None:
     holder = {"x": torch.ones(1)}
     captured = holder["x"]
-    op_trace = record(lambda: holder["x"] + 1)
+    op_trace = op_trace_of(lambda: holder["x"] + 1)
     holder["x"] = torch.full((1,), 10.0)
     op_trace.launch()
-    assert op_trace.output.item() == 2.0, "a graph goes on reading the tensor of its capture"
+    assert op_trace.output.item() == 2.0, "the tensor of the capture"
     captured.fill_(4.0)
     op_trace.launch()
     assert op_trace.output.item() == 5.0
 
 
-def test_data_replaced_under_a_tensor_is_not_followed() -> None:
+def test_data_assigned_to_a_captured_tensor_is_ignored() -> None:
     x = torch.ones(1)
-    alias = x.view(1)  # what a graph holds: the storage of the capture
-    op_trace = record(lambda: alias + 1)
+    alias = x.view(1)  # the storage of the capture
+    op_trace = op_trace_of(lambda: alias + 1)
     x.data = torch.full((1,), 10.0)
     op_trace.launch()
     assert op_trace.output.item() == 2.0
 
 
-def test_data_and_shape_given_to_a_tensor_later_are_not_followed() -> None:
+def test_later_changes_of_data_and_shape_are_ignored() -> None:
     x = torch.ones(1, 4)
     captured = x.view(4)
-    op_trace = record(lambda: x.sum(1))
+    op_trace = op_trace_of(lambda: x.sum(1))
     x.squeeze_(0)
     x.data = torch.full((2, 3), 10.0)
     captured.fill_(3.0)
@@ -97,8 +93,8 @@ def test_in_place_and_out_variants_write_the_same_memory_again() -> None:
         torch.mul(x, 3, out=out)
         return out.clone()
 
-    op_trace = record(step)
-    assert counter.item() == 1, "the twin runs the step once while it records"
+    op_trace = op_trace_of(step)
+    assert counter.item() == 1, "a capture on a CPU runs the step once"
     x.fill_(2)
     op_trace.launch()
     op_trace.launch()
@@ -108,21 +104,21 @@ def test_in_place_and_out_variants_write_the_same_memory_again() -> None:
 
 def test_views_follow_their_base() -> None:
     x = torch.arange(6.0).reshape(2, 3)
-    op_trace = record(lambda: (x.t()[1:].reshape(-1, 2) + 0)[:, 0])
+    op_trace = op_trace_of(lambda: (x.t()[1:].reshape(-1, 2) + 0)[:, 0])
     x.copy_(x + 10)
     op_trace.launch()
     assert op_trace.output.tolist() == [11.0, 12.0]
 
 
-def test_linear_on_a_vector_replays_through_its_in_place_squeeze() -> None:
+def test_a_linear_layer_on_a_vector_is_replayed_despite_its_in_place_squeeze() -> None:
     weight, x = torch.randn(3, 4), torch.randn(4)
-    op_trace = record(lambda: torch.nn.functional.linear(x, weight))
+    op_trace = op_trace_of(lambda: torch.nn.functional.linear(x, weight))
     x.normal_()
     op_trace.launch()
     torch.testing.assert_close(op_trace.output, weight @ x)
 
 
-def test_memory_of_empty_keeps_its_last_contents() -> None:
+def test_empty_memory_keeps_its_last_contents() -> None:
     x = torch.ones(2)
 
     def step() -> torch.Tensor:
@@ -130,10 +126,10 @@ def test_memory_of_empty_keeps_its_last_contents() -> None:
         out[:1] = x[:1]
         return out
 
-    op_trace = record(step)
+    op_trace = op_trace_of(step)
     op_trace.output.fill_(7.0)
     op_trace.launch()
-    assert op_trace.output.tolist() == [1.0, 7.0], "nobody fills empty() memory in a graph either"
+    assert op_trace.output.tolist() == [1.0, 7.0], "a graph does not initialize empty() memory either"
 
 
 @pytest.mark.parametrize(
@@ -151,28 +147,28 @@ def test_memory_of_empty_keeps_its_last_contents() -> None:
     ],
     ids=["item", "tolist", "numpy", "int", "float", "bool", "mask-index", "nonzero", "equal"],
 )
-def test_host_reads_raise_and_the_recorder_works_on(read) -> None:
+def test_host_reads_raise_and_the_recorder_stays_usable(read) -> None:
     x, recorder = torch.ones(()), OpTraceRecorder()
 
     def step() -> torch.Tensor:
         read(x)
         return x + 1
 
-    with pytest.raises(CaptureError, match=r"decode\[1\].*host read|decode\[1\].*reads values on the host"):
-        recorder.record(step, KEY, lambda: None)
-    op_trace = recorder.record(lambda: x + 1, KEY, lambda: None)
+    with pytest.raises(CaptureError, match=r"decode\[1\].*on the host"):
+        recorder.capture(step, KEY, lambda: None)
+    op_trace = recorder.capture(lambda: x + 1, KEY, lambda: None)
     op_trace.launch()
     assert op_trace.output.item() == 2.0
 
 
 SYMMETRIC = torch.eye(4) * 2
 MASK, COUNTS = torch.tensor([True, False, True, False]), torch.tensor([1, 0, 2, 1])
-NAMED = {
+SYNCHRONIZING = {
     "repeat_interleave": lambda x: torch.repeat_interleave(x, COUNTS, 0),
     "repeat_interleave ": lambda x: torch.repeat_interleave(COUNTS),
     "index_put_": lambda x: x.index_put_((MASK,), torch.tensor(1.0)),
     "index_put_ ": lambda x: x.__setitem__(MASK, x[:2]),
-    "index_put_  ": lambda x: x.__setitem__(MASK, x.sum()),  # a number on the device: only one of Python is a fill
+    "index_put_  ": lambda x: x.__setitem__(MASK, x.sum()),  # a number on the device; only a Python number is a fill
     "index_put_   ": lambda x: x.__setitem__((slice(None), MASK.to(torch.uint8)), x[:, :2]),
     "index_put": lambda x: x.index_put((MASK,), x[:2]),
     "index.Tensor": lambda x: x[:, MASK],
@@ -191,7 +187,7 @@ NAMED = {
     "linalg_matrix_power": lambda x: torch.linalg.matrix_power(x, -1),
     "linalg_norm": lambda x: torch.linalg.norm(x, 2),
     "linalg_matrix_norm": lambda x: torch.linalg.matrix_norm(x, "nuc"),
-    "one_hot": lambda x: torch.nn.functional.one_hot(COUNTS),  # as many classes as the largest value says
+    "one_hot": lambda x: torch.nn.functional.one_hot(COUNTS),  # the largest value gives the number of classes
     "normal": lambda x: torch.normal(x, x.abs()),
     "normal ": lambda x: torch.normal(0.0, x.abs()),
     "histc": lambda x: torch.histc(x),
@@ -200,11 +196,14 @@ NAMED = {
 }
 
 
-@pytest.mark.parametrize("name", NAMED)
-def test_operations_that_wait_on_cuda_are_refused_by_name(name) -> None:
+@pytest.mark.parametrize("name", SYNCHRONIZING)
+def test_operations_that_synchronize_on_cuda_raise_with_their_name(name) -> None:
     x = SYMMETRIC.clone()
-    with pytest.raises(CaptureError, match=rf"decode\[1\]: aten.{name.strip()}\b.*expected ops whose results stay"):
-        record(lambda: (NAMED[name](x), x + 1)[1])
+    with pytest.raises(
+        CaptureError,
+        match=rf"decode\[1\]: aten.{name.strip()}\b.*reads values on the host or has a data-dependent shape",
+    ):
+        op_trace_of(lambda: (SYNCHRONIZING[name](x), x + 1)[1])
 
 
 def _filled(x: torch.Tensor) -> torch.Tensor:
@@ -213,11 +212,11 @@ def _filled(x: torch.Tensor) -> torch.Tensor:
     return x + 0
 
 
-TAKEN = {
+CAPTURED = {
     "a number by a mask": _filled,
     "output_size": lambda x: torch.repeat_interleave(x, COUNTS, 0, output_size=4),
     "output_size ": lambda x: torch.repeat_interleave(COUNTS, output_size=4),
-    "repeats of the host": lambda x: torch.repeat_interleave(x, 2, 0),
+    "repeats as a Python number": lambda x: torch.repeat_interleave(x, 2, 0),
     "rows": lambda x: x.index_put_((COUNTS,), x[0] + 1),
     "masked_fill": lambda x: x.masked_fill_(MASK, 0.0),
     "masked_scatter": lambda x: x.masked_scatter_(MASK, x + 1),
@@ -228,25 +227,25 @@ TAKEN = {
     "norm of a vector": lambda x: torch.linalg.norm(x[0], 2),
     "norm of all": lambda x: torch.linalg.norm(x),
     "power": lambda x: torch.linalg.matrix_power(x, 2),
-    "classes that are given": lambda x: torch.nn.functional.one_hot(COUNTS, 4) * x[0],
-    "bounds that are given": lambda x: torch.histc(x, 4, 0.0, 9.0),
+    "given number of classes": lambda x: torch.nn.functional.one_hot(COUNTS, 4) * x[0],
+    "given range": lambda x: torch.histc(x, 4, 0.0, 9.0),
     "linspace of numbers": lambda x: torch.linspace(0.0, 1.0, 4) * x,
 }
 
 
-@pytest.mark.parametrize("name", TAKEN)
-def test_their_kin_that_does_not_wait_is_taken(name) -> None:
+@pytest.mark.parametrize("name", CAPTURED)
+def test_related_operations_that_do_not_synchronize_are_captured(name) -> None:
     x, ran = SYMMETRIC.clone(), []
-    op_trace = record(lambda: (ran.append(1), TAKEN[name](x))[1])
+    op_trace = op_trace_of(lambda: (ran.append(1), CAPTURED[name](x))[1])
     for value in (5.0, 9.0):
         x.copy_(torch.eye(4) * value)
-        expected = TAKEN[name](x.clone())
+        expected = CAPTURED[name](x.clone())
         op_trace.launch()
         torch.testing.assert_close(op_trace.output, expected)
     assert ran == [1]
 
 
-def test_a_mask_is_refused_again_after_a_number_was_set() -> None:
+def test_a_masked_write_raises_after_a_masked_fill() -> None:
     x = SYMMETRIC.clone()
 
     def step() -> torch.Tensor:
@@ -254,28 +253,26 @@ def test_a_mask_is_refused_again_after_a_number_was_set() -> None:
         return x.index_put_((MASK,), x[:2])
 
     with pytest.raises(CaptureError, match="index_put_"):
-        record(step)
+        op_trace_of(step)
 
 
-def test_a_step_error_passes_through() -> None:
+def test_an_error_of_the_step_is_raised_unchanged() -> None:
     def step() -> torch.Tensor:
         raise ZeroDivisionError("from the model")
 
     with pytest.raises(ZeroDivisionError, match="from the model"):
-        record(step)
+        op_trace_of(step)
 
 
 def test_prepare_runs_before_the_step() -> None:
     order = []
-    OpTraceRecorder().record(lambda: (order.append("step"), torch.ones(1))[1], KEY, lambda: order.append("prepare"))
+    OpTraceRecorder().capture(lambda: (order.append("step"), torch.ones(1))[1], KEY, lambda: order.append("prepare"))
     assert order == ["prepare", "step"]
 
 
-def test_an_op_may_write_an_argument_and_return_new_memory() -> None:
-    from graphrt.kernels.ops.norm import add_rms_norm
-
+def test_an_op_that_writes_an_argument_and_returns_new_memory() -> None:
     residual, x, weight = torch.zeros(1, 4), torch.ones(1, 4), torch.full((4,), 3.0)
-    op_trace = record(lambda: add_rms_norm(residual, x, weight, 0.0) + 1)
+    op_trace = op_trace_of(lambda: add_rms_norm(residual, x, weight, 0.0) + 1)
     residual.zero_()
     x.copy_(torch.tensor([[2.0, -2.0, 2.0, -2.0]]))
     op_trace.launch()
@@ -283,12 +280,10 @@ def test_an_op_may_write_an_argument_and_return_new_memory() -> None:
     assert op_trace.output.tolist() == [[4.0, -2.0, 4.0, -2.0]]
 
 
-def test_an_interpreted_kernel_is_frozen_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
-    from graphrt.kernels import library
-
+def test_a_launch_interprets_the_kernels_that_the_capture_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     ran = []
     op = library.define_op(
-        "tape_test_probe(Tensor x, Tensor(a!) out) -> ()",
+        "op_trace_test_probe(Tensor x, Tensor(a!) out) -> ()",
         triton_impl=lambda x, out: ran.append("triton"),
         reference=lambda x, out: ran.append("reference"),
     )
@@ -301,6 +296,81 @@ def test_an_interpreted_kernel_is_frozen_as_such(monkeypatch: pytest.MonkeyPatch
         op(x, out)
         return out
 
-    op_trace = record(step)
+    op_trace = op_trace_of(step)
     op_trace.launch()
     assert ran == ["triton", "reference"] * 2
+
+
+def test_a_report_has_the_number_of_ops_and_the_memory_of_their_results() -> None:
+    x = torch.ones(4)
+    op_trace = op_trace_of(lambda: (x + 1).mul_(2) + x)
+    assert (op_trace.report.nodes, op_trace.report.pool_bytes, op_trace.report.driver_bytes) == (3, 2 * 16, 0)
+    assert op_trace.report.descriptor == KEY
+    assert 0 < op_trace.report.seconds < 60
+    assert GraphReport(KEY, 1.0, 30, 12, 5).nbytes == 42
+    assert op_trace_of(lambda: x[1:]).report.nodes == 0, "a view allocates nothing"
+
+
+def test_a_closed_op_trace_runs_nothing() -> None:
+    x, counter = torch.ones(2), torch.zeros(1)
+
+    def step() -> torch.Tensor:
+        counter.add_(1)
+        return x + counter
+
+    op_trace = op_trace_of(step)
+    op_trace.launch()
+    assert counter.item() == 2
+    op_trace.close()
+    op_trace.launch()
+    assert counter.item() == 2
+    assert op_trace.output.numel() == 0
+
+
+def test_all_results_of_an_op_are_filled() -> None:
+    x = torch.tensor([[1.0, 5.0, 3.0]])
+
+    def step() -> torch.Tensor:
+        values, indices = x.max(-1)
+        return torch.cat([values, indices.float()])
+
+    op_trace = op_trace_of(step)
+    x.copy_(torch.tensor([[7.0, 5.0, 9.0]]))
+    op_trace.launch()
+    assert op_trace.output.tolist() == [9.0, 2.0]
+
+
+def test_indexing_by_integers_is_captured_and_by_masks_raises() -> None:
+    x, at = torch.arange(4.0), torch.tensor([3, 0])
+    op_trace = op_trace_of(lambda: x[at] * 1)
+    at.copy_(torch.tensor([1, 2]))
+    op_trace.launch()
+    assert op_trace.output.tolist() == [1.0, 2.0]
+    for mask in (torch.tensor([True, False, True, False]), torch.tensor([1, 0, 1, 0], dtype=torch.uint8)):
+        with pytest.raises(CaptureError, match=r"decode\[1\]"):
+            op_trace_of(lambda mask=mask: x[mask])
+
+
+@pytest.mark.parametrize("read", [lambda x: x.tolist(), lambda x: x.numpy(), lambda x: x[0].item()])
+def test_a_host_read_after_other_ops_raises(read) -> None:
+    """Also after an op that failed, and after the reads that an op itself may do."""
+    x = torch.ones(2)
+
+    def step() -> torch.Tensor:
+        with pytest.raises(RuntimeError):
+            torch.add(x, torch.ones(3))
+        y = x + 1
+        read(y)
+        return y
+
+    with pytest.raises(CaptureError, match=r"decode\[1\].*on the host"):
+        op_trace_of(step)
+
+
+def test_gradients_are_off_in_capture_and_launch() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    op_trace = op_trace_of(lambda: weight * 2)
+    assert not op_trace.output.requires_grad
+    weight.data.fill_(3)
+    op_trace.launch()
+    assert op_trace.output.tolist() == [6.0, 6.0]

@@ -1,4 +1,4 @@
-"""What PyTorch's own kernels carry of the stack: no audit takes it for addresses, and none of the real ones is lost."""
+"""Uninitialized bytes in arguments of PyTorch's kernels are not taken for addresses, and real addresses are kept."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ TOP_K = "void at::native::sbtopk::gatherTopK<float, unsigned int, 2, false>(at::
 
 
 def divider(size: int) -> tuple[int, int, int]:
-    """As at::cuda::detail::IntDivider: size, multiplier, shift."""
+    """An at::cuda::detail::IntDivider: size, multiplier, shift."""
     shift = next(shift for shift in range(32) if (1 << shift) >= size)
     return size, ((1 << 32) * ((1 << shift) - size)) // size + 1, shift
 
 
 def calculator(tensors: int, *sizes: int, stale: int = STALE) -> bytes:
-    """An OffsetCalculator. What no dimension uses holds an address, wherever a word of 8 bytes may stand in it."""
+    """An OffsetCalculator whose unused entries hold addresses at every possible offset."""
     data = bytearray(struct.pack("<Q", stale) * 200)[: 304 + 100 * tensors]
     struct.pack_into("<i", data, 0, len(sizes))
     for dim, size in enumerate(sizes):
@@ -52,8 +52,8 @@ def run(*nodes: Node) -> Audit:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 1000, 65537, 2**31 - 1])
-def test_a_divider_divides(size: int) -> None:
-    """The formula by which one is told from other numbers."""
+def test_the_divider_formula(size: int) -> None:
+    """The formula that identifies a divider."""
     _, multiplier, shift = divider(size)
     for n in (0, 1, size - 1, size, size + 1, 12345, 2**31 - 1):
         assert ((n * multiplier >> 32) + n) >> shift == n // size
@@ -62,41 +62,41 @@ def test_a_divider_divides(size: int) -> None:
 @pytest.mark.parametrize("sizes", [(1,), (5,), (3, 7), (1000, 2, 65537, 9)])
 @pytest.mark.parametrize("functor", [1, 8, 40, 64])
 @pytest.mark.parametrize("tensors", [1, 2, 3, 4, 5])
-def test_what_no_dimension_uses_is_no_address(tensors: int, functor: int, sizes: tuple[int, ...]) -> None:
-    """The addresses behind a calculator are found all the same, each of them."""
+def test_entries_of_unused_dimensions_are_not_addresses(tensors: int, functor: int, sizes: tuple[int, ...]) -> None:
+    """All addresses after a calculator are found."""
     data = padded(calculator(tensors, *sizes))
     addresses = words(*[REAL] * (tensors - 1), LEAK.address) + b"\x07" * functor
     (finding,) = run(kernel(words(5), data + addresses, name=LOOP)).findings
     assert finding.where == f"argument 1, byte {len(data) + 8 * (tensors - 1)}"
-    behind = padded(b"\x07" * min(functor, 24)) + words(*[REAL] * tensors)  # a functor that stands before them
+    behind = padded(b"\x07" * min(functor, 24)) + words(*[REAL] * tensors)  # a functor before them
     assert run(kernel(words(5), data + behind, name=LOOP)).ok
     gone = kernel(words(5), data + words(*[GONE.address + 8] * tensors) + b"\x07" * functor, name=LOOP)
     assert len(run(gone).findings) == tensors
 
 
-def test_addresses_that_stand_where_longer_calculators_end() -> None:
-    """A gather by eleven tensors: its addresses begin where three strides end, and one stands where four do."""
+def test_addresses_at_the_end_of_a_longer_calculator() -> None:
+    """A gather by eleven tensors: its addresses start after three strides, and one is where four would end."""
     data = padded(calculator(3, 16, 4)) + words(*[REAL] * 5, STALE, *[REAL] * 9)
     assert data[704:712] == words(REAL)
     (finding,) = run(kernel(words(5), data, name=INDEX)).findings
     assert finding.where == "argument 1, byte 648"
 
 
-def test_stale_words_of_a_calculator_behind_which_known_memory_follows() -> None:
-    """As it was found: the third row of strides of an index kernel of two dimensions."""
+def test_stale_words_of_a_calculator_before_known_memory() -> None:
+    """The third row of strides of an index kernel with two dimensions."""
     data = bytearray(padded(calculator(3, 16, 4, stale=0)))
     struct.pack_into("<Q", data, 336, STALE)
     struct.pack_into("<Q", data, 512, STALE)
     plain = bytes(data) + words(REAL, REAL + 64)
     assert run(kernel(words(64), plain, name=INDEX)).ok
-    assert sum(run(kernel(words(64), plain, name=INDEX)).counts.values()) == 2, "stale words are not counted either"
+    assert sum(run(kernel(words(64), plain, name=INDEX)).counts.values()) == 2, "stale words are not counted"
     other = run(kernel(words(64), plain, name="my_own_kernel"))
     assert {f.where for f in other.findings} == {"argument 1, byte 336", "argument 1, byte 512"}
     no_calculator = bytes(4) + plain[4:]
     assert not run(kernel(words(64), no_calculator, name=INDEX)).ok
 
 
-def test_a_calculator_that_is_an_argument_by_itself() -> None:
+def test_a_calculator_that_is_a_whole_argument() -> None:
     assert run(kernel(words(REAL), calculator(3, 16, 4), calculator(1, 16, 4), name=CASTING)).ok
 
 
@@ -108,8 +108,8 @@ REDUCTIONS = {
 
 
 @pytest.mark.parametrize("name", REDUCTIONS)
-def test_calculators_within_a_reduction(name: str) -> None:
-    """Two of them, behind numbers that may look like one: 1, 1, 1, 0 as in ReduceConfig of a sum of everything."""
+def test_calculators_in_a_reduction(name: str) -> None:
+    """Two calculators after numbers that look like one: 1, 1, 1, 0 as in the ReduceConfig of a full sum."""
     config = struct.pack("<if16i", 0, 0.0, 4, 64, 1, 32, 1, 1, 1, 0, 0, 0, 1, 32, 1, 32, 0, 1)
     data = padded(config + b"".join(REDUCTIONS[name]))
     behind = struct.pack("<qiii", 0, 0, 1, 1)[:16]
@@ -119,8 +119,8 @@ def test_calculators_within_a_reduction(name: str) -> None:
     assert [f.where for f in found] == [f"argument 0, byte {len(data) + at}" for at in (0, 8, 24, 32, 40)]
 
 
-def test_a_second_calculator_behind_addresses() -> None:
-    """torch.take: a stale word in it hides none of the addresses before it."""
+def test_a_second_calculator_after_addresses() -> None:
+    """torch.take: its stale words do not hide the addresses before it."""
     for at in (None, 608, 704, 808):
         data = bytearray(calculator(2, 16, 4) + words(LEAK.address, LEAK.address + 64, 64) + bytes(4))
         data += calculator(1, 8, 8, stale=0) + words(REAL)
@@ -133,11 +133,11 @@ def test_a_second_calculator_behind_addresses() -> None:
 @pytest.mark.parametrize(
     "name", ["quat::native::f<x::TensorInfo<g>>", "x::at::native::CatArrayBatchedCopy", "f<TensorInfo<g>>"]
 )
-def test_kernels_of_others_are_left_alone(name: str) -> None:
+def test_kernels_of_other_libraries_are_unaffected(name: str) -> None:
     assert len(run(kernel(words(REAL, *[STALE] * 26), name=f"void {name}")).findings) == 26
 
 
-def test_a_list_of_inputs_ends_with_the_grid() -> None:
+def test_the_grid_gives_the_length_of_an_input_list() -> None:
     node = kernel(words(REAL), words(REAL, REAL + 64, *[STALE] * 126) + bytes(1700), name=CAT)
     assert run(Node(**{**_fields(node), "grid": (264, 2, 1)})).ok
     assert not run(Node(**{**_fields(node), "grid": (264, 3, 1)})).ok
@@ -147,7 +147,7 @@ def test_a_list_of_inputs_ends_with_the_grid() -> None:
 
 
 @pytest.mark.parametrize("stale_words", [26, 51])
-def test_sizes_of_a_tensor_info_are_no_addresses(stale_words: int) -> None:
+def test_sizes_in_a_tensor_info_are_not_addresses(stale_words: int) -> None:
     assert run(kernel(words(REAL, *[STALE] * stale_words), words(8), name=TOP_K)).ok
     (finding,) = run(kernel(words(STALE, *[STALE] * stale_words), words(8), name=TOP_K)).findings
     assert finding.where == "argument 0, byte 0"
@@ -161,7 +161,7 @@ def _fields(node: Node) -> dict[str, object]:
 STEPS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "index_elementwise_kernel": lambda x, rows: x[rows[:, None], rows[None, :4]],
     "gpu_kernel_impl_nocast": lambda x, rows: x.t() + x,
-    "gpu_kernel_impl<": lambda x, rows: x.t() + rows,  # casts on its way
+    "gpu_kernel_impl<": lambda x, rows: x.t() + rows,  # casts its input
     "multi_outputs": lambda x, rows: torch.frexp(x[:, ::2]).mantissa,
     "reduce_kernel": lambda x, rows: x.view(4, 8, 8, 4).sum(dim=(0, 2)),
     "sum_functor": lambda x, rows: x.sum(),
@@ -174,8 +174,8 @@ STEPS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", STEPS)
-def test_real_kernels_read_nothing_there(name: str) -> None:
-    """Filled with addresses of a tensor that nobody registered, the graph computes the same, and its audit is clean."""
+def test_kernels_do_not_read_the_ignored_bytes(name: str) -> None:
+    """Filled with addresses of an unregistered tensor, the graph computes the same, and has no findings."""
     x = torch.randn(32, 32, device="cuda")
     rows = torch.randperm(32, device="cuda")
     stranger = torch.zeros(64, device="cuda")
@@ -202,7 +202,7 @@ def test_real_kernels_read_nothing_there(name: str) -> None:
 
 
 def _unused(node: Node, memory: MemoryMap) -> list[tuple[int, int, int]]:
-    """The parts of the stretches without addresses that hold no numbers either."""
+    """The parts of the ranges without addresses that hold no numbers either."""
 
     def is_known(index: int, at: int) -> bool:
         data = node.arguments[index].data[at : at + 8]
@@ -238,7 +238,7 @@ def _parts(data: bytes, at: int, tensors: int) -> list[tuple[int, int]]:
 
 
 def _fill(captured: torch.cuda.CUDAGraph, node: Node, unused: list[tuple[int, int, int]], address: int) -> None:
-    """Write an address at every eighth byte of these parts of a node's arguments."""
+    """Write an address to every word of these parts of a node's arguments."""
     from cuda.bindings import driver
 
     raw = driver.CUgraph(captured.raw_cuda_graph())

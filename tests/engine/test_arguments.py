@@ -279,10 +279,10 @@ def test_descriptors_are_equal_in_every_process() -> None:
 
 DESCRIPTORS = {
     "type": ("decode", ConfigError, "descriptor: expected BatchDescriptor, got 'decode'"),
-    "unknown": (BatchDescriptor.decode(3), ConfigError, "expected a size of this runtime's capture_sizes, got decode"),
-    "query_len": (BatchDescriptor.decode(2, 2), ConfigError, "expected a size of this runtime's capture_sizes"),
-    "beyond": (BatchDescriptor.decode(64), ConfigError, "expected a size of this runtime's capture_sizes"),
-    "small": (BatchDescriptor.decode(1), CapacityError, "room for 2 requests and 2 tokens, got decode"),
+    "unknown": (BatchDescriptor.decode(3), ConfigError, "is not a size that this runtime pads to"),
+    "query_len": (BatchDescriptor.decode(2, 2), ConfigError, "is not a size that this runtime pads to"),
+    "beyond": (BatchDescriptor.decode(64), ConfigError, "is not a size that this runtime pads to"),
+    "small": (BatchDescriptor.decode(1), CapacityError, "does not fit 2 requests and 2 tokens; choose"),
 }
 
 
@@ -292,6 +292,6 @@ def test_sizes_that_a_batch_cannot_run_at_are_refused(rig: Rig, case: str) -> No
     with pytest.raises(error, match=text):
         rig.manager.replay(Batch(**good()), descriptor=descriptor)
     uneven = Batch(**good(seq_lens=[2, 1], query_lens=[2, 1], tokens=[3, 4, 5]))
-    with pytest.raises(CapacityError, match="of uneven rows, got decode"):
+    with pytest.raises(CapacityError, match="of unequal query lengths; choose"):
         rig.manager.replay(uneven, descriptor=BatchDescriptor.decode(8))
     assert_works(rig)

@@ -1,4 +1,4 @@
-"""`compare`: the graph beside its eager twin, from one state, which is as before afterwards."""
+"""compare(): runs a step as a graph and eagerly from one state, and restores the state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def prompt(*tokens: int) -> Batch:
     return Batch(req_indices=[0], seq_lens=[n], query_lens=[n], tokens=tokens, page_indptr=[0, 2], page_ids=[5, 6])
 
 
-def going_on(seq_len: int) -> Batch:
+def decode(seq_len: int) -> Batch:
     return Batch(req_indices=[0], seq_lens=[seq_len], page_indptr=[0, 2], page_ids=[5, 6])
 
 
@@ -29,26 +29,26 @@ def everything(rig) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float8_e4m3fn])
-def test_it_restores_what_the_step_changed(device: torch.device, kv_dtype: torch.dtype) -> None:
+def test_compare_restores_the_state(device: torch.device, kv_dtype: torch.dtype) -> None:
     rig = make_rig(device, kv_dtype=kv_dtype, fill=0.0)
     token = int(rig.manager.replay(prompt(1, 2, 3)).tokens()[0])
     before = everything(rig)
-    for batch in (going_on(4), prompt(4, 4, 4, 4), Batch.empty()):
+    for batch in (decode(4), prompt(4, 4, 4, 4), Batch.empty()):
         comparison = rig.manager.compare(batch)
         assert comparison.equal, str(comparison)
-        assert "are equal bit by bit" in str(comparison)
+        assert "are bitwise equal" in str(comparison)
         assert len(comparison.graph.tokens) == batch.num_reqs
     after = everything(rig)
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    comparison = rig.manager.compare(going_on(4))
-    found = rig.manager.replay(going_on(4)).tokens()
+    comparison = rig.manager.compare(decode(4))
+    found = rig.manager.replay(decode(4)).tokens()
     assert comparison.graph.tokens.tolist() == comparison.eager.tokens.tolist() == found.tolist()
     if kv_dtype is torch.float32:
         assert found.tolist() == [int(rig.model.oracle([1, 2, 3, token]).argmax())]
 
 
-def test_it_shows_what_a_graph_has_frozen(device: torch.device) -> None:
-    """The classic bug: a number of Python's that changes between steps."""
+def test_compare_shows_a_frozen_number(device: torch.device) -> None:
+    """A Python number that changes between steps."""
     scale = [1.0]
     rig = make_rig(device)
     forward = rig.model.forward
@@ -62,7 +62,7 @@ def test_it_shows_what_a_graph_has_frozen(device: torch.device) -> None:
     assert comparison.graph.tokens.tolist() == [int(exact.argmax())]
     assert comparison.eager.tokens.tolist() == [int(exact.argmin())]
     assert comparison.max_difference[0] == pytest.approx(3 * float(exact.abs().max()), rel=1e-3)
-    assert "1 of 1 rows differ" in str(comparison)
+    assert "1 of 1 requests differ" in str(comparison)
     assert f"token {int(exact.argmax())} by the graph, {int(exact.argmin())} eagerly" in str(comparison)
 
 
@@ -84,27 +84,27 @@ def test_steps_in_flight_keep_their_results(device: torch.device) -> None:
         handles[-1].logits()
 
 
-def test_a_batch_without_a_graph_has_nothing_to_compare(device: torch.device) -> None:
+def test_comparing_a_batch_without_a_graph_raises(device: torch.device) -> None:
     rig = make_rig(device, mixed_sizes=())
     with pytest.raises(ReplayError, match="expected a batch that replays a graph, got one that does not: no mixed"):
         rig.manager.compare(prompt(1, 2, 3))
 
 
 @pytest.mark.gpu
-def test_it_runs_on_the_stream_of_the_steps_whatever_is_current() -> None:
+def test_compare_runs_on_the_stream_of_the_steps() -> None:
     rig = make_rig(torch.device("cuda", 0), fill=0.0)
     rig.manager.replay(prompt(1, 2, 3)).tokens()
     before, other = everything(rig), torch.cuda.Stream()
     with torch.cuda.stream(other):
         for _ in range(3):
-            comparison = rig.manager.compare(going_on(4))
+            comparison = rig.manager.compare(decode(4))
             assert comparison.equal, str(comparison)
             assert torch.cuda.current_stream() == other
     assert all(torch.equal(a, b) for a, b in zip(before, everything(rig), strict=True))
 
 
-def test_blocks_on_a_stream_may_lie_in_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stream is the steps' until the outermost block ends."""
+def test_stream_contexts_can_be_nested(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The outermost context restores the stream."""
     steps, callers = (SimpleNamespace(cuda_stream=n, device=torch.device("cuda", 0)) for n in (1, 2))
     current, ranges = [callers], []
     monkeypatch.setattr(entry, "raw_stream", lambda index: current[-1].cuda_stream)

@@ -84,16 +84,16 @@ def test_the_verbs_of_each_call(verbs: list[str]) -> None:
         assert verbs == expected
 
 
-def test_the_largest_size_of_each_kind_is_warmed_up_before_it_is_recorded() -> None:
+def test_the_largest_size_of_each_kind_is_warmed_up_before_it_is_captured() -> None:
     rig = make_rig(CPU, capture=False, decode_sizes=(1, 2), mixed_sizes=(16, 32))
     recorder, order = rig.manager._graphs._recorder, []
-    warm_up, record = recorder.warm_up, recorder.record
+    warm_up, capture = recorder.warm_up, recorder.capture
 
     def size_of(step) -> str:
         return str(step.args[0])
 
     recorder.warm_up = lambda step, prepare: (order.append(f"warm {size_of(step)}"), warm_up(step, prepare))[1]
-    recorder.record = lambda step, *rest: (order.append(size_of(step)), record(step, *rest))[1]
+    recorder.capture = lambda step, *rest: (order.append(size_of(step)), capture(step, *rest))[1]
     recorder.close = lambda: order.append("close")
     rig.manager.capture()
     rig.manager.close()

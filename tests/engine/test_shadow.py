@@ -1,4 +1,4 @@
-"""Shadow steps: they change nothing, are silent where a graph is right, and name what a wrong one leaves."""
+"""Shadow steps: they change no state, and report tensors that a wrong graph computes differently."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ def prompt(*tokens: int) -> Batch:
     return Batch(req_indices=[0], seq_lens=[n], query_lens=[n], tokens=tokens, page_indptr=[0, 2], page_ids=[5, 6])
 
 
-def going_on(seq_len: int) -> Batch:
+def decode(seq_len: int) -> Batch:
     return Batch(req_indices=[0], seq_lens=[seq_len], page_indptr=[0, 2], page_ids=[5, 6])
 
 
 def everything(manager: ReplayManager) -> list[torch.Tensor]:
-    """Bits of the row state and of the cache."""
+    """Bits of the request state and of the cache."""
     cache, state = manager.kv_cache, manager.buffers.snapshot().values()
     return [t.contiguous().view(torch.uint8).clone() for t in (*state, *cache.k, *cache.v) if t.dim()]
 
 
 def drive(rig: Rig) -> list[int]:
-    """A prompt, decodes, a second sequence in the first one's place, an empty step."""
+    """A prompt, decode steps, an empty step, and a second sequence with the same request index."""
     batches = [
         prompt(1, 2, 3),
-        going_on(4),
-        going_on(5),
+        decode(4),
+        decode(5),
         Batch.empty(),
-        going_on(6),
+        decode(6),
         prompt(9, 8, 7, 6, 5),
-        going_on(6),
+        decode(6),
     ]
     return [int(token) for batch in batches for token in rig.manager.replay(batch).tokens()]
 
@@ -67,10 +67,10 @@ def drive(rig: Rig) -> list[int]:
     ],
     ids=["NHD", "HND fp8", "triton fp8"],
 )
-def test_steps_are_what_they_are_without(
+def test_shadow_steps_change_no_results(
     device: torch.device, layout: KVLayout, kv_dtype: torch.dtype, backend: str
 ) -> None:
-    """Tokens, row state and cache, bit by bit; a step with a fault is shadowed as well."""
+    """Tokens, request state and cache, in every bit, including a step with a fault."""
     backend = backend if device.type == "cpu" else "triton"  # the reference has no graph on CUDA
     found = []
     for every in (0, 1, 2):
@@ -88,7 +88,7 @@ def test_steps_are_what_they_are_without(
 
 
 def test_sessions_and_generators_are_shadowed(device: torch.device) -> None:
-    """Against the oracle: launches of many steps go step by step where they are shadowed."""
+    """A shadowed launch of many steps runs them one by one."""
     model = LivelyModel(device)
     runtime = make_runtime(
         device, model=model, config={"decode_sizes": (2, 4), "loop_sizes": (4,), "shadow_every": 3, "penalties": True}
@@ -110,8 +110,8 @@ def test_sessions_and_generators_are_shadowed(device: torch.device) -> None:
 
 
 def test_backends_that_plan_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their plan is made for both ways."""
-    device = torch.device("cpu")  # where the reference has graphs
+    """Both runs are planned."""
+    device = torch.device("cpu")  # the reference has graphs on a CPU only
     planned: list[Batch] = []
     monkeypatch.setattr(TorchReferenceBackend, "plan_replay", lambda self, descriptor, batch: planned.append(batch))
     rig = make_rig(device, backend="torch_reference", shadow_every=1)
@@ -123,14 +123,14 @@ def test_backends_that_plan_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 class CountingModel(ToyModel):
-    """Counts its steps of each row in a tensor of the row's own."""
+    """Counts the steps of each request in a request tensor."""
 
     def forward(self, step: Step) -> torch.Tensor:
         step.request_tensors["count"].index_add_(0, step.req_indices.clamp_min(0), (step.req_indices >= 0).float())
         return super().forward(step)
 
 
-def test_row_tensors_advance_once(device: torch.device) -> None:
+def test_request_tensors_are_updated_once(device: torch.device) -> None:
     for every in (0, 1):
         rig = make_rig(
             device,
@@ -143,7 +143,7 @@ def test_row_tensors_advance_once(device: torch.device) -> None:
         rig.manager.close()
 
 
-def test_a_frozen_number_is_found_and_the_graph_goes_on(device: torch.device) -> None:
+def test_a_frozen_number_is_reported_and_the_graph_s_token_is_returned(device: torch.device) -> None:
     scale = [1.0]
     model = ToyModel(device, torch.float32)
     forward = model.forward
@@ -153,7 +153,7 @@ def test_a_frozen_number_is_found_and_the_graph_goes_on(device: torch.device) ->
     scale[0] = -2.0
     token = int(rig.manager.replay(prompt(1, 2)).tokens()[0])
     exact = model.oracle([1, 2])
-    assert token == int(exact.argmax()), "what the graph gives"
+    assert token == int(exact.argmax()), "the token of the graph"
     with pytest.warns(RuntimeWarning, match=r"step 1, .* the graph differs from the eager step: logits\[0, 0\] is"):
         stats = rig.manager.stats()
     (difference,) = stats.shadow_differences
@@ -162,12 +162,12 @@ def test_a_frozen_number_is_found_and_the_graph_goes_on(device: torch.device) ->
     assert first.graph == pytest.approx(float(exact[0]), abs=1e-5)
     assert first.eager == pytest.approx(-2 * float(exact[0]), abs=1e-5)
     assert "last_token" in [tensor.name for tensor in others]
-    assert rig.manager.stats().shadow_differences == (difference,), "told once"
+    assert rig.manager.stats().shadow_differences == (difference,), "reported once"
 
 
 @pytest.mark.parametrize("bug", ["nothing written", "stale positions", "another slot"])
-def test_what_went_wrong_first_is_named_first(device: torch.device, bug: str) -> None:
-    """The captured step lacks what eager steps do: the graph then works on what was there before."""
+def test_the_first_wrong_tensor_is_reported_first(device: torch.device, bug: str) -> None:
+    """The model changes step metadata only while it is captured."""
     model = ToyModel(device, torch.float32)
     capturing = [True]
 
@@ -195,7 +195,7 @@ def test_what_went_wrong_first_is_named_first(device: torch.device, bug: str) ->
     assert "kv of group 0" in names or bug == "stale positions"
 
 
-def test_an_error_of_the_eager_step_leaves_all_as_it_was(device: torch.device) -> None:
+def test_an_error_of_the_eager_step_changes_no_state(device: torch.device) -> None:
     model = ToyModel(device, torch.float32)
     rig = make_rig(device, model=model, fill=0.0, shadow_every=2)
     token = int(rig.manager.replay(prompt(1, 2, 3)).tokens()[0])
@@ -208,22 +208,22 @@ def test_an_error_of_the_eager_step_leaves_all_as_it_was(device: torch.device) -
 
     model.forward = failing  # type: ignore[method-assign]
     with pytest.raises(ZeroDivisionError):
-        rig.manager.replay(going_on(4))
+        rig.manager.replay(decode(4))
     assert all(torch.equal(a, b) for a, b in zip(before, everything(rig.manager), strict=True))
     model.forward = forward  # type: ignore[method-assign]
-    assert rig.manager.replay(going_on(4)).tokens().tolist() == [int(model.oracle([1, 2, 3, token]).argmax())]
+    assert rig.manager.replay(decode(4)).tokens().tolist() == [int(model.oracle([1, 2, 3, token]).argmax())]
     assert rig.manager.stats().shadow_steps == 1
 
 
-def test_eager_steps_have_no_shadow(device: torch.device) -> None:
+def test_eager_steps_are_not_shadowed(device: torch.device) -> None:
     rig = make_rig(device, shadow_every=1, mixed_sizes=())
     rig.manager.replay(prompt(1, 2, 3)).tokens()
-    rig.manager.replay(going_on(4), eager=True).tokens()
+    rig.manager.replay(decode(4), eager=True).tokens()
     assert rig.manager.stats().shadow_steps == 0
-    assert rig.manager.compare(going_on(5)).equal
+    assert rig.manager.compare(decode(5)).equal
 
 
-def test_the_option_is_checked() -> None:
+def test_a_negative_shadow_every_raises() -> None:
     with pytest.raises(ConfigError, match=r"shadow_every: expected .* got -1"):
         RuntimeConfig(shadow_every=-1)
 
@@ -243,13 +243,13 @@ def test_copies_of_any_layout_and_dtype() -> None:
         copies.take(kept)
         for tensor in kept.values():
             tensor.zero_()
-        copies.give_back(kept)
+        copies.restore(kept)
         assert all(torch.equal(tensor, before[name]) for name, tensor in kept.items())
         assert list(copies.views) == list(kept)
 
 
 @pytest.mark.parametrize(("every", "slots"), [(0, 3), (256, 6)])
-def test_more_launches_are_in_flight_beside_shadows(device: torch.device, every: int, slots: int) -> None:
-    """They hide the eager steps: the host may be twice as many launches ahead before it waits."""
+def test_shadow_steps_double_the_launches_in_flight(device: torch.device, every: int, slots: int) -> None:
+    """So that eager steps do not stall the host."""
     rig = make_rig(device, capture=False, ring_depth=3, shadow_every=every)
     assert len(rig.manager.buffers.input_ring) == rig.manager.config.most_in_flight == slots

@@ -13,6 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from graphrt.kernels.attention.attend import PARTITION_WORDS
 from graphrt.kernels.errors import CapacityError, ConfigError, UnsupportedError
 from graphrt.kernels.types import KVLayout
 from scripts.rigs.attention_cells import PARTS, make_cells, shrink

@@ -1,4 +1,4 @@
-"""Graphs and allocators that are made up, so that tests of the audit know every address."""
+"""Artificial graphs and allocators, in which tests of the audit know every address."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REGIONS = (X, WEIGHT, POOL, IDLE, LEAK, GONE, STAGING)
 
 
 class FakeDriver:
-    """Knows these regions, and counts how often it is asked."""
+    """Knows these regions, and records the addresses that it is asked about."""
 
     def __init__(self, *regions: Region) -> None:
         self.regions, self.asked = regions, list[int]()
@@ -37,7 +37,7 @@ def words(*values: int) -> bytes:
 
 
 def kernel(*blobs: bytes, name: str = "kernel", pointers: Iterable[tuple[int, ...] | None] = ()) -> Node:
-    """A kernel with these arguments, each with what it says of its pointers."""
+    """A kernel with these arguments and their pointer offsets."""
     told = [*pointers, *[None] * len(blobs)]
     arguments = tuple(Argument(8 * at, blob, pointers=told[at]) for at, blob in enumerate(blobs))
     return Node(NodeKind.KERNEL, name, grid=(1, 1, 1), block=(32, 1, 1), arguments=arguments)
@@ -64,7 +64,7 @@ def graph(*nodes: Node, edges: tuple[Edge, ...] = ()) -> GraphView:
 
 
 def segment(address: int, *blocks: tuple[int, str], pool: tuple[int, int] = (0, 0), frames: object = ()) -> dict:
-    """A row as `torch.cuda.memory_snapshot` gives it, of blocks of these sizes and states."""
+    """A row of `torch.cuda.memory_snapshot` with blocks of these sizes and states."""
     rows, at = [], address
     for size, state in blocks:
         rows.append(
@@ -80,7 +80,7 @@ def segment(address: int, *blocks: tuple[int, str], pool: tuple[int, int] = (0, 
 
 
 def realistic(num_nodes: int = 600, num_regions: int = 2000, seed: int = 0) -> tuple[GraphView, list[Region]]:
-    """A decode step by its size: 350 KB of arguments, a few words in each address a region, the others are numbers."""
+    """A graph of the size of a decode step: 350 KB of arguments, with a few addresses per argument."""
     rng = np.random.default_rng(seed)
     starts = BASE + np.arange(num_regions) * (1 << 21)
     owners = (Owner.WEIGHT, Owner.POOL, Owner.STATIC, Owner.LIBRARY)

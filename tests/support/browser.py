@@ -1,4 +1,4 @@
-"""Chromium without a window, driven through pipes by its debugging protocol: real keys, real clicks, and its errors."""
+"""Headless Chromium, controlled through pipes by its debugging protocol."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CODES = {"Enter": 13, "Escape": 27, "ArrowUp": 38, "ArrowDown": 40, "PageDown":
 
 
 class Browser:
-    """One process; `page(url)` opens a tab. Every message of the protocol ends with a zero byte."""
+    """A browser process; `page(url)` opens a tab. Every message of the protocol ends with a zero byte."""
 
     def __init__(self, profile: Path) -> None:
         # The browser reads commands from descriptor 3 and writes to 4. High numbers here, so that neither is in use.
@@ -45,7 +45,7 @@ class Browser:
 
     @staticmethod
     def _pipe() -> tuple[int, int]:
-        """(write, read) ends with high numbers."""
+        """Open a pipe with high descriptor numbers, and return (write, read)."""
         high = []
         for descriptor in reversed(os.pipe()):
             high.append(fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 100))
@@ -53,7 +53,7 @@ class Browser:
         return high[0], high[1]
 
     def call(self, method: str, session: str = "", **parameters: Any) -> dict[str, Any]:
-        """The result of a command. Events that arrive meanwhile are kept."""
+        """Send a command and return its result. Events are kept."""
         self._count += 1
         message = {"id": self._count, "method": method, "params": parameters}
         message |= {"sessionId": session} if session else {}
@@ -109,7 +109,7 @@ class Browser:
 
 
 class Page:
-    """A tab. `evaluate` runs an expression in it; keys and clicks go through the browser's own input."""
+    """A tab. `evaluate` runs an expression in it. Keys and clicks are real input events."""
 
     def __init__(self, browser: Browser, session: str) -> None:
         self._browser, self._session = browser, session
@@ -125,7 +125,7 @@ class Page:
         ]
 
     def open(self, url: str = "") -> None:
-        """Go to another page, or load this one anew, and wait until it is there and drawn."""
+        """Open or reload a page, and wait until it is loaded and drawn."""
         before = self._loads()
         if url:
             # The empty page before it may still report its own load.
@@ -139,7 +139,7 @@ class Page:
         self.frame()  # lists draw what is in sight once the page has its size
 
     def _loads(self) -> list[str]:
-        """The page loads that have ended."""
+        """Return the finished page loads."""
         return [event["loaderId"] for event in self.events("Page.lifecycleEvent") if event["name"] == "load"]
 
     def evaluate(self, expression: str) -> Any:
@@ -162,7 +162,7 @@ class Page:
         self.frame()
 
     def click(self, selector: str, *, across: float = 0.5, down: float = 0.5) -> None:
-        """Click into an element, at a part of its width and height."""
+        """Click an element at a fraction of its width and height."""
         self.evaluate(f"document.querySelector({json.dumps(selector)}).scrollIntoView({{block: 'nearest'}})")
         box = self.evaluate(
             f"(({{left, top, width, height}}) => [left + width * {across}, top + height * {down}])"
@@ -175,18 +175,18 @@ class Page:
         self.frame()
 
     def frame(self) -> None:
-        """Wait until the page has drawn."""
+        """Wait for the next frame."""
         self.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(0))))")
 
     def go(self, fragment: str) -> None:
-        """Change what stands behind "#", as a link would."""
+        """Change the part of the address after "#", as a link would."""
         self.evaluate(f"new Promise((done) => {{ addEventListener('hashchange', () => done(0), {{once: true}}); "
                       f"location.hash = {json.dumps(fragment)}; }})")  # fmt: skip
         self.frame()
 
     @property
     def errors(self) -> list[Any]:
-        """Exceptions, and what the console and the policy complain of."""
+        """Return exceptions, console errors and policy violations."""
         return self.events("Runtime.exceptionThrown", "Log.entryAdded")
 
     @property

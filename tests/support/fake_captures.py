@@ -1,4 +1,4 @@
-"""CUDA graphs without CUDA, as far as a watch of captures looks at them: CPU tensors stand for those of a device."""
+"""Fake CUDA graphs for tests of the capture watch: CPU tensors stand for device tensors."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ EVERYWHERE = {"address": 0, "total_size": 1 << 62}
 
 
 class FakeCuda:
-    """What torch.cuda says.
+    """The state of torch.cuda.
 
-    capturing  whether the current stream does
-    sync_mode  that of torch.cuda.set_sync_debug_mode
-    pool       segments of the graphs' pool: at first all memory that there is
-    live       address and size of blocks of the other pool; the graphs' pool has a block that is new each time
-    idle       the same, of blocks that nobody uses
-    broken     captures end with an error, as invalidated ones do
+    capturing  whether the current stream is capturing
+    sync_mode  mode of torch.cuda.set_sync_debug_mode
+    pool       segments of the graphs' pool; initially all memory
+    live       address and size of blocks of the other pool; the graphs' pool has a new block in each snapshot
+    idle       the same for free blocks
+    broken     whether captures end with an error, like invalidated captures
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class FakeGraph:
     cuda: FakeCuda
 
     def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
-        assert self.cuda.sync_mode != 2, "capture_begin itself waits"
+        assert self.cuda.sync_mode != 2, "capture_begin synchronizes"
         self.cuda.capturing = True
 
     def capture_end(self) -> None:
@@ -81,13 +81,13 @@ class FakeGraph:
             raise RuntimeError("invalidated")
 
     def pool(self) -> tuple[int, int]:
-        assert not self.cuda.capturing, "torch knows the pool once the capture is over"
+        assert not self.cuda.capturing, "torch knows the pool after the capture"
         return POOL
 
 
 @contextlib.contextmanager
 def captured(graph: Any) -> Iterator[None]:
-    """As torch.cuda.graph."""
+    """Stands for torch.cuda.graph."""
     graph.capture_begin(capture_error_mode="thread_local")
     try:
         yield
@@ -114,7 +114,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 
 
 def _wait(x: torch.Tensor) -> torch.Tensor:
-    """An op that waits, as aten.nonzero does."""
+    """An op that synchronizes, like aten.nonzero."""
     if torch.cuda.get_sync_debug_mode() == 2:
         raise RuntimeError("called a synchronizing CUDA operation\nException raised from ...")
     return x.clone()

@@ -1,4 +1,4 @@
-"""A CUDA driver that is none: it notes what it is asked for, and refuses what a test says."""
+"""A fake CUDA driver: it records calls, and fails the calls that a test names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from graphrt.capture import raw_graph, recorder
 
 
 class FakeDriver:
-    """Graphs as lists of node types; a child graph or a body is a list in its parent. Structs are the real ones."""
+    """Graphs are lists of node types; a child graph or body is a nested list. Structs are those of the bindings."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -54,7 +54,7 @@ KERNEL, MEMSET = TYPES.CU_GRAPH_NODE_TYPE_KERNEL, TYPES.CU_GRAPH_NODE_TYPE_MEMSE
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
-    """What capture asks of the driver goes to the one returned."""
+    """Route driver calls of capture to the returned fake."""
     found = FakeDriver()
     for module in (raw_graph, cuda_loop, recorder):
         monkeypatch.setattr(module, "driver", found)

@@ -1,4 +1,4 @@
-"""Graphs of a CUDA driver that is none: nodes of every kind, with parameters in memory that nobody else may write."""
+"""Graphs of a fake CUDA driver: nodes of every kind, with parameters in read-only memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class FakeGraph:
 
 @dataclass
 class FakeNode:
-    """A node: its type, or the number of one that no bindings know, and what calls return for it."""
+    """A node: its type, or the number of an unknown type, and the results of calls."""
 
     type: object
     params: object = None
@@ -36,12 +36,12 @@ class FakeNode:
 
 
 class FakeGraphs:
-    """Makes graphs, and answers the calls that read them.
+    """Builds graphs, and implements the driver calls that read them.
 
     shuffle   reorders the nodes and edges that the driver lists
-    version   of the driver: 13.2 tells what conditional nodes have
-    failing   calls that are refused
-    missing   functions that the driver is too old for
+    version   version of the driver; 13.2 reports the bodies of conditional nodes
+    failing   calls that fail
+    missing   functions that the driver lacks
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class FakeGraphs:
         return handle
 
     def function(self, symbol: str, sizes: Iterable[int]) -> int:
-        """A kernel with arguments of these sizes, each aligned to its size as far as 8 bytes."""
+        """Add a kernel with arguments of these sizes, each aligned to its size, up to 8 bytes."""
         layout, at = [], 0
         for size in sizes:
             at = -(-at // min(size, 8)) * min(size, 8)
@@ -79,8 +79,8 @@ class FakeGraphs:
         self, graph, function, arguments=(), *, grid=(1, 1, 1), block=(32, 1, 1), shared=0, attributes=None,
         after=(), early=(), blob=False, scattered=False, by_kernel=False,
     ) -> int:  # fmt: skip
-        """A launch. `early`: of `after`, those that it does not wait out. Arguments lie in one buffer as the launch has
-        them; `blob`: the driver leads to the buffer, `scattered`: each argument lies elsewhere."""
+        """Add a launch. `early`: the nodes of `after` with programmatic edges. The arguments are in one buffer;
+        `blob`: it is passed in `extra`; `scattered`: each argument has its own memory."""
         params, node = driver.CUDA_KERNEL_NODE_PARAMS(), FakeNode(TYPES.CU_GRAPH_NODE_TYPE_KERNEL)
         if by_kernel:
             params.kern = driver.CUkernel(function)
@@ -127,7 +127,7 @@ class FakeGraphs:
         return self._add(graph, FakeNode(TYPES.CU_GRAPH_NODE_TYPE_MEMSET, params), after)
 
     def other(self, graph, type_, params=None, *, after=()) -> int:
-        """A node of another type, by its name or number; `params` is what the call that reads it returns."""
+        """Add a node of another type, by name or number; `params` is the result of the call that reads it."""
         named = getattr(TYPES, f"CU_GRAPH_NODE_TYPE_{type_}") if isinstance(type_, str) else type_
         return self._add(graph, FakeNode(named, params), after)
 
@@ -139,7 +139,7 @@ class FakeGraphs:
         self.graphs[graph].edges.append((source, target, kind))
 
     def unwritten(self) -> bool:
-        """Whether all memory that is the driver's is as it was."""
+        """Return whether the driver's memory is unchanged."""
         return all(bytes(array) == before for array, before in self._written)
 
     def _memory(self, data: bytes) -> ctypes.Array:
@@ -175,7 +175,7 @@ class FakeGraphs:
         return SUCCESS, [driver.CUgraphNode(node) for node in listed][:count], len(listed)
 
     def _get_edges(self, graph: int, sources, targets, data, count) -> int:
-        """As the driver: without arrays it tells how many there are, and else fills as many as there is room for."""
+        """Like the driver: return the number of edges without arrays, otherwise fill the arrays."""
         self.calls.append("cuGraphGetEdges")
         if "cuGraphGetEdges" in self.failing:
             return int(FAILURE)
@@ -244,7 +244,7 @@ class FakeGraphs:
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
-    """What inspection asks of the driver goes to the one returned."""
+    """Route driver calls of inspection to the returned fake."""
     found = FakeGraphs()
     for module in (raw_graph, cuda):
         monkeypatch.setattr(module, "driver", found)
@@ -252,12 +252,12 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
 
 
 def word(value: int) -> bytes:
-    """An address, or another number of 8 bytes."""
+    """Eight bytes of an address or a number."""
     return value.to_bytes(8, "little")
 
 
 def number(value: int) -> bytes:
-    """An int of 4 bytes."""
+    """Four bytes of an int."""
     return value.to_bytes(4, "little", signed=True)
 
 
@@ -270,13 +270,13 @@ DEFAULTS = {
     int(ATTRIBUTES.CU_LAUNCH_ATTRIBUTE_MEM_SYNC_DOMAIN_MAP): bytes((0, 1)),
     int(ATTRIBUTES.CU_LAUNCH_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT): number(-1),
 }
-"""Of launches that set none. This driver does not know the other attributes."""
+"""Attributes of launches that set none. This driver does not know the other attributes."""
 
 
 EDGES = ((0, 0), (1, 1), (0, 2), (1, 0))
-"""Type and port of the kinds of edges: a plain one, a programmatic one, one that waits for the start, and one more."""
+"""Type and port of edges: full, programmatic, waiting for the start, and another one."""
 
 
 def shuffler(seed: int) -> Callable[[list], None]:
-    """Reorders lists, each call in another way."""
+    """Return a function that reorders lists, differently in each call."""
     return random.Random(seed).shuffle

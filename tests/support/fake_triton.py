@@ -1,4 +1,4 @@
-"""Triton with a driver that is none: kernels are compiled for sm_90 in earnest, then loaded and launched nowhere."""
+"""Triton with a fake driver: kernels are compiled for sm_90, but not loaded or launched."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from triton.runtime.jit import JITFunction
 
 
 class FakeTriton:
-    """`launch(block)` runs a kernel's own path: look-up, compilation, load, launch. Each block is another variant.
+    """`launch(block)` runs the launch path of a kernel: look-up, compilation, load. Each block size is a variant.
 
-    launched   blocks, in order
+    launched   block sizes, in order
     """
 
     def __init__(self) -> None:
         self.launched: list[int] = []
         self._compiled: list[Any] = []
-        self._kernel = JITFunction(add_one)  # in a process that interprets, triton.jit makes something else
+        self._kernel = JITFunction(add_one)  # with TRITON_INTERPRET=1, triton.jit returns another type
 
     def launch(self, block: int) -> None:
         self._compiled.append(self._kernel[(1,)](torch.zeros(8), 8, BLOCK=block))
         self.launched.append(block)
 
     def forget(self) -> None:
-        """Before the real driver comes back: kernels that die later must not ask it to unload them."""
+        """Drop module handles, so that freed kernels do not ask the real driver to unload them."""
         for kernel in self._compiled:
             kernel.module = None
 
 
 @contextlib.contextmanager
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTriton]:
-    """The driver that is none is the active one."""
+    """Make the fake driver the active one."""
     active = SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", 90, 32),
         get_current_device=lambda: 0,

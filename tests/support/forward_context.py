@@ -1,4 +1,4 @@
-"""What a serving stack keeps in a module of its own: a context that the step asks for, and a number."""
+"""A module-level context and number, as in a serving stack."""
 
 from __future__ import annotations
 

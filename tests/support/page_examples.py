@@ -1,6 +1,6 @@
-"""Graphs to look at, made by hand: a decode step as CUDA has it, one of any size, and one whose names are hostile.
+"""Example graphs of pages: a decode step on CUDA, graphs of any size, and hostile names.
 
-python -m tests.support.page_examples docs/images/graph_page.png      draw the picture of the documentation anew
+python -m tests.support.page_examples docs/images/graph_page.png      update the picture of the documentation
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ GATHER_SYMBOL = "_ZN2at6native12_GLOBAL__N_124vectorized_gather_kernelILi16ElEEv
 FUNCTOR = "at::native::CUDAFunctor_add<c10::BFloat16>, std::array<char*, 3ul>"
 ADD = f"void at::native::vectorized_elementwise_kernel<8, {FUNCTOR} >(int, {FUNCTOR})"
 FREED = (
-    "It points into a block of the pool that was freed: the next capture may give it away. Keep the tensor alive "
-    "as long as the graph."
+    "the memory is free, 'pool block 7', and its next owner changes what the graph reads; keep the tensor alive as "
+    "long as the graph"
 )
 STRAY = (
-    "It points into memory that torch's allocator may give to others: the graph does not hold the tensor. Make it a "
-    "static buffer, or allocate it inside of the capture."
+    "'block of 2 MiB' is neither registered nor in the graph's pool, so it may be freed; name it in memory_of(), or "
+    "allocate it during the capture"
 )
 HOSTILE = [
     "</script><script>document.title = 'broken out'</script>",
@@ -58,7 +58,7 @@ HOSTILE = [
 
 @dataclass(frozen=True)
 class Finding:
-    """As the audit has them."""
+    """A finding of the audit."""
 
     place: Place
     node: str
@@ -90,7 +90,7 @@ def word(value: float, name: str = "") -> tuple[str, bytes, tuple[int, ...] | No
 
 
 def kernel(name: str, grid: tuple, block: int, *values: tuple, symbol: str = "", shared: int = 0, **attributes) -> Node:
-    """A launch. Each value stands where its size allows it, as in the parameters of a kernel."""
+    """A kernel launch. Values are aligned to their sizes, as in the parameters of a kernel."""
     arguments, at = [], 0
     for label, data, pointers in values:
         align = min(len(data), 8)
@@ -102,7 +102,7 @@ def kernel(name: str, grid: tuple, block: int, *values: tuple, symbol: str = "",
 
 
 class DecodeStep:
-    """A step of a Llama of 8 billion parameters for 32 rows, with names, sizes and times such as a GPU shows."""
+    """A decode step of Llama 8B for 32 requests, with names, sizes and times as on a GPU."""
 
     def __init__(self, layers: int = 32, rows: int = 32) -> None:
         self.rows, self.nodes, self.edges, self.times = rows, [], [], []
@@ -118,7 +118,7 @@ class DecodeStep:
         self._tail()
 
     def at(self, name: str, owner: Owner, nbytes: int, *, live: bool = True) -> int:
-        """Address of a region, which is made when it is new."""
+        """Return the address of a region, and create the region if it is new."""
         if name not in self.regions:
             self.regions[name] = Region(name, owner, self.places[owner], nbytes, live)
             self.places[owner] += -(-nbytes // 512) * 512
@@ -128,7 +128,7 @@ class DecodeStep:
         return pointer(self.at(name, Owner.STATIC, 4 * words), f"{name}_ptr")
 
     def add(self, node: Node, microseconds: float, *after: int) -> None:
-        """A node behind some others, or behind those at the end; then it is the one at the end."""
+        """Add a node after some nodes; by default after the last ones, which it replaces."""
         index = len(self.nodes)
         self.nodes.append(node)
         self.times.append(float(microseconds * self.noise.uniform(0.97, 1.06)))
@@ -139,7 +139,7 @@ class DecodeStep:
         self.add(kernel(name, grid, block, *values, shared=shared), microseconds)
 
     def gemm(self, name: str, weight: str, nbytes: int, source: int, target: int, microseconds: float) -> None:
-        """cuBLAS: no names, and pointers within one block of parameters."""
+        """Add a cuBLAS kernel: no argument names, and pointers in one block of parameters."""
         values = [source, self.at(weight, Owner.WEIGHT, nbytes), target, 0]
         values += [self.at("cublas workspace", Owner.LIBRARY, 32 * MIB), 4096 << 32 | self.rows, 0x3F800000]
         block = ("", struct.pack("<7Q", *values) + bytes(72), None)
@@ -149,7 +149,7 @@ class DecodeStep:
         self.add(kernel(name, grid, 384, block, symbol=symbol, shared=213_000, **attributes), microseconds)
 
     def _head(self) -> None:
-        """The metadata, and beside it, on two streams, the schedule of attention and a copy for the sampler."""
+        """Add the metadata kernels, and on two other streams the attention schedule and a copy for the sampler."""
         input_ring, rows = self.at("input_ring", Owner.HOST, 4 * 41_216), self.rows
         record, groups = self.buffer("inputs", 10_304), self.buffer("page_groups", 8)
         self.launch(
@@ -224,7 +224,7 @@ class DecodeStep:
         self.launch(ADD, (rows,), 128, 1.9, word(rows * 4096), ("", struct.pack("<3Q", self.x, self.x, mixed), None))
 
     def _tail(self) -> None:
-        """The sampler on two streams, behind a mask that a condition guards. Two pointers lead astray."""
+        """Add the sampler on two streams, after a conditional mask. Two pointers are invalid."""
         rows, logits = self.rows, pointer(self.at("logits", Owner.STATIC, self.rows * 128_256 * 4), "logits_ptr")
         address = self.regions["logits"].address
         self.gemm("nvjet_tst_128x32_64x8_2x1_v_bz_TNT", "lm_head.weight", 128_256 * 8192, self.x, address, 246.0)
@@ -285,7 +285,7 @@ class DecodeStep:
 
 
 def large(nodes: int) -> Example:
-    """A chain of so many kernels, with a fork now and then; 8 arguments each, none like another's."""
+    """A chain of kernels with some forks, each with 8 distinct arguments."""
     names = [f"layer_kernel_{i}<float, {i}>" for i in range(40)]
     base, made, edges = 0x7F00_0000_0000, [], []
     for i in range(nodes):
@@ -300,7 +300,7 @@ def large(nodes: int) -> Example:
 
 
 def hostile() -> Example:
-    """Names that would be markup, script, marks of the template or no Unicode, if anything took them for that."""
+    """Names that look like markup, scripts, template placeholders or invalid Unicode."""
     names = HOSTILE
     nodes = tuple(
         Node(
@@ -316,7 +316,7 @@ def hostile() -> Example:
 
 
 def tape_view(op_trace: OpTrace) -> GraphView:
-    """The ops of a op trace in their order, with all tensors that they take and give."""
+    """The ops of an op trace in order, with all their tensors."""
     nodes = []
     for entry in op_trace._entries:
         named = [*zip((a.name for a in entry.func._schema.arguments), entry.args, strict=False), *entry.kwargs.items()]
@@ -329,7 +329,7 @@ def tape_view(op_trace: OpTrace) -> GraphView:
 
 
 def screenshot(example: Example, path: Path, fragment: str, *, scheme: str = "light") -> None:
-    """Draw a page as chromium shows it with something behind "#"."""
+    """Take a screenshot of a page with a state after "#"."""
     with tempfile.TemporaryDirectory() as folder:
         example.write(Path(folder) / "graph.html")
         browser = Browser(Path(folder) / "profile")

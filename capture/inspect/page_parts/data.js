@@ -1,9 +1,8 @@
-// The graph and its memory, as the rest of the page works with them. Nothing in this file touches the document.
-// `_page_json` of page.py says what the data looks like.
+// Decodes the graph and its memory. This file does not use the document. `_page_json` of page.py describes the data.
 
-const COLOURS = 12; // names with a colour of their own; the others share a grey
+const COLOURS = 12; // names with their own colour; the others are grey
 
-/** Everything that the page shows: nodes of the graph and its bodies in one array, in the order of GraphView.walk(). */
+/** The data model: nodes of the graph and its bodies in one array, in the order of GraphView.walk(). */
 function decodePage(page) {
   const model = {
     origin: page.origin,
@@ -71,7 +70,7 @@ function addGraph(model, values, parent, body) {
   });
   graph.before = graph.nodes.map(() => []);
   graph.after = graph.nodes.map(() => []);
-  // An op trace that says nothing of dependencies runs in its order.
+  // An op trace without edges runs in list order.
   graph.serial = model.origin === "op trace" && values.edges.length === 0;
   let source = 0;
   for (let at = 0; at < values.edges.length; at += 3) {
@@ -84,7 +83,7 @@ function addGraph(model, values, parent, body) {
   return graph;
 }
 
-/** Names with their nodes and times, the most expensive first; each node gets its group, and that a colour. */
+/** Groups nodes by name, the most expensive first. Each group gets a colour. */
 function groupByName(model) {
   const groups = new Map();
   for (const node of model.nodes) {
@@ -103,12 +102,12 @@ function groupByName(model) {
   });
 }
 
-/** A text that an address can hold: without halves of characters. */
+/** Replaces lone surrogates, which an address cannot contain. */
 function wellFormed(text) {
   return text.replace(/\p{Surrogate}/gu, "\ufffd");
 }
 
-/** A name that fits in a line: without result type, parameters and namespaces. */
+/** A short name: without result type, parameters and namespaces. */
 function shortName(name) {
   let text = name.replace(/\(anonymous namespace\)::/g, "").replace(/^(void|static void) /, "");
   if (text.endsWith(")")) {
@@ -142,7 +141,7 @@ function decodeMemory(values) {
   return { regions, cuts, holders: values.cuts.map(([, region]) => regions[region] || null) };
 }
 
-/** Position of the last cut at or before an address; -1 where there is none. */
+/** Index of the last cut at or before an address; -1 if there is none. */
 function cutAt(memory, address) {
   let low = 0,
     high = memory.cuts.length;
@@ -154,13 +153,13 @@ function cutAt(memory, address) {
   return low - 1;
 }
 
-/** The region that holds the byte at an address, or null. */
+/** The region that contains an address, or null. */
 function findRegion(memory, address) {
-  const at = memory && address >= 0 ? cutAt(memory, address) : -1; // an address that nobody knows is NaN
+  const at = memory && address >= 0 ? cutAt(memory, address) : -1; // an unknown address is NaN
   return at < 0 ? null : memory.holders[at];
 }
 
-/** Notes at each node the regions that it touches, and at each region its nodes. */
+/** Links each node to the regions that it accesses, and each region to its nodes. */
 function indexMemory(model) {
   for (const node of model.nodes) {
     const touched = new Set();
@@ -179,12 +178,12 @@ function indexMemory(model) {
   }
 }
 
-/** The memory that a memcpy, a memset or an op works on. */
+/** The memory that a memcpy, a memset or an op accesses. */
 function operandsOf(node) {
   return node.kernel.operands.map(([role, host, written], i) => {
     const text = node.operands[2 * i],
       nbytes = node.operands[2 * i + 1];
-    const address = text === "0" ? NaN : parseInt(text, 16); // 0: the driver does not tell
+    const address = text === "0" ? NaN : parseInt(text, 16); // 0: unknown
     return { role, host: host === 1, written: written === 1, text: "0x" + text, address, nbytes };
   });
 }
@@ -203,12 +202,12 @@ function argumentsOf(node) {
   });
 }
 
-/** Eight bytes as a number: exact for every address that hardware has. */
+/** Eight bytes as a number, exact for all hardware addresses. */
 function word64(view, at) {
   return view.getUint32(at + 4, true) * 4294967296 + view.getUint32(at, true);
 }
 
-/** Every word of a node's arguments that is an address, or may be one where nobody knows. Zeros are left out. */
+/** All non-zero words of a node's arguments that are or may be addresses. */
 function addressWords(node) {
   const { kernel } = node,
     found = [];
@@ -237,15 +236,15 @@ function pointerOffsets({ pointers, size }) {
 }
 
 /**
- * An argument as rows to show: {at, hex, text, more, region, address, pointer}. `text` is the likeliest meaning, `more`
- * the others. A word is an address where the graph says so, or where a region holds it.
+ * The rows of an argument: {at, hex, text, more, region, address, pointer}. `text` is the most likely meaning, `more`
+ * has other ones. A word is an address if the graph says so, or if a region contains it.
  */
 function decodeArgument(argument, memory) {
   const rows = [],
     { view, size } = argument;
   const pointers = new Set(pointerOffsets(argument));
   for (let at = 0; at < size;) {
-    // A word stands alone, not in the middle of an address.
+    // Words do not overlap with addresses.
     let width = [8, 4, 2, 1].find((w) => at + w <= size && at % w === 0);
     if (width === 8 && !pointers.has(at) && [1, 2, 3, 4, 5, 6, 7].some((part) => pointers.has(at + part))) width = 4;
     if (pointers.has(at)) width = 8;
@@ -280,7 +279,7 @@ function decodeWord(view, at, width, mayPoint, known, memory) {
   const region = mayPoint ? findRegion(memory, address) : null;
   if (region) return { hex: hex(view.getBigUint64(at, true), 1), region, address, pointer: true };
   if (mayPoint && known)
-    return { hex: bits, address, pointer: true, text: address ? "no region known" : "null", more: "" };
+    return { hex: bits, address, pointer: true, text: address ? "unknown region" : "null", more: "" };
   const real = view.getFloat64(at, true),
     signed = view.getBigInt64(at, true);
   const [low, high] = [decodeWord(view, at, 4), decodeWord(view, at + 4, 4)];
@@ -296,7 +295,7 @@ function decodeWord(view, at, width, mayPoint, known, memory) {
   return { hex: bits, text: halves, more: `int ${signed}` };
 }
 
-/** Whether bits look like a number that somebody passed: small integers, read as floats, are next to 0. */
+/** Whether bits look like a real number: small integers, read as floats, are close to 0. */
 function plausible(real) {
   const size = Math.abs(real);
   return size > 1e-12 && size < 1e12;
@@ -307,9 +306,9 @@ function floatText(real, digits) {
   return /[.e]/.test(text) ? text : text + ".0";
 }
 
-// ---- what the filters leave
+// ---- filters
 
-/** Nodes that all filters of the state leave, in their order. */
+/** Nodes that match all filters of the state, in order. */
 function filterNodes(model, state) {
   const tests = state.q
     .toLowerCase()
@@ -326,7 +325,7 @@ function filterNodes(model, state) {
   return tests.length ? model.nodes.filter((node) => tests.every((test) => test(node))) : model.nodes;
 }
 
-/** Whether a word of the search is in a node's name, symbol or kind, in a region that it touches, or is its place. */
+/** A test whether a search word is in a node's name, symbol, kind or accessed regions, or is its place. */
 function termTest(model, term) {
   const kernels = new Set(
     model.kernels.filter((kernel) =>

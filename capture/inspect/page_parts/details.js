@@ -1,4 +1,4 @@
-// What the page says of one node, or of the graph while none is selected. Used by page.js, which has the state.
+// Details of the selected node, or help and findings if none is selected. main.js has the state.
 
 const section = (title, count, ...children) =>
   el(
@@ -16,14 +16,14 @@ const cells = (...values) =>
     ...values.map((value) => (value instanceof Element && value.tagName === "TD" ? value : el("td", {}, value))),
   );
 
-/** A word in a frame. The space is for those who copy the text, or hear it. */
+/** A framed word. The leading space separates it when the text is copied or read aloud. */
 const badge = (text, kind) => el("span", {}, " ", el("span", { class: `badge ${kind || ""}` }, text));
 
 function regionName(region) {
   return region.name || `${region.owner} ${region.text}`;
 }
 
-/** A link to all nodes that touch a region, and where in it an address is. */
+/** A link to all nodes that access a region, and the offset of an address in it. */
 function regionLink(region, address) {
   return el(
     "span",
@@ -33,7 +33,7 @@ function regionLink(region, address) {
       {
         type: "button",
         class: "link",
-        title: `${region.owner}, ${region.text}; show the nodes that touch it`,
+        title: `${region.owner}, ${region.text}; show the nodes that access it`,
         click: () => toggle("region", String(region.id)),
       },
       el("span", { class: `dot o-${region.owner}` }),
@@ -55,7 +55,7 @@ function nodeLink(node, remark) {
   );
 }
 
-/** Links to at most so many nodes, and how many more there are. */
+/** Links to up to 40 nodes, and the number of other nodes. */
 function nodeLinks(title, edges, graph, end) {
   const links = edges
     .slice(0, 40)
@@ -131,8 +131,8 @@ function operandRow(operand) {
       { class: "value" },
       region
         ? regionLink(region, operand.address)
-        : el("span", { class: "dim" }, Number.isNaN(operand.address) ? "address unknown" : "no region known"),
-      beyond > 0 ? badge(`${bytesText(beyond)} beyond its end`, "bad") : null,
+        : el("span", { class: "dim" }, Number.isNaN(operand.address) ? "address unknown" : "unknown region"),
+      beyond > 0 ? badge(`${bytesText(beyond)} past the end`, "bad") : null,
       el("code", { class: "dim" }, operand.text),
     ),
   );
@@ -192,7 +192,7 @@ function nodeParts(node) {
       el("h2", {}, `Node ${node.place}`),
       swatch(node.group),
       el("span", { class: "space" }),
-      el("span", { class: "group" }, turn(-1, "‹", "Node before"), turn(1, "›", "Next node")),
+      el("span", { class: "group" }, turn(-1, "‹", "Previous node"), turn(1, "›", "Next node")),
       el("button", { type: "button", title: "Close (Esc)", "aria-label": "Close", click: () => select(null) }, "×"),
     ),
     el("h4", { id: "name" }, node.kernel.name),
@@ -202,7 +202,7 @@ function nodeParts(node) {
     node.remark ? el("p", { class: "remark" }, node.remark) : null,
     ...node.findings.map((finding) => findingCard(finding, false)),
     facts(node),
-    graph.parent ? section("Inside of", null, nodeLink(graph.parent, `body ${graph.body}`)) : null,
+    graph.parent ? section("Contained in", null, nodeLink(graph.parent, `body ${graph.body}`)) : null,
     node.kernel.args.length ? argumentsSection(node) : null,
     node.kernel.operands.length
       ? section(
@@ -241,14 +241,14 @@ function overviewParts() {
   const keys = [
     ["/", "search"],
     ["↑ ↓", "next and previous node of the list"],
-    ["Enter", "first hit; into a body"],
-    ["Esc", "back: node, search, filters"],
+    ["Enter", "first match; first node of a body"],
+    ["Esc", "clear node, search, filters"],
     ["+ − 0", "zoom the order"],
   ];
   const findings = model.findings.slice(0, 100).map((finding) => findingCard(finding, true));
   return [
     el("div", { class: "bar sticky" }, el("h2", {}, "No node selected")),
-    el("p", { class: "dim" }, "Choose one in the order, or in the list."),
+    el("p", { class: "dim" }, "Select one in the order or in the list."),
     model.findings.length
       ? section(
           "Findings",

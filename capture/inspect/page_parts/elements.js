@@ -1,6 +1,6 @@
-// Elements and lists. Texts of the graph only ever become text nodes, so that no name is read as markup.
+// Elements and lists. Texts of the graph become text nodes only, so that no name is parsed as markup.
 
-/** An element. Attributes that are functions are listeners; what is null or false is left out. */
+/** Creates an element. Function attributes become listeners; null and false are skipped. */
 function el(tag, attributes, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes || {})) {
@@ -13,7 +13,7 @@ function el(tag, attributes, ...children) {
 
 const byId = (id) => document.getElementById(id);
 
-/** A list of many rows, of which only those in sight are in the document. `render(item, index)` makes one. */
+/** A list whose document contains only the visible rows. `render(item, index)` creates a row. */
 function makeList(place, rowHeight, render) {
   let items = [];
   const pad = place.appendChild(el("div", { class: "pad", role: "presentation" }));

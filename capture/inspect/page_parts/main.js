@@ -1,4 +1,4 @@
-// The page: its state, which is the address after "#", and what shows it.
+// The page: its state, stored in the address after "#", and its rendering.
 
 // ---- state
 
@@ -27,7 +27,7 @@ let state = { ...EMPTY },
   position = new Map(),
   drawn = model.graphs[0];
 
-/** Changes the state. `step` makes an entry in the browser's history. */
+/** Changes the state. `step` adds an entry to the browser's history. */
 function go(changes, step = false) {
   const next = { ...state, ...changes },
     hash = hashOf(next);
@@ -71,7 +71,7 @@ function render(next, all = false) {
   );
   if (moved) showDetails();
   showPicture(moved);
-  if (memoryMap) byId("toucher").textContent = selected ? `touched by node ${selected.place}` : "touched by a node";
+  if (memoryMap) byId("toucher").textContent = selected ? `accessed by node ${selected.place}` : "accessed by a node";
   if (memoryMap) memoryMap.select(selected, state.region === "" ? null : model.memory.regions[Number(state.region)]);
 }
 
@@ -84,7 +84,7 @@ function showHeader() {
     inner = model.graphs.length - 1;
   const fact = (value, label) => el("li", {}, el("b", {}, value), label ? ` ${label}` : "");
   const facts = [
-    fact({ cuda: "CUDA graph", "op trace": "op trace, the CPU twin" }[model.origin] || model.origin, ""),
+    fact({ cuda: "CUDA graph", "op trace": "op trace (CPU)" }[model.origin] || model.origin, ""),
     fact(model.nodes.length.toLocaleString("en-US"), model.nodes.length === 1 ? "node" : "nodes"),
     fact(edges.toLocaleString("en-US"), edges === 1 ? "edge" : "edges"),
     inner ? fact(String(inner), inner === 1 ? "inner graph" : "inner graphs") : null,
@@ -140,7 +140,7 @@ function showFilters() {
   const region = model.memory && state.region !== "" ? model.memory.regions[Number(state.region)] : null;
   byId("chips").replaceChildren(
     ...(state.kernel ? [chip("kernel", shortName(state.kernel))] : []),
-    ...(state.region !== "" ? [chip("region", region ? `touches ${regionName(region)}` : "unknown region")] : []),
+    ...(state.region !== "" ? [chip("region", region ? `accesses ${regionName(region)}` : "unknown region")] : []),
     ...(state.findings ? [chip("findings", "with findings")] : []),
   );
   const time = shown.reduce((sum, node) => sum + (node.time || 0), 0),
@@ -153,7 +153,7 @@ function showFilters() {
 
 const swatch = (group) => el("span", { class: `swatch s${group.colour}` });
 
-/** A bar behind a row or a number, as long as a part of the largest. */
+/** A bar in the background of a row or number. `part`: its share of the largest value. */
 function bar(part) {
   const element = el("span", { class: "meter" });
   element.style.width = `${Math.min(part, 1) * 100}%`;
@@ -187,7 +187,7 @@ const extents = (values) => {
   return shape.join("×");
 };
 
-/** What stands beside the name in the list: the launch, or how much memory is worked on. */
+/** The launch shape of a node, or the size of its memory, for the list. */
 function shapeOf(node) {
   const [grid, block] = node.launch;
   if (grid) return block ? `${extents(grid)} · ${extents(block)}` : extents(grid);
@@ -272,10 +272,10 @@ const memoryMap =
 function regionText(region) {
   const owner = region.owner + (region.live ? "" : ", freed"),
     users = countText(region.nodes.length, "node");
-  return `${owner} · ${bytesText(region.nbytes)} · ${region.text} · touched by ${users}`;
+  return `${owner} · ${bytesText(region.nbytes)} · ${region.text} · accessed by ${users}`;
 }
 
-/** Shows a few elements beside the pointer; nothing without an event. */
+/** Shows elements next to the pointer; hides them without an event. */
 function tip(event, children) {
   const place = byId("tip");
   place.hidden = !event;
@@ -287,7 +287,7 @@ function tip(event, children) {
   place.style.top = `${event.clientY + (above ? -place.offsetHeight - 10 : 20)}px`;
 }
 
-/** Draws both pictures with the next frame, once however often it is asked for. */
+/** Draws both pictures in the next frame, once per frame. */
 function drawLater() {
   if (!drawLater.asked) requestAnimationFrame(drawNow);
   drawLater.asked = true;
@@ -352,17 +352,17 @@ function showMemoryFacts() {
     used = regions.filter((region) => region.nodes.length).length;
   byId("memory").hidden = false;
   byId("memory-facts").textContent =
-    `${countText(regions.length, "region")}, ${used.toLocaleString("en-US")} touched by nodes`;
+    `${countText(regions.length, "region")}, ${used.toLocaleString("en-US")} accessed by nodes`;
   byId("memory-legend").append(
     el("span", { class: "key", id: "toucher" }),
-    el("span", { class: "key pale" }, "not"),
+    el("span", { class: "key pale" }, "not accessed"),
     el("span", { class: "key freed" }, "freed"),
   );
 }
 
 // ---- keys and other events
 
-/** To the node that many rows further in the list. */
+/** Selects the node `way` rows further down the list. */
 function move(way) {
   if (!shown.length) return;
   const at = selected && position.has(selected) ? position.get(selected) + way : way > 0 ? 0 : shown.length - 1;
@@ -436,5 +436,5 @@ showHeader();
 if (memoryMap) showMemoryFacts();
 kernelList.set(model.groups);
 render(readHash(), true);
-drawNow(); // before the first frame: the pictures' heights say how much room the lists have
-document.documentElement.dataset.ready = "true"; // for tests: nothing above has thrown
+drawNow(); // before the first frame: the heights of the pictures determine the heights of the lists
+document.documentElement.dataset.ready = "true"; // for tests: no error so far

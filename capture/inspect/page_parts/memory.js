@@ -1,7 +1,7 @@
-// The picture of memory: a bar for each owner.
+// The picture of memory: one bar per owner.
 
 /**
- * A bar for each owner: regions by address, as wide as they are large, though at least a few pixels where they are few.
+ * One bar per owner: regions by address, with widths proportional to their sizes, and a minimum width if they are few.
  * `on.select(region)` and `on.hover(region or null, event)` are called.
  */
 function makeMemoryMap(place, memory, on) {
@@ -102,7 +102,7 @@ function makeMemoryMap(place, memory, on) {
   };
 }
 
-/** Freed memory: an outline with strokes. */
+/** Draws freed memory: an outline with diagonal lines. */
 function hatch(context, left, top, wide, high) {
   context.save();
   context.beginPath();

@@ -1,9 +1,9 @@
-// The picture of the order: nodes by column and lane. And what both pictures need.
+// The picture of the order: nodes by column and lane; and helpers of both pictures.
 
-const MAX_LANES = 64; // what lies beside more than so many others shares the last lane
-const COLUMN = 11; // pixels of a column at first, where the whole graph does not fit
+const MAX_LANES = 64; // further nodes share the last lane
+const COLUMN = 11; // initial width of a column in pixels, if the graph does not fit
 
-/** Colours and fonts of the page, as the colour scheme has them now. */
+/** Colours and fonts of the current colour scheme. */
 function readTheme() {
   const style = getComputedStyle(document.documentElement);
   const value = (name) => style.getPropertyValue(name).trim();
@@ -17,7 +17,7 @@ function readTheme() {
 
 const OWNERS = ["static", "weight", "cache", "pool", "allocator", "library", "host"];
 
-/** The context of a canvas, cleared, in CSS pixels. */
+/** Clears a canvas and returns its context in CSS pixels. */
 function startDrawing(canvas, height) {
   const ratio = window.devicePixelRatio || 1,
     width = Math.max(canvas.clientWidth, 1);
@@ -30,8 +30,8 @@ function startDrawing(canvas, height) {
 }
 
 /**
- * Where each node of a graph stands: {begin, end, lane} by index, `extent` and `lanes`. A node begins when all that it
- * waits for have ended; it takes the lane of one of them where it can. Columns have width 1, or the nodes' times.
+ * The layout of a graph: {begin, end, lane} by index, `extent` and `lanes`. A node begins when its dependencies have
+ * ended, and takes the lane of one of them if possible. Columns have width 1, or the times of the nodes.
  */
 function layoutGraph(graph, scale) {
   if (graph.drawn[scale]) return graph.drawn[scale];
@@ -88,7 +88,7 @@ function makeStrip(strip, overview, on) {
     if (changed) reset();
   }
 
-  /** The first columns, wide enough to point at; the whole graph where it is short. */
+  /** Shows the first columns at a usable width, or the whole graph if it is short. */
   function reset() {
     const columns = layoutGraph(state.graph, "order").extent || 1;
     const part = Math.min(1, Math.max(strip.clientWidth, 1) / (columns * COLUMN));
@@ -113,7 +113,7 @@ function makeStrip(strip, overview, on) {
     setWindow(state.from + width * part * (1 - 1 / factor), width / factor);
   }
 
-  /** Moves the window where the selected node is outside of it. */
+  /** Moves the window if the selected node is outside of it. */
   function reveal(node) {
     const { begin, end } = state.layout,
       width = state.to - state.from,
@@ -155,11 +155,11 @@ function makeStrip(strip, overview, on) {
       context.beginPath();
       context.moveTo(x0, y0);
       if (arc && y0 === y1 && x1 - x0 > gap + 2) {
-        // over what lies between the two
+        // across the nodes in between
         const top = y0 - thick / 2 - 5;
         context.bezierCurveTo(x0 + 8, top, x1 - 8, top, x1, y1);
       } else {
-        // along the lower of both lanes, behind its boxes, and then across
+        // along the lower of both lanes, below its boxes, and then across
         const far = Math.max(x1 - x0 - 24, 0),
           turn = y0 > y1 ? x0 + far : x0,
           until = y0 > y1 ? x1 : x1 - far;
@@ -170,7 +170,7 @@ function makeStrip(strip, overview, on) {
       }
       context.stroke();
     };
-    // Within a lane a box follows the one that it waits for: only other edges are drawn, and those where there is room.
+    // In a lane a box follows its dependency, so only other edges are drawn, if there is space.
     context.lineWidth = 1;
     context.strokeStyle = theme.dim;
     context.globalAlpha = 0.55;
@@ -191,7 +191,7 @@ function makeStrip(strip, overview, on) {
       const faded = state.shown && !state.shown.has(node.id);
       context.fillStyle = colourOf(node);
       context.globalAlpha = faded ? 0.16 : 1;
-      // With timings the boxes are bars, too: pale to the full height, solid as far as the time reaches.
+      // With timings the boxes are also bars: pale to the full height, solid up to the time.
       const solid =
         longest && state.scale === "order" ? Math.max(thick * Math.sqrt((node.time || 0) / longest), 1.5) : thick;
       if (solid < thick) {
@@ -216,7 +216,7 @@ function makeStrip(strip, overview, on) {
     context.fillText(fitText(context, node.kernel.short.replace(/^\w+::/, ""), wide - 10), left + 5, y + 0.5);
   }
 
-  /** The selected and the hovered node, and what the selected one waits for and what waits for it. */
+  /** Marks the selected and the hovered node, and the neighbours of the selected one. */
   function drawMarks(context, x, middle, gap, thick, drawEdge) {
     const { begin, end } = state.layout;
     for (const node of [state.hovered, state.selected]) {
@@ -374,14 +374,14 @@ function box(context, left, top, wide, high) {
   context.fill();
 }
 
-/** As much of a text as there is room for. */
+/** The part of a text that fits. */
 function fitText(context, text, room) {
   if (context.measureText(text).width <= room) return text;
-  const letters = Math.floor(room / context.measureText("m").width) - 1; // the font has letters of one width
+  const letters = Math.floor(room / context.measureText("m").width) - 1; // the font is monospaced
   return letters > 1 ? `${text.slice(0, letters)}…` : "";
 }
 
-/** A triangle that points down at a place; up with a negative size. */
+/** Draws a triangle that points down; up with a negative size. */
 function triangle(context, x, y, size) {
   context.beginPath();
   context.moveTo(x, y);

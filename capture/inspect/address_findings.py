@@ -1,4 +1,4 @@
-"""Single addresses in trouble: which region makes a finding, and what the finding says."""
+"""Findings about single addresses: which regions are invalid, and the texts of the findings."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from graphrt.capture.inspect.memory import Owner, Region
 from graphrt.capture.inspect.scan import Slot
 from graphrt.capture.inspect.view import Node, NodeKind, Operand, Place
 
-_LONGEST_STRUCT = 256  # bytes; a longer argument may be a list for many tensors, with places that are not in use
+_LONGEST_STRUCT = 256  # bytes; a longer argument may be a list of tensors with unused entries
 _REGISTERED = frozenset({Owner.STATIC, Owner.WEIGHT, Owner.CACHE})
 
 
 @dataclass(frozen=True, slots=True)
-class Trouble:
-    """A finding about one address, and where the address stands.
+class AddressFinding:
+    """A finding about one address, and the position of the address.
 
-    at       of a word of an argument: where it stands among all arguments; -1 for an operand
-    operand  of an operand: its index in the node; -1 for a word
-    list_of_many   whether the word stands in a list of fixed length, as kernels for many tensors take: not all places
-                   of such a list are in use
+    at              position of a word in the bytes of all arguments; -1 for an operand
+    operand         index of an operand in its node; -1 for a word
+    in_tensor_list  whether the word may be in a list of fixed length with unused entries, as in kernels for many
+                    tensors
     """
 
     finding: Finding
     at: int = -1
     operand: int = -1
-    list_of_many: bool = False
+    in_tensor_list: bool = False
 
 
 def registered(region: Region | None) -> bool:
-    """Whether the caller has named the region as memory of the device."""
+    """Return whether the caller registered the region as device memory."""
     return region is not None and region.owner in _REGISTERED
 
 
-def troubles_of_words(lookup: Lookup) -> Iterator[Trouble]:
-    """Of the kernels' arguments. A scanned word that nobody knows is a number."""
+def findings_in_words(lookup: Lookup) -> Iterator[AddressFinding]:
+    """Yield findings in the arguments of kernels. A scanned word without a region is a number."""
     words = lookup.words
-    bad = np.array([_is_trouble(region) for region in lookup.regions] + [False], np.bool_)  # -1 is the last
+    bad = np.array([_is_invalid(region) for region in lookup.regions] + [False], np.bool_)  # -1 is the last
     unmapped = words.exact & (lookup.holder < 0) & (words.value != 0)
     for index in np.flatnonzero(bad[lookup.holder] | unmapped).tolist():
         at, holder = int(words.at[index]), int(lookup.holder[index])
@@ -52,29 +52,29 @@ def troubles_of_words(lookup: Lookup) -> Iterator[Trouble]:
             lookup, slot.place, slot.node, where_in(slot, offset), int(words.value[index]), region,
             certain=bool(words.exact[index]),
         )  # fmt: skip
-        yield Trouble(finding, at=at, list_of_many=len(slot.argument.data) > _LONGEST_STRUCT)
+        yield AddressFinding(finding, at=at, in_tensor_list=len(slot.argument.data) > _LONGEST_STRUCT)
 
 
-def troubles_of_operands(lookup: Lookup, owners: Counter[Owner]) -> Iterator[Trouble]:
-    """Of copies, fills and ops: for each operand the first byte in trouble. Adds the operands to `owners`."""
+def findings_in_operands(lookup: Lookup, owners: Counter[Owner]) -> Iterator[AddressFinding]:
+    """Yield findings in copies, fills and ops: the first invalid byte of each operand. Counts operands in `owners`."""
     for place, node in lookup.view.walk():
         if node.kind in (NodeKind.ALLOC, NodeKind.FREE):
-            continue  # they say what memory there is
+            continue  # they define memory
         for index, operand in enumerate(node.operands):
-            if not operand.address:  # the driver does not tell
+            if not operand.address:  # unknown to the driver
                 continue
             finding = _of_operand(lookup, owners, place, node, operand)
             if finding is not None:
-                yield Trouble(finding, operand=index)
+                yield AddressFinding(finding, operand=index)
 
 
 def where_in(slot: Slot, offset: int) -> str:
-    """ "argument 3 'x', byte 16": the byte of the argument, which counts from the argument's first."""
+    """Return a position in an argument as text: "argument 3 'x', byte 16"."""
     name = f" {slot.argument.name!r}" if slot.argument.name else ""
     return f"argument {slot.index}{name}, byte {offset}"
 
 
-def _is_trouble(region: Region) -> bool:
+def _is_invalid(region: Region) -> bool:
     return region.owner in (Owner.ALLOCATOR, Owner.HOST) or (not region.live and region.owner is not Owner.POOL)
 
 
@@ -82,15 +82,15 @@ def _of_operand(
     lookup: Lookup, owners: Counter[Owner], place: Place, node: Node, operand: Operand
 ) -> Finding | None:  # fmt: skip
     where, previous = f"operand {operand.role}", None
-    for address, region in lookup.stretches(operand):
+    for address, region in lookup.ranges(operand):
         if address == operand.address:
             owners[Owner.HOST if operand.host else region.owner if region else Owner.ALLOCATOR] += bool(region)
         if operand.host or (region is not None and region.owner is Owner.HOST):
             if operand.written and region in lookup.memory.regions:
-                return None  # the caller has named the buffer: it stays
+                return None  # the caller registered the buffer
             return _finding(lookup, place, node, where, address, region, host=True)
-        if region is None or _is_trouble(region):
-            return _finding(lookup, place, node, where, address, region, behind=previous)
+        if region is None or _is_invalid(region):
+            return _finding(lookup, place, node, where, address, region, after=previous)
         previous = region
     return None
 
@@ -105,37 +105,37 @@ def _finding(
     *,
     certain: bool = True,
     host: bool = False,
-    behind: Region | None = None,
+    after: Region | None = None,
 ) -> Finding:
-    """The finding about an address in trouble. `behind`: the registered region that an operand goes on from."""
+    """Return the finding about an invalid address. `after`: the registered region in which the operand starts."""
     if host or (region is not None and region.owner is Owner.HOST):
         kind, text = FindingKind.HOST_MEMORY, (
-            "expected memory of the device, got the host's, which every replay reads or writes again; copy before "
-            "the launch, or allow it with the reason why nobody changes the buffer while a launch is in flight"
+            "every replay accesses this host memory again; copy before the launch, or allow it with the reason why "
+            "nothing changes the buffer while a launch is in flight"
         )  # fmt: skip
         return Finding(place, node.name, where, address, Owner.HOST, region.name if region else "", text, kind, certain)
-    if behind is None and region is not None:
-        behind = lookup.memory.before(address)
-        behind = behind if registered(behind) and behind is not None and region.address < behind.end else None
-    if registered(behind) and behind is not None:
+    if after is None and region is not None:
+        after = lookup.memory.before(address)
+        after = after if registered(after) and after is not None and region.address < after.end else None
+    if registered(after) and after is not None:
         kind, text = FindingKind.OVERRUN, (
-            f"expected memory of {behind.owner.value} {behind.name!r}, got byte {address - behind.address} of its "
-            f"{behind.nbytes}; register all that the step uses, or pass the step a view that ends where it may work"
+            f"byte {address - after.address} is past the end of {after.owner.value} {after.name!r} with {after.nbytes} "
+            "bytes; register all memory that the step uses, or pass the step a view that ends where it may work"
         )  # fmt: skip
     elif region is None:
         kind, text = FindingKind.UNMAPPED, (
-            "expected an address of allocated memory, got one that neither the map nor the driver knows; its tensor "
-            "was freed: keep the tensor as long as the graph, or name it, or the graph's own by pool=, in memory_of()"
+            "neither the map nor the driver knows this address, so its tensor was freed; keep the tensor alive as long "
+            "as the graph, or pass the tensor, or the graph as pool=, to memory_of()"
         )  # fmt: skip
     elif not region.live:
         kind, text = FindingKind.FREED, (
-            f"expected memory that somebody holds, got {region.name!r}; whoever is given the block next changes what "
-            "the graph reads: keep the tensor as long as the graph"
+            f"the memory is free, {region.name!r}, and its next owner changes what the graph reads; keep the tensor "
+            "alive as long as the graph"
         )  # fmt: skip
     else:
         kind, text = FindingKind.FOREIGN, (
-            f"expected memory that is registered or of the graph's pool, got {region.name!r} of {region.nbytes} bytes; "
-            "nothing keeps it for the graph: name it in memory_of(), or make it within the capture"
+            f"{region.name!r} of {region.nbytes} bytes is neither registered nor in the graph's pool, so it may be "
+            "freed; name it in memory_of(), or allocate it during the capture"
         )  # fmt: skip
     owner, name = (region.owner, region.name) if region else (None, "")
     return Finding(place, node.name, where, address, owner, name, text, kind, certain)

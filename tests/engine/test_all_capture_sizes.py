@@ -1,5 +1,4 @@
-"""The default capture_sizes on the GPU, bf16, page 16: every size bitwise equal to eager, and within the float64
-bound."""
+"""All default capture sizes on a GPU in bfloat16: bitwise equal to eager steps, and within the float64 bound."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ ROWS = 256
 
 
 def plain_bf16(model: ToyModel, tokens: list[int]) -> torch.Tensor:
-    """The oracle's computation in plain torch bfloat16 on the device: the yardstick of the error bound."""
+    """The oracle's computation in plain torch bfloat16 on the device. Its error sets the bound."""
     ids = torch.tensor(tokens, device=model.embed.device)
     x = model.embed[ids] + model.where[: len(tokens)]
     for layer in range(LAYERS):
@@ -31,7 +30,7 @@ def plain_bf16(model: ToyModel, tokens: list[int]) -> torch.Tensor:
     return x[-1] @ model.embed.t()
 
 
-def test_every_size_of_the_default_ladder() -> None:
+def test_every_default_capture_size() -> None:
     rig = make_rig(
         torch.device("cuda", 0), dtype=torch.bfloat16, page_size=16, head_dim=64, num_pages=1 + ROWS * 4,
         max_num_reqs=ROWS, max_num_tokens=2048, decode_sizes=None, mixed_sizes=None,
@@ -40,12 +39,12 @@ def test_every_size_of_the_default_ladder() -> None:
     sequences = [rig.start(i, [rng.randrange(VOCAB) for _ in range(rng.randint(1, 31))]) for i in range(ROWS)]
     for first in range(0, ROWS, 64):
         rig.prefill(*sequences[first : first + 64])
-    capture_sizes = default_decode_sizes(ROWS)
+    sizes = default_decode_sizes(ROWS)
     errors, plain_errors = [], []
-    order = [*reversed(range(len(capture_sizes))), *range(len(capture_sizes))]
+    order = [*reversed(range(len(sizes))), *range(len(sizes))]
     for turn, index in enumerate(order):
-        low = capture_sizes[index - 1] + 1 if index else 1
-        live = capture_sizes[index] if turn % 3 == 0 else rng.randint(low, capture_sizes[index])
+        low = sizes[index - 1] + 1 if index else 1
+        live = sizes[index] if turn % 3 == 0 else rng.randint(low, sizes[index])
         candidates = [s for s in sequences if s.cached < MAX_LEN - 1]
         chosen = rng.sample(candidates, min(live, len(candidates)))
         compare(rig, chosen)
@@ -55,7 +54,7 @@ def test_every_size_of_the_default_ladder() -> None:
         plain_errors.append((plain_bf16(rig.model, probe.tokens[:-1]).double().cpu() - exact).abs().max().item())
     assert max(errors) <= 2 * max(plain_errors) + 1e-5, (max(errors), max(plain_errors))
     replayed = {d.padded_reqs for d in rig.manager.stats().replays if d.kind is GraphKind.DECODE}
-    assert replayed == set(capture_sizes)
+    assert replayed == set(sizes)
     assert not rig.manager.stats().eager_steps
 
 

@@ -1,4 +1,4 @@
-"""Asks the CUDA driver whose memory an address lies in: never guess what a call can tell."""
+"""Look up allocations in the CUDA driver."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _ATTRIBUTE = driver.CUpointer_attribute
 
 
 class Driver(Protocol):
-    """Who knows memory that torch's allocator does not."""
+    """Looks up memory that torch's allocator does not manage."""
 
     def memory_at(self, address: int) -> Region | None:
-        """The allocation that holds the byte at an address, as HOST or LIBRARY; None where there is none."""
+        """Return the allocation that contains an address, with owner HOST or LIBRARY; None if there is none."""
 
 
 class CudaDriver:
@@ -28,21 +28,21 @@ class CudaDriver:
         ensure_context(torch.cuda.current_device())
 
     def memory_at(self, address: int) -> Region | None:
-        """Synchronises nothing. An address that is none costs one call, which fails and leaves no error behind."""
+        """Does not synchronize. For an invalid address one call fails, which sets no sticky error."""
         status, kind = driver.cuPointerGetAttribute(_ATTRIBUTE.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, address)
         if int(status) != 0 or not int(kind):
             return None
         host = int(kind) == int(driver.CUmemorytype.CU_MEMORYTYPE_HOST)
         start = _attribute(_ATTRIBUTE.CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, address, address)
         nbytes = _attribute(_ATTRIBUTE.CU_POINTER_ATTRIBUTE_RANGE_SIZE, address, 1)
-        if not start <= address < start + nbytes:  # a driver that does not tell the range
+        if not start <= address < start + nbytes:  # the driver does not report the range
             start, nbytes = address, 1
         name = "pinned memory" if host else "memory of the driver or of a library"
         return Region(name, Owner.HOST if host else Owner.LIBRARY, start, nbytes)
 
 
 class NoDriver:
-    """Knows no memory: for graphs of another process, and for twins on a CPU."""
+    """Knows no memory. For graphs of another process, and for op traces."""
 
     def memory_at(self, address: int) -> Region | None:
         return None

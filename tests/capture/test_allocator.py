@@ -1,0 +1,113 @@
+"""Graphs need PyTorch's native, caching allocator: any other setting is refused before anything runs on the device."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from graphrt.capture import allocator
+from graphrt.capture.allocator import allocator_rows, check_allocator, check_capture_allocator
+from graphrt.capture.recorder import CudaGraphRecorder
+from graphrt.kernels.errors import ConfigError
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+ROOT = Path(__file__).resolve().parents[2]
+
+BACKEND_ERROR = "PYTORCH_CUDA_ALLOC_CONF: graphrt needs PyTorch's native allocator, got backend 'cudaMallocAsync'"
+CACHING_ERROR = "PYTORCH_NO_CUDA_MEMORY_CACHING: PyTorch's caching allocator is disabled"
+
+
+@pytest.fixture
+def async_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(allocator, "_backend", lambda: "cudaMallocAsync")
+
+
+@pytest.mark.usefixtures("async_backend")
+@pytest.mark.parametrize(
+    "call",
+    [check_allocator, allocator_rows, lambda: check_capture_allocator(CUDA), lambda: CudaGraphRecorder(CUDA)],
+    ids=["check", "rows", "capture", "recorder"],
+)
+def test_another_backend_is_refused(call) -> None:
+    with pytest.raises(ConfigError, match=BACKEND_ERROR):
+        call()
+
+
+@pytest.mark.usefixtures("async_backend")
+def test_a_cpu_needs_no_cuda_allocator() -> None:
+    check_capture_allocator(CPU)
+
+
+@pytest.mark.parametrize("counted", [0, 1], ids=["disabled", "enabled"])
+def test_a_disabled_cache_is_noticed_by_an_allocation_that_is_not_counted(monkeypatch, counted: int) -> None:
+    made: list[torch.Tensor] = []
+
+    def empty(size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        assert device == CUDA
+        made.append(torch.zeros(size, dtype=dtype, device="cpu"))
+        return made[-1]
+
+    monkeypatch.setattr(
+        torch.cuda, "memory_stats", lambda device: {"allocation.all.allocated": 7 + counted * len(made)}
+    )
+    monkeypatch.setattr(torch, "empty", empty)
+    if counted:
+        check_capture_allocator(CUDA)
+        return
+    with pytest.raises(ConfigError, match=CACHING_ERROR):
+        check_capture_allocator(CUDA)
+
+
+BUILD = """
+import torch
+import graphrt
+
+{before}
+spec = graphrt.KVCacheSpec(num_layers=1, num_kv_heads=2, head_dim=64, page_size=16, dtype=torch.bfloat16)
+layer = graphrt.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16)
+
+
+def model(step):
+    return torch.zeros(step.num_reqs, 8, device="cuda")
+
+
+try:
+    cache = graphrt.KVCache.allocate(spec, 8, "cuda")
+    graphrt.ReplayManager(model, cache, layer, vocab_size=8)
+except graphrt.ConfigError as error:
+    print("refused:", error)
+else:
+    print("built")
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("variables", "before", "printed"),
+    [
+        ({}, "", "built"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}, "", f"refused: {BACKEND_ERROR}"),
+        ({"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}, "", f"refused: {BACKEND_ERROR}"),
+        ({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, "", f"refused: {CACHING_ERROR}"),
+        (
+            {},
+            "torch.cuda.init()\ntorch.cuda.memory.caching_allocator_enable(False)",
+            f"refused: {CACHING_ERROR}",
+        ),
+    ],
+    ids=["default", "old-variable", "new-variable", "no-caching", "disabled-by-a-call"],
+)
+def test_a_manager_refuses_the_allocator_of_its_process(variables: dict[str, str], before: str, printed: str) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", BUILD.format(before=before)],
+        env={**os.environ, **variables, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.stdout.startswith(printed), result.stdout + result.stderr
