@@ -1,4 +1,4 @@
-"""Verify a step that is captured as a CUDA graph: eager, padded and replayed runs must agree, whatever ran before.
+"""Verify a step that is captured as a CUDA graph: eager, padded and replayed runs must agree after any history.
 
     report = verify(step, make_inputs)              # step(**inputs) -> tensors; make_inputs(case) -> inputs
     report.raise_if_any()

@@ -11,7 +11,7 @@ from graphrt.capture.allocator import check_allocator
 from graphrt.capture.garbage import older_objects_set_aside
 from graphrt.kernels.checks import check_callable, check_instance, check_int, check_number
 from graphrt.kernels.errors import ConfigError
-from graphrt.testing.verify.arguments import check_cases, check_dims, check_tensors
+from graphrt.testing.verify.arguments import check_cases, check_tensors
 from graphrt.testing.verify.coverage import coverage
 from graphrt.testing.verify.eager import EagerChecks
 from graphrt.testing.verify.graph import GraphChecks
@@ -40,7 +40,6 @@ def verify(
     eager: Callable[..., Output] | None = None,
     tolerance: float | None = None,
     pad: Mapping[str, float] | None = None,
-    dims: Mapping[str, Sequence[str]] | None = None,
     state: Mapping[str, torch.Tensor] | None = None,
 ) -> VerifyReport:
     """Run a step eagerly, padded and as a graph over several cases, and report which results differ and why.
@@ -57,7 +56,6 @@ def verify(
             dtype. Replays are always compared with eager runs bit by bit.
         pad: by name of an input of a plain function: the value that your code writes after a smaller input. Other
             inputs keep arbitrary values there.
-        dims: by name of an output: the names of its dimensions, for the report.
         state: of a plain function: tensors by name that persist from step to step, such as a KV cache. If pad rows may
             write to a part of one, pass a view of the rest.
 
@@ -79,7 +77,6 @@ def verify(
     numbers = check_cases("cases", cases)
     if captures is not None:
         captures = check_cases("captures", captures)
-    dims = check_dims({} if dims is None else dims)
     check_tensors("state", {} if state is None else state)
     if eager is not None:
         check_callable("eager", eager, advice="pass the oracle, or leave it out")
@@ -96,7 +93,7 @@ def verify(
         if captures is None:
             names = list(dict.fromkeys((names[0], names[-1], names[len(names) // 2])))
         with unchanged(*target.root):
-            verification = Verification(target, inputs, dims, tolerance)
+            verification = Verification(target, inputs, tolerance)
             eagerly, graphs = EagerChecks(verification), GraphChecks(verification)
             try:
                 eagerly.prepare()

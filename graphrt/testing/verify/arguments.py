@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from numbers import Integral
 from typing import Any
 
@@ -59,18 +59,6 @@ def check_tensors(what: str, value: object) -> dict[str, torch.Tensor]:
             check_no_overlap(f"{what}[{name!r}]", check_tensor(f"{what}[{name!r}]", tensor))
         except ShapeError as error:
             raise ConfigError(str(error)) from error
-    return dict(named)
-
-
-def check_dims(value: object) -> dict[str, Sequence[str]]:
-    """Return dimension names by output.
-
-    Raises:
-        ConfigError: if `value` is not a dict of sequences.
-    """
-    named = check_instance("dims", value, Mapping, advice="pass a dict of dimension names by output")
-    for output, names in named.items():
-        check_sequence(f"dims[{output!r}]", names, of="dimension names", error=ConfigError)
     return dict(named)
 
 

@@ -42,8 +42,7 @@ class Captured:
 
     case         the case at which it was captured
     launch       launches the graph and returns its outputs
-    contents     contents of the buffers at capture
-    host         Python values after the capture; `entered` are those before the step ran
+    host         Python values after the capture
     fill_memory  fills memory that the step must not read before it writes it. 0 also fills the next launch's results
     buffers      the buffers at capture. They stay alive: the memory of a replaced buffer, which the graph still reads,
                  could otherwise hold values that are out of range as indices
@@ -51,22 +50,19 @@ class Captured:
 
     case: Case
     launch: Callable[[], Any]
-    contents: Contents
     host: HostValues
-    entered: HostValues
     fill_memory: Callable[[int], object]
     buffers: Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class _Revert:
-    """A value that can be set back to what it was at capture: inputs, Python values by path, or buffers."""
+    """A value that can be set back to what it was at capture: inputs, or Python values by path."""
 
     name: str
     because: str
     inputs: Any = None
     host: Mapping[str, Any] = field(default_factory=dict)
-    contents: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 class Blamer:
@@ -131,29 +127,25 @@ class Blamer:
     def _frozen(self, graph: Captured, case: Case, contents: Contents, got: Outcome) -> Blame | None:
         """Return the values of the capture with which an eager run gives what the graph gave."""
         runs = self._runs
-        host = [*self._host(graph, case, contents), *self._scalars(graph, case)]
-        buffers = self._buffers(graph, contents)
+        reverts = [*self._host(graph, case, contents), *self._scalars(graph, case)]
 
         def explains(chosen: Sequence[_Revert]) -> bool:
-            inputs, values, put = None, dict[str, Any](), contents
+            inputs, values = None, dict[str, Any]()
             for revert in chosen:
                 if revert.inputs is not None:
                     inputs = _with_inputs(case.inputs if inputs is None else inputs, revert.inputs)
                 values |= revert.host
-                put = put.but(revert.contents)
             try:
-                return runs.same(case, runs.eager(case, put, inputs=inputs, host=values), got)
+                return runs.same(case, runs.eager(case, contents, inputs=inputs, host=values), got)
             except Exception:  # refresh() does not take these inputs together
                 return False
 
-        chosen: Sequence[_Revert] = ()
-        for group in (host, buffers, [*host, *buffers]):
-            chosen = chosen or next(([r] for r in group[:_MOST_TRIED] if explains([r])), ())
-            if not chosen and len(group) > 1 and explains(group):
-                chosen = _shrunk(group, explains)
+        chosen = next(([r] for r in reverts[:_MOST_TRIED] if explains([r])), [])
+        if not chosen and len(reverts) > 1 and explains(reverts):
+            chosen = _shrunk(reverts, explains)
         if chosen:
             return Blame("graph", tuple(r.name for r in chosen), "; ".join(r.because for r in chosen))
-        # A step that goes on by itself, such as a generator, gives another result with its own inputs too.
+        # A step that advances by itself, such as a generator, also gives another result with its own inputs.
         everything, usual = _Revert("", "", inputs=graph.case.inputs), self._reference[case.name][1]
         if explains([everything]) and runs.same(case, runs.eager(case, contents, inputs=case.inputs), usual):
             because = (
@@ -186,12 +178,6 @@ class Blamer:
         root = self._runs.target.root
         with self._runs.numbers_of(contents):
             changes = graph.host.changed(*root)
-            tried = {change.path: change.old for change in changes if not change.is_tensor}
-            changes += [
-                change
-                for change in graph.entered.changed(*root)
-                if not change.is_tensor and not (change.path in tried and same(tried[change.path], change.old))
-            ]
         found = []
         for change in changes:
             old = self._runs.before(change)
@@ -200,17 +186,6 @@ class Blamer:
             advice = _ADVICE[0 if change.is_tensor else 1 if is_value(old) else 2]
             found.append(_Revert(change.name, f"{change.text}; {advice}", host={change.path: old}))
         return sorted(found, key=lambda r: not isinstance(next(iter(r.host.values())), (int, float, str)))
-
-    def _buffers(self, graph: Captured, contents: Contents) -> list[_Revert]:
-        found = []
-        for name, old in graph.contents.items():
-            if name in contents and old.shape == contents[name].shape and unlike(old, contents[name]):
-                because = (
-                    f"the graph uses what {name} held at capture, for case {graph.case.name}: the step computed or "
-                    "copied a part of it outside of the graph; do that inside of run(), or in refresh()"
-                )
-                found.append(_Revert(name, because, contents={name: old}))
-        return found
 
     def _unexplained(self, graph: Captured, case: Case) -> Blame:
         moved = self._moved(graph, case)

@@ -13,7 +13,6 @@ from graphrt.kernels.checks import span_bytes
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_DIM_NAMES: dict[int, tuple[str, ...]] = {1: ("row",), 2: ("row", "index"), 3: ("row", "head", "index")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +24,6 @@ class Difference:
         at: coordinate of the element.
         got, expected: its value in the run under test and in the reference run.
         count, total: number of elements that differ, and number of elements compared.
-        dims: names of the dimensions.
     """
 
     output: str
@@ -34,11 +32,9 @@ class Difference:
     expected: Any
     count: int
     total: int
-    dims: tuple[str, ...]
 
     def __str__(self) -> str:
-        index = ", ".join(f"{name} {i}" for name, i in zip(self.dims, self.at, strict=True))
-        element = f"{self.output}[{index}]" if index else self.output
+        element = f"{self.output}[{', '.join(map(str, self.at))}]" if self.at else self.output
         got, expected = (f"{v:.6g}" if isinstance(v, float) else str(v) for v in (self.got, self.expected))
         return f"{element}: got {got}, expected {expected} ({self.count} of {self.total} differ)"
 
@@ -138,7 +134,6 @@ def first_difference(
     *,
     counted: torch.Tensor | None = None,
     tolerance: float = 0.0,
-    dims: Sequence[str] | None = None,
 ) -> Difference | None:
     """Return the first element in which two tensors differ, or None if they are equal.
 
@@ -147,7 +142,6 @@ def first_difference(
         have, want: tensors of equal shape and dtype.
         counted: bool mask of the elements to compare. None compares all of them.
         tolerance: see `differing`.
-        dims: names of the dimensions, for the report.
     """
     wrong = differing(have, want, tolerance)
     if counted is not None:
@@ -158,12 +152,7 @@ def first_difference(
     flat = torch.tensor(int(wrong.flatten().to(torch.uint8).argmax()), device="cpu")
     at = tuple(int(i) for i in torch.unravel_index(flat, wrong.shape)) if wrong.dim() else ()
     total = wrong.numel() if counted is None else int(counted.sum())
-    names = tuple(dims) if dims is not None and len(dims) == len(at) else _dim_names(len(at))
-    return Difference(name, at, have[at].item(), want[at].item(), count, total, names)
-
-
-def _dim_names(count: int) -> tuple[str, ...]:
-    return _DIM_NAMES.get(count) or ("row", *(f"dim {i}" for i in range(1, count - 1)), "index")[:count]
+    return Difference(name, at, have[at].item(), want[at].item(), count, total)
 
 
 def region(name: str, mask: torch.Tensor) -> str:

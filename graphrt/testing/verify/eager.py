@@ -72,7 +72,7 @@ class EagerChecks:
         tensors[name], first[name] = tensor, tensor.clone() if contents is None else contents
 
     def _find_hidden(self, case: Case) -> None:
-        """Find the tensors that run() changes in place and that nobody named: they are restored before each run.
+        """Find the unnamed tensors that run() changes in place: they are restored before each run.
 
         A tensor that only the first of two runs changes is a cache that it filled. It keeps its contents, as Python
         values may say that it is filled.
@@ -137,11 +137,10 @@ class EagerChecks:
         """Run the oracle and the padded step of each case, compare them, and find what persists between runs.
 
         Raises:
-            ConfigError: if the oracle returns nothing, or `real` or `dims` names something that no case returns.
+            ConfigError: if the oracle returns nothing, or `real` names something that no case returns.
         """
         self._run_oracles()
         self._run_references()
-        self._v.check_dims()
         if not self._v.cases or not self._v.repeats(next(iter(self._v.cases.values()))):
             return
         for case in self._v.cases.values():
@@ -199,7 +198,7 @@ class EagerChecks:
         runs.restore_state()
 
     def _check_memory(self) -> None:
-        """Find what persists between runs: Python values, caches of functions, and tensors that nobody named."""
+        """Find what persists between runs: Python values, caches of functions, and unnamed tensors."""
         runs, cases = self._v.runs, list(self._v.cases.values())
         text = "the eager result is another one without the Python values of earlier cases"
         for case in cases:
@@ -208,7 +207,7 @@ class EagerChecks:
         if by_function := self._v.blamer.remembered_by_functions(cases):
             self._v.find("history", by_function[0], "", text, by_function[1])
         if found := unreset(runs, self._v.reference, cases):
-            text = "the step gives another result after other runs, because a tensor that nobody named persists"
+            text = "the step gives another result after other runs, because an unnamed tensor persists"
             self._v.find(found.blame.check, found.case, "", text, found.blame, found.wrong)
         first = cases[0]
         contents, expected = self._v.reference[first.name]
@@ -339,11 +338,11 @@ class EagerChecks:
     def _unlike_exact(self, case: Case, exact: Outcome, padded: Outcome) -> Difference | None:
         for name, have, want, counted in self._pairs(case, exact, padded):
             if have is None:
-                return Difference(name, (), "nothing", list(want.shape), 1, 1, ())
+                return Difference(name, (), "nothing", list(want.shape), 1, 1)
             if have.shape != want.shape:
-                return Difference(name, (), list(have.shape), list(want.shape), 1, 1, ())
-            tolerance, dims = self._v.tolerance(want.dtype), self._v.runs.dims.get(name)
-            if wrong := first_difference(name, have, want, counted=counted, tolerance=tolerance, dims=dims):
+                return Difference(name, (), list(have.shape), list(want.shape), 1, 1)
+            tolerance = self._v.tolerance(want.dtype)
+            if wrong := first_difference(name, have, want, counted=counted, tolerance=tolerance):
                 return wrong
         return None
 

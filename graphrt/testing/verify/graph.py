@@ -97,7 +97,6 @@ class GraphChecks:
     def _capture(self, case: Case) -> Captured | None:
         target, runs = self._v.target, self._v.runs
         contents = runs.enter(case, Fill.INITIAL)
-        entered = [HostValues.take(*target.root)]
         static: dict[str, torch.Tensor] = {}
         memory: UnwrittenMemory | UnwrittenInGraph | None = None
         if target.capture is None:
@@ -113,7 +112,7 @@ class GraphChecks:
             if target.capture is not None:
                 launch = target.capture(case.inputs)
             else:
-                graph = self._record(contents, step, entered)
+                graph = self._record(contents, step)
 
                 def launch() -> Output:
                     graph.launch()
@@ -150,10 +149,10 @@ class GraphChecks:
         host = HostValues.take(*target.root)
         # Aliases: the caller may change the memory of its own tensor with set_(), or its shape with resize_().
         named = {name: tensor.detach() for name, tensor in target.subject.buffers.items()}
-        return Captured(case, launched, contents, host, entered[-1], fill_memory, target.found | named)
+        return Captured(case, launched, host, fill_memory, target.found | named)
 
-    def _record(self, contents: Contents, step: Callable[[], torch.Tensor], entered: list[HostValues]) -> CapturedGraph:
-        """Warm up and capture, as servers do. `entered` gets the Python values before the captured run."""
+    def _record(self, contents: Contents, step: Callable[[], torch.Tensor]) -> CapturedGraph:
+        """Warm up and capture, as servers do."""
         runs = self._v.runs
         if self._recorder is None:
             self._recorder = make_recorder(self._v.target.device)
@@ -161,7 +160,6 @@ class GraphChecks:
         def prepare() -> None:
             runs.restore_state()
             runs.put(contents)
-            entered.append(HostValues.take(*self._v.target.root))
 
         with self._recorder.session():
             self._v.target.run()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
@@ -105,13 +105,11 @@ class Outcome:
 
     outputs  copies of the outputs
     changes  of each state tensor: flat indices of the elements that the run changed, and their new values
-    after    the buffers after the run, if requested
     error    the exception that was raised, or ""
     """
 
     outputs: dict[str, torch.Tensor] = field(default_factory=dict)
     changes: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    after: dict[str, torch.Tensor] = field(default_factory=dict)
     error: str = ""
 
 
@@ -127,8 +125,8 @@ class Runs:
     old        outputs in memory that existed before the run, with the name of the tensor where it is known
     """
 
-    def __init__(self, target: Target, dims: Mapping[str, Sequence[str]]) -> None:
-        self.target, self.dims = target, dims
+    def __init__(self, target: Target) -> None:
+        self.target = target
         self.eager_runs = self.replays = 0
         self.ranges: dict[str, tuple[float, float]] = {}
         self.rewritten: frozenset[str] = frozenset()
@@ -261,7 +259,6 @@ class Runs:
         unowned: Fill | None = None,
         skip: frozenset[str] = frozenset(),
         before: Callable[[], object] | None = None,
-        after: bool = False,
         seed: int = SEED,
     ) -> Outcome:
         """Run a body once, from the first state.
@@ -277,7 +274,6 @@ class Runs:
             earlier: Python values by path that refresh() finds already. Its changes to them are undone.
             unowned: poison for unowned parts of the state, except the tensors in `skip`.
             before: called last before the body.
-            after: return the buffers after the run as well.
             seed: seed of torch's random numbers.
         """
         root = self.target.root
@@ -306,11 +302,10 @@ class Runs:
                 return Outcome(error=raised(error))
             outputs = {name: t.clone() for name, t in raw.items()}
             changes = {name: changed(start.get(name, self.state[name]), t) for name, t in self.target.state.items()}
-            buffers = self.contents() if after else {}
         if start:
             self.restore_state()
         self._raw = raw
-        return Outcome(outputs, changes, buffers)
+        return Outcome(outputs, changes)
 
     def _put_for(self, stack: ExitStack, contents: Contents) -> None:
         """Write contents to the buffers. Buffers that refresh() may skip in some case get their own back at the end."""
@@ -352,15 +347,14 @@ class Runs:
                 start[name] = tensor.clone()
         return start
 
-    def difference(self, case: Case, have: Outcome, want: Outcome, tolerance: float = 0.0) -> Difference | None:
+    def difference(self, case: Case, have: Outcome, want: Outcome) -> Difference | None:
         """Return the first compared element in which two runs of a case differ. Errors are ignored."""
         for name, expected in want.outputs.items():
             found = have.outputs.get(name)
             if found is None or found.shape != expected.shape or found.dtype != expected.dtype:
                 got = "nothing" if found is None else f"{list(found.shape)} {found.dtype}"
-                return Difference(name, (), got, f"{list(expected.shape)} {expected.dtype}", 1, 1, ())
-            counted, dims = case.counted(name, expected), self.dims.get(name)
-            if wrong := first_difference(name, found, expected, counted=counted, tolerance=tolerance, dims=dims):
+                return Difference(name, (), got, f"{list(expected.shape)} {expected.dtype}", 1, 1)
+            if wrong := first_difference(name, found, expected, counted=case.counted(name, expected)):
                 return wrong
         if not same_bits(_flat(have.changes), _flat(want.changes)):
             for name, change in want.changes.items():
@@ -374,8 +368,7 @@ class Runs:
             return None
         label = f"state {name}"
         tensors = [self.state_after(name, change) for change in (have, want)]
-        counted, dims = case.counted(label, tensors[0]), self.dims.get(name)
-        return first_difference(label, *tensors, counted=counted, dims=dims)
+        return first_difference(label, *tensors, counted=case.counted(label, tensors[0]))
 
     def state_after(self, name: str, change: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """Return a state tensor after a run."""

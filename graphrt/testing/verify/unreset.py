@@ -1,4 +1,4 @@
-"""Find tensors that nobody named in `state` and that carry a value from one run into the results of a later one.
+"""Find tensors outside of `state` that carry a value from one run into the results of a later one.
 
 Such tensors are restored before every other run. Here they are not, as in a server.
 """

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 
-from graphrt.kernels.errors import ConfigError
 from graphrt.testing.verify.blame import Blame, Blamer
 from graphrt.testing.verify.compare import Difference
 from graphrt.testing.verify.host import HostValues, same
@@ -39,15 +38,13 @@ class Verification:
     ignored       numbers of the inputs that no result depends on
     """
 
-    def __init__(
-        self, target: Target, inputs: Mapping[str, Inputs], dims: Mapping[str, Sequence[str]], tolerance: float | None
-    ) -> None:
+    def __init__(self, target: Target, inputs: Mapping[str, Inputs], tolerance: float | None) -> None:
         self.target, self._tolerance = target, tolerance
         self.cases = {name: Case(name, values, target.real(values)) for name, values in inputs.items()}
         for values in inputs.values():
             for name, index in target.unowned(values).items():
                 check_part("unowned", name, target.state[name], index)
-        self.runs = Runs(target, dims)
+        self.runs = Runs(target)
         self.host = HostValues.take(*target.root)
         self.findings: list[VerifyFinding] = []
         self.reference: dict[str, tuple[Contents, Outcome]] = {}
@@ -72,23 +69,6 @@ class Verification:
         """Whether there is anything to compare. True if no case ran."""
         outcomes = [outcome for _, outcome in self.reference.values()]
         return bool(self.target.state) or not outcomes or any(outcome.outputs for outcome in outcomes)
-
-    def check_dims(self) -> None:
-        """Check the names in `dims`.
-
-        Raises:
-            ConfigError: if a name is not an output, or the number of dimensions differs.
-        """
-        known = {name: t for _, outcome in self.reference.values() for name, t in outcome.outputs.items()}
-        known |= {f"state {name}": tensor for name, tensor in self.target.state.items()}
-        for name, names in self.runs.dims.items() if self.reference else ():
-            if name not in known:
-                raise ConfigError(f"dims: there is no output {name!r}; use names of {sorted(known)}")
-            if len(names) != known[name].dim():
-                raise ConfigError(
-                    f"dims[{name!r}]: expected {known[name].dim()} names, one per dimension, got {list(names)}; add or "
-                    "remove some"
-                )
 
     def tolerance(self, dtype: torch.dtype) -> float:
         """Return the tolerance of padded results against exact ones."""

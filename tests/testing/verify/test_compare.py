@@ -83,11 +83,11 @@ def test_the_first_difference_ignores_elements_that_are_not_counted() -> None:
     assert first_difference("a", have, want).at == (0, 2)
     counted = torch.tensor([[False] * 3, [True] * 3])
     found = first_difference("a", have, want, counted=counted)
-    assert found == Difference("a", (1, 0), 2.0, 0.0, 1, 3, ("row", "index"))
+    assert found == Difference("a", (1, 0), 2.0, 0.0, 1, 3)
     assert first_difference("a", have[:, 1], want[:, 1]) is None
     assert str(first_difference("a", torch.tensor(1), torch.tensor(2))) == "a: got 1, expected 2 (1 of 1 differ)"
     complex_one = first_difference("a", torch.tensor([1j]), torch.tensor([2j]))
-    assert str(complex_one) == "a[row 0]: got 1j, expected 2j (1 of 1 differ)"
+    assert str(complex_one) == "a[0]: got 1j, expected 2j (1 of 1 differ)"
 
 
 REGIONS = {

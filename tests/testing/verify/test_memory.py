@@ -105,7 +105,7 @@ def test_a_buffer_overwritten_in_flight_is_blamed(monkeypatch: pytest.MonkeyPatc
         def refresh(self, inputs: dict[str, Any]) -> None:
             super().refresh(inputs if waiting[0] else rows(3))
 
-    verification = Verification(Target(Staged(), None), {str(n): rows(n) for n in range(4)}, {}, None)
+    verification = Verification(Target(Staged(), None), {str(n): rows(n) for n in range(4)}, None)
     with torch.inference_mode():
         arguments = _captured(verification)
         found = in_flight.flight_findings(*arguments)
@@ -131,7 +131,7 @@ def test_launches_in_flight_draw_the_same_random_numbers(monkeypatch: pytest.Mon
         def run(self) -> torch.Tensor:
             return torch.nn.functional.dropout(self.buffers["x"], 0.5, training=True)
 
-    verification = Verification(Target(Drops(), None), {str(n): rows(n) for n in range(3)}, {}, None)
+    verification = Verification(Target(Drops(), None), {str(n): rows(n) for n in range(3)}, None)
     with torch.inference_mode():
         arguments = _captured(verification)
         assert in_flight.flight_findings(*arguments) == []

@@ -97,13 +97,13 @@ def test_the_first_differing_element_is_named() -> None:
         heads[:, 1, 2] *= factor
         return heads
 
-    report = verify(step, lambda case: rows(case, factor=float(case + 1)), dims={"out": ("token", "head", "dim")})
+    report = verify(step, lambda case: rows(case, factor=float(case + 1)))
     (finding,) = report.findings
     assert (finding.check, finding.case, finding.captured, finding.blamed) == ("graph", "1", "0", ("factor",))
     assert finding.difference.at == (0, 1, 2)
     assert finding.difference.got * 2 == pytest.approx(finding.difference.expected)
     assert (finding.difference.count, finding.difference.total) == (2, 12)
-    assert "out[token 0, head 1, dim 2]: got" in str(report)
+    assert "out[0, 1, 2]: got" in str(report)
     assert finding.repeats > 5
     assert f"the same in {finding.repeats} more replays" in str(report)
     with pytest.raises(AssertionError, match=r"factor was 1\.0 when case 0 was captured, and is 2\.0 now"):
