@@ -5,10 +5,10 @@
     python -m scripts.bench_attention --without-peers --plot bandwidth.png
     python -m scripts.bench_attention --device cpu --without-peers       # a dry run of tiny cells, times mean nothing
 
-Every call runs inside a CUDA graph and finds its KV cache out of L2. A small kernel that depends on the call's output
-stands between two calls; the time of a graph of these alone is subtracted. What the device schedules once per step is
-added at a 32nd, the share of one of 32 layers; FlashInfer plans on the host, which is reported and not added. Each
-side's output is checked before it is timed. The last line of standard output is one JSON object.
+Every call runs inside a CUDA graph with its KV cache evicted from L2. A small kernel that depends on the call's output
+runs between two calls; the time of a graph of only these kernels is subtracted. 1/32 of the per-step schedule on the
+device is added, the share of one of 32 layers. FlashInfer plans on the host; that time is reported and not added. Each
+output is checked before it is timed. The last line of standard output is one JSON object.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SAMPLES, QUICK_SAMPLES = 30, 8
 
 
 class Clock:
-    """Times calls of one cell on its device, with and without spacers."""
+    """Times the calls of one cell, with and without spacers."""
 
     def __init__(self, inputs: Inputs, num_samples: int) -> None:
         self._device, self._num_samples = inputs.device, num_samples
@@ -77,7 +77,7 @@ class Clock:
 
 
 def measure(cell: Cell, sides: Sequence[Side], pool: KVPool, num_samples: int) -> CellResult:
-    """All sides of a cell; of a side with several variants the fastest."""
+    """Time all sides of a cell. The fastest variant represents a side."""
     inputs = Inputs.make(cell, pool)
     clock = Clock(inputs, num_samples)
     times: dict[str, SideTime] = {}
@@ -91,7 +91,7 @@ def measure(cell: Cell, sides: Sequence[Side], pool: KVPool, num_samples: int) -
 
 
 def fastest(measured: Sequence[SideTime]) -> SideTime:
-    """Of one side's ways to run a cell the fastest, with the figures of all."""
+    """Return the fastest variant of a side, with the times of all variants."""
     ways = {time.variant: time.us for time in measured if time.us is not None}
     return replace(min(measured, key=lambda t: t.us or 0.0), ways=ways if len(ways) > 1 else None)
 

@@ -26,7 +26,7 @@ from graphrt.replay import ReplayManager
 from graphrt.testing.verify.api import verify
 from graphrt.testing.verify.report import VerifyReport
 
-_COUNTERS = frozenset({"cursor", "step_counter", "claims", "duplicates", "go_on", "order"})
+_COUNTERS = frozenset({"cursor", "step_counter", "last_writers", "write_conflicts", "loop_condition", "order"})
 """Persistent buffers that count launches and steps. The host counts as well, so they are not restored between runs."""
 
 
