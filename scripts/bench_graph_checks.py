@@ -36,7 +36,7 @@ from graphrt.models.shapes import shape_config
 from graphrt.runtime import Runtime, resolve_device
 from graphrt.sampling_params import SamplingParams
 from graphrt.session.session import DecodeSession
-from graphrt.testing.verify_runtime import verify_runtime
+from graphrt.testing.verify.runtime import verify_runtime
 
 CONTEXT = 512  # tokens that rows have before the first timed step; the longest ones that are verified
 MIXES = 8

@@ -1,2 +1,2 @@
-"""Testing kit: `verify` for captured steps, a pytest plugin, the contract of backends, numerics, poison, and the
-repaired Triton interpreter. Imports without CUDA."""
+"""Tests for captured graphs and kernels: `verify`, the pytest plugin, the backend test suite, numerical comparisons,
+poison, and checks under the Triton interpreter."""

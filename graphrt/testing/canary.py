@@ -1,4 +1,4 @@
-"""Canaries: guard bytes in front of a static buffer and behind it, in one storage, that no kernel may touch.
+"""Canaries: guard bytes before and after a static buffer, in one storage, that no kernel may write.
 
     canaries = Canaries()
     positions = canaries.full("positions", (8,), torch.int64, device, 0)
@@ -6,8 +6,8 @@
     for broken in canaries.broken():
         print(broken)
 
-The guards hold the poison of the buffer's dtype. So a kernel that reads beyond its buffer reads NaN, or a large
-negative number, and a kernel that writes beyond it is found, with the place.
+The guards hold the poison of the buffer's dtype. A kernel that reads beyond its buffer reads NaN or a large negative
+number. A kernel that writes beyond it is reported with the offset of the write.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class BrokenCanary:
-    """A guard that somebody wrote to.
+    """A guard that was written to.
 
-    name     of the buffer
-    behind   whether the guard is the one behind the buffer
-    offset   of the first changed byte: behind, from the buffer's end on; in front, how far before its beginning
-    count    changed elements
+    name        name of the buffer
+    is_after    whether it is the guard after the buffer
+    offset      bytes from the buffer to the first changed element: from its end, or back from its start
+    count       number of changed elements
     """
 
     name: str
-    behind: bool
+    is_after: bool
     offset: int
     count: int
 
     def __str__(self) -> str:
-        where = f"{self.offset} bytes behind its end" if self.behind else f"{self.offset} bytes before its beginning"
-        return f"{self.name}: {self.count} guard elements were written, the first {where}"
+        where = "after its end" if self.is_after else "before its start"
+        return f"{self.name}: {self.count} guard elements were written, the first {self.offset} bytes {where}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class _Guarded:
 
 
 class Canaries:
-    """Static buffers with guards, by name, on any device. Capture-safe: nothing of it runs inside a step."""
+    """Static buffers with guards, by name, on any device. Capture-safe: it runs no code inside a step."""
 
     def __init__(self) -> None:
         self._guarded: dict[str, _Guarded] = {}
@@ -61,7 +61,7 @@ class Canaries:
     def full(
         self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str, value: float = 0
     ) -> torch.Tensor:
-        """A contiguous buffer of this shape, filled with `value`, with a guard of 256 bytes on each side."""
+        """Return a contiguous buffer filled with `value`, with a guard of 256 bytes on each side."""
         size = dtype.itemsize
         guard, count = GUARD_BYTES // size, math.prod(shape)
         if dtype.is_complex:
@@ -74,7 +74,7 @@ class Canaries:
         return buffer
 
     def broken(self) -> list[BrokenCanary]:
-        """The guards that were written to since they were made or repaired; waits for the device."""
+        """Return the guards that were written to since they were created or repaired. Waits for the device."""
         found = []
         for name, kept in self._guarded.items():
             front, back = kept.whole[: kept.guard] != kept.bits, kept.whole[-kept.guard :] != kept.bits
@@ -89,7 +89,7 @@ class Canaries:
         return found
 
     def repair(self) -> None:
-        """Write the guards again."""
+        """Restore the guards."""
         for kept in self._guarded.values():
             kept.whole[: kept.guard] = kept.bits
             kept.whole[-kept.guard :] = kept.bits

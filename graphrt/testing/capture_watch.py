@@ -1,23 +1,22 @@
-"""Watches the captures of a process, whoever makes them: waits, memory outside the pool, compilations, other streams.
+"""Watch the captures of a process for waits, memory outside of the pool, compilations and launches on other streams.
 
     with CaptureWatch() as watch:
         with torch.cuda.graph(graph):
             step()
     print(watch.captures, *watch.faults, sep="\\n")
 
-It sees what goes through `torch.cuda.CUDAGraph` (`torch.cuda.graph`, `make_graphed_callables`, cudagraph trees, graphrt)
-and, on a CPU, graphrt's op trace. The marker `capture_safe` of graphrt.testing.pytest_plugin is made of it.
+It sees captures by `torch.cuda.CUDAGraph` (`torch.cuda.graph`, `make_graphed_callables`, cudagraph trees, graphrt) and,
+on a CPU, by graphrt's op trace. The marker `capture_safe` of graphrt.testing.pytest_plugin uses it.
 
 | rule | on CUDA | on a CPU, by the op trace |
 |---|---|---|
-| sync | an op of torch that waits, `synchronize()` of device, stream or event | a value that is read on the host; a tensor made of host values, which a device would wait for |
-| allocate | memory that lies outside the graph's pool | nothing: a op trace owns the result of each op |
-| compile | a kernel that Triton or graphrt loads, a frame that torch.compile compiles | the same hooks; an interpreted kernel is not compiled |
-| stream | an op of torch or a Triton kernel on a stream that does not capture | nothing: there are no streams |
+| sync | a torch op that waits, `synchronize()` of a device, stream or event | a value read on the host; a tensor created from host values, which would wait on a device |
+| allocate | memory outside of the graph's pool | nothing: an op trace owns the result of each op |
+| compile | a kernel loaded by Triton or graphrt, a frame compiled by torch.compile | the same; an interpreted kernel is not compiled |
+| stream | a torch op or a Triton kernel on a stream that does not capture | nothing: there are no streams |
 
-Not seen: launches, allocations and waits that reach the driver past torch and Triton, as those of a C++ extension that
-calls neither; kernels that Inductor's static launcher loads. An op inside a custom op is not seen for itself: that it
-waits is.
+Not seen: launches, allocations and waits of code that calls the driver without torch and Triton, such as a C++
+extension, and kernels loaded by Inductor's static launcher. Of an op inside a custom op, only a wait is seen.
 """  # noqa: E501  rows of a table
 
 from __future__ import annotations
@@ -50,13 +49,13 @@ from graphrt.kernels.native import nvrtc
 ADVICE = {
     "sync": "expected a capture that never waits for the device, got {}; keep the value on the device, or read it "
     "after the replay",
-    "allocate": "expected all memory of a capture in its pool, got {}; replays go on using it when it is somebody "
-    "else's: allocate it before the capture, or on a stream that captures",
-    "compile": "expected kernels that are there before the capture, got {}; run the step once before",
+    "allocate": "expected all memory of a capture in its pool, got {}; replays keep using it after it is freed: "
+    "allocate it before the capture, or on a stream that captures",
+    "compile": "expected kernels that are loaded before the capture, got {}; run the step once before",
     "stream": "expected every launch on a stream that captures, got {}; it ran once, now, and no replay repeats it: "
     "let that stream wait for the captured one first",
 }
-"""By rule: what is expected, and what to do."""
+"""The error text of each rule, with advice."""
 
 _DEVICE_TYPE = "cuda"
 _MOST_FAULTS = 16  # of one capture
@@ -74,12 +73,12 @@ _OWN_FILES = frozenset({contextlib.__file__})
 
 @dataclass(frozen=True, slots=True)
 class CaptureFault:
-    """One thing that a capture should not have done.
+    """A rule that a capture broke.
 
-    capture  number of the capture, from 1 on
+    capture  number of the capture, starting at 1
     rule     "sync", "allocate", "compile" or "stream"
     what     the op, kernel, call or memory
-    where    file and line of the caller, torch, Triton and the kit left out; "" where nobody is known
+    where    file and line of the first caller outside of torch, Triton and graphrt's checks, or "" if unknown
     """
 
     capture: int
@@ -93,13 +92,15 @@ class CaptureFault:
 
 
 class CaptureWatch:
-    """While it is open, every capture of the process is watched; `faults` holds what was found.
+    """Watch every capture of the process inside a `with` block. `faults` lists the broken rules.
 
-    allowed  rule -> the reason why captures may break it
+    An op that waits raises in the capture, as on CUDA. Other faults are only recorded.
 
-    An op that waits raises in the capture, as CUDA would. Other faults are noted, and change nothing.
+    Args:
+        allowed: the reason why captures may break a rule, by rule.
 
-    Raises: ConfigError for a rule that is none, and for a reason that is no text.
+    Raises:
+        ConfigError: if a rule is unknown, or a reason is not a non-empty string.
     """
 
     def __init__(self, allowed: Mapping[str, str] | None = None) -> None:
@@ -107,7 +108,7 @@ class CaptureWatch:
         for rule, reason in self.allowed.items():
             if rule not in ADVICE or not isinstance(reason, str) or not reason:
                 raise ConfigError(
-                    f"allowed: expected {', '.join(ADVICE)}, each with a reason, got {rule}={reason!r}; say why"
+                    f"allowed: expected {', '.join(ADVICE)}, each with a reason, got {rule}={reason!r}; give a reason"
                 )
         self.captures = 0
         self.faults: list[CaptureFault] = []
@@ -129,15 +130,15 @@ class CaptureWatch:
         return self
 
     def __exit__(self, *error: object) -> None:
-        while self._open:  # a capture that nobody ended
+        while self._open:  # a capture that did not end
             self._close(self._open[-1])
         self._undo.close()
 
-    # -- who captures
+    # -- captures
 
     def _capture_begin(self, begin: Callable[..., None], graph: Any, *args: Any, **kwargs: Any) -> None:
         begin(graph, *args, **kwargs)
-        # Only now: a first capture_begin allocates the generator's state, and waits for the device.
+        # After begin(): the first capture_begin allocates the generator's state and waits for the device.
         capture = self._new_capture(graph)
         capture.before = _live_blocks(allocator_rows())
         capture.sync_mode = torch.cuda.get_sync_debug_mode()
@@ -150,7 +151,7 @@ class CaptureWatch:
         if capture is None:
             return end(graph)
         self._close(capture)
-        end(graph)  # where it raises, there is no graph, and no pool to compare with
+        end(graph)  # if it raises, there is no graph and no pool
         self._check_memory(capture, tuple(graph.pool()))
 
     def _capture_op_trace(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -160,7 +161,7 @@ class CaptureWatch:
             return run(*args, **kwargs)
         except CaptureError as error:
             if "on the host" in str(error):
-                first = error.__cause__ or error  # as it was raised within the step
+                first = error.__cause__ or error  # as raised inside the step
                 where = _first_foreign(reversed(list(traceback.walk_tb(first.__traceback__))))
                 self._note(capture, "sync", f"a read on the host ({error})", where)
             raise
@@ -181,20 +182,20 @@ class CaptureWatch:
 
     def _close(self, capture: _Capture) -> None:
         self._open.remove(capture)
-        if capture.mode is not None and _get_current_dispatch_mode() is capture.mode:  # else the caller left one open
+        if capture.mode is not None and _get_current_dispatch_mode() is capture.mode:  # else the caller left another
             capture.mode.__exit__(None, None, None)
         capture.undo.close()
         if capture.sync_mode is not None:
             _set_sync_mode(capture.sync_mode)
 
     def _current(self) -> _Capture | None:
-        """The capture that this thread is in. Threads of autograd are in that whose stream they are given."""
+        """Return the capture of this thread. Autograd threads belong to the capture whose stream they use."""
         mine = [c for c in self._open if c.thread == threading.get_ident()]
         if not mine and self._open and self._open[-1].graph is not None and torch.cuda.is_current_stream_capturing():
             mine = self._open
         return mine[-1] if mine else None
 
-    # -- what happens in a capture
+    # -- faults
 
     def _note(self, capture: _Capture, rule: str, what: str, where: str | None = None) -> None:
         if rule in self.allowed:
@@ -229,7 +230,7 @@ class CaptureWatch:
             self._note(capture, "stream", f"Triton kernel {metadata.get().get('name', '')} on another stream")
 
     def op(self, capture: _Capture, func: Any, tensors: list[torch.Tensor], results: list[torch.Tensor]) -> None:
-        """Look at an op of torch after it ran."""
+        """Check a torch op after it ran."""
         name = str(func)
         if capture.graph is None:
             if name.startswith("aten.lift_fresh") and any(t.dim() for t in results):
@@ -246,12 +247,12 @@ class CaptureWatch:
             self._note(capture, "stream", f"{name} on another stream", where)
 
     def op_failed(self, capture: _Capture, func: Any, error: Exception) -> None:
-        """Note an op that CUDA or torch refuses in a capture."""
+        """Record an op that CUDA or torch refuses in a capture."""
         if any(words in str(error) for words in _REFUSED):
             self._note(capture, "sync", f"{func} ({str(error).splitlines()[0]})")
 
     def _check_memory(self, capture: _Capture, pool: tuple[int, ...]) -> None:
-        """Compare what ops made, and what is live now, with the segments of the pool."""
+        """Compare the results of ops, and the live blocks, with the segments of the pool."""
         segments = allocator_rows()
         own = sorted((s["address"], s["address"] + s["total_size"]) for s in segments if _pool_of(s) == pool)
         starts = [start for start, _ in own]
@@ -284,10 +285,10 @@ class CaptureWatch:
 
 @dataclass(eq=False)
 class _Capture:
-    """One capture that is under way; `graph` is None for an op trace.
+    """A capture in progress. `graph` is None for an op trace.
 
-    before  address and size of each block that was live when it began
-    made    memory that ops made: address, op, caller
+    before  address and size of each block that was live at its start
+    made    memory allocated by ops: address, op, caller
     """
 
     number: int
@@ -301,7 +302,7 @@ class _Capture:
 
 
 class _OpWatch(TorchDispatchMode):
-    """Shows every op of a capture to the watch. torch.compile goes on compiling under it, and compiled code runs."""
+    """Passes every op of a capture to the watch. torch.compile still compiles, and compiled code runs, inside it."""
 
     def __init__(self, watch: CaptureWatch, capture: _Capture) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
@@ -329,7 +330,7 @@ class _OpWatch(TorchDispatchMode):
 
 
 def _plain_tensors(tree: Any) -> list[torch.Tensor]:
-    """Without those of subclasses, which may have no memory."""
+    """Return the tensors of a tree, except those of subclasses, which may have no memory."""
     return [leaf for leaf in tree_leaves(tree) if type(leaf) in (torch.Tensor, torch.nn.Parameter)]
 
 
@@ -339,7 +340,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 def _set_sync_mode(mode: int | str) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the mode is a prototype: an error where warnings are errors
+        warnings.simplefilter("ignore")  # torch warns that the mode is a prototype
         torch.cuda.set_sync_debug_mode(mode)
 
 
@@ -348,7 +349,7 @@ def _pool_of(segment: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _live_blocks(segments: Sequence[Any], pool: tuple[int, ...] | None = None) -> set[tuple[int, int]]:
-    """Address and size of every block in use of these segments of torch's allocator, those of a pool left out."""
+    """Return address and size of every block in use, except those of a pool."""
     return {
         (address, block["size"])
         for segment, block, address in blocks_of(segments)
@@ -357,12 +358,12 @@ def _live_blocks(segments: Sequence[Any], pool: tuple[int, ...] | None = None) -
 
 
 def _caller() -> str:
-    """File and line of the code that called into torch."""
+    """Return file and line of the code that called torch."""
     return _first_foreign(traceback.walk_stack(sys._getframe(1)))
 
 
 def _first_foreign(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """File and line of the first frame that is of none of the libraries; "" where all are."""
+    """Return file and line of the first frame outside of the libraries, or ""."""
     for frame, line in frames:
         name = frame.f_code.co_filename
         if name not in _OWN_FILES and not name.startswith(_OWN_FOLDERS) and not name.startswith("<"):

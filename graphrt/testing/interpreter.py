@@ -1,6 +1,6 @@
-"""Programs under the Triton interpreter as on a device: in any order, and in the tensors that a launch is given.
+"""Run programs under the Triton interpreter in random order, and check that they access only the launch's tensors.
 
-The interpreter's repairs are kernels/interpreter.py.
+Fixes of the interpreter itself are in kernels/interpreter.py.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ import torch
 from triton.runtime.errors import InterpreterError
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
-_Storages = dict[int, tuple[int, str]]  # by address: the end, and the names of the arguments that lie there
+_Storages = dict[int, tuple[int, str]]  # by start address: end address, and names of the arguments in it
 
-# The builder's methods that all others access memory through: what each does, and which of its arguments are the
-# pointers and the mask.
+# The builder's methods for all memory accesses: a description, and the indices of the pointers and the mask.
 _ACCESSES: dict[str, tuple[str, int, int | None]] = {
     "create_masked_load": ("a load", 0, 1),
     "create_masked_store": ("a store", 0, 2),
@@ -36,10 +35,10 @@ _ACCESSES: dict[str, tuple[str, int, int | None]] = {
 
 @contextmanager
 def shuffled_programs(seed: int = 0) -> Iterator[None]:
-    """Within, the interpreter runs the programs of each launch in a random order, each whole.
+    """Let the interpreter run the programs of each launch in random order, one after another.
 
-    By itself it runs them by their ids, and what programs leave each other in memory is then never overwritten by one
-    of a higher id that a device would have run first. Kernels whose programs wait for each other do not end.
+    By default they run in the order of their ids, which hides races. Kernels whose programs wait for each other do not
+    finish.
     """
     set_grid_dim, set_grid_idx = InterpreterBuilder.set_grid_dim, InterpreterBuilder.set_grid_idx
     chance = random.Random(seed)
@@ -60,21 +59,21 @@ def shuffled_programs(seed: int = 0) -> Iterator[None]:
 
 @contextmanager
 def checked_addresses() -> Iterator[None]:
-    """Within, a launch raises where a load, a store or an atomic leaves the tensors that the launch was given.
+    """Let a launch raise if a load, a store or an atomic accesses memory outside of the launch's tensors.
 
-    By itself the interpreter takes whatever memory is there, where a device may end with an illegal address. Lanes that
-    are masked off may point anywhere. All others lie in the storage of some tensor argument, tensors in tuples among
-    them. A pointer that a kernel makes of an integer may also lie in the storage of any tensor that is alive. One
-    thread launches at a time, as the interpreter itself asks for.
+    By default the interpreter accesses any address, where a device may fail. Masked lanes may point anywhere. All other
+    lanes must point to the storage of a tensor argument, including tensors in tuples. A pointer that a kernel computes
+    from an integer may point to any live tensor. Only one thread may launch at a time.
 
-    Raises, from the launch: AssertionError that names the kernel, the argument with the nearest storage, and the place.
+    Raises:
+        AssertionError: from the launch, with the kernel, the nearest argument and the line.
     """
     start, call = GridExecutor._init_args_hst, GridExecutor.__call__
     make_pointer = InterpreterBuilder.create_int_to_ptr
     memory, failure = _Memory("", {}), None
 
     def started(self: Any, args: Any, named: dict[str, Any]) -> Any:
-        nonlocal memory  # of the arguments that the kernel sees, which may be copies
+        nonlocal memory  # the arguments of the kernel may be copies
         host_args, host_named = start(self, args, named)
         given = itertools.chain(zip(self.arg_names, host_args, strict=False), host_named.items())
         memory = _Memory(self.fn.__name__, _storages_of(given))
@@ -85,7 +84,7 @@ def checked_addresses() -> Iterator[None]:
         outer = memory
         try:
             return call(self, *args, **named)
-        except InterpreterError:  # from a failure, and for every function of the kernel that it has passed another
+        except InterpreterError:  # once for each function of the kernel
             if failure is None:
                 raise
             raise failure from None
@@ -121,11 +120,7 @@ def checked_addresses() -> Iterator[None]:
 
 
 class _Memory:
-    """The storages that one launch may access.
-
-    kernel     its name
-    storages   the tensor arguments'
-    """
+    """The storages that one launch may access: those of its tensor arguments."""
 
     def __init__(self, kernel: str, storages: _Storages) -> None:
         self._kernel, self._storages = kernel, storages
@@ -135,20 +130,20 @@ class _Memory:
     def outside(
         self, addresses: npt.NDArray[np.uint64], mask: npt.ArrayLike | None, size: int
     ) -> npt.NDArray[np.uint64]:
-        """Of addresses of `size` bytes each, those that are not masked off and not whole in a storage: [any]."""
+        """Return the unmasked addresses whose `size` bytes are not inside one storage: [any]."""
         if not addresses.size or self._in_one(addresses, size):
             return addresses[:0]
         used = addresses.ravel()
         if mask is not None:
-            # Descriptors of triton 3.6 have an array in a handle's place, whose data is a view of its memory.
+            # Descriptors of triton 3.6 pass an array instead of a handle.
             used = used[np.asarray(mask).ravel().astype(np.bool_, copy=False)]
             if not used.size or self._in_one(used, size):
                 return used[:0]
         ends = self._end_array[np.searchsorted(self._start_array, used, side="right") - 1]
-        return used[(used >= ends) | (ends - used < size)]  # no sum: it would wrap behind the last address
+        return used[(used >= ends) | (ends - used < size)]  # a sum could wrap around
 
     def admit(self, addresses: npt.NDArray[Any]) -> None:
-        """Take in the storages of live tensors that hold these addresses."""
+        """Also allow the storages of live tensors that hold these addresses."""
         for address in (int(value) for value in addresses):
             if address < self._ends[bisect_right(self._starts, address) - 1]:
                 continue
@@ -160,8 +155,8 @@ class _Memory:
             self._sort()
 
     def complaint(self, what: str, outside: npt.NDArray[np.uint64], size: int, program: tuple[int, ...]) -> str:
-        """What to say of these addresses outside."""
-        address, text = int(outside[0]), "; it was given no tensor"
+        """Return the error text for addresses outside."""
+        address, text = int(outside[0]), "; the launch has no tensor"
         if self._storages:
             gap = {begin: max(begin - address, address + size - end) for begin, (end, _) in self._storages.items()}
             begin = min(gap, key=lambda place: gap[place])
@@ -177,16 +172,16 @@ class _Memory:
         return high + size <= self._ends[bisect_right(self._starts, low) - 1]
 
     def _sort(self) -> None:
-        # The first holds nothing: every address then has a storage that begins before it.
+        # An empty first storage: every address has a storage that starts before it.
         self._starts, self._ends = [0], [0]
         for begin, (end, _) in sorted(self._storages.items()):
             self._starts.append(begin)
-            self._ends.append(max(end, self._ends[-1]))  # storages may lie in each other: arrays share their memory
+            self._ends.append(max(end, self._ends[-1]))  # arrays may share memory
         self._start_array, self._end_array = np.array(self._starts, np.uint64), np.array(self._ends, np.uint64)
 
 
 def _line() -> str:
-    """File and line that the kernel is at: the innermost code that is neither Triton's nor of this file."""
+    """Return file and line of the innermost frame outside of Triton and this file."""
     frame = sys._getframe()
     while frame.f_back and frame.f_globals.get("__name__", "").startswith(("triton.", __name__)):
         frame = frame.f_back
@@ -194,7 +189,7 @@ def _line() -> str:
 
 
 def _storages_of(arguments: Iterable[tuple[str, Any]]) -> _Storages:
-    """The storages of the tensors among a launch's arguments."""
+    """Return the storages of the tensors in a launch's arguments."""
     found: _Storages = {}
     for argument, value in arguments:
         for name, tensor in _tensors_of(argument, value):
@@ -205,7 +200,7 @@ def _storages_of(arguments: Iterable[tuple[str, Any]]) -> _Storages:
 
 
 def _tensors_of(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that an argument is or holds, by their names."""
+    """Yield the tensors of an argument by name."""
     if isinstance(value, torch.Tensor):
         yield name, value
     elif isinstance(value, tuple):
@@ -216,7 +211,7 @@ def _tensors_of(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _live_storages() -> _Storages:
-    """The storages of all tensors on the CPU that Python knows."""
+    """Return the storages of all live Python tensors on the CPU."""
     found: _Storages = {}
     for value in gc.get_objects():
         plain = type(value) in (torch.Tensor, torch.nn.Parameter)  # others may have no memory
@@ -227,6 +222,6 @@ def _live_storages() -> _Storages:
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Where the tensor's storage begins and ends."""
+    """Return the start and end address of a tensor's storage."""
     storage = tensor.untyped_storage()
     return storage.data_ptr(), storage.data_ptr() + storage.nbytes()

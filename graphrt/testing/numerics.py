@@ -1,4 +1,4 @@
-"""Comparisons of tensors that say where they differ, and attention by its definition to compare with."""
+"""Assert that tensors are equal or close, and compute attention by its definition as a reference."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def assert_bitwise_equal(actual: torch.Tensor, expected: torch.Tensor, *, name: str = "tensor") -> None:
-    """Fail unless both hold the same bits: NaN equals the same NaN, and 0.0 differs from -0.0.
+    """Assert that two tensors hold the same bits. NaN equals the same NaN, and 0.0 differs from -0.0.
 
-    Raises: AssertionError with the first differing element, its coordinate and both values.
+    Raises:
+        AssertionError: with the coordinate and both values of the first element that differs.
     """
     _check_alike(actual, expected, name, same_dtype=True)
     have, want = actual.detach().cpu(), expected.detach().cpu()
@@ -31,11 +32,12 @@ def assert_bitwise_equal(actual: torch.Tensor, expected: torch.Tensor, *, name: 
 def assert_close(
     actual: torch.Tensor, expected: torch.Tensor, *, atol: float, rtol: float = 0.0, name: str = "tensor"
 ) -> None:
-    """Fail unless NaN and infinities are in the same places and |actual - expected| <= atol + rtol * |expected|.
+    """Assert |actual - expected| <= atol + rtol * |expected|, and equal positions of NaN and infinities.
 
-    Compares in float64, so `expected` may have another dtype than `actual`.
+    The comparison is in float64, so the dtypes may differ.
 
-    Raises: AssertionError with the first element that is wrong in kind, or the one that is furthest off.
+    Raises:
+        AssertionError: with the first element that is NaN or infinite in one tensor only, or the largest error.
     """
     _check_alike(actual, expected, name, same_dtype=False)
     have, want = actual.detach().cpu().double(), expected.detach().cpu().double()
@@ -58,33 +60,33 @@ def assert_close(
 
 
 def error_bound(plain: torch.Tensor, exact: torch.Tensor) -> float:
-    """The largest error that a kernel may have: twice that of a plain torch computation in its dtype, plus 1e-5.
+    """Return the error bound of a kernel: twice the error of plain torch in its dtype, plus 1e-5.
 
-    plain   any shape, the kernel's dtype   the plain computation's result
-    exact   same shape, float64             the same computation in float64 on the same rounded inputs
+    plain   any shape, the kernel's dtype   result of plain torch
+    exact   same shape, float64             result in float64 for the same rounded inputs
     """
     _check_alike(plain, exact, "plain", same_dtype=False)
     if exact.dtype != torch.float64:
         raise AssertionError(f"exact: expected a float64 tensor, got {exact.dtype}; compute the oracle in float64")
     plain, exact = plain.detach().cpu().double(), exact.detach().cpu()
-    error = torch.where(plain == exact, 0.0, (plain - exact).abs())  # equal infinities have no difference
+    error = torch.where(plain == exact, 0.0, (plain - exact).abs())  # the difference of equal infinities is NaN
     if not error.isfinite().all():
         raise AssertionError(f"plain: expected finite results, got {plain[_first(~error.isfinite())].item()}")
     return ERROR_FACTOR * (error.max().item() if error.numel() else 0.0) + ERROR_FLOOR
 
 
 def assert_accurate(actual: torch.Tensor, *, plain: torch.Tensor, exact: torch.Tensor, name: str = "tensor") -> None:
-    """Fail unless `actual` is as near to `exact` as `error_bound` asks for."""
+    """Assert that `actual` is within `error_bound` of `exact`."""
     assert_close(actual, exact, atol=error_bound(plain, exact), name=name)
 
 
 def keys_seen(
     query_len: int, seq_len: int, causal: bool = True, sliding_window: int = 0, attention_chunk_size: int = 0
 ) -> torch.Tensor:
-    """Which keys each of a row's last tokens sees, by the definition: [query_len, seq_len] bool, on the CPU.
+    """Return the mask of the keys that each of a sequence's last tokens sees: [query_len, seq_len] bool, on the CPU.
 
-    0 is no window and no chunks. A window is the keys at a distance below it, on both sides unless `causal`. The token
-    at position p sees the keys of its chunk, from p // attention_chunk_size * attention_chunk_size on.
+    0 disables window and chunks. A window holds the keys at a smaller distance, on both sides unless `causal`. The
+    token at position p sees keys of its chunk only, starting at p // attention_chunk_size * attention_chunk_size.
     """
     at = torch.arange(seq_len - query_len, seq_len, device="cpu")[:, None]
     where = torch.arange(seq_len, device="cpu")
@@ -111,11 +113,11 @@ def attention_oracle(
     sinks: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of one row by its definition, on the CPU, with every operation in `dtype`. Returns out and lse.
+    """Compute attention of one sequence by its definition, on the CPU and in `dtype`. Returns out and lse.
 
     q              [query_len, num_q_heads, head_dim]     any dtype   token i is at position seq_len - query_len + i
-    k              [seq_len, num_kv_heads, head_dim]      any dtype   dequantised, finite; query heads share KV heads
-                                                                      in order
+    k              [seq_len, num_kv_heads, head_dim]      any dtype   dequantized, finite; consecutive query heads
+                                                                      share a KV head
     v              [seq_len, num_kv_heads, v_head_dim]    any dtype   as k
     alibi_slopes   [num_q_heads]                          any dtype   like sinks; options as in AttentionOptions
     out            [query_len, num_q_heads, v_head_dim]   dtype       zeros for tokens that see nothing
@@ -137,7 +139,7 @@ def attention_oracle(
     if sinks is not None:
         extra = sinks.detach().cpu().to(dtype)[None, :, None].expand(query_len, -1, -1)
         logits = torch.cat((logits, extra), dim=2)
-    # Where nothing is seen the softmax is NaN. A NaN of the inputs is not hidden.
+    # A token that sees nothing has a NaN softmax. NaN of the inputs must still show.
     weights = torch.where(seen[:, None], torch.softmax(logits, 2)[..., :seq_len], 0.0)
     out = torch.einsum("tkgs,skd->tkgd", weights.unflatten(1, (num_kv_heads, -1)), v)
     return out.flatten(1, 2), torch.logsumexp(logits, 2)
@@ -151,7 +153,7 @@ def _check_alike(actual: torch.Tensor, expected: torch.Tensor, name: str, *, sam
 
 
 def _first(mask: torch.Tensor) -> tuple[int, ...]:
-    """Coordinate of the first true element."""
+    """Return the coordinate of the first true element."""
     flat = int(mask.flatten().to(torch.uint8).argmax())
     return (
         tuple(int(i) for i in torch.unravel_index(torch.tensor(flat, device="cpu"), mask.shape)) if mask.dim() else ()

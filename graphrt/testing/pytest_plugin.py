@@ -1,22 +1,21 @@
-"""A pytest plugin for CUDA graphs: two fixtures and a marker. It is loaded wherever graphrt is installed.
+"""A pytest plugin for CUDA graphs: two fixtures and a marker. pytest loads it if graphrt is installed.
 
     def test_step(graph_audit):
-        graph_audit(graph, memory)                     fails with the findings: pointers that the graph should not hold
+        graph_audit(graph, memory)                     fails if the graph holds memory without an owner
 
     def test_replays(graph_verify):
-        graph_verify(step, make_inputs)                fails with the report: replays that differ from eager runs
+        graph_verify(step, make_inputs)                fails if replays differ from eager runs
 
     @pytest.mark.capture_safe
-    def test_capture():                                fails where a capture waits, allocates outside of its pool,
+    def test_capture():                                fails if a capture waits, allocates outside of its pool,
         ...                                            compiles a kernel, or launches on another stream
 
     @pytest.mark.capture_safe(compile="the autotuner runs here on purpose")
 
-The marker watches the captures of the test's body, whoever makes them; see graphrt.testing.capture_watch for what each
-rule sees, and what it cannot see. Captures in fixtures are not watched: a test whose body captures nothing warns.
+The marker watches all captures of the test's body. graphrt.testing.capture_watch describes what each rule sees.
+Captures in fixtures are not watched, and a marked test without a capture warns.
 
-Nothing is imported but pytest until a fixture or the marker is used. `-p no:graphrt.testing.pytest_plugin` switches the
-plugin off.
+The plugin imports only pytest until a fixture or the marker is used. `-p no:graphrt.testing.pytest_plugin` disables it.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ _MARKER = "capture_safe"
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
-        f"{_MARKER}(sync=, allocate=, compile=, stream=): fail where a CUDA graph capture waits, allocates outside of "
-        "its pool, compiles a kernel or launches on another stream; a rule with a reason is left out",
+        f"{_MARKER}(sync=, allocate=, compile=, stream=): fail if a CUDA graph capture waits, allocates outside of its "
+        "pool, compiles a kernel or launches on another stream; a rule with a reason is not checked",
     )
 
 
@@ -46,7 +45,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     from graphrt.testing.capture_watch import CaptureWatch
 
     if marker.args:
-        pytest.fail(f"{_MARKER}: expected rules with reasons, got {marker.args}; write compile='why'", pytrace=False)
+        pytest.fail(f"{_MARKER}: expected keyword arguments, got {marker.args}; write compile='reason'", pytrace=False)
     try:
         watch = CaptureWatch(marker.kwargs)
     except ConfigError as error:
@@ -61,14 +60,14 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     if watch.faults:
         pytest.fail("\n".join([f"{_MARKER}:", *map(str, watch.faults)]), pytrace=False)
     if not watch.captures:
-        text = f"{_MARKER}: expected a capture in the body of the test, got none; captures in fixtures are not watched"
+        text = f"{_MARKER}: the body of the test captures nothing; captures in fixtures are not watched"
         item.warn(pytest.PytestWarning(text))
     return result
 
 
 @pytest.fixture
 def graph_audit() -> Callable[..., Any]:
-    """`graphrt.capture.inspect.audit.audit`, whose findings fail the test. Returns the Audit."""
+    """Run `graphrt.graph_checks.audit`, fail the test if there are findings, and return the Audit."""
 
     def audited(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
@@ -81,7 +80,7 @@ def graph_audit() -> Callable[..., Any]:
 
 @pytest.fixture
 def graph_verify() -> Callable[..., Any]:
-    """`graphrt.testing.verify.verify`, whose findings fail the test. Returns the VerifyReport."""
+    """Run `graphrt.graph_checks.verify`, fail the test if there are findings, and return the VerifyReport."""
 
     def verified(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True

@@ -1,4 +1,4 @@
-"""The whole catalogue: importing this file enters every bug."""
+"""The whole catalogue. Importing this module adds every bug."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from tests.bugs.bug import Bug, Seen
 
 __all__ = ["CATALOGUE", "Bug", "Seen"]
 
-_TOPICS = [module.__name__ for module in (stale, frozen, padding, captures, device)]
-CATALOGUE = dict(sorted(bug.CATALOGUE.items(), key=lambda item: _TOPICS.index(item[1].topic)))
+_MODULES = [module.__name__ for module in (stale, frozen, padding, captures, device)]
+CATALOGUE = dict(sorted(bug.CATALOGUE.items(), key=lambda item: _MODULES.index(item[1].module)))

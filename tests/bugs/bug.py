@@ -1,26 +1,23 @@
-"""What an entry of the catalogue is: a few lines that plant a bug in a working step, and who must name it."""
+"""An entry of the bug catalogue: a few lines that inject a bug into a correct step, and the check that must find it."""
 
 from __future__ import annotations
 
-import inspect
-import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from graphrt.testing.verify import verify
-from graphrt.testing.verify_report import VerifyReport
+from graphrt.testing.verify import VerifyReport, verify
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What a tool of the kit said.
+    """The result of a check.
 
     caught  whether it found anything
-    blamed  names of buffers, nodes and host values that it blames, the first finding's first
-    text    its whole report
+    blamed  the names that it blames, those of the first finding first
+    text    its report
     """
 
     caught: bool
@@ -30,16 +27,16 @@ class Seen:
 
 @dataclass(frozen=True)
 class Bug:
-    """One entry.
+    """An injected bug.
 
-    name     of the bug, as the documentation has it
-    models   the real bugs that it is modelled on
-    tool     which tool of the kit must catch it: verify, audit, diff, marker (`capture_safe`), capture
-    blamed   what must be among the names that the tool blames
-    show     runs the tool on the step, with the bug or without it
+    name     name in docs/graph_bugs.md
+    models   the shipped bugs that it is modelled on
+    tool     the check that must find it: verify, audit, diff, marker (`capture_safe`), capture
+    blamed   a name that the check must blame, or ""
+    show     runs the check on the step, with the bug (True) or without it
     gpu      whether it needs a GPU
-    lines    the lines that plant it
-    topic    the module that they stand in
+    fix      how to fix such a bug
+    module   the module that defines it
     """
 
     name: str
@@ -48,32 +45,33 @@ class Bug:
     blamed: str
     show: Callable[[bool, torch.device], Seen]
     gpu: bool = False
-    lines: str = field(default="", repr=False)
-    topic: str = ""
+    fix: str = ""
+    module: str = ""
 
 
 CATALOGUE: dict[str, Bug] = {}
 
 
-def add(name: str, models: str, blamed: str, *, tool: str = "verify", gpu: bool = False, **options: Any) -> Callable:
-    """Enters a class of subjects, or a function from (planted, device) to `Seen`, or to what `verify` takes.
+def add(
+    name: str, models: str, blamed: str, *, fix: str, tool: str = "verify", gpu: bool = False, **options: Any
+) -> Callable:
+    """Add a class of subjects, or a function of (injected, device), to the catalogue.
 
-    That is a step and make_inputs, and a dict of options where they belong to this very step.
+    The function returns a `Seen`, or the arguments of `verify`: a step, make_inputs, and optionally a dict of options.
     """
 
-    def enter(planting: Any) -> Any:
+    def enter(injection: Any) -> Any:
         assert name not in CATALOGUE, name
 
-        def show(planted: bool, device: torch.device) -> Seen:
-            made = planting(planted, device)
+        def show(injected: bool, device: torch.device) -> Seen:
+            made = injection(injected, device)
             if isinstance(made, Seen):
                 return made
             step, make_inputs, *more = made if isinstance(made, tuple) else (made, made.make_inputs)
             return seen(verify(step, make_inputs, **options, **(more[0] if more else {})))
 
-        lines = textwrap.dedent(inspect.getsource(planting))
-        CATALOGUE[name] = Bug(name, models, tool, blamed, show, gpu, lines, planting.__module__)
-        return planting
+        CATALOGUE[name] = Bug(name, models, tool, blamed, show, gpu, fix, injection.__module__)
+        return injection
 
     return enter
 

@@ -1,4 +1,4 @@
-"""Planted bugs that captures show without a replay: what they hold against another one, and what they wait for."""
+"""Injected bugs that captures show without a replay: graphs that differ between ranks, and captures that wait."""
 
 from __future__ import annotations
 
@@ -17,9 +17,15 @@ from tests.bugs.bug import Seen, add
 from tests.bugs.step import Decode
 
 
-@add("launches that only one rank captures", "vLLM #39791", "", tool="diff")
-def uneven_ranks(planted: bool, device: torch.device) -> Seen:
-    """One rank takes another path at capture. Each graph is right by itself; together they wait for each other."""
+@add(
+    "launches that only one rank captures",
+    "vLLM #39791",
+    "",
+    tool="diff",
+    fix="decide from values that all ranks share; compare fingerprint() of their graphs",
+)
+def uneven_ranks(injected: bool, device: torch.device) -> Seen:
+    """One rank takes another path at capture. Each graph is right by itself, and together they deadlock."""
 
     def captured(rank: int) -> GraphView:
         step, recorder = Decode(device=device), make_recorder(device)
@@ -27,7 +33,7 @@ def uneven_ranks(planted: bool, device: torch.device) -> Seen:
 
         def body() -> torch.Tensor:
             out = step.run()
-            return out / out.abs().amax() if planted and rank == 0 else out
+            return out / out.abs().amax() if injected and rank == 0 else out
 
         with recorder.session():
             body()
@@ -37,17 +43,23 @@ def uneven_ranks(planted: bool, device: torch.device) -> Seen:
     return Seen(not found.equal_topology, tuple(node.name for node in found.nodes), str(found))
 
 
-@add("a constant made in the step", "pytorch #168991, deepmd-kit #5432", "sync", tool="marker")
-def constant_in_the_step(planted: bool, device: torch.device) -> Seen:
-    """The step makes a tensor of numbers of the host. Its copy waits for the device, which a capture forbids."""
+@add(
+    "a constant created in the step",
+    "pytorch #168991, deepmd-kit #5432",
+    "sync",
+    tool="marker",
+    fix="create constants before the capture",
+)
+def constant_in_the_step(injected: bool, device: torch.device) -> Seen:
+    """The step creates a tensor from host values. The copy waits for the device, which a capture forbids."""
     scale = torch.tensor([1.0, 2.0]).to(device)
 
     def step(x: torch.Tensor) -> torch.Tensor:
-        return x * (torch.tensor([1.0, 2.0]).to(device) if planted else scale)
+        return x * (torch.tensor([1.0, 2.0]).to(device) if injected else scale)
 
     def make_inputs(case: int) -> dict[str, Any]:
         return {"x": torch.randn(4, 2, generator=torch.Generator().manual_seed(case)).to(device)}
 
-    with CaptureWatch() as watch:  # what @pytest.mark.capture_safe puts around a test
+    with CaptureWatch() as watch:  # as @pytest.mark.capture_safe does around a test
         verify(step, make_inputs)
     return Seen(bool(watch.faults), tuple(fault.rule for fault in watch.faults), "\n".join(map(str, watch.faults)))

@@ -1,4 +1,4 @@
-"""Planted bugs that only a GPU shows: launches in flight, streams, memory that is given away, conditional nodes."""
+"""Injected bugs that need a GPU: launches in flight, streams, freed memory, conditional nodes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,15 @@ NAMES = ("input_ids", "positions", "seq_lens", "slot_mapping", "block_table")
 PADS = (0, 0, 1, NULL_SLOT, NULL_PAGE)
 
 
-@add("pinned staging overwritten in flight", "mini-sglang #103, vLLM #24527, tokenspeed #376", "packed", gpu=True)
+@add(
+    "pinned staging overwritten in flight",
+    "mini-sglang #103, vLLM #24527, tokenspeed #376",
+    "packed",
+    gpu=True,
+    fix="use one staging buffer per launch in flight, each with an event",
+)
 class Staging(Decode):
-    """The host fills its one pinned buffer for the next step before the device has read it for this one."""
+    """The host fills its pinned buffer for the next step before the device has read it for this one."""
 
     def add_buffers(self) -> None:
         self.staged = torch.zeros(4 + COLUMNS, ROWS, dtype=torch.int64, pin_memory=self.device.type == "cuda")
@@ -31,8 +37,8 @@ class Staging(Decode):
             self.__dict__[name] = packed[at] if at < 4 else packed[4:].t()
 
     def refresh(self, inputs: Mapping[str, Any]) -> None:
-        if not self.planted:
-            self.done.synchronize()  # the copy of the step before has been read
+        if not self.injected:
+            self.done.synchronize()  # the previous copy has been read
         n = len(inputs["seq_lens"])
         for at, (name, pad) in enumerate(zip(NAMES, PADS, strict=True)):
             rows = self.staged[at] if at < 4 else self.staged[4:].t()
@@ -46,7 +52,7 @@ class Staging(Decode):
 
 
 class SideStream(Decode):
-    """Positions come over a stream of their own."""
+    """Copies positions on a stream of its own."""
 
     waits_before, waits_after = True, True
 
@@ -59,25 +65,37 @@ class SideStream(Decode):
         wanted = self.positions.clone()
         self.positions.copy_(positions)
         main = torch.cuda.current_stream(self.device)
-        if self.waits_before or not self.planted:
+        if self.waits_before or not self.injected:
             self.side.wait_stream(main)
         with torch.cuda.stream(self.side):
             self.positions.copy_(wanted)
         wanted.record_stream(self.side)
-        if self.waits_after or not self.planted:
+        if self.waits_after or not self.injected:
             main.wait_stream(self.side)
 
 
-@add("a copy on another stream that nobody waits for", "ninfer #44", "positions", gpu=True)
+@add(
+    "a copy on another stream without a wait",
+    "ninfer #44",
+    "positions",
+    gpu=True,
+    fix="main.wait_stream(side) before the launch",
+)
 class NoWaitAfter(SideStream):
     """The launch does not wait for the side stream."""
 
     waits_after = False
 
 
-@add("a buffer overwritten while a graph reads it", "sglang #26380, #26646", "positions", gpu=True)
+@add(
+    "a buffer overwritten while a graph reads it",
+    "sglang #26380, #26646",
+    "positions",
+    gpu=True,
+    fix="side.wait_stream(main) before the copy, or two buffers in turn",
+)
 class NoWaitBefore(SideStream):
-    """The side stream does not wait for the launch before, which still reads the buffer."""
+    """The side stream does not wait for the previous launch, which still reads the buffer."""
 
     waits_before = False
 
@@ -87,7 +105,7 @@ class NoWaitBefore(SideStream):
         wanted = self.wanted[n]
         wanted[:n] = inputs["positions"]
         Decode.refresh(self, {**inputs, "positions": self.positions[:n].clone()})
-        if not self.planted:
+        if not self.injected:
             self.side.wait_stream(main)
         with torch.cuda.stream(self.side):
             self.positions.copy_(wanted)
@@ -98,39 +116,51 @@ class NoWaitBefore(SideStream):
         self.wanted = {n: self.ints(ROWS) for n in range(1, ROWS + 1)}
 
 
-@add("a tensor that was captured and then freed", "vLLM #43909, aiter #4587, #5194", "self.table", gpu=True)
+@add(
+    "a tensor freed after the capture",
+    "vLLM #43909, aiter #4587, #5194",
+    "self.table",
+    gpu=True,
+    fix="keep a reference to every tensor that a graph reads",
+)
 class FreedTensor(Decode):
-    """A small table is made anew whenever it fell out of a cache. Its contents are the same, its address is not."""
+    """A small table is recreated when it is evicted from a cache. Its contents are equal, its address is not."""
 
     def add_buffers(self) -> None:
-        self.table = self.made()
+        self.table = self.create()
 
-    def made(self) -> torch.Tensor:
+    def create(self) -> torch.Tensor:
         return torch.arange(1, ROWS + 1, device=self.device, dtype=torch.float32).contiguous()
 
     def refresh(self, inputs: Mapping[str, Any]) -> None:
         super().refresh(inputs)
-        if self.planted:
-            kept = self.table  # the new one must not get the old one's memory
-            self.table = self.made()
+        if self.injected:
+            kept = self.table  # otherwise the new one may get the same memory
+            self.table = self.create()
             del kept
 
     def run(self) -> torch.Tensor:
         return super().run() * self.table[:, None]
 
     def eager(self, inputs: Mapping[str, Any]) -> torch.Tensor:
-        return super().eager(inputs) * self.made()[: len(inputs["seq_lens"]), None]
+        return super().eager(inputs) * self.create()[: len(inputs["seq_lens"]), None]
 
 
-@add("an allocation that was given away after the capture", "sglang #27140", "self.prepared", gpu=True)
-class GivenAway(Decode):
-    """Weights are prepared when they are first needed, and dropped between steps to save memory."""
+@add(
+    "an allocation released after the capture",
+    "sglang #27140",
+    "self.prepared",
+    gpu=True,
+    fix="keep the tensor, or capture again after dropping it",
+)
+class Dropped(Decode):
+    """Prepared weights are created on first use, and dropped between steps to save memory."""
 
     prepared: torch.Tensor | None = None
 
     def refresh(self, inputs: Mapping[str, Any]) -> None:
         super().refresh(inputs)
-        if self.planted:
+        if self.injected:
             self.prepared = None
 
     def run(self) -> torch.Tensor:
@@ -142,33 +172,39 @@ class GivenAway(Decode):
         return super().eager(inputs) * 2 * self.embed[0, 0]
 
 
-@add("a loop whose condition never resets", "the CUDA documentation of conditional handles", "", gpu=True)
+@add(
+    "a loop condition that is never reset",
+    "the CUDA documentation of conditional handles",
+    "",
+    gpu=True,
+    fix="create the handle with a default value and CU_GRAPH_COND_ASSIGN_DEFAULT",
+)
 class Loop:
-    """The condition of a WHILE node is 0 after a launch, and nobody sets it back to 1 for the next one."""
+    """The condition of a WHILE node is 0 after a launch, and is not set to 1 for the next one."""
 
-    def __init__(self, planted: bool, device: torch.device) -> None:
-        self.planted, self.device = planted, device
+    def __init__(self, injected: bool, device: torch.device) -> None:
+        self.injected, self.device = injected, device
         self.buffers = {
             "x": torch.ones(8, device=device),
             "left": torch.zeros(1, dtype=torch.int32, device=device),
-            "go_on": torch.zeros(1, dtype=torch.int32, device=device),
+            "more": torch.zeros(1, dtype=torch.int32, device=device),
         }
         self.recorder = make_recorder(device)
 
     def refresh(self, inputs: Mapping[str, Any]) -> None:
         self.buffers["x"].copy_(inputs["x"])
         self.buffers["left"].copy_(inputs["left"])
-        self.buffers["go_on"].zero_()
+        self.buffers["more"].zero_()
 
     def body(self) -> torch.Tensor:
         self.buffers["x"].mul_(2)
         self.buffers["left"].sub_(1)
-        self.buffers["go_on"].copy_(self.buffers["left"] > 0)
+        self.buffers["more"].copy_(self.buffers["left"] > 0)
         return self.buffers["x"] + 0
 
     def run(self) -> torch.Tensor:
         out = self.body()
-        while self.buffers["go_on"].item():
+        while self.buffers["more"].item():
             out = self.body()
         return out
 
@@ -176,10 +212,10 @@ class Loop:
         return inputs["x"] * 2.0 ** inputs["left"].item()
 
     def capture(self, inputs: Mapping[str, Any]) -> Callable[[], torch.Tensor]:
-        flags = 0 if self.planted else driver.CU_GRAPH_COND_ASSIGN_DEFAULT
+        flags = 0 if self.injected else driver.CU_GRAPH_COND_ASSIGN_DEFAULT
         with self.recorder.session(), mock.patch.object(driver, "CU_GRAPH_COND_ASSIGN_DEFAULT", flags):
             graph = self.recorder.capture(self.body, BatchDescriptor.decode(1), lambda: None)
-            loop = self.recorder.loop(graph, self.buffers["go_on"])
+            loop = self.recorder.loop(graph, self.buffers["more"])
 
         def launch() -> torch.Tensor:
             loop.launch()
@@ -192,9 +228,16 @@ class Loop:
         return {"x": x, "left": torch.tensor([(3, 1, 4, 2)[case]], dtype=torch.int32, device=self.device)}
 
 
-@add("host memory copied inside the graph", "onnxruntime #32121, candle #3352", "", tool="audit", gpu=True)
-def captured_copy(planted: bool, device: torch.device) -> Seen:
-    """A copy from pinned memory is captured: every replay reads whatever stands there by then."""
+@add(
+    "host memory copied inside the graph",
+    "onnxruntime #32121, candle #3352",
+    "",
+    tool="audit",
+    gpu=True,
+    fix="copy before the launch, or own the memory and guard it with an event",
+)
+def captured_copy(injected: bool, device: torch.device) -> Seen:
+    """A copy from pinned memory is captured: every replay reads the current contents of that memory."""
     from graphrt.capture.inspect.audit import audit, memory_of
 
     staged = torch.arange(8.0).pin_memory()
@@ -202,7 +245,7 @@ def captured_copy(planted: bool, device: torch.device) -> Seen:
     buffer.copy_(staged)
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph):
-        if planted:
+        if injected:
             buffer.copy_(staged, non_blocking=True)
         torch.mul(buffer, 2, out=out)
     graph.instantiate()

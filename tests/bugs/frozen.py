@@ -1,4 +1,4 @@
-"""Planted bugs of the capture: the graph holds a number, a branch or an address of the time when it was captured."""
+"""Injected bugs of the capture: the graph keeps a number, a branch or an address that it had at capture."""
 
 from __future__ import annotations
 
@@ -12,23 +12,33 @@ from tests.bugs.bug import add
 from tests.bugs.step import PAGE, ROWS, WIDTH, Decode
 
 
-@add("baked max_seq_len", "transformers #45274", "self.max_seq_len")
+@add(
+    "a frozen max_seq_len",
+    "transformers #45274",
+    "self.max_seq_len",
+    fix="capture with the upper bound, keep the number in a tensor, or add it to the graph's key",
+)
 class BakedLength(Decode):
-    """Keys beyond the longest row of the capture are never seen."""
+    """Keys beyond the longest row of the captured batch are never read."""
 
     max_seq_len = 1
 
     def refresh(self, inputs: Mapping[str, Any]) -> None:
         super().refresh(inputs)
-        self.max_seq_len = int(inputs["seq_lens"].max()) if self.planted else self.block_table.shape[1] * PAGE
+        self.max_seq_len = int(inputs["seq_lens"].max()) if self.injected else self.block_table.shape[1] * PAGE
 
     def seen(self, slots: torch.Tensor) -> torch.Tensor:
         return super().seen(slots) & (torch.arange(slots.shape[1], device=self.device) < self.max_seq_len)
 
 
-@add("a number among the arguments", "vLLM #48494", "num_draft")
-def baked_argument(planted: bool, device: torch.device) -> Any:
-    """How many tokens are drafted changes from step to step; the graph always checks as many as at capture."""
+@add(
+    "a number among the arguments",
+    "vLLM #48494",
+    "num_draft",
+    fix="pass a tensor, or capture one graph per value",
+)
+def baked_argument(injected: bool, device: torch.device) -> Any:
+    """The number of draft tokens changes from step to step, and the graph always checks as many as at capture."""
 
     def step(logits: torch.Tensor, num_draft: Any) -> torch.Tensor:
         places = torch.arange(logits.shape[0], device=device)
@@ -37,14 +47,19 @@ def baked_argument(planted: bool, device: torch.device) -> Any:
     def make_inputs(case: int) -> dict[str, Any]:
         logits = torch.randn(6, 9, generator=torch.Generator().manual_seed(case)).to(device)
         count = (2, 5, 1, 6)[case]
-        return {"logits": logits, "num_draft": count if planted else torch.tensor(count, device=device)}
+        return {"logits": logits, "num_draft": count if injected else torch.tensor(count, device=device)}
 
     return step, make_inputs
 
 
-@add("RoPE factors chosen for the whole batch", "vLLM #27431, #4298", "self.is_long")
+@add(
+    "RoPE factors chosen for the whole batch",
+    "vLLM #27431, #4298",
+    "self.is_long",
+    fix="choose per row on the device, with torch.where over the lengths",
+)
 class BakedFactors(Decode):
-    """Long rows take other factors. The host looks at the longest row, and the graph keeps the branch it had."""
+    """Long rows use other factors. The host chooses by the longest row, and the graph keeps that branch."""
 
     is_long = False
 
@@ -53,7 +68,7 @@ class BakedFactors(Decode):
         self.is_long = int(inputs["seq_lens"].max()) > 12
 
     def rates(self) -> torch.Tensor:
-        if self.planted:
+        if self.injected:
             return super().rates() / (3 if self.is_long else 1)
         return super().rates() / torch.where(self.seq_lens > 12, 3, 1)[:, None]
 
@@ -61,9 +76,14 @@ class BakedFactors(Decode):
         return super().angle(inputs, row) / (3 if inputs["seq_lens"][row] > 12 else 1)
 
 
-@add("metadata kernel that the warm-up made unnecessary", "vLLM #42444", "self.tiles")
+@add(
+    "a metadata kernel skipped after the warm-up",
+    "vLLM #42444",
+    "self.tiles",
+    fix="clear lazily computed values between warm-up and capture",
+)
 class SkippedKernel(Decode):
-    """A lazily computed schedule: the warm-up has filled it in, so the capture holds no kernel that computes it."""
+    """A schedule is computed lazily. The warm-up computed it, so the graph has no kernel that does."""
 
     tiles: torch.Tensor | None = None
 
@@ -72,14 +92,19 @@ class SkippedKernel(Decode):
         self.tiles = None
 
     def seen(self, slots: torch.Tensor) -> torch.Tensor:
-        if self.tiles is None or not self.planted:
+        if self.tiles is None or not self.injected:
             self.tiles = (self.seq_lens + PAGE - 1) // PAGE
         return super().seen(slots) & (torch.arange(slots.shape[1], device=self.device) < self.tiles[:, None] * PAGE)
 
 
-@add("metadata in a new tensor each step", "vLLM #36492, #35175", "self.tiles")
+@add(
+    "metadata in a new tensor at each step",
+    "vLLM #36492, #35175",
+    "self.tiles",
+    fix="allocate once, and fill in place",
+)
 class NewTensor(Decode):
-    """The schedule of the step is a tensor that refresh makes anew, and the graph reads the one of its capture."""
+    """refresh() creates the schedule as a new tensor, and the graph reads the one of its capture."""
 
     def add_buffers(self) -> None:
         self.tiles = self.ints(ROWS, 1)
@@ -87,7 +112,7 @@ class NewTensor(Decode):
     def refresh(self, inputs: Mapping[str, Any]) -> None:
         super().refresh(inputs)
         tiles = (self.seq_lens + PAGE - 1) // PAGE
-        if self.planted:
+        if self.injected:
             self.tiles = tiles
         else:
             self.tiles.copy_(tiles)
@@ -96,24 +121,34 @@ class NewTensor(Decode):
         return super().seen(slots) & (torch.arange(slots.shape[1], device=self.device) < self.tiles[:, None] * PAGE)
 
 
-@add("replay with a moved input", "vLLM #53915, #35605", "input_ids")
+@add(
+    "a replaced static buffer",
+    "vLLM #53915, #35605",
+    "input_ids",
+    fix="copy into the static buffer; compare addresses at the first replay",
+)
 class MovedInput(Decode):
-    """A static buffer is replaced by the caller's own tensor."""
+    """refresh() replaces a static buffer by the caller's tensor."""
 
     def refresh(self, inputs: Mapping[str, Any]) -> None:
         super().refresh(inputs)
-        if self.planted:
+        if self.injected:
             self.buffers["input_ids"] = self.input_ids.clone()
 
 
-@add("weights loaded after the capture", "vLLM #48941, sglang #4961", "self.embed")
+@add(
+    "weights loaded after the capture",
+    "vLLM #48941, sglang #4961",
+    "self.embed",
+    fix="load in place with copy_(), or capture again",
+)
 class NewWeights(Decode):
-    """New weights come as new tensors, and the graph goes on with the old ones."""
+    """New weights are loaded as new tensors, and the graph reads the old ones."""
 
     def refresh(self, inputs: Mapping[str, Any]) -> None:
         super().refresh(inputs)
         values = self.first * (1 + inputs["version"])
-        if self.planted:
+        if self.injected:
             self.embed = values
         else:
             self.embed.copy_(values)
@@ -129,9 +164,14 @@ class NewWeights(Decode):
         return {**super().make_inputs(case), "version": torch.tensor(case % 2, device=self.device)}
 
 
-@add("a plan of the host as a constant", "sglang #39825", "self.accepted")
+@add(
+    "a host plan as a constant",
+    "sglang #39825",
+    "self.accepted",
+    fix="keep the plan in a static buffer that refresh() fills",
+)
 class HostPlan(Decode):
-    """The host plans in Python and makes a tensor of its list inside the step: a constant of the graph."""
+    """The step converts a Python list to a tensor, which is a constant of the graph."""
 
     def add_buffers(self) -> None:
         self.accepted: list[int] = [1] * ROWS
@@ -145,7 +185,7 @@ class HostPlan(Decode):
 
     def run(self) -> torch.Tensor:
         plan = self.plan
-        if self.planted:
+        if self.injected:
             plan = torch.stack([torch.full((), count, device=self.device) for count in self.accepted])
         return super().run() * plan[:, None]
 
@@ -153,24 +193,34 @@ class HostPlan(Decode):
         return super().eager(inputs) * (1 + inputs["seq_lens"] % 3)[:, None]
 
 
-@add("rows of the capture", "tokenspeed #369", "self.rows")
+@add(
+    "the row count of the capture",
+    "tokenspeed #369",
+    "self.rows",
+    fix="compute all padded rows, and let the caller cut them",
+)
 class BakedRows(Decode):
-    """The step works on as many rows as the captured batch had."""
+    """The step computes as many rows as the captured batch had."""
 
     rows = ROWS
 
     def refresh(self, inputs: Mapping[str, Any]) -> None:
         super().refresh(inputs)
-        self.rows = len(inputs["seq_lens"]) if self.planted else ROWS
+        self.rows = len(inputs["seq_lens"]) if self.injected else ROWS
 
     def run(self) -> torch.Tensor:
         out = super().run()
         return torch.cat([out[: self.rows], torch.zeros_like(out[self.rows :])])
 
 
-@add("an attribute that the body sets", "pytorch #114844", "self.previous")
+@add(
+    "an attribute that the body sets",
+    "pytorch #114844",
+    "self.previous",
+    fix="write it in place with copy_(), and name it in the state",
+)
 class SetAttribute(Decode):
-    """The step keeps its hidden state for the next one in an attribute. A replay runs no Python, and sets nothing."""
+    """The step keeps its hidden state in an attribute. A replay runs no Python and does not set it."""
 
     def add_buffers(self) -> None:
         self.previous = torch.zeros(ROWS, WIDTH, device=self.device)
@@ -179,7 +229,7 @@ class SetAttribute(Decode):
     def hidden(self) -> torch.Tensor:
         hidden, before = super().hidden(), self.previous
         mixed = hidden + before
-        if self.planted:
+        if self.injected:
             self.previous = hidden
         else:
             self.previous.copy_(hidden)
@@ -189,9 +239,14 @@ class SetAttribute(Decode):
         return self.state["previous"][row]
 
 
-@add("a step counter in Python", "burn #5779", "self.steps")
+@add(
+    "a step counter in Python",
+    "burn #5779",
+    "self.steps",
+    fix="count in a device tensor, or let refresh() write the count",
+)
 class PythonCounter(Decode):
-    """The body counts its steps in Python and computes with the count. All replays have that of the capture."""
+    """The body counts its steps in Python. All replays use the count of the capture."""
 
     steps = 0
 
@@ -201,7 +256,7 @@ class PythonCounter(Decode):
 
     def run(self) -> torch.Tensor:
         count: Any = self.count.add_(1)
-        if self.planted:
+        if self.injected:
             self.steps += 1
             count = self.steps
         return super().run() / (1 - 0.9**count)
@@ -210,9 +265,14 @@ class PythonCounter(Decode):
         return super().eager(inputs) / (1 - 0.9 ** (self.count + 1))
 
 
-@add("random numbers drawn in Python", "pytorch #84967", "random")
+@add(
+    "random numbers drawn in Python",
+    "pytorch #84967",
+    "random",
+    fix="draw with torch in the step, or let refresh() fill a buffer with noise",
+)
 class PythonNoise(Decode):
-    """The body draws a number from Python's generator: every replay has the one that was drawn at capture."""
+    """The body draws a number with Python's generator. Every replay uses the number drawn at capture."""
 
     def add_buffers(self) -> None:
         self.buffers["noise"] = torch.zeros((), device=self.device)
@@ -222,7 +282,7 @@ class PythonNoise(Decode):
         self.noise.fill_(inputs["seed"] / 10)
 
     def run(self) -> torch.Tensor:
-        return super().run() + (random.random() if self.planted else self.noise)
+        return super().run() + (random.random() if self.injected else self.noise)
 
     def eager(self, inputs: Mapping[str, Any]) -> torch.Tensor:
         return super().eager(inputs) + inputs["seed"] / 10
@@ -231,9 +291,14 @@ class PythonNoise(Decode):
         return {**super().make_inputs(case), "seed": case}
 
 
-@add("an input that is None for some batches", "sglang #29018", "image")
-def sometimes_none(planted: bool, device: torch.device) -> Any:
-    """Batches without images bring None. The graph keeps the branch that the captured batch took."""
+@add(
+    "an input that is None for some batches",
+    "sglang #29018",
+    "image",
+    fix="always pass a tensor and a mask, or capture one graph for each",
+)
+def sometimes_none(injected: bool, device: torch.device) -> Any:
+    """Batches without images pass None. The graph keeps the branch of the captured batch."""
 
     def step(x: torch.Tensor, image: torch.Tensor | None) -> torch.Tensor:
         return x if image is None else x + image
@@ -242,16 +307,22 @@ def sometimes_none(planted: bool, device: torch.device) -> Any:
         rng = torch.Generator().manual_seed(case)
         x, image = (torch.randn(6, 8, generator=rng).to(device) for _ in range(2))
         if case % 2:
-            return {"x": x, "image": None if planted else torch.zeros_like(x)}
+            return {"x": x, "image": None if injected else torch.zeros_like(x)}
         return {"x": x, "image": image}
 
     return step, make_inputs
 
 
-@add("a value read on the host", "gpt-fast get_pos", "", tool="capture")
+@add(
+    "a value read on the host",
+    "gpt-fast get_pos",
+    "",
+    tool="capture",
+    fix="compute with tensors: masks, torch.where, an upper bound",
+)
 class HostRead(Decode):
-    """The longest length is read back in the middle of the step. A capture forbids it."""
+    """The step reads the longest length on the host, which a capture forbids."""
 
     def seen(self, slots: torch.Tensor) -> torch.Tensor:
-        longest = int(self.seq_lens.max()) if self.planted else slots.shape[1]
+        longest = int(self.seq_lens.max()) if self.injected else slots.shape[1]
         return super().seen(slots) & (torch.arange(slots.shape[1], device=self.device) < longest)

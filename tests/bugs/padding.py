@@ -1,4 +1,4 @@
-"""Planted bugs of padding and of memory: rows that are none, places that are none, memory that nobody wrote."""
+"""Injected bugs of padding and memory: pad rows that count, invalid indices, and memory that is never written."""
 
 from __future__ import annotations
 
@@ -12,9 +12,14 @@ from tests.bugs.bug import add
 from tests.bugs.step import NULL_SLOT, PAGE, ROWS, WIDTH, Decode
 
 
-@add("slot -1 used as an index", "vLLM #43810", "slot_mapping")
+@add(
+    "slot -1 used as an index",
+    "vLLM #43810",
+    "slot_mapping",
+    fix="mask negative slots, or give pad rows a slot of their own",
+)
 class MinusOne(Decode):
-    """Pad rows have slot -1, which in Python is the last slot of the cache."""
+    """Pad rows have slot -1, which indexes the last slot of the cache."""
 
     def refresh(self, inputs: Mapping[str, Any]) -> None:
         super().refresh(inputs)
@@ -22,14 +27,19 @@ class MinusOne(Decode):
 
     def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
         slots = self.slot_mapping
-        if not self.planted:
+        if not self.injected:
             slots = torch.where(slots < 0, NULL_SLOT, slots)
         self.kv[slots] = torch.stack([k, v], 1)
 
 
-@add("pad rows in a scale of all rows", "flashinfer #3057", "hidden_in")
+@add(
+    "pad rows in a scale of all rows",
+    "flashinfer #3057",
+    "hidden_in",
+    fix="exclude pad rows from reductions over rows",
+)
 class PadScale(Decode):
-    """The scale of a quantised matrix product is taken over all rows; what stands in pad rows is in it."""
+    """The scale of a quantized matrix product is computed over all rows, including pad rows."""
 
     def add_buffers(self) -> None:
         self.buffers["hidden_in"] = torch.zeros(ROWS, WIDTH, device=self.device)
@@ -40,7 +50,7 @@ class PadScale(Decode):
 
     def run(self) -> torch.Tensor:
         x = self.hidden_in
-        if not self.planted:
+        if not self.injected:
             x = torch.where((self.slot_mapping != NULL_SLOT)[:, None], x, 0.0)
         return super().run() / x.abs().max()
 
@@ -53,20 +63,25 @@ class PadScale(Decode):
         return {**inputs, "hidden_in": hidden.to(self.device)}
 
 
-@add("pad rows on a live row's state", "TensorRT-LLM #13278, #5947", "state_slots")
+@add(
+    "pad rows that update a live request's state",
+    "TensorRT-LLM #13278, #5947",
+    "state_slots",
+    fix="reserve a state slot for pad rows",
+)
 class LiveState(Decode):
-    """Each row has a running state in a slot. Pad rows have slot 0, which is somebody's."""
+    """Each request has a state slot. Pad rows have slot 0, which belongs to a request."""
 
     def add_buffers(self) -> None:
         self.buffers["state_slots"] = self.ints(ROWS, ROWS)
-        self.running = torch.ones(ROWS + 1, device=self.device)  # the last is for pad rows
+        self.running = torch.ones(ROWS + 1, device=self.device)  # the last one is for pad rows
         self.state["running"] = self.running
 
     def refresh(self, inputs: Mapping[str, Any]) -> None:
         super().refresh(inputs)
         n = len(inputs["seq_lens"])
         self.state_slots[:n] = inputs["state_slots"]
-        self.state_slots[n:] = 0 if self.planted else ROWS
+        self.state_slots[n:] = 0 if self.injected else ROWS
 
     def run(self) -> torch.Tensor:
         out = super().run()
@@ -91,54 +106,74 @@ class LiveState(Decode):
         return {**inputs, "state_slots": torch.arange(ROWS - n, ROWS, device=self.device)}
 
 
-@add("plan entries that nobody wrote", "sglang #31387, flashinfer #4002", "memory pool")
+@add(
+    "plan entries that are never written",
+    "sglang #31387, flashinfer #4002",
+    "memory pool",
+    fix="write every entry that the grid reads, or initialise the plan in the step",
+)
 class UnwrittenPlan(Decode):
-    """The plan has an entry per block of the grid; only those of real splits are written."""
+    """The plan has one entry per block of the grid, and only entries of real splits are written."""
 
     def seen(self, slots: torch.Tensor) -> torch.Tensor:
-        make = torch.empty if self.planted else torch.zeros
+        make = torch.empty if self.injected else torch.zeros
         plan = make(ROWS, 4, device=self.device)
         plan[:, :2] = 1.0
         return super().seen(slots) & (plan.sum(-1, keepdim=True) > 0)
 
 
-@add("metadata buffer too small", "vLLM #34043, flash-attention #162", "scheduler_metadata")
+@add(
+    "a metadata buffer that is too small",
+    "vLLM #34043, flash-attention #162",
+    "scheduler_metadata",
+    fix="compute the size by the kernel's own formula, for the largest batch",
+)
 class SmallBuffer(Decode):
-    """A kernel writes 1 + 4 entries per row to a buffer that has room for fewer: into whatever lies behind it."""
+    """A kernel writes 1 + 4 * rows entries to a smaller buffer, and overwrites the memory after it."""
 
     def add_buffers(self) -> None:
         self.canaries = Canaries()
-        size = 1 + (2 if self.planted else 4) * ROWS
+        size = 1 + (2 if self.injected else 4) * ROWS
         self.buffers["scheduler_metadata"] = self.canaries.full("scheduler_metadata", (size,), torch.int32, self.device)
 
     def run(self) -> torch.Tensor:
-        whole = torch.as_strided(self.scheduler_metadata, (1 + 4 * ROWS,), (1,))  # a kernel sees no shapes
+        whole = torch.as_strided(self.scheduler_metadata, (1 + 4 * ROWS,), (1,))  # a kernel gets no shape
         whole.copy_(torch.arange(1 + 4 * ROWS, device=self.device))
         return super().run()
 
 
-@add("values that are only masked by a weight of 0", "flash-attention #2374, flashinfer #941, vLLM #47305", "state kv")
+@add(
+    "values masked only by a weight of 0",
+    "flash-attention #2374, flashinfer #941, vLLM #47305",
+    "state kv",
+    fix="mask the values too: 0 times NaN is NaN",
+)
 class WeightOfZero(Decode):
-    """Slots behind a row's last token are masked in the scores alone. What stands there is multiplied by 0."""
+    """Slots after a row's last token are masked in the scores only, so their values are multiplied by 0."""
 
     def values(self, values: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-        return values if self.planted else super().values(values, seen)
+        return values if self.injected else super().values(values, seen)
 
     def unowned(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """The slots behind a row's last token too: an earlier owner of the page wrote them."""
+        """Also return the slots after a row's last token, which an earlier owner of the page wrote."""
         free = super().unowned(inputs)["kv"]
         for slot, length in zip(inputs["slot_mapping"].tolist(), inputs["seq_lens"].tolist(), strict=True):
             free[slot + 1 : slot + 1 + -length % PAGE] = True
         return {"kv": free}
 
 
-@add("attention output that nobody writes", "vLLM #37442, #56922", "memory pool")
+@add(
+    "attention output rows that are never written",
+    "vLLM #37442, #56922",
+    "memory pool",
+    fix="zero the rows that the kernel skips, or exclude them from reductions",
+)
 class UnwrittenRows(Decode):
-    """The kernel skips pad rows, so memory stands there as it was, and a scale over all rows takes it in."""
+    """The kernel skips pad rows, and a scale over all rows includes their uninitialised memory."""
 
     def run(self) -> torch.Tensor:
         out = super().run()
-        make = torch.empty if self.planted else torch.zeros
+        make = torch.empty if self.injected else torch.zeros
         kept = make(ROWS + 1, out.shape[1], device=self.device)
         places = torch.arange(ROWS, device=self.device)
         kept.index_copy_(0, torch.where(self.slot_mapping == NULL_SLOT, ROWS, places), out)
@@ -149,13 +184,19 @@ class UnwrittenRows(Decode):
         return out / out.abs().amax()
 
 
-@add("pad rows that are counted", "tokenspeed #969, sglang #30895", "rows", pad={"rows": -1, "tokens": 0, "logits": 0})
-def counted_pads(planted: bool, device: torch.device) -> Any:
-    """Tokens are counted for a penalty. A pad row has no row of counts, and -1 is the last one, which is somebody's."""
-    counts = torch.zeros(8 if planted else 9, 16, device=device)
+@add(
+    "pad rows that are counted",
+    "tokenspeed #969, sglang #30895",
+    "rows",
+    pad={"rows": -1, "tokens": 0, "logits": 0},
+    fix="keep a row of counts for pad rows",
+)
+def counted_pads(injected: bool, device: torch.device) -> Any:
+    """Tokens are counted for a penalty. Pad rows have index -1, the last row of counts, which belongs to a request."""
+    counts = torch.zeros(8 if injected else 9, 16, device=device)
 
     def step(logits: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        places = rows if planted else torch.where(rows < 0, 8, rows)
+        places = rows if injected else torch.where(rows < 0, 8, rows)
         counts.index_put_((places, tokens), torch.ones(len(rows), device=device), accumulate=True)
         return logits - counts[places]
 
@@ -168,14 +209,19 @@ def counted_pads(planted: bool, device: torch.device) -> Any:
     return step, make_inputs, {"state": {"counts": counts[:8]}}
 
 
-@add("stale rows of scratch", "vLLM #37442, vllm-plugin-FL PR 368", "scratch")
-def stale_scratch(planted: bool, device: torch.device) -> Any:
-    """A kernel skips pad rows and writes its output into scratch of the module: rows of a larger batch stay there."""
+@add(
+    "stale rows of scratch memory",
+    "vLLM #37442, vllm-plugin-FL PR 368",
+    "scratch",
+    fix="zero the rows that the kernel skips in each step, or mask them",
+)
+def stale_scratch(injected: bool, device: torch.device) -> Any:
+    """A kernel skips pad rows and writes to scratch memory of the module, where rows of a larger batch remain."""
     scratch = torch.zeros(8, 16, device=device)
 
     def step(x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
         live = torch.arange(8, device=device)[:, None] < count
-        scratch.copy_(torch.where(live, x, scratch if planted else 0.0))
+        scratch.copy_(torch.where(live, x, scratch if injected else 0.0))
         return scratch.abs().amax(0)
 
     def make_inputs(case: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Planted bugs of the host's side: something in a static buffer, or around it, is left as an earlier step had it."""
+"""Injected bugs in the host code: a static buffer, or a value in Python, keeps what an earlier step left there."""
 
 from __future__ import annotations
 
@@ -12,16 +12,21 @@ from tests.bugs.bug import add
 from tests.bugs.step import COLUMNS, NULL_PAGE, NULL_SLOT, PAGE, ROWS, Decode
 
 
-@add("stale positions tail", "sglang #24361, #10892", "positions")
+@add(
+    "a stale tail of positions",
+    "sglang #24361, #10892",
+    "positions",
+    fix="write the whole buffer: real values, then the pad value",
+)
 class StalePositions(Decode):
-    """The rotation is scaled by the longest position in the step, pad rows included."""
+    """The rotation is scaled by the largest position, including the stale ones of pad rows."""
 
     def refresh(self, inputs: Mapping[str, Any]) -> None:
         before = self.positions.clone()
         super().refresh(inputs)
-        if self.planted:
+        if self.injected:
             n = len(inputs["positions"])
-            self.positions[n:] = before[n:]  # nobody clears the tail
+            self.positions[n:] = before[n:]  # the tail is not cleared
 
     def rates(self) -> torch.Tensor:
         return super().rates() / (1 + self.positions.max())
@@ -30,41 +35,56 @@ class StalePositions(Decode):
         return super().angle(inputs, row) / (1 + inputs["positions"].max())
 
 
-@add("stale slot mapping", "vLLM #36580, #21228", "slot_mapping")
+@add(
+    "a stale slot mapping",
+    "vLLM #36580, #21228",
+    "slot_mapping",
+    fix="set the slots of pad rows to a slot that no request owns",
+)
 class StaleSlots(Decode):
-    """Pad rows write to the slots of rows that were there before: pages that belong to others by now."""
+    """Pad rows write to the slots of earlier rows, in pages that belong to other requests now."""
 
     def refresh(self, inputs: Mapping[str, Any]) -> None:
         before = self.slot_mapping.clone()
         super().refresh(inputs)
-        if self.planted:
+        if self.injected:
             n = len(inputs["slot_mapping"])
             self.slot_mapping[n:] = before[n:]
 
 
-@add("stale table columns", "nano-vllm PR 258", "block_table")
+@add(
+    "stale block table columns",
+    "nano-vllm PR 258",
+    "block_table",
+    fix="clear the columns after a row's last page, or mask by the row's length",
+)
 class StaleColumns(Decode):
-    """The kernel takes every listed page; columns behind a row's last page still list those of a longer row."""
+    """The kernel reads every listed page, and columns after a row's last page still list those of a longer row."""
 
     def refresh(self, inputs: Mapping[str, Any]) -> None:
         before = self.block_table.clone()
         super().refresh(inputs)
-        if self.planted:
+        if self.injected:
             listed = torch.where(self.block_table == NULL_PAGE, before, self.block_table)
             self.block_table.copy_(listed)
 
     def seen(self, slots: torch.Tensor) -> torch.Tensor:
         pages = (self.block_table != NULL_PAGE).sum(-1, keepdim=True)
-        last = self.seq_lens[:, None] - (pages - 1) * PAGE if not self.planted else PAGE
+        last = self.seq_lens[:, None] - (pages - 1) * PAGE if not self.injected else PAGE
         return torch.arange(slots.shape[1], device=self.device) < ((pages - 1) * PAGE + last).clamp(min=1)
 
 
-@add("table one column short", "nano-vllm #106, #190", "block_table")
+@add(
+    "a block table one column short",
+    "nano-vllm #106, #190",
+    "block_table",
+    fix="size the table for the longest sequence, including the token of this step",
+)
 class ShortTable(Decode):
-    """The table was sized for the longest prompt, and a row that grows past it loses its last page."""
+    """The table is sized for the longest prompt, and a longer row loses its last page."""
 
     def add_buffers(self) -> None:
-        if self.planted:
+        if self.injected:
             self.buffers["block_table"] = self.ints((ROWS, COLUMNS - 1), NULL_PAGE)
 
     def refresh(self, inputs: Mapping[str, Any]) -> None:
@@ -72,9 +92,14 @@ class ShortTable(Decode):
         super().refresh({**inputs, "block_table": inputs["block_table"][:, :columns]})
 
 
-@add("lengths refreshed when the batch size changes only", "sglang #26019", "kv_splits")
+@add(
+    "lengths refreshed only when the batch size changes",
+    "sglang #26019",
+    "kv_splits",
+    fix="refresh each derived buffer at every step, or compare everything it depends on",
+)
 class SkippedRefresh(Decode):
-    """How many splits a row has is computed anew when the batch size changes, but lengths change without it."""
+    """The number of splits is recomputed when the batch size changes, but lengths also change without it."""
 
     last_size = 0
 
@@ -83,7 +108,7 @@ class SkippedRefresh(Decode):
 
     def refresh(self, inputs: Mapping[str, Any]) -> None:
         super().refresh(inputs)
-        if not (self.planted and self.last_size == 6 == len(inputs["seq_lens"])):
+        if not (self.injected and self.last_size == 6 == len(inputs["seq_lens"])):
             self.kv_splits.copy_((self.seq_lens + PAGE - 1) // PAGE)
         self.last_size = len(inputs["seq_lens"])
 
@@ -91,9 +116,14 @@ class SkippedRefresh(Decode):
         return super().seen(slots) & (torch.arange(slots.shape[1], device=self.device) < self.kv_splits[:, None] * PAGE)
 
 
-@add("split plan of the first step", "TensorRT-LLM #18769", "self.plan")
+@add(
+    "the split plan of the first step",
+    "TensorRT-LLM #18769",
+    "self.plan",
+    fix="plan at every step, into memory that persists",
+)
 class FrozenPlan(Decode):
-    """The plan is made once, at the warm-up, and every later step attends to what it says."""
+    """The plan is computed once, in the warm-up, and every later step uses it."""
 
     plan: torch.Tensor | None = None
 
@@ -102,16 +132,21 @@ class FrozenPlan(Decode):
         if self.plan is None:
             self.plan = torch.empty_like(self.seq_lens)
             self.plan.copy_(self.seq_lens)
-        if not self.planted:
+        if not self.injected:
             self.plan.copy_(self.seq_lens)
 
     def seen(self, slots: torch.Tensor) -> torch.Tensor:
         return torch.arange(slots.shape[1], device=self.device) < self.plan[:, None]
 
 
-@add("plan cached by batch size", "rtp-llm #1084", "self.plans")
+@add(
+    "a plan cached by batch size",
+    "rtp-llm #1084",
+    "self.plans",
+    fix="extend the key by everything that the plan depends on",
+)
 class CachedPlan(Decode):
-    """A cache of plans with the batch size for its key."""
+    """Plans are cached, and the key is the batch size alone."""
 
     def add_buffers(self) -> None:
         self.buffers["plan"] = self.ints(ROWS, 1)
@@ -120,7 +155,7 @@ class CachedPlan(Decode):
     def refresh(self, inputs: Mapping[str, Any]) -> None:
         super().refresh(inputs)
         lengths = inputs["seq_lens"].tolist()
-        key = len(lengths) if self.planted else tuple(lengths)
+        key = len(lengths) if self.injected else tuple(lengths)
         plan = self.plans.setdefault(key, [*lengths, *[1] * (ROWS - len(lengths))])
         self.plan.copy_(torch.tensor(plan, device=self.device))
 
@@ -128,9 +163,14 @@ class CachedPlan(Decode):
         return torch.arange(slots.shape[1], device=self.device) < self.plan[:, None]
 
 
-@add("sampling values of a row that moved", "vLLM #43894", "temperatures")
+@add(
+    "sampling values of a request that moved",
+    "vLLM #43894",
+    "temperatures",
+    fix="write the values of every real row, or track requests by id",
+)
 class MovedRows(Decode):
-    """A row's temperature is written when a row is new, by a count, and rows that take others' places keep theirs."""
+    """Temperatures are written for new rows only, so a request that moved gets another one's temperature."""
 
     rows = 0
 
@@ -140,7 +180,7 @@ class MovedRows(Decode):
     def refresh(self, inputs: Mapping[str, Any]) -> None:
         super().refresh(inputs)
         n = len(inputs["seq_lens"])
-        start = min(self.rows, n) if self.planted else 0
+        start = min(self.rows, n) if self.injected else 0
         self.temperatures[start:n] = 1.0 / inputs["seq_lens"][start:]
         self.temperatures[n:] = 1
         self.rows = n
@@ -152,19 +192,29 @@ class MovedRows(Decode):
         return super().eager(inputs) * inputs["seq_lens"][:, None]
 
 
-@add("one row's value broadcast to all", "TensorRT-LLM #18207", "positions")
+@add(
+    "one value broadcast to all rows",
+    "TensorRT-LLM #18207",
+    "positions",
+    fix="compare shapes before a copy",
+)
 class Broadcast(Decode):
-    """copy_ and assignment broadcast: a slice that is too short fills the whole buffer without an error."""
+    """copy_() and assignment broadcast: one value fills the whole buffer without an error."""
 
     def refresh(self, inputs: Mapping[str, Any]) -> None:
         super().refresh(inputs)
-        if self.planted:
+        if self.injected:
             self.positions[: len(inputs["positions"])] = inputs["positions"][:1]
 
 
-@add("offsets of pad rows", "sglang #1094, #1469, padded lengths", "query_start_loc")
+@add(
+    "stale offsets of pad rows",
+    "sglang #1094, #1469, padded lengths",
+    "query_start_loc",
+    fix="repeat the last offset to the end of the buffer",
+)
 class StaleOffsets(Decode):
-    """Packed rows end where the next begins; behind the last real row the offsets of an earlier step go on."""
+    """The offsets after the last real row are those of an earlier step, so pad rows seem to have tokens."""
 
     def add_buffers(self) -> None:
         self.buffers["query_start_loc"] = self.ints(ROWS + 1)
@@ -173,11 +223,11 @@ class StaleOffsets(Decode):
         super().refresh(inputs)
         n = len(inputs["seq_lens"])
         self.query_start_loc[: n + 1] = torch.arange(n + 1, device=self.device)
-        if not self.planted:
+        if not self.injected:
             self.query_start_loc[n + 1 :] = n
 
     def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Rows without tokens write nothing, so that pad rows need no slot."""
+        """Write nothing for rows without tokens, so that pad rows need no slot."""
         tokens = self.query_start_loc.diff()[:, None]
         rows = torch.arange(ROWS, device=self.device)
         slots = torch.where(tokens[:, 0] > 0, self.slot_mapping, NULL_SLOT + rows % PAGE)
@@ -185,30 +235,40 @@ class StaleOffsets(Decode):
         self.kv[slots] = self.kv[slots] * tokens[:, :, None]
 
     def run(self) -> torch.Tensor:
-        """The share of a row among all tokens of the step."""
+        """Return each row's share of all tokens of the step."""
         return super().run() / self.query_start_loc[-1]
 
     def eager(self, inputs: Mapping[str, Any]) -> torch.Tensor:
         return super().eager(inputs) / len(inputs["seq_lens"])
 
 
-@add("a counter that nobody resets", "aiter #4494, #4715, #4920", "self.arrived")
+@add(
+    "a counter that is never reset",
+    "aiter #4494, #4715, #4920",
+    "self.arrived",
+    fix="reset the counter inside the captured step",
+)
 class Unreset(Decode):
-    """Split rows count who has arrived; the last one merges. The counter is not put back for the next launch."""
+    """Splits count their arrivals, and the last one merges. The counter is not reset for the next launch."""
 
     def add_buffers(self) -> None:
         self.arrived = torch.zeros(ROWS, device=self.device)
 
     def attend(self, q: torch.Tensor) -> torch.Tensor:
-        if not self.planted:
+        if not self.injected:
             self.arrived.zero_()
         self.arrived += 1
         return super().attend(q) * (self.arrived == 1)[:, None]
 
 
-@add("cache of results in a function", "aiter #4587, its cache", "self.split_table")
-def cached_table(planted: bool, device: torch.device) -> Any:
-    """An lru_cache with a key that leaves out what the table depends on."""
+@add(
+    "a function cache with an incomplete key",
+    "aiter #4587, its cache",
+    "self.split_table",
+    fix="complete the key; own what the graph reads",
+)
+def cached_table(injected: bool, device: torch.device) -> Any:
+    """The key of an lru_cache omits a value that the table depends on."""
     lengths = {"now": 0}
 
     @functools.lru_cache
@@ -225,7 +285,7 @@ def cached_table(planted: bool, device: torch.device) -> Any:
 
         def refresh(self, inputs: Mapping[str, Any]) -> None:
             lengths["now"] = inputs["length"]
-            if not planted:
+            if not injected:
                 split_table.cache_clear()
             self.buffers["x"].copy_(inputs["x"])
             self.buffers["scale"].fill_(split_table(4))

@@ -1,6 +1,6 @@
-"""A working decode step in plain torch: static buffers, the host code that fills them, and an oracle without either.
+"""A correct decode step in plain torch: static buffers, the host code that fills them, and an oracle without buffers.
 
-Each bug of the catalogue changes a few lines of it.
+Each injected bug changes a few lines of it.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from typing import Any
 import torch
 
 ROWS, PAGE, PAGES, COLUMNS, WIDTH, VOCAB = 6, 4, 20, 4, 8, 31
-NULL_PAGE = PAGES - 2  # pad rows write and read here; the last page is free, or somebody else's
+NULL_PAGE = PAGES - 2  # for pad rows. No request of the batch owns the last page
 NULL_SLOT = NULL_PAGE * PAGE
 LENGTHS = ([5, 9, 1, 12, 8, 4], [3, 7], [8, 4, 2, 11, 5], [13, 2, 7, 16, 1, 5])
-"""Tokens of the rows in each case: it shrinks, it grows, and lengths stand on page boundaries."""
+"""Lengths of the rows in each case. The batch shrinks and grows, and some lengths are at page boundaries."""
 
 
 class Decode:
-    """One new token per row: write its key and value into the row's page, attend to the whole row, give logits."""
+    """Process one token per row: write its key and value to the row's page, attend to the row, return logits."""
 
     derived: tuple[str, ...] = ()
 
-    def __init__(self, planted: bool = False, device: torch.device | str = "cpu") -> None:
-        self.planted, self.device = planted, torch.device(device)
+    def __init__(self, injected: bool = False, device: torch.device | str = "cpu") -> None:
+        self.injected, self.device = injected, torch.device(device)
         rng = torch.Generator().manual_seed(7)
         self.embed = torch.randn(VOCAB, WIDTH, generator=rng).to(device)
         self.weights = torch.randn(3, WIDTH, WIDTH, generator=rng).to(device) / WIDTH**0.5
@@ -43,26 +43,26 @@ class Decode:
         return torch.full((shape,) if isinstance(shape, int) else shape, value, device=self.device)
 
     def add_buffers(self) -> None:
-        """Buffers of a bug."""
+        """Add the buffers of a bug."""
 
     def __getattr__(self, name: str) -> Any:
-        """A buffer by its name."""
+        """Return a buffer by its name."""
         try:
             return self.__dict__["buffers"][name]
         except KeyError:
             raise AttributeError(name) from None
 
-    # -- the host's side
+    # -- host code
 
     def refresh(self, inputs: Mapping[str, Any]) -> None:
-        """Real rows first; pad rows get one token in the null page."""
+        """Copy the real rows. Each pad row has one token in the null page."""
         n = len(inputs["seq_lens"])
         fills = {"input_ids": 0, "positions": 0, "seq_lens": 1, "slot_mapping": NULL_SLOT, "block_table": NULL_PAGE}
         for name, pad in fills.items():
             self.buffers[name][:n] = inputs[name]
             self.buffers[name][n:] = pad
 
-    # -- what is captured
+    # -- the captured body
 
     def run(self) -> torch.Tensor:
         x = self.hidden()
@@ -94,10 +94,10 @@ class Decode:
     def seen(self, slots: torch.Tensor) -> torch.Tensor:
         return torch.arange(slots.shape[1], device=self.device) < self.seq_lens[:, None]
 
-    # -- what verify is told
+    # -- for verify
 
     def eager(self, inputs: Mapping[str, Any]) -> torch.Tensor:
-        """Row by row, in float64 and without padding; the null page and the buffers are unknown here."""
+        """Compute row by row in float64, without padding, null page and buffers."""
         embed, weights, kv = (t.double() for t in (self.embed, self.weights, self.kv))
         out = []
         for row in range(len(inputs["seq_lens"])):
@@ -113,17 +113,17 @@ class Decode:
         return inputs["positions"][row] * (torch.arange(1, WIDTH + 1, device=self.device) / 20)
 
     def carried(self, row: int) -> Any:
-        """What the oracle's row takes over from the step before: the state holds it, as it does for the step."""
+        """Return what a row takes over from the previous step, out of the state."""
         return 0
 
     def real(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """The null page is anybody's."""
+        """Compare everything except the null page."""
         own = torch.ones(PAGES * PAGE, dtype=torch.bool, device=self.device)
         own[NULL_SLOT : NULL_SLOT + PAGE] = False
         return {"out": slice(0, len(inputs["seq_lens"])), "kv": own}
 
     def unowned(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Every page that no row of this case lists, but for the null page."""
+        """Return the pages that no row of this case lists, except the null page."""
         free = torch.ones(PAGES, dtype=torch.bool, device=self.device)
         free[inputs["block_table"].flatten()] = False
         free[NULL_PAGE] = False

@@ -16,8 +16,7 @@ from graphrt.capture.inspect.audit import Audit, audit_twice, memory_of
 from graphrt.capture.inspect.blas import with_blas_workspaces
 from graphrt.capture.inspect.memory import MemoryMap
 from graphrt.capture.recorder import make_recorder
-from graphrt.testing.verify import verify
-from graphrt.testing.verify_subject import Inputs
+from graphrt.testing.verify import Inputs, verify
 
 TOKENS, ROWS, LONGEST, PAGE, PAGES = 12, 4, 16, 16, 40
 

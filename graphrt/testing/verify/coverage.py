@@ -1,0 +1,143 @@
+"""List what `verify` checked, and what it could not check and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from graphrt.testing.verify.graph import GraphChecks
+from graphrt.testing.verify.host import same
+from graphrt.testing.verify.locations import unreached
+from graphrt.testing.verify.runs import Case
+from graphrt.testing.verify.subject import PlainSubject
+from graphrt.testing.verify.verification import Verification
+
+_MOST_NAMED = 6
+
+
+@dataclass
+class _Notes:
+    """What each check did, and why a check did not run, by name."""
+
+    done: dict[str, str] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+
+    def note(self, name: str, ran: object, what: str, why_not: str) -> None:
+        if ran:
+            self.done[name] = what
+        else:
+            self.left[name] = why_not
+
+
+def coverage(v: Verification, graphs: GraphChecks, captures: Sequence[str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return `VerifyReport.checked` and `VerifyReport.not_checked`."""
+    target, cases, notes = v.target, list(v.cases), _Notes()
+    cuda = target.device.type == "cuda"
+    kind = "the subject's own capture" if target.capture is not None else "a CUDA graph" if cuda else "an op trace"
+    what = f"{kind}, captured at {', '.join(captures)}; cases {', '.join(cases)}, the captured one last"
+    notes.note("graph", cases, what, "no case ran")
+    _note_oracle(notes, v)
+    _note_buffers(notes, v)
+    _note_state(notes, v)
+    numbers = [name for name in v.changing if name not in v.ignored]
+    ignored = f"no result of any case depends on {', '.join(v.ignored)}"
+    why_not = ignored if v.ignored else "no number of make_inputs changes"
+    notes.note("scalars", numbers, f"{', '.join(numbers)} changed after capture", why_not)
+    if v.ignored and numbers:
+        notes.left["ignored scalars"] = ignored
+    what = f"{graphs.unwritten} results of torch.empty"
+    if cuda:
+        what = f"up to {graphs.pool_bytes >> 20} MiB of inactive blocks, and in {what}"
+    why_not = "poison in inactive blocks needs CUDA, and the step does not call torch.empty"
+    why_not = "no replay ran" if cuda else why_not
+    notes.note("memory pool", graphs.pool_bytes if cuda else graphs.unwritten, f"poison in {what}", why_not)
+    what = f"{graphs.in_flight} replays queued on stalled streams"
+    notes.note("in flight", graphs.in_flight, what, "needs CUDA: an op trace runs at once")
+    if same_in_all := _unvaried(v.cases):
+        notes.left["inputs"] = f"equal in every case, so no result shows whether a graph froze them: {same_in_all}"
+    if left := unreached(*target.root):
+        why_not = "too many or too deep to search, or tensors without memory of their own"
+        notes.left["host values"] = f"{why_not}: {_some(left)}"
+    if v.runs.old:
+        names = ", ".join(sorted(v.runs.old))
+        notes.left["old results"] = f"the step returns memory that existed before, which is not poisoned: {names}"
+    if v.unrepeatable:
+        notes.left |= dict.fromkeys(notes.done, "the step does not repeat, so nothing can be compared")
+        notes.done.clear()
+    return notes.done, notes.left
+
+
+def _note_oracle(notes: _Notes, v: Verification) -> None:
+    """An oracle counts for a case if it returned any element."""
+    exact = {
+        name: found
+        for name, found in v.exact.items()
+        if name in v.reference and any(tensor.numel() for tensor in found.outputs.values())
+    }
+    why_not = "the oracle gave no results" if v.target.has_oracle else "there is no eager oracle"
+    notes.note("padding", exact, f"padded against exact results of {len(exact)} cases", why_not)
+    given = {name for case in exact for name in exact[case].outputs}
+    if unknown := sorted({name for case in exact for name in v.reference[case][1].outputs} - given):
+        notes.left["outputs"] = f"the oracle does not return {', '.join(unknown)}: only replays of them are compared"
+    if fewer := {output: text for case in exact for output, text in _fewer_rows(v, case).items()}:
+        notes.left["oracle"] = f"it returns {_some(list(fewer.values()))}: the others are not compared with it"
+
+
+def _fewer_rows(v: Verification, name: str) -> dict[str, str]:
+    """Describe the outputs of which the oracle returns fewer rows than the inputs and the step have."""
+    case, found = v.cases[name], {}
+    rows = min((len(t) for t in case.named.values() if isinstance(t, torch.Tensor) and t.dim()), default=0)
+    for output, exact in v.exact[name].outputs.items():
+        padded = v.reference[name][1].outputs.get(output)
+        if padded is None or not padded.dim() or not exact.dim() or output in case.real:
+            continue
+        if len(exact) < rows <= len(padded):
+            found[output] = f"{len(exact)} of {rows} rows of {output} in case {name}"
+    return found
+
+
+def _note_buffers(notes: _Notes, v: Verification) -> None:
+    target, runs = v.target, v.runs
+    poisoned = sorted(runs.rewritten | target.derived)
+    what = f"poison in {', '.join(poisoned)} before refresh()"
+    notes.note("history", poisoned, what, "refresh() does not write to any buffer in every case")
+    if kept := sorted(set(target.buffers) - runs.rewritten - target.derived):
+        names = ", ".join(kept)
+        notes.left["poison"] = f"refresh() does not write to these in every case, so they keep their values: {names}"
+    tails = [n for n in sorted(runs.rewritten) if any(not bool(w[n].all()) for w in v.written.values() if n in w)]
+    what = f"parts that refresh() does not write: {', '.join(tails)}"
+    notes.note("tails", tails, what, "refresh() writes all of each buffer")
+    if target.found:
+        names = ", ".join(target.found)
+        notes.done["unnamed"] = f"buffers that refresh() writes and that are not named: {names}"
+    what = "guards around every buffer" if isinstance(target.subject, PlainSubject) else "guards of the canaries"
+    notes.note("canary", target.canaries is not None, what, "the buffers were not allocated from a Canaries")
+
+
+def _note_state(notes: _Notes, v: Verification) -> None:
+    target, runs = v.target, v.runs
+    notes.note("state", target.state, f"{', '.join(target.state)} after each run", "no state is named")
+    zeros = [name for name, t in runs.state.items() if t.is_floating_point() and t.numel() and not bool(t.any())]
+    if zeros:
+        names = ", ".join(zeros)
+        notes.left["zeros"] = f"a write of zeros to these is invisible, as they are all zero: {names}; fill them first"
+    notes.note("unowned", target.has_unowned, "poison in unowned parts of the state", "there is no unowned()")
+    if target.hidden:
+        names = ", ".join(target.hidden)
+        notes.left["unnamed state"] = (
+            f"restored before each run, except in a walk through all cases, and not compared: {names}; name it in state"
+        )
+
+
+def _unvaried(cases: Mapping[str, Case]) -> str:
+    """Return the inputs that are equal in all of several cases."""
+    first, *others = (case.named for case in cases.values()) if len(cases) > 1 else ({},)
+    return ", ".join(
+        name for name in first if all(name in other and same(first[name], other[name]) for other in others)
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:_MOST_NAMED]) + (", ..." if len(names) > _MOST_NAMED else "")

@@ -1,0 +1,224 @@
+"""The graph checks of `verify`: capture at a case, then replay every case after every fill of the buffers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from functools import partial
+from typing import Any
+
+import torch
+
+from graphrt.capture.descriptor import BatchDescriptor
+from graphrt.capture.graph import CapturedGraph, Recorder
+from graphrt.capture.recorder import make_recorder
+from graphrt.kernels.errors import CaptureError
+from graphrt.testing.verify.blame import Blame, Captured
+from graphrt.testing.verify.eager import REFRESH_READS
+from graphrt.testing.verify.host import HostValues
+from graphrt.testing.verify.in_flight import flight_findings
+from graphrt.testing.verify.memory import NAN_BYTE, UnwrittenInGraph, UnwrittenMemory, fill_inactive
+from graphrt.testing.verify.report import own_line, raised
+from graphrt.testing.verify.runs import POISONED, Case, Contents, Fill
+from graphrt.testing.verify.subject import Output
+from graphrt.testing.verify.verification import SURELY, Verification
+
+_MOST_EXPLAINED = 8  # wrong replays of one graph whose cause is searched; the others are counted
+_KEY = BatchDescriptor.decode(1)
+
+
+class GraphChecks:
+    """Capture and replay.
+
+    seconds     duration of the captures
+    unwritten   number of uninitialised allocations that held poison
+    pool_bytes  largest size of the inactive blocks that held poison
+    in_flight   number of replays that were queued on stalled streams
+    """
+
+    def __init__(self, verification: Verification) -> None:
+        self._v = verification
+        self._recorder: Recorder | None = None
+        self._graphs: list[CapturedGraph] = []
+        self.seconds, self.unwritten, self.pool_bytes, self.in_flight = 0.0, 0, 0, 0
+
+    def check(self, name: str) -> None:
+        """Capture at a case, then replay every case after every fill. The captured case is the last one."""
+        case = self._v.cases.get(name)
+        if case is None or not self._v.reference:
+            return
+        with ExitStack() as stack:
+            self._forget(case, stack)
+            self._check(case)
+
+    def _check(self, case: Case) -> None:
+        start = time.perf_counter()
+        graph = self._capture(case)
+        self.seconds += time.perf_counter() - start
+        if graph is None:
+            return
+        order = list(self._v.cases.values())
+        at = order.index(case)
+        order = [*order[at + 1 :], *order[: at + 1]]
+        if at == len(order) - 1:  # captured at the last: reversed, so that each case has another neighbour
+            order = [*reversed(order[:-1]), case]
+        explained, wrong = 0, set[str]()
+        for value in (Fill.PREVIOUS, Fill.HIGH, Fill.LOW):
+            for each in order:
+                if self._replay(graph, each, value, explain=explained < _MOST_EXPLAINED):
+                    explained += 1
+                    wrong.add(each.name)
+                if self._v.unrepeatable:
+                    return
+        if self._v.target.device.type == "cuda":
+            for finding in flight_findings(self._v.runs, graph, order, self._v.reference, self._v.written, wrong):
+                self._v.add(finding)
+            self.in_flight += 2 * len(order)
+
+    def _forget(self, case: Case, stack: ExitStack) -> None:
+        """Hold the Python values from before any case until the stack closes.
+
+        A server captures before it has seen other cases, so what grows with a case grows after the capture. If the
+        captured case gives another result from there, another check reports it, and the values stay.
+        """
+        target, runs = self._v.target, self._v.runs
+        if target.capture is not None:
+            return
+        changes = self._v.host.changed(*target.root, entries=True)
+        old = {c.path: runs.before(c) for c in changes if c.old is not None or not c.is_tensor}
+        contents, expected = self._v.reference[case.name]
+        with ExitStack() as forgotten:
+            forgotten.enter_context(runs.as_at_first(old))
+            with suppress(Exception):  # refresh() does not work with such values
+                if old and runs.same(case, runs.eager(case, contents, put=False), expected):
+                    stack.push(forgotten.pop_all())
+
+    def _capture(self, case: Case) -> Captured | None:
+        target, runs = self._v.target, self._v.runs
+        contents = runs.enter(case, Fill.INITIAL)
+        static: dict[str, torch.Tensor] = {}
+        memory: UnwrittenMemory | UnwrittenInGraph | None = None
+        if target.capture is None:
+            memory = UnwrittenInGraph(target.device) if target.device.type == "cuda" else UnwrittenMemory()
+        watch: AbstractContextManager[Any] = memory if memory is not None else nullcontext()
+
+        def step() -> torch.Tensor:
+            with watch:
+                static.update(target.run())
+            return next(iter({**static, **target.buffers}.values()))
+
+        try:
+            if target.capture is not None:
+                launch = target.capture(case.inputs)
+            else:
+                graph = self._record(contents, step)
+
+                def launch() -> Output:
+                    graph.launch()
+                    return static
+
+        except Exception as error:
+            if "CUDA error" in str(error) and not isinstance(error, CaptureError):
+                raise
+            text = str(error).removeprefix(f"{_KEY}: ") + own_line(error)
+            because = "a graph holds kernel launches, numbers and addresses: compute with tensors on the device"
+            self._v.find("capture", case, case.name, f"the step cannot be captured: {text}", Blame("", (), because))
+            return None
+        self.unwritten += memory.count if memory is not None else 0
+        poisoned = {n: t for n, t in static.items() if n not in runs.old}
+
+        fills_results = [True]  # whether the next launch finds poison in its results
+
+        def fill_memory(byte: int) -> None:
+            fills_results[0] = byte != 0
+            if memory is not None:
+                memory.fill(byte)
+            if target.device.type == "cuda":
+                self.pool_bytes = max(self.pool_bytes, fill_inactive(target.device, byte))
+
+        def launched() -> Output:
+            for name, tensor in poisoned.items():
+                if fills_results[0]:
+                    runs.fill(name, tensor, Fill.HIGH)
+                else:
+                    tensor.zero_()
+            fills_results[0] = True
+            return launch()
+
+        host = HostValues.take(*target.root)
+        # Aliases: the caller may change the memory of its own tensor with set_(), or its shape with resize_().
+        named = {name: tensor.detach() for name, tensor in target.subject.buffers.items()}
+        return Captured(case, launched, host, fill_memory, target.found | named)
+
+    def _record(self, contents: Contents, step: Callable[[], torch.Tensor]) -> CapturedGraph:
+        """Warm up and capture, as servers do."""
+        runs = self._v.runs
+        if self._recorder is None:
+            self._recorder = make_recorder(self._v.target.device)
+
+        def prepare() -> None:
+            runs.restore_state()
+            runs.put(contents)
+
+        with self._recorder.session():
+            self._v.target.run()
+            prepare()
+            graph = self._recorder.capture(step, _KEY, prepare)
+        self._graphs.append(graph)
+        return graph
+
+    def _replay(self, graph: Captured, case: Case, value: Fill, *, explain: bool) -> bool:
+        """Replay a case, compare it with the reference, and return whether it is wrong."""
+        runs = self._v.runs
+        try:
+            contents = runs.enter(case, value)
+        except Exception as error:
+            text = f"refresh() raised {raised(error)}; before it the buffers held {value.value}"
+            self._v.find("refresh", case, graph.case.name, text, REFRESH_READS)
+            return True
+        moved = [name for name, tensor in self._v.target.buffers.items() if not _is_captured(name, tensor, graph)]
+        is_poisoned = value in POISONED
+        runs.replays += 1
+        unowned = value if is_poisoned and not self._v.trespassed else None
+        before = partial(graph.fill_memory, NAN_BYTE) if is_poisoned else None
+        got = runs.run(case, graph.launch, contents, entered=True, unowned=unowned, before=before)
+        self._v.check_canaries(case, graph.case.name, "a replay")
+        expected = self._v.reference[case.name][1]
+        if runs.same(case, got, expected):
+            return False
+        wrong = None if got.error else runs.difference(case, got, expected)
+        text = f"the replay differs from the eager run; before refresh() the buffers held {value.value}"
+        if got.error:
+            text = f"the replay raised {got.error}"
+        if moved:
+            name = moved[0]
+            shapes = [list(group[name].shape) for group in (graph.buffers, self._v.target.buffers) if name in group]
+            because = f"refresh() replaces {name} by another tensor, and the graph reads the old one; use copy_()"
+            if len(shapes) == 2 and shapes[0] != shapes[1]:
+                because = f"refresh() gives {name} the shape {shapes[1]}, and the graph has {shapes[0]}; use copy_()"
+            self._v.find("replaced", case, graph.case.name, text, Blame("", tuple(moved), because), wrong)
+        elif explain:
+            if not self._v.repeats(case, SURELY):
+                return True
+            blame = self._v.blamer.explain(graph, case, value, contents, got)
+            self._v.find(blame.check, case, graph.case.name, text, blame, wrong)
+        else:
+            self._v.count_again()
+        return True
+
+    def close(self) -> None:
+        """Drop the graphs."""
+        for graph in self._graphs:
+            graph.close()
+        if self._recorder is not None:
+            self._recorder.close()
+
+
+def _is_captured(name: str, tensor: torch.Tensor, graph: Captured) -> bool:
+    """Return whether a buffer has the memory and the layout that it had at capture."""
+    captured = graph.buffers.get(name)
+    if captured is None:
+        return False
+    layouts = [(t.data_ptr(), t.shape, t.stride()) for t in (captured, tensor)]
+    return layouts[0] == layouts[1]

@@ -1,0 +1,168 @@
+"""Poison memory that a step must not read before it writes it.
+
+On CUDA this is every inactive block of torch's allocator, also in the graph's private pool, so a tensor that was
+captured by its address and then freed reads as NaN. The memory of `torch.empty` is filled by a node of the graph:
+it is often the memory of an intermediate, which the graph has already overwritten when `empty` returns it.
+On a CPU this is the memory of the `torch.empty` calls of the captured step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from graphrt.capture.allocator import allocator_rows
+from graphrt.capture.inspect.pool import blocks_of
+from graphrt.capture.op_trace import UNWRITTEN_FACTORIES
+from graphrt.kernels.errors import ReplayError
+
+_UNWRITTEN = UNWRITTEN_FACTORIES - {"aten::lift_fresh"}  # whose values were written before
+NAN_BYTE = 0xFF
+"""NaN in every float format, -1 in integers."""
+
+
+class _Unwritten(TorchDispatchMode):
+    """Call `_got` with each uninitialised allocation of the step that runs inside."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func._schema.name in _UNWRITTEN:
+            for tensor in tree_leaves(result):
+                self._got(tensor.untyped_storage())
+        return result
+
+    def _got(self, storage: torch.UntypedStorage) -> None:
+        raise NotImplementedError
+
+
+class UnwrittenMemory(_Unwritten):
+    """Collect the uninitialised allocations of a step on a CPU. `count` is their number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    def _got(self, storage: torch.UntypedStorage) -> None:
+        self._storages[storage.data_ptr()] = storage
+
+    @property
+    def count(self) -> int:
+        return len(self._storages)
+
+    def fill(self, byte: int) -> None:
+        """Fill the allocations with a byte."""
+        for storage in self._storages.values():
+            storage_bytes(storage).fill_(byte)
+
+
+class _AllowCompiled(_Unwritten):
+    """Let compiled functions run compiled inside the mode. It does not see their allocations."""
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
+class UnwrittenInGraph(_AllowCompiled):
+    """Let a graph on CUDA fill each uninitialised allocation right after it. `count` is the number of allocations."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._byte = torch.zeros(1, dtype=torch.uint8, device=device)
+        self._device, self._filled = device, set[int]()
+
+    def _got(self, storage: torch.UntypedStorage) -> None:
+        if storage.nbytes() and storage.device == self._device:
+            self._filled.add(storage.data_ptr())
+            storage_bytes(storage).copy_(self._byte)
+
+    @property
+    def count(self) -> int:
+        return len(self._filled)
+
+    def fill(self, byte: int) -> None:
+        """Set the byte for the following launches."""
+        self._byte.fill_(byte)
+
+
+class _Zeroed(_Unwritten):
+    """Fill each uninitialised allocation with zeros."""
+
+    def _got(self, storage: torch.UntypedStorage) -> None:
+        storage_bytes(storage).zero_()
+
+
+class _ZeroedAllowCompiled(_Zeroed, _AllowCompiled):
+    """The same on CUDA, where compiled functions run compiled."""
+
+
+@contextlib.contextmanager
+def zeroed(device: torch.device) -> Iterator[None]:
+    """Fill uninitialised memory with zeros, so that an eager run that reads it gives the same result each time.
+
+    On a CPU, functions of torch.compile run uncompiled, as they do in an op trace.
+    """
+    if device.type == "cuda":
+        fill_inactive(device, 0)
+        with _ZeroedAllowCompiled():
+            yield
+        return
+    with contextlib.ExitStack() as stack:
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(_Zeroed())
+        yield
+
+
+def storage_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    """Return the bytes of a storage as a uint8 tensor that shares its memory."""
+    with torch.inference_mode(False):
+        alias = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        return alias.set_(storage)
+
+
+def inactive_blocks(device: torch.device) -> list[tuple[int, int]]:
+    """Return address and size in bytes of each unused block of torch's allocator on a CUDA device."""
+    return [
+        (address, block["size"])
+        for segment, block, address in blocks_of(allocator_rows())
+        if segment["device"] == device.index and block["state"] == "inactive"
+    ]
+
+
+def fill_inactive(device: torch.device, byte: int = NAN_BYTE) -> int:
+    """Fill all inactive blocks with a byte and return their size in bytes. Waits for the device.
+
+    Raises:
+        ReplayError: if the allocator released a block during the call.
+    """
+    from cuda.bindings import driver
+
+    torch.cuda.synchronize(device)
+    blocks = inactive_blocks(device)
+    stream = torch.cuda.current_stream(device).cuda_stream
+    with torch.cuda.device(device):  # the stream belongs to the current device's context
+        for address, size in blocks:
+            (code,) = driver.cuMemsetD8Async(address, byte, size, stream)
+            if code != driver.CUresult.CUDA_SUCCESS:
+                raise ReplayError(
+                    f"pool: cannot poison a block of {size} bytes at {address:#x}: {code.name}; another thread made "
+                    "the allocator release it, so allocate on one thread during verify"
+                )
+    torch.cuda.synchronize(device)
+    return sum(size for _, size in blocks)

@@ -1,0 +1,68 @@
+"""Find tensors outside of `state` that carry a value from one run into the results of a later one.
+
+Such tensors are restored before every other run. Here they are not, as in a server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from graphrt.testing.verify.blame import Blame
+from graphrt.testing.verify.compare import Difference, differing, region
+from graphrt.testing.verify.runs import Case, Contents, Outcome, Runs
+
+
+@dataclass(frozen=True)
+class Unreset:
+    """A case whose result differs after other runs."""
+
+    case: Case
+    blame: Blame
+    wrong: Difference | None
+
+
+def unreset(runs: Runs, reference: Mapping[str, tuple[Contents, Outcome]], cases: Sequence[Case]) -> Unreset | None:
+    """Run cases of 8, 3 and 5 rows in the order 8, 8, 3, 5, 3, 8 without restoring the unnamed tensors in between.
+
+    So each case follows a larger and a smaller one, and one follows itself. Each must repeat its first result.
+
+    Args:
+        runs: the target.
+        reference: buffers and eager outcome of each case.
+        cases: the cases to run.
+    """
+    names = list(runs.target.hidden)
+    walk = [cases[0], *cases, *reversed(cases[:-1])]
+
+    def spoiled(kept: Iterable[str]) -> tuple[Case, Outcome] | None:
+        """Return the first run that differs."""
+        runs.restore_state()
+        runs.kept = frozenset(kept)
+        try:
+            for case in walk:
+                clean, expected = reference[case.name]
+                outcome = runs.eager(case, clean)
+                if not runs.same(case, outcome, expected):
+                    return case, outcome
+            return None
+        finally:
+            runs.kept = frozenset()
+
+    if not names or spoiled(names) is None:
+        return None
+    chosen = next(([n] for n in names if spoiled([n])), names)
+    found = spoiled(chosen)
+    if found is None:  # the step does not repeat, which is another finding
+        return None
+    case, outcome = found
+    left = {name: runs.target.hidden[name].clone() for name in chosen}
+    clean, expected = reference[case.name]
+    runs.eager(case, clean)  # from the first contents: what still differs was left by other runs
+    parts = ", ".join(region(name, differing(left[name], runs.target.hidden[name])) for name in chosen)
+    because = (
+        f"{parts} still holds values of earlier runs, and the step reads them; write or mask them in each captured "
+        "step. If they should persist from step to step, name the tensor in state"
+    )
+    wrong = None if outcome.error else runs.difference(case, outcome, expected)
+    return Unreset(case, Blame("determinism", tuple(chosen), because), wrong)

@@ -1,0 +1,200 @@
+"""verify_runtime: a correct manager has no findings, also against another backend, and faults of models are found."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from graphrt.batch import Batch
+from graphrt.kernels.errors import CaptureError, ConfigError
+from graphrt.replay import ReplayManager
+from graphrt.step import Step
+from graphrt.testing.verify.runtime import generated_batches, verify_runtime
+from tests.support.toy import HEADS, KV_HEADS, VOCAB, Rig, ToyModel, make_rig
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device("cuda", 0) if request.param == "cuda" else torch.device("cpu")
+
+
+def rig_of(device: torch.device, model: ToyModel | None = None, **config) -> Rig:
+    return make_rig(device, model=model, fill=0.0, **config)
+
+
+def test_a_captured_manager_has_no_findings(device: torch.device) -> None:
+    rig = rig_of(device)
+    before = [t.clone() for _, t in rig.manager.kv_cache.named_tensors()]
+    report = verify_runtime(rig.manager, count=6)
+    assert report.ok, str(report)
+    assert "the subject's own capture" in report.checked["graph"]
+    assert {"state", "unowned", "history"} <= set(report.checked)
+    assert "positions" in report.checked["history"]
+    after = [t for _, t in rig.manager.kv_cache.named_tensors()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), "the cache is restored"
+
+
+def test_its_logits_equal_those_of_another_backend(device: torch.device) -> None:
+    rig = rig_of(device)
+    cache, config = rig.manager.kv_cache, replace(rig.manager.config, backend="torch_reference", use_graphs=False)
+    attention = rig.manager._program.layers[0].spec
+    assert (attention.num_q_heads, attention.num_kv_heads) == (HEADS, KV_HEADS)
+    oracle = ReplayManager(rig.model, cache, attention, vocab_size=VOCAB, config=config)
+    oracle.capture()
+    report = verify_runtime(rig.manager, vocab_size=VOCAB, oracle=oracle, count=6)
+    assert report.ok, str(report)
+    assert report.checked["padding"] == "padded against exact results of 6 cases"
+
+
+def test_logits_that_differ_from_the_oracle_are_found() -> None:
+    rig, cpu = rig_of(torch.device("cpu")), torch.device("cpu")
+    other = ToyModel(cpu, torch.float32)
+    other.embed.data.mul_(1.01)
+    attention = rig.manager._program.layers[0].spec
+    config = replace(rig.manager.config, use_graphs=False)
+    oracle = ReplayManager(other, rig.manager.kv_cache, attention, vocab_size=VOCAB, config=config)
+    oracle.capture()
+    report = verify_runtime(rig.manager, vocab_size=VOCAB, oracle=oracle, count=3)
+    assert {finding.check for finding in report.findings} == {"padding"}
+    assert "logits" in str(report.findings[0].difference)
+
+
+class Frozen(ToyModel):
+    """Multiplies by a Python number."""
+
+    factor = 1.0
+
+    def forward(self, step: Step) -> torch.Tensor:
+        return super().forward(step) * self.factor
+
+
+def test_a_number_that_changed_after_the_capture_is_found(device: torch.device) -> None:
+    model = Frozen(device, torch.float32)
+    rig = rig_of(device, model)
+    model.factor = 0.5
+    report = verify_runtime(rig.manager, model=model, vocab_size=VOCAB, count=3)
+    assert not report.ok
+    assert {finding.check for finding in report.findings} == {"graph"}
+    assert report.findings[0].difference.output == "logits"
+
+
+class Remembers(ToyModel):
+    """Adds a running mean over all rows, including pad rows, that is never reset."""
+
+    def forward(self, step: Step) -> torch.Tensor:
+        logits = super().forward(step)
+        self.seen.copy_(logits.mean() * 0.5 + self.seen * 0.5)
+        return logits + self.seen
+
+
+def test_unnamed_state_of_a_model_is_blamed(device: torch.device) -> None:
+    model = Remembers(device, torch.float32)
+    model.seen = torch.zeros((), device=device)
+    report = verify_runtime(rig_of(device, model).manager, model=model, vocab_size=VOCAB, count=4)
+    assert not report.ok
+    assert "model.seen" in report.blamed, str(report)
+
+
+def test_generated_batches_shrink_and_grow_and_reach_page_boundaries() -> None:
+    manager = rig_of(torch.device("cpu")).manager
+    batches = generated_batches(manager, vocab_size=VOCAB, count=24, seed=1)
+    sizes = [batch.num_reqs for batch in batches]
+    assert any(a > b for a, b in itertools.pairwise(sizes))
+    assert any(a < b for a, b in itertools.pairwise(sizes))
+    lengths = [int(n) for batch in batches for n in batch.seq_lens]
+    assert {0, 1, 3} <= {n % 4 for n in lengths}
+    assert any(list(batch.req_indices) != sorted(batch.req_indices) for batch in batches), "requests are permuted"
+    assert any(max(batch.query_lens) > 1 for batch in batches), "some steps are mixed"
+    for batch in batches:
+        assert len(set(batch.page_ids.tolist())) == len(batch.page_ids), "no page has two owners"
+
+
+def test_wrong_arguments_raise() -> None:
+    manager = rig_of(torch.device("cpu")).manager
+    with pytest.raises(
+        ConfigError, match=r"manager: expected ReplayManager, got 3; of a Runtime, pass runtime\.manager"
+    ):
+        verify_runtime(3)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="oracle: expected ReplayManager, got 'eager'"):
+        verify_runtime(manager, oracle="eager")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="batches: the list is empty"):
+        verify_runtime(manager, [])
+    small = rig_of(torch.device("cpu"), num_pages=4).manager
+    with pytest.raises(ConfigError, match="cache: expected at least one page per request, got 3 for 8"):
+        generated_batches(small, vocab_size=VOCAB, count=1, seed=0)
+
+
+def test_batches_of_the_caller(device: torch.device) -> None:
+    rig = rig_of(device)
+    pages = {"page_indptr": [0, 2], "page_ids": [5, 6]}
+    batches = [Batch(req_indices=[0], seq_lens=[n], tokens=[n], **pages) for n in (5, 8, 6)]
+    assert verify_runtime(rig.manager, batches).ok
+
+
+def oracle_of(rig: Rig, *, capture: bool = True) -> ReplayManager:
+    """Return the plain model with the reference backend, over a rig's cache."""
+    attention = rig.manager._program.layers[0].spec
+    config = replace(rig.manager.config, backend="torch_reference", use_graphs=False)
+    oracle = ReplayManager(
+        ToyModel(torch.device("cpu"), torch.float32), rig.manager.kv_cache, attention, vocab_size=VOCAB, config=config
+    )
+    if capture:
+        oracle.capture()
+    return oracle
+
+
+def test_a_manager_that_is_not_captured_raises() -> None:
+    rig = rig_of(torch.device("cpu"))
+    oracle = oracle_of(rig, capture=False)
+    with pytest.raises(CaptureError, match="oracle: expected state 'captured', got 'new'"):
+        verify_runtime(rig.manager, oracle=oracle)
+    with pytest.raises(CaptureError, match="manager: expected state 'captured', got 'new'"):
+        verify_runtime(oracle)
+
+
+class Counting(ToyModel):
+    """Uses a Python number that each step increments."""
+
+    number = 0
+
+    def forward(self, step: Step) -> torch.Tensor:
+        self.number += 1
+        return super().forward(step) * (1 + self.number % 5)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_result_that_changes_from_run_to_run_is_not_blamed_on_the_cache(seed: int) -> None:
+    """With poison in unowned pages the result changes, as it does in any run."""
+    model = Counting(torch.device("cpu"), torch.float32)
+    rig = rig_of(torch.device("cpu"), model)
+    report = verify_runtime(rig.manager, model=model, oracle=oracle_of(rig), seed=seed)
+    assert "model.number" in report.blamed
+    assert not [name for name in report.blamed if "kv_cache" in name]
+
+
+def test_wrong_batches_and_numbers_raise() -> None:
+    rig = rig_of(torch.device("cpu"))
+    row = {"req_indices": [0], "seq_lens": [2], "query_lens": [1], "tokens": [3]}
+    bad = {
+        "batches: expected a list": {"batches": 3},
+        r"batches\[0\]: expected Batch": {"batches": [1]},
+        r"batches\[0\].page_ids: expected 0 <= id": {"batches": [Batch(**row, page_indptr=[0, 1], page_ids=[9999])]},
+        "the device refused every request, the first with: .* LENGTH_EXCEEDS_PAGES": {"batches": [Batch(**row)]},
+        "seed: expected an int": {"seed": "a"},
+        "vocab_size: expected an int from 1": {"vocab_size": 10**9},
+        "oracle: it has another KVCache": {"oracle": oracle_of(rig_of(torch.device("cpu")))},
+    }
+    for text, arguments in bad.items():
+        with pytest.raises(ConfigError, match=text):
+            verify_runtime(rig.manager, **arguments)  # type: ignore[arg-type]
+
+
+def test_requests_that_the_device_refuses_are_listed() -> None:
+    rig = rig_of(torch.device("cpu"))
+    good = Batch(req_indices=[1], seq_lens=[2], query_lens=[1], tokens=[3], page_indptr=[0, 1], page_ids=[1])
+    report = verify_runtime(rig.manager, [good, Batch(req_indices=[0], seq_lens=[2], query_lens=[1], tokens=[3])])
+    assert report.ok, str(report)
+    assert report.not_checked["refused requests"].startswith("the device refused 1 requests")
