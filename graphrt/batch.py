@@ -18,7 +18,7 @@ from graphrt.config import Need, RuntimeConfig
 from graphrt.kernels.checks import shown
 from graphrt.kernels.errors import CapacityError, ShapeError, UnsupportedError
 from graphrt.kernels.metadata import step_inputs as layout
-from graphrt.kernels.metadata.arguments import MAX_ROWS, MAX_TOKENS
+from graphrt.kernels.metadata.arguments import MAX_REQS, MAX_TOKENS
 from graphrt.kernels.metadata.buffers import COPIED, COPIED_PAD_WORDS
 from graphrt.kernels.types import TOKEN_FROM_DEVICE
 
@@ -194,8 +194,8 @@ class Batch:
         given = locals()
         req_indices = _int32("req_indices", req_indices)
         n = len(req_indices)
-        if n > MAX_ROWS:
-            raise ShapeError(f"batch.req_indices: expected at most {MAX_ROWS} rows, got {n}; split the step")
+        if n > MAX_REQS:
+            raise ShapeError(f"batch.req_indices: expected at most {MAX_REQS} rows, got {n}; split the step")
         if query_lens is None:
             query_lens, num_tokens = _ones(n), n
         else:

@@ -11,7 +11,7 @@ from graphrt import env
 from graphrt.capture.descriptor import default_decode_sizes, default_mixed_sizes
 from graphrt.kernels.checks import check_bool_field, check_instance, check_int_field, check_ints, check_sequence, shown
 from graphrt.kernels.errors import ConfigError, UnsupportedError
-from graphrt.kernels.metadata.arguments import MAX_ROWS, MAX_TOKENS
+from graphrt.kernels.metadata.arguments import MAX_REQS, MAX_TOKENS
 from graphrt.kernels.numbers import REQUEST_DTYPES, converted
 from graphrt.kernels.ops.sampling_logprobs import MAX_TOP
 
@@ -126,7 +126,7 @@ class RuntimeConfig:
     request_tensors: tuple[RequestTensor, ...] = ()
 
     def __post_init__(self) -> None:
-        check_int_field(self, "max_num_reqs", 1, MAX_ROWS, advice="pass what one step may hold")
+        check_int_field(self, "max_num_reqs", 1, MAX_REQS, advice="pass what one step may hold")
         check_int_field(self, "max_num_tokens", 1, MAX_TOKENS, advice="longer prompts run in chunks")
         check_int_field(self, "max_seq_len", 1, _MAX_LENGTH, advice="pass the longest prompt and output together")
         if self.max_encoder_len is not None:

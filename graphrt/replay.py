@@ -61,7 +61,7 @@ class ReplayManager:
     stream      stream that steps run on; None is the stream current at construction. Graphs share memory, so all
                 steps of one manager run on this one stream
     weights     named tensors that must not move; None takes the model's parameters and buffers if it is a Module
-    page_tables [groups, max_num_reqs, pages_per_row] int32 device, contiguous: each row id's pages, where the caller
+    page_tables [groups, max_num_reqs, pages_per_req] int32 device, contiguous: each row id's pages, where the caller
                 keeps them; one group may leave the first dimension out. Each step reads them, and batches list no pages
     `request_tables` is what rows have by row id: logit biases, token masks, row tensors.
 
@@ -281,7 +281,7 @@ class ReplayManager:
     def begin(self, batch: Batch, ends: StopConditions, *, eager: bool = False) -> Launch:
         """Submit one step as `replay` does, and keep what it says of its rows: `advance` may follow.
 
-        A row whose seq_len is LENGTH_FROM_DEVICE goes on from the length that the device knows; if its sequence has
+        A row whose seq_len is SEQ_LEN_FROM_DEVICE goes on from the length that the device knows; if its sequence has
         ended
         there, the row is nobody's. Raises: as `replay`.
         """

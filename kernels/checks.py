@@ -1,4 +1,4 @@
-"""Checks of tensors and numbers at public borders: one line each, errors with both values."""
+"""Argument checks of public functions: one call each, with errors that name the expected and the actual value."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import torch
 from graphrt.kernels.errors import ConfigError, GraphRTError, ShapeError
 
 _T = TypeVar("_T")
-_MOST_PASSED = 4096  # looks that are kept per check: far more than a runtime has sizes and layers
-_LONGEST_SHOWN = 80  # characters of a wrong value in an error
+_MOST_PASSED = 4096  # cached geometries per check: more than the sizes and layers of a runtime
+_LONGEST_SHOWN = 80  # characters of a value in an error
 
 FLOAT32_TINY, FLOAT32_MAX = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
-"""The smallest and the largest positive number that a device computes with at full precision."""
+"""The smallest and largest positive normal float32."""
 
 
 def check_tensor(
@@ -31,8 +31,8 @@ def check_tensor(
     dtype: torch.dtype | tuple[torch.dtype, ...] | None = None,
     device: torch.device | None = None,
 ) -> None:
-    """Raise ShapeError unless `tensor` has the given shape (None matches any extent), dtype and device."""
-    # A step makes hundreds of these checks: where all is well, one look at each attribute, and nothing is built.
+    """Raise ShapeError unless `tensor` is dense and has the given shape (None matches any extent), dtype and device."""
+    # A step makes hundreds of these checks: the success path reads each attribute once and builds nothing.
     if (
         isinstance(tensor, torch.Tensor)
         and tensor.layout is torch.strided
@@ -45,7 +45,7 @@ def check_tensor(
     if not isinstance(tensor, torch.Tensor):
         raise ShapeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}; pass a tensor")
     if tensor.layout is not torch.strided or tensor.is_nested:
-        raise ShapeError(f"{name}: expected a dense tensor, got a sparse or nested one; pass tensor.to_dense()")
+        raise ShapeError(f"{name}: sparse and nested tensors are not supported; pass tensor.to_dense()")
     if shape is not None and not _matches(tensor.shape, shape):
         want = "[" + ", ".join("*" if s is None else str(s) for s in shape) + "]"
         raise ShapeError(f"{name}: expected shape {want}, got {list(tensor.shape)}; reshape or slice it")
@@ -60,38 +60,38 @@ def check_tensor(
 def _matches(have: Sequence[int], want: Sequence[int | None]) -> bool:
     if len(have) != len(want):
         return False
-    for extent, wanted in zip(have, want, strict=True):  # noqa: SIM110  a generator takes twice as long
+    for extent, wanted in zip(have, want, strict=True):  # noqa: SIM110  a generator is twice as slow
         if wanted is not None and wanted != extent:
             return False
     return True
 
 
 def check_unit_stride(name: str, tensor: torch.Tensor) -> None:
-    """Raise ShapeError unless the last dimension of `tensor` is contiguous, as the kernels require."""
+    """Raise ShapeError unless the last dimension of `tensor` has stride 1, as the kernels require."""
     strides = tensor.stride()
     if strides and strides[-1] != 1 and tensor.shape[-1] > 1:
         raise ShapeError(
             f"{name}: expected stride 1 in the last dimension, got strides {list(tensor.stride())}; "
-            "permute other dimensions, or call .contiguous()"
+            "permute only the other dimensions, or call .contiguous()"
         )
 
 
 def check_no_overlap(name: str, tensor: torch.Tensor) -> None:
-    """Raise ShapeError where elements of `tensor`, which is written, may share memory, as after expand()."""
+    """Raise ShapeError if elements of an output `tensor` may share memory, as after expand()."""
     if tensor.is_contiguous():
         return
-    span = 0  # from the first element to the last, over the dimensions of smaller strides
+    span = 0  # distance from first to last element, over the dimensions with smaller strides
     for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if extent > 1 and stride <= span:
             raise ShapeError(
-                f"{name}: expected elements that share no memory, got strides {list(tensor.stride())} for shape "
-                f"{list(tensor.shape)}; it is written, pass a tensor of its own, not one made by expand()"
+                f"{name}: elements share memory, strides {list(tensor.stride())} for shape {list(tensor.shape)}; the "
+                "tensor is written, so pass one that was not made by expand()"
             )
         span += (extent - 1) * stride
 
 
 def span_bytes(tensor: torch.Tensor) -> int:
-    """Bytes from a tensor's first element in memory to its last; 0 without elements."""
+    """Return the bytes from the first to the last element of a tensor in memory; 0 for an empty tensor."""
     if not tensor.numel():
         return 0
     last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -99,10 +99,10 @@ def span_bytes(tensor: torch.Tensor) -> int:
 
 
 def once_per_geometry(check: Callable[..., None]) -> Callable[..., None]:
-    """`check` of tensors, None and other hashable values, called once for those that look alike.
+    """Decorate `check`, a function of tensors and hashable values, so that it runs once per geometry.
 
-    Two tensors look alike where shapes, strides, dtypes and devices are equal, and `check` may look at nothing else of
-    them. What it refuses is not kept: it raises again. Under torch.compile it is called each time.
+    The geometry of a tensor is its shape, strides, dtype and device; `check` may use nothing else of it. Failures are
+    not cached: the same arguments raise again. Under torch.compile, `check` runs at every call.
     """
     passed: set[tuple[Any, ...]] = set()
 
@@ -111,15 +111,15 @@ def once_per_geometry(check: Callable[..., None]) -> Callable[..., None]:
         if torch.compiler.is_compiling():
             check(*args)
             return
-        looks: list[Any] = []
+        geometry: list[Any] = []
         try:
             for value in args:
                 if isinstance(value, torch.Tensor):
-                    looks += (value.shape, value.stride(), value.dtype, value.device)
+                    geometry += (value.shape, value.stride(), value.dtype, value.device)
                 else:
-                    looks.append(value)
-            known = (key := tuple(looks)) in passed
-        except (RuntimeError, TypeError):  # no strides, as sparse tensors; or no hash
+                    geometry.append(value)
+            known = (key := tuple(geometry)) in passed
+        except (RuntimeError, TypeError):  # a sparse tensor without strides, or an unhashable value
             check(*args)
             return
         if not known:
@@ -132,18 +132,16 @@ def once_per_geometry(check: Callable[..., None]) -> Callable[..., None]:
 
 
 def check_not_empty(name: str, tensor: torch.Tensor) -> None:
-    """Raise ShapeError where `tensor` has no elements."""
+    """Raise ShapeError if `tensor` has no elements."""
     if tensor.numel() == 0:
-        raise ShapeError(
-            f"{name}: expected no extent of 0, got shape {list(tensor.shape)}; pass one that holds something"
-        )
+        raise ShapeError(f"{name}: the tensor is empty, got shape {list(tensor.shape)}; pass one with elements")
 
 
 def shown(value: object) -> str:
-    """`value` as an error shows it: its repr on one line, cut where it is long; the type where there is no repr."""
+    """Return `value` for an error text: its repr on one line, truncated; its type if it has no repr."""
     try:
         text = " ".join(repr(value).split())
-    except Exception:  # ints of thousands of digits have no repr, and a caller's class may have a broken one
+    except Exception:  # ints with thousands of digits have no repr, and a caller's __repr__ may raise
         return f"a value of type {type(value).__name__}"
     return text if len(text) <= _LONGEST_SHOWN else text[: _LONGEST_SHOWN - 3] + "..."
 
@@ -160,27 +158,27 @@ def check_instance(
     advice: str,
     error: type[GraphRTError] = ConfigError,
 ) -> _T:
-    """`value`; raises `error` unless it is an instance of `kind`."""
+    """Return `value`. Raises: `error`: unless it is an instance of `kind`."""
     if not isinstance(value, kind):
         raise error(f"{name}: expected {_names(kind)}, got {shown(value)}; {advice}")
     return value
 
 
 def check_callable(name: str, value: object, *, advice: str, error: type[GraphRTError] = ConfigError) -> None:
-    """Raise `error` unless `value` can be called."""
+    """Raise `error` unless `value` is callable."""
     if not callable(value):
         raise error(f"{name}: expected a callable, got {shown(value)}; {advice}")
 
 
 def check_bool(name: str, value: object, *, advice: str, error: type[GraphRTError] = ConfigError) -> bool:
-    """`value` as a bool; raises `error` unless it is one, of Python or NumPy."""
+    """Return `value` as a bool. Raises: `error`: unless it is a Python or NumPy bool."""
     if not isinstance(value, (bool, np.bool_)):
         raise error(f"{name}: expected True or False, got {shown(value)}; {advice}")
     return bool(value)
 
 
 def check_bool_field(owner: object, name: str, *, advice: str) -> None:
-    """`check_bool` of a frozen dataclass's field, which is Python's bool from then on."""
+    """Apply `check_bool` to a field of a frozen dataclass, and store the result as a Python bool."""
     value = check_bool(f"{type(owner).__name__}.{name}", getattr(owner, name), advice=advice)
     object.__setattr__(owner, name, value)
 
@@ -194,7 +192,7 @@ def check_int(
     advice: str,
     error: type[GraphRTError] = ConfigError,
 ) -> int:
-    """`value` as an int; raises `error` unless it is one, of Python or NumPy and no bool, from `low` to `high`."""
+    """Return `value` as an int. Raises: `error`: unless it is a Python or NumPy int (no bool) from `low` to `high`."""
     if type(value) is int and low <= value and (high is None or value <= high):
         return value  # a step makes several of these checks
     number = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
@@ -205,7 +203,7 @@ def check_int(
 
 
 def check_int_field(owner: object, name: str, low: int, high: int | None = None, *, advice: str) -> None:
-    """`check_int` of a frozen dataclass's field, which is Python's int from then on."""
+    """Apply `check_int` to a field of a frozen dataclass, and store the result as a Python int."""
     value = check_int(f"{type(owner).__name__}.{name}", getattr(owner, name), low, high, advice=advice)
     object.__setattr__(owner, name, value)
 
@@ -219,7 +217,7 @@ def check_number(
     advice: str,
     error: type[GraphRTError] = ConfigError,
 ) -> float:
-    """`value` as a float; raises `error` unless it is a finite number from `low` to `high`, see `is_finite`."""
+    """Return `value` as a float. Raises: `error`: unless it is a finite number (`is_finite`) from `low` to `high`."""
     if not (is_finite(value) and low <= float(value) <= high):  # type: ignore[arg-type]
         bounds = f">= {low:g}" if high >= FLOAT32_MAX else f"from {low:g} to {high:g}"
         raise error(f"{name}: expected a finite number {bounds}, got {shown(value)}; {advice}")
@@ -229,9 +227,12 @@ def check_number(
 def check_sequence(
     name: str, value: object, length: int | None = None, *, of: str, error: type[GraphRTError] = ShapeError
 ) -> Sequence[Any]:
-    """`value`; raises `error` unless it is a list, a tuple or alike, and no text, with `length` items if given.
+    """Return `value`.
 
-    of   what the items are, for the error
+    length   required number of items; None: any
+    of       name of the items in the error, in the plural
+
+    Raises: `error`: unless `value` is a sequence other than str or bytes, and has `length` items.
     """
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes, bytearray)):
         raise error(f"{name}: expected a list or tuple of {of}, got {shown(value)}; pass a list")
@@ -241,11 +242,12 @@ def check_sequence(
 
 
 def check_device(name: str, value: object) -> torch.device:
-    """`value` as a device that is there, `cuda` with the index of the current one; raises ConfigError otherwise.
+    """Return `value` as an available device; `cuda` gets the index of the current device.
 
-    The meta device passes: its tensors have shapes and no memory.
+    The meta device is accepted.
+    Raises: ConfigError: if the device type is not supported, or the CUDA device does not exist.
     """
-    advice = "name a device that graphrt runs on"
+    advice = "pass a supported device"
     if not isinstance(value, (str, torch.device)):
         raise ConfigError(f"{name}: expected cpu, cuda or cuda:N, got {shown(value)}; {advice}")
     try:
@@ -261,13 +263,13 @@ def check_device(name: str, value: object) -> torch.device:
     if index is None and count:
         index = torch.cuda.current_device()
     if index is None or index >= count:
-        raise ConfigError(f"{name}: expected one of {count} CUDA devices, got {shown(value)}; pass device='cpu'")
+        raise ConfigError(f"{name}: expected one of {count} CUDA devices, got {shown(value)}; pass another, or 'cpu'")
     return torch.device("cuda", index)
 
 
 def check_named_tensors(name: str, value: object) -> tuple[tuple[str, torch.Tensor], ...]:
-    """`value` as a tuple of pairs of a text and a tensor; raises ConfigError where it is anything else."""
-    advice = "pass pairs as Module.named_parameters() gives them"
+    """Return `value` as a tuple of (name, tensor) pairs. Raises: ConfigError: if it has any other item."""
+    advice = "pass pairs such as those of Module.named_parameters()"
     if not isinstance(value, Iterable) or isinstance(value, (str, bytes, bytearray, np.ndarray, torch.Tensor)):
         raise ConfigError(f"{name}: expected pairs of a name and a tensor, got {shown(value)}; {advice}")
     pairs = []
@@ -282,10 +284,12 @@ def check_named_tensors(name: str, value: object) -> tuple[tuple[str, torch.Tens
 def check_ints(
     name: str, values: object, low: int, high: int, *, advice: str, error: type[GraphRTError] = ShapeError
 ) -> npt.NDArray[np.int64]:
-    """`values` as a contiguous int64 array [n]; raises `error` unless all are ints from `low` to `high`.
+    """Return `values` as a contiguous int64 array [n].
 
-    values   a list, tuple or range of ints of Python or NumPy; an array, or a host tensor, of one dimension and any int
-             dtype. No bools, no floats. An empty one of any dtype passes
+    values   a sequence of Python or NumPy ints, or a 1-D array or host tensor of any int dtype; not bool or float.
+             Empty values may have any dtype
+
+    Raises: `error`: unless all values are ints from `low` to `high`.
     """
     found = _as_array(values)
     if found is None:
@@ -304,13 +308,13 @@ def check_ints(
 
 
 def _as_array(values: object) -> npt.NDArray[Any] | None:
-    """The array of an array, of a strided host tensor or of `array.array`; None for everything else."""
+    """Return a NumPy array for an array, a strided host tensor or an `array.array`; None for anything else."""
     if isinstance(values, torch.Tensor):
         whole = not values.is_floating_point() or values.numel() == 0
         plain = values.device.type == "cpu" and values.layout is torch.strided and whole
         try:
             return values.detach().numpy() if plain else None
-        except (RuntimeError, TypeError):  # dtypes that NumPy does not have, nested tensors and other subclasses
+        except (RuntimeError, TypeError):  # dtypes without a NumPy equivalent, nested tensors and other subclasses
             return None
     if isinstance(values, (np.ndarray, array)):
         return np.asarray(values)
@@ -326,7 +330,7 @@ def _listed(
         else:
             got = shown(values)
         raise error(f"{name}: expected ints from {low} to {high} on the host, got {got}; {advice}")
-    for kind in set(map(type, values)):  # a list of one type has a set of one: this costs 20 ns an item
+    for kind in set(map(type, values)):  # usually one type: 20 ns per item
         if not issubclass(kind, Integral) or issubclass(kind, bool):
             index = next(i for i, value in enumerate(values) if type(value) is kind)
             raise error(f"{name}[{index}]: expected an int from {low} to {high}, got {shown(values[index])}; {advice}")
@@ -339,10 +343,10 @@ def _listed(
 
 
 def is_finite(value: object) -> bool:
-    """Whether `value` is a finite number, of Python or NumPy and no bool."""
+    """Whether `value` is a finite Python or NumPy number, not a bool."""
     if not isinstance(value, Real) or isinstance(value, bool):
         return False
     try:
         return math.isfinite(value)
-    except OverflowError:  # an int beyond any float
+    except OverflowError:  # an int that no float can represent
         return False

@@ -1,4 +1,4 @@
-"""How to compile one variant of a Triton kernel without launching it."""
+"""Descriptions of kernel variants that tests compile without launching."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class CompileSpec:
-    """One variant of a kernel, as a test compiles it for a GPU that is not there.
+    """One variant of a Triton kernel, which a test compiles for sm_90 without a GPU.
 
-    signature       Triton type of each argument, in order: "*bf16", "i32", "fp32", ...; "constexpr" for those below
+    signature       Triton type of each argument, in order: "*bf16", "i32", "fp32" or "constexpr"
     constexprs      values of the constexpr arguments
-    max_registers   bound of registers per thread
+    max_registers   most registers per thread
     divisible       arguments whose value or address is a multiple of 16
-    max_spill       bound of spilled bytes per thread
-    maxnreg         registers that the launch limits a thread to; None: it does not
-    ptx             what the PTX must contain: Triton leaves out some of what a kernel asks for
+    max_spill       most spilled bytes per thread
+    maxnreg         register limit per thread of the launch; None: no limit
+    ptx             strings that the PTX must contain: Triton ignores some requests of a kernel
     """
 
     name: str

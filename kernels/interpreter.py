@@ -1,18 +1,16 @@
-"""Repairs of the Triton interpreter, which runs kernels on CPU tensors when TRITON_INTERPRET=1.
+"""Fixes for the Triton interpreter, which runs kernels on CPU tensors with TRITON_INTERPRET=1.
 
-What is wrong in it:
+Its bugs:
 
-- It keeps bfloat16 values as their bits in uint16 arrays. `tl.dot` and some arithmetic then compute with the bits,
-  without an error.
-- Its float conversions truncate where the hardware rounds to nearest even.
+- It stores bfloat16 values as their bits in uint16 arrays. `tl.dot` and some arithmetic silently compute with the bits.
+- Its float conversions truncate; the hardware rounds to nearest even.
 - It decodes the NaN of e4m3 as 480.
-- In triton 3.6, `range` over a kernel's values asks NumPy for the integer of a one-element array, which newer
-  NumPy refuses.
+- In Triton 3.6, `range` over kernel values converts a one-element array to an int, which recent NumPy rejects.
 
-After `install()` conversions between float formats are those of torch. bfloat16 arithmetic computes in float32 and
-rounds once, as the compiled kernels do. `interpreted()` of library.py calls `install()`.
+After `install()`, float conversions are those of torch. bfloat16 arithmetic computes in float32 and rounds once, like
+the compiled kernels. `interpreted()` in library.py calls `install()`.
 
-Not repaired: atomics on bfloat16, inline assembly and libdevice calls, which the interpreter does not have.
+Not fixed: atomics on bfloat16, inline assembly and libdevice calls, which the interpreter does not implement.
 """
 
 from __future__ import annotations
@@ -46,17 +44,15 @@ _installed = False
 
 
 def install() -> None:
-    """Repair the interpreter of this process. Calling it again does nothing.
+    """Fix the interpreter of this process. Further calls do nothing.
 
-    For kernels that bind `gdc_wait` by name, call it before they are imported.
-
-    Raises: UnsupportedError when TRITON_INTERPRET=1 was not set before triton was first imported.
+    Call it before importing kernels that import `gdc_wait` by name.
+    Raises: UnsupportedError: if TRITON_INTERPRET=1 was not set before the first import of triton.
     """
     global _installed
     if not triton.knobs.runtime.interpret:
         raise UnsupportedError(
-            "install(): expected TRITON_INTERPRET=1 in the environment before triton is imported, got none; "
-            "set it and start a new process"
+            "install(): triton was imported without TRITON_INTERPRET=1; set it in the environment of a new process"
         )
     if _installed:
         return
@@ -71,23 +67,23 @@ def install() -> None:
     triton_interpreter._patch_lang_tensor = _indexed_by_item(triton_interpreter._patch_lang_tensor)
     triton_interpreter._patch_lang = _restored_as_a_whole(triton_interpreter._patch_lang)
     builder.get_bf16 = lambda self, value: self.cast_impl(self.get_fp32(value), tl.bfloat16)
-    # Programs run one after another here, so there is nothing to wait for. Triton loads its package `cuda` twice: as an
-    # attribute of the parent package, and as another object in sys.modules.
+    # Programs run one after another, so these functions do nothing. Triton loads its package `cuda` twice: as an
+    # attribute of the parent package, and as a separate object in sys.modules.
     for module in (tl.extra.cuda, sys.modules["triton.language.extra.cuda"]):
         for name in ("gdc_wait", "gdc_launch_dependents"):
             setattr(module, name, _no_op)
 
 
 def _restored_as_a_whole(patch_lang: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A launch puts back what it changed of Triton's language: for its kernel, and for functions that the kernel calls.
+    """Make a launch restore all its changes of Triton's language, including those for functions that the kernel calls.
 
-    The original forgets the changes of functions. Nothing can be compiled in the process from then on.
+    Triton restores only the changes for the kernel, after which the process can no longer compile kernels.
     """
-    restores: list[Callable[[], None]] = []  # of the kernel, and behind it of each function that it called
+    restores: list[Callable[[], None]] = []  # for the kernel, then for each function that it called
 
     def patch(fn: Any) -> Any:
         scope = patch_lang(fn)
-        if scope is None:  # of a Triton that puts nothing back
+        if scope is None:  # a Triton version that restores nothing
             return None
         at = len(restores)
         restores.append(scope.restore)
@@ -103,9 +99,9 @@ def _restored_as_a_whole(patch_lang: Callable[[Any], Any]) -> Callable[[Any], An
 
 
 def convert_float(data: Any, source: Any, target: Any, rounding: object = None) -> Any:
-    """The bits of `data`, of Triton dtype `source`, as the bits of `target`, in an unsigned array of the same shape.
+    """Convert the bits of `data` from Triton dtype `source` to `target`, in an unsigned array of the same shape.
 
-    Rounds to nearest even. Finite values beyond an 8-bit target saturate, as `cvt.rn.satfinite` does on the device.
+    Rounds to nearest even. Finite values beyond the range of an 8-bit target saturate, like `cvt.rn.satfinite`.
     """
     values = torch.from_numpy(np.ascontiguousarray(data)).view(_FLOAT_DTYPES[source])
     if target in _MAX_FINITE:
@@ -118,7 +114,7 @@ def convert_float(data: Any, source: Any, target: Any, rounding: object = None) 
 
 
 def _rounding_cast(cast: Callable[..., Any]) -> Callable[..., Any]:
-    """Casts to and from bfloat16 by value. The original casts its bits unless the other side is float32."""
+    """Cast to and from bfloat16 by value. Triton casts the bits unless the other dtype is float32."""
 
     def cast_impl(self: Any, source: Any, target: Any) -> Any:
         if source.dtype.scalar == target.scalar == tl.bfloat16:
@@ -133,7 +129,7 @@ def _rounding_cast(cast: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _computed_in_float32(operation: Callable[..., Any]) -> Callable[..., Any]:
-    """`operation` with its bfloat16 operands widened, and a float result rounded to bfloat16 once."""
+    """Run `operation` with bfloat16 operands widened to float32, and round a float result to bfloat16 once."""
 
     def compute(self: Any, *operands: Any) -> Any:
         if not any(_is_bfloat16(x) for x in operands):
@@ -174,7 +170,7 @@ def _indexed_by_item(patch_tensor: Callable[..., None]) -> Callable[..., None]:
 
 
 def _is_bfloat16(value: Any) -> bool:
-    """Whether `value` holds bits of bfloat16. The interpreter types a comparison's result like its operands."""
+    """Whether `value` holds bfloat16 bits. The dtype is not enough: a comparison has the dtype of its operands."""
     return isinstance(value, _Handle) and value.dtype.scalar == tl.bfloat16 and value.data.dtype == np.uint16
 
 

@@ -1,10 +1,10 @@
-"""Launches of Triton kernels that cost the host little: Triton's binder looks at a launch only when it is a new one.
+"""Launch Triton kernels with little host time, by caching the compiled kernel of each kind of launch.
 
-    first launch    rms_norm, bf16, aligned, strides 2048   ->  binder, compiler   ->  compiled kernel, kept
-    next launches   the same, other addresses               ->  found by its key   ->  compiled kernel
+    first launch    rms_norm, bf16, aligned, strides 2048   ->  binder, compiler   ->  compiled kernel, cached
+    next launches   the same, other addresses               ->  cache key          ->  compiled kernel
 
-The binder looks at every argument of every launch, and takes longer than the driver. A step has some 75 launches of
-Triton kernels, and few of these are new.
+Triton's binder inspects every argument of every launch, which takes longer than the driver call. A step has about 75
+launches of Triton kernels, and few of them are new.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-_ALIGNMENT = 16  # bytes: Triton compiles another variant for addresses that are no multiple of it
-_MOST_KNOWN = 4096  # launches that are kept per kernel: far more than a runtime has sizes
+_ALIGNMENT = 16  # bytes: Triton compiles a different variant for unaligned addresses
+_MOST_KNOWN = 4096  # cached launches per kernel: more than the sizes of a runtime
 
 _Pointer = torch.Tensor | None
 _Values = Callable[[tuple[Any, ...]], tuple[Any, ...]]
@@ -27,20 +27,21 @@ _Values = Callable[[tuple[Any, ...]], tuple[Any, ...]]
 
 @cache
 def overlaps(device: torch.device) -> bool:
-    """Whether a kernel on this device can start before the one before it has ended, and wait for it (`launch_pdl`)."""
+    """Whether kernels on `device` support programmatic dependent launch (`launch_pdl`)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 class KernelLauncher:
-    """Launches one kernel: `launcher(grid, *args, **named)` for `kernel[grid](*args, **named)`.
+    """Launcher of one kernel: `launcher(grid, *args, **named)` replaces `kernel[grid](*args, **named)`.
 
-    kernel   under `triton.jit`; names of its pointers end in `_ptr`, and of tuples of pointers in `_ptrs`
-    args     all but the constexprs, which go by name, as Triton's options do
+    kernel   a `triton.jit` function; names of pointers end in `_ptr`, names of tuples of pointers in `_ptrs`
+    args     all arguments except constexprs, which are passed by name like Triton's options
 
-    Launches are alike, and take one compiled kernel, where grid, numbers, names and dtypes are equal, and the same
-    tensors are aligned. So what Triton makes of an argument is never guessed. Its settings count at the first of them.
+    Launches share a compiled kernel if grid, numbers, named arguments, dtypes and the alignment of every tensor are
+    equal. The cache thus never depends on how Triton specializes an argument. Triton's global settings take effect at
+    the first launch of each kind.
 
-    Capture-safe, as launches are. Under the interpreter every launch is Triton's own.
+    Capture-safe. Under the interpreter, every launch goes through Triton.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -48,9 +49,9 @@ class KernelLauncher:
         names = kernel.arg_names
         constexprs = {param.name for param in kernel.params if param.is_constexpr} if _is_compiled(kernel) else set()
         self._constexprs = [name for name in names if name in constexprs]
-        places = range(len(names) - len(constexprs))
-        self._pointers = _picked([at for at in places if names[at].endswith(("_ptr", "_ptrs"))])
-        self._numbers = _picked([at for at in places if not names[at].endswith(("_ptr", "_ptrs"))])
+        indices = range(len(names) - len(constexprs))
+        self._pointers = _picked([at for at in indices if names[at].endswith(("_ptr", "_ptrs"))])
+        self._numbers = _picked([at for at in indices if not names[at].endswith(("_ptr", "_ptrs"))])
         self._has_tuples = any(name.endswith("_ptrs") for name in names)
         self._known: dict[tuple[Any, ...], tuple[Callable[..., None], tuple[Any, ...]]] = {}
 
@@ -62,7 +63,7 @@ class KernelLauncher:
         if self._has_tuples:
             pointers = _flat(pointers)
         kinds: list[Any] = [device]
-        unaligned = 0  # a bit per tensor
+        unaligned = 0  # one bit per tensor
         for tensor in pointers:
             if tensor is None:
                 kinds.append(None)
@@ -76,7 +77,7 @@ class KernelLauncher:
             launch(*args, *constexprs, stream=driver.active.get_current_stream(device))
             return
         compiled = self._kernel[grid](*args, **named)
-        if compiled is None:  # a hook of Triton's has refused it
+        if compiled is None:  # a Triton hook rejected the launch
             return
         x, y, z = (*grid, 1, 1)[:3]
         if len(self._known) >= _MOST_KNOWN:
@@ -88,13 +89,13 @@ def _is_compiled(kernel: Any) -> bool:
     return isinstance(kernel, JITFunction)
 
 
-def _picked(places: list[int]) -> _Values:
-    """What picks the values at these places of a tuple, as a tuple."""
-    if len(places) > 1:
-        return operator.itemgetter(*places)
-    return lambda values: tuple(values[at] for at in places)
+def _picked(indices: list[int]) -> _Values:
+    """Return a function that selects these indices of a tuple, as a tuple."""
+    if len(indices) > 1:
+        return operator.itemgetter(*indices)
+    return lambda values: tuple(values[at] for at in indices)
 
 
 def _flat(pointers: tuple[Any, ...]) -> tuple[_Pointer, ...]:
-    """Pointers, those of tuples among them one by one."""
+    """Flatten pointers and tuples of pointers into one tuple."""
     return tuple(one for some in pointers for one in (some if isinstance(some, tuple) else (some,)))

@@ -1,11 +1,11 @@
-"""Registration of graphrt's operators, and the choice between Triton kernel and torch reference.
+"""Registration of graphrt's operators, and the choice between Triton kernel and PyTorch reference.
 
-Every kernel is launched through a `torch.library` operator, so that a capture on CUDA records its launch and the
-op trace twin on CPU sees one op with frozen arguments. `torch.library.Library` is used directly because
-`torch.library.custom_op` costs several microseconds more per call, which capture pays 10,000 times.
+Every kernel is launched through a `torch.library` operator. A capture on CUDA thus records the launch, and the op trace
+on a CPU records one operator with frozen arguments. The module uses `torch.library.Library` directly: a
+`torch.library.custom_op` takes several microseconds more per call, and a capture makes 10,000 calls.
 
-On CUDA the Triton kernel runs. On CPU the torch reference beside it runs, unless `interpreted()` is active: then
-the Triton kernel itself runs under the Triton interpreter, on the same CPU tensors.
+CUDA tensors use the Triton kernel. CPU tensors use the PyTorch reference or, inside `interpreted()`, the Triton kernel
+under the Triton interpreter.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _cpu_runs_triton = False
 _composites: dict[Any, Callable[..., None]] = {}
 
 INTERPRETER_AVAILABLE: bool = bool(triton.knobs.runtime.interpret)
-"""True when TRITON_INTERPRET=1 was set before triton was first imported."""
+"""True if TRITON_INTERPRET=1 was set before the first import of triton."""
 
 
 def define_op(
@@ -36,9 +36,9 @@ def define_op(
 ) -> Any:
     """Register `graphrt::<schema>` and return the callable operator overload.
 
-    `triton_impl` launches the Triton kernel; it serves CUDA, and CPU under `interpreted()`. `reference` is the torch
-    implementation that serves CPU; None means that on CPU the op exists under the interpreter only. `fake` gives the
-    outputs' shapes to torch.compile; ops that only mutate their arguments need none.
+    triton_impl   launches the Triton kernel, for CUDA tensors, and for CPU tensors inside `interpreted()`
+    reference     PyTorch implementation for CPU tensors; None: CPU tensors are supported only inside `interpreted()`
+    fake          returns outputs of the right shape to torch.compile; None: the operator returns nothing
     """
     name = schema.split("(", 1)[0]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -48,7 +48,7 @@ def define_op(
             return triton_impl(*args, **kwargs)
         if reference is None:
             raise UnsupportedError(
-                f"graphrt::{name}: expected a CUDA tensor, got CPU; choose the backend 'torch_reference' on CPU"
+                f"graphrt::{name}: has no CPU implementation; pass CUDA tensors, or use the backend 'torch_reference'"
             )
         return reference(*args, **kwargs)
 
@@ -61,8 +61,8 @@ def define_op(
 def define_composite(schema: str, impl: Callable[..., None]) -> Any:
     """Register `graphrt::<schema>`, an operator that calls other operators, and return the callable overload.
 
-    To torch.compile it is one opaque operator, which writes what its schema says and returns nothing. A capture records
-    the operators that `impl` calls.
+    torch.compile sees one opaque operator that mutates its arguments and returns nothing. A capture records the
+    operators that `impl` calls.
     """
     name = schema.split("(", 1)[0]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
@@ -75,25 +75,23 @@ def define_composite(schema: str, impl: Callable[..., None]) -> Any:
 
 
 def composite_impl(op: object) -> Callable[..., None] | None:
-    """What an operator of `define_composite` calls; None for every other."""
+    """Return the implementation of a `define_composite` operator; None for all other operators."""
     return _composites.get(op)
 
 
 @contextlib.contextmanager
 def interpreted() -> Iterator[None]:
-    """Run Triton kernels on CPU tensors through the Triton interpreter while active (slow, for tests).
+    """Run Triton kernels on CPU tensors through the Triton interpreter inside the context (slow; for tests).
 
-    Repairs the interpreter of this process for good, by itself wrong for bfloat16 and fp8; see interpreter.py.
-
-    Raises: UnsupportedError when TRITON_INTERPRET=1 was not set before triton was first imported.
+    Permanently fixes bugs of this process's interpreter; see interpreter.py.
+    Raises: UnsupportedError: if TRITON_INTERPRET=1 was not set before the first import of triton.
     """
     global _cpu_runs_triton
     if not INTERPRETER_AVAILABLE:
         raise UnsupportedError(
-            "interpreted(): expected TRITON_INTERPRET=1 in the environment before triton is imported, got none; "
-            "set it and start a new process"
+            "interpreted(): triton was imported without TRITON_INTERPRET=1; set it in the environment of a new process"
         )
-    from graphrt.kernels.interpreter import install  # nobody else needs Triton's interpreter
+    from graphrt.kernels.interpreter import install  # imports Triton's interpreter, which only tests need
 
     install()
     previous, _cpu_runs_triton = _cpu_runs_triton, True
@@ -104,5 +102,5 @@ def interpreted() -> Iterator[None]:
 
 
 def cpu_runs_triton() -> bool:
-    """Whether CPU tensors currently go through interpreted Triton kernels."""
+    """Whether CPU tensors currently use interpreted Triton kernels."""
     return _cpu_runs_triton

@@ -1,4 +1,4 @@
-"""Values of a row's own tensors: numbers that somebody passed, as a tensor of the dtype that was declared."""
+"""Exact conversion of user-supplied numbers to the declared dtype of a per-request tensor."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ REQUEST_DTYPES = (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
 )  # fmt: skip
-"""Dtypes of row tensors: those that a replay bundle can hold."""
+"""Dtypes of per-request tensors: those that a replay bundle can store."""
 
 _INT64_END = 2.0**63
 
 
 def converted(name: str, value: object, dtype: torch.dtype, error: type[GraphRTError]) -> torch.Tensor:
-    """A copy of `value` on the host, in `dtype` and its own shape: of a number, lists of them, an array or a tensor.
+    """Return a copy of `value` on the host as a tensor of `dtype`.
 
-    2**24 + 1 into float32 raises, as float32 has no such number. 0.1 is rounded, and 2.0 passes into int32. So an int
-    must be a number of `dtype`, and so must all that goes into ints and bools. Where a float goes into floats, it is
-    rounded, and may not lie beyond their range.
+    value   a number, nested lists of numbers, an array or a tensor; the result has its shape
 
-    Raises: `error` for what are no real numbers, ints beyond 64 bits, and numbers that `dtype` does not have.
+    Ints must be exact in `dtype`: 2**24 + 1 raises for float32. Floats are rounded to a float `dtype` and must be in
+    its range; for an int or bool `dtype` they must be integral: 2.0 passes for int32.
+
+    Raises: `error`: if `value` has items that are not real numbers, ints beyond 64 bits, or numbers that `dtype` cannot
+        represent.
     """
     try:
         tensor = _tensor_of(value, dtype)
@@ -38,14 +40,14 @@ def converted(name: str, value: object, dtype: torch.dtype, error: type[GraphRTE
 
 
 def _tensor_of(value: object, dtype: torch.dtype) -> torch.Tensor | None:
-    """None for numbers that `dtype` does not have."""
+    """Convert `value`; None if `dtype` cannot represent a number."""
     if isinstance(value, torch.Tensor):
         return _kept(value.detach().cpu(), dtype)
     array = np.array(value)
     tensor = _kept(torch.from_numpy(array), dtype)
     if tensor is None or array.dtype.kind != "f" or not isinstance(value, (list, tuple)):
         return tensor
-    # NumPy makes floats of the ints that stand beside floats, which rounds them: they are converted by themselves.
+    # In a list with floats, NumPy converts ints to floats and rounds them, so convert the ints separately.
     items = np.array(value, dtype=object)
     is_int = np.array([isinstance(item, Integral) for item in items.flat], np.bool_)
     if is_int.any():
@@ -57,13 +59,13 @@ def _tensor_of(value: object, dtype: torch.dtype) -> torch.Tensor | None:
 
 
 def _kept(given: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """A copy in `dtype`, None where that changes a number."""
+    """Return a copy in `dtype`; None if the conversion changes a number."""
     if given.is_complex() or given.layout is not torch.strided or given.is_nested:
-        raise TypeError("no real numbers, or no dense tensor")
+        raise TypeError("complex, sparse and nested tensors are not supported")
     if dtype.is_floating_point and given.is_floating_point():
         tensor, wide = given.to(dtype, copy=True), given.double()
         inside = wide.abs() <= torch.finfo(dtype).max
-        same = (tensor.double() == wide) | (tensor.double().isnan() & wide.isnan())  # infinities, which not all have
+        same = (tensor.double() == wide) | (tensor.double().isnan() & wide.isnan())  # infinities, if `dtype` has them
         return tensor if bool((inside | same).all()) else None
     whole = _as_int64(given)
     if whole is None:
@@ -74,7 +76,7 @@ def _kept(given: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
 
 
 def _as_int64(numbers: torch.Tensor) -> torch.Tensor | None:
-    """None where some are no ints of 64 bits."""
+    """Return the numbers as int64; None if a number is not a 64-bit int."""
     if numbers.is_floating_point():
         wide = numbers.double()
         inside = (wide >= -_INT64_END) & (wide < _INT64_END) & (wide == wide.trunc())

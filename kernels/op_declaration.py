@@ -1,4 +1,4 @@
-"""Operators that are declared once: the schema, the call and the unpacking follow from a frozen dataclass.
+"""Operators declared by a frozen dataclass, which defines the schema, the call and the conversion of arguments.
 
     @dataclass(frozen=True, slots=True)
     class ScaleCall:
@@ -10,9 +10,9 @@
     scale = DeclaredOp("scale", ScaleCall, triton_impl=launch_scale, reference=scale_reference)
     scale(ScaleCall(x, out, None, 2.0))      # registered as scale(Tensor x, Tensor(a!) out, Tensor? bias, float factor)
 
-Both implementations take the dataclass. A field may itself be a dataclass: its fields become arguments of the operator.
-A frozen dataclass with a property `ints` and a class method `from_ints` travels as one list of ints; equal lists arrive
-as one object.
+Both implementations take the dataclass. A field may be a dataclass itself: its fields become operator arguments. A
+frozen dataclass with a property `ints` and a class method `from_ints` is passed as one list of ints; equal lists give
+the same object.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ import torch
 from graphrt.kernels.library import define_op
 
 Written = Annotated[torch.Tensor, "written"]
-"""The annotation of a tensor that the operator writes."""
+"""Annotation of a tensor that the operator writes."""
 
 _LEAVES = {torch.Tensor: "Tensor", int: "int", float: "float", bool: "bool", list[int]: "int[]"}
 
 _MOST_KEPT = 4096
-"""Objects made of ints that are kept: far more than a runtime has plans."""
+"""Cached objects made from ints: more than the plans of a runtime."""
 
 Call = TypeVar("Call")
 
@@ -44,10 +44,9 @@ Call = TypeVar("Call")
 class DeclaredOp(Generic[Call]):
     """An operator of the library `graphrt` whose arguments are the fields of the dataclass `arguments`.
 
-    Capture-safe: a call reads the fields in one step and goes on to the operator; the schema is built once.
-
-    Raises: TypeError, when it is declared, for a field whose annotation no schema has, for two fields of one name,
-    or for fewer than two fields.
+    Capture-safe: a call only reads the fields and calls the operator.
+    Raises: TypeError: at declaration, if a field's annotation has no schema type, if two fields have the same name, or
+        if there are fewer than two fields.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class DeclaredOp(Generic[Call]):
         build: Callable[[tuple[Any, ...]], Call] = eval(f"lambda values: {source}", classes)  # as dataclasses do
         names = [path.rsplit(".", 1)[-1] if not path.endswith(".ints") else path.split(".")[-2] for path in paths]
         if len(names) < 2 or len(set(names)) != len(names):
-            raise TypeError(f"{arguments.__name__}: expected two fields or more, of different names, got {names}")
+            raise TypeError(f"{arguments.__name__}: expected at least two fields with different names, got {names}")
         self.schema = f"{name}({', '.join(_arguments(names, types_of))}) -> ()"
         self._values: Callable[[Call], tuple[object, ...]] = operator.attrgetter(*paths)
         self._op: Any = define_op(
@@ -76,13 +75,13 @@ class DeclaredOp(Generic[Call]):
         self._op(*self._values(call))
 
 
-def _describe(cls: type[Any], classes: dict[str, Any], places: Iterator[int]) -> tuple[list[str], list[str], str]:
-    """Of a dataclass: paths to its leaves, the leaves' types in a schema, and an expression that builds an instance.
+def _describe(cls: type[Any], classes: dict[str, Any], indices: Iterator[int]) -> tuple[list[str], list[str], str]:
+    """Return the paths to a dataclass's leaves, their schema types, and an expression that builds an instance.
 
-    classes   what the expression calls, by name; written
-    places    of the leaves in `values`, as the expression has them
+    classes   written: the callables of the expression, by name
+    indices   indices of the leaves in `values`, as the expression uses them
 
-    A step builds dozens of instances. Source that names each place takes a third of the time of calls per field.
+    A step builds dozens of instances; a generated expression takes a third of the time of per-field calls.
     """
     paths: list[str] = []
     kinds: list[str] = []
@@ -93,16 +92,16 @@ def _describe(cls: type[Any], classes: dict[str, Any], places: Iterator[int]) ->
         if hasattr(hint, "from_ints"):
             paths.append(f"{field.name}.ints")
             kinds.append("int[]")
-            parts.append(f"{_named(_from_ints(hint), classes)}(tuple(values[{next(places)}]))")
+            parts.append(f"{_named(_from_ints(hint), classes)}(tuple(values[{next(indices)}]))")
         elif dataclasses.is_dataclass(hint):
-            inner_paths, inner_kinds, source = _describe(typing.cast("type[Any]", hint), classes, places)
+            inner_paths, inner_kinds, source = _describe(typing.cast("type[Any]", hint), classes, indices)
             paths += [f"{field.name}.{path}" for path in inner_paths]
             kinds += inner_kinds
             parts.append(source)
         else:
             paths.append(field.name)
             kinds.append(_kind(f"{cls.__name__}.{field.name}", hint))
-            parts.append(f"values[{next(places)}]")
+            parts.append(f"values[{next(indices)}]")
     return paths, kinds, f"{_named(cls, classes)}({', '.join(parts)})"
 
 
@@ -117,7 +116,7 @@ def _from_ints(cls: type[Any]) -> Callable[[tuple[int, ...]], Any]:
 
 
 def _kind(name: str, hint: Any) -> str:
-    """The annotation in the language of schemas; a tensor that is written has a `!` for its alias set."""
+    """Return the schema type of an annotation; for a written tensor, `!` marks the alias set."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         inner = [argument for argument in typing.get_args(hint) if argument is not types.NoneType]
         if len(inner) == 1:

@@ -1,27 +1,27 @@
-"""Constants and small enums shared by kernels, capture and runtime."""
+"""Constants and enums shared by kernels, capture and runtime."""
 
 from __future__ import annotations
 
 from enum import Enum, IntEnum
 
 PAD_SLOT_ID = -1
-"""Slot of a token that no KV writer may store."""
+"""Value in `slot_mapping` of a token whose KV is not written."""
 
 TOKEN_FROM_DEVICE = -(1 << 31)
-"""Value in a batch's token list that stands for the row's last sampled token, read on the device.
+"""Value in a batch's token list for the request's last sampled token, which the device reads.
 
-No other value in use looks like it: NO_TOKEN, which is -1, is a fault where a token belongs.
+It differs from NO_TOKEN: -1 in a token list is a fault.
 """
 
 NO_TOKEN = -1
-"""Result of a row that sampled nothing: a pad row, an unfinished prompt chunk, a faulty row."""
+"""Result of a request that sampled nothing: a pad request, an unfinished prefill chunk, a faulty request."""
 
 
 class KVLayout(str, Enum):
-    """Order of one page in memory.
+    """Memory layout of one page.
 
-    NHD is `[page_size, num_kv_heads, head_dim]`, HND is `[num_kv_heads, page_size, head_dim]`. Kernels always see the
-    logical NHD view `[num_pages, page_size, num_kv_heads, head_dim]`; the layout is in its strides.
+    NHD is `[page_size, num_kv_heads, head_dim]`, HND is `[num_kv_heads, page_size, head_dim]`. Kernels always take the
+    NHD view `[num_pages, page_size, num_kv_heads, head_dim]`; the layout determines its strides.
     """
 
     NHD = "NHD"
@@ -29,45 +29,45 @@ class KVLayout(str, Enum):
 
 
 FAULT_GROUP_SHIFT = 8
-"""A fault code's KV group stands above these bits of the code."""
+"""Number of low bits of a reported fault code that hold the FaultCode; the KV group is above them."""
 
 
 class FaultCode(IntEnum):
-    """What the device found wrong with a row; the token of such a row is NO_TOKEN.
+    """Fault of a request that the device detected. Its token is NO_TOKEN.
 
-    The refresh finds faults of the input, codes 1 to 10: the row then becomes a pad row and writes nothing; where its
-    sequence begins in that step, the row id has no last token from then on. `write_outputs`
-    finds faults of the sample, from code 11 on: the row's KV is written, its token is void.
+    Codes 1 to 10 are faults of the inputs, which the refresh detects. The request is then treated as a pad request and
+    nothing is written for it; if the step starts its sequence, its request index loses the last token. Codes from 11 on
+    are faults of the sample, which `write_outputs` detects after the request's KV is written.
     """
 
     NONE = 0
-    REQ_INDEX_OUT_OF_RANGE = 1  # value: the row id
+    REQ_INDEX_OUT_OF_RANGE = 1  # value: the request index
     BAD_LENGTH = 2  # value: seq_len; it is < query_len, or > max_seq_len
-    LENGTH_EXCEEDS_PAGES = 3  # value: seq_len, or encoder_len in a cross group; the row has not all pages for it
+    LENGTH_EXCEEDS_PAGES = 3  # value: seq_len, or encoder_len in a cross group; the request lacks pages for it
     PAGE_OUT_OF_RANGE = 4  # value: the page id; null page, negative or >= num_pages
     TOKEN_OUT_OF_RANGE = 5  # value: the token id; negative or >= vocab_size
-    DUPLICATE_REQUEST = 6  # value: the row id; two rows of the batch name it, whatever else is wrong with the other
-    DUPLICATE_PAGE = 7  # value: the page id; this step writes it twice: two rows do, two groups, or one row
-    NO_LAST_TOKEN = 8  # value: the row id; the row asks for its last token, and its sequence has sampled none
-    BAD_ENCODER_LEN = 9  # value: encoder_len; it is negative, > max_encoder_len, or 0 beside pages of an encoder
-    ENCODER_LEN_CHANGED = 10  # value: encoder_len; the row goes on with another one than its sequence has
-    NO_TOKEN_OFFERED = 11  # value: NO_TOKEN; the logits offer no token: all are NaN or -inf
-    SAMPLE_OUT_OF_RANGE = 12  # value: the token that the sampler returned; negative or >= vocab_size
+    DUPLICATE_REQUEST = 6  # value: the request index; another request of the batch has it, faulty or not
+    DUPLICATE_PAGE = 7  # value: the page id; the step writes it twice: two requests, two groups, or one request
+    NO_LAST_TOKEN = 8  # value: the request index; TOKEN_FROM_DEVICE, but the sequence has sampled no token
+    BAD_ENCODER_LEN = 9  # value: encoder_len; negative, > max_encoder_len, or 0 with encoder pages listed
+    ENCODER_LEN_CHANGED = 10  # value: encoder_len; it differs from that of the previous step
+    NO_TOKEN_OFFERED = 11  # value: NO_TOKEN; all logits are NaN or -inf
+    SAMPLE_OUT_OF_RANGE = 12  # value: the sampled token; negative or >= vocab_size
 
 
 class RequestStatus(IntEnum):
-    """State of one row of a step, written by the refresh kernel (int32 on the device)."""
+    """State of a request in a step, written by the refresh (int32 on the device)."""
 
-    INVALID = -2  # the refresh found a fault; the row is treated as a pad row
-    PAD = -1  # beyond num_reqs
-    LIVE = 0  # prompt chunk that goes on: attends and writes KV, samples nothing
-    SAMPLES = 1  # its last token is sampled from
+    INVALID = -2  # the refresh found a fault; treated as a pad request
+    PAD = -1  # no request
+    LIVE = 0  # unfinished prefill chunk: writes KV and attends, but does not sample
+    SAMPLES = 1  # a token is sampled from its last position
 
 
 class FinishReason(IntEnum):
-    """Why a row's sequence does not go on by itself, as `write_outputs` found it (int32 on the device)."""
+    """Why a sequence is finished, written by `write_outputs` (int32 on the device)."""
 
     RUNNING = 0
     STOP_TOKEN = 1  # it sampled one of its stop tokens
-    LENGTH = 2  # it has as many tokens as it may have
-    FAULT = 3  # the step found a fault of the row
+    LENGTH = 2  # it reached its length limit
+    FAULT = 3  # the request had a fault

@@ -1,14 +1,14 @@
 """Decode attention of graphrt against FlashAttention 3 and FlashInfer, on one GPU, in one process.
 
-    python scripts/bench_attention.py                                    # everything, with both peers
-    python scripts/bench_attention.py --only uniform,ragged --quick
-    python scripts/bench_attention.py --without-peers --plot bandwidth.png
-    python scripts/bench_attention.py --device cpu --without-peers       # a dry run of tiny cells, times mean nothing
+    python -m scripts.bench_attention                                    # everything, with both peers
+    python -m scripts.bench_attention --only uniform,ragged --quick
+    python -m scripts.bench_attention --without-peers --plot bandwidth.png
+    python -m scripts.bench_attention --device cpu --without-peers       # a dry run of tiny cells, times mean nothing
 
-Every call runs inside a CUDA graph and finds its KV cache out of L2. A small kernel that depends on the call's output
-stands between two calls; the time of a graph of these alone is subtracted. What the device schedules once per step is
-added at a 32nd, the share of one of 32 layers; FlashInfer plans on the host, which is reported and not added. Each
-side's output is checked before it is timed. The last line of standard output is one JSON object.
+Every call runs inside a CUDA graph with its KV cache evicted from L2. A small kernel that depends on the call's output
+runs between two calls; the time of a graph of only these kernels is subtracted. 1/32 of the per-step schedule on the
+device is added, the share of one of 32 layers. FlashInfer plans on the host; that time is reported and not added. Each
+output is checked before it is timed. The last line of standard output is one JSON object.
 """
 
 from __future__ import annotations
@@ -22,11 +22,15 @@ from pathlib import Path
 
 import torch
 
-from graphrt.bench.attention_cells import PARTS, SCHEDULE, make_cells, shrink
-from graphrt.bench.attention_inputs import Inputs, KVPool
-from graphrt.bench.attention_peers import Fa3Side, FlashInferSide
-from graphrt.bench.attention_report import plot, print_report
-from graphrt.bench.attention_results import (
+from graphrt.bench.environment import provenance
+from graphrt.bench.timer import Call, Timing, measure_read_bandwidth, spaced_calls, spacer_calls, time_calls
+from graphrt.cli.console import make_console
+from graphrt.kernels.errors import GraphRTError
+from scripts.rigs.attention_cells import PARTS, SCHEDULE, make_cells, shrink
+from scripts.rigs.attention_inputs import Inputs, KVPool
+from scripts.rigs.attention_peers import Fa3Side, FlashInferSide
+from scripts.rigs.attention_report import plot, print_report
+from scripts.rigs.attention_results import (
     OURS,
     PEERS,
     CellResult,
@@ -36,19 +40,15 @@ from graphrt.bench.attention_results import (
     geometric_means,
     goals,
 )
-from graphrt.bench.attention_schedule import make_schedules
-from graphrt.bench.attention_sides import GraphrtSide, Prepared, Side, prepare_checked
-from graphrt.bench.cells import SEED, Cell
-from graphrt.bench.environment import provenance
-from graphrt.bench.timer import Call, Timing, measure_read_bandwidth, spaced_calls, spacer_calls, time_calls
-from graphrt.cli.console import make_console
-from graphrt.kernels.errors import GraphRTError
+from scripts.rigs.attention_schedule import make_schedules
+from scripts.rigs.attention_sides import GraphrtSide, Prepared, Side, prepare_checked
+from scripts.rigs.cells import SEED, Cell
 
 SAMPLES, QUICK_SAMPLES = 30, 8
 
 
 class Clock:
-    """Times calls of one cell on its device, with and without spacers."""
+    """Times the calls of one cell, with and without spacers."""
 
     def __init__(self, inputs: Inputs, num_samples: int) -> None:
         self._device, self._num_samples = inputs.device, num_samples
@@ -77,7 +77,7 @@ class Clock:
 
 
 def measure(cell: Cell, sides: Sequence[Side], pool: KVPool, num_samples: int) -> CellResult:
-    """All sides of a cell; of a side with several variants the fastest."""
+    """Time all sides of a cell. The fastest variant represents a side."""
     inputs = Inputs.make(cell, pool)
     clock = Clock(inputs, num_samples)
     times: dict[str, SideTime] = {}
@@ -91,7 +91,7 @@ def measure(cell: Cell, sides: Sequence[Side], pool: KVPool, num_samples: int) -
 
 
 def fastest(measured: Sequence[SideTime]) -> SideTime:
-    """Of one side's ways to run a cell the fastest, with the figures of all."""
+    """Return the fastest variant of a side, with the times of all variants."""
     ways = {time.variant: time.us for time in measured if time.us is not None}
     return replace(min(measured, key=lambda t: t.us or 0.0), ways=ways if len(ways) > 1 else None)
 

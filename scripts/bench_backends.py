@@ -1,14 +1,14 @@
-"""What every attention backend that runs here costs per decode step: on the host, and on the device per layer.
+"""Cost of every available attention backend per decode step: host time, and device time per layer.
 
-    python scripts/bench_backends.py                            # all backends, the table that the registry ranks by
-    python scripts/bench_backends.py --only triton,flash_attn3 --quick
-    python scripts/bench_backends.py --device cpu --quick       # a dry run of tiny cells, times mean nothing
+    python -m scripts.bench_backends                            # all backends: the input of the registry's ranking
+    python -m scripts.bench_backends --only triton,flash_attn3 --quick
+    python -m scripts.bench_backends --device cpu --quick       # dry run of tiny cells, times have no meaning
 
-Backends are driven through their contract alone, so that one of another package is measured like our own. Host time is
-that of `plan_replay`. Device times are taken inside graph replays with a cold L2, with a small kernel between two calls
-whose own time is subtracted. A layer's cost is its `run`, and a 32nd of the schedule and of the host time, which 32
-layers share. Each result is checked before it is timed. The last line of standard output is one JSON object;
-scripts/make_docs.py makes the registry's table from a committed result.
+Backends are driven through their contract only, so backends of other packages are measured like graphrt's own. Host
+time is the time of `plan_replay`. Device times are measured inside graph replays with a cold L2; the time of a small
+kernel between two calls is subtracted. The cost of a layer is its `run` plus 1/32 of the schedule and of the host time,
+which 32 layers share. Each result is checked before it is timed. The last line of standard output is one JSON object.
+scripts/make_docs.py generates the registry's table from a committed result.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import torch
 
 from graphrt.backends.base import AttentionBackend
 from graphrt.backends.registry import backend_class, backend_names
-from graphrt.bench.backend_report import BackendResult, BackendTime, make_cells, print_report
-from graphrt.bench.backend_rig import KVStore, Rig, make_context, page_size_of
-from graphrt.bench.cells import LAYERS, Cell
 from graphrt.bench.environment import provenance
 from graphrt.cli.console import make_console
 from graphrt.kernels.errors import ConfigError, GraphRTError
+from scripts.rigs.backend_report import BackendResult, BackendTime, make_cells, print_report
+from scripts.rigs.backend_rig import KVStore, Rig, make_context, page_size_of
+from scripts.rigs.cells import LAYERS, Cell
 
 SAMPLES, QUICK_SAMPLES = 20, 5
 TINY = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 16, "kv_dtype": torch.float32}
@@ -50,7 +50,7 @@ def parse() -> argparse.Namespace:
 def choose(
     names: Sequence[str], cells: Sequence[Cell], device: torch.device
 ) -> tuple[dict[str, type[AttentionBackend]], dict[str, str]]:
-    """The backends that can serve the cells, and why the others cannot."""
+    """Return the backends that can serve the cells, and the reasons against the others."""
     chosen, refused = {}, {}
     for name in names:
         try:
@@ -71,8 +71,8 @@ def choose(
 def measure(
     cls: type[AttentionBackend], cells: Sequence[Cell], store: KVStore, num_samples: int
 ) -> dict[Cell, BackendTime]:
-    """Times of one backend. One that fails, in whatever way, must not end the run of the others; a fault of the device
-    does: nothing after it could be believed."""
+    """Time one backend. A failing backend must not end the run of the others, but a device fault does: later results
+    would be unreliable."""
     times: dict[Cell, BackendTime] = {}
     rig = None
     for cell in cells:
@@ -83,7 +83,7 @@ def measure(
             raise
         except Exception as error:
             times[cell] = BackendTime(reason=" ".join(f"{type(error).__name__}: {error}".split())[:300])
-            if rig is None:  # it cannot even be built
+            if rig is None:  # it cannot be built
                 return dict.fromkeys(cells, times[cell])
     if rig is not None:
         rig.close()

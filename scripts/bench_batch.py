@@ -1,9 +1,9 @@
-"""Host time of making a batch, and of packing it into the step record.
+"""Host time of creating a batch and of packing it into the step inputs.
 
-    python scripts/bench_batch.py [--rows 256] [--pages 512]
+    python -m scripts.bench_batch [--rows 256] [--pages 512]
 
-Every row decodes one token and lists all of its pages. Microseconds, the best of 50; docs/embedding.md quotes them. The
-last line of standard output is one JSON object.
+Every request decodes one token and lists all its pages. Times are microseconds, the best of 50. docs/embedding.md
+quotes them. The last line of standard output is one JSON object.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PAGE_SIZE = 16
 
 
 def microseconds(call: Callable[[], object], repeats: int = 50) -> float:
-    """Time of a call, the best of several: other work on the machine only adds to it."""
+    """Return the best time of several calls: other work on the machine can only add to it."""
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -34,7 +34,7 @@ def microseconds(call: Callable[[], object], repeats: int = 50) -> float:
 
 
 def main() -> None:
-    """Print one line per way to hand a batch over."""
+    """Print one line per way to pass a batch."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--pages", type=int, default=512, help="per row")

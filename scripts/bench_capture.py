@@ -1,14 +1,12 @@
-"""How long capturing a capture_sizes takes, and what device memory it costs.
+"""Time and device memory of capturing all sizes.
 
-    python scripts/bench_capture.py                          # 35 decode sizes to 256 of the Llama-3.1-8B shape
-    python scripts/bench_capture.py --shape llama-3.2-1b --repeats 5
+    python -m scripts.bench_capture                          # 35 decode sizes to 256 of the Llama-3.1-8B shape
+    python -m scripts.bench_capture --shape llama-3.2-1b --repeats 5
 
-Capture runs `--repeats` times in one process, after a first time that is reported apart: it also loads every kernel,
-and compiles those that are not in the Triton cache yet. Seconds are of the whole `capture()` call, warm-up included.
-Bytes are what the device has less of afterwards: driver objects, the memory pool, and static buffers. Decode and mixed
-capture_sizes are captured by managers of their own, so that neither hides the other's cost. The last line of standard
-output
-is one JSON object.
+Capture runs `--repeats` times in one process. The first run is reported separately: it also loads every kernel and
+compiles those that the Triton cache lacks. Seconds cover the whole `capture()` call including warm-up. Bytes are the
+decrease of free device memory: driver objects, the memory pool and static buffers. Separate managers capture decode and
+mixed sizes, so that neither hides the cost of the other. The last line of standard output is one JSON object.
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
-"""What the graph-correctness kit costs: the audit of a graph, `verify`, and shadow steps beside a busy device.
+"""Cost of the graph checks: the audit of a graph, `verify`, and shadow steps on a busy device.
 
-    python scripts/bench_graph_checks.py                            # Llama 3.2 1B, 32 and 256 rows, a shadow every
-    256 launches
-    python scripts/bench_graph_checks.py --shape llama-3.1-8b --rows 256 --every 64
+    python -m scripts.bench_graph_checks          # Llama 3.2 1B, 32 and 256 requests, a shadow every 256 launches
+    python -m scripts.bench_graph_checks --shape llama-3.1-8b --rows 256 --every 64
 
-Audits are timed in parts: the walk of the graph, the map of memory, and the look at each address. One more audit is of
-a graph of over 600 nodes: a model of the same shape with `--deep` layers. `verify_runtime` is timed whole, copies of
-the KV cache included, over eight generated batches of any sizes.
+Audits are timed in parts: the walk over the graph, the memory map, and the check of each address. Another audit covers
+a graph of over 600 nodes: a model of the same shape with `--deep` layers. `verify_runtime` is timed as a whole,
+including copies of the KV cache, over eight generated batches.
 
-For shadows there are two runtimes of the same weights: one has shadow steps, the other has none. Rounds of `--steps`
-steps take turns. The share of a shadow is how much longer its rounds take.
+Shadow steps are measured with two runtimes of the same weights, one with shadow steps and one without. Rounds of
+`--steps` steps alternate. The cost of shadows is the relative difference of the times.
 
 The last line of standard output is one JSON object.
 """
@@ -45,7 +44,7 @@ LATER = 3  # verifications after the first one, which loads kernels
 
 
 def make_runtime(loaded: LoadedModel, device: torch.device, rows: int, longest: int, every: int) -> Runtime:
-    """A captured runtime of one decode size, with shadow steps or without."""
+    """Return a captured runtime of one decode size, with or without shadow steps."""
     config = RuntimeConfig(
         max_num_reqs=rows, max_num_tokens=max(rows, 2048), max_seq_len=longest, decode_sizes=(rows,), shadow_every=every
     )
@@ -64,7 +63,7 @@ def make_runtime(loaded: LoadedModel, device: torch.device, rows: int, longest: 
 
 
 def make_session(runtime: Runtime, rows: int, context: int) -> DecodeSession:
-    """Rows that have `context` tokens and go on to the longest."""
+    """Requests that have `context` tokens and continue to the maximum length."""
     session, rng = DecodeSession(runtime), np.random.default_rng(0)
     most = runtime.config.max_seq_len - context
     for _ in range(rows):
@@ -77,7 +76,7 @@ def make_session(runtime: Runtime, rows: int, context: int) -> DecodeSession:
 
 
 def timed(call: Callable[[], object], repeats: int) -> float:
-    """Median milliseconds of a call on the host."""
+    """Return the median host milliseconds of a call."""
     seconds = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -87,7 +86,7 @@ def timed(call: Callable[[], object], repeats: int) -> float:
 
 
 def bench_audit(runtime: Runtime) -> dict[str, Any]:
-    """Milliseconds to walk the graph of the only decode size, to map memory, and to audit."""
+    """Return the milliseconds to walk the graph of the single decode size, to map memory, and to audit."""
     manager = runtime.manager
     size = manager.descriptors[-1]
     graph, memory = manager.graph(size), manager.memory_map(size)
@@ -112,7 +111,7 @@ def bench_audit(runtime: Runtime) -> dict[str, Any]:
 
 
 def bench_verify(runtime: Runtime, model: torch.nn.Module, mixes: int) -> dict[str, Any]:
-    """Seconds to verify the captured graphs over so many batches: of the first call, and the median of later ones."""
+    """Return the seconds to verify the captured graphs: the first call, and the median of later calls."""
     seconds, findings = [], []
     for _ in range(1 + LATER):
         start = time.perf_counter()
@@ -133,7 +132,7 @@ def bench_verify(runtime: Runtime, model: torch.nn.Module, mixes: int) -> dict[s
 
 
 def bench_shadow(loaded: LoadedModel, device: torch.device, rows: int, every: int, steps: int, rounds: int) -> Any:
-    """Milliseconds per step with a shadow every so many launches, and without one."""
+    """Return the milliseconds per step with shadow steps and without."""
     context = min(CONTEXT, loaded.config.max_position_embeddings // 4)
     longest = context + steps * (rounds + 1) + 2
     runtimes = [make_runtime(loaded, device, rows, longest, n) for n in (0, every)]
@@ -208,7 +207,7 @@ def main() -> None:
     loaded = load_model(deep, device=device, max_positions=positions)
     with make_runtime(loaded, device, int(arguments.rows.split(",")[0]), CONTEXT, 0) as runtime:
         results["deep_audit"] = {"layers": deep.num_layers, **bench_audit(runtime)}
-    print(json.dumps({"name": "kit", **results, **provenance()}), flush=True)
+    print(json.dumps({"name": "graph_checks", **results, **provenance()}), flush=True)
 
 
 if __name__ == "__main__":

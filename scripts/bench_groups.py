@@ -1,21 +1,21 @@
-"""What KV groups cost and save: the refresh of several groups, a model with windows beside one table for all, and the
-attention of cross layers.
+"""Cost and savings of KV groups: the refresh of several groups, a windowed model with and without groups, and cross
+attention.
 
-    python scripts/bench_groups.py                      # all parts
-    python scripts/bench_groups.py --only refresh
-    python scripts/bench_groups.py --batch 16 --context 32768 --steps 32
+    python -m scripts.bench_groups                      # all parts
+    python -m scripts.bench_groups --only refresh
+    python -m scripts.bench_groups --batch 16 --context 32768 --steps 32
 
-refresh   microseconds from the host's slot to the derived buffers, in replays of a graph: 256 decode rows at 1,024
-          tokens, with one KV group and with two, four and eight, all full or all but one with a window of 1,024. A
-          step lists the pages of all rows in all groups ("full tables"), or says the rows in full and no pages
-          ("tables that stay"); a session's gives each 16th row a page in each group ("new pages"), or says nothing
-          ("no delta"). Beside each, the time to the step record alone: the rest is what checks and writes take. Then
-          the latter with the schedules of one, two and three kinds of layers behind it
-model     a model like Gemma 3 (five layers with a window of 1,024 to each full one, dummy weights), with groups made by
-          `kv_groups` and with one table for all layers, in turns: bytes of the KV cache, and time per step
-cross     TB/s of one cross layer in a decode step, one query per row, over KV of 128 MB and more that an encoder wrote;
-          beside it a causal layer over as many tokens of its own, and the bandwidth of a read-only sweep. A small
-          kernel stands between two calls, and its time is subtracted; the KV of a call is out of L2
+refresh   microseconds from the input slot to the derived buffers, in graph replays: 256 decode requests at 1,024
+          tokens, with one, two, four and eight KV groups, all full or all but one with a window of 1,024. A step lists
+          the pages of all requests in all groups ("full tables"), or passes the requests without pages ("tables that
+          stay"). A session's step gives every 16th request a page in each group ("new pages"), or sends no change ("no
+          delta"). The time to the step inputs alone is printed too; the rest is spent on checks and writes. Then the
+          same with the attention schedules of one, two and three kinds of layers
+model     a model like Gemma 3 (five layers with a window of 1,024 per full layer, dummy weights), with groups from
+          `kv_groups` and with one block table for all layers, alternating: bytes of the KV cache, and time per step
+cross     TB/s of one cross layer in a decode step, one query per request, over at least 128 MB of encoder KV; for
+          comparison a causal layer over the same number of tokens, and the bandwidth of a read-only sweep. The time of
+          a small kernel between two calls is subtracted; the KV of a call is evicted from L2
 
 The last line of standard output is one JSON object.
 """
@@ -79,7 +79,7 @@ GEMMA_LIKE = ModelConfig(
 
 
 class _Refresh:
-    """A manager whose model does nothing, with `groups` KV groups and 256 rows."""
+    """Return a manager with a no-op model, `groups` KV groups and 256 requests."""
 
     def __init__(self, windows: tuple[int | None, ...], device: torch.device) -> None:
         specs = tuple(
@@ -110,7 +110,7 @@ class _Refresh:
         self._batch, self._groups, self._pages = batch, len(windows), pages[len(batch.page_ids) :]
 
     def put(self, what: str) -> None:
-        """A step in the next slot. No step is published, so it stays the next one, however often it is read."""
+        """Write a step into the next slot. Without write_outputs it remains the next step for every replay."""
         (slot, step), n = self.manager.queue.slot(), ROWS * self._groups
         if what == "full tables":
             self._batch.write_inputs(slot.inputs, step, self._groups)
@@ -131,7 +131,7 @@ class _Refresh:
             pass  # copies of the header
 
     def time(self, *, schedule: bool = False) -> Timing:
-        """From the host's slot to the derived buffers; with the schedule of attention behind it."""
+        """Time from the input slot to the derived buffers, optionally including the attention schedule."""
         program = self.manager._program
         descriptor = BatchDescriptor.decode(ROWS)
 
@@ -143,7 +143,7 @@ class _Refresh:
         return self._time(step)
 
     def time_record(self) -> Timing:
-        """From the host's slot to the step record: the first kernel of three."""
+        """Time from the input slot to the step inputs: the first of three kernels."""
         return self._time(partial(unpack, self.manager._program.view(BatchDescriptor.decode(ROWS)).buffers))
 
     def _time(self, step: Callable[[], None]) -> Timing:
@@ -223,7 +223,7 @@ def bench_model(device: torch.device, batch: int, context: int, steps: int) -> d
 
 @dataclass(frozen=True)
 class _CrossCell:
-    """Rows of one decode step, and the tokens that each one's encoder wrote."""
+    """Requests of one decode step, and the encoder tokens of each."""
 
     name: str
     rows: int
@@ -236,7 +236,7 @@ class _CrossCell:
 
     @property
     def nbytes(self) -> int:
-        """Keys and values of one layer."""
+        """Return K and V of one layer."""
         return 2 * self.rows * self.tokens * self.kv_heads * self.head_dim * self.dtype.itemsize
 
 
@@ -249,7 +249,8 @@ CROSS_CELLS = (
 
 
 def _attention_calls(cell: _CrossCell, kind: AttentionKind, device: torch.device) -> tuple[ReplayManager, list[Any]]:
-    """Attention of one layer after another at the schedule of one step, and the manager that holds its tensors."""
+    """Return calls for the attention of each layer with the schedule of one step, and the manager that owns the
+    tensors."""
     layers, cross = max(2, rotations(cell.nbytes, device)), kind is AttentionKind.CROSS
     spec = AttentionSpec(cell.q_heads, cell.kv_heads, cell.head_dim, cell.dtype, kind=kind)
     group = KVCacheSpec(layers, cell.kv_heads, cell.head_dim, cell.page_size, dtype=cell.dtype, cross=cross)
@@ -290,7 +291,7 @@ def _attention_calls(cell: _CrossCell, kind: AttentionKind, device: torch.device
 
 
 def _check_rows(cell: _CrossCell, out: torch.Tensor, q: torch.Tensor, cache: KVCache, pages: Any) -> None:
-    """Raise unless the first and the last row are near float32."""
+    """Raise unless the first and the last request are close to float32."""
     for row in (0, cell.rows - 1):
         of_row = torch.from_numpy(pages[row].astype(np.int64)).to(out.device)
         k, v = (

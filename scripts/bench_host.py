@@ -1,38 +1,38 @@
-"""Host time per decode step, and how long the device waits for the host: three ways to submit the same model step.
+"""Host time per decode step, and idle time of the device: three ways to submit the same model step.
 
-    python scripts/bench_host.py
-    python scripts/bench_host.py --shapes llama-3.2-1b --batches 1,256 --contexts 8192
+    python -m scripts.bench_host
+    python -m scripts.bench_host --shapes llama-3.2-1b --batches 1,256 --contexts 8192
 
-session     rows live on the device: `DecodeSession.run(1)`, and `run(8)`, with `collect()` every 8 steps
-stateless   `replay(batch)`, where every batch has the full tables of its rows; making the batch is a column of its own
-copies      as small engines do it: a pinned tensor per field, filled with NumPy, a copy per field to static buffers,
+session     requests live on the device: `DecodeSession.run(1)` and `run(8)`, with `collect()` every 8 steps
+stateless   `replay(batch)` with the full block tables in every batch; creating the batch is a separate column
+copies      as in small engines: one pinned tensor per field filled by NumPy, one copy per field to static buffers,
             `CUDAGraph.replay` of the same model step, and a wait for the tokens. The model step is that of graphrt
             without its first two kernels and its last one
 
-The host is timed in two ways:
+Host time is measured in two ways:
 
-idle        a step is submitted to an idle device, timed, and waited for
-steady      steps are submitted in bursts of `ring_depth` - 2 launches, as by a server that is ahead of its device. The
-            first of a burst meets an idle device, and does not count. Copies wait for each step, so theirs is idle
+idle        a step is submitted to an idle device and timed, then the host waits for it
+steady      steps are submitted in bursts of `ring_depth` - 2 launches, as by a server ahead of its device. The first
+            step of a burst is not counted. `copies` waits for each step, so its steady time equals its idle time
 
-Models have few layers and dummy weights, which the host does not see: as many weights are guarded as the whole model
-has. Beside it stands `launch`, the driver's part: one launch of the copies' graph, by the call that the others take.
+Models have few layers and dummy weights. This does not affect the host: as many weights are guarded as in the whole
+model. `launch` is the share of the driver: one launch of the graph of `copies`, by the call that the others use.
 
-The device's gap is the interval of steps in a row less the time of the graph alone. Rows grow with each step, and so do
-graphs: the graph is timed before the interval and after it, and the mean is taken off. The gap means most for a whole
-model, at the end: Llama 3.2 1B with one row, alone and beside a thread that is busy with Python, as a server's event
-loop is.
+The gap is the interval of consecutive steps minus the time of the graph alone. Sequences grow with each step, and so do
+graph times. So the graph is timed before and after the interval, and the mean is subtracted. The last part measures the
+gap of a whole model: Llama 3.2 1B with one request, alone and with a second thread that is busy with Python, like the
+event loop of a server.
 
-Others may use the machine's cores: the same step takes twice as long a minute later. So all ways of a cell take turns,
-in short rounds, and each round begins with new rows:
+Other programs may use the machine's cores, so the time of a step can double within a minute. Therefore all variants of
+a cell alternate in short rounds, and each round starts with new requests:
 
     session  run(8)  replay  copies | session  run(8)  replay  copies | session  run(8)  replay  copies
 
-`host_us` and `host_p99_us` are the median and the 99th percentile of the idle times in a way's quietest round, the one
-of the lowest median; `steady_us` and `steady_p99_us` those of the steady times in their quietest round. `gap_us` is the
-lowest of the rounds. `host_all_us`, `steady_all_us` and `gap_all_us` are the medians of all rounds. `first_us`, the
-column `pages`, is the fastest first launch of a round. In that of a session every row gets pages, as in one step of
-256; no later one of `run(1)` that is timed lists any, with up to 100 steps in a round.
+`host_us` and `host_p99_us` are the median and the 99th percentile of the idle times in the quietest round of a variant,
+the one with the lowest median. `steady_us` and `steady_p99_us` are the same for the steady times. `gap_us` is the
+lowest of all rounds. `host_all_us`, `steady_all_us` and `gap_all_us` are medians over all rounds. `first_us`, the
+column `pages`, is the fastest first launch of a round. In the first launch of a session every request gets pages, as in
+one step of 256. The later timed launches of `run(1)` list none, with up to 100 steps in a round.
 
 The last line of standard output is one JSON object.
 """
@@ -53,7 +53,6 @@ import numpy as np
 import torch
 
 from graphrt.bench.environment import provenance
-from graphrt.bench.host_ways import PAGE, CopiesWay, SessionWay, StatelessWay, Way
 from graphrt.config import RuntimeConfig
 from graphrt.kernels.types import KVLayout
 from graphrt.models.config import ModelConfig
@@ -61,6 +60,7 @@ from graphrt.models.dummy import fill_dummy_weights
 from graphrt.models.llama import LlamaModel
 from graphrt.models.shapes import shape_config
 from graphrt.runtime import Runtime
+from scripts.rigs.host_ways import PAGE, CopiesWay, SessionWay, StatelessWay, Way
 
 LAYERS, ROUNDS = 2, 3
 GOALS_US = {"session": ("steady", 15, 25), "stateless": ("host", 60, None)}
@@ -71,7 +71,7 @@ _NAMES = {"host": "idle", "steady": "steady"}
 
 
 def host_times(way: Way, steps: int) -> dict[str, float]:
-    """Microseconds of the host per step, the device idle at each submission. The first tenth warms up."""
+    """Return host microseconds per step with an idle device at each submission. The first tenth is a warm-up."""
     submits, prepares, warm = [], [], max(1, steps // 10)
     for _ in range(steps + warm):
         start = time.perf_counter()
@@ -88,7 +88,7 @@ def host_times(way: Way, steps: int) -> dict[str, float]:
 
 
 def steady_times(way: Way, steps: int, in_flight: int) -> dict[str, float]:
-    """Microseconds of the host per step, in bursts of up to `in_flight` launches. The first burst warms up."""
+    """Return host microseconds per step in bursts of up to `in_flight` launches. The first burst is a warm-up."""
     submits: list[float] = []
     for burst in range(1 + -(-steps // (in_flight - 1))):
         for place in range(in_flight):
@@ -104,7 +104,7 @@ def steady_times(way: Way, steps: int, in_flight: int) -> dict[str, float]:
 
 
 def interval_us(way: Way, steps: int) -> float:
-    """Microseconds per step of steps in a row, from an idle device until all tokens are read."""
+    """Return microseconds per step of consecutive steps, from an idle device until all tokens are read."""
     way.wait()
     start = time.perf_counter()
     for _ in range(steps):
@@ -116,7 +116,7 @@ def interval_us(way: Way, steps: int) -> float:
 
 
 def graph_us(way: Way, runtime: Runtime, rounds: int = 3, launches: int = 2) -> float | None:
-    """Microseconds per step of the graph alone: launches that were queued while the device slept. None on a CPU."""
+    """Return microseconds per step of the graph alone: launches queued while the device was stalled. None on a CPU."""
     if runtime.stream is None:
         return None
     found = []
@@ -138,7 +138,7 @@ def graph_us(way: Way, runtime: Runtime, rounds: int = 3, launches: int = 2) -> 
 
 
 def gap_times(way: Way, runtime: Runtime, steps: int) -> dict[str, float | None]:
-    """The interval, the graph alone as it is in the middle of the interval, and what is between two graphs."""
+    """The interval of steps, the graph time in the middle of the interval, and the gap between two graphs."""
     before = graph_us(way, runtime)
     interval = interval_us(way, steps)
     after = graph_us(way, runtime)
@@ -151,7 +151,7 @@ def gap_times(way: Way, runtime: Runtime, steps: int) -> dict[str, float | None]
 def in_turns(
     makers: dict[str, Callable[[], Any]], measure: Callable[[Any], dict[str, Any]]
 ) -> dict[str, list[dict[str, Any]]]:
-    """What is measured of each way in every round: a way is made, measured and closed, then the next one."""
+    """Measurements of each variant per round. A variant is created, measured and closed before the next one."""
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in makers}
     for _ in range(ROUNDS):
         for name, make in makers.items():
@@ -162,7 +162,7 @@ def in_turns(
 
 
 def measure_round(way: Any, runtime: Runtime, steps: int) -> dict[str, Any]:
-    """One round of a way; launches of many steps are a quarter as many."""
+    """Run one round of a variant. Multi-step launches are a quarter as many."""
     few = steps if way.steps == 1 else max(1, steps // 4)
     found: dict[str, Any] = dict(host_times(way, few))
     if isinstance(way, CopiesWay):
@@ -178,7 +178,7 @@ def measure_round(way: Any, runtime: Runtime, steps: int) -> dict[str, Any]:
 
 
 def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """The rounds of a way as the text at the top says."""
+    """Summarize the rounds of a variant as described in the module docstring."""
     found = min(rounds, key=lambda one: float(one["host_us"])) | lowest_gap(rounds)
     steady = min(rounds, key=lambda one: float(one["steady_us"]))
     found |= {name: steady[name] for name in ("steady_us", "steady_p99_us")}
@@ -189,7 +189,7 @@ def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def lowest_gap(rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """Interval, graph and gap of the round with the lowest gap, and the median gap. No gaps on a CPU."""
+    """Return interval, graph time and gap of the round with the lowest gap, and the median gap. No gaps on a CPU."""
     if rounds[0]["gap_us"] is None:
         return {"interval_us": min(one["interval_us"] for one in rounds), "gap_all_us": None}
     best = min(rounds, key=lambda one: float(one["gap_us"]))
@@ -198,7 +198,7 @@ def lowest_gap(rounds: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def build(config: ModelConfig, device: torch.device, batches: tuple[int, ...], longest: int, layers: int) -> Runtime:
-    """A captured runtime of a model with so many layers, which guards as many weights as the whole one has."""
+    """Return a captured runtime of a model with the given layers that guards as many weights as the whole model."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     few = replace(config, num_layers=layers, sliding_windows=config.sliding_windows[:layers])
     model = LlamaModel(few, dtype=dtype, device=device, max_positions=longest)
@@ -233,10 +233,10 @@ def measure_cells(
     contexts: tuple[int, ...],
     steps: int,
 ) -> list[dict[str, Any]]:
-    """Every batch and context of one shape."""
+    """Measure every batch size and context of one shape."""
     cells: list[dict[str, Any]] = []
     for context in contexts:
-        longest = context + 8 * steps + 400  # launches of 8 steps take the most
+        longest = context + 8 * steps + 400  # launches of 8 steps need the most
         with build(config, device, batches, longest, min(LAYERS, config.num_layers)) as runtime:
             for batch in batches:
                 rounds = in_turns(
@@ -250,7 +250,7 @@ def measure_cells(
 
 
 def makers_of(runtime: Runtime, batch: int, context: int, launches: tuple[int, ...]) -> dict[str, Callable[[], Any]]:
-    """How each way is made; sessions with launches of so many steps."""
+    """Return the constructor of each variant, sessions with launches of the given numbers of steps."""
     sessions = {
         "session" if steps == 1 else f"session_{steps}": partial(SessionWay, runtime, batch, context, steps)
         for steps in launches
@@ -261,7 +261,7 @@ def makers_of(runtime: Runtime, batch: int, context: int, launches: tuple[int, .
 
 @contextlib.contextmanager
 def busy_thread(busy: bool) -> Iterator[None]:
-    """Python work in a second thread, as of a server's event loop that has no rest."""
+    """Python work in a second thread, like a busy event loop of a server."""
     stop, payload = threading.Event(), {"tokens": list(range(200)), "text": "word " * 50}
 
     def work() -> None:
@@ -280,7 +280,8 @@ def busy_thread(busy: bool) -> Iterator[None]:
 
 
 def measure_whole(name: str, config: ModelConfig, device: torch.device, context: int, steps: int) -> dict[str, Any]:
-    """A whole model with one row: the gap of every way, and tokens per second beside a busy thread."""
+    """Measure a whole model with one request: the gap of every variant, and tokens per second with a busy second
+    thread."""
     with build(config, device, (1,), context + 3 * steps + 900, config.num_layers) as runtime:
 
         def measure(way: Any) -> dict[str, Any]:
@@ -324,7 +325,7 @@ def header() -> str:
 
 
 def goals(cells: list[dict[str, Any]]) -> list[str]:
-    """The goals beside what was measured, where they are about."""
+    """Compare the goals with the measurements."""
     lines = []
     for cell in cells:
         if cell["batch"] != 256:
@@ -348,7 +349,7 @@ def whole_table(whole: dict[str, Any]) -> list[str]:
             "" if found["graph_us"] is None else f"graph {found['graph_us']:8.1f} us, gap {found['gap_us']:7.1f} us, "
         )
         lines.append(
-            f"  {way:>9}: {device}{found['tokens_per_s']:8.0f} tokens/s; beside a busy thread "
+            f"  {way:>9}: {device}{found['tokens_per_s']:8.0f} tokens/s; with a busy thread "
             f"{found['busy_tokens_per_s']:8.0f}"
         )
     return lines

@@ -1,10 +1,10 @@
-"""What a run costs in a loop, against a launch per run from the host.
+"""Cost of a step inside a WHILE loop, against one launch per step from the host.
 
-    python scripts/bench_loop.py                             # steps of 1, 50 and 300 tiny kernels, 200 runs a launch
-    python scripts/bench_loop.py --nodes 400 --runs 32
+    python -m scripts.bench_loop                             # steps of 1, 50 and 300 tiny kernels, 200 runs a launch
+    python -m scripts.bench_loop --nodes 400 --runs 32
 
-Both sides run the same captured step on the same stream, in turn, `--samples` times; a sample is the time from an idle
-device to an idle device, divided by the number of runs. The last line of standard output is one JSON object.
+Both variants run the same captured step on the same stream, alternating `--samples` times. A sample is the time between
+two idle states of the device, divided by the number of runs. The last line of standard output is one JSON object.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from graphrt.capture.recorder import make_recorder
 
 
 def measure(device: torch.device, nodes: int, runs: int, samples: int) -> dict[str, float]:
-    """Medians of one step of `nodes` kernels, microseconds per run; what the loop took to make, and of the device."""
+    """Results of one step of `nodes` kernels: median microseconds per run, and the time and memory to build the
+    loop."""
     recorder = make_recorder(device)
     go_on = torch.zeros(1, dtype=torch.int32, device=device)
     x = torch.zeros(1, dtype=torch.int32, device=device)

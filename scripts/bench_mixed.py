@@ -1,17 +1,17 @@
-"""What the attention of a mixed step costs: in one part, in two parts, and as its parts alone.
+"""Attention cost of a mixed step: as one part, as two parts, and of each part alone.
 
-    python scripts/bench_mixed.py                       # all cells, the table that prompt parts are chosen by
-    python scripts/bench_mixed.py --only triton,triton+flash_attn3
-    python scripts/bench_mixed.py --device cpu          # a dry run of a tiny cell, times mean nothing
+    python -m scripts.bench_mixed                       # all cells: the input of the choice of prefill backends
+    python -m scripts.bench_mixed --only triton,triton+flash_attn3
+    python -m scripts.bench_mixed --device cpu          # dry run of a tiny cell, times have no meaning
 
-A cell is a batch of rows that decode and one row with a prompt chunk. `triton` and `flash_attn3` serve all rows by one
-kernel; `triton+flash_attn3` serves the decodes by the first and the chunk by the second. Alone are our decode kernel on
-the decodes, and FlashAttention 3 on the chunk as it comes from its package, each in graphs of its own: what two parts
-would cost if a step could be cut for nothing.
+A cell is a batch of decoding requests plus one request with a prompt chunk. `triton` and `flash_attn3` serve all
+requests with one kernel. `triton+flash_attn3` serves the decodes with the first and the chunk with the second. For
+comparison, graphrt's decode kernel on the decodes and FlashAttention 3 on the chunk are timed alone, in separate
+graphs: the cost of two parts if the split were free.
 
-Device times are taken inside graph replays with a cold L2. A layer's cost is its `run`, and a 32nd of the schedules,
-which 32 layers share. Each result is checked before it is timed. The last line of standard output is one JSON object;
-scripts/make_docs.py makes the registry's table from a committed result.
+Device times are measured inside graph replays with a cold L2. The cost of a layer is its `run` plus 1/32 of the
+schedules, which 32 layers share. Each result is checked before it is timed. The last line of standard output is one
+JSON object. scripts/make_docs.py generates the registry's table from a committed result.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from graphrt.backends.flash_attn3 import FlashAttention3Backend
 from graphrt.backends.registry import backend_class
 from graphrt.backends.triton import TritonBackend
 from graphrt.backends.two_parts import TwoPartBackend, decode_context, two_part_unsupported_reasons
-from graphrt.bench.backend_rig import check_token, time_layers
-from graphrt.bench.cells import LAYERS
 from graphrt.bench.environment import provenance
 from graphrt.bench.timer import Call, rotations
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.metadata import StepMetadata
 from graphrt.spec import AttentionSpec, KVCacheSpec
+from scripts.rigs.backend_rig import check_token, time_layers
+from scripts.rigs.cells import LAYERS
 
 NAMES = ("triton", "triton+triton", "triton+flash_attn3", "flash_attn3", "flash_attn3+flash_attn3")
 PAGE_SIZE, SAMPLES = 16, 20
@@ -45,7 +45,7 @@ GOALS = {"triton+flash_attn3": 1.05, "triton+triton": 1.25}
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """`batch` rows that decode at `context` tokens, and a row with `chunk` new tokens behind `past` tokens."""
+    """`batch` requests that decode at `context` tokens, and one with `chunk` new tokens after `past` tokens."""
 
     batch: int
     context: int
@@ -64,7 +64,7 @@ TINY = Cell(3, 20, 9, 7)
 
 
 class Rig:
-    """The tensors of a cell: caches of as many layers as keep a layer's out of L2 until its next turn."""
+    """The tensors of a cell, with enough layers to evict a layer's cache from L2 before its next run."""
 
     def __init__(self, cell: Cell, spec: AttentionSpec, device: torch.device) -> None:
         self.cell, self.spec, self.device = cell, spec, device
@@ -72,7 +72,7 @@ class Rig:
         counts = [-(-length // PAGE_SIZE) for length in lengths]
         pages = 1 + sum(counts)
         rows, tokens = cell.batch + 1, cell.batch + cell.chunk
-        # Of the chunk alone: queries and outputs, and its keys and values. Alone too it must find a cold L2.
+        # Queries, outputs, K and V of the chunk alone, with enough copies for a cold L2.
         width = 2 * (cell.chunk * spec.num_q_heads + (cell.past + cell.chunk) * spec.num_kv_heads) * spec.head_dim
         layers = rotations(width * spec.dtype.itemsize, device)
         self.context = BackendContext(
@@ -100,7 +100,7 @@ class Rig:
         self.metadata = self._metadata()
 
     def _metadata(self) -> StepMetadata:
-        """Of the whole step, with the two parts in it, as the refresh makes them."""
+        """Return the metadata of the whole step with its two parts, as the refresh writes it."""
         cell, device = self.cell, self.device
         rows, tokens = cell.batch + 1, cell.batch + cell.chunk
         slots = torch.arange(tokens, device=device)
@@ -136,21 +136,22 @@ class Rig:
         return [call(layer) for layer in self.layers]
 
     def check(self, rows: Sequence[int], result: torch.Tensor) -> None:
-        """The last token of rows in the first layer, against float32 attention."""
+        """Check the last token of some requests in the first layer against float32 attention."""
         for row in rows:
             pages = self.table[row, : -(-self.lengths[row] // PAGE_SIZE)].long().to(self.device)
             at = row if row < self.cell.batch else -1
             check_token(self.layers[0], self.q[0, at], pages, self.lengths[row], result[at], what=f"row {row}")
 
     def time(self, calls: Sequence[Call], schedule: Callable[[], object] | None) -> dict[str, float]:
-        """Microseconds of a layer: its call, and its share of the schedule."""
+        """Return microseconds per layer: its call and its share of the schedule."""
         schedule_us, run_us, p20_us, p80_us = time_layers(calls, schedule, self.out, SAMPLES)
         us = run_us + schedule_us / LAYERS
         return {"us": us, "run_us": run_us, "schedule_us": schedule_us, "p20_us": p20_us, "p80_us": p80_us}
 
 
 def make(name: str, context: BackendContext) -> AttentionBackend:
-    """The backend or pair of a name. Raises: UnsupportedError or ValueError with the reason where it cannot serve."""
+    """Return the backend or pair of a name. Raises: UnsupportedError or ValueError: with the reason, if it cannot
+    serve."""
     decode, _, prefill = name.partition("+")
     cls = backend_class(decode)
     reasons = cls.unsupported_reasons(decode_context(context) if prefill else context)
@@ -181,7 +182,7 @@ def measure(name: str, rig: Rig) -> dict[str, Any]:
 
 
 def alone(rig: Rig, decode: type[AttentionBackend]) -> dict[str, Any]:
-    """Our decode kernel on the decodes, and FlashAttention 3 on the chunk: over pages, and packed."""
+    """graphrt's decode kernel on the decodes, and FlashAttention 3 on the chunk, paged and packed."""
     assert rig.metadata.parts is not None, "made above"
     decodes = rig.metadata.parts[0]
     assert decodes is not None, "made above"

@@ -1,11 +1,11 @@
-"""Time of sampling in graph replays, beside torch's sort-based sampling and FlashInfer's kernels in the same run.
+"""Time of sampling in graph replays, against torch's sort-based sampling and FlashInfer's kernels in the same run.
 
-    python scripts/bench_sampling.py [--rows 1,16,256] [--vocab 128256,151936]
-    python scripts/bench_sampling.py --tune     # settings of the first pass, 256 rows, in about a minute
+    python -m scripts.bench_sampling [--rows 1,16,256] [--vocab 128256,151936]
+    python -m scripts.bench_sampling --tune     # settings of the first pass, 256 requests, about a minute
 
-Logits are bfloat16, from a normal distribution: flat ones, of which top-p keeps most tokens. Peaked ones have four
-times the spread. Microseconds of one call. `torch` sorts, as vLLM's native path does. Few rows lie in the
-L2 cache, as they do behind a model's head. The last line is one JSON object.
+Logits are bfloat16 and normally distributed: flat ones, of which top-p keeps most tokens, and peaked ones with four
+times the spread. Times are microseconds of one call. `torch` sorts, like vLLM's native path. Small batches are in the
+L2 cache, as after a model's head. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SETTINGS = ((2, 512, 4), (4, 512, 4), (4, 512, 8), (2, 256, 4), (4, 256, 4))
 
 
 class Inputs:
-    """The tensors of one call: logits of its own, so that several calls do not find each other's in the cache."""
+    """The tensors of one call. Each call has its own logits, so that calls do not share cached data."""
 
     def __init__(self, case: dict[str, float], rows: int, vocab: int, device: torch.device, seed: int) -> None:
         generator = torch.Generator(device=device).manual_seed(seed)
@@ -96,7 +96,7 @@ def our_call(case: dict[str, float], x: Inputs) -> Callable[[], object]:
 
 
 def torch_call(case: dict[str, float], x: Inputs) -> Callable[[], object] | None:
-    """What an engine without own kernels does, with dense counts that are there already."""
+    """Sample as an engine without kernels of its own, with existing dense counts."""
     if "record" in case or "options" in case or case.get("logprobs", 0) < 0:
         return None
     top_k, top_p, min_p = (int(case.get("top_k", 0)), case.get("top_p", 1.0), case.get("min_p", 0.0))
@@ -107,7 +107,7 @@ def torch_call(case: dict[str, float], x: Inputs) -> Callable[[], object] | None
         if "logprobs" in case:
             return torch.topk(logits.log_softmax(-1), 20, dim=-1).values
         if counts is not None:
-            seen = counts > 0  # of the output; bits of the prompt are left out, in favour of this side
+            seen = counts > 0  # counts of output tokens; prompt bits are omitted, in favour of this variant
             logits = torch.where(seen, torch.where(logits > 0, logits / 1.2, logits * 1.2), logits)
             logits = logits - 0.2 * counts - 0.3 * seen
         if case.get("temperature") == 0.0:
@@ -132,7 +132,7 @@ def torch_call(case: dict[str, float], x: Inputs) -> Callable[[], object] | None
 
 
 def flashinfer_call(case: dict[str, float], x: Inputs) -> Callable[[], object] | None:
-    """FlashInfer's kernels from float32 probabilities or logits; without penalties, which it does not have."""
+    """FlashInfer's kernels on float32 probabilities or logits. It has no penalties."""
     try:
         import flashinfer.sampling as kernels
     except ImportError:
@@ -151,7 +151,7 @@ def flashinfer_call(case: dict[str, float], x: Inputs) -> Callable[[], object] |
 
 
 def timed(make: Callable[[Inputs], Callable[[], object] | None], inputs: list[Inputs], samples: int) -> float | None:
-    """Microseconds of a call, None where there is none or it cannot be captured (the reason is printed)."""
+    """Return microseconds of a call, or None if it is missing or cannot be captured (prints the reason)."""
     calls = [call for x in inputs if (call := make(x)) is not None]
     if not calls:
         return None
@@ -163,7 +163,7 @@ def timed(make: Callable[[Inputs], Callable[[], object] | None], inputs: list[In
 
 
 def tune(device: torch.device, rows: int, vocab: int, samples: int) -> list[dict[str, object]]:
-    """A line per setting of the first pass, with the microseconds of each case."""
+    """Print one line per setting of the first pass with the microseconds of each case."""
     results: list[dict[str, object]] = []
     print(f"{'programs, chunks, warps':24}" + "".join(f"{name[:22]:>24}" for name in TUNED) + "  us")
     defaults = (sampling._CHUNKS, sampling.CHANGED_WORDS, sampling._CHUNK_WARPS)
@@ -184,7 +184,7 @@ def tune(device: torch.device, rows: int, vocab: int, samples: int) -> list[dict
 
 
 def main() -> None:
-    """Print a line per case and size, and one JSON object."""
+    """Print one line per case and size, and one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="1,16,256")
     parser.add_argument("--vocab", default="128256,151936")
@@ -210,7 +210,7 @@ def main() -> None:
             for rows in map(int, options.rows.split(",")):
                 count = min(rotations(2 * rows * vocab, device), MAX_CALLS)
                 inputs = [Inputs(case, rows, vocab, device, seed) for seed in range(count)]
-                few = inputs[: max(2, min(4, count))]  # sorts write gigabytes: they leave nothing in the cache
+                few = inputs[: max(2, min(4, count))]  # sorts write gigabytes and evict the cache anyway
                 row: dict[str, object] = {"case": name, "rows": rows, "vocab": vocab}
                 row["graphrt_us"] = timed(lambda x, case=case: our_call(case, x), inputs, options.samples)
                 if not options.ours:

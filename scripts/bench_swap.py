@@ -1,16 +1,17 @@
-"""What swaps reach over the link, and what they cost the steps beside them.
+"""Throughput of swaps over the host link, and their cost for concurrent steps.
 
-    python scripts/bench_swap.py
-    python scripts/bench_swap.py --only link
-    python scripts/bench_swap.py --batch 64 --context 2048 --out swap.json
+    python -m scripts.bench_swap
+    python -m scripts.bench_swap --only link
+    python -m scripts.bench_swap --batch 64 --context 2048 --out swap.json
 
-link    GB/s of `SwapSpace.swap_out` and `swap_in` at several sizes, beside one plain copy of as many bytes between
-        pinned memory and the device: the link's own limit. And the host's microseconds per call
+link    GB/s of `SwapSpace.swap_out` and `swap_in` at several sizes, against one plain copy of the same bytes between
+        pinned memory and the device: the limit of the link. Also host microseconds per call
 steps   milliseconds per decode step of a captured model (the shape of Llama 3.2 1B, dummy weights), two steps in flight
-        as in TextGenerator, alone and beside swaps, in turns: medians and 99th percentiles. Beside each step a sequence
-        of 2,048 tokens goes out, or comes back
+        as in TextGenerator, alternating without and with swaps: medians and 99th percentiles. During each step a
+        sequence of 2,048 tokens is swapped out or in
 
-The last line of standard output is one JSON object; with `--out` it goes to that file, and a short table comes last.
+The last line of standard output is one JSON object. With `--out`, the object goes to that file and a short table is
+printed last.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ from graphrt.models.shapes import shape_config
 from graphrt.runtime import Runtime
 
 PAGE = 16
-SEQUENCES, SEQUENCE_TOKENS = 3, 2048  # that are swapped beside the steps
+SEQUENCES, SEQUENCE_TOKENS = 3, 2048  # swapped during the steps
 SIZES_MB = (1, 8, 64, 256, 1024)
 ROUNDS = 4
 
 
 def build(config: ModelConfig, device: torch.device, batch: int, context: int, steps: int, spare: int) -> Runtime:
-    """A captured runtime of one decode size, with `spare` pages beside those of the rows."""
+    """Return a captured runtime of one decode size with `spare` pages in addition to those of the requests."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     longest = context + steps
     model = LlamaModel(config, dtype=dtype, device=device, max_positions=longest)
@@ -66,12 +67,12 @@ def build(config: ModelConfig, device: torch.device, batch: int, context: int, s
 
 
 def shuffled(allocator: PageAllocator, count: int) -> np.ndarray:
-    """Pages as a long-running allocator hands them out."""
+    """Return pages in the order of a long-running allocator."""
     return np.random.default_rng(0).permutation(allocator.allocate(count))
 
 
 def plain_copies(nbytes: int, device: torch.device) -> tuple[float, float]:
-    """GB/s of one copy to pinned memory, and of one from there: the best of several."""
+    """Return GB/s of one copy to pinned memory and of one from it: the best of several."""
     pinned = device.type == "cuda"
     host = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
     there = torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -80,7 +81,7 @@ def plain_copies(nbytes: int, device: torch.device) -> tuple[float, float]:
 
 
 def seconds(call: Any, device: torch.device, repeats: int = 5) -> list[float]:
-    """Seconds from the call to the end of all that it started; the first two calls warm up."""
+    """Return seconds from the call until its copies have finished. The first two calls are a warm-up."""
     found = []
     for _ in range(2 + repeats):
         synchronize(device)
@@ -97,7 +98,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def bench_link(runtime: Runtime, sizes_mb: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Both ways at every size that the free pages have."""
+    """Measure both directions at every size that fits into the free pages."""
     allocator, results = runtime.allocator, []
     page_bytes = runtime.kv_cache.groups[0].bytes_per_page
     for size in sizes_mb:
@@ -141,7 +142,7 @@ def bench_link(runtime: Runtime, sizes_mb: tuple[int, ...]) -> list[dict[str, An
 
 
 class _Swaps:
-    """Some sequences that go out and come back to other pages, one movement per step, as a scheduler has them."""
+    """Sequences that are swapped out and in to other pages, one movement per step, as by a scheduler."""
 
     def __init__(self, runtime: Runtime, space: SwapSpace, pages: int) -> None:
         self._space, self._allocator, self._count = space, runtime.allocator, pages
@@ -151,7 +152,7 @@ class _Swaps:
         self._turn = self.bytes_moved = 0
 
     def go_on(self) -> None:
-        """Bring back what is outside, else send the next one out; the host does not wait."""
+        """Swap in a sequence that is out, else swap out the next one. The host does not wait."""
         self._space.collect()
         at = self._turn
         if self._outside is None:
@@ -168,7 +169,7 @@ class _Swaps:
         self.bytes_moved += self._space.bytes_of([self._count])
 
     def end(self) -> None:
-        """Give all pages back."""
+        """Free all pages."""
         if self._outside is not None:
             self._space.drop(self._outside)
             self._pages[self._turn] = []
@@ -179,7 +180,7 @@ class _Swaps:
 
 
 class _Steps:
-    """Decodes all rows from the context on; every row feeds its token back on the device."""
+    """Decodes all requests from the context on. Tokens are fed back on the device."""
 
     def __init__(self, runtime: Runtime, batch: int, context: int) -> None:
         self._runtime, self._context = runtime, context
@@ -189,7 +190,7 @@ class _Steps:
         self._indptr = np.arange(batch + 1, dtype=np.int32) * per_row
 
     def run(self, steps: int, swaps: _Swaps | None) -> list[float]:
-        """Milliseconds between the ends of steps, as the device counts them, or the host on a CPU."""
+        """Return milliseconds between the ends of steps, timed by the device, or by the host on a CPU."""
         events, clock, before = [], [], None
         synchronize(self._runtime.device)
         for step in range(steps):
@@ -219,8 +220,8 @@ class _Steps:
 
 
 def bench_steps(runtime: Runtime, batch: int, context: int, steps: int, pages: int) -> dict[str, Any]:
-    """Rounds alone and beside swaps in turns, the first of each for warming up."""
-    loop, found = _Steps(runtime, batch, context), {"alone": [], "beside": []}
+    """Run alternating rounds without and with swaps. The first round of each kind is a warm-up."""
+    loop, found = _Steps(runtime, batch, context), {"alone": [], "swapping": []}
     moved = elapsed = 0.0
     nbytes = SEQUENCES * pages * runtime.kv_cache.groups[0].bytes_per_page
     with SwapSpace(runtime.kv_cache, runtime.allocators, nbytes, stream=runtime.stream) as space:
@@ -228,20 +229,20 @@ def bench_steps(runtime: Runtime, batch: int, context: int, steps: int, pages: i
             alone = loop.run(steps, None)
             swaps = _Swaps(runtime, space, pages)
             start = time.perf_counter()
-            beside = loop.run(steps, swaps)
+            swapping = loop.run(steps, swaps)
             if round_:
                 elapsed += time.perf_counter() - start
                 moved += swaps.bytes_moved
                 found["alone"] += alone
-                found["beside"] += beside
+                found["swapping"] += swapping
             swaps.end()
             space.reclaim(0, 2 * SEQUENCES * pages)
     result: dict[str, Any] = {"batch": batch, "context": context, "steps": len(found["alone"]), "swapped_pages": pages}
     for name, values in found.items():
         result[f"{name}_ms"], result[f"{name}_p99_ms"] = (float(x) for x in np.percentile(values, [50, 99]))
-    result["median_ratio"] = result["beside_ms"] / result["alone_ms"]
-    result["p99_ratio"] = result["beside_p99_ms"] / result["alone_p99_ms"]
-    result["mean_ratio"] = float(np.mean(found["beside"]) / np.mean(found["alone"]))
+    result["median_ratio"] = result["swapping_ms"] / result["alone_ms"]
+    result["p99_ratio"] = result["swapping_p99_ms"] / result["alone_p99_ms"]
+    result["mean_ratio"] = float(np.mean(found["swapping"]) / np.mean(found["alone"]))
     result["swap_gb_s"] = moved / elapsed / 1e9
     return result
 
@@ -250,7 +251,7 @@ def measure(
     config: ModelConfig, device: torch.device, *, batch: int, context: int, steps: int, only: str | None,
     sizes_mb: tuple[int, ...] = SIZES_MB, sequence_tokens: int = SEQUENCE_TOKENS,
 ) -> dict[str, Any]:  # fmt: skip
-    """Both parts over one runtime."""
+    """Run both parts over one runtime."""
     (group,) = config.kv_groups(PAGE, KVLayout.NHD, torch.bfloat16)
     pages = sequence_tokens // PAGE
     spare = max(2 * SEQUENCES * pages, 1 + max(sizes_mb) * 10**6 // group.bytes_per_page)
@@ -264,7 +265,7 @@ def measure(
 
 
 def table(found: dict[str, Any]) -> str:
-    """What to look at first."""
+    """Print the main figures."""
     lines = ["     MB   out GB/s  (plain)    in GB/s  (plain)   host us out/in"] if "link" in found else []
     for row in found.get("link", []):
         lines.append(
@@ -275,7 +276,7 @@ def table(found: dict[str, Any]) -> str:
         lines += [
             f"steps of {steps['batch']} rows at {steps['context']} tokens, {steps['steps']} of each:",
             f"  alone   {steps['alone_ms']:.3f} ms, p99 {steps['alone_p99_ms']:.3f}",
-            f"  beside  {steps['beside_ms']:.3f} ms, p99 {steps['beside_p99_ms']:.3f}: "
+            f"  swapping {steps['swapping_ms']:.3f} ms, p99 {steps['swapping_p99_ms']:.3f}: "
             f"{steps['median_ratio']:.3f} x, p99 {steps['p99_ratio']:.3f} x, mean {steps['mean_ratio']:.3f} x, "
             f"at {steps['swap_gb_s']:.1f} GB/s",
         ]

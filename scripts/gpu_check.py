@@ -1,14 +1,14 @@
-"""Runs the GPU tier and the benchmarks on this machine's GPU and writes docs/results/<gpu>/<name>.json.
+"""Runs the GPU tests and the benchmarks on this machine's GPU and writes docs/results/<gpu>/<name>.json.
 
     python scripts/gpu_check.py                              # everything
     python scripts/gpu_check.py --only tests,sanitize --out /tmp/results
-    python scripts/gpu_check.py --require triton             # fail when a test that names it was skipped
+    python scripts/gpu_check.py --require triton             # fail if a test that names it was skipped
 
-Each job is a command of its own, so that none sees what another compiled or allocated: tests, compute-sanitizer (of
-the CUDA toolkit), benchmarks. The tests take most of their time to compile kernels: they run as `--shards` processes
-side by side, and those marked `alone` in one more after that; `python -m pytest -m gpu` runs all of them in one
-process. A result holds the commands, the versions, the commit and tree (`--commit`, `--tree` for a copy of the files),
-and the job's own JSON. Exits 1 when a job fails. An unfinished or failed job writes no result.
+Each job is a separate command, so that jobs do not share compiled kernels or memory: tests, compute-sanitizer (of the
+CUDA toolkit) and benchmarks. The tests spend most of their time on compiling kernels, so they run as `--shards`
+concurrent processes, followed by one process for those marked `alone`. `python -m pytest -m gpu` runs all of them in
+one process. A result holds the commands, the versions, the commit and tree (`--commit`, `--tree` for a copy of the
+files), and the JSON of the job. Exits with 1 if a job fails. An unfinished or failed job writes no result.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ JOBS: dict[str, list[list[str]]] = {
         ["compute-sanitizer", "--tool", "memcheck", "--report-api-errors", "no", *SANITIZED],
         ["compute-sanitizer", "--tool", "racecheck", *SANITIZED, "--only", "many,one,two_clusters,pairs"],
     ],
-    "attention": [[PYTHON, "scripts/bench_attention.py"]],
-    "backends": [[PYTHON, "scripts/bench_backends.py"]],
-    "mixed": [[PYTHON, "scripts/bench_mixed.py"]],
-    "groups": [[PYTHON, "scripts/bench_groups.py"]],
-    "swap": [[PYTHON, "scripts/bench_swap.py"]],
-    "capture": [[PYTHON, "scripts/bench_capture.py"]],
-    "host": [[PYTHON, "scripts/bench_host.py"]],
-    "loop": [[PYTHON, "scripts/bench_loop.py"]],
-    "kit": [[PYTHON, "scripts/bench_graph_checks.py"]],
-    "sampling": [[PYTHON, "scripts/bench_sampling.py", "--rows", "256", "--vocab", "128256"]],
+    "attention": [[PYTHON, "-m", "scripts.bench_attention"]],
+    "backends": [[PYTHON, "-m", "scripts.bench_backends"]],
+    "mixed": [[PYTHON, "-m", "scripts.bench_mixed"]],
+    "groups": [[PYTHON, "-m", "scripts.bench_groups"]],
+    "swap": [[PYTHON, "-m", "scripts.bench_swap"]],
+    "capture": [[PYTHON, "-m", "scripts.bench_capture"]],
+    "host": [[PYTHON, "-m", "scripts.bench_host"]],
+    "loop": [[PYTHON, "-m", "scripts.bench_loop"]],
+    "graph_checks": [[PYTHON, "-m", "scripts.bench_graph_checks"]],
+    "sampling": [[PYTHON, "-m", "scripts.bench_sampling", "--rows", "256", "--vocab", "128256"]],
     "graph_bugs": [[PYTHON, "-m", "scripts.bug_catalogue"]],
     "serve": [[PYTHON, "-m", "graphrt", "bench", "serve", "--json-only"]],
     "decode": [
@@ -69,7 +69,7 @@ _printing = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a job's commands came to. `summary` is printed again at the end of the job."""
+    """Result of the commands of a job. `summary` is printed again at the end of the job."""
 
     codes: list[int]
     data: dict[str, Any]
@@ -77,13 +77,13 @@ class Outcome:
 
 
 def run(command: Sequence[str], prefix: str = "", environment: dict[str, str] | None = None) -> tuple[int, str]:
-    """Exit code and output of a command, whose lines are passed on as they come, whole and with `prefix`."""
+    """Return exit code and output of a command. Its lines are printed as they arrive, each with `prefix`."""
     say(f"{prefix}$ {' '.join(command)}")
     try:
         process = subprocess.Popen(
             command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
         )
-    except OSError as error:  # the program is missing: the other jobs are to run
+    except OSError as error:  # the program is missing; the other jobs still run
         say(f"{prefix}{error}")
         return 127, f"{error}\n"
     assert process.stdout is not None, "stdout is piped"
@@ -95,32 +95,32 @@ def run(command: Sequence[str], prefix: str = "", environment: dict[str, str] | 
 
 
 def say(line: str) -> None:
-    with _printing:  # one write, so that lines of several processes do not mix
+    with _printing:  # one write, so that lines of several processes do not interleave
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
 
 
 def test_commands(shards: int) -> tuple[list[list[str]], list[str]]:
-    """What runs side by side, and what runs after that on its own."""
-    beside = [[*PYTEST, "-m", "gpu and not alone", "--shard", f"{index}/{shards}"] for index in range(1, shards + 1)]
-    return beside, [*PYTEST, "-m", "gpu and alone"]
+    """Return the commands that run concurrently, and the command that runs alone after them."""
+    shard = [*PYTEST, "-m", "gpu and not alone", "--shard"]
+    return [[*shard, f"{index}/{shards}"] for index in range(1, shards + 1)], [*PYTEST, "-m", "gpu and alone"]
 
 
 def run_tests(shards: int) -> Outcome:
-    """The GPU tier: its shards side by side, then the tests that need the device to themselves."""
-    beside, alone = test_commands(shards)
-    # Oracles run on the CPU: without a bound every process would start a thread per core for them.
+    """Run the GPU tests: concurrent shards, then the tests that need the device to themselves."""
+    concurrent, alone = test_commands(shards)
+    # Oracles run on the CPU; without a limit every process starts one thread per core.
     threads = max(1, (os.cpu_count() or 1) // shards)
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
     with ThreadPoolExecutor(shards) as pool:
-        runs = [pool.submit(run, command, f"[{i}] ", environment) for i, command in enumerate(beside, 1)]
+        runs = [pool.submit(run, command, f"[{i}] ", environment) for i, command in enumerate(concurrent, 1)]
     results = [*(r.result() for r in runs), run(alone, "[alone] ")]
     outputs = [output for _, output in results]
     return Outcome([code for code, _ in results], tests_result(outputs), tuple(failures(outputs)))
 
 
 def tests_result(outputs: Sequence[str]) -> dict[str, Any]:
-    """Counts of all processes together, and the reasons of skips."""
+    """Return the counts over all processes, and the reasons of skips."""
     counts: Counter[str] = Counter()
     skips: list[set[str]] = []
     for output in outputs:
@@ -130,13 +130,13 @@ def tests_result(outputs: Sequence[str]) -> dict[str, Any]:
         for number, word in re.findall(r"(\d+) (passed|failed|skipped|error)", closing[-1] if closing else ""):
             counts[word] += int(number)
         skips.append(set(re.findall(r"^SKIPPED \[\d+\] (.*)$", output, re.MULTILINE)))
-    # A module that skips itself as a whole does so in every process, and is one skip all the same.
+    # A module that skips itself does so in every process, but counts as one skip.
     counts["skipped"] -= (len(outputs) - 1) * len(set.intersection(*skips))
     return {"counts": {word: n for word, n in counts.items() if n}, "skips": sorted(set.union(*skips))}
 
 
 def failures(outputs: Sequence[str]) -> list[str]:
-    """Every line that names a test that failed, and what processes that came to no summary said last."""
+    """Return every line that names a failed test, and the last lines of processes without a summary."""
     lines = []
     for output in outputs:
         lines += re.findall(r"^(?:FAILED|ERROR) .*$", output, re.MULTILINE)
@@ -146,7 +146,7 @@ def failures(outputs: Sequence[str]) -> list[str]:
 
 
 def run_benchmark(commands: Sequence[Sequence[str]]) -> Outcome:
-    """Each command in turn; its last line of output is its JSON, whose origin is that of the whole result."""
+    """Run each command. Its last line of output is its JSON; the origin is stored once for the whole result."""
     results = [run(command) for command in commands]
     reports = [json.loads(output.strip().splitlines()[-1]) for code, output in results if code == 0]
     reports = [{key: value for key, value in report.items() if key not in ORIGIN} for report in reports]
@@ -154,7 +154,7 @@ def run_benchmark(commands: Sequence[Sequence[str]]) -> Outcome:
 
 
 def run_sanitizers(commands: Sequence[Sequence[str]]) -> Outcome:
-    """Each command in turn; of its output the cases that ran, and the tool's summary, which must be of nothing."""
+    """Run each command and collect its cases and the tool's summary, which must report no error."""
     codes, runs = [], []
     for command in commands:
         code, output = run(command)
@@ -179,7 +179,7 @@ def parse(command: Sequence[str] | None = None) -> argparse.Namespace:
     arguments = parser.parse_args(command)
     if unknown := [n for n in arguments.only.split(",") if n not in JOBS]:
         parser.error(f"unknown jobs {unknown}; choose from {list(JOBS)}")
-    # A name that no skip can contain would require nothing.
+    # A name that no skip reason can contain would require nothing.
     known = [*backend_names(), *OPTIONAL_PACKAGES]
     if unknown := [n for n in arguments.require.split(",") if arguments.require and n not in known]:
         parser.error(f"--require: expected names of {', '.join(known)}, got {unknown}")
@@ -199,17 +199,17 @@ def main() -> None:
     gpu = (origin["gpu"] or "").replace(" ", "-").lower()
     if not gpu:
         sys.exit("gpu_check: expected a CUDA device, got none")
-    # Where the results went, and how a checkout without git was named, are no part of how to repeat the run.
+    # The output folder and the given commit are not part of the command that repeats the run.
     requirement = f" --require {arguments.require}" if arguments.require else ""
     origin["command"] = f"python scripts/gpu_check.py --only {arguments.only}{requirement}"
-    if arguments.tree:  # what the files themselves come to is kept where it is known
+    if arguments.tree:  # the tree hash of the files is kept if it is known
         tree = origin["tree"] or arguments.tree
         origin |= {"commit": arguments.commit, "tree": tree, "uncommitted_changes": tree != arguments.tree}
     folder = arguments.out / gpu
     folder.mkdir(parents=True, exist_ok=True)
     required = [r for r in arguments.require.split(",") if r]
-    beside, alone = test_commands(arguments.shards)
-    commands = JOBS | {TESTS: [*beside, alone]}
+    concurrent, alone = test_commands(arguments.shards)
+    commands = JOBS | {TESTS: [*concurrent, alone]}
     failed = []
     for name in names:
         start = time.time()

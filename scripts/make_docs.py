@@ -1,9 +1,9 @@
-"""Writes the generated parts of the documentation, and the table of measured times that the registry ranks backends by.
+"""Generate the marked sections of the documentation, and the table of measured times that ranks the backends.
 
 Run it after a change to buffers, backends, settings or results.
 
-python scripts/make_docs.py          rewrite the marked parts and the table in place
-python scripts/make_docs.py --check  exit 1 and name the file when one is out of date
+python scripts/make_docs.py          rewrite the marked sections and the table in place
+python scripts/make_docs.py --check  exit with 1 and name each file that is out of date
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def tree_of(result: dict[str, Any]) -> str:
-    """Which files a result was measured with."""
-    changes = " and other files beside it" if result.get("uncommitted_changes") else ""
+    """Return the source tree that a result was measured with."""
+    changes = " with uncommitted changes" if result.get("uncommitted_changes") else ""
     return f"tree `{result['tree'][:12]}`{changes}"
 
 
-_EXTENTS = {"rows_plus_one": "rows + 1", "groups_plus_one": "groups + 1", "claims": "pages + req_indices"}
+_EXTENTS = {"reqs_plus_one": "reqs + 1", "groups_plus_one": "groups + 1", "last_writers": "pages + req_indices"}
 
 
 def buffers_table() -> str:
@@ -71,10 +71,10 @@ def backends_table() -> str:
 
 
 def results_table() -> str:
-    """Measured figures, from the committed results of the H200 and from nothing else."""
+    """Return the measured results, from the committed files of the H200."""
     path = ROOT / "docs" / "results" / "nvidia-h200"
     if not path.is_dir():
-        return "Not measured yet: `scripts/gpu_check.py` writes `docs/results/`, and this table is made from there."
+        return "Not measured yet: `scripts/gpu_check.py` writes `docs/results/`, the source of this table."
     decode, capture = [json.loads((path / f"{name}.json").read_text()) for name in ("decode", "capture")]
     lines = [
         "| shape | batch | context | floor ms | graphrt ms | of floor | transformers ms | host us per step |",
@@ -94,9 +94,9 @@ def results_table() -> str:
                 compiled.append(f"{report['model']} at batch {r['batch']}: {_baseline(static, r['replay_ms'])}")
     lines += [
         "",
-        "transformers: one step of Hugging Face's `generate` with its default cache, on the same shape, device and "
-        "context in the same run; in brackets its time over graphrt's. Host us: the median of at least 200 calls of "
-        "`replay()`, in brackets the 20th and the 80th percentile, as other programs share the machine.",
+        "transformers: one step of Hugging Face's `generate` with its default cache, for the same shape, device and "
+        "context in the same run; in parentheses, the ratio to graphrt's time. Host us: the median of at least 200 "
+        "calls of `replay()`; in parentheses, the 20th and 80th percentiles, because other programs share the machine.",
     ]
     if compiled:
         lines[-1] += (
@@ -105,29 +105,28 @@ def results_table() -> str:
     data = capture["data"]
     lines += [
         "",
-        f"Capturing the default capture_sizes of {data['decode_graphs']} decode graphs of {data['model']}: "
-        f"{data['decode_seconds']:.2f} s ({data['decode_first_seconds']:.2f} s in a fresh process, which also loads "
-        f"every kernel and compiles those that Triton's cache lacks), {data['decode_mib_per_graph']:.1f} MiB per "
-        "graph, pool included "
-        f"({data['nodes_per_graph']} nodes each); {data['mixed_graphs']} mixed graphs: {data['mixed_seconds']:.2f} s, "
-        f"{data['mixed_mib_per_graph']:.1f} MiB per graph.",
+        f"Capture of the default {data['decode_graphs']} decode graphs of {data['model']}: "
+        f"{data['decode_seconds']:.2f} s ({data['decode_first_seconds']:.2f} s in a new process, which also loads all "
+        f"kernels and compiles those that are not in Triton's cache), {data['decode_mib_per_graph']:.1f} MiB per graph "
+        f"including the memory pool ({data['nodes_per_graph']} nodes each); {data['mixed_graphs']} mixed graphs: "
+        f"{data['mixed_seconds']:.2f} s, {data['mixed_mib_per_graph']:.1f} MiB per graph.",
         "",
-        f"One {decode['gpu']}, torch {decode['torch']}, triton {decode['triton']}, dummy weights, bf16; floor is the "
-        "bytes that a step must read over the read bandwidth measured in the same run. "
+        f"One {decode['gpu']}, torch {decode['torch']}, triton {decode['triton']}, dummy weights, bf16. The floor is "
+        "the bytes that a step must read, divided by the read bandwidth measured in the same run. "
         f"`docs/results/nvidia-h200/`, {tree_of(decode)}.",
     ]
     return "\n".join(lines)
 
 
 def _baseline(time: dict[str, Any] | None, ours_ms: float) -> str:
-    """A baseline's time and how many times ours it is, or why there is none."""
+    """Return a baseline's time and its ratio to graphrt's time, or the reason why it was not measured."""
     if time is None:
         return "-"
     return time["reason"] if time["ms"] is None else f"{time['ms']:.2f} ({time['ms'] / ours_ms:.1f} x)"
 
 
 def attention_table() -> str:
-    """Attention against its peers, from the committed results of the H200."""
+    """Return the attention benchmark against other kernels, from the committed results of the H200."""
     path = ROOT / "docs" / "results" / "nvidia-h200" / "attention.json"
     if not path.is_file():
         return "Not measured yet."
@@ -143,7 +142,11 @@ def attention_table() -> str:
         columns = [cell["part"], cell["cell"], f"{cell['kv_bytes'] / 1e6:.0f}", *shown, ratio, speed]
         lines.append(f"| {' | '.join(columns)} |")
     rows = sorted({schedule["rows"] for schedule in data["schedules"]})
-    lines += ["", f"| schedule alone, us | {' | '.join(f'{n} rows' for n in rows)} |", "|" + "---|" * (len(rows) + 1)]
+    lines += [
+        "",
+        f"| schedule alone, us | {' | '.join(f'batch {n}' for n in rows)} |",
+        "|" + "---|" * (len(rows) + 1),
+    ]
     for mode in dict.fromkeys(schedule["mode"] for schedule in data["schedules"]):
         times = {schedule["rows"]: schedule["us"] for schedule in data["schedules"] if schedule["mode"] == mode}
         lines.append(f"| {mode} | {' | '.join(f'{times[n]:.2f}' for n in rows)} |")
@@ -154,17 +157,17 @@ def attention_table() -> str:
         lines.append(f"| {goal['name']} | {sign} {goal['bound']:g} | {value} | {met} |")
     lines += [
         "",
-        f"One {record['gpu']}, torch {record['torch']}, triton {record['triton']}; read ceiling of the same run "
+        f"One {record['gpu']}, torch {record['torch']}, triton {record['triton']}; read bandwidth in the same run: "
         f"{data['read_tb_per_s']:.2f} TB/s. `docs/results/nvidia-h200/attention.json`, {tree_of(record)}.",
     ]
     return "\n".join(lines)
 
 
 def ranking_table() -> str:
-    """What the registry ranks by: the cost of each measured backend in each cell."""
+    """Return the measured cost of each backend in each cell, by which the registry ranks backends."""
     result = _result("backends")
     if result is None:
-        return "Not measured yet: the static order of the table above applies."
+        return "Not measured yet: backends are ranked in the order of the table above."
     ranking = parse_ranking(ranking_record(result, _result("mixed")))
     names = [name for name in backend_names() if name in ranking.names]
     lines = ["| batch | context | " + " | ".join(f"`{name}`" for name in names) + " |"]
@@ -184,13 +187,13 @@ def ranking_table() -> str:
 
 
 def mixed_table() -> str:
-    """What mixed steps cost in one part and in two."""
+    """Return the cost of mixed steps, with one attention kernel and with separate decode and prefill kernels."""
     result = _result("mixed")
     if result is None:
-        return "Not measured yet: mixed steps are served by one kernel."
+        return "Not measured yet: one kernel serves mixed steps."
     data = result["data"]
     names = list(dict.fromkeys(name for cell in data["cells"] for name in cell["backends"]))
-    heads = ["decodes", "of tokens", "prompt tokens", "behind", *(f"`{name}`" for name in names), "alone"]
+    heads = ["decode requests", "context", "prefill tokens", "prefix", *(f"`{name}`" for name in names), "alone"]
     lines = ["| " + " | ".join(heads) + " |"]
     lines.append("|" + "---|" * len(heads))
     for cell in data["cells"]:
@@ -202,14 +205,14 @@ def mixed_table() -> str:
     lines += [
         "",
         f"us per layer, one {result['gpu']}, {q_heads}/{kv_heads} heads of {head_dim}, {data['dtype']}, pages of "
-        f"{data['page_size']} tokens. `alone`: our decode kernel on the decodes, and {data['alone']} on the prompt, "
-        f"each in a graph of its own. `docs/results/nvidia-h200/mixed.json`, {tree_of(result)}.",
+        f"{data['page_size']} tokens. `alone`: graphrt's decode kernel for the decode requests, and {data['alone']} "
+        f"for the prefill, each in a separate graph. `docs/results/nvidia-h200/mixed.json`, {tree_of(result)}.",
     ]
     return "\n".join(lines)
 
 
 def planning_time() -> str:
-    """What FlashInfer's plan costs the host, at the smallest and at the largest batch: the worst of the contexts."""
+    """Return the host time of FlashInfer's plan for the smallest and largest batch, at the slowest context."""
     result = _result("backends")
     worst: dict[int, float] = {}
     for cell in result["data"]["cells"] if result else ():
@@ -217,16 +220,16 @@ def planning_time() -> str:
         if host_us is not None:
             worst[cell["batch"]] = max(worst.get(cell["batch"], 0.0), host_us)
     if not worst:
-        return "Planning was not measured yet."
+        return "Planning has not been measured yet."
     few, many = min(worst), max(worst)
     return (
-        f"Planning takes the host {worst[few]:.0f} us at {few} row{'s' * (few > 1)} and up to {worst[many]:.0f} us at "
-        f"{many} rows, every step."
+        f"Planning takes {worst[few]:.0f} us of host time per step for {few} request{'s' * (few > 1)}, and up to "
+        f"{worst[many]:.0f} us for {many} requests."
     )
 
 
 def ranking_file() -> str:
-    """graphrt/backends/ranking.json, a cell a line."""
+    """Return the text of graphrt/backends/ranking.json, with one cell per line."""
     record = ranking_record(_result("backends"), _result("mixed"))
     lists = {name: record.pop(name) for name in ("cells", "mixed_cells")}
     text = json.dumps(record, indent=1).removesuffix("\n}")
@@ -253,15 +256,15 @@ PARTS = {
 
 
 def render() -> dict[Path, str]:
-    """Every generated file, those of the documentation with their marked parts rewritten."""
+    """Return the text of every generated file, documentation with its marked sections rewritten."""
     texts: dict[Path, str] = {ROOT / "graphrt" / "backends" / "ranking.json": ranking_file()}
     for (name, mark), make in PARTS.items():
         path = ROOT / name
         text = texts.get(path) or path.read_text()
-        # A part stands in lines of its own, or within a line of text.
+        # A section is either complete lines or part of a line.
         pattern = re.compile(rf"(<!-- {mark} -->(\n?)).*?(<!-- /{mark} -->)", re.DOTALL)
         if not pattern.search(text):
-            raise SystemExit(f"{name}: expected the marks <!-- {mark} --> and <!-- /{mark} -->, found none")
+            raise SystemExit(f"{name}: the marks <!-- {mark} --> and <!-- /{mark} --> are missing; add them")
         part = make()
         texts[path] = pattern.sub(lambda m, part=part: m.group(1) + part + m.group(2) + m.group(3), text)
     return texts

@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md runs as it stands, and the index of docs/LOG.md agrees with its entries."""
+"""docs/troubleshooting.md runs as it stands, and the index of docs/dev/log.md agrees with its entries."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from graphrt.kernels.types import FaultCode
 
 ROOT = Path(__file__).resolve().parent.parent
 TROUBLESHOOTING = (ROOT / "docs" / "troubleshooting.md").read_text()
-LOG = (ROOT / "docs" / "LOG.md").read_text()
+LOG = (ROOT / "docs" / "dev" / "log.md").read_text()
 VERDICTS = ("kept", "lost", "mixed", "fact", "missed")
 
 
@@ -151,7 +151,7 @@ def test_references_within_the_log_lead_to_an_entry() -> None:
     assert quoted <= names
 
 
-@pytest.mark.parametrize("page", ["LOG.md", "troubleshooting.md"])
+@pytest.mark.parametrize("page", ["dev/log.md", "troubleshooting.md"])
 def test_tables_are_narrow(page: str) -> None:
     text = (ROOT / "docs" / page).read_text()
     for table in tables(text):

@@ -38,7 +38,7 @@ ARGUMENTS = {
     "state's value": ({"state": {"kv": 3}}, r"state\['kv'\]: expected Tensor, got 3"),
     "state's name": ({"state": {1: torch.zeros(2)}}, "state's name: expected str, got 1"),
     "states": ({"state": [torch.zeros(2)]}, "state: expected Mapping"),
-    "shared state": ({"state": {"kv": torch.zeros(1).expand(5)}}, r"state\['kv'\]: expected elements that share no"),
+    "shared state": ({"state": {"kv": torch.zeros(1).expand(5)}}, r"state\['kv'\]: elements share memory"),
     "sparse state": ({"state": {"kv": SPARSE}}, r"state\['kv'\]: expected a dense tensor"),
     "large pad": ({"pad": {"x": 1e300}}, r"pad\['x'\]: expected a value of torch.float32, got 1e\+300"),
     "pads": ({"pad": [1]}, "pad: expected Mapping"),

@@ -1,1 +1,1 @@
-"""The benchmarks: what they run, how they time it, what they report. The library never imports this package."""
+"""Benchmarks of the command line: workloads, timing and reports. The library does not import this package."""

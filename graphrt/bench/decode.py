@@ -1,4 +1,4 @@
-"""The decode benchmark: milliseconds per step against the memory floor, and what a step costs the host."""
+"""The decode benchmark: milliseconds per step against the memory floor, and host time per step."""
 
 from __future__ import annotations
 
@@ -27,18 +27,19 @@ from graphrt.session.sampling_values import SamplingValues
 from graphrt.spec import AttentionSpec, KVCacheSpec
 
 _ROUNDS = 5
-_HOST_STEPS = 200  # timed at least on CUDA; on a CPU, where nothing runs beside the host, one round will do
+_HOST_STEPS = 200  # at least, on CUDA; on a CPU one round is enough, since nothing runs concurrently
 _MAX_CONTEXT = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeResult:
-    """One batch size. Milliseconds per step are medians of several rounds, with the slowest less the fastest.
+    """Results of one batch size. Milliseconds per step are medians of several rounds; a spread is maximum minus
+    minimum.
 
-    replay_ms              steady state, the host submitting ahead: what a serving loop gets
-    floor_ms               bytes that a step must read, over the measured read bandwidth
-    host_us                host time of one `replay()` call, the median over `host_steps` steps
-    host_us_p20, _p80      the 20th and 80th percentile of the same
+    replay_ms              steady state while the host submits ahead, as in a serving loop
+    floor_ms               bytes that a step must read, divided by the measured read bandwidth
+    host_us                host time of one `replay()` call: median over `host_steps` steps
+    host_us_p20, _p80      20th and 80th percentile of the host time
     """
 
     batch: int
@@ -55,16 +56,16 @@ class DecodeResult:
 
     @property
     def share_of_floor(self) -> float:
-        """Floor over measured time: 1 would be every byte at full bandwidth and nothing else."""
+        """Floor divided by measured time; 1 means every byte at full bandwidth and no other cost."""
         return self.floor_ms / self.replay_ms
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeReport:
-    """A whole run; `to_json` is the one line that the command prints last.
+    """Results of a run. `to_json` returns the JSON line that the command prints last.
 
-    sampling    of all rows, but for their seeds
-    baselines   times of `transformers` with the same shape, in the same run; empty where they were not asked for
+    sampling    of all requests; seeds differ
+    baselines   times of `transformers` for the same shape in the same run; empty if not requested
     """
 
     model: str
@@ -83,7 +84,7 @@ class DecodeReport:
     baselines: tuple[BaselineTime, ...] = ()
 
     def baseline(self, way: str, batch: int) -> BaselineTime | None:
-        """The time of that way at that batch size, if it was asked for."""
+        """Return the result of a baseline at a batch size, or None if it was not requested."""
         return next((time for time in self.baselines if (time.way, time.batch) == (way, batch)), None)
 
     def to_json(self) -> dict[str, Any]:
@@ -94,7 +95,9 @@ class DecodeReport:
 
 
 def check_batches(batches: Sequence[int]) -> tuple[int, ...]:
-    """The batch sizes in order, each once. Raises: ConfigError unless there are some, all ints >= 1."""
+    """Return the distinct batch sizes in order.
+
+    Raises: ConfigError: if there is none, or one is not an int >= 1."""
     if not isinstance(batches, Sequence) or not batches:
         raise ConfigError(f"batches: expected one or more sizes, got {batches!r}")
     return tuple(sorted({check_int("batches", batch, 1, advice="pass numbers of sequences") for batch in batches}))
@@ -115,12 +118,12 @@ def bench_decode(
     backend: str | None = None,
     sampling: SamplingParams | None = None,
 ) -> DecodeReport:
-    """Capture a capture_sizes for `batches` and time decoding from `context` tokens on, `steps` steps a round.
+    """Capture graphs for `batches` and time decode steps from `context` tokens on, `steps` steps per round.
 
-    weight_bytes   bytes of weights that one step reads (an embedding table that is only looked up does not count)
-    sampling       of all rows, each with a seed of its own; penalties see the tokens of timed steps. None: greedy
+    weight_bytes   bytes of weights that one step reads, without an embedding table that is only indexed
+    sampling       parameters of all requests, with distinct seeds; None means greedy. Penalties count the timed steps
 
-    Raises: ConfigError for sizes that are no numbers >= 1, CapacityError for a KV cache beyond the free memory.
+    Raises: ConfigError: if a size is not an int >= 1. CapacityError: if the KV cache exceeds free memory.
     """
     batches = check_batches(batches)
     context = check_int("context", context, 1, _MAX_CONTEXT, advice="pass the tokens that each sequence holds already")
@@ -194,9 +197,10 @@ def bench_decode(
 def kv_memory(
     kv_groups: Sequence[KVCacheSpec], rows: int, context: int, max_seq_len: int
 ) -> tuple[tuple[int, ...], int]:
-    """Pages of each pool, null pages included, and their bytes, for rows that decode from `context` tokens on.
+    """Return pages per pool, including the null page, and their bytes, for requests that decode from `context` tokens
+    on.
 
-    Windowed groups own what their window keeps, and what is to come.
+    Windowed groups hold the pages of their window and of the tokens to come.
     """
     pages, nbytes = [], 0
     for pool in sorted({group.pool for group in kv_groups}):
@@ -208,7 +212,7 @@ def kv_memory(
 
 
 def kv_bytes_read(attention: Sequence[AttentionSpec], kv_groups: Sequence[KVCacheSpec], length: int) -> int:
-    """Bytes of keys and values that a step reads for one sequence."""
+    """Return the bytes of K and V that a step reads for one sequence."""
     total = 0
     for spec, place in zip(attention, layer_places(attention, kv_groups), strict=True):
         if place is None or spec.is_cross:  # not of the sequence
@@ -220,13 +224,13 @@ def kv_bytes_read(attention: Sequence[AttentionSpec], kv_groups: Sequence[KVCach
 
 
 class _Loop:
-    """Decodes `batch` sequences from `context` tokens on, each token fed back on the device."""
+    """Decodes `batch` sequences from `context` tokens on. Each token is fed back on the device."""
 
     def __init__(self, runtime: Runtime, batch: int, context: int, sampling: SamplingParams) -> None:
         self._runtime = runtime
         cache, rng = runtime.kv_cache, np.random.default_rng(0)
-        # Shuffled pages, as a long-running allocator hands them out. Every step lists what the rows see of the context,
-        # and what is to come.
+        # Shuffled pages, as from a long-running allocator. Every step lists the pages that requests read of the
+        # context, and those of the tokens to come.
         free = [rng.permutation(count - 1).astype(np.int32) + 1 for count in cache.pool_pages]
         pages, counts, firsts = [], [], []
         for group in cache.groups:
@@ -261,7 +265,7 @@ class _Loop:
         )
 
     def step_seconds(self, steps: int) -> list[float]:
-        """Seconds per step of several rounds, the host submitting as far ahead as the ring allows."""
+        """Return seconds per step of several rounds. The host submits as far ahead as the ring allows."""
         rounds = []
         for _ in range(_ROUNDS + 1):
             batches = self._batches(steps)
@@ -274,7 +278,7 @@ class _Loop:
         return rounds[1:]  # the first round warms up
 
     def host_seconds(self, steps: int) -> list[float]:
-        """Host seconds of single `replay()` calls, each of which finds its ring slot free; the first round warms up."""
+        """Return host seconds of single `replay()` calls that find a free ring slot. The first round is a warm-up."""
         wanted = _HOST_STEPS if self._runtime.device.type == "cuda" else steps
         rounds = []
         for _ in range(1 + -(-wanted // steps)):

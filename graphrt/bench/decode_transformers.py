@@ -1,9 +1,9 @@
-"""The baseline of the decode benchmark: Hugging Face `transformers` decodes the same model shape on the same device.
+"""Baseline of the decode benchmark: `transformers` decodes the same model shape on the same device.
 
-A process of its own runs it, so that it has the device's memory to itself and can be stopped after a time limit: what
-was measured until then is kept. Two ways are timed:
+It runs in a separate process, which has the device's memory to itself and can be stopped after a time limit. Results
+measured before the limit are kept. Two modes are timed:
 
-    dynamic    forward with a DynamicCache, one token at a time: the default of `generate`, without its bookkeeping
+    dynamic    forward with a DynamicCache, one token at a time: the default of `generate` without its bookkeeping
     static     forward with a StaticCache, compiled with torch.compile(mode="reduce-overhead"): CUDA graphs
 """
 
@@ -36,17 +36,17 @@ STATIC_BATCHES = (1, 32)
 LIMIT_SECONDS = 140
 """For all cells of one shape: both shapes of the decode job then end within six minutes."""
 
-_WARM_UP_STEPS = 5  # the compiled step is compiled, recorded and replayed in these
+_WARM_UP_STEPS = 5  # warm-up steps: compilation, capture, first replay
 _ROUNDS, _STEPS = 5, 10
 _TOTAL_STEPS = _WARM_UP_STEPS + _ROUNDS * _STEPS
-_MARK = "decode_transformers: "  # begins the lines that are results
+_MARK = "decode_transformers: "  # prefix of result lines
 
 
 @dataclass(frozen=True, slots=True)
 class BaselineTime:
-    """One way at one batch size; `reason` stands instead of times where there are none.
+    """One mode at one batch size. `reason` tells why times are missing.
 
-    ms, ms_spread   milliseconds per step: the median of several rounds, and the slowest less the fastest
+    ms, ms_spread   milliseconds per step: median of several rounds, and maximum minus minimum
     """
 
     way: str
@@ -65,11 +65,11 @@ def time_transformers(
     dtype: torch.dtype,
     limit_seconds: float = LIMIT_SECONDS,
 ) -> list[BaselineTime]:
-    """Times of every batch with a dynamic cache, and of those in STATIC_BATCHES compiled with a static cache too.
+    """Time every batch with a dynamic cache, and those in STATIC_BATCHES also with a compiled static cache.
 
-    The caller frees what it holds of the device's memory first. Weights and cache are random.
+    The caller frees its device memory first. Weights and cache are random.
 
-    Raises: ConfigError without `transformers`, UnsupportedError for a shape that it cannot describe.
+    Raises: ConfigError: without `transformers`. UnsupportedError: if it cannot describe the shape.
     """
     cells = [(DYNAMIC, batch) for batch in batches]
     cells += [(STATIC, batch) for batch in batches if batch in STATIC_BATCHES]
@@ -87,7 +87,7 @@ def time_transformers(
 
 
 def hf_config(config: ModelConfig) -> Any:
-    """The configuration of `transformers` for a model of this shape. Raises: as `time_transformers`."""
+    """Return the `transformers` configuration of a shape. Raises: as `time_transformers`."""
     transformers = require("transformers", "for the baseline")
     if config.rotary_dim != config.head_dim:
         raise UnsupportedError(
@@ -133,7 +133,7 @@ def _rope_parameters(rope: RopeConfig) -> dict[str, Any]:
 
 
 def _run_child(job: str, limit_seconds: float) -> tuple[str, str]:
-    """What the process wrote to standard output, and how it ended, for the cells that it says nothing of."""
+    """Return the standard output of the process and, for cells without a result, how it ended."""
     code = f"import sys; sys.path[:] = {sys.path!r}; from graphrt.bench.decode_transformers import main; main()"
     process = subprocess.Popen(
         [sys.executable, "-c", code],
@@ -141,7 +141,7 @@ def _run_child(job: str, limit_seconds: float) -> tuple[str, str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # the compiler's own processes are stopped with it
+        start_new_session=True,  # the compiler's worker processes are stopped with it
     )
     try:
         output, errors = process.communicate(job, timeout=limit_seconds)
@@ -154,7 +154,7 @@ def _run_child(job: str, limit_seconds: float) -> tuple[str, str]:
 
 
 def main() -> None:
-    """Read a job from standard input and print a line per cell."""
+    """Read a job from standard input and print one line per cell."""
     job = json.load(sys.stdin)
     device, dtype = torch.device(job["device"]), getattr(torch, job["dtype"])
     model = build_model(job["config"], device, dtype)
@@ -163,14 +163,14 @@ def main() -> None:
             seconds = time_cell(model, way, batch, job["context"])
             spread = max(seconds) - min(seconds)
             result = BaselineTime(way, batch, 1e3 * median(seconds), 1e3 * spread)
-        except Exception as error:  # one that does not fit or compile must not end the others
+        except Exception as error:  # a cell that does not fit or compile must not end the run
             text = " ".join(f"{type(error).__name__}: {error}".split())
             result = BaselineTime(way, batch, reason=f"not measured: {text[:300]}")
         print(_MARK + json.dumps(asdict(result)), flush=True)
 
 
 def build_model(values: dict[str, Any], device: torch.device, dtype: torch.dtype) -> Any:
-    """The model with random weights, made on the device."""
+    """Create the model with random weights on the device."""
     transformers = require("transformers", "for the baseline")
     config = transformers.AutoConfig.for_model(**values)
     with torch.device(device):
@@ -180,16 +180,16 @@ def build_model(values: dict[str, Any], device: torch.device, dtype: torch.dtype
 
 @torch.no_grad()
 def time_cell(model: Any, way: str, batch: int, context: int) -> list[float]:
-    """Seconds per step, a figure per round, from `context` cached tokens on.
+    """Return seconds per step of each round, from `context` cached tokens on.
 
-    Raises: UnsupportedError for the static way on a CPU, and whatever the model raises.
+    Raises: UnsupportedError: for the static mode on a CPU. Errors of the model are passed on.
     """
     transformers = require("transformers", "for the baseline")
     device = model.device
     if way == STATIC and device.type != "cuda":
         raise UnsupportedError("static: expected a CUDA device, got a CPU; CUDA graphs are what is timed")
     if device.type == "cuda":
-        torch.compiler.reset()  # another batch size would otherwise be compiled for every size
+        torch.compiler.reset()  # otherwise a second batch size is compiled with dynamic shapes
         gc.collect()
         torch.cuda.empty_cache()
     if way == DYNAMIC:
@@ -212,7 +212,7 @@ def time_cell(model: Any, way: str, batch: int, context: int) -> list[float]:
 
 
 def fill_cache(cache: Any, model: Any, batch: int, context: int) -> None:
-    """Give every layer `context` tokens of random K and V, which cost a step what real ones do."""
+    """Fill every layer with `context` tokens of random K and V. Their cost equals that of real ones."""
     config = model.config
     shape = (batch, config.num_key_value_heads, context, config.head_dim)
     for layer in range(config.num_hidden_layers):

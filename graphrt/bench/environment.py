@@ -1,6 +1,6 @@
-"""What a result was measured with: versions, devices, variables, command and files.
+"""The origin of a result: versions, devices, environment variables, command and files.
 
-Benchmarks record it, and `graphrt env` prints the part of it that no files are needed for.
+Benchmarks store it with their results. `graphrt env` prints the part that does not depend on files.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ OPTIONAL_PACKAGES = (
 
 
 def environment_report() -> dict[str, Any]:
-    """What this process runs on. Missing packages, devices and drivers are None or empty, never errors.
+    """Describe what this process runs on. Missing packages, devices and drivers are None or empty, never errors.
 
-    The values are strings, numbers, None, and lists and dicts of these, so that the report is JSON as it is.
+    All values are strings, numbers, None, or lists and dicts of these, so the report is valid JSON.
     """
     return {
         "graphrt": graphrt.__version__,
@@ -56,7 +56,7 @@ def environment_report() -> dict[str, Any]:
 
 
 def package_version(name: str) -> str | None:
-    """The installed version of a distribution, or None."""
+    """Return the installed version of a distribution, or None."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -64,14 +64,14 @@ def package_version(name: str) -> str | None:
 
 
 def driver_version() -> str | None:
-    """The version of the NVIDIA driver, or None where there is none."""
+    """Return the version of the NVIDIA driver, or None."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
     command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):  # present but without a device it exits with an error
+    except (OSError, subprocess.SubprocessError):  # without a device, nvidia-smi exits with an error
         return None
     return result.stdout.split("\n", 1)[0].strip() or None
 
@@ -105,7 +105,8 @@ def _gpus() -> list[dict[str, Any]]:
 
 
 def _variable(read: Callable[[], object]) -> str | None:
-    """The value in force; a malformed one is reported, since a report is asked for when something is wrong."""
+    """Return the effective value. A malformed value is reported, not raised: reports are requested when something is
+    wrong."""
     try:
         value = read()
     except ConfigError as error:
@@ -114,10 +115,10 @@ def _variable(read: Callable[[], object]) -> str | None:
 
 
 def provenance() -> dict[str, Any]:
-    """Device, versions, command, and the state of the checkout (None outside of one).
+    """Return device, versions, command, and the state of the git checkout (None outside of one).
 
-    tree                 hash of the tree that the files make as they are, those that git ignores left out
-    uncommitted_changes  whether that is another tree than the commit's
+    tree                 git tree hash of the current files, without ignored ones
+    uncommitted_changes  whether this tree differs from the commit's
     """
     report = environment_report()
     tree = tree_of_files(Path(__file__).resolve().parent)
@@ -137,8 +138,9 @@ def provenance() -> dict[str, Any]:
 
 
 def tree_of_files(folder: Path) -> str | None:
-    """Git's hash of the files of the checkout that `folder` is in, or None outside of one. Changes nothing there. Of a
-    checkout within the checkout the commit counts, not its files."""
+    """Return the git tree hash of the checkout that contains `folder`, or None outside of one. Changes nothing there.
+
+    A nested checkout counts by its commit, not by its files."""
     inside = ("-C", str(folder.resolve()), "rev-parse")
     root = _git(*inside, "--show-toplevel")
     objects = _git(*inside, "--path-format=absolute", "--git-path", "objects")
@@ -150,14 +152,14 @@ def tree_of_files(folder: Path) -> str | None:
             "GIT_OBJECT_DIRECTORY": scratch,
             "GIT_ALTERNATE_OBJECT_DIRECTORIES": objects,
         }
-        _git("-C", root, "read-tree", "HEAD", **places)  # what is tracked counts though it may be ignored
+        _git("-C", root, "read-tree", "HEAD", **places)  # tracked files count even if they match an ignore rule
         if _git("-C", root, "add", "--all", **places) is None:
             return None
         return _git("-C", root, "write-tree", **places)
 
 
 def _command() -> str:
-    """The command line, with the program's path relative to the current folder where it lies there."""
+    """Return the command line, with a program path inside the current folder made relative."""
     program = Path(sys.argv[0]).absolute()
     if program.name == "graphrt":  # as pip installs it
         return shlex.join(["graphrt", *sys.argv[1:]])

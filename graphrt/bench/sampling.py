@@ -1,4 +1,4 @@
-"""How a benchmark samples: what a runtime must be built with for it, and how a report says it."""
+"""Sampling parameters of benchmarks: the RuntimeConfig fields they need, and their form in reports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from graphrt.sampling_params import SamplingParams
 
 
 def stated_sampling(params: SamplingParams) -> dict[str, Any]:
-    """What of some params is not as by default, as values that `json.dumps` takes; lengths, seeds and stops aside."""
+    """Return the non-default parameters as JSON values, without lengths, seeds and stops."""
     aside = ("max_new_tokens", "seed", "stop_ids")
     stated = {field.name: getattr(params, field.name) for field in fields(params) if field.name not in aside}
     stated = {name: value for name, value in stated.items() if value != getattr(SamplingParams(), name)}
@@ -19,7 +19,7 @@ def stated_sampling(params: SamplingParams) -> dict[str, Any]:
 
 
 def config_fields(params: SamplingParams) -> dict[str, Any]:
-    """What a runtime is to be built with for sequences of such params, by the names of RuntimeConfig."""
+    """Return the RuntimeConfig fields that these parameters need."""
     most: dict[str, int] = {}
     for name, least in params.needs:
         most[name] = max(least, most.get(name, least))
@@ -27,5 +27,5 @@ def config_fields(params: SamplingParams) -> dict[str, Any]:
 
 
 def described(params: SamplingParams) -> str:
-    """The same in a line."""
+    """Return the non-default parameters as one line of text."""
     return ", ".join(f"{name} {value}" for name, value in stated_sampling(params).items()) or "greedy"

@@ -1,4 +1,4 @@
-"""The serving benchmark: many prompts of random lengths at once through TextGenerator, against the memory floor."""
+"""The serving benchmark: many prompts of random lengths through TextGenerator, against the memory floor."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from graphrt.spec import AttentionSpec, KVCacheSpec
 _MOST_REQUESTS = 1 << 16
 _MAX_LENGTH = 1 << 20
 _TOKENS = 10_000
-"""Prompts are of token ids below this, where the vocabulary has as many."""
+"""Upper bound of the token ids in prompts, if the vocabulary is larger."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Prompts and how many tokens are to follow each. Lengths of both are uniform from `least` to `most`.
+    """Prompts and output lengths. The lengths of both are uniform from `least` to `most`.
 
-    sampling   of all answers, but for their lengths and seeds
+    sampling   of all requests; lengths and seeds differ
 
-    The numbers come from Python's random module in the order of nano-vllm's benchmark: with seed 0 and the sizes below
-    they are that benchmark's, 133,966 tokens out.
+    Numbers are drawn from Python's random module in the order of nano-vllm's benchmark. Seed 0 and the default sizes
+    give the same workload as that benchmark: 133,966 output tokens.
     """
 
     requests: int = 256
@@ -53,7 +53,7 @@ class Workload:
         check_instance("sampling", self.sampling, SamplingParams, advice="pass SamplingParams(...)")
 
     def make(self, vocab_size: int) -> tuple[list[list[int]], list[SamplingParams]]:
-        """The prompts, and the parameters of each: no stop token, seeds 0, 1, 2 and so on."""
+        """Return the prompts and their parameters: no stop tokens, seeds 0, 1, 2 and so on."""
         draw, last = random.Random(self.seed), min(_TOKENS, vocab_size - 1)
         prompts = [
             [draw.randint(0, last) for _ in range(draw.randint(self.least, self.most))] for _ in range(self.requests)
@@ -68,15 +68,15 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class ServeReport:
-    """A whole run; `to_json` is the one line that the command prints last.
+    """Results of a run. `to_json` returns the JSON line that the command prints last.
 
-    seconds         from the first prompt in to the last token out, read by the host
-    busy_seconds    of these, what the device spent on steps; see LaunchTimer
-    ttft_ms_*       from the start to a prompt's first token, percentiles over the prompts
-    tpot_ms_*       time per output token: from a prompt's first token to its last, over the tokens between
-    steps           steps that ran, in `launches` launches
+    seconds         from the first prompt submitted to the last token read by the host
+    busy_seconds    part of it in which the device ran steps; see LaunchTimer
+    ttft_ms_*       from the start to the first token of a prompt, percentiles over prompts
+    tpot_ms_*       time per output token: from the first token of a prompt to its last, divided by the tokens between
+    steps           number of steps, in `launches` launches
     weight_bytes    read by one step
-    kv_bytes        read by all steps that decode: each reads what its row sees
+    kv_bytes        bytes of KV read by all decode steps
     """
 
     model: str
@@ -102,28 +102,28 @@ class ServeReport:
 
     @property
     def tokens_per_s(self) -> float:
-        """Output tokens a second."""
+        """Output tokens per second."""
         return self.output_tokens / self.seconds
 
     @property
     def requests_per_s(self) -> float:
-        """Prompts that were answered, a second."""
+        """Finished prompts per second."""
         return self.workload.requests / self.seconds
 
     @property
     def busy_share(self) -> float:
-        """Share of the time in which the device ran steps."""
+        """Share of the run in which the device ran steps."""
         return self.busy_seconds / self.seconds
 
     @property
     def floor_seconds(self) -> float:
-        """Weights of every step and KV of every token that decodes, over the measured read bandwidth. What prompts
-        compute is not in it, nor what their chunks read of the cache."""
+        """Bytes of weights per step and KV per decoded token, divided by the measured read bandwidth. Prompt
+        computation and the KV reads of prompt chunks are not included."""
         return (self.steps * self.weight_bytes + self.kv_bytes) / (self.read_tb_s * 1e12)
 
     @property
     def share_of_floor(self) -> float:
-        """Floor over measured time: 1 would be every byte at full bandwidth and nothing else."""
+        """Floor divided by measured time; 1 means every byte at full bandwidth and no other cost."""
         return self.floor_seconds / self.seconds
 
     def to_json(self) -> dict[str, Any]:
@@ -133,12 +133,12 @@ class ServeReport:
 
 
 class LaunchTimer:
-    """Counts the launches of a manager while it is entered, and what of the time the device was idle between them.
+    """Context manager that counts a manager's launches and the idle time of the device between them.
 
-    On CUDA an event stands before each launch, and one behind it. Idle is the time from one launch's end to the
-    beginning of the next. Where a launch had ended before the host began to make the next one, that making is idle time
-    too. So the share is exact but for launches that end while the host makes the next one. Elsewhere steps run in the
-    call that launches them, and all other time is idle.
+    On CUDA, an event is recorded before and after each launch. Idle time is the time between the end of one launch and
+    the start of the next. If a launch ends before the host prepares the next one, the preparation counts as idle too.
+    The share is exact except for launches that end during the preparation. On a CPU, steps run inside the launching
+    call and all other time is idle.
     """
 
     def __init__(self, manager: ReplayManager, stream: torch.cuda.Stream | None) -> None:
@@ -153,7 +153,7 @@ class LaunchTimer:
         return self
 
     def __exit__(self, *error: object) -> None:
-        del self._manager.begin, self._manager.advance  # the class's own show again
+        del self._manager.begin, self._manager.advance  # restores the class attribute
 
     def _timed(self, call: Callable[..., Launch]) -> Callable[..., Launch]:
         def timed(*arguments: Any, **options: Any) -> Launch:
@@ -180,7 +180,7 @@ class LaunchTimer:
 
     @property
     def busy_seconds(self) -> float:
-        """Seconds in which the device ran steps. Waits for them."""
+        """Return the seconds in which the device ran steps. Waits for all launches."""
         if not self._events:
             return self._busy
         self._events[-1][1].synchronize()
@@ -204,13 +204,13 @@ def bench_serve(
     step_tokens: int = 8192,
     backend: str | None = None,
 ) -> ServeReport:
-    """Capture the capture_sizes, and time the workload, all prompts submitted at once.
+    """Capture all sizes, submit all prompts at once, and time the workload.
 
     weight_bytes   bytes of weights that one step reads (an embedding table that is only looked up does not count)
-    rows           sequences that run at once, at most
-    step_tokens    new tokens of a step, at most: prompts run in chunks of them
+    rows           maximum number of concurrent sequences
+    step_tokens    maximum number of new tokens per step: the chunk size of prompts
 
-    Raises: ConfigError for sizes that are none, CapacityError where weights and pages do not fit.
+    Raises: ConfigError: if a size is invalid. CapacityError: if weights and pages do not fit.
     """
     rows = min(check_int("rows", rows, 1, _MOST_REQUESTS, advice="pass how many run at once"), workload.requests)
     if step_tokens < rows:
@@ -238,7 +238,7 @@ def bench_serve(
         prompts, params = workload.make(vocab_size)
         generator = TextGenerator(runtime)
         for _ in generator.generate([prompt[:2] for prompt in prompts[:2]], SamplingParams(2)):
-            pass  # what the first step of a process takes is not the workload's
+            pass  # the first step of a process is not part of the workload
         steps = _steps(runtime)
         times: list[list[float]] = [[] for _ in prompts]
         with LaunchTimer(runtime.manager, runtime.stream) as timer:

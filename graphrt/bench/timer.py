@@ -1,8 +1,8 @@
-"""The timer of all benchmarks. Only benchmarks use it.
+"""The timer of all benchmarks.
 
-On CUDA the calls under test run inside replays of a CUDA graph, so that launch overhead is that of a graph node. Pass
-several calls on different buffers: they run in turn, and each finds the L2 cache full of the others' data, as it would
-in a model. `rotations` says how many are needed.
+On CUDA, calls run inside replays of a CUDA graph, so their launch overhead is that of a graph node. Pass several calls
+on different buffers. They run in rotation, and each finds the L2 cache full of the others' data, as in a model.
+`rotations` returns how many calls are needed.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from graphrt.kernels.ops.sweep import read_sweep
 Call = Callable[[], torch.Tensor]
 """Work under test that returns a tensor that it wrote."""
 
-_L2_MULTIPLE = 3  # between two runs of a call, the others read this many times the L2 cache
+_L2_MULTIPLE = 3  # between two runs of a call, the other calls read this multiple of the L2 cache
 _WARM_UP_REPLAYS = 3
-_MIN_REPLAY_SECONDS = 2e-3  # a replay is at least this long, so that the events' resolution does not show
+_MIN_REPLAY_SECONDS = 2e-3  # minimum duration of a replay, far above the resolution of events
 _MAX_CALLS_PER_GRAPH = 2000
 _SWEEPS = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Microseconds of one call: the median over all samples, with the 20th and 80th percentile."""
+    """Microseconds of one call: median, 20th and 80th percentile over all samples."""
 
     median_us: float
     p20_us: float
@@ -39,7 +39,7 @@ class Timing:
 
 
 def rotations(bytes_per_call: int, device: torch.device) -> int:
-    """How many calls on buffers of their own keep each one's data out of the L2 cache until its next turn."""
+    """Return how many calls on distinct buffers evict each call's data from the L2 cache before its next run."""
     if device.type != "cuda":
         return 1
     l2_bytes: int = torch.cuda.get_device_properties(device).L2_cache_size
@@ -47,12 +47,12 @@ def rotations(bytes_per_call: int, device: torch.device) -> int:
 
 
 def time_calls(calls: Sequence[Callable[[], object]], *, device: torch.device, num_samples: int = 50) -> Timing:
-    """Time calls that do the same work on different buffers; a sample is the mean over one replay of all of them.
+    """Time calls that do the same work on different buffers. A sample is the mean over one replay of all calls.
 
-    On CUDA each call must be capturable: it runs once eagerly, then inside a graph. On CPU a sample is one run of all
-    calls, with the host's clock.
+    On CUDA, each call must be capturable: it runs once eagerly, then inside a graph. On a CPU, a sample is one run of
+    all calls, timed by the host.
 
-    Raises: ConfigError when there is nothing to time.
+    Raises: ConfigError: if `calls` is empty.
     """
     if not calls or num_samples < 1:
         raise ConfigError(f"time_calls: expected calls and samples, got {len(calls)} calls and {num_samples} samples")
@@ -111,16 +111,17 @@ def _cpu_samples(calls: Sequence[Callable[[], object]], num_samples: int, device
 
 
 def spacer_calls(outs: Sequence[torch.Tensor]) -> list[Call]:
-    """Small kernels, one per output, that read an element of it: what is subtracted from `spaced_calls`."""
+    """Return small kernels, one per output, that read one element each. Their time is subtracted from
+    `spaced_calls`."""
     sink = torch.zeros(1, device=outs[0].device)
     return [partial(_spacer, sink, out) for out in outs]
 
 
 def spaced_calls(calls: Sequence[Call], device: torch.device) -> list[Call]:
-    """The calls, each followed by a small kernel that depends on its output and on which the next call depends.
+    """Return the calls, each followed by a small kernel that depends on its output and on which the next call depends.
 
-    It has no programmatic dependent launch, as most kernels that stand between the attentions of a model have none:
-    a call cannot hide its start behind the end of the one before.
+    The small kernel has no programmatic dependent launch, like most kernels between two attention calls of a model. So
+    a call cannot overlap its start with the end of the previous call.
     """
     sink = torch.zeros(1, device=device)
 
@@ -135,7 +136,7 @@ def _spacer(sink: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 
 
 def measure_read_bandwidth(device: torch.device) -> float:
-    """Bytes per second of a read-only sweep over memory much larger than any cache, in replays of a graph."""
+    """Return the bytes per second of a read-only sweep over memory much larger than any cache, in graph replays."""
     x = torch.zeros(1 << (30 if device.type == "cuda" else 25), dtype=torch.float32, device=device)
     sweep = time_calls([lambda: read_sweep(x)] * 4, device=device, num_samples=_SWEEPS)
     return x.nbytes / (sweep.median_us * 1e-6)

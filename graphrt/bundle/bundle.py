@@ -244,7 +244,7 @@ class Bundle:
         if (order := launch.words.order) is not None and launch.words.is_delta:
             state["order"] = torch.cat((state["order"], torch.from_numpy(order)))
         most = {
-            "order": rows - 1, "req_lens": self.config.max_seq_len, "last_token": self.vocab_size - 1,
+            "order": rows - 1, "req_seq_lens": self.config.max_seq_len, "last_token": self.vocab_size - 1,
             "page_spans": shapes["page_table"][-1], "last_encoder_len": self.config.max_encoder_len or 0,
             "bias_tokens": self.vocab_size - 1, "bias_counts": shapes["bias_tokens"][-1],
         }  # fmt: skip

@@ -60,6 +60,6 @@ class StopConditions:
     def write(self, out: Int32Array, at: int) -> None:
         """Add to a batch that was written in full, up to word `at`: what it says is kept for delta to come."""
         out[layout.HEADER_KIND] = layout.KEEP
-        ends = out[at : at + layout.END_FIELDS * len(self.lengths)].reshape(layout.END_FIELDS, -1)
-        ends[layout.END_LENGTH] = self.lengths
-        ends[layout.END_TOKENS :] = self.tokens
+        ends = out[at : at + layout.STOP_FIELDS * len(self.lengths)].reshape(layout.STOP_FIELDS, -1)
+        ends[layout.STOP_LENGTH] = self.lengths
+        ends[layout.FIRST_STOP_TOKEN :] = self.tokens

@@ -57,7 +57,7 @@ class StepGraphs:
                         self._recorder.warm_up(step, prepare)
                     graph = self._graphs[descriptor] = self._recorder.capture(step, descriptor, prepare)
                     if descriptor.kind is GraphKind.DECODE and descriptor.padded_reqs in self._loop_sizes:
-                        self._loops[descriptor] = self._recorder.loop(graph, self._program.buffers.go_on)
+                        self._loops[descriptor] = self._recorder.loop(graph, self._program.buffers.loop_condition)
                     if progress is not None:
                         progress(graph.report)
         except BaseException:

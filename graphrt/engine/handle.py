@@ -108,7 +108,7 @@ class Rings:
 
     def __init__(self, buffers: StaticBuffers) -> None:
         self.steps, self.tokens, self.ends = (
-            ring.numpy() for ring in (buffers.step_ring, buffers.token_ring, buffers.end_ring)
+            ring.numpy() for ring in (buffers.step_ring, buffers.token_ring, buffers.finish_reason_ring)
         )
         self.codes, self.values = buffers.fault_code_ring.numpy(), buffers.fault_value_ring.numpy()
         self.ranks, self.logprobs, self.logprob_tokens = (

@@ -80,7 +80,7 @@ class LaunchInputs:
     def end(self) -> int:
         """Words in use."""
         end = self._pages_at + int(self.words[layout.HEADER_NUM_PAGES])
-        return end + (layout.END_FIELDS * self.num_reqs if self.kind & layout.KEEP else 0)
+        return end + (layout.STOP_FIELDS * self.num_reqs if self.kind & layout.KEEP else 0)
 
     @property
     def lists(self) -> npt.NDArray[np.int32]:

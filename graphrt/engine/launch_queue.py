@@ -22,7 +22,7 @@ from graphrt.engine.shadow import Shadow
 from graphrt.engine.stats import Stats
 from graphrt.engine.undo import StepUndo
 from graphrt.kernels.errors import ReplayError
-from graphrt.kernels.metadata.buffers import CURSOR_SLOT, CURSOR_STEP
+from graphrt.kernels.metadata.buffers import CURSOR_ENTRY, CURSOR_STEP
 from graphrt.kernels.metadata.step_inputs import HEADER_COPIES, HEADER_SIZE
 
 
@@ -94,7 +94,7 @@ class LaunchQueue:
             self._follows = self.next_step
             self.launches += 1
         except BaseException as error:
-            self._program.buffers.cursor[CURSOR_SLOT] = self.launches
+            self._program.buffers.cursor[CURSOR_ENTRY] = self.launches
             self._program.buffers.cursor[CURSOR_STEP] = 0
             unknown = steps > 1 or not isinstance(error, Exception) or self._has_run(slot)
             self.resets += of_session and unknown
@@ -150,7 +150,7 @@ class LaunchQueue:
         """Logits of the last step's rows in the batch's order: a copy where the step had them in another."""
         if not self._program.decode_len(descriptor):
             return self._logits[:num_reqs]
-        return self._logits.index_select(0, self._program.buffers.places[:num_reqs])
+        return self._logits.index_select(0, self._program.buffers.buffer_rows[:num_reqs])
 
     def record(self, launches: int, max_bytes: int) -> Recording:
         """Record the next launches. Raises: ReplayError where a recording is under way."""

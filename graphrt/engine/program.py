@@ -159,7 +159,7 @@ _NO_PAGES = PageGroup(page_size=1, num_pages=1, null_page=0, max_pages=1, max_en
 
 def page_groups(kv_cache: KVCache, max_seq_len: int, max_encoder_len: int) -> tuple[PageGroup, ...]:
     """The KV groups as the refresh sees them, one or more. Claims of a pool's pages follow those of the pool before."""
-    claims_at = [sum(kv_cache.pool_pages[:pool]) for pool in range(len(kv_cache.pool_pages))]
+    writers_at = [sum(kv_cache.pool_pages[:pool]) for pool in range(len(kv_cache.pool_pages))]
     groups = []
     for spec in kv_cache.groups:
         assert isinstance(spec.null_page, int), "resolved by the cache"
@@ -171,7 +171,7 @@ def page_groups(kv_cache: KVCache, max_seq_len: int, max_encoder_len: int) -> tu
                 max_pages=spec.pages_for(longest_of(spec, max_seq_len, max_encoder_len)),
                 window=spec.sliding_window or 0,
                 chunk=spec.attention_chunk_size or 0,
-                claims_at=claims_at[spec.pool],
+                writers_at=writers_at[spec.pool],
                 max_encoder_len=max_encoder_len if spec.cross else 0,
             )
         )
@@ -182,7 +182,7 @@ def capacity_of(config: RuntimeConfig, groups: Sequence[PageGroup], vocab_size: 
     """The extents of the static buffers of a runtime: room for the longest list of pages of every row."""
     rows, tokens = config.max_num_reqs, config.max_num_tokens
     return Capacity(
-        rows=rows,
+        reqs=rows,
         tokens=tokens,
         req_indices=rows,
         inputs=inputs_size(rows, tokens, rows * sum(group.max_pages for group in groups), len(groups)),

@@ -20,7 +20,7 @@ from graphrt.kernels.metadata import step_inputs as layout
 from graphrt.kernels.metadata.buffers import BufferKind
 from graphrt.spec import KVCacheSpec
 
-NOT_STATE = ("cursor", "claims", "duplicates", "step_counter", "go_on", "page_table")
+NOT_STATE = ("cursor", "last_writers", "write_conflicts", "step_counter", "loop_condition", "page_table")
 """Persistent buffers that are about the manager, not about its rows; tables are kept with other page ids."""
 
 _FAR = 1 << 30  # added to page ids that no pool has: they stay out of range
@@ -159,19 +159,19 @@ def _pages_seen(
     n, req_indices = words.num_reqs, words.order
     if req_indices is None:
         req_indices = state["order"].numpy()[:n]
-    known = (req_indices >= 0) & (req_indices < len(state["req_lens"]))
+    known = (req_indices >= 0) & (req_indices < len(state["req_seq_lens"]))
     listed: list[list[Int32Array]] = [[] for _ in groups]
     for index, row, place, pages in words.listed():
         listed[index].append(pages.copy())
         if known[row] and place >= 0:
             room = table[index, req_indices[row], place : place + len(pages)]
             room[:] = pages[: len(room)]
-    of_rows = state["req_lens"].numpy()[np.where(known, req_indices, 0)].astype(np.int64)
+    of_rows = state["req_seq_lens"].numpy()[np.where(known, req_indices, 0)].astype(np.int64)
     if words.is_delta:
         starts, ends = of_rows, of_rows + words.steps
     else:
         new, ends = words.rows(layout.REQ_QUERY_LEN).astype(np.int64), words.rows(layout.REQ_SEQ_LEN).astype(np.int64)
-        ends = np.where(ends == layout.LENGTH_FROM_DEVICE, of_rows + new, ends)
+        ends = np.where(ends == layout.SEQ_LEN_FROM_DEVICE, of_rows + new, ends)
         starts = ends - new
     seen = []
     for index, spec in enumerate(groups):

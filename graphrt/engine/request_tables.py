@@ -221,7 +221,7 @@ class RequestTables:
 
     def _clear_left(self, buffers: StaticBuffers) -> None:
         ids = sorted(self.left)
-        buffers.clear_rows(self._moved(torch.tensor(ids, device="cpu")))
+        buffers.clear_request_state(self._moved(torch.tensor(ids, device="cpu")))
         for name, stated in self._stated.items():
             if theirs := [at for at in ids if at in stated]:
                 spec = self._specs[name]

@@ -73,7 +73,7 @@ class Shadow:
         cause."""
         rows = logits[:num_reqs]
         if self._program.decode_len(descriptor):
-            rows = logits.index_select(0, self._program.buffers.places[:num_reqs])
+            rows = logits.index_select(0, self._program.buffers.buffer_rows[:num_reqs])
         state = self._undo.state(descriptor)
         last = {name: state.pop(name) for name, _ in self._program.buffers.named(BufferKind.PERSISTENT)}
         copies.take(state | self._undo.written(slots) | {"logits": rows} | last)

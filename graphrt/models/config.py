@@ -1,4 +1,4 @@
-"""What a model of the Llama family is made of, read from a Hugging Face config.json or a GGUF file."""
+"""The geometry and options of a model of the Llama family, read from a config.json or a GGUF file."""
 
 from __future__ import annotations
 
@@ -25,19 +25,54 @@ _CLASSES = {
 _MAX_LAYERS, _MAX_HEADS, _MAX_HEAD_DIM = 4096, 4096, 4096
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
+# Every other key of a config.json is applied below, or the classes of transformers do not read it.
+_HF_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "quantization_config": (),
+    "compression_config": (),
+    "is_causal": (True,),
+    "per_layer_config": (),
+}
+# Sampling parameters are the caller's. These keys forbid or force tokens, or end a text.
+_GENERATION_UNSUPPORTED: dict[str, tuple[Any, ...]] = dict.fromkeys(
+    (
+        "bad_words_ids", "begin_suppress_tokens", "force_words_ids", "forced_bos_token_id", "forced_decoder_ids",
+        "forced_eos_token_id", "sequence_bias", "stop_strings", "suppress_tokens",
+    ),
+    (),
+)  # fmt: skip
+# A key of the architecture that is in none of these tables and that `from_gguf` does not read is refused.
+_GGUF_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0.0,),
+    "attention.max_alibi_bias": (0.0,),
+    "attention.scale": (0.0,),
+    "attn_logit_softcapping": (0.0,),
+    "embedding_scale": (0.0, 1.0),
+    "expert_count": (0,),
+    "final_logit_softcapping": (0.0,),
+    "logit_scale": (0.0, 1.0),
+    "residual_scale": (0.0, 1.0),
+}
+_GGUF_IRRELEVANT = {
+    "attention.layer_norm_epsilon", "expert_used_count", "pooling_type", "rope.scale_linear", "rope.scaling.finetuned",
+    "tensor_data_layout", "use_parallel_residual", "vocab_size",
+}  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """One model of the Llama family.
+    """A model of the Llama family.
 
-    architecture       llama, mistral, qwen2 or qwen3
-    rotary_dim         leading dimensions of each head that are rotated
-    sliding_windows    per layer: tokens a query sees, itself included, or None for all; empty means None everywhere
-    qkv_bias, o_bias, mlp_bias   which projections have a bias
-    qk_norm            RMS norm of each query and key head before the rotation
-    max_position_embeddings      longest sequence that the model was made for
-    dtype              of the checkpoint
-    eos_ids            tokens that end a text
+    Attributes:
+        architecture: llama, mistral, qwen2 or qwen3.
+        max_position_embeddings: longest sequence that the model was trained for.
+        rotary_dim: leading dimensions of each head that are rotated. 0 means head_dim.
+        sliding_windows: per layer, the number of tokens that a query sees, itself included, or None for all.
+            An empty tuple means None for every layer.
+        qkv_bias, o_bias, mlp_bias: whether these projections have a bias.
+        qk_norm: whether each query and key head is RMS-normalised before the rotation.
+        dtype: dtype of the checkpoint.
+        eos_ids: tokens that end a text.
     """
 
     architecture: str
@@ -51,7 +86,7 @@ class ModelConfig:
     max_position_embeddings: int
     rms_norm_eps: float = 1e-6
     rope: RopeConfig = field(default_factory=RopeConfig)
-    rotary_dim: int = 0  # 0 becomes head_dim
+    rotary_dim: int = 0
     sliding_windows: tuple[int | None, ...] = ()
     qkv_bias: bool = False
     o_bias: bool = False
@@ -78,7 +113,7 @@ class ModelConfig:
             )
         if len(self.sliding_windows) != self.num_layers:
             raise ConfigError(
-                f"ModelConfig.sliding_windows: expected {self.num_layers}, one per layer, "
+                f"ModelConfig.sliding_windows: expected {self.num_layers} values, one per layer, "
                 f"got {len(self.sliding_windows)}"
             )
 
@@ -103,13 +138,13 @@ class ModelConfig:
             object.__setattr__(self, "sliding_windows", (None,) * self.num_layers)
         for window in self.sliding_windows:
             if window is not None:
-                check_int("ModelConfig.sliding_windows", window, 1, advice="None sees everything")
+                check_int("ModelConfig.sliding_windows", window, 1, advice="pass None for no window")
         for token in self.eos_ids:
             check_int("ModelConfig.eos_ids", token, 0, advice="pass token ids")
 
     @property
     def num_parameters(self) -> int:
-        """Weights in total; a tied output head counts once."""
+        """Number of weights. A tied output head counts once."""
         heads = (2 * self.num_q_heads + 2 * self.num_kv_heads) * self.head_dim
         layer = self.hidden_size * (heads + 3 * self.intermediate_size + 2)
         layer += self.qkv_bias * (self.num_q_heads + 2 * self.num_kv_heads) * self.head_dim
@@ -119,48 +154,59 @@ class ModelConfig:
         return self.num_layers * layer + embeddings + self.hidden_size
 
     def attention_specs(self, dtype: torch.dtype) -> tuple[AttentionSpec, ...]:
-        """The attention of every layer, in order."""
+        """Return the attention of every layer, in order."""
         heads = (self.num_q_heads, self.num_kv_heads, self.head_dim)
         return tuple(AttentionSpec(*heads, dtype, sliding_window=window) for window in self.sliding_windows)
 
     def kv_groups(
         self, page_size: int, layout: KVLayout, dtype: torch.dtype, *, null_page: int | Literal["last"] = 0
     ) -> tuple[KVCacheSpec, ...]:
-        """The KV cache that the model needs: one group where all layers have one window, or none."""
+        """Return the KV cache groups of the model: one group per distinct window."""
         layers = self.attention_specs(torch.float32)
         return kv_groups(layers, page_size=page_size, layout=layout, dtype=dtype, null_page=null_page)
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
-        """Read a config.json, and the end-of-text tokens of a generation_config.json if there is one.
+        """Read a config.json, and the end-of-text tokens of a generation_config.json.
 
-        Raises: UnsupportedError with every reason when the model is none of ours, ConfigError with every missing or
-        malformed value.
+        Every key is applied as the model classes of transformers apply it, or refused.
+
+        Raises:
+            UnsupportedError: if graphrt does not implement the model. The text lists every reason.
+            ConfigError: if values are missing or malformed. The text lists all of them.
         """
         fields = FieldReader(raw, "config.json")
-        architecture = _hf_architecture(raw, fields)
+        architecture = _hf_architecture(fields)
         heads = fields.integer("num_attention_heads", most=_MAX_HEADS)
         layers = fields.integer("num_hidden_layers", most=_MAX_LAYERS)
         hidden = fields.integer("hidden_size")
-        default_head_dim = 128 if architecture == "qwen3" else max(hidden // heads, 1)
+        # As in transformers, a missing key and a null differ, and some classes refuse a null.
+        kv_heads: int | None = {"mistral": 8, "qwen2": 32, "qwen3": 32}.get(architecture, heads)
+        if "num_key_value_heads" in raw:
+            kv_heads = None if architecture == "mistral" else heads
+        default_head_dim: int | None = max(hidden // heads, 1)
+        if architecture == "qwen3":
+            default_head_dim = None if "head_dim" in raw else 128
         head_dim = fields.integer("head_dim", default_head_dim, most=_MAX_HEAD_DIM)
-        rotary_dim = int(head_dim * _partial_rotary_factor(fields))
+        _check_partial_rotation(fields, head_dim)
         attention_bias = architecture in ("llama", "qwen3") and fields.flag("attention_bias")
         end = FieldReader({} if generation is None else generation, "generation_config.json")
+        end.refuse(_GENERATION_UNSUPPORTED)
         eos_ids = dict.fromkeys((*fields.token_ids("eos_token_id"), *end.token_ids("eos_token_id")))
         values: dict[str, Any] = {
-            "num_kv_heads": fields.integer("num_key_value_heads", 8 if architecture == "mistral" else heads),
+            "num_kv_heads": fields.integer("num_key_value_heads", kv_heads),
             "vocab_size": fields.integer("vocab_size"),
             "intermediate_size": fields.integer("intermediate_size"),
             "max_position_embeddings": fields.integer("max_position_embeddings"),
             "rms_norm_eps": fields.number("rms_norm_eps", 1e-6),
-            "rope": rope_from_hf(fields, rotary_dim),
+            "rope": rope_from_hf(fields, head_dim),
             "sliding_windows": _hf_windows(architecture, layers, raw, fields),
             "mlp_bias": architecture == "llama" and fields.flag("mlp_bias"),
             "tie_word_embeddings": fields.flag("tie_word_embeddings"),
             "dtype": _hf_dtype(fields),
         }
         fields.problems += end.problems
+        fields.reasons += end.reasons
         fields.finish()
         return cls(
             architecture=architecture,
@@ -168,7 +214,6 @@ class ModelConfig:
             num_layers=layers,
             num_q_heads=heads,
             head_dim=head_dim,
-            rotary_dim=rotary_dim,
             qkv_bias=attention_bias or architecture == "qwen2",
             o_bias=attention_bias,
             qk_norm=architecture == "qwen3",
@@ -183,11 +228,15 @@ class ModelConfig:
         shapes: Mapping[str, Sequence[int]],
         freq_factors: tuple[float, ...] = (),
     ) -> ModelConfig:
-        """Read the metadata of a GGUF file; `shapes` are its tensors' by name, outermost dimension first.
+        """Read the metadata of a GGUF file by the rules of llama.cpp. Mistral is stored as "llama".
 
-        Biases and a tied head show in the tensors only. Mistral is stored as "llama".
+        Args:
+            metadata: key-value pairs of the file.
+            shapes: shapes of its tensors by name, outermost dimension first. They decide on biases and a tied head.
+            freq_factors: the tensor `rope_freqs.weight`, if the file has one.
 
-        Raises: as `from_hf`.
+        Raises:
+            UnsupportedError, ConfigError: as `from_hf`.
         """
         fields = FieldReader(metadata, "GGUF metadata")
         name = fields.text("general.architecture")
@@ -195,31 +244,37 @@ class ModelConfig:
             if name:
                 fields.unsupported(f"general.architecture {shown(name)} (supported: llama, qwen2, qwen3)")
             fields.finish()
-        if fields.integer(f"{name}.expert_count", 0, least=0):
-            fields.unsupported("expert_count: mixture of experts")
-        if fields.has(f"{name}.attention.scale"):
-            fields.unsupported("attention.scale")
         heads = fields.integer(f"{name}.attention.head_count", most=_MAX_HEADS, per_layer=True)
         layers = fields.integer(f"{name}.block_count", most=_MAX_LAYERS)
         hidden = fields.integer(f"{name}.embedding_length")
         head_dim = fields.integer(f"{name}.attention.key_length", max(hidden // heads, 1), most=_MAX_HEAD_DIM)
-        value_dim = fields.integer(f"{name}.attention.value_length", head_dim)
-        if value_dim != head_dim:
-            fields.unsupported(f"attention.value_length {value_dim} other than key_length {head_dim}")
+        for key in ("attention.value_length", "rope.dimension_count"):  # llama.cpp refuses these models too
+            value = fields.integer(f"{name}.{key}", head_dim)
+            if value != head_dim:
+                fields.unsupported(f"{key} {value} with attention.key_length {head_dim}")
         trained = fields.integer(f"{name}.context_length")
-        window = f"{name}.attention.sliding_window"
+        window = fields.integer(f"{name}.attention.sliding_window", 0, least=0)
+        if 0 < window < trained:  # llama.cpp does not apply it in these architectures
+            fields.unsupported(f"attention.sliding_window {window}")
+        fields.refuse({f"{name}.{key}": neutral for key, neutral in _GGUF_UNSUPPORTED.items()})
         values: dict[str, Any] = {
             "intermediate_size": fields.integer(f"{name}.feed_forward_length", per_layer=True),
             "num_kv_heads": fields.integer(f"{name}.attention.head_count_kv", heads, per_layer=True),
             "rms_norm_eps": fields.number(f"{name}.attention.layer_norm_rms_epsilon"),
-            "rotary_dim": fields.integer(f"{name}.rope.dimension_count", head_dim),
             "rope": rope_from_gguf(fields, name, trained, freq_factors),
-            "sliding_windows": (fields.integer(window) if fields.has(window) else None,) * layers,
             "eos_ids": gguf_eos_ids(fields),
         }
-        embedding = shapes.get("token_embd.weight")
+        fields.refuse_unread(f"{name}.", _GGUF_IRRELEVANT)
+        if freq_factors and name != "llama":
+            fields.unsupported(f"rope_freqs.weight in a {name} model")
+        embedding, tokens = shapes.get("token_embd.weight"), metadata.get("tokenizer.ggml.tokens")
         if embedding is None:
-            fields.problems.append("token_embd.weight: expected this tensor, got none")
+            fields.problems.append("token_embd.weight: the file has no such tensor")
+        elif isinstance(tokens, list) and len(tokens) != embedding[0]:
+            fields.problems.append(
+                f"token_embd.weight: expected {len(tokens)} rows, one per token of tokenizer.ggml.tokens, "
+                f"got {embedding[0]}"
+            )
         fields.finish()
         return cls(
             architecture=name,
@@ -238,8 +293,8 @@ class ModelConfig:
         )
 
 
-def _hf_architecture(raw: Mapping[str, Any], fields: FieldReader) -> str:
-    """The architecture's short name; notes what rules the model out as a whole."""
+def _hf_architecture(fields: FieldReader) -> str:
+    """Return the architecture's short name, and note options that rule the whole model out."""
     kind = fields.text("model_type")
     classes = fields.texts("architectures") or (_CLASSES.get(kind),)
     if kind and (kind not in _CLASSES or classes != (_CLASSES[kind],)):
@@ -247,27 +302,38 @@ def _hf_architecture(raw: Mapping[str, Any], fields: FieldReader) -> str:
             f"model_type {shown(kind)} with {shown(list(classes))} (supported: {', '.join(_CLASSES.values())})"
         )
     activation = fields.text("hidden_act", "silu")
-    if activation and activation != "silu":
+    if activation not in ("", "silu", "swish"):  # two names of one function
         fields.unsupported(f"hidden_act {shown(activation)} (supported: silu)")
-    if fields.has("quantization_config"):
-        fields.unsupported("quantization_config: quantised weights (a GGUF file is dequantised)")
+    fields.refuse(_HF_UNSUPPORTED)
     return kind
 
 
-def _partial_rotary_factor(fields: FieldReader) -> float:
-    nested = rope_parameters(fields).get("partial_rotary_factor")
-    return fields.number("partial_rotary_factor", 1.0 if nested is None else nested, most=1.0)
+def _check_partial_rotation(fields: FieldReader, head_dim: int) -> None:
+    """Refuse a partial rotation, which transformers ignores in these classes or fails on."""
+    parameters = rope_parameters(fields)
+    key = "partial_rotary_factor"
+    source = FieldReader(parameters, fields.where) if parameters.get(key) is not None else fields
+    factor = source.number(key, 1.0, most=1.0)
+    if int(head_dim * factor) != head_dim:
+        fields.unsupported(f"{key} {factor:g}")
+    if source is not fields:
+        fields.problems += source.problems
 
 
 def _hf_windows(architecture: str, layers: int, raw: Mapping[str, Any], fields: FieldReader) -> tuple[int | None, ...]:
-    """The window of each layer: every layer in Mistral, those beyond max_window_layers in Qwen when switched on."""
+    """Return the window of each layer.
+
+    Mistral has it in every layer. Qwen has it in the layers from max_window_layers on, if it is switched on.
+    """
     types = fields.texts("layer_types")
     unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
     if unknown:
         fields.unsupported(f"layer_types {shown(unknown)}")
     switched_on = architecture == "mistral" or (architecture != "llama" and fields.flag("use_sliding_window"))
-    # A key that is missing stands for 4096, one that is null for no window.
+    # A missing key means 4096, a null means no window.
     if not switched_on or raw.get("sliding_window", 4096) is None:
+        if architecture != "llama" and "sliding_attention" in types:
+            fields.unsupported("layer_types 'sliding_attention' without a sliding_window")
         return (None,) * layers
     window = fields.integer("sliding_window", 4096)
     if architecture == "mistral":
@@ -276,7 +342,7 @@ def _hf_windows(architecture: str, layers: int, raw: Mapping[str, Any], fields: 
         first = fields.integer("max_window_layers", 28, least=0)
         return tuple(window if layer >= first else None for layer in range(layers))
     if len(types) != layers:
-        fields.problems.append(f"layer_types: expected {layers}, one per layer, got {len(types)}")
+        fields.problems.append(f"layer_types: expected {layers} values, one per layer, got {len(types)}")
     return tuple(window if x == "sliding_attention" else None for x in types)
 
 
@@ -288,6 +354,6 @@ def _hf_dtype(fields: FieldReader) -> torch.dtype:
 
 
 def gguf_eos_ids(fields: FieldReader) -> tuple[int, ...]:
-    """The end-of-text tokens that a GGUF file names."""
+    """Return the end-of-text tokens that a GGUF file names."""
     names = ("eos_token_id", "eot_token_id", "eom_token_id")
     return tuple(dict.fromkeys(i for name in names for i in fields.token_ids(f"tokenizer.ggml.{name}")))

@@ -1,4 +1,4 @@
-"""Random weights for benchmarks: made on the device, finite in every dtype."""
+"""Random weights for benchmarks: generated on the device, and finite in every dtype."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from graphrt.models.llama import LlamaModel
 
 @torch.no_grad()
 def fill_dummy_weights(model: LlamaModel, seed: int = 0) -> None:
-    """Overwrite all weights in place with seeded noise that keeps activations of the order of 1.
+    """Overwrite all weights in place with seeded noise that keeps activations near 1.
 
-    Matrices have standard deviation 1 / sqrt(columns), so that a product keeps the size of its input; norms are 1 and
+    Matrices have standard deviation 1 / sqrt(columns), so a product keeps the scale of its input. Norms are 1 and
     biases 0.
     """
     generator = torch.Generator(model.device).manual_seed(seed)

@@ -1,10 +1,9 @@
-"""The one door for values that a file brings: each is read as the type that it must have, and all problems are
-reported at once."""
+"""Typed access to the values of a config or metadata file. All problems of a file are reported together."""
 
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,37 +13,49 @@ from graphrt.kernels.errors import ConfigError, UnsupportedError
 T = TypeVar("T")
 
 MAX_EXTENT = 1 << 24
-"""Bound on every size of a model: no real one comes near, and a damaged file must not ask for endless memory."""
+"""Upper bound of every size of a model. It protects against damaged files that ask for huge allocations."""
 
 MAX_NUMBER = 1e15
-"""Bound on every other number: powers and products of these stay finite."""
+"""Upper bound of every other number: its powers and products stay finite."""
+
+_MAX_TEXT = 2000
 
 
 class FieldReader:
-    """Reads typed values from a flat mapping and collects what is wrong instead of stopping at the first problem.
+    """Read typed values from a flat mapping, and collect problems instead of stopping at the first.
 
-    `problems` are missing or malformed values, `reasons` are options that the models here do not implement.
+    Attributes:
+        problems: missing or malformed values.
+        reasons: options that graphrt does not implement.
 
-    Raises: ConfigError for values that are no mapping.
+    Raises:
+        ConfigError: if `values` is not a mapping.
     """
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
         if not isinstance(values, Mapping):
-            raise ConfigError(f"{where}: expected a mapping of names to values, got {type(values).__name__}")
+            raise ConfigError(f"{where}: expected an object of names and values, got {type(values).__name__}")
         self.where = where
         self.problems: list[str] = []
         self.reasons: list[str] = []
         self._values = values
+        self._read: set[str] = set()
 
     def has(self, key: str) -> bool:
-        """Whether the key is there with a value other than null."""
-        return self._values.get(key) is not None
+        """Return whether `key` is present with a value other than null."""
+        return self.get(key) is not None
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the unchecked value of `key`, or `default` if it is missing or null."""
+        self._read.add(key)
+        value = self._values.get(key)
+        return default if value is None else value
 
     def integer(
         self, key: str, default: int | None = None, *, least: int = 1, most: int = MAX_EXTENT, per_layer: bool = False
     ) -> int:
-        """A whole number. `per_layer`: a list of equal numbers counts as one number."""
-        value = self._get(key, default)
+        """Return an integer. With `per_layer`, a list of equal integers counts as one integer."""
+        value = self.get(key, default)
         if per_layer and isinstance(value, list) and value and all(type(x) is int and x == value[0] for x in value):
             value = value[0]
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
@@ -52,65 +63,84 @@ class FieldReader:
         return value
 
     def number(self, key: str, default: float | None = None, *, above: float = 0.0, most: float = MAX_NUMBER) -> float:
-        """A number > `above`."""
-        value = self._get(key, default)
+        """Return a number greater than `above`."""
+        value = self.get(key, default)
         if not _is_number(value, above, most):
             return self._problem(key, f"a number > {above:g} and <= {most:g}", value, min(above + 1.0, most))
         return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """True or false."""
-        value = self._get(key, default)
+        """Return true or false."""
+        value = self.get(key, default)
         return value if isinstance(value, bool) else self._problem(key, "true or false", value, False)
 
     def text(self, key: str, default: str | None = None) -> str:
-        """A string that is not empty; "" stands for one that was refused."""
-        value = self._get(key, default)
+        """Return a non-empty string, or "" after a problem."""
+        value = self.get(key, default)
         return value if isinstance(value, str) and value else self._problem(key, "a string", value, "")
 
     def numbers(self, key: str, length: int) -> tuple[float, ...]:
-        """A list of `length` numbers > 0."""
-        value = self._values.get(key)
+        """Return a list of `length` numbers > 0."""
+        value = self.get(key)
         if not isinstance(value, list | tuple) or len(value) != length or not all(_is_number(x) for x in value):
             return self._problem(key, f"{length} numbers > 0", value, tuple[float, ...]())
         return tuple(float(x) for x in value)
 
+    def integers(self, key: str) -> tuple[int, ...]:
+        """Return a list of integers, empty if the key is missing."""
+        value = self.get(key, [])
+        if not isinstance(value, list | tuple) or not all(type(x) is int for x in value):
+            return self._problem(key, "a list of integers", value, tuple[int, ...]())
+        return tuple(value)
+
     def texts(self, key: str) -> tuple[str, ...]:
-        """A list of strings; empty where there is none."""
-        value = self._get(key, [])
+        """Return a list of strings, empty if the key is missing."""
+        value = self.get(key, [])
         if not isinstance(value, list | tuple) or not all(isinstance(x, str) for x in value):
             return self._problem(key, "a list of strings", value, tuple[str, ...]())
         return tuple(value)
 
     def mapping(self, key: str) -> Mapping[str, Any]:
-        """An object of names and values; empty where there is none."""
-        value = self._get(key, {})
+        """Return an object of names and values, empty if the key is missing."""
+        value = self.get(key, {})
         return value if isinstance(value, Mapping) else self._problem(key, "an object", value, {})
 
     def token_ids(self, key: str) -> tuple[int, ...]:
-        """Token ids: one, a list or none."""
-        value = self._values.get(key)
+        """Return token ids, written as one id or a list; empty if the key is missing."""
+        value = self.get(key)
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if not all(type(x) is int and 0 <= x < MAX_EXTENT for x in ids):
             return self._problem(key, f"token ids from 0 to {MAX_EXTENT - 1}", value, tuple[int, ...]())
         return tuple(ids)
 
+    def expect(self, key: str, good: bool, expected: str) -> None:
+        """Note a problem with `key` unless `good`."""
+        if not good:
+            self._problem(key, expected, self.get(key), None)
+
     def unsupported(self, reason: str) -> None:
-        """Note an option that is not implemented."""
+        """Note an option that graphrt does not implement."""
         self.reasons.append(reason)
+
+    def refuse(self, keys: Mapping[str, Collection[Any]]) -> None:
+        """Note each of `keys` as unsupported if its value is not null, empty, or one of the listed neutral values."""
+        for key, neutral in keys.items():
+            value = self.get(key)
+            if value is not None and value not in ([], {}, "", *neutral):
+                self.unsupported(f"{key} {shown(value)}")
+
+    def refuse_unread(self, prefix: str, irrelevant: Collection[str]) -> None:
+        """Note every key that starts with `prefix` as unsupported if it was never read and is not `irrelevant`."""
+        for key in self._values:
+            if key.startswith(prefix) and key not in self._read and key.removeprefix(prefix) not in irrelevant:
+                self.unsupported(f"the key {printable(key)}, whose meaning is not known")
 
     def finish(self) -> None:
         """Raise UnsupportedError with every reason, else ConfigError with every problem, else return."""
         if self.reasons:
-            raise UnsupportedError(
-                f"{self.where}: expected a model that graphrt implements, got " + "; ".join(self.reasons)
-            )
+            raise UnsupportedError(f"{self.where}: graphrt does not implement " + "; ".join(self.reasons))
         if self.problems:
             raise ConfigError(f"{self.where}: " + "; ".join(self.problems))
-
-    def _get(self, key: str, default: Any) -> Any:
-        value = self._values.get(key)
-        return default if value is None else value
 
     def _problem(self, key: str, expected: str, value: Any, stand_in: T) -> T:
         self.problems.append(f"{key}: expected {expected}, got {'nothing' if value is None else shown(value)}")
@@ -118,21 +148,39 @@ class FieldReader:
 
 
 def shown(value: object) -> str:
-    """A value of any size and depth, as an error text can hold it."""
+    """Return a bounded `repr` of any value, for error messages."""
     try:
         return reprlib.repr(value)
-    except Exception:  # a stranger's __repr__, or a number with more digits than Python prints
+    except Exception:  # a foreign __repr__, or an int with more digits than Python prints
         return type(value).__name__
 
 
+def printable(text: object) -> str:
+    """Return text from a file or another package with control characters escaped and its length bounded.
+
+    Such text may hold escape sequences, which a terminal would execute.
+    """
+    whole = str(text)
+    cut = whole if len(whole) <= _MAX_TEXT else whole[:_MAX_TEXT] + " ..."
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in cut)
+
+
 def check_path(name: str, path: str | Path) -> Path:
-    """`path` as a Path. Raises: ConfigError for another type, an empty name, and the home of no user."""
+    """Return `path` as a Path with `~` expanded. The file may be missing.
+
+    Raises:
+        ConfigError: if `path` has another type, is empty, or the system refuses it: too long, a NUL, no permission.
+    """
     if not isinstance(path, str | Path) or path == "":
         raise ConfigError(f"{name}: expected a path, got {shown(path)}; pass a string or a pathlib.Path")
     try:
-        return Path(path).expanduser()
-    except RuntimeError as error:
-        raise ConfigError(f"{name}: expected a path, got {shown(str(path))} ({error}); write it without ~") from error
+        expanded = Path(path).expanduser()
+        expanded.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"{name}: {shown(str(path))} is not a usable path ({printable(error)}); check it") from error
+    return expanded
 
 
 def _is_number(value: Any, above: float = 0.0, most: float = MAX_NUMBER) -> bool:

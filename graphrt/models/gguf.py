@@ -12,6 +12,7 @@ import torch
 
 from graphrt.kernels.errors import ConfigError, UnsupportedError
 from graphrt.models.config import ModelConfig
+from graphrt.models.fields import printable
 from graphrt.models.gguf_file import GGUFFile, read_gguf
 from graphrt.models.packages import require
 
@@ -37,7 +38,7 @@ _ROTATED = re.compile(r"self_attn\.[qk]_proj\.")
 
 
 class GGUFSource:
-    """The tensors of a GGUF file by their Hugging Face names, in the layout of Hugging Face."""
+    """The tensors of a GGUF file under their Hugging Face names and in the layout of Hugging Face."""
 
     def __init__(self, path: Path) -> None:
         self._gguf = require("gguf", "to read GGUF files")
@@ -48,17 +49,17 @@ class GGUFSource:
         if _FREQ_FACTORS in shapes:
             freq_factors = tuple(self._dequantize(_FREQ_FACTORS, 0, 1)[0].tolist())
         self.config = ModelConfig.from_gguf(self._file.metadata, shapes, freq_factors)
-        if freq_factors and len(freq_factors) != self.config.rotary_dim // 2:
+        if freq_factors and shapes[_FREQ_FACTORS] != (self.config.head_dim // 2,):
             raise ConfigError(
-                f"{_FREQ_FACTORS}: expected {self.config.rotary_dim // 2} values, got {len(freq_factors)}"
+                f"{_FREQ_FACTORS}: expected {self.config.head_dim // 2} values, got {list(shapes[_FREQ_FACTORS])}"
             )
         self._stored = {_hf_name(name): name for name in shapes if name != _FREQ_FACTORS}
-        # llama.cpp rotates neighbouring dimensions in this architecture; its files hold q and k reordered for it.
+        # llama.cpp rotates pairs of neighbouring dimensions in this architecture, and its files reorder q and k for it.
         self._reordered = self._file.metadata["general.architecture"] == "llama"
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """The key-value pairs of the file."""
+        """Key-value pairs of the file."""
         return self._file.metadata
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -77,24 +78,26 @@ class GGUFSource:
             rows = torch.from_numpy(self._dequantize(stored, first, first + step))
             target[first : first + step].copy_(self._in_halves(rows) if self._is_reordered(name) else rows)
 
+    def has_own_head(self) -> bool:
+        return "output.weight" in self._file.tensors
+
     def _is_reordered(self, name: str) -> bool:
         return self._reordered and _ROTATED.search(name) is not None
 
     def _in_halves(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows of whole heads, from pairs of neighbours (2i, 2i + 1) to pairs (i, i + rotary_dim / 2)."""
-        rotary_dim, head_dim = self.config.rotary_dim, self.config.head_dim
-        order = [*range(0, rotary_dim, 2), *range(1, rotary_dim, 2), *range(rotary_dim, head_dim)]
+        """Reorder rows of whole heads from pairs (2i, 2i + 1) to pairs (i, i + head_dim / 2)."""
+        head_dim = self.config.head_dim
         heads: torch.Tensor = rows.unflatten(0, (-1, head_dim))
-        return heads[:, order].flatten(0, 1)
+        return heads[:, [*range(0, head_dim, 2), *range(1, head_dim, 2)]].flatten(0, 1)
 
     def _dequantize(self, stored: str, first: int, last: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """Rows `first` to `last` of a tensor as float32."""
+        """Return the rows [first, last) of a tensor as float32."""
         kind = self._gguf.GGMLQuantizationType(self._file.tensors[stored].quantization)
         values = self._gguf.dequantize(self._file.raw(stored)[first:last], kind)
-        return np.require(values, np.float32, "W")  # float32 tensors are views of the read-only file: copies them
+        return np.require(values, np.float32, "W")  # a float32 tensor is a view of the read-only file
 
     def _check_quantizations(self) -> None:
-        """Refuse what gguf cannot dequantise before any memory is taken for weights."""
+        """Refuse quantisations that gguf cannot dequantise, before weights are allocated."""
         kinds = {tensor.quantization for tensor in self._file.tensors.values()}
         unknown = []
         for kind in sorted(kinds):
@@ -105,12 +108,13 @@ class GGUFSource:
                 unknown.append(f"{self._gguf.GGMLQuantizationType(kind).name} (blocks of {block})")
         if unknown:
             raise UnsupportedError(
-                f"{self._file.path}: expected weights that gguf can dequantise, got {', '.join(unknown)}"
+                f"{printable(self._file.path)}: the package gguf cannot dequantise {', '.join(unknown)}; "
+                "use another quantisation"
             )
 
 
 def _hf_name(stored: str) -> str:
-    """The Hugging Face name of a GGUF tensor; a name that is not ours stays and is reported as unknown."""
+    """Return the Hugging Face name of a GGUF tensor. An unknown name stays as it is, and is reported as unknown."""
     name, _, kind = stored.rpartition(".")
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)", name)
     layer, base = (f"model.layers.{match[1]}.", match[2]) if match else ("", name)

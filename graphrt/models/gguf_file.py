@@ -1,6 +1,6 @@
-"""The table of contents of a GGUF file, read with every length checked against the file.
+"""The table of contents of a GGUF file, with every length checked against the file size.
 
-The `gguf` package dequantises, but its reader trusts the lengths in the file: on a truncated or corrupt one it loops
+The package `gguf` dequantises, but its reader trusts the lengths in the file: on a truncated or corrupt file it loops
 or returns short arrays. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from graphrt.kernels.errors import ConfigError, UnsupportedError
-from graphrt.models.fields import check_path, shown
+from graphrt.models.fields import check_path, printable, shown
 from graphrt.models.packages import require
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -30,7 +30,7 @@ _SMALLEST_TENSOR = 8 + 1 + 4 + 8 + 4 + 8  # name length, name, dimensions, one e
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """Where a tensor lies. `shape` has the outermost dimension first, `offset` counts from the start of the file."""
+    """Location of a tensor. `shape` has the outermost dimension first, `offset` counts from the start of the file."""
 
     shape: tuple[int, ...]
     quantization: int  # a gguf.GGMLQuantizationType
@@ -40,7 +40,7 @@ class GGUFTensor:
 
 @dataclass(frozen=True, slots=True)
 class GGUFFile:
-    """Metadata and tensors of a GGUF file; `content` is the file mapped to memory."""
+    """Metadata and tensors of a GGUF file. `content` is the memory-mapped file."""
 
     path: Path
     metadata: dict[str, Any]
@@ -48,17 +48,18 @@ class GGUFFile:
     content: mmap.mmap
 
     def raw(self, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """The bytes of a tensor, [rows, bytes per row], a read-only view of the file."""
+        """Return the bytes of a tensor as [rows, bytes per row], a read-only view of the file."""
         tensor = self.tensors[name]
         flat = np.frombuffer(self.content, dtype=np.uint8, count=tensor.num_bytes, offset=tensor.offset)
         return flat.reshape(prod(tensor.shape[:-1]), -1)
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """Read a file's table of contents; tensor data is checked to lie within the file, and not read.
+    """Read a file's table of contents. Tensor data is not read, but checked to be inside the file.
 
-    Raises: ConfigError when the file is missing, no GGUF file, truncated or inconsistent; UnsupportedError for a split
-    or big-endian file and for an unknown version or quantisation.
+    Raises:
+        ConfigError: if the file is missing, truncated, inconsistent or not a GGUF file.
+        UnsupportedError: if the file is split, big-endian, or of an unknown version or quantisation.
     """
     path = check_path("path", path)
     gguf = require("gguf", "to read GGUF files")
@@ -66,23 +67,28 @@ def read_gguf(path: Path) -> GGUFFile:
         with path.open("rb") as file:
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
-        raise ConfigError(f"{path}: expected a GGUF file, got none that can be read ({error})") from error
+        raise ConfigError(
+            f"{printable(path)}: not a readable GGUF file ({printable(error)}); check the path"
+        ) from error
     cursor = _Cursor(content, path)
     if cursor.take(4) != b"GGUF":
-        raise ConfigError(f"{path}: expected a GGUF file, got one that starts with {content[:4]!r}; check the download")
+        raise ConfigError(f"{printable(path)}: not a GGUF file, it starts with {content[:4]!r}; check the download")
     version = cursor.scalar("I")
     if version not in _VERSIONS:
-        # The version of a big-endian file shows in the upper half.
-        raise UnsupportedError(f"{path}: expected little-endian GGUF of version 2 or 3, got version {version:#x}")
+        # A big-endian file has its version in the upper half.
+        raise UnsupportedError(
+            f"{printable(path)}: expected little-endian GGUF of version 2 or 3, got version {version:#x}"
+        )
     num_tensors, num_pairs = cursor.count(_SMALLEST_TENSOR), cursor.count(_SMALLEST_PAIR)
     metadata: dict[str, Any] = {}
     for _ in range(num_pairs):
         key = cursor.string()
-        cursor.check(key not in metadata, f"the key {key!r} twice")
+        cursor.check(key not in metadata, f"the key {shown(key)} occurs twice")
         metadata[key] = cursor.value(cursor.scalar("I"))
     if metadata.get("split.count", 1) != 1:
         raise UnsupportedError(
-            f"{path}: expected a whole GGUF file, got one part of {shown(metadata['split.count'])}; merge it"
+            f"{printable(path)}: the file is one part of {shown(metadata['split.count'])}; "
+            "merge the parts with gguf-split"
         )
     tensors = _read_tensors(cursor, num_tensors, metadata.get("general.alignment", 32), gguf)
     return GGUFFile(path, metadata, tensors, content)
@@ -90,12 +96,12 @@ def read_gguf(path: Path) -> GGUFFile:
 
 def _read_tensors(cursor: _Cursor, count: int, alignment: Any, gguf: Any) -> dict[str, GGUFTensor]:
     good = type(alignment) is int and alignment > 0 and alignment & (alignment - 1) == 0
-    cursor.check(good, f"general.alignment {shown(alignment)}")
+    cursor.check(good, f"general.alignment is {shown(alignment)}")
     found: list[tuple[str, tuple[int, ...], int, int]] = []
     for _ in range(count):
         name = cursor.string()
         num_dims = cursor.scalar("I")
-        cursor.check(1 <= num_dims <= _MAX_DIMS, f"{num_dims} dimensions in {name!r}")
+        cursor.check(1 <= num_dims <= _MAX_DIMS, f"{shown(name)} has {num_dims} dimensions")
         shape = tuple(cursor.scalar("Q") for _ in range(num_dims))[::-1]
         found.append((name, shape, cursor.scalar("I"), cursor.scalar("Q")))
     start = -(-cursor.position // alignment) * alignment
@@ -103,26 +109,28 @@ def _read_tensors(cursor: _Cursor, count: int, alignment: Any, gguf: Any) -> dic
     for name, shape, quantization, offset in found:
         sizes = gguf.GGML_QUANT_SIZES.get(quantization)
         if sizes is None:
-            raise UnsupportedError(f"{cursor.path}: {name} has quantisation {quantization}, which gguf does not know")
+            raise UnsupportedError(
+                f"{printable(cursor.path)}: the package gguf does not know quantisation {quantization} of {shown(name)}"
+            )
         block, block_bytes = sizes
-        cursor.check(name not in tensors, f"the tensor {name!r} twice")
-        cursor.check(prod(shape) > 0 and shape[-1] % block == 0, f"shape {list(shape)} of {name!r}")
+        cursor.check(name not in tensors, f"the tensor {shown(name)} occurs twice")
+        cursor.check(prod(shape) > 0 and shape[-1] % block == 0, f"{shown(name)} has shape {list(shape)}")
         num_bytes = prod(shape) // block * block_bytes
         end = start + offset + num_bytes
         cursor.check(
             offset % alignment == 0 and end <= cursor.size,
-            f"tensor {name!r} at bytes {start + offset} to {end} of {cursor.size}",
+            f"the tensor {shown(name)} is at bytes {start + offset} to {end} of {cursor.size}",
         )
         tensors[name] = GGUFTensor(shape, quantization, start + offset, num_bytes)
     last_end = 0
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
-        cursor.check(tensor.offset >= last_end, f"tensor {name!r} that overlaps another")
+        cursor.check(tensor.offset >= last_end, f"the tensor {shown(name)} overlaps another")
         last_end = tensor.offset + tensor.num_bytes
     return tensors
 
 
 class _Cursor:
-    """Reads little-endian values one after the other and refuses to go beyond the end."""
+    """Read little-endian values in sequence, and refuse to read past the end."""
 
     def __init__(self, content: mmap.mmap, path: Path) -> None:
         self.path = path
@@ -132,11 +140,11 @@ class _Cursor:
 
     def check(self, good: bool, found: str) -> None:
         if not good:
-            raise ConfigError(f"{self.path}: expected an intact GGUF file, got {found}; download it again")
+            raise ConfigError(f"{printable(self.path)}: the GGUF file is damaged: {found}; download it again")
 
     def take(self, num_bytes: int) -> bytes:
         end = self.position + num_bytes
-        self.check(end <= self.size, f"{self.size} bytes where at least {end} are needed")
+        self.check(end <= self.size, f"it has {self.size} bytes, and at least {end} are needed")
         data = self._content[self.position : end]
         self.position = end
         return data
@@ -146,10 +154,10 @@ class _Cursor:
         return value
 
     def count(self, smallest: int) -> int:
-        """A number of items of at least `smallest` bytes each."""
+        """Read a number of items of at least `smallest` bytes each."""
         value: int = self.scalar("Q")
         left = self.size - self.position
-        self.check(value * smallest <= left, f"a count of {value} items with {left} bytes left")
+        self.check(value * smallest <= left, f"it counts {value} items where {left} bytes are left")
         return value
 
     def string(self) -> str:
@@ -157,7 +165,7 @@ class _Cursor:
         try:
             return data.decode()
         except UnicodeDecodeError:
-            # Vocabularies of byte-level tokenizers may hold partial characters in keys of no interest here.
+            # Some keys that are not read here hold partial characters.
             return data.decode(errors="replace")
 
     def value(self, kind: int) -> Any:
@@ -165,7 +173,7 @@ class _Cursor:
             return self.string()
         if kind == _ARRAY:
             return self._array(self.scalar("I"))
-        self.check(kind in _SCALARS, f"a value of unknown type {kind}")
+        self.check(kind in _SCALARS, f"a value has the unknown type {kind}")
         return self.scalar(_SCALARS[kind])
 
     def _array(self, kind: int) -> list[Any]:
@@ -174,6 +182,6 @@ class _Cursor:
             size = struct.calcsize("<" + code)
             count = self.count(size)
             return list(struct.unpack(f"<{count}{code}", self.take(count * size)))
-        self.check(kind == _STRING, f"an array of type {kind}")
+        self.check(kind == _STRING, f"an array has the type {kind}")
         read: Callable[[], str] = self.string
         return [read() for _ in range(self.count(8))]

@@ -1,9 +1,11 @@
-"""Weights from a Hugging Face directory: config.json and safetensors, whole or sharded."""
+"""Weights from a Hugging Face folder: config.json and safetensors, in one file or sharded."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -11,16 +13,23 @@ import torch
 
 from graphrt.kernels.errors import ConfigError, UnsupportedError
 from graphrt.models.config import ModelConfig
-from graphrt.models.fields import check_path, shown
+from graphrt.models.fields import check_path, printable, shown
 from graphrt.models.packages import require
 
 _MAX_NAME = 255
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _STORED = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_ROWS_COMPARED = 1024
 
 
 class SafetensorsSource:
-    """The tensors of a directory's safetensors files. Every file's table of contents is checked at construction."""
+    """The tensors of a folder's safetensors files. The constructor checks every file's table of contents.
+
+    As in transformers, a head that differs from the embedding is kept even if config.json says that the two are tied,
+    and the stored dtype counts if config.json names none. Where an index names the file of a tensor, copies of the
+    tensor in other files are ignored.
+    """
 
     def __init__(self, folder: Path) -> None:
         folder = check_path("folder", folder)
@@ -28,15 +37,24 @@ class SafetensorsSource:
         safetensors = require("safetensors", "to read weights")
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._where: dict[str, Any] = {}
-        for file in _weight_files(folder):
+        files, index = _weight_files(folder)
+        for file in files:
             try:
-                opened = safetensors.safe_open(file, framework="pt", device="cpu")
+                opened = safetensors.safe_open(folder / file, framework="pt", device="cpu")
             except (OSError, safetensors.SafetensorError) as error:
                 raise ConfigError(
-                    f"{file}: expected an intact safetensors file, got {error}; download it again"
+                    f"{printable(folder / file)}: not an intact safetensors file ({printable(error)}); download it "
+                    "again"
                 ) from error
             for name in opened.keys():  # noqa: SIM118  not a mapping
-                self._add(name, opened, file)
+                if index.get(name, file) == file:
+                    self._add(name, opened, printable(folder / file))
+        if self.config.tie_word_embeddings and self.has_own_head():
+            self.config = replace(self.config, tie_word_embeddings=False)
+        raw = _read_json(folder / "config.json")
+        if raw.get("dtype") is None and raw.get("torch_dtype") is None and _EMBEDDING in self._where:
+            stored = _STORED[self._where[_EMBEDDING].get_slice(_EMBEDDING).get_dtype()]
+            self.config = replace(self.config, dtype=torch.float32 if stored == torch.float64 else stored)
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes
@@ -44,13 +62,23 @@ class SafetensorsSource:
     def copy_into(self, name: str, target: torch.Tensor) -> None:
         target.copy_(self._where[name].get_tensor(name))
 
-    def _add(self, name: str, opened: Any, file: Path) -> None:
+    def has_own_head(self) -> bool:
+        shapes = [self._shapes.get(name) for name in (_EMBEDDING, _HEAD)]
+        if None in shapes:
+            return False
+        if shapes[0] != shapes[1] or not shapes[0]:
+            return True
+        embedding, head = (self._where[name].get_slice(name) for name in (_EMBEDDING, _HEAD))
+        pieces = (slice(first, first + _ROWS_COMPARED) for first in range(0, shapes[0][0], _ROWS_COMPARED))
+        return not all(torch.equal(embedding[piece].double(), head[piece].double()) for piece in pieces)
+
+    def _add(self, name: str, opened: Any, file: str) -> None:
         if name in self._where:
-            raise ConfigError(f"{file}: expected each tensor once, got {name} in another file too")
+            raise ConfigError(f"{file}: the tensor {shown(name)} is in another file too; download the index with it")
         content = opened.get_slice(name)
         if content.get_dtype() not in _STORED:
             raise UnsupportedError(
-                f"{file}: expected {', '.join(_STORED)} weights, got {content.get_dtype()} in {name}; "
+                f"{file}: {shown(name)} has dtype {content.get_dtype()} (supported: {', '.join(_STORED)}); "
                 "use a checkpoint that is not quantised, or a GGUF file"
             )
         self._shapes[name] = tuple(content.get_shape())
@@ -58,16 +86,16 @@ class SafetensorsSource:
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The model's config from config.json and, for the end-of-text tokens, generation_config.json."""
+    """Read the model's config from config.json and, for the end-of-text tokens, generation_config.json."""
     folder = check_path("folder", folder)
     generation = folder / "generation_config.json"
     return ModelConfig.from_hf(
-        _read_json(folder / "config.json"), _read_json(generation) if generation.exists() else None
+        _read_json(folder / "config.json"), _read_json(generation) if os.path.exists(generation) else None
     )
 
 
 def download(repo_id: str, *, revision: str | None = None) -> Path:
-    """Fetch a model of the Hugging Face hub into its cache: the config first, weights only if the model is ours."""
+    """Download a model of the Hugging Face hub into its cache. Weights follow only if the config is supported."""
     hub = require("huggingface_hub", "to download models")
     patterns = ["*.json", "*.txt", "*.jinja", "*.model"]
     try:
@@ -78,53 +106,59 @@ def download(repo_id: str, *, revision: str | None = None) -> Path:
         if isinstance(error, ConfigError | UnsupportedError):
             raise
         raise ConfigError(
-            f"{repo_id}: expected a folder, a .gguf file or a model on the Hugging Face hub, got "
-            f"{type(error).__name__}: {str(error).strip()}; check the name, or pass a path"
+            f"{printable(repo_id)}: neither a folder, nor a .gguf file, nor a model that the Hugging Face hub delivers "
+            f"({type(error).__name__}: {printable(error).strip()}); check the name, or pass a path"
         ) from error
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model, all of which exist."""
+def _weight_files(folder: Path) -> tuple[list[str], dict[str, str]]:
+    """Return the names of a model's safetensors files, all of which exist, and the index: file names by tensor.
+
+    A single file has priority over an index, as in transformers.
+    """
     index = folder / _INDEX
-    names = [_SINGLE]
-    if index.exists():
-        weight_map = _read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ConfigError(f"{index}: expected a weight_map, got none; download it again")
-        names = sorted({_inside(index, name) for name in weight_map.values()})
-    missing = [name for name in names if not (folder / name).is_file()]
+    names, weight_map = [_SINGLE], {}
+    if os.path.exists(index) and not os.path.isfile(folder / _SINGLE):
+        found = _read_json(index).get("weight_map")
+        if not isinstance(found, dict) or not found:
+            raise ConfigError(f"{printable(index)}: weight_map is missing or empty; download it again")
+        weight_map = {tensor: _inside(index, name) for tensor, name in found.items()}
+        names = sorted(set(weight_map.values()))
+    missing = [name for name in names if not os.path.isfile(folder / name)]
     if missing:
         raise ConfigError(
-            f"{folder}: expected {_SINGLE}, or {_INDEX} with all its files; missing: {', '.join(missing)}; "
-            "complete the download, or save the model as safetensors"
+            f"{printable(folder)}: expected {_SINGLE}, or {_INDEX} with all its files; "
+            f"missing: {printable(', '.join(missing))}; complete the download, or save the model as safetensors"
         )
-    return [folder / name for name in names]
+    return names, weight_map
 
 
 def _inside(index: Path, name: object) -> str:
-    """A file name of an index, which comes with a download: it may not lead out of the model's folder.
+    """Check a file name of an index. The index comes with a download, so the name may not lead out of the folder.
 
-    Links within the folder are followed wherever they lead, as the cache of the Hugging Face hub is made of them: they
-    were made on this machine, and not by the download's text.
+    Symbolic links in the folder are followed: the cache of the Hugging Face hub consists of them, and the text of a
+    download cannot create them.
     """
     if not isinstance(name, str) or not name or "\0" in name or len(name) > _MAX_NAME:
-        raise ConfigError(f"{index}: expected file names in weight_map, got {shown(name)}; download it again")
+        raise ConfigError(
+            f"{printable(index)}: expected file names in weight_map, got {shown(name)}; download it again"
+        )
     path = PurePath(name)
     if path.is_absolute() or ".." in path.parts or path.suffix != ".safetensors":
         raise ConfigError(
-            f"{index}: expected .safetensors files within the model's folder in weight_map, got {shown(name)}; "
-            "do not use this model unless you know where it is from"
+            f"{printable(index)}: expected .safetensors files inside the model's folder in weight_map, "
+            f"got {shown(name)}; do not use this model unless you trust its origin"
         )
     return name
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        if not path.is_file():  # a pipe would be waited for
+        if not path.is_file():  # reading a pipe would wait for a writer
             raise FileNotFoundError("no such file")
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:  # RecursionError: thousands of brackets
-        raise ConfigError(f"{path}: expected a JSON file, got none that can be read ({error})") from error
+        raise ConfigError(f"{printable(path)}: not a readable JSON file ({printable(error)}); check it") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{path}: expected a JSON object, got {type(content).__name__}")
+        raise ConfigError(f"{printable(path)}: expected a JSON object, got {type(content).__name__}")
     return content

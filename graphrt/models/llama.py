@@ -1,4 +1,4 @@
-"""The Llama family on graphrt's operators: one step over static buffers, weights fused and loaded in place."""
+"""The Llama family on graphrt's operators: one step over static buffers, with fused weights loaded in place."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from graphrt.kernels.errors import ConfigError
 from graphrt.kernels.ops.activation import silu_mul
 from graphrt.kernels.ops.norm import add_rms_norm, rms_norm
 from graphrt.models.config import ModelConfig
-from graphrt.models.fields import MAX_EXTENT, shown
+from graphrt.models.fields import MAX_EXTENT, printable, shown
 from graphrt.spec import COMPUTE_DTYPES
 
 if TYPE_CHECKING:
@@ -26,16 +26,24 @@ class WeightSource(Protocol):
     """A checkpoint: tensors by their Hugging Face names, read one at a time."""
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shape of every tensor, from the checkpoint's table of contents."""
+        """Return the shape of every tensor, from the checkpoint's table of contents."""
         ...
 
     def copy_into(self, name: str, target: torch.Tensor) -> None:
         """Copy one tensor into `target`, converting its dtype and device."""
         ...
 
+    def has_own_head(self) -> bool:
+        """Return whether the checkpoint has an output head that differs from its embedding."""
+        ...
+
 
 class TensorSource:
-    """Tensors that are in memory already, as a WeightSource. Raises: ConfigError for values that are no tensors."""
+    """A WeightSource of tensors in memory.
+
+    Raises:
+        ConfigError: if a name is not a string or a value is not a tensor.
+    """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         for name, tensor in tensors.items():
@@ -51,6 +59,10 @@ class TensorSource:
 
     def copy_into(self, name: str, target: torch.Tensor) -> None:
         target.copy_(self._tensors[name])
+
+    def has_own_head(self) -> bool:
+        embedding, head = (self._tensors.get(f"{name}.weight") for name in ("model.embed_tokens", "lm_head"))
+        return embedding is not None and head is not None and not torch.equal(embedding, head.to(embedding))
 
 
 class LlamaLayer(nn.Module):
@@ -79,11 +91,12 @@ class LlamaLayer(nn.Module):
 
 
 class LlamaModel(nn.Module):
-    """Maps a step to logits. Weights are uninitialised until `load_weights`.
+    """Map a step to logits. Weights are uninitialised until `load_weights`.
 
-    max_positions   rows of the table of rotations, by default the model's; no sequence may be longer
+    Capture-safe: every shape depends on the step's padded size only, and the host reads nothing from the device.
 
-    Capture-safe: every shape depends on the step's padded size only, and nothing is read on the host.
+    Args:
+        max_positions: rows of the rotation table. No sequence may be longer. Defaults to the model's own limit.
     """
 
     cos_sin: torch.Tensor
@@ -101,7 +114,7 @@ class LlamaModel(nn.Module):
         self.config = config
         self.max_positions = config.max_position_embeddings
         if max_positions is not None:
-            advice = "pass the longest sequence, or None for the model's own"
+            advice = "pass the longest sequence, or None for the model's own limit"
             self.max_positions = check_int("max_positions", max_positions, 1, MAX_EXTENT, advice=advice)
         trained = config.max_position_embeddings
         table = config.rope.cos_sin(config.rotary_dim, trained, self.max_positions, device)
@@ -116,30 +129,30 @@ class LlamaModel(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights, activations and logits."""
+        """Dtype of weights, activations and logits."""
         return self.embedding.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return self.embedding.device
 
     @property
     def streamed_bytes(self) -> int:
-        """Bytes of weights that every step reads: all but an embedding table that is only looked up."""
+        """Bytes of weights that every step reads: all weights except an embedding that is not also the head."""
         looked_up = {id(self.embedding)} - {id(self.head)}
         return sum(weight.nbytes for weight in self.parameters() if id(weight) not in looked_up)
 
     def forward(self, step: Step) -> torch.Tensor:
-        """Logits [padded_reqs, vocab_size] of the tokens that `step.logits_indices` names.
+        """Return logits [padded_reqs, vocab_size] of the tokens at `step.logits_indices`.
 
-        Capture-safe: see the class.
+        Capture-safe.
         """
         eps = self.config.rms_norm_eps
         residual = functional.embedding(step.input_ids, self.embedding)
         hidden = residual
         for index, layer in enumerate(self.layers):
-            assert isinstance(layer, LlamaLayer), "layers: holds LlamaLayer only"
+            assert isinstance(layer, LlamaLayer), "layers holds LlamaLayer only"
             norm = layer.attention_norm
             hidden = add_rms_norm(residual, hidden, norm, eps) if index else rms_norm(residual, norm, eps)
             hidden = self._attention(index, layer, hidden, step)
@@ -157,14 +170,15 @@ class LlamaModel(nn.Module):
         return functional.linear(step.attend(index, q, k, v, rotary=rotary).flatten(1), layer.o, layer.o_bias)
 
     def load_weights(self, source: WeightSource | Mapping[str, torch.Tensor]) -> None:
-        """Copy a checkpoint into the weights in place: addresses stay, so captured graphs see the new values.
+        """Copy a checkpoint into the weights in place. Addresses stay, so captured graphs see the new values.
 
-        Tensors go by their Hugging Face names and are read one at a time.
+        Tensors are found by their Hugging Face names and read one at a time.
 
-        Raises: ConfigError as `check_weights`, and for what is no checkpoint, before anything is written.
+        Raises:
+            ConfigError: as `check_weights`, or if `source` is not a checkpoint. No weight has changed then.
         """
         if not isinstance(source, Mapping) and not all(
-            callable(getattr(source, verb, None)) for verb in ("shapes", "copy_into")
+            callable(getattr(source, method, None)) for method in ("shapes", "copy_into", "has_own_head")
         ):
             raise ConfigError(
                 f"weights: expected a WeightSource or tensors by name, got {shown(source)}; pass a state_dict, or "
@@ -177,9 +191,11 @@ class LlamaModel(nn.Module):
                 checkpoint.copy_into(name, target)
 
     def check_weights(self, checkpoint: WeightSource) -> None:
-        """Raise ConfigError naming every missing, unknown and wrongly shaped tensor of a checkpoint.
+        """Check the names and shapes of a checkpoint's tensors. A model on the meta device can do it without memory.
 
-        Works on a model on the meta device too, which takes no memory.
+        Raises:
+            ConfigError: if tensors are missing, unknown or of another shape, or if the model's head is tied and the
+                checkpoint's head differs from its embedding.
         """
         targets, shapes = self.weight_targets(), checkpoint.shapes()
         ignored = {"lm_head.weight"} if self.config.tie_word_embeddings else set()
@@ -197,9 +213,14 @@ class LlamaModel(nn.Module):
                 f"weights: expected the {len(targets)} tensors of this {self.config.architecture} model, got {text}; "
                 "use the config that belongs to the checkpoint"
             )
+        if self.config.tie_word_embeddings and checkpoint.has_own_head():
+            raise ConfigError(
+                "weights: lm_head.weight differs from model.embed_tokens.weight, and this model uses one tensor for "
+                "both; build the model with tie_word_embeddings=False"
+            )
 
     def weight_targets(self) -> dict[str, torch.Tensor]:
-        """Where each tensor of a Hugging Face checkpoint goes: views of the weights by the tensor's name."""
+        """Return the destination of each tensor of a Hugging Face checkpoint: views of the weights by tensor name."""
         config = self.config
         heads = (config.num_q_heads, config.num_kv_heads, config.num_kv_heads)
         rows = [count * config.head_dim for count in heads]
@@ -209,7 +230,7 @@ class LlamaModel(nn.Module):
             "lm_head.weight": None if config.tie_word_embeddings else self.head,
         }
         for index, layer in enumerate(self.layers):
-            assert isinstance(layer, LlamaLayer), "layers: holds LlamaLayer only"
+            assert isinstance(layer, LlamaLayer), "layers holds LlamaLayer only"
             prefix = f"model.layers.{index}."
             targets[prefix + "input_layernorm.weight"] = layer.attention_norm
             targets[prefix + "post_attention_layernorm.weight"] = layer.mlp_norm
@@ -231,4 +252,4 @@ class LlamaModel(nn.Module):
 
 
 def _listing(names: list[str], most: int = 6) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    return printable(", ".join(names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")

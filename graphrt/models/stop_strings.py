@@ -1,4 +1,4 @@
-"""Stop strings: a text that comes in pieces ends before the first of some strings."""
+"""Stop strings: end a streamed text before the first of some strings."""
 
 from __future__ import annotations
 
@@ -9,32 +9,37 @@ from graphrt.kernels.errors import ConfigError
 
 
 class StopStrings:
-    """Cuts a text where one of some strings begins in it: the one that is complete first, however the text is cut.
+    """Cut a streamed text at the stop string that is complete first. The result does not depend on the pieces.
 
         stop = StopStrings(["\\n\\n", "User:"])
-        stop.push("Fine. Us")     # "Fine. ": the rest may be the beginning of "User:"
+        stop.push("Fine. Us")     # "Fine. ": "Us" may begin "User:"
         stop.push("er: and")      # "", and stop.stopped is True
 
-    Device and session know tokens, not texts: whoever shows the text ends it, and releases the row.
+    A session sees tokens, not text. The caller must release the request when `stopped` becomes True.
 
-    stops     strings, none of them empty
-    stopped   whether one was found: nothing comes any more
+    Args:
+        stops: non-empty strings.
 
-    Raises: ConfigError for an empty string, and for what is none.
+    Attributes:
+        stopped: whether a stop string was found. `push` then returns "".
+
+    Raises:
+        ConfigError: if `stops` is not a sequence of non-empty strings.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         check_sequence("stop", stops, of="strings", error=ConfigError)
         for stop in stops:
             if not isinstance(stop, str) or not stop:
-                raise ConfigError(f"stop: expected strings of a character or more, got {shown(stop)}; leave it out")
+                raise ConfigError(f"stop: expected non-empty strings, got {shown(stop)}; leave it out")
         self.stopped = False
         self._stops, self._held = tuple(stops), ""
 
     def push(self, piece: str) -> str:
-        """The text that may be shown with one more piece: neither of a stop string, nor of what may become one.
+        """Return the text that one more piece makes certain: no part of a stop string, or of a possible one.
 
-        Raises: ConfigError for what is no text.
+        Raises:
+            ConfigError: if `piece` is not a string.
         """
         check_instance("piece", piece, str, advice="pass text")
         if self.stopped:
@@ -51,6 +56,6 @@ class StopStrings:
         return shown_now
 
     def finish(self) -> str:
-        """What was held back, where the text has ended otherwise."""
+        """Return the text that was held back, if the text ended without a stop string."""
         held, self._held = self._held, ""
         return held

@@ -1,16 +1,16 @@
-"""Text to token ids and back, by the tokenizer and chat template that belong to a model."""
+"""Text to token ids and back, with the tokenizer and chat template of a model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from graphrt.kernels.checks import check_int
-from graphrt.kernels.errors import ConfigError
-from graphrt.models.config import gguf_eos_ids
-from graphrt.models.fields import FieldReader, check_path, shown
+from graphrt.kernels.errors import ConfigError, GraphRTError
+from graphrt.models.fields import check_path, printable, shown
 from graphrt.models.gguf_file import read_gguf
+from graphrt.models.gguf_tokenizer import gguf_tokenizer
 from graphrt.models.packages import require
 
 _END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "<end_of_turn>", "</s>")
@@ -18,57 +18,86 @@ _END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|e
 
 _INCOMPLETE = "\ufffd"
 _MAX_TOKEN = (1 << 31) - 1
+_T = TypeVar("_T")
 
 
 def check_prompt(text: str) -> None:
-    """Raise ConfigError unless `text` is a string that is not empty and that UTF-8 can encode."""
+    """Raise ConfigError unless `text` is a non-empty string that UTF-8 can encode."""
     if not isinstance(text, str) or not text:
-        raise ConfigError(f"prompt: expected some text, got {text!r}; pass a string that is not empty")
+        raise ConfigError(f"prompt: expected some text, got {shown(text)}; pass a non-empty string")
     try:
         text.encode()
-    except UnicodeEncodeError as error:  # bytes of a command line that are no UTF-8 become lone surrogates
-        raise ConfigError(f"prompt: expected text in UTF-8, got {text!r:.80}; convert it to UTF-8") from error
+    except UnicodeEncodeError as error:  # bytes of a command line that are not UTF-8 become lone surrogates
+        raise ConfigError(f"prompt: {text!r:.80} is not valid UTF-8; convert it to UTF-8") from error
 
 
 class Tokenizer:
-    """A model's tokenizer.
+    """The tokenizer of a model.
 
-    backend         a fast tokenizer of `transformers`
-    chat_template   Jinja source for prompts that are messages; None means that the model has no chat format
-    eos_ids         end-of-text ids; special tokens of well-known names are added to them
+    Args:
+        backend: a fast tokenizer of `transformers`.
+        chat_template: Jinja source for prompts that are messages. None means the backend's own template, if any.
+        eos_ids: end-of-text ids. Special tokens with well-known names are added.
+        bos_id: first token of every chat prompt, added where the template does not write it.
     """
 
-    def __init__(self, backend: Any, chat_template: str | None = None, eos_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        backend: Any,
+        chat_template: str | None = None,
+        eos_ids: Sequence[int] = (),
+        bos_id: int | None = None,
+    ) -> None:
         if not hasattr(backend, "added_tokens_decoder"):
             raise ConfigError(
                 f"backend: expected a tokenizer of transformers, got {shown(backend)}; see load_tokenizer"
             )
-        if chat_template is not None and not isinstance(chat_template, str):
-            raise ConfigError(
-                f"chat_template: expected Jinja source or None, got {shown(chat_template)}; pass its text"
-            )
-        self._backend = backend
-        self._chat_template = chat_template if chat_template is not None else backend.chat_template
-        special = {token.content: index for index, token in backend.added_tokens_decoder.items() if token.special}
-        self.eos_ids = frozenset(
-            [*_check_ids("eos_ids", eos_ids), *(special[name] for name in _END_TOKENS if name in special)]
-        )
+        template = backend.chat_template if chat_template is None else chat_template
+        if isinstance(template, dict):  # templates by name: transformers takes "default" where there are no tools
+            template = template.get("default", template)
+        if template is not None and not isinstance(template, str | dict):
+            raise ConfigError(f"chat_template: expected Jinja source or None, got {shown(template)}; pass its text")
+        self._backend, self._chat_template, self._bos_id = backend, template, bos_id
+        self._special = {t.content: index for index, t in backend.added_tokens_decoder.items() if t.special}
+        ends = (self._special[name] for name in _END_TOKENS if name in self._special)
+        self.eos_ids = frozenset([*_check_ids("eos_ids", eos_ids), *ends])
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether `encode_prompt(..., chat=True)` works."""
+        """Whether the model has a chat format, for `encode_prompt(..., chat=True)`."""
         return self._chat_template is not None
 
-    def encode_prompt(self, text: str, *, chat: bool) -> list[int]:
-        """Token ids of a prompt: as one user message that asks for an answer, or as text to be continued.
+    def special_id(self, text: str) -> int | None:
+        """Return the id of the special token whose text is exactly `text`, or None.
 
-        Raises: ConfigError when the text is none that `check_prompt` takes or the model has no chat template.
+        `decode` leaves special tokens out, so such a text never appears in it.
+        """
+        return self._special.get(text)
+
+    def encode_prompt(self, text: str, *, chat: bool) -> list[int]:
+        """Return the token ids of a prompt.
+
+        Args:
+            text: the prompt.
+            chat: whether `text` is a user message to be answered, or a text to be continued.
+
+        Raises:
+            ConfigError: if `check_prompt` refuses the text, if the model has no chat template, or if the template
+                fails or writes nothing.
         """
         check_prompt(text)
         if not chat:
-            return list(self._backend(text).input_ids)
+            ids = list(_guarded("tokenizer", lambda: self._backend(text).input_ids))
+            if not ids:
+                raise ConfigError(f"prompt: {shown(text)} has no tokens in this vocabulary; pass another text")
+            return ids
         if self._chat_template is None:
-            raise ConfigError("chat: expected a model with a chat template, got one without; pass chat=False")
+            raise ConfigError("chat: the model has no chat template; pass chat=False (--raw)")
+        if isinstance(self._chat_template, dict):
+            names = ", ".join(map(shown, self._chat_template))
+            raise ConfigError(
+                f"chat template: the model has {names}, but none named 'default'; pass chat=False (--raw)"
+            )
         require("jinja2", "for chat templates")
         try:
             rendered = self._backend.apply_chat_template(
@@ -79,39 +108,48 @@ class Tokenizer:
             )
         except Exception as error:  # a program that came with the model, and may raise anything
             raise ConfigError(
-                f"chat template: expected Jinja that renders a user message, got {type(error).__name__}: {error}; "
+                f"chat template: cannot render a user message: {type(error).__name__}: {printable(error)}; "
                 "pass chat=False (--raw)"
             ) from error
-        # The template has written the special tokens that the model wants.
-        return list(self._backend(rendered, add_special_tokens=False).input_ids)
+        # The template has written the special tokens that the model expects.
+        ids = list(_guarded("tokenizer", lambda: self._backend(rendered, add_special_tokens=False).input_ids))
+        if not ids:
+            raise ConfigError("chat template: it renders a user message as no text; pass chat=False (--raw)")
+        return ids if self._bos_id is None or ids[0] == self._bos_id else [self._bos_id, *ids]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids, without special tokens. Raises: ConfigError for what are no token ids."""
+        """Return the text of token ids, without special tokens.
+
+        Raises:
+            ConfigError: if `ids` is not a sequence of token ids.
+        """
         ids = _check_ids("ids", ids)
-        return str(self._backend.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        return str(_guarded("tokenizer", lambda: self._backend.decode(ids, **options)))
 
     def stream(self) -> TokenStream:
-        """A new incremental decoder, for one sequence."""
+        """Return a new incremental decoder for one sequence."""
         return TokenStream(self)
 
 
 class TokenStream:
-    """Decodes one sequence as it grows.
+    """Decode one sequence as it grows.
 
-    The texts of `push` and `finish` join to the text of the whole sequence, and none ends within a character. Only a
-    short window is decoded again: tokens are decoded with the ones before them, whose text is then cut off, because
-    some tokenizers give a token another text at the start.
+    The texts of `push` and `finish` join to the text of the whole sequence, and no text ends inside a character. Each
+    call decodes a short window again: some tokenizers give a token another text at the start of a sequence, so a token
+    is decoded together with the tokens before it.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._window: list[int] = []
-        self._shown = 0  # tokens of the window whose text has been given out
+        self._shown = 0  # tokens of the window whose text was returned
 
     def push(self, token: int) -> str:
-        """The text that becomes certain with one more token; empty in the middle of a character.
+        """Return the text that one more token completes. It is empty inside a character.
 
-        Raises: ConfigError for what is no token id.
+        Raises:
+            ConfigError: if `token` is not a token id.
         """
         self._window += _check_ids("token", (token,))
         text = self._pending()
@@ -122,7 +160,7 @@ class TokenStream:
         return text
 
     def finish(self) -> str:
-        """The rest: replacement characters if the sequence ended in the middle of a character, else nothing."""
+        """Return the rest: replacement characters if the sequence ended inside a character, else nothing."""
         text = self._pending()
         self._window, self._shown = [], 0
         return text
@@ -132,45 +170,50 @@ class TokenStream:
         return self._tokenizer.decode(self._window)[len(before) :]
 
 
-def _check_ids(name: str, ids: Sequence[int]) -> list[int]:
-    if not isinstance(ids, Iterable) or isinstance(ids, str | bytes):
-        raise ConfigError(f"{name}: expected token ids, got {shown(ids)}; pass a sequence of ints")
-    return [check_int(name, token, 0, _MAX_TOKEN, advice="pass token ids") for token in ids]
-
-
 def load_tokenizer(source: Path, eos_ids: Sequence[int] = ()) -> Tokenizer:
-    """The tokenizer of a Hugging Face folder or a GGUF file.
+    """Load the tokenizer of a Hugging Face folder or a GGUF file.
 
-    eos_ids   further end-of-text ids, such as those of the model's config
+    Args:
+        source: the folder or file.
+        eos_ids: further end-of-text ids, such as those of the model's config.
 
-    Raises: ConfigError when there is none, it cannot be read or a package is missing.
+    Raises:
+        ConfigError: if `source` has no readable tokenizer, or a package is missing.
+        UnsupportedError: if a GGUF file has a vocabulary, pre-tokenizer or key that graphrt does not implement.
     """
     source = check_path("source", source)
     transformers = require("transformers", "for tokenizers")
-    if not source.is_file():
-        backend = _read(transformers, source, source)
-        own: tuple[int, ...] = () if backend.eos_token_id is None else (backend.eos_token_id,)
-        return Tokenizer(backend, None, (*own, *eos_ids))
-    require("gguf", "to read GGUF files")
-    metadata = read_gguf(source).metadata
-    if "tokenizer.ggml.tokens" not in metadata:
-        raise ConfigError(f"{source}: expected a GGUF file with a tokenizer, got none; pass the original folder")
-    backend = _read(transformers, source, source.parent, gguf_file=source.name)
-    # The file's own template and end tokens: some versions of transformers leave them out or take others.
-    fields = FieldReader(metadata, str(source))
-    key = "tokenizer.chat_template"
-    template = fields.text(key) if fields.has(key) and metadata[key] != "" else None
-    own = gguf_eos_ids(fields)
-    fields.finish()
-    return Tokenizer(backend, template, (*own, *eos_ids))
 
-
-def _read(transformers: Any, source: Path, folder: Path, **options: str) -> Any:
-    try:
-        return transformers.AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False, clean_up_tokenization_spaces=False, **options
+    def from_folder() -> Tokenizer:
+        backend = transformers.AutoTokenizer.from_pretrained(
+            source, local_files_only=True, trust_remote_code=False, clean_up_tokenization_spaces=False
         )
-    except Exception as error:  # transformers and tokenizers raise many kinds, none documented
-        raise ConfigError(
-            f"{source}: expected a tokenizer that transformers can read, got {type(error).__name__}: {error}"
-        ) from error
+        own = () if backend.eos_token_id is None else (backend.eos_token_id,)
+        return Tokenizer(backend, None, (*own, *eos_ids))
+
+    def from_file() -> Tokenizer:
+        found = gguf_tokenizer(read_gguf(source).metadata, printable(source))
+        return Tokenizer(found.backend, found.chat_template, (*found.eos_ids, *eos_ids), found.bos_id)
+
+    if not source.is_file():
+        return _guarded(f"{printable(source)}: cannot read a tokenizer", from_folder)
+    require("gguf", "to read GGUF files")
+    return _guarded(f"{printable(source)}: cannot build a tokenizer", from_file)
+
+
+def _guarded(what: str, call: Callable[[], _T]) -> _T:
+    """Return `call()`. Any error that damaged tokenizer files cause becomes a ConfigError that starts with `what`."""
+    try:
+        return call()
+    except GraphRTError:
+        raise
+    except BaseException as error:  # transformers and tokenizers raise many kinds, and Rust panics are no Exception
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ConfigError(f"{what}: {type(error).__name__}: {printable(error)}; download it again") from error
+
+
+def _check_ids(name: str, ids: Sequence[int]) -> list[int]:
+    if not isinstance(ids, Iterable) or isinstance(ids, str | bytes):
+        raise ConfigError(f"{name}: expected a sequence of token ids, got {shown(ids)}")
+    return [check_int(name, token, 0, _MAX_TOKEN, advice="pass token ids") for token in ids]

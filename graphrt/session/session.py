@@ -26,7 +26,7 @@ from graphrt.engine.request_tables import MaskWords, RequestValues, TableUpdates
 from graphrt.kernels.checks import check_bool, check_instance, check_int, check_ints
 from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, ReplayError, ShapeError
 from graphrt.kernels.metadata.buffers import COPIED, STOP_TOKENS
-from graphrt.kernels.metadata.step_inputs import LENGTH_FROM_DEVICE
+from graphrt.kernels.metadata.step_inputs import SEQ_LEN_FROM_DEVICE
 from graphrt.kernels.types import NO_TOKEN, TOKEN_FROM_DEVICE
 from graphrt.runtime import Runtime, check_decoder
 from graphrt.sampling_params import SamplingParams
@@ -78,7 +78,7 @@ class DecodeSession(RowsInFlight):
         for group in range(len(groups)):
             runtime.kv_cache.packer(group).warm_up()
         with self._manager.between_steps() as buffers:
-            buffers.copy_row(0, 0)
+            buffers.copy_request_state(0, 0)
 
     # -- rows come and go
 
@@ -197,7 +197,7 @@ class DecodeSession(RowsInFlight):
         if masked := self._sampling.arrays["token_masks"][at] >= 0:
             self._sampling.put("token_masks", to, to)
         with self._manager.between_steps() as buffers:
-            buffers.copy_row(at, to)
+            buffers.copy_request_state(at, to)
             # By fill_: torch copies a number that is assigned to an element from the host, and waits for the device.
             buffers.req_values[COPIED.index("seeds"), to].fill_(int(np.uint32(seed).view(np.int32)))
             for pool, ids in zip(self._foreign, lent, strict=True):
@@ -391,7 +391,7 @@ class DecodeSession(RowsInFlight):
         promised = np.maximum(given, 1)
         seq_lens = self._most[ids] + promised
         if not self._in_full:  # the device also knows who has ended
-            seq_lens[: len(going_on)] = LENGTH_FROM_DEVICE
+            seq_lens[: len(going_on)] = SEQ_LEN_FROM_DEVICE
         first_pages, page_indptr, page_ids = self._pages.listed(ids)
         batch = Batch(
             req_indices=ids.astype(np.int32),

@@ -27,7 +27,7 @@ from graphrt.replay import ReplayManager
 from graphrt.testing.verify import verify
 from graphrt.testing.verify_report import VerifyReport
 
-_COUNTERS = frozenset({"cursor", "step_counter", "claims", "duplicates", "go_on", "order"})
+_COUNTERS = frozenset({"cursor", "step_counter", "last_writers", "write_conflicts", "loop_condition", "order"})
 """Persistent buffers that count launches and steps: the host counts along, so these go on from run to run."""
 
 

@@ -1,1 +1,1 @@
-"""Writing new tokens to the paged KV cache, and copying its pages."""
+"""Operators on the paged KV cache: write new tokens, and copy pages."""

@@ -1,6 +1,6 @@
-"""Whole KV pages on the move: into one block of bytes, out of it, and from page to page of a cache (copy on write).
+"""Copy whole KV pages: to and from one packed block of bytes, and between pages of a cache (copy on write).
 
-Not part of a graph: page lists are host values.
+These copies are not part of a graph: page lists are host values.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ from graphrt.kernels.library import cpu_runs_triton
 Pages = Sequence[int] | npt.NDArray[np.integer] | torch.Tensor
 """Page ids: a list, an array or a host tensor of any int dtype."""
 
-# How a launch is cut up: a packer reads these three when it is made. Decode steps run beside it, and their blocks need
-# whole multiprocessors. A launch that ends soon holds them up less than one that takes few multiprocessors for long:
-# docs/LOG.md, "Swaps beside steps".
+# Launch parameters, which a packer reads at construction. Decode steps run concurrently, and their blocks need whole
+# multiprocessors: a short launch on all of them delays a step less than a long one on a few.
 _BLOCK = 1024
-"""Words of up to 8 bytes that a program moves at a time."""
+"""Words (of up to 8 bytes) that a program copies per iteration."""
 
 _PROGRAMS = 2048
-"""Programs of a launch at most."""
+"""Most programs of a launch."""
 
 _NUM_WARPS = 4
 
@@ -53,11 +52,10 @@ def _move_pages_kernel(
     ALIGNED: tl.constexpr,
     PACK: tl.constexpr,
 ):
-    """Move pages between their places in all tensors and one block of bytes.
+    """Copy pages of all tensors to (PACK) or from one block of bytes.
 
-    1. A piece of work is a block of words of one page of one tensor. Programs take pieces in turns.
-    2. The table says where the tensor is, how far apart its pages are, and where its part of a packed page begins.
-    3. Words are copied, to the packed page or from it.
+    A work item is a block of words of one page of one tensor; programs process items round-robin. `table_ptr` holds
+    address, page stride, offset in a packed page and words per page of each tensor.
     """
     words = tl.arange(0, BLOCK)
     pieces = num_pages.to(tl.int64) * num_tensors * num_blocks
@@ -81,31 +79,31 @@ def _move_pages_kernel(
 
 
 class PagePacker:
-    """Gathers pages of some tensors into one block of bytes, and scatters them again.
+    """Gather pages of several tensors into one block of bytes, and scatter them back.
 
-    tensors     [num_pages, page_size, num_kv_heads, head_dim] each, any strides without overlap, any dtypes, one
-                device; often K and V of all layers of a KV group
+    tensors     each [num_pages, page_size, num_kv_heads, head_dim], any dtype, any strides without overlap, all on one
+                device; usually K and V of all layers of a KV group
     num_pages   pages that all tensors have
-    page_bytes  of one page, all tensors together
+    page_bytes  bytes of one page in all tensors
 
-    A packed page holds the page of each tensor, one after the other, in the order of memory. Where pages are dense in
-    every tensor, a packed block takes one launch, else one or two per tensor. Work runs on the tensors' device, on the
-    stream that is current there, whichever device is current.
+    A packed page holds the page of each tensor in turn, in memory order. If pages are dense in every tensor, packing
+    takes one launch, otherwise one or two per tensor. Work runs on the current stream of the tensors' device, whichever
+    device is current.
 
-    Raises: ShapeError for what are no such tensors.
+    Raises: ShapeError: if `tensors` is empty, or a tensor has the wrong rank or device, is empty, or overlaps itself.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         check_sequence("tensors", tensors, of="tensors")
         if not tensors:
-            raise ShapeError("tensors: expected at least 1 tensor, got none; pass the caches of every layer")
+            raise ShapeError("tensors: the list is empty; pass the caches of every layer")
         views, rows, offset, dense = [], [], 0, True
         for index, tensor in enumerate(tensors):
             name = f"tensors[{index}]"
             check_tensor(name, tensor, shape=(None,) * 4, device=tensors[0].device if index else None)
             check_not_empty(name, tensor)
             check_no_overlap(name, tensor)
-            # fp8 as bytes: torch has no indexed copies of fp8.
+            # View fp8 as bytes: torch does not support indexed copies of fp8.
             bits = tensor.detach().view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor.detach()
             extents = zip(tensor.stride()[1:], tensor.shape[1:], (1, 2, 3), strict=True)
             views.append(view := bits.permute(0, *(dim for _, _, dim in sorted(extents, reverse=True))))
@@ -124,30 +122,30 @@ class PagePacker:
         self._block, self._programs, self._num_warps = _BLOCK, _PROGRAMS, _NUM_WARPS
         self._blocks = -(-int(words[:, 3].max()) // self._block)
         self._table = torch.from_numpy(words).to(self.device)
-        self._kernels: dict[bool, Any] = {}  # compiled: launched without Triton's binder, which looks at every argument
+        self._kernels: dict[bool, Any] = {}  # compiled kernels, launched without Triton's binder
 
     def pack(self, pages: torch.Tensor, out: torch.Tensor) -> None:
-        """Copy pages into `out`.
+        """Copy pages to `out`.
 
-        pages  [n]               int64  device, in range; may repeat
-        out    [n * page_bytes]  uint8  device, its address a multiple of 16
+        pages  [n]               int64  device; in range, may repeat
+        out    [n * page_bytes]  uint8  device; its address is a multiple of 16
 
-        Capture-safe: no, page ids change. Runs on the current stream, and the host does not wait.
+        Not capture-safe: page ids change. Runs on the current stream without waiting.
         """
         self._move(pages, out, pack=True)
 
     def unpack(self, pages: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy what `pack` wrote to pages, all different. As `pack` otherwise."""
+        """Copy a block that `pack` wrote to `pages`, which must be distinct; otherwise as `pack`."""
         self._move(pages, source, pack=False)
 
     def copy(self, src_pages: Pages, dst_pages: Pages) -> None:
         """Copy page src_pages[i] to page dst_pages[i].
 
-        src_pages   may repeat; all are read before any page is written
-        dst_pages   all different
+        src_pages   may repeat; all of them are read before any page is written
+        dst_pages   distinct
 
-        Capture-safe: no, page ids are host values. Runs on the current stream, and the host does not wait.
-        Raises: ShapeError for lists of different lengths, pages out of range, or a page that is written twice.
+        Not capture-safe: page ids are host values. Runs on the current stream without waiting.
+        Raises: ShapeError: if the lists differ in length, a page is out of range, or `dst_pages` has a page twice.
         """
         advice = "pass allocated pages"
         src = check_ints("src_pages", src_pages, 0, self.num_pages - 1, advice=advice)
@@ -162,16 +160,16 @@ class PagePacker:
             self.unpack(both[len(src) :], block)
 
     def warm_up(self) -> None:
-        """Compile and load the kernels, so that no later call does. Moves nothing, and nothing a second time."""
+        """Compile and load the kernels, so that no later call does. Copies nothing; further calls do nothing."""
         if self._dense and self.device.type == "cuda" and not self._kernels:
             nothing = torch.empty(2, dtype=torch.int64, device=self.device)
             for pack in (True, False):
                 self._launch(nothing, nothing.view(torch.uint8), 0, pack=pack)
 
     def upload(self, pages: npt.NDArray[np.int64], out: torch.Tensor | None = None) -> torch.Tensor:
-        """Page ids on the device, uploaded on the current stream from pinned memory: the host does not wait.
+        """Return page ids on the device, uploaded on the current stream from pinned memory without waiting.
 
-        out   [at least as many]  int64  device; where they go. None: memory of their own
+        out   [>= n]  int64  device; the destination. None: allocate one
         """
         if self.device.type == "cpu":
             return torch.from_numpy(pages)
@@ -186,7 +184,7 @@ class PagePacker:
         if self._dense and (self.device.type == "cuda" or cpu_runs_triton()):
             self._launch(pages, packed, count, pack=pack)
         elif count:
-            with torch.inference_mode():  # caches may be inference tensors, which are written in this mode alone
+            with torch.inference_mode():  # inference tensors can only be written in this mode
                 self._move_reference(pages, packed.view(count, self.page_bytes), pack=pack)
 
     def _launch(self, pages: torch.Tensor, packed: torch.Tensor, count: int, *, pack: bool) -> None:
@@ -195,13 +193,13 @@ class PagePacker:
             self._table, pages, packed.view(_WORDS[self._word]), count, len(self._rows), self._blocks,
             self.page_bytes // self._word, _TRITON_WORDS[self._word], self._block, self._aligned, pack,
         )  # fmt: skip
-        # Triton launches on the current device, which need not be the one of the tensors.
+        # Triton launches on the current device, which may not be that of the tensors.
         with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
             if (kernel := self._kernels.get(pack)) is not None:
                 kernel[programs, 1, 1](*arguments)
                 return
             kernel = _move_pages_kernel[(programs,)](*arguments, num_warps=self._num_warps)
-        if kernel is not None:  # under the interpreter there is none
+        if kernel is not None:  # None under the interpreter
             self._kernels[pack] = kernel
 
     def _move_reference(self, pages: torch.Tensor, packed: torch.Tensor, *, pack: bool) -> None:
@@ -216,16 +214,16 @@ class PagePacker:
 
 
 def check_distinct(name: str, pages: npt.NDArray[np.int64]) -> None:
-    """Raise ShapeError where a page is listed twice, to be written."""
+    """Raise ShapeError if a page to write is listed twice."""
     ordered = np.sort(pages)
     again = ordered[1:] == ordered[:-1]
     if again.any():
         twice = ordered[again.argmax()]
-        raise ShapeError(f"{name}: expected different pages, got page {twice} twice; the result would be undefined")
+        raise ShapeError(f"{name}: page {twice} is listed twice, so its contents would be undefined; list it once")
 
 
 def compile_variants() -> list[CompileSpec]:
-    """Both ways, in the widest words and in the narrowest."""
+    """Return the variants for both directions, with the widest and the narrowest words."""
     specs = []
     for name, word, kind, aligned in (("wide", tl.int64, "i64", True), ("bytes", tl.uint8, "u8", False)):
         for way in ("pack", "unpack"):

@@ -1,4 +1,4 @@
-"""Writing new tokens to the paged cache, in plain torch."""
+"""Reference of `write_kv` in PyTorch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def write_kv_reference(
 
 
 def _as_stored(x: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """`x` [tokens, num_kv_heads, *] in the cache's dtype: fp8 is divided by its scale and saturates."""
+    """Convert `x` [tokens, num_kv_heads, *] to the cache dtype; for fp8, divide by the scale and saturate."""
     if dtype.itemsize > 1:
         return x.to(dtype)
     x = x.float() if scale is None else x.float() / scale[:, None]
@@ -43,7 +43,7 @@ def _as_stored(x: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) 
 def _norm_and_rotate(
     x: torch.Tensor, weight: torch.Tensor | None, table: torch.Tensor | None, eps: float
 ) -> torch.Tensor:
-    """RMSNorm over each head, then rotation of its first dims; in float32, rounded to x's dtype after each product."""
+    """Apply RMSNorm per head, then rotate the first dims; in float32, rounded to x's dtype after each product."""
     if weight is not None:
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)

@@ -1,6 +1,6 @@
-"""Norm and rotate this step's queries and keys, and store keys and values in the paged cache: one launch per layer.
+"""Norm and rotate the step's queries and keys, and store keys and values in the paged cache: one launch per layer.
 
-A program takes BLOCK_H heads of one token: query heads, which it changes in place, or key and value heads, which it
+A program handles BLOCK_H heads of one token: query heads, which it changes in place, or key and value heads, which it
 stores in the token's slot. For an fp8 cache it divides keys and values by their scales and rounds them.
 """
 
@@ -24,20 +24,20 @@ from graphrt.kernels.sizes import next_power_of_two
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _TILE_ELEMENTS = 2048
-"""Elements of q that a program takes; of k and v together it takes twice as many. Not measured."""
+"""Elements of q per program; of k and v together, twice as many. Not tuned."""
 
 _NUM_WARPS = 4
-"""Warps of a program. Not measured."""
+"""Warps per program. Not tuned."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """What happens to queries and keys before attention: RMSNorm per head (optional), then rotary embedding.
+    """Transform of queries and keys before attention: optional RMSNorm per head, then rotary embedding.
 
-    cos_sin   [max_positions, rotary_dim]  float32  first half cosines, second half sines, of every position.
-              The first rotary_dim dims of a head are rotated, in halves: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)
-    q_norm    [head_dim] weight of the queries' norm, or None
-    k_norm    [head_dim] weight of the keys' norm, or None
+    cos_sin   [max_positions, rotary_dim]  float32  device; cosines, then sines, of every position. The first
+              rotary_dim dims of a head are rotated in halves: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)
+    q_norm    [head_dim]  device; RMSNorm weight of the queries. None: no norm
+    k_norm    [head_dim]  device; RMSNorm weight of the keys. None: no norm
     norm_eps  added to the mean square
     """
 
@@ -49,23 +49,22 @@ class Rotary:
 
 @triton.jit
 def _norm_piece(x, rstd, weight_ptr, dims, mask, dtype: tl.constexpr):
-    """A piece of each head after RMSNorm: times rstd, times the weight, rounded to the tensor's dtype after each."""
+    """Return a piece of each head after RMSNorm, rounded to `dtype` after each of the two products."""
     weight = tl.load(weight_ptr + dims, mask=mask, other=0.0).to(tl.float32)
     return ((x * rstd[:, None]).to(dtype).to(tl.float32) * weight[None, :]).to(dtype).to(tl.float32)
 
 
 @triton.jit
 def _as_stored(x, scale_ptr, scale_heads, head_mask, out_dtype: tl.constexpr):
-    """`x` in the dtype of the cache. fp8: divided by the scale, and limited to the largest finite value."""
+    """Convert `x` to the cache dtype; for fp8, divide by the scale and saturate."""
     if out_dtype == tl.float8e4nv or out_dtype == tl.float8e5:
         limit: tl.constexpr = 448.0 if out_dtype == tl.float8e4nv else 57344.0
         x = x.to(tl.float32)
         if scale_ptr is not None:
             scale = tl.load(scale_ptr + scale_heads, mask=head_mask, other=1.0)
-            x = tl.div_rn(
-                x, scale[:, None]
-            )  # `/` errs by up to two ulp on the device, and could then round the other way
-        x = tl.where(x > limit, limit, x)  # comparisons keep NaN, which minimum and maximum would drop
+            # `/` has an error of up to two ulp on the device, which could change the rounding to fp8.
+            x = tl.div_rn(x, scale[:, None])
+        x = tl.where(x > limit, limit, x)  # comparisons keep NaN; minimum and maximum would drop it
         x = tl.where(x < -limit, -limit, x)
     return x.to(out_dtype)
 
@@ -88,15 +87,13 @@ def _norm_and_rotate(
     BLOCK_REST: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ):
-    """Norm and rotate some heads of one token, and store them.
-
-    1. A head is loaded in three pieces: the two halves that are rotated into each other, and the rest. Each piece is
-       stored in the layout in which it was loaded, so no thread overwrites what another has yet to read.
-    2. Norm: the mean square is that of all three pieces.
-    3. Rotation of the two halves.
-    4. Each piece is rounded to the tensor's dtype, then stored as the output holds it.
+    """Norm and rotate BLOCK_H heads of one token, and store them.
 
     in_heads, out_heads, scale_heads   [BLOCK_H] offsets of the heads and their scales
+
+    A head is loaded in three pieces: the two halves that are rotated into each other, and the rest. Each piece is
+    stored in the layout of its load, so no thread overwrites elements that another thread has not read yet. The norm
+    uses the mean square of all three pieces. Each piece is rounded to the input dtype, then to the output dtype.
     """
     dtype: tl.constexpr = in_ptr.dtype.element_ty
     half_lanes = tl.arange(0, BLOCK_HALF)
@@ -172,7 +169,7 @@ def _write_kv_kernel(
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
-    # The second dimension of the grid: blocks of query heads, then blocks of KV heads.
+    # Second grid dimension: blocks of query heads, then blocks of KV heads.
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     angles_ptr = cos_sin_ptr
@@ -212,7 +209,7 @@ _launch = KernelLauncher(_write_kv_kernel)
 
 @dataclass(frozen=True, slots=True)
 class _Tiling:
-    """How many heads a program takes, and the powers of two that hold a head of V, and the pieces of one of Q or K."""
+    """Heads per program, and the block sizes of a V head and of the pieces of a Q or K head."""
 
     block_h: int
     block_v: int
@@ -296,34 +293,32 @@ def write_kv(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> None:
-    """Store this step's keys and values in the paged cache; with `rotary`, norm and rotate q (in place) and k first.
+    """Store the step's keys and values in the paged cache. With `rotary`, norm and rotate q (in place) and k first.
 
-    q             [tokens, num_q_heads, head_dim]                 device; changed in place if `rotary` is given
-    k             [tokens, num_kv_heads, head_dim]   q's dtype    device; not changed; may be slices of one qkv tensor
-    v             [tokens, num_kv_heads, v_head_dim] as k
-    k_cache       [num_pages, page_size, num_kv_heads, head_dim]  device; any float dtype or fp8, any strides,
-                                                                          the last one 1
-    v_cache       as k_cache, with heads of v_head_dim
-    slot_mapping  [tokens]  int64  page * page_size + offset of each token; those < 0 are not stored
-    positions     [tokens]  int64  positions in rotary.cos_sin; must lie inside it, for pad tokens too
-    k_scale       [1] or [num_kv_heads]  float32  of an fp8 cache: key = stored value * k_scale; > 0; None: 1
-    v_scale       as k_scale, of the values
+    q             [tokens, num_q_heads, head_dim]  float16, bfloat16 or float32  device; changed in place with `rotary`
+    k             [tokens, num_kv_heads, head_dim]  q's dtype  device; unchanged; may be a slice of a qkv tensor
+    v             [tokens, num_kv_heads, v_head_dim]  q's dtype  device; as k
+    k_cache       [num_pages, page_size, num_kv_heads, head_dim]  any float dtype or fp8  device; last stride 1
+    v_cache       [num_pages, page_size, num_kv_heads, v_head_dim]  k_cache's dtype  device; last stride 1
+    slot_mapping  [tokens]  int64  device; page * page_size + offset of each token. Tokens with slots < 0 are not stored
+    positions     [tokens]  int64  device; row of each token in rotary.cos_sin, also for pad tokens
+    k_scale       [1] or [num_kv_heads]  float32  device; for fp8 caches: key = stored value * k_scale; > 0. None: 1
+    v_scale       as k_scale, for the values
 
     Mean square and rotation are computed in float32. Values are rounded to q's dtype after the norm, after its weight
-    and after the rotation, then to the cache's dtype. An fp8 cache gets the float32 quotient value / scale, limited to
-    the dtype's largest finite value and rounded to nearest even. Infinities are limited too; NaN stays NaN.
+    and after the rotation, then to the cache dtype. An fp8 cache stores the float32 quotient value / scale, rounded
+    to nearest even and saturated at the largest finite value. Infinities saturate too; NaN stays NaN.
     Rotary embedding: Su et al. 2021, in halves. fp8 formats: Micikevicius et al. 2022.
 
-    The caller guarantees what only the device could see; the runtime's refresh does so:
+    Only the device could check these conditions, so the caller must guarantee them (the refresh of the runtime does):
 
-    - slots lie below num_pages * page_size and are distinct, except negative ones;
-    - positions lie inside rotary.cos_sin.
+    - slots are below num_pages * page_size, and distinct unless negative;
+    - positions are within rotary.cos_sin.
 
-    Anything else is undefined, writes out of bounds included.
+    Otherwise the behavior is undefined and includes writes out of bounds.
 
-    Capture-safe: the grid follows from the shapes; slots, positions and scales are read on the device.
-
-    Raises: ShapeError when a tensor does not fit the others.
+    Capture-safe: the grid depends on the shapes; slots, positions and scales are read on the device.
+    Raises: ShapeError: if a tensor does not fit the others.
     """
     if rotary is None:
         cos_sin = q_norm = k_norm = None
@@ -367,7 +362,7 @@ def _check(
         rotary_dim = cos_sin.shape[1]
         if rotary_dim % 2 or not 2 <= rotary_dim <= head_dim:
             raise ShapeError(
-                f"rotary.cos_sin: expected an even width from 2 to head_dim={head_dim}, got {rotary_dim}; "
+                f"rotary.cos_sin: expected an even width from 2 to head_dim={head_dim}, got {rotary_dim}; pass the "
                 "cosines of half the rotated dims, then their sines"
             )
         check_not_empty("rotary.cos_sin", cos_sin)
@@ -380,7 +375,7 @@ def _check(
     for name, tensor in named.items():
         check_unit_stride(name, tensor)
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if k.shape[1]:  # without KV heads only queries change
+        if k.shape[1]:  # without KV heads, only queries change
             check_not_empty(name, cache)
         check_no_overlap(name, cache)
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
@@ -391,23 +386,22 @@ def _check(
 def check_kv_scale(
     name: str, scale: torch.Tensor, cache_dtype: torch.dtype, num_kv_heads: int, device: torch.device
 ) -> None:
-    """Raise ShapeError unless `scale` is one of an fp8 cache: [1] or [num_kv_heads], float32, contiguous."""
+    """Raise ShapeError unless the cache is fp8 and `scale` is a contiguous float32 tensor [1] or [num_kv_heads]."""
     if cache_dtype not in FP8_DTYPES:
         raise ShapeError(
-            f"{name}: expected None for a cache of {str(cache_dtype).removeprefix('torch.')}, got a scale; "
-            "scales belong to fp8 caches"
+            f"{name}: a {str(cache_dtype).removeprefix('torch.')} cache takes no scale; pass None, or use an fp8 cache"
         )
     check_tensor(name, scale, shape=(None,), dtype=torch.float32, device=device)
     if scale.shape[0] not in (1, num_kv_heads):
         raise ShapeError(
-            f"{name}: expected shape [1] or [{num_kv_heads}], a scale per tensor or per KV head, "
-            f"got {list(scale.shape)}; do not repeat it for query heads"
+            f"{name}: expected shape [1] or [{num_kv_heads}], got {list(scale.shape)}; pass one scale, or one per KV "
+            "head, not per query head"
         )
     check_unit_stride(name, scale)
 
 
 def compile_variants() -> list[CompileSpec]:
-    """Plain stores, full and partial rotation, per-head norms, odd head sizes, fp8 caches with and without scales."""
+    """Return variants with and without rotation, norms and fp8 scales, and with odd head sizes."""
     specs = []
     for name, kind, cache_kind, heads, head_dim, v_head_dim, rotary_dim, has_norm, has_scale in (
         ("llama_bf16", "bf16", "bf16", 32, 128, 128, 128, False, False),
@@ -452,7 +446,7 @@ def compile_variants() -> list[CompileSpec]:
             argument: "constexpr" if argument in constexprs else types.get(argument, "i32")
             for argument in _write_kv_kernel.arg_names
         }
-        # Scales are one per head or one in all: their strides are 1 or 0.
+        # Strides of scales are 1 (one per head) or 0 (one in total), never a multiple of 16.
         divisible = tuple(
             a for a, t in signature.items() if t.startswith("*") or (a.startswith("stride_") and "scale" not in a)
         )

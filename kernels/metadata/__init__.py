@@ -1,1 +1,1 @@
-"""The head of every graph: from the step record to the derived buffers."""
+"""The operators at the head and tail of every graph: unpack the inputs, derive the buffers, write the outputs."""

@@ -1,4 +1,4 @@
-"""Device helpers that find what is wrong with a row, and settle it from what the check found in each KV group."""
+"""Device helpers that find the faults of a request, and pick its final fault from the checks of all KV groups."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from graphrt.kernels.metadata.read_pages import GROUP_FIELDS, MAX_PAGES, pages_a
 from graphrt.kernels.types import TOKEN_FROM_DEVICE, FaultCode
 
 NOWHERE = tl.constexpr(1 << 30)
-"""An index that is larger than every real one."""
+"""An index that is larger than every valid one."""
 
 _TOKEN_FROM_DEVICE = tl.constexpr(TOKEN_FROM_DEVICE)
 _DUPLICATE_REQUEST = tl.constexpr(int(FaultCode.DUPLICATE_REQUEST))
@@ -19,10 +19,12 @@ _DUPLICATE_PAGE = tl.constexpr(int(FaultCode.DUPLICATE_PAGE))
 
 @triton.jit
 def first_bad_page(pages_ptr, skipped, page_count, num_pages, null_page, PAGE_BLOCK: tl.constexpr):
-    """Index of the first listed page that is the null page or outside the pool, else NOWHERE. The first `skipped` are
-    pages that the row cannot see any more: null pages stand there, or anything."""
+    """Return the index of the first listed page that is the null page or outside the pool; NOWHERE if there is none.
+
+    The first `skipped` pages are not checked: the request no longer sees them, so they may be null or reused pages.
+    """
     first = tl.full([PAGE_BLOCK], NOWHERE, tl.int32)
-    for base in tl.range(skipped, page_count, PAGE_BLOCK, loop_unroll_factor=4):  # loads of four at once
+    for base in tl.range(skipped, page_count, PAGE_BLOCK, loop_unroll_factor=4):  # four loads in flight
         index = base + tl.arange(0, PAGE_BLOCK)
         listed = index < page_count
         page = tl.load(pages_ptr + index, mask=listed, other=0)
@@ -33,7 +35,7 @@ def first_bad_page(pages_ptr, skipped, page_count, num_pages, null_page, PAGE_BL
 
 @triton.jit
 def _bad_tokens(tokens_ptr, index, query_len, last_token, vocab_size):
-    """The indices of tokens outside the vocabulary, else NOWHERE."""
+    """Return `index` where the token is outside the vocabulary, else NOWHERE."""
     given = index < query_len
     token = tl.load(tokens_ptr + index, mask=given, other=0)
     token = tl.where((index == 0) & (token == _TOKEN_FROM_DEVICE), last_token, token)
@@ -42,7 +44,10 @@ def _bad_tokens(tokens_ptr, index, query_len, last_token, vocab_size):
 
 @triton.jit
 def first_bad_token(tokens_ptr, query_len, last_token, vocab_size, QUERY_LEN: tl.constexpr, TOKEN_BLOCK: tl.constexpr):
-    """Index of the row's first token outside the vocabulary, else NOWHERE; `last_token` may stand in for the first."""
+    """Return the index of the first token outside the vocabulary; NOWHERE if there is none.
+
+    `last_token` replaces the first token if that is TOKEN_FROM_DEVICE.
+    """
     lanes = tl.arange(0, TOKEN_BLOCK)
     first = _bad_tokens(tokens_ptr, lanes, query_len, last_token, vocab_size)
     if (QUERY_LEN == 0) | (QUERY_LEN > TOKEN_BLOCK):
@@ -55,29 +60,30 @@ def first_bad_token(tokens_ptr, query_len, last_token, vocab_size, QUERY_LEN: tl
 def final_fault(
     check_code_ptr,
     check_value_ptr,
-    duplicates_ptr,
+    write_conflicts_ptr,
     row,
     step,
     stride_check,
-    stride_duplicates,
+    stride_conflicts,
     GROUPS: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
 ):
-    """What is wrong with a row: its own first fault, else a row id used twice, else a page written twice.
+    """Pick the fault of the request at batch position `row`.
 
-    Returns the code, its value, the group where it was found, and the mark of a page that is written twice.
+    Precedence: its first failed check, then a request index used twice, then a page written twice. Returns the code,
+    its value, the KV group of the fault, and the conflict mark of a page that is written twice.
     """
     groups = tl.arange(0, GROUP_BLOCK)
     in_use = groups < GROUPS
     codes = tl.load(check_code_ptr + groups * stride_check + row, mask=in_use, other=0)
     values = tl.load(check_value_ptr + groups * stride_check + row, mask=in_use, other=0)
-    page_marks = tl.load(duplicates_ptr + (1 + groups) * stride_duplicates + row, mask=in_use, other=0)
-    row_mark = tl.load(duplicates_ptr + row)
+    page_marks = tl.load(write_conflicts_ptr + (1 + groups) * stride_conflicts + row, mask=in_use, other=0)
+    req_mark = tl.load(write_conflicts_ptr + row)
     own_group = tl.min(tl.where(codes != 0, groups, GROUP_BLOCK), 0)
     page_group = tl.min(tl.where((page_marks >> 16) == step + 1, groups, GROUP_BLOCK), 0)
     page_mark = tl.sum(tl.where(groups == page_group, page_marks, 0), 0)
     code = tl.where(page_group < GROUP_BLOCK, _DUPLICATE_PAGE, 0)
-    code = tl.where((row_mark >> 16) == step + 1, _DUPLICATE_REQUEST, code)
+    code = tl.where((req_mark >> 16) == step + 1, _DUPLICATE_REQUEST, code)
     code = tl.where(own_group < GROUP_BLOCK, tl.sum(tl.where(groups == own_group, codes, 0), 0), code)
     value = tl.sum(tl.where(groups == own_group, values, 0), 0)
     group = tl.where(own_group < GROUP_BLOCK, own_group, tl.where(code == _DUPLICATE_PAGE, page_group, 0))
@@ -100,7 +106,7 @@ def fault_value(
     num_req_indices,
     table_width,
 ):
-    """The number that a fault names: the row id, or the page, of what two rows share."""
+    """Return the value of a fault; for a write conflict, the request index or the page that two requests share."""
     if code == _DUPLICATE_REQUEST:
         value = tl.load(rows_ptr + REQ_INDEX * listed_reqs).to(tl.int64)
     elif code == _DUPLICATE_PAGE:

@@ -1,4 +1,4 @@
-"""Page ids as one list, row after row (CSR), from a block table: what kernels take that know no table."""
+"""Convert a block table to a CSR list of page ids, the format of kernels that do not take block tables."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _list_pages_kernel(table_ptr, indptr_ptr, indices_ptr, stride_table, table_w
     if first < count:
         columns = first + tl.arange(0, BLOCK)
         at = start + columns
-        # What indptr says is the host's: never write beyond the buffer, whatever it holds.
+        # indptr comes from the caller and is not checked: mask every write that is outside the buffer.
         mask = (columns < count) & (at >= 0) & (at < capacity)
         pages = tl.load(table_ptr + row.to(tl.int64) * stride_table + columns, mask=mask, other=0)
         tl.store(indices_ptr + at, pages, mask=mask)
@@ -38,7 +38,7 @@ def _list_pages_triton(block_table: torch.Tensor, indptr: torch.Tensor, indices:
 
 
 def list_pages_reference(block_table: torch.Tensor, indptr: torch.Tensor, indices: torch.Tensor) -> None:
-    """`list_pages` in plain torch, row by row."""
+    """Reference of `graphrt::list_pages` in PyTorch."""
     starts = indptr.tolist()
     for row in range(block_table.shape[0]):
         start, end = starts[row], min(starts[row + 1], starts[row] + block_table.shape[1], indices.shape[0])
@@ -54,15 +54,15 @@ _op = define_op(
 
 
 def list_pages(block_table: torch.Tensor, indptr: torch.Tensor, indices: torch.Tensor) -> None:
-    """Write the first indptr[i + 1] - indptr[i] page ids of each row i to indices[indptr[i] : indptr[i + 1]].
+    """Write the first indptr[i + 1] - indptr[i] page ids of each table row i to indices[indptr[i] : indptr[i + 1]].
 
     block_table  [rows, max_pages]  int32  device; rows may be strided
-    indptr       [rows + 1]         int32  device, non-decreasing
-    indices      [capacity]         int32  device, written in place; the rest keeps its contents
+    indptr       [rows + 1]         int32  device; non-decreasing
+    indices      [capacity]         int32  device; written in place. Elements outside the ranges are unchanged
 
-    Entries beyond the table's width or the buffer's end are not written.
-    Capture-safe: the grid follows from the table's shape; counts are read on the device.
-    Raises: ShapeError.
+    Page ids beyond the table's width or beyond `capacity` are not written.
+    Capture-safe: the grid depends on the table's shape; the kernel reads the counts on the device.
+    Raises: ShapeError: if a tensor has the wrong shape, dtype, device or stride.
     """
     check_tensor("block_table", block_table, shape=(None, None), dtype=torch.int32)
     check_tensor("indptr", indptr, shape=(block_table.shape[0] + 1,), dtype=torch.int32, device=block_table.device)
@@ -73,7 +73,7 @@ def list_pages(block_table: torch.Tensor, indptr: torch.Tensor, indices: torch.T
 
 
 def compile_variants() -> list[CompileSpec]:
-    """The one variant."""
+    """Return the only variant."""
     pointers = ("table_ptr", "indptr_ptr", "indices_ptr")
     integers = ("stride_table", "table_width", "capacity")
     signature = {**dict.fromkeys(pointers, "*i32"), **dict.fromkeys(integers, "i32"), "BLOCK": "constexpr"}

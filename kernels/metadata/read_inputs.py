@@ -1,4 +1,4 @@
-"""Device helpers that read the step record, on the layout of record.py."""
+"""Device helpers that read the `inputs` buffer; step_inputs.py describes its layout."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ HEADER_NUM_REQS = tl.constexpr(layout.HEADER_NUM_REQS)
 HEADER_NUM_TOKENS = tl.constexpr(layout.HEADER_NUM_TOKENS)
 HEADER_NUM_PAGES = tl.constexpr(layout.HEADER_NUM_PAGES)
 _KIND = tl.constexpr(layout.HEADER_KIND)
-_KEPT = tl.constexpr(layout.DELTA | layout.KEEP)
-_NOBODY = tl.constexpr(layout.NOBODY)
+_MAY_BE_EMPTY = tl.constexpr(layout.DELTA | layout.KEEP)
+_NO_REQUEST = tl.constexpr(layout.NO_REQUEST)
 REQ_INDEX = tl.constexpr(layout.REQ_INDEX)
 REQ_SEQ_LEN = tl.constexpr(layout.REQ_SEQ_LEN)
 REQ_QUERY_START = tl.constexpr(layout.REQ_QUERY_START)
@@ -29,16 +29,19 @@ REQ_ENCODER_LEN = tl.constexpr(layout.REQ_ENCODER_LEN)
 def read_header(
     inputs_ptr, inputs_words, padded_reqs, padded_tokens, QUERY_LEN: tl.constexpr, REQ_FIELDS: tl.constexpr
 ):
-    """Step, rows and tokens to serve, whether rows are kept, and the record's own extents, which place its sections.
+    """Read the header of the step inputs.
 
-    A record that claims to be longer than its buffer counts as empty; rows and tokens beyond the graph's are absent.
+    Returns the step number, the requests and tokens that the graph serves, whether batch positions may be empty, and
+    the requests, tokens and pages that the inputs list, which determine the section offsets.
+
+    Inputs whose counts exceed the buffer are treated as empty. Requests and tokens beyond the graph's size are ignored.
     """
     low = tl.load(inputs_ptr + HEADER_STEP_LOW).to(tl.int64) & 0xFFFFFFFF
     step = (tl.load(inputs_ptr + HEADER_STEP_HIGH).to(tl.int64) << 32) | low
     listed_reqs = tl.load(inputs_ptr + HEADER_NUM_REQS).to(tl.int64)
     listed_tokens = tl.load(inputs_ptr + HEADER_NUM_TOKENS).to(tl.int64)
     listed_pages = tl.load(inputs_ptr + HEADER_NUM_PAGES).to(tl.int64)
-    kept = (tl.load(inputs_ptr + _KIND) & _KEPT) != 0
+    allows_empty = (tl.load(inputs_ptr + _KIND) & _MAY_BE_EMPTY) != 0
     words = HEADER_SIZE + REQ_FIELDS * listed_reqs + listed_tokens + listed_pages
     fits = (listed_reqs >= 0) & (listed_tokens >= 0) & (listed_pages >= 0) & (words <= inputs_words)
     listed_reqs = tl.where(fits, listed_reqs, 0).to(tl.int32)
@@ -52,12 +55,12 @@ def read_header(
     if QUERY_LEN > 0:
         num_tokens = tl.minimum(num_tokens, num_reqs * QUERY_LEN)
     num_tokens = tl.where(num_reqs > 0, num_tokens, 0)
-    return step, num_reqs, num_tokens, kept, listed_reqs, listed_tokens, listed_pages
+    return step, num_reqs, num_tokens, allows_empty, listed_reqs, listed_tokens, listed_pages
 
 
 @triton.jit
 def as_declared(word, ptr):
-    """A word of the record as the buffer behind `ptr` holds it: the bits of a float, or an int; int64 is unsigned."""
+    """Convert an input word to the element type of `ptr`: float32 by its bits, int64 as unsigned, int32 unchanged."""
     if ptr.dtype.element_ty == tl.float32:
         return word.to(tl.float32, bitcast=True)
     elif ptr.dtype.element_ty == tl.int64:
@@ -67,14 +70,14 @@ def as_declared(word, ptr):
 
 
 @triton.jit
-def has_sequence(req_index, kept):
-    """Whether a sequence stands at a row of the record. Where rows are kept, some are NOBODY's: they ended, or wait."""
-    return (kept == 0) | (req_index != _NOBODY)
+def has_request(req_index, allows_empty):
+    """Whether a batch position holds a request. In sessions, finished and waiting requests are NO_REQUEST."""
+    return (allows_empty == 0) | (req_index != _NO_REQUEST)
 
 
 @triton.jit
 def token_start(inputs_ptr, row, num_reqs, num_tokens, listed_reqs, QUERY_LEN: tl.constexpr):
-    """First token of `row` in the graph's token buffers; of a pad row, one past the last real row's tokens."""
+    """Return the first token of batch position `row`; for a pad request, the number of tokens in the batch."""
     if QUERY_LEN > 0:
         return tl.minimum(row, num_reqs) * QUERY_LEN
     else:
@@ -84,33 +87,33 @@ def token_start(inputs_ptr, row, num_reqs, num_tokens, listed_reqs, QUERY_LEN: t
 
 
 @triton.jit
-def row_place(
+def find_buffer_row(
     inputs_ptr, row, num_reqs, num_tokens, listed_reqs, QUERY_LEN: tl.constexpr, DECODE_LEN: tl.constexpr,
     ROW_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Where a row of the record stands in the step's buffers, its first token there, and the decode part's rows.
+    """Return the buffer row of batch position `row`, its first token there, and the number of decode requests.
 
-    Without a decode part (DECODE_LEN 0) rows stand in their order. With one, rows of DECODE_LEN new tokens come first,
-    then all others, both in their order. Each program counts the rows for itself, as they are few.
+    With DECODE_LEN 0 the buffers have the batch order. Otherwise requests with DECODE_LEN new tokens come first, then
+    all others; both keep their order. Every program counts the requests itself: there are few.
     """
-    place = row
+    buffer_row = row
     first_token = token_start(inputs_ptr, row, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
     decodes = 0
     if DECODE_LEN > 0:
-        before = 0
+        decodes_before = 0
         tokens_before = 0
         for base in range(0, num_reqs, ROW_BLOCK):
             others = base + tl.arange(0, ROW_BLOCK)
-            begin = token_start(inputs_ptr, others, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
+            start = token_start(inputs_ptr, others, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
             end = token_start(inputs_ptr, others + 1, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
-            is_decode = (others < num_reqs) & (end - begin == DECODE_LEN)
+            is_decode = (others < num_reqs) & (end - start == DECODE_LEN)
             earlier = others < row
             decodes += tl.sum(is_decode.to(tl.int32), 0)
-            before += tl.sum((is_decode & earlier).to(tl.int32), 0)
-            tokens_before += tl.sum(tl.where(earlier & (is_decode == 0), end - begin, 0), 0)
+            decodes_before += tl.sum((is_decode & earlier).to(tl.int32), 0)
+            tokens_before += tl.sum(tl.where(earlier & (is_decode == 0), end - start, 0), 0)
         if row < num_reqs:
             length = token_start(inputs_ptr, row + 1, num_reqs, num_tokens, listed_reqs, QUERY_LEN) - first_token
-            place = tl.where(length == DECODE_LEN, before, decodes + row - before)
-            first_token = DECODE_LEN * tl.where(length == DECODE_LEN, before, decodes)
+            buffer_row = tl.where(length == DECODE_LEN, decodes_before, decodes + row - decodes_before)
+            first_token = DECODE_LEN * tl.where(length == DECODE_LEN, decodes_before, decodes)
             first_token += tl.where(length == DECODE_LEN, 0, tokens_before)
-    return place, first_token, decodes
+    return buffer_row, first_token, decodes

@@ -1,6 +1,6 @@
-"""The refresh in NumPy, on CPU tensors: what the kernels of refresh.py do, row by row.
+"""Reference of the refresh in NumPy, on CPU tensors, request by request.
 
-It keeps no claims: a batch is in front of it as a whole, so duplicates are found by looking.
+It does not use `last_writers` and `write_conflicts`: it compares all requests of the batch directly.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from graphrt.kernels.types import FAULT_GROUP_SHIFT, PAD_SLOT_ID, TOKEN_FROM_DEV
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 
-_NOWHERE = 1 << 30  # where the pages of a table without pages begin
+_NOWHERE = 1 << 30  # first column of a table without pages
 
 
 @dataclass(frozen=True, slots=True)
-class _Record:
-    """A step record cut to what a graph has room for. Tokens of row r are `starts[r] : starts[r + 1]`."""
+class _StepInputs:
+    """Parsed step inputs, truncated to the size of a graph. Tokens of request r are `starts[r] : starts[r + 1]`."""
 
     step: int
     num_reqs: int
     num_tokens: int
-    kept: bool
-    rows: Int32Array  # [req_fields(groups), listed rows]
+    allows_empty: bool
+    rows: Int32Array  # [req_fields(groups), listed requests]
     starts: Int64Array  # [num_reqs + 1]
     tokens: Int32Array
     pages: Int32Array
-    tables: Int32Array | None = None  # [groups, req_indices, pages_per_row], where the caller keeps them
+    tables: Int32Array | None = None  # [groups, req_indices, pages_per_req], if the caller owns the page tables
     groups: Sequence[PageGroup] = ()
 
     @classmethod
-    def parse(cls, words: Int32Array, padded_reqs: int, padded_tokens: int, query_len: int, groups: int) -> _Record:
+    def parse(cls, words: Int32Array, padded_reqs: int, padded_tokens: int, query_len: int, groups: int) -> _StepInputs:
         header = [int(word) for word in words[: layout.HEADER_SIZE]]
         step = header[layout.HEADER_STEP_HIGH] << 32 | header[layout.HEADER_STEP_LOW] & 0xFFFFFFFF
         sizes = header[layout.HEADER_NUM_REQS], header[layout.HEADER_NUM_TOKENS], header[layout.HEADER_NUM_PAGES]
@@ -72,21 +72,21 @@ class _Record:
             words[pages_at : pages_at + listed_pages],
         )
 
-    def stand(self, padded_reqs: int, decode_len: int) -> tuple[Int64Array, Int64Array, int]:
-        """Place of every captured row, first token of every place, and rows of the decode part."""
+    def buffer_layout(self, padded_reqs: int, decode_len: int) -> tuple[Int64Array, Int64Array, int]:
+        """Return the buffer row of every batch position, the first token of every row, and the decode requests."""
         lengths = np.diff(self.starts)
         decodes = (lengths == decode_len) if decode_len else np.zeros(self.num_reqs, np.bool_)
         order = np.concatenate((np.flatnonzero(decodes), np.flatnonzero(~decodes)))
-        places = np.arange(padded_reqs)
-        places[order] = np.arange(self.num_reqs)
+        buffer_rows = np.arange(padded_reqs)
+        buffer_rows[order] = np.arange(self.num_reqs)
         starts = np.full(padded_reqs + 1, self.starts[-1])
         starts[: self.num_reqs + 1] = np.concatenate(([0], np.cumsum(lengths[order])))
-        return places, starts, int(decodes.sum())
+        return buffer_rows, starts, int(decodes.sum())
 
-    def sequences(self) -> list[int]:
-        """The rows at which a sequence stands."""
-        nobody = self.rows[layout.REQ_INDEX, : self.num_reqs] == layout.NOBODY
-        return [row for row in range(self.num_reqs) if not (self.kept and nobody[row])]
+    def requests(self) -> list[int]:
+        """Return the batch positions that hold a request."""
+        empty = self.rows[layout.REQ_INDEX, : self.num_reqs] == layout.NO_REQUEST
+        return [row for row in range(self.num_reqs) if not (self.allows_empty and empty[row])]
 
     def field(self, field: int, row: int) -> int:
         return int(self.rows[field, row])
@@ -95,7 +95,7 @@ class _Record:
         return self.tokens[self.starts[row] : self.starts[row + 1]]
 
     def row_pages(self, group: int, row: int) -> tuple[int, Int32Array]:
-        """Place in the sequence of the first listed page, and the listed pages."""
+        """Return the index in the sequence of the first listed page, and the listed pages."""
         if self.tables is not None:
             return 0, self._table_row(self.tables[group], self.groups[group], row)
         at = layout.REQ_PAGES + layout.PAGE_FIELDS * group
@@ -106,7 +106,7 @@ class _Record:
         return max(first, 0), listed
 
     def _table_row(self, table: Int32Array, group: PageGroup, row: int) -> Int32Array:
-        """The pages of the tokens that a row holds, in the table that the caller keeps."""
+        """Return the pages of the tokens that a request holds, from the table that the caller owns."""
         held = self.field(layout.REQ_ENCODER_LEN if group.max_encoder_len else layout.REQ_SEQ_LEN, row)
         req_index = self.field(layout.REQ_INDEX, row)
         if held <= 0 or not 0 <= req_index < len(table):
@@ -116,7 +116,7 @@ class _Record:
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """What a row's table of one group will be: its columns `span[0] : span[1]`, `pages` by column, and its fault."""
+    """A request's new table of one group: columns `span[0] : span[1]` of `pages`, and its fault (code and value)."""
 
     span: tuple[int, int]
     pages: Int32Array
@@ -127,17 +127,18 @@ def refresh_reference(b: Any) -> None:
     """Reference of `graphrt::refresh`; see `refresh` for the arguments, which `b` has as attributes."""
     input_ids, req_indices = b.input_ids, b.req_indices
     groups = [PageGroup(*words) for words in b.page_groups.tolist()]
-    step = _Record.parse(b.inputs.numpy(), len(req_indices), len(input_ids), b.query_len, len(groups))
+    step = _StepInputs.parse(b.inputs.numpy(), len(req_indices), len(input_ids), b.query_len, len(groups))
     if b.tables is not None:
         step = replace(step, tables=b.tables.numpy(), groups=groups)
     last, last_encoder_len = b.last_token.numpy(), b.last_encoder_len.numpy()
-    places, starts, decodes = step.stand(len(req_indices), b.decode_len)
+    buffer_rows, starts, decodes = step.buffer_layout(len(req_indices), b.decode_len)
 
-    # Pads first, everywhere; valid rows are then written over them.
+    # Fill all buffers with pads, then overwrite those of valid requests.
     copied = [(i, getattr(b, name), pad) for i, (name, pad) in enumerate(zip(COPIED, COPIED_PADS, strict=True))]
     for tensor, pad in (
         (input_ids, 0), (b.positions, 0), (b.slot_mapping, PAD_SLOT_ID), (b.seq_lens, b.seq_len_fill),
-        (b.logits_indices, 0), (req_indices, -1), (b.req_status, RequestStatus.PAD), (b.void_ids, -1), (b.new_spans, 0),
+        (b.logits_indices, 0), (req_indices, -1), (b.req_status, RequestStatus.PAD), (b.void_req_indices, -1),
+        (b.new_spans, 0),
         (b.check_code, FaultCode.NONE), (b.check_value, 0), (b.fault_code, FaultCode.NONE), (b.fault_value, 0),
         (b.decode_seq_lens, b.seq_len_fill), (b.prompt_seq_lens, b.seq_len_fill),
         *((tensor, pad) for _, tensor, pad in copied),
@@ -151,17 +152,17 @@ def refresh_reference(b: Any) -> None:
     prompts_from = starts[decodes] if decodes else 0
     for loc, values in (
         (b.query_start_loc, starts), (b.decode_start_loc, np.minimum(starts, prompts_from)),
-        (b.prompt_start_loc, np.maximum(starts, prompts_from)), (b.places, places),
+        (b.prompt_start_loc, np.maximum(starts, prompts_from)), (b.buffer_rows, buffer_rows),
     ):  # fmt: skip
         loc.numpy()[:] = values
     b.step_counter.fill_(step.step)
 
     tables: dict[tuple[int, int], _Table] = {}
     checks: dict[tuple[int, int], tuple[int, int]] = {}
-    sequences = step.sequences()
-    for row in sequences:
+    requests = step.requests()
+    for row in requests:
         fault = _check_row(step, row, last, b.max_seq_len)
-        keeps = not fault[0] and _keeps(step, row, groups)
+        keeps = not fault[0] and _keeps_pages(step, row, groups)
         for g, group in enumerate(groups):
             table = tables[g, row] = _table(step, g, row, group, b, bool(fault[0]), keeps)
             checks[g, row] = fault if fault[0] else table.fault
@@ -172,27 +173,27 @@ def refresh_reference(b: Any) -> None:
             if not checks[g, row][0]:
                 b.new_spans[g, row, 0], b.new_spans[g, row, 1] = tables[g, row].span
 
-    shared = _duplicates(step, groups, tables, checks)
-    faults: dict[int, tuple[int, int, int]] = {}  # by row: code, value, group
-    for row in sequences:
+    shared = _find_conflicts(step, groups, tables, checks)
+    faults: dict[int, tuple[int, int, int]] = {}  # by batch position: code, value, group
+    for row in requests:
         own = [(*checks[g, row], g) for g in range(len(groups)) if checks[g, row][0]]
         if own or row in shared:
             faults[row] = code, value, g = own[0] if own else shared[row]
-            place = int(places[row])
-            b.fault_code[place], b.fault_value[place] = code | g << FAULT_GROUP_SHIFT, value
+            buffer_row = int(buffer_rows[row])
+            b.fault_code[buffer_row], b.fault_value[buffer_row] = code | g << FAULT_GROUP_SHIFT, value
             req_index = step.field(layout.REQ_INDEX, row)
-            begins = step.field(layout.REQ_SEQ_LEN, row) == step.field(layout.REQ_QUERY_LEN, row)
-            if begins and 0 <= req_index < len(last):
-                b.void_ids[place] = req_index
+            starts_sequence = step.field(layout.REQ_SEQ_LEN, row) == step.field(layout.REQ_QUERY_LEN, row)
+            if starts_sequence and 0 <= req_index < len(last):
+                b.void_req_indices[buffer_row] = req_index
 
-    valid = np.array([row for row in sequences if row not in faults], np.int64)
-    rows, at = step.rows[:, valid], places[valid]
-    b.req_status.numpy()[places[list(faults)]] = RequestStatus.INVALID
+    valid = np.array([row for row in requests if row not in faults], np.int64)
+    rows, at = step.rows[:, valid], buffer_rows[valid]
+    b.req_status.numpy()[buffer_rows[list(faults)]] = RequestStatus.INVALID
     b.req_status.numpy()[at] = np.where(rows[layout.REQ_SAMPLE] != 0, RequestStatus.SAMPLES, RequestStatus.LIVE)
     b.seq_lens.numpy()[at] = rows[layout.REQ_SEQ_LEN]
     last_encoder_len[rows[layout.REQ_INDEX]] = rows[layout.REQ_ENCODER_LEN]
-    for lens, of_part in ((b.decode_seq_lens, at < decodes), (b.prompt_seq_lens, at >= decodes)):
-        lens.numpy()[at[of_part]] = rows[layout.REQ_SEQ_LEN, of_part]
+    for lens, selected in ((b.decode_seq_lens, at < decodes), (b.prompt_seq_lens, at >= decodes)):
+        lens.numpy()[at[selected]] = rows[layout.REQ_SEQ_LEN, selected]
     req_indices.numpy()[at] = rows[layout.REQ_INDEX]
     b.logits_indices.numpy()[at] = starts[at + 1] - 1
     for i, tensor, _ in copied:
@@ -200,21 +201,21 @@ def refresh_reference(b: Any) -> None:
         as_declared = {torch.float32: words.view(np.float32), torch.int64: words.view(np.uint32)}
         tensor.numpy()[at] = as_declared.get(tensor.dtype, words)
     ids, positions = input_ids.numpy(), b.positions.numpy()
-    for row, place in zip(valid.tolist(), at.tolist(), strict=True):
-        span = slice(int(starts[place]), int(starts[place + 1]))
+    for row, buffer_row in zip(valid.tolist(), at.tolist(), strict=True):
+        span = slice(int(starts[buffer_row]), int(starts[buffer_row + 1]))
         tokens, req_index = step.row_tokens(row), step.field(layout.REQ_INDEX, row)
         ids[span] = np.where(tokens == TOKEN_FROM_DEVICE, last[req_index], tokens)
         positions[span] = step.field(layout.REQ_SEQ_LEN, row) - len(tokens) + np.arange(len(tokens))
         for g, group in enumerate(groups):
-            _write_table(step, g, row, place, group, tables[g, row], b)
+            _write_table(step, g, row, buffer_row, group, tables[g, row], b)
             if group.max_encoder_len:
-                continue  # what an encoder wrote stays
+                continue  # steps do not write the pages of an encoder
             page = tables[g, row].pages[positions[span] // group.page_size].astype(np.int64)
             b.slot_mapping.numpy()[g, span] = page * group.page_size + positions[span] % group.page_size
 
 
-def _check_row(step: _Record, row: int, last: Any, max_seq_len: int) -> tuple[int, int]:
-    """The first fault that the row's id and lengths show, and the offending number."""
+def _check_row(step: _StepInputs, row: int, last: Any, max_seq_len: int) -> tuple[int, int]:
+    """Return the first fault of a request's index and lengths, and its value."""
     req_index, seq_len = step.field(layout.REQ_INDEX, row), step.field(layout.REQ_SEQ_LEN, row)
     start, query_len = step.field(layout.REQ_QUERY_START, row), step.field(layout.REQ_QUERY_LEN, row)
     if not 0 <= req_index < len(last):
@@ -225,24 +226,26 @@ def _check_row(step: _Record, row: int, last: Any, max_seq_len: int) -> tuple[in
     return int(FaultCode.NONE), 0
 
 
-def _first_seen(step: _Record, row: int, group: PageGroup) -> int:
-    """Page of the first token that the row sees in this step."""
+def _first_seen_page(step: _StepInputs, row: int, group: PageGroup) -> int:
+    """Return the page of the first token that the request sees in this step."""
     position = step.field(layout.REQ_SEQ_LEN, row) - step.field(layout.REQ_QUERY_LEN, row)
     seen = max(0, position + 1 - group.window) if group.window else 0
     return (position - position % group.chunk if group.chunk else seen) // group.page_size
 
 
-def _keeps(step: _Record, row: int, groups: list[PageGroup]) -> bool:
-    """Whether what the row id kept is the row's. A sequence that begins with this step keeps nothing, nor does one that
-    lists its own tokens' pages from page 0 on."""
+def _keeps_pages(step: _StepInputs, row: int, groups: list[PageGroup]) -> bool:
+    """Whether the tables of the request index belong to this sequence.
+
+    They do not if the sequence starts with this step, or if it lists pages from page 0 in a group of its own tokens.
+    """
     if step.field(layout.REQ_SEQ_LEN, row) == step.field(layout.REQ_QUERY_LEN, row):
         return False
     own = (step.row_pages(g, row) for g, group in enumerate(groups) if not group.max_encoder_len)
     return not any(first == 0 and len(listed) for first, listed in own)
 
 
-def _table(step: _Record, g: int, row: int, group: PageGroup, b: Any, faulty: bool, keeps: bool) -> _Table:
-    """The table of a row whose id and lengths are right: what it kept, with what the record lists laid over it."""
+def _table(step: _StepInputs, g: int, row: int, group: PageGroup, b: Any, faulty: bool, keeps: bool) -> _Table:
+    """Return the table of a request with valid index and lengths: the kept pages, overwritten by the listed ones."""
     first, listed = step.row_pages(g, row)
     if faulty:
         return _Table((0, 0), listed[:0], (0, 0))
@@ -254,7 +257,7 @@ def _table(step: _Record, g: int, row: int, group: PageGroup, b: Any, faulty: bo
     if group.max_encoder_len and keeps and not relists and held != int(b.last_encoder_len[req_index]):
         return _Table((0, 0), listed[:0], (int(FaultCode.ENCODER_LEN_CHANGED), held))
     known = (0, 0) if not keeps else tuple(b.page_spans[g, req_index].tolist())
-    seen, needed, end = _first_seen(step, row, group), -(-held // group.page_size), first + len(listed)
+    seen, needed, end = _first_seen_page(step, row, group), -(-held // group.page_size), first + len(listed)
     span, fits = known, True
     if len(listed):
         whole = first == 0 or (first <= seen and end >= needed)
@@ -272,14 +275,14 @@ def _table(step: _Record, g: int, row: int, group: PageGroup, b: Any, faulty: bo
     return _Table((seen, span[1]), pages, fault)
 
 
-def _check_tokens(step: _Record, row: int, last: Any, vocab_size: int) -> tuple[int, int]:
-    """The first fault that the row's tokens show, and the offending number."""
+def _check_tokens(step: _StepInputs, row: int, last: Any, vocab_size: int) -> tuple[int, int]:
+    """Return the first fault of a request's tokens, and its value."""
     req_index = step.field(layout.REQ_INDEX, row)
-    begins = step.field(layout.REQ_SEQ_LEN, row) == step.field(layout.REQ_QUERY_LEN, row)
+    starts_sequence = step.field(layout.REQ_SEQ_LEN, row) == step.field(layout.REQ_QUERY_LEN, row)
     tokens = step.row_tokens(row).copy()
     if tokens[0] == TOKEN_FROM_DEVICE:
-        # A sequence that begins with this step has sampled nothing: what stands there is another's.
-        if begins or last[req_index] < 0:
+        # A sequence that starts with this step has no last token: the stored one belongs to a previous sequence.
+        if starts_sequence or last[req_index] < 0:
             return int(FaultCode.NO_LAST_TOKEN), req_index
         tokens[0] = last[req_index]
     bad = (tokens < 0) | (tokens >= vocab_size)
@@ -288,46 +291,46 @@ def _check_tokens(step: _Record, row: int, last: Any, vocab_size: int) -> tuple[
     return int(FaultCode.NONE), 0
 
 
-def _write_table(step: _Record, g: int, row: int, place: int, group: PageGroup, table: _Table, b: Any) -> None:
-    """The row's table in this step, and what is kept of it under the row id."""
+def _write_table(step: _StepInputs, g: int, row: int, buffer_row: int, group: PageGroup, table: _Table, b: Any) -> None:
+    """Write the request's table for this step, and update its persistent table."""
     req_index, end = step.field(layout.REQ_INDEX, row), min(table.span[1], group.max_pages)
     columns = slice(table.span[0], end)
-    b.block_table[g, place, columns] = torch.from_numpy(table.pages[columns])
+    b.block_table[g, buffer_row, columns] = torch.from_numpy(table.pages[columns])
     first, listed = step.row_pages(g, row)
     new = slice(max(first, table.span[0]), min(first + len(listed), end))
     if new.start < new.stop:
         b.page_table[g, req_index, new] = torch.from_numpy(table.pages[new])
     b.page_spans[g, req_index, 0], b.page_spans[g, req_index, 1] = table.span
-    b.table_from[g, place], b.table_to[g, place] = table.span[0] if end > 0 else _NOWHERE, end
+    b.table_from[g, buffer_row], b.table_to[g, buffer_row] = table.span[0] if end > 0 else _NOWHERE, end
 
 
-def _duplicates(
-    step: _Record,
+def _find_conflicts(
+    step: _StepInputs,
     groups: list[PageGroup],
     tables: dict[tuple[int, int], _Table],
     checks: dict[tuple[int, int], tuple[int, int]],
 ) -> dict[int, tuple[int, int, int]]:
-    """Code, value and group of the rows that share a row id, or write a page that is written elsewhere too.
+    """Return code, value and group of the requests that share a request index, or a written page, with another one.
 
-    A row claims its pages in every group whose check it passed, and its row id whatever is wrong with it.
+    Pages count only in groups whose check passed; the request index counts also with other faults.
     """
-    written: dict[tuple[int, int], Int64Array] = {}  # places in the claims, by group and row
+    written: dict[tuple[int, int], Int64Array] = {}  # written pages as offsets in last_writers, by group and request
     for (g, row), (code, _) in checks.items():
         if not code:
             seq_len, size = step.field(layout.REQ_SEQ_LEN, row), groups[g].page_size
             columns = np.arange((seq_len - step.field(layout.REQ_QUERY_LEN, row)) // size, -(-seq_len // size))
-            columns = columns[:0] if groups[g].max_encoder_len else columns  # an encoder has written these
-            written[g, row] = tables[g, row].pages[columns].astype(np.int64) + groups[g].claims_at
+            columns = columns[:0] if groups[g].max_encoder_len else columns  # steps do not write encoder pages
+            written[g, row] = tables[g, row].pages[columns].astype(np.int64) + groups[g].writers_at
     shared_pages = _repeated(np.concatenate(list(written.values()))) if written else np.empty(0, np.int64)
     ids = step.rows[layout.REQ_INDEX, : step.num_reqs]
-    shared_ids = set(_repeated(ids).tolist())
+    shared_req_indices = set(_repeated(ids).tolist())
     faults: dict[int, tuple[int, int, int]] = {}
     for (g, row), own in sorted(written.items(), reverse=True):
         if (hit := np.isin(own, shared_pages)).any():
-            page = int(own[hit.argmax()]) - groups[g].claims_at
+            page = int(own[hit.argmax()]) - groups[g].writers_at
             faults[row] = (int(FaultCode.DUPLICATE_PAGE), page, g)
     for row, req_index in enumerate(ids.tolist()):
-        if req_index in shared_ids:
+        if req_index in shared_req_indices:
             faults[row] = (int(FaultCode.DUPLICATE_REQUEST), req_index, 0)
     return faults
 

@@ -1,17 +1,15 @@
-"""Behind `unpack` in every graph: turn the step record and the persistent row state into every derived buffer.
+"""The operator after `unpack` in every graph: derive every buffer from the step inputs and the persistent state.
 
-Two kernels, a program per captured row and KV group:
+Two kernels, with one program per padded request and KV group:
 
-    check   each row by itself, and its pages in each group. A row claims its row id and the pages that it writes. A
-            claim that finds another one of the same step marks both rows as duplicates.
-    write   every derived buffer in full, pads included, the page tables of the rows, and the final fault of each row.
-            Each row goes to its place: in a mixed step of two parts decode rows stand first.
+    check   Checks each request, and its pages in each group. Detects write conflicts, see write_conflicts.py.
+    write   Writes every derived buffer including the pads, the page tables, and the final fault of each request.
+            In a mixed step with separate decode attention, decode requests get the first buffer rows.
 
-Claims and marks carry the step number, so nothing has to be reset between steps. Running one record again finds only
-its own claims, and no duplicates.
+Running the same inputs again finds no conflicts: each request then replaces only its own writer ids.
 
-The record may list all pages of a row, only those that are new, or none: `page_table` keeps each row's pages by row id,
-and `page_spans` says which columns of it belong to the row's sequence.
+The inputs may list all pages of a request, only the new ones, or none: `page_table` keeps the pages of every request
+index, and `page_spans` says which of its columns belong to the current sequence.
 """
 
 from __future__ import annotations
@@ -41,24 +39,24 @@ from graphrt.kernels.metadata.read_inputs import (
     REQ_SAMPLE,
     REQ_SEQ_LEN,
     as_declared,
-    has_sequence,
+    find_buffer_row,
+    has_request,
     read_header,
-    row_place,
     token_start,
 )
-from graphrt.kernels.metadata.read_pages import first_seen_page, lists_anew, pages_at, read_group, row_pages, token_at
+from graphrt.kernels.metadata.read_pages import first_seen_page, lists_page_0, pages_at, read_group, row_pages, token_at
 from graphrt.kernels.metadata.reference import refresh_reference
-from graphrt.kernels.metadata.write_conflicts import claim_pages, mark_req_indices
+from graphrt.kernels.metadata.write_conflicts import mark_req_conflict, store_page_writers
 from graphrt.kernels.op_declaration import DeclaredOp
 from graphrt.kernels.sizes import next_power_of_two
 from graphrt.kernels.types import FAULT_GROUP_SHIFT, NO_TOKEN, PAD_SLOT_ID, TOKEN_FROM_DEVICE, FaultCode, RequestStatus
 
-_FEW = 128  # programs, up to which each has a multiprocessor to itself, and 4 warps
-_LANES_OF_FEW = 1024  # columns or tokens that such a program takes at a time
-_LANES = 64  # and a program of one warp: 2,048 of these run at once on an H200
-_ROW_BLOCK = 128  # rows that a program counts at a time, to find its own row's place
-_SPILL = 8  # bytes: a pointer, in graphs of prompts with several KV groups
-_PROGRAMS = 1024  # of a launch, beyond which a row's columns and tokens are not shared out among several
+_FEW_PROGRAMS = 128  # at most this many programs: each has a multiprocessor to itself and runs 4 warps
+_WIDE_BLOCK = 1024  # columns or tokens per iteration of a 4-warp program
+_NARROW_BLOCK = 64  # the same of a 1-warp program; 2,048 of these run at once on an H200
+_ROW_BLOCK = 128  # requests that a program counts per iteration to find its buffer row
+_MAX_SPILL = 8  # bytes: a pointer, in mixed graphs with several KV groups
+_MAX_PROGRAMS = 1024  # limit up to which a launch splits one request's columns and tokens over several programs
 
 _TOKEN_FROM_DEVICE = tl.constexpr(TOKEN_FROM_DEVICE)
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
@@ -84,8 +82,8 @@ def _check_rows_kernel(
     inputs_ptr,
     last_token_ptr,
     last_encoder_len_ptr,
-    claims_ptr,
-    duplicates_ptr,
+    last_writers_ptr,
+    write_conflicts_ptr,
     tables_ptr,
     page_table_ptr,
     page_spans_ptr,
@@ -98,11 +96,11 @@ def _check_rows_kernel(
     padded_reqs,
     padded_tokens,
     num_req_indices,
-    first_row_claim,
+    first_req_writer,
     max_seq_len,
     vocab_size,
     table_width,
-    stride_duplicates,
+    stride_conflicts,
     stride_check,
     QUERY_LEN: tl.constexpr,
     REQ_FIELDS: tl.constexpr,
@@ -114,18 +112,18 @@ def _check_rows_kernel(
 ):
     row = tl.program_id(0)
     group = tl.program_id(1)
-    page_size, num_pages, null_page, max_pages, window, chunk, claims_at, max_encoder_len = read_group(
+    page_size, num_pages, null_page, max_pages, window, chunk, writers_at, max_encoder_len = read_group(
         page_groups_ptr, group
     )
-    if OVERLAPS:  # the second kernel may start now: it waits for this one, as this one does for `unpack`
+    if OVERLAPS:  # the second kernel may start now: it waits for this kernel, and this kernel waits for `unpack`
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    step, num_reqs, num_tokens, kept, listed_reqs, listed_tokens, listed_pages = read_header(
+    step, num_reqs, num_tokens, allows_empty, listed_reqs, listed_tokens, listed_pages = read_header(
         inputs_ptr, inputs_words, padded_reqs, padded_tokens, QUERY_LEN, REQ_FIELDS
     )
     check_at = group * stride_check + row
     spans_ptr = new_spans_ptr + 4 * check_at
-    # A store waits for what it stores, and holds up what stands behind it: loads come first, all fields of the row.
+    # Issue all loads before the first store: a store waits for its value and delays every later instruction.
     held_from = tl.load(table_from_ptr + check_at)
     held_to = tl.load(table_to_ptr + check_at)
     is_row = row < num_reqs
@@ -141,15 +139,16 @@ def _check_rows_kernel(
         rows_ptr, listed_pages_ptr, tables_ptr, is_row, req_index, tl.where(is_cross, encoder_len, seq_len), group,
         page_size, max_pages, num_req_indices, table_width, listed_reqs, listed_pages,
     )  # fmt: skip
-    anew = (first == 0) & (page_count > 0) & (is_cross == 0)
+    from_start = (first == 0) & (page_count > 0) & (is_cross == 0)
     if tables_ptr is not None:
-        anew = is_row
+        from_start = is_row
     elif GROUPS > 1:
-        anew = lists_anew(rows_ptr, is_row, page_groups_ptr, listed_reqs, listed_pages, GROUPS, GROUP_BLOCK) != 0
-    # What stands in the row's table is noted here, since the second kernel's programs change it side by side.
+        listed = lists_page_0(rows_ptr, is_row, page_groups_ptr, listed_reqs, listed_pages, GROUPS, GROUP_BLOCK)
+        from_start = listed != 0
+    # Save the table's old span here: the programs of the second kernel overwrite it concurrently.
     tl.store(spans_ptr + 2, held_from)
     tl.store(spans_ptr + 3, held_to)
-    if (is_row & has_sequence(req_index, kept)) == 0:
+    if (is_row & has_request(req_index, allows_empty)) == 0:
         tl.store(check_code_ptr + check_at, 0)
         tl.store(check_value_ptr + check_at, tl.zeros([], tl.int64))
         tl.store(spans_ptr, 0)
@@ -157,39 +156,39 @@ def _check_rows_kernel(
         return
     tokens_ptr = inputs_ptr + HEADER_SIZE + REQ_FIELDS * listed_reqs + query_start
 
-    # Later checks read through what earlier ones vouch for, so each looks only where nothing was wrong so far.
-    id_ok = (req_index >= 0) & (req_index < num_req_indices)
+    # Later checks use values that earlier checks validate, so a check is masked off where an earlier one failed.
+    index_ok = (req_index >= 0) & (req_index < num_req_indices)
     start = token_start(inputs_ptr, row, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
     end = token_start(inputs_ptr, row + 1, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
     in_place = (query_start == start) & (query_len == end - start) & (end <= num_tokens)
     length_ok = in_place & (query_len >= 1) & (query_len <= seq_len) & (seq_len <= max_seq_len)
-    # The tokens whose pages the row needs: its own, or those that its encoder wrote.
+    # `held`: the tokens whose pages the request needs, its own or those that its encoder wrote.
     encoder_ok = (encoder_len >= tl.where(page_count > 0, 1, 0)) & (encoder_len <= max_encoder_len)
     encoder_ok = (is_cross == 0) | encoder_ok
     held = tl.where(is_cross, encoder_len, seq_len)
 
-    # Which columns of the row's table will be known: those of a whole list, or those that were known and the new ones.
-    # A sequence that begins with this step has none, nor has one that lists its own tokens' pages from page 0 on: what
-    # stands there is another's.
-    state = group * num_req_indices + tl.where(id_ok, req_index, 0)
-    has_past = id_ok & length_ok & (seq_len > query_len)
-    goes_on = has_past & (anew == 0)
-    tag = step % 0xFFFFFFFF + 1  # never 0, which is what stands where nobody has claimed anything yet
-    row_claim = (tag << 32) | (row.to(tl.int64) << 16)
+    # The known columns of the table: those of a complete list, or the known columns plus the new ones. A sequence that
+    # starts with this step, or that lists pages from page 0, has no known columns: they belong to a previous sequence.
+    state = group * num_req_indices + tl.where(index_ok, req_index, 0)
+    has_past = index_ok & length_ok & (seq_len > query_len)
+    continues = has_past & (from_start == 0)
+    tag = step % 0xFFFFFFFF + 1  # never 0, the initial value of last_writers
+    req_writer = (tag << 32) | (row.to(tl.int64) << 16)
     mark = ((step + 1) << 16) | 0xFFFF
-    # Whatever else is wrong with the row: the state behind a row id is one row's in a step.
-    claims_id = id_ok & (group == 0)
-    other_row = tl.atomic_xchg(claims_ptr + first_row_claim + req_index, row_claim, mask=claims_id, sem="relaxed")
-    # Tokens belong to the row, not to a group: the programs of the first group look at them.
+    # Also with other faults: in one step only one request may use the state of a request index.
+    is_writer = index_ok & (group == 0)
+    writer_ptr = last_writers_ptr + first_req_writer + req_index
+    previous = tl.atomic_xchg(writer_ptr, req_writer, mask=is_writer, sem="relaxed")
+    # Tokens are the same in all groups: only the programs of the first group check them.
     last_token = tl.load(last_token_ptr + req_index, mask=has_past, other=_NO_TOKEN)
     checked_tokens = tl.where(length_ok & (group == 0), query_len, 0)
-    last_encoder_len = tl.load(last_encoder_len_ptr + req_index, mask=goes_on, other=0)
-    keeps_len = (goes_on == 0) | ((first == 0) & (page_count > 0)) | (encoder_len == last_encoder_len)
+    last_encoder_len = tl.load(last_encoder_len_ptr + req_index, mask=continues, other=0)
+    keeps_len = (continues == 0) | ((first == 0) & (page_count > 0)) | (encoder_len == last_encoder_len)
     keeps_len = (is_cross == 0) | keeps_len
-    known_from = tl.load(page_spans_ptr + 2 * state, mask=goes_on, other=0)
-    known_to = tl.load(page_spans_ptr + 2 * state + 1, mask=goes_on, other=0)
+    known_from = tl.load(page_spans_ptr + 2 * state, mask=continues, other=0)
+    known_to = tl.load(page_spans_ptr + 2 * state + 1, mask=continues, other=0)
     first_seen = first_seen_page(tl.where(length_ok, seq_len - query_len, 0), page_size, window, chunk)
-    # The list lies within the record whatever it says, so its pages are read while the loads above are under way.
+    # row_pages() bounds the list to the inputs, so its pages can be read before the loads above complete.
     skipped = tl.maximum(first_seen - first, 0)
     bad_page = first_bad_page(pages_ptr, skipped, page_count, num_pages, null_page, PAGE_BLOCK)
     needed = tl.where(length_ok & encoder_ok, (held + page_size - 1) // page_size, 0)
@@ -204,12 +203,12 @@ def _check_rows_kernel(
     code = tl.where(keeps_len, code, _ENCODER_LEN_CHANGED)
     code = tl.where(encoder_ok, code, _BAD_ENCODER_LEN)
     code = tl.where(length_ok, code, _BAD_LENGTH)
-    code = tl.where(id_ok, code, _REQ_INDEX_OUT_OF_RANGE)
-    value = tl.where(id_ok, tl.where(length_ok, held, seq_len), req_index)
+    code = tl.where(index_ok, code, _REQ_INDEX_OUT_OF_RANGE)
+    value = tl.where(index_ok, tl.where(length_ok, held, seq_len), req_index)
 
-    # The pages that the row writes, in blocks of a token each at least; of one block nothing has to wait for the code.
+    # The pages that the request writes. Those of the first block are loaded before the code is known.
     first_written = tl.where(length_ok, (seq_len - query_len) // page_size, 0)
-    written_to = tl.where(id_ok & (is_cross == 0), needed, 0)
+    written_to = tl.where(index_ok & (is_cross == 0), needed, 0)
     table_ptr = page_table_ptr + state.to(tl.int64) * table_width
     lanes = tl.arange(0, TOKEN_BLOCK)
     columns = first_written + lanes
@@ -227,19 +226,20 @@ def _check_rows_kernel(
                 code = tl.where(last_token < 0, _NO_LAST_TOKEN, code)
                 value = tl.where(last_token < 0, req_index, last_token)
         else:
-            pool_ptr = claims_ptr + claims_at
-            marks_ptr = duplicates_ptr + (1 + group) * stride_duplicates
-            claim_pages(pool_ptr, marks_ptr, pages, lanes, writes, row_claim, mark)
+            pool_writers_ptr = last_writers_ptr + writers_at
+            marks_ptr = write_conflicts_ptr + (1 + group) * stride_conflicts
+            store_page_writers(pool_writers_ptr, marks_ptr, pages, lanes, writes, req_writer, mark)
             if (QUERY_LEN == 0) | (QUERY_LEN > TOKEN_BLOCK):
                 for base in range(first_written + TOKEN_BLOCK, written_to, TOKEN_BLOCK):
                     columns = base + lanes
                     writes = columns < written_to
                     pages = pages_at(columns, writes, pages_ptr, first, page_count, table_ptr)
-                    claim_pages(pool_ptr, marks_ptr, pages, columns - first_written, writes, row_claim, mark)
-    mark_req_indices(other_row, row_claim, claims_id, duplicates_ptr, mark)
+                    index = columns - first_written
+                    store_page_writers(pool_writers_ptr, marks_ptr, pages, index, writes, req_writer, mark)
+    mark_req_conflict(previous, req_writer, is_writer, write_conflicts_ptr, mark)
     tl.store(check_code_ptr + check_at, code)
     tl.store(check_value_ptr + check_at, tl.where(code == 0, 0, value).to(tl.int64))
-    # Pages before the first that the row sees may be another's from now on.
+    # Pages before the first one that the request sees may be reused from now on.
     tl.store(spans_ptr, tl.where(code == 0, first_seen, 0))
     tl.store(spans_ptr + 1, tl.where(code == 0, span_to, 0))
 
@@ -250,7 +250,7 @@ def _write_buffers_kernel(
     inputs_ptr,
     last_token_ptr,
     last_encoder_len_ptr,
-    duplicates_ptr,
+    write_conflicts_ptr,
     tables_ptr,
     page_table_ptr,
     page_spans_ptr,
@@ -268,7 +268,7 @@ def _write_buffers_kernel(
     query_start_loc_ptr,
     seq_lens_ptr,
     block_table_ptr,
-    places_ptr,
+    buffer_rows_ptr,
     decode_seq_lens_ptr,
     prompt_seq_lens_ptr,
     decode_start_loc_ptr,
@@ -276,7 +276,7 @@ def _write_buffers_kernel(
     logits_indices_ptr,
     req_indices_ptr,
     req_status_ptr,
-    void_ids_ptr,
+    void_req_indices_ptr,
     copied_ptrs,
     inputs_words,
     padded_reqs,
@@ -284,7 +284,7 @@ def _write_buffers_kernel(
     num_req_indices,
     table_width,
     seq_len_fill,
-    stride_duplicates,
+    stride_conflicts,
     stride_check,
     stride_slots,
     stride_tables,
@@ -306,14 +306,14 @@ def _write_buffers_kernel(
     page_size, _, null_page, max_pages, _, _, _, max_encoder_len = read_group(page_groups_ptr, group)
     if OVERLAPS:
         tl.extra.cuda.gdc_wait()
-    step, num_reqs, num_tokens, kept, listed_reqs, listed_tokens, listed_pages = read_header(
+    step, num_reqs, num_tokens, allows_empty, listed_reqs, listed_tokens, listed_pages = read_header(
         inputs_ptr, inputs_words, padded_reqs, padded_tokens, QUERY_LEN, REQ_FIELDS
     )
-    # All that is known by the row's place is under way before the first word is waited for.
+    # Issue all loads that depend only on the batch position before the first use of a loaded value.
     is_row = row < num_reqs
     rows_ptr = inputs_ptr + HEADER_SIZE + tl.where(is_row, row, 0)
     tokens_ptr = inputs_ptr + HEADER_SIZE + REQ_FIELDS * listed_reqs
-    named_id = tl.load(rows_ptr + REQ_INDEX * listed_reqs, mask=is_row, other=-1)
+    named_index = tl.load(rows_ptr + REQ_INDEX * listed_reqs, mask=is_row, other=-1)
     seq_len = tl.load(rows_ptr + REQ_SEQ_LEN * listed_reqs, mask=is_row, other=0)
     sample = tl.load(rows_ptr + REQ_SAMPLE * listed_reqs, mask=is_row, other=0)
     encoder_len = tl.load(rows_ptr + REQ_ENCODER_LEN * listed_reqs, mask=is_row, other=0)
@@ -322,38 +322,39 @@ def _write_buffers_kernel(
     for i in tl.static_range(len(COPIED_PADS)):
         copied += (tl.load(rows_ptr + (REQ_COPIED + i) * listed_reqs, mask=is_row, other=0),)  # type: ignore[assignment]
     first, page_count, pages_ptr = row_pages(
-        rows_ptr, tokens_ptr + listed_tokens, tables_ptr, is_row, named_id,
+        rows_ptr, tokens_ptr + listed_tokens, tables_ptr, is_row, named_index,
         tl.where(max_encoder_len > 0, encoder_len, seq_len), group, page_size, max_pages, num_req_indices, table_width,
         listed_reqs, listed_pages,
     )  # fmt: skip
     check_at = group * stride_check + row
     span_from = tl.load(new_spans_ptr + 4 * check_at)
     span_to = tl.load(new_spans_ptr + 4 * check_at + 1)
-    # The row is read at its place in the record, and written at its place in the step.
+    # Inputs are read at the batch position `row`; results are written to `buffer_row`.
     start = token_start(inputs_ptr, row, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
     end = token_start(inputs_ptr, row + 1, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
-    place, first_token, decodes = row_place(
+    buffer_row, first_token, decodes = find_buffer_row(
         inputs_ptr, row, num_reqs, num_tokens, listed_reqs, QUERY_LEN, DECODE_LEN, ROW_BLOCK
     )
-    place_at = group * stride_check + place
-    held_from = tl.load(new_spans_ptr + 4 * place_at + 2)
-    held_to = tl.load(new_spans_ptr + 4 * place_at + 3)
-    # Whether the row runs: a fault in any group makes it a pad row in all of them.
+    buffer_at = group * stride_check + buffer_row
+    held_from = tl.load(new_spans_ptr + 4 * buffer_at + 2)
+    held_to = tl.load(new_spans_ptr + 4 * buffer_at + 3)
+    # A fault in any group makes the request a pad request in all groups.
     code, value, fault_group, page_mark = final_fault(
-        check_code_ptr, check_value_ptr, duplicates_ptr, row, step, stride_check, stride_duplicates, GROUPS, GROUP_BLOCK
-    )
-    real = is_row & has_sequence(named_id, kept)
+        check_code_ptr, check_value_ptr, write_conflicts_ptr, row, step, stride_check, stride_conflicts, GROUPS,
+        GROUP_BLOCK,
+    )  # fmt: skip
+    real = is_row & has_request(named_index, allows_empty)
     valid = real & (code == 0)
-    req_index = tl.where(valid, named_id, -1)
+    req_index = tl.where(valid, named_index, -1)
     page_count = tl.where(valid, page_count, 0)
     state = group * num_req_indices + tl.where(valid, req_index, 0)
     table_ptr = page_table_ptr + state.to(tl.int64) * table_width
     last_token = tl.load(last_token_ptr + req_index, mask=valid, other=0)
 
-    # What the first of its tokens need is under way while the table is copied.
+    # Load what the first tokens need before the table is copied.
     slots_ptr = slot_mapping_ptr + group * stride_slots
-    valid_end = tl.where(valid, end, start)  # a scalar condition joined to a block of them misleads the interpreter
-    written_end = tl.where(max_encoder_len > 0, start, valid_end)  # what an encoder wrote stays
+    valid_end = tl.where(valid, end, start)  # Triton's interpreter miscomputes `scalar & block`
+    written_end = tl.where(max_encoder_len > 0, start, valid_end)  # steps do not write the pages of an encoder
     lanes = tl.arange(0, TOKEN_BLOCK)
     first_base = start + part * TOKEN_BLOCK
     position, page, token = token_at(
@@ -361,14 +362,14 @@ def _write_buffers_kernel(
         page_count, table_ptr,
     )  # fmt: skip
 
-    # The row's table of this group: what the record lists is kept for later steps, and pages that the row cannot see
-    # any more are null pages in the step's own table, whoever owns them by now.
-    # Columns that hold null pages already, beyond what the row uses and what the table held before, are left alone.
+    # The request's table of this group. Listed pages are also stored in page_table for later steps. Pages that the
+    # request no longer sees become null pages in block_table: they may belong to another sequence by now. Columns
+    # outside the used and the previously used span hold null pages already and are not written.
     used_to = tl.where(valid, tl.minimum(span_to, max_pages), 0)
     used_from = tl.where(used_to > 0, span_from, NOWHERE)
     changed_from = tl.minimum(held_from, used_from)
     changed_to = tl.maximum(tl.minimum(held_to, table_width), used_to)
-    to_table = block_table_ptr + group.to(tl.int64) * stride_tables + place.to(tl.int64) * table_width
+    to_table = block_table_ptr + group.to(tl.int64) * stride_tables + buffer_row.to(tl.int64) * table_width
     first_change = changed_from + part * TABLE_BLOCK
     for base in tl.range(first_change, changed_to, num_parts * TABLE_BLOCK, loop_unroll_factor=4):
         columns = base + tl.arange(0, TABLE_BLOCK)
@@ -380,37 +381,37 @@ def _write_buffers_kernel(
     if part == 0:
         tl.store(page_spans_ptr + 2 * state, span_from, mask=valid)
         tl.store(page_spans_ptr + 2 * state + 1, span_to, mask=valid)
-        tl.store(table_from_ptr + place_at, used_from)
-        tl.store(table_to_ptr + place_at, used_to)
+        tl.store(table_from_ptr + buffer_at, used_from)
+        tl.store(table_to_ptr + buffer_at, used_to)
     if (part == 0) & (group == 0):
         status = tl.where(valid, tl.where(sample != 0, _SAMPLES, _LIVE), tl.where(real, _INVALID, _PAD))
-        tl.store(seq_lens_ptr + place, tl.where(valid, seq_len, seq_len_fill))
-        tl.store(req_indices_ptr + place, req_index)
-        tl.store(req_status_ptr + place, status)
+        tl.store(seq_lens_ptr + buffer_row, tl.where(valid, seq_len, seq_len_fill))
+        tl.store(req_indices_ptr + buffer_row, req_index)
+        tl.store(req_status_ptr + buffer_row, status)
         tl.store(last_encoder_len_ptr + req_index, encoder_len, mask=valid)
         for i in tl.static_range(len(COPIED_PADS)):
             word = tl.where(valid, copied[i], COPIED_PADS[i])
-            tl.store(copied_ptrs[i] + place, as_declared(word, copied_ptrs[i]))
-        # A sequence that begins with a fault leaves no token, so what its row id holds, another's, is void.
-        void = real & (code != 0) & (seq_len == query_len) & (named_id >= 0) & (named_id < num_req_indices)
-        tl.store(void_ids_ptr + place, tl.where(void, named_id, -1))
+            tl.store(copied_ptrs[i] + buffer_row, as_declared(word, copied_ptrs[i]))
+        # A faulty request that starts a sequence samples no token: void the last token of the previous sequence.
+        voids = real & (code != 0) & (seq_len == query_len) & (named_index >= 0) & (named_index < num_req_indices)
+        tl.store(void_req_indices_ptr + buffer_row, tl.where(voids, named_index, -1))
         value = fault_value(
             tl.where(real, code, 0), value, fault_group, page_mark, page_groups_ptr, rows_ptr,
             tokens_ptr + listed_tokens, tables_ptr, listed_reqs, listed_pages, page_table_ptr, num_req_indices,
             table_width,
         )  # fmt: skip
-        tl.store(fault_code_ptr + place, tl.where(real, code | (fault_group << _GROUP_SHIFT), 0))
-        tl.store(fault_value_ptr + place, tl.where(real, value, 0))
-        tl.store(logits_indices_ptr + place, tl.where(valid, first_token + end - start - 1, 0).to(tl.int64))
-        # Each part of a mixed step sees the other's rows as rows without tokens. Without parts all are prompts.
+        tl.store(fault_code_ptr + buffer_row, tl.where(real, code | (fault_group << _GROUP_SHIFT), 0))
+        tl.store(fault_value_ptr + buffer_row, tl.where(real, value, 0))
+        tl.store(logits_indices_ptr + buffer_row, tl.where(valid, first_token + end - start - 1, 0).to(tl.int64))
+        # Decode attention sees prefill requests without tokens, and the reverse. With DECODE_LEN 0 all are prefill.
         prompts_from = decodes * DECODE_LEN
-        decodes_here = place < decodes
-        tl.store(places_ptr + row, place)
-        tl.store(decode_seq_lens_ptr + place, tl.where(valid & decodes_here, seq_len, seq_len_fill))
-        tl.store(prompt_seq_lens_ptr + place, tl.where(valid & (decodes_here == 0), seq_len, seq_len_fill))
-        tl.store(query_start_loc_ptr + place, first_token)
-        tl.store(decode_start_loc_ptr + place, tl.minimum(first_token, prompts_from))
-        tl.store(prompt_start_loc_ptr + place, tl.maximum(first_token, prompts_from))
+        is_decode = buffer_row < decodes
+        tl.store(buffer_rows_ptr + row, buffer_row)
+        tl.store(decode_seq_lens_ptr + buffer_row, tl.where(valid & is_decode, seq_len, seq_len_fill))
+        tl.store(prompt_seq_lens_ptr + buffer_row, tl.where(valid & (is_decode == 0), seq_len, seq_len_fill))
+        tl.store(query_start_loc_ptr + buffer_row, first_token)
+        tl.store(decode_start_loc_ptr + buffer_row, tl.minimum(first_token, prompts_from))
+        tl.store(prompt_start_loc_ptr + buffer_row, tl.maximum(first_token, prompts_from))
         if row == padded_reqs - 1:
             tl.store(query_start_loc_ptr + padded_reqs, end)
             tl.store(decode_start_loc_ptr + padded_reqs, prompts_from)
@@ -418,7 +419,7 @@ def _write_buffers_kernel(
         if row == 0:
             tl.store(step_counter_ptr, step)
 
-    # The row's tokens, shared out among its programs of this group. Slots are the group's; the rest is the first's.
+    # The request's tokens, split over its programs of this group. Slots differ by group; group 0 writes the rest.
     for base in range(start + part * TOKEN_BLOCK, end, num_parts * TOKEN_BLOCK):
         at = base + lanes
         if base != first_base:
@@ -429,14 +430,14 @@ def _write_buffers_kernel(
         writes = at < written_end
         slot = tl.where(writes, page * page_size + position % page_size, _PAD_SLOT)
         to = first_token - start + at
-        written = (at < end) & (to >= 0) & (to < padded_tokens)  # of a corrupt record the sum of lengths may be larger
+        written = (at < end) & (to >= 0) & (to < padded_tokens)  # in corrupt inputs the lengths may sum to more
         tl.store(slots_ptr + to, slot, mask=written)
         if group == 0:
             token = tl.where((at < valid_end) & (token == _TOKEN_FROM_DEVICE), last_token, token)
             tl.store(input_ids_ptr + to, token.to(tl.int64), mask=written)
             tl.store(positions_ptr + to, position.to(tl.int64), mask=written)
 
-    # Pad tokens, shared out among all programs of this group.
+    # Pad tokens, split over all programs of this group.
     pads_from = token_start(inputs_ptr, num_reqs, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
     program = row * num_parts + part
     for base in range(pads_from + program * TOKEN_BLOCK, padded_tokens, tl.num_programs(0) * num_parts * TOKEN_BLOCK):
@@ -459,24 +460,24 @@ def _refresh_triton(b: Any) -> None:
     req_fields, early = layout.req_fields(groups), overlaps(b.inputs.device)
     _check_rows(
         (padded_reqs, groups),
-        b.page_groups, b.inputs, b.last_token, b.last_encoder_len, b.claims, b.duplicates, b.tables, b.page_table,
-        b.page_spans, b.table_from, b.table_to, b.new_spans, b.check_code, b.check_value,
-        b.inputs.shape[0], padded_reqs, padded_tokens, req_indices, b.claims.shape[0] - req_indices, b.max_seq_len,
-        b.vocab_size, width, b.duplicates.stride(0), b.check_code.stride(0),
+        b.page_groups, b.inputs, b.last_token, b.last_encoder_len, b.last_writers, b.write_conflicts, b.tables,
+        b.page_table, b.page_spans, b.table_from, b.table_to, b.new_spans, b.check_code, b.check_value,
+        b.inputs.shape[0], padded_reqs, padded_tokens, req_indices, b.last_writers.shape[0] - req_indices,
+        b.max_seq_len, b.vocab_size, width, b.write_conflicts.stride(0), b.check_code.stride(0),
         QUERY_LEN=b.query_len, REQ_FIELDS=req_fields, GROUPS=groups, GROUP_BLOCK=next_power_of_two(groups),
         TOKEN_BLOCK=tiling.token_block, PAGE_BLOCK=tiling.page_block, num_warps=tiling.num_warps, OVERLAPS=early,
         launch_pdl=early,
     )  # fmt: skip
-    parts = min(-(-width // tiling.table_block), max(_PROGRAMS // (padded_reqs * groups), 1))
+    parts = min(-(-width // tiling.table_block), max(_MAX_PROGRAMS // (padded_reqs * groups), 1))
     _write_buffers(
         (padded_reqs, parts, groups),
-        b.page_groups, b.inputs, b.last_token, b.last_encoder_len, b.duplicates, b.tables, b.page_table,
+        b.page_groups, b.inputs, b.last_token, b.last_encoder_len, b.write_conflicts, b.tables, b.page_table,
         b.page_spans, b.table_from, b.table_to, b.new_spans, b.check_code, b.check_value, b.fault_code, b.fault_value,
         b.step_counter, b.input_ids, b.positions, b.slot_mapping,
-        b.query_start_loc, b.seq_lens, b.block_table, b.places, b.decode_seq_lens, b.prompt_seq_lens,
-        b.decode_start_loc, b.prompt_start_loc, b.logits_indices, b.req_indices, b.req_status, b.void_ids,
+        b.query_start_loc, b.seq_lens, b.block_table, b.buffer_rows, b.decode_seq_lens, b.prompt_seq_lens,
+        b.decode_start_loc, b.prompt_start_loc, b.logits_indices, b.req_indices, b.req_status, b.void_req_indices,
         tuple(getattr(b, name) for name in COPIED),
-        b.inputs.shape[0], padded_reqs, padded_tokens, req_indices, width, b.seq_len_fill, b.duplicates.stride(0),
+        b.inputs.shape[0], padded_reqs, padded_tokens, req_indices, width, b.seq_len_fill, b.write_conflicts.stride(0),
         b.check_code.stride(0), b.slot_mapping.stride(0), b.block_table.stride(0), COPIED_PADS=COPIED_PAD_WORDS,
         QUERY_LEN=b.query_len, REQ_FIELDS=req_fields, DECODE_LEN=b.decode_len, GROUPS=groups,
         GROUP_BLOCK=next_power_of_two(groups), ROW_BLOCK=_ROW_BLOCK,
@@ -487,7 +488,7 @@ def _refresh_triton(b: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Tiling:
-    """Warps of a program, and the tokens, listed pages and columns of a table that it takes at a time."""
+    """Warps of a program, and the tokens, listed pages and table columns that it processes per iteration."""
 
     num_warps: int
     token_block: int
@@ -496,7 +497,7 @@ class _Tiling:
 
     @classmethod
     def choose(cls, programs: int, query_len: int, padded_tokens: int, width: int) -> _Tiling:
-        num_warps, lanes = (4, _LANES_OF_FEW) if programs <= _FEW else (1, _LANES)
+        num_warps, lanes = (4, _WIDE_BLOCK) if programs <= _FEW_PROGRAMS else (1, _NARROW_BLOCK)
         columns, tokens = next_power_of_two(width), next_power_of_two(query_len or padded_tokens)
         return cls(num_warps, min(tokens, lanes), min(columns, 2 * lanes), min(columns, lanes))
 
@@ -519,29 +520,31 @@ def refresh(
     decode_len: int = 0,
     tables: torch.Tensor | None = None,
 ) -> None:
-    """Rewrite every derived buffer from the step record, for every captured row and token, pads included.
+    """Rewrite every derived buffer from the step inputs, for all padded requests and tokens.
 
-    buffers       static buffers, cut to the captured size; what each holds is in docs/decode_step.md
-    query_len     new tokens per row of a decode graph; 0 in a mixed graph
-    seq_len_fill  length that pad and invalid rows get: what the attention backend can bear
-    decode_len    of a mixed graph with a decode part: rows of so many new tokens stand first in the buffers, all others
-                  behind them, both in the order of the record. 0: rows stand as the record has them
-    tables        [groups, req_indices, pages_per_row]  int32  device: each row id's pages, which the caller keeps; read
-                  as if each row listed all its pages there, and what the record lists is not read. None: the record has
-                  the lists
+    buffers       static buffers, cut to the captured size; docs/decode_step.md describes them
+    max_seq_len   longest sequence; a longer request is a BAD_LENGTH fault
+    vocab_size    token ids outside 0 .. vocab_size - 1 are a TOKEN_OUT_OF_RANGE fault
+    query_len     new tokens per request of a decode graph; 0 in a mixed graph
+    seq_len_fill  `seq_lens` value of pad and invalid requests, as the attention backend requires it
+    decode_len    of a mixed graph with separate decode attention: requests with `decode_len` new tokens come first in
+                  the buffers, then all others; both keep their batch order. 0: the buffers have the batch order
+    tables        [groups, req_indices, pages_per_req]  int32  device: page tables that the caller owns, read as if
+                  each request listed all its pages; the lists in the inputs are ignored. None: use the lists
 
-    A row with a fault is treated as a pad row, with status INVALID; so is every row that shares its row id or a
-    written page with another. The pages of such a row's table stay what they were. Rows and tokens of the record beyond
-    the captured size count as absent. Step numbers must grow from one record to the next; running the same record again
-    changes nothing.
+    A faulty request is treated as a pad request with status INVALID. This includes every request that shares its
+    request index or a written page with another one. Its page table does not change. Requests and tokens beyond the
+    captured size are ignored. Step numbers must increase; running the same inputs again changes nothing.
 
-    Capture-safe: the grid follows from the captured size, and whatever varies is read from the record on the device.
-    Raises: ShapeError when a tensor does not fit the others.
+    Capture-safe: the grid depends on the captured size; the kernels read all varying values on the device.
+    Raises: ShapeError: if a tensor does not fit the others, or if `decode_len` is set in a decode graph.
     """
     check_query_len(buffers, query_len)
-    check_int("decode_len", decode_len, 0, MAX_TOKENS, advice="0 without a decode part", error=ShapeError)
+    check_int("decode_len", decode_len, 0, MAX_TOKENS, advice="pass 0 to keep the batch order", error=ShapeError)
     if query_len and decode_len:
-        raise ShapeError(f"decode_len: expected 0 in a decode graph, got {decode_len}; rows stand in their order there")
+        raise ShapeError(
+            f"decode_len: expected 0 in a decode graph, got {decode_len}; only mixed graphs reorder requests"
+        )
     if tables is not None:
         check_tables("tables", tables, buffers)
     operands = buffers.once(refresh_operands)
@@ -549,7 +552,7 @@ def refresh(
 
 
 def compile_variants() -> list[CompileSpec]:
-    """Both kernels as decode graphs (1 and 4 tokens per row) and mixed graphs use them."""
+    """Return the variants of both kernels for decode graphs (1 and 4 tokens per request) and mixed graphs."""
     names = {torch.int32: "*i32", torch.int64: "*i64", torch.float32: "*fp32"}
     types: dict[str, Any] = {f"{name}_ptr": names[spec.dtype] for name, spec in StaticBuffers.specs().items()}
     types["tables_ptr"] = "*i32"
@@ -588,7 +591,7 @@ def compile_variants() -> list[CompileSpec]:
             specs.append(
                 CompileSpec(
                     f"{short}_{name}", kernel, signature, constexprs, tiling.num_warps, 3, divisible=pointers,
-                    max_spill=_SPILL, ptx=("griddepcontrol.wait",),
+                    max_spill=_MAX_SPILL, ptx=("griddepcontrol.wait",),
                 )
             )  # fmt: skip
     return specs

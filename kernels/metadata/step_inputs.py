@@ -1,24 +1,23 @@
-"""Layout of what the host tells the device about its next steps: one int32 array, in a slot of the input_ring.
+"""Layout of the step inputs that the host sends to the device: packed int32 words in one entry of the input ring.
 
-A slot says a step in full, or only what is new:
+An entry holds either all inputs of one step (full), or only what changed (a batch delta):
 
-    full   header  [HEADER_SIZE]                   see HEADER_*
-           rows    [req_fields(groups), num_reqs]  one contiguous run per field, see ROW_*
-           tokens  [num_tokens]                    literal token ids, or TOKEN_FROM_DEVICE
-           pages   [num_pages_listed]              page ids, list after list (CSR, by PAGE_START)
-           ends    [END_FIELDS, num_reqs]          with KEEP: when each row ends, see END_*
+    full    header   [HEADER_SIZE]                     see HEADER_*
+            requests [req_fields(groups), num_reqs]    one contiguous run per field, see REQ_*
+            tokens   [num_tokens]                      literal token ids, or TOKEN_FROM_DEVICE
+            pages    [num_pages_listed]                page ids, list after list (CSR, by PAGE_START)
+            stops    [STOP_FIELDS, num_reqs]           with KEEP: the stop conditions, see STOP_*
 
-    delta   header  [HEADER_SIZE]
-           order   [num_reqs]                      with NEW_ORDER: the row id of each place, else they stay
-           lists   [list_fields(groups), num_reqs] with LISTS: PAGE_* of each group, as in the rows of a full slot
-           pages   [num_pages_listed]
+    delta   header   [HEADER_SIZE]
+            order    [num_reqs]                        with NEW_ORDER: request index of each batch position
+            lists    [list_fields(groups), num_reqs]   with LISTS: PAGE_* of each group, as in a full entry
+            pages    [num_pages_listed]
 
-`unpack` turns either into the step record on the device, which has the layout of a full slot without its ends. Slots
-are
-packed to what they use: every offset follows from the counts in the header. The number of KV groups is a runtime's.
+On the device, `unpack` turns either into the `inputs` buffer, which has the layout of a full entry without the stop
+conditions. Sections have no gaps: every offset follows from the counts in the header and the number of KV groups.
 
-Before its header a slot has copies of it, one for each other program of `unpack`. Programs that read the same words of
-host memory wait for one another, 0.12 us each on an H200; those that read words of their own do not.
+An entry starts with HEADER_COPIES - 1 copies of its header, one for each further program of `unpack`. Programs that
+read the same words of host memory wait for each other, 0.12 us each on an H200.
 """
 
 from __future__ import annotations
@@ -32,45 +31,44 @@ from graphrt.kernels.metadata.buffers import COPIED, STOP_TOKENS
 from graphrt.kernels.metadata.buffers import HEADER_COPIES as HEADER_COPIES
 from graphrt.kernels.metadata.buffers import HEADER_SIZE as HEADER_SIZE
 
-HEADER_STEP_LOW = 0  # number of the first step, low and high 32 bits; it also chooses the entry of the output ring
+HEADER_STEP_LOW = 0  # number of the first step, low and high 32 bits; it also selects the entry of the output rings
 HEADER_STEP_HIGH = 1
 HEADER_NUM_REQS = 2
 HEADER_NUM_TOKENS = 3
 HEADER_NUM_PAGES = 4  # page ids listed
-HEADER_KIND = 5  # FULL or DELTA, with what else is there
-HEADER_STEPS = 6  # steps that this slot is for; a full one is for one
+HEADER_KIND = 5  # FULL or DELTA, combined with the flags below
+HEADER_STEPS = 6  # steps that run with this entry; 1 for a full entry
+HEADER_STOP = 7  # the host may set it while the entry's steps run: the current step is then the last one
 
-HEADER_STOP = 7  # the host may set it while the slot's steps run: the one under way is the last
-
-INPUTS_AT = HEADER_SIZE * (HEADER_COPIES - 1)  # of a slot: where its last header is, and all that follows
+INPUTS_AT = HEADER_SIZE * (HEADER_COPIES - 1)  # offset in an entry of the last header, which the other sections follow
 
 FULL = 0
 DELTA = 1
 NEW_ORDER = 2
-KEEP = 4  # what a full slot says of its rows is kept for delta to come
-LOOPS = 8  # the steps run in one launch, which ends early where no row goes on
-LISTS = 16  # some rows get pages
+KEEP = 4  # of a full entry: the device keeps the request values and stop conditions for later deltas
+LOOPS = 8  # the steps run in one launch, which ends early if no request continues
+LISTS = 16  # some requests get pages
 
-REQ_INDEX = 0  # which persistent row state belongs to this row; NOBODY: a row without a sequence
-REQ_SEQ_LEN = 1  # KV tokens including this step's; LENGTH_FROM_DEVICE: the row's own, and the new ones
-REQ_QUERY_START = 2  # first token of the row in `tokens`
-REQ_QUERY_LEN = 3  # new tokens of the row
-REQ_SAMPLE = 4  # 1: the row's last token is sampled from; 0: prompt chunk that goes on
-REQ_COPIED = 5  # first of the 32-bit values that go to the buffers of COPIED as they are, in that order
-REQ_ENCODER_LEN = REQ_COPIED + COPIED.index("encoder_lens")  # tokens that the row's encoder wrote
+REQ_INDEX = 0  # index of the request's persistent state; NO_REQUEST: the batch position is empty
+REQ_SEQ_LEN = 1  # KV tokens including this step's; SEQ_LEN_FROM_DEVICE: the length on the device plus query_len
+REQ_QUERY_START = 2  # first token of the request in `tokens`
+REQ_QUERY_LEN = 3  # new tokens of the request
+REQ_SAMPLE = 4  # 1: sample from the last token; 0: an unfinished prefill chunk
+REQ_COPIED = 5  # first of the 32-bit values that the refresh copies to the buffers of COPIED, in that order
+REQ_ENCODER_LEN = REQ_COPIED + COPIED.index("encoder_lens")  # tokens that the request's encoder wrote
 REQ_PAGES = REQ_COPIED + len(COPIED)  # first of the page lists: PAGE_FIELDS fields per KV group, group after group
 
-PAGE_FIRST = 0  # place in the sequence of the first listed page
-PAGE_START = 1  # where the list begins in `pages`
-PAGE_COUNT = 2  # 0: the group's table of this row stays as it is
+PAGE_FIRST = 0  # index in the sequence of the first listed page
+PAGE_START = 1  # start of the list in `pages`
+PAGE_COUNT = 2  # 0: the request's table of the group does not change
 PAGE_FIELDS = 3
 
-END_LENGTH = 0  # KV tokens with which the sequence ends; 0: it does not
-END_TOKENS = 1  # first of the tokens that end it; NO_TOKEN where there are fewer
-END_FIELDS = END_TOKENS + STOP_TOKENS
+STOP_LENGTH = 0  # KV tokens at which the sequence ends; 0: no limit
+FIRST_STOP_TOKEN = 1  # first of the stop tokens; NO_TOKEN pads the list
+STOP_FIELDS = FIRST_STOP_TOKEN + STOP_TOKENS
 
-NOBODY = -(1 << 31)
-LENGTH_FROM_DEVICE = -(1 << 31)
+NO_REQUEST = -(1 << 31)
+SEQ_LEN_FROM_DEVICE = -(1 << 31)
 
 
 _HEADER = struct.Struct("<q6i")
@@ -85,21 +83,21 @@ def write_header(
     kind: int = FULL,
     steps: int = 1,
 ) -> None:
-    """Pack the header into the first words of a record; nobody has stopped its steps yet."""
-    # An array is a buffer: `out.data` would make another one of it first.
+    """Write a header to the first words of `out`, with HEADER_STOP 0."""
+    # Pass the array itself: `out.data` would create another memoryview.
     _HEADER.pack_into(out, 0, step, num_reqs, num_tokens, num_pages, kind, steps, 0)  # type: ignore[arg-type]
 
 
 def req_fields(groups: int) -> int:
-    """Fields of a row, in a runtime of so many KV groups."""
+    """Return the number of request fields for `groups` KV groups."""
     return REQ_PAGES + PAGE_FIELDS * groups
 
 
 def list_fields(groups: int) -> int:
-    """Fields of a row in the lists of delta."""
+    """Return the number of list fields per request of a delta, for `groups` KV groups."""
     return PAGE_FIELDS * groups
 
 
 def inputs_size(num_reqs: int, num_tokens: int, num_pages_listed: int, groups: int) -> int:
-    """Number of int32 words that a step of this size uses."""
+    """Return the int32 words of the full inputs of a step, without stop conditions."""
     return HEADER_SIZE + req_fields(groups) * num_reqs + num_tokens + num_pages_listed

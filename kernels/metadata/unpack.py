@@ -1,12 +1,14 @@
-"""The first kernel of every graph: turn what the host says into the step record, on the device.
+"""The first operator of every graph: turn an entry of the input ring into the step inputs on the device.
 
-The host writes a slot of the input_ring, in pinned memory, and launches a graph. The cursor says which slot is next:
+The host writes an entry in pinned memory, then launches a graph. The cursor on the device selects the entry:
 
-    slot says it in full   its words are the record: a copy
-    slot has delta          rows go on where they are. A row that ended, or has no page for its next token, is NOBODY's
+    full entry    its words are copied to `inputs`
+    batch delta   every request continues by one token. A position is NO_REQUEST if its request has finished, or waits
+                  for a page for its next token
 
-A slot may be for several steps. Its delta are read in the first one; in the others all rows go on. Lengths, last tokens
-and whatever else a row goes on with are on the device, so the host need not know them, and may be launches ahead.
+An entry may serve several steps: its delta is applied in the first one, and in the others all requests continue.
+Lengths, last tokens and sampling values of continuing requests are on the device, so the host need not know them and
+may be several launches ahead.
 """
 
 from __future__ import annotations
@@ -25,10 +27,10 @@ from graphrt.kernels.launcher import KernelLauncher, overlaps
 from graphrt.kernels.metadata import step_inputs as layout
 from graphrt.kernels.metadata.buffers import (
     COPIED,
+    CURSOR_ENTRY,
     CURSOR_KIND,
     CURSOR_NUM_REQS,
     CURSOR_SIZE,
-    CURSOR_SLOT,
     CURSOR_STEP,
     CURSOR_STEPS,
     STOP_TOKENS,
@@ -43,8 +45,8 @@ from graphrt.kernels.sizes import next_power_of_two
 from graphrt.kernels.types import TOKEN_FROM_DEVICE
 
 _PROGRAMS = layout.HEADER_COPIES
-_ROW_BLOCK = 8  # rows that a program takes at least
-_BLOCK = 1024  # words that a program copies at a time
+_MIN_REQS = 8  # least requests per program
+_BLOCK = 1024  # words that a program copies per iteration
 _NUM_WARPS = 4
 
 _HEADER_SIZE = tl.constexpr(layout.HEADER_SIZE)
@@ -68,11 +70,11 @@ _REQ_SAMPLE = tl.constexpr(layout.REQ_SAMPLE)
 _REQ_COPIED = tl.constexpr(layout.REQ_COPIED)
 _REQ_PAGES = tl.constexpr(layout.REQ_PAGES)
 _PAGE_FIELDS = tl.constexpr(layout.PAGE_FIELDS)
-_END_LENGTH = tl.constexpr(layout.END_LENGTH)
-_END_TOKENS = tl.constexpr(layout.END_TOKENS)
-_END_FIELDS = tl.constexpr(layout.END_FIELDS)
-_NOBODY = tl.constexpr(layout.NOBODY)
-_LENGTH_FROM_DEVICE = tl.constexpr(layout.LENGTH_FROM_DEVICE)
+_STOP_LENGTH = tl.constexpr(layout.STOP_LENGTH)
+_FIRST_STOP_TOKEN = tl.constexpr(layout.FIRST_STOP_TOKEN)
+_STOP_FIELDS = tl.constexpr(layout.STOP_FIELDS)
+_NO_REQUEST = tl.constexpr(layout.NO_REQUEST)
+_SEQ_LEN_FROM_DEVICE = tl.constexpr(layout.SEQ_LEN_FROM_DEVICE)
 _TOKEN_FROM_DEVICE = tl.constexpr(TOKEN_FROM_DEVICE)
 _STOP_TOKENS = tl.constexpr(STOP_TOKENS)
 _CURSOR_STEP = tl.constexpr(CURSOR_STEP)
@@ -83,79 +85,85 @@ _CURSOR_KIND = tl.constexpr(CURSOR_KIND)
 
 @triton.jit
 def _from_host(ptr, mask, other):
-    """Words that the host wrote before the launch, by ordinary loads: no kernel begins with older ones in its L1.
-    Volatile loads do not coalesce. Those past L1 (.cg) take 3.6 times as long where words do not begin at 64 bytes.
-    Triton 3.6 leaves .cv out; later ones compile it, and nobody has timed it."""
+    """Load words that the host wrote before the launch.
+
+    Ordinary loads are safe: L1 holds no stale lines when a kernel starts. Volatile loads do not coalesce. Loads that
+    bypass L1 (.cg) take 3.6 times as long on words that do not start at a multiple of 64 bytes. Triton 3.6 ignores .cv;
+    later versions compile it, but it has not been measured.
+    """
     return tl.load(ptr, mask=mask, other=other)
 
 
 @triton.jit
-def _copy_words(slot_ptr, inputs_ptr, words, BLOCK: tl.constexpr):
-    """Copy words of a slot to the record, shared out among all programs."""
+def _copy_words(entry_ptr, inputs_ptr, words, BLOCK: tl.constexpr):
+    """Copy words of an entry to the step inputs, split over all programs."""
     for base in range(tl.program_id(0) * BLOCK, words, tl.num_programs(0) * BLOCK):
         at = base + tl.arange(0, BLOCK)
-        tl.store(inputs_ptr + at, _from_host(slot_ptr + at, at < words, 0), mask=at < words)
+        tl.store(inputs_ptr + at, _from_host(entry_ptr + at, at < words, 0), mask=at < words)
 
 
 @triton.jit
-def _copy_rows(
-    slot_ptr, inputs_ptr, req_lens_ptr, finish_reasons_ptr, num_reqs, num_req_indices, rows,
+def _copy_requests(
+    entry_ptr, inputs_ptr, req_seq_lens_ptr, finish_reasons_ptr, num_reqs, num_req_indices, rows,
     REQ_FIELDS: tl.constexpr, FIELD_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy some rows of a slot to the record. One whose length is LENGTH_FROM_DEVICE goes on from the length that the
-    device knows; it is nobody's if its sequence has ended."""
+    """Copy requests of a full entry to the step inputs.
+
+    SEQ_LEN_FROM_DEVICE is replaced by the length on the device plus query_len, and the request index by NO_REQUEST if
+    the sequence has finished.
+    """
     mask = rows < num_reqs
-    from_ptr = slot_ptr + _HEADER_SIZE + rows
+    from_ptr = entry_ptr + _HEADER_SIZE + rows
     to_ptr = inputs_ptr + _HEADER_SIZE + rows
     req_index = _from_host(from_ptr + _REQ_INDEX * num_reqs, mask, -1)
     seq_len = _from_host(from_ptr + _REQ_SEQ_LEN * num_reqs, mask, 0)
     query_len = _from_host(from_ptr + _REQ_QUERY_LEN * num_reqs, mask, 0)
     fields = tl.arange(0, FIELD_BLOCK)[:, None]
     words = _from_host(from_ptr[None, :] + fields * num_reqs, (fields < REQ_FIELDS) & mask[None, :], 0)
-    goes_on = mask & (seq_len == _LENGTH_FROM_DEVICE) & (req_index >= 0) & (req_index < num_req_indices)
-    length = tl.load(req_lens_ptr + req_index, mask=goes_on, other=0) + query_len
-    ended = goes_on & (tl.load(finish_reasons_ptr + req_index, mask=goes_on, other=0) != 0)
-    words = tl.where((fields == _REQ_INDEX) & ended[None, :], _NOBODY, words)
-    words = tl.where((fields == _REQ_SEQ_LEN) & goes_on[None, :], length[None, :], words)
+    continues = mask & (seq_len == _SEQ_LEN_FROM_DEVICE) & (req_index >= 0) & (req_index < num_req_indices)
+    length = tl.load(req_seq_lens_ptr + req_index, mask=continues, other=0) + query_len
+    finished = continues & (tl.load(finish_reasons_ptr + req_index, mask=continues, other=0) != 0)
+    words = tl.where((fields == _REQ_INDEX) & finished[None, :], _NO_REQUEST, words)
+    words = tl.where((fields == _REQ_SEQ_LEN) & continues[None, :], length[None, :], words)
     tl.store(to_ptr[None, :] + fields * num_reqs, words, mask=(fields < REQ_FIELDS) & mask[None, :])
 
 
 @triton.jit
-def _keep_rows(
-    slot_ptr, ends_at, num_reqs, num_req_indices, order_ptr, req_values_ptr, end_lengths_ptr, end_tokens_ptr, rows,
-    COPIED_VALUES: tl.constexpr, KEPT_BLOCK: tl.constexpr,
+def _store_request_values(
+    entry_ptr, stops_at, num_reqs, num_req_indices, order_ptr, req_values_ptr, length_limits_ptr, stop_tokens_ptr, rows,
+    COPIED_VALUES: tl.constexpr, VALUE_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Keep what a full slot says of some rows, for the steps that only have delta."""
+    """Store the order, values and stop conditions of a full entry's requests, for later steps with batch deltas."""
     mask = rows < num_reqs
-    rows_ptr = slot_ptr + _HEADER_SIZE + rows
+    rows_ptr = entry_ptr + _HEADER_SIZE + rows
     req_index = _from_host(rows_ptr + _REQ_INDEX * num_reqs, mask, -1)
     tl.store(order_ptr + rows, req_index, mask=mask)
     mask = mask & (req_index >= 0) & (req_index < num_req_indices)
-    fields = tl.arange(0, KEPT_BLOCK)[:, None]
-    ends_ptr = slot_ptr + ends_at + rows
-    of_values = (fields < COPIED_VALUES) & mask[None, :]
-    of_ends = (fields < _STOP_TOKENS) & mask[None, :]
-    values = _from_host(rows_ptr[None, :] + (_REQ_COPIED + fields) * num_reqs, of_values, 0)
-    tokens = _from_host(ends_ptr[None, :] + (_END_TOKENS + fields) * num_reqs, of_ends, 0)
-    length = _from_host(ends_ptr + _END_LENGTH * num_reqs, mask, 0)
-    tl.store(req_values_ptr + fields * num_req_indices + req_index[None, :], values, mask=of_values)
-    tl.store(end_tokens_ptr + fields * num_req_indices + req_index[None, :], tokens, mask=of_ends)
-    tl.store(end_lengths_ptr + req_index, length, mask=mask)
+    fields = tl.arange(0, VALUE_BLOCK)[:, None]
+    stops_ptr = entry_ptr + stops_at + rows
+    is_value = (fields < COPIED_VALUES) & mask[None, :]
+    is_stop = (fields < _STOP_TOKENS) & mask[None, :]
+    values = _from_host(rows_ptr[None, :] + (_REQ_COPIED + fields) * num_reqs, is_value, 0)
+    tokens = _from_host(stops_ptr[None, :] + (_FIRST_STOP_TOKEN + fields) * num_reqs, is_stop, 0)
+    length = _from_host(stops_ptr + _STOP_LENGTH * num_reqs, mask, 0)
+    tl.store(req_values_ptr + fields * num_req_indices + req_index[None, :], values, mask=is_value)
+    tl.store(stop_tokens_ptr + fields * num_req_indices + req_index[None, :], tokens, mask=is_stop)
+    tl.store(length_limits_ptr + req_index, length, mask=mask)
 
 
 @triton.jit
-def _advance_rows(
-    slot_ptr, inputs_ptr, page_groups_ptr, page_spans_ptr, order_ptr, req_lens_ptr, finish_reasons_ptr, req_values_ptr,
-    num_reqs, new_order, has_lists, num_req_indices, rows,
+def _advance_requests(
+    entry_ptr, inputs_ptr, page_groups_ptr, page_spans_ptr, order_ptr, req_seq_lens_ptr, finish_reasons_ptr,
+    req_values_ptr, num_reqs, new_order, has_lists, num_req_indices, rows,
     REQ_FIELDS: tl.constexpr, GROUPS: tl.constexpr, GROUP_BLOCK: tl.constexpr, COPIED_VALUES: tl.constexpr,
     COPIED_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write some rows of the record: each goes on by one token, its last, with the pages that the delta list for it."""
+    """Write requests of the step inputs that continue by one token, with the pages that the delta lists for them."""
     mask = rows < num_reqs
     rows_ptr = inputs_ptr + _HEADER_SIZE + rows
-    # Lists stand in the slot as they do in the record. All loads over the link are under way before one is waited for.
+    # Lists have the same layout in the entry and in the inputs. Issue all loads over the link before the first use.
     gets_pages = rows < tl.where(has_lists, num_reqs, 0)
-    list_ptr = slot_ptr + _HEADER_SIZE + tl.where(new_order, num_reqs, 0) + rows
+    list_ptr = entry_ptr + _HEADER_SIZE + tl.where(new_order, num_reqs, 0) + rows
     groups = tl.arange(0, GROUP_BLOCK)[:, None]
     in_use = (groups < GROUPS) & mask[None, :]
     list_ptrs = list_ptr[None, :] + _PAGE_FIELDS * groups * num_reqs
@@ -164,14 +172,14 @@ def _advance_rows(
     start = _from_host(list_ptrs + num_reqs, listed_here, 0)
     count = _from_host(list_ptrs + 2 * num_reqs, listed_here, 0)
     ordered = rows < tl.where(new_order, num_reqs, 0)
-    req_index = _from_host(slot_ptr + _HEADER_SIZE + rows, ordered, -1)
+    req_index = _from_host(entry_ptr + _HEADER_SIZE + rows, ordered, -1)
     tl.store(order_ptr + rows, req_index, mask=ordered)
     req_index = tl.where(ordered, req_index, tl.load(order_ptr + rows, mask=mask & (ordered == 0), other=-1))
 
     runs = mask & (req_index >= 0) & (req_index < num_req_indices)
-    seq_len = tl.load(req_lens_ptr + req_index, mask=runs, other=0) + 1
-    ended = tl.load(finish_reasons_ptr + req_index, mask=runs, other=1) != 0
-    # A row without a page for its token waits until it gets one. Pages of an encoder are all there.
+    seq_len = tl.load(req_seq_lens_ptr + req_index, mask=runs, other=0) + 1
+    finished = tl.load(finish_reasons_ptr + req_index, mask=runs, other=1) != 0
+    # A request without a page for its token waits until it gets one. The pages of an encoder are always complete.
     group_ptrs = page_groups_ptr + GROUP_FIELDS * groups
     page_size = tl.load(group_ptrs + PAGE_SIZE, mask=groups < GROUPS, other=1).to(tl.int64)
     crosses = tl.load(group_ptrs + MAX_ENCODER_LEN, mask=groups < GROUPS, other=1) > 0
@@ -180,14 +188,14 @@ def _advance_rows(
     listed_to = tl.where(count > 0, first.to(tl.int64) + count, 0)
     pages_to = tl.maximum(known_to.to(tl.int64), listed_to)
     has_page = crosses | (pages_to * page_size >= seq_len[None, :])
-    runs = runs & (ended == 0) & (tl.min(has_page.to(tl.int32), 0) > 0)
+    runs = runs & (finished == 0) & (tl.min(has_page.to(tl.int32), 0) > 0)
 
     values = tl.arange(0, COPIED_BLOCK)[:, None]
     kept = (values < COPIED_VALUES) & runs[None, :]
     value = tl.load(req_values_ptr + values * num_req_indices + req_index[None, :], mask=kept, other=0)
     values_ptr = rows_ptr[None, :] + (_REQ_COPIED + values) * num_reqs
     tl.store(values_ptr, value, mask=(values < COPIED_VALUES) & mask[None, :])
-    tl.store(rows_ptr + _REQ_INDEX * num_reqs, tl.where(runs, req_index, _NOBODY), mask=mask)
+    tl.store(rows_ptr + _REQ_INDEX * num_reqs, tl.where(runs, req_index, _NO_REQUEST), mask=mask)
     tl.store(rows_ptr + _REQ_SEQ_LEN * num_reqs, seq_len, mask=mask)
     tl.store(rows_ptr + _REQ_QUERY_START * num_reqs, rows, mask=mask)
     tl.store(rows_ptr + _REQ_QUERY_LEN * num_reqs, rows * 0 + 1, mask=mask)
@@ -206,14 +214,14 @@ def _unpack_kernel(
     inputs_ptr,
     cursor_ptr,
     order_ptr,
-    req_lens_ptr,
+    req_seq_lens_ptr,
     finish_reasons_ptr,
     req_values_ptr,
-    end_lengths_ptr,
-    end_tokens_ptr,
+    length_limits_ptr,
+    stop_tokens_ptr,
     step_counter_ptr,
     page_spans_ptr,
-    slots,
+    num_entries,
     stride_input_ring,
     max_reqs,
     inputs_words,
@@ -225,18 +233,18 @@ def _unpack_kernel(
     GROUP_BLOCK: tl.constexpr,
     COPIED_VALUES: tl.constexpr,
     COPIED_BLOCK: tl.constexpr,
-    KEPT_BLOCK: tl.constexpr,
-    ROW_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    REQ_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    if OVERLAPS:  # the refresh may start now: it waits for this kernel to end
+    if OVERLAPS:  # the refresh may start now: it waits for this kernel to finish
         tl.extra.cuda.gdc_launch_dependents()
-    # The header: in a slot's first step the program's own copy, in the others what the cursor keeps of it.
-    slot = tl.load(cursor_ptr)
+    # In an entry's first step the header is the program's own copy; in later steps it comes from the cursor.
+    entry = tl.load(cursor_ptr)
     first_step = tl.load(cursor_ptr + _CURSOR_STEP) == 0
-    header_ptr = input_ring_ptr + (slot % slots) * stride_input_ring
-    slot_ptr = header_ptr + _INPUTS_AT
+    header_ptr = input_ring_ptr + (entry % num_entries) * stride_input_ring
+    entry_ptr = header_ptr + _INPUTS_AT
     header_ptr += _HEADER_SIZE * tl.program_id(0)
     fields = tl.arange(0, _HEADER_SIZE)
     header = _from_host(header_ptr + fields, fields < tl.where(first_step, _HEADER_SIZE, 0), 0)
@@ -253,8 +261,8 @@ def _unpack_kernel(
         steps = tl.load(cursor_ptr + _CURSOR_STEPS).to(tl.int32)
         kind = tl.load(cursor_ptr + _CURSOR_KIND).to(tl.int32)
 
-    # A slot that claims to be longer than it is, or than the record, counts as empty. So does one that says a step in
-    # full, after that step.
+    # An entry whose counts exceed its own size, or that of the inputs, is treated as empty. So is a full entry in any
+    # step but its first.
     delta = (kind & _DELTA) != 0
     new_order = first_step & ((kind & _NEW_ORDER) != 0)
     keep = (kind & _KEEP) != 0
@@ -262,11 +270,11 @@ def _unpack_kernel(
     num_tokens = tl.where(delta, num_reqs, num_tokens)
     used = _HEADER_SIZE + REQ_FIELDS * reqs + num_tokens + num_pages
     has_lists = first_step & ((kind & _LISTS) != 0)
-    of_delta = _HEADER_SIZE + tl.where(new_order, reqs, 0) + num_pages
-    of_delta += tl.where(has_lists, _PAGE_FIELDS * GROUPS * reqs, 0)
-    of_slot = tl.where(delta, of_delta, used + tl.where(keep, _END_FIELDS * reqs, 0))
+    delta_words = _HEADER_SIZE + tl.where(new_order, reqs, 0) + num_pages
+    delta_words += tl.where(has_lists, _PAGE_FIELDS * GROUPS * reqs, 0)
+    entry_words_used = tl.where(delta, delta_words, used + tl.where(keep, _STOP_FIELDS * reqs, 0))
     fits = (delta | first_step) & (num_reqs >= 0) & (num_reqs <= max_reqs) & (num_tokens >= 0) & (num_pages >= 0)
-    fits = fits & (used <= inputs_words) & (of_slot <= input_ring_words)
+    fits = fits & (used <= inputs_words) & (entry_words_used <= input_ring_words)
     num_reqs = tl.where(fits, num_reqs, 0)
     num_tokens = tl.where(fits, num_tokens, 0)
     num_pages = tl.where(fits, num_pages, 0)
@@ -281,49 +289,42 @@ def _unpack_kernel(
         tl.store(inputs_ptr + _STEPS, steps)
         tl.store(inputs_ptr + _HEADER_SIZE - 1, 0)
 
-    # The rows, shared out among the programs, and whatever is copied word by word.
-    rows = tl.program_id(0) * ROW_BLOCK + tl.arange(0, ROW_BLOCK)
+    # The requests are split over the programs, and so are the words that are only copied.
+    rows = tl.program_id(0) * REQ_BLOCK + tl.arange(0, REQ_BLOCK)
     if delta:
-        _advance_rows(
-            slot_ptr, inputs_ptr, page_groups_ptr, page_spans_ptr, order_ptr, req_lens_ptr, finish_reasons_ptr,
+        _advance_requests(
+            entry_ptr, inputs_ptr, page_groups_ptr, page_spans_ptr, order_ptr, req_seq_lens_ptr, finish_reasons_ptr,
             req_values_ptr, num_reqs, new_order, has_lists, num_req_indices, rows,
             REQ_FIELDS, GROUPS, GROUP_BLOCK, COPIED_VALUES, COPIED_BLOCK,
         )  # fmt: skip
-        pages_from = of_delta.to(tl.int32) - num_pages
+        pages_from = delta_words.to(tl.int32) - num_pages
         pages_to = _HEADER_SIZE + (REQ_FIELDS + 1) * num_reqs
         for base in range(tl.program_id(0) * BLOCK, num_pages, tl.num_programs(0) * BLOCK):
             at = base + tl.arange(0, BLOCK)
-            page = _from_host(slot_ptr + pages_from + at, at < num_pages, 0)
+            page = _from_host(entry_ptr + pages_from + at, at < num_pages, 0)
             tl.store(inputs_ptr + pages_to + at, page, mask=at < num_pages)
     else:
-        # Rows that are kept are copied one by one, with what the device knows of them; all else, word by word.
+        # With KEEP, requests are copied one by one and completed from the device state; the rest is copied as words.
         copied_from = _HEADER_SIZE
         if keep:
             copied_from = _HEADER_SIZE + REQ_FIELDS * num_reqs
-            _copy_rows(
-                slot_ptr,
-                inputs_ptr,
-                req_lens_ptr,
-                finish_reasons_ptr,
-                num_reqs,
-                num_req_indices,
-                rows,
-                REQ_FIELDS,
-                FIELD_BLOCK,
-            )
-            _keep_rows(
-                slot_ptr, used, num_reqs, num_req_indices, order_ptr, req_values_ptr, end_lengths_ptr, end_tokens_ptr,
-                rows, COPIED_VALUES, KEPT_BLOCK,
+            _copy_requests(
+                entry_ptr, inputs_ptr, req_seq_lens_ptr, finish_reasons_ptr, num_reqs, num_req_indices, rows,
+                REQ_FIELDS, FIELD_BLOCK,
             )  # fmt: skip
-        _copy_words(slot_ptr + copied_from, inputs_ptr + copied_from, used - copied_from, BLOCK)
+            _store_request_values(
+                entry_ptr, used, num_reqs, num_req_indices, order_ptr, req_values_ptr, length_limits_ptr,
+                stop_tokens_ptr, rows, COPIED_VALUES, VALUE_BLOCK,
+            )  # fmt: skip
+        _copy_words(entry_ptr + copied_from, inputs_ptr + copied_from, used - copied_from, BLOCK)
 
 
 def _tile_sizes(groups: int) -> dict[str, int]:
-    """Fields of a row, and of its parts; with blocks that hold them."""
+    """Return the numbers of fields and values per request, and the block sizes that hold them."""
     fields, values, power = layout.req_fields(groups), len(COPIED), next_power_of_two
     return {
         "REQ_FIELDS": fields, "FIELD_BLOCK": power(fields), "GROUPS": groups, "GROUP_BLOCK": power(groups),
-        "COPIED_VALUES": values, "COPIED_BLOCK": power(values), "KEPT_BLOCK": power(max(values, STOP_TOKENS)),
+        "COPIED_VALUES": values, "COPIED_BLOCK": power(values), "VALUE_BLOCK": power(max(values, STOP_TOKENS)),
     }  # fmt: skip
 
 
@@ -331,16 +332,15 @@ _launch = KernelLauncher(_unpack_kernel)
 
 
 def _unpack_triton(b: Any) -> None:
-    groups, num_req_indices = b.page_groups.shape[0], b.req_lens.shape[0]
-    row_block = max(_ROW_BLOCK, next_power_of_two(-(-b.padded_reqs // _PROGRAMS)))
+    groups, num_req_indices = b.page_groups.shape[0], b.req_seq_lens.shape[0]
+    req_block = max(_MIN_REQS, next_power_of_two(-(-b.padded_reqs // _PROGRAMS)))
     _launch(
         (_PROGRAMS,),
-        b.page_groups, b.input_ring, b.inputs, b.cursor, b.order, b.req_lens, b.finish_reasons, b.req_values,
-        b.end_lengths,
-        b.end_tokens, b.step_counter, b.page_spans,
+        b.page_groups, b.input_ring, b.inputs, b.cursor, b.order, b.req_seq_lens, b.finish_reasons, b.req_values,
+        b.length_limits, b.stop_tokens, b.step_counter, b.page_spans,
         b.input_ring.shape[0], b.input_ring.stride(0), min(b.padded_reqs, b.order.shape[0]), b.inputs.shape[0],
         b.input_ring.shape[1] - layout.INPUTS_AT, num_req_indices,
-        **_tile_sizes(groups), ROW_BLOCK=row_block, BLOCK=_BLOCK, OVERLAPS=overlaps(b.inputs.device),
+        **_tile_sizes(groups), REQ_BLOCK=req_block, BLOCK=_BLOCK, OVERLAPS=overlaps(b.inputs.device),
         num_warps=_NUM_WARPS,
     )  # fmt: skip
 
@@ -348,11 +348,11 @@ def _unpack_triton(b: Any) -> None:
 def unpack_reference(b: Any) -> None:
     """Reference of `graphrt::unpack`."""
     cursor, groups = b.cursor.tolist(), b.page_groups.tolist()
-    slot = b.input_ring[cursor[CURSOR_SLOT] % b.input_ring.shape[0]].numpy()[layout.INPUTS_AT :]
-    record, num_req_indices = b.inputs.numpy(), b.req_lens.shape[0]
+    entry = b.input_ring[cursor[CURSOR_ENTRY] % b.input_ring.shape[0]].numpy()[layout.INPUTS_AT :]
+    inputs, num_req_indices = b.inputs.numpy(), b.req_seq_lens.shape[0]
     first_step = cursor[CURSOR_STEP] == 0
     if first_step:
-        header = slot[: layout.HEADER_SIZE].copy()
+        header = entry[: layout.HEADER_SIZE].copy()
     else:
         header = np.zeros(layout.HEADER_SIZE, np.int32)
         step = int(b.step_counter.item()) + 1
@@ -369,57 +369,57 @@ def unpack_reference(b: Any) -> None:
     counts = [layout.HEADER_NUM_REQS, layout.HEADER_NUM_TOKENS, layout.HEADER_NUM_PAGES]
     n, tokens, pages = (int(header[count]) for count in counts)
     used = layout.inputs_size(n, tokens, pages, len(groups))
-    of_slot = used + (layout.END_FIELDS * n if kind & layout.KEEP else 0)
+    entry_words_used = used + (layout.STOP_FIELDS * n if kind & layout.KEEP else 0)
     if kind & layout.DELTA:
-        of_slot = layout.HEADER_SIZE + (new_order + list_fields) * n + pages
+        entry_words_used = layout.HEADER_SIZE + (new_order + list_fields) * n + pages
     fits = min(n, tokens, pages) >= 0 and n <= min(b.padded_reqs, len(b.order))
-    fits = fits and used <= len(record) and of_slot <= len(slot)
+    fits = fits and used <= len(inputs) and entry_words_used <= len(entry)
     if not fits or not (first_step or kind & layout.DELTA):
         n = tokens = pages = 0
         header[counts] = 0
         used = layout.HEADER_SIZE
-    record[: layout.HEADER_SIZE] = header
-    rows = record[layout.HEADER_SIZE : layout.HEADER_SIZE + req_fields * n].reshape(req_fields, n)
-    lens, order = b.req_lens.numpy(), b.order.numpy()
+    inputs[: layout.HEADER_SIZE] = header
+    rows = inputs[layout.HEADER_SIZE : layout.HEADER_SIZE + req_fields * n].reshape(req_fields, n)
+    lens, order = b.req_seq_lens.numpy(), b.order.numpy()
     if not kind & layout.DELTA:
-        record[layout.HEADER_SIZE : used] = slot[layout.HEADER_SIZE : used]
+        inputs[layout.HEADER_SIZE : used] = entry[layout.HEADER_SIZE : used]
         ids = rows[layout.REQ_INDEX].copy()
         known = (ids >= 0) & (ids < num_req_indices)
         if kind & layout.KEEP:
             order[:n] = ids
             values = rows[layout.REQ_COPIED : layout.REQ_COPIED + len(COPIED), known]
             b.req_values.numpy()[:, ids[known]] = values
-            ends = slot[used : used + layout.END_FIELDS * n].reshape(layout.END_FIELDS, n)[:, known]
-            b.end_lengths.numpy()[ids[known]] = ends[layout.END_LENGTH]
-            b.end_tokens.numpy()[:, ids[known]] = ends[layout.END_TOKENS :]
-            on = np.flatnonzero((rows[layout.REQ_SEQ_LEN] == layout.LENGTH_FROM_DEVICE) & known)
-            rows[layout.REQ_SEQ_LEN, on] = lens[ids[on]] + rows[layout.REQ_QUERY_LEN, on]
-            rows[layout.REQ_INDEX, on[b.finish_reasons.numpy()[ids[on]] != 0]] = layout.NOBODY
+            stops = entry[used : used + layout.STOP_FIELDS * n].reshape(layout.STOP_FIELDS, n)[:, known]
+            b.length_limits.numpy()[ids[known]] = stops[layout.STOP_LENGTH]
+            b.stop_tokens.numpy()[:, ids[known]] = stops[layout.FIRST_STOP_TOKEN :]
+            continuing = np.flatnonzero((rows[layout.REQ_SEQ_LEN] == layout.SEQ_LEN_FROM_DEVICE) & known)
+            rows[layout.REQ_SEQ_LEN, continuing] = lens[ids[continuing]] + rows[layout.REQ_QUERY_LEN, continuing]
+            rows[layout.REQ_INDEX, continuing[b.finish_reasons.numpy()[ids[continuing]] != 0]] = layout.NO_REQUEST
         return
     at = layout.HEADER_SIZE
     if new_order:
-        order[:n] = slot[at : at + n]
+        order[:n] = entry[at : at + n]
         at += n
     rows[:] = 0
     if list_fields:
-        rows[layout.REQ_PAGES :] = slot[at : at + list_fields * n].reshape(list_fields, n)
+        rows[layout.REQ_PAGES :] = entry[at : at + list_fields * n].reshape(list_fields, n)
         at += list_fields * n
     rows[layout.REQ_QUERY_START], rows[layout.REQ_QUERY_LEN], rows[layout.REQ_SAMPLE] = np.arange(n), 1, 1
     for row in range(n):
         req_index = int(order[row])
-        rows[layout.REQ_INDEX, row], rows[layout.REQ_SEQ_LEN, row] = layout.NOBODY, 1
+        rows[layout.REQ_INDEX, row], rows[layout.REQ_SEQ_LEN, row] = layout.NO_REQUEST, 1
         if not 0 <= req_index < num_req_indices:
             continue
         length = rows[layout.REQ_SEQ_LEN, row] = int(lens[req_index]) + 1
         if b.finish_reasons[req_index] == 0 and _has_pages(b, req_index, length, rows[layout.REQ_PAGES :, row], groups):
             rows[layout.REQ_INDEX, row] = req_index
             rows[layout.REQ_COPIED : layout.REQ_COPIED + len(COPIED), row] = b.req_values[:, req_index]
-    record[layout.HEADER_SIZE + req_fields * n :][:n] = TOKEN_FROM_DEVICE
-    record[layout.HEADER_SIZE + (req_fields + 1) * n :][:pages] = slot[at : at + pages]
+    inputs[layout.HEADER_SIZE + req_fields * n :][:n] = TOKEN_FROM_DEVICE
+    inputs[layout.HEADER_SIZE + (req_fields + 1) * n :][:pages] = entry[at : at + pages]
 
 
 def _has_pages(b: Any, req_index: int, length: int, lists: Any, groups: list[list[int]]) -> bool:
-    """Whether a row has a page for its token in every group; those of an encoder are all there."""
+    """Whether a request has a page for its next token in every group of its own tokens."""
     for g, words in enumerate(groups):
         group = PageGroup(*words)
         first, _, count = lists[layout.PAGE_FIELDS * g :][: layout.PAGE_FIELDS].tolist()
@@ -434,33 +434,32 @@ _op = DeclaredOp("unpack", _Call, triton_impl=_unpack_triton, reference=unpack_r
 
 
 def unpack(buffers: StaticBuffers) -> None:
-    """Write the step record from the next slot of the input_ring, and what the slot says of rows to the row state.
+    """Write the step inputs from the current entry of the input ring, and store the entry's request values.
 
-    buffers   static buffers, cut to the captured size; what each holds is in docs/decode_step.md
+    buffers   static buffers, cut to the captured size; docs/decode_step.md describes them
 
-    The cursor says which slot, and which of its steps: `write_outputs` moves it on. A slot whose counts are out of
-    range, or
-    which has more rows than were captured, counts as a step without rows.
+    The cursor selects the entry and its step; `write_outputs` advances it. An entry with counts out of range, or with
+    more requests than the graph was captured for, is treated as a step without requests.
 
-    Capture-safe: the grid follows from the captured size; the slot is chosen on the device, and its counts read there.
-    Raises: ShapeError when a tensor does not fit the others.
+    Capture-safe: the grid depends on the captured size; the kernel reads the entry and its counts on the device.
+    Raises: ShapeError: if a tensor does not fit the others.
     """
     _op(_Call(*buffers.once(_operands), buffers.req_indices.shape[0]))
 
 
 def _operands(buffers: StaticBuffers) -> list[torch.Tensor]:
     operands = pass_operands("unpack", buffers)
-    groups, req_indices = buffers.page_groups.shape[0], buffers.req_lens.shape[0]
+    groups, req_indices = buffers.page_groups.shape[0], buffers.req_seq_lens.shape[0]
     for name, shape in (
         ("input_ring", (None, None)), ("inputs", (None,)), ("cursor", (CURSOR_SIZE,)),
-        ("finish_reasons", (req_indices,)),
-        ("req_values", (len(COPIED), req_indices)), ("end_lengths", (req_indices,)),
-        ("end_tokens", (STOP_TOKENS, req_indices)),
+        ("finish_reasons", (req_indices,)), ("req_values", (len(COPIED), req_indices)),
+        ("length_limits", (req_indices,)), ("stop_tokens", (STOP_TOKENS, req_indices)),
         ("page_spans", (groups, req_indices, 2)),
     ):  # fmt: skip
-        check_tensor(name, getattr(buffers, name), shape=shape)
-        if name != "input_ring" and not getattr(buffers, name).is_contiguous():
-            raise ShapeError(f"{name}: expected a contiguous tensor, got others; copy it")
+        tensor = getattr(buffers, name)
+        check_tensor(name, tensor, shape=shape)
+        if name != "input_ring" and not tensor.is_contiguous():
+            raise ShapeError(f"{name}: expected a contiguous tensor, got strides {list(tensor.stride())}; copy it once")
     for name, least in (("input_ring", layout.INPUTS_AT + layout.HEADER_SIZE), ("inputs", layout.HEADER_SIZE)):
         if (words := getattr(buffers, name).shape[-1]) < least:
             raise ShapeError(f"{name}: expected at least {least} words, got {words}; enlarge it")
@@ -468,12 +467,12 @@ def _operands(buffers: StaticBuffers) -> list[torch.Tensor]:
 
 
 def compile_variants() -> list[CompileSpec]:
-    """One KV group, and several."""
+    """Return the variants for one KV group and for several."""
     names = {torch.int32: "*i32", torch.int64: "*i64", torch.float32: "*fp32"}
     types: dict[str, Any] = {f"{name}_ptr": names[spec.dtype] for name, spec in StaticBuffers.specs().items()}
     specs = []
     for groups in (1, 6):
-        constexprs: dict[str, object] = {**_tile_sizes(groups), "ROW_BLOCK": _ROW_BLOCK, "BLOCK": _BLOCK}
+        constexprs: dict[str, object] = {**_tile_sizes(groups), "REQ_BLOCK": _MIN_REQS, "BLOCK": _BLOCK}
         constexprs["OVERLAPS"] = True
         signature = {
             argument: "constexpr" if argument in constexprs else types.get(argument, "i32")
@@ -481,6 +480,6 @@ def compile_variants() -> list[CompileSpec]:
         }
         pointers = tuple(argument for argument in signature if argument.endswith("_ptr"))
         specs.append(
-            CompileSpec(f"apply_{groups}", _unpack_kernel, signature, constexprs, _NUM_WARPS, 3, divisible=pointers)
+            CompileSpec(f"unpack_{groups}", _unpack_kernel, signature, constexprs, _NUM_WARPS, 3, divisible=pointers)
         )
     return specs

@@ -1,4 +1,10 @@
-"""Device helpers that claim row ids and pages for a row of this step, and mark the rows that claim the same."""
+"""Device helpers that detect write conflicts: two requests of a step with one request index, or two writes to a page.
+
+`last_writers` holds a writer id for each page and request index: step tag (32 bits), batch position (16 bits) and, for
+a page, its index among the pages that the request writes (16 bits). A request stores its own id by an atomic exchange.
+If the id that it replaces has the same step tag, the two conflict, and both are marked in `write_conflicts`. The step
+tag makes ids of earlier steps stale, so neither buffer is reset between steps.
+"""
 
 from __future__ import annotations
 
@@ -7,29 +13,33 @@ import triton.language as tl
 
 
 @triton.jit
-def _is_taken(other, claim):
-    """Whether another claim of the same step was found."""
-    return (other != claim) & ((other >> 32) == (claim >> 32))
+def _conflicts(previous, writer):
+    """Whether `previous` is another writer id of the same step."""
+    return (previous != writer) & ((previous >> 32) == (writer >> 32))
 
 
 @triton.jit
-def mark_req_indices(other, claim, is_claimed, duplicates_ptr, mark):
-    """Where another row of this step held the row id that a row claimed, mark both rows."""
-    hit = is_claimed & _is_taken(other, claim)
-    tl.atomic_max(duplicates_ptr + ((claim >> 16) & 0xFFFF), mark, mask=hit, sem="relaxed")
-    tl.atomic_max(duplicates_ptr + ((other >> 16) & 0xFFFF), mark, mask=hit, sem="relaxed")
+def mark_req_conflict(previous, writer, is_writer, write_conflicts_ptr, mark):
+    """Mark both requests if `previous`, which `writer` replaced for a request index, is another request of the step."""
+    hit = is_writer & _conflicts(previous, writer)
+    tl.atomic_max(write_conflicts_ptr + ((writer >> 16) & 0xFFFF), mark, mask=hit, sem="relaxed")
+    tl.atomic_max(write_conflicts_ptr + ((previous >> 16) & 0xFFFF), mark, mask=hit, sem="relaxed")
 
 
 @triton.jit
-def claim_pages(pool_claims_ptr, marks_ptr, pages, index, mask, row_claim, mark):
-    """Claim pages that a row writes, for the row and their places in it. Where a claim of this step by another row, or
-    by another place of this one, is found, mark both; of several marks of a row, that of its first page stays."""
-    claim = row_claim | index.to(tl.int64)
-    other = tl.atomic_xchg(pool_claims_ptr + pages, claim, mask=mask, sem="relaxed")
-    hit = mask & _is_taken(other, claim)
+def store_page_writers(pool_writers_ptr, marks_ptr, pages, index, mask, req_writer, mark):
+    """Store the writer ids of pages that a request writes, and mark both requests of every conflict.
+
+    index   [n] indices of `pages` among the pages that the request writes
+
+    A request keeps only its largest mark, which is that of its first page in conflict.
+    """
+    writer = req_writer | index.to(tl.int64)
+    previous = tl.atomic_xchg(pool_writers_ptr + pages, writer, mask=mask, sem="relaxed")
+    hit = mask & _conflicts(previous, writer)
     if tl.max(hit.to(tl.int32), 0) > 0:
-        own_mark = mark - (claim & 0xFFFF)
-        other_mark = mark - (other & 0xFFFF)
-        own_rows = ((row_claim >> 16) & 0xFFFF).to(tl.int32) + index * 0
+        own_mark = mark - (writer & 0xFFFF)
+        previous_mark = mark - (previous & 0xFFFF)
+        own_rows = ((req_writer >> 16) & 0xFFFF).to(tl.int32) + index * 0
         tl.atomic_max(marks_ptr + own_rows, own_mark, mask=hit, sem="relaxed")
-        tl.atomic_max(marks_ptr + ((other >> 16) & 0xFFFF), other_mark, mask=hit, sem="relaxed")
+        tl.atomic_max(marks_ptr + ((previous >> 16) & 0xFFFF), previous_mark, mask=hit, sem="relaxed")

@@ -1,4 +1,4 @@
-"""SwiGLU's elementwise part (Shazeer 2020): silu(gate) * up, on the joint output of one matrix product."""
+"""The elementwise part of SwiGLU (Shazeer 2020): silu(gate) * up, on the output of one joint matrix product."""
 
 from __future__ import annotations
 
@@ -55,24 +55,25 @@ _op = define_op(
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up of each token, where a row holds gate first and up second.
+    """Return silu(gate) * up for each token; a row of `gate_up` holds gate, then up.
 
     gate_up  [tokens, 2 * width]  float16, bfloat16 or float32  device; rows may be strided
     returns  [tokens, width]      gate_up's dtype, contiguous
 
-    The activation is computed in float32 and rounded before the product, as a model in torch does.
-    Capture-safe: nothing depends on values. Raises: ShapeError.
+    The activation is computed in float32 and rounded before the product, as in PyTorch.
+    Capture-safe: the launch depends on shapes only.
+    Raises: ShapeError: if `gate_up` has the wrong rank, dtype or stride, or an odd width.
     """
     check_tensor("gate_up", gate_up, shape=(None, None), dtype=_FLOATS)
     check_unit_stride("gate_up", gate_up)
     if gate_up.shape[1] % 2 or gate_up.shape[1] == 0:
-        raise ShapeError(f"gate_up: expected an even width, gate and up, got {gate_up.shape[1]}; concatenate the two")
+        raise ShapeError(f"gate_up: expected an even width > 0, got {gate_up.shape[1]}; concatenate gate and up")
     result: torch.Tensor = _op(gate_up)
     return result
 
 
 def compile_variants() -> list[CompileSpec]:
-    """One variant per dtype."""
+    """Return one variant per dtype."""
     specs = []
     for kind in ("fp16", "bf16", "fp32"):
         signature = {

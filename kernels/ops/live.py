@@ -1,4 +1,4 @@
-"""Results of another package's kernel, cleaned: real tokens copied, pad tokens filled, other parts' tokens left."""
+"""Copy the real tokens of an external kernel's result, and fill the pad tokens."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def _copy_live_kernel(
     stride_inner,
     stride_out_token,
     stride_out_outer,
-    FLAT: tl.constexpr,  # a token's values lie one after another on both sides
+    FLAT: tl.constexpr,  # the values of a token are contiguous on both sides
     BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     if first_ptr is not None:
-        # Tokens before the first are another part's.
+        # Another kernel owns the tokens before `first`.
         if token < tl.load(first_ptr):
             return
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < width
-    # Dead tokens are not read: a kernel may have left them unwritten.
+    # Do not read pad tokens: the kernel may not have written them.
     live = tl.load(live_ptr + token).to(tl.int32)
     read = at < live * width
     from_at = at
@@ -92,14 +92,15 @@ def copy_live(
     fill: float = 0.0,
     first: torch.Tensor | None = None,
 ) -> None:
-    """Copy the real tokens of `result` into `out`, and write `fill` in the others.
+    """Copy the real tokens of `result` to `out`, and write `fill` to the others.
 
-    result  [tokens, outer, inner]  float16, bfloat16 or float32   device; any strides
-    live    [tokens]                bool     which tokens are real; the others of `result` are not read
-    out     [tokens, outer, inner]  result's dtype                 device; written, last stride 1
-    first   [1]                     int32    tokens before it are left as they are; None: 0
+    result  [tokens, outer, inner]  float16, bfloat16 or float32  device; any strides
+    live    [tokens]                bool                          device; True for real tokens; others are not read
+    out     [tokens, outer, inner]  result's dtype                device; written; last stride 1
+    first   [1]                     int32                         device; tokens before it are not written; None: 0
 
-    Capture-safe: the grid depends on shapes only. Raises: ShapeError.
+    Capture-safe: the grid depends on shapes only.
+    Raises: ShapeError: if a tensor does not fit `out`.
     """
     check_tensor("out", out, shape=(None, None, None), dtype=_FLOATS)
     check_unit_stride("out", out)
@@ -112,7 +113,7 @@ def copy_live(
 
 
 def compile_variants() -> list[CompileSpec]:
-    """Outputs of both 16-bit dtypes and log-sum-exps, whole and as the prompt part."""
+    """Return variants for outputs of both 16-bit dtypes and for log-sum-exps, with and without `first`."""
     specs = []
     cases = (("bf16", torch.bfloat16, True), ("fp16", torch.float16, False), ("lse", torch.float32, True))
     for name, dtype, part in cases:

@@ -1,4 +1,4 @@
-"""RMSNorm (Zhang and Sennrich 2019), alone and fused with the residual addition before it: a program per token."""
+"""RMSNorm (Zhang and Sennrich 2019), alone and fused with the preceding residual addition; one program per token."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from graphrt.kernels.ops.reference import add_rms_norm_reference, rms_norm_refer
 from graphrt.kernels.sizes import next_power_of_two
 
 MAX_HIDDEN_SIZE = 16384
-"""A row is held in registers."""
+"""Largest hidden size: a program keeps the whole token in registers."""
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -95,14 +95,16 @@ _add_rms_norm_op = define_op(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm of each token: x / sqrt(mean(x^2) + eps) * weight.
+    """Return the RMSNorm of each token: x / sqrt(mean(x^2) + eps) * weight.
 
     x        [tokens, hidden]  float16, bfloat16 or float32  device; rows may be strided
     weight   [hidden]          any of these dtypes           device
     returns  [tokens, hidden]  x's dtype, contiguous
 
-    Statistics in float32; the normalised value is rounded to x's dtype before the weight, as in Llama.
-    Capture-safe: nothing depends on values. Raises: ShapeError; UnsupportedError beyond MAX_HIDDEN_SIZE.
+    Statistics are computed in float32; the normalized value is rounded to x's dtype before the weight, as in Llama.
+    Capture-safe: the launch depends on shapes only.
+    Raises: ShapeError: if a tensor has the wrong shape, dtype, device or stride. UnsupportedError: if hidden is larger
+        than MAX_HIDDEN_SIZE.
     """
     _check(x, weight)
     result: torch.Tensor = _rms_norm_op(x, weight, eps)
@@ -110,14 +112,15 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def add_rms_norm(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Add x to the residual stream in place, and return the RMSNorm of the sum.
+    """Add `x` to `residual` in place, and return the RMSNorm of the sum.
 
     residual  [tokens, hidden]  float16, bfloat16 or float32  device; changed in place, rounded to its dtype
     x         [tokens, hidden]  any of these dtypes           device
     weight    [hidden]          any of these dtypes           device
     returns   [tokens, hidden]  x's dtype, contiguous
 
-    Capture-safe: nothing depends on values. Raises: ShapeError; UnsupportedError beyond MAX_HIDDEN_SIZE.
+    Capture-safe: the launch depends on shapes only.
+    Raises: as `rms_norm`.
     """
     _check_added(x, weight, residual)
     result: torch.Tensor = _add_rms_norm_op(residual, x, weight, eps)
@@ -137,11 +140,11 @@ def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
     check_unit_stride("x", x)
     check_unit_stride("weight", weight)
     if not 1 <= x.shape[1] <= MAX_HIDDEN_SIZE:
-        raise UnsupportedError(f"x: expected a hidden size from 1 to {MAX_HIDDEN_SIZE}, got {x.shape[1]}")
+        raise UnsupportedError(f"x: expected a hidden size from 1 to {MAX_HIDDEN_SIZE}, got {x.shape[1]}; use torch")
 
 
 def compile_variants() -> list[CompileSpec]:
-    """Usual, odd and the largest hidden sizes, with and without residual."""
+    """Return variants with common, odd and the largest hidden sizes, with and without residual."""
     specs = []
     for name, kind, residual_kind, hidden in (
         ("bf16_4096", "bf16", None, 4096),

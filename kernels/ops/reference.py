@@ -1,4 +1,4 @@
-"""Norms and activation in plain torch, on any device."""
+"""References of norms and activation in PyTorch."""
 
 from __future__ import annotations
 

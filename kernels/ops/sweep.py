@@ -1,4 +1,4 @@
-"""A read-only sweep over memory. Only benchmarks use it: it measures the bandwidth that decoding can reach at best."""
+"""A read-only sweep over memory, used by benchmarks to measure the upper limit of the decode bandwidth."""
 
 from __future__ import annotations
 
@@ -38,12 +38,13 @@ _read_sweep_op = define_op("read_sweep(Tensor x, Tensor(a!) out) -> ()", triton_
 
 
 def read_sweep(x: torch.Tensor) -> torch.Tensor:
-    """Read all of `x` once; the result adds up to its sum.
+    """Read all of `x` once and return partial sums.
 
-    x        [n]  float32  device
-    returns  [programs]  float32  device, partial sums
+    x        [n]         float32  device
+    returns  [programs]  float32  device; their sum is that of `x`
 
-    Capture-safe: the grid is fixed. Raises: ShapeError for another dtype or rank.
+    Capture-safe: the grid is fixed.
+    Raises: ShapeError: if `x` is not a 1-D float32 tensor.
     """
     check_tensor("x", x, shape=(None,), dtype=torch.float32)
     out = torch.empty(_PROGRAMS, device=x.device)
@@ -52,7 +53,7 @@ def read_sweep(x: torch.Tensor) -> torch.Tensor:
 
 
 def compile_variants() -> list[CompileSpec]:
-    """Variants for the sm_90 compile check."""
+    """Return the only variant."""
     return [
         CompileSpec(
             name="read_sweep",

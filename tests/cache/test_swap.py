@@ -113,7 +113,7 @@ def wrong_calls(world: World, other: World) -> dict[str, tuple[Any, type[GraphRT
         "free": (lambda: out(free), ConfigError, r"pages\[0\]: expected pages with an owner, got page 19 with 0"),
         "null": (lambda: out([[0], [], []]), ConfigError, "expected pages with an owner, got page 0 with 0"),
         "range": (lambda: out([[], [20], []]), ConfigError, r"pages\[1\]\[0\]: expected an int from 0 to 19, got 20"),
-        "twice": (lambda: out([pages[0], pages[0], []]), ShapeError, "pages: expected different pages, got page"),
+        "twice": (lambda: out([pages[0], pages[0], []]), ShapeError, "pages: page"),
         "groups": (lambda: out(pages[:2]), ConfigError, "pages: expected 3 lists of pages, one per KV group, got 2"),
         "flat": (lambda: out(pages[0]), ConfigError, "pages: expected 3 lists"),
         "none": (lambda: out(None), ConfigError, "pages: expected a list or tuple"),

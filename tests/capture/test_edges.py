@@ -11,8 +11,8 @@ from graphrt.capture.staging import StagingRing, StagingSlot
 from graphrt.kernels.metadata.buffers import BufferKind, Capacity, PageGroup, StaticBuffers
 
 CPU = torch.device("cpu")
-GROUPS = (PageGroup(4, 11, 0, 5), PageGroup(2, 6, 5, 9, window=3, claims_at=11))
-CAPACITY = Capacity(rows=3, tokens=7, req_indices=6, inputs=100, ring=2, page_groups=GROUPS)
+GROUPS = (PageGroup(4, 11, 0, 5), PageGroup(2, 6, 5, 9, window=3, writers_at=11))
+CAPACITY = Capacity(reqs=3, tokens=7, req_indices=6, inputs=100, ring=2, page_groups=GROUPS)
 
 
 # -- static buffers
@@ -21,23 +21,23 @@ CAPACITY = Capacity(rows=3, tokens=7, req_indices=6, inputs=100, ring=2, page_gr
 def test_bytes_and_shapes_of_the_buffers() -> None:
     buffers = StaticBuffers.allocate(CAPACITY, CPU)
     by_hand = {
-        "page_groups": (2, 8), "inputs": (100,), "last_token": (6,), "step_counter": (1,), "claims": (23,),
-        "duplicates": (3, 3), "page_table": (2, 6, 9), "page_spans": (2, 6, 2), "block_table": (2, 3, 9),
+        "page_groups": (2, 8), "inputs": (100,), "last_token": (6,), "step_counter": (1,), "last_writers": (23,),
+        "write_conflicts": (3, 3), "page_table": (2, 6, 9), "page_spans": (2, 6, 2), "block_table": (2, 3, 9),
         "table_from": (2, 3), "table_to": (2, 3), "input_ids": (7,), "positions": (7,), "slot_mapping": (2, 7),
         "query_start_loc": (4,), "seq_lens": (3,), "logits_indices": (3,), "req_indices": (3,), "req_status": (3,),
         "temperatures": (3,), "seeds": (3,), "new_spans": (2, 3, 4), "check_code": (2, 3), "check_value": (2, 3),
-        "fault_code": (3,), "fault_value": (3,), "void_ids": (3,), "encoder_lens": (3,), "places": (3,),
+        "fault_code": (3,), "fault_value": (3,), "void_req_indices": (3,), "encoder_lens": (3,), "buffer_rows": (3,),
         "decode_seq_lens": (3,), "prompt_seq_lens": (3,), "decode_start_loc": (4,), "prompt_start_loc": (4,),
-        "step_ring": (2,), "token_ring": (2, 3), "end_ring": (2, 3),
+        "step_ring": (2,), "token_ring": (2, 3), "finish_reason_ring": (2, 3),
         "fault_code_ring": (2, 3), "fault_value_ring": (2, 3), "last_encoder_len": (6,),
-        "input_ring": (2, 384), "cursor": (5,), "order": (3,), "req_lens": (6,), "finish_reasons": (6,),
+        "input_ring": (2, 384), "cursor": (5,), "order": (3,), "req_seq_lens": (6,), "finish_reasons": (6,),
         "req_values": (13, 6),
         "top_ks": (3,), "top_ps": (3,), "min_ps": (3,), "repetition_penalties": (3,), "presence_penalties": (3,),
         "frequency_penalties": (3,), "prompt_lens": (3,), "penalty_seen": (6, 0), "penalty_counts": (6, 0),
         "logprobs": (3,), "logprob_tokens": (3,), "rank_ring": (2, 3), "logprob_ring": (2, 3, 0),
         "logprob_token_ring": (2, 3, 0), "token_masks": (3,),
         "bias_tokens": (6, 0), "bias_values": (6, 0), "bias_counts": (6,), "mask_words": (6, 0),
-        "end_lengths": (6,), "end_tokens": (8, 6), "go_on": (1,),
+        "length_limits": (6,), "stop_tokens": (8, 6), "loop_condition": (1,),
     }  # fmt: skip
     assert {name: tuple(tensor.shape) for name, tensor in buffers.named()} == by_hand
     assert buffers.page_groups.tolist() == [[4, 11, 0, 5, 0, 0, 0, 0], [2, 6, 5, 9, 3, 0, 11, 0]]
@@ -49,8 +49,8 @@ def test_bytes_and_shapes_of_the_buffers() -> None:
     assert buffers.fault_value_ring.tolist() == [[-1] * 3] * 2
     assert not any(t.any() for kind in (BufferKind.INPUT, BufferKind.DERIVED) for _, t in buffers.named(kind))
     assert buffers.nbytes == sum(t.untyped_storage().nbytes() for _, t in buffers.named())
-    assert (CAPACITY.rows_plus_one, CAPACITY.claims) == (4, 11 + 6 + 6)
-    assert (CAPACITY.groups, CAPACITY.groups_plus_one, CAPACITY.pages_per_row) == (2, 3, 9)
+    assert (CAPACITY.reqs_plus_one, CAPACITY.last_writers) == (4, 11 + 6 + 6)
+    assert (CAPACITY.groups, CAPACITY.groups_plus_one, CAPACITY.pages_per_req) == (2, 3, 9)
 
 
 def test_declarations_say_who_writes_who_reads_and_what_pads_are() -> None:
@@ -63,9 +63,9 @@ def test_declarations_say_who_writes_who_reads_and_what_pads_are() -> None:
         assert type(spec.pad) is str, name
     pads = {name: spec.pad for name, spec in StaticBuffers.specs().items()}
     assert (pads["temperatures"], pads["positions"], pads["step_counter"]) == ("0", "0", "one value")
-    assert pads["last_token"] == pads["claims"] == "untouched"
+    assert pads["last_token"] == pads["last_writers"] == "untouched"
     initial = {name: spec.initial for name, spec in StaticBuffers.specs().items() if spec.initial}
-    unknown = ("last_token", "step_counter", "step_ring", "token_ring", "fault_value_ring", "order", "end_tokens")
+    unknown = ("last_token", "step_counter", "step_ring", "token_ring", "fault_value_ring", "order", "stop_tokens")
     unknown = dict.fromkeys(unknown, -1)
     assert initial == unknown | {"table_to": 1 << 30}, "whatever stands in a table is cleared first"
 

@@ -10,7 +10,7 @@ from graphrt.capture.staging import StagingRing, StagingSlot
 from graphrt.kernels.metadata.buffers import BufferKind, Capacity, PageGroup, StaticBuffers
 from graphrt.testing.poison import poison_derived, poisoned
 
-CAPACITY = Capacity(rows=4, tokens=8, req_indices=5, inputs=100, ring=2, page_groups=(PageGroup(4, 8, 0, 3),))
+CAPACITY = Capacity(reqs=4, tokens=8, req_indices=5, inputs=100, ring=2, page_groups=(PageGroup(4, 8, 0, 3),))
 
 
 def initial(name: str) -> torch.Tensor:
@@ -26,7 +26,7 @@ def test_every_buffer_has_its_declared_shape_dtype_and_contents() -> None:
         "block_table": (1, 4, 3),
         "slot_mapping": (1, 8),
         "query_start_loc": (5,),
-        "claims": (13,),
+        "last_writers": (13,),
         "token_ring": (2, 4),
         "input_ids": (8,),
     }

@@ -384,7 +384,7 @@ ATTEND = {
     "lse-dtype": ({"lse": lambda x: torch.zeros(4, HEADS).half()}, "lse: expected dtype float32"),
     "lse-device": ({"lse": lambda x: torch.zeros(4, HEADS, device="meta")}, "lse: expected device cpu"),
     "lse-stride": ({"lse": lambda x: torch.zeros(HEADS, 4).t()}, "lse: expected stride 1"),
-    "lse-shared": ({"lse": lambda x: torch.zeros(1, HEADS).expand(4, -1)}, "lse: expected elements that share no"),
+    "lse-shared": ({"lse": lambda x: torch.zeros(1, HEADS).expand(4, -1)}, "lse: elements share memory"),
 }
 
 

@@ -1,8 +1,8 @@
-"""Mutations of the step: each buffer that lasts beyond a step, or that the host reads, is put back after its writer.
+"""Mutations of the step: undo the write to one persistent or output buffer, and check that a scenario fails.
 
-    refresh writes page_table  ->  put back to what it held before  ->  wrong tokens, and a scenario says so
+    refresh writes page_table  ->  restore its previous contents  ->  wrong tokens  ->  a scenario fails
 
-Buffers of one step are dropped in turn in test_replay.py, the row state of sessions in test_session.py.
+test_replay.py does the same with the buffers of one step, test_session.py with the request state of sessions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 
 def feedback_scenario() -> None:
-    """A token that the host never sees is the next step's input."""
+    """A token that the host never reads is the input of the next step."""
     rig = make_rig(CPU)
     first, other = rig.start(0, [5, 3, 1]), rig.start(1, [9])
     tokens = rig.manager.replay(Batch.from_requests([rig.row(first), rig.row(other)])).tokens().tolist()
@@ -39,19 +39,19 @@ def feedback_scenario() -> None:
         torch.testing.assert_close(logits[at].double(), rig.model.oracle([*prompt, token]), atol=1e-4, rtol=1e-4)
 
 
-def claim_scenario() -> None:
-    """Two rows that write one page, in the same place of the batch and in others; and rows that write it in turn."""
+def conflict_scenario() -> None:
+    """Two requests write one page, at several batch positions; then they write it in turns, without a conflict."""
     rig = make_rig(CPU)
-    rows = [rig.row(rig.start(i, [5, 3, 1])) for i in range(3)]
-    rows[2] = replace(rows[2], pages=rows[0].pages)
+    requests = [rig.row(rig.start(i, [5, 3, 1])) for i in range(3)]
+    requests[2] = replace(requests[2], pages=requests[0].pages)
     for order, faulty in (((0, 1, 2), {0, 2}), ((1, 0, 2), {1, 2}), ((0, 1), set()), ((2, 1), set()), ((2, 0), {0, 1})):
-        found = rig.manager.replay(Batch.from_requests([rows[at] for at in order])).faults
-        assert {fault.index for fault in found} == faulty, f"rows {order}"
+        found = rig.manager.replay(Batch.from_requests([requests[at] for at in order])).faults
+        assert {fault.index for fault in found} == faulty, f"requests {order}"
         assert all(fault.code is FaultCode.DUPLICATE_PAGE for fault in found)
 
 
-WITHIN_A_CALL = ("claims", "duplicates")
-"""Written and read by one refresh; what an earlier step left there counts for nothing, as it has that step's number."""
+WITHIN_A_CALL = ("last_writers", "write_conflicts")
+"""Written and read by one refresh: contents of earlier steps are ignored, as they carry the step number."""
 
 WRITTEN = {
     name: spec
@@ -63,7 +63,7 @@ WRITTEN = {
 SCENARIOS: dict[str, Callable[[], None]] = {
     "last_encoder_len": lambda: test_encoder_faults.test_a_row_that_forgets_its_encoder_is_a_fault(CPU),
     "last_token": feedback_scenario,
-    "step_counter": claim_scenario,
+    "step_counter": conflict_scenario,
     "penalty_seen": penalty_scenario,
     "penalty_counts": penalty_scenario,
     "fault_code_ring": fault_scenario,
@@ -75,7 +75,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
 
 
 def holder_of(args: tuple[Any, ...]) -> dict[str, torch.Tensor]:
-    """By name, what a writer writes to: the static buffers, or the state of the penalties."""
+    """Return the buffers of a writer by name: the static buffers, or the penalty state."""
     first, last = args[0], args[-1]
     if isinstance(first, StaticBuffers):
         return {name: getattr(first, name) for name in StaticBuffers.specs()}
@@ -83,7 +83,7 @@ def holder_of(args: tuple[Any, ...]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("field", WRITTEN)
-def test_a_buffer_that_is_not_kept_is_noticed(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_write_fails_a_scenario(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = WRITTEN[field].writer
     real = getattr(program, writer)
 
@@ -98,6 +98,6 @@ def test_a_buffer_that_is_not_kept_is_noticed(field: str, monkeypatch: pytest.Mo
         SCENARIOS.get(field, state_scenario)()
 
 
-def test_the_scenarios_pass_where_nothing_is_forgotten() -> None:
+def test_the_scenarios_pass_without_lost_writes() -> None:
     feedback_scenario()
-    claim_scenario()
+    conflict_scenario()

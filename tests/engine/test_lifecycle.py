@@ -132,7 +132,7 @@ def test_buffers_have_the_extents_of_the_configuration() -> None:
     assert shapes["input_ids"] == [7]
     assert shapes["block_table"] == shapes["page_table"] == [1, 3, 13], "50 tokens in pages of 4"
     assert shapes["query_start_loc"] == [4]
-    assert (shapes["last_token"], shapes["claims"]) == ([3], [11 + 3])
+    assert (shapes["last_token"], shapes["last_writers"]) == ([3], [11 + 3])
     assert (shapes["token_ring"], shapes["step_ring"], shapes["input_ring"][0]) == ([6 * 64, 3], [6 * 64], 6)
     assert shapes["inputs"] == [8 + 3 * 21 + 7 + 3 * 13]
 

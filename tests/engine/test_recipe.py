@@ -1,4 +1,4 @@
-"""The recipe of docs/decode_step.md for a static tensor, followed to the letter in a copy of the tree."""
+"""Apply the recipe of docs/decode_step.md for a static tensor in a copy of the tree, and run a model with it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PAGE = (ROOT / "docs" / "decode_step.md").read_text()
 STEP = re.compile(r"<!-- recipe (\S+) (after|before): (.*?) -->\n( *)```python\n(.*?)\n *```", re.DOTALL)
 
-# A model whose logits point at 10 * adapter + token, and what it must give under replay, pads and reordering included.
+# A model whose logits select token 10 * adapter + input, checked under replay, with pads and another batch order.
 CHECK = """
 import torch
 from graphrt.batch import Batch, Request
@@ -26,8 +26,8 @@ from graphrt.spec import AttentionSpec, KVCacheSpec
 seen = torch.full((4,), 99, dtype=torch.int32)
 
 def model(step):
-    rows = step.adapter_ids.shape[0]
-    seen[:rows].copy_(step.adapter_ids)
+    padded_reqs = step.adapter_ids.shape[0]
+    seen[:padded_reqs].copy_(step.adapter_ids)
     chosen = step.adapter_ids.long() * 10 + step.input_ids[step.logits_indices]
     return (torch.arange(100)[None, :] == chosen[:, None]).float()
 
@@ -42,10 +42,10 @@ for adapters in ([3, 1], [7, 0], [1, 3]):
     assert handle.why_eager == ""
     assert handle.tokens().tolist() == [10 * adapters[0] + 5, 10 * adapters[1] + 6]
     assert seen.tolist() == [*adapters, 0, 0]
-rows = [Request(0, [5], 1, [2], adapter_id=4), Request(1, [6], 1, [3], adapter_id=2)]
-assert manager.replay(Batch.from_requests(rows)).tokens().tolist() == [45, 26]
-assert manager.replay(Batch(req_indices=[0], seq_lens=[1], tokens=[5], page_indptr=[0, 1], page_ids=[2])).tokens() ==
-[5]
+requests = [Request(0, [5], 1, [2], adapter_id=4), Request(1, [6], 1, [3], adapter_id=2)]
+assert manager.replay(Batch.from_requests(requests)).tokens().tolist() == [45, 26]
+without = Batch(req_indices=[0], seq_lens=[1], tokens=[5], page_indptr=[0, 1], page_ids=[2])
+assert manager.replay(without).tokens() == [5]
 print("right")
 """
 

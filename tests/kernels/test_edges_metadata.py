@@ -1,4 +1,4 @@
-"""The refresh under records that lie, and with every tensor wrong by itself; page lists at their bounds."""
+"""The refresh with invalid inputs, and with one wrong tensor at a time; page lists at their limits."""
 
 from __future__ import annotations
 
@@ -21,13 +21,26 @@ from graphrt.kernels.metadata.read_inputs import as_declared
 from graphrt.kernels.metadata.refresh import refresh
 from graphrt.kernels.types import FaultCode
 from graphrt.testing.interpreter import shuffled_programs
-from tests.kernels.test_refresh import ALSO, CHUNK, GOOD, SPEC, THIRD
-from tests.support.refresh_rig import MIXED, OUTPUTS, SCRATCH, Request, Rig, Sizes, expect, pack
+from tests.support.refresh_rig import (
+    ALSO,
+    CHUNK,
+    GOOD,
+    MIXED,
+    OUTPUTS,
+    SCRATCH,
+    SPEC,
+    THIRD,
+    Request,
+    Rig,
+    Sizes,
+    expect,
+    pack,
+)
 
 CPU = torch.device("cpu")
 F = FaultCode
-DECODE_ROWS = (GOOD, ALSO, THIRD)  # pages at 0, 2 and 3 of a list of 5
-MIXED_ROWS = (GOOD, CHUNK, ALSO)  # tokens at 0, 1 and 6 of 7; pages at 0, 2 and 5 of 6
+DECODE_BATCH = (GOOD, ALSO, THIRD)  # pages at 0, 2 and 3 of a list of 5
+MIXED_BATCH = (GOOD, CHUNK, ALSO)  # tokens at 0, 1 and 6 of 7; pages at 0, 2 and 5 of 6
 LARGEST, SMALLEST = 2**31 - 1, -(2**31)
 
 
@@ -43,17 +56,19 @@ def where(request: pytest.FixtureRequest) -> Iterator[torch.device]:
         yield CPU if request.param == "reference" else torch.device("cuda", 0)
 
 
-def lie(words: list[int], field: int, row: int, value: int) -> list[int]:
-    """The record with one field of one row changed."""
+def with_field(words: list[int], field: int, position: int, value: int) -> list[int]:
+    """Return the inputs with one field of one request changed."""
     count = words[layout.HEADER_NUM_REQS]
-    at = layout.HEADER_SIZE + field * count + row
+    at = layout.HEADER_SIZE + field * count + position
     return [*words[:at], value, *words[at + 1 :]]
 
 
-def check_served(rig: Rig, words: list[int], rows: Sequence[Request], faults: dict, starts: Sequence[int] = ()) -> None:
-    """One refresh against `expect`; `starts` are the rows' first tokens where the record lies about them."""
+def check_served(
+    rig: Rig, words: list[int], batch: Sequence[Request], faults: dict, starts: Sequence[int] = ()
+) -> None:
+    """Check one refresh against `expect`; `starts` are the first tokens of the requests, if the inputs change them."""
     rig.run(words)
-    expected = expect(rows, rig.sizes, faults, 7)
+    expected = expect(batch, rig.sizes, faults, 7)
     if starts:
         padded = [*starts, *[starts[-1]] * (rig.sizes.reqs + 1 - len(starts))]
         expected["query_start_loc"] = expected["prompt_start_loc"] = padded[: rig.sizes.reqs + 1]
@@ -61,78 +76,78 @@ def check_served(rig: Rig, words: list[int], rows: Sequence[Request], faults: di
 
 
 @pytest.mark.parametrize("value", [5, 6, 99, LARGEST, -1, SMALLEST], ids=str)
-@pytest.mark.parametrize("row", [0, 1, 2])
-def test_a_page_start_outside_the_list_gives_no_pages(where: torch.device, row: int, value: int) -> None:
-    words = lie(pack(DECODE_ROWS, 7), layout.REQ_PAGES + layout.PAGE_START, row, value)
-    faults = {row: (F.LENGTH_EXCEEDS_PAGES, DECODE_ROWS[row].seq_len)}
-    check_served(Rig(Sizes(), where), words, DECODE_ROWS, faults)
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_a_page_start_outside_the_list_gives_no_pages(where: torch.device, position: int, value: int) -> None:
+    words = with_field(pack(DECODE_BATCH, 7), layout.REQ_PAGES + layout.PAGE_START, position, value)
+    faults = {position: (F.LENGTH_EXCEEDS_PAGES, DECODE_BATCH[position].seq_len)}
+    check_served(Rig(Sizes(), where), words, DECODE_BATCH, faults)
 
 
-def test_a_page_start_within_the_list_counts_from_there(where: torch.device) -> None:
-    """Rows may share pages. Two rows that write one page may not, and what lies beyond the list is not there."""
-    words = pack(DECODE_ROWS, 7)
+def test_a_page_list_starts_at_its_page_start(where: torch.device) -> None:
+    """Requests may share pages that they only read. Pages beyond the list are missing."""
+    words = pack(DECODE_BATCH, 7)
     shared = (GOOD, ALSO, replace(THIRD, pages=[5, 6]))
     page = (F.DUPLICATE_PAGE, 6)
-    both_write = lie(words, layout.REQ_PAGES + layout.PAGE_START, 2, 0)
+    both_write = with_field(words, layout.REQ_PAGES + layout.PAGE_START, 2, 0)
     check_served(Rig(Sizes(), where), both_write, shared, {0: page, 2: page})
-    same_slot = lie(both_write, layout.REQ_SEQ_LEN, 2, GOOD.seq_len)
+    same_slot = with_field(both_write, layout.REQ_SEQ_LEN, 2, GOOD.seq_len)
     check_served(Rig(Sizes(), where), same_slot, shared, {0: page, 2: page})
     one_reads = (GOOD, ALSO, replace(THIRD, seq_len=9, pages=[5, 6, 9]))
     check_served(
         Rig(Sizes(), where), pack(one_reads, 7), one_reads, {1: (F.DUPLICATE_PAGE, 9), 2: (F.DUPLICATE_PAGE, 9)}
     )
-    one_left = lie(words, layout.REQ_PAGES + layout.PAGE_START, 2, 4)
-    check_served(Rig(Sizes(), where), one_left, DECODE_ROWS, {2: (F.LENGTH_EXCEEDS_PAGES, 8)})
-    enough_left = lie(one_left, layout.REQ_SEQ_LEN, 2, 4)
+    one_left = with_field(words, layout.REQ_PAGES + layout.PAGE_START, 2, 4)
+    check_served(Rig(Sizes(), where), one_left, DECODE_BATCH, {2: (F.LENGTH_EXCEEDS_PAGES, 8)})
+    enough_left = with_field(one_left, layout.REQ_SEQ_LEN, 2, 4)
     check_served(Rig(Sizes(), where), enough_left, (GOOD, ALSO, replace(THIRD, seq_len=4, pages=[12])), {})
 
 
 @pytest.mark.parametrize("first", [LARGEST, 1 << 30, 10, 9], ids=str)
-def test_a_list_far_behind_the_sequence_is_no_list_of_it(where: torch.device, first: int) -> None:
-    """And takes no memory for the places before it."""
-    rig, words = Rig(Sizes(), where), lie(pack(DECODE_ROWS, 7), layout.REQ_PAGES + layout.PAGE_FIRST, 2, first)
+def test_a_list_far_beyond_the_sequence_gives_no_pages(where: torch.device, first: int) -> None:
+    """It also allocates no memory for the columns before it."""
+    rig, words = Rig(Sizes(), where), with_field(pack(DECODE_BATCH, 7), layout.REQ_PAGES + layout.PAGE_FIRST, 2, first)
     tracemalloc.start()
     try:
-        check_served(rig, words, DECODE_ROWS, {2: (F.LENGTH_EXCEEDS_PAGES, THIRD.seq_len)})
+        check_served(rig, words, DECODE_BATCH, {2: (F.LENGTH_EXCEEDS_PAGES, THIRD.seq_len)})
         assert tracemalloc.get_traced_memory()[1] < 1 << 24
     finally:
         tracemalloc.stop()
 
 
 @pytest.mark.parametrize("count", [3, 6, LARGEST], ids=str)
-def test_pages_counted_beyond_the_list_are_cut(where: torch.device, count: int) -> None:
-    words = lie(pack(DECODE_ROWS, 7), layout.REQ_PAGES + layout.PAGE_COUNT, 2, count)
-    check_served(Rig(Sizes(), where), words, DECODE_ROWS, {})
-    longer = lie(words, layout.REQ_SEQ_LEN, 2, 9)
-    check_served(Rig(Sizes(), where), longer, DECODE_ROWS, {2: (F.LENGTH_EXCEEDS_PAGES, 9)})
+def test_a_page_count_beyond_the_list_is_truncated(where: torch.device, count: int) -> None:
+    words = with_field(pack(DECODE_BATCH, 7), layout.REQ_PAGES + layout.PAGE_COUNT, 2, count)
+    check_served(Rig(Sizes(), where), words, DECODE_BATCH, {})
+    longer = with_field(words, layout.REQ_SEQ_LEN, 2, 9)
+    check_served(Rig(Sizes(), where), longer, DECODE_BATCH, {2: (F.LENGTH_EXCEEDS_PAGES, 9)})
 
 
 @pytest.mark.parametrize("count", [0, -1, SMALLEST], ids=str)
-def test_no_pages_counted(where: torch.device, count: int) -> None:
-    words = lie(pack(DECODE_ROWS, 7), layout.REQ_PAGES + layout.PAGE_COUNT, 1, count)
-    check_served(Rig(Sizes(), where), words, DECODE_ROWS, {1: (F.LENGTH_EXCEEDS_PAGES, 1)})
+def test_a_page_count_below_one_gives_no_pages(where: torch.device, count: int) -> None:
+    words = with_field(pack(DECODE_BATCH, 7), layout.REQ_PAGES + layout.PAGE_COUNT, 1, count)
+    check_served(Rig(Sizes(), where), words, DECODE_BATCH, {1: (F.LENGTH_EXCEEDS_PAGES, 1)})
 
 
-def test_pages_of_the_rows_before_are_cut_and_read_as_they_are(where: torch.device) -> None:
-    """More pages than its own: those of the next rows are to spare, as long as none of them is bad."""
-    words = lie(pack(DECODE_ROWS, 7), layout.REQ_PAGES + layout.PAGE_COUNT, 0, 5)
-    rows = (replace(GOOD, pages=[5, 6, 9, 11, 12]), ALSO, THIRD)
-    check_served(Rig(Sizes(), where), words, rows, {})
+def test_a_list_that_covers_other_requests_checks_their_pages(where: torch.device) -> None:
+    """Pages of the following requests are spare pages of this one; a bad one among them is a fault."""
+    words = with_field(pack(DECODE_BATCH, 7), layout.REQ_PAGES + layout.PAGE_COUNT, 0, 5)
+    batch = (replace(GOOD, pages=[5, 6, 9, 11, 12]), ALSO, THIRD)
+    check_served(Rig(Sizes(), where), words, batch, {})
     null = pack((GOOD, ALSO, replace(THIRD, pages=[11, 0])), 7)
     faults = {0: (F.PAGE_OUT_OF_RANGE, 0), 2: (F.PAGE_OUT_OF_RANGE, 0)}
-    check_served(Rig(Sizes(), where), lie(null, layout.REQ_PAGES + layout.PAGE_COUNT, 0, 5), rows, faults)
+    check_served(Rig(Sizes(), where), with_field(null, layout.REQ_PAGES + layout.PAGE_COUNT, 0, 5), batch, faults)
 
 
-BAD = {row: (F.BAD_LENGTH, MIXED_ROWS[row].seq_len) for row in range(3)}
-STARTS = {  # row, what its first token is said to be, where the rows then start, who falls
-    "first-row-late": (0, 3, (0, 1, 6, 7), {0}),
-    "first-row-negative": (0, -1, (0, 1, 6, 7), {0}),
+BAD = {position: (F.BAD_LENGTH, MIXED_BATCH[position].seq_len) for position in range(3)}
+STARTS = {  # position, its wrong first token, the starts that follow, the faulty positions
+    "first-request-late": (0, 3, (0, 1, 6, 7), {0}),
+    "first-request-negative": (0, -1, (0, 1, 6, 7), {0}),
     "negative": (1, -1, (0, 0, 6, 7), {0, 1}),
     "most-negative": (1, SMALLEST, (0, 0, 6, 7), {0, 1}),
-    "at-the-row-before": (1, 0, (0, 0, 6, 7), {0, 1}),
+    "at-the-request-before": (1, 0, (0, 0, 6, 7), {0, 1}),
     "one-late": (1, 2, (0, 2, 6, 7), {0, 1}),
-    "in-the-row-before": (2, 5, (0, 1, 5, 7), {1, 2}),
-    "back-to-the-row-before": (2, 1, (0, 1, 1, 7), {1, 2}),
+    "in-the-request-before": (2, 5, (0, 1, 5, 7), {1, 2}),
+    "back-to-the-request-before": (2, 1, (0, 1, 1, 7), {1, 2}),
     "at-the-end": (2, 7, (0, 1, 7, 7), {1, 2}),
     "beyond-the-end": (2, 8, (0, 1, 7, 7), {1, 2}),
     "largest": (2, LARGEST, (0, 1, 7, 7), {1, 2}),
@@ -140,24 +155,24 @@ STARTS = {  # row, what its first token is said to be, where the rows then start
 
 
 @pytest.mark.parametrize("case", STARTS)
-def test_rows_whose_tokens_are_misplaced_fall_and_no_others(where: torch.device, case: str) -> None:
-    row, value, starts, fallen = STARTS[case]
-    words = lie(pack(MIXED_ROWS, 7), layout.REQ_QUERY_START, row, value)
-    check_served(Rig(MIXED, where), words, MIXED_ROWS, {r: BAD[r] for r in fallen}, starts)
+def test_a_wrong_query_start_faults_only_the_requests_next_to_it(where: torch.device, case: str) -> None:
+    position, value, starts, fallen = STARTS[case]
+    words = with_field(pack(MIXED_BATCH, 7), layout.REQ_QUERY_START, position, value)
+    check_served(Rig(MIXED, where), words, MIXED_BATCH, {r: BAD[r] for r in fallen}, starts)
 
 
 @pytest.mark.parametrize("value", [-1, 1, 2, 4, LARGEST], ids=str)
-def test_a_decode_graph_knows_where_its_rows_start(where: torch.device, value: int) -> None:
-    rows = (Request(2, [1, 1, 2], 9, [1, 2, 3]), Request(0, [7, 8, 9], 3, [4]), Request(4, [5, 6, 7], 4, [5]))
-    words = lie(pack(rows, 7), layout.REQ_QUERY_START, 1, value)
-    check_served(Rig(SPEC, where), words, rows, {1: (F.BAD_LENGTH, 3)})
+def test_a_decode_graph_checks_query_start(where: torch.device, value: int) -> None:
+    batch = (Request(2, [1, 1, 2], 9, [1, 2, 3]), Request(0, [7, 8, 9], 3, [4]), Request(4, [5, 6, 7], 4, [5]))
+    words = with_field(pack(batch, 7), layout.REQ_QUERY_START, 1, value)
+    check_served(Rig(SPEC, where), words, batch, {1: (F.BAD_LENGTH, 3)})
 
 
 @pytest.mark.parametrize("tokens", [5, 4], ids=str)
-def test_a_row_of_a_decode_graph_without_all_its_tokens(where: torch.device, tokens: int) -> None:
-    """The header says that fewer tokens came than its rows claim."""
-    rows = (Request(2, [1, 1, 2], 9, [1, 2, 3]), Request(0, [7, 8, 9], 3, [4]))
-    words = pack(rows, 7)
+def test_a_decode_request_with_missing_tokens_is_faulty(where: torch.device, tokens: int) -> None:
+    """The header has fewer tokens than the requests."""
+    batch = (Request(2, [1, 1, 2], 9, [1, 2, 3]), Request(0, [7, 8, 9], 3, [4]))
+    words = pack(batch, 7)
     words[layout.HEADER_NUM_TOKENS] = tokens
     tokens_at = layout.HEADER_SIZE + 2 * layout.req_fields(1)
     del words[tokens_at + tokens : tokens_at + 6]
@@ -175,35 +190,35 @@ def test_a_row_of_a_decode_graph_without_all_its_tokens(where: torch.device, tok
 INTERESTING = (SMALLEST, -1, 0, 2, 5, 7, LARGEST)
 
 
-@pytest.mark.parametrize("rows", [DECODE_ROWS, MIXED_ROWS], ids=["decode", "mixed"])
+@pytest.mark.parametrize("batch", [DECODE_BATCH, MIXED_BATCH], ids=["decode", "mixed"])
 @pytest.mark.parametrize("field", range(layout.req_fields(1)))
-def test_kernel_and_reference_agree_on_every_single_lie(
-    kernel_device: torch.device, field: int, rows: Sequence[Request]
+def test_kernel_and_reference_agree_on_every_wrong_field(
+    kernel_device: torch.device, field: int, batch: Sequence[Request]
 ) -> None:
-    """Rows that were told nothing wrong about, and share nothing with the row that was, are served as ever."""
-    sizes = Sizes() if rows is DECODE_ROWS else MIXED
+    """Requests with correct fields, which share nothing with the wrong one, get their usual results."""
+    sizes = Sizes() if batch is DECODE_BATCH else MIXED
     kernel, reference = Rig(sizes, kernel_device), Rig(sizes, CPU)
-    plain = expect(rows, sizes, {}, 0)
-    for step, (row, value) in enumerate(itertools.product((1, 2), INTERESTING)):  # step numbers must grow
-        if field == layout.REQ_QUERY_START and not (value <= 6 if row == 1 else value >= 1):
-            continue  # tokens of two rows then lie in one place: which of the two is written is left open
-        words = lie(pack(rows, step), field, row, value)
+    plain = expect(batch, sizes, {}, 0)
+    for step, (position, value) in enumerate(itertools.product((1, 2), INTERESTING)):  # step numbers must grow
+        if field == layout.REQ_QUERY_START and not (value <= 6 if position == 1 else value >= 1):
+            continue  # the tokens of two requests overlap: either may be written
+        words = with_field(pack(batch, step), field, position, value)
         kernel.run(words)
         _run_reference(reference, words)
         for name in OUTPUTS:
             have, want = getattr(kernel.tensors, name).cpu(), getattr(reference.tensors, name)
             if have.is_floating_point():  # NaN compares by its bits
                 have, want = have.view(torch.int32), want.view(torch.int32)
-            assert torch.equal(have, want), (name, row, value)
+            assert torch.equal(have, want), (name, position, value)
         fallen = [r for r, status in enumerate(reference.tensors.req_status.tolist()) if status == -2]
-        for other in set(range(3)) - {row, *fallen}:
+        for other in set(range(3)) - {position, *fallen}:
             for name in ("req_indices", "seq_lens", "req_status", "temperatures", "seeds"):
                 assert getattr(reference.tensors, name)[other].tolist() == plain[name][other]
             assert reference.tensors.block_table[0, other].tolist() == plain["block_table"][0][other]
 
 
 def _run_reference(rig: Rig, words: list[int]) -> None:
-    """Run the reference, though `kernel_device` has switched CPU tensors to the interpreter."""
+    """Run the reference although `kernel_device` has switched CPU tensors to the interpreter."""
     from graphrt.kernels import library
 
     active, library._cpu_runs_triton = library._cpu_runs_triton, False
@@ -222,8 +237,8 @@ def _declared_kernel(words_ptr, floats_ptr, longs_ptr, ints_ptr):
     tl.store(ints_ptr + lanes, as_declared(words, ints_ptr))
 
 
-def test_words_of_a_record_become_what_their_buffer_holds(kernel_device: torch.device) -> None:
-    """The bits of a float, an unsigned number where there is room for it, or the word itself."""
+def test_input_words_are_converted_to_the_buffer_dtype(kernel_device: torch.device) -> None:
+    """float32 by its bits, int64 as unsigned, int32 unchanged."""
     words = torch.tensor([0, -1, 0x3FC00000, SMALLEST], dtype=torch.int32, device=kernel_device)
     floats, longs, ints = (
         torch.empty(4, dtype=d, device=kernel_device) for d in (torch.float32, torch.int64, torch.int32)
@@ -234,7 +249,7 @@ def test_words_of_a_record_become_what_their_buffer_holds(kernel_device: torch.d
     assert ints.tolist() == words.tolist()
 
 
-# -- every tensor wrong by itself
+# -- one wrong tensor at a time
 
 
 def tensors(sizes: Sizes = Sizes(), **changes: Callable[[torch.Tensor], torch.Tensor]) -> StaticBuffers:  # noqa: B008
@@ -252,8 +267,8 @@ def run(made: StaticBuffers, sizes: Sizes = Sizes(), **changes: int) -> None:  #
 
 
 @pytest.mark.parametrize("name", operands("refresh"))
-def test_every_tensor_is_checked_by_itself(name: str) -> None:
-    """Dtype, ranks, device and stride of each, with all others right; the one that is wrong is named."""
+def test_every_tensor_is_checked(name: str) -> None:
+    """A wrong dtype, rank, device or stride of one tensor raises an error that names it."""
     good = getattr(tensors(), name)
     other = torch.int32 if good.dtype != torch.int32 else torch.int64
     wrong = {
@@ -264,11 +279,11 @@ def test_every_tensor_is_checked_by_itself(name: str) -> None:
         "stride": lambda t: t.repeat_interleave(2, -1)[..., ::2],
     }
     if good.shape[-1] == 1:
-        del wrong["stride"]  # of one value there is none
+        del wrong["stride"]  # a single element has no stride
     for what, change in wrong.items():
         with pytest.raises(ShapeError) as caught:
             run(tensors(**{name: change}))
-        # All others are measured against the device of req_indices.
+        # req_indices defines the expected device.
         first = operands("refresh")[0] if (name, what) == ("req_indices", "device") else name
         assert str(caught.value).startswith(f"{first}: expected"), what
 
@@ -283,13 +298,13 @@ def test_every_extent_is_exact(name: str) -> None:
             run(tensors(**{name: change}))
 
 
-def test_extents_that_are_just_enough() -> None:
-    """The smallest record, claims, marks and table do; one less of each is refused."""
+def test_smallest_extents() -> None:
+    """The smallest inputs, conflict buffers and tables work; one element less raises."""
     sizes = Sizes()
     least = {
         "inputs": lambda t: t[: layout.inputs_size(1, 0, 0, 1)].zero_(),
-        "claims": lambda t: t[: 8 + 1],
-        "duplicates": lambda t: t[:, :4],
+        "last_writers": lambda t: t[: 8 + 1],
+        "write_conflicts": lambda t: t[:, :4],
     }
     made = tensors(**least)
     run(made)
@@ -297,33 +312,33 @@ def test_extents_that_are_just_enough() -> None:
     assert made.step_counter.tolist() == [0]
     assert made.req_status.tolist() == [-1] * 4
     less = {
-        "inputs": lambda t: t[:-1], "claims": lambda t: t[:-1], "duplicates": lambda t: t[:, :-1],
+        "inputs": lambda t: t[:-1], "last_writers": lambda t: t[:-1], "write_conflicts": lambda t: t[:, :-1],
         "page_table": lambda t: t[:, :, :-1], "page_spans": lambda t: t[:, :-1],
     }  # fmt: skip
     for name, change in less.items():
         with pytest.raises(ShapeError, match=rf"^{name}: expected"):
             run(replace(made, **{name: change(getattr(made, name))}))
-    with pytest.raises(ShapeError, match=r"input_ids: expected rows x query_len = 8 tokens, got 4"):
+    with pytest.raises(ShapeError, match=r"input_ids: expected 4 batch x query_len 2 tokens, got 4"):
         run(tensors(), sizes, query_len=2)
 
 
-def test_a_claim_for_every_page_and_row_id_is_enough(where: torch.device) -> None:
-    """The last page and the last row id are claimed in place: two rows that want them fall, the guard behind stays."""
+def test_the_last_page_and_request_index_have_a_writer(where: torch.device) -> None:
+    """Conflicts on the last page and the last request index are found; memory after the buffer is not written."""
     rig = Rig(Sizes(), where)
     guarded = torch.zeros(32 + 8 + 5, dtype=torch.int64, device=where)
-    rig.tensors = replace(rig.tensors, claims=guarded[:-5])
-    rows = (Request(7, [1], 3, [31]), Request(6, [1], 6, [30, 31]), Request(4, [1], 1, [1]), Request(5, [2], 1, [2]))
+    rig.tensors = replace(rig.tensors, last_writers=guarded[:-5])
+    batch = (Request(7, [1], 3, [31]), Request(6, [1], 6, [30, 31]), Request(4, [1], 1, [1]), Request(5, [2], 1, [2]))
     page = (F.DUPLICATE_PAGE, 31)
-    check_served(rig, pack(rows, 7), rows, {0: page, 1: page})
-    twice = (rows[0], replace(rows[1], req_index=7, pages=[30, 29]), *rows[2:])
+    check_served(rig, pack(batch, 7), batch, {0: page, 1: page})
+    twice = (batch[0], replace(batch[1], req_index=7, pages=[30, 29]), *batch[2:])
     rig.run(pack(twice, 8))
     rig.check(expect(twice, rig.sizes, {0: (F.DUPLICATE_REQUEST, 7), 1: (F.DUPLICATE_REQUEST, 7)}, 8))
     assert guarded[-5:].tolist() == [0] * 5
 
 
 @pytest.mark.parametrize("max_pages", [3, 10])
-def test_a_sequence_ends_where_its_table_does(where: torch.device, max_pages: int) -> None:
-    """Lengths beyond the table's columns are no pages at all, whatever max_seq_len and the record say."""
+def test_a_sequence_longer_than_its_table_is_faulty(where: torch.device, max_pages: int) -> None:
+    """The columns of the table limit the length, whatever max_seq_len and the inputs allow."""
     sizes = Sizes(max_pages=max_pages, max_seq_len=60)
     last = Request(4, [1], 4 * max_pages, range(20, 20 + max_pages))
     longer = Request(5, [1], 4 * max_pages + 1, range(9, 10 + max_pages))
@@ -336,36 +351,36 @@ def test_a_sequence_ends_where_its_table_does(where: torch.device, max_pages: in
     )
 
 
-@pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (1, 65536), (65536, 1), (65536, 65536)])
-def test_the_smallest_and_the_largest_graph(rows: int, tokens: int) -> None:
-    made = tensors(Sizes(reqs=rows, tokens=tokens, query_len=0, max_pages=1, max_seq_len=4))
+@pytest.mark.parametrize(("reqs", "tokens"), [(1, 1), (1, 65536), (65536, 1), (65536, 65536)])
+def test_the_smallest_and_the_largest_graph(reqs: int, tokens: int) -> None:
+    made = tensors(Sizes(reqs=reqs, tokens=tokens, query_len=0, max_pages=1, max_seq_len=4))
     made.inputs.zero_()
     run(made, query_len=0, max_seq_len=4)
-    assert made.query_start_loc.tolist() == [0] * (rows + 1)
+    assert made.query_start_loc.tolist() == [0] * (reqs + 1)
     assert set(made.slot_mapping[0].tolist()) == {-1}
 
 
-@pytest.mark.parametrize(("rows", "tokens"), [(0, 1), (1, 0), (65537, 1), (1, 65537)])
-def test_graphs_that_no_claim_can_name(rows: int, tokens: int) -> None:
-    made = tensors(Sizes(reqs=rows, tokens=tokens, query_len=0, max_pages=1, max_seq_len=4))
-    with pytest.raises(ShapeError, match=rf"got {rows} and {tokens}"):
+@pytest.mark.parametrize(("reqs", "tokens"), [(0, 1), (1, 0), (65537, 1), (1, 65537)])
+def test_graphs_beyond_the_limits_of_a_writer_id_raise(reqs: int, tokens: int) -> None:
+    made = tensors(Sizes(reqs=reqs, tokens=tokens, query_len=0, max_pages=1, max_seq_len=4))
+    with pytest.raises(ShapeError, match=rf"got {reqs} and {tokens}"):
         run(made, query_len=0, max_seq_len=4)
 
 
-def test_operands_are_what_the_declarations_say() -> None:
+def test_operands_follow_from_the_declarations() -> None:
     inputs = {"page_groups", "inputs", "last_token"}
-    kept = {"claims", "duplicates", "page_table", "page_spans", "last_encoder_len"}
+    kept = {"last_writers", "write_conflicts", "page_table", "page_spans", "last_encoder_len"}
     assert set(operands("refresh")) - set(OUTPUTS) == inputs | kept | SCRATCH
-    rows = (BufferKind.DERIVED, BufferKind.CARRIED)
-    derived = {name for name, spec in StaticBuffers.specs().items() if spec.kind in rows}
+    kinds = (BufferKind.DERIVED, BufferKind.CARRIED)
+    derived = {name for name, spec in StaticBuffers.specs().items() if spec.kind in kinds}
     assert set(OUTPUTS) | SCRATCH | {"inputs"} == derived | {"step_counter"}
 
 
 # -- page lists
 
 
-def test_page_lists_within_and_beyond_their_buffer(where: torch.device) -> None:
-    """indptr may say anything: rows before and beyond the buffer are cut or left out, the others are written."""
+def test_page_lists_inside_and_outside_their_buffer(where: torch.device) -> None:
+    """With any indptr, writes outside the buffer are dropped, and all others are made."""
     table = torch.arange(1, 16, dtype=torch.int32, device=where).reshape(3, 5)
     for indptr, want in (
         ([0, 5, 6, 8], [1, 2, 3, 4, 5, 6, 11, 12, -7]),
@@ -396,7 +411,7 @@ LISTS = {
 
 
 @pytest.mark.parametrize("case", LISTS)
-def test_each_argument_of_a_page_list_is_named_alone(case: str) -> None:
+def test_a_wrong_argument_of_a_page_list_raises(case: str) -> None:
     at, change, text = LISTS[case]
     arguments = [torch.zeros(shape, dtype=torch.int32) for shape in ((2, 3), (3,), (6,))]
     list_pages(*arguments)

@@ -20,7 +20,7 @@ from graphrt.kernels.ops.sampling_logits import SAMPLE_CHUNK, exponential
 from graphrt.kernels.ops.sampling_reference import exponential_reference, sample_reference
 from graphrt.kernels.types import NO_TOKEN, FaultCode, FinishReason, RequestStatus
 from tests.kernels.test_sampling import arguments, exact_draws, one_hot_rows
-from tests.kernels.test_write_outputs import make_buffers
+from tests.support.refresh_rig import make_buffers
 
 INF = float("inf")
 S, F = RequestStatus, FaultCode
@@ -101,7 +101,7 @@ def test_no_rows(kernel_device: torch.device) -> None:
     assert (tuple(out.shape), out.dtype) == ((0,), torch.int32)
 
 
-RINGS = ("step_ring", "token_ring", "end_ring", "fault_code_ring", "fault_value_ring")
+RINGS = ("step_ring", "token_ring", "finish_reason_ring", "fault_code_ring", "fault_value_ring")
 
 
 @pytest.mark.parametrize("context", [interpreted, nullcontext], ids=["kernel", "reference"])
@@ -126,7 +126,7 @@ def test_rings_that_are_just_wide_enough(context) -> None:
         entry = 1 + step % depth
         expected["step_ring"][entry] = step
         expected["token_ring"][entry][:3] = [21, NO_TOKEN, NO_TOKEN]
-        expected["end_ring"][entry][:3] = [
+        expected["finish_reason_ring"][entry][:3] = [
             int(FinishReason.RUNNING),
             int(FinishReason.RUNNING),
             int(FinishReason.FAULT),
@@ -177,7 +177,7 @@ def test_every_argument_is_checked_by_itself(op: str, name: str) -> None:
     for what, change in WRONG.items():
         if what in ("shorter", "longer") and name not in SIZED[op]:
             continue  # its extent is what the others are measured by
-        if name in ("step_counter", "go_on") and what == "stride":
+        if name in ("step_counter", "loop_condition") and what == "stride":
             continue  # of one value there is none
         if (name == "input_ring" or name.endswith("_ring")) and what == "device":
             continue  # these may lie in pinned memory

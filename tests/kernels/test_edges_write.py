@@ -1,4 +1,4 @@
-"""write_kv with each argument wrong by itself, and each head in the block and the cache that it belongs to."""
+"""`write_kv` with one wrong argument at a time, rotation widths, and the epsilon of the norm."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ WRONG: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "device": lambda t: t.to("meta"),
     "stride": lambda t: t.repeat_interleave(2, -1)[..., ::2],
 }
-SIZED = {  # which extents are those of others
+SIZED = {  # extents that other arguments determine
     "k": (0, 2), "v": (0, 1, 2), "k_cache": (2, 3), "v_cache": (0, 1, 2, 3), "slot_mapping": (0,), "positions": (0,),
     "rotary.q_norm": (0,), "rotary.k_norm": (0,),
 }  # fmt: skip
-FIRST = {  # where this one is wrong, that one does not fit it
+FIRST = {  # the error names another argument, which does not fit the wrong one
     ("q", "device"): "k", ("k", "heads"): "v", ("k_cache", "pages"): "v_cache",
-    ("v", "longer 2"): "v_cache",  # values have a head size of their own
+    ("v", "longer 2"): "v_cache",  # values have their own head size
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", arguments())
-def test_every_argument_is_checked_by_itself(name: str) -> None:
+def test_every_argument_is_checked(name: str) -> None:
     run(arguments())
     cases = dict(WRONG)
     for dim in SIZED.get(name, ()):
@@ -68,15 +68,15 @@ def test_every_argument_is_checked_by_itself(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["q", "k_cache", "v_cache"])
-def test_what_is_written_shares_no_memory(name: str) -> None:
+def test_an_overlapping_output_raises(name: str) -> None:
     given = arguments()
     given[name] = given[name][:1].expand_as(given[name])
-    with pytest.raises(ShapeError, match=f"{name}: expected elements that share no memory"):
+    with pytest.raises(ShapeError, match=f"{name}: elements share memory"):
         run(given)
 
 
 @pytest.mark.parametrize(("width", "good"), [(1, False), (2, True), (6, True), (7, False), (8, True), (10, False)])
-def test_widths_of_a_rotation(width: int, good: bool) -> None:
+def test_rotary_width_is_even_and_at_most_head_dim(width: int, good: bool) -> None:
     given = arguments() | {"rotary.cos_sin": torch.zeros(TOKENS, width)}
     if good:
         run(given)
@@ -87,7 +87,7 @@ def test_widths_of_a_rotation(width: int, good: bool) -> None:
             run(given)
 
 
-def test_defaults_of_a_rotation() -> None:
+def test_defaults_of_rotary() -> None:
     table = torch.zeros(1, 2)
     rotary = Rotary(table)
     assert (rotary.q_norm, rotary.k_norm, rotary.norm_eps) == (None, None, 1e-6)
@@ -95,7 +95,7 @@ def test_defaults_of_a_rotation() -> None:
 
 
 @pytest.mark.parametrize("eps", [0.1, 0.7])
-def test_what_a_norm_adds_to_the_mean_square(kernel_device: torch.device, rng: torch.Generator, eps: float) -> None:
+def test_norm_eps_is_added_to_the_mean_square(kernel_device: torch.device, rng: torch.Generator, eps: float) -> None:
     given = {name: tensor.to(kernel_device) for name, tensor in arguments().items()}
     heads = torch.randn(2, TOKENS, HEADS, DIM, generator=rng).to(kernel_device)
     given["q"], given["k"] = heads[0].clone(), heads[1, :, :KV_HEADS].clone()

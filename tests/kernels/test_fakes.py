@@ -1,4 +1,4 @@
-"""What operators say of their results without computing them, as torch.compile asks: the same as they then return."""
+"""Fake implementations of operators return the shapes, dtypes and strides of the real ones."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ CALLS: dict[str, tuple[Callable[..., torch.Tensor], list[torch.Tensor]]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_fake_result_looks_like_the_real_one(name: str) -> None:
+def test_fake_result_matches_the_real_one(name: str) -> None:
     call, arguments = CALLS[name]
     real, fake = call(*arguments), call(*(tensor.to("meta") for tensor in arguments))
     assert fake.device.type == "meta"
     assert (fake.dtype, fake.shape, fake.stride()) == (real.dtype, real.shape, real.stride())
 
 
-def test_every_operator_that_returns_something_is_here() -> None:
+def test_all_operators_with_results_are_tested() -> None:
     for module in pkgutil.walk_packages(graphrt.kernels.__path__, "graphrt.kernels."):
         importlib.import_module(module.name)
     every = [schema for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("graphrt::")]

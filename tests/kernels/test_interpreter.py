@@ -1,4 +1,4 @@
-"""Repairs of Triton's interpreter: what a launch changes of Triton is put back behind it."""
+"""An interpreted launch restores its changes of Triton's language."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PRINTED = ("__repr__", "__annotations__")
 
 @triton.jit
 def _within(x):
-    return tl.max(x, 0) + tl.sum(x, 0)  # functions of Triton's own that the interpreter runs, too
+    return tl.max(x, 0) + tl.sum(x, 0)  # functions of Triton, which the interpreter patches too
 
 
 @triton.jit
@@ -25,15 +25,15 @@ def _kernel(x_ptr, out_ptr, N: tl.constexpr):
 
 
 def language() -> dict[tuple[str, str], object]:
-    """Everything by name that an interpreted launch may change, but for how a tensor is printed."""
+    """Return everything that an interpreted launch may change, by name, except how tensors are printed."""
     owners = {"tl": tl, "core": tl.core, "tensor": tl.core.tensor, "math": tl.math}
     return {
         (owner, name): value for owner, at in owners.items() for name, value in vars(at).items() if name not in PRINTED
     }
 
 
-def test_a_launch_leaves_triton_as_it_was() -> None:
-    """Also what functions change that the kernel calls; else nothing can be compiled in the process from then on."""
+def test_a_launch_restores_the_language() -> None:
+    """This includes changes for functions that the kernel calls; otherwise the process could not compile kernels."""
     install()
     before, x, out = language(), torch.arange(8.0), torch.zeros(1)
     for _ in range(2):

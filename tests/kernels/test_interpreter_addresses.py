@@ -1,4 +1,4 @@
-"""Checked addresses: interpreted kernels that leave the tensors of their launch are named, all others left alone."""
+"""`checked_addresses`: an interpreted kernel that accesses memory outside its tensors raises."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _described_kernel(x_ptr, out_ptr, rows, start):
 
 
 @pytest.mark.parametrize("dtype", [F32, torch.bfloat16, torch.int64, torch.uint8, torch.bool], ids=str)
-def test_a_load_and_a_store_one_too_far(dtype: torch.dtype) -> None:
+def test_loads_and_stores_out_of_bounds_raise(dtype: torch.dtype) -> None:
     x, out = torch.ones(64, dtype=dtype), torch.zeros(64, dtype=dtype)
     size = dtype.itemsize
     _copy_kernel[(2,)](x, out, 64, 0, 32)
@@ -86,7 +86,7 @@ def test_a_load_and_a_store_one_too_far(dtype: torch.dtype) -> None:
         _copy_kernel[(2,)](x, out[:60].clone(), 64, 0, 32)
 
 
-def test_a_part_of_a_lane_is_outside() -> None:
+def test_a_partly_outside_lane_raises() -> None:
     x, out = torch.zeros(14, dtype=torch.uint8)[:12].view(I32), torch.zeros(4, dtype=I32)
     _copy_kernel[(1,)](x, out, 3, 0, 4)
     with pytest.raises(AssertionError, match=r"got 1 outside .* byte 12 of the storage of x_ptr, which has 14 bytes"):
@@ -94,7 +94,7 @@ def test_a_part_of_a_lane_is_outside() -> None:
 
 
 @pytest.mark.parametrize("at", [4, -1, WILD, -WILD, -(1 << 61)])
-def test_a_function_of_the_kernel(at: int) -> None:
+def test_accesses_in_called_functions_are_checked(at: int) -> None:
     x, out = torch.arange(4.0), torch.zeros(1)
     _take_one_kernel[(1,)](x, out, 3)
     assert out.item() == 3
@@ -102,7 +102,7 @@ def test_a_function_of_the_kernel(at: int) -> None:
         _take_one_kernel[(1,)](x, out, at)
 
 
-def test_a_null_pointer() -> None:
+def test_a_null_pointer_raises() -> None:
     x = torch.zeros(4)
     at = -x.data_ptr() // 4
     with pytest.raises(AssertionError, match="the first at 0x0, byte"):
@@ -110,7 +110,7 @@ def test_a_null_pointer() -> None:
 
 
 @pytest.mark.parametrize("ahead", [WILD, -WILD])
-def test_lanes_that_are_masked_off_point_anywhere(ahead: int) -> None:
+def test_masked_lanes_may_have_any_address(ahead: int) -> None:
     x, out = torch.arange(8.0), torch.zeros(8)
     _copy_kernel[(4,)](x, out, 8, 0, 16)
     assert torch.equal(out, x)
@@ -118,7 +118,7 @@ def test_lanes_that_are_masked_off_point_anywhere(ahead: int) -> None:
     assert torch.equal(out, x)
 
 
-def test_atomics() -> None:
+def test_atomics_are_checked() -> None:
     x = torch.zeros(8, dtype=I32)
     _atomic_kernel[(1,)](x, 8, 5, 8)
     assert x.tolist() == [1, 1, 1, 1, 1, 7, 1, 1]
@@ -131,10 +131,10 @@ def test_atomics() -> None:
         AssertionError, match=r"^_atomic_kernel: expected every lane of an atomic .* got 1 outside .* byte 32 of"
     ):
         _atomic_kernel[(1,)](x, 9, 0, 16)  # adds
-    assert not x.any(), "nothing of it has run"
+    assert not x.any(), "the kernel ran partly"
 
 
-def test_a_tuple_of_tensors() -> None:
+def test_tuples_of_tensors_are_checked() -> None:
     tensors, out = (torch.arange(8.0), torch.arange(8.0, 14.0), torch.arange(8.0)), torch.zeros(1)
     _sum_of_tuple_kernel[(1,)](tensors, out, 5)
     assert out.item() == 23
@@ -142,19 +142,19 @@ def test_a_tuple_of_tensors() -> None:
         _sum_of_tuple_kernel[(1,)](tensors, out, 6)
 
 
-def test_arguments_that_share_a_storage() -> None:
+def test_arguments_may_access_their_shared_storage() -> None:
     whole = torch.zeros(96)
-    _copy_kernel[(1,)](whole[:32], whole[64:], 32, 32, 32)  # of the tensor's storage, if not of the tensor
+    _copy_kernel[(1,)](whole[:32], whole[64:], 32, 32, 32)  # inside the storage, outside of the tensor
     with pytest.raises(AssertionError, match="byte 384 of the storage of x_ptr, out_ptr, which has 384 bytes"):
         _copy_kernel[(1,)](whole[:32], whole[64:], 32, 65, 32)
 
 
-def test_arguments_by_name() -> None:
+def test_named_arguments_are_checked() -> None:
     with pytest.raises(AssertionError, match="byte 12 of the storage of out_ptr"):
         _copy_kernel[(1,)](torch.zeros(4), out_ptr=torch.zeros(3), count=4, ahead=0, N=4)
 
 
-def test_storages_of_one_array() -> None:
+def test_storages_may_overlap() -> None:
     array = torch.zeros(8).numpy()
     whole, part = torch.from_numpy(array), torch.from_numpy(array[2:4])
     _copy_kernel[(1,)](whole, part, 6, 0, 8)
@@ -164,7 +164,7 @@ def test_storages_of_one_array() -> None:
         _copy_kernel[(1,)](whole, part, 7, 0, 8)
 
 
-def test_a_pointer_made_of_an_integer() -> None:
+def test_integer_pointers_to_live_tensors_are_allowed() -> None:
     x, out = torch.arange(4.0), torch.zeros(1)
     table = torch.tensor([x.data_ptr()])
     _by_address_kernel[(1,)](table, out, 3)
@@ -175,7 +175,7 @@ def test_a_pointer_made_of_an_integer() -> None:
         _by_address_kernel[(1,)](torch.tensor([16]), out, 0)
 
 
-def test_a_described_tensor() -> None:
+def test_tensor_descriptors_are_checked() -> None:
     x, out = torch.randn(6, 16), torch.zeros(4, 16)
     _described_kernel[(1,)](x, out, 6, 4)
     assert torch.equal(out[:2], x[4:])
@@ -186,12 +186,12 @@ def test_a_described_tensor() -> None:
         _described_kernel[(1,)](x, out, 7, 4)
 
 
-def test_what_else_fails_stays_what_it_is() -> None:
+def test_other_errors_are_unchanged() -> None:
     with pytest.raises(InterpreterError):
         _sum_of_tuple_kernel[(1,)](torch.zeros(4), None, 0)
 
 
-def test_it_ends_with_the_context() -> None:
+def test_checks_end_with_the_context() -> None:
     names = ("create_masked_load", "create_masked_store", "create_atomic_rmw", "create_atomic_cas")
     before = [getattr(InterpreterBuilder, name) for name in names], GridExecutor.__call__
     with checked_addresses():

@@ -1,4 +1,4 @@
-"""Which launches are Triton's own, and which take a kernel that an earlier launch compiled."""
+"""Which launches go through Triton's binder, and which use a cached kernel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from graphrt.kernels.sizes import next_power_of_two
 
 
 class Kernel:
-    """Stands in for a function under `triton.jit`: notes how it is launched."""
+    """A fake `triton.jit` function that records its launches."""
 
     arg_names = ("x_ptr", "stride", "out_ptrs", "SIZE", "FLAG")
     params = tuple(SimpleNamespace(name=name, is_constexpr=name.isupper()) for name in arg_names)
@@ -62,7 +62,7 @@ def launch(launcher: KernelLauncher, **changed: Any) -> None:
     launcher(call.pop("grid"), call.pop("x"), call.pop("stride"), call.pop("out"), **call)
 
 
-def test_the_second_launch_takes_the_compiled_kernel(kernel: Kernel) -> None:
+def test_the_second_launch_uses_the_cached_kernel(kernel: Kernel) -> None:
     launcher = KernelLauncher(kernel)
     launch(launcher)
     other = WORDS[32:40]  # other memory, aligned alike
@@ -92,7 +92,7 @@ def test_the_second_launch_takes_the_compiled_kernel(kernel: Kernel) -> None:
     ],
     ids=lambda changed: "-".join(changed),
 )
-def test_a_launch_that_differs_is_tritons_own(kernel: Kernel, changed: dict[str, Any]) -> None:
+def test_a_different_launch_uses_the_binder(kernel: Kernel, changed: dict[str, Any]) -> None:
     launcher = KernelLauncher(kernel)
     for _ in range(2):
         launch(launcher)
@@ -100,7 +100,7 @@ def test_a_launch_that_differs_is_tritons_own(kernel: Kernel, changed: dict[str,
     assert [way for way, *_ in kernel.launches] == ["binder", "binder", "compiled", "compiled"]
 
 
-def test_each_device_has_its_own(kernel: Kernel) -> None:
+def test_each_device_has_its_own_cached_kernel(kernel: Kernel) -> None:
     launcher = KernelLauncher(kernel)
     for device in (0, 1, 1):
         kernel.device.current = device  # type: ignore[attr-defined]
@@ -109,7 +109,7 @@ def test_each_device_has_its_own(kernel: Kernel) -> None:
     assert kernel.launches[-1][-1] == 71
 
 
-def test_what_a_hook_refuses_is_not_kept(kernel: Kernel) -> None:
+def test_a_launch_rejected_by_a_hook_is_not_cached(kernel: Kernel) -> None:
     launcher = KernelLauncher(kernel)
     kernel.refuses = True
     launch(launcher)
@@ -117,7 +117,7 @@ def test_what_a_hook_refuses_is_not_kept(kernel: Kernel) -> None:
     assert [way for way, *_ in kernel.launches] == ["binder", "binder"]
 
 
-def test_few_launches_are_kept(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_bounded(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher_module, "_MOST_KNOWN", 2)
     launcher = KernelLauncher(kernel)
     for stride in (1, 2, 3, 3, 1):

@@ -1,4 +1,4 @@
-"""Numbers that go into a row's tensor are those that its dtype has, and others are refused."""
+"""Numbers that a dtype can represent are converted exactly, all others raise."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ REFUSED: list[tuple[Any, torch.dtype]] = [
 
 
 @pytest.mark.parametrize(("value", "dtype", "want"), KEPT, ids=str)
-def test_numbers_that_a_dtype_has_are_kept(value: Any, dtype: torch.dtype, want: Any) -> None:
+def test_representable_numbers_are_kept(value: Any, dtype: torch.dtype, want: Any) -> None:
     tensor = converted("a", value, dtype, ShapeError)
     assert tensor.dtype == dtype
     assert tensor.tolist() == want
@@ -76,22 +76,22 @@ def test_numbers_that_a_dtype_has_are_kept(value: Any, dtype: torch.dtype, want:
 
 
 @pytest.mark.parametrize(("value", "dtype"), REFUSED, ids=str)
-def test_numbers_that_a_dtype_does_not_have_are_refused(value: Any, dtype: torch.dtype) -> None:
+def test_other_numbers_raise(value: Any, dtype: torch.dtype) -> None:
     with pytest.raises(ShapeError, match=f"a: expected numbers of {dtype}, got .*; pass "):
         converted("a", value, dtype, ShapeError)
 
 
 @given(st.integers(-(2**70), 2**70), st.sampled_from(REQUEST_DTYPES), st.booleans())
-def test_an_int_is_exact_or_refused(number: int, dtype: torch.dtype, beside_a_float: bool) -> None:
+def test_an_int_is_exact_or_raises(number: int, dtype: torch.dtype, with_a_float: bool) -> None:
     try:
-        tensor = converted("a", [number, 0.0] if beside_a_float else [number], dtype, ShapeError)
+        tensor = converted("a", [number, 0.0] if with_a_float else [number], dtype, ShapeError)
     except ShapeError:
         return
     assert Fraction(tensor[0].item()) == number
 
 
 @given(st.floats(), st.sampled_from(FLOATS))
-def test_a_float_is_rounded_or_refused(number: float, dtype: torch.dtype) -> None:
+def test_a_float_is_rounded_or_raises(number: float, dtype: torch.dtype) -> None:
     most = torch.finfo(dtype).max
     try:
         found = converted("a", number, dtype, ShapeError).item()
@@ -105,7 +105,7 @@ def test_a_float_is_rounded_or_refused(number: float, dtype: torch.dtype) -> Non
 
 
 @given(st.floats(), st.sampled_from(WHOLE))
-def test_a_float_among_ints_is_whole_or_refused(number: float, dtype: torch.dtype) -> None:
+def test_a_float_for_an_int_dtype_is_integral_or_raises(number: float, dtype: torch.dtype) -> None:
     try:
         assert Fraction(converted("a", number, dtype, ShapeError).item()) == Fraction(number)
     except ShapeError:
@@ -114,5 +114,5 @@ def test_a_float_among_ints_is_whole_or_refused(number: float, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("dtype", REQUEST_DTYPES, ids=str)
-def test_bundles_hold_row_tensors_of_every_dtype(dtype: torch.dtype) -> None:
+def test_bundles_store_request_tensors_of_every_dtype(dtype: torch.dtype) -> None:
     assert from_plain(to_plain(dtype)) == dtype

@@ -1,4 +1,4 @@
-"""Operators declared by a dataclass: the schema, the way there and back, and what cannot be declared."""
+"""Operators declared by a dataclass: schema, conversion of arguments, and errors."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_the_schema_follows_from_the_fields() -> None:
 
 
 @pytest.mark.parametrize("bias", [None, torch.ones(2)], ids=["without", "with"])
-def test_what_is_called_is_what_arrives(bias: torch.Tensor | None) -> None:
+def test_the_implementation_gets_an_equal_call(bias: torch.Tensor | None) -> None:
     call = ScaleCall(torch.arange(3.0), torch.zeros(3), None, Inner(2.5, bias), PLANS[2], [4, 5], True, 7)
     seen.clear()
     scale_op(call)
@@ -74,15 +74,15 @@ def test_what_is_called_is_what_arrives(bias: torch.Tensor | None) -> None:
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=["triton", "invariant", "cluster", "warps", "varlen"])
-def test_a_plan_is_its_ints(plan: AttentionPlan) -> None:
+def test_a_plan_round_trips_through_its_ints(plan: AttentionPlan) -> None:
     assert all(type(value) is int for value in plan.ints)
     assert AttentionPlan.from_ints(plan.ints) == plan
     changed = replace(plan, schedule=replace(plan.schedule, min_part_tiles=plan.schedule.min_part_tiles + 1))
     assert AttentionPlan.from_ints(changed.ints) != plan
 
 
-def test_the_attention_operators() -> None:
-    """Every field of the two calls, in order; four kinds of tensors are written."""
+def test_schemas_of_the_attention_operators() -> None:
+    """All fields of both calls, in order, with the written tensors marked."""
     assert _attention.schema == (
         "attention(Tensor q, Tensor k, Tensor v, Tensor table, Tensor? starts, Tensor? seq_lens, Tensor work_list, "
         "Tensor(a!) out, Tensor(b!)? lse, Tensor(c!) partial_out, Tensor(d!) partial_lse, Tensor(e!) counters, "
@@ -118,11 +118,11 @@ class Two:
     ("arguments", "text"),
     [
         (Text, "Text.name: expected a tensor, int, float, bool, .* got <class 'str'>"),
-        (Two, "of different names, got .*scale.*scale"),
-        (One, "two fields or more"),
+        (Two, "with different names, got .*scale.*scale"),
+        (One, "at least two fields"),
     ],
     ids=["text", "two_of_a_name", "one_field"],
 )
-def test_what_no_schema_has_is_refused(arguments: type[object], text: str) -> None:
+def test_fields_without_a_schema_raise(arguments: type[object], text: str) -> None:
     with pytest.raises(TypeError, match=text):
         DeclaredOp("test_declared_wrong", arguments, triton_impl=print, reference=None)

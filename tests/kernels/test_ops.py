@@ -1,4 +1,4 @@
-"""Norms and activation, kernels and references: against float64 formulas, and against transformers' layers."""
+"""Norms and activation, kernels and references, against float64 formulas and transformers layers."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def draw(case: Case, rng: torch.Generator, device: torch.device, dtype: torch.dt
 
 
 def normed(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, rounded: torch.dtype) -> torch.Tensor:
-    """The formula in `dtype`, its first product rounded to `rounded`, as Llama defines the norm."""
+    """Return the RMSNorm of Llama, computed in `dtype` with the first product rounded to `rounded`."""
     wide = x.to(dtype)
     wide = wide / ((wide * wide).sum(-1, keepdim=True) / x.shape[-1] + EPS).sqrt()
     return wide.to(rounded).to(dtype) * weight.to(dtype)
@@ -141,7 +141,7 @@ def test_silu_mul_reference(rng: torch.Generator, case: Case) -> None:
 
 
 def against_transformers(device: torch.device, rng: torch.Generator, dtype: torch.dtype) -> None:
-    """A layer's elementwise steps as transformers takes them: equal to the last bit of the dtype."""
+    """The elementwise operations of a layer equal those of transformers up to the last bit of the dtype."""
     hidden, width = 96, 40
     x, residual = (torch.randn(4, hidden, generator=rng).to(device, dtype) for _ in range(2))
     gate_up = torch.randn(4, 2 * width, generator=rng).to(device, dtype)
@@ -172,8 +172,8 @@ def test_references_against_transformers(rng: torch.Generator, dtype: torch.dtyp
     against_transformers(torch.device("cpu"), rng, dtype)
 
 
-def test_one_bad_token_spoils_no_other(kernel_device: torch.device, rng: torch.Generator) -> None:
-    """Pad tokens may hold anything: NaN in one row stays there."""
+def test_nan_in_one_token_does_not_affect_others(kernel_device: torch.device, rng: torch.Generator) -> None:
+    """Pad tokens may hold NaN."""
     x = torch.randn(3, 32, generator=rng).to(kernel_device)
     weight = torch.ones(32, device=kernel_device)
     norm, gate = rms_norm(x, weight, EPS), silu_mul(x)
@@ -199,7 +199,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_tensors_that_do_not_fit_are_named(case: str) -> None:
+def test_bad_tensors_raise(case: str) -> None:
     call, error, message = BAD[case]
     with pytest.raises(error, match=message):
         call()

@@ -1,4 +1,4 @@
-"""The refresh, kernel and reference, against an expectation in plain Python that knows the host's rows only."""
+"""The refresh, kernel and reference, against expected buffers computed in plain Python from the requests."""
 
 from __future__ import annotations
 
@@ -13,8 +13,13 @@ from graphrt.kernels.metadata.buffers import COPIED
 from graphrt.kernels.metadata.refresh import refresh
 from graphrt.kernels.types import FaultCode
 from tests.support.refresh_rig import (
+    ALSO,
+    CHUNK,
+    GOOD,
     LAST,
     MIXED,
+    SPEC,
+    THIRD,
     Case,
     Request,
     Rig,
@@ -23,17 +28,11 @@ from tests.support.refresh_rig import (
     pack,
 )
 
-GOOD = Request(2, [LAST], 7, [5, 6], temperature=0.5, seed=-3)
-ALSO = Request(0, [17], 1, [9], seed=2**31)
-THIRD = Request(5, [0], 8, [11, 12], sample=0)
-CHUNK = Request(1, [3, 4, 5, 6, 7], 11, [7, 3, 8], sample=0)
-SPEC = replace(Sizes(), tokens=12, query_len=3)
-
 VALID = [
     Case("decode", (GOOD, ALSO, THIRD)),
     Case("decode_full", (GOOD, ALSO, THIRD, Request(1, [99], 40, range(20, 30)))),
-    Case("decode_one_row", (ALSO,), Sizes(reqs=1, tokens=1)),
-    Case("decode_no_rows", ()),
+    Case("decode_one_request", (ALSO,), Sizes(reqs=1, tokens=1)),
+    Case("decode_no_requests", ()),
     Case("decode_fill_one", (GOOD, ALSO), Sizes(seq_len_fill=1)),
     Case("decode_null_page_31", (GOOD, Request(0, [1], 4, [0])), Sizes(null_page=31)),
     Case("decode_page_size_1", (Request(0, [1], 3, [4, 9, 2]),), Sizes(page_size=1, num_pages=33, max_seq_len=10)),
@@ -41,18 +40,18 @@ VALID = [
     Case("decode_pages_to_spare", (Request(0, [1], 3, [4, 5, 6]), Request(4, [1], 12, [7, 8, 9]))),
     Case("decode_shared_prefix", (Request(0, [1], 6, [4, 5]), Request(1, [1], 6, [4, 6]), Request(2, [1], 7, [4, 7]))),
     Case("speculative", (Request(2, [LAST, 1, 2], 9, [1, 2, 3]), Request(0, [7, 8, 9], 3, [4])), SPEC),
-    Case("speculative_no_rows", (), SPEC),
+    Case("speculative_no_requests", (), SPEC),
     Case("mixed", (GOOD, CHUNK, ALSO), MIXED),
     Case("mixed_full", (CHUNK, Request(4, range(9), 40, range(20, 30))), replace(MIXED, reqs=2)),
-    Case("mixed_one_row", (Request(4, range(10, 23), 13, [8, 4, 2, 6]),), replace(MIXED, tokens=16)),
-    Case("mixed_no_rows", (), MIXED),
+    Case("mixed_one_request", (Request(4, range(10, 23), 13, [8, 4, 2, 6]),), replace(MIXED, tokens=16)),
+    Case("mixed_no_requests", (), MIXED),
     Case("mixed_decodes_only", (GOOD, ALSO, THIRD), MIXED),
 ]
 
 F = FaultCode
 FAULTY = [
-    Case("row_id_negative", (replace(GOOD, req_index=-1), ALSO), faults={0: (F.REQ_INDEX_OUT_OF_RANGE, -1)}),
-    Case("row_id_too_large", (GOOD, replace(ALSO, req_index=8)), faults={1: (F.REQ_INDEX_OUT_OF_RANGE, 8)}),
+    Case("req_index_negative", (replace(GOOD, req_index=-1), ALSO), faults={0: (F.REQ_INDEX_OUT_OF_RANGE, -1)}),
+    Case("req_index_too_large", (GOOD, replace(ALSO, req_index=8)), faults={1: (F.REQ_INDEX_OUT_OF_RANGE, 8)}),
     Case("no_tokens", (GOOD, replace(ALSO, tokens=[]), THIRD), MIXED, {1: (F.BAD_LENGTH, 1)}),
     Case("query_longer_than_sequence", (replace(CHUNK, seq_len=4), GOOD), MIXED, {0: (F.BAD_LENGTH, 4)}),
     Case("negative_length", (replace(GOOD, seq_len=-3),), faults={0: (F.BAD_LENGTH, -3)}),
@@ -60,11 +59,11 @@ FAULTY = [
     Case(
         "other_query_len", (Request(0, [1, 2, 3], 5, [4, 5]), replace(GOOD, query_len=2)), SPEC, {1: (F.BAD_LENGTH, 7)}
     ),
-    Case("tokens_out_of_record", (CHUNK, replace(GOOD, query_len=2)), MIXED, {1: (F.BAD_LENGTH, 7)}),
+    Case("tokens_out_of_inputs", (CHUNK, replace(GOOD, query_len=2)), MIXED, {1: (F.BAD_LENGTH, 7)}),
     Case("misplaced_tokens", (CHUNK, replace(GOOD, query_len=2**31 - 1)), MIXED, {1: (F.BAD_LENGTH, 7)}),
     Case("too_few_pages", (Request(0, [1], 9, [4, 5]), GOOD), faults={0: (F.LENGTH_EXCEEDS_PAGES, 9)}),
     Case("no_pages", (Request(0, [1], 1, []),), faults={0: (F.LENGTH_EXCEEDS_PAGES, 1)}),
-    Case("pages_out_of_record", (Request(0, [1], 9, [4], page_count=99),), faults={0: (F.LENGTH_EXCEEDS_PAGES, 9)}),
+    Case("pages_out_of_inputs", (Request(0, [1], 9, [4], page_count=99),), faults={0: (F.LENGTH_EXCEEDS_PAGES, 9)}),
     Case("negative_page_count", (Request(0, [1], 3, [4], page_count=-2),), faults={0: (F.LENGTH_EXCEEDS_PAGES, 3)}),
     Case("null_page", (GOOD, Request(1, [1], 7, [0, 4])), faults={1: (F.PAGE_OUT_OF_RANGE, 0)}),
     Case("page_negative", (Request(1, [1], 7, [4, -1]),), faults={0: (F.PAGE_OUT_OF_RANGE, -1)}),
@@ -91,7 +90,7 @@ FAULTY = [
     ),
     Case("first_bad_token", (Request(4, [5, 101, -9], 5, [4, 5]), CHUNK), MIXED, {0: (F.TOKEN_OUT_OF_RANGE, 101)}),
     Case(
-        "several_rows",
+        "several_requests",
         (GOOD, Request(1, [100], 4, [4]), Request(9, [1], 1, [8]), Request(4, [1], 9, [9])),
         faults={
             1: (F.TOKEN_OUT_OF_RANGE, 100),
@@ -100,8 +99,8 @@ FAULTY = [
         },
     ),
     *(
-        Case(f"precedence_{code.name.lower()}", (GOOD, row), MIXED, {1: (code, value)})
-        for code, value, row in (
+        Case(f"precedence_{code.name.lower()}", (GOOD, request), MIXED, {1: (code, value)})
+        for code, value, request in (
             (F.REQ_INDEX_OUT_OF_RANGE, 20, Request(20, [200, 1], 41, [0])),
             (F.BAD_LENGTH, 41, Request(6, [200, 1], 41, [0])),
             (F.LENGTH_EXCEEDS_PAGES, 40, Request(6, [200, 1], 40, [0])),
@@ -113,24 +112,26 @@ FAULTY = [
 ]
 
 
-def duplicates() -> list[Case]:
-    """Rows that get in each other's way; every one of them must fall, in whatever order they stand."""
+def conflicts() -> list[Case]:
+    """Return cases of requests in conflict: all of them are faulty, in any batch order."""
     a, b, c = Request(0, [1], 6, [4, 5]), Request(1, [2], 6, [7, 5]), Request(2, [3], 2, [5])
     same_id = replace(b, req_index=0, pages=[7, 8])
     free = Request(4, [9], 6, [20, 21])
     page = (F.DUPLICATE_PAGE, 5)
     cases = [
-        Case("row_twice", (a, free, same_id), faults={0: (F.DUPLICATE_REQUEST, 0), 2: (F.DUPLICATE_REQUEST, 0)}),
+        Case("request_twice", (a, free, same_id), faults={0: (F.DUPLICATE_REQUEST, 0), 2: (F.DUPLICATE_REQUEST, 0)}),
         Case("page_twice", (free, a, b), faults={1: page, 2: page}),
         Case("page_three_times", (a, b, free, c), faults={0: page, 1: page, 3: page}),
         Case(
-            "row_before_page",
+            "request_before_page",
             (a, replace(b, req_index=0), free, c),
             faults={0: (F.DUPLICATE_REQUEST, 0), 1: (F.DUPLICATE_REQUEST, 0), 3: page},
         ),
-        Case("invalid_rows_claim_no_pages", (a, replace(b, tokens=[100])), faults={1: (F.TOKEN_OUT_OF_RANGE, 100)}),
+        Case("invalid_requests_write_no_pages", (a, replace(b, tokens=[100])), faults={1: (F.TOKEN_OUT_OF_RANGE, 100)}),
         *(
-            Case(f"invalid_rows_claim_row_ids_{at}", (a, free, bad), faults={0: (F.DUPLICATE_REQUEST, 0), 2: fault})
+            Case(
+                f"invalid_requests_use_their_index_{at}", (a, free, bad), faults={0: (F.DUPLICATE_REQUEST, 0), 2: fault}
+            )
             for at, (bad, fault) in enumerate(
                 (
                     (Request(0, [100], 1, [9]), (F.TOKEN_OUT_OF_RANGE, 100)),
@@ -139,8 +140,10 @@ def duplicates() -> list[Case]:
                 )
             )
         ),
-        Case("null_row_id_is_no_claim", (a, replace(a, req_index=-1)), faults={1: (F.REQ_INDEX_OUT_OF_RANGE, -1)}),
-        Case("same_page_in_one_row", (Request(4, range(8), 8, [5, 5]), CHUNK), MIXED, {0: (F.DUPLICATE_PAGE, 5)}),
+        Case(
+            "negative_index_is_no_conflict", (a, replace(a, req_index=-1)), faults={1: (F.REQ_INDEX_OUT_OF_RANGE, -1)}
+        ),
+        Case("same_page_in_one_request", (Request(4, range(8), 8, [5, 5]), CHUNK), MIXED, {0: (F.DUPLICATE_PAGE, 5)}),
         Case(
             "first_of_several_pages",
             (Request(0, range(6), 6, [4, 5]), Request(4, range(6), 6, [9, 5])),
@@ -148,16 +151,16 @@ def duplicates() -> list[Case]:
             {0: (F.DUPLICATE_PAGE, 5), 1: (F.DUPLICATE_PAGE, 5)},
         ),
         Case(
-            "one_row_against_two",
+            "one_request_against_two",
             (Request(0, range(4), 8, [4, 5]), Request(1, [1, 2], 2, [6]), Request(2, range(8), 8, [5, 6])),
             replace(MIXED, reqs=3),
             {0: (F.DUPLICATE_PAGE, 5), 1: (F.DUPLICATE_PAGE, 6), 2: (F.DUPLICATE_PAGE, 5)},
         ),
     ]
     for case in tuple(cases):
-        n = len(case.rows)
-        faults = {n - 1 - row: fault for row, fault in case.faults.items()}
-        cases.append(replace(case, id=f"{case.id}_reversed", rows=case.rows[::-1], faults=faults))
+        n = len(case.requests)
+        faults = {n - 1 - request: fault for request, fault in case.faults.items()}
+        cases.append(replace(case, id=f"{case.id}_reversed", requests=case.requests[::-1], faults=faults))
     return cases
 
 
@@ -190,13 +193,13 @@ PARTS = replace(MIXED, decode_len=1)
 PARTS_OF_TWO = replace(MIXED, decode_len=2)
 
 
-def two_parts() -> list[Case]:
-    """Rows of the decode part stand first: every mixed case again, and rows of both parts in turn, with faults."""
-    mixed = (*VALID, *FAULTY, *duplicates(), *LONG_CASES)
+def reordered() -> list[Case]:
+    """Return cases with decode requests first: every mixed case, and alternating decode and prefill requests."""
+    mixed = (*VALID, *FAULTY, *conflicts(), *LONG_CASES)
     cases = [
         replace(case, id=f"parts_{case.id}", sizes=replace(case.sizes, decode_len=1))
         for case in mixed
-        if case.sizes.query_len == 0 and case.id not in ("tokens_out_of_record", "misplaced_tokens")
+        if case.sizes.query_len == 0 and case.id not in ("tokens_out_of_inputs", "misplaced_tokens")
     ]
     pair = Request(6, [8, 9], 4, [21])
     in_turn = (CHUNK, GOOD, pair, ALSO)
@@ -206,7 +209,7 @@ def two_parts() -> list[Case]:
         Case("parts_in_turn_back", in_turn[::-1], PARTS),
         Case("parts_of_two_tokens", in_turn, PARTS_OF_TWO),
         Case("parts_prompts_only", (CHUNK, pair), PARTS),
-        Case("parts_pad_rows", (pair, GOOD), PARTS),
+        Case("parts_pad_requests", (pair, GOOD), PARTS),
         Case(
             "parts_with_faults",
             (CHUNK, replace(GOOD, tokens=[100]), replace(pair, pages=[0]), ALSO),
@@ -214,61 +217,61 @@ def two_parts() -> list[Case]:
             {1: (F.TOKEN_OUT_OF_RANGE, 100), 2: (F.PAGE_OUT_OF_RANGE, 0)},
         ),
         Case(
-            "parts_many_rows",
+            "parts_many_requests",
             tuple(Request(r % 8, [1] * (1 + (r % 3 == 0)), 2, [1 + r]) for r in range(8)),
             replace(PARTS, reqs=12, tokens=16),
         ),
         Case(
-            "parts_more_rows_than_a_program_counts_at_a_time",
+            "parts_more_requests_than_one_iteration",
             tuple(Request(100 + r, [1] * (1 + (r % 3 == 0)), 2, [1]) for r in range(150)),
             replace(PARTS, reqs=152, tokens=202),
             {r: (F.REQ_INDEX_OUT_OF_RANGE, 100 + r) for r in range(150)},
         ),
         Case(
-            "parts_absent_rows_count_not",
+            "parts_without_absent_requests",
             tuple(Request(r, [1] * (1 + r % 2), 2, [1 + r]) for r in range(3)),
             replace(PARTS, reqs=3, tokens=5),
         ),
     ]
 
 
-CASES = [*VALID, *FAULTY, *duplicates(), *LONG_CASES, *two_parts()]
+CASES = [*VALID, *FAULTY, *conflicts(), *LONG_CASES, *reordered()]
 by_id = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 
 
 @by_id
 def test_kernel(kernel_device: torch.device, case: Case) -> None:
-    Rig(case.sizes, kernel_device).step(case.rows, case.faults, 11)
+    Rig(case.sizes, kernel_device).step(case.requests, case.faults, 11)
 
 
 @by_id
 def test_reference(case: Case) -> None:
-    Rig(case.sizes, torch.device("cpu")).step(case.rows, case.faults, 11)
+    Rig(case.sizes, torch.device("cpu")).step(case.requests, case.faults, 11)
 
 
-ABOUT_LISTS = {  # of the record; a table has as many columns as a row can need
-    "too_few_pages", "no_pages", "pages_out_of_record", "negative_page_count", "page_to_spare_is_bad", "several_rows",
-    "precedence_length_exceeds_pages",
+ABOUT_LISTS = {  # cases of page lists only: a table has as many columns as a request can need
+    "too_few_pages", "no_pages", "pages_out_of_inputs", "negative_page_count", "page_to_spare_is_bad",
+    "several_requests", "precedence_length_exceeds_pages",
 }  # fmt: skip
 by_table = pytest.mark.parametrize(
     "case",
-    [c for c in (*VALID, *FAULTY, *two_parts()) if not any(name in c.id for name in ABOUT_LISTS)],
+    [c for c in (*VALID, *FAULTY, *reordered()) if not any(name in c.id for name in ABOUT_LISTS)],
     ids=lambda case: case.id,
 )
 
 
 @by_table
-def test_kernel_reads_tables_that_the_caller_keeps(kernel_device: torch.device, case: Case) -> None:
-    Rig(case.sizes, kernel_device, keeps_tables=True).step_with_tables(case.rows, case.faults, 11)
+def test_kernel_reads_tables_that_the_caller_owns(kernel_device: torch.device, case: Case) -> None:
+    Rig(case.sizes, kernel_device, keeps_tables=True).step_with_tables(case.requests, case.faults, 11)
 
 
 @by_table
-def test_reference_reads_tables_that_the_caller_keeps(case: Case) -> None:
-    Rig(case.sizes, torch.device("cpu"), keeps_tables=True).step_with_tables(case.rows, case.faults, 11)
+def test_reference_reads_tables_that_the_caller_owns(case: Case) -> None:
+    Rig(case.sizes, torch.device("cpu"), keeps_tables=True).step_with_tables(case.requests, case.faults, 11)
 
 
 def tables_change(device: torch.device) -> None:
-    """Pages that a table gets are seen by the next step, also in the middle of a row. Two rows on a page are named."""
+    """The next step sees new pages of a table, also in the middle of a sequence; a shared written page is a fault."""
     rig = Rig(Sizes(), device, keeps_tables=True)
     rig.step_with_tables((Request(0, [1], 6, [4, 5]), Request(1, [2], 7, [8, 9])), step=3)
     rig.step_with_tables((Request(0, [1], 9, [4, 6, 7]), Request(1, [2], 8, [8, 10])), step=4)
@@ -277,24 +280,24 @@ def tables_change(device: torch.device) -> None:
     rig.step_with_tables((Request(1, [LAST], 8, [8, 6]),), step=6)
 
 
-def test_tables_of_the_caller_may_change(kernel_device: torch.device) -> None:
+def test_tables_that_the_caller_owns_may_change(kernel_device: torch.device) -> None:
     tables_change(kernel_device)
     tables_change(torch.device("cpu"))
 
 
 def shrinking_batches(device: torch.device) -> None:
-    """Rows of earlier steps must leave no trace; nor may their claims, in any slot that a later step reuses."""
+    """Requests and writer ids of earlier steps do not affect later steps."""
     rig = Rig(Sizes(), device)
-    rows = (GOOD, ALSO, THIRD, Request(1, [4], 40, range(20, 30)))
+    requests = (GOOD, ALSO, THIRD, Request(1, [4], 40, range(20, 30)))
     for step, count in enumerate((4, 3, 1, 0, 4, 4)):
-        rig.step(rows[:count], step=step)
-    rig.step(rows[::-1], step=6)
-    rig = Rig(PARTS, device)  # rows change their places from step to step
+        rig.step(requests[:count], step=step)
+    rig.step(requests[::-1], step=6)
+    rig = Rig(PARTS, device)  # requests change their positions from step to step
     for step, in_turn in enumerate(((CHUNK, GOOD), (GOOD, CHUNK, ALSO), (ALSO,), (CHUNK, ALSO, GOOD), ())):
         rig.step(in_turn, step=step)
 
 
-def duplicates_are_forgotten(device: torch.device) -> None:
+def conflicts_end_with_their_step(device: torch.device) -> None:
     rig = Rig(Sizes(), device)
     a, b = Request(0, [1], 6, [4, 5]), Request(1, [2], 6, [7, 5])
     fault = (F.DUPLICATE_PAGE, 5)
@@ -304,8 +307,8 @@ def duplicates_are_forgotten(device: torch.device) -> None:
     rig.step((b, a), {0: fault, 1: fault}, step=6)
 
 
-def one_record_twice(device: torch.device) -> None:
-    """A graph that is launched again without a new record finds its own claims, which are no duplicates."""
+def same_inputs_twice(device: torch.device) -> None:
+    """A graph that runs again with the same inputs finds only its own writer ids, which are no conflicts."""
     rig = Rig(MIXED, device)
     for _ in range(2):
         rig.step((GOOD, CHUNK, ALSO), step=5)
@@ -318,13 +321,14 @@ def large_step_numbers(device: torch.device) -> None:
     rig = Rig(Sizes(), device)
     for step in (0, 1, 2**32 - 1, 2**32, 2**40 + 5):
         rig.step((GOOD, Request(9, [1], 1, [8])), {1: (F.REQ_INDEX_OUT_OF_RANGE, 9)}, step=step)
-    Rig(Sizes(), device).step((GOOD, ALSO), step=2**32 - 1)  # its tag differs from what nobody has claimed yet
+    Rig(Sizes(), device).step((GOOD, ALSO), step=2**32 - 1)  # its tag differs from the initial value
 
 
-def sizes_share_the_claims(device: torch.device) -> None:
-    """Graphs of several sizes see the same claims and marks, as their buffers are views of the same tensors."""
+def sizes_share_the_writers(device: torch.device) -> None:
+    """Graphs of several sizes share writer ids and marks: their buffers are views of the same tensors."""
     large, small = Rig(Sizes(), device), Rig(Sizes(reqs=2, tokens=2), device)
-    small.tensors = replace(small.tensors, claims=large.tensors.claims, duplicates=large.tensors.duplicates)
+    shared = {name: getattr(large.tensors, name) for name in ("last_writers", "write_conflicts")}
+    small.tensors = replace(small.tensors, **shared)
     a, b = Request(6, [1], 6, [4, 5]), Request(1, [2], 6, [7, 5])
     fault = (F.DUPLICATE_PAGE, 5)
     large.step((GOOD, ALSO, a, b), {2: fault, 3: fault}, step=0)
@@ -334,10 +338,10 @@ def sizes_share_the_claims(device: torch.device) -> None:
 
 
 def corrupt_headers(device: torch.device) -> None:
-    """Nothing is read or written out of bounds, whatever the header says; what fits is served."""
+    """No header causes an access out of bounds; requests that fit are served."""
     rig = Rig(Sizes(reqs=2, tokens=2), device)
     words = pack((GOOD, ALSO, THIRD), 1)
-    rig.run(words)  # a row too many
+    rig.run(words)  # one request too many
     rig.check(expect((GOOD, ALSO), rig.sizes, {}, 1))
     for word, value in (
         (layout.HEADER_NUM_REQS, 10**6),
@@ -356,13 +360,13 @@ def corrupt_headers(device: torch.device) -> None:
 
 def too_many_tokens(device: torch.device) -> None:
     rig = Rig(replace(MIXED, tokens=6), device)
-    rig.run(pack((GOOD, CHUNK, ALSO), 1))  # 7 tokens: the last row's is beyond the graph
+    rig.run(pack((GOOD, CHUNK, ALSO), 1))  # 7 tokens: that of the last request exceeds the graph
     faults = {2: (F.BAD_LENGTH, ALSO.seq_len)}
     expected = expect((GOOD, CHUNK, replace(ALSO, tokens=[], query_len=1)), rig.sizes, faults, 1)
     rig.check(expected)
 
 
-def too_many_rows_mixed(device: torch.device) -> None:
+def too_many_requests_mixed(device: torch.device) -> None:
     rig = Rig(replace(MIXED, reqs=2), device)
     rig.run(pack((GOOD, CHUNK, ALSO), 1))
     rig.check(expect((GOOD, CHUNK), rig.sizes, {}, 1))
@@ -370,13 +374,13 @@ def too_many_rows_mixed(device: torch.device) -> None:
 
 SEQUENCES = [
     shrinking_batches,
-    duplicates_are_forgotten,
-    one_record_twice,
+    conflicts_end_with_their_step,
+    same_inputs_twice,
     large_step_numbers,
-    sizes_share_the_claims,
+    sizes_share_the_writers,
     corrupt_headers,
     too_many_tokens,
-    too_many_rows_mixed,
+    too_many_requests_mixed,
 ]
 by_name = pytest.mark.parametrize("sequence", SEQUENCES, ids=lambda f: f.__name__)
 
@@ -393,22 +397,30 @@ def test_reference_sequence(sequence) -> None:
 
 BAD_TENSORS = {
     "dtype": ("seq_lens", lambda t: t.long(), "seq_lens: expected dtype int32"),
-    "rows": ("seeds", lambda t: t[:-1], "seeds: expected shape"),
+    "requests": ("seeds", lambda t: t[:-1], "seeds: expected shape"),
     "tokens": ("positions", lambda t: t[:-1], "positions: expected shape"),
-    "decode_tokens": ("input_ids", lambda t: t[:-1], "input_ids: expected rows x query_len"),
-    "groups": ("duplicates", lambda t: t[:1], r"duplicates: expected shape \[2, \*\]"),
-    "claims": ("claims", lambda t: t[:8], "claims: expected at least 9 values, got 8"),
-    "duplicates": ("duplicates", lambda t: t[:, :3], r"duplicates: expected at least 4 columns, got shape \[2, 3\]"),
+    "decode_tokens": ("input_ids", lambda t: t[:-1], "input_ids: expected 4 requests x query_len 1 tokens, got 3"),
+    "groups": ("write_conflicts", lambda t: t[:1], r"write_conflicts: expected shape \[2, \*\]"),
+    "last_writers": ("last_writers", lambda t: t[:8], "last_writers: expected at least 9 values, got 8"),
+    "marks": (
+        "write_conflicts",
+        lambda t: t[:, :3],
+        r"write_conflicts: expected at least 4 columns, got shape \[2, 3\]",
+    ),
     "inputs": ("inputs", lambda t: t[:7], f"inputs: expected at least {16 + len(COPIED)} values"),
     "table_width": ("block_table", lambda t: t[:, :, :9], "page_table: expected shape"),
-    "table_rows": ("block_table", lambda t: t.repeat(1, 1, 2)[:, :, :10], "block_table: expected rows of 10 columns"),
+    "table_rows": (
+        "block_table",
+        lambda t: t.repeat(1, 1, 2)[:, :, :10],
+        "block_table: expected requests of 10 columns",
+    ),
     "scratch": ("check_value", lambda t: t.repeat(1, 2)[:, :4], "check_code, .*: expected equal strides"),
     "strides": ("inputs", lambda t: t[::2], "inputs: expected stride 1"),
 }
 
 
 @pytest.mark.parametrize("case", BAD_TENSORS)
-def test_tensors_that_do_not_fit_are_named(case: str) -> None:
+def test_tensor_of_wrong_shape_raises(case: str) -> None:
     name, change, message = BAD_TENSORS[case]
     rig = Rig(Sizes(), torch.device("cpu"))
     rig.tensors = replace(rig.tensors, **{name: change(getattr(rig.tensors, name))})

@@ -1,4 +1,4 @@
-"""write_outputs, kernel and reference, against expectations in plain Python."""
+"""`write_outputs`, kernel and reference, against expected results in plain Python."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.metadata import step_inputs as layout
-from graphrt.kernels.metadata.buffers import STOP_TOKENS, BufferKind, Capacity, PageGroup, StaticBuffers
+from graphrt.kernels.metadata.buffers import STOP_TOKENS, BufferKind, StaticBuffers
 from graphrt.kernels.metadata.write_outputs import write_outputs, write_outputs_reference
 from graphrt.kernels.types import NO_TOKEN, FaultCode, FinishReason, RequestStatus
+from tests.support.refresh_rig import UNTOUCHED, make_buffers
 
 CPU = torch.device("cpu")
 VOCAB = 262208  # of a real model; more than 2**18
 S, F = RequestStatus, FaultCode
-UNTOUCHED = -77
 
-# token, row id, status, fault of the refresh; then what the host must find: token, code, value
+# token, request index, status, fault of the refresh; then the expected results: token, code, value
 Entry = tuple[int, int, RequestStatus, tuple[FaultCode, int], int, FaultCode, int]
 FINE = (F.NONE, 0)
 STEPS: list[tuple[int, list[Entry]]] = [
@@ -46,20 +46,11 @@ STEPS: list[tuple[int, list[Entry]]] = [
             (VOCAB - 1, 6, S.SAMPLES, FINE, VOCAB - 1, F.NONE, 0),
             (VOCAB, 4, S.SAMPLES, FINE, NO_TOKEN, F.SAMPLE_OUT_OF_RANGE, VOCAB),
             (-2, 2, S.SAMPLES, FINE, NO_TOKEN, F.SAMPLE_OUT_OF_RANGE, -2),
-            (VOCAB + 9, 0, S.LIVE, FINE, NO_TOKEN, F.NONE, 0),  # nobody samples: whatever the sampler says
+            (VOCAB + 9, 0, S.LIVE, FINE, NO_TOKEN, F.NONE, 0),  # not sampled: the sampler may return anything
             (-5, -1, S.INVALID, (F.DUPLICATE_REQUEST, 3), NO_TOKEN, F.DUPLICATE_REQUEST, 3),
         ],
     ),
 ]
-
-
-def make_buffers(device: torch.device, rows: int, req_indices: int, ring: int = 3) -> StaticBuffers:
-    buffers = StaticBuffers.allocate(Capacity(rows, rows, req_indices, 100, ring, (PageGroup(1, 2, 0, 1),)), device)
-    for name in ("step_ring", "token_ring", "fault_code_ring", "fault_value_ring"):
-        getattr(buffers, name).fill_(UNTOUCHED)
-    buffers.last_token.copy_(torch.arange(100, 100 + req_indices))
-    buffers.places.copy_(torch.arange(rows))
-    return buffers
 
 
 def check_steps(device: torch.device, dtype: torch.dtype) -> None:
@@ -74,10 +65,10 @@ def check_steps(device: torch.device, dtype: torch.dtype) -> None:
         cut.req_status.copy_(torch.tensor([int(s) for s in status]))
         cut.fault_code.copy_(torch.tensor([int(code) for code, _ in faults]))
         cut.fault_value.copy_(torch.tensor([value for _, value in faults]))
-        cut.void_ids.fill_(-1)
+        cut.void_req_indices.fill_(-1)
         if step == 6:
-            cut.void_ids[1] = 7
-            last[7] = NO_TOKEN  # a sequence that began with a fault
+            cut.void_req_indices[1] = 7
+            last[7] = NO_TOKEN  # a sequence that starts with a fault
         write_outputs(cut, torch.tensor(tokens, dtype=dtype, device=device), vocab_size=VOCAB)
         if device.type == "cuda":
             torch.cuda.synchronize()
@@ -88,7 +79,7 @@ def check_steps(device: torch.device, dtype: torch.dtype) -> None:
             if codes[r]:
                 expected["fault_value_ring"][entry][r] = values[r]
             if s in (S.SAMPLES, S.LIVE):
-                last[i] = found[r]  # a prompt chunk and a void sample forget what an ended sequence left
+                last[i] = found[r]  # prefill chunks and void samples clear the previous last token
         for name, value in expected.items():
             assert getattr(buffers, name).tolist() == value, name
         assert buffers.last_token.tolist() == last
@@ -111,12 +102,12 @@ def test_reference(dtype: torch.dtype) -> None:
     check_steps(CPU, dtype)
 
 
-def check_places(device: torch.device) -> None:
-    """What stands at another place than in the batch goes to the host in the batch's order, and to its own row id."""
+def check_order(device: torch.device) -> None:
+    """Results are in batch order in the rings, and by request index in the state, if buffer rows are reordered."""
     buffers = make_buffers(device, 3, 8)
-    buffers.places.copy_(torch.tensor([2, 0, 1]))
+    buffers.buffer_rows.copy_(torch.tensor([2, 0, 1]))
     buffers.req_indices.copy_(torch.tensor([5, 6, -1]))
-    buffers.void_ids.copy_(torch.tensor([-1, -1, 7]))
+    buffers.void_req_indices.copy_(torch.tensor([-1, -1, 7]))
     buffers.req_status.copy_(torch.tensor([int(S.SAMPLES), int(S.LIVE), int(S.INVALID)]))
     buffers.fault_code.copy_(torch.tensor([0, 0, int(F.BAD_LENGTH)]))
     buffers.fault_value.copy_(torch.tensor([1, 2, 33]))
@@ -130,19 +121,19 @@ def check_places(device: torch.device) -> None:
     assert buffers.last_token.tolist() == [100, 101, 102, 103, 104, 70, NO_TOKEN, NO_TOKEN]
 
 
-def test_places_kernel(kernel_device: torch.device) -> None:
-    check_places(kernel_device)
+def test_order_kernel(kernel_device: torch.device) -> None:
+    check_order(kernel_device)
 
 
-def test_places_reference() -> None:
-    check_places(CPU)
+def test_order_reference() -> None:
+    check_order(CPU)
 
 
 def check_wide_samples(device: torch.device) -> None:
-    """2**32 + 5 is no token 5."""
+    """2**32 + 5 is out of range, not token 5."""
     buffers = make_buffers(device, 2, 2)
     buffers.req_indices.copy_(torch.arange(2))
-    buffers.void_ids.fill_(-1)
+    buffers.void_req_indices.fill_(-1)
     buffers.req_status.fill_(int(S.SAMPLES))
     buffers.step_counter.zero_()
     write_outputs(buffers, torch.tensor([2**32 + 5, -(2**32) + 5], device=device), vocab_size=100)
@@ -163,7 +154,7 @@ def test_wide_samples_reference() -> None:
 
 
 def check_without_tokens(device: torch.device) -> None:
-    """The caller samples: faults are told, last tokens stay."""
+    """Without tokens, faults are reported and last tokens do not change."""
     buffers = make_buffers(device, 3, 3)
     buffers.req_indices.copy_(torch.tensor([2, -1, 1]))
     buffers.req_status.copy_(torch.tensor([int(S.SAMPLES), int(S.INVALID), int(S.LIVE)]))
@@ -188,27 +179,27 @@ def test_without_tokens_reference() -> None:
     check_without_tokens(CPU)
 
 
-def test_more_rows_than_a_program_takes(kernel_device: torch.device) -> None:
-    rows = 1500
-    buffers = make_buffers(kernel_device, rows, rows, ring=2)
-    tokens = torch.arange(rows, dtype=torch.int32, device=kernel_device)
+def test_requests_of_several_iterations(kernel_device: torch.device) -> None:
+    reqs = 1500
+    buffers = make_buffers(kernel_device, reqs, reqs, ring=2)
+    tokens = torch.arange(reqs, dtype=torch.int32, device=kernel_device)
     buffers.req_indices.copy_(tokens.flip(0))
-    buffers.void_ids.fill_(-1)
+    buffers.void_req_indices.fill_(-1)
     buffers.req_status.fill_(int(S.SAMPLES))
     buffers.step_counter.fill_(1)
-    write_outputs(buffers, tokens, vocab_size=rows)
+    write_outputs(buffers, tokens, vocab_size=reqs)
     if kernel_device.type == "cuda":
         torch.cuda.synchronize()
-    assert buffers.token_ring[1].tolist() == list(range(rows))
-    assert buffers.last_token.tolist() == list(range(rows))[::-1]
+    assert buffers.token_ring[1].tolist() == list(range(reqs))
+    assert buffers.last_token.tolist() == list(range(reqs))[::-1]
     assert set(buffers.token_ring[0].tolist()) == {UNTOUCHED}
     assert buffers.step_ring.tolist() == [UNTOUCHED, 1]
 
 
-# Of a row: token, status, fault of the refresh, seq_len, end length, stop tokens; then how it goes on
+# token, status, fault of the refresh, seq_len, length limit, stop tokens; then the finish reason
 GO, STOP, LENGTH, FAULT = FinishReason
 NONE = (NO_TOKEN,) * STOP_TOKENS
-ENDS: list[tuple[int, RequestStatus, FaultCode, int, int, tuple[int, ...], FinishReason]] = [
+FINISHED: list[tuple[int, RequestStatus, FaultCode, int, int, tuple[int, ...], FinishReason]] = [
     (5, S.SAMPLES, F.NONE, 10, 0, NONE, GO),
     (5, S.SAMPLES, F.NONE, 10, 11, NONE, GO),
     (5, S.SAMPLES, F.NONE, 10, 10, NONE, LENGTH),
@@ -219,7 +210,7 @@ ENDS: list[tuple[int, RequestStatus, FaultCode, int, int, tuple[int, ...], Finis
     (5, S.SAMPLES, F.NONE, 10, 10, (4, 6, 5, 7, *NONE[4:]), STOP),
     (5, S.SAMPLES, F.NONE, 10, 0, (4, 6, 55, 0, *NONE[4:]), GO),
     (0, S.SAMPLES, F.NONE, 10, 0, (NO_TOKEN, 0, *NONE[2:]), STOP),
-    (5, S.LIVE, F.NONE, 10, 0, (5, *NONE[1:]), GO),  # nobody samples
+    (5, S.LIVE, F.NONE, 10, 0, (5, *NONE[1:]), GO),  # not sampled
     (5, S.LIVE, F.NONE, 10, 10, NONE, LENGTH),
     (NO_TOKEN, S.SAMPLES, F.NONE, 10, 0, NONE, FAULT),
     (100, S.SAMPLES, F.NONE, 10, 10, (100, *NONE[1:]), FAULT),
@@ -236,56 +227,56 @@ def wait(device: torch.device) -> None:
 def make_step(
     device: torch.device, status: list[RequestStatus], *, kind: int = layout.DELTA, steps: int = 1, req_indices: int = 0
 ) -> StaticBuffers:
-    """Buffers after a refresh of so many rows, each at its own place and with its own row id, where that is live."""
+    """Return buffers after a refresh in batch order, in which live request i has request index i."""
     n = len(status)
     buffers = make_buffers(device, n, req_indices or n)
-    record = torch.full((max(100, 2 * n),), UNTOUCHED, dtype=torch.int32)
-    layout.write_header(record.numpy(), 1, n, n, 0, kind, steps)
-    record[layout.HEADER_SIZE :][:n] = torch.arange(n)
-    tensors = dict(buffers.named()) | {"inputs": record.to(device)}
+    inputs = torch.full((max(100, 2 * n),), UNTOUCHED, dtype=torch.int32)
+    layout.write_header(inputs.numpy(), 1, n, n, 0, kind, steps)
+    inputs[layout.HEADER_SIZE :][:n] = torch.arange(n)
+    tensors = dict(buffers.named()) | {"inputs": inputs.to(device)}
     buffers = StaticBuffers(**tensors)
     buffers.req_status.copy_(torch.tensor([int(s) for s in status]))
     buffers.req_indices.copy_(torch.tensor([i if s >= S.LIVE else -1 for i, s in enumerate(status)]))
     buffers.fault_code.copy_(torch.tensor([int(F.BAD_LENGTH) if s is S.INVALID else 0 for s in status]))
     buffers.seq_lens.copy_(torch.arange(10, 10 + n))
-    buffers.void_ids.fill_(-1)
+    buffers.void_req_indices.fill_(-1)
     buffers.step_counter.fill_(1)
-    for name in ("end_ring", "req_lens", "finish_reasons", "go_on"):
+    for name in ("finish_reason_ring", "req_seq_lens", "finish_reasons", "loop_condition"):
         getattr(buffers, name).fill_(UNTOUCHED)
     return buffers
 
 
-def check_ends(device: torch.device) -> None:
-    """Rows stand at other places than in the batch, and have other row ids: the host has ends in the batch's order."""
-    n, req_indices = len(ENDS), len(ENDS) + 3
+def check_finish(device: torch.device) -> None:
+    """Finish reasons are in batch order for the host, with reordered buffer rows and other request indices."""
+    n, req_indices = len(FINISHED), len(FINISHED) + 3
     buffers = make_step(device, [S.PAD] * n, req_indices=req_indices)
-    places = [(7 * r + 3) % n for r in range(n)]  # of the batch's rows
+    buffer_rows = [(7 * r + 3) % n for r in range(n)]  # of the batch's reqs
     tokens = [0] * n
-    lens, ends = [UNTOUCHED] * req_indices, [UNTOUCHED] * req_indices
-    for r, (token, status, code, seq_len, limit, stops, end) in enumerate(ENDS):
-        at, req_index = places[r], req_indices - 1 - r
+    lens, reasons = [UNTOUCHED] * req_indices, [UNTOUCHED] * req_indices
+    for r, (token, status, code, seq_len, limit, stops, end) in enumerate(FINISHED):
+        at, req_index = buffer_rows[r], req_indices - 1 - r
         tokens[at] = token
-        buffers.places[r], buffers.req_status[at], buffers.fault_code[at] = at, int(status), int(code)
+        buffers.buffer_rows[r], buffers.req_status[at], buffers.fault_code[at] = at, int(status), int(code)
         buffers.seq_lens[at] = seq_len + r
         buffers.req_indices[at] = req_index if status >= S.LIVE else -1
-        buffers.end_lengths[req_index] = limit + r if limit > 0 else limit
-        buffers.end_tokens[:, req_index] = torch.tensor(stops)
+        buffers.length_limits[req_index] = limit + r if limit > 0 else limit
+        buffers.stop_tokens[:, req_index] = torch.tensor(stops)
         buffers.inputs[layout.HEADER_SIZE + r] = req_index
         if status >= S.LIVE:
             lens[req_index] = seq_len + r
-        if status is not S.PAD:  # of delta, faulty rows are parked too
-            ends[req_index] = int(end)
+        if status is not S.PAD:  # with a delta, faulty requests finish too
+            reasons[req_index] = int(end)
     write_outputs(buffers, torch.tensor(tokens, device=device), vocab_size=100)
     wait(device)
-    assert buffers.end_ring[1].tolist() == [int(end) for *_, end in ENDS]
-    assert buffers.finish_reasons.tolist() == ends
-    assert buffers.req_lens.tolist() == lens
-    assert {*buffers.end_ring[0].tolist(), *buffers.end_ring[2].tolist()} == {UNTOUCHED}
+    assert buffers.finish_reason_ring[1].tolist() == [int(end) for *_, end in FINISHED]
+    assert buffers.finish_reasons.tolist() == reasons
+    assert buffers.req_seq_lens.tolist() == lens
+    assert {*buffers.finish_reason_ring[0].tolist(), *buffers.finish_reason_ring[2].tolist()} == {UNTOUCHED}
 
 
 def check_faulty_rows(device: torch.device) -> None:
-    """The refresh makes faulty rows nobody's: of records that are kept, the record says whom to park."""
-    named = [3, 8, -1, layout.NOBODY, layout.NOBODY + 1, (1 << 31) - 1, 5, 6]  # 8 row ids
+    """With kept state, faulty requests finish: their index comes from the step inputs, as the refresh cleared it."""
+    named = [3, 8, -1, layout.NO_REQUEST, layout.NO_REQUEST + 1, (1 << 31) - 1, 5, 6]  # 8 request indices
     for kind in (layout.FULL, layout.KEEP, layout.DELTA, layout.DELTA | layout.NEW_ORDER | layout.LOOPS):
         for num_reqs in (8, 7, 0):
             buffers = make_step(device, [S.INVALID] * 6 + [S.SAMPLES, S.INVALID], kind=kind)
@@ -294,18 +285,18 @@ def check_faulty_rows(device: torch.device) -> None:
             buffers.inputs[layout.HEADER_NUM_REQS] = num_reqs
             write_outputs(buffers, torch.zeros(8, dtype=torch.int32, device=device), vocab_size=100)
             wait(device)
-            ends = [UNTOUCHED] * 8
-            ends[5] = int(GO)
+            reasons = [UNTOUCHED] * 8
+            reasons[5] = int(GO)
             if kind != layout.FULL and num_reqs:
-                ends[3] = int(FAULT)
-                ends[6] = int(FAULT) if num_reqs == 8 else UNTOUCHED
-            assert buffers.finish_reasons.tolist() == ends
-            assert buffers.req_lens.tolist() == [UNTOUCHED] * 5 + [16] + [UNTOUCHED] * 2
-            assert buffers.end_ring[1].tolist() == [int(FAULT)] * 6 + [int(GO), int(FAULT)]
+                reasons[3] = int(FAULT)
+                reasons[6] = int(FAULT) if num_reqs == 8 else UNTOUCHED
+            assert buffers.finish_reasons.tolist() == reasons
+            assert buffers.req_seq_lens.tolist() == [UNTOUCHED] * 5 + [16] + [UNTOUCHED] * 2
+            assert buffers.finish_reason_ring[1].tolist() == [int(FAULT)] * 6 + [int(GO), int(FAULT)]
 
 
 N, L = layout.DELTA, layout.DELTA | layout.LOOPS
-# kind, steps of the slot, those that ran before; whether a row goes on; then the step that is next, or 0: another slot
+# kind, steps of the entry, steps before this one, whether a request continues; then the next step, 0: the next entry
 CURSORS = [
     (layout.FULL, 1, 0, True, 0),
     (layout.KEEP, 1, 0, False, 0),
@@ -313,7 +304,7 @@ CURSORS = [
     (N, 3, 0, True, 1),
     (N, 3, 1, True, 2),
     (N, 3, 2, True, 0),
-    (N, 3, 0, False, 1),  # replays, one per step: each has its turn
+    (N, 3, 0, False, 1),  # one replay per step: all of them run
     (L, 3, 0, True, 1),
     (L, 3, 0, False, 0),
     (L, 3, 1, False, 0),
@@ -326,91 +317,93 @@ CURSORS = [
 
 
 def check_cursor(device: torch.device) -> None:
-    for kind, steps, before, goes_on, after in CURSORS:
-        for slot in (0, 2**40):
-            # A prompt chunk, a pad row, and one that ends do not go on by themselves; nor does a faulty sample.
+    for kind, steps, before, continues, after in CURSORS:
+        for entry in (0, 2**40):
+            # A prefill chunk, a pad request, a finished request and a faulty sample do not continue by themselves.
             buffers = make_step(device, [S.LIVE, S.PAD, S.SAMPLES, S.SAMPLES, S.SAMPLES], kind=kind, steps=steps)
-            buffers.end_lengths[2] = 12
-            buffers.cursor.copy_(torch.tensor([slot, before, UNTOUCHED, UNTOUCHED, UNTOUCHED]))
-            tokens = torch.tensor([1, 2, 3, -1, 4 if goes_on else 100], device=device)
+            buffers.length_limits[2] = 12
+            buffers.cursor.copy_(torch.tensor([entry, before, UNTOUCHED, UNTOUCHED, UNTOUCHED]))
+            tokens = torch.tensor([1, 2, 3, -1, 4 if continues else 100], device=device)
             write_outputs(buffers, tokens, vocab_size=100)
             wait(device)
-            assert buffers.cursor.tolist() == [slot + (after == 0), after, 5, steps, kind]
-            assert buffers.go_on.tolist() == [int(after > 0)]
+            assert buffers.cursor.tolist() == [entry + (after == 0), after, 5, steps, kind]
+            assert buffers.loop_condition.tolist() == [int(after > 0)]
 
 
 def check_stop(device: torch.device) -> None:
-    """The host stops the steps of a slot: a loop ends, and steps that are launched already have no rows."""
+    """A stop by the host ends a loop; steps that are already queued run without requests."""
     for kind, before, used_up, num_reqs in ((L, 0, True, 0), (L, 2, True, 0), (N, 0, False, 0), (N, 2, True, 0)):
-        for stopped_slot, counts in ((1, True), (2, False)):
+        for stopped_entry, counts in ((1, True), (2, False)):
             buffers = make_step(device, [S.SAMPLES, S.SAMPLES], kind=kind, steps=3)
-            slots = buffers.input_ring.shape[0]
-            buffers.cursor.copy_(torch.tensor([slots + 1, before, UNTOUCHED, UNTOUCHED, UNTOUCHED]))
-            buffers.input_ring[stopped_slot % slots, layout.INPUTS_AT + layout.HEADER_STOP] = 1
+            entries = buffers.input_ring.shape[0]
+            buffers.cursor.copy_(torch.tensor([entries + 1, before, UNTOUCHED, UNTOUCHED, UNTOUCHED]))
+            buffers.input_ring[stopped_entry % entries, layout.INPUTS_AT + layout.HEADER_STOP] = 1
             write_outputs(buffers, torch.tensor([1, 2], device=device), vocab_size=100)
             wait(device)
             over = used_up if counts else before == 2
-            expected = [slots + 1 + over, 0 if over else before + 1, num_reqs if counts else 2, 3, kind]
+            expected = [entries + 1 + over, 0 if over else before + 1, num_reqs if counts else 2, 3, kind]
             assert buffers.cursor.tolist() == expected
-            assert buffers.go_on.tolist() == [int(not over)]
+            assert buffers.loop_condition.tolist() == [int(not over)]
             assert buffers.token_ring[1].tolist() == [1, 2], "the step itself counts"
 
 
-def check_ends_without_tokens(device: torch.device) -> None:
-    """The caller samples: lengths end rows, tokens do not, and a launch that loops has nothing to go on with."""
+def check_finish_without_tokens(device: torch.device) -> None:
+    """Without tokens, length limits still finish requests, and a loop ends because no request continues."""
     buffers = make_step(device, [S.SAMPLES, S.LIVE, S.INVALID], kind=L, steps=4)
-    buffers.end_lengths[0] = 10
-    buffers.end_tokens.fill_(NO_TOKEN)
+    buffers.length_limits[0] = 10
+    buffers.stop_tokens.fill_(NO_TOKEN)
     write_outputs(buffers, None, vocab_size=100)
     wait(device)
-    assert buffers.end_ring[1].tolist() == buffers.finish_reasons.tolist() == [int(LENGTH), int(GO), int(FAULT)]
-    assert buffers.req_lens.tolist() == [10, 11, UNTOUCHED]
+    assert (
+        buffers.finish_reason_ring[1].tolist() == buffers.finish_reasons.tolist() == [int(LENGTH), int(GO), int(FAULT)]
+    )
+    assert buffers.req_seq_lens.tolist() == [10, 11, UNTOUCHED]
     assert buffers.cursor.tolist() == [1, 0, 3, 4, L]
 
 
 CHECKS = pytest.mark.parametrize(
     "check",
-    [check_ends, check_faulty_rows, check_cursor, check_stop, check_ends_without_tokens],
+    [check_finish, check_faulty_rows, check_cursor, check_stop, check_finish_without_tokens],
     ids=lambda c: c.__name__[6:],
 )
 
 
 @CHECKS
-def test_row_state_kernel(kernel_device: torch.device, check: Callable[[torch.device], None]) -> None:
+def test_request_state_kernel(kernel_device: torch.device, check: Callable[[torch.device], None]) -> None:
     check(kernel_device)
 
 
 @CHECKS
-def test_row_state_reference(check: Callable[[torch.device], None]) -> None:
+def test_request_state_reference(check: Callable[[torch.device], None]) -> None:
     check(CPU)
 
 
-@pytest.mark.parametrize("going_on", [0, 300, 599])
-def test_one_row_of_many_goes_on(kernel_device: torch.device, going_on: int) -> None:
-    rows = 600
-    buffers = make_step(kernel_device, [S.SAMPLES] * rows, kind=L, steps=2)
-    buffers.req_status[599 - going_on] = int(S.INVALID)
-    buffers.fault_code[599 - going_on] = int(F.BAD_LENGTH)
-    buffers.end_tokens[3] = 7
-    tokens = torch.full((rows,), 7, dtype=torch.int32, device=kernel_device)
-    tokens[going_on] = 8
+@pytest.mark.parametrize("continuing", [0, 300, 599])
+def test_one_of_many_requests_continues(kernel_device: torch.device, continuing: int) -> None:
+    reqs = 600
+    buffers = make_step(kernel_device, [S.SAMPLES] * reqs, kind=L, steps=2)
+    buffers.req_status[599 - continuing] = int(S.INVALID)
+    buffers.fault_code[599 - continuing] = int(F.BAD_LENGTH)
+    buffers.stop_tokens[3] = 7
+    tokens = torch.full((reqs,), 7, dtype=torch.int32, device=kernel_device)
+    tokens[continuing] = 8
     write_outputs(buffers, tokens, vocab_size=100)
     wait(kernel_device)
-    ends = [int(STOP)] * rows
-    ends[going_on], ends[599 - going_on] = int(GO), int(FAULT)
-    assert buffers.end_ring[1].tolist() == buffers.finish_reasons.tolist() == ends
-    assert buffers.cursor.tolist() == [0, 1, rows, 2, L]
-    assert buffers.go_on.tolist() == [1]
+    reasons = [int(STOP)] * reqs
+    reasons[continuing], reasons[599 - continuing] = int(GO), int(FAULT)
+    assert buffers.finish_reason_ring[1].tolist() == buffers.finish_reasons.tolist() == reasons
+    assert buffers.cursor.tolist() == [0, 1, reqs, 2, L]
+    assert buffers.loop_condition.tolist() == [1]
 
 
 def make_faulty_step(device: torch.device) -> tuple[StaticBuffers, torch.Tensor]:
     buffers = make_step(device, [S.SAMPLES, S.INVALID, S.SAMPLES])
-    buffers.end_tokens[0] = 6
+    buffers.stop_tokens[0] = 6
     return buffers, torch.tensor([5, 0, 6], dtype=torch.int32, device=device)
 
 
-def published(buffers: StaticBuffers) -> list[object]:
-    """What the host reads of step 1 once it sees the step's number."""
+def reported(buffers: StaticBuffers) -> list[object]:
+    """Return what the host reads of step 1 after it sees the step number."""
     specs = StaticBuffers.specs()
     written = {n for n, s in specs.items() if s.writer == "write_outputs" and s.kind is BufferKind.OUTPUT}
     return [t[1].tolist() for name, t in buffers.named() if name in written and t is not buffers.step_ring]
@@ -426,7 +419,7 @@ def test_step_number_is_stored_last_kernel(kernel_device: torch.device) -> None:
     exchange = InterpreterBuilder.create_atomic_rmw
 
     def look(self: object, *args: object) -> object:
-        seen.append((published(buffers), buffers.step_ring[1].item()))
+        seen.append((reported(buffers), buffers.step_ring[1].item()))
         return exchange(self, *args)
 
     with mock.patch.object(InterpreterBuilder, "create_atomic_rmw", look):
@@ -443,7 +436,7 @@ def test_step_number_is_stored_last_reference() -> None:
         def __torch_function__(self, func, types, args=(), kwargs=None):
             if func is torch.Tensor.__setitem__ and args[0] is buffers.step_ring:
                 with torch._C.DisableTorchFunction():
-                    seen.append((published(buffers), buffers.step_ring[1].item()))
+                    seen.append((reported(buffers), buffers.step_ring[1].item()))
             return func(*args, **(kwargs or {}))
 
     with Look():
@@ -453,22 +446,22 @@ def test_step_number_is_stored_last_reference() -> None:
 
 
 @pytest.mark.gpu
-def test_host_that_watches_sees_whole_steps() -> None:
-    """While the device runs on, the host finds a step's results as soon as it finds the step's number."""
-    device, rows, steps = torch.device("cuda"), 512, 200
-    buffers = make_step(device, [S.SAMPLES] * rows)
-    rings = {name: torch.full((steps, rows), UNTOUCHED, dtype=getattr(buffers, name).dtype).pin_memory()
+def test_host_that_polls_sees_complete_steps() -> None:
+    """While later steps run, the host finds all results of a step as soon as it finds the step number."""
+    device, reqs, steps = torch.device("cuda"), 512, 200
+    buffers = make_step(device, [S.SAMPLES] * reqs)
+    rings = {name: torch.full((steps, reqs), UNTOUCHED, dtype=getattr(buffers, name).dtype).pin_memory()
              for name, _ in buffers.named(BufferKind.OUTPUT) if name != "step_ring"}  # fmt: skip
     rings["step_ring"] = torch.full((steps,), UNTOUCHED, dtype=torch.int64).pin_memory()
     buffers = StaticBuffers(**(dict(buffers.named()) | rings))
-    tokens = [torch.full((rows,), step, dtype=torch.int32, device=device) for step in range(steps)]
+    tokens = [torch.full((reqs,), step, dtype=torch.int32, device=device) for step in range(steps)]
     for values in (tokens[0], tokens[0]):  # compiles
         write_outputs(buffers, values, vocab_size=steps)
     torch.cuda.synchronize()
     for ring in rings.values():
         ring.fill_(UNTOUCHED)
-    buffers.end_tokens[0] = 3
-    torch.cuda._sleep(100_000_000)  # the steps queue up meanwhile, and then run while the host watches
+    buffers.stop_tokens[0] = 3
+    torch.cuda._sleep(100_000_000)  # queues the steps, so that they run while the host polls
     for step in range(steps):
         buffers.step_counter.fill_(step)
         write_outputs(buffers, tokens[step], vocab_size=steps)
@@ -477,7 +470,7 @@ def test_host_that_watches_sees_whole_steps() -> None:
         while rings["step_ring"][step] != step:
             assert time.monotonic() < deadline
         assert set(rings["token_ring"][step].tolist()) == {step}
-        assert set(rings["end_ring"][step].tolist()) == {int(STOP) if step == 3 else int(GO)}
+        assert set(rings["finish_reason_ring"][step].tolist()) == {int(STOP) if step == 3 else int(GO)}
         assert set(rings["fault_code_ring"][step].tolist()) == {0}
     torch.cuda.synchronize()
 
@@ -490,7 +483,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_tokens_that_do_not_fit_are_named(case: str) -> None:
+def test_tokens_of_wrong_shape_raise(case: str) -> None:
     tokens, message = BAD[case]
     with pytest.raises(ShapeError, match=message):
         write_outputs(make_buffers(CPU, 2, 2), tokens, vocab_size=5)

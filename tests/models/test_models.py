@@ -1,16 +1,20 @@
-"""Logits of our models against `transformers`, for every architecture and option, in float32."""
+"""Logits against `transformers` in float32, for every architecture and option, and the keys of config.json."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from graphrt.kernels.errors import ConfigError, UnsupportedError
 from graphrt.kernels.types import KVLayout
 from graphrt.models.config import ModelConfig
+from graphrt.models.hf import SafetensorsSource
 from graphrt.models.llama import LlamaModel
 from graphrt.models.loading import load_model
 from graphrt.models.rope import RopeConfig
@@ -108,7 +112,7 @@ def test_logits_equal_transformers(tmp_path, architecture, options):
     )
 
 
-def test_a_ragged_batch_gives_what_each_row_gives_alone(tmp_path):
+def test_a_ragged_batch_equals_separate_sequences(tmp_path):
     oracle = save_oracle(tmp_path, "Qwen3", head_dim=16)
     runner = DenseRunner(load_model(tmp_path, device="cpu").model)
     texts = {4: PROMPT, 0: PROMPT[3:9], 9: PROMPT[1:2]}
@@ -119,16 +123,17 @@ def test_a_ragged_batch_gives_what_each_row_gives_alone(tmp_path):
 
 
 def test_partial_rotation(tmp_path):
-    """`transformers` rotates whole heads here: with zero frequencies and q and k reordered it is the same model."""
+    """`transformers` rotates whole heads. With zero frequencies, and q and k reordered, it is the same model."""
     head_dim, rotary_dim = 8, 4
     oracle = save_oracle(tmp_path, "Llama")
-    text = (tmp_path / "config.json").read_text()
-    (tmp_path / "config.json").write_text(json.dumps(json.loads(text) | {"partial_rotary_factor": 0.5}))
-    model = load_model(tmp_path, device="cpu").model
+    source = SafetensorsSource(tmp_path)
+    config = replace(source.config, rotary_dim=rotary_dim)
+    model = LlamaModel(config, dtype=torch.float32, device=torch.device("cpu"))
+    model.load_weights(source)
     assert model.cos_sin.shape == (64, rotary_dim)
     frequencies = 1e4 ** -(torch.arange(0, rotary_dim, 2) / rotary_dim)
     oracle.model.rotary_emb.inv_freq = torch.cat((frequencies, torch.zeros(2)))
-    # Row i of ours is rotated with i + 2, row i of theirs with i + 4.
+    # graphrt rotates row i with row i + 2, transformers with row i + 4.
     order = torch.tensor([0, 1, 4, 5, 2, 3, 6, 7])
     for layer in oracle.model.layers:
         for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
@@ -163,7 +168,85 @@ def test_rotation_table_of_real_sizes(theta):
     assert (error <= bounds.repeat(1, 2)).all()
 
 
-def test_older_configs_mean_the_same():
+SPELLINGS = {
+    "older names": {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 3e4},
+    "both names": {
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5.0},
+        "rope_theta": 3e4,
+    },
+    "an empty older name": {"rope_scaling": {}, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+    "theta in both places": {"rope_parameters": {"rope_theta": 3e4}, "rope_theta": 5.0},
+    "no factor key": {"rope_scaling": {"type": "yarn", "factor": 4.0, "truncate": None}, "rope_theta": 3e4},
+    "original length at the top": {
+        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
+        "original_max_position_embeddings": 16,
+    },
+}
+
+
+@pytest.mark.parametrize("options", SPELLINGS.values(), ids=SPELLINGS)
+def test_spellings_of_the_rotation_mean_what_transformers_reads(options):
+    raw = SIZES | {"model_type": "llama"} | options
+    config = transformers.AutoConfig.for_model(**json.loads(json.dumps(raw)))
+    rotary = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config)
+    frequencies, scale = ModelConfig.from_hf(raw).rope.inverse_frequencies(8, 64, 64)
+    torch.testing.assert_close(frequencies, rotary.inv_freq, rtol=1e-6, atol=0)
+    assert scale == pytest.approx(rotary.attention_scaling)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_key_value_heads": None}, {"head_dim": None}], ids=str)
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+def test_defaults_of_heads_are_those_of_transformers(kind, options):
+    raw = {k: v for k, v in SIZES.items() if k != "num_key_value_heads"}
+    raw |= {"model_type": kind, "num_attention_heads": 32, "hidden_size": 256} | options
+    try:
+        config = transformers.AutoConfig.for_model(**raw)
+    except StrictDataclassFieldValidationError:  # the class takes no null
+        with pytest.raises(ConfigError, match=f"{next(iter(options))}: expected an integer"):
+            ModelConfig.from_hf(raw)
+        return
+    ours = ModelConfig.from_hf(raw)
+    assert ours.num_kv_heads == config.num_key_value_heads
+    assert ours.head_dim == (getattr(config, "head_dim", None) or 256 // 32)
+
+
+UNSUPPORTED = {
+    "partial rotation": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+    "rotation of no dimension": ({"partial_rotary_factor": 0.05}, "partial_rotary_factor 0.05"),
+    "nested partial rotation": ({"rope_scaling": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
+    "bidirectional attention": ({"is_causal": False}, "is_causal False"),
+    "a config per layer": ({"per_layer_config": {"0": {}}}, "per_layer_config"),
+    "older name of quantisation": ({"compression_config": {"quant_method": "int"}}, "compression_config"),
+    "window layers without a window": (
+        {"model_type": "qwen2", "layer_types": ["sliding_attention"] * 3},
+        "layer_types 'sliding_attention' without a sliding_window",
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "text"), UNSUPPORTED.values(), ids=UNSUPPORTED)
+def test_unsupported_keys_are_refused_by_name(options, text):
+    with pytest.raises(UnsupportedError) as caught:
+        ModelConfig.from_hf(SIZES | {"model_type": "llama"} | options)
+    assert text in str(caught.value)
+
+
+def test_keys_that_change_nothing_are_accepted():
+    options = {"partial_rotary_factor": 1.0, "is_causal": True, "quantization_config": None, "hidden_act": "swish"}
+    options |= {"attention_dropout": 0.1, "pretraining_tp": 2, "sliding_window": 4, "use_cache": False}
+    raw = SIZES | {"model_type": "llama"}
+    assert ModelConfig.from_hf(raw | options) == ModelConfig.from_hf(raw)
+    assert ModelConfig.from_hf(raw, {"suppress_tokens": [], "temperature": 0.6}) == ModelConfig.from_hf(raw)
+
+
+@pytest.mark.parametrize("key", ["suppress_tokens", "bad_words_ids", "forced_eos_token_id", "stop_strings"])
+def test_generation_keys_that_forbid_or_force_tokens_are_refused(key):
+    with pytest.raises(UnsupportedError, match=f"{key} .3"):
+        ModelConfig.from_hf(SIZES | {"model_type": "llama"}, {key: [3]})
+
+
+def test_older_names_of_dtype_and_rotation():
     new = SIZES | {"model_type": "llama", "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 3e4}}
     old = SIZES | {"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 3e4}
     old |= {"torch_dtype": "bfloat16"}
@@ -193,7 +276,7 @@ def test_sliding_windows(options, expected):
     assert tuple(s.sliding_window for s in config.attention_specs(torch.float16)) == expected
 
 
-def test_all_reasons_are_listed():
+def test_all_unsupported_options_are_listed():
     raw = SIZES | {
         "model_type": "mixtral",
         "architectures": ["MixtralForCausalLM"],

@@ -6,6 +6,7 @@ import json
 import sys
 
 import pytest
+import transformers
 
 from graphrt.kernels.errors import ConfigError
 from graphrt.models.tokenizer import Tokenizer, load_tokenizer
@@ -32,7 +33,7 @@ def streamed(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
-def test_streamed_text_joins_to_the_whole_and_never_cuts_a_character(text):
+def test_streamed_pieces_join_to_the_text_and_hold_whole_characters(text):
     tokenizer = Tokenizer(byte_tokenizer())
     ids = tokenizer.encode_prompt(text, chat=False)
     assert len(ids) == len(text.encode())
@@ -43,7 +44,7 @@ def test_streamed_text_joins_to_the_whole_and_never_cuts_a_character(text):
         assert parts[-1] == ""
 
 
-def test_text_comes_with_the_token_that_completes_it():
+def test_text_is_returned_with_the_token_that_completes_it():
     tokenizer = Tokenizer(byte_tokenizer())
     assert streamed(tokenizer, tokenizer.encode_prompt("aé👍b", chat=False)) == [
         "a",
@@ -58,7 +59,7 @@ def test_text_comes_with_the_token_that_completes_it():
     ]
 
 
-def test_an_unfinished_character_comes_last_and_once():
+def test_finish_returns_an_incomplete_character_once():
     tokenizer = Tokenizer(byte_tokenizer())
     ids = tokenizer.encode_prompt("a👍", chat=False)[:-1]
     assert streamed(tokenizer, ids) == ["a", "", "", "", "\ufffd"]
@@ -80,7 +81,7 @@ def test_spaces_between_words_survive_tokenizers_that_strip_the_first():
     assert not any("\ufffd" in part for part in parts)
 
 
-def test_special_tokens_are_not_text():
+def test_decoded_text_has_no_special_tokens():
     tokenizer = Tokenizer(byte_tokenizer())
     end = tokenizer._backend.convert_tokens_to_ids("<|im_end|>")
     ids = [*tokenizer.encode_prompt("hi", chat=False), end, *tokenizer.encode_prompt("!", chat=False)]
@@ -88,7 +89,7 @@ def test_special_tokens_are_not_text():
     assert streamed(tokenizer, ids) == ["h", "i", "", "!", ""]
 
 
-def test_chat_prompts_follow_the_template_without_a_second_start_token():
+def test_chat_prompts_follow_the_template_without_a_second_bos():
     tokenizer = Tokenizer(byte_tokenizer(bos=True), TEMPLATE)
     ids = tokenizer.encode_prompt("hi", chat=True)
     text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
@@ -96,7 +97,7 @@ def test_chat_prompts_follow_the_template_without_a_second_start_token():
     assert tokenizer.encode_prompt("hi", chat=False)[0] == tokenizer._backend.convert_tokens_to_ids("<s>")
 
 
-def test_end_tokens_come_from_tokenizer_config_and_known_names(tmp_path):
+def test_end_tokens_are_those_of_the_config_and_well_known_names(tmp_path):
     backend = byte_tokenizer()
     backend.eos_token = "<s>"
     backend.save_pretrained(tmp_path)
@@ -104,7 +105,7 @@ def test_end_tokens_come_from_tokenizer_config_and_known_names(tmp_path):
     assert load_tokenizer(tmp_path, [7]).eos_ids == {7, *ids}
 
 
-def test_folders(tmp_path):
+def test_a_folder_brings_its_chat_template(tmp_path):
     backend = byte_tokenizer()
     backend.chat_template = TEMPLATE
     backend.save_pretrained(tmp_path)
@@ -113,10 +114,47 @@ def test_folders(tmp_path):
     assert tokenizer.encode_prompt("é", chat=True) == Tokenizer(backend).encode_prompt("é", chat=True)
 
 
+NAMED = [{"name": "default", "template": TEMPLATE}, {"name": "tool_use", "template": "tools"}]
+TEMPLATES = {
+    "default by name": (NAMED, None, None),
+    "files": (None, {"chat_template.jinja": TEMPLATE, "additional_chat_templates/rag.jinja": "rag"}, None),
+    "file before config": ("config", {"chat_template.jinja": TEMPLATE}, None),
+    "no default": (NAMED[1:], None, r"chat template: the model has 'tool_use', but none named 'default'"),
+    "empty": ("", None, "chat template: it renders a user message as no text"),
+    "number": (3, None, "chat_template: expected Jinja source or None, got 3"),
+}
+
+
+@pytest.mark.parametrize(("config", "files", "error"), TEMPLATES.values(), ids=TEMPLATES)
+def test_templates_are_chosen_as_transformers_does(tmp_path, config, files, error):
+    byte_tokenizer().save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | ({} if config is None else {"chat_template": config})))
+    for name, text in (files or {}).items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    if error:
+        with pytest.raises(ConfigError, match=error):
+            load_tokenizer(tmp_path).encode_prompt("hi", chat=True)
+        return
+    reference = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    message = [{"role": "user", "content": "hi"}]
+    expected = reference.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
+    assert load_tokenizer(tmp_path).encode_prompt("hi", chat=True) == expected
+    assert "assistant" in reference.decode(expected)
+
+
+def test_special_id_is_the_id_of_a_whole_special_token():
+    tokenizer = Tokenizer(byte_tokenizer())
+    expected = tokenizer._backend.convert_tokens_to_ids("<|im_end|>")
+    texts = ("<|im_end|>", " <|im_end|>", "<|im_end|><|im_end|>", "a", "")
+    assert [tokenizer.special_id(text) for text in texts] == [expected, None, None, None, None]
+
+
 def test_prompts_that_cannot_be_encoded_are_refused():
     tokenizer = Tokenizer(byte_tokenizer())
     assert not tokenizer.has_chat_template
-    with pytest.raises(ConfigError, match=r"chat: .*got one without; pass chat=False"):
+    with pytest.raises(ConfigError, match=r"chat: the model has no chat template; pass chat=False"):
         tokenizer.encode_prompt("hi", chat=True)
     with pytest.raises(ConfigError, match="prompt: expected some text"):
         tokenizer.encode_prompt("", chat=False)
@@ -124,7 +162,7 @@ def test_prompts_that_cannot_be_encoded_are_refused():
 
 def test_folders_without_a_tokenizer_are_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    with pytest.raises(ConfigError, match="expected a tokenizer that transformers can read"):
+    with pytest.raises(ConfigError, match="cannot read a tokenizer"):
         load_tokenizer(tmp_path)
 
 

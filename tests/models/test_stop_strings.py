@@ -1,4 +1,4 @@
-"""Text that comes in pieces ends where the whole of it would."""
+"""Stop strings cut a streamed text where they would cut the whole text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TEXTS = st.text("ab", max_size=12)
 
 
 @given(st.lists(TEXTS, max_size=8), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
-def test_a_text_is_shown_as_early_as_it_can_be(pieces: list[str], stops: list[str]) -> None:
+def test_text_is_returned_as_early_as_possible(pieces: list[str], stops: list[str]) -> None:
     stop, shown = StopStrings(stops), ""
     for index, piece in enumerate(pieces):
         so_far = "".join(pieces[: index + 1])
@@ -27,7 +27,7 @@ def test_a_text_is_shown_as_early_as_it_can_be(pieces: list[str], stops: list[st
         assert not any(s in so_far for s in stops)
         held = so_far[len(shown) :]
         assert shown + held == so_far
-        # What is held may become a stop string, and nothing longer may.
+        # The held text may become a stop string, and no longer suffix may.
         assert not held or any(s.startswith(held) for s in stops)
         longer = [so_far[at:] for at in range(len(shown))]
         assert not any(s.startswith(text) for s in stops for text in longer)
@@ -37,7 +37,7 @@ def test_a_text_is_shown_as_early_as_it_can_be(pieces: list[str], stops: list[st
 
 
 @given(st.text("abc", max_size=12), st.lists(st.text("abc", min_size=1, max_size=4), max_size=3))
-def test_how_a_text_is_cut_changes_nothing(text: str, stops: list[str]) -> None:
+def test_the_result_does_not_depend_on_the_pieces(text: str, stops: list[str]) -> None:
     def shown(pieces: list[str]) -> str:
         stop = StopStrings(stops)
         return "".join(map(stop.push, pieces)) + stop.finish()
@@ -45,7 +45,7 @@ def test_how_a_text_is_cut_changes_nothing(text: str, stops: list[str]) -> None:
     assert shown([text]) == shown(list(text)) == shown([text[:5], text[5:]])
 
 
-def test_nothing_comes_behind_a_stop_string() -> None:
+def test_push_returns_nothing_after_a_stop_string() -> None:
     stop = StopStrings(["\n\n", "User:"])
     assert [stop.push(piece) for piece in ("Fine. Us", "er: and", " so on")] == ["Fine. ", "", ""]
     assert stop.stopped
@@ -53,6 +53,6 @@ def test_nothing_comes_behind_a_stop_string() -> None:
 
 
 @pytest.mark.parametrize("stops", [[""], [None], {"ab": 1}, "ab", 3, [b"a"]])
-def test_what_is_no_stop_string(stops: object) -> None:
+def test_other_values_than_non_empty_strings_are_refused(stops: object) -> None:
     with pytest.raises(ConfigError, match="stop: expected"):
         StopStrings(stops)  # type: ignore[arg-type]

@@ -13,10 +13,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from graphrt.bench.attention_cells import PARTS, make_cells, shrink
-from graphrt.bench.attention_inputs import Inputs, KVPool, check_output
-from graphrt.bench.attention_report import plot, print_report
-from graphrt.bench.attention_results import (
+from graphrt.kernels.attention.attend import PART_WORDS
+from graphrt.kernels.errors import CapacityError, ConfigError, UnsupportedError
+from graphrt.kernels.types import KVLayout
+from scripts.rigs.attention_cells import PARTS, make_cells, shrink
+from scripts.rigs.attention_inputs import Inputs, KVPool, check_output
+from scripts.rigs.attention_report import plot, print_report
+from scripts.rigs.attention_results import (
     OURS,
     CellResult,
     ScheduleTime,
@@ -27,11 +30,8 @@ from graphrt.bench.attention_results import (
     geometric_means,
     goals,
 )
-from graphrt.bench.attention_schedule import make_schedules
-from graphrt.bench.cells import LAYERS, Cell
-from graphrt.kernels.attention.attend import PART_WORDS
-from graphrt.kernels.errors import CapacityError, ConfigError, UnsupportedError
-from graphrt.kernels.types import KVLayout
+from scripts.rigs.attention_schedule import make_schedules
+from scripts.rigs.cells import LAYERS, Cell
 
 CPU = torch.device("cpu")
 SMALL = Cell("ragged", "small", (5, 1, 40), 6, 2, 16, page_size=4)
@@ -128,7 +128,7 @@ def result(cell, ours=None, fa3=None, flashinfer=None, **more):
 
 
 def test_kernels_of_flashinfer():
-    from graphrt.bench.attention_peers import flashinfer_modules
+    from scripts.rigs.attention_peers import flashinfer_modules
 
     def kernels(**fields):
         return [module.kernel for module in flashinfer_modules(Cell("x", "x", (40,), **fields))]
@@ -139,7 +139,7 @@ def test_kernels_of_flashinfer():
 
 
 def test_cells_that_flashinfer_is_not_asked_for():
-    from graphrt.bench.attention_peers import _flashinfer_fault
+    from scripts.rigs.attention_peers import _flashinfer_fault
 
     asked = {part: [_flashinfer_fault(cell) is None for cell in make_cells([part])] for part in PARTS}
     assert {part: sum(of_part) for part, of_part in asked.items()} == {
@@ -370,7 +370,7 @@ class FakeSide:
         self.outcome = outcome
 
     def prepare(self, cell, inputs):
-        from graphrt.bench.attention_sides import Prepared
+        from scripts.rigs.attention_sides import Prepared
 
         if self.outcome == "refuses":
             raise UnsupportedError("head_dim 16: expected 64, 128 or 256")
@@ -392,7 +392,7 @@ OUTCOMES = {
 
 @pytest.mark.parametrize("outcome", OUTCOMES)
 def test_only_right_results_are_timed(outcome):
-    from graphrt.bench.attention_sides import prepare_checked
+    from scripts.rigs.attention_sides import prepare_checked
 
     variants, text = OUTCOMES[outcome]
     prepared, reason = prepare_checked(FakeSide(outcome), SMALL, make_inputs(SMALL))
@@ -413,7 +413,7 @@ def test_spacers_leave_the_outputs_alone():
 
 @pytest.mark.parametrize("name", ["decode", "HND", "varlen", "two_sizes", "chunks"])
 def test_graphrt_side_passes_its_check(name):
-    from graphrt.bench.attention_sides import GraphrtSide, prepare_checked
+    from scripts.rigs.attention_sides import GraphrtSide, prepare_checked
 
     cell = CELLS[name]
     prepared, reason = prepare_checked(GraphrtSide(), cell, make_inputs(cell))
@@ -423,7 +423,7 @@ def test_graphrt_side_passes_its_check(name):
 
 @pytest.mark.parametrize("peer", ["fa3", "flashinfer"])
 def test_missing_peer_says_how_to_get_it(monkeypatch, peer):
-    from graphrt.bench import attention_peers as peers
+    from scripts.rigs import attention_peers as peers
 
     module = {"fa3": "flash_attn_interface", "flashinfer": "flashinfer"}[peer]
     monkeypatch.setitem(sys.modules, module, None)
@@ -433,9 +433,10 @@ def test_missing_peer_says_how_to_get_it(monkeypatch, peer):
 
 
 def test_dry_run(tmp_path):
-    script = Path(__file__).resolve().parents[2] / "scripts" / "bench_attention.py"
-    command = [sys.executable, str(script), "--device", "cpu", "--without-peers", "--quick", "--only", "uniform,varlen"]
-    finished = subprocess.run(command, cwd=script.parent.parent, capture_output=True, text=True, check=True)
+    root = Path(__file__).resolve().parents[2]
+    options = ["--device", "cpu", "--without-peers", "--quick", "--only", "uniform,varlen"]
+    command = [sys.executable, "-m", "scripts.bench_attention", *options]
+    finished = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
     record = json.loads(finished.stdout.splitlines()[-1])
     assert record["name"] == "attention"
     assert record["sides"] == [OURS]

@@ -16,15 +16,15 @@ from graphrt.backends.registry import register_backend
 from graphrt.backends.torch_reference import TorchReferenceBackend
 from graphrt.backends.triton import TritonBackend
 from graphrt.batch import Batch
-from graphrt.bench.backend_report import BackendTime, make_cells
-from graphrt.bench.backend_rig import KVStore, Rig, make_context, page_size_of
-from graphrt.bench.cells import LAYERS, Cell, uniform_cell
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.kernels.errors import CapacityError
 from graphrt.kernels.library import INTERPRETER_AVAILABLE
 from graphrt.kernels.types import KVLayout
 from graphrt.metadata import StepMetadata
 from scripts import bench_backends
+from scripts.rigs.backend_report import BackendTime, make_cells
+from scripts.rigs.backend_rig import KVStore, Rig, make_context, page_size_of
+from scripts.rigs.cells import LAYERS, Cell, uniform_cell
 
 CPU = torch.device("cpu")
 
@@ -146,7 +146,7 @@ def test_what_cannot_be_captured_has_no_figure(monkeypatch: pytest.MonkeyPatch) 
 def test_cells_that_do_not_fit_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     free = 5 << 30
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
-    monkeypatch.setattr("graphrt.bench.backend_rig.rotations", lambda nbytes, device: 2)
+    monkeypatch.setattr("scripts.rigs.backend_rig.rotations", lambda nbytes, device: 2)
     store = KVStore(torch.device("cuda"))
     monkeypatch.setattr(store, "_fill", lambda size, dtype, seed: torch.empty(size, dtype=torch.bfloat16))
     small, large = (

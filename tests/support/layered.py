@@ -18,7 +18,7 @@ from graphrt.config import RuntimeConfig
 from graphrt.engine.batch_delta import BatchDelta, StopConditions
 from graphrt.generate.generator import TextGenerator
 from graphrt.generate.scheduler import Scheduler
-from graphrt.kernels.metadata.step_inputs import LENGTH_FROM_DEVICE
+from graphrt.kernels.metadata.step_inputs import SEQ_LEN_FROM_DEVICE
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
 from graphrt.spec import AttentionSpec, KVCacheSpec
@@ -136,7 +136,7 @@ class Watch:
         for row in range(n):
             req_index, new, length = int(batch.req_indices[row]), int(batch.query_lens[row]), int(batch.seq_lens[row])
             known = self._known.setdefault(req_index, _Known([{} for _ in self._runtime.kv_cache.groups]))
-            start = known.length if length == LENGTH_FROM_DEVICE else length - new
+            start = known.length if length == SEQ_LEN_FROM_DEVICE else length - new
             known.length, known.limit = start + new, int(ends.lengths[row])
             for g, pages in enumerate(known.pages):
                 if start == 0:

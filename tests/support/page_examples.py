@@ -155,7 +155,7 @@ class DecodeStep:
         self.launch(
             "_unpack_kernel", (8,), 128, 3.1, groups, pointer(input_ring, "input_ring_ptr"), record,
             self.buffer("cursor", 16),
-            self.buffer("req_lens", 256), self.buffer("step_counter", 2), word(4, "slots"), word(10_304, "stride"),
+            self.buffer("req_seq_lens", 256), self.buffer("step_counter", 2), word(4, "slots"), word(10_304, "stride"),
         )  # fmt: skip
         (applied,) = self.tail
         lengths = (word(131_072, "max_seq_len"), word(128_256, "vocab_size"))
@@ -253,7 +253,9 @@ class DecodeStep:
         self.add(kernel("_token_logprobs_kernel", (rows,), 512, logits), 9.8, sampled)
         self.tail += (chosen,)
         ring = pointer(self.at("host rings", Owner.HOST, 262_144), "host_ring_ptr")
-        self.launch("_write_outputs_kernel", (1,), 128, 3.0, self.buffer("tokens"), self.buffer("req_lens", 256), ring)
+        self.launch(
+            "_write_outputs_kernel", (1,), 128, 3.0, self.buffer("tokens"), self.buffer("req_seq_lens", 256), ring
+        )
         self.findings = [
             Finding(
                 (sampled,),

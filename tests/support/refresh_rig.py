@@ -1,4 +1,4 @@
-"""A rig for tests of the refresh: records made word by word, and what every derived buffer must hold after a step."""
+"""A rig for tests of the refresh: packs step inputs word by word, and computes every derived buffer of a step."""
 
 from __future__ import annotations
 
@@ -14,26 +14,25 @@ from graphrt.kernels.metadata.refresh import refresh
 from graphrt.kernels.types import TOKEN_FROM_DEVICE, FaultCode, RequestStatus
 
 LAST = TOKEN_FROM_DEVICE
-POISON = -77
+POISON = UNTOUCHED = -77
 
-GUARD = 5  # values behind every buffer that nobody may touch
-LAST_TOKENS = (50, 51, 52, -1, 54, 55, 56, 777)  # row id 3 has none, that of 7 is outside the vocabulary
+GUARD = 5  # values after every buffer that must not be written
+LAST_TOKENS = (50, 51, 52, -1, 54, 55, 56, 777)  # request index 3 has none; that of 7 is outside the vocabulary
 OUTPUTS = (
     "fault_code", "fault_value", "step_counter", "input_ids", "positions", "slot_mapping", "query_start_loc",
-    "seq_lens", "block_table", "logits_indices", "req_indices", "req_status", "void_ids", "temperatures", "seeds",
-    "encoder_lens", "top_ks", "top_ps", "min_ps",
-    "repetition_penalties", "presence_penalties", "frequency_penalties", "prompt_lens", "token_masks", "logprobs",
-    "logprob_tokens",
-    "places", "decode_seq_lens", "prompt_seq_lens", "decode_start_loc", "prompt_start_loc",
+    "seq_lens", "block_table", "logits_indices", "req_indices", "req_status", "void_req_indices", "temperatures",
+    "seeds", "encoder_lens", "top_ks", "top_ps", "min_ps", "repetition_penalties", "presence_penalties",
+    "frequency_penalties", "prompt_lens", "token_masks", "logprobs", "logprob_tokens", "buffer_rows",
+    "decode_seq_lens", "prompt_seq_lens", "decode_start_loc", "prompt_start_loc",
 )  # fmt: skip
 MORE: dict[str, tuple[float, float]] = {
     "repetition_penalties": (1.25, 1.0), "presence_penalties": (-0.5, 0.0), "frequency_penalties": (0.625, 0.0),
     "prompt_lens": (3, 0), "token_masks": (2, -1), "logprobs": (1, -1), "logprob_tokens": (4, -1),
 }  # fmt: skip
-"""Copied values whose meaning is nobody's here: what row id 0 has, each further one 1 more, and what pads get."""
+"""Copied values without meaning for the refresh: value of request index 0 (each further index adds 1), and pad."""
 
-OF_GROUPS = ("slot_mapping", "block_table")  # a row of them per KV group
-SCRATCH = {"new_spans", "check_code", "check_value", "table_from", "table_to"}  # notes of the kernels for each other
+OF_GROUPS = ("slot_mapping", "block_table")  # their first dimension is the KV group
+SCRATCH = {"new_spans", "check_code", "check_value", "table_from", "table_to"}  # passed from one kernel to the other
 
 
 @dataclass(frozen=True)
@@ -45,9 +44,9 @@ class Request:
     sample: int = 1
     temperature: float = 0.0
     seed: int = 0
-    start: int | None = None  # lie about the first token
-    query_len: int | None = None  # lie about the number of tokens
-    page_count: int | None = None  # lie about the number of pages
+    start: int | None = None  # wrong first token
+    query_len: int | None = None  # wrong number of tokens
+    page_count: int | None = None  # wrong number of pages
     first_page: int = 0
     encoder_len: int = 0
     top_k: int = 7
@@ -74,61 +73,66 @@ class Sizes:
 
 
 MIXED = Sizes(reqs=4, tokens=14, query_len=0)
+GOOD = Request(2, [LAST], 7, [5, 6], temperature=0.5, seed=-3)
+ALSO = Request(0, [17], 1, [9], seed=2**31)
+THIRD = Request(5, [0], 8, [11, 12], sample=0)
+CHUNK = Request(1, [3, 4, 5, 6, 7], 11, [7, 3, 8], sample=0)
+SPEC = replace(Sizes(), tokens=12, query_len=3)
 
 
 @dataclass(frozen=True)
 class Case:
-    """Rows of one step, and by row which fault they have to show."""
+    """The requests of one step, and their expected faults by batch position."""
 
     id: str
-    rows: tuple[Request, ...]
+    requests: tuple[Request, ...]
     sizes: Sizes = field(default_factory=Sizes)
     faults: dict[int, tuple[FaultCode, int]] = field(default_factory=dict)
 
 
-def pack(rows: Sequence[Request], step: int) -> list[int]:
-    """The step record of `rows`, built from the words of record.py and nothing else."""
+def pack(requests: Sequence[Request], step: int) -> list[int]:
+    """Return the step inputs of `requests`, packed word by word."""
     words = [0] * layout.HEADER_SIZE
     low = step & 0xFFFFFFFF
     words[layout.HEADER_STEP_LOW] = low - (1 << 32) if low >= 1 << 31 else low
     words[layout.HEADER_STEP_HIGH] = step >> 32
-    tokens = [t for row in rows for t in row.tokens]
-    pages = [p for row in rows for p in row.pages]
-    words[layout.HEADER_NUM_REQS] = len(rows)
+    tokens = [t for request in requests for t in request.tokens]
+    pages = [p for request in requests for p in request.pages]
+    words[layout.HEADER_NUM_REQS] = len(requests)
     words[layout.HEADER_NUM_TOKENS] = len(tokens)
     words[layout.HEADER_NUM_PAGES] = len(pages)
     columns: list[list[int]] = [[] for _ in range(layout.req_fields(1))]
     token_at = page_at = 0
-    for row in rows:
-        columns[layout.REQ_INDEX].append(row.req_index)
-        columns[layout.REQ_SEQ_LEN].append(row.seq_len)
-        columns[layout.REQ_QUERY_START].append(token_at if row.start is None else row.start)
-        columns[layout.REQ_QUERY_LEN].append(len(row.tokens) if row.query_len is None else row.query_len)
-        columns[layout.REQ_PAGES + layout.PAGE_FIRST].append(row.first_page)
+    for request in requests:
+        columns[layout.REQ_INDEX].append(request.req_index)
+        columns[layout.REQ_SEQ_LEN].append(request.seq_len)
+        columns[layout.REQ_QUERY_START].append(token_at if request.start is None else request.start)
+        columns[layout.REQ_QUERY_LEN].append(len(request.tokens) if request.query_len is None else request.query_len)
+        columns[layout.REQ_PAGES + layout.PAGE_FIRST].append(request.first_page)
         columns[layout.REQ_PAGES + layout.PAGE_START].append(page_at)
-        count = len(row.pages) if row.page_count is None else row.page_count
+        count = len(request.pages) if request.page_count is None else request.page_count
         columns[layout.REQ_PAGES + layout.PAGE_COUNT].append(count)
-        columns[layout.REQ_SAMPLE].append(row.sample)
-        columns[layout.REQ_COPIED].append(struct.unpack("<i", struct.pack("<f", row.temperature))[0])
-        columns[layout.REQ_COPIED + 1].append(struct.unpack("<i", struct.pack("<I", row.seed & 0xFFFFFFFF))[0])
-        columns[layout.REQ_ENCODER_LEN].append(row.encoder_len)
-        columns[layout.REQ_ENCODER_LEN + 1].append(row.top_k)
-        for at, share in ((2, row.top_p), (3, row.min_p)):
+        columns[layout.REQ_SAMPLE].append(request.sample)
+        columns[layout.REQ_COPIED].append(struct.unpack("<i", struct.pack("<f", request.temperature))[0])
+        columns[layout.REQ_COPIED + 1].append(struct.unpack("<i", struct.pack("<I", request.seed & 0xFFFFFFFF))[0])
+        columns[layout.REQ_ENCODER_LEN].append(request.encoder_len)
+        columns[layout.REQ_ENCODER_LEN + 1].append(request.top_k)
+        for at, share in ((2, request.top_p), (3, request.min_p)):
             columns[layout.REQ_ENCODER_LEN + at].append(struct.unpack("<i", struct.pack("<f", share))[0])
         for name, (value, _) in MORE.items():
-            word = struct.pack("<f" if isinstance(value, float) else "<i", value + row.req_index % 100)
+            word = struct.pack("<f" if isinstance(value, float) else "<i", value + request.req_index % 100)
             columns[layout.REQ_COPIED + COPIED.index(name)].append(struct.unpack("<i", word)[0])
-        token_at += len(row.tokens)
-        page_at += len(row.pages)
+        token_at += len(request.tokens)
+        page_at += len(request.pages)
     return words + [word for column in columns for word in column] + tokens + pages
 
 
 def expect(
-    rows: Sequence[Request], sizes: Sizes, faults: dict[int, tuple[FaultCode, int]], step: int
+    requests: Sequence[Request], sizes: Sizes, faults: dict[int, tuple[FaultCode, int]], step: int
 ) -> dict[str, list[object]]:
-    """Every derived buffer after a step of `rows`."""
-    s, n = sizes, len(rows)
-    query_lens = [s.query_len or len(row.tokens) for row in rows]
+    """Return every derived buffer after a step of `requests`."""
+    s, n = sizes, len(requests)
+    query_lens = [s.query_len or len(request.tokens) for request in requests]
     decodes = [r for r in range(n) if s.decode_len and query_lens[r] == s.decode_len]
     order = decodes + [r for r in range(n) if r not in decodes]
     starts = [sum(query_lens[r] for r in order[:at]) for at in range(n + 1)]
@@ -143,7 +147,7 @@ def expect(
         "slot_mapping": [[-1] * s.tokens],
         "query_start_loc": bounds,
         "seq_lens": [s.seq_len_fill] * s.reqs,
-        "places": [order.index(r) if r < n else r for r in range(s.reqs)],
+        "buffer_rows": [order.index(r) if r < n else r for r in range(s.reqs)],
         "decode_seq_lens": [s.seq_len_fill] * s.reqs,
         "prompt_seq_lens": [s.seq_len_fill] * s.reqs,
         "decode_start_loc": [min(start, prompts_from) for start in bounds],
@@ -152,7 +156,7 @@ def expect(
         "logits_indices": [0] * s.reqs,
         "req_indices": [-1] * s.reqs,
         "req_status": [int(RequestStatus.PAD)] * s.reqs,
-        "void_ids": [-1] * s.reqs,
+        "void_req_indices": [-1] * s.reqs,
         "temperatures": [0.0] * s.reqs,
         "seeds": [0] * s.reqs,
         "encoder_lens": [0] * s.reqs,
@@ -162,45 +166,47 @@ def expect(
         **{name: [pad] * s.reqs for name, (_, pad) in MORE.items()},
     }
     for at, r in enumerate(order):
-        row = rows[r]
+        request = requests[r]
         if r in faults:
             out["req_status"][at] = int(RequestStatus.INVALID)
             out["fault_code"][at], out["fault_value"][at] = int(faults[r][0]), faults[r][1]
-            begins = row.seq_len == (len(row.tokens) if row.query_len is None else row.query_len)
-            if begins and 0 <= row.req_index < len(LAST_TOKENS):
-                out["void_ids"][at] = row.req_index
+            starts_sequence = request.seq_len == (
+                len(request.tokens) if request.query_len is None else request.query_len
+            )
+            if starts_sequence and 0 <= request.req_index < len(LAST_TOKENS):
+                out["void_req_indices"][at] = request.req_index
             continue
-        for j, token in enumerate(row.tokens):
-            position = row.seq_len - len(row.tokens) + j
-            out["input_ids"][starts[at] + j] = LAST_TOKENS[row.req_index] if token == LAST else token
+        for j, token in enumerate(request.tokens):
+            position = request.seq_len - len(request.tokens) + j
+            out["input_ids"][starts[at] + j] = LAST_TOKENS[request.req_index] if token == LAST else token
             out["positions"][starts[at] + j] = position
-            slot = row.pages[position // s.page_size] * s.page_size + position % s.page_size
+            slot = request.pages[position // s.page_size] * s.page_size + position % s.page_size
             out["slot_mapping"][0][starts[at] + j] = slot
-        for column, page in enumerate(row.pages):
+        for column, page in enumerate(request.pages):
             out["block_table"][0][at][column] = page
-        out["seq_lens"][at] = row.seq_len
-        out["decode_seq_lens" if r in decodes else "prompt_seq_lens"][at] = row.seq_len
-        out["req_indices"][at] = row.req_index
-        out["req_status"][at] = int(RequestStatus.SAMPLES if row.sample else RequestStatus.LIVE)
-        out["logits_indices"][at] = starts[at] + len(row.tokens) - 1
-        out["temperatures"][at] = row.temperature
-        out["seeds"][at] = row.seed & 0xFFFFFFFF
-        out["encoder_lens"][at] = row.encoder_len
-        out["top_ks"][at], out["top_ps"][at], out["min_ps"][at] = row.top_k, row.top_p, row.min_p
+        out["seq_lens"][at] = request.seq_len
+        out["decode_seq_lens" if r in decodes else "prompt_seq_lens"][at] = request.seq_len
+        out["req_indices"][at] = request.req_index
+        out["req_status"][at] = int(RequestStatus.SAMPLES if request.sample else RequestStatus.LIVE)
+        out["logits_indices"][at] = starts[at] + len(request.tokens) - 1
+        out["temperatures"][at] = request.temperature
+        out["seeds"][at] = request.seed & 0xFFFFFFFF
+        out["encoder_lens"][at] = request.encoder_len
+        out["top_ks"][at], out["top_ps"][at], out["min_ps"][at] = request.top_k, request.top_p, request.min_p
         for name, (value, _) in MORE.items():
-            out[name][at] = value + row.req_index % 100
+            out[name][at] = value + request.req_index % 100
     return out
 
 
 class Rig:
-    """The tensors of one captured size, each with a guard behind it, poisoned before every step."""
+    """The tensors of one captured size, each followed by a guard, poisoned before every step."""
 
     def __init__(self, sizes: Sizes, device: torch.device, *, keeps_tables: bool = False) -> None:
         self.sizes, self.device = sizes, device
-        s, rows = sizes, sizes.reqs + 2  # room for more rows than this size uses
+        s, requests = sizes, sizes.reqs + 2  # more requests than this size uses
         capacity = Capacity(
-            rows=rows, tokens=s.tokens, req_indices=len(LAST_TOKENS),
-            inputs=layout.inputs_size(rows, 3 * s.tokens, rows * s.max_pages, 1), ring=s.ring,
+            reqs=requests, tokens=s.tokens, req_indices=len(LAST_TOKENS),
+            inputs=layout.inputs_size(requests, 3 * s.tokens, requests * s.max_pages, 1), ring=s.ring,
             page_groups=(PageGroup(s.page_size, s.num_pages, s.null_page, s.max_pages),),
         )  # fmt: skip
         tensors = dict(StaticBuffers.allocate(capacity, device).cut(s.reqs, s.tokens).named())
@@ -215,9 +221,9 @@ class Rig:
         self.tables = torch.full_like(self.tensors.page_table, POISON) if keeps_tables else None
 
     def run(self, words: Sequence[int]) -> None:
-        """Poison the outputs, upload a record with garbage behind it, refresh."""
+        """Poison the outputs, upload the inputs followed by garbage, and refresh."""
         t, s = self.tensors, self.sizes
-        for name in set(OUTPUTS) - {"block_table"}:  # of a table only what differs is written
+        for name in set(OUTPUTS) - {"block_table"}:  # the refresh writes only the differences of a table
             whole = self.whole[name]
             whole.fill_(float("nan") if whole.is_floating_point() else POISON)
         t.inputs.fill_(99)
@@ -230,25 +236,25 @@ class Rig:
             torch.cuda.synchronize()
 
     def step(
-        self, rows: Sequence[Request], faults: dict[int, tuple[FaultCode, int]] | None = None, step: int = 0
+        self, requests: Sequence[Request], faults: dict[int, tuple[FaultCode, int]] | None = None, step: int = 0
     ) -> None:
         """Run one step and compare every buffer."""
-        self.run(pack(rows, step))
-        self.check(expect(rows, self.sizes, faults or {}, step))
+        self.run(pack(requests, step))
+        self.check(expect(requests, self.sizes, faults or {}, step))
 
     def step_with_tables(
-        self, rows: Sequence[Request], faults: dict[int, tuple[FaultCode, int]] | None = None, step: int = 0
+        self, requests: Sequence[Request], faults: dict[int, tuple[FaultCode, int]] | None = None, step: int = 0
     ) -> None:
-        """The same where the caller keeps tables: the record's lists are garbage, and pages to spare are not read."""
+        """As `step`, with tables that the caller owns: lists in the inputs are garbage; spare pages are not read."""
         assert self.tables is not None
         held = []
-        for row in rows:
-            pages = list(row.pages)[: -(-max(row.seq_len, 0) // self.sizes.page_size)]
-            held.append(replace(row, pages=pages))
-            if 0 <= row.req_index < self.tables.shape[1] and row.seq_len <= self.sizes.max_seq_len:
-                self.tables[0, row.req_index, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        for request in requests:
+            pages = list(request.pages)[: -(-max(request.seq_len, 0) // self.sizes.page_size)]
+            held.append(replace(request, pages=pages))
+            if 0 <= request.req_index < self.tables.shape[1] and request.seq_len <= self.sizes.max_seq_len:
+                self.tables[0, request.req_index, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
         before = self.tables.clone()
-        self.run(pack([replace(row, pages=[31, 7], first_page=3) for row in rows], step))
+        self.run(pack([replace(request, pages=[31, 7], first_page=3) for request in requests], step))
         self.check(expect(held, self.sizes, faults or {}, step))
         assert torch.equal(self.tables, before), "the caller's tables were written"
 
@@ -259,3 +265,13 @@ class Rig:
             guard = self.whole[name].narrow(at, self.whole[name].shape[at] - GUARD, GUARD)
             untouched = guard.isnan() if guard.is_floating_point() else guard == POISON
             assert bool(untouched.all()), f"{name} was written out of bounds"
+
+
+def make_buffers(device: torch.device, rows: int, req_indices: int, ring: int = 3) -> StaticBuffers:
+    """Return buffers in batch order, with last tokens from 100 on, and output rings full of UNTOUCHED."""
+    buffers = StaticBuffers.allocate(Capacity(rows, rows, req_indices, 100, ring, (PageGroup(1, 2, 0, 1),)), device)
+    for name in ("step_ring", "token_ring", "fault_code_ring", "fault_value_ring"):
+        getattr(buffers, name).fill_(UNTOUCHED)
+    buffers.last_token.copy_(torch.arange(100, 100 + req_indices))
+    buffers.buffer_rows.copy_(torch.arange(rows))
+    return buffers

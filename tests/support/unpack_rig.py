@@ -1,4 +1,4 @@
-"""A model of row states in plain Python, and a rig that holds `unpack` against it, buffer by buffer."""
+"""A model of the request state in plain Python, and a rig that compares `unpack` with it, buffer by buffer."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ CPU = torch.device("cpu")
 SENTINEL = -(1 << 31)
 INT_MAX = (1 << 31) - 1
 POISON = -77
-GUARD = 16  # values before and behind every buffer that unpack writes; 64 bytes keep its alignment
-WRITTEN = ("inputs", "order", "req_values", "end_lengths", "end_tokens")
+GUARD = 16  # values before and after every buffer that unpack writes; 64 bytes keep its alignment
+WRITTEN = ("inputs", "order", "req_values", "length_limits", "stop_tokens")
 
 OWN = PageGroup(page_size=4, num_pages=64, null_page=0, max_pages=10)
-WINDOW = PageGroup(page_size=2, num_pages=64, null_page=0, max_pages=20, window=5, claims_at=64)
-CROSS = PageGroup(page_size=2, num_pages=64, null_page=0, max_pages=6, claims_at=128, max_encoder_len=11)
-CHUNK = PageGroup(page_size=8, num_pages=64, null_page=0, max_pages=5, chunk=8, claims_at=192)
+WINDOW = PageGroup(page_size=2, num_pages=64, null_page=0, max_pages=20, window=5, writers_at=64)
+CROSS = PageGroup(page_size=2, num_pages=64, null_page=0, max_pages=6, writers_at=128, max_encoder_len=11)
+CHUNK = PageGroup(page_size=8, num_pages=64, null_page=0, max_pages=5, chunk=8, writers_at=192)
 ONE, SEVERAL = (OWN,), (OWN, WINDOW, CROSS, CHUNK)
 
-List = tuple[int, tuple[int, ...]]  # place of the first page in the sequence, and the pages
+List = tuple[int, tuple[int, ...]]  # index of the first page in the sequence, and the pages
 NO_LIST: List = (0, ())
 
 
 def copied(*values: int) -> tuple[int, ...]:
-    """A value of each copied field: these, then zeros."""
+    """Return a value for each copied field: `values`, then zeros."""
     return (*values, *[0] * len(COPIED))[: len(COPIED)]
 
 
 @dataclass
 class State:
-    """What the device knows of a row id."""
+    """The persistent state of a request index."""
 
     length: int = 0
-    end: FinishReason = FinishReason.RUNNING
+    finish_reason: FinishReason = FinishReason.RUNNING
     values: tuple[int, ...] = (0,) * len(COPIED)
-    limit: int = 0
-    stops: tuple[int, ...] = (NO_TOKEN,) * STOP_TOKENS
+    length_limit: int = 0
+    stop_tokens: tuple[int, ...] = (NO_TOKEN,) * STOP_TOKENS
     pages_to: list[int] = field(default_factory=list)  # per group
 
 
 @dataclass(frozen=True)
 class Request:
-    """A row of a full slot."""
+    """A request of a full entry."""
 
     req_index: int
     seq_len: int
@@ -56,13 +56,13 @@ class Request:
     sample: int = 1
     values: tuple[int, ...] = copied(7, 8)
     pages: tuple[List, ...] = ()
-    limit: int = 0
-    stops: tuple[int, ...] = (NO_TOKEN,) * STOP_TOKENS
+    length_limit: int = 0
+    stop_tokens: tuple[int, ...] = (NO_TOKEN,) * STOP_TOKENS
 
 
 @dataclass(frozen=True)
 class Full:
-    rows: tuple[Request, ...]
+    requests: tuple[Request, ...]
     keep: bool = True
 
     steps = 1
@@ -74,7 +74,7 @@ class Full:
 
 @dataclass(frozen=True)
 class BatchDelta:
-    """`lists` by place; `order` None: as before."""
+    """`lists` by batch position; `order` None: unchanged."""
 
     num_reqs: int
     order: tuple[int, ...] | None = None
@@ -89,7 +89,7 @@ class BatchDelta:
         return layout.DELTA | new_order | lists | (layout.LOOPS if self.loops else 0)
 
 
-Word = int | None  # None: nobody reads it
+Word = int | None  # None: any value, the word is never read
 
 
 def header(step: int, reqs: int, tokens: int, pages: int, kind: int, steps: int) -> list[Word]:
@@ -97,31 +97,33 @@ def header(step: int, reqs: int, tokens: int, pages: int, kind: int, steps: int)
     return [low if low < 2**31 else low - 2**32, high, reqs, tokens, pages, kind, steps, 0]
 
 
-def full_words(rows: Sequence[Request], groups: int, step: int, kind: int) -> list[int]:
-    """A full slot without its ends: what the record has to be, too."""
-    tokens, pages = [t for row in rows for t in row.tokens], []
-    starts = [sum(len(other.tokens) for other in rows[:place]) for place in range(len(rows))]
+def full_words(requests: Sequence[Request], groups: int, step: int, kind: int) -> list[int]:
+    """Return the words of a full entry without stop conditions, which are also the expected step inputs."""
+    tokens, pages = [t for request in requests for t in request.tokens], []
+    starts = [sum(len(other.tokens) for other in requests[:position]) for position in range(len(requests))]
     columns = [[], [], [], [], [], *([] for _ in COPIED), *([] for _ in range(3 * groups))]
-    for start, row in zip(starts, rows, strict=True):
-        fields = [row.req_index, row.seq_len, start, len(row.tokens), row.sample, *row.values]
-        for first, listed in row.pages or (NO_LIST,) * groups:
+    for start, request in zip(starts, requests, strict=True):
+        fields = [request.req_index, request.seq_len, start, len(request.tokens), request.sample, *request.values]
+        for first, listed in request.pages or (NO_LIST,) * groups:
             fields += [first, len(pages), len(listed)]
             pages += listed
         for column, value in zip(columns, fields, strict=True):
             column.append(value)
-    head = header(step, len(rows), len(tokens), len(pages), kind, 1)
+    head = header(step, len(requests), len(tokens), len(pages), kind, 1)
     return [*head, *(word for column in columns for word in column), *tokens, *pages]
 
 
-def end_words(rows: Sequence[Request]) -> list[int]:
-    """The ends of a full slot: a run per field."""
-    return [row.limit for row in rows] + [row.stops[i] for i in range(STOP_TOKENS) for row in rows]
+def stop_words(requests: Sequence[Request]) -> list[int]:
+    """Return the stop conditions of a full entry: one run per field."""
+    return [request.length_limit for request in requests] + [
+        request.stop_tokens[i] for i in range(STOP_TOKENS) for request in requests
+    ]
 
 
 class Model:
-    """A runtime's row states by row id, its order of rows, and where the cursor stands."""
+    """The state of a runtime by request index, its batch order, and its cursor."""
 
-    def __init__(self, groups: tuple[PageGroup, ...], rows: int, req_indices: int) -> None:
+    def __init__(self, groups: tuple[PageGroup, ...], requests: int, req_indices: int) -> None:
         self.groups = groups
         self.states = {
             i: State(
@@ -134,71 +136,75 @@ class Model:
             )
             for i in range(req_indices)
         }
-        self.order = [-1] * rows
-        self.slot = self.step_of_slot = 0
-        self.step = -1  # the last one that ran
+        self.order = [-1] * requests
+        self.entry = self.step_of_entry = 0
+        self.step = -1  # the last step that ran
 
-    def pack(self, slot: Full | BatchDelta, step: int) -> list[int]:
-        """The words of a slot."""
-        if isinstance(slot, Full):
-            words = full_words(slot.rows, len(self.groups), step, slot.kind)
-            return words + (end_words(slot.rows) if slot.keep else [])
-        lists, pages = self._lists(slot)
-        words = [*header(step, slot.num_reqs, 0, len(pages), slot.kind, slot.steps), *(slot.order or ())]
+    def pack(self, entry: Full | BatchDelta, step: int) -> list[int]:
+        """Return the words of an entry."""
+        if isinstance(entry, Full):
+            words = full_words(entry.requests, len(self.groups), step, entry.kind)
+            return words + (stop_words(entry.requests) if entry.keep else [])
+        lists, pages = self._lists(entry)
+        words = [*header(step, entry.num_reqs, 0, len(pages), entry.kind, entry.steps), *(entry.order or ())]
         none = [0] * (3 * len(self.groups))
-        of_places = [lists.get(place, none) for place in range(slot.num_reqs)]
+        by_position = [lists.get(position, none) for position in range(entry.num_reqs)]
         if lists:
-            words += [fields[i] for i in range(len(none)) for fields in of_places]
+            words += [fields[i] for i in range(len(none)) for fields in by_position]
         return [*words, *pages]
 
     @staticmethod
-    def _lists(slot: BatchDelta) -> tuple[dict[int, list[int]], list[int]]:
-        """Words of each list by place, and all pages."""
+    def _lists(entry: BatchDelta) -> tuple[dict[int, list[int]], list[int]]:
+        """Return the words of each list by batch position, and all pages."""
         lists: dict[int, list[int]] = {}
         pages: list[int] = []
-        for place, of_groups in slot.lists.items():
-            lists[place] = []
+        for position, of_groups in entry.lists.items():
+            lists[position] = []
             for first, listed in of_groups:
-                lists[place] += [first, len(pages), len(listed)]
+                lists[position] += [first, len(pages), len(listed)]
                 pages += listed
         return lists, pages
 
-    def unpack(self, slot: Full | BatchDelta) -> list[Word]:
-        """The record that the next step must find; what a slot says of rows is kept."""
+    def unpack(self, entry: Full | BatchDelta) -> list[Word]:
+        """Return the step inputs that the next step must find, and store the request values of the entry."""
         self.step += 1
-        return self._full(slot) if isinstance(slot, Full) else self._delta(slot)
+        return self._full(entry) if isinstance(entry, Full) else self._delta(entry)
 
-    def _full(self, slot: Full) -> list[Word]:
-        rows = list(slot.rows)
-        for place, row in enumerate(slot.rows if slot.keep else ()):
-            self.order[place] = row.req_index
-            if (state := self.states.get(row.req_index)) is None:
+    def _full(self, entry: Full) -> list[Word]:
+        requests = list(entry.requests)
+        for position, request in enumerate(entry.requests if entry.keep else ()):
+            self.order[position] = request.req_index
+            if (state := self.states.get(request.req_index)) is None:
                 continue
-            state.values, state.limit, state.stops = row.values, row.limit, row.stops
-            if row.seq_len == SENTINEL:
-                req_index = SENTINEL if state.end else row.req_index
-                rows[place] = replace(row, req_index=req_index, seq_len=state.length + len(row.tokens))
-        return [*full_words(rows, len(self.groups), self.step, slot.kind)]
+            state.values, state.length_limit, state.stop_tokens = (
+                request.values,
+                request.length_limit,
+                request.stop_tokens,
+            )
+            if request.seq_len == SENTINEL:
+                req_index = SENTINEL if state.finish_reason else request.req_index
+                requests[position] = replace(request, req_index=req_index, seq_len=state.length + len(request.tokens))
+        return [*full_words(requests, len(self.groups), self.step, entry.kind)]
 
-    def _delta(self, slot: BatchDelta) -> list[Word]:
-        n, first_step = slot.num_reqs, self.step_of_slot == 0
-        lists, pages = self._lists(slot) if first_step else ({}, [])
-        if first_step and slot.order is not None:
-            self.order[:n] = slot.order
+    def _delta(self, entry: BatchDelta) -> list[Word]:
+        n, first_step = entry.num_reqs, self.step_of_entry == 0
+        lists, pages = self._lists(entry) if first_step else ({}, [])
+        if first_step and entry.order is not None:
+            self.order[:n] = entry.order
         columns: list[list[Word]] = []
-        for place in range(n):
-            req_index, listed = self.order[place], lists.get(place, [0] * (3 * len(self.groups)))
+        for position in range(n):
+            req_index, listed = self.order[position], lists.get(position, [0] * (3 * len(self.groups)))
             state = self.states.get(req_index)
-            if state is not None and not state.end and self._has_page(state, listed):
-                columns.append([req_index, state.length + 1, place, 1, 1, *state.values, *listed])
+            if state is not None and not state.finish_reason and self._has_page(state, listed):
+                columns.append([req_index, state.length + 1, position, 1, 1, *state.values, *listed])
             else:
-                columns.append([SENTINEL, None, place, 1, None, *([None] * len(COPIED)), *([None] * len(listed))])
-        head = header(self.step, n, n, len(pages), slot.kind, slot.steps)
+                columns.append([SENTINEL, None, position, 1, None, *([None] * len(COPIED)), *([None] * len(listed))])
+        head = header(self.step, n, n, len(pages), entry.kind, entry.steps)
         fields = [word for of_field in zip(*columns, strict=True) for word in of_field]
         return [*head, *fields, *([TOKEN_FROM_DEVICE] * n), *pages]
 
     def _has_page(self, state: State, listed: list[int]) -> bool:
-        """Whether the page of the token at position `length` is there, in every group of the rows' own tokens."""
+        """Whether every group of the sequences' own tokens has the page of the token at position `length`."""
         for g, group in enumerate(self.groups):
             first, _, count = listed[3 * g : 3 * g + 3]
             held = set(range(state.pages_to[g])) | set(range(first, first + count))
@@ -207,45 +213,48 @@ class Model:
         return True
 
     def advance(
-        self, slot: Full | BatchDelta, record: Sequence[Word], ends: dict[int, FinishReason] | None = None
+        self, entry: Full | BatchDelta, inputs: Sequence[Word], finished: dict[int, FinishReason] | None = None
     ) -> None:
-        """What refresh and write_outputs do: rows of the record have its lengths and pages. `ends` by row id."""
-        n = len(slot.rows) if isinstance(slot, Full) else slot.num_reqs
-        fields = record[layout.HEADER_SIZE :]
-        for place in range(n):
-            state = self.states.get(fields[place])
+        """Do what refresh and write_outputs do: store lengths and pages, and finish the requests in `finished`."""
+        n = len(entry.requests) if isinstance(entry, Full) else entry.num_reqs
+        fields = inputs[layout.HEADER_SIZE :]
+        for position in range(n):
+            state = self.states.get(fields[position])
             if state is None:
                 continue
-            state.length, state.end = fields[n + place], (ends or {}).get(fields[place], FinishReason.RUNNING)
+            state.length, state.finish_reason = (
+                fields[n + position],
+                (finished or {}).get(fields[position], FinishReason.RUNNING),
+            )
             for g in range(len(self.groups)):
-                first, _, count = (fields[(layout.REQ_PAGES + 3 * g + i) * n + place] for i in range(3))
+                first, _, count = (fields[(layout.REQ_PAGES + 3 * g + i) * n + position] for i in range(3))
                 state.pages_to[g] = (
                     max(state.pages_to[g] if first else 0, first + count) if count else state.pages_to[g]
                 )
-        self.step_of_slot += 1
-        if self.step_of_slot >= slot.steps:
-            self.slot, self.step_of_slot = self.slot + 1, 0
+        self.step_of_entry += 1
+        if self.step_of_entry >= entry.steps:
+            self.entry, self.step_of_entry = self.entry + 1, 0
 
 
 class Rig:
-    """The buffers of one runtime, with guards around what unpack writes, beside the model of them."""
+    """The buffers of one runtime, with guards around the buffers that unpack writes, and their model."""
 
     def __init__(
         self,
         device: torch.device,
         groups: tuple[PageGroup, ...] = ONE,
-        rows: int = 6,
+        requests: int = 6,
         req_indices: int = 8,
         ring: int = 3,
         padded: int | None = None,
         words: int = 0,
         input_ring: int = 0,
     ) -> None:
-        self.device, self.ring, self.rows, self.req_indices = device, ring, rows, req_indices
-        self.model = Model(groups, rows, req_indices)
-        words = words or layout.inputs_size(rows, 3 * rows, 12 * rows * len(groups), len(groups))
-        capacity = Capacity(rows, rows, req_indices, words, ring, groups)
-        tensors = dict(StaticBuffers.allocate(capacity, device).cut(padded or rows, padded or rows).named())
+        self.device, self.ring, self.requests, self.req_indices = device, ring, requests, req_indices
+        self.model = Model(groups, requests, req_indices)
+        words = words or layout.inputs_size(requests, 3 * requests, 12 * requests * len(groups), len(groups))
+        capacity = Capacity(requests, requests, req_indices, words, ring, groups)
+        tensors = dict(StaticBuffers.allocate(capacity, device).cut(padded or requests, padded or requests).named())
         if input_ring:
             size = (ring, layout.INPUTS_AT + input_ring)
             tensors["input_ring"] = torch.full(size, POISON, dtype=torch.int32, pin_memory=device.type == "cuda")
@@ -258,17 +267,17 @@ class Rig:
         self._load(*self._contents())
 
     def _contents(self) -> dict[str, list[object]]:
-        """What the model says is in the buffers of rows."""
+        """Return the contents of the request state buffers as the model has them."""
         m = self.model
         states = [m.states[i] for i in range(self.req_indices)]
         return {
             "order": m.order,
             "req_values": [[s.values[i] for s in states] for i in range(len(COPIED))],
-            "end_lengths": [s.limit for s in states],
-            "end_tokens": [[s.stops[i] for s in states] for i in range(STOP_TOKENS)],
-            "req_lens": [s.length for s in states],
-            "finish_reasons": [int(s.end) for s in states],
-            # Where a row's pages begin is the refresh's business.
+            "length_limits": [s.length_limit for s in states],
+            "stop_tokens": [[s.stop_tokens[i] for s in states] for i in range(STOP_TOKENS)],
+            "req_seq_lens": [s.length for s in states],
+            "finish_reasons": [int(s.finish_reason) for s in states],
+            # unpack does not read the first column of a span.
             "page_spans": [[[POISON, s.pages_to[g]] for s in states] for g in range(len(m.groups))],
             "step_counter": [m.step],
         }
@@ -280,28 +289,36 @@ class Rig:
             tensor.copy_(torch.tensor(contents[name], dtype=tensor.dtype))
 
     def put(self, words: Sequence[int]) -> None:
-        """Write the slot that is next as the host does: its words from the last header on, and the header's copies."""
-        slot = self.buffers.input_ring[self.model.slot % self.ring]
-        slot[layout.INPUTS_AT :][: len(words)] = torch.tensor(words, dtype=torch.int32)
-        slot[: layout.INPUTS_AT].view(-1, layout.HEADER_SIZE)[:] = slot[layout.INPUTS_AT :][: layout.HEADER_SIZE]
+        """Write the current entry as the host does: its words from the last header on, and the header copies."""
+        entry = self.buffers.input_ring[self.model.entry % self.ring]
+        entry[layout.INPUTS_AT :][: len(words)] = torch.tensor(words, dtype=torch.int32)
+        entry[: layout.INPUTS_AT].view(-1, layout.HEADER_SIZE)[:] = entry[layout.INPUTS_AT :][: layout.HEADER_SIZE]
 
     def run(self, words: Sequence[int] | None, expected: Sequence[Word], *, cursor: Sequence[int] = (0, 0, 0)) -> None:
-        """Run with these words in the slot that the cursor says, and check every buffer. None: the slot is garbage."""
+        """Run with `words` in the entry that the cursor selects (None: garbage), and check every buffer."""
         b, m = self.buffers, self.model
         b.input_ring.fill_(POISON - 1)
         if words is not None:
             self.put(words)
         b.inputs.fill_(POISON)
-        b.cursor.copy_(torch.tensor([m.slot, m.step_of_slot, *cursor]))
-        unwritten = ("input_ring", "cursor", "req_lens", "finish_reasons", "page_spans", "step_counter", "page_groups")
+        b.cursor.copy_(torch.tensor([m.entry, m.step_of_entry, *cursor]))
+        unwritten = (
+            "input_ring",
+            "cursor",
+            "req_seq_lens",
+            "finish_reasons",
+            "page_spans",
+            "step_counter",
+            "page_groups",
+        )
         before = {name: getattr(b, name).clone() for name in unwritten}
         unpack(b)
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-        record = b.inputs.tolist()
-        got = [word if known is not None else None for word, known in zip(record, expected, strict=False)]
+        inputs = b.inputs.tolist()
+        got = [word if known is not None else None for word, known in zip(inputs, expected, strict=False)]
         assert got == list(expected)
-        assert set(record[len(expected) :]) <= {POISON}, "words behind the record were written"
+        assert set(inputs[len(expected) :]) <= {POISON}, "words after the step inputs were written"
         contents = self._contents()
         for name in WRITTEN[1:]:
             assert getattr(b, name).tolist() == contents[name], name
@@ -311,19 +328,19 @@ class Rig:
         for name, tensor in before.items():
             assert torch.equal(getattr(b, name), tensor), f"{name} was written"
 
-    def slot(self, slot: Full | BatchDelta, *ends: dict[int, FinishReason]) -> list[list[Word]]:
-        """Run all steps of a slot; `ends` says which row ids end in each. Returns the records."""
-        records = []
-        n = len(slot.rows) if isinstance(slot, Full) else slot.num_reqs
-        for index in range(slot.steps):
+    def run_entry(self, entry: Full | BatchDelta, *finished: dict[int, FinishReason]) -> list[list[Word]]:
+        """Run all steps of an entry and return their inputs. `finished[i]` are the requests that finish in step i."""
+        step_inputs = []
+        n = len(entry.requests) if isinstance(entry, Full) else entry.num_reqs
+        for index in range(entry.steps):
             self._load(*self._contents())
-            words = None if index else self.model.pack(slot, self.model.step + 1)
-            records.append(self.model.unpack(slot))
-            cursor = (n, slot.steps, slot.kind) if index else (POISON, POISON, POISON)
-            self.run(words, records[-1], cursor=cursor)
-            self.model.advance(slot, records[-1], ends[index] if index < len(ends) else None)
-        return records
+            words = None if index else self.model.pack(entry, self.model.step + 1)
+            step_inputs.append(self.model.unpack(entry))
+            cursor = (n, entry.steps, entry.kind) if index else (POISON, POISON, POISON)
+            self.run(words, step_inputs[-1], cursor=cursor)
+            self.model.advance(entry, step_inputs[-1], finished[index] if index < len(finished) else None)
+        return step_inputs
 
 
-def ids_of(record: Sequence[Word], n: int) -> list[Word]:
-    return list(record[layout.HEADER_SIZE : layout.HEADER_SIZE + n])
+def req_indices_of(inputs: Sequence[Word], n: int) -> list[Word]:
+    return list(inputs[layout.HEADER_SIZE : layout.HEADER_SIZE + n])

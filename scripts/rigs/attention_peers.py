@@ -1,4 +1,4 @@
-"""The peers of the attention benchmark, FlashAttention 3 and FlashInfer, each behind one adapter."""
+"""Adapters for the peers of the attention benchmark: FlashAttention 3 and FlashInfer."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import Any
 
 import torch
 
-from graphrt.bench.attention_inputs import Inputs
-from graphrt.bench.attention_sides import Prepared, reason_of
-from graphrt.bench.cells import Cell
 from graphrt.bench.timer import Call
 from graphrt.kernels.errors import UnsupportedError
 from graphrt.kernels.types import KVLayout
+from scripts.rigs.attention_inputs import Inputs
+from scripts.rigs.attention_sides import Prepared, reason_of
+from scripts.rigs.cells import Cell
 
-_FA3_SPLITS = (0, 32)  # its heuristic, and what serving stacks set under graphs
-_FLASHINFER_CORE_GROUPS = (1, 2, 3, 4, 8)  # query heads per KV head that its kernel for CUDA cores is compiled for
+_FA3_SPLITS = (0, 32)  # its heuristic, and the value that serving stacks use with graphs
+_FLASHINFER_CORE_GROUPS = (1, 2, 3, 4, 8)  # query heads per KV head for which the CUDA-core kernel is compiled
 _FLASHINFER_HEAD_DIMS = (64, 128, 256)
 _XQA_PAGE_SIZES = (16, 32, 64, 128)
 _XQA_SEMAPHORE_BYTES = 8 << 20
-_FLASHINFER_WORKSPACE_BYTES = 512 << 20  # 64 query heads x 256 rows need more than the customary 128 MiB
+_FLASHINFER_WORKSPACE_BYTES = 512 << 20  # 64 query heads x 256 requests need more than the usual 128 MiB
 _PLAN_ROUNDS = 11
 
 
@@ -46,12 +46,12 @@ class Fa3Side:
         return [self._decode(inputs, splits, causal) for splits in _FA3_SPLITS for causal in (True, False)]
 
     def _decode(self, inputs: Inputs, splits: int, causal: bool) -> Prepared:
-        """`causal` changes no result with one query token, but it takes another kernel."""
+        """`causal` does not change the result for one query token, but it selects another kernel."""
         cell = inputs.cell
-        fp8 = cell.kv_dtype.itemsize == 1  # q, k and v are then fp8 alike; the output is bf16
+        fp8 = cell.kv_dtype.itemsize == 1  # then q, k and v are all fp8; the output is bf16
         q = inputs.q.to(cell.kv_dtype).unsqueeze(2)
         scales = torch.ones(cell.batch, cell.num_kv_heads, device=inputs.device) if fp8 else None
-        # The kernel takes its longest length from the table's width: the metadata must be made for the same one.
+        # The kernel derives the maximum length from the table width, so the metadata must use the same value.
         max_seq_len = inputs.block_table.shape[1] * cell.page_size
         chunked = {"attention_chunk": cell.attention_chunk_size} if cell.attention_chunk_size else {}
 
@@ -142,8 +142,8 @@ class Fa3Side:
 
 
 class FlashInferSide:
-    """FlashInfer's paged decode: in graph mode, planned on the host once per step, on tensor cores and for small groups
-    on CUDA cores; and XQA, which needs no plan."""
+    """FlashInfer's paged decode in graph mode, planned on the host once per step, on tensor cores and, for few query
+    heads per KV head, on CUDA cores; and XQA, which needs no plan."""
 
     name = "FlashInfer"
 
@@ -154,7 +154,7 @@ class FlashInferSide:
         self._semaphores = torch.zeros(_XQA_SEMAPHORE_BYTES // 4, dtype=torch.uint32, device=device)
 
     def build(self, cells: Iterable[Cell]) -> float:
-        """Compile the modules that the cells need side by side, some 40 s each; returns the seconds it took."""
+        """Compile the modules of the cells concurrently, about 40 s each. Returns the seconds it took."""
         start = time.perf_counter()
         wanted = list(
             dict.fromkeys(
@@ -179,7 +179,7 @@ class FlashInferSide:
                 prepared.append(self._xqa(inputs) if module.kernel == "XQA" else self._planned(inputs, module.kernel))
             except torch.AcceleratorError:
                 raise
-            except Exception as error:  # the other kernels may serve
+            except Exception as error:  # the other kernels may still work
                 faults.append(f"{module.kernel}: {reason_of(error)}")
         if not prepared:
             raise UnsupportedError("; ".join(faults))
@@ -195,11 +195,11 @@ class FlashInferSide:
             paged_kv_indptr_buffer=torch.empty_like(inputs.page_indptr, device=inputs.device),
             paged_kv_indices_buffer=torch.empty_like(inputs.page_indices),
             paged_kv_last_page_len_buffer=torch.empty_like(inputs.last_page_len, device=inputs.device),
-            backend="fa2",  # what "auto" takes on sm_90 with 16-bit queries
+            backend="fa2",  # the choice of "auto" on sm_90 with 16-bit queries
         )
 
         def plan() -> float:
-            """Lengths are the host's, as a scheduler has them: on the device they would cost a transfer more."""
+            """Lengths are on the host, as in a scheduler; on the device they would cost an extra transfer."""
             torch.cuda.synchronize(inputs.device)
             start = time.perf_counter()
             wrapper.plan(
@@ -257,7 +257,8 @@ class FlashInferSide:
 
 @dataclass(frozen=True, slots=True)
 class FlashInferModule:
-    """What FlashInfer compiles: a kernel for a head size and a KV dtype, and of XQA for a page size and group too."""
+    """A FlashInfer module: compiled per head size and KV dtype, for XQA also per page size and query heads per KV
+    head."""
 
     kernel: str
     head_dim: int
@@ -278,7 +279,7 @@ class FlashInferModule:
 
 
 def _flashinfer_fault(cell: Cell) -> str | None:
-    """Why FlashInfer is not asked, or None."""
+    """Return why FlashInfer is skipped, or None."""
     if cell.query_len > 1:
         return "prompts are not part of this comparison"
     if cell.attention_chunk_size:
@@ -290,7 +291,7 @@ def _flashinfer_fault(cell: Cell) -> str | None:
 
 
 def flashinfer_modules(cell: Cell) -> list[FlashInferModule]:
-    """The ways in which FlashInfer may run a cell; numbers of heads and page sizes are arguments but for XQA."""
+    """Return the FlashInfer variants for a cell. Head counts and page sizes are run-time arguments except for XQA."""
     group = cell.num_q_heads // cell.num_kv_heads
     modules = [FlashInferModule("tensor cores", cell.head_dim, cell.kv_dtype)]
     if group in _FLASHINFER_CORE_GROUPS:
@@ -303,7 +304,7 @@ def flashinfer_modules(cell: Cell) -> list[FlashInferModule]:
 def _require(module: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
-    except (ImportError, OSError) as error:  # OSError: a library that it links to is missing
+    except (ImportError, OSError) as error:  # OSError: a linked library is missing
         raise UnsupportedError(
             f'{module}: expected the package, got none ({error}); run pip install "graphrt[{extra}]", or pass '
             "--without-peers to time graphrt alone"

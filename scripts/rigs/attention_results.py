@@ -1,4 +1,4 @@
-"""Results of the attention benchmark: times of each side, their ratios and fits, and the goals they are held to."""
+"""Results of the attention benchmark: times of each side, ratios, fits and goals."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from graphrt.bench.attention_cells import PARTS
-from graphrt.bench.cells import LAYERS, Cell
+from scripts.rigs.attention_cells import PARTS
+from scripts.rigs.cells import LAYERS, Cell
 
 OURS = "graphrt"
 PEERS = ("FA3", "FlashInfer")
@@ -21,16 +21,16 @@ _KV_BYTES_OF_SIZES = 128e6
 
 @dataclass(frozen=True, slots=True)
 class SideTime:
-    """Times of one side in one cell, in microseconds; `reason` stands instead of times where there are none.
+    """Times of one side in one cell, in microseconds. `reason` tells why times are missing.
 
-    call_us           one attention call: between two spacers, less the spacer; with its 20th and 80th percentile
-    spaced_us         call and spacer together, as measured
-    spacer_us         a spacer alone, in a graph of as many of them
-    schedule_us       device time of the per-step schedule, which all layers share, measured likewise
-    plan_us           host time of the per-step plan; not part of `us`
-    back_to_back_us   calls without a spacer between them
+    call_us           one attention call between two spacers, minus the spacer; with 20th and 80th percentile
+    spaced_us         call plus spacer, as measured
+    spacer_us         a spacer alone, in a graph with the same number of spacers
+    schedule_us       device time of the per-step schedule, shared by all layers, measured in the same way
+    plan_us           host time of the per-step plan; not included in `us`
+    back_to_back_us   calls without spacers
     pdl_us            the same, with programmatic dependent launch
-    ways              the figure of each way that was measured, of which this is the fastest; None where there is one
+    ways              time of each measured variant; this one is the fastest. None with a single variant
     """
 
     variant: str = ""
@@ -48,40 +48,40 @@ class SideTime:
 
     @property
     def us(self) -> float | None:
-        """The figure that is compared: a call, and its layer's share of the device's schedule."""
+        """Return the compared time: a call plus its layer's share of the device schedule."""
         return None if self.call_us is None else self.call_us + (self.schedule_us or 0.0) / LAYERS
 
 
 @dataclass(frozen=True, slots=True)
 class CellResult:
-    """All sides of one cell, by their name."""
+    """All sides of one cell, by name."""
 
     cell: Cell
     sides: dict[str, SideTime]
 
     def us(self, side: str) -> float | None:
-        """The side's figure, or None where it has none."""
+        """Return the time of the side, or None."""
         return self.sides[side].us if side in self.sides else None
 
     def tb_per_s(self, side: str) -> float | None:
-        """KV bytes over the side's figure, in 10^12 bytes per second."""
+        """Return KV bytes divided by the time of the side, in 10^12 bytes per second."""
         us = self.us(side)
         return None if us is None else self.cell.kv_bytes / us / 1e6
 
     def tflop_per_s(self, side: str) -> float | None:
-        """Operations over the side's figure, in 10^12 per second."""
+        """Return operations divided by the time of the side, in 10^12 per second."""
         us = self.us(side)
         return None if us is None else self.cell.flops / us / 1e6
 
     @property
     def best_peer(self) -> str | None:
-        """The peer with the smallest figure."""
+        """Return the fastest peer."""
         times = {peer: us for peer in PEERS if (us := self.us(peer)) is not None}
         return min(times, key=lambda peer: times[peer]) if times else None
 
     @property
     def ratio(self) -> float | None:
-        """Our figure over the best peer's: below 1 we are faster. None where either is missing."""
+        """Return graphrt's time divided by the best peer's: below 1 graphrt is faster. None if either is missing."""
         ours, peer = self.us(OURS), self.best_peer
         best = None if peer is None else self.us(peer)
         return None if ours is None or best is None else ours / best
@@ -113,9 +113,9 @@ class CellResult:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleTime:
-    """Time of the schedule of a step, measured as a call of attention is.
+    """Time of the schedule of a step, measured like an attention call.
 
-    num_parts   parts of the work list per KV head
+    num_parts   work partitions per KV head
     """
 
     mode: str
@@ -129,20 +129,21 @@ class ScheduleTime:
 
 
 def geometric_mean(values: Sequence[float]) -> float | None:
-    """exp of the mean logarithm; None of nothing."""
+    """Return the geometric mean, or None of no values."""
     return math.exp(sum(math.log(value) for value in values) / len(values)) if values else None
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """us = fixed_us + bytes / tb_per_s, over the cells of one batch size. None: the time does not grow with bytes."""
+    """The fit us = fixed_us + bytes / tb_per_s over the cells of one batch size. None: time does not grow with
+    bytes."""
 
     fixed_us: float
     tb_per_s: float | None
 
 
 def fit_times(num_bytes: Sequence[int], times_us: Sequence[float]) -> Fit | None:
-    """Least squares on relative errors, so that short calls weigh as much as long ones; None below two sizes."""
+    """Fit by least squares on relative errors, so that short and long calls have equal weight. None below two sizes."""
     if len(set(num_bytes)) < 2:
         return None
     times = np.asarray(times_us, dtype=np.float64)
@@ -153,7 +154,7 @@ def fit_times(num_bytes: Sequence[int], times_us: Sequence[float]) -> Fit | None
 
 
 def fits(results: Sequence[CellResult]) -> dict[int, dict[str, Fit]]:
-    """Fits of the uniform cells by batch size and side, where there are at least two context lengths."""
+    """Return fits of the uniform cells by batch size and side, for at least two context lengths."""
     found: dict[int, dict[str, Fit]] = {}
     uniform = [r for r in results if r.cell.part == "uniform"]
     for batch in sorted({r.cell.batch for r in uniform}):
@@ -168,7 +169,7 @@ def fits(results: Sequence[CellResult]) -> dict[int, dict[str, Fit]]:
 
 
 def geometric_means(results: Sequence[CellResult]) -> dict[str, float]:
-    """Mean ratio to the best peer, by part, over the cells where both have a figure."""
+    """Return the mean ratio to the best peer by part, over cells where both have a result."""
     means = {
         part: geometric_mean([r.ratio for r in results if r.cell.part == part and r.ratio is not None])
         for part in PARTS
@@ -178,10 +179,10 @@ def geometric_means(results: Sequence[CellResult]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A bound, and how near its worst cell came.
+    """A bound, and the value of its worst cell.
 
-    value   None: nothing of it was measured
-    met     None: nothing of it was measured, or cells are missing and the others are within the bound
+    value   None: not measured
+    met     None: not measured, or cells are missing and the others are within the bound
     """
 
     name: str
@@ -203,7 +204,7 @@ class Goal:
 
 
 def goals(results: Sequence[CellResult], schedules: Sequence[ScheduleTime]) -> list[Goal]:
-    """The goals of this benchmark, judged on what was measured."""
+    """Return the goals of this benchmark, evaluated on the measured cells."""
 
     def of(*parts: str) -> list[CellResult]:
         return [r for r in results if r.cell.part in parts]

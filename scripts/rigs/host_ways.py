@@ -1,5 +1,5 @@
-"""Three ways to submit the same model step, as `scripts/bench_host.py` times them: a session's rows on the device,
-batches with full tables, and a copy per field to static buffers.
+"""Three ways to submit the same model step, timed by `scripts/bench_host.py`: a session, batches with full block
+tables, and one copy per field to static buffers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PAGE, COLLECT_EVERY = 16, 8
 
 
 class Way(Protocol):
-    """A way to submit steps of the same rows."""
+    """A way to submit steps of the same requests."""
 
     steps: int
 
@@ -35,14 +35,14 @@ class Way(Protocol):
     def submit(self) -> None: ...
 
     def read(self) -> None:
-        """What a loop does between two submissions, to have the tokens as early as it can."""
+        """Run the work of a loop between two submissions, to read tokens as early as possible."""
 
     def wait(self) -> None:
-        """Until all has ended, and was read."""
+        """Wait until all steps have ended and were read."""
 
 
 class SessionWay:
-    """Launches of `steps` steps, two of them in flight at most."""
+    """Launches of `steps` steps, at most two in flight."""
 
     def __init__(self, runtime: Runtime, batch: int, context: int, steps: int = 1) -> None:
         self.steps, self._launches, self._session = steps, deque[Launch](), DecodeSession(runtime)
@@ -51,7 +51,7 @@ class SessionWay:
         prompt = np.ones(context, np.int32)
         for _ in range(batch):
             row = self._session.add(prompt, SamplingParams(max_new_tokens=runtime.config.max_seq_len - context))
-            # As if all but the last token of the prompt had been computed: what is in the cache makes no difference.
+            # As if all but the last prompt token were computed: the cache content does not affect times.
             self._session._prompts[row.req_index] = self._session._most[row.req_index] = context - 1
         self._session.run(1)
         self._session.collect(wait=True)
@@ -85,7 +85,7 @@ class SessionWay:
 
 
 class StatelessWay:
-    """Batches with the full tables of their rows."""
+    """Batches with full block tables."""
 
     steps = 1
 
@@ -124,7 +124,7 @@ class StatelessWay:
 
 
 class CopiesWay:
-    """A copy per field to the static buffers of a captured model step, whose tokens the host waits for."""
+    """One copy per field to the static buffers of a captured model step. The host waits for its tokens."""
 
     steps = 1
 
@@ -134,7 +134,7 @@ class CopiesWay:
         program, key = runtime.manager._program, BatchDescriptor.decode(batch)
         runtime.manager.reset()
         with torch.inference_mode():
-            buffers = program.refresh(key).buffers  # of no rows; what is the same in each step is written here
+            buffers = program.refresh(key).buffers  # constant fields are written once
             buffers.query_start_loc.copy_(torch.arange(batch + 1, device=runtime.device))
             for buffer in (buffers.req_indices, buffers.logits_indices):
                 buffer.copy_(torch.arange(batch, device=runtime.device))
@@ -150,7 +150,7 @@ class CopiesWay:
             self._out = torch.zeros(batch, dtype=torch.int64, device=runtime.device)
 
             def run() -> torch.Tensor:
-                step = program.view(key)  # a new one for each call of the model
+                step = program.view(key)  # a new Step for each call of the model
                 program.backend.schedule(step.metadata)
                 with program.model_layers.bound_to(step):
                     logits = program.model(step)
@@ -193,10 +193,10 @@ class CopiesWay:
     wait = read
 
     def launch_us(self, launches: int = 20) -> float | None:
-        """Microseconds of one launch alone, the device idle; None on a CPU."""
+        """Return microseconds of one launch on an idle device, or None on a CPU."""
         if self._runtime.stream is None:
             return None
-        self._graph.launch()  # the first one is torch's
+        self._graph.launch()  # the first launch goes through torch
         times = []
         for _ in range(launches):
             _synchronize(self._runtime.device)
@@ -214,7 +214,7 @@ class CopiesWay:
 
 
 def _table(runtime: Runtime, batch: int) -> np.ndarray:
-    """Pages for the longest sequences, as a long-running allocator hands them out: [batch, pages] int32."""
+    """Return pages for the longest sequences in the order of a long-running allocator: [batch, pages] int32."""
     per_row = -(-runtime.config.max_seq_len // PAGE)
     pages = np.random.default_rng(0).permutation(runtime.allocator.allocate(batch * per_row))
     return pages.astype(np.int32).reshape(batch, per_row)

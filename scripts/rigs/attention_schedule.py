@@ -1,4 +1,4 @@
-"""The schedule of attention alone: what the device makes of a step's lengths, for the plans that steps have."""
+"""Benchmark of the attention schedule alone, which the device computes from the lengths of a step."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from functools import partial
 import numpy as np
 import torch
 
-from graphrt.bench.attention_sides import num_sms
-from graphrt.bench.cells import SEED
 from graphrt.bench.timer import Call
 from graphrt.kernels.attention.plan import AttentionPlan
 from graphrt.kernels.attention.work_list import schedule_attention
 from graphrt.kernels.native.nvrtc import runs_native
+from scripts.rigs.attention_sides import num_sms
+from scripts.rigs.cells import SEED
 
 _ROWS = (1, 64, 256, 1024)
 _LONGEST = 4096
@@ -23,9 +23,9 @@ _MIXED_QUERY_LEN = 2
 
 @dataclass(frozen=True, slots=True)
 class ScheduleCase:
-    """A step of `rows` rows of 1 to 4096 KV tokens, seeded; every eighth is a pad row.
+    """A step of `rows` requests of 1 to 4096 KV tokens, seeded; every eighth one is padding.
 
-    mixed   packed rows of two new tokens each, as of mixed batches, instead of decode rows
+    mixed   requests of two new tokens each, as in mixed batches, instead of decodes
     """
 
     mode: str
@@ -54,7 +54,7 @@ class ScheduleCase:
         )
 
     def call(self, device: torch.device) -> Call:
-        """The schedule of this step, which can be captured; it returns the work list."""
+        """Return a capturable call that computes the schedule of this step and returns the work list."""
         plan = self.plan(device)
         lengths = np.random.default_rng((SEED, self.rows)).integers(1, _LONGEST, size=self.rows, endpoint=True)
         lengths[_ROWS_PER_PAD - 1 :: _ROWS_PER_PAD] = 0
@@ -79,7 +79,7 @@ class ScheduleCase:
 
 
 def make_schedules() -> list[ScheduleCase]:
-    """Every mode at 1, 64, 256 and 1024 rows."""
+    """Return every mode at 1, 64, 256 and 1024 requests."""
     return [
         case
         for rows in _ROWS

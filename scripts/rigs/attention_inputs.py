@@ -1,7 +1,7 @@
-"""Inputs of the attention benchmark, the same for every side, and the check of what a side makes of them.
+"""Inputs of the attention benchmark, equal for all sides, and the check of their outputs.
 
-A cell holds several layers, each with a KV cache of its own and all with one block table, as a model does. There are as
-many as it takes to find each layer's KV cache out of L2 at its next turn.
+Like a model, a cell has several layers with separate KV caches and one block table. There are enough layers to evict
+each layer's KV cache from L2 before its next run.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from dataclasses import dataclass
 
 import torch
 
-from graphrt.bench.cells import Cell
 from graphrt.bench.timer import rotations
 from graphrt.kernels.errors import CapacityError
 from graphrt.kernels.types import KVLayout
+from scripts.rigs.cells import Cell
 
 _MAX_KV_BYTES = 9 << 30  # of all layers of a cell
 _FILL_CHUNK = 1 << 26
-_TOLERANCE = {torch.bfloat16: 0.02, torch.float8_e4m3fn: 0.08}  # FA3 rounds the probabilities to fp8 as well
+_TOLERANCE = {torch.bfloat16: 0.02, torch.float8_e4m3fn: 0.08}  # FA3 also rounds the probabilities to fp8
 
 
 class KVPool:
-    """One flat store of K and of V per dtype, filled once with normal values; every cell takes views of it."""
+    """One flat store of K and V per dtype, filled once with normal values. Cells use views of it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stores: dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def reserve(self, cells: Iterable[Cell]) -> None:
-        """Allocate for the largest of the cells. Raises: CapacityError for a cell beyond the pool's bound."""
+        """Allocate for the largest cell. Raises: CapacityError: if a cell exceeds the limit of the pool."""
         sizes: dict[torch.dtype, int] = {}
         for cell in cells:
             size = num_layers(cell, self.device) * _layer_elements(cell, max(cell.head_dims))
@@ -43,7 +43,7 @@ class KVPool:
             self._stores[dtype] = (self._fill(size, dtype, 1), self._fill(size, dtype, 2))
 
     def layers(self, cell: Cell) -> tuple[torch.Tensor, torch.Tensor]:
-        """K of the cell's layers, [layers, num_pages, page_size, num_kv_heads, head_dim], HND by its strides; and V."""
+        """Return K and V of the layers, [layers, num_pages, page_size, num_kv_heads, head_dim], HND by strides."""
         k, v = (
             self._view(store, cell, size)
             for store, size in zip(self._stores[cell.kv_dtype], cell.head_dims, strict=True)
@@ -66,26 +66,26 @@ class KVPool:
 
 
 def num_layers(cell: Cell, device: torch.device) -> int:
-    """How many layers keep each one's KV cache out of L2 until its next turn."""
+    """Return how many layers evict each layer's KV cache from L2 before its next run."""
     return rotations(cell.kv_bytes, device)
 
 
 def _layer_elements(cell: Cell, size: int) -> int:
-    """Of K or V, whose heads are of that size."""
+    """Return the size of K or V with the given head size."""
     return cell.num_pages * cell.page_size * cell.num_kv_heads * size
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What every side gets.
+    """Inputs of every side.
 
     q               [layers, tokens, num_q_heads, head_dim]                         bf16   device
     k               [layers, num_pages, page_size, num_kv_heads, head_dim]          kv_dtype, device
     v               as k, with heads of v_head_dim
-    block_table     [batch, most pages of a row]  shuffled, 0 beyond a row's pages  int32  device
+    block_table     [batch, max pages]  shuffled, 0 after a sequence's pages         int32  device
     seq_lens        [batch]                                                         int32  device
-    page_indices    [num_pages]  the rows' pages one after another                  int32  device
-    page_indptr     [batch + 1]  where each row's pages begin                       int32  host
+    page_indices    [num_pages]  the pages of all sequences, concatenated           int32  device
+    page_indptr     [batch + 1]  offsets into page_indices                          int32  host
     last_page_len   [batch]                                                         int32  host
     """
 
@@ -112,31 +112,31 @@ class Inputs:
         return float(self.cell.head_dim**-0.5)
 
     def empty_out(self) -> torch.Tensor:
-        """Room for every layer's output: [layers, tokens, num_q_heads, v_head_dim], in the dtype of q."""
+        """Return an output buffer [layers, tokens, num_q_heads, v_head_dim] in the dtype of q."""
         return self.q.new_empty(*self.q.shape[:3], self.cell.head_dims[1])
 
     def query_starts(self) -> torch.Tensor:
-        """Where each row's queries begin: [batch + 1] int32, on the device."""
+        """Query offsets: [batch + 1] int32, device."""
         rows, query_len = self.cell.batch, self.cell.query_len
         return torch.arange(rows + 1, dtype=torch.int32, device=self.device) * query_len
 
     def kv_starts(self) -> torch.Tensor:
-        """Where each row's keys begin without pages: [batch + 1] int32, on the device."""
+        """Key offsets without pages: [batch + 1] int32, device."""
         return torch.nn.functional.pad(self.seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
 
     def row_pages(self, row: int) -> torch.Tensor:
-        """Page ids of a row, on the device."""
+        """Return the page ids of a sequence, on the device."""
         start, end = self.page_indptr[row : row + 2].tolist()
         return self.page_indices[start:end]
 
     def row_kv(self, layer: int, row: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of a row without pages: [seq_len, num_kv_heads, head_dim], V with heads of its own size."""
+        """Return contiguous K and V of a sequence: [seq_len, num_kv_heads, head_dim]; V has its own head size."""
         pages, length = self.row_pages(row), self.cell.lengths[row]
         k, v = (_take_pages(cache[layer], pages).flatten(0, 1)[:length] for cache in (self.k, self.v))
         return k, v
 
     def packed_kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of all rows without pages: [sum of the lengths, num_kv_heads, head_dim] each."""
+        """Return packed K and V of all sequences: [sum of lengths, num_kv_heads, head_dim] each."""
         rows = [self.row_kv(layer, row) for row in range(self.cell.batch)]
         k, v = (torch.cat(parts) for parts in zip(*rows, strict=True))
         return k, v
@@ -158,7 +158,7 @@ class Inputs:
         q = torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(4))
         return cls(
             cell=cell,
-            q=q.to(cell.kv_dtype).to(torch.bfloat16),  # of fp8 values, where a side wants the queries in fp8
+            q=q.to(cell.kv_dtype).to(torch.bfloat16),  # scale of fp8 values, if a side needs queries in fp8
             k=k,
             v=v,
             block_table=table.to(device),
@@ -172,13 +172,13 @@ class Inputs:
 def _take_pages(cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
     if cache.element_size() > 1:
         return cache[pages.long()]
-    return cache.view(torch.uint8)[pages.long()].view(cache.dtype)  # indexing is not there for every fp8 dtype
+    return cache.view(torch.uint8)[pages.long()].view(cache.dtype)  # not every fp8 dtype supports indexing
 
 
 def check_output(inputs: Inputs, layer: int, out: torch.Tensor) -> None:
-    """Compare the first, the last and the longest row with float32 attention; of many new tokens two per row.
+    """Compare the first, the last and the longest sequence with float32 attention, at most two tokens each.
 
-    Raises: AssertionError when a token is further off than its dtype explains.
+    Raises: AssertionError: if the error of a token exceeds the tolerance of its dtype.
     """
     cell = inputs.cell
     flat = out.reshape(*inputs.q.shape[1:3], cell.head_dims[1])
@@ -191,7 +191,7 @@ def check_output(inputs: Inputs, layer: int, out: torch.Tensor) -> None:
             first = cell.first_seen(seen - 1)
             expected = _attend(inputs.q[layer, token].float(), k[first:seen], v[first:seen], inputs.softmax_scale)
             error = float((flat[token].float() - expected).norm() / expected.norm())
-            if not error <= _TOLERANCE[cell.kv_dtype]:  # NaN is not
+            if not error <= _TOLERANCE[cell.kv_dtype]:  # also False for NaN
                 raise AssertionError(
                     f"row {row}, token {new}, layer {layer}: expected a relative error of at most "
                     f"{_TOLERANCE[cell.kv_dtype]}, got {error:.3g}"
@@ -199,7 +199,7 @@ def check_output(inputs: Inputs, layer: int, out: torch.Tensor) -> None:
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float) -> torch.Tensor:
-    """One token [num_q_heads, head_dim] over [positions, num_kv_heads, head_dim], in float32."""
+    """Return float32 attention of one token [num_q_heads, head_dim] over [positions, num_kv_heads, head_dim]."""
     packed = q.unflatten(0, (k.shape[1], -1))
     logits = torch.einsum("hgd,shd->hgs", packed, k) * softmax_scale
     return torch.einsum("hgs,shd->hgd", logits.softmax(-1), v).flatten(0, 1)

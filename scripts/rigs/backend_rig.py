@@ -1,8 +1,7 @@
-"""Drives any attention backend through its contract, and times what it does per replay, per step and per layer.
+"""Drives any attention backend through its contract and times its work per replay, per step and per layer.
 
-A backend is built and allocated once, for the largest batch and context of the run, as in a server; each cell is a
-decode size of its own. Layers have a KV cache each, as many as it takes to find a layer's cache out of L2 at its next
-turn.
+As in a server, a backend is built once for the largest batch and context of the run, and each cell is a decode size.
+There are enough layers with separate KV caches to evict a layer's cache from L2 before its next run.
 """
 
 from __future__ import annotations
@@ -18,31 +17,31 @@ import torch
 
 from graphrt.backends.base import AttentionBackend, AttentionLayer, BackendContext
 from graphrt.batch import Batch
-from graphrt.bench.backend_report import BackendTime
-from graphrt.bench.cells import Cell
 from graphrt.bench.timer import Call, Timing, rotations, spaced_calls, spacer_calls, time_calls
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.kernels.errors import CapacityError
 from graphrt.kernels.types import KVLayout
 from graphrt.metadata import StepMetadata
 from graphrt.spec import AttentionSpec, KVCacheSpec
+from scripts.rigs.backend_report import BackendTime
+from scripts.rigs.cells import Cell
 
 _PREFERRED_PAGE = 16
 _PLAN_ROUNDS = 21
 _FILL_CHUNK = 1 << 26
 _LEFT_FREE = 4 << 30  # for workspaces, graphs and kernels
-_TOLERANCE = 0.02  # relative, of a row in bfloat16
+_TOLERANCE = 0.02  # relative error of a bfloat16 output
 
 
 class KVStore:
-    """One flat store of K and of V that every backend and cell takes views of, filled with normal values."""
+    """One flat store of K and V with normal values. Every backend and cell uses views of it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._k = self._v = torch.empty(0, device="cpu")
 
     def reserve(self, cells: Sequence[Cell], largest_page: int) -> dict[Cell, str]:
-        """Allocate for the largest cell that fits; returns the others, each with why it does not."""
+        """Allocate for the largest cell that fits. Returns the cells that do not fit, with reasons."""
         needs = {cell: 2 * self._elements(cell, largest_page) * cell.kv_dtype.itemsize for cell in cells}
         free = (
             torch.cuda.mem_get_info(self.device)[0] - _LEFT_FREE if self.device.type == "cuda" else max(needs.values())
@@ -65,7 +64,7 @@ class KVStore:
         return rotations(cell.kv_bytes, self.device)
 
     def views(self, cell: Cell, page_size: int, layout: KVLayout) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """K and V of each layer in the logical NHD view, page 0 being the null page."""
+        """Return K and V of each layer in the logical NHD view; page 0 is the null page."""
         pages = _pages(cell, page_size)
         layers, per_layer = self.layers(cell), pages * page_size * cell.num_kv_heads * cell.head_dim
         return [
@@ -94,18 +93,18 @@ def _view(store: torch.Tensor, at: int, cell: Cell, page_size: int, layout: KVLa
 
 
 def _pages(cell: Cell, page_size: int) -> int:
-    """Pages of a layer, the null page included."""
+    """Return the pages of a layer, including the null page."""
     return 1 + cell.batch * -(-cell.longest // page_size)
 
 
 def page_size_of(cls: type[AttentionBackend]) -> int:
-    """16 where the backend has it, else its smallest page."""
+    """Return 16 if the backend supports it, else its smallest page size."""
     sizes = cls.capabilities.page_sizes
     return _PREFERRED_PAGE if sizes is None or _PREFERRED_PAGE in sizes else min(sizes)
 
 
 def make_context(cls: type[AttentionBackend], cells: Sequence[Cell], device: torch.device) -> BackendContext:
-    """What the backend is built for, in a page size and layout that it has: enough for each of the cells."""
+    """Return a backend context with a supported page size and layout that is large enough for all cells."""
     layer = cells[0]
     layers = max(rotations(cell.kv_bytes, device) for cell in cells)
     layouts = cls.capabilities.layouts
@@ -125,7 +124,7 @@ def make_context(cls: type[AttentionBackend], cells: Sequence[Cell], device: tor
 
 @dataclass(frozen=True, slots=True)
 class _Inputs:
-    """Tensors of a cell; the table has the width of the largest context, as a server's has."""
+    """Tensors of a cell. As in a server, the block table has the width of the largest context."""
 
     metadata: StepMetadata
     layers: list[AttentionLayer]
@@ -135,7 +134,7 @@ class _Inputs:
 
 
 class Rig:
-    """One backend, allocated. `measure` times a cell; `close` gives its memory back."""
+    """One allocated backend. `measure` times a cell; `close` frees its memory."""
 
     def __init__(self, cls: type[AttentionBackend], context: BackendContext, store: KVStore) -> None:
         self.context, self._store = context, store
@@ -146,9 +145,9 @@ class Rig:
         self._backend.close()
 
     def measure(self, cell: Cell, num_samples: int) -> BackendTime:
-        """Times of the cell, after its result was checked.
+        """Check the result of the cell, then time it.
 
-        Raises: whatever the backend does, and AssertionError for a result that is wrong.
+        Raises: AssertionError: if the result is wrong. Errors of the backend are passed on.
         """
         backend, inputs = self._backend, self._inputs(cell)
         descriptor = inputs.metadata.descriptor
@@ -162,7 +161,7 @@ class Rig:
             calls[layer]()
             self._check(cell, inputs, layer)
 
-        # A schedule that launches nothing would come out a little above or below 0.
+        # A schedule without launches would measure slightly above or below 0.
         idle = type(backend).schedule is AttentionBackend.schedule
         schedule = None if idle else partial(backend.schedule, inputs.metadata)
         return BackendTime(host_us, *time_layers(calls, schedule, inputs.out, num_samples))
@@ -176,11 +175,12 @@ class Rig:
         return call
 
     def _host_us(self, cell: Cell, inputs: _Inputs) -> float:
-        """Host time of `plan_replay` with a new batch each time, the device being idle; the last one is the cell's."""
+        """Time `plan_replay` on the host with a new batch each time and an idle device. The last batch is the
+        cell's."""
         descriptor = inputs.metadata.descriptor
         shorter = min(_PLAN_ROUNDS, cell.longest - 1)
         batches = [self._batch(cell, inputs.row_pages, cell.longest - less) for less in range(shorter, -1, -1)]
-        for batch in batches[:2]:  # loads what is loaded late
+        for batch in batches[:2]:  # loads lazily loaded kernels
             self._backend.plan_replay(descriptor, batch)
         plan = self._backend.plan_replay
         seconds = [_seconds(partial(plan, descriptor, batch), self.context.device) for batch in batches]
@@ -225,7 +225,7 @@ class Rig:
         return _Inputs(metadata, layers, q, torch.full_like(q, float("nan")), row_pages)
 
     def _check(self, cell: Cell, inputs: _Inputs, index: int) -> None:
-        """The first and the last row against float32 attention."""
+        """Check the first and the last request against float32 attention."""
         layer = inputs.layers[index]
         for row in sorted({0, cell.batch - 1}):
             pages = inputs.row_pages[row].long().to(self.context.device)
@@ -236,10 +236,10 @@ class Rig:
 def time_layers(
     calls: Sequence[Call], schedule: Callable[[], object] | None, out: torch.Tensor, num_samples: int
 ) -> tuple[float, float, float, float]:
-    """Microseconds of a schedule (0 for None), and of a layer: median, 20th and 80th percentile.
+    """Return microseconds of a schedule (0 for None), and of a layer: median, 20th and 80th percentile.
 
-    calls   a layer each; together they keep a layer's cache out of L2 until its next turn
-    out     [layers, ...]  what the calls write; spacers between two calls are timed on it and subtracted
+    calls   one per layer; together they evict a layer's cache from L2 before its next run
+    out     [layers, ...]  outputs of the calls; spacers read it, and their time is subtracted
     """
     device = out.device
 
@@ -262,9 +262,9 @@ def time_layers(
 def check_token(
     layer: AttentionLayer, q: torch.Tensor, pages: torch.Tensor, length: int, result: torch.Tensor, *, what: str
 ) -> None:
-    """The result [num_q_heads, head_dim] of a row's last token against float32 attention over its pages.
+    """Check the output [num_q_heads, head_dim] of a last token against float32 attention over its pages.
 
-    Raises: AssertionError naming `what`, as a figure of a wrong result is worth nothing.
+    Raises: AssertionError: if the output is wrong; the message names `what`.
     """
     spec = layer.spec
     k, v = (x[pages].flatten(0, 1)[:length].float() for x in (layer.k_cache, layer.v_cache))
@@ -273,7 +273,7 @@ def check_token(
     ) * spec.scale
     expected = torch.einsum("hgs,shd->hgd", shares.softmax(-1), v).flatten(0, 1)
     error = float((result.float() - expected).norm() / expected.norm())
-    assert error <= _TOLERANCE, (  # NaN is not
+    assert error <= _TOLERANCE, (  # also False for NaN
         f"{what}: expected a relative error of at most {_TOLERANCE}, got {error:.3g}"
     )
 

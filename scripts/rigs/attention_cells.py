@@ -1,5 +1,5 @@
-"""The cells of the attention benchmark, by part: uniform and ragged batches, page sizes, fp8, shapes, sizes of heads,
-chunks, prompts."""
+"""Cells of the attention benchmark by part: uniform and ragged batches, page sizes, fp8, shapes, head sizes, chunks,
+prompts."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from graphrt.bench.cells import SEED, Cell, uniform_cell
 from graphrt.kernels.errors import ConfigError
 from graphrt.kernels.types import KVLayout
+from scripts.rigs.cells import SEED, Cell, uniform_cell
 
 SCHEDULE = "schedule"
 """The part of the benchmark that has no cells: the schedule alone."""
@@ -27,7 +27,7 @@ _ZIPF_EXPONENT, _ZIPF_LONGEST = 1.2, 16384
 
 
 def make_cells(parts: Iterable[str]) -> list[Cell]:
-    """The cells of the named parts. Raises: ConfigError for a name that is none of PARTS."""
+    """Return the cells of the named parts. Raises: ConfigError: if a name is not in PARTS."""
     names = list(parts)
     if unknown := [name for name in names if name not in PARTS]:
         raise ConfigError(
@@ -37,7 +37,7 @@ def make_cells(parts: Iterable[str]) -> list[Cell]:
 
 
 def shrink(cell: Cell) -> Cell:
-    """The cell at a size that the CPU's reference runs in seconds. It is for a dry run, whose figures mean nothing."""
+    """Return the cell at a size that the CPU reference runs in seconds, for a dry run without meaningful times."""
     lengths = tuple(1 + (length - 1) // 512 for length in cell.lengths[:4])
     query_len = min(cell.query_len, *lengths) if cell.query_len > 1 else 1
     chunk = -(-cell.attention_chunk_size // 512)
@@ -88,7 +88,7 @@ def _shape_cells() -> list[Cell]:
 
 
 def _head_cells() -> list[Cell]:
-    """K and V of different sizes, as DeepSeek V3's in expanded form; sizes that the CUDA kernel has, and others."""
+    """K and V heads of different sizes, like DeepSeek V3 in expanded form, with and without a CUDA kernel for them."""
     expanded = [
         Cell("heads", f"16/16 x 192/128, {b} x {context}", (context,) * b, 16, 16, 192, v_head_dim=128)
         for b, context in ((1, 2048), (16, 2048), (64, 2048), (256, 512))
@@ -102,7 +102,7 @@ def _head_cells() -> list[Cell]:
 
 
 def _chunk_cells() -> list[Cell]:
-    """Llama 4: most layers see a chunk of 8192, the others everything."""
+    """Llama 4: most layers attend within a chunk of 8192 tokens, the others to all tokens."""
     lengths = tuple(int(n) for n in np.random.default_rng((SEED, 8192)).integers(1, 32768, size=16, endpoint=True))
     return [
         Cell("chunks", f"{name}, {shown}", rows, 40, 8, attention_chunk_size=chunk)
@@ -115,7 +115,7 @@ def _varlen_cells() -> list[Cell]:
     return [
         Cell("varlen", "4 x 2048 causal", (2048,) * 4, query_len=2048),
         Cell("varlen", "1 x 2048 causal", (2048,), query_len=2048),
-        Cell("varlen", "1 x 2048 behind 6144", (8192,), query_len=2048),
+        Cell("varlen", "1 x 2048 after 6144", (8192,), query_len=2048),
         Cell("varlen", "1 x 8192 causal", (8192,), query_len=8192),
         Cell("varlen", "16 x 512 causal", (512,) * 16, query_len=512),
         Cell("varlen", "4 x 2048 causal, heads of 64", (2048,) * 4, head_dim=64, query_len=2048),

@@ -1,7 +1,7 @@
-"""What the attention benchmark compares: the contract of a side, graphrt as a side, and the check before timing.
+"""Sides of the attention benchmark: their interface, graphrt as a side, and the check before timing.
 
-The calls of a side run through a cell's layers in turn. What a serving stack does once per step for all layers is done
-once per cell, and measured apart.
+The calls of a side run through the layers of a cell in rotation. Work that a serving stack does once per step for all
+layers is done once per cell and measured separately.
 """
 
 from __future__ import annotations
@@ -12,9 +12,6 @@ from typing import Protocol
 
 import torch
 
-from graphrt.bench.attention_inputs import Inputs, check_output
-from graphrt.bench.attention_results import OURS
-from graphrt.bench.cells import Cell
 from graphrt.bench.timer import Call
 from graphrt.kernels.attention.operators import contiguous_attention, paged_attention
 from graphrt.kernels.attention.options import AttentionOptions
@@ -26,18 +23,21 @@ from graphrt.kernels.attention.prompt_schedule import schedule_prompt
 from graphrt.kernels.attention.work_list import schedule_attention
 from graphrt.kernels.attention.workspace import AttentionWorkspace
 from graphrt.kernels.native.nvrtc import runs_native
+from scripts.rigs.attention_inputs import Inputs, check_output
+from scripts.rigs.attention_results import OURS
+from scripts.rigs.cells import Cell
 
-_CPU_SMS = 132  # as on an H200: a dry run makes the plans of the real one
+_CPU_SMS = 132  # as on an H200, so that a dry run makes the same plans
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """One way in which a side runs a cell. All calls can be captured and return what they wrote.
+    """One variant of a side for a cell. All calls can be captured and return their outputs.
 
     calls       attention, one call per layer
-    schedule    what the device does once per step for all layers, or None
-    pdl_calls   the calls with programmatic dependent launch, where the side has it as an option
-    plan_us     host time of what it does once per step for all layers, or None
+    schedule    per-step device work for all layers, or None
+    pdl_calls   the calls with programmatic dependent launch, if the side has this option
+    plan_us     host time of the per-step work for all layers, or None
     """
 
     variant: str
@@ -48,7 +48,7 @@ class Prepared:
 
 
 class Side(Protocol):
-    """One implementation. `prepare` leaves nothing to compile or plan to the calls that it returns."""
+    """An implementation. The calls that `prepare` returns neither compile nor plan."""
 
     name: str
 
@@ -56,7 +56,7 @@ class Side(Protocol):
 
 
 class GraphrtSide:
-    """graphrt's own kernels. The only place of the benchmark that knows their signatures."""
+    """graphrt's kernels. Only this class of the benchmark uses their signatures."""
 
     name = OURS
 
@@ -104,7 +104,7 @@ class GraphrtSide:
 
     @staticmethod
     def _contiguous(inputs: Inputs, starts: torch.Tensor, plan: AttentionPlan, options: AttentionOptions) -> Prepared:
-        """K and V without pages, as the peer takes them."""
+        """Contiguous K and V, as the peer expects them."""
         kv_starts = inputs.kv_starts()
         work_list = torch.empty(plan.work_list_words, dtype=torch.int32, device=inputs.device)
         workspace = AttentionWorkspace.allocate([plan], inputs.device)
@@ -129,7 +129,7 @@ class GraphrtSide:
 
     @staticmethod
     def _prompts(inputs: Inputs, starts: torch.Tensor, options: AttentionOptions, packed: bool) -> Prepared:
-        """The kernel of prompts, over pages or over packed keys."""
+        """The prompt kernel, over pages or over packed keys."""
         cell, device = inputs.cell, inputs.device
         plan = PromptPlan.make(
             cell.batch,
@@ -198,10 +198,10 @@ def _variant(plan: AttentionPlan) -> str:
 
 
 def prepare_checked(side: Side, cell: Cell, inputs: Inputs) -> tuple[list[Prepared], str | None]:
-    """What the side can run, each way checked once, or why it cannot.
+    """Return the variants that the side can run, each checked once, or the reason why it cannot.
 
-    A side that refuses a cell in whatever way, or whose result is wrong, must not end the run of the others. A fault of
-    the device does: nothing after it could be believed.
+    A side that refuses a cell or returns a wrong result must not end the run of the others. A device fault does: later
+    results would be unreliable.
     """
     try:
         every = side.prepare(cell, inputs)
@@ -214,7 +214,7 @@ def prepare_checked(side: Side, cell: Cell, inputs: Inputs) -> tuple[list[Prepar
         try:
             for calls in (prepared.calls, prepared.pdl_calls):
                 for layer in sorted({0, inputs.layers - 1} if calls else ()):
-                    calls[layer]().fill_(math.nan)  # memory is reused: an output of an earlier side would pass
+                    calls[layer]().fill_(math.nan)  # reused memory may hold another side's correct output
                     check_output(inputs, layer, calls[layer]())
         except torch.AcceleratorError:
             raise
@@ -226,11 +226,11 @@ def prepare_checked(side: Side, cell: Cell, inputs: Inputs) -> tuple[list[Prepar
 
 
 def reason_of(error: Exception) -> str:
-    """The error's text on one line; a compiler says at the end what is wrong."""
+    """Return the error text on one line. Compilers state the cause at the end."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 300 else f"{text[:100]} ... {text[-200:]}"
 
 
 def num_sms(device: torch.device) -> int:
-    """Multiprocessors that our plans are made for."""
+    """Return the number of multiprocessors for which plans are made."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else _CPU_SMS

@@ -1,4 +1,4 @@
-"""What the benchmarks of attention and of backends measure: one attention layer over one batch of rows."""
+"""Cells of the attention and backend benchmarks: one attention layer over one batch."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ SEED = 0
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One measurement: a batch of rows with KV lengths `lengths`, and `query_len` new tokens in each.
+    """One measurement: a batch with KV lengths `lengths` and `query_len` new tokens per request.
 
-    part                  the group of cells that it is shown with
-    lengths               KV tokens of each row, the new ones included
-    v_head_dim            size of the heads of V and of the output; 0: head_dim
+    part                  the table in which the cell is printed
+    lengths               KV tokens of each request, including the new ones
+    v_head_dim            head size of V and of the output; 0 means head_dim
     kv_dtype              of the KV cache
-    attention_chunk_size  a token sees its own chunk of so many positions alone; 0: all before it
+    attention_chunk_size  chunk size of chunked attention; 0 means causal attention over all tokens
     """
 
     part: str
@@ -49,32 +49,32 @@ class Cell:
 
     @property
     def num_pages(self) -> int:
-        """Pages of all rows together, for one layer."""
+        """Return the pages of all requests for one layer."""
         return sum(-(-length // self.page_size) for length in self.lengths)
 
     @property
     def head_dims(self) -> tuple[int, int]:
-        """Sizes of the heads of K and of V."""
+        """Return the head sizes of K and V."""
         return self.head_dim, self.v_head_dim or self.head_dim
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of K and V that one call must read."""
+        """Return the bytes of K and V that one call must read."""
         tokens = sum(length - self.first_seen(length - self.query_len) for length in self.lengths)
         return tokens * self.num_kv_heads * sum(self.head_dims) * self.kv_dtype.itemsize
 
     def first_seen(self, position: int) -> int:
-        """The first position that a token sees."""
+        """Return the first position to which a token attends."""
         return position - position % self.attention_chunk_size if self.attention_chunk_size else 0
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of both products over the visible pairs of query and key."""
+        """Return the floating-point operations of both products over the visible query-key pairs."""
         before_first = [length - self.query_len for length in self.lengths]
         pairs = sum(self.query_len * b + self.query_len * (self.query_len + 1) // 2 for b in before_first)
         return 2 * pairs * self.num_q_heads * sum(self.head_dims)
 
 
 def uniform_cell(part: str, batch: int, context: int, **options: Any) -> Cell:
-    """A cell of equal rows, named "batch x context"; `options` are fields of Cell."""
+    """Return a cell of equal lengths named "batch x context". `options` are fields of Cell."""
     return Cell(part, f"{batch} x {context}", (context,) * batch, **options)

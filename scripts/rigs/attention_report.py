@@ -1,4 +1,4 @@
-"""How the attention benchmark is shown: tables of times and goals, and the plot of bandwidth by context length."""
+"""Reports of the attention benchmark: tables of times and goals, and a plot of bandwidth by context length."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from graphrt.bench.attention_cells import PARTS
-from graphrt.bench.attention_results import (
+from graphrt.kernels.errors import ConfigError
+from scripts.rigs.attention_cells import PARTS
+from scripts.rigs.attention_results import (
     OURS,
     PEERS,
     CellResult,
@@ -20,7 +21,6 @@ from graphrt.bench.attention_results import (
     fits,
     geometric_means,
 )
-from graphrt.kernels.errors import ConfigError
 
 _COLOURS = {OURS: "tab:blue", "FA3": "tab:orange", "FlashInfer": "tab:green"}
 
@@ -33,7 +33,7 @@ def print_report(
     *,
     ceiling_tb_per_s: float,
 ) -> None:
-    """Tables of each measured part, then the means, fits and goals."""
+    """Print a table per measured part, then means, fits and goals."""
     for part in PARTS:
         chosen = [r for r in results if r.cell.part == part]
         if chosen:
@@ -89,7 +89,7 @@ def _times_table(part: str, results: Sequence[CellResult], ceiling_tb_per_s: flo
 
 
 def _method_table(part: str, results: Sequence[CellResult]) -> Table:
-    """What the figures are made of: a call with its spacer, the spacer alone, and what is done once per step."""
+    """Print the components of the times: a call with its spacer, the spacer alone, and the per-step work."""
     headings = ["spacer", *(f"{side} +" for side in (OURS, *PEERS)), "p20 - p80", "schedule", "FA3's", "plan"]
     title = f"{part}: as measured, us; +: with spacer; p20 - p80: {OURS}; plan: host time of FlashInfer"
     table = _table(title, headings)
@@ -109,7 +109,7 @@ def _method_table(part: str, results: Sequence[CellResult]) -> Table:
 
 
 def _variants_table(part: str, results: Sequence[CellResult]) -> Table:
-    """Of each side's ways the fastest, whose times are shown."""
+    """Print the fastest variant of each side."""
     table = _table(f"{part}: as", (OURS, *PEERS))
     for result in results:
         table.add_row(result.cell.name, *(result.sides.get(side, SideTime()).variant or "-" for side in (OURS, *PEERS)))
@@ -117,7 +117,7 @@ def _variants_table(part: str, results: Sequence[CellResult]) -> Table:
 
 
 def _ways_table(part: str, side: str, results: Sequence[CellResult]) -> Table | None:
-    """The figure of each way in which a side runs the cells, where it has several."""
+    """Print the time of each variant, for sides with several variants."""
     timed = {r.cell.name: r.sides[side].ways or {} for r in results if side in r.sides}
     ways = list(dict.fromkeys(way for of_cell in timed.values() for way in of_cell))
     if not ways:
@@ -129,7 +129,7 @@ def _ways_table(part: str, side: str, results: Sequence[CellResult]) -> Table | 
 
 
 def _back_to_back_table(results: Sequence[CellResult]) -> Table | None:
-    """Our calls without spacers, where they were timed so."""
+    """Print graphrt's times without spacers, if measured."""
     timed = [(r.cell.name, ours) for r in results if (ours := r.sides.get(OURS)) and ours.back_to_back_us is not None]
     if not timed:
         return None
@@ -153,7 +153,7 @@ def _schedules_table(schedules: Sequence[ScheduleTime]) -> Table:
 
 
 def _reasons(results: Sequence[CellResult]) -> list[str]:
-    """Why sides have no figure, each reason once."""
+    """Print why sides have no result, each reason once."""
     cells: dict[tuple[str, str], list[str]] = {}
     for result in results:
         for name, side in result.sides.items():
@@ -194,9 +194,9 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def plot(results: Sequence[CellResult], path: Path, *, ceiling_tb_per_s: float) -> None:
-    """Draw the uniform cells' bandwidth by context length, a panel per batch size that has two of them.
+    """Plot bandwidth by context length for uniform cells, one panel per batch size with at least two lengths.
 
-    Raises: ConfigError without matplotlib, or without such cells.
+    Raises: ConfigError: without matplotlib, or without such cells.
     """
     try:
         from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""Cells and results of the benchmark of backends: times, what they cost per layer, and the table that shows them."""
+"""Cells and results of the backend benchmark: times, cost per layer, and the printed table."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from graphrt.bench.cells import LAYERS, Cell, uniform_cell
+from scripts.rigs.cells import LAYERS, Cell, uniform_cell
 
 BATCHES, CONTEXTS = (1, 16, 64, 256), (512, 2048, 8192)
 
 
 def make_cells(batches: Sequence[int] = BATCHES, contexts: Sequence[int] = CONTEXTS, **options: Any) -> list[Cell]:
-    """Every batch with every context, all of the layer that `options` (fields of Cell) describe."""
+    """Return a cell per batch and context. `options` are fields of Cell that describe the layer."""
     return [uniform_cell("backends", batch, context, **options) for batch in batches for context in contexts]
 
 
 @dataclass(frozen=True, slots=True)
 class BackendTime:
-    """Times of one backend in one cell, in microseconds; `reason` stands instead of times where there are none.
+    """Times of one backend in one cell, in microseconds. `reason` tells why times are missing.
 
-    host_us       what the host does per replay: plan_replay
+    host_us       host time per replay: plan_replay
     schedule_us   device time of `schedule`, once per step
-    run_us        device time of `run`, once per layer; with its 20th and 80th percentile
+    run_us        device time of `run`, once per layer; with 20th and 80th percentile
     """
 
     host_us: float | None = None
@@ -38,12 +38,12 @@ class BackendTime:
 
     @property
     def device_us(self) -> float | None:
-        """Device time of a layer with its share of the schedule."""
+        """Return the device time of a layer with its share of the schedule."""
         return None if self.run_us is None else self.run_us + (self.schedule_us or 0.0) / LAYERS
 
     @property
     def us(self) -> float | None:
-        """What is ranked: device time of a layer, with its share of the host's work, which the device waits for."""
+        """Return the ranked value: device time of a layer, plus its share of host work for which the device waits."""
         return None if self.device_us is None else self.device_us + (self.host_us or 0.0) / LAYERS
 
     def to_json(self) -> dict[str, Any]:
@@ -71,7 +71,7 @@ class BackendResult:
 
 
 def print_report(console: Console, results: Sequence[BackendResult]) -> None:
-    """A row per cell and backend: host time per step, device times, cost per layer, and its ratio to the cheapest."""
+    """Print one line per cell and backend: host time per step, device times, cost per layer, ratio to the cheapest."""
     table = Table(title="backends, us", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("cell", no_wrap=True)
     table.add_column("backend", no_wrap=True)
@@ -99,7 +99,7 @@ def print_report(console: Console, results: Sequence[BackendResult]) -> None:
 
 
 def _reasons(results: Sequence[BackendResult]) -> list[str]:
-    """Why backends have no figure, each reason once."""
+    """Print why backends have no result, each reason once."""
     cells: dict[tuple[str, str], list[str]] = {}
     for result in results:
         for name, time in result.times.items():
