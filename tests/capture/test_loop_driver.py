@@ -90,7 +90,7 @@ def test_a_missing_compiler_is_a_capture_error(fake: FakeDriver, monkeypatch: py
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 def test_the_loop_kernel_compiles_without_the_device_runtime_library(arch: str) -> None:
-    cubin, log = compile_variant(cuda_loop.GO_ON, arch)
+    cubin, log = compile_variant(cuda_loop.LOOP_CONDITION, arch)
     assert cubin.startswith(b"\x7fELF")
     assert b"cudaGraphSetConditional" in cubin, "the driver resolves it"
     assert "0 bytes spill stores" in log
