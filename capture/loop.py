@@ -3,7 +3,7 @@
     parent graph
       WHILE node                     its handle is 1 at the start of every launch
         body: child graph            a clone of the captured step; the step writes the condition
-              loop_condition kernel  one thread: handle = (condition != 0)
+              loop_condition         one thread: handle = (condition != 0)
 
 The graph is built with driver calls: torch has WHILE nodes only from 2.14 on, and graphrt supports 2.11. The step is
 captured on its own first. So allocator, pool and capture errors are the same as for any graph, and the step can also be
@@ -48,7 +48,7 @@ _IN_A_STEP = frozenset(
 class _Params(ctypes.Structure):
     """The kernel's parameters, laid out as in loop_condition.cu."""
 
-    _fields_ = (("flag", ctypes.c_void_p), ("handle", ctypes.c_uint64))
+    _fields_ = (("condition", ctypes.c_void_p), ("handle", ctypes.c_uint64))
 
 
 class CudaGraphLoop:
@@ -125,19 +125,19 @@ def _names(types: frozenset[Any]) -> str:
     return ", ".join(sorted(kind.name.removeprefix("CU_GRAPH_NODE_TYPE_") for kind in types))
 
 
-def _instantiate(step: Any, function: Any, flag: int) -> tuple[Any, Any, Any, Any]:
+def _instantiate(step: Any, function: Any, condition: int) -> tuple[Any, Any, Any, Any]:
     """Return the parent graph, its executable, the WHILE node and its body. A graph with a WHILE node can have only one
     executable at a time."""
     graph = check(driver.cuGraphCreate(0))[1]
     try:
-        node, body = _fill(graph, step, function, flag)
+        node, body = _fill(graph, step, function, condition)
         return graph, check(driver.cuGraphInstantiate(graph, 0))[1], node, body
     except GraphRTError:
         driver.cuGraphDestroy(graph)
         raise
 
 
-def _fill(graph: Any, step: Any, function: Any, flag: int) -> tuple[Any, Any]:
+def _fill(graph: Any, step: Any, function: Any, condition: int) -> tuple[Any, Any]:
     context = check(driver.cuCtxGetCurrent())[1]
     # Without the flag, a launch would start with the condition at which the previous launch ended, which is 0.
     flags = driver.CU_GRAPH_COND_ASSIGN_DEFAULT
@@ -152,7 +152,7 @@ def _fill(graph: Any, step: Any, function: Any, flag: int) -> tuple[Any, Any]:
     body = driver.CUgraph(int(loop.conditional.phGraph_out[0]))  # copied, since the list is a view of `loop`
     child = check(driver.cuGraphAddChildGraphNode(body, None, 0, step))[1]
 
-    params = _Params(flag, int(handle))
+    params = _Params(condition, int(handle))
     pointers = (ctypes.c_void_p * 1)(ctypes.addressof(params))  # the driver copies the parameters
     kernel = driver.CUDA_KERNEL_NODE_PARAMS()
     kernel.func = function

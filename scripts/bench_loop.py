@@ -26,18 +26,18 @@ def measure(device: torch.device, nodes: int, runs: int, samples: int) -> dict[s
     """Results of one step of `nodes` kernels: median microseconds per run, and the time and memory to build the
     loop."""
     recorder = make_recorder(device)
-    go_on = torch.zeros(1, dtype=torch.int32, device=device)
+    condition = torch.zeros(1, dtype=torch.int32, device=device)
     x = torch.zeros(1, dtype=torch.int32, device=device)
 
     def step() -> torch.Tensor:
         for _ in range(nodes - 1):
             x.add_(1)
-        return go_on.sub_(1)
+        return condition.sub_(1)
 
     with recorder.session():
         recorder.warm_up(step, lambda: None)
         graph = recorder.capture(step, BatchDescriptor.decode(1), lambda: None)
-    loop = recorder.loop(graph, go_on)
+    loop = recorder.loop(graph, condition)
 
     def one_by_one() -> None:
         for _ in range(runs):
@@ -53,15 +53,15 @@ def measure(device: torch.device, nodes: int, runs: int, samples: int) -> dict[s
     times: dict[Callable[[], None], list[float]] = {one_by_one: [], looped: []}
     for sample in range(samples + 1):
         for side, seconds in times.items():
-            go_on.fill_(runs)
+            condition.fill_(runs)
             _synchronize(device)
             start = time.perf_counter()
             side()
             _synchronize(device)
             if sample:  # the first one warms up
                 seconds.append((time.perf_counter() - start) / runs)
-            if go_on.item() != 0:
-                raise RuntimeError(f"go_on: expected 0 after {runs} runs, got {go_on.item()}")
+            if condition.item() != 0:
+                raise RuntimeError(f"condition: expected 0 after {runs} runs, got {condition.item()}")
     found = {
         "nodes": graph.report.nodes,
         "runs": runs,

@@ -441,13 +441,13 @@ def test_the_body_of_a_loop_is_read_on_older_drivers(monkeypatch: pytest.MonkeyP
     reader = install(monkeypatch)
     parent, body = reader.graph(), reader.graph()
     node = reader.conditional(parent, 1, [body])
-    reader.kernel(body, reader.function("go_on", []))
+    reader.kernel(body, reader.function("loop_condition", []))
     ((made, (name, bodies)),) = loop.raw_conditionals().items()
     assert (made, name, len(bodies), loop.raw_cuda_graph()) == (9, "while", 1, 9), "the handles of the first driver"
     monkeypatch.setattr(loop, "_graph", parent)
     monkeypatch.setattr(loop, "_conditionals", {node: ("while", (driver.CUgraph(body),))})
     view = inspect_graph(loop)
-    assert [(node.name, node.remark) for _, node in view.walk()] == [("while", ""), ("go_on", "")]
+    assert [(node.name, node.remark) for _, node in view.walk()] == [("while", ""), ("loop_condition", "")]
     loop.close()
     with pytest.raises(CaptureError, match=r"loop: raw_cuda_graph\(\) on a closed loop"):
         inspect_graph(loop)

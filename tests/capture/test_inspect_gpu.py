@@ -182,10 +182,10 @@ def test_loop_and_body() -> None:
     (node,) = view.nodes
     assert (node.kind, node.name) == (NodeKind.CONDITIONAL, "while")
     (body,) = node.bodies
-    child, go_on = body.nodes
-    assert (child.kind, go_on.name) == (NodeKind.CHILD, "loop_condition")
+    child, setter = body.nodes
+    assert (child.kind, setter.name) == (NodeKind.CHILD, "loop_condition")
     assert body.edges == (Edge(0, 1),)
-    assert rig.condition.data_ptr() in words(go_on)
+    assert rig.condition.data_ptr() in words(setter)
     assert diff(child.bodies[0], inspect_graph(graph)).equal
     assert rig.runs.data_ptr() in set.union(*map(words, child.bodies[0].nodes))
     rig.start(3)
