@@ -25,6 +25,8 @@ class SamplingParams:
     seed          of this prompt's random numbers, which depend on nothing else; the logits that they are added to may
                   differ in their last bits between captured sizes
     stop_ids      tokens that end the output; any collection of ints, kept as a frozenset
+    min_tokens    the logits of `stop_ids` are -inf until the output has so many tokens, at most max_new_tokens. Stop
+                  tokens and tokens with a bias then share the entries of RuntimeConfig.max_logit_bias
     min_p         keep tokens with at least this share of the best one's probability, in [0, 1]; 0: all
     top_k         of these keep the k most likely ones; 0: all
     top_p         of these keep the fewest most likely ones that hold this probability, in (0, 1]; 1: all. Tokens as
@@ -50,6 +52,7 @@ class SamplingParams:
     temperature: float = 0.0
     seed: int = 0
     stop_ids: frozenset[int] = frozenset()
+    min_tokens: int = 0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
@@ -67,6 +70,9 @@ class SamplingParams:
             ("top_k", 0, _MAX_NEW_TOKENS, "0 is all tokens"),
         ):
             object.__setattr__(self, name, check_int(name, getattr(self, name), least, most, advice=advice))
+        advice = "lower it, or raise max_new_tokens"
+        min_tokens = check_int("min_tokens", self.min_tokens, 0, self.max_new_tokens, advice=advice)
+        object.__setattr__(self, "min_tokens", min_tokens)
         for name in ("logprobs", "prompt_logprobs"):
             if (count := getattr(self, name)) is not None:
                 advice = "None without log-probabilities"
@@ -110,9 +116,18 @@ class SamplingParams:
         """Whether the prompt has a penalty, which needs every token that is computed to be counted."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
+    def banned(self, prompt_len: int, vocab_size: int) -> tuple[frozenset[int], int] | None:
+        """Return the tokens that `min_tokens` forbids and the sequence length that ends this; None if there are none.
+
+        See `RequestTables.set_logit_bias`.
+        """
+        tokens = frozenset(token for token in self.stop_ids if token < vocab_size) if self.min_tokens else frozenset()
+        return (tokens, prompt_len + self.min_tokens) if tokens else None
+
     @property
     def needs(self) -> tuple[Need, ...]:
         """What a runtime must have been built with."""
         penalties = (("penalties", 1),) if self.penalised else ()
         asked = [count for count in (self.logprobs, self.prompt_logprobs) if count is not None]
-        return (*penalties, ("max_logit_bias", len(self.logit_bias)), *(("max_logprobs", count) for count in asked))
+        changed = self.logit_bias.keys() | self.stop_ids if self.min_tokens else self.logit_bias
+        return (*penalties, ("max_logit_bias", len(changed)), *(("max_logprobs", count) for count in asked))

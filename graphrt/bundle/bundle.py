@@ -246,8 +246,9 @@ class Bundle:
         most = {
             "order": rows - 1, "req_lens": self.config.max_seq_len, "last_token": self.vocab_size - 1,
             "page_spans": shapes["page_table"][-1], "last_encoder_len": self.config.max_encoder_len or 0,
-            "bias_tokens": self.vocab_size - 1, "bias_counts": shapes["bias_tokens"][-1],
+            "bias_tokens": self.vocab_size - 1, "bias_lists": shapes["bias_tokens"][-1],
         }  # fmt: skip
+        state["bias_lists"] = state["bias_lists"][:, :2]  # the third number is a length, which is only compared
         found = [(name, state[name], last) for name, last in most.items()]
         for group, spec in enumerate(self.groups):
             found.append(("page_table", state["page_table"][group], launch.pool_pages[spec.pool] - 1))

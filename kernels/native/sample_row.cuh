@@ -14,9 +14,9 @@ struct Params {
   const float *top_p, *min_p, *repetition, *presence, *frequency;
   const u32 *seen;            // [state_rows, words]
   const int *counts;          // [state_rows, vocab]
-  const int *bias_tokens;     // [bias_rows, bias_capacity]
-  const float *bias_values;   // [bias_rows, bias_capacity]
-  const int *bias_counts;     // [bias_rows]
+  const int *bias_tokens;     // [bias_rows, 2, bias_capacity]
+  const float *bias_values;   // [bias_rows, 2, bias_capacity]
+  const int *bias_lists;      // [bias_rows, 3]: entries of both lists, and the length from which the first one applies
   const u32 *mask_words;      // [num_masks, words]
   const int *mask_index;      // [rows]
   const float *group_best;    // [rows, num_groups]: the highest logit of a group's plain tokens; where the row is
@@ -270,10 +270,13 @@ __device__ __forceinline__ Row row_of(const Params &p, int at) {
   r.seed_low = (u32)seed;
   r.seed_high = (u32)(seed >> 32);
   r.position = (u32)p.seq_lens[at];
-  if (p.bias_counts && id >= 0 && id < p.bias_rows) {
-    r.num_biases = max(min(p.bias_counts[id], p.bias_capacity), 0);
-    r.bias_tokens = p.bias_tokens + (i64)id * p.bias_capacity;
-    r.bias_values = p.bias_values + (i64)id * p.bias_capacity;
+  if (p.bias_lists && id >= 0 && id < p.bias_rows) {
+    const int *lists = p.bias_lists + 3 * (i64)id;
+    const int count = lists[0], early_count = lists[1];
+    const bool early = (int)r.position < lists[2];
+    r.num_biases = max(min(early ? early_count : count, p.bias_capacity), 0);
+    r.bias_tokens = p.bias_tokens + (2 * (i64)id + early) * p.bias_capacity;
+    r.bias_values = p.bias_values + (2 * (i64)id + early) * p.bias_capacity;
   }
   // Penalties that mean nothing are off.
   r.repetition = repetition > 0.0f && repetition <= LARGEST ? repetition : 1.0f;

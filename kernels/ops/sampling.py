@@ -78,25 +78,28 @@ class Truncation:
 
 @dataclass(frozen=True, slots=True)
 class LogitBias:
-    """Values that are added to logits of some tokens: persistent, by row id.
+    """Values that are added to the logits of some tokens: persistent, by request index.
 
-    tokens  [max_rows, n]  int32    the first counts[row id] are used, strictly ascending; those outside of the
-                                    vocabulary are ignored
-    values  [max_rows, n]  float32  -inf and NaN forbid the token
-    counts  [max_rows]     int32    0: the row has none
+    A request has two lists. The second one applies to its first tokens only, so that `min_tokens` can forbid the stop
+    tokens there.
+
+    tokens  [max_reqs, 2, n]  int32    both lists, strictly ascending; tokens outside of the vocabulary are ignored
+    values  [max_reqs, 2, n]  float32  -inf and NaN forbid the token
+    lists   [max_reqs, 3]     int32    the entries of the first list, those of the second list, and a length: the
+                                       second list applies while `seq_lens` is below it, else the first
     """
 
     tokens: torch.Tensor
     values: torch.Tensor
-    counts: torch.Tensor
+    lists: torch.Tensor
 
     @classmethod
-    def allocate(cls, max_rows: int, max_entries: int, device: torch.device) -> LogitBias:
-        """Tensors for up to `max_entries` tokens per row, with no row using any."""
+    def allocate(cls, max_reqs: int, max_entries: int, device: torch.device) -> LogitBias:
+        """Allocate lists of up to `max_entries` tokens; all are empty."""
         return cls(
-            torch.zeros((max_rows, max_entries), dtype=torch.int32, device=device),
-            torch.zeros((max_rows, max_entries), dtype=torch.float32, device=device),
-            torch.zeros(max_rows, dtype=torch.int32, device=device),
+            torch.zeros((max_reqs, 2, max_entries), dtype=torch.int32, device=device),
+            torch.zeros((max_reqs, 2, max_entries), dtype=torch.float32, device=device),
+            torch.zeros((max_reqs, 3), dtype=torch.int32, device=device),
         )
 
 
@@ -134,7 +137,7 @@ def _sample_triton(
     counts: torch.Tensor | None,
     bias_tokens: torch.Tensor | None,
     bias_values: torch.Tensor | None,
-    bias_counts: torch.Tensor | None,
+    bias_lists: torch.Tensor | None,
     mask_words: torch.Tensor | None,
     mask_index: torch.Tensor | None,
 ) -> torch.Tensor:
@@ -168,7 +171,7 @@ def _sample_triton(
     inputs = (
         logits, temperatures, seeds, seq_lens, req_indices, top_k, top_p, min_p, repetition, presence, frequency,
         ints if seen is None else seen, ints if counts is None else counts,
-        ints if bias_tokens is None else bias_tokens, floats if bias_values is None else bias_values, bias_counts,
+        ints if bias_tokens is None else bias_tokens, floats if bias_values is None else bias_values, bias_lists,
         ints if mask_words is None else mask_words, mask_index,
     )  # fmt: skip
     sizes = (
@@ -176,7 +179,7 @@ def _sample_triton(
         logits.stride(0),
         0 if seen is None else seen.shape[0],
         0 if bias_tokens is None else bias_tokens.shape[0],
-        0 if bias_tokens is None else bias_tokens.shape[1],
+        0 if bias_tokens is None else bias_tokens.shape[2],
         0 if mask_words is None else mask_words.shape[0],
         groups,
     )
@@ -210,7 +213,7 @@ def _sample_triton(
 
 _OPTIONAL = (
     "req_indices", "top_k", "top_p", "min_p", "repetition", "presence", "frequency", "seen", "counts", "bias_tokens",
-    "bias_values", "bias_counts", "mask_words", "mask_index",
+    "bias_values", "bias_lists", "mask_words", "mask_index",
 )  # fmt: skip
 _sample_op = define_op(
     "sample(Tensor logits, Tensor temperatures, Tensor seeds, Tensor seq_lens, "
@@ -282,12 +285,11 @@ def sample(
     if penalties is not None:
         optional |= penalties.checked(rows, vocab, device)
     if bias is not None:
-        _check_table("bias.counts", bias.counts, (None,), torch.int32, device)
-        max_rows = bias.counts.shape[0]
-        _check_table("bias.tokens", bias.tokens, (max_rows, None), torch.int32, device)
+        _check_table("bias.lists", bias.lists, (None, 3), torch.int32, device)
+        _check_table("bias.tokens", bias.tokens, (bias.lists.shape[0], 2, None), torch.int32, device)
         _check_table("bias.values", bias.values, tuple(bias.tokens.shape), torch.float32, device)
-        if bias.tokens.shape[1]:
-            optional |= {"bias_tokens": bias.tokens, "bias_values": bias.values, "bias_counts": bias.counts}
+        if bias.tokens.shape[2]:
+            optional |= {"bias_tokens": bias.tokens, "bias_values": bias.values, "bias_lists": bias.lists}
     result: torch.Tensor = _sample_op(
         logits, temperatures, seeds, seq_lens, *(optional.get(name) for name in _OPTIONAL)
     )

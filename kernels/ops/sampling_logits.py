@@ -155,12 +155,13 @@ def req_values(
     row,
     stride_logits,
     vocab_size,
+    seq_lens_ptr,
     req_indices_ptr,
     repetition_ptr,
     presence_ptr,
     frequency_ptr,
     state_rows,
-    bias_counts_ptr,
+    bias_lists_ptr,
     bias_rows,
     bias_capacity,
     mask_index_ptr,
@@ -182,11 +183,14 @@ def req_values(
         req_index = tl.load(req_indices_ptr + row)
     bias_at = 0
     num_biases = 0
-    if bias_counts_ptr is not None:
+    if bias_lists_ptr is not None:
         known = (req_index >= 0) & (req_index < bias_rows)
-        bias_at = tl.where(known, req_index, 0).to(tl.int64) * bias_capacity
-        num_biases = tl.load(bias_counts_ptr + req_index, mask=known, other=0)
-        num_biases = tl.maximum(tl.minimum(num_biases, bias_capacity), 0)
+        lists_at = tl.where(known, req_index, 0).to(tl.int64)
+        count = tl.load(bias_lists_ptr + 3 * lists_at, mask=known, other=0)
+        early_count = tl.load(bias_lists_ptr + 3 * lists_at + 1, mask=known, other=0)
+        early = tl.load(seq_lens_ptr + row) < tl.load(bias_lists_ptr + 3 * lists_at + 2, mask=known, other=0)
+        bias_at = (2 * lists_at + early.to(tl.int64)) * bias_capacity
+        num_biases = tl.maximum(tl.minimum(tl.where(early, early_count, count), bias_capacity), 0)
     state_row = 0
     num_penalised = 0  # all or none
     repetition = 1.0

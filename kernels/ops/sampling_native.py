@@ -35,7 +35,7 @@ _MEETING = 4 * 2 * 8 * _WARPS  # bytes of `Meeting` in sample_block.cuh
 
 _POINTERS = (
     "logits", "temperatures", "seeds", "seq_lens", "req_indices", "top_k", "top_p", "min_p", "repetition", "presence",
-    "frequency", "seen", "counts", "bias_tokens", "bias_values", "bias_counts", "mask_words", "mask_index",
+    "frequency", "seen", "counts", "bias_tokens", "bias_values", "bias_lists", "mask_words", "mask_index",
     "group_best", "group_mass", "changed_best", "plain_words", "num_changed", "highest_changed", "changed_tokens",
     "changed_logits", "out",
 )  # fmt: skip

@@ -90,15 +90,15 @@ def sample_reference(
     counts: torch.Tensor | None = None,
     bias_tokens: torch.Tensor | None = None,
     bias_values: torch.Tensor | None = None,
-    bias_counts: torch.Tensor | None = None,
+    bias_lists: torch.Tensor | None = None,
     mask_words: torch.Tensor | None = None,
     mask_index: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Reference of `graphrt::sample`: argmax, over the kept tokens, of processed logits + temperature * noise."""
     vocab = logits.shape[1]
     processed = processed_reference(
-        logits, req_indices, repetition, presence, frequency, seen, counts, bias_tokens, bias_values, bias_counts,
-        mask_words, mask_index,
+        logits, seq_lens, req_indices, repetition, presence, frequency, seen, counts, bias_tokens, bias_values,
+        bias_lists, mask_words, mask_index,
     )  # fmt: skip
     scores = processed.clone()
     hot = temperatures > 0
@@ -126,6 +126,7 @@ def sample_reference(
 
 def processed_reference(
     logits: torch.Tensor,
+    seq_lens: torch.Tensor,
     req_indices: torch.Tensor | None,
     repetition: torch.Tensor | None,
     presence: torch.Tensor | None,
@@ -134,7 +135,7 @@ def processed_reference(
     counts: torch.Tensor | None,
     bias_tokens: torch.Tensor | None,
     bias_values: torch.Tensor | None,
-    bias_counts: torch.Tensor | None,
+    bias_lists: torch.Tensor | None,
     mask_words: torch.Tensor | None,
     mask_index: torch.Tensor | None,
 ) -> torch.Tensor:
@@ -149,12 +150,14 @@ def processed_reference(
                 out[row, ~unpacked_bits(mask_words[index], vocab)] = float("-inf")
     if req_indices is None:
         return out
-    if bias_tokens is not None and bias_values is not None and bias_counts is not None:
+    if bias_tokens is not None and bias_values is not None and bias_lists is not None:
         for row in every:
             req_index = int(req_indices[row])
-            if 0 <= req_index < len(bias_counts):
-                count = min(max(int(bias_counts[req_index]), 0), bias_tokens.shape[1])
-                tokens, values = bias_tokens[req_index, :count].long(), bias_values[req_index, :count]
+            if 0 <= req_index < len(bias_lists):
+                *counts_of, min_len = bias_lists[req_index].tolist()
+                early = int(int(seq_lens[row]) < min_len)  # an index, not a mask
+                count = min(max(counts_of[early], 0), bias_tokens.shape[2])
+                tokens, values = bias_tokens[req_index, early, :count].long(), bias_values[req_index, early, :count]
                 inside = (tokens >= 0) & (tokens < vocab)
                 out[row, tokens[inside]] += values[inside]
     if repetition is None or presence is None or frequency is None or seen is None or counts is None:

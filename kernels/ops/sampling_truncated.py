@@ -70,7 +70,7 @@ def sample_truncated_kernel(
     counts_ptr,
     bias_tokens_ptr,
     bias_values_ptr,
-    bias_counts_ptr,
+    bias_lists_ptr,
     mask_words_ptr,
     mask_index_ptr,
     group_best_ptr,
@@ -109,8 +109,8 @@ def sample_truncated_kernel(
     source = (
         (logits_ptr, mask_words_ptr, bias_tokens_ptr, bias_values_ptr, seen_ptr, counts_ptr),
         req_values(
-            row, stride_logits, vocab_size, req_indices_ptr, repetition_ptr, presence_ptr, frequency_ptr,
-            state_rows, bias_counts_ptr, bias_rows, bias_capacity, mask_index_ptr, num_masks,
+            row, stride_logits, vocab_size, seq_lens_ptr, req_indices_ptr, repetition_ptr, presence_ptr,
+            frequency_ptr, state_rows, bias_lists_ptr, bias_rows, bias_capacity, mask_index_ptr, num_masks,
         ),
     )  # fmt: skip
     at = row.to(tl.int64) * num_groups

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from graphrt.kernels.errors import ShapeError
-from graphrt.kernels.ops.sampling import LogitBias, TokenMask, sample
+from graphrt.kernels.ops.sampling import SAMPLE_CHUNK, LogitBias, TokenMask, sample
 from graphrt.kernels.ops.sampling_reference import processed_reference, sample_reference, unpacked_bits
 from graphrt.kernels.ops.sampling_state import Penalties, PenaltyState, record_tokens, state_words
 from graphrt.kernels.types import NO_TOKEN
@@ -41,19 +41,9 @@ def test_processed_logits_are_those_of_transformers_and_of_the_formula(rng: torc
     penalties, req_indices = penalties_with(SEQUENCES, VOCAB, CPU, *setting)
     p, none = penalties, None
     have = processed_reference(
-        logits,
-        req_indices,
-        p.repetition,
-        p.presence,
-        p.frequency,
-        p.state.seen,
-        p.state.counts,
-        none,
-        none,
-        none,
-        none,
-        none,
-    )
+        logits, torch.zeros(4, dtype=I32), req_indices, p.repetition, p.presence, p.frequency, p.state.seen,
+        p.state.counts, none, none, none, none, none,
+    )  # fmt: skip
     expected = torch.tensor([formula(logits[r], *SEQUENCES[r], *setting) for r in range(4)])
     torch.testing.assert_close(have, expected, rtol=1e-6, atol=1e-6)
 
@@ -182,19 +172,55 @@ def test_masks(kernel_device: torch.device, rng: torch.Generator, temperature: f
 
 
 def test_biases_at_their_bounds(kernel_device: torch.device) -> None:
-    """First and last entry, first and last token, tokens outside of the vocabulary, counts out of range."""
+    """In both lists: first and last entry, first and last token, tokens outside of the vocabulary, bad counts."""
     logits = torch.zeros(6, VOCAB, device=kernel_device)
-    bias = LogitBias.allocate(6, 4, kernel_device)
-    bias.tokens.copy_(torch.tensor([[0, 1, 2, 3], [5, 9, 73, 74], [-7, 4, VOCAB, 2**31 - 1], [8, 9, 10, 11]] * 2)[:6])
-    bias.values.copy_(
-        torch.tensor([[2.0, 1.0, 1.0, 1.0], [1, 1, 1, 2.0], [9.0, 1.0, 9.0, 9.0], [1, 1, 1, 5.0]] * 2)[:6]
-    )
-    bias.counts.copy_(torch.tensor([4, 4, 4, 3, 99, -3]))
     req_indices = torch.arange(6, dtype=I32, device=kernel_device)
-    assert sample(*arguments(logits, 0.0), req_indices=req_indices, bias=bias).tolist() == [0, 74, 4, 8, 0, 0]
-    bias.values[0, 0] = NAN
-    bias.values[1, 3] = INF
-    assert sample(*arguments(logits, 0.0), req_indices=req_indices, bias=bias).tolist()[:2] == [1, 74]
+    for which in (0, 1):
+        bias = LogitBias.allocate(6, 4, kernel_device)
+        tokens, values, counts = bias.tokens[:, which], bias.values[:, which], bias.lists[:, which]
+        tokens.copy_(torch.tensor([[0, 1, 2, 3], [5, 9, 73, 74], [-7, 4, VOCAB, 2**31 - 1], [8, 9, 10, 11]] * 2)[:6])
+        values.copy_(torch.tensor([[2.0, 1.0, 1.0, 1.0], [1, 1, 1, 2.0], [9.0, 1.0, 9.0, 9.0], [1, 1, 1, 5.0]] * 2)[:6])
+        counts.copy_(torch.tensor([4, 4, 4, 3, 99, -3]))
+        bias.lists[:, 2] = which * (2**31 - 1)
+        assert sample(*arguments(logits, 0.0), req_indices=req_indices, bias=bias).tolist() == [0, 74, 4, 8, 0, 0]
+        values[0, 0] = NAN
+        values[1, 3] = INF
+        assert sample(*arguments(logits, 0.0), req_indices=req_indices, bias=bias).tolist()[:2] == [1, 74]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_second_bias_list_applies_below_its_length(
+    kernel_device: torch.device, rng: torch.Generator, temperature: float
+) -> None:
+    """Each draw is that of a table whose first list is the one that applies: with and without penalties and bounds."""
+    vocab, rows, length = 3 * SAMPLE_CHUNK + 75, 8, 5
+    logits = torch.randn(rows, vocab, generator=rng)
+    best = logits.argsort(1, descending=True)
+    first = [{}, {7: 2.0}, {}, {int(best[3, 0]): -INF}, {}, {9: 1.0}, {}, {int(best[7, 1]): 4.0}]
+    second = [
+        (dict.fromkeys(best[row, : 1 + row].tolist(), -INF), length + (row % 2)) for row in range(rows)
+    ]  # of rows 1, 3, 5 and 7 the second list applies
+    sequences = [(best[row, :9].tolist(), best[row, 9:12].tolist()) for row in range(rows)]
+    settings = [1.0, 1.0, 1.0, 1.0, 1.3, 1.3, 1.3, 1.3]
+    penalties, req_indices = penalties_with(sequences, vocab, kernel_device, settings)
+    applies = [second[row][0] if row % 2 else first[row] for row in range(rows)]
+    ids = req_indices.tolist()
+    args = arguments(logits.to(kernel_device), temperature, position=length)
+    bounds = truncation(
+        rows, kernel_device, top_k=[0, 0, 40, 40, 0, 0, 40, 40], top_p=[1.0, 1.0, 0.9, 0.9] * 2, min_p=[0.0, 0.1] * 4
+    )
+    want = sample(
+        *args, req_indices=req_indices, truncation=bounds, penalties=penalties,
+        bias=biases(applies, ids, rows + 3, kernel_device),
+    )  # fmt: skip
+    have = sample(
+        *args, req_indices=req_indices, truncation=bounds, penalties=penalties,
+        bias=biases(first, ids, rows + 3, kernel_device, second),
+    )  # fmt: skip
+    assert have.tolist() == want.tolist()
+    if temperature == 0:
+        assert have[0] == best[0, 0]
+        assert have[1] == best[1, 2]
 
 
 def test_state_counts_what_steps_compute(kernel_device: torch.device, rng: torch.Generator) -> None:
@@ -304,8 +330,11 @@ def penalised(**changes: object) -> dict[str, Penalties]:
     return {"penalties": Penalties(**{**parts, **changes})}
 
 
-def biased(tokens: int = 2, values: int = 3, counts: torch.Tensor = INDEX) -> dict[str, LogitBias]:
-    return {"bias": LogitBias(torch.zeros(tokens, 3, dtype=I32), torch.zeros(2, values), counts)}
+LISTS = torch.zeros(2, 3, dtype=I32)
+
+
+def biased(tokens: int = 2, values: int = 3, lists: torch.Tensor = LISTS) -> dict[str, LogitBias]:
+    return {"bias": LogitBias(torch.zeros(tokens, 2, 3, dtype=I32), torch.zeros(2, 2, values), lists)}
 
 
 BAD = {
@@ -321,7 +350,8 @@ BAD = {
         penalised(state=PenaltyState(WORDS, torch.zeros(8, 2, dtype=I32).t())),
         "state.counts: expected a contiguous tensor",
     ),
-    "bias_counts": (biased(counts=ONES), "bias.counts: expected dtype"),
+    "bias_lists": (biased(lists=LISTS.float()), "bias.lists: expected dtype"),
+    "bias_lists_shape": (biased(lists=INDEX), "bias.lists: expected"),
     "bias_tokens": (biased(tokens=3), "bias.tokens: expected shape"),
     "bias_values": (biased(values=4), "bias.values: expected shape"),
     "mask_words": ({"token_mask": TokenMask(torch.zeros(1, 2, dtype=I32), INDEX)}, "mask_words: expected shape"),

@@ -54,13 +54,22 @@ def penalties_with(
     return penalties, req_indices
 
 
-def biases(entries: list[dict[int, float]], req_indices: list[int], max_rows: int, device: torch.device) -> LogitBias:
-    width = max(1, *(len(entry) for entry in entries))
+def biases(
+    entries: list[dict[int, float]],
+    req_indices: list[int],
+    max_rows: int,
+    device: torch.device,
+    early: list[tuple[dict[int, float], int]] | None = None,
+) -> LogitBias:
+    """Bias lists of some requests; `early`: their second lists, and the length below which those apply."""
+    early = early or [({}, 0)] * len(entries)
+    width = max(1, *(len(entry) for entry in (*entries, *(entry for entry, _ in early))))
     bias = LogitBias.allocate(max_rows, width, device)
-    for req_index, entry in zip(req_indices, entries, strict=True):
-        bias.counts[req_index] = len(entry)
-        bias.tokens[req_index, : len(entry)] = torch.tensor(sorted(entry), dtype=I32)
-        bias.values[req_index, : len(entry)] = torch.tensor([entry[t] for t in sorted(entry)], dtype=F32)
+    for req_index, first, (second, length) in zip(req_indices, entries, early, strict=True):
+        bias.lists[req_index] = torch.tensor([len(first), len(second), length], dtype=I32)
+        for which, entry in enumerate((first, second)):
+            bias.tokens[req_index, which, : len(entry)] = torch.tensor(sorted(entry), dtype=I32)
+            bias.values[req_index, which, : len(entry)] = torch.tensor([entry[t] for t in sorted(entry)], dtype=F32)
     return bias
 
 
