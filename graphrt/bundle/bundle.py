@@ -225,7 +225,7 @@ class Bundle:
                 words.num_reqs > min(rows, self.config.max_num_reqs)
                 or words.num_tokens > min(tokens, self.config.max_num_tokens)
                 or words.steps > self.config.launch_steps
-                or len(words.words) > capacity.inputs
+                or words.inputs_end > capacity.inputs
             ):
                 raise ShapeError(f"bundle: expected a launch that fits {launch.descriptor}, got a larger one")
             words.listed()  # within the pages

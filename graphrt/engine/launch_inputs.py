@@ -77,10 +77,20 @@ class LaunchInputs:
         return at + (layout.list_fields(self.groups) * self.num_reqs if self.kind & layout.LISTS else 0)
 
     @property
+    def inputs_end(self) -> int:
+        """Words of the step's inputs. Stop conditions follow them in a slot with KEEP."""
+        return self._pages_at + int(self.words[layout.HEADER_NUM_PAGES])
+
+    @property
     def end(self) -> int:
         """Words in use."""
-        end = self._pages_at + int(self.words[layout.HEADER_NUM_PAGES])
-        return end + (layout.END_FIELDS * self.num_reqs if self.kind & layout.KEEP else 0)
+        return self.inputs_end + (layout.END_FIELDS * self.num_reqs if self.kind & layout.KEEP else 0)
+
+    def with_steps(self, steps: int) -> LaunchInputs:
+        """Return a copy for another number of steps."""
+        words = self.words.copy()
+        words[layout.HEADER_STEPS] = steps
+        return LaunchInputs(words, self.groups)
 
     @property
     def lists(self) -> npt.NDArray[np.int32]:

@@ -137,9 +137,10 @@ class Recording:
         assert begun is not None, "every launch begins before it ends"
         on_host = _copied(logits)  # behind this the rings are written
         at = self.rings.entries(step, begun.words.steps)
-        ran = self.rings.steps[at] == np.arange(step, step + begun.words.steps)
+        ran = self.rings.steps[at] == np.arange(step, step + begun.words.steps)  # a loop may have ended early
         tokens = self.rings.tokens[at, : begun.words.num_reqs][ran].copy()
-        self.launches.append(replace(begun, tokens=tokens, logits=on_host))
+        words = begun.words.with_steps(int(ran.sum()))
+        self.launches.append(replace(begun, words=words, tokens=tokens, logits=on_host))
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:

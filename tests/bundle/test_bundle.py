@@ -110,7 +110,14 @@ def test_sessions_are_recorded(planned: bool, tmp_path: Path, monkeypatch: pytes
     runtime = make_runtime(CPU, model=model, config=config, num_pages=60)
     runtime.capture()
     params = SamplingParams(
-        max_new_tokens=20, temperature=0.8, seed=3, repetition_penalty=1.3, logit_bias={4: 2.0}, logprobs=1
+        max_new_tokens=20,
+        temperature=0.8,
+        seed=3,
+        repetition_penalty=1.3,
+        logit_bias={4: 2.0},
+        logprobs=1,
+        stop_ids={7},
+        min_tokens=9,
     )
     with DecodeSession(runtime) as session:
         session.add([1, 2, 3, 4, 5], params, state={"adapter": [1.0, 2.0, 3.0]})
@@ -124,6 +131,54 @@ def test_sessions_are_recorded(planned: bool, tmp_path: Path, monkeypatch: pytes
     kinds = {(launch.words.is_delta, launch.words.steps) for launch in bundle.launches}
     assert kinds >= ({(False, 1)} if planned else {(False, 1), (True, 3)})
     check_all(saved(bundle, tmp_path), model)
+
+
+def test_launches_as_large_as_the_config_allows(tmp_path: Path) -> None:
+    """Eight prompts that fill max_num_tokens: their inputs and stop conditions fill the slot of the input ring."""
+    model: ToyModel = LivelyModel(CPU)
+    config: dict[str, Any] = {"max_num_reqs": 8, "max_num_tokens": 64, "decode_sizes": (8,)}
+    spec = KVCacheSpec(LAYERS, KV_HEADS, HEAD_DIM, 16, dtype=torch.float32)
+    config |= {"mixed_sizes": (64,)}
+    runtime = make_runtime(CPU, model=model, config=config, num_pages=40, kv_spec=spec)
+    runtime.capture()
+    recording = runtime.manager.record(2)
+    with DecodeSession(runtime) as session:
+        rows = [session.add(list(range(at, at + 8)), SamplingParams(4, stop_ids={1, 2})) for at in range(8)]
+        session.run(2)
+        session.collect(wait=True)
+        first = [row.tokens[0] for row in rows]
+    assert [launch.words.num_tokens for launch in recording.launches] == [64, 0]
+    bundle = saved(Bundle.of(recording), tmp_path)
+    runtime.close()
+    assert bundle.launches[0].tokens.tolist() == [first]
+    check_all(bundle, model)
+
+
+@pytest.mark.parametrize("how", ["lengths", "stop tokens"])
+def test_loops_that_end_early(tmp_path: Path, how: str) -> None:
+    """A replay runs as many steps as the recorded loop did, and compares the logits of the same last step."""
+    model = LivelyModel(CPU)
+    runtime = make_runtime(CPU, model=model, config={"loop_sizes": (2,), "decode_sizes": (2,)}, num_pages=60)
+    runtime.capture()
+    prompts = [[3, 1, 4], [9, 8]]
+    with DecodeSession(runtime) as session:
+        want = [session.add(prompt, SamplingParams(20)) for prompt in prompts]
+        session.run(21)
+        session.collect(wait=True)
+    with DecodeSession(runtime) as session:
+        for prompt, row in zip(prompts, want, strict=True):
+            length = 4 if how == "lengths" else 20
+            session.add(prompt, SamplingParams(length, stop_ids={row.tokens[5]} if how == "stop tokens" else ()))
+        session.run(1)
+        recording = runtime.manager.record(1)
+        session.run(16)
+        session.collect(wait=True)
+    launch = recording.launches[0]
+    assert len(launch.tokens) < 16
+    assert launch.words.steps == len(launch.tokens)
+    bundle = saved(Bundle.of(recording), tmp_path)
+    runtime.close()
+    check_all(bundle, model)
 
 
 def test_groups_and_windows(tmp_path: Path) -> None:
