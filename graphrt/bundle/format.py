@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -38,9 +39,32 @@ _DTYPES = {
 _MOST_JSON = 16 << 20
 
 
-def write_file(path: str | Path, meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write a file. Raises: ConfigError where it cannot be written, or safetensors is missing."""
+def checked_target(path: str | Path) -> str:
+    """Return the file that a bundle written to `path` ends up in: symbolic links are followed, and stay.
+
+    Raises: ConfigError: if the target is a folder, a pipe or a device, or if its folder does not exist.
+    """
     check_instance("path", path, (str, Path), advice="pass the name of a file")
+    try:
+        target = Path(os.path.realpath(path))
+        if target.is_dir():
+            raise ConfigError(f"bundle: {str(path)!r} is a folder; name a file in it")
+        if target.exists() and not target.is_file():
+            raise ConfigError(f"bundle: {str(path)!r} is a pipe or a device; name a regular file, or a new one")
+        if not target.parent.is_dir():
+            raise ConfigError(f"bundle: the folder {str(target.parent)!r} does not exist; create it, or name another")
+    except (OSError, ValueError) as error:  # a name that the system refuses
+        raise ConfigError(f"bundle: {str(path)!r:.200} cannot be written ({error}); name another file") from error
+    return str(target)
+
+
+def write_file(path: str | Path, meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write a file. A symbolic link stays, and its target is replaced.
+
+    Raises: ConfigError: if `checked_target` refuses `path`, the file cannot be written, `meta` is not JSON, or
+    safetensors is not installed.
+    """
+    target = checked_target(path)
     safetensors = require("safetensors", "to write bundles")
     save = require("safetensors.torch", "to write bundles").save_file
     try:
@@ -49,9 +73,9 @@ def write_file(path: str | Path, meta: Mapping[str, Any], tensors: Mapping[str, 
         raise ConfigError(f"model: expected values of JSON, got others ({error}); pass texts and numbers") from error
     kept = {name: t.contiguous() for name, t in tensors.items()}
     try:
-        save(kept, path, {"format": FORMAT, "meta": text, "digest": _digest(text, kept)})
+        save(kept, target, {"format": FORMAT, "meta": text, "digest": _digest(text, kept)})
     except (OSError, safetensors.SafetensorError) as error:
-        raise ConfigError(f"bundle: expected to write {path}, got {error}; check the folder") from error
+        raise ConfigError(f"bundle: {str(path)!r} cannot be written ({error}); check its folder and disk") from error
 
 
 def read_file(path: str | Path) -> tuple[Any, dict[str, torch.Tensor]]:

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from graphrt.bench.environment import provenance
 from graphrt.bundle.bundle import Bundle
+from graphrt.bundle.format import checked_target
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
 from graphrt.capture.inspect.cuda import inspect_graph
 from graphrt.capture.inspect.diff import diff
@@ -131,11 +132,20 @@ def _table(stats: Stats, model: str, device: str) -> Table:
 
 
 def _check_files(options: CaptureOptions) -> None:
-    """Raise where a file could not be written: the model takes longer."""
-    files = ("html", options.html), ("dot", options.dot), ("json", options.json), ("record", options.record)
-    for name, path in files:
-        if path is not None and not (Path(path).parent.is_dir() and not Path(path).is_dir()):
-            raise ConfigError(f"--{name}: expected a file in a folder that is there, got {path!r}; make the folder")
+    """Raise ConfigError if an output file cannot be written: before the model is loaded, which takes long."""
+    for name, path in (("html", options.html), ("dot", options.dot), ("json", options.json)):
+        if path is None:
+            continue
+        try:
+            if Path(path).is_dir():
+                raise ConfigError(f"--{name}: {path!r} is a folder; name a file in it")
+            if not Path(path).parent.is_dir():
+                folder = str(Path(path).parent)
+                raise ConfigError(f"--{name}: the folder {folder!r} does not exist; create it, or name another")
+        except (OSError, ValueError) as error:  # a name that the system refuses
+            raise ConfigError(f"--{name}: {path!r:.200} cannot be written ({error}); name another file") from error
+    if options.record is not None:
+        checked_target(options.record)
 
 
 def _shown_size(options: CaptureOptions, runtime: Runtime) -> BatchDescriptor | None:

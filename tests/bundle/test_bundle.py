@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -476,12 +478,38 @@ def test_files_that_are_no_bundles_raise(tmp_path: Path) -> None:
     rig = make_rig(CPU)
     recording = rig.manager.record()
     rig.manager.replay(prompt(1)).tokens()
-    with pytest.raises(ConfigError, match="expected to write"):
-        Bundle.of(recording).save(tmp_path / "no folder" / "x.bundle")
     with pytest.raises(ConfigError, match="model: expected values of JSON"):
         Bundle.of(recording, model={"made by": object()}).save(path)
     with pytest.raises(ConfigError, match="model: expected Mapping, got 'tiny'"):
         Bundle.of(recording, model="tiny")  # type: ignore[arg-type]
+
+
+def test_a_bundle_is_written_to_regular_files_only(good: Path, tmp_path: Path) -> None:
+    """Links stay and point to the new bundle; pipes, devices and folders are refused and stay as they are."""
+    bundle, target, link = Bundle.load(good), tmp_path / "target", tmp_path / "link"
+    link.symlink_to(target)
+    for content in (None, b"old"):  # a link to no file, and to a file
+        if content is not None:
+            target.write_bytes(content)
+        bundle.save(link)
+        assert link.readlink() == target
+        assert Bundle.load(target).vocab_size == Bundle.load(link).vocab_size == VOCAB
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    tmp_path.joinpath("to_pipe").symlink_to(pipe)
+    for name, text in (
+        ("pipe", "is a pipe or a device; name a regular file"),
+        ("to_pipe", "is a pipe or a device; name a regular file"),
+        ("", "is a folder; name a file in it"),
+        ("no folder/x.bundle", "no folder' does not exist; create it"),
+        ("x" * 999, "cannot be written .*File name too long"),
+    ):
+        with pytest.raises(ConfigError, match=f"^bundle: .*{text}"):
+            bundle.save(tmp_path / name)
+    with pytest.raises(ConfigError, match="is a pipe or a device"):
+        bundle.save(os.devnull)
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    assert stat.S_ISCHR(os.stat(os.devnull).st_mode)
 
 
 def test_settings_come_back_as_they_were() -> None:
