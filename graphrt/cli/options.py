@@ -77,13 +77,18 @@ class GenerateOptions(PromptOptions):
     stop: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="TEXT", help="An answer ends before this text; it goes on unseen while others do. Repeatable."
+            metavar="TEXT", help="End an answer before this text, or at the special token of this text. Repeatable."
         ),
     ] = None
     stop_id: Annotated[
-        list[int] | None, typer.Option(min=0, metavar="ID", help="A token that ends it too. Repeatable.")
+        list[int] | None, typer.Option(min=0, metavar="ID", help="End an answer at this token. Repeatable.")
     ] = None
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="The model's own end tokens end nothing.")] = False
+    min_tokens: Annotated[
+        int, typer.Option(min=0, help="Sample no end or stop token, and ignore --stop, for so many tokens.")
+    ] = 0
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Do not end an answer at the model's own end tokens.")
+    ] = False
     seed: Annotated[
         int,
         typer.Option(min=0, max=(1 << 32) - 1, help="Seed of the first prompt; each next one's is one higher."),
@@ -192,10 +197,13 @@ class EnvOptions:
 
 
 def add_command(app: typer.Typer, name: str, options: Callable[..., T], run: Callable[[T], None]) -> None:
-    """Make `options`, a dataclass of this file, a command that is called with one of them."""
+    """Add a command: its options are those of `options`, a dataclass of this file, and `run` is called with one."""
 
     def call(**values: Any) -> None:
-        run(options(**values))
+        try:
+            run(options(**values))
+        except KeyboardInterrupt:
+            raise SystemExit(130) from None
 
     hints = get_type_hints(options, include_extras=True)
     parameters = [

@@ -49,10 +49,14 @@ class Tokenizer:
             )
         self._backend = backend
         self._chat_template = chat_template if chat_template is not None else backend.chat_template
-        special = {token.content: index for index, token in backend.added_tokens_decoder.items() if token.special}
-        self.eos_ids = frozenset(
-            [*_check_ids("eos_ids", eos_ids), *(special[name] for name in _END_TOKENS if name in special)]
-        )
+        tokens = backend.added_tokens_decoder.items()
+        self._special = {token.content: index for index, token in tokens if token.special}
+        special = [index for name in _END_TOKENS if (index := self.special_id(name)) is not None]
+        self.eos_ids = frozenset([*_check_ids("eos_ids", eos_ids), *special])
+
+    def special_id(self, text: str) -> int | None:
+        """Return the id of the special token of this text, or None. `decode` leaves special tokens out."""
+        return self._special.get(text)
 
     @property
     def has_chat_template(self) -> bool:

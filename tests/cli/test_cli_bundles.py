@@ -18,24 +18,12 @@ from graphrt.capture.inspect.view import GraphView
 from graphrt.config import RuntimeConfig
 from graphrt.kernels.types import KVLayout
 from graphrt.models import shapes
-from graphrt.models.config import ModelConfig
 from graphrt.models.loading import load_model
-from graphrt.models.rope import RopeConfig
 from graphrt.runtime import Runtime
-from tests.cli.test_cli import ROOT, call
+from tests.support.cli import ROOT, TINY
 from tests.support.model_fixtures import save_oracle
 
-TINY = ModelConfig(
-    architecture="llama", vocab_size=97, hidden_size=32, intermediate_size=48, num_layers=2, num_q_heads=4,
-    num_kv_heads=2, head_dim=16, max_position_embeddings=128, rope=RopeConfig(theta=10_000.0), eos_ids=(2,),
-)  # fmt: skip
 CAPTURE = ("capture", "--shape", "tiny", "--device", "cpu", "--rows", "3", "--step-tokens", "16", "--context", "64")
-
-
-@pytest.fixture
-def graphrt(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture):
-    monkeypatch.setitem(shapes.SHAPES, "tiny", TINY)
-    return lambda *arguments: call(monkeypatch, capfd, *map(str, arguments))
 
 
 @pytest.fixture
@@ -148,8 +136,11 @@ def test_errors_are_one_line(graphrt, bundle: Path, tmp_path: Path) -> None:
         ((*CAPTURE, "--size", "2"), "--size: expected --html, --dot, --json, --nodes or --against with it, got"),
         ((*CAPTURE, "--against", "5"), "--against: expected one of the sizes 3, 2, 1, got 5"),
         ((*CAPTURE, "--nodes", "--size", "7"), "--size: expected one of the sizes 3, 2, 1, got 7"),
-        ((*CAPTURE, "--html", tmp_path / "none" / "x"), "--html: expected a file in a folder that is there"),
-        ((*CAPTURE, "--record", tmp_path), "--record: expected a file in a folder that is there"),
+        ((*CAPTURE, "--html", tmp_path / "none" / "x"), f"the folder '{tmp_path / 'none'}' does not exist; create it"),
+        ((*CAPTURE, "--dot", tmp_path), f"--dot: '{tmp_path}' is a folder; name a file in it"),
+        ((*CAPTURE, "--json", "x" * 999), "File name too long"),
+        ((*CAPTURE, "--record", tmp_path), f"bundle: '{tmp_path}' is a folder; name a file in it"),
+        ((*CAPTURE, "--record", "/dev/null"), "bundle: '/dev/null' is a pipe or a device; name a regular file"),
         ((*CAPTURE, "--step-tokens", "2"), "--step-tokens: expected at least --rows, 3, got 2; raise it"),
         ((*CAPTURE, "--launches", "4"), "--launches: expected --record with it, got none; add --record FILE"),
     ):
