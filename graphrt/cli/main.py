@@ -52,7 +52,7 @@ def main() -> None:
             app()
         finally:
             sys.stdout.flush()
-    except KeyboardInterrupt:  # while options are parsed; commands see to it themselves
+    except KeyboardInterrupt:  # while options are parsed; add_command handles it in a command
         sys.exit(130)
     except GraphRTError as error:
         _fail(type(error).__name__, str(error))
