@@ -1,7 +1,7 @@
-"""Second pass of sampling, a program per row: the best token, or a draw among all groups, or those that min-p leaves.
+"""Second pass of sampling, a program per row: the best token, or a draw among all tokens or those that min-p keeps.
 
-Rows that truncate are left to `sampling_truncated.py`, so that others need not pay for it: neither in registers nor in
-what those spill. That pass runs beside this one, which lets it start once it has waited for the first pass.
+Rows with top-k or top-p are sampled by `sampling_truncated.py`, so that other rows do not pay for its registers. That
+pass runs concurrently: this one lets it start after it has waited for the first pass.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def sample_rows_kernel(
     heat, _, _, min_p, truncates = row_options(row, vocab_size, temperatures_ptr, top_k_ptr, top_p_ptr, min_p_ptr)
     if OVERLAPS:
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()  # behind the wait: the next pass reads what the first one wrote, too
+        tl.extra.cuda.gdc_launch_dependents()  # after the wait: the next pass reads the output of the first one too
     if top_k_ptr is not None:
         if truncates:
             return
@@ -105,7 +105,7 @@ def sample_rows_kernel(
 
 @triton.jit
 def _best_token(source, group, GROUP: tl.constexpr):
-    """The token of the highest logit, of equal ones the lowest: it lies in the lowest of the best groups."""
+    """Return the token of the highest logit, the lowest of equal ones: it is in the lowest of the best groups."""
     per_group: tl.constexpr = GROUP // WORD
     tokens, logits = logits_of_words(source, group * per_group + tl.arange(0, per_group))
     logits = tl.reshape(logits, [GROUP])

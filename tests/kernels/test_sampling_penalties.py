@@ -12,23 +12,23 @@ from graphrt.kernels.ops.sampling import SAMPLE_CHUNK, LogitBias, TokenMask, sam
 from graphrt.kernels.ops.sampling_reference import processed_reference, sample_reference, unpacked_bits
 from graphrt.kernels.ops.sampling_state import Penalties, PenaltyState, record_tokens, state_words
 from graphrt.kernels.types import NO_TOKEN
-from tests.kernels.test_sampling import arguments
-from tests.support.sampling_cases import I32, INF, biases, drawn, packed, penalties_with, token_mask, truncation, warped
+from tests.support.sampling_cases import (
+    I32,
+    INF,
+    arguments,
+    biases,
+    drawn,
+    formula,
+    packed,
+    penalties_with,
+    token_mask,
+    truncation,
+    warped,
+)
 
 NAN = float("nan")
 CPU = torch.device("cpu")
 VOCAB = 75
-
-
-def formula(logits: torch.Tensor, prompt: list[int], output: list[int], rep: float, pre: float, freq: float) -> list:
-    """Penalised logits of a row, token by token; repetition by transformers' processor."""
-    from transformers import RepetitionPenaltyLogitsProcessor
-
-    out = logits.clone()
-    if prompt + output:
-        out = RepetitionPenaltyLogitsProcessor(rep)(torch.tensor([prompt + output]), out[None])[0]
-    counts = Counter(output)
-    return [float(v) - freq * counts[t] - pre * (counts[t] > 0) for t, v in enumerate(out.tolist())]
 
 
 SEQUENCES = [([1, 2, 3, 3, 74], [5, 5, 5, 2, 0]), ([], [7]), ([9, 9, 9], []), ([31, 32, 33], [33, 63, 64, 64])]
@@ -36,7 +36,7 @@ SETTINGS = [(1.3, 0.0, 0.0), (1.0, 0.7, 0.0), (1.0, 0.0, 0.4), (0.6, -0.5, 0.3)]
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_processed_logits_are_those_of_transformers_and_of_the_formula(rng: torch.Generator, setting: tuple) -> None:
+def test_processed_logits_equal_transformers_and_the_formula(rng: torch.Generator, setting: tuple) -> None:
     logits = 2 * torch.randn(4, VOCAB, generator=rng)
     penalties, req_indices = penalties_with(SEQUENCES, VOCAB, CPU, *setting)
     p, none = penalties, None
@@ -61,9 +61,7 @@ def values_of(device: torch.device, logits: torch.Tensor, **options: object) -> 
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_the_kernel_orders_tokens_as_the_formula(
-    kernel_device: torch.device, rng: torch.Generator, setting: tuple
-) -> None:
+def test_kernel_ranks_tokens_as_the_formula(kernel_device: torch.device, rng: torch.Generator, setting: tuple) -> None:
     logits = 2 * torch.randn(4, VOCAB, generator=rng)
     penalties, req_indices = penalties_with(SEQUENCES, VOCAB, kernel_device, *setting)
     entries = [{5: 3.0, 70: -2.0, 0: 1.0}, {}, {t: 0.1 * t - 3 for t in range(0, 70, 3)}, {64: -INF}]
@@ -109,7 +107,7 @@ def test_frequencies_with_everything_at_once(device: str) -> None:
     assert ((observed[kept] - expected) ** 2 / expected).sum() < 27.9  # 9 degrees of freedom, 0.1 %
 
 
-def test_truncation_sees_penalised_logits(kernel_device: torch.device, rng: torch.Generator) -> None:
+def test_truncation_applies_to_penalised_logits(kernel_device: torch.device, rng: torch.Generator) -> None:
     """Against the reference, in a vocabulary of two chunks, with a row that keeps more than a list holds."""
     logits = torch.randn(3, 2900, generator=rng)
     tokens = torch.randint(0, 2900, (3, 40), generator=rng).tolist()
@@ -223,7 +221,7 @@ def test_the_second_bias_list_applies_below_its_length(
         assert have[1] == best[1, 2]
 
 
-def test_state_counts_what_steps_compute(kernel_device: torch.device, rng: torch.Generator) -> None:
+def test_state_counts_the_tokens_of_steps(kernel_device: torch.device, rng: torch.Generator) -> None:
     """Prompts in chunks, tokens one by one, a row that ends and another that takes its id, against Python's Counter."""
     vocab, max_rows = 70, 5
     state = PenaltyState.allocate(max_rows, vocab, kernel_device)
@@ -271,7 +269,7 @@ def test_state_counts_what_steps_compute(kernel_device: torch.device, rng: torch
     assert torch.equal(state.seen, before[1])
 
 
-def test_what_a_failed_step_counted_is_taken_back(kernel_device: torch.device) -> None:
+def test_take_back_undoes_a_failed_step(kernel_device: torch.device) -> None:
     """Of a step that begins a sequence, and of one that goes on, with a token that stands three times. A row without
     penalties was not counted."""
     state = PenaltyState.allocate(3, 40, kernel_device)
@@ -300,8 +298,8 @@ def test_what_a_failed_step_counted_is_taken_back(kernel_device: torch.device) -
     assert set(unpacked_bits(state.seen[2].cpu(), 40).nonzero().flatten().tolist()) == {3, 4, 39}
 
 
-def test_records_that_say_nothing(kernel_device: torch.device) -> None:
-    """Pads, ids and tokens that are not there, and starts beyond the tokens change nothing else."""
+def test_records_out_of_range_are_ignored(kernel_device: torch.device) -> None:
+    """Padding, request indices and tokens out of range, and starts beyond the tokens change nothing."""
     state = PenaltyState.allocate(3, 40, kernel_device)
     ones = torch.full((5,), 2.0, device=kernel_device)
     record_tokens(
@@ -338,8 +336,8 @@ def biased(tokens: int = 2, values: int = 3, lists: torch.Tensor = LISTS) -> dic
 
 
 BAD = {
-    "row_ids_missing": (penalised() | {"req_indices": None}, "req_indices: expected a tensor"),
-    "row_ids_missing_for_bias": (biased() | {"req_indices": None}, "req_indices: expected a tensor"),
+    "req_indices_missing": (penalised() | {"req_indices": None}, "req_indices: penalties and bias need"),
+    "req_indices_missing_for_bias": (biased() | {"req_indices": None}, "req_indices: penalties and bias need"),
     "req_indices": ({"req_indices": torch.zeros(3, dtype=I32)}, "req_indices: expected shape"),
     "repetition": (penalised(repetition=torch.ones(3)), "repetition: expected shape"),
     "presence": (penalised(presence=ONES.double()), "presence: expected dtype"),
@@ -361,7 +359,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_tensors_that_do_not_fit_are_named(case: str) -> None:
+def test_wrong_tensors_are_named(case: str) -> None:
     changes, message = BAD[case]
     options = {"req_indices": torch.zeros(2, dtype=I32), **changes}
     with pytest.raises(ShapeError, match=message):
@@ -380,7 +378,7 @@ RECORD = {
 
 
 @pytest.mark.parametrize("name", RECORD)
-def test_every_argument_of_a_record_is_checked(name: str) -> None:
+def test_every_argument_of_record_tokens_is_checked(name: str) -> None:
     penalties = Penalties(ONES, ONES, ONES, state_of(2, 8))
     for wrong in (RECORD[name].float(), RECORD[name][None], RECORD[name].repeat_interleave(2)[::2]):
         with pytest.raises(ShapeError, match=f"^{name}: expected"):
@@ -394,7 +392,7 @@ def test_an_empty_bias_and_no_rows(kernel_device: torch.device) -> None:
     assert sample(*args, req_indices=none, bias=bias, truncation=truncation(0, kernel_device)).shape == (0,)
 
 
-def test_the_caller_s_logits_and_state_are_not_written(kernel_device: torch.device, rng: torch.Generator) -> None:
+def test_logits_and_state_are_not_written(kernel_device: torch.device, rng: torch.Generator) -> None:
     logits = torch.randn(4, VOCAB, generator=rng).to(kernel_device)
     penalties, req_indices = penalties_with(SEQUENCES, VOCAB, kernel_device, 1.5, 0.5, 0.5)
     tensors = (logits, penalties.state.seen, penalties.state.counts)
@@ -446,7 +444,7 @@ def test_large_state_in_a_graph(rng: torch.Generator) -> None:
     assert torch.equal(penalties.state.seen, twin.state.seen)
 
 
-def test_greedy_rows_take_the_best_penalised_token_whatever_they_truncate(
+def test_greedy_rows_take_the_best_penalised_token_with_any_truncation(
     kernel_device: torch.device, rng: torch.Generator
 ) -> None:
     logits = 2 * torch.randn(4, VOCAB, generator=rng)

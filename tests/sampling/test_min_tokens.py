@@ -17,7 +17,7 @@ from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
 from graphrt.session.requests import SessionRequest
 from graphrt.session.session import DecodeSession
-from tests.sampling.test_penalties import penalised
+from tests.support.sampling_cases import penalised
 from tests.support.toy import VOCAB, LivelyModel, ToyModel, make_runtime
 
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4], [6]]
