@@ -105,15 +105,9 @@ class RequestTables:
         for at, (bias, _) in by_row.items():
             self.check_bias(f"logit_bias[{at}]", bias)
         for at, ban in self._by_row("banned", {} if banned is None else banned):
-            bias, name = by_row.get(at, ({}, None))[0], f"banned[{at}]"
-            if not isinstance(ban, tuple) or len(ban) != 2 or not isinstance(ban[0], Collection):
-                raise ConfigError(f"{name}: expected tokens and a length, got {shown(ban)}; pass ({{2}}, 30)")
-            ids = check_ints(name, tuple(ban[0]), 0, self._vocab_size - 1, advice="pass token ids of the vocabulary")
-            length = check_int(name, ban[1], 0, _MOST_PROMPT, advice="pass prompt length + min_tokens")
-            tokens = frozenset(ids.tolist())
-            self._config.check_needs(name, (("max_logit_bias", len(tokens | bias.keys())),))
-            by_row[at] = bias, (tokens, length)
-        chosen = {at: found for at, found in by_row.items() if found[0] or found[1][0] or at in self._biased}
+            bias = by_row.get(at, ({}, None))[0]
+            by_row[at] = bias, self._checked_ban(f"banned[{at}]", ban, bias)
+        chosen = {at: (bias, ban) for at, (bias, ban) in by_row.items() if bias or ban[0] or at in self._biased}
         if not chosen:
             return
         ids = list(chosen)
@@ -131,6 +125,16 @@ class RequestTables:
             self._write(buffers.bias_lists, ids, torch.from_numpy(lists))
         for at, (bias, (stops, _)) in chosen.items():
             (self._biased.add if bias or stops else self._biased.discard)(at)
+
+    def _checked_ban(self, name: str, ban: object, bias: Mapping[int, float]) -> tuple[frozenset[int], int]:
+        """Return the tokens and the length of a ban, for a request with this bias. Raises: as `set_logit_bias`."""
+        if not isinstance(ban, tuple) or len(ban) != 2 or not isinstance(ban[0], Collection):
+            raise ConfigError(f"{name}: expected tokens and a length, got {shown(ban)}; pass ({{2}}, 30)")
+        ids = check_ints(name, tuple(ban[0]), 0, self._vocab_size - 1, advice="pass token ids of the vocabulary")
+        length = check_int(name, ban[1], 0, _MOST_PROMPT, advice="pass prompt length + min_tokens")
+        tokens = frozenset(ids.tolist())
+        self._config.check_needs(name, (("max_logit_bias", len(tokens | bias.keys())),))
+        return tokens, length
 
     def mask_words(self, name: str, words: MaskWords) -> torch.Tensor:
         """A mask as the device has it, [ceil(vocab / 32)] int32 on the host. Raises: ShapeError, UnsupportedError."""
