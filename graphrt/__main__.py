@@ -1,5 +1,5 @@
 """`python -m graphrt` is the command `graphrt`."""
 
-from graphrt.cli.main import main
+from graphrt.cli import run
 
-main()
+run()

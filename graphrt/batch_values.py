@@ -1,4 +1,4 @@
-"""The values that the refresh copies for each row of a `Batch`: their dtypes on the host, ranges and defaults."""
+"""The values that the refresh copies for each request of a `Batch`: their host dtypes, ranges and defaults."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Values = npt.NDArray[Any]
 
 _ON_HOST: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.int64: np.uint32, torch.int32: np.int32}
 _SPECS = {name: StaticBuffers.specs()[name] for name in COPIED}
-"""The values that the refresh copies. The host sends 32 bits each, of the dtype that _ON_HOST has for the buffer's."""
+"""Declarations of the copied values. The host sends 32 bits each, in the dtype that _ON_HOST has for the buffer's."""
 
 
-def of_row(name: str) -> str:
-    """The name that one row's value has: top_k of top_ks, presence_penalty of presence_penalties."""
+def singular(name: str) -> str:
+    """Return the singular of a field's name: top_k of top_ks, presence_penalty of presence_penalties."""
     if name == "logprobs":
         return name
     return f"{name.removesuffix('ies')}y" if name.endswith("ies") else name.removesuffix("s")
@@ -31,26 +31,26 @@ def of_row(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Range:
-    """What the values of a batch may be: whether some are, in words, and which mean nothing special."""
+    """The allowed values of a field: a test of an array, a description, and advice for the error."""
 
     holds: Callable[[Values], Any]
     what: str
     advice: str
 
 
-_FINITE = _Range(lambda v: np.isfinite(v).all(), "finite numbers", "0 is none")
+_FINITE = _Range(lambda v: np.isfinite(v).all(), "finite numbers", "0 is off")
 _RANGES = {
     "temperatures": _Range(lambda v: v.min() >= 0 and v.max() < math.inf, "finite numbers >= 0", "0 is greedy"),
-    "top_ks": _Range(lambda v: (v >= 0).all(), "numbers >= 0", "0 is all tokens"),
-    "top_ps": _Range(lambda v: ((v > 0) & (v <= 1)).all(), "numbers in (0, 1]", "1 is all tokens"),
-    "min_ps": _Range(lambda v: ((v >= 0) & (v <= 1)).all(), "numbers in [0, 1]", "0 is all tokens"),
-    "repetition_penalties": _Range(lambda v: ((v > 0) & (v < math.inf)).all(), "finite numbers > 0", "1 is none"),
+    "top_ks": _Range(lambda v: (v >= 0).all(), "numbers >= 0", "0 keeps all tokens"),
+    "top_ps": _Range(lambda v: ((v > 0) & (v <= 1)).all(), "numbers in (0, 1]", "1 keeps all tokens"),
+    "min_ps": _Range(lambda v: ((v >= 0) & (v <= 1)).all(), "numbers in [0, 1]", "0 keeps all tokens"),
+    "repetition_penalties": _Range(lambda v: ((v > 0) & (v < math.inf)).all(), "finite numbers > 0", "1 is off"),
     "presence_penalties": _FINITE,
     "frequency_penalties": _FINITE,
     "prompt_lens": _Range(lambda v: (v >= 0).all(), "lengths >= 0", "0: all tokens are output"),
-    "logprobs": _Range(lambda v: (v >= -1).all(), "numbers >= -1", "-1 is none"),
+    "logprobs": _Range(lambda v: (v >= -1).all(), "numbers >= -1", "-1 returns none"),
     "logprob_tokens": _Range(lambda v: (v >= -1).all(), "token ids, or -1", "-1 is the sampled token"),
-    "token_masks": _Range(lambda v: (v >= -1).all(), "numbers of masks, or -1", "-1 is none"),
+    "token_masks": _Range(lambda v: (v >= -1).all(), "mask numbers, or -1", "-1 is no mask"),
 }
 
 
@@ -63,18 +63,18 @@ _NEEDS: dict[str, Callable[[Values], tuple[Need, ...]]] = {
     "presence_penalties": _penalised(0),
     "frequency_penalties": _penalised(0),
     "token_masks": lambda values: (
-        (("token_masks", 1), ("max_num_reqs", int(values.max()) + 1)) if (values >= 0).any() else ()  # one per row id
+        (("token_masks", 1), ("max_num_reqs", int(values.max()) + 1)) if (values >= 0).any() else ()  # one per index
     ),
     "logprobs": lambda values: (("max_logprobs", int(values.max())),) if (values >= 0).any() else (),
 }
-"""What a runtime must have been built with, for rows that have such values."""
+"""The fields of RuntimeConfig that values need, and their least values."""
 
 
 _pads: dict[str, Values] = {name: np.empty(0, _ON_HOST[spec.dtype]) for name, spec in _SPECS.items()}
 
 
 def copied_values(name: str, values: Any, length: int) -> Values:
-    """A copied field of so many rows: `values`, by default what pad rows have: one array for all, that none may write.
+    """Return a copied field of `length` requests: `values`, or the read-only defaults, which batches share.
 
     Raises: ShapeError.
     """
@@ -88,37 +88,40 @@ def copied_values(name: str, values: Any, length: int) -> Values:
 
 
 def check_ranges(stated: Mapping[str, Values]) -> None:
-    """Raise ShapeError that names the first of these copied fields with a value that may not be."""
+    """Raise ShapeError if a value of these copied fields is out of range; it names the field and the request."""
     for name, values in stated.items():
         check = _RANGES.get(name)
         if check is not None and len(values) and not check.holds(values):
-            row = next(row for row in range(len(values)) if not check.holds(values[row : row + 1]))
-            raise ShapeError(f"batch.{name}: expected {check.what}, got {values[row]} for row {row}; {check.advice}")
+            at = next(at for at in range(len(values)) if not check.holds(values[at : at + 1]))
+            raise ShapeError(f"batch.{name}: expected {check.what}, got {values[at]} for request {at}; {check.advice}")
 
 
 def needs_of(stated: Mapping[str, Values]) -> tuple[Need, ...]:
-    """What a runtime must have been built with for rows with such values."""
+    """Return the fields of RuntimeConfig that these values need, and their least values."""
     return tuple(need for name, values in stated.items() if name in _NEEDS for need in _NEEDS[name](values))
 
 
 def host_array(name: str, values: Any, dtype: Any, length: int | None = None) -> Values:
-    """`values` as a one-dimensional array of `dtype`, its own memory where it is one already. Raises: ShapeError."""
+    """Return `values` as a one-dimensional array of `dtype`, without a copy if it is one already.
+
+    Raises: ShapeError.
+    """
     ready = type(values) is np.ndarray and values.dtype == dtype and values.ndim == 1 and values.flags.c_contiguous
     if ready and (length is None or len(values) == length):
         own: Values = values
         return own
     device = getattr(values, "device", None)
     if getattr(device, "type", "cpu") != "cpu":
-        raise ShapeError(f"batch.{name}: expected host values, got a tensor on {device}; batches live on the host")
+        raise ShapeError(f"batch.{name}: expected host values, got a tensor on {device}; copy it to the host")
     try:
         array = np.asarray(values)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ShapeError(
-            f"batch.{name}: expected {np.dtype(dtype).name} values in one dimension, got {type(values).__name__} that "
-            f"NumPy refuses ({error}); convert it"
+            f"batch.{name}: NumPy cannot make a one-dimensional {np.dtype(dtype).name} array of this "
+            f"{type(values).__name__} ({error}); convert it"
         ) from error
     if array.size == 0 and array.dtype.kind == "f":
-        array = array.astype(dtype)  # what NumPy makes of ()
+        array = array.astype(dtype)  # NumPy makes float64 of ()
     allowed = "iuf" if np.issubdtype(dtype, np.floating) else "biu"
     if array.dtype.kind not in allowed:
         raise ShapeError(f"batch.{name}: expected {np.dtype(dtype).name} values, got {array.dtype}; convert them")
@@ -130,5 +133,5 @@ def host_array(name: str, values: Any, dtype: Any, length: int | None = None) ->
         for value in (array.min(), array.max()):
             if value < info.min or value > info.max:
                 raise ShapeError(f"batch.{name}: expected values that fit {np.dtype(dtype).name}, got {value}")
-    with np.errstate(all="ignore"):  # a temperature beyond float32 becomes infinite, which is refused by its value
+    with np.errstate(all="ignore"):  # a temperature beyond float32 becomes infinite, which check_ranges refuses
         return np.ascontiguousarray(array, dtype=dtype)

@@ -93,7 +93,8 @@ class RuntimeConfig:
                     in its last bits between captured sizes
     penalties       rows may have repetition, presence and frequency penalties. Takes 4.125 bytes of device memory per
                     row state and vocabulary entry, and a kernel per step
-    max_logit_bias  most tokens of a row whose logits have a bias; takes 8 bytes of device memory per row state for each
+    max_logit_bias  most tokens of a request with a logit bias; with SamplingParams.min_tokens its stop tokens count
+                    too. Takes 16 bytes of device memory per request index for each
     max_logprobs    most of the best tokens whose log-probabilities a row may ask for, up to 1,024; 0: of the sampled
                     token alone, None: no row asks for any. Takes four kernels per step, 8 bytes of pinned host memory
                     per row, token and step in flight

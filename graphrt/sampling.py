@@ -1,4 +1,4 @@
-"""The built-in sampler: greedy, or a draw among the tokens that a row allows, captured with the model."""
+"""The built-in sampler, captured together with the model."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from graphrt.step import Step
 
 
 def sample_tokens(logits: torch.Tensor, step: Step) -> torch.Tensor:
-    """One token per row: argmax where the temperature is 0, else a draw from softmax(logits / temperature), among the
-    tokens that the row's min-p, top-k and top-p keep, in this order. Token mask, logit bias and penalties come
-    before all that, in this order.
+    """Sample one token per request: argmax at temperature 0, else a draw from softmax(logits / temperature).
+
+    Logits are processed in this order: token mask, logit bias and `min_tokens`, penalties, temperature, min-p, top-k,
+    top-p.
 
     logits   [padded_reqs, vocab]  float16, bfloat16 or float32  device
     returns  [padded_reqs]         int32                          device
 
-    The noise depends on the row's seed and position alone: for equal logits, neither padding nor other rows change the
-    draw. Logits themselves may differ in their last bits between captured sizes.
+    The noise depends on the request's seed and position only. For equal logits, neither padding nor other requests
+    change the draw. Logits may differ in their last bits between captured sizes.
     Capture-safe: random numbers come from a counter, not from torch's generator.
     """
     kept = Truncation(step.top_ks, step.top_ps, step.min_ps)

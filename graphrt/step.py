@@ -113,7 +113,7 @@ class Step:
     def logit_bias(self) -> LogitBias | None:
         """By row id, for samplers; None without RuntimeConfig.max_logit_bias."""
         b = self.buffers
-        return LogitBias(b.bias_tokens, b.bias_values, b.bias_counts) if b.bias_tokens.shape[1] else None
+        return LogitBias(b.bias_tokens, b.bias_values, b.bias_lists) if b.bias_tokens.shape[2] else None
 
     @property
     def token_mask(self) -> TokenMask | None:

@@ -1,15 +1,15 @@
-"""Replay bundles: launches of a run in one file, to be run again elsewhere.
+"""Replay bundles: recorded launches in one file, which run again in another process or on another machine.
 
-    recording = manager.record(launches=2)          # the next two; then serve on
+    recording = manager.record(launches=2)          # records the next two launches, while the manager serves
     ...
     Bundle.of(recording, model={"shape": "llama-3.2-1b", "seed": 0}).save("wrong.bundle")
 
     bundle = Bundle.load("wrong.bundle")            # on another machine
     with bundle.open(model, device="cuda") as replays:
-        print(replays.run(0))                       # as a graph and eagerly, and against what was recorded
+        print(replays.run(0))                       # compares the graph with an eager run and with the recording
 
-A bundle holds what a step reads beside the model: what the host wrote, row state, and the KV pages that its rows see.
-It holds no code and no weights. Loading runs nothing of it, and checks all of it.
+A bundle has everything that a step reads except the model: its inputs, the request state, and the KV pages that its
+requests read. It has no code and no weights. Loading checks all values and executes nothing.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ from graphrt.sampling import sample_tokens
 from graphrt.spec import AttentionSpec, KVCacheSpec
 from graphrt.step import Model, Sampler
 
-_HOST_CYCLES = 1_000_000  # of the device, half a millisecond: a launch takes the host less
+_HOST_CYCLES = 1_000_000  # device cycles, half a millisecond: longer than the host takes for a launch
 
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """Recorded launches, and what a manager must be like to run them.
+    """Recorded launches, and the settings of a manager that can run them.
 
-    config      of the manager that was recorded
+    config      config of the recorded manager
     attention   the spec of every layer
     groups      the KV groups, with null page 0
-    scales      of an fp8 cache, by name as in KVCache.named_tensors
-    samples     whether it had a sampler
-    tables      whether its caller kept the page tables
-    model       what the recorder said of the model, as {"shape": ...}: values of JSON
-    versions    of graphrt, torch, triton and Python, and the device and the backend
+    scales      scales of an fp8 cache, by the names of KVCache.named_tensors
+    samples     whether the manager had a sampler
+    tables      whether the caller owned the page tables
+    model       a description of the model, such as {"shape": ...}: JSON values
+    versions    versions of graphrt, torch, triton and Python, and the device and the backend
     """
 
     launches: tuple[RecordedLaunch, ...]
@@ -76,12 +76,12 @@ class Bundle:
 
     @classmethod
     def of(cls, recording: Recording, model: Mapping[str, Any] | None = None) -> Bundle:
-        """The launches that were recorded so far. Raises: ConfigError where there are none."""
+        """Return a bundle of the launches recorded so far. Raises: ConfigError: if there are none."""
         check_instance("recording", recording, Recording, advice="pass what manager.record() returned")
         if model is not None:
             check_instance("model", model, Mapping, advice="pass a dict, as {'shape': 'llama-3.2-1b'}")
         if not recording.launches:
-            raise ConfigError("recording: expected a launch or more, got none; submit the steps to be recorded")
+            raise ConfigError("recording: it has no launches; submit the steps to be recorded")
         program, cache = recording.program, recording.program.kv_cache
         device = cache.device
         versions = {
@@ -103,7 +103,10 @@ class Bundle:
         )
 
     def save(self, path: str | Path) -> None:
-        """Write the bundle to one file. Raises: ConfigError where it cannot be written."""
+        """Write the bundle to one file. A symbolic link at `path` stays, and its target is replaced.
+
+        Raises: ConfigError: if the file cannot be written, or `path` is a folder, a pipe or a device.
+        """
         tensors = {f"scales/{name}": tensor for name, tensor in self.scales.items()}
         launches = []
         for index, launch in enumerate(self.launches):
@@ -126,7 +129,7 @@ class Bundle:
 
     @classmethod
     def load(cls, path: str | Path) -> Bundle:
-        """Read a bundle and check it. Raises: ConfigError or ShapeError for a file that is damaged or no bundle."""
+        """Read a bundle and check it. Raises: ConfigError or ShapeError: if the file is damaged or not a bundle."""
         meta, tensors = read_file(path)
         with reading("its JSON"):
             groups = _all_of("groups", from_plain(meta["groups"]), KVCacheSpec)
@@ -159,20 +162,21 @@ class Bundle:
         backend: str | None = None,
         compare: bool = True,
     ) -> BundleReplays:
-        """A manager that can run the launches, with its own cache of the pages that they see. Close it behind you.
+        """Return a manager that can run the launches, with a cache of the pages that they read. Close it after use.
 
-        model     the one that was recorded, on `device`; None is CUDA if there is one
-        sampler   left out where the recorded manager had none
+        model     the recorded model, on `device`; None is CUDA if there is one
+        sampler   ignored if the recorded manager had none
         backend   another attention backend than the recorded one; "" for any
-        compare   for `run`, which runs each launch eagerly too; False for `time`, and `run` raises then
-        Raises: ConfigError for a `compare` that is no bool, and as ReplayManager does for a model that does not fit.
+        compare   True for `run`, which also runs each launch eagerly; False for `time`
+
+        Raises: ConfigError: if `compare` is not a bool; the errors of ReplayManager if the model does not fit.
         """
         compare = check_bool("compare", compare, advice="False for time()")
         return BundleReplays(self, model, resolve_device(device), sampler if self.samples else None, backend, compare)
 
     @property
     def opened_config(self) -> RuntimeConfig:
-        """That of the manager which runs the launches: it captures their sizes alone."""
+        """The config of the manager that runs the launches: it captures their sizes only."""
         sizes = {launch.descriptor for launch in self.launches}
         return replace(
             self.config,
@@ -185,12 +189,12 @@ class Bundle:
         )
 
     def _check(self) -> None:
-        """Raise where launches do not fit what the bundle says of the manager: before any memory is taken."""
+        """Raise an error if the launches do not fit the manager's settings, before memory is allocated for them."""
         if not self.launches:
-            raise ConfigError("bundle: expected a launch or more, got none; record it again")
+            raise ConfigError("bundle: it has no launches; record it again")
         for launch in self.launches:
             if len(launch.pool_pages) != len({group.pool for group in self.groups}):
-                raise ShapeError("bundle: expected the pages of every pool, got others; record it again")
+                raise ShapeError("bundle: the page counts are not those of its pools; record it again")
             for pool, count in enumerate(launch.pool_pages):
                 held = sum(len(of) for of, spec in zip(launch.page_ids, self.groups, strict=True) if spec.pool == pool)
                 if count > (most := max(2, 1 + held)):
@@ -218,36 +222,37 @@ class Bundle:
                 if spec.kind in (BufferKind.INPUT, BufferKind.OUTPUT)
             )
             if (free := free_memory(torch.device("cpu"))) is not None and on_host > free:
-                raise CapacityError(f"bundle: expected host buffers of at most {free} bytes, got {on_host}")
+                raise CapacityError(f"bundle: its host buffers take {on_host} bytes, but {free} are free; free memory")
             words = launch.words
             rows, tokens = launch.descriptor.padded_reqs, launch.descriptor.padded_tokens
             if (
                 words.num_reqs > min(rows, self.config.max_num_reqs)
                 or words.num_tokens > min(tokens, self.config.max_num_tokens)
                 or words.steps > self.config.launch_steps
-                or len(words.words) > capacity.inputs
+                or words.inputs_end > capacity.inputs
             ):
-                raise ShapeError(f"bundle: expected a launch that fits {launch.descriptor}, got a larger one")
-            words.listed()  # within the pages
+                raise ShapeError(f"bundle: a launch is larger than its size {launch.descriptor}; record it again")
+            words.listed()  # raises if a list is out of range
             for group, (ids, pages) in enumerate(zip(launch.page_ids, launch.pages, strict=True)):
                 most = launch.pool_pages[self.groups[group].pool]
                 inside = not len(ids) or (ids.min() >= 1 and ids.max() < most)
                 if not inside or len(np.unique(ids)) != len(ids):
-                    raise ShapeError(f"bundle: expected pages of KV group {group}, each once, got others")
+                    raise ShapeError(f"bundle: KV group {group} has a page twice or out of range; record it again")
                 size = meta.packer(group).page_bytes
                 if tuple(pages.shape) != (len(ids), size) or pages.dtype != torch.uint8:
                     raise ShapeError(f"bundle: expected {len(ids)} pages of {size} bytes, got {tuple(pages.shape)}")
 
     def _check_ranges(self, launch: RecordedLaunch, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise for numbers that kernels take as indices, where they are out of range."""
+        """Raise ShapeError if a number that kernels use as an index is out of range."""
         state, rows = dict(launch.state), self.config.max_num_reqs
         if (order := launch.words.order) is not None and launch.words.is_delta:
             state["order"] = torch.cat((state["order"], torch.from_numpy(order)))
         most = {
             "order": rows - 1, "req_seq_lens": self.config.max_seq_len, "last_token": self.vocab_size - 1,
             "page_spans": shapes["page_table"][-1], "last_encoder_len": self.config.max_encoder_len or 0,
-            "bias_tokens": self.vocab_size - 1, "bias_counts": shapes["bias_tokens"][-1],
+            "bias_tokens": self.vocab_size - 1, "bias_lists": shapes["bias_tokens"][-1],
         }  # fmt: skip
+        state["bias_lists"] = state["bias_lists"][:, :2]  # the third number is a length, which is only compared
         found = [(name, state[name], last) for name, last in most.items()]
         for group, spec in enumerate(self.groups):
             found.append(("page_table", state["page_table"][group], launch.pool_pages[spec.pool] - 1))
@@ -262,12 +267,12 @@ class Bundle:
 
 @dataclass(frozen=True, slots=True)
 class LaunchReplay:
-    """What a recorded launch gave when it ran again.
+    """The results of a recorded launch that ran again.
 
-    difference      of the graph from the eager step, None where both left the same bits
-    tokens, logits  of the graph; [steps, num_reqs] int32 on the host, and [num_reqs, vocab] of the last step
-    tokens_equal    whether its tokens are the recorded ones
-    logits_distance largest distance of its logits from the recorded ones; infinite where NaN is on one side alone
+    difference      between the graph and the eager step; None if all bits are the same
+    tokens, logits  results of the graph: [steps, num_reqs] int32 on the host, and [num_reqs, vocab] of the last step
+    tokens_equal    whether the tokens are those of the recording
+    logits_distance largest difference between its logits and the recorded ones; infinite if only one of them is NaN
     """
 
     index: int
@@ -283,11 +288,11 @@ class LaunchReplay:
         by_graph = "graph and eager step are equal bit by bit" if self.difference is None else str(self.difference)
         tokens = "tokens as recorded" if self.tokens_equal else "other tokens than recorded"
         logits = f"logits off by up to {self.logits_distance:.3g}" if self.logits_distance else "logits as recorded"
-        return f"launch {self.index}, {self.descriptor}, {rows} rows: {by_graph}; {tokens}, {logits}"
+        return f"launch {self.index}, {self.descriptor}, {rows} requests: {by_graph}; {tokens}, {logits}"
 
 
 class BundleReplays:
-    """Runs the launches of a bundle, each from the state that it began with, in any order and as often as you like."""
+    """Runs the launches of a bundle from their recorded states, in any order and any number of times."""
 
     def __init__(
         self,
@@ -314,7 +319,7 @@ class BundleReplays:
         try:
             self._manager.capture()
             for size in {launch.descriptor for launch in bundle.launches} - {*self._manager.descriptors}:
-                raise ConfigError(f"bundle: expected sizes that can be captured here, got {size}; record it again")
+                raise ConfigError(f"bundle: size {size} cannot be captured on this machine; record it again")
         except BaseException:
             self._manager.close()
             raise
@@ -325,24 +330,24 @@ class BundleReplays:
         return self._manager
 
     def run(self, index: int = 0) -> LaunchReplay:
-        """Run a launch as a graph and eagerly. Waits for the device.
+        """Run a launch as a graph and eagerly, and wait for the device.
 
-        Raises: ConfigError for an index that no launch has, and for a bundle that was opened with compare=False.
+        Raises: ConfigError: if `index` is out of range, or the bundle was opened with compare=False.
         """
         launch = self._launch(index)
         if not self._compares:
-            raise ConfigError("run: expected a bundle opened to compare, got compare=False; that is for time()")
+            raise ConfigError("run: the bundle was opened with compare=False, for time(); open it with compare=True")
         self._restore(launch)
         stats = self._manager.stats()
-        stats.shadow_differences = ()  # stats keep a few only, and this launch's must be among them
+        stats.shadow_differences = ()  # stats keep the first few only
         compared = stats.shadow_steps
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # it is returned
+            warnings.simplefilter("ignore", RuntimeWarning)  # the difference is returned
             found = self._manager.replay_words(launch.words, launch.descriptor)
             tokens = found.tokens(raise_on_fault=False)
             logits = self._manager.latest_logits(found, copy=True)
             differences = self._manager.stats().shadow_differences
-        assert stats.shadow_steps == compared + 1, "without an eager step nothing was compared"
+        assert stats.shadow_steps == compared + 1, "the launch ran eagerly too"
         same = tokens.shape == launch.tokens.shape and bool((tokens == launch.tokens).all())
         here, then = logits.double().cpu(), launch.logits.double()
         if here.shape != then.shape:
@@ -354,18 +359,18 @@ class BundleReplays:
         return LaunchReplay(index, launch.descriptor, next(iter(differences), None), tokens, logits, same, largest)
 
     def time(self, index: int = 0, repeats: int = 20) -> float:
-        """Median milliseconds of a launch on the device, each from the state that it began with.
+        """Return the median device time of a launch in milliseconds, over runs from its recorded state.
 
-        Raises: ConfigError for one that was opened to compare, and on a CPU.
+        Raises: ConfigError: on a CPU, or if the bundle was opened with compare=True.
         """
         launch, manager, times = self._launch(index), self._manager, []
         if self._compares or manager.kv_cache.device.type != "cuda":
-            raise ConfigError("time: expected compare=False on a CUDA device, got another; open the bundle like that")
+            raise ConfigError("time: it needs a CUDA device and compare=False; open the bundle with these")
         for _ in range(check_int("repeats", repeats, 1, advice="20 is usual") + 1):
             self._restore(launch)
             with manager.between_steps():
                 begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                torch.cuda._sleep(_HOST_CYCLES)  # the host is ahead by the time that the device begins
+                torch.cuda._sleep(_HOST_CYCLES)  # lets the host submit the launch before the device starts it
                 begin.record()
             found = manager.replay_words(launch.words, launch.descriptor)
             with manager.between_steps():
@@ -373,10 +378,10 @@ class BundleReplays:
             found.wait()
             end.synchronize()
             times.append(begin.elapsed_time(end))
-        return float(statistics.median(times[1:]))  # the first one warms up
+        return float(statistics.median(times[1:]))  # the first run warms up
 
     def close(self) -> None:
-        """Give graphs, buffers and the cache back."""
+        """Free the graphs, the buffers and the cache."""
         self._manager.close()
         self._manager.forget_cache()
 
@@ -391,7 +396,7 @@ class BundleReplays:
         return self._bundle.launches[check_int("index", index, 0, last, advice="name a launch of the bundle")]
 
     def _restore(self, launch: RecordedLaunch) -> None:
-        """Bring rows and pages to where they were before a launch."""
+        """Restore the request state and the pages from before a launch."""
         manager = self._manager
         manager.reset()
         rows = {f"row tensor {name}": tensor for name, tensor in manager.request_tables.tensors.items()}
@@ -445,10 +450,10 @@ def _no_cache(device: torch.device | str = "meta") -> KVCache:
 
 
 def _check_state(launch: RecordedLaunch, wanted: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> None:
-    """Raise where a launch has other tensors than those wanted, by shape and dtype."""
+    """Raise ShapeError if the state of a launch has other tensors, shapes or dtypes than `wanted`."""
     if launch.state.keys() != wanted.keys():
         others = sorted(launch.state.keys() ^ wanted.keys())
-        raise ShapeError(f"bundle: expected state {sorted(wanted)}, got {others[:4]} too, or without; record it again")
+        raise ShapeError(f"bundle: its state has {others[:4]} missing or unknown; record it again")
     for name, (shape, dtype) in wanted.items():
         tensor = launch.state[name]
         if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:

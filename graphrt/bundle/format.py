@@ -1,13 +1,14 @@
-"""The file of a replay bundle: tensors and JSON in one safetensors file. No code, no pickle.
+"""The file format of a replay bundle: tensors and JSON in one safetensors file, without code or pickles.
 
-Reading trusts nothing: names, types and shapes are checked, and the classes that JSON may ask for are listed here. A
-digest of all that the file holds finds what was damaged on the way.
+The reader checks names, types and shapes, and makes only objects of the classes that are listed here. A digest of the
+contents finds damaged files.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -38,52 +39,75 @@ _DTYPES = {
 _MOST_JSON = 16 << 20
 
 
-def write_file(path: str | Path, meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write a file. Raises: ConfigError where it cannot be written, or safetensors is missing."""
+def checked_target(path: str | Path) -> str:
+    """Return the file that a bundle written to `path` ends up in: symbolic links are followed, and stay.
+
+    Raises: ConfigError: if the target is a folder, a pipe or a device, or if its folder does not exist.
+    """
     check_instance("path", path, (str, Path), advice="pass the name of a file")
+    try:
+        target = Path(os.path.realpath(path))
+        if target.is_dir():
+            raise ConfigError(f"bundle: {str(path)!r} is a folder; name a file in it")
+        if target.exists() and not target.is_file():
+            raise ConfigError(f"bundle: {str(path)!r} is a pipe or a device; name a regular file, or a new one")
+        if not target.parent.is_dir():
+            raise ConfigError(f"bundle: the folder {str(target.parent)!r} does not exist; create it, or name another")
+    except (OSError, ValueError) as error:  # a name that the system refuses
+        raise ConfigError(f"bundle: {str(path)!r:.200} cannot be written ({error}); name another file") from error
+    return str(target)
+
+
+def write_file(path: str | Path, meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write a file. A symbolic link stays, and its target is replaced.
+
+    Raises: ConfigError: if `checked_target` refuses `path`, the file cannot be written, `meta` is not JSON, or
+    safetensors is not installed.
+    """
+    target = checked_target(path)
     safetensors = require("safetensors", "to write bundles")
     save = require("safetensors.torch", "to write bundles").save_file
     try:
         text = json.dumps(meta)
     except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"model: expected values of JSON, got others ({error}); pass texts and numbers") from error
+        raise ConfigError(f"model: it cannot be written as JSON ({error}); pass strings and numbers") from error
     kept = {name: t.contiguous() for name, t in tensors.items()}
     try:
-        save(kept, path, {"format": FORMAT, "meta": text, "digest": _digest(text, kept)})
+        save(kept, target, {"format": FORMAT, "meta": text, "digest": _digest(text, kept)})
     except (OSError, safetensors.SafetensorError) as error:
-        raise ConfigError(f"bundle: expected to write {path}, got {error}; check the folder") from error
+        raise ConfigError(f"bundle: {str(path)!r} cannot be written ({error}); check its folder and disk") from error
 
 
 def read_file(path: str | Path) -> tuple[Any, dict[str, torch.Tensor]]:
-    """What `write_file` wrote: the JSON's value and the tensors, in host memory.
+    """Return what `write_file` wrote: the JSON value, and the tensors in host memory.
 
-    Raises: ConfigError for a file that is missing, damaged, or no bundle of this version.
+    Raises: ConfigError: if the file is missing, damaged, or not a bundle of this version.
     """
     check_instance("path", path, (str, Path), advice="pass the name of a file")
     safetensors = require("safetensors", "to read bundles")
     if not Path(path).is_file():
-        got = "a folder" if Path(path).is_dir() else "none"
-        raise ConfigError(f"bundle: expected a file, got {got} at {str(path)!r}; check the path")
+        wrong = "is a folder; name a file in it" if Path(path).is_dir() else "is not a file; check the path"
+        raise ConfigError(f"bundle: {str(path)!r} {wrong}")
     try:
         with safetensors.safe_open(path, framework="pt", device="cpu") as file:
             header = file.metadata() or {}
             if header.get("format") != FORMAT:
-                got = shown(header["format"]) if "format" in header else "a file of something else"
+                got = shown(header["format"]) if "format" in header else "another safetensors file"
                 raise ConfigError(f"bundle: expected a {FORMAT}, got {got} at {path}; record it again")
             text = header.get("meta", "")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no dict
         if len(text) > _MOST_JSON or header.get("digest") != _digest(text, tensors):
-            raise ConfigError(f"bundle: expected {path} as it was written, got other bytes; copy it again")
+            raise ConfigError(f"bundle: the digest of {path} is wrong, so the file is damaged; copy it again")
         return json.loads(text), tensors
     except (OSError, safetensors.SafetensorError, ValueError, RuntimeError, MemoryError) as error:
         what = str(error) or type(error).__name__
         raise ConfigError(
-            f"bundle: expected an intact file, got {what} in {path}; copy it again, or record one"
+            f"bundle: {path} is not a bundle, or damaged ({what}); copy it again, or record one"
         ) from error
 
 
 def _digest(text: str, tensors: Mapping[str, torch.Tensor]) -> str:
-    """Of the JSON, and of each tensor's name, dtype, shape and bytes."""
+    """Return a digest of the JSON and of each tensor's name, dtype, shape and bytes."""
     found = hashlib.sha256(text.encode("utf-8", "surrogatepass"))
     for name, tensor in sorted(tensors.items()):
         found.update(repr((name, str(tensor.dtype), tuple(tensor.shape))).encode())
@@ -93,7 +117,7 @@ def _digest(text: str, tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def to_plain(value: Any) -> Any:
-    """A value of the classes above as one that JSON takes."""
+    """Convert a value of the classes above to a JSON value."""
     if isinstance(value, Enum):
         return {"enum": type(value).__name__, "name": value.name}
     if isinstance(value, torch.dtype):
@@ -107,7 +131,7 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(value: Any) -> Any:
-    """What `to_plain` was given; lists come as tuples. Raises: ConfigError and its kin for anything else."""
+    """Convert a JSON value back; lists become tuples. Raises: ConfigError, or the error of the class."""
     if isinstance(value, list):
         return tuple(map(from_plain, value))
     if not isinstance(value, dict):
@@ -122,10 +146,8 @@ def from_plain(value: Any) -> Any:
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Turn the errors of a value that is not as expected into a ConfigError."""
+    """Turn errors in reading an unexpected value into a ConfigError."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError) as error:
-        raise ConfigError(
-            f"bundle: expected {what} as recorded, got {error!r} while reading it; record it again"
-        ) from error
+        raise ConfigError(f"bundle: {what} cannot be read ({error!r}); record it again") from error

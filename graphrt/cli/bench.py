@@ -1,4 +1,4 @@
-"""`graphrt bench decode`: builds the model, runs the benchmark, prints the table and the JSON line."""
+"""`graphrt bench decode`: build the model, run the benchmark, print a table and a JSON line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run_bench(options: DecodeOptions) -> None:
     batches = check_batches(_numbers("--batch", options.batch))
     source = named_source("bench decode", options.shape, options.model)
     if options.baseline not in (None, "transformers"):
-        raise ConfigError(f"--baseline: expected transformers, got {options.baseline!r}; or leave it out")
+        raise ConfigError(f"--baseline: expected transformers, got {options.baseline!r}; leave it out for no baseline")
     if options.baseline is not None:
         require("transformers", "for the baseline")
     params = sampling_params(options)
@@ -53,7 +53,7 @@ def run_bench(options: DecodeOptions) -> None:
         sampling=params,
     )
     if options.baseline is not None:
-        del loaded  # the baseline gets the memory
+        del loaded  # free the memory for the baseline
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()

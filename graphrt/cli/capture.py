@@ -1,4 +1,4 @@
-"""`graphrt capture`: captures the capture_sizes of a model, says what each graph costs, and shows or records them."""
+"""`graphrt capture`: capture the graphs of a model, print their costs, and show or record them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from rich.text import Text
 
 from graphrt.bench.environment import provenance
 from graphrt.bundle.bundle import Bundle
+from graphrt.bundle.format import checked_target
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
 from graphrt.capture.inspect.cuda import inspect_graph
 from graphrt.capture.inspect.diff import diff
@@ -43,12 +44,12 @@ def run_capture(options: CaptureOptions) -> None:
         usual = CaptureOptions()
         for name, default in (("--prompt", usual.prompt), ("--after", usual.after), ("--launches", usual.launches)):
             if given[name] != default:
-                raise ConfigError(f"{name}: expected --record with it, got none; add --record FILE")
+                raise ConfigError(f"{name}: it needs --record; add --record FILE, or leave it out")
     longest = options.prompt + options.after + options.launches
     if options.record is not None and longest > options.context:
         raise ConfigError(
-            f"--context: expected at least {longest} for --prompt, --after and --launches, got {options.context}; "
-            "raise it"
+            f"--context: expected at least {longest}, the sum of --prompt, --after and --launches, got "
+            f"{options.context}; raise it"
         )
     device, log = resolve_device(options.device), make_console(stderr=True)
     loaded = load_model(source, device=device, max_positions=options.context)
@@ -130,34 +131,43 @@ def _table(stats: Stats, model: str, device: str) -> Table:
 
 
 def _check_files(options: CaptureOptions) -> None:
-    """Raise where a file could not be written: the model takes longer."""
-    files = ("html", options.html), ("json", options.json), ("record", options.record)
-    for name, path in files:
-        if path is not None and not (Path(path).parent.is_dir() and not Path(path).is_dir()):
-            raise ConfigError(f"--{name}: expected a file in a folder that is there, got {path!r}; make the folder")
+    """Raise ConfigError if an output file cannot be written: before the model is loaded, which takes long."""
+    for name, path in (("html", options.html), ("json", options.json)):
+        if path is None:
+            continue
+        try:
+            if Path(path).is_dir():
+                raise ConfigError(f"--{name}: {path!r} is a folder; name a file in it")
+            if not Path(path).parent.is_dir():
+                folder = str(Path(path).parent)
+                raise ConfigError(f"--{name}: the folder {folder!r} does not exist; create it, or name another")
+        except (OSError, ValueError) as error:  # a name that the system refuses
+            raise ConfigError(f"--{name}: {path!r:.200} cannot be written ({error}); name another file") from error
+    if options.record is not None:
+        checked_target(options.record)
 
 
 def _shown_size(options: CaptureOptions, runtime: Runtime) -> BatchDescriptor | None:
-    """The decode graph of `--size` rows, or the largest; None where no option shows one."""
+    """Return the decode graph of `--size` requests, or the largest; None if no option shows one."""
     if not (options.html or options.json or options.nodes or options.against):
         if options.size is not None:
-            raise ConfigError("--size: expected --html, --json, --nodes or --against with it, got none; add one")
+            raise ConfigError("--size: it needs --html, --json, --nodes or --against; add one, or leave it out")
         return None
     return _decode_size("--size", options.size, runtime)
 
 
 def _decode_size(option: str, rows: int | None, runtime: Runtime) -> BatchDescriptor:
-    """The decode graph of so many rows; None: the largest."""
+    """Return the decode graph of `rows` requests; None: the largest."""
     decodes = [size for size in runtime.manager.descriptors if size.kind is GraphKind.DECODE]
     for size in decodes:
         if rows in (None, size.padded_reqs):
             return size
     sizes = ", ".join(str(size.padded_reqs) for size in decodes)
-    raise ConfigError(f"{option}: expected one of the sizes {sizes}, got {rows}; name one of these")
+    raise ConfigError(f"{option}: expected one of the sizes {sizes}, got {rows}")
 
 
 def _show_graph(options: CaptureOptions, runtime: Runtime, chosen: BatchDescriptor) -> None:
-    """Write one graph as a page, as JSON and as a table."""
+    """Write and print one graph: HTML page, JSON and a table."""
     manager = runtime.manager
     view, title = inspect_graph(manager.graph(chosen)), f"{options.shape or options.model}, {chosen}"
     try:
@@ -167,13 +177,13 @@ def _show_graph(options: CaptureOptions, runtime: Runtime, chosen: BatchDescript
         if options.json is not None:
             Path(options.json).write_text(json.dumps(view.to_json()), encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"graph: expected a file that can be written, got {error}; name another") from error
+        raise ConfigError(f"graph: the file cannot be written ({error}); name another file") from error
     if options.nodes and not options.json_only:
         make_console().print(_node_table(view, title))
 
 
 def _node_table(view: GraphView, title: str) -> Table:
-    """How often each kernel or op stands in a graph, and how it is launched."""
+    """Return a table of the kernels or ops of a graph: count and launch size."""
     table = Table(title=f"{title}: {view.num_nodes} nodes, {len(view.edges)} edges", title_justify="left")
     for heading in ("name", "kind", "nodes", "blocks", "threads"):
         table.add_column(heading, justify="left" if heading in ("name", "kind") else "right", overflow="fold")
@@ -186,7 +196,7 @@ def _node_table(view: GraphView, title: str) -> Table:
 
 
 def _record(options: CaptureOptions, runtime: Runtime) -> Bundle:
-    """Launches in the middle of random prompts, as many as the runtime has rows."""
+    """Record launches while the runtime decodes as many random prompts as it has requests."""
     rng = np.random.default_rng(0)
     params = SamplingParams(max_new_tokens=options.after + options.launches + 1)
     with DecodeSession(runtime) as session:
@@ -205,7 +215,7 @@ def _record(options: CaptureOptions, runtime: Runtime) -> Bundle:
 
 
 def _named_model(options: CaptureOptions) -> dict[str, Any]:
-    """What a bundle says of the model, so that `graphrt replay` finds it from any folder."""
+    """Return the description of the model, from which `graphrt replay` loads it in any folder."""
     if options.shape is not None:
         return {"shape": options.shape, "seed": 0}
     model = str(options.model)

@@ -1,4 +1,4 @@
-"""What commands check of their options before they load a model."""
+"""Checks of options before a model is loaded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from graphrt.models.shapes import shape_config
 
 
 def named_source(command: str, shape: str | None, model: str | None) -> str | ModelConfig:
-    """What a model is loaded from. Raises: ConfigError unless one of --shape and --model is given."""
+    """Return the source to load a model from. Raises: ConfigError: unless one of --shape and --model is given."""
     if shape is not None and model is None:
         return shape_config(shape)
     if model is not None and shape is None:
@@ -18,7 +18,7 @@ def named_source(command: str, shape: str | None, model: str | None) -> str | Mo
 
 
 def check_room(step_tokens: int, rows: int) -> None:
-    """Raises: ConfigError for a step that has no room for a token of each row."""
+    """Raise ConfigError if a step cannot hold a token of each request."""
     if step_tokens < rows:
         raise ConfigError(
             f"--step-tokens: expected at least --rows, {rows}, got {step_tokens}; raise it, or lower --rows"

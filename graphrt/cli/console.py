@@ -1,6 +1,10 @@
-"""Where tables and progress are printed."""
+"""Consoles for tables and progress."""
 
 from __future__ import annotations
+
+import contextlib
+import sys
+from typing import IO, Any, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -11,14 +15,31 @@ from graphrt.runtime import Runtime
 _PIPE_WIDTH = 120
 
 
+class _Log:
+    """Standard error without its errors: a log that cannot be written must not end the command."""
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            sys.stderr.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            sys.stderr.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stderr, name)
+
+
 def make_console(*, stderr: bool = False) -> Console:
-    """A console as wide as the terminal; into a file or pipe, where rich would cut tables at 80 columns, 120 wide."""
-    console = Console(stderr=stderr)
-    return console if console.is_terminal else Console(stderr=stderr, width=_PIPE_WIDTH)
+    """Return a console as wide as the terminal, or 120 columns wide for a file or pipe: rich would take 80."""
+    file = cast("IO[str]", _Log()) if stderr and sys.stderr is not None else None
+    console = Console(stderr=stderr, file=file)
+    return console if console.is_terminal else Console(stderr=stderr, file=file, width=_PIPE_WIDTH)
 
 
 def capture_with_bar(runtime: Runtime, log: Console) -> None:
-    """Capture the capture_sizes of a runtime, with a bar; then a line that says what they cost."""
+    """Capture all sizes of a runtime with a progress bar, and print what they cost."""
     total = len(runtime.manager.descriptors)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=log, transient=True, disable=not total) as bar:

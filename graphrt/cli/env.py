@@ -1,4 +1,4 @@
-"""`graphrt env`: versions and devices, and which attention backends can run here."""
+"""`graphrt env`: versions, devices, and the attention backends that can run here."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def run_env(options: EnvOptions) -> None:
 
 
 def _rank(entry: dict[str, Any]) -> str:
-    """Its place, with the measured time over the fastest's; what cannot be chosen has none."""
+    """Return a backend's rank with its measured time relative to the fastest; "-" if it cannot run."""
     if entry["unsupported_reasons"]:
         return "-"
     if entry["by_name"] is not None:
@@ -71,17 +71,17 @@ def _device() -> torch.device:
 
 
 def _graph_support(standing: Standing, context: BackendContext) -> str:
-    """The backend's support level, or why nothing can be captured with it on this device."""
+    """Return the backend's graph support, or why it cannot be captured on this device."""
     try:
         backend = backend_class(standing.name)
-    except ConfigError:  # its text is among the reasons
+    except ConfigError:  # reported as a reason
         return "unknown"
     why = None if standing.unsupported_reasons else backend(context).graph_unsupported_reason(BatchDescriptor.decode(1))
     return backend.graph_support.name if why is None else f"none here: {why}"
 
 
 def _backends() -> dict[str, Any]:
-    """Every known backend against an everyday model on this machine's best device."""
+    """Rate every known backend for a common model on this machine's best device."""
     config = shape_config(_EXAMPLE)
     context = BackendContext(
         attention=config.attention_specs(torch.bfloat16),
@@ -101,7 +101,7 @@ def _backends() -> dict[str, Any]:
 
 
 def _choice(context: BackendContext) -> tuple[str | None, str]:
-    """What a runtime would take, GRAPHRT_BACKEND included, and why; or no name and why there is none."""
+    """Return the backend that a runtime would choose, GRAPHRT_BACKEND included, and why; None if there is none."""
     try:
         named = env.backend()
         cls, reason = select_backend(context, named)
@@ -111,12 +111,12 @@ def _choice(context: BackendContext) -> tuple[str | None, str]:
 
 
 def _other_page_size(standing: Standing, context: BackendContext) -> int | None:
-    """The smallest page size with which the backend could run, where it cannot with that of `context` alone."""
+    """Return the smallest page size with which the backend could run, if only the page size rules it out."""
     if not standing.unsupported_reasons:
         return None
     try:
         sizes = backend_class(standing.name).capabilities.page_sizes
-    except ConfigError:  # its text is among the reasons
+    except ConfigError:  # reported as a reason
         return None
     if sizes is None or all(group.page_size in sizes for group in context.kv_groups):
         return None

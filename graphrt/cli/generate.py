@@ -1,4 +1,4 @@
-"""`graphrt generate`: load, capture, decode all prompts as one ragged batch, print the text as it comes."""
+"""`graphrt generate`: load a model, capture it, decode all prompts as one ragged batch, and stream the text."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rich.table import Table
 from graphrt.bench.sampling import config_fields
 from graphrt.cli.console import capture_with_bar, make_console
 from graphrt.cli.options import GenerateOptions
-from graphrt.cli.sampling import check_vocabulary, sampling_params
+from graphrt.cli.sampling import check_length, check_vocabulary, sampling_params
 from graphrt.config import RuntimeConfig
 from graphrt.engine.logprobs import TokenLogprob
 from graphrt.engine.stats import Stats
 from graphrt.generate.generator import TextGenerator
-from graphrt.kernels.errors import CapacityError, ConfigError
+from graphrt.kernels.errors import ConfigError
 from graphrt.kernels.types import KVLayout
 from graphrt.models.loading import DUMMY_PREFIX, LoadedModel, load_model, resolve_source
 from graphrt.models.shapes import SHAPES
@@ -32,7 +32,7 @@ from graphrt.runtime import Runtime, resolve_device
 from graphrt.sampling_params import SamplingParams
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_CPU_CHUNK = 64  # on CPU a mixed graph is no faster than an eager chunk: capture one small size only
+_CPU_CHUNK = 64  # on a CPU, a mixed graph is not faster than an eager chunk: capture one small size only
 _MOST_PROMPT_BYTES = 64 << 20
 _MOST_POSITIONS = 1 << 20
 
@@ -41,41 +41,42 @@ def run_generate(options: GenerateOptions) -> None:
     """Generate and print. Text goes to standard output; progress and statistics go to standard error."""
     prompts = [*(options.prompts or ()), *_read_prompts(options.prompt_file)]
     if not prompts:
-        raise ConfigError("prompts: expected one or more, got none; name some, or a file of them with --prompts")
+        raise ConfigError("prompts: at least one is needed; pass it as an argument, or a file with --prompts")
     for prompt in prompts:
         check_prompt(prompt)
     log = make_console(stderr=True)
     device = resolve_device(options.device)
     if options.dtype != "auto" and options.dtype not in _DTYPES:
-        raise ConfigError(f"--dtype: expected auto, {', '.join(_DTYPES)}, got {options.dtype!r}; name one of these")
-    params = sampling_params(options, options.max_new_tokens, options.stop_id or ())
-    StopStrings(options.stop or ())  # raises for what is none, before anything is loaded
+        raise ConfigError(f"--dtype: expected auto, {', '.join(_DTYPES)}, got {options.dtype!r}")
+    params = sampling_params(
+        options, options.max_new_tokens, stop_ids=options.stop_id or (), min_tokens=options.min_tokens
+    )
+    StopStrings(options.stop or ())  # raises for an empty string before anything is loaded
     path = _model_path(options.model)
     with log.status(f"loading the tokenizer of {path.name}"):
         tokenizer = load_tokenizer(path)
     chat = tokenizer.has_chat_template if options.chat is None else options.chat
     ids = [tokenizer.encode_prompt(prompt, chat=chat) for prompt in prompts]
     most = max(map(len, ids))
-    longest = most + options.max_new_tokens - 1  # the last token that is sampled is in no cache
-    positions = longest if longest <= _MOST_POSITIONS else None  # beyond every model: refused below
+    longest = most + options.max_new_tokens - 1  # the last sampled token is not in the cache
+    positions = longest if longest <= _MOST_POSITIONS else None  # more than any model has: refused below
     start = time.perf_counter()
     with log.status(f"loading {path.name}"):
         loaded = load_model(path, device=device, dtype=_DTYPES.get(options.dtype, "auto"), max_positions=positions)
     log.print(f"loaded {path.name} on {device} in {time.perf_counter() - start:.1f} s", highlight=False, markup=False)
-    if longest > loaded.config.max_position_embeddings:
-        raise CapacityError(
-            f"prompt: expected prompt and output within the model's {loaded.config.max_position_embeddings} positions, "
-            f"got {most} + {options.max_new_tokens} tokens; lower --max-new-tokens"
-        )
+    check_length(ids, options.max_new_tokens, loaded.config.max_position_embeddings)
     check_vocabulary(params, loaded.config.vocab_size)
+    special = {text: tokenizer.special_id(text) for text in options.stop or ()}  # text leaves special tokens out
     ends = () if options.ignore_eos else (*tokenizer.eos_ids, *loaded.config.eos_ids)
-    params = replace(params, stop_ids=params.stop_ids.union(ends))
+    stop_ids = params.stop_ids.union(ends, (index for index in special.values() if index is not None))
+    params = replace(params, stop_ids=stop_ids)
+    stop = [text for text, index in special.items() if index is None]
     of_prompts = [replace(params, seed=(options.seed + i) % (1 << 32)) for i in range(len(prompts))]
     runtime = _build_runtime(options, loaded, device, ids, longest, params)
     try:
         capture_with_bar(runtime, log)
         start = time.perf_counter()
-        count = _stream(prompts, runtime, tokenizer, ids, of_prompts, options.stop or (), log)
+        count = _stream(prompts, runtime, tokenizer, ids, of_prompts, stop, log)
         seconds = time.perf_counter() - start
         if options.stats:
             _print_stats(log, runtime.stats(), count, seconds)
@@ -84,7 +85,7 @@ def run_generate(options: GenerateOptions) -> None:
 
 
 def _read_prompts(name: str | None) -> list[str]:
-    """The lines of a file of prompts, or of standard input for "-"; blank lines are skipped."""
+    """Return the lines of a file, or of standard input for "-". Blank lines are skipped."""
     if name is None:
         return []
     try:
@@ -93,14 +94,16 @@ def _read_prompts(name: str | None) -> list[str]:
         else:
             with Path(name).open("rb") as file:
                 content = file.read(_MOST_PROMPT_BYTES + 1)
-        text = content.decode("utf-8-sig")
-    except (OSError, ValueError, AttributeError) as error:  # AttributeError: there is no standard input
-        raise ConfigError(
-            f"--prompts: expected a file of UTF-8 text, one prompt per line, got none that can be read ({error}); "
-            "check the path, or pass - for standard input"
-        ) from error
+    except (OSError, ValueError, AttributeError) as error:  # AttributeError: standard input is closed
+        is_folder = isinstance(error, IsADirectoryError)
+        advice = "name a file in it" if is_folder else "check the path, or pass - for standard input"
+        raise ConfigError(f"--prompts: {name!r:.200} cannot be read ({error}); {advice}") from error
     if len(content) > _MOST_PROMPT_BYTES:
         raise ConfigError(f"--prompts: expected at most {_MOST_PROMPT_BYTES >> 20} MiB, got more; split the file")
+    try:
+        text = content.decode("utf-8-sig")
+    except ValueError as error:
+        raise ConfigError(f"--prompts: {name!r:.200} is not UTF-8 ({error}); convert it to UTF-8") from error
     return [line for line in text.replace("\r\n", "\n").split("\n") if line.strip()]
 
 
@@ -109,14 +112,14 @@ def _model_path(model: str | None) -> Path:
         return default_model_path()
     if model.startswith(DUMMY_PREFIX):
         raise ConfigError(
-            f"--model: expected a model with a tokenizer, got {model!r}, whose weights are random; leave --model out "
-            "for SmolLM2-135M-Instruct, or time a shape with `graphrt bench decode --shape`: " + ", ".join(SHAPES)
+            f"--model: {model!r} has random weights and no tokenizer; leave --model out for SmolLM2-135M-Instruct, or "
+            "time a shape with `graphrt bench decode --shape`: " + ", ".join(SHAPES)
         )
     path = resolve_source(model)
     if path.is_dir() and not (path / "config.json").is_file():
         raise ConfigError(
-            f"--model: expected a folder with config.json, a tokenizer and safetensors, got {str(path)!r} without; "
-            "name the folder that the model lies in"
+            f"--model: the folder {str(path)!r} has no config.json; name a folder with config.json, a tokenizer and "
+            "safetensors files"
         )
     return path
 
@@ -160,13 +163,17 @@ def _stream(
     stop: Sequence[str],
     log: Console,
 ) -> int:
-    """Print the answers, and return how many tokens they have. One prompt streams; several are printed as each ends.
-    Log-probabilities go to the log, a line per token, at the end.
+    """Print the answers and return their number of tokens.
 
-    A stop string ends an answer. Its sequence goes on unseen until all others have ended too."""
+    The answer of a single prompt is printed as it is generated; of several prompts, each answer once it is complete.
+    Log-probabilities are printed to `log` at the end, one line per token.
+
+    A stop string ends an answer, but not the request: its tokens are dropped until all requests have finished. In the
+    first `min_tokens` tokens no stop string ends an answer.
+    """
     streams, stops = [tokenizer.stream() for _ in ids], [StopStrings(stop) for _ in ids]
-    texts = [""] * len(ids)
-    single, count = len(ids) == 1, 0
+    texts, lengths = [""] * len(ids), [0] * len(ids)
+    single = len(ids) == 1
     lines: list[list[str]] = [[] for _ in ids]
     left = set(range(len(ids)))
     with closing(TextGenerator(runtime).generate(ids, params)) as events:
@@ -174,11 +181,12 @@ def _stream(
             at = event.prompt
             if at not in left:
                 continue
-            delta = stops[at].push(streams[at].push(event.token)) if event.token is not None else ""
+            lengths[at] += event.token is not None
+            early = lengths[at] <= params[at].min_tokens
+            delta = stops[at].push(streams[at].push(event.token), early=early) if event.token is not None else ""
             if event.finished:
-                delta += stops[at].push(streams[at].finish())
+                delta += stops[at].push(streams[at].finish(), early=early)
                 delta += stops[at].finish()
-            count += event.token is not None
             texts[at] += delta
             lines[at] += [f"prompt {_logprob_line(found)}" for found in event.prompt_logprobs or ()]
             if event.logprob is not None:
@@ -196,7 +204,7 @@ def _stream(
     for index, of_prompt in enumerate(lines):
         for line in of_prompt:
             log.print(f"[{index + 1}] {line}", highlight=False, markup=False, soft_wrap=True)
-    return count
+    return sum(lengths)
 
 
 def _logprob_line(found: TokenLogprob) -> str:

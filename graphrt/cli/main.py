@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import os
@@ -11,6 +12,7 @@ from typing import Annotated
 import typer
 
 from graphrt import __version__
+from graphrt.cli import importing
 from graphrt.cli.options import (
     CaptureOptions,
     DecodeOptions,
@@ -35,16 +37,23 @@ app.add_typer(bench_app, name="bench")
 
 
 def main() -> None:
-    """Run the command line. Errors of graphrt, and output that cannot be written, end it with one line and code 1."""
+    """Run the command line.
+
+    It exits with 1 and one line on standard error after an error of graphrt, and if its output cannot be written; with
+    130 after Ctrl-C.
+    """
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # not None, as after >&-
-            stream.reconfigure(errors="backslashreplace")  # what an ASCII terminal cannot show
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # escape what an ASCII terminal cannot show
+    if sys.stdout is None:  # as after >&-
+        _fail("OutputError", "standard output is closed; redirect it to a file or to /dev/null")
     try:
         try:
             app()
         finally:
-            if sys.stdout is not None:
-                sys.stdout.flush()
+            sys.stdout.flush()
+    except KeyboardInterrupt:  # while options are parsed; add_command handles it in a command
+        sys.exit(130)
     except GraphRTError as error:
         _fail(type(error).__name__, str(error))
     except OSError as error:
@@ -56,12 +65,13 @@ def main() -> None:
 
 def _fail(kind: str, text: str) -> None:
     if sys.stderr is not None:
-        print(f"{kind}: {text}", file=sys.stderr)
+        with contextlib.suppress(OSError):  # standard error is full: the exit code still tells
+            print(f"{kind}: {text}", file=sys.stderr, flush=True)
     sys.exit(1)
 
 
 def _discard_output() -> None:
-    """Let what is still buffered go nowhere: Python writes it at exit, and would fail again."""
+    """Discard buffered output: Python would write it at exit, and fail again."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
@@ -82,41 +92,47 @@ def _root(
     pass
 
 
-# Imported when the command runs: torch and the library take seconds.
+# Each command is imported when it runs: torch and the library take seconds.
 
 
 def _generate(options: GenerateOptions) -> None:
-    from graphrt.cli.generate import run_generate
+    with importing():
+        from graphrt.cli.generate import run_generate
 
     run_generate(options)
 
 
 def _capture(options: CaptureOptions) -> None:
-    from graphrt.cli.capture import run_capture
+    with importing():
+        from graphrt.cli.capture import run_capture
 
     run_capture(options)
 
 
 def _replay(options: ReplayOptions) -> None:
-    from graphrt.cli.replay import run_replay
+    with importing():
+        from graphrt.cli.replay import run_replay
 
     run_replay(options)
 
 
 def _bench_decode(options: DecodeOptions) -> None:
-    from graphrt.cli.bench import run_bench
+    with importing():
+        from graphrt.cli.bench import run_bench
 
     run_bench(options)
 
 
 def _bench_serve(options: ServeOptions) -> None:
-    from graphrt.cli.serve import run_serve
+    with importing():
+        from graphrt.cli.serve import run_serve
 
     run_serve(options)
 
 
 def _env(options: EnvOptions) -> None:
-    from graphrt.cli.env import run_env
+    with importing():
+        from graphrt.cli.env import run_env
 
     run_env(options)
 

@@ -1,4 +1,4 @@
-"""`graphrt replay`: runs the launches of a replay bundle, says whether graph and eager step agree, and times them."""
+"""`graphrt replay`: run a replay bundle, compare graphs with eager steps, and time them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from graphrt.runtime import resolve_device
 
 
 def run_replay(options: ReplayOptions) -> None:
-    """Run a bundle; the last line of standard output is one JSON object. Exits with 1 where a graph differs."""
+    """Run a bundle; the last line of standard output is one JSON object. Exit with 1 if a graph differs."""
     bundle, device = Bundle.load(options.bundle), resolve_device(options.device)
     if options.time and device.type != "cuda":
-        raise ConfigError(f"--time: expected a CUDA device, got {device}; leave --time out")
+        raise ConfigError(f"--time: it needs a CUDA device, got {device}; leave it out")
     log = make_console(stderr=True)
     if not options.json_only:
         made = ", ".join(f"{name} {value}" for name, value in {**bundle.versions, **bundle.model}.items())
-        made = "".join(c if c.isprintable() else "?" for c in made)  # texts of a file that anybody may have written
+        made = "".join(c if c.isprintable() else "?" for c in made)  # strings of a file, with escape sequences perhaps
         log.print(f"{len(bundle.launches)} launches, recorded with {made}", highlight=False, markup=False)
     model = _load(options, bundle, str(device)).model
     launches: list[dict[str, Any]] = []
@@ -60,7 +60,7 @@ def run_replay(options: ReplayOptions) -> None:
 
 
 def _load(options: ReplayOptions, bundle: Bundle, device: str) -> LoadedModel:
-    """The model that the command names, or the one that the bundle does."""
+    """Load the model that the command names, or else the one that the bundle names."""
     if options.shape is not None and options.model is not None:
         raise ConfigError("replay: expected one of --shape and --model, got both; name one")
     named = {"shape": options.shape, "model": options.model}
@@ -69,19 +69,24 @@ def _load(options: ReplayOptions, bundle: Bundle, device: str) -> LoadedModel:
     shape, model, seed = named.get("shape"), named.get("model"), named.get("seed", 0)
     if not isinstance(shape if model is None else model, str):
         raise ConfigError(
-            f"replay: expected a bundle that says which model it is of, got {dict(bundle.model)}; name one with "
-            "--shape or --model, or open the bundle from Python with your own model: Bundle.load(path).open(model)"
+            f"replay: the bundle does not name its model, but says {dict(bundle.model)}; pass --shape or --model, or "
+            "open the bundle from Python with your own model: Bundle.load(path).open(model)"
         )
     source = shape_config(str(shape)) if model is None else str(model)
     longest = bundle.config.max_seq_len
-    dtype = bundle.attention[0].dtype if bundle.attention else torch.float32  # not that of the device: it was recorded
+    dtype = (
+        bundle.attention[0].dtype if bundle.attention else torch.float32
+    )  # the recorded dtype, not the default of the device
     loaded = load_model(source, device=device, dtype=dtype, max_positions=min(longest, 1 << 20), seed=seed)  # type: ignore[arg-type]  # checked there
     if loaded.config.attention_specs(dtype) != bundle.attention or loaded.config.vocab_size != bundle.vocab_size:
         raise ConfigError(
-            "replay: expected the recorded model, got one with other attention layers or another vocabulary; name the "
-            "right one with --shape or --model"
+            "replay: this model has other attention layers or another vocabulary than the recorded one; name the "
+            "recorded model with --shape or --model"
         )
     if longest > loaded.config.max_position_embeddings:
         most = loaded.config.max_position_embeddings
-        raise CapacityError(f"replay: expected sequences of at most {most} tokens, the model's, got {longest}")
+        raise CapacityError(
+            f"replay: the bundle has max_seq_len={longest}, but the model has {most} positions; name the recorded "
+            "model with --shape or --model"
+        )
     return loaded

@@ -1,4 +1,4 @@
-"""The sampling options of commands, as the library takes them."""
+"""Convert the sampling options of commands to SamplingParams, and check them against the model."""
 
 from __future__ import annotations
 
@@ -7,36 +7,48 @@ from collections.abc import Collection, Sequence
 from dataclasses import fields
 
 from graphrt.cli.options import PromptOptions, SamplingOptions
-from graphrt.kernels.errors import ConfigError
+from graphrt.kernels.errors import CapacityError, ConfigError
 from graphrt.kernels.ops.sampling_logprobs import MAX_TOP
 from graphrt.sampling_params import SamplingParams
 
 
 def sampling_params(
-    options: SamplingOptions, max_new_tokens: int = 1, stop_ids: Collection[int] = ()
+    options: SamplingOptions, max_new_tokens: int = 1, *, stop_ids: Collection[int] = (), min_tokens: int = 0
 ) -> SamplingParams:
-    """How a command samples, of seed 0. Raises: ConfigError."""
+    """Return the SamplingParams of a command, with seed 0. Raises: ConfigError."""
     kind = PromptOptions if isinstance(options, PromptOptions) else SamplingOptions
     values = {field.name: getattr(options, field.name) for field in fields(kind)}
     for option, name in (("--logprobs", "logprobs"), ("--prompt-logprobs", "prompt_logprobs")):
         if (count := values.get(name)) is not None and count > MAX_TOP:
             raise ConfigError(f"{option}: expected at most {MAX_TOP}, got {count}; ask for fewer tokens")
     values["logit_bias"] = _logit_bias(options.logit_bias or ())
-    return SamplingParams(max_new_tokens, stop_ids=frozenset(stop_ids), **values)
+    return SamplingParams(max_new_tokens, stop_ids=frozenset(stop_ids), min_tokens=min_tokens, **values)
 
 
 def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
-    """Raise ConfigError for a biased token, or one that ends an answer, that there is not."""
+    """Raise ConfigError if the vocabulary has no such biased token or stop token."""
     for name, tokens in (("--logit-bias", params.logit_bias), ("--stop-id", params.stop_ids)):
         for token in tokens:
             if token >= vocab_size:
-                raise ConfigError(
-                    f"{name}: expected token ids below {vocab_size}, got {token}; name one of the vocabulary"
-                )
+                raise ConfigError(f"{name}: expected token ids below the vocabulary's {vocab_size}, got {token}")
+
+
+def check_length(prompts: Sequence[Sequence[int]], max_new_tokens: int, positions: int) -> None:
+    """Raise CapacityError if a prompt, or a prompt and its output, has more tokens than the model has positions."""
+    index = max(range(len(prompts)), key=lambda at: len(prompts[at]))
+    length = len(prompts[index])
+    which = "prompt" if len(prompts) == 1 else f"prompt {index + 1}"
+    if length > positions:
+        raise CapacityError(f"{which}: it has {length} tokens, but the model has {positions} positions; shorten it")
+    if length + max_new_tokens - 1 > positions:
+        raise CapacityError(
+            f"{which}: {length} tokens and --max-new-tokens {max_new_tokens} are more than the model's {positions} "
+            f"positions; lower --max-new-tokens to {positions + 1 - length}, or shorten the prompt"
+        )
 
 
 def _logit_bias(texts: Sequence[str]) -> dict[int, float]:
-    """The values of tokens that were given as ID=X."""
+    """Return the values by token of options like ID=X."""
     bias: dict[int, float] = {}
     for text in texts:
         token, _, value = text.partition("=")
@@ -44,9 +56,7 @@ def _logit_bias(texts: Sequence[str]) -> dict[int, float]:
             if not re.fullmatch(r"\s*[0-9]+\s*", token):
                 raise ValueError("no token id")
             if int(token) in bias:
-                raise ConfigError(
-                    f"--logit-bias: expected each token once, got {token} again in {text!r}; leave one out"
-                )
+                raise ConfigError(f"--logit-bias: token {token} is given twice, again in {text!r}; remove one")
             bias[int(token)] = float(value)
         except ValueError as error:
             raise ConfigError(

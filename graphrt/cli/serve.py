@@ -1,4 +1,4 @@
-"""`graphrt bench serve`: builds a model of dummy weights, runs the benchmark, prints the table and the JSON line."""
+"""`graphrt bench serve`: build a model with dummy weights, run the benchmark, print a table and a JSON line."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _print(report: ServeReport) -> None:
     console = make_console()
     console.print(table)
     console.print(
-        f"floor: weights of each step and KV of each token that decodes, over the measured read bandwidth of "
-        f"{report.read_tb_s:.2f} TB/s; prompts are not in it. Busy: by events around each launch",
+        f"floor: bytes of weights per step and of KV per decoded token, over the measured read bandwidth of "
+        f"{report.read_tb_s:.2f} TB/s; without prompts. Busy: by events around each launch",
         soft_wrap=True,
     )

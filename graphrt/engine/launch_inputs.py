@@ -1,5 +1,4 @@
-"""A slot of the input_ring, read back: what it says of a launch, by name. See kernels/metadata/step_inputs.py for the
-layout."""
+"""The words of a slot of the input ring, by name. kernels/metadata/step_inputs.py has the layout."""
 
 from __future__ import annotations
 
@@ -15,9 +14,9 @@ from graphrt.kernels.metadata import step_inputs as layout
 
 @dataclass(frozen=True, slots=True)
 class LaunchInputs:
-    """The words of a slot that a launch uses, from its last header on, for a runtime of so many KV groups.
+    """The words of a slot that a launch uses, from the last header on, for a runtime of `groups` KV groups.
 
-    Raises: ShapeError for words that are no slot.
+    Raises: ShapeError: if the words are not those of a slot.
     """
 
     words: Int32Array
@@ -32,7 +31,7 @@ class LaunchInputs:
 
     @classmethod
     def used(cls, record: Int32Array, groups: int) -> LaunchInputs:
-        """A copy of what a slot holds, which may be longer."""
+        """Copy the words in use of a slot, which may be longer."""
         found = object.__new__(cls)
         object.__setattr__(found, "words", record)
         object.__setattr__(found, "groups", groups)
@@ -64,7 +63,7 @@ class LaunchInputs:
 
     @property
     def _lists_at(self) -> int:
-        """Where the page lists of the rows begin."""
+        """First word of the page lists."""
         if self.is_delta:
             return self._order_at + (self.num_reqs if self.kind & layout.NEW_ORDER else 0)
         return layout.HEADER_SIZE + layout.REQ_PAGES * self.num_reqs
@@ -77,14 +76,24 @@ class LaunchInputs:
         return at + (layout.list_fields(self.groups) * self.num_reqs if self.kind & layout.LISTS else 0)
 
     @property
+    def inputs_end(self) -> int:
+        """Words of the step's inputs. Stop conditions follow them in a slot with KEEP."""
+        return self._pages_at + int(self.words[layout.HEADER_NUM_PAGES])
+
+    @property
     def end(self) -> int:
         """Words in use."""
-        end = self._pages_at + int(self.words[layout.HEADER_NUM_PAGES])
-        return end + (layout.STOP_FIELDS * self.num_reqs if self.kind & layout.KEEP else 0)
+        return self.inputs_end + (layout.STOP_FIELDS * self.num_reqs if self.kind & layout.KEEP else 0)
+
+    def with_steps(self, steps: int) -> LaunchInputs:
+        """Return a copy for another number of steps."""
+        words = self.words.copy()
+        words[layout.HEADER_STEPS] = steps
+        return LaunchInputs(words, self.groups)
 
     @property
     def lists(self) -> npt.NDArray[np.int32]:
-        """[groups, PAGE_FIELDS, num_reqs]: the lists of each KV group and row; none where no row lists a page."""
+        """[groups, PAGE_FIELDS, num_reqs]: the page list of each KV group and request; zeros if no page is listed."""
         if self.is_delta and not self.kind & layout.LISTS:
             return np.zeros((self.groups, layout.PAGE_FIELDS, self.num_reqs), np.int32)
         count = layout.list_fields(self.groups) * self.num_reqs
@@ -92,24 +101,24 @@ class LaunchInputs:
 
     @property
     def pages(self) -> Int32Array:
-        """The page ids that are listed; a view."""
+        """The listed page ids; a view."""
         return self.words[self._pages_at : self._pages_at + int(self.words[layout.HEADER_NUM_PAGES])]
 
     @property
     def order(self) -> Int32Array | None:
-        """The row id of each place; None where delta leave them as they are."""
+        """The request index at each place of the batch; None if a delta keeps the order."""
         if self.is_delta and not self.kind & layout.NEW_ORDER:
             return None
-        return self.words[self._order_at : self._order_at + self.num_reqs]  # row ids are the first field of the rows
+        return self.words[self._order_at : self._order_at + self.num_reqs]  # req_indices are the first field
 
     def rows(self, field: int) -> Int32Array:
-        """A field of the rows of a slot in full, [num_reqs]; see ROW_*."""
-        assert not self.is_delta, "delta have no rows"
+        """Return a field of the requests of a full slot, [num_reqs]; see REQ_*."""
+        assert not self.is_delta, "a delta has no request fields"
         at = layout.HEADER_SIZE + field * self.num_reqs
         return self.words[at : at + self.num_reqs]
 
     def listed(self) -> list[tuple[int, int, int, Int32Array]]:
-        """KV group, place of the row, place of the first page, and page ids of every list that has some; views."""
+        """Return KV group, place in the batch, first page and page ids, a view, of every list that is not empty."""
         found = []
         pages = self.pages
         for group, (firsts, starts, counts) in enumerate(self.lists):
@@ -123,14 +132,14 @@ class LaunchInputs:
         return found
 
     def write(self, out: Int32Array, step: int) -> None:
-        """Put the words into a slot, for steps from this number on, each launched by itself."""
+        """Write the words into a slot, for steps from number `step` on, each a launch of its own."""
         out[: len(self.words)] = self.words
         kind = self.kind & ~layout.LOOPS
         listed = int(self.words[layout.HEADER_NUM_PAGES])
         layout.write_header(out, step, self.num_reqs, self.num_tokens, listed, kind, self.steps)
 
     def batch(self) -> Batch:
-        """What a backend that plans on the host reads of a step in full: row ids, lengths, and pages."""
+        """Return the request indices, lengths and pages of a full slot, for a backend that plans on the host."""
         lists, pages = self.lists, {}
         if len(self.pages):
             indptr = np.concatenate((lists[:, layout.PAGE_START].reshape(-1), [len(self.pages)]))

@@ -1,4 +1,4 @@
-"""Log-probabilities as the host reads them: of a token, and of the best tokens at its place."""
+"""Log-probabilities on the host: of a token, and of the most likely tokens at its position."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy.typing as npt
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token, and how likely the model found it: before bias, penalties, temperature and truncation.
+    """The log-probability of a token, from the model's logits before any processing.
 
-    token     sampled, or of a prompt
+    token     a sampled token, or a token of a prompt
     logprob   natural logarithm of its probability
-    rank      1: the best token; equal ones rank by token id
-    top       the best tokens and theirs, the best first, as many as were asked for
+    rank      1 is the most likely token; tokens of equal logits rank by token id
+    top       the most likely tokens and their log-probabilities, in order of rank
     """
 
     token: int
@@ -26,7 +26,7 @@ class TokenLogprob:
 
 
 class StepLogprobs:
-    """What the rings had of some steps: [steps, rows] of TokenLogprob, made where they are asked for."""
+    """Log-probabilities of some steps, copied from the output rings. TokenLogprob objects are made on access."""
 
     __slots__ = ("_logprobs", "_ranks", "_tokens")
 
@@ -39,14 +39,14 @@ class StepLogprobs:
     def joined(
         cls, launches: Sequence[StepLogprobs | None], places: npt.NDArray[np.int64] | None = None
     ) -> StepLogprobs:
-        """Those of launches of the same rows, one behind the other; of some rows, where `places` are given."""
+        """Concatenate the steps of launches of the same requests; `places` selects some of the requests."""
         asked = [launch for launch in launches if launch is not None]
         parts = zip(*((part._ranks, part._logprobs, part._tokens) for part in asked), strict=True)
         arrays = [np.concatenate(part) for part in parts]
         return cls(*(arrays if places is None else (array[:, places] for array in arrays)))
 
     def at(self, step: int, row: int) -> TokenLogprob | None:
-        """Of one token; None where none was asked for, or there was no token."""
+        """Return the TokenLogprob of one request; None if it asked for none, or got no token."""
         if not (rank := int(self._ranks[step, row])):
             return None
         token, *best = self._tokens[step, row].tolist()
@@ -55,5 +55,5 @@ class StepLogprobs:
         return TokenLogprob(token, logprob, rank, top)
 
     def rows(self, step: int) -> list[TokenLogprob | None]:
-        """Of all rows of a step."""
+        """Return the TokenLogprob or None of each request of a step."""
         return [self.at(step, row) for row in range(self._ranks.shape[1])]

@@ -1,4 +1,4 @@
-"""Records launches of a manager: what each was told, what it began with, and what it gave."""
+"""Record launches of a manager: their inputs, the state before them, and their results."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from graphrt.kernels.metadata.buffers import BufferKind
 from graphrt.spec import KVCacheSpec
 
 NOT_STATE = ("cursor", "last_writers", "write_conflicts", "step_counter", "loop_condition", "page_table")
-"""Persistent buffers that are about the manager, not about its rows; tables are kept with other page ids."""
+"""Persistent buffers that are not recorded: state of the manager, and page tables, which get other page ids."""
 
-_FAR = 1 << 30  # added to page ids that no pool has: they stay out of range
+_FAR = 1 << 30  # added to page ids outside of their pool, so that they stay out of range
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedLaunch:
-    """One launch by itself: it can run again without those before it.
+    """One launch, with everything that it needs to run again alone.
 
-    descriptor   the size it ran at
-    words        what the host wrote for it
-    state        by name, row state as it was before, on the host; row tensors too. Of `page_table` the pages are named
-                 as below
-    page_ids     by KV group, pages that its rows can see, [pages] int64; those of a pool are numbered from 1, and 0 is
-                 the null page
-    pages        by KV group, what these held before, [pages, bytes] uint8
+    descriptor   the captured size that it ran at
+    words        what the host wrote for it, with the number of steps that ran
+    state        request state before the launch by name, on the host, request tensors included. `page_table` has the
+                 page ids of `page_ids`
+    page_ids     by KV group, [pages] int64: the pages that its requests can read. The pages of a pool are renumbered
+                 from 1; 0 is the null page
+    pages        by KV group, [pages, bytes] uint8: their contents before the launch
     pool_pages   pages of each pool, the null page included
-    tokens       [steps, num_reqs] int32, what it gave; -1 where a row did not go on
+    tokens       [steps, num_reqs] int32: its tokens; -1 for a request that had finished
     logits       [num_reqs, vocab] of its last step
     """
 
@@ -54,15 +54,15 @@ class RecordedLaunch:
 
 @dataclass(slots=True)
 class Recording:
-    """The next launches of a manager, `count` of them. Each waits for the device, before it and behind it.
+    """A recording of the next `count` launches of a manager. Each of them waits for the device before and after it.
 
         recording = manager.record(100)
-        ...                                     # serve on
-        recording.stop()                        # enough: `launches` holds those that ran
+        ...                                     # keep serving
+        recording.stop()                        # `launches` has those that ran
 
-    count       launches to record; where it was stopped, those that were
-    max_bytes   that all of them may take on the host
-    launches    those that were recorded so far
+    count       launches to record; after `stop`, the launches that were recorded
+    max_bytes   host memory that all of them may take
+    launches    launches recorded so far
     """
 
     config: RuntimeConfig
@@ -75,17 +75,17 @@ class Recording:
 
     @property
     def done(self) -> bool:
-        """Whether it is over: all of them have run, or it was stopped."""
+        """Whether all launches have been recorded, or `stop` was called."""
         return len(self.launches) == self.count
 
     def stop(self) -> None:
-        """Record no more launches: what was recorded stays, and the manager may record again. Twice is fine."""
+        """Stop recording and keep the recorded launches. The manager may record again. May be called twice."""
         self.count = len(self.launches)
 
     def before(self, record: Int32Array, descriptor: BatchDescriptor) -> None:
-        """Keep what a launch is told, and begins with, unless the recording was stopped.
+        """Record the inputs of a launch and the state before it, unless the recording was stopped.
 
-        Raises: CapacityError where that is more than `max_bytes`; the recording is stopped then.
+        Raises: CapacityError: if this takes more than `max_bytes`; the recording is stopped then.
         """
         if self.done:
             return
@@ -104,7 +104,7 @@ class Recording:
         held = sum(t.nbytes for launch in self.launches for t in (*launch.pages, *launch.state.values()))
         needed = held + sum(sizes) + sum(t.nbytes for t in state.values())
         if needed > self.max_bytes:
-            self.stop()  # the launches to come are served
+            self.stop()  # later launches are served without it
             raise CapacityError(
                 f"record: expected at most max_bytes={self.max_bytes} for {len(self.launches) + 1} launches, got "
                 f"{needed}; record fewer launches or a smaller batch, or raise max_bytes"
@@ -130,20 +130,21 @@ class Recording:
         )
 
     def after(self, step: int, logits: torch.Tensor) -> None:
-        """Keep what it gave: `step` is the number of its first step, `logits` those of its rows, in their order."""
+        """Record the results of a launch. `step` is the number of its first step, `logits` are those of its last."""
         if self.done:
-            return  # it was stopped
+            return
         begun, self._begun = self._begun, None
-        assert begun is not None, "every launch begins before it ends"
-        on_host = _copied(logits)  # behind this the rings are written
+        assert begun is not None, "before() is called first"
+        on_host = _copied(logits)  # waits for the device: the rings are written then
         at = self.rings.entries(step, begun.words.steps)
-        ran = self.rings.steps[at] == np.arange(step, step + begun.words.steps)
+        ran = self.rings.steps[at] == np.arange(step, step + begun.words.steps)  # a loop may have ended early
         tokens = self.rings.tokens[at, : begun.words.num_reqs][ran].copy()
-        self.launches.append(replace(begun, tokens=tokens, logits=on_host))
+        words = begun.words.with_steps(int(ran.sum()))
+        self.launches.append(replace(begun, words=words, tokens=tokens, logits=on_host))
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the host, for which it waits."""
+    """Return a copy on the host, and wait for it."""
     with torch.inference_mode(False):
         return torch.empty_like(tensor, device="cpu").copy_(tensor)
 
@@ -155,7 +156,10 @@ def _pages_seen(
     groups: Sequence[KVCacheSpec],
     program: StepProgram,
 ) -> list[npt.NDArray[np.int64]]:
-    """Of each KV group the pages that the rows of a launch can see, in order. Enters what it lists into `table`."""
+    """Return the pages that the requests of a launch can read, by KV group, sorted.
+
+    The pages that the launch lists are written into `table`.
+    """
     n, req_indices = words.num_reqs, words.order
     if req_indices is None:
         req_indices = state["order"].numpy()[:n]
@@ -196,8 +200,11 @@ def _ids_of_pool(
 def _renamed(
     pages: npt.NDArray[np.int32], ids: npt.NDArray[np.int64], count: int, null_page: int, stale: int | None = None
 ) -> npt.NDArray[np.int32]:
-    """Page ids by their place among `ids`, from 1 on; the null page is 0. Ids that no pool of `count` pages has stay
-    out of range. With `stale`, these and other pages are that; without, there are no others."""
+    """Replace page ids by their index in `ids`, from 1 on; the null page becomes 0.
+
+    Ids outside of the pool of `count` pages stay out of range. With `stale`, they and pages that are not in `ids` get
+    this value; without it, all pages are in `ids`.
+    """
     at = np.searchsorted(ids, pages).clip(max=max(0, len(ids) - 1))
     found = (ids[at] == pages) if len(ids) else np.zeros(pages.shape, np.bool_)
     if stale is not None:

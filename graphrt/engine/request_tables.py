@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from numbers import Real
@@ -26,6 +26,7 @@ MaskWords = Sequence[int] | npt.NDArray[Any] | torch.Tensor
 _WORDS = (torch.int32, torch.uint32, torch.int64)
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MOST_PROMPT = (1 << 31) - 1  # as Batch.prompt_lens, int32
+_NOTHING_BANNED: tuple[frozenset[int], int] = frozenset(), 0
 
 _T = TypeVar("_T")
 
@@ -86,30 +87,54 @@ class RequestTables:
             if not (isinstance(value, Real) and value == -math.inf):
                 check_number(name, value, -FLOAT32_MAX, FLOAT32_MAX, advice="-inf forbids a token")
 
-    def set_logit_bias(self, biases: Mapping[int, Mapping[int, float] | None]) -> None:
-        """Values that are added to logits of some tokens, by row id; -inf forbids a token, None and {}: no bias.
+    def set_logit_bias(
+        self,
+        biases: Mapping[int, Mapping[int, float] | None],
+        *,
+        banned: Mapping[int, tuple[Collection[int], int]] | None = None,
+    ) -> None:
+        """Write the values that are added to logits of some tokens, by request index.
 
-        Each row has up to RuntimeConfig.max_logit_bias of them.
+        biases   values by token; -inf forbids a token, None and {} are no bias
+        banned   tokens that are also forbidden while `seq_lens` is below a length. For `min_tokens`: the stop tokens,
+                 and prompt length + min_tokens
+
+        The tokens of a request in both, each counted once, are at most RuntimeConfig.max_logit_bias.
         """
-        by_row = {at: {} if bias is None else bias for at, bias in self._by_row("biases", biases)}
-        for at, bias in by_row.items():
+        by_row = {at: ({} if bias is None else bias, _NOTHING_BANNED) for at, bias in self._by_row("biases", biases)}
+        for at, (bias, _) in by_row.items():
             self.check_bias(f"logit_bias[{at}]", bias)
-        chosen = {at: bias for at, bias in by_row.items() if bias or at in self._biased}
+        for at, ban in self._by_row("banned", {} if banned is None else banned):
+            bias = by_row.get(at, ({}, None))[0]
+            by_row[at] = bias, self._checked_ban(f"banned[{at}]", ban, bias)
+        chosen = {at: (bias, ban) for at, (bias, ban) in by_row.items() if bias or ban[0] or at in self._biased}
         if not chosen:
             return
         ids = list(chosen)
-        tokens = np.zeros((len(ids), self._config.max_logit_bias), np.int32)
-        values = np.zeros(tokens.shape, np.float32)
-        for at, bias in enumerate(chosen.values()):
-            tokens[at, : len(bias)] = sorted(bias)
-            values[at, : len(bias)] = [bias[token] for token in sorted(bias)]
-        counts = np.array([len(bias) for bias in chosen.values()], np.int32)
+        tokens = np.zeros((len(ids), 2, self._config.max_logit_bias), np.int32)
+        values, lists = np.zeros(tokens.shape, np.float32), np.zeros((len(ids), 3), np.int32)
+        for at, (bias, (stops, length)) in enumerate(chosen.values()):
+            for early, entries in enumerate((bias, {**bias, **dict.fromkeys(stops, -math.inf)} if stops else {})):
+                tokens[at, early, : len(entries)] = sorted(entries)
+                values[at, early, : len(entries)] = [entries[token] for token in sorted(entries)]
+                lists[at, early] = len(entries)
+            lists[at, 2] = length if stops else 0
         with self._writing() as buffers:
             self._write(buffers.bias_tokens, ids, torch.from_numpy(tokens))
             self._write(buffers.bias_values, ids, torch.from_numpy(values))
-            self._write(buffers.bias_counts, ids, torch.from_numpy(counts))
-        for at, bias in chosen.items():
-            (self._biased.add if bias else self._biased.discard)(at)
+            self._write(buffers.bias_lists, ids, torch.from_numpy(lists))
+        for at, (bias, (stops, _)) in chosen.items():
+            (self._biased.add if bias or stops else self._biased.discard)(at)
+
+    def _checked_ban(self, name: str, ban: object, bias: Mapping[int, float]) -> tuple[frozenset[int], int]:
+        """Return the tokens and the length of a ban, for a request with this bias. Raises: as `set_logit_bias`."""
+        if not isinstance(ban, tuple) or len(ban) != 2 or not isinstance(ban[0], Collection):
+            raise ConfigError(f"{name}: expected tokens and a length, got {shown(ban)}; pass ({{2}}, 30)")
+        ids = check_ints(name, tuple(ban[0]), 0, self._vocab_size - 1, advice="pass token ids of the vocabulary")
+        length = check_int(name, ban[1], 0, _MOST_PROMPT, advice="pass prompt length + min_tokens")
+        tokens = frozenset(ids.tolist())
+        self._config.check_needs(name, (("max_logit_bias", len(tokens | bias.keys())),))
+        return tokens, length
 
     def mask_words(self, name: str, words: MaskWords) -> torch.Tensor:
         """A mask as the device has it, [ceil(vocab / 32)] int32 on the host. Raises: ShapeError, UnsupportedError."""
@@ -287,34 +312,39 @@ class TableUpdates:
     """What a session has still to write for its rows, by row id: in one go, before the next launch."""
 
     biases: dict[int, Mapping[int, float]]
+    banned: dict[int, tuple[Collection[int], int]]
     states: dict[int, RequestValues]
     masks: dict[int, torch.Tensor]
     switched: dict[int, int]
 
     @classmethod
     def none(cls) -> TableUpdates:
-        return cls({}, {}, {}, {})
+        return cls({}, {}, {}, {}, {})
 
     def __bool__(self) -> bool:
         return bool(self.biases or self.states or self.masks or self.switched)
 
-    def begin(self, at: int, bias: Mapping[int, float], values: RequestValues) -> None:
+    def begin(
+        self, at: int, bias: Mapping[int, float], banned: tuple[Collection[int], int] | None, values: RequestValues
+    ) -> None:
         """A sequence begins: nothing is left of the one that had its row id before."""
         self.drop(at)
         self.biases[at], self.states[at] = bias, values
+        if banned is not None:
+            self.banned[at] = banned
 
     def drop(self, at: int) -> None:
         """A row is gone: nothing is written for whoever gets its row id."""
-        for delta in (self.biases, self.states, self.masks, self.switched):
+        for delta in (self.biases, self.banned, self.states, self.masks, self.switched):
             delta.pop(at, None)
 
     def write(self, tables: RequestTables) -> None:
         """Write all, and have none."""
-        tables.set_logit_bias(self.biases)
+        tables.set_logit_bias(self.biases, banned=self.banned)
         tables.set_state(self.states)
         tables.write_masks(self.masks)
         tables.switch_masks(self.switched)
-        for delta in (self.biases, self.states, self.masks, self.switched):
+        for delta in (self.biases, self.banned, self.states, self.masks, self.switched):
             delta.clear()
 
 

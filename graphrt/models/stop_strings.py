@@ -34,18 +34,26 @@ class StopStrings:
                 raise ConfigError(f"stop: expected non-empty strings, got {shown(stop)}; leave it out")
         self.stopped = False
         self._stops, self._held = tuple(stops), ""
+        self._early = 0  # characters of the held text in which no stop string ends
 
-    def push(self, piece: str) -> str:
-        """Return the text that one more piece makes certain: no part of a stop string, or of a possible one.
+    def push(self, piece: str, *, early: bool = False) -> str:
+        """Return the text that may be shown with one more piece: no part of a stop string, nor what may become one.
 
-        Raises:
-            ConfigError: if `piece` is not a string.
+        early   no stop string ends in this piece, as before `min_tokens`; one may begin in it
+
+        Raises: ConfigError: if `piece` is not a string.
         """
         check_instance("piece", piece, str, advice="pass text")
         if self.stopped:
             return ""
         text = self._held + piece
-        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if early:
+            self._early = len(text)
+        found = [
+            (at + len(stop), at)
+            for stop in self._stops
+            if (at := text.find(stop, max(0, self._early - len(stop) + 1))) >= 0
+        ]
         if found:
             self.stopped, self._held = True, ""
             return text[: min(found)[1]]
@@ -53,6 +61,7 @@ class StopStrings:
         held = next((n for n in range(longest, 0, -1) if any(s.startswith(text[-n:]) for s in self._stops)), 0)
         shown_now = text[: len(text) - held]
         self._held = text[len(text) - held :]
+        self._early = max(0, self._early - len(shown_now))
         return shown_now
 
     def finish(self) -> str:

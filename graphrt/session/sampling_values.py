@@ -1,19 +1,19 @@
-"""How the rows of a scheduler are sampled, as arrays that it keeps and picks each step's rows from."""
+"""Sampling values of a scheduler's requests, as arrays that each step's Batch takes its values from."""
 
 from __future__ import annotations
 
-from graphrt.batch_values import Values, copied_values, of_row
+from graphrt.batch_values import Values, copied_values, singular
 from graphrt.sampling_params import SamplingParams
 
 _OF_PARAMS = (
     "temperatures", "seeds", "top_ks", "top_ps", "min_ps", "repetition_penalties", "presence_penalties",
     "frequency_penalties",
 )  # fmt: skip
-"""Arrays of a Batch whose values SamplingParams has under the name of one row's value."""
+"""Fields of a Batch whose values SamplingParams has under the singular name."""
 
 
 class SamplingValues:
-    """An array per value that a `Batch` takes of each row: greedy to begin with.
+    """One array per sampling value of a `Batch`, with an entry per request index; all greedy at first.
 
     arrays   by the names of `Batch`
     """
@@ -25,28 +25,29 @@ class SamplingValues:
         self._used: dict[str, Values] = {}
 
     def set(self, at: int, params: SamplingParams, prompt_len: int) -> None:
-        """A sequence begins at a place."""
+        """Set the values of a request that starts at this index."""
         for name in _OF_PARAMS:
-            self.put(name, at, getattr(params, of_row(name)))
+            self.put(name, at, getattr(params, singular(name)))
         self.put("prompt_lens", at, prompt_len if params.penalised else 0)
         self.put("token_masks", at, -1)
         self.ask_logprobs(at, params.logprobs)
 
     def put(self, name: str, at: int, value: float) -> None:
-        """Change one value."""
+        """Set one value."""
         self.arrays[name][at] = value
         if value != self._plain[name]:
             self._used[name] = self.arrays[name]
 
     def ask_logprobs(self, at: int, count: int | None, token: int = -1) -> None:
-        """Of the next token that is sampled, or of a given one."""
+        """Ask for log-probabilities of the next sampled token, or of a given one; None asks for none."""
         self.put("logprobs", at, -1 if count is None else count)
         self.put("logprob_tokens", at, token)
 
     def ask_of_prompt(self, at: int, params: SamplingParams, left: Values, of_prompt: int) -> None:
-        """With `prompt_logprobs`, of the next token of the prompt, `left[0]`; with none left, as of any sampled one.
+        """Ask for log-probabilities of the next prompt token, `left[0]`, if the request has `prompt_logprobs`.
 
-        of_prompt   how many of `left` are the prompt's: others were sampled before, by a row that was suspended since
+        left        tokens that follow those of this step; if there are none, the step samples
+        of_prompt   number of prompt tokens among `left`; the others were sampled before the request was preempted
         """
         if params.prompt_logprobs is None:
             return
@@ -58,11 +59,10 @@ class SamplingValues:
             self.ask_logprobs(at, None)
 
     def copy(self, source: int, target: int) -> None:
-        """One place gets what another has."""
+        """Copy the values of one index to another."""
         for values in self._used.values():
             values[target] = values[source]
 
     def of(self, places: Values) -> dict[str, Values]:
-        """The values of some places, as arguments of a Batch. What no sequence has used so far is left out: a batch
-        need not look at it."""
+        """Return the values of some indices as arguments of a Batch. Values that no request has used are left out."""
         return {name: values[places] for name, values in self._used.items()}

@@ -131,7 +131,8 @@ class DecodeSession(RowsInFlight):
         self._given[at] = given
         self._limits[at] = len(row.prompt) + params.max_new_tokens - 1
         self._sampling.set(at, params, len(row.prompt))
-        self._delta.begin(at, dict(params.logit_bias), values)  # a dict that the caller still has
+        banned = params.banned(len(row.prompt), self._runtime.vocab_size)
+        self._delta.begin(at, dict(params.logit_bias), banned, values)  # a dict that the caller still has
         if params.logprobs is not None:
             self._asking.add(at)
         stops = sorted(params.stop_ids)[:STOP_TOKENS]

@@ -259,9 +259,9 @@ class StaticBuffers:
     penalty_counts: torch.Tensor = _persistent(
         ("req_indices", "counted_tokens"), torch.int32, "record_tokens", "sampling"
     )
-    bias_tokens: torch.Tensor = _persistent(("req_indices", "bias_entries"), torch.int32, "host", "sampling")
-    bias_values: torch.Tensor = _persistent(("req_indices", "bias_entries"), torch.float32, "host", "sampling")
-    bias_counts: torch.Tensor = _persistent(("req_indices",), torch.int32, "host", "sampling")
+    bias_tokens: torch.Tensor = _persistent(("req_indices", 2, "bias_entries"), torch.int32, "host", "sampling")
+    bias_values: torch.Tensor = _persistent(("req_indices", 2, "bias_entries"), torch.float32, "host", "sampling")
+    bias_lists: torch.Tensor = _persistent(("req_indices", 3), torch.int32, "host", "sampling")
     mask_words: torch.Tensor = _persistent(("req_indices", "allowed_words"), torch.int32, "host", "sampling")
     block_table: torch.Tensor = _carried(
         ("groups", "reqs", "pages_per_req"), "attention",

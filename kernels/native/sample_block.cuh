@@ -1,23 +1,23 @@
-// Sampling: the threads of a block, where they meet, and what they find there: sums, places, the best token, thresholds.
+// Sampling: block-wide reductions, prefix sums, the best token, and searches for thresholds.
 //
-// Sums are made in one order, whatever runs beside: per thread, then per warp, then over the warps.
+// Sums have a fixed order: per thread, then per warp, then over the warps.
 
 #include "primitives.cuh"
 
 typedef unsigned long long u64;
 
 #define THREADS (32 * WARPS)
-#define MAX_GROUPS 4096                   // of a row
-#define QUADS (MAX_GROUPS / 4 / THREADS)  // a thread has so many times four neighbouring groups
+#define MAX_GROUPS 4096                   // groups of a row
+#define QUADS (MAX_GROUPS / 4 / THREADS)  // quads of four neighbouring groups per thread
 #define WORDS_OF_GROUP (GROUP / 32)
-#define AT_ONCE 4                         // reads that a thread has under way side by side
-#define BINS 256                          // of a histogram
-#define NOWHERE (1 << 30)                 // a token behind every real one
+#define AT_ONCE 4                         // concurrent reads of a thread
+#define BINS 256                          // bins of a histogram
+#define NOWHERE (1 << 30)                 // larger than every token id
 #define NO_TOKEN (-1)
-#define LARGEST 3.4028234663852886e38f    // finite float
+#define LARGEST 3.4028234663852886e38f    // largest finite float
 #define NOT_A_NUMBER __int_as_float(0x7fffffff)
 
-// What warps tell each other. The two halves take turns, so that a meeting is one barrier.
+// Exchange between warps. The two halves alternate, so that each exchange needs one barrier.
 struct Meeting { float sums[2][8][WARPS]; };
 struct Team {
   Meeting &meeting;
@@ -29,7 +29,7 @@ __device__ __forceinline__ Team team_at(Meeting &meeting) {
 
 // Numbers
 
-// A float as an integer that orders like it; both zeros have one key.
+// A float as an integer of the same order; both zeros have one key.
 __device__ __forceinline__ u32 key_of(float x) {
   u32 bits = x == 0.0f ? 0u : __float_as_uint(x);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
@@ -37,20 +37,20 @@ __device__ __forceinline__ u32 key_of(float x) {
 __device__ __forceinline__ float value_of(u32 key) {
   return __int_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
 }
-// exp((x - best) / heat): probabilities up to their sum. The best has 1, also where it is infinite.
+// exp((x - best) / heat): unnormalized probabilities. The best has 1, even if it is infinite.
 __device__ __forceinline__ float weight(float x, float best, float rate) {
   float w = power2(x >= best ? 0.0f : (x - best) * rate);
   return x > NEG_INF ? w : 0.0f;
 }
 
-// Meetings
+// Block-wide reductions
 
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
   return x;
 }
-// The sums of what all threads have; and with `EXTREMES` their largest and their least key.
+// Sums over all threads, and with EXTREMES the largest and the least key.
 template <int N, bool EXTREMES>
 __device__ __forceinline__ void reduce_all(Team &t, float (&x)[N], u32 &largest, u32 &least) {
   float(&sums)[8][WARPS] = t.meeting.sums[t.turn];
@@ -91,7 +91,7 @@ __device__ __forceinline__ void extremes_all(Team &t, u32 &largest, u32 &least) 
   float none[1] = {0.0f};
   reduce_all<1, true>(t, none, largest, least);
 }
-// What the threads before this one have, and in `total` what all have.
+// The sum over the threads before this one; `total`: over all threads.
 __device__ __forceinline__ int before(Team &t, int mine, int &total) {
   int sum = mine;
 #pragma unroll
@@ -113,7 +113,7 @@ __device__ __forceinline__ int before(Team &t, int mine, int &total) {
   return first + sum - mine;
 }
 
-// A token that may win, its score and its logit. Of equal scores the lower token wins.
+// A candidate token, its score and its logit. Of equal scores the lower token wins.
 struct Found {
   float score;
   int token;
@@ -145,11 +145,12 @@ __device__ __forceinline__ void best_of_all(Team &t, Found &mine) {
   t.turn ^= 1;
 }
 
-// Keys [low, high) of which the first holds: the amounts of the keys from there on add up to `need`. It must hold at
-// `low`, and not at `high`. A search in fifths, to at most `until` keys: 1 for the largest such key.
+// Narrow keys [low, high): the amounts of the keys from `low` on reach `need`, those from `high` on do not. This must
+// be true of the arguments. The search divides the range by five until it has at most `until` keys; with 1, the result
+// is the largest such key.
 //
-// Each step also ends at keys that there are, as between two of them the sums are the same. Sums of one order are
-// monotone in what they leave out, so the answer is exact for them.
+// Each step also moves the bounds to existing keys: sums do not change between two keys. Sums in a fixed order are
+// monotone, so the result is exact.
 template <int N>
 __device__ __forceinline__ void largest_reaching(Team &t, const u32 (&keys)[N], const float (&amounts)[N], float need,
                                                  u32 &low, u32 &high, u32 until) {

@@ -2,20 +2,20 @@
 
 #include "sample_row.cuh"
 
-#define LISTED ((LIST + THREADS - 1) / THREADS)  // places of a list that a thread has
-#define OCCURRED (1 << 30)    // beside a token of a list, until its logit is there
-#define SURE 1.0001f          // a bound on masses holds in spite of roundings where it holds by this factor
-#define FIXED (1 << 19)       // a mass of 1 in a histogram: that of all groups fits 32 bits
-#define CERTAIN_REACH 1.000001f  // what sums in a histogram must exceed to be certain, and what they must stay below
+#define LISTED ((LIST + THREADS - 1) / THREADS)  // list entries of a thread
+#define OCCURRED (1 << 30)    // flag of a listed token, until its logit is processed
+#define SURE 1.0001f          // margin for rounding in bounds on masses
+#define FIXED (1 << 19)       // fixed-point 1 of masses in a histogram: the mass of all groups fits 32 bits
+#define CERTAIN_REACH 1.000001f  // factors by which sums of a histogram certainly reach or miss an amount
 #define CERTAIN_MISS 0.999999f
 
-// best, bounds    of groups: the highest logit of the plain tokens, and the highest score that one may have
-//                 In passes over the row `bounds` holds the bins of FineBins instead. Where a row is `late`, and takes
-//                 no passes, `best` is of all tokens, as the model gave them
+// best, bounds    per group: the highest logit of the plain tokens, and an upper bound of their scores. Passes over the
+//                 row use `bounds` for the bins of FineBins. In a late row without passes, `best` is the highest model
+//                 logit of all tokens
 // groups          listed groups
 // words           bits of the listed groups' tokens
-// occurred        those of a late row's tokens that penalties change
-// tokens, logits  the list; `scores`: what a token's score cannot exceed, NaN: the token is out
+// occurred        in a late row, bits of the tokens that penalties change
+// tokens, logits  the list; `scores`: upper bounds of scores, NaN for a token that cannot win
 struct Shared {
   Meeting meeting;
   u32 histogram[2][BINS];
@@ -30,8 +30,8 @@ __device__ __forceinline__ int group_of(const Team &t, int quad) { return (quad 
 
 // Histograms
 
-// Amounts by key, in 256 bins of equal width over the keys [low, high). Amounts are whole numbers, or masses of at most
-// 1, which are rounded down.
+// Amounts by key, in 256 bins of equal width over the keys [low, high). Amounts are counts, or masses of at most 1 that
+// are rounded down.
 struct Bins {
   u32 *sums;
   u32 low;
@@ -48,7 +48,7 @@ __device__ __forceinline__ Bins empty_bins(const Team &t, Shared &shared, bool b
 __device__ __forceinline__ void add_to(const Bins &bins, u32 key, u32 units) {
   if (key >= bins.low) atomicAdd(&bins.sums[(key - bins.low) >> bins.shift], units);
 }
-// Each lane has N bins, in their order: what each of them and all bins above it add up to. Every warp adds up all bins.
+// Suffix sums: for each of a lane's N bins, the sum of it and all bins above. Every warp computes all bins.
 template <int N>
 __device__ __forceinline__ void add_from_above(const Team &t, const u32 *bins, u32 (&sums)[N]) {
 #pragma unroll
@@ -65,9 +65,9 @@ __device__ __forceinline__ void add_from_above(const Team &t, const u32 *bins, u
 #pragma unroll
   for (int i = 0; i < N; ++i) sums[i] += above;
 }
-// Narrow the keys [low, high) between which a threshold lies to a bin: the amounts of the keys from the threshold on add
-// up to `need`. All threads have added theirs, each below `high`. Of masses, `slack` units may be missing. False: all
-// amounts together are not known to reach it.
+// Narrow the range [low, high) of a threshold to a bin: the amounts of the keys from the threshold on reach `need`. All
+// threads have added their amounts, with keys below `high`. Masses may lack up to `slack` units. Returns false if the
+// amounts do not certainly reach `need`.
 __device__ __forceinline__ bool narrow_to_bin(Team &t, const Bins &bins, float need, float slack, u32 &low, u32 &high) {
   __syncthreads();
   const int first = BINS / 32 * t.lane;
@@ -75,7 +75,7 @@ __device__ __forceinline__ bool narrow_to_bin(Team &t, const Bins &bins, float n
   add_from_above(t, bins.sums, sums);
   const float reach = bins.by_count ? need : need * FIXED * CERTAIN_REACH + 1.0f;
   const float miss = bins.by_count ? need : need * FIXED * CERTAIN_MISS - slack - 1.0f;
-  u32 reached = 0, missed = BINS;  // `reached` is one more than the bin's number; 0: none
+  u32 reached = 0, missed = BINS;  // `reached` is the bin's number plus 1; 0: none
 #pragma unroll
   for (int i = 0; i < BINS / 32; ++i) {
     float sum = (float)sums[i];
@@ -95,15 +95,15 @@ __device__ __forceinline__ bool narrow_to_bin(Team &t, const Bins &bins, float n
 __device__ __forceinline__ float min_p_floor(const Row &r, const Kept &kept, float best) {
   return kept.min_p > 0.0f ? __fmaf_rn(r.heat, logf(kept.min_p), best) : NEG_INF;
 }
-// A logit below which nothing is kept, at least the floor that min-p gives, from the groups' highest plain logits. Where
-// k groups reach a logit, so do k tokens. Where the best tokens of some groups hold top-p of the mass, no token below
-// all of them is kept: that speaks of the whole mass, so it serves rows without top-k and min-p only.
+// A logit below which no token is kept, at least the floor of min-p, from the groups' highest plain logits. If k groups
+// reach a logit, so do k tokens. If the best tokens of some groups have top-p of the mass, no token below all of them
+// is kept. The latter needs the whole mass, so it is for rows without top-k and min-p only.
 //
-// groups  that are to reach it, by top-k
-// lowest  the key of the lowest group that has a plain token: bins from there on are finer than those from -inf on
+// groups  number of groups that must reach the floor, by top-k
+// lowest  the key of the lowest group with a plain token: bins from there on are finer than from -inf on
 __device__ __forceinline__ float floor_of(Team &t, Shared &shared, const Row &r, const Kept &kept, int groups,
                                           u32 lowest, float best, float total) {
-  const float floor = r.late ? NEG_INF : min_p_floor(r, kept, best);  // a late row's best logit is not known yet
+  const float floor = r.late ? NEG_INF : min_p_floor(r, kept, best);  // the best logit of a late row is not known yet
   const bool by_count = kept.top_k > 0;
   if (!by_count && (kept.top_p >= 1.0f || kept.min_p > 0.0f)) return floor;
   const float need = by_count ? (float)groups : kept.top_p * total * SURE;
@@ -125,11 +125,11 @@ __device__ __forceinline__ float floor_of(Team &t, Shared &shared, const Row &r,
 
 // Lists
 
-// List the groups for which `chosen(group)` holds, in their order; their number.
+// List the groups with `chosen(group)` in order, and return their number.
 template <typename Chosen>
 __device__ __forceinline__ int list_groups(Team &t, Shared &shared, Chosen chosen) {
   int ranks[QUADS];
-  u32 mine = 0;  // a bit per group of the thread
+  u32 mine = 0;  // a bit per group of this thread
   int *const of_warps = shared.tokens;  // QUADS * WARPS is 32: one for each lane
 #pragma unroll
   for (int quad = 0; quad < QUADS; ++quad) {
@@ -164,12 +164,12 @@ __device__ __forceinline__ int list_groups(Team &t, Shared &shared, Chosen chose
   __syncthreads();
   return count;
 }
-// Bits of some listed groups' plain tokens that reach `floor(group)`; of all their tokens while a late row has no plain
-// ones yet. A few lanes have a word, a piece each.
+// Write bits of the listed groups' plain tokens that reach `floor(group)`; in a late row, of all tokens that do. A few
+// lanes share a word, with a piece each.
 template <bool ALL, typename Floor>
 __device__ __forceinline__ void find_bits(const Team &t, Shared &shared, const Row &r, const u16 *groups, int count,
                                           Floor floor) {
-  constexpr int LANES = 32 / PIECE, PIECES = 32 / WARPS;  // lanes of a word; pieces under way of a thread
+  constexpr int LANES = 32 / PIECE, PIECES = 32 / WARPS;  // lanes per word; concurrent pieces per thread
   const int words = count * WORDS_OF_GROUP, of_step = THREADS / LANES, mine = t.thread / LANES;
   const int first = t.lane % LANES * PIECE;
   const bool late = ALL && r.late;
@@ -178,7 +178,7 @@ __device__ __forceinline__ void find_bits(const Team &t, Shared &shared, const R
   for (int start = mine; start - mine < words; start += PIECES * of_step) {
     int tokens[PIECES];
     bool wanted[PIECES];
-    u32 known[PIECES];  // plain tokens; of a late row, those that have occurred
+    u32 known[PIECES];  // plain tokens; in a late row, tokens that have occurred
     float least[PIECES];
     int4 pieces[PIECES];
 #pragma unroll
@@ -186,7 +186,7 @@ __device__ __forceinline__ void find_bits(const Team &t, Shared &shared, const R
       const int at = start + k * of_step;
       const int group = at < words ? groups[at / WORDS_OF_GROUP] : 0;
       const int word = at < words ? group * WORDS_OF_GROUP + at % WORDS_OF_GROUP : 0;
-      least[k] = fmaxf(floor(group), -LARGEST);  // neither NaN nor -inf reaches it
+      least[k] = fmaxf(floor(group), -LARGEST);  // NaN and -inf are below it
       tokens[k] = 32 * word + first;
       wanted[k] = at < words && tokens[k] + PIECE <= r.vocab;
       known[k] = of_words && word < r.num_words ? of_words[word] : 0xffffffffu;
@@ -210,7 +210,7 @@ __device__ __forceinline__ void find_bits(const Team &t, Shared &shared, const R
     }
   }
   __syncthreads();
-  // The tokens behind the last piece are of the last group, which is listed last.
+  // The tokens after the last piece are in the last group, which is listed last.
   const int tail = r.vocab % PIECE, token = r.vocab - tail + t.thread, last = groups[count - 1];
   if (tail == 0) return;
   if (t.thread < tail && last == token / GROUP && logit_at(r, token) >= fmaxf(floor(last), -LARGEST)) {
@@ -221,8 +221,8 @@ __device__ __forceinline__ void find_bits(const Team &t, Shared &shared, const R
   }
   __syncthreads();
 }
-// List the plain tokens of some listed groups that reach `floor(group)`, in their order, and their logits. Their number;
-// more than LIST: too many, and none is listed. With `ALL`, a late row lists its changed tokens too, which may be below.
+// List the plain tokens of the listed groups that reach `floor(group)`, in order, with their logits. Returns their
+// number; above LIST, none is listed. With ALL, a late row lists its changed tokens too, which may be below the floor.
 template <bool ALL, typename Floor>
 __device__ __forceinline__ int list_plain(Team &t, Shared &shared, const Row &r, const u16 *groups, int count,
                                           Floor floor) {
@@ -271,8 +271,8 @@ __device__ __forceinline__ int list_plain(Team &t, Shared &shared, const Row &r,
   }
   return length;
 }
-// List all tokens that reach the floor: plain ones, then changed ones. Their number; more than LIST: too many. Of a late
-// row, those that reach it as the model gave them.
+// List all tokens that reach the floor, plain ones first, then changed ones. Returns their number, above LIST if they
+// are too many. In a late row, model logits are compared with the floor.
 __device__ __forceinline__ int list_tokens(Team &t, Shared &shared, const Row &r, float floor) {
   const int count = list_groups(t, shared, [&](int group) {
     float x = shared.best[group];
@@ -314,11 +314,11 @@ __device__ __forceinline__ int list_tokens(Team &t, Shared &shared, const Row &r
   __syncthreads();
   return length + of_all;
 }
-// Of the list of a late row: how many tokens reach the floor, and the best logit.
+// For the list of a late row: count the tokens that reach the floor, and find the best logit.
 __device__ __forceinline__ int count_reaching(Team &t, const Shared &shared, int length, float floor, float &best) {
   float count[1] = {0.0f};
   u32 largest = key_of(NEG_INF), unused = 0;
-  for (int at = t.thread; at < length; at += THREADS) {  // its own ones, as `list_plain` left them
+  for (int at = t.thread; at < length; at += THREADS) {  // the entries that this thread listed in `list_plain`
     const float x = shared.logits[at];
     if (x >= floor) count[0] += 1.0f;
     largest = max(largest, key_of(x));
@@ -336,8 +336,8 @@ __device__ __forceinline__ void narrow_list(Team &t, Shared &shared, const u32 (
     if (amounts[i] > 0.0f) add_to(bins, keys[i], by_count ? 1u : (u32)(amounts[i] * FIXED));
   narrow_to_bin(t, bins, need, (float)LIST, low, high);
 }
-// The threshold of a list, as a key from which upwards its tokens are kept. Top-k's first: top-p's mass is above it.
-// `reaching`: how many of them reach the floor.
+// The threshold of a list: the lowest key that is kept. Top-k comes first: top-p is a share of the mass that top-k
+// keeps. `reaching`: number of listed tokens that reach the floor.
 __device__ __forceinline__ u32 threshold_of_list(Team &t, Shared &shared, const Row &r, const Kept &kept, int length,
                                                  int reaching, float floor, float best, float total) {
   float amounts[LISTED];
@@ -353,7 +353,7 @@ __device__ __forceinline__ u32 threshold_of_list(Team &t, Shared &shared, const 
     narrow_list(t, shared, keys, amounts, (float)kept.top_k, true, low, high);
     largest_reaching(t, keys, amounts, (float)kept.top_k, low, high, 1);
   }
-  if (r.late) low = max(low, key_of(min_p_floor(r, kept, best)));  // others have it in their floor
+  if (r.late) low = max(low, key_of(min_p_floor(r, kept, best)));  // in other rows it is part of the floor
   if (kept.top_p >= 1.0f) return low;
   float sum[1] = {0.0f};
 #pragma unroll
@@ -362,14 +362,14 @@ __device__ __forceinline__ u32 threshold_of_list(Team &t, Shared &shared, const 
     sum[0] += amounts[i];
   }
   sum_all(t, sum);
-  if (kept.top_k > 0 || kept.min_p > 0.0f) total = sum[0];  // of the mass of what these leave
+  if (kept.top_k > 0 || kept.min_p > 0.0f) total = sum[0];  // of the mass that these keep
   high = key_of(best) + 1;
   narrow_list(t, shared, keys, amounts, kept.top_p * total, false, low, high);
   largest_reaching(t, keys, amounts, kept.top_p * total, low, high, 1);
   return low;
 }
-// The best score among listed tokens that reach the threshold, or what was found before. A word of noise bounds a token's
-// score. Each thread draws the token of its highest bound; then hardly any other may still win.
+// The best score among listed tokens that reach the threshold, or the candidate from before. A word of noise bounds a
+// token's score. Each thread first draws the token of its highest bound: then few others can still win.
 __device__ __forceinline__ Found draw_from_list(Team &t, Shared &shared, const Row &r, int length, u32 threshold,
                                                 Found found) {
   float highest = NEG_INF;

@@ -1,17 +1,17 @@
-// Sampling: draws of rows that keep too many tokens for a list: among groups, and by passes over the row.
+// Sampling: rows that keep too many tokens for a list: draws among groups, and passes over the row.
 
 #include "sample_list.cuh"
 
 #define FINE_BITS 9
 #define FINE (1 << FINE_BITS)  // bins of a row
-#define PASS 2                 // pieces of a thread that are added up while as many are under way
-#define SAMPLED 2048           // tokens that a guess is made from
-#define SPAN 6.0f              // powers of 2 that the masses of a window may be apart
-#define DOUBT 4.0f             // standard deviations by which a guess may be off
-#define SOME 256               // groups that are looked at before more are listed
+#define PASS 2                 // pieces of a thread that are summed while as many are loaded
+#define SAMPLED 2048           // tokens of the sample for an estimate
+#define SPAN 6.0f              // powers of 2 between the masses of a window
+#define DOUBT 4.0f             // standard deviations of error allowed for an estimate
+#define SOME 256               // groups that are read before more are listed
 
-// The highest scores that plain tokens of the groups may have; -inf where none reaches the floor. This thread's highest,
-// and its group.
+// Upper bounds of the scores of each group's plain tokens; -inf if none reaches the floor. Returns this thread's
+// highest bound and its group.
 __device__ __forceinline__ Found bound_groups(const Team &t, Shared &shared, const Row &r, float floor) {
   Found highest = {NEG_INF, NOWHERE, NEG_INF};
 #pragma unroll 1
@@ -62,14 +62,14 @@ __device__ __forceinline__ Found best_of_group(const Team &t, const Row &r, int 
 }
 // The best score among all tokens that reach the floor.
 __device__ __forceinline__ Found best_score(Team &t, Shared &shared, const Row &r, float floor) {
-  // Each warp looks at its most promising group. The best score among those is near that of all.
+  // Each warp draws from its most promising group. The best of these scores is close to the overall best.
   Found first = bound_groups(t, shared, r, floor);
   best_of_warp(first);
   Found found = {NEG_INF, NOWHERE, NEG_INF};
   if (first.token < NOWHERE) found = best_of_group(t, r, first.token, floor);
   best_of_all(t, found);
-  // Then the tokens that may do better, of groups that may: some at first, as what they give dismisses most of the
-  // others. A token has no better noise than the bound of its group. The margin is far above what rounding is off by.
+  // Then the tokens that may have a better score, in groups that may: a few groups first, because their scores exclude
+  // most others. A token's noise is at most its group's bound. The margin is far above rounding errors.
   int most = min(SOME, LIST);
   while (true) {
     const float enough = found.score;
@@ -82,7 +82,7 @@ __device__ __forceinline__ Found best_score(Team &t, Shared &shared, const Row &
       return bound >= enough && bound > NEG_INF;
     });
     int some = min(count, most), length = list_plain<false>(t, shared, r, shared.groups, some, able);
-    if (length > LIST) {  // all tokens of so many groups fit
+    if (length > LIST) {  // all tokens of this number of groups fit
       some = most = LIST / GROUP;
       length = list_plain<false>(t, shared, r, shared.groups, some, able);
     }
@@ -102,8 +102,8 @@ __device__ __forceinline__ Found best_score(Team &t, Shared &shared, const Row &
 
 // Thresholds of a whole row
 
-// Amounts of tokens by their logits: numbers where best and rate are 0, else masses. The threshold lies in [low, high):
-// it is the largest key from which on they add up to `need`. Those that count add up to `total`.
+// Amounts of tokens by their logits: counts if best and rate are 0, else masses. The threshold is in [low, high): the
+// largest key from which on the amounts reach `need`. `total`: the sum of all amounts that count.
 struct Sought {
   u32 low, high;
   float best, rate, need, total;
@@ -118,14 +118,14 @@ __device__ __forceinline__ float finite(float x) { return fminf(fmaxf(x, -LARGES
 // Bins of about equal width for the logits of the keys [low, high):
 //
 //     an eighth of a logit   x ...... x + w      w: their width
-//     and an addend          w ...... 2 w        floats are equally far apart here, so their bits count steps
+//     and an addend          w ...... 2 w        floats have equal distances here, so their bits count steps
 //     bin                    0 ...... FINE - 1   the highest bits of that count
 //
-// Amounts are added up as whole numbers, of which `units` are 1: as many as all amounts together leave room for.
+// Amounts are summed as integers, with `units` for an amount of 1: as large as the sum of all amounts allows.
 struct FineBins {
   u32 *sums;
   u32 low, high;
-  float addend, units;  // the addend is not -0: so both zeros have one place
+  float addend, units;  // the addend is not -0, so that both zeros get the same bin
   u32 first;
   int shift;
 };
@@ -138,7 +138,7 @@ __device__ __forceinline__ u32 bin_of(const FineBins &bins, float x) {
 __device__ __forceinline__ u32 in_units(const FineBins &bins, float amount) {  // to the nearest: adding 2^23 rounds
   return __float_as_uint(__fmaf_rn(amount, bins.units, 8388608.0f)) - __float_as_uint(8388608.0f);
 }
-// Empty bins. `most`: how many amounts there may be.
+// Empty bins. `most`: largest number of amounts.
 __device__ __forceinline__ FineBins fine_bins(const Team &t, Shared &shared, const Sought &sought, u32 low, u32 high,
                                               int most) {
   FineBins bins = {reinterpret_cast<u32 *>(shared.bounds), low, high};
@@ -147,8 +147,8 @@ __device__ __forceinline__ FineBins fine_bins(const Team &t, Shared &shared, con
   bins.first = place_of(bins, x);
   const u32 width = place_of(bins, last) - bins.first;
   bins.shift = width < FINE ? 0 : 32 - __clz(width) - FINE_BITS;
-  // 32 bits hold `most` of the largest amount, and they hold the total: whichever allows the finer units counts. One
-  // amount takes 23 bits at most.
+  // 32 bits must hold `most` times the largest amount, or the total: the finer of the two units is used. An amount
+  // takes at most 23 bits.
   const float largest = mass_of(sought, last), each = (float)(1u << min(__clz(most) - 1, 20));
   const float units = fminf(fmaxf(each / largest, 2147483648.0f / sought.total), 4194304.0f / largest);
   bins.units = by_count(sought) ? 1.0f : fminf(units, LARGEST);
@@ -157,20 +157,20 @@ __device__ __forceinline__ FineBins fine_bins(const Team &t, Shared &shared, con
   __syncthreads();
   return bins;
 }
-// The highest bin from which upwards amounts add up to `need` units; -1: all of them do not.
+// The highest bin from which on the amounts reach `need` units; -1 if all together do not.
 __device__ __forceinline__ int bin_reaching(const Team &t, const FineBins &bins, float need) {
   constexpr int MINE = FINE / 32;
   u32 sums[MINE];
   add_from_above(t, bins.sums, sums);
-  u32 reached = 0;  // one more than the bin's number
+  u32 reached = 0;  // the bin's number plus 1
 #pragma unroll
   for (int i = 0; i < MINE; ++i)
     if ((float)sums[i] >= need) reached = MINE * t.lane + i + 1;
   return (int)__reduce_max_sync(0xffffffffu, reached) - 1;
 }
-// The first key of a bin, found by a warp: each lane looks at a key.
+// The first key of a bin, found by a warp that tests a key per lane.
 __device__ __forceinline__ u32 key_of_bin(const Team &t, const FineBins &bins, int bin) {
-  u32 below = bins.low, at = bins.high;  // the key is one of those behind `below`, up to `at`
+  u32 below = bins.low, at = bins.high;  // the key is above `below`, and at most `at`
   if (bin <= 0) return below;
   while (at - below > 1) {
     const u32 step = (at - below + 31) / 32, key = below + step * (t.lane + 1);
@@ -181,15 +181,15 @@ __device__ __forceinline__ u32 key_of_bin(const Team &t, const FineBins &bins, i
   }
   return at;
 }
-// Keys that logits of two bytes have: the lowest one from a key on.
+// The lowest key of a two-byte logit from a key on.
 __device__ __forceinline__ u32 next_of_grid(u32 key) {
   constexpr u32 STEP = LOGIT_BYTES == 4 ? 1 : Q_BF16 ? 1 << 16 : 1 << 13;
   return key & 0x80000000u ? (key + STEP - 1) & ~(STEP - 1) : key | (STEP - 1);
 }
 
-// Keys [low, high) that the threshold is likely in, from a sample: words of tokens at about equal distances. The mass
-// above a threshold may be that of few tokens, which a sample misses. So masses are sought by what is below: the total,
-// which is of the tokens from a key on, less what is needed.
+// Estimate keys [low, high) around the threshold from a sample: words of tokens at about equal distances. The mass
+// above a threshold may be in a few tokens that the sample misses. So the search uses the mass below it: the total of
+// the tokens from a key on, minus `need`.
 __device__ __forceinline__ void guess(Team &t, Shared &shared, const Row &r, const Sought &sought, u32 from, u32 &low,
                                       u32 &high) {
   constexpr int MINE = SAMPLED / THREADS;
@@ -198,7 +198,7 @@ __device__ __forceinline__ void guess(Team &t, Shared &shared, const Row &r, con
   float logits[MINE];
   u32 largest = 0, least = 0xffffffffu;
 #pragma unroll
-  for (int i = 0; i < MINE; ++i) {  // all reads are under way before one is waited for
+  for (int i = 0; i < MINE; ++i) {  // all reads are issued before the first is used
     const int draw = i * WARPS + t.warp;
     tokens[i] = min(32 * (draw * distance + draw * 7 % distance) + t.lane, r.vocab);
     logits[i] = logit_at(r, min(tokens[i], r.vocab - 1));
@@ -222,7 +222,7 @@ __device__ __forceinline__ void guess(Team &t, Shared &shared, const Row &r, con
   extremes_all(t, largest, least);
   low = sought.low;
   high = sought.high;
-  if (largest <= least) return;  // no two tokens of the sample differ
+  if (largest <= least) return;  // all tokens of the sample are equal
   const FineBins bins = fine_bins(t, shared, sought, least, largest + 1, SAMPLED);
   float sum[1] = {0.0f};
 #pragma unroll
@@ -243,11 +243,11 @@ __device__ __forceinline__ void guess(Team &t, Shared &shared, const Row &r, con
   if (last + 1 < FINE) high = min(high, max(key_of_bin(t, bins, last + 1), low + 1));
 }
 
-// Add up a row's amounts: those above the bins in `sum`, those that the bins are for in them.
+// Sum a row's amounts: those above the bins in `sum`, the others in their bins.
 template <bool PROCESSES>
 __device__ __forceinline__ void add_row(const Team &t, const Row &r, const Sought &sought, const FineBins &bins,
                                         float &sum) {
-  const float lowest = fmaxf(value_of(bins.low), -LARGEST), bound = value_of(bins.high);  // NaN reaches neither
+  const float lowest = fmaxf(value_of(bins.low), -LARGEST), bound = value_of(bins.high);  // NaN is below both
   const auto add = [&](float x, bool counts) {
     const float w = power2((fminf(x, LARGEST) - sought.best) * sought.rate);
     const bool is_above = x >= bound;
@@ -270,7 +270,7 @@ __device__ __forceinline__ void add_row(const Team &t, const Row &r, const Sough
   read(t.thread * PIECE, pieces);
 #pragma unroll 1
   for (int start = t.thread * PIECE; start < end; start += PASS * THREADS * PIECE) {
-    read(start + PASS * THREADS * PIECE, next_pieces);  // under way while these are added up
+    read(start + PASS * THREADS * PIECE, next_pieces);  // loaded while these are summed
 #pragma unroll
     for (int k = 0; k < PASS; ++k) {
       const int token = start + k * THREADS * PIECE;
@@ -286,7 +286,7 @@ __device__ __forceinline__ void add_row(const Team &t, const Row &r, const Sough
   if (t.thread < tail) add(logit_at(r, end + t.thread), !PROCESSES || has_bit(r.plain, end + t.thread));
   for_changed(t, r, [&](int, float x) { add(x, true); });
 }
-// A pass over the row, with bins for the keys [low, high): narrow what is sought. The amount from `high` on.
+// A pass over the row with bins for the keys [low, high), which narrows the search. Returns the amount from `high` on.
 __device__ __forceinline__ float narrow_by_pass(Team &t, Shared &shared, const Row &r, Sought &sought, u32 low,
                                                 u32 high) {
   const FineBins bins = fine_bins(t, shared, sought, low, high, r.vocab);
@@ -306,8 +306,8 @@ __device__ __forceinline__ float narrow_by_pass(Team &t, Shared &shared, const R
     sought.high = min(sought.high, key_of_bin(t, bins, bin + 1));
   }
   sought.high = max(sought.high, sought.low + 1);
-  // The threshold is the key of a logit. Where one key alone is left that logits can have, it is known. Where a pass
-  // leaves all keys, no bin tells their logits apart: the lowest key serves.
+  // The threshold is the key of a logit, and known when only one such key is left. If a pass leaves all keys, no bin
+  // separates their logits: the lowest key is used.
   const u32 key = next_of_grid(sought.low);
   const bool is_one = !r.processes && key < sought.high && next_of_grid(key + 1) >= sought.high;
   if (is_one) sought.low = key;
@@ -316,22 +316,22 @@ __device__ __forceinline__ float narrow_by_pass(Team &t, Shared &shared, const R
   return sum[0];
 }
 
-// What the passes of a row are for. TOP_K: its threshold is sought, of rows with top-p beside it. MASS: top-p is of the
-// mass of what top-k and min-p leave. DRAW: the threshold is sought only until the drawn token is known to be kept.
+// The phases of a row. TOP_K: find the threshold of top-k, in rows that also have top-p. MASS: sum the mass that top-k
+// and min-p keep, for top-p. DRAW: narrow the threshold until the drawn token is known to be kept.
 enum Phase { TOP_K, MASS, DRAW };
 
-// The draw among all tokens that are kept. The threshold need not be known exactly: a draw among all tokens from some
-// key on decides, once that key is known to be no higher than the threshold, and the drawn token to be kept. A pass
-// leaves so narrow a bin that mostly the first draw is one that decides.
+// Draw among all kept tokens. The threshold need not be known exactly: a draw among all tokens from some key on is the
+// result if this key is at most the threshold, and the drawn token is known to be kept. The bin that a pass leaves is
+// so narrow that the first draw usually is the result.
 //
-// Not inlined: its registers are no one else's.
+// Not inlined, so that its registers do not burden other paths.
 __device__ __noinline__ Found draw_by_passes(Team t, Shared &shared, const Row r, const Kept kept, float floor,
                                              float best, float total) {
   const u32 end = key_of(best) + 1;
   Phase phase = kept.top_p >= 1.0f ? DRAW : kept.top_k > 0 ? TOP_K : kept.min_p > 0.0f ? MASS : DRAW;
   Sought sought = {key_of(floor), end, finite(best), r.rate, kept.top_p * total, total};
   if (kept.top_k > 0) sought = {sought.low, end, 0.0f, 0.0f, (float)kept.top_k, (float)r.vocab};
-  u32 from = 0;  // the total is of the tokens from there on
+  u32 from = 0;  // `total` counts the tokens from this key on
   bool guessed = false;
   while (true) {
     if (phase == TOP_K && sought.high - sought.low <= 1) {  // found
@@ -348,7 +348,7 @@ __device__ __noinline__ Found draw_by_passes(Team t, Shared &shared, const Row r
       if (found.token >= NOWHERE || key_of(found.logit) >= high - 1) return found;
     }
     guessed = true;
-    // Masses that are far apart are not added up in the same units: most of the digits would be lost.
+    // Masses of different magnitude are not summed in the same units: most digits would be lost.
     if (!by_count(sought) && high - low > 1)
       low = max(low, min(key_of(value_of(high - 1) - SPAN / sought.rate), high - 2));
     const float amount = narrow_by_pass(t, shared, r, sought, low, high);

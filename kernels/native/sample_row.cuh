@@ -1,10 +1,10 @@
-// Sampling: a row, its noise, its logits, and the tokens that mask, bias and penalties change.
+// Sampling: a row, its noise, its logits, and its changed tokens: those that mask, bias and penalties change.
 
 #include "sample_block.cuh"
 
 #define PIECE (16 / LOGIT_BYTES)  // logits of 16 bytes
 #define MAX_HEAT 1e30f
-#define MIN_HEAT 1e-30f           // below it every logit but the best has weight 0 already
+#define MIN_HEAT 1e-30f           // below it, every logit but the best has weight 0
 
 struct Params {
   const void *logits;         // [rows, vocab]
@@ -14,18 +14,18 @@ struct Params {
   const float *top_p, *min_p, *repetition, *presence, *frequency;
   const u32 *seen;            // [state_rows, words]
   const int *counts;          // [state_rows, vocab]
-  const int *bias_tokens;     // [bias_rows, bias_capacity]
-  const float *bias_values;   // [bias_rows, bias_capacity]
-  const int *bias_counts;     // [bias_rows]
+  const int *bias_tokens;     // [bias_rows, 2, bias_capacity]
+  const float *bias_values;   // [bias_rows, 2, bias_capacity]
+  const int *bias_lists;      // [bias_rows, 3]: entries of both lists, and the length from which the first one applies
   const u32 *mask_words;      // [num_masks, words]
   const int *mask_index;      // [rows]
-  const float *group_best;    // [rows, num_groups]: the highest logit of a group's plain tokens; where the row is
-                              // `late`, of all its tokens, as the model gave them
+  const float *group_best;    // [rows, num_groups]: the highest logit of a group's plain tokens; in a late row,
+                              // the highest model logit of all its tokens
   const float *group_mass;    // [rows, num_groups], relative to the group's best
   float *changed_best;        // [rows, num_groups]: the highest logit of a group's changed tokens
-  u32 *plain_words;           // [rows, num_groups * WORDS_OF_GROUP]: tokens that nothing changes. Of a row that is
-                              // `late`: only once it takes passes
-  int *num_changed;           // [rows]: changed tokens that are listed; -1: too many
+  u32 *plain_words;           // [rows, num_groups * WORDS_OF_GROUP]: bits of unchanged tokens. In a late row only
+                              // once it takes passes
+  int *num_changed;           // [rows]: number of listed changed tokens; -1: too many
   float *highest_changed;     // [rows]
   int *changed_tokens;        // [rows, CHANGED]
   float *changed_logits;      // [rows, CHANGED]
@@ -34,11 +34,11 @@ struct Params {
   int vocab, state_rows, bias_rows, bias_capacity, num_masks, num_groups;
 };
 
-// What a row keeps. The values of what is off: 0, 1 and 0.
+// Truncation of a row; 0, 1 and 0 if off.
 struct Kept {
   int top_k;
   float top_p, min_p;
-  bool truncates;  // its threshold is to be sought: by top-k and top-p. A greedy row needs none
+  bool truncates;  // it needs a search for a threshold, by top-k or top-p; greedy rows do not
 };
 __device__ __forceinline__ Kept kept_of(const Params &p, int at) {
   Kept kept = {0, 1.0f, 0.0f, false};
@@ -53,15 +53,15 @@ __device__ __forceinline__ Kept kept_of(const Params &p, int at) {
   return kept;
 }
 
-// A row. What it does not use is null or 0. `processes`: mask, bias or penalties change some of its tokens. Those are
-// listed, or too many for the list (-1), so that they are processed each time anew. All others are plain.
+// A row. Unused options are null or 0. `processes`: mask, bias or penalties change some of its tokens. These are stored
+// in a list, or processed again by each reader if they are too many (-1). All other tokens are plain.
 //
-// `late`: it has top-k of at most LATE_TOP_K, and nothing changes its tokens but penalties, which raise none. So what the
-// model gave a token bounds its processed logit, and few changed tokens reach the floor. Those are processed when they
-// are listed: nobody looks at the others.
+// `late`: top-k is at most LATE_TOP_K, and only penalties change tokens, without raising any logit. So the model's
+// logit of a token bounds its processed logit, and few changed tokens reach the floor. Only these are processed, once
+// they are listed.
 struct Row {
   const char *logits;
-  bool aligned;  // pieces of 16 bytes may be read at once
+  bool aligned;  // 16 bytes can be read at once
   int vocab, num_words;
   const u32 *allowed, *seen;
   const int *counts, *bias_tokens;
@@ -69,16 +69,15 @@ struct Row {
   int num_biases;
   float repetition, presence, frequency;
   bool processes, late;
-  u32 *plain;  // null: all tokens are, or the row is late
+  u32 *plain;  // null if all tokens are plain, or the row is late
   int num_changed;
   int *changed_tokens;
   float *changed_logits;
   u32 seed_low, seed_high, position;
-  float heat, rate;  // rate: makes differences of logits exponents of 2
+  float heat, rate;  // rate: turns differences of logits into exponents of 2
 };
 
-// Noise: see noise_reference(). Additions and products are spelled out, so that a group's bound and a token's score are
-// rounded alike.
+// Noise: see noise_reference(). Explicit roundings make the bound of a group and the score of a token round alike.
 
 // Four words of Philox-4x32-10.
 struct Random { u32 word[4]; };
@@ -96,7 +95,7 @@ __device__ __forceinline__ Random philox(const Row &r, u32 counter, u32 kind) {
   }
   return {{c0, c1, c2, c3}};
 }
-__device__ __forceinline__ float exponential(float u) {  // -log(1 - u); small ones by a series, which is exact there
+__device__ __forceinline__ float exponential(float u) {  // -log(1 - u); a series for small u, which is exact there
   float series = __fmul_rn(u, __fmaf_rn(u, __fmaf_rn(u, __fmaf_rn(u, 0.25f, 0.3333333333333333f), 0.5f), 1.0f));
   return u < 0.015625f ? series : -logf(fmaxf(__fadd_rn(1.0f, -u), 2.9802322387695312e-08f));
 }
@@ -105,7 +104,7 @@ __device__ __forceinline__ float least_of(u32 word) {
   float u = __fmaf_rn((float)(word >> 5), 7.450580596923828e-09f, 3.725290298461914e-09f);
   return __fmul_rn(exponential(u), 0.03125f);
 }
-// By how much a token's variate exceeds the least one, where that is not its own.
+// By how much a token's variate exceeds the least one, if that is another token's.
 __device__ __forceinline__ float above_least(const Row &r, int token) {
   u32 own = philox(r, token, 0).word[0];
   return exponential(__fmaf_rn((float)own, 2.3283064365386963e-10f, 1.1641532182693481e-10f));
@@ -119,14 +118,14 @@ __device__ __forceinline__ u32 word_at(const Row &r, int token) {
 __device__ __forceinline__ float score_of(const Row &r, float logit, float variate) {
   return __fmaf_rn(r.heat, -logf(variate), logit);
 }
-// Whether the least variate of the 32 neighbours is the token's own. Else the token's exceeds it.
+// Whether the token has the least variate of the 32 neighbours. Otherwise its variate exceeds the least one.
 __device__ __forceinline__ bool is_own(u32 word, int token) { return (int)(word & 31) == token % 32; }
 __device__ __forceinline__ float drawn_score(const Row &r, int token, u32 word, float logit) {
   const float least = least_of(word);
   return score_of(r, logit, is_own(word, token) ? least : __fadd_rn(least, above_least(r, token)));
 }
-// What a score cannot exceed, in few instructions. With u for the word's fraction, the least variate is -log(1 - u) / 32,
-// which is u / 32 at least; the margin is far above what the logarithm is off by.
+// An upper bound of a score, in few instructions. With u for the word's fraction, the least variate is -log(1 - u) /
+// 32, at least u / 32; the margin is far above the error of the logarithm.
 __device__ __forceinline__ float bound_of(const Row &r, u32 word, float logit) {
   const float noise = 32.0f * LN2 - LN2 * logarithm2((float)(word >> 5) + 0.5f);
   return r.heat * (noise + 1e-3f) + logit;
@@ -134,7 +133,7 @@ __device__ __forceinline__ float bound_of(const Row &r, u32 word, float logit) {
 
 // Logits
 
-__device__ __forceinline__ float logit_at(const Row &r, int token) {  // as the model gave it; -inf for NaN
+__device__ __forceinline__ float logit_at(const Row &r, int token) {  // the model's logit; -inf for NaN
 #if LOGIT_BYTES == 4
   float x = reinterpret_cast<const float *>(r.logits)[token];
 #else
@@ -142,8 +141,8 @@ __device__ __forceinline__ float logit_at(const Row &r, int token) {  // as the 
 #endif
   return x > NEG_INF ? x : NEG_INF;
 }
-// Pieces of 16 bytes: neighbours from some tokens on, as they are. All reads are under way before one is waited for.
-// Of rows that lie at other addresses each logit is read by itself. The row's last tokens may fill no piece.
+// Pieces of 16 bytes of raw logits, from some tokens on. All reads are issued before the first is used. Rows that are
+// not aligned are read logit by logit. The row's last tokens may not fill a piece.
 template <int K>
 __device__ __forceinline__ void read_pieces(const Row &r, const int (&tokens)[K], const bool (&wanted)[K],
                                             int4 (&pieces)[K]) {
@@ -181,7 +180,7 @@ __device__ __forceinline__ void unpack(int4 piece, float (&logits)[PIECE]) {
 
 __device__ __forceinline__ bool has_bit(const u32 *words, int token) { return words[token / 32] >> token % 32 & 1; }
 
-// Bias of a token: a binary search in the row's ascending list. 0: it has none.
+// The bias of a token, or 0: a binary search in the row's ascending list.
 __device__ __forceinline__ float bias_of(const Row &r, int token) {
   int at = 0;
   for (int length = r.num_biases; length > 1;) {
@@ -191,7 +190,7 @@ __device__ __forceinline__ float bias_of(const Row &r, int token) {
   }
   return r.num_biases > 0 && r.bias_tokens[at] == token ? r.bias_values[at] : 0.0f;
 }
-// A logit after bias and penalties, of a token that has occurred or not.
+// A logit after bias and penalties; `occurred`: the token is in the prompt or the output.
 __device__ __forceinline__ float processed(const Row &r, int token, float x, bool occurred, int count) {
   if (r.num_biases > 0) x = __fadd_rn(x, bias_of(r, token));
   if (occurred) {
@@ -205,13 +204,13 @@ __device__ __forceinline__ float processed_at(const Row &r, int token) {
   bool occurred = r.seen && has_bit(r.seen, token);
   return processed(r, token, logit_at(r, token), occurred, occurred ? r.counts[token] : 0);
 }
-// Whether an entry of the bias list changes a token that penalties do not change.
+// Whether a token of the bias list is changed by the bias only.
 __device__ __forceinline__ bool only_biased(const Row &r, int token) {
   return token >= 0 && token < r.vocab && !(r.allowed && !has_bit(r.allowed, token)) &&
          !(r.seen && has_bit(r.seen, token));
 }
 
-// Each changed token and its processed logit, by one of the threads, in the same order each time.
+// Visit each changed token and its processed logit, each by one thread, always in the same order.
 template <typename Visit> __device__ __forceinline__ void for_changed(const Team &t, const Row &r, Visit visit) {
   if (!r.processes) return;
   if (r.num_changed >= 0) {
@@ -244,7 +243,7 @@ template <typename Visit> __device__ __forceinline__ void for_changed(const Team
 __device__ __forceinline__ u32 *plain_of(const Params &p, int at) {
   return p.plain_words + (i64)at * p.num_groups * WORDS_OF_GROUP;
 }
-// The row of a block, with everything that it does not use off; but for what is known of its changed tokens.
+// The row of a block, with unused options off, and without its list of changed tokens.
 __device__ __forceinline__ Row row_of(const Params &p, int at) {
   Row r = {};
   r.logits = static_cast<const char *>(p.logits) + at * p.logits_row * LOGIT_BYTES;
@@ -258,7 +257,7 @@ __device__ __forceinline__ Row row_of(const Params &p, int at) {
     int mask = p.mask_index[at];
     if (mask >= 0 && mask < p.num_masks) r.allowed = p.mask_words + (i64)mask * r.num_words;
   }
-  // Read side by side: each of these takes as long as a turn of a loop.
+  // Independent reads: each takes as long as an iteration of a loop.
   const int id = p.req_indices ? p.req_indices[at] : -1;
   float repetition = 1.0f, presence = 0.0f, frequency = 0.0f;
   if (p.repetition) {
@@ -270,12 +269,15 @@ __device__ __forceinline__ Row row_of(const Params &p, int at) {
   r.seed_low = (u32)seed;
   r.seed_high = (u32)(seed >> 32);
   r.position = (u32)p.seq_lens[at];
-  if (p.bias_counts && id >= 0 && id < p.bias_rows) {
-    r.num_biases = max(min(p.bias_counts[id], p.bias_capacity), 0);
-    r.bias_tokens = p.bias_tokens + (i64)id * p.bias_capacity;
-    r.bias_values = p.bias_values + (i64)id * p.bias_capacity;
+  if (p.bias_lists && id >= 0 && id < p.bias_rows) {
+    const int *lists = p.bias_lists + 3 * (i64)id;
+    const int count = lists[0], early_count = lists[1];
+    const bool early = (int)r.position < lists[2];
+    r.num_biases = max(min(early ? early_count : count, p.bias_capacity), 0);
+    r.bias_tokens = p.bias_tokens + (2 * (i64)id + early) * p.bias_capacity;
+    r.bias_values = p.bias_values + (2 * (i64)id + early) * p.bias_capacity;
   }
-  // Penalties that mean nothing are off.
+  // Invalid penalties are off.
   r.repetition = repetition > 0.0f && repetition <= LARGEST ? repetition : 1.0f;
   r.presence = fabsf(presence) <= LARGEST ? presence : 0.0f;
   r.frequency = fabsf(frequency) <= LARGEST ? frequency : 0.0f;

@@ -1,23 +1,23 @@
-// Sampling: which tokens of a row mask, bias and penalties change, and their processed logits. A block per row.
+// Sampling: find the tokens of a row that mask, bias and penalties change, and process their logits. A block per row.
 //
-// Rows that process theirs late (`Row`) are left alone.
+// Late rows (`Row`) are skipped.
 //
-// It runs beside the first pass (ops/sampling_chunks.py), which reads all logits and leaves the changed tokens out.
-// Neither reads what the other writes. The last program of that pass ends after this kernel, so that who waits for the
-// pass has waited for both. A block does this:
+// The kernel runs concurrently with the first pass (ops/sampling_chunks.py), which reads all logits except those of
+// changed tokens. Neither reads the output of the other. The last program of that pass waits for this kernel, so that
+// later kernels wait for both. A block does this:
 //
-// 1. It looks at the row's bits: a token that has occurred is changed, one that the mask forbids is no token any more,
-//    and all others are plain. Tokens that only a bias changes are found from the list of biases.
-// 2. It lists the changed tokens, in an order that depends on the row alone.
-// 3. It processes them. Each lies in a sector of logits and one of counts, so many are under way at once. The highest
-//    of each group is left for rows whose draw asks groups first.
+// 1. Read the row's bits: a token that has occurred is changed, a token that the mask forbids is dropped, and all
+//    others are plain. Tokens that only a bias changes come from the bias list.
+// 2. List the changed tokens, in an order that depends on the row only.
+// 3. Process them. Each needs a sector of logits and one of counts, so many reads run concurrently. Rows that draw
+//    among groups also get the highest changed logit of each group.
 //
 // Compile-time macros: WARPS, LOGIT_BYTES (2 or 4), Q_BF16 (of two bytes: bfloat16, else float16), GROUP (tokens of a
 // group, 32 to 256), CHANGED (changed tokens that are listed), LATE_TOP_K (most tokens of a row that is late), BLOCKS_PER_SM
 
 #include "sample_row.cuh"
 
-#define WORDS 16  // of bits, that a thread reads side by side
+#define WORDS 16  // words of bits that a thread reads concurrently
 
 struct Shared {
   Meeting meeting;
@@ -25,8 +25,8 @@ struct Shared {
   int tokens[CHANGED];      // the changed tokens
 };
 
-// Words of bits of a thread, from one on: tokens that penalties change, and those that nothing but a bias may change.
-// Behind the last word there are none.
+// A thread's words of bits, from `first` on: tokens that penalties change, and tokens that only a bias may change.
+// Words beyond the last one are 0.
 __device__ __forceinline__ void read_bits(const Row &r, int first, u32 (&changed)[WORDS], u32 (&plain)[WORDS]) {
   u32 allowed[WORDS], occurred[WORDS];
 #pragma unroll
@@ -76,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sample_spli
   r.num_changed = penalised + biased > CHANGED ? -1 : penalised + biased;
   // 2. The list
   if (r.num_changed > 0) {
-    const bool known = r.num_words <= WORDS * THREADS;  // all words were read at once, and are there still
+    const bool known = r.num_words <= WORDS * THREADS;  // all words were read at once, and are still in registers
 #pragma unroll 1
     for (int first = t.thread; first < r.num_words; first += WORDS * THREADS) {
       if (!known) read_bits(r, first, changed, plain);

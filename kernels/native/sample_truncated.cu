@@ -1,29 +1,30 @@
-// Sampling: the token of a row that truncates by top-k or top-p. A block per row; all other rows are left alone.
+// Sampling: rows that truncate by top-k or top-p. A block per row; all other rows are skipped.
 //
-// The first pass (ops/sampling_chunks.py) leaves the highest logit of each group of neighbouring tokens, without the
-// tokens that mask, bias and penalties change; sample_split.cu lists those. In rows that are `late` nothing is left out. A
-// block does this:
+// The first pass (ops/sampling_chunks.py) writes the highest logit of each group of neighbouring tokens, without the
+// changed tokens, which sample_split.cu lists. In late rows it includes all tokens. A block does this:
 //
-// 1. From the groups it takes a floor, a logit below which nothing is kept. What reaches it is mostly a short list:
+// 1. Compute a floor from the groups: a logit below which no token is kept. The tokens that reach it are usually a
+//    short list:
 //
 //        groups at the floor   17  40  41  55 ...       by their highest logits
 //        bits of their words   ...0100100, ...0001      tokens that reach the floor
-//        list                  546 549 1302 ...         a place for each bit, then the changed tokens
+//        list                  546 549 1302 ...         a token for each bit, then the changed tokens
 //
-//    In a late row penalties lower some of the listed tokens. Where fewer than top-k are left, the floor sinks.
-// 2. The list's threshold is sought: a histogram leaves one bin of 256, sums over the list decide within.
-// 3. A token is drawn among what is kept.
-// 4. Too many tokens for a list: a sample says about where the threshold is, a pass over the row narrows it, and a draw
-//    among groups follows. Another pass, where the drawn token is so near the threshold that it may not be kept.
+//    In a late row penalties lower some of the listed tokens. If fewer than top-k reach the floor, it is lowered.
+// 2. Find the threshold of the list: a histogram leaves one bin of 256, and sums over the list decide within it.
+// 3. Draw a token among the kept ones.
+// 4. If the tokens are too many for a list: a sample estimates the threshold, a pass over the row narrows it, and a
+//    draw among groups follows. Another pass follows if the drawn token is so close to the threshold that it may not
+//    be kept.
 //
 // Compile-time macros: those of sample_split.cu, and LIST (tokens that a list holds)
 
 #include "sample_passes.cuh"
 
-#define SPARE 64  // groups of a late row beyond top-k, as penalties lower some of their tokens
+#define SPARE 64  // extra groups of a late row, because penalties lower some tokens
 
-// Passes ask for what the first pass did not leave of a late row: its plain tokens, and the row's best logit. The groups'
-// highest logits are bounds of plain ones, as passes need them.
+// Compute what passes need and the first pass did not write for a late row: its plain tokens and its best logit. The
+// groups' highest logits are upper bounds for plain tokens, as passes need them.
 __device__ __forceinline__ void split_late(Team &t, Shared &shared, const Params &p, Row &r, int at, float &best) {
   r.plain = plain_of(p, at);
   for (int word = t.thread; word < r.num_words; word += THREADS) r.plain[word] = ~r.seen[word];
@@ -42,10 +43,10 @@ __device__ __forceinline__ void split_late(Team &t, Shared &shared, const Params
   extremes_all(t, largest, unused);
   best = value_of(largest);
 }
-// The token of a row that truncates; other rows are left alone.
+// Sample a row that truncates; skip other rows.
 //
-// Nothing waits here for what the first pass wrote: the second pass, which this kernel follows, lets it start only when
-// every block there has waited for the first pass. No line of it can be in a cache of this multiprocessor from before.
+// No wait for the first pass is needed: the second pass lets this kernel start only after each of its blocks has waited
+// for the first pass. No stale line of its output can be in a cache of this multiprocessor.
 __device__ __forceinline__ void sample_row(const Params &p, Shared &shared, int at) {
   const Kept kept = kept_of(p, at);
   if (!kept.truncates) return;
@@ -74,9 +75,9 @@ __device__ __forceinline__ void sample_row(const Params &p, Shared &shared, int 
   }
   extremes_all(t, largest, lowest);
   const float given = value_of(largest);
-  float best = given;  // a late row's is known when its tokens are processed
+  float best = given;  // in a late row it is known once tokens are processed
   float total[1] = {0.0f};
-  if (kept.top_p < 1.0f && kept.top_k == 0 && kept.min_p == 0.0f) {  // top-p is of the mass of all tokens
+  if (kept.top_p < 1.0f && kept.top_k == 0 && kept.min_p == 0.0f) {  // top-p is a share of the mass of all tokens
 #pragma unroll 8
     for (int group = t.thread; group < p.num_groups; group += THREADS)
       total[0] += p.group_mass[first + group] * weight(shared.best[group], best, r.rate);
@@ -85,14 +86,14 @@ __device__ __forceinline__ void sample_row(const Params &p, Shared &shared, int 
   }
   float floor;
   const int all_groups = (r.vocab + GROUP - 1) / GROUP;
-  int length, reaching, groups = kept.top_k;  // so many are to reach the floor
+  int length, reaching, groups = kept.top_k;  // number of groups that must reach the floor
   if (r.late) groups = max(groups, min(groups + SPARE, all_groups));
 #pragma unroll 1
   while (true) {
     floor = floor_of(t, shared, r, kept, groups, lowest, given, total[0]);
     length = reaching = list_tokens(t, shared, r, floor);
     if (!r.late || length > LIST) break;
-    floor = fmaxf(floor, -LARGEST);  // what penalties made -inf is no token
+    floor = fmaxf(floor, -LARGEST);  // a logit of -inf is never sampled
     reaching = count_reaching(t, shared, length, floor, best);
     if (reaching >= kept.top_k || floor == -LARGEST) break;  // or all tokens are listed
     const int more = groups + max(2 * (kept.top_k - reaching), groups / 4);
@@ -115,6 +116,6 @@ __device__ __forceinline__ void sample_row(const Params &p, Shared &shared, int 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sample_truncated(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) char memory[];
   sample_row(p, *reinterpret_cast<Shared *>(memory), blockIdx.x);
-  // The second pass let this one start when the first had ended. Who waits for this kernel has then waited for both.
+  // The next kernel waits for this one only, so this one waits for the second pass.
   if (blockIdx.x == gridDim.x - 1) wait_for_earlier_kernels();
 }

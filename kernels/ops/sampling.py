@@ -1,27 +1,27 @@
-"""Sampling inside the graph: a token per row from its logits.
+"""Sampling inside the graph: one token per row of logits.
 
     sample(logits, temperatures, seeds, seq_lens)                                          # greedy and temperature
     sample(logits, temperatures, seeds, seq_lens, truncation=Truncation(top_k, top_p, min_p))
 
 A draw from softmax(logits / temperature) is the argmax of logits + temperature * Gumbel noise (Gumbel-max). The noise
-comes from Philox, a counter-based generator, at (seed, vocabulary index, position): from equal logits a row
-draws the same token wherever it stands and whatever the batch is padded to, and no generator is kept between steps.
-The highest noise of 32 neighbours is drawn before theirs, so that one word dismisses them: see `noise_reference`.
+comes from Philox, a counter-based generator, at (seed, vocabulary index, position). So equal logits give the same token
+at any place in the batch and with any padding, and there is no generator state between steps. The highest noise of 32
+neighbours is drawn first, so that one word can exclude all of them: see `noise_reference`.
 
-Logits are processed as vLLM does it, in float32: token mask, bias, penalties, temperature, min-p, top-k, top-p. A row
-that uses none of these costs what greedy and temperature sampling cost.
+Logits are processed in vLLM's order, in float32: token mask, bias, penalties, temperature, min-p, top-k, top-p. A row
+without these options costs as much as greedy or temperature sampling.
 
-    sample_split      beside the first pass, where rows may have mask, bias or penalties: the tokens that these change
-    sample_chunks     first pass: every logit is read once, and the highest of 32 neighbours is left
-    sample_rows       second pass: rows that keep all tokens, or what min-p leaves
-    sample_truncated  third pass, where rows may truncate: those that do, by top-k or top-p
+    sample_split      runs with the first pass, if rows may have mask, bias or penalties: the changed tokens
+    sample_chunks     first pass: reads each logit once and writes the highest of 32 neighbours
+    sample_rows       second pass: rows that keep all tokens, or truncate by min-p only
+    sample_truncated  third pass, if rows may truncate: rows with top-k or top-p
 
-The first and the last of them are CUDA C++ (`sampling_native.py`). Where it does not run, Triton kernels take their
-place: programs of the first pass find the changed tokens then.
+sample_split and sample_truncated are CUDA C++ (`sampling_native.py`). On other devices Triton kernels replace them, and
+programs of the first pass find the changed tokens.
 
-Penalties mostly lower tokens. Where they alone change a row, and top-k keeps few of its tokens, no processed logit is
-higher than what the model gave. Then the first pass leaves nothing out, and `sample_split` has nothing to do. The third
-pass lists somewhat more than top-k tokens, and processes those of them that have occurred: see `processes_late`.
+Most penalties lower logits. If only such penalties change a row, and top-k keeps few tokens, the model's logit bounds
+each processed logit. The first pass then includes all tokens, and `sample_split` skips the row. The third pass lists
+slightly more than top-k tokens and processes those that have occurred: see `processes_late`.
 """
 
 from __future__ import annotations
@@ -45,30 +45,30 @@ from graphrt.kernels.ops.sampling_truncated import LIST, sample_truncated_kernel
 from graphrt.kernels.sizes import ceil_div, next_power_of_two
 
 MAX_VOCAB_SIZE = 1 << 20
-"""Largest vocabulary that `sample` takes: what a row's parts found is compared by one program."""
+"""Largest vocabulary of `sample`: one program compares the results of all parts of a row."""
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _CHUNK_WARPS = 4
 _ROW_WARPS = 8
-_ROW_REGISTERS = 128  # keep two rows on a multiprocessor
-_CHUNK_FRAME = 8  # bytes that the first pass sets aside in memory where its bits are read early: nothing touches them
-_ROW_SPILL = 1024  # bytes that wait in memory meanwhile: what loops need that do not run for most rows
-_CHUNKS = 2  # of a tile of the first pass, once chunks are more than _PROGRAMS
+_ROW_REGISTERS = 128  # two rows per multiprocessor
+_CHUNK_FRAME = 8  # bytes of stack frame that the first pass reserves, and never uses, if it reads bits early
+_ROW_SPILL = 1024  # spilled bytes: registers of loops that most rows do not run
+_CHUNKS = 2  # chunks of a tile of the first pass, if there are more than _PROGRAMS chunks
 _PROGRAMS = 2048
-_MAX_GROUPS = 4096  # of a row; in larger vocabularies groups are larger
+_MAX_GROUPS = 4096  # per row; larger vocabularies have larger groups
 
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """Which tokens a draw may choose, per row: min-p, top-k and top-p, in this order.
+    """Truncation per row: min-p, top-k and top-p, applied in this order.
 
-    top_k  [rows]  int32    the k best; 0 or less, or the vocabulary's size or more: off; 1: greedy
-    top_p  [rows]  float32  the fewest best that hold top_p of the probability, after min-p and top-k; 1 or more, or
-                            NaN: off; 0 or less: greedy
-    min_p  [rows]  float32  those with at least min_p times the best one's probability; 0 or less, or NaN: off; values
-                            above 1 count as 1
+    top_k  [rows]  int32    keep the k most likely tokens; off if 0 or less, or at least the vocabulary size; 1: greedy
+    top_p  [rows]  float32  keep the most likely tokens that add up to top_p, after min-p and top-k; off if 1 or more,
+                            or NaN; 0 or less: greedy
+    min_p  [rows]  float32  keep tokens with at least min_p times the highest probability; off if 0 or less, or NaN;
+                            values above 1 count as 1
 
-    Tokens of equal logits are kept or dropped together, so ties at a bound are kept.
+    Tokens of equal logits are kept or dropped together: ties at a bound are kept.
     """
 
     top_k: torch.Tensor
@@ -78,34 +78,37 @@ class Truncation:
 
 @dataclass(frozen=True, slots=True)
 class LogitBias:
-    """Values that are added to logits of some tokens: persistent, by row id.
+    """Values that are added to the logits of some tokens: persistent, by request index.
 
-    tokens  [max_rows, n]  int32    the first counts[row id] are used, strictly ascending; those outside of the
-                                    vocabulary are ignored
-    values  [max_rows, n]  float32  -inf and NaN forbid the token
-    counts  [max_rows]     int32    0: the row has none
+    A request has two lists. The second one applies to its first tokens only, so that `min_tokens` can forbid the stop
+    tokens there.
+
+    tokens  [max_reqs, 2, n]  int32    both lists, strictly ascending; tokens outside of the vocabulary are ignored
+    values  [max_reqs, 2, n]  float32  -inf and NaN forbid the token
+    lists   [max_reqs, 3]     int32    the entries of the first list, those of the second list, and a length: the
+                                       second list applies while `seq_lens` is below it, else the first
     """
 
     tokens: torch.Tensor
     values: torch.Tensor
-    counts: torch.Tensor
+    lists: torch.Tensor
 
     @classmethod
-    def allocate(cls, max_rows: int, max_entries: int, device: torch.device) -> LogitBias:
-        """Tensors for up to `max_entries` tokens per row, with no row using any."""
+    def allocate(cls, max_reqs: int, max_entries: int, device: torch.device) -> LogitBias:
+        """Allocate lists of up to `max_entries` tokens; all are empty."""
         return cls(
-            torch.zeros((max_rows, max_entries), dtype=torch.int32, device=device),
-            torch.zeros((max_rows, max_entries), dtype=torch.float32, device=device),
-            torch.zeros(max_rows, dtype=torch.int32, device=device),
+            torch.zeros((max_reqs, 2, max_entries), dtype=torch.int32, device=device),
+            torch.zeros((max_reqs, 2, max_entries), dtype=torch.float32, device=device),
+            torch.zeros((max_reqs, 3), dtype=torch.int32, device=device),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class TokenMask:
-    """Which tokens are allowed, as grammars say it.
+    """Masks of allowed tokens, as grammars compute them.
 
-    words  [masks, ceil(vocab / 32)]  int32  bit t % 32 of word t // 32 is set: token t is allowed
-    index  [rows]                     int32  the mask that a row uses; -1, or any that is not there: none
+    words  [masks, ceil(vocab / 32)]  int32  token t is allowed if bit t % 32 of word t // 32 is set
+    index  [rows]                     int32  the mask of each row; none if -1 or out of range
     """
 
     words: torch.Tensor
@@ -113,7 +116,7 @@ class TokenMask:
 
 
 def _group_size(vocab: int) -> int:
-    """Neighbouring tokens that a row knows the highest logit of, and bounds the noise of."""
+    """Return the size of a group: neighbouring tokens with one highest logit and one bound on their noise."""
     smallest: int = next_power_of_two(ceil_div(vocab, _MAX_GROUPS))
     return max(NOISE_GROUP, smallest)
 
@@ -134,7 +137,7 @@ def _sample_triton(
     counts: torch.Tensor | None,
     bias_tokens: torch.Tensor | None,
     bias_values: torch.Tensor | None,
-    bias_counts: torch.Tensor | None,
+    bias_lists: torch.Tensor | None,
     mask_words: torch.Tensor | None,
     mask_index: torch.Tensor | None,
 ) -> torch.Tensor:
@@ -143,7 +146,7 @@ def _sample_triton(
     if rows == 0:
         return out
     native = serves(device)
-    # Nothing that a row draws depends on how large the tiles are.
+    # No draw depends on the tile size.
     chunks = _CHUNKS if rows * ceil_div(vocab, SAMPLE_CHUNK) > _PROGRAMS else 1
     tiles = programs = ceil_div(vocab, chunks * SAMPLE_CHUNK)
     group = _group_size(vocab)
@@ -155,7 +158,7 @@ def _sample_triton(
     group_mass = torch.empty_like(group_best) if top_k is not None else None
     processes = mask_words is not None or bias_tokens is not None or seen is not None
     split = plain_words = None
-    changed_best, changed_mass = group_best, group_mass  # in their place while no row has changed tokens
+    changed_best, changed_mass = group_best, group_mass  # placeholders: no row has changed tokens
     if processes and native:
         split = SplitRows.allocate(rows, groups, group, device)
         changed_best = split.best
@@ -164,11 +167,11 @@ def _sample_triton(
         changed_best = torch.empty_like(group_best)
         changed_mass = torch.empty_like(group_best) if top_k is not None else None
         programs += ceil_div(groups * group // 32, CHANGED_WORDS)
-    ints, floats = list_groups, group_best  # in the place of tables that no row uses, while some row may use others
+    ints, floats = list_groups, group_best  # placeholders for tables that no row uses
     inputs = (
         logits, temperatures, seeds, seq_lens, req_indices, top_k, top_p, min_p, repetition, presence, frequency,
         ints if seen is None else seen, ints if counts is None else counts,
-        ints if bias_tokens is None else bias_tokens, floats if bias_values is None else bias_values, bias_counts,
+        ints if bias_tokens is None else bias_tokens, floats if bias_values is None else bias_values, bias_lists,
         ints if mask_words is None else mask_words, mask_index,
     )  # fmt: skip
     sizes = (
@@ -176,7 +179,7 @@ def _sample_triton(
         logits.stride(0),
         0 if seen is None else seen.shape[0],
         0 if bias_tokens is None else bias_tokens.shape[0],
-        0 if bias_tokens is None else bias_tokens.shape[1],
+        0 if bias_tokens is None else bias_tokens.shape[2],
         0 if mask_words is None else mask_words.shape[0],
         groups,
     )
@@ -210,7 +213,7 @@ def _sample_triton(
 
 _OPTIONAL = (
     "req_indices", "top_k", "top_p", "min_p", "repetition", "presence", "frequency", "seen", "counts", "bias_tokens",
-    "bias_values", "bias_counts", "mask_words", "mask_index",
+    "bias_values", "bias_lists", "mask_words", "mask_index",
 )  # fmt: skip
 _sample_op = define_op(
     "sample(Tensor logits, Tensor temperatures, Tensor seeds, Tensor seq_lens, "
@@ -233,22 +236,22 @@ def sample(
     bias: LogitBias | None = None,
     token_mask: TokenMask | None = None,
 ) -> torch.Tensor:
-    """One token per row: argmax at temperature 0, else a draw from softmax(logits / temperature).
+    """Sample one token per row: argmax at temperature 0, else a draw from softmax(logits / temperature).
 
     logits        [rows, vocab]  float16, bfloat16 or float32  device; rows may be strided; not written
     temperatures  [rows]         float32  0 (or less, or NaN): argmax, the lowest index of equal logits
     seeds         [rows]         int64    key of the row's random numbers
-    seq_lens      [rows]         int32    position of the draw; the same seed and position draw the same noise
-    req_indices       [rows]         int32    where penalties and bias find a row's state; needed by them. An id that is
-                                          not there, as -1 in pads: neither of them
-    returns       [rows]         int32    NO_TOKEN where no token is possible
+    seq_lens      [rows]         int32    position of the draw: the same seed and position draw the same noise. Also
+                                          selects the bias list
+    req_indices   [rows]         int32    request index of each row, for penalties and bias; neither applies if it is
+                                          out of range, such as -1 in padding
+    returns       [rows]         int32    NO_TOKEN if no token can be sampled
 
-    Truncation, penalties, bias and token mask say per row whether the row uses them; None: no row does. A draw among
-    the kept tokens has the noise of a draw among all, so a row without truncation draws the same token either way.
-    NaN and -inf logits are never chosen.
-    Capture-safe: no generator state; random numbers are a function of seed, position and vocabulary index. What a row
-    gets does not depend on other rows or on their number.
-    Raises: ShapeError when a tensor does not fit the others, or the vocabulary is larger than MAX_VOCAB_SIZE.
+    Truncation, penalties, bias and token mask may be off in some rows; None means that they are off in all. Truncation
+    does not change the noise. NaN and -inf logits are never sampled.
+    Capture-safe: no generator state; random numbers depend on seed, position and vocabulary index. A row's token does
+    not depend on other rows or on their number.
+    Raises: ShapeError: if a tensor does not fit the others, or the vocabulary is larger than MAX_VOCAB_SIZE.
     """
     check_tensor("logits", logits, shape=(None, None), dtype=_FLOATS)
     (rows, vocab), device = logits.shape, logits.device
@@ -262,7 +265,7 @@ def sample(
         of_rows["req_indices"] = (req_indices, torch.int32)
         optional["req_indices"] = req_indices
     elif penalties is not None or bias is not None:
-        raise ShapeError("req_indices: expected a tensor beside penalties or bias, got None; pass the batch's row ids")
+        raise ShapeError("req_indices: penalties and bias need a tensor of request indices, got None; pass one")
     if truncation is not None:
         of_rows["top_k"] = (truncation.top_k, torch.int32)
         of_rows["top_p"] = (truncation.top_p, torch.float32)
@@ -276,18 +279,17 @@ def sample(
         check_unit_stride(name, tensor)
     check_unit_stride("logits", logits)
     if not 1 <= vocab <= MAX_VOCAB_SIZE:
-        raise ShapeError(f"logits: expected a vocabulary of 1 to {MAX_VOCAB_SIZE}, got {vocab}; sample in the caller")
+        raise ShapeError(f"logits: expected a vocabulary of 1 to {MAX_VOCAB_SIZE}, got {vocab}; use your own sampler")
     if token_mask is not None:
         _check_table("mask_words", token_mask.words, (None, state_words(vocab)), torch.int32, device)
     if penalties is not None:
         optional |= penalties.checked(rows, vocab, device)
     if bias is not None:
-        _check_table("bias.counts", bias.counts, (None,), torch.int32, device)
-        max_rows = bias.counts.shape[0]
-        _check_table("bias.tokens", bias.tokens, (max_rows, None), torch.int32, device)
+        _check_table("bias.lists", bias.lists, (None, 3), torch.int32, device)
+        _check_table("bias.tokens", bias.tokens, (bias.lists.shape[0], 2, None), torch.int32, device)
         _check_table("bias.values", bias.values, tuple(bias.tokens.shape), torch.float32, device)
-        if bias.tokens.shape[1]:
-            optional |= {"bias_tokens": bias.tokens, "bias_values": bias.values, "bias_counts": bias.counts}
+        if bias.tokens.shape[2]:
+            optional |= {"bias_tokens": bias.tokens, "bias_values": bias.values, "bias_lists": bias.lists}
     result: torch.Tensor = _sample_op(
         logits, temperatures, seeds, seq_lens, *(optional.get(name) for name in _OPTIONAL)
     )
@@ -299,11 +301,13 @@ def _check_table(
 ) -> None:
     check_tensor(name, tensor, shape=shape, dtype=dtype, device=device)
     if not tensor.is_contiguous():
-        raise ShapeError(f"{name}: expected a contiguous tensor, got strides {list(tensor.stride())}; copy it once")
+        raise ShapeError(
+            f"{name}: expected a contiguous tensor, got strides {list(tensor.stride())}; call contiguous()"
+        )
 
 
 def compile_variants() -> list[CompileSpec]:
-    """All passes: from each logits dtype alone, with everything, and at the largest vocabulary."""
+    """Return all passes: each logits dtype without options, with all options, and the largest vocabulary."""
     specs = []
     floats = ("temperatures", "top_p", "min_p", "repetition", "presence", "frequency", "bias_values",
               "group_best", "group_mass", "changed_best", "changed_mass", "list_logits")  # fmt: skip
@@ -315,9 +319,9 @@ def compile_variants() -> list[CompileSpec]:
     vocabularies = {"fp16": 1 << 17, "bf16": 1 << 17, "fp32": MAX_VOCAB_SIZE}
     alone = {"chunks": sample_chunks_kernel, "rows": sample_rows_kernel}
     with_all = alone | {"truncated": sample_truncated_kernel}
-    beside_split = {"chunks_beside_split": sample_chunks_kernel}
+    with_split = {"chunks_with_split": sample_chunks_kernel}
     cases = [(kind, alone) for kind in vocabularies]
-    cases += [("bf16", with_all), ("fp32", with_all), ("bf16", beside_split)]
+    cases += [("bf16", with_all), ("fp32", with_all), ("bf16", with_split)]
     for kind, kernels in cases:
         vocab, everything = vocabularies[kind], kernels is not alone
         for part, kernel in kernels.items():
@@ -325,7 +329,7 @@ def compile_variants() -> list[CompileSpec]:
             constexprs |= {
                 "GROUPS": vocab // _group_size(vocab), "GROUP": _group_size(vocab),
                 "LIST": LIST, "CHUNKS": _CHUNKS, "TILES": vocab // (_CHUNKS * SAMPLE_CHUNK),
-                "CHANGED_WORDS": 0 if kernels is beside_split else CHANGED_WORDS, "PROCESSES": everything,
+                "CHANGED_WORDS": 0 if kernels is with_split else CHANGED_WORDS, "PROCESSES": everything,
                 "OVERLAPS": True,
             }  # fmt: skip
             constexprs = {name: value for name, value in constexprs.items() if name in kernel.arg_names}
@@ -346,7 +350,7 @@ def compile_variants() -> list[CompileSpec]:
                 CompileSpec(
                     f"sample_{part}_{kind}{'_all' if everything else ''}", kernel, signature, constexprs,
                     _CHUNK_WARPS if part.startswith("chunks") else _ROW_WARPS, 3, divisible=divisible,
-                    max_spill={"truncated": _ROW_SPILL, "chunks_beside_split": _CHUNK_FRAME}.get(part, 0),
+                    max_spill={"truncated": _ROW_SPILL, "chunks_with_split": _CHUNK_FRAME}.get(part, 0),
                     maxnreg=None if part.startswith("chunks") else _ROW_REGISTERS,
                 )
             )  # fmt: skip

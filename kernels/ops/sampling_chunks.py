@@ -1,11 +1,11 @@
-"""First pass of sampling, over all logits: the highest logit of each group of tokens, and its mass where top-p asks.
+"""First pass of sampling, over all logits: the highest logit of each group of tokens, and its mass for top-p.
 
-Of a row whose best token is all that is asked for, the best group of each tile is enough: fifty times less to write.
+For greedy rows it writes only the best group of each tile, which is fifty times less.
 
-A program reads a tile of one row. Its loads are all under way before it waits for anything else, and it takes two to
-five instructions per token: more would take longer than the read itself. So it leaves out the tokens that mask, bias
-and penalties change. Other programs of the same launch, or a kernel beside it (`sampling_native.py`), find those by
-their bits and process them.
+A program reads a tile of one row. It issues all loads before it waits for any, and takes two to five instructions per
+token: more would take longer than the read itself. So it leaves out the tokens that mask, bias and penalties change.
+Other programs of the same launch, or a concurrent kernel (`sampling_native.py`), find these by their bits and process
+them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from graphrt.kernels.ops.sampling_logits import (
 )
 
 CHANGED_WORDS = 512
-"""Words of 32 tokens whose changed tokens a program finds."""
+"""Words of 32 tokens in which a program looks for changed tokens."""
 
 
 @triton.jit(do_not_specialize=["num_groups", "state_rows", "bias_rows", "bias_capacity", "num_masks"])
@@ -53,7 +53,7 @@ def sample_chunks_kernel(
     counts_ptr,
     bias_tokens_ptr,
     bias_values_ptr,
-    bias_counts_ptr,
+    bias_lists_ptr,
     mask_words_ptr,
     mask_index_ptr,
     group_best_ptr,
@@ -71,13 +71,13 @@ def sample_chunks_kernel(
     num_groups,
     GROUP: tl.constexpr,
     CHUNKS: tl.constexpr,  # of a tile
-    CHANGED_WORDS: tl.constexpr,  # 0: a kernel beside this one finds changed tokens
+    CHANGED_WORDS: tl.constexpr,  # 0: a concurrent kernel finds the changed tokens
     PROCESSES: tl.constexpr,  # some row may
     OVERLAPS: tl.constexpr,
 ):
     row = tl.program_id(0)
     part = tl.program_id(1)
-    if PROCESSES and CHANGED_WORDS:  # programs that wait for one load after the other start first
+    if PROCESSES and CHANGED_WORDS:  # programs with dependent loads start first
         part -= tl.cdiv(num_groups * (GROUP // WORD), CHANGED_WORDS)
     tile: tl.constexpr = CHUNKS * CHUNK
     raw = _load_tile(logits_ptr + row.to(tl.int64) * stride_logits, part * tile, vocab_size, tile)
@@ -86,8 +86,8 @@ def sample_chunks_kernel(
     source = (
         (logits_ptr, mask_words_ptr, bias_tokens_ptr, bias_values_ptr, seen_ptr, counts_ptr),
         req_values(
-            row, stride_logits, vocab_size, req_indices_ptr, repetition_ptr, presence_ptr, frequency_ptr,
-            state_rows, bias_counts_ptr, bias_rows, bias_capacity, mask_index_ptr, num_masks,
+            row, stride_logits, vocab_size, seq_lens_ptr, req_indices_ptr, repetition_ptr, presence_ptr,
+            frequency_ptr, state_rows, bias_lists_ptr, bias_rows, bias_capacity, mask_index_ptr, num_masks,
         ),
     )  # fmt: skip
     heat, top_k, top_p, min_p, truncates = row_options(
@@ -96,7 +96,7 @@ def sample_chunks_kernel(
     rate = rate_of(heat)
     weighs = False
     if top_k_ptr is not None:
-        # top-p comes first: the mass of all tokens is needed
+        # top-p without top-k and min-p needs the mass of all tokens
         weighs = (heat > 0) & (top_p < 1) & (top_k == 0) & (min_p == 0)
     leaves_out = False  # changed tokens
     if PROCESSES:
@@ -128,17 +128,17 @@ def sample_chunks_kernel(
                 CHANGED_WORDS,
             )
     if OVERLAPS and PROCESSES and CHANGED_WORDS == 0:
-        # Who waits for this kernel has then waited for the one beside it. The last program waits for all: programs that
-        # wait keep others from their multiprocessor.
+        # The next kernel waits for this one only, so this one waits for sample_split. Only the last program does: a
+        # waiting program blocks others from its multiprocessor.
         if (row == tl.num_programs(0) - 1) & (part == tl.num_programs(1) - 1):
             tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
 def _load_tile(row_ptr, first, vocab_size, tile: tl.constexpr):
-    """[words, 32] logits of a tile as they are; -inf beyond the vocabulary. Only the tile at its end has a mask.
+    """Return [words, 32] logits of a tile, -inf beyond the vocabulary. Only the last tile has a mask.
 
-    No other program reads them: they leave the cache of a multiprocessor first, and what all rows ask for stays.
+    No other program reads them: they are evicted first, and data that all rows use stays in the cache.
     """
     tokens = first + tl.arange(0, tile // WORD)[:, None] * WORD + tl.arange(0, 32)[None, :]
     if (first >= 0) & (first + tile <= vocab_size):
@@ -162,11 +162,10 @@ def _measure_tile(
     GROUP: tl.constexpr,
     PROCESSES: tl.constexpr,
 ):
-    """The highest logit of each group, and where `weighs` the group's mass relative to it. Where `leaves_out`, changed
-    tokens are left out.
+    """Write the highest logit of each group, and with `weighs` the group's mass relative to it.
 
-    Neither value depends on the tile that a group lies in. Maxima pass over NaN, so only they are looked at for it.
-    A greedy row without changed tokens gets its tile's best group, and that one's logit, in the tile's place.
+    With `leaves_out`, changed tokens are left out. Neither value depends on the tile. Maxima ignore NaN, so the maxima
+    are enough to find NaN. For a greedy row without changed tokens, the tile's best group and its logit are written.
     """
     best_row_ptr, tile_groups_row_ptr = outputs
     num_words: tl.constexpr = raw.shape[0]
@@ -176,7 +175,7 @@ def _measure_tile(
     if PROCESSES:
         words = part * num_words + tl.arange(0, num_words)
         words = tl.where((words < num_groups * per_group) & leaves_out, words, NOWHERE // WORD)
-        bits = bits_of(source, words)  # under way before the branch
+        bits = bits_of(source, words)  # loaded before the branch
         if leaves_out:
             plain, _, _ = split_bits(source, words, bits)
             logits = tl.where(has_bit(plain), logits, float("-inf"))
@@ -216,9 +215,9 @@ def _measure_changed(
     GROUP: tl.constexpr,
     CHANGED_WORDS: tl.constexpr,
 ):
-    """The highest logit of each group among tokens that mask, bias and penalties change, and their mass relative to it.
+    """Write the highest logit of each group among changed tokens, and their mass relative to it.
 
-    A lane has the 32 tokens of a word, of which mostly none or few change. It leaves the bits of those that do not.
+    A lane has the 32 tokens of a word, of which few change. It also writes the bits of the tokens that do not change.
     """
     plain_words_row_ptr, best_row_ptr = outputs
     per_group: tl.constexpr = GROUP // WORD

@@ -1,4 +1,4 @@
-"""Device helpers of sampling: what a row asks for, its processed logits, its noise, thresholds in sets of logits."""
+"""Device functions of sampling: a row's options, its processed logits, its noise, and thresholds of logits."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import triton.language as tl
 from graphrt.kernels.ops.sampling_reference import MAX_TEMPERATURE, NOISE_GROUP
 
 SAMPLE_CHUNK = 2048
-"""Tokens that a program looks at side by side, where it does not say otherwise."""
+"""Default number of tokens that a program processes in parallel."""
 
 CHUNK = tl.constexpr(SAMPLE_CHUNK)
 WORD = tl.constexpr(32)  # tokens of a word of bits, and of a group of the noise
-NOWHERE = tl.constexpr(1 << 30)  # index that is larger than every real one
-LATE_TOP_K = tl.constexpr(1280)  # most tokens of rows that process theirs late: the third pass lists 2,048
-_NO_ENTRY = tl.constexpr((1 << 31) - 1)  # token in the place of entries that a list lacks: beyond all words
+NOWHERE = tl.constexpr(1 << 30)  # larger than every token id
+LATE_TOP_K = tl.constexpr(1280)  # largest top-k of rows that process late: the third pass lists up to 2,048 tokens
+_NO_ENTRY = tl.constexpr((1 << 31) - 1)  # placeholder beyond the end of a list
 MAX_HEAT = tl.constexpr(MAX_TEMPERATURE)
 assert NOISE_GROUP == 32, "kernels read bits by groups of the noise"
-_MIN_HEAT = tl.constexpr(1e-30)  # below it every logit but the best has weight 0 already
+_MIN_HEAT = tl.constexpr(1e-30)  # below it, every logit but the best has weight 0
 _LOG2_E = tl.constexpr(1.4426950408889634)
-LARGEST = tl.constexpr(3.4028234663852886e38)  # finite float
+LARGEST = tl.constexpr(3.4028234663852886e38)  # largest finite float
 
 
 @triton.jit
 def exponential(u):
-    """Exponential variates -log(1 - u); see `exponential_reference`."""
+    """Return exponential variates -log(1 - u); see `exponential_reference`."""
     series = u * (1.0 + u * (0.5 + u * (0.3333333333333333 + u * 0.25)))
     tail = -tl.log(tl.maximum(1.0 - u, 2.9802322387695312e-08))
     return tl.where(u < 0.015625, series, tail)
@@ -32,13 +32,13 @@ def exponential(u):
 
 @triton.jit
 def _least_of(words):
-    """The least exponential variate of a group of the noise, from its word; see `noise_reference`."""
+    """Return the least exponential variate of a noise group, from its word; see `noise_reference`."""
     return exponential((words >> 5).to(tl.float32) * 7.450580596923828e-09 + 3.725290298461914e-09) * 0.03125
 
 
 @triton.jit
 def most_noise(seed, position, GROUPS: tl.constexpr, GROUP: tl.constexpr):
-    """The highest noise in each of the vocabulary's groups, of 32 tokens or more."""
+    """Return the highest noise in each group of the vocabulary, of 32 tokens or more."""
     counters = tl.arange(0, GROUPS * GROUP // 128)
     zero = tl.zeros_like(counters)
     w0, w1, w2, w3 = tl.philox(seed, counters, position + zero, zero + 1, zero)
@@ -55,7 +55,7 @@ def most_noise(seed, position, GROUPS: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def _least_of_words(seed, position, words):
-    """The least exponential variates of some groups of the noise, in any order, and their places in the groups."""
+    """Return the least exponential variates of some noise groups, in any order, and their indices in the groups."""
     zero = tl.zeros_like(words)
     w0, w1, w2, w3 = tl.philox(seed, words // 4, position + zero, zero + 1, zero)
     at = words % 4
@@ -65,7 +65,7 @@ def _least_of_words(seed, position, words):
 
 @triton.jit
 def _above_least(seed, position, tokens):
-    """By how much the tokens' exponential variates exceed the least of their group, where it is not theirs."""
+    """Return by how much each token's variate exceeds the least of its group, if that is another token's."""
     zero = tl.zeros_like(tokens)
     own, _, _, _ = tl.philox(seed, tokens, position + zero, zero, zero)
     return exponential(own.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10)
@@ -73,7 +73,7 @@ def _above_least(seed, position, tokens):
 
 @triton.jit
 def token_noise(seed, position, tokens):
-    """Noise of tokens in any order, for few of them; see `noise_reference`."""
+    """Return the noise of a few tokens, in any order; see `noise_reference`."""
     least, place = _least_of_words(seed, position, tokens // WORD)
     above = _above_least(seed, position, tokens)
     return -tl.log(tl.where(place == tokens % WORD, least, least + above))
@@ -81,7 +81,7 @@ def token_noise(seed, position, tokens):
 
 @triton.jit
 def noise_of_words(seed, position, words):
-    """[words, 32]: noise of all tokens of some words in any order; see `noise_reference`."""
+    """Return [words, 32] noise of all tokens of some words, in any order; see `noise_reference`."""
     least, place = _least_of_words(seed, position, words)
     lanes = tl.arange(0, 32)[None, :]
     above = _above_least(seed, position, words[:, None] * WORD + lanes)
@@ -90,17 +90,17 @@ def noise_of_words(seed, position, words):
 
 @triton.jit
 def best_of(scores, tokens):
-    """The highest score and the lowest token that has it."""
+    """Return the highest score and the lowest token that has it."""
     best = tl.max(scores, 0)
     return best, tl.min(tl.where(scores == best, tokens, NOWHERE), 0)
 
 
 @triton.jit
 def row_options(row, vocab_size, temperatures_ptr, top_k_ptr, top_p_ptr, min_p_ptr):
-    """Heat, top-k, top-p and min-p of a row with one value each for "off": 0, 0, 1 and 0; and whether it truncates.
+    """Return heat, top-k, top-p and min-p of a row, 0, 0, 1 and 0 if off; and whether it truncates.
 
-    The heat is the temperature in its bounds; rows that keep the best token only have heat 0, as greedy rows. A row
-    truncates where its threshold is to be sought: by top-k and top-p. Min-p alone says it.
+    The heat is the clamped temperature. Greedy rows have heat 0, as do rows that keep only the best token. A row
+    truncates if it needs a search for its threshold, by top-k or top-p. Min-p alone gives the threshold directly.
     """
     temperature = tl.load(temperatures_ptr + row)
     heat = tl.where(temperature > 0, tl.minimum(temperature, MAX_HEAT), 0.0)
@@ -122,15 +122,17 @@ def row_options(row, vocab_size, temperatures_ptr, top_k_ptr, top_p_ptr, min_p_p
 
 @triton.jit
 def picks_tiles(source, heat):
-    """Whether the first pass leaves the best group of each tile in place of all groups: of a greedy row that no mask,
-    bias or penalty changes."""
+    """Return whether the first pass writes only the best group of each tile: for greedy rows without changed tokens."""
     return (heat <= 0) & (source[1][2] == 0)
 
 
 @triton.jit
 def processes_late(source, top_k, truncates):
-    """Whether a row's changed tokens are processed when the third pass lists them: where top-k keeps few tokens, and
-    penalties alone change some, and raise none. What the model gave a token then bounds its processed logit."""
+    """Return whether the third pass processes a row's changed tokens, once it lists them.
+
+    This needs a small top-k, and no changes but penalties that raise no logit: the model's logit of a token is then an
+    upper bound of the processed one.
+    """
     _, _, _, _, num_masked, _, num_biases, _, num_penalised, repetition, presence, frequency = source[1]
     only_penalties = (num_penalised > 0) & (num_masked == 0) & (num_biases == 0)
     lowers = (repetition >= 1) & (presence >= 0) & (frequency >= 0)
@@ -139,7 +141,7 @@ def processes_late(source, top_k, truncates):
 
 @triton.jit
 def penalties_of(row, repetition_ptr, presence_ptr, frequency_ptr):
-    """The row's three penalties, where they mean nothing as if off, and whether one is on."""
+    """Return the row's three penalties, off if their values are invalid, and whether one is on."""
     infinity = float("inf")
     repetition = tl.load(repetition_ptr + row)
     repetition = tl.where((repetition > 0) & (repetition < infinity), repetition, 1.0)
@@ -155,23 +157,24 @@ def req_values(
     row,
     stride_logits,
     vocab_size,
+    seq_lens_ptr,
     req_indices_ptr,
     repetition_ptr,
     presence_ptr,
     frequency_ptr,
     state_rows,
-    bias_counts_ptr,
+    bias_lists_ptr,
     bias_rows,
     bias_capacity,
     mask_index_ptr,
     num_masks,
 ):
-    """What the functions below need to know of a row. What the row does not use is off in it.
+    """Return the values of a row that the functions below read; options that the row does not use are off.
 
-    They take a pair: the pointers of all rows, and these values.
+    The functions take a pair: the pointers of all rows, and these values.
     """
     mask_at = 0
-    num_masked = 0  # tokens that the row has mask bits of: all or none
+    num_masked = 0  # the vocabulary size if the row has a mask, else 0
     if mask_index_ptr is not None:
         index = tl.load(mask_index_ptr + row)
         masked = (index >= 0) & (index < num_masks)
@@ -182,13 +185,16 @@ def req_values(
         req_index = tl.load(req_indices_ptr + row)
     bias_at = 0
     num_biases = 0
-    if bias_counts_ptr is not None:
+    if bias_lists_ptr is not None:
         known = (req_index >= 0) & (req_index < bias_rows)
-        bias_at = tl.where(known, req_index, 0).to(tl.int64) * bias_capacity
-        num_biases = tl.load(bias_counts_ptr + req_index, mask=known, other=0)
-        num_biases = tl.maximum(tl.minimum(num_biases, bias_capacity), 0)
+        lists_at = tl.where(known, req_index, 0).to(tl.int64)
+        count = tl.load(bias_lists_ptr + 3 * lists_at, mask=known, other=0)
+        early_count = tl.load(bias_lists_ptr + 3 * lists_at + 1, mask=known, other=0)
+        early = tl.load(seq_lens_ptr + row) < tl.load(bias_lists_ptr + 3 * lists_at + 2, mask=known, other=0)
+        bias_at = (2 * lists_at + early.to(tl.int64)) * bias_capacity
+        num_biases = tl.maximum(tl.minimum(tl.where(early, early_count, count), bias_capacity), 0)
     state_row = 0
-    num_penalised = 0  # all or none
+    num_penalised = 0  # the vocabulary size if the row has penalties, else 0
     repetition = 1.0
     presence = 0.0
     frequency = 0.0
@@ -206,7 +212,7 @@ def req_values(
 
 @triton.jit
 def raw_logits(source, tokens):
-    """Logits (float32) of some tokens as the model gave them; -inf for NaN and beyond the vocabulary."""
+    """Return the model's logits (float32) of some tokens; -inf for NaN and beyond the vocabulary."""
     pointers, values = source
     logits = tl.load(pointers[0] + values[0] + tokens, mask=tokens < values[1], other=float("-inf")).to(tl.float32)
     return tl.where(logits > float("-inf"), logits, float("-inf"))
@@ -214,15 +220,15 @@ def raw_logits(source, tokens):
 
 @triton.jit
 def _process(source, tokens, logits, seen):
-    """`raw_logits` after bias and penalties; `seen`: whether the token has occurred. Other rows are not read for it."""
+    """Return `raw_logits` after bias and penalties; `seen`: whether each token has occurred."""
     pointers, values = source
     _, _, bias_tokens_ptr, bias_values_ptr, _, counts_ptr = pointers
     _, vocab_size, _, _, _, bias_at, num_biases, state_row, _, repetition, presence, frequency = values
     if num_biases > 0:
         logits += _bias(tokens, bias_tokens_ptr + bias_at, bias_values_ptr + bias_at, num_biases)
-    # Counts are read where a token has occurred: few of a large vocabulary.
+    # Counts are read only for tokens that have occurred: few of a large vocabulary.
     counts = tl.load(counts_ptr + state_row * vocab_size + tokens, mask=seen, other=0)
-    # Division by hardware has a slow way for 0, infinities and NaN, which many lanes would take for nothing.
+    # Division has a slow path for 0, infinities and NaN: lanes that need no quotient divide 1.
     dividend = tl.where(seen & (logits > 0), logits, 1.0)
     scaled = tl.where(logits > 0, tl.div_rn(dividend, repetition), logits * repetition)
     logits = tl.where(seen, scaled, logits) - frequency * counts.to(tl.float32)
@@ -232,8 +238,7 @@ def _process(source, tokens, logits, seen):
 
 @triton.jit
 def bits_of(source, words):
-    """Bits of the tokens in some words: those that the mask allows, and those that have occurred. Rows that use neither
-    read nothing."""
+    """Return two bits per token of some words: allowed by the mask, and has occurred. Unused tables are not read."""
     pointers, values = source
     _, mask_words_ptr, _, _, seen_ptr, _ = pointers
     _, vocab_size, _, mask_at, num_masked, _, _, state_row, num_penalised, _, _, _ = values
@@ -245,20 +250,20 @@ def bits_of(source, words):
 
 @triton.jit
 def has_bit(words):
-    """[words, 32]: whether each word has each of its bits."""
-    bits = tl.full([32], 1, tl.int32) << tl.arange(0, 32)  # known to the compiler: one instruction per token
+    """Return [words, 32]: whether each bit of each word is set."""
+    bits = tl.full([32], 1, tl.int32) << tl.arange(0, 32)  # constants: one instruction per token
     return (words[:, None] & bits[None, :]) != 0
 
 
 @triton.jit
 def place_of_bit(bit):
-    """The place of a single bit: the exponent of the power of two."""
+    """Return the index of a single bit: the exponent of the power of two."""
     return (bit.to(tl.uint32, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
 
 
 @triton.jit
 def num_bits(words):
-    """How many bits of each word are set: sums of two bits, of four, of eight, then of all bytes."""
+    """Return the number of set bits of each word: sums of two bits, of four, of eight, then of all bytes."""
     bits = words.to(tl.uint32, bitcast=True)
     bits -= (bits >> 1) & 0x55555555
     bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
@@ -268,7 +273,7 @@ def num_bits(words):
 
 @triton.jit
 def logits_of_words(source, words):
-    """The tokens of some words, [words, 32], and their processed logits: of few words, in any order."""
+    """Return the tokens of a few words, [words, 32], in any order, and their processed logits."""
     _, values = source
     tokens = words[:, None] * WORD + tl.arange(0, 32)[None, :]
     logits = raw_logits(source, tokens)
@@ -281,7 +286,7 @@ def logits_of_words(source, words):
 
 @triton.jit
 def split_words(source, words):
-    """Bits of tokens whose logits are as the model gave them, of those that change, and of those that have occurred.
+    """Return bits of the unchanged tokens, of the changed tokens, and of the tokens that have occurred.
 
     Tokens that the mask forbids are in neither of the first two.
     """
@@ -290,7 +295,7 @@ def split_words(source, words):
 
 @triton.jit
 def split_bits(source, words, bits):
-    """`split_words` of what `bits_of` has read."""
+    """Return `split_words`, from the bits that `bits_of` returned."""
     pointers, values = source
     bias_at, num_biases = values[5], values[6]
     allowed, seen = bits
@@ -302,7 +307,7 @@ def split_bits(source, words, bits):
 
 @triton.jit
 def next_changed(source, words, changed, seen):
-    """The first of each word's changed tokens, its processed logit, -inf where there is none; and the bits left."""
+    """Return the first changed token of each word, its processed logit, -inf if there is none, and the other bits."""
     _, values = source
     lowest = changed & -changed
     tokens = tl.where(changed != 0, words * WORD + place_of_bit(lowest), values[1])
@@ -312,9 +317,9 @@ def next_changed(source, words, changed, seen):
 
 @triton.jit
 def _biased_bits(words, bias_tokens_row_ptr, num_biases):
-    """Bits of the tokens that the row's ascending list names."""
+    """Return bits of the tokens in the row's ascending list."""
     first = words * WORD
-    at = tl.zeros_like(words)  # of the entries, so many are below the word's first token
+    at = tl.zeros_like(words)  # number of entries below the word's first token
     step = tl.zeros_like(num_biases) + 1
     while step <= num_biases:
         step *= 2
@@ -334,7 +339,7 @@ def _biased_bits(words, bias_tokens_row_ptr, num_biases):
 
 @triton.jit
 def _bias(tokens, bias_tokens_row_ptr, bias_values_row_ptr, num_biases):
-    """The bias of each token, or 0: a binary search of all tokens at once in the row's ascending list."""
+    """Return the bias of each token, or 0, by a binary search for all tokens at once in the row's ascending list."""
     at = tl.zeros_like(tokens)
     length = num_biases
     while length > 1:
@@ -348,51 +353,51 @@ def _bias(tokens, bias_tokens_row_ptr, bias_values_row_ptr, num_biases):
 
 @triton.jit
 def rate_of(heat):
-    """What makes differences of logits exponents of 2: log2(e) / heat."""
+    """Return log2(e) / heat, which turns differences of logits into exponents of 2."""
     return _LOG2_E / tl.maximum(heat, _MIN_HEAT)
 
 
 @triton.jit
 def weight(logits, best, rate):
-    """exp((logit - best) / heat): probabilities up to their sum. The best has 1 also where it is infinite."""
+    """Return exp((logit - best) / heat): unnormalized probabilities. The best has 1, even if it is infinite."""
     below = tl.where(logits >= best, 0.0, (logits - best) * rate)
     return tl.where(logits > float("-inf"), tl.exp2(below), 0.0)
 
 
 @triton.jit
 def finite(logits):
-    """Logits between the finite floats, where differences are defined. NaN and -inf become the lowest."""
+    """Clamp logits to finite floats, so that differences are defined. NaN and -inf become the lowest."""
     return tl.minimum(tl.maximum(logits, -LARGEST), LARGEST)
 
 
 @triton.jit
 def key_of(value):
-    """A float as an integer that orders like it; both zeros have one key."""
+    """Return a float as an integer of the same order; both zeros have one key."""
     bits = tl.where(value == 0, 0, value.to(tl.int32, bitcast=True))
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
 
 
 @triton.jit
 def value_of(key):
-    """The float of a key."""
+    """Return the float of a key."""
     bits = key.to(tl.int32)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def min_p_floor(best, heat, min_p):
-    """The logit that min-p keeps tokens from; -inf where it is off."""
+    """Return the lowest logit that min-p keeps; -inf if it is off."""
     return tl.where(min_p > 0, best + heat * tl.log(tl.where(min_p > 0, min_p, 1.0)), float("-inf"))
 
 
 @triton.jit
 def largest_reaching(values, amounts, need, low, high, until):
-    """Keys [low, high) of which the first holds: of the values from there on, the amounts add up to `need`.
+    """Narrow keys [low, high): the amounts of all values from key `low` on reach `need`, those from `high` on do not.
 
-    It must hold at `low`, and not at `high`. A search in fifths, to at most `until` keys: 1 for the largest such key.
-    Four sums at once take the barriers and shuffles of one, and those are what a step waits for. Each step also ends
-    at values that there are. Few keys are: of bfloat16 logits, one in 65,536.
-    Sums of not negative floats in one order are monotone in what they leave out, so the answer is exact for them.
+    This must be true of the arguments. The search divides the range by five until it has at most `until` keys; with 1,
+    the result `low` is the largest such key. Four sums at once take as many barriers and shuffles as one, and these
+    dominate the time. Each step also moves the bounds to existing values, which are few: bfloat16 logits have one key
+    in 65,536. Sums of non-negative floats in a fixed order are monotone, so the result is exact.
     """
     while high - low > until:
         fifth = (high - low + 4) // 5
@@ -415,7 +420,7 @@ def largest_reaching(values, amounts, need, low, high, until):
         reached = tl.where(sum_a < need, low, tl.where(sum_b < need, key_a, reached))
         missed = tl.where(sum_c < need, key_c, tl.where(sum_d < need, key_d, high))
         missed = tl.where(sum_a < need, key_a, tl.where(sum_b < need, key_b, missed))
-        # Between two values the sums are the same: the bounds may move to values.
+        # Sums do not change between two values, so the bounds move to values.
         low = tl.maximum(reached, tl.minimum(key_of(-least), missed - 1))
         high = tl.minimum(missed, tl.maximum(key_of(largest) + 1, low + 1))
     return low, high

@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens, their ranks, and the best tokens of a row: of sampled tokens and of prompts."""
+"""Log-probabilities and ranks of given tokens, and the most likely tokens of each row."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from graphrt.kernels.sizes import ceil_div, next_power_of_two
 from graphrt.kernels.types import NO_TOKEN
 
 MAX_TOP = 1024
-"""Most of the best tokens that a row may ask for."""
+"""Largest number of most likely tokens per row."""
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _LANES = 2048
@@ -28,12 +28,12 @@ _NO_TOKEN = tl.constexpr(NO_TOKEN)
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """What `token_logprobs` returns. Entries that were not asked for hold NaN, 0, NO_TOKEN and NaN.
+    """The results of `token_logprobs`. Entries that no row asked for are NaN, 0, NO_TOKEN and NaN.
 
     logprobs      [rows]           float32  log_softmax(logits)[token]
-    ranks         [rows]           int32    1: the best token; equal logits rank by token id
-    top_tokens    [rows, max_top]  int32    the best tokens, in the order of ranks
-    top_logprobs  [rows, max_top]  float32  theirs
+    ranks         [rows]           int32    1 is the most likely token; equal logits rank by token id
+    top_tokens    [rows, max_top]  int32    the most likely tokens, in order of rank
+    top_logprobs  [rows, max_top]  float32  their log-probabilities
     """
 
     logprobs: torch.Tensor
@@ -50,7 +50,7 @@ def _possible_logits(logits_row_ptr, tokens, vocab_size):
 
 @triton.jit
 def _decay(logits, best):
-    """exp(logits - best), also where both are infinite."""
+    """Return exp(logits - best), and 1 if both are infinite."""
     return tl.where(logits >= best, 1.0, tl.exp(logits - best))
 
 
@@ -80,8 +80,8 @@ def _token_logprobs_kernel(
         real = (token >= 0) & (token < vocab_size)
         logits_row_ptr = logits_ptr + row.to(tl.int64) * stride_logits
         logit = _possible_logits(logits_row_ptr, tl.where(real, token, vocab_size), vocab_size)
-        # One pass: a lane has the tokens that are equal modulo LANES. It keeps the best of them, their mass relative
-        # to the best, and how many stand before the given token.
+        # One pass: a lane has the tokens of one residue modulo LANES. It keeps their best, their mass relative to the
+        # best, and the number of tokens that rank before the given one.
         lanes = tl.arange(0, LANES)
         lane_best = tl.full([LANES], float("-inf"), tl.float32)
         lane_tokens = tl.full([LANES], NOWHERE, tl.int32)
@@ -103,7 +103,7 @@ def _token_logprobs_kernel(
             count = tl.minimum(wanted, max_top)
             logprob = tl.where(real, tl.where(logit >= best, 0.0, logit - best) - log_total, float("nan"))
             rank = tl.where(real, 1 + tl.sum(before, 0), 0)
-        # The best of all lanes leaves its lane, and the next best of the lane takes its place.
+        # The best token of all lanes is removed, and the next best of its lane replaces it.
         chunks = tl.arange(0, CHUNKS)
         for place in range(0, count):
             value, top = best_of(lane_best, lane_tokens)
@@ -161,19 +161,18 @@ _op = DeclaredOp("token_logprobs", _Call, triton_impl=_launch, reference=_refere
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, wanted: torch.Tensor, *, max_top: int) -> TokenLogprobs:
-    """Log-probabilities of one token per row, its rank, and those of the best tokens, from the model's logits.
+    """Return the log-probability and the rank of one token per row, and the most likely tokens of each row.
 
     logits   [rows, vocab]  float16, bfloat16 or float32  device; rows may be strided
-    tokens   [rows]         int32  sampled tokens, or the tokens of a prompt that follow; NO_TOKEN, or any that is not
-                                   there: the best tokens only
-    wanted   [rows]         int32  below 0: nothing, and no logits are read; n: the token's, and the n best (up to
-                                   max_top)
-    max_top  width of the results' rows
+    tokens   [rows]         int32  sampled tokens, or the next tokens of a prompt; for NO_TOKEN and tokens outside of
+                                   the vocabulary, only the most likely tokens are returned
+    wanted   [rows]         int32  number of most likely tokens, up to max_top; below 0 the row is skipped
+    max_top  width of the results
 
-    Computed in float32. NaN logits count as -inf. Of several infinite logits, each has its share.
+    Computed in float32. NaN logits count as -inf. Several infinite logits share the probability.
     Capture-safe: the grid depends on shapes only. Raises: ShapeError, ConfigError.
     """
-    max_top = check_int("max_top", max_top, 0, MAX_TOP, advice="pass how many of the best tokens a row may ask for")
+    max_top = check_int("max_top", max_top, 0, MAX_TOP, advice="pass the most tokens that a row may ask for")
     check_tensor("logits", logits, shape=(None, None), dtype=_FLOATS)
     (rows, vocab), device = logits.shape, logits.device
     check_unit_stride("logits", logits)
@@ -193,7 +192,7 @@ def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, wanted: torch.Ten
 
 
 def compile_variants() -> list[CompileSpec]:
-    """Each logits dtype at a vocabulary of 128k, and the largest one."""
+    """Return each logits dtype at a vocabulary of 128k, and the largest vocabulary."""
     specs = []
     for kind, vocab in (("fp16", 1 << 17), ("bf16", 1 << 17), ("fp32", 1 << 20)):
         constexprs: dict[str, object] = {"LANES": _LANES, "CHUNKS": vocab // _LANES, "TOP": 32}

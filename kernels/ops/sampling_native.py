@@ -1,13 +1,13 @@
 """The CUDA kernels of sampling (native/sample_split.cu, native/sample_truncated.cu): variants and launches.
 
-    sample_split      beside the first pass: the tokens that mask, bias and penalties change, but for rows that process
-                      theirs late
-    sample_chunks     the first pass, without those
-    sample_rows       the second pass, of rows that keep all tokens or what min-p leaves
-    sample_truncated  the third pass, of rows that truncate
+    sample_split      concurrent with the first pass: the tokens that mask, bias and penalties change, except in rows
+                      that process them late
+    sample_chunks     the first pass, without these tokens
+    sample_rows       the second pass: rows that keep all tokens or truncate by min-p only
+    sample_truncated  the third pass: rows with top-k or top-p
 
-They draw what the Triton kernels draw, which serve other devices: lists, histograms and places for each of many bits
-are made in shared memory, of which Triton has no name.
+They draw the same tokens as the Triton kernels, which other devices use. They build lists and histograms in shared
+memory, which Triton cannot address.
 """
 
 from __future__ import annotations
@@ -23,19 +23,22 @@ from graphrt.kernels.native.nvrtc import NativeVariant, launch, nvrtc_fault, run
 from graphrt.kernels.ops.sampling_logits import LATE_TOP_K
 
 GROUPS_MULTIPLE = 4
-"""The first pass leaves a multiple of so many groups: they are read in fours."""
+"""The number of groups is padded to a multiple of this: groups are read four at a time."""
 
 _WARPS = 8
-_BLOCKS_PER_SM = {"sample_split": 4, "sample_truncated": 2}  # few registers leave room for the first pass
+_BLOCKS_PER_SM = {
+    "sample_split": 4,
+    "sample_truncated": 2,
+}  # sample_split uses few registers, to leave room for the first pass
 _MAX_GROUPS = 4096
 _BINS = 256
-_LIST = 2048  # tokens that a row's list holds
-_CHANGED = 4096  # tokens of a row that mask, bias and penalties change, before they are processed each time anew
+_LIST = 2048  # capacity of a row's list of tokens
+_CHANGED = 4096  # changed tokens of a row that are stored; a row with more processes them again in each pass
 _MEETING = 4 * 2 * 8 * _WARPS  # bytes of `Meeting` in sample_block.cuh
 
 _POINTERS = (
     "logits", "temperatures", "seeds", "seq_lens", "req_indices", "top_k", "top_p", "min_p", "repetition", "presence",
-    "frequency", "seen", "counts", "bias_tokens", "bias_values", "bias_counts", "mask_words", "mask_index",
+    "frequency", "seen", "counts", "bias_tokens", "bias_values", "bias_lists", "mask_words", "mask_index",
     "group_best", "group_mass", "changed_best", "plain_words", "num_changed", "highest_changed", "changed_tokens",
     "changed_logits", "out",
 )  # fmt: skip
@@ -54,7 +57,7 @@ class _Params(ctypes.Structure):
 
 @functools.lru_cache(maxsize=64)
 def serves(device: torch.device) -> bool:
-    """Whether the kernels run on a device. Elsewhere, and where there is no NVRTC, the Triton kernels do."""
+    """Return whether the CUDA kernels run on a device. Without NVRTC, and on other devices, Triton kernels run."""
     return runs_native(device) and nvrtc_fault() is None
 
 
@@ -80,13 +83,13 @@ def _variant(entry: str, dtype: torch.dtype, group: int) -> NativeVariant:
 
 @dataclass(frozen=True, slots=True)
 class SplitRows:
-    """What `sample_split` leaves for the second and the third pass.
+    """Outputs of `sample_split`, which the second and the third pass read.
 
     best    [rows, groups]                  float32  the highest logit of each group's changed tokens
-    plain   [rows, groups * group // 32]    int32    bits of the tokens that nothing changes
-    counts  [rows]                          int32    how many are changed; -1: more than are listed
+    plain   [rows, groups * group // 32]    int32    bits of the unchanged tokens
+    counts  [rows]                          int32    number of changed tokens; -1: more than can be stored
     highest [rows]                          float32  the highest logit of all changed tokens
-    tokens, logits  [rows, most]            int32, float32  the changed tokens, processed
+    tokens, logits  [rows, most]            int32, float32  the changed tokens and their processed logits
     """
 
     best: torch.Tensor
@@ -98,7 +101,7 @@ class SplitRows:
 
     @classmethod
     def allocate(cls, rows: int, groups: int, group: int, device: torch.device) -> SplitRows:
-        """Uninitialised tensors. Rows that nothing changes leave theirs so."""
+        """Allocate uninitialized tensors. The entries of rows without changed tokens stay uninitialized."""
 
         def empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
             return torch.empty((rows, *shape), dtype=dtype, device=device)
@@ -122,15 +125,15 @@ def launch_native(
 ) -> None:
     """Launch one of the kernels for all rows.
 
-    entry   "sample_split", an ordinary launch, or "sample_truncated", which starts beside the second pass
-    inputs  of the first pass, from the logits to the index of masks
-    sizes   of the first pass: vocabulary, stride of the logits, rows and capacities of tables, groups
-    group_best, group_mass  [rows, groups]  float32  what the first pass leaves
-    split   None where no row has mask, bias or penalties
-    out     [rows]  int32  the tokens
+    entry   "sample_split", an ordinary launch, or "sample_truncated", which may start during the second pass
+    inputs  inputs of the first pass, from the logits to the mask index
+    sizes   sizes of the first pass: vocabulary, stride of the logits, rows and capacities of tables, groups
+    group_best, group_mass  [rows, groups]  float32  outputs of the first pass
+    split   None if no row may have mask, bias or penalties
+    out     [rows]  int32  the sampled tokens
     """
     logits = inputs[0]
-    assert logits is not None, "there are logits"
+    assert logits is not None, "logits are the first input"
     parts = (None,) * 6 if split is None else (
         split.best, split.plain, split.counts, split.highest, split.tokens, split.logits
     )  # fmt: skip
@@ -142,7 +145,7 @@ def launch_native(
 
 
 def native_variants() -> dict[str, NativeVariant]:
-    """Variants that a test compiles without a GPU: each dtype, and the largest vocabulary's groups."""
+    """Return the variants that a test compiles without a GPU: each dtype, and the largest group size."""
     cases = ((torch.bfloat16, 32), (torch.float16, 32), (torch.float32, 32), (torch.bfloat16, 64), (torch.float32, 256))
     return {
         f"{entry}_{str(dtype).removeprefix('torch.')}_{group}": _variant(entry, dtype, group)

@@ -1,4 +1,4 @@
-"""Draws among many tokens of a row: by bounds of groups, and by passes over the row where a threshold is not known."""
+"""Draws among many tokens of a row: by bounds of groups, and by passes over the row to find a threshold."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from graphrt.kernels.ops.sampling_logits import (
     weight,
 )
 
-_WORDS = tl.constexpr(32)  # whose tokens are looked at side by side
-_CHANGED_WORDS = tl.constexpr(1024)  # whose changed tokens are
-_PASS = tl.constexpr(4096)  # tokens that a pass over the row looks at side by side
-_SIDE = tl.constexpr(8)  # neighbours, of which a thread has all
-_STAGES = tl.constexpr(4)  # loads of so many parts of a pass are under way
-_GUESS = tl.constexpr(0.04)  # half the width in which top-p's threshold is sought first, as a share of the mass
+_WORDS = tl.constexpr(32)  # words of tokens that are processed in parallel
+_CHANGED_WORDS = tl.constexpr(1024)  # the same for changed tokens
+_PASS = tl.constexpr(4096)  # tokens that a pass over the row processes in parallel
+_SIDE = tl.constexpr(8)  # neighbouring tokens of a thread
+_STAGES = tl.constexpr(4)  # pipelined loads of a pass
+_GUESS = tl.constexpr(0.04)  # half width of the first search range of top-p, as a share of the mass
 _GUESS_KEYS = tl.constexpr(1 << 16)
 
 
-_TOP_K = tl.constexpr(0)  # phases: top-k's threshold is sought, of rows with top-p beside it
-_MASS = tl.constexpr(1)  # top-p is of the mass of what top-k and min-p leave
+_TOP_K = tl.constexpr(0)  # phases: find the threshold of top-k, in rows that also have top-p
+_MASS = tl.constexpr(1)  # sum the mass that top-k and min-p keep, for top-p
 _DRAW = tl.constexpr(2)
 
 
@@ -54,16 +54,16 @@ def draw_by_passes(
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """The draw among all tokens that are kept.
+    """Draw among all kept tokens of a row.
 
-    The threshold is a key in [low, high). It need not be known exactly: the best score among all tokens from `low`
-    upwards decides, once its own logit is known to be kept. It mostly is after one pass over the row.
+    The threshold is a key in [low, high), which need not be known exactly. The token of the best score among all tokens
+    from `low` on is the result, once its logit is known to be kept. One pass over the row is usually enough.
     """
     low = key_of(floor)
     by_count = top_k > 0
     phase = tl.where(by_count & (top_p < 1), _TOP_K, tl.where((top_p < 1) & (min_p > 0), _MASS, _DRAW))
     high = key_of(best) + 1
-    # Amounts are numbers of tokens where the best and the rate are 0.
+    # Amounts are counts of tokens if best and rate are 0, else masses.
     amounts_best = tl.where(by_count, 0.0, best)
     amounts_rate = tl.where(by_count, 0.0, rate)
     need = tl.where(by_count, top_k.to(tl.float32), top_p * total)
@@ -81,7 +81,7 @@ def draw_by_passes(
                 share = tl.where(amounts_rate == 0, need / source[1][1].to(tl.float32), top_p)
                 key_b, key_c = _guesses(source, low, high, amounts_best, amounts_rate, share)
                 guesses = 1
-            # Whether a token is kept: whether those above it reach the need.
+            # A token is kept unless the tokens above it reach the need.
             key_a = tl.where(phase == _DRAW, key + 1, tl.where(phase == _MASS, low, low + (high - low) // 2))
             amount_a, amount_b, amount_c = _amounts_from(
                 source, plain_words_row_ptr, key_a, key_b, key_c, amounts_best, amounts_rate
@@ -94,7 +94,7 @@ def draw_by_passes(
                 low, high = _narrow(low, high, key_a, amount_a, need)
                 low, high = _narrow(low, high, key_b, amount_b, need)
                 low, high = _narrow(low, high, key_c, amount_c, need)
-                # Quarters end what chance may draw out.
+                # Quarters bound the number of passes.
                 key_b = low + (high - low) // 4
                 key_c = low + (high - low) * 3 // 4
                 if (phase == _TOP_K) & (high - low <= 1):
@@ -107,7 +107,7 @@ def draw_by_passes(
 
 @triton.jit
 def best_of_groups(group_ptrs, GROUPS: tl.constexpr):
-    """The highest logit of each group's plain tokens, and of those that mask, bias and penalties change."""
+    """Return the highest logit of each group's unchanged tokens, and of its changed tokens."""
     groups = tl.arange(0, GROUPS)
     plain = tl.load(group_ptrs[0] + groups, mask=groups < group_ptrs[3], other=float("-inf"))
     changed = tl.load(group_ptrs[1] + groups, mask=groups < group_ptrs[4], other=float("-inf"))
@@ -116,7 +116,7 @@ def best_of_groups(group_ptrs, GROUPS: tl.constexpr):
 
 @triton.jit
 def best_score(source, noise_at, group_ptrs, floor, heat, GROUPS: tl.constexpr, GROUP: tl.constexpr):
-    """The token of the best score among those that reach the floor, and its logit. Of equal scores the lowest token."""
+    """Return the token of the best score among tokens that reach the floor, the lowest of equal ones, and its logit."""
     list_groups_row_ptr = group_ptrs[2]
     seed, position = noise_at
     per_group: tl.constexpr = GROUP // WORD
@@ -129,10 +129,10 @@ def best_score(source, noise_at, group_ptrs, floor, heat, GROUPS: tl.constexpr, 
     noise = most_noise(seed, position, GROUPS, GROUP)
     bounds = tl.reshape(tl.where(able, tl.fma(heat, noise, group_best), float("-inf")), [rows, lanes])
     groups = tl.reshape(groups, [rows, lanes])
-    # The best group of each lane: their best score is near that of all.
+    # The best group of each lane: their best score is close to the overall best.
     firsts = tl.min(tl.where(bounds == tl.max(bounds, 0)[None, :], groups, NOWHERE), 0)
     score, token, logit = _best_of_groups(source, noise_at, firsts, floor, heat, per_group)
-    # Without noise, a lane's first group of equal ones has the lowest token already.
+    # Without noise, the first of a lane's equal groups has the lowest token.
     enough = tl.where(heat > 0, score, float("inf"))
     chosen = (bounds >= enough) & (bounds > float("-inf")) & (groups != firsts[None, :])
     chosen = tl.reshape(chosen.to(tl.int32), [GROUPS])
@@ -140,7 +140,7 @@ def best_score(source, noise_at, group_ptrs, floor, heat, GROUPS: tl.constexpr, 
     if count > 0:
         place = tl.cumsum(chosen, 0) - 1
         tl.store(list_groups_row_ptr + place, tl.reshape(groups, [GROUPS]), mask=chosen != 0)
-        tl.debug_barrier()  # what some threads have stored, others load
+        tl.debug_barrier()  # threads load what others have stored
         start = 0
         while start < count:
             listed = start + tl.arange(0, lanes)
@@ -151,13 +151,13 @@ def best_score(source, noise_at, group_ptrs, floor, heat, GROUPS: tl.constexpr, 
             token = tl.where(wins, next_token, token)
             logit = tl.where(wins, next_logit, logit)
             start += lanes
-        tl.debug_barrier()  # a later search writes its list over this one
+        tl.debug_barrier()  # a later search overwrites this list
     return token, logit
 
 
 @triton.jit
 def words_of_groups(groups, per_group: tl.constexpr):
-    """The words of 32 tokens that some groups consist of."""
+    """Return the words of 32 tokens of some groups."""
     words = groups
     if per_group > 1:
         words = groups[:, None] * per_group + tl.arange(0, per_group)[None, :]
@@ -167,12 +167,12 @@ def words_of_groups(groups, per_group: tl.constexpr):
 
 @triton.jit
 def _best_of_groups(source, noise_at, groups, floor, heat, per_group: tl.constexpr):
-    """The best score in some groups, its token and its logit."""
+    """Return the best score in some groups, its token and its logit."""
     seed, position = noise_at
     words = words_of_groups(groups, per_group)
     tokens, logits = logits_of_words(source, words)
     able = (logits >= floor) & (logits > float("-inf"))
-    # One rounding here and in the groups' bounds: no score exceeds its group's bound.
+    # Scores and the bounds of groups are rounded alike, so no score exceeds its group's bound.
     scores = tl.where(able, tl.fma(heat, noise_of_words(seed, position, words), logits), float("-inf"))
     score = tl.max(tl.max(scores, 1), 0)
     tokens = tl.where(able, tokens, NOWHERE)
@@ -182,7 +182,7 @@ def _best_of_groups(source, noise_at, groups, floor, heat, per_group: tl.constex
 
 @triton.jit
 def _guesses(source, low, high, best, rate, share):
-    """Two keys that a threshold is likely between, from a sample: words of tokens at about equal distances."""
+    """Estimate two keys around a threshold from a sample: words of tokens at about equal distances."""
     num_words = tl.cdiv(source[1][1], WORD)
     draws = tl.arange(0, _WORDS)
     distance = tl.cdiv(num_words, _WORDS)
@@ -200,7 +200,7 @@ def _guesses(source, low, high, best, rate, share):
 
 @triton.jit
 def _narrow(low, high, key, amount, need):
-    """The bounds of a threshold after a look at one key: it is there or above where the amount reaches the need."""
+    """Narrow the bounds of a threshold by one key: the threshold is at or above it if the amount reaches the need."""
     reaches = amount >= need
     return (
         tl.where(reaches, tl.maximum(low, key), low),
@@ -210,7 +210,7 @@ def _narrow(low, high, key, amount, need):
 
 @triton.jit
 def _amounts_from(source, plain_words_row_ptr, key_a, key_b, key_c, best, rate):
-    """The masses of the row's tokens at or above three keys; their numbers where best and rate are 0."""
+    """Return the masses of the row's tokens at or above three keys; their counts if best and rate are 0."""
     pointers, values = source
     vocab_size = values[1]
     row_ptr = pointers[0] + values[0]
@@ -220,7 +220,7 @@ def _amounts_from(source, plain_words_row_ptr, key_a, key_b, key_c, best, rate):
     amounts = (zeros, zeros, zeros)
     lanes = tl.arange(0, _PASS // _SIDE)[:, None] * _SIDE + tl.arange(0, _SIDE)[None, :]
     full = vocab_size // _PASS
-    for part in tl.range(0, full, num_stages=_STAGES):  # without a mask: this loop is most of the time
+    for part in tl.range(0, full, num_stages=_STAGES):  # without a mask: this loop takes most of the time
         logits = tl.load(row_ptr + part * _PASS + lanes).to(tl.float32)
         logits = _plain_only(source, plain_words_row_ptr, part, logits)
         amounts = _with_amounts(amounts, logits, bounds, at_best)
@@ -249,17 +249,17 @@ def _amounts_from(source, plain_words_row_ptr, key_a, key_b, key_c, best, rate):
 
 @triton.jit
 def _bound_of(key):
-    """The value of a key, from the lowest finite one upwards: neither NaN nor -inf reaches it."""
+    """Return the value of a key, at least the lowest finite float: NaN and -inf are below it."""
     value = value_of(key)
     return tl.where(value < -LARGEST, -LARGEST, value)
 
 
 @triton.jit
 def _plain_only(source, plain_words_row_ptr, part, logits):
-    """Logits of a part of a pass, -inf in the place of tokens that mask, bias and penalties change."""
+    """Replace the logits of changed tokens by -inf, in a part of a pass."""
     if plain_words_row_ptr is not None:
         words = part * (_PASS // WORD) + tl.arange(0, _PASS // WORD)
-        num_processed = tl.where(source[1][2], source[1][1], 0)  # all or none
+        num_processed = tl.where(source[1][2], source[1][1], 0)  # the vocabulary size or 0
         plain = tl.load(plain_words_row_ptr + words, mask=words * WORD < num_processed, other=-1)
         logits = tl.where(tl.reshape(has_bit(plain), logits.shape), logits, float("-inf"))
     return logits
@@ -267,9 +267,9 @@ def _plain_only(source, plain_words_row_ptr, part, logits):
 
 @triton.jit
 def _with_amounts(amounts, logits, bounds, at_best):
-    """Amounts after some more logits, of which the ones that reach a bound are weighed.
+    """Add the weights of some more logits to the amounts, for each bound that they reach.
 
-    Neighbours belong to one thread, so that a thread adds up three numbers and has registers left to work ahead.
+    A thread has neighbouring tokens and adds up three numbers, which leaves registers for pipelining.
     """
     best, rate = at_best
     weights = tl.exp2((tl.minimum(logits, LARGEST) - best) * rate)

@@ -1,4 +1,4 @@
-"""Sampling in plain torch, on any device: what `sampling*.py` compute, one sort per row instead of searches."""
+"""Reference of `sampling*.py` in plain torch, for any device: one sort per row instead of searches."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 from graphrt.kernels.types import NO_TOKEN
 
 NOISE_GROUP = 32
-"""Neighbouring vocabulary entries whose least exponential variate is drawn first; part of what defines the noise."""
+"""Neighbouring vocabulary entries whose least exponential variate is drawn first; part of the noise definition."""
 
 MAX_TEMPERATURE = 1e30
-"""Temperatures beyond are taken as this one; at it every finite logit has the same chance already."""
+"""Largest temperature; higher ones are clamped. At this one all finite logits have the same probability."""
 
 _MASK32 = 0xFFFFFFFF
 _PHILOX_KEYS = (0x9E3779B9, 0xBB67AE85)
@@ -22,9 +22,9 @@ _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 def philox4x32(
     seed: torch.Tensor, counter0: torch.Tensor, counter1: torch.Tensor, counter2: int = 0
 ) -> tuple[torch.Tensor, ...]:
-    """Four 32-bit words (as int64) of Philox-4x32-10 at counter (c0, c1, c2, 0), key (seed low, seed high).
+    """Return four 32-bit words (as int64) of Philox-4x32-10 at counter (c0, c1, c2, 0), key (seed low, seed high).
 
-    Arguments are int64 and broadcast; counters must lie in 0 to 2**32 - 1. Bit for bit `tl.philox`.
+    Arguments are int64 and broadcast; counters are from 0 to 2**32 - 1. Bitwise equal to `tl.philox`.
     Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
     """
     key0, key1 = seed & _MASK32, (seed >> 32) & _MASK32
@@ -39,7 +39,7 @@ def philox4x32(
 
 
 def _multiply32(x: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Low and high 32 bits of x * factor, by halves of the factor, so that no product leaves int64."""
+    """Return low and high 32 bits of x * factor, from halves of the factor: each product fits int64."""
     low = x * (factor & 0xFFFF)
     high = x * (factor >> 16)
     middle = (low >> 16) + high
@@ -47,9 +47,9 @@ def _multiply32(x: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def exponential_reference(words: torch.Tensor, bits: int = 32) -> torch.Tensor:
-    """Exponential variates (float32) from random words of so many bits: -log(1 - u), u = (word + 0.5) / 2**bits.
+    """Return exponential variates (float32) of random words of `bits` bits: -log(1 - u), u = (word + 0.5) / 2**bits.
 
-    Small variates decide a Gumbel-max draw, so they are computed from a series, which keeps their relative precision.
+    Small variates decide a Gumbel-max draw, so a series computes them, which keeps their relative precision.
     """
     u = words.float() * 2.0**-bits + 2.0 ** -(bits + 1)
     series = u * (1.0 + u * (0.5 + u * (1.0 / 3.0 + u * 0.25)))
@@ -57,12 +57,12 @@ def exponential_reference(words: torch.Tensor, bits: int = 32) -> torch.Tensor:
 
 
 def noise_reference(seeds: torch.Tensor, seq_lens: torch.Tensor, vocab: int) -> torch.Tensor:
-    """Gumbel noise (float32, [rows, vocab]) at (seed, vocabulary index, position): -log of exponential variates.
+    """Return Gumbel noise (float32, [rows, vocab]) at (seed, vocabulary index, position): -log of exponential variates.
 
-    The variates of a group of 32 neighbours come from the least one, which has a word to itself: the minimum of 32
-    independent variates is an exponential variate over 32. The word's lowest five bits say whose it is. All others
-    exceed it by independent exponential variates, since exponential variates have no memory. So a whole group is
-    dismissed by one word, and a token's noise is still independent of all others'.
+    Of a group of 32 neighbours the least variate is drawn first, from a word of its own: the minimum of 32 independent
+    variates is an exponential variate divided by 32. The word's lowest five bits select the token that has it. All
+    other variates exceed it by independent exponential variates, because the distribution is memoryless. So one word
+    can exclude a whole group, and the noise of all tokens is still independent.
     """
     device, positions = seeds.device, seq_lens[:, None].long() & _MASK32
     groups = -(-vocab // NOISE_GROUP)
@@ -90,15 +90,15 @@ def sample_reference(
     counts: torch.Tensor | None = None,
     bias_tokens: torch.Tensor | None = None,
     bias_values: torch.Tensor | None = None,
-    bias_counts: torch.Tensor | None = None,
+    bias_lists: torch.Tensor | None = None,
     mask_words: torch.Tensor | None = None,
     mask_index: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Reference of `graphrt::sample`: argmax, over the kept tokens, of processed logits + temperature * noise."""
     vocab = logits.shape[1]
     processed = processed_reference(
-        logits, req_indices, repetition, presence, frequency, seen, counts, bias_tokens, bias_values, bias_counts,
-        mask_words, mask_index,
+        logits, seq_lens, req_indices, repetition, presence, frequency, seen, counts, bias_tokens, bias_values,
+        bias_lists, mask_words, mask_index,
     )  # fmt: skip
     scores = processed.clone()
     hot = temperatures > 0
@@ -126,6 +126,7 @@ def sample_reference(
 
 def processed_reference(
     logits: torch.Tensor,
+    seq_lens: torch.Tensor,
     req_indices: torch.Tensor | None,
     repetition: torch.Tensor | None,
     presence: torch.Tensor | None,
@@ -134,11 +135,11 @@ def processed_reference(
     counts: torch.Tensor | None,
     bias_tokens: torch.Tensor | None,
     bias_values: torch.Tensor | None,
-    bias_counts: torch.Tensor | None,
+    bias_lists: torch.Tensor | None,
     mask_words: torch.Tensor | None,
     mask_index: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Logits (float32, a copy) after token masks, biases and penalties, in this order."""
+    """Return logits (float32, a copy) after token masks, biases and penalties, in this order."""
     out = logits.to(torch.float32, copy=True)
     rows, vocab = out.shape
     every = range(rows)
@@ -149,12 +150,14 @@ def processed_reference(
                 out[row, ~unpacked_bits(mask_words[index], vocab)] = float("-inf")
     if req_indices is None:
         return out
-    if bias_tokens is not None and bias_values is not None and bias_counts is not None:
+    if bias_tokens is not None and bias_values is not None and bias_lists is not None:
         for row in every:
             req_index = int(req_indices[row])
-            if 0 <= req_index < len(bias_counts):
-                count = min(max(int(bias_counts[req_index]), 0), bias_tokens.shape[1])
-                tokens, values = bias_tokens[req_index, :count].long(), bias_values[req_index, :count]
+            if 0 <= req_index < len(bias_lists):
+                *counts_of, min_len = bias_lists[req_index].tolist()
+                early = int(int(seq_lens[row]) < min_len)  # an index, not a mask
+                count = min(max(counts_of[early], 0), bias_tokens.shape[2])
+                tokens, values = bias_tokens[req_index, early, :count].long(), bias_values[req_index, early, :count]
                 inside = (tokens >= 0) & (tokens < vocab)
                 out[row, tokens[inside]] += values[inside]
     if repetition is None or presence is None or frequency is None or seen is None or counts is None:
@@ -177,7 +180,7 @@ def processed_reference(
 def effective_penalties(
     repetition: torch.Tensor, presence: torch.Tensor, frequency: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The three penalties with 1, 0 and 0 in the place of values that mean nothing."""
+    """Return the three penalties, with 1, 0 and 0 for invalid values."""
     meant = (repetition > 0) & (repetition < float("inf"))
     return (
         torch.where(meant, repetition, 1.0),
@@ -187,13 +190,13 @@ def effective_penalties(
 
 
 def unpacked_bits(words: torch.Tensor, count: int) -> torch.Tensor:
-    """The first `count` bits of int32 words, the lowest of a word first, as bool."""
+    """Return the first `count` bits of int32 words as bool, the lowest bit of a word first."""
     bits = torch.arange(32, device=words.device)
     return ((words[:, None] >> bits) & 1).flatten()[:count].bool()
 
 
 def kept_reference(processed: torch.Tensor, heat: float, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
-    """Which tokens of one row min-p, top-k and top-p keep, in this order, on processed logits (float32, [vocab]).
+    """Return which tokens of a row min-p, top-k and top-p keep, in this order; processed logits are float32, [vocab].
 
     Tokens of equal logits are kept or dropped together. Probabilities are float64.
     """
@@ -211,8 +214,8 @@ def kept_reference(processed: torch.Tensor, heat: float, top_k: int, top_p: floa
     if 0 < top_p < 1:
         order = torch.where(kept, processed, float("-inf")).argsort(descending=True)[: int(kept.sum())]
         ordered, mass = processed[order], weights[order].cumsum(0)
-        # A token is kept where the tokens of higher logits hold less than top_p. Of equal logits, what stands before
-        # the first one is before all of them.
+        # A token is kept if the tokens of higher logits have less than top_p of the mass. Equal logits share the mass
+        # above the first of them.
         above = torch.cat([mass.new_zeros(1), mass[:-1]])
         first = torch.searchsorted(-ordered.double(), -ordered.double())
         kept[order] = above[first] < top_p * mass[-1]

@@ -1,7 +1,7 @@
-"""Second pass of sampling, a program per row: the best token, or a draw among all groups, or those that min-p leaves.
+"""Second pass of sampling, a program per row: the best token, or a draw among all tokens or those that min-p keeps.
 
-Rows that truncate are left to `sampling_truncated.py`, so that others need not pay for it: neither in registers nor in
-what those spill. That pass runs beside this one, which lets it start once it has waited for the first pass.
+Rows with top-k or top-p are sampled by `sampling_truncated.py`, so that other rows do not pay for its registers. That
+pass runs concurrently: this one lets it start after it has waited for the first pass.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def sample_rows_kernel(
     counts_ptr,
     bias_tokens_ptr,
     bias_values_ptr,
-    bias_counts_ptr,
+    bias_lists_ptr,
     mask_words_ptr,
     mask_index_ptr,
     group_best_ptr,
@@ -67,15 +67,15 @@ def sample_rows_kernel(
     heat, _, _, min_p, truncates = row_options(row, vocab_size, temperatures_ptr, top_k_ptr, top_p_ptr, min_p_ptr)
     if OVERLAPS:
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()  # behind the wait: the next pass reads what the first one wrote, too
+        tl.extra.cuda.gdc_launch_dependents()  # after the wait: the next pass reads the output of the first one too
     if top_k_ptr is not None:
         if truncates:
             return
     source = (
         (logits_ptr, mask_words_ptr, bias_tokens_ptr, bias_values_ptr, seen_ptr, counts_ptr),
         req_values(
-            row, stride_logits, vocab_size, req_indices_ptr, repetition_ptr, presence_ptr, frequency_ptr,
-            state_rows, bias_counts_ptr, bias_rows, bias_capacity, mask_index_ptr, num_masks,
+            row, stride_logits, vocab_size, seq_lens_ptr, req_indices_ptr, repetition_ptr, presence_ptr,
+            frequency_ptr, state_rows, bias_lists_ptr, bias_rows, bias_capacity, mask_index_ptr, num_masks,
         ),
     )  # fmt: skip
     at = row.to(tl.int64) * num_groups
@@ -105,7 +105,7 @@ def sample_rows_kernel(
 
 @triton.jit
 def _best_token(source, group, GROUP: tl.constexpr):
-    """The token of the highest logit, of equal ones the lowest: it lies in the lowest of the best groups."""
+    """Return the token of the highest logit, the lowest of equal ones: it is in the lowest of the best groups."""
     per_group: tl.constexpr = GROUP // WORD
     tokens, logits = logits_of_words(source, group * per_group + tl.arange(0, per_group))
     logits = tl.reshape(logits, [GROUP])

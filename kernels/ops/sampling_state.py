@@ -1,4 +1,4 @@
-"""The tokens of each sequence as penalties need them, kept on the device by row id."""
+"""The tokens of each sequence that penalties read, on the device by request index."""
 
 from __future__ import annotations
 
@@ -15,47 +15,47 @@ from graphrt.kernels.op_declaration import DeclaredOp, Written
 from graphrt.kernels.ops.sampling_logits import penalties_of
 from graphrt.kernels.ops.sampling_reference import record_tokens_reference
 
-_SLICES = 8  # programs of a row; each keeps a part of the vocabulary
+_SLICES = 8  # programs per row, each with a part of the vocabulary
 _BLOCK = 1024
 _NUM_WARPS = 4
 
 
 def state_words(vocab_size: int) -> int:
-    """Words of 32 bits that hold a bit per token."""
+    """Return the number of 32-bit words that hold a bit per token."""
     return -(-vocab_size // 32)
 
 
 @dataclass(frozen=True, slots=True)
 class PenaltyState:
-    """Which tokens each sequence has: persistent, by row id.
+    """The tokens of each sequence: persistent, by request index.
 
-    seen    [max_rows, ceil(vocab / 32)]  int32  bit t % 32 of word t // 32: token t is in the prompt or the output
-    counts  [max_rows, vocab]             int32  how often a token is in the output
+    seen    [max_reqs, ceil(vocab / 32)]  int32  bit t % 32 of word t // 32: token t is in the prompt or the output
+    counts  [max_reqs, vocab]             int32  how often a token is in the output
 
-    `sample` reads the bits of a row that is penalised, and counts where a bit is set. With top-k it mostly reads counts
-    of the few such tokens that may be kept. `record_tokens` writes both.
+    `sample` reads the bits of rows with penalties, and the counts of tokens whose bit is set. With top-k it usually
+    reads only the counts of tokens that may be kept. `record_tokens` writes both tensors.
     """
 
     seen: torch.Tensor
     counts: torch.Tensor
 
     @classmethod
-    def allocate(cls, max_rows: int, vocab_size: int, device: torch.device) -> PenaltyState:
-        """State without any token, of 4.125 bytes per row and vocabulary entry."""
+    def allocate(cls, max_reqs: int, vocab_size: int, device: torch.device) -> PenaltyState:
+        """Allocate empty state: 4.125 bytes per request index and vocabulary entry."""
         return cls(
-            torch.zeros((max_rows, state_words(vocab_size)), dtype=torch.int32, device=device),
-            torch.zeros((max_rows, vocab_size), dtype=torch.int32, device=device),
+            torch.zeros((max_reqs, state_words(vocab_size)), dtype=torch.int32, device=device),
+            torch.zeros((max_reqs, vocab_size), dtype=torch.int32, device=device),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """Penalties per row, as vLLM and transformers define them, and the state that they read.
+    """Penalties per row, as in vLLM and transformers, and the state that they read.
 
-    repetition  [rows]  float32  logits above 0 of tokens in prompt or output are divided by it, others multiplied;
-                                 1: off, also where it is 0 or less, or not finite
-    presence    [rows]  float32  subtracted from logits of tokens in the output; 0, or not finite: off
-    frequency   [rows]  float32  subtracted for each time the token is in the output; 0, or not finite: off
+    repetition  [rows]  float32  positive logits of tokens in prompt or output are divided by it, others multiplied;
+                                 off if 1, 0 or less, or not finite
+    presence    [rows]  float32  subtracted from logits of tokens in the output; off if 0 or not finite
+    frequency   [rows]  float32  subtracted for each time the token is in the output; off if 0 or not finite
     """
 
     repetition: torch.Tensor
@@ -64,7 +64,7 @@ class Penalties:
     state: PenaltyState
 
     def checked(self, rows: int, vocab: int, device: torch.device) -> dict[str, torch.Tensor]:
-        """The tensors by name. Raises: ShapeError where one does not fit."""
+        """Return the tensors by name. Raises: ShapeError: if one does not fit."""
         of_rows = {"repetition": self.repetition, "presence": self.presence, "frequency": self.frequency}
         for name, tensor in of_rows.items():
             check_tensor(name, tensor, shape=(rows,), dtype=torch.float32, device=device)
@@ -75,7 +75,7 @@ class Penalties:
         for name, tensor in {"state.counts": counts, "state.seen": seen}.items():
             if not tensor.is_contiguous():
                 raise ShapeError(
-                    f"{name}: expected a contiguous tensor, got strides {list(tensor.stride())}; allocate it by itself"
+                    f"{name}: expected a contiguous tensor, got strides {list(tensor.stride())}; use allocate()"
                 )
         return {**of_rows, "seen": seen, "counts": counts}
 
@@ -95,7 +95,7 @@ def _record_tokens_kernel(
     num_tokens,
     state_rows,
     vocab_size,
-    amount,  # 1 counts the tokens, -1 takes them back
+    amount,  # 1 adds the tokens, -1 removes them
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -104,7 +104,7 @@ def _record_tokens_kernel(
     start = tl.maximum(tl.load(query_start_loc_ptr + row), 0)
     end = tl.minimum(tl.load(query_start_loc_ptr + row + 1), num_tokens)
     if (penalised & (req_index >= 0) & (req_index < state_rows)) & (start < end):
-        # A program has a slice of the vocabulary to itself, so clearing and counting need no other program.
+        # Each program owns a slice of the vocabulary: clearing and counting need no synchronization between programs.
         words = (vocab_size + 31) // 32
         per_slice = tl.cdiv(words, tl.num_programs(1))
         first_word = tl.program_id(1) * per_slice
@@ -121,13 +121,13 @@ def _record_tokens_kernel(
                 tl.store(seen_row_ptr + at + lanes, zeros, mask=at + lanes < end_word)
             for at in range(first_token, end_token, BLOCK):
                 tl.store(counts_row_ptr + at + lanes, zeros, mask=at + lanes < end_token)
-            tl.debug_barrier()  # other threads of the program count where these have cleared
+            tl.debug_barrier()  # threads count where others have cleared
         prompt_len = tl.load(prompt_lens_ptr + row)
         for at in range(start, end, BLOCK):
             token = tl.load(tokens_ptr + at + lanes, mask=at + lanes < end, other=-1)
             mine = (token >= first_token) & (token < end_token)
             token = tl.where(mine, token, 0).to(tl.int32)
-            # A token may stand several times in a block.
+            # A token may occur several times in a block.
             bit = tl.full([BLOCK], 1, tl.int32) << (token % 32)
             tl.atomic_or(seen_row_ptr + token // 32, bit, mask=mine, sem="relaxed")
             is_output = first_position + (at - start) + lanes >= prompt_len
@@ -180,21 +180,21 @@ def record_tokens(
     *,
     take_back: bool = False,
 ) -> None:
-    """Enter the tokens that a step computes into the state of its rows, before `sample` of that step.
+    """Record the tokens of a step in the state of its requests, before `sample` of that step.
 
-    tokens           [n]         int64  the step's input ids; those outside of the vocabulary are ignored
+    tokens           [n]         int64  input ids of the step; tokens outside of the vocabulary are ignored
     query_start_loc  [rows + 1]  int32  row r has tokens query_start_loc[r] to query_start_loc[r + 1]
-    seq_lens         [rows]      int32  length of the sequence with these tokens: says their positions
-    req_indices          [rows]      int32  distinct; an id that is not there, as -1 in pads: the row is skipped
-    prompt_lens      [rows]      int32  tokens from this position on are output tokens, and counted
-    take_back        undo a call with the same arguments, of a step that failed: its output tokens count once less. The
-                     tokens stay seen, as the same step again sees the same ones
+    seq_lens         [rows]      int32  length of each sequence with these tokens, which gives their positions
+    req_indices      [rows]      int32  distinct; a row is skipped if it is out of range, such as -1 in padding
+    prompt_lens      [rows]      int32  tokens from this position on are output tokens, which are counted
+    take_back        undo a call with the same arguments, for a step that failed: its output tokens are counted once
+                     less. Their bits stay set, because the repeated step has the same tokens
 
-    Example: a prompt of 3 tokens in one step, then a token per step, each the one sampled before. The first call clears
-    the row, since its first token has position 0, and enters the prompt. Each later call counts one output token.
+    Example: a prompt of 3 tokens in one step, then one token per step. The first call clears the state, because its
+    first token has position 0, and records the prompt. Each later call counts one output token.
 
-    Rows whose penalties are all off are skipped. A sequence whose penalties are switched on while it runs has lost the
-    tokens before. Tokens that no step computes, as after a hit in a prefix cache, take a call of their own, before.
+    Rows without penalties are skipped: tokens from before penalties are switched on are not recorded. Record a cached
+    prefix with a call of its own, before the first step.
     Capture-safe: the grid depends on shapes only. Raises: ShapeError.
     """
     check_tensor("req_indices", req_indices, shape=(None,), dtype=torch.int32)
@@ -213,7 +213,7 @@ def record_tokens(
 
 
 def compile_variants() -> list[CompileSpec]:
-    """The one kernel."""
+    """Return the only variant."""
     floats = ("repetition_ptr", "presence_ptr", "frequency_ptr")
     signature = {
         name: "*fp32" if name in floats else "*i32" if name.endswith("_ptr") else "i32"

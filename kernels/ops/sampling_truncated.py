@@ -1,16 +1,16 @@
-"""Third pass of sampling, a program per row that truncates: a draw among the tokens that min-p, top-k and top-p keep.
+"""Third pass of sampling, a program per row with top-k or top-p: a draw among the kept tokens.
 
-A group's highest logit and highest noise bound the scores of its tokens. So a draw looks at few groups: at some with
-the highest bounds, then at all whose bounds reach the best score among those.
+A group's highest logit and highest noise bound the scores of its tokens. So a draw reads few groups: first some with
+the highest bounds, then all whose bounds reach the best score found in these.
 
-min-p, top-k and top-p each keep the tokens from some logit upwards, so a row keeps what is at or above one threshold.
-The groups' highest logits give a lower bound of it, the floor, and what reaches the floor is mostly a short list:
+min-p, top-k and top-p each keep all tokens from some logit on, so a row keeps the tokens at or above one threshold. The
+groups' highest logits give a lower bound of it, the floor. The tokens that reach the floor are usually a short list:
 
-    groups at the floor       17  40  41  55 ...      their highest logits say which
-    bits of their words       ...0100100, ...0001     tokens that reach the floor: a read of 64 bytes per group
-    list                      (546, 7.1) (549, 6.8)   tokens and logits, a place for each bit
+    groups at the floor       17  40  41  55 ...      found by their highest logits
+    bits of their words       ...0100100, ...0001     tokens that reach the floor: 64 bytes read per group
+    list                      (546, 7.1) (549, 6.8)   token and logit of each bit
 
-The list is then searched in registers. Of rows that keep too much for a list, `sampling_passes.py` draws.
+The list is searched in registers. `sampling_passes.py` samples rows that keep too many tokens for a list.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from graphrt.kernels.ops.sampling_passes import best_of_groups, draw_by_passes, 
 from graphrt.kernels.types import NO_TOKEN
 
 LIST = 2048
-"""Tokens that a row's list holds, and groups that it is made from."""
+"""Capacity of a row's list, in tokens and in groups."""
 
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
-_WORDS = tl.constexpr(128)  # whose logits are read side by side
-_BIT_WORDS = tl.constexpr(512)  # whose bits get places in the list side by side
-_CHANGED_WORDS = tl.constexpr(256)  # whose changed tokens are looked at side by side
-_SHORT = tl.constexpr(256)  # tokens of a list that most top-ks leave: one for each thread
-_DRAWN = tl.constexpr(256)  # tokens whose noise is drawn side by side
-_FLOOR_KEYS = tl.constexpr(1 << 16)  # a bound need not be exact
-_SURE = tl.constexpr(1.0001)  # a bound on masses holds in spite of roundings where it holds by this factor
+_WORDS = tl.constexpr(128)  # words of tokens whose logits are read in parallel
+_BIT_WORDS = tl.constexpr(512)  # words whose bits are listed in parallel
+_CHANGED_WORDS = tl.constexpr(256)  # words whose changed tokens are processed in parallel
+_SHORT = tl.constexpr(256)  # tokens of a short list, one per thread: enough for most values of top-k
+_DRAWN = tl.constexpr(256)  # tokens whose noise is drawn in parallel
+_FLOOR_KEYS = tl.constexpr(1 << 16)  # the floor is a bound, and need not be exact
+_SURE = tl.constexpr(1.0001)  # margin for rounding in bounds on masses
 
 
 @triton.jit(do_not_specialize=["num_groups", "state_rows", "bias_rows", "bias_capacity", "num_masks"])
@@ -70,7 +70,7 @@ def sample_truncated_kernel(
     counts_ptr,
     bias_tokens_ptr,
     bias_values_ptr,
-    bias_counts_ptr,
+    bias_lists_ptr,
     mask_words_ptr,
     mask_index_ptr,
     group_best_ptr,
@@ -100,8 +100,8 @@ def sample_truncated_kernel(
         row, vocab_size, temperatures_ptr, top_k_ptr, top_p_ptr, min_p_ptr
     )
     if OVERLAPS:
-        # The second pass let this one start when the first had ended. One program waits for the second: who waits for
-        # this kernel has then waited for both.
+        # The second pass lets this kernel start after the first has finished. The next kernel waits for this one only,
+        # so one program here waits for the second pass.
         if row == tl.num_programs(0) - 1:
             tl.extra.cuda.gdc_wait()
     if not truncates:
@@ -109,8 +109,8 @@ def sample_truncated_kernel(
     source = (
         (logits_ptr, mask_words_ptr, bias_tokens_ptr, bias_values_ptr, seen_ptr, counts_ptr),
         req_values(
-            row, stride_logits, vocab_size, req_indices_ptr, repetition_ptr, presence_ptr, frequency_ptr,
-            state_rows, bias_counts_ptr, bias_rows, bias_capacity, mask_index_ptr, num_masks,
+            row, stride_logits, vocab_size, seq_lens_ptr, req_indices_ptr, repetition_ptr, presence_ptr,
+            frequency_ptr, state_rows, bias_lists_ptr, bias_rows, bias_capacity, mask_index_ptr, num_masks,
         ),
     )  # fmt: skip
     at = row.to(tl.int64) * num_groups
@@ -124,7 +124,7 @@ def sample_truncated_kernel(
     plain_best, changed_best = best_of_groups(group_ptrs, GROUPS)
     group_best = tl.maximum(plain_best, changed_best)
     best = tl.max(group_best, 0)
-    # top-p comes first: it is of the mass of all tokens.
+    # top-p without top-k and min-p is a share of the mass of all tokens.
     num_weighed = tl.where((top_p < 1) & (top_k == 0) & (min_p == 0), num_groups, 0)
     num_changed_weighed = tl.minimum(num_weighed, num_changed)
     groups = tl.arange(0, GROUPS)
@@ -141,7 +141,7 @@ def sample_truncated_kernel(
         if source[1][2]:
             length = _list_changed(source, group_ptrs, changed_best, floor, row_list, length, GROUP, LIST)
     if length <= LIST:
-        tl.debug_barrier()  # what some threads have stored, others load
+        tl.debug_barrier()  # threads load what others have stored
         options = (best, total, rate, top_k, top_p, min_p)
         if length <= _SHORT:
             threshold = _threshold_of_list(row_list, length, key_of(floor), options, _SHORT)
@@ -158,17 +158,17 @@ def sample_truncated_kernel(
 
 @triton.jit
 def _floor(group_best, best, total, heat, rate, top_k, top_p, min_p):
-    """A logit below which nothing is kept, from the groups' highest logits.
+    """Return a logit below which no token is kept, from the groups' highest logits.
 
-    Where k groups reach a logit, so do k tokens. Where the best tokens of some groups hold top-p of the mass, no token
-    below all of them is kept. The latter speaks of the whole mass, so it serves rows without top-k and min-p only.
+    If k groups reach a logit, so do k tokens. If the best tokens of some groups have top-p of the mass, no token below
+    all of them is kept. The latter needs the whole mass, so it is for rows without top-k and min-p only.
     """
     floor = min_p_floor(best, heat, min_p)
     by_count = top_k > 0
     amounts = tl.where(by_count, 1.0, weight(group_best, best, rate))
     need = tl.where(by_count, top_k.to(tl.float32), top_p * total * _SURE)
     useful = by_count | ((top_p < 1) & (min_p <= 0))
-    # Most searches are short of some ten steps when they begin at the lowest of the groups, not at -inf.
+    # Starting at the lowest group instead of -inf saves about ten steps of most searches.
     lowest = tl.min(tl.where(group_best > float("-inf"), group_best, float("inf")), 0)
     lowest = tl.maximum(tl.minimum(lowest, best), floor)
     useful = useful & (tl.sum(tl.where(group_best >= lowest, amounts, 0.0), 0) >= need)
@@ -190,14 +190,14 @@ def _list_plain(
     GROUP: tl.constexpr,
     LIST: tl.constexpr,
 ):
-    """List the plain tokens that reach the floor; the length, or more than a list holds: too many.
+    """List the unchanged tokens that reach the floor. Return the length, above LIST if they are too many.
 
-    First a bit per token, as few are set of many that are read. Then a place per bit.
+    A first pass writes a bit per token, because few of many tokens reach the floor; a second one lists the bits.
     """
     per_group: tl.constexpr = GROUP // WORD
     count, length = _list_groups(group_ptrs, group_best, floor, LIST)
     _find_bits(source, words_row_ptr, group_ptrs, count, floor, GROUP)
-    tl.debug_barrier()  # what some threads have stored, others load
+    tl.debug_barrier()  # threads load what others have stored
     start = 0
     while (start < count * per_group) & (length <= LIST):
         at = start + tl.arange(0, _BIT_WORDS)
@@ -214,25 +214,25 @@ def _list_plain(
 
 @triton.jit
 def _list_groups(group_ptrs, group_best, floor, LIST: tl.constexpr):
-    """List the groups that reach the floor: their number, and the length of a list of tokens before any.
+    """List the groups that reach the floor. Return their number, and the length that the token list starts with.
 
-    Each has a token that reaches the floor. So where they are more than a list holds, it is too long already: none of
-    them is listed then, and the number is 0.
+    Each of them has a token that reaches the floor. If they are more than LIST, the token list is too long already: no
+    group is listed, and the number is 0.
     """
     chosen = (group_best >= floor) & (group_best > float("-inf"))
     count = tl.sum(chosen.to(tl.int32), 0)
     if count <= LIST:
         place = tl.cumsum(chosen.to(tl.int32), 0) - 1
         tl.store(group_ptrs[2] + place, tl.arange(0, group_best.shape[0]), mask=chosen)
-        tl.debug_barrier()  # what some threads have stored, others load
+        tl.debug_barrier()  # threads load what others have stored
     return tl.where(count > LIST, 0, count), tl.where(count > LIST, count, 0)
 
 
 @triton.jit
 def _find_bits(source, words_row_ptr, group_ptrs, count, floor, GROUP: tl.constexpr):
-    """Bits of the listed groups' tokens that reach the floor as the model gave them.
+    """Write bits of the listed groups' tokens whose model logits reach the floor.
 
-    Each turn looks at some groups. The logits of the next turn are under way meanwhile.
+    Each iteration processes some groups, while the logits of the next ones are loaded.
     """
     groups: tl.constexpr = _WORDS // (GROUP // WORD)
     bit = tl.full([32], 1, tl.int32) << tl.arange(0, 32)
@@ -248,7 +248,7 @@ def _find_bits(source, words_row_ptr, group_ptrs, count, floor, GROUP: tl.conste
 
 @triton.jit
 def _logits_listed(source, group_ptrs, start, count, groups: tl.constexpr, GROUP: tl.constexpr):
-    """[words, 32] logits of some listed groups, as they are."""
+    """Return [words, 32] model logits of some listed groups."""
     pointers, values = source
     listed = start + tl.arange(0, groups)
     group = tl.load(group_ptrs[2] + listed, mask=listed < count, other=NOWHERE // GROUP)
@@ -258,7 +258,7 @@ def _logits_listed(source, group_ptrs, start, count, groups: tl.constexpr, GROUP
 
 @triton.jit
 def _list_bits(source, words, bits, row_list, length, LIST: tl.constexpr):
-    """Go on with the list: the plain tokens of these bits, a bit of each word after the other. The new length."""
+    """Append the unchanged tokens of these bits to the list, one bit of each word at a time. Return the new length."""
     tokens_ptr, logits_ptr = row_list
     of_word = num_bits(bits)
     place = length + tl.cumsum(of_word, 0) - of_word
@@ -266,7 +266,7 @@ def _list_bits(source, words, bits, row_list, length, LIST: tl.constexpr):
         lowest = bits & -bits
         tokens = tl.where(bits != 0, words * WORD + place_of_bit(lowest), source[1][1])
         logits = raw_logits(source, tokens)
-        # A list that is too long is not read: what has no place in it may be written anywhere in it.
+        # A list that is too long is not read, so its last entry may be overwritten.
         at = tl.minimum(place, LIST - 1)
         tl.store(tokens_ptr + at, tokens, mask=bits != 0)
         tl.store(logits_ptr + at, logits, mask=bits != 0)
@@ -277,11 +277,11 @@ def _list_bits(source, words, bits, row_list, length, LIST: tl.constexpr):
 
 @triton.jit
 def _list_changed(source, group_ptrs, group_best, floor, row_list, length, GROUP: tl.constexpr, LIST: tl.constexpr):
-    """Go on with the list: those that mask, bias and penalties change. Mostly a few groups have one at the floor."""
+    """Append the changed tokens that reach the floor. Usually a few groups have one. Return the new length."""
     per_group: tl.constexpr = GROUP // WORD
     wide: tl.constexpr = _CHANGED_WORDS // per_group
     tokens_ptr, logits_ptr = row_list
-    tl.debug_barrier()  # the list of groups before this one has been read
+    tl.debug_barrier()  # the previous list of groups has been read
     count, too_long = _list_groups(group_ptrs, group_best, floor, LIST)
     length += too_long
     start = 0
@@ -303,7 +303,7 @@ def _list_changed(source, group_ptrs, group_best, floor, row_list, length, GROUP
 
 @triton.jit
 def _threshold_of_list(row_list, length, low, options, lanes: tl.constexpr):
-    """The key from which upwards listed tokens are kept. Top-k's threshold first: top-p's mass is above it."""
+    """Return the lowest key that is kept. Top-k comes first: top-p is a share of the mass that top-k keeps."""
     best, total, rate, top_k, top_p, min_p = options
     at = tl.arange(0, lanes)
     logits = tl.load(row_list[1] + at, mask=at < length, other=float("-inf"))
@@ -321,7 +321,7 @@ def _threshold_of_list(row_list, length, low, options, lanes: tl.constexpr):
 
 @triton.jit
 def _draw_from_list(row_list, length, noise_at, threshold, heat):
-    """The draw among the listed tokens that reach the threshold: noise takes instructions, so it has no idle lanes."""
+    """Draw among the listed tokens that reach the threshold. Noise is expensive, so all lanes draw some."""
     tokens_ptr, logits_ptr = row_list
     seed, position = noise_at
     scores = tl.full([_DRAWN], float("-inf"), tl.float32)
@@ -332,7 +332,7 @@ def _draw_from_list(row_list, length, noise_at, threshold, heat):
         logit = tl.load(logits_ptr + at, mask=at < length, other=float("-inf"))
         kept = (at < length) & (logit >= threshold)
         score = tl.where(kept, tl.fma(heat, token_noise(seed, position, token), logit), float("-inf"))
-        # Of equal scores the lower token: changed tokens are listed behind all others.
+        # Of equal scores the lower token wins: changed tokens are listed after all others.
         wins = (score > scores) | (kept & (score == scores) & (token < tokens))
         scores = tl.where(wins, score, scores)
         tokens = tl.where(wins, token, tokens)

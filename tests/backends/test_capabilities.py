@@ -247,7 +247,7 @@ def test_mixed_batches_are_refused(query_lens: tuple[int, ...], monkeypatch: pyt
     declare(monkeypatch, mixed=False)
     manager = build(NEEDS["mixed"], mixed_batches=False, query_len=2)
     manager.capture()
-    text = rf"batch: expected 2 new tokens in every row, got \[{', '.join(map(str, query_lens))}\]; compute prompts"
+    text = rf"batch: expected 2 new tokens in every request, got \[{', '.join(map(str, query_lens))}\]; compute prompts"
     for eager in (False, True):
         with pytest.raises(UnsupportedError, match=text):
             manager.replay(batch(*query_lens), eager=eager)

@@ -1,9 +1,11 @@
-"""Replay bundles: launches of every kind run again elsewhere as they ran, and files that are damaged raise."""
+"""Replay bundles: launches of every kind run again with the same results, and damaged files raise."""
 
 from __future__ import annotations
 
 import json
+import os
 import random
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +52,7 @@ def saved(bundle: Bundle, tmp_path: Path) -> Bundle:
 
 
 def check_all(bundle: Bundle, model: Any, device: torch.device = CPU) -> None:
-    """Every launch gives what was recorded bit by bit, in any order, and twice."""
+    """Every launch has the recorded results bit by bit, in any order, and when it runs twice."""
     indices = [*range(len(bundle.launches)), 0]
     with bundle.open(model, device=device) as replays:
         for index in reversed(indices):
@@ -98,7 +100,7 @@ def test_steps_run_again(
 
 @pytest.mark.parametrize("planned", [False, True], ids=["", "planned"])
 def test_sessions_are_recorded(planned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launches of many steps and delta, with penalties, biases and tensors of the rows' own."""
+    """Launches of many steps with deltas, penalties, biases, min_tokens and request tensors."""
     if planned:
         monkeypatch.setattr(TorchReferenceBackend, "plan_replay", lambda self, descriptor, batch: batch.seq_lens.sum())
     model = LivelyModel(CPU)
@@ -110,7 +112,14 @@ def test_sessions_are_recorded(planned: bool, tmp_path: Path, monkeypatch: pytes
     runtime = make_runtime(CPU, model=model, config=config, num_pages=60)
     runtime.capture()
     params = SamplingParams(
-        max_new_tokens=20, temperature=0.8, seed=3, repetition_penalty=1.3, logit_bias={4: 2.0}, logprobs=1
+        max_new_tokens=20,
+        temperature=0.8,
+        seed=3,
+        repetition_penalty=1.3,
+        logit_bias={4: 2.0},
+        logprobs=1,
+        stop_ids={7},
+        min_tokens=9,
     )
     with DecodeSession(runtime) as session:
         session.add([1, 2, 3, 4, 5], params, state={"adapter": [1.0, 2.0, 3.0]})
@@ -126,8 +135,56 @@ def test_sessions_are_recorded(planned: bool, tmp_path: Path, monkeypatch: pytes
     check_all(saved(bundle, tmp_path), model)
 
 
+def test_launches_as_large_as_the_config_allows(tmp_path: Path) -> None:
+    """Eight prompts that fill max_num_tokens: their inputs and stop conditions fill the slot of the input ring."""
+    model: ToyModel = LivelyModel(CPU)
+    config: dict[str, Any] = {"max_num_reqs": 8, "max_num_tokens": 64, "decode_sizes": (8,)}
+    spec = KVCacheSpec(LAYERS, KV_HEADS, HEAD_DIM, 16, dtype=torch.float32)
+    config |= {"mixed_sizes": (64,)}
+    runtime = make_runtime(CPU, model=model, config=config, num_pages=40, kv_spec=spec)
+    runtime.capture()
+    recording = runtime.manager.record(2)
+    with DecodeSession(runtime) as session:
+        rows = [session.add(list(range(at, at + 8)), SamplingParams(4, stop_ids={1, 2})) for at in range(8)]
+        session.run(2)
+        session.collect(wait=True)
+        first = [row.tokens[0] for row in rows]
+    assert [launch.words.num_tokens for launch in recording.launches] == [64, 0]
+    bundle = saved(Bundle.of(recording), tmp_path)
+    runtime.close()
+    assert bundle.launches[0].tokens.tolist() == [first]
+    check_all(bundle, model)
+
+
+@pytest.mark.parametrize("how", ["lengths", "stop tokens"])
+def test_loops_that_end_early(tmp_path: Path, how: str) -> None:
+    """A replay runs as many steps as the recorded loop did, and compares the logits of the same last step."""
+    model = LivelyModel(CPU)
+    runtime = make_runtime(CPU, model=model, config={"loop_sizes": (2,), "decode_sizes": (2,)}, num_pages=60)
+    runtime.capture()
+    prompts = [[3, 1, 4], [9, 8]]
+    with DecodeSession(runtime) as session:
+        want = [session.add(prompt, SamplingParams(20)) for prompt in prompts]
+        session.run(21)
+        session.collect(wait=True)
+    with DecodeSession(runtime) as session:
+        for prompt, row in zip(prompts, want, strict=True):
+            length = 4 if how == "lengths" else 20
+            session.add(prompt, SamplingParams(length, stop_ids={row.tokens[5]} if how == "stop tokens" else ()))
+        session.run(1)
+        recording = runtime.manager.record(1)
+        session.run(16)
+        session.collect(wait=True)
+    launch = recording.launches[0]
+    assert len(launch.tokens) < 16
+    assert launch.words.steps == len(launch.tokens)
+    bundle = saved(Bundle.of(recording), tmp_path)
+    runtime.close()
+    check_all(bundle, model)
+
+
 def test_groups_and_windows(tmp_path: Path) -> None:
-    """Pages of a pool of several groups get other numbers; those behind a window are not kept."""
+    """Pages of a pool of several groups are renumbered; those outside of a window are not kept."""
     specs = [AttentionSpec(4, 2, 16, torch.float32, sliding_window=window) for window in (8, None)]
     groups = [
         KVCacheSpec(1, 2, 16, 4, dtype=torch.float32, layers=(0,), sliding_window=8),
@@ -175,7 +232,7 @@ def test_page_tables_of_the_caller(tmp_path: Path) -> None:
 
 
 def test_faults_are_recorded(tmp_path: Path) -> None:
-    """A page that no cache has, the null page, and a token beyond the vocabulary stay what they are."""
+    """A page outside of the cache, the null page and a token outside of the vocabulary fault again."""
     rig = make_rig(CPU)
     recording = rig.manager.record(3)
     for batch in (prompt(1, 2, pages=(5, 999)), prompt(1, pages=(0,)), prompt(1, VOCAB)):
@@ -193,7 +250,7 @@ def test_faults_are_recorded(tmp_path: Path) -> None:
 
 
 def recorded_with_a_scale() -> tuple[list[float], ToyModel, Recording]:
-    """A model whose logits are multiplied by a number of Python's, at first 1, and a recording of one step of it."""
+    """A model whose logits are multiplied by a Python number, at first 1, and a recording of one step."""
     scale = [1.0]
     model = ToyModel(CPU, torch.float32)
     forward = model.forward
@@ -204,8 +261,8 @@ def recorded_with_a_scale() -> tuple[list[float], ToyModel, Recording]:
     return scale, model, recording
 
 
-def test_a_wrong_graph_shows(tmp_path: Path) -> None:
-    """The model reads a number of Python's: frozen in the graph that the bundle's manager captures."""
+def test_a_wrong_graph_is_reported(tmp_path: Path) -> None:
+    """The model reads a Python number, which the graph of the bundle's manager freezes."""
     scale, model, recording = recorded_with_a_scale()
     bundle = saved(Bundle.of(recording), tmp_path)
     with bundle.open(model, device=CPU) as replays:
@@ -221,14 +278,14 @@ def test_a_wrong_graph_shows(tmp_path: Path) -> None:
     assert found.logits_distance == pytest.approx(0.5 * float(bundle.launches[0].logits.abs().max()))
 
 
-def test_what_was_not_compared_is_not_called_equal(tmp_path: Path) -> None:
+def test_run_needs_a_comparison(tmp_path: Path) -> None:
     rig = make_rig(CPU)
     recording = rig.manager.record()
     rig.manager.replay(prompt(1, 2)).tokens()
     bundle = Bundle.of(recording)
     with (
         bundle.open(rig.model, device=CPU, compare=False) as replays,
-        pytest.raises(ConfigError, match="run: expected a bundle opened to compare, got compare=False; that is"),
+        pytest.raises(ConfigError, match="run: the bundle was opened with compare=False"),
     ):
         replays.run(0)
     for compare in (2, 0, "no", None):
@@ -238,8 +295,8 @@ def test_what_was_not_compared_is_not_called_equal(tmp_path: Path) -> None:
         assert replays.run(0).difference is None
 
 
-def test_a_wrong_graph_shows_however_often_it_runs() -> None:
-    """Stats keep the first 16 differences of a manager; a bundle tells of each launch."""
+def test_a_wrong_graph_is_reported_every_time() -> None:
+    """Stats keep the first 16 differences of a manager; a bundle reports each launch."""
     scale, model, recording = recorded_with_a_scale()
     with Bundle.of(recording).open(model, device=CPU) as replays:
         scale[0] = 0.5
@@ -248,7 +305,7 @@ def test_a_wrong_graph_shows_however_often_it_runs() -> None:
         assert replays.run().difference is None
 
 
-def test_what_is_too_large_is_not_run(device: torch.device) -> None:
+def test_a_launch_larger_than_max_bytes_is_not_run(device: torch.device) -> None:
     rig = make_rig(device, fill=0.0)
     stopped = rig.manager.record(1, max_bytes=1000)
     with pytest.raises(CapacityError, match="record: expected at most max_bytes=1000 for 1 launches, got"):
@@ -257,7 +314,7 @@ def test_what_is_too_large_is_not_run(device: torch.device) -> None:
     recording = rig.manager.record(1)
     assert rig.manager.replay(prompt(1, 2, 3)).tokens().tolist() == [int(rig.model.oracle([1, 2, 3]).argmax())]
     assert recording.done
-    with pytest.raises(ConfigError, match="expected a launch or more, got none"):
+    with pytest.raises(ConfigError, match="recording: it has no launches"):
         Bundle.of(rig.manager.record())
     with pytest.raises(ConfigError, match="launches: expected"):
         rig.manager.record(0)
@@ -283,7 +340,7 @@ def test_one_recording_at_a_time() -> None:
     check_all(Bundle.of(first), rig.model)
 
 
-def test_a_recording_that_was_stopped_may_be_followed_at_once() -> None:
+def test_a_stopped_recording_may_be_followed_at_once() -> None:
     rig = make_rig(CPU)
     first = rig.manager.record(2)
     first.stop()
@@ -292,7 +349,7 @@ def test_a_recording_that_was_stopped_may_be_followed_at_once() -> None:
     assert (len(first.launches), len(second.launches)) == (0, 1)
 
 
-# -- files that are not as they were written
+# -- damaged and hostile files
 
 
 @pytest.fixture(scope="module")
@@ -307,7 +364,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_damaged_bytes_raise(good: Path, tmp_path: Path) -> None:
-    """Any bit: in a page of keys it would give other logits, or the same ones, and no word of why."""
+    """Any bit may change: a changed page of keys would give other logits without an error."""
     content, generator = good.read_bytes(), random.Random(1)
     path = tmp_path / "bad.bundle"
     for _ in range(300):
@@ -323,7 +380,7 @@ def test_damaged_bytes_raise(good: Path, tmp_path: Path) -> None:
             Bundle.load(path)
 
 
-def test_distances_see_what_is_no_number(good: Path, tmp_path: Path) -> None:
+def test_logits_distance_of_nan_and_infinity(good: Path, tmp_path: Path) -> None:
     def change(meta: Any, tensors: Any) -> None:
         tensors["0/logits"][0, 3] = float("nan")
         tensors["1/logits"][0, 3] = float("-inf")
@@ -363,26 +420,26 @@ HOSTILE = {
     "a class of ours elsewhere": lambda m, t: m.update(config=m["launches"][0]["descriptor"]),
     "no fields": lambda m, t: m["config"].pop("fields"),
     "a field too many": lambda m, t: config_of(m).update(evil=1),
-    "rows without end": lambda m, t: config_of(m).update(max_num_reqs=65536, max_num_tokens=65536),
+    "endless rows": lambda m, t: config_of(m).update(max_num_reqs=65536, max_num_tokens=65536),
     "a text as a number": lambda m, t: m.update(vocab_size="many"),
-    "pages without end": lambda m, t: m["launches"][0].update(pool_pages=[1 << 40]),
-    "a page that is not there": lambda m, t: t["0/ids/0"].add_(100),
+    "endless pages": lambda m, t: m["launches"][0].update(pool_pages=[1 << 40]),
+    "a page out of range": lambda m, t: t["0/ids/0"].add_(100),
     "a page twice": lambda m, t: t["1/ids/0"].fill_(1),
     "other bytes of a page": lambda m, t: t.update({"0/pages/0": t["0/pages/0"][:, :-1].contiguous()}),
     "no pages": lambda m, t: t.pop("0/pages/0"),
     "no state": lambda m, t: t.pop("0/state/req_seq_lens"),
     "another state": lambda m, t: t.update({"0/state/req_seq_lens": torch.zeros(99, dtype=torch.int32)}),
     "another dtype": lambda m, t: t.update({"0/state/req_seq_lens": t["0/state/req_seq_lens"].long()}),
-    "state that nobody has": lambda m, t: t.update({"0/state/__class__": torch.zeros(1)}),
-    "a row that is not there": lambda m, t: t["1/state/order"].fill_(2),
+    "unknown state": lambda m, t: t.update({"0/state/__class__": torch.zeros(1)}),
+    "a request index out of range": lambda m, t: t["1/state/order"].fill_(2),
     "a page beyond the pool": lambda m, t: t["1/state/page_table"].fill_(40),
     "a token beyond the vocabulary": lambda m, t: t["1/state/last_token"].fill_(VOCAB),
     "a length beyond all": lambda m, t: t["1/state/req_seq_lens"].fill_(65),
     "spans beyond the table": lambda m, t: t["1/state/page_spans"].fill_(1000),
     "short words": lambda m, t: t.update({"0/words": t["0/words"][:5].clone()}),
     "many rows": lambda m, t: t["0/words"].narrow(0, 2, 1).fill_(1 << 30),
-    "less than no rows": lambda m, t: t["0/words"].narrow(0, 2, 1).fill_(-5),
-    "steps without end": lambda m, t: t["0/words"].narrow(0, 6, 1).fill_(1 << 20),
+    "a negative number of rows": lambda m, t: t["0/words"].narrow(0, 2, 1).fill_(-5),
+    "endless steps": lambda m, t: t["0/words"].narrow(0, 6, 1).fill_(1 << 20),
     "words of another type": lambda m, t: t.update({"0/words": t["0/words"].float()}),
     "a descriptor of nothing": lambda m, t: m["launches"][0].update(descriptor=None),
     "a smaller size": lambda m, t: m["launches"][0]["descriptor"]["fields"].update(padded_tokens=1, padded_reqs=1),
@@ -402,18 +459,18 @@ def test_hostile_files_raise(good: Path, tmp_path: Path, name: str) -> None:
         Bundle.load(path)
 
 
-def test_files_that_are_no_bundles_raise(tmp_path: Path) -> None:
+def test_other_files_raise(tmp_path: Path) -> None:
     path = tmp_path / "x.bundle"
     for nothing in (path, tmp_path):
-        with pytest.raises(ConfigError, match=r"bundle: expected a file, got (none|a folder) at .*; check the path"):
+        with pytest.raises(ConfigError, match=r"bundle: .* (is not a file; check the path|is a folder; name a file)"):
             Bundle.load(nothing)
     with pytest.raises(ConfigError, match="path: expected str or Path, got None"):
         Bundle.load(None)  # type: ignore[arg-type]
     path.write_bytes(b"\x80\x04pickle")
-    with pytest.raises(ConfigError, match="expected an intact file"):
+    with pytest.raises(ConfigError, match="is not a bundle, or damaged"):
         Bundle.load(path)
     save_file({"x": torch.zeros(1)}, path)
-    with pytest.raises(ConfigError, match=f"expected a {FORMAT}, got a file of something else"):
+    with pytest.raises(ConfigError, match=f"expected a {FORMAT}, got another safetensors file"):
         Bundle.load(path)
     save_file({"x": torch.zeros(1)}, path, {"format": "graphrt replay bundle, version 1"})
     with pytest.raises(ConfigError, match="version 2, got 'graphrt replay bundle, version 1'"):
@@ -421,15 +478,41 @@ def test_files_that_are_no_bundles_raise(tmp_path: Path) -> None:
     rig = make_rig(CPU)
     recording = rig.manager.record()
     rig.manager.replay(prompt(1)).tokens()
-    with pytest.raises(ConfigError, match="expected to write"):
-        Bundle.of(recording).save(tmp_path / "no folder" / "x.bundle")
-    with pytest.raises(ConfigError, match="model: expected values of JSON"):
+    with pytest.raises(ConfigError, match="model: it cannot be written as JSON"):
         Bundle.of(recording, model={"made by": object()}).save(path)
     with pytest.raises(ConfigError, match="model: expected Mapping, got 'tiny'"):
         Bundle.of(recording, model="tiny")  # type: ignore[arg-type]
 
 
-def test_settings_come_back_as_they_were() -> None:
+def test_a_bundle_is_written_to_regular_files_only(good: Path, tmp_path: Path) -> None:
+    """Links stay and point to the new bundle; pipes, devices and folders are refused and stay as they are."""
+    bundle, target, link = Bundle.load(good), tmp_path / "target", tmp_path / "link"
+    link.symlink_to(target)
+    for content in (None, b"old"):  # a link to no file, and to a file
+        if content is not None:
+            target.write_bytes(content)
+        bundle.save(link)
+        assert link.readlink() == target
+        assert Bundle.load(target).vocab_size == Bundle.load(link).vocab_size == VOCAB
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    tmp_path.joinpath("to_pipe").symlink_to(pipe)
+    for name, text in (
+        ("pipe", "is a pipe or a device; name a regular file"),
+        ("to_pipe", "is a pipe or a device; name a regular file"),
+        ("", "is a folder; name a file in it"),
+        ("no folder/x.bundle", "no folder' does not exist; create it"),
+        ("x" * 999, "cannot be written .*File name too long"),
+    ):
+        with pytest.raises(ConfigError, match=f"^bundle: .*{text}"):
+            bundle.save(tmp_path / name)
+    with pytest.raises(ConfigError, match="is a pipe or a device"):
+        bundle.save(os.devnull)
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    assert stat.S_ISCHR(os.stat(os.devnull).st_mode)
+
+
+def test_settings_survive_a_round_trip() -> None:
     values = (
         RuntimeConfig(request_tensors=(RequestTensor("a", (2, 3), torch.int64, -1),), backend="triton",
         loop_sizes=(1,)),

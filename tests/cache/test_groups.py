@@ -345,9 +345,9 @@ def test_batches_of_another_number_of_groups_are_refused() -> None:
         runtime.replay(Batch(req_indices=[0], seq_lens=[1], tokens=[1], page_indptr=[0, 1], page_ids=[1]))
     with pytest.raises(ShapeError, match=r"page_indptr: expected 3 values, or G x 2 \+ 1 with G KV groups, got 4"):
         Batch(req_indices=[0, 1], seq_lens=[1, 1], tokens=[1, 1], page_indptr=[0, 1, 1, 1], page_ids=[1])
-    with pytest.raises(ShapeError, match=r"rows: expected 2 lists of pages in each row"):
+    with pytest.raises(ShapeError, match=r"requests\[1\].pages: expected 2 lists of pages"):
         Batch.from_requests([row(0, [1], 1, ([1], [2])), row(1, [1], 1, [3])])
-    with pytest.raises(ShapeError, match=r"batch.first_pages: expected places >= 0, got -1"):
+    with pytest.raises(ShapeError, match=r"batch.first_pages: expected page indices >= 0, got -1"):
         Batch.from_requests([row(0, [1], 1, [3], -1)])
     assert runtime.replay(Batch.empty()).tokens().tolist() == []
 

@@ -36,7 +36,7 @@ def test_bytes_and_shapes_of_the_buffers() -> None:
         "frequency_penalties": (3,), "prompt_lens": (3,), "penalty_seen": (6, 0), "penalty_counts": (6, 0),
         "logprobs": (3,), "logprob_tokens": (3,), "rank_ring": (2, 3), "logprob_ring": (2, 3, 0),
         "logprob_token_ring": (2, 3, 0), "token_masks": (3,),
-        "bias_tokens": (6, 0), "bias_values": (6, 0), "bias_counts": (6,), "mask_words": (6, 0),
+        "bias_tokens": (6, 2, 0), "bias_values": (6, 2, 0), "bias_lists": (6, 3), "mask_words": (6, 0),
         "length_limits": (6,), "stop_tokens": (8, 6), "loop_condition": (1,),
     }  # fmt: skip
     assert {name: tuple(tensor.shape) for name, tensor in buffers.named()} == by_hand

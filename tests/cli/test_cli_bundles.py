@@ -18,24 +18,12 @@ from graphrt.capture.inspect.view import GraphView
 from graphrt.config import RuntimeConfig
 from graphrt.kernels.types import KVLayout
 from graphrt.models import shapes
-from graphrt.models.config import ModelConfig
 from graphrt.models.loading import load_model
-from graphrt.models.rope import RopeConfig
 from graphrt.runtime import Runtime
-from tests.cli.test_cli import ROOT, call
+from tests.support.cli import ROOT, TINY
 from tests.support.model_fixtures import save_oracle
 
-TINY = ModelConfig(
-    architecture="llama", vocab_size=97, hidden_size=32, intermediate_size=48, num_layers=2, num_q_heads=4,
-    num_kv_heads=2, head_dim=16, max_position_embeddings=128, rope=RopeConfig(theta=10_000.0), eos_ids=(2,),
-)  # fmt: skip
 CAPTURE = ("capture", "--shape", "tiny", "--device", "cpu", "--rows", "3", "--step-tokens", "16", "--context", "64")
-
-
-@pytest.fixture
-def graphrt(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture):
-    monkeypatch.setitem(shapes.SHAPES, "tiny", TINY)
-    return lambda *arguments: call(monkeypatch, capfd, *map(str, arguments))
 
 
 @pytest.fixture
@@ -47,7 +35,7 @@ def bundle(graphrt, tmp_path: Path) -> Path:
     return path
 
 
-def test_capture_says_what_each_graph_costs(graphrt) -> None:
+def test_capture_prints_the_cost_of_each_graph(graphrt) -> None:
     code, out, log = graphrt(*CAPTURE)
     assert code == 0
     assert "captured" in log
@@ -62,7 +50,7 @@ def test_capture_says_what_each_graph_costs(graphrt) -> None:
     assert len(out.splitlines()) == 1
 
 
-def test_capture_says_what_depends_on_the_batch_size(graphrt) -> None:
+def test_capture_compares_two_batch_sizes(graphrt) -> None:
     code, out, _ = graphrt(*CAPTURE, "--against", "2")
     assert code == 0
     assert "decode[3] against decode[2]: " in out
@@ -77,7 +65,7 @@ def test_a_bundle_runs_again(graphrt, bundle: Path) -> None:
     code, out, log = graphrt("replay", bundle, "--device", "cpu")
     assert code == 0
     lines = out.splitlines()
-    assert lines[0].startswith("launch 0, decode[3], 3 rows: graph and eager step are equal bit by bit; tokens as rec")
+    assert lines[0].startswith("launch 0, decode[3], 3 requests: graph and eager step are equal bit by bit; tokens as")
     result = json.loads(lines[-1])
     assert [launch["tokens_as_recorded"] for launch in result["launches"]] == [True, True]
     assert "2 launches, recorded with graphrt" in log
@@ -86,8 +74,8 @@ def test_a_bundle_runs_again(graphrt, bundle: Path) -> None:
     assert (code, len(out.splitlines()), log) == (0, 1, "")
 
 
-def test_a_folder_is_found_from_any_other(graphrt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And where it was moved, or lies elsewhere on another machine, `--model` says where it is."""
+def test_a_model_folder_is_found_from_any_other(graphrt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the folder was moved, or is elsewhere on another machine, `--model` names it."""
     path, folder = tmp_path / "m.bundle", tmp_path / "m"
     save_oracle(folder, "Llama")
     monkeypatch.chdir(tmp_path)
@@ -110,7 +98,7 @@ def test_a_folder_is_found_from_any_other(graphrt, tmp_path: Path, monkeypatch: 
     assert "tokens as recorded, logits as recorded" in out
 
 
-def test_a_shape_behind_model_is_named_as_it_is(graphrt, tmp_path: Path) -> None:
+def test_a_bundle_keeps_the_name_of_a_shape(graphrt, tmp_path: Path) -> None:
     path = tmp_path / "m.bundle"
     arguments = [*CAPTURE, "--record", path, "--prompt", 4, "--after", 1]
     arguments[1:3] = "--model", "dummy:tiny"
@@ -120,7 +108,7 @@ def test_a_shape_behind_model_is_named_as_it_is(graphrt, tmp_path: Path) -> None
 
 
 def test_a_graph_that_differs_ends_with_1(graphrt, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backend scales by how often it was called: a number of Python's, frozen in each graph."""
+    """The backend scales by its number of calls: a Python number, which each graph freezes."""
     calls, run = [0], TorchReferenceBackend.run
 
     def wrong(self, layer, q, metadata, out, **options):
@@ -140,33 +128,39 @@ def test_errors_are_one_line(graphrt, bundle: Path, tmp_path: Path) -> None:
     nothing = tmp_path / "nothing.bundle"
     nothing.write_bytes(b"no bundle")
     for arguments, text in (
-        (("replay", nothing), "bundle: expected an intact file"),
+        (("replay", nothing), "nothing.bundle is not a bundle, or damaged"),
         (("replay", bundle, "--shape", "tiny", "--model", "x"), "replay: expected one of --shape and --model"),
-        (("replay", bundle, "--time", "--device", "cpu"), "--time: expected a CUDA device, got cpu; leave --time out"),
+        (("replay", bundle, "--time", "--device", "cpu"), "--time: it needs a CUDA device, got cpu; leave it out"),
         (("capture", "--device", "cpu"), "capture: expected one of --shape and --model, got none"),
-        ((*CAPTURE, "--record", nothing, "--prompt", "60", "--after", "9"), "--context: expected at least 70"),
-        ((*CAPTURE, "--size", "2"), "--size: expected --html, --json, --nodes or --against with it, got"),
+        (
+            (*CAPTURE, "--record", nothing, "--prompt", "60", "--after", "9"),
+            "--context: expected at least 70, the sum of --prompt",
+        ),
+        ((*CAPTURE, "--size", "2"), "--size: it needs --html, --json, --nodes or --against; add"),
         ((*CAPTURE, "--against", "5"), "--against: expected one of the sizes 3, 2, 1, got 5"),
         ((*CAPTURE, "--nodes", "--size", "7"), "--size: expected one of the sizes 3, 2, 1, got 7"),
-        ((*CAPTURE, "--html", tmp_path / "none" / "x"), "--html: expected a file in a folder that is there"),
-        ((*CAPTURE, "--record", tmp_path), "--record: expected a file in a folder that is there"),
+        ((*CAPTURE, "--html", tmp_path / "none" / "x"), f"the folder '{tmp_path / 'none'}' does not exist; create it"),
+        ((*CAPTURE, "--dot", tmp_path), f"--dot: '{tmp_path}' is a folder; name a file in it"),
+        ((*CAPTURE, "--json", "x" * 999), "File name too long"),
+        ((*CAPTURE, "--record", tmp_path), f"bundle: '{tmp_path}' is a folder; name a file in it"),
+        ((*CAPTURE, "--record", "/dev/null"), "bundle: '/dev/null' is a pipe or a device; name a regular file"),
         ((*CAPTURE, "--step-tokens", "2"), "--step-tokens: expected at least --rows, 3, got 2; raise it"),
-        ((*CAPTURE, "--launches", "4"), "--launches: expected --record with it, got none; add --record FILE"),
+        ((*CAPTURE, "--launches", "4"), "--launches: it needs --record; add --record FILE"),
     ):
         code, _, log = graphrt(*arguments)
         assert code == 1, arguments
         assert text in log.splitlines()[-1], arguments
 
 
-def test_a_bundle_of_another_model_says_so(graphrt, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bundle_of_another_model_is_refused(graphrt, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(shapes.SHAPES, "other", replace(TINY, vocab_size=101))
     code, _, log = graphrt("replay", bundle, "--shape", "other", "--device", "cpu")
     assert code == 1
-    assert "replay: expected the recorded model, got one with other attention layers or another vocabulary" in log
+    assert "replay: this model has other attention layers or another vocabulary than the recorded one" in log
 
 
 def test_a_bundle_of_another_dtype_than_the_devices_runs(graphrt, tmp_path: Path) -> None:
-    """As one of a GPU does on a CPU, where models are in float32 unless somebody says otherwise."""
+    """A bfloat16 bundle of a GPU runs on a CPU, where models are loaded in float32 by default."""
     loaded = load_model(TINY, device="cpu", dtype=torch.bfloat16, max_positions=64)
     specs, groups = (
         loaded.config.attention_specs(torch.bfloat16), loaded.config.kv_groups(16, KVLayout.NHD, torch.bfloat16)

@@ -1,4 +1,4 @@
-"""What makes no batch, no manager and no size of a step: typed errors that name the argument."""
+"""Arguments of Batch, Request, ReplayManager and descriptors: typed errors name the wrong one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from graphrt.kernels.errors import CapacityError, ConfigError, ShapeError, Unsup
 from graphrt.kernels.types import TOKEN_FROM_DEVICE
 from graphrt.replay import ReplayManager
 from graphrt.spec import AttentionSpec, KVCacheSpec
-from tests.engine.test_bad_input import CPU, assert_works, good
+from tests.support.steps import CPU, assert_works, good
 from tests.support.toy import HEAD_DIM, HEADS, KV_HEADS, LAYERS, VOCAB, Rig, ToyModel, make_rig
 
 
@@ -29,8 +29,8 @@ def rig() -> Rig:
     return make_rig(CPU)
 
 
-def test_there_is_one_door_to_a_batch(rig: Rig) -> None:
-    """`dataclasses.replace` goes through it too, and fields cannot be set."""
+def test_a_batch_is_always_checked(rig: Rig) -> None:
+    """`dataclasses.replace` checks too, and fields cannot be set."""
     batch = Batch(**good())
     for change, text in (
         ({"tokens": [2**32 + 11, 1]}, "values that fit int32"),
@@ -57,70 +57,70 @@ def test_arrays_of_the_right_dtype_are_kept() -> None:
 @pytest.mark.parametrize(
     "thing",
     [None, "batch", [], {"req_indices": [0]}, Request(0, [1], 1, [5]), [Request(0, [1], 1, [5])]],
-    ids=["none", "text", "list", "dict", "row", "rows"],
+    ids=["none", "text", "list", "dict", "request", "requests"],
 )
-def test_what_is_no_batch_is_refused(rig: Rig, thing: object) -> None:
+def test_replay_and_compare_take_batches_only(rig: Rig, thing: object) -> None:
     for call in (rig.manager.replay, rig.manager.compare):
         with pytest.raises(ShapeError, match="batch: expected Batch, got"):
             call(thing)
     assert_works(rig)
 
 
-ROWS = {
-    "no-list": (Request(0, [1], 1, [5]), "rows: expected a sequence of Request, got Request"),
-    "none": ([None], r"rows\[0\]: expected a Request, got NoneType"),
+REQUESTS = {
+    "no-list": (Request(0, [1], 1, [5]), "requests: expected a sequence of Request, got Request"),
+    "none": ([None], r"requests\[0\]: expected a Request, got NoneType"),
     "tokens-none": (
         [Request(0, None, 1, [5])],
-        r"rows\[0\].tokens: expected a list or array of ints, got NoneType; pass ints, .* \[TOKEN_FROM_DEVICE\]",
+        r"requests\[0\].tokens: expected a list or array of ints, got NoneType; \[TOKEN_FROM_DEVICE\] is",
     ),
     "pages-tensors": (
         [Request(0, [1], 1, (torch.tensor([5]), torch.tensor([6])))],
-        r"rows\[0\].pages: expected a list or array of ints, got Tensor; pass ints, \(\) lists no page",
+        r"requests\[0\].pages: expected a list or array of ints, got Tensor; \(\) lists no page",
     ),
-    "tokens-text": ([Request(0, "1", 1, [5])], r"rows\[0\].tokens: expected a list or array of ints, got str"),
+    "tokens-text": ([Request(0, "1", 1, [5])], r"requests\[0\].tokens: expected a list or array of ints, got str"),
     "pages-none": (
         [Request(0, [1], 1, [5]), Request(1, [1], 1, None)],
-        r"rows\[1\].pages: expected a list or array of ints",
+        r"requests\[1\].pages: expected a list or array of ints",
     ),
     "pages-float": ([Request(0, [1], 1, [5.0])], "batch.page_ids: expected int32 values"),
     "pages-nested": ([Request(0, [1], 1, [[[5]]])], "batch.page_ids: expected one dimension"),
     "pages-half-nested": (
         [Request(0, [1], 1, [[5], 6])],
-        r"rows\[0\].pages: expected a list or array of ints, got int",
+        r"requests\[0\].pages: expected a list or array of ints, got int",
     ),
-    "pages-of-one-row": (
+    "pages-of-one-request": (
         [Request(0, [1], 1, [5]), Request(1, [1], 1, [[6], [7]])],
-        r"rows: expected 2 lists of pages in each row, .* got \[5\] and 0; pass a list per KV group",
+        r"requests\[0\].pages: expected 2 lists of pages, .* got \[5\] and 0; pass a list per KV group",
     ),
     "pages-of-a-group": (
         [Request(0, [1], 1, [[5], [8]]), Request(1, [1], 1, [[6]])],
-        r"rows: expected 2 lists of pages in each row, .* got \[\[6\]\] and 0",
+        r"requests\[1\].pages: expected 2 lists of pages, .* got \[\[6\]\] and 0",
     ),
     "first-page-of-a-group": (
         [Request(0, [1], 1, [[5], [8]], first_page=[0])],
-        r"rows: expected 2 lists of pages in each row, and as many first pages or one, .* got .* and \[0\]",
+        r"requests\[0\].pages: expected 2 lists of pages, .* and one first page or 2, got .* and \[0\]",
     ),
     "first-page-none": ([Request(0, [1], 1, [5], first_page=None)], "batch.first_pages: expected int32 values"),
     "first-page-negative": (
         [Request(0, [1], 1, [5], first_page=-1)],
-        "batch.first_pages: expected places >= 0, got -1",
+        "batch.first_pages: expected page indices >= 0, got -1",
     ),
     "seq-len-none": ([Request(0, [1], None, [5])], "batch.seq_lens: expected int32 values"),
-    "row-id-none": ([Request(None, [1], 1, [5])], "batch.req_indices: expected int32 values"),
+    "req-index-none": ([Request(None, [1], 1, [5])], "batch.req_indices: expected int32 values"),
     "temperature-none": ([Request(0, [1], 1, [5], temperature=None)], "batch.temperatures: expected float32 values"),
     "seed-none": ([Request(0, [1], 1, [5], seed=None)], "batch.seeds: expected uint32 values"),
-    "no-tokens": ([Request(0, [], 1, [5])], "expected >= 1 new token per row, got 0"),
+    "no-tokens": ([Request(0, [], 1, [5])], "expected >= 1 new token per request, got 0"),
 }
 
 
-@pytest.mark.parametrize("case", ROWS)
-def test_rows_that_make_no_batch_are_named(case: str) -> None:
-    rows, text = ROWS[case]
+@pytest.mark.parametrize("case", REQUESTS)
+def test_bad_requests_are_named(case: str) -> None:
+    requests, text = REQUESTS[case]
     with pytest.raises(ShapeError, match=text):
-        Batch.from_requests(rows)
+        Batch.from_requests(requests)
 
 
-def test_rows_without_pages_list_none_in_any_group() -> None:
+def test_requests_without_pages_list_none_in_any_group() -> None:
     listing, nothing = Request(0, [1], 1, ([5], [6, 7]), first_page=(0, 2)), Request(1, [1], 4)
     batch = Batch.from_requests([nothing, listing, dataclasses.replace(nothing, req_index=2)])
     assert batch.page_indptr.tolist() == [0, 0, 1, 1, 1, 3, 3]
@@ -130,22 +130,26 @@ def test_rows_without_pages_list_none_in_any_group() -> None:
     assert Batch.from_requests([nothing]).num_groups == 0
 
 
-def test_rows_may_hold_lists_tuples_and_arrays() -> None:
-    rows = [Request(0, (3,), 5, np.array([40, 41], np.int32)), Request(1, [4], 2, [42]), Request(2, range(2), 2, (43,))]
-    batch = Batch.from_requests(rows)
+def test_requests_may_hold_lists_tuples_and_arrays() -> None:
+    requests = [
+        Request(0, (3,), 5, np.array([40, 41], np.int32)),
+        Request(1, [4], 2, [42]),
+        Request(2, range(2), 2, (43,)),
+    ]
+    batch = Batch.from_requests(requests)
     assert batch.tokens.tolist() == [3, 4, 0, 1]
     assert batch.page_ids.tolist() == [40, 41, 42, 43]
     assert batch.page_indptr.tolist() == [0, 2, 3, 4]
     assert batch.first_pages.tolist() == [0, 0, 0]
     assert Batch.from_requests([]) == Batch.empty()
-    nested = [dataclasses.replace(row, pages=[row.pages]) for row in rows]
+    nested = [dataclasses.replace(request, pages=[request.pages]) for request in requests]
     assert Batch.from_requests(nested) == batch, "lists per group, of one group"
     arrays = [Request(r, np.array([r + 3]), 1, np.array([r + 5, r + 6], np.uint8)) for r in (0, 1)]
     assert Batch.from_requests(arrays).tokens.tolist() == [3, 4]
     assert Batch.from_requests(arrays).page_ids.tolist() == [5, 6, 6, 7]
 
 
-def test_what_is_left_out_is_the_same_for_rows_and_arrays() -> None:
+def test_defaults_of_requests_and_arrays_are_the_same() -> None:
     batch = Batch(req_indices=[4], seq_lens=[1], tokens=[3], page_indptr=[0, 1], page_ids=[5])
     assert Batch.from_requests([Request(4, [3], 1, [5])]) == batch
     assert (batch.sample.tolist(), batch.temperatures.tolist(), batch.seeds.tolist()) == ([1], [0.0], [0])
@@ -180,7 +184,7 @@ ONE_WRONG = {
     "bool-heat": ({"temperatures": np.array([True, False])}, "batch.temperatures: expected float32 values, got bool"),
     "below-int32": ({"req_indices": np.array([0, -(2**31) - 1])}, "batch.req_indices: .* got -2147483649"),
     "beyond-int32": ({"req_indices": np.array([2**31, 0])}, "batch.req_indices: .* got 2147483648"),
-    "sample-low": ({"sample": [-1, 1]}, "batch.sample: expected 0 or 1 for each row, got -1 to 1"),
+    "sample-low": ({"sample": [-1, 1]}, "batch.sample: expected 0 or 1 for each request, got -1 to 1"),
 }
 
 
@@ -191,7 +195,7 @@ def test_each_array_of_a_batch_is_checked(case: str) -> None:
         Batch(**good(**changes))
 
 
-def test_wide_arrays_within_the_bounds_of_their_field_are_taken() -> None:
+def test_int64_arrays_are_taken_if_their_values_fit() -> None:
     low, high = -(1 << 31), (1 << 31) - 1
     assert Batch(**good(page_ids=np.array([low, high]))).page_ids.tolist() == [low, high]
     assert Batch(**good(seeds=np.array([0, 2**32 - 1]))).seeds.tolist() == [0, 2**32 - 1]
@@ -207,7 +211,7 @@ def test_the_largest_batch() -> None:
         Batch(req_indices=[0], seq_lens=[most], query_lens=[most + 1], page_indptr=[0, 0], page_ids=[])
 
 
-def test_weights_are_checked_against_modules_alone(rig: Rig) -> None:
+def test_check_weights_takes_modules_only(rig: Rig) -> None:
     for wrong in (None, lambda step: None):
         with pytest.raises(ConfigError, match="model: expected Module, got"):
             rig.manager.check_weights(wrong)
@@ -225,7 +229,7 @@ def built(**changes: object) -> ReplayManager:
     return ReplayManager(**{**arguments, **changes})
 
 
-NO_MANAGER = {
+BAD_MANAGER = {
     "model": ({"model": "abc"}, "model: expected a callable, got 'abc'"),
     "kv_cache": ({"kv_cache": None}, "kv_cache: expected KVCache, got None"),
     "attention": ({"attention": "abc"}, "attention: expected a list or tuple of AttentionSpec"),
@@ -240,19 +244,19 @@ NO_MANAGER = {
 }
 
 
-@pytest.mark.parametrize("case", NO_MANAGER)
-def test_what_makes_no_manager_is_named(case: str) -> None:
-    changes, text = NO_MANAGER[case]
+@pytest.mark.parametrize("case", BAD_MANAGER)
+def test_bad_manager_arguments_are_named(case: str) -> None:
+    changes, text = BAD_MANAGER[case]
     with pytest.raises(ConfigError, match=text):
         built(**changes)
     built().close()
 
 
-def test_a_sampler_of_the_caller_s_takes_any_vocabulary() -> None:
+def test_a_custom_sampler_takes_any_vocabulary() -> None:
     built(vocab_size=(1 << 20) + 1, sampler=lambda logits, step: logits.argmax(-1)).close()
 
 
-def test_mixed_sizes_are_refused_where_mixed_batches_are(rig: Rig) -> None:
+def test_mixed_sizes_need_mixed_batches(rig: Rig) -> None:
     alone = built(config=RuntimeConfig(max_num_reqs=2, max_num_tokens=4, max_seq_len=8, mixed_batches=False))
     alone.capture()
     batch = Batch(req_indices=[0], seq_lens=[1], tokens=[3], page_indptr=[0, 1], page_ids=[5])
@@ -263,7 +267,7 @@ def test_mixed_sizes_are_refused_where_mixed_batches_are(rig: Rig) -> None:
 
 
 def test_descriptors_are_equal_in_every_process() -> None:
-    """Ranks send them to each other: hashes of texts would differ."""
+    """Ranks send descriptors to each other: hashes of strings would differ."""
     code = "import pickle, sys; d = pickle.load(sys.stdin.buffer); print(hash(d))"
     for seed in ("1", "2"):
         sent = pickle.dumps(BatchDescriptor.mixed(64, 8))
@@ -287,7 +291,7 @@ DESCRIPTORS = {
 
 
 @pytest.mark.parametrize("case", DESCRIPTORS)
-def test_sizes_that_a_batch_cannot_run_at_are_refused(rig: Rig, case: str) -> None:
+def test_descriptors_that_do_not_fit_a_batch_are_refused(rig: Rig, case: str) -> None:
     descriptor, error, text = DESCRIPTORS[case]
     with pytest.raises(error, match=text):
         rig.manager.replay(Batch(**good()), descriptor=descriptor)

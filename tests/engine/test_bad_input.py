@@ -1,4 +1,4 @@
-"""Bad input, one test each: typed errors with the numbers, nothing written, and the runtime works on."""
+"""Bad input raises typed errors that name the value, writes nothing, and the runtime still serves."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ from graphrt.kernels.types import TOKEN_FROM_DEVICE, FaultCode
 from graphrt.replay import ReplayManager
 from graphrt.spec import AttentionSpec, KVCacheSpec
 from graphrt.step import Step
+from tests.support.steps import CPU, assert_works, good
 from tests.support.toy import HEAD_DIM, HEADS, KV_HEADS, LAYERS, VOCAB, Rig, ToyModel, make_rig
-
-CPU = torch.device("cpu")
 
 
 def memory(rig: Rig) -> list[torch.Tensor]:
@@ -35,27 +34,8 @@ def memory(rig: Rig) -> list[torch.Tensor]:
     return [torch.nan_to_num(t.float(), nan=-5.0).clone() for t in tensors]
 
 
-def assert_works(rig: Rig) -> None:
-    """A correct step after the error gives the right logits."""
-    sequence = rig.start(7, [1, 2, 3])
-    handle = rig.manager.replay(Batch.from_requests([rig.row(sequence)]))
-    want = rig.model.oracle([1, 2, 3])
-    assert (handle.logits()[0].double().cpu() - want).abs().max() < 2e-4
-    assert int(handle.tokens()[0]) == int(handle.logits()[0].argmax())
-
-
-def good(**changes) -> dict:
-    return {
-        "req_indices": [0, 1],
-        "seq_lens": [1, 1],
-        "tokens": [3, 4],
-        "page_indptr": [0, 1, 2],
-        "page_ids": [5, 6],
-    } | changes
-
-
 HOST = {
-    "too-many-rows": (
+    "too-many-requests": (
         good(req_indices=range(9), seq_lens=[1] * 9, tokens=[1] * 9, page_indptr=range(10), page_ids=range(1, 10)),
         CapacityError,
         "at most 8 requests and 32 tokens, got 9 requests and 9 tokens",
@@ -65,35 +45,35 @@ HOST = {
         CapacityError,
         "at most 8 requests and 32 tokens, got 2 requests and 40",
     ),
-    "too-long": (good(seq_lens=[65, 1]), CapacityError, "max_seq_len=64, got 65 in row 0"),
+    "too-long": (good(seq_lens=[65, 1]), CapacityError, "max_seq_len=64, got 65 for request 0"),
     "lengths-short": (good(seq_lens=[1]), ShapeError, r"batch.seq_lens: expected shape \[2\], got shape \[1\]"),
     "rank": (good(seq_lens=[[1], [1]]), ShapeError, r"expected shape \[2\], got shape \[2, 1\]"),
     "dtype": (good(seq_lens=[1.5, 1.0]), ShapeError, "batch.seq_lens: expected int32 values, got float64"),
     "text": (good(req_indices=["a", "b"]), ShapeError, "batch.req_indices: expected int32 values"),
     "overflow": (good(tokens=[2**40, 1]), ShapeError, "values that fit int32, got 1099511627776"),
     "device": (good(seq_lens=torch.ones(2, device="meta")), ShapeError, "expected host values, got a tensor on meta"),
-    "no-new-token": (good(query_lens=[0, 2]), ShapeError, "expected >= 1 new token per row, got 0"),
+    "no-new-token": (good(query_lens=[0, 2]), ShapeError, "expected >= 1 new token per request, got 0"),
     "token-count": (good(tokens=[1, 2, 3]), ShapeError, "expected 2 tokens, the sum of query_lens, got 3"),
     "indptr-decreases": (good(page_indptr=[0, 3, 2]), ShapeError, "non-decreasing values from 0 to len"),
     "indptr-end": (good(page_indptr=[0, 1, 3]), ShapeError, r"page_ids\)=2"),
     "wide-token": (good(tokens=2**32 + 11), ShapeError, r"batch.tokens: expected one dimension, got shape \[\]"),
-    "wide-row-id": (good(req_indices=[2**32, 1]), ShapeError, "values that fit int32, got 4294967296"),
-    "low-row-id": (good(req_indices=[-(2**32), 1]), ShapeError, "values that fit int32, got -4294967296"),
+    "req-index-too-large": (good(req_indices=[2**32, 1]), ShapeError, "values that fit int32, got 4294967296"),
+    "req-index-too-low": (good(req_indices=[-(2**32), 1]), ShapeError, "values that fit int32, got -4294967296"),
     "huge": (good(req_indices=[2**70, 1]), ShapeError, "batch.req_indices: expected int32 values"),
-    "ragged": (good(page_ids=[[5], [6, 7]]), ShapeError, "batch.page_ids: expected int32 values in one dimension"),
-    "bf16": (good(seq_lens=torch.ones(2, dtype=torch.bfloat16)), ShapeError, "batch.seq_lens: expected int32 values"),
-    "grad": (good(temperatures=torch.ones(2, requires_grad=True)), ShapeError, "batch.temperatures: expected float32"),
+    "ragged": (good(page_ids=[[5], [6, 7]]), ShapeError, "batch.page_ids: NumPy cannot make a one-dimensional int32"),
+    "bf16": (good(seq_lens=torch.ones(2, dtype=torch.bfloat16)), ShapeError, "batch.seq_lens: NumPy cannot make"),
+    "grad": (good(temperatures=torch.ones(2, requires_grad=True)), ShapeError, "batch.temperatures: NumPy cannot"),
     "none": (good(seq_lens=None), ShapeError, "batch.seq_lens: expected int32 values, got object"),
-    "negative-queries": (good(query_lens=[-1, 3]), ShapeError, "expected >= 1 new token per row, got -1"),
+    "negative-queries": (good(query_lens=[-1, 3]), ShapeError, "expected >= 1 new token per request, got -1"),
     "8-gigabytes": (
         {"req_indices": [0], "seq_lens": [1], "query_lens": [2**31 - 1], "page_indptr": [0, 1], "page_ids": [5]},
         ShapeError,
         "expected at most 65536 tokens, got 2147483647",
     ),
-    "many-rows": (
+    "batch-too-large": (
         {"req_indices": range(65537), "seq_lens": [1] * 65537, "page_indptr": [0] * 65538, "page_ids": []},
         ShapeError,
-        "expected at most 65536 rows, got 65537",
+        "expected at most 65536 requests, got 65537",
     ),
     "hot-nan": (good(temperatures=[0, float("nan")]), ShapeError, "batch.temperatures: expected finite numbers >= 0"),
     "hot-negative": (good(temperatures=[0, -1e-9]), ShapeError, "batch.temperatures: expected finite numbers >= 0"),
@@ -102,7 +82,7 @@ HOST = {
     "seed-negative": (good(seeds=[0, -1]), ShapeError, "batch.seeds: expected values that fit uint32, got -1"),
     "seed-wide": (good(seeds=[0, 2**32]), ShapeError, "batch.seeds: expected values that fit uint32, got 4294967296"),
     "seed-float": (good(seeds=[0.5, 0]), ShapeError, "batch.seeds: expected uint32 values, got float64"),
-    "sample-2": (good(sample=[0, 2]), ShapeError, "batch.sample: expected 0 or 1 for each row, got 0 to 2"),
+    "sample-2": (good(sample=[0, 2]), ShapeError, "batch.sample: expected 0 or 1 for each request, got 0 to 2"),
     "page-list-too-long": (
         good(page_indptr=[0, 1, 300], page_ids=[1] * 300), CapacityError, r"at most \d+ pages listed",
     ),
@@ -115,7 +95,7 @@ def rig() -> Rig:
 
 
 @pytest.mark.parametrize("case", HOST, ids=str)
-def test_what_the_host_sees_raises_before_anything_is_written(rig: Rig, case: str) -> None:
+def test_host_checks_raise_before_anything_is_written(rig: Rig, case: str) -> None:
     arguments, error, text = HOST[case]
     before = memory(rig)
     with pytest.raises(error, match=text):
@@ -124,8 +104,8 @@ def test_what_the_host_sees_raises_before_anything_is_written(rig: Rig, case: st
     assert_works(rig)
 
 
-def rows(*changes: dict) -> Batch:
-    """Two good rows (and a third where given) with changes."""
+def requests(*changes: dict) -> Batch:
+    """Two or three good requests with changes."""
     base = [
         {"req_index": 0, "tokens": [3], "seq_len": 5, "pages": [40, 41]},
         {"req_index": 1, "tokens": [4], "seq_len": 2, "pages": [42]},
@@ -135,28 +115,28 @@ def rows(*changes: dict) -> Batch:
 
 
 DEVICE = {
-    "row-id": (rows({}, {"req_index": 8}), 1, FaultCode.REQ_INDEX_OUT_OF_RANGE, 8),
-    "negative-row-id": (rows({"req_index": -1}, {}), 0, FaultCode.REQ_INDEX_OUT_OF_RANGE, -1),
-    "zero-length": (rows({"seq_len": 0}, {}), 0, FaultCode.BAD_LENGTH, 0),
-    "length-below-query": (rows({}, {"tokens": [1, 2, 3], "seq_len": 2}), 1, FaultCode.BAD_LENGTH, 2),
-    "negative-length": (rows({}, {"seq_len": -3}), 1, FaultCode.BAD_LENGTH, -3),
-    "pages-too-few": (rows({"seq_len": 9}, {}), 0, FaultCode.LENGTH_EXCEEDS_PAGES, 9),
-    "no-pages": (rows({}, {"pages": []}), 1, FaultCode.LENGTH_EXCEEDS_PAGES, 2),
-    "page-too-big": (rows({}, {"pages": [80]}), 1, FaultCode.PAGE_OUT_OF_RANGE, 80),
-    "page-negative": (rows({"pages": [40, -4]}, {}), 0, FaultCode.PAGE_OUT_OF_RANGE, -4),
-    "null-page": (rows({"pages": [0, 41]}, {}), 0, FaultCode.PAGE_OUT_OF_RANGE, 0),
-    "token-too-big": (rows({"tokens": [VOCAB]}, {}), 0, FaultCode.TOKEN_OUT_OF_RANGE, VOCAB),
-    "token-negative": (rows({"tokens": [-9]}, {}), 0, FaultCode.TOKEN_OUT_OF_RANGE, -9),
-    "no-last-token": (rows({}, {"req_index": 6, "tokens": [TOKEN_FROM_DEVICE]}), 1, FaultCode.NO_LAST_TOKEN, 6),
-    "same-row-id": (rows({}, {"req_index": 0}), 0, FaultCode.DUPLICATE_REQUEST, 0),
-    "same-slot": (rows({}, {"pages": [41], "seq_len": 1}), 0, FaultCode.DUPLICATE_PAGE, 41),
+    "req-index": (requests({}, {"req_index": 8}), 1, FaultCode.REQ_INDEX_OUT_OF_RANGE, 8),
+    "negative-req-index": (requests({"req_index": -1}, {}), 0, FaultCode.REQ_INDEX_OUT_OF_RANGE, -1),
+    "zero-length": (requests({"seq_len": 0}, {}), 0, FaultCode.BAD_LENGTH, 0),
+    "length-below-query": (requests({}, {"tokens": [1, 2, 3], "seq_len": 2}), 1, FaultCode.BAD_LENGTH, 2),
+    "negative-length": (requests({}, {"seq_len": -3}), 1, FaultCode.BAD_LENGTH, -3),
+    "pages-too-few": (requests({"seq_len": 9}, {}), 0, FaultCode.LENGTH_EXCEEDS_PAGES, 9),
+    "no-pages": (requests({}, {"pages": []}), 1, FaultCode.LENGTH_EXCEEDS_PAGES, 2),
+    "page-too-big": (requests({}, {"pages": [80]}), 1, FaultCode.PAGE_OUT_OF_RANGE, 80),
+    "page-negative": (requests({"pages": [40, -4]}, {}), 0, FaultCode.PAGE_OUT_OF_RANGE, -4),
+    "null-page": (requests({"pages": [0, 41]}, {}), 0, FaultCode.PAGE_OUT_OF_RANGE, 0),
+    "token-too-big": (requests({"tokens": [VOCAB]}, {}), 0, FaultCode.TOKEN_OUT_OF_RANGE, VOCAB),
+    "token-negative": (requests({"tokens": [-9]}, {}), 0, FaultCode.TOKEN_OUT_OF_RANGE, -9),
+    "no-last-token": (requests({}, {"req_index": 6, "tokens": [TOKEN_FROM_DEVICE]}), 1, FaultCode.NO_LAST_TOKEN, 6),
+    "same-req-index": (requests({}, {"req_index": 0}), 0, FaultCode.DUPLICATE_REQUEST, 0),
+    "same-slot": (requests({}, {"pages": [41], "seq_len": 1}), 0, FaultCode.DUPLICATE_PAGE, 41),
 }
 
 
 @pytest.mark.parametrize("eager", [False, True], ids=["replay", "eager"])
 @pytest.mark.parametrize("case", DEVICE, ids=str)
-def test_what_only_the_device_sees_is_raised_by_the_handle(device: torch.device, case: str, eager: bool) -> None:
-    """The bad row's token is -1, it writes nothing, the other rows are served, the error names step, row and value."""
+def test_faults_found_on_the_device_are_raised_by_the_handle(device: torch.device, case: str, eager: bool) -> None:
+    """The bad request gets token -1 and writes nothing; others are served; the error names step, request and value."""
     batch, row, code, value = DEVICE[case]
     rig = make_rig(device, fill=0.25)
     kv = [t.clone() for _, t in rig.manager.kv_cache.named_tensors()]
@@ -200,7 +180,7 @@ def test_a_moved_weight_raises_and_in_place_loading_does_not(device: torch.devic
     assert all(torch.equal(a, b) for a, b in zip(before, memory(rig), strict=True))
 
 
-def test_one_of_many_weights_that_moves_is_found_within_a_turn(device: torch.device) -> None:
+def test_a_moved_weight_is_found_within_one_round_of_checks(device: torch.device) -> None:
     rig = make_rig(device, capture=False)
     weights = {f"w{index}": torch.ones(1, device=device) for index in range(100)}
     manager = ReplayManager(
@@ -228,7 +208,7 @@ def test_one_of_many_weights_that_moves_is_found_within_a_turn(device: torch.dev
         fresh.replay(Batch(**good()))
 
 
-def test_a_replaced_parameter_is_seen_by_check_weights(rig: Rig) -> None:
+def test_check_weights_finds_a_replaced_parameter(rig: Rig) -> None:
     rig.manager.check_weights(rig.model)
     kept, rig.model.where = rig.model.where, torch.nn.Parameter(rig.model.where.detach().clone())
     try:
@@ -256,7 +236,7 @@ def test_lifecycle(device: torch.device) -> None:
             call()
 
 
-def test_a_step_that_cannot_be_captured_leaves_the_manager_new(device: torch.device) -> None:
+def test_a_failed_capture_leaves_the_manager_new(device: torch.device) -> None:
     rig = make_rig(device, capture=False)
     real, broken = rig.model.project, {"on": True}
 
@@ -291,7 +271,7 @@ def attend_rotated(step: Step, rows: int) -> torch.Tensor:
     ],
     ids=["vocab", "dtype", "type", "layer", "k-shape", "q-dtype", "rotary"],
 )  # fmt: skip
-def test_a_model_that_breaks_its_contract(model, text: str) -> None:
+def test_wrong_outputs_and_calls_of_a_model(model, text: str) -> None:
     with pytest.raises(ShapeError, match=text):
         manager(model=model).capture()
 
@@ -346,7 +326,7 @@ def test_bad_configuration(build, error, text: str) -> None:
         build()
 
 
-TYPES = {  # what no number or flag is, where one belongs; and numbers beyond int32
+TYPES = {  # values of a wrong type, and numbers beyond int32
     "heads": (lambda: AttentionSpec(4.0, 2, 16), "AttentionSpec.num_q_heads: expected an int from 1 to 65536, got 4.0"),
     "heads-text": (
         lambda: AttentionSpec("4", 2, 16),
@@ -426,14 +406,14 @@ TYPES = {  # what no number or flag is, where one belongs; and numbers beyond in
 
 
 @pytest.mark.parametrize("case", TYPES)
-def test_numbers_are_checked_where_they_are_given(case: str) -> None:
+def test_config_numbers_are_checked(case: str) -> None:
     build, text = TYPES[case]
     with pytest.raises(ConfigError, match=text):
         build()
 
 
-def test_numbers_of_numpy_are_numbers() -> None:
-    """They come out of configuration files and arrays, and are Python's from then on: they are hashed and traced."""
+def test_numpy_numbers_become_python_numbers() -> None:
+    """Specs are hashed and traced, so their numbers are Python's."""
     sizes = np.array([4, 2, 16, 8, 1])
     spec = AttentionSpec(
         *sizes[:3], softmax_scale=np.float32(0.5), sliding_window=sizes[3], alibi_slopes=tuple(np.ones(4, np.float32))
@@ -449,19 +429,19 @@ def test_numbers_of_numpy_are_numbers() -> None:
     assert KVCache.allocate(cache, sizes[2], "cpu").num_pages == 16
 
 
-def test_the_largest_step_is_the_one_that_the_refresh_takes() -> None:
+def test_the_largest_config() -> None:
     config = RuntimeConfig(max_num_reqs=65536, max_num_tokens=65536, max_seq_len=1 << 30, ring_depth=1024)
     assert (config.max_num_reqs, config.max_num_tokens, config.max_seq_len) == (65536, 65536, 1 << 30)
 
 
-def test_sizes_are_sorted_once_and_lists_are_kept_as_tuples() -> None:
+def test_sizes_become_sorted_tuples() -> None:
     config = RuntimeConfig(max_num_reqs=8, decode_sizes=[4, 2, 4], mixed_sizes=np.array([32, 16], np.int16))
     assert (config.decode_sizes, config.mixed_sizes) == ((2, 4), (16, 32))
     assert hash(config) == hash(RuntimeConfig(max_num_reqs=8, decode_sizes=(2, 4), mixed_sizes=(16, 32)))
     assert RuntimeConfig(use_graphs=np.bool_(False)).use_graphs is False
 
 
-def test_a_backend_that_cannot_serve_says_all_reasons() -> None:
+def test_a_backend_that_cannot_serve_gives_all_reasons() -> None:
     spec = KVCacheSpec(LAYERS, KV_HEADS, 520, 4, dtype=torch.float32)
     attention = AttentionSpec(HEADS, KV_HEADS, 520, torch.bfloat16)
     with pytest.raises(UnsupportedError, match=r"triton.*got 2 reasons against it: .*head_dim.*; .*bfloat16.*float32"):

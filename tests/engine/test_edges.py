@@ -115,13 +115,13 @@ def test_a_full_step_is_served_and_one_more_is_not(device: torch.device) -> None
             Request(0, list(range(10)), 10, pages),
             "expected at most 4 requests and 9 tokens, got 1 requests and 10 tokens",
         ),
-        (Request(0, [1], 13, pages), "expected at most max_seq_len=12, got 13 in row 0"),
+        (Request(0, [1], 13, pages), "expected at most max_seq_len=12, got 13 for request 0"),
     ):
         with pytest.raises(CapacityError, match=text):
             rig.manager.replay(Batch.from_requests([row]))
     with pytest.raises(CapacityError, match="got 5 requests and 5 tokens"):
         rig.manager.replay(Batch.from_requests([Request(i, [1], 1, [9 + i]) for i in range(5)]))
-    with pytest.raises(CapacityError, match="got 13 in row 2"):
+    with pytest.raises(CapacityError, match="got 13 for request 2"):
         rig.manager.replay(Batch.from_requests([Request(i, [1], n, pages) for i, n in enumerate((1, 12, 13))]))
 
 

@@ -85,7 +85,7 @@ def test_faults_of_cross_groups_name_row_value_and_group() -> None:
     assert "encoder_len -2 is negative" in str(fault)
     with pytest.raises(ShapeError, match="encoder_lens: expected lengths >= 0, got -1"):
         Batch.from_requests([replace(good, encoder_len=-1)])
-    with pytest.raises(CapacityError, match=r"encoder_lens: expected at most max_encoder_len=9, got 10 in row 0"):
+    with pytest.raises(CapacityError, match=r"encoder_lens: expected at most max_encoder_len=9, got 10 for request 0"):
         runtime.replay(Batch.from_requests([replace(good, encoder_len=10)]))
     assert not runtime.replay(Batch.from_requests([good])).faults
     runtime.close()
@@ -118,11 +118,11 @@ def test_a_row_that_forgets_its_encoder_is_a_fault(device: torch.device) -> None
 def test_encoders_take_whole_sequences_without_pages() -> None:
     runtime = served([ENCODER], None, None)
     runtime.capture()
-    with pytest.raises(ShapeError, match="query_lens: expected 5 new tokens in row 1, its seq_len, got 1"):
+    with pytest.raises(ShapeError, match="query_lens: expected 5 new tokens for request 1, its seq_len, got 1"):
         runtime.replay(Batch.from_requests([Request(0, [1, 2], 2), Request(1, [3], 5)]))
     with pytest.raises(ShapeError, match="page_indptr: expected lists of 0 KV groups"):
         runtime.replay(Batch.from_requests([Request(0, [1, 2], 2, [3])]))
-    with pytest.raises(CapacityError, match="max_encoder_len=0, got 4 in row 0; no layer reads"):
+    with pytest.raises(CapacityError, match="max_encoder_len=0, got 4 for request 0; the model has no cross layers"):
         runtime.replay(Batch.from_requests([Request(0, [1, 2], 2, encoder_len=4)]))
     assert not runtime.replay(Batch.from_requests([Request(0, [1, 2], 2)])).faults
     runtime.close()

@@ -1,4 +1,4 @@
-"""Sampling and publishing at their bounds: vocabularies, seeds, positions, rings, and each argument wrong alone."""
+"""Limits of `sample` and `write_outputs`: vocabularies, seeds, positions, rings, and each argument wrong."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from graphrt.kernels.ops.sampling import sample
 from graphrt.kernels.ops.sampling_logits import SAMPLE_CHUNK, exponential
 from graphrt.kernels.ops.sampling_reference import exponential_reference, sample_reference
 from graphrt.kernels.types import NO_TOKEN, FaultCode, FinishReason, RequestStatus
-from tests.kernels.test_sampling import arguments, exact_draws, one_hot_rows
 from tests.support.refresh_rig import make_buffers
+from tests.support.sampling_cases import arguments, exact_draws, one_hot_rows
 
 INF = float("inf")
 S, F = RequestStatus, FaultCode
@@ -28,7 +28,7 @@ S, F = RequestStatus, FaultCode
 
 @pytest.fixture(params=["reference", "kernel"])
 def draw(request: pytest.FixtureRequest, kernel_device: torch.device) -> Callable[..., torch.Tensor]:
-    """`sample` as the kernel runs, and as the reference does, on the same arguments."""
+    """`sample` by the kernel and by the reference, on the same arguments."""
     if request.param == "kernel":
         return lambda *args: sample(*(a.to(kernel_device) for a in args)).cpu()
     return sample_reference
@@ -36,7 +36,7 @@ def draw(request: pytest.FixtureRequest, kernel_device: torch.device) -> Callabl
 
 @pytest.mark.parametrize("seed", [2**31 - 1, 2**31, 2**32 - 3, 2**32 + 5, 2**40 + 7], ids=str)
 def test_draws_of_large_seeds(draw, rng: torch.Generator, seed: int) -> None:
-    """Against Philox on Python's integers: no bit of a seed is lost, and none is taken for a sign."""
+    """Against Philox on Python's integers: all bits of a seed count, and none is a sign."""
     logits = 3 * torch.randn(3, 50, generator=rng)
     expected, margin = exact_draws(logits, [1.0] * 3, seed, 77)
     assert margin > 1e-4
@@ -58,8 +58,8 @@ def _gumbel_kernel(words_ptr, out_ptr, N: tl.constexpr):
     tl.store(out_ptr + lanes, -tl.log(exponential(words.to(tl.float32) * 2.0**-32 + 2.0**-33)))
 
 
-def test_noise_is_that_of_the_reference(kernel_device: torch.device) -> None:
-    """For all lengths of a word: draws alone do not show what loses, nor how exact the winner is."""
+def test_noise_equals_the_reference(kernel_device: torch.device) -> None:
+    """For words of all lengths: draws do not show the noise of other tokens, nor its precision."""
     words = torch.cat((2 ** torch.arange(32), 2**32 - 2 ** torch.arange(32), torch.arange(1, 65) << 26))
     words = words.clamp(max=2**32 - 2**20)  # beyond, 1 - u has few bits left, and one of them decides
     signed = torch.where(words < 2**31, words, words - 2**32).int().to(kernel_device)
@@ -77,8 +77,8 @@ def test_a_vocabulary_of_one(draw, temperature: float) -> None:
 
 @pytest.mark.parametrize("vocab", [SAMPLE_CHUNK // 4, SAMPLE_CHUNK // 4 + 1, 3 * SAMPLE_CHUNK - 1, 3 * SAMPLE_CHUNK])
 @pytest.mark.parametrize("temperature", [0.0, 0.01])
-def test_every_quarter_and_chunk_is_searched_to_its_last_token(draw, vocab: int, temperature: float) -> None:
-    """At a low temperature the peak wins; what lies behind a row in memory is the next row, and never chosen."""
+def test_every_chunk_is_searched_to_its_last_token(draw, vocab: int, temperature: float) -> None:
+    """At a low temperature the peak wins; the memory after a row is the next row, and never sampled."""
     quarter = SAMPLE_CHUNK // 4
     peaks = sorted({0, quarter - 1, min(quarter, vocab - 1), vocab - 1, vocab // 2, max(vocab - quarter, 0)})
     logits = torch.cat([one_hot_rows(vocab, {peak: 9.0}) for peak in peaks])
@@ -88,7 +88,7 @@ def test_every_quarter_and_chunk_is_searched_to_its_last_token(draw, vocab: int,
     assert draw(*arguments(flat, temperature)).tolist() == peaks
 
 
-def test_greedy_and_drawn_rows_side_by_side(draw, rng: torch.Generator) -> None:
+def test_greedy_and_drawn_rows_in_one_batch(draw, rng: torch.Generator) -> None:
     logits = 3 * torch.randn(4, 40, generator=rng)
     heat = [0.0, 1.0, 0.0, 2.0]
     expected, _ = exact_draws(logits, [1e-9, 1.0, 1e-9, 2.0], 3, 8)
@@ -105,8 +105,8 @@ RINGS = ("step_ring", "token_ring", "finish_reason_ring", "fault_code_ring", "fa
 
 
 @pytest.mark.parametrize("context", [interpreted, nullcontext], ids=["kernel", "reference"])
-def test_rings_that_are_just_wide_enough(context) -> None:
-    """One entry as wide as the step, and an entry of wider rings: what lies beside is not touched."""
+def test_rings_of_the_smallest_width(context) -> None:
+    """One entry as wide as the step, and an entry of wider rings: other memory is not written."""
     if context is interpreted and not INTERPRETER_AVAILABLE:
         pytest.skip("the compiled kernels are tested on this machine")
     for depth, width, step in ((1, 3, 7), (1, 3, 0), (3, 5, 5), (2, 3, 2**40 + 1)):
@@ -171,7 +171,7 @@ ARGUMENTS = [(op, name) for op, (_, make) in OPS.items() for name in make()]
 
 
 @pytest.mark.parametrize(("op", "name"), ARGUMENTS)
-def test_every_argument_is_checked_by_itself(op: str, name: str) -> None:
+def test_every_argument_is_checked(op: str, name: str) -> None:
     call, make = OPS[op]
     call(**make())
     for what, change in WRONG.items():

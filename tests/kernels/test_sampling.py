@@ -1,8 +1,6 @@
-"""Sampling, kernel and reference: greedy against torch, draws against Philox and float64 here."""
+"""Sampling kernel and reference: greedy against torch, draws against Python's Philox in float64."""
 
 from __future__ import annotations
-
-import math
 
 import numpy as np
 import pytest
@@ -15,20 +13,11 @@ from graphrt.kernels.ops.sampling import sample
 from graphrt.kernels.ops.sampling_logits import SAMPLE_CHUNK
 from graphrt.kernels.ops.sampling_reference import exponential_reference, philox4x32, sample_reference
 from graphrt.kernels.types import NO_TOKEN
+from tests.support.sampling_cases import arguments, exact_draws, one_hot_rows, python_philox
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 NAN, INF = float("nan"), float("inf")
 CPU = torch.device("cpu")
-
-
-def python_philox(seed: int, c0: int, c1: int, c2: int = 0) -> tuple[int, int, int, int]:
-    """Philox-4x32-10 at counter (c0, c1, c2, 0), on Python's integers, from the paper's definition."""
-    key, counter = [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF], [c0, c1, c2, 0]
-    for _ in range(10):
-        a, b = 0xD2511F53 * counter[0], 0xCD9E8D57 * counter[2]
-        counter = [b >> 32 ^ counter[1] ^ key[0], b & 0xFFFFFFFF, a >> 32 ^ counter[3] ^ key[1], a & 0xFFFFFFFF]
-        key = [(key[0] + 0x9E3779B9) & 0xFFFFFFFF, (key[1] + 0xBB67AE85) & 0xFFFFFFFF]
-    return tuple(counter)
 
 
 @triton.jit
@@ -53,7 +42,7 @@ def test_philox_known_answer() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**32 - 1, 2**32 + 7, 2**63 - 1])
-def test_philox_is_that_of_triton_and_of_the_paper(kernel_device: torch.device, seed: int) -> None:
+def test_philox_equals_triton_and_the_paper(kernel_device: torch.device, seed: int) -> None:
     c0 = torch.tensor([0, 1, 2, 3, 511, 65535, 65536, 131071], dtype=torch.int64)
     c1 = torch.tensor([0, 5, 0, 77, 4096, 131072, 2**31 - 1, 1], dtype=torch.int64)
     words = torch.stack(philox4x32(torch.tensor(seed), c0, c1, 1))
@@ -66,7 +55,7 @@ def test_philox_is_that_of_triton_and_of_the_paper(kernel_device: torch.device, 
     assert torch.equal(out.cpu(), words)
 
 
-def test_exponential_is_exact_in_its_small_values() -> None:
+def test_small_exponential_variates_are_exact() -> None:
     edges = [0, 1, 2, 3, 1000, 2**16, 2**26 - 1, 2**26, 2**26 + 1, 2**31, 2**32 - 2**20, 2**32 - 1]
     bits = torch.tensor([*edges, *range(0, 2**32, 2**32 // 999)], dtype=torch.int64)
     exact = -np.log1p(-(bits.numpy().astype(np.float64) + 0.5) / 2**32)
@@ -76,28 +65,6 @@ def test_exponential_is_exact_in_its_small_values() -> None:
     inner = bits.numpy() < 2**32 - 2**20  # beyond, 1 - u has few bits left; such variates never win a draw
     assert np.abs(have / exact - 1)[inner].max() < 5e-6
     assert np.abs(have / exact - 1)[bits.numpy() < 2**26].max() < 3e-7
-
-
-def arguments(
-    logits: torch.Tensor, temperature: float | list[float], seed: int = 0, position: int = 5
-) -> tuple[torch.Tensor, ...]:
-    """Arguments of `sample` for some rows; row r has seed `seed + r`."""
-    rows, device = logits.shape[0], logits.device
-    heat = [temperature] * rows if isinstance(temperature, float) else temperature
-    return (
-        logits,
-        torch.tensor(heat, dtype=F32, device=device),
-        torch.arange(seed, seed + rows, device=device),
-        torch.full((rows,), position, dtype=torch.int32, device=device),
-    )
-
-
-def one_hot_rows(vocab: int, *rows: dict[int, float], rest: float = 0.0) -> torch.Tensor:
-    logits = torch.full((len(rows), vocab), rest)
-    for r, values in enumerate(rows):
-        for token, value in values.items():
-            logits[r, token] = value
-    return logits
 
 
 QUARTER = SAMPLE_CHUNK // 4
@@ -151,33 +118,13 @@ def test_greedy_reference(case: str) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, -0.0, -1.0, NAN])
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
-def test_temperatures_that_mean_argmax(
+def test_temperatures_of_0_and_below_are_argmax(
     kernel_device: torch.device, rng: torch.Generator, dtype: torch.dtype, temperature: float
 ) -> None:
     logits = torch.randn(3, 5007, generator=rng).to(kernel_device, dtype)[:, :5001]
     expected = [min(row.nonzero().flatten().tolist()) for row in logits == logits.max(-1, keepdim=True).values]
     assert sample(*arguments(logits, temperature)).tolist() == expected
     assert sample_reference(*arguments(logits, temperature)).tolist() == expected
-
-
-def exact_noise(seed: int, position: int, token: int) -> float:
-    """The noise of a token in float64, from Python's Philox: its group's least variate, or above that."""
-    word = python_philox(seed, token // 128, position, 1)[token // 32 % 4]
-    variate = -math.log1p(-((word >> 5) + 0.5) / 2**27) / 32
-    if word % 32 != token % 32:
-        variate -= math.log1p(-(python_philox(seed, token, position)[0] + 0.5) / 2**32)
-    return -math.log(variate)
-
-
-def exact_draws(logits: torch.Tensor, temperature: list[float], seed: int, position: int) -> tuple[list[int], float]:
-    """The draws in float64, and by how much the closest of them was decided."""
-    tokens, margin = [], INF
-    for r, row in enumerate(logits.double().tolist()):
-        scores = [logit + temperature[r] * exact_noise(seed + r, position, token) for token, logit in enumerate(row)]
-        best, second = sorted(scores, reverse=True)[:2]
-        tokens.append(scores.index(best))
-        margin = min(margin, (best - second) / max(temperature[r], 1.0))
-    return tokens, margin
 
 
 DRAWS = {
@@ -212,7 +159,7 @@ def test_draws_of_the_reference(rng: torch.Generator, case: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
-def test_kernel_draws_what_the_reference_draws(
+def test_kernel_and_reference_draw_the_same(
     kernel_device: torch.device, rng: torch.Generator, dtype: torch.dtype
 ) -> None:
     logits = (4 * torch.randn(12, 3001, generator=rng)).to(kernel_device, dtype)
@@ -220,8 +167,8 @@ def test_kernel_draws_what_the_reference_draws(
     assert sample(*arguments(logits, heat, 9)).tolist() == sample_reference(*arguments(logits, heat, 9)).tolist()
 
 
-def test_a_draw_depends_on_seed_and_position_alone(kernel_device: torch.device, rng: torch.Generator) -> None:
-    """Not on the row's place, on the size of the batch, or on the other rows."""
+def test_a_draw_depends_on_seed_and_position_only(kernel_device: torch.device, rng: torch.Generator) -> None:
+    """A draw does not depend on the row's index, the batch size or the other rows."""
     logits = torch.randn(6, 300, generator=rng).to(kernel_device)
     args = arguments(logits, [1.0, 0.5, 0.0, 2.0, 1.0, 0.8], seed=4)
     all_rows = sample(*args)
@@ -314,7 +261,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_tensors_that_do_not_fit_are_named(case: str) -> None:
+def test_wrong_tensors_are_named(case: str) -> None:
     changes, message = BAD[case]
     with pytest.raises(ShapeError, match=message):
         sample_with(**changes)

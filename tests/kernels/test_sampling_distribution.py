@@ -1,4 +1,4 @@
-"""What `sample` draws is distributed as it should be: chi-square against exact probabilities, option by option.
+"""The distribution of draws of `sample`: chi-square against exact probabilities, option by option.
 
 On CPU the reference draws thousands of tokens, and the interpreted kernel some of the same: a draw of it takes a tenth
 of a second. On a GPU the kernel draws a hundred thousand.
@@ -14,8 +14,19 @@ import torch
 from graphrt.kernels.library import INTERPRETER_AVAILABLE, interpreted
 from graphrt.kernels.ops.sampling import sample
 from graphrt.kernels.ops.sampling_reference import noise_reference
-from tests.kernels.test_sampling_penalties import Penalties, formula
-from tests.support.sampling_cases import I32, INF, biases, column, drawn, penalties_with, token_mask, truncation, warped
+from graphrt.kernels.ops.sampling_state import Penalties
+from tests.support.sampling_cases import (
+    I32,
+    INF,
+    biases,
+    column,
+    drawn,
+    formula,
+    penalties_with,
+    token_mask,
+    truncation,
+    warped,
+)
 
 VOCAB = 70  # tokens of three groups of the noise, the last one cut short
 PROMPT, OUTPUT = [3, 3, 9, 40], [5, 5, 1, 64, 40]
@@ -132,7 +143,7 @@ def test_draws_of_neighbouring_keys_are_independent(device: str, varied: str) ->
 
 @pytest.fixture(scope="module")
 def variates() -> torch.Tensor:
-    """exp(-noise) of two groups and a third cut short, for many keys: exponential variates, if all is well."""
+    """exp(-noise) of two groups and a third cut short, for many keys: they should be exponential variates."""
     seeds = torch.arange(40_000)
     return (-noise_reference(seeds, seeds % 50, VOCAB).double()).exp()
 
@@ -144,7 +155,7 @@ def test_variates_of_each_token_are_exponential(variates: torch.Tensor) -> None:
         check_counts(torch.bincount(cells[:, token], minlength=20), torch.full((20,), len(cells) / 20).double())
 
 
-def test_variates_of_a_group_are_independent_of_each_other(variates: torch.Tensor) -> None:
+def test_variates_of_a_group_are_independent(variates: torch.Tensor) -> None:
     """All pairs by correlation, and the least of any set of a group's tokens: equally often each, and exponential."""
     correlations = torch.corrcoef((1 - (-variates).exp()).T) - torch.eye(VOCAB)
     assert correlations.abs().max() < 5.5 / math.sqrt(len(variates))

@@ -88,7 +88,7 @@ def test_a_row_is_the_same_in_any_batch(kernel_device: torch.device, rng: torch.
         assert torch.equal(getattr(part, name), getattr(whole, name)[order])
 
 
-def test_nothing_asked_and_no_rows(kernel_device: torch.device) -> None:
+def test_skipped_rows_and_no_rows(kernel_device: torch.device) -> None:
     none = ints([], kernel_device)
     assert token_logprobs(torch.zeros(0, 9, device=kernel_device), none, none, max_top=3).top_tokens.shape == (0, 3)
     one, five = ints([2], kernel_device), ints([5], kernel_device)
@@ -96,7 +96,7 @@ def test_nothing_asked_and_no_rows(kernel_device: torch.device) -> None:
     assert (out.ranks.tolist(), out.top_tokens.shape) == ([3], (1, 0))
 
 
-def test_arguments_that_do_not_fit_are_named() -> None:
+def test_wrong_arguments_are_named() -> None:
     good = {"logits": torch.zeros(2, 8), "tokens": torch.zeros(2, dtype=I32), "wanted": torch.zeros(2, dtype=I32)}
     for name, tensor in good.items():
         for wrong in (tensor.double(), tensor[None], tensor.repeat_interleave(2, -1)[..., ::2]):

@@ -25,10 +25,9 @@ from tests.kernels import (
     test_sampling_penalties,
     test_sampling_truncation,
 )  # fmt: skip
-from tests.kernels.test_sampling import arguments
 from tests.support import native_emulation
 from tests.support.native_usage import assert_fits, compiled_within
-from tests.support.sampling_cases import F32, I32, biases, penalties_with, token_mask, truncation
+from tests.support.sampling_cases import F32, I32, arguments, biases, penalties_with, token_mask, truncation
 
 for module in (
     test_edges_sampling, test_sampling, test_sampling_distribution, test_sampling_penalties, test_sampling_truncation
@@ -174,7 +173,7 @@ def at_row_ids(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, F32], ids=str)
 @pytest.mark.parametrize("most", [2048, 512, 64], ids=["lists", "some_passes", "passes"])
 @pytest.mark.parametrize("signs", SIGNS)
-def test_rows_that_only_penalties_change(
+def test_rows_with_penalties_only(
     native_device: torch.device, rng: torch.Generator, resize: Callable[[str, int], None], signs: str, most: int,
     dtype: torch.dtype,
 ) -> None:  # fmt: skip
@@ -188,7 +187,7 @@ def test_rows_that_only_penalties_change(
         check_against_reference(native_device, logits, bounds=bounds, penalties=penalties)
 
 
-def test_infinity_beside_the_lowest_logits(native_device: torch.device) -> None:
+def test_infinity_among_the_lowest_logits(native_device: torch.device) -> None:
     """Their keys are almost all keys that there are: bins over them end where 32 bits do."""
     logits = -1e38 * torch.arange(1.0, 3.0, 1 / 32).repeat(3, 1)
     logits[:, 25] = torch.inf
@@ -259,7 +258,7 @@ def infinite_at_first(x: torch.Tensor) -> torch.Tensor:
 DISTRIBUTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "normal": lambda x: x,
     "wide": lambda x: 30 * x,
-    "narrow beside 0": lambda x: 5 + 0.01 * x,
+    "narrow around 5": lambda x: 5 + 0.01 * x,
     "narrow": lambda x: 1e-30 * x,
     "subnormal": lambda x: 1e-41 * x,
     "huge": lambda x: (1e37 * x).clamp(-6e4, 6e4) if x.dtype == torch.float16 else 1e37 * x,
@@ -287,7 +286,7 @@ def test_passes_over_rows_of_any_distribution(
 
 
 @pytest.mark.parametrize("vocab", [151_936, 1 << 20])
-def test_a_threshold_beside_many_equal_logits(native_device: torch.device, vocab: int) -> None:
+def test_a_threshold_among_many_equal_logits(native_device: torch.device, vocab: int) -> None:
     """Top-p takes in the lowest and largest of three levels, for a fifty-thousandth of the mass. Units that are too
     coarse round all of its tokens alike."""
     order = torch.randperm(vocab, generator=torch.Generator().manual_seed(0))
@@ -303,7 +302,7 @@ def test_a_threshold_beside_many_equal_logits(native_device: torch.device, vocab
 
 
 LENGTH = "if (length > LIST) return LIST + 1;\n"
-PLANTED = {
+INJECTED = {
     "a bound that is too high": ("? value_of(low) : floor;", "? value_of(low + (1u << 23)) : floor;"),
     "a list that ends early": (f"{LENGTH}  for", f"{LENGTH}  --length;\n  for"),
     "plain tokens that changed": ("late ? bits : bits & known[k];", "bits;"),
@@ -312,13 +311,13 @@ PLANTED = {
     "a bound on scores that is too low": ("(noise + 1e-3f)", "(noise - 1.0f)"),
     "sums of one warp": ("for (int w = 0; w < WARPS; ++w) x[n] += sums[n][w];", "x[n] += sums[n][0];"),
     "a tail that is not read": ("const int tail = r.vocab % PIECE, token", "const int tail = 0, token"),
-    "no barrier behind the bits": ("  __syncthreads();\n  // The tokens behind", "  // The tokens behind"),
+    "no barrier after the bits": ("  __syncthreads();\n  // The tokens after", "  // The tokens after"),
     "a listed token as the model gave it": ("occurred[i] = ALL && listed & OCCURRED;", "occurred[i] = false;"),
     "penalties that raise tokens": ("&& lowers &&", "&&"),
     "the floor of the best plain token": ("if (r.late) low = max(low,", "if (false) low = max(low,"),
     "too few tokens above the floor": ("if (reaching >= kept.top_k ||", "if (true ||"),
 }
-PLANTED_IN_PASSES = {
+INJECTED_IN_PASSES = {
     "a bin too high": ("(0xffffffffu, reached) - 1;", "(0xffffffffu, reached);"),
     "half of what is missing": ("missing * bins.units", "missing * bins.units * 0.5f"),
     "keys of the next bin": ("finite(value_of(key))) < bin", "finite(value_of(key))) <= bin"),
@@ -335,13 +334,13 @@ PLANTED_IN_PASSES = {
 
 
 @needs_compiler
-@pytest.mark.parametrize("bug", PLANTED | PLANTED_IN_PASSES)
-def test_planted_bugs_are_noticed(
+@pytest.mark.parametrize("bug", INJECTED | INJECTED_IN_PASSES)
+def test_injected_bugs_are_found(
     emulated: torch.device, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch, resize: Callable[[str, int], None],
     bug: str,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(native_emulation, "injected", (PLANTED | PLANTED_IN_PASSES)[bug])
-    if bug in PLANTED_IN_PASSES:
+    monkeypatch.setattr(native_emulation, "injected", (INJECTED | INJECTED_IN_PASSES)[bug])
+    if bug in INJECTED_IN_PASSES:
         resize("_LIST", 64)
     vocab = sampling.SAMPLE_CHUNK + 333
 

@@ -8,27 +8,27 @@ import pytest
 import torch
 
 from graphrt.kernels.errors import ShapeError
-from graphrt.kernels.ops.sampling import LogitBias, TokenMask, sample
+from graphrt.kernels.ops.sampling import SAMPLE_CHUNK, LogitBias, TokenMask, sample
 from graphrt.kernels.ops.sampling_reference import processed_reference, sample_reference, unpacked_bits
 from graphrt.kernels.ops.sampling_state import Penalties, PenaltyState, record_tokens, state_words
 from graphrt.kernels.types import NO_TOKEN
-from tests.kernels.test_sampling import arguments
-from tests.support.sampling_cases import I32, INF, biases, drawn, packed, penalties_with, token_mask, truncation, warped
+from tests.support.sampling_cases import (
+    I32,
+    INF,
+    arguments,
+    biases,
+    drawn,
+    formula,
+    packed,
+    penalties_with,
+    token_mask,
+    truncation,
+    warped,
+)
 
 NAN = float("nan")
 CPU = torch.device("cpu")
 VOCAB = 75
-
-
-def formula(logits: torch.Tensor, prompt: list[int], output: list[int], rep: float, pre: float, freq: float) -> list:
-    """Penalised logits of a row, token by token; repetition by transformers' processor."""
-    from transformers import RepetitionPenaltyLogitsProcessor
-
-    out = logits.clone()
-    if prompt + output:
-        out = RepetitionPenaltyLogitsProcessor(rep)(torch.tensor([prompt + output]), out[None])[0]
-    counts = Counter(output)
-    return [float(v) - freq * counts[t] - pre * (counts[t] > 0) for t, v in enumerate(out.tolist())]
 
 
 SEQUENCES = [([1, 2, 3, 3, 74], [5, 5, 5, 2, 0]), ([], [7]), ([9, 9, 9], []), ([31, 32, 33], [33, 63, 64, 64])]
@@ -36,24 +36,14 @@ SETTINGS = [(1.3, 0.0, 0.0), (1.0, 0.7, 0.0), (1.0, 0.0, 0.4), (0.6, -0.5, 0.3)]
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_processed_logits_are_those_of_transformers_and_of_the_formula(rng: torch.Generator, setting: tuple) -> None:
+def test_processed_logits_equal_transformers_and_the_formula(rng: torch.Generator, setting: tuple) -> None:
     logits = 2 * torch.randn(4, VOCAB, generator=rng)
     penalties, req_indices = penalties_with(SEQUENCES, VOCAB, CPU, *setting)
     p, none = penalties, None
     have = processed_reference(
-        logits,
-        req_indices,
-        p.repetition,
-        p.presence,
-        p.frequency,
-        p.state.seen,
-        p.state.counts,
-        none,
-        none,
-        none,
-        none,
-        none,
-    )
+        logits, torch.zeros(4, dtype=I32), req_indices, p.repetition, p.presence, p.frequency, p.state.seen,
+        p.state.counts, none, none, none, none, none,
+    )  # fmt: skip
     expected = torch.tensor([formula(logits[r], *SEQUENCES[r], *setting) for r in range(4)])
     torch.testing.assert_close(have, expected, rtol=1e-6, atol=1e-6)
 
@@ -71,9 +61,7 @@ def values_of(device: torch.device, logits: torch.Tensor, **options: object) -> 
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_the_kernel_orders_tokens_as_the_formula(
-    kernel_device: torch.device, rng: torch.Generator, setting: tuple
-) -> None:
+def test_kernel_ranks_tokens_as_the_formula(kernel_device: torch.device, rng: torch.Generator, setting: tuple) -> None:
     logits = 2 * torch.randn(4, VOCAB, generator=rng)
     penalties, req_indices = penalties_with(SEQUENCES, VOCAB, kernel_device, *setting)
     entries = [{5: 3.0, 70: -2.0, 0: 1.0}, {}, {t: 0.1 * t - 3 for t in range(0, 70, 3)}, {64: -INF}]
@@ -119,7 +107,7 @@ def test_frequencies_with_everything_at_once(device: str) -> None:
     assert ((observed[kept] - expected) ** 2 / expected).sum() < 27.9  # 9 degrees of freedom, 0.1 %
 
 
-def test_truncation_sees_penalised_logits(kernel_device: torch.device, rng: torch.Generator) -> None:
+def test_truncation_applies_to_penalised_logits(kernel_device: torch.device, rng: torch.Generator) -> None:
     """Against the reference, in a vocabulary of two chunks, with a row that keeps more than a list holds."""
     logits = torch.randn(3, 2900, generator=rng)
     tokens = torch.randint(0, 2900, (3, 40), generator=rng).tolist()
@@ -182,22 +170,58 @@ def test_masks(kernel_device: torch.device, rng: torch.Generator, temperature: f
 
 
 def test_biases_at_their_bounds(kernel_device: torch.device) -> None:
-    """First and last entry, first and last token, tokens outside of the vocabulary, counts out of range."""
+    """In both lists: first and last entry, first and last token, tokens outside of the vocabulary, bad counts."""
     logits = torch.zeros(6, VOCAB, device=kernel_device)
-    bias = LogitBias.allocate(6, 4, kernel_device)
-    bias.tokens.copy_(torch.tensor([[0, 1, 2, 3], [5, 9, 73, 74], [-7, 4, VOCAB, 2**31 - 1], [8, 9, 10, 11]] * 2)[:6])
-    bias.values.copy_(
-        torch.tensor([[2.0, 1.0, 1.0, 1.0], [1, 1, 1, 2.0], [9.0, 1.0, 9.0, 9.0], [1, 1, 1, 5.0]] * 2)[:6]
-    )
-    bias.counts.copy_(torch.tensor([4, 4, 4, 3, 99, -3]))
     req_indices = torch.arange(6, dtype=I32, device=kernel_device)
-    assert sample(*arguments(logits, 0.0), req_indices=req_indices, bias=bias).tolist() == [0, 74, 4, 8, 0, 0]
-    bias.values[0, 0] = NAN
-    bias.values[1, 3] = INF
-    assert sample(*arguments(logits, 0.0), req_indices=req_indices, bias=bias).tolist()[:2] == [1, 74]
+    for which in (0, 1):
+        bias = LogitBias.allocate(6, 4, kernel_device)
+        tokens, values, counts = bias.tokens[:, which], bias.values[:, which], bias.lists[:, which]
+        tokens.copy_(torch.tensor([[0, 1, 2, 3], [5, 9, 73, 74], [-7, 4, VOCAB, 2**31 - 1], [8, 9, 10, 11]] * 2)[:6])
+        values.copy_(torch.tensor([[2.0, 1.0, 1.0, 1.0], [1, 1, 1, 2.0], [9.0, 1.0, 9.0, 9.0], [1, 1, 1, 5.0]] * 2)[:6])
+        counts.copy_(torch.tensor([4, 4, 4, 3, 99, -3]))
+        bias.lists[:, 2] = which * (2**31 - 1)
+        assert sample(*arguments(logits, 0.0), req_indices=req_indices, bias=bias).tolist() == [0, 74, 4, 8, 0, 0]
+        values[0, 0] = NAN
+        values[1, 3] = INF
+        assert sample(*arguments(logits, 0.0), req_indices=req_indices, bias=bias).tolist()[:2] == [1, 74]
 
 
-def test_state_counts_what_steps_compute(kernel_device: torch.device, rng: torch.Generator) -> None:
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_second_bias_list_applies_below_its_length(
+    kernel_device: torch.device, rng: torch.Generator, temperature: float
+) -> None:
+    """Each draw is that of a table whose first list is the one that applies: with and without penalties and bounds."""
+    vocab, rows, length = 3 * SAMPLE_CHUNK + 75, 8, 5
+    logits = torch.randn(rows, vocab, generator=rng)
+    best = logits.argsort(1, descending=True)
+    first = [{}, {7: 2.0}, {}, {int(best[3, 0]): -INF}, {}, {9: 1.0}, {}, {int(best[7, 1]): 4.0}]
+    second = [
+        (dict.fromkeys(best[row, : 1 + row].tolist(), -INF), length + (row % 2)) for row in range(rows)
+    ]  # of rows 1, 3, 5 and 7 the second list applies
+    sequences = [(best[row, :9].tolist(), best[row, 9:12].tolist()) for row in range(rows)]
+    settings = [1.0, 1.0, 1.0, 1.0, 1.3, 1.3, 1.3, 1.3]
+    penalties, req_indices = penalties_with(sequences, vocab, kernel_device, settings)
+    applies = [second[row][0] if row % 2 else first[row] for row in range(rows)]
+    ids = req_indices.tolist()
+    args = arguments(logits.to(kernel_device), temperature, position=length)
+    bounds = truncation(
+        rows, kernel_device, top_k=[0, 0, 40, 40, 0, 0, 40, 40], top_p=[1.0, 1.0, 0.9, 0.9] * 2, min_p=[0.0, 0.1] * 4
+    )
+    want = sample(
+        *args, req_indices=req_indices, truncation=bounds, penalties=penalties,
+        bias=biases(applies, ids, rows + 3, kernel_device),
+    )  # fmt: skip
+    have = sample(
+        *args, req_indices=req_indices, truncation=bounds, penalties=penalties,
+        bias=biases(first, ids, rows + 3, kernel_device, second),
+    )  # fmt: skip
+    assert have.tolist() == want.tolist()
+    if temperature == 0:
+        assert have[0] == best[0, 0]
+        assert have[1] == best[1, 2]
+
+
+def test_state_counts_the_tokens_of_steps(kernel_device: torch.device, rng: torch.Generator) -> None:
     """Prompts in chunks, tokens one by one, a row that ends and another that takes its id, against Python's Counter."""
     vocab, max_rows = 70, 5
     state = PenaltyState.allocate(max_rows, vocab, kernel_device)
@@ -245,7 +269,7 @@ def test_state_counts_what_steps_compute(kernel_device: torch.device, rng: torch
     assert torch.equal(state.seen, before[1])
 
 
-def test_what_a_failed_step_counted_is_taken_back(kernel_device: torch.device) -> None:
+def test_take_back_undoes_a_failed_step(kernel_device: torch.device) -> None:
     """Of a step that begins a sequence, and of one that goes on, with a token that stands three times. A row without
     penalties was not counted."""
     state = PenaltyState.allocate(3, 40, kernel_device)
@@ -274,8 +298,8 @@ def test_what_a_failed_step_counted_is_taken_back(kernel_device: torch.device) -
     assert set(unpacked_bits(state.seen[2].cpu(), 40).nonzero().flatten().tolist()) == {3, 4, 39}
 
 
-def test_records_that_say_nothing(kernel_device: torch.device) -> None:
-    """Pads, ids and tokens that are not there, and starts beyond the tokens change nothing else."""
+def test_records_out_of_range_are_ignored(kernel_device: torch.device) -> None:
+    """Padding, request indices and tokens out of range, and starts beyond the tokens change nothing."""
     state = PenaltyState.allocate(3, 40, kernel_device)
     ones = torch.full((5,), 2.0, device=kernel_device)
     record_tokens(
@@ -304,13 +328,16 @@ def penalised(**changes: object) -> dict[str, Penalties]:
     return {"penalties": Penalties(**{**parts, **changes})}
 
 
-def biased(tokens: int = 2, values: int = 3, counts: torch.Tensor = INDEX) -> dict[str, LogitBias]:
-    return {"bias": LogitBias(torch.zeros(tokens, 3, dtype=I32), torch.zeros(2, values), counts)}
+LISTS = torch.zeros(2, 3, dtype=I32)
+
+
+def biased(tokens: int = 2, values: int = 3, lists: torch.Tensor = LISTS) -> dict[str, LogitBias]:
+    return {"bias": LogitBias(torch.zeros(tokens, 2, 3, dtype=I32), torch.zeros(2, 2, values), lists)}
 
 
 BAD = {
-    "row_ids_missing": (penalised() | {"req_indices": None}, "req_indices: expected a tensor"),
-    "row_ids_missing_for_bias": (biased() | {"req_indices": None}, "req_indices: expected a tensor"),
+    "req_indices_missing": (penalised() | {"req_indices": None}, "req_indices: penalties and bias need"),
+    "req_indices_missing_for_bias": (biased() | {"req_indices": None}, "req_indices: penalties and bias need"),
     "req_indices": ({"req_indices": torch.zeros(3, dtype=I32)}, "req_indices: expected shape"),
     "repetition": (penalised(repetition=torch.ones(3)), "repetition: expected shape"),
     "presence": (penalised(presence=ONES.double()), "presence: expected dtype"),
@@ -321,7 +348,8 @@ BAD = {
         penalised(state=PenaltyState(WORDS, torch.zeros(8, 2, dtype=I32).t())),
         "state.counts: expected a contiguous tensor",
     ),
-    "bias_counts": (biased(counts=ONES), "bias.counts: expected dtype"),
+    "bias_lists": (biased(lists=LISTS.float()), "bias.lists: expected dtype"),
+    "bias_lists_shape": (biased(lists=INDEX), "bias.lists: expected"),
     "bias_tokens": (biased(tokens=3), "bias.tokens: expected shape"),
     "bias_values": (biased(values=4), "bias.values: expected shape"),
     "mask_words": ({"token_mask": TokenMask(torch.zeros(1, 2, dtype=I32), INDEX)}, "mask_words: expected shape"),
@@ -331,7 +359,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_tensors_that_do_not_fit_are_named(case: str) -> None:
+def test_wrong_tensors_are_named(case: str) -> None:
     changes, message = BAD[case]
     options = {"req_indices": torch.zeros(2, dtype=I32), **changes}
     with pytest.raises(ShapeError, match=message):
@@ -350,7 +378,7 @@ RECORD = {
 
 
 @pytest.mark.parametrize("name", RECORD)
-def test_every_argument_of_a_record_is_checked(name: str) -> None:
+def test_every_argument_of_record_tokens_is_checked(name: str) -> None:
     penalties = Penalties(ONES, ONES, ONES, state_of(2, 8))
     for wrong in (RECORD[name].float(), RECORD[name][None], RECORD[name].repeat_interleave(2)[::2]):
         with pytest.raises(ShapeError, match=f"^{name}: expected"):
@@ -364,7 +392,7 @@ def test_an_empty_bias_and_no_rows(kernel_device: torch.device) -> None:
     assert sample(*args, req_indices=none, bias=bias, truncation=truncation(0, kernel_device)).shape == (0,)
 
 
-def test_the_caller_s_logits_and_state_are_not_written(kernel_device: torch.device, rng: torch.Generator) -> None:
+def test_logits_and_state_are_not_written(kernel_device: torch.device, rng: torch.Generator) -> None:
     logits = torch.randn(4, VOCAB, generator=rng).to(kernel_device)
     penalties, req_indices = penalties_with(SEQUENCES, VOCAB, kernel_device, 1.5, 0.5, 0.5)
     tensors = (logits, penalties.state.seen, penalties.state.counts)
@@ -416,7 +444,7 @@ def test_large_state_in_a_graph(rng: torch.Generator) -> None:
     assert torch.equal(penalties.state.seen, twin.state.seen)
 
 
-def test_greedy_rows_take_the_best_penalised_token_whatever_they_truncate(
+def test_greedy_rows_take_the_best_penalised_token_with_any_truncation(
     kernel_device: torch.device, rng: torch.Generator
 ) -> None:
     logits = 2 * torch.randn(4, VOCAB, generator=rng)

@@ -12,8 +12,7 @@ from graphrt.kernels.ops.sampling import sample
 from graphrt.kernels.ops.sampling_logits import SAMPLE_CHUNK
 from graphrt.kernels.ops.sampling_reference import kept_reference, noise_reference, sample_reference
 from graphrt.kernels.types import NO_TOKEN
-from tests.kernels.test_sampling import arguments
-from tests.support.sampling_cases import F32, I32, INF, column, drawn, penalties_with, truncation, warped
+from tests.support.sampling_cases import F32, I32, INF, arguments, column, drawn, penalties_with, truncation, warped
 
 NAN = float("nan")
 CPU = torch.device("cpu")
@@ -38,7 +37,7 @@ cases = pytest.mark.parametrize("case", CASES)
 
 @cases
 @pytest.mark.parametrize("scale", [1.0, 4.0])
-def test_kept_set_of_the_reference_is_that_of_transformers(rng: torch.Generator, case: str, scale: float) -> None:
+def test_reference_keeps_the_same_tokens_as_transformers(rng: torch.Generator, case: str, scale: float) -> None:
     top_k, top_p, min_p = CASES[case]
     logits = scale * torch.randn(3000, generator=rng)
     expected = warped(logits, 0.8, top_k, top_p, min_p) > -INF
@@ -55,7 +54,7 @@ def winners(logits: torch.Tensor, kept: torch.Tensor, temperature: float, seeds:
 
 
 @pytest.mark.parametrize("scale", [1.0, 4.0], ids=["flat", "peaked"])
-def test_draws_are_the_best_scores_of_what_transformers_keeps(
+def test_draws_are_the_best_scores_among_tokens_that_transformers_keeps(
     kernel_device: torch.device, rng: torch.Generator, scale: float
 ) -> None:
     """Flat logits keep many tokens; two chunks, the second cut short."""
@@ -69,7 +68,7 @@ def test_draws_are_the_best_scores_of_what_transformers_keeps(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_the_kernel_draws_what_the_reference_draws_among_ties(
+def test_kernel_and_reference_draw_the_same_with_ties(
     kernel_device: torch.device, rng: torch.Generator, dtype: torch.dtype
 ) -> None:
     """Logits of 16 bits have many ties, at every bound: they are kept or dropped together."""
@@ -85,7 +84,7 @@ def test_the_kernel_draws_what_the_reference_draws_among_ties(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("around", [0.0, 1.0, -1.0, 6e4])
-def test_the_kernel_tells_neighbours_of_16_bits_apart(
+def test_kernel_separates_neighbouring_16_bit_logits(
     kernel_device: torch.device, dtype: torch.dtype, around: float
 ) -> None:
     """Logits of 16 bits are searched in steps of 16 bits: one value each, on both sides of 0, subnormals too."""
@@ -115,7 +114,7 @@ def test_frequencies_follow_the_exact_distribution(device: str, case: str) -> No
     assert ((observed[kept] - expected) ** 2 / expected).sum() < 31.3
 
 
-def test_rows_without_truncation_draw_what_they_draw_in_a_graph_without_it(
+def test_rows_without_truncation_draw_the_same_as_without_the_option(
     kernel_device: torch.device, rng: torch.Generator
 ) -> None:
     logits = torch.randn(6, 2500, generator=rng).to(kernel_device)
@@ -268,7 +267,7 @@ def test_large_vocabularies(rng: torch.Generator, vocab: int, scale: float) -> N
         assert kept[tokens.long()].all()
 
 
-def test_the_noise_of_the_definition() -> None:
+def test_noise_has_mean_and_variance_of_gumbel() -> None:
     """Gumbel noise has mean 0.5772 and variance pi^2 / 6."""
     noise = noise_reference(torch.arange(20), torch.full((20,), 3), 5000).double()
     assert abs(noise.mean() - 0.5772) < 0.015

@@ -52,6 +52,24 @@ def test_push_returns_nothing_after_a_stop_string() -> None:
     assert stop.finish() == ""
 
 
+EARLY = {
+    "within": (["ab"], [("xab", True), ("y", False)], ("xaby", False)),
+    "across": (["abc"], [("xab", True), ("cd", False)], ("x", True)),
+    "again": (["ab"], [("ab", True), ("a", True), ("b", False)], ("ab", True)),
+    "held": (["abc"], [("a", False), ("b", True), ("z", False)], ("abz", False)),
+    "at the end": (["ab"], [("a", True), ("b", True), ("", False)], ("ab", False)),
+    "of several": (["ab", "b!"], [("ab", True), ("!?", False)], ("a", True)),
+}
+
+
+@pytest.mark.parametrize("case", EARLY)
+def test_no_stop_string_ends_in_an_early_piece(case: str) -> None:
+    stops, pieces, want = EARLY[case]
+    stop = StopStrings(stops)
+    shown = "".join(stop.push(piece, early=early) for piece, early in pieces) + stop.finish()
+    assert (shown, stop.stopped) == want
+
+
 @pytest.mark.parametrize("stops", [[""], [None], {"ab": 1}, "ab", 3, [b"a"]])
 def test_other_values_than_non_empty_strings_are_refused(stops: object) -> None:
     with pytest.raises(ConfigError, match="stop: expected"):

@@ -62,7 +62,7 @@ PARAMS = [
 
 @pytest.mark.parametrize("steps", [1, 3, 8])
 @pytest.mark.parametrize("loop_sizes", [(), (1, 2, 4)], ids=["launch_by_launch", "loop"])
-def test_rows_of_sessions_have_what_each_asked_for(
+def test_requests_of_sessions_get_their_own_log_probabilities(
     device: torch.device, steps: int, loop_sizes: tuple[int, ...]
 ) -> None:
     """Before bias, penalties and temperature; for any split of steps into launches; row ids used twice."""
@@ -114,7 +114,7 @@ def test_forks_and_stop_tokens(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("parts", [False, True], ids=["one_part", "two_parts"])
-def test_handles_have_those_of_each_row_of_a_batch(device: torch.device, parts: bool) -> None:
+def test_handles_have_log_probabilities_of_each_request(device: torch.device, parts: bool) -> None:
     """Prompts between rows that decode: the batch's order is kept. A later step changes nothing of an earlier one's."""
     backends = {"backend": "torch_reference", "prefill_backend": "torch_reference"} if parts else {}
     rig = make_rig(device, model=LivelyModel(device), max_logprobs=3, **backends)
@@ -137,7 +137,7 @@ def test_handles_have_those_of_each_row_of_a_batch(device: torch.device, parts: 
     assert plain.logprobs() == [None]
 
 
-def test_a_row_without_a_token_has_none(device: torch.device) -> None:
+def test_a_request_without_a_token_has_none(device: torch.device) -> None:
     rig = make_rig(device, max_logprobs=1)
     wrong = rig.row(rig.start(0, [VOCAB]), logprobs=1)
     fine = rig.row(rig.start(1, [3]), logprobs=1)
@@ -155,7 +155,7 @@ def test_a_row_without_a_token_has_none(device: torch.device) -> None:
         lost.logprobs()
 
 
-def test_launches_have_them_by_step_and_place(device: torch.device) -> None:
+def test_launches_have_log_probabilities_by_step(device: torch.device) -> None:
     runtime = runtime_of(device, loop_sizes=(4,), decode_sizes=(4,))
     with DecodeSession(runtime) as session:
         row = session.add(PROMPTS[0], SamplingParams(6, logprobs=1))
@@ -174,7 +174,7 @@ def test_launches_have_them_by_step_and_place(device: torch.device) -> None:
         assert plain.tokens == row.tokens[:2]
 
 
-def test_generators_give_them_with_each_token(device: torch.device) -> None:
+def test_generators_yield_log_probabilities(device: torch.device) -> None:
     runtime = runtime_of(device)
     params = [SamplingParams(6, logprobs=3), SamplingParams(6), SamplingParams(6, temperature=40.0, logprobs=0)]
     outputs: list[list[int]] = [[], [], []]
@@ -191,7 +191,7 @@ def test_generators_give_them_with_each_token(device: torch.device) -> None:
 
 @pytest.mark.parametrize("swap_bytes", [1 << 20, 0], ids=["swapped", "computed_again"])
 @pytest.mark.parametrize("num_pages", [60, 14], ids=["plenty", "scarce"])
-def test_events_have_those_of_prompts(device: torch.device, num_pages: int, swap_bytes: int) -> None:
+def test_events_have_prompt_log_probabilities(device: torch.device, num_pages: int, swap_bytes: int) -> None:
     """Once, however often a sequence gives way, and of all of a beginning that others have computed already."""
     settings = {"max_logprobs": 5, "launch_steps": 4}
     runtime = make_runtime(device, num_pages=num_pages, config=settings)
@@ -225,7 +225,7 @@ def test_events_have_those_of_prompts(device: torch.device, num_pages: int, swap
         assert bool(generator.stats.swapped_out_pages) == bool(swap_bytes)
 
 
-def test_tokens_are_what_they_are_without(device: torch.device) -> None:
+def test_prompt_log_probabilities_do_not_change_tokens(device: torch.device) -> None:
     """Log-probabilities of a prompt, one token a step, leave no trace in what is sampled after it."""
     runtime = runtime_of(device)
     with DecodeSession(runtime) as session:
@@ -238,7 +238,7 @@ def test_tokens_are_what_they_are_without(device: torch.device) -> None:
         assert rows[0].tokens == rows[1].tokens
 
 
-def test_what_is_refused(device: torch.device) -> None:
+def test_refused(device: torch.device) -> None:
     runtime = runtime_of(device, max_logprobs=2)
     with DecodeSession(runtime) as session:
         for params in (SamplingParams(logprobs=3), SamplingParams(prompt_logprobs=3)):

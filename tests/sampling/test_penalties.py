@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import numpy as np
 import pytest
 import torch
-from transformers import RepetitionPenaltyLogitsProcessor
 
 from graphrt.batch import Batch
 from graphrt.generate.generator import TextGenerator
@@ -17,6 +14,7 @@ from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
 from graphrt.session.session import DecodeSession
 from graphrt.testing.poison import poison_derived
+from tests.support.sampling_cases import penalised
 from tests.support.toy import VOCAB, ToyModel, make_runtime
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
@@ -33,15 +31,6 @@ def runtime_of(device: torch.device, num_pages: int = 60, **config: object) -> R
     runtime = make_runtime(device, num_pages=num_pages, config={"penalties": True} | config)
     runtime.capture()
     return runtime
-
-
-def penalised(logits: torch.Tensor, prompt: list[int], output: list[int], params: SamplingParams) -> torch.Tensor:
-    """Logits [vocab] after penalties: repetition by transformers, the others by their formula."""
-    ids = torch.tensor([prompt + output])
-    scores = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)(ids, logits[None].clone())[0]
-    for token, count in Counter(output).items():
-        scores[token] -= params.presence_penalty + params.frequency_penalty * count
-    return scores
 
 
 def expected(model: ToyModel, prompt: list[int], params: SamplingParams) -> list[int]:
@@ -68,7 +57,7 @@ def run_session(
 
 
 @pytest.mark.parametrize("params", CASES, ids=range(len(CASES)))
-def test_a_stateless_user_states_penalties_in_every_step(device: torch.device, params: SamplingParams) -> None:
+def test_penalties_of_batches(device: torch.device, params: SamplingParams) -> None:
     """The prompt in two chunks, then tokens that the device feeds back; pads and poison in between."""
     runtime = runtime_of(device)
     want = expected(model_of(runtime), PROMPT, params)
@@ -98,7 +87,9 @@ def test_a_stateless_user_states_penalties_in_every_step(device: torch.device, p
 
 @pytest.mark.parametrize("steps", [1, 5])
 @pytest.mark.parametrize("loop_sizes", [(), (1, 2, 4)], ids=["launch_by_launch", "loop"])
-def test_rows_of_sessions_have_their_own(device: torch.device, steps: int, loop_sizes: tuple[int, ...]) -> None:
+def test_requests_of_sessions_have_their_own_penalties(
+    device: torch.device, steps: int, loop_sizes: tuple[int, ...]
+) -> None:
     """Four rows beside each other, one without penalties; then the row ids again, in another order."""
     runtime = runtime_of(device, loop_sizes=loop_sizes)
     prompts = [PROMPT, PROMPT[:3], [7], PROMPT[2:]]
@@ -108,7 +99,7 @@ def test_rows_of_sessions_have_their_own(device: torch.device, steps: int, loop_
     assert run_session(runtime, prompts[::-1], params[::-1], steps) == want[::-1]
 
 
-def test_mixed_steps_in_two_parts_put_rows_elsewhere(device: torch.device) -> None:
+def test_mixed_steps_reorder_requests(device: torch.device) -> None:
     """Prompts come while others decode: their rows stand behind those, and each counts its own tokens."""
     runtime = runtime_of(device, backend="torch_reference", prefill_backend="torch_reference")
     prompts = [[7], PROMPT, PROMPT[:5]]
@@ -140,7 +131,7 @@ def test_a_preempted_sequence_counts_its_tokens_once(device: torch.device) -> No
         assert generator.stats.preemptions > 0
 
 
-def test_prompts_that_begin_alike_are_counted_each(device: torch.device) -> None:
+def test_shared_prefixes_are_counted_for_each_request(device: torch.device) -> None:
     runtime = runtime_of(device)
     common = [8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19]
     prompts = [[*common, 20], [*common, 21], [*common, 22]]
@@ -152,7 +143,7 @@ def test_prompts_that_begin_alike_are_counted_each(device: torch.device) -> None
     assert outputs == want
 
 
-def test_a_fork_has_the_counts_of_its_row(device: torch.device) -> None:
+def test_a_fork_copies_the_counts(device: torch.device) -> None:
     runtime = runtime_of(device)
     params = SamplingParams(20, frequency_penalty=10.0, repetition_penalty=1.2)
     want = expected(model_of(runtime), PROMPT, params)
@@ -169,7 +160,7 @@ def test_a_fork_has_the_counts_of_its_row(device: torch.device) -> None:
         assert fork.tokens == second.tokens == want
 
 
-def test_rows_without_penalties_are_what_they_were_bit_by_bit(device: torch.device) -> None:
+def test_requests_without_penalties_are_unchanged(device: torch.device) -> None:
     """Hot rows beside penalised ones, and in a runtime built without penalties: equal tokens."""
     free = [SamplingParams(20, temperature=30.0, seed=seed) for seed in range(4)]
     prompts = [PROMPT, PROMPT[:3], [7], PROMPT[2:]]
@@ -219,9 +210,9 @@ def test_a_runtime_without_penalties_refuses_them(device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "text"),
     [
-        ("repetition_penalties", 0.0, "expected finite numbers > 0, got 0.0 for row 0; 1 is none"),
+        ("repetition_penalties", 0.0, "expected finite numbers > 0, got 0.0 for request 0; 1 is off"),
         ("repetition_penalties", np.inf, "expected finite numbers > 0"),
-        ("presence_penalties", np.nan, "expected finite numbers, got nan for row 0; 0 is none"),
+        ("presence_penalties", np.nan, "expected finite numbers, got nan for request 0; 0 is off"),
         ("frequency_penalties", np.inf, "expected finite numbers"),
         ("prompt_lens", -1, "expected lengths >= 0"),
         ("prompt_lens", 1.5, "expected int32 values"),

@@ -64,7 +64,7 @@ def draws(rig: Rig, **values: float) -> torch.Tensor:
     ("temperature", "top_k", "top_p", "min_p"),
     [(1.0, 0, 1.0, 0.0), (1.5, 5, 1.0, 0.0), (2.0, 0, 0.6, 0.0), (1.5, 0, 1.0, 0.2), (3.0, 12, 0.7, 0.05)],
 )
-def test_draws_follow_what_transformers_keeps(
+def test_draws_follow_the_distribution_of_transformers(
     device: torch.device, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
     counts = draws(rig_of(device), temperatures=temperature, top_ks=top_k, top_ps=top_p, min_ps=min_p)
@@ -79,7 +79,7 @@ def test_draws_follow_what_transformers_keeps(
     assert statistic < freedom + 4 * math.sqrt(2 * max(freedom, 1)) + 4
 
 
-def test_rows_of_one_step_keep_what_each_asks_for(device: torch.device) -> None:
+def test_requests_of_one_step_have_their_own_truncation(device: torch.device) -> None:
     """Beside a hot row: the best token, by three ways to ask for it."""
     rig, best = rig_of(device), int(LOGITS.argmax())
     hot = set()
@@ -153,7 +153,7 @@ def test_wrong_params_are_named(values: dict[str, float], text: str) -> None:
         SamplingParams(**values)
 
 
-def test_params_take_numbers_of_numpy_and_name_those_that_no_device_has() -> None:
+def test_params_take_numpy_numbers_and_refuse_others() -> None:
     params = SamplingParams(
         np.int64(3),  # type: ignore[arg-type]
         temperature=np.float32(0.5),  # type: ignore[arg-type]
@@ -166,5 +166,5 @@ def test_params_take_numbers_of_numpy_and_name_those_that_no_device_has() -> Non
         with pytest.raises(ConfigError, match="stop_ids: expected an int from 0 to 2147483647, got"):
             SamplingParams(stop_ids=stop_ids)  # type: ignore[arg-type]
     for stop_ids in (3, "abc", {3: 4}, None, (token for token in [3])):
-        with pytest.raises(ConfigError, match="stop_ids: expected a set of token ids, got"):
+        with pytest.raises(ConfigError, match="stop_ids: expected a collection of token ids, got"):
             SamplingParams(stop_ids=stop_ids)  # type: ignore[arg-type]

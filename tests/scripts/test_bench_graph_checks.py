@@ -6,7 +6,7 @@ import torch
 
 from graphrt.models.loading import load_model
 from scripts.bench_graph_checks import bench_audit, bench_shadow, bench_verify, make_runtime
-from tests.cli.test_cli_bundles import TINY
+from tests.support.cli import TINY
 
 CPU = torch.device("cpu")
 

@@ -1,13 +1,16 @@
-"""Arguments of `sample` and independent oracles of what it may draw: transformers' processors and float64."""
+"""Arguments of `sample`, and independent oracles: transformers' processors, Python's integers and float64."""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable
 
 import torch
 
 from graphrt.kernels.ops.sampling import LogitBias, TokenMask, Truncation, sample
 from graphrt.kernels.ops.sampling_state import Penalties, PenaltyState, record_tokens, state_words
+from graphrt.sampling_params import SamplingParams
 
 F32, I32 = torch.float32, torch.int32
 INF = float("inf")
@@ -54,13 +57,22 @@ def penalties_with(
     return penalties, req_indices
 
 
-def biases(entries: list[dict[int, float]], req_indices: list[int], max_rows: int, device: torch.device) -> LogitBias:
-    width = max(1, *(len(entry) for entry in entries))
+def biases(
+    entries: list[dict[int, float]],
+    req_indices: list[int],
+    max_rows: int,
+    device: torch.device,
+    early: list[tuple[dict[int, float], int]] | None = None,
+) -> LogitBias:
+    """Bias lists of some requests; `early`: their second lists, and the length below which those apply."""
+    early = early or [({}, 0)] * len(entries)
+    width = max(1, *(len(entry) for entry in (*entries, *(entry for entry, _ in early))))
     bias = LogitBias.allocate(max_rows, width, device)
-    for req_index, entry in zip(req_indices, entries, strict=True):
-        bias.counts[req_index] = len(entry)
-        bias.tokens[req_index, : len(entry)] = torch.tensor(sorted(entry), dtype=I32)
-        bias.values[req_index, : len(entry)] = torch.tensor([entry[t] for t in sorted(entry)], dtype=F32)
+    for req_index, first, (second, length) in zip(req_indices, entries, early, strict=True):
+        bias.lists[req_index] = torch.tensor([len(first), len(second), length], dtype=I32)
+        for which, entry in enumerate((first, second)):
+            bias.tokens[req_index, which, : len(entry)] = torch.tensor(sorted(entry), dtype=I32)
+            bias.values[req_index, which, : len(entry)] = torch.tensor([entry[t] for t in sorted(entry)], dtype=F32)
     return bias
 
 
@@ -104,3 +116,77 @@ def warped(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, m
     for warper in chain:
         scores = warper(None, scores)
     return scores[0]
+
+
+def arguments(
+    logits: torch.Tensor, temperature: float | list[float], seed: int = 0, position: int = 5
+) -> tuple[torch.Tensor, ...]:
+    """Arguments of `sample` for some rows; row r has seed `seed + r`."""
+    rows, device = logits.shape[0], logits.device
+    heat = [temperature] * rows if isinstance(temperature, float) else temperature
+    return (
+        logits,
+        torch.tensor(heat, dtype=F32, device=device),
+        torch.arange(seed, seed + rows, device=device),
+        torch.full((rows,), position, dtype=torch.int32, device=device),
+    )
+
+
+def one_hot_rows(vocab: int, *rows: dict[int, float], rest: float = 0.0) -> torch.Tensor:
+    logits = torch.full((len(rows), vocab), rest)
+    for r, values in enumerate(rows):
+        for token, value in values.items():
+            logits[r, token] = value
+    return logits
+
+
+def formula(logits: torch.Tensor, prompt: list[int], output: list[int], rep: float, pre: float, freq: float) -> list:
+    """Penalised logits of a row, token by token; repetition by transformers' processor."""
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    out = logits.clone()
+    if prompt + output:
+        out = RepetitionPenaltyLogitsProcessor(rep)(torch.tensor([prompt + output]), out[None])[0]
+    counts = Counter(output)
+    return [float(v) - freq * counts[t] - pre * (counts[t] > 0) for t, v in enumerate(out.tolist())]
+
+
+def penalised(logits: torch.Tensor, prompt: list[int], output: list[int], params: SamplingParams) -> torch.Tensor:
+    """Logits [vocab] after penalties: repetition by transformers, the others by their formula."""
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    ids = torch.tensor([prompt + output])
+    scores = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)(ids, logits[None].clone())[0]
+    for token, count in Counter(output).items():
+        scores[token] -= params.presence_penalty + params.frequency_penalty * count
+    return scores
+
+
+def python_philox(seed: int, c0: int, c1: int, c2: int = 0) -> tuple[int, int, int, int]:
+    """Philox-4x32-10 at counter (c0, c1, c2, 0), on Python's integers, from the paper's definition."""
+    key, counter = [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF], [c0, c1, c2, 0]
+    for _ in range(10):
+        a, b = 0xD2511F53 * counter[0], 0xCD9E8D57 * counter[2]
+        counter = [b >> 32 ^ counter[1] ^ key[0], b & 0xFFFFFFFF, a >> 32 ^ counter[3] ^ key[1], a & 0xFFFFFFFF]
+        key = [(key[0] + 0x9E3779B9) & 0xFFFFFFFF, (key[1] + 0xBB67AE85) & 0xFFFFFFFF]
+    return tuple(counter)
+
+
+def exact_noise(seed: int, position: int, token: int) -> float:
+    """The noise of a token in float64, from Python's Philox: its group's least variate, or above that."""
+    word = python_philox(seed, token // 128, position, 1)[token // 32 % 4]
+    variate = -math.log1p(-((word >> 5) + 0.5) / 2**27) / 32
+    if word % 32 != token % 32:
+        variate -= math.log1p(-(python_philox(seed, token, position)[0] + 0.5) / 2**32)
+    return -math.log(variate)
+
+
+def exact_draws(logits: torch.Tensor, temperature: list[float], seed: int, position: int) -> tuple[list[int], float]:
+    """The draws in float64, and by how much the closest of them was decided."""
+    tokens, margin = [], INF
+    for r, row in enumerate(logits.double().tolist()):
+        scores = [logit + temperature[r] * exact_noise(seed + r, position, token) for token, logit in enumerate(row)]
+        best, second = sorted(scores, reverse=True)[:2]
+        tokens.append(scores.index(best))
+        margin = min(margin, (best - second) / max(temperature[r], 1.0))
+    return tokens, margin

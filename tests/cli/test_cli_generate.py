@@ -1,0 +1,231 @@
+"""`graphrt generate`: answers on standard output, everything else on standard error."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+
+import pytest
+
+from graphrt.cli.sampling import check_length
+from graphrt.kernels.errors import CapacityError
+from graphrt.models.smollm import default_model_path
+from graphrt.models.tokenizer import load_tokenizer
+from tests.support.cli import ONE_TOKEN, SKY
+
+
+def test_generate_answers_alone_in_a_batch_and_without_graphs(graphrt) -> None:
+    options = ("--device", "cpu", "--max-new-tokens", "16")
+    code, alone, log = graphrt("generate", SKY, *options)
+    assert code == 0
+    assert "light" in alone
+    assert "captured" in log
+    assert "op trace" in log
+    code, batch, _ = graphrt("generate", SKY, "Hi", *options)
+    assert code == 0
+    assert batch.startswith("[")
+    assert f"[1] {SKY}\n{alone.strip()}\n" in batch
+    assert "[2] Hi\n" in batch
+    code, eager, log = graphrt("generate", SKY, *options, "--no-graphs", "--stats")
+    assert (code, eager) == (0, alone)
+    assert "graphs are switched off" in log
+    assert "captured" not in log
+
+
+def test_generate_samples_by_seed(graphrt) -> None:
+    options = ("--device", "cpu", "--max-new-tokens", "8", "--temperature", "1.5")
+    first, again, other = (graphrt("generate", SKY, *options, "--seed", seed)[1] for seed in ("1", "1", "2"))
+    assert first == again
+    assert first != other
+    _, best, _ = graphrt("generate", SKY, *options, "--top-k", "1", "--top-p", "0.9", "--min-p", "0.1")
+    assert best == graphrt("generate", SKY, *options[:-1], "0")[1]
+    assert best != first
+
+
+def test_generate_takes_penalties_biases_and_log_probabilities(graphrt) -> None:
+    options = ("--device", "cpu", "--max-new-tokens", "12")
+    _, plain, log = graphrt("generate", SKY, *options, "--logprobs", "2")
+    lines = [line for line in log.split("\n") if line.startswith("[1] token ")]
+    assert len(lines) == 12
+    ids = [int(line.split()[2].rstrip(":")) for line in lines]
+    assert all(", rank 1; " in line and f"  {token}: " in line for line, token in zip(lines, ids, strict=True))
+    assert graphrt("generate", SKY, *options)[1] == plain
+    for extra in (
+        ("--repetition-penalty", "5"), ("--presence-penalty", "-50"), ("--frequency-penalty", "-50"),
+        ("--logit-bias", f"{ids[0]}=-inf", "--logit-bias", f"{ids[1]}=-30"),
+    ):  # fmt: skip
+        code, other, _ = graphrt("generate", SKY, *options, *extra)
+        assert code == 0
+        assert other != plain, extra
+    code, out, log = graphrt("generate", "Hi", *ONE_TOKEN, "--raw", "--prompt-logprobs", "1")
+    assert (code, out) == (0, graphrt("generate", "Hi", *ONE_TOKEN, "--raw")[1])
+    count = len(load_tokenizer(default_model_path()).encode_prompt("Hi", chat=False))
+    assert len([line for line in log.split("\n") if line.startswith("[1] prompt token ")]) == count - 1
+    code, out, log = graphrt("generate", SKY, *ONE_TOKEN, "--logit-bias", "x")
+    assert (code, out) == (1, "")
+    assert "ConfigError: --logit-bias: expected ID=X" in log
+    for extra, text in (
+        (
+            ("--logit-bias", "5=1", "--logit-bias", "5=2"),
+            "--logit-bias: token 5 is given twice, again in '5=2'",
+        ),
+        (("--logit-bias", f"{10**8}=1"), "--logit-bias: expected token ids below the vocabulary's "),
+        (("--logprobs", "1025"), "--logprobs: expected at most 1024, got 1025"),
+        (("--prompt-logprobs", "1025"), "--prompt-logprobs: expected at most 1024, got 1025"),
+    ):
+        code, out, log = graphrt("generate", SKY, *ONE_TOKEN, *extra)
+        assert (code, out) == (1, "")
+        assert text in log
+
+
+def test_generate_ends_answers_where_it_is_told(graphrt) -> None:
+    options = ("--device", "cpu", "--max-new-tokens", "16")
+    _, plain, log = graphrt("generate", SKY, *options, "--logprobs", "0")
+    ids = [line.split()[2].rstrip(":") for line in log.split("\n") if line.startswith("[1] token ")]
+    words = plain.split()
+    assert len(words) > 6
+    code, out, _ = graphrt("generate", SKY, *options, "--stop", words[5], "--stop", "no such text")
+    assert (code, out.strip()) == (0, plain[: plain.index(words[5])].strip())
+    code, both, _ = graphrt("generate", SKY, "Hi", *options, "--stop", words[5])
+    assert code == 0
+    assert f"[1] {SKY}\n{out.strip()}\n" in both
+    code, out, log = graphrt("generate", SKY, *options, "--stop-id", ids[3], "--logprobs", "0")
+    assert code == 0
+    assert plain.startswith(out.rstrip("\n"))
+    assert len([line for line in log.split("\n") if line.startswith("[1] token ")]) == ids.index(ids[3])
+    code, out, log = graphrt("generate", SKY, *ONE_TOKEN, "--stop", "")
+    assert (code, out) == (1, "")
+    assert "ConfigError: stop: expected strings of a character or more, got ''" in log
+
+
+def tokens_of(log: str) -> int:
+    return int(log.split("tokens ")[1].split(" in ")[0])
+
+
+def test_stop_and_end_tokens(graphrt) -> None:
+    """A special token as a stop text is a stop token; min_tokens postpones end tokens, stop tokens and stop texts."""
+    options = ("--device", "cpu", "--max-new-tokens", "32", "--stats")
+    code, plain, log = graphrt("generate", "Say hi.", *options)
+    assert code == 0
+    assert tokens_of(log) < 28
+    code, forced, log = graphrt("generate", "Say hi.", *options, "--min-tokens", "28")
+    assert code == 0
+    assert 28 <= tokens_of(log) <= 32
+    assert forced.startswith(plain.rstrip("\n"))
+    code, _, log = graphrt("generate", "Say hi.", *options, "--ignore-eos")
+    assert (code, tokens_of(log)) == (0, 32)
+    code, stopped, _ = graphrt("generate", "Say hi.", *options, "--ignore-eos", "--stop", "<|im_end|>")
+    assert (code, stopped) == (0, plain)
+    word = plain.split()[2]
+    code, stopped, log = graphrt("generate", "Say hi.", *options, "--stop", word)
+    assert (code, stopped.rstrip()) == (0, plain[: plain.index(word)].rstrip())
+    early = str(tokens_of(log))  # the stop text ends in this token
+    code, stopped, _ = graphrt("generate", "Say hi.", *options, "--stop", word, "--min-tokens", early)
+    assert code == 0
+    assert stopped.startswith(plain[: plain.index(word) + len(word)])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "max_new_tokens", "text"),
+    [
+        ((3, 9), 1, "prompt 2: it has 9 tokens, but the model has 8 positions; shorten it"),
+        ((3, 8), 2, "prompt 2: 8 tokens and --max-new-tokens 2 are more than the model's 8 positions; lower "
+                    "--max-new-tokens to 1, or shorten the prompt"),
+        ((3,), 99, "prompt: 3 tokens and --max-new-tokens 99 are more than the model's 8 positions; lower "
+                   "--max-new-tokens to 6, or shorten the prompt"),
+        ((3, 8), 1, None),
+        ((3,), 6, None),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_the_model(lengths: tuple[int, ...], max_new_tokens: int, text: str | None) -> None:
+    prompts = [[1] * length for length in lengths]
+    if text is None:
+        check_length(prompts, max_new_tokens, 8)
+        return
+    with pytest.raises(CapacityError, match=f"^{re.escape(text)}$"):
+        check_length(prompts, max_new_tokens, 8)
+
+
+def test_a_prompt_longer_than_the_model_is_not_told_to_lower_max_new_tokens(graphrt) -> None:
+    code, out, err = graphrt("generate", "word " * 8200, *ONE_TOKEN, "--raw")
+    assert (code, out) == (1, "")
+    assert "positions; shorten it" in err
+    assert "--max-new-tokens" not in err
+
+
+def test_prompts_of_a_file_follow_those_of_the_command_line(graphrt, tmp_path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_bytes(b"\xef\xbb\xbfHi\r\n\n   \n" + "Größe\x0bA\n".encode())
+    code, out, _ = graphrt("generate", SKY, "--prompts", str(path), *ONE_TOKEN)
+    assert code == 0
+    assert sorted(line for line in out.split("\n") if line.startswith("[")) == [
+        f"[1] {SKY}",
+        "[2] Hi",
+        "[3] Größe\x0bA",
+    ]
+
+
+def test_prompts_of_standard_input(graphrt, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(f"{SKY}\nHi".encode())))
+    code, out, _ = graphrt("generate", "--prompts", "-", *ONE_TOKEN)
+    assert code == 0
+    assert sorted(line for line in out.split("\n") if line.startswith("[")) == [f"[1] {SKY}", "[2] Hi"]
+
+
+BAD_PROMPTS = {
+    "none": ((), None, "ConfigError: prompts: at least one is needed"),
+    "empty": (("",), None, "ConfigError: prompt: expected some text, got ''"),
+    "missing": (("--prompts", "/nowhere/file"), None, "'/nowhere/file' cannot be read ([Errno 2] No such file"),
+    "folder": (("--prompts", "/"), None, "Is a directory: '/'); name a file in it"),
+    "unnamed": (("--prompts", ""), None, "ConfigError: --prompts: '' cannot be read"),
+    "blank": (("--prompts", "-"), b"\n \n", "ConfigError: prompts: at least one is needed"),
+    "latin-1": (("--prompts", "-"), "Größe".encode("latin-1"), "--prompts: '-' is not UTF-8"),
+    "no input": (("--prompts", "-"), None, "ConfigError: --prompts: '-' cannot be read"),
+    "endless": (("--prompts", "/dev/zero"), None, "ConfigError: --prompts: expected at most 64 MiB, got more"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_PROMPTS)
+def test_bad_prompts(graphrt, monkeypatch, case) -> None:
+    arguments, given, text = BAD_PROMPTS[case]
+    monkeypatch.setattr(sys, "stdin", None if given is None else io.TextIOWrapper(io.BytesIO(given)))
+    code, out, err = graphrt("generate", *arguments)
+    assert (code, out) == (1, "")
+    assert text in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--model", "/nowhere/model.gguf"), "ConfigError: model: expected a folder, a .gguf file"),
+        (("--model", ""), "ConfigError: model: expected a folder, a .gguf file, a hub id such as org/name or dummy"),
+        (("--model", "~nobody-of-this-name/model"), "ConfigError: model: expected a folder, a .gguf file"),
+        (("--model", "x" * 5000), "ConfigError: model: expected a folder, a .gguf file"),
+        (("--model", "dummy:smollm2-135m"), "llama-3.1-8b, llama-3.2-1b, qwen3-0.6b, smollm2-135m, mistral-7b"),
+        (("--model", "dummy:smollm2-135m"), "leave --model out for SmolLM2-135M-Instruct"),
+        (("--device", "tpu"), "ConfigError: device: expected cpu, cuda or cuda:N, got 'tpu'"),
+        (("--device", ""), "ConfigError: device: expected cpu, cuda or cuda:N, got ''"),
+        (("--device", "cuda:99"), "ConfigError: device: expected one of"),
+        (("--dtype", "int3"), "ConfigError: --dtype: expected auto, float32"),
+        (("--temperature", "-1"), "ConfigError: temperature: expected a finite number >= 0, got -1.0"),
+        (("--temperature", "nan"), "temperature: expected a finite number >= 0, got nan"),
+        (
+            ("--min-tokens", "129"),
+            "min_tokens: expected an int from 0 to 128, got 129; lower it, or raise max_new_tokens",
+        ),
+        (
+            ("--max-new-tokens", str(10**18)),
+            f"ConfigError: max_new_tokens: expected an int from 1 to 1073741824, got {10**18}",
+        ),
+        (("--device", "cpu", "--backend", ""), "ConfigError: backend: expected one of triton"),
+    ],
+    ids=lambda x: x[-1][:20] if isinstance(x, tuple) else None,
+)
+def test_errors_have_text_and_no_traceback(graphrt, arguments: tuple[str, ...], text: str) -> None:
+    code, out, err = graphrt("generate", SKY, *arguments)
+    assert code == 1
+    assert out == ""
+    assert text in err.replace("\n", " ")
+    assert "Traceback" not in err
