@@ -115,7 +115,7 @@ class StepGraphs:
         """Drop all, with the pool and the capture stream."""
         self._drop()
         self._recorder.close()
-        del self._program
+        vars(self).pop("_program", None)
 
     def _drop(self) -> None:
         # All or none: graphs share the pool and a cuBLAS workspace, so one must not be reset while another lives.
