@@ -107,6 +107,10 @@ class CudaGraphRecorder:
         self.streams: tuple[torch.cuda.Stream, ...] = (self._stream,)
         self._pool = torch.cuda.graph_pool_handle()
         self._living = weakref.WeakSet[torch.cuda.CUDAGraph]()
+        # Also for a recorder that is dropped without close(): else its stream's cuBLAS workspace (32 MiB on an H100) is
+        # lost, and the next recorder makes another one.
+        self._leave_stream = weakref.finalize(self, _idle_streams[device].append, self._stream)
+        self._leave_stream.atexit = False
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
@@ -153,7 +157,7 @@ class CudaGraphRecorder:
         return sum(segment["total_size"] for segment in allocator_rows(self._pool))
 
     def close(self) -> None:
-        _idle_streams[self._device].append(self._stream)
+        self._leave_stream()
 
     def _capture(self, step: StepFunction) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
         if not self._living:  # torch frees a pool with its last graph, and cannot capture into it again

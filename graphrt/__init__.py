@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from graphrt.bundle.bundle import Bundle as Bundle
     from graphrt.cache.groups import kv_groups as kv_groups
     from graphrt.cache.kv_cache import KVCache as KVCache
-    from graphrt.cache.kv_cache import PageAllocator as PageAllocator
+    from graphrt.cache.page_allocator import PageAllocator as PageAllocator
     from graphrt.cache.swap import SwapArrival as SwapArrival
     from graphrt.cache.swap import SwappedPages as SwappedPages
     from graphrt.cache.swap import SwapSpace as SwapSpace

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -43,6 +44,8 @@ from graphrt.layer import ModelLayers
 from graphrt.sampling import sample_tokens
 from graphrt.spec import AttentionSpec
 from graphrt.step import Model, Sampler
+
+_T = TypeVar("_T")
 
 _CAPTURED = State.CAPTURED  # to find a member of an enumeration takes as long as a call
 
@@ -110,7 +113,7 @@ class ReplayManager:
         self._whole_rows = not all(spec.is_cached for spec in specs)
         self._device = device
         self._on_stream = OnStream(self._stream, "graphrt.replay")
-        self._exclusive = Exclusive()
+        self._exclusive = Exclusive("ReplayManager", "submit steps from one thread, and not from inside a model")
         max_encoder_len = config.max_encoder_len or 0
         groups = page_groups(kv_cache, config.max_seq_len, max_encoder_len)
         capacity = capacity_of(config, groups, vocab_size)
@@ -298,12 +301,10 @@ class ReplayManager:
         """Let rows go on by up to `steps` tokens, each from its last token on, with what `begin` said of it. Waits only
         when `most_in_flight` launches of the config are in flight.
 
-        Raises: as `replay`; nothing has been written then. Where a launch of several raises on its way, steps may have
-        run: `queue.resets` counts that, and sessions are over.
+        Raises: as `replay`; nothing has been written then. If a step raises, earlier ones may have run; see ChangeFlag.
         """
         steps = check_int("steps", steps, 1, self._launch_steps, advice="raise RuntimeConfig.launch_steps")
-        self._exclusive.enter()
-        try:
+        with self._exclusive:
             self._require(_CAPTURED, "advance")
             self._guards.before_step()
             queue, order, num_reqs = self.queue, delta.order, len(delta.order)
@@ -313,12 +314,10 @@ class ReplayManager:
             slot, step = queue.slot(steps)
             delta.write(slot.inputs, step, steps, loops, order is not self._order)
             self._order = None
-            queue.launch(slot, descriptor, num_reqs, None, why_eager, steps, loops)
+            queue.launch(slot, descriptor, num_reqs, None, why_eager, steps, loops, delta.flag)
             self._order = order
             self._stats.count(descriptor, num_reqs, why_eager, eager, steps)
             return Launch(step, steps, num_reqs, descriptor, why_eager, slot, queue.rings, delta.logprobs, order)
-        finally:
-            self._exclusive.leave()
 
     def replay_words(self, words: LaunchInputs, descriptor: BatchDescriptor) -> Launch:
         """Submit a launch as it was recorded, at its size; see graphrt.bundle.bundle. Raises: as `begin`."""
@@ -338,7 +337,7 @@ class ReplayManager:
         """Steps 2 and 3, at a size or eagerly with a reason: the slot, and the step's number."""
         slot, step = self._write(batch, ends)
         # 3 one launch, which reads the slot
-        self.queue.launch(slot, descriptor, batch.num_reqs, batch, why_eager, of_session=ends is not None)
+        self.queue.launch(slot, descriptor, batch.num_reqs, batch, why_eager, flag=ends.flag if ends else None)
         return slot, step
 
     def _write(self, batch: Batch, ends: StopConditions | None = None) -> tuple[StagingSlot, int]:
@@ -402,16 +401,16 @@ class ReplayManager:
         """The backend's name where it plans each step on the host, from the batch's lengths."""
         return self._backend.name if self._backend.plans_on_host() else None
 
-    @contextlib.contextmanager
-    def between_steps(self) -> Iterator[StaticBuffers]:
-        """The static buffers, for work on the steps' stream: behind all launches so far, before later ones.
+    def between_steps(self, work: Callable[[StaticBuffers], _T]) -> _T:
+        """Call `work` with the static buffers. What it queues on the current stream runs after all launches so far and
+        before later ones. Returns the result of `work`.
 
-        Raises: CaptureError in the wrong state, ReplayError for a call inside another one.
+        Raises: CaptureError: in the wrong state. ReplayError: during another call.
         """
         with self._exclusive:
             self._require(State.CAPTURED, "between_steps")
             with self._on_steps_stream() as buffers:
-                yield buffers
+                return work(buffers)
 
     @contextlib.contextmanager
     def _on_steps_stream(self) -> Iterator[StaticBuffers]:
@@ -490,7 +489,8 @@ class ReplayManager:
             self.request_tables.close()
             self.queue.close()
             self._guards.close()
-            del self._buffers, self._program
+            for name in ("_buffers", "_program"):  # gone already if this call repeats one that was interrupted
+                vars(self).pop(name, None)
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
             self._state = State.CLOSED

@@ -11,7 +11,8 @@ import torch
 
 from graphrt.batch import Batch
 from graphrt.cache.groups import check_encoder_len, kv_groups, longest_of
-from graphrt.cache.kv_cache import KVCache, PageAllocator, bytes_per_page, check_groups
+from graphrt.cache.kv_cache import KVCache, bytes_per_page, check_groups
+from graphrt.cache.page_allocator import PageAllocator
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
 from graphrt.capture.graph import GraphReport
 from graphrt.config import RuntimeConfig

@@ -69,7 +69,7 @@ def make_session(runtime: Runtime, rows: int, context: int) -> DecodeSession:
     for _ in range(rows):
         prompt = rng.integers(0, runtime.vocab_size, context).tolist()
         session.add(prompt, SamplingParams(max_new_tokens=most, temperature=0.6))
-    while any(not row.tokens for row in session.rows):
+    while any(not row.tokens for row in session.requests):
         session.run(1)
         session.collect(wait=True)
     return session

@@ -29,7 +29,7 @@ import torch
 
 from graphrt.batch import Batch
 from graphrt.bench.environment import provenance
-from graphrt.cache.kv_cache import PageAllocator
+from graphrt.cache.page_allocator import PageAllocator
 from graphrt.cache.swap import SwapArrival, SwappedPages, SwapSpace
 from graphrt.config import RuntimeConfig
 from graphrt.kernels.types import KVLayout

@@ -20,6 +20,7 @@ import statistics
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -368,13 +369,11 @@ class BundleReplays:
             raise ConfigError("time: it needs a CUDA device and compare=False; open the bundle with these")
         for _ in range(check_int("repeats", repeats, 1, advice="20 is usual") + 1):
             self._restore(launch)
-            with manager.between_steps():
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                torch.cuda._sleep(_HOST_CYCLES)  # lets the host submit the launch before the device starts it
-                begin.record()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            manager.between_steps(lambda buffers: torch.cuda._sleep(_HOST_CYCLES))  # lets the host get ahead
+            manager.between_steps(partial(_record, begin))
             found = manager.replay_words(launch.words, launch.descriptor)
-            with manager.between_steps():
-                end.record()
+            manager.between_steps(partial(_record, end))
             found.wait()
             end.synchronize()
             times.append(begin.elapsed_time(end))
@@ -401,13 +400,20 @@ class BundleReplays:
         manager.reset()
         rows = {f"row tensor {name}": tensor for name, tensor in manager.request_tables.tensors.items()}
         kept = rows | ({"page_table": self._tables} if self._bundle.tables else {})
-        with manager.between_steps() as buffers:
+
+        def restore(buffers: StaticBuffers) -> None:
             for name, tensor in launch.state.items():
                 (kept[name] if name in kept else getattr(buffers, name)).copy_(tensor)
             for group, (ids, pages) in enumerate(zip(launch.page_ids, launch.pages, strict=True)):
                 if len(ids):
                     device = manager.kv_cache.device
                     manager.kv_cache.packer(group).unpack(torch.from_numpy(ids).to(device), pages.view(-1).to(device))
+
+        manager.between_steps(restore)
+
+
+def _record(event: torch.cuda.Event, buffers: StaticBuffers) -> None:
+    event.record()
 
 
 def _read_launch(

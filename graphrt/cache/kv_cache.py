@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import NoReturn
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from graphrt.cache.aliasing import Placed, check_disjoint
@@ -369,107 +366,3 @@ def _scales(
     for layer, (scale, spec) in enumerate(zip(given, layers, strict=True)):
         check_kv_scale(f"{name}[{layer}]", scale, spec.dtype, spec.num_kv_heads, device)
     return tuple(given)
-
-
-class PageAllocator:
-    """Hands out page ids and counts who shares them. Host-side only; the null page is never handed out.
-
-    Pages are reference counted: `allocate` gives pages with one owner, `share` adds an owner (a common prompt prefix,
-    read-only from then on), `free` takes one away and returns the page when none is left.
-
-    Raises: ConfigError for pages that nobody owns and for what is no int, with nothing changed.
-    """
-
-    def __init__(self, num_pages: int, null_page: int = 0) -> None:
-        self.num_pages = check_int("PageAllocator.num_pages", num_pages, 2, MAX_PAGES, advice="pass the cache's")
-        advice = "pass KVCache.null_page"
-        self.null_page = check_int("PageAllocator.null_page", null_page, 0, self.num_pages - 1, advice=advice)
-        # A stack: pages freed last are handed out first, while they may still be in the L2 cache.
-        self._freed = np.empty(0, np.int32)
-        self._num_freed = 0
-        self._untouched = 0  # this page and those above it were never handed out
-        self._owners = np.zeros(min(self.num_pages, 1024), np.int32)  # of the pages below; it grows with them
-        self._num_owned = 0
-
-    @property
-    def num_free(self) -> int:
-        """Pages that can be allocated now."""
-        return self.num_pages - 1 - self._num_owned
-
-    def owners(self, page: int) -> int:
-        """How many owners a page has; 0 when it is free."""
-        page = check_int("page", page, 0, self.num_pages - 1, advice="pass a page of the cache")
-        return int(self._owners[page]) if page < len(self._owners) else 0
-
-    def owners_of(self, pages: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-        """How many owners each of some pages has, which are in range: `owners` without checks."""
-        known = pages < len(self._owners)
-        return self._owners[pages] if known.all() else np.where(known, self._owners[np.where(known, pages, 0)], 0)
-
-    def allocate(self, count: int) -> list[int]:
-        """`count` pages with one owner each. Raises CapacityError, with nothing changed, when fewer are free."""
-        pages: list[int] = self.take(count).tolist()
-        return pages
-
-    def take(self, count: int) -> npt.NDArray[np.int32]:
-        """`allocate` for many rows at once: an array [count]. Raises: as `allocate`."""
-        count = check_int("count", count, 0, advice="pass how many pages are needed")
-        if count > self.num_free:
-            raise CapacityError(
-                f"pages: expected at most {self.num_free} free of {self.num_pages - 1}, got a request for "
-                f"{shown(count)}; free finished sequences or build a larger cache"
-            )
-        again = min(count, self._num_freed)
-        self._num_freed -= again
-        pages = np.empty(count, np.int64)  # as an index, twice as fast as int32
-        pages[:again] = self._freed[self._num_freed :][:again][::-1]
-        if again < count:
-            pages[again:] = self._never_used(count - again)
-        while self._untouched > len(self._owners):
-            self._owners = np.concatenate((self._owners, np.zeros_like(self._owners)))
-        self._owners[pages] = 1
-        self._num_owned += count
-        return pages.astype(np.int32)
-
-    def share(self, pages: Pages) -> None:
-        """Add an owner to each of `pages`. Raises ConfigError, with nothing changed, if one of them is free."""
-        found = self._owned(pages, "share")
-        np.add.at(self._owners, found, 1)
-
-    def free(self, pages: Pages) -> None:
-        """Take an owner from each of `pages`. Raises ConfigError, with nothing changed, if one has too few."""
-        found = self._owned(pages, "free")
-        np.subtract.at(self._owners, found, 1)
-        left = self._owners[found]
-        if (left < 0).any():  # pages listed more often than they have owners
-            np.add.at(self._owners, found, 1)
-            self._refuse("free", int(found[left.argmin()]))
-        freed = list(dict.fromkeys(found[left == 0].tolist()))
-        end = self._num_freed + len(freed)
-        if end > len(self._freed):
-            self._freed = np.concatenate((self._freed, np.empty(end, np.int32)))
-        self._freed[self._num_freed : end] = freed
-        self._num_freed = end
-        self._num_owned -= len(freed)
-
-    def _never_used(self, count: int) -> npt.NDArray[np.int32]:
-        first, self._untouched = self._untouched, self._untouched + count
-        pages = np.arange(first, self._untouched, dtype=np.int32)
-        if first <= self.null_page < self._untouched:
-            pages[self.null_page - first :] += 1
-            self._untouched += 1
-        return pages
-
-    def _owned(self, pages: Pages, verb: str) -> npt.NDArray[np.int64]:
-        """The pages as an array; raises unless each has an owner."""
-        advice = "pass pages that allocate() gave"
-        found = check_ints(f"{verb}: pages", pages, 0, self.num_pages - 1, advice=advice, error=ConfigError)
-        if len(found) and not (have := self.owners_of(found)).all():
-            self._refuse(verb, int(found[have.argmin()]))
-        return found
-
-    def _refuse(self, verb: str, page: int) -> NoReturn:
-        raise ConfigError(
-            f"{verb}: expected an allocated page, got page {page} with {self.owners(page)} owners; "
-            "pass pages that allocate() gave"
-        )

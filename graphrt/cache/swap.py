@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from graphrt.cache.kv_cache import KVCache, PageAllocator
+from graphrt.cache.kv_cache import KVCache
+from graphrt.cache.page_allocator import PageAllocator, PageLease
 from graphrt.kernels.cache.copy import PagePacker, Pages, check_distinct
 from graphrt.kernels.checks import check_instance, check_int, check_ints, check_sequence
 from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError
@@ -87,7 +88,7 @@ class SwapSpace:
     def __init__(
         self,
         kv_cache: KVCache,
-        allocators: Sequence[PageAllocator],
+        allocators: Sequence[PageAllocator | PageLease],
         nbytes: int,
         *,
         stream: torch.cuda.Stream | None = None,
@@ -101,7 +102,7 @@ class SwapSpace:
         check_sequence("allocators", allocators, pools, of="PageAllocators, one per pool", error=ConfigError)
         for pool, allocator in enumerate(allocators):
             name = f"allocators[{pool}]"
-            check_instance(name, allocator, PageAllocator, advice="pass the runtime's")
+            check_instance(name, allocator, (PageAllocator, PageLease), advice="pass the runtime's")
             if allocator.num_pages != kv_cache.pool_pages[pool]:
                 raise ConfigError(
                     f"{name}: expected one of {kv_cache.pool_pages[pool]} pages, got one of {allocator.num_pages}; "

@@ -202,7 +202,7 @@ def _record(options: CaptureOptions, runtime: Runtime) -> Bundle:
     with DecodeSession(runtime) as session:
         for _ in range(options.rows):
             session.add(rng.integers(0, runtime.vocab_size, options.prompt).tolist(), params)
-        while any(not row.tokens for row in session.rows):
+        while any(not row.tokens for row in session.requests):
             session.run(1)
             session.collect(wait=True)
         for _ in range(options.after):

@@ -1,4 +1,4 @@
-"""What a session tells the device: which rows go on, and which pages some of them get."""
+"""What a session sends per launch: the order of the requests that continue, and new pages."""
 
 from __future__ import annotations
 
@@ -11,29 +11,51 @@ from graphrt.batch import Int32Array
 from graphrt.kernels.metadata import step_inputs as layout
 
 
+@dataclass(eq=False, slots=True)
+class ChangeFlag:
+    """Tells whether a session has changed in part. `with flag:` sets `changing` for the time of a change.
+
+    If an exception interrupts the change, the flag stays set, and the session can only be collected and closed.
+    LaunchQueue sets the flag before it queues steps. It resets the flag if they did not run, and otherwise leaves that
+    to the session, which first records the launch.
+    """
+
+    changing: bool = False
+
+    def __enter__(self) -> None:
+        self.changing = True
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        if kind is None:
+            self.changing = False
+
+
 @dataclass(frozen=True, slots=True)
 class BatchDelta:
-    """Rows that go on by one token a step, each from its last token on.
+    """Requests that continue by one token a step, each from its last token.
 
-    order      [num_reqs] row id of each place. It is sent where the device has another one: who keeps it makes a new
-               array where it changes
-    lists      [3 x groups, num_reqs] int32, the pages that rows get: per KV group the place of the first one in the
-               sequence, where its list begins in `pages`, and how many there are; None: no row gets any
-    pages      [listed] int32, None with no lists
-    logprobs   whether any row asks for log-probabilities
+    Args:
+        order: [num_reqs] request index of each row. The array is sent only if the device has another one, which is
+            decided by identity: make a new array to change it
+        lists: [3 x groups, num_reqs] int32, the new pages of each KV group: position of the first page in the sequence,
+            start of the list in `pages`, number of pages. None: no request gets pages
+        pages: [listed] int32; None if `lists` is None
+        logprobs: True if a request asks for log-probabilities
+        flag: of the session
     """
 
     order: npt.NDArray[np.int64]
     lists: npt.NDArray[np.int32] | None = None
     pages: Int32Array | None = None
     logprobs: bool = False
+    flag: ChangeFlag | None = None
 
     @property
     def num_reqs(self) -> int:
         return len(self.order)
 
     def write(self, out: Int32Array, step: int, steps: int, loops: bool, new_order: bool) -> None:
-        """Pack into a slot of the input_ring; see kernels/metadata/step_inputs.py."""
+        """Pack the delta into a slot of the input ring; see kernels/metadata/step_inputs.py."""
         kind = layout.DELTA | (layout.LOOPS if loops else 0)
         at, n, listed = layout.HEADER_SIZE, len(self.order), 0
         if new_order:
@@ -51,14 +73,20 @@ class BatchDelta:
 
 @dataclass(frozen=True, slots=True)
 class StopConditions:
-    """When each row of a batch ends by itself: `lengths` [rows] int32, KV tokens with which it does, 0: never; `tokens`
-    [STOP_TOKENS, rows] int32, tokens that end it, -1 where there are fewer."""
+    """When each request of a batch finishes.
+
+    Args:
+        lengths: [num_reqs] int32, KV length at which the request finishes; 0: never
+        tokens: [STOP_TOKENS, num_reqs] int32, tokens that finish the request, padded with -1
+        flag: of the session
+    """
 
     lengths: Int32Array
     tokens: npt.NDArray[np.int32]
+    flag: ChangeFlag | None = None
 
     def write(self, out: Int32Array, at: int) -> None:
-        """Add to a batch that was written in full, up to word `at`: what it says is kept for delta to come."""
+        """Append the conditions to a full batch that ends at word `at`. The device keeps them for later deltas."""
         out[layout.HEADER_KIND] = layout.KEEP
         ends = out[at : at + layout.STOP_FIELDS * len(self.lengths)].reshape(layout.STOP_FIELDS, -1)
         ends[layout.STOP_LENGTH] = self.lengths

@@ -120,7 +120,7 @@ class StepGraphs:
         """Free all graphs, the pool and the capture stream."""
         self._drop()
         self._recorder.close()
-        del self._program
+        vars(self).pop("_program", None)
 
     def _drop(self) -> None:
         # All graphs are freed together: they share the pool and a cuBLAS workspace.

@@ -125,7 +125,8 @@ class Guards:
     def close(self) -> None:
         """Drop the tensors and release the lock. Its counters stay."""
         self._lock.release()
-        del self._pointers, self._names, self._program, self._graphs, self._weights, self._tables
+        for name in ("_pointers", "_names", "_program", "_graphs", "_weights", "_tables"):
+            vars(self).pop(name, None)
 
     def _remember_names(self) -> None:
         watched = self._check_weights and self._weights is None

@@ -187,28 +187,37 @@ class InFlight:
         return int(arrived.cumprod().sum())
 
     def _collect(self) -> None:
-        """Copy the results out of the rings: once, when it has ended, before its entries are used again."""
-        rings, n, arrived = self._rings, self.num_reqs, self.num_arrived
-        assert rings is not None, "results are collected once"
+        """Copy the results out of the rings, after the launch has finished and before its ring entries are reused.
+
+        Several threads may run this at once, or a signal handler in the middle of it. The first one to finish copying
+        stores its results. After that the entries may be reused, and a slower one drops what it has read.
+        """
+        rings, n = self._rings, self.num_reqs
+        if rings is None:
+            return
+        arrived = self.num_arrived
         at = rings.entries(self.step, arrived)
-        self._tokens, self._ends = rings.tokens[at, :n].copy(), rings.ends[at, :n].copy()
-        self._tokens.flags.writeable = self._ends.flags.writeable = False  # a session reads them later, too
-        codes = rings.codes[at, :n]
+        tokens, ends, codes = (ring[at, :n].copy() for ring in (rings.tokens, rings.ends, rings.codes))
+        tokens.flags.writeable = ends.flags.writeable = False  # a session reads them later, too
+        logprobs: StepLogprobs | None = None
+        error: ReplayError | None = None
         if self._asks_logprobs:
             of_rings = (rings.ranks, rings.logprobs, rings.logprob_tokens)
-            self._logprobs = StepLogprobs(*(ring[at, :n].copy() for ring in of_rings))
+            logprobs = StepLogprobs(*(ring[at, :n].copy() for ring in of_rings))
         if not arrived:
-            self._error = ReplayError(
+            error = ReplayError(
                 f"step {self.step}: expected the device to report this step, got step "
                 f"{rings.steps[self.step % rings.depth]}; the launch failed or another writer used the buffers: close "
                 "this runtime"
             )
         elif np.count_nonzero(codes):
-            # Every row's first fault: it is parked from then on.
+            # Each row's first fault: the row is parked from then on.
             steps = zip(codes, rings.values[at, :n], strict=True)
             faults = [fault for of_step, values in steps for fault in row_faults(of_step, values)]
-            self._error = StepFaultError(self.step + int(codes.any(1).argmax()), faults)
-        self._slot = self._rings = None
+            error = StepFaultError(self.step + int(codes.any(1).argmax()), faults)
+        if self._rings is rings:  # no call instruction from here on: neither a thread nor a signal comes in between
+            self._tokens, self._ends, self._logprobs, self._error = tokens, ends, logprobs, error
+            self._slot = self._rings = None
 
     @property
     def error(self) -> ReplayError | None:

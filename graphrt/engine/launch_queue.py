@@ -1,7 +1,6 @@
-"""Launches in their order: each gets a slot of the input_ring and numbers for its steps, and is queued on the steps'
-stream.
+"""Queues launches on the steps' stream. Each launch gets a slot of the input ring and numbers for its steps.
 
-Here a launch is also watched: by its shadow, which runs a step eagerly too, and by a recording, for a replay bundle.
+A shadow, which runs a step eagerly too, and a recording for a replay bundle can observe each launch.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.capture.graph import NOTHING
 from graphrt.capture.staging import StagingRing, StagingSlot
 from graphrt.config import RuntimeConfig
+from graphrt.engine.batch_delta import ChangeFlag
 from graphrt.engine.graphs import StepGraphs
 from graphrt.engine.handle import Rings
 from graphrt.engine.lifecycle import OnStream
@@ -29,11 +29,10 @@ from graphrt.kernels.metadata.step_inputs import HEADER_COPIES, HEADER_SIZE
 class LaunchQueue:
     """Queues launches of a program, one at a time.
 
-    rings      where the device writes their results
-    next_step  number of the next step; none is used twice
-    launches   how many were queued
-    resets     how often rows of sessions were lost: after each `reset()`, and where steps of a launch that raised may
-               have run
+    rings      the rings that the device writes results to
+    next_step  number of the next step; numbers are never reused
+    launches   number of launches that were queued
+    resets     number of resets. Requests of sessions do not survive one
     """
 
     def __init__(
@@ -51,19 +50,21 @@ class LaunchQueue:
 
     @property
     def waits(self) -> int:
-        """How often a launch had to wait for a slot."""
+        """Number of launches that had to wait for a slot."""
         return self._ring.waits
 
     def slot(self, steps: int = 1) -> tuple[StagingSlot, int]:
-        """A slot that no launch in flight uses, for the next launch, and the number of its first step."""
-        if self.next_step != self._follows:  # a launch failed: with its numbers left out two might share an entry
-            self._ring.drain()
+        """Return a slot that no launch in flight uses, and the number of the next launch's first step."""
+        # After a failed launch step numbers are skipped, and two launches in flight could share a ring entry. If the
+        # launch was interrupted, the event of its slot may not have been recorded.
+        if self.next_step != self._follows:
+            self.synchronize()
         slot, first = self._ring.acquire(self.launches), self.next_step
         self.next_step += steps
         return slot, first
 
     def can_loop(self, descriptor: BatchDescriptor, why_eager: str) -> bool:
-        """Whether the steps of the next launch, if there are several, run in one launch of a graph."""
+        """Return True if several steps of the next launch run in one launch of a graph."""
         return not why_eager and self._graphs.can_loop(descriptor) and not self._is_shadowed(why_eager)
 
     def launch(
@@ -75,15 +76,15 @@ class LaunchQueue:
         why_eager: str,
         steps: int = 1,
         loops: bool = False,
-        *,
-        of_session: bool = True,
+        flag: ChangeFlag | None = None,
     ) -> None:
-        """Queue the steps that a slot is for; `of_session`: of rows that a session knows. If that fails, the device
-        takes the slot again."""
+        """Queue the steps whose inputs are in `slot`. If that fails, the next launch uses the same slot."""
         on_stream = self._on_stream
         on_stream.enter()
         try:
             slot.begin()
+            if flag is not None:
+                flag.changing = True
             try:
                 if self._recording is None and self._shadow is None:
                     self._logits = self._graphs.run(descriptor, batch, bool(why_eager), steps, loops)
@@ -96,19 +97,19 @@ class LaunchQueue:
         except BaseException as error:
             self._program.buffers.cursor[CURSOR_ENTRY] = self.launches
             self._program.buffers.cursor[CURSOR_STEP] = 0
-            unknown = steps > 1 or not isinstance(error, Exception) or self._has_run(slot)
-            self.resets += of_session and unknown
+            if flag is not None and steps == 1 and isinstance(error, Exception) and not self._has_run(slot):
+                flag.changing = False
             raise
         finally:
             on_stream.leave()
 
     def _has_run(self, slot: StagingSlot) -> bool:
-        """Whether the step of a launch that raised gave its results all the same. Waits for the device."""
+        """Return True if the step of a launch that raised has written its results. Waits for the device."""
         step = self.next_step - 1
         try:
             slot.wait()
             return bool(self.rings.steps[step % self.rings.depth] == step)
-        except Exception:  # a device that is lost
+        except Exception:  # the device is lost
             return True
 
     def _launch_watched(
@@ -121,7 +122,7 @@ class LaunchQueue:
         steps: int,
         loops: bool,
     ) -> None:
-        """Queue steps where a recording or a shadow looks on."""
+        """Queue steps that a recording or a shadow observes."""
         first, left = self.next_step - steps, steps
         if (recording := self._recording) is not None:
             with self._graphs.off_graph():
@@ -138,7 +139,7 @@ class LaunchQueue:
     def try_out(
         self, slot: StagingSlot, descriptor: BatchDescriptor, batch: Batch, undo: StepUndo, *, eager: bool
     ) -> torch.Tensor:
-        """Queue a step and take back what it does, the use of its slot too: a copy of its logits."""
+        """Queue a step, undo its effects, including the use of its slot, and return a copy of its logits."""
         in_flight, off_graph = slot.in_flight(self._on_stream.stream), self._graphs.off_graph()
         with self._on_stream, torch.inference_mode(), in_flight, off_graph, undo.undone(descriptor):
             self._logits = self._graphs.run(descriptor, batch, eager=eager)
@@ -147,46 +148,53 @@ class LaunchQueue:
         return logits
 
     def logits(self, descriptor: BatchDescriptor, num_reqs: int) -> torch.Tensor:
-        """Logits of the last step's rows in the batch's order: a copy where the step had them in another."""
+        """Return logits of the last step in the order of its batch. They are a copy if the step used another order."""
         if not self._program.decode_len(descriptor):
             return self._logits[:num_reqs]
         return self._logits.index_select(0, self._program.buffers.buffer_rows[:num_reqs])
 
     def record(self, launches: int, max_bytes: int) -> Recording:
-        """Record the next launches. Raises: ReplayError where a recording is under way."""
+        """Record the next launches. Raises: ReplayError: if a recording is in progress."""
         if (under_way := self._recording) is not None and not under_way.done:
             raise ReplayError(
-                f"record: expected no recording under way, got one with {len(under_way.launches)} of {under_way.count} "
-                "launches; run the others, or stop() that recording"
+                f"record: a recording is in progress and has {len(under_way.launches)} of {under_way.count} launches; "
+                "run the others, or stop() that recording"
             )
         self._recording = Recording(self._config, self._program, self.rings, launches, max_bytes)
         return self._recording
 
     def poll_shadow(self) -> None:
-        """Take in what the last shadowed step found."""
+        """Read the result of the last shadowed step."""
         if self._shadow is not None:
             self._shadow.poll()
 
     def drain(self) -> None:
-        """Wait for every launch in flight, and hand all results over."""
+        """Wait for every launch in flight, and collect all results."""
         self._ring.drain()
 
+    def synchronize(self) -> None:
+        """Wait for all work of the steps' stream, launches that were interrupted included, and collect all results."""
+        self._ring.drain()
+        if self._on_stream.stream is not None:
+            self._on_stream.stream.synchronize()
+
     def restart(self) -> None:
-        """Begin with the first slot again, as the device does after a reset. Every launch must have ended."""
-        self.next_step += 1  # of no step: the buffers that say where its rows stood are gone with it
+        """Start with the first slot again, as the device does after a reset. Every launch must have finished."""
+        self.next_step += 1  # skip a number: the logits of the last step are not valid any more
         self.launches = 0
         self.resets += 1
 
     def close(self) -> None:
-        """Drop slots, copies and logits; every launch must have ended."""
+        """Drop slots, copies and logits. Every launch must have finished. Closing twice is fine."""
         self.poll_shadow()
         self._ring.close()
         self._shadow = self._recording = None
         self._logits = NOTHING
         self.resets += 1
-        del self.rings, self._program
+        for name in ("rings", "_program"):
+            vars(self).pop(name, None)
 
     def _is_shadowed(self, why_eager: str) -> bool:
-        """Whether the next launch is one of those whose first step runs both ways."""
+        """Return True if the first step of the next launch also runs eagerly."""
         every = self._config.shadow_every
         return every > 0 and not why_eager and (self.launches + 1) % every == 0

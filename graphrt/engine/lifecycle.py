@@ -1,4 +1,4 @@
-"""What every call of a manager enters first: its state, one call at a time, and the manager's stream."""
+"""What every call of a manager enters first: its state, the lock that admits one call at a time, and the stream."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from graphrt.kernels.checks import check_instance, shown
 from graphrt.kernels.errors import CaptureError, ConfigError, ReplayError
 from graphrt.kernels.native.nvrtc import raw_stream
 
-# The CPU build of torch lacks it, and needs it not.
+# The CPU build of torch does not have this function, and does not need it.
 _device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: 0)
-# What torch's functions of Python call, without these.
+# The C functions that torch.cuda.nvtx calls. Calling them directly avoids the Python wrappers.
 _nvtx = getattr(torch._C, "_nvtx", None)
 _push_range: Callable[[str], int] = getattr(_nvtx, "rangePushA", nvtx.range_push)
 _pop_range: Callable[[], int] = getattr(_nvtx, "rangePop", nvtx.range_pop)
+
+_WITHOUT_WAITING = (False,)
 
 
 class State(str, Enum):
@@ -30,65 +32,65 @@ class State(str, Enum):
 
 
 def wrong_state(state: State, needed: State, call: str) -> CaptureError:
-    """The error of a call that needs a manager in another state."""
+    """Return the error of a call that needs a manager in another state."""
     needs = {State.NEW: "build a new one", State.CAPTURED: "call capture() first", State.CLOSED: "call close() first"}
     advice = "it was closed, build a new one" if state is State.CLOSED else needs[needed]
     return CaptureError(f"{call}: expected state '{needed.value}', got '{state.value}'; {advice}")
 
 
 class Exclusive:
-    """Lets one call at a time in. A flag that can be tested and set at once, not a lock: nobody waits for it.
+    """Admit one call at a time: `with exclusive:` raises ReplayError during another call, and never waits.
 
-    thread   that the last call came from
-    leave    ends what `enter` began. Calls of each step use these two, as a `with` block takes twice as long
+    An exception in a signal handler, such as KeyboardInterrupt, can be raised after every call instruction and at the
+    entry of every Python function. It must not leave the lock held. So `__exit__` is the C method of a lock, and
+    `__enter__` runs no call instruction after it has the lock.
+
+    Args:
+        owner: the object whose calls are admitted, for the error text
+        advice: how to avoid the error
+
+    Attributes:
+        thread: id of the thread of the last call
+        is_entered: returns True during a call
     """
 
-    __slots__ = ("_flag", "leave", "thread")
+    __slots__ = ("__exit__", "_acquire", "_advice", "_owner", "is_entered", "thread")
 
-    def __init__(self) -> None:
-        self._flag = Lock()
-        self.leave = self._flag.release
-        self.thread = get_ident()
-
-    def enter(self) -> None:
-        """Raises: ReplayError during another call."""
-        if not self._flag.acquire(False):
-            raise ReplayError(
-                "ReplayManager: expected one call at a time, got one during another; submit steps from one thread, and "
-                "never from inside a model or sampler"
-            )
+    def __init__(self, owner: str, advice: str) -> None:
+        lock = Lock()
+        self._acquire, self.__exit__, self.is_entered = lock.acquire, lock.__exit__, lock.locked
+        self._owner, self._advice = owner, advice
         self.thread = get_ident()
 
     def __enter__(self) -> None:
-        self.enter()
-
-    def is_entered(self) -> bool:
-        """Whether a call is under way."""
-        return self._flag.locked()
-
-    def __exit__(self, *error: object) -> None:
-        self._flag.release()
+        thread = get_ident()
+        (entered,) = map(self._acquire, _WITHOUT_WAITING)  # unpacking acquires the lock without a call instruction
+        if not entered:
+            raise ReplayError(f"{self._owner}: a call was made during another call; {self._advice}")
+        self.thread = thread
 
 
 class OnStream:
-    """Runs a block on the manager's stream, inside an NVTX range; blocks may lie in each other.
+    """Run a block on the manager's stream, inside an NVTX range. Blocks may nest.
 
-    stream   None on a CPU
+    The object is built once and entered at every step. Where the stream is current already, which is the usual case,
+    that takes one microsecond instead of ten. Launches call `enter` and `leave`: a `with` block takes twice as long.
 
-    Made once and entered at every step: where the stream is current already, which is the usual case, it costs a
-    microsecond instead of ten. Launches call `enter` and `leave`, as a `with` block takes twice as long.
+    Args:
+        stream: None on a CPU
+        name: name of the NVTX range
     """
 
     __slots__ = ("_handle", "_index", "_name", "_previous", "stream")
 
     def __init__(self, stream: torch.cuda.Stream | None, name: str) -> None:
         self.stream, self._name = stream, name
-        # The raw handle: building a Stream object to compare with takes ten microseconds.
+        # Compare raw handles: building a Stream object takes ten microseconds.
         self._index, self._handle = (0, 0) if stream is None else (stream.device.index, stream.cuda_stream)
         self._previous: list[torch.cuda.Stream | None] = []
 
     def enter(self) -> None:
-        """Begin a block. `leave` ends it, after an error too."""
+        """Start a block. Call `leave` after it, also after an error."""
         if self.stream is None:
             return
         _push_range(self._name)
@@ -99,7 +101,7 @@ class OnStream:
             torch.cuda.set_stream(self.stream)
 
     def leave(self) -> None:
-        """End what the last `enter` began."""
+        """Finish the block of the last `enter`."""
         if self.stream is None:
             return
         if (previous := self._previous.pop()) is not None:
@@ -114,7 +116,10 @@ class OnStream:
 
 
 def stream_on(device: torch.device, stream: object) -> torch.cuda.Stream | None:
-    """The stream that steps run on: the given or the current one on CUDA, none on a CPU. Raises: ConfigError."""
+    """Return the stream that steps run on: the given or the current one on CUDA, None on a CPU.
+
+    Raises: ConfigError: if the stream is on another device, or given on a CPU.
+    """
     if device.type != "cuda":
         if stream is not None:
             raise ConfigError(f"stream: expected None with a cache on {device}, got {shown(stream)}; leave it out")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 from typing import Any, TypeVar
 
@@ -61,7 +62,7 @@ class RequestTables:
         config: RuntimeConfig,
         vocab_size: int,
         device: torch.device,
-        between_steps: Callable[[], AbstractContextManager[StaticBuffers]],
+        between_steps: Callable[[Callable[[StaticBuffers], None]], None],
         within_call: Callable[[], AbstractContextManager[StaticBuffers]],
     ) -> None:
         self._config, self._vocab_size, self._device = config, vocab_size, device
@@ -119,12 +120,15 @@ class RequestTables:
                 values[at, early, : len(entries)] = [entries[token] for token in sorted(entries)]
                 lists[at, early] = len(entries)
             lists[at, 2] = length if stops else 0
-        with self._writing() as buffers:
+
+        def write(buffers: StaticBuffers) -> None:
+            self._biased.update(ids)  # first: if the write is interrupted, the next one covers these requests too
             self._write(buffers.bias_tokens, ids, torch.from_numpy(tokens))
             self._write(buffers.bias_values, ids, torch.from_numpy(values))
             self._write(buffers.bias_lists, ids, torch.from_numpy(lists))
-        for at, (bias, (stops, _)) in chosen.items():
-            (self._biased.add if bias or stops else self._biased.discard)(at)
+            self._biased.difference_update([at for at, (bias, (stops, _)) in chosen.items() if not (bias or stops)])
+
+        self._write_between_steps(write)
 
     def _checked_ban(self, name: str, ban: object, bias: Mapping[int, float]) -> tuple[frozenset[int], int]:
         """Return the tokens and the length of a ban, for a request with this bias. Raises: as `set_logit_bias`."""
@@ -169,8 +173,8 @@ class RequestTables:
     def write_masks(self, masks: Mapping[int, torch.Tensor]) -> None:
         """The same of masks that `mask_words` has made."""
         if masks:
-            with self._writing() as buffers:
-                self._write(buffers.mask_words, list(masks), torch.stack(list(masks.values())))
+            ids, words = list(masks), torch.stack(list(masks.values()))
+            self._write_between_steps(lambda buffers: self._write(buffers.mask_words, ids, words))
 
     def check_state(self, values: RequestValues) -> dict[str, torch.Tensor]:
         """Values of row tensors as host tensors of their shapes and dtypes, copied. Raises: ConfigError, ShapeError."""
@@ -199,10 +203,8 @@ class RequestTables:
                 continue
             initial = torch.full(spec.shape, spec.initial, dtype=spec.dtype, device="cpu")
             rows = torch.stack([checked[at].get(name, initial) for at in ids])
-            with self._writing():
-                self._write(self.tensors[name], ids, rows)
-            stated.difference_update(ids)
-            stated.update(at for at in ids if name in checked[at])
+            self._write_between_steps(partial(self._write_state, name, ids, rows))
+            stated.difference_update([at for at in ids if name not in checked[at]])
 
     def record_prefix(self, req_index: int, tokens: Sequence[int] | npt.NDArray[Any], prompt_len: int = 0) -> None:
         """Count tokens that no step computes, as a row's prefix that is in the cache, for the row's penalties.
@@ -218,22 +220,28 @@ class RequestTables:
         if len(ids) > (most := self._config.max_seq_len):
             raise CapacityError(f"tokens: expected at most max_seq_len={most}, got {len(ids)}; no row holds more")
         prompt_len = check_int("prompt_len", prompt_len, 0, _MOST_PROMPT, advice="pass how many tokens the prompt has")
-        with self._writing() as buffers:
-            bounds, one = np.array([0, len(ids)], np.int32), np.ones(1, np.float32)
-            self._enter(buffers, ids, bounds, np.array([req_index, prompt_len], np.int32), one)
+        bounds, row = np.array([0, len(ids)], np.int32), np.array([req_index, prompt_len], np.int32)
 
-    def _enter(self, buffers: StaticBuffers, ids: Any, bounds: Any, row: Any, one: Any) -> None:
-        tokens, starts, words, on = (self._moved(torch.from_numpy(x)) for x in (ids, bounds, row, one))
-        state = PenaltyState(buffers.penalty_seen, buffers.penalty_counts)
-        record_tokens(tokens, starts, starts[1:], words[:1], words[1:], Penalties(on, on, on, state))
+        def count(buffers: StaticBuffers) -> None:
+            arrays = (ids, bounds, row, np.ones(1, np.float32))
+            tokens, starts, words, on = (self._moved(torch.from_numpy(x)) for x in arrays)
+            state = PenaltyState(buffers.penalty_seen, buffers.penalty_counts)
+            record_tokens(tokens, starts, starts[1:], words[:1], words[1:], Penalties(on, on, on, state))
+
+        self._write_between_steps(count)
+
+    def _write_state(self, name: str, ids: list[int], rows: torch.Tensor, buffers: StaticBuffers) -> None:
+        self._stated[name].update(ids)  # first, as in set_logit_bias
+        self._write(self.tensors[name], ids, rows)
 
     def copy(self, source: int, target: int) -> None:
-        """Give one row id the row tensors that another has. Its static buffers are the caller's."""
-        (self._biased.add if source in self._biased else self._biased.discard)(target)
+        """Copy the request tensors of one request index to another, within ReplayManager.between_steps. The caller
+        copies the static buffers."""
         for name, tensor in self.tensors.items():
-            with self._writing():
-                tensor[target].copy_(tensor[source])
-            (self._stated[name].add if source in self._stated[name] else self._stated[name].discard)(target)
+            self._stated[name].add(target)  # first, as in set_logit_bias
+            tensor[target].copy_(tensor[source])
+        for indices in (self._biased, *self._stated.values()):
+            (indices.add if source in indices else indices.discard)(target)
 
     def clear_left(self) -> None:
         """Row ids that sessions gave back have nothing left of their rows: whoever gets one begins anew.
@@ -256,19 +264,20 @@ class RequestTables:
         self._biased.difference_update(ids)
         self.left.difference_update(ids)  # Python's collector of garbage may have released another row meanwhile
 
-    @contextmanager
-    def _writing(self) -> Iterator[StaticBuffers]:
-        with self._between_steps() as buffers:
+    def _write_between_steps(self, write: Callable[[StaticBuffers], None]) -> None:
+        def cleared(buffers: StaticBuffers) -> None:
             if self.left:
                 self._clear_left(buffers)
-            yield buffers
+            write(buffers)
+
+        self._between_steps(cleared)
 
     def switch_masks(self, masks: Mapping[int, int]) -> None:
-        """Which mask the next launches of a session use, by row id; -1: none."""
+        """Set which mask the next launches of a session use, by request index; -1: none."""
         if masks:
-            with self._writing() as buffers:
-                row = buffers.req_values[COPIED.index("token_masks")]
-                self._write(row, list(masks), torch.tensor(list(masks.values()), dtype=torch.int32, device="cpu"))
+            ids, numbers = list(masks), torch.tensor(list(masks.values()), dtype=torch.int32, device="cpu")
+            index = COPIED.index("token_masks")
+            self._write_between_steps(lambda buffers: self._write(buffers.req_values[index], ids, numbers))
 
     def reset(self) -> None:
         """Put row tensors back to their initial values. The device must be idle."""
@@ -320,9 +329,6 @@ class TableUpdates:
     @classmethod
     def none(cls) -> TableUpdates:
         return cls({}, {}, {}, {}, {})
-
-    def __bool__(self) -> bool:
-        return bool(self.biases or self.states or self.masks or self.switched)
 
     def begin(
         self, at: int, bias: Mapping[int, float], banned: tuple[Collection[int], int] | None, values: RequestValues

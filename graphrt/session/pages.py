@@ -1,4 +1,5 @@
-"""The pages of a session's rows: allocated ahead of their steps, given back behind windows, listed once."""
+"""The pages of a session's requests: allocated ahead of their steps, freed behind windows, listed to the device
+once."""
 
 from __future__ import annotations
 
@@ -10,133 +11,143 @@ import numpy as np
 import numpy.typing as npt
 
 from graphrt.batch import Int32Array
-from graphrt.cache.kv_cache import PageAllocator
+from graphrt.cache.page_allocator import PageAllocator, PageLease
 from graphrt.cache.tables import Tables
 from graphrt.kernels.cache.copy import Pages
 from graphrt.kernels.checks import check_ints, check_sequence, shown
 from graphrt.kernels.errors import CapacityError, ConfigError, ShapeError
 from graphrt.kernels.metadata.step_inputs import PAGE_COUNT, PAGE_FIELDS, PAGE_FIRST, PAGE_START
+from graphrt.session.requests import Ids
 from graphrt.spec import KVCacheSpec
 
-Ids = npt.NDArray[np.int64]
-
 _AHEAD = 256
-"""Tokens that rows have pages for ahead of their steps, where these take at most half of the free pages; else a quarter
-of it, and so on. So a step in 256 has to list some, and takes the host fifteen times as long as the others."""
+"""Tokens for which requests get pages ahead of their steps, if these take at most half of the free pages; else a
+quarter of it, and so on. A step that lists pages takes the host fifteen times as long as the others."""
 
 
-class CallersPages(PageAllocator):
-    """Stands where a caller hands out the pages itself: it has none to give, but for those that it was just stocked
-    with, and keeps what rows give back. A page is a row's until the caller takes it back."""
+class ExternalPages:
+    """The pages of a pool that a caller's block manager hands out: counts the requests that use each page.
+
+    `free` collects pages that no request uses any more for `pop_freed`. Until it is popped, a freed page may not be
+    appended again.
+    """
+
+    num_free = 0  # requests get pages from the caller alone
 
     def __init__(self, num_pages: int, null_page: int) -> None:
-        super().__init__(num_pages, null_page)
-        self._stock: list[int] = []
-        self._rows = Counter[int]()  # how many rows have each page
-        self._back = Counter[int]()  # how many of these gave it back, and the caller did not take it yet
-
-    @property
-    def num_free(self) -> int:
-        return len(self._stock)
-
-    def stock(self, pages: Sequence[int]) -> None:
-        """Pages for the next call alone."""
-        self._stock = list(pages)
+        self.num_pages, self.null_page = num_pages, null_page
+        self._users = Counter[int]()
+        self._freed: dict[int, None] = {}
 
     def take(self, count: int) -> npt.NDArray[np.int32]:
-        assert count <= len(self._stock), "as many as num_free says"
-        pages, self._stock = self._stock[:count], self._stock[count:]
-        self.share(pages)
-        return np.array(pages, np.int32)
+        """Return no pages."""
+        assert not count, "the session checks num_free first"
+        return np.empty(0, np.int32)
 
     def share(self, pages: Pages) -> None:
-        """One more row has these."""
-        self._rows.update(np.asarray(pages).tolist())
-
-    def check_new(self, pages: Int32Array) -> None:
-        """Raise ShapeError for pages that are given twice: a row would overwrite another's tokens, or its own."""
-        count = Counter(pages.tolist())
-        if twice := [page for page in count if count[page] > 1 or self._rows[page]]:
-            raise ShapeError(
-                f"pages: expected pages that no row has, got {shown(twice)} again; pass others, or take_pages() first"
-            )
+        """Count one more request for each page."""
+        self._users.update(np.asarray(pages).tolist())
 
     def free(self, pages: Pages) -> None:
-        self._back.update(np.asarray(pages).tolist())
+        """Count one request less for each page."""
+        for page in np.asarray(pages).tolist():
+            self._users[page] -= 1
+            if not self._users[page]:
+                del self._users[page]
+                self._freed[page] = None
 
-    def take_back(self) -> list[int]:
-        """What the last row that had it gave back, once."""
-        back, self._back = self._back, Counter()
-        self._rows -= back
-        return [page for page in back if page not in self._rows]
+    def check_new(self, pages: Int32Array) -> None:
+        """Raise ShapeError if a page is in use, was not popped, or is given twice."""
+        count = Counter(pages.tolist())
+        if again := [page for page in count if count[page] > 1 or page in self._users or page in self._freed]:
+            raise ShapeError(
+                f"pages: {shown(again)} are in use by a request of the session; pass other pages, or call "
+                "pop_freed_pages() first"
+            )
+
+    def pop_freed(self) -> list[int]:
+        """Return the pages that were freed since the last call."""
+        freed, self._freed = self._freed, {}
+        return list(freed)
 
 
-def _page_ids(given: object, allocators: Sequence[PageAllocator], of: str) -> list[Int32Array]:
-    """Page ids that a caller hands out, a list of each KV group or pool, whose allocators are given.
+def _page_ids(given: object, pools: Sequence[PageLease | ExternalPages], of: str) -> list[Int32Array]:
+    """Return the page ids that a caller gives, a list per KV group or pool.
 
-    Raises: ShapeError for what are no pages of the cache.
+    Raises: ShapeError: if one is not a page of the cache, or the null page.
     """
-    lists = check_sequence("pages", given, len(allocators), of=f"lists of page ids, one per {of}")
+    lists = check_sequence("pages", given, len(pools), of=f"lists of page ids, one per {of}")
     found = []
-    for allocator, values in zip(allocators, lists, strict=True):
-        last, null = allocator.num_pages - 1, allocator.null_page
+    for pool, values in zip(pools, lists, strict=True):
+        last, null = pool.num_pages - 1, pool.null_page
         ids = check_ints("pages", values, 0, last, advice="pass pages of the cache", error=ShapeError)
         if null in ids:
-            raise ShapeError(
-                f"pages: expected other ones than the null page {null}, got {shown(ids.tolist())}; it is no sequence's"
-            )
+            raise ShapeError(f"pages: {null} is the null page, which no request may own, got {shown(ids.tolist())}")
         found.append(ids.astype(np.int32))
     return found
 
 
 def pages_needed(groups: Sequence[KVCacheSpec], length: int, new_tokens: int) -> list[int]:
-    """Pages of each pool that a sequence of `length` tokens owns at most, in chunks of `new_tokens`. Of windowed groups
-    these are those of the window and of a chunk."""
+    """Return the pages of each pool that a sequence of `length` tokens owns at most, in chunks of `new_tokens`. Groups
+    with a window need pages for the window and a chunk."""
     needs = [0] * len({group.pool for group in groups})
     for group in groups:
         needs[group.pool] += group.most_pages(length, new_tokens)
     return needs
 
 
-def check_pages(name: str, length: int, groups: Sequence[KVCacheSpec], allocators: Sequence[PageAllocator]) -> None:
-    """Raise CapacityError for a sequence that has not pages enough even alone, in chunks of one token."""
+def check_pages(
+    name: str, length: int, groups: Sequence[KVCacheSpec], pools: Sequence[PageAllocator | PageLease | ExternalPages]
+) -> None:
+    """Raise CapacityError if the pools are too small for a sequence, even alone and in chunks of one token."""
     needs = pages_needed(groups, length, 1)
-    for pool, (need, allocator) in enumerate(zip(needs, allocators, strict=True)):
-        if need > (pages := allocator.num_pages - 1):
-            of_pool = f" of pool {pool}" if len(needs) > 1 else ""
+    for index, (need, pool) in enumerate(zip(needs, pools, strict=True)):
+        if need > (pages := pool.num_pages - 1):
+            of_pool = f" of pool {index}" if len(needs) > 1 else ""
             raise CapacityError(
-                f"{name}: expected at most {pages} pages{of_pool}, got a need of {need} for {length} tokens; shorten "
-                "it, or raise num_pages"
+                f"{name}: {length} tokens need {need} pages{of_pool}, and the cache has {pages}; shorten it, or raise "
+                "num_pages"
             )
 
 
 class SessionPages:
-    """A table per KV group, with a slot per row id."""
+    """The page tables of a session: a table per KV group, with a slot per request index.
+
+    Args:
+        pools: a lease of each pool, or ExternalPages
+        num_indices: number of request indices
+        longest: tokens of the longest sequence
+    """
 
     def __init__(
-        self, groups: Sequence[KVCacheSpec], allocators: Sequence[PageAllocator], ids: int, longest: int
+        self, groups: Sequence[KVCacheSpec], pools: Sequence[PageLease | ExternalPages], num_indices: int, longest: int
     ) -> None:
-        self._allocators = allocators
-        self._foreign = [allocator for allocator in allocators if isinstance(allocator, CallersPages)]
-        self._tables = [Tables(group, allocators[group.pool], ids, longest) for group in groups]
+        self._pools = pools
+        self._external = [pool for pool in pools if isinstance(pool, ExternalPages)]
+        self.tables = [Tables(group, pools[group.pool], num_indices, longest) for group in groups]
 
-    def give_back(self, ids: Ids, lengths: Ids) -> None:
-        """Free the pages that windows have left behind, of rows that have so many tokens for sure."""
-        for table in self._tables:
-            table.give_back(ids, lengths)
+    @property
+    def are_external(self) -> bool:
+        """True if a caller hands out the pages."""
+        return bool(self._external)
+
+    def free_passed(self, ids: Ids, lengths: Ids) -> None:
+        """Free the pages that windows have passed, of requests that have at least `lengths` tokens."""
+        for table in self.tables:
+            table.free_passed(ids, lengths)
 
     def room(self, ids: Ids) -> Ids:
-        """Tokens that each row has pages for."""
-        rooms = (table.to[ids] * table.group.page_size for table in self._tables)
+        """Return the number of tokens that each request has pages for."""
+        rooms = (table.to[ids] * table.group.page_size for table in self.tables)
         return functools.reduce(np.minimum, rooms)
 
     def reserve(self, ids: Ids, lengths: Ids, limits: Ids, steps: int) -> None:
-        """Pages for the next steps of rows that have up to `lengths` tokens, and for some more where pages are plenty.
-        Where they are not, rows without a page wait.
+        """Allocate pages for the next steps of requests that have up to `lengths` tokens, and more if many are free. If
+        too few are free, some requests get none and wait.
 
-        Raises: CapacityError where no row has a page for its next token.
+        Raises: CapacityError: if no request has a page for its next token.
         """
-        ahead = 0 if self._foreign else _AHEAD
+        ahead = 0 if self.are_external else _AHEAD
         while ahead > steps:
             if self._grow(ids, np.minimum(lengths + ahead, limits), spare=2):
                 return
@@ -151,185 +162,206 @@ class SessionPages:
             raise self.none_left()
 
     def with_pages(self, ids: Ids, lengths: Ids) -> Ids:
-        """Those of some rows that have pages for so many tokens, which they get here where there are any."""
+        """Allocate pages for `lengths` tokens, and return the requests that have them."""
         if self._grow(ids, lengths):
             return ids
         have = [self._grow(ids[i : i + 1], lengths[i : i + 1]) for i in range(len(ids))]
         return ids[np.array(have, np.bool_)]
 
     def fitting(self, ids: Ids, start: int, count: int) -> int:
-        """How many of the next `count` tokens of one row there are pages for, which it gets."""
+        """Allocate pages for the next `count` tokens of one request, or fewer, and return how many tokens fit."""
         while count and not self._grow(ids, ids * 0 + start + count):
             # Down to the last token before a page of some group.
-            sizes = (table.group.page_size for table in self._tables)
+            sizes = (table.group.page_size for table in self.tables)
             count = max(0, max((start + count - 1) // size * size for size in sizes) - start)
         return count
 
     def check_prompt(self, length: int) -> None:
-        """Raise CapacityError for a prompt that has not pages enough even alone."""
-        check_pages("prompt", length, [table.group for table in self._tables], self._allocators)
+        """Raise CapacityError if the cache is too small for a prompt."""
+        check_pages("prompt", length, [table.group for table in self.tables], self._pools)
 
     def missing(self, ids: Ids, lengths: Ids) -> list[int]:
-        """Pages of each pool that rows need to have so many tokens, beside those that they have."""
-        needs = [0] * len(self._allocators)
-        for table in self._tables:
+        """Return the pages of each pool that requests need for `lengths` tokens, without those that they have."""
+        needs = [0] * len(self._pools)
+        for table in self.tables:
             needs[table.group.pool] += table.missing(ids, lengths)
         return needs
 
     def _grow(self, ids: Ids, lengths: Ids, spare: int = 1) -> bool:
-        """Pages for rows to have so many tokens; False, with nothing allocated, where fewer are free than `spare` times
-        as many."""
-        needs = [0] * len(self._allocators)
-        more = [table.more(ids, lengths) for table in self._tables]
-        for table, pages in zip(self._tables, more, strict=True):
+        """Allocate pages for `lengths` tokens. Return False, with nothing allocated, if fewer than `spare` times as
+        many are free."""
+        needs = [0] * len(self._pools)
+        more = [table.more(ids, lengths) for table in self.tables]
+        for table, pages in zip(self.tables, more, strict=True):
             needs[table.group.pool] += int(pages.sum())
-        if any(need * spare > allocator.num_free for need, allocator in zip(needs, self._allocators, strict=True)):
+        if any(need * spare > pool.num_free for need, pool in zip(needs, self._pools, strict=True)):
             return False
         if any(needs):
-            for table, pages in zip(self._tables, more, strict=True):
+            for table, pages in zip(self.tables, more, strict=True):
                 table.grow_by(ids, pages)
         return True
 
     def none_left(self) -> CapacityError:
-        """The error of a step in which no row has a page."""
-        if self._foreign:
-            return CapacityError(
-                "run: expected a page for the next token of a row, got none; append_pages() to a row that goes on"
-            )
-        free = " + ".join(str(allocator.num_free) for allocator in self._allocators)
+        """Return the error of a step in which no request has a page."""
+        if self.are_external:
+            return CapacityError("run: no request has a page for its next token; append_pages() to a running request")
+        free = " + ".join(str(pool.num_free) for pool in self._pools)
         return CapacityError(
-            f"run: expected a page for the next token of a row, got {free} free pages; collect(), and release() a row "
-            "that has ended, or one that is to give way"
+            f"run: no request has a page for its next token, and {free} pages are free; collect(), and release() a "
+            "finished request, or one to preempt"
         )
 
     def submitted(self, ids: Ids) -> None:
-        """What `listed` or `delta` gave for these rows is in a launch."""
-        for table in self._tables:
+        """Mark the pages that `listed` or `delta` returned as listed to the device."""
+        for table in self.tables:
             table.submitted(ids)
 
     def listed(self, ids: Ids) -> tuple[Int32Array, Int32Array, Int32Array]:
-        """The pages that no launch has listed, as a Batch takes them: first_pages, page_indptr, page_ids."""
-        firsts, counts, pages = zip(*(table.list_new(ids) for table in self._tables), strict=True)
-        page_indptr = np.zeros(len(self._tables) * len(ids) + 1, np.int32)
+        """Return the pages that no launch has listed, as a Batch takes them: first_pages, page_indptr, page_ids."""
+        firsts, counts, pages = zip(*(table.list_new(ids) for table in self.tables), strict=True)
+        page_indptr = np.zeros(len(self.tables) * len(ids) + 1, np.int32)
         np.cumsum(np.concatenate(counts), out=page_indptr[1:])
         return np.concatenate(firsts), page_indptr, np.concatenate(pages)
 
     def delta(
-        self, ids: Ids, going_on: npt.NDArray[np.bool_]
+        self, ids: Ids, continuing: npt.NDArray[np.bool_]
     ) -> tuple[npt.NDArray[np.int32], Int32Array] | tuple[None, None]:
-        """The same as BatchDelta takes them: the lists of all rows, and the pages. A row that does not go on lists
-        none: the
-        device passes it over, and would lose them."""
-        lists, every, start = np.empty((len(self._tables), PAGE_FIELDS, len(ids)), np.int32), [], 0
-        for fields, table in zip(lists, self._tables, strict=True):
-            fields[PAGE_FIRST], counts, pages = table.list_new(ids, going_on)
+        """Return the same as BatchDelta takes it: lists and pages. A request that does not continue lists none, as the
+        device would skip them."""
+        lists, every, start = np.empty((len(self.tables), PAGE_FIELDS, len(ids)), np.int32), [], 0
+        for fields, table in zip(lists, self.tables, strict=True):
+            fields[PAGE_FIRST], counts, pages = table.list_new(ids, continuing)
             fields[PAGE_COUNT], fields[PAGE_START] = counts, counts.cumsum() - counts + start
             start += len(pages)
             every.append(pages)
         return (lists.reshape(-1, len(ids)), np.concatenate(every)) if start else (None, None)
 
+    def fork_needs(self, req_index: int, length: int, most: int) -> list[int]:
+        """Return the pages of each pool that a fork needs, of a request with `length` to `most` tokens."""
+        needs = [0] * len(self._pools)
+        for table in self.tables:
+            needs[table.group.pool] += table.num_own_pages(req_index, length, most)
+        return needs
+
     def check_fork(self, req_index: int, length: int, most: int, given: object) -> list[Int32Array]:
-        """The pages that a caller gives, by pool, to fork a row as `fork_needs`; none where the session owns its pages.
-        Raises: CapacityError for too few, ConfigError or ShapeError for wrong ones."""
+        """Return the pages that a caller gives for a fork, by pool; none if the session owns its pages.
+
+        Raises: CapacityError: for too few pages. ConfigError, ShapeError: for wrong ones.
+        """
         needs = self.fork_needs(req_index, length, most)
-        if self._foreign:
-            pages = _page_ids([[]] * len(needs) if given is None else given, self._allocators, "pool")
+        if self._external:
+            pages = _page_ids([[]] * len(needs) if given is None else given, self._pools, "pool")
             for need, ids in zip(needs, pages, strict=True):
                 if len(ids) != need:
                     raise CapacityError(
-                        f"fork: expected {need} pages in pages=, got {len(ids)}; give as many as fork_needs() says"
+                        f"fork: expected {need} pages in pages=, got {len(ids)}; pass as many as fork_needs() says"
                     )
-            for pool, ids in zip(self._foreign, pages, strict=True):
+            for pool, ids in zip(self._external, pages, strict=True):
                 pool.check_new(ids)
             return pages
         if given is not None:
-            raise ConfigError("pages: expected none in a session that owns its pages, got some; leave them out")
-        for need, allocator in zip(needs, self._allocators, strict=True):
-            if need > allocator.num_free:
+            raise ConfigError("pages: this session allocates its pages itself; leave pages= out")
+        for need, pool in zip(needs, self._pools, strict=True):
+            if need > pool.num_free:
                 raise CapacityError(
-                    f"fork: expected {need} free pages, got {allocator.num_free}; release() rows that have ended"
+                    f"fork: expected {need} free pages, got {pool.num_free}; release() finished requests"
                 )
         return []
 
     def fork(
-        self, req_index: int, new: int, length: int, most: int
+        self, req_index: int, new: int, length: int, most: int, given: Sequence[Int32Array]
     ) -> Iterator[tuple[int, tuple[list[int], list[int]]]]:
-        """Give a new row the full pages of another's first `length` tokens, and pages of its own behind them: by KV
-        group, pages to copy and where to, of those that its first `most` tokens may lie in."""
-        for group, table in enumerate(self._tables):
-            if pairs := table.fork(req_index, new, length, most):
-                sources, own = map(list, zip(*pairs, strict=True))
-                yield group, (sources, own)
+        """Give a new request the full pages of another's first `length` tokens, and pages of its own after them.
+
+        Args:
+            given: what `check_fork` returned
+
+        Returns: by KV group, source and target pages to copy.
+        """
+        left = [ids.tolist() for ids in given]
+        for external, ids in zip(self._external, left, strict=True):
+            external.share(ids)
+        for group, table in enumerate(self.tables):
+            count, pool_index = table.num_own_pages(req_index, length, most), table.group.pool
+            if left:
+                own, left[pool_index] = left[pool_index][:count], left[pool_index][count:]
+            else:
+                own = self._pools[pool_index].take(count).tolist()
+            if pairs := table.fork(req_index, new, length, own):
+                sources, targets = map(list, zip(*pairs, strict=True))
+                yield group, (sources, targets)
 
     def can_share(self, donor: int, length: int) -> bool:
-        """Whether a row still has all pages that a sequence sees that goes on behind its first `length` tokens."""
-        return all(table.can_share(donor, length) for table in self._tables)
+        """Return True if a request still has all pages that the token after its first `length` tokens attends to."""
+        return all(table.can_share(donor, length) for table in self.tables)
 
     def share(self, donor: int, req_index: int, length: int) -> Iterator[tuple[int, tuple[list[int], list[int]]]]:
-        """Give a row without pages what another has of its first `length` tokens: by KV group, pages to copy and where
-        to, as the last page may be partly filled."""
-        for group, table in enumerate(self._tables):
+        """Give a request without pages those of another's first `length` tokens.
+
+        Returns: by KV group, source and target pages to copy if the last page is partly filled.
+        """
+        for group, table in enumerate(self.tables):
             if (pair := table.share(donor, req_index, length)) is not None:
                 yield group, ([pair[0]], [pair[1]])
 
-    def append(self, req_index: int, given: object) -> None:
-        """Give a row more pages of each KV group: a list of each, or of the only one its pages.
+    def check_append(self, req_index: int, given: object) -> list[Int32Array]:
+        """Return the pages that a caller gives a request, by KV group: a list of each, or the pages of the only one.
 
-        Raises: ShapeError for what are no pages of the cache or some row's already, CapacityError where a table has no
-        room; nothing has changed then.
+        Raises: ShapeError: if one is not a page of the cache, or is in use. CapacityError: if a table has no room.
         """
-        allocators = [self._allocators[table.group.pool] for table in self._tables]
-        pages = _page_ids([given] if len(allocators) == 1 else given, allocators, "KV group")
-        for group, (table, more) in enumerate(zip(self._tables, pages, strict=True)):
+        pools = [self._pools[table.group.pool] for table in self.tables]
+        pages = _page_ids([given] if len(pools) == 1 else given, pools, "KV group")
+        for group, (table, more) in enumerate(zip(self.tables, pages, strict=True)):
             room = table.width - int(table.to[req_index])
             if len(more) > room:
                 raise CapacityError(
                     f"pages: expected at most {room} more of KV group {group}, where the longest sequence has "
-                    f"{table.width}, got {len(more)}; a row needs no pages beyond its longest"
+                    f"{table.width}, got {len(more)}; give a request no pages beyond that"
                 )
-        of_pools: list[list[Int32Array]] = [[] for _ in self._foreign]
-        for table, more in zip(self._tables, pages, strict=True):
+        of_pools: list[list[Int32Array]] = [[] for _ in self._external]
+        for table, more in zip(self.tables, pages, strict=True):
             of_pools[table.group.pool].append(more)
-        for pool, lists in zip(self._foreign, of_pools, strict=True):
+        for pool, lists in zip(self._external, of_pools, strict=True):
             pool.check_new(np.concatenate(lists))
-        for table, more in zip(self._tables, pages, strict=True):
-            self._foreign[table.group.pool].share(more)
+        return pages
+
+    def append(self, req_index: int, pages: Sequence[Int32Array]) -> None:
+        """Append what `check_append` returned."""
+        for table, more in zip(self.tables, pages, strict=True):
+            self._external[table.group.pool].share(more)
             table.append(req_index, more)
 
-    def fork_needs(self, req_index: int, length: int, most: int) -> list[int]:
-        """Pages of each pool that a fork of a row needs which has `length` tokens for sure, and `most` at most."""
-        needs = [0] * len(self._allocators)
-        for table in self._tables:
-            needs[table.group.pool] += table.own_pages(req_index, length, most)
-        return needs
+    def pop_freed(self) -> list[list[int]]:
+        """Return the pages of each pool that were freed since the last call."""
+        return [pool.pop_freed() for pool in self._external]
 
     def pages(self, req_index: int) -> list[Int32Array]:
-        """A copy of a row's page ids, by KV group."""
-        return [table.pages(req_index) for table in self._tables]
+        """Return a copy of a request's page ids, by KV group."""
+        return [table.pages(req_index) for table in self.tables]
 
     def first_places(self, req_index: int) -> list[int]:
-        """Where a row's pages begin in its sequence, by KV group."""
-        return [int(table.from_[req_index]) for table in self._tables]
+        """Return the position of a request's first page in its sequence, by KV group."""
+        return [int(table.from_[req_index]) for table in self.tables]
 
     def place(self, req_index: int, first_places: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
-        """Give a row without pages so many of each KV group, from these places of its sequence on: the pages."""
+        """Allocate `counts` pages of each KV group for a request without pages, starting at these positions."""
         pages = []
-        for table, first, count in zip(self._tables, first_places, counts, strict=True):
-            pages.append(self._allocators[table.group.pool].allocate(count))
+        for table, first, count in zip(self.tables, first_places, counts, strict=True):
+            pages.append(self._pools[table.group.pool].take(count).tolist())
             table.place(req_index, first, pages[-1])
         return pages
 
     def cut(self, req_index: int, length: int) -> None:
-        """Free the pages behind a row's first `length` tokens. The device must not know of them any more."""
-        for table in self._tables:
+        """Free the pages after a request's first `length` tokens. The device must not know them any more."""
+        for table in self.tables:
             table.cut(req_index, length)
 
     def forget(self, req_index: int) -> None:
-        """Empty a row whose pages somebody else frees."""
-        for table in self._tables:
+        """Empty a request without freeing its pages."""
+        for table in self.tables:
             table.forget(req_index)
 
     def release(self, req_index: int) -> None:
-        """Free every page of a row."""
-        for table in self._tables:
+        """Free every page of a request."""
+        for table in self.tables:
             table.release(req_index)

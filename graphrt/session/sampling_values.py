@@ -15,12 +15,13 @@ _OF_PARAMS = (
 class SamplingValues:
     """One array per sampling value of a `Batch`, with an entry per request index; all greedy at first.
 
-    arrays   by the names of `Batch`
+    Attributes:
+        arrays: by their names in `Batch`
     """
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, num_indices: int) -> None:
         names = (*_OF_PARAMS, "prompt_lens", "token_masks", "logprobs", "logprob_tokens")
-        self.arrays: dict[str, Values] = {name: copied_values(name, None, rows).copy() for name in names}
+        self.arrays: dict[str, Values] = {name: copied_values(name, None, num_indices).copy() for name in names}
         self._plain = {name: copied_values(name, None, 1)[0] for name in names}
         self._used: dict[str, Values] = {}
 

@@ -52,7 +52,7 @@ class SessionWay:
         for _ in range(batch):
             row = self._session.add(prompt, SamplingParams(max_new_tokens=runtime.config.max_seq_len - context))
             # As if all but the last prompt token were computed: the cache content does not affect times.
-            self._session._prompts[row.req_index] = self._session._most[row.req_index] = context - 1
+            self._session.table.prefills[row.req_index] = self._session.table.most[row.req_index] = context - 1
         self._session.run(1)
         self._session.collect(wait=True)
 

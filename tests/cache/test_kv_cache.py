@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphrt.cache.kv_cache import KVCache, PageAllocator
+from graphrt.cache.kv_cache import KVCache
+from graphrt.cache.page_allocator import PageAllocator
 from graphrt.kernels.errors import CapacityError, ConfigError, ShapeError
 from graphrt.kernels.types import KVLayout
 from graphrt.spec import KVCacheSpec

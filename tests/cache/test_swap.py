@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from graphrt.cache import swap
 from graphrt.cache.groups import kv_groups
-from graphrt.cache.kv_cache import KVCache, PageAllocator
+from graphrt.cache.kv_cache import KVCache
+from graphrt.cache.page_allocator import PageAllocator
 from graphrt.cache.swap import SwappedPages, SwapSpace, _HostMemory, _parts
 from graphrt.generate.generator import TextGenerator
 from graphrt.kernels.cache.copy import PagePacker

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphrt.cache.kv_cache import PageAllocator
+from graphrt.cache.page_allocator import PageAllocator
 from graphrt.cache.tables import Tables
 from graphrt.kernels.errors import CapacityError
 from graphrt.spec import KVCacheSpec

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from graphrt.batch import Batch, Request
-from graphrt.cache.kv_cache import KVCache, PageAllocator
+from graphrt.cache.kv_cache import KVCache
+from graphrt.cache.page_allocator import PageAllocator
 from graphrt.capture.descriptor import GraphKind
 from graphrt.capture.staging import StagingSlot
 from graphrt.config import RuntimeConfig

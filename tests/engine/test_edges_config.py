@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphrt.cache.kv_cache import KVCache, PageAllocator
+from graphrt.cache.kv_cache import KVCache
+from graphrt.cache.page_allocator import PageAllocator
 from graphrt.config import RuntimeConfig
 from graphrt.kernels.checks import FLOAT32_MAX, FLOAT32_TINY
 from graphrt.kernels.errors import CapacityError, ConfigError

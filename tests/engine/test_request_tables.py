@@ -135,7 +135,7 @@ def test_a_mask_holds_from_the_next_launch_on(device: torch.device) -> None:
         rows = [session.add(prompt, SamplingParams(8)) for prompt in PROMPTS]
         session.set_token_mask(rows[1], np.array(words_of(stays), np.uint32))
         while session.running:
-            if not rows[0].end:
+            if not rows[0].finish_reason:
                 mask = torch.tensor(words_of(per_token[len(rows[0].tokens)]), dtype=torch.int64)
                 session.set_token_mask(rows[0], torch.where(mask >= 1 << 31, mask - (1 << 32), mask).int())
             session.run(1)
@@ -316,7 +316,7 @@ def test_wrong_calls_are_named_and_change_nothing(call: str, error: type[Excepti
         names = {"session": session, "row": row, "gone": gone, "tables": tables, "SessionRequest": SessionRequest}
         with pytest.raises(error, match=text):
             eval(call, {**globals(), **names, "RuntimeConfig": RuntimeConfig})
-        assert session.rows == (row,)
+        assert session.requests == (row,)
         assert all(torch.equal(before[name], tensor) for name, tensor in runtime.manager.buffers.named())
 
 

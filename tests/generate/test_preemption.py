@@ -20,8 +20,7 @@ from graphrt.cache.tables import PrefixIndex, Tables
 from graphrt.engine.handle import StepFaultError
 from graphrt.generate import scheduler as scheduler_module
 from graphrt.generate.generator import TextGenerator
-from graphrt.generate.movable import MovableSession
-from graphrt.generate.scheduler import GenerationStats, Request, Scheduler
+from graphrt.generate.scheduler import GenerationStats, PromptState, Scheduler
 from graphrt.kernels.cache.copy import PagePacker
 from graphrt.kernels.errors import CapacityError, ConfigError
 from graphrt.runtime import Runtime
@@ -82,7 +81,7 @@ def test_every_budget_gives_the_same_tokens(name: str, slow: bool, monkeypatch: 
 def test_fewer_pages_than_one_sequence_needs_are_refused() -> None:
     groups = kv_groups(MODELS["full"], page_size=4)
     _, runtime = build(MODELS["full"], groups, 1 + 5, CPU)
-    with pytest.raises(CapacityError, match=r"prompts\[2\]: expected at most 5 pages, got a need of 6 for 23 tokens"):
+    with pytest.raises(CapacityError, match=r"prompts\[2\]: 23 tokens need 6 pages, and the cache has 5"):
         TextGenerator(runtime).generate(PROMPTS, [SamplingParams(n) for n in COUNTS])
 
 
@@ -168,7 +167,9 @@ def test_pages_that_others_take_meanwhile_are_missed_with_an_error() -> None:
     events = TextGenerator(runtime).generate(prompts_of([10]), SamplingParams(20))
     next(events)
     held = runtime.allocator.allocate(runtime.allocator.num_free)
-    with pytest.raises(CapacityError, match=r"prompts\[0\]: expected a free row and pages, got . rows and 0 pages"):
+    with pytest.raises(
+        CapacityError, match=r"prompts\[0\]: other users of the runtime hold its pages .* and 0 pages are free"
+    ):
         list(events)
     runtime.allocator.free(held)
     assert_idle(runtime)
@@ -286,7 +287,7 @@ def test_pages_that_arrive_are_given_to_nobody(monkeypatch: pytest.MonkeyPatch) 
     specs = MODELS["window_beside_full"]
     groups = kv_groups(specs, page_size=4)
     made: list[Scheduler] = []
-    construct, give_back = Scheduler.__init__, Tables.give_back
+    construct, free_passed = Scheduler.__init__, Tables.free_passed
 
     def constructed(self: Scheduler, *arguments: Any) -> None:
         construct(self, *arguments)
@@ -294,12 +295,12 @@ def test_pages_that_arrive_are_given_to_nobody(monkeypatch: pytest.MonkeyPatch) 
 
     def checked(self: Tables, slots: Any, positions: Any) -> None:
         before = [int(self.from_[slot]) for slot in slots]
-        give_back(self, slots, positions)
+        free_passed(self, slots, positions)
         for slot, first in zip(slots.tolist(), before, strict=True):
-            assert slot not in made[-1]._session.arriving or self.from_[slot] == first
+            assert slot not in made[-1]._preemption.arriving or self.from_[slot] == first
 
     monkeypatch.setattr(Scheduler, "__init__", constructed)
-    monkeypatch.setattr(Tables, "give_back", checked)
+    monkeypatch.setattr(Tables, "free_passed", checked)
     monkeypatch.setattr(SwapArrival, "done", lambda self: False)
     lengths, counts = [11, 7, 30, 1, 1, 2], [12, 13, 6, 30, 30, 30]
     longest = max(length + count - 1 for length, count in zip(lengths, counts, strict=True))
@@ -308,7 +309,7 @@ def test_pages_that_arrive_are_given_to_nobody(monkeypatch: pytest.MonkeyPatch) 
     prompts = prompts_of(lengths)
     want = [model.greedy(prompt, count) for prompt, count in zip(prompts, counts, strict=True)]
     assert generate(runtime, prompts, counts) == want
-    assert made[-1].members == {}
+    assert made[-1].running == {}
     runtime.close()
 
 
@@ -322,12 +323,12 @@ def follow(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
     found: list[tuple[int, int, int]] = []
 
     def started(self: Scheduler, request: Any, needs: Any) -> None:
-        if request.preempted:
-            came_back[request.index] = request.suspended.length
+        if request.was_preempted:
+            came_back[request.index] = request.preempted.length
         start(self, request, needs)
 
     def preempted(self: Scheduler, req_index: int) -> None:
-        request, length = self.members[req_index], self._session.length(req_index)
+        request, length = self.running[req_index], self._preemption.length(req_index)
         if request.index in came_back:
             found.append((request.index, came_back.pop(request.index), length))
         preempt(self, req_index)
@@ -352,17 +353,17 @@ def test_who_has_computed_nothing_goes_back_as_it_came() -> None:
     """Two prompts run and a third has a row, but no token yet when pages run out: it is not a preemption."""
     _, runtime = build(MODELS["full"], kv_groups(MODELS["full"], page_size=4), 1 + 12, CPU, mixed_sizes=())
     params = SamplingParams(20)
-    requests = [Request(i, np.array(p, np.int32), params) for i, p in enumerate(prompts_of([4, 4, 4]))]
+    requests = [PromptState(i, np.array(p, np.int32), params) for i, p in enumerate(prompts_of([4, 4, 4]))]
     stats = GenerationStats()
-    with MovableSession(runtime) as session:
+    with DecodeSession(runtime) as session:
         scheduler = Scheduler(requests, runtime, session, None, stats)
         scheduler.admit()
-        assert [request.index for request in scheduler.members.values()] == [0, 1, 2]
-        req_index = next(req_index for req_index, request in scheduler.members.items() if request.index == 2)
+        assert [request.index for request in scheduler.running.values()] == [0, 1, 2]
+        req_index = next(req_index for req_index, request in scheduler.running.items() if request.index == 2)
         scheduler._preempt(req_index)
-        assert (stats.preemptions, requests[2].preempted, list(scheduler.queue)) == (0, False, [requests[2]])
+        assert (stats.preemptions, requests[2].was_preempted, list(scheduler.queue)) == (0, False, [requests[2]])
         scheduler.admit()
-        assert len(scheduler.members) == 3
+        assert len(scheduler.running) == 3
     assert_idle(runtime)
 
 
@@ -372,9 +373,9 @@ def test_a_copy_on_write_leaves_the_pages_that_others_need_at_once() -> None:
     for pages, copied in ((1 + 3 + 2, 0), (1 + 3 + 8, 1)):
         _, runtime = build(MODELS["full"], kv_groups(MODELS["full"], page_size=4), pages, CPU, max_num_tokens=16)
         params = SamplingParams(3)
-        requests = [Request(i, np.array(p, np.int32), params) for i, p in enumerate((STORY[:12], second))]
+        requests = [PromptState(i, np.array(p, np.int32), params) for i, p in enumerate((STORY[:12], second))]
         stats = GenerationStats()
-        with MovableSession(runtime) as session:
+        with DecodeSession(runtime) as session:
             scheduler = Scheduler(requests, runtime, session, None, stats)
             for request in requests:
                 scheduler._start(request, [1])
@@ -456,7 +457,7 @@ def test_without_pinned_memory_everything_is_computed_again(monkeypatch: pytest.
 
     monkeypatch.setattr("graphrt.generate.generator.SwapSpace", no_space)
     want = [model.greedy(prompt, 20) for prompt in prompts]
-    with pytest.warns(RuntimeWarning, match="are computed again: nbytes: expected host memory"):
+    with pytest.warns(RuntimeWarning, match="are recomputed: nbytes: expected host memory"):
         assert generate(runtime, prompts, [20] * 2, generator) == want
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -202,7 +202,7 @@ def test_a_runtime_without_penalties_refuses_them(device: torch.device) -> None:
     with DecodeSession(runtime) as session:
         with pytest.raises(UnsupportedError, match=f"params: {text}"):
             session.add([1], CASES[2])
-        assert session.rows == ()
+        assert session.requests == ()
     with pytest.raises(UnsupportedError, match=rf"params\[1\]: {text}"):
         next(TextGenerator(runtime).generate([[1], [2]], [SamplingParams(3), CASES[0]]))
 

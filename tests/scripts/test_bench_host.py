@@ -87,7 +87,7 @@ def test_all_ways_sample_the_same_tokens() -> None:
             session.submit()
         session.wait()
         session._session.collect(wait=True)
-        want = [row.tokens for row in session._session.rows]
+        want = [row.tokens for row in session._session.requests]
         session.close()
         empty_cache()
         stateless, seen = bench_host.StatelessWay(runtime, 3, 20), []

@@ -56,7 +56,7 @@ def test_rows_go_on_by_themselves(device: torch.device, steps: int, loop_sizes: 
         finish(session, steps)
         for row, prompt in zip(rows, PROMPTS, strict=True):
             assert row.tokens == oracle(runtime, prompt, 12)
-            assert row.end is FinishReason.LENGTH
+            assert row.finish_reason is FinishReason.LENGTH
     assert runtime.allocator.num_free == 59
     assert sorted(runtime.free_req_indices) == [0, 1, 2, 3]
 
@@ -73,7 +73,11 @@ def test_a_stop_token_ends_a_row_and_no_other(device: torch.device, loop_sizes: 
         ]
         finish(session, 5)
         assert [row.tokens for row in rows] == [want[0], want[1][: want[1].index(want[1][4]) + 1], want[2]]
-        assert [row.end for row in rows] == [FinishReason.LENGTH, FinishReason.STOP_TOKEN, FinishReason.LENGTH]
+        assert [row.finish_reason for row in rows] == [
+            FinishReason.LENGTH,
+            FinishReason.STOP_TOKEN,
+            FinishReason.LENGTH,
+        ]
 
 
 def test_more_stop_tokens_than_the_device_has_room_for(device: torch.device) -> None:
@@ -87,7 +91,7 @@ def test_more_stop_tokens_than_the_device_has_room_for(device: torch.device) -> 
         row = session.add(PROMPTS[0], SamplingParams(max_new_tokens=10, stop_ids=stops))
         finish(session, 4)
         assert row.tokens == want[: want.index(last) + 1]
-        assert row.end is FinishReason.STOP_TOKEN
+        assert row.finish_reason is FinishReason.STOP_TOKEN
 
 
 def test_tokens_can_be_read_while_a_launch_runs(device: torch.device) -> None:
@@ -180,7 +184,7 @@ def test_a_row_without_a_page_waits_and_goes_on(device: torch.device, loop_sizes
                 break
             session.run(6)
             for row, _tokens in session.collect(wait=True):
-                if row.end:
+                if row.finish_reason:
                     session.release(row)
         assert first.tokens == oracle(runtime, [3, 1, 4], 12)
         assert second.tokens == oracle(runtime, [1, 5, 9, 2], 16)
@@ -191,7 +195,7 @@ def test_no_page_for_any_row_is_an_error_that_says_so(device: torch.device) -> N
     with DecodeSession(runtime) as session:
         row = session.add([3, 1, 4], SamplingParams(max_new_tokens=20))
         session.run(6)
-        with pytest.raises(CapacityError, match="run: expected a page for the next token of a row, got 0 free pages"):
+        with pytest.raises(CapacityError, match="run: no request has a page for its next token, and 0 pages are free"):
             session.run(1)
         session.collect(wait=True)
         assert row.tokens == oracle(runtime, [3, 1, 4], 6), "8 tokens of KV: 3, and 5 of those it sampled"
@@ -263,7 +267,7 @@ def test_faulty_rows_end_and_are_named_and_the_others_go_on(device: torch.device
             session.collect(wait=True)
         assert [fault.code for fault in error.value.faults] == [FaultCode.NO_TOKEN_OFFERED]
         assert pickle.loads(pickle.dumps(error.value)).faults == error.value.faults
-        assert faulty.end is FinishReason.FAULT
+        assert faulty.finish_reason is FinishReason.FAULT
         finish(session)
         for row, prompt in zip(rows, PROMPTS, strict=True):
             want = oracle(runtime, prompt, 10)
@@ -288,7 +292,11 @@ def test_launches_of_the_same_rows_are_collected_as_one(device: torch.device) ->
             session.run(1)
         assert dict(session.collect(wait=True)) == {row: tokens[1:] for row, tokens in zip(rows, want, strict=True)}
         assert [row.tokens for row in rows] == want
-        assert [row.end for row in rows] == [FinishReason.LENGTH, FinishReason.STOP_TOKEN, FinishReason.LENGTH]
+        assert [row.finish_reason for row in rows] == [
+            FinishReason.LENGTH,
+            FinishReason.STOP_TOKEN,
+            FinishReason.LENGTH,
+        ]
         assert session.collect(wait=True) == []
         assert not session.running
 
@@ -340,11 +348,11 @@ def test_equal_to_the_stateless_path_bit_by_bit(device: torch.device) -> None:
             session.run(6, eager=eager)
             session.collect(wait=True)
             session.run(1, eager=eager)
-            at = [row.req_index for row in session.rows]
+            at = [row.req_index for row in session.requests]
             logits = runtime.manager.queue._logits[:3].clone()
             session.collect(wait=True)
             lengths = [len(row.prompt) + len(row.tokens) - 1 for row in rows]
-            pages = [session._pages._tables[0].pages(i) for i in at]
+            pages = [session.pages.tables[0].pages(i) for i in at]
             batch = Batch(
                 req_indices=[3] * 0 + at, seq_lens=lengths, tokens=[row.tokens[-2] for row in rows],
                 page_indptr=np.cumsum([0, *map(len, pages)]), page_ids=np.concatenate(pages),
@@ -424,7 +432,11 @@ def state_scenario() -> None:
             session.collect(wait=True)
         assert rows[0].tokens == want[0][: want[0].index(want[0][7]) + 1]
         assert rows[1].tokens == want[1]
-        assert [row.end for row in rows] == [FinishReason.STOP_TOKEN, FinishReason.LENGTH, FinishReason.LENGTH]
+        assert [row.finish_reason for row in rows] == [
+            FinishReason.STOP_TOKEN,
+            FinishReason.LENGTH,
+            FinishReason.LENGTH,
+        ]
         assert rows[2].tokens == alone(runtime, rows[2])[0]
 
 
@@ -460,17 +472,17 @@ def wrong_calls() -> Iterator[tuple[str, type[Exception], str]]:
     yield "session.add([])", ShapeError, "prompt: expected at least 1 token, got 0"
     yield "session.add([VOCAB])", GraphRTError, "prompt"
     yield "session.add([1], 3)", ConfigError, "params: expected SamplingParams"
-    yield "session.add([1] * 70)", CapacityError, "prompt: expected prompt and output within max_seq_len=64"
+    yield "session.add([1] * 70)", CapacityError, "prompt: 70 tokens and max_new_tokens=1 exceed max_seq_len=64"
     yield "session.run(0)", ConfigError, "steps"
     yield "session.run(1.5)", ConfigError, "steps"
     yield "session.run(1, eager=2)", ConfigError, "eager"
     yield "session.collect(wait=1)", ConfigError, "wait"
-    yield "session.fork(3)", ConfigError, "row: expected SessionRequest"
-    yield "session.fork(row)", ConfigError, "fork: expected a row whose prompt was submitted"
-    yield "session.release(gone)", ConfigError, "release: expected a row of this session"
-    yield "session.fork(gone)", ConfigError, "fork: expected a row of this session"
-    yield "[session.add([1]) for _ in range(9)]", CapacityError, "rows: expected a free one of 4, got none"
-    yield "(session.close(), session.run())", CaptureError, "run: expected an open session"
+    yield "session.fork(3)", ConfigError, "request: expected SessionRequest"
+    yield "session.fork(row)", ConfigError, "fork: request 0 has prompt tokens left"
+    yield "session.release(gone)", ConfigError, "release: the request was released, or belongs to another session"
+    yield "session.fork(gone)", ConfigError, "fork: the request was released, or belongs to another session"
+    yield "[session.add([1]) for _ in range(9)]", CapacityError, "requests: no request index is free"
+    yield "(session.close(), session.run())", CaptureError, "run: this session was closed"
     yield "DecodeSession(runtime.manager)", ConfigError, "runtime: expected Runtime"
 
 

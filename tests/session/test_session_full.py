@@ -15,7 +15,7 @@ from graphrt.batch import Batch
 from graphrt.cache.swap import SwapArrival, SwapSpace
 from graphrt.engine.launch import Launch
 from graphrt.generate.generator import Event, TextGenerator
-from graphrt.generate.movable import MovableSession
+from graphrt.generate.preemption import Preemption
 from graphrt.kernels.types import FinishReason
 from graphrt.replay import ReplayManager
 from graphrt.runtime import Runtime
@@ -75,7 +75,7 @@ def test_a_backend_that_plans_on_the_host_gets_every_length(
             session.run(3)
             session.collect(wait=True)
         assert [row.tokens for row in rows] == want
-        assert {row.end for row in rows} == {FinishReason.LENGTH}
+        assert {row.finish_reason for row in rows} == {FinishReason.LENGTH}
     check_lengths(planned)
     del planned[:]
     stops = [want[0][5], *[60] * 3]
@@ -140,16 +140,17 @@ def test_rows_that_wait_go_on_where_they_stood(swaps: bool, launches: int, monke
     """Suspended while its launches are in flight, whose tokens come; its row id and pages serve another meanwhile."""
     slow_device(monkeypatch)
     runtime, model = captured(max_num_reqs=1, max_num_tokens=8), LivelyModel(CPU)
-    space = SwapSpace(runtime.kv_cache, runtime.allocators, 1 << 20) if swaps else None
-    with MovableSession(runtime) as session:
+    with DecodeSession(runtime) as session:
+        space = SwapSpace(runtime.kv_cache, session.leases, 1 << 20) if swaps else None
+        preemption = Preemption(runtime, session)
         row = session.add(PROMPTS[1], SamplingParams(max_new_tokens=15))
         for _ in range(launches):
             session.run(2)
-        length = session.length(row.req_index)
-        suspended = session.suspend(row, space)
-        assert suspended.length == (length if swaps else 0)
-        assert suspended.swapped is None or suspended.swapped.counts == (-(-length // 4),), "none of the pages ahead"
-        assert session.in_flight(row) == (launches > 0)
+        length = preemption.length(row.req_index)
+        preempted = preemption.preempt(row, space)
+        assert preempted.length == (length if swaps else 0)
+        assert preempted.swapped is None or preempted.swapped.counts == (-(-length // 4),), "none of the pages ahead"
+        assert session.launches.contain(row) == (launches > 0)
         other = session.add(PROMPTS[0], SamplingParams(max_new_tokens=4))
         while session.running:
             session.run(3)
@@ -157,58 +158,60 @@ def test_rows_that_wait_go_on_where_they_stood(swaps: bool, launches: int, monke
         assert other.tokens == greedy(model, PROMPTS[0], 4)
         session.release(other)
         assert len(row.tokens) == max(0, length - len(PROMPTS[1]) + 1)
-        assert not session.in_flight(row)
-        session.resume(row, suspended, space)
+        assert not session.launches.contain(row)
+        preemption.resume(row, preempted, space)
         while session.running:
-            session.hold(() if session.arrived(row.req_index, wait=True) else session.prompting)
+            preemption.hold(() if preemption.arrived(row.req_index, wait=True) else preemption.prefilling)
             session.run(3)
             session.collect(wait=True)
         assert row.tokens == greedy(model, PROMPTS[1], 15)
-        assert row.end is FinishReason.LENGTH
+        assert row.finish_reason is FinishReason.LENGTH
+        if space is not None:
+            assert space.num_free_bytes == 1 << 20
+            space.close()
     assert runtime.allocator.num_free == 59
     assert runtime.free_req_indices == [0]
-    if space is not None:
-        assert space.num_free_bytes == 1 << 20
-        space.close()
 
 
-@pytest.mark.parametrize("way", ["retire", "release"])
+@pytest.mark.parametrize("way", ["detach", "release"])
 def test_pages_that_have_not_arrived_are_waited_for_before_they_are_free(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runtime, waited = captured(), []
     monkeypatch.setattr(SwapArrival, "done", lambda arrival: False)
     monkeypatch.setattr(SwapArrival, "wait", lambda arrival: waited.append(runtime.allocator.num_free))
-    with SwapSpace(runtime.kv_cache, runtime.allocators, 1 << 20) as space, MovableSession(runtime) as session:
+    with DecodeSession(runtime) as session, SwapSpace(runtime.kv_cache, session.leases, 1 << 20) as space:
+        preemption = Preemption(runtime, session)
         row = session.add(PROMPTS[1], SamplingParams(max_new_tokens=5))
         session.run(3)
         session.collect(wait=True)
-        session.resume(row, session.suspend(row, space), space)
-        assert not session.arrived(row.req_index)
-        assert session.arriving == (row.req_index,)
+        preemption.resume(row, preemption.preempt(row, space), space)
+        assert not preemption.arrived(row.req_index)
+        assert preemption.arriving == (row.req_index,)
         free = runtime.allocator.num_free
-        getattr(session, way)(row)
+        getattr(preemption, way)(row)
         assert waited == [free]
         assert runtime.allocator.num_free == 59
-        assert session.arriving == ()
+        assert preemption.arriving == ()
 
 
 def test_held_rows_stand_still() -> None:
     runtime, model = captured(), LivelyModel(CPU)
-    with MovableSession(runtime) as session:
+    with DecodeSession(runtime) as session:
+        preemption = Preemption(runtime, session)
         first, second = (session.add(prompt, SamplingParams(max_new_tokens=5)) for prompt in PROMPTS[:2])
-        session.hold([second.req_index])
+        preemption.hold([second.req_index])
         session.run(3)
         session.collect(wait=True)
         assert (len(first.tokens), len(second.tokens)) == (3, 0)
         session.run(9)
         assert session.run(9) == (), "all others have ended"
-        session.hold(())
+        preemption.hold(())
         while session.running:
             session.run(3)
             session.collect(wait=True)
         assert second.tokens == greedy(model, PROMPTS[1], 5)
-        assert np.array_equal(session.given[second.req_index], PROMPTS[1])
+        assert np.array_equal(session.table.known[second.req_index], PROMPTS[1])
 
 
 @pytest.mark.parametrize("loop_sizes", [(), (1, 2)], ids=["launch_by_launch", "loop"])
@@ -239,12 +242,16 @@ def test_tokens_come_while_a_launch_runs(loop_sizes: tuple[int, ...], monkeypatc
         assert seen[-1] == [stop, 6]
         assert seen == sorted(seen)
         assert seen[0] < seen[1] < seen[-1]
-        assert not rows[0].end
+        assert not rows[0].finish_reason
         fork = session.fork(rows[1])
         assert fork.tokens == rows[1].tokens
         launch.wait()
         assert [len(tokens) for _, tokens in session.collect()] == [1, 1, 1]
-        assert [row.end for row in (*rows, fork)] == [FinishReason.STOP_TOKEN, FinishReason.LENGTH, FinishReason.LENGTH]
+        assert [row.finish_reason for row in (*rows, fork)] == [
+            FinishReason.STOP_TOKEN,
+            FinishReason.LENGTH,
+            FinishReason.LENGTH,
+        ]
         assert rows[0].tokens == want[0][: stop + 1]
         assert rows[1].tokens == fork.tokens == want[1][:7]
 

@@ -61,7 +61,7 @@ def draw(
         poison_derived(session._runtime.manager.buffers)
     elif open_rows:
         row = generator.choice(open_rows)
-        if what == "fork" and session._runtime.free_req_indices and row.req_index not in session._prompts:
+        if what == "fork" and session._runtime.free_req_indices and row.req_index not in session.table.prefills:
             rows.append(session.fork(row))
             open_rows.append(rows[-1])
         elif what == "release":
@@ -102,11 +102,11 @@ def serve(generator: random.Random, runtime: Runtime, calls: int, late: float) -
                 draw(generator, session, rows, open_rows)
             except CapacityError:
                 session.collect(wait=True)
-                for row in [row for row in open_rows if row.end] or open_rows[:1]:
+                for row in [row for row in open_rows if row.finish_reason] or open_rows[:1]:
                     session.release(row)
                     open_rows.remove(row)
             owned = sum(
-                int(t.to[r.req_index] - t.from_[r.req_index]) for t in session._pages._tables for r in session.rows
+                int(t.to[r.req_index] - t.from_[r.req_index]) for t in session.pages.tables for r in session.requests
             )
             used = runtime.allocator.num_pages - 1 - runtime.allocator.num_free
             assert used <= owned, "no page is held by nobody"
@@ -121,7 +121,7 @@ def check_rows(runtime: Runtime, rows: list[SessionRequest]) -> None:
     for row in rows:
         want, logprobs = alone(runtime, row)
         assert row.tokens == want[: len(row.tokens)]
-        assert row.tokens == want or not row.end
+        assert row.tokens == want or not row.finish_reason
         assert len(row.logprobs) == (len(row.tokens) if row.params.logprobs is not None else 0)
         for ours, theirs in zip(row.logprobs, logprobs, strict=False):
             assert theirs is not None
@@ -177,7 +177,7 @@ def test_a_late_device_reads_what_was_meant_for_it(loop_sizes: tuple[int, ...]) 
         session.release(second)
         fourth = session.add(PROMPTS[2], SamplingParams(max_new_tokens=12))
         session.run(1)
-        in_flight = sum(not flight.launch.done() for flight in session._flights)
+        in_flight = sum(not flight.launch.done() for flight in session.launches.pending)
         assert in_flight >= 5, f"the host was not ahead: {in_flight} launches after {time.perf_counter() - began:.4f} s"
         finish(session, 4)
         assert first.tokens == third.tokens == oracle(runtime, PROMPTS[0], 40)

@@ -44,7 +44,7 @@ class Blocks:
     def give(self, generator: random.Random, row: SessionRequest) -> None:
         """A few pages of some groups, as far as there are any and the row's table has room."""
         pages: list[list[int]] = []
-        for group, have in zip(self.groups, self.session._pages.pages(row.req_index), strict=True):
+        for group, have in zip(self.groups, self.session.pages.pages(row.req_index), strict=True):
             count = min(generator.choice([0, 1, 1, 2, 5]), len(self.free[group.pool]), 2 if len(have) else 5)
             pages.append([self.free[group.pool].pop() for _ in range(count)])
         try:
@@ -64,9 +64,9 @@ class Blocks:
 
     def take(self) -> None:
         """A page that the session names may be given again at once: no row has it any more, and it was given once."""
-        every, in_use = self.session.take_pages(), [set(free) for free in self.free]
-        for row in self.session.rows:
-            for group, ids in zip(self.groups, self.session._pages.pages(row.req_index), strict=True):
+        every, in_use = self.session.pop_freed_pages(), [set(free) for free in self.free]
+        for row in self.session.requests:
+            for group, ids in zip(self.groups, self.session.pages.pages(row.req_index), strict=True):
                 in_use[group.pool].update(ids.tolist())
         for free, used, back in zip(self.free, in_use, every, strict=True):
             assert len(back) == len(set(back))
@@ -96,10 +96,10 @@ def draw(
         session.collect(wait=generator.random() < 0.5)
     elif what == "pages" and blocks is not None and row is not None:
         blocks.give(generator, row)
-    elif what == "fork" and row is not None and free_req_indices and row.req_index not in session._prompts:
+    elif what == "fork" and row is not None and free_req_indices and row.req_index not in session.table.prefills:
         rows.append(session.fork(row) if blocks is None else blocks.fork(row))
         now.append(rows[-1])
-    elif what == "release" and row is not None and (row.end or generator.random() < 0.2):
+    elif what == "release" and row is not None and (row.finish_reason or generator.random() < 0.2):
         session.release(row)
         now.remove(row)
 
@@ -113,17 +113,17 @@ def make_room(
         for row in now:
             blocks.give(generator, row)
         return
-    for row in [row for row in now if row.end] or now[: generator.random() < 0.3]:
+    for row in [row for row in now if row.finish_reason] or now[: generator.random() < 0.3]:
         session.release(row)
         now.remove(row)
 
 
-def serve(generator: random.Random, runtime: Runtime, own_pages: bool, calls: int) -> list[SessionRequest]:
+def serve(generator: random.Random, runtime: Runtime, external_pages: bool, calls: int) -> list[SessionRequest]:
     """Random calls of a session; all rows that there were, most of which have ended."""
     rows: list[SessionRequest] = []
     now: list[SessionRequest] = []
-    with DecodeSession(runtime, own_pages=own_pages) as session:
-        blocks = None if own_pages else Blocks(session, runtime)
+    with DecodeSession(runtime, external_pages=external_pages) as session:
+        blocks = Blocks(session, runtime) if external_pages else None
         for _ in range(calls):
             try:
                 draw(generator, session, blocks, rows, now)
@@ -144,16 +144,16 @@ def serve(generator: random.Random, runtime: Runtime, own_pages: bool, calls: in
     return rows
 
 
-@pytest.mark.parametrize("own_pages", [True, False], ids=["own_pages", "callers_pages"])
+@pytest.mark.parametrize("external_pages", [False, True], ids=["own_pages", "external_pages"])
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_rows_of_several_groups_say_what_the_oracle_says(
-    device: torch.device, seed: int, own_pages: bool, monkeypatch: pytest.MonkeyPatch
+    device: torch.device, seed: int, external_pages: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = random.Random(seed)
     if generator.random() < 0.7:
         slow_device(monkeypatch)
     model, runtime = runtime_of(generator, device)
-    rows = serve(generator, runtime, own_pages, CALLS)
+    rows = serve(generator, runtime, external_pages, CALLS)
     decided = 0
     for row in (row for row in rows if row.tokens):
         prompt = row.prompt.tolist()

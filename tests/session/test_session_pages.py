@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from graphrt.cache.kv_cache import PageAllocator
+from graphrt.cache.page_allocator import PageAllocator
 from graphrt.kernels.errors import CapacityError, ConfigError, ShapeError
 from graphrt.kernels.types import FinishReason
 from graphrt.runtime import Runtime
@@ -45,7 +45,7 @@ class Blocks:
         self.session.append_pages(row, pages)
 
     def take(self) -> list[int]:
-        (back,) = self.session.take_pages()
+        (back,) = self.session.pop_freed_pages()
         assert not set(back) & set(self.free), "pages come back once"
         self.free += back
         return back
@@ -58,16 +58,16 @@ def test_tokens_are_those_of_the_oracle_whoever_owns_the_pages(device: torch.dev
     runtime = captured(device, model)
     prompts = [[3, 1, 4, 1, 5, 9, 2, 6, 5], [7], [2, 7, 1, 8]]
     expected = [greedy(model, prompt, 10) for prompt in prompts]
-    with DecodeSession(runtime, own_pages=False) as session:
+    with DecodeSession(runtime, external_pages=True) as session:
         blocks = Blocks(session, [31, 7, 22, 3, 18, 39, 5, 26, 11, 14, 2, 37, 9])
         rows = [session.add(prompt, SamplingParams(max_new_tokens=10)) for prompt in prompts]
-        with pytest.raises(CapacityError, match="run: expected a page for the next token of a row, got none; append"):
+        with pytest.raises(CapacityError, match="run: no request has a page for its next token; append"):
             session.run()
         turn = 0
         while session.running:
             row = rows[turn % 3]
             turn += 1
-            if len(blocks.given.get(row, ())) * PAGE < len(row.prompt) + 9 and not row.end:
+            if len(blocks.given.get(row, ())) * PAGE < len(row.prompt) + 9 and not row.finish_reason:
                 blocks.give(row, 1)
             try:
                 session.run(steps)
@@ -75,7 +75,7 @@ def test_tokens_are_those_of_the_oracle_whoever_owns_the_pages(device: torch.dev
                 continue
             session.collect(wait=True)
         assert [row.tokens for row in rows] == expected
-        assert not any(session.take_pages())
+        assert not any(session.pop_freed_pages())
         for row in rows:
             session.release(row)
             assert sorted(blocks.take()) == sorted(blocks.given[row])
@@ -91,7 +91,7 @@ def test_tokens_are_those_of_the_oracle_whoever_owns_the_pages(device: torch.dev
 def test_a_row_goes_on_while_another_waits_for_a_page() -> None:
     model = LivelyModel(CPU)
     runtime = captured(CPU, model)
-    with DecodeSession(runtime, own_pages=False) as session:
+    with DecodeSession(runtime, external_pages=True) as session:
         long, short = (session.add([n, 2, 3], SamplingParams(max_new_tokens=12)) for n in (5, 6))
         session.append_pages(long, [4, 5, 6, 7])
         session.append_pages(short, [8])
@@ -99,7 +99,7 @@ def test_a_row_goes_on_while_another_waits_for_a_page() -> None:
             session.run(4)
             session.collect(wait=True)
         assert len(short.tokens) == 2, "of its page the last token's place is left"
-        assert short.end is FinishReason.RUNNING
+        assert short.finish_reason is FinishReason.RUNNING
         session.append_pages(short, torch.tensor([9, 10, 11]).numpy())
         while session.running:
             session.run(4)
@@ -112,10 +112,10 @@ def test_a_prompt_without_pages_keeps_nobody_waiting(first: int) -> None:
     """The caller decides whose prompt runs by whom it gives pages to."""
     model = LivelyModel(CPU)
     runtime = captured(CPU, model)
-    with DecodeSession(runtime, own_pages=False) as session:
+    with DecodeSession(runtime, external_pages=True) as session:
         rows = [session.add([n, 2, 3], SamplingParams(max_new_tokens=5)) for n in (5, 6)]
         session.append_pages(rows[first], [4, 5])
-        while not rows[first].end:
+        while not rows[first].finish_reason:
             session.run(1)
             session.collect(wait=True)
         session.append_pages(rows[1 - first], [6, 7])
@@ -130,12 +130,12 @@ def test_a_row_that_stood_still_goes_on_with_its_page_before_anything_is_collect
     """The session knows how far the pages went that it listed."""
     model = LivelyModel(CPU)
     runtime = captured(CPU, model, loop_sizes=loop_sizes)
-    with DecodeSession(runtime, own_pages=False) as session:
+    with DecodeSession(runtime, external_pages=True) as session:
         row = session.add([1, 2, 3], SamplingParams(max_new_tokens=10))
         for page in (7, 5, 6):
             session.append_pages(row, [page])
             session.run(1)
-            if row.req_index not in session._prompts and session._most[row.req_index] % PAGE:
+            if row.req_index not in session.table.prefills and session.table.most[row.req_index] % PAGE:
                 session.run(8)
         session.collect(wait=True)
         assert row.tokens == greedy(model, [1, 2, 3], 10)
@@ -144,7 +144,7 @@ def test_a_row_that_stood_still_goes_on_with_its_page_before_anything_is_collect
 def test_forks_take_the_callers_pages() -> None:
     model = LivelyModel(CPU)
     runtime = captured(CPU, model)
-    with DecodeSession(runtime, own_pages=False) as session:
+    with DecodeSession(runtime, external_pages=True) as session:
         row = session.add([5, 6, 7, 8, 9, 1], SamplingParams(max_new_tokens=8))
         session.append_pages(row, [4, 5, 6, 7])
         session.run(1)
@@ -152,7 +152,7 @@ def test_forks_take_the_callers_pages() -> None:
         assert session.fork_needs(row) == [1], "not the first page, which is full, nor those without a token"
         session.run(3)
         assert session.fork_needs(row) == [2], "launches in flight may have come so far"
-        with pytest.raises(CapacityError, match="fork: expected 2 pages in pages=, got 1; give as many"):
+        with pytest.raises(CapacityError, match="fork: expected 2 pages in pages=, got 1; pass as many"):
             session.fork(row, pages=[[20]])
         with pytest.raises(CapacityError, match="fork: expected 2 pages in pages=, got 3"):
             session.fork(row, pages=[[20, 21, 22]])
@@ -164,7 +164,7 @@ def test_forks_take_the_callers_pages() -> None:
         fork = session.fork(row, pages=[[20, 21]])
         session.run(8)
         session.collect(wait=True)
-        assert row.end is FinishReason.LENGTH
+        assert row.finish_reason is FinishReason.LENGTH
         assert len(fork.tokens) == 7, "it stands still at the end of its own pages"
         session.append_pages(fork, [22])
         while session.running:
@@ -172,20 +172,20 @@ def test_forks_take_the_callers_pages() -> None:
             session.collect(wait=True)
         assert fork.tokens == row.tokens == greedy(model, [5, 6, 7, 8, 9, 1], 8)
         session.release(row)
-        assert sorted(session.take_pages()[0]) == [5, 6, 7], "not the first one, which the fork reads"
+        assert sorted(session.pop_freed_pages()[0]) == [5, 6, 7], "not the first one, which the fork reads"
         session.release(fork)
-        assert sorted(session.take_pages()[0]) == [4, 20, 21, 22], "the shared page, from the last that had it"
+        assert sorted(session.pop_freed_pages()[0]) == [4, 20, 21, 22], "the shared page, from the last that had it"
 
 
 def test_pages_of_a_fork_that_failed_are_the_callers() -> None:
     """Another row could have been given them since."""
     runtime = captured(CPU)
-    with DecodeSession(runtime, own_pages=False) as session:
+    with DecodeSession(runtime, external_pages=True) as session:
         rows = [session.add([5, 6, 7]) for _ in range(runtime.config.max_num_reqs)]
         session.append_pages(rows[0], [4])
         session.run(1)
         session.collect(wait=True)
-        with pytest.raises(CapacityError, match="rows: expected a free one"):
+        with pytest.raises(CapacityError, match="requests: no request index is free"):
             session.fork(rows[0], pages=[[20] * n for n in session.fork_needs(rows[0])])
         while True:
             try:
@@ -195,7 +195,7 @@ def test_pages_of_a_fork_that_failed_are_the_callers() -> None:
         session.collect(wait=True)
         for row in rows:
             session.release(row)
-        assert session.take_pages() == [[4]]
+        assert session.pop_freed_pages() == [[4]]
 
 
 def test_groups_with_windows_give_pages_back() -> None:
@@ -206,17 +206,17 @@ def test_groups_with_windows_give_pages_back() -> None:
     ]
     model, runtime = build(specs, groups, 60, CPU)
     prompt = [1, 2, 3, 4, 5]
-    with DecodeSession(runtime, own_pages=False) as session:
+    with DecodeSession(runtime, external_pages=True) as session:
         row = session.add(prompt, SamplingParams(max_new_tokens=20))
         windowed, full = list(range(10, 16)), list(range(30, 36))
-        with pytest.raises(ShapeError, match=r"pages: expected pages that no row has, got \[10\] again"):
+        with pytest.raises(ShapeError, match=r"pages: \[10\] are in use by a request of the session"):
             session.append_pages(row, [[10], [10]])  # two groups, one pool
         session.append_pages(row, [windowed, full])
         back = []
         while session.running:
             session.run(1)
             session.collect(wait=True)
-            (given_back,) = session.take_pages()
+            (given_back,) = session.pop_freed_pages()
             for page in given_back:
                 for tensor in (*runtime.kv_cache.k, *runtime.kv_cache.v):
                     tensor[page] = float("nan")
@@ -231,7 +231,7 @@ def test_groups_with_windows_give_pages_back() -> None:
 
 def test_wrong_pages_are_refused() -> None:
     runtime = captured(CPU)
-    with DecodeSession(runtime, own_pages=False) as session:
+    with DecodeSession(runtime, external_pages=True) as session:
         row = session.add([1, 2, 3])
         other = session.add([4])
         session.append_pages(other, [9])
@@ -241,29 +241,29 @@ def test_wrong_pages_are_refused() -> None:
         with pytest.raises(CapacityError, match="pages: expected at most 16 more of KV group 0"):
             session.append_pages(row, list(range(1, 18)))
         session.release(other)
-        with pytest.raises(ShapeError, match=r"got \[9\] again; pass others, or take_pages\(\) first"):
+        with pytest.raises(ShapeError, match=r"pages: \[9\] are in use .* or call pop_freed_pages\(\) first"):
             session.append_pages(row, [9])
-        assert session.take_pages() == [[9]]
+        assert session.pop_freed_pages() == [[9]]
         session.append_pages(row, [])
-        with pytest.raises(CapacityError, match=r"run: expected a page for the next token of a row, got none; append"):
+        with pytest.raises(CapacityError, match="run: no request has a page for its next token; append"):
             session.run()
         session.append_pages(row, [3, 4])
-        with pytest.raises(ShapeError, match=r"pages: expected pages that no row has, got \[4\] again"):
+        with pytest.raises(ShapeError, match=r"pages: \[4\] are in use"):
             session.append_pages(row, [5, 4])
         session.release(row)
-        with pytest.raises(ConfigError, match="append_pages: expected a row of this session"):
+        with pytest.raises(ConfigError, match="append_pages: the request was released"):
             session.append_pages(row, [3])
     with DecodeSession(runtime) as session:
         row = session.add([1, 2, 3])
-        with pytest.raises(ConfigError, match="append_pages: expected a session with own_pages=False"):
+        with pytest.raises(ConfigError, match="append_pages: this session allocates its pages itself"):
             session.append_pages(row, [3])
         session.run()
-        with pytest.raises(ConfigError, match="pages: expected none in a session that owns its pages"):
+        with pytest.raises(ConfigError, match="pages: this session allocates its pages itself"):
             session.fork(row, pages=[[3]])
-        with pytest.raises(ConfigError, match="take_pages: expected a session with own_pages=False"):
-            session.take_pages()
-    with pytest.raises(ConfigError, match="own_pages: expected"):
-        DecodeSession(runtime, own_pages="no")  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="pop_freed_pages: this session allocates its pages itself"):
+            session.pop_freed_pages()
+    with pytest.raises(ConfigError, match="external_pages: expected"):
+        DecodeSession(runtime, external_pages="no")  # type: ignore[arg-type]
 
 
 def test_a_fork_takes_no_pages_for_what_its_row_has_ahead() -> None:
@@ -274,7 +274,7 @@ def test_a_fork_takes_no_pages_for_what_its_row_has_ahead() -> None:
         row = session.add(prompt, SamplingParams(max_new_tokens=30))
         session.run(3)
         session.collect(wait=True)
-        ahead = session._pages.pages(row.req_index)[0]
+        ahead = session.pages.pages(row.req_index)[0]
         assert len(ahead) > 2
         rest = runtime.allocator.allocate(runtime.allocator.num_free - 1)
         fork = session.fork(row)
@@ -313,7 +313,7 @@ def test_a_row_waits_for_pages_of_each_group(device: torch.device) -> None:
     groups = [KVCacheSpec(1, 2, 16, PAGE, dtype=torch.float32, layers=(layer,), pool=layer) for layer in (0, 1)]
     model, runtime = build([spec, spec], groups, 60, device)
     prompts = [[1, 2, 3, 4], [5, 6]]
-    with DecodeSession(runtime, own_pages=False) as session:
+    with DecodeSession(runtime, external_pages=True) as session:
         first, second = (session.add(prompt, SamplingParams(max_new_tokens=10)) for prompt in prompts)
         session.append_pages(first, [[7], [8]])
         session.append_pages(second, [[1, 2, 3], [4, 5, 6]])

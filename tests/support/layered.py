@@ -201,9 +201,9 @@ def exact_ownership() -> Iterator[None]:
         launches = real(scheduler)
         for pool, allocator in enumerate(scheduler._runtime.allocators):
             held = Counter[int]()
-            for table in scheduler._session._pages._tables:
+            for table in scheduler._session.pages.tables:
                 if table.group.pool == pool:
-                    for req_index in scheduler.members:
+                    for req_index in scheduler.running:
                         held.update(table.pages(req_index).tolist())
             owned = {page: count for page in range(allocator.num_pages) if (count := allocator.owners(page))}
             assert owned == held

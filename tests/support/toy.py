@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from graphrt.batch import Batch, Request
-from graphrt.cache.kv_cache import KVCache, PageAllocator
+from graphrt.cache.kv_cache import KVCache
+from graphrt.cache.page_allocator import PageAllocator
 from graphrt.config import RuntimeConfig
 from graphrt.engine.launch import Launch
 from graphrt.kernels.types import TOKEN_FROM_DEVICE, KVLayout

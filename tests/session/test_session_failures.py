@@ -1,19 +1,30 @@
-"""Sessions when something goes wrong: whose fault it was, and that a call that raised has changed nothing."""
+"""Steps and calls that fail: which request is named, and what a failed call changes."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from graphrt.batch import Batch
+from graphrt.config import RequestTensor
 from graphrt.engine import program
 from graphrt.engine.handle import StepFaultError
+from graphrt.engine.shadow import Shadow
 from graphrt.generate.generator import Event, TextGenerator
-from graphrt.kernels.errors import CapacityError, CaptureError, ReplayError, ShapeError, UnsupportedError
+from graphrt.kernels.errors import (
+    CapacityError,
+    CaptureError,
+    ConfigError,
+    GraphRTError,
+    ReplayError,
+    ShapeError,
+    UnsupportedError,
+)  # fmt: skip
 from graphrt.kernels.types import FaultCode, FinishReason
 from graphrt.runtime import Runtime
 from graphrt.sampling import sample_tokens
@@ -24,10 +35,11 @@ from tests.support.toy import VOCAB, LivelyModel, greedy, make_runtime
 
 CPU = torch.device("cpu")
 LOOPS = pytest.mark.parametrize("loop_sizes", [(), (1, 2, 4)], ids=["launch_by_launch", "loop"])
+PARAMS = SamplingParams(12, temperature=30.0, seed=1)
 
 
 class Broken(LivelyModel):
-    """Logits that are NaN from a length on, of the rows that `broken` names."""
+    """Logits are NaN from a length on, for the request indices in `broken`."""
 
     length, broken = 7, (0,)
 
@@ -37,14 +49,128 @@ class Broken(LivelyModel):
         return torch.where(bad[:, None], float("nan"), super().forward(step))
 
 
-def captured(model: LivelyModel | None = None, num_pages: int = 60, **config: object) -> Runtime:
-    runtime = make_runtime(CPU, model=model, num_pages=num_pages, config=config)
+class Calling(LivelyModel):
+    """Calls a function once, in the middle of a step."""
+
+    call: Callable[[], Any] | None = None
+
+    def forward(self, step: Step) -> torch.Tensor:
+        if self.call is not None:
+            call, self.call = self.call, None
+            call()
+        return super().forward(step)
+
+
+def captured(
+    model: LivelyModel | None = None, num_pages: int = 60, device: torch.device = CPU, **config: object
+) -> Runtime:
+    runtime = make_runtime(device, model=model, num_pages=num_pages, config=config)
     runtime.capture()
     return runtime
 
 
-def test_a_fork_is_named_for_the_fault_of_the_launch_that_it_shares() -> None:
-    """It gets that launch's tokens, and its end."""
+def fail() -> None:
+    raise RuntimeError("out of memory")
+
+
+def to_the_end(session: DecodeSession) -> None:
+    while session.running:
+        session.run(2)
+        session.collect(wait=True)
+
+
+def alone(device: torch.device) -> list[int]:
+    """Return the tokens of the request of these tests."""
+    with DecodeSession(captured(device=device)) as session:
+        row = session.add([3, 1, 4], PARAMS)
+        to_the_end(session)
+        return list(row.tokens)
+
+
+@pytest.mark.parametrize("failures", [1, 3])
+def test_a_failed_step_keeps_results_of_launches_in_flight(device: torch.device, failures: int) -> None:
+    """Their numbers are skipped: two launches in flight must not share a ring entry."""
+    model = Calling(device)
+    runtime = captured(model, device=device, launch_steps=1, ring_depth=2)
+    expected = alone(device)
+    with DecodeSession(runtime) as session:
+        row = session.add([3, 1, 4], PARAMS)
+        session.run(2)
+        for _ in range(failures):
+            model.call = fail
+            with pytest.raises(RuntimeError, match="out of memory"):
+                session.run(1, eager=True)
+        to_the_end(session)
+        assert row.tokens == expected
+    batch = {"req_indices": [0], "seq_lens": [3], "query_lens": [3], "tokens": [3, 1, 4], "page_indptr": [0, 1]}
+    first = runtime.replay(Batch(page_ids=[9], **batch))
+    for _ in range(failures):
+        model.call = fail
+        with pytest.raises(RuntimeError, match="out of memory"):
+            runtime.replay(Batch(page_ids=[9], **batch), eager=True)
+    second = runtime.replay(Batch(page_ids=[8], **batch))
+    assert first.tokens().tolist() == second.tokens().tolist() == greedy(LivelyModel(device), [3, 1, 4], 1)
+
+
+def test_a_session_is_over_if_a_step_ran_and_its_call_raised(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shadow finds no memory after the graph: the request is one token longer than the host knows."""
+    runtime = captured(device=device, shadow_every=1)
+    real = Shadow._take
+
+    def take(self: Shadow, copies: object, *args: object) -> None:
+        if copies is self._graph:
+            raise torch.OutOfMemoryError("no memory")
+        real(self, copies, *args)  # type: ignore[arg-type]
+
+    session = DecodeSession(runtime)
+    session.add([3, 1, 4], PARAMS)
+    session.run(1)
+    session.collect(wait=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(Shadow, "_take", take)
+        with pytest.raises(torch.OutOfMemoryError):
+            session.run(1)
+    with pytest.raises(CaptureError, match="run: an earlier call was interrupted"):
+        session.run(1)
+    session.close()
+
+
+def test_wrong_values_raise_typed_errors() -> None:
+    runtime = make_runtime(
+        torch.device("cpu"), num_pages=60,
+        config={"max_logit_bias": 2, "token_masks": True, "request_tensors": (RequestTensor("v"),)},
+    )  # fmt: skip
+    runtime.capture()
+
+    class NoText:
+        def __repr__(self) -> str:
+            raise ValueError("no text")
+
+    tables = runtime.manager.request_tables
+    with DecodeSession(runtime) as session:
+        row = session.add([1])
+        sparse = torch.tensor([1, 2]).to_sparse()
+        calls: list[Callable[[], object]] = [
+            lambda: SamplingParams(stop_ids=np.array(3)),  # type: ignore[arg-type]
+            lambda: SamplingParams(stop_ids=torch.tensor(3)),  # type: ignore[arg-type]
+            lambda: tables.set_logit_bias({0: {1: np.array([1.0, 2.0])}}),
+            lambda: tables.set_logit_bias({0: {1: torch.tensor([])}}),
+            lambda: session.set_token_mask(row, sparse),
+            lambda: tables.set_token_masks({0: sparse}),
+            lambda: session.add([1], state={10**5000: 1}),
+            lambda: session.add([1], state={NoText(): 1}),
+        ]
+        for call in calls:
+            with pytest.raises((ConfigError, ShapeError)) as caught:
+                call()
+            assert isinstance(caught.value, GraphRTError)
+            assert "expected" in str(caught.value)
+
+
+def test_a_fault_names_a_fork_that_shares_the_launch() -> None:
+    """It gets tokens of that launch, and the fault."""
     with DecodeSession(captured(Broken(CPU))) as session:
         row = session.add([3, 1, 4], SamplingParams(10))
         session.run(6)
@@ -53,10 +179,10 @@ def test_a_fork_is_named_for_the_fault_of_the_launch_that_it_shares() -> None:
             session.collect(wait=True)
         assert [fault.index for fault in caught.value.faults] == [row.req_index, fork.req_index]
         assert {fault.code for fault in caught.value.faults} == {FaultCode.NO_TOKEN_OFFERED}
-        assert row.end is fork.end is FinishReason.FAULT
+        assert row.finish_reason is fork.finish_reason is FinishReason.FAULT
 
 
-def test_whoever_took_a_row_id_is_not_named_for_the_row_before() -> None:
+def test_a_fault_does_not_name_the_next_request_of_an_index() -> None:
     with DecodeSession(captured(Broken(CPU))) as session:
         row = session.add([3, 1, 4], SamplingParams(10))
         session.run(6)
@@ -67,18 +193,22 @@ def test_whoever_took_a_row_id_is_not_named_for_the_row_before() -> None:
         with pytest.raises(StepFaultError) as caught:
             session.collect(wait=True)
         assert [fault.index for fault in caught.value.faults] == [fork.req_index]
-        assert (fork.end, other.end) == (FinishReason.FAULT, FinishReason.RUNNING)
+        assert (fork.finish_reason, other.finish_reason) == (FinishReason.FAULT, FinishReason.RUNNING)
 
 
-def test_a_fork_that_was_refused_is_as_if_it_had_not_been_asked_for() -> None:
+def test_a_refused_fork_changes_nothing() -> None:
     runtime = captured()
     with DecodeSession(runtime) as session:
         row = session.add([3, 1, 4], SamplingParams(12, logprobs=None))
         session.run(3)
-        before = (list(runtime.free_req_indices), runtime.allocator.num_free, list(session.rows))
-        with runtime.manager.between_steps(), pytest.raises(ReplayError, match="expected one call at a time"):
-            session.fork(row)
-        assert (list(runtime.free_req_indices), runtime.allocator.num_free, list(session.rows)) == before
+        before = (list(runtime.free_req_indices), runtime.allocator.num_free, list(session.requests))
+
+        def refused(_: object) -> None:
+            with pytest.raises(ReplayError, match="ReplayManager: a call was made during another call"):
+                session.fork(row)
+
+        runtime.manager.between_steps(refused)
+        assert (list(runtime.free_req_indices), runtime.allocator.num_free, list(session.requests)) == before
         fork = session.fork(row)
         while session.running:
             session.run(3)
@@ -88,7 +218,7 @@ def test_a_fork_that_was_refused_is_as_if_it_had_not_been_asked_for() -> None:
     assert runtime.allocator.num_free == 59
 
 
-def test_a_fork_after_the_runtime_was_closed() -> None:
+def test_fork_raises_after_the_runtime_was_closed() -> None:
     runtime = captured()
     session = DecodeSession(runtime)
     row = session.add([3, 1, 4], SamplingParams(12))
@@ -97,20 +227,20 @@ def test_a_fork_after_the_runtime_was_closed() -> None:
     runtime.close()
     with pytest.raises(CaptureError, match="closed"):
         session.fork(row)
-    assert list(session.rows) == [row]
+    assert list(session.requests) == [row]
 
 
 @LOOPS
-def test_launches_in_which_no_row_can_go_on_are_not_made(loop_sizes: tuple[int, ...]) -> None:
-    """One row is at its longest, as the next `collect` will say; the other has no page."""
+def test_run_makes_no_launch_if_no_request_can_continue(loop_sizes: tuple[int, ...]) -> None:
+    """One request has reached its limit, which was not collected yet; the other has no page."""
     with DecodeSession(captured(num_pages=5, loop_sizes=loop_sizes)) as session:
         done = session.add([3, 1, 4], SamplingParams(6))
         waits = session.add([3, 1, 4], SamplingParams(40))
-        with pytest.raises(CapacityError, match="expected a page for the next token of a row, got 0 free pages"):
+        with pytest.raises(CapacityError, match="no request has a page for its next token, and 0 pages are free"):
             session.run(1 << 30)
         session.collect(wait=True)
-        assert done.end is FinishReason.LENGTH
-        assert waits.end is FinishReason.RUNNING
+        assert done.finish_reason is FinishReason.LENGTH
+        assert waits.finish_reason is FinishReason.RUNNING
         session.release(done)
         before = len(waits.tokens)
         session.run(3)
@@ -118,8 +248,8 @@ def test_launches_in_which_no_row_can_go_on_are_not_made(loop_sizes: tuple[int, 
         assert len(waits.tokens) == before + 3
 
 
-def test_a_bias_is_the_one_that_the_row_was_added_with() -> None:
-    """The params are the caller's, and so is their dict."""
+def test_logit_bias_is_copied_by_add() -> None:
+    """The caller may change the dict later."""
     with DecodeSession(captured(max_logit_bias=1)) as session:
         params = SamplingParams(3, logit_bias={5: 100.0})
         row = session.add([1, 2], params)
@@ -131,8 +261,8 @@ def test_a_bias_is_the_one_that_the_row_was_added_with() -> None:
 
 
 @pytest.mark.parametrize("rows", [2, 4])
-def test_a_generator_names_the_prompt_behind_all_that_had_arrived(rows: int) -> None:
-    """Row ids are its own affair: of four prompts on two rows, the last one is bad."""
+def test_a_generator_names_a_faulty_prompt_after_all_other_events(rows: int) -> None:
+    """Of four prompts, with two or four request indices, the last one is faulty."""
 
     class Bad(LivelyModel):
         def forward(self, step: Step) -> torch.Tensor:
@@ -158,7 +288,7 @@ def test_a_generator_names_the_prompt_behind_all_that_had_arrived(rows: int) -> 
 
 
 class Failing(LivelyModel):
-    """Raises in the call of this number."""
+    """Raises in one of its calls."""
 
     calls, fails_at = 0, -1
 
@@ -169,8 +299,8 @@ class Failing(LivelyModel):
         return super().forward(step)
 
 
-def test_a_launch_that_fails_on_its_way_ends_the_session() -> None:
-    """Some of its steps have run: tokens would be missing in the middle of each row."""
+def test_a_session_is_over_after_a_launch_failed_in_a_later_step() -> None:
+    """Some of its steps have run: each request would miss tokens. Later calls raise; collect() and close() do not."""
     model = Failing(CPU)
     runtime = captured(model)
     with DecodeSession(runtime) as session:
@@ -186,9 +316,10 @@ def test_a_launch_that_fails_on_its_way_ends_the_session() -> None:
         model.fails_at = model.calls + 3
         with pytest.raises(RuntimeError, match="out of memory"):
             session.run(8, eager=True)
-        for call in (lambda: session.run(1), session.collect, lambda: session.fork(row)):
-            with pytest.raises(CaptureError, match=r"expected its rows, got a reset\(\) or a call that failed"):
+        for call in (lambda: session.run(1), lambda: session.add([1]), lambda: session.fork(row)):
+            with pytest.raises(CaptureError, match="an earlier call was interrupted"):
                 call()
+        assert session.collect(wait=True) == []
         assert row.tokens == known
     with DecodeSession(runtime) as session:
         row = session.add([3, 1, 4], SamplingParams(12))
@@ -198,7 +329,7 @@ def test_a_launch_that_fails_on_its_way_ends_the_session() -> None:
         assert row.tokens[: len(known)] == known
 
 
-def test_results_that_a_session_reads_too_cannot_be_written() -> None:
+def test_results_are_read_only() -> None:
     with DecodeSession(captured()) as session:
         session.add([3, 1, 4], SamplingParams(6))
         session.run(1)
@@ -209,7 +340,7 @@ def test_results_that_a_session_reads_too_cannot_be_written() -> None:
                 array[...] = 0
 
 
-def test_a_mask_that_there_is_not_is_refused() -> None:
+def test_a_batch_with_an_unknown_mask_is_refused() -> None:
     runtime = captured(token_masks=True)
     batch = {"req_indices": [0], "seq_lens": [1], "tokens": [3], "page_indptr": [0, 1], "page_ids": [1]}
     most = runtime.config.max_num_reqs
@@ -219,7 +350,7 @@ def test_a_mask_that_there_is_not_is_refused() -> None:
 
 
 class Late:
-    """Tokens of a ring. Much happens before they are read for the first time, as in a thread that has to wait."""
+    """Tokens of a ring. A function is called before they are read for the first time."""
 
     def __init__(self, tokens: np.ndarray, meanwhile: Callable[[], object]) -> None:
         self.tokens, self.meanwhile = tokens, meanwhile
@@ -230,8 +361,8 @@ class Late:
         return self.tokens[at]  # type: ignore[index]
 
 
-def test_a_late_reader_gets_the_tokens_of_its_own_launch() -> None:
-    """The ring's entry is written again while a thread is about to read it."""
+def test_a_late_reader_gets_tokens_of_its_own_launch() -> None:
+    """The ring entry is written again while a thread is about to read it."""
     with DecodeSession(captured(ring_depth=2, launch_steps=1)) as session:
         row = session.add([3, 1, 4], SamplingParams(20, temperature=20.0, seed=5))
         for read in (lambda of: next(iter(of)), lambda of: of.arrived()[0][0]):
@@ -244,7 +375,7 @@ def test_a_late_reader_gets_the_tokens_of_its_own_launch() -> None:
 
 
 class FailingSampler:
-    """Samples as graphrt does. In the call of a number it raises, or gives too many tokens."""
+    """Samples as graphrt does. In one of its calls it raises, or returns too many tokens."""
 
     def __init__(self, how: str) -> None:
         self.calls, self.fails_at, self.how = 0, -1, how
@@ -260,11 +391,9 @@ class FailingSampler:
 
 
 @pytest.mark.parametrize(("how", "error"), [("raises", RuntimeError), ("returns", ShapeError), ("late", RuntimeError)])
-def test_a_step_that_failed_has_counted_no_token(
-    monkeypatch: pytest.MonkeyPatch, how: str, error: type[Exception]
-) -> None:
-    """The session submits the step again: a token that counted twice would be avoided twice as much. "late": it fails
-    behind the sampler."""
+def test_a_failed_step_counts_no_token(monkeypatch: pytest.MonkeyPatch, how: str, error: type[Exception]) -> None:
+    """The session submits the step again; a token that counts twice would be penalised twice. "late": the step fails
+    after the sampler."""
     sampler = FailingSampler(how)
     real = program.token_logprobs
 
@@ -298,7 +427,7 @@ def test_a_step_that_failed_has_counted_no_token(
         assert torch.equal(first, second)
 
 
-def test_a_token_that_there_is_not_has_no_log_probability() -> None:
+def test_log_probability_of_an_unknown_token_is_refused() -> None:
     runtime = captured(max_logprobs=1)
     batch = {
         "req_indices": [0],
@@ -315,7 +444,7 @@ def test_a_token_that_there_is_not_has_no_log_probability() -> None:
         runtime.replay(Batch(**batch, logprob_tokens=[VOCAB]))
 
 
-def test_a_session_of_a_closed_runtime_says_so() -> None:
+def test_calls_raise_after_the_runtime_was_closed() -> None:
     runtime = captured()
     session = DecodeSession(runtime)
     row = session.add([3, 1, 4], SamplingParams(12))

@@ -1,0 +1,142 @@
+"""Builds the launches of a session: steps that only continue, and steps with all inputs, which also compute prompts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from graphrt.batch import Batch, Int32Array
+from graphrt.engine.launch import Launch
+from graphrt.kernels.metadata.step_inputs import SEQ_LEN_FROM_DEVICE
+from graphrt.kernels.types import TOKEN_FROM_DEVICE
+from graphrt.replay import ReplayManager
+from graphrt.session.launches import Launches, PendingLaunch
+from graphrt.session.pages import SessionPages
+from graphrt.session.table import RequestTable
+
+
+class StepLauncher:
+    """Launches the next steps of a session's requests.
+
+    A launch sets the flag of the table. It is reset here, once the launch is in `launches` and the table is up to date.
+    """
+
+    def __init__(self, manager: ReplayManager, table: RequestTable, pages: SessionPages, launches: Launches) -> None:
+        config = manager.config
+        self._manager, self._table, self._pages, self._launches = manager, table, pages, launches
+        self._budget = config.max_num_tokens
+        self._chunk = config.max_num_tokens if config.mixed_batches else 1
+        self._in_full = config.query_len != 1 or manager.plans_on_host is not None
+
+    def launch(self, steps: int, eager: bool) -> Launch | None:
+        """Launch one step with all inputs, or up to `steps` steps of the requests that decode. Returns None if all
+        requests are at their limits.
+
+        Raises: CapacityError: if no request has a page for its next token. As ReplayManager.replay.
+        """
+        full = self._in_full or not self._table.prefills.keys() <= self._table.held
+        return self._full_step(eager) if full else self._decode(steps, eager)
+
+    def launch_quietly(self, steps: int, eager: bool) -> Launch:
+        """Launch steps for which the device needs no pages, and in which no request can reach its limit."""
+        table = self._table
+        launch = self._manager.advance(table.no_delta, steps=steps, eager=eager)
+        self._launches.pending.append(PendingLaunch(launch, table.order_requests, table.order, steps))
+        table.quiet -= steps
+        table.ahead += steps
+        table.flag.changing = False
+        return launch
+
+    def _decode(self, steps: int, eager: bool) -> Launch | None:
+        """Launch steps of the requests that decode."""
+        table = self._table
+        if steps <= table.quiet:
+            return self.launch_quietly(steps, eager)
+        table.catch_up()
+        ids = table.order
+        before, limits = table.most[ids], table.limits[ids]
+        short = before < limits
+        if not short.any():
+            return None
+        self._pages.free_passed(ids, table.reached[ids])
+        self._pages.reserve(ids[short], before[short], limits[short], steps)
+        ends = np.minimum(limits, self._pages.room(ids))  # a request waits at the end of its pages
+        continuing = before < ends
+        lists, pages = self._pages.delta(ids, continuing)
+        delta = replace(table.no_delta, lists=lists, pages=pages)
+        after = np.minimum(before + steps, ends)
+        launch = self._manager.advance(delta, steps=steps, eager=eager)
+        self._launches.pending.append(PendingLaunch(launch, table.order_requests, ids, after - before))
+        self._pages.submitted(ids[continuing])
+        table.most[ids] = after
+        table.quiet = int((ends - after).min())
+        table.flag.changing = False
+        return launch
+
+    def _full_step(self, eager: bool) -> Launch | None:
+        """Launch one step with all inputs: the requests that decode, and prompts as far as tokens and pages allow."""
+        table = self._table
+        table.catch_up()
+        decoding = table.order[table.most[table.order] < table.limits[table.order]]
+        if not len(decoding) and table.held.issuperset(table.prefills):
+            return None
+        self._pages.free_passed(decoding, table.reached[decoding])
+        decoding = self._pages.with_pages(decoding, table.most[decoding] + 1)
+        chunks = self._chunks(self._budget - len(decoding))
+        ids = np.concatenate((decoding, np.fromiter(chunks, np.int64, len(chunks))))
+        if not len(ids):
+            raise self._pages.none_left()
+        known = np.array([0] * len(decoding) + [len(chunk) for chunk in chunks.values()], np.int64)
+        whole = [table.prefills[at] + len(chunk) == len(table.known[at]) for at, chunk in chunks.items()]
+        promised = np.maximum(known, 1)
+        seq_lens = table.most[ids] + promised
+        if not self._in_full:  # the device also knows which requests have finished
+            seq_lens[: len(decoding)] = SEQ_LEN_FROM_DEVICE
+        first_pages, page_indptr, page_ids = self._pages.listed(ids)
+        batch = Batch(
+            req_indices=ids.astype(np.int32),
+            seq_lens=seq_lens.astype(np.int32),
+            query_lens=promised.astype(np.int32),
+            tokens=np.concatenate((np.full(len(decoding), TOKEN_FROM_DEVICE, np.int32), *chunks.values())),
+            page_indptr=page_indptr,
+            page_ids=page_ids,
+            first_pages=first_pages,
+            sample=np.array([1] * len(decoding) + whole, np.int32),
+            **table.sampling.of(ids),
+        )
+        requests = tuple(map(table.requests.__getitem__, ids.tolist()))
+        launch = self._manager.begin(batch, table.stop_conditions(ids), eager=eager)
+        self._launches.pending.append(PendingLaunch(launch, requests, ids, promised, known))
+        self._pages.submitted(ids)
+        table.quiet = 0
+        table.most[ids] += promised
+        for at, chunk in chunks.items():
+            table.prefills[at] += len(chunk)
+        if done := [at for at, last in zip(chunks, whole, strict=True) if last]:
+            for at in done:
+                del table.prefills[at]
+            table.reorder(np.append(table.order, done))
+        table.flag.changing = False
+        return launch
+
+    def _chunks(self, budget: int) -> dict[int, Int32Array]:
+        """Return the next tokens of prompts by request index, at most `budget`, with their pages allocated."""
+        table, chunks = self._table, dict[int, Int32Array]()
+        for at, start in table.prefills.items():
+            if budget < 1:
+                break
+            if at in table.held:
+                continue
+            ids, tokens, request = np.array([at]), table.known[at], table.requests[at]
+            self._pages.free_passed(ids, table.most[ids])
+            longest = self._chunk if request.params.prompt_logprobs is None else 1
+            count = self._pages.fitting(ids, start, min(budget, longest, len(tokens) - start))
+            if not count:
+                if self._pages.are_external:
+                    continue  # the caller may have given pages to a later one
+                break  # later ones must not take the pages that this one waits for
+            table.sampling.ask_of_prompt(at, request.params, tokens[start + 1 :], len(request.prompt) - start - 1)
+            chunks[at] = tokens[start : start + count]
+            budget -= count
+        return chunks

@@ -1,0 +1,151 @@
+"""The requests of a session by request index: how long they are, how they are sampled, and which of them continue."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from graphrt.batch import Int32Array
+from graphrt.engine.batch_delta import BatchDelta, ChangeFlag, StopConditions
+from graphrt.kernels.metadata.buffers import STOP_TOKENS
+from graphrt.kernels.types import NO_TOKEN
+from graphrt.session.requests import Ids, SessionRequest
+from graphrt.session.sampling_values import SamplingValues
+
+
+class RequestTable:
+    """What the host knows about the requests of a session.
+
+    Lengths are KV tokens, by request index. The token that was sampled last is in no cache yet, so a request with a
+    prompt of 3 tokens and max_new_tokens=30 has the limit 3 + 30 - 1. An example, with pages for all tokens:
+
+                        reached   most   ahead   quiet   limits
+            run(1)            0      3       0       0       32    the prompt is in flight
+            collect           3      3       0       0       32
+            run(8)            3     11       0      21       32    32 - 11 steps need no page list
+            run(8)            3     11       8      13       32    a quiet launch: at most 11 + 8 tokens now
+            collect          19     11       8      13       32    both launches have finished
+            run(8)           19     11      16       5       32    quiet
+            run(8)           19     32       0       0       32    8 > 5: `most` is brought up to date first
+
+    Attributes:
+        requests: by request index, finished ones included
+        detached: preempted requests that still get the tokens of launches in flight
+        prefills: by request index, the number of known tokens that were submitted, for requests with tokens left
+        known: by request index, the tokens that were known when the request started
+        held: request indices whose prefill is paused
+        order: request indices of the requests that decode, in the order of the batch. Launches keep it: it is replaced,
+            never changed
+        order_requests: the requests of `order`
+        reached: length after the launches that were collected
+        most: longest possible length after all launches; `collect` lowers it if a request finished early
+        ahead: steps of the requests in `order` that are not in `most` yet
+        quiet: steps that can be launched before a request of `order` reaches its limit or the end of its pages
+        limits: length at which a request finishes
+        asking: request indices that ask for log-probabilities
+        many_stops: request indices with more stop tokens than the device knows
+        flag: tells whether this table changed in part
+    """
+
+    def __init__(self, num_indices: int) -> None:
+        self.requests: dict[int, SessionRequest] = {}
+        self.detached = set[SessionRequest]()
+        self.prefills: dict[int, int] = {}
+        self.known: dict[int, Int32Array] = {}
+        self.held = set[int]()
+        self.flag = ChangeFlag()
+        self.order: Ids = np.empty(0, np.int64)
+        self.order_requests: tuple[SessionRequest, ...] = ()
+        self.no_delta = BatchDelta(self.order, flag=self.flag)
+        self.many_stops, self.asking = set[int](), set[int]()
+        self.quiet = self.ahead = 0
+        self.reached, self.most, self.limits = (np.zeros(num_indices, np.int64) for _ in range(3))
+        self.sampling = SamplingValues(num_indices)
+        self._stops = np.full((STOP_TOKENS, num_indices), NO_TOKEN, np.int32)
+
+    @property
+    def running(self) -> bool:
+        """True if a collected request has not finished, or a prefill has tokens left."""
+        return bool(self.prefills) or bool(len(self.order))
+
+    def begin(self, request: SessionRequest, known: Int32Array, start: int) -> None:
+        """Add a request with known tokens, of which the KV cache has the first `start` already."""
+        at, params = request.req_index, request.params
+        self.requests[at] = request
+        self.reached[at] = self.most[at] = start
+        self.known[at] = known
+        self.limits[at] = len(request.prompt) + params.max_new_tokens - 1
+        self.sampling.set(at, params, len(request.prompt))
+        if params.logprobs is not None:
+            self.asking.add(at)
+        if len(params.stop_ids) > STOP_TOKENS:
+            self.many_stops.add(at)
+        stops = sorted(params.stop_ids)[:STOP_TOKENS]
+        self._stops[:, at] = NO_TOKEN
+        self._stops[: len(stops), at] = stops
+        self.prefills[at] = start
+
+    def fork(self, request: SessionRequest, fork: SessionRequest, seed: int) -> None:
+        """Add a request that continues as `request` does, with another seed."""
+        at, to = request.req_index, fork.req_index
+        self.requests[to] = fork
+        for indices in (self.asking, self.many_stops):
+            if at in indices:
+                indices.add(to)
+        for values in (self.reached, self.most, self.limits):
+            values[to] = values[at]
+        self.sampling.copy(at, to)
+        self.sampling.put("seeds", to, seed)
+        self._stops[:, to] = self._stops[:, at]
+        if at in self.order:
+            self.reorder(np.append(self.order, to))
+
+    def remove(self, request: SessionRequest) -> None:
+        """Remove a request. Its index can be used again."""
+        at = request.req_index
+        for indices in (self.asking, self.many_stops, self.held):
+            indices.discard(at)
+        self.known.pop(at, None)
+        self.prefills.pop(at, None)
+        self.remove_from_order([at])
+        del self.requests[at]
+
+    def detach(self, request: SessionRequest) -> None:
+        """Let a request that is removed get the tokens of launches in flight."""
+        if not request.finish_reason:
+            self.detached.add(request)
+
+    def reorder(self, order: Ids) -> None:
+        """Set the requests that decode."""
+        self.catch_up()
+        order.flags.writeable = False  # launches give it to their readers
+        self.order, self.order_requests = order, tuple(map(self.requests.__getitem__, order.tolist()))
+        self.no_delta, self.quiet = BatchDelta(order, logprobs=bool(self.asking), flag=self.flag), 0
+
+    def remove_from_order(self, indices: Sequence[int]) -> None:
+        """Remove requests from those that decode."""
+        kept = self.order[~np.isin(self.order, indices)]
+        if len(kept) < len(self.order):
+            self.reorder(kept)
+
+    def catch_up(self) -> None:
+        """Bring `most` up to date."""
+        self.most[self.order] += self.ahead
+        self.ahead = 0
+
+    def is_live(self, request: SessionRequest) -> bool:
+        """Return True if tokens of launches in flight still belong to a request: it was not released, nor finished."""
+        in_table = self.requests.get(request.req_index) is request or request in self.detached
+        return in_table and not request.finish_reason
+
+    def finish(self, requests: Sequence[SessionRequest]) -> None:
+        """Stop requests that have finished. They stay in `requests` until they are released."""
+        for request in requests:
+            self.detached.discard(request)
+            self.prefills.pop(request.req_index, None)
+        self.remove_from_order([request.req_index for request in requests])
+
+    def stop_conditions(self, ids: Ids) -> StopConditions:
+        """Return the conditions that the device checks."""
+        return StopConditions(self.limits[ids].astype(np.int32), self._stops[:, ids], self.flag)

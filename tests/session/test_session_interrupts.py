@@ -1,0 +1,368 @@
+"""Calls that are interrupted at any point: by an exception, another call, another thread or a finalizer.
+
+The invariant: `close()` of the session and of the runtime succeeds and returns all pages and request indices, no other
+request loses or reorders a token, and nothing hangs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+from graphrt.batch import Batch
+from graphrt.generate.generator import TextGenerator
+from graphrt.kernels.errors import CaptureError, ReplayError
+from graphrt.runtime import Runtime
+from graphrt.sampling_params import SamplingParams
+from graphrt.session.requests import SessionRequest
+from graphrt.session.session import DecodeSession
+from tests.support.toy import LivelyModel, greedy, make_runtime
+
+CPU = torch.device("cpu")
+PAGES, PROMPT, OTHER = 60, [3, 1, 4, 1, 5, 9], [2, 7, 1, 8]
+COUNT = 12
+POINTS = 24  # per call, at random among all of them
+
+
+class AtEvent:
+    """Acts at one of the function entries and C returns in graphrt within a `with` block, and lets exceptions through.
+
+    These are the points at which CPython calls signal handlers, and finalizers of the garbage collector.
+    """
+
+    def __init__(self, number: int, action: Callable[[], object]) -> None:
+        self.count, self.number, self.action = 0, number, action
+
+    def _hook(self, frame: FrameType, event: str, argument: object) -> None:
+        if event not in ("call", "c_return") or "/graphrt/" not in frame.f_code.co_filename:
+            return
+        self.count += 1
+        if self.count == self.number:
+            sys.setprofile(None)
+            self.action()
+
+    def __enter__(self) -> AtEvent:
+        sys.setprofile(self._hook)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        sys.setprofile(None)
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def captured(**config: Any) -> Runtime:
+    defaults = {"max_num_reqs": 6, "max_logit_bias": 1, "token_masks": True, "max_logprobs": 0}
+    runtime = make_runtime(CPU, model=LivelyModel(CPU), num_pages=PAGES, config=defaults | config)
+    runtime.capture()
+    return runtime
+
+
+def assert_all_returned(runtime: Runtime) -> None:
+    assert sorted(runtime.free_req_indices) == list(range(runtime.config.max_num_reqs))
+    assert runtime.allocator.num_free == PAGES - 1
+    assert sorted(runtime.allocator.allocate(PAGES - 1)) == list(range(1, PAGES)), "no page is handed out twice"
+    runtime.allocator.free(range(1, PAGES))
+
+
+class Served:
+    """A runtime with a session that calls interrupt, and another one whose request continues throughout."""
+
+    def __init__(self) -> None:
+        self.runtime = captured()
+        self.expected = greedy(LivelyModel(CPU), PROMPT, COUNT)
+        self.others = greedy(LivelyModel(CPU), OTHER, 50)
+        self.witness = DecodeSession(self.runtime)
+        self.witness_request = self.witness.add(OTHER, SamplingParams(50))
+        self.witness.run(1)
+
+    def begin(self) -> None:
+        """A session with a request that has launches in flight, and one that was not computed yet."""
+        self.session = DecodeSession(self.runtime)
+        self.request = self.session.add(PROMPT, SamplingParams(COUNT))
+        self.session.run(1)
+        self.got = self.session.collect(wait=True)[0][1]
+        self.session.run(3)
+        self.waiting = self.session.add(OTHER, SamplingParams(4, logprobs=0, logit_bias={3: 0.0}))
+
+    def check(self) -> None:
+        """The invariant, after a call of `session` that may have been interrupted."""
+        self.witness.run(1)
+        self.witness.collect(wait=True)
+        assert self.witness_request.tokens == self.others[: len(self.witness_request.tokens)]
+        session, request = self.session, self.request
+        try:
+            while session.running:
+                session.run(4)
+                session.collect(wait=True)
+            complete = request in session.requests
+        except CaptureError:
+            complete = False
+            with contextlib.suppress(CaptureError):
+                session.collect(wait=True)
+                assert len(request.tokens) >= 4, "the launches in flight were collected"
+        assert request.tokens == self.expected[: len(request.tokens)]
+        assert len(request.tokens) == COUNT or not complete
+        for extra in session.requests:
+            known = {tuple(PROMPT): self.expected, tuple(OTHER): self.others}[tuple(extra.prompt.tolist())]
+            assert extra.tokens == known[: len(extra.tokens)]
+            assert len(extra.logprobs) == (len(extra.tokens) if extra.params.logprobs is not None else 0)
+        session.close()
+        free = set(range(self.runtime.config.max_num_reqs)) - {self.witness_request.req_index}
+        assert sorted(self.runtime.free_req_indices) == sorted(free)
+        pages = int(self.witness.pages.tables[0].to[self.witness_request.req_index])
+        assert self.runtime.allocator.num_free == PAGES - 1 - pages
+        if len(self.witness_request.tokens) == 50:
+            self.witness.release(self.witness_request)
+            self.witness_request = self.witness.add(OTHER, SamplingParams(50))
+            self.witness.run(1)
+
+
+CALLS: dict[str, Callable[[Served], object]] = {
+    "add": lambda s: s.session.add([3, 1, 4, 1, 5, 9], SamplingParams(COUNT, logit_bias={3: 0.0})),
+    "fork": lambda s: s.session.fork(s.request),
+    "release": lambda s: s.session.release(s.waiting),
+    "run_prefill": lambda s: s.session.run(1),
+    "run_many": lambda s: s.session.run(6),
+    "run_quiet": lambda s: (s.session.release(s.waiting), s.session.run(2), s.session.run(1)),
+    "collect": lambda s: s.session.collect(wait=True),
+    "collect_arrived": lambda s: s.session.collect(),
+    "set_token_mask": lambda s: s.session.set_token_mask(s.request, [-1] * 2),
+    "close": lambda s: s.session.close(),
+}  # fmt: skip
+
+
+def points(call: Callable[[], object]) -> list[int]:
+    """Events of a call at which to interrupt it: all, or POINTS of them."""
+    with AtEvent(-1, interrupt) as counter:
+        call()
+    rng = random.Random(counter.count)
+    every = range(1, counter.count + 1)
+    return sorted(rng.sample(every, POINTS)) if counter.count > POINTS else list(every)
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # hundreds of short steps
+    served = Served()
+    yield served
+    served.witness.close()
+    assert_all_returned(served.runtime)
+    served.runtime.close()
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_exception_at_any_point_of_a_call(served: Served, name: str) -> None:
+    served.begin()
+    numbers = points(lambda: CALLS[name](served))
+    served.check()
+    for number in numbers:
+        served.begin()
+        raised = False
+        try:
+            with AtEvent(number, interrupt) as at:
+                CALLS[name](served)
+        except KeyboardInterrupt:
+            raised = True
+        assert raised or at.count < number, f"{name}: the exception at event {number} was swallowed"
+        served.check()
+
+
+def quietly(call: Callable[[], object]) -> Callable[[], object]:
+    """A call from a signal handler: one that is made during another call is refused, and else succeeds."""
+
+    def action() -> None:
+        with contextlib.suppress(ReplayError):
+            call()
+
+    return action
+
+
+def in_thread(action: Callable[[], object]) -> None:
+    thread = threading.Thread(target=action)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("where", ["handler", "thread"])
+@pytest.mark.parametrize("name", ["add", "fork", "run_prefill", "run_many", "collect"])
+def test_a_second_call_at_any_point_of_a_call_is_refused_or_takes_its_turn(
+    served: Served, name: str, where: str
+) -> None:
+    served.begin()
+    numbers = points(lambda: CALLS[name](served))
+    served.check()
+    rng = random.Random(7)
+    for number in rng.sample(numbers, min(24, len(numbers))):
+        served.begin()
+        (launch,) = served.session.run(1)
+        session = served.session
+        calls = [
+            session.run,
+            session.collect,
+            partial(session.add, PROMPT),
+            launch.stop,
+            launch.wait,
+            served.witness.run,
+        ]
+        second = rng.choice(calls)
+        action = quietly(second) if where == "handler" else lambda second=second: in_thread(quietly(second))
+        with AtEvent(number, action), contextlib.suppress(ReplayError):
+            CALLS[name](served)
+        served.check()
+
+
+def test_a_call_during_another_call_names_the_rule() -> None:
+    runtime = captured(use_graphs=False)
+    model = runtime.manager._program.model
+    with DecodeSession(runtime) as session:
+        request = session.add(PROMPT, SamplingParams(6))
+        errors: list[str] = []
+        calls = (
+            session.run,
+            session.collect,
+            session.close,
+            lambda: session.release(request),
+            lambda: session.add([1]),
+        )
+
+        def forward(step: Any) -> torch.Tensor:
+            for call in calls:
+                with pytest.raises(ReplayError) as caught:
+                    call()
+                errors.append(str(caught.value))
+            return LivelyModel.forward(model, step)
+
+        model.forward = forward
+        session.run(2)
+        del model.forward
+        while session.running:
+            session.run(2)
+            session.collect(wait=True)
+        assert request.tokens == greedy(LivelyModel(CPU), PROMPT, 6)
+    assert len(errors) == 10
+    assert all(error.startswith("DecodeSession: a call was made during another call; call") for error in errors)
+
+
+def test_a_session_that_is_dropped_warns_and_returns_what_it_has(served: Served) -> None:
+    def dropped() -> None:
+        session = DecodeSession(served.runtime)
+        session.add(PROMPT)
+        session.run(2)
+
+    free = served.runtime.allocator.num_free
+    with pytest.warns(ResourceWarning, match="DecodeSession: dropped with 1 requests and .* pages; close"):
+        dropped()
+    assert served.runtime.allocator.num_free == free
+    assert len(served.runtime.free_req_indices) == served.runtime.config.max_num_reqs - 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        DecodeSession(served.runtime)  # it has taken nothing
+
+
+@pytest.mark.parametrize("name", ["add", "fork", "run_many", "close"])
+def test_another_session_is_dropped_at_any_point_of_a_call(served: Served, name: str) -> None:
+    """As the garbage collector does: the dropped session's pages are not handed out twice."""
+    served.begin()
+    numbers = points(lambda: CALLS[name](served))
+    served.check()
+    for number in random.Random(3).sample(numbers, min(16, len(numbers))):
+        served.begin()
+        dropped = [DecodeSession(served.runtime)]
+        dropped[0].add(OTHER)
+        dropped[0].run(2)
+        with AtEvent(number, dropped.clear), warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)
+            CALLS[name](served)
+        dropped.clear()
+        served.check()
+
+
+def test_an_exception_at_any_point_of_a_generator() -> None:
+    runtime = captured()
+    prompts, counts = [PROMPT, OTHER, [9]], [9, 5, 7]
+    params = [SamplingParams(count) for count in counts]
+    expected = [greedy(LivelyModel(CPU), prompt, count) for prompt, count in zip(prompts, counts, strict=True)]
+    with AtEvent(-1, interrupt) as counter:
+        list(TextGenerator(runtime).generate(prompts, params))
+    for number in random.Random(1).sample(range(1, counter.count + 1), 40):
+        got: list[list[int | None]] = [[] for _ in prompts]
+        with contextlib.suppress(KeyboardInterrupt), AtEvent(number, interrupt):
+            for event in TextGenerator(runtime).generate(prompts, params):
+                got[event.prompt].append(event.token)
+        assert got == [want[: len(tokens)] for want, tokens in zip(expected, got, strict=True)]
+        gc.collect()  # a generator that was interrupted while it closed its session drops it
+        assert_all_returned(runtime)
+    runtime.close()
+
+
+def test_an_exception_at_any_point_of_the_close_of_a_runtime() -> None:
+    runtime = captured()
+    numbers = points(runtime.close)
+    for number in numbers[:: max(1, len(numbers) // 12)]:
+        runtime = captured(decode_sizes=(1,), mixed_sizes=())
+        session = DecodeSession(runtime)
+        session.add(PROMPT)
+        session.run(2)
+        with contextlib.suppress(KeyboardInterrupt), AtEvent(number, interrupt):
+            runtime.close()
+        session.close()
+        runtime.close()
+        assert_all_returned(runtime)
+
+
+def test_an_exception_at_any_point_of_a_batch_leaves_sessions_alone(served: Served) -> None:
+    batch = Batch(
+        req_indices=[3], seq_lens=[3], query_lens=[3], tokens=[3, 1, 4], page_indptr=[0, 1], page_ids=[PAGES - 1]
+    )
+    for number in random.Random(5).sample(points(lambda: served.runtime.replay(batch).wait()), 20):
+        served.begin()
+        with contextlib.suppress(KeyboardInterrupt), AtEvent(number, interrupt):
+            served.runtime.replay(batch)
+        served.check()
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs interval timers")
+def test_signals_at_random_times(served: Served) -> None:
+    """Real signals, while a server adds, runs, collects and releases."""
+    rng, deadline = random.Random(2), time.monotonic() + 4.0
+    previous, interrupted = signal.signal(signal.SIGALRM, lambda *_: interrupt()), 0
+    try:
+        while time.monotonic() < deadline:
+            served.begin()
+            try:
+                signal.setitimer(signal.ITIMER_REAL, rng.uniform(0.0002, 0.02))
+                requests: list[SessionRequest] = [served.request]
+                while served.session.running and len(requests) < 6:
+                    requests.append(served.session.add(PROMPT, SamplingParams(COUNT)))
+                    served.session.run(rng.randint(1, 4))
+                    served.session.collect(wait=rng.random() < 0.5)
+                    served.session.release(requests[-1])
+            except KeyboardInterrupt:
+                interrupted += 1
+            finally:
+                with contextlib.suppress(KeyboardInterrupt):
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+            served.check()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    assert interrupted
