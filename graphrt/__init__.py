@@ -99,7 +99,7 @@ _HOME = {
     "Launch": "graphrt.engine.launch",
     "MemoryPlan": "graphrt.runtime",
     "NO_TOKEN": "graphrt.kernels.types",
-    "PageAllocator": "graphrt.cache.kv_cache",
+    "PageAllocator": "graphrt.cache.page_allocator",
     "Recording": "graphrt.engine.recording",
     "ReplayError": "graphrt.kernels.errors",
     "ReplayManager": "graphrt.replay",

@@ -256,8 +256,8 @@ class SessionPages:
                     raise CapacityError(
                         f"fork: expected {need} pages in pages=, got {len(ids)}; pass as many as fork_needs() says"
                     )
-            for pool, ids in zip(self._external, pages, strict=True):
-                pool.check_new(ids)
+            for external, ids in zip(self._external, pages, strict=True):
+                external.check_new(ids)
             return pages
         if given is not None:
             raise ConfigError("pages: this session allocates its pages itself; leave pages= out")
