@@ -59,7 +59,7 @@ def main() -> None:
         "`Batch.from_requests`, pages as int32 arrays": lambda: Batch.from_requests(of_arrays),
         "`Batch.from_requests`, pages as lists": lambda: Batch.from_requests(of_lists),
         "page ids out of a `[rows, pages]` table": lambda: np.concatenate([row[:pages] for row in table]),
-        "packing into the step record": lambda: batch.write_inputs(record, 1, 1),
+        "packing into the step inputs": lambda: batch.write_inputs(record, 1, 1),
     }.items():
         times[name] = microseconds(call)
         print(f"{times[name]:8.0f}  {name}", flush=True)
