@@ -15,8 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from graphrt.backends.capabilities import listing
 from graphrt.backends.ranking import parse_ranking, ranking_record
-from graphrt.backends.refusals import listing
 from graphrt.backends.registry import backend_class, backend_names
 from graphrt.kernels.metadata.buffers import StaticBuffers
 
@@ -184,13 +184,13 @@ def ranking_table() -> str:
 
 
 def mixed_table() -> str:
-    """What mixed steps cost in one part and in two."""
+    """Times of mixed steps with one part and with two."""
     result = _result("mixed")
     if result is None:
         return "Not measured yet: mixed steps are served by one kernel."
     data = result["data"]
     names = list(dict.fromkeys(name for cell in data["cells"] for name in cell["backends"]))
-    heads = ["decodes", "of tokens", "prompt tokens", "behind", *(f"`{name}`" for name in names), "alone"]
+    heads = ["decode requests", "context", "prefill tokens", "prefix", *(f"`{name}`" for name in names), "alone"]
     lines = ["| " + " | ".join(heads) + " |"]
     lines.append("|" + "---|" * len(heads))
     for cell in data["cells"]:
@@ -202,14 +202,14 @@ def mixed_table() -> str:
     lines += [
         "",
         f"us per layer, one {result['gpu']}, {q_heads}/{kv_heads} heads of {head_dim}, {data['dtype']}, pages of "
-        f"{data['page_size']} tokens. `alone`: our decode kernel on the decodes, and {data['alone']} on the prompt, "
-        f"each in a graph of its own. `docs/results/nvidia-h200/mixed.json`, {tree_of(result)}.",
+        f"{data['page_size']} tokens. `alone`: our decode kernel on the decode requests, and {data['alone']} on "
+        f"prefill, each in its own graph. `docs/results/nvidia-h200/mixed.json`, {tree_of(result)}.",
     ]
     return "\n".join(lines)
 
 
 def planning_time() -> str:
-    """What FlashInfer's plan costs the host, at the smallest and at the largest batch: the worst of the contexts."""
+    """Host time of FlashInfer's plan at the smallest and at the largest batch, the maximum over contexts."""
     result = _result("backends")
     worst: dict[int, float] = {}
     for cell in result["data"]["cells"] if result else ():
@@ -220,8 +220,8 @@ def planning_time() -> str:
         return "Planning was not measured yet."
     few, many = min(worst), max(worst)
     return (
-        f"Planning takes the host {worst[few]:.0f} us at {few} row{'s' * (few > 1)} and up to {worst[many]:.0f} us at "
-        f"{many} rows, every step."
+        f"Planning takes {worst[few]:.0f} us of host time for {few} request{'s' * (few > 1)} and up to "
+        f"{worst[many]:.0f} us for {many} requests, in every step."
     )
 
 

@@ -16,7 +16,8 @@ from statistics import median
 import numpy as np
 import torch
 
-from graphrt.backends.base import AttentionBackend, AttentionLayer, BackendContext
+from graphrt.backends.base import AttentionBackend, AttentionLayer
+from graphrt.backends.capabilities import BackendContext
 from graphrt.batch import Batch
 from graphrt.bench.backend_report import BackendTime
 from graphrt.bench.cells import Cell

@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
-import graphrt
 from graphrt.kernels.checks import span_bytes
 
-_PACKAGES = tuple(f"{Path(module.__file__).parent}{os.sep}" for module in (torch, graphrt) if module.__file__)
+_PACKAGES = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NAMES: dict[int, tuple[str, ...]] = {1: ("row",), 2: ("row", "index"), 3: ("row", "head", "index")}

@@ -14,14 +14,8 @@ import pytest
 import torch
 
 from graphrt.backends import registry
-from graphrt.backends.base import (
-    AttentionBackend,
-    AttentionLayer,
-    BackendContext,
-    Capabilities,
-    GraphSupport,
-)
-from graphrt.backends.refusals import listing
+from graphrt.backends.base import AttentionBackend, AttentionLayer
+from graphrt.backends.capabilities import BackendContext, Capabilities, GraphSupport, listing
 from graphrt.backends.registry import backend_names, register_backend, select_backend, standings
 from graphrt.backends.torch_reference import TorchReferenceBackend
 from graphrt.backends.triton import TritonBackend
@@ -170,9 +164,9 @@ def test_registered_backends_come_before_the_reference(third_party: type[Attenti
     assert backend_names() == [*OURS, "third_party", "torch_reference"]
     assert register_backend(third_party) is third_party, "registering the same class again changes nothing"
     impostor = type("Impostor", (TorchReferenceBackend,), {"name": "third_party"})
-    with pytest.raises(ConfigError, match="expected a new name, got 'third_party'"):
+    with pytest.raises(ConfigError, match="the name 'third_party' is taken"):
         register_backend(impostor)
-    with pytest.raises(ConfigError, match="expected a new name, got 'torch_reference'"):
+    with pytest.raises(ConfigError, match="the name 'torch_reference' is taken"):
         register_backend(TorchReferenceBackend)
     with pytest.raises(ConfigError, match="expected a subclass of AttentionBackend"):
         register_backend(int)  # type: ignore[arg-type]  # what is tested

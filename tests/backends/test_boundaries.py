@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from graphrt.backends import peer
-from graphrt.backends.base import AttentionBackend, BackendContext
+from graphrt.backends.base import AttentionBackend
+from graphrt.backends.capabilities import BackendContext, listing
 from graphrt.backends.flash_attn2 import FlashAttention2Backend
 from graphrt.backends.flash_attn3 import FlashAttention3Backend
 from graphrt.backends.flashinfer import FlashInferBackend
-from graphrt.backends.refusals import listing
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.spec import AttentionSpec
 from tests.support.fake_packages import install, install_package
@@ -101,7 +101,7 @@ def test_flash_attn3_with_an_fp8_cache_wants_bfloat16_in_every_layer(at: int) ->
     half = AttentionSpec(8, 2, 64, torch.float16)
     refused = context(*layers_with(half, at), device=CUDA, kv_dtype=E4M3)
     assert FlashAttention3Backend.unsupported_reasons(refused) == [
-        "KV dtype float8_e4m3fn: its output is bfloat16, so the layers must be"
+        "KV dtype float8_e4m3fn: outputs are bfloat16, so the layers must be bfloat16"
     ]
     assert FlashAttention3Backend.unsupported_reasons(context(FULL, FULL, FULL, device=CUDA, kv_dtype=E4M3)) == []
 
@@ -131,7 +131,7 @@ AGREE: dict[str, dict[str, Any]] = {
 def test_flashinfer_wants_layers_that_agree(text: str, at: int) -> None:
     options = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 64, "dtype": BF16} | AGREE[text]
     asked = context(*layers_with(AttentionSpec(**options), at), device=CUDA)
-    assert FlashInferBackend.unsupported_reasons(asked) == [f"{text}: one plan serves all layers, they must agree"]
+    assert FlashInferBackend.unsupported_reasons(asked) == [f"{text}: must be equal, one plan serves all layers"]
     alike = context(*[AttentionSpec(**options)] * 3, device=CUDA)
     assert FlashInferBackend.unsupported_reasons(alike) == []
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from graphrt.backends import registry
-from graphrt.backends.base import BackendContext, Capabilities, GraphSupport
+from graphrt.backends.capabilities import BackendContext, Capabilities, GraphSupport
 from graphrt.backends.registry import register_backend, select_backend
 from graphrt.backends.torch_reference import TorchReferenceBackend
 from graphrt.batch import Batch
@@ -60,7 +60,9 @@ NEEDS: dict[str, Needs] = {
     "max_query_len": Needs(2, "query_len 3: decodes at most 2 tokens per row", config={"query_len": 3}),
     "sliding_window": Needs(False, "sliding_window 3: not supported", spec={"sliding_window": 3}),
     "logits_softcap": Needs(False, "logits_softcap 5.0: not supported", spec={"logits_softcap": 5.0}),
-    "mixed": Needs(False, r"mixed batches: not supported, .* another backend, or RuntimeConfig\(mixed_batches=False\)"),
+    "mixed": Needs(
+        False, r"mixed batches: not supported, .* another backend, or set RuntimeConfig\(mixed_batches=False\)"
+    ),
     "alibi": Needs(False, "alibi_slopes: not supported", spec=WITH_SLOPES),
     "alibi_sqrt": Needs(False, "alibi_sqrt: not supported", spec=WITH_SLOPES | {"alibi_sqrt": True}),
     "sinks": Needs(False, "sinks: not supported", spec={"sinks": True}),
@@ -262,7 +264,7 @@ def test_configuration_of_decode_batches_alone() -> None:
     assert RuntimeConfig(mixed_batches=False).resolve().mixed_sizes == ()
     assert RuntimeConfig(mixed_batches=False, mixed_sizes=()).resolve().mixed_sizes == ()
     assert RuntimeConfig().resolve().mixed_sizes
-    with pytest.raises(ConfigError, match=r"mixed_sizes: expected none with mixed_batches=False, got \(64,\)"):
+    with pytest.raises(ConfigError, match=r"mixed_sizes: expected \(\) or None with mixed_batches=False, got \(64,\)"):
         RuntimeConfig(mixed_batches=False, mixed_sizes=(64,))
     for wrong in ("no", 0, None):
         with pytest.raises(ConfigError, match=r"RuntimeConfig\.mixed_batches: expected True or False, got"):

@@ -8,14 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from graphrt.backends.base import (
-    AttentionBackend,
-    AttentionLayer,
-    BackendContext,
-    Capabilities,
-    GraphSupport,
-)
-from graphrt.backends.refusals import listing
+from graphrt.backends.base import AttentionBackend, AttentionLayer
+from graphrt.backends.capabilities import BackendContext, Capabilities, GraphSupport, listing
 from graphrt.backends.registry import backend_class, register_backend, select_backend
 from graphrt.backends.torch_reference import TorchReferenceBackend
 from graphrt.batch import Batch
@@ -253,7 +247,7 @@ REFUSED = {
     "name-type": (changed(name=3), r"Backend.name: expected an identifier, got 3"),
     "name-text": (changed(name="my backend"), "expected an identifier, got 'my backend'"),
     "name-empty": (changed(name=""), "expected an identifier, got ''"),
-    "name-built-in": (changed(name="triton"), "expected a new name, got 'triton', which is taken"),
+    "name-built-in": (changed(name="triton"), "the name 'triton' is taken"),
     "capabilities": (changed(capabilities=None), "Backend.capabilities: expected Capabilities, got None"),
     "support": (changed(graph_support=2), "Backend.graph_support: expected GraphSupport, got 2"),
     "page_sizes": (
@@ -276,7 +270,7 @@ def test_a_registered_backend_is_chosen_by_its_name(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("graphrt.backends.registry._registered", {})
     cls = backend()
     assert register_backend(cls) is register_backend(cls) is backend_class("edges_backend") is cls
-    with pytest.raises(ConfigError, match="expected a new name, got 'edges_backend'"):
+    with pytest.raises(ConfigError, match="the name 'edges_backend' is taken"):
         register_backend(backend())
     assert select_backend(CONTEXT, "edges_backend") == (cls, "edges_backend: chosen by name")
     chosen, why = select_backend(CONTEXT)

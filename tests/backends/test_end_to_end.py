@@ -10,7 +10,7 @@ import torch
 from graphrt.backends.registry import backend_class
 from graphrt.batch import Batch
 from graphrt.kernels.types import KVLayout
-from tests.engine.test_replay import prompts, step_both_ways
+from tests.support.replay_scenarios import prompts, step_both_ways
 from tests.support.toy import Rig, make_rig
 
 PEERS = ("flash_attn2", "flash_attn3", "flashinfer")

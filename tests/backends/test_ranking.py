@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from graphrt.backends import registry
-from graphrt.backends.base import BackendContext, Capabilities
+from graphrt.backends.capabilities import BackendContext, Capabilities
 from graphrt.backends.ranking import Ranking, RankingCell, load_ranking, parse_ranking, ranking_record
 from graphrt.backends.registry import register_backend, select_backend, standings
 from graphrt.backends.torch_reference import TorchReferenceBackend

@@ -35,7 +35,7 @@ import json, sys
 import torch
 from graphrt.backends.registry import backend_names, select_backend, standings
 from graphrt.kernels.errors import ConfigError
-from graphrt.backends.base import BackendContext
+from graphrt.backends.capabilities import BackendContext
 from graphrt.spec import AttentionSpec, KVCacheSpec
 
 assert "graphrt_acme" not in sys.modules, "a package is imported when it is asked for, not before"

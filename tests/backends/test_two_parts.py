@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-import graphrt
+from graphrt.backends.choice import get_attn_backend
 from graphrt.batch import Batch, Request
 from graphrt.cache.groups import kv_groups
 from graphrt.capture.descriptor import GraphKind
@@ -163,12 +163,12 @@ def test_what_is_refused() -> None:
     for options, error, text in (
         ({"prefill_backend": "nobody"}, ConfigError, "expected one of"),
         ({"prefill_backend": 3}, ConfigError, r"RuntimeConfig\.prefill_backend"),
-        ({"prefill_backend": "triton", "mixed_batches": False}, ConfigError, "there are no prompts"),
-        ({"prefill_backend": "flashinfer"}, UnsupportedError, "prompt part of mixed steps: not supported"),
-        ({"prefill_backend": "flash_attn2"}, UnsupportedError, "prompt part of mixed steps: not supported"),
+        ({"prefill_backend": "triton", "mixed_batches": False}, ConfigError, "there is no prefill"),
+        ({"prefill_backend": "flashinfer"}, UnsupportedError, "prefill part of mixed steps: not supported"),
+        ({"prefill_backend": "flash_attn2"}, UnsupportedError, "prefill part of mixed steps: not supported"),
     ):
         with pytest.raises(error, match=text):
-            graphrt.get_attn_backend(
+            get_attn_backend(
                 SPECS,
                 groups,
                 "cpu",
@@ -177,16 +177,16 @@ def test_what_is_refused() -> None:
     chunked = (replace(FULL, attention_chunk_size=16),)
     config = RuntimeConfig(backend="triton", prefill_backend="triton")
     with pytest.raises(UnsupportedError, match="attention_chunk_size 16: not supported"):
-        graphrt.get_attn_backend(chunked, kv_groups(chunked), "cpu", config=config)
+        get_attn_backend(chunked, kv_groups(chunked), "cpu", config=config)
 
 
 def test_the_choice_is_explained() -> None:
     groups = kv_groups(SPECS, page_size=8)
     config = RuntimeConfig(backend="torch_reference", prefill_backend="torch_reference")
-    named = graphrt.get_attn_backend(SPECS, groups, "cpu", config=config)
+    named = get_attn_backend(SPECS, groups, "cpu", config=config)
     assert named.name == "torch_reference+torch_reference"
     assert named.reason == "torch_reference: chosen by name; prompts: torch_reference, chosen by name"
-    whole = graphrt.get_attn_backend(SPECS, groups, "cpu", config=replace(config, prefill_backend="none"))
+    whole = get_attn_backend(SPECS, groups, "cpu", config=replace(config, prefill_backend="none"))
     assert (whole.name, whole.prefill) == ("torch_reference", None)
-    by_table = graphrt.get_attn_backend(SPECS, groups, "cpu", config=replace(config, prefill_backend=None))
+    by_table = get_attn_backend(SPECS, groups, "cpu", config=replace(config, prefill_backend=None))
     assert (by_table.name, by_table.reason) == ("torch_reference", "torch_reference: chosen by name")

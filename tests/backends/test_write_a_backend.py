@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from graphrt.backends.base import AttentionBackend, Capabilities
+from graphrt.backends.base import AttentionBackend
+from graphrt.backends.capabilities import Capabilities
 from graphrt.metadata import StepMetadata
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,10 +83,10 @@ MISTAKES = {
         "expected no host read of a tensor during capture",
     ),
     "stale": ("def schedule(self", "schedule = lambda self, metadata: None\n    def other(self", "AttributeError"),
-    "nan": ("v = torch.where(self.seen[:, :, None, None], v, 0.0)", "pass", "in the pad tokens 2 to 3, got nan"),
-    "pads": ("weights = torch.where(seen, weights, 0.0)", "pass", "expected zeros in the pad tokens"),
+    "nan": ("v = torch.where(self.seen[:, :, None, None], v, 0.0)", "pass", "in padding tokens 2 to 3, got nan"),
+    "pads": ("weights = torch.where(seen, weights, 0.0)", "pass", "expected zeros in padding tokens"),
     "scale": ("spec.scale * torch", "spec.head_dim**-0.5 * torch", "acme-cpu-scale: acme, longest, layer 0: output"),
-    "close": ("self.rows = self.seen = None", "self.rows = None", "expected no tensors after close(), got Acme"),
+    "close": ("self.requests = self.seen = None", "self.requests = None", "holds tensors after close(): Acme"),
 }
 CHECK = """
 import importlib, json, sys

@@ -16,8 +16,8 @@ CPU, F32, PAGE = torch.device("cpu"), torch.float32, 4
 
 
 WRITES: dict[str, tuple[Callable[[KVCache], Any], type[Exception], str]] = {
-    "null_page": (lambda c: c.slots([1, 0], 5), ShapeError, "not the null page 0"),
-    "twice": (lambda c: c.slots([1, 1], 5), ShapeError, "expected different ones"),
+    "null_page": (lambda c: c.slots([1, 0], 5), ShapeError, "or the null page 0"),
+    "twice": (lambda c: c.slots([1, 1], 5), ShapeError, r"\[1, 1\] lists a page twice"),
     "outside": (lambda c: c.slots([1, 9], 5), ShapeError, r"pages\[1\]: expected an int from 0 to 8, got 9"),
     "too_few": (lambda c: c.slots([1], 5), ShapeError, "pages: expected 2 for 5 tokens, got 1"),
     "layer": (lambda c: c.slots([1], 1, layer=1), ConfigError, "layer: expected an int from 0 to 0"),

@@ -306,7 +306,7 @@ def test_pages_of_a_pool_have_equal_bytes() -> None:
 
 
 WRONG_GROUPS: dict[str, tuple[Any, Any, str]] = {
-    "layer_in_two": ([KVCacheSpec(1, 2, 16, layers=(0,))] * 2, (FULL, FULL), "expected layers of no other group"),
+    "layer_in_two": ([KVCacheSpec(1, 2, 16, layers=(0,))] * 2, (FULL, FULL), "layer 0 is in group 0 too"),
     "layer_missing": (
         [KVCacheSpec(1, 2, 16, layers=(0,)), KVCacheSpec(1, 2, 16, layers=(2,))], (FULL, FULL), "the layers 0 to 1"
     ),
@@ -317,14 +317,14 @@ WRONG_GROUPS: dict[str, tuple[Any, Any, str]] = {
     "null_pages": (
         [KVCacheSpec(1, 2, 16, layers=(0,)), KVCacheSpec(1, 2, 16, layers=(1,), null_page=3)], (FULL, FULL), "null_page"
     ),
-    "heads": (KVCacheSpec(1, 2, 16, dtype=F32), (AttentionSpec(4, 4, 16, F32),), "2 KV heads of sizes 16 and 16"),
+    "heads": (KVCacheSpec(1, 2, 16, dtype=F32), (AttentionSpec(4, 4, 16, F32),), "2 KV heads of head_dim 16 and v"),
     "window_too_wide": (
         KVCacheSpec(1, 2, 16, dtype=F32, sliding_window=6), (replace(FULL, sliding_window=7),), "at most 6, which its"
     ),
     "no_window": (KVCacheSpec(1, 2, 16, dtype=F32, sliding_window=6), (FULL,), "at most 6, which its"),
-    "too_few_layers": (KVCacheSpec(1, 2, 16, dtype=F32), (FULL, FULL), "expected 1 layers with keys"),
+    "too_few_layers": (KVCacheSpec(1, 2, 16, dtype=F32), (FULL, FULL), "expected 1 layers with their own KV"),
     "shares_with_itself": (
-        KVCacheSpec(1, 2, 16, dtype=F32), (FULL, replace(FULL, kv_shared_with=1)), "of its own, got 1"
+        KVCacheSpec(1, 2, 16, dtype=F32), (FULL, replace(FULL, kv_shared_with=1)), "layer 1 is not an earlier layer"
     ),
     "shares_with_one_that_shares": (
         KVCacheSpec(1, 2, 16, dtype=F32), (FULL, SHARES_0, replace(FULL, kv_shared_with=1)), "an earlier layer with"
@@ -370,7 +370,7 @@ def test_memory_is_shared_out_among_pools() -> None:
     runtime = build(specs, kv_groups(specs, page_size=4), "auto", CPU)[1]
     assert runtime.memory_plan is not None
     assert runtime.memory_plan.pool_pages == tuple(a.num_pages for a in runtime.allocators) == (1 + 4 * 24,) * 2
-    with pytest.raises(ConfigError, match=r"allocator: expected one pool, got 2; use allocators"):
+    with pytest.raises(ConfigError, match=r"allocator: this runtime has 2 pools; use allocators"):
         _ = runtime.allocator
-    with pytest.raises(ConfigError, match="one for each of 2 pools"):
+    with pytest.raises(ConfigError, match="a sequence of 2, one per pool"):
         build(specs, kv_groups(specs, page_size=4), [4, 4, 4], CPU)

@@ -43,7 +43,7 @@ def test_layouts_are_one_logical_view(layout: KVLayout, page_size: int) -> None:
         (
             lambda k, v: (k, [v[0][:5], v[1]]),
             ShapeError,
-            r"v\[0\]: expected 6 pages as in the other layers of its pool, got 5",
+            r"v\[0\]: expected 6 pages, as in the other layers of its pool, got 5",
         ),
         (lambda k, v: (k, [v[0].half(), v[1]]), ShapeError, r"v\[0\]: expected dtype float32, got float16"),
         (lambda k, v: (k, [v[0], v[1].to("meta")]), ShapeError, r"v\[1\]: expected device cpu, got meta"),
@@ -182,7 +182,7 @@ def test_the_null_page_may_be_the_last() -> None:
         KVCache.allocate(KVCacheSpec(1, 1, 8, null_page=9), 9, CPU)
     for wrong in ("first", None, -1, 1.0, True, np.array([1, 2]), 2**31):
         with pytest.raises(
-            ConfigError, match=r"KVCacheSpec.null_page: expected an int from 0 .*\"last\" leaves page 0"
+            ConfigError, match=r"KVCacheSpec.null_page: expected an int from 0 .*pass a page id, or \"last\""
         ):
             KVCacheSpec(1, 1, 8, null_page=wrong)
 
@@ -211,7 +211,7 @@ WRONG_TYPES = {
     ),
     "grad": (
         lambda: KVCache(SPEC, K, [V[0], V[1].clone().requires_grad_()]),
-        r"v\[1\]: expected a tensor without gradient",
+        r"v\[1\]: requires gradients",
     ),
     "one-page": (
         lambda: KVCache(SPEC, [t[:1] for t in K], [t[:1] for t in V]),
@@ -268,7 +268,7 @@ WRONG_PAGES = {
     "count-none": (lambda a: a.allocate(None), "count: .* got None"),
     "count-less": (lambda a: a.allocate(-1), "count: .* got -1"),
     "count-bool": (lambda a: a.allocate(True), "count: .* got True"),
-    "count-huge": (lambda a: a.allocate(10**5000), "at most 2 free of 4, got a request for a value of type int"),
+    "count-huge": (lambda a: a.allocate(10**5000), "a value of type int.* requested, 2 of 4 are free"),
     "owners": (lambda a: a.owners(-1), "page: expected an int from 0 to 4, got -1"),
     "owners-text": (lambda a: a.owners("1"), "page: .* got '1'"),
     "free": (lambda a: a.free(None), "free: pages: expected ints from 0 to 4 on the host, got None"),
@@ -306,7 +306,7 @@ def test_pages_freed_last_are_handed_out_first_and_a_huge_cache_costs_nothing() 
 def test_allocation_over_capacity_changes_nothing() -> None:
     allocator = PageAllocator(5)
     first = allocator.allocate(2)
-    with pytest.raises(CapacityError, match=r"at most 2 free of 4, got a request for 3"):
+    with pytest.raises(CapacityError, match=r"3 requested, 2 of 4 are free"):
         allocator.allocate(3)
     assert allocator.num_free == 2
     assert sorted(first + allocator.allocate(2)) == [1, 2, 3, 4]
@@ -326,7 +326,7 @@ def test_allocation_over_capacity_changes_nothing() -> None:
 def test_pages_that_nobody_owns(call) -> None:
     allocator = PageAllocator(5)
     pages = allocator.allocate(2)
-    with pytest.raises(ConfigError, match="pass pages that allocate"):
+    with pytest.raises(ConfigError, match="pass each page once"):
         call(allocator, pages)
     assert allocator.num_free == 2
     assert [allocator.owners(p) for p in pages] == [1, 1]

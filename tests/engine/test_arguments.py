@@ -20,8 +20,9 @@ from graphrt.kernels.errors import CapacityError, ConfigError, ShapeError, Unsup
 from graphrt.kernels.types import TOKEN_FROM_DEVICE
 from graphrt.replay import ReplayManager
 from graphrt.spec import AttentionSpec, KVCacheSpec
-from tests.engine.test_bad_input import CPU, assert_works, good
-from tests.support.toy import HEAD_DIM, HEADS, KV_HEADS, LAYERS, VOCAB, Rig, ToyModel, make_rig
+from tests.support.toy import HEAD_DIM, HEADS, KV_HEADS, LAYERS, VOCAB, Rig, ToyModel, assert_works, good, make_rig
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,9 @@ import torch
 import graphrt
 from graphrt import AttentionSpec, ConfigError, ReplayError, Runtime, RuntimeConfig, ShapeError
 from graphrt.backends import choice, registry
+from graphrt.backends.choice import get_attn_backend
 from graphrt.kernels.errors import CaptureError, UnsupportedError
-from graphrt.layer import ModelLayers
+from graphrt.layer import ModelLayers, attention_specs
 from tests.support.layered import MAX_LEN, VOCAB
 from tests.support.plain import (
     BF16,
@@ -40,7 +41,7 @@ from tests.support.plain import (
 def test_tokens_are_those_of_the_oracle(name: str, flat: bool, device: torch.device) -> None:
     module = Plain(MODELS[name], device, flat=flat)
     with runtime_of(module, module.compute_logits, device) as runtime:
-        assert graphrt.attention_specs(module) == MODELS[name]
+        assert attention_specs(module) == MODELS[name]
         assert runtime.kv_cache.groups[0].page_size == 16
         check_tokens(runtime, module.of)
 
@@ -90,7 +91,10 @@ def test_slopes_and_softcap_reach_the_spec() -> None:
 
 
 WRONG: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
-    "batch_dimension": (lambda a, q, k, v, at: a(q[None], k[None], v[None]), "query of shape .* no batch dimension"),
+    "batch_dimension": (
+        lambda a, q, k, v, at: a(q[None], k[None], v[None]),
+        "query of shape .* without a batch dimension",
+    ),
     "flat_width": (lambda a, q, k, v, at: a(q.flatten(1)[:, 1:], k, v), r"query of shape \[tokens, 4, 16\]"),
     "kv_heads": (lambda a, q, k, v, at: a(q, q, v), "key of shape"),
     "head_dim": (lambda a, q, k, v, at: a(q, k, v[:, :, :8]), "value of shape"),
@@ -126,7 +130,7 @@ def test_a_layer_that_shares_takes_no_keys() -> None:
 
 def test_a_call_outside_a_step_names_what_is_missing() -> None:
     module = Plain(MODELS["alike"], CPU)
-    with pytest.raises(CaptureError, match=r"Attention 'layer 0': expected a call inside a step.* KV cache"):
+    with pytest.raises(CaptureError, match=r"Attention 'layer 0': called outside of a step.* KV cache"):
         module(torch.tensor([1]), torch.tensor([0]))
     with runtime_of(module, module.compute_logits) as runtime:
         runtime.replay(rows([3], [3])).tokens()
@@ -135,7 +139,7 @@ def test_a_call_outside_a_step_names_what_is_missing() -> None:
     number = module.layers[0]._number
     del module, runtime
     query = torch.zeros(1, 4, 16)
-    with pytest.raises(CaptureError, match=f"got number {number}, which is gone"):
+    with pytest.raises(CaptureError, match=f"layer {number} was garbage-collected"):
         torch.ops.graphrt.attention_layer(query, None, None, None, query.clone(), number)
 
 
@@ -153,16 +157,16 @@ def test_a_step_that_fails_leaves_no_step_behind() -> None:
 
 
 def test_a_layer_is_called_once_per_step_after_the_one_it_reads() -> None:
-    with pytest.raises(UnsupportedError, match="'layer 0': expected one call per step, got a second"):
+    with pytest.raises(UnsupportedError, match="'layer 0': called twice in one step"):
         runtime_of(OneLayer(CPU, lambda a, q, k, v, at: a(a(q, k, v), k, v)), None)
     module = Plain((FULL, replace(FULL, kv_shared_with=0)), CPU)
     original, module.layers = module.layers, torch.nn.ModuleList(reversed(module.layers))
     module.registered = torch.nn.ModuleList(original)
     with pytest.raises(ConfigError, match=r"'layer 1': expected kv_shared_with to name an earlier layer \(none\)"):
-        graphrt.attention_specs(module)
+        attention_specs(module)
     early = Plain((FULL, replace(FULL, kv_shared_with=0)), CPU)
     early.forward = lambda ids, at: early.layers[1](early.of.embed[ids] @ early.of.q[1].t())
-    with pytest.raises(UnsupportedError, match="'layer 1': expected a call after the layer"):
+    with pytest.raises(UnsupportedError, match="'layer 1': called before the layer"):
         runtime_of(early, early.compute_logits)
 
 
@@ -195,7 +199,7 @@ def test_a_tape_holds_what_the_layer_does() -> None:
 WRONG_OUT: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
     "shape": (lambda q: torch.empty_like(q)[:, :2], "out: expected shape"),
     "dtype": (lambda q: torch.empty_like(q).half(), "out: expected dtype float32"),
-    "strides": (lambda q: torch.empty_like(q).mT.contiguous().mT, "out: expected a contiguous tensor"),
+    "strides": (lambda q: torch.empty_like(q).mT.contiguous().mT, "out: not contiguous"),
 }
 
 
@@ -227,21 +231,21 @@ def test_names_are_unique_in_a_model() -> None:
     module = torch.nn.Module()
     module.first, module.second = (torch.nn.ModuleDict({"attention": layer_of(0, FULL)}) for _ in range(2))
     with pytest.raises(ConfigError, match=r"got 'layer 0' at first.attention and at second.attention"):
-        graphrt.attention_specs(module)
+        attention_specs(module)
     with pytest.raises(ConfigError, match=r"'layer 0' at module.first.attention and at module.second.attention"):
         runtime_of(module, None)
     module.second = module.first  # one layer at two places is one layer
-    assert graphrt.attention_specs(module) == (FULL,)
+    assert attention_specs(module) == (FULL,)
 
 
 @pytest.mark.parametrize("shared", ["layer 0", "layer 1", "layer 2", "attention"])
 def test_layers_share_with_an_earlier_layer(shared: str) -> None:
     module = torch.nn.ModuleList([layer_of(0, FULL), layer_of(1, FULL, kv_shared_with=shared), layer_of(2, FULL)])
     if shared == "layer 0":
-        assert graphrt.attention_specs(module) == (FULL, replace(FULL, kv_shared_with=0), FULL)
+        assert attention_specs(module) == (FULL, replace(FULL, kv_shared_with=0), FULL)
         return
     with pytest.raises(ConfigError, match=rf"'layer 1': .*earlier layer \('layer 0'\), got '{shared}'"):
-        graphrt.attention_specs(module)
+        attention_specs(module)
 
 
 def test_what_is_no_layer_is_refused() -> None:
@@ -258,8 +262,8 @@ def test_what_is_no_layer_is_refused() -> None:
         graphrt.Attention(4, 16, name="x").double().spec  # noqa: B018
     for model in (torch.nn.Linear(2, 2), lambda step: step):
         with pytest.raises(ConfigError, match="expected"):
-            graphrt.attention_specs(model)
-        with pytest.raises(ConfigError, match=r"attention: expected specs, or a model with graphrt.Attention layers"):
+            attention_specs(model)
+        with pytest.raises(ConfigError, match=r"attention: required, since the model has no graphrt.Attention layers"):
             Runtime(model, vocab_size=VOCAB, device=CPU)
     with pytest.raises(ConfigError, match="module: expected Module"):
         graphrt.as_step_model(lambda ids, positions: ids)
@@ -276,9 +280,9 @@ def test_given_specs_are_those_of_the_layers() -> None:
     for attention in (FULL, [FULL, FULL], None):
         Runtime(model, attention, groups, vocab_size=VOCAB, device=CPU, num_pages=9).close()
     for wrong, at in (([FULL, WINDOW], 1), ([FULL] * 3, 2), ([FULL], 1)):
-        with pytest.raises(ConfigError, match=f"expected the specs of the model's 2 .* from layer {at} on"):
+        with pytest.raises(ConfigError, match=f"expected the specs of the model's 2 .* differ at layer {at};"):
             Runtime(model, wrong, vocab_size=VOCAB, device=CPU)
-    with pytest.raises(ConfigError, match="kv_spec: expected that of the cache"):
+    with pytest.raises(ConfigError, match="kv_spec: required with one spec for all layers"):
         Runtime(model, FULL, vocab_size=VOCAB, device=CPU)
     cache = graphrt.KVCache.allocate(groups, 20, CPU)
     manager = graphrt.ReplayManager(model, cache, vocab_size=VOCAB, config=RuntimeConfig(4, 16, MAX_LEN))
@@ -294,7 +298,7 @@ def test_one_model_in_two_managers_and_two_models_of_a_class() -> None:
         check_tokens(runtime, module.of, (3, 11), 6)
     step = runtimes[0].manager._program.view(runtimes[0].manager.descriptors[0])
     with ModelLayers(first).bound_to(step):
-        with pytest.raises(ReplayError, match="'layer 0': expected no step that runs in it"):
+        with pytest.raises(ReplayError, match="'layer 0': a step of another manager is running"):
             runtimes[1].replay(rows([3], [3], 2), eager=True)
         runtimes[2].replay(rows([3], [3], 2), eager=True).tokens()
     runtimes[1].replay(rows([3], [3], 2), eager=True).tokens()
@@ -333,17 +337,17 @@ def test_a_weight_that_moved_is_noticed() -> None:
 
 
 def test_the_backend_is_chosen_once_and_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    specs = graphrt.attention_specs(Plain(MODELS["shared"], CPU))
+    specs = attention_specs(Plain(MODELS["shared"], CPU))
     groups, asked = graphrt.kv_groups(specs), []
     select = registry.select_backend
     monkeypatch.setattr(registry, "select_backend", lambda *a: (asked.append(a), select(*a))[1])
     monkeypatch.setattr(registry, "_registered", {})
     choice._chosen.cache_clear()
     config = RuntimeConfig(4, 16, MAX_LEN)
-    found = graphrt.get_attn_backend(specs, groups, "cpu", config=config)
+    found = get_attn_backend(specs, groups, "cpu", config=config)
     assert (found.name, found.backend) == ("torch_reference", registry.backend_class("torch_reference"))
     assert found.reason == select(found.context)[1]
-    assert graphrt.get_attn_backend(list(specs), groups, CPU, config=config) == found
+    assert get_attn_backend(list(specs), groups, CPU, config=config) == found
     assert len(asked) == 1
     model = graphrt.as_step_model(Plain(MODELS["shared"], CPU))
     with Runtime(model, vocab_size=VOCAB, device=CPU, config=config, num_pages=20) as runtime:
@@ -354,12 +358,12 @@ def test_the_backend_is_chosen_once_and_explained(monkeypatch: pytest.MonkeyPatc
 
     registry.register_backend(Another)
     before = len(asked)
-    assert graphrt.get_attn_backend(specs, groups, CPU, config=replace(config, backend="another")).backend is Another
-    graphrt.get_attn_backend(specs, groups, CPU, config=config)
+    assert get_attn_backend(specs, groups, CPU, config=replace(config, backend="another")).backend is Another
+    get_attn_backend(specs, groups, CPU, config=config)
     assert len(asked) == before + 2
     with pytest.raises(UnsupportedError, match="backend flash_attn3"):
-        graphrt.get_attn_backend(specs, groups, CPU, config=replace(config, backend="flash_attn3"))
+        get_attn_backend(specs, groups, CPU, config=replace(config, backend="flash_attn3"))
     with pytest.raises(ConfigError, match="as in the cache"):
-        graphrt.get_attn_backend(specs[:1], groups, CPU)
+        get_attn_backend(specs[:1], groups, CPU)
     with pytest.raises(ConfigError, match=r"attention\[0\]"):
-        graphrt.get_attn_backend(["x"], groups, CPU)
+        get_attn_backend(["x"], groups, CPU)

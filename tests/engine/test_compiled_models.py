@@ -10,6 +10,7 @@ import torch
 
 import graphrt
 from graphrt.capture.op_trace import OpTraceRecorder
+from graphrt.kernels.cache.write import Rotary
 from tests.support.layered import MAX_LEN, VOCAB, WIDTH
 from tests.support.plain import (
     CPU,
@@ -156,7 +157,7 @@ def test_rotary_in_the_layer_is_the_rotation_before_it(compiled: bool, device: t
     angles = torch.outer(torch.arange(MAX_LEN).float(), 10000.0 ** -(torch.arange(8) / 8))
     cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1).to(device)
     weight = torch.linspace(0.5, 1.5, 16, device=device)
-    rotary = graphrt.Rotary(cos_sin, weight, weight)
+    rotary = Rotary(cos_sin, weight, weight)
 
     def rotated(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         x = torch.nn.functional.rms_norm(x, (16,), weight, 1e-6)

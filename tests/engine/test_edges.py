@@ -279,7 +279,7 @@ def test_a_cache_of_two_pages_is_enough_and_one_is_not() -> None:
         k, v = (list(torch.zeros(LAYERS, pages, 4, KV_HEADS, HEAD_DIM)) for _ in "kv")
         if pages == 1:
             with pytest.raises(
-                ConfigError, match="num_pages: expected an int from 2 to 2147483647, got 1; one of them is the null"
+                ConfigError, match="num_pages: expected an int from 2 to 2147483647, got 1; one page is the null"
             ):
                 KVCache(SPEC, k, v)
     runtime = manager(cache=KVCache(SPEC, k, v), max_seq_len=4)
@@ -321,7 +321,7 @@ def test_samplers_may_return_either_int(device: torch.device, dtype: torch.dtype
 
 LOGITS = {
     "one-more-row": (lambda x: torch.cat([x, x[:1]]), r"logits: expected shape \[4, 61\], got \[5, 61\]"),
-    "one-column-less": (lambda x: x[:, 1:], "logits: expected 61 per row, as vocab_size says, got 60; pass"),
+    "one-column-less": (lambda x: x[:, 1:], "logits: expected vocab_size=61 per request, got 60; pass"),
     "flat": (lambda x: x.flatten(), "logits: expected shape"),
     "double": (lambda x: x.double(), "logits: expected dtype float16 or bfloat16 or float32, got float64"),
     "elsewhere": (lambda x: x.to("meta"), "logits: expected device cpu, got meta"),
@@ -438,10 +438,10 @@ def test_a_handle_of_a_step_that_the_device_did_not_report(device: torch.device)
         if device.type == "cuda":
             torch.cuda.synchronize()
         rig.manager.buffers.step_ring[handle.step % 4] = handle.step + wrong
-        with pytest.raises(ReplayError, match=f"step {handle.step}: .* got step {handle.step + wrong};"):
+        with pytest.raises(ReplayError, match=f"step {handle.step}: .* holds step {handle.step + wrong}\\);"):
             handle.tokens()
         assert type(handle.error) is ReplayError
-        with pytest.raises(ReplayError, match=f"step {handle.step}: .* got step {handle.step + wrong};"):
+        with pytest.raises(ReplayError, match=f"step {handle.step}: .* holds step {handle.step + wrong}\\);"):
             handle.faults  # noqa: B018
     assert rig.manager.replay(one()).tokens().tolist() == [greedy(rig, [3])]
 

@@ -10,12 +10,14 @@ import pytest
 import torch
 
 import graphrt
+from graphrt.backends.choice import get_attn_backend
 from graphrt.batch import Batch, Request
 from graphrt.cache.groups import kv_groups
 from graphrt.cache.kv_cache import KVCache
 from graphrt.config import RuntimeConfig
 from graphrt.generate.generator import TextGenerator
 from graphrt.kernels.errors import ConfigError, ShapeError, UnsupportedError
+from graphrt.layer import attention_specs
 from graphrt.runtime import Runtime
 from graphrt.spec import AttentionKind, AttentionSpec, KVCacheSpec
 from graphrt.testing.poison import poison_derived
@@ -387,7 +389,7 @@ def test_layers_of_any_module_say_their_kind() -> None:
     torch.testing.assert_close(got[1], want.detach())
     assert "kind=encoder" in repr(module.layers[0])
     crossing = Embedder(AttentionKind.CROSS)
-    assert graphrt.attention_specs(crossing)[0].kind is AttentionKind.CROSS
+    assert attention_specs(crossing)[0].kind is AttentionKind.CROSS
     with pytest.raises(ShapeError, match="those of the encoder alone, got a tensor and a tensor"):
         crossing.layers[0](*torch.zeros(3, 1, 64))
     with pytest.raises(ConfigError, match="kv_shared_with: expected None in encoder attention"):
@@ -397,13 +399,13 @@ def test_layers_of_any_module_say_their_kind() -> None:
 def test_what_backends_and_generators_cannot_do_is_refused() -> None:
     groups = kv_groups([CROSS])
     with pytest.raises(UnsupportedError, match="cross attention: not supported"):
-        graphrt.get_attn_backend([CROSS], groups, "cpu", config=RuntimeConfig(max_encoder_len=8, backend="flash_attn3"))
+        get_attn_backend([CROSS], groups, "cpu", config=RuntimeConfig(max_encoder_len=8, backend="flash_attn3"))
     with pytest.raises(UnsupportedError, match="encoder attention: not supported"):
-        graphrt.get_attn_backend([ENCODER], (), "cpu", config=RuntimeConfig(backend="flash_attn2"))
+        get_attn_backend([ENCODER], (), "cpu", config=RuntimeConfig(backend="flash_attn2"))
     odd = AttentionSpec(4, 4, 20, F32, kind=AttentionKind.ENCODER)
     with pytest.raises(UnsupportedError, match="head_dim 20 in encoder attention: supports multiples of 8"):
-        graphrt.get_attn_backend([odd], (), "cpu", config=RuntimeConfig(backend="triton"))
+        get_attn_backend([odd], (), "cpu", config=RuntimeConfig(backend="triton"))
     runtime = bart_runtime(CPU, use_graphs=False)[1]
-    with pytest.raises(ConfigError, match="expected a decoder alone"):
+    with pytest.raises(ConfigError, match="the model has cross layers or no KV cache"):
         TextGenerator(runtime)
     runtime.close()

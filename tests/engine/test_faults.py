@@ -51,7 +51,7 @@ def test_logits_without_a_token_are_a_fault_of_their_step(device: torch.device, 
     )
     handle = rig.manager.replay(batch, eager=eager)
     assert handle.faults == (RequestFault(1, FaultCode.NO_TOKEN_OFFERED, NO_TOKEN),)
-    with pytest.raises(StepFaultError, match=r"row 1: NO_TOKEN_OFFERED: its logits offer no token"):
+    with pytest.raises(StepFaultError, match=r"request 1: NO_TOKEN_OFFERED: no token can be sampled"):
         handle.tokens()
     assert handle.tokens(raise_on_fault=False).tolist() == [greedy(rig, [7, 8]), NO_TOKEN]
     again = Batch(req_indices=[3, 2], seq_lens=[3, 3], page_indptr=[0, 1, 2], page_ids=[5, 4])
@@ -90,7 +90,7 @@ def test_every_faulty_row_is_named(device: torch.device) -> None:
     assert handle.faults == expected
     assert isinstance(handle.error, StepFaultError)
     assert (handle.error.index, handle.error.code, handle.error.value) == (1, FaultCode.REQ_INDEX_OUT_OF_RANGE, 9)
-    assert "and 2 more, in rows 2, 3" in str(handle.error)
+    assert "and 2 more, in requests 2, 3" in str(handle.error)
     assert handle.tokens(raise_on_fault=False).tolist() == [greedy(rig, [1]), NO_TOKEN, NO_TOKEN, NO_TOKEN]
     fine = rig.manager.replay(one(5))
     assert fine.faults == ()
@@ -112,9 +112,9 @@ def test_a_fault_says_what_became_of_its_row() -> None:
         if code is not FaultCode.NONE:
             late = code in (FaultCode.NO_TOKEN_OFFERED, FaultCode.SAMPLE_OUT_OF_RANGE)
             end = (
-                "its KV is written, its last token is void"
+                "its KV was written, but it has no new token"
                 if late
-                else "the row wrote nothing and can be submitted again"
+                else "the request wrote nothing and can be submitted again"
             )
             assert end in str(RequestFault(2, code, 7))
             assert str(RequestFault(2, code, 7)).startswith(f"row 2: {code.name}: ")

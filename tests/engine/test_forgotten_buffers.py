@@ -20,8 +20,8 @@ from graphrt.kernels.errors import GraphRTError
 from graphrt.kernels.metadata.buffers import BufferKind, StaticBuffers
 from graphrt.kernels.types import FaultCode
 from tests.engine import test_encoder_faults
-from tests.engine.test_replay import fault_scenario, logprob_scenario, penalty_scenario
 from tests.session.test_session import STATE, state_scenario
+from tests.support.replay_scenarios import fault_scenario, logprob_scenario, penalty_scenario
 from tests.support.toy import make_rig
 
 CPU = torch.device("cpu")

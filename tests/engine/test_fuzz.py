@@ -38,9 +38,9 @@ from graphrt import (
     TextGenerator,
     kv_groups,
     register_backend,
-    resolve_device,
 )
 from graphrt.kernels.checks import shown
+from graphrt.runtime import resolve_device
 from tests.support.toy import HEAD_DIM, HEADS, KV_HEADS, LAYERS, VOCAB, LivelyModel, greedy, make_runtime
 
 CPU = torch.device("cpu")

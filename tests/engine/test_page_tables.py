@@ -72,7 +72,7 @@ def test_bad_pages_are_named_and_the_others_go_on(device: torch.device) -> None:
     manager.capture()
     batch = Batch(req_indices=[0, 1, 2, 3], seq_lens=[5] * 4, query_lens=[5] * 4, tokens=np.arange(20))
     handle = manager.replay(batch)
-    with pytest.raises(StepFaultError, match="row 1: PAGE_OUT_OF_RANGE"):
+    with pytest.raises(StepFaultError, match="request 1: PAGE_OUT_OF_RANGE"):
         handle.tokens()
     bad = FaultCode.PAGE_OUT_OF_RANGE
     assert [(f.index, f.code, f.value) for f in handle.faults] == [(1, bad, PAGES), (3, bad, -1)]
@@ -107,7 +107,7 @@ def test_a_batch_lists_no_pages_beside_tables_and_tables_stay_where_they_are() -
     tables = torch.zeros(ROWS, LONGEST // PAGE, dtype=torch.int32)
     manager = make_manager(torch.device("cpu"), tables)
     manager.capture()
-    with pytest.raises(ShapeError, match=r"batch\.page_ids: expected none beside page_tables"):
+    with pytest.raises(ShapeError, match=r"batch\.page_ids: must be empty with page_tables"):
         manager.replay(Batch(req_indices=[0], seq_lens=[1], tokens=[1], page_indptr=[0, 1], page_ids=[1]))
     tables.data = tables.clone()
     with pytest.raises(ReplayError, match="page_tables"):

@@ -158,7 +158,7 @@ def test_a_mask_without_tokens_is_a_fault_of_its_row_alone(device: torch.device)
         rows = [session.add(prompt, SamplingParams(4)) for prompt in PROMPTS]
         session.set_token_mask(rows[1], [0, 0])
         session.run(3)
-        with pytest.raises(GraphRTError, match=f"row {rows[1].req_index}: NO_TOKEN_OFFERED"):
+        with pytest.raises(GraphRTError, match=f"request {rows[1].req_index}: NO_TOKEN_OFFERED"):
             session.collect(wait=True)
         finish(session)
         assert [len(row.tokens) for row in rows] == [4, 0, 4]
@@ -292,7 +292,7 @@ WRONG = [
     (
         "RuntimeConfig(request_tensors=[RequestTensor('a'), RequestTensor('a')])",
         ConfigError,
-        "expected names that differ",
+        "two tensors have the same name",
     ),
     ("RuntimeConfig(request_tensors=['a'])", ConfigError, "request_tensors: expected RequestTensor"),
     ("tables.record_prefix(0, [1] * 65)", CapacityError, "tokens: expected at most max_seq_len=64, got 65"),
@@ -333,7 +333,9 @@ def test_an_initial_value_that_does_not_fit_is_named(dtype: torch.dtype, initial
 
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.uint64, torch.complex64, torch.float8_e4m3fnuz, "int32", None])
 def test_dtypes_that_no_row_tensor_has_are_named(dtype: object) -> None:
-    with pytest.raises(ConfigError, match=r"RequestTensor.dtype: expected a float, a signed int, uint8 or bool, got"):
+    with pytest.raises(
+        ConfigError, match=r"RequestTensor.dtype: expected a float, signed int, uint8 or bool dtype, got"
+    ):
         RequestTensor("id", dtype=dtype)  # type: ignore[arg-type]
 
 

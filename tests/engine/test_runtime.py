@@ -58,7 +58,7 @@ def test_a_cache_that_does_not_fit_raises_with_the_numbers(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("value", [0.0, 1.5, -1.0])
 def test_memory_utilization_is_a_share(value: float) -> None:
-    with pytest.raises(ConfigError, match=r"memory_utilization: expected a share in \(0, 1\], got"):
+    with pytest.raises(ConfigError, match=r"memory_utilization: expected a number in \(0, 1\], got"):
         build(torch.device("cpu"), memory_utilization=value)
 
 
@@ -99,7 +99,7 @@ def test_after_close_every_call_answers(device: torch.device) -> None:
     runtime.close()
     runtime.close()
     for name, call in CLOSED.items():
-        with pytest.raises(CaptureError, match=f"{name}: expected an open runtime, got one that was closed"):
+        with pytest.raises(CaptureError, match=f"{name}: this runtime was closed"):
             call(runtime)
     assert runtime.state is State.CLOSED
     assert (runtime.stats().real_tokens, sum(runtime.stats().replays.values())) == (1, 1)
@@ -201,13 +201,13 @@ WRONG: dict[str, tuple[dict, str]] = {
     "config": ({"config": "abc"}, "config: expected RuntimeConfig, got 'abc'"),
     "kv_spec": ({"kv_spec": "abc"}, "groups: expected a list or tuple of KVCacheSpec per KV group, got 'abc'"),
     "kv_spec-item": ({"kv_spec": [SPEC, None]}, r"groups\[1\]: expected KVCacheSpec, got None"),
-    "kv_spec-none": ({"kv_spec": ()}, "attention: expected one spec per layer, got one for all"),
+    "kv_spec-none": ({"kv_spec": ()}, "attention: one spec for all layers needs a cache with layers"),
     "attention": ({"attention": "abc"}, "attention: expected a list or tuple of AttentionSpec"),
-    "attention-none": ({"attention": None}, "attention: expected specs, or a model with graphrt"),
+    "attention-none": ({"attention": None}, "attention: required, since the model has no graphrt"),
     "attention-item": ({"attention": [SPEC] * 2}, r"attention\[0\]: expected AttentionSpec, got KVCacheSpec"),
     "attention-count": (
         {"attention": [AttentionSpec(4, 2, 16, torch.float32)]},
-        "attention: expected 2 layers with keys and values of their own, as in the cache, got 1 of 1",
+        "attention: expected 2 layers with their own KV, as in the cache, got 1 among 1",
     ),
     "vocab": ({"vocab_size": 61.0}, "vocab_size: expected an int from 1 to 1048576, got 61.0"),
     "vocab-zero": ({"vocab_size": 0}, "vocab_size: .* got 0"),
@@ -216,10 +216,13 @@ WRONG: dict[str, tuple[dict, str]] = {
     "pages-text": ({"num_pages": "some"}, "num_pages: .* got 'some'"),
     "pages-none": ({"num_pages": None}, "num_pages: .* got None"),
     "pages-one": ({"num_pages": 1}, "num_pages: .* got 1"),
-    "pages-of-pools": ({"num_pages": [5, 6]}, r"num_pages: expected one number, or one for each of 1 pools, got \[5,"),
-    "pages-of-no-pool": ({"num_pages": ()}, r"num_pages: expected one number, .* got \(\)"),
+    "pages-of-pools": (
+        {"num_pages": [5, 6]},
+        r"num_pages: expected one int, or a sequence of 1, one per pool, got \[5,",
+    ),
+    "pages-of-no-pool": ({"num_pages": ()}, r"num_pages: expected one int, .* got \(\)"),
     "pages-of-pools-item": ({"num_pages": ["5"]}, "num_pages: expected an int from 2 .* got '5'"),
-    "share": ({"memory_utilization": "x"}, r"memory_utilization: expected a share in \(0, 1\], got 'x'"),
+    "share": ({"memory_utilization": "x"}, r"memory_utilization: expected a number in \(0, 1\], got 'x'"),
     "share-nan": ({"memory_utilization": float("nan")}, "memory_utilization: .* got nan"),
     "share-bool": ({"memory_utilization": True}, "memory_utilization: .* got True"),
     "device": ({"device": 0}, "device: expected cpu, cuda or cuda:N, got 0"),

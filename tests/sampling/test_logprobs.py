@@ -151,7 +151,7 @@ def test_a_row_without_a_token_has_none(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
     rig.manager.buffers.step_ring.fill_(-1)
-    with pytest.raises(ReplayError, match="expected the device to report this step"):
+    with pytest.raises(ReplayError, match="the device did not report this step"):
         lost.logprobs()
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from graphrt.batch import Batch
-from graphrt.cache.groups import layer_places
+from graphrt.cache.groups import kv_locations
 from graphrt.cache.kv_cache import KVCache
 from graphrt.config import RuntimeConfig
 from graphrt.engine.batch_delta import BatchDelta, StopConditions
@@ -266,4 +266,4 @@ def prompts_of(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
 
 def places(specs: Sequence[AttentionSpec], groups: Sequence[KVCacheSpec]) -> list[tuple[int, int, bool]]:
     """Group, cache layer and whether it writes, of every layer."""
-    return [(place.group, place.cache_layer, place.writes) for place in layer_places(specs, groups)]
+    return [(place.group, place.cache_layer, place.writes) for place in kv_locations(specs, groups)]

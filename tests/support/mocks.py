@@ -10,7 +10,8 @@ import math
 
 import torch
 
-from graphrt.backends.base import AttentionBackend, Capabilities, GraphSupport
+from graphrt.backends.base import AttentionBackend
+from graphrt.backends.capabilities import Capabilities, GraphSupport
 from graphrt.kernels.metadata.page_list import list_pages
 from graphrt.kernels.types import KVLayout
 

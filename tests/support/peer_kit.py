@@ -6,7 +6,11 @@ from typing import Any
 
 import torch
 
-from graphrt.backends.base import AttentionBackend, AttentionLayer, BackendContext
+from graphrt.backends.base import AttentionBackend, AttentionLayer
+from graphrt.backends.capabilities import BackendContext
+from graphrt.backends.flash_attn2 import FlashAttention2Backend
+from graphrt.backends.flash_attn3 import FlashAttention3Backend
+from graphrt.backends.flashinfer import FlashInferBackend
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.kernels.types import KVLayout
 from graphrt.metadata import StepMetadata
@@ -14,6 +18,7 @@ from graphrt.spec import AttentionSpec, KVCacheSpec
 
 CPU, CUDA, BF16 = torch.device("cpu"), torch.device("cuda"), torch.bfloat16
 FULL, WINDOWED = AttentionSpec(8, 2, 64, BF16), AttentionSpec(8, 2, 64, BF16, sliding_window=7)
+PEERS = (FlashAttention2Backend, FlashAttention3Backend, FlashInferBackend)
 Calls = list[tuple[str, dict[str, Any]]]
 
 

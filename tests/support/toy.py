@@ -191,3 +191,23 @@ def greedy(model: ToyModel, prompt: list[int], count: int) -> list[int]:
     for _ in range(count):
         tokens.append(int(model.oracle(tokens).argmax()))
     return tokens[len(prompt) :]
+
+
+def assert_works(rig: Rig) -> None:
+    """A correct step after the error gives the right logits."""
+    sequence = rig.start(7, [1, 2, 3])
+    handle = rig.manager.replay(Batch.from_requests([rig.row(sequence)]))
+    want = rig.model.oracle([1, 2, 3])
+    assert (handle.logits()[0].double().cpu() - want).abs().max() < 2e-4
+    assert int(handle.tokens()[0]) == int(handle.logits()[0].argmax())
+
+
+def good(**changes) -> dict:
+    """Arguments of a valid Batch of two requests, with changes."""
+    return {
+        "req_indices": [0, 1],
+        "seq_lens": [1, 1],
+        "tokens": [3, 4],
+        "page_indptr": [0, 1, 2],
+        "page_ids": [5, 6],
+    } | changes
