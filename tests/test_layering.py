@@ -1,4 +1,4 @@
-"""The rules of DESIGN that a syntax tree shows: import directions, environment reads, file lengths, annotations."""
+"""Rules that a syntax tree shows: import order and cycles, environment reads, file lengths, annotations."""
 
 from __future__ import annotations
 
@@ -121,13 +121,13 @@ def environment_faults(path: str, source: str) -> list[str]:
 
 
 def assert_faults(path: str, source: str) -> list[str]:
-    """Assertions that would fail without a word."""
+    """Assertions without a message."""
     nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Assert))
     return [f"line {node.lineno}: assert without message" for node in nodes if node.msg is None]
 
 
 def annotation_faults(path: str, source: str) -> list[str]:
-    """Functions without full annotations; the bodies of Triton kernels are excepted, and mypy skips those alike."""
+    """Functions without full annotations, except the bodies of Triton kernels, which mypy skips too."""
     faults = []
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.FunctionDef) or any(is_jit(decorator) for decorator in node.decorator_list):
@@ -164,7 +164,7 @@ FACTORIES = frozenset(
 
 
 def factory_faults(path: str, source: str) -> list[str]:
-    """Tensors whose device follows `torch.set_default_device`, which belongs to the caller."""
+    """Tensors whose device would follow `torch.set_default_device`, which belongs to the caller."""
     faults = []
     for node in ast.walk(ast.parse(source)):
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in FACTORIES):
@@ -306,7 +306,7 @@ IN_A_TEST = {
 
 
 @pytest.mark.parametrize("case", IN_A_TEST)
-def test_a_run_fails_when_a_layer_is_imported_under_its_folder_s_name(tmp_path, case):
+def test_run_fails_if_a_layer_is_imported_by_its_folder_name(tmp_path, case):
     line, code, text = IN_A_TEST[case]
     (tmp_path / "test_it.py").write_text(f"def test_it():\n    {line}\n")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "-p", "no:cacheprovider", str(tmp_path)]
@@ -316,7 +316,7 @@ def test_a_run_fails_when_a_layer_is_imported_under_its_folder_s_name(tmp_path, 
     assert text in result.stdout + result.stderr
 
 
-def test_public_names_are_those_that_type_checkers_see():
+def test_type_checkers_see_the_public_names():
     (block,) = (
         node
         for node in ast.parse((ROOT / "graphrt/__init__.py").read_text()).body
@@ -327,7 +327,7 @@ def test_public_names_are_those_that_type_checkers_see():
 
 
 @pytest.mark.parametrize("name", sorted(graphrt._HOME))
-def test_public_name_is_its_home_s(name):
+def test_public_name_is_that_of_its_module(name):
     value, home = getattr(graphrt, name), graphrt._HOME[name]
     assert value is getattr(importlib.import_module(home), name)
     if name.isupper():  # a constant knows neither its name nor its home: the file does
@@ -337,6 +337,6 @@ def test_public_name_is_its_home_s(name):
     assert name in dir(graphrt)
 
 
-def test_unknown_public_name():
+def test_unknown_public_name_raises():
     with pytest.raises(AttributeError, match="module 'graphrt' has no attribute 'Scheduler'"):
         _ = graphrt.Scheduler

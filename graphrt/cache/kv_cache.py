@@ -306,11 +306,7 @@ class KVCache:
 
 
 def check_groups(groups: KVCacheSpec | Sequence[KVCacheSpec]) -> tuple[KVCacheSpec, ...]:
-    """Return the groups as a tuple, also for a single spec.
-
-    Raises:
-        ConfigError: if `groups` is not a KVCacheSpec or a sequence of them.
-    """
+    """Return the groups as a tuple. Raises ConfigError if `groups` is not a KVCacheSpec or a sequence of them."""
     if isinstance(groups, KVCacheSpec):
         return (groups,)
     check_sequence("groups", groups, of="KVCacheSpec per KV group", error=ConfigError)

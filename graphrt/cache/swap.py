@@ -272,8 +272,7 @@ class SwapSpace:
             raise ConfigError(f"{call}: these pages {why}; pass what swap_out() of this space returned, once")
 
     def _checked(self, pages: Sequence[Pages], owners: int | None = None) -> list[PageIds]:
-        """Return the page ids of each group, after a check that each is listed once and has `owners` owners (None: at
-        least one)."""
+        """Return the checked page ids of each group: each listed once, with `owners` owners (None: at least one)."""
         self._open("pages")
         check_sequence("pages", pages, len(self._groups), of="lists of pages, one per KV group", error=ConfigError)
         ids, of_pool = [], dict[int, list[PageIds]]()
@@ -348,10 +347,8 @@ class _Link:
 
     @contextlib.contextmanager
     def session(self) -> Iterator[_Link]:
-        """Order the copies in the block after all work that was submitted to the stream of the steps.
-
-        After an error in the block, later work on all three streams waits for the copies that were submitted.
-        """
+        """Order the copies in the block after all work on the stream of the steps. After an error in the block, later
+        work on all three streams waits for the copies."""
         if self.main is None:
             with torch.inference_mode():
                 yield self

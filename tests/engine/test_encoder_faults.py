@@ -1,4 +1,4 @@
-"""What specs, batches and rows of cross layers and encoders may not be, and which faults name them."""
+"""Wrong specs, batches and requests of cross and encoder layers, and the faults that name them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ WRONG_SPECS: dict[str, tuple[Callable[[], Any], str]] = {
     "shares_another_kind": (
         lambda: served([OWN, replace(CROSS, kv_shared_with=0)], None, 8), r"attention\[1\].kind: expected decoder"
     ),
-    "no_encoder_len": (lambda: served([CROSS], None, None), "max_encoder_len: expected the most tokens .*, got None"),
+    "no_encoder_len": (lambda: served([CROSS], None, None), "max_encoder_len: required for cross layers"),
     "needless_encoder_len": (lambda: served([OWN], None, 8), "max_encoder_len: expected None without cross layers"),
     "zero_encoder_len": (lambda: RuntimeConfig(max_encoder_len=0), "max_encoder_len: expected an int from 1"),
     "one_spec_for_all": (lambda: served(ENCODER, (), None), "pass a spec per layer"),
@@ -58,13 +58,13 @@ def served(specs: Any, groups: Any, max_encoder_len: int | None, **options: Any)
 
 
 @pytest.mark.parametrize("name", WRONG_SPECS)
-def test_what_means_nothing_is_refused(name: str) -> None:
+def test_contradicting_options_raise(name: str) -> None:
     make, message = WRONG_SPECS[name]
     with pytest.raises(ConfigError, match=message):
         make()
 
 
-def test_faults_of_cross_groups_name_row_value_and_group() -> None:
+def test_faults_of_cross_groups_name_request_value_and_group() -> None:
     runtime = served([OWN, CROSS], kv_groups([OWN, CROSS], page_size=4), 9)
     runtime.capture()
     good = Request(1, [1], 1, ([5], [6]), encoder_len=3)
@@ -91,8 +91,8 @@ def test_faults_of_cross_groups_name_row_value_and_group() -> None:
     runtime.close()
 
 
-def test_a_row_that_forgets_its_encoder_is_a_fault(device: torch.device) -> None:
-    """Where its cross layers would see nothing, another length, or what an ended sequence was fed."""
+def test_changed_encoder_len_is_a_fault(device: torch.device) -> None:
+    """Without the fault, cross layers would see nothing, another length, or the encoder of a finished sequence."""
     model, _ = cross_layer((OWN, CROSS), device)
     config = RuntimeConfig(4, 8, 32, decode_sizes=(4,), mixed_sizes=(8,), max_encoder_len=9)
     runtime = Runtime(
@@ -117,7 +117,7 @@ def test_a_row_that_forgets_its_encoder_is_a_fault(device: torch.device) -> None
     runtime.close()
 
 
-def test_encoders_take_whole_sequences_without_pages() -> None:
+def test_encoder_models_need_whole_sequences_without_pages() -> None:
     runtime = served([ENCODER], None, None)
     runtime.capture()
     with pytest.raises(ShapeError, match="query_lens: expected 5 new tokens in row 1, its seq_len, got 1"):
@@ -131,7 +131,7 @@ def test_encoders_take_whole_sequences_without_pages() -> None:
 
 
 @pytest.mark.parametrize("specs", [(OWN,), (OWN, CROSS)], ids=["one_group", "two_groups"])
-def test_a_batch_without_lists_goes_on_in_every_group(specs: tuple[AttentionSpec, ...]) -> None:
+def test_batch_without_pages_continues_in_every_group(specs: tuple[AttentionSpec, ...]) -> None:
     lens = [3] if len(specs) == 2 else None
     runtime = served(list(specs), kv_groups(specs, page_size=4), 9 if lens else None)
     runtime.capture()

@@ -61,7 +61,7 @@ WRITTEN = {
     and name not in (*STATE, *WITHIN_A_CALL)
 }
 SCENARIOS: dict[str, Callable[[], None]] = {
-    "last_encoder_len": lambda: test_encoder_faults.test_a_row_that_forgets_its_encoder_is_a_fault(CPU),
+    "last_encoder_len": lambda: test_encoder_faults.test_changed_encoder_len_is_a_fault(CPU),
     "last_token": feedback_scenario,
     "step_counter": claim_scenario,
     "penalty_seen": penalty_scenario,

@@ -1,4 +1,4 @@
-"""Replay against eager, bitwise, and against a dense float64 oracle that knows neither cache nor buffers."""
+"""Replay compared with eager, bitwise, and with a dense float64 oracle without cache and buffers."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from tests.support.toy import MAX_LEN, VOCAB, make_rig
 
 
 @pytest.mark.parametrize("layout", list(KVLayout), ids=lambda x: x.value)
-def test_replay_is_eager_and_right_at_every_captured_size(device: torch.device, layout: KVLayout) -> None:
-    """Every size, 1 to padded live rows, ragged, permuted, growing and shrinking, across page boundaries."""
+def test_replay_equals_eager_and_the_oracle_at_every_size(device: torch.device, layout: KVLayout) -> None:
+    """With 1 to padded_reqs requests, ragged, permuted, growing and shrinking, across page boundaries."""
     rig, rng = make_rig(device, layout=layout, decode_sizes=None), random.Random(3)
     sequences = [rig.start(i, p) for i, p in enumerate(prompts(rng, 8))]
     rig.prefill(*sequences[:3])
@@ -51,7 +51,7 @@ def test_replay_is_eager_and_right_at_every_captured_size(device: torch.device, 
     assert not rig.manager.stats().eager_steps
 
 
-def test_captured_short_replayed_to_the_last_token(device: torch.device) -> None:
+def test_replay_up_to_max_seq_len(device: torch.device) -> None:
     rig = make_rig(device, decode_sizes=(2,))
     long, short = rig.start(0, [5]), rig.start(1, [9, 9])
     rig.prefill(long, short)
@@ -64,8 +64,8 @@ def test_captured_short_replayed_to_the_last_token(device: torch.device) -> None
     check_row(rig, short, handle.logits()[0])
 
 
-def test_chunked_prompts_beside_decodes(device: torch.device) -> None:
-    """Mixed graphs: prompts in chunks that cross pages, decodes in the same step, padded to the token count."""
+def test_chunked_prefill_with_decode_requests(device: torch.device) -> None:
+    """Mixed graphs: prompts in chunks that cross pages, together with decode requests, padded to the token count."""
     rig, rng = make_rig(device), random.Random(5)
     decoding = [rig.start(i, p) for i, p in enumerate(prompts(rng, 3))]
     rig.prefill(*decoding)
@@ -84,8 +84,8 @@ def test_chunked_prompts_beside_decodes(device: torch.device) -> None:
     step_both_ways(rig, Batch.from_requests([rig.row(rig.start(5, [1, 2, 3])), *(rig.row(s) for s in decoding)]))
 
 
-def test_uniform_rows_of_several_tokens(device: torch.device) -> None:
-    """query_len 3, as speculation uses: causal among the new tokens, logits of the last."""
+def test_decode_steps_with_query_len_three(device: torch.device) -> None:
+    """As speculation uses them: causal among the new tokens, logits of the last one."""
     rig, rng = make_rig(device, query_len=3), random.Random(2)
     sequences = [rig.start(i, p) for i, p in enumerate(prompts(rng, 3))]
     rig.prefill(*sequences)
@@ -98,8 +98,8 @@ def test_uniform_rows_of_several_tokens(device: torch.device) -> None:
             sequence.tokens.append(int(logits[i].argmax()))
 
 
-def test_tokens_feed_back_on_the_device(device: torch.device) -> None:
-    """Ten steps submitted without reading one; rows change places, and each keeps its own last token."""
+def test_last_tokens_stay_on_the_device(device: torch.device) -> None:
+    """Ten steps are submitted without reading one. Requests change position, and keep their last tokens."""
     rig, rng = make_rig(device), random.Random(4)
     sequences = [rig.start(i + 2, p) for i, p in enumerate(prompts(rng, 4))]
     first = rig.manager.replay(Batch.from_requests([rig.row(s) for s in sequences]))
@@ -120,7 +120,7 @@ def test_tokens_feed_back_on_the_device(device: torch.device) -> None:
             sequence.tokens.append(token)
 
 
-def test_shared_pages_are_read_by_both_sequences(device: torch.device) -> None:
+def test_two_sequences_read_shared_pages(device: torch.device) -> None:
     rig = make_rig(device)
     prefix = [3, 1, 4, 1, 5, 9, 2, 6]
     first = rig.start(0, prefix)
@@ -133,7 +133,7 @@ def test_shared_pages_are_read_by_both_sequences(device: torch.device) -> None:
     check_row(rig, second, logits[1])
 
 
-def test_a_sliding_window_is_seen_by_prompt_and_decode(device: torch.device) -> None:
+def test_sliding_window_changes_prefill_and_decode(device: torch.device) -> None:
     full, windowed = make_rig(device), make_rig(device, window=3)
     for rig in (full, windowed):
         sequence = rig.start(0, [7, 8, 9, 10, 11, 12, 13])
@@ -155,8 +155,8 @@ def test_sixteen_bit_dtypes(device: torch.device, dtype: torch.dtype) -> None:
             sequence.tokens.append(int(tokens[i]))
 
 
-def test_the_triton_kernels_carry_the_whole_step_under_the_interpreter() -> None:
-    """Same buffers, same padding, same tape; every kernel the Triton one."""
+def test_step_in_the_triton_interpreter() -> None:
+    """With the same buffers and padding, and every kernel in Triton."""
     if torch.cuda.is_available():
         pytest.skip("the compiled kernels are tested on this machine")
     with interpreted():
@@ -181,8 +181,8 @@ OF_PARTS = ("decode_seq_lens", "decode_start_loc", "prompt_seq_lens", "prompt_st
 
 
 @pytest.mark.parametrize("field", READ_LATER)
-def test_a_refresh_that_forgets_one_buffer_is_noticed(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mutation: after each refresh one buffer is put back to what it held before. Some check must fail for each."""
+def test_refresh_that_skips_one_buffer_is_found(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutation: each refresh leaves one buffer unchanged, and some scenario must fail."""
     writer = WRITTEN[field].writer
     real = getattr(program, writer)
 
@@ -203,11 +203,11 @@ def test_a_refresh_that_forgets_one_buffer_is_noticed(field: str, monkeypatch: p
 
 
 @pytest.mark.parametrize("two_parts", [False, True])
-def test_the_mutation_scenario_passes_unmutated(two_parts: bool) -> None:
+def test_scenario_passes_without_mutation(two_parts: bool) -> None:
     scenario(rig_of(two_parts))
 
 
-def test_the_other_mutation_scenarios_pass_unmutated() -> None:
+def test_other_scenarios_pass_without_mutation() -> None:
     encoder_scenario()
     fault_scenario()
     truncation_scenario()

@@ -1,4 +1,4 @@
-"""Contexts, steps and layers for tests of what the backends around other packages do on the host."""
+"""Contexts, steps and layers for host tests of the backends that wrap other packages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def context(*specs: AttentionSpec, device: torch.device = CPU, page_size: int = 
 
 
 def metadata_of(asked: BackendContext, descriptor: BatchDescriptor, live: int) -> StepMetadata:
-    """`live` real tokens, the rest padding; one token in each row of a mixed step but the last real one."""
+    """Metadata of `live` real tokens and padding; in mixed steps one token per request except the last real one."""
     rows, tokens = descriptor.padded_reqs, descriptor.padded_tokens
     starts = [min(row * (descriptor.query_len or 1), live) for row in range(rows)] + [live]
     slots = torch.arange(1, tokens + 1)

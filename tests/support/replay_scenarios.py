@@ -1,4 +1,4 @@
-"""Short runs of the toy runtime, each of which checks some buffers of a step: tests drop one buffer at a time."""
+"""Short runs of the toy runtime that check some buffers of a step each: mutation tests skip one buffer at a time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def prompts(rng: random.Random, count: int, low: int = 1, high: int = 7) -> list
 
 
 def check_row(rig: Rig, sequence: Sequence, logits: torch.Tensor) -> None:
-    """The logits of one row against the dense oracle on the tokens that the host knows were fed."""
+    """Compare the logits of one request with the dense oracle on the tokens that were fed."""
     want = rig.model.oracle(sequence.tokens[: sequence.cached])
     bound = 2e-4 if logits.dtype == torch.float32 else 6e-2
     error = (logits.double().cpu() - want).abs().max().item()
@@ -31,7 +31,7 @@ def check_row(rig: Rig, sequence: Sequence, logits: torch.Tensor) -> None:
 
 
 def step_both_ways(rig: Rig, batch: Batch) -> tuple[np.ndarray, torch.Tensor]:
-    """One step eagerly and by replay, with everything poisoned in between; both must agree bitwise."""
+    """Run one step eagerly and by replay, with poisoned buffers in between; both must be bitwise equal."""
     buffers = rig.manager.buffers
     last = buffers.last_token.clone()
     poison_derived(buffers)
@@ -57,7 +57,7 @@ def rig_of(two_parts: bool) -> Rig:
 
 
 def scenario(rig: Rig) -> None:
-    """A short run: prefill, sampled and greedy decodes in a shrinking batch, then decodes beside a prompt."""
+    """A short run: prefill, sampled and greedy decode in a shrinking batch, then decode together with a prompt."""
     rng = random.Random(8)
     sequences = [rig.start(i, p) for i, p in enumerate(prompts(rng, 4, 3, 7))]
     rig.prefill(*sequences)
@@ -83,7 +83,7 @@ def scenario(rig: Rig) -> None:
 
 
 def fault_scenario() -> None:
-    """A step with a faulty row, and one without."""
+    """A step with a faulty request, and one without."""
     rig = make_rig(torch.device("cpu"))
     for token in (VOCAB + 2, 3):
         fine, other = rig.row(rig.start(0, [5])), rig.row(rig.start(1, [token]))
@@ -93,7 +93,7 @@ def fault_scenario() -> None:
 
 
 def truncation_scenario() -> None:
-    """Hot rows that keep their best token, by three ways to ask for it, and then one that keeps all."""
+    """Requests at high temperature with only their best token, by three options, and one with all tokens."""
     rig = make_rig(torch.device("cpu"))
     sequences = [rig.start(i, [5, 3, 1]) for i in range(3)]
     asked = [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}]
@@ -105,7 +105,7 @@ def truncation_scenario() -> None:
 
 
 def penalty_scenario() -> None:
-    """Rows that forbid each token of the prompt, then the first of the output, by three ways to ask for it."""
+    """Requests that forbid each token of the prompt, then the first of the output, by three options."""
     rig = make_rig(torch.device("cpu"), penalties=True)
     sequences = [rig.start(i, [5, 3, 1]) for i in range(3)]
     asked: list[dict[str, float]] = [
@@ -125,7 +125,7 @@ def penalty_scenario() -> None:
 
 
 def mask_scenario() -> None:
-    """Rows with a mask each, the other one's number, and none."""
+    """Requests with a mask each, with the mask of another, and with none."""
     rig = make_rig(torch.device("cpu"), token_masks=True)
     allowed = {0: {7, 40}, 3: {8, 31, 32, 60}}
     words = {at: [sum(1 << t % 32 for t in tokens if t // 32 == w) for w in (0, 1)] for at, tokens in allowed.items()}
@@ -138,7 +138,7 @@ def mask_scenario() -> None:
 
 
 def logprob_scenario() -> None:
-    """Of the sampled token, of a given one, and none, in one step and then in another order."""
+    """Log-probabilities of the sampled token, of a given one, and none, in two orders."""
     rig = make_rig(torch.device("cpu"), max_logprobs=2)
     logits = rig.model.oracle([5, 3, 1])
     best = int(logits.argmax())
@@ -162,7 +162,7 @@ def sequence_mask(tokens: set[int]) -> torch.Tensor:
 
 
 def encoder_scenario() -> None:
-    """Rows over what encoders of 5 tokens, 2 and none wrote, in two orders, against softmax in float64."""
+    """Requests with encoders of 5, 2 and 0 tokens, in two orders, against softmax in float64."""
     specs = [AttentionSpec(2, 1, 16, torch.float32, kind=AttentionKind.CROSS)]
 
     def model(step: Step) -> torch.Tensor:
@@ -188,7 +188,7 @@ def encoder_scenario() -> None:
 
 
 def _expected_token(logits: torch.Tensor, row) -> int:
-    """What a row alone draws: the sampler's result must not depend on the batch."""
+    """The token of a request that is sampled alone: it must not depend on the batch."""
     from graphrt.kernels.ops.sampling import sample
 
     device = logits.device
@@ -203,7 +203,7 @@ def _expected_token(logits: torch.Tensor, row) -> int:
 
 
 def _check_kv(rig: Rig, chosen: list[Sequence], before: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Exactly the slots of the new tokens were written."""
+    """Check that exactly the slots of the new tokens were written."""
     after = [t.clone() for _, t in rig.manager.kv_cache.named_tensors()]
     written = {(s.pages[(s.cached - 1) // rig.page_size], (s.cached - 1) % rig.page_size) for s in chosen}
     for old, new in zip(before, after, strict=True):
