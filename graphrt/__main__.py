@@ -1,4 +1,4 @@
-"""`python -m graphrt` is the command `graphrt`."""
+"""Run the `graphrt` command as `python -m graphrt`."""
 
 from graphrt.cli import run
 

@@ -1,4 +1,4 @@
-"""Configuration of a runtime: frozen, checked in full where it is made, resolved into concrete numbers once."""
+"""Configuration of a runtime: frozen, and fully checked at construction."""
 
 from __future__ import annotations
 
@@ -15,26 +15,28 @@ from graphrt.kernels.metadata.arguments import MAX_REQS, MAX_TOKENS
 from graphrt.kernels.numbers import REQUEST_DTYPES, converted
 from graphrt.kernels.ops.sampling_logprobs import MAX_TOP
 
-_MAX_LENGTH = 1 << 30  # positions, and sums of a few of them, are int32 on the device
+_MAX_LENGTH = 1 << 30  # positions, and sums of a few positions, are int32 on the device
 _MAX_RING = 1024
 _MAX_BIAS = 1 << 16
 
 Need = tuple[str, int]
-"""A field of RuntimeConfig, and the least value of it that some rows need; of a bool 1 is True."""
+"""A field of RuntimeConfig, and the lowest value that some requests need (1 is True for a bool)."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestTensor:
-    """A tensor of a runtime with a row per row id, which the model and the sampler read: `Step.request_state(name)`.
+    """A device tensor with one value per request index. Models and samplers read `Step.request_state(name)`.
 
-        RequestTensor("adapter", dtype=torch.int32)             a number per row, 0 where a row says nothing
-        RequestTensor("shift", (512,), initial=-1.0)            512 float32 per row
+        RequestTensor("adapter", dtype=torch.int32)             one number per request, 0 unless it is set
+        RequestTensor("shift", (512,), initial=-1.0)            512 float32 per request
 
-    shape     of one row's value; () is a number
-    dtype     a float of 64, 32, 16 or 8 bits (float8_e4m3fn, float8_e5m2), bfloat16, int64 to int8, uint8 or bool
-    initial   what rows have that were told nothing, and pad rows; a number of `dtype`
+    name      name in `Step.request_state`
+    shape     shape of one request's value; () is a number
+    dtype     float64, float32, float16, bfloat16, float8_e4m3fn, float8_e5m2, int64 to int8, uint8 or bool
+    initial   value of requests that set none, and of padding requests
 
-    Raises: ConfigError for another dtype, and for an `initial` that `dtype` does not have.
+    Raises:
+        ConfigError: if `dtype` is another one, if it cannot represent `initial`, or if a field has the wrong type.
     """
 
     name: str
@@ -43,15 +45,15 @@ class RequestTensor:
     initial: float = 0
 
     def __post_init__(self) -> None:
-        check_instance("RequestTensor.name", self.name, str, advice="name it as Step.request_state does")
+        check_instance("RequestTensor.name", self.name, str, advice="pass the name that Step.request_state takes")
         sizes = check_ints(
-            "RequestTensor.shape", self.shape, 0, _MAX_LENGTH, advice="() is a number", error=ConfigError
+            "RequestTensor.shape", self.shape, 0, _MAX_LENGTH, advice="pass () for a number", error=ConfigError
         )
         object.__setattr__(self, "shape", tuple(sizes.tolist()))
         if not isinstance(self.dtype, torch.dtype) or self.dtype not in REQUEST_DTYPES:
             raise ConfigError(
-                f"RequestTensor.dtype: expected a float, a signed int, uint8 or bool, got {shown(self.dtype)}; pass a "
-                "torch.dtype of these"
+                f"RequestTensor.dtype: expected a float, signed int, uint8 or bool dtype, got {shown(self.dtype)}; "
+                "pass such a torch.dtype"
             )
         check_instance("RequestTensor.initial", self.initial, (int, float), advice="pass a number")
         converted("RequestTensor.initial", self.initial, self.dtype, ConfigError)
@@ -59,48 +61,50 @@ class RequestTensor:
 
 @dataclass(frozen=True, slots=True)
 class RuntimeConfig:
-    """Capacities and choices of a runtime.
+    """Capacities and options of a runtime.
 
-    max_num_reqs    most requests in one step, up to 65,536; also the number of persistent row states
-    max_num_tokens  most new tokens in one step (prompt chunks and decodes together), up to 65,536
-    max_seq_len     KV tokens of the longest sequence: prompt and output together, but for the last sampled token, which
-                    no step writes. Width of the block table
-    query_len       new tokens per row in decode graphs: 1, or 1 + K with speculation
-    decode_sizes    row counts to capture; None is the default capture_sizes, () captures none
-    mixed_sizes     token counts of mixed graphs to capture; None is the default capture_sizes, () captures none
+    max_num_reqs    most requests in one step, up to 65,536; also the number of request indices
+    max_num_tokens  most new tokens in one step (prefill chunks and decode together), up to 65,536
+    max_seq_len     KV tokens of the longest sequence: prompt and output, except the last sampled token, whose KV is
+                    never written. Determines the width of the block table
+    query_len       new tokens per request in decode graphs: 1, or 1 + K with speculation
+    decode_sizes    numbers of requests to capture decode graphs for; None: the default sizes, (): no decode graph
+    mixed_sizes     numbers of tokens to capture mixed graphs for; None: the default sizes, (): no mixed graph
     ring_depth      launches in flight before `replay` waits. A larger value hides longer pauses of the host. With
-                    `shadow_every` twice as many may be in flight, as an eager step is such a pause
-    launch_steps    most steps of one launch of a DecodeSession
-    loop_sizes      decode sizes whose steps can run many times in one launch; other sizes are launched step by step
-    backend         attention backend by name; None takes GRAPHRT_BACKEND, else the best that can run
-    prefill_backend serves the prompts of mixed steps, by name, while `backend` serves the rows that decode. "none": one
-                    kernel of `backend` serves both. None takes what was measured to be fastest
-    use_graphs      False runs every step eagerly (counted, with the reason)
-    check_weights   before each step one address of a weight or cache is compared, and four names of the model are
-                    looked up, in turns. A weight that moved is found within (weights and cache tensors) steps, one that
-                    was replaced within (weights, buffers and submodules) / 4. The first step has everything checked
-                    that a graph holds whatever this says, and every step with GRAPHRT_DEBUG=1
-    shadow_every    every so many launches one step runs eagerly too, from the same state as its graph, and what both
-                    leave is compared bit by bit: `stats().shadow_differences`, and a RuntimeWarning. A launch of many
-                    steps is replayed step by step then. A shadow takes about as long as an eager step. 0: never
-    mixed_batches   False: `replay` takes only batches whose rows all have `query_len` new tokens, and refuses others.
-                    Prompts are then computed elsewhere. Backends without mixed batches can serve, and no mixed graphs
-                    are captured
-    max_encoder_len  most tokens that an encoder writes for a row; width of the cross groups' tables. Needed where the
-                    model has cross layers, and refused where it has none
-    batch_invariant a row's result does not depend on its neighbours, bitwise: only backends that promise it for
-                    attention are chosen. What a model computes besides is its own matter: a matrix product may differ
-                    in its last bits between captured sizes
-    penalties       rows may have repetition, presence and frequency penalties. Takes 4.125 bytes of device memory per
-                    row state and vocabulary entry, and a kernel per step
-    max_logit_bias  most tokens of a request with a logit bias; with SamplingParams.min_tokens its stop tokens count
-                    too. Takes 16 bytes of device memory per request index for each
-    max_logprobs    most of the best tokens whose log-probabilities a row may ask for, up to 1,024; 0: of the sampled
-                    token alone, None: no row asks for any. Takes four kernels per step, 8 bytes of pinned host memory
-                    per row, token and step in flight
-    token_masks     rows may have masks that say which tokens are allowed, as grammars need; a bit of device memory per
-                    row state and vocabulary entry
-    request_tensors     tensors of the model or sampler with a row per row id
+                    `shadow_every` twice as many may be in flight, because an eager step is such a pause
+    launch_steps    most steps in one launch of a DecodeSession
+    loop_sizes      decode sizes that can run many steps in one graph launch; other sizes are launched step by step
+    backend         name of the attention backend; None: GRAPHRT_BACKEND, else the fastest supported one
+    prefill_backend name of the backend for the prefill part of mixed steps, while `backend` serves the decode part.
+                    "none": `backend` serves whole mixed steps. None: whichever was measured to be faster
+    use_graphs      False: run every step eagerly; `stats()` counts these steps with the reason
+    check_weights   before each step, compare the address of one weight or cache tensor, and look up four names of the
+                    model, in turn. A moved weight is found within as many steps as there are weights and cache tensors,
+                    a replaced one within a quarter of the number of weights, buffers and submodules. Independent of
+                    this option, the first step checks everything that graphs hold, and so does every step with
+                    GRAPHRT_DEBUG=1
+    shadow_every    after this many launches, run one step also eagerly from the same state, and compare results and
+                    state bit by bit: `stats().shadow_differences`, and a RuntimeWarning. A launch of many steps is then
+                    replayed step by step. Costs about one eager step each time. 0: never
+    mixed_batches   False: `replay` accepts only batches in which every request has `query_len` new tokens. Prompts are
+                    computed elsewhere. No mixed graphs are captured, and backends without mixed batches can be used
+    max_encoder_len  most tokens that an encoder writes for a request, and the width of block tables of cross groups.
+                    Required if the model has cross layers, else None
+    batch_invariant the result of a request does not depend on other requests, bitwise. Selects only backends that
+                    promise this for attention. Matrix products of the model may still differ in their last bits between
+                    graph sizes
+    penalties       allow repetition, presence and frequency penalties. Costs 4.125 bytes of device memory per request
+                    index and vocabulary entry, and one kernel per step
+    max_logit_bias  most tokens with a logit bias per request; 8 bytes of device memory per request index for each
+    max_logprobs    most top tokens per request whose log-probabilities can be returned, up to 1,024. 0: only the
+                    sampled token, None: no log-probabilities. Costs four kernels per step, and 8 bytes of pinned host
+                    memory per request, token and step in flight
+    token_masks     allow masks of permitted tokens, for constrained decoding; one bit of device memory per request
+                    index and vocabulary entry
+    request_tensors per-request tensors of the model or the sampler
+
+    Raises:
+        ConfigError: if a field has the wrong type or is out of range, or if fields contradict each other.
     """
 
     max_num_reqs: int = 256
@@ -127,19 +131,20 @@ class RuntimeConfig:
     request_tensors: tuple[RequestTensor, ...] = ()
 
     def __post_init__(self) -> None:
-        check_int_field(self, "max_num_reqs", 1, MAX_REQS, advice="pass what one step may hold")
+        check_int_field(self, "max_num_reqs", 1, MAX_REQS, advice="pass the most requests of one step")
         check_int_field(self, "max_num_tokens", 1, MAX_TOKENS, advice="longer prompts run in chunks")
-        check_int_field(self, "max_seq_len", 1, _MAX_LENGTH, advice="pass the longest prompt and output together")
+        check_int_field(self, "max_seq_len", 1, _MAX_LENGTH, advice="pass the length of the longest prompt plus output")
         if self.max_encoder_len is not None:
-            check_int_field(self, "max_encoder_len", 1, _MAX_LENGTH, advice="None without cross layers")
-        check_int_field(self, "query_len", 1, MAX_TOKENS, advice="1 without speculation")
-        check_int_field(self, "ring_depth", 2, _MAX_RING, advice="with one slot every step waits, and 8 are usual")
-        check_int_field(self, "launch_steps", 1, _MAX_RING, advice="1 without DecodeSession.run(n)")
-        check_int_field(self, "shadow_every", 0, _MAX_LENGTH, advice="256 is often enough; 0 without shadow steps")
+            check_int_field(self, "max_encoder_len", 1, _MAX_LENGTH, advice="pass None without cross layers")
+        check_int_field(self, "query_len", 1, MAX_TOKENS, advice="pass 1 without speculation")
+        check_int_field(self, "ring_depth", 2, _MAX_RING, advice="pass 8, the default")
+        check_int_field(self, "launch_steps", 1, _MAX_RING, advice="pass 1 without DecodeSession.run(n)")
+        check_int_field(self, "shadow_every", 0, _MAX_LENGTH, advice="pass 256, or 0 for no shadow steps")
         if self.max_num_reqs * self.query_len > self.max_num_tokens:
             raise ConfigError(
-                f"RuntimeConfig.max_num_tokens: expected >= max_num_reqs x query_len = "
-                f"{self.max_num_reqs * self.query_len}, got {self.max_num_tokens}; a full decode step must fit"
+                f"RuntimeConfig.max_num_tokens: expected at least max_num_reqs x query_len = "
+                f"{self.max_num_reqs * self.query_len}, got {self.max_num_tokens}; raise it, so that a full decode "
+                "step fits"
             )
         for name, most in (("decode_sizes", self.max_num_reqs), ("mixed_sizes", self.max_num_tokens)):
             if (sizes := getattr(self, name)) is not None:
@@ -147,58 +152,61 @@ class RuntimeConfig:
                 found = check_ints(f"RuntimeConfig.{name}", sizes, 1, most, advice=advice, error=ConfigError)
                 object.__setattr__(self, name, tuple(sorted(set(found.tolist()))))
         decodes = self.decode_sizes if self.decode_sizes is not None else default_decode_sizes(self.max_num_reqs)
-        advice = "pass some of decode_sizes"
+        advice = "pass sizes of decode_sizes"
         loops = check_ints(
             "RuntimeConfig.loop_sizes", self.loop_sizes, 1, self.max_num_reqs, advice=advice, error=ConfigError
         )
         object.__setattr__(self, "loop_sizes", tuple(sorted(set(loops.tolist()))))
         if others := set(self.loop_sizes) - set(decodes):
-            raise ConfigError(f"RuntimeConfig.loop_sizes: expected decode sizes, got {sorted(others)} too; {advice}")
+            raise ConfigError(f"RuntimeConfig.loop_sizes: {sorted(others)} are not in decode_sizes; {advice}")
         for name in ("backend", "prefill_backend"):
             if (chosen := getattr(self, name)) is not None:
-                check_instance(f"RuntimeConfig.{name}", chosen, str, advice="name one, or None to have one chosen")
+                check_instance(f"RuntimeConfig.{name}", chosen, str, advice="pass a name, or None to select one")
         for name in ("use_graphs", "check_weights", "batch_invariant", "mixed_batches", "penalties", "token_masks"):
             check_bool_field(self, name, advice="pass a bool")
-        check_int_field(self, "max_logit_bias", 0, _MAX_BIAS, advice="0 without biases")
+        check_int_field(self, "max_logit_bias", 0, _MAX_BIAS, advice="pass 0 without biases")
         if self.max_logprobs is not None:
-            check_int_field(self, "max_logprobs", 0, MAX_TOP, advice="None without log-probabilities")
+            check_int_field(self, "max_logprobs", 0, MAX_TOP, advice="pass None without log-probabilities")
         check_sequence("RuntimeConfig.request_tensors", self.request_tensors, of="RequestTensor", error=ConfigError)
         for tensor in self.request_tensors:
             check_instance(
                 "RuntimeConfig.request_tensors", tensor, RequestTensor, advice="pass RequestTensor(name, ...)"
             )
         if len({tensor.name for tensor in self.request_tensors}) < len(self.request_tensors):
-            raise ConfigError("RuntimeConfig.request_tensors: expected names that differ, got some twice; rename them")
+            raise ConfigError("RuntimeConfig.request_tensors: two tensors have the same name; rename one")
         object.__setattr__(self, "request_tensors", tuple(self.request_tensors))
         if self.prefill_backend is not None and not self.mixed_batches:
             raise ConfigError(
                 f"RuntimeConfig.prefill_backend: expected None with mixed_batches=False, got {self.prefill_backend!r}; "
-                "there are no prompts, leave it out"
+                "leave it out, since there is no prefill"
             )
         if self.mixed_sizes and not self.mixed_batches:
             raise ConfigError(
-                f"RuntimeConfig.mixed_sizes: expected none with mixed_batches=False, got {self.mixed_sizes}; drop the "
-                "sizes, or allow mixed batches"
+                f"RuntimeConfig.mixed_sizes: expected () or None with mixed_batches=False, got {self.mixed_sizes}; "
+                "leave it out, or allow mixed batches"
             )
 
     @property
     def most_in_flight(self) -> int:
-        """Launches in flight before the next one waits; see `ring_depth`."""
+        """Most launches in flight before the next one waits; see `ring_depth`."""
         return 2 * self.ring_depth if self.shadow_every else self.ring_depth
 
     def check_needs(self, what: str, needs: Iterable[Need]) -> None:
-        """Raise UnsupportedError that names the field of this config which some rows need otherwise."""
+        """Raise UnsupportedError if a field is below what requests need.
+
+        what    name of the request or argument, for the error
+        """
         for name, least in needs:
             value = getattr(self, name)
             if (-1 if value is None else int(value)) < least:
                 wanted = f"{name}=True" if isinstance(value, bool) else f"{name}={least}"
                 raise UnsupportedError(
-                    f"{what}: expected a runtime with {wanted}, got {name}={value}; build it with "
+                    f"{what}: needs a runtime with {wanted}, this one has {name}={value}; build it with "
                     f"RuntimeConfig({wanted})"
                 )
 
     def resolve(self) -> RuntimeConfig:
-        """A config with every None replaced: the default capture_sizes, and the backend from the environment."""
+        """Return a config with the default sizes, and the backend of the environment, in place of None."""
         mixed = self.mixed_sizes
         if mixed is None:
             mixed = default_mixed_sizes(self.max_num_tokens) if self.mixed_batches else ()

@@ -1,7 +1,7 @@
-"""The attention layer for modules that know nothing of steps: query, key and value in, output out.
+"""The attention layer for modules that do not take a Step: it maps query, key and value to the output.
 
-A layer is found by a number that no other layer of the process has. While a step runs, and no longer, its manager binds
-the step to the layers of its model. There is no current step beside that.
+The layer's operator finds it by a number that is unique in the process. While a step runs, its manager binds the step
+to the layers of the model. There is no other global state.
 """
 
 from __future__ import annotations
@@ -26,7 +26,13 @@ from graphrt.step import Step
 
 @dataclass(slots=True)
 class _Binding:
-    """A step that runs, as one layer sees it. `source` is that of the layer whose keys and values it reads."""
+    """The running step of one layer.
+
+    step    the step
+    index   index of the layer in the model
+    source  the binding of the layer whose KV this one reads
+    called  whether the layer was called in this step
+    """
 
     step: Step
     index: int
@@ -34,19 +40,19 @@ class _Binding:
     called: bool = False
 
 
-class _Slot:
-    """Where a layer's operator looks for the step."""
+class _Holder:
+    """Holds the binding of one layer, for its operator. `lock` is taken while a step is bound."""
 
-    __slots__ = ("__weakref__", "binding", "name", "taken")
+    __slots__ = ("__weakref__", "binding", "lock", "name")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.binding: _Binding | None = None
-        self.taken = threading.Lock()
+        self.lock = threading.Lock()
 
 
 _numbers = itertools.count()
-_slots: WeakValueDictionary[int, _Slot] = WeakValueDictionary()
+_holders: WeakValueDictionary[int, _Holder] = WeakValueDictionary()
 
 
 def _run(
@@ -58,31 +64,30 @@ def _run(
     layer: int,
     rotary: Rotary | None = None,
 ) -> None:
-    slot = _slots.get(layer)
-    if slot is None:
-        raise CaptureError(f"Attention: expected a layer that lives, got number {layer}, which is gone; keep the model")
-    binding = slot.binding
+    holder = _holders.get(layer)
+    if holder is None:
+        raise CaptureError(f"Attention: layer {layer} was garbage-collected; keep a reference to the model")
+    binding = holder.binding
     if binding is None:
         raise CaptureError(
-            f"Attention {slot.name!r}: expected a call inside a step, got one outside; it needs the KV cache of a "
-            "Runtime or ReplayManager: hand it the model, then capture() and replay(batch)"
+            f"Attention {holder.name!r}: called outside of a step, where it has no KV cache; pass the model to a "
+            "Runtime or ReplayManager, then call capture() and replay(batch)"
         )
-    _check_called(slot, binding)
+    _check_called(holder, binding)
     binding.step.attend(binding.index, query, key, value, rotary=rotary, sinks=sinks, out=output)
     binding.called = True
 
 
-def _check_called(slot: _Slot, binding: _Binding) -> None:
-    """What `Step.attend` would refuse too, with the layer's name."""
+def _check_called(holder: _Holder, binding: _Binding) -> None:
+    """Check the order of calls as `Step.attend` does, with the name of the layer in errors."""
     if binding.called and binding.step.layers[binding.index].writes:
         raise UnsupportedError(
-            f"Attention {slot.name!r}: expected one call per step, got a second; its cache holds the keys and values "
-            "of one, make a layer for each"
+            f"Attention {holder.name!r}: called twice in one step, which would overwrite its keys and values; make one "
+            "layer per call"
         )
     if binding.source is not None and not binding.source.called:
         raise UnsupportedError(
-            f"Attention {slot.name!r}: expected a call after the layer whose keys and values it reads, got one before; "
-            "call that one first"
+            f"Attention {holder.name!r}: called before the layer whose keys and values it reads; call that layer first"
         )
 
 
@@ -101,7 +106,7 @@ def _run_rotary(
     _run(query, key, value, sinks, output, layer, Rotary(cos_sin, q_norm, k_norm, norm_eps))
 
 
-# SymInt, not int: with a dynamic number, blocks that are compiled one by one share their compilation.
+# SymInt, not int: with a dynamic number, blocks that are compiled separately share one compilation.
 _attention_layer = define_composite(
     "attention_layer(Tensor query, Tensor? key, Tensor? value, Tensor? sinks, Tensor(a!) output, SymInt layer) -> ()",
     _run,
@@ -114,26 +119,28 @@ _rotary_attention_layer = define_composite(
 
 
 class Attention(torch.nn.Module):
-    """Attention in the steps of the Runtime or ReplayManager that runs the model: causal, over its paged KV cache; or
-    what `kind` says.
+    """Causal attention over the paged KV cache of the Runtime or ReplayManager that runs the model.
 
-    num_q_heads, head_dim   of the queries; `num_kv_heads` None means as many
-    name            unique in the model, by which errors and `kv_shared_with` name the layer
-    scale           of the softmax; None means head_dim ** -0.5
-    sinks           [num_q_heads], a logit per query head. A Parameter becomes the layer's own, `<layer>.sinks` in a
-                    state_dict; a plain tensor moves with the module, and is in no state_dict
-    kind            AttentionKind.CROSS reads what an encoder wrote to the cache, and takes no key and value.
-                    AttentionKind.ENCODER has no cache: tokens of a row see each other, before and behind
-    kv_shared_with  name of an earlier layer whose keys and values this one reads; it takes no key and value then
-    dtype           of queries, keys, values and output; None is torch's default dtype. `module.to(dtype)` changes it,
-                    as it does that of a weight
-    Others as in AttentionSpec; `alibi_slopes` may be a list or a tensor, too.
+    num_q_heads, head_dim, num_kv_heads   numbers of heads and their size; num_kv_heads None: num_q_heads
+    name            name of the layer in errors and for `kv_shared_with`; unique in the model
+    scale           softmax scale; None: head_dim ** -0.5
+    sinks           [num_q_heads], a logit per query head. A Parameter is registered as `<layer>.sinks`. A plain tensor
+                    becomes a buffer that is not in the state_dict
+    kind            AttentionKind.CROSS reads encoder outputs in the cache, and takes no key and value.
+                    AttentionKind.ENCODER has no cache: tokens of a request see each other in both directions
+    kv_shared_with  name of an earlier layer whose keys and values this one reads; it takes no key and value
+    dtype           dtype of queries, keys, values and output; None: torch's default dtype. `module.to(dtype)` changes
+                    it
+    Other arguments are those of AttentionSpec; `alibi_slopes` may also be a list or a tensor.
 
-    A layer has no weights but sinks, and no cache: one model may serve several managers. It is called once per step;
-    one that writes no keys and values, as an encoder layer, as often as the model likes.
-    Capture-safe, and one operator to torch.compile, `graphrt::attention_layer`.
+    A layer has no weights except sinks, and owns no cache, so several managers can use one model. A layer that writes
+    keys and values is called once per step; others, such as encoder layers, any number of times.
 
-    Raises: ConfigError for values that no layer has, ShapeError for sinks of another shape.
+    Capture-safe. For torch.compile it is one operator, `graphrt::attention_layer`.
+
+    Raises:
+        ConfigError: if a value is wrong; see AttentionSpec.
+        ShapeError: if `sinks` has another shape.
     """
 
     sinks: torch.Tensor | None
@@ -183,7 +190,7 @@ class Attention(torch.nn.Module):
         if kv_shared_with is not None and not self._spec.is_cached:
             raise ConfigError(
                 f"Attention.kv_shared_with: expected None in {kind.value} attention, got {kv_shared_with!r}; leave it "
-                "out"
+                "out, since the layer has no cache"
             )
         self.kv_shared_with = kv_shared_with
         self._dtype = self._spec.dtype
@@ -199,9 +206,10 @@ class Attention(torch.nn.Module):
 
     @property
     def spec(self) -> AttentionSpec:
-        """The layer's spec in its dtype of now. `kv_shared_with` is a number there, which only `attention_specs` knows.
+        """The layer's spec with its current dtype. `kv_shared_with` is None here; `attention_specs` fills it in.
 
-        Raises: ConfigError for a dtype that no layer computes in.
+        Raises:
+            ConfigError: if attention does not support the dtype that the module was converted to.
         """
         return replace(self._spec, dtype=self._dtype)
 
@@ -213,31 +221,31 @@ class Attention(torch.nn.Module):
         *,
         rotary: Rotary | None = None,
     ) -> torch.Tensor:
-        """Write keys and values of this step's tokens to the cache and attend to all that is cached so far, causally.
-        Layers of another kind do as `kind` says.
+        """Write keys and values of this step to the cache, and attend to all cached tokens, causally.
 
         query   [tokens, num_q_heads, head_dim]     or [tokens, num_q_heads * head_dim]; rotated in place if `rotary` is
                                                     given
-        key     [tokens, num_kv_heads, head_dim]    or flat, as the query may be; None with kv_shared_with, and in a
-                                                    cross layer
-        value   [tokens, num_kv_heads, v_head_dim]  or flat; None where key is
-        returns [tokens, num_q_heads, v_head_dim]   flat where the query is; zeros in pad tokens
+        key     [tokens, num_kv_heads, head_dim]    or flat, like query; None with kv_shared_with and in a cross layer
+        value   [tokens, num_kv_heads, v_head_dim]  or flat; None if key is None
+        rotary  norm and rotary embedding that are applied to query and key; None: none
 
-        All in the layer's dtype on the device of the cache; their last dimension has stride 1. Capture-safe.
+        Tensors have the layer's dtype and a last stride of 1, on the device of the cache. Returns
+        [tokens, num_q_heads, v_head_dim], flat if query is flat, with zeros in padding tokens. Capture-safe. Cross and
+        encoder layers differ as `AttentionKind` describes.
 
-        Raises: ShapeError for tensors that do not fit the layer or the step, CaptureError outside of a step,
-        UnsupportedError for a second call in one step of a layer that writes keys and values.
+        Raises:
+            ShapeError: if a tensor does not match the layer or the step.
+            CaptureError: if called outside of a step.
+            UnsupportedError: if a layer that writes keys and values is called twice in one step, or a layer with
+                kv_shared_with is called before its source.
         """
         q = self._heads("query", query, self.num_q_heads, self.head_dim)
         takes_kv = self.kv_shared_with is None and not self._spec.is_cross
         if (key is not None) != takes_kv or (value is not None) != takes_kv:
-            owner = "the encoder" if self.kv_shared_with is None else repr(self.kv_shared_with)
-            want = "both key and value" if takes_kv else f"those of {owner} alone"
+            owner = "an encoder" if self.kv_shared_with is None else repr(self.kv_shared_with)
+            why = "pass both" if takes_kv else f"pass None for both, since it reads the keys and values of {owner}"
             got = " and ".join("None" if x is None else "a tensor" for x in (key, value))
-            raise ShapeError(
-                f"Attention {self.name!r}: expected {want}, got {got}; cross layers and those with kv_shared_with take "
-                "None for both"
-            )
+            raise ShapeError(f"Attention {self.name!r}: got {got} for key and value; {why}")
         k = None if key is None else self._heads("key", key, self.num_kv_heads, self.head_dim)
         v = None if value is None else self._heads("value", value, self.num_kv_heads, self.value_dim)
         sinks = None if self.sinks is None else self.sinks.to(torch.float32)
@@ -252,66 +260,67 @@ class Attention(torch.nn.Module):
         return output.flatten(1) if query.dim() == 2 else output
 
     def extra_repr(self) -> str:
-        """The layer's line where torch prints the model."""
+        """Return the layer's line in the printed model."""
         shared = "" if self.kv_shared_with is None else f", kv_shared_with={self.kv_shared_with!r}"
         kind = "" if self._spec.kind is AttentionKind.DECODER else f", kind={self._spec.kind.value}"
         return f"{self.num_q_heads}, {self.head_dim}, {self.num_kv_heads}, name={self.name!r}{shared}{kind}"
 
     def _heads(self, name: str, tensor: torch.Tensor, heads: int, dim: int) -> torch.Tensor:
-        """The tensor as [tokens, heads, dim]."""
+        """Return the tensor as [tokens, heads, dim]."""
         if not isinstance(tensor, torch.Tensor):
-            raise ShapeError(f"Attention {self.name!r}: expected {name} as a tensor, got {shown(tensor)}; pass one")
+            raise ShapeError(f"Attention {self.name!r}: expected a tensor as {name}, got {shown(tensor)}; pass one")
         if tensor.dim() == 2 and tensor.shape[1] == heads * dim:
             return tensor.view(-1, heads, dim)
         if tensor.dim() == 3 and tensor.shape[1] == heads and tensor.shape[2] == dim:
             return tensor
         raise ShapeError(
             f"Attention {self.name!r}: expected {name} of shape [tokens, {heads}, {dim}] or [tokens, {heads * dim}], "
-            f"got {list(tensor.shape)}; a step has no batch dimension, its tokens are packed"
+            f"got {list(tensor.shape)}; pass packed tokens without a batch dimension"
         )
 
     def _register(self) -> None:
-        self._slot = _Slot(self.name)
+        self._holder = _Holder(self.name)
         self._number = next(_numbers)
-        _slots[self._number] = self._slot
+        _holders[self._number] = self._holder
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Attention:
-        """What `to()`, `half()` and alike call, on all tensors: the layer's dtype follows."""
+        """Convert all tensors, for `to()`, `half()` and the like; the layer's dtype follows."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch does not annotate it
         self._dtype = fn(torch.empty(0, dtype=self._dtype, device="cpu")).dtype
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_slot", "_number")}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_holder", "_number")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy, or a layer that was loaded, is another layer."""
+        """Give a copied or unpickled layer its own number."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._register()
 
 
 def attention_specs(model: torch.nn.Module) -> tuple[AttentionSpec, ...]:
-    """The spec of every `Attention` layer of a model, in the order of `model.modules()`.
+    """Return the spec of every `Attention` layer of a model, in the order of `model.modules()`.
 
-    Raises: ConfigError for what is no module or has no such layer, for two layers of one name, and for a name in
-    kv_shared_with that no earlier layer has.
+    Raises:
+        ConfigError: if `model` is not a module or has no such layer, if two layers have the same name, or if
+            kv_shared_with does not name an earlier layer.
     """
-    check_instance("model", model, torch.nn.Module, advice="other models say attention=")
+    check_instance("model", model, torch.nn.Module, advice="pass attention= for other models")
     specs = ModelLayers(model).specs
     if not specs:
         raise ConfigError(
-            f"model: expected graphrt.Attention layers, got none in {type(model).__name__}; make its layers of them, "
-            "or pass attention="
+            f"model: {type(model).__name__} has no graphrt.Attention layers; use them in the model, or pass attention="
         )
     return specs
 
 
 class ModelLayers:
-    """The `Attention` layers of a model, numbered in the order of `model.modules()`; none where it is no module.
+    """The `Attention` layers of a model in the order of `model.modules()`; none if it is not a module.
 
-    specs   theirs, with the layers that they share KV with by number
+    specs   spec of each layer, with kv_shared_with as an index
 
-    Raises: ConfigError, as `attention_specs`.
+    Raises:
+        ConfigError: if two layers have the same name, or kv_shared_with does not name an earlier layer.
     """
 
     def __init__(self, model: object) -> None:
@@ -323,8 +332,8 @@ class ModelLayers:
                 _, other, first = found.setdefault(module.name, (len(found), path, module))
                 if first is not module:
                     raise ConfigError(
-                        f"Attention.name: expected names that differ in a model, got {module.name!r} at {other} and at "
-                        f"{path}; name each layer after its place"
+                        f"Attention.name: {module.name!r} is the name of {other} and of {path}; give each layer of a "
+                        "model its own name"
                     )
         self._layers = tuple(layer for _, _, layer in found.values())
         specs = []
@@ -344,48 +353,48 @@ class ModelLayers:
 
     @contextmanager
     def bound_to(self, step: Step) -> Iterator[None]:
-        """Binds a step to the layers while it runs.
+        """Bind a step to the layers while it runs.
 
-        Raises: ReplayError where another step runs in one of them, in another thread or around this one.
+        Raises:
+            ReplayError: if another step is bound to one of them, in another thread or around this one.
         """
         bindings: list[_Binding] = []
         with ExitStack() as stack:
             for layer, spec in zip(self._layers, self.specs, strict=True):
-                slot = layer._slot
-                if not slot.taken.acquire(blocking=False):
+                holder = layer._holder
+                if not holder.lock.acquire(blocking=False):
                     raise ReplayError(
-                        f"Attention {slot.name!r}: expected no step that runs in it, got one of another manager; a "
-                        "model serves several managers one after the other"
+                        f"Attention {holder.name!r}: a step of another manager is running in this layer; run steps of "
+                        "managers that share a model one at a time"
                     )
-                stack.callback(_release, slot)
+                stack.callback(_unbind, holder)
                 source = None if spec.kv_shared_with is None else bindings[spec.kv_shared_with]
-                slot.binding = _Binding(step, len(bindings), source)
-                bindings.append(slot.binding)
+                holder.binding = _Binding(step, len(bindings), source)
+                bindings.append(holder.binding)
             yield
 
     def resolve(self, attention: object, cache_layers: int | None) -> tuple[AttentionSpec, ...]:
-        """The spec of every layer: those given, or those of the model's layers with None.
+        """Return the spec of every layer.
 
-        cache_layers    of the cache, for one spec that stands for all of them; None where there is no cache yet
+        attention       a spec per layer, one spec for all layers, or None for the model's own layers
+        cache_layers    number of layers of the cache, for one spec; None if there is no cache yet
 
-        Raises: ConfigError for what is no spec, where there are none, and where given ones are not those of the layers.
+        Raises:
+            ConfigError: if there is no spec, if an item is not a spec, or if specs differ from the model's layers.
         """
         if attention is None:
             if not self.specs:
                 raise ConfigError(
-                    "attention: expected specs, or a model with graphrt.Attention layers, got neither; pass one spec "
-                    "per layer, and wrap a module that takes no Step by as_step_model()"
+                    "attention: required, since the model has no graphrt.Attention layers; pass one spec per layer, or "
+                    "use graphrt.Attention, with as_step_model() for a module that does not take a Step"
                 )
             return self.specs
         specs: tuple[AttentionSpec, ...]
         if isinstance(attention, AttentionSpec):
             if cache_layers is None:
-                raise ConfigError("kv_spec: expected that of the cache with one spec for all layers, got None; pass it")
+                raise ConfigError("kv_spec: required with one spec for all layers; pass the spec of the cache")
             if not (attention.is_cached and cache_layers):
-                raise ConfigError(
-                    "attention: expected one spec per layer, got one for all, and a cache that counts no such layer; "
-                    "pass a list"
-                )
+                raise ConfigError("attention: one spec for all layers needs a cache with layers; pass a spec per layer")
             specs = (attention,) * cache_layers
         else:
             specs = tuple(check_sequence("attention", attention, of="AttentionSpec per layer", error=ConfigError))
@@ -397,17 +406,17 @@ class ModelLayers:
             at = next((index for index, (own, given) in pairs if own != given), min(len(self.specs), len(specs)))
             raise ConfigError(
                 f"attention: expected the specs of the model's {len(self.specs)} graphrt.Attention layers, got "
-                f"{len(specs)} that differ from layer {at} on; leave attention out"
+                f"{len(specs)} specs that differ at layer {at}; leave attention out"
             )
         return specs
 
 
-def _release(slot: _Slot) -> None:
-    slot.binding = None
-    slot.taken.release()
+def _unbind(holder: _Holder) -> None:
+    holder.binding = None
+    holder.lock.release()
 
 
 def _checked_name(where: str, name: object) -> str:
     if not isinstance(name, str) or not name:
-        raise ConfigError(f"{where}: expected a text, got {shown(name)}; pass a layer's name, as 'blocks.0.attention'")
+        raise ConfigError(f"{where}: expected a non-empty str, got {shown(name)}; pass a name like 'blocks.0.attn'")
     return name

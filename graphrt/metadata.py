@@ -1,4 +1,4 @@
-"""What a step's layers may read: views of the static buffers, cut to the size of one graph."""
+"""Attention metadata of a step: views of the static buffers at the size of one graph."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from graphrt.spec import AttentionKind
 
 @dataclass(frozen=True, slots=True)
 class StepMetadata:
-    """Attention metadata of one captured size. Every tensor is a view of StaticBuffers and is rewritten by the refresh.
+    """Attention metadata of one captured size. Every tensor is a view of StaticBuffers, which each step rewrites.
 
-    seq_lens          [padded_reqs]             int32  KV tokens including this step's; the backend's fill in pad rows
-    query_start_loc   [padded_reqs + 1]         int32  prefix sum of query lengths; repeats its last value in pad rows
-    positions         [padded_tokens]           int64  position of each new token in its sequence; 0 in pad tokens
-    block_tables      per KV group [padded_reqs, max_pages]  int32  page ids; the null page beyond a row's pages, in
-                                                pad rows, and before the first page that the row sees
-    slot_mappings     per KV group [padded_tokens]           int64  flat KV slot of each new token; -1 in pad tokens,
-                                                and everywhere in cross groups
-    encoder_lens      [padded_reqs]             int32  tokens that the row's encoder wrote; 0 in pad rows
-    max_seq_len       host bound, the model's maximum: the same at capture and at every replay
-    parts             of a mixed step in two parts, the metadata of each: decode part, and prompt part. A graph that has
-                      no room for a row that decodes has no decode part
+    descriptor        the captured size
+    max_seq_len       longest sequence of the runtime; the same at capture and at every replay
+    seq_lens          [padded_reqs]      int32  KV tokens including those of this step; `seq_len_fill` of the backend in
+                                                padding requests
+    query_start_loc   [padded_reqs + 1]  int32  prefix sum of query lengths; repeats its last value in padding requests
+    positions         [padded_tokens]    int64  position of each new token in its sequence; 0 in padding tokens
+    block_tables      per KV group [padded_reqs, max_pages]  int32  page ids. The null page after the last page of a
+                                                request, before the first page that it sees, and in padding requests
+    slot_mappings     per KV group [padded_tokens]           int64  flat KV slot of each new token; -1 in padding
+                                                tokens, and everywhere in cross groups
+    encoder_lens      [padded_reqs]      int32  encoder tokens of each request; 0 in padding requests
+    parts             metadata of the decode part and of the prefill part, if mixed steps have two parts, else None. The
+                      decode part is None in a graph that has no room for a decode request
 
-    A layer reads `block_tables[layer.group]`. Where all layers are alike there is one group. Cross layers take
-    `encoder_lens` where others take `seq_lens`.
+    A layer reads `block_tables[layer.group]`; there is one group if all layers are alike. Cross layers use
+    `encoder_lens` instead of `seq_lens`.
 
-    In a mixed step of two parts decode rows stand first:
+    In a mixed step with two parts, decode requests come first:
 
-        tokens                0 1 2 | 3 4 5 6 7 | 8 9      three decodes, prompts of 5 tokens and of 2
-        query_start_loc       0 1 2   3           8  10
-        .. of the decode part 0 1 2   3           3   3    the others are pad rows, with the lengths of pad rows
-        .. of the prompt part 3 3 3   3           8  10    the others are rows without tokens; tokens before 3 are not
-                                                           this part's
+        tokens                  0 1 2 | 3 4 5 6 7 | 8 9      three decode requests, prefill of 5 tokens and of 2
+        query_start_loc         0 1 2   3           8  10
+        .. of the decode part   0 1 2   3           3   3    prefill requests are padding here
+        .. of the prefill part  3 3 3   3           8  10    decode requests have no tokens here
 
-    The decode part is a decode batch: min(padded_reqs, padded_tokens // decode_len) rows of `decode_len` tokens. Its
-    pad rows and pad tokens are those of prompts. So only `seq_lens` and `query_start_loc` hold pad values there;
-    `encoder_lens`, `block_tables`, `slot_mappings` and `positions` hold what they have in the whole step. In the prompt
-    part the same four are those of the whole step, in rows of the decode part too.
+    The decode part is a decode batch of min(padded_reqs, padded_tokens // decode_len) requests with `decode_len` tokens
+    each. Its padding holds prefill requests, so only `seq_lens` and `query_start_loc` have the values of padding there.
+    `encoder_lens`, `block_tables`, `slot_mappings` and `positions` are those of the whole step, in both parts.
     """
 
     descriptor: BatchDescriptor
@@ -64,10 +64,10 @@ class StepMetadata:
         max_pages: Sequence[int],
         decode_len: int = 0,
     ) -> StepMetadata:
-        """The metadata in static buffers that were cut to the size of `descriptor`.
+        """Return the metadata of static buffers that were cut to the size of `descriptor`.
 
-        max_pages   by KV group. Without groups, buffers are those of one that keeps nothing: no layer may read them
-        decode_len  new tokens of a row of the decode part; 0 for a step in one part
+        max_pages   width of the block table of each KV group; empty without groups
+        decode_len  new tokens per request of the decode part; 0 for a step with one part
         """
         groups = len(max_pages)
         whole = cls(
@@ -100,5 +100,5 @@ class StepMetadata:
         return replace(whole, parts=(decodes, prompts))
 
     def kv_lens(self, kind: AttentionKind) -> torch.Tensor:
-        """Keys and values of each row, [padded_reqs] int32, that layers of a kind find in the cache."""
+        """Return [padded_reqs] int32: the number of KV tokens of each request that layers of a kind read."""
         return self.encoder_lens if kind is AttentionKind.CROSS else self.seq_lens

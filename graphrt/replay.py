@@ -1,4 +1,4 @@
-"""The replay manager: capture a capture_sizes of decode steps once, then replay one graph per step."""
+"""The replay manager: capture a graph per batch size once, then replay one graph per step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from graphrt.backends.choice import get_attn_backend
 from graphrt.batch import Batch
-from graphrt.cache.groups import layer_places
+from graphrt.cache.groups import kv_locations
 from graphrt.cache.kv_cache import KVCache
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
 from graphrt.capture.dispatcher import Dispatch, Dispatcher
@@ -31,7 +31,7 @@ from graphrt.engine.launch import Launch
 from graphrt.engine.launch_inputs import LaunchInputs
 from graphrt.engine.launch_queue import LaunchQueue
 from graphrt.engine.lifecycle import Exclusive, OnStream, State, stream_on, wrong_state
-from graphrt.engine.program import StepProgram, attention_layers, capacity_of, kept_tables, page_groups
+from graphrt.engine.program import StepProgram, attention_layers, capacity_of, check_page_tables, page_groups
 from graphrt.engine.recording import Recording
 from graphrt.engine.request_tables import RequestTables
 from graphrt.engine.stats import Stats
@@ -47,33 +47,34 @@ from graphrt.step import Model, Sampler
 
 _T = TypeVar("_T")
 
-_CAPTURED = State.CAPTURED  # to find a member of an enumeration takes as long as a call
+_CAPTURED = State.CAPTURED  # the lookup of an enum member takes as long as a call
 
 
 class ReplayManager:
     """The decode step of one model over one paged KV cache, captured and replayed.
 
-    Which to use: `ReplayManager` where pages and row ids are handed out by your scheduler; `Runtime`, which owns one
-    manager, where graphrt is to size the cache and hand them out.
+    Use ReplayManager if your scheduler allocates pages and request indices. Use Runtime, which owns a manager, if
+    graphrt is to size the cache and allocate them.
 
     model       maps a Step to logits [padded_reqs, vocab_size]
-    kv_cache    its pages; may wrap tensors that the caller owns
-    attention   the spec of every layer, or one spec for all; None takes those of the model's `Attention` layers
-    vocab_size  width of the logits; the built-in sampler takes up to 2 ** 20
-    sampler     maps logits and Step to tokens, in the graph; None leaves sampling to the caller (`handle.logits()`)
-    stream      stream that steps run on; None is the stream current at construction. Graphs share memory, so all
-                steps of one manager run on this one stream
-    weights     named tensors that must not move; None takes the model's parameters and buffers if it is a Module
-    page_tables [groups, max_num_reqs, pages_per_req] int32 device, contiguous: each row id's pages, where the caller
-                keeps them; one group may leave the first dimension out. Each step reads them, and batches list no pages
-    `request_tables` is what rows have by row id: logit biases, token masks, row tensors.
+    kv_cache    the cache; may consist of tensors that the caller owns
+    attention   the spec of every layer, or one spec for all; None: those of the model's `Attention` layers
+    vocab_size  width of the logits; at most 2 ** 20 with the built-in sampler
+    config      capacities and options
+    sampler     maps logits and Step to tokens, in the graph; None: the caller samples from `handle.logits()`
+    stream      stream of all steps; None: the current stream. Graphs share memory, so all steps run on one stream
+    weights     named tensors that must not move; None: parameters and buffers of the model, if it is a Module
+    page_tables [groups, max_num_reqs, pages_per_request] int32 on the device, contiguous: block tables by request index
+                that the caller owns. With one group the first dimension may be left out. Each step reads them, and
+                batches list no pages
+    `request_tables` writes per-request state: logit biases, token masks and request tensors.
 
-    Lifecycle: `capture()` once, then `replay(batch)` per step, then `close()`. Steps run in inference mode, whatever
-    mode the caller is in. One call at a time: a second one, from another thread or from inside a model, raises
-    ReplayError. Any thread may read tokens; logits belong to the thread that submits.
+    Call `capture()` once, then `replay(batch)` per step, then `close()`. Steps run in inference mode. A concurrent or
+    nested call raises ReplayError. Any thread may read tokens; logits belong to the thread that submits steps.
 
-    Raises: ConfigError for arguments of wrong types or that do not fit each other, UnsupportedError where no attention
-    backend serves them.
+    Raises:
+        ConfigError: if an argument has the wrong type, or arguments do not match.
+        UnsupportedError: if no attention backend supports them.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class ReplayManager:
         recorder = make_recorder(device)  # first: it checks the allocator
         model_layers = ModelLayers(model)
         specs = model_layers.resolve(attention, len(kv_cache.group_of))
-        places = layer_places(specs, kv_cache.groups)
+        locations = kv_locations(specs, kv_cache.groups)
         most = MAX_VOCAB_SIZE if sampler is sample_tokens else (1 << 31) - 1
         vocab_size = check_int("vocab_size", vocab_size, 1, most, advice="pass the width of the model's logits")
         self.vocab_size = vocab_size
@@ -120,17 +121,17 @@ class ReplayManager:
         self._inputs_words, self._buffers = capacity.inputs, StaticBuffers.allocate(capacity, device)
         self.request_tables = RequestTables(config, vocab_size, device, self.between_steps, self._on_steps_stream)
         self._program = StepProgram(
-            model=model, sampler=sampler, backend=self._backend, layers=attention_layers(specs, places, kv_cache),
+            model=model, sampler=sampler, backend=self._backend, layers=attention_layers(specs, locations, kv_cache),
             kv_cache=kv_cache, buffers=self._buffers, vocab_size=vocab_size, max_seq_len=config.max_seq_len,
             max_encoder_len=max_encoder_len, model_layers=model_layers,
-            page_tables=kept_tables(page_tables, self._buffers), request_tensors=self.request_tables.tensors,
+            page_tables=check_page_tables(page_tables, self._buffers), request_tensors=self.request_tables.tensors,
         )  # fmt: skip
         with self._on_stream, torch.inference_mode():
             # Make the buffers valid: all requests are padding. It also loads Triton's first kernel before the capture.
             self._program.refresh(BatchDescriptor.mixed(config.max_num_tokens, config.max_num_reqs))
         self._graphs = StepGraphs(self._program, recorder, config.loop_sizes)
-        assert config.decode_sizes is not None, "resolve() fills the capture_sizes"
-        assert config.mixed_sizes is not None, "resolve() fills the capture_sizes"
+        assert config.decode_sizes is not None, "resolve() sets the sizes"
+        assert config.mixed_sizes is not None, "resolve() sets the sizes"
         self._dispatcher = Dispatcher(
             max_num_reqs=config.max_num_reqs,
             max_num_tokens=config.max_num_tokens,
@@ -147,64 +148,70 @@ class ReplayManager:
         )  # fmt: skip
         self.queue = LaunchQueue(self._program, self._graphs, self._stats, config, self._on_stream)
         self._launch_steps = config.launch_steps
-        self._order: object = None  # that of `BatchDelta` which the device has
+        self._order: object = None  # the BatchDelta.order that the device holds
         self._state = State.NEW
 
     @property
     def kv_cache(self) -> KVCache:
-        """The KV cache. Raises: CaptureError when the Runtime that owned it was closed."""
+        """The KV cache. Raises CaptureError if the Runtime that owned it was closed."""
         if self._kv_cache is None:
-            raise CaptureError(
-                "kv_cache: the runtime that owned it was closed, and its memory given back; build a new one"
-            )
+            raise CaptureError("kv_cache: freed by close() of the runtime that owned it; build a new runtime")
         return self._kv_cache
 
     def forget_cache(self) -> None:
-        """Let go of the KV cache after `close()`: handles that the caller keeps hold the manager."""
+        """Drop the KV cache after `close()`. Handles keep a reference to the manager, and so to the cache."""
         self._require(State.CLOSED, "forget_cache")
         self._kv_cache = None
 
     @property
     def buffers(self) -> StaticBuffers:
-        """The static buffers, for audits and tests. Raises: CaptureError after `close()`."""
+        """The static buffers, for audits and tests. Raises CaptureError after `close()`."""
         if self._state is State.CLOSED:
-            raise CaptureError("buffers: this manager was closed, and its buffers were given back; build a new one")
+            raise CaptureError("buffers: freed by close(); build a new manager")
         return self._buffers
 
     @property
     def state(self) -> State:
+        """State of the lifecycle: new, captured or closed."""
         return self._state
 
     @property
     def descriptors(self) -> tuple[BatchDescriptor, ...]:
-        """The sizes that are captured, largest first."""
+        """The captured sizes, largest first."""
         return self._dispatcher.captured()
 
     def graph(self, descriptor: BatchDescriptor) -> CapturedGraph:
-        """The graph of a size, as `graphrt.capture.inspect` takes it. Raises: ConfigError for one that is not captured,
-        CaptureError in the wrong state."""
+        """Return the graph of a size, for `capture.inspect`. Raises ConfigError if the size is not captured, and
+        CaptureError before `capture()` and after `close()`."""
         self._require(State.CAPTURED, "graph")
         return self._graphs.graph(descriptor)
 
     def memory_map(self, descriptor: BatchDescriptor) -> MemoryMap:
-        """Whose memory the graph of a size may work on, for an audit. Raises: as `graph`."""
+        """Return the memory that the graph of a size may address, for an audit. Raises: as `graph`."""
         self._require(State.CAPTURED, "memory_map")
         return self._guards.memory(descriptor)
 
     def audit(self, descriptor: BatchDescriptor) -> Audit:
-        """Whether every address that the graph of a size holds lies in memory that stays: `print` it, or
-        `raise_if_any()`. Raises: as `graph`."""
+        """Check that every address in the graph of a size is in memory that outlives it; `print` the result, or call
+        its `raise_if_any()`. Raises: as `graph`."""
         self._require(State.CAPTURED, "audit")
         return self._guards.audit(descriptor)
 
     def capture(self, progress: Callable[[GraphReport], None] | None = None) -> None:
-        """Capture a graph per size of the capture_sizes; `progress` is called with the report of each.
+        """Capture one graph per size.
 
-        Nothing is captured with `use_graphs=False` or a backend without graph support; `replay` then says why.
+        progress   called with the report of each graph
 
-        Raises: CaptureError when the step cannot be captured (a host read, a moved buffer, a wrong shape) or the
-        manager is not new; ConfigError where a null page that attention may read holds NaN or infinity, or a scale of
-        an fp8 cache is one of these or 0. After a failed capture the manager is still new.
+        Captures nothing with `use_graphs=False` or a backend without graph support; `stats()` then counts eager steps
+        with the reason.
+
+        Raises:
+            CaptureError: if the step cannot be captured (a host read, a moved buffer, a wrong shape), or the manager is
+                not new.
+            ConfigError: if a null page that attention may read holds NaN or infinity, or if a scale of an fp8 cache is
+                NaN, infinite or 0.
+
+        After a failed capture the manager is still new.
         """
         if progress is not None:
             check_callable("progress", progress, advice="pass a function of a GraphReport, or None")
@@ -214,12 +221,12 @@ class ReplayManager:
             start = time.perf_counter()
             self._guards.before_capture()
             with OnStream(self._stream, "graphrt.capture"), torch.inference_mode():
-                with torch.inference_mode(False):  # what `reset` changes, in whatever mode
+                with torch.inference_mode(False):  # `reset` writes these in any mode
                     self._backend.allocate()
                 self._graphs.capture(self._dispatcher.captured(), progress)
             if self._stream is not None:
                 self._stream.synchronize()
-            self._buffers.step_ring.fill_(-1)  # what a warm-up published must not pass for a step
+            self._buffers.step_ring.fill_(-1)  # remove the outputs of warm-up steps
             self._buffers.cursor.zero_()
             self._stats.graphs = self._graphs.reports
             self._stats.capture_seconds = time.perf_counter() - start
@@ -227,79 +234,86 @@ class ReplayManager:
             self._state = State.CAPTURED
 
     def replay(self, batch: Batch, *, eager: bool = False, descriptor: BatchDescriptor | None = None) -> StepHandle:
-        """Submit one decode step and return its handle; waits only when `config.most_in_flight` are in flight.
+        """Submit one decode step, and return its handle. Waits only if `config.most_in_flight` launches are in flight.
 
-        eager       run the same verbs on the same static buffers outside of a graph. The step changes row state and KV
-                    as any step does: submitting a batch twice is two steps. `compare` runs one step both ways
-        descriptor  run at this size of the capture_sizes, not at the smallest with room: ranks of a group agree on
-                    one, and
-                    an idle rank submits `Batch.empty()` at it
+        eager       run the step outside of a graph, on the same static buffers. It changes state and KV as any step:
+                    submitting a batch twice runs two steps. Use `compare` to run one step both ways
+        descriptor  run at this captured size instead of the smallest one that fits: ranks of a group agree on one size,
+                    and an idle rank submits `Batch.empty()`
 
-        Raises: ShapeError for what is no batch, and for a row that is no whole sequence where there are encoder layers,
-        CapacityError for one that is too large, ConfigError for a descriptor that is not of the capture_sizes or an
-        `eager`
-        that is no bool, ReplayError for a moved weight or a call inside another one, UnsupportedError for rows that the
-        config does not allow (mixed_batches, penalties, token_masks), CaptureError in the wrong state; nothing has been
-        written then. Faults that only the device sees are raised by the handle.
+        Raises:
+            ShapeError: if `batch` is not a Batch, or if an encoder model gets a partial sequence.
+            CapacityError: if the batch is too large.
+            ConfigError: if `descriptor` is not a captured size, or `eager` is not a bool.
+            ReplayError: if a weight was moved, or if another call is running.
+            UnsupportedError: if requests need options that the config does not enable (mixed_batches, penalties, ...).
+            CaptureError: before `capture()` and after `close()`.
+
+        Nothing has been written after an error. The handle raises faults that only the device can see.
         """
         eager = check_bool("eager", eager, advice="pass a bool")
         with self._exclusive:
-            self.request_tables.clear_left()  # a row here may have the id of a session's row that is gone
+            self.request_tables.clear_left()  # a session may have released a request index of this batch
+            # 1 check the batch, and choose the captured size that serves it
             target = self._dispatch("replay", batch, descriptor)
             why_eager = "asked for by the caller" if eager else target.why_eager
-            slot, step = self._launch(batch, target.descriptor, why_eager)
+            # 2 write the batch to an entry of the input ring that no launch in flight uses
+            slot, step = self.queue.slot()
+            batch.write_inputs(slot.inputs, step, self._num_groups)
+            # 3 launch the graph, which reads the entry
+            self.queue.launch(slot, target.descriptor, batch.num_reqs, batch, why_eager)
+            # 4 return a handle, which waits for this step only
             handle = self._handle(step, batch, target.descriptor, why_eager, slot)
             self._stats.count(target.descriptor, batch.num_tokens, why_eager, eager)
             return handle
 
     def _dispatch(self, call: str, batch: Batch, descriptor: BatchDescriptor | None) -> Dispatch:
-        """Step 1, after everything that the host can check."""
+        """Check everything that the host can check; return the size that serves the batch, or the reason why none."""
         self._require(_CAPTURED, call)
-        check_instance(
-            "batch", batch, Batch, advice="make one with Batch(...) or Batch.from_requests", error=ShapeError
-        )
+        check_instance("batch", batch, Batch, advice="use Batch(...) or Batch.from_requests", error=ShapeError)
         config, num_reqs, num_tokens = self.config, len(batch.req_indices), len(batch.tokens)
         self._dispatcher.check_room(num_reqs, num_tokens)
         batch.check_capacity(
             config.max_seq_len, self._inputs_words, self._num_groups, config.max_encoder_len or 0, self._whole_rows
         )
         if self._program.page_tables is not None and len(batch.page_ids):
-            raise ShapeError("batch.page_ids: expected none beside page_tables, got some; write them to your tables")
+            raise ShapeError("batch.page_ids: must be empty with page_tables; write the page ids to your tables")
         if batch.needs:
             batch.check_needs(config, self._program.vocab_size)
         self._guards.before_step()
         uniform = batch.is_uniform(config.query_len)
         if not (uniform or config.mixed_batches):
             raise batch.mixed_error(config.query_len)
-        # 1 dispatch: the captured size that serves this batch, or the reason why none does
         if descriptor is None:
             return self._dispatcher.dispatch(num_reqs, num_tokens, uniform)
         check_instance("descriptor", descriptor, BatchDescriptor, advice="take one of manager.descriptors")
         if descriptor.kind is GraphKind.MIXED and not config.mixed_batches:
             raise UnsupportedError(
-                f"descriptor: expected a decode size with mixed_batches=False, got {descriptor}; take a decode one"
+                f"descriptor: expected a decode size with mixed_batches=False, got {descriptor}; pass a decode size"
             )
         return self._dispatcher.at(descriptor, num_reqs, num_tokens, uniform)
 
     def begin(self, batch: Batch, ends: StopConditions, *, eager: bool = False) -> Launch:
-        """Submit one step as `replay` does, and keep what it says of its rows: `advance` may follow.
+        """Submit one step as `replay` does, and keep the requests on the device, so that `advance` may follow.
 
-        A row whose seq_len is SEQ_LEN_FROM_DEVICE goes on from the length that the device knows; if its sequence has
-        ended
-        there, the row is nobody's. Raises: as `replay`.
+        A request with seq_len SEQ_LEN_FROM_DEVICE continues from the length on the device. If its sequence has finished
+        there, it runs as padding. Raises: as `replay`.
         """
         with self._exclusive:
             target = self._dispatch("begin", batch, None)
             why_eager = "asked for by the caller" if eager else target.why_eager
-            slot, step = self._launch(batch, target.descriptor, why_eager, ends)
+            queue = self.queue
+            slot, step = queue.slot()
+            ends.write(slot.inputs, batch.write_inputs(slot.inputs, step, self._num_groups))
+            self._order = None
+            queue.launch(slot, target.descriptor, batch.num_reqs, batch, why_eager, flag=ends.flag)
             self._stats.count(target.descriptor, batch.num_tokens, why_eager, eager)
-            asks = batch.asks_logprobs
-            rings, ids = self.queue.rings, batch.req_indices
-            return Launch(step, 1, batch.num_reqs, target.descriptor, why_eager, slot, rings, asks, ids)
+            asks, ids = batch.asks_logprobs, batch.req_indices
+            return Launch(step, 1, batch.num_reqs, target.descriptor, why_eager, slot, queue.rings, asks, ids)
 
     def advance(self, delta: BatchDelta, *, steps: int = 1, eager: bool = False) -> Launch:
-        """Let rows go on by up to `steps` tokens, each from its last token on, with what `begin` said of it. Waits only
-        when `most_in_flight` launches of the config are in flight.
+        """Continue the requests of `begin` by up to `steps` tokens each. Waits only if `most_in_flight` launches are in
+        flight.
 
         Raises: as `replay`; nothing has been written then. If a step raises, earlier ones may have run; see ChangeFlag.
         """
@@ -320,7 +334,7 @@ class ReplayManager:
             return Launch(step, steps, num_reqs, descriptor, why_eager, slot, queue.rings, delta.logprobs, order)
 
     def replay_words(self, words: LaunchInputs, descriptor: BatchDescriptor) -> Launch:
-        """Submit a launch as it was recorded, at its size; see graphrt.bundle.bundle. Raises: as `begin`."""
+        """Submit a recorded launch at its size; see graphrt.bundle.bundle. Raises: as `begin`."""
         with self._exclusive:
             self._require(State.CAPTURED, "replay_words")
             self._guards.before_step()
@@ -331,66 +345,45 @@ class ReplayManager:
             self.queue.launch(slot, descriptor, words.num_reqs, batch, "", steps=words.steps)
             return Launch(step, words.steps, words.num_reqs, descriptor, "", slot, self.queue.rings)
 
-    def _launch(
-        self, batch: Batch, descriptor: BatchDescriptor, why_eager: str, ends: StopConditions | None = None
-    ) -> tuple[StagingSlot, int]:
-        """Steps 2 and 3, at a size or eagerly with a reason: the slot, and the step's number."""
-        slot, step = self._write(batch, ends)
-        # 3 one launch, which reads the slot
-        self.queue.launch(slot, descriptor, batch.num_reqs, batch, why_eager, flag=ends.flag if ends else None)
-        return slot, step
-
-    def _write(self, batch: Batch, ends: StopConditions | None = None) -> tuple[StagingSlot, int]:
-        # 2 write the batch into a slot that no launch in flight uses
-        slot, step = self.queue.slot()
-        words = batch.write_inputs(slot.inputs, step, self._num_groups)
-        if ends is not None:
-            ends.write(slot.inputs, words)
-            self._order = None
-        return slot, step
-
     def _handle(
         self, step: int, batch: Batch, descriptor: BatchDescriptor, why_eager: str, slot: StagingSlot
     ) -> StepHandle:
-        # 4 a handle, which waits for this step alone
         sampled, asks = self._program.sampler is not None, batch.asks_logprobs
         return StepHandle(step, batch.num_reqs, descriptor, why_eager, slot, self.queue.rings, self, sampled, asks)
 
     def record(self, launches: int = 1, *, max_bytes: int = 1 << 30) -> Recording:
-        """Record the next launches, for a replay bundle: see graphrt.bundle.bundle. Each of them waits for the device.
+        """Record the next launches for a replay bundle; see graphrt.bundle.bundle. Each launch waits for the device.
 
-        max_bytes   that they may take on the host; a launch that would take more raises CapacityError, and is not run.
-                    The recording ends there
+        max_bytes   most host memory of the recording. A launch that needs more raises CapacityError, does not run, and
+                    ends the recording
 
-        Raises: ReplayError while another recording is under way: `stop()` that one, or run its launches; ConfigError
-        for numbers below 1, CaptureError in the wrong state.
+        Raises ReplayError while another recording is active (`stop()` it, or run its launches), ConfigError if a number
+        is below 1, and CaptureError before `capture()` and after `close()`.
         """
         with self._exclusive:
             self._require(State.CAPTURED, "record")
-            launches = check_int("launches", launches, 1, advice="pass how many to record")
-            max_bytes = check_int("max_bytes", max_bytes, 1, advice="pass what the host can spare")
+            launches = check_int("launches", launches, 1, advice="pass the number of launches")
+            max_bytes = check_int("max_bytes", max_bytes, 1, advice="pass the bytes that the host can spare")
             return self.queue.record(launches, max_bytes)
 
     def compare(self, batch: Batch, *, descriptor: BatchDescriptor | None = None) -> StepComparison:
-        """Run one step as a graph and eagerly, from the same state, and restore what the step changed.
+        """Run one step as a graph and eagerly from the same state, and restore what the step changed.
 
-        Waits for the device, and counts as no step; logits of the step before are gone. Row state and the KV slots that
-        the step writes are as before afterwards, so `replay` of the same batch may follow. State that the model itself
-        keeps is not restored.
+        Waits for the device, and overwrites the logits of the previous step. Restores request state and the KV slots
+        that the step writes, but not state that the model owns. `stats()` does not count the step.
 
-        Raises: as `replay`; and ReplayError for a batch that has no graph.
+        Raises: as `replay`, and ReplayError if the batch has no graph.
         """
         with self._exclusive:
             self.request_tables.clear_left()
             target = self._dispatch("compare", batch, descriptor)
             if target.why_eager:
-                raise ReplayError(
-                    f"compare: expected a batch that replays a graph, got one that does not: {target.why_eager}"
-                )
+                raise ReplayError(f"compare: this batch has no graph ({target.why_eager}); pass a batch that has one")
             self.queue.drain()
             undo, size, results = StepUndo(self._program), target.descriptor, []
             for why_eager in ("", "compared with its graph"):
-                slot, step = self._write(batch)
+                slot, step = self.queue.slot()
+                batch.write_inputs(slot.inputs, step, self._num_groups)
                 logits = self.queue.try_out(slot, size, batch, undo, eager=bool(why_eager))
                 handle = self._handle(step, batch, size, why_eager, slot)
                 results.append(StepResult(handle.results, handle.faults, logits))
@@ -398,7 +391,7 @@ class ReplayManager:
 
     @property
     def plans_on_host(self) -> str | None:
-        """The backend's name where it plans each step on the host, from the batch's lengths."""
+        """Name of the backend if it plans each step on the host from the lengths in the batch, else None."""
         return self._backend.name if self._backend.plans_on_host() else None
 
     def between_steps(self, work: Callable[[StaticBuffers], _T]) -> _T:
@@ -418,25 +411,26 @@ class ReplayManager:
             yield self._buffers
 
     def stats(self) -> Stats:
-        """Counters so far; a live object. After `close()` the last ones."""
+        """Return the counters: a live object until `close()`."""
         self._stats.ring_waits = self.queue.waits
         self._guards.poll()
         self.queue.poll_shadow()
         return self._stats
 
     def check_weights(self, model: torch.nn.Module) -> None:
-        """Raise ReplayError if a parameter or buffer of `model` is no longer the tensor that was captured.
+        """Check that every parameter and buffer of `model` is still the tensor that was captured.
 
-        Slower and wider than the check before every step: it also sees parameters that were replaced by new objects.
+        Slower than the check before every step, but it checks all tensors, and finds replaced parameters. Raises
+        ReplayError if a tensor was moved or replaced.
         """
-        check_instance("model", model, torch.nn.Module, advice="other models name their tensors by weights=")
+        check_instance("model", model, torch.nn.Module, advice="pass weights= to the manager for other models")
         with self._exclusive:
             self._require(State.CAPTURED, "check_weights")
             self._guards.check_names(model)
 
     def reset(self) -> None:
-        """Wait for the device and put row states, derived buffers and the backend's counters back to their initial
-        contents, as after a launch that was aborted. Logits of the step before are gone."""
+        """Wait for the device, and reset request state, derived buffers and backend counters, as after an aborted
+        launch. Overwrites the logits of the previous step."""
         with self._exclusive:
             self._require(State.CAPTURED, "reset")
             self.queue.drain()
@@ -450,15 +444,15 @@ class ReplayManager:
                 self._backend.reset()
 
     def latest_logits(self, handle: InFlight, copy: bool) -> torch.Tensor:
-        """Logits of a launch's last step, which must be the latest; see `StepHandle.logits`."""
+        """Return the logits of a launch's last step, which must be the latest step; see `StepHandle.logits`."""
         step, descriptor, num_reqs = handle.step + handle.steps - 1, handle.descriptor, handle.num_reqs
         with self._exclusive:
             self._require(State.CAPTURED, "logits")
             latest = self.queue.next_step - 1
             if step != latest:
                 raise ReplayError(
-                    f"logits: expected the latest step {latest}, got step {step}; its logits were overwritten, "
-                    "use logits(copy=True) before the next replay"
+                    f"logits: step {latest} has overwritten the logits of step {step}; call logits(copy=True) before "
+                    "the next replay"
                 )
             moved = bool(self._program.decode_len(descriptor))
             with self._on_stream:  # between this step and the next, which overwrites them
@@ -473,9 +467,9 @@ class ReplayManager:
             return logits
 
     def close(self) -> None:
-        """Wait for steps in flight, then drop graphs and buffers. The KV cache and the weights are the caller's.
+        """Wait for steps in flight, then free graphs and buffers. The caller owns the KV cache and the weights.
 
-        Handles keep the results of their steps. Closing twice is fine.
+        Handles keep the results of their steps. A second call does nothing.
         """
         with self._exclusive:
             if self._state is State.CLOSED:

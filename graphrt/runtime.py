@@ -1,4 +1,4 @@
-"""A model with its KV cache, page allocator and replay manager, sized to the device."""
+"""A model with its KV cache, page allocators and replay manager, sized to the device."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ from graphrt.sampling import sample_tokens
 from graphrt.spec import MAX_PAGES, AttentionSpec, KVCacheSpec
 from graphrt.step import Model, Sampler
 
-_TRIAL_PAGES = 2  # the null page and one more: trial captures touch pad rows only
+_TRIAL_PAGES = 2  # the null page and one more: trial captures run padding only
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """How `num_pages="auto"` was worked out; bytes of device memory.
+    """How `num_pages="auto"` was computed. All sizes are bytes of device memory.
 
-    pool_pages       pages of each pool, null pages included
-    free_before      free when sizing began, weights loaded
-    reserved         kept free on purpose: (1 - memory_utilization) of the device
-    predicted_graphs what the capture_sizes, its buffers and activations were predicted to take, from trial captures
-    kv_bytes         what the cache takes
-    predicted_free   free memory expected once the capture_sizes is captured
-    actual_free      free memory found then; None before `capture()`, and on CPU
+    pool_pages       pages of each pool, including null pages
+    free_before      free memory before sizing, with the weights loaded
+    reserved         memory that stays free: (1 - memory_utilization) of the device
+    predicted_graphs predicted memory of graphs, buffers and activations, from trial captures
+    kv_bytes         memory of the KV cache
+    predicted_free   predicted free memory after `capture()`
+    actual_free      measured free memory after `capture()`; None before it, and on CPU
     """
 
     pool_pages: tuple[int, ...]
@@ -67,35 +67,43 @@ class MemoryPlan:
 
 
 KVGroups = KVCacheSpec | Sequence[KVCacheSpec]
-"""One spec where all layers are alike, else that of every KV group, as kv_groups() makes them."""
+"""One spec if all layers are alike, else the spec of every KV group, as `kv_groups()` returns them."""
 
 AllocateKV = Callable[[KVGroups, Sequence[int], torch.device], KVCache]
-"""Makes a KV cache with so many pages in each pool on a device."""
+"""Allocates a KV cache with the given number of pages in each pool, on a device."""
 
 
 class Runtime:
-    """A model ready to decode, with its KV cache and whoever hands out pages and rows.
+    """A model ready to decode, with its KV cache, page allocators and request indices.
 
-    Which to use: `Runtime`, which owns one `ReplayManager`, where graphrt is to size the cache and hand out pages and
-    row ids; `ReplayManager` where your scheduler does.
+    Use Runtime, which owns a ReplayManager, if graphrt is to size the cache and allocate pages and request indices. Use
+    ReplayManager if your scheduler does.
 
-    manager      the step alone: descriptors, weights check, reset
-    allocators   hand out pages, one of each pool; `allocator` where there is one pool
-    free_req_indices    row ids that no sequence uses; whoever starts a sequence pops one and appends it again at its
-                        end
-    stream       the stream that steps run on; None on a CPU
+    manager           the ReplayManager
+    allocators        page allocator of each pool; `allocator` if there is one pool
+    free_req_indices  request indices that no sequence uses: pop one for a new sequence, and append it when the sequence
+                      is finished
+    stream            stream of the steps; None on CPU
 
-    model, attention, vocab_size, sampler, stream, weights   as for ReplayManager
-    kv_spec             geometry and dtype of the cache, or those of its KV groups, as `kv_groups()` makes them, and as
-                        None makes them of all layers' specs, with pages of 16 tokens. The scales of an fp8 cache are in
+    model, attention, vocab_size, config, sampler, stream, weights   as for ReplayManager
+    kv_spec             shape and dtype of the cache, or of each KV group, as `kv_groups()` returns them; None:
+                        `kv_groups()` of all layers, with pages of 16 tokens. The scales of an fp8 cache are in
                         `kv_cache`, and are 1 until the caller fills them in place
-    num_pages           pages of each pool, one number or one per pool; or "auto": what fits in `memory_utilization` of
-                        the device after the graphs, at most what `max_num_reqs` sequences of `max_seq_len` can use
-    allocate_kv         called with kv_spec, the pages of each pool and the device, and returns the KVCache: give your
-                        own where the KV tensors are yours. With "auto" on a GPU it is called twice, the first time for
-                        a cache of 2 pages that is dropped again
+    device              device of the cache and of all steps; None: CUDA if available, else CPU
+    num_pages           pages of each pool, as one number or one per pool; or "auto": as many as fit into
+                        `memory_utilization` of the device together with the graphs, at most the pages that
+                        `max_num_reqs` sequences of `max_seq_len` can use
+    memory_utilization  fraction of the device memory that "auto" may use, in (0, 1]
+    allocate_kv         called with kv_spec, the pages of each pool and the device; returns the KVCache. Pass your own
+                        function to use your own KV tensors. With "auto" on a GPU it is called twice, first for a cache
+                        of 2 pages that is dropped again
 
-    Lifecycle: `capture()` once, then `replay(batch)` per step, then `close()`, which leaving a `with` block does.
+    Call `capture()` once, then `replay(batch)` per step, then `close()`, or use a `with` block.
+
+    Raises:
+        ConfigError: if an argument has the wrong type, or arguments do not match.
+        UnsupportedError: if no attention backend supports them.
+        CapacityError: if the cache does not fit into the memory of the device.
     """
 
     def __init__(
@@ -120,7 +128,7 @@ class Runtime:
         check_callable("allocate_kv", allocate_kv, advice="pass a function like KVCache.allocate")
         if not (is_finite(memory_utilization) and 0 < memory_utilization <= 1):
             raise ConfigError(
-                f"memory_utilization: expected a share in (0, 1], got {shown(memory_utilization)}; 0.9 is usual"
+                f"memory_utilization: expected a number in (0, 1], got {shown(memory_utilization)}; 0.9 is usual"
             )
         given = None if isinstance(num_pages, str) and num_pages == "auto" else _pool_pages(num_pages, groups)
         config = RuntimeConfig() if config is None else config
@@ -156,28 +164,30 @@ class Runtime:
 
     @property
     def manager(self) -> ReplayManager:
-        """The step alone. Raises: CaptureError after `close()`."""
+        """The replay manager. Raises CaptureError after `close()`."""
         return self._open("manager")
 
     @property
     def allocator(self) -> PageAllocator:
-        """Hands out pages. Raises: ConfigError where there are several pools, each with an allocator of its own."""
+        """The page allocator, if there is one pool. Raises ConfigError if there are several."""
         if len(self.allocators) > 1:
-            raise ConfigError(f"allocator: expected one pool, got {len(self.allocators)}; use allocators[group.pool]")
+            raise ConfigError(
+                f"allocator: this runtime has {len(self.allocators)} pools; use allocators[group.pool] instead"
+            )
         return self.allocators[0]
 
     @property
     def kv_cache(self) -> KVCache:
-        """The cache. Raises: CaptureError after `close()`."""
+        """The KV cache. Raises CaptureError after `close()`."""
         return self._open("kv_cache").kv_cache
 
     @property
     def state(self) -> State:
-        """Where in its lifecycle the runtime is."""
+        """State of the lifecycle: new, captured or closed."""
         return State.CLOSED if self._manager is None else self._manager.state
 
     def capture(self, progress: Callable[[GraphReport], None] | None = None) -> None:
-        """Capture the capture_sizes; see ReplayManager.capture. Completes `memory_plan` with what was found."""
+        """Capture all graphs; see ReplayManager.capture. Sets `memory_plan.actual_free`."""
         self._open("capture").capture(progress)
         if self.memory_plan is not None and self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -188,18 +198,20 @@ class Runtime:
         return self._open("replay").replay(batch, eager=eager, descriptor=descriptor)
 
     def compare(self, batch: Batch, *, descriptor: BatchDescriptor | None = None) -> StepComparison:
-        """Run one step as a graph and eagerly, and restore what it changed; see ReplayManager.compare."""
+        """Run one step as a graph and eagerly, and restore what the step changed; see ReplayManager.compare."""
         return self._open("compare").compare(batch, descriptor=descriptor)
 
     def stats(self) -> Stats:
-        """Counters so far, the last ones after `close()`; see Stats."""
+        """Return the counters; after `close()` their last values."""
         if self._manager is not None:
             self._last_stats = self._manager.stats()
         return self._last_stats
 
     def close(self) -> None:
-        """Give back graphs, buffers and the KV cache. The model stays the caller's, and so do KV tensors that the
-        caller made. Closing twice is fine."""
+        """Free graphs, buffers and the KV cache. The caller owns the model and any KV tensors that it allocated.
+
+        A second call does nothing.
+        """
         if self._manager is None:
             return
         self._manager.close()
@@ -217,41 +229,47 @@ class Runtime:
 
     def _open(self, call: str) -> ReplayManager:
         if self._manager is None:
-            raise CaptureError(f"{call}: expected an open runtime, got one that was closed; build a new Runtime")
+            raise CaptureError(f"{call}: this runtime was closed; build a new Runtime")
         return self._manager
 
 
 def check_decoder(runtime: Runtime) -> None:
-    """Raise ConfigError for a runtime whose rows cannot go on by a token a step: without sampler, of a model with cross
-    or encoder layers, or with query_len other than 1 where there are no mixed batches."""
+    """Check that a runtime can decode one token per request and step.
+
+    Raises:
+        ConfigError: if it has no sampler, if the model has cross or encoder layers, or if it has no mixed batches and
+            query_len is not 1.
+    """
     config, groups = runtime.config, runtime.kv_cache.groups
     if not runtime.samples:
-        raise ConfigError("runtime: expected one with a sampler, got sampler=None; build it with a sampler")
+        raise ConfigError("runtime: has no sampler; build it with a sampler")
     if not groups or any(group.cross for group in groups):
         raise ConfigError(
-            "runtime: expected a decoder alone, got a model with cross layers or without a cache; submit batches "
-            "to replay() yourself"
+            "runtime: the model has cross layers or no KV cache, which sessions do not support; submit batches to "
+            "replay() yourself"
         )
     if not config.mixed_batches and config.query_len != 1:
         raise ConfigError(
-            f"runtime: expected query_len=1 with mixed_batches=False, got {config.query_len}; "
-            "rows that decode have one new token, allow mixed batches"
+            f"runtime: expected query_len=1 with mixed_batches=False, got {config.query_len}; allow mixed batches"
         )
 
 
 def _pool_pages(num_pages: int | Sequence[int], groups: Sequence[KVCacheSpec]) -> tuple[int, ...]:
-    """Pages of each pool. Raises: ConfigError."""
+    """Return the pages of each pool, checked."""
     pools = len({spec.pool for spec in groups})
     counts = list(num_pages) if isinstance(num_pages, (list, tuple)) else [num_pages] * pools
     if len(counts) != pools:
-        raise ConfigError(f"num_pages: expected one number, or one for each of {pools} pools, got {shown(num_pages)}")
+        raise ConfigError(
+            f"num_pages: expected one int, or a sequence of {pools}, one per pool, got {shown(num_pages)}; pass these, "
+            'or "auto"'
+        )
     return tuple(check_int("num_pages", count, 2, MAX_PAGES, advice='or pass "auto"') for count in counts)
 
 
 def _checked_cache(
     cache: KVCache, groups: tuple[KVCacheSpec, ...], pages: tuple[int, ...], device: torch.device
 ) -> KVCache:
-    """What `allocate_kv` returned; raises ConfigError where it is not what was asked for."""
+    """Return the result of `allocate_kv`; raise ConfigError if it does not match the arguments."""
     check_instance("allocate_kv", cache, KVCache, advice="return a KVCache")
     for name, want, got in (
         ("pool_pages", pages, cache.pool_pages),
@@ -259,7 +277,7 @@ def _checked_cache(
         ("device", device, cache.device),
     ):
         if want != got:
-            raise ConfigError(f"allocate_kv: expected a cache of {name} {want}, got {got}; make it as asked for")
+            raise ConfigError(f"allocate_kv: expected a cache with {name} {want}, got {got}; use its arguments")
     return cache
 
 
@@ -272,10 +290,10 @@ def _plan_memory(
 ) -> MemoryPlan:
     pools = sorted({spec.pool for spec in groups})
     of_pool = [[spec for spec in groups if spec.pool == pool] for pool in pools]
-    # Beside the null page, what all sequences together can own: of windowed groups the window's pages alone.
+    # The pages that all sequences together can own, without the null page; in groups with a window only its pages.
     lengths, chunk = (config.max_seq_len, config.max_encoder_len or 0), config.max_num_tokens
-    per_row = [sum(spec.most_pages(longest_of(spec, *lengths), chunk) for spec in specs) for specs in of_pool]
-    useful = [min(config.max_num_reqs * count, MAX_PAGES - 1) for count in per_row]
+    per_req = [sum(spec.most_pages(longest_of(spec, *lengths), chunk) for spec in specs) for specs in of_pool]
+    useful = [min(config.max_num_reqs * count, MAX_PAGES - 1) for count in per_req]
     page_bytes = [bytes_per_page(specs) for specs in of_pool]
     if device.type != "cuda":
         free = total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
@@ -286,18 +304,17 @@ def _plan_memory(
         predicted = _measure_graphs(build, config, device, len(pools))
     reserved = int((1 - utilization) * total)
     budget = free - reserved - predicted
-    # Every pool gets the same share of what it can use, so that none is full long before the others.
+    # Every pool gets the same fraction of the pages that it can use, so that none is full long before the others.
     most = sum(count * nbytes for count, nbytes in zip(useful, page_bytes, strict=True))
     left = budget - sum(page_bytes)
     if left < sum(page_bytes):
         raise CapacityError(
-            f"num_pages: expected room for at least {_TRIAL_PAGES} pages of {sum(page_bytes)} bytes, got "
-            f"{budget} bytes (free {free}, reserved {reserved}, graphs {predicted}); lower max_num_reqs or raise "
-            "memory_utilization"
+            f"num_pages: {budget} bytes do not hold {_TRIAL_PAGES} pages of {sum(page_bytes)} bytes (free {free}, "
+            f"reserved {reserved}, graphs {predicted}); lower max_num_reqs, or raise memory_utilization"
         )
     pages = tuple(1 + max(1, min(count, count * left // most)) for count in useful)
     kv_bytes = sum(count * nbytes for count, nbytes in zip(pages, page_bytes, strict=True))
-    # A claim of 8 bytes per page stands beside the cache, and travels with its size.
+    # The static buffers hold another 8 bytes per page, to detect write conflicts.
     return MemoryPlan(pages, free, reserved, predicted, kv_bytes, free - predicted - kv_bytes - 8 * sum(pages))
 
 
@@ -307,11 +324,10 @@ def _measure_graphs(
     device: torch.device,
     pools: int,
 ) -> int:
-    """Bytes that buffers and the full capture_sizes will take, from capturing the largest graph of each kind and
-    dropping it.
+    """Return the predicted bytes of buffers and all graphs, by capturing and dropping the largest graph of each kind.
 
-    Memory of the pool is shared, so the largest graph of each kind counts once; what the driver takes per graph is
-    assumed for every other size of that kind, which overestimates where small sizes have fewer nodes.
+    Graphs share a memory pool, so the largest graph of each kind counts once. The driver memory of that graph is
+    assumed for every other size of its kind, which overestimates small sizes with fewer nodes.
     """
     resolved = config.resolve()
     sizes = {GraphKind.DECODE: resolved.decode_sizes or (), GraphKind.MIXED: resolved.mixed_sizes or ()}
@@ -332,13 +348,16 @@ def _measure_graphs(
 
 
 def resolve_device(device: torch.device | str | None) -> torch.device:
-    """The device that a name means: None is CUDA if there is one, `cuda` gets the index of the current device.
+    """Return the device of a name. None: CUDA if available, else CPU; "cuda" gets the index of the current device.
 
-    Raises: ConfigError for a name that is no device, and for one that is not there.
+    Raises:
+        ConfigError: if there is no such device, or if it is the meta device.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     resolved = check_device("device", device)
     if resolved.type == "meta":
-        raise ConfigError(f"device: expected cpu, cuda or cuda:N, got {shown(device)}; steps compute")
+        raise ConfigError(
+            f"device: the meta device cannot compute; pass cpu, cuda or cuda:N instead of {shown(device)}"
+        )
     return resolved

@@ -1,4 +1,4 @@
-"""What a model's attention and KV cache look like: frozen, checked at construction."""
+"""Specs of a model's attention layers and KV cache: frozen, and checked at construction."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ COMPUTE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class AttentionKind(str, Enum):
-    """Whose keys and values a layer attends to.
+    """Which keys and values a layer attends to.
 
-    DECODER  those of its own sequence, causally, from the paged cache; each step writes those of its new tokens
-    CROSS    those that an encoder left in the paged cache, all of them; steps write none. See `KVCache.write`
-    ENCODER  those of the row's tokens in the same step, before and behind a token; there is no cache
+    DECODER  its own sequence, causally, in the paged cache. Each step writes the KV of its new tokens
+    CROSS    all encoder outputs of the request in the paged cache. Steps write none; see `KVCache.write`
+    ENCODER  all tokens of the request in the same step, before and after a token. There is no cache
     """
 
     DECODER = "decoder"
@@ -48,26 +48,31 @@ _MEANINGLESS = {
     AttentionKind.CROSS: ("sliding_window", "attention_chunk_size", "alibi_slopes"),
     AttentionKind.ENCODER: ("attention_chunk_size", "kv_shared_with"),
 }
-"""Fields of AttentionSpec that must be None."""
+"""Fields of AttentionSpec that must be None for a kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """One attention layer: heads, head size, dtype and options. Layers of one model may differ in their options.
+    """One attention layer: heads, head size, dtype and options. Layers of a model may differ in their options.
 
-    softmax_scale    None means head_dim ** -0.5
-    sliding_window   a query sees the tokens at a distance below it, 1 to 2 ** 30; None means all. With 3, a decoder's
-                     query sees itself and two tokens before it, an encoder's two behind it as well
-    attention_chunk_size   a query sees its own chunk of so many tokens only, up to itself; None means all
-    v_head_dim       size of the value heads, and of the output's; None means head_dim
-    kv_shared_with   number of an earlier layer whose keys and values this one reads; it writes none of its own
-    logits_softcap   cap * tanh(logits / cap) before the softmax; None means off
-    alibi_slopes     a slope per query head: the logits get -slope * distance after the softcap; None means off
-    alibi_sqrt       -slope * sqrt(distance) instead
-    sinks            the layer has learned sinks: `Step.attend` takes a tensor of them, a logit per query head
-    kind             whose keys and values the layer attends to; see AttentionKind. A cross layer has no window, chunks
-                     or slopes, since places in two sequences have no distance. An encoder layer has no chunks, and
-                     shares no keys and values
+    num_q_heads, num_kv_heads, head_dim   numbers of heads, and their size; num_q_heads is a multiple of num_kv_heads
+    dtype            dtype of queries, keys, values and outputs: float16, bfloat16 or float32
+    softmax_scale    factor of the logits; None: head_dim ** -0.5
+    sliding_window   a query sees tokens at a distance below it, 1 to 2 ** 30; None: all. With 3, a query of a decoder
+                     sees itself and two tokens before it, a query of an encoder also two tokens after it
+    attention_chunk_size   a query sees the tokens of its own chunk up to itself; None: all
+    v_head_dim       size of the heads of values and outputs; None: head_dim
+    kv_shared_with   index of an earlier layer whose keys and values this one reads; it writes none
+    logits_softcap   cap * tanh(logits / cap) before the softmax; None: off
+    alibi_slopes     a slope per query head: adds -slope * distance to the logits after the softcap; None: off
+    alibi_sqrt       adds -slope * sqrt(distance) instead
+    sinks            whether the layer has learned sinks: `Step.attend` takes them as a tensor, a logit per query head
+    kind             which keys and values the layer attends to; see AttentionKind. A cross layer has no window, chunks
+                     or slopes, because positions of two sequences have no distance. An encoder layer has no chunks and
+                     no kv_shared_with
+
+    Raises:
+        ConfigError: if a field has the wrong type or is out of range, or if fields contradict each other.
     """
 
     num_q_heads: int
@@ -90,28 +95,28 @@ class AttentionSpec:
             check_int_field(self, name, 1, _MOST, advice="pass the model's")
         _check_value_size(self)
         if self.kv_shared_with is not None:
-            check_int_field(self, "kv_shared_with", 0, _MOST, advice="pass the number of the layer that writes")
+            check_int_field(self, "kv_shared_with", 0, _MOST, advice="pass the index of the layer that writes")
         if self.num_q_heads % self.num_kv_heads:
             raise ConfigError(
-                f"AttentionSpec.num_q_heads: expected a multiple of num_kv_heads={self.num_kv_heads}, "
-                f"got {self.num_q_heads}; grouped-query attention shares each KV head between equally many query heads"
+                f"AttentionSpec.num_q_heads: expected a multiple of num_kv_heads={self.num_kv_heads}, got "
+                f"{self.num_q_heads}; every KV head serves the same number of query heads"
             )
         if not isinstance(self.dtype, torch.dtype) or self.dtype not in COMPUTE_DTYPES:
             raise ConfigError(
-                f"AttentionSpec.dtype: expected one of {COMPUTE_DTYPES}, got {shown(self.dtype)}; "
-                "load the model in one of these"
+                f"AttentionSpec.dtype: expected one of {COMPUTE_DTYPES}, got {shown(self.dtype)}; load the model in "
+                "one of them"
             )
         for name, default in (("softmax_scale", "head_dim ** -0.5"), ("logits_softcap", "off")):
             if (value := getattr(self, name)) is not None:
                 if not (is_finite(value) and FLOAT32_TINY <= value <= FLOAT32_MAX):
                     raise ConfigError(
-                        f"AttentionSpec.{name}: expected a finite number > 0 that float32 can hold, "
-                        f"got {shown(value)}; None means {default}"
+                        f"AttentionSpec.{name}: expected a finite number > 0 in the range of float32, got "
+                        f"{shown(value)}; None means {default}"
                     )
                 object.__setattr__(self, name, float(value))
         _check_reach(self)
         for name in ("alibi_sqrt", "sinks"):
-            check_bool_field(self, name, advice="tensors are passed to Step.attend")
+            check_bool_field(self, name, advice="pass tensors to Step.attend instead")
         self._check_alibi()
         self._check_kind()
 
@@ -128,37 +133,36 @@ class AttentionSpec:
         slopes = self.alibi_slopes
         if slopes is None:
             if self.alibi_sqrt:
-                raise ConfigError("AttentionSpec.alibi_sqrt: expected alibi_slopes with it, got None; pass the slopes")
+                raise ConfigError("AttentionSpec.alibi_sqrt: requires alibi_slopes; pass the slopes")
             return
-        if not isinstance(slopes, tuple):  # a spec is hashed
+        if not isinstance(slopes, tuple):  # specs are hashed
             raise ConfigError(
                 f"AttentionSpec.alibi_slopes: expected a tuple of floats, got {type(slopes).__name__}; pass tuple(...)"
             )
         if len(slopes) != self.num_q_heads:
             raise ConfigError(
-                f"AttentionSpec.alibi_slopes: expected {self.num_q_heads} slopes, one per query head, "
-                f"got {len(slopes)}; pass those of this rank's heads"
+                f"AttentionSpec.alibi_slopes: expected {self.num_q_heads} slopes, one per query head, got "
+                f"{len(slopes)}; pass the slopes of this rank's heads"
             )
         if not all(is_finite(slope) and abs(slope) <= FLOAT32_MAX for slope in slopes):
             raise ConfigError(
-                f"AttentionSpec.alibi_slopes: expected finite numbers, got {shown(slopes)}; check their source, "
-                "and take those of a tensor by tolist()"
+                f"AttentionSpec.alibi_slopes: expected finite floats, got {shown(slopes)}; convert a tensor by tolist()"
             )
         object.__setattr__(self, "alibi_slopes", tuple(map(float, slopes)))
 
     @property
     def is_cached(self) -> bool:
-        """Whether the layer's keys and values lie in the paged cache."""
+        """Whether the paged cache holds the layer's keys and values."""
         return self.kind is not AttentionKind.ENCODER
 
     @property
     def is_cross(self) -> bool:
-        """Whether an encoder wrote the layer's keys and values."""
+        """Whether an encoder writes the layer's keys and values."""
         return self.kind is AttentionKind.CROSS
 
     @property
     def value_dim(self) -> int:
-        """Size of the value heads in force."""
+        """Size of the value heads: v_head_dim, or head_dim if that is None."""
         return self.head_dim if self.v_head_dim is None else self.v_head_dim
 
     @property
@@ -168,33 +172,37 @@ class AttentionSpec:
 
     @property
     def scale(self) -> float:
-        """The softmax scale in force."""
+        """The softmax scale: softmax_scale, or its default if that is None."""
         return self.softmax_scale if self.softmax_scale is not None else self.head_dim**-0.5
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """The paged KV cache of a model whose layers are alike, or one group of layers of another model.
+    """The paged KV cache of a model whose layers are alike, or of one KV group of another model.
 
-    A group is a number of layers that share a page table: their heads are alike, and they keep the same tokens. Models
-    whose layers differ have several groups, as `kv_groups` makes them of the layers' specs.
+    A KV group is a set of layers that share a block table: they have equal heads and keep the same tokens. Models whose
+    layers differ have several groups; `kv_groups` derives them from the layers' specs.
 
-    num_layers  K and V tensors of equal shape
-    page_size   tokens per page, 1 to 1024; the captured graphs hold it
-    layout      NHD or HND, the order inside a page
-    dtype       of the stored keys and values: float16, bfloat16 or float32, in general that of the layers, or fp8
-                (float8_e4m3fn, float8_e5m2), half the bytes and with scales; see KVCache
-    null_page   id of the page that no sequence owns; pad rows and table tails point at it. "last" is the cache's last
-                page, for block managers that hand out page 0; the spec of a KVCache has its number
-    v_head_dim  size of the value heads; None means head_dim
-    sliding_window         tokens that are kept of a sequence: no layer of the group sees more. Pages behind the window
-                           can be given to others. None keeps all
-    attention_chunk_size   layers see their own chunk of so many tokens only: older chunks are not kept. None keeps all
-    layers      which of the layers that write keys and values belong to the group, `num_layers` of them by number;
-                None means all, in order
-    pool        groups of equal number share their page ids and their memory: a page belongs to one group at a time
-    cross       the pages hold what an encoder wrote, a row's `encoder_len` tokens. Steps write none, so rows may list
-                the same pages
+    num_layers  number of layers
+    num_kv_heads, head_dim   number and size of the KV heads
+    page_size   tokens per page, 1 to 1024; fixed in captured graphs
+    layout      NHD or HND, the dimension order in a page
+    dtype       dtype of stored keys and values: float16, bfloat16 or float32 (usually that of the layers), or
+                float8_e4m3fn or float8_e5m2 with scales; see KVCache
+    null_page   page that no sequence owns; padding requests and the unused ends of block tables refer to it. "last" is
+                the last page of the cache, for allocators that allocate page 0. The specs of a KVCache hold an int
+    v_head_dim  size of the value heads; None: head_dim
+    sliding_window         number of most recent tokens that are kept; no layer of the group sees more. Pages before
+                           the window can be freed. None: all tokens are kept
+    attention_chunk_size   layers see only their own chunk of this many tokens; pages of older chunks can be freed.
+                           None: all tokens are kept
+    layers      indices of the group's layers among the layers with their own KV, `num_layers` of them; None: all
+    pool        groups with an equal pool share page ids and memory; a page belongs to one of them at a time
+    cross       the pages hold encoder outputs, `encoder_len` tokens per request. Steps do not write them, so requests
+                may list the same pages
+
+    Raises:
+        ConfigError: if a field has the wrong type or is out of range, or if fields contradict each other.
     """
 
     num_layers: int
@@ -217,37 +225,39 @@ class KVCacheSpec:
         check_int_field(self, "page_size", 1, 1024, advice="16 is usual")
         _check_value_size(self)
         _check_reach(self)
-        check_int_field(self, "pool", 0, _MOST, advice="0 is the first")
-        check_bool_field(self, "cross", advice="say whether an encoder writes the pages")
+        check_int_field(self, "pool", 0, _MOST, advice="number pools from 0")
+        check_bool_field(self, "cross", advice="pass whether an encoder writes the pages")
         if self.cross and (self.sliding_window or self.attention_chunk_size):
             raise ConfigError(
-                "KVCacheSpec.cross: expected False with a window or chunks, got True; a decoder sees all of an encoder"
+                "KVCacheSpec.cross: expected False with a window or chunks, got True; cross layers see all encoder "
+                "tokens"
             )
         if not isinstance(self.dtype, torch.dtype) or self.dtype not in KV_DTYPES:
             raise ConfigError(
-                f"KVCacheSpec.dtype: expected one of {KV_DTYPES}, got {shown(self.dtype)}; "
-                "pass the layers' dtype, or fp8"
+                f"KVCacheSpec.dtype: expected one of {KV_DTYPES}, got {shown(self.dtype)}; pass the dtype of the "
+                "layers, or fp8"
             )
         if not isinstance(self.layout, KVLayout):
-            raise ConfigError(f"KVCacheSpec.layout: expected KVLayout.NHD or KVLayout.HND, got {shown(self.layout)}")
-        if not (isinstance(self.null_page, str) and self.null_page == "last"):
-            check_int_field(
-                self, "null_page", 0, MAX_PAGES - 1, advice='0 is usual, "last" leaves page 0 to be handed out'
+            raise ConfigError(
+                f"KVCacheSpec.layout: expected a KVLayout, got {shown(self.layout)}; pass KVLayout.NHD or KVLayout.HND"
             )
+        if not (isinstance(self.null_page, str) and self.null_page == "last"):
+            check_int_field(self, "null_page", 0, MAX_PAGES - 1, advice='pass a page id, or "last"')
         if self.layers is not None:
-            advice = "pass a tuple of numbers of layers"
+            advice = "pass a tuple of layer indices"
             found = check_ints("KVCacheSpec.layers", self.layers, 0, _MOST, advice=advice, error=ConfigError).tolist()
             if len(set(found)) != self.num_layers or len(found) != self.num_layers:
                 raise ConfigError(
-                    f"KVCacheSpec.layers: expected num_layers={self.num_layers} different layers, got "
-                    f"{shown(self.layers)}; name each once"
+                    f"KVCacheSpec.layers: expected num_layers={self.num_layers} different indices, got "
+                    f"{shown(self.layers)}; list each layer once"
                 )
             object.__setattr__(self, "layers", tuple(found))
 
     def resolve(self, num_pages: int) -> KVCacheSpec:
-        """The spec of a cache of `num_pages` pages, with the null page by its number.
+        """Return the spec for a cache of `num_pages` pages, with null_page as an int.
 
-        Raises: ConfigError for a null page beyond the cache.
+        Raises:
+            ConfigError: if the null page is not below `num_pages`.
         """
         null_page = num_pages - 1 if isinstance(self.null_page, str) else self.null_page
         if null_page >= num_pages:
@@ -259,12 +269,12 @@ class KVCacheSpec:
 
     @property
     def value_dim(self) -> int:
-        """Size of the value heads in force."""
+        """Size of the value heads: v_head_dim, or head_dim if that is None."""
         return self.head_dim if self.v_head_dim is None else self.v_head_dim
 
     @property
     def page_shape(self) -> tuple[int, int, int, int]:
-        """Tokens, KV heads, and sizes of the key and value heads of a page."""
+        """(page_size, num_kv_heads, head_dim, value_dim)."""
         return self.page_size, self.num_kv_heads, self.head_dim, self.value_dim
 
     @property
@@ -279,19 +289,20 @@ class KVCacheSpec:
 
     @property
     def bytes_per_token(self) -> int:
-        """KV bytes that one token takes over all layers."""
+        """KV bytes of one token over all layers."""
         return self.bytes_per_page // self.page_size
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that a sequence of `num_tokens` needs.
+        """Return the number of pages that hold `num_tokens` tokens.
 
-        Raises: ConfigError for what is no int >= 0.
+        Raises:
+            ConfigError: if `num_tokens` is not an int >= 0.
         """
-        num_tokens = check_int("num_tokens", num_tokens, 0, advice="pass the tokens whose KV is kept")
+        num_tokens = check_int("num_tokens", num_tokens, 0, advice="pass the number of tokens in the cache")
         return -(-num_tokens // self.page_size)
 
     def first_page_seen(self, position: int) -> int:
-        """Page of the oldest token that a token at `position` sees: pages before it can be given to others."""
+        """Return the index of the first page that a token at `position` sees; earlier pages can be freed."""
         seen = 0
         if self.sliding_window is not None:
             seen = max(0, position + 1 - self.sliding_window)
@@ -300,31 +311,31 @@ class KVCacheSpec:
         return seen // self.page_size
 
     def most_pages(self, num_tokens: int, new_tokens: int) -> int:
-        """Pages that a sequence of up to `num_tokens` owns at most, in steps of up to `new_tokens` new ones."""
+        """Return the most pages that a sequence of up to `num_tokens` owns, in steps of up to `new_tokens` tokens."""
         total = self.pages_for(num_tokens)
         kept = self.sliding_window or self.attention_chunk_size
         if kept is None:
             return total
-        held = kept + new_tokens - 1  # from the oldest token that the first new one sees
-        # A window begins at any token of a page, a chunk of 6 only at each second one of a page of 4.
+        held = kept + new_tokens - 1  # from the oldest token that the first new token sees
+        # A window can begin at any token of a page, a chunk of 6 only at every second token of a page of 4.
         begins = math.gcd(self.attention_chunk_size, self.page_size) if self.attention_chunk_size else 1
         return min(total, self.pages_for(held + self.page_size - begins))
 
 
 def _check_value_size(spec: AttentionSpec | KVCacheSpec) -> None:
     if spec.v_head_dim is not None:
-        check_int_field(spec, "v_head_dim", 1, _MOST, advice="None means head_dim")
-        if spec.v_head_dim == spec.head_dim:  # one way to say it: specs are compared
+        check_int_field(spec, "v_head_dim", 1, _MOST, advice="pass None for head_dim")
+        if spec.v_head_dim == spec.head_dim:  # normalised, because specs are compared
             object.__setattr__(spec, "v_head_dim", None)
 
 
 def _check_reach(spec: AttentionSpec | KVCacheSpec) -> None:
-    """Check what a query sees of its sequence."""
+    """Check the sliding window and the chunk size."""
     for name in ("sliding_window", "attention_chunk_size"):
         if getattr(spec, name) is not None:
-            check_int_field(spec, name, 1, MAX_WINDOW, advice="None means everything")
+            check_int_field(spec, name, 1, MAX_WINDOW, advice="pass None for no limit")
     if spec.sliding_window is not None and spec.attention_chunk_size is not None:
         raise ConfigError(
             f"{type(spec).__name__}.attention_chunk_size: expected None with sliding_window={spec.sliding_window}, got "
-            f"{spec.attention_chunk_size}; a layer has a window or chunks"
+            f"{spec.attention_chunk_size}; pass only one of the two"
         )

@@ -24,7 +24,8 @@ from typing import Any
 
 import torch
 
-from graphrt.backends.base import AttentionBackend, AttentionLayer, BackendContext
+from graphrt.backends.base import AttentionBackend, AttentionLayer
+from graphrt.backends.capabilities import BackendContext
 from graphrt.backends.flash_attn3 import FlashAttention3Backend
 from graphrt.backends.registry import backend_class
 from graphrt.backends.triton import TritonBackend

@@ -15,8 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from graphrt.backends.capabilities import listing
 from graphrt.backends.ranking import parse_ranking, ranking_record
-from graphrt.backends.refusals import listing
 from graphrt.backends.registry import backend_class, backend_names
 from graphrt.kernels.metadata.buffers import StaticBuffers
 

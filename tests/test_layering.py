@@ -1,4 +1,4 @@
-"""The rules of DESIGN that a syntax tree shows: import directions, environment reads, file lengths, annotations."""
+"""Rules that a syntax tree shows: import order and cycles, environment reads, file lengths, annotations."""
 
 from __future__ import annotations
 
@@ -61,13 +61,51 @@ def import_faults(path: str, source: str) -> list[str]:
     return faults
 
 
-def wing_faults(path: str, source: str) -> list[str]:
-    """Imports of the benchmarks or the command line by the core; the command line may import the benchmarks."""
-    folder = path.split("/")[1]
-    if folder in ("cli", "__main__.py"):
+ROOMS = (
+    "kernels", "capture", "env", "config", "spec", "sampling_params", "batch_values", "batch", "cache", "metadata",
+    "backends", "step", "layer", "sampling", "engine", "replay", "runtime", "session", "models", "generate", "bundle",
+    "testing", "bench", "cli", "__main__",
+)  # fmt: skip
+"""Sub-packages and modules of graphrt, lowest first. A file imports from its own room and from those before it."""
+
+
+def module_of(path: str) -> str:
+    """Full name of the module in a file: "kernels/types.py" is graphrt.kernels.types."""
+    name = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    return name if name.split(".")[0] == "graphrt" else f"graphrt.{name}"
+
+
+def room_faults(path: str, source: str) -> list[str]:
+    """Imports of rooms above the file's own, and public names that are not imported from their modules."""
+    _, *rest = module_of(path).split(".")
+    if not rest:  # graphrt/__init__.py, which imports the public names from every room
         return []
-    wings = ("graphrt.cli",) if folder == "bench" else ("graphrt.bench", "graphrt.cli")
-    return [name for name in imports(source) if any(name == wing or name.startswith(f"{wing}.") for wing in wings)]
+    if rest[0] not in ROOMS:
+        return [f"{rest[0]}: missing in ROOMS"]
+    allowed = ROOMS[: ROOMS.index(rest[0]) + 1]
+    names = [name.split(".") for name in imports(source) if name != "graphrt.__version__"]
+    return [".".join(name) for name in names if name[0] == "graphrt" and (name[1:2] or [""])[0] not in allowed]
+
+
+def import_cycles(files: dict[str, str]) -> list[str]:
+    """Groups of files that import each other, directly or not; imports in functions and for type checkers count."""
+    paths = {module_of(path): path for path in files}
+    edges: dict[str, set[str]] = {}
+    for module, path in paths.items():
+        found = set()
+        for name in imports(files[path]):
+            while name and name not in paths:  # the last part may be a name in a module
+                name = name.rpartition(".")[0]
+            found.add(name)
+        edges[module] = found - {"", "graphrt"}
+    remaining = dict(edges)
+    while free := [module for module, below in remaining.items() if not below & remaining.keys()]:
+        for module in free:
+            del remaining[module]
+    while free := set(remaining) - {name for below in remaining.values() for name in below}:
+        for module in free:
+            del remaining[module]
+    return sorted(paths[module] for module in remaining)
 
 
 def environment_faults(path: str, source: str) -> list[str]:
@@ -83,13 +121,13 @@ def environment_faults(path: str, source: str) -> list[str]:
 
 
 def assert_faults(path: str, source: str) -> list[str]:
-    """Assertions that would fail without a word."""
+    """Assertions without a message."""
     nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Assert))
     return [f"line {node.lineno}: assert without message" for node in nodes if node.msg is None]
 
 
 def annotation_faults(path: str, source: str) -> list[str]:
-    """Functions without full annotations; the bodies of Triton kernels are excepted, and mypy skips those alike."""
+    """Functions without full annotations, except the bodies of Triton kernels, which mypy skips too."""
     faults = []
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.FunctionDef) or any(is_jit(decorator) for decorator in node.decorator_list):
@@ -126,7 +164,7 @@ FACTORIES = frozenset(
 
 
 def factory_faults(path: str, source: str) -> list[str]:
-    """Tensors whose device follows `torch.set_default_device`, which belongs to the caller."""
+    """Tensors whose device would follow `torch.set_default_device`, which belongs to the caller."""
     faults = []
     for node in ast.walk(ast.parse(source)):
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in FACTORIES):
@@ -146,7 +184,7 @@ def length_faults(path: str, source: str) -> list[str]:
 RULES = {
     "imports": (import_faults, LIBRARY),
     "imports-of-callers": (import_faults, ("scripts", "tests")),
-    "wings": (wing_faults, ("graphrt",)),
+    "rooms": (room_faults, LIBRARY),
     "environment": (environment_faults, LIBRARY),
     "asserts": (assert_faults, LIBRARY),
     "factories": (factory_faults, LIBRARY),
@@ -164,6 +202,28 @@ def test_rule(name):
     assert not faults, "\n".join(faults)
 
 
+def test_no_files_import_each_other():
+    assert import_cycles(sources(*LIBRARY)) == []
+
+
+CYCLES = {
+    "two-files": ({"a": "import graphrt.b", "b": "from graphrt.a import X"}, "ab"),
+    "three-files": ({"a": "import graphrt.b", "b": "import graphrt.c", "c": "from graphrt import a"}, "abc"),
+    "in-a-function": ({"a": "import graphrt.b", "b": "def f():\n    import graphrt.a"}, "ab"),
+    "for-types": ({"a": "import graphrt.b", "b": "if TYPE_CHECKING:\n    from graphrt.a import X"}, "ab"),
+    "others": ({"a": "import graphrt.b", "b": "import graphrt.a, graphrt.c", "c": "", "d": "import graphrt.b"}, "ab"),
+    "itself": ({"a": "from graphrt.a import X"}, "a"),
+    "none": ({"a": "import graphrt.b, graphrt.c, torch", "b": "from graphrt.c import X", "c": ""}, ""),
+}
+
+
+@pytest.mark.parametrize("case", CYCLES)
+def test_import_cycle_is_noticed(case):
+    files, expected = CYCLES[case]
+    named = {f"graphrt/{name}.py": source for name, source in files.items()}
+    assert import_cycles(named) == [f"graphrt/{name}.py" for name in expected]
+
+
 VIOLATIONS = {
     "kernels-import-capture": (import_faults, "kernels/a.py", "from graphrt.capture.buffers import X"),
     "kernels-import-runtime": (import_faults, "kernels/a.py", "import graphrt.runtime"),
@@ -176,10 +236,16 @@ VIOLATIONS = {
     "top-level-kernels": (import_faults, "graphrt/a.py", "import kernels.types"),
     "top-level-capture": (import_faults, "tests/a.py", "from capture import buffers"),
     "relative": (import_faults, "graphrt/a.py", "from .batch import Batch"),
-    "core-imports-a-benchmark": (wing_faults, "graphrt/models/a.py", "from graphrt.bench.timer import X"),
-    "core-imports-the-benchmarks": (wing_faults, "graphrt/a.py", "def f():\n    from graphrt import bench"),
-    "core-imports-the-command-line": (wing_faults, "graphrt/a.py", "import graphrt.cli.console"),
-    "bench-imports-the-command-line": (wing_faults, "graphrt/bench/a.py", "from graphrt.cli.console import X"),
+    "core-imports-a-benchmark": (room_faults, "graphrt/models/a.py", "from graphrt.bench.timer import X"),
+    "core-imports-the-benchmarks": (room_faults, "graphrt/batch.py", "def f():\n    from graphrt import bench"),
+    "core-imports-the-command-line": (room_faults, "graphrt/replay.py", "import graphrt.cli.console"),
+    "bench-imports-the-command-line": (room_faults, "graphrt/bench/a.py", "from graphrt.cli.console import X"),
+    "cache-imports-engine": (room_faults, "graphrt/cache/a.py", "from graphrt.engine.handle import X"),
+    "engine-imports-replay": (room_faults, "graphrt/engine/a.py", "if TYPE_CHECKING:\n    import graphrt.replay"),
+    "capture-imports-spec": (room_faults, "capture/a.py", "import graphrt.spec"),
+    "public-name": (room_faults, "graphrt/engine/a.py", "from graphrt import Batch"),
+    "package": (room_faults, "graphrt/engine/a.py", "import graphrt"),
+    "new-room": (room_faults, "graphrt/attic/a.py", "import math"),
     "environ": (environment_faults, "graphrt/a.py", "import os\nx = os.environ['A']"),
     "getenv": (environment_faults, "kernels/a.py", "import os\nx = os.getenv('A')"),
     "environ-by-name": (environment_faults, "capture/a.py", "from os import environ"),
@@ -204,9 +270,12 @@ ALLOWED = {
     "kernels-siblings": (import_faults, "kernels/a.py", "from graphrt.kernels.types import X"),
     "capture": (import_faults, "capture/a.py", "from graphrt.capture import b\nfrom graphrt.kernels.types import X"),
     "runtime": (import_faults, "graphrt/a.py", "import rich\nfrom graphrt.capture.b import X\nfrom graphrt import env"),
-    "command-line": (wing_faults, "graphrt/cli/a.py", "from graphrt.bench.timer import X\nimport graphrt.cli.b"),
-    "entry-point": (wing_faults, "graphrt/__main__.py", "from graphrt.cli.main import main"),
-    "bench-siblings": (wing_faults, "graphrt/bench/a.py", "from graphrt.bench.timer import X"),
+    "command-line": (room_faults, "graphrt/cli/a.py", "from graphrt.bench.timer import X\nimport graphrt.cli.b"),
+    "entry-point": (room_faults, "graphrt/__main__.py", "from graphrt.cli.main import main"),
+    "bench-siblings": (room_faults, "graphrt/bench/a.py", "from graphrt.bench.timer import X"),
+    "lower-room": (room_faults, "graphrt/engine/a.py", "import graphrt.step, torch\nfrom graphrt.backends.b import X"),
+    "version": (room_faults, "capture/a.py", "from graphrt import __version__"),
+    "public-names": (room_faults, "graphrt/__init__.py", "from graphrt.replay import ReplayManager"),
     "env": (environment_faults, "graphrt/env.py", "import os\nx = os.environ['A']"),
     "factory": (factory_faults, "graphrt/a.py", "torch.zeros(3, device='cpu')\nnumpy.zeros(3)\ntorch.zeros_like(x)"),
     "message": (assert_faults, "graphrt/a.py", "assert x, 'x'"),
@@ -237,7 +306,7 @@ IN_A_TEST = {
 
 
 @pytest.mark.parametrize("case", IN_A_TEST)
-def test_a_run_fails_when_a_layer_is_imported_under_its_folder_s_name(tmp_path, case):
+def test_run_fails_if_a_layer_is_imported_by_its_folder_name(tmp_path, case):
     line, code, text = IN_A_TEST[case]
     (tmp_path / "test_it.py").write_text(f"def test_it():\n    {line}\n")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "-p", "no:cacheprovider", str(tmp_path)]
@@ -247,7 +316,7 @@ def test_a_run_fails_when_a_layer_is_imported_under_its_folder_s_name(tmp_path, 
     assert text in result.stdout + result.stderr
 
 
-def test_public_names_are_those_that_type_checkers_see():
+def test_type_checkers_see_the_public_names():
     (block,) = (
         node
         for node in ast.parse((ROOT / "graphrt/__init__.py").read_text()).body
@@ -258,7 +327,7 @@ def test_public_names_are_those_that_type_checkers_see():
 
 
 @pytest.mark.parametrize("name", sorted(graphrt._HOME))
-def test_public_name_is_its_home_s(name):
+def test_public_name_is_that_of_its_module(name):
     value, home = getattr(graphrt, name), graphrt._HOME[name]
     assert value is getattr(importlib.import_module(home), name)
     if name.isupper():  # a constant knows neither its name nor its home: the file does
@@ -268,6 +337,6 @@ def test_public_name_is_its_home_s(name):
     assert name in dir(graphrt)
 
 
-def test_unknown_public_name():
+def test_unknown_public_name_raises():
     with pytest.raises(AttributeError, match="module 'graphrt' has no attribute 'Scheduler'"):
         _ = graphrt.Scheduler

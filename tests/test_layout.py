@@ -1,4 +1,4 @@
-"""graphrt works from the checkout, from a wheel and from an editable install, though two of its packages are links."""
+"""graphrt works from the checkout, from a wheel and from an editable install, though two packages are links."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_import_from_an_editable_install(copy):
     assert check_layout.import_problems(copy, site_folder=installed) == []
 
 
-def test_problems_are_noticed(copy, wheel, tmp_path):
+def test_problems_are_found(copy, wheel, tmp_path):
     (tmp_path / "kernels").mkdir()
     (tmp_path / "graphrt").symlink_to(wheel / "graphrt")
     assert check_layout.stray_files(tmp_path) == ["kernels"]

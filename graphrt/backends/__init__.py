@@ -1,1 +1,1 @@
-"""Attention backends: the contract (`base`), the choice (`registry`), and one module per backend."""
+"""Attention backends: the contract (`base`, `capabilities`), selection (`choice`, `registry`), a module per backend."""

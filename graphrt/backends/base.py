@@ -1,224 +1,61 @@
-"""What an attention backend is: a class that says what it can do, and computes the attention of every step.
+"""The contract of attention backends: `AttentionBackend` declares what it supports and computes attention in a step.
 
 A runtime calls a backend in this order. `docs/write_a_backend.md` has a complete example.
 
-    unsupported_reasons(context)                 may this class serve this model, cache and device?    class method
+    unsupported_reasons(context)           does this class support the model, cache and device?   class method
     __init__(context)
-    graph_unsupported_reason(descriptor)        may a batch of this size be captured?                 once per size
-    allocate()                       make the buffers                                      once per attempt to capture
-      plan_capture(descriptor)       host state of one size                                for each size
-      schedule(metadata)             recorded at the head of the step                      for each size
-      run(layer, q, metadata, ...)   recorded once per layer                               for each size
-      run_encoder(layer, q, k, v, ...)   the same of an encoder layer, which has no cache  for each size
-    plan_replay(descriptor, batch)   host state of one step                                before each step
+    graph_unsupported_reason(descriptor)   can a batch of this size be captured?                  once per size
+    allocate()                             allocate the buffers                                   per capture attempt
+      plan_capture(descriptor)             host state of one size                                 for each size
+      schedule(metadata)                   recorded at the start of the step                      for each size
+      run(layer, q, metadata, ...)         recorded once per layer                                for each size
+      run_encoder(layer, q, k, v, ...)     recorded once per encoder layer, which has no cache    for each size
+    plan_replay(descriptor, batch)         host state of one step                                 before each step
       (the graph repeats what `schedule` and `run` recorded)
-    close()                          drop the buffers                                      once
+    close()                                drop the buffers                                       once
 
-A step without a graph runs eagerly: `plan_capture`, `plan_replay`, `schedule` and `run` are called in each such step.
+A step without a graph runs eagerly and calls `plan_capture`, `plan_replay`, `schedule` and `run`.
 
-In a mixed step of two parts neither backend is asked to plan: the device puts its rows into another order than the
-host's batch has. A class that overrides `plan_capture` or `plan_replay` is refused as a part.
+A mixed step may have two parts, served by different backends: decode requests and prefill requests. Neither backend
+plans such a step on the host, because the device reorders the requests. A class that overrides `plan_capture` or
+`plan_replay` cannot serve a part.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
-from enum import IntEnum
-from typing import TYPE_CHECKING, ClassVar, final
+from dataclasses import dataclass
+from typing import ClassVar, final
 
 import torch
 
-from graphrt.backends.refusals import refusals
-from graphrt.cache.groups import longest_of
+from graphrt.backends.capabilities import BackendContext, Capabilities, GraphSupport
+from graphrt.batch import Batch
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.kernels.attention.options import AttentionOptions
-from graphrt.kernels.checks import check_bool_field, check_instance, check_int_field, shown
+from graphrt.kernels.checks import shown
 from graphrt.kernels.errors import ConfigError, UnsupportedError
-from graphrt.kernels.types import KVLayout
 from graphrt.metadata import StepMetadata
-from graphrt.spec import AttentionKind, AttentionSpec, KVCacheSpec
-
-if TYPE_CHECKING:
-    from graphrt.batch import Batch
-
-
-class GraphSupport(IntEnum):
-    """Which of the batches that a backend serves can be captured. The others run eagerly, are counted, and say why."""
-
-    NEVER = 0
-    SINGLE_TOKEN = 1  # decode batches with one new token per row
-    UNIFORM = 2  # decode batches with the same number of new tokens in every row
-    ALWAYS = 3  # mixed batches too
-
-
-@dataclass(frozen=True, slots=True)
-class Capabilities:
-    """What a backend can do. A runtime that needs more than this is refused when it is built.
-
-    devices          types of device: "cpu", "cuda"
-    dtypes           of the layers: queries, keys, values and outputs
-    kv_dtypes        of the cache: the dtype of the layers, or an fp8 dtype
-    head_dims        head sizes; None: any
-    page_sizes       tokens per page; None: any
-    layouts          orders of a page in memory
-    max_query_len    most new tokens per row in a decode batch, where all rows have equally many
-    sliding_window   layers with `AttentionSpec.sliding_window`
-    logits_softcap   layers with `AttentionSpec.logits_softcap`
-    mixed            mixed batches, whose rows differ in their number of new tokens: prompts beside decodes
-    alibi            layers with `AttentionSpec.alibi_slopes`
-    alibi_sqrt       layers with `AttentionSpec.alibi_sqrt`: slopes times the square root of the distance
-    sinks            layers with `AttentionSpec.sinks`
-    lse              `run` can write the log-sum-exp; a model that asks another backend for it is refused in its first
-                     step, which is in `capture()`
-    batch_invariant  a row's result does not depend on the other rows; see below
-    kv_groups        layers of several KV groups, each with a page table: `metadata.block_tables[layer.group]`
-    v_head_dim       value heads of another size than the key heads: `AttentionSpec.v_head_dim`
-    attention_chunk_size   layers with `AttentionSpec.attention_chunk_size`
-    prefill          the prompt part of mixed steps, beside another backend's decode part; see `AttentionBackend.run`
-    cross_attention      layers over what an encoder wrote: not causal, and `metadata.encoder_lens` are their lengths
-    encoder_attention    layers over the tokens of the step, both ways and without a cache: `run_encoder`
-
-    `batch_invariant` is a promise per kind of graph. With `RuntimeConfig(batch_invariant=True)`, a row's result is
-    bitwise the same in all decode graphs of one query_len: at any size, at any place, beside any neighbours. The same
-    holds among all mixed steps. Between these kinds nothing is promised, as each may sum in another order.
-
-    Raises: ConfigError for a field of the wrong type, and for an empty tuple.
-    """
-
-    devices: tuple[str, ...]
-    dtypes: tuple[torch.dtype, ...]
-    kv_dtypes: tuple[torch.dtype, ...]
-    head_dims: tuple[int, ...] | None
-    page_sizes: tuple[int, ...] | None
-    layouts: tuple[KVLayout, ...]
-    max_query_len: int
-    sliding_window: bool
-    logits_softcap: bool
-    mixed: bool
-    alibi: bool = False
-    alibi_sqrt: bool = False
-    sinks: bool = False
-    lse: bool = False
-    batch_invariant: bool = False
-    kv_groups: bool = False
-    v_head_dim: bool = False
-    attention_chunk_size: bool = False
-    prefill: bool = False
-    cross_attention: bool = False
-    encoder_attention: bool = False
-
-    def __post_init__(self) -> None:
-        check_int_field(self, "max_query_len", 1, advice="1 is plain decode")
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name in _ITEMS:
-                kind, optional = _ITEMS[field.name]
-                _check_items(f"Capabilities.{field.name}", value, kind, optional=optional)
-            elif field.name != "max_query_len":
-                check_bool_field(self, field.name, advice="say what the backend does")
-
-
-_ITEMS: dict[str, tuple[type, bool]] = {
-    "devices": (str, False),
-    "dtypes": (torch.dtype, False),
-    "kv_dtypes": (torch.dtype, False),
-    "head_dims": (int, True),
-    "page_sizes": (int, True),
-    "layouts": (KVLayout, False),
-}
-"""The fields of Capabilities that are tuples: the type of their items, and whether None means any."""
-
-
-@dataclass(frozen=True, slots=True)
-class BackendContext:
-    """What a backend is built for: the model's layers, the cache, the capacities and the device.
-
-    attention        the spec of every layer, in order
-    kv_groups        the spec of every KV group; one where all layers are alike, none where all are encoder layers
-    group_of         the KV group of every layer, None for an encoder layer; None where there is one group
-    device           where the tensors are
-    max_num_reqs     most rows in one step
-    max_num_tokens   most new tokens in one step
-    max_seq_len      longest sequence; `max_pages` pages
-    max_query_len    most new tokens per row in a decode batch: `RuntimeConfig.query_len`
-    batch_invariant  see Capabilities and RuntimeConfig
-    mixed_batches    whether there are steps whose rows differ in their number of new tokens; see RuntimeConfig
-    prefill          the backend serves the prompt part of these steps, and nothing else
-    max_encoder_len  most tokens that an encoder writes for a row; 0 without cross layers
-
-    Raises: ConfigError for a field of the wrong type.
-    """
-
-    attention: tuple[AttentionSpec, ...]
-    kv_groups: tuple[KVCacheSpec, ...]
-    device: torch.device
-    max_num_reqs: int
-    max_num_tokens: int
-    max_seq_len: int
-    max_query_len: int = 1
-    batch_invariant: bool = False
-    mixed_batches: bool = True
-    group_of: tuple[int | None, ...] | None = None
-    prefill: bool = False
-    max_encoder_len: int = 0
-
-    def __post_init__(self) -> None:
-        _check_items("BackendContext.attention", self.attention, AttentionSpec)
-        if self.kv_groups != () or any(spec.is_cached for spec in self.attention):
-            _check_items("BackendContext.kv_groups", self.kv_groups, KVCacheSpec)
-        if self.group_of is None and len(self.kv_groups) <= 1:
-            found = tuple(0 if spec.is_cached else None for spec in self.attention)
-            object.__setattr__(self, "group_of", found)
-        groups = range(len(self.kv_groups))
-        if (
-            not isinstance(self.group_of, tuple)
-            or len(self.group_of) != len(self.attention)
-            or any(
-                group not in groups if spec.is_cached else group is not None
-                for group, spec in zip(self.group_of, self.attention, strict=True)
-            )
-        ):
-            raise ConfigError(
-                f"BackendContext.group_of: expected one of {len(groups)} KV groups for each of {len(self.attention)} "
-                f"layers, got {shown(self.group_of)}; pass those of layer_places()"
-            )
-        check_instance("BackendContext.device", self.device, torch.device, advice="make it a torch.device")
-        for name in ("max_num_reqs", "max_num_tokens", "max_seq_len", "max_query_len"):
-            check_int_field(self, name, 1, advice="pass the runtime's")
-        check_int_field(self, "max_encoder_len", 0, advice="pass the runtime's, 0 without cross layers")
-        for name in ("batch_invariant", "mixed_batches", "prefill"):
-            check_bool_field(self, name, advice="pass the runtime's")
-
-    def max_pages(self, group: int) -> int:
-        """Width of the block table of a KV group."""
-        spec = self.kv_groups[group]
-        return spec.pages_for(longest_of(spec, self.max_seq_len, self.max_encoder_len))
-
-    @property
-    def layers(self) -> Iterator[tuple[AttentionSpec, KVCacheSpec, int]]:
-        """The spec of every layer over the cache, with its KV group: the group's spec and number."""
-        assert self.group_of is not None, "set at construction"
-        for spec, group in zip(self.attention, self.group_of, strict=True):
-            if group is not None:
-                yield spec, self.kv_groups[group], group
+from graphrt.spec import AttentionKind, AttentionSpec
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """One layer as `run` sees it: its spec, and its part of the KV cache.
+    """One attention layer as `run` sees it: its spec, and its tensors in the KV cache.
 
-    index              number of the layer
+    index              index of the layer in the model
     spec               heads, head size, dtype and options
-    k_cache, v_cache   [num_pages, page_size, num_kv_heads, head_dim]  any strides, the last one 1; an HND cache comes
-                       in this view too, with the strides of its layout; values may have another head size. Empty in
-                       an encoder layer
-    group              its KV group: `metadata.block_tables[group]` names its pages
-    writes             whether a step writes its keys and values; False: an earlier layer or an encoder has written what
-                       it reads, or it has no cache
-    k_scale, v_scale   [1] or [num_kv_heads]  float32  of an fp8 cache: key = stored value * k_scale; None: 1
-    alibi_slopes       [num_q_heads]          float32  those of the spec, on the device; None if it has none
+    k_cache, v_cache   [num_pages, page_size, num_kv_heads, head_dim]  last stride 1, other strides arbitrary. An HND
+                       cache is passed as this view too, with the strides of its layout. v_cache may have another head
+                       size. Empty in an encoder layer
+    group              KV group of the layer: `metadata.block_tables[group]` holds its page ids
+    writes             whether a step writes keys and values of this layer. False if an earlier layer or an encoder
+                       writes what the layer reads, or if it has no cache
+    k_scale, v_scale   [1] or [num_kv_heads]  float32  scales of an fp8 cache: key = stored value * k_scale; None: 1
+    alibi_slopes       [num_q_heads]          float32  `spec.alibi_slopes` on the device; None if the spec has none
+
+    Raises:
+        ConfigError: if `alibi_slopes` is given although the spec has none, or is missing.
     """
 
     index: int
@@ -233,16 +70,19 @@ class AttentionLayer:
 
     def __post_init__(self) -> None:
         if (self.alibi_slopes is None) != (self.spec.alibi_slopes is None):
-            have, want = ("none" if x is None else "some" for x in (self.alibi_slopes, self.spec.alibi_slopes))
+            have, want = ("None" if x is None else "a tensor" for x in (self.alibi_slopes, self.spec.alibi_slopes))
             raise ConfigError(
-                f"AttentionLayer.alibi_slopes: expected {want} as in the spec, got {have}; "
-                "make the tensor from spec.alibi_slopes"
+                f"AttentionLayer.alibi_slopes: expected {want}, as spec.alibi_slopes says, got {have}; make the tensor "
+                "from spec.alibi_slopes"
             )
 
     def options(self, sinks: torch.Tensor | None = None) -> AttentionOptions:
-        """The layer's options as kernels take them. `sinks` are those of this call: they belong to the model.
+        """Return the layer's options as the kernels take them.
 
-        The window of an encoder layer is no option, as it reaches to both sides: see `prompt_attention`.
+        sinks   [num_q_heads] float32: the sinks of this call, which the model owns
+
+        The options of an encoder layer have no window, because its window extends to both sides: see
+        `prompt_attention`.
         """
         causal = self.spec.kind is AttentionKind.DECODER
         return AttentionOptions(
@@ -262,70 +102,81 @@ class AttentionLayer:
 class AttentionBackend(ABC):
     """Base class of attention backends. One instance serves one runtime.
 
-    A subclass declares `name`, `capabilities` and `graph_support`, and defines `run`. All else has a default.
+    A subclass declares `name`, `capabilities` and `graph_support`, and defines `run`. Everything else has a default.
     """
 
     # 1 What a class declares.
 
     name: ClassVar[str]
-    """What users choose it by: an identifier, the same as the name of its entry point."""
+    """The name that users select it by: an identifier, equal to the name of its entry point."""
     capabilities: ClassVar[Capabilities]
-    """What it can do. The runtime enforces every field."""
+    """What the backend supports. The runtime enforces every field."""
     graph_support: ClassVar[GraphSupport]
     """Which of its batches can be captured. The runtime enforces it."""
     seq_len_fill: ClassVar[int] = 0
-    """What `metadata.seq_lens` holds in pad rows: 0, or 1 for a kernel that must read something. A length of 1 makes
-    it read the null page, whose contents are undefined."""
+    """Value of `metadata.seq_lens` in padding requests: 0, or 1 for a kernel that must read at least one token. With 1
+    the kernel reads the null page, whose contents are undefined."""
     quantises_queries: ClassVar[bool] = False
-    """Whether queries and probabilities are rounded to e4m3 with an e4m3 cache. The contract suite then allows for it;
-    the runtime does not read it."""
+    """Whether the backend rounds queries and probabilities to e4m3 if the cache is e4m3. The backend test suite then
+    widens its tolerances; the runtime does not read it."""
 
-    # 2 Questions to the class, before anything is built.
+    # 2 Class methods, called before an instance is built.
 
     @classmethod
     def unavailable(cls) -> str | None:
-        """Why the backend cannot run in this process at all, as a missing package with its pip command; or None."""
+        """Return why the backend cannot run in this process (a missing package, with its pip command), or None."""
         return None
 
     @final
     @classmethod
     def unsupported_reasons(cls, context: BackendContext) -> list[str]:
-        """Every reason why the backend cannot serve `context`; empty when it can. Subclasses add to
-        `extra_unsupported_reasons`."""
+        """Return every reason why the backend cannot serve `context`; empty if it can.
+
+        Subclasses define `extra_unsupported_reasons` instead of overriding this method.
+
+        Raises:
+            ConfigError: if `extra_unsupported_reasons` does not return a list of strings.
+        """
         unavailable, also = cls.unavailable(), cls.extra_unsupported_reasons(context)
         if not (isinstance(also, list) and all(isinstance(reason, str) for reason in also)):
             raise ConfigError(
-                f"{cls.__name__}.extra_unsupported_reasons: expected a list of reasons, got {shown(also)}; [] is none"
+                f"{cls.__name__}.extra_unsupported_reasons: expected a list of str, got {shown(also)}; return [] if "
+                "there is no reason"
             )
         reasons = [] if unavailable is None else [unavailable]
-        return list(dict.fromkeys([*reasons, *refusals(cls.capabilities, context), *also]))
+        return list(dict.fromkeys([*reasons, *cls.capabilities.unsupported_reasons(context), *also]))
 
     @classmethod
     def extra_unsupported_reasons(cls, context: BackendContext) -> list[str]:
-        """Reasons against `context` that `capabilities` cannot say, as two options that do not go together."""
+        """Return reasons against `context` that `capabilities` cannot express, such as two options that exclude each
+        other."""
         return []
 
     @classmethod
     def why_only_by_name(cls, context: BackendContext) -> str | None:
-        """Why the backend is taken for `context` only when it is named, though it could serve; or None."""
+        """Return why automatic selection skips the backend for `context` although it is supported, or None."""
         return None
 
     @classmethod
     def prefill_class(cls) -> type[AttentionBackend] | None:
-        """The class that serves the prompt part of mixed steps under this name: this one, another one, or none."""
+        """Return the class that serves the prefill part of mixed steps under this name: this class, another, or
+        None."""
         return cls if cls.capabilities.prefill else None
 
-    # 3 An instance, before the first step. Overridden methods call super().
+    # 3 An instance, before the first step. Overriding methods call super().
 
     decode_len: int = 0
-    """New tokens of the rows that stand first in mixed steps, as a part of their own serves them; 0: there is none."""
+    """New tokens per request in the decode part of mixed steps; 0 if mixed steps have one part."""
 
     def __init__(self, context: BackendContext) -> None:
         self.context = context
 
     @final
     def graph_unsupported_reason(self, descriptor: BatchDescriptor) -> str | None:
-        """Why a batch of this size cannot be captured, or None. Subclasses define `extra_graph_unsupported_reason`."""
+        """Return why a batch of this size cannot be captured, or None.
+
+        Subclasses define `extra_graph_unsupported_reason` instead of overriding this method.
+        """
         of_query_len = {0: GraphSupport.ALWAYS, 1: GraphSupport.SINGLE_TOKEN}
         needed = of_query_len.get(descriptor.query_len, GraphSupport.UNIFORM)
         if self.graph_support < needed:
@@ -333,52 +184,51 @@ class AttentionBackend(ABC):
         return self.extra_graph_unsupported_reason(descriptor)
 
     def extra_graph_unsupported_reason(self, descriptor: BatchDescriptor) -> str | None:
-        """A reason against a graph of this size that `graph_support` cannot say, as one of this device; or None."""
+        """Return a reason against a graph of this size that `graph_support` cannot express, or None."""
         return None
 
     def allocate(self) -> None:  # noqa: B027  a backend without buffers needs none
-        """Allocate every buffer that graphs will hold, for the largest sizes of the context.
+        """Allocate every buffer that graphs will address, for the largest sizes of the context.
 
-        Called before each attempt to capture. After an attempt that failed, drop all that is left of it.
+        Called before each capture attempt. After a failed attempt, drop the buffers of that attempt first.
         """
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """By name, every tensor that `schedule` and `run` rewrite in each step before they read it.
+        """Return, by name, every tensor that `schedule` and `run` rewrite in each step before they read it.
 
-        Tests fill these with nonsense between steps. A tensor named "counters" is left alone.
+        Tests overwrite these with garbage between steps, except a tensor named "counters".
         """
         return {}
 
     def held(self) -> dict[str, torch.Tensor]:
-        """By name, every other tensor of its own that graphs work on: what is written before a step, or once."""
+        """Return, by name, every other tensor of the backend that graphs address: written once, or before a step."""
         return {}
 
-    # 4 The verbs of a step. The first two run on the host, the last two are recorded.
+    # 4 The methods of a step. The first two run on the host, the last two are recorded.
 
     def plan_capture(self, descriptor: BatchDescriptor) -> None:  # noqa: B027
-        """Prepare the host's state for a graph of this size, where no lengths are known yet. Not called for either part
-        of a mixed step."""
+        """Prepare host state for a graph of this size. Sequence lengths are not known yet. Not called for the parts of
+        a mixed step."""
 
     def plans_on_host(self) -> bool:
-        """Whether each step is planned on the host, which must know every row's length then."""
+        """Return whether each step is planned on the host, which then has to know the length of every request."""
         return type(self).plan_replay is not AttentionBackend.plan_replay
 
     def plan_replay(self, descriptor: BatchDescriptor, batch: Batch) -> None:  # noqa: B027
-        """Prepare the host's state for one step, before its graph is launched. Not called for either part of a mixed
-        step.
+        """Prepare host state for one step, before its graph is launched. Not called for the parts of a mixed step.
 
-        Steps before this one may still be running: write to the device in stream order only, and to pinned memory
-        only once its last upload is over.
+        descriptor  the captured size that serves the batch; padding requests follow the requests of the batch
+        batch       the step as host arrays; the device has not checked it yet
 
-        descriptor  the captured size that serves the batch; pad rows follow the rows of the batch
-        batch       the step as host arrays, before the device has checked it
+        Earlier steps may still be running. Write device memory in stream order only. Write pinned memory only after
+        its last upload has finished.
         """
 
     def schedule(self, metadata: StepMetadata) -> None:  # noqa: B027
-        """Record what is computed once per step, as a schedule that all layers share.
+        """Record what is computed once per step, such as a schedule that all layers share.
 
-        Must be capture-safe: depend on nothing but the descriptor and the contents of tensors, and read no tensor on
-        the host. Whatever Python does here happens once, at capture.
+        Must be capture-safe: depend only on the descriptor and the contents of tensors, and read no tensor on the
+        host. Python code here runs once, at capture.
         """
 
     @abstractmethod
@@ -392,27 +242,29 @@ class AttentionBackend(ABC):
         sinks: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> None:
-        """Record the attention of one layer: this step's queries over the paged cache, which already holds this
-        step's keys and values. Must be capture-safe, as `schedule`.
+        """Record the attention of one layer: the queries of this step over the paged cache.
 
-        q      [padded_tokens, num_q_heads, head_dim]  any strides, the last one 1; anything, NaN too, in pad tokens
-        out    [padded_tokens, num_q_heads, head_dim]  written in place; zeros in pad tokens; heads of v_head_dim
-        sinks  [num_q_heads]                 float32   given for layers with spec.sinks, and for no others
-        lse    [padded_tokens, num_q_heads]  float32   written in place if given, which needs capabilities.lse: natural
-                                                       log of the softmax's denominator, sink included; in pad tokens
-                                                       -inf, or the sink, all that a row without keys has
+        The cache already holds the keys and values of this step. Must be capture-safe, as `schedule`.
 
-        Causal: token i of a row sees positions 0 to seq_len - query_len + i, which is `metadata.positions` of the
-        token. A cross layer is not: every token sees positions 0 to encoder_len - 1, and is zero where there are none.
-        `layer.options(sinks)` are the other options.
+        q      [padded_tokens, num_q_heads, head_dim]    last stride 1, other strides arbitrary; any value, including
+                                                         NaN, in padding tokens
+        out    [padded_tokens, num_q_heads, v_head_dim]  written in place; zeros in padding tokens
+        sinks  [num_q_heads]                 float32     given if and only if spec.sinks
+        lse    [padded_tokens, num_q_heads]  float32     written in place if given, which needs capabilities.lse: log of
+                                                         the softmax denominator, including the sink. Padding tokens
+                                                         get -inf, or the sink
 
-        Keys and values beyond a row's `seq_len`, in the null page and in pages of others may be NaN. None of them may
-        reach an output, so mask values as well as scores: zero times NaN is NaN. Pages that lie wholly before what the
-        row sees (its window, its chunk) are null pages in the table. Where a KV group drops such pages, its null page
-        holds finite numbers: a tile that begins before the window may read it, and need not mask values there.
+        Decoder layers are causal: token i of a request sees positions 0 to seq_len - query_len + i, its own
+        `metadata.positions`. Cross layers are not: every token sees positions 0 to encoder_len - 1, and its output is
+        zero if encoder_len is 0. `layer.options(sinks)` holds the other options.
 
-        As the prompt part of a mixed step (`context.prefill`): `metadata.query_start_loc` begins behind the tokens of
-        the decode part, whose rows have no tokens here. These tokens of `out` and `lse` are left as they are.
+        Keys and values beyond the `seq_len` of a request, in the null page and in pages of other requests may be NaN.
+        None of them may reach an output: mask values as well as scores, since zero times NaN is NaN. The block table
+        holds null pages for pages entirely before the window or chunk of a request. If a KV group frees such pages, its
+        null page holds finite numbers. A tile that starts before the window may then read it without masking values.
+
+        In the prefill part of a mixed step (`context.prefill`), `metadata.query_start_loc[0]` is the number of tokens
+        of the decode part, whose requests have no tokens here. `run` does not write these tokens of `out` and `lse`.
         """
 
     def run_encoder(
@@ -427,31 +279,28 @@ class AttentionBackend(ABC):
         sinks: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> None:
-        """Record the attention of an encoder layer: each token sees those of its row in this step, on both sides, at a
-        distance below spec.sliding_window. Needed with capabilities.encoder_attention. Must be capture-safe.
+        """Record the attention of an encoder layer, for capabilities.encoder_attention. Must be capture-safe.
 
-        k, v   [padded_tokens, num_kv_heads, head_dim]  any strides, the last one 1; anything in pad tokens; values have
-               heads of v_head_dim
+        Each token sees the tokens of its own request in this step, before and after it, at a distance below
+        spec.sliding_window.
 
-        Rows begin at `metadata.query_start_loc`. The other arguments are those of `run`.
+        k      [padded_tokens, num_kv_heads, head_dim]    last stride 1; any value in padding tokens
+        v      [padded_tokens, num_kv_heads, v_head_dim]  last stride 1; any value in padding tokens
+
+        Requests start at `metadata.query_start_loc`. The other arguments are those of `run`.
+
+        Raises:
+            UnsupportedError: unless a subclass overrides it.
         """
         raise UnsupportedError(
-            f"backend {self.name}: expected no encoder layer, got layer {layer.index}; choose another"
+            f"backend {self.name}: layer {layer.index} is an encoder layer, which this backend does not support; "
+            "choose another backend"
         )
 
-    # 5 The end of a step that failed, and of the runtime.
+    # 5 After a failed step, and at the end of the runtime.
 
     def reset(self) -> None:  # noqa: B027
-        """Restore what must hold known contents between steps, after an aborted launch. The device is idle."""
+        """Restore buffers that must hold known contents between steps, after an aborted launch. The device is idle."""
 
     def close(self) -> None:  # noqa: B027  a backend without buffers has none to drop
-        """Drop every tensor. Called once, after the last graph is gone."""
-
-
-def _check_items(name: str, value: object, kind: type, *, optional: bool = False) -> None:
-    """Raise ConfigError unless `value` is a tuple of one or more of `kind`, or None where that means any."""
-    if optional and value is None:
-        return
-    if not (isinstance(value, tuple) and value and all(isinstance(x, kind) for x in value)):
-        or_any = ", or None for any" if optional else ""
-        raise ConfigError(f"{name}: expected a tuple of {kind.__name__}{or_any}, got {shown(value)}; name at least one")
+        """Drop every tensor. Called once, after all graphs were destroyed."""

@@ -1,4 +1,4 @@
-"""The attention backend of a model on a device: chosen, remembered and explained."""
+"""Selection of the attention backend for a model on a device, with its reason."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from functools import lru_cache
 import torch
 
 from graphrt.backends import registry
-from graphrt.backends.base import AttentionBackend, BackendContext
+from graphrt.backends.base import AttentionBackend
+from graphrt.backends.capabilities import BackendContext
 from graphrt.backends.two_parts import TwoPartBackend, decode_context
-from graphrt.cache.groups import check_encoder_len, layer_places
+from graphrt.cache.groups import check_encoder_len, kv_locations
 from graphrt.cache.kv_cache import check_groups
 from graphrt.config import RuntimeConfig
 from graphrt.kernels.checks import check_device, check_instance, check_sequence
@@ -21,12 +22,12 @@ from graphrt.spec import AttentionSpec, KVCacheSpec
 
 @dataclass(frozen=True, slots=True)
 class BackendChoice:
-    """A backend, and why it was chosen.
+    """A selected backend.
 
     backend   the class
-    reason    a line: why it, and why not those that would have come before it
-    context   what it is chosen for
-    prefill   the class that serves the prompts of mixed steps; None: `backend` serves whole steps
+    reason    one line: why it was selected, and why each backend ranked before it was not
+    context   the context that it was selected for
+    prefill   the class that serves the prefill part of mixed steps; None: `backend` serves whole steps
     """
 
     backend: type[AttentionBackend]
@@ -36,11 +37,11 @@ class BackendChoice:
 
     @property
     def name(self) -> str:
-        """What the backend is chosen by in RuntimeConfig; with a "+" between those of two parts."""
+        """Name of the backend, or "decode+prefill" if mixed steps have two parts."""
         return self.backend.name + ("" if self.prefill is None else f"+{self.prefill.name}")
 
     def make(self) -> AttentionBackend:
-        """An instance, for one runtime."""
+        """Return a new instance, for one runtime."""
         if self.prefill is None:
             return self.backend(self.context)
         return TwoPartBackend(self.context, self.backend, self.prefill)
@@ -53,16 +54,18 @@ def get_attn_backend(
     *,
     config: RuntimeConfig | None = None,
 ) -> BackendChoice:
-    """The backend that a runtime of these layers takes: runtimes ask this function.
+    """Return the backend that a runtime with these layers uses. Runtimes call this function.
 
-    attention   the spec of every layer, as `attention_specs` gives them
-    kv_groups   spec of the cache, or those of its KV groups, as `kv_groups()` makes them
-    config      capacities and choices, the backend's name among them; None is RuntimeConfig()
+    attention   the spec of every layer, as `attention_specs` returns them
+    kv_groups   spec of the cache, or of each of its KV groups, as `kv_groups()` returns them
+    device      device of the cache
+    config      capacities and options, among them the name of the backend; None: RuntimeConfig()
 
-    Equal questions are answered once: the answer stays until a backend is registered.
+    Results are cached until a backend is registered.
 
-    Raises: ConfigError for arguments of wrong types or that do not fit each other, and for an unknown name;
-    UnsupportedError, with every reason, where no backend serves.
+    Raises:
+        ConfigError: if an argument has the wrong type, if layers and groups do not match, or if a name is unknown.
+        UnsupportedError: if no backend supports the layers; the text lists the reasons of each.
     """
     config = RuntimeConfig() if config is None else config
     config = check_instance("config", config, RuntimeConfig, advice="pass a RuntimeConfig").resolve()
@@ -70,11 +73,11 @@ def get_attn_backend(
     for index, spec in enumerate(specs):
         check_instance(f"attention[{index}]", spec, AttentionSpec, advice="pass one spec per layer")
     groups = check_groups(kv_groups)
-    places = layer_places(specs, groups)
+    locations = kv_locations(specs, groups)
     context = BackendContext(
         attention=specs,
         kv_groups=groups,
-        group_of=tuple(None if place is None else place.group for place in places),
+        group_of=tuple(None if location is None else location.group for location in locations),
         device=check_device("device", device),
         max_num_reqs=config.max_num_reqs,
         max_num_tokens=config.max_num_tokens,
@@ -94,8 +97,8 @@ def _chosen(
     prefill: str | None,
     registered: tuple[tuple[str, type[AttentionBackend]], ...],
 ) -> BackendChoice:
-    """As the registry selects; `registered` is here for the answer to be another one when it changes."""
+    """Select by the registry; `registered` is part of the cache key, so that a new registration is seen."""
     named = prefill not in (None, registry.ONE_PART)
     backend, reason = registry.select_backend(decode_context(context) if named else context, name)
-    of_prompts, why = registry.select_prefill(context, backend, prefill)
-    return BackendChoice(backend, f"{reason}; prompts: {why}" if why else reason, context, of_prompts)
+    prefill_class, why = registry.select_prefill(context, backend, prefill)
+    return BackendChoice(backend, f"{reason}; prefill: {why}" if why else reason, context, prefill_class)

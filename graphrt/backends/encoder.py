@@ -1,10 +1,11 @@
-"""Encoder layers on graphrt's own kernels: packed rows that see themselves, on both sides of a token."""
+"""Encoder layers on graphrt's own kernels: bidirectional attention within each packed sequence."""
 
 from __future__ import annotations
 
 import torch
 
-from graphrt.backends.base import AttentionLayer, BackendContext
+from graphrt.backends.base import AttentionLayer
+from graphrt.backends.capabilities import BackendContext
 from graphrt.backends.prompt_schedules import PromptKind, PromptSchedules
 from graphrt.kernels.attention.prompt import prompt_attention
 from graphrt.kernels.attention.prompt_plan import PROMPT_HEAD_DIMS
@@ -13,7 +14,7 @@ from graphrt.spec import AttentionSpec
 
 
 def why_no_encoder(context: BackendContext) -> list[str]:
-    """Reasons against the encoder layers of a context; none where it has none."""
+    """Return the reasons why the prompt kernel cannot serve the encoder layers of a context."""
     reasons = []
     for spec in dict.fromkeys(spec for spec in context.attention if not spec.is_cached):
         if spec.head_dim not in PROMPT_HEAD_DIMS:
@@ -24,17 +25,17 @@ def why_no_encoder(context: BackendContext) -> list[str]:
 
 
 class EncoderKernels:
-    """Schedules and launches of the encoder layers of one backend. Where there are none it does nothing."""
+    """Schedules and launches of the encoder layers of one backend. Does nothing if the model has none."""
 
     def __init__(self, context: BackendContext) -> None:
         self._schedules = PromptSchedules(context, (_kind(s) for s in context.attention if not s.is_cached))
 
     def allocate(self) -> None:
-        """Allocate a schedule per kind of layer."""
+        """Allocate one schedule per kind of layer."""
         self._schedules.allocate()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The schedules, which each step rewrites before it reads them."""
+        """Return the schedules, which each step rewrites before it reads them."""
         return self._schedules.tensors("encoder_schedule")
 
     def close(self) -> None:
@@ -42,7 +43,7 @@ class EncoderKernels:
         self._schedules.close()
 
     def schedule(self, metadata: StepMetadata) -> None:
-        """One launch per kind of layer. Capture-safe: where rows begin is read on the device."""
+        """Compute the schedules, one launch per kind of layer. Capture-safe: the device reads where requests start."""
         starts = metadata.query_start_loc
         self._schedules.write(metadata.descriptor, starts, starts, packed=True)
 
@@ -57,7 +58,7 @@ class EncoderKernels:
         sinks: torch.Tensor | None,
         lse: torch.Tensor | None,
     ) -> None:
-        """One launch, by this step's schedule. Capture-safe: the grid follows from the descriptor."""
+        """Attend in one launch, by this step's schedule. Capture-safe: the grid depends only on the descriptor."""
         window = layer.spec.sliding_window
         sides = None if window is None else (window - 1, window - 1)
         plan, schedule = self._schedules.of(_kind(layer.spec), metadata.descriptor)

@@ -1,4 +1,4 @@
-"""FlashAttention 2: splits chosen on the host from shapes, so baked at capture."""
+"""FlashAttention 2: the host chooses the number of KV splits from shapes, so a graph fixes it at capture."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from graphrt.backends.base import AttentionLayer, BackendContext, Capabilities, GraphSupport
+from graphrt.backends.base import AttentionLayer
+from graphrt.backends.capabilities import BackendContext, Capabilities, GraphSupport
 from graphrt.backends.peer import Package, PeerBackend
 from graphrt.capture.descriptor import GraphKind
 from graphrt.kernels.types import KVLayout
@@ -14,20 +15,20 @@ from graphrt.metadata import StepMetadata
 
 
 class FlashAttention2Backend(PeerBackend):
-    """`flash_attn_with_kvcache` for decode rows, `flash_attn_varlen_func` for mixed batches, which run eagerly.
+    """`flash_attn_with_kvcache` for decode batches, `flash_attn_varlen_func` for mixed batches, which run eagerly.
 
-    The library chooses the number of splits on the host, from the batch, the heads and the table's width. None of
-    these changes between replays, so the number that a graph holds is right for any lengths. It is not the best for
-    ragged ones. Nothing is planned per step.
+    The library chooses the number of splits on the host, from the batch size, the heads and the width of the block
+    table. None of these changes between replays, so the number in a graph is correct for any lengths, though not the
+    fastest for ragged ones. No step is planned on the host.
 
     Mixed batches have no graph (UNIFORM), because the grid depends on the query length. With one query token, the
-    kernel moves the query heads of a group into the sequence.
+    kernel moves the query heads of a KV head into the sequence dimension.
 
-    NaN in the tail of a page stays there: the kernel clears the part of a V tile that lies beyond a row's length. It
-    exits on a length of 0.
+    NaN in the tail of a page does not reach outputs: the kernel clears a V tile beyond the length of a request. It
+    returns early for a length of 0.
 
-    The head sizes are those of the forward-only wheel that this was tested with. Other builds have more, but nothing
-    says which: a size that a build lacks fails at its first call.
+    The head sizes are those of the forward-only wheel that was tested. Other builds have more, but do not say which. A
+    missing head size raises in its first call.
     """
 
     name: ClassVar[str] = "flash_attn2"
@@ -68,7 +69,7 @@ class FlashAttention2Backend(PeerBackend):
         self._kv_starts = None
 
     def schedule(self, metadata: StepMetadata) -> None:
-        """The mask of real tokens. For mixed batches also the prefix sum of lengths, which the varlen entry asks for.
+        """Mark the real tokens. For mixed batches also compute the prefix sum of lengths for the varlen function.
 
         Capture-safe: no value is read on the host.
         """
@@ -87,12 +88,12 @@ class FlashAttention2Backend(PeerBackend):
         sinks: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> None:
-        """Attend with the kernel and its combine. Capture-safe in decode steps: splits follow from shapes alone."""
+        """Attend with the kernel and its combine. Capture-safe in decode steps: splits depend only on shapes."""
         spec = layer.spec
         options: dict[str, Any] = {
             "softmax_scale": spec.scale,
             "causal": True,
-            # It counts the tokens to the left of the query's own.
+            # Number of tokens before the query's own.
             "window_size": (-1, -1) if spec.sliding_window is None else (spec.sliding_window - 1, 0),
             "softcap": spec.logits_softcap or 0.0,
             "alibi_slopes": layer.alibi_slopes,
@@ -107,10 +108,10 @@ class FlashAttention2Backend(PeerBackend):
             self.write_lse(self._unbiased(sums, layer, metadata), lse)
 
     def _unbiased(self, sums: torch.Tensor, layer: AttentionLayer, metadata: StepMetadata) -> torch.Tensor:
-        """The log-sum-exp as the contract has it.
+        """Return the log-sum-exp as the contract defines it.
 
-        Without a window the kernel adds slope x key position, where the definition subtracts slope x distance. The
-        softmax is the same, and the sum is off by slope x query position.
+        Without a window the kernel adds slope x key position, while the definition subtracts slope x distance. The
+        softmax is the same, and the log-sum-exp differs by slope x query position.
         """
         window, width = layer.spec.sliding_window, _longest(layer, metadata)
         if layer.alibi_slopes is None or (window is not None and window <= width):
@@ -150,5 +151,5 @@ class FlashAttention2Backend(PeerBackend):
 
 
 def _longest(layer: AttentionLayer, metadata: StepMetadata) -> int:
-    """Tokens that the layer's page table has room for."""
+    """Return the most tokens that the layer's block table can hold."""
     return metadata.block_tables[layer.group].shape[1] * layer.k_cache.shape[1]

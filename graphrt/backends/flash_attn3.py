@@ -1,4 +1,4 @@
-"""FlashAttention 3: its scheduler runs on the device, at the head of the graph, once per step."""
+"""FlashAttention 3: its scheduler runs on the device, at the start of the graph, once per step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from graphrt.backends.base import AttentionLayer, BackendContext, Capabilities, GraphSupport
+from graphrt.backends.base import AttentionLayer
+from graphrt.backends.capabilities import BackendContext, Capabilities, GraphSupport
 from graphrt.backends.peer import Package, PeerBackend
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
 from graphrt.kernels.attention.options import FP8_DTYPES
@@ -17,11 +18,11 @@ from graphrt.metadata import StepMetadata
 from graphrt.spec import AttentionSpec, KVCacheSpec
 
 MAX_SPLITS = 32
-"""Most splits of a row's keys. The scheduler takes fewer where these suffice."""
+"""Most KV splits per request. The scheduler uses fewer if they suffice."""
 WORKSPACE_BYTES = 512 << 20
 """Most memory for the partial results of one call. 2,048 tokens of 32 heads of 128 at 32 splits would take 1.1 GB."""
-_TOKENS_PER_SPLIT = 64  # no tile of the kernel covers fewer keys: more splits than that would be empty
-_QUERIES_OF_TILE, _MULTIPROCESSORS = 128, 132  # of an H100 or H200, which are all that the kernels run on
+_TOKENS_PER_SPLIT = 64  # the smallest tile of keys: splits of fewer tokens would be empty
+_QUERIES_OF_TILE, _MULTIPROCESSORS = 128, 132  # of an H100 or H200; the kernels run on no other GPU
 _E4M3_MAX = 448.0
 _SMALLEST_AMAX = 2.0**-40  # attention cannot tell smaller queries from zero
 
@@ -32,28 +33,29 @@ _ScheduleKey = tuple[int, int, int, int, int]
 class FlashAttention3Backend(PeerBackend):
     """`flash_attn_with_kvcache` for every batch, with `get_scheduler_metadata` recorded in the graph.
 
-    The scheduler's kernel is at the head of the graph, once per kind of layer. At each replay it computes the splits
-    from that step's lengths, into a tensor that the graph owns. So no copy of a schedule can be stale. Both calls get
-    the same `num_splits`, which bounds the splits and sizes the partial results. Both get the same longest length, the
-    table's width. With different values they would disagree about the tensor's layout.
+    The scheduler kernel runs at the start of the graph, once per kind of layer. At each replay it computes the splits
+    from the lengths of that step, into a tensor that the graph owns. A schedule therefore cannot be stale. Both calls
+    get the same `num_splits`, which bounds the splits and sizes the partial results, and the same longest length, the
+    width of the block table. With different values they would use different layouts of the schedule.
 
-    Lengths of 0 make no work. NaN in the tail of a page stays there: the kernel loads V through predicated copies,
-    which leave zeros beyond a row's length. Its TMA path would load whole pages, with their tails. The kernel takes
-    that path for long queries and large pages, but not with a left padding. So such calls get a left padding, of zeros.
+    A length of 0 costs nothing. NaN in the tail of a page does not reach outputs: the kernel loads V by predicated
+    copies, which write zeros beyond the length of a request. Its TMA path would load whole pages with their tails. The
+    kernel takes that path for long queries and large pages, unless a left padding is given. Such calls therefore pass
+    a left padding of zeros.
 
-    An fp8 cache needs fp8 queries. They are scaled per row and KV head, by the power of two that brings their largest
-    element below 448. Then they are rounded to e4m3: 3 bits of mantissa, a relative error up to 2^-4 per element. The
-    kernel rounds the probabilities to e4m3 as well. Outputs are off by some per cent of their spread, which is more
-    than with a kernel that converts an fp8 cache to 16 bits.
+    An fp8 cache needs fp8 queries. They are scaled per request and KV head by the power of two that brings their
+    largest element below 448, and rounded to e4m3: 3 bits of mantissa, a relative error of up to 2^-4 per element. The
+    kernel rounds the probabilities to e4m3 too. The error of outputs is a few per cent of their spread, more than in a
+    kernel that converts the fp8 cache to 16 bits.
 
-    Sinks are rounded to bfloat16, which is what the kernel takes. A float32 sink is off by up to 2^-9 of itself, so
-    between 8 and 16 its weight is off by up to 3 %.
+    Sinks are rounded to bfloat16, which the kernel takes. The error of a float32 sink is up to 2^-9 of its value. For
+    sinks between 8 and 16, the error of their weight is up to 3 %.
 
-    Graph nodes per layer, beside the kernel and our select: one merge of the splits, which also zeroes the scheduler's
-    semaphore. Where `num_splits` is 1, one fill zeroes the semaphore instead. Few splits save memory, not nodes.
+    Graph nodes per layer in addition to the kernel and the copy of real tokens: one merge of the splits, which also
+    zeroes the scheduler's semaphore. With `num_splits` = 1 a fill zeroes the semaphore instead. Fewer splits save
+    memory, not nodes.
 
-    No softcap and no other head sizes: the build that this was tested with has neither compiled in. There is no public
-    way to ask another build.
+    Softcap and other head sizes are not compiled into the build that was tested, and a build cannot be asked for them.
     """
 
     name: ClassVar[str] = "flash_attn3"
@@ -99,24 +101,24 @@ class FlashAttention3Backend(PeerBackend):
 
     @classmethod
     def extra_unsupported_reasons(cls, context: BackendContext) -> list[str]:
-        """Devices newer than the kernels; layers other than bfloat16 with an fp8 cache; sinks, in builds without."""
+        """Return reasons against newer GPUs, fp8 caches of layers that are not bfloat16, and sinks in some builds."""
         reasons = super().extra_unsupported_reasons(context)
         if context.device.type == "cuda" and torch.cuda.is_available():
             major = torch.cuda.get_device_capability(context.device)[0]
             if major > 9:
-                reasons.append(f"device sm_{major}x: the kernels are compiled for sm_90a, which runs on sm_90 alone")
+                reasons.append(f"device sm_{major}x: the kernels are compiled for sm_90a, which runs on sm_90 only")
         dtypes = dict.fromkeys(group.dtype for group in context.kv_groups)
         if len(dtypes) > 1:
-            reasons.append(f"KV dtypes {', '.join(map(str, dtypes))}: all groups must have one")
+            reasons.append(f"KV dtypes {', '.join(map(str, dtypes))}: all groups must have the same")
         if not dtypes.keys().isdisjoint(FP8_DTYPES) and any(s.dtype != torch.bfloat16 for s in context.attention):
-            reasons.append("KV dtype float8_e4m3fn: its output is bfloat16, so the layers must be")
+            reasons.append("KV dtype float8_e4m3fn: outputs are bfloat16, so the layers must be bfloat16")
         if any(spec.sinks for spec in context.attention) and cls.unavailable() is None:
             reasons += cls._why_no_sinks()
         return reasons
 
     @classmethod
     def _why_no_sinks(cls) -> list[str]:
-        """Only the imported package knows. That it cannot be imported is a reason too, as others may serve."""
+        """Import the package to see if it takes sinks. A failed import is a reason too: another backend may serve."""
         try:
             taken = inspect.signature(cls.package.load().flash_attn_with_kvcache).parameters
         except UnsupportedError as error:
@@ -126,11 +128,11 @@ class FlashAttention3Backend(PeerBackend):
     def allocate(self) -> None:
         """Import the package, and allocate masks. Graphs own their schedules and partial results."""
         super().allocate()
-        self._forget_step()  # of a capture that failed
+        self._forget_step()  # tensors of a failed capture
         self._no_left_padding = torch.zeros(self.context.max_num_reqs, dtype=torch.int32, device=self.context.device)
 
     def held(self) -> dict[str, torch.Tensor]:
-        """The zeros that stand for no left padding."""
+        """Return the left padding, which is zeros."""
         return super().held() | ({} if self._no_left_padding is None else {"left padding": self._no_left_padding})
 
     def close(self) -> None:
@@ -144,11 +146,11 @@ class FlashAttention3Backend(PeerBackend):
         self._scheduled_for = self._token_rows = None
 
     def num_splits(self, descriptor: BatchDescriptor, spec: AttentionSpec) -> int:
-        """Upper bound of the splits at one size, fixed when that size is captured.
+        """Return the upper bound of KV splits at one size, which its capture fixes.
 
-        It is the least of MAX_SPLITS, what the longest sequence can use, and what fits into WORKSPACE_BYTES of partial
-        results. It is 1 in batch-invariant mode, so that a row's sums never depend on how busy the device is. It is 1
-        too for prompts whose queries alone keep every multiprocessor busy.
+        It is the minimum of MAX_SPLITS, the splits that the longest sequence can use, and the splits whose partial
+        results fit into WORKSPACE_BYTES. It is 1 in batch-invariant mode, where the order of sums must not depend on
+        other requests. It is 1 too for prefill parts whose query tiles alone occupy every multiprocessor.
         """
         tiles = descriptor.padded_tokens * spec.num_q_heads // _QUERIES_OF_TILE
         if self.context.batch_invariant or (self.context.prefill and tiles >= _MULTIPROCESSORS):
@@ -158,17 +160,17 @@ class FlashAttention3Backend(PeerBackend):
         return max(1, min(MAX_SPLITS, useful, WORKSPACE_BYTES // bytes_per_split))
 
     def schedule(self, metadata: StepMetadata) -> None:
-        """Record the scheduler once per kind of layer, and the mask of real tokens.
+        """Run the scheduler once per kind of layer, and mark the real tokens.
 
-        Capture-safe: lengths are read on the device. The library allocates the schedule in the graph's pool.
+        Capture-safe: the device reads the lengths. The library allocates the schedule in the graph's pool.
         """
         super().schedule(metadata)
         descriptor, mixed = metadata.descriptor, metadata.descriptor.kind is GraphKind.MIXED
         if self._fp8 and mixed:
             tokens = torch.arange(descriptor.padded_tokens, dtype=torch.int32, device=metadata.seq_lens.device)
             rows = torch.searchsorted(metadata.query_start_loc[1:], tokens, right=True)
-            self._token_rows = rows.clamp_(max=descriptor.padded_reqs - 1)  # pad tokens come last, and are zeros
-        # Dropping the last step's tensors first gives the graph that is being captured their memory.
+            self._token_rows = rows.clamp_(max=descriptor.padded_reqs - 1)  # padding tokens come last, and are zeros
+        # Drop the tensors of the last step first, so that the graph under capture reuses their memory.
         self._schedules = {}
         for key, (spec, group) in self._kinds.items():
             self._schedules[key] = self._make_schedule(spec, group, metadata)
@@ -204,12 +206,16 @@ class FlashAttention3Backend(PeerBackend):
         sinks: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> None:
-        """Attend by this step's schedule. Capture-safe: everything that varies is a tensor."""
+        """Attend by this step's schedule. Capture-safe: all values that vary between steps are in tensors.
+
+        Raises:
+            CaptureError: if `schedule` was not called for this size.
+        """
         descriptor, spec = metadata.descriptor, layer.spec
         if self._scheduled_for != descriptor:
             raise CaptureError(
-                f"backend {self.name}: expected a schedule for {descriptor}, got one for {self._scheduled_for}; "
-                "call schedule() at the head of the step"
+                f"backend {self.name}: expected a schedule for {descriptor}, got {self._scheduled_for}; call "
+                "schedule() at the start of the step"
             )
         options: dict[str, Any] = {}
         if self._fp8:
@@ -218,8 +224,8 @@ class FlashAttention3Backend(PeerBackend):
                 if scale is not None:
                     options[name] = scale.view(1, -1).expand(descriptor.padded_reqs, spec.num_kv_heads)
         if sinks is not None:
-            # NOTE: every graph records the conversion. A converted copy that is kept would be stale after a write to
-            # the weights, which is allowed between replays.
+            # NOTE: every graph records the conversion. Weights may be written between replays, which would make a
+            # converted copy stale.
             options["sinks"] = sinks.to(torch.bfloat16)
         mixed = descriptor.kind is GraphKind.MIXED
         if mixed:
@@ -244,19 +250,22 @@ class FlashAttention3Backend(PeerBackend):
             self.write_lse(sums.transpose(0, 1) if mixed else sums.transpose(1, 2).reshape(lse.shape), lse)
 
     def _left_padding(self, descriptor: BatchDescriptor, spec: AttentionSpec, page_size: int) -> torch.Tensor | None:
-        """Zeros where the kernel might load whole pages by TMA, else None. It might with pages of 64 tokens or more,
-        and with more than 64 rows of queries per KV head."""
+        """Return zeros if the kernel might load whole pages by TMA, else None.
+
+        It might with pages of at least 64 tokens and more than 64 queries per KV head.
+        """
         if page_size < 64 or _max_query_len(descriptor) * spec.num_queries_per_kv <= 64:
             return None
-        assert self._no_left_padding is not None, "schedule() has checked that buffers are allocated"
+        assert self._no_left_padding is not None, "schedule() checks that buffers are allocated"
         return self._no_left_padding[: descriptor.padded_reqs]
 
     def _quantise(
         self, q: torch.Tensor, spec: AttentionSpec, metadata: StepMetadata
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries in e4m3 and their scales [padded_reqs, num_kv_heads], powers of two: dividing by them is exact.
+        """Return queries in e4m3 and their scales [padded_reqs, num_kv_heads].
 
-        A row's scale depends on its own queries alone. Queries of pad tokens may be NaN, and count as zeros.
+        Scales are powers of two, so that dividing by them is exact. The scale of a request depends only on its own
+        queries. Queries of padding tokens may be NaN, and count as zeros.
         """
         descriptor, heads = metadata.descriptor, spec.num_kv_heads
         rows, live = self._token_rows, self.live(q.shape[0]).view(-1, 1, 1, 1)
@@ -264,16 +273,16 @@ class FlashAttention3Backend(PeerBackend):
         largest = clean.abs().amax((2, 3)).float()  # per token and KV head
         if descriptor.kind is GraphKind.MIXED:
             assert rows is not None, "schedule() makes them for mixed steps"
-            of_row = largest.new_zeros(descriptor.padded_reqs, heads)
-            of_row = of_row.scatter_reduce(0, rows[:, None].expand(-1, heads), largest, "amax")
+            per_req = largest.new_zeros(descriptor.padded_reqs, heads)
+            per_req = per_req.scatter_reduce(0, rows[:, None].expand(-1, heads), largest, "amax")
         else:
-            of_row = largest.view(descriptor.padded_reqs, descriptor.query_len, heads).amax(1)
-        scales = torch.exp2(torch.ceil(torch.log2(of_row.clamp_min(_SMALLEST_AMAX) / _E4M3_MAX)))
+            per_req = largest.view(descriptor.padded_reqs, descriptor.query_len, heads).amax(1)
+        scales = torch.exp2(torch.ceil(torch.log2(per_req.clamp_min(_SMALLEST_AMAX) / _E4M3_MAX)))
         if descriptor.kind is GraphKind.MIXED:
-            of_token = scales[rows]
+            per_token = scales[rows]
         else:
-            of_token = scales.repeat_interleave(descriptor.query_len, 0) if descriptor.query_len > 1 else scales
-        return (clean / of_token[:, :, None, None]).to(torch.float8_e4m3fn).view(q.shape), scales
+            per_token = scales.repeat_interleave(descriptor.query_len, 0) if descriptor.query_len > 1 else scales
+        return (clean / per_token[:, :, None, None]).to(torch.float8_e4m3fn).view(q.shape), scales
 
 
 def _schedule_key(spec: AttentionSpec, kv: KVCacheSpec) -> _ScheduleKey:
@@ -281,10 +290,10 @@ def _schedule_key(spec: AttentionSpec, kv: KVCacheSpec) -> _ScheduleKey:
 
 
 def _window(spec: AttentionSpec) -> tuple[int, int]:
-    """Tokens that a query sees to its left and right, its own not counted; -1 is no bound."""
+    """Return the tokens that a query sees before and after its own; -1: unbounded."""
     return (-1, -1) if spec.sliding_window is None else (spec.sliding_window - 1, 0)
 
 
 def _max_query_len(descriptor: BatchDescriptor) -> int:
-    """The bound that the graph holds: in a mixed batch one row may have every token."""
+    """Return the longest query that a graph must allow: in a mixed batch one request may have every token."""
     return descriptor.query_len or descriptor.padded_tokens

@@ -1,17 +1,19 @@
-"""FlashInfer: its schedule is planned on the host before every step, from lengths that the host has."""
+"""FlashInfer: the host plans the schedule before every step, from the lengths in the batch."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from graphrt.backends.base import AttentionLayer, BackendContext, Capabilities, GraphSupport
+from graphrt.backends.base import AttentionLayer
+from graphrt.backends.capabilities import BackendContext, Capabilities, GraphSupport
 from graphrt.backends.peer import Package, PeerBackend
+from graphrt.batch import Batch
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
 from graphrt.capture.staging import StagingSlot
 from graphrt.kernels.attention.options import FP8_DTYPES
@@ -20,11 +22,8 @@ from graphrt.kernels.metadata.page_list import list_pages
 from graphrt.kernels.types import KVLayout
 from graphrt.metadata import StepMetadata
 
-if TYPE_CHECKING:
-    from graphrt.batch import Batch
-
-_SMALLEST_WORKSPACE = 128 << 20  # what its documentation asks for
-_CPU_SMS = 132  # without a device, for tests
+_SMALLEST_WORKSPACE = 128 << 20  # the size that FlashInfer's documentation recommends
+_CPU_SMS = 132  # assumed without a GPU, for tests
 _TENSOR_CORE_BACKEND = "fa2"  # the library's own choice for 16-bit queries before sm_100
 
 Int32Array = npt.NDArray[np.int32]
@@ -32,13 +31,13 @@ Int32Array = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class _Buffers:
-    """What all wrappers of one allocate() share.
+    """Buffers that all wrappers share.
 
-    workspace      [bytes]             uint8   partial results
-    indptr         [rows + 1]          int32   where each row's pages begin
-    indices        [rows * max_pages]  int32   page ids, row after row
-    last_page_len  [rows]              int32
-    nothing        [0]                 int32   the page ids that plan() is given
+    workspace      [bytes]                     uint8   partial results
+    indptr         [max_num_reqs + 1]          int32   offset of each request's first page id in `indices`
+    indices        [max_num_reqs * max_pages]  int32   page ids of all requests
+    last_page_len  [max_num_reqs]              int32   tokens in the last page of each request
+    nothing        [0]                         int32   passed to plan() as page ids
     """
 
     workspace: torch.Tensor
@@ -50,24 +49,24 @@ class _Buffers:
 
 
 class FlashInferBackend(PeerBackend):
-    """BatchDecodeWithPagedKVCacheWrapper in graph mode on tensor cores; mixed batches eagerly by its prefill wrapper.
+    """BatchDecodeWithPagedKVCacheWrapper in graph mode on tensor cores; mixed batches eagerly by the prefill wrapper.
 
-    There are three writers, each with buffers of its own:
+    Three steps write the inputs of the kernel, each to its own buffers:
 
-        plan()       in `plan_replay`   row offsets (`indptr`), lengths of last pages, and the plan itself
+        plan()       in `plan_replay`   offsets (`indptr`), lengths of last pages, and the plan itself
         the refresh  in the graph       page ids, to the block table
-        `schedule`   in the graph       `indices`: the page ids as one list, by the offsets of that plan
+        `schedule`   in the graph       `indices`: all page ids as one list, by the offsets of the plan
 
-    plan() is given an empty list of page ids.
+    plan() gets an empty list of page ids.
 
-    There is a wrapper per captured size. All share the float workspace and the plan's memory, on the device and pinned.
-    They can, because steps follow each other on one stream and each has its plan uploaded before it. An event behind
-    the upload guards the pinned memory. The next plan waits for that event, so the host runs at most one step ahead.
+    There is one wrapper per captured size. All share the float workspace and the memory of the plan, on the device and
+    pinned. This is safe because steps run in order on one stream, and each uploads its plan first. An event after the
+    upload guards the pinned memory. The next plan waits for it, so the host runs at most one step ahead.
 
-    Pad rows are planned as one token in the null page, since this kernel has read out of bounds at a length of 0. Their
-    output is zeroed. The kernel never reads `seq_lens`; their fill is 1 so that both say the same.
+    Padding requests are planned as one token in the null page, because this kernel has read out of bounds for length 0.
+    Their output is zeroed. The kernel does not read `seq_lens`; its fill of 1 matches the plan.
 
-    NaN in the tail of a page stays there: V is loaded with zeros beyond a row's length.
+    NaN in the tail of a page does not reach outputs: V is loaded with zeros beyond the length of a request.
     """
 
     name: ClassVar[str] = "flashinfer"
@@ -107,17 +106,16 @@ class FlashInferBackend(PeerBackend):
 
     @classmethod
     def extra_unsupported_reasons(cls, context: BackendContext) -> list[str]:
-        """Layers that differ in what a plan holds."""
+        """Return reasons against layers that differ in what a plan contains."""
         reasons = super().extra_unsupported_reasons(context)
         for field in ("num_q_heads", "dtype", "sliding_window", "logits_softcap", "scale"):
             values = list(dict.fromkeys(getattr(spec, field) for spec in context.attention))
             if len(values) > 1:
-                reasons.append(f"{field} {', '.join(map(str, values))}: one plan serves all layers, they must agree")
+                reasons.append(f"{field} {', '.join(map(str, values))}: must be equal, one plan serves all layers")
         return reasons
 
     def allocate(self) -> None:
-        """Import the package and allocate what all wrappers share. Wrappers of a capture that failed hold its buffers,
-        so they are dropped."""
+        """Import the package and allocate the shared buffers. Drops wrappers and buffers of a failed capture."""
         self._drop()
         super().allocate()
         context, device, rows = self.context, self.context.device, self.context.max_num_reqs
@@ -131,11 +129,11 @@ class FlashInferBackend(PeerBackend):
         )
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What `schedule` rewrites. Buffers of the plan are written by `plan_replay`, before the step: not in it."""
+        """Return what `schedule` rewrites. `plan_replay` writes the buffers of the plan before the step."""
         return super().tensors() | ({} if self._buffers is None else {"indices": self._buffers.indices})
 
     def held(self) -> dict[str, torch.Tensor]:
-        """What plans are written to, and partial results."""
+        """Return the memory of plans and partial results."""
         if self._buffers is None:
             return {}
         names = ("workspace", "indptr", "last_page_len")
@@ -148,35 +146,36 @@ class FlashInferBackend(PeerBackend):
         super().close()
 
     def _drop(self) -> None:
-        """Forget buffers, wrappers and plans, once no upload reads the pinned ones."""
+        """Drop buffers, wrappers and plans, after the last upload from pinned memory."""
         if self._buffers is not None:
             self._buffers.slot.wait()
         self._wrappers, self._layouts, self._prefill, self._shared, self._buffers = {}, {}, None, None, None
         self._planned_rows = self._planned_tokens = 0
 
     def plan_capture(self, descriptor: BatchDescriptor) -> None:
-        """Make the wrapper of this size, compile its kernels, and plan rows of one token.
+        """Make the wrapper of this size, compile its kernels, and plan requests of one token.
 
-        A graph holds where the plan lies, not what it says. Mixed steps are never captured, so there is nothing to do.
+        A graph holds the address of the plan, not its contents. Mixed steps are never captured and need no plan here.
         """
         if descriptor.kind is GraphKind.DECODE:
             self._plan_decode(descriptor.padded_reqs, np.ones(descriptor.padded_reqs, np.int32))
 
     def plan_replay(self, descriptor: BatchDescriptor, batch: Batch) -> None:
-        """Plan the step from the host's lengths, with pad rows of one token in the null page.
+        """Plan the step from the lengths in the batch, with padding requests of one token in the null page.
 
-        Raises: ReplayError when the plan has another layout than the captured one.
+        Raises:
+            ReplayError: if the layout of the plan differs from the captured one.
         """
         if descriptor.kind is GraphKind.MIXED:
             self._plan_mixed(batch)
             return
         seq_lens = np.ones(descriptor.padded_reqs, np.int32)
-        # A length that the refresh will refuse must not become an offset. Such a row is planned as a pad row.
+        # The refresh rejects lengths below 1; plan such a request as padding, so that no offset is negative.
         np.maximum(batch.seq_lens, 1, out=seq_lens[: batch.num_reqs])
         self._plan_decode(descriptor.padded_reqs, seq_lens)
 
     def schedule(self, metadata: StepMetadata) -> None:
-        """List the page ids of every row on the device: one launch. Capture-safe: offsets are read there."""
+        """List the page ids of all requests, in one launch. Capture-safe: the device reads the offsets."""
         super().schedule(metadata)
         buffers = self._have_buffers()
         rows = self._planned_rows if metadata.descriptor.kind is GraphKind.MIXED else metadata.descriptor.padded_reqs
@@ -192,16 +191,19 @@ class FlashInferBackend(PeerBackend):
         sinks: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> None:
-        """Attend by the plan. Capture-safe in decode steps: the plan is read on the device.
+        """Attend by the plan. Capture-safe in decode steps: the device reads the plan.
 
-        The wrappers take scales of the cache as Python numbers, which a graph would freeze. So the scale of the keys is
-        multiplied into the queries, and the scale of the values into the output, on the device.
+        The wrappers take the scales of the cache as Python numbers, which would be constants in a graph. The key scale
+        is therefore multiplied into the queries, and the value scale into the output, on the device.
+
+        Raises:
+            CaptureError: before a plan of this size was made.
         """
         mixed = metadata.descriptor.kind is GraphKind.MIXED
         wrapper = self._prefill if mixed else self._wrappers.get(metadata.descriptor.padded_reqs)
         if wrapper is None:
             raise CaptureError(
-                f"backend {self.name}: expected a plan for {metadata.descriptor}, got none; call plan_capture() first"
+                f"backend {self.name}: there is no plan for {metadata.descriptor}; call plan_capture() first"
             )
         k, v = layer.k_cache, layer.v_cache
         if self._kv.layout is KVLayout.HND:
@@ -216,7 +218,7 @@ class FlashInferBackend(PeerBackend):
         self.write_out(result.to(out.dtype), out[:real])
         if lse is not None:
             lse[real:].fill_(-math.inf)
-            self.write_lse(sums * math.log(2.0), lse[:real])  # it gives the logarithm to base 2
+            self.write_lse(sums * math.log(2.0), lse[:real])  # FlashInfer returns the logarithm to base 2
 
     def _plan_decode(self, rows: int, seq_lens: Int32Array) -> None:
         buffers, wrapper = self._have_buffers(), self._wrappers.get(rows)
@@ -238,12 +240,12 @@ class FlashInferBackend(PeerBackend):
         layout = self._layout(wrapper)
         if layout != self._layouts.setdefault(rows, layout):
             raise ReplayError(
-                f"plan of {rows} rows: expected the layout {self._layouts[rows]} of the captured plan, got {layout}; "
-                "report this: the layout of this flashinfer's plans depends on lengths"
+                f"plan of {rows} requests: expected the layout {self._layouts[rows]} of the captured plan, got "
+                f"{layout}; the layout of plans depends on lengths in this version of flashinfer, please report it"
             )
 
     def _layout(self, wrapper: Any) -> tuple[int, ...]:
-        """Where a plan lies in the plan memory. There is no public way to ask, but replay is unsafe without it."""
+        """Return the offsets of a plan in its memory, which replays must not change. There is no public API for it."""
         try:
             layout = tuple(int(x) for x in wrapper._plan_info)
         except (AttributeError, TypeError, ValueError) as error:
@@ -254,12 +256,11 @@ class FlashInferBackend(PeerBackend):
 
     def _other_version(self, wanted: str) -> UnsupportedError:
         return UnsupportedError(
-            f"{self.package.module}: expected {wanted}, got a version without; install version 0.6.4, or choose "
-            "another backend"
+            f"{self.package.module}: this version has no {wanted}; install version 0.6.4, or choose another backend"
         )
 
     def _plan_mixed(self, batch: Batch) -> None:
-        """Eager steps: only the real rows and tokens."""
+        """Plan an eager mixed step, without padding."""
         buffers = self._have_buffers()
         self._planned_rows, self._planned_tokens = batch.num_reqs, batch.num_tokens
         if self._prefill is None:
@@ -290,8 +291,8 @@ class FlashInferBackend(PeerBackend):
         return {
             "q_data_type": spec.dtype,
             "kv_data_type": stored,
-            # Partial results have the output's dtype, before the scale of the values. float16 holds any mean of fp8
-            # values, and rounds it finer than bfloat16.
+            # Partial results have the dtype of the output, before the value scale. float16 can represent any mean of
+            # fp8 values, and has a smaller rounding error than bfloat16.
             "o_data_type": torch.float16 if stored in FP8_DTYPES else spec.dtype,
             "sm_scale": spec.scale,
             "window_left": -1 if spec.sliding_window is None else spec.sliding_window - 1,
@@ -301,16 +302,16 @@ class FlashInferBackend(PeerBackend):
     def _write_lengths(
         self, seq_lens: Int32Array, query_lens: Int32Array
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Row offsets, lengths of last pages and query offsets in pinned memory, after its last upload."""
+        """Write page offsets, lengths of last pages and query offsets to pinned memory, after its last upload."""
         slot = self._have_buffers().slot
         slot.wait()
-        n, page_size, record = len(seq_lens), self._kv.page_size, slot.inputs
+        n, page_size, words = len(seq_lens), self._kv.page_size, slot.inputs
         pages = -(-seq_lens // page_size)
-        record[0] = 0
-        np.cumsum(pages, out=record[1 : n + 1])
-        record[n + 1 : 2 * n + 1] = seq_lens - (pages - 1) * page_size
-        record[2 * n + 1] = 0
-        np.cumsum(query_lens, out=record[2 * n + 2 : 3 * n + 2])
+        words[0] = 0
+        np.cumsum(pages, out=words[1 : n + 1])
+        words[n + 1 : 2 * n + 1] = seq_lens - (pages - 1) * page_size
+        words[2 * n + 1] = 0
+        np.cumsum(query_lens, out=words[2 * n + 2 : 3 * n + 2])
         host = slot.inputs_tensor
         return host[: n + 1], host[n + 1 : 2 * n + 1], host[2 * n + 1 : 3 * n + 2]
 
@@ -328,13 +329,13 @@ class FlashInferBackend(PeerBackend):
         return self._share(wrapper)
 
     def _share(self, wrapper: Any) -> Any:
-        """Give a wrapper the plan memory of the first, which is 8 MB on the device and 8 MB pinned per wrapper.
+        """Let a wrapper use the plan memory of the first one: 8 MB on the device and 8 MB pinned per wrapper.
 
-        The event of `_Buffers.slot` then guards every wrapper. There is no public way to share the pinned half.
+        The event of `_Buffers.slot` then guards every wrapper. No public API shares the pinned half.
         """
         names = ("_int_workspace_buffer", "_pin_memory_int_workspace_buffer")
         if not all(hasattr(wrapper, name) for name in names):
-            raise self._other_version(f"wrappers with {' and '.join(names)}")
+            raise self._other_version(f"{' and '.join(names)} in its wrappers")
         if self._shared is None:
             self._shared = getattr(wrapper, names[0]), getattr(wrapper, names[1])
         for name, buffer in zip(names, self._shared, strict=True):
@@ -342,9 +343,9 @@ class FlashInferBackend(PeerBackend):
         return wrapper
 
     def _workspace_bytes(self) -> int:
-        """Room for the partial results of the largest step: per query head, a tile of queries for every program.
+        """Return the bytes for the partial results of the largest step: a tile of queries per query head and program.
 
-        An estimate is enough, since plan() raises when the workspace is too small.
+        An estimate suffices: plan() raises if the workspace is too small.
         """
         spec, device = self._spec, self.context.device
         sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else _CPU_SMS
@@ -365,7 +366,7 @@ class FlashInferBackend(PeerBackend):
 
 
 def _scaled(x: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """x [tokens, num_q_heads, head_dim] times a scale [1] or [num_kv_heads], in float32, rounded once, into `out`."""
+    """Write x [tokens, num_q_heads, head_dim] times a scale [1] or [num_kv_heads] to `out`: float32, rounded once."""
     heads = scale.shape[0]
     torch.mul(x.unflatten(1, (heads, -1)), scale.view(-1, 1, 1), out=out.unflatten(1, (heads, -1)))
     return out

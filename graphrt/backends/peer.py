@@ -1,4 +1,4 @@
-"""What backends around another package's kernels share: the package, the checks, and zeros in pad tokens."""
+"""Base of backends that wrap the kernels of another package: import, version checks, zeros in padding tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from graphrt.backends.base import AttentionBackend, BackendContext
+from graphrt.backends.base import AttentionBackend
+from graphrt.backends.capabilities import BackendContext
 from graphrt.kernels.errors import CaptureError, UnsupportedError
 from graphrt.kernels.ops.live import copy_live
 from graphrt.metadata import StepMetadata
@@ -19,13 +20,13 @@ from graphrt.metadata import StepMetadata
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """An optional package: found without importing it, imported when its backend is used.
+    """An optional package. It is looked up without importing it, and imported when its backend is used.
 
-    module         what is imported
-    install        the pip command that brings it
-    distributions  names under which it is installed; the first that is found gives the version
-    minimum        oldest version (major, minor) that has what we call; a build without a version passes
-    names          what we call, which the module must have
+    module         name of the module to import
+    install        pip command that installs it
+    distributions  names of its distributions; the first one found gives the version
+    minimum        oldest version (major, minor) that works; a build without version metadata is accepted
+    names          functions and classes that the module must have
     """
 
     module: str
@@ -35,9 +36,9 @@ class Package:
     names: tuple[str, ...]
 
     def missing(self) -> str | None:
-        """Why the package cannot be used, with the command that helps, or None. Imports nothing."""
+        """Return why the package cannot be used, with the command that installs it, or None. Imports nothing."""
         spec = importlib.util.find_spec(self.module)
-        if spec is None or spec.origin is None:  # without an origin it is an empty folder of that name
+        if spec is None or spec.origin is None:  # an empty folder of that name has a spec without an origin
             return f"package {self.module}: not installed; run {self.install}"
         for distribution in self.distributions:
             try:
@@ -52,37 +53,35 @@ class Package:
         return None
 
     def load(self) -> Any:
-        """Import the package.
+        """Import and return the package.
 
-        Raises: UnsupportedError, with the pip command, where the package is missing, cannot be imported or lacks a name
-        that we call. A package that was built for another torch cannot be imported.
+        Raises:
+            UnsupportedError: if the package is missing, cannot be imported (for example, if it was built for another
+                torch), or lacks a required name.
         """
         try:
             module = importlib.import_module(self.module)
-        except Exception as error:  # whatever a package raises on import
+        except Exception as error:  # an import of a foreign package may raise anything
             raise UnsupportedError(
-                f"{self.module}: expected the package, got none ({type(error).__name__}: {error}); run {self.install}"
+                f"{self.module}: cannot be imported ({type(error).__name__}: {error}); run {self.install}"
             ) from error
         lacking = [name for name in self.names if not hasattr(module, name)]
         if lacking:
-            raise UnsupportedError(
-                f"{self.module}: expected {', '.join(self.names)}, got a module without {', '.join(lacking)}; "
-                f"run {self.install}"
-            )
+            raise UnsupportedError(f"{self.module}: has no {', '.join(lacking)}; run {self.install}")
         return module
 
 
 class PeerBackend(AttentionBackend):
     """A backend whose kernels come from another package.
 
-    Such kernels leave pad tokens unwritten, or write what the null page holds. So `schedule` notes once per step which
-    tokens are real, and `write_out` copies these into `out`. As the prompt part of a mixed step it leaves the tokens of
-    the decode part alone.
+    Such kernels do not write padding tokens, or write values from the null page. `schedule` therefore marks the real
+    tokens once per step, and `write_out` copies only these into `out`. In the prefill part of a mixed step it does not
+    write the tokens of the decode part.
     """
 
     package: ClassVar[Package]
     compute_capability: ClassVar[tuple[int, int]]
-    """Oldest GPU generation that the kernels run on."""
+    """Lowest compute capability that the kernels run on."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -91,12 +90,12 @@ class PeerBackend(AttentionBackend):
 
     @classmethod
     def unavailable(cls) -> str | None:
-        """The missing package and the pip command that brings it, or None. Imports nothing."""
+        """Return that the package is missing, with its pip command, or None. Imports nothing."""
         return cls.package.missing()
 
     @classmethod
     def extra_unsupported_reasons(cls, context: BackendContext) -> list[str]:
-        """The GPU's generation, where it is too old."""
+        """Return that the compute capability of the GPU is too low."""
         if context.device.type == "cuda" and torch.cuda.is_available():
             have = torch.cuda.get_device_capability(context.device)
             if have < cls.compute_capability:
@@ -112,7 +111,7 @@ class PeerBackend(AttentionBackend):
         self._live = torch.zeros(tokens, dtype=torch.bool, device=device)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What `schedule` rewrites at every step."""
+        """Return what `schedule` rewrites in every step."""
         return {} if self._live is None else {"live": self._live}
 
     def close(self) -> None:
@@ -120,25 +119,29 @@ class PeerBackend(AttentionBackend):
         self._live = self._first_token = None
 
     def schedule(self, metadata: StepMetadata) -> None:
-        """Note which tokens are real: those that have a slot in the cache. Capture-safe: a comparison on the device."""
+        """Mark the real tokens, which have a KV slot. Capture-safe: a comparison on the device."""
         torch.ge(metadata.slot_mappings[0], 0, out=self.live(metadata.descriptor.padded_tokens))
         self._first_token = metadata.query_start_loc[:1] if self.context.prefill else None
 
     def write_out(self, result: torch.Tensor, out: torch.Tensor) -> None:
-        """Copy what the kernel gave into `out`, with zeros in pad tokens, whatever it left there.
+        """Copy the kernel's result into `out`, with zeros in padding tokens.
 
-        result  [padded_tokens, num_q_heads, head_dim]  any strides
+        result  [padded_tokens, num_q_heads, head_dim]  any strides; any value in padding tokens
         out     same shape                              written in place
         """
         copy_live(result, self.live(out.shape[0]), out, first=self._first_token)
 
     def write_lse(self, result: torch.Tensor, lse: torch.Tensor) -> None:
-        """Copy a natural log-sum-exp into `lse`, with -inf in pad tokens. Both [padded_tokens, num_q_heads]."""
+        """Copy a natural log-sum-exp into `lse`, with -inf in padding tokens. Both [padded_tokens, num_q_heads]."""
         live = self.live(lse.shape[0])
         copy_live(result[:, None], live, lse[:, None], fill=float("-inf"), first=self._first_token)
 
     def live(self, tokens: int) -> torch.Tensor:
-        """[tokens] bool: which of a step's tokens are real. Raises: CaptureError before `allocate()`."""
+        """Return [tokens] bool: which tokens of the step are not padding.
+
+        Raises:
+            CaptureError: before `allocate()`.
+        """
         self.check_allocated()
         assert self._live is not None, "checked"
         return self._live[:tokens]
@@ -146,4 +149,4 @@ class PeerBackend(AttentionBackend):
     def check_allocated(self) -> None:
         """Raise CaptureError before `allocate()`."""
         if self._live is None:
-            raise CaptureError(f"backend {self.name}: expected buffers, got none; call allocate() first")
+            raise CaptureError(f"backend {self.name}: its buffers are not allocated; call allocate() first")

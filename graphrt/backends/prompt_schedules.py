@@ -1,4 +1,4 @@
-"""Plans and schedules of graphrt's own prompt kernel, by kind of layer: for prompt parts and for encoder layers."""
+"""Plans and schedules of graphrt's prompt kernel per kind of layer, for prefill parts and encoder layers."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from dataclasses import dataclass
 
 import torch
 
-from graphrt.backends.base import BackendContext
+from graphrt.backends.capabilities import BackendContext
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.kernels.attention.prompt_native import runs_prompt_kernel
 from graphrt.kernels.attention.prompt_plan import PromptPlan
 from graphrt.kernels.attention.prompt_schedule import schedule_prompt
 from graphrt.kernels.errors import CaptureError
 
-INTERPRETER_SMS = 4  # rows are split on CPU too, into few parts: an interpreted program costs milliseconds
+INTERPRETER_SMS = 4  # splits work on CPU too, but into few programs: an interpreted program takes milliseconds
 
 
 @dataclass(frozen=True, slots=True)
 class PromptKind:
-    """What layers must have in common to share a plan and its schedule. Windows are not in it: a unit finds its own.
+    """What layers must have in common to share a plan and its schedule. Windows may differ: each tile computes its own.
 
-    native   the CUDA kernel may serve these layers, where the device runs it
+    native   whether the CUDA kernel may serve these layers on devices that run it
     """
 
     num_q_heads: int
@@ -34,9 +34,9 @@ class PromptKind:
 
 
 class PromptSchedules:
-    """A schedule per kind of layer, which each step writes anew, and a plan per kind and size.
+    """A schedule per kind of layer, which each step rewrites, and a plan per kind and size.
 
-    Without kinds it holds nothing, and its calls do nothing.
+    Without kinds it holds no tensors, and its methods do nothing.
     """
 
     def __init__(self, context: BackendContext, kinds: Iterable[PromptKind]) -> None:
@@ -46,7 +46,7 @@ class PromptSchedules:
         self._plans: dict[tuple[PromptKind, BatchDescriptor], PromptPlan] = {}
 
     def allocate(self) -> None:
-        """Allocate a schedule per kind, for the largest size: no plan has more units than that one."""
+        """Allocate one schedule per kind for the largest size, whose plan needs the most words."""
         context = self._context
         largest = BatchDescriptor.mixed(context.max_num_tokens, context.max_num_reqs)
         for kind in self._kinds:
@@ -54,7 +54,7 @@ class PromptSchedules:
             self._schedules[kind] = torch.zeros(words, dtype=torch.int32, device=context.device)
 
     def tensors(self, name: str) -> dict[str, torch.Tensor]:
-        """The schedules, by `name` and a number."""
+        """Return the schedules, named `name` and a number."""
         return {f"{name}_{index}": tensor for index, tensor in enumerate(self._schedules.values())}
 
     def close(self) -> None:
@@ -62,22 +62,32 @@ class PromptSchedules:
         self._schedules = {}
 
     def write(self, descriptor: BatchDescriptor, lens: torch.Tensor, starts: torch.Tensor, *, packed: bool) -> None:
-        """One launch per kind; `schedule_prompt` says what the tensors hold, `packed` that the lengths are starts.
+        """Compute the schedules of a step, one launch per kind.
 
-        Capture-safe: lengths stay on the device. Raises: CaptureError before `allocate()`.
+        lens, starts   [padded_reqs], [padded_reqs + 1]  int32  as `schedule_prompt` takes them
+        packed         `lens` holds the starts of packed sequences instead of lengths
+
+        Capture-safe: lengths stay on the device.
+
+        Raises:
+            CaptureError: before `allocate()`.
         """
         for kind in self._kinds:
             plan, schedule = self.of(kind, descriptor)
             schedule_prompt(plan, lens, starts, schedule, seq_lens_are_starts=packed)
 
     def of(self, kind: PromptKind, descriptor: BatchDescriptor) -> tuple[PromptPlan, torch.Tensor]:
-        """Plan and schedule of a kind at one size. Raises: CaptureError before `allocate()`."""
+        """Return the plan and the schedule of a kind at one size.
+
+        Raises:
+            CaptureError: before `allocate()`.
+        """
         if kind not in self._schedules:
-            raise CaptureError("prompt kernel: expected a schedule, got none; call allocate() first")
+            raise CaptureError("prompt kernel: its schedules are not allocated; call allocate() first")
         return self._plan(kind, descriptor), self._schedules[kind]
 
     def _plan(self, kind: PromptKind, descriptor: BatchDescriptor) -> PromptPlan:
-        found = self._plans.get((kind, descriptor))  # every layer of every graph asks
+        found = self._plans.get((kind, descriptor))  # looked up by every layer of every graph
         if found is None:
             found = self._plans[kind, descriptor] = PromptPlan.make(
                 descriptor.padded_reqs,
@@ -95,7 +105,7 @@ class PromptSchedules:
 
 
 def num_sms_of(device: torch.device) -> int:
-    """Multiprocessors of a device; on CPU as many as the interpreter is to pretend."""
+    """Return the number of multiprocessors of a device; INTERPRETER_SMS on CPU."""
     if device.type != "cuda":
         return INTERPRETER_SMS
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,7 +1,7 @@
-"""What each backend costs by batch size and context length, measured on a device. The registry ranks by it.
+"""Measured times of each backend by batch size and context length. The registry ranks backends by them.
 
-`ranking.json` beside this file holds the figures. `scripts/make_docs.py` makes that file from the committed result of
-`scripts/bench_backends.py`. Without such a result the file is empty, and the registry's static order applies.
+`ranking.json` in this folder holds the times. `scripts/make_docs.py` generates it from the committed results of
+`scripts/bench_backends.py` and `scripts/bench_mixed.py`. Without results it is empty, and the static order applies.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from graphrt.kernels.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class RankingCell:
-    """One measured size. us_per_layer: microseconds of a layer by backend, with its share of the step's host work."""
+    """One measured size.
+
+    us_per_layer  microseconds per layer by backend, including its share of the host work of a step
+    """
 
     batch: int
     context: int
@@ -28,10 +31,11 @@ class RankingCell:
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """A measured table; `gpu` says on what device. Without cells it ranks nothing.
+    """A measured table. Without cells it ranks nothing.
 
-    cells        of decode steps
-    mixed_cells  of mixed steps, by backend where it serves them whole, and by "decode+prefill" in two parts
+    gpu          name of the device
+    cells        decode steps
+    mixed_cells  mixed steps, by backend if it serves whole steps, and by "decode+prefill" for two parts
     """
 
     gpu: str | None = None
@@ -45,15 +49,15 @@ class Ranking:
 
     @property
     def names(self) -> frozenset[str]:
-        """Backends with at least one figure."""
+        """Backends with at least one time."""
         return frozenset(name for cell in self.cells for name in cell.us_per_layer)
 
     def relative_times(self, names: Iterable[str], *, max_num_reqs: int, max_seq_len: int) -> dict[str, float]:
-        """Mean time of each of the backends, the fastest being 1.0, in ascending order.
+        """Return the geometric mean time of each backend relative to the fastest, in ascending order.
 
-        The mean is geometric. It is over the sizes that a runtime of these capacities can meet: batches up to
-        max_num_reqs, and contexts up to max_seq_len. A runtime below the smallest measured size is ranked by that size.
-        A backend is left out if it lacks a figure that another has: its mean would be over other sizes.
+        The mean covers the sizes that a runtime of these capacities can use: batches up to max_num_reqs, and contexts
+        up to max_seq_len. A runtime below the smallest measured size is ranked by that size. A backend is left out if
+        it lacks a time that another has, because its mean would cover other sizes.
         """
         wanted = list(dict.fromkeys(names))
         cells = [
@@ -75,7 +79,11 @@ class Ranking:
 
 
 def parse_ranking(record: Mapping[str, Any]) -> Ranking:
-    """The table of a record as `ranking_record` makes it. Raises: ConfigError where it is none."""
+    """Return the table in a record of `ranking_record`.
+
+    Raises:
+        ConfigError: if the record has another format, or a time that is not a finite number above 0.
+    """
     try:
         cells, mixed_cells = (
             tuple(
@@ -89,28 +97,29 @@ def parse_ranking(record: Mapping[str, Any]) -> Ranking:
         gpu = record["gpu"]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
-            f"ranking.json: expected a table of measured times, got a {type(error).__name__} on {error}; "
-            "make it again with scripts/make_docs.py, or install graphrt again"
+            f"ranking.json: not a table of measured times ({type(error).__name__}: {error}); generate it with "
+            "scripts/make_docs.py, or reinstall graphrt"
         ) from error
     for cell in (*cells, *mixed_cells):
         for name, us in cell.us_per_layer.items():
             if not (math.isfinite(us) and us > 0):
                 raise ConfigError(
-                    f"ranking.json: expected times > 0, got {us} of {name} at {cell.batch} x {cell.context}; "
+                    f"ranking.json: expected times > 0, got {us} for {name} at {cell.batch} x {cell.context}; "
                     "measure again with scripts/bench_backends.py or scripts/bench_mixed.py"
                 )
     return Ranking(gpu, cells, mixed_cells)
 
 
 def ranking_record(result: Mapping[str, Any] | None, mixed: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What ranking.json holds for the result files of both benchmarks; None, no result yet, makes an empty table.
+    """Return the contents of ranking.json for the result files of both benchmarks; an empty table without `result`.
 
-    Raises: ConfigError for results of different devices.
+    Raises:
+        ConfigError: if the results are from different devices.
     """
     if result is None:
         return {"gpu": None, "cells": [], "mixed_cells": []}
     if mixed is not None and mixed["gpu"] != result["gpu"]:
-        raise ConfigError(f"mixed.json: expected figures of {result['gpu']}, got {mixed['gpu']}; measure both on one")
+        raise ConfigError(f"mixed.json: expected times of {result['gpu']}, got {mixed['gpu']}; measure both on one GPU")
     of_mixed = {} if mixed is None else {"mixed_tree": mixed["tree"]}
     return {
         "gpu": result["gpu"],
@@ -132,6 +141,6 @@ def _cells(result: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 @cache
 def load_ranking() -> Ranking:
-    """The table that this installation came with."""
+    """Return the table of this installation."""
     text = files("graphrt.backends").joinpath("ranking.json").read_text(encoding="utf-8")
     return parse_ranking(json.loads(text))

@@ -1,4 +1,4 @@
-"""Attention in plain torch: every CPU, and eager CUDA to compare with."""
+"""Attention in plain torch: the default on CPU, and an eager reference on CUDA."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import ClassVar
 
 import torch
 
-from graphrt.backends.base import AttentionBackend, AttentionLayer, Capabilities, GraphSupport
+from graphrt.backends.base import AttentionBackend, AttentionLayer
+from graphrt.backends.capabilities import Capabilities, GraphSupport
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.kernels.attention.arguments import ATTENTION_DTYPES, KV_DTYPES
 from graphrt.kernels.attention.reference import attention_reference, encoder_reference
@@ -15,7 +16,7 @@ from graphrt.metadata import StepMetadata
 
 
 class TorchReferenceBackend(AttentionBackend):
-    """Loops over the rows, with torch's scaled_dot_product_attention where it has the options; keeps no tensors."""
+    """Loops over requests; calls scaled_dot_product_attention if it supports the layer's options. Keeps no tensors."""
 
     name: ClassVar[str] = "torch_reference"
     capabilities: ClassVar[Capabilities] = Capabilities(
@@ -44,10 +45,10 @@ class TorchReferenceBackend(AttentionBackend):
     graph_support: ClassVar[GraphSupport] = GraphSupport.ALWAYS
 
     def extra_graph_unsupported_reason(self, descriptor: BatchDescriptor) -> str | None:
-        """On CUDA nothing can be captured."""
+        """Refuse every graph on CUDA."""
         if self.context.device.type != "cuda":
             return None
-        return f"backend {self.name} reads sequence lengths on the host, which a CUDA graph cannot hold; runs eagerly"
+        return f"backend {self.name} reads sequence lengths on the host, which a CUDA graph cannot do; runs eagerly"
 
     def run(
         self,
@@ -59,7 +60,7 @@ class TorchReferenceBackend(AttentionBackend):
         sinks: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> None:
-        """Attend row by row. Capture-safe: on CPU, as one op of the op trace."""
+        """Attend request by request. Capture-safe on CPU, as one op of the op trace."""
         attention_reference(
             q,
             layer.k_cache,
@@ -84,6 +85,6 @@ class TorchReferenceBackend(AttentionBackend):
         sinks: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> None:
-        """Attend row by row. Capture-safe: as `run`."""
+        """Attend request by request. Capture-safe: as `run`."""
         options, window = layer.options(sinks), layer.spec.sliding_window or 0
         encoder_reference(q, k, v, metadata.query_start_loc, out, options, window=window, lse=lse)

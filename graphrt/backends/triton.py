@@ -1,22 +1,25 @@
-"""graphrt's own Triton kernels: one work-list driven kernel for decode rows and mixed batches."""
+"""graphrt's own kernels: one work-list driven kernel for decode and mixed batches, one for prefill parts."""
 
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 
-from graphrt.backends.base import AttentionBackend, AttentionLayer, BackendContext, Capabilities, GraphSupport
+from graphrt.backends.base import AttentionBackend, AttentionLayer
+from graphrt.backends.capabilities import BackendContext, Capabilities, GraphSupport
 from graphrt.backends.encoder import EncoderKernels, why_no_encoder
-from graphrt.backends.prompt_schedules import num_sms_of
+from graphrt.backends.prompt_schedules import PromptKind, PromptSchedules, num_sms_of
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
 from graphrt.kernels.attention.arguments import ATTENTION_DTYPES, HEAD_DIMS, KV_DTYPES
 from graphrt.kernels.attention.native import NATIVE_PAGE_MULTIPLE
 from graphrt.kernels.attention.operators import paged_attention
 from graphrt.kernels.attention.plan import AttentionPlan
 from graphrt.kernels.attention.plan_shape import MAX_QUERY_LEN
+from graphrt.kernels.attention.prompt import prompt_attention
+from graphrt.kernels.attention.prompt_plan import PROMPT_HEAD_DIMS
 from graphrt.kernels.attention.work_list import schedule_attention
 from graphrt.kernels.attention.workspace import AttentionWorkspace
 from graphrt.kernels.errors import CaptureError
@@ -29,7 +32,7 @@ from graphrt.spec import AttentionKind, AttentionSpec, KVCacheSpec
 
 @dataclass(frozen=True, slots=True)
 class _ScheduleKey:
-    """What layers must have in common to share a work list. Groups of equal pages share theirs: no page is in it."""
+    """What layers must have in common to share a work list. KV groups may differ: a work list holds no page ids."""
 
     num_q_heads: int
     num_kv_heads: int
@@ -39,8 +42,8 @@ class _ScheduleKey:
     kv_dtype: torch.dtype
     sliding_window: int
     attention_chunk_size: int
-    whole_tiles: bool  # pages hold whole tiles of the CUDA kernel, which never runs on others
-    kind: AttentionKind  # whose lengths count, and whether causally
+    whole_tiles: bool  # a page holds whole tiles of the CUDA kernel, which needs them
+    kind: AttentionKind  # decides which lengths are read, and whether the mask is causal
 
     @classmethod
     def of(cls, spec: AttentionSpec, kv: KVCacheSpec) -> _ScheduleKey:
@@ -59,10 +62,10 @@ class _ScheduleKey:
 
 
 class TritonBackend(AttentionBackend):
-    """One kernel launch per layer; nothing is planned on the host. On CPU through the Triton interpreter, for tests.
+    """One kernel launch per layer, without planning on the host. Runs in the Triton interpreter on CPU, for tests.
 
-    The device makes the schedule at the head of the step. Layers of equal heads and window share one launch and one
-    work list.
+    The device computes the schedule at the start of the step. Layers with equal heads and window share one work list
+    and the launch that computes it.
     """
 
     name: ClassVar[str] = "triton"
@@ -101,13 +104,12 @@ class TritonBackend(AttentionBackend):
         self._plans: dict[tuple[_ScheduleKey, BatchDescriptor], AttentionPlan] = {}
         self._workspace: AttentionWorkspace | None = None
         self._num_sms = num_sms_of(context.device)
-        self._native = context.device.type == "cpu" or runs_native(context.device)  # on CPU: the plans of a device
+        self._native = context.device.type == "cpu" or runs_native(context.device)  # on CPU: same plans as on a GPU
         self._encoder = EncoderKernels(context)
 
     @classmethod
     def extra_unsupported_reasons(cls, context: BackendContext) -> list[str]:
-        """On CPU, that the interpreter is missing; on a device of the CUDA kernel, that NVRTC is. Heads of encoder
-        layers that their kernel lacks."""
+        """Return what is missing: the interpreter on CPU, NVRTC on a GPU, or a head size in encoder layers."""
         if context.device.type == "cpu" and not INTERPRETER_AVAILABLE:
             return ["device cpu: needs the Triton interpreter; set TRITON_INTERPRET=1 before triton is imported"]
         reasons = why_no_encoder(context)
@@ -118,18 +120,16 @@ class TritonBackend(AttentionBackend):
 
     @classmethod
     def prefill_class(cls) -> type[AttentionBackend]:
-        """Prompts have a kernel of their own."""
-        from graphrt.backends.triton_prefill import TritonPrefill  # which imports this file
-
+        """Return the class of the prompt kernel."""
         return TritonPrefill
 
     @classmethod
     def why_only_by_name(cls, context: BackendContext) -> str | None:
-        """On CPU the kernels are interpreted, which is for tests."""
+        """Skip the backend on CPU, where the kernels are interpreted."""
         return "interpreted on CPU, thousands of times slower" if context.device.type == "cpu" else None
 
     def allocate(self) -> None:
-        """Allocate a work list per kind of layer, and the workspace of split rows, for the largest sizes."""
+        """Allocate one work list per kind of layer and the split-KV workspace, for the largest sizes."""
         context = self.context
         powers = [1 << bit for bit in range(context.max_num_reqs.bit_length())]
         sizes = []
@@ -143,12 +143,12 @@ class TritonBackend(AttentionBackend):
             for key, of_key in plans.items()
         }
         every_plan = [plan for of_key in plans.values() for plan in of_key]
-        if every_plan:  # else all layers are an encoder's
+        if every_plan:  # empty if all layers are encoder layers
             self._workspace = AttentionWorkspace.allocate(every_plan, context.device)
         self._encoder.allocate()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Work lists and workspace. All but the counters may be poisoned between replays; the counters are 0 there."""
+        """Return work lists and workspace. Between replays the counters are 0, and the rest may hold anything."""
         tensors = self._encoder.tensors()
         if self._workspace is None:
             return tensors
@@ -164,7 +164,7 @@ class TritonBackend(AttentionBackend):
         )
 
     def reset(self) -> None:
-        """Zero the counters of split rows, and the letters behind them."""
+        """Zero the counters of KV splits, and the partial results that follow them."""
         if self._workspace is not None:
             self._workspace.counters.zero_()
 
@@ -175,7 +175,7 @@ class TritonBackend(AttentionBackend):
         self._encoder.close()
 
     def schedule(self, metadata: StepMetadata) -> None:
-        """One launch per kind of layer writes its work list. Capture-safe: lengths stay on the device."""
+        """Compute the work lists, one launch per kind of layer. Capture-safe: lengths stay on the device."""
         mixed = metadata.descriptor.kind is GraphKind.MIXED
         if self._keys:
             self._check_allocated()
@@ -202,9 +202,9 @@ class TritonBackend(AttentionBackend):
         sinks: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> None:
-        """Attend with one launch, by the work list that this step's `schedule` made.
+        """Attend in one launch, by the work list of this step.
 
-        Capture-safe: the grid follows from the descriptor, lengths stay on the device.
+        Capture-safe: the grid depends only on the descriptor, and lengths stay on the device.
         """
         key = self._layer_keys[layer.index]
         workspace = self._check_allocated()
@@ -236,12 +236,12 @@ class TritonBackend(AttentionBackend):
         sinks: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> None:
-        """Attend with one launch of the prompt kernel, by the schedule of this step. Capture-safe: as `run`."""
+        """Attend in one launch of the prompt kernel, by the schedule of this step. Capture-safe: as `run`."""
         with kernels_on(q.device):
             self._encoder.run(layer, q, k, v, metadata, out, sinks, lse)
 
     def _plan(self, key: _ScheduleKey, descriptor: BatchDescriptor) -> AttentionPlan:
-        found = self._plans.get((key, descriptor))  # every layer of every graph asks
+        found = self._plans.get((key, descriptor))  # looked up by every layer of every graph
         if found is None:
             found = self._plans[key, descriptor] = self._make_plan(key, descriptor)
         return found
@@ -271,15 +271,85 @@ class TritonBackend(AttentionBackend):
             kv_dtype=key.kv_dtype,
             num_sms=self._num_sms,
             batch_invariant=self.context.batch_invariant,
-            native=self._native and key.whole_tiles,  # Triton has better plans of its own where it is not
+            native=self._native and key.whole_tiles,  # the Triton kernel has better plans of its own
         )
 
     def _check_allocated(self) -> AttentionWorkspace:
         if self._workspace is None:
-            raise CaptureError(f"backend {self.name}: expected a workspace, got none; call allocate() before run()")
+            raise CaptureError(f"backend {self.name}: its workspace is not allocated; call allocate() first")
         return self._workspace
 
 
+class TritonPrefill(AttentionBackend):
+    """The prompt kernel as the prefill part of mixed steps: CUDA on Hopper, Triton elsewhere.
+
+    One launch per layer. The device computes a schedule per kind of layer at the start of the step.
+    """
+
+    name: ClassVar[str] = "triton"
+    capabilities: ClassVar[Capabilities] = replace(
+        TritonBackend.capabilities,
+        head_dims=tuple(PROMPT_HEAD_DIMS),
+        max_query_len=1,
+        mixed=False,
+        v_head_dim=False,
+        attention_chunk_size=False,
+        cross_attention=False,
+        encoder_attention=False,
+    )
+    graph_support: ClassVar[GraphSupport] = GraphSupport.ALWAYS
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self._layer_kinds = [_prefill_kind(spec, kv) for spec, kv, _ in context.layers]
+        self._schedules = PromptSchedules(context, self._layer_kinds)
+
+    @classmethod
+    def extra_unsupported_reasons(cls, context: BackendContext) -> list[str]:
+        """Return what is missing: the interpreter on CPU, NVRTC on a GPU."""
+        return TritonBackend.extra_unsupported_reasons(context)
+
+    def allocate(self) -> None:
+        """Allocate one schedule per kind of layer, for the largest size."""
+        self._schedules.allocate()
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the schedules, which each step rewrites."""
+        return self._schedules.tensors("prompt_schedule")
+
+    def close(self) -> None:
+        """Drop the schedules."""
+        self._schedules.close()
+
+    def schedule(self, metadata: StepMetadata) -> None:
+        """Compute the schedules, one launch per kind of layer. Capture-safe: lengths stay on the device."""
+        with kernels_on(metadata.seq_lens.device):
+            self._schedules.write(metadata.descriptor, metadata.seq_lens, metadata.query_start_loc, packed=False)
+
+    def run(
+        self,
+        layer: AttentionLayer,
+        q: torch.Tensor,
+        metadata: StepMetadata,
+        out: torch.Tensor,
+        *,
+        sinks: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+    ) -> None:
+        """Attend in one launch, by this step's schedule. Capture-safe: the grid depends only on the descriptor."""
+        plan, schedule = self._schedules.of(self._layer_kinds[layer.index], metadata.descriptor)
+        table, options = metadata.block_tables[layer.group], layer.options(sinks)
+        with kernels_on(q.device):
+            prompt_attention(q, layer.k_cache, layer.v_cache, out, plan, schedule, options, block_table=table, lse=lse)
+
+
+def _prefill_kind(spec: AttentionSpec, kv: KVCacheSpec) -> PromptKind:
+    """The kind of a decoder layer. The CUDA kernel needs pages that hold whole tiles."""
+    whole_tiles = kv.page_size % NATIVE_PAGE_MULTIPLE == 0
+    heads = spec.num_q_heads, spec.num_kv_heads, spec.head_dim
+    return PromptKind(*heads, spec.dtype, kv.dtype, causal=True, native=whole_tiles)
+
+
 def kernels_on(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """On CPU the ops would run their reference; this backend means the kernels."""
+    """Make ops run their kernels in the interpreter on CPU, instead of their torch references."""
     return interpreted() if device.type == "cpu" else contextlib.nullcontext()

@@ -15,7 +15,7 @@ from graphrt.batch import Batch
 from graphrt.bench.decode_transformers import BaselineTime
 from graphrt.bench.sampling import config_fields, stated_sampling
 from graphrt.bench.timer import measure_read_bandwidth
-from graphrt.cache.groups import layer_places
+from graphrt.cache.groups import kv_locations
 from graphrt.cache.kv_cache import bytes_per_page
 from graphrt.config import RuntimeConfig
 from graphrt.kernels.checks import check_instance, check_int
@@ -214,7 +214,7 @@ def kv_memory(
 def kv_bytes_read(attention: Sequence[AttentionSpec], kv_groups: Sequence[KVCacheSpec], length: int) -> int:
     """Return the bytes of K and V that a step reads for one sequence."""
     total = 0
-    for spec, place in zip(attention, layer_places(attention, kv_groups), strict=True):
+    for spec, place in zip(attention, kv_locations(attention, kv_groups), strict=True):
         if place is None or spec.is_cross:  # not of the sequence
             continue
         group = kv_groups[place.group]

@@ -16,8 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import graphrt
-from graphrt import env
+from graphrt import __version__, env
 from graphrt.kernels.errors import ConfigError
 
 PACKAGES = ("torch", "triton", "numpy", "cuda-bindings", "rich", "typer")
@@ -40,7 +39,7 @@ def environment_report() -> dict[str, Any]:
     All values are strings, numbers, None, or lists and dicts of these, so the report is valid JSON.
     """
     return {
-        "graphrt": graphrt.__version__,
+        "graphrt": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: package_version(name) for name in (*PACKAGES, *OPTIONAL_PACKAGES)},

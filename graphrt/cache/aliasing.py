@@ -1,4 +1,4 @@
-"""Whether two K or V tensors of a cache lie in one place: views of one pool may interleave, but not meet."""
+"""Overlap check of a cache's K and V tensors: views of one pool may interleave, but must not share elements."""
 
 from __future__ import annotations
 
@@ -11,14 +11,20 @@ import torch
 from graphrt.kernels.checks import span_bytes
 from graphrt.kernels.errors import ConfigError
 
-_Steps = tuple[tuple[int, int], ...]
+_Dims = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
-    """K or V of one layer, `at` places behind the first tensor of the cache, and whose pages these are."""
+class CacheTensor:
+    """K or V of one layer.
 
-    at: int
+    index  position among the tensors of the cache; errors name two tensors in this order
+    name   name in errors
+    group  KV group of the layer
+    pool   pool of that group
+    """
+
+    index: int
     name: str
     tensor: torch.Tensor
     group: int
@@ -26,72 +32,79 @@ class Placed:
 
     @property
     def begin(self) -> int:
+        """Address of the first element."""
         return self.tensor.data_ptr()
 
     @property
     def end(self) -> int:
+        """Address after the last element."""
         return self.begin + span_bytes(self.tensor)
 
     @property
-    def byte_steps(self) -> _Steps:
-        """Extent and stride of each dimension in bytes, pages first; the last is a run of bytes."""
+    def byte_dims(self) -> _Dims:
+        """Extent and stride in bytes of each dimension, pages first; the last dimension is a run of bytes."""
         size = self.tensor.dtype.itemsize
         *outer, head = self.tensor.shape
         return (*zip(outer, (s * size for s in self.tensor.stride()), strict=False), (head * size, 1))
 
 
-def check_disjoint(tensors: Iterable[Placed]) -> None:
-    """Raise ConfigError where two tensors would overwrite each other.
+def check_disjoint(tensors: Iterable[CacheTensor]) -> None:
+    """Check that no two tensors share an element.
 
-    Groups of one pool may lie in the same memory page by page, since a page belongs to one of them at a time.
+    Groups of one pool may share memory page by page, since a page belongs to one group at a time.
+
+    Raises:
+        ConfigError: if two tensors overlap.
     """
-    meet = functools.cache(_meet)  # in an interleaved pool most pairs look like another pair
-    before: list[tuple[Placed, int, int, _Steps]] = []  # those that have not ended where the next one begins
-    for one in sorted(tensors, key=lambda t: t.begin):
-        begin, steps = one.begin, one.byte_steps
-        before = [entry for entry in before if entry[2] > begin]
-        for other, its_begin, _, its_steps in before:
-            by_turns = one.pool == other.pool and one.group != other.group
-            if meet(its_begin - begin, steps, its_steps, same_page=not by_turns):
-                first, second = sorted((one, other), key=lambda t: t.at)
+    overlap = functools.cache(_overlap)  # in an interleaved pool most pairs have the offsets and strides of another
+    open_spans: list[tuple[CacheTensor, int, int, _Dims]] = []  # tensors that end after the current one begins
+    for tensor in sorted(tensors, key=lambda t: t.begin):
+        begin, dims = tensor.begin, tensor.byte_dims
+        open_spans = [entry for entry in open_spans if entry[2] > begin]
+        for other, other_begin, _, other_dims in open_spans:
+            share_pages = tensor.pool == other.pool and tensor.group != other.group
+            if overlap(other_begin - begin, dims, other_dims, same_page=not share_pages):
+                first, second = sorted((tensor, other), key=lambda t: t.index)
                 raise ConfigError(
-                    f"{second.name}: expected other memory than that of {first.name}, got elements of both in one "
-                    "place; they would overwrite each other: pass tensors that share none, and name the layer whose "
-                    "keys and values another reads by kv_shared_with"
+                    f"{second.name}: shares elements with {first.name}, so one would overwrite the other; pass tensors "
+                    "that do not overlap, and use kv_shared_with for a layer that reads the KV of another layer"
                 )
-        before.append((one, begin, one.end, steps))
+        open_spans.append((tensor, begin, tensor.end, dims))
 
 
-def _meet(away: int, ours: _Steps, theirs: _Steps, *, same_page: bool) -> bool:
-    """Whether a byte belongs to both, of other pages alone without `same_page`. Theirs begins `away` behind ours."""
-    (pages, stride), (others, its_stride) = ours[0], theirs[0]
-    if stride != its_stride:
-        return _reaches(away, _unknowns(ours, theirs))
-    rest = _unknowns(ours[1:], theirs[1:])
-    ranges = [(1 - others, pages - 1)] if same_page else [(1 - others, -1), (1, pages - 1)]
-    return any(low <= high and _reaches(away, [(stride, low, high), *rest]) for low, high in ranges)
+def _overlap(offset: int, a: _Dims, b: _Dims, *, same_page: bool) -> bool:
+    """Return whether two tensors share a byte. `b` begins `offset` bytes after `a`.
+
+    same_page   whether bytes of equal page ids count; bytes of different page ids always do
+    """
+    (pages, stride), (other_pages, other_stride) = a[0], b[0]
+    if stride != other_stride:
+        return _reaches(offset, _terms(a, b))
+    rest = _terms(a[1:], b[1:])
+    ranges = [(1 - other_pages, pages - 1)] if same_page else [(1 - other_pages, -1), (1, pages - 1)]
+    return any(low <= high and _reaches(offset, [(stride, low, high), *rest]) for low, high in ranges)
 
 
-def _unknowns(ours: _Steps, theirs: _Steps) -> list[tuple[int, int, int]]:
-    """Our place minus theirs as a sum: (step, least, most) of each term, long steps first.
+def _terms(a: _Dims, b: _Dims) -> list[tuple[int, int, int]]:
+    """Return the address in `a` minus the address in `b` as a sum of (stride, least factor, most), long strides first.
 
-    Dimensions of equal strides make one term, which has at most three values where strides are nested. So the search
-    is short, whatever the number of pages.
+    Dimensions of equal strides form one term. With nested strides `_reaches` then tries at most three values per term,
+    for any number of pages.
     """
     terms: dict[int, tuple[int, int]] = {}
-    for sign, dims in ((1, ours), (-1, theirs)):
+    for sign, dims in ((1, a), (-1, b)):
         for extent, stride in (dim for dim in dims if dim[0] > 1):
             low, high = terms.get(stride, (0, 0))
             terms[stride] = (low, high + extent - 1) if sign > 0 else (low - extent + 1, high)
     return [(stride, low, high) for stride, (low, high) in sorted(terms.items(), reverse=True)]
 
 
-def _reaches(away: int, terms: Sequence[tuple[int, int, int]]) -> bool:
-    """Whether some choice of terms has the sum `away`. The last step is 1."""
+def _reaches(offset: int, terms: Sequence[tuple[int, int, int]]) -> bool:
+    """Return whether some choice of factors makes the sum `offset`. The last stride is 1."""
     if not terms:
-        return away == 0
-    (step, low, high), *rest = terms
+        return offset == 0
+    (stride, low, high), *rest = terms
     least = sum(s * a for s, a, _ in rest)
     most = sum(s * b for s, _, b in rest)
-    first, last = max(low, -((most - away) // step)), min(high, (away - least) // step)
-    return any(_reaches(away - step * value, rest) for value in range(first, last + 1))
+    first, last = max(low, -((most - offset) // stride)), min(high, (offset - least) // stride)
+    return any(_reaches(offset - stride * value, rest) for value in range(first, last + 1))

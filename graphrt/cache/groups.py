@@ -1,4 +1,4 @@
-"""KV groups: which layers share a page table, and where each layer's keys and values are."""
+"""KV groups: which layers share a block table, and where the cache holds the keys and values of each layer."""
 
 from __future__ import annotations
 
@@ -13,13 +13,18 @@ from graphrt.kernels.errors import ConfigError
 from graphrt.kernels.types import KVLayout
 from graphrt.spec import AttentionSpec, KVCacheSpec
 
-_NEARLY = 1.25
-"""Kinds of layers that differ in number by at most this factor get a group each, the shorter ones padded."""
+_MAX_PADDING = 1.25
+"""Kinds of layers whose numbers differ by at most this factor get one group each, and the smaller ones are padded."""
 
 
 @dataclass(frozen=True, slots=True)
-class LayerPlace:
-    """Where an attention layer finds its keys and values: the group, the cache layer, and whether steps write them."""
+class KVLocation:
+    """Where an attention layer finds its keys and values.
+
+    group        KV group
+    cache_layer  layer of the cache, which counts only layers with their own KV
+    writes       whether steps write them; False if an earlier layer or an encoder does
+    """
 
     group: int
     cache_layer: int
@@ -34,28 +39,32 @@ def kv_groups(
     dtype: torch.dtype | None = None,
     null_page: int | Literal["last"] = 0,
 ) -> tuple[KVCacheSpec, ...]:
-    """The groups of a model's layers, for `Runtime` and `KVCache.allocate`; one group where all layers are alike.
+    """Return the KV groups of a model's layers, for `Runtime` and `KVCache.allocate`; one group if all are alike.
 
         five layers with a window of 1,024, one without, five with, one without:
 
         group 0   layers 0 1      group 2   layers 4 6      group 4   layers 9 10
-        group 1   layers 2 3      group 3   layers 7 8      group 5   layers 5 11, which see everything
+        group 1   layers 2 3      group 3   layers 7 8      group 5   layers 5 11, without a window
 
-    Layers of equal heads and equal reach are one kind. A kind with more layers than the rarest becomes several groups
-    of that many layers. So a page has the same bytes in each group, and the pages of all groups come from one pool.
-    Windowed groups keep the pages of their window only. Cross layers are kinds of their own. Encoder layers keep
-    nothing: a model of these alone has no groups.
+    Layers with equal heads, window and chunk size are of one kind. A kind with more layers than the rarest kind becomes
+    several groups of that many layers. A page then has the same number of bytes in each group, and the pages of all
+    groups come from one pool. Groups with a window keep only the pages of the window. Cross layers are a separate kind.
+    Encoder layers have no KV cache: a model of encoder layers alone has no groups.
 
-    attention   the spec of every layer, in order; layers that share another's KV have none of their own
-    page_size   tokens per page of the kind with the most bytes per token. Where another kind has a whole fraction of
-                these bytes, its pages have as many times more tokens; else it has a pool of its own
-    dtype       of the cache; None means that of the layers
+    attention   the spec of every layer, in order; layers with kv_shared_with have no KV of their own
+    page_size   tokens per page of the kind with the most bytes per token. If the bytes of another kind divide these,
+                its pages hold proportionally more tokens; otherwise it gets its own pool
+    layout      memory layout of a page
+    dtype       dtype of the cache; None: the dtype of the layers
+    null_page   page id that padding requests read, which no sequence may own
 
-    Raises: ConfigError for what is no sequence of AttentionSpec or has none, or layers that share KV wrongly.
+    Raises:
+        ConfigError: if `attention` is not a non-empty sequence of AttentionSpec, if no layer has its own KV, or if
+            kv_shared_with does not name a matching earlier layer.
     """
     page_size = check_int("page_size", page_size, 1, 1024, advice="16 is usual")
     if dtype is not None:
-        check_instance("dtype", dtype, torch.dtype, advice="None means that of the layers")
+        check_instance("dtype", dtype, torch.dtype, advice="pass None to use that of the layers")
     check_sequence("attention", attention, of="AttentionSpec per layer", error=ConfigError)
     for index, spec in enumerate(attention):
         check_instance(f"attention[{index}]", spec, AttentionSpec, advice="pass one spec per layer")
@@ -67,11 +76,9 @@ def kv_groups(
     if attention and not any(spec.is_cached for spec in attention):
         return ()
     if not kinds:
-        raise ConfigError(
-            "attention: expected a layer with keys and values of its own, got none; give one no kv_shared_with"
-        )
+        raise ConfigError("attention: every layer reads the KV of another one; leave out kv_shared_with of the first")
     fewest, most = min(map(len, kinds.values())), max(map(len, kinds.values()))
-    size = most if most <= _NEARLY * fewest else fewest
+    size = most if most <= _MAX_PADDING * fewest else fewest
     largest = max(_token_bytes(owners[layers[0]], dtype) for layers in kinds.values())
     pools: dict[int, int] = {}
     groups = []
@@ -101,12 +108,12 @@ def kv_groups(
             )
     if len(groups) == 1:
         groups = [replace(groups[0], layers=None)]
-    layer_places(attention, groups)
+    kv_locations(attention, groups)
     return tuple(groups)
 
 
 def _owns(spec: AttentionSpec) -> bool:
-    """Whether a layer of the cache is this layer's."""
+    """Return whether the cache has a layer for this one."""
     return spec.is_cached and spec.kv_shared_with is None
 
 
@@ -114,100 +121,112 @@ def _token_bytes(spec: AttentionSpec, dtype: torch.dtype | None) -> int:
     return spec.num_kv_heads * (spec.head_dim + spec.value_dim) * (spec.dtype if dtype is None else dtype).itemsize
 
 
-def layer_places(attention: Sequence[AttentionSpec], groups: Sequence[KVCacheSpec]) -> tuple[LayerPlace | None, ...]:
-    """Where each attention layer finds its keys and values; None for encoder layers, which keep none.
+def kv_locations(attention: Sequence[AttentionSpec], groups: Sequence[KVCacheSpec]) -> tuple[KVLocation | None, ...]:
+    """Return where each attention layer finds its keys and values; None for encoder layers, which have no cache.
 
-    Layers with keys and values of their own are numbered in their order: these numbers are in `KVCacheSpec.layers`. A
-    layer that shares another's reads what that one wrote in the same step and before.
+    Layers with their own KV are numbered in order; `KVCacheSpec.layers` holds these numbers. A layer with
+    kv_shared_with reads what its source wrote, in this step and in earlier ones.
 
-    Raises: ConfigError where groups and layers do not fit each other.
+    Raises:
+        ConfigError: if groups and layers do not match.
     """
     group_of = cache_layer_groups(groups)
     owners = [index for index, spec in enumerate(attention) if _owns(spec)]
     if len(owners) != len(group_of):
         raise ConfigError(
-            f"attention: expected {len(group_of)} layers with keys and values of their own, as in the cache, got "
-            f"{len(owners)} of {len(attention)}; pass the specs of the same model"
+            f"attention: expected {len(group_of)} layers with their own KV, as in the cache, got {len(owners)} among "
+            f"{len(attention)}; pass the specs that the cache was made for"
         )
     number = {index: at for at, index in enumerate(owners)}
-    places: list[LayerPlace | None] = []
+    locations: list[KVLocation | None] = []
     for index, spec in enumerate(attention):
         if not spec.is_cached:
-            places.append(None)
+            locations.append(None)
             continue
         source = index if spec.kv_shared_with is None else spec.kv_shared_with
         if source not in number or source > index:
             raise ConfigError(
-                f"attention[{index}].kv_shared_with: expected an earlier layer with keys and values of its own, got "
-                f"{source}; name the one whose keys and values it reads"
+                f"attention[{index}].kv_shared_with: layer {source} is not an earlier layer with its own KV; name the "
+                "layer that writes the keys and values"
             )
-        place = LayerPlace(group_of[number[source]], number[source], source == index and not spec.is_cross)
-        _check_fit(f"attention[{index}]", spec, groups[place.group])
-        places.append(place)
-    return tuple(places)
+        location = KVLocation(group_of[number[source]], number[source], source == index and not spec.is_cross)
+        _check_fit(f"attention[{index}]", spec, groups[location.group])
+        locations.append(location)
+    return tuple(locations)
 
 
 def cache_layer_groups(groups: Sequence[KVCacheSpec]) -> tuple[int, ...]:
-    """The group of each cache layer. Raises: ConfigError unless every layer belongs to one group."""
+    """Return the group of each cache layer.
+
+    Raises:
+        ConfigError: if a layer is in no group or in several.
+    """
     if len(groups) == 1 and groups[0].layers is None:
         return (0,) * groups[0].num_layers
     found: dict[int, int] = {}
     for index, group in enumerate(groups):
         if group.layers is None:
-            raise ConfigError(f"groups[{index}].layers: expected the group's layers, got None; name them")
+            raise ConfigError(f"groups[{index}].layers: required if there are several groups; list the group's layers")
         for layer in group.layers:
             if layer in found:
                 raise ConfigError(
-                    f"groups[{index}].layers: expected layers of no other group, got layer {layer} of group "
-                    f"{found[layer]}; name each layer once"
+                    f"groups[{index}].layers: layer {layer} is in group {found[layer]} too; list each layer once"
                 )
             found[layer] = index
     if sorted(found) != list(range(len(found))):
         raise ConfigError(
-            f"groups: expected the layers 0 to {len(found) - 1}, each in one group, got {sorted(found)}; name each once"
+            f"groups: expected layers 0 to {len(found) - 1}, got {sorted(found)}; list every cache layer in one group"
         )
     return tuple(found[layer] for layer in range(len(found)))
 
 
 def _check_fit(name: str, layer: AttentionSpec, group: KVCacheSpec) -> None:
-    """Raise ConfigError unless the group keeps what the layer reads."""
+    """Raise ConfigError unless the group keeps all keys and values that the layer reads."""
     have = (group.num_kv_heads, group.head_dim, group.value_dim)
     if (layer.num_kv_heads, layer.head_dim, layer.value_dim) != have:
         raise ConfigError(
-            f"{name}: expected {have[0]} KV heads of sizes {have[1]} and {have[2]} as in the cache, got "
-            f"{layer.num_kv_heads} of {layer.head_dim} and {layer.value_dim}; pass the specs of the same model"
+            f"{name}: expected {have[0]} KV heads of head_dim {have[1]} and v_head_dim {have[2]}, as in the cache, got "
+            f"{layer.num_kv_heads} of {layer.head_dim} and {layer.value_dim}; pass the specs that the cache was made "
+            "for"
         )
     if layer.is_cross != group.cross:
         want, got = ("cross" if cross else "decoder" for cross in (group.cross, layer.is_cross))
         raise ConfigError(
-            f"{name}.kind: expected {want} attention, as its KV group holds, got {got}; kv_groups() keeps them apart"
+            f"{name}.kind: expected {want} attention, as in its KV group, got {got}; kv_groups() separates the kinds"
         )
     if group.attention_chunk_size is not None and layer.attention_chunk_size != group.attention_chunk_size:
         raise ConfigError(
-            f"{name}.attention_chunk_size: expected {group.attention_chunk_size}, as its KV group keeps, got "
-            f"{layer.attention_chunk_size}; put it into a group that keeps more"
+            f"{name}.attention_chunk_size: expected {group.attention_chunk_size}, as in its KV group, got "
+            f"{layer.attention_chunk_size}; put the layer into a group that keeps more tokens"
         )
     if group.sliding_window is not None and not (
         layer.sliding_window is not None and layer.sliding_window <= group.sliding_window
     ):
         raise ConfigError(
-            f"{name}.sliding_window: expected at most {group.sliding_window}, which its KV group keeps, got "
-            f"{layer.sliding_window}; put it into a group that keeps more"
+            f"{name}.sliding_window: expected at most {group.sliding_window}, the window of its KV group, got "
+            f"{layer.sliding_window}; put the layer into a group that keeps more tokens"
         )
 
 
 def check_encoder_len(groups: Sequence[KVCacheSpec], max_encoder_len: int | None) -> int:
-    """`RuntimeConfig.max_encoder_len`, 0 for None. Raises: ConfigError unless it is there just for cross groups."""
+    """Return `RuntimeConfig.max_encoder_len`, with 0 for None.
+
+    Raises:
+        ConfigError: if it is None and there are cross layers, or set and there are none.
+    """
     crosses = any(group.cross for group in groups)
-    if crosses != (max_encoder_len is not None):
-        want = "the most tokens of an encoder" if crosses else "None without cross layers"
+    if crosses and max_encoder_len is None:
         raise ConfigError(
-            f"RuntimeConfig.max_encoder_len: expected {want}, got {max_encoder_len}; it bounds the tables of cross "
-            "layers"
+            "RuntimeConfig.max_encoder_len: required for cross layers; pass the most tokens that an encoder writes for "
+            "a request"
+        )
+    if not crosses and max_encoder_len is not None:
+        raise ConfigError(
+            f"RuntimeConfig.max_encoder_len: expected None without cross layers, got {max_encoder_len}; leave it out"
         )
     return max_encoder_len or 0
 
 
 def longest_of(group: KVCacheSpec, max_seq_len: int, max_encoder_len: int) -> int:
-    """Most tokens of a row that a group holds: of an encoder, or of the row's own sequence."""
+    """Return the most tokens of a request in a group: encoder tokens of a cross group, else sequence tokens."""
     return max_encoder_len if group.cross else max_seq_len

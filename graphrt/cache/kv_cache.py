@@ -1,4 +1,4 @@
-"""The paged KV cache: its tensors, and the host-side allocator of pages."""
+"""The paged KV cache: its tensors, and the host-side page allocator."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from graphrt.cache.aliasing import Placed, check_disjoint
+from graphrt.cache.aliasing import CacheTensor, check_disjoint
 from graphrt.cache.groups import cache_layer_groups
 from graphrt.kernels.attention.options import FP8_DTYPES
 from graphrt.kernels.cache.copy import PagePacker, Pages
@@ -31,25 +31,28 @@ from graphrt.spec import MAX_PAGES, KVCacheSpec
 class KVCache:
     """K and V tensors of every layer, in pages.
 
-    groups      the spec of each KV group, one where layers are alike; null pages by their numbers, also where "last"
-                was given
-    group_of    [layers] the group of each layer
-    k, v                per layer [num_pages, page_size, num_kv_heads, head_dim]  dtype of its group  device
-                        the logical NHD view; an HND cache has permuted strides; values have their own head size
-    k_scales, v_scales  per layer [num_kv_heads] (or [1], if given)               float32     device
-                        of an fp8 cache: key = stored value * k_scale. 1.0 unless given; fill them in place with what
-                        the model was calibrated for before the first step, since stored values are not converted.
-                        Finite and not 0, from `capture` on. Empty where no group is fp8
+    groups      the spec of each KV group, one if all layers are alike; null_page is an int here, never "last"
+    group_of    [layers] group of each layer
+    k, v                per layer [num_pages, page_size, num_kv_heads, head_dim]  dtype of its group, on `device`.
+                        A view in NHD order; an HND cache has permuted strides. v may have another head size
+    k_scales, v_scales  per layer [num_kv_heads], or [1] if given that way        float32, on `device`.
+                        Scales of an fp8 cache: key = stored value * k_scale; 1.0 unless given. Fill them in place with
+                        calibrated values before the first step: stored values are not converted later. Must be finite
+                        and not 0 at `capture()`. Empty if no group is fp8
     num_pages   pages of all pools together
-    pool_pages  pages of each pool, null pages included
+    pool_pages  pages of each pool, including the null page
 
-    Built with `allocate`, or around tensors that the caller owns (`KVCache(spec, k, v)`): any strides, the last one 1;
-    no two elements of the cache may lie in one place. Tensors may be views of shared memory, as K and V of one pool. A
-    page may be the same bytes in several groups that share page ids. Graphs hold these addresses: the tensors must stay
-    where they are as long as a runtime uses them.
+    Make a cache with `allocate`, or from tensors that the caller owns: `KVCache(spec, k, v)`. Such tensors have a last
+    stride of 1 and otherwise any strides, and no two elements may overlap. They may be views of shared memory, such as
+    K and V of one pool. Groups that share page ids may share the memory of a page. Graphs hold the addresses, so the
+    tensors must not be freed or moved while a runtime uses them.
 
-    A layer here is one with keys and values of its own; what `AttentionSpec.kv_shared_with` names is not counted again,
-    and encoder layers have none. A model of these alone has a cache without groups, `KVCache.allocate((), (), device)`.
+    Layers are counted here without those that have `AttentionSpec.kv_shared_with`, and without encoder layers. A model
+    of encoder layers alone has a cache without groups: `KVCache.allocate((), (), device)`.
+
+    Raises:
+        ConfigError: if `groups` are wrong, if K and V are not one tensor per layer, or if tensors overlap.
+        ShapeError: if a tensor does not match its group.
     """
 
     def __init__(
@@ -69,15 +72,15 @@ class KVCache:
         layers = len(self.group_of)
         if len(k) != layers or len(v) != layers:
             raise ConfigError(
-                f"KVCache: expected {layers} K and V tensors, one per layer, got {len(k)} and {len(v)}; "
-                "pass those of every layer"
+                f"KVCache: expected {layers} K and V tensors, one per layer, got {len(k)} and {len(v)}; pass those of "
+                "every layer with its own KV"
             )
         pages = dict[int, int]()
         if layers:
             check_tensor("k[0]", k[0])
             device = k[0].device
         elif device is None:
-            raise ConfigError("groups: expected at least one KVCacheSpec, or a device without any, got neither")
+            raise ConfigError("groups: empty; pass a KVCacheSpec, or pass device= for a cache without layers")
         for layer, (group, *pair) in enumerate(zip(self.group_of, k, v, strict=True)):
             spec = specs[group]
             size, heads, *dims = spec.page_shape
@@ -86,18 +89,16 @@ class KVCache:
                     f"{name}[{layer}]", tensor, shape=(None, size, heads, dim), dtype=spec.dtype, device=device
                 )
                 count = pages.setdefault(spec.pool, tensor.shape[0])
-                check_int("KVCache.num_pages", count, 2, MAX_PAGES, advice="one of them is the null page")
+                check_int("KVCache.num_pages", count, 2, MAX_PAGES, advice="one page is the null page")
                 if tensor.shape[0] != count:
                     raise ShapeError(
-                        f"{name}[{layer}]: expected {count} pages as in the other layers of its pool, got "
-                        f"{tensor.shape[0]}; give groups of other memory a pool of their own"
+                        f"{name}[{layer}]: expected {count} pages, as in the other layers of its pool, got "
+                        f"{tensor.shape[0]}; use another pool for groups with separate memory"
                     )
                 check_unit_stride(f"{name}[{layer}]", tensor)
                 check_no_overlap(f"{name}[{layer}]", tensor)
                 if tensor.requires_grad:
-                    raise ShapeError(
-                        f"{name}[{layer}]: expected a tensor without gradient, got one that requires it; detach() it"
-                    )
+                    raise ShapeError(f"{name}[{layer}]: requires gradients; pass tensor.detach()")
         if sorted(pages) != list(range(len(pages))):
             raise ConfigError(
                 f"KVCacheSpec.pool: expected pools 0 to {len(pages) - 1}, got {sorted(pages)}; number them from 0"
@@ -105,7 +106,7 @@ class KVCache:
         if device.type != "meta":
             pairs = enumerate(zip(k, v, strict=True))
             check_disjoint(
-                Placed(2 * layer + at, f"{name}[{layer}]", tensor, group, specs[group].pool)
+                CacheTensor(2 * layer + at, f"{name}[{layer}]", tensor, group, specs[group].pool)
                 for (layer, pair), group in zip(pairs, self.group_of, strict=True)
                 for at, (name, tensor) in enumerate(zip("kv", pair, strict=True))
             )
@@ -123,25 +124,29 @@ class KVCache:
     def allocate(
         cls, groups: KVCacheSpec | Sequence[KVCacheSpec], num_pages: int | Sequence[int], device: torch.device | str
     ) -> KVCache:
-        """A zeroed cache in the groups' layouts, as one allocation per pool; fp8 groups have scales of 1.
+        """Allocate a zeroed cache, one allocation per pool. The scales of fp8 groups are 1.
 
-        num_pages   pages of each pool: one number where there is one pool, or where all have as many
+        num_pages   pages of each pool; an int applies to every pool
 
-        torch's default device, default dtype and inference mode make no difference.
+        Does not depend on torch's default device, default dtype or inference mode.
 
-        Raises: ConfigError for a wrong argument, CapacityError where the device has not as much memory.
+        Raises:
+            ConfigError: if an argument is wrong.
+            CapacityError: if the cache does not fit into the memory of the device.
         """
         specs = check_groups(groups)
         device = check_device("device", device)
         pools = {spec.pool for spec in specs}
         counts = num_pages if isinstance(num_pages, (list, tuple)) else [num_pages] * len(pools)
         if len(counts) != len(pools):
-            raise ConfigError(f"num_pages: expected one number per pool, {len(pools)}, got {shown(num_pages)}")
+            raise ConfigError(
+                f"num_pages: expected {len(pools)} ints, one per pool, got {shown(num_pages)}; pass one per pool"
+            )
         k: dict[int, torch.Tensor] = {}
         v: dict[int, torch.Tensor] = {}
-        with torch.inference_mode(False):  # what is made in that mode could not be written outside of it
+        with torch.inference_mode(False):  # tensors made in inference mode cannot be written outside of it
             for pool, given in zip(sorted(pools), counts, strict=True):
-                count = check_int("num_pages", given, 2, MAX_PAGES, advice="the null page and one to use")
+                count = check_int("num_pages", given, 2, MAX_PAGES, advice="the null page and at least one more")
                 _allocate_pool([spec for spec in specs if spec.pool == pool], count, device, k, v)
             layers = range(len(cache_layer_groups(specs)))
             return cls(specs, [k[layer] for layer in layers], [v[layer] for layer in layers], device=device)
@@ -156,18 +161,18 @@ class KVCache:
 
     @property
     def pools(self) -> tuple[tuple[int, int], ...]:
-        """Pages and null page of each pool."""
+        """Number of pages and null page of each pool."""
         null_pages = {spec.pool: spec.null_page for spec in self.groups}
         return tuple((count, int(null_pages[pool])) for pool, count in enumerate(self.pool_pages))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pages. Groups of a pool share them."""
+        """Bytes of all pages. Groups of one pool share the pages."""
         of_pool = [[spec for spec in self.groups if spec.pool == pool] for pool in range(len(self.pool_pages))]
         return sum(count * bytes_per_page(specs) for count, specs in zip(self.pool_pages, of_pool, strict=True))
 
     def named_tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """Name and tensor of every layer's K and V, and of their scales, if there are any: what graphs hold."""
+        """Return name and tensor of every layer's K, V and scales: the tensors whose addresses graphs hold."""
         for layer, pair in enumerate(zip(self.k, self.v, strict=True)):
             for name, tensor in zip("kv", pair, strict=True):
                 yield f"kv_cache.{name}[{layer}]", tensor
@@ -176,17 +181,23 @@ class KVCache:
                 yield f"kv_cache.{name}[{layer}]", scale
 
     def of_group(self, group: int) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        """K and V tensors of a group's layers. Raises: ConfigError for a group that is not there."""
+        """Return the K tensors and the V tensors of a group's layers.
+
+        Raises:
+            ConfigError: if there is no such group.
+        """
         group = check_int("group", group, 0, len(self.groups) - 1, advice="pass a KV group of the cache")
         layers = [layer for layer, owner in enumerate(self.group_of) if owner == group]
         return tuple(self.k[layer] for layer in layers), tuple(self.v[layer] for layer in layers)
 
     def check_contents(self) -> None:
-        """Raise ConfigError unless scales are finite and not 0, and the null pages of groups with a window or chunks
-        hold finite numbers.
+        """Check the scales, and the null pages of groups with a window or chunks.
 
-        Keys are divided by their scale when they are stored: 0 would make all of them alike. In groups with a window
-        the null page stands before what a row sees, and kernels may read it: zero times NaN is NaN.
+        Keys are divided by their scale before they are stored, so a scale of 0 would lose them. In groups with a
+        window, kernels may read the null page before the window of a request, and zero times NaN is NaN.
+
+        Raises:
+            ConfigError: if a scale is 0, NaN or infinite, or if such a null page holds NaN or infinity.
         """
         for name, scales in (("k_scales", self.k_scales), ("v_scales", self.v_scales)):
             for layer, scale in enumerate(scales):
@@ -194,7 +205,7 @@ class KVCache:
                 if self._layer_specs[layer].dtype in FP8_DTYPES and len(wrong):
                     raise ConfigError(
                         f"kv_cache.{name}[{layer}]: expected finite numbers other than 0, got {wrong[0].item()}; fill "
-                        "it with what the model was calibrated for, or with ones"
+                        "it with calibrated scales, or with ones"
                     )
         for number, group in enumerate(self.groups):
             if group.sliding_window is None and group.attention_chunk_size is None:
@@ -208,59 +219,66 @@ class KVCache:
                     )
 
     def copy_pages(self, src_pages: Pages, dst_pages: Pages, *, group: int = 0) -> None:
-        """Copy whole pages of a group, all its layers: page src_pages[i] to dst_pages[i] (copy on write).
+        """Copy page src_pages[i] to dst_pages[i] in all layers of a group, for copy on write.
 
-        src_pages, dst_pages   lists, arrays or host tensors of ints
+        src_pages, dst_pages   lists, arrays or host tensors of int page ids
 
         Runs on the current stream.
-        Raises: ShapeError for lists of different lengths, pages out of range, a page that is written twice, or what is
-        no list of ints; ConfigError for a group that is not there. Nothing is written then.
+
+        Raises:
+            ShapeError: if the lists differ in length or are not lists of int, if a page is out of range, or if a page
+                is written twice. Nothing is written.
+            ConfigError: if there is no such group.
         """
         self.packer(group).copy(src_pages, dst_pages)
 
     def slots(self, pages: Pages, num_tokens: int, *, layer: int = 0) -> torch.Tensor:
-        """Flat KV slots [num_tokens] int64, on the device, of tokens that fill `pages` in order: for `write`.
+        """Return the flat KV slots of tokens that fill `pages` in order, for `write`.
 
-        pages   list, array or host tensor of ints; page ids as the batches of the sequence list them
-        layer   any layer of the group that the pages belong to
+        pages       list, array or host tensor of int page ids, as the batches of the sequence list them
+        num_tokens  number of tokens
+        layer       any layer of the group that the pages belong to
 
-        Slots of several sequences are joined by torch.cat. Copied on the current stream.
-        Raises: ShapeError for pages out of range, the null page, a page listed twice, too few pages, or what is no list
-        of ints; ConfigError for a layer that is not there and for num_tokens < 0.
+        Returns [num_tokens] int64 on the device, copied on the current stream. Use torch.cat for several sequences.
+
+        Raises:
+            ShapeError: if pages are out of range, too few, listed twice, the null page, or not a list of int.
+            ConfigError: if there is no such layer, or num_tokens < 0.
         """
         group = self.groups[self.group_of[self._checked_layer(layer)]]
         num_tokens = check_int("num_tokens", num_tokens, 0, advice="pass the tokens to write")
         last, size = self.pool_pages[group.pool] - 1, group.page_size
-        found = check_ints("pages", pages, 0, last, advice="pass pages that an allocator gave", error=ShapeError)
+        found = check_ints("pages", pages, 0, last, advice="pass allocated pages", error=ShapeError)
         if group.null_page in found.tolist() or len(set(found.tolist())) < len(found):
             raise ShapeError(
-                f"pages: expected different ones and not the null page {group.null_page}, got {shown(found.tolist())}; "
-                "pass pages that an allocator gave"
+                f"pages: {shown(found.tolist())} lists a page twice or the null page {group.null_page}; pass allocated "
+                "pages"
             )
         if len(found) * size < num_tokens:
             raise ShapeError(
-                f"pages: expected {group.pages_for(num_tokens)} for {num_tokens} tokens, got {len(found)}; allocate as "
-                "many"
+                f"pages: expected at least {group.pages_for(num_tokens)} for {num_tokens} tokens, got {len(found)}; "
+                "allocate more"
             )
-        places = torch.arange(num_tokens, device="cpu")
-        slots = torch.as_tensor(found, dtype=torch.int64, device="cpu")[places // size] * size + places % size
+        positions = torch.arange(num_tokens, device="cpu")
+        slots = torch.as_tensor(found, dtype=torch.int64, device="cpu")[positions // size] * size + positions % size
         return slots.to(self.device)
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
-        """Write keys and values of packed tokens to one layer, as an encoder does for a cross layer.
+        """Write keys and values of packed tokens to one layer, for example encoder outputs for a cross layer.
 
-        layer   a layer of the cache, not of the model: cross layers are counted among those with keys and values
-        k       [tokens, num_kv_heads, head_dim]     float16, bfloat16 or float32  device; divided by the k_scales of an
-                fp8 cache
+        layer   layer of the cache: layers of the model without their own KV are not counted
+        k       [tokens, num_kv_heads, head_dim]     float16, bfloat16 or float32, on the device; divided by k_scales in
+                an fp8 cache
         v       [tokens, num_kv_heads, v_head_dim]   dtype of k
-        slots   [tokens]  int64  device; as `slots` makes them, and -1 for a token that is not written
+        slots   [tokens] int64 on the device, from `slots`; a token with slot -1 is not written
 
-        One launch on the current stream, no sync: steps that read it must come behind. They do on the stream of the
-        manager, else by an event. Capture-safe: slots are read on the device, so one captured encoder writes to other
-        pages at every replay; the caller vouches for those.
+        One launch on the current stream, without a sync. Steps that read the values must run after it: use the stream
+        of the manager, or an event. Capture-safe: the device reads `slots`, so that a captured encoder can write other
+        pages in each replay. Slots are not checked on the device.
 
-        Raises: ShapeError for tensors that do not fit the layer, ConfigError for a layer that is not there; nothing is
-        written then.
+        Raises:
+            ShapeError: if a tensor does not match the layer. Nothing is written.
+            ConfigError: if there is no such layer.
         """
         layer = self._checked_layer(layer)
         for name, tensor in (("k", k), ("v", v)):
@@ -273,9 +291,10 @@ class KVCache:
         return check_int("layer", layer, 0, len(self.k) - 1, advice="pass a layer of the cache")
 
     def packer(self, group: int) -> PagePacker:
-        """What gathers pages of a group, all its layers, into one block of bytes, and scatters them again.
+        """Return the packer of a group, which copies pages of all layers to and from one block of bytes.
 
-        Raises: ConfigError for a group that is not there.
+        Raises:
+            ConfigError: if there is no such group.
         """
         k, v = self.of_group(group)
         if (packer := self._packers.get(int(group))) is None:
@@ -284,17 +303,17 @@ class KVCache:
 
 
 def check_groups(groups: KVCacheSpec | Sequence[KVCacheSpec]) -> tuple[KVCacheSpec, ...]:
-    """The groups as a tuple, also of one. Raises: ConfigError for what is none."""
+    """Return the groups as a tuple. Raises ConfigError if `groups` is not a KVCacheSpec or a sequence of them."""
     if isinstance(groups, KVCacheSpec):
         return (groups,)
     check_sequence("groups", groups, of="KVCacheSpec per KV group", error=ConfigError)
     for index, spec in enumerate(groups):
-        check_instance(f"groups[{index}]", spec, KVCacheSpec, advice="pass the specs that kv_groups() makes")
+        check_instance(f"groups[{index}]", spec, KVCacheSpec, advice="pass the specs that kv_groups() returns")
     return tuple(groups)
 
 
 def bytes_per_page(groups: Sequence[KVCacheSpec]) -> int:
-    """Bytes of one page of a pool: the most bytes and the most layers that one of its groups needs."""
+    """Return the bytes of one page of a pool, which fits the layers and the page of each of its groups."""
     return max(spec.layer_bytes_per_page for spec in groups) * max(spec.num_layers for spec in groups)
 
 
@@ -305,10 +324,10 @@ def _allocate_pool(
     k: dict[int, torch.Tensor],
     v: dict[int, torch.Tensor],
 ) -> None:
-    """Add each layer's tensors of one pool, by the layer's number: views of one allocation.
+    """Allocate one pool and add the tensors of each layer to `k` and `v`, as views of one allocation.
 
-    Where all pages look alike, each tensor of the pool has its keys first, then its values. Else each page has its keys
-    first, then its values, so that a page is the same bytes in every group.
+    If all groups have pages of equal shape, the allocation of a layer holds all keys, then all values. Otherwise each
+    page holds its keys, then its values, so that a page covers the same bytes in every group.
     """
     layers = max(spec.num_layers for spec in groups)
     nbytes = bytes_per_page(groups) // layers
@@ -333,36 +352,36 @@ def _check_null_pages(groups: Sequence[KVCacheSpec]) -> None:
     for spec in groups:
         if null_pages.setdefault(spec.pool, spec.null_page) != spec.null_page:
             raise ConfigError(
-                f"KVCacheSpec.null_page: expected {null_pages[spec.pool]}, as another group of pool {spec.pool} has, "
-                f"got {spec.null_page}; groups of a pool share their page ids"
+                f"KVCacheSpec.null_page: expected {null_pages[spec.pool]}, as in another group of pool {spec.pool}, "
+                f"got {spec.null_page}; groups of one pool share page ids"
             )
 
 
 def _zeros(shape: tuple[int, int, int], device: torch.device) -> torch.Tensor:
     nbytes = math.prod(shape)
     try:
-        if nbytes < 1 << 62:  # beyond that a size wraps
+        if nbytes < 1 << 62:  # larger sizes overflow in torch
             return torch.zeros(shape, dtype=torch.uint8, device=device)
         cause = None
     except RuntimeError as error:
         cause = error
     raise CapacityError(
-        f"num_pages: expected a cache that fits {device}, got {shape[1]} pages of {nbytes // shape[1]} bytes; lower it"
+        f"num_pages: {shape[1]} pages of {nbytes // shape[1]} bytes do not fit into the memory of {device}; lower it"
     ) from cause
 
 
 def _scales(
     name: str, given: Sequence[torch.Tensor] | None, layers: Sequence[KVCacheSpec], device: torch.device
 ) -> tuple[torch.Tensor, ...]:
-    """The scales of every layer, checked; ones where none are given, and none for a cache that is not fp8."""
+    """Check and return the scales of every layer; ones if not given, and () if the cache is not fp8."""
     if given is None:
         if not any(spec.dtype in FP8_DTYPES for spec in layers):
             return ()
-        # Tensors of their own, not rows of one: kernels are specialised on whether an address is a multiple of 16.
-        with torch.inference_mode(False):  # the caller fills them in place, at any time
+        # Separate tensors, not rows of one: kernels are specialised on whether an address is a multiple of 16.
+        with torch.inference_mode(False):  # callers fill them in place, in any mode
             return tuple(torch.ones(spec.num_kv_heads, dtype=torch.float32, device=device) for spec in layers)
     if len(check_sequence(name, given, of="tensors, one per layer")) != len(layers):
-        raise ConfigError(f"{name}: expected {len(layers)} tensors, one per layer, got {len(given)}")
+        raise ConfigError(f"{name}: expected {len(layers)} tensors, got {len(given)}; pass one per layer")
     for layer, (scale, spec) in enumerate(zip(given, layers, strict=True)):
         check_kv_scale(f"{name}[{layer}]", scale, spec.dtype, spec.num_kv_heads, device)
     return tuple(given)

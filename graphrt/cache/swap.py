@@ -1,4 +1,4 @@
-"""Room on the host for KV pages whose sequence waits: swapped out and in on side streams, while steps go on."""
+"""Host memory for the KV pages of preempted sequences, copied on side streams while steps continue."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from graphrt.kernels.checks import check_instance, check_int, check_ints, check_
 from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError
 
 _STAGED_BYTES = 8 << 20
-"""Bytes of each of the two staging buffers. Longer copies over the link hold decode steps up more: 32 MB at a time cost
-them 5.3 %, 8 MB 2.9 %. See docs/dev/log.md, "Swaps beside steps"."""
+"""Bytes of each of the two staging buffers. Longer copies over PCIe delay concurrent decode steps more: 5.3 % for
+copies of 32 MB, 2.9 % for 8 MB."""
 
 Extent = tuple[int, int]
 """First byte and number of bytes."""
@@ -27,62 +27,64 @@ Extent = tuple[int, int]
 PageIds = npt.NDArray[np.int64]
 
 _Copies = list[tuple[torch.Tensor, torch.Tensor]]
-"""Bytes of a staging buffer, each with its place on the host."""
+"""Bytes of a staging buffer, and the host memory that they are copied to or from."""
 
 
 @dataclass(eq=False, slots=True)
 class SwappedPages:
-    """Pages of a sequence in a SwapSpace: what `swap_out` returns, and what `swap_in` takes once.
+    """Pages of a sequence in a SwapSpace. `swap_out` returns them; pass them to `swap_in` or `drop` once.
 
-    counts   pages of each KV group
+    counts   number of pages of each KV group
     """
 
     counts: tuple[int, ...]
     _extents: list[Extent]
-    _space: SwapSpace | None  # None once the pages are gone
+    _space: SwapSpace | None  # None after swap_in or drop
 
 
 class SwapArrival:
-    """Pages on their way back to the device. A step may read them after `wait()`."""
+    """Pages that are being copied back to the device. Steps may read them after `wait()`."""
 
     def __init__(self, event: torch.cuda.Event | None, stream: torch.cuda.Stream | None) -> None:
         self._event, self._stream = event, stream
 
     def done(self) -> bool:
-        """Whether the pages have arrived, without waiting."""
+        """Return whether the copy has finished, without waiting."""
         return self._event is None or bool(self._event.query())
 
     def wait(self) -> None:
-        """Let later work of the steps' stream wait for the pages. The host does not wait."""
+        """Make later work on the stream of the steps wait for the pages. The host does not wait."""
         if self._event is not None:
-            assert self._stream is not None, "events are of a stream"
+            assert self._stream is not None, "an event belongs to a stream"
             self._stream.wait_event(self._event)
 
 
 class SwapSpace:
-    """Pinned host memory for KV pages of sequences that wait.
+    """Pinned host memory for the KV pages of preempted sequences.
 
-    A sequence's pages go out, serve others, and come back to other pages later:
+    The pages of a sequence are copied to the host and freed, and later copied back to newly allocated pages:
 
         swapped = space.swap_out([pages_of_group_0, pages_of_group_1])
         ...
         arrival = space.swap_in(swapped, [allocator.allocate(n) for n in swapped.counts])
         arrival.wait()                                          # then submit the step that reads them
 
-    No call waits on the host. Copies run on two side streams, through two staging buffers on the device: a kernel
-    gathers the pages of all layers, and one copy per buffer crosses the link. Copies are ordered behind the steps that
-    were submitted before. On a CPU the same calls copy at once.
+    No call blocks the host. Copies run on two side streams, through two staging buffers on the device. A kernel gathers
+    the pages of all layers, and one copy per buffer crosses PCIe. Copies run after the steps that were submitted
+    before. On CPU the same calls copy immediately.
 
-    kv_cache     the cache of all pages
-    allocators   who hands out pages of each pool. `swap_out` takes over one ownership of each page, and gives it back
-                 to the allocator once the page was read: `collect` and `reclaim` do so
+    kv_cache     the cache
+    allocators   the page allocator of each pool. `swap_out` takes over one reference to each page. `collect` and
+                 `reclaim` free it after the page was copied
     nbytes       bytes of host memory
-    stream       the stream that steps run on; None means the current one, and nothing on a CPU
+    stream       the stream that steps run on; None: the current stream. Ignored on CPU
 
-    All calls come from one thread. Leave a space with `close()`, or use it in a `with` block. After an error in the
-    middle of a call, from CUDA for example, all pages and bytes belong to whom they belonged before.
+    Use a space from one thread. Call `close()` at the end, or use it in a `with` block. If a call fails, for example by
+    a CUDA error, pages and host memory belong to the same owners as before the call.
 
-    Raises: ConfigError for wrong arguments and a cache without KV groups, CapacityError for more memory than there is.
+    Raises:
+        ConfigError: if an argument is wrong, or the cache has no KV groups.
+        CapacityError: if the host memory or the staging buffers cannot be allocated.
     """
 
     def __init__(
@@ -95,9 +97,7 @@ class SwapSpace:
     ) -> None:
         check_instance("kv_cache", kv_cache, KVCache, advice="pass the runtime's")
         if not kv_cache.groups:
-            raise ConfigError(
-                "kv_cache: expected at least one KV group, got none; a model without a cache has no pages to swap"
-            )
+            raise ConfigError("kv_cache: has no KV groups, so there are no pages to swap; do not build a SwapSpace")
         pools = len(kv_cache.pool_pages)
         check_sequence("allocators", allocators, pools, of="PageAllocators, one per pool", error=ConfigError)
         for pool, allocator in enumerate(allocators):
@@ -105,10 +105,10 @@ class SwapSpace:
             check_instance(name, allocator, (PageAllocator, PageLease), advice="pass the runtime's")
             if allocator.num_pages != kv_cache.pool_pages[pool]:
                 raise ConfigError(
-                    f"{name}: expected one of {kv_cache.pool_pages[pool]} pages, got one of {allocator.num_pages}; "
-                    "pass the one that hands out the cache's pages"
+                    f"{name}.num_pages: expected {kv_cache.pool_pages[pool]}, as in the cache, got "
+                    f"{allocator.num_pages}; pass the allocator of this cache"
                 )
-        nbytes = check_int("nbytes", nbytes, 1, 1 << 50, advice="pass bytes of host memory")
+        nbytes = check_int("nbytes", nbytes, 1, 1 << 50, advice="pass the bytes of host memory")
         if stream is not None:
             check_instance("stream", stream, torch.cuda.Stream, advice="leave it out for the current stream")
         self._groups, self._allocators = kv_cache.groups, tuple(allocators)
@@ -121,15 +121,14 @@ class SwapSpace:
             self._host = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         except RuntimeError as error:
             raise CapacityError(
-                f"nbytes: expected host memory that can be had, got {nbytes} bytes and '{_first_line(error)}'; ask for "
-                "less"
+                f"nbytes: cannot allocate {nbytes} bytes of host memory ({_first_line(error)}); lower it"
             ) from error
         try:
             self._link = _Link(kv_cache.device, stream, staged, most)
         except RuntimeError as error:
             raise CapacityError(
-                f"SwapSpace: expected room for two buffers of {staged} bytes on {kv_cache.device}, got "
-                f"'{_first_line(error)}'; leave more memory free"
+                f"SwapSpace: cannot allocate two staging buffers of {staged} bytes on {kv_cache.device} "
+                f"({_first_line(error)}); leave more device memory free"
             ) from error
         for packer in self._packers:
             packer.warm_up()
@@ -138,26 +137,30 @@ class SwapSpace:
 
     @property
     def num_free_bytes(self) -> int:
-        """Bytes of host memory that hold no pages."""
+        """Free bytes of host memory."""
         return self._memory.num_free
 
     @property
     def num_going_out(self) -> int:
-        """Pages that are still held until their copy has read them."""
+        """Number of pages that are not freed yet because their copy may be running."""
         return sum(len(pages) for _, _, pages in self._going)
 
     def bytes_of(self, counts: Sequence[int]) -> int:
-        """Host bytes of so many pages of each KV group."""
+        """Return the host bytes of `counts` pages of each KV group."""
         return sum(count * packer.page_bytes for count, packer in zip(counts, self._packers, strict=True))
 
     def swap_out(self, pages: Sequence[Pages]) -> SwappedPages:
-        """Copy pages to the host, and take over one ownership of each.
+        """Copy pages to the host, and take over one reference to each.
 
-        pages   by KV group, lists, arrays or host tensors of page ids; a shared page is copied, and stays with its
-                other owners
+        pages   per KV group a list, array or host tensor of page ids. A shared page is copied, and stays allocated for
+                its other owners
 
-        Raises: ConfigError for pages that nobody owns, or that are no list per group, CapacityError where the host
-        memory is full, CaptureError after `close()`; nothing has changed then.
+        Raises:
+            ConfigError: if there is not one list per group, or a page is not allocated.
+            CapacityError: if the host memory is full.
+            CaptureError: after `close()`.
+
+        Nothing has changed after an error.
         """
         ids = self._checked(pages)
         self.collect()
@@ -165,8 +168,8 @@ class SwapSpace:
         extents = self._memory.take(needed := self.bytes_of(counts))
         if extents is None:
             raise CapacityError(
-                f"swap_out: expected at most {self.num_free_bytes} bytes, which are free on the host, got {needed}; "
-                "drop or swap in other sequences, or build a larger space"
+                f"swap_out: the pages need {needed} bytes, {self.num_free_bytes} are free; drop or swap in other "
+                "sequences, or build a larger SwapSpace"
             )
         going = []
         try:
@@ -175,7 +178,7 @@ class SwapSpace:
                     event = link.outward(self._packers[group], device_pages, self._copies(extents, at, nbytes, link))
                     going.append((event, self._groups[group].pool, part))
         except BaseException:
-            self._memory.give(extents)  # later copies to these bytes run behind those of the pieces before the error
+            self._memory.give(extents)  # later copies to these bytes run after the copies that were submitted
             raise
         self._going.extend(going)
         if self._link.main is None:
@@ -183,52 +186,59 @@ class SwapSpace:
         return SwappedPages(counts, extents, self)
 
     def swap_in(self, swapped: SwappedPages, pages: Sequence[Pages]) -> SwapArrival:
-        """Copy pages back to the device, and free their host memory. `swapped` is used up.
+        """Copy pages back to the device, and free their host memory. `swapped` cannot be used again.
 
-        pages   by KV group, as many as went out; each has one owner, which keeps it
+        pages   per KV group, as many as were swapped out, each with exactly one owner, which keeps it
 
-        Raises: ConfigError for pages of another number or of no or several owners, for pages that were swapped in or
-        dropped already, or went to another space; CaptureError after `close()`. Nothing has changed then.
+        Raises:
+            ConfigError: if the number of pages differs, if a page does not have exactly one owner, or if `swapped` was
+                swapped in or dropped before, or belongs to another space.
+            CaptureError: after `close()`.
+
+        Nothing has changed after an error.
         """
         ids = self._checked(pages, owners=1)
         self._own(swapped, "swap_in")
         if tuple(map(len, ids)) != swapped.counts:
             raise ConfigError(
-                f"swap_in: expected {swapped.counts} pages by KV group, as went out, got {tuple(map(len, ids))}; "
-                "allocate as many"
+                f"swap_in: expected {swapped.counts} pages per KV group, as swapped out, got {tuple(map(len, ids))}; "
+                "allocate swapped.counts pages"
             )
         with self._link.session() as link:
             for group, _, device_pages, at, nbytes in self._pieces(ids, link):
                 link.inward(self._packers[group], device_pages, self._copies(swapped._extents, at, nbytes, link))
             event = link.arrived()
-        self.drop(swapped)  # the next copy to this memory runs behind this one, on the same stream
+        self.drop(swapped)  # the next copy to this memory runs after this one, on the same stream
         return SwapArrival(event, self._link.main)
 
     def drop(self, swapped: SwappedPages) -> None:
-        """Forget pages that will not come back. Raises: as `swap_in`."""
+        """Free the host memory of pages that are not needed any more. Raises: as `swap_in`."""
         self._own(swapped, "drop")
         swapped._space = None
         self._memory.give(swapped._extents)
 
     def collect(self) -> None:
-        """Give pages back to the allocators whose copy has read them."""
+        """Free the pages whose copy to the host has finished."""
         while self._going and (self._going[0][0] is None or self._going[0][0].query()):
-            self._give_back()
+            self._free_oldest()
 
     def reclaim(self, pool: int, count: int) -> bool:
-        """Give pages of a pool back until `count` are free there: later work of the steps' stream waits for the copies
-        that read them. False, with all given back, where that is too few."""
+        """Free swapped-out pages until a pool has `count` free pages.
+
+        Later work on the stream of the steps waits for the copies of these pages. Returns False if the pool has fewer
+        free pages after all swapped-out pages were freed.
+        """
         allocator = self._allocators[check_int("pool", pool, 0, len(self._allocators) - 1, advice="pass a pool")]
-        count = check_int("count", count, 0, advice="pass how many pages are to be free")
+        count = check_int("count", count, 0, advice="pass the number of free pages")
         while allocator.num_free < count and self._going:
             self._link.main_waits(self._going[0][0])
-            self._give_back()
+            self._free_oldest()
         return allocator.num_free >= count
 
     def close(self) -> None:
-        """Give all pages back to the allocators, and the memory to the system. What is on the host is lost.
+        """Free all pages and the host memory. Pages in the space are lost. A second call does nothing.
 
-        Later work of the steps' stream waits for copies under way, the host does not. Closing twice is fine.
+        Later work on the stream of the steps waits for running copies; the host does not wait.
         """
         if self._closed:
             return
@@ -237,7 +247,7 @@ class SwapSpace:
             self._link.close()
         finally:
             while self._going:
-                self._give_back()
+                self._free_oldest()
             del self._host, self._link, self._packers
 
     def __enter__(self) -> SwapSpace:
@@ -247,36 +257,35 @@ class SwapSpace:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _give_back(self) -> None:
+    def _free_oldest(self) -> None:
         _, pool, pages = self._going.popleft()
         self._allocators[pool].free(pages)
 
     def _open(self, call: str) -> None:
         if self._closed:
-            raise CaptureError(f"{call}: expected an open space, got one that was closed; build a new SwapSpace")
+            raise CaptureError(f"{call}: this SwapSpace was closed; build a new one")
 
     def _own(self, swapped: SwappedPages, call: str) -> None:
         self._open(call)
         check_instance("swapped", swapped, SwappedPages, advice="pass what swap_out() returned")
         if swapped._space is not self:
-            got = "that came back or were dropped" if swapped._space is None else "of another space"
-            raise ConfigError(f"{call}: expected pages in this space, got pages {got}; each comes back once")
+            why = "were swapped in or dropped before" if swapped._space is None else "belong to another SwapSpace"
+            raise ConfigError(f"{call}: these pages {why}; pass what swap_out() of this space returned, once")
 
     def _checked(self, pages: Sequence[Pages], owners: int | None = None) -> list[PageIds]:
-        """The pages of each group, all different in their pool, with so many owners; None: any, but for none."""
+        """Return the checked page ids of each group: each listed once, with `owners` owners (None: at least one)."""
         self._open("pages")
         check_sequence("pages", pages, len(self._groups), of="lists of pages, one per KV group", error=ConfigError)
         ids, of_pool = [], dict[int, list[PageIds]]()
         for group, (spec, listed) in enumerate(zip(self._groups, pages, strict=True)):
             allocator, name = self._allocators[spec.pool], f"pages[{group}]"
-            advice = "pass pages that allocate() gave"
+            advice = "pass allocated pages"
             found = check_ints(name, listed, 0, allocator.num_pages - 1, advice=advice, error=ConfigError)
             have = allocator.owners_of(found)
             wrong = have < 1 if owners is None else have != owners
             if wrong.any():
-                want, at = "an owner" if owners is None else f"{owners} owner", int(wrong.argmax())
-                got = f"page {found[at]} with {have[at]}"
-                raise ConfigError(f"{name}: expected pages with {want}, got {got}; {advice}")
+                want, at = "at least 1 owner" if owners is None else f"{owners} owner", int(wrong.argmax())
+                raise ConfigError(f"{name}: expected pages with {want}, page {found[at]} has {have[at]}; {advice}")
             of_pool.setdefault(spec.pool, []).append(found)
             ids.append(found)
         for lists in of_pool.values():
@@ -284,8 +293,10 @@ class SwapSpace:
         return ids
 
     def _pieces(self, ids: list[PageIds], link: _Link) -> Iterator[tuple[int, PageIds, torch.Tensor, int, int]]:
-        """Pages in pieces that a staging buffer holds: the group, the pages on the host and on the device, the place of
-        their first byte among all, and the number of bytes."""
+        """Split pages into pieces that fit a staging buffer.
+
+        Yields the group, the page ids on the host and on the device, the offset of the first byte, and the bytes.
+        """
         every = link.upload(self._packers[0], np.concatenate(ids))
         at = first = 0
         for group, (packer, pages) in enumerate(zip(self._packers, ids, strict=True)):
@@ -297,7 +308,7 @@ class SwapSpace:
                 first, at = first + len(part), at + nbytes
 
     def _copies(self, extents: list[Extent], at: int, nbytes: int, link: _Link) -> _Copies:
-        """Bytes `at` to `at + nbytes` of a sequence: in the next staging buffer, and where they lie on the host."""
+        """Return views of bytes `at` to `at + nbytes` of a sequence, in the next staging buffer and on the host."""
         return [
             (link.staged[first : first + size], self._host[host : host + size])
             for first, host, size in _parts(extents, at, nbytes)
@@ -305,9 +316,9 @@ class SwapSpace:
 
 
 class _Link:
-    """Two side streams and two staging buffers: kernels fill or drain one buffer while the other crosses the link.
+    """Two side streams and two staging buffers: kernels fill or drain one buffer while the other one is copied.
 
-    main     the stream that steps run on; None on a CPU, where everything runs at once
+    main     the stream that steps run on; None on CPU, where every call runs immediately
     staged   the buffer of the next piece
     """
 
@@ -319,15 +330,15 @@ class _Link:
             self._buffers = [torch.empty(staged_bytes, dtype=torch.uint8, device=device)]
             return
         self.main, self._device = torch.cuda.current_stream(device) if main is None else main, device
-        # Of the lowest priority there is: where steps run at a higher one, kernels here fill gaps.
+        # Lowest priority: if steps run at a higher one, these kernels use idle multiprocessors.
         self._kernels, self._copies = (torch.cuda.Stream(device, priority=0) for _ in range(2))
-        with torch.cuda.stream(self.main):  # memory of this stream: `close` lets it wait for the others
+        with torch.cuda.stream(self.main):  # allocated on this stream, which waits for the others in `close`
             self._buffers = [torch.empty(staged_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
             self._ids = torch.empty(most_ids, dtype=torch.int64, device=device)
             ready = self.main.record_event()
         for stream in (self._kernels, self._copies):
             stream.wait_event(ready)
-        # Recorded again and again: who waits for an event waits for its last record before that. Never queried.
+        # Recorded for every piece: a wait covers the last record before it. Never queried.
         self._submitted, *self._filled = (torch.cuda.Event() for _ in range(3))
         self._drained = [torch.cuda.Event() for _ in range(2)]
 
@@ -337,8 +348,8 @@ class _Link:
 
     @contextlib.contextmanager
     def session(self) -> Iterator[_Link]:
-        """What moves inside is ordered behind all that was submitted to the steps' stream. After an error inside, all
-        later work of all three streams is ordered behind what moved."""
+        """Order the copies in the block after all work on the stream of the steps. After an error in the block, later
+        work on all three streams waits for the copies."""
         if self.main is None:
             with torch.inference_mode():
                 yield self
@@ -353,17 +364,17 @@ class _Link:
             self._settle()
             raise
         finally:
-            for stream in before:  # of the cache's device, then of the current one
+            for stream in before:  # the stream of the cache's device, then the current one
                 torch.cuda.set_stream(stream)
 
     def upload(self, packer: PagePacker, pages: PageIds) -> torch.Tensor:
-        """Page ids for the kernels, valid until the next upload's."""
+        """Return page ids on the device, valid until the next upload."""
         if self.main is not None:
             torch.cuda.set_stream(self._kernels)
         return packer.upload(pages, self._ids)
 
     def outward(self, packer: PagePacker, pages: torch.Tensor, copies: _Copies) -> torch.cuda.Event | None:
-        """Fill the next buffer with pages, then copy it to the host. The event says that the pages were read."""
+        """Gather pages in the next buffer, then copy it to the host. Returns an event after the pages were read."""
         turn, staged = self._take_turn(len(pages) * packer.page_bytes)
         if self.main is None:
             packer.pack(pages, staged)
@@ -380,7 +391,7 @@ class _Link:
         return read
 
     def inward(self, packer: PagePacker, pages: torch.Tensor, copies: _Copies) -> None:
-        """Copy from the host to the next buffer, then write it to pages."""
+        """Copy from the host to the next buffer, then scatter it to pages."""
         turn, staged = self._take_turn(len(pages) * packer.page_bytes)
         if self.main is None:
             _copy(copies)
@@ -396,19 +407,19 @@ class _Link:
         self._drained[turn].record(self._kernels)
 
     def arrived(self) -> torch.cuda.Event | None:
-        """An event behind all pages that were written."""
+        """Return an event after all pages were written."""
         if self.main is None:
             return None
         event: torch.cuda.Event = self._kernels.record_event()
         return event
 
     def main_waits(self, event: torch.cuda.Event | None) -> None:
-        """Let later work of the steps' stream wait for an event."""
+        """Make later work on the stream of the steps wait for an event."""
         if self.main is not None and event is not None:
             self.main.wait_event(event)
 
     def close(self) -> None:
-        """Let the steps' stream wait for all that moves; the buffers are given back behind that."""
+        """Make the stream of the steps wait for all copies, and free the buffers."""
         if self.main is not None:
             for stream in (self._kernels, self._copies):
                 self.main.wait_event(stream.record_event())
@@ -421,7 +432,7 @@ class _Link:
         return turn, self._buffers[turn][:nbytes]
 
     def _settle(self) -> None:
-        assert self.main is not None, "a CPU settles everything at once"
+        assert self.main is not None, "copies on CPU are synchronous"
         events = [stream.record_event() for stream in (self._kernels, self._copies)]
         for stream in (self.main, self._kernels, self._copies):
             for event in events:
@@ -439,7 +450,7 @@ def _first_line(error: BaseException) -> str:
 
 
 class _HostMemory:
-    """Which bytes of the host memory are free: extents in order, none beside another."""
+    """Free bytes of the host memory, as sorted extents that do not touch."""
 
     def __init__(self, nbytes: int) -> None:
         self._free: list[Extent] = [(0, nbytes)]
@@ -449,7 +460,7 @@ class _HostMemory:
         return sum(size for _, size in self._free)
 
     def take(self, nbytes: int) -> list[Extent] | None:
-        """Extents of `nbytes` bytes together, as few as possible; None where fewer are free."""
+        """Allocate extents of `nbytes` bytes in total, as few as possible; return None if fewer bytes are free."""
         if nbytes > self.num_free:
             return None
         fitting = [extent for extent in self._free if extent[1] >= nbytes]
@@ -468,7 +479,7 @@ class _HostMemory:
         return taken
 
     def give(self, extents: Sequence[Extent]) -> None:
-        """Free what `take` gave."""
+        """Free extents that `take` returned."""
         merged: list[Extent] = []
         for start, size in sorted([*self._free, *extents]):
             if merged and merged[-1][0] + merged[-1][1] == start:
@@ -478,8 +489,10 @@ class _HostMemory:
 
 
 def _parts(extents: Sequence[Extent], at: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
-    """Where bytes `at` to `at + nbytes` of something that lies in extents are: place among these bytes, place in the
-    memory, and size of each part."""
+    """Locate bytes `at` to `at + nbytes` of data that is stored in extents.
+
+    Yields for each part its offset in these bytes, its offset in the memory, and its size.
+    """
     before = 0
     for start, size in extents:
         first, last = max(at, before), min(at + nbytes, before + size)

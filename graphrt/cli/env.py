@@ -10,7 +10,7 @@ import torch
 from rich.table import Table
 
 from graphrt import env
-from graphrt.backends.base import BackendContext
+from graphrt.backends.capabilities import BackendContext
 from graphrt.backends.registry import Standing, backend_class, select_backend, standings, unsupported_reasons
 from graphrt.bench.environment import environment_report
 from graphrt.capture.descriptor import BatchDescriptor

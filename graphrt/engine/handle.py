@@ -1,4 +1,4 @@
-"""The result of one step: a handle whose `tokens()` waits for that step alone."""
+"""Results of submitted steps: handles that wait for their own step only."""
 
 from __future__ import annotations
 
@@ -19,29 +19,34 @@ from graphrt.kernels.metadata.buffers import StaticBuffers
 from graphrt.kernels.types import FAULT_GROUP_SHIFT, FaultCode
 
 _FAULT_TEXT = {
-    FaultCode.REQ_INDEX_OUT_OF_RANGE: "req_index {value} is not one of the row states 0 to max_num_reqs - 1",
-    FaultCode.BAD_LENGTH: "seq_len {value} is shorter than its query_len, or longer than max_seq_len",
-    FaultCode.LENGTH_EXCEEDS_PAGES: "a length of {value} does not fit in the pages that were listed for its row",
+    FaultCode.REQ_INDEX_OUT_OF_RANGE: "req_index {value} is not in 0 to max_num_reqs - 1",
+    FaultCode.BAD_LENGTH: "seq_len {value} is shorter than query_len, or longer than max_seq_len",
+    FaultCode.LENGTH_EXCEEDS_PAGES: "a length of {value} does not fit into the pages that were listed",
     FaultCode.PAGE_OUT_OF_RANGE: "page {value} is the null page or outside the cache",
     FaultCode.TOKEN_OUT_OF_RANGE: "token {value} is outside the vocabulary",
-    FaultCode.DUPLICATE_REQUEST: "req_index {value} is used by another row of the batch too",
-    FaultCode.DUPLICATE_PAGE: "page {value} is written twice: by another row too, or it is listed twice",
-    FaultCode.NO_LAST_TOKEN: "req_index {value} has no last token to go on from: its sequence has sampled none",
-    FaultCode.BAD_ENCODER_LEN: "encoder_len {value} is negative, longer than max_encoder_len, or 0 beside listed pages",
-    FaultCode.ENCODER_LEN_CHANGED: "encoder_len {value} is not the one that its sequence has; state it in every step, "
-    "or list the encoder's pages from page 0 with another one",
-    FaultCode.NO_TOKEN_OFFERED: "its logits offer no token: all are NaN, -inf or forbidden by its token mask or "
+    FaultCode.DUPLICATE_REQUEST: "req_index {value} is used by another request of the batch too",
+    FaultCode.DUPLICATE_PAGE: "page {value} is written twice: it is listed twice, or by another request too",
+    FaultCode.NO_LAST_TOKEN: "req_index {value} has no last token to continue from: its sequence has sampled none",
+    FaultCode.BAD_ENCODER_LEN: "encoder_len {value} is negative, longer than max_encoder_len, or 0 with listed pages",
+    FaultCode.ENCODER_LEN_CHANGED: "encoder_len {value} differs from that of the sequence; pass the same one in every "
+    "step, or list the encoder's pages from page 0 with another one",
+    FaultCode.NO_TOKEN_OFFERED: "no token can be sampled: all logits are NaN, -inf or forbidden by its token mask or "
     "logit bias, or the sampler returned -1",
     FaultCode.SAMPLE_OUT_OF_RANGE: "the sampler returned {value}, which is outside the vocabulary",
 }
-_WROTE_NOTHING = "the row wrote nothing and can be submitted again"
-_WROTE_KV = "its KV is written, its last token is void; end the sequence, as a session does, or submit a literal token"
+_WROTE_NOTHING = "the request wrote nothing and can be submitted again"
+_WROTE_KV = "its KV was written, but it has no new token; finish the sequence, or submit a literal token"
 
 
 @dataclass(frozen=True, slots=True)
 class RequestFault:
-    """What is wrong with one row of a step: its place in the batch, or in a session its row id; the code, the offending
-    number, and the KV group whose pages it is about, 0 for faults that are about no pages."""
+    """A fault of one request of a step, which the device detected.
+
+    index   position of the request in the batch; in a session its request index
+    code    kind of the fault
+    value   the wrong value
+    group   KV group of the pages, for faults of pages, else 0
+    """
 
     index: int
     code: FaultCode
@@ -50,34 +55,33 @@ class RequestFault:
 
     @property
     def what(self) -> str:
-        """The fault in words, without the row."""
+        """The fault in words, without the request."""
         where = f" in KV group {self.group}" if self.group else ""
         return f"{self.code.name}: {_FAULT_TEXT[self.code].format(value=self.value)}{where}"
 
     def __str__(self) -> str:
         after = _WROTE_KV if self.code >= FaultCode.NO_TOKEN_OFFERED else _WROTE_NOTHING
-        return f"row {self.index}: {self.what}; {after}"
+        return f"request {self.index}: {self.what}; {after}"
 
 
 class StepFaultError(ReplayError):
-    """Rows of a step are faulty; the device found out. Their tokens are -1, and the other rows' are right.
+    """The device found faults in requests of a step. Their tokens are -1; the tokens of other requests are correct.
 
-    step              the step's number
-    faults            all faulty rows, in the order of the batch
-    row, code, value  of the first of them
-    prompts           of a TextGenerator: indices of the faulty prompts. The generator assigns rows itself, so do not
-                      use `row` then
+    step                number of the step
+    faults              the faults of all requests, in the order of the batch
+    index, code, value  those of the first fault
+    prompts             indices of the faulty prompts, if a TextGenerator raises it. Do not use `index` then, because
+                        the generator assigns request indices itself
     """
 
     def __init__(self, step: int, faults: Sequence[RequestFault], prompts: Sequence[int] = ()) -> None:
         first, *others = faults
         if prompts:
             named = ", ".join(f"prompts[{index}]" for index in prompts[:16])
-            super().__init__(f"{named}: step {step}: {first.what}; generate again without what is named here")
+            super().__init__(f"{named}: step {step}: {first.what}; generate again without these prompts")
         else:
-            more = (
-                f" (and {len(others)} more, in rows {', '.join(str(f.index) for f in others[:16])})" if others else ""
-            )
+            listed = ", ".join(str(f.index) for f in others[:16])
+            more = f" (and {len(others)} more, in requests {listed})" if others else ""
             super().__init__(f"step {step}, {first}{more}")
         self.step, self.faults, self.prompts = step, tuple(faults), tuple(prompts)
         self.index, self.code, self.value = first.index, first.code, first.value
@@ -86,23 +90,23 @@ class StepFaultError(ReplayError):
         return type(self), (self.step, self.faults, self.prompts)
 
 
-def row_faults(codes: npt.NDArray[np.int32], values: npt.NDArray[np.int64]) -> tuple[RequestFault, ...]:
-    """The faulty rows of a step, by the codes and values that `write_outputs` gave, [rows] each."""
+def _request_faults(codes: npt.NDArray[np.int32], values: npt.NDArray[np.int64]) -> tuple[RequestFault, ...]:
+    """Return the faults of a step, by the codes and values [num_reqs] that `write_outputs` wrote."""
     faults = []
-    for row in codes.nonzero()[0].tolist():
-        group, code = divmod(int(codes[row]), 1 << FAULT_GROUP_SHIFT)
-        faults.append(RequestFault(row, FaultCode(code), int(values[row]), group))
+    for index in codes.nonzero()[0].tolist():
+        group, code = divmod(int(codes[index]), 1 << FAULT_GROUP_SHIFT)
+        faults.append(RequestFault(index, FaultCode(code), int(values[index]), group))
     return tuple(faults)
 
 
 class LogitsOwner(Protocol):
-    """Who knows where the logits of the latest step are."""
+    """The owner of the logits of the latest step: a ReplayManager."""
 
     def latest_logits(self, handle: InFlight, copy: bool) -> torch.Tensor: ...
 
 
 class Rings:
-    """The rings that the device writes results to, as arrays of the host: an entry per step in flight."""
+    """The result rings that the device writes, as arrays on the host, with an entry per step in flight."""
 
     __slots__ = ("codes", "depth", "ends", "logprob_tokens", "logprobs", "ranks", "steps", "tokens", "values")
 
@@ -117,7 +121,7 @@ class Rings:
         self.depth = len(self.steps)
 
     def entries(self, step: int, count: int) -> slice | npt.NDArray[np.int64]:
-        """The entries of so many steps: a slice, where they lie in one piece."""
+        """Return the entries of `count` steps: a slice if they are contiguous, else indices."""
         first = step % self.depth
         if first + count <= self.depth:
             return slice(first, first + count)
@@ -125,14 +129,14 @@ class Rings:
 
 
 class InFlight:
-    """What was submitted in one slot of the input_ring: whoever reads its results waits for it alone.
+    """One launch, submitted in one entry of the input ring. Reading its results waits for this launch only.
 
-    step         number of its first step; every step of a manager has a larger one than the step before
-    steps        steps at most. A launch that loops ends early where no row goes on; others run all, without rows
-    num_reqs     rows
-    descriptor   the size it ran at
-    why_eager    empty when it replayed a graph, else the reason why not
-    req_indices      [num_reqs] the row id of each column, of a session's launch; None of others
+    step         number of its first step; numbers of a manager increase
+    steps        most steps. A launch that loops on the device stops early when no request continues
+    num_reqs     number of requests
+    descriptor   the size that it ran at
+    why_eager    empty if it replayed a graph, else the reason why not
+    req_indices  [num_reqs] request index of each column, in launches of a session; else None
     """
 
     __slots__ = (
@@ -165,19 +169,19 @@ class InFlight:
         slot.on_done = self._collect
 
     def done(self) -> bool:
-        """Whether it has ended, without waiting."""
+        """Return whether the launch has finished, without waiting."""
         slot = self._slot
         return slot is None or slot.is_done()
 
     def wait(self) -> None:
-        """Wait for it alone; what was submitted later goes on. May be called from any thread."""
+        """Wait for this launch; later launches continue. May be called from any thread."""
         slot = self._slot
         if slot is not None:
             slot.wait()
 
     @property
     def num_arrived(self) -> int:
-        """Steps whose results have arrived, without waiting. They arrive in order, while it runs."""
+        """Number of steps whose results have arrived, without waiting. They arrive in order while the launch runs."""
         rings, step = self._rings, self.step
         if rings is None:
             return len(self._tokens)
@@ -213,7 +217,7 @@ class InFlight:
         elif np.count_nonzero(codes):
             # Each row's first fault: the row is parked from then on.
             steps = zip(codes, rings.values[at, :n], strict=True)
-            faults = [fault for of_step, values in steps for fault in row_faults(of_step, values)]
+            faults = [fault for of_step, values in steps for fault in _request_faults(of_step, values)]
             error = StepFaultError(self.step + int(codes.any(1).argmax()), faults)
         if self._rings is rings:  # no call instruction from here on: neither a thread nor a signal comes in between
             self._tokens, self._ends, self._logprobs, self._error = tokens, ends, logprobs, error
@@ -221,15 +225,16 @@ class InFlight:
 
     @property
     def error(self) -> ReplayError | None:
-        """What `tokens()` raises, or None: a StepFaultError if rows are faulty. Waits."""
+        """The exception that `tokens()` raises, or None: a StepFaultError if requests are faulty. Waits."""
         self.wait()
         return self._error
 
     @property
     def faults(self) -> tuple[RequestFault, ...]:
-        """All faulty rows, by their places; empty if there are none. Waits.
+        """The faults of all requests, in the order of the batch. Waits.
 
-        Raises: ReplayError when the device did not report the first step at all.
+        Raises:
+            ReplayError: if the device did not report the first step.
         """
         error = self.error
         if error is None:
@@ -239,7 +244,7 @@ class InFlight:
         raise error
 
     def _arrived(self, raise_on_fault: bool) -> npt.NDArray[np.int32]:
-        """Tokens of the steps that ran, [steps, num_reqs]; waits, and raises as `tokens` of its kinds say."""
+        """Return the tokens [steps, num_reqs] of the steps that ran. Waits, and raises as `tokens` does."""
         error = self.error
         if error is not None and (raise_on_fault or not isinstance(error, StepFaultError)):
             raise error
@@ -247,7 +252,7 @@ class InFlight:
 
 
 class StepHandle(InFlight):
-    """One submitted step of a batch; `steps` is 1."""
+    """One submitted step of a batch: `steps` is 1."""
 
     __slots__ = ("_owner", "_sampled")
 
@@ -268,46 +273,56 @@ class StepHandle(InFlight):
 
     @property
     def results(self) -> npt.NDArray[np.int32]:
-        """`tokens()` as they stand, whether there are faults or no sampler at all. Waits for the step.
+        """[num_reqs] int32 tokens, also if there are faults or no sampler. Waits for the step.
 
-        Raises: ReplayError when the device did not report the step.
+        Raises:
+            ReplayError: if the device did not report the step.
         """
         tokens: npt.NDArray[np.int32] = self._arrived(False)[0]
         return tokens
 
     def tokens(self, *, raise_on_fault: bool = True) -> npt.NDArray[np.int32]:
-        """Sampled token of each row, [num_reqs] int32 on the host, read-only; -1 where the row samples nothing or is
-        faulty.
+        """Return the sampled token of each request.
 
-        Waits for this step alone, and can be called at any time and from any thread, also after later steps.
+        raise_on_fault   False: return the tokens of the other requests if some are faulty
 
-        Raises: StepFaultError when rows are faulty (pass `raise_on_fault=False` for the other rows' tokens);
-        ReplayError when the runtime was built without a sampler, or the device did not report the step; ConfigError for
-        an argument that is no bool.
+        Returns [num_reqs] int32 on the host, read-only; -1 for requests that sample nothing or are faulty. Waits for
+        this step only. May be called at any time and from any thread, also after later steps.
+
+        Raises:
+            StepFaultError: if a request is faulty and `raise_on_fault` is True.
+            ReplayError: if the runtime has no sampler, or the device did not report the step.
+            ConfigError: if `raise_on_fault` is not a bool.
         """
         raise_on_fault = check_bool("raise_on_fault", raise_on_fault, advice="pass a bool")
         if not self._sampled:
-            raise ReplayError("tokens: expected a runtime with a sampler, got sampler=None; read logits() instead")
+            raise ReplayError("tokens: this runtime has no sampler; read logits() instead")
         tokens: npt.NDArray[np.int32] = self._arrived(raise_on_fault)[0]
         return tokens
 
     def logprobs(self) -> list[TokenLogprob | None]:
-        """Log-probabilities of each row, [num_reqs]; None for rows that asked for none, or have no token.
+        """Return the log-probabilities of each request; None for requests that did not ask for any, or have no token.
 
-        Waits for this step alone, as `tokens`. Raises: ReplayError when the device did not report the step.
+        Waits for this step only, like `tokens`.
+
+        Raises:
+            ReplayError: if the device did not report the step.
         """
         self._arrived(raise_on_fault=False)
         return self._logprobs.rows(0) if self._logprobs is not None else [None] * self.num_reqs
 
     def logits(self, *, copy: bool = False) -> torch.Tensor:
-        """Logits [num_reqs, vocab] on the device, ordered after the step on the current stream.
+        """Return the logits [num_reqs, vocab_size] on the device, ordered after the step on the current stream.
 
-        They lie in the graphs' shared memory and live until the next step is submitted: use them before, or take a
-        copy. Those of a mixed step in two parts are a copy, since the step has its rows in another order. Call it
-        before the next step is submitted, from the thread that submits steps.
+        copy   return a copy. Otherwise the logits are in memory that the graphs share, and valid until the next step is
+               submitted. Mixed steps with two parts always return a copy, because they reorder requests
 
-        Raises: ReplayError when a later step was submitted already or another thread submits one, CaptureError after
-        `close()`, ConfigError for an argument that is no bool.
+        Call it before the next step is submitted, on the thread that submits steps.
+
+        Raises:
+            ReplayError: if a later step was submitted, or another thread is submitting one.
+            CaptureError: after `close()`.
+            ConfigError: if `copy` is not a bool.
         """
         copy = check_bool("copy", copy, advice="pass a bool")
         return self._owner.latest_logits(self, copy)

@@ -1,4 +1,4 @@
-"""The decode step that is captured: refresh, schedule, model, sampling, on the static buffers."""
+"""The decode step that is captured: refresh, schedule, model and sampling, on the static buffers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 import torch
 
 from graphrt.backends.base import AttentionBackend, AttentionLayer
-from graphrt.cache.groups import LayerPlace, longest_of
+from graphrt.cache.groups import KVLocation, longest_of
 from graphrt.cache.kv_cache import KVCache
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
 from graphrt.config import RuntimeConfig
-from graphrt.engine.request_tables import row_extents
+from graphrt.engine.request_tables import sampling_extents
 from graphrt.kernels.attention.options import FP8_DTYPES
 from graphrt.kernels.checks import check_instance, check_tensor
 from graphrt.kernels.errors import ShapeError
@@ -33,12 +33,12 @@ from graphrt.step import Model, Sampler, Step
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _TOKENS = (torch.int32, torch.int64)
-_MOST_VIEWS = 256  # sizes whose views are kept: batches without a graph may have any
+_MOST_VIEWS = 256  # sizes whose views are cached: eager batches may have any size
 
 
 @dataclass(frozen=True, slots=True)
 class StepProgram:
-    """Everything that one decode step reads and writes. `run` is what graphs are made of, and what eager steps call."""
+    """The model, sampler, backend and buffers of a decode step. Graphs capture `run`, and eager steps call it."""
 
     model: Model
     sampler: Sampler | None
@@ -50,7 +50,7 @@ class StepProgram:
     max_seq_len: int
     max_encoder_len: int
     model_layers: ModelLayers
-    page_tables: torch.Tensor | None = None  # those that the caller keeps
+    page_tables: torch.Tensor | None = None  # owned by the caller
     request_tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     _views: dict[BatchDescriptor, tuple[StaticBuffers, StepMetadata]] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -58,15 +58,17 @@ class StepProgram:
 
     @property
     def max_pages(self) -> tuple[int, ...]:
-        """Width of each KV group's table."""
+        """Width of the block table of each KV group."""
         lengths = (self.max_seq_len, self.max_encoder_len)
         return tuple(group.pages_for(longest_of(group, *lengths)) for group in self.kv_cache.groups)
 
     def run(self, descriptor: BatchDescriptor) -> torch.Tensor:
-        """Run the step at one size and return its logits [padded_reqs, vocab_size], of any width without a sampler.
+        """Run the step at one size, and return the logits [padded_reqs, vocab_size], of any width without a sampler.
 
-        Capture-safe: whatever varies between steps is read from the static buffers on the device.
-        Raises: ShapeError when the model or the sampler returns the wrong shape.
+        Capture-safe: the device reads all values that vary between steps from the static buffers.
+
+        Raises:
+            ShapeError: if the model or the sampler returns a wrong shape, dtype or device.
         """
         step = self.refresh(descriptor)
         self.backend.schedule(step.metadata)
@@ -76,8 +78,8 @@ class StepProgram:
         width = None if self.sampler is None else self.vocab_size
         if width is not None and isinstance(logits, torch.Tensor) and logits.dim() == 2 and logits.shape[1] != width:
             raise ShapeError(
-                f"logits: expected {width} per row, as vocab_size says, got {logits.shape[1]}; pass "
-                f"vocab_size={logits.shape[1]}, or let the model return as many"
+                f"logits: expected vocab_size={width} per request, got {logits.shape[1]}; pass "
+                f"vocab_size={logits.shape[1]}, or change the output of the model"
             )
         check_tensor("logits", logits, shape=(rows, width), dtype=_FLOATS, device=device)
         if self.sampler is None:
@@ -95,8 +97,10 @@ class StepProgram:
 
     @contextmanager
     def _counted(self, step: Step) -> Iterator[None]:
-        """A block in which the step's inputs are counted for penalties. Where it raises they are counted no more: the
-        step may be submitted again."""
+        """Count the input tokens of the step for penalties, and undo it if the block raises.
+
+        The step can then be submitted again.
+        """
         m, b, penalties = step.metadata, step.buffers, step.penalties
         inputs = step.input_ids, m.query_start_loc, m.seq_lens, b.req_indices, b.prompt_lens
         if penalties is not None:
@@ -109,8 +113,7 @@ class StepProgram:
             raise
 
     def refresh(self, descriptor: BatchDescriptor) -> Step:
-        """Turn what the input_ring says into the derived buffers of one size, and return these. Capture-safe, as
-        `run`."""
+        """Compute the derived buffers of one size from the input ring. Capture-safe, as `run`."""
         step = self.view(descriptor)
         unpack(step.buffers)
         refresh(
@@ -125,15 +128,15 @@ class StepProgram:
         return step
 
     def decode_len(self, descriptor: BatchDescriptor) -> int:
-        """New tokens of the rows that stand first at this size; 0 where rows stand as the batch has them."""
+        """Return the new tokens per request of the decode part at this size; 0 if the step has one part."""
         return self.backend.decode_len if descriptor.kind is GraphKind.MIXED else 0
 
     def view(self, descriptor: BatchDescriptor) -> Step:
-        """The static buffers as a step of this size sees them. The step is a new one, its views are always the same."""
+        """Return a new Step over the static buffers at one size. Its views are cached."""
         if descriptor not in self._views:
             if len(self._views) >= _MOST_VIEWS:
                 self._views.clear()
-            with torch.inference_mode(False):  # as the buffers themselves: whoever asks first
+            with torch.inference_mode(False):  # as the buffers, in any mode of the first caller
                 buffers = self.buffers.cut(descriptor.padded_reqs, descriptor.padded_tokens)
                 of_size = (descriptor, self.max_seq_len, self.max_pages, self.decode_len(descriptor))
                 self._views[descriptor] = buffers, StepMetadata.of(buffers, *of_size)
@@ -149,16 +152,19 @@ class StepProgram:
 
 
 def _is_capturing(device: torch.device) -> bool:
-    """Whether work that is launched now goes into a graph, which a failure has ended."""
+    """Return whether the current stream is being captured."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 _NO_PAGES = PageGroup(page_size=1, num_pages=1, null_page=0, max_pages=1, max_encoder_len=1)
-"""The group of a runtime without KV groups: no row needs a page of it, and none is written."""
+"""The group of a runtime without KV groups. No request needs a page of it, and no page is written."""
 
 
 def page_groups(kv_cache: KVCache, max_seq_len: int, max_encoder_len: int) -> tuple[PageGroup, ...]:
-    """The KV groups as the refresh sees them, one or more. Claims of a pool's pages follow those of the pool before."""
+    """Return the KV groups as the refresh reads them, at least one.
+
+    writers_at numbers the pages of all pools consecutively, for the detection of write conflicts.
+    """
     writers_at = [sum(kv_cache.pool_pages[:pool]) for pool in range(len(kv_cache.pool_pages))]
     groups = []
     for spec in kv_cache.groups:
@@ -179,7 +185,7 @@ def page_groups(kv_cache: KVCache, max_seq_len: int, max_encoder_len: int) -> tu
 
 
 def capacity_of(config: RuntimeConfig, groups: Sequence[PageGroup], vocab_size: int) -> Capacity:
-    """The extents of the static buffers of a runtime: room for the longest list of pages of every row."""
+    """Return the extents of the static buffers of a runtime, which fit the longest page list of every request."""
     rows, tokens = config.max_num_reqs, config.max_num_tokens
     return Capacity(
         reqs=rows,
@@ -189,12 +195,16 @@ def capacity_of(config: RuntimeConfig, groups: Sequence[PageGroup], vocab_size: 
         ring=config.most_in_flight,
         page_groups=tuple(groups),
         launch_steps=config.launch_steps,
-        **row_extents(config, vocab_size),
+        **sampling_extents(config, vocab_size),
     )
 
 
-def kept_tables(tables: torch.Tensor | None, buffers: StaticBuffers) -> torch.Tensor | None:
-    """Page tables that a caller keeps, with a dimension of groups. Raises: ShapeError where they do not fit."""
+def check_page_tables(tables: torch.Tensor | None, buffers: StaticBuffers) -> torch.Tensor | None:
+    """Return the page tables of a caller with a dimension of groups.
+
+    Raises:
+        ShapeError: if the shape, dtype or device is wrong.
+    """
     if tables is None:
         return None
     check_instance("page_tables", tables, torch.Tensor, advice="pass an int32 tensor, or None", error=ShapeError)
@@ -206,22 +216,21 @@ def kept_tables(tables: torch.Tensor | None, buffers: StaticBuffers) -> torch.Te
 
 
 def attention_layers(
-    specs: Sequence[AttentionSpec], places: Sequence[LayerPlace | None], kv_cache: KVCache
+    specs: Sequence[AttentionSpec], locations: Sequence[KVLocation | None], kv_cache: KVCache
 ) -> tuple[AttentionLayer, ...]:
-    """Every layer over its part of the cache, which encoder layers have none of. Layers of equal ALiBi slopes share one
-    tensor of them."""
+    """Return every layer with its tensors in the cache. Layers with equal ALiBi slopes share one tensor of slopes."""
     slopes = {
         values: torch.tensor(values, dtype=torch.float32, device=kv_cache.device)
         for values in {spec.alibi_slopes for spec in specs} - {None}
     }
     layers = []
-    for index, (spec, place) in enumerate(zip(specs, places, strict=True)):
+    for index, (spec, location) in enumerate(zip(specs, locations, strict=True)):
         of_alibi = None if spec.alibi_slopes is None else slopes[spec.alibi_slopes]
-        if place is None:
+        if location is None:
             nothing = torch.empty(0, 1, spec.num_kv_heads, 0, dtype=spec.dtype, device=kv_cache.device)
             layers.append(AttentionLayer(index, spec, nothing, nothing, alibi_slopes=of_alibi, writes=False))
             continue
-        at, scaled = place.cache_layer, kv_cache.groups[place.group].dtype in FP8_DTYPES
+        at, scaled = location.cache_layer, kv_cache.groups[location.group].dtype in FP8_DTYPES
         layers.append(
             AttentionLayer(
                 index,
@@ -231,8 +240,8 @@ def attention_layers(
                 k_scale=kv_cache.k_scales[at] if scaled else None,
                 v_scale=kv_cache.v_scales[at] if scaled else None,
                 alibi_slopes=of_alibi,
-                group=place.group,
-                writes=place.writes,
+                group=location.group,
+                writes=location.writes,
             )
         )
     return tuple(layers)

@@ -1,4 +1,4 @@
-"""What rows have on the device beside their sequences, by row id: logit biases, token masks, tensors of the model."""
+"""Per-request state on the device, by request index: logit biases, token masks, and tensors of the model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from graphrt.kernels.numbers import converted
 from graphrt.kernels.ops.sampling_state import Penalties, PenaltyState, record_tokens, state_words
 
 MaskWords = Sequence[int] | npt.NDArray[Any] | torch.Tensor
-"""A bit per token, [ceil(vocab / 32)] of 32 bits on the host: bit t % 32 of word t // 32 is set: token t is allowed."""
+"""[ceil(vocab_size / 32)] words of 32 bits on the host. Token t is allowed if bit t % 32 of word t // 32 is set."""
 
 _WORDS = (torch.int32, torch.uint32, torch.int64)
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -32,29 +32,31 @@ _NOTHING_BANNED: tuple[frozenset[int], int] = frozenset(), 0
 _T = TypeVar("_T")
 
 RequestValues = Mapping[str, Any]
-"""By the name of a RequestTensor, the value that a row has of it: a number, an array or a tensor of its shape.
+"""Values of one request by the name of a RequestTensor: a number, array or tensor of its shape.
 
-Its numbers must be those of the tensor's dtype; floats for a float dtype are rounded.
+The dtype of the tensor must be able to represent the values; floats are rounded to a float dtype.
 """
 
 
 class RequestTables:
-    """Writes what rows have by row id, on the steps' stream: behind all launches so far, before later ones.
+    """Writes per-request state on the stream of the steps: after all launches so far, and before later ones.
 
-        manager.request_tables.set_logit_bias({3: {42: -5.0, 7: 2.0}})     row id 3, until it is told something else
-        manager.request_tables.set_token_masks({0: words})                 rows with Batch.token_masks 0 draw among
-        these
-        manager.request_tables.set_state({3: {"adapter": 2}})              Step.request_state("adapter") of request 3
+        manager.request_tables.set_logit_bias({3: {42: -5.0, 7: 2.0}})  # request index 3
+        manager.request_tables.set_token_masks({0: words})              # requests with Batch.token_masks 0
+        manager.request_tables.set_state({3: {"adapter": 2}})           # Step.request_state("adapter") of request 3
 
-    A call writes many rows at once. What a row id has stays when its sequence ends: whoever begins the next sequence
-    says what that one has. A DecodeSession takes back what its rows had when they are released. No call waits for the
-    device.
+    One call can write many requests. The state of a request index stays when its sequence finishes, so set it again for
+    the next sequence. A DecodeSession clears the state of released requests. No call waits for the device.
 
-    tensors   [max_num_reqs + 1, ...] by name, those of RuntimeConfig.request_tensors; the last row is that of pads
-    left      row ids that sessions gave back. Their state is cleared before the next step that is no session's
+    tensors   [max_num_reqs + 1, ...] by name: RuntimeConfig.request_tensors; the last row is for padding
+    left      request indices that sessions released. Their state is cleared before the next step outside of sessions
 
-    Raises, in every call: ConfigError and ShapeError for wrong values, UnsupportedError for what the runtime was not
-    built for, CaptureError and ReplayError as ReplayManager.between_steps. Nothing is written then.
+    Raises:
+        ConfigError, ShapeError: if a value is wrong.
+        UnsupportedError: if the runtime was not built for it.
+        CaptureError, ReplayError: as ReplayManager.between_steps.
+
+    Every method raises these, and writes nothing then.
     """
 
     def __init__(
@@ -80,13 +82,13 @@ class RequestTables:
             }
 
     def check_bias(self, name: str, bias: Mapping[int, float]) -> None:
-        """Raise ConfigError or UnsupportedError for a bias that a row cannot have here."""
-        check_instance(name, bias, Mapping, advice="pass a dict of values by token")
+        """Raise ConfigError or UnsupportedError if this runtime cannot apply a logit bias."""
+        check_instance(name, bias, Mapping, advice="pass a dict of biases by token")
         self._config.check_needs(name, (("max_logit_bias", len(bias)),))
         for token, value in bias.items():
             check_int(name, token, 0, self._vocab_size - 1, advice="pass token ids of the vocabulary")
             if not (isinstance(value, Real) and value == -math.inf):
-                check_number(name, value, -FLOAT32_MAX, FLOAT32_MAX, advice="-inf forbids a token")
+                check_number(name, value, -FLOAT32_MAX, FLOAT32_MAX, advice="pass -inf to forbid a token")
 
     def set_logit_bias(
         self,
@@ -102,13 +104,15 @@ class RequestTables:
 
         The tokens of a request in both, each counted once, are at most RuntimeConfig.max_logit_bias.
         """
-        by_row = {at: ({} if bias is None else bias, _NOTHING_BANNED) for at, bias in self._by_row("biases", biases)}
-        for at, (bias, _) in by_row.items():
+        by_req = {
+            at: ({} if bias is None else bias, _NOTHING_BANNED) for at, bias in self._by_request("biases", biases)
+        }
+        for at, (bias, _) in by_req.items():
             self.check_bias(f"logit_bias[{at}]", bias)
-        for at, ban in self._by_row("banned", {} if banned is None else banned):
-            bias = by_row.get(at, ({}, None))[0]
-            by_row[at] = bias, self._checked_ban(f"banned[{at}]", ban, bias)
-        chosen = {at: (bias, ban) for at, (bias, ban) in by_row.items() if bias or ban[0] or at in self._biased}
+        for at, ban in self._by_request("banned", {} if banned is None else banned):
+            bias = by_req.get(at, ({}, None))[0]
+            by_req[at] = bias, self._checked_ban(f"banned[{at}]", ban, bias)
+        chosen = {at: (bias, ban) for at, (bias, ban) in by_req.items() if bias or ban[0] or at in self._biased}
         if not chosen:
             return
         ids = list(chosen)
@@ -141,61 +145,77 @@ class RequestTables:
         return tokens, length
 
     def mask_words(self, name: str, words: MaskWords) -> torch.Tensor:
-        """A mask as the device has it, [ceil(vocab / 32)] int32 on the host. Raises: ShapeError, UnsupportedError."""
+        """Return a token mask as [ceil(vocab_size / 32)] int32 on the host.
+
+        Raises:
+            ShapeError: if the words have a wrong shape, dtype or value.
+            UnsupportedError: without RuntimeConfig.token_masks.
+        """
         self._config.check_needs(name, (("token_masks", 1),))
         count = state_words(self._vocab_size)
         try:
             values = words if isinstance(words, torch.Tensor) else torch.from_numpy(np.array(words))
         except (TypeError, ValueError) as error:
-            raise ShapeError(f"{name}: expected {count} words of 32 bits, got {shown(words)}; pass an array") from error
+            raise ShapeError(
+                f"{name}: expected an array of {count} words of 32 bits, got {shown(words)}; pass one"
+            ) from error
         dense = values.layout is torch.strided and values.device.type == "cpu"
         if tuple(values.shape) != (count,) or values.dtype not in _WORDS or not dense:
             raise ShapeError(
-                f"{name}: expected {count} words of 32 bits on the host, one bit per token, got shape "
-                f"{list(values.shape)} {values.dtype} on {values.device}; pass one row's words"
+                f"{name}: expected [{count}] words of 32 bits on the host, one bit per token, got "
+                f"{list(values.shape)} {values.dtype} on {values.device}; pass the words of one request"
             )
         if values.dtype is torch.int32:
             return values.clone()
         wide = values.to(torch.int64)
         if ((wide < -(1 << 31)) | (wide >= 1 << 32)).any():
-            raise ShapeError(f"{name}: expected words of 32 bits, got {shown(wide.tolist())}; pass 32 tokens per word")
+            raise ShapeError(f"{name}: expected words of 32 bits, got {shown(wide.tolist())}; pack 32 tokens per word")
         return (wide << 32 >> 32).to(torch.int32)
 
     def set_token_masks(self, masks: Mapping[int, MaskWords]) -> None:
-        """Which tokens are allowed, by the number of a mask, 0 to max_num_reqs - 1.
+        """Set token masks, which say which tokens may be sampled.
 
-        A row draws among the tokens of mask m where Batch.token_masks has m for it. A DecodeSession keeps mask m for
-        the row of row id m.
+        masks   by mask number, 0 to max_num_reqs - 1. `Batch.token_masks` holds the mask number of each request. A
+                DecodeSession uses mask m for request index m
         """
-        by_row = self._by_row("masks", masks)
-        self.write_masks({at: self.mask_words(f"token_masks[{at}]", words) for at, words in by_row})
+        by_mask = self._by_request("masks", masks)
+        self.write_masks({at: self.mask_words(f"token_masks[{at}]", words) for at, words in by_mask})
 
     def write_masks(self, masks: Mapping[int, torch.Tensor]) -> None:
-        """The same of masks that `mask_words` has made."""
+        """Set token masks that `mask_words` returned."""
         if masks:
             ids, words = list(masks), torch.stack(list(masks.values()))
             self._write_between_steps(lambda buffers: self._write(buffers.mask_words, ids, words))
 
     def check_state(self, values: RequestValues) -> dict[str, torch.Tensor]:
-        """Values of row tensors as host tensors of their shapes and dtypes, copied. Raises: ConfigError, ShapeError."""
+        """Return copies of the values as host tensors with the shapes and dtypes of the request tensors.
+
+        Raises:
+            ConfigError: if a name is not one of RuntimeConfig.request_tensors.
+            ShapeError: if a value has another shape, or the dtype cannot represent it.
+        """
         check_instance("state", values, Mapping, advice="pass a dict of values by name")
         checked = {}
         for name, value in values.items():
             if name not in self._specs:
                 known = ", ".join(self._specs) or "none"
                 raise ConfigError(
-                    f"state: expected names of request_tensors ({known}), got {shown(name)}; declare it there"
+                    f"state: expected names of RuntimeConfig.request_tensors ({known}), got {shown(name)}; declare it "
+                    "there"
                 )
             spec = self._specs[name]
             tensor = converted(name, value, spec.dtype, ShapeError)
             if tuple(tensor.shape) != spec.shape:
-                raise ShapeError(f"{name}: expected shape {list(spec.shape)}, got {list(tensor.shape)}; pass one row's")
+                raise ShapeError(
+                    f"{name}: expected shape {list(spec.shape)}, got {list(tensor.shape)}; pass the value of one "
+                    "request"
+                )
             checked[name] = tensor
         return checked
 
     def set_state(self, states: Mapping[int, RequestValues]) -> None:
-        """What rows have of each row tensor, by row id. What is not named gets its initial value."""
-        checked = {at: self.check_state(values) for at, values in self._by_row("states", states)}
+        """Set the request tensors of requests, by request index. Tensors that are not named get their initial value."""
+        checked = {at: self.check_state(values) for at, values in self._by_request("states", states)}
         for name, spec in self._specs.items():
             stated = self._stated[name]
             ids = [at for at, values in checked.items() if name in values or at in stated]
@@ -207,19 +227,21 @@ class RequestTables:
             stated.difference_update([at for at in ids if name not in checked[at]])
 
     def record_prefix(self, req_index: int, tokens: Sequence[int] | npt.NDArray[Any], prompt_len: int = 0) -> None:
-        """Count tokens that no step computes, as a row's prefix that is in the cache, for the row's penalties.
+        """Count tokens that no step computes, such as a cached prefix, for the penalties of a request.
 
-        tokens       at most `max_seq_len`, from the sequence's first one on; the row's next step begins behind them
-        prompt_len   as Batch.prompt_lens: those from this position on are output
+        tokens       the first tokens of the sequence, at most `max_seq_len`; the next step of the request starts after
+                     them
+        prompt_len   as in Batch.prompt_lens: tokens from this position on are output
 
-        Raises: CapacityError for more tokens, beside what every call raises.
+        Raises:
+            CapacityError: if there are more tokens; and as every method.
         """
-        self._check_row(req_index)
+        self._check_index(req_index)
         self._config.check_needs("record_prefix", (("penalties", 1),))
         ids = check_ints("tokens", tokens, 0, self._vocab_size - 1, advice="pass token ids of the vocabulary")
         if len(ids) > (most := self._config.max_seq_len):
-            raise CapacityError(f"tokens: expected at most max_seq_len={most}, got {len(ids)}; no row holds more")
-        prompt_len = check_int("prompt_len", prompt_len, 0, _MOST_PROMPT, advice="pass how many tokens the prompt has")
+            raise CapacityError(f"tokens: expected at most max_seq_len={most}, got {len(ids)}; raise max_seq_len")
+        prompt_len = check_int("prompt_len", prompt_len, 0, _MOST_PROMPT, advice="pass the number of prompt tokens")
         bounds, row = np.array([0, len(ids)], np.int32), np.array([req_index, prompt_len], np.int32)
 
         def count(buffers: StaticBuffers) -> None:
@@ -244,10 +266,7 @@ class RequestTables:
             (indices.add if source in indices else indices.discard)(target)
 
     def clear_left(self) -> None:
-        """Row ids that sessions gave back have nothing left of their rows: whoever gets one begins anew.
-
-        For the manager, from inside of its own calls.
-        """
+        """Clear the state of request indices that sessions released. Only the manager calls it, within its calls."""
         if self.left:
             with self._within_call() as buffers:
                 self._clear_left(buffers)
@@ -256,13 +275,13 @@ class RequestTables:
         ids = sorted(self.left)
         buffers.clear_request_state(self._moved(torch.tensor(ids, device="cpu")))
         for name, stated in self._stated.items():
-            if theirs := [at for at in ids if at in stated]:
+            if stale := [at for at in ids if at in stated]:
                 spec = self._specs[name]
-                initial = torch.full((len(theirs), *spec.shape), spec.initial, dtype=spec.dtype, device="cpu")
-                self._write(self.tensors[name], theirs, initial)
-                stated.difference_update(theirs)
+                initial = torch.full((len(stale), *spec.shape), spec.initial, dtype=spec.dtype, device="cpu")
+                self._write(self.tensors[name], stale, initial)
+                stated.difference_update(stale)
         self._biased.difference_update(ids)
-        self.left.difference_update(ids)  # Python's collector of garbage may have released another row meanwhile
+        self.left.difference_update(ids)  # not clear(): the garbage collector may have released a request meanwhile
 
     def _write_between_steps(self, write: Callable[[StaticBuffers], None]) -> None:
         def cleared(buffers: StaticBuffers) -> None:
@@ -273,52 +292,52 @@ class RequestTables:
         self._between_steps(cleared)
 
     def switch_masks(self, masks: Mapping[int, int]) -> None:
-        """Set which mask the next launches of a session use, by request index; -1: none."""
+        """Set the mask number that later launches of a session use, by request index; -1: no mask."""
         if masks:
             ids, numbers = list(masks), torch.tensor(list(masks.values()), dtype=torch.int32, device="cpu")
             index = COPIED.index("token_masks")
             self._write_between_steps(lambda buffers: self._write(buffers.req_values[index], ids, numbers))
 
     def reset(self) -> None:
-        """Put row tensors back to their initial values. The device must be idle."""
+        """Reset the request tensors to their initial values. The device must be idle."""
         for name, tensor in self.tensors.items():
             tensor.fill_(self._specs[name].initial)
         self._have_nothing()
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Drop the tensors."""
         self.tensors.clear()
         self._have_nothing()
 
     def _have_nothing(self) -> None:
-        """No row has a bias or values of its own any more."""
+        """Record that no request has a bias or values of its own."""
         self._biased.clear()
         self.left.clear()
         for stated in self._stated.values():
             stated.clear()
 
-    def _by_row(self, name: str, values: Mapping[int, _T]) -> list[tuple[int, _T]]:
-        """What was given by row id. Raises: ConfigError for what is no row id."""
-        check_instance(name, values, Mapping, advice="pass a dict by row id")
+    def _by_request(self, name: str, values: Mapping[int, _T]) -> list[tuple[int, _T]]:
+        """Return the items. Raises ConfigError if a key is not a request index."""
+        check_instance(name, values, Mapping, advice="pass a dict by request index")
         for at in values:
-            self._check_row(at)
+            self._check_index(at)
         return list(values.items())
 
-    def _check_row(self, at: object) -> None:
-        check_int("req_index", at, 0, self._last, advice="pass a row state of the runtime")
+    def _check_index(self, at: object) -> None:
+        check_int("req_index", at, 0, self._last, advice="pass a request index of the runtime")
 
     def _write(self, target: torch.Tensor, ids: list[int], rows: torch.Tensor) -> None:
-        bits = _BITS[target.dtype.itemsize]  # not all dtypes have an index_copy_
+        bits = _BITS[target.dtype.itemsize]  # index_copy_ does not support every dtype
         target.view(bits).index_copy_(0, self._moved(torch.tensor(ids, device="cpu")), self._moved(rows).view(bits))
 
     def _moved(self, values: torch.Tensor) -> torch.Tensor:
-        """On the device, through pinned memory: nobody waits, as for pageable memory the host would."""
+        """Copy values to the device through pinned memory; a copy from pageable memory would block the host."""
         return values.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else values
 
 
 @dataclass(slots=True)
 class TableUpdates:
-    """What a session has still to write for its rows, by row id: in one go, before the next launch."""
+    """Changes that a session writes to the tables before its next launch, by request index."""
 
     biases: dict[int, Mapping[int, float]]
     banned: dict[int, tuple[Collection[int], int]]
@@ -333,19 +352,19 @@ class TableUpdates:
     def begin(
         self, at: int, bias: Mapping[int, float], banned: tuple[Collection[int], int] | None, values: RequestValues
     ) -> None:
-        """A sequence begins: nothing is left of the one that had its row id before."""
+        """Add the values of a new sequence, and drop changes of the previous sequence of the request index."""
         self.drop(at)
         self.biases[at], self.states[at] = bias, values
         if banned is not None:
             self.banned[at] = banned
 
     def drop(self, at: int) -> None:
-        """A row is gone: nothing is written for whoever gets its row id."""
+        """Drop the changes of a released request."""
         for delta in (self.biases, self.banned, self.states, self.masks, self.switched):
             delta.pop(at, None)
 
     def write(self, tables: RequestTables) -> None:
-        """Write all, and have none."""
+        """Write all changes, and clear them."""
         tables.set_logit_bias(self.biases, banned=self.banned)
         tables.set_state(self.states)
         tables.write_masks(self.masks)
@@ -354,8 +373,8 @@ class TableUpdates:
             delta.clear()
 
 
-def row_extents(config: RuntimeConfig, vocab_size: int) -> dict[str, int]:
-    """Extents of the static buffers that say how rows are sampled, 0 for what a runtime is built without."""
+def sampling_extents(config: RuntimeConfig, vocab_size: int) -> dict[str, int]:
+    """Return the extents of the static buffers for sampling options; 0 for options that are off."""
     return {
         "counted_tokens": vocab_size if config.penalties else 0,
         "masked_tokens": vocab_size if config.token_masks else 0,

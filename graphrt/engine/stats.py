@@ -1,4 +1,4 @@
-"""Counters of a runtime, and the report of its graphs."""
+"""Counters of a runtime, and reports of its graphs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from graphrt.capture.graph import GraphReport
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """A tensor that a graph and the eager step left with different bits.
+    """A tensor whose bits differ after a graph and after the eager step.
 
-    index           of the first element that differs, and both values there
-    count           elements that differ, of `numel`
+    name            name of the tensor
+    index           index of the first element that differs
+    graph, eager    both values of that element
+    count, numel    number of elements that differ, and of all elements
     """
 
     name: str
@@ -33,9 +35,11 @@ class TensorDifference:
 
 @dataclass(frozen=True, slots=True)
 class ShadowDifference:
-    """A shadowed step whose graph left something else than the eager step did, from the same state.
+    """A shadow step in which the graph and the eager step wrote different values, from the same state.
 
-    tensors   in the order in which a step writes them: the first one is nearest to the cause
+    step, descriptor   number and size of the step
+    tensors            tensors that differ, in the order in which a step writes them, so that the first one is closest
+                       to the cause
     """
 
     step: int
@@ -50,22 +54,24 @@ class ShadowDifference:
 
 @dataclass(slots=True)
 class Stats:
-    """What a runtime did since it was built.
+    """Counters of a runtime since its construction.
 
-    recorder         how graphs are made: "cuda-graph", or the op trace twin on CPU
-    backend          attention backend, and why it was chosen
+    recorder         what records graphs: "cuda-graph", or on CPU the op trace
+    backend          attention backend
+    backend_reason   why it was selected
     replays          steps that replayed a graph, by descriptor
     eager_steps      steps that ran without a graph, by reason; those of `replay(eager=True)` are not counted
-    ring_waits       times that a step had to wait for the ring
-    real_tokens      tokens asked for, against padded_tokens that were computed
-    graphs           one report per captured graph
-    capture_seconds  the whole `capture()` call
-    shadow_steps     steps that ran both ways, see RuntimeConfig.shadow_every
-    shadow_differences  the first 16 of them that differed
-    late_kernels     kernels that were compiled or loaded after `capture()`, on the thread that submits steps, by name
-                     and by what it was doing: "in a graph step" is always wrong, "outside the graphs" (eager steps,
-                     shadow steps, writes of row tables) and "between calls" cost time, which a warm-up would spare
-    late_bytes       bytes by which the graphs' memory pool has grown since
+    ring_waits       how often a step waited for an entry of the input ring
+    real_tokens      tokens of all batches
+    padded_tokens    tokens of all graphs, including padding
+    graphs           a report per captured graph
+    capture_seconds  duration of `capture()`
+    shadow_steps     steps that ran both ways; see RuntimeConfig.shadow_every
+    shadow_differences  the first 16 shadow steps that differed
+    late_kernels     kernels that were compiled or loaded after `capture()` on the thread that submits steps, by name
+                     and activity. "in a graph step" is always an error. "outside the graphs" (eager, shadow steps,
+                     writes of request tables) and "between calls" cost time that a warm-up would save
+    late_bytes       bytes by which the memory pool of the graphs has grown after `capture()`
     """
 
     recorder: str
@@ -94,10 +100,10 @@ class Stats:
 
     @property
     def pad_waste(self) -> float:
-        """Share of computed tokens that were padding."""
+        """Fraction of computed tokens that were padding."""
         return 1 - self.real_tokens / self.padded_tokens if self.padded_tokens else 0.0
 
     @property
     def graph_bytes(self) -> int:
-        """Device memory of all graphs, their pool included."""
+        """Device memory of all graphs, including their pool."""
         return sum(g.nbytes for g in self.graphs)

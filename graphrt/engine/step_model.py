@@ -1,4 +1,4 @@
-"""A module that takes token ids and positions, as a model that takes a Step; and what torch.compile needs of a step."""
+"""Wrapping of a module that takes token ids and positions as a model that takes a Step; support for torch.compile."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from graphrt.step import Step
 
 
 class StepModel(torch.nn.Module):
-    """See `as_step_model`."""
+    """The model that `as_step_model` returns."""
 
     def __init__(self, module: torch.nn.Module, head: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
         super().__init__()
         self.module, self.head = module, head
 
     def forward(self, step: Step) -> torch.Tensor:
-        """Logits [padded_reqs, vocab_size].
+        """Return the logits [padded_reqs, vocab_size].
 
-        Raises: ShapeError where the module returns no tensor with a row per token.
+        Raises:
+            ShapeError: if the module does not return a tensor [tokens, width].
         """
         mark_varying(step.input_ids, step.positions)
         hidden: torch.Tensor = self.module(step.input_ids, step.positions)
@@ -35,33 +36,34 @@ class StepModel(torch.nn.Module):
 
 
 def as_step_model(module: torch.nn.Module, *, head: Callable[[torch.Tensor], torch.Tensor] | None = None) -> StepModel:
-    """The model `step -> logits` that Runtime and ReplayManager take, of a module that knows nothing of steps.
+    """Wrap a module that takes token ids and positions as a model that takes a Step, for Runtime and ReplayManager.
 
         model = graphrt.as_step_model(module, head=module.compute_logits)
         # = lambda step: head(module(step.input_ids, step.positions)[step.logits_indices])
 
-    module   called as `module(input_ids, positions)`, both [tokens] int64, the tokens of all sequences one after the
-             other. It returns hidden states [tokens, width], or logits [tokens, vocab_size] where there is no head. Its
-             attention layers are `graphrt.Attention`. It may be compiled: `torch.compile(module, fullgraph=True)`
-    head     maps hidden states of one token per row [rows, width] to logits [rows, vocab_size]; None: the module gives
-             logits, of every token
+    module   called as `module(input_ids, positions)`, both [tokens] int64, the packed tokens of all sequences. Returns
+             hidden states [tokens, width], or logits [tokens, vocab_size] if `head` is None. Its attention layers are
+             `graphrt.Attention`. It may be compiled: `torch.compile(module, fullgraph=True)`
+    head     maps hidden states [padded_reqs, width], one token per request, to logits [padded_reqs, vocab_size]; None:
+             the module returns the logits of every token
 
-    Capture-safe, if the module and the head are: they run once per captured size, and once more before where the module
-    or one in it is compiled.
+    Capture-safe if the module and the head are. They run once per captured size, and once more before that if a module
+    is compiled.
 
-    Raises: ConfigError for a module that is none and a head that cannot be called.
+    Raises:
+        ConfigError: if `module` is not a torch.nn.Module, or `head` is not callable.
     """
-    check_instance("module", module, torch.nn.Module, advice="other models are called as model(step)")
+    check_instance("module", module, torch.nn.Module, advice="pass a function of a Step to the runtime itself")
     if head is not None:
-        check_callable("head", head, advice="pass the module or function that makes logits, or None")
+        check_callable("head", head, advice="pass the module or function that computes logits, or None")
     return StepModel(module, head)
 
 
 def mark_varying(*tensors: torch.Tensor) -> None:
-    """Tell torch.compile that the first extent of these differs from size to size of a capture_sizes.
+    """Tell torch.compile that the first extent of these tensors differs between captured sizes.
 
-    Else it would compile the first size for itself and a second time for all others. Then a step could run other
-    kernels eagerly than its graph holds.
+    Otherwise it compiles the first size with a constant extent and all others with a dynamic one. Eager steps could
+    then run other kernels than the graph of their size.
     """
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None and not torch.compiler.is_compiling():
@@ -70,7 +72,7 @@ def mark_varying(*tensors: torch.Tensor) -> None:
 
 
 def is_compiled(model: object) -> bool:
-    """Whether a module in the model is compiled, by `torch.compile(module)` or `module.compile()`."""
+    """Return whether a module of the model is compiled, by `torch.compile(module)` or `module.compile()`."""
     if not isinstance(model, torch.nn.Module):
         return False
     return any(hasattr(x, "_orig_mod") or x._compiled_call_impl is not None for x in model.modules())

@@ -1,4 +1,4 @@
-"""How near a backend's results must be to float64: at most twice the error of plain torch in the same dtype."""
+"""Accuracy of a backend: an error against float64 of at most twice that of plain torch in the same dtype."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from graphrt.testing.numerics import assert_accurate, attention_oracle, keys_see
 
 E4M3 = torch.float8_e4m3fn
 _E4M3_MAX = 448.0
-_FP8_LSE_FLOOR = 2**-10  # sums of products of fp8 have 14 bits or so, beside the rounding of queries
+_FP8_LSE_FLOOR = 2**-10  # sums of fp8 products have about 14 bits, in addition to the rounding of queries
 
 
 @dataclass(frozen=True, slots=True)
 class DenseRow:
-    """One row of a step for one layer, on the host: queries of the new tokens, all keys and values, dequantised.
+    """One request of a step in one layer, on the host: queries of the new tokens, and all dequantised keys and values.
 
     q   [query_len, num_q_heads, head_dim]
-    k   [seq_len, num_kv_heads, head_dim]     of a cross layer [encoder_len, ...], as v
-    v   [seq_len, num_kv_heads, v_head_dim]
+    k   [seq_len, num_kv_heads, head_dim]     [encoder_len, ...] in a cross layer
+    v   [seq_len, num_kv_heads, v_head_dim]   as k
     """
 
     q: torch.Tensor
@@ -39,18 +39,22 @@ def check_rows(
     *,
     quantised_queries: bool,
 ) -> None:
-    """Raise AssertionError unless the results of packed rows are accurate, and those of pad tokens are as agreed.
+    """Check that the results of packed requests are accurate, and that padding tokens have their agreed values.
 
-    options   of the layer; its window too where it is not causal: it then reaches to both sides
+    out      [padded_tokens, num_q_heads, v_head_dim]
+    lse      [padded_tokens, num_q_heads]  float32; None if it was not requested
+    rows     the requests
+    options  options of the layer. The window of a layer that is not causal extends to both sides
+    quantised_queries   allow for queries and probabilities that are rounded to e4m3
 
-    out   [padded_tokens, num_q_heads, v_head_dim]
-    lse   [padded_tokens, num_q_heads]  float32   None where it was not asked for
+    Raises:
+        AssertionError: if a result is wrong.
     """
     tokens = sum(row.q.shape[0] for row in rows)
     pads = out[tokens:]
     if not bool((pads == 0).all()):
-        got = pads[pads != 0][0].item()  # NaN is one
-        raise AssertionError(f"{name}: expected zeros in the pad tokens {tokens} to {len(out) - 1}, got {got:.3g}")
+        got = pads[pads != 0][0].item()  # NaN != 0
+        raise AssertionError(f"{name}: expected zeros in padding tokens {tokens} to {len(out) - 1}, got {got:.3g}")
     if lse is not None:
         _check_lse_of_pads(name, lse[tokens:], options.sinks)
     if not rows:
@@ -65,7 +69,7 @@ def check_rows(
         return
     if quantised_queries:
         error, bound = (lse[:tokens].double() - exact[1]).abs().max(), (plain[1] - exact[1]).abs().max()
-        if not float(error) <= 2 * float(bound) + _FP8_LSE_FLOOR:  # NaN is refused too
+        if not float(error) <= 2 * float(bound) + _FP8_LSE_FLOOR:  # also true for NaN
             raise AssertionError(f"{name}: log-sum-exp: expected an error of at most {2 * bound:.3g}, got {error:.3g}")
     else:
         assert_accurate(lse[:tokens], plain=plain[1], exact=exact[1], name=f"{name}: log-sum-exp")
@@ -77,7 +81,7 @@ def _check_lse_of_pads(name: str, lse: torch.Tensor, sinks: torch.Tensor | None)
         good |= lse == sinks.cpu()
     if not bool(good.all()):
         wanted = "-inf" if sinks is None else "-inf or the sink"
-        raise AssertionError(f"{name}: log-sum-exp: expected {wanted} in pad tokens, got {lse[~good][0].item()}")
+        raise AssertionError(f"{name}: log-sum-exp: expected {wanted} in padding tokens, got {lse[~good][0].item()}")
 
 
 def _packed(results: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,11 +106,13 @@ def _oracle(row: DenseRow, options: AttentionOptions, dtype: torch.dtype) -> tup
 
 
 def _oracle_in_e4m3(row: DenseRow, options: AttentionOptions) -> tuple[torch.Tensor, torch.Tensor]:
-    """As kernels with fp8 products compute it: queries are rounded to e4m3, with a scale per row and KV head, and
-    probabilities too. Everything else is in float64. Window, chunks and sinks are its only
-    options."""
+    """Compute attention as kernels with fp8 products do, otherwise in float64.
+
+    Queries are rounded to e4m3 with a scale per request and KV head, and so are probabilities. Supports windows, chunks
+    and sinks.
+    """
     heads, (query_len, seq_len) = row.k.shape[1], (row.q.shape[0], row.k.shape[0])
-    if not seq_len:  # nothing is rounded
+    if not seq_len:  # nothing to round
         return _oracle(row, options, torch.float64)
     q = row.q.cpu().float().unflatten(1, (heads, -1))
     scale = torch.exp2(torch.ceil(torch.log2(q.abs().amax((0, 2, 3)) / _E4M3_MAX)))[:, None, None]
@@ -114,7 +120,7 @@ def _oracle_in_e4m3(row: DenseRow, options: AttentionOptions) -> tuple[torch.Ten
     logits = torch.einsum("tkgd,nkd->tkgn", rounded, row.k.double()) * options.softmax_scale
     seen = keys_seen(query_len, seq_len, options.causal, options.sliding_window, options.attention_chunk_size)
     logits, v = logits.masked_fill(~seen[:, None, None], -math.inf), row.v.double()
-    if options.sinks is not None:  # one more key, of no value
+    if options.sinks is not None:  # an additional key with a value of zeros
         sinks = options.sinks.cpu().double().view(1, heads, -1, 1)
         logits = torch.cat([logits, sinks.expand(query_len, -1, -1, -1)], -1)
         v = torch.nn.functional.pad(v, (0, 0, 0, 0, 0, 1))

@@ -1,16 +1,16 @@
-"""The contract of an attention backend, as a suite that any package can run against its own.
+"""A test suite for attention backends, which any package can run against its own backend.
 
-Each case builds the backend, captures a step and replays it with other rows. It fails where a replay is not bitwise
-the eager step, where a result is more than twice as far from float64 as plain torch in the same dtype, and where
-padding, stale metadata or NaN reach an output. What a class declares decides which cases there are.
+Each case builds the backend, captures a step and replays it with other requests. A case fails if a replay is not
+bitwise equal to the eager step, if the error of a result against float64 is more than twice that of plain torch in the
+same dtype, or if padding, stale metadata or NaN reach an output. The class attributes decide which cases there are.
 
-With pytest, a test per case:
+With pytest, one test per case:
 
     @pytest.mark.parametrize("case", contract_cases(AcmeBackend), ids=str)
     def test_contract(case):
         case.run()
 
-Without it, in Python (`check_backend(AcmeBackend)` returns a report) or in a shell:
+Without pytest, in Python (`check_backend(AcmeBackend)` returns a report) or in a shell:
 
     python -m graphrt.testing.backend_contract acme
     python -m graphrt.testing.backend_contract acme_package.module:AcmeBackend
@@ -40,16 +40,18 @@ from graphrt.testing.numerics import assert_bitwise_equal
 _STEPS, _INVARIANCE, _RETRY = "steps", "batch invariance", "capture twice"
 _BRIEF_STEPS = ("longest", "shrunk", "chunks", "borders")
 _Lengths = tuple[tuple[int, int], ...]
-"""(seq_len, query_len) of each row of a step."""
+"""(seq_len, query_len) of each request of a step."""
 
 
 @dataclass(frozen=True)
 class ContractCase:
-    """One thing that the contract asks of one backend.
+    """One test of one backend.
 
-    what    "steps": captured with some rows, replayed with others. "batch invariance": one row alone and among others.
-            "capture twice": allocated and captured again, as after a failure
-    brief   fewer steps, for kernels that are slow, as interpreted ones are
+    feature   the feature under test
+    device    the device
+    what      "steps": capture with some requests, replay with others. "batch invariance": a request alone, and in full
+              batches. "capture twice": allocate and capture again, as after a failure
+    brief     fewer steps, for slow kernels such as interpreted ones
     """
 
     backend: type[AttentionBackend]
@@ -61,8 +63,9 @@ class ContractCase:
     def run(self) -> None:
         """Run the case.
 
-        Raises: AssertionError where the backend breaks the contract. unittest.SkipTest, which pytest takes for a skip,
-        where the device is missing or the class's `unsupported_reasons` refuses the context, with its reasons.
+        Raises:
+            AssertionError: if the backend breaks the contract.
+            unittest.SkipTest: if the device is missing, or the class has `unsupported_reasons`; pytest skips the test.
         """
         if self.device.type == "cuda" and not torch.cuda.is_available():
             raise unittest.SkipTest("needs a CUDA device")
@@ -80,7 +83,7 @@ class ContractCase:
 
 @dataclass(frozen=True)
 class ContractReport:
-    """What came of the cases: those that passed, and the others with the reason."""
+    """The cases that passed, failed and were skipped, with reasons."""
 
     passed: tuple[ContractCase, ...]
     failed: tuple[tuple[ContractCase, str], ...]
@@ -88,7 +91,7 @@ class ContractReport:
 
     @property
     def ok(self) -> bool:
-        """Whether something was run, and nothing failed."""
+        """Whether at least one case ran, and none failed."""
         return bool(self.passed) and not self.failed
 
     def __str__(self) -> str:
@@ -106,13 +109,15 @@ def contract_cases(
     features: Iterable[str] | None = None,
     brief: bool = False,
 ) -> list[ContractCase]:
-    """Every case for a backend.
+    """Return every case for a backend.
 
-    devices    types of device; None: all that the class declares
+    devices    device types; None: all that the class declares
     features   ids of the features to check; None: all that the class declares
-    brief      fewer steps in each case
+    brief      run fewer steps in each case
 
-    Raises: ConfigError for a class that declares too little, a device that it does not declare, an unknown feature.
+    Raises:
+        ConfigError: if a class attribute is missing or wrong, if the class does not declare a device, or if a feature
+            is unknown.
     """
     check_declaration(backend)
     wanted = None if features is None else tuple(features)
@@ -120,8 +125,8 @@ def contract_cases(
     for kind in backend.capabilities.devices if devices is None else devices:
         if kind not in backend.capabilities.devices:
             raise ConfigError(
-                f"devices: expected some of {', '.join(backend.capabilities.devices)}, got {kind!r}; "
-                f"{backend.name} declares no other"
+                f"devices: {backend.name} supports {', '.join(backend.capabilities.devices)}, not {kind!r}; declare it "
+                "in capabilities, or leave it out"
             )
         device = torch.device("cuda", 0) if kind == "cuda" else torch.device(kind)
         for feature in declared_features(backend, device):
@@ -134,7 +139,7 @@ def contract_cases(
                 cases.append(ContractCase(backend, feature, device, _RETRY, brief))
     for name in wanted or ():
         if name not in FEATURES and name not in found:
-            raise ConfigError(f"features: expected some of {', '.join(found)}, got {name!r}; name one of these")
+            raise ConfigError(f"features: expected some of {', '.join(found)}, got {name!r}; choose among them")
     return cases
 
 
@@ -146,9 +151,11 @@ def check_backend(
     brief: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> ContractReport:
-    """Run every case and report. Arguments as for `contract_cases`; `progress` is called with a line for each case.
+    """Run every case, and return a report. Arguments are those of `contract_cases`.
 
-    An error of any kind that a case raises is a failure of it, and the other cases are still run.
+    progress   called with one line per case
+
+    Any exception of a case counts as its failure, and the other cases still run.
     """
     passed, failed, skipped = [], [], []
     for case in contract_cases(backend, devices=devices, features=features, brief=brief):
@@ -171,9 +178,9 @@ def check_backend(
 
 
 def steps_of(rig: Rig) -> dict[str, Rows]:
-    """Rows of every step: longer than at capture, ragged, on page boundaries, fewer, and none.
+    """Return the requests of every step: longer than at capture, ragged, on page boundaries, fewer, and none.
 
-    Encoders have other lengths in each: a page, fewer than there are queries, the longest, 0, and a page and one.
+    Encoder lengths vary too: one page, fewer than queries, the longest, 0, and one page plus a token.
     """
     steps = _whole_sequences(rig) if rig.feature.encoder_attention else _cached_steps(rig)
     page = next((kv.page_size for kv in rig.context.kv_groups if kv.cross), None)
@@ -185,7 +192,7 @@ def steps_of(rig: Rig) -> dict[str, Rows]:
 
 
 def _whole_sequences(rig: Rig) -> dict[str, _Lengths]:
-    """Rows that have all of their tokens in the step, as encoder layers need."""
+    """Return requests with all of their tokens in the step, as encoder layers need."""
     tokens, longest, query_len = rig.descriptor.padded_tokens, rig.metadata.max_seq_len, rig.feature.query_len
     lengths: dict[str, tuple[int, ...]] = {"longest": (query_len,) * ROWS, "shrunk": (query_len,) * 2, "none": ()}
     if rig.feature.mixed:
@@ -211,7 +218,7 @@ def _cached_steps(rig: Rig) -> dict[str, _Lengths]:
         "none": (),
     }
     size = next((spec.attention_chunk_size for spec in rig.context.attention if spec.attention_chunk_size), None)
-    if size is not None:  # the last token of a chunk, and the first of the next, which sees itself alone
+    if size is not None:  # the last token of a chunk, and the first of the next one, which sees only itself
         lengths["borders"] = tuple(min(n, longest) for n in (size, size + 1, 2 * size, 2 * size + 1))
     return {name: tuple((max(n, query_len), query_len) for n in rows) for name, rows in lengths.items()}
 
@@ -219,9 +226,9 @@ def _cached_steps(rig: Rig) -> dict[str, _Lengths]:
 def check_steps(
     backend: type[AttentionBackend], feature: Feature, device: torch.device, *, brief: bool = False
 ) -> None:
-    """Capture without rows, as a runtime does, and again with the longest rows; replay all steps each time.
+    """Capture without requests, as a runtime does, and again with the longest requests; replay all steps each time.
 
-    `brief` is the first capture and few steps.
+    brief   only the first capture, and few steps
     """
     for captured_with in ("none",) if brief else ("none", "longest"):
         with open_rigs(backend, feature, device) as (rig,):
@@ -240,16 +247,18 @@ def _check_steps(rig: Rig, captured_with: str, *, brief: bool) -> None:
         _check_step(rig, name, sequences)
         if brief or name in ("boundary", "none"):
             continue
-        # The same rows in another order, in other pages: nothing may stick to a place in the batch.
+        # The same requests in another order and in other pages: results must not depend on the position in the batch.
         _check_step(rig, f"{name}, permuted", sequences[::-1])
 
 
 def check_batch_invariance(
     backend: type[AttentionBackend], feature: Feature, device: torch.device, *, brief: bool = False
 ) -> None:
-    """One row alone, and as the last of full batches of several decode sizes: bitwise the same.
+    """Check that a request alone, and as the last of full batches of several sizes, gives bitwise equal results.
 
-    Mixed steps promise nothing across sizes: they are compared in batches of one size. `brief` is one length of row.
+    Mixed steps are compared at one size only.
+
+    brief   only one sequence length
     """
     sizes = (ROWS,) if feature.mixed else (1, ROWS, 16) if device.type == "cuda" else (1, ROWS)
     with open_rigs(backend, feature, device, sizes) as rigs:
@@ -280,8 +289,12 @@ def _check_invariance(rigs: list[Rig], sizes: tuple[int, ...], *, brief: bool) -
 def check_retry(
     backend: type[AttentionBackend], feature: Feature, device: torch.device, *, brief: bool = False
 ) -> None:
-    """Allocate and capture twice, as after a failure. Nothing of the first attempt may be read: its tensors are
-    poisoned but alive, as a wrapper would keep them. `brief` is one step after each capture."""
+    """Allocate and capture twice, as after a failed capture.
+
+    The tensors of the first attempt are overwritten with garbage, but kept alive: the second graph must not read them.
+
+    brief   one step after each capture
+    """
     with open_rigs(backend, feature, device) as (rig,):
         _check_retry(rig, brief=brief)
 
@@ -305,7 +318,7 @@ def _allocate_again(rig: Rig) -> None:
     now = {tensor.data_ptr() for tensor in rig.backend.tensors().values()}
     for name, tensor in first.items():
         if tensor.data_ptr() in now:
-            raise AssertionError(f"{rig.backend.name}: expected a new {name} of the second allocate(), got the first")
+            raise AssertionError(f"{rig.backend.name}: the second allocate() reuses the memory of {name}")
         spoil(tensor)
 
 
@@ -320,12 +333,12 @@ def _check_step(rig: Rig, name: str, sequences: list[DenseSequence]) -> list[tor
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check a backend by its name, or by `module:Class`; 1 where it fails or nothing could be checked."""
+    """Check a backend by its name, or by `module:Class`. Exits with 1 if a case fails, or if no case could run."""
     parser = argparse.ArgumentParser(prog="python -m graphrt.testing.backend_contract", description=main.__doc__)
     parser.add_argument("backend", help="a name that graphrt env lists, or module:Class")
-    parser.add_argument("--device", action="append", help="cpu or cuda; all that the class declares unless given")
-    parser.add_argument("--feature", action="append", help="one feature, as in the output; may be repeated")
-    parser.add_argument("--brief", action="store_true", help="fewer steps in each case")
+    parser.add_argument("--device", action="append", help="cpu or cuda (default: all that the class declares)")
+    parser.add_argument("--feature", action="append", help="a feature id, as in the output; may be repeated")
+    parser.add_argument("--brief", action="store_true", help="run fewer steps in each case")
     options = parser.parse_args(arguments)
     module, _, attribute = options.backend.partition(":")
     try:

@@ -1,7 +1,7 @@
-"""What the contract suite asks of a backend: one feature at a time, and the layers and cache that have it.
+"""The features that the backend test suite covers, one at a time, with the layers and caches that use them.
 
-A further capability gets its cases here, a line of FEATURES each. A feature asks for a capability where its layers have
-an option of that name, or where the feature has a field or property of that name: see `Feature.needs`.
+To cover another capability, add a line to FEATURES. A feature needs a capability if its layers have an option of that
+name, or if the feature has a true field or property of that name; see `Feature.needs`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from graphrt.backends.base import AttentionBackend, BackendContext, Capabilities
-from graphrt.cache.groups import layer_places
+from graphrt.backends.base import AttentionBackend
+from graphrt.backends.capabilities import BackendContext, Capabilities
+from graphrt.cache.groups import kv_locations
 from graphrt.kernels.attention.options import FP8_DTYPES
 from graphrt.kernels.types import KVLayout
 from graphrt.spec import AttentionKind, AttentionSpec, KVCacheSpec
@@ -21,33 +22,37 @@ from graphrt.spec import AttentionKind, AttentionSpec, KVCacheSpec
 ROWS = 4
 SEED = 0
 FLAGS = tuple(field.name for field in fields(Capabilities) if field.type == "bool")
-"""Capabilities that a class has or lacks. The others are sets of sizes and types, and the longest query."""
+"""The capabilities that are bools. The others are tuples, and the longest query."""
 
 
 @dataclass(frozen=True)
 class Feature:
-    """What a case asks of a backend. Where a field says nothing, the case takes what the backend declares.
+    """One feature under test. Fields with their default leave the choice to what the backend declares.
 
-    layers           options of each layer's spec, by the names of AttentionSpec; and these:
-                     "alibi": True         slopes
-                     "v_head_dim": 0.5     the backend's head size nearest to this part of the key heads' size
-                     "group": 1            the layer's KV group; 0 unless it is named
-    same             options for a backend that wants all layers alike
-    dtype            of the layers; None: bfloat16 on CUDA, float32 on CPU
-    kv_dtype         of the cache; None: that of the layers
-    layout           None: NHD
-    query_len        new tokens per row
-    mixed            a mixed batch instead of a decode batch
-    prefill          the backend is the prompt part of a mixed step: rows with one new token are another's
-    page_size        0: 16 on CUDA, 4 on CPU
-    page_sizes       of each KV group as a part of that; the backend's nearest sizes are taken. (): no layer has a cache
-    drops_pages      KV groups keep what their layers see: before it a row has null pages, as with the runtime's tables
-    head_dim         0: 128 on CUDA, 16 on CPU
-    group            query heads per KV head
-    lse              the log-sum-exp is asked for and checked
-    scale_per_head   scales of an fp8 cache are one per KV head; else one for all
+    id               name of the feature
+    layers           options of each layer, by the names of AttentionSpec, and:
+                     "alibi": True         with slopes
+                     "v_head_dim": 0.5     the declared head size that is closest to this fraction of head_dim
+                     "group": 1            KV group of the layer; 0 if left out
+    same             options for backends that need equal layers
+    dtype            dtype of the layers; None: bfloat16 on CUDA, float32 on CPU
+    kv_dtype         dtype of the cache; None: that of the layers
+    layout           layout of pages; None: NHD
+    query_len        new tokens per request
+    mixed            use a mixed batch instead of a decode batch
+    prefill          the backend serves the prefill part of a mixed step; requests with one new token are in the other
+                     part
+    page_size        tokens per page; 0: 16 on CUDA, 4 on CPU
+    page_sizes       page size of each KV group as a fraction of page_size, rounded to a declared size. (): no layer has
+                     a cache
+    drops_pages      KV groups free the pages that their layers do not see: block tables hold null pages instead
+    head_dim         head size; 0: 128 on CUDA, 16 on CPU
+    num_queries_per_kv   query heads per KV head; 0: 4 on CUDA, 2 on CPU
+    lse              request and check the log-sum-exp
+    batch_invariant  check batch invariance
+    scale_per_head   fp8 caches have one scale per KV head; else one for all
     null_page_last   the null page is the last page; else page 0
-    one_pool         K and V are views of one pool, so that pages do not follow each other
+    one_pool         K and V are views of one pool, so that pages of a tensor are not adjacent
     longest          longest sequence on CUDA, in tokens; 0: 640
     """
 
@@ -64,7 +69,7 @@ class Feature:
     page_sizes: tuple[float, ...] = (1,)
     drops_pages: bool = False
     head_dim: int = 0
-    group: int = 0
+    num_queries_per_kv: int = 0
     lse: bool = False
     batch_invariant: bool = False
     scale_per_head: bool = True
@@ -82,28 +87,27 @@ class Feature:
 
     @property
     def cross_attention(self) -> bool:
-        """Whether a layer reads what an encoder wrote."""
+        """Whether there is a cross layer."""
         return any(layer.get("kind") is AttentionKind.CROSS for layer in self.layers)
 
     @property
     def encoder_attention(self) -> bool:
-        """Whether a layer is an encoder's. Rows are whole sequences then."""
+        """Whether there is an encoder layer. Requests then have all their tokens in one step."""
         return any(layer.get("kind") is AttentionKind.ENCODER for layer in self.layers)
 
     @property
     def needs(self) -> frozenset[str]:
-        """Flags of Capabilities that a backend must declare: those that are options of a layer, and those that are
-        true of the feature."""
+        """The bools of Capabilities that a backend must declare: options of a layer, and true fields of the feature."""
         options = {name for layer in self.layers for name in layer}
         needed = {name for name in FLAGS if name in options or getattr(self, name, False)}
-        return frozenset(needed - {"mixed"} if self.prefill else needed)  # whole mixed steps are another thing
+        return frozenset(needed - {"mixed"} if self.prefill else needed)  # a prefill part is not a whole mixed step
 
 
 WINDOW = {"sliding_window": 5}
-CHUNKS = {"attention_chunk_size": 6}  # begins within a page of 4 or 16
+CHUNKS = {"attention_chunk_size": 6}  # starts within a page of 4 or 16
 ALIBI = {"alibi": True}
 _SCALE = {"softmax_scale": 0.3}
-_GROUP = {"group": 1, "num_kv_heads": 1}  # heads of another number, too
+_GROUP = {"group": 1, "num_kv_heads": 1}  # with another number of heads
 _CROSS = {"kind": AttentionKind.CROSS}
 _ENCODER = {"kind": AttentionKind.ENCODER}
 _NEAR = _ENCODER | WINDOW
@@ -123,10 +127,10 @@ FEATURES = {
         Feature("fp8", kv_dtype=torch.float8_e4m3fn, lse=True),
         Feature("fp8-e5m2", kv_dtype=torch.float8_e5m2),
         Feature("hnd", layout=KVLayout.HND),
-        Feature("group-3", group=3),
+        Feature("num_queries_per_kv-3", num_queries_per_kv=3),
         Feature("one-pool", one_pool=True),
         Feature("null-page-last", null_page_last=True),
-        Feature("splits", layers=({},), page_size=32),  # on CPU too: rows of several tiles, cut and merged
+        Feature("splits", layers=({},), page_size=32),  # several tiles per request, split and merged, also on CPU
         Feature("query_len", query_len=3, lse=True),
         Feature("mixed", mixed=True, lse=True),
         Feature("mixed-window", layers=(WINDOW, {}), same=(WINDOW, WINDOW), mixed=True),
@@ -161,13 +165,13 @@ FEATURES = {
         Feature("batch_invariant-cross_attention", layers=(_CROSS,), batch_invariant=True),
     )
 }
-"""Every feature that a backend may declare, by name."""
+"""Every feature that a backend may declare, by id."""
 
 
 def declared_features(cls: type[AttentionBackend], device: torch.device) -> list[Feature]:
-    """Every feature that the class declares for a device, and a plain case of each dtype, head size and page size.
+    """Return every feature that a class declares for a device, and a plain case per dtype, head size and page size.
 
-    An lse is asked for only of a backend that declares it.
+    Features ask for the log-sum-exp only if the class declares it.
     """
     have = cls.capabilities
     sized = [Feature(f"dtype-{_name(dtype)}", dtype=dtype) for dtype in have.dtypes]
@@ -185,13 +189,13 @@ def declared_features(cls: type[AttentionBackend], device: torch.device) -> list
 
 
 def _few(sizes: tuple[int, ...]) -> list[int]:
-    """The smallest, the largest and one between."""
+    """Return the smallest, the middle and the largest size."""
     ordered = sorted(sizes)
     return list(dict.fromkeys([ordered[0], ordered[len(ordered) // 2], ordered[-1]]))
 
 
 def declares(cls: type[AttentionBackend], feature: Feature, device: torch.device) -> bool:
-    """Whether the class says that it has the feature. It is then run, or skipped with the class's own reasons."""
+    """Return whether a class declares a feature. Its case then runs, or is skipped with the `unsupported_reasons`."""
     have = cls.capabilities
     dtype, stored = dtypes_of(have, feature, device)
     return (
@@ -210,7 +214,7 @@ def declares(cls: type[AttentionBackend], feature: Feature, device: torch.device
 
 
 def dtypes_of(have: Capabilities, feature: Feature, device: torch.device) -> tuple[torch.dtype, torch.dtype]:
-    """Dtypes of the layers and of the cache: those that the feature names, else usual ones that the backend has."""
+    """Return the dtypes of layers and cache: those of the feature, else common ones that the backend declares."""
     usual = torch.bfloat16 if device.type == "cuda" else torch.float32
     equal = [dtype for dtype in have.dtypes if dtype in have.kv_dtypes] or list(have.dtypes)
     dtype = feature.dtype or (usual if usual in equal else equal[0])
@@ -218,9 +222,9 @@ def dtypes_of(have: Capabilities, feature: Feature, device: torch.device) -> tup
 
 
 def contexts_of(cls: type[AttentionBackend], feature: Feature, device: torch.device, rows: int) -> list[BackendContext]:
-    """What to build the backend for: with the feature's layers, and with layers that are all alike."""
+    """Return the contexts to build the backend for: with the feature's layers, and with equal layers."""
     have, cuda = cls.capabilities, device.type == "cuda"
-    kv_heads, group = 2, feature.group or (4 if cuda else 2)
+    kv_heads, queries_per_kv = 2, feature.num_queries_per_kv or (4 if cuda else 2)
     dtype, stored = dtypes_of(have, feature, device)
     head_dim = feature.head_dim or _usual(128 if cuda else 16, have.head_dims)
     page_size = feature.page_size or _usual(16 if cuda else 4, have.page_sizes)
@@ -238,7 +242,7 @@ def contexts_of(cls: type[AttentionBackend], feature: Feature, device: torch.dev
     )
     contexts = []
     for layers in (feature.layers, feature.same or feature.layers):
-        plain = AttentionSpec(kv_heads * group, kv_heads, head_dim, dtype)
+        plain = AttentionSpec(kv_heads * queries_per_kv, kv_heads, head_dim, dtype)
         specs = tuple(_spec(options, plain, have.head_dims) for options in layers)
         groups = tuple(
             _group(number, replace(cache, page_size=size), layers, specs, drops_pages=feature.drops_pages)
@@ -248,7 +252,7 @@ def contexts_of(cls: type[AttentionBackend], feature: Feature, device: torch.dev
             BackendContext(
                 attention=specs,
                 kv_groups=groups,
-                group_of=tuple(None if place is None else place.group for place in layer_places(specs, groups)),
+                group_of=tuple(None if x is None else x.group for x in kv_locations(specs, groups)),
                 device=device,
                 max_num_reqs=max(ROWS, rows),
                 max_num_tokens=(640 if feature.encoder_attention else 64) if cuda else 12,
@@ -257,7 +261,7 @@ def contexts_of(cls: type[AttentionBackend], feature: Feature, device: torch.dev
                 batch_invariant=feature.batch_invariant,
                 mixed_batches=have.mixed or feature.prefill,
                 prefill=feature.prefill,
-                # Longer than a sequence, and no whole number of pages.
+                # Longer than a sequence, and not a multiple of the page size.
                 max_encoder_len=max_seq_len + page_size // 2 + 1 if feature.cross_attention else 0,
             )
         )
@@ -273,7 +277,7 @@ def _nearest(wanted: float, declared: Sequence[int] | None) -> int:
 
 
 def _spec(options: Mapping[str, Any], plain: AttentionSpec, head_dims: tuple[int, ...] | None) -> AttentionSpec:
-    """A layer's spec: a plain layer with these options."""
+    """Return the spec of a plain layer with these options."""
     changes = {name: value for name, value in options.items() if name not in ("alibi", "group")}
     if options.get("alibi"):
         changes["alibi_slopes"] = tuple(0.03 * (1 + head) for head in range(plain.num_q_heads))
@@ -291,7 +295,8 @@ def _group(
     *,
     drops_pages: bool,
 ) -> KVCacheSpec:
-    """The spec of a KV group: `cache` with the heads of the group's layers, and with their reach if pages go."""
+    """Return the spec of a KV group: `cache` with the heads of the group's layers, and with their window or chunks if
+    pages are dropped."""
     owners = [at for at, spec in enumerate(specs) if spec.is_cached and spec.kv_shared_with is None]
     own = [cache_layer for cache_layer, at in enumerate(owners) if layers[at].get("group", 0) == number]
     spec = specs[owners[own[0]]]

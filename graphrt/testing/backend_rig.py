@@ -1,4 +1,4 @@
-"""A backend over static tensors, driven as the runtime drives it: one captured size, one step after the other."""
+"""A backend with static tensors, called as the runtime calls it: one captured size, one step after another."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from graphrt.backends.base import AttentionBackend, AttentionLayer, BackendContext
+from graphrt.backends.base import AttentionBackend, AttentionLayer
+from graphrt.backends.capabilities import BackendContext
 from graphrt.batch import Batch
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.capture.graph import CapturedGraph, Recorder
@@ -26,17 +27,20 @@ from graphrt.testing.numerics import keys_seen
 
 NAN = float("nan")
 FINITE = 100.0
-"""In the null page of runtimes that drop pages: it may be read, and must not show."""
+"""Value in the null page if pages are dropped. A kernel may read it, but it must not affect results."""
 
 UNWRITTEN = 777.0
 Rows = tuple[tuple[int, int, int], ...]
-"""(seq_len, query_len, encoder_len) of each row of a step."""
+"""(seq_len, query_len, encoder_len) of each request of a step."""
 
 
 @dataclass
 class DenseSequence:
-    """One row of a step, dense and on the host: queries, stored keys and stored values of every layer. A layer that
-    reads another's cache has the keys and values of that one, a cross layer those of the row's encoder."""
+    """One request of a step, dense and on the host.
+
+    q, k, v   queries, stored keys and stored values of every layer. A layer with kv_shared_with has those of its
+              source, a cross layer those of the encoder
+    """
 
     seq_len: int
     query_len: int
@@ -46,16 +50,16 @@ class DenseSequence:
     v: list[torch.Tensor]
 
     def length_in(self, kv: KVCacheSpec) -> int:
-        """Tokens that a KV group holds of the row."""
+        """Return the number of tokens of the request in a KV group."""
         return self.encoder_len if kv.cross else self.seq_len
 
 
 @dataclass
 class Rig:
-    """A backend, the static tensors of one descriptor, and what was written to them last.
+    """A backend, the static tensors of one descriptor, and the requests that were written last.
 
-    `write` is what an upload and a refresh do. `replayed` and `eager` run the step and return every layer's output,
-    then every layer's log-sum-exp, on the host. `check` compares these with float64.
+    `write` replaces upload and refresh. `replayed` and `eager` run the step, and return the output of every layer, then
+    the log-sum-exp of every layer, on the host. `check` compares these with float64.
     """
 
     backend: AttentionBackend
@@ -64,7 +68,7 @@ class Rig:
     layers: list[AttentionLayer]
     sinks: list[torch.Tensor | None]
     q: list[torch.Tensor]
-    new_kv: list[tuple[torch.Tensor, torch.Tensor]]  # of this step's tokens; read in encoder layers alone
+    new_kv: list[tuple[torch.Tensor, torch.Tensor]]  # keys and values of this step; only encoder layers read them
     out: list[torch.Tensor]
     lse: list[torch.Tensor]
     metadata: StepMetadata
@@ -72,7 +76,7 @@ class Rig:
     graph: CapturedGraph | None = None
     recorder: Recorder | None = None
     written: list[DenseSequence] = field(default_factory=list)
-    decodes: int = 0  # rows of another part, a token each, which stand first
+    decodes: int = 0  # requests of the decode part, one token each, which come first
     batch: Batch | None = None
     before: list[tuple[str, torch.Tensor]] = field(default_factory=list)
 
@@ -81,7 +85,7 @@ class Rig:
         return self.backend.context
 
     def sequence(self, seq_len: int, query_len: int, encoder_len: int = 0) -> DenseSequence:
-        """A row of random contents."""
+        """Return a request with random contents."""
 
         def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.randn(*shape, generator=self.rng, device="cpu").to(dtype)
@@ -98,9 +102,9 @@ class Rig:
         return row
 
     def write(self, sequences: Sequence[DenseSequence]) -> None:
-        """Make `sequences` the rows of the step: pages in random places, NaN wherever nothing is to be read.
+        """Write the requests of the next step, in random pages, with NaN in everything that must not be read.
 
-        For a prompt part, rows with one new token stand first, and are another part's.
+        For a prefill part, requests with one new token come first and belong to the decode part.
         """
         if self.context.prefill:
             sequences = sorted(sequences, key=lambda sequence: sequence.query_len > 1)
@@ -119,8 +123,8 @@ class Rig:
         ends = starts[-1:] * (len(meta.query_start_loc) - len(starts))
         meta.seq_lens.copy_(seq_lens)
         meta.positions.copy_(positions)
-        of_pads = [0] * (len(meta.encoder_lens) - len(rows))
-        meta.encoder_lens.copy_(torch.tensor([*encoder_lens, *of_pads], device="cpu"))
+        padding = [0] * (len(meta.encoder_lens) - len(rows))
+        meta.encoder_lens.copy_(torch.tensor([*encoder_lens, *padding], device="cpu"))
         meta.query_start_loc.copy_(torch.tensor([*starts, *ends], device="cpu").clamp(min=self.decodes))
         lists: list[list[int]] = []
         first_pages: list[int] = []
@@ -149,11 +153,13 @@ class Rig:
     def _write_pages(
         self, group: int, sequences: Sequence[DenseSequence], starts: Sequence[int], positions: torch.Tensor
     ) -> tuple[list[int], list[list[int]]]:
-        """Write one KV group: its table, its slots, and the caches of its layers. Returns each row's first page and
-        the pages from there on."""
+        """Write one KV group: block table, slots, and the caches of its layers.
+
+        Returns the index of the first page of each request, and its page ids.
+        """
         meta, kv = self.metadata, self.context.kv_groups[group]
         null_page = kv.null_page
-        assert isinstance(null_page, int), "features name the null page by its number"
+        assert isinstance(null_page, int), "features set the null page to an int"
         owners = [layer for layer in self.layers if layer.spec.is_cached and layer.spec.kv_shared_with is None]
         layers = [layer for layer in owners if layer.group == group]
         free = [page for page in range(layers[0].k_cache.shape[0]) if page != null_page]
@@ -167,7 +173,7 @@ class Rig:
         slots = torch.full(meta.slot_mappings[group].shape, PAD_SLOT_ID, device="cpu")
         for row, (first, pages) in enumerate(zip(first_pages, owned, strict=True)):
             table[row, first : first + len(pages)] = torch.tensor(pages, dtype=torch.int32, device="cpu")
-            if kv.cross:  # no token of the step is written
+            if kv.cross:  # steps do not write cross groups
                 continue
             here = slice(starts[row], starts[row + 1])
             page = table[row][positions[here] // kv.page_size].long()
@@ -177,7 +183,7 @@ class Rig:
         for layer in layers:
             for cache, dense in ((layer.k_cache, "k"), (layer.v_cache, "v")):
                 cache.copy_(torch.full(cache.shape, NAN, device="cpu").to(cache.dtype))
-                if self.feature.drops_pages:  # the null page stands where a row's first tile may begin
+                if self.feature.drops_pages:  # the first tile of a request may start in the null page
                     cache[null_page] = torch.full(cache.shape[1:], FINITE, device="cpu").to(cache.dtype)
                 for sequence, first, pages in zip(sequences, first_pages, owned, strict=True):
                     values = getattr(sequence, dense)[layer.index]
@@ -187,7 +193,7 @@ class Rig:
         return first_pages, owned
 
     def step(self) -> torch.Tensor:
-        """What is recorded."""
+        """Run the step, under capture or eagerly."""
         self.backend.schedule(self.metadata)
         for index, (layer, q, out) in enumerate(zip(self.layers, self.q, self.out, strict=True)):
             sinks, lse = self.sinks[index], self.lse[index] if self.lse else None
@@ -199,7 +205,7 @@ class Rig:
         return self.out[-1]
 
     def capture(self) -> None:
-        """Record the step, where the backend says that it can be; without a graph only `eager` is left."""
+        """Capture the step if the backend supports it; otherwise only `eager` can run."""
         if self.backend.graph_unsupported_reason(self.descriptor) is not None:
             return
         recorder = self.recorder = make_recorder(self.context.device)
@@ -213,7 +219,7 @@ class Rig:
         self._synchronize()
 
     def replayed(self) -> list[torch.Tensor]:
-        """One step by the graph."""
+        """Run one step by the graph, and return the results."""
         assert self.graph is not None, "replayed() without a graph"
         assert self.batch is not None, "replayed() before write()"
         self._poison()
@@ -222,7 +228,7 @@ class Rig:
         return self._results()
 
     def eager(self) -> list[torch.Tensor]:
-        """One step by the same calls, outside of the graph."""
+        """Run one step by the same calls outside of the graph, and return the results."""
         assert self.batch is not None, "eager() before write()"
         self._poison()
         self.backend.plan_capture(self.descriptor)
@@ -232,15 +238,13 @@ class Rig:
         return self._results()
 
     def check(self, name: str, results: list[torch.Tensor]) -> None:
-        """Every layer against float64, made of the host's copy of keys and values; and inputs that were left alone."""
+        """Compare every layer with float64 on the host, and check that inputs were not modified."""
         count, first = len(self.layers), self.decodes
         if any(bool((result[:first] != UNWRITTEN).any()) for result in results):
-            raise AssertionError(
-                f"{self.backend.name}, {name}: expected the decode part's {first} tokens as they were, got others"
-            )
+            raise AssertionError(f"{self.backend.name}, {name}: wrote to the {first} tokens of the decode part")
         for index, layer in enumerate(self.layers):
             quantised = self.backend.quantises_queries and layer.k_cache.dtype == E4M3
-            window = layer.spec.sliding_window or 0  # kernels take that of an encoder layer apart
+            window = layer.spec.sliding_window or 0  # options() leaves out the window of an encoder layer
             check_rows(
                 f"{self.backend.name}, {name}, layer {index}",
                 results[index][first:],
@@ -251,7 +255,7 @@ class Rig:
             )
         for (what, now), (_, then) in zip(self._inputs(), self.before, strict=True):
             if not _same_bits(now, then):
-                raise AssertionError(f"{self.backend.name}, {name}: expected {what} as it was, got other contents")
+                raise AssertionError(f"{self.backend.name}, {name}: modified {what}, which is read-only")
 
     def drop_graph(self) -> None:
         if self.graph is not None and self.recorder is not None:
@@ -260,15 +264,15 @@ class Rig:
             self.graph = None
 
     def close(self) -> None:
-        """Close the backend, and raise AssertionError for tensors that it keeps."""
+        """Close the backend, and raise AssertionError if it still holds tensors."""
         self.drop_graph()
         self.backend.close()
         left = tensors_in(self.backend)
         if left:
-            raise AssertionError(f"{self.backend.name}: expected no tensors after close(), got {', '.join(left)}")
+            raise AssertionError(f"{self.backend.name}: holds tensors after close(): {', '.join(left)}")
 
     def _inputs(self) -> list[tuple[str, torch.Tensor]]:
-        """By name, what a backend may only read."""
+        """Return, by name, the tensors that a backend must not modify."""
         meta = self.metadata
         names = ("seq_lens", "query_start_loc", "positions", "encoder_lens")
         tensors = [(f"metadata.{name}", getattr(meta, name)) for name in names]
@@ -296,7 +300,7 @@ class Rig:
 
 
 def spoil(tensor: torch.Tensor) -> None:
-    """Fill with what no step may rely on: NaN, or a number that is wrong but within bounds."""
+    """Overwrite with garbage: NaN, or a wrong integer that is within bounds."""
     tensor.fill_(NAN if tensor.is_floating_point() else 7)
 
 
@@ -304,7 +308,7 @@ def spoil(tensor: torch.Tensor) -> None:
 def open_rigs(
     backend_class: type[AttentionBackend], feature: Feature, device: torch.device, sizes: Sequence[int] = (ROWS,)
 ) -> Iterator[list[Rig]]:
-    """A rig per number of rows. All are closed at the end; after an error only their graphs are, and it is raised."""
+    """Yield a rig per batch size, and close all at the end. After an error, only their graphs are dropped."""
     rigs: list[Rig] = []
     try:
         for rows in sizes:
@@ -319,22 +323,23 @@ def open_rigs(
 
 
 def make_rig(backend_class: type[AttentionBackend], feature: Feature, device: torch.device, *, rows: int = ROWS) -> Rig:
-    """A rig whose backend is allocated.
+    """Return a rig with an allocated backend.
 
-    Raises: unittest.SkipTest, with every reason, where the class's own `unsupported_reasons` refuses the feature.
+    Raises:
+        unittest.SkipTest: if the class has `unsupported_reasons` for the feature.
     """
     contexts = contexts_of(backend_class, feature, device, rows)
     if feature.prefill:
-        of_prompts = backend_class.prefill_class()
-        assert of_prompts is not None, "it declares the prompt part"
-        backend_class = of_prompts
-    refusals = [backend_class.unsupported_reasons(context) for context in contexts]
-    context = next((c for c, reasons in zip(contexts, refusals, strict=True) if not reasons), None)
+        prefill_class = backend_class.prefill_class()
+        assert prefill_class is not None, "declared by the class"
+        backend_class = prefill_class
+    reasons = [backend_class.unsupported_reasons(context) for context in contexts]
+    context = next((c for c, found in zip(contexts, reasons, strict=True) if not found), None)
     if context is None:
-        raise unittest.SkipTest(f"backend {backend_class.name}: {'; '.join(refusals[0])}")
+        raise unittest.SkipTest(f"backend {backend_class.name}: {'; '.join(reasons[0])}")
     rng = torch.Generator().manual_seed(SEED)
     layers = _layers(context, rows, rng, feature)
-    # Values of bfloat16, which some kernels round sinks to.
+    # Values that bfloat16 can represent, because some kernels round sinks to it.
     sinks = [
         torch.randn(spec.num_q_heads, generator=rng, device="cpu").bfloat16().float().to(device) if spec.sinks else None
         for spec in context.attention
@@ -361,13 +366,13 @@ def make_rig(backend_class: type[AttentionBackend], feature: Feature, device: to
     q, new_kv, out, lse = [], [], [], []
     for spec in context.attention:
         heads, kv_heads, dtype = spec.num_q_heads, spec.num_kv_heads, spec.dtype
-        # As a model has them: slices of one tensor of queries, keys and values.
+        # Slices of one qkv tensor, as in a model.
         parts = [(heads, spec.head_dim), (kv_heads, spec.head_dim), (kv_heads, spec.value_dim)]
         sizes = [math.prod(part) for part in parts]
         qkv = make(padded, sum(sizes), dtype=dtype).split(sizes, 1)
-        of_q, *of_kv = (tensor.unflatten(1, part) for tensor, part in zip(qkv, parts, strict=True))
-        q.append(of_q)
-        new_kv.append((of_kv[0], of_kv[1]))
+        queries, keys, values = (tensor.unflatten(1, part) for tensor, part in zip(qkv, parts, strict=True))
+        q.append(queries)
+        new_kv.append((keys, values))
         out.append(make(padded, heads, spec.value_dim, dtype=dtype))
         lse += [make(padded, heads)] if feature.lse else []
     backend = backend_class(context)
@@ -376,7 +381,7 @@ def make_rig(backend_class: type[AttentionBackend], feature: Feature, device: to
 
 
 def _oldest_kept(kv: KVCacheSpec, sequence: DenseSequence) -> int:
-    """The oldest position that a token of the row sees in this step. Before its page nothing is kept."""
+    """Return the oldest position that a token of this step sees. Pages before it are dropped."""
     if kv.cross:
         return 0
     window, chunk = kv.sliding_window or 0, kv.attention_chunk_size or 0
@@ -385,8 +390,11 @@ def _oldest_kept(kv: KVCacheSpec, sequence: DenseSequence) -> int:
 
 
 def _layers(context: BackendContext, rows: int, rng: torch.Generator, feature: Feature) -> list[AttentionLayer]:
-    """The layers over caches of their own, or over that of the layer they share. Page ids fit into every cache, so
-    that the pages of another group are wrong, not out of bounds."""
+    """Return the layers with their caches.
+
+    Page ids of one group are valid in the caches of all others, so that a backend that mixes them up reads wrong
+    values, not out of bounds.
+    """
     num_pages = 1 + rows * max((context.max_pages(group) for group in range(len(context.kv_groups))), default=0)
     layers: list[AttentionLayer] = []
     assert context.group_of is not None, "set at construction"
@@ -448,7 +456,7 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def tensors_in(backend: AttentionBackend) -> list[str]:
-    """Names of the tensors in a backend's attributes: in containers, and in objects of classes of its own package."""
+    """Return the names of tensors in the attributes of a backend, in containers, and in objects of its package."""
     package = type(backend).__module__.split(".")[0]
     seen: set[int] = set()
 

@@ -15,7 +15,8 @@ from statistics import median
 import numpy as np
 import torch
 
-from graphrt.backends.base import AttentionBackend, AttentionLayer, BackendContext
+from graphrt.backends.base import AttentionBackend, AttentionLayer
+from graphrt.backends.capabilities import BackendContext
 from graphrt.batch import Batch
 from graphrt.bench.timer import Call, Timing, rotations, spaced_calls, spacer_calls, time_calls
 from graphrt.capture.descriptor import BatchDescriptor

@@ -1,4 +1,4 @@
-"""Set-up of the contract tests: one thread for tiny operations on CPU, FlashInfer's kernels compiled side by side."""
+"""Fixtures of the backend tests: one thread for small CPU operations, and FlashInfer's kernels compiled in parallel."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FLASHINFER_MODULES = (
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """These tests are thousands of tiny operations, for which a pool of threads is only a burden."""
+    """These tests run thousands of small operations, which a thread pool slows down."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -33,7 +33,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def compiled_flashinfer(request: pytest.FixtureRequest) -> None:
-    """It compiles a module per combination of options on first use, 40 s each: here all that the tests need at once."""
+    """FlashInfer compiles a module per combination of options on first use, in 40 s each: compile all of them here."""
     if "gpu" in request.keywords and "flashinfer" in request.node.nodeid.lower() and torch.cuda.is_available():
         _compile_flashinfer()
 

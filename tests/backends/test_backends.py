@@ -1,4 +1,4 @@
-"""The choice among attention backends, and the two that need no package, driven through their verbs."""
+"""Selection among attention backends, and the two backends that need no package, called as a runtime calls them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,8 @@ import pytest
 import torch
 
 from graphrt.backends import registry
-from graphrt.backends.base import (
-    AttentionBackend,
-    AttentionLayer,
-    BackendContext,
-    Capabilities,
-    GraphSupport,
-)
-from graphrt.backends.refusals import listing
+from graphrt.backends.base import AttentionBackend, AttentionLayer
+from graphrt.backends.capabilities import BackendContext, Capabilities, GraphSupport, listing
 from graphrt.backends.registry import backend_names, register_backend, select_backend, standings
 from graphrt.backends.torch_reference import TorchReferenceBackend
 from graphrt.backends.triton import TritonBackend
@@ -74,14 +68,16 @@ def third_party(monkeypatch: pytest.MonkeyPatch) -> type[AttentionBackend]:
     return register_backend(ThirdParty)
 
 
-def test_cpu_gets_the_reference() -> None:
+def test_cpu_selects_torch_reference() -> None:
     cls, explanation = select_backend(context())
     assert cls is TorchReferenceBackend
-    assert explanation.startswith("torch_reference: first in order of preference that serves device cpu; not triton (")
+    assert explanation.startswith(
+        "torch_reference: first in order of preference that supports device cpu; not triton ("
+    )
 
 
-def test_cuda_gets_triton_and_else_the_reference() -> None:
-    """Selecting touches no device."""
+def test_cuda_selects_triton_else_torch_reference() -> None:
+    """Selection does not touch a device."""
     assert select_backend(context(device=CUDA))[0] is TritonBackend
     odd = AttentionSpec(4, 2, 520, torch.float32)
     cls, explanation = select_backend(context(odd, device=CUDA))
@@ -90,7 +86,7 @@ def test_cuda_gets_triton_and_else_the_reference() -> None:
 
 
 @pytest.mark.skipif(not INTERPRETER_AVAILABLE, reason="needs TRITON_INTERPRET=1")
-def test_triton_on_cpu_by_name_only() -> None:
+def test_triton_on_cpu_needs_its_name() -> None:
     assert TritonBackend.unsupported_reasons(context()) == []
     assert select_backend(context(), "triton") == (TritonBackend, "triton: chosen by name")
 
@@ -101,12 +97,12 @@ def test_triton_on_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) ->
         select_backend(context(), "triton")
 
 
-def test_unknown_name() -> None:
+def test_unknown_backend_name_raises() -> None:
     with pytest.raises(ConfigError, match=r"backend: expected one of triton, .*torch_reference, got 'tritn'"):
         select_backend(context(), "tritn")
 
 
-def test_a_refused_name_gives_every_reason(third_party: type[AttentionBackend]) -> None:
+def test_named_backend_raises_with_every_reason(third_party: type[AttentionBackend]) -> None:
     refused = context(SPEC, WINDOWED, device=CUDA, max_query_len=5)
     with pytest.raises(UnsupportedError) as caught:
         select_backend(refused, "third_party")
@@ -119,23 +115,22 @@ def test_a_refused_name_gives_every_reason(third_party: type[AttentionBackend]) 
         "head_dim 16: supports 64, 128",
         "sliding_window 3: not supported",
         "logits_softcap 5.0: not supported",
-        "query_len 5: decodes at most 2 tokens per row",
+        "query_len 5: decodes at most 2 tokens per request",
         "mixed batches: not supported, so prompts cannot run",
     ):
         assert reason in str(caught.value)
-    assert "got 10 reasons" in str(caught.value)
 
 
-def test_triton_reasons() -> None:
+def test_unsupported_reasons_of_triton() -> None:
     odd = AttentionSpec(4, 2, 520, torch.float16)
     assert TritonBackend.unsupported_reasons(context(odd, device=CUDA, kv_dtype=torch.bfloat16, max_query_len=17)) == [
         "head_dim 520: supports 1 to 512",
         "dtype torch.float16 with KV dtype torch.bfloat16: must be equal, or the cache fp8",
-        "query_len 17: decodes at most 16 tokens per row",
+        "query_len 17: decodes at most 16 tokens per request",
     ]
 
 
-def test_capabilities_say_the_head_dims_that_triton_serves() -> None:
+def test_head_dims_of_triton() -> None:
     served = TritonBackend.capabilities.head_dims
     for head_dim in range(-8, 1025):
         refusal = contextlib.nullcontext() if head_dim in served else pytest.raises(UnsupportedError)
@@ -147,18 +142,21 @@ def test_capabilities_say_the_head_dims_that_triton_serves() -> None:
         assert listing(few) == ", ".join(map(str, few))
 
 
-def test_a_device_by_its_name_is_refused() -> None:
+def test_device_type_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"BackendContext\.device: expected device, got 'cpu'; make"):
         context(device="cpu")  # type: ignore[arg-type]  # what is tested
 
 
-def test_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_supported_backend_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     meta = context(device=torch.device("meta"))
-    with pytest.raises(UnsupportedError, match=r"got none: triton \(device meta: .*torch_reference \(device meta: "):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"no backend supports this model on meta: triton \(device meta: .*torch_reference \(device meta: ",
+    ):
         select_backend(meta)
 
 
-def test_standings_name_every_backend(third_party: type[AttentionBackend]) -> None:
+def test_standings_list_every_backend(third_party: type[AttentionBackend]) -> None:
     explained = {standing.name: standing.unsupported_reasons for standing in standings(context(device=CUDA))}
     assert list(explained) == backend_names()
     assert explained["triton"] == []
@@ -166,13 +164,13 @@ def test_standings_name_every_backend(third_party: type[AttentionBackend]) -> No
     assert "device cuda: runs on cpu only" in explained["third_party"]
 
 
-def test_registered_backends_come_before_the_reference(third_party: type[AttentionBackend]) -> None:
+def test_registered_backends_rank_before_torch_reference(third_party: type[AttentionBackend]) -> None:
     assert backend_names() == [*OURS, "third_party", "torch_reference"]
     assert register_backend(third_party) is third_party, "registering the same class again changes nothing"
     impostor = type("Impostor", (TorchReferenceBackend,), {"name": "third_party"})
-    with pytest.raises(ConfigError, match="expected a new name, got 'third_party'"):
+    with pytest.raises(ConfigError, match="the name 'third_party' is taken"):
         register_backend(impostor)
-    with pytest.raises(ConfigError, match="expected a new name, got 'torch_reference'"):
+    with pytest.raises(ConfigError, match="the name 'torch_reference' is taken"):
         register_backend(TorchReferenceBackend)
     with pytest.raises(ConfigError, match="expected a subclass of AttentionBackend"):
         register_backend(int)  # type: ignore[arg-type]  # what is tested
@@ -192,7 +190,7 @@ def test_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
     half = AttentionSpec(4, 2, 64, torch.float16)
     kv = KVCacheSpec(1, 2, 64, page_size=16, dtype=torch.float16, layout=KVLayout.HND)
     assert select_backend(BackendContext((half,), (kv,), CPU, 8, 64, 32, mixed_batches=False))[0] is ThirdParty
-    with pytest.raises(ConfigError, match="backend missing: expected no_such_module:Backend to be importable"):
+    with pytest.raises(ConfigError, match="backend missing: no_such_module:Backend cannot be imported"):
         select_backend(context(), "missing")
     with pytest.raises(ConfigError, match="backend misnamed: expected third_party_module:Backend to be an Attention"):
         select_backend(context(), "misnamed")
@@ -214,7 +212,7 @@ def test_graph_support() -> None:
 
 
 def make_step(descriptor: BatchDescriptor, device: torch.device) -> tuple[torch.Tensor, AttentionLayer, StepMetadata]:
-    """A step with three real rows and a pad row: random q and cache, pages 1 to 6."""
+    """A step with three real requests and a padding request: random q and cache, pages 1 to 6."""
     torch.manual_seed(1)
     query_len = descriptor.query_len
     query_lens = [query_len] * 4 if query_len else [1, 6, 3, 0]
@@ -237,7 +235,7 @@ def make_step(descriptor: BatchDescriptor, device: torch.device) -> tuple[torch.
 
 
 def expected(q: torch.Tensor, layer: AttentionLayer, metadata: StepMetadata) -> torch.Tensor:
-    """float64, token by token, with the options of WINDOWED written out."""
+    """Attention in float64, token by token, with the options of WINDOWED."""
     out = torch.zeros(q.shape, dtype=torch.float64)
     starts = metadata.query_start_loc.tolist()
     for row, seq_len in enumerate(metadata.seq_lens.tolist()):
@@ -263,8 +261,8 @@ if INTERPRETER_AVAILABLE:
 
 @pytest.mark.parametrize("descriptor", [DECODE, SPECULATIVE, MIXED], ids=str)
 @pytest.mark.parametrize(("name", "device"), BACKENDS)
-def test_run(name: str, device: torch.device, descriptor: BatchDescriptor) -> None:
-    """Every verb in order; what `tensors()` names is poisoned before each step, counters excepted."""
+def test_run_of_each_backend(name: str, device: torch.device, descriptor: BatchDescriptor) -> None:
+    """Calls every method in order, with garbage in `tensors()`, except counters, before each step."""
     cls, _ = select_backend(context(WINDOWED, device=device, max_query_len=3), name)
     backend = cls(context(WINDOWED, device=device, max_query_len=3))
     q, layer, metadata = make_step(descriptor, device)
@@ -286,7 +284,7 @@ def test_run(name: str, device: torch.device, descriptor: BatchDescriptor) -> No
 
 @pytest.mark.parametrize(("name", "device"), [b for b in BACKENDS if "triton" in str(b.id)])
 def test_triton_runs_its_kernels(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CPU too: through the interpreter, never the reference that the ops fall back to there."""
+    """On CPU through the interpreter, never by the torch reference of the ops."""
     backend = TritonBackend(context(WINDOWED, device=device))
 
     launched: list[str] = []
@@ -315,12 +313,12 @@ def test_triton_runs_its_kernels(name: str, device: torch.device, monkeypatch: p
         assert launched == ["schedule_kernel", "attend_kernel", "attend_kernel"], "layers share the schedule"
 
 
-def test_triton_workspace() -> None:
-    """Allocated once, with a work list per kind of layer; without it a step is refused before anything is launched."""
+def test_triton_allocates_its_workspace_once() -> None:
+    """With a work list per kind of layer; a step before `allocate()` raises before any launch."""
     backend = TritonBackend(context(SPEC, WINDOWED, SPEC, max_query_len=2))
     q, layer, metadata = make_step(DECODE, CPU)
     for call in (lambda: backend.schedule(metadata), lambda: backend.run(layer, q, metadata, torch.empty_like(q))):
-        with pytest.raises(CaptureError, match=r"backend triton: expected a workspace, got none; call allocate\(\)"):
+        with pytest.raises(CaptureError, match=r"backend triton: its workspace is not allocated; call allocate\(\)"):
             call()
     assert backend.tensors() == {}
     backend.allocate()
@@ -344,8 +342,7 @@ def test_triton_workspace() -> None:
 
 @pytest.mark.parametrize("rows", [1, 5, 8])
 @pytest.mark.parametrize("invariant", [False, True])
-def test_triton_plans_for_its_context(rows: int, invariant: bool) -> None:
-    """And its buffers hold every size of the context, not only those of a capture_sizes."""
+def test_triton_buffers_fit_every_size_of_the_context(rows: int, invariant: bool) -> None:
     for page_size in (4, NATIVE_PAGE_MULTIPLE):
         made = context(SPEC, WINDOWED, max_query_len=3)
         made = replace(
@@ -376,8 +373,8 @@ def test_triton_plans_for_its_context(rows: int, invariant: bool) -> None:
         assert backend.tensors()["counters"].shape == needed.counters.shape
 
 
-def test_layers_share_a_schedule_where_heads_and_window_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One launch for each kind of layer, and starts of rows in mixed batches alone."""
+def test_layers_with_equal_heads_and_window_share_a_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One launch per kind of layer; `query_start_loc` is passed in mixed batches only."""
     launched = []
     monkeypatch.setattr("graphrt.backends.triton.schedule_attention", lambda *a, **options: launched.append(options))
     backend = TritonBackend(context(SPEC, WINDOWED, replace(SPEC, softmax_scale=2.0)))

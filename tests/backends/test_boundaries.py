@@ -1,4 +1,4 @@
-"""Bounds of the peers from both sides, and conditions on layers with the one that matters at every place."""
+"""Bounds of the wrapped packages from both sides, and conditions on layers with the decisive layer at each position."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from graphrt.backends import peer
-from graphrt.backends.base import AttentionBackend, BackendContext
+from graphrt.backends.base import AttentionBackend
+from graphrt.backends.capabilities import BackendContext, listing
 from graphrt.backends.flash_attn2 import FlashAttention2Backend
 from graphrt.backends.flash_attn3 import FlashAttention3Backend
 from graphrt.backends.flashinfer import FlashInferBackend
-from graphrt.backends.refusals import listing
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.spec import AttentionSpec
 from tests.support.fake_packages import install, install_package
@@ -24,7 +24,7 @@ E4M3 = torch.float8_e4m3fn
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The three packages, as far as the questions to the classes go."""
+    """Make the three packages look installed to class methods."""
     taking = lambda q, k_cache, v_cache, sinks=None: None  # noqa: E731
     names = {"get_scheduler_metadata": None, "flash_attn_with_kvcache": taking}
     for module in ("flash_attn", "flash_attn_interface", "flashinfer"):
@@ -44,13 +44,13 @@ GENERATIONS = [
     (FlashInferBackend, (8, 0), None),
     (FlashAttention3Backend, (8, 9), "device sm_89: needs sm_90 or newer"),
     (FlashAttention3Backend, (9, 0), None),
-    (FlashAttention3Backend, (10, 0), "device sm_10x: the kernels are compiled for sm_90a, which runs on sm_90 alone"),
+    (FlashAttention3Backend, (10, 0), "device sm_10x: the kernels are compiled for sm_90a, which runs on sm_90 only"),
 ]
 
 
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize(("cls", "capability", "reason"), GENERATIONS, ids=str)
-def test_generations_of_devices(
+def test_compute_capability(
     cls: type[AttentionBackend], capability: tuple[int, int], reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_device(monkeypatch, capability)
@@ -72,8 +72,8 @@ VERSIONS = [
 
 
 @pytest.mark.parametrize(("found", "refused"), VERSIONS, ids=str)
-def test_versions_of_packages(found: dict[str, str], refused: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By number, not by text; the first distribution that is found counts; a build without a version passes."""
+def test_minimum_package_version(found: dict[str, str], refused: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compared as numbers; the first distribution found counts; a build without metadata passes."""
     install(monkeypatch, "acme")
 
     def version(name: str) -> str:
@@ -97,17 +97,17 @@ def layers_with(other: AttentionSpec, at: int, plain: AttentionSpec = FULL) -> l
 
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("at", [0, 1, 2])
-def test_flash_attn3_with_an_fp8_cache_wants_bfloat16_in_every_layer(at: int) -> None:
+def test_flash_attn3_with_fp8_cache_needs_bfloat16_in_every_layer(at: int) -> None:
     half = AttentionSpec(8, 2, 64, torch.float16)
     refused = context(*layers_with(half, at), device=CUDA, kv_dtype=E4M3)
     assert FlashAttention3Backend.unsupported_reasons(refused) == [
-        "KV dtype float8_e4m3fn: its output is bfloat16, so the layers must be"
+        "KV dtype float8_e4m3fn: outputs are bfloat16, so the layers must be bfloat16"
     ]
     assert FlashAttention3Backend.unsupported_reasons(context(FULL, FULL, FULL, device=CUDA, kv_dtype=E4M3)) == []
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])
-def test_flash_attn3_asks_for_sinks_if_any_layer_has_them(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attn3_checks_sinks_if_any_layer_has_them(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     without = lambda q, k_cache, v_cache: None  # noqa: E731
     install(monkeypatch, "flash_attn_interface", flash_attn_with_kvcache=without, get_scheduler_metadata=None)
     asked = context(*layers_with(AttentionSpec(8, 2, 64, BF16, sinks=True), at), device=CUDA)
@@ -128,10 +128,10 @@ AGREE: dict[str, dict[str, Any]] = {
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("at", [1, 2])
 @pytest.mark.parametrize("text", AGREE)
-def test_flashinfer_wants_layers_that_agree(text: str, at: int) -> None:
+def test_flashinfer_needs_equal_options_in_all_layers(text: str, at: int) -> None:
     options = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 64, "dtype": BF16} | AGREE[text]
     asked = context(*layers_with(AttentionSpec(**options), at), device=CUDA)
-    assert FlashInferBackend.unsupported_reasons(asked) == [f"{text}: one plan serves all layers, they must agree"]
+    assert FlashInferBackend.unsupported_reasons(asked) == [f"{text}: must be equal, one plan serves all layers"]
     alike = context(*[AttentionSpec(**options)] * 3, device=CUDA)
     assert FlashInferBackend.unsupported_reasons(alike) == []
 
@@ -142,7 +142,7 @@ def test_flashinfer_wants_layers_that_agree(text: str, at: int) -> None:
 def test_left_padding_of_flash_attn3(
     page_size: int, query_len: int, padded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From pages of 64 tokens on, and above 64 rows of queries per KV head: 16 or 17 tokens of 4 heads."""
+    """With pages of at least 64 tokens and more than 64 queries per KV head: 16 or 17 tokens of 4 heads."""
     install_package(monkeypatch, "flash_attn3", "flash_attn_interface")
     backend = FlashAttention3Backend(context(page_size=page_size, max_query_len=17, max_num_tokens=68))
     backend.allocate()
@@ -158,10 +158,10 @@ def test_splits_of_flash_attn3_cover_64_keys_each(max_seq_len: int, splits: int)
 
 
 @pytest.mark.parametrize(("window", "biased"), [(None, True), (1023, False), (1024, False), (1025, True)])
-def test_flash_attn2_takes_the_bias_out_of_the_lse(
+def test_flash_attn2_removes_the_bias_from_the_lse(
     window: int | None, biased: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a window up to the table's width, of 1,024 tokens here, the kernel has none in it."""
+    """With a window up to the width of the table, 1,024 tokens, the kernel adds no bias."""
     spec = AttentionSpec(8, 2, 64, BF16, alibi_slopes=(0.5,) * 8, sliding_window=window)
     sums = lambda q, *args, **kwargs: (torch.zeros_like(q), torch.ones(4, 8, 1))  # noqa: E731
     install(monkeypatch, "flash_attn", flash_attn_with_kvcache=sums, flash_attn_varlen_func=None)
@@ -175,13 +175,13 @@ def test_flash_attn2_takes_the_bias_out_of_the_lse(
     assert lse[:, 0].tolist() == ([1.0, -1.0, 0.0, -2.0] if biased else [1.0] * 4)
 
 
-def test_listings_show_multiples_from_five_values_on() -> None:
+def test_listing_abbreviates_from_five_values_on() -> None:
     assert listing((8, 16, 24, 32)) == "8, 16, 24, 32"
     assert listing((8, 16, 24, 32, 40)) == "multiples of 8 from 8 to 40"
     assert listing((8, 16, 24, 32, 48)) == "8, 16, 24, 32, 48"
 
 
-def test_the_width_of_the_block_table_is_rounded_up() -> None:
+def test_block_table_width_is_rounded_up() -> None:
     widths = [
         BackendContext((FULL,), context(page_size=16).kv_groups, CUDA, 1, 1, n).max_pages(0)
         for n in (1, 16, 17, 32, 33)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from graphrt.backends import registry
-from graphrt.backends.base import BackendContext, Capabilities, GraphSupport
+from graphrt.backends.capabilities import BackendContext, Capabilities, GraphSupport
 from graphrt.backends.registry import register_backend, select_backend
 from graphrt.backends.torch_reference import TorchReferenceBackend
 from graphrt.batch import Batch
@@ -34,12 +34,7 @@ VOCABULARY = 11
 
 @dataclass(frozen=True)
 class Needs:
-    """A runtime that needs one capability, and how the refusal names it.
-
-    lacking   the field's value in a declaration that says no
-    spec      options of the last of three layers; the others are plain
-    groups    the layers of each KV group; empty: one
-    """
+    """A runtime that needs one capability, and the text of the reason against it."""
 
     lacking: Any
     refusal: str
@@ -57,14 +52,16 @@ NEEDS: dict[str, Needs] = {
     "head_dims": Needs((8, 24), "head_dim 16: supports 8, 24"),
     "page_sizes": Needs((3, 5), "page_size 4: supports 3, 5"),
     "layouts": Needs((KVLayout.NHD,), "layout HND: supports NHD", kv={"layout": KVLayout.HND}),
-    "max_query_len": Needs(2, "query_len 3: decodes at most 2 tokens per row", config={"query_len": 3}),
+    "max_query_len": Needs(2, "query_len 3: decodes at most 2 tokens per request", config={"query_len": 3}),
     "sliding_window": Needs(False, "sliding_window 3: not supported", spec={"sliding_window": 3}),
     "logits_softcap": Needs(False, "logits_softcap 5.0: not supported", spec={"logits_softcap": 5.0}),
-    "mixed": Needs(False, r"mixed batches: not supported, .* another backend, or RuntimeConfig\(mixed_batches=False\)"),
+    "mixed": Needs(
+        False, r"mixed batches: not supported, .* another backend, or set RuntimeConfig\(mixed_batches=False\)"
+    ),
     "alibi": Needs(False, "alibi_slopes: not supported", spec=WITH_SLOPES),
     "alibi_sqrt": Needs(False, "alibi_sqrt: not supported", spec=WITH_SLOPES | {"alibi_sqrt": True}),
     "sinks": Needs(False, "sinks: not supported", spec={"sinks": True}),
-    "lse": Needs(False, "lse: expected None, got a tensor; backend lacking gives none, choose another"),
+    "lse": Needs(False, "lse: backend lacking cannot write the log-sum-exp"),
     "batch_invariant": Needs(False, "batch_invariant: not supported", config={"batch_invariant": True}),
     "kv_groups": Needs(False, "2 KV groups: supports one", groups=((0, 2), (1,))),
     "v_head_dim": Needs(False, "v_head_dim 8: supports that of the keys, 16", spec={"v_head_dim": 8}),
@@ -82,13 +79,13 @@ NEEDS: dict[str, Needs] = {
 }
 
 
-def test_every_field_has_an_entry() -> None:
-    """A capability that nobody asks about would be a promise that nobody keeps. Prompt parts: see test_two_parts."""
+def test_every_capability_has_an_entry() -> None:
+    """`prefill` is covered by test_two_parts."""
     assert list(NEEDS) == [f.name for f in fields(Capabilities) if f.name != "prefill"]
 
 
 def attending(*, lse: bool = False) -> Callable[[Step], torch.Tensor]:
-    """A model whose every layer attends; some ask for the log-sum-exp."""
+    """A model in which every layer attends, some with the log-sum-exp."""
 
     def model(step: Step) -> torch.Tensor:
         tokens = step.descriptor.padded_tokens
@@ -107,7 +104,7 @@ def attending(*, lse: bool = False) -> Callable[[Step], torch.Tensor]:
 
 
 def build(needs: Needs, *, lse: bool = False, **config: Any) -> ReplayManager:
-    """A runtime of three layers that needs the capability, with the backend `lacking`."""
+    """A runtime of three layers that needs the capability, with the backend named `lacking`."""
     everywhere = {name: value for name, value in needs.spec.items() if name == "v_head_dim"}
     specs = (replace(PLAIN, **everywhere), replace(PLAIN, **everywhere), replace(PLAIN, **needs.spec))
     kv = KVCacheSpec(3, 2, 16, **({"page_size": 4, "dtype": F32} | needs.kv | everywhere))
@@ -123,7 +120,7 @@ def build(needs: Needs, *, lse: bool = False, **config: Any) -> ReplayManager:
 
 
 def declare(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> type[TorchReferenceBackend]:
-    """Register a right backend as `lacking` that declares something else."""
+    """Register a correct backend as `lacking` with other capabilities."""
     monkeypatch.setattr(registry, "_registered", {})
     capabilities = replace(TorchReferenceBackend.capabilities, **changes)
     attributes = {"name": "lacking", "capabilities": capabilities}
@@ -131,7 +128,7 @@ def declare(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> type[TorchRefere
 
 
 @pytest.mark.parametrize("name", NEEDS)
-def test_what_a_backend_does_not_declare_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_capability_raises(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     needs = NEEDS[name]
     asks_in_its_step = name == "lse"  # a model says nothing of it before
     declare(monkeypatch)
@@ -147,8 +144,8 @@ def test_what_a_backend_does_not_declare_is_refused(name: str, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("name", [name for name in NEEDS if name != "lse"])
-def test_what_is_not_declared_is_not_chosen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no backend is named, another one serves."""
+def test_backend_without_the_capability_is_not_selected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a name, another backend is selected."""
     needs = NEEDS[name]
     declare(monkeypatch)
     assert build(needs, backend=None).stats().backend == "lacking", "it comes before the reference"
@@ -156,7 +153,7 @@ def test_what_is_not_declared_is_not_chosen(name: str, monkeypatch: pytest.Monke
     assert build(needs, backend=None).stats().backend == "torch_reference"
 
 
-def test_bounds_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bounds_of_query_len_and_sizes_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     declare(monkeypatch, max_query_len=3)
     build(NEEDS["max_query_len"])
     declare(monkeypatch, page_sizes=(3, 4), head_dims=(8, 16))
@@ -164,8 +161,8 @@ def test_bounds_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])
-def test_every_layer_is_asked(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One layer of three needs what the backend lacks, wherever it stands."""
+def test_every_layer_is_checked(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of three layers needs the missing capability, at each position."""
     cls = declare(monkeypatch, sliding_window=False)
     layers = [PLAIN] * 3
     layers[at] = replace(PLAIN, sliding_window=3)
@@ -175,8 +172,8 @@ def test_every_layer_is_asked(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_a_cache_of_another_width_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For every backend: the contract knows no such pair. A cache in fp8 goes with any layers."""
+def test_kv_dtype_of_another_width_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For every backend. An fp8 cache works with layers of any dtype."""
     cls = declare(monkeypatch)
     for layers, stored, reasons in (
         (F32, F16, ["dtype torch.float32 with KV dtype torch.float16: must be equal, or the cache fp8"]),
@@ -199,10 +196,10 @@ GRAPHS = [
 
 
 @pytest.mark.parametrize(("support", "query_len", "eager"), GRAPHS, ids=str)
-def test_graph_support_is_kept(
+def test_unsupported_graphs_run_eagerly(
     support: GraphSupport, query_len: int, eager: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A batch whose graph the backend does not support runs eagerly, and says why: decode, then mixed."""
+    """Decode, then mixed; `stats()` says why."""
     monkeypatch.setattr(declare(monkeypatch), "graph_support", support)
     manager = build(Needs(None, ""), query_len=query_len)
     manager.capture()
@@ -213,7 +210,7 @@ def test_graph_support_is_kept(
 
 
 def batch(*query_lens: int) -> Batch:
-    """Rows that begin with these tokens, a page each."""
+    """Requests with these tokens, one page each."""
     rows = len(query_lens)
     return Batch(
         req_indices=np.arange(rows),
@@ -225,8 +222,8 @@ def batch(*query_lens: int) -> Batch:
     )
 
 
-def test_a_runtime_of_decode_batches_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a backend without mixed batches can serve: it is sent decode batches only, captured or eager."""
+def test_runtime_without_mixed_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend without mixed batches gets only decode batches, captured and eager."""
     cls, sent = declare(monkeypatch, mixed=False), []
     monkeypatch.setattr(cls, "plan_capture", lambda self, descriptor: sent.append(descriptor))
     monkeypatch.setattr(cls, "plan_replay", lambda self, descriptor, batch: sent.append(descriptor))
@@ -241,7 +238,7 @@ def test_a_runtime_of_decode_batches_alone(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("query_lens", [(3,), (1,), (2, 3), (1, 3), (3, 2, 1), (2, 2, 1)], ids=str)
-def test_mixed_batches_are_refused(query_lens: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mixed_batch_raises_before_writing(query_lens: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything is written: the next batch is served as if nothing had been. (1, 3) has as many tokens as two
     rows of 2."""
     declare(monkeypatch, mixed=False)
@@ -258,11 +255,11 @@ def test_mixed_batches_are_refused(query_lens: tuple[int, ...], monkeypatch: pyt
     allowed.replay(batch(*query_lens)).tokens()
 
 
-def test_configuration_of_decode_batches_alone() -> None:
+def test_config_without_mixed_batches() -> None:
     assert RuntimeConfig(mixed_batches=False).resolve().mixed_sizes == ()
     assert RuntimeConfig(mixed_batches=False, mixed_sizes=()).resolve().mixed_sizes == ()
     assert RuntimeConfig().resolve().mixed_sizes
-    with pytest.raises(ConfigError, match=r"mixed_sizes: expected none with mixed_batches=False, got \(64,\)"):
+    with pytest.raises(ConfigError, match=r"mixed_sizes: expected \(\) or None with mixed_batches=False, got \(64,\)"):
         RuntimeConfig(mixed_batches=False, mixed_sizes=(64,))
     for wrong in ("no", 0, None):
         with pytest.raises(ConfigError, match=r"RuntimeConfig\.mixed_batches: expected True or False, got"):
@@ -293,9 +290,9 @@ CONTEXTS: dict[str, tuple[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CONTEXTS)
-def test_contexts_of_wrong_types(case: str) -> None:
+def test_wrong_context_fields_raise(case: str) -> None:
     name, value = CONTEXTS[case]
     good = BackendContext((PLAIN,), (KVCacheSpec(1, 2, 16, 4, dtype=F32),), CPU, 4, 12, 8)
     assert select_backend(good)[0].name == "torch_reference"
-    with pytest.raises(ConfigError, match=rf"BackendContext\.{name}: expected .*, got "):
+    with pytest.raises(ConfigError, match=rf"BackendContext\.{name}: (expected .*, got |.* does not assign)"):
         replace(good, **{name: value})

@@ -1,4 +1,4 @@
-"""Every pair of what a backend declares, together: a table made from each class, checked in brief."""
+"""Every pair of values of what a backend declares: a covering array per class, checked in brief."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KINDS: dict[str, dict[str, Any]] = {"decode": {}, "query_len": {"query_len": 3},
 
 
 def types_of(cls: type[AttentionBackend]) -> list[tuple[torch.dtype, torch.dtype]]:
-    """Dtypes of the layers and of the cache: equal, and each fp8 format with one dtype."""
+    """Dtypes of layers and cache: equal, and each fp8 dtype with one layer dtype."""
     have = cls.capabilities
     types = [(dtype, dtype) for dtype in (BF16, F16, F32) if dtype in have.dtypes and dtype in have.kv_dtypes]
     for fp8, dtype in ((E4M3, BF16), (E5M2, F16)):

@@ -47,7 +47,7 @@ def test_contract(case: ContractCase) -> None:
 
 
 def fake_cases() -> list[ContractCase]:
-    """The peers on CPU, over kernels that only compute as theirs do: what the backends themselves do is under test."""
+    """The wrapped packages on CPU, replaced by fake kernels: the code of the backends themselves is under test."""
     found = []
     for cls in FAKES.values():
         for case in contract_cases(cls):
@@ -64,7 +64,7 @@ def test_peers_over_fake_kernels(case: ContractCase, monkeypatch: pytest.MonkeyP
     case.run()
 
 
-def test_every_backend_has_its_cases() -> None:
+def test_every_backend_has_cases() -> None:
     """A backend without cases would pass."""
     ids = [param.id for param in cases()]
     for name in ON_CUDA:

@@ -1,4 +1,4 @@
-"""The toy runtime with each peer by name: replay is eager bitwise, and as near to float64 as with our own kernels."""
+"""The toy runtime with each wrapped package by name: replay equals eager bitwise, with the accuracy of our kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from graphrt.backends.registry import backend_class
 from graphrt.batch import Batch
 from graphrt.kernels.types import KVLayout
-from tests.engine.test_replay import prompts, step_both_ways
+from tests.support.replay_scenarios import prompts, step_both_ways
 from tests.support.toy import Rig, make_rig
 
 PEERS = ("flash_attn2", "flash_attn3", "flashinfer")
@@ -25,7 +25,7 @@ def rig_of(backend: str, page_size: int, layout: KVLayout, **config: int) -> Rig
 
 
 def run_ahead(rig: Rig, *, busy: bool) -> None:
-    """Steps of several sizes and lengths, first eagerly and one by one, then submitted at once to a busy device."""
+    """Run steps of several sizes and lengths, first eagerly one by one, then submitted at once to a busy device."""
     rng = random.Random(4)
     sequences = [rig.start(i, text) for i, text in enumerate(prompts(rng, 6, 1, 30))]
     for sequence in sequences:
@@ -46,7 +46,7 @@ def run_ahead(rig: Rig, *, busy: bool) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", PEERS)
 def test_steps_submitted_to_a_busy_device(name: str) -> None:
-    """Whatever a step keeps in pinned memory, FlashInfer's plan above all, is not overwritten before its upload."""
+    """Pinned memory, such as FlashInfer's plan, is not overwritten before its upload."""
     cls = backend_class(name)
     if (missing := cls.unavailable()) is not None:
         pytest.skip(f"backend {name}: {missing}")
@@ -60,7 +60,7 @@ def test_steps_submitted_at_once_on_cpu() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", list(KVLayout), ids=lambda x: x.value)
 @pytest.mark.parametrize("name", PEERS)
-def test_the_runtime_with_a_peer(name: str, layout: KVLayout) -> None:
+def test_runtime_with_a_wrapped_package(name: str, layout: KVLayout) -> None:
     cls = backend_class(name)
     if (missing := cls.unavailable()) is not None:
         pytest.skip(f"backend {name}: {missing}")

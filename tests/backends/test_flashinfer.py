@@ -1,4 +1,4 @@
-"""FlashInfer's backend: what is planned on the host, when, and which wrapper and buffer it goes to."""
+"""The host side of FlashInfer's backend: what is planned, when, and into which wrapper and buffer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.peer_kit import BF16, context, layer_of, metadata_of, step
 
 
 class FakeWrapper:
-    """A wrapper of FlashInfer, as far as its host side goes."""
+    """The host side of a FlashInfer wrapper."""
 
     log: list[tuple[str, Any]]
     layout = (1, 2, 3)
@@ -104,7 +104,7 @@ def test_flashinfer_plans_on_the_host_and_lists_pages_on_the_device(flashinfer: 
     assert backend.tensors() == {}
 
 
-def test_flashinfer_refuses_a_plan_that_lies_elsewhere(
+def test_flashinfer_raises_for_a_plan_with_another_layout(
     flashinfer: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = FlashInferBackend(context(page_size=4))
@@ -123,7 +123,7 @@ def test_flashinfer_refuses_a_plan_that_lies_elsewhere(
 def test_flashinfer_needs_the_layout_of_its_plans(
     flashinfer: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch, info: Any
 ) -> None:
-    """Without it a plan that lies elsewhere would be read where the captured one lay."""
+    """Without it, a graph could read another plan than the captured one."""
 
     def plan(self, *args, **kwargs):
         if info != "lost":
@@ -136,10 +136,10 @@ def test_flashinfer_needs_the_layout_of_its_plans(
         backend.plan_capture(BatchDescriptor.decode(2))
 
 
-def test_flashinfer_can_be_planned_after_a_plan_failed(
+def test_flashinfer_plans_again_after_a_failed_plan(
     flashinfer: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first plan compiles, which may fail for want of a compiler and be tried again."""
+    """The first plan compiles kernels, which can fail."""
     backend, real = FlashInferBackend(context(page_size=4)), FakeWrapper.plan
     backend.allocate()
 
@@ -155,7 +155,7 @@ def test_flashinfer_can_be_planned_after_a_plan_failed(
     assert [kind for kind, _ in flashinfer].count("plan") == 2
 
 
-def test_flashinfer_needs_plan_memory_that_can_be_shared(
+def test_flashinfer_needs_sharable_plan_memory(
     flashinfer: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FakeWrapper, "__init__", lambda self, *args, **options: None)
@@ -166,7 +166,7 @@ def test_flashinfer_needs_plan_memory_that_can_be_shared(
 
 
 class Stream:
-    """Uploads and launches of a device that runs them late, in order: when it is waited for."""
+    """A device that runs uploads and launches late, in order, when it is waited for."""
 
     def __init__(self) -> None:
         self.queue: list[Any] = []
@@ -178,10 +178,10 @@ class Stream:
 
 
 @pytest.mark.parametrize("guarded", [True, False])
-def test_flashinfer_overwrites_no_plan_that_is_still_to_be_uploaded(
+def test_flashinfer_waits_for_the_upload_of_the_last_plan(
     flashinfer: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch, guarded: bool
 ) -> None:
-    """A second step is planned before the first has run. Without the wait, the first sees the second's lengths."""
+    """Without the wait, the first step would run with the lengths of the second one."""
     stream, asked = Stream(), context(page_size=4)
     backend = FlashInferBackend(asked)
     backend.allocate()
@@ -225,7 +225,7 @@ def test_flashinfer_runs_mixed_batches_eagerly(flashinfer: list[tuple[str, Any]]
     assert (lse[3:] == -math.inf).all()
 
 
-def test_flashinfer_folds_scales_into_queries_and_output(flashinfer: list[tuple[str, Any]]) -> None:
+def test_flashinfer_multiplies_scales_into_queries_and_output(flashinfer: list[tuple[str, Any]]) -> None:
     asked = context(page_size=4, kv_dtype=torch.float8_e5m2)
     backend = FlashInferBackend(asked)
     backend.allocate()
@@ -243,8 +243,8 @@ def test_flashinfer_folds_scales_into_queries_and_output(flashinfer: list[tuple[
     assert out[:, 4:].unique().tolist() == [24.0]
 
 
-def test_flashinfer_names_all_memory_that_its_graphs_work_on(flashinfer: list[tuple[str, Any]]) -> None:
-    """What a wrapper was given, and the plan that all wrappers share: an audit would call it foreign."""
+def test_flashinfer_names_all_memory_of_its_graphs(flashinfer: list[tuple[str, Any]]) -> None:
+    """The buffers of each wrapper, and the plan that all wrappers share."""
     backend = FlashInferBackend(context(page_size=4))
     assert backend.held() == {}
     backend.allocate()

@@ -55,7 +55,7 @@ def stale_tensors(cls: type[AttentionBackend], feature: Feature) -> dict[str, to
 
 
 def forgetful(cls: type[AttentionBackend], name: str, stale: torch.Tensor) -> type[AttentionBackend]:
-    """The class, but `schedule` leaves another batch's contents in one tensor, or a counter one too high."""
+    """The class with a `schedule` that leaves contents of another batch in one tensor, or a counter one too high."""
 
     def schedule(self: AttentionBackend, metadata: StepMetadata) -> None:
         cls.schedule(self, metadata)
@@ -65,7 +65,7 @@ def forgetful(cls: type[AttentionBackend], name: str, stale: torch.Tensor) -> ty
 
 
 @pytest.mark.parametrize(("name", "feature_name"), CASES)
-def test_a_schedule_that_forgets_one_tensor_is_noticed(name: str, feature_name: str, monkeypatch) -> None:
+def test_schedule_that_skips_one_tensor_is_found(name: str, feature_name: str, monkeypatch) -> None:
     cls, feature = class_of(name, monkeypatch), FEATURES[feature_name]
     if feature.prefill:
         cls = cls.prefill_class()
@@ -77,8 +77,8 @@ def test_a_schedule_that_forgets_one_tensor_is_noticed(name: str, feature_name: 
             check_steps(forgetful(cls, tensor, stale[tensor]), feature, CPU, brief=True)
 
 
-def test_scratch_that_is_not_its_own_is_noticed(monkeypatch) -> None:
-    """Partial results and their log-sum-exps in the same memory: the sums lie over results that are in use."""
+def test_shared_scratch_is_found(monkeypatch) -> None:
+    """Partial results and their log-sum-exps in the same memory."""
     cls = class_of("triton", monkeypatch)
 
     def allocate(self: TritonBackend) -> None:
@@ -92,8 +92,8 @@ def test_scratch_that_is_not_its_own_is_noticed(monkeypatch) -> None:
         check_steps(aliased, FEATURES["splits"], CPU, brief=True)
 
 
-def test_a_plan_that_is_not_made_again_is_noticed(monkeypatch) -> None:
-    """FlashInfer's plan on the host: kept from the first replay on."""
+def test_stale_plan_is_found(monkeypatch) -> None:
+    """FlashInfer's plan on the host is kept from the first replay."""
     cls = class_of("flashinfer", monkeypatch)
 
     def plan_replay(self, descriptor, batch) -> None:

@@ -1,4 +1,4 @@
-"""Host logic of the backends around other packages, with fake packages that record their calls."""
+"""Host logic of the backends that wrap other packages, with fake packages that record their calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from graphrt.backends import peer, registry
-from graphrt.backends.base import AttentionBackend, BackendContext
+from graphrt.backends.base import AttentionBackend
+from graphrt.backends.capabilities import BackendContext
 from graphrt.backends.flash_attn2 import FlashAttention2Backend
 from graphrt.backends.flash_attn3 import MAX_SPLITS, WORKSPACE_BYTES, FlashAttention3Backend
 from graphrt.backends.flashinfer import FlashInferBackend
@@ -23,15 +24,11 @@ from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.kernels.errors import CaptureError, ConfigError, UnsupportedError
 from graphrt.spec import AttentionSpec
 from tests.support.fake_packages import install
-from tests.support.peer_kit import BF16, CUDA, FULL, WINDOWED, Calls, context, layer_of, metadata_of, step
-
-PEERS = (FlashAttention2Backend, FlashAttention3Backend, FlashInferBackend)
+from tests.support.peer_kit import BF16, CUDA, FULL, PEERS, WINDOWED, Calls, context, layer_of, metadata_of, step
 
 
 @pytest.mark.parametrize("cls", PEERS, ids=lambda c: c.name)
-def test_a_missing_package_is_named_with_its_command(
-    cls: type[peer.PeerBackend], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_package_gives_its_pip_command(cls: type[peer.PeerBackend], monkeypatch: pytest.MonkeyPatch) -> None:
     command = {
         "flash_attn2": "pip install flash-attn --no-build-isolation",
         "flash_attn3": "pip install tokenspeed-fa3",
@@ -42,11 +39,11 @@ def test_a_missing_package_is_named_with_its_command(
     assert cls.unavailable() == reason
     assert cls.unsupported_reasons(context(device=CUDA))[0] == reason
     monkeypatch.setitem(sys.modules, cls.package.module, None)
-    with pytest.raises(UnsupportedError, match=f"expected the package, got none .*; run {command}"):
+    with pytest.raises(UnsupportedError, match=f"cannot be imported .*; run {command}"):
         cls(context()).allocate()
 
 
-def test_an_old_package_is_named_with_both_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_package_gives_both_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, "flashinfer")
     monkeypatch.setattr(peer, "version", lambda name: "0.5.3")
     assert FlashInferBackend.unavailable() == (
@@ -57,7 +54,7 @@ def test_an_old_package_is_named_with_both_versions(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("cls", PEERS, ids=lambda c: c.name)
-def test_a_folder_of_the_name_is_no_package(
+def test_empty_folder_is_not_a_package(
     cls: type[peer.PeerBackend], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / cls.package.module).mkdir()
@@ -68,27 +65,27 @@ def test_a_folder_of_the_name_is_no_package(
 
 
 @pytest.mark.parametrize("cls", PEERS, ids=lambda c: c.name)
-def test_a_module_without_what_is_called(cls: type[peer.PeerBackend], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_module_without_a_required_name_raises(cls: type[peer.PeerBackend], monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = cls.package.names
     install(monkeypatch, cls.package.module, **{first: None})
-    with pytest.raises(UnsupportedError, match=f"expected {first}, {second}, got a module without {second}; run pip"):
+    with pytest.raises(UnsupportedError, match=f"has no {second}; run pip"):
         cls(context()).allocate()
 
 
 def break_import(monkeypatch: pytest.MonkeyPatch, folder: Path, module: str) -> None:
-    """Install a package that is found and raises when it is imported."""
+    """Install a package that is found, but raises when it is imported."""
     (folder / f"{module}.py").write_text("raise ImportError('libcudart.so.99: cannot open shared object file')\n")
     monkeypatch.syspath_prepend(folder)
     monkeypatch.delitem(sys.modules, module, raising=False)
 
 
-def test_a_broken_package_is_a_reason_and_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Only what asks for sinks imports the package; triton serves the model all the same."""
+def test_broken_package_is_a_reason_not_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Only a context with sinks imports the package; triton serves the model then."""
     break_import(monkeypatch, tmp_path, "flash_attn_interface")
     asked = context(AttentionSpec(8, 2, 64, BF16, sinks=True), device=CUDA)
     (reason,) = FlashAttention3Backend.unsupported_reasons(asked)
     assert reason == (
-        "flash_attn_interface: expected the package, got none (ImportError: libcudart.so.99: cannot open shared object "
+        "flash_attn_interface: cannot be imported (ImportError: libcudart.so.99: cannot open shared object "
         "file); run pip install tokenspeed-fa3"
     )
     assert select_backend(asked)[0].name == "triton"
@@ -100,8 +97,8 @@ def test_a_broken_package_is_a_reason_and_no_error(monkeypatch: pytest.MonkeyPat
     ("predicate", "text"),
     [("extra_unsupported_reasons", "unsupported_reasons raised"), ("why_only_by_name", "why_only_by_name raised")],
 )
-def test_a_predicate_that_raises(predicate: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A third party's is a reason against it; of one of ours it is a bug, which nothing hides."""
+def test_class_method_that_raises(predicate: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a third-party class it is a reason; in a built-in class it is a bug, and propagates."""
 
     def raises(context: BackendContext) -> list[str]:
         raise ZeroDivisionError("a bug")
@@ -130,12 +127,15 @@ def classmethod_of(result: object) -> classmethod:
 
 
 @pytest.mark.parametrize("result", [None, "no", ("no",), [1], ["no", 1]], ids=str)
-def test_reasons_that_are_no_list_of_texts(result: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    """None would else be taken for no reason, and a text for a reason per letter."""
+def test_wrong_type_of_unsupported_reasons_raises(result: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None would count as no reason, and a str as a reason per character."""
     acme = type("Acme", (TorchReferenceBackend,), {"name": "acme", "extra_unsupported_reasons": classmethod_of(result)})
     monkeypatch.setattr(registry, "_registered", {"acme": acme})
     (reason,) = registry.unsupported_reasons("acme", context())
-    assert reason == f"Acme.extra_unsupported_reasons: expected a list of reasons, got {result!r}; [] is none"
+    assert (
+        reason
+        == f"Acme.extra_unsupported_reasons: expected a list of str, got {result!r}; return [] if there is no reason"
+    )
 
 
 DECLARATIONS = {
@@ -148,33 +148,33 @@ DECLARATIONS = {
     "quantises": ({"quantises_queries": None}, r"Acme\.quantises_queries: expected True or False, got None"),
     "unsupported_reasons": (
         {"unsupported_reasons": classmethod_of([])},
-        r"Acme\.unsupported_reasons: expected the inherited one, got another, .*; define extra_unsupported",
+        r"Acme\.unsupported_reasons: must not be overridden.*; define extra_unsupported",
     ),
     "graph_unsupported_reason": (
         {"graph_unsupported_reason": lambda self, descriptor: None},
-        r"Acme\.graph_unsupported_reason: expected the inherited one, .*; define extra_graph_unsupported",
+        r"Acme\.graph_unsupported_reason: must not be overridden.*; define extra_graph_unsupported",
     ),
 }
 
 
 @pytest.mark.parametrize("case", DECLARATIONS)
-def test_a_class_that_declares_too_little(case: str) -> None:
+def test_missing_class_attribute_raises(case: str) -> None:
     declared, complaint = DECLARATIONS[case]
     with pytest.raises(ConfigError, match=complaint):
         registry.register_backend(type("Acme", (TorchReferenceBackend,), {"name": "acme", **declared}))
     assert "acme" not in registry.backend_names()
 
 
-def test_a_class_without_run() -> None:
+def test_class_without_run_raises() -> None:
     have = TorchReferenceBackend
     attributes = {"name": "acme", "capabilities": have.capabilities, "graph_support": have.graph_support}
-    with pytest.raises(ConfigError, match=r"Acme\.run: expected a definition, got none"):
+    with pytest.raises(ConfigError, match=r"Acme\.run: not defined"):
         registry.register_backend(type("Acme", (AttentionBackend,), attributes))
 
 
 @pytest.mark.parametrize("name", registry.backend_names())
-def test_our_own_declare_enough(name: str) -> None:
-    """They are not registered, so nothing else looks."""
+def test_declarations_of_built_in_backends(name: str) -> None:
+    """Built-in backends are not registered, so registration does not check them."""
     registry.check_declaration(registry.backend_class(name))
 
 
@@ -196,24 +196,24 @@ CAPABILITIES = {
 
 
 @pytest.mark.parametrize("case", CAPABILITIES)
-def test_capabilities_of_a_wrong_type(case: str) -> None:
+def test_wrong_capabilities_raise(case: str) -> None:
     field, value = CAPABILITIES[case]
     with pytest.raises(ConfigError, match=rf"Capabilities\.{field}: expected .*, got "):
         replace(TorchReferenceBackend.capabilities, **{field: value})
 
 
-def test_anything_is_said_with_none() -> None:
+def test_none_means_any_size() -> None:
     anything = replace(TorchReferenceBackend.capabilities, head_dims=None, page_sizes=None, max_query_len=1)
     assert (anything.head_dims, anything.page_sizes) == (None, None)
 
 
 @pytest.mark.parametrize("cls", PEERS, ids=lambda c: c.name)
-def test_extras_ask_for_the_version_that_the_backend_wants(cls: type[peer.PeerBackend]) -> None:
+def test_extras_require_the_minimum_version(cls: type[peer.PeerBackend]) -> None:
     text = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()
     assert f'= ["{cls.package.distributions[0]}>={".".join(map(str, cls.package.minimum))}"]' in text
 
 
-def test_importing_the_backends_imports_no_package() -> None:
+def test_backend_modules_import_no_package() -> None:
     code = (
         "import sys; from graphrt.backends.registry import backend_class, backend_names\n"
         "for name in backend_names(): backend_class(name).unavailable()\n"
@@ -240,20 +240,20 @@ REFUSALS = {
             device=CUDA, kv_dtype=torch.float8_e4m3fn,
         ),
         ["head_dim 96: supports 64, 128, 192, 256", "logits_softcap 3.0: not supported", "alibi_slopes: not supported",
-         "KV dtype float8_e4m3fn: its output is bfloat16, so the layers must be"],
+         "KV dtype float8_e4m3fn: outputs are bfloat16, so the layers must be bfloat16"],
     ),
     "flashinfer": (
         FlashInferBackend,
         context(FULL, WINDOWED, device=CUDA, max_query_len=2, batch_invariant=True, kv_dtype=torch.float16),
-        ["query_len 2: decodes at most 1 tokens per row", "batch_invariant: not supported",
+        ["query_len 2: decodes at most 1 tokens per request", "batch_invariant: not supported",
          "dtype torch.bfloat16 with KV dtype torch.float16: must be equal, or the cache fp8",
-         "sliding_window None, 7: one plan serves all layers, they must agree"],
+         "sliding_window None, 7: must be equal, one plan serves all layers"],
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_every_reason_is_given(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_unsupported_reasons_are_listed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cls, asked, wanted = REFUSALS[name]
     install(monkeypatch, cls.package.module)
     reasons = cls.unsupported_reasons(asked)
@@ -262,7 +262,7 @@ def test_every_reason_is_given(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert len(reasons) == len(wanted), reasons
 
 
-def test_flash_attn3_asks_for_a_build_with_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attn3_needs_a_build_with_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = context(AttentionSpec(8, 2, 64, BF16, sinks=True), device=CUDA)
     metadata = {"get_scheduler_metadata": lambda: None}
     install(monkeypatch, "flash_attn_interface", flash_attn_with_kvcache=lambda q, k_cache, v_cache: None, **metadata)
@@ -301,7 +301,7 @@ def fa3(monkeypatch: pytest.MonkeyPatch) -> Calls:
 @pytest.mark.parametrize(
     "descriptor", [BatchDescriptor.decode(4), BatchDescriptor.decode(2, 3), BatchDescriptor.mixed(16, 4)], ids=str
 )
-def test_flash_attn3_tells_both_calls_the_same(fa3: Calls, descriptor: BatchDescriptor) -> None:
+def test_flash_attn3_passes_equal_arguments_to_scheduler_and_kernel(fa3: Calls, descriptor: BatchDescriptor) -> None:
     asked = context(FULL, WINDOWED, FULL, max_query_len=3)
     backend = FlashAttention3Backend(asked)
     backend.allocate()
@@ -334,7 +334,7 @@ def test_flash_attn3_tells_both_calls_the_same(fa3: Calls, descriptor: BatchDesc
         assert (lse[3:] == -math.inf).all()
 
 
-def test_flash_attn3_makes_a_schedule_in_every_step(fa3: Calls) -> None:
+def test_flash_attn3_schedules_in_every_step(fa3: Calls) -> None:
     asked = context()
     backend = FlashAttention3Backend(asked)
     descriptor = BatchDescriptor.decode(4)
@@ -348,11 +348,11 @@ def test_flash_attn3_makes_a_schedule_in_every_step(fa3: Calls) -> None:
         step(backend, metadata_of(asked, descriptor, 4), q, [layer_of(asked)])
     assert [kind for kind, _ in fa3] == ["schedule", "run"] * 2
     backend.schedule(metadata_of(asked, BatchDescriptor.decode(2), 2))
-    with pytest.raises(CaptureError, match=r"expected a schedule for decode\[4\], got one for decode\[2\]"):
+    with pytest.raises(CaptureError, match=r"expected a schedule for decode\[4\], got decode\[2\]"):
         backend.run(layer_of(asked), q, metadata_of(asked, descriptor, 4), torch.empty_like(q))
 
 
-def test_flash_attn3_splits_fit_their_budget() -> None:
+def test_flash_attn3_partial_results_fit_the_workspace() -> None:
     spec = AttentionSpec(32, 8, 128, BF16)
     backend = FlashAttention3Backend(context(spec, page_size=16, max_seq_len=131072))
     assert backend.num_splits(BatchDescriptor.decode(1), spec) == MAX_SPLITS
@@ -368,8 +368,8 @@ def test_flash_attn3_splits_fit_their_budget() -> None:
     assert invariant.num_splits(BatchDescriptor.decode(1), spec) == 1
 
 
-def test_flash_attn3_takes_sinks_in_bfloat16(fa3: Calls) -> None:
-    """Converted in every step, so that a write to the weights is seen; what has the dtype is passed on as it is."""
+def test_flash_attn3_converts_sinks_in_every_step(fa3: Calls) -> None:
+    """So that a write to the weights is seen; bfloat16 sinks are passed unchanged."""
     asked = context(AttentionSpec(8, 2, 64, BF16, sinks=True))
     backend = FlashAttention3Backend(asked)
     backend.allocate()
@@ -385,7 +385,7 @@ def test_flash_attn3_takes_sinks_in_bfloat16(fa3: Calls) -> None:
 
 
 @pytest.mark.parametrize(("page_size", "tokens", "padded"), [(16, 32, False), (64, 8, False), (64, 32, True)])
-def test_flash_attn3_keeps_tma_away_from_page_tails(fa3: Calls, page_size: int, tokens: int, padded: bool) -> None:
+def test_flash_attn3_passes_left_padding_to_avoid_tma(fa3: Calls, page_size: int, tokens: int, padded: bool) -> None:
     asked = context(page_size=page_size)
     backend = FlashAttention3Backend(asked)
     backend.allocate()
@@ -425,7 +425,7 @@ def test_flash_attn3_quantises_queries(fa3: Calls, descriptor: BatchDescriptor, 
         assert ((back - want).abs() <= tolerance).all()
 
 
-def test_flash_attn2_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_of_flash_attn2(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: Calls = []
 
     def flash_attn_with_kvcache(q, k, v, **kwargs):

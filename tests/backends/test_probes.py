@@ -24,7 +24,7 @@ LIVE = 2  # real rows of the probes, of 4
 
 
 def params(*classes: type[AttentionBackend]) -> list:
-    """Each class over its real kernels on CUDA, and over fake ones on CPU."""
+    """Each class with its real kernels on CUDA, and with fake ones on CPU."""
     real = [pytest.param(cls, CUDA, id=f"{cls.name}-cuda", marks=pytest.mark.gpu) for cls in classes]
     return real + [pytest.param(fake_packages.on_cpu(cls), CPU, id=f"{cls.name}-cpu") for cls in classes]
 
@@ -65,7 +65,9 @@ def raw_results(rig: Rig, monkeypatch: pytest.MonkeyPatch, fill: int, null_page:
 @pytest.mark.filterwarnings("ignore:.*deterministic")
 @pytest.mark.parametrize(("cls", "device"), params(*PEERS))
 @pytest.mark.usefixtures("kernels")
-def test_fills_of_pad_rows(cls: type[AttentionBackend], device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seq_len_fill_of_padding_requests(
+    cls: type[AttentionBackend], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the stated fill, a kernel reads the null page if that is 1, and nothing if it is 0. No fill, and nothing in
     the null page, reaches a real row."""
     rig = make_rig(cls, FEATURES["plain"], device)
@@ -90,7 +92,7 @@ def test_fills_of_pad_rows(cls: type[AttentionBackend], device: torch.device, mo
 
 
 def tails() -> list:
-    """Each peer with the kinds of pages that it serves: FlashAttention 2 has large ones only."""
+    """Each package with the page sizes that it supports."""
     found = []
     for feature in ("plain", "mixed", "mixed-large-pages"):
         for param in params(*PEERS):
@@ -103,7 +105,7 @@ def tails() -> list:
 @pytest.mark.parametrize(("cls", "device", "feature"), tails())
 @pytest.mark.usefixtures("kernels")
 def test_nan_in_page_tails(cls: type[AttentionBackend], device: torch.device, feature: str) -> None:
-    """NaN behind the last token of an owned page reaches no output; zeros in pad tokens."""
+    """NaN after the last token of an owned page reaches no output; padding tokens are zeros."""
     asked: Feature = FEATURES[feature]
     rig = make_rig(cls, asked, device)
     rows = [
@@ -118,7 +120,7 @@ def test_nan_in_page_tails(cls: type[AttentionBackend], device: torch.device, fe
 
 
 def nodes_per_layer(cls: type[AttentionBackend], device: torch.device, *, one_split: bool) -> int:
-    """Graph nodes that a second layer adds."""
+    """Number of graph nodes that a second layer adds."""
     nodes = []
     for layers in (1, 2):
         rig = make_rig(cls, replace(FEATURES["plain"], layers=({},) * layers, batch_invariant=one_split), device)
@@ -133,8 +135,8 @@ def nodes_per_layer(cls: type[AttentionBackend], device: torch.device, *, one_sp
 
 @pytest.mark.parametrize(("cls", "device"), params(FlashAttention3Backend))
 @pytest.mark.usefixtures("kernels")
-def test_nodes_of_flash_attn3(cls: type[FlashAttention3Backend], device: torch.device) -> None:
-    """At one split there is a fill that zeroes the scheduler's semaphore; above, a merge."""
+def test_graph_nodes_of_flash_attn3(cls: type[FlashAttention3Backend], device: torch.device) -> None:
+    """With one split a fill zeroes the scheduler's semaphore; with more splits, a merge does."""
     one, many = (nodes_per_layer(cls, device, one_split=one_split) for one_split in (True, False))
     print(f"flash_attn3: {one} nodes per layer at one split, {many} above; difference {one - many}")
     assert min(one, many) > 0

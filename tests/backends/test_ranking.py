@@ -1,4 +1,4 @@
-"""The measured table, and the choice of a backend by it. The figures here are made up."""
+"""The measured table, and selection of a backend by it, with invented times."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from graphrt.backends import registry
-from graphrt.backends.base import BackendContext, Capabilities
+from graphrt.backends.capabilities import BackendContext, Capabilities
 from graphrt.backends.ranking import Ranking, RankingCell, load_ranking, parse_ranking, ranking_record
 from graphrt.backends.registry import register_backend, select_backend, standings
 from graphrt.backends.torch_reference import TorchReferenceBackend
@@ -27,7 +27,7 @@ SMALL, LARGE = (1, 512), (64, 8192)
 
 
 def table(**times: tuple[float | None, float | None]) -> Ranking:
-    """Times of each backend in the small and in the large cell; None for no figure."""
+    """Times of each backend in the small and the large cell; None: not measured."""
     cells = []
     for at, (batch, context) in enumerate((SMALL, LARGE)):
         cells.append(RankingCell(batch, context, {n: us for n, both in times.items() if (us := both[at]) is not None}))
@@ -38,7 +38,7 @@ def relative(ranking: Ranking, *names: str, reqs: int = 256, length: int = 1 << 
     return ranking.relative_times(names, max_num_reqs=reqs, max_seq_len=length)
 
 
-def test_geometric_mean_over_what_a_runtime_can_meet() -> None:
+def test_geometric_mean_over_the_sizes_of_a_runtime() -> None:
     ranking = table(a=(1.0, 16.0), b=(2.0, 2.0))
     assert relative(ranking, "a", "b") == pytest.approx({"b": 1.0, "a": 2.0})
     assert list(relative(ranking, "a", "b")) == ["b", "a"], "the fastest first"
@@ -47,12 +47,12 @@ def test_geometric_mean_over_what_a_runtime_can_meet() -> None:
     assert relative(ranking, "a", "b", reqs=64, length=8192) == pytest.approx({"b": 1.0, "a": 2.0})
 
 
-def test_a_runtime_below_the_smallest_size_is_ranked_by_it() -> None:
+def test_small_runtime_is_ranked_by_the_smallest_size() -> None:
     ranking = Ranking(GPU, (RankingCell(16, 512, {"a": 1.0, "b": 3.0}), RankingCell(64, 512, {"a": 9.0, "b": 1.0})))
     assert relative(ranking, "a", "b", reqs=2, length=16) == pytest.approx({"a": 1.0, "b": 3.0})
 
 
-def test_backends_without_every_figure_are_not_ranked() -> None:
+def test_backend_without_all_times_is_not_ranked() -> None:
     ranking = table(a=(5.0, 50.0), b=(1.0, None), c=(6.0, 60.0))
     assert list(relative(ranking, "a", "b", "c", "d")) == ["a", "c"]
     assert relative(ranking, "b") == {"b": 1.0}, "nobody has a figure in the other cell"
@@ -60,7 +60,7 @@ def test_backends_without_every_figure_are_not_ranked() -> None:
     assert relative(ranking) == relative(ranking, "d") == relative(Ranking(), "a") == {}
 
 
-def test_the_record_of_a_result() -> None:
+def test_ranking_record_of_a_result() -> None:
     result = {
         "gpu": GPU,
         "tree": "abc",
@@ -85,18 +85,20 @@ BAD: dict[str, Any] = {
     "list": [],
     "cells": {"gpu": GPU, "cells": [{"batch": 1, "context": 2}]},
     "text": {"gpu": GPU, "cells": [{"batch": 1, "context": 2, "us_per_layer": {"a": "fast"}}]},
-    "zero": {"gpu": GPU, "cells": [{"batch": 1, "context": 2, "us_per_layer": {"a": 0.0}}]},
-    "nan": {"gpu": GPU, "cells": [{"batch": 1, "context": 2, "us_per_layer": {"a": float("nan")}}]},
+    "zero": {"gpu": GPU, "mixed_cells": [], "cells": [{"batch": 1, "context": 2, "us_per_layer": {"a": 0.0}}]},
+    "nan": {"gpu": GPU, "cells": [], "mixed_cells": [{"batch": 1, "context": 2, "us_per_layer": {"a": float("nan")}}]},
 }
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_malformed_tables(case: str) -> None:
-    with pytest.raises(ConfigError, match=r"ranking\.json: expected .*, got "):
+def test_malformed_table_raises(case: str) -> None:
+    with pytest.raises(
+        ConfigError, match=f"ranking.json: {'expected times > 0' if case in ('zero', 'nan') else 'not a table'}"
+    ):
         parse_ranking(BAD[case])
 
 
-def test_the_table_that_is_installed() -> None:
+def test_installed_table() -> None:
     ranking = load_ranking()
     assert all(cell.us_per_layer for cell in ranking.cells)
     assert "torch_reference" not in ranking.names, "the last resort is never ranked"
@@ -104,7 +106,7 @@ def test_the_table_that_is_installed() -> None:
 
 
 def capable(backend: str, **changes: Any) -> type[TorchReferenceBackend]:
-    """A registered backend that can serve `context()` but for what `changes` take away."""
+    """A registered backend that supports `context()` except for `changes`."""
     base = Capabilities(
         devices=("cuda", "cpu"), dtypes=(torch.bfloat16,), kv_dtypes=(torch.bfloat16,), head_dims=None, page_sizes=None,
         layouts=(KVLayout.NHD,), max_query_len=4, sliding_window=True, logits_softcap=True, mixed=True,
@@ -115,7 +117,7 @@ def capable(backend: str, **changes: Any) -> type[TorchReferenceBackend]:
 
 @pytest.fixture
 def backends(monkeypatch: pytest.MonkeyPatch) -> dict[str, type[TorchReferenceBackend]]:
-    """Beside triton and torch_reference: one that wants pages of 256, two that fit, one that is not measured."""
+    """Besides triton and torch_reference: one that needs pages of 256, two that are supported, one not measured."""
     builtin = {name: registry._BUILTIN[name] for name in ("triton", "torch_reference")}
     monkeypatch.setattr(registry, "_BUILTIN", builtin)
     monkeypatch.setattr(registry, "_registered", {})
@@ -138,48 +140,48 @@ def use(monkeypatch: pytest.MonkeyPatch, ranking: Ranking) -> None:
 
 
 @pytest.mark.usefixtures("backends")
-def test_the_fastest_that_can_serve_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fastest_supported_backend_is_selected(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, table(**TIMES))
     assert select_backend(context())[1] == (
-        "triton: fastest of 3 that can serve (1.00; steady 1.34, swift 1.41 on a made-up device); "
+        "triton: fastest of 3 supported backends (1.00; steady 1.34, swift 1.41 on a made-up device); "
         "not large_pages (page_size 16: supports 256, 512)"
     )
     cls, explanation = select_backend(context(reqs=1))
     assert cls.name == "swift"
-    assert explanation.startswith("swift: fastest of 3 that can serve (1.00; triton 2.00, steady 2.68 on")
+    assert explanation.startswith("swift: fastest of 3 supported backends (1.00; triton 2.00, steady 2.68 on")
     assert select_backend(context(page_size=256))[0].name == "large_pages"
 
 
-def test_the_only_one_that_was_measured(monkeypatch: pytest.MonkeyPatch, backends: dict[str, Any]) -> None:
-    """Those without a figure come after it, and the reference last, whatever the table says."""
+def test_only_measured_backend_is_selected(monkeypatch: pytest.MonkeyPatch, backends: dict[str, Any]) -> None:
+    """Backends without a time rank after it, and torch_reference last, whatever the table says."""
     use(monkeypatch, table(steady=(1.0, 1.0), torch_reference=(0.1, 0.1)))
     cls, explanation = select_backend(context())
     assert cls is backends["steady"]
-    assert explanation == "steady: the only one that can serve of those measured on a made-up device"
+    assert explanation == "steady: the only supported backend of those measured on a made-up device"
 
 
 @pytest.mark.usefixtures("backends")
-def test_static_order_where_nothing_measured_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_static_order_without_a_measured_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, table(large_pages=(1.0, 1.0)))
     cls, explanation = select_backend(context())
     assert cls.name == "triton"
     assert explanation == (
-        "triton: first in order of preference that serves device cuda; "
+        "triton: first in order of preference that supports device cuda; "
         "not large_pages (page_size 16: supports 256, 512)"
     )
     use(monkeypatch, Ranking())
-    assert select_backend(context())[1] == "triton: first in order of preference that serves device cuda"
+    assert select_backend(context())[1] == "triton: first in order of preference that supports device cuda"
 
 
 @pytest.mark.usefixtures("backends")
-def test_the_table_is_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table_applies_to_gpus_only(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, table(**TIMES))
     assert select_backend(context("cpu"))[1].startswith(
-        "swift: first in order of preference that serves device cpu; not triton ("
+        "swift: first in order of preference that supports device cpu; not triton ("
     )
 
 
-def test_chosen_only_by_name_is_not_ranked(monkeypatch: pytest.MonkeyPatch, backends: dict[str, Any]) -> None:
+def test_backend_for_selection_by_name_is_not_ranked(monkeypatch: pytest.MonkeyPatch, backends: dict[str, Any]) -> None:
     use(monkeypatch, table(**TIMES))
     monkeypatch.setattr(backends["swift"], "why_only_by_name", lambda context: "an experiment")
     cls, explanation = select_backend(context(reqs=1))
@@ -189,7 +191,7 @@ def test_chosen_only_by_name_is_not_ranked(monkeypatch: pytest.MonkeyPatch, back
 
 
 @pytest.mark.usefixtures("backends")
-def test_errors_carry_every_reason_of_every_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_lists_every_reason_of_every_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, table(**TIMES))
     with pytest.raises(UnsupportedError) as caught:
         select_backend(context("meta", sinks=True))
@@ -215,7 +217,7 @@ def test_standings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("backends")
-def test_env_prints_ranks_and_refusals(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_env_prints_ranks_and_reasons(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     use(monkeypatch, table(**TIMES))
     monkeypatch.setattr(cli_env, "_device", lambda: torch.device("cuda"))
     # Building triton's backend asks the device, which need not be there.
@@ -226,16 +228,14 @@ def test_env_prints_ranks_and_refusals(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert "1 (1.00 x the fastest)" in printed
     assert "2 (1.34 x the fastest)" in printed
     assert "page_size 16: supports 256, 512" in printed
-    assert "triton: fastest of 3 that can serve" in printed
+    assert "triton: fastest of 3 supported backends" in printed
     cli_env.run_env(EnvOptions(as_json=True))
     known = json.loads(capsys.readouterr().out)["backends"]["known"]
     assert [entry["rank"] for entry in known if entry["name"] == "unknown"] == [4]
 
 
 @pytest.mark.usefixtures("backends")
-def test_env_says_with_which_pages_a_backend_would_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_env_suggests_a_page_size(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     capable("neither", page_sizes=(32, 64), dtypes=(torch.float16,))
     use(monkeypatch, table(**TIMES))
     monkeypatch.setattr(cli_env, "_device", lambda: torch.device("cuda"))
@@ -255,13 +255,13 @@ def test_env_says_with_which_pages_a_backend_would_run(
         (
             "large_pages",
             None,
-            "backend, by name or GRAPHRT_BACKEND large_pages: expected a model and device that it",
+            "backend, by name or GRAPHRT_BACKEND large_pages: does not support this model and device",
         ),
         ("nobody", None, "backend, by name or GRAPHRT_BACKEND: expected one of triton, "),
         ("a,b", None, "GRAPHRT_BACKEND: expected the name of a backend, got 'a,b'"),
     ],
 )
-def test_env_chooses_as_a_runtime_does(
+def test_env_selects_as_a_runtime_does(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], named: str, chosen: str | None, reason: str
 ) -> None:
     use(monkeypatch, table(**TIMES))
@@ -278,10 +278,7 @@ def test_env_chooses_as_a_runtime_does(
     assert printed.count("(chosen)") == (chosen is not None)
 
 
-def test_documents_and_the_installed_table_are_made_from_the_result(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """With a result, ranking.json and the table of docs/backends.md hold its figures; without one, none."""
+def test_documents_and_table_are_generated_from_the_result(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(make_docs, "ROOT", tmp_path)
     assert parse_ranking(json.loads(make_docs.ranking_file())) == Ranking()
     assert make_docs.ranking_table().startswith("Not measured yet")
@@ -306,5 +303,6 @@ def test_documents_and_the_installed_table_are_made_from_the_result(
     data["cells"] = cells + longer
     result.write_text(json.dumps({"gpu": GPU, "tree": "0123456789abcdef", "data": data}))
     assert (
-        make_docs.planning_time() == "Planning takes the host 100 us at 1 row and up to 651 us at 4 rows, every step."
+        make_docs.planning_time()
+        == "Planning takes 100 us of host time for 1 request and up to 651 us for 4 requests, in every step."
     )

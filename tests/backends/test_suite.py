@@ -1,4 +1,4 @@
-"""The contract suite itself, by its public door: it notices every broken backend, and says what it ran and skipped."""
+"""The backend test suite itself: it finds every broken backend, and reports what it ran and skipped."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 import torch
 
-from graphrt.backends.base import AttentionBackend, Capabilities, GraphSupport
+from graphrt.backends.base import AttentionBackend
+from graphrt.backends.capabilities import Capabilities, GraphSupport
 from graphrt.backends.torch_reference import TorchReferenceBackend
 from graphrt.kernels.attention.options import AttentionOptions
 from graphrt.kernels.attention.reference import attention_reference
@@ -35,9 +36,8 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("broken", mocks.BROKEN, ids=lambda cls: cls.name)
-def test_stale_metadata_is_noticed(broken: type[AttentionBackend]) -> None:
+def test_stale_metadata_is_found(broken: type[AttentionBackend]) -> None:
     report = check_backend(broken, features=["plain"])
-    assert not report.ok
     assert report.failed
     assert f"FAILED   {broken.name}-cpu-plain: " in str(report)
 
@@ -48,23 +48,23 @@ BY_FEATURE = [(broken, feature) for broken, found in BROKEN_BY_FEATURE.items() f
 @pytest.mark.parametrize(
     ("broken", "feature"), BY_FEATURE, ids=[f"{cls.name}-{feature}" for cls, feature in BY_FEATURE]
 )
-def test_what_one_feature_alone_asks_is_noticed(broken: type[AttentionBackend], feature: str) -> None:
+def test_mistake_in_one_feature_is_found(broken: type[AttentionBackend], feature: str) -> None:
     report = check_backend(broken, features=[feature], brief=True)
     assert not report.passed, f"{report}"
     ((_, reason),) = report.failed
-    said = "expected an error of at most|expected NaN and infinities in the same places|expected the decode part's"
+    said = "expected an error of at most|expected NaN and infinities in the same places|wrote to the .* decode part"
     assert re.search(said, reason), reason
 
 
 @pytest.mark.parametrize("broken", BROKEN_BY_FEATURE, ids=lambda cls: cls.name)
-def test_other_features_do_not_notice(broken: type[AttentionBackend]) -> None:
-    """Else a mock would prove nothing of its feature."""
+def test_mistake_in_one_feature_passes_other_features(broken: type[AttentionBackend]) -> None:
+    """Otherwise the mock would prove nothing about its feature."""
     report = check_backend(broken, features=["window", "query_len", "mixed"], brief=True)
     assert report.ok, f"{report}"
 
 
-def test_pages_of_the_rig() -> None:
-    """A group with a window of 5 has null pages before it. Nothing but these and what rows own is finite."""
+def test_rig_writes_finite_values_only_to_owned_pages() -> None:
+    """A group with a window of 5 has null pages before it."""
     rig = make_rig(Liar, FEATURES["mixed-kv_groups-window"], CPU)
     rig.write([rig.sequence(16, 1), rig.sequence(13, 4)])
     (full, windowed), groups = rig.metadata.block_tables, rig.context.kv_groups
@@ -86,8 +86,8 @@ def test_pages_of_the_rig() -> None:
     rig.close()
 
 
-def test_a_cross_group_of_the_rig() -> None:
-    """Pages for what the encoder wrote, finite up to its last token; no slots, and nothing for a row without one."""
+def test_rig_writes_cross_groups() -> None:
+    """Pages are finite up to the last encoder token; there are no slots, and no pages without an encoder."""
     rig = make_rig(Liar, FEATURES["cross_attention-kv_groups"], CPU)
     rig.write([rig.sequence(3, 1, 19), rig.sequence(16, 1, 0), rig.sequence(9, 1, 3)])
     (_, table), (_, slots), kv = rig.metadata.block_tables, rig.metadata.slot_mappings, rig.context.kv_groups[1]
@@ -100,8 +100,8 @@ def test_a_cross_group_of_the_rig() -> None:
     rig.close()
 
 
-def test_encoder_layers_of_the_rig() -> None:
-    """Keys and values of whole sequences, packed as the queries are, NaN in pad tokens, and no cache."""
+def test_rig_writes_encoder_layers() -> None:
+    """Keys and values of whole sequences, packed as queries, NaN in padding tokens, without a cache."""
     rig = make_rig(Liar, FEATURES["mixed-encoder_attention"], CPU)
     rows = [rig.sequence(7, 7), rig.sequence(2, 2)]
     rig.write(rows)
@@ -113,7 +113,7 @@ def test_encoder_layers_of_the_rig() -> None:
     rig.close()
 
 
-def test_a_layer_of_the_rig_reads_the_cache_of_another() -> None:
+def test_rig_shares_the_cache_of_a_layer() -> None:
     rig = make_rig(Liar, FEATURES["kv_groups"], CPU)
     row = rig.sequence(3, 1)
     first, other, reader = rig.layers
@@ -126,7 +126,7 @@ def test_a_layer_of_the_rig_reads_the_cache_of_another() -> None:
     rig.close()
 
 
-def test_buffers_of_the_first_attempt_are_noticed() -> None:
+def test_buffers_of_a_failed_capture_are_found() -> None:
     report = check_backend(mocks.BuffersOfTheFirstAttempt, features=["plain"])
     assert [str(case) for case in report.passed] == ["broken_buffers_of_the_first_attempt-cpu-plain"]
     ((case, reason),) = report.failed
@@ -138,8 +138,8 @@ BY_ROWS = {mocks.SplitsByRows: "batch_invariant", CrossSplitsByRows: "batch_inva
 
 
 @pytest.mark.parametrize("mock", BY_ROWS, ids=lambda cls: cls.name)
-def test_a_row_that_depends_on_the_size_of_its_graph_is_noticed(mock: type[AttentionBackend]) -> None:
-    """As it would be with splits that follow from the number of rows."""
+def test_dependence_on_the_graph_size_is_found(mock: type[AttentionBackend]) -> None:
+    """Such as splits that depend on the number of requests."""
     claims = type("Claims", (mock,), {"capabilities": replace(mock.capabilities, batch_invariant=True)})
     assert check_backend(claims, features=["plain", "query_len", "mixed", "cross_attention"], brief=True).ok
     assert "a row of 16 with others" in check_backend(claims, features=[BY_ROWS[mock]]).failed[0][1]
@@ -147,7 +147,7 @@ def test_a_row_that_depends_on_the_size_of_its_graph_is_noticed(mock: type[Atten
 
 @dataclass
 class Call:
-    """The arguments of one call of the reference; a lie changes them."""
+    """The arguments of one call of the reference, which a lie changes."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -161,7 +161,7 @@ class Call:
 
 
 class Liar(TorchReferenceBackend):
-    """Declares everything, and computes something else."""
+    """Declares every capability, and computes something else."""
 
     name = "liar"
     lie: Callable[[Any, Call], None] = lambda self, call: None
@@ -197,7 +197,7 @@ def afterwards(change: Callable[[Call], None]) -> dict[str, Any]:
 
 
 def dense(cache: torch.Tensor, *order: int) -> torch.Tensor:
-    """The cache as a kernel sees it that assumes strides: those of a tensor of its own, in this order of dimensions."""
+    """The cache as read by a kernel that assumes the strides of a contiguous tensor in this dimension order."""
     shape = [cache.shape[at] for at in order]
     strides = [0] * 4
     step = 1
@@ -225,7 +225,7 @@ def first_scale_for_all(call: Call) -> None:
 
 
 def page_0_behind_the_rows(call: Call) -> None:
-    """Rows of which the first page is the null page are not run: it takes page 0 for the null page."""
+    """Skip requests whose first page is the null page, assuming that it is page 0."""
     call.seq_lens = torch.where((call.table == 0).any(1), 0, call.seq_lens)
 
 
@@ -234,7 +234,7 @@ def one_token_per_row(call: Call) -> None:
 
 
 def heads_in_another_order(call: Call) -> None:
-    """Query head h goes with KV head h modulo the number of KV heads, as in no model."""
+    """Query head h uses KV head h modulo the number of KV heads."""
     heads, kv_heads = call.q.shape[1], call.k.shape[2]
     order = torch.arange(heads).view(-1, kv_heads).t().flatten()
     call.q = call.q[:, order]
@@ -275,7 +275,7 @@ def lse_of_pads_is_zero(call: Call) -> None:
 
 
 def mask_scores_alone(call: Call) -> None:
-    """What zero times NaN makes of a page's tail: the last page is read whole."""
+    """Mask scores but not values: zero times NaN in the tail of a page, which is read whole."""
     page = call.k.shape[1]
     last = call.table.gather(1, ((call.seq_lens - 1).clamp(min=0) // page).long()[:, None])[:, 0]
     seen = call.v[last].float().sum((1, 2, 3)) * 0.0
@@ -317,7 +317,7 @@ LIES: dict[str, tuple[str, dict[str, Any]]] = {
     "query_len": ("query_len", lying(one_token_per_row)),
     "mixed": ("mixed", lying(one_token_per_row)),
     "heads": ("plain", lying(heads_in_another_order)),
-    "group": ("group-3", lying(powers_of_two)),
+    "num_queries_per_kv": ("num_queries_per_kv-3", lying(powers_of_two)),
     "k-and-v": ("plain", lying(swap_keys_and_values)),
     "queries-changed": ("plain", lying(scale_queries)),
     "precision": ("plain", afterwards(half_precision)),
@@ -337,8 +337,8 @@ SAID = {
     "nan-tail": "expected NaN and infinities in the same places",
     "queries-changed": "expected q as it was, got other contents",
     "lse-of-pads": "log-sum-exp: expected -inf in pad tokens, got 0.0",
-    "pads": "expected zeros in the pad tokens 2 to 3, got 1e-30",
-    "pads-mixed": "expected zeros in the pad tokens 8 to 11, got 1e-30",
+    "pads": "expected zeros in padding tokens 2 to 3, got 1e-30",
+    "pads-mixed": "expected zeros in padding tokens 8 to 11, got 1e-30",
     "kept": "expected no tensors after close(), got Liar.kept['last'][0]",
     "error": "ZeroDivisionError: a bug",
 }
@@ -349,8 +349,8 @@ def liar(case: str) -> type[AttentionBackend]:
     return type("Liar", (Liar,), {"__module__": __name__, **LIES[case][1]})
 
 
-def test_an_honest_one_passes() -> None:
-    """Else the lies below would prove nothing."""
+def test_correct_backend_passes() -> None:
+    """Otherwise the lies below would prove nothing."""
     wanted = sorted({feature for feature, _ in LIES.values()})
     report = check_backend(Liar, devices=["cpu"], features=wanted, brief=True)
     assert report.ok, report
@@ -358,7 +358,7 @@ def test_an_honest_one_passes() -> None:
 
 
 @pytest.mark.parametrize("case", LIES)
-def test_what_is_declared_and_not_done_is_noticed(case: str) -> None:
+def test_declared_but_missing_capability_is_found(case: str) -> None:
     feature, _ = LIES[case]
     report = check_backend(liar(case), devices=["cpu"], features=[feature], brief=True)
     assert not report.passed, f"{report}"
@@ -399,8 +399,8 @@ def test_every_capability_has_a_case() -> None:
         assert features.isdisjoint({f.id for f in declared_features(less, CPU)}), name
 
 
-def test_what_is_asked_follows_what_is_declared() -> None:
-    """A backend of few sizes is asked for these, never for others that it would refuse."""
+def test_features_follow_the_declared_sizes() -> None:
+    """A backend with few sizes is tested with these only."""
     narrow = replace(
         TorchReferenceBackend.capabilities,
         dtypes=(torch.float16,),
@@ -422,7 +422,7 @@ def test_what_is_asked_follows_what_is_declared() -> None:
     assert two == 2
 
 
-def test_a_backend_without_mixed_batches() -> None:
+def test_backend_without_mixed_batches() -> None:
     cls = type("Uniform", (Liar,), {"capabilities": replace(TorchReferenceBackend.capabilities, mixed=False)})
     cls.graph_support = GraphSupport.UNIFORM
     report = check_backend(cls, devices=["cpu"], features=["plain", "mixed", "query_len"], brief=True)
@@ -430,7 +430,7 @@ def test_a_backend_without_mixed_batches() -> None:
     assert {case.feature.id for case in report.passed} == {"plain", "query_len"}
 
 
-def test_refusals_are_skips_with_their_reasons() -> None:
+def test_unsupported_case_is_skipped_with_its_reasons() -> None:
     class Refusing(Liar):
         @classmethod
         def extra_unsupported_reasons(cls, context):
@@ -447,7 +447,7 @@ def test_refusals_are_skips_with_their_reasons() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")
-def test_cuda_cases_are_skips_without_a_device() -> None:
+def test_cuda_case_is_skipped_without_a_device() -> None:
     cases = contract_cases(TorchReferenceBackend, devices=["cuda"], features=["plain"])
     assert [str(case) for case in cases] == [
         "torch_reference-cuda-plain", "torch_reference-cuda-plain-capture_twice"
@@ -456,7 +456,7 @@ def test_cuda_cases_are_skips_without_a_device() -> None:
         cases[0].run()
 
 
-def test_what_cannot_be_asked() -> None:
+def test_wrong_devices_and_features_raise() -> None:
     with pytest.raises(ConfigError, match=r"devices: expected some of cpu, got .cuda.; mock_host_plan declares"):
         contract_cases(mocks.HostPlan, devices=["cuda"])
     with pytest.raises(ConfigError, match="backend: expected a subclass of AttentionBackend, got <class 'int'>"):
@@ -465,7 +465,7 @@ def test_what_cannot_be_asked() -> None:
         contract_cases(mocks.HostPlan, features=["plane"])
 
 
-def test_the_shell_s_door(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert backend_contract.main(["torch_reference", "--device", "cpu", "--feature", "plain", "--brief"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "passed   torch_reference-cpu-plain",
@@ -478,14 +478,14 @@ def test_the_shell_s_door(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("name", ["nobody", "no_such_module:Backend", "graphrt.batch:Nothing", "graphrt.batch:Batch"])
-def test_the_shell_s_door_with_a_wrong_name(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line_with_an_unknown_name(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         backend_contract.main([name])
     assert "error: " in capsys.readouterr().err
 
 
-def test_the_suite_needs_neither_pytest_nor_this_folder() -> None:
-    """Another package has only what is installed. The plugin is loaded by pytest alone."""
+def test_suite_needs_neither_pytest_nor_the_checkout() -> None:
+    """Only pytest loads the plugin."""
     for path in {*(ROOT / "graphrt/testing").glob("*.py")} - {ROOT / "graphrt/testing/pytest_plugin.py"}:
         for node in ast.walk(ast.parse(path.read_text())):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
@@ -496,5 +496,5 @@ def test_the_suite_needs_neither_pytest_nor_this_folder() -> None:
     assert result.stdout == "[]\n"
 
 
-def test_features_have_the_names_of_their_keys() -> None:
+def test_features_are_keyed_by_id() -> None:
     assert all(feature.id == name for name, feature in FEATURES.items())

@@ -1,4 +1,4 @@
-"""A backend of another package: a distribution with an entry point, found by a process that only imports graphrt."""
+"""A backend of another package: a distribution with an entry point, found by a process that imports only graphrt."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ import json, sys
 import torch
 from graphrt.backends.registry import backend_names, select_backend, standings
 from graphrt.kernels.errors import ConfigError
-from graphrt.backends.base import BackendContext
+from graphrt.backends.capabilities import BackendContext
 from graphrt.spec import AttentionSpec, KVCacheSpec
 
 assert "graphrt_acme" not in sys.modules, "a package is imported when it is asked for, not before"
@@ -76,7 +76,7 @@ print(json.dumps({
 
 
 def install(folder: Path, entry_points: dict[str, str]) -> None:
-    """What pip leaves of a distribution: its modules, and a .dist-info with METADATA and entry_points.txt."""
+    """Write what pip installs of a distribution: its modules, and a .dist-info with METADATA and entry_points.txt."""
     (folder / "graphrt_acme.py").write_text(MODULE)
     (folder / "graphrt_acme_broken.py").write_text(BROKEN)
     info = folder / "graphrt_acme-1.0.dist-info"
@@ -107,7 +107,7 @@ def site(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_an_installed_package_registers_a_backend(site: Path) -> None:
+def test_installed_package_registers_a_backend(site: Path) -> None:
     report = run_python(PROBE, site)
     names = report["names"]
     assert {"acme", "acme_broken", "acme_gone", "acme_renamed", "acme_function"} < set(names)
@@ -115,18 +115,18 @@ def test_an_installed_package_registers_a_backend(site: Path) -> None:
     assert names[-1] == "torch_reference", "the last resort, after what is installed"
     assert report["class"] == "graphrt_acme:AcmeBackend"
     assert report["reason"] == "acme: chosen by name"
-    assert report["chosen"].startswith("acme: first in order of preference that serves device cpu; not triton (")
+    assert report["chosen"].startswith("acme: first in order of preference that supports device cpu; not triton (")
 
 
-def test_broken_entry_points_are_typed_errors(site: Path) -> None:
-    """Each by name, and none stands in the way of the others."""
+def test_broken_entry_point_raises(site: Path) -> None:
+    """Each by name, without effect on other entry points."""
     report = run_python(PROBE, site)
     expected = {
-        "acme_broken": "expected graphrt_acme_broken:AcmeBackend to be importable, got ModuleNotFoundError: "
-        "No module named 'a_package_that_nobody_has'; repair or uninstall the package that declares it",
-        "acme_gone": "expected graphrt_acme:GoneBackend to be importable, got AttributeError: ",
-        "acme_renamed": "expected graphrt_acme:AcmeBackend to be an AttentionBackend of that name, got ",
-        "acme_function": "expected graphrt_acme:sys to be an AttentionBackend of that name, got <module 'sys'",
+        "acme_broken": "graphrt_acme_broken:AcmeBackend cannot be imported (ModuleNotFoundError: "
+        "No module named 'a_package_that_nobody_has'); repair or uninstall the package that declares it",
+        "acme_gone": "graphrt_acme:GoneBackend cannot be imported (AttributeError: ",
+        "acme_renamed": "expected graphrt_acme:AcmeBackend to be an AttentionBackend subclass of that name, got ",
+        "acme_function": "expected graphrt_acme:sys to be an AttentionBackend subclass of that name, got <module 'sys'",
     }
     assert report["errors"].keys() == expected.keys()
     for name, text in expected.items():
@@ -135,18 +135,18 @@ def test_broken_entry_points_are_typed_errors(site: Path) -> None:
     assert report["explained"]["acme"] == []
 
 
-def test_a_broken_package_does_not_stand_in_the_way(tmp_path: Path) -> None:
+def test_broken_package_is_skipped_with_a_reason(tmp_path: Path) -> None:
     """Where none is named the next one serves, and the explanation says what is broken."""
     install(tmp_path, {"acme_broken": "graphrt_acme_broken:AcmeBackend"})
     code = "import sys; sys.argv = ['graphrt', 'env', '--json']; from graphrt.cli.main import main; main()"
     report = run_python(code, tmp_path, CUDA_VISIBLE_DEVICES="")["backends"]
     assert report["chosen"] == "torch_reference"
-    assert "not acme_broken (backend acme_broken: expected graphrt_acme_broken:AcmeBackend to be" in report["reason"]
+    assert "not acme_broken (backend acme_broken: graphrt_acme_broken:AcmeBackend cannot be" in report["reason"]
 
 
 @pytest.mark.parametrize("how", ["chosen", "variable"])
-def test_the_runtime_runs_with_it(tmp_path: Path, how: str) -> None:
-    """One decode step through the op trace; named by GRAPHRT_BACKEND, or found."""
+def test_runtime_uses_the_installed_backend(tmp_path: Path, how: str) -> None:
+    """A decode step through the op trace, selected by GRAPHRT_BACKEND or automatically."""
     install(tmp_path, {"acme": "graphrt_acme:AcmeBackend"})
     variables = {"GRAPHRT_BACKEND": "acme"} if how == "variable" else {}
     report = run_python(STEP, tmp_path, CUDA_VISIBLE_DEVICES="", **variables)
@@ -157,7 +157,7 @@ def test_the_runtime_runs_with_it(tmp_path: Path, how: str) -> None:
     assert report["planned"] == [["decode[1]", [1]]]
 
 
-def test_env_shows_installed_backends_and_what_is_wrong_with_them(site: Path) -> None:
+def test_env_shows_installed_backends_and_their_errors(site: Path) -> None:
     code = "import sys; sys.argv = ['graphrt', 'env', '--json']; from graphrt.cli.main import main; main()"
     report = run_python(code, site)["backends"]
     known = {entry["name"]: entry for entry in report["known"]}

@@ -1,4 +1,4 @@
-"""Mixed steps in two parts: rows in any order, each part by its own backend, results in the order of the batch."""
+"""Mixed steps in two parts: requests in any order, each part by its own backend, results in the order of the batch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-import graphrt
+from graphrt.backends.choice import get_attn_backend
 from graphrt.batch import Batch, Request
 from graphrt.cache.groups import kv_groups
 from graphrt.capture.descriptor import GraphKind
@@ -35,7 +35,7 @@ def two_parts(pair: tuple[str, str], device: torch.device, **config: object) -> 
 
 
 class Sequences:
-    """Four sequences that are fed to a runtime, with all their pages from the start."""
+    """Four sequences that are fed to a runtime, with all their pages allocated."""
 
     def __init__(self, model: LayeredModel, runtime: Runtime, lengths: list[int]) -> None:
         self.model, self.runtime = model, runtime
@@ -46,7 +46,7 @@ class Sequences:
         self.pages = [[[next(pages) for _ in range(g.pages_for(MAX_LEN))] for g in groups] for _ in lengths]
 
     def step(self, order: tuple[int, ...], delta: list[int], *, expect: bool = True) -> None:
-        """Feed `delta[i]` tokens of each sequence, rows in this order; all that sample must give the oracle's token."""
+        """Feed `delta[i]` tokens of each sequence in this order; sampled tokens must equal the oracle."""
         rows = []
         for i in order:
             start, end = self.done[i], self.done[i] + delta[i]
@@ -69,8 +69,8 @@ class Sequences:
 
 
 @pytest.mark.parametrize("pair", [REFERENCE, TRITON, CROSSED], ids="+".join)
-def test_rows_in_any_order(pair: tuple[str, str], device: torch.device) -> None:
-    """Prompts in chunks become decodes from one step to the next, beside decodes, in orders that change."""
+def test_requests_in_any_order(pair: tuple[str, str], device: torch.device) -> None:
+    """Chunked prompts become decode requests from one step to the next, in changing orders."""
     if device.type == "cuda" and "torch_reference" in pair:
         pytest.skip("the reference has no graph on CUDA")
     model, runtime = two_parts(pair, device)
@@ -94,7 +94,7 @@ def test_tokens_of_a_generator(device: torch.device) -> None:
 
 
 def test_replay_equals_eager(device: torch.device) -> None:
-    """Bit by bit, and what `compare` gives is in the batch's order."""
+    """Bitwise; `compare` returns results in the order of the batch."""
     pair = TRITON if device.type == "cuda" else REFERENCE
     _, runtime = two_parts(pair, device)
     pages = [[list(range(1 + 20 * g, 3 + 20 * g)) for g in range(len(runtime.kv_cache.groups))]]
@@ -112,7 +112,7 @@ def test_replay_equals_eager(device: torch.device) -> None:
     runtime.close()
 
 
-def test_faults_name_the_row_of_the_batch(device: torch.device) -> None:
+def test_faults_name_the_request_of_the_batch(device: torch.device) -> None:
     pair = TRITON if device.type == "cuda" else REFERENCE
     _, runtime = two_parts(pair, device)
     groups = range(len(runtime.kv_cache.groups))
@@ -127,8 +127,8 @@ def test_faults_name_the_row_of_the_batch(device: torch.device) -> None:
     runtime.close()
 
 
-def test_the_model_sees_decodes_first(device: torch.device) -> None:
-    """Rows of `query_len` new tokens stand first; what a model indexes by row id is the row's."""
+def test_model_sees_decode_requests_first(device: torch.device) -> None:
+    """State by request index still belongs to the request."""
     seen: list[tuple[list[int], list[int]]] = []
 
     class Looks(LayeredModel):
@@ -158,17 +158,17 @@ def test_the_model_sees_decodes_first(device: torch.device) -> None:
     runtime.close()
 
 
-def test_what_is_refused() -> None:
+def test_unsupported_combinations_raise() -> None:
     groups = kv_groups(SPECS, page_size=8)
     for options, error, text in (
         ({"prefill_backend": "nobody"}, ConfigError, "expected one of"),
         ({"prefill_backend": 3}, ConfigError, r"RuntimeConfig\.prefill_backend"),
-        ({"prefill_backend": "triton", "mixed_batches": False}, ConfigError, "there are no prompts"),
-        ({"prefill_backend": "flashinfer"}, UnsupportedError, "prompt part of mixed steps: not supported"),
-        ({"prefill_backend": "flash_attn2"}, UnsupportedError, "prompt part of mixed steps: not supported"),
+        ({"prefill_backend": "triton", "mixed_batches": False}, ConfigError, "there is no prefill"),
+        ({"prefill_backend": "flashinfer"}, UnsupportedError, "prefill part of mixed steps: not supported"),
+        ({"prefill_backend": "flash_attn2"}, UnsupportedError, "prefill part of mixed steps: not supported"),
     ):
         with pytest.raises(error, match=text):
-            graphrt.get_attn_backend(
+            get_attn_backend(
                 SPECS,
                 groups,
                 "cpu",
@@ -177,16 +177,16 @@ def test_what_is_refused() -> None:
     chunked = (replace(FULL, attention_chunk_size=16),)
     config = RuntimeConfig(backend="triton", prefill_backend="triton")
     with pytest.raises(UnsupportedError, match="attention_chunk_size 16: not supported"):
-        graphrt.get_attn_backend(chunked, kv_groups(chunked), "cpu", config=config)
+        get_attn_backend(chunked, kv_groups(chunked), "cpu", config=config)
 
 
-def test_the_choice_is_explained() -> None:
+def test_reason_names_both_parts() -> None:
     groups = kv_groups(SPECS, page_size=8)
     config = RuntimeConfig(backend="torch_reference", prefill_backend="torch_reference")
-    named = graphrt.get_attn_backend(SPECS, groups, "cpu", config=config)
+    named = get_attn_backend(SPECS, groups, "cpu", config=config)
     assert named.name == "torch_reference+torch_reference"
-    assert named.reason == "torch_reference: chosen by name; prompts: torch_reference, chosen by name"
-    whole = graphrt.get_attn_backend(SPECS, groups, "cpu", config=replace(config, prefill_backend="none"))
+    assert named.reason == "torch_reference: chosen by name; prefill: torch_reference, chosen by name"
+    whole = get_attn_backend(SPECS, groups, "cpu", config=replace(config, prefill_backend="none"))
     assert (whole.name, whole.prefill) == ("torch_reference", None)
-    by_table = graphrt.get_attn_backend(SPECS, groups, "cpu", config=replace(config, prefill_backend=None))
+    by_table = get_attn_backend(SPECS, groups, "cpu", config=replace(config, prefill_backend=None))
     assert (by_table.name, by_table.reason) == ("torch_reference", "torch_reference: chosen by name")

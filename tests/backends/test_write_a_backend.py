@@ -1,4 +1,4 @@
-"""docs/write_a_backend.md does what it says: its package is installed and run, in processes that know nothing else."""
+"""The package of docs/write_a_backend.md is installed and run, in processes that import nothing else."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from graphrt.backends.base import AttentionBackend, Capabilities
+from graphrt.backends.base import AttentionBackend
+from graphrt.backends.capabilities import Capabilities
 from graphrt.metadata import StepMetadata
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,7 +34,7 @@ def acme(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def run(arguments: list[str], folder: Path, site: Path) -> str:
-    """What a process with the installed package and graphrt prints; it sees no test of this repository."""
+    """Return the output of a process with the installed package and graphrt, without this repository's tests."""
     variables = {"PYTHONPATH": f"{site}{os.pathsep}{ROOT}", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     left_out = ("TRITON_INTERPRET", "GRAPHRT_BACKEND")
     environment = {name: value for name, value in os.environ.items() if name not in left_out} | variables
@@ -42,13 +43,13 @@ def run(arguments: list[str], folder: Path, site: Path) -> str:
     return result.stdout
 
 
-def test_the_page_has_three_files_and_a_short_backend() -> None:
+def test_page_has_three_files_and_a_short_backend() -> None:
     files = dict(FILE.findall(PAGE))
     assert list(files) == ["pyproject.toml", "graphrt_acme.py", "test_contract.py"]
     assert len(files["graphrt_acme.py"].splitlines()) <= 55
 
 
-def test_its_contract_suite_passes_under_pytest(acme: tuple[Path, Path]) -> None:
+def test_suite_passes_under_pytest(acme: tuple[Path, Path]) -> None:
     printed = run(["-m", "pytest", "-q", "-p", "no:cacheprovider", "test_contract.py"], *acme)
     passed, skipped = (int(re.search(rf"(\d+) {word}", printed)[1]) for word in ("passed", "skipped"))
     assert passed > 15
@@ -56,7 +57,7 @@ def test_its_contract_suite_passes_under_pytest(acme: tuple[Path, Path]) -> None
     assert "failed" not in printed
 
 
-def test_its_contract_suite_passes_without_pytest(acme: tuple[Path, Path]) -> None:
+def test_suite_passes_without_pytest(acme: tuple[Path, Path]) -> None:
     printed = run(["-m", "graphrt.testing.backend_contract", "acme", "--device", "cpu", "--brief"], *acme).splitlines()
     assert re.fullmatch(r"\d+ passed, 0 failed, 0 skipped", printed[-1])
     assert "passed   acme-cpu-mixed" in printed
@@ -68,7 +69,7 @@ def test_its_contract_suite_passes_without_pytest(acme: tuple[Path, Path]) -> No
     assert run(["-c", code], *acme) == "True 4 []\n"
 
 
-def test_it_is_chosen(acme: tuple[Path, Path]) -> None:
+def test_acme_is_selected(acme: tuple[Path, Path]) -> None:
     report = json.loads(run(["-m", "graphrt", "env", "--json"], *acme))["backends"]
     assert report["chosen"] == "acme"
     (standing,) = (entry for entry in report["known"] if entry["name"] == "acme")
@@ -82,10 +83,10 @@ MISTAKES = {
         "the step reads a tensor on the host during capture",
     ),
     "stale": ("def schedule(self", "schedule = lambda self, metadata: None\n    def other(self", "AttributeError"),
-    "nan": ("v = torch.where(self.seen[:, :, None, None], v, 0.0)", "pass", "in the pad tokens 2 to 3, got nan"),
-    "pads": ("weights = torch.where(seen, weights, 0.0)", "pass", "expected zeros in the pad tokens"),
+    "nan": ("v = torch.where(self.seen[:, :, None, None], v, 0.0)", "pass", "in padding tokens 2 to 3, got nan"),
+    "pads": ("weights = torch.where(seen, weights, 0.0)", "pass", "expected zeros in padding tokens"),
     "scale": ("spec.scale * torch", "spec.head_dim**-0.5 * torch", "acme-cpu-scale: acme, longest, layer 0: output"),
-    "close": ("self.rows = self.seen = None", "self.rows = None", "expected no tensors after close(), got Acme"),
+    "close": ("self.requests = self.seen = None", "self.requests = None", "holds tensors after close(): Acme"),
 }
 CHECK = """
 import importlib, json, sys
@@ -98,7 +99,7 @@ print(json.dumps(reports))
 """
 
 
-def test_a_mistake_in_it_is_noticed(tmp_path: Path) -> None:
+def test_mistake_in_the_page_is_found(tmp_path: Path) -> None:
     """Each line that the page explains is needed."""
     module = dict(FILE.findall(PAGE))["graphrt_acme.py"]
     (tmp_path / "acme_right.py").write_text(module)
@@ -112,7 +113,7 @@ def test_a_mistake_in_it_is_noticed(tmp_path: Path) -> None:
         assert text in reports[name]
 
 
-def test_every_capability_and_every_method_is_explained() -> None:
+def test_page_explains_every_capability_and_method() -> None:
     for field in fields(Capabilities):
         assert f"`{field.name}`" in PAGE, field.name
     for name, value in vars(AttentionBackend).items():

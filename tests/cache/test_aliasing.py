@@ -1,4 +1,4 @@
-"""K and V that lie in one place: against every byte of tensors that are drawn at random, and as a caller makes them."""
+"""Overlapping K and V tensors: compared with every byte of random tensors, and as a caller makes them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from graphrt.cache.aliasing import Placed, check_disjoint
+from graphrt.cache.aliasing import CacheTensor, check_disjoint
 from graphrt.cache.groups import kv_groups
 from graphrt.cache.kv_cache import KVCache
 from graphrt.kernels.checks import check_no_overlap
@@ -30,13 +30,13 @@ def at(pool: torch.Tensor, offset: int) -> torch.Tensor:
 LINE = torch.zeros(2 * PAGES * SIZE * HEADS * DIM)
 PAIRS = torch.zeros(PAGES, 2, SIZE, HEADS, DIM)
 ROWS = torch.zeros(PAGES, SIZE, HEADS, 2 * DIM)
-APART = {
+SEPARATE = {
     "halves of one pool": (at(LINE, 0), at(LINE, LINE.numel() // 2)),
     "side by side in a page": (PAIRS[:, 0], PAIRS[:, 1]),
     "side by side in a head": (ROWS[..., :DIM], ROWS[..., DIM:]),
     "page by page": (PAIRS.view(2 * PAGES, SIZE, HEADS, DIM)[::2], PAIRS.view(2 * PAGES, SIZE, HEADS, DIM)[1::2]),
 }
-TOGETHER = {
+OVERLAPPING = {
     "one tensor": (LAYER := fresh(), LAYER),
     "a view": (LAYER, LAYER.view(-1).view(PAGES, SIZE, HEADS, DIM)),
     "a page later": (at(LINE, 0), at(LINE, SIZE * HEADS * DIM)),
@@ -45,38 +45,37 @@ TOGETHER = {
 }
 
 
-@pytest.mark.parametrize("name", APART)
-def test_views_that_interleave_are_a_cache(name: str) -> None:
-    k, v = APART[name]
+@pytest.mark.parametrize("name", SEPARATE)
+def test_interleaved_views_are_accepted(name: str) -> None:
+    k, v = SEPARATE[name]
     assert KVCache(ONE, [k], [v]).num_pages == PAGES
     assert KVCache(TWO, [k, v], [fresh(), fresh()]).num_pages == PAGES
 
 
-@pytest.mark.parametrize("name", TOGETHER)
-def test_views_that_meet_are_not(name: str) -> None:
-    """Values would overwrite keys, or one layer's keys those of another, without a word."""
-    one, other = TOGETHER[name]
-    with pytest.raises(ConfigError, match=r"v\[0\]: expected other memory than that of k\[0\], .*kv_shared_with"):
+@pytest.mark.parametrize("name", OVERLAPPING)
+def test_overlapping_views_raise(name: str) -> None:
+    one, other = OVERLAPPING[name]
+    with pytest.raises(ConfigError, match=r"v\[0\]: shares elements with k\[0\], .*kv_shared_with"):
         KVCache(ONE, [one], [other])
-    with pytest.raises(ConfigError, match=r"k\[1\]: expected other memory than that of k\[0\]"):
+    with pytest.raises(ConfigError, match=r"k\[1\]: shares elements with k\[0\]"):
         KVCache(TWO, [one, other], [fresh(), fresh()])
 
 
-def test_groups_of_a_pool_take_turns_in_a_page_and_in_nothing_else() -> None:
+def test_groups_of_one_pool_may_share_pages_only() -> None:
     memory, layers = LINE[: PAGES * SIZE * HEADS * DIM], ((0,), (1,))
     groups = [KVCacheSpec(1, HEADS, DIM, SIZE, dtype=torch.float32, layers=x) for x in layers]
     same, values = at(memory, 0), fresh()
     assert KVCache(groups, [same, same], [values, values]).num_pages == PAGES
     shifted = at(LINE, SIZE * HEADS * DIM)
-    with pytest.raises(ConfigError, match=r"k\[1\]: expected other memory than that of k\[0\]"):
+    with pytest.raises(ConfigError, match=r"k\[1\]: shares elements with k\[0\]"):
         KVCache(groups, [same, shifted], [fresh(), fresh()])  # page 1 of a group is page 0 of the other
-    with pytest.raises(ConfigError, match=r"v\[1\]: expected other memory than that of k\[0\]"):
+    with pytest.raises(ConfigError, match=r"v\[1\]: shares elements with k\[0\]"):
         KVCache([groups[0], KVCacheSpec(1, HEADS, DIM, SIZE, dtype=torch.float32, layers=(1,), pool=1)],
                 [same, fresh()], [fresh(), same])  # fmt: skip
 
 
 @pytest.mark.parametrize("dims", [(16, 16), (16, 8), (8, 24)], ids=str)
-def test_what_graphrt_allocates_is_apart(dims: tuple[int, int]) -> None:
+def test_allocated_tensors_do_not_overlap(dims: tuple[int, int]) -> None:
     head, value = dims
     specs = [
         AttentionSpec(4, heads, head, torch.float32, sliding_window=window, v_head_dim=value)
@@ -89,7 +88,7 @@ POOL = torch.zeros(1200, dtype=torch.uint8)
 
 
 def drawn(rnd: random.Random) -> torch.Tensor:
-    """A few pages anywhere in the pool: any order of dimensions, any gaps, elements of 1, 2 or 4 bytes."""
+    """Return a tensor of a few pages in the pool, with random dimension order, gaps and element size."""
     while True:
         memory = POOL.view(rnd.choice([torch.uint8, torch.float16, torch.float32]))
         shape = (rnd.randint(2, 4), rnd.randint(1, 3), rnd.randint(1, 3), rnd.randint(1, 4))
@@ -103,7 +102,7 @@ def drawn(rnd: random.Random) -> torch.Tensor:
             check_no_overlap("tensor", tensor)
         except ShapeError:
             continue
-        if Placed(0, "", tensor, 0, 0).end <= POOL.data_ptr() + len(POOL):
+        if CacheTensor(0, "", tensor, 0, 0).end <= POOL.data_ptr() + len(POOL):
             return tensor
 
 
@@ -116,7 +115,7 @@ def pages_by_byte(tensor: torch.Tensor) -> dict[int, int]:
     return found
 
 
-def test_the_answer_is_that_of_every_byte() -> None:
+def test_overlap_agrees_with_a_comparison_of_every_byte() -> None:
     rnd = random.Random(5)
     tensors = [drawn(rnd) for _ in range(60)]
     bytes_of = [pages_by_byte(tensor) for tensor in tensors]
@@ -129,7 +128,7 @@ def test_the_answer_is_that_of_every_byte() -> None:
                 common = {byte for byte in common if a[byte] != b[byte]}
             counts[bool(common)] += 1
             pair = [
-                Placed(i, "kv"[i] + "[0]", t, group, 0)
+                CacheTensor(i, "kv"[i] + "[0]", t, group, 0)
                 for i, (t, group) in enumerate(zip((one, other), groups, strict=True))
             ]
             if common:

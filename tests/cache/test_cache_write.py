@@ -1,4 +1,4 @@
-"""Keys and values that an encoder writes to listed pages of a cache, and what is refused."""
+"""KVCache.slots and KVCache.write: encoder outputs in listed pages, and errors."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ CPU, F32, PAGE = torch.device("cpu"), torch.float32, 4
 
 
 WRITES: dict[str, tuple[Callable[[KVCache], Any], type[Exception], str]] = {
-    "null_page": (lambda c: c.slots([1, 0], 5), ShapeError, "not the null page 0"),
-    "twice": (lambda c: c.slots([1, 1], 5), ShapeError, "expected different ones"),
+    "null_page": (lambda c: c.slots([1, 0], 5), ShapeError, "or the null page 0"),
+    "twice": (lambda c: c.slots([1, 1], 5), ShapeError, r"\[1, 1\] lists a page twice"),
     "outside": (lambda c: c.slots([1, 9], 5), ShapeError, r"pages\[1\]: expected an int from 0 to 8, got 9"),
     "too_few": (lambda c: c.slots([1], 5), ShapeError, "pages: expected 2 for 5 tokens, got 1"),
     "layer": (lambda c: c.slots([1], 1, layer=1), ConfigError, "layer: expected an int from 0 to 0"),
@@ -35,7 +35,7 @@ WRITES: dict[str, tuple[Callable[[KVCache], Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("name", WRITES)
-def test_wrong_writes_change_nothing(name: str) -> None:
+def test_wrong_writes_raise_and_change_nothing(name: str) -> None:
     call, error, message = WRITES[name]
     cache = KVCache.allocate(KVCacheSpec(1, 2, 16, PAGE, dtype=F32, cross=True), 9, CPU)
     with pytest.raises(error, match=message):
@@ -44,12 +44,12 @@ def test_wrong_writes_change_nothing(name: str) -> None:
     assert not cache.v[0].any()
 
 
-def test_tokens_may_fill_their_pages() -> None:
+def test_tokens_may_fill_all_pages() -> None:
     cache = KVCache.allocate(KVCacheSpec(1, 2, 16, PAGE, dtype=F32, cross=True), 9, CPU)
     assert cache.slots([7, 2], 2 * PAGE).tolist() == [28, 29, 30, 31, 8, 9, 10, 11]
 
 
-def test_writes_go_to_the_listed_pages_alone() -> None:
+def test_writes_change_only_the_listed_pages() -> None:
     cache = KVCache.allocate(KVCacheSpec(1, 2, 16, PAGE, dtype=F32, cross=True), 9, CPU)
     first, second = torch.randn(2, 6, 2, 16), torch.randn(2, 3, 2, 16)
     slots = torch.cat([cache.slots([7, 2], 6), cache.slots([5], 3)])

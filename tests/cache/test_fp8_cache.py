@@ -1,4 +1,4 @@
-"""The toy runtime over an fp8 cache. Its keys and values are representable there, so that nothing may be lost."""
+"""The toy runtime over an fp8 cache, with keys and values that fp8 can represent, so that results are exact."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROMPTS = ([3, 1, 4, 1, 5, 9], [2, 7], [1, 8, 2, 8])
 
 
 class RepresentableModel(ToyModel):
-    """Rounds keys and values to multiples of the scales by numbers of the fp8 dtype."""
+    """Rounds keys and values to scale times fp8 numbers."""
 
     def __init__(self, device: torch.device, kv_dtype: torch.dtype) -> None:
         super().__init__(device, torch.float32)
@@ -44,7 +44,7 @@ def fill_scales(rig: Rig) -> None:
 
 
 def logits(rig: Rig, steps: int = 6) -> torch.Tensor:
-    """Prefill and some decode steps of a few sequences, and the logits of them all."""
+    """Logits of a prefill and some decode steps."""
     sequences = [rig.start(i, list(p)) for i, p in enumerate(PROMPTS)]
     found = []
     for _ in range(steps):
@@ -57,8 +57,8 @@ def logits(rig: Rig, steps: int = 6) -> torch.Tensor:
 
 @pytest.mark.parametrize("layout", list(KVLayout), ids=lambda x: x.value)
 @pytest.mark.parametrize("kv_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
-def test_fp8_serves_what_a_wide_cache_serves(device: torch.device, kv_dtype: torch.dtype, layout: KVLayout) -> None:
-    """Scales filled in after the capture: the graphs read them at every replay."""
+def test_fp8_cache_equals_a_wide_cache(device: torch.device, kv_dtype: torch.dtype, layout: KVLayout) -> None:
+    """Scales are filled in after the capture: graphs read them in every replay."""
     rig = make_rig(device, model=RepresentableModel(device, kv_dtype), kv_dtype=kv_dtype, layout=layout)
     fill_scales(rig)
     wide = make_rig(device, model=RepresentableModel(device, kv_dtype), layout=layout)
@@ -69,7 +69,7 @@ def test_fp8_serves_what_a_wide_cache_serves(device: torch.device, kv_dtype: tor
     assert (actual - expected).abs().max() < 2e-4
 
 
-def test_a_graph_over_fp8_is_the_eager_step(device: torch.device) -> None:
+def test_replay_over_fp8_equals_eager(device: torch.device) -> None:
     first, second = (make_rig(device, kv_dtype=E4M3) for _ in range(2))
     sequences = [[rig.start(i, list(p)) for i, p in enumerate(PROMPTS)] for rig in (first, second)]
     for _ in range(4):
@@ -85,7 +85,7 @@ def test_a_graph_over_fp8_is_the_eager_step(device: torch.device) -> None:
 
 
 def test_values_beyond_the_range_saturate(device: torch.device) -> None:
-    """A scale that is far too small costs accuracy, and makes no infinities and no NaN."""
+    """A scale that is far too small loses accuracy, but gives no infinity and no NaN."""
     rig = make_rig(device, kv_dtype=E5M2, fill=0.0)
     for scale in (*rig.manager.kv_cache.k_scales, *rig.manager.kv_cache.v_scales):
         scale.fill_(1e-7)
@@ -95,8 +95,8 @@ def test_values_beyond_the_range_saturate(device: torch.device) -> None:
 
 @pytest.mark.parametrize("wrong", [0.0, float("nan"), float("inf")], ids=str)
 @pytest.mark.parametrize("name", ["k_scales", "v_scales"])
-def test_scales_that_were_forgotten_are_no_cache_to_capture(name: str, wrong: float) -> None:
-    """A buffer of zeros that nobody filled would make all keys alike, and no step would say so."""
+def test_capture_raises_for_scales_of_zero(name: str, wrong: float) -> None:
+    """Zeros, as in a buffer that was never filled, would lose all keys."""
     scales = {n: [torch.ones(KV_HEADS) for _ in range(LAYERS)] for n in ("k_scales", "v_scales")}
     scales[name][1][1] = wrong
     spec = KVCacheSpec(LAYERS, KV_HEADS, HEAD_DIM, 4, dtype=E4M3)
@@ -114,7 +114,7 @@ def test_scales_that_were_forgotten_are_no_cache_to_capture(name: str, wrong: fl
     rig.manager.capture()
 
 
-def test_a_moved_scale_raises(device: torch.device) -> None:
+def test_moved_scale_raises(device: torch.device) -> None:
     rig = make_rig(device, kv_dtype=E4M3)
     scale = rig.manager.kv_cache.v_scales[1]
     scale.data = torch.ones(KV_HEADS, device=device)

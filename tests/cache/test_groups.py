@@ -1,4 +1,4 @@
-"""KV groups: layers that differ, in one step. Tokens against a dense oracle, pages watched in every step."""
+"""KV groups: layers that differ, compared with a dense oracle, with page ownership checked in every step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from graphrt.generate.generator import TextGenerator
 from graphrt.kernels.errors import ConfigError, ShapeError
 from graphrt.kernels.types import FaultCode, KVLayout
 from graphrt.spec import AttentionSpec, KVCacheSpec
-from tests.support.layered import Watch, build, exact_ownership, generate, places, prompts_of
+from tests.support.layered import Watch, build, exact_ownership, generate, locations, prompts_of
 
 F32, F16, CPU = torch.float32, torch.float16, torch.device("cpu")
 FULL = AttentionSpec(4, 2, 16, F32)
@@ -55,7 +55,7 @@ INTERPRETED = ("two_windows", "shared", "two_geometries", "chunks_beside_windows
     ("name", "backend"),
     [*((name, "torch_reference") for name in MODELS), *((name, "triton") for name in INTERPRETED)],
 )
-def test_tokens_are_those_of_the_oracle_and_pages_have_one_owner(name: str, backend: str) -> None:
+def test_tokens_equal_the_oracle_and_pages_have_one_owner(name: str, backend: str) -> None:
     specs = MODELS[name]
     few = backend == "triton"
     model, runtime = build(specs, kv_groups(specs, page_size=4), 120, CPU, backend=backend)
@@ -69,8 +69,8 @@ def test_tokens_are_those_of_the_oracle_and_pages_have_one_owner(name: str, back
     runtime.close()
 
 
-def test_windowed_groups_own_the_pages_of_their_window() -> None:
-    """One sequence of 90 tokens, in as few pages as can be: 23 where all is kept, 3 in a group with a window of 6."""
+def test_windowed_groups_keep_only_the_pages_of_the_window() -> None:
+    """A sequence of 90 tokens: 23 pages without a window, 3 with a window of 6."""
     specs = MODELS["windows_beside_full"]
     model, runtime = build(specs, kv_groups(specs, page_size=4), 1 + 23 + 2 * 3, CPU)
     watch = Watch(runtime)
@@ -84,8 +84,8 @@ def test_windowed_groups_own_the_pages_of_their_window() -> None:
     assert plain.kv_cache.nbytes == 3 * runtime.kv_cache.nbytes
 
 
-def test_a_freed_page_may_be_reused_in_the_same_step() -> None:
-    """With as few pages as one sequence may ever need, every page behind a window goes to the next page of a row."""
+def test_freed_page_may_be_reused_in_the_same_step() -> None:
+    """With the fewest pages that a sequence needs, every page before a window becomes the next page of a request."""
     specs = (WINDOW,)
     groups = kv_groups(specs, page_size=4)
     need = groups[0].most_pages(MAX := 80, 16)
@@ -117,7 +117,7 @@ def models(draw: Any) -> tuple[AttentionSpec, ...]:
 
 @st.composite
 def requests(draw: Any) -> list[tuple[list[int], int, int | None]]:
-    """Prompts, new tokens, and which of these ends the output; many prompts begin with tokens of one story."""
+    """Prompts, new tokens, and the stop token; many prompts share a prefix."""
     story, found = prompts_of([40], seed=draw(st.integers(0, 9)))[0], []
     for seed in range(draw(st.integers(1, 7))):
         shared, own = draw(st.integers(0, 30)), draw(st.integers(0, 12))
@@ -137,7 +137,7 @@ def requests(draw: Any) -> list[tuple[list[int], int, int | None]]:
     query=st.sampled_from([5, 16]),
     mixed=st.sampled_from([True, True, False]),
 )
-def test_any_layout_gives_the_tokens_of_each_sequence_alone(
+def test_generation_with_any_groups_equals_each_sequence_alone(
     specs, page_size, requests, spare, swap_bytes, query, mixed
 ) -> None:
     """Admissions, ends, preemptions, sliding windows and shared prefixes, with little more memory than one sequence
@@ -173,8 +173,8 @@ def row(req_index: int, tokens: list[int], length: int, pages: Any, first: Any =
     return Request(req_index, tokens, length, pages, first_page=first)
 
 
-def test_one_groups_table_changes_without_the_others_being_sent() -> None:
-    """After its first step a row lists a new page of one group, a page that was replaced, or nothing."""
+def test_pages_of_one_group_are_sent_without_the_others() -> None:
+    """After its first step a request lists a new page of one group, a replaced page, or nothing."""
     model, runtime = two_groups()
     tokens = prompts_of([7])[0]
     steps: list[tuple[Any, Any]] = [
@@ -218,8 +218,8 @@ def test_faults_name_the_group() -> None:
     assert runtime.replay(Batch.from_requests([good])).tokens().min() >= 0, "the runtime goes on"
 
 
-def test_what_a_row_kept_is_its_own() -> None:
-    """A row id that begins a sequence keeps nothing of the one before, and a gap in its pages is a fault."""
+def test_new_sequence_keeps_no_pages_of_the_previous_one() -> None:
+    """A gap in the pages of a request is a fault."""
     _, runtime = two_groups()
     runtime.replay(Batch.from_requests([row(0, list(range(9)), 9, ([1, 2, 3], [4, 5, 6]))])).tokens()
     begins = row(0, [1], 1, ([], []))
@@ -236,8 +236,8 @@ def test_what_a_row_kept_is_its_own() -> None:
     assert faults(runtime, back) == [(0, FaultCode.LENGTH_EXCEEDS_PAGES, 12, 1)], "its window's pages are given away"
 
 
-def test_a_list_behind_the_window_may_hold_anything() -> None:
-    """Block managers put null pages there; the full group still needs all of its pages."""
+def test_pages_before_the_window_may_be_null_pages() -> None:
+    """As block managers pass them. The group without a window still needs all pages."""
     model, runtime = two_groups()
     tokens = prompts_of([13])[0]
     chunk = row(0, tokens[:12], 12, ([1, 2, 3], [4, 5, 6]))
@@ -275,12 +275,12 @@ GROUPINGS: dict[str, tuple[tuple[AttentionSpec, ...], list[tuple[int, ...] | Non
 
 
 @pytest.mark.parametrize("name", GROUPINGS)
-def test_grouping(name: str) -> None:
+def test_kv_groups_of_layers(name: str) -> None:
     specs, layers = GROUPINGS[name]
     groups = kv_groups(specs, page_size=4)
     assert [group.layers for group in groups] == layers
     assert {group.pool for group in groups} == {0}
-    where = places(specs, groups)
+    where = locations(specs, groups)
     assert [w for *_, w in where] == [spec.kv_shared_with is None for spec in specs]
     for index, (group, cache_layer, writes) in enumerate(where):
         assert groups[group].sliding_window in (None, specs[index].sliding_window)
@@ -306,7 +306,7 @@ def test_pages_of_a_pool_have_equal_bytes() -> None:
 
 
 WRONG_GROUPS: dict[str, tuple[Any, Any, str]] = {
-    "layer_in_two": ([KVCacheSpec(1, 2, 16, layers=(0,))] * 2, (FULL, FULL), "expected layers of no other group"),
+    "layer_in_two": ([KVCacheSpec(1, 2, 16, layers=(0,))] * 2, (FULL, FULL), "layer 0 is in group 0 too"),
     "layer_missing": (
         [KVCacheSpec(1, 2, 16, layers=(0,)), KVCacheSpec(1, 2, 16, layers=(2,))], (FULL, FULL), "the layers 0 to 1"
     ),
@@ -317,14 +317,14 @@ WRONG_GROUPS: dict[str, tuple[Any, Any, str]] = {
     "null_pages": (
         [KVCacheSpec(1, 2, 16, layers=(0,)), KVCacheSpec(1, 2, 16, layers=(1,), null_page=3)], (FULL, FULL), "null_page"
     ),
-    "heads": (KVCacheSpec(1, 2, 16, dtype=F32), (AttentionSpec(4, 4, 16, F32),), "2 KV heads of sizes 16 and 16"),
+    "heads": (KVCacheSpec(1, 2, 16, dtype=F32), (AttentionSpec(4, 4, 16, F32),), "2 KV heads of head_dim 16 and v"),
     "window_too_wide": (
         KVCacheSpec(1, 2, 16, dtype=F32, sliding_window=6), (replace(FULL, sliding_window=7),), "at most 6, which its"
     ),
     "no_window": (KVCacheSpec(1, 2, 16, dtype=F32, sliding_window=6), (FULL,), "at most 6, which its"),
-    "too_few_layers": (KVCacheSpec(1, 2, 16, dtype=F32), (FULL, FULL), "expected 1 layers with keys"),
+    "too_few_layers": (KVCacheSpec(1, 2, 16, dtype=F32), (FULL, FULL), "expected 1 layers with their own KV"),
     "shares_with_itself": (
-        KVCacheSpec(1, 2, 16, dtype=F32), (FULL, replace(FULL, kv_shared_with=1)), "of its own, got 1"
+        KVCacheSpec(1, 2, 16, dtype=F32), (FULL, replace(FULL, kv_shared_with=1)), "layer 1 is not an earlier layer"
     ),
     "shares_with_one_that_shares": (
         KVCacheSpec(1, 2, 16, dtype=F32), (FULL, SHARES_0, replace(FULL, kv_shared_with=1)), "an earlier layer with"
@@ -333,13 +333,13 @@ WRONG_GROUPS: dict[str, tuple[Any, Any, str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG_GROUPS)
-def test_groups_that_do_not_fit_are_refused(name: str) -> None:
+def test_groups_that_do_not_match_the_layers_raise(name: str) -> None:
     groups, specs, message = WRONG_GROUPS[name]
     with pytest.raises(ConfigError, match=message):
         build(specs, groups, 8, CPU)
 
 
-def test_batches_of_another_number_of_groups_are_refused() -> None:
+def test_batch_with_another_number_of_groups_raises() -> None:
     _, runtime = two_groups()
     with pytest.raises(ShapeError, match=r"page_indptr: expected lists of 2 KV groups, 3 values, got 2"):
         runtime.replay(Batch(req_indices=[0], seq_lens=[1], tokens=[1], page_indptr=[0, 1], page_ids=[1]))
@@ -352,7 +352,7 @@ def test_batches_of_another_number_of_groups_are_refused() -> None:
     assert runtime.replay(Batch.empty()).tokens().tolist() == []
 
 
-def test_a_layer_that_shares_takes_no_keys_and_a_layer_that_writes_needs_them() -> None:
+def test_only_layers_that_write_take_keys() -> None:
     model, runtime = build((FULL, SHARES_0), KVCacheSpec(1, 2, 16, 4, dtype=F32), 8, CPU)
     step = runtime.manager._program.view(runtime.manager.descriptors[0])
     q = torch.zeros(step.descriptor.padded_tokens, 4, 16)
@@ -365,12 +365,12 @@ def test_a_layer_that_shares_takes_no_keys_and_a_layer_that_writes_needs_them() 
     assert len(runtime.kv_cache.k) == 1
 
 
-def test_memory_is_shared_out_among_pools() -> None:
+def test_memory_is_divided_among_pools() -> None:
     specs = (FULL, AttentionSpec(3, 3, 16, F32))
     runtime = build(specs, kv_groups(specs, page_size=4), "auto", CPU)[1]
     assert runtime.memory_plan is not None
     assert runtime.memory_plan.pool_pages == tuple(a.num_pages for a in runtime.allocators) == (1 + 4 * 24,) * 2
-    with pytest.raises(ConfigError, match=r"allocator: expected one pool, got 2; use allocators"):
+    with pytest.raises(ConfigError, match=r"allocator: this runtime has 2 pools; use allocators"):
         _ = runtime.allocator
-    with pytest.raises(ConfigError, match="one for each of 2 pools"):
+    with pytest.raises(ConfigError, match="a sequence of 2, one per pool"):
         build(specs, kv_groups(specs, page_size=4), [4, 4, 4], CPU)

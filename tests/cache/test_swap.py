@@ -1,4 +1,4 @@
-"""SwapSpace: pages out and in, who owns them meanwhile, and what is refused; ordered against steps on a GPU."""
+"""SwapSpace: copies to and from the host, page ownership, errors, and order with steps on a GPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SPECS = (FULL, replace(FULL, sliding_window=6), AttentionSpec(3, 3, 16, F32))  #
 
 
 class World:
-    """A cache of random bytes with its allocators, and a space."""
+    """A cache of random bytes with its allocators, and a SwapSpace."""
 
     def __init__(self, device: torch.device = CPU, nbytes: int = 1 << 20, dtype: torch.dtype = F32) -> None:
         groups = kv_groups(SPECS, page_size=4, dtype=dtype, layout=KVLayout.HND)
@@ -62,10 +62,10 @@ class World:
 
 @pytest.mark.parametrize("dtype", [F32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("staged", [1, 1500, 1 << 20], ids=["a_page", "some_pages", "all"])
-def test_pages_come_back_elsewhere(
+def test_swap_in_restores_pages_bitwise(
     device: torch.device, dtype: torch.dtype, staged: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit by bit, whatever the staging buffers hold, while the pages that they left are overwritten."""
+    """With garbage in the staging buffers, and with the old pages overwritten."""
     monkeypatch.setattr("graphrt.cache.swap._STAGED_BYTES", staged)
     world = World(device, dtype=dtype)
     first, second = world.allocate(5, 3, 4), world.allocate(2, 0, 7)
@@ -87,7 +87,7 @@ def test_pages_come_back_elsewhere(
     assert world.num_free == [19 - 7 - 3, 19 - 11]
 
 
-def test_a_shared_page_is_copied_and_stays_with_its_other_owners() -> None:
+def test_shared_page_is_copied_and_stays_allocated() -> None:
     world = World()
     pages = world.allocate(2, 1, 1)
     world.allocators[0].share(pages[0])
@@ -124,7 +124,7 @@ def wrong_calls(world: World, other: World) -> dict[str, tuple[Any, type[GraphRT
         "count": (
             lambda: back(held, pages),
             ConfigError,
-            r"\(1, 0, 0\) pages by KV group, .* got \(2, 1, 1\)",
+            r"\(1, 0, 0\) pages per KV group, .* got \(2, 1, 1\)",
         ),
         "again": (
             lambda: back(used, one),
@@ -132,7 +132,11 @@ def wrong_calls(world: World, other: World) -> dict[str, tuple[Any, type[GraphRT
             "that came back or were dropped; each comes back once",
         ),
         "dropped": (lambda: back(dropped, one), ConfigError, "got pages that came back or were dropped"),
-        "drop_again": (lambda: world.space.drop(dropped), ConfigError, "drop: .* that came back or were dropped"),
+        "drop_again": (
+            lambda: world.space.drop(dropped),
+            ConfigError,
+            "drop: these pages were swapped in or dropped before",
+        ),
         "other": (lambda: back(elsewhere, one), ConfigError, "got pages of another space"),
         "handle": (lambda: back((1, 0, 0), one), ConfigError, "swapped: expected SwappedPages"),
         "pool": (lambda: world.space.reclaim(2, 1), ConfigError, "pool: expected an int from 0 to 1, got 2"),
@@ -141,7 +145,7 @@ def wrong_calls(world: World, other: World) -> dict[str, tuple[Any, type[GraphRT
     }
 
 
-def test_wrong_calls_change_nothing() -> None:
+def test_wrong_swaps_raise_and_change_nothing() -> None:
     world, other = World(), World()
     calls = wrong_calls(world, other)
     state = world.num_free, world.space.num_free_bytes, world.read([list(range(20)) for _ in SPECS])
@@ -165,10 +169,8 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("case", FAILURES)
-def test_an_error_in_the_middle_changes_nothing(
-    device: torch.device, case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Five pieces go out and come back; one call of a packer or of a copy fails, each time in another place."""
+def test_failed_copy_changes_nothing(device: torch.device, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five pieces each way; one call of a packer or a copy fails, each in turn."""
     monkeypatch.setattr("graphrt.cache.swap._STAGED_BYTES", 3 * 1024)
     owner, name, at = FAILURES[case]
     world, real, calls = World(device), getattr(owner, name), []
@@ -208,7 +210,7 @@ def test_an_error_in_the_middle_changes_nothing(
     assert world.num_free == [19 - 7, 19 - 4]
 
 
-def test_pages_come_back_to_the_allocators_though_the_link_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_frees_pages_if_the_link_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World()
     monkeypatch.setattr(world.space._link, "outward", lambda *arguments: Late())
     world.space.swap_out(world.allocate(3, 2, 1))
@@ -219,20 +221,22 @@ def test_pages_come_back_to_the_allocators_though_the_link_fails(monkeypatch: py
     world.space.close()
 
 
-def test_a_cache_without_groups_and_a_device_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="kv_cache: expected at least one KV group, got none"):
+def test_cache_without_groups_and_full_device_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="kv_cache: has no KV groups"):
         SwapSpace(KVCache.allocate((), (), "cpu"), [], 10)
     world = World()
     monkeypatch.setattr("graphrt.cache.swap._STAGED_BYTES", 1 << 60)
-    with pytest.raises(CapacityError, match="SwapSpace: expected room for two buffers of 1152921504606846976 bytes"):
+    with pytest.raises(
+        CapacityError, match="SwapSpace: cannot allocate two staging buffers of 1152921504606846976 bytes"
+    ):
         SwapSpace(world.cache, world.allocators, 10)
 
 
-def test_host_memory_that_is_full_and_a_space_that_is_closed() -> None:
+def test_full_and_closed_space_raise() -> None:
     world = World(nbytes=4 * 1024 + 100)
     pages = world.allocate(4, 1, 0)
     assert world.space.bytes_of((4, 1, 0)) == 5 * 4 * 2 * (16 + 16) * 4
-    with pytest.raises(CapacityError, match=r"swap_out: expected at most 4196 bytes, .* got 5120"):
+    with pytest.raises(CapacityError, match=r"swap_out: the pages need 5120 bytes, 4196 are free"):
         world.space.swap_out(pages)
     assert world.num_free == [14, 19]
     swapped = world.space.swap_out([pages[0][:2], [], []])
@@ -244,7 +248,7 @@ def test_host_memory_that_is_full_and_a_space_that_is_closed() -> None:
         lambda: world.space.drop(swapped),
         world.space.__enter__,
     ):
-        with pytest.raises(CaptureError, match="expected an open space, got one that was closed"):
+        with pytest.raises(CaptureError, match="this SwapSpace was closed"):
             call()
     world.space.close()
 
@@ -256,13 +260,13 @@ WRONG_SPACES = {
     "pages": ({"allocators": [PageAllocator(20), PageAllocator(9)]}, r"allocators\[1\]: expected one of 20 pages"),
     "nothing": ({"nbytes": 0}, "nbytes: expected an int from 1"),
     "float": ({"nbytes": 1e9}, "nbytes: .* got 1000000000.0"),
-    "memory": ({"nbytes": 1 << 50}, "nbytes: expected host memory that can be had, got 1125899906842624 bytes"),
+    "memory": ({"nbytes": 1 << 50}, "nbytes: cannot allocate 1125899906842624 bytes"),
     "stream": ({"stream": 3}, "stream: expected Stream, got 3"),
 }
 
 
 @pytest.mark.parametrize("case", WRONG_SPACES)
-def test_what_no_space_is_made_of(case: str) -> None:
+def test_wrong_space_arguments_raise(case: str) -> None:
     world = World()
     change, text = WRONG_SPACES[case]
     arguments = {"kv_cache": world.cache, "allocators": world.allocators, "nbytes": 10}
@@ -272,8 +276,8 @@ def test_what_no_space_is_made_of(case: str) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 40)), max_size=40))
-def test_host_memory_is_handed_out_once(calls: list[tuple[bool, int]]) -> None:
-    """Against a set of bytes."""
+def test_host_memory_is_allocated_once(calls: list[tuple[bool, int]]) -> None:
+    """Compared with a set of bytes."""
     memory, free, taken = _HostMemory(100), set(range(100)), []
     for take, number in calls:
         if take:
@@ -298,7 +302,7 @@ def test_host_memory_is_handed_out_once(calls: list[tuple[bool, int]]) -> None:
 
 
 class Late:
-    """An event that has not come yet."""
+    """An event that has not completed."""
 
     def __init__(self) -> None:
         self.come = False
@@ -307,8 +311,8 @@ class Late:
         return self.come
 
 
-def test_pages_are_held_until_their_copy_has_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing asks the host to wait: an event that has not come keeps the pages, or the steps' stream waits for it."""
+def test_pages_are_freed_after_their_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An incomplete event keeps the pages, or makes the stream of the steps wait; the host never waits."""
     world, events, waited = World(), [], []
     link, real = world.space._link, world.space._link.outward
 
@@ -340,8 +344,8 @@ SAME = SamplingParams(max_new_tokens=40)
 
 
 @pytest.mark.parametrize("window", [None, 20])
-def test_swaps_in_flight_change_no_token(device: torch.device, window: int | None) -> None:
-    """Steps go on beside copies; freed pages become NaN as soon as an allocator calls them free."""
+def test_swaps_in_flight_do_not_change_tokens(device: torch.device, window: int | None) -> None:
+    """Steps continue during copies; freed pages become NaN as soon as they are free."""
     specs = (replace(FULL, head_dim=32, sliding_window=window), replace(FULL, head_dim=32))
     groups, prompts = kv_groups(specs, page_size=4), prompts_of([30, 25, 41, 9, 33, 18])
     answers = []
@@ -361,8 +365,8 @@ def test_swaps_in_flight_change_no_token(device: torch.device, window: int | Non
 
 
 @pytest.mark.gpu
-def test_the_host_never_waits() -> None:
-    """Calls return while the steps' stream is busy, and nothing is read before that stream comes to it."""
+def test_host_never_waits() -> None:
+    """Calls return while the stream of the steps is busy, and read nothing before that stream reaches them."""
     device = torch.device("cuda", 0)
     world = World(device)
     first = world.allocate(5, 3, 4)
@@ -392,7 +396,7 @@ def test_the_host_never_waits() -> None:
     world.space.close()
 
 
-def test_a_handle_says_how_many_pages_it_holds() -> None:
+def test_swapped_pages_report_their_counts() -> None:
     world = World()
     swapped = world.space.swap_out([np.array(p) for p in world.allocate(3, 0, 2)])
     assert isinstance(swapped, SwappedPages)

@@ -1,4 +1,4 @@
-"""graphrt.Attention: tokens of modules that take no Step against a dense float64 oracle, and what is refused."""
+"""Models made of graphrt.Attention layers, compared with a dense float64 oracle; errors of wrong use."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ import torch
 import graphrt
 from graphrt import AttentionSpec, ConfigError, ReplayError, Runtime, RuntimeConfig, ShapeError
 from graphrt.backends import choice, registry
+from graphrt.backends.choice import get_attn_backend
 from graphrt.kernels.errors import CaptureError, UnsupportedError
-from graphrt.layer import ModelLayers
+from graphrt.layer import ModelLayers, attention_specs
 from tests.support.layered import MAX_LEN, VOCAB
 from tests.support.plain import (
     BF16,
@@ -37,10 +38,10 @@ from tests.support.plain import (
 
 @pytest.mark.parametrize("flat", [False, True], ids=["heads", "flat"])
 @pytest.mark.parametrize("name", MODELS)
-def test_tokens_are_those_of_the_oracle(name: str, flat: bool, device: torch.device) -> None:
+def test_tokens_equal_the_oracle(name: str, flat: bool, device: torch.device) -> None:
     module = Plain(MODELS[name], device, flat=flat)
     with runtime_of(module, module.compute_logits, device) as runtime:
-        assert graphrt.attention_specs(module) == MODELS[name]
+        assert attention_specs(module) == MODELS[name]
         assert runtime.kv_cache.groups[0].page_size == 16
         check_tokens(runtime, module.of)
 
@@ -51,7 +52,7 @@ def test_tokens_through_interpreted_kernels() -> None:
         check_tokens(runtime, module.of, (2, 7), 3)
 
 
-def test_logits_of_every_token_need_no_head(device: torch.device) -> None:
+def test_module_that_returns_logits_of_every_token_needs_no_head(device: torch.device) -> None:
     class WithHead(Plain):
         def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
             return self.compute_logits(super().forward(input_ids, positions))
@@ -62,8 +63,8 @@ def test_logits_of_every_token_need_no_head(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("kind", ["parameter", "tensor"])
-def test_sinks_are_those_of_now(kind: str, device: torch.device) -> None:
-    """A sink takes its share of the softmax: with one at the largest logit of one token, half of it."""
+def test_sinks_can_be_changed_between_steps(kind: str, device: torch.device) -> None:
+    """A sink equal to the only other logit takes half of the softmax."""
     values = torch.zeros(4, dtype=BF16, device=device)
     sinks = torch.nn.Parameter(values, requires_grad=False) if kind == "parameter" else values
     module, without = OneLayer(device, sinks=sinks), OneLayer(device)
@@ -90,7 +91,10 @@ def test_slopes_and_softcap_reach_the_spec() -> None:
 
 
 WRONG: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
-    "batch_dimension": (lambda a, q, k, v, at: a(q[None], k[None], v[None]), "query of shape .* no batch dimension"),
+    "batch_dimension": (
+        lambda a, q, k, v, at: a(q[None], k[None], v[None]),
+        "query of shape .* without a batch dimension",
+    ),
     "flat_width": (lambda a, q, k, v, at: a(q.flatten(1)[:, 1:], k, v), r"query of shape \[tokens, 4, 16\]"),
     "kv_heads": (lambda a, q, k, v, at: a(q, q, v), "key of shape"),
     "head_dim": (lambda a, q, k, v, at: a(q, k, v[:, :, :8]), "value of shape"),
@@ -105,13 +109,13 @@ WRONG: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_shapes_are_refused(name: str) -> None:
+def test_wrong_shapes_raise(name: str) -> None:
     call, text = WRONG[name]
     with pytest.raises(ShapeError, match=text):
         runtime_of(OneLayer(CPU, call), None)
 
 
-def test_a_layer_that_shares_takes_no_keys() -> None:
+def test_layer_with_kv_shared_with_takes_no_keys() -> None:
     module = Plain(MODELS["shared"], CPU)
     module.layers[3].kv_shared_with = None  # after the specs were made, it would be called with keys
     model = graphrt.as_step_model(module, head=module.compute_logits)
@@ -124,9 +128,9 @@ def test_a_layer_that_shares_takes_no_keys() -> None:
         layer(torch.zeros(2, 64), torch.zeros(2, 32), torch.zeros(2, 32))
 
 
-def test_a_call_outside_a_step_names_what_is_missing() -> None:
+def test_call_outside_a_step_raises() -> None:
     module = Plain(MODELS["alike"], CPU)
-    with pytest.raises(CaptureError, match=r"Attention 'layer 0': expected a call inside a step.* KV cache"):
+    with pytest.raises(CaptureError, match=r"Attention 'layer 0': called outside of a step.* KV cache"):
         module(torch.tensor([1]), torch.tensor([0]))
     with runtime_of(module, module.compute_logits) as runtime:
         runtime.replay(rows([3], [3])).tokens()
@@ -135,11 +139,11 @@ def test_a_call_outside_a_step_names_what_is_missing() -> None:
     number = module.layers[0]._number
     del module, runtime
     query = torch.zeros(1, 4, 16)
-    with pytest.raises(CaptureError, match=f"got number {number}, which is gone"):
+    with pytest.raises(CaptureError, match=f"layer {number} was garbage-collected"):
         torch.ops.graphrt.attention_layer(query, None, None, None, query.clone(), number)
 
 
-def test_a_step_that_fails_leaves_no_step_behind() -> None:
+def test_failed_step_unbinds_its_layers() -> None:
     def fail(layer: graphrt.Attention, *rest: Any) -> torch.Tensor:
         raise ZeroDivisionError
 
@@ -152,22 +156,22 @@ def test_a_step_that_fails_leaves_no_step_behind() -> None:
     assert len(logits_of(module, CPU)) == 6
 
 
-def test_a_layer_is_called_once_per_step_after_the_one_it_reads() -> None:
-    with pytest.raises(UnsupportedError, match="'layer 0': expected one call per step, got a second"):
+def test_second_call_and_call_before_the_source_layer_raise() -> None:
+    with pytest.raises(UnsupportedError, match="'layer 0': called twice in one step"):
         runtime_of(OneLayer(CPU, lambda a, q, k, v, at: a(a(q, k, v), k, v)), None)
     module = Plain((FULL, replace(FULL, kv_shared_with=0)), CPU)
     original, module.layers = module.layers, torch.nn.ModuleList(reversed(module.layers))
     module.registered = torch.nn.ModuleList(original)
     with pytest.raises(ConfigError, match=r"'layer 1': expected kv_shared_with to name an earlier layer \(none\)"):
-        graphrt.attention_specs(module)
+        attention_specs(module)
     early = Plain((FULL, replace(FULL, kv_shared_with=0)), CPU)
     early.forward = lambda ids, at: early.layers[1](early.of.embed[ids] @ early.of.q[1].t())
-    with pytest.raises(UnsupportedError, match="'layer 1': expected a call after the layer"):
+    with pytest.raises(UnsupportedError, match="'layer 1': called before the layer"):
         runtime_of(early, early.compute_logits)
 
 
-def test_a_layer_that_writes_nothing_is_called_again() -> None:
-    """ALBERT's encoder is one layer, many times."""
+def test_encoder_layer_may_be_called_again() -> None:
+    """ALBERT calls one layer many times."""
     again = lambda a, q, k, v, at: a(a(q, k, v), k, v)  # noqa: E731
     module = OneLayer(CPU, again)
     module.attention = graphrt.Attention(4, 16, 2, name="layer 0", kind=graphrt.AttentionKind.ENCODER)
@@ -184,7 +188,7 @@ def test_a_layer_that_writes_nothing_is_called_again() -> None:
     assert (have - q.flatten(1)[-1, : len(have)]).abs().max() < 1e-5
 
 
-def test_a_tape_holds_what_the_layer_does() -> None:
+def test_op_trace_records_the_operations_of_the_layer() -> None:
     with runtime_of(OneLayer(CPU), None) as runtime:
         for tape in runtime.manager._graphs._graphs.values():
             names = [entry.func._schema.name for entry in tape._entries]
@@ -195,12 +199,12 @@ def test_a_tape_holds_what_the_layer_does() -> None:
 WRONG_OUT: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
     "shape": (lambda q: torch.empty_like(q)[:, :2], "out: expected shape"),
     "dtype": (lambda q: torch.empty_like(q).half(), "out: expected dtype float32"),
-    "strides": (lambda q: torch.empty_like(q).mT.contiguous().mT, "out: expected a contiguous tensor"),
+    "strides": (lambda q: torch.empty_like(q).mT.contiguous().mT, "out: not contiguous"),
 }
 
 
 @pytest.mark.parametrize("name", [None, *WRONG_OUT])
-def test_a_step_attends_into_a_tensor_of_the_caller(name: str | None) -> None:
+def test_attend_writes_into_out(name: str | None) -> None:
     module, outs = OneLayer(CPU), []
     make, text = WRONG_OUT.get(name, (torch.empty_like, ""))
 
@@ -223,28 +227,28 @@ def test_a_step_attends_into_a_tensor_of_the_caller(name: str | None) -> None:
         torch.testing.assert_close(ours, theirs)
 
 
-def test_names_are_unique_in_a_model() -> None:
+def test_duplicate_layer_name_raises() -> None:
     module = torch.nn.Module()
     module.first, module.second = (torch.nn.ModuleDict({"attention": layer_of(0, FULL)}) for _ in range(2))
     with pytest.raises(ConfigError, match=r"got 'layer 0' at first.attention and at second.attention"):
-        graphrt.attention_specs(module)
+        attention_specs(module)
     with pytest.raises(ConfigError, match=r"'layer 0' at module.first.attention and at module.second.attention"):
         runtime_of(module, None)
     module.second = module.first  # one layer at two places is one layer
-    assert graphrt.attention_specs(module) == (FULL,)
+    assert attention_specs(module) == (FULL,)
 
 
 @pytest.mark.parametrize("shared", ["layer 0", "layer 1", "layer 2", "attention"])
-def test_layers_share_with_an_earlier_layer(shared: str) -> None:
+def test_kv_shared_with_must_name_an_earlier_layer(shared: str) -> None:
     module = torch.nn.ModuleList([layer_of(0, FULL), layer_of(1, FULL, kv_shared_with=shared), layer_of(2, FULL)])
     if shared == "layer 0":
-        assert graphrt.attention_specs(module) == (FULL, replace(FULL, kv_shared_with=0), FULL)
+        assert attention_specs(module) == (FULL, replace(FULL, kv_shared_with=0), FULL)
         return
     with pytest.raises(ConfigError, match=rf"'layer 1': .*earlier layer \('layer 0'\), got '{shared}'"):
-        graphrt.attention_specs(module)
+        attention_specs(module)
 
 
-def test_what_is_no_layer_is_refused() -> None:
+def test_wrong_layer_arguments_raise() -> None:
     for wrong in ("", 3, None):
         with pytest.raises(ConfigError, match=r"Attention.name: expected a text"):
             graphrt.Attention(4, 16, name=wrong)
@@ -258,8 +262,8 @@ def test_what_is_no_layer_is_refused() -> None:
         graphrt.Attention(4, 16, name="x").double().spec  # noqa: B018
     for model in (torch.nn.Linear(2, 2), lambda step: step):
         with pytest.raises(ConfigError, match="expected"):
-            graphrt.attention_specs(model)
-        with pytest.raises(ConfigError, match=r"attention: expected specs, or a model with graphrt.Attention layers"):
+            attention_specs(model)
+        with pytest.raises(ConfigError, match=r"attention: required, since the model has no graphrt.Attention layers"):
             Runtime(model, vocab_size=VOCAB, device=CPU)
     with pytest.raises(ConfigError, match="module: expected Module"):
         graphrt.as_step_model(lambda ids, positions: ids)
@@ -269,23 +273,23 @@ def test_what_is_no_layer_is_refused() -> None:
         runtime_of(OneLayer(CPU, lambda a, q, k, v, at: a(q, k, v)[:1]), None)
 
 
-def test_given_specs_are_those_of_the_layers() -> None:
+def test_attention_argument_must_match_the_layers() -> None:
     module = Plain(MODELS["alike"], CPU)
     model = graphrt.as_step_model(module, head=module.compute_logits)
     groups = graphrt.kv_groups([FULL, FULL], page_size=8)
     for attention in (FULL, [FULL, FULL], None):
         Runtime(model, attention, groups, vocab_size=VOCAB, device=CPU, num_pages=9).close()
     for wrong, at in (([FULL, WINDOW], 1), ([FULL] * 3, 2), ([FULL], 1)):
-        with pytest.raises(ConfigError, match=f"expected the specs of the model's 2 .* from layer {at} on"):
+        with pytest.raises(ConfigError, match=f"expected the specs of the model's 2 .* differ at layer {at};"):
             Runtime(model, wrong, vocab_size=VOCAB, device=CPU)
-    with pytest.raises(ConfigError, match="kv_spec: expected that of the cache"):
+    with pytest.raises(ConfigError, match="kv_spec: required with one spec for all layers"):
         Runtime(model, FULL, vocab_size=VOCAB, device=CPU)
     cache = graphrt.KVCache.allocate(groups, 20, CPU)
     manager = graphrt.ReplayManager(model, cache, vocab_size=VOCAB, config=RuntimeConfig(4, 16, MAX_LEN))
     manager.close()
 
 
-def test_one_model_in_two_managers_and_two_models_of_a_class() -> None:
+def test_two_managers_share_one_model() -> None:
     first, second = Plain(MODELS["shared"], CPU), Plain(MODELS["shared"], CPU)
     for weight in second.of.parameters():
         weight.data.mul_(1.1)
@@ -294,13 +298,13 @@ def test_one_model_in_two_managers_and_two_models_of_a_class() -> None:
         check_tokens(runtime, module.of, (3, 11), 6)
     step = runtimes[0].manager._program.view(runtimes[0].manager.descriptors[0])
     with ModelLayers(first).bound_to(step):
-        with pytest.raises(ReplayError, match="'layer 0': expected no step that runs in it"):
+        with pytest.raises(ReplayError, match="'layer 0': a step of another manager is running"):
             runtimes[1].replay(rows([3], [3], 2), eager=True)
         runtimes[2].replay(rows([3], [3], 2), eager=True).tokens()
     runtimes[1].replay(rows([3], [3], 2), eager=True).tokens()
 
 
-def test_copies_and_loaded_layers_are_layers_of_their_own() -> None:
+def test_copied_and_unpickled_layers_are_independent() -> None:
     module = Plain(MODELS["windows_beside_full"], CPU)
     file = io.BytesIO()
     torch.save(module, file)
@@ -313,7 +317,7 @@ def test_copies_and_loaded_layers_are_layers_of_their_own() -> None:
             check_tokens(runtime, m.of, (4,), 4)
 
 
-def test_the_dtype_follows_the_module() -> None:
+def test_dtype_follows_module_to() -> None:
     layer = graphrt.Attention(4, 16, name="x", sinks=torch.nn.Parameter(torch.zeros(4)), dtype=BF16)
     assert layer.spec.dtype == BF16
     assert layer.half().spec.dtype == torch.float16
@@ -323,7 +327,7 @@ def test_the_dtype_follows_the_module() -> None:
         assert graphrt.Attention(4, 16, name="x").spec.dtype == F32
 
 
-def test_a_weight_that_moved_is_noticed() -> None:
+def test_moved_weight_raises() -> None:
     module = OneLayer(CPU, sinks=torch.nn.Parameter(torch.zeros(4)))
     with runtime_of(module, None) as runtime:
         runtime.replay(rows([3], [3])).tokens()
@@ -332,18 +336,18 @@ def test_a_weight_that_moved_is_noticed() -> None:
             _ = [runtime.replay(rows([4], [1])).tokens() for _ in range(runtime.manager._guards.num_turns)]
 
 
-def test_the_backend_is_chosen_once_and_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    specs = graphrt.attention_specs(Plain(MODELS["shared"], CPU))
+def test_get_attn_backend_is_cached_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    specs = attention_specs(Plain(MODELS["shared"], CPU))
     groups, asked = graphrt.kv_groups(specs), []
     select = registry.select_backend
     monkeypatch.setattr(registry, "select_backend", lambda *a: (asked.append(a), select(*a))[1])
     monkeypatch.setattr(registry, "_registered", {})
     choice._chosen.cache_clear()
     config = RuntimeConfig(4, 16, MAX_LEN)
-    found = graphrt.get_attn_backend(specs, groups, "cpu", config=config)
+    found = get_attn_backend(specs, groups, "cpu", config=config)
     assert (found.name, found.backend) == ("torch_reference", registry.backend_class("torch_reference"))
     assert found.reason == select(found.context)[1]
-    assert graphrt.get_attn_backend(list(specs), groups, CPU, config=config) == found
+    assert get_attn_backend(list(specs), groups, CPU, config=config) == found
     assert len(asked) == 1
     model = graphrt.as_step_model(Plain(MODELS["shared"], CPU))
     with Runtime(model, vocab_size=VOCAB, device=CPU, config=config, num_pages=20) as runtime:
@@ -354,12 +358,12 @@ def test_the_backend_is_chosen_once_and_explained(monkeypatch: pytest.MonkeyPatc
 
     registry.register_backend(Another)
     before = len(asked)
-    assert graphrt.get_attn_backend(specs, groups, CPU, config=replace(config, backend="another")).backend is Another
-    graphrt.get_attn_backend(specs, groups, CPU, config=config)
+    assert get_attn_backend(specs, groups, CPU, config=replace(config, backend="another")).backend is Another
+    get_attn_backend(specs, groups, CPU, config=config)
     assert len(asked) == before + 2
     with pytest.raises(UnsupportedError, match="backend flash_attn3"):
-        graphrt.get_attn_backend(specs, groups, CPU, config=replace(config, backend="flash_attn3"))
+        get_attn_backend(specs, groups, CPU, config=replace(config, backend="flash_attn3"))
     with pytest.raises(ConfigError, match="as in the cache"):
-        graphrt.get_attn_backend(specs[:1], groups, CPU)
+        get_attn_backend(specs[:1], groups, CPU)
     with pytest.raises(ConfigError, match=r"attention\[0\]"):
-        graphrt.get_attn_backend(["x"], groups, CPU)
+        get_attn_backend(["x"], groups, CPU)

@@ -80,7 +80,7 @@ def test_steps_in_flight_keep_their_results(device: torch.device) -> None:
     assert rig.manager.compare(prompt(5)).equal
     assert (rig.manager.stats().replays.total(), rig.manager.stats().padded_tokens) == counted
     assert [int(h.tokens()[0]) for h in handles] == [int(rig.model.oracle([t]).argmax()) for t in range(3)]
-    with pytest.raises(ReplayError, match="expected the latest step"):
+    with pytest.raises(ReplayError, match="has overwritten the logits"):
         handles[-1].logits()
 
 

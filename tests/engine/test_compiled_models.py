@@ -1,4 +1,4 @@
-"""graphrt.Attention in modules that torch.compile compiled: one graph, captured at every size, equal to eager."""
+"""graphrt.Attention in modules compiled by torch.compile: one graph, captured at every size, equal to eager."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 import graphrt
 from graphrt.capture.op_trace import OpTraceRecorder
+from graphrt.kernels.cache.write import Rotary
 from tests.support.layered import MAX_LEN, VOCAB, WIDTH
 from tests.support.plain import (
     CPU,
@@ -27,7 +28,7 @@ from tests.support.plain import (
 
 
 class Compiler:
-    """A backend of torch.compile that keeps what it was given and runs it by torch's own kernels."""
+    """A backend of torch.compile that records the graphs it gets, and runs them by torch's own kernels."""
 
     def __init__(self) -> None:
         self.graphs: list[torch.fx.GraphModule] = []
@@ -51,8 +52,8 @@ def _fresh_compiler() -> Any:
 
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize("name", ["windows_beside_full", "shared"])
-def test_a_compiled_module_is_one_graph_for_all_sizes_and_equals_the_uncompiled(name: str) -> None:
-    """On the CPU a op trace holds the operations as written and eager steps run compiled code: `compare` has both."""
+def test_compiled_module_is_one_graph_for_all_sizes_and_equals_uncompiled(name: str) -> None:
+    """On CPU the op trace holds the original operations and eager steps run compiled code; `compare` compares both."""
     specs, compiler = MODELS[name], Compiler()
     module = Plain(specs, CPU)
     compiled = torch.compile(module, fullgraph=True, backend=compiler)
@@ -70,7 +71,7 @@ def test_a_compiled_module_is_one_graph_for_all_sizes_and_equals_the_uncompiled(
 
 
 class Block(torch.nn.Module):
-    """One of many layers that differ in their weights alone."""
+    """One of many layers that differ only in their weights."""
 
     def __init__(self, index: int) -> None:
         super().__init__()
@@ -82,8 +83,8 @@ class Block(torch.nn.Module):
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
-def test_blocks_that_are_compiled_one_by_one_share_their_compilation() -> None:
-    """More of them than torch compiles for one function."""
+def test_blocks_compiled_separately_share_one_compilation() -> None:
+    """With more blocks than torch recompiles a function for."""
     compiler, blocks = Compiler(), [Block(index) for index in range(10)]
     for block in blocks:
         block.compile(fullgraph=True, backend=compiler)
@@ -116,8 +117,8 @@ def test_no_graph_break() -> None:
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
-def test_inductor_gives_the_same_tokens(device: torch.device) -> None:
-    """On a GPU the compiled kernels are in the CUDA graph, and replay equals eager bit by bit."""
+def test_inductor_gives_equal_tokens(device: torch.device) -> None:
+    """On a GPU the CUDA graph holds the compiled kernels, and replay equals eager bitwise."""
     module = Plain(MODELS["windows_beside_full"], device)
     with runtime_of(torch.compile(module, fullgraph=True), module.compute_logits, device) as runtime:
         if device.type == "cuda":
@@ -132,9 +133,7 @@ def test_inductor_gives_the_same_tokens(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("how", ["not", "around", "inside", "submodule"])
-def test_every_size_of_a_compiled_module_runs_once_before_its_capture(
-    how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_module_runs_each_size_before_its_capture(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     warmed = []
     monkeypatch.setattr(OpTraceRecorder, "warm_up", lambda self, step, prepare: warmed.append(step.args[0]))
     module = Plain(MODELS["alike"], CPU)
@@ -152,11 +151,11 @@ def test_every_size_of_a_compiled_module_runs_once_before_its_capture(
 
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
-def test_rotary_in_the_layer_is_the_rotation_before_it(compiled: bool, device: torch.device) -> None:
+def test_rotary_argument_equals_rotation_before_the_layer(compiled: bool, device: torch.device) -> None:
     angles = torch.outer(torch.arange(MAX_LEN).float(), 10000.0 ** -(torch.arange(8) / 8))
     cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1).to(device)
     weight = torch.linspace(0.5, 1.5, 16, device=device)
-    rotary = graphrt.Rotary(cos_sin, weight, weight)
+    rotary = Rotary(cos_sin, weight, weight)
 
     def rotated(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         x = torch.nn.functional.rms_norm(x, (16,), weight, 1e-6)
@@ -173,8 +172,8 @@ def test_rotary_in_the_layer_is_the_rotation_before_it(compiled: bool, device: t
             assert all(runtime.compare(batch).equal for batch in steps())
 
 
-def test_the_operators_are_declared_as_they_write(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By torch's own checks, in a step: which arguments are written, and what torch.compile sees of shapes."""
+def test_operators_declare_the_arguments_that_they_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch.library.opcheck, in a step."""
     cos_sin = torch.ones(MAX_LEN, 16)
     ops = torch.ops.graphrt.attention_layer.default, torch.ops.graphrt.rotary_attention_layer.default
     checked = []

@@ -1,4 +1,4 @@
-"""Edges of a step: exact boundaries from both sides, one wrong argument at a time, what a caller's tensors hold."""
+"""Boundary values of a step, one wrong argument at a time, and the contents of the caller's tensors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ATTENTION = AttentionSpec(HEADS, KV_HEADS, HEAD_DIM, torch.float32)
 
 
 def one(token: int = 3, **changes) -> Batch:
-    """A row of one token on page 5."""
+    """A request of one token on page 5."""
     return Batch(
         **{"req_indices": [0], "seq_lens": [1], "tokens": [token], "page_indptr": [0, 1], "page_ids": [5]} | changes
     )
@@ -54,8 +54,8 @@ def manager(model=None, cache: KVCache | None = None, vocab_size: int = VOCAB, d
 @pytest.mark.parametrize("listed", [False, True])
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("rows", [0, 1, 3])
-def test_what_is_left_out_is_packed_as_the_default_that_is_stated(rows: int, groups: int, listed: bool) -> None:
-    """Also into a slot that holds an older batch."""
+def test_omitted_fields_are_packed_as_their_documented_defaults(rows: int, groups: int, listed: bool) -> None:
+    """Also into an entry that holds an older batch."""
     batch = {"req_indices": [4, 2, 7][:rows], "seq_lens": [9, 8, 7][:rows], "tokens": [3, 1, 2][:rows]}
     if listed:
         batch |= {"page_indptr": [*range(groups * rows + 1)], "page_ids": [*range(5, 5 + groups * rows)]}
@@ -79,7 +79,7 @@ def test_what_is_left_out_is_packed_as_the_default_that_is_stated(rows: int, gro
 
 
 @pytest.mark.parametrize("counts", [(2, 4), (4, 2), (3, 2, 4), (1, 5), (3, 3, 1, 5)], ids=str)
-def test_rows_whose_mean_is_query_len_are_no_decode_step(device: torch.device, counts: tuple[int, ...]) -> None:
+def test_requests_whose_mean_is_query_len_are_a_mixed_step(device: torch.device, counts: tuple[int, ...]) -> None:
     rig, rng = make_rig(device, query_len=3), random.Random(0)
     sequences = [rig.start(i, [rng.randrange(VOCAB) for _ in range(n)]) for i, n in enumerate(counts)]
     batch = Batch.from_requests([rig.row(s) for s in sequences])
@@ -91,7 +91,7 @@ def test_rows_whose_mean_is_query_len_are_no_decode_step(device: torch.device, c
     assert handle.tokens().tolist() == [greedy(rig, s.tokens) for s in sequences]
 
 
-def test_uniform_rows_of_another_length_are_no_decode_step(device: torch.device) -> None:
+def test_uniform_requests_of_another_length_are_a_mixed_step(device: torch.device) -> None:
     rig = make_rig(device, query_len=3)
     for n, kind in ((2, GraphKind.MIXED), (3, GraphKind.DECODE), (4, GraphKind.MIXED)):
         sequences = [rig.start(i, [7 + i, *range(n - 1)]) for i in range(2)]
@@ -100,8 +100,8 @@ def test_uniform_rows_of_another_length_are_no_decode_step(device: torch.device)
         assert handle.tokens().tolist() == [greedy(rig, s.tokens) for s in sequences]
 
 
-def test_a_full_step_is_served_and_one_more_is_not(device: torch.device) -> None:
-    """As many rows, tokens and KV tokens as were asked for; one more of each raises."""
+def test_full_step_runs_and_one_more_raises(device: torch.device) -> None:
+    """For requests, tokens and KV tokens."""
     rig = make_rig(device, max_num_reqs=4, max_num_tokens=9, max_seq_len=12, decode_sizes=(4,), mixed_sizes=(9,))
     sequences = [rig.start(i, [10 * i + j for j in range(n)]) for i, n in enumerate((1, 2, 3, 3))]
     assert rig.prefill(*sequences).tolist() == [greedy(rig, s.tokens[:-1]) for s in sequences]
@@ -126,7 +126,7 @@ def test_a_full_step_is_served_and_one_more_is_not(device: torch.device) -> None
         rig.manager.replay(Batch.from_requests([Request(i, [1], n, pages) for i, n in enumerate((1, 12, 13))]))
 
 
-def test_as_many_pages_as_a_record_holds(device: torch.device) -> None:
+def test_most_pages_of_the_step_inputs(device: torch.device) -> None:
     rig = make_rig(device, num_pages=500)
     most = inputs_size(8, 32, 8 * MAX_LEN // 4, 1) - inputs_size(1, 1, 0, 1)
     batch = one(page_indptr=[0, most], page_ids=range(1, most + 1))
@@ -173,15 +173,15 @@ def shared() -> Rig:
 
 
 @pytest.mark.parametrize("case", MALFORMED)
-def test_each_argument_of_a_batch_is_named_alone(shared: Rig, case: str) -> None:
+def test_wrong_batch_field_is_named(shared: Rig, case: str) -> None:
     changes, name = MALFORMED[case]
     with pytest.raises(ShapeError, match=rf"\b{name}: "):
         shared.manager.replay(Batch(**TWO | changes))
     assert shared.manager.replay(Batch(**TWO)).tokens().tolist() == [greedy(shared, [3]), greedy(shared, [4])]
 
 
-def test_numbers_at_the_bounds_of_their_type() -> None:
-    """As wide integers, which are cut; and as arrays of the right type, which are taken as they are."""
+def test_values_at_the_bounds_of_their_dtype() -> None:
+    """As wider integers, which are converted, and as arrays of the dtype, which are used as they are."""
     low, high = -(2**31), 2**31 - 1
     assert Batch(**TWO | {"page_ids": [low, high]}).page_ids.tolist() == [low, high]
     for wrong in (low - 1, high + 1):
@@ -189,7 +189,7 @@ def test_numbers_at_the_bounds_of_their_type() -> None:
             Batch(**TWO | {"page_ids": [0, wrong]})
 
 
-def test_rows_become_arrays_field_by_field() -> None:
+def test_from_requests_converts_each_field() -> None:
     rows = [
         Request(4, [9, 8, 7], 12, [31, 32, 33], sample=False, temperature=0.25, seed=2**31 + 1),
         Request(2, [6], 5, [41, 42], temperature=1.5, seed=11),
@@ -211,7 +211,7 @@ def test_rows_become_arrays_field_by_field() -> None:
     assert {name: getattr(batch, name).tolist() for name in expected} == expected
 
 
-def test_a_step_carries_temperatures_and_seeds_above_two_to_the_31(device: torch.device) -> None:
+def test_temperatures_and_seeds_above_two_to_the_31(device: torch.device) -> None:
     rig = make_rig(device, decode_sizes=(4,))
     seeds, heat = [2**31 - 1, 2**31, 2**32 - 1], [0.5, 0.0, 1.25]
     rig.manager.replay(
@@ -245,8 +245,7 @@ def dense_kv(model: ToyModel, tokens: list[int]) -> list[tuple[torch.Tensor, tor
 
 
 @pytest.mark.parametrize("layout", list(KVLayout), ids=lambda x: x.value)
-def test_keys_are_in_the_caller_s_k_and_values_in_its_v(device: torch.device, layout: KVLayout) -> None:
-    """Both ways: the runtime writes them where the caller finds them, and reads what the caller wrote there."""
+def test_runtime_reads_and_writes_the_callers_kv_tensors(device: torch.device, layout: KVLayout) -> None:
     spec = KVCacheSpec(LAYERS, KV_HEADS, HEAD_DIM, 4, layout, torch.float32)
     page = (KV_HEADS, 4) if layout is KVLayout.HND else (4, KV_HEADS)
     mine = [torch.full((20, *page, HEAD_DIM), float("nan"), device=device) for _ in range(2 * LAYERS)]
@@ -273,14 +272,14 @@ def test_keys_are_in_the_caller_s_k_and_values_in_its_v(device: torch.device, la
     assert (handle.logits()[0].double().cpu() - model.oracle(tokens)).abs().max() < 2e-4
 
 
-def test_a_cache_of_two_pages_is_enough_and_one_is_not() -> None:
+def test_cache_needs_two_pages() -> None:
     with pytest.raises(ConfigError, match="num_pages: expected an int from 2 to 2147483647, got 1"):
         KVCache.allocate(SPEC, 1, CPU)
     for pages in (1, 2):
         k, v = (list(torch.zeros(LAYERS, pages, 4, KV_HEADS, HEAD_DIM)) for _ in "kv")
         if pages == 1:
             with pytest.raises(
-                ConfigError, match="num_pages: expected an int from 2 to 2147483647, got 1; one of them is the null"
+                ConfigError, match="num_pages: expected an int from 2 to 2147483647, got 1; one page is the null"
             ):
                 KVCache(SPEC, k, v)
     runtime = manager(cache=KVCache(SPEC, k, v), max_seq_len=4)
@@ -307,14 +306,14 @@ SAMPLERS = {
 
 
 @pytest.mark.parametrize("case", SAMPLERS)
-def test_a_sampler_that_breaks_its_contract(case: str) -> None:
+def test_wrong_sampler_output_raises(case: str) -> None:
     sampler, text = SAMPLERS[case]
     with pytest.raises(ShapeError, match=text):
         manager(sampler=sampler).capture()
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_samplers_may_return_either_int(device: torch.device, dtype: torch.dtype) -> None:
+def test_sampler_may_return_int32_or_int64(device: torch.device, dtype: torch.dtype) -> None:
     runtime = manager(sampler=lambda logits, step: logits.argmax(-1).to(dtype), device=device)
     runtime.capture()
     assert runtime.replay(one()).tokens().tolist() == [int(ToyModel(device, torch.float32).oracle([3]).argmax())]
@@ -322,7 +321,7 @@ def test_samplers_may_return_either_int(device: torch.device, dtype: torch.dtype
 
 LOGITS = {
     "one-more-row": (lambda x: torch.cat([x, x[:1]]), r"logits: expected shape \[4, 61\], got \[5, 61\]"),
-    "one-column-less": (lambda x: x[:, 1:], "logits: expected 61 per row, as vocab_size says, got 60; pass"),
+    "one-column-less": (lambda x: x[:, 1:], "logits: expected vocab_size=61 per request, got 60; pass"),
     "flat": (lambda x: x.flatten(), "logits: expected shape"),
     "double": (lambda x: x.double(), "logits: expected dtype float16 or bfloat16 or float32, got float64"),
     "elsewhere": (lambda x: x.to("meta"), "logits: expected device cpu, got meta"),
@@ -330,14 +329,14 @@ LOGITS = {
 
 
 @pytest.mark.parametrize("case", LOGITS)
-def test_logits_that_break_their_contract(case: str) -> None:
+def test_wrong_logits_raise(case: str) -> None:
     change, text = LOGITS[case]
     model = ToyModel(CPU, torch.float32)
     with pytest.raises(ShapeError, match=text):
         manager(lambda step: change(model(step)), mixed_sizes=()).capture()
 
 
-def test_a_vocabulary_of_one_and_of_none(device: torch.device) -> None:
+def test_vocabulary_of_one_runs_and_of_zero_raises(device: torch.device) -> None:
     for size in (0, -1, 1.0, True, None):
         with pytest.raises(ConfigError, match="vocab_size: expected an int from 1 to 1048576, got"):
             manager(vocab_size=size)
@@ -349,7 +348,7 @@ def test_a_vocabulary_of_one_and_of_none(device: torch.device) -> None:
 
 
 def attend(**changes):
-    """A model that calls `attend` of layer 0 with one argument changed; `at` is the layer."""
+    """A model that calls `attend` of layer `at` with one changed argument."""
 
     def model(step: Step) -> torch.Tensor:
         tokens = step.descriptor.padded_tokens
@@ -390,7 +389,7 @@ ATTEND = {
 
 
 @pytest.mark.parametrize("case", ATTEND)
-def test_each_argument_of_attend_is_named_alone(case: str) -> None:
+def test_wrong_attend_argument_is_named(case: str) -> None:
     changes, text = ATTEND[case]
     manager(attend(), mixed_sizes=()).capture()
     with pytest.raises(ShapeError, match=text):
@@ -400,7 +399,7 @@ def test_each_argument_of_attend_is_named_alone(case: str) -> None:
 # -- handles, counters, closing
 
 
-def test_logits_after_close_raise_and_copies_stay(device: torch.device) -> None:
+def test_logits_after_close_raise_and_copies_remain(device: torch.device) -> None:
     rig = make_rig(device)
     handle = rig.manager.replay(one())
     kept = handle.logits(copy=True)
@@ -414,14 +413,14 @@ def test_logits_after_close_raise_and_copies_stay(device: torch.device) -> None:
     assert handle.error is None
 
 
-def test_a_cpu_never_waits_for_the_ring() -> None:
+def test_cpu_never_waits_for_the_ring() -> None:
     rig = make_rig(CPU, ring_depth=2)
     for token in range(7):
         assert rig.manager.replay(one(token)).done()
     assert rig.manager.stats().ring_waits == 0
 
 
-def test_every_wait_for_the_ring_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ring_waits_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = make_rig(CPU, ring_depth=2)
     rig.manager.replay(one())
     monkeypatch.setattr(StagingSlot, "is_done", lambda slot: False)
@@ -432,22 +431,22 @@ def test_every_wait_for_the_ring_is_counted(monkeypatch: pytest.MonkeyPatch) -> 
     assert [int(h.tokens()[0]) for h in handles] == [greedy(rig, [token]) for token in range(3)]
 
 
-def test_a_handle_of_a_step_that_the_device_did_not_report(device: torch.device) -> None:
+def test_handle_of_an_unreported_step_raises(device: torch.device) -> None:
     rig = make_rig(device)
     for wrong in (-1, 1, 4):
         handle = rig.manager.replay(one())
         if device.type == "cuda":
             torch.cuda.synchronize()
         rig.manager.buffers.step_ring[handle.step % 4] = handle.step + wrong
-        with pytest.raises(ReplayError, match=f"step {handle.step}: .* got step {handle.step + wrong};"):
+        with pytest.raises(ReplayError, match=f"step {handle.step}: .* holds step {handle.step + wrong}\\);"):
             handle.tokens()
         assert type(handle.error) is ReplayError
-        with pytest.raises(ReplayError, match=f"step {handle.step}: .* got step {handle.step + wrong};"):
+        with pytest.raises(ReplayError, match=f"step {handle.step}: .* holds step {handle.step + wrong}\\);"):
             handle.faults  # noqa: B018
     assert rig.manager.replay(one()).tokens().tolist() == [greedy(rig, [3])]
 
 
-def test_a_fault_is_read_without_raising(device: torch.device) -> None:
+def test_faults_can_be_read_without_raising(device: torch.device) -> None:
     rig = make_rig(device)
     for token, code in ((VOCAB - 1, None), (VOCAB, FaultCode.TOKEN_OUT_OF_RANGE)):
         handle = rig.manager.replay(one(token))
@@ -459,7 +458,7 @@ def test_a_fault_is_read_without_raising(device: torch.device) -> None:
             assert handle.tokens(raise_on_fault=False).tolist() == [-1]
 
 
-def test_padding_and_memory_of_the_counters(device: torch.device) -> None:
+def test_stats_of_padding_and_memory(device: torch.device) -> None:
     rig = make_rig(device, decode_sizes=(4,), mixed_sizes=())
     stats = rig.manager.stats()
     assert stats.pad_waste == 0.0
@@ -473,7 +472,7 @@ def test_padding_and_memory_of_the_counters(device: torch.device) -> None:
     assert decode == rig.manager.stats().backend_reason.split(":")[0]
 
 
-def test_close_forgets_every_buffer_and_graph(device: torch.device) -> None:
+def test_close_drops_every_buffer_and_graph(device: torch.device) -> None:
     import gc
     import weakref
 

@@ -1,4 +1,4 @@
-"""Edges of configuration, specs, cache and allocator: each number at its bound and one beyond."""
+"""Boundary values of configuration, specs, cache and allocator: each number at its bound and one beyond."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ SPEC = KVCacheSpec(LAYERS, KV_HEADS, HEAD_DIM, 4, dtype=torch.float32)
 
 
 @pytest.mark.parametrize(("k", "v"), [(1, 2), (2, 1), (3, 2), (2, 3)], ids=str)
-def test_k_and_v_are_counted_each(k: int, v: int) -> None:
+def test_k_and_v_need_one_tensor_per_layer(k: int, v: int) -> None:
     tensors = [torch.zeros(5, 4, KV_HEADS, HEAD_DIM) for _ in range(6)]
     with pytest.raises(ConfigError, match=f"expected 2 K and V tensors, one per layer, got {k} and {v}"):
         KVCache(SPEC, tensors[:k], tensors[3 : 3 + v])
 
 
 @pytest.mark.parametrize(("null_page", "fits"), [(0, True), (4, True), (5, False), (6, False)], ids=str)
-def test_the_null_page_is_one_of_the_pages(null_page: int, fits: bool) -> None:
+def test_null_page_must_be_a_page_of_the_cache(null_page: int, fits: bool) -> None:
     spec = KVCacheSpec(1, 1, 8, 4, dtype=torch.float32, null_page=null_page)
     if fits:
         assert KVCache.allocate(spec, 5, CPU).groups[0].null_page == null_page
@@ -40,19 +40,19 @@ def test_the_null_page_is_one_of_the_pages(null_page: int, fits: bool) -> None:
 
 
 @pytest.mark.parametrize(("num_pages", "null_page"), [(1, 0), (0, 0), (5, -1)], ids=str)
-def test_an_allocator_needs_a_page_to_hand_out(num_pages: int, null_page: int) -> None:
+def test_allocator_needs_two_pages(num_pages: int, null_page: int) -> None:
     with pytest.raises(ConfigError, match="PageAllocator"):
         PageAllocator(num_pages, null_page)
 
 
-def test_an_allocator_gives_all_and_nothing() -> None:
+def test_allocator_allocates_all_pages_and_none() -> None:
     allocator = PageAllocator(4)
     assert allocator.allocate(0) == []
     with pytest.raises(ConfigError, match="count"):
         allocator.allocate(-1)
     assert sorted(allocator.allocate(3)) == [1, 2, 3]
     assert allocator.num_free == 0
-    with pytest.raises(CapacityError, match="at most 0 free of 3, got a request for 1"):
+    with pytest.raises(CapacityError, match="1 requested, 0 of 3 are free"):
         allocator.allocate(1)
     allocator.free([2])
     allocator.free([3])
@@ -71,7 +71,7 @@ def test_an_allocator_gives_all_and_nothing() -> None:
     ("field", "least"),
     [("max_num_reqs", 1), ("max_num_tokens", 1), ("max_seq_len", 1), ("query_len", 1), ("ring_depth", 2)],
 )
-def test_the_least_of_each_number(field: str, least: int) -> None:
+def test_lower_bound_of_each_number(field: str, least: int) -> None:
     small = {"max_num_reqs": 1, "max_num_tokens": 8, "max_seq_len": 8}
     assert getattr(RuntimeConfig(**small | {field: least}), field) == least
     for value in (least - 1, -1):
@@ -85,7 +85,7 @@ def test_a_full_decode_step_must_fit() -> None:
         RuntimeConfig(max_num_reqs=5, query_len=3, max_num_tokens=14)
 
 
-def test_resolve_fills_what_was_left_open() -> None:
+def test_resolve_replaces_none_by_defaults() -> None:
     config = RuntimeConfig(max_num_reqs=6, max_num_tokens=100, backend="triton").resolve()
     assert (config.decode_sizes, config.mixed_sizes, config.backend) == ((1, 2, 4, 6), (64, 100), "triton")
     config = RuntimeConfig(max_num_reqs=6, max_num_tokens=100, decode_sizes=(), mixed_sizes=(7, 3)).resolve()
@@ -101,7 +101,7 @@ def test_resolve_fills_what_was_left_open() -> None:
 
 
 @pytest.mark.parametrize("page_size", [1, 1024])
-def test_the_smallest_and_the_largest_page(page_size: int) -> None:
+def test_bounds_of_page_size(page_size: int) -> None:
     spec = KVCacheSpec(3, 2, 8, page_size, dtype=torch.float16)
     assert spec.bytes_per_page == 3 * 2 * page_size * 2 * 8 * 2
     assert spec.bytes_per_token == 3 * 2 * 2 * 8 * 2
@@ -111,14 +111,14 @@ def test_the_smallest_and_the_largest_page(page_size: int) -> None:
 
 @pytest.mark.parametrize("scale", [0.0, -0.5, float("nan"), float("inf"), "1", True])
 @pytest.mark.parametrize("field", ["softmax_scale", "logits_softcap"])
-def test_scales_are_positive_numbers(field: str, scale: object) -> None:
+def test_softmax_scale_must_be_positive(field: str, scale: object) -> None:
     with pytest.raises(ConfigError, match=f"AttentionSpec.{field}: expected a finite number > 0"):
         AttentionSpec(4, 2, 16, **{field: scale})
     assert getattr(AttentionSpec(4, 2, 16, **{field: 1}), field) == 1.0
 
 
 @pytest.mark.parametrize("field", ["softmax_scale", "logits_softcap"])
-def test_scales_at_the_bounds_of_float32(field: str) -> None:
+def test_softmax_scale_at_the_bounds_of_float32(field: str) -> None:
     for scale in (FLOAT32_TINY, FLOAT32_MAX):
         assert getattr(AttentionSpec(2, 1, 16, **{field: scale}), field) == scale
     for scale in (FLOAT32_TINY / 2, FLOAT32_MAX * 1.01):
@@ -126,10 +126,10 @@ def test_scales_at_the_bounds_of_float32(field: str) -> None:
             AttentionSpec(2, 1, 16, **{field: scale})
 
 
-def test_slopes_at_the_bounds_of_float32() -> None:
+def test_alibi_slopes_at_the_bounds_of_float32() -> None:
     assert AttentionSpec(2, 1, 16, alibi_slopes=(FLOAT32_MAX, -FLOAT32_MAX)).alibi_slopes == (FLOAT32_MAX, -FLOAT32_MAX)
     for wrong in ((1.0, FLOAT32_MAX * 1.01), (-FLOAT32_MAX * 1.01, 1.0), (float("nan"), 1.0), (1.0, None)):
-        with pytest.raises(ConfigError, match="alibi_slopes: expected finite numbers"):
+        with pytest.raises(ConfigError, match="alibi_slopes: expected finite floats"):
             AttentionSpec(2, 1, 16, alibi_slopes=wrong)
     for count in (1, 3):
         with pytest.raises(ConfigError, match=f"expected 2 slopes, one per query head, got {count}"):
@@ -161,7 +161,7 @@ def test_defaults_of_the_specs() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_the_most_of_each_number(make, field: str, most: int) -> None:
+def test_upper_bound_of_each_number(make, field: str, most: int) -> None:
     make(most)
     with pytest.raises(ConfigError, match=rf"^{field}: expected an int from \d to {most}, got {most + 1}"):
         make(most + 1)
@@ -172,7 +172,7 @@ def test_defaults_of_sampling() -> None:
     assert (params.max_new_tokens, params.temperature, params.seed, params.stop_ids) == (128, 0.0, 0, frozenset())
 
 
-def test_what_follows_from_an_attention_spec() -> None:
+def test_derived_properties_of_attention_spec() -> None:
     assert (AttentionSpec(6, 2, 25).num_queries_per_kv, AttentionSpec(6, 2, 25).scale) == (3, 0.2)
     assert AttentionSpec(6, 2, 25, softmax_scale=0.3).scale == 0.3
     assert AttentionSpec(6, 2, 25, sliding_window=1).sliding_window == 1

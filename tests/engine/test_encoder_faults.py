@@ -1,4 +1,4 @@
-"""What specs, batches and rows of cross layers and encoders may not be, and which faults name them."""
+"""Wrong specs, batches and requests of cross and encoder layers, and the faults that name them."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ WRONG_SPECS: dict[str, tuple[Callable[[], Any], str]] = {
     "shares_another_kind": (
         lambda: served([OWN, replace(CROSS, kv_shared_with=0)], None, 8), r"attention\[1\].kind: expected decoder"
     ),
-    "no_encoder_len": (lambda: served([CROSS], None, None), "max_encoder_len: expected the most tokens .*, got None"),
+    "no_encoder_len": (lambda: served([CROSS], None, None), "max_encoder_len: required for cross layers"),
     "needless_encoder_len": (lambda: served([OWN], None, 8), "max_encoder_len: expected None without cross layers"),
     "zero_encoder_len": (lambda: RuntimeConfig(max_encoder_len=0), "max_encoder_len: expected an int from 1"),
-    "one_spec_for_all": (lambda: served(ENCODER, (), None), "expected one spec per layer"),
-    "no_device": (lambda: KVCache((), (), ()), "groups: expected at least one KVCacheSpec, or a device"),
+    "one_spec_for_all": (lambda: served(ENCODER, (), None), "pass a spec per layer"),
+    "no_device": (lambda: KVCache((), (), ()), "groups: empty; pass a KVCacheSpec, or pass device="),
 }  # fmt: skip
 
 
@@ -58,13 +58,13 @@ def served(specs: Any, groups: Any, max_encoder_len: int | None, **options: Any)
 
 
 @pytest.mark.parametrize("name", WRONG_SPECS)
-def test_what_means_nothing_is_refused(name: str) -> None:
+def test_contradicting_options_raise(name: str) -> None:
     make, message = WRONG_SPECS[name]
     with pytest.raises(ConfigError, match=message):
         make()
 
 
-def test_faults_of_cross_groups_name_row_value_and_group() -> None:
+def test_faults_of_cross_groups_name_request_value_and_group() -> None:
     runtime = served([OWN, CROSS], kv_groups([OWN, CROSS], page_size=4), 9)
     runtime.capture()
     good = Request(1, [1], 1, ([5], [6]), encoder_len=3)
@@ -76,7 +76,7 @@ def test_faults_of_cross_groups_name_row_value_and_group() -> None:
     ):
         handle = runtime.replay(Batch.from_requests([good, row]))
         assert [(f.index, f.code, f.value, f.group) for f in handle.faults] == [(1, code, value, 1)]
-    with pytest.raises(StepFaultError, match=r"a length of 9 does not fit in the pages .* in KV group 1"):
+    with pytest.raises(StepFaultError, match=r"a length of 9 does not fit into the pages .* in KV group 1"):
         raise runtime.replay(Batch.from_requests([Request(0, [1], 1, ([1], [2, 3]), encoder_len=9)])).error
     batch = Batch.from_requests([good])
     batch.encoder_lens[0] = -2  # after it was checked: the device finds it
@@ -91,8 +91,8 @@ def test_faults_of_cross_groups_name_row_value_and_group() -> None:
     runtime.close()
 
 
-def test_a_row_that_forgets_its_encoder_is_a_fault(device: torch.device) -> None:
-    """Where its cross layers would see nothing, another length, or what an ended sequence was fed."""
+def test_changed_encoder_len_is_a_fault(device: torch.device) -> None:
+    """Without the fault, cross layers would see nothing, another length, or the encoder of a finished sequence."""
     model, _ = cross_layer((OWN, CROSS), device)
     config = RuntimeConfig(4, 8, 32, decode_sizes=(4,), mixed_sizes=(8,), max_encoder_len=9)
     runtime = Runtime(
@@ -104,7 +104,9 @@ def test_a_row_that_forgets_its_encoder_is_a_fault(device: torch.device) -> None
     assert not runtime.replay(Batch.from_requests(begins)).faults
     other = Request(1, [1], 2, ([], []), encoder_len=3)
     forgotten = runtime.replay(Batch.from_requests([other, Request(0, [1], 2, ([], []))]))
-    with pytest.raises(StepFaultError, match=r"row 1: ENCODER_LEN_CHANGED: .* 0 is not the one .* state it in"):
+    with pytest.raises(
+        StepFaultError, match=r"request 1: ENCODER_LEN_CHANGED: .* 0 differs from that of the sequence; pass the same"
+    ):
         raise forgotten.error
     hit = runtime.replay(
         Batch.from_requests([Request(0, [1], 6, ([5, 6], []), encoder_len=7), replace(other, seq_len=3)])
@@ -115,7 +117,7 @@ def test_a_row_that_forgets_its_encoder_is_a_fault(device: torch.device) -> None
     runtime.close()
 
 
-def test_encoders_take_whole_sequences_without_pages() -> None:
+def test_encoder_models_need_whole_sequences_without_pages() -> None:
     runtime = served([ENCODER], None, None)
     runtime.capture()
     with pytest.raises(ShapeError, match="query_lens: expected 5 new tokens for request 1, its seq_len, got 1"):
@@ -129,12 +131,12 @@ def test_encoders_take_whole_sequences_without_pages() -> None:
 
 
 @pytest.mark.parametrize("specs", [(OWN,), (OWN, CROSS)], ids=["one_group", "two_groups"])
-def test_a_batch_without_lists_goes_on_in_every_group(specs: tuple[AttentionSpec, ...]) -> None:
+def test_batch_without_pages_continues_in_every_group(specs: tuple[AttentionSpec, ...]) -> None:
     lens = [3] if len(specs) == 2 else None
     runtime = served(list(specs), kv_groups(specs, page_size=4), 9 if lens else None)
     runtime.capture()
     begins = Batch(req_indices=[0], seq_lens=[1], tokens=[1], encoder_lens=lens)
-    with pytest.raises(StepFaultError, match="row 0: LENGTH_EXCEEDS_PAGES: a length of 1 does not fit"):
+    with pytest.raises(StepFaultError, match="request 0: LENGTH_EXCEEDS_PAGES: a length of 1 does not fit"):
         raise runtime.replay(begins).error
     lists = {"page_indptr": range(len(specs) + 1), "page_ids": [4, 5][: len(specs)]}
     both = [

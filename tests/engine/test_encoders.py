@@ -1,4 +1,4 @@
-"""Encoder-decoders and encoders of `transformers` in steps, and what their layers refuse."""
+"""Encoder-decoders and encoders of `transformers` in steps, and errors of their layers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import pytest
 import torch
 
 import graphrt
+from graphrt.backends.choice import get_attn_backend
 from graphrt.batch import Batch, Request
 from graphrt.cache.groups import kv_groups
 from graphrt.cache.kv_cache import KVCache
 from graphrt.config import RuntimeConfig
 from graphrt.generate.generator import TextGenerator
 from graphrt.kernels.errors import ConfigError, ShapeError, UnsupportedError
+from graphrt.layer import attention_specs
 from graphrt.runtime import Runtime
 from graphrt.spec import AttentionKind, AttentionSpec, KVCacheSpec
 from graphrt.testing.poison import poison_derived
@@ -55,7 +57,7 @@ def oracle() -> list[list[int]]:
 
 
 def nan_cache(*args: Any) -> KVCache:
-    """A cache in which whatever a step reads, and nobody wrote, shows."""
+    """A cache full of NaN, so that reads of unwritten memory are visible."""
     cache = KVCache.allocate(*args)
     for tensor in (*cache.k, *cache.v):
         tensor[:] = float("nan")
@@ -81,7 +83,7 @@ def bart_runtime(
 
 
 class Server:
-    """Serves REQUESTS: encodes each source once. Rows list their pages once, or all of them in every step."""
+    """Serves REQUESTS: encodes each source once. Requests list their pages once, or in every step."""
 
     def __init__(self, hosted: HostedBart, runtime: Runtime, *, page_lists: str = "once") -> None:
         self.hosted, self.runtime, self.page_lists = hosted, runtime, page_lists
@@ -116,7 +118,7 @@ class Server:
         return Batch.from_requests(rows)
 
     def run(self, admissions: dict[int, list[int]]) -> list[list[int]]:
-        """Steps until all have NEW_TOKENS; `admissions` says who begins in which step."""
+        """Run steps until all requests have NEW_TOKENS; `admissions` says which requests start in which step."""
         answers: dict[int, list[int]] = {}
         for step in range(100):
             batch = self.step(admissions.get(step, []))
@@ -135,7 +137,7 @@ class Server:
 
 @pytest.mark.parametrize("page_lists", ["once", "always"])
 def test_tokens_of_bart_equal_transformers(page_lists: str, device: torch.device) -> None:
-    """Encoders of four lengths; prompts beside decodes; two rows on one source; a row that takes over another's id."""
+    """Encoders of four lengths, mixed steps, two requests with one source, a reused request index."""
     server = Server(*bart_runtime(device), page_lists=page_lists)
     assert [group.cross for group in server.runtime.kv_cache.groups] == [False, True]
     assert server.run({0: [0], 2: [1, 2], 3: [3], 10: [4]}) == oracle()
@@ -143,8 +145,8 @@ def test_tokens_of_bart_equal_transformers(page_lists: str, device: torch.device
     server.runtime.close()
 
 
-def test_replays_of_bart_equal_eager_bit_by_bit(device: torch.device) -> None:
-    """In bfloat16, as it is served: rows come and go, decode steps and mixed ones."""
+def test_replay_of_bart_equals_eager_bitwise(device: torch.device) -> None:
+    """In bfloat16, with requests that start and finish, in decode and mixed steps."""
     hosted, runtime = bart_runtime(device, dtype=BF16)
     server = Server(hosted, runtime)
     for admitted in ([0], [1, 2], [], [3], []):
@@ -173,8 +175,8 @@ def test_tokens_of_bart_through_interpreted_kernels() -> None:
 
 
 @pytest.mark.parametrize("backend", ["torch_reference", "triton"])
-def test_a_row_without_an_encoder_gets_zeros(backend: str) -> None:
-    """And rows of other lengths beside it are not disturbed."""
+def test_request_without_an_encoder_gets_zeros(backend: str) -> None:
+    """Other requests of the batch are not affected."""
     cross = AttentionSpec(4, 2, 16, F32, kind=AttentionKind.CROSS)
     seen = []
 
@@ -216,8 +218,8 @@ PAIRS: dict[str, tuple[tuple[AttentionSpec, ...], torch.dtype | None]] = {
 
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize("mixed", [False, True], ids=["decode", "mixed"])
-def test_replay_equals_eager_bit_by_bit_and_float64(name: str, mixed: bool, device: torch.device) -> None:
-    """Groups side by side: ragged rows, shared pages, NaN wherever nobody wrote, poison between replays."""
+def test_replay_equals_eager_bitwise_and_float64(name: str, mixed: bool, device: torch.device) -> None:
+    """Several groups, ragged requests, shared pages, NaN in unwritten memory, poisoned buffers between replays."""
     specs, dtype = PAIRS[name]
     model, table = cross_layer(specs, device)
     groups = kv_groups(specs, page_size=16, dtype=dtype)
@@ -303,7 +305,7 @@ def whole_rows(*sources: int) -> Batch:
 
 @pytest.mark.parametrize("backend", ["torch_reference", "triton"])
 def test_embeddings_of_modernbert_equal_transformers(backend: str, device: torch.device) -> None:
-    """Packed rows of any lengths and order, without a KV cache."""
+    """Packed sequences of any lengths and order, without a KV cache."""
     runtime = bert_runtime(device, backend=backend)
     assert runtime.kv_cache.groups == ()
     assert runtime.allocators == ()
@@ -315,7 +317,7 @@ def test_embeddings_of_modernbert_equal_transformers(backend: str, device: torch
     runtime.close()
 
 
-def test_windows_of_an_encoder_show() -> None:
+def test_encoder_window_changes_the_result() -> None:
     specs = HostedModernBert(make_modernbert(CPU)).specs
     assert {spec.sliding_window for spec in specs} == {None, 3}
     for window in (2, 4, None):
@@ -326,7 +328,7 @@ def test_windows_of_an_encoder_show() -> None:
         runtime.close()
 
 
-def test_replays_of_an_encoder_equal_eager_bit_by_bit(device: torch.device) -> None:
+def test_replay_of_an_encoder_equals_eager_bitwise(device: torch.device) -> None:
     runtime = bert_runtime(device)
     for sources in ((0, 2), (0, 1, 2, 3), (2, 2), (3,)):
         poison_derived(runtime.manager.buffers)
@@ -339,7 +341,7 @@ def test_replays_of_an_encoder_equal_eager_bit_by_bit(device: torch.device) -> N
 
 
 @pytest.mark.gpu
-def test_a_captured_encoder_writes_to_other_pages_at_every_replay() -> None:
+def test_captured_encoder_writes_other_pages_in_each_replay() -> None:
     device = torch.device("cuda", 0)
     cache = KVCache.allocate(KVCacheSpec(1, 2, 64, 16, dtype=BF16, cross=True), 20, device)
     k, v = torch.randn(2, 30, 2, 64, dtype=BF16, device=device)
@@ -356,7 +358,7 @@ def test_a_captured_encoder_writes_to_other_pages_at_every_replay() -> None:
 
 
 class Embedder(torch.nn.Module):
-    """A module of an author who knows no steps: encoder layers, and a cross layer over what somebody wrote."""
+    """A module without Step, with encoder layers and a cross layer."""
 
     def __init__(self, *kinds: AttentionKind) -> None:
         super().__init__()
@@ -374,7 +376,7 @@ class Embedder(torch.nn.Module):
         return x
 
 
-def test_layers_of_any_module_say_their_kind() -> None:
+def test_kind_of_attention_layers() -> None:
     module = Embedder(AttentionKind.ENCODER, AttentionKind.ENCODER)
     config = RuntimeConfig(4, 16, 16, decode_sizes=(), mixed_sizes=(16,))
     model = graphrt.as_step_model(module)
@@ -387,23 +389,23 @@ def test_layers_of_any_module_say_their_kind() -> None:
     torch.testing.assert_close(got[1], want.detach())
     assert "kind=encoder" in repr(module.layers[0])
     crossing = Embedder(AttentionKind.CROSS)
-    assert graphrt.attention_specs(crossing)[0].kind is AttentionKind.CROSS
+    assert attention_specs(crossing)[0].kind is AttentionKind.CROSS
     with pytest.raises(ShapeError, match="those of the encoder alone, got a tensor and a tensor"):
         crossing.layers[0](*torch.zeros(3, 1, 64))
     with pytest.raises(ConfigError, match="kv_shared_with: expected None in encoder attention"):
         graphrt.Attention(4, 16, name="x", kind=AttentionKind.ENCODER, kv_shared_with="y")
 
 
-def test_what_backends_and_generators_cannot_do_is_refused() -> None:
+def test_unsupported_backends_and_generators_raise() -> None:
     groups = kv_groups([CROSS])
     with pytest.raises(UnsupportedError, match="cross attention: not supported"):
-        graphrt.get_attn_backend([CROSS], groups, "cpu", config=RuntimeConfig(max_encoder_len=8, backend="flash_attn3"))
+        get_attn_backend([CROSS], groups, "cpu", config=RuntimeConfig(max_encoder_len=8, backend="flash_attn3"))
     with pytest.raises(UnsupportedError, match="encoder attention: not supported"):
-        graphrt.get_attn_backend([ENCODER], (), "cpu", config=RuntimeConfig(backend="flash_attn2"))
+        get_attn_backend([ENCODER], (), "cpu", config=RuntimeConfig(backend="flash_attn2"))
     odd = AttentionSpec(4, 4, 20, F32, kind=AttentionKind.ENCODER)
     with pytest.raises(UnsupportedError, match="head_dim 20 in encoder attention: supports multiples of 8"):
-        graphrt.get_attn_backend([odd], (), "cpu", config=RuntimeConfig(backend="triton"))
+        get_attn_backend([odd], (), "cpu", config=RuntimeConfig(backend="triton"))
     runtime = bart_runtime(CPU, use_graphs=False)[1]
-    with pytest.raises(ConfigError, match="expected a decoder alone"):
+    with pytest.raises(ConfigError, match="the model has cross layers or no KV cache"):
         TextGenerator(runtime)
     runtime.close()

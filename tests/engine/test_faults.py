@@ -1,4 +1,4 @@
-"""Faults that the device finds: each in its step, all of a step's rows, and nothing of one row in another."""
+"""Faults that the device finds: reported for their step and request, without effect on other requests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def greedy(rig, tokens: list[int]) -> int:
 @pytest.mark.parametrize("fill", [float("nan"), float("-inf")])
 @pytest.mark.parametrize("eager", [False, True])
 def test_logits_without_a_token_are_a_fault_of_their_step(device: torch.device, fill: float, eager: bool) -> None:
-    """The row's last token is void then, and says so a step later too; other rows go on."""
+    """The request then has no last token, which the next step reports too; other requests continue."""
     rig = make_rig(device)
     broken = torch.zeros(8, dtype=torch.bool, device=device)
     model = rig.model
@@ -51,7 +51,7 @@ def test_logits_without_a_token_are_a_fault_of_their_step(device: torch.device, 
     )
     handle = rig.manager.replay(batch, eager=eager)
     assert handle.faults == (RequestFault(1, FaultCode.NO_TOKEN_OFFERED, NO_TOKEN),)
-    with pytest.raises(StepFaultError, match=r"row 1: NO_TOKEN_OFFERED: its logits offer no token"):
+    with pytest.raises(StepFaultError, match=r"request 1: NO_TOKEN_OFFERED: no token can be sampled"):
         handle.tokens()
     assert handle.tokens(raise_on_fault=False).tolist() == [greedy(rig, [7, 8]), NO_TOKEN]
     again = Batch(req_indices=[3, 2], seq_lens=[3, 3], page_indptr=[0, 1, 2], page_ids=[5, 4])
@@ -70,12 +70,12 @@ def test_samples_outside_the_vocabulary_are_faults_of_their_step(device: torch.d
     assert rig.manager.buffers.last_token[0] == NO_TOKEN
 
 
-def test_the_largest_token_is_none_too_many(device: torch.device) -> None:
+def test_largest_token_of_the_vocabulary_is_valid(device: torch.device) -> None:
     rig = make_rig(device, sampler=lambda logits, step: torch.full_like(step.logits_indices, VOCAB - 1))
     assert rig.manager.replay(one(VOCAB - 1)).tokens().tolist() == [VOCAB - 1]
 
 
-def test_every_faulty_row_is_named(device: torch.device) -> None:
+def test_every_faulty_request_is_named(device: torch.device) -> None:
     rig = make_rig(device)
     batch = Batch(
         req_indices=[0, 9, 1, 2], seq_lens=[1, 1, 9, 1], tokens=[1, 1, 1, VOCAB], page_indptr=[0, 1, 2, 3, 4],
@@ -90,14 +90,14 @@ def test_every_faulty_row_is_named(device: torch.device) -> None:
     assert handle.faults == expected
     assert isinstance(handle.error, StepFaultError)
     assert (handle.error.index, handle.error.code, handle.error.value) == (1, FaultCode.REQ_INDEX_OUT_OF_RANGE, 9)
-    assert "and 2 more, in rows 2, 3" in str(handle.error)
+    assert "and 2 more, in requests 2, 3" in str(handle.error)
     assert handle.tokens(raise_on_fault=False).tolist() == [greedy(rig, [1]), NO_TOKEN, NO_TOKEN, NO_TOKEN]
     fine = rig.manager.replay(one(5))
     assert fine.faults == ()
     assert fine.error is None
 
 
-def test_faults_are_told_without_a_sampler_too(device: torch.device) -> None:
+def test_faults_are_reported_without_a_sampler(device: torch.device) -> None:
     rig = make_rig(device, sampler=None)
     assert rig.manager.replay(one(VOCAB)).faults == (RequestFault(0, FaultCode.TOKEN_OUT_OF_RANGE, VOCAB),)
 
@@ -106,21 +106,21 @@ def _raise(faults: tuple[RequestFault, ...]) -> None:
     raise StepFaultError(7, faults)
 
 
-def test_a_fault_says_what_became_of_its_row() -> None:
-    """Only where a token was to be sampled were keys and values written."""
+def test_fault_says_if_the_request_wrote_kv() -> None:
+    """Only faults of sampling are found after keys and values were written."""
     for code in FaultCode:
         if code is not FaultCode.NONE:
             late = code in (FaultCode.NO_TOKEN_OFFERED, FaultCode.SAMPLE_OUT_OF_RANGE)
             end = (
-                "its KV is written, its last token is void"
+                "its KV was written, but it has no new token"
                 if late
-                else "the row wrote nothing and can be submitted again"
+                else "the request wrote nothing and can be submitted again"
             )
             assert end in str(RequestFault(2, code, 7))
-            assert str(RequestFault(2, code, 7)).startswith(f"row 2: {code.name}: ")
+            assert str(RequestFault(2, code, 7)).startswith(f"request 2: {code.name}: ")
 
 
-def test_a_fault_crosses_processes() -> None:
+def test_fault_can_be_pickled() -> None:
     faults = (RequestFault(1, FaultCode.BAD_LENGTH, 9), RequestFault(4, FaultCode.DUPLICATE_REQUEST, 2))
     error = pickle.loads(pickle.dumps(StepFaultError(7, faults)))
     assert (error.step, error.faults, str(error)) == (7, faults, str(StepFaultError(7, faults)))
@@ -133,7 +133,7 @@ def test_a_fault_crosses_processes() -> None:
 
 
 @pytest.mark.parametrize("tokens", [(TOKEN_FROM_DEVICE,), (TOKEN_FROM_DEVICE, 3)])
-def test_a_sequence_that_begins_reads_no_other_s_token(device: torch.device, tokens: tuple[int, ...]) -> None:
+def test_new_sequence_reads_no_token_of_the_previous_one(device: torch.device, tokens: tuple[int, ...]) -> None:
     rig = make_rig(device)
     rig.manager.replay(one(4)).tokens()
     assert rig.manager.replay(one(*tokens)).faults == (RequestFault(0, FaultCode.NO_LAST_TOKEN, 0),)
@@ -145,8 +145,8 @@ def test_a_sequence_that_begins_reads_no_other_s_token(device: torch.device, tok
 
 
 @pytest.mark.parametrize("kind", ["token", "page", "slot"])
-def test_a_sequence_that_begins_with_a_fault_leaves_no_token(device: torch.device, kind: str) -> None:
-    """The next step is submitted before the fault is read: it must not go on from the row's last owner."""
+def test_faulty_first_step_leaves_no_last_token(device: torch.device, kind: str) -> None:
+    """The next step is submitted before the fault is read, and must not continue from the previous sequence."""
     rig = make_rig(device, fill=0.0)
     rig.manager.replay(one(4)).tokens()
     tokens, pages = ([1, VOCAB], [8]) if kind == "token" else ([1, 2], [0]) if kind == "page" else ([1, 2], [8])
@@ -160,8 +160,8 @@ def test_a_sequence_that_begins_with_a_fault_leaves_no_token(device: torch.devic
 
 
 @pytest.mark.parametrize("turned", [False, True])
-def test_a_faulty_row_with_the_id_of_another_is_named_beside_it(device: torch.device, turned: bool) -> None:
-    """Both are faulty, and what the id's next step finds depends on no order: no last token."""
+def test_faulty_request_with_a_duplicate_index(device: torch.device, turned: bool) -> None:
+    """Both are faulty, and the next step of the index finds no last token, for any order."""
     rig = make_rig(device, fill=0.0)
     rig.manager.replay(one(4)).tokens()
     order = [1, 0] if turned else [0, 1]
@@ -179,15 +179,15 @@ def test_a_faulty_row_with_the_id_of_another_is_named_beside_it(device: torch.de
     )
 
 
-def test_minus_one_is_no_way_to_the_last_token(device: torch.device) -> None:
-    """It is what rows that sampled nothing give back."""
+def test_token_minus_one_is_a_fault(device: torch.device) -> None:
+    """It is the result of requests that sampled nothing, not TOKEN_FROM_DEVICE."""
     rig = make_rig(device)
     rig.manager.replay(one(4)).tokens()
     assert rig.manager.replay(one(-1, seq_len=2)).faults == (RequestFault(0, FaultCode.TOKEN_OUT_OF_RANGE, -1),)
 
 
-def test_models_and_samplers_know_their_rows(device: torch.device) -> None:
-    """A penalty per row id, kept by the caller, follows the row wherever it stands."""
+def test_state_by_req_indices_follows_the_request(device: torch.device) -> None:
+    """A penalty per request index, which the caller owns."""
     penalties = torch.zeros(8, VOCAB, device=device)
 
     def sampler(logits: torch.Tensor, step) -> torch.Tensor:
@@ -205,7 +205,7 @@ def test_models_and_samplers_know_their_rows(device: torch.device) -> None:
     assert rig.manager.replay(turned).tokens().tolist() == [second, best]
 
 
-def test_a_batch_without_rows_is_a_step_that_touches_nothing(device: torch.device) -> None:
+def test_empty_batch_changes_nothing(device: torch.device) -> None:
     rig = make_rig(device)
     first = int(rig.manager.replay(one(4)).tokens()[0])
     cache = [t.clone() for t in (*rig.manager.kv_cache.k, *rig.manager.kv_cache.v)]
@@ -227,7 +227,7 @@ def test_a_batch_without_rows_is_a_step_that_touches_nothing(device: torch.devic
     assert rig.manager.stats().eager_steps == {}
 
 
-def test_seeds_and_temperatures_reach_the_sampler_whole(device: torch.device) -> None:
+def test_sampler_gets_full_seeds_and_temperatures(device: torch.device) -> None:
     seen: list[torch.Tensor] = []
 
     def sampler(logits: torch.Tensor, step) -> torch.Tensor:
@@ -239,9 +239,9 @@ def test_seeds_and_temperatures_reach_the_sampler_whole(device: torch.device) ->
     assert seen[-1][:, 0].tolist() == [2**32 - 1, 0.5]
 
 
-def test_a_first_step_that_the_device_did_not_report_is_noticed(device: torch.device, monkeypatch) -> None:
-    """Captures run steps too, under number 0: what they left must not pass for a result."""
+def test_unreported_first_step_raises(device: torch.device, monkeypatch) -> None:
+    """Warm-up steps of a capture also have number 0; their outputs must not count as results."""
     rig = make_rig(device)
     monkeypatch.setattr(rig.manager._graphs, "run", lambda *args, **options: rig.manager.queue._logits)
-    with pytest.raises(ReplayError, match="step 0: expected the device to report this step, got step -1"):
+    with pytest.raises(ReplayError, match=r"step 0: the device did not report this step .*step -1"):
         rig.manager.replay(one(4)).tokens()

@@ -20,8 +20,8 @@ from graphrt.kernels.errors import GraphRTError
 from graphrt.kernels.metadata.buffers import BufferKind, StaticBuffers
 from graphrt.kernels.types import FaultCode
 from tests.engine import test_encoder_faults
-from tests.engine.test_replay import fault_scenario, logprob_scenario, penalty_scenario
 from tests.session.test_session import STATE, state_scenario
+from tests.support.replay_scenarios import fault_scenario, logprob_scenario, penalty_scenario
 from tests.support.toy import make_rig
 
 CPU = torch.device("cpu")
@@ -61,7 +61,7 @@ WRITTEN = {
     and name not in (*STATE, *WITHIN_A_CALL)
 }
 SCENARIOS: dict[str, Callable[[], None]] = {
-    "last_encoder_len": lambda: test_encoder_faults.test_a_row_that_forgets_its_encoder_is_a_fault(CPU),
+    "last_encoder_len": lambda: test_encoder_faults.test_changed_encoder_len_is_a_fault(CPU),
     "last_token": feedback_scenario,
     "step_counter": conflict_scenario,
     "penalty_seen": penalty_scenario,

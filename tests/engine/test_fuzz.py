@@ -38,9 +38,9 @@ from graphrt import (
     TextGenerator,
     kv_groups,
     register_backend,
-    resolve_device,
 )
 from graphrt.kernels.checks import shown
+from graphrt.runtime import resolve_device
 from tests.support.toy import HEAD_DIM, HEADS, KV_HEADS, LAYERS, VOCAB, LivelyModel, greedy, make_runtime
 
 CPU = torch.device("cpu")
@@ -48,7 +48,7 @@ BUSY_ROW, BUSY_PAGES = 3, (60, 61)  # of the sequence that decodes beside every 
 
 
 class Hostile:
-    """Neither a text nor a truth value, and equal to nothing."""
+    """Equal to nothing; `str()` and `bool()` raise."""
 
     __hash__ = None
 
@@ -101,7 +101,7 @@ BOUNDED = settings(
 
 @dataclass(frozen=True)
 class World:
-    """What targets act on: a captured runtime, and a sequence of it that decodes all the time."""
+    """The objects that targets use: a captured runtime, and one of its sequences that keeps decoding."""
 
     runtime: Runtime
     model: LivelyModel
@@ -113,7 +113,7 @@ class World:
         return self.runtime.manager
 
     def assert_right(self) -> None:
-        """A prompt and two decode steps, whose tokens come from the device, as the oracle has them."""
+        """Run a prompt and two decode steps with tokens from the device, and compare with the oracle."""
         prompt = [50, 2, 33]
         assert self.runtime.state.value == "captured"
         first = Batch(
@@ -136,7 +136,7 @@ def world() -> World:
 
 
 def consume(handle: StepHandle) -> None:
-    """Everything that a handle answers."""
+    """Read all results of a handle."""
     handle.done()
     handle.wait()
     assert len(handle.tokens(raise_on_fault=False)) == handle.num_reqs
@@ -156,7 +156,7 @@ def run_rows(world: World, **row: Any) -> None:
 
 
 def replaced(world: World, **changes: Any) -> None:
-    """The way round the constructor."""
+    """Go around the constructor by `dataclasses.replace`."""
     batch = Batch(**BATCH)
     run_batch(world, dataclasses.replace(batch, **changes))
 
@@ -188,7 +188,7 @@ def allocator_calls(world: World, count: Any, pages: Any, page: Any) -> None:
 
 
 def swaps(world: World, out: Any, back: Any, swapped: Any) -> None:
-    """Pages 1 to 4 of a cache of their own have owners."""
+    """Pages 1 to 4 of a separate cache are allocated."""
     cache, allocator = KVCache.allocate(SPEC, 7, "cpu"), PageAllocator(7)
     allocator.allocate(4)
     with SwapSpace(cache, [allocator], 10**6) as space:
@@ -199,7 +199,7 @@ def swaps(world: World, out: Any, back: Any, swapped: Any) -> None:
 
 
 def page_copies(world: World, src_pages: Any, dst_pages: Any, group: Any) -> None:
-    """Over pages that no sequence uses."""
+    """Copies between pages that no sequence uses."""
     attempt(lambda: KVCache.copy_pages(SMALL, src_pages, dst_pages, group=group))
     attempt(lambda: SMALL.packer(group))
     attempt(lambda: SMALL.of_group(group))
@@ -364,7 +364,7 @@ TARGETS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 
 
 def attempt(call: Callable[[], Any]) -> None:
-    """Run it; it may raise what graphrt raises on purpose, and nothing else."""
+    """Run the call; it may raise a GraphRTError and nothing else."""
     with contextlib.suppress(GraphRTError):
         call()
 
@@ -402,8 +402,8 @@ def test_lists_of_anything_as_prompts(world: World, prompt: list) -> None:
     world.assert_right()
 
 
-def test_buffers_beyond_all_memory_are_refused(world: World) -> None:
-    """Each number is in bounds; together they are 281 terabytes of block table."""
+def test_buffers_that_exceed_all_memory_raise(world: World) -> None:
+    """Each number is in bounds, but together they need 281 TB for the block table."""
     spec = KVCacheSpec(LAYERS, KV_HEADS, HEAD_DIM, 1, dtype=torch.float32)
     config = RuntimeConfig(max_num_reqs=65536, max_num_tokens=65536, max_seq_len=1 << 30)
     with pytest.raises(CapacityError, match=r"expected a buffer that fits (cpu|the host), got shape"):

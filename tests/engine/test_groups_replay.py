@@ -1,4 +1,4 @@
-"""Layers that differ under replay: graph and eager step equal bit by bit, on ragged batches, with poison in between."""
+"""Layers that differ: graph and eager step are bitwise equal on ragged batches, with poisoned buffers in between."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PAIRS: dict[str, tuple[AttentionSpec, ...]] = {
 def rows_of(
     groups: tuple[KVCacheSpec, ...], lengths: list[int], delta: list[int], pages: list[list[list[int]]]
 ) -> Batch:
-    """A step of ragged rows that lists in each group what the row sees, and nulls before it."""
+    """A step of ragged requests that list in each group the pages they see, and null pages before them."""
     rows = []
     for row, (length, new) in enumerate(zip(lengths, delta, strict=True)):
         lists, firsts = [], []
@@ -48,7 +48,7 @@ def rows_of(
 
 
 def steps(runtime: Runtime, *, mixed: bool) -> list[Batch]:
-    """Ragged batches over pages that are handed out at random; lengths cross pages, windows and chunks."""
+    """Ragged batches over random pages; lengths cross pages, windows and chunks."""
     groups = runtime.kv_cache.groups
     generator = torch.Generator().manual_seed(5)
     order = (1 + torch.randperm(runtime.kv_cache.pool_pages[0] - 1, generator=generator)).tolist()
@@ -62,7 +62,7 @@ def steps(runtime: Runtime, *, mixed: bool) -> list[Batch]:
 
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize("mixed", [False, True], ids=["decode", "mixed"])
-def test_replay_equals_eager_bit_by_bit(name: str, mixed: bool, device: torch.device) -> None:
+def test_replay_equals_eager_bitwise(name: str, mixed: bool, device: torch.device) -> None:
     specs = PAIRS[name]
     _, runtime = build(specs, kv_groups(specs, page_size=8, layout=KVLayout.HND), 200, device, decode_sizes=(4,))
     for tensor in (*runtime.kv_cache.k, *runtime.kv_cache.v):
@@ -78,7 +78,7 @@ def test_replay_equals_eager_bit_by_bit(name: str, mixed: bool, device: torch.de
 
 
 def test_tokens_of_an_fp8_cache_with_windows_and_chunks(device: torch.device) -> None:
-    """Alone and side by side: a row's tokens do not depend on its neighbours, nor on freed pages, which are NaN."""
+    """Alone and in a batch: tokens do not depend on other requests, nor on freed pages, which hold NaN."""
     specs = tuple(replace(spec, dtype=BF16) for spec in (CHUNKED, WINDOW, FULL))
     groups = kv_groups(specs, page_size=16, dtype=FP8)
     prompts, counts = prompts_of([3, 21, 40]), [20, 25, 30]
@@ -100,7 +100,7 @@ def test_tokens_of_an_fp8_cache_with_windows_and_chunks(device: torch.device) ->
     "backend", ["triton", "flash_attn3", "triton+triton", "triton+flash_attn3", "flash_attn3+triton"]
 )
 def test_backends_agree_on_groups(backend: str) -> None:
-    """Windowed groups beside a full one, in bfloat16: logits as the reference backend has them, freed pages NaN."""
+    """Groups with and without a window, in bfloat16, compared with the reference backend; freed pages hold NaN."""
     device = torch.device("cuda", 0)
     if "flash_attn3" in backend:
         pytest.importorskip("flash_attn_interface")

@@ -1,4 +1,4 @@
-"""Handles, the ring, statistics, embedding: what a serving stack sees of a step."""
+"""Handles, input ring, statistics and ownership of a manager."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def greedy(rig, token: int) -> int:
 
 
 def test_results_can_be_read_in_any_order_and_late(device: torch.device) -> None:
-    """Far more steps than ring slots, read backwards: nothing is lost when a slot is reused."""
+    """Far more steps than ring entries, read in reverse order."""
     rig = make_rig(device)
     handles = [rig.manager.replay(one(t)) for t in range(20)]
     assert [int(h.tokens()[0]) for h in reversed(handles)] == [greedy(rig, t) for t in reversed(range(20))]
@@ -38,14 +38,14 @@ def test_results_can_be_read_in_any_order_and_late(device: torch.device) -> None
     assert [h.step for h in handles] == list(range(20))
 
 
-def test_logits_live_until_the_next_step(device: torch.device) -> None:
+def test_logits_are_valid_until_the_next_step(device: torch.device) -> None:
     rig = make_rig(device)
     first = rig.manager.replay(one(3))
     kept, view = first.logits(copy=True), first.logits()
     assert torch.equal(kept, view)
     assert tuple(view.shape) == (1, VOCAB)
     rig.manager.replay(one(4))
-    with pytest.raises(ReplayError, match=r"expected the latest step 1, got step 0; .*copy=True"):
+    with pytest.raises(ReplayError, match=r"step 1 has overwritten the logits of step 0; .*copy=True"):
         first.logits()
     assert (kept[0].double().cpu() - rig.model.oracle([3])).abs().max() < 2e-4
 
@@ -81,7 +81,7 @@ def test_without_graphs_every_step_is_eager_and_counted(device: torch.device) ->
     assert rig.manager.stats().eager_steps == {"graphs are switched off (use_graphs=False)": 1}
 
 
-def test_a_sampler_of_the_caller_and_none(device: torch.device) -> None:
+def test_custom_sampler_and_no_sampler(device: torch.device) -> None:
     model = ToyModel(device, torch.float32)
 
     def build(sampler) -> ReplayManager:
@@ -97,12 +97,12 @@ def test_a_sampler_of_the_caller_and_none(device: torch.device) -> None:
     silent = build(None)
     handle = silent.replay(one(3))
     assert int(handle.logits().argmax()) == int(model.oracle([3]).argmax())
-    with pytest.raises(ReplayError, match="expected a runtime with a sampler, got sampler=None"):
+    with pytest.raises(ReplayError, match="this runtime has no sampler"):
         handle.tokens()
 
 
 @pytest.mark.parametrize("layout", list(KVLayout), ids=lambda x: x.value)
-def test_the_caller_may_own_the_cache_with_any_strides_and_null_page(device: torch.device, layout: KVLayout) -> None:
+def test_caller_may_own_a_cache_with_any_strides_and_null_page(device: torch.device, layout: KVLayout) -> None:
     """K and V interleaved in one allocation with gaps, null page 7."""
     spec = KVCacheSpec(LAYERS, KV_HEADS, HEAD_DIM, 4, layout, torch.float32, null_page=7)
     shape = (LAYERS, 12, 4, KV_HEADS, 2, HEAD_DIM + 8)
@@ -125,7 +125,7 @@ def test_the_caller_may_own_the_cache_with_any_strides_and_null_page(device: tor
     assert mine[..., HEAD_DIM:].isnan().all(), "nothing between the views is written"
 
 
-def test_two_managers_live_side_by_side(device: torch.device) -> None:
+def test_two_managers_are_independent(device: torch.device) -> None:
     a, b = make_rig(device), make_rig(device, page_size=8)
     for token in range(4):
         ha, hb = a.manager.replay(one(token)), b.manager.replay(one(token + 1))
@@ -134,7 +134,7 @@ def test_two_managers_live_side_by_side(device: torch.device) -> None:
     assert int(b.manager.replay(one(9)).tokens()[0]) == greedy(b, 9)
 
 
-def test_reset_forgets_the_rows(device: torch.device) -> None:
+def test_reset_clears_request_state(device: torch.device) -> None:
     rig = make_rig(device)
     rig.manager.replay(one(3))
     rig.manager.reset()
@@ -151,7 +151,7 @@ def test_progress_reports_every_graph_once(device: torch.device) -> None:
 
 
 @pytest.mark.gpu
-def test_close_gives_all_memory_back() -> None:
+def test_close_frees_all_memory() -> None:
     device = torch.device("cuda", 0)
     make_rig(device).manager.close()  # one-time costs: cuBLAS handle and workspace, kernels
     gc.collect()
@@ -168,8 +168,8 @@ def test_close_gives_all_memory_back() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["triton", "flash_attn3", "flash_attn2", "flashinfer"])
-def test_close_of_each_backend_gives_all_memory_back(name: str) -> None:
-    """With the manager, and so its backend, still alive."""
+def test_close_frees_all_memory_of_each_backend(name: str) -> None:
+    """While the manager, and so its backend, is still referenced."""
     cls, device = backend_class(name), torch.device("cuda", 0)
     if (missing := cls.unavailable()) is not None:
         pytest.skip(f"backend {name}: {missing}")
@@ -193,7 +193,7 @@ def test_close_of_each_backend_gives_all_memory_back(name: str) -> None:
 
 
 @pytest.mark.gpu
-def test_replay_on_a_stream_of_the_caller() -> None:
+def test_replay_on_the_callers_stream() -> None:
     device = torch.device("cuda", 0)
     stream = torch.cuda.Stream()
     model = ToyModel(device, torch.float32)
@@ -209,8 +209,8 @@ def test_replay_on_a_stream_of_the_caller() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.alone
-def test_the_host_may_run_ahead_of_a_slow_device() -> None:
-    """The device is busy while the host submits many steps: no record is overwritten before it was uploaded."""
+def test_host_may_run_ahead_of_a_slow_device() -> None:
+    """Many steps are submitted to a busy device: no ring entry is overwritten before its upload."""
     rig = make_rig(torch.device("cuda", 0), ring_depth=3)
     expected = [greedy(rig, t) for t in range(12)]
     torch.cuda._sleep(200_000_000)
@@ -219,8 +219,8 @@ def test_the_host_may_run_ahead_of_a_slow_device() -> None:
     assert rig.manager.stats().ring_waits >= 1
 
 
-def test_a_step_that_fails_half_way_leaves_nothing_behind(device: torch.device) -> None:
-    """The eager model raises after the refresh ran; the next step is another batch over the same slots, other order."""
+def test_step_that_fails_midway_does_not_affect_the_next(device: torch.device) -> None:
+    """The eager model raises after the refresh; the next step is another batch in another order."""
     rig = make_rig(device, use_graphs=False)
     real, broken = rig.model.project, {"on": True}
 
@@ -239,16 +239,14 @@ def test_a_step_that_fails_half_way_leaves_nothing_behind(device: torch.device) 
     assert handle.step == 1
 
 
-def test_replay_can_be_read_at_a_glance() -> None:
-    names = ("replay", "_dispatch", "_write", "_launch", "_handle")
-    lines = [line for name in names for line in inspect.getsource(getattr(ReplayManager, name)).splitlines()]
-    assert len(lines) <= 72, "docstrings included"
-    steps = re.findall(r"\b(\d) \w+", " ".join(line for line in lines if "# " in line))
-    assert steps == list("1234"), "four numbered comments"
+def test_replay_numbers_its_steps_in_the_order_in_which_they_run() -> None:
+    lines = inspect.getsource(ReplayManager.replay).splitlines()
+    assert re.findall(r"# (\d) ", "\n".join(lines)) == list("1234")
+    assert len(lines) <= 48, "docstring included"
 
 
-def test_a_row_id_forgets_the_sequence_before(device: torch.device) -> None:
-    """A prompt that goes on has no last token, whatever an ended sequence left under its row id."""
+def test_request_index_forgets_its_previous_sequence(device: torch.device) -> None:
+    """A partial prompt has no last token, whatever the finished sequence of its request index sampled."""
     rig = make_rig(device)
     rig.manager.replay(one(3)).tokens()
     part = Batch(req_indices=[0], seq_lens=[1], tokens=[4], page_indptr=[0, 1], page_ids=[6], sample=[0])

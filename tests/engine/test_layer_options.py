@@ -1,4 +1,4 @@
-"""Options of a layer on their way from spec and model to the backend: reasons against a backend, checks, arguments."""
+"""Options of a layer from spec and model to the backend: unsupported reasons, checks and arguments."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from graphrt.backends import registry
-from graphrt.backends.base import AttentionBackend, AttentionLayer, BackendContext, Capabilities, GraphSupport
-from graphrt.cache.groups import layer_places
+from graphrt.backends.base import AttentionBackend, AttentionLayer
+from graphrt.backends.capabilities import BackendContext, Capabilities, GraphSupport
+from graphrt.cache.groups import kv_locations
 from graphrt.cache.kv_cache import KVCache
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.config import RuntimeConfig
@@ -32,7 +33,7 @@ SINKS = replace(PLAIN, sinks=True, sliding_window=3, logits_softcap=5.0, softmax
 
 
 class Recording(AttentionBackend):
-    """Writes nothing but keeps what `run` was given."""
+    """Records the arguments of `run`, and writes nothing."""
 
     name = "recording"
     capabilities = Capabilities(
@@ -80,7 +81,7 @@ def make_context(*specs: AttentionSpec, kv_dtype: torch.dtype = F32, batch_invar
     return BackendContext(specs, (kv,), CPU, 8, 64, 32, batch_invariant=batch_invariant)
 
 
-def test_every_reason_is_given() -> None:
+def test_all_unsupported_reasons_are_listed() -> None:
     context = make_context(ALIBI, SINKS, kv_dtype=E4M3, batch_invariant=True)
     assert Bare.unsupported_reasons(context) == [
         "KV dtype torch.float8_e4m3fn: supports torch.float32",
@@ -94,7 +95,7 @@ def test_every_reason_is_given() -> None:
     assert Bare.unsupported_reasons(make_context(replace(ALIBI, alibi_sqrt=False))) == ["alibi_slopes: not supported"]
 
 
-def test_a_runtime_asks_for_batch_invariance(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_requests_batch_invariance(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_registered", {})
     registry.register_backend(Bare)
     registry.register_backend(Recording)
@@ -114,10 +115,10 @@ def test_a_runtime_asks_for_batch_invariance(monkeypatch: pytest.MonkeyPatch) ->
 
 def make_layers(*specs: AttentionSpec, kv_dtype: torch.dtype = F32) -> tuple[KVCache, tuple[AttentionLayer, ...]]:
     cache = KVCache.allocate(KVCacheSpec(len(specs), 2, 16, 4, dtype=kv_dtype), 3, CPU)
-    return cache, attention_layers(specs, layer_places(specs, cache.groups), cache)
+    return cache, attention_layers(specs, kv_locations(specs, cache.groups), cache)
 
 
-def test_layers_hold_scales_and_slopes() -> None:
+def test_attention_layers_hold_scales_and_slopes() -> None:
     cache, layers = make_layers(ALIBI, PLAIN, replace(ALIBI, alibi_sqrt=False), kv_dtype=E4M3)
     for index, layer in enumerate(layers):
         assert layer.k_scale is cache.k_scales[index]
@@ -132,20 +133,20 @@ def test_layers_hold_scales_and_slopes() -> None:
     assert wide.options() == AttentionOptions(softmax_scale=0.25)
 
 
-def test_slopes_are_float32_whatever_the_default_is() -> None:
+def test_slopes_are_float32_for_any_default_dtype() -> None:
     before = torch.get_default_dtype()
     cache, _ = make_layers(ALIBI)
     torch.set_default_dtype(torch.float64)
     try:
         with torch.device("meta"):
-            (layer,) = attention_layers([ALIBI], layer_places([ALIBI], cache.groups), cache)
+            (layer,) = attention_layers([ALIBI], kv_locations([ALIBI], cache.groups), cache)
     finally:
         torch.set_default_dtype(before)
     assert layer.alibi_slopes.dtype == torch.float32
     assert layer.alibi_slopes.device == CPU
 
 
-def test_slopes_follow_from_the_spec() -> None:
+def test_slopes_must_match_the_spec() -> None:
     cache, _ = make_layers(PLAIN)
     with pytest.raises(ConfigError, match=r"AttentionLayer.alibi_slopes: expected some as in the spec, got none"):
         AttentionLayer(0, ALIBI, cache.k[0], cache.v[0])
@@ -157,7 +158,7 @@ TOKENS = 3
 
 
 def make_step(spec: AttentionSpec, kv_dtype: torch.dtype = F32, backend: type[Recording] = Recording) -> Step:
-    """A decode step of three tokens; the third is a pad."""
+    """A decode step of three tokens; the third one is padding."""
     _, layers = make_layers(spec, kv_dtype=kv_dtype)
     capacity = Capacity(TOKENS, TOKENS, TOKENS, inputs=1, ring=2, page_groups=(PageGroup(6, 2, 0, 2),))
     buffers = StaticBuffers.allocate(capacity, CPU)
@@ -188,7 +189,7 @@ def attend(step: Step, **options: torch.Tensor | None) -> tuple[torch.Tensor, to
     return k, v
 
 
-def test_attend_passes_everything_on() -> None:
+def test_attend_passes_its_arguments_to_the_backend() -> None:
     steps, sinks, lse = (make_step(SINKS), make_step(SINKS)), torch.zeros(4), torch.empty(TOKENS, 4)
     attend(steps[0], sinks=sinks, lse=lse)
     attend(steps[1], sinks=sinks)
@@ -200,7 +201,7 @@ def test_attend_passes_everything_on() -> None:
     assert options.causal
 
 
-def test_attend_scales_what_it_writes() -> None:
+def test_attend_divides_kv_by_the_scales() -> None:
     step = make_step(PLAIN, E4M3)
     (layer,) = step.layers
     layer.k_scale.copy_(torch.tensor([0.5, 0.3]))
@@ -213,30 +214,30 @@ def test_attend_scales_what_it_writes() -> None:
     assert step.backend.runs[0][0].v_scale is layer.v_scale
 
 
-def test_outputs_are_contiguous_whatever_queries_are() -> None:
+def test_output_is_contiguous_for_any_query_strides() -> None:
     step = make_step(PLAIN)
     q, k = torch.zeros(4, TOKENS, 16).transpose(0, 1), torch.zeros(TOKENS, 2, 16)
     assert step.attend(0, q, k, k.clone()).is_contiguous()
 
 
-def test_a_table_of_angles_has_a_row_for_every_position() -> None:
+def test_cos_sin_needs_a_row_per_position() -> None:
     step, q, k = make_step(PLAIN), torch.zeros(TOKENS, 4, 16), torch.zeros(TOKENS, 2, 16)
     step.attend(0, q, k, k.clone(), rotary=Rotary(torch.zeros(8, 16)))
-    with pytest.raises(ShapeError, match="cos_sin: expected rows for max_seq_len=8 positions, got 7"):
+    with pytest.raises(ShapeError, match="cos_sin: expected at least max_seq_len=8 rows, one per position, got 7"):
         step.attend(0, q, k, k.clone(), rotary=Rotary(torch.zeros(7, 16)))
 
 
 @pytest.mark.parametrize(
     "table", [None, [1.0], torch.zeros(8), torch.zeros(8, 16, 1)], ids=["none", "list", "one", "three"]
 )
-def test_what_is_no_table_of_angles(table: object) -> None:
+def test_wrong_rotary_raises(table: object) -> None:
     step, q, k = make_step(PLAIN), torch.zeros(TOKENS, 4, 16), torch.zeros(TOKENS, 2, 16)
     with pytest.raises(ShapeError, match=r"rotary\.cos_sin: expected "):
         step.attend(0, q, k, k.clone(), rotary=Rotary(table))
 
 
 REFUSED = {
-    "sinks-missing": (SINKS, {}, ShapeError, r"sinks: expected the learned sinks of layer 0, a tensor \[4\], got None"),
+    "sinks-missing": (SINKS, {}, ShapeError, r"sinks: layer 0 has learned sinks, a tensor \[4\] is required"),
     "sinks-uncalled-for": (PLAIN, {"sinks": torch.zeros(4)}, ShapeError, "sinks: expected None for layer 0, got a"),
     "sinks-shape": (SINKS, {"sinks": torch.zeros(2)}, ShapeError, r"sinks: expected shape \[4\], got \[2\]"),
     "sinks-dtype": (SINKS, {"sinks": torch.zeros(4).half()}, ShapeError, "sinks: expected dtype float32, got float16"),
@@ -255,7 +256,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_does_not_fit_the_layer_is_refused_before_anything_is_written(case: str) -> None:
+def test_wrong_attend_argument_raises_before_writing(case: str) -> None:
     spec, options, error, message = REFUSED[case]
     step = make_step(spec)
     with pytest.raises(error, match=message):
@@ -264,13 +265,13 @@ def test_what_does_not_fit_the_layer_is_refused_before_anything_is_written(case:
     assert not step.layers[0].k_cache.any()
 
 
-def test_a_layer_is_attended_to_once_and_after_the_one_it_reads() -> None:
-    """A model that forgets its layers' numbers would overwrite the keys of its first, without a word."""
+def test_second_attend_and_attend_before_the_source_raise() -> None:
+    """A model that uses one layer index twice would overwrite keys."""
     step = make_step(PLAIN)
     attend(step)
     kept = step.layers[0].k_cache.clone()
     q, k = torch.zeros(TOKENS, 4, 16), torch.zeros(TOKENS, 2, 16)
-    with pytest.raises(UnsupportedError, match=r"one attend\(\) per step for layer 0, got a second; .* number the"):
+    with pytest.raises(UnsupportedError, match=r"second attend\(\) for layer 0 in one step"):
         step.attend(0, q, k, k.clone())
     assert torch.equal(step.layers[0].k_cache, kept)
     assert len(step.backend.runs) == 1
@@ -278,7 +279,9 @@ def test_a_layer_is_attended_to_once_and_after_the_one_it_reads() -> None:
     (first,) = step.layers
     reader = replace(first, index=1, spec=replace(first.spec, kv_shared_with=0), writes=False)
     step = replace(step, layers=(first, reader))
-    with pytest.raises(UnsupportedError, match="expected layer 0 before layer 1, which reads its keys and values"):
+    with pytest.raises(
+        UnsupportedError, match="layer 1 reads the keys and values of layer 0, which this step has not written"
+    ):
         step.attend(1, q, None, None)
     attend(step)
     step.attend(1, q, None, None)
@@ -286,7 +289,7 @@ def test_a_layer_is_attended_to_once_and_after_the_one_it_reads() -> None:
     assert len(step.backend.runs) == 4, "a layer that writes nothing may attend again"
 
 
-def test_lse_of_a_backend_without_it() -> None:
+def test_lse_raises_for_a_backend_without_it() -> None:
     step = make_step(PLAIN, backend=Bare)
     attend(step)
     step.layers[0].k_cache.zero_()

@@ -1,4 +1,4 @@
-"""Modes of torch that are in force where graphrt is called must change nothing; nor may a second caller."""
+"""Modes of torch that are active in the caller, and concurrent calls, change no result."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ MODES = {
 
 
 def caches(device: torch.device) -> KVCache:
-    """KV that the caller owns, made wherever the caller is."""
+    """KV tensors of the caller, made in its mode."""
     spec = KVCacheSpec(LAYERS, KV_HEADS, HEAD_DIM, 4, dtype=torch.float32)
     layers = [
         [torch.zeros(20, 4, KV_HEADS, HEAD_DIM, dtype=torch.float32, device=device) for _ in range(LAYERS)]
@@ -56,7 +56,7 @@ def caches(device: torch.device) -> KVCache:
 
 
 def steps(manager: ReplayManager) -> list[int]:
-    """Prompt and outputs of a few steps, and the other calls of a manager, all in the mode of the caller."""
+    """Prompt and outputs of a few steps, and the other calls of a manager, all in the caller's mode."""
     tokens = [3, 4, 5]
     batch = Batch(req_indices=[0], seq_lens=[3], query_lens=[3], tokens=tokens, page_indptr=[0, 2], page_ids=[7, 8])
     handle = manager.replay(batch)
@@ -78,7 +78,7 @@ def assert_greedy(model: ToyModel, tokens: list[int]) -> None:
 
 @pytest.mark.parametrize("built", MODES)
 @pytest.mark.parametrize("used", ["none", "inference", "device"])
-def test_modes_change_nothing(device: torch.device, built: str, used: str) -> None:
+def test_torch_modes_change_nothing(device: torch.device, built: str, used: str) -> None:
     model = ToyModel(device, torch.float32)
     config = RuntimeConfig(max_num_reqs=2, max_num_tokens=8, max_seq_len=MAX_LEN)
     with MODES[built]():
@@ -96,14 +96,14 @@ def test_modes_change_nothing(device: torch.device, built: str, used: str) -> No
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_capture_under_a_mode_alone(device: torch.device, mode: str) -> None:
+def test_capture_in_a_mode_and_replay_outside(device: torch.device, mode: str) -> None:
     rig = make_rig(device, capture=False)
     with MODES[mode]():
         rig.manager.capture()
     assert_greedy(rig.model, steps(rig.manager))
 
 
-def test_autocast_changes_no_graph(device: torch.device) -> None:
+def test_autocast_does_not_change_graphs(device: torch.device) -> None:
     rig = make_rig(device)
     with torch.autocast(device.type, dtype=torch.bfloat16):
         handle = rig.manager.replay(Batch(req_indices=[0], seq_lens=[1], tokens=[5], page_indptr=[0, 1], page_ids=[4]))
@@ -111,8 +111,8 @@ def test_autocast_changes_no_graph(device: torch.device) -> None:
     assert (logits[0].double().cpu() - rig.model.oracle([5])).abs().max() < 2e-4
 
 
-def test_one_call_at_a_time(device: torch.device) -> None:
-    """While one thread is inside a step, another one's call is refused, and the step is right."""
+def test_concurrent_call_raises(device: torch.device) -> None:
+    """A call from a second thread during a step raises, and the step is correct."""
     inside, go_on = threading.Event(), threading.Event()
     waiting = [False]
 
@@ -149,7 +149,7 @@ def test_one_call_at_a_time(device: torch.device) -> None:
     assert rig.manager.replay(batch).tokens().tolist() == expected
 
 
-def test_a_model_that_calls_its_manager_is_refused(device: torch.device) -> None:
+def test_model_that_calls_its_manager_raises(device: torch.device) -> None:
     managers: list[ReplayManager] = []
 
     def sampler(logits, step):
@@ -165,8 +165,8 @@ def test_a_model_that_calls_its_manager_is_refused(device: torch.device) -> None
     assert rig.manager.replay(Batch.empty()).tokens().tolist() == []
 
 
-def test_results_are_read_from_other_threads(device: torch.device) -> None:
-    """Readers race with the ring that hands results over before a slot is reused."""
+def test_results_can_be_read_from_other_threads(device: torch.device) -> None:
+    """While ring entries are reused."""
     rig = make_rig(device, ring_depth=2)
     expected = {token: int(rig.model.oracle([token]).argmax()) for token in range(8)}
     handles: list = []
@@ -189,7 +189,7 @@ def test_results_are_read_from_other_threads(device: torch.device) -> None:
     assert found == [True] * 120
 
 
-def test_every_call_answers_after_close(device: torch.device) -> None:
+def test_calls_after_close_raise(device: torch.device) -> None:
     rig = make_rig(device)
     batch = Batch(req_indices=[0], seq_lens=[1], tokens=[5], page_indptr=[0, 1], page_ids=[4])
     handle = rig.manager.replay(batch)

@@ -1,4 +1,4 @@
-"""Page tables that a serving stack keeps on the device: graphs read them, batches list no pages."""
+"""Block tables on the device that the caller owns: graphs read them, and batches list no pages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make_manager(device: torch.device, tables: torch.Tensor | None) -> ReplayMan
 
 
 @pytest.mark.parametrize("dims", [2, 3])
-def test_rows_read_their_tables(device: torch.device, dims: int) -> None:
+def test_requests_read_the_callers_tables(device: torch.device, dims: int) -> None:
     tables = torch.full((1, ROWS, LONGEST // PAGE), -7, dtype=torch.int32, device=device)
     manager = make_manager(device, tables if dims == 3 else tables[0])
     manager.capture()
@@ -65,14 +65,14 @@ def test_rows_read_their_tables(device: torch.device, dims: int) -> None:
     manager.close()
 
 
-def test_bad_pages_are_named_and_the_others_go_on(device: torch.device) -> None:
+def test_bad_pages_are_faults_of_their_request_only(device: torch.device) -> None:
     tables = torch.tensor([[1, 2, 3], [4, PAGES, 6], [7, 8, 9], [10, -1, 11]], dtype=torch.int32, device=device)
     tables = torch.nn.functional.pad(tables, (0, LONGEST // PAGE - 3), value=-1).contiguous()
     manager = make_manager(device, tables)
     manager.capture()
     batch = Batch(req_indices=[0, 1, 2, 3], seq_lens=[5] * 4, query_lens=[5] * 4, tokens=np.arange(20))
     handle = manager.replay(batch)
-    with pytest.raises(StepFaultError, match="row 1: PAGE_OUT_OF_RANGE"):
+    with pytest.raises(StepFaultError, match="request 1: PAGE_OUT_OF_RANGE"):
         handle.tokens()
     bad = FaultCode.PAGE_OUT_OF_RANGE
     assert [(f.index, f.code, f.value) for f in handle.faults] == [(1, bad, PAGES), (3, bad, -1)]
@@ -97,17 +97,17 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_tables_that_do_not_fit_are_named(case: str) -> None:
+def test_wrong_tables_raise(case: str) -> None:
     tables, text = WRONG[case]
     with pytest.raises(ShapeError, match=text):
         make_manager(torch.device("cpu"), tables)
 
 
-def test_a_batch_lists_no_pages_beside_tables_and_tables_stay_where_they_are() -> None:
+def test_batch_with_pages_and_moved_tables_raise() -> None:
     tables = torch.zeros(ROWS, LONGEST // PAGE, dtype=torch.int32)
     manager = make_manager(torch.device("cpu"), tables)
     manager.capture()
-    with pytest.raises(ShapeError, match=r"batch\.page_ids: expected none beside page_tables"):
+    with pytest.raises(ShapeError, match=r"batch\.page_ids: must be empty with page_tables"):
         manager.replay(Batch(req_indices=[0], seq_lens=[1], tokens=[1], page_indptr=[0, 1], page_ids=[1]))
     tables.data = tables.clone()
     with pytest.raises(ReplayError, match="page_tables"):

@@ -1,4 +1,4 @@
-"""Models of `transformers` by the adapter of docs/embedding.md, through steps and through layers: their own tokens."""
+"""Models of `transformers` by the adapter of docs/embedding.md, through steps and through layers, give equal tokens."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ transformers.AttentionInterface.register("graphrt-ports", call)
 
 
 class Body(torch.nn.Module):
-    """The module without its head, with a layer in each block, as `as_step_model` takes it."""
+    """The module without its head, with an attention layer in each block, for `as_step_model`."""
 
     def __init__(self, base: torch.nn.Module, specs: list[AttentionSpec]) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Body(torch.nn.Module):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_tokens_are_those_of_the_model_alone(name: str) -> None:
+def test_tokens_equal_transformers(name: str) -> None:
     model = made(name, **(SIZES | MODELS[name]))
     expected = alone(model)
     model.set_attn_implementation("graphrt-ports")
@@ -103,8 +103,8 @@ def test_tokens_are_those_of_the_model_alone(name: str) -> None:
     assert len({tuple(tokens) for tokens in expected}) > 2, "tokens that tell nothing"
 
 
-def test_slopes_of_a_model_that_attends_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bloom computes attention in its module, whose `forward` is replaced; no positions come in but by its slopes."""
+def test_alibi_slopes_of_bloom(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bloom computes attention in its module, so the test replaces `forward`. Positions come only from slopes."""
     model = made("Bloom", vocab_size=VOCAB, hidden_size=24, n_layer=3, n_head=6, eos_token_id=None)
     expected = alone(model)
     slopes = tuple(2.0**-n for n in (2, 4, 6, 8, 1, 3))  # those of 4 heads, then every other one of 8

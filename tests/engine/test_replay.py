@@ -1,65 +1,39 @@
-"""Replay against eager, bitwise, and against a dense float64 oracle that knows neither cache nor buffers."""
+"""Replay compared with eager, bitwise, and with a dense float64 oracle without cache and buffers."""
 
 from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
 import torch
 
-from graphrt.batch import Batch, Request
-from graphrt.cache.groups import kv_groups
+from graphrt.batch import Batch
 from graphrt.capture.descriptor import GraphKind
-from graphrt.config import RuntimeConfig
 from graphrt.engine import program
 from graphrt.kernels.errors import GraphRTError
 from graphrt.kernels.library import interpreted
 from graphrt.kernels.metadata.buffers import BufferKind, StaticBuffers
-from graphrt.kernels.types import FaultCode, KVLayout
-from graphrt.runtime import Runtime
-from graphrt.spec import AttentionKind, AttentionSpec
-from graphrt.step import Step
+from graphrt.kernels.types import KVLayout
 from graphrt.testing.poison import poison_derived
-from tests.support.toy import MAX_LEN, VOCAB, Rig, Sequence, make_rig
-
-
-def prompts(rng: random.Random, count: int, low: int = 1, high: int = 7) -> list[list[int]]:
-    return [[rng.randrange(VOCAB) for _ in range(rng.randint(low, high))] for _ in range(count)]
-
-
-def check_row(rig: Rig, sequence: Sequence, logits: torch.Tensor) -> None:
-    """The logits of one row against the dense oracle on the tokens that the host knows were fed."""
-    want = rig.model.oracle(sequence.tokens[: sequence.cached])
-    bound = 2e-4 if logits.dtype == torch.float32 else 6e-2
-    error = (logits.double().cpu() - want).abs().max().item()
-    assert error <= bound, f"row {sequence.req_index} at length {sequence.cached}: error {error}"
-
-
-def step_both_ways(rig: Rig, batch: Batch) -> tuple[np.ndarray, torch.Tensor]:
-    """One step eagerly and by replay, with everything poisoned in between; both must agree bitwise."""
-    buffers = rig.manager.buffers
-    last = buffers.last_token.clone()
-    poison_derived(buffers)
-    eager = rig.manager.replay(batch, eager=True)
-    eager_logits, eager_tokens = eager.logits(copy=True), eager.tokens()
-    buffers.last_token.copy_(last)
-    poison_derived(buffers)
-    buffers.token_ring.fill_(-9)
-    if rig.manager.kv_cache.device.type == "cuda":
-        torch.cuda.synchronize()
-    handle = rig.manager.replay(batch)
-    assert handle.why_eager == "", handle.why_eager
-    logits, tokens = handle.logits(copy=True), handle.tokens()
-    assert torch.equal(logits, eager_logits), f"{handle.descriptor}: replay differs from eager"
-    assert tokens.tolist() == eager_tokens.tolist()
-    assert tokens.tolist() == logits.argmax(-1).tolist()
-    return tokens, logits
+from tests.support.replay_scenarios import (
+    check_row,
+    encoder_scenario,
+    fault_scenario,
+    logprob_scenario,
+    mask_scenario,
+    penalty_scenario,
+    prompts,
+    rig_of,
+    scenario,
+    step_both_ways,
+    truncation_scenario,
+)
+from tests.support.toy import MAX_LEN, VOCAB, make_rig
 
 
 @pytest.mark.parametrize("layout", list(KVLayout), ids=lambda x: x.value)
-def test_replay_is_eager_and_right_at_every_captured_size(device: torch.device, layout: KVLayout) -> None:
-    """Every size, 1 to padded live rows, ragged, permuted, growing and shrinking, across page boundaries."""
+def test_replay_equals_eager_and_the_oracle_at_every_size(device: torch.device, layout: KVLayout) -> None:
+    """With 1 to padded_reqs requests, ragged, permuted, growing and shrinking, across page boundaries."""
     rig, rng = make_rig(device, layout=layout, decode_sizes=None), random.Random(3)
     sequences = [rig.start(i, p) for i, p in enumerate(prompts(rng, 8))]
     rig.prefill(*sequences[:3])
@@ -77,7 +51,7 @@ def test_replay_is_eager_and_right_at_every_captured_size(device: torch.device, 
     assert not rig.manager.stats().eager_steps
 
 
-def test_captured_short_replayed_to_the_last_token(device: torch.device) -> None:
+def test_replay_up_to_max_seq_len(device: torch.device) -> None:
     rig = make_rig(device, decode_sizes=(2,))
     long, short = rig.start(0, [5]), rig.start(1, [9, 9])
     rig.prefill(long, short)
@@ -90,8 +64,8 @@ def test_captured_short_replayed_to_the_last_token(device: torch.device) -> None
     check_row(rig, short, handle.logits()[0])
 
 
-def test_chunked_prompts_beside_decodes(device: torch.device) -> None:
-    """Mixed graphs: prompts in chunks that cross pages, decodes in the same step, padded to the token count."""
+def test_chunked_prefill_with_decode_requests(device: torch.device) -> None:
+    """Mixed graphs: prompts in chunks that cross pages, together with decode requests, padded to the token count."""
     rig, rng = make_rig(device), random.Random(5)
     decoding = [rig.start(i, p) for i, p in enumerate(prompts(rng, 3))]
     rig.prefill(*decoding)
@@ -110,8 +84,8 @@ def test_chunked_prompts_beside_decodes(device: torch.device) -> None:
     step_both_ways(rig, Batch.from_requests([rig.row(rig.start(5, [1, 2, 3])), *(rig.row(s) for s in decoding)]))
 
 
-def test_uniform_rows_of_several_tokens(device: torch.device) -> None:
-    """query_len 3, as speculation uses: causal among the new tokens, logits of the last."""
+def test_decode_steps_with_query_len_three(device: torch.device) -> None:
+    """As speculation uses them: causal among the new tokens, logits of the last one."""
     rig, rng = make_rig(device, query_len=3), random.Random(2)
     sequences = [rig.start(i, p) for i, p in enumerate(prompts(rng, 3))]
     rig.prefill(*sequences)
@@ -124,8 +98,8 @@ def test_uniform_rows_of_several_tokens(device: torch.device) -> None:
             sequence.tokens.append(int(logits[i].argmax()))
 
 
-def test_tokens_feed_back_on_the_device(device: torch.device) -> None:
-    """Ten steps submitted without reading one; rows change places, and each keeps its own last token."""
+def test_last_tokens_stay_on_the_device(device: torch.device) -> None:
+    """Ten steps are submitted without reading one. Requests change position, and keep their last tokens."""
     rig, rng = make_rig(device), random.Random(4)
     sequences = [rig.start(i + 2, p) for i, p in enumerate(prompts(rng, 4))]
     first = rig.manager.replay(Batch.from_requests([rig.row(s) for s in sequences]))
@@ -146,7 +120,7 @@ def test_tokens_feed_back_on_the_device(device: torch.device) -> None:
             sequence.tokens.append(token)
 
 
-def test_shared_pages_are_read_by_both_sequences(device: torch.device) -> None:
+def test_two_sequences_read_shared_pages(device: torch.device) -> None:
     rig = make_rig(device)
     prefix = [3, 1, 4, 1, 5, 9, 2, 6]
     first = rig.start(0, prefix)
@@ -159,7 +133,7 @@ def test_shared_pages_are_read_by_both_sequences(device: torch.device) -> None:
     check_row(rig, second, logits[1])
 
 
-def test_a_sliding_window_is_seen_by_prompt_and_decode(device: torch.device) -> None:
+def test_sliding_window_changes_prefill_and_decode(device: torch.device) -> None:
     full, windowed = make_rig(device), make_rig(device, window=3)
     for rig in (full, windowed):
         sequence = rig.start(0, [7, 8, 9, 10, 11, 12, 13])
@@ -181,8 +155,8 @@ def test_sixteen_bit_dtypes(device: torch.device, dtype: torch.dtype) -> None:
             sequence.tokens.append(int(tokens[i]))
 
 
-def test_the_triton_kernels_carry_the_whole_step_under_the_interpreter() -> None:
-    """Same buffers, same padding, same tape; every kernel the Triton one."""
+def test_step_in_the_triton_interpreter() -> None:
+    """With the same buffers and padding, and every kernel in Triton."""
     if torch.cuda.is_available():
         pytest.skip("the compiled kernels are tested on this machine")
     with interpreted():
@@ -207,8 +181,8 @@ OF_PARTS = ("decode_seq_lens", "decode_start_loc", "prompt_seq_lens", "prompt_st
 
 
 @pytest.mark.parametrize("field", READ_LATER)
-def test_a_refresh_that_forgets_one_buffer_is_noticed(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mutation: after each refresh one buffer is put back to what it held before. Some check must fail for each."""
+def test_refresh_that_skips_one_buffer_is_found(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutation: each refresh leaves one buffer unchanged, and some scenario must fail."""
     writer = WRITTEN[field].writer
     real = getattr(program, writer)
 
@@ -229,176 +203,14 @@ def test_a_refresh_that_forgets_one_buffer_is_noticed(field: str, monkeypatch: p
 
 
 @pytest.mark.parametrize("two_parts", [False, True])
-def test_the_mutation_scenario_passes_unmutated(two_parts: bool) -> None:
+def test_scenario_passes_without_mutation(two_parts: bool) -> None:
     scenario(rig_of(two_parts))
 
 
-def test_the_other_mutation_scenarios_pass_unmutated() -> None:
+def test_other_scenarios_pass_without_mutation() -> None:
     encoder_scenario()
     fault_scenario()
     truncation_scenario()
     penalty_scenario()
     mask_scenario()
     logprob_scenario()
-
-
-def rig_of(two_parts: bool) -> Rig:
-    parts = {"backend": "torch_reference", "prefill_backend": "torch_reference"} if two_parts else {}
-    return make_rig(torch.device("cpu"), **parts)
-
-
-def scenario(rig: Rig) -> None:
-    """A short run: prefill, sampled and greedy decodes in a shrinking batch, then decodes beside a prompt."""
-    rng = random.Random(8)
-    sequences = [rig.start(i, p) for i, p in enumerate(prompts(rng, 4, 3, 7))]
-    rig.prefill(*sequences)
-    kv = [t.clone() for _, t in rig.manager.kv_cache.named_tensors()]
-    for chosen in (sequences[:3], sequences[1:3], sequences):
-        options = [{"temperature": 50.0 * (s.req_index % 2), "seed": 11 + s.req_index} for s in chosen]
-        rows = [rig.row(s, **o) for s, o in zip(chosen, options, strict=True)]
-        handle = rig.manager.replay(Batch.from_requests(rows))
-        logits, tokens = handle.logits(copy=True), handle.tokens()
-        for i, (sequence, row) in enumerate(zip(chosen, rows, strict=True)):
-            check_row(rig, sequence, logits[i])
-            expected = _expected_token(logits[i], row)
-            assert int(tokens[i]) == expected, f"row {i}: token {tokens[i]}, expected {expected}"
-            sequence.tokens.append(int(tokens[i]))
-            assert rig.manager.buffers.last_token[sequence.req_index] == tokens[i]
-        kv = _check_kv(rig, chosen, kv)
-    for req_index, decoding in ((5, sequences[:3]), (6, sequences[1:2])):  # as many decodes as before would be too many
-        chosen = [rig.start(req_index, [3, 1, 4, 1]), *decoding]
-        handle = rig.manager.replay(Batch.from_requests([rig.row(s) for s in chosen]))
-        for sequence, token, logits in zip(chosen, handle.tokens().tolist(), handle.logits(copy=True), strict=True):
-            check_row(rig, sequence, logits)
-            sequence.tokens.append(token)
-
-
-def fault_scenario() -> None:
-    """A step with a faulty row, and one without."""
-    rig = make_rig(torch.device("cpu"))
-    for token in (VOCAB + 2, 3):
-        fine, other = rig.row(rig.start(0, [5])), rig.row(rig.start(1, [token]))
-        faults = rig.manager.replay(Batch.from_requests([fine, other])).faults
-        found = [(fault.index, fault.code, fault.value) for fault in faults]
-        assert found == ([(1, FaultCode.TOKEN_OUT_OF_RANGE, token)] if token > VOCAB else [])
-
-
-def truncation_scenario() -> None:
-    """Hot rows that keep their best token, by three ways to ask for it, and then one that keeps all."""
-    rig = make_rig(torch.device("cpu"))
-    sequences = [rig.start(i, [5, 3, 1]) for i in range(3)]
-    asked = [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}]
-    rows = [rig.row(s, temperature=50.0, seed=9, **o) for s, o in zip(sequences, asked, strict=True)]
-    best = int(rig.model.oracle([5, 3, 1]).argmax())
-    assert rig.manager.replay(Batch.from_requests(rows)).tokens().tolist() == [best] * 3
-    rows = [rig.row(rig.start(3 + i, [5, 3, 1]), temperature=50.0, seed=i) for i in range(4)]
-    assert len(set(rig.manager.replay(Batch.from_requests(rows)).tokens().tolist())) > 1
-
-
-def penalty_scenario() -> None:
-    """Rows that forbid each token of the prompt, then the first of the output, by three ways to ask for it."""
-    rig = make_rig(torch.device("cpu"), penalties=True)
-    sequences = [rig.start(i, [5, 3, 1]) for i in range(3)]
-    asked: list[dict[str, float]] = [
-        {"repetition_penalty": 1e6}, {"presence_penalty": 1e6}, {"frequency_penalty": 1e6, "prompt_len": 3},
-    ]  # fmt: skip
-    for length in (3, 4):
-        rows = [rig.row(s, **o) for s, o in zip(sequences, asked, strict=True)]
-        tokens = rig.manager.replay(Batch.from_requests(rows)).tokens().tolist()
-        for sequence, token, options in zip(sequences, tokens, asked, strict=True):
-            logits, known = rig.model.oracle(sequence.tokens), set(sequence.tokens[options.get("prompt_len", 0) :])
-            if "repetition_penalty" in options:
-                logits = torch.where(logits > 0, 0.0, float("-inf")).where(sequence_mask(known), logits)
-            else:
-                logits[list(known)] = float("-inf")
-            assert token == int(logits.argmax()), f"{options} at length {length}"
-            sequence.tokens.append(token)
-
-
-def mask_scenario() -> None:
-    """Rows with a mask each, the other one's number, and none."""
-    rig = make_rig(torch.device("cpu"), token_masks=True)
-    allowed = {0: {7, 40}, 3: {8, 31, 32, 60}}
-    words = {at: [sum(1 << t % 32 for t in tokens if t // 32 == w) for w in (0, 1)] for at, tokens in allowed.items()}
-    rig.manager.request_tables.set_token_masks(words)
-    masks = [3, 0, -1]
-    rows = [rig.row(rig.start(i, [5, 3, 1]), token_mask=mask) for i, mask in enumerate(masks)]
-    logits = rig.model.oracle([5, 3, 1])
-    want = [max(allowed.get(mask, range(VOCAB)), key=lambda t: float(logits[t])) for mask in masks]
-    assert rig.manager.replay(Batch.from_requests(rows)).tokens().tolist() == want
-
-
-def logprob_scenario() -> None:
-    """Of the sampled token, of a given one, and none, in one step and then in another order."""
-    rig = make_rig(torch.device("cpu"), max_logprobs=2)
-    logits = rig.model.oracle([5, 3, 1])
-    best = int(logits.argmax())
-    for asked in ([(1, -1), (-1, -1), (0, 7)], [(0, 7), (1, -1), (-1, 3)]):
-        rows = [rig.row(rig.start(i, [5, 3, 1]), logprobs=n, logprob_token=token) for i, (n, token) in enumerate(asked)]
-        handle = rig.manager.replay(Batch.from_requests(rows))
-        for (n, token), found in zip(asked, handle.logprobs(), strict=True):
-            assert (found is None) == (n < 0)
-            if found is not None:
-                want = best if token < 0 else token
-                assert found.token == want
-                assert abs(found.logprob - float(logits.log_softmax(-1)[want])) < 1e-4
-                assert len(found.top) == n
-
-
-def sequence_mask(tokens: set[int]) -> torch.Tensor:
-    """[VOCAB] bool: which tokens a sequence has."""
-    mask = torch.zeros(VOCAB, dtype=torch.bool)
-    mask[list(tokens)] = True
-    return mask
-
-
-def encoder_scenario() -> None:
-    """Rows over what encoders of 5 tokens, 2 and none wrote, in two orders, against softmax in float64."""
-    specs = [AttentionSpec(2, 1, 16, torch.float32, kind=AttentionKind.CROSS)]
-
-    def model(step: Step) -> torch.Tensor:
-        q = torch.ones(step.descriptor.padded_tokens, 2, 16)
-        return step.attend(0, q, None, None).flatten(1)[step.logits_indices]
-
-    config = RuntimeConfig(4, 8, 8, max_encoder_len=8, decode_sizes=(4,), mixed_sizes=(8,))
-    groups = kv_groups(specs, page_size=4)
-    with Runtime(
-        model, specs, groups, vocab_size=32, device="cpu", num_pages=9, config=config, sampler=None
-    ) as runtime:
-        runtime.capture()
-        k, v = torch.randn(2, 5, 1, 16, generator=torch.Generator().manual_seed(1))
-        runtime.kv_cache.write(0, k, v, runtime.kv_cache.slots([3, 7], 5))
-        lengths = [5, 0, 2]
-        for order in ((0, 1, 2), (2, 0, 1)):
-            rows = [Request(i, [1], 1, [3, 7][: -(-lengths[i] // 4)], encoder_len=lengths[i]) for i in order]
-            logits = runtime.replay(Batch.from_requests(rows)).logits(copy=True)
-            for at, i in enumerate(order):
-                weights = (k[: lengths[i], 0].double().sum(-1) / 4).softmax(0)
-                want = (weights @ v[: lengths[i], 0].double()).repeat(2)
-                torch.testing.assert_close(logits[at].double(), want, atol=1e-5, rtol=1e-5)
-
-
-def _expected_token(logits: torch.Tensor, row) -> int:
-    """What a row alone draws: the sampler's result must not depend on the batch."""
-    from graphrt.kernels.ops.sampling import sample
-
-    device = logits.device
-    return int(
-        sample(
-            logits[None],
-            torch.tensor([row.temperature], device=device),
-            torch.tensor([row.seed], device=device),
-            torch.tensor([row.seq_len], dtype=torch.int32, device=device),
-        )[0]
-    )
-
-
-def _check_kv(rig: Rig, chosen: list[Sequence], before: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Exactly the slots of the new tokens were written."""
-    after = [t.clone() for _, t in rig.manager.kv_cache.named_tensors()]
-    written = {(s.pages[(s.cached - 1) // rig.page_size], (s.cached - 1) % rig.page_size) for s in chosen}
-    for old, new in zip(before, after, strict=True):
-        same = (old == new) | (old.isnan() & new.isnan())
-        changed = {tuple(x) for x in (~same).flatten(2).any(-1).nonzero().tolist()}
-        assert changed == written
-    return after

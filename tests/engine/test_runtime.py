@@ -1,4 +1,4 @@
-"""Runtime: sizing of the cache, and giving everything back."""
+"""Runtime: sizing of the cache, and close."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def build(device: torch.device, *, max_seq_len: int = 64, head_dim: int = HEAD_D
     )
 
 
-def test_auto_takes_what_the_rows_can_use(device: torch.device) -> None:
+def test_auto_allocates_at_most_the_usable_pages(device: torch.device) -> None:
     runtime = build(device)
     assert runtime.kv_cache.num_pages == 1 + 4 * 4
     assert runtime.allocator.num_free == 16
@@ -57,13 +57,13 @@ def test_a_cache_that_does_not_fit_raises_with_the_numbers(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("value", [0.0, 1.5, -1.0])
-def test_memory_utilization_is_a_share(value: float) -> None:
-    with pytest.raises(ConfigError, match=r"memory_utilization: expected a share in \(0, 1\], got"):
+def test_memory_utilization_out_of_range_raises(value: float) -> None:
+    with pytest.raises(ConfigError, match=r"memory_utilization: expected a number in \(0, 1\], got"):
         build(torch.device("cpu"), memory_utilization=value)
 
 
 @pytest.mark.parametrize(("name", "text"), [("meta", "got 'meta'"), ("quantum", "quantum"), ("cuda:77", "cuda:77")])
-def test_devices_that_are_not_there(name: str, text: str) -> None:
+def test_missing_devices_raise(name: str, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         resolve_device(name)
 
@@ -92,14 +92,14 @@ CLOSED = {
 }
 
 
-def test_after_close_every_call_answers(device: torch.device) -> None:
+def test_calls_after_close_raise(device: torch.device) -> None:
     runtime = make_runtime(device)
     runtime.capture()
     handle = runtime.replay(one_row(5))
     runtime.close()
     runtime.close()
     for name, call in CLOSED.items():
-        with pytest.raises(CaptureError, match=f"{name}: expected an open runtime, got one that was closed"):
+        with pytest.raises(CaptureError, match=f"{name}: this runtime was closed"):
             call(runtime)
     assert runtime.state is State.CLOSED
     assert (runtime.stats().real_tokens, sum(runtime.stats().replays.values())) == (1, 1)
@@ -119,8 +119,8 @@ def test_close_before_capture() -> None:
     assert runtime.stats().real_tokens == 0
 
 
-def test_close_lets_go_of_the_cache() -> None:
-    """Of its tensors too, while a handle of a step is kept."""
+def test_close_frees_the_cache() -> None:
+    """Also while a handle of a step is referenced."""
     runtime = make_runtime(CPU)
     runtime.capture()
     handle = runtime.replay(one_row(5))
@@ -142,8 +142,8 @@ def test_a_with_block_closes(device: torch.device) -> None:
     assert failed.state is State.CLOSED
 
 
-def test_page_0_is_handed_out_where_the_null_page_is_the_last(device: torch.device) -> None:
-    """With a cache sized by itself, and with one of a given size; and the last page is refused as page 0 was."""
+def test_page_0_is_allocated_if_the_null_page_is_the_last(device: torch.device) -> None:
+    """With a cache of automatic size and of a given size. The last page is then a fault, as page 0 is otherwise."""
     model = ToyModel(device, torch.float32)
     spec = KVCacheSpec(LAYERS, KV_HEADS, HEAD_DIM, 4, dtype=torch.float32, null_page="last")
     for num_pages, last in (("auto", 4 * 16), (7, 6)):
@@ -161,8 +161,8 @@ def test_page_0_is_handed_out_where_the_null_page_is_the_last(device: torch.devi
 
 
 @pytest.mark.parametrize("num_pages", ["auto", 9])
-def test_the_kv_tensors_may_be_the_callers(device: torch.device, num_pages: int | str) -> None:
-    """The caller's function makes the cache, graphrt works out how many pages; after close the tensors are intact."""
+def test_allocate_kv_may_return_the_callers_tensors(device: torch.device, num_pages: int | str) -> None:
+    """graphrt computes the number of pages, and close leaves the tensors intact."""
     made: list[KVCache] = []
 
     def allocate(groups: tuple[KVCacheSpec, ...], pages: tuple[int, ...], where: torch.device) -> KVCache:
@@ -181,8 +181,8 @@ def test_the_kv_tensors_may_be_the_callers(device: torch.device, num_pages: int 
     assert made[-1].k[0][5, 0].abs().max() > 0
 
 
-def test_weights_of_a_model_that_is_no_module(device: torch.device) -> None:
-    """Given once, also as a generator, they are watched: a step after one of them moved raises."""
+def test_moved_weight_of_a_function_model_raises(device: torch.device) -> None:
+    """Weights may be given as a generator."""
     module = ToyModel(device, torch.float32)
     runtime = make_runtime(device, model=lambda step: module(step), weights=module.named_parameters())
     runtime.capture()
@@ -201,13 +201,13 @@ WRONG: dict[str, tuple[dict, str]] = {
     "config": ({"config": "abc"}, "config: expected RuntimeConfig, got 'abc'"),
     "kv_spec": ({"kv_spec": "abc"}, "groups: expected a list or tuple of KVCacheSpec per KV group, got 'abc'"),
     "kv_spec-item": ({"kv_spec": [SPEC, None]}, r"groups\[1\]: expected KVCacheSpec, got None"),
-    "kv_spec-none": ({"kv_spec": ()}, "attention: expected one spec per layer, got one for all"),
+    "kv_spec-none": ({"kv_spec": ()}, "attention: one spec for all layers needs a cache with layers"),
     "attention": ({"attention": "abc"}, "attention: expected a list or tuple of AttentionSpec"),
-    "attention-none": ({"attention": None}, "attention: expected specs, or a model with graphrt"),
+    "attention-none": ({"attention": None}, "attention: required, since the model has no graphrt"),
     "attention-item": ({"attention": [SPEC] * 2}, r"attention\[0\]: expected AttentionSpec, got KVCacheSpec"),
     "attention-count": (
         {"attention": [AttentionSpec(4, 2, 16, torch.float32)]},
-        "attention: expected 2 layers with keys and values of their own, as in the cache, got 1 of 1",
+        "attention: expected 2 layers with their own KV, as in the cache, got 1 among 1",
     ),
     "vocab": ({"vocab_size": 61.0}, "vocab_size: expected an int from 1 to 1048576, got 61.0"),
     "vocab-zero": ({"vocab_size": 0}, "vocab_size: .* got 0"),
@@ -216,10 +216,13 @@ WRONG: dict[str, tuple[dict, str]] = {
     "pages-text": ({"num_pages": "some"}, "num_pages: .* got 'some'"),
     "pages-none": ({"num_pages": None}, "num_pages: .* got None"),
     "pages-one": ({"num_pages": 1}, "num_pages: .* got 1"),
-    "pages-of-pools": ({"num_pages": [5, 6]}, r"num_pages: expected one number, or one for each of 1 pools, got \[5,"),
-    "pages-of-no-pool": ({"num_pages": ()}, r"num_pages: expected one number, .* got \(\)"),
+    "pages-of-pools": (
+        {"num_pages": [5, 6]},
+        r"num_pages: expected one int, or a sequence of 1, one per pool, got \[5,",
+    ),
+    "pages-of-no-pool": ({"num_pages": ()}, r"num_pages: expected one int, .* got \(\)"),
     "pages-of-pools-item": ({"num_pages": ["5"]}, "num_pages: expected an int from 2 .* got '5'"),
-    "share": ({"memory_utilization": "x"}, r"memory_utilization: expected a share in \(0, 1\], got 'x'"),
+    "share": ({"memory_utilization": "x"}, r"memory_utilization: expected a number in \(0, 1\], got 'x'"),
     "share-nan": ({"memory_utilization": float("nan")}, "memory_utilization: .* got nan"),
     "share-bool": ({"memory_utilization": True}, "memory_utilization: .* got True"),
     "device": ({"device": 0}, "device: expected cpu, cuda or cuda:N, got 0"),
@@ -242,7 +245,7 @@ WRONG: dict[str, tuple[dict, str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_arguments_of_wrong_types(case: str) -> None:
+def test_wrong_arguments_raise(case: str) -> None:
     changes, text = WRONG[case]
     arguments = {
         "model": ToyModel(CPU, torch.float32),
@@ -278,8 +281,8 @@ def under_default_dtype(build: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.parametrize("mode", [under_inference_mode, under_default_device, under_default_dtype])
-def test_a_runtime_that_is_built_under_a_mode_of_the_process(mode) -> None:
-    """Serving stacks build and capture under these; the steps then run outside of them, and the other way round."""
+def test_runtime_built_in_a_torch_mode(mode) -> None:
+    """Steps run outside of the mode, and the other way round."""
     model = ToyModel(CPU, torch.float32)
     runtime = mode(lambda: make_runtime(CPU, model=model))
     assert not any(tensor.is_inference() for tensor in (*runtime.kv_cache.k, *runtime.kv_cache.v))
@@ -297,8 +300,8 @@ def test_a_runtime_that_is_built_under_a_mode_of_the_process(mode) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.alone
-def test_auto_predicts_the_free_memory_that_is_left() -> None:
-    """A cache bounded by memory, not by use: what is free after capture is what was predicted, within 256 MiB."""
+def test_auto_predicts_free_memory_within_256_mib() -> None:
+    """With a cache bounded by memory, not by use."""
     device = torch.device("cuda", 0)
     build(device).close()
     free, total = torch.cuda.mem_get_info(device)

@@ -1,4 +1,4 @@
-"""A warm step is one graph launch. It uploads nothing, allocates nothing, waits for nothing, as the profiler shows."""
+"""A warm step is one graph launch without uploads, allocations or waits, as the profiler shows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FORBIDDEN = ("Malloc", "Free", "HostAlloc", "HostRegister", "Synchronize", "Mems
 
 
 class CountedDriver:
-    """The driver's calls, counted: the profiler does not see all of them."""
+    """Counts driver calls, since the profiler does not see all of them."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
@@ -40,7 +40,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> CountedDriver:
 
 
 def check_calls(prof: profile, driver: CountedDriver, steps: int) -> None:
-    """Nothing but a launch, and an event behind it, for each step."""
+    """Check that each step is one launch and one event."""
     assert (driver.calls["cuGraphLaunch"], driver.calls["cuEventRecord"]) == (steps, steps), driver.calls
     runtime = Counter(
         e.name for e in prof.events() if e.name.startswith(("cuda", "cu")) and e.device_type.name == "CPU"
@@ -52,7 +52,7 @@ def check_calls(prof: profile, driver: CountedDriver, steps: int) -> None:
     assert runtime["cudaDeviceSynchronize"] <= 1, runtime
 
 
-def test_a_warm_step_is_one_launch(driver: CountedDriver) -> None:
+def test_warm_step_is_one_launch(driver: CountedDriver) -> None:
     rig = make_rig(torch.device("cuda", 0), ring_depth=2 * STEPS, fill=0.0)
     lengths = [3, 9, 17, 30]
     pages = [list(range(1 + 10 * i, 11 + 10 * i)) for i in range(4)]
@@ -85,8 +85,8 @@ def test_a_warm_step_is_one_launch(driver: CountedDriver) -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 8])
-def test_a_warm_step_of_a_session_is_one_launch(driver: CountedDriver, steps: int) -> None:
-    """Also where a launch is of many steps."""
+def test_warm_step_of_a_session_is_one_launch(driver: CountedDriver, steps: int) -> None:
+    """Also if a launch runs many steps."""
     device = torch.device("cuda", 0)
     config = {"ring_depth": STEPS, "decode_sizes": (4,), "loop_sizes": (4,), "max_num_tokens": 32}
     runtime = make_runtime(device, num_pages=80, config=config)

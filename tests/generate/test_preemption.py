@@ -453,7 +453,7 @@ def test_without_pinned_memory_everything_is_computed_again(monkeypatch: pytest.
     prompts, generator = prompts_of([10, 9]), TextGenerator(runtime)
 
     def no_space(*arguments: Any, **options: Any) -> Any:
-        raise CapacityError("nbytes: expected host memory that can be had, got 9 bytes; ask for less")
+        raise CapacityError("nbytes: cannot allocate 9 bytes of host memory; lower it")
 
     monkeypatch.setattr("graphrt.generate.generator.SwapSpace", no_space)
     want = [model.greedy(prompt, 20) for prompt in prompts]

@@ -151,7 +151,7 @@ def test_a_request_without_a_token_has_none(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
     rig.manager.buffers.step_ring.fill_(-1)
-    with pytest.raises(ReplayError, match="expected the device to report this step"):
+    with pytest.raises(ReplayError, match="the device did not report this step"):
         lost.logprobs()
 
 
@@ -242,14 +242,20 @@ def test_refused(device: torch.device) -> None:
     runtime = runtime_of(device, max_logprobs=2)
     with DecodeSession(runtime) as session:
         for params in (SamplingParams(logprobs=3), SamplingParams(prompt_logprobs=3)):
-            with pytest.raises(UnsupportedError, match="params: expected a runtime with max_logprobs=3, got max_logpr"):
+            with pytest.raises(
+                UnsupportedError, match="params: needs a runtime with max_logprobs=3, this one has max_logpr"
+            ):
                 session.add([1], params)
-    with pytest.raises(UnsupportedError, match="batch: expected a runtime with max_logprobs=9, got max_logprobs=2"):
+    with pytest.raises(
+        UnsupportedError, match="batch: needs a runtime with max_logprobs=9, this one has max_logprobs=2"
+    ):
         runtime.replay(Batch(req_indices=[0], seq_lens=[1], tokens=[1], logprobs=[9]))
-    with pytest.raises(UnsupportedError, match=r"params\[0\]: expected a runtime with max_logprobs=3, got "):
+    with pytest.raises(UnsupportedError, match=r"params\[0\]: needs a runtime with max_logprobs=3, this one has "):
         next(TextGenerator(runtime).generate([[1]], SamplingParams(prompt_logprobs=3)))
     none = runtime_of(device, max_logprobs=None)
-    with pytest.raises(UnsupportedError, match="batch: expected a runtime with max_logprobs=0, got max_logprobs=None"):
+    with pytest.raises(
+        UnsupportedError, match="batch: needs a runtime with max_logprobs=0, this one has max_logprobs=None"
+    ):
         none.replay(Batch(req_indices=[0], seq_lens=[1], tokens=[1], logprobs=[0]))
     with pytest.raises(ShapeError, match=r"batch.logprobs: expected numbers >= -1"):
         Batch(req_indices=[0], seq_lens=[1], logprobs=[-2])

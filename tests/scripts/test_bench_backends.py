@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from graphrt.backends import registry
-from graphrt.backends.base import AttentionBackend, AttentionLayer, Capabilities
+from graphrt.backends.base import AttentionBackend, AttentionLayer
+from graphrt.backends.capabilities import Capabilities
 from graphrt.backends.ranking import parse_ranking, ranking_record
 from graphrt.backends.registry import register_backend
 from graphrt.backends.torch_reference import TorchReferenceBackend

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from scripts import gpu_check
-from tests.backends.test_peers import PEERS
 from tests.kernels import test_attention_peers
+from tests.support.peer_kit import PEERS
 from tests.support.sharding import in_shard, parse_shard
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -263,7 +263,7 @@ def test_faulty_rows_end_and_are_named_and_the_others_go_on(device: torch.device
         rows = [session.add(prompt, SamplingParams(max_new_tokens=10)) for prompt in PROMPTS]
         (faulty,) = [row for row in rows if row.req_index == 2]
         session.run(10)
-        with pytest.raises(ReplayError, match="row 2: NO_TOKEN_OFFERED") as error:
+        with pytest.raises(ReplayError, match="request 2: NO_TOKEN_OFFERED") as error:
             session.collect(wait=True)
         assert [fault.code for fault in error.value.faults] == [FaultCode.NO_TOKEN_OFFERED]
         assert pickle.loads(pickle.dumps(error.value)).faults == error.value.faults
@@ -447,7 +447,7 @@ def test_a_collect_that_raised_keeps_what_it_took_in_for_the_next_one(device: to
         faulty, row = (session.add(prompt, SamplingParams(max_new_tokens=6)) for prompt in PROMPTS[::2])
         session.set_token_mask(faulty, [0, 0])
         session.run(4)
-        with pytest.raises(StepFaultError, match=f"row {faulty.req_index}: NO_TOKEN_OFFERED"):
+        with pytest.raises(StepFaultError, match=f"request {faulty.req_index}: NO_TOKEN_OFFERED"):
             session.collect(wait=True)
         ((streamed, tokens),) = session.collect(wait=True)
         assert streamed is row
@@ -502,5 +502,5 @@ def test_a_runtime_that_is_not_captured_or_samples_nothing() -> None:
         DecodeSession(runtime)
     blind = make_runtime(torch.device("cpu"), num_pages=9, sampler=None)
     blind.capture()
-    with pytest.raises(ConfigError, match="expected one with a sampler"):
+    with pytest.raises(ConfigError, match="has no sampler"):
         DecodeSession(blind)

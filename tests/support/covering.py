@@ -8,7 +8,7 @@ from typing import Any
 
 
 def covering_array(factors: dict[str, list[Any]], seed: int = 0) -> list[dict[str, Any]]:
-    """Rows in which every pair of values of every two factors occurs together: greedy, the best of 60 random rows."""
+    """A table in which every pair of values of every two factors occurs: greedy, the best of 60 random rows."""
     rng = random.Random(seed)
     names = list(factors)
     missing = {

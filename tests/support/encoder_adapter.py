@@ -29,7 +29,7 @@ def attention(
     step: Step | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What `transformers` calls in every layer. Outside of a step it is what BART does by itself."""
+    """The function that `transformers` calls in every layer. Outside of a step it computes BART's own attention."""
     if step is None:
         return eager_attention_forward(module, q, k, v, mask, **options)
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # of [1, heads, tokens, size]
@@ -47,7 +47,7 @@ AttentionInterface.register("graphrt_steps", attention)
 
 @torch.no_grad()
 def _randomise(model: torch.nn.Module) -> None:
-    """Weights that are large enough for each of them to show in what comes out."""
+    """Weights that are large enough for each to change the output."""
     generator = torch.Generator().manual_seed(3)
     for name, weight in model.named_parameters():
         noise = torch.randn(weight.shape, generator=generator)
@@ -68,7 +68,7 @@ def make_bart(device: torch.device) -> transformers.BartForConditionalGeneration
 
 
 class HostedBart(torch.nn.Module):
-    """The decoder of a BART that graphrt can capture. Its encoder runs as it is, once per sequence."""
+    """The decoder of a BART, for capture. Its encoder runs unchanged, once per sequence."""
 
     def __init__(self, model: transformers.BartForConditionalGeneration) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class HostedBart(torch.nn.Module):
 
     @torch.no_grad()
     def encode(self, tokens: list[int]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values [tokens, heads, size] of one sequence, by the number of the cross layer."""
+        """Return keys and values [tokens, heads, size] of one sequence, by cross layer."""
         ids = torch.tensor([tokens], device=self.model.device)
         hidden = self.model.model.encoder(ids).last_hidden_state[0]
         found = {}
@@ -100,7 +100,7 @@ class HostedBart(torch.nn.Module):
 
 
 def make_modernbert(device: torch.device) -> transformers.ModernBertModel:
-    """Every second layer sees two tokens to each side."""
+    """A ModernBERT in which every second layer has a window of two tokens on each side."""
     config = transformers.ModernBertConfig(
         vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=96, num_hidden_layers=4, num_attention_heads=HEADS,
         max_position_embeddings=64, local_attention=4, global_attn_every_n_layers=2, pad_token_id=0,
@@ -112,7 +112,7 @@ def make_modernbert(device: torch.device) -> transformers.ModernBertModel:
 
 
 class HostedModernBert(torch.nn.Module):
-    """A ModernBERT that gives each row's mean hidden state."""
+    """A ModernBERT that returns the mean hidden state of each request."""
 
     def __init__(self, model: transformers.ModernBertModel) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class HostedModernBert(torch.nn.Module):
 
 
 def cross_layer(specs: tuple[AttentionSpec, ...], device: torch.device | str = "cpu") -> Any:
-    """A model that adds up what its layers give for queries of the tokens' ids, and its table on the host."""
+    """A model that adds up its layers' outputs for queries by token id, and its embedding table on the host."""
     table = torch.randn(VOCAB, 8, 16, generator=torch.Generator().manual_seed(1))
     on_device = table.to(device)
 

@@ -24,7 +24,7 @@ NAN = float("nan")
 
 
 def install(monkeypatch: pytest.MonkeyPatch, module_name: str, **functions: Any) -> None:
-    """Put a module with these functions where `import` and `find_spec` find it."""
+    """Install a module with these functions, so that `import` and `find_spec` find it."""
     module = ModuleType(module_name)
     module.__spec__ = ModuleSpec(module_name, None, origin="fake")
     for name, value in functions.items():
@@ -33,7 +33,7 @@ def install(monkeypatch: pytest.MonkeyPatch, module_name: str, **functions: Any)
 
 
 def install_package(monkeypatch: pytest.MonkeyPatch, backend_name: str, module_name: str) -> None:
-    """Put the fake package of a backend in place of the real one."""
+    """Replace the package of a backend by the fake one."""
     package = PACKAGES[backend_name]
     names = [name for name in vars(package) if not name.startswith("_")]
     install(monkeypatch, module_name, **{name: getattr(package, name) for name in names})
@@ -41,7 +41,7 @@ def install_package(monkeypatch: pytest.MonkeyPatch, backend_name: str, module_n
 
 
 def attend(q, k, v, table, lengths, starts, options: AttentionOptions):
-    """Output and natural log-sum-exp [tokens, ...] of packed queries; NaN where no row has a token."""
+    """Return output and natural log-sum-exp [tokens, ...] of packed queries; NaN in padding tokens."""
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2])
     attention_reference(q.contiguous(), k, v, table, lengths, starts, out, options, lse)
     pad = (torch.arange(q.shape[0]) >= starts[-1]) | (lse[:, 0] == -math.inf)
@@ -173,7 +173,7 @@ PACKAGES = {"flash_attn2": FlashAttention2, "flash_attn3": FlashAttention3, "fla
 
 
 def on_cpu(cls: type[AttentionBackend]) -> type[AttentionBackend]:
-    """A peer's backend as it would be if its kernels ran on CPU: in float32 too, with any head and page size."""
+    """A backend as if its kernels ran on CPU: also in float32, with any head and page size."""
     have = cls.capabilities
     dtypes = {"dtypes": (torch.float32, *have.dtypes), "kv_dtypes": (*have.kv_dtypes, torch.float32)}
     anything = replace(have, devices=("cpu",), head_dims=None, page_sizes=None, **dtypes)

@@ -12,7 +12,7 @@ from graphrt.step import Step
 
 
 class NoCache:
-    """A cache that keeps nothing. Its length is a tensor: place in the packed tokens + length = place in the row."""
+    """A cache that keeps nothing. Its length is a tensor: packed position + length = position in the sequence."""
 
     def __init__(self, positions: torch.Tensor) -> None:
         self.before = positions - torch.arange(len(positions), device=positions.device)
@@ -38,7 +38,7 @@ def attention(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What `transformers` calls in every layer. With a list for a step, it appends the layer's spec to it."""
+    """The function that `transformers` calls in every layer. With a list as the step, it appends the layer's spec."""
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # of [1, heads, tokens, size]
     layer, shares = module.layer_idx, getattr(module, "is_kv_shared_layer", False)
     if isinstance(step, Step):
@@ -68,7 +68,7 @@ AttentionInterface.register("graphrt", attention)
 
 
 class Hosted(torch.nn.Module):
-    """A decoder of `transformers` that graphrt can capture. Its layers' specs are found by a run of one token."""
+    """A decoder of `transformers`, for capture. A run of one token finds the specs of its layers."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()

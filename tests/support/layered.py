@@ -1,4 +1,4 @@
-"""A toy model whose layers differ, with a dense float64 oracle, and a runtime around it that watches every page."""
+"""A toy model with different layers, a dense float64 oracle, and a runtime that checks the owner of every page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from graphrt.batch import Batch
-from graphrt.cache.groups import layer_places
+from graphrt.cache.groups import kv_locations
 from graphrt.cache.kv_cache import KVCache
 from graphrt.config import RuntimeConfig
 from graphrt.engine.batch_delta import BatchDelta, StopConditions
@@ -28,7 +28,7 @@ VOCAB, WIDTH, MAX_LEN = 53, 48, 96
 
 
 class LayeredModel(torch.nn.Module):
-    """Embeddings, a layer of attention with residual per spec, tied head. Greedy tokens change from step to step."""
+    """Embeddings, an attention layer with residual per spec, tied head. Greedy tokens change from step to step."""
 
     def __init__(self, specs: Sequence[AttentionSpec], device: torch.device, *, seed: int = 3) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class LayeredModel(torch.nn.Module):
         return bool((8 * moves < best[:, 0] - best[:, 1]).all())
 
     def _logits(self, tokens: Sequence[int], noise: float = 0.0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-        """Logits after each of `tokens`, dense and on the CPU, with relative noise behind every layer."""
+        """Logits after each of `tokens`, dense and on the CPU, with relative noise after every layer."""
         up = lambda w: w.detach().to("cpu", dtype)  # noqa: E731
         n, generator = len(tokens), torch.Generator().manual_seed(1)
         x = up(self.embed)[torch.tensor(tokens)] + up(self.where)[:n]
@@ -99,7 +99,7 @@ class LayeredModel(torch.nn.Module):
         return x @ up(self.embed).t()
 
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
-        """What greedy decoding appends to `prompt`, by the oracle."""
+        """Greedy continuation of `prompt`, by the oracle."""
         tokens = list(prompt)
         for _ in range(count):
             tokens.append(int(self.oracle(tokens).argmax()))
@@ -108,7 +108,7 @@ class LayeredModel(torch.nn.Module):
 
 @dataclass
 class _Known:
-    """What is known of a row: the pages of each group by their place in the sequence, its tokens, and its longest."""
+    """State of a request: pages of each group by position, tokens, and longest length."""
 
     pages: list[dict[int, int]]
     length: int = 0
@@ -131,7 +131,7 @@ class Watch:
         manager.begin, manager.advance = self.begin, self.advance  # type: ignore[method-assign]
 
     def begin(self, batch: Batch, ends: StopConditions, **options: Any) -> Any:
-        """Check the batch against all before it, spoil what is free, submit it."""
+        """Check the batch against all earlier ones, overwrite free pages, and submit it."""
         n, spans = batch.num_reqs, []
         for row in range(n):
             req_index, new, length = int(batch.req_indices[row]), int(batch.query_lens[row]), int(batch.seq_lens[row])
@@ -149,7 +149,7 @@ class Watch:
         return self._begin(batch, ends, **options)
 
     def advance(self, delta: BatchDelta, *, steps: int = 1, **options: Any) -> Any:
-        """The same for rows that go on by so many steps at most."""
+        """Do the same for requests that continue by at most so many steps."""
         known = [self._known[req_index] for req_index in delta.order.tolist()]
         if delta.lists is not None and delta.pages is not None:
             for place, lists in enumerate(delta.lists.T.tolist()):
@@ -194,7 +194,7 @@ class Watch:
 
 @contextmanager
 def exact_ownership() -> Iterator[None]:
-    """After every launch of a TextGenerator on a CPU, a page has as many owners as running sequences have it."""
+    """Check after every launch of a TextGenerator on CPU that a page has as many owners as running sequences use it."""
     real = Scheduler.launch
 
     def launch(scheduler: Scheduler) -> Any:
@@ -223,7 +223,7 @@ def build(
     device: torch.device,
     **config: Any,
 ) -> tuple[LayeredModel, Runtime]:
-    """A captured runtime over a cache of NaN, null pages aside, which are zeros."""
+    """A captured runtime over a cache of NaN, with null pages of zeros."""
     model = LayeredModel(specs, device)
 
     def allocate(groups: Any, pages: Any, device: torch.device) -> KVCache:
@@ -248,7 +248,7 @@ def generate(
     generator: TextGenerator | None = None,
     stop_ids: Sequence[frozenset[int]] | None = None,
 ) -> list[list[int]]:
-    """Greedy tokens of every prompt, all of them at once."""
+    """Greedy tokens of all prompts, generated together."""
     answers: list[list[int]] = [[] for _ in prompts]
     stops = stop_ids or [frozenset()] * len(prompts)
     params = [SamplingParams(max_new_tokens=n, stop_ids=stop) for n, stop in zip(counts, stops, strict=True)]
@@ -264,6 +264,6 @@ def prompts_of(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
     return [rng.integers(0, VOCAB, n).tolist() for n in lengths]
 
 
-def places(specs: Sequence[AttentionSpec], groups: Sequence[KVCacheSpec]) -> list[tuple[int, int, bool]]:
-    """Group, cache layer and whether it writes, of every layer."""
-    return [(place.group, place.cache_layer, place.writes) for place in layer_places(specs, groups)]
+def locations(specs: Sequence[AttentionSpec], groups: Sequence[KVCacheSpec]) -> list[tuple[int, int, bool]]:
+    """Group, cache layer and `writes` of every layer."""
+    return [(place.group, place.cache_layer, place.writes) for place in kv_locations(specs, groups)]

@@ -10,7 +10,8 @@ import math
 
 import torch
 
-from graphrt.backends.base import AttentionBackend, Capabilities, GraphSupport
+from graphrt.backends.base import AttentionBackend
+from graphrt.backends.capabilities import Capabilities, GraphSupport
 from graphrt.kernels.metadata.page_list import list_pages
 from graphrt.kernels.types import KVLayout
 
@@ -18,7 +19,7 @@ SPLITS = 3
 
 
 class MockBackend(AttentionBackend):
-    """Attention over all columns of the table, cut into splits by `_split_of`, which the families define."""
+    """Attention over all columns of the table, divided into splits by `_split_of` of a subclass."""
 
     capabilities = Capabilities(
         devices=("cpu",),
@@ -64,13 +65,13 @@ class MockBackend(AttentionBackend):
         self._attend(layer.spec, q, k, v, seen & real & real.t(), torch.zeros_like(seen), metadata, out, lse)
 
     def _tokens(self, q, metadata):
-        """Numbers of the tokens [tokens], the row of each [tokens], and which are real [tokens, 1]."""
+        """Return token numbers [tokens], the request of each [tokens], and which are real [tokens, 1]."""
         tokens, starts = torch.arange(q.shape[0]), metadata.query_start_loc
         row = torch.searchsorted(starts[1:], tokens, right=True).clamp(max=len(starts) - 2)
         return tokens, row, (tokens < starts[-1])[:, None]
 
     def _attend(self, spec, q, k, v, seen, split, metadata, out, lse):
-        """Keys and values are [tokens, keys, KV heads, head size], `seen` and `split` [tokens, keys]."""
+        """Attend with keys and values [tokens, keys, KV heads, head size], `seen` and `split` [tokens, keys]."""
         k, v = (x.repeat_interleave(spec.num_queries_per_kv, 2) for x in (k, v))
         logits = torch.einsum("thd,tnhd->thn", q, k) * spec.scale
         if spec.logits_softcap is not None:
@@ -94,7 +95,7 @@ class MockBackend(AttentionBackend):
         return metadata.query_start_loc[0]
 
     def _split_of(self, metadata, where, layer):
-        """[rows, keys]: the split that attends to each key; none for a number outside the range."""
+        """Return [rows, keys]: the split of each key; a number out of range belongs to no split."""
         raise NotImplementedError
 
     def _kv_lens(self, metadata, layer):
@@ -104,11 +105,11 @@ class MockBackend(AttentionBackend):
         return not spec.is_cross
 
     def _sees_row(self, tokens, row, metadata):
-        """[tokens, tokens]: the keys of a token's own row, in an encoder layer."""
+        """Return [tokens, tokens]: the keys of a token's own request, in an encoder layer."""
         return row[:, None] == row
 
     def _near(self, spec, ahead):
-        """[tokens, tokens]: the keys within the window of an encoder layer, by their distance ahead of the token."""
+        """Return [tokens, tokens]: the keys within the window of an encoder layer."""
         return ahead.abs() < (spec.sliding_window or len(ahead))
 
     def _pages(self, metadata, layer):
@@ -118,7 +119,7 @@ class MockBackend(AttentionBackend):
         return self.context.kv_groups[layer.group].page_size
 
     def _reach(self, spec, at, where):
-        """[tokens, keys]: the keys that are within a token's window and chunk."""
+        """Return [tokens, keys]: the keys within a token's window and chunk."""
         if spec.attention_chunk_size is not None:
             return where >= at - at % spec.attention_chunk_size
         return where > at - spec.sliding_window if spec.sliding_window is not None else where >= 0
@@ -128,7 +129,7 @@ class MockBackend(AttentionBackend):
 
 
 class BakedSplits(MockBackend):
-    """The number of splits is a host number, frozen at capture; right because it follows from the table's width."""
+    """The number of splits is constant in a graph; correct, because it depends only on the table width."""
 
     name = "mock_baked_splits"
 
@@ -140,7 +141,7 @@ class BakedSplits(MockBackend):
 
 
 class DeviceSchedule(MockBackend):
-    """Bounds of the splits, in pages of each KV group, are computed by `schedule`, on the device, from the lengths."""
+    """`schedule` computes the bounds of the splits on the device from the lengths, in pages of each KV group."""
 
     name = "mock_device_schedule"
 
@@ -159,7 +160,7 @@ class DeviceSchedule(MockBackend):
             self._bounds[group, :rows] = (pages * shares + SPLITS - 1) // SPLITS
 
     def _lens_in(self, kv, metadata):
-        """Lengths of the rows in a KV group."""
+        """Return the lengths of the requests in a KV group."""
         return metadata.encoder_lens if kv.cross else metadata.seq_lens
 
     def _split_of(self, metadata, where, layer):
@@ -169,7 +170,7 @@ class DeviceSchedule(MockBackend):
 
 
 class HostPlan(MockBackend):
-    """`plan_replay` writes lengths and offsets from the host, `schedule` lists the pages by them on the device."""
+    """`plan_replay` writes lengths and offsets from the host; `schedule` lists the pages by them on the device."""
 
     name = "mock_host_plan"
     graph_support = GraphSupport.UNIFORM
@@ -217,7 +218,7 @@ class HostPlan(MockBackend):
 
 
 class SplitsOfTheLastPlan(BakedSplits):
-    """Broken: the host number follows from the lengths of the batch, and the graph keeps that of its capture."""
+    """Broken: the number of splits depends on the lengths of the batch, and the graph keeps that of its capture."""
 
     name = "broken_splits_of_the_last_plan"
 
@@ -229,7 +230,7 @@ class SplitsOfTheLastPlan(BakedSplits):
 
 
 class ScheduledAtCapture(DeviceSchedule):
-    """Broken: the schedule is made before the capture, for what the rows are then, and no graph makes it again."""
+    """Broken: the schedule is computed before the capture, and no graph computes it again."""
 
     name = "broken_scheduled_at_capture"
 
@@ -244,7 +245,7 @@ class ScheduledAtCapture(DeviceSchedule):
 
 
 class PlannedAtCapture(HostPlan):
-    """Broken: the plan is made before the capture and at no replay."""
+    """Broken: the plan is made before the capture, and not in replays."""
 
     name = "broken_planned_at_capture"
 
@@ -253,7 +254,7 @@ class PlannedAtCapture(HostPlan):
 
 
 class PlannedElsewhere(HostPlan):
-    """Broken: each plan is written to new tensors, and the graph reads those of its capture."""
+    """Broken: each plan is written to new tensors, while the graph reads those of its capture."""
 
     name = "broken_planned_elsewhere"
 
@@ -263,7 +264,7 @@ class PlannedElsewhere(HostPlan):
 
 
 class SplitsByRows(BakedSplits):
-    """Right, but not batch-invariant: the number of splits follows from the number of rows."""
+    """Correct, but not batch-invariant: the number of splits depends on the number of requests."""
 
     name = "broken_splits_by_rows"
 
@@ -272,7 +273,7 @@ class SplitsByRows(BakedSplits):
 
 
 class BuffersOfTheFirstAttempt(HostPlan):
-    """Broken: what is made once per size stays with the buffers of a capture that failed."""
+    """Broken: objects made once per size keep the buffers of a failed capture."""
 
     name = "broken_buffers_of_the_first_attempt"
 

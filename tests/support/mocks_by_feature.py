@@ -1,4 +1,4 @@
-"""Backends that are right in plain features and wrong in one: what the cases of that feature must notice."""
+"""Backends that are correct in plain features and wrong in one: the cases of that feature must find the mistake."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.support.mocks import BakedSplits, DeviceSchedule, HostPlan
 
 
 class TableOfGroup0(BakedSplits):
-    """Broken: the pages of every layer are those of KV group 0."""
+    """Broken: every layer uses the pages of KV group 0."""
 
     name = "broken_table_of_group_0"
 
@@ -19,7 +19,7 @@ class TableOfGroup0(BakedSplits):
 
 
 class GroupByNumber(BakedSplits):
-    """Broken: every layer has the next KV group. It forgets layers that read another's cache."""
+    """Broken: every layer uses the next KV group, also layers that share a cache."""
 
     name = "broken_group_by_number"
 
@@ -31,7 +31,7 @@ class GroupByNumber(BakedSplits):
 
 
 class PageSizeOfGroup0(BakedSplits):
-    """Broken: every table is read as if its pages had as many tokens as those of KV group 0."""
+    """Broken: every table is read with the page size of KV group 0."""
 
     name = "broken_page_size_of_group_0"
 
@@ -40,7 +40,7 @@ class PageSizeOfGroup0(BakedSplits):
 
 
 class ScheduleOfGroup0(DeviceSchedule):
-    """Broken: the splits of every layer are those of KV group 0, in its pages."""
+    """Broken: every layer uses the splits of KV group 0, in pages of that group."""
 
     name = "broken_schedule_of_group_0"
 
@@ -50,7 +50,7 @@ class ScheduleOfGroup0(DeviceSchedule):
 
 
 class PlanOfGroup0(HostPlan):
-    """Broken: the plan has as many pages for every KV group as for group 0."""
+    """Broken: the plan of every KV group has the number of pages of group 0."""
 
     name = "broken_plan_of_group_0"
 
@@ -60,7 +60,7 @@ class PlanOfGroup0(HostPlan):
 
 
 class WindowPagesFromColumn0(BakedSplits):
-    """Broken: the table of a windowed KV group is read from its first column, as a ring of pages would be."""
+    """Broken: the table of a windowed KV group is read from its first column."""
 
     name = "broken_window_pages_from_column_0"
 
@@ -73,7 +73,7 @@ class WindowPagesFromColumn0(BakedSplits):
 
 
 class DecodeTokensToo(BakedSplits):
-    """Broken: as the prompt part of a mixed step it writes over the decode part's tokens."""
+    """Broken: the prefill part of a mixed step overwrites the tokens of the decode part."""
 
     name = "broken_decode_tokens_too"
 
@@ -82,7 +82,7 @@ class DecodeTokensToo(BakedSplits):
 
 
 class ChunksAsWindows(BakedSplits):
-    """Broken: a token sees as many tokens as a chunk has, wherever the chunk begins."""
+    """Broken: a token sees as many tokens as a chunk has, wherever the chunk starts."""
 
     name = "broken_chunks_as_windows"
 
@@ -93,7 +93,7 @@ class ChunksAsWindows(BakedSplits):
 
 
 class ChunksAndOneMore(BakedSplits):
-    """Broken: a token sees the last token of the chunk before."""
+    """Broken: a token sees the last token of the previous chunk."""
 
     name = "broken_chunks_and_one_more"
     first_only = False
@@ -107,14 +107,14 @@ class ChunksAndOneMore(BakedSplits):
 
 
 class ChunksThatBeginLate(ChunksAndOneMore):
-    """Broken: the first token of a chunk sees the last token of the chunk before; the others do not."""
+    """Broken: only the first token of a chunk sees the last token of the previous chunk."""
 
     name = "broken_chunks_that_begin_late"
     first_only = True
 
 
 class CutValues(BakedSplits):
-    """Broken: value heads are cut to the size of the key heads; what is left of the output is zeros."""
+    """Broken: value heads are cut to the size of the key heads; the rest of the output is zeros."""
 
     name = "broken_cut_values"
 
@@ -125,7 +125,7 @@ class CutValues(BakedSplits):
 
 
 class PaddedValues(BakedSplits):
-    """Broken: value heads are read as far apart as if they had the size of the key heads."""
+    """Broken: value heads are read at the strides of key heads."""
 
     name = "broken_padded_values"
 
@@ -136,7 +136,7 @@ class PaddedValues(BakedSplits):
 
 
 class CrossBySeqLens(BakedSplits):
-    """Broken: a cross layer has as many keys as the row's own sequence."""
+    """Broken: a cross layer reads seq_len keys."""
 
     name = "broken_cross_by_seq_lens"
 
@@ -145,7 +145,7 @@ class CrossBySeqLens(BakedSplits):
 
 
 class CrossScheduledBySeqLens(DeviceSchedule):
-    """Broken: the splits of a cross layer are those of the row's own sequence."""
+    """Broken: the splits of a cross layer are computed from seq_lens."""
 
     name = "broken_cross_scheduled_by_seq_lens"
 
@@ -154,7 +154,7 @@ class CrossScheduledBySeqLens(DeviceSchedule):
 
 
 class CausalCross(BakedSplits):
-    """Broken: a cross layer is causal, as if the row's tokens were the last that the encoder wrote."""
+    """Broken: a cross layer is causal, as if the tokens of the request were the last encoder tokens."""
 
     name = "broken_causal_cross"
 
@@ -163,7 +163,7 @@ class CausalCross(BakedSplits):
 
 
 class CrossAndOneMore(BakedSplits):
-    """Broken: a cross layer reads one key behind the last that the encoder wrote."""
+    """Broken: a cross layer reads one key after the last encoder token."""
 
     name = "broken_cross_and_one_more"
 
@@ -172,7 +172,7 @@ class CrossAndOneMore(BakedSplits):
 
 
 class CrossOfSomething(BakedSplits):
-    """Broken: a row without an encoder reads one key."""
+    """Broken: a request without an encoder reads one key."""
 
     name = "broken_cross_of_something"
 
@@ -181,7 +181,7 @@ class CrossOfSomething(BakedSplits):
 
 
 class CrossSplitsByRows(BakedSplits):
-    """Right, but not batch-invariant: in cross layers the number of splits follows from the number of rows."""
+    """Correct, but not batch-invariant: in cross layers the number of splits depends on the number of requests."""
 
     name = "broken_cross_splits_by_rows"
 
@@ -191,7 +191,7 @@ class CrossSplitsByRows(BakedSplits):
 
 
 class CausalEncoder(BakedSplits):
-    """Broken: a token of an encoder layer sees none behind it."""
+    """Broken: encoder layers are causal."""
 
     name = "broken_causal_encoder"
 
@@ -200,7 +200,7 @@ class CausalEncoder(BakedSplits):
 
 
 class EncoderWindowOneWider(BakedSplits):
-    """Broken: the window of an encoder layer has a token more to each side."""
+    """Broken: the window of an encoder layer is one token too wide on each side."""
 
     name = "broken_encoder_window_one_wider"
 
@@ -209,7 +209,7 @@ class EncoderWindowOneWider(BakedSplits):
 
 
 class EncoderWindowOfOneSide(BakedSplits):
-    """Broken: the window of an encoder layer cuts what lies before a token, and nothing behind it."""
+    """Broken: the window of an encoder layer limits only the tokens before the query."""
 
     name = "broken_encoder_window_of_one_side"
 
@@ -218,7 +218,7 @@ class EncoderWindowOfOneSide(BakedSplits):
 
 
 class EncoderOfNeighbours(BakedSplits):
-    """Broken: in an encoder layer a row sees the last token of the row before it."""
+    """Broken: in an encoder layer a request sees the last token of the previous request."""
 
     name = "broken_encoder_of_neighbours"
 

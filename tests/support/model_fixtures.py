@@ -1,4 +1,4 @@
-"""Tiny models of `transformers` as oracles, and a step with dense attention that knows neither pages nor kernels."""
+"""Tiny models of `transformers` as oracles, and a step with dense attention without pages and kernels."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PROMPT = [5, 17, 3, 88, 41, 9, 60, 17, 3, 2, 70, 33, 96, 0, 12, 54]
 
 
 def make_oracle(architecture: str, **options) -> transformers.PreTrainedModel:
-    """A model of `transformers` with random weights large enough that every one of them shows in the logits."""
+    """A model of `transformers` with random weights that are large enough to change the logits."""
     model_class = getattr(transformers, f"{architecture}ForCausalLM")
     config = model_class.config_class(**(SIZES | options), attn_implementation="eager")
     model = model_class(config).eval()
@@ -60,7 +60,7 @@ def oracle_logits(model: transformers.PreTrainedModel, tokens: list[int]) -> tor
 
 
 class DenseStep:
-    """A step over several sequences, whose attention keeps K and V in plain tensors. Ends with a pad token and row."""
+    """A step over several sequences, whose attention keeps K and V in plain tensors. Ends with padding."""
 
     def __init__(self, runner: DenseRunner, rows: dict[int, list[int]]) -> None:
         self.runner = runner
@@ -108,7 +108,7 @@ class DenseStep:
 
 
 class DenseRunner:
-    """Drives a model with dense attention, any number of sequences by their row."""
+    """Runs a model with dense attention over any number of sequences."""
 
     def __init__(self, model: LlamaModel) -> None:
         self.model = model
@@ -124,7 +124,7 @@ class DenseRunner:
 
     @torch.no_grad()
     def step(self, rows: dict[int, list[int]]) -> torch.Tensor:
-        """Feed new tokens to some rows; logits [rows, vocab_size] after the last token of each."""
+        """Feed new tokens to some sequences; return logits [rows, vocab_size] after the last token of each."""
         logits = self.model(DenseStep(self, rows))
         assert logits.shape == (len(rows) + 1, self.model.config.vocab_size), "a pad row has logits too"
         assert logits.isfinite().all()
@@ -137,7 +137,7 @@ class DenseRunner:
 
 
 def byte_tokenizer(*, bos: bool = False) -> transformers.PreTrainedTokenizerFast:
-    """A token per byte, so that every character beyond ASCII is cut."""
+    """One token per byte, so that every character beyond ASCII is split."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     raw = Tokenizer(BPE({char: i for i, char in enumerate(alphabet)}, []))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -149,7 +149,7 @@ def byte_tokenizer(*, bos: bool = False) -> transformers.PreTrainedTokenizerFast
 
 
 def sentencepiece_tokenizer() -> transformers.PreTrainedTokenizerFast:
-    """Words with a leading space that is dropped at the start of a text, and bytes for all else, as in Llama 2."""
+    """Words with a leading space that is dropped at the start of a text, and bytes for the rest, as in Llama 2."""
     words = ["▁Hello", "▁world", "▁", "s", "!"]
     vocab = {"<unk>": 0} | {f"<0x{byte:02X}>": byte + 1 for byte in range(256)}
     vocab |= {word: len(vocab) + i for i, word in enumerate(words)}

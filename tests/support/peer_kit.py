@@ -1,4 +1,4 @@
-"""Contexts, steps and layers for tests of what the backends around other packages do on the host."""
+"""Contexts, steps and layers for host tests of the backends that wrap other packages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ from typing import Any
 
 import torch
 
-from graphrt.backends.base import AttentionBackend, AttentionLayer, BackendContext
+from graphrt.backends.base import AttentionBackend, AttentionLayer
+from graphrt.backends.capabilities import BackendContext
+from graphrt.backends.flash_attn2 import FlashAttention2Backend
+from graphrt.backends.flash_attn3 import FlashAttention3Backend
+from graphrt.backends.flashinfer import FlashInferBackend
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.kernels.types import KVLayout
 from graphrt.metadata import StepMetadata
@@ -14,6 +18,7 @@ from graphrt.spec import AttentionSpec, KVCacheSpec
 
 CPU, CUDA, BF16 = torch.device("cpu"), torch.device("cuda"), torch.bfloat16
 FULL, WINDOWED = AttentionSpec(8, 2, 64, BF16), AttentionSpec(8, 2, 64, BF16, sliding_window=7)
+PEERS = (FlashAttention2Backend, FlashAttention3Backend, FlashInferBackend)
 Calls = list[tuple[str, dict[str, Any]]]
 
 
@@ -26,7 +31,7 @@ def context(*specs: AttentionSpec, device: torch.device = CPU, page_size: int = 
 
 
 def metadata_of(asked: BackendContext, descriptor: BatchDescriptor, live: int) -> StepMetadata:
-    """`live` real tokens, the rest padding; one token in each row of a mixed step but the last real one."""
+    """Metadata of `live` real tokens and padding; in mixed steps one token per request except the last real one."""
     rows, tokens = descriptor.padded_reqs, descriptor.padded_tokens
     starts = [min(row * (descriptor.query_len or 1), live) for row in range(rows)] + [live]
     slots = torch.arange(1, tokens + 1)

@@ -41,7 +41,7 @@ def layer_of(index: int, spec: AttentionSpec, **options: Any) -> graphrt.Attenti
 
 
 class Plain(torch.nn.Module):
-    """The weights of a LayeredModel in a module without Step: token ids and positions in, hidden states out."""
+    """The weights of a LayeredModel in a module without Step: token ids and positions to hidden states."""
 
     def __init__(self, specs: Sequence[AttentionSpec], device: torch.device, *, flat: bool = False) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Plain(torch.nn.Module):
 
 
 def runtime_of(module: torch.nn.Module, head: Callable | None, device: torch.device = CPU, **config: Any) -> Runtime:
-    """A captured runtime whose specs and cache are what the model's layers say."""
+    """A captured runtime with the specs and the cache of the model's layers."""
     defaults = {"max_num_reqs": 4, "max_num_tokens": 16, "max_seq_len": MAX_LEN, "decode_sizes": (1, 2, 4)}
     settings = RuntimeConfig(**(defaults | {"mixed_sizes": (8, 16)} | config))
     model = graphrt.as_step_model(module, head=head)
@@ -82,7 +82,7 @@ def check_tokens(runtime: Runtime, oracle: LayeredModel, lengths: Sequence[int] 
 
 
 def rows(lengths: Sequence[int], delta: Sequence[int], num_groups: int = 1) -> Batch:
-    """A step of one layout: every row owns two pages of 16 tokens in every group."""
+    """A step in which every request owns two pages of 16 tokens in every group."""
     found = []
     for row, (length, new) in enumerate(zip(lengths, delta, strict=True)):
         first = [1 + 2 * (row * num_groups + group) for group in range(num_groups)]
@@ -92,13 +92,13 @@ def rows(lengths: Sequence[int], delta: Sequence[int], num_groups: int = 1) -> B
 
 
 def steps(num_groups: int = 1) -> list[Batch]:
-    """Steps of sizes 1 to 4, and mixed ones; their rows begin with a prompt."""
+    """Steps of sizes 1 to 4, and mixed steps, which start with prompts."""
     mixed = rows([3, 5, 4], [3, 5, 4], num_groups), rows([8, 6], [5, 1], num_groups)
     return [*mixed, *(rows([9, 7, 5, 1][:n], [1] * n, num_groups) for n in (1, 2, 3, 4))]
 
 
 class OneLayer(torch.nn.Module):
-    """A layer on random queries, keys and values of each token; `forward` gives its output as logits."""
+    """A layer with random queries, keys and values per token; `forward` returns its output as logits."""
 
     def __init__(self, device: torch.device, call: Callable[..., torch.Tensor] | None = None, **options: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Splitting one test run among processes that run side by side: `pytest --shard I/N`."""
+"""Division of one test run among parallel processes: `pytest --shard I/N`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 
 def parse_shard(text: str) -> tuple[int, int]:
-    """`I/N` as numbers, 1 <= I <= N; raises argparse's error for anything else."""
+    """Parse `I/N`, 1 <= I <= N; raises argparse's error otherwise."""
     found = re.fullmatch(r"(\d+)/(\d+)", text)
     index, count = map(int, found.groups()) if found else (0, 0)
     if not 1 <= index <= count:

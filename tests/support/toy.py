@@ -1,4 +1,4 @@
-"""A small attention model, a host-side scheduler to drive it, and a dense float64 oracle that knows no cache."""
+"""A small attention model, a host-side scheduler for it, and a dense float64 oracle without a cache."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class LivelyModel(ToyModel):
 
 @dataclass
 class Sequence:
-    """A sequence on the host: what was fed so far, and the pages that hold it."""
+    """A sequence on the host: tokens so far, and its pages."""
 
     req_index: int
     tokens: list[int] = field(default_factory=list)
@@ -90,7 +90,7 @@ class Sequence:
 
 @dataclass
 class Rig:
-    """A captured toy runtime and the host state to drive it."""
+    """A captured toy runtime and its host state."""
 
     model: ToyModel
     manager: ReplayManager
@@ -101,7 +101,7 @@ class Rig:
         return Sequence(req_index, list(tokens))
 
     def row(self, sequence: Sequence, count: int | None = None, *, from_device: bool = False, **options) -> Request:
-        """The next `count` tokens of a sequence as a row of a step; allocates its pages."""
+        """The next `count` tokens of a sequence as a Request; allocates its pages."""
         count = len(sequence.tokens) - sequence.cached if count is None else count
         new = sequence.tokens[sequence.cached : sequence.cached + count]
         sequence.cached += count
@@ -112,7 +112,7 @@ class Rig:
         return Request(sequence.req_index, tokens, sequence.cached, tuple(sequence.pages), sample=sample, **options)
 
     def prefill(self, *sequences: Sequence) -> np.ndarray:
-        """Feed everything not yet cached in one step and append the sampled tokens."""
+        """Feed all tokens that are not cached in one step, and append the sampled tokens."""
         tokens = self.manager.replay(Batch.from_requests([self.row(s) for s in sequences])).tokens()
         for sequence, token in zip(sequences, tokens.tolist(), strict=True):
             sequence.tokens.append(token)
@@ -135,7 +135,7 @@ def make_rig(
     sampler: Sampler | None = sample_tokens,
     **config,
 ) -> Rig:
-    """A rig with a cache full of NaN, the null page included, so that whatever reads unwritten KV shows."""
+    """A rig with a cache full of NaN, including the null page, so that reads of unwritten KV are visible."""
     model = model or ToyModel(device, dtype, head_dim)
     spec = KVCacheSpec(LAYERS, KV_HEADS, head_dim, page_size, layout, kv_dtype or dtype)
     cache = KVCache.allocate(spec, num_pages, device)
@@ -151,7 +151,7 @@ def make_rig(
 
 
 def make_runtime(device: torch.device, *, model: object = None, config: dict | None = None, **options) -> Runtime:
-    """A runtime of a lively toy model in float32, not captured yet, of 4 rows and pages of 4 tokens."""
+    """A runtime of a lively toy model in float32 before capture, with 4 requests and pages of 4 tokens."""
     settings = {"max_num_reqs": 4, "max_num_tokens": 16, "max_seq_len": MAX_LEN} | (config or {})
     return Runtime(
         model or LivelyModel(device),
@@ -187,7 +187,7 @@ def slow_device(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 
 def greedy(model: ToyModel, prompt: list[int], count: int) -> list[int]:
-    """What greedy decoding appends to `prompt`, by the oracle."""
+    """Greedy continuation of `prompt`, by the oracle."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(int(model.oracle(tokens).argmax()))
