@@ -81,7 +81,7 @@ class StagingSlot:
     def is_done(self) -> bool:
         """Return True if the slot's last launch has finished, without waiting."""
         running = self._running
-        # After the query: another thread may have queued the slot's next launch meanwhile.
+        # Compare after the query: another thread may queue the slot's next launch during it.
         if running is not None and self._event is not None and self._event.query() and self._running is running:
             self._running = None
         return self._running is None

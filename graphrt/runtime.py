@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import warnings
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -161,6 +163,9 @@ class Runtime:
         self.vocab_size = int(vocab_size)
         self.allocators = tuple(PageAllocator(count, null) for count, null in self._manager.kv_cache.pools)
         self.free_req_indices = list(range(self.config.max_num_reqs - 1, -1, -1))
+        text = "Runtime: dropped without close(), so its memory is freed when Python collects garbage; close() it"
+        self._dropped = weakref.finalize(self, warnings.warn, text, ResourceWarning, stacklevel=2)
+        self._dropped.atexit = False
 
     @property
     def manager(self) -> ReplayManager:
@@ -217,6 +222,7 @@ class Runtime:
         self._manager.close()
         self._manager.forget_cache()
         self._manager = None
+        self._dropped.detach()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

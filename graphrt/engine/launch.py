@@ -13,7 +13,7 @@ from graphrt.engine.logprobs import StepLogprobs
 from graphrt.kernels.metadata.step_inputs import HEADER_STOP
 
 _POLL_SECONDS = 50e-6
-"""Pause between two polls. A step takes a millisecond or more, and other threads can run meanwhile."""
+"""Pause between two polls. A step takes a millisecond or more, and other threads can run during the pause."""
 
 
 class Launch(InFlight):
@@ -41,7 +41,7 @@ class Launch(InFlight):
         slot = self._slot
         if slot is not None:
             inputs = slot.inputs
-            if self._slot is slot:  # no call instruction up to the write: the slot cannot get another launch meanwhile
+            if self._slot is slot:  # no call instruction up to the write, so no other launch can get the slot
                 inputs[HEADER_STOP] = 1
 
     def arrived(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
@@ -52,7 +52,7 @@ class Launch(InFlight):
             return self._tokens, self._ends
         at, n = rings.entries(self.step, self.num_arrived), self.num_reqs
         tokens, ends = rings.tokens[at, :n].copy(), rings.ends[at, :n].copy()
-        # Another thread may have collected the launch meanwhile. Then a later launch may have written its ring entries.
+        # Another thread may have collected the launch since. Then a later launch may have written its ring entries.
         return (tokens, ends) if self._rings is rings else (self._tokens, self._ends)
 
     def ends(self) -> npt.NDArray[np.int32]:

@@ -66,7 +66,7 @@ class Exclusive:
         thread = get_ident()
         (entered,) = map(self._acquire, _WITHOUT_WAITING)  # unpacking acquires the lock without a call instruction
         if not entered:
-            raise ReplayError(f"{self._owner}: a call was made during another call; {self._advice}")
+            raise ReplayError(f"{self._owner}: one call at a time, and another one is in progress; {self._advice}")
         self.thread = thread
 
 

@@ -1,5 +1,4 @@
-"""The pages of a session's requests: allocated ahead of their steps, freed behind windows, listed to the device
-once."""
+"""The pages of a session's requests: allocated ahead of their steps, and freed when a window has passed them."""
 
 from __future__ import annotations
 

@@ -188,8 +188,10 @@ def refresh_reference(b: Any) -> None:
 
     valid = np.array([row for row in requests if row not in faults], np.int64)
     rows, at = step.rows[:, valid], buffer_rows[valid]
-    b.req_status.numpy()[buffer_rows[list(faults)]] = RequestStatus.INVALID
-    b.req_status.numpy()[at] = np.where(rows[layout.REQ_SAMPLE] != 0, RequestStatus.SAMPLES, RequestStatus.LIVE)
+    # By int: NumPy looks for __array__ on the class of an enum member, and drops an exception that is raised there.
+    b.req_status.numpy()[buffer_rows[list(faults)]] = int(RequestStatus.INVALID)
+    samples, live = int(RequestStatus.SAMPLES), int(RequestStatus.LIVE)
+    b.req_status.numpy()[at] = np.where(rows[layout.REQ_SAMPLE] != 0, samples, live)
     b.seq_lens.numpy()[at] = rows[layout.REQ_SEQ_LEN]
     last_encoder_len[rows[layout.REQ_INDEX]] = rows[layout.REQ_ENCODER_LEN]
     for lens, selected in ((b.decode_seq_lens, at < decodes), (b.prompt_seq_lens, at >= decodes)):

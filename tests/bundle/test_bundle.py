@@ -308,7 +308,7 @@ def test_one_recording_at_a_time() -> None:
     rig = make_rig(CPU)
     first = rig.manager.record(3)
     rig.manager.replay(prompt(1, 2)).tokens()
-    with pytest.raises(ReplayError, match="record: expected no recording under way, got one with 1 of 3 launches"):
+    with pytest.raises(ReplayError, match="record: a recording is in progress and has 1 of 3 launches"):
         rig.manager.record()
     rig.manager.replay(going_on(3)).tokens()
     assert (len(first.launches), first.done) == (2, False)

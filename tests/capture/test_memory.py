@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from graphrt.capture.staging import StagingRing, StagingSlot
+from graphrt.capture.staging import StagingRing
 from graphrt.kernels.metadata.buffers import BufferKind, Capacity, PageGroup, StaticBuffers
 from graphrt.testing.poison import poison_derived, poisoned
 
@@ -67,9 +67,3 @@ def test_the_ring_hands_results_over_before_a_slot_is_reused() -> None:
     assert sorted(done) == [0, 1, 2, 3, 4]
 
 
-def test_a_record_in_flight_is_amended_by_its_own_launch_alone() -> None:
-    """As `Launch.stop()` does: a late one leaves the launch alone that has the slot by now."""
-    slot = StagingSlot.allocate(4, torch.device("cpu"))
-    slot.amend(2, 7, lambda: True)
-    slot.amend(3, 7, lambda: False)
-    assert slot.inputs.tolist() == [0, 0, 7, 0]

@@ -256,8 +256,7 @@ def test_late_kernels_are_counted_by_what_the_thread_was_doing(monkeypatch: pyte
     assert stats.shadow_steps == 1
     assert stats.late_kernels == {"late (outside the graphs)": 2}
     rig.manager.compare(Batch(**BATCH))
-    with rig.manager.between_steps():
-        load("table")
+    rig.manager.between_steps(lambda buffers: load("table"))
     load("mine")
     thread = threading.Thread(target=load, args=["elsewhere"])
     thread.start()

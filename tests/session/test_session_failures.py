@@ -204,7 +204,7 @@ def test_a_refused_fork_changes_nothing() -> None:
         before = (list(runtime.free_req_indices), runtime.allocator.num_free, list(session.requests))
 
         def refused(_: object) -> None:
-            with pytest.raises(ReplayError, match="ReplayManager: a call was made during another call"):
+            with pytest.raises(ReplayError, match="ReplayManager: one call at a time"):
                 session.fork(row)
 
         runtime.manager.between_steps(refused)

@@ -7,6 +7,7 @@ request loses or reorders a token, and nothing hangs.
 from __future__ import annotations
 
 import contextlib
+import enum
 import gc
 import random
 import signal
@@ -185,6 +186,25 @@ def test_an_exception_at_any_point_of_a_call(served: Served, name: str) -> None:
         served.check()
 
 
+def test_no_enum_member_is_an_operand_of_numpy_in_a_step(served: Served) -> None:
+    """NumPy looks for __array__ on its class. Up to Python 3.11 that runs Python code, and drops an exception there."""
+    served.begin()
+    lookups: list[str] = []
+
+    def hook(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code.co_filename == enum.__file__ and frame.f_code.co_name == "__getattr__":
+            lookups.append(str(frame.f_locals.get("name")))
+
+    sys.setprofile(hook)
+    try:
+        served.session.run(1)
+        served.session.collect(wait=True)
+    finally:
+        sys.setprofile(None)
+    assert not [name for name in lookups if name.startswith("__array")]
+    served.check()
+
+
 def quietly(call: Callable[[], object]) -> Callable[[], object]:
     """A call from a signal handler: one that is made during another call is refused, and else succeeds."""
 
@@ -259,7 +279,9 @@ def test_a_call_during_another_call_names_the_rule() -> None:
             session.collect(wait=True)
         assert request.tokens == greedy(LivelyModel(CPU), PROMPT, 6)
     assert len(errors) == 10
-    assert all(error.startswith("DecodeSession: a call was made during another call; call") for error in errors)
+    assert all(
+        error.startswith("DecodeSession: one call at a time, and another one is in progress; call") for error in errors
+    )
 
 
 def test_a_session_that_is_dropped_warns_and_returns_what_it_has(served: Served) -> None:
