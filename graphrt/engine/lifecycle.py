@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
+from itertools import repeat
 from threading import Lock, get_ident
 
 import torch
@@ -19,8 +20,6 @@ _device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: 0)
 _nvtx = getattr(torch._C, "_nvtx", None)
 _push_range: Callable[[str], int] = getattr(_nvtx, "rangePushA", nvtx.range_push)
 _pop_range: Callable[[], int] = getattr(_nvtx, "rangePop", nvtx.range_pop)
-
-_WITHOUT_WAITING = (False,)
 
 
 class State(str, Enum):
@@ -54,20 +53,22 @@ class Exclusive:
         is_entered: returns True during a call
     """
 
-    __slots__ = ("__exit__", "_acquire", "_advice", "_owner", "is_entered", "thread")
+    __slots__ = ("__exit__", "_advice", "_attempts", "_owner", "is_entered", "thread")
 
     def __init__(self, owner: str, advice: str) -> None:
         lock = Lock()
-        self._acquire, self.__exit__, self.is_entered = lock.acquire, lock.__exit__, lock.locked
+        self._attempts = map(lock.acquire, repeat(False))  # without waiting
+        self.__exit__, self.is_entered = lock.__exit__, lock.locked
         self._owner, self._advice = owner, advice
         self.thread = get_ident()
 
     def __enter__(self) -> None:
         thread = get_ident()
-        (entered,) = map(self._acquire, _WITHOUT_WAITING)  # unpacking acquires the lock without a call instruction
-        if not entered:
+        for entered in self._attempts:  # acquires the lock without a call instruction
+            if entered:
+                self.thread = thread
+                return
             raise ReplayError(f"{self._owner}: one call at a time, and another one is in progress; {self._advice}")
-        self.thread = thread
 
 
 class OnStream:

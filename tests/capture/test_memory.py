@@ -65,5 +65,3 @@ def test_the_ring_hands_results_over_before_a_slot_is_reused() -> None:
         slot.on_done = partial(done.append, launch)
     ring.drain()
     assert sorted(done) == [0, 1, 2, 3, 4]
-
-
