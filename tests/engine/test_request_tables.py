@@ -237,7 +237,7 @@ def test_a_runtime_that_was_not_built_for_it_refuses(device: torch.device) -> No
         with pytest.raises(UnsupportedError, match="max_logit_bias=2"):
             session.add([1], SamplingParams(logit_bias={1: 1.0, 2: 1.0}))
         with pytest.raises(
-            ConfigError, match=r"state: expected names of RuntimeConfig.request_tensors \(none\), got 'x'"
+            ConfigError, match=r"state: expected names of request_tensors \(none\), got 'x'"
         ):
             session.add([1], state={"x": 1})
         row = session.add([1])
@@ -286,7 +286,7 @@ WRONG = [
     (
         "Batch(req_indices=[0], seq_lens=[1], token_masks=[-2])",
         ShapeError,
-        "batch.token_masks: expected numbers of masks",
+        "batch.token_masks: expected mask numbers",
     ),
     ("RequestTensor('a', shape=(-1,))", ConfigError, r"RequestTensor.shape\[0\]: expected"),
     (
