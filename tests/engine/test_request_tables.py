@@ -236,9 +236,7 @@ def test_a_runtime_that_was_not_built_for_it_refuses(device: torch.device) -> No
     with DecodeSession(runtime) as session:
         with pytest.raises(UnsupportedError, match="max_logit_bias=2"):
             session.add([1], SamplingParams(logit_bias={1: 1.0, 2: 1.0}))
-        with pytest.raises(
-            ConfigError, match=r"state: expected names of request_tensors \(none\), got 'x'"
-        ):
+        with pytest.raises(ConfigError, match=r"state: expected names of request_tensors \(none\), got 'x'"):
             session.add([1], state={"x": 1})
         row = session.add([1])
         with pytest.raises(UnsupportedError, match="words: expected a runtime with token_masks=True"):
