@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -108,7 +110,8 @@ def test_ctrl_c_in_an_import_exits_with_130(module: str, tmp_path: Path) -> None
         "except BaseException:\n    raise AttributeError('half a module') from None\n"
     )
     paths = {"PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))}
-    done = run("generate", "Hi", env=os.environ | paths)
+    default = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
+    done = run("generate", "Hi", env=os.environ | paths, preexec_fn=default)
     assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
 
 

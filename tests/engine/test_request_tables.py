@@ -292,7 +292,7 @@ WRONG = [
     (
         "Batch(req_indices=[0], seq_lens=[1], token_masks=[-2])",
         ShapeError,
-        "batch.token_masks: expected numbers of masks",
+        "batch.token_masks: expected mask numbers",
     ),
     ("RequestTensor('a', shape=(-1,))", ConfigError, r"RequestTensor.shape\[0\]: expected"),
     (
