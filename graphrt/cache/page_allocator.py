@@ -1,4 +1,4 @@
-"""Hands out the page ids of a pool, and records which of them a holder has to return."""
+"""The page allocator of a pool, and leases that record the pages of one holder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from graphrt.spec import MAX_PAGES
 
 
 class PageAllocator:
-    """Hands out page ids and counts their owners. Host-side only; the null page is never handed out.
+    """Allocates page ids with reference counts. Host-side only; the null page is never allocated.
 
     Pages are reference counted: `allocate` returns pages with one owner each, `share` adds an owner (a common prompt
     prefix, read-only from then on), `free` removes one and frees the page when none is left.
@@ -30,10 +30,10 @@ class PageAllocator:
         self.num_pages = check_int("PageAllocator.num_pages", num_pages, 2, MAX_PAGES, advice="pass the cache's")
         advice = "pass KVCache.null_page"
         self.null_page = check_int("PageAllocator.null_page", null_page, 0, self.num_pages - 1, advice=advice)
-        # A stack: pages freed last are handed out first, while they may still be in the L2 cache.
+        # A stack: the pages freed last are allocated first, since they may still be in the L2 cache.
         self._freed = np.empty(0, np.int32)
-        self._owners = np.zeros(min(self.num_pages, 1024), np.int32)  # of the pages below; it grows with them
-        # Pages on the stack, the first page that was never handed out, and pages with owners. A new tuple per change.
+        self._owners = np.zeros(min(self.num_pages, 1024), np.int32)  # by page; grows with `untouched`
+        # Pages on the stack, the first page that was never allocated, and pages with owners. A new tuple per change.
         self._state = (0, 0, 0)
 
     @property
@@ -67,14 +67,14 @@ class PageAllocator:
             held: [num_pages] int32, the number of times that a holder owns each page. It changes together with the
                 allocator; see PageLease
         """
-        count = check_int("count", count, 0, advice="pass how many pages are needed")
+        count = check_int("count", count, 0, advice="pass the number of pages")
         while True:
             state, owners = self._state, self._owners
             num_freed, untouched, num_owned = state
             if count > (free := self.num_pages - 1 - num_owned):
                 raise CapacityError(
-                    f"pages: expected at most {free} free of {self.num_pages - 1}, got a request for {shown(count)}; "
-                    "free finished sequences or build a larger cache"
+                    f"pages: {shown(count)} requested, {free} of {self.num_pages - 1} are free; free finished "
+                    "sequences, or build a larger cache"
                 )
             again = min(count, num_freed)
             pages = np.empty(count, np.int64)  # as an index, twice as fast as int32
@@ -137,7 +137,7 @@ class PageAllocator:
 
     def _owned(self, pages: Pages, verb: str) -> npt.NDArray[np.int64]:
         """Return the pages as an array. Raises: ConfigError: unless each has an owner."""
-        advice = "pass pages that allocate() gave"
+        advice = "pass allocated pages"
         found = check_ints(f"{verb}: pages", pages, 0, self.num_pages - 1, advice=advice, error=ConfigError)
         if len(found) and not (have := self.owners_of(found)).all():
             self._refuse(verb, int(found[have.argmin()]))
@@ -145,8 +145,8 @@ class PageAllocator:
 
     def _refuse(self, verb: str, page: int) -> NoReturn:
         raise ConfigError(
-            f"{verb}: expected an allocated page, got page {page} with {self.owners(page)} owners; "
-            "pass pages that allocate() gave"
+            f"{verb}: page {page} has {self.owners(page)} owners, fewer than listed; pass each page once per "
+            "allocate() or share()"
         )
 
 

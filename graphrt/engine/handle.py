@@ -191,10 +191,10 @@ class InFlight:
         return int(arrived.cumprod().sum())
 
     def _collect(self) -> None:
-        """Copy the results out of the rings, after the launch has finished and before its ring entries are reused.
+        """Copy the results from the rings, after the launch has finished and before its ring entries are reused.
 
-        Several threads may run this at once, or a signal handler in the middle of it. The first one to finish copying
-        stores its results. After that the entries may be reused, and a slower one drops what it has read.
+        Several threads may run this at once, and a signal handler may interrupt it. The first call that finishes
+        copying stores its results. The entries may be reused then, so that a slower call discards its copy.
         """
         rings, n = self._rings, self.num_reqs
         if rings is None:
@@ -202,22 +202,22 @@ class InFlight:
         arrived = self.num_arrived
         at = rings.entries(self.step, arrived)
         tokens, ends, codes = (ring[at, :n].copy() for ring in (rings.tokens, rings.ends, rings.codes))
-        tokens.flags.writeable = ends.flags.writeable = False  # a session reads them later, too
+        tokens.flags.writeable = ends.flags.writeable = False  # sessions read them later
         logprobs: StepLogprobs | None = None
         error: ReplayError | None = None
         if self._asks_logprobs:
-            of_rings = (rings.ranks, rings.logprobs, rings.logprob_tokens)
-            logprobs = StepLogprobs(*(ring[at, :n].copy() for ring in of_rings))
+            logprob_rings = (rings.ranks, rings.logprobs, rings.logprob_tokens)
+            logprobs = StepLogprobs(*(ring[at, :n].copy() for ring in logprob_rings))
         if not arrived:
             error = ReplayError(
-                f"step {self.step}: expected the device to report this step, got step "
-                f"{rings.steps[self.step % rings.depth]}; the launch failed or another writer used the buffers: close "
-                "this runtime"
+                f"step {self.step}: the device did not report this step (its ring entry holds step "
+                f"{rings.steps[self.step % rings.depth]}); the launch failed, or other code wrote the buffers: close "
+                "the runtime"
             )
         elif np.count_nonzero(codes):
-            # Each row's first fault: the row is parked from then on.
+            # At most one fault per request: a faulty request does not run in later steps of the launch.
             steps = zip(codes, rings.values[at, :n], strict=True)
-            faults = [fault for of_step, values in steps for fault in _request_faults(of_step, values)]
+            faults = [fault for step_codes, values in steps for fault in _request_faults(step_codes, values)]
             error = StepFaultError(self.step + int(codes.any(1).argmax()), faults)
         if self._rings is rings:  # no call instruction from here on: neither a thread nor a signal comes in between
             self._tokens, self._ends, self._logprobs, self._error = tokens, ends, logprobs, error

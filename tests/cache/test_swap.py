@@ -111,7 +111,7 @@ def wrong_calls(world: World, other: World) -> dict[str, tuple[Any, type[GraphRT
     world.allocators[0].share(shared[0])
     free = [[19], [], []]
     return {
-        "free": (lambda: out(free), ConfigError, r"pages\[0\]: expected pages with an owner, got page 19 with 0"),
+        "free": (lambda: out(free), ConfigError, r"pages\[0\]: expected pages with at least 1 owner, page 19 has 0"),
         "null": (lambda: out([[0], [], []]), ConfigError, "expected pages with an owner, got page 0 with 0"),
         "range": (lambda: out([[], [20], []]), ConfigError, r"pages\[1\]\[0\]: expected an int from 0 to 19, got 20"),
         "twice": (lambda: out([pages[0], pages[0], []]), ShapeError, "pages: page"),
@@ -260,7 +260,7 @@ WRONG_SPACES = {
         {"allocators": [PageAllocator(20), 3]},
         r"allocators\[1\]: expected PageAllocator or",
     ),
-    "pages": ({"allocators": [PageAllocator(20), PageAllocator(9)]}, r"allocators\[1\]: expected one of 20 pages"),
+    "pages": ({"allocators": [PageAllocator(20), PageAllocator(9)]}, r"allocators\[1\].num_pages: expected 20"),
     "nothing": ({"nbytes": 0}, "nbytes: expected an int from 1"),
     "float": ({"nbytes": 1e9}, "nbytes: .* got 1000000000.0"),
     "memory": ({"nbytes": 1 << 50}, "nbytes: cannot allocate 1125899906842624 bytes"),

@@ -101,9 +101,9 @@ WRONG: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
     "fewer_tokens": (lambda a, q, k, v, at: a(q, k[:1], v), "k: expected shape"),
     "all_fewer_tokens": (lambda a, q, k, v, at: a(q[:1], k[:1], v[:1]), "q: expected shape"),
     "dtype": (lambda a, q, k, v, at: a(q.half(), k, v), "q: expected dtype float32"),
-    "no_value": (lambda a, q, k, v, at: a(q, k), "expected both key and value, got a tensor and None"),
-    "nothing": (lambda a, q, k, v, at: a(q), "expected both key and value, got None and None"),
-    "no_tensor": (lambda a, q, k, v, at: a(q.tolist, k, v), "query as a tensor"),
+    "no_value": (lambda a, q, k, v, at: a(q, k), "got a tensor and None for key and value; pass both"),
+    "nothing": (lambda a, q, k, v, at: a(q), "got None and None for key and value; pass both"),
+    "no_tensor": (lambda a, q, k, v, at: a(q.tolist, k, v), "expected a tensor as query"),
     "rotary": (lambda a, q, k, v, at: a(q, k, v, rotary=q), "rotary: expected Rotary"),
 }
 
@@ -124,7 +124,9 @@ def test_layer_with_kv_shared_with_takes_no_keys() -> None:
     with pytest.raises(ShapeError, match="k: expected a tensor"):
         runtime.capture()
     layer = module.layers[3]
-    with pytest.raises(ShapeError, match="expected those of 'layer 1' alone, got a tensor and a tensor"):
+    with pytest.raises(
+        ShapeError, match=r"got a tensor and a tensor for key and value; pass None for both.* of 'layer 1'"
+    ):
         layer(torch.zeros(2, 64), torch.zeros(2, 32), torch.zeros(2, 32))
 
 
@@ -230,7 +232,7 @@ def test_attend_writes_into_out(name: str | None) -> None:
 def test_duplicate_layer_name_raises() -> None:
     module = torch.nn.Module()
     module.first, module.second = (torch.nn.ModuleDict({"attention": layer_of(0, FULL)}) for _ in range(2))
-    with pytest.raises(ConfigError, match=r"got 'layer 0' at first.attention and at second.attention"):
+    with pytest.raises(ConfigError, match=r"'layer 0' is the name of first.attention and of second.attention"):
         attention_specs(module)
     with pytest.raises(ConfigError, match=r"'layer 0' at module.first.attention and at module.second.attention"):
         runtime_of(module, None)
@@ -250,7 +252,7 @@ def test_kv_shared_with_must_name_an_earlier_layer(shared: str) -> None:
 
 def test_wrong_layer_arguments_raise() -> None:
     for wrong in ("", 3, None):
-        with pytest.raises(ConfigError, match=r"Attention.name: expected a text"):
+        with pytest.raises(ConfigError, match=r"Attention.name: expected a non-empty str"):
             graphrt.Attention(4, 16, name=wrong)
     with pytest.raises(ConfigError, match=r"Attention.kv_shared_with: expected a text"):
         graphrt.Attention(4, 16, name="x", kv_shared_with=0)

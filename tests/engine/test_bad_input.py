@@ -261,7 +261,7 @@ def attend_rotated(step: Step, rows: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("model", "text"),
     [
-        (lambda step: torch.zeros(step.descriptor.padded_reqs, VOCAB + 1), "logits: expected 61 per row, .*, got 62;"),
+        (lambda step: torch.zeros(step.descriptor.padded_reqs, VOCAB + 1), "logits: expected vocab_size=61 per request, got 62;"),
         (lambda step: torch.zeros(step.descriptor.padded_tokens, VOCAB, dtype=torch.int64), "logits: expected "),
         (lambda step: "text", "logits: expected a torch.Tensor, got str"),
         (lambda step: step.attend(5, *[torch.zeros(32, 1, 1)] * 3), "layer: expected an int from 0 to 1, got 5"),
@@ -302,8 +302,8 @@ def manager(model=None, spec=None, cache=None, **config) -> ReplayManager:
         (lambda: KVCacheSpec(1, 1, 16, dtype=torch.int8), ConfigError, "KVCacheSpec.dtype: .*e5m2.*, got torch.int8"),
         (lambda: AttentionSpec(4, 2, 16, alibi_slopes=(1.0,)), ConfigError, "alibi_slopes: expected 4 slopes.* got 1"),
         (lambda: AttentionSpec(1, 1, 16, alibi_slopes=[1.0]), ConfigError, "expected a tuple of floats, got list"),
-        (lambda: AttentionSpec(1, 1, 16, alibi_slopes=(float("nan"),)), ConfigError, "expected finite numbers"),
-        (lambda: AttentionSpec(1, 1, 16, alibi_sqrt=True), ConfigError, "alibi_sqrt: expected alibi_slopes with it"),
+        (lambda: AttentionSpec(1, 1, 16, alibi_slopes=(float("nan"),)), ConfigError, "expected finite floats"),
+        (lambda: AttentionSpec(1, 1, 16, alibi_sqrt=True), ConfigError, "alibi_sqrt: requires alibi_slopes"),
         (
             lambda: manager(spec=AttentionSpec(4, 4, 16, torch.float32)),
             ConfigError,
@@ -339,7 +339,7 @@ TYPES = {  # values of a wrong type, and numbers beyond int32
     "window": (lambda: AttentionSpec(4, 2, 16, sliding_window=4.5), "sliding_window: expected an int .*, got 4.5"),
     "window-bool": (
         lambda: AttentionSpec(4, 2, 16, sliding_window=True),
-        "sliding_window: .* got True; None means everything",
+        "sliding_window: .* got True; pass None for no limit",
     ),
     "window-wraps": (lambda: AttentionSpec(4, 2, 16, sliding_window=2**30 + 1), "from 1 to 1073741824, got 1073741825"),
     "softcap": (lambda: AttentionSpec(4, 2, 16, logits_softcap=float("inf")), "logits_softcap: .*, got inf; None"),
@@ -352,7 +352,7 @@ TYPES = {  # values of a wrong type, and numbers beyond int32
     "slopes-text": (lambda: AttentionSpec(1, 1, 16, alibi_slopes=("1",)), "alibi_slopes: expected finite floats"),
     "sinks": (
         lambda: AttentionSpec(4, 2, 16, sinks=torch.ones(4)),
-        r"sinks: expected True or False, got tensor\(\[1., 1., 1., 1.\]\); tensors are",
+        r"sinks: expected True or False, got tensor\(\[1., 1., 1., 1.\]\); pass tensors to",
     ),
     "page": (lambda: KVCacheSpec(1, 1, 16, 16.0), "KVCacheSpec.page_size: expected an int from 1 to 1024, got 16.0"),
     "layers": (lambda: KVCacheSpec(1.5, 1, 16), "KVCacheSpec.num_layers: expected an int from 1 to 65536, got 1.5"),

@@ -148,7 +148,9 @@ def test_slopes_are_float32_for_any_default_dtype() -> None:
 
 def test_slopes_must_match_the_spec() -> None:
     cache, _ = make_layers(PLAIN)
-    with pytest.raises(ConfigError, match=r"AttentionLayer.alibi_slopes: expected some as in the spec, got none"):
+    with pytest.raises(
+        ConfigError, match=r"AttentionLayer.alibi_slopes: expected a tensor, as spec.alibi_slopes says, got None"
+    ):
         AttentionLayer(0, ALIBI, cache.k[0], cache.v[0])
     with pytest.raises(ConfigError, match=r"AttentionLayer.alibi_slopes: expected none as in the spec, got some"):
         AttentionLayer(0, PLAIN, cache.k[0], cache.v[0], alibi_slopes=torch.tensor(SLOPES))
@@ -250,7 +252,7 @@ REFUSED = {
     "sinks-stride": (SINKS, {"sinks": torch.zeros(8)[::2]}, ShapeError, "sinks: expected stride 1"),
     "lse-shape": (PLAIN, {"lse": torch.zeros(3, 2)}, ShapeError, r"lse: expected shape \[3, 4\], got \[3, 2\]"),
     "lse-dtype": (PLAIN, {"lse": torch.zeros(3, 4).double()}, ShapeError, "lse: expected dtype float32, got float64"),
-    "lse-expanded": (PLAIN, {"lse": torch.zeros(1, 4).expand(3, 4)}, ShapeError, "lse: .* share no memory"),
+    "lse-expanded": (PLAIN, {"lse": torch.zeros(1, 4).expand(3, 4)}, ShapeError, "lse: elements share memory"),
     "lse-stride": (PLAIN, {"lse": torch.zeros(4, 3).t()}, ShapeError, "lse: expected stride 1"),
 }
 
@@ -293,6 +295,6 @@ def test_lse_raises_for_a_backend_without_it() -> None:
     step = make_step(PLAIN, backend=Bare)
     attend(step)
     step.layers[0].k_cache.zero_()
-    with pytest.raises(UnsupportedError, match="lse: expected None, got a tensor; backend bare gives none"):
+    with pytest.raises(UnsupportedError, match="lse: backend bare cannot write the log-sum-exp"):
         attend(step, lse=torch.zeros(TOKENS, 4))
     assert not step.layers[0].k_cache.any()

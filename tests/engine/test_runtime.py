@@ -52,7 +52,7 @@ def test_auto_allocates_at_most_the_usable_pages(device: torch.device) -> None:
 
 def test_a_cache_that_does_not_fit_raises_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("graphrt.runtime.os.sysconf", lambda name: 2)
-    with pytest.raises(CapacityError, match=r"at least 2 pages of 8192 bytes, got \d+ bytes \(free 2, reserved 0"):
+    with pytest.raises(CapacityError, match=r"\d+ bytes do not hold 2 pages of 8192 bytes \(free 2, reserved 0"):
         build(torch.device("cpu"))
 
 
@@ -62,7 +62,9 @@ def test_memory_utilization_out_of_range_raises(value: float) -> None:
         build(torch.device("cpu"), memory_utilization=value)
 
 
-@pytest.mark.parametrize(("name", "text"), [("meta", "got 'meta'"), ("quantum", "quantum"), ("cuda:77", "cuda:77")])
+@pytest.mark.parametrize(
+    ("name", "text"), [("meta", "instead of 'meta'"), ("quantum", "quantum"), ("cuda:77", "cuda:77")]
+)
 def test_missing_devices_raise(name: str, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         resolve_device(name)
@@ -231,15 +233,15 @@ WRONG: dict[str, tuple[dict, str]] = {
     "allocate-none": ({"allocate_kv": lambda *_: None}, "allocate_kv: expected KVCache, got None; return a KVCache"),
     "allocate-pages": (
         {"allocate_kv": lambda s, n, d: KVCache.allocate(s, n[0] + 1, d), "num_pages": 5},
-        r"allocate_kv: expected a cache of pool_pages \(5,\), got \(6,\)",
+        r"allocate_kv: expected a cache with pool_pages \(5,\), got \(6,\)",
     ),
     "allocate-spec": (
         {"allocate_kv": lambda s, n, d: KVCache.allocate(KVCacheSpec(2, 2, 16, 8), n, d)},
-        "allocate_kv: expected a cache of groups .*page_size=4.*, got .*page_size=8",
+        "allocate_kv: expected a cache with groups .*page_size=4.*, got .*page_size=8",
     ),
     "allocate-device": (
         {"allocate_kv": lambda s, n, d: KVCache.allocate(s, n, "meta")},
-        "allocate_kv: expected a cache of device cpu, got meta",
+        "allocate_kv: expected a cache with device cpu, got meta",
     ),
 }
 
