@@ -249,9 +249,9 @@ class FlashInferBackend(PeerBackend):
         try:
             layout = tuple(int(x) for x in wrapper._plan_info)
         except (AttributeError, TypeError, ValueError) as error:
-            raise self._other_version("the layout of a plan as numbers in _plan_info") from error
+            raise self._other_version("layout of a plan as numbers in _plan_info") from error
         if not layout:
-            raise self._other_version("the layout of a plan as numbers in _plan_info")
+            raise self._other_version("layout of a plan as numbers in _plan_info")
         return layout
 
     def _other_version(self, wanted: str) -> UnsupportedError:

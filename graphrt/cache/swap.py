@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from graphrt.cache.host_memory import Extent, HostMemory, locate_bytes
 from graphrt.cache.kv_cache import KVCache
 from graphrt.cache.page_allocator import PageAllocator, PageLease
 from graphrt.kernels.cache.copy import PagePacker, Pages, check_distinct
@@ -20,9 +21,6 @@ from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError
 _STAGED_BYTES = 8 << 20
 """Bytes of each of the two staging buffers. Longer copies over PCIe delay concurrent decode steps more: 5.3 % for
 copies of 32 MB, 2.9 % for 8 MB."""
-
-Extent = tuple[int, int]
-"""First byte and number of bytes."""
 
 PageIds = npt.NDArray[np.int64]
 
@@ -115,7 +113,7 @@ class SwapSpace:
         self._packers = [kv_cache.packer(group) for group in range(len(kv_cache.groups))]
         staged = max(_STAGED_BYTES, *(packer.page_bytes for packer in self._packers))
         most = sum(kv_cache.pool_pages[group.pool] for group in self._groups)
-        self._memory = _HostMemory(nbytes)
+        self._memory = HostMemory(nbytes)
         try:
             pinned = kv_cache.device.type == "cuda"
             self._host = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
@@ -311,7 +309,7 @@ class SwapSpace:
         """Return views of bytes `at` to `at + nbytes` of a sequence, in the next staging buffer and on the host."""
         return [
             (link.staged[first : first + size], self._host[host : host + size])
-            for first, host, size in _parts(extents, at, nbytes)
+            for first, host, size in locate_bytes(extents, at, nbytes)
         ]
 
 
@@ -447,55 +445,3 @@ def _copy(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
-
-
-class _HostMemory:
-    """Free bytes of the host memory, as sorted extents that do not touch."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._free: list[Extent] = [(0, nbytes)]
-
-    @property
-    def num_free(self) -> int:
-        return sum(size for _, size in self._free)
-
-    def take(self, nbytes: int) -> list[Extent] | None:
-        """Allocate extents of `nbytes` bytes in total, as few as possible; return None if fewer bytes are free."""
-        if nbytes > self.num_free:
-            return None
-        fitting = [extent for extent in self._free if extent[1] >= nbytes]
-        chosen = [min(fitting, key=lambda e: e[1])] if fitting else sorted(self._free, key=lambda e: -e[1])
-        taken = []
-        for start, size in chosen:
-            if not nbytes:
-                break
-            used = min(size, nbytes)
-            self._free.remove((start, size))
-            if size > used:
-                self._free.append((start + used, size - used))
-            taken.append((start, used))
-            nbytes -= used
-        self._free.sort()
-        return taken
-
-    def give(self, extents: Sequence[Extent]) -> None:
-        """Free extents that `take` returned."""
-        merged: list[Extent] = []
-        for start, size in sorted([*self._free, *extents]):
-            if merged and merged[-1][0] + merged[-1][1] == start:
-                start, size = merged[-1][0], merged.pop()[1] + size
-            merged.append((start, size))
-        self._free = merged
-
-
-def _parts(extents: Sequence[Extent], at: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
-    """Locate bytes `at` to `at + nbytes` of data that is stored in extents.
-
-    Yields for each part its offset in these bytes, its offset in the memory, and its size.
-    """
-    before = 0
-    for start, size in extents:
-        first, last = max(at, before), min(at + nbytes, before + size)
-        if first < last:
-            yield first - at, start + first - before, last - first
-        before += size

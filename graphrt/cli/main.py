@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from graphrt import __version__
-from graphrt.cli import importing
+from graphrt.cli.interrupts import importing
 from graphrt.cli.options import (
     CaptureOptions,
     DecodeOptions,

@@ -296,7 +296,7 @@ def test_documents_and_table_are_generated_from_the_result(monkeypatch: pytest.M
     assert table[0] == "| batch | context | `triton` |", "known backends only"
     assert table[2:4] == ["| 1 | 512 | 8.2 |", "| 4 | 512 | 33.0 |"]
     assert "tree `0123456789ab`" in table[-1]
-    assert make_docs.planning_time() == "Planning was not measured yet."
+    assert make_docs.planning_time() == "Planning has not been measured yet."
     for cell, low in zip(cells, (100.4, 600.0), strict=True):
         cell["backends"]["flashinfer"] = {"us": 9.0, "host_us": low}
     longer = [cell | {"context": 8192, "backends": {"flashinfer": {"us": 9.0, "host_us": 650.6}}} for cell in cells[1:]]
@@ -304,5 +304,5 @@ def test_documents_and_table_are_generated_from_the_result(monkeypatch: pytest.M
     result.write_text(json.dumps({"gpu": GPU, "tree": "0123456789abcdef", "data": data}))
     assert (
         make_docs.planning_time()
-        == "Planning takes 100 us of host time for 1 request and up to 651 us for 4 requests, in every step."
+        == "Planning takes 100 us of host time per step for 1 request, and up to 651 us for 4 requests."
     )

@@ -335,11 +335,11 @@ LIES: dict[str, tuple[str, dict[str, Any]]] = {
 SAID = {
     "own-strides": "expected NaN and infinities in the same places",
     "nan-tail": "expected NaN and infinities in the same places",
-    "queries-changed": "expected q as it was, got other contents",
-    "lse-of-pads": "log-sum-exp: expected -inf in pad tokens, got 0.0",
+    "queries-changed": "modified q, which is read-only",
+    "lse-of-pads": "log-sum-exp: expected -inf in padding tokens, got 0.0",
     "pads": "expected zeros in padding tokens 2 to 3, got 1e-30",
     "pads-mixed": "expected zeros in padding tokens 8 to 11, got 1e-30",
-    "kept": "expected no tensors after close(), got Liar.kept['last'][0]",
+    "kept": "holds tensors after close(): Liar.kept['last'][0]",
     "error": "ZeroDivisionError: a bug",
 }
 """What the suite says of a lie, where it is not an error that is too large."""
@@ -457,7 +457,7 @@ def test_cuda_case_is_skipped_without_a_device() -> None:
 
 
 def test_wrong_devices_and_features_raise() -> None:
-    with pytest.raises(ConfigError, match=r"devices: expected some of cpu, got .cuda.; mock_host_plan declares"):
+    with pytest.raises(ConfigError, match=r"devices: mock_host_plan supports cpu, not 'cuda'; declare it"):
         contract_cases(mocks.HostPlan, devices=["cuda"])
     with pytest.raises(ConfigError, match="backend: expected a subclass of AttentionBackend, got <class 'int'>"):
         contract_cases(int)  # type: ignore[arg-type]  # what is tested

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from graphrt.cache import swap
 from graphrt.cache.groups import kv_groups
+from graphrt.cache.host_memory import HostMemory, locate_bytes
 from graphrt.cache.kv_cache import KVCache
 from graphrt.cache.page_allocator import PageAllocator
-from graphrt.cache.swap import SwappedPages, SwapSpace, _HostMemory, _parts
+from graphrt.cache.swap import SwappedPages, SwapSpace
 from graphrt.generate.generator import TextGenerator
 from graphrt.kernels.cache.copy import PagePacker
 from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, GraphRTError, ShapeError
@@ -112,15 +113,15 @@ def wrong_calls(world: World, other: World) -> dict[str, tuple[Any, type[GraphRT
     free = [[19], [], []]
     return {
         "free": (lambda: out(free), ConfigError, r"pages\[0\]: expected pages with at least 1 owner, page 19 has 0"),
-        "null": (lambda: out([[0], [], []]), ConfigError, "expected pages with an owner, got page 0 with 0"),
+        "null": (lambda: out([[0], [], []]), ConfigError, "expected pages with at least 1 owner, page 0 has 0"),
         "range": (lambda: out([[], [20], []]), ConfigError, r"pages\[1\]\[0\]: expected an int from 0 to 19, got 20"),
         "twice": (lambda: out([pages[0], pages[0], []]), ShapeError, "pages: page"),
         "groups": (lambda: out(pages[:2]), ConfigError, "pages: expected 3 lists of pages, one per KV group, got 2"),
         "flat": (lambda: out(pages[0]), ConfigError, "pages: expected 3 lists"),
         "none": (lambda: out(None), ConfigError, "pages: expected a list or tuple"),
         "item": (lambda: out([None, [], []]), ConfigError, r"pages\[0\]: expected ints"),
-        "back_free": (lambda: back(held, free), ConfigError, "expected pages with 1 owner, got page 19 with 0"),
-        "back_shared": (lambda: back(held, shared), ConfigError, "expected pages with 1 owner, got page . with 2"),
+        "back_free": (lambda: back(held, free), ConfigError, "expected pages with 1 owner, page 19 has 0"),
+        "back_shared": (lambda: back(held, shared), ConfigError, "expected pages with 1 owner, page . has 2"),
         "count": (
             lambda: back(held, pages),
             ConfigError,
@@ -129,18 +130,22 @@ def wrong_calls(world: World, other: World) -> dict[str, tuple[Any, type[GraphRT
         "again": (
             lambda: back(used, one),
             ConfigError,
-            "that came back or were dropped; each comes back once",
+            "swap_in: these pages were swapped in or dropped before",
         ),
-        "dropped": (lambda: back(dropped, one), ConfigError, "got pages that came back or were dropped"),
+        "dropped": (lambda: back(dropped, one), ConfigError, "swap_in: these pages were swapped in or dropped before"),
         "drop_again": (
             lambda: world.space.drop(dropped),
             ConfigError,
             "drop: these pages were swapped in or dropped before",
         ),
-        "other": (lambda: back(elsewhere, one), ConfigError, "got pages of another space"),
+        "other": (lambda: back(elsewhere, one), ConfigError, "these pages belong to another SwapSpace"),
         "handle": (lambda: back((1, 0, 0), one), ConfigError, "swapped: expected SwappedPages"),
         "pool": (lambda: world.space.reclaim(2, 1), ConfigError, "pool: expected an int from 0 to 1, got 2"),
-        "less": (lambda: world.space.reclaim(0, -1), ConfigError, "count: expected an int >= 0, got -1; pass how many"),
+        "less": (
+            lambda: world.space.reclaim(0, -1),
+            ConfigError,
+            "count: expected an int >= 0, got -1; pass the number",
+        ),
         "half": (lambda: world.space.reclaim(0, 1.5), ConfigError, "count: expected an int >= 0, got 1.5"),
     }
 
@@ -281,7 +286,7 @@ def test_wrong_space_arguments_raise(case: str) -> None:
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 40)), max_size=40))
 def test_host_memory_is_allocated_once(calls: list[tuple[bool, int]]) -> None:
     """Compared with a set of bytes."""
-    memory, free, taken = _HostMemory(100), set(range(100)), []
+    memory, free, taken = HostMemory(100), set(range(100)), []
     for take, number in calls:
         if take:
             extents = memory.take(number)
@@ -292,7 +297,7 @@ def test_host_memory_is_allocated_once(calls: list[tuple[bool, int]]) -> None:
                 assert free.issuperset(places)
                 free -= set(places)
                 taken.append((extents, places))
-                parts = [p for at in range(0, number, 7) for p in _parts(extents, at, min(7, number - at))]
+                parts = [p for at in range(0, number, 7) for p in locate_bytes(extents, at, min(7, number - at))]
                 assert [byte for _, start, size in parts for byte in range(start, start + size)] == places
         elif taken:
             extents, places = taken.pop(number % len(taken))

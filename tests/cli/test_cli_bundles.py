@@ -140,7 +140,7 @@ def test_errors_are_one_line(graphrt, bundle: Path, tmp_path: Path) -> None:
         ((*CAPTURE, "--against", "5"), "--against: expected one of the sizes 3, 2, 1, got 5"),
         ((*CAPTURE, "--nodes", "--size", "7"), "--size: expected one of the sizes 3, 2, 1, got 7"),
         ((*CAPTURE, "--html", tmp_path / "none" / "x"), f"the folder '{tmp_path / 'none'}' does not exist; create it"),
-        ((*CAPTURE, "--dot", tmp_path), f"--dot: '{tmp_path}' is a folder; name a file in it"),
+        ((*CAPTURE, "--html", tmp_path), f"--html: '{tmp_path}' is a folder; name a file in it"),
         ((*CAPTURE, "--json", "x" * 999), "File name too long"),
         ((*CAPTURE, "--record", tmp_path), f"bundle: '{tmp_path}' is a folder; name a file in it"),
         ((*CAPTURE, "--record", "/dev/null"), "bundle: '/dev/null' is a pipe or a device; name a regular file"),

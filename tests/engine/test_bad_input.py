@@ -261,7 +261,10 @@ def attend_rotated(step: Step, rows: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("model", "text"),
     [
-        (lambda step: torch.zeros(step.descriptor.padded_reqs, VOCAB + 1), "logits: expected vocab_size=61 per request, got 62;"),
+        (
+            lambda step: torch.zeros(step.descriptor.padded_reqs, VOCAB + 1),
+            "logits: expected vocab_size=61 per request, got 62;",
+        ),
         (lambda step: torch.zeros(step.descriptor.padded_tokens, VOCAB, dtype=torch.int64), "logits: expected "),
         (lambda step: "text", "logits: expected a torch.Tensor, got str"),
         (lambda step: step.attend(5, *[torch.zeros(32, 1, 1)] * 3), "layer: expected an int from 0 to 1, got 5"),

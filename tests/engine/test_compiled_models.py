@@ -185,7 +185,7 @@ def test_operators_declare_the_arguments_that_they_write(monkeypatch: pytest.Mon
                 with torch.inference_mode(False):
                     plain = [x.clone() if isinstance(x, torch.Tensor) else x for x in arguments]
                 checked.append(torch.library.opcheck(op, tuple(plain), test_utils=rule))
-        layer._slot.binding.called = False
+        layer._holder.binding.called = False
         return layer(q, k, v)
 
     with monkeypatch.context() as patched:  # the checks call an operator several times

@@ -152,7 +152,9 @@ def test_slopes_must_match_the_spec() -> None:
         ConfigError, match=r"AttentionLayer.alibi_slopes: expected a tensor, as spec.alibi_slopes says, got None"
     ):
         AttentionLayer(0, ALIBI, cache.k[0], cache.v[0])
-    with pytest.raises(ConfigError, match=r"AttentionLayer.alibi_slopes: expected none as in the spec, got some"):
+    with pytest.raises(
+        ConfigError, match=r"AttentionLayer.alibi_slopes: expected None, as spec.alibi_slopes says, got a tensor"
+    ):
         AttentionLayer(0, PLAIN, cache.k[0], cache.v[0], alibi_slopes=torch.tensor(SLOPES))
 
 

@@ -403,6 +403,7 @@ def test_a_recorder_leaves_its_stream_to_the_next_one(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_runtimes_that_are_dropped_keep_no_device_memory() -> None:
     device = torch.device("cuda")
 

@@ -204,10 +204,11 @@ def test_calls_after_close_raise(device: torch.device) -> None:
         lambda: rig.manager.replay(batch),
         lambda: rig.manager.compare(batch),
         lambda: rig.manager.check_weights(rig.model),
-        lambda: rig.manager.buffers,
         rig.manager.capture,
         rig.manager.reset,
         handle.logits,
     ):
         with pytest.raises(CaptureError, match="closed"):
             call()
+    with pytest.raises(CaptureError, match=r"^buffers: freed by close\(\); build a new manager"):
+        _ = rig.manager.buffers

@@ -271,7 +271,7 @@ def test_prompts_of_every_kind(toy: Runtime, prompt) -> None:
         ({"temperature": 1e39}, "temperature: .* got 1e"),
         ({"temperature": -0.5}, "temperature: .* got -0.5"),
         ({"temperature": True}, "temperature: .* got True"),
-        ({"stop_ids": 3}, "stop_ids: expected a set of token ids, got 3"),
+        ({"stop_ids": 3}, "stop_ids: expected a collection of token ids, got 3"),
         ({"stop_ids": "ab"}, "stop_ids: .* got 'ab'"),
         ({"stop_ids": [1.5]}, "stop_ids: expected an int from 0 to 2147483647, got 1.5"),
         ({"stop_ids": {True}}, "stop_ids: .* got True"),

@@ -318,7 +318,7 @@ def test_smallest_extents() -> None:
     for name, change in less.items():
         with pytest.raises(ShapeError, match=rf"^{name}: expected"):
             run(replace(made, **{name: change(getattr(made, name))}))
-    with pytest.raises(ShapeError, match=r"input_ids: expected 4 batch x query_len 2 tokens, got 4"):
+    with pytest.raises(ShapeError, match=r"input_ids: expected 4 requests x query_len 2 tokens, got 4"):
         run(tensors(), sizes, query_len=2)
 
 

@@ -412,7 +412,7 @@ BAD_TENSORS = {
     "table_rows": (
         "block_table",
         lambda t: t.repeat(1, 1, 2)[:, :, :10],
-        "block_table: expected requests of 10 columns",
+        "block_table: expected rows of 10 columns",
     ),
     "scratch": ("check_value", lambda t: t.repeat(1, 2)[:, :4], "check_code, .*: expected equal strides"),
     "strides": ("inputs", lambda t: t[::2], "inputs: expected stride 1"),

@@ -203,15 +203,15 @@ REFUSED: dict[str, tuple[Callable[[Runtime], object], type[Exception], str]] = {
         lambda runtime: DecodeSession(runtime).add(
             [1], SamplingParams(3, min_tokens=1, stop_ids={1, 2}, logit_bias={2: 1, 3: 1})
         ),
-        UnsupportedError, "params: expected a runtime with max_logit_bias=3, got max_logit_bias=2",
+        UnsupportedError, "params: needs a runtime with max_logit_bias=3, this one has max_logit_bias=2",
     ),
     "too many tokens for a generator": (
         lambda runtime: TextGenerator(runtime).generate([[1]], SamplingParams(3, min_tokens=1, stop_ids={1, 2, 3})),
-        UnsupportedError, "max_logit_bias=3, got",
+        UnsupportedError, "max_logit_bias=3, this one has",
     ),
     "too many tokens by request index": (
         lambda runtime: runtime.manager.request_tables.set_logit_bias({1: {5: 1.0}}, banned={1: ({1, 2}, 3)}),
-        UnsupportedError, r"banned\[1\]: expected a runtime with max_logit_bias=3",
+        UnsupportedError, r"banned\[1\]: needs a runtime with max_logit_bias=3",
     ),
     "no pair": (
         lambda runtime: runtime.manager.request_tables.set_logit_bias({}, banned={1: {1, 2}}),

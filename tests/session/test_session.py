@@ -466,7 +466,7 @@ def wrong_calls() -> Iterator[tuple[str, type[Exception], str]]:
     yield "session.run(1, eager=2)", ConfigError, "eager"
     yield "session.collect(wait=1)", ConfigError, "wait"
     yield "session.fork(3)", ConfigError, "request: expected SessionRequest"
-    yield "session.fork(row)", ConfigError, "fork: request 0 has prompt tokens left"
+    yield "session.fork(row)", ConfigError, "fork: request 1 has prompt tokens left"
     yield "session.release(gone)", ConfigError, "release: the request was released, or belongs to another session"
     yield "session.fork(gone)", ConfigError, "fork: the request was released, or belongs to another session"
     yield "[session.add([1]) for _ in range(9)]", CapacityError, "requests: no request index is free"

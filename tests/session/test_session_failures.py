@@ -345,7 +345,7 @@ def test_a_batch_with_an_unknown_mask_is_refused() -> None:
     batch = {"req_indices": [0], "seq_lens": [1], "tokens": [3], "page_indptr": [0, 1], "page_ids": [1]}
     most = runtime.config.max_num_reqs
     runtime.replay(Batch(**batch, token_masks=[most - 1])).wait()
-    with pytest.raises(UnsupportedError, match=f"expected a runtime with max_num_reqs={most + 1}"):
+    with pytest.raises(UnsupportedError, match=f"needs a runtime with max_num_reqs={most + 1}"):
         runtime.replay(Batch(**batch, token_masks=[most]))
 
 

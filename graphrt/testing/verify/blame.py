@@ -12,7 +12,7 @@ import torch
 from graphrt.kernels.checks import shown
 from graphrt.testing.verify.compare import Difference, differing, region, unlike
 from graphrt.testing.verify.host import Change, HostValues, caches, is_value, same
-from graphrt.testing.verify.memory import NAN_BYTE
+from graphrt.testing.verify.memory import NAN_BYTE, CapturedMemory
 from graphrt.testing.verify.runs import OTHER_SEED, POISONED, Case, Contents, Fill, Outcome, Runs
 
 POOL = "memory pool"
@@ -46,6 +46,7 @@ class Captured:
     fill_memory  fills memory that the step must not read before it writes it. 0 also fills the next launch's results
     buffers      the buffers at capture. They stay alive: the memory of a replaced buffer, which the graph still reads,
                  could otherwise hold values that are out of range as indices
+    memory       the memory of all tensors that the step had at capture
     """
 
     case: Case
@@ -53,6 +54,7 @@ class Captured:
     host: HostValues
     fill_memory: Callable[[int], object]
     buffers: Mapping[str, torch.Tensor]
+    memory: CapturedMemory
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from graphrt.testing.verify.blame import Blame, Captured
 from graphrt.testing.verify.eager import REFRESH_READS
 from graphrt.testing.verify.host import HostValues
 from graphrt.testing.verify.in_flight import flight_findings
-from graphrt.testing.verify.memory import NAN_BYTE, UnwrittenInGraph, UnwrittenMemory, fill_inactive
+from graphrt.testing.verify.locations import locations
+from graphrt.testing.verify.memory import NAN_BYTE, CapturedMemory, UnwrittenInGraph, UnwrittenMemory, fill_inactive
 from graphrt.testing.verify.report import own_line, raised
 from graphrt.testing.verify.runs import POISONED, Case, Contents, Fill
 from graphrt.testing.verify.subject import Output
@@ -149,7 +150,9 @@ class GraphChecks:
         host = HostValues.take(*target.root)
         # Aliases: the caller may change the memory of its own tensor with set_(), or its shape with resize_().
         named = {name: tensor.detach() for name, tensor in target.subject.buffers.items()}
-        return Captured(case, launched, host, fill_memory, target.found | named)
+        tensors = (at.value for at in locations(*target.root) if isinstance(at.value, torch.Tensor))
+        memory_at_capture = CapturedMemory(tensors)
+        return Captured(case, launched, host, fill_memory, target.found | named, memory_at_capture)
 
     def _record(self, contents: Contents, step: Callable[[], torch.Tensor]) -> CapturedGraph:
         """Warm up and capture, as servers do."""
@@ -177,6 +180,7 @@ class GraphChecks:
             text = f"refresh() raised {raised(error)}; before it the buffers held {value.value}"
             self._v.find("refresh", case, graph.case.name, text, REFRESH_READS)
             return True
+        graph.memory.poison_dropped()
         moved = [name for name, tensor in self._v.target.buffers.items() if not _is_captured(name, tensor, graph)]
         is_poisoned = value in POISONED
         runs.replays += 1

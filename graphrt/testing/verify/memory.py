@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from graphrt.capture.allocator import allocator_rows
 from graphrt.capture.inspect.pool import blocks_of
 from graphrt.capture.op_trace import UNWRITTEN_FACTORIES
 from graphrt.kernels.errors import ReplayError
+from graphrt.testing.verify.compare import has_memory
 
 _UNWRITTEN = UNWRITTEN_FACTORIES - {"aten::lift_fresh"}  # whose values were written before
 NAN_BYTE = 0xFF
@@ -143,6 +144,29 @@ def inactive_blocks(device: torch.device) -> list[tuple[int, int]]:
         for segment, block, address in blocks_of(allocator_rows())
         if segment["device"] == device.index and block["state"] == "inactive"
     ]
+
+
+class CapturedMemory:
+    """Keeps the memory of the tensors that a step has at capture, and poisons it once the step has dropped them.
+
+    The allocator could otherwise give the memory to a tensor that a later refresh() creates. The graph would then read
+    the right values by chance.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._aliases = [tensor.detach() for tensor in tensors if has_memory(tensor) and tensor.is_cuda]
+
+    def poison_dropped(self) -> None:
+        """Fill the memory that no tensor of the step uses."""
+        alone = _owners(torch.empty(1))
+        for alias in self._aliases:
+            if _owners(alias) == alone:
+                torch.empty(0, dtype=torch.uint8, device=alias.device).set_(alias.untyped_storage()).fill_(NAN_BYTE)
+
+
+def _owners(tensor: torch.Tensor) -> int:
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return count
 
 
 def fill_inactive(device: torch.device, byte: int = NAN_BYTE) -> int:

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import torch
 
-import graphrt
 from graphrt.testing.verify.compare import Difference
 
-_PACKAGES = tuple(f"{Path(module.__file__).parent}{os.sep}" for module in (torch, graphrt) if module.__file__)
+_PACKAGES = tuple(f"{package}{os.sep}" for package in (Path(torch.__file__).parent, Path(__file__).parents[2]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,24 @@
+"""Ctrl-C while a command imports its modules."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Let Ctrl-C exit at once, with code 130, while modules are imported.
+
+    A KeyboardInterrupt in an import may be lost or leave half a module: the C code of extensions replaces it.
+    """
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # ignored, as in a background process
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
