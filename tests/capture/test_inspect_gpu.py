@@ -256,7 +256,7 @@ def test_a_graph_that_torch_did_not_keep_raises() -> None:
     x = torch.zeros(8, device="cuda")
     with pytest.raises(CaptureError, match=r"create it with torch.cuda.CUDAGraph\(keep_graph=True\) and capture first"):
         inspect_graph(capture(lambda: x.add_(1), keep_graph=False))
-    with pytest.raises(CaptureError, match="whose capture has ended"):
+    with pytest.raises(CaptureError, match="its capture has not ended"):
         inspect_graph(torch.cuda.CUDAGraph(keep_graph=True))
 
 

@@ -158,7 +158,7 @@ class CapturedMemory:
 
     def poison_dropped(self) -> None:
         """Fill the memory that no tensor of the step uses."""
-        alone = _owners(torch.empty(1))
+        alone = _owners(torch.empty(1, device="cpu"))
         for alias in self._aliases:
             if _owners(alias) == alone:
                 torch.empty(0, dtype=torch.uint8, device=alias.device).set_(alias.untyped_storage()).fill_(NAN_BYTE)
