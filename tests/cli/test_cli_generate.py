@@ -96,7 +96,7 @@ def test_generate_ends_answers_where_it_is_told(graphrt) -> None:
     assert len([line for line in log.split("\n") if line.startswith("[1] token ")]) == ids.index(ids[3])
     code, out, log = graphrt("generate", SKY, *ONE_TOKEN, "--stop", "")
     assert (code, out) == (1, "")
-    assert "ConfigError: stop: expected strings of a character or more, got ''" in log
+    assert "ConfigError: stop: expected non-empty strings, got ''" in log
 
 
 def tokens_of(log: str) -> int:

@@ -45,7 +45,7 @@ def test_version(graphrt) -> None:
 def test_arguments_that_are_no_utf8(tmp_path) -> None:
     done = run("generate", b"gr\xfc\xdfe")
     assert done.returncode == 1
-    assert done.stderr.startswith(b"ConfigError: prompt: expected text in UTF-8, got 'gr\\udcfc\\udcdfe'")
+    assert done.stderr.startswith(b"ConfigError: prompt: 'gr\\udcfc\\udcdfe' is not valid UTF-8")
     for arguments in (("bench", "decode", "--shape", b"\xff"), ("generate", SKY, "--model", b"\xff/x.gguf")):
         done = run(*arguments)
         assert done.returncode == 1
