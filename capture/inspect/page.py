@@ -1,4 +1,4 @@
-"""Write a captured graph as one HTML file, with search, filters, details of nodes, their order and their memory.
+"""Write a captured graph as one HTML file, with search, filters, and the order and details of its nodes.
 
     view = inspect_graph(graph)
     write_page(view, "decode.html", title="decode, 8 rows", memory=memory, findings=audit.findings)
@@ -9,7 +9,6 @@ The file opens from disk in a browser and loads nothing else. The address contai
     decode.html#q=softmax%20kv_cache         names, symbols, regions, places and addresses; all words must match
     decode.html#kind=kernel&kernel=gemm      one kind, one name
     decode.html#region=4&findings=1          nodes with findings that access MemoryMap.regions[4]
-    decode.html#scale=time                   boxes as wide as the timings
 
 The sources of the page are in `page_parts/`. It contains the data as JSON, without duplicates; see `_page_json`.
 """
@@ -20,41 +19,20 @@ import base64
 import hashlib
 import html
 import json
-import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from graphrt.capture.inspect.memory import MemoryMap, Owner
-from graphrt.capture.inspect.view import GraphView, Node, Place, place_name
+from graphrt.capture.inspect.findings import Finding
+from graphrt.capture.inspect.memory import MemoryMap
+from graphrt.capture.inspect.view import GraphView, Node, place_name
 from graphrt.kernels.checks import check_instance
 from graphrt.kernels.errors import ConfigError
 
 _PARTS = Path(__file__).resolve().parent / "page_parts"
-_SCRIPTS = ("elements.js", "data.js", "order.js", "memory.js", "details.js", "main.js")
-
-
-class PageFinding(Protocol):
-    """The part of a finding that a page shows. The findings of `audit` have it."""
-
-    @property
-    def place(self) -> Place: ...
-
-    @property
-    def where(self) -> str: ...
-
-    @property
-    def address(self) -> int: ...
-
-    @property
-    def owner(self) -> Owner | None: ...
-
-    @property
-    def region(self) -> str: ...
-
-    @property
-    def text(self) -> str: ...
+_Row = tuple[Any, ...]
+_SCRIPTS = ("elements.js", "data.js", "order.js", "details.js", "main.js")
 
 
 def write_page(
@@ -63,19 +41,17 @@ def write_page(
     *,
     title: str,
     memory: MemoryMap | None = None,
-    findings: Sequence[PageFinding] = (),
-    timings: Mapping[Place, float] | None = None,
+    findings: Sequence[Finding] = (),
 ) -> None:
     """Write a graph as one HTML file, which needs no network and no other file. An existing file is replaced.
 
-    memory     map of the graph's memory; names the regions of pointers, and is shown
+    memory     map of the graph's memory; names the regions of pointers
     findings   shown at their nodes and in a list
-    timings    microseconds by place; nodes may be missing
 
     Does not use a device.
 
     Raises:
-        ConfigError: if a finding or timing has a place that is not in the graph, or a timing is negative or not finite.
+        ConfigError: if a finding has a place that is not in the graph.
         OSError: if the file cannot be written.
     """
     check_instance("view", view, GraphView, advice="pass inspect_graph(graph)")
@@ -83,20 +59,12 @@ def write_page(
     check_instance("title", title, str, advice="pass a string")
     if memory is not None:
         check_instance("memory", memory, MemoryMap, advice="pass what memory_of() returns")
-    timings = timings or {}
     places = {place for place, _ in view.walk()}
-    for name, given in (("findings", [finding.place for finding in findings]), ("timings", list(timings))):
-        if unknown := [place for place in given if tuple(place) not in places]:
-            raise ConfigError(
-                f"{name}: place {place_name(unknown[0])} is not in this graph; take places from view.walk()"
-            )
-    for place, microseconds in timings.items():
-        if not (math.isfinite(microseconds) and microseconds >= 0):
-            raise ConfigError(
-                f"timings: expected microseconds of at least 0, got {microseconds} at {place_name(place)}; omit nodes "
-                "without a measurement"
-            )
-    data = _page_json(view, memory, findings, timings)
+    if unknown := [finding.place for finding in findings if finding.place not in places]:
+        raise ConfigError(
+            f"findings: place {place_name(unknown[0])} is not in this graph; pass the findings of its own audit"
+        )
+    data = _page_json(view, memory, findings)
     Path(path).write_text(_html(title, data), encoding="utf-8", newline="\n")
 
 
@@ -125,12 +93,7 @@ def _digest(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def _page_json(
-    view: GraphView,
-    memory: MemoryMap | None,
-    findings: Sequence[PageFinding],
-    timings: Mapping[Place, float],
-) -> dict[str, Any]:
+def _page_json(view: GraphView, memory: MemoryMap | None, findings: Sequence[Finding]) -> dict[str, Any]:
     """Return the data of the scripts. Addresses are hexadecimal strings, because JavaScript numbers have 53 bits.
 
     kernels   [kind, name, symbol, arguments, operands, scalars], shared by nodes
@@ -146,40 +109,23 @@ def _page_json(
                   regions  [name, owner, address, number of bytes, live], in the order of the map
                   cuts     [address, region from this address on, -1: none], sorted
     findings  [place, where, address, owner, region, text]
-    timings   {place: microseconds}
     """
-    kernels, launches = _Table(), _Table()
+    kernels, launches = dict[_Row, int](), dict[_Row, int]()
     graph = _graph_json(view, kernels, launches)
     return {
         "origin": view.origin,
-        "kernels": kernels.rows,
-        "launches": launches.rows,
+        "kernels": list(kernels),
+        "launches": [[*extents, dict(attributes)] for *extents, attributes in launches],
         "graph": graph,
         "memory": None if memory is None else _memory_json(memory),
         "findings": [
             [place_name(f.place), f.where, f"{f.address:x}", f.owner.value if f.owner else "", f.region, f.text]
             for f in findings
         ],
-        "timings": {place_name(place): round(float(microseconds), 4) for place, microseconds in timings.items()},
     }
 
 
-class _Table:
-    """Unique rows and their indices."""
-
-    def __init__(self) -> None:
-        self.rows: list[list[Any]] = []
-        self._index: dict[Any, int] = {}
-
-    def add(self, key: Any, row: Callable[[], list[Any]]) -> int:
-        """Return the index of a key's row. `row` is called for a new key."""
-        if key not in self._index:
-            self._index[key] = len(self.rows)
-            self.rows.append(row())
-        return self._index[key]
-
-
-def _graph_json(view: GraphView, kernels: _Table, launches: _Table) -> dict[str, Any]:
+def _graph_json(view: GraphView, kernels: dict[_Row, int], launches: dict[_Row, int]) -> dict[str, Any]:
     edges: list[int] = []
     before = 0
     for edge in view.edges:
@@ -188,15 +134,15 @@ def _graph_json(view: GraphView, kernels: _Table, launches: _Table) -> dict[str,
     return {"nodes": [_node_json(node, kernels, launches) for node in view.nodes], "edges": edges}
 
 
-def _node_json(node: Node, kernels: _Table, launches: _Table) -> list[Any]:
+def _node_json(node: Node, kernels: dict[_Row, int], launches: dict[_Row, int]) -> list[Any]:
     arguments = tuple((a.offset, len(a.data), a.name, a.pointers) for a in node.arguments)
     operands = tuple((o.role, int(o.host), int(o.written)) for o in node.operands)
     scalars = tuple(name for name, _ in node.scalars)
     kernel = (node.kind.value, node.name, node.symbol, arguments, operands, scalars)
     launch = (node.grid, node.block, node.shared_bytes, tuple(node.attributes.items()))
     values = [
-        kernels.add(kernel, lambda: list(kernel)),
-        launches.add(launch, lambda: [*launch[:3], dict(node.attributes)]),
+        kernels.setdefault(kernel, len(kernels)),
+        launches.setdefault(launch, len(launches)),
         base64.b64encode(b"".join(a.data for a in node.arguments)).decode(),
         [value for o in node.operands for value in (f"{o.address:x}", o.nbytes)],
         [value for _, value in node.scalars],

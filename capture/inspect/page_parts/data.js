@@ -11,8 +11,6 @@ function decodePage(page) {
     byPlace: new Map(),
     launches: page.launches,
     findings: [],
-    timed: false,
-    totalTime: 0,
     memory: page.memory ? decodeMemory(page.memory) : null,
   };
   model.kernels = page.kernels.map(([kind, name, symbol, args, operands, scalars]) => ({
@@ -26,11 +24,6 @@ function decodePage(page) {
     key: wellFormed(name),
   }));
   addGraph(model, page.graph, null, 0);
-  for (const [place, microseconds] of Object.entries(page.timings)) {
-    model.byPlace.get(place).time = microseconds;
-    model.totalTime += microseconds;
-    model.timed = true;
-  }
   for (const [place, where, address, owner, region, text] of page.findings) {
     const finding = { node: model.byPlace.get(place), where, address, owner, region, text };
     finding.node.findings.push(finding);
@@ -42,7 +35,7 @@ function decodePage(page) {
 }
 
 function addGraph(model, values, parent, body) {
-  const graph = { parent, body, nodes: [], edges: [], before: [], after: [], drawn: {}, serial: false };
+  const graph = { parent, body, nodes: [], edges: [], layout: null };
   model.graphs.push(graph);
   const prefix = parent ? `${parent.place}.${body}.` : "";
   values.nodes.forEach(([kernel, launch, data, operands, scalars, bodies, remark], index) => {
@@ -59,7 +52,6 @@ function addGraph(model, values, parent, body) {
       scalars: scalars || [],
       bodies: [],
       remark: remark || "",
-      time: null,
       findings: [],
       touches: [],
     };
@@ -70,8 +62,6 @@ function addGraph(model, values, parent, body) {
   });
   graph.before = graph.nodes.map(() => []);
   graph.after = graph.nodes.map(() => []);
-  // An op trace without edges runs in list order.
-  graph.serial = model.origin === "op trace" && values.edges.length === 0;
   let source = 0;
   for (let at = 0; at < values.edges.length; at += 3) {
     source += values.edges[at];
@@ -83,20 +73,17 @@ function addGraph(model, values, parent, body) {
   return graph;
 }
 
-/** Groups nodes by name, the most expensive first. Each group gets a colour. */
+/** Groups nodes by name, the most frequent first. Each group gets a colour. */
 function groupByName(model) {
   const groups = new Map();
   for (const node of model.nodes) {
     const { name, short, kind, key } = node.kernel;
     let group = groups.get(name);
-    if (!group) groups.set(name, (group = { name, short, kind, key, count: 0, time: 0, colour: COLOURS }));
+    if (!group) groups.set(name, (group = { name, short, kind, key, count: 0, colour: COLOURS }));
     group.count += 1;
-    group.time += node.time || 0;
     node.group = group;
   }
-  model.groups = [...groups.values()].sort(
-    (a, b) => b.time - a.time || b.count - a.count || (a.name < b.name ? -1 : 1),
-  );
+  model.groups = [...groups.values()].sort((a, b) => b.count - a.count || (a.name < b.name ? -1 : 1));
   model.groups.slice(0, COLOURS).forEach((group, rank) => {
     group.colour = rank;
   });
@@ -209,23 +196,10 @@ function word64(view, at) {
 
 /** All non-zero words of a node's arguments that are or may be addresses. */
 function addressWords(node) {
-  const { kernel } = node,
-    found = [];
-  if (!kernel.words) {
-    let begin = 0;
-    kernel.words = kernel.args.flatMap(([, size, , pointers]) => {
-      begin += size;
-      return pointerOffsets({ size, pointers }).map((at) => begin - size + at);
-    });
-  }
-  if (!kernel.words.length) return found;
-  const bytes = atob(node.data);
-  for (const at of kernel.words) {
-    let address = 0;
-    for (let i = 7; i >= 0; i--) address = address * 256 + bytes.charCodeAt(at + i);
-    if (address) found.push(address);
-  }
-  return found;
+  const words = argumentsOf(node).flatMap((argument) =>
+    pointerOffsets(argument).map((at) => word64(argument.view, at)),
+  );
+  return words.filter(Boolean);
 }
 
 function pointerOffsets({ pointers, size }) {
@@ -259,13 +233,9 @@ function decodeArgument(argument, memory) {
 
 function decodeWord(view, at, width, mayPoint, known, memory) {
   const hex = (value, digits) => "0x" + value.toString(16).padStart(digits, "0");
-  if (width === 1) {
-    const value = view.getUint8(at);
-    return { hex: hex(value, 2), text: String(value), more: value > 127 ? `signed ${view.getInt8(at)}` : "" };
-  }
-  if (width === 2) {
-    const value = view.getUint16(at, true);
-    return { hex: hex(value, 4), text: String(value), more: value > 32767 ? `signed ${view.getInt16(at, true)}` : "" };
+  if (width < 4) {
+    const value = width === 1 ? view.getUint8(at) : view.getUint16(at, true);
+    return { hex: hex(value, 2 * width), text: String(value), more: "" };
   }
   if (width === 4) {
     const signed = view.getInt32(at, true),
@@ -367,12 +337,6 @@ function bytesText(count) {
     unit += 1;
   }
   return `${value >= 100 ? value.toFixed(0) : value.toFixed(1).replace(/\.0$/, "")} ${units[unit]}`;
-}
-
-function timeText(microseconds) {
-  if (microseconds >= 10000) return `${(microseconds / 1000).toFixed(1)} ms`;
-  if (microseconds >= 1000) return `${(microseconds / 1000).toFixed(2)} ms`;
-  return `${microseconds >= 100 ? microseconds.toFixed(0) : microseconds.toFixed(1)} us`;
 }
 
 function countText(count, noun, nouns) {

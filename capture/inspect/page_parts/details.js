@@ -1,23 +1,14 @@
-// Details of the selected node, or help and findings if none is selected. main.js has the state.
+// Details of the selected node, or help, memory and findings if none is selected. main.js has the state.
 
 const section = (title, count, ...children) =>
-  el(
-    "section",
-    {},
-    el("h3", {}, title, count === null ? null : el("span", { class: "dim" }, ` ${count}`)),
-    ...children,
-  );
-const table = (head, rows) =>
-  el("table", {}, el("thead", {}, el("tr", {}, ...head.map((text) => el("th", {}, text)))), el("tbody", {}, ...rows));
-const cells = (...values) =>
-  el(
-    "tr",
-    {},
-    ...values.map((value) => (value instanceof Element && value.tagName === "TD" ? value : el("td", {}, value))),
-  );
+  el("section", el("h3", title, count !== null && el("span.dim", ` ${count}`)), ...children);
+function table(head, rows) {
+  const headings = head.map((text) => el("th", text));
+  return el("table", el("thead", el("tr", headings)), el("tbody", rows));
+}
 
 /** A framed word. The leading space separates it when the text is copied or read aloud. */
-const badge = (text, kind) => el("span", {}, " ", el("span", { class: `badge ${kind || ""}` }, text));
+const badge = (text, kind = "badge") => el("span", " ", el(`span.${kind}`, text));
 
 function regionName(region) {
   return region.name || `${region.owner} ${region.text}`;
@@ -25,33 +16,28 @@ function regionName(region) {
 
 /** A link to all nodes that access a region, and the offset of an address in it. */
 function regionLink(region, address) {
+  const title = `${region.owner}, ${region.text}; show the nodes that access it`;
   return el(
-    "span",
-    { class: "region" },
+    "span.region",
     el(
-      "button",
-      {
-        type: "button",
-        class: "link",
-        title: `${region.owner}, ${region.text}; show the nodes that access it`,
-        click: () => toggle("region", String(region.id)),
-      },
-      el("span", { class: `dot o-${region.owner}` }),
+      "button.link",
+      { title, click: () => toggle("region", String(region.id)) },
+      coloured("span.dot", region.owner),
       regionName(region),
     ),
-    el("span", { class: "dim" }, ` ${offsetText(address, region)} of ${bytesText(region.nbytes)}`),
-    region.live ? null : badge("freed", "bad"),
+    el("span.dim", ` ${offsetText(address, region)} of ${bytesText(region.nbytes)}`),
+    !region.live && badge("freed", "badge.bad"),
   );
 }
 
-function nodeLink(node, remark) {
+function nodeLink(node, remark = "") {
   return el(
-    "button",
-    { type: "button", class: "node-link", title: node.kernel.name, click: () => select(node) },
-    el("span", { class: "place" }, node.place),
+    "button.node-link",
+    { title: node.kernel.name, click: () => select(node) },
+    el("span.place", node.place),
     swatch(node.group),
-    el("span", { class: "name" }, node.kernel.short),
-    remark ? el("i", {}, remark) : null,
+    el("span.name", node.kernel.short),
+    remark && el("i", remark),
   );
 }
 
@@ -60,40 +46,25 @@ function nodeLinks(title, edges, graph, end) {
   const links = edges
     .slice(0, 40)
     .map((edge) => nodeLink(graph.nodes[edge[end]], edge.programmatic ? "programmatic" : ""));
-  if (edges.length > links.length) links.push(el("p", { class: "dim" }, `and ${edges.length - links.length} more`));
-  return section(title, edges.length, ...(links.length ? links : [el("p", { class: "dim" }, "none")]));
+  if (edges.length > links.length) links.push(el("p.dim", `and ${edges.length - links.length} more`));
+  return section(title, edges.length, links.length ? links : el("p.dim", "none"));
 }
 
 function argumentRows(argument) {
-  const words = decodeArgument(argument, model.memory);
-  return words.map((word, i) =>
+  return decodeArgument(argument, model.memory).map((word, i) =>
     el(
-      "tr",
-      { class: i ? "" : "first" },
-      el("td", { class: "dim number" }, String(argument.offset + word.at)),
+      i ? "tr" : "tr.first",
+      el("td.dim.number", String(argument.offset + word.at)),
       el(
         "td",
-        {},
-        i
-          ? ""
-          : el(
-              "span",
-              {},
-              argument.name || el("span", { class: "dim" }, "unnamed"),
-              el("span", { class: "dim fixed" }, ` ${bytesText(argument.size)}`),
-            ),
+        !i && [argument.name || el("span.dim", "unnamed"), el("span.dim.fixed", ` ${bytesText(argument.size)}`)],
       ),
       el(
-        "td",
-        { class: "value" },
-        ...(word.region
-          ? [regionLink(word.region, word.address)]
-          : [
-              el("b", {}, word.text),
-              word.pointer ? badge("pointer") : null,
-              word.more ? el("span", { class: "dim" }, ` ${word.more}`) : null,
-            ].filter(Boolean)),
-        el("code", { class: "dim" }, word.hex),
+        "td.value",
+        word.region
+          ? regionLink(word.region, word.address)
+          : [el("b", word.text), word.pointer && badge("pointer"), word.more && el("span.dim", ` ${word.more}`)],
+        el("code.dim", word.hex),
       ),
     ),
   );
@@ -102,167 +73,128 @@ function argumentRows(argument) {
 function argumentsSection(node) {
   const args = argumentsOf(node),
     rows = args.flatMap(argumentRows),
-    head = ["byte", "argument", "value"];
-  const parts = [table(head, rows.slice(0, 64))];
-  if (rows.length > 64)
-    parts.push(
-      el("details", {}, el("summary", {}, countText(rows.length - 64, "more word")), table(head, rows.slice(64))),
-    );
-  return section("Arguments", args.length, ...parts);
+    head = ["byte", "argument", "value"],
+    more = rows.length > 64 && el("summary", countText(rows.length - 64, "more word"));
+  const rest = more && el("details", more, table(head, rows.slice(64)));
+  return section("Arguments", args.length, table(head, rows.slice(0, 64)), rest);
 }
 
 function operandRow(operand) {
   const region = findRegion(model.memory, operand.address),
-    beyond = region ? operand.address + operand.nbytes - region.address - region.nbytes : 0;
+    beyond = region ? operand.address + operand.nbytes - region.address - region.nbytes : 0,
+    unknown = Number.isNaN(operand.address) ? "address unknown" : "unknown region";
   return el(
-    "tr",
-    { class: "first" },
+    "tr.first",
+    el("td", operand.role, " ", operand.written && badge("written", "badge.accent"), operand.host && badge("host")),
+    el("td.number", bytesText(operand.nbytes)),
     el(
-      "td",
-      {},
-      operand.role,
-      " ",
-      operand.written ? badge("written", "accent") : null,
-      operand.host ? badge("host") : null,
-    ),
-    el("td", { class: "number" }, bytesText(operand.nbytes)),
-    el(
-      "td",
-      { class: "value" },
-      region
-        ? regionLink(region, operand.address)
-        : el("span", { class: "dim" }, Number.isNaN(operand.address) ? "address unknown" : "unknown region"),
-      beyond > 0 ? badge(`${bytesText(beyond)} past the end`, "bad") : null,
-      el("code", { class: "dim" }, operand.text),
+      "td.value",
+      region ? regionLink(region, operand.address) : el("span.dim", unknown),
+      beyond > 0 && badge(`${bytesText(beyond)} past the end`, "badge.bad"),
+      el("code.dim", operand.text),
     ),
   );
 }
 
 function findingCard(finding, linked) {
-  return el(
-    "article",
-    { class: "finding" },
-    linked ? nodeLink(finding.node, "") : null,
-    el("p", {}, finding.text),
-    el(
-      "p",
-      { class: "dim" },
-      [finding.where, finding.address === "0" ? "" : `0x${finding.address}`, finding.owner, finding.region]
-        .filter(Boolean)
-        .join(" · "),
-    ),
-  );
+  const address = finding.address === "0" ? "" : `0x${finding.address}`;
+  const place = [finding.where, address, finding.owner, finding.region].filter(Boolean).join(" · ");
+  return el("article.finding", linked && nodeLink(finding.node), el("p", finding.text), el("p.dim", place));
 }
 
 function facts(node) {
   const [grid, block, shared, attributes] = node.launch,
     product = (values) => values.reduce((a, b) => a * b, 1);
   const rows = [["kind", node.kernel.kind]];
-  if (node.time !== null)
-    rows.push([
-      "time",
-      `${timeText(node.time)}, ${((node.time / (model.totalTime || 1)) * 100).toPrecision(2)} % of all nodes`,
-    ]);
   if (grid) rows.push(["grid", `${grid.join(" × ")}  =  ${countText(product(grid), "block")}`]);
   if (block) rows.push(["block", `${block.join(" × ")}  =  ${countText(product(block), "thread")}`]);
   if (grid) rows.push(["shared memory", bytesText(shared)]);
   rows.push(...Object.entries(attributes));
-  return el("dl", {}, ...rows.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]));
+  return definitions(rows);
+}
+
+function definitions(rows) {
+  const cells = rows.flatMap(([name, value]) => [el("dt", name), el("dd", value)]);
+  return el("dl", cells);
 }
 
 function showDetails() {
   const place = byId("details");
-  place.replaceChildren(...(selected ? nodeParts(selected) : overviewParts()));
+  place.replaceChildren(...(selected ? nodeParts(selected) : overviewParts()).filter(Boolean));
   place.scrollTop = 0;
 }
 
 function nodeParts(node) {
-  const { graph, index } = node,
-    step = (way) => graph.nodes[index + way];
-  const turn = (way, text, label) =>
+  const { graph, index, kernel } = node,
+    step = (way) => graph.nodes[index + way],
+    turn = (way, text, title) =>
+      el("button", { title, "aria-label": title, disabled: !step(way), click: () => select(step(way)) }, text),
+    scalars = node.scalars.map((value, i) => el("tr", el("td", kernel.scalars[i]), el("td.value", value))),
+    operands = operandsOf(node).map(operandRow);
+  return [
     el(
-      "button",
-      { type: "button", title: label, "aria-label": label, disabled: !step(way), click: () => select(step(way)) },
-      text,
-    );
-  const parts = [
-    el(
-      "div",
-      { class: "bar sticky" },
-      el("h2", {}, `Node ${node.place}`),
+      "div.bar.sticky",
+      el("h2", `Node ${node.place}`),
       swatch(node.group),
-      el("span", { class: "space" }),
-      el("span", { class: "group" }, turn(-1, "‹", "Previous node"), turn(1, "›", "Next node")),
-      el("button", { type: "button", title: "Close (Esc)", "aria-label": "Close", click: () => select(null) }, "×"),
+      el("span.space"),
+      el("span.group", turn(-1, "‹", "Previous node"), turn(1, "›", "Next node")),
+      el("button", { title: "Close (Esc)", "aria-label": "Close", click: () => select(null) }, "×"),
     ),
-    el("h4", { id: "name" }, node.kernel.name),
-    node.kernel.symbol && node.kernel.symbol !== node.kernel.name
-      ? el("p", { class: "symbol" }, node.kernel.symbol)
-      : null,
-    node.remark ? el("p", { class: "remark" }, node.remark) : null,
+    el("h4", { id: "name" }, kernel.name),
+    kernel.symbol !== kernel.name && el("p.symbol", kernel.symbol),
+    node.remark && el("p.remark", node.remark),
     ...node.findings.map((finding) => findingCard(finding, false)),
     facts(node),
-    graph.parent ? section("Contained in", null, nodeLink(graph.parent, `body ${graph.body}`)) : null,
-    node.kernel.args.length ? argumentsSection(node) : null,
-    node.kernel.operands.length
-      ? section(
-          "Operands",
-          node.kernel.operands.length,
-          table(["operand", "size", "memory"], operandsOf(node).map(operandRow)),
-        )
-      : null,
-    node.scalars.length
-      ? section(
-          "Scalars",
-          node.scalars.length,
-          table(
-            ["name", "value"],
-            node.scalars.map((value, i) => cells(node.kernel.scalars[i], el("td", { class: "value" }, value))),
-          ),
-        )
-      : null,
-    ...node.bodies.map((body, which) =>
-      section(
-        `Body ${which}`,
-        `${countText(body.nodes.length, "node")}, ${countText(body.edges.length, "edge")}`,
-        ...body.nodes.slice(0, 12).map((inner) => nodeLink(inner, "")),
-        body.nodes.length > 12
-          ? el("p", { class: "dim" }, `and ${body.nodes.length - 12} more, in the list under ${node.place}.${which}`)
-          : null,
-      ),
-    ),
+    graph.parent && section("Contained in", null, nodeLink(graph.parent, `body ${graph.body}`)),
+    kernel.args.length && argumentsSection(node),
+    operands.length && section("Operands", operands.length, table(["operand", "size", "memory"], operands)),
+    scalars.length && section("Scalars", scalars.length, table(["name", "value"], scalars)),
+    ...node.bodies.map((body, which) => bodySection(body, which)),
     nodeLinks("Waits for", graph.before[index], graph, "source"),
     nodeLinks("Waited for by", graph.after[index], graph, "target"),
   ];
-  return parts.filter(Boolean);
 }
 
+function bodySection(body, which) {
+  const { nodes, edges, parent } = body,
+    more = nodes.length - 12;
+  return section(
+    `Body ${which}`,
+    `${countText(nodes.length, "node")}, ${countText(edges.length, "edge")}`,
+    nodes.slice(0, 12).map((inner) => nodeLink(inner)),
+    more > 0 && el("p.dim", `and ${more} more, in the list under ${parent.place}.${which}`),
+  );
+}
+
+const KEY_HELP = [
+  ["/", "search"],
+  ["↑ ↓", "next and previous node of the list"],
+  ["Enter", "first match; first node of a body"],
+  ["Esc", "clear node, search, filters"],
+  ["+ − 0", "zoom the order"],
+].map(([key, what]) => [el("kbd", key), what]);
+
 function overviewParts() {
-  const keys = [
-    ["/", "search"],
-    ["↑ ↓", "next and previous node of the list"],
-    ["Enter", "first match; first node of a body"],
-    ["Esc", "clear node, search, filters"],
-    ["+ − 0", "zoom the order"],
-  ];
-  const findings = model.findings.slice(0, 100).map((finding) => findingCard(finding, true));
+  const { findings, memory } = model,
+    cards = findings.slice(0, 100).map((finding) => findingCard(finding, true)),
+    more = findings.length - cards.length;
   return [
-    el("div", { class: "bar sticky" }, el("h2", {}, "No node selected")),
-    el("p", { class: "dim" }, "Select one in the order or in the list."),
-    model.findings.length
-      ? section(
-          "Findings",
-          model.findings.length,
-          ...findings,
-          model.findings.length > 100
-            ? el("p", { class: "dim" }, `and ${model.findings.length - 100} more: filter by findings`)
-            : null,
-        )
-      : null,
-    section(
-      "Keys",
-      null,
-      el("dl", {}, ...keys.flatMap(([key, what]) => [el("dt", {}, el("kbd", {}, key)), el("dd", {}, what)])),
-    ),
-  ].filter(Boolean);
+    el("div.bar.sticky", el("h2", "No node selected")),
+    el("p.dim", "Select one in the order or in the list."),
+    cards.length &&
+      section("Findings", findings.length, cards, more > 0 && el("p.dim", `and ${more} more: filter by findings`)),
+    memory && section("Memory", countText(memory.regions.length, "region"), definitions(ownerRows(memory.regions))),
+    section("Keys", null, definitions(KEY_HELP)),
+  ];
+}
+
+/** Owner, and number and size of its regions. */
+function ownerRows(regions) {
+  return [...new Set(regions.map((region) => region.owner))].map((owner) => {
+    const own = regions.filter((region) => region.owner === owner),
+      freed = own.filter((region) => !region.live).length,
+      size = bytesText(own.reduce((sum, region) => sum + region.nbytes, 0));
+    const name = el("span", coloured("span.dot", owner), owner);
+    return [name, `${size} in ${countText(own.length, "region")}${freed ? `, ${freed} freed` : ""}`];
+  });
 }

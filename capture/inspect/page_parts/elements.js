@@ -1,13 +1,19 @@
 // Elements and lists. Texts of the graph become text nodes only, so that no name is parsed as markup.
 
-/** Creates an element. Function attributes become listeners; null and false are skipped. */
-function el(tag, attributes, ...children) {
+/**
+ * Creates an element: el("span.dim", { title: "…" }, child, ...). Function attributes become listeners. Attributes and
+ * children that are null or false are skipped, and so are empty texts.
+ */
+function el(selector, ...content) {
+  const [tag, ...classes] = selector.split(".");
   const element = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes || {})) {
+  element.classList.add(...classes);
+  const attributes = content[0]?.constructor === Object ? content.shift() : {};
+  for (const [name, value] of Object.entries(attributes)) {
     if (typeof value === "function") element.addEventListener(name, value);
     else if (value !== null && value !== false) element.setAttribute(name, value === true ? "" : value);
   }
-  element.append(...children.filter((child) => child !== null && child !== undefined && child !== false));
+  element.append(...content.flat().filter(Boolean));
   return element;
 }
 
@@ -16,27 +22,19 @@ const byId = (id) => document.getElementById(id);
 /** A list whose document contains only the visible rows. `render(item, index)` creates a row. */
 function makeList(place, rowHeight, render) {
   let items = [];
-  const pad = place.appendChild(el("div", { class: "pad", role: "presentation" }));
+  const pad = place.appendChild(el("div.pad", { role: "presentation" }));
   function draw() {
     const first = Math.max(Math.floor(place.scrollTop / rowHeight) - 8, 0);
-    const last = Math.min(Math.ceil((place.scrollTop + place.clientHeight) / rowHeight) + 8, items.length);
-    const rows = [];
-    for (let i = first; i < last; i++) {
-      const row = render(items[i], i);
-      row.style.top = `${i * rowHeight}px`;
-      rows.push(row);
-    }
-    pad.replaceChildren(...rows);
+    const last = Math.ceil((place.scrollTop + place.clientHeight) / rowHeight) + 8;
+    pad.replaceChildren(
+      ...items.slice(first, last).map((item, at) => {
+        const row = render(item, first + at);
+        row.style.top = `${(first + at) * rowHeight}px`;
+        return row;
+      }),
+    );
   }
-  let asked = false;
-  place.addEventListener("scroll", () => {
-    if (!asked)
-      requestAnimationFrame(() => {
-        asked = false;
-        draw();
-      });
-    asked = true;
-  });
+  place.addEventListener("scroll", draw); // browsers report it once per frame
   new ResizeObserver(draw).observe(place);
   return {
     draw,

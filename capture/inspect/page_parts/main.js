@@ -2,7 +2,7 @@
 
 // ---- state
 
-const EMPTY = { q: "", kind: "", kernel: "", region: "", findings: "", scale: "", node: "" };
+const EMPTY = { q: "", kind: "", kernel: "", region: "", findings: "", node: "" };
 const FILTERS = ["q", "kind", "kernel", "region", "findings"];
 
 function readHash() {
@@ -11,13 +11,8 @@ function readHash() {
 }
 
 function hashOf(state) {
-  return (
-    "#" +
-    Object.keys(EMPTY)
-      .filter((key) => state[key] !== "")
-      .map((key) => `${key}=${encodeURIComponent(wellFormed(state[key]))}`)
-      .join("&")
-  );
+  const given = Object.keys(EMPTY).filter((key) => state[key] !== "");
+  return "#" + given.map((key) => `${key}=${encodeURIComponent(wellFormed(state[key]))}`).join("&");
 }
 
 const model = decodePage(JSON.parse(byId("data").textContent));
@@ -71,8 +66,6 @@ function render(next, all = false) {
   );
   if (moved) showDetails();
   showPicture(moved);
-  if (memoryMap) byId("toucher").textContent = selected ? `accessed by node ${selected.place}` : "accessed by a node";
-  if (memoryMap) memoryMap.select(selected, state.region === "" ? null : model.memory.regions[Number(state.region)]);
 }
 
 // ---- header, names, nodes
@@ -80,112 +73,74 @@ function render(next, all = false) {
 function showHeader() {
   const kinds = new Map();
   for (const node of model.nodes) kinds.set(node.kernel.kind, (kinds.get(node.kernel.kind) || 0) + 1);
-  const edges = model.graphs.reduce((sum, graph) => sum + graph.edges.length, 0),
-    inner = model.graphs.length - 1;
-  const fact = (value, label) => el("li", {}, el("b", {}, value), label ? ` ${label}` : "");
-  const facts = [
-    fact({ cuda: "CUDA graph", "op trace": "op trace (CPU)" }[model.origin] || model.origin, ""),
-    fact(model.nodes.length.toLocaleString("en-US"), model.nodes.length === 1 ? "node" : "nodes"),
-    fact(edges.toLocaleString("en-US"), edges === 1 ? "edge" : "edges"),
-    inner ? fact(String(inner), inner === 1 ? "inner graph" : "inner graphs") : null,
-    fact(String(model.groups.length), model.groups.length === 1 ? "name" : "names"),
-    model.timed ? fact(timeText(model.totalTime), "in all nodes") : null,
-    el(
-      "li",
-      { class: model.findings.length ? "bad" : "good" },
-      el(
-        "button",
-        {
-          type: "button",
-          id: "findings",
-          "aria-pressed": "false",
-          disabled: !model.findings.length,
-          title: "Show only nodes with findings",
-          click: () => toggle("findings", "1"),
-        },
-        countText(model.findings.length, "finding"),
-      ),
-    ),
-  ];
-  byId("facts").append(...facts.filter(Boolean));
+  const inner = model.graphs.length - 1,
+    edges = model.graphs.reduce((sum, graph) => sum + graph.edges.length, 0);
+  const findings = el(
+    "button",
+    {
+      id: "findings",
+      disabled: !model.findings.length,
+      title: "Show only nodes with findings",
+      click: () => toggle("findings", "1"),
+    },
+    countText(model.findings.length, "finding"),
+  );
+  byId("facts").append(
+    el("li", { cuda: "CUDA graph", "op trace": "op trace (CPU)" }[model.origin] || model.origin),
+    el("li", countText(model.nodes.length, "node")),
+    el("li", countText(edges, "edge")),
+    inner ? el("li", countText(inner, "inner graph")) : "",
+    el("li", countText(model.groups.length, "name")),
+    el(model.findings.length ? "li.bad" : "li.good", findings),
+  );
   for (const [kind, count] of [...kinds].sort((a, b) => b[1] - a[1])) {
-    byId("kinds").append(
-      el(
-        "button",
-        { type: "button", class: "chip", "data-kind": kind, click: () => toggle("kind", kind) },
-        kind,
-        el("span", { class: "dim" }, ` ${count.toLocaleString("en-US")}`),
-      ),
-    );
+    const number = el("span.dim", ` ${count.toLocaleString("en-US")}`);
+    byId("kinds").append(el("button.chip", { "data-kind": kind, click: () => toggle("kind", kind) }, kind, number));
   }
-  byId("kernels-facts").textContent = model.timed ? "by time; click to filter" : "by count; click to filter";
 }
 
 function showFilters() {
-  for (const button of byId("kinds").children)
-    button.setAttribute("aria-pressed", String(button.dataset.kind === state.kind));
-  byId("findings").setAttribute("aria-pressed", String(state.findings !== ""));
-  const chip = (key, label) =>
-    el(
-      "button",
-      {
-        type: "button",
-        class: "chip on",
-        title: "Remove this filter",
-        click: () => go({ [key]: "" }, true),
-      },
-      el("span", { class: "cut" }, label),
-      " ×",
-    );
-  const region = model.memory && state.region !== "" ? model.memory.regions[Number(state.region)] : null;
+  for (const button of byId("kinds").children) button.setAttribute("aria-pressed", button.dataset.kind === state.kind);
+  byId("findings").setAttribute("aria-pressed", state.findings !== "");
+  const chip = (key, label) => {
+    const attributes = { title: "Remove this filter", click: () => go({ [key]: "" }, true) };
+    return state[key] === "" ? "" : el("button.chip.on", attributes, el("span.cut", label), " ×");
+  };
+  const region = model.memory?.regions[Number(state.region)];
   byId("chips").replaceChildren(
-    ...(state.kernel ? [chip("kernel", shortName(state.kernel))] : []),
-    ...(state.region !== "" ? [chip("region", region ? `accesses ${regionName(region)}` : "unknown region")] : []),
-    ...(state.findings ? [chip("findings", "with findings")] : []),
+    chip("kernel", shortName(state.kernel)),
+    chip("region", region ? `accesses ${regionName(region)}` : "unknown region"),
+    chip("findings", "with findings"),
   );
-  const time = shown.reduce((sum, node) => sum + (node.time || 0), 0),
-    some = shown.length < model.nodes.length;
+  const all = countText(model.nodes.length, "node");
   byId("count").textContent =
-    (some ? `${shown.length.toLocaleString("en-US")} of ` : "") +
-    countText(model.nodes.length, "node") +
-    (some && time ? `, ${timeText(time)}` : "");
+    shown.length < model.nodes.length ? `${shown.length.toLocaleString("en-US")} of ${all}` : all;
 }
 
-const swatch = (group) => el("span", { class: `swatch s${group.colour}` });
-
-/** A bar in the background of a row or number. `part`: its share of the largest value. */
-function bar(part) {
-  const element = el("span", { class: "meter" });
-  element.style.width = `${Math.min(part, 1) * 100}%`;
-  return element;
+/** A small box in a colour of the style sheet. */
+function coloured(selector, colour) {
+  const box = el(selector);
+  box.style.background = `var(--${colour})`;
+  return box;
 }
 
-const widest = model.groups.reduce((most, group) => Math.max(most, model.timed ? group.time : group.count), 0) || 1;
+const swatch = (group) => coloured("span.swatch", `c${group.colour}`);
 
-const kernelList = makeList(byId("kernel-list"), 28, (group) =>
-  el(
-    "button",
-    {
-      type: "button",
-      class: `row${group.key === state.kernel ? " chosen" : ""}`,
-      title: group.name,
-      "aria-pressed": String(group.key === state.kernel),
-      click: () => toggle("kernel", group.key),
-    },
-    bar((model.timed ? group.time : group.count) / widest),
+const kernelList = makeList(byId("kernel-list"), 28, (group) => {
+  const chosen = group.key === state.kernel;
+  const meter = el("span.meter");
+  meter.style.width = `${(group.count / model.groups[0].count) * 100}%`;
+  return el(
+    chosen ? "button.row.chosen" : "button.row",
+    { title: group.name, "aria-pressed": String(chosen), click: () => toggle("kernel", group.key) },
+    meter,
     swatch(group),
-    el("span", { class: "name" }, group.short),
-    el("span", { class: "number" }, group.count.toLocaleString("en-US")),
-    model.timed ? el("span", { class: "number" }, timeText(group.time)) : null,
-  ),
-);
+    el("span.name", group.short),
+    el("span.number", group.count.toLocaleString("en-US")),
+  );
+});
 
-const slowest = model.nodes.reduce((most, node) => Math.max(most, node.time || 0), 0) || 1;
-const extents = (values) => {
-  const shape = [...values];
-  while (shape.length > 1 && shape[shape.length - 1] === 1) shape.pop();
-  return shape.join("×");
-};
+const extents = (values) => values.join("×").replace(/(×1)+$/, "");
 
 /** The launch shape of a node, or the size of its memory, for the list. */
 function shapeOf(node) {
@@ -198,166 +153,84 @@ function shapeOf(node) {
 }
 
 const nodeList = makeList(byId("node-list"), 28, (node, index) => {
+  const { kind, name, short } = node.kernel,
+    plain = ["kernel", "op", name].includes(kind),
+    flag = node.findings.length && el("span.flag", { title: countText(node.findings.length, "finding") }, "▲");
   const row = el(
-    "div",
+    node === selected ? "div.row.chosen" : "div.row",
     {
-      class: `row${node === selected ? " chosen" : ""}`,
       role: "option",
       id: `node-${node.id}`,
-      title: node.kernel.name,
+      title: name,
       "aria-selected": String(node === selected),
       "aria-setsize": shown.length,
       "aria-posinset": index + 1,
       "data-place": node.place,
       click: () => select(node),
     },
-    el("span", { class: "place" }, node.place),
+    el("span.place", node.place),
     swatch(node.group),
-    el("span", { class: "name" }, node.kernel.short),
-    node.findings.length
-      ? el("span", { class: "flag", title: countText(node.findings.length, "finding") }, "▲")
-      : el("span", {}),
-    el(
-      "span",
-      { class: "shape" },
-      node.kernel.kind === "kernel" || node.kernel.kind === "op" || node.kernel.kind === node.kernel.name
-        ? ""
-        : el("i", {}, node.kernel.kind),
-      shapeOf(node),
-    ),
-    model.timed
-      ? el("span", { class: "number" }, bar((node.time || 0) / slowest), node.time === null ? "" : timeText(node.time))
-      : null,
+    el("span.name", short),
+    flag || el("span"),
+    el("span.shape", !plain && el("i", kind), shapeOf(node)),
   );
   row.style.paddingLeft = `${12 + node.depth * 18}px`;
   return row;
 });
 
-// ---- pictures
+// ---- the picture
 
-const strip = makeStrip(byId("strip"), byId("overview"), {
-  select,
-  hover: (node, event) =>
-    tip(
-      node && event,
-      node && [
-        el("b", {}, node.kernel.short),
-        el(
-          "span",
-          { class: "dim" },
-          [
-            `node ${node.place}`,
-            shapeOf(node),
-            node.time === null ? "" : timeText(node.time),
-            node.findings.length ? countText(node.findings.length, "finding") : "",
-          ]
-            .filter(Boolean)
-            .join(" · "),
-        ),
-      ],
-    ),
-});
+const strip = makeStrip(byId("strip"), { select, hover: showTip });
 
-const memoryMap =
-  model.memory &&
-  makeMemoryMap(byId("owners"), model.memory, {
-    select: (region) => toggle("region", String(region.id)),
-    hover: (region, event) =>
-      tip(
-        region && event,
-        region && [el("b", {}, regionName(region)), el("span", { class: "dim" }, regionText(region))],
-      ),
-  });
-
-function regionText(region) {
-  const owner = region.owner + (region.live ? "" : ", freed"),
-    users = countText(region.nodes.length, "node");
-  return `${owner} · ${bytesText(region.nbytes)} · ${region.text} · accessed by ${users}`;
-}
-
-/** Shows elements next to the pointer; hides them without an event. */
-function tip(event, children) {
+/** Shows a node's name next to the pointer; hides it without a node. */
+function showTip(node, event) {
   const place = byId("tip");
-  place.hidden = !event;
-  if (!event) return;
-  place.replaceChildren(...children);
+  place.hidden = !node || !event;
+  if (place.hidden) return;
+  const findings = node.findings.length ? countText(node.findings.length, "finding") : "";
+  const facts = [`node ${node.place}`, shapeOf(node), findings].filter(Boolean).join(" · ");
+  place.replaceChildren(el("b", node.kernel.short), el("span.dim", facts));
   const left = Math.max(Math.min(event.clientX + 14, innerWidth - place.offsetWidth - 8), 8);
   const above = event.clientY + 22 + place.offsetHeight > innerHeight;
   place.style.left = `${left}px`;
   place.style.top = `${event.clientY + (above ? -place.offsetHeight - 10 : 20)}px`;
 }
 
-/** Draws both pictures in the next frame, once per frame. */
+/** Draws the picture in the next frame, once per frame. */
 function drawLater() {
-  if (!drawLater.asked) requestAnimationFrame(drawNow);
+  if (!drawLater.asked)
+    requestAnimationFrame(() => {
+      drawLater.asked = false;
+      strip.draw();
+    });
   drawLater.asked = true;
 }
 
-function drawNow() {
-  drawLater.asked = false;
-  strip.draw();
-  if (memoryMap) memoryMap.draw();
-}
-
 function showPicture(moved) {
-  const scale = model.timed && state.scale === "time" ? "time" : "order";
   Object.assign(strip.state, {
     selected,
     shown: shown.length === model.nodes.length ? null : new Set(shown.map((node) => node.id)),
   });
-  strip.show(drawn, scale);
+  strip.show(drawn);
   if (moved && selected) strip.reveal(selected);
   drawLater();
-  const { lanes } = strip.state.layout,
-    columns = layoutGraph(drawn, "order").extent;
+  const { lanes, columns } = strip.state.layout;
   byId("picture-facts").textContent =
     `${countText(drawn.nodes.length, "node")}, ${countText(columns, "step")} deep, ${countText(lanes, "lane")}` +
-    (lanes === MAX_LANES ? " drawn" : "") +
-    (model.timed && scale === "order" ? "; heights: square root of time" : "");
-  for (const button of byId("scales").children)
-    button.setAttribute("aria-pressed", String(button.dataset.scale === scale));
+    (lanes === MAX_LANES ? " drawn" : "");
   const trail = [];
   for (let graph = drawn; graph.parent; graph = graph.parent.graph) {
     const { parent, body } = graph;
-    trail.unshift(
-      "›",
-      el(
-        "button",
-        { type: "button", class: "link", click: () => select(parent) },
-        `${parent.place} ${parent.kernel.short}`,
-      ),
-      ` body ${body}`,
-    );
+    const link = el("button.link", { click: () => select(parent) }, `${parent.place} ${parent.kernel.short}`);
+    trail.unshift("›", link, ` body ${body}`);
   }
-  if (trail.length)
-    trail.unshift(
-      el(
-        "button",
-        {
-          type: "button",
-          class: "link",
-          click: () => {
-            drawn = model.graphs[0];
-            select(null);
-          },
-        },
-        "graph",
-      ),
-    );
+  if (trail.length) trail.unshift(el("button.link", { click: showOuterGraph }, "graph"));
   byId("trail").replaceChildren(...trail);
 }
 
-function showMemoryFacts() {
-  const { regions } = model.memory,
-    used = regions.filter((region) => region.nodes.length).length;
-  byId("memory").hidden = false;
-  byId("memory-facts").textContent =
-    `${countText(regions.length, "region")}, ${used.toLocaleString("en-US")} accessed by nodes`;
-  byId("memory-legend").append(
-    el("span", { class: "key", id: "toucher" }),
-    el("span", { class: "key pale" }, "not accessed"),
-    el("span", { class: "key freed" }, "freed"),
-  );
+function showOuterGraph() {
+  drawn = model.graphs[0];
+  select(null);
 }
 
 // ---- keys and other events
@@ -373,7 +246,7 @@ function escape() {
   if (document.activeElement === byId("q") && !state.q) byId("q").blur();
   else if (document.activeElement === byId("q")) go({ q: "" });
   else if (state.node) select(null);
-  else go({ ...EMPTY, scale: state.scale }, true);
+  else go(EMPTY, true);
 }
 
 function enter() {
@@ -413,28 +286,13 @@ byId("q").addEventListener("input", () => go({ q: byId("q").value }));
 byId("zoom-in").addEventListener("click", () => strip.zoom(1.6));
 byId("zoom-out").addEventListener("click", () => strip.zoom(1 / 1.6));
 byId("zoom-fit").addEventListener("click", strip.fit);
-byId("scales").hidden = !model.timed;
-for (const button of byId("scales").children)
-  button.addEventListener("click", () => go({ scale: button.dataset.scale === "time" ? "time" : "" }));
-byId("memory-fold").addEventListener("click", () => {
-  const open = byId("owners").hidden;
-  byId("owners").hidden = !open;
-  byId("memory-fold").setAttribute("aria-expanded", String(open));
-  byId("memory-fold").textContent = open ? "hide" : "show";
-  drawLater();
-});
 
 addEventListener("hashchange", () => render(readHash()));
 addEventListener("resize", drawLater);
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
-  strip.restyle();
-  if (memoryMap) memoryMap.restyle();
-});
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", strip.restyle);
 
-document.body.classList.toggle("timed", model.timed);
 showHeader();
-if (memoryMap) showMemoryFacts();
 kernelList.set(model.groups);
 render(readHash(), true);
-drawNow(); // before the first frame: the heights of the pictures determine the heights of the lists
+strip.draw(); // before the first frame: the height of the picture determines the heights of the lists
 document.documentElement.dataset.ready = "true"; // for tests: no error so far

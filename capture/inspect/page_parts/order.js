@@ -1,21 +1,15 @@
-// The picture of the order: nodes by column and lane; and helpers of both pictures.
+// The picture of the order: nodes by column and lane.
 
 const MAX_LANES = 64; // further nodes share the last lane
 const COLUMN = 11; // initial width of a column in pixels, if the graph does not fit
 
-/** Colours and fonts of the current colour scheme. */
+/** Colours and font of the current colour scheme. */
 function readTheme() {
   const style = getComputedStyle(document.documentElement);
-  const value = (name) => style.getPropertyValue(name).trim();
-  const theme = { mono: value("--mono"), sans: value("--sans"), names: [], owners: {} };
-  for (const name of ["panel", "text", "dim", "line", "accent", "danger", "ink", "well"])
-    theme[name] = value(`--${name}`);
-  for (let i = 0; i <= COLOURS; i++) theme.names.push(value(`--c${i}`));
-  for (const owner of OWNERS) theme.owners[owner] = value(`--${owner}`);
-  return theme;
+  const names = ["mono", "text", "dim", "accent", "danger", "ink"];
+  for (let i = 0; i <= COLOURS; i++) names.push(`c${i}`);
+  return Object.fromEntries(names.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
 }
-
-const OWNERS = ["static", "weight", "cache", "pool", "allocator", "library", "host"];
 
 /** Clears a canvas and returns its context in CSS pixels. */
 function startDrawing(canvas, height) {
@@ -30,80 +24,55 @@ function startDrawing(canvas, height) {
 }
 
 /**
- * The layout of a graph: {begin, end, lane} by index, `extent` and `lanes`. A node begins when its dependencies have
- * ended, and takes the lane of one of them if possible. Columns have width 1, or the times of the nodes.
+ * The layout of a graph: {column, lane} by index, `byLane`, `columns` and `lanes`. A node is in the column after its
+ * last dependency, and takes the lane of one of them if possible.
  */
-function layoutGraph(graph, scale) {
-  if (graph.drawn[scale]) return graph.drawn[scale];
+function layoutGraph(graph) {
+  if (graph.layout) return graph.layout;
   const count = graph.nodes.length,
-    begin = new Float64Array(count),
-    end = new Float64Array(count);
-  const total = graph.nodes.reduce((sum, node) => sum + (node.time || 0), 0);
-  const waitsFor = (index) => {
-    if (graph.serial) return index ? [index - 1] : [];
-    return graph.before[index].map((edge) => edge.source);
-  };
-  let extent = 0;
-  for (let index = 0; index < count; index++) {
-    for (const source of waitsFor(index)) begin[index] = Math.max(begin[index], end[source]);
-    const time = graph.nodes[index].time || 0;
-    end[index] = begin[index] + (scale === "time" ? Math.max(time, total / count / 10) : 1);
-    extent = Math.max(extent, end[index]);
-  }
+    column = new Int32Array(count);
+  graph.before.forEach((edges, index) => {
+    for (const { source } of edges) column[index] = Math.max(column[index], column[source] + 1);
+  });
   const lane = new Int32Array(count),
     free = [],
     last = [];
-  const order = [...graph.nodes.keys()].sort((a, b) => begin[a] - begin[b] || a - b);
+  const order = [...graph.nodes.keys()].sort((a, b) => column[a] - column[b] || a - b);
   for (const index of order) {
-    const ahead = waitsFor(index).find((source) => last[lane[source]] === source && end[source] <= begin[index]);
-    let chosen = ahead === undefined ? free.findIndex((until) => until <= begin[index]) : lane[ahead];
+    const ahead = graph.before[index].find(({ source }) => last[lane[source]] === source);
+    let chosen = ahead ? lane[ahead.source] : free.findIndex((until) => until <= column[index]);
     if (chosen < 0) chosen = Math.min(free.length, MAX_LANES - 1);
     lane[index] = chosen;
-    free[chosen] = end[index];
+    free[chosen] = column[index] + 1;
     last[chosen] = index;
   }
   const byLane = free.map(() => []);
   for (const index of order) byLane[lane[index]].push(index);
-  return (graph.drawn[scale] = { begin, end, lane, byLane, lanes: free.length, extent });
+  const columns = order.length ? column[order.at(-1)] + 1 : 0;
+  return (graph.layout = { column, lane, byLane, lanes: free.length, columns });
 }
 
-/** The strip and the overview above it. `on.select(node)` and `on.hover(node or null, event)` are called. */
-function makeStrip(strip, overview, on) {
-  const state = {
-    graph: null,
-    scale: "order",
-    from: 0,
-    to: 1,
-    shown: null,
-    selected: null,
-    hovered: null,
-    layout: null,
-  };
+/** The strip. `on.select(node)` and `on.hover(node or null, event)` are called. */
+function makeStrip(strip, on) {
+  const state = { graph: null, from: 0, to: 1, shown: null, selected: null, hovered: null, layout: null };
   let theme = readTheme(),
     boxes = { height: 0, laneHeight: 1 };
 
-  function show(graph, scale) {
-    const changed = graph !== state.graph || scale !== state.scale;
-    Object.assign(state, { graph, scale, layout: layoutGraph(graph, scale) });
-    if (changed) reset();
-  }
-
-  /** Shows the first columns at a usable width, or the whole graph if it is short. */
-  function reset() {
-    const columns = layoutGraph(state.graph, "order").extent || 1;
+  /** Shows the first columns of another graph at a usable width, or the whole graph if it is short. */
+  function show(graph) {
+    if (graph === state.graph) return;
+    const layout = layoutGraph(graph),
+      columns = layout.columns || 1;
     const part = Math.min(1, Math.max(strip.clientWidth, 1) / (columns * COLUMN));
-    Object.assign(state, { from: 0, to: (state.layout.extent || 1) * part });
+    Object.assign(state, { graph, layout, from: 0, to: columns * part });
   }
 
-  function fit() {
-    Object.assign(state, { from: 0, to: state.layout.extent || 1 });
-    draw();
-  }
+  const fit = () => setWindow(0, Infinity);
 
   function setWindow(from, width) {
-    const extent = state.layout.extent || 1;
-    width = Math.min(Math.max(width, Math.min(extent, (extent / Math.max(state.graph.nodes.length, 1)) * 4)), extent);
-    state.from = Math.min(Math.max(from, 0), extent - width);
+    const columns = state.layout.columns || 1;
+    width = Math.min(Math.max(width, Math.min(columns, 4)), columns);
+    state.from = Math.min(Math.max(from, 0), columns - width);
     state.to = state.from + width;
     draw();
   }
@@ -115,40 +84,28 @@ function makeStrip(strip, overview, on) {
 
   /** Moves the window if the selected node is outside of it. */
   function reveal(node) {
-    const { begin, end } = state.layout,
-      width = state.to - state.from,
-      i = node.index;
-    if (begin[i] < state.from || end[i] > state.to) {
-      const extent = state.layout.extent;
-      state.from = Math.min(Math.max((begin[i] + end[i] - width) / 2, 0), Math.max(extent - width, 0));
-      state.to = state.from + width;
-    }
-  }
-
-  function colourOf(node) {
-    return theme.names[node.group.colour];
+    const at = state.layout.column[node.index],
+      width = state.to - state.from;
+    if (at < state.from || at + 1 > state.to) setWindow(at + 0.5 - width / 2, width);
   }
 
   function draw() {
     if (!state.graph) return;
-    const { lanes } = state.layout,
+    const { column, lane, lanes } = state.layout,
+      { nodes } = state.graph,
       laneHeight = Math.min(48, Math.max(110 / Math.max(lanes, 1), 2.6));
     boxes = { height: Math.ceil(lanes * laneHeight) + 14, laneHeight };
-    drawOverview();
     const { context, width } = startDrawing(strip, boxes.height);
-    const scale = width / (state.to - state.from || 1),
-      x = (at) => (at - state.from) * scale;
-    const { begin, end, lane } = state.layout,
-      { nodes } = state.graph;
+    const wide = width / (state.to - state.from || 1),
+      x = (at) => (at - state.from) * wide;
     const middle = (index) => 7 + (lane[index] + 0.5) * laneHeight;
-    const column = scale * (state.scale === "time" ? state.layout.extent / nodes.length : 1);
-    const gap = column > 60 ? 14 : column > 6 ? Math.min(column * 0.25, 8) : 0;
+    const gap = wide > 60 ? 14 : wide > 6 ? Math.min(wide * 0.25, 8) : 0;
     const thick = laneHeight > 6 ? laneHeight - Math.min(laneHeight * 0.28, 8) : laneHeight;
-    const visible = (edge) => x(begin[edge.target]) >= 0 && x(end[edge.source]) <= width;
+    const visible = (edge) => x(column[edge.target]) >= 0 && x(column[edge.source] + 1) <= width;
 
     const drawEdge = (edge, arc) => {
-      const x0 = x(end[edge.source]) - gap / 2,
-        x1 = x(begin[edge.target]) + gap / 2;
+      const x0 = x(column[edge.source] + 1) - gap / 2,
+        x1 = x(column[edge.target]) + gap / 2;
       const y0 = middle(edge.source),
         y1 = middle(edge.target);
       context.setLineDash(edge.programmatic ? [4, 3] : []);
@@ -180,121 +137,55 @@ function makeStrip(strip, overview, on) {
     if (crossing.length < 4000) for (const edge of crossing) drawEdge(edge, false);
     context.globalAlpha = 1;
 
-    const longest = nodes.reduce((most, node) => Math.max(most, node.time || 0), 0);
     context.textBaseline = "middle";
+    const room = Math.max(wide - gap - (gap ? 0 : Math.min(1, wide * 0.15)), 1);
     nodes.forEach((node, i) => {
-      const left = x(begin[i]) + gap / 2,
-        right = x(end[i]) - gap / 2;
-      if (right < 0 || left > width) return;
-      const wide = Math.max(right - left - (gap ? 0 : Math.min(1, (right - left) * 0.15)), 1),
+      const left = x(column[i]) + gap / 2,
         top = middle(i) - thick / 2;
+      if (left + room < 0 || left > width) return;
       const faded = state.shown && !state.shown.has(node.id);
-      context.fillStyle = colourOf(node);
+      context.fillStyle = theme[`c${node.group.colour}`];
       context.globalAlpha = faded ? 0.16 : 1;
-      // With timings the boxes are also bars: pale to the full height, solid up to the time.
-      const solid =
-        longest && state.scale === "order" ? Math.max(thick * Math.sqrt((node.time || 0) / longest), 1.5) : thick;
-      if (solid < thick) {
-        context.globalAlpha = faded ? 0.05 : 0.2;
-        box(context, left, top, wide, thick);
-        context.globalAlpha = faded ? 0.16 : 1;
+      box(context, left, top, room, thick);
+      if (room > 44 && thick > 11) {
+        context.font = `11px ${theme.mono}`;
+        context.fillStyle = faded ? theme.text : theme.ink;
+        const name = fitText(context, node.kernel.short.replace(/^\w+::/, ""), room - 10);
+        context.fillText(name, left + 5, middle(i) + 0.5);
       }
-      box(context, left, top + thick - solid, wide, solid);
-      if (wide > 44 && thick > 11) label(context, node, left, middle(i), wide, solid === thick && !faded);
       context.globalAlpha = 1;
       if (node.findings.length) {
         context.fillStyle = theme.danger;
-        triangle(context, left + wide / 2, top - 1, 5);
+        triangle(context, left + room / 2, top - 1, 5);
       }
     });
-    drawMarks(context, x, middle, gap, thick, drawEdge);
-  }
 
-  function label(context, node, left, y, wide, filled) {
-    context.font = `11px ${theme.mono}`;
-    context.fillStyle = filled ? theme.ink : theme.text;
-    context.fillText(fitText(context, node.kernel.short.replace(/^\w+::/, ""), wide - 10), left + 5, y + 0.5);
-  }
-
-  /** Marks the selected and the hovered node, and the neighbours of the selected one. */
-  function drawMarks(context, x, middle, gap, thick, drawEdge) {
-    const { begin, end } = state.layout;
+    // The hovered and the selected node, and the neighbours of the selected one.
     for (const node of [state.hovered, state.selected]) {
       if (!node || node.graph !== state.graph) continue;
       const i = node.index,
-        left = x(begin[i]) + gap / 2,
-        wide = Math.max(x(end[i]) - gap / 2 - left, 1);
+        left = x(column[i]) + gap / 2;
+      context.strokeStyle = node === state.selected ? theme.accent : theme.text;
       if (node === state.selected) {
-        context.strokeStyle = theme.accent;
         context.lineWidth = 1.75;
         for (const edge of [...state.graph.before[i].slice(0, 300), ...state.graph.after[i].slice(0, 300)])
           drawEdge(edge, true);
         context.setLineDash([]);
         context.fillStyle = theme.accent;
-        triangle(context, left + wide / 2, middle(i) + thick / 2 + 6.5, -6);
+        triangle(context, left + room / 2, middle(i) + thick / 2 + 6.5, -6);
       }
-      context.strokeStyle = node === state.selected ? theme.accent : theme.text;
       context.lineWidth = 2;
-      context.strokeRect(left - 1.5, middle(i) - thick / 2 - 1.5, wide + 3, thick + 3);
-    }
-  }
-
-  function drawOverview() {
-    const height = 26,
-      { context, width } = startDrawing(overview, height),
-      { begin, end, lane, lanes, extent } = state.layout;
-    const scale = width / (extent || 1),
-      laneHeight = (height - 6) / Math.max(lanes, 1);
-    for (const node of state.graph.nodes) {
-      const i = node.index,
-        wide = Math.max((end[i] - begin[i]) * scale, 0.8);
-      context.globalAlpha = state.shown && !state.shown.has(node.id) ? 0.14 : 0.9;
-      context.fillStyle = colourOf(node);
-      context.fillRect(
-        begin[i] * scale,
-        3 + lane[i] * laneHeight,
-        wide > 3 ? wide - 0.6 : wide,
-        Math.max(laneHeight - (laneHeight > 4 ? 1 : 0), 0.8),
-      );
-    }
-    context.globalAlpha = 1;
-    context.fillStyle = theme.danger;
-    for (const node of state.graph.nodes)
-      if (node.findings.length) triangle(context, ((begin[node.index] + end[node.index]) / 2) * scale, 4, 4);
-    if (state.selected && state.selected.graph === state.graph) {
-      context.fillStyle = theme.accent;
-      context.fillRect(((begin[state.selected.index] + end[state.selected.index]) / 2) * scale - 1, 0, 2, height);
-    }
-    if (state.to - state.from < extent * 0.999) {
-      context.strokeStyle = theme.text;
-      context.lineWidth = 1.5;
-      context.strokeRect(
-        Math.max(state.from * scale, 1),
-        0.75,
-        Math.min(Math.max((state.to - state.from) * scale, 4), width - 2),
-        height - 1.5,
-      );
+      context.strokeRect(left - 1.5, middle(i) - thick / 2 - 1.5, room + 3, thick + 3);
     }
   }
 
   function nodeAt(event) {
     const bounds = strip.getBoundingClientRect(),
-      { begin, end, byLane, lanes } = state.layout;
-    const at = state.from + ((event.clientX - bounds.left) / bounds.width) * (state.to - state.from);
+      { column, byLane, lanes } = state.layout;
+    const at = Math.floor(state.from + ((event.clientX - bounds.left) / bounds.width) * (state.to - state.from));
     const which = Math.floor((event.clientY - bounds.top - 7) / boxes.laneHeight);
     if (which < 0 || which >= lanes) return null;
-    const inLane = byLane[which],
-      slack = (3 / bounds.width) * (state.to - state.from);
-    let low = 0,
-      high = inLane.length;
-    while (low < high) {
-      const half = (low + high) >> 1;
-      if (begin[inLane[half]] <= at) low = half + 1;
-      else high = half;
-    }
-    const found = [inLane[low - 1], inLane[low]].find(
-      (i) => i !== undefined && at >= begin[i] - slack && at <= end[i] + slack,
-    );
+    const found = byLane[which].find((i) => column[i] === at);
     return found === undefined ? null : state.graph.nodes[found];
   }
 
@@ -340,19 +231,6 @@ function makeStrip(strip, overview, on) {
   });
   strip.addEventListener("pointerleave", () => hover(null));
 
-  const jump = (event) => {
-    const bounds = overview.getBoundingClientRect(),
-      width = state.to - state.from;
-    setWindow(((event.clientX - bounds.left) / bounds.width) * state.layout.extent - width / 2, width);
-  };
-  overview.addEventListener("pointerdown", (event) => {
-    overview.setPointerCapture(event.pointerId);
-    jump(event);
-  });
-  overview.addEventListener("pointermove", (event) => {
-    if (event.buttons) jump(event);
-  });
-
   return {
     state,
     show,
@@ -368,7 +246,7 @@ function makeStrip(strip, overview, on) {
 }
 
 function box(context, left, top, wide, high) {
-  if (wide < 6 || high < 6 || !context.roundRect) return context.fillRect(left, top, wide, high);
+  if (wide < 6 || high < 6) return context.fillRect(left, top, wide, high);
   context.beginPath();
   context.roundRect(left, top, wide, high, 2.5);
   context.fill();
