@@ -80,9 +80,6 @@ class StagingSlot:
 
     def is_done(self) -> bool:
         """Return True if the slot's last launch has finished, without waiting."""
-        return self._has_finished()
-
-    def _has_finished(self) -> bool:
         running = self._running
         # Compare after the query: another thread may queue the slot's next launch during it.
         if running is not None and self._event is not None and self._event.query() and self._running is running:
@@ -99,7 +96,7 @@ class StagingSlot:
         if self._running is not None and self._event is not None:
             self._event.synchronize()
         on_done = self.on_done  # before the query: the launch that it belongs to was queued before it was set
-        if on_done is not None and self._has_finished():
+        if on_done is not None and self.is_done():
             on_done()
             if self.on_done is on_done:
                 self.on_done = None

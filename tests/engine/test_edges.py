@@ -12,7 +12,6 @@ from graphrt.batch import Batch, Request
 from graphrt.cache.kv_cache import KVCache
 from graphrt.cache.page_allocator import PageAllocator
 from graphrt.capture.descriptor import GraphKind
-from graphrt.capture.staging import StagingSlot
 from graphrt.config import RuntimeConfig
 from graphrt.engine.handle import StepFaultError
 from graphrt.kernels.errors import CapacityError, ConfigError, GraphRTError, ReplayError, ShapeError
@@ -21,6 +20,7 @@ from graphrt.kernels.types import FaultCode, KVLayout
 from graphrt.replay import ReplayManager
 from graphrt.spec import AttentionSpec, KVCacheSpec
 from graphrt.step import Step
+from tests.support.capture_rig import PendingEvent
 from tests.support.toy import HEAD_DIM, HEADS, KV_HEADS, LAYERS, MAX_LEN, VOCAB, Rig, ToyModel, make_rig
 
 CPU = torch.device("cpu")
@@ -420,15 +420,14 @@ def test_cpu_never_waits_for_the_ring() -> None:
     assert rig.manager.stats().ring_waits == 0
 
 
-def test_ring_waits_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ring_waits_are_counted() -> None:
     rig = make_rig(CPU, ring_depth=2)
-    rig.manager.replay(one())
-    monkeypatch.setattr(StagingSlot, "is_done", lambda slot: False)
-    monkeypatch.setattr(StagingSlot, "is_free", False)
-    handles = [rig.manager.replay(one(token)) for token in range(3)]
+    for slot in rig.manager.queue._ring._slots:
+        slot._event = PendingEvent()
+    handles = [rig.manager.replay(one(token)) for token in range(5)]
     assert rig.manager.stats().ring_waits == 3
     assert not handles[-1].done()
-    assert [int(h.tokens()[0]) for h in handles] == [greedy(rig, [token]) for token in range(3)]
+    assert [int(h.tokens()[0]) for h in handles] == [greedy(rig, [token]) for token in range(5)]
 
 
 def test_handle_of_an_unreported_step_raises(device: torch.device) -> None:

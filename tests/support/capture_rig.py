@@ -56,3 +56,20 @@ class Countdown(Rig):
     def start(self, count: int) -> None:
         self.condition.fill_(count)
         self.runs.zero_()
+
+
+class PendingEvent:
+    """Stands for the event of a launch that runs until a thread waits for it, which also calls `meanwhile`."""
+
+    def __init__(self) -> None:
+        self.ended, self.meanwhile = True, lambda: None
+
+    def record(self, stream: object) -> None:
+        self.ended = False
+
+    def synchronize(self) -> None:
+        self.ended = True
+        self.meanwhile()
+
+    def query(self) -> bool:
+        return self.ended
