@@ -10,11 +10,9 @@ import torch
 
 from graphrt.kernels.errors import ReplayError
 
-_TURN, _NAMES_A_TURN = 1, 4
-"""Tensors, and names, that one step checks. Each check touches cache lines that are cold if the host works between
-steps. A tensor takes several lines, so one step checks one tensor."""
-
-_address = torch.Tensor.data_ptr
+_NAMES_A_TURN = 4
+"""Names that one step checks. Each check touches cache lines that are cold if the host works between steps. A tensor
+takes several lines, so one step checks one tensor."""
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
@@ -36,6 +34,8 @@ class PointerGuard:
     named     tensors that `check_next` checks one at a time
     in_turns  if False, `check_next` checks nothing after its first call
     always    if True, every call of `check_next` checks everything; otherwise only the first call does
+
+    num_turns   number of incremental calls of `check_next` that cover all tensors
     """
 
     def __init__(self, named: NamedTensors, *, in_turns: bool = True, always: bool = False) -> None:
@@ -43,18 +43,14 @@ class PointerGuard:
         self._names = [name for name, _ in pairs]
         self._tensors = [tensor for _, tensor in pairs]
         self._places = [_place(tensor) for tensor in self._tensors]
-        addresses = [place[0] for place in self._places]
-        starts = range(0, len(pairs), _TURN) if in_turns else ()
-        self._turns = [(self._tensors[at : at + _TURN], addresses[at : at + _TURN]) for at in starts] or [([], [])]
-        self._next_turn = itertools.cycle(self._turns).__next__
+        nothing = torch.empty(0, device="cpu")
+        turns = [(tensor, place[0]) for tensor, place in zip(self._tensors, self._places, strict=True) if in_turns]
+        turns = turns or [(nothing, nothing.data_ptr())]
+        self.num_turns = len(turns)
+        self._next_turn = itertools.cycle(turns).__next__
         self._always, self._all_due = always, True  # a full check is due at first, and after an error
         self._look_up: Callable[[], NamedTensors] = lambda: ()
         self._remembered: dict[str, _Place] = {}
-
-    @property
-    def num_turns(self) -> int:
-        """Number of incremental calls of `check_next` that cover all tensors."""
-        return len(self._turns)
 
     def remember(self, look_up: Callable[[], NamedTensors]) -> None:
         """Make `check` look these names up again: each must refer to the same memory as now."""
@@ -71,8 +67,8 @@ class PointerGuard:
     def check_next(self) -> None:
         """Check the next tensor; the first call checks all. Raises: as `check`, at each call until it is fixed."""
         if not self._all_due:
-            tensors, addresses = self._next_turn()
-            if list(map(_address, tensors)) == addresses:
+            tensor, address = self._next_turn()
+            if tensor.data_ptr() == address:
                 return
         self._all_due = True
         self.check()

@@ -23,14 +23,12 @@ class AddressFinding:
     """A finding about one address, and the position of the address.
 
     at              position of a word in the bytes of all arguments; -1 for an operand
-    operand         index of an operand in its node; -1 for a word
     in_tensor_list  whether the word may be in a list of fixed length with unused entries, as in kernels for many
                     tensors
     """
 
     finding: Finding
     at: int = -1
-    operand: int = -1
     in_tensor_list: bool = False
 
 
@@ -60,12 +58,12 @@ def findings_in_operands(lookup: Lookup, owners: Counter[Owner]) -> Iterator[Add
     for place, node in lookup.view.walk():
         if node.kind in (NodeKind.ALLOC, NodeKind.FREE):
             continue  # they define memory
-        for index, operand in enumerate(node.operands):
+        for operand in node.operands:
             if not operand.address:  # unknown to the driver
                 continue
             finding = _of_operand(lookup, owners, place, node, operand)
             if finding is not None:
-                yield AddressFinding(finding, operand=index)
+                yield AddressFinding(finding)
 
 
 def where_in(slot: Slot, offset: int) -> str:

@@ -28,7 +28,8 @@ import numpy as np
 import torch
 
 from graphrt.capture.inspect.address_findings import findings_in_operands, findings_in_words, registered
-from graphrt.capture.inspect.driver_memory import CudaDriver, Driver, NoDriver
+from graphrt.capture.inspect.cuda import inspect_graph
+from graphrt.capture.inspect.driver_memory import LookUp, driver_memory
 from graphrt.capture.inspect.findings import Allowed, Audit, Finding, FindingKind, without_allowed
 from graphrt.capture.inspect.lookup import Lookup
 from graphrt.capture.inspect.memory import MemoryMap, Owner, Region
@@ -54,7 +55,7 @@ def audit(
     *,
     allowed: Sequence[Allowed] = (),
     waits: Collection[str] = (),
-    driver: Driver | None = None,
+    driver: LookUp | None = None,
 ) -> Audit:
     """Check every address in the nodes of a graph.
 
@@ -64,7 +65,7 @@ def audit(
     allowed  deliberate exceptions. The report lists each with its reason and number of matches
     waits    name patterns of kernels that execute griddepcontrol.wait before they access memory of earlier kernels.
              Kernels of cuBLAS, FlashAttention 3 and graphrt are known; any other early launch is a finding
-    driver   looks up addresses that are not in the map; None: the CUDA driver, if available
+    driver   returns the region of an address that is not in the map; None: the CUDA driver, if available
 
     Launches nothing and does not synchronize. Do not call it during a capture.
 
@@ -81,7 +82,7 @@ def audit_twice(
     *,
     allowed: Sequence[Allowed] = (),
     waits: Collection[str] = (),
-    driver: Driver | None = None,
+    driver: LookUp | None = None,
 ) -> Audit:
     """Capture a step twice, each time into its own pool, and audit the second capture with the help of the first.
 
@@ -117,17 +118,13 @@ def audit_twice(
     return _report(second, first, allowed, waits)
 
 
-def _lookup(graph: Any, memory: MemoryMap, driver: Driver | None) -> Lookup:
+def _lookup(graph: Any, memory: MemoryMap, driver: LookUp | None) -> Lookup:
     check_instance("memory", memory, MemoryMap, advice="pass what memory_of() returns")
-    if driver is not None:
-        check_callable("driver.memory_at", getattr(driver, "memory_at", None), advice="pass a Driver, or None")
-    if not isinstance(graph, GraphView):
-        from graphrt.capture.inspect.cuda import inspect_graph
-
-        graph = inspect_graph(graph)
+    view = graph if isinstance(graph, GraphView) else inspect_graph(graph)
     if driver is None:
-        driver = CudaDriver() if graph.origin == "cuda" and torch.cuda.is_available() else NoDriver()
-    return Lookup(graph, memory, driver)
+        of_cuda = view.origin == "cuda" and torch.cuda.is_available()
+        driver = driver_memory() if of_cuda else lambda address: None
+    return Lookup(view, memory, driver)
 
 
 def _check_exceptions(allowed: object, waits: object) -> None:
@@ -200,9 +197,9 @@ def _registered_but_freed(lookup: Lookup) -> Iterator[Finding]:
 def _first_user(lookup: Lookup, region: Region) -> tuple[Place, str]:
     """Return the place and name of the first node that accesses a region; empty if no node does."""
     held = np.flatnonzero((lookup.words.value >= region.address) & (lookup.words.value < region.end))
-    places = [lookup.words.slot_at(int(lookup.words.at[held[0]]))[0].place] if len(held) else []
+    by_word = lookup.words.slot_at(int(lookup.words.at[held[0]]))[0].place if len(held) else None
     for place, node in lookup.view.walk():
-        if any(o.address < region.end and region.address < o.address + o.nbytes for o in node.operands):
-            places.append(place)
-            break
-    return (min(places), lookup.view.node(min(places)).name) if places else ((), "")
+        by_operand = any(o.address < region.end and region.address < o.address + o.nbytes for o in node.operands)
+        if by_operand or place == by_word:
+            return place, node.name
+    return (), ""

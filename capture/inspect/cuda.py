@@ -124,7 +124,7 @@ class _Walk:
         nodes = [self._node(handle) for handle in handles]
         index = {int(handle): at for at, handle in enumerate(handles)}
         links = _links(self._edges.read(graph), index)
-        order = topological_order([f"{node.kind.value} {node.name}" for node in nodes], list(links))
+        order = topological_order(len(nodes), list(links))
         place = {old: new for new, old in enumerate(order)}
         edges = sorted((place[source], place[target], early) for (source, target), early in links.items())
         return GraphView(tuple(nodes[at] for at in order), tuple(Edge(*edge) for edge in edges))

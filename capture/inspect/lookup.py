@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from graphrt.capture.inspect.driver_memory import Driver
+from graphrt.capture.inspect.driver_memory import LookUp
 from graphrt.capture.inspect.memory import MemoryMap, Owner, Region
 from graphrt.capture.inspect.scan import WORD, Words, scan
 from graphrt.capture.inspect.torch_kernels import no_addresses
@@ -21,6 +21,7 @@ class Lookup:
 
     view     the graph
     memory   the map
+    driver   looks up the other memory
     words    words of its kernels' arguments, except where PyTorch's kernels hold no address
     regions  regions of the map, of the graph's allocations, and of the driver
     holder   [n] int64: index in `regions` for each word; -1 if unknown
@@ -28,7 +29,7 @@ class Lookup:
     Misaligned words are not looked up in the driver: adjacent numbers form many of them.
     """
 
-    def __init__(self, view: GraphView, memory: MemoryMap, driver: Driver) -> None:
+    def __init__(self, view: GraphView, memory: MemoryMap, driver: LookUp) -> None:
         self.view, self.memory, self._driver = view, memory, driver
         self.words: Words = scan(view)
         self._made = MemoryMap(
@@ -104,5 +105,5 @@ class Lookup:
 
     def _ask(self, address: int) -> Region | None:
         if address not in self._asked:
-            self._asked[address] = self._driver.memory_at(address) if address else None
+            self._asked[address] = self._driver(address) if address else None
         return self._asked[address]

@@ -9,10 +9,9 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -92,21 +91,6 @@ class MemoryMap:
     def before(self, address: int) -> Region | None:
         """Return the region that ends where the part around an address starts; None if there is none."""
         return self._held(bisect.bisect_right(self._cuts, address) - 2)
-
-    def to_json(self) -> list[dict[str, Any]]:
-        """Return the regions as values for `json.dumps`, in order."""
-        return [
-            {"name": r.name, "owner": r.owner.value, "address": r.address, "nbytes": r.nbytes, "live": r.live}
-            for r in self.regions
-        ]
-
-    @staticmethod
-    def from_json(values: Iterable[Mapping[str, Any]]) -> MemoryMap:
-        """Return the map from the result of `to_json`."""
-        return MemoryMap(
-            Region(str(v["name"]), Owner(v["owner"]), int(v["address"]), int(v["nbytes"]), bool(v["live"]))
-            for v in values
-        )
 
     def _held(self, at: int) -> Region | None:
         holder = self._holders[at] if at >= 0 else -1

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from graphrt.capture.allocator import allocator_rows
+from graphrt.capture.host_reads import tensors_in
 from graphrt.capture.inspect.memory import MemoryMap, Owner, Region
 from graphrt.capture.op_trace import OpTrace, OpTraceLoop
 from graphrt.kernels.checks import shown, span_bytes
@@ -41,7 +41,6 @@ def memory_of(
     cache     keys and values
     library   memory of libraries, such as workspaces
     pool      pool of the graph: a torch.cuda.CUDAGraph, a torch.cuda.MemPool, the id of a pool, an op trace or a loop
-              of one; or a list of these
     snapshot  rows of `torch.cuda.memory_snapshot()`; None: the current ones, if CUDA is in use
 
     A static buffer covers the bytes from its first element to its last: a graph that was given a view must not access
@@ -55,11 +54,10 @@ def memory_of(
 
     Raises:
         ConfigError: if an argument has no named tensors, or a tensor without memory; if `pool` is no pool; or if
-        torch's
-            allocator is not the native one.
+            torch's allocator is not the native one.
     """
     regions = [
-        _span(name, tensor, Owner.HOST if tensor.is_pinned() else Owner.STATIC)
+        Region(name, Owner.HOST if tensor.is_pinned() else Owner.STATIC, tensor.data_ptr(), span_bytes(tensor))
         for name, tensor in _named("static", static)
     ]
     for argument, owner, values in (
@@ -72,32 +70,25 @@ def memory_of(
             if held is None or held.nbytes < region.nbytes:  # a view imported by DLPack has a storage of its own
                 storages[region.address] = region
         regions += storages.values()
-    op_traces, ids = _pools(pool)
-    for op_trace in op_traces:
-        regions += _op_trace_regions(op_trace)
+    if isinstance(pool, OpTraceLoop):
+        pool = pool.step
+    if isinstance(pool, OpTrace):
+        regions += _op_trace_regions(pool)
+    own = None if pool is None or isinstance(pool, OpTrace) else _pool_id(pool)
     if snapshot is None:
         in_use = torch.cuda.is_available() and torch.cuda.is_initialized()
         snapshot = allocator_rows() if in_use else ()
-    try:
-        blocks = list(snapshot_regions(snapshot, ids))
-    except (TypeError, KeyError, ValueError) as error:
-        raise ConfigError(
-            f"snapshot: expected rows of torch.cuda.memory_snapshot(), got {shown(snapshot)}; pass these, or None"
-        ) from error
-    return MemoryMap((*regions, *blocks))
+    return MemoryMap((*regions, *_blocks(snapshot, own)))
 
 
-def snapshot_regions(rows: Iterable[Mapping[str, Any]], pools: Iterable[PoolId]) -> Iterator[Region]:
-    """Yield a region per block of torch's allocator: POOL if its segment is in one of `pools`, else ALLOCATOR.
+def _blocks(rows: Iterable[Mapping[str, Any]], pool: PoolId | None) -> Iterator[Region]:
+    """Yield a region per block of torch's allocator: POOL if its segment is in `pool`, else ALLOCATOR.
 
-    rows   rows of `torch.cuda.memory_snapshot()`. A block in state "active_pending_free" has no owner and is not live,
-           although another stream still uses it
-
-    If torch.cuda.memory._record_memory_history() is on, the name contains the line that allocated the block.
+    A block in state "active_pending_free" has no owner and is not live, although another stream still uses it. If
+    torch.cuda.memory._record_memory_history() is on, the name contains the line that allocated the block.
     """
-    own = {tuple(pool) for pool in pools}
     for segment, block, address in blocks_of(rows):
-        inside = tuple(segment["segment_pool_id"]) in own
+        inside = pool is not None and tuple(segment["segment_pool_id"]) == pool
         live = block["state"] == "active_allocated"
         name = "pool of the graph" if inside else f"{'block' if live else 'freed block'} of torch's allocator"
         owner = Owner.POOL if inside else Owner.ALLOCATOR
@@ -126,51 +117,35 @@ def _op_trace_regions(op_trace: OpTrace) -> Iterator[Region]:
     Unlike a CUDA graph, a trace keeps memory from before the capture alive. Such memory is live only if tensors other
     than the trace's own refer to its storage.
     """
-    made = {
-        tensor.untyped_storage().data_ptr()
-        for tensor in (
-            *(t for e in op_trace.entries for t in e.outputs if t is not None),
-            *(m.tensor for m in op_trace.made),
-        )
-    }
+    made = [one.tensor for one in op_trace.made]
+    made += [tensor for entry in op_trace.entries for tensor in entry.outputs if tensor is not None]
+    used = tensors_in([(entry.args, entry.kwargs) for entry in op_trace.entries])
     held: dict[int, dict[int, torch.Tensor]] = {}
-    for entry in op_trace.entries:
-        for leaf in tree_leaves((entry.args, entry.kwargs, list(entry.outputs))):
-            if isinstance(leaf, torch.Tensor):
-                held.setdefault(leaf.untyped_storage().data_ptr(), {})[id(leaf)] = leaf
-    for made_one in op_trace.made:
-        held.setdefault(made_one.tensor.untyped_storage().data_ptr(), {})[id(made_one.tensor)] = made_one.tensor
+    for tensor in (*made, *used):
+        held.setdefault(tensor.untyped_storage().data_ptr(), {})[id(tensor)] = tensor
+    own = {tensor.untyped_storage().data_ptr() for tensor in made}
     for address, tensors in held.items():
         tensor = next(iter(tensors.values()))
-        if address in made:
+        if address in own:
             yield _storage("pool of the graph", tensor, Owner.POOL)
             continue
-        live = _holders(tensor) > len(tensors)
+        storage = tensor.untyped_storage()  # counts too
+        live = torch._C._storage_Use_Count(storage._cdata) - 1 > len(tensors)
         name = "memory from outside of the capture" if live else "memory that only the graph refers to"
         yield _storage(name, tensor, Owner.ALLOCATOR, live)
 
 
-def _holders(tensor: torch.Tensor) -> int:
-    """Return the number of tensors that share a tensor's storage."""
-    storage = tensor.untyped_storage()  # counts too
-    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
-
-
 def _named(argument: str, values: Named) -> Iterator[tuple[str, torch.Tensor]]:
-    pairs: Iterable[Any]
-    if not isinstance(values, Iterable | torch.nn.Module):
-        raise ConfigError(f"{argument}: expected tensors by name, got {shown(values)}; pass a dict or a module")
     if isinstance(values, torch.nn.Module):
-        pairs = (*values.named_parameters(), *values.named_buffers())
-    else:
-        pairs = values.items() if isinstance(values, Mapping) else values
-    for pair in pairs:
+        values = (*values.named_parameters(), *values.named_buffers())
+    if not isinstance(values, Iterable):
+        raise ConfigError(f"{argument}: expected tensors by name, got {shown(values)}; pass a dict or a module")
+    for pair in values.items() if isinstance(values, Mapping) else values:
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
             raise ConfigError(f"{argument}: expected tensors by name, got {shown(pair)}; pass a dict or a module")
         name, value = pair
-        single = isinstance(value, torch.Tensor)
-        for at, tensor in enumerate((value,) if single else value if isinstance(value, (list, tuple)) else (value,)):
-            label = name if single else f"{name}.{at}"
+        listed = isinstance(value, (list, tuple))
+        for label, tensor in ((f"{name}.{at}", one) for at, one in enumerate(value)) if listed else [(name, value)]:
             dense = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and not tensor.is_nested
             if not dense or tensor.is_meta:
                 raise ConfigError(
@@ -195,37 +170,19 @@ def _has_memory(tensor: torch.Tensor) -> bool:
         return False
 
 
-def _span(name: str, tensor: torch.Tensor, owner: Owner) -> Region:
-    return Region(name, owner, tensor.data_ptr(), span_bytes(tensor))
-
-
 def _storage(name: str, tensor: torch.Tensor, owner: Owner, live: bool = True) -> Region:
     storage = tensor.untyped_storage()
     return Region(name, owner, storage.data_ptr(), storage.nbytes(), live)
 
 
-def _pools(pool: Any) -> tuple[list[OpTrace], list[PoolId]]:
-    """Return the op traces and the pool ids in `pool`."""
-    if pool is None:
-        return [], []
-    if isinstance(pool, OpTraceLoop):
-        return [pool.step], []
-    if isinstance(pool, OpTrace):
-        return [pool], []
+def _pool_id(pool: Any) -> PoolId:
+    """Return the id of the pool of a graph. Raises: ConfigError if it has none of its own."""
     if isinstance(pool, torch.cuda.MemPool):
-        return [], [_pool_id(pool.id)]
-    if callable(method := getattr(pool, "pool", None)):
-        return [], [_pool_id(method())]
-    if isinstance(pool, tuple) and len(pool) == 2 and all(type(number) is int for number in pool):
-        return [], [_pool_id(pool)]
-    if isinstance(pool, (list, tuple)):
-        found = [_pools(one) for one in pool]
-        return [op_trace for op_traces, _ in found for op_trace in op_traces], [one for _, ids in found for one in ids]
-    raise ConfigError(f"pool: expected a graph, a pool or its id, got {shown(pool)}; pass the captured graph")
-
-
-def _pool_id(value: Any) -> PoolId:
-    first, second = map(int, value)
-    if (first, second) == (0, 0):
+        pool = pool.id
+    elif callable(method := getattr(pool, "pool", None)):
+        pool = method()
+    if not (isinstance(pool, tuple) and len(pool) == 2 and all(type(number) is int for number in pool)):
+        raise ConfigError(f"pool: expected a graph, a pool or its id, got {shown(pool)}; pass the captured graph")
+    if pool == (0, 0):
         raise ConfigError("pool: (0, 0) is torch's default pool; capture into a private pool")
-    return first, second
+    return pool

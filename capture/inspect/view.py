@@ -10,7 +10,7 @@ A view is plain data without references to the graph. `to_json` and `from_json` 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
@@ -23,9 +23,6 @@ Place = tuple[int, ...]
 
 FORMAT = 1
 """Version of the JSON format."""
-
-MAX_DEPTH = 64
-"""Maximum nesting of bodies in JSON."""
 
 
 class NodeKind(str, Enum):
@@ -124,7 +121,7 @@ class Edge:
 class GraphView:
     """Nodes and edges of a graph.
 
-    nodes    in topological order, which is the same in two captures of one step
+    nodes    in topological order, which is the order of the capture
     edges    sorted by source and target
     origin   "cuda" or "op trace"
     """
@@ -140,22 +137,6 @@ class GraphView:
             yield place, node
             for which, body in enumerate(node.bodies):
                 yield from body.walk((*place, which))
-
-    def node(self, place: Place) -> Node:
-        """Return the node at a place. Raises: ConfigError if there is none."""
-        view, node = self, None
-        for depth, index in enumerate(place):
-            nodes = view.nodes if depth % 2 == 0 else node.bodies if node is not None else ()
-            if not 0 <= index < len(nodes):
-                raise ConfigError(f"place: {place_name(place)} is not in this graph; take a place from walk()")
-            found = nodes[index]
-            if isinstance(found, Node):
-                node = found
-            else:
-                view = found
-        if node is None or len(place) % 2 == 0:
-            raise ConfigError(f"place: {place_name(place)!r} is not a node; take a place from walk()")
-        return node
 
     @property
     def num_nodes(self) -> int:
@@ -176,8 +157,8 @@ class GraphView:
         try:
             if values["format"] != FORMAT:
                 raise ConfigError(f"format: expected {FORMAT}, got {shown(values['format'])}; write the file again")
-            return _graph_from_json(values, 0)
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            return _graph_from_json(values)
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             raise ConfigError(f"graph: not the result of to_json(), {shown(error)}; the file is damaged") from error
 
 
@@ -210,60 +191,30 @@ def _node_to_json(node: Node) -> dict[str, Any]:
     return values | {name: value for name, value in (plain | lists).items() if value}
 
 
-def _graph_from_json(values: Mapping[str, Any], depth: int) -> GraphView:
-    if depth > MAX_DEPTH:
-        raise ConfigError(f"bodies: they are nested more than {MAX_DEPTH} deep; the file is damaged")
-    nodes = tuple(_node_from_json(node, depth) for node in values["nodes"])
-    edges = tuple(Edge(int(source), int(target), bool(early)) for source, target, early in values["edges"])
+def _graph_from_json(values: Mapping[str, Any]) -> GraphView:
+    nodes = tuple(map(_node_from_json, values["nodes"]))
+    edges = tuple(Edge(source, target, bool(early)) for source, target, early in values["edges"])
     if any(not (0 <= edge.source < edge.target < len(nodes)) for edge in edges):
         raise ConfigError("edges: an edge does not lead from a node to a later one; the file is damaged")
-    return GraphView(nodes, edges, _text(values["origin"]))
+    return GraphView(nodes, edges, values["origin"])
 
 
-def _node_from_json(values: Mapping[str, Any], depth: int) -> Node:
-    return Node(
-        kind=NodeKind(_text(values["kind"])),
-        name=_text(values["name"]),
-        symbol=_text(values.get("symbol", "")),
-        grid=_extents(values.get("grid")),
-        block=_extents(values.get("block")),
-        shared_bytes=int(values.get("shared_bytes", 0)),
-        attributes={_text(name): _text(value) for name, value in values.get("attributes", {}).items()},
-        arguments=tuple(_argument_from_json(*argument) for argument in values.get("arguments", ())),
-        operands=tuple(
-            Operand(_text(role), _within(address, 64), _within(nbytes, 63), bool(host), bool(written))
-            for role, address, nbytes, host, written in values.get("operands", ())
-        ),
-        scalars=tuple((_text(name), _text(value)) for name, value in values.get("scalars", ())),
-        bodies=tuple(_graph_from_json(body, depth + 1) for body in values.get("bodies", ())),
-        remark=_text(values.get("remark", "")),
-    )
+def _node_from_json(values: Mapping[str, Any]) -> Node:
+    return Node(**{name: _FROM_JSON[name](value) if name in _FROM_JSON else value for name, value in values.items()})
 
 
-def _argument_from_json(offset: Any, data: Any, name: Any, pointers: Any) -> Argument:
-    content = bytes.fromhex(data)
-    at = None if pointers is None else tuple(map(int, pointers))
-    if any(not 0 <= one <= len(content) - 8 for one in at or ()):
-        raise ConfigError("pointers: an offset is outside of its argument; the file is damaged")
-    return Argument(_within(offset, 31), content, _text(name), at)
-
-
-def _within(value: Any, bits: int) -> int:
-    """Return a value as a non-negative number of at most `bits` bits."""
-    number = int(value)
-    if number < 0 or number >> bits:
-        raise ConfigError(f"graph: expected numbers of {bits} bits, got {shown(number)}; the file is damaged")
-    return number
-
-
-def _extents(values: Any) -> tuple[int, int, int] | None:
-    if values is None:
-        return None
-    x, y, z = map(int, values)
-    return x, y, z
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"expected text, got {shown(value)}")
-    return value
+_FROM_JSON: dict[str, Callable[[Any], Any]] = {
+    "kind": NodeKind,
+    "grid": tuple,
+    "block": tuple,
+    "arguments": lambda rows: tuple(
+        Argument(offset, bytes.fromhex(data), name, None if pointers is None else tuple(pointers))
+        for offset, data, name, pointers in rows
+    ),
+    "operands": lambda rows: tuple(
+        Operand(role, address, nbytes, bool(host), bool(written)) for role, address, nbytes, host, written in rows
+    ),
+    "scalars": lambda rows: tuple(map(tuple, rows)),
+    "bodies": lambda rows: tuple(map(_graph_from_json, rows)),
+}
+"""Fields that JSON holds in another form."""

@@ -59,9 +59,9 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 )
 def test_driver_answers(cuda: pytest.MonkeyPatch, values: dict, expected: tuple | None) -> None:
     cuda.setattr(driver_memory, "driver", Bindings(**values))
-    found = driver_memory.CudaDriver().memory_at(BASE + 16)
+    found = driver_memory.driver_memory()(BASE + 16)
     assert (found and (found.owner, found.address, found.nbytes)) == expected
-    assert driver_memory.CudaDriver().memory_at(BASE + 4096) is None
+    assert driver_memory.driver_memory()(BASE + 4096) is None
 
 
 def test_the_driver_is_asked_for_graphs_of_cuda(cuda: pytest.MonkeyPatch) -> None:

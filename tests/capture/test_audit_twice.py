@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import pytest
 
+from graphrt.capture.inspect import audit as audit_module
 from graphrt.capture.inspect.audit import Allowed, Audit, FindingKind, audit, audit_twice
 from graphrt.capture.inspect.memory import MemoryMap, Owner, Region
 from graphrt.capture.inspect.view import GraphView, Node
@@ -197,7 +198,7 @@ def test_wrong_arguments(capture, memory, message: str) -> None:
         audit_twice(capture, memory)
 
 
-def test_the_first_graph_is_kept_until_the_end() -> None:
+def test_the_first_graph_is_kept_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     alive: list[str] = []
 
     class Graph:
@@ -207,19 +208,11 @@ def test_the_first_graph_is_kept_until_the_end() -> None:
         def __del__(self) -> None:
             alive.append("dropped")
 
-    class Driver(FakeDriver):
-        def memory_at(self, address: int) -> Region | None:
-            assert "dropped" not in alive
-            return super().memory_at(address)
-
     def memory(held: Graph) -> MemoryMap:
         assert "dropped" not in alive
         return MemoryMap([X])
 
-    from graphrt.capture.inspect import cuda
-
     views = iter([graph(kernel(words(NUMBER))), graph(kernel(words(NUMBER)))])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda, "inspect_graph", lambda held: next(views))
-        assert audit_twice(Graph, memory, driver=Driver()).ok
+    monkeypatch.setattr(audit_module, "inspect_graph", lambda held: next(views))
+    assert audit_twice(Graph, memory, driver=FakeDriver()).ok
     assert alive == ["made", "made", "dropped", "dropped"]

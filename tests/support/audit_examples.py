@@ -27,7 +27,7 @@ class FakeDriver:
     def __init__(self, *regions: Region) -> None:
         self.regions, self.asked = regions, list[int]()
 
-    def memory_at(self, address: int) -> Region | None:
+    def __call__(self, address: int) -> Region | None:
         self.asked.append(address)
         return next((r for r in self.regions if r.address <= address < r.end), None)
 
