@@ -13,10 +13,10 @@ scripts/make_docs.py generates the registry's table from a committed result.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import time
+from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,24 +27,14 @@ from graphrt.backends.registry import backend_class, backend_names
 from graphrt.bench.environment import provenance
 from graphrt.cli.console import make_console
 from graphrt.kernels.errors import ConfigError, GraphRTError
-from scripts.rigs.backend_report import BackendResult, BackendTime, make_cells, print_report
-from scripts.rigs.backend_rig import KVStore, Rig, make_context, page_size_of
-from scripts.rigs.cells import LAYERS, Cell
+from scripts.rigs.backend_rig import Rig, make_context, page_size_of
+from scripts.rigs.cells import LAYERS, Cell, uniform_cell
+from scripts.rigs.measure import LayerTime, make_parser, parse, print_reasons, print_table, reason_of
 
 SAMPLES, QUICK_SAMPLES = 20, 5
+CELLS = [uniform_cell("backends", batch, context) for batch in (1, 16, 64, 256) for context in (512, 2048, 8192)]
 TINY = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 16, "kv_dtype": torch.float32}
-TINY_CELLS = make_cells((1, 2), (8, 40), **TINY)
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", help="comma-separated backends; by default all that are known")
-    parser.add_argument("--quick", action="store_true", help="fewer samples")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    arguments = parser.parse_args()
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        parser.error("expected a CUDA device, got none; --device cpu is a dry run")
-    return arguments
+TINY_CELLS = [uniform_cell("backends", batch, context, **TINY) for batch in (1, 2) for context in (8, 40)]
 
 
 def choose(
@@ -69,20 +59,20 @@ def choose(
 
 
 def measure(
-    cls: type[AttentionBackend], cells: Sequence[Cell], store: KVStore, num_samples: int
-) -> dict[Cell, BackendTime]:
+    cls: type[AttentionBackend], cells: Sequence[Cell], device: torch.device, num_samples: int
+) -> dict[Cell, LayerTime]:
     """Time one backend. A failing backend must not end the run of the others, but a device fault does: later results
     would be unreliable."""
-    times: dict[Cell, BackendTime] = {}
+    times: dict[Cell, LayerTime] = {}
     rig = None
     for cell in cells:
         try:
-            rig = rig or Rig(cls, make_context(cls, cells, store.device), store)
+            rig = rig or Rig(cls, make_context(cls, cells, device))
             times[cell] = rig.measure(cell, num_samples)
         except torch.AcceleratorError:
             raise
         except Exception as error:
-            times[cell] = BackendTime(reason=" ".join(f"{type(error).__name__}: {error}".split())[:300])
+            times[cell] = LayerTime(reason=reason_of(error))
             if rig is None:  # it cannot be built
                 return dict.fromkeys(cells, times[cell])
     if rig is not None:
@@ -90,32 +80,42 @@ def measure(
     return times
 
 
-def run(arguments: argparse.Namespace) -> None:
+def run(arguments: Namespace) -> None:
     start = time.perf_counter()
     console = make_console()
     device = torch.device(arguments.device)
-    cells = make_cells() if device.type == "cuda" else TINY_CELLS
+    cells = CELLS if device.type == "cuda" else TINY_CELLS
     names = arguments.only.split(",") if arguments.only else backend_names()
     backends, refused = choose(names, cells, device)
     for name, reason in refused.items():
         console.print(f"not measured: {name}: {reason}", highlight=False, soft_wrap=True)
     if not backends:
         raise ConfigError("bench_backends: expected a backend that runs here, got none; install one, or name another")
-    store = KVStore(device)
-    too_large = store.reserve(cells, max(page_size_of(cls) for cls in backends.values()))
-    fit = [cell for cell in cells if cell not in too_large]
-    measured: dict[str, dict[Cell, BackendTime]] = {}
+    measured: dict[str, dict[Cell, LayerTime]] = {}
     for name, cls in backends.items():
-        measured[name] = measure(cls, fit, store, QUICK_SAMPLES if arguments.quick else SAMPLES)
+        measured[name] = measure(cls, cells, device, QUICK_SAMPLES if arguments.quick else SAMPLES)
         console.print(f"{time.perf_counter() - start:6.1f} s  {name}", highlight=False)
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    results = []
-    for cell in cells:
-        missing = BackendTime(reason=too_large.get(cell))
-        results.append(BackendResult(cell, {name: times.get(cell, missing) for name, times in measured.items()}))
-    print_report(console, results)
+    results = [(cell, {name: times[cell] for name, times in measured.items()}) for cell in cells]
+    rows = [
+        {
+            "cell": cell.name,
+            "backend": name,
+            "host/step": timed.host_us,
+            "schedule/step": timed.schedule_us,
+            "run/layer": timed.run_us,
+            "p20": timed.p20_us,
+            "p80": timed.p80_us,
+            "all/layer": timed.us,
+        }
+        for cell, times in results
+        for name, timed in times.items()
+        if timed.us is not None
+    ]
+    print_table(console, "backends, us", rows)
+    print_reasons(console, [(cell.name, times) for cell, times in results])
     record: dict[str, Any] = {
         "name": "backends",
         **provenance(),
@@ -125,14 +125,25 @@ def run(arguments: argparse.Namespace) -> None:
         "page_sizes": {name: page_size_of(cls) for name, cls in backends.items()},
         "refused": refused,
         "seconds": round(time.perf_counter() - start, 1),
-        "cells": [result.to_json() for result in results],
+        "cells": [
+            {
+                "batch": cell.batch,
+                "context": cell.longest,
+                "kv_bytes": cell.kv_bytes,
+                "backends": {name: timed.to_json() for name, timed in times.items()},
+            }
+            for cell, times in results
+        ],
     }
     print(json.dumps(record), flush=True)
 
 
 def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--only", help="comma-separated backends; by default all that are known")
+    parser.add_argument("--quick", action="store_true", help="fewer samples")
     try:
-        run(parse())
+        run(parse(parser))
     except GraphRTError as error:
         raise SystemExit(f"bench_backends: {error}") from error
 

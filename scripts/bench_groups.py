@@ -36,14 +36,7 @@ import torch
 from graphrt.batch import Batch
 from graphrt.bench.decode import bench_decode, kv_memory
 from graphrt.bench.environment import provenance
-from graphrt.bench.timer import (
-    Timing,
-    measure_read_bandwidth,
-    rotations,
-    spaced_calls,
-    spacer_calls,
-    time_calls,
-)
+from graphrt.bench.timer import Timing, measure_read_bandwidth, rotations, spaced_calls, spacer_calls, time_calls
 from graphrt.cache.groups import kv_groups
 from graphrt.cache.kv_cache import KVCache
 from graphrt.capture.descriptor import BatchDescriptor
@@ -57,6 +50,7 @@ from graphrt.models.llama import LlamaModel
 from graphrt.models.rope import RopeConfig
 from graphrt.replay import ReplayManager
 from graphrt.spec import AttentionKind, AttentionSpec, KVCacheSpec
+from scripts.rigs.measure import check_token
 
 WINDOW, ROWS, LENGTH, LONGEST = 1024, 256, 1024, 32_768
 STEPS = ("full tables", "tables that stay", "new pages", "no delta")
@@ -133,10 +127,9 @@ class _Refresh:
     def time(self, *, schedule: bool = False) -> Timing:
         """Time from the input slot to the derived buffers, optionally including the attention schedule."""
         program = self.manager._program
-        descriptor = BatchDescriptor.decode(ROWS)
 
         def step() -> None:
-            view = program.refresh(descriptor)
+            view = program.refresh(BatchDescriptor.decode(ROWS))
             if schedule:
                 program.backend.schedule(view.metadata)
 
@@ -169,13 +162,8 @@ def bench_refresh(device: torch.device) -> dict[str, Any]:
             result[what] = {**asdict(rig.time()), "record_us": rig.time_record().median_us}
         results.append(result)
         rig.close()
-        print(
-            f"refresh of {name} (its record): "
-            + ", ".join(
-                f"{what} {result[what]['median_us']:.2f} ({result[what]['record_us']:.2f}) us" for what in STEPS
-            ),
-            flush=True,
-        )
+        shown = [f"{what} {result[what]['median_us']:.2f} ({result[what]['record_us']:.2f}) us" for what in STEPS]
+        print(f"refresh of {name} (its record): {', '.join(shown)}", flush=True)
     kinds = []
     for count in (1, 2, 3):
         windows = (None, WINDOW, 512)[:count]
@@ -286,23 +274,11 @@ def _attention_calls(cell: _CrossCell, kind: AttentionKind, device: torch.device
         step.backend.run(step.layers[layer], q[layer], step.metadata, outs[layer])
         return outs[layer]
 
-    _check_rows(cell, attend(0), q[0], cache, batch.page_ids.reshape(cell.rows, per_row))
-    return manager, [partial(attend, layer) for layer in range(layers)]
-
-
-def _check_rows(cell: _CrossCell, out: torch.Tensor, q: torch.Tensor, cache: KVCache, pages: Any) -> None:
-    """Raise unless the first and the last request are close to float32."""
+    out, pages = attend(0), torch.from_numpy(batch.page_ids).long().to(device).view(cell.rows, per_row)
     for row in (0, cell.rows - 1):
-        of_row = torch.from_numpy(pages[row].astype(np.int64)).to(out.device)
-        k, v = (
-            t[0][of_row].flatten(0, 1)[: cell.tokens].float().repeat_interleave(cell.q_heads // cell.kv_heads, 1)
-            for t in (cache.k, cache.v)
-        )
-        weights = (torch.einsum("hd,nhd->hn", q[row].float(), k) * cell.head_dim**-0.5).softmax(-1)
-        want = torch.einsum("hn,nhd->hd", weights, v)
-        error = float((out[row].float() - want).abs().max() / want.abs().max())
-        if not error < 0.02:
-            raise SystemExit(f"{cell.name}: expected attention near float32, got an error of {error:.3g} in row {row}")
+        k, v = (caches[0][pages[row]].flatten(0, 1)[: cell.tokens] for caches in (cache.k, cache.v))
+        check_token(q[0, row], k, v, spec.scale, out[row], what=f"{cell.name}, row {row}")
+    return manager, [partial(attend, layer) for layer in range(layers)]
 
 
 def bench_cross(device: torch.device) -> dict[str, Any]:

@@ -16,11 +16,10 @@ JSON object. scripts/make_docs.py generates the registry's table from a committe
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import partial
 
 import torch
 
@@ -35,8 +34,9 @@ from graphrt.bench.timer import Call, rotations
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.metadata import StepMetadata
 from graphrt.spec import AttentionSpec, KVCacheSpec
-from scripts.rigs.backend_rig import check_token, time_layers
+from scripts.rigs.backend_rig import check_row, layer_calls
 from scripts.rigs.cells import LAYERS
+from scripts.rigs.measure import LayerTime, make_parser, parse, reason_of, time_layers
 
 NAMES = ("triton", "triton+triton", "triton+flash_attn3", "flash_attn3", "flash_attn3+flash_attn3")
 PAGE_SIZE, SAMPLES = 16, 20
@@ -126,28 +126,17 @@ class Rig:
         return StepMetadata(**{f: getattr(whole, f) for f in whole.__slots__ if f != "parts"}, parts=(decodes, prompts))
 
     def calls(self, backend: AttentionBackend, metadata: StepMetadata, tokens: slice) -> list[Call]:
-        def call(layer: AttentionLayer) -> Call:
-            def run() -> torch.Tensor:
-                out = self.out[layer.index, tokens]
-                backend.run(layer, self.q[layer.index, tokens], metadata, out)
-                return out
-
-            return run
-
-        return [call(layer) for layer in self.layers]
+        return layer_calls(backend, self.layers, self.q[:, tokens], self.out[:, tokens], metadata)
 
     def check(self, rows: Sequence[int], result: torch.Tensor) -> None:
         """Check the last token of some requests in the first layer against float32 attention."""
         for row in rows:
             pages = self.table[row, : -(-self.lengths[row] // PAGE_SIZE)].long().to(self.device)
             at = row if row < self.cell.batch else -1
-            check_token(self.layers[0], self.q[0, at], pages, self.lengths[row], result[at], what=f"row {row}")
+            check_row(self.layers[0], self.q[0, at], pages, self.lengths[row], result[at], what=f"row {row}")
 
-    def time(self, calls: Sequence[Call], schedule: Callable[[], object] | None) -> dict[str, float]:
-        """Return microseconds per layer: its call and its share of the schedule."""
-        schedule_us, run_us, p20_us, p80_us = time_layers(calls, schedule, self.out, SAMPLES)
-        us = run_us + schedule_us / LAYERS
-        return {"us": us, "run_us": run_us, "schedule_us": schedule_us, "p20_us": p20_us, "p80_us": p80_us}
+    def time(self, calls: Sequence[Call], schedule: Callable[[], object] | None) -> LayerTime:
+        return time_layers(calls, schedule, self.out, SAMPLES)
 
 
 def make(name: str, context: BackendContext) -> AttentionBackend:
@@ -164,7 +153,7 @@ def make(name: str, context: BackendContext) -> AttentionBackend:
     return cls(context) if of_prompts is None else TwoPartBackend(context, cls, of_prompts)
 
 
-def measure(name: str, rig: Rig) -> dict[str, Any]:
+def measure(name: str, rig: Rig) -> LayerTime:
     try:
         backend = make(name, rig.context)
         backend.allocate()
@@ -178,11 +167,11 @@ def measure(name: str, rig: Rig) -> dict[str, Any]:
     except torch.AcceleratorError:
         raise
     except Exception as error:
-        return {"reason": " ".join(f"{type(error).__name__}: {error}".split())[:300]}
+        return LayerTime(reason=reason_of(error))
     return times
 
 
-def alone(rig: Rig, decode: type[AttentionBackend]) -> dict[str, Any]:
+def alone(rig: Rig, decode: type[AttentionBackend]) -> dict[str, LayerTime]:
     """graphrt's decode kernel on the decodes, and FlashAttention 3 on the chunk, paged and packed."""
     assert rig.metadata.parts is not None, "made above"
     decodes = rig.metadata.parts[0]
@@ -193,7 +182,7 @@ def alone(rig: Rig, decode: type[AttentionBackend]) -> dict[str, Any]:
     calls = rig.calls(backend, decodes, slice(rig.cell.batch + 1))
     calls[0]()
     rig.check([0, rig.cell.batch - 1], rig.out[0, : rig.cell.batch + 1])
-    found: dict[str, Any] = {"decode": rig.time(calls, lambda: backend.schedule(decodes))}
+    found = {"decode": rig.time(calls, lambda: backend.schedule(decodes))}
     backend.close()
     if FlashAttention3Backend.unsupported_reasons(rig.context):
         return found
@@ -207,32 +196,27 @@ def alone(rig: Rig, decode: type[AttentionBackend]) -> dict[str, Any]:
         torch.randn(2, seen, *layer.k_cache.shape[2:], device=rig.device, dtype=spec.dtype) for layer in rig.layers
     ]
 
-    def paged_call(layer: AttentionLayer) -> Call:
-        return lambda: module.flash_attn_with_kvcache(
-            rig.q[layer.index, cell.batch :], layer.k_cache, layer.v_cache, cache_seqlens=lens, page_table=table,
-            cu_seqlens_q=starts, max_seqlen_q=cell.chunk, softmax_scale=spec.scale, causal=True,
-        )  # fmt: skip
-
-    def packed_call(layer: AttentionLayer) -> Call:
-        k, v = packed[layer.index]
-        return lambda: module.flash_attn_varlen_func(
-            rig.q[layer.index, cell.batch :], k, v, starts, kv_starts, cell.chunk, seen, softmax_scale=spec.scale,
-            causal=True,
-        )  # fmt: skip
-
-    rig.check([cell.batch], paged_call(rig.layers[0])())
-    found["chunk_paged"] = rig.time([paged_call(layer) for layer in rig.layers], None)
-    found["chunk_packed"] = rig.time([packed_call(layer) for layer in rig.layers], None)
+    queries = rig.q[:, cell.batch :]
+    paged = partial(
+        module.flash_attn_with_kvcache, cache_seqlens=lens, page_table=table, cu_seqlens_q=starts,
+        max_seqlen_q=cell.chunk, softmax_scale=spec.scale, causal=True,
+    )  # fmt: skip
+    contiguous = partial(
+        module.flash_attn_varlen_func, cu_seqlens_q=starts, cu_seqlens_k=kv_starts, max_seqlen_q=cell.chunk,
+        max_seqlen_k=seen, softmax_scale=spec.scale, causal=True,
+    )  # fmt: skip
+    calls = [partial(paged, q, at.k_cache, at.v_cache) for q, at in zip(queries, rig.layers, strict=True)]
+    rig.check([cell.batch], calls[0]())
+    found["chunk_paged"] = rig.time(calls, None)
+    calls = [partial(contiguous, q, k, v) for q, (k, v) in zip(queries, packed, strict=True)]
+    found["chunk_packed"] = rig.time(calls, None)
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--only", default=",".join(NAMES), help="comma-separated names")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    options = parser.parse_args()
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("expected a CUDA device, got none; --device cpu is a dry run")
+    options = parse(parser)
     if unknown := sorted(set(options.only.split(",")) - set(NAMES)):
         parser.error(f"--only: expected some of {', '.join(NAMES)}, got {', '.join(unknown)}")
     device, on_cpu = torch.device(options.device), options.device == "cpu"
@@ -242,11 +226,13 @@ def main() -> None:
     for cell in (TINY,) if on_cpu else CELLS:
         rig = Rig(cell, spec, device)
         apart = alone(rig, backend_class("torch_reference") if on_cpu else TritonBackend)
-        parts = [apart[name]["us"] for name in ("decode", "chunk_paged") if name in apart]
+        parts = [time.us or 0.0 for name, time in apart.items() if name in ("decode", "chunk_paged")]
         alone_us = sum(parts) if len(parts) == 2 else None
         backends = {name: measure(name, rig) for name in names}
-        results.append({**asdict(cell), "backends": backends, "alone": apart, "alone_us": alone_us})
-        shown = {name: round(times["us"], 1) if "us" in times else times["reason"] for name, times in backends.items()}
+        times = {"backends": backends, "alone": apart}
+        records = {what: {name: time.to_json() for name, time in of.items()} for what, of in times.items()}
+        results.append({**asdict(cell), **records, "alone_us": alone_us})
+        shown = {name: time.reason if time.us is None else round(time.us, 1) for name, time in backends.items()}
         print(f"{cell}: alone {alone_us and round(alone_us, 1)}, {shown}", flush=True)
         del rig
         if not on_cpu:

@@ -2,7 +2,7 @@
 
     python -m scripts.bench_swap
     python -m scripts.bench_swap --only link
-    python -m scripts.bench_swap --batch 64 --context 2048 --out swap.json
+    python -m scripts.bench_swap --batch 64 --context 2048
 
 link    GB/s of `SwapSpace.swap_out` and `swap_in` at several sizes, against one plain copy of the same bytes between
         pinned memory and the device: the limit of the link. Also host microseconds per call
@@ -10,8 +10,7 @@ steps   milliseconds per decode step of a captured model (the shape of Llama 3.2
         as in TextGenerator, alternating without and with swaps: medians and 99th percentiles. During each step a
         sequence of 2,048 tokens is swapped out or in
 
-The last line of standard output is one JSON object. With `--out`, the object goes to that file and a short table is
-printed last.
+The last line of standard output is one JSON object.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import argparse
 import itertools
 import json
 import time
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -31,6 +29,7 @@ from graphrt.batch import Batch
 from graphrt.bench.environment import provenance
 from graphrt.cache.page_allocator import PageAllocator
 from graphrt.cache.swap import SwapArrival, SwappedPages, SwapSpace
+from graphrt.cli.console import make_console
 from graphrt.config import RuntimeConfig
 from graphrt.kernels.types import KVLayout
 from graphrt.models.config import ModelConfig
@@ -38,6 +37,7 @@ from graphrt.models.dummy import fill_dummy_weights
 from graphrt.models.llama import LlamaModel
 from graphrt.models.shapes import shape_config
 from graphrt.runtime import Runtime
+from scripts.rigs.measure import print_table
 
 PAGE = 16
 SEQUENCES, SEQUENCE_TOKENS = 3, 2048  # swapped during the steps
@@ -264,32 +264,12 @@ def measure(
     return found
 
 
-def table(found: dict[str, Any]) -> str:
-    """Print the main figures."""
-    lines = ["     MB   out GB/s  (plain)    in GB/s  (plain)   host us out/in"] if "link" in found else []
-    for row in found.get("link", []):
-        lines.append(
-            f"{row['nbytes'] / 1e6:7.1f} {row['out_gb_s']:10.1f} {row['plain_out_gb_s']:8.1f} {row['in_gb_s']:10.1f} "
-            f"{row['plain_in_gb_s']:8.1f} {row['host_out_us']:8.0f} / {row['host_in_us']:.0f}"
-        )
-    if (steps := found.get("steps")) is not None:
-        lines += [
-            f"steps of {steps['batch']} rows at {steps['context']} tokens, {steps['steps']} of each:",
-            f"  alone   {steps['alone_ms']:.3f} ms, p99 {steps['alone_p99_ms']:.3f}",
-            f"  swapping {steps['swapping_ms']:.3f} ms, p99 {steps['swapping_p99_ms']:.3f}: "
-            f"{steps['median_ratio']:.3f} x, p99 {steps['p99_ratio']:.3f} x, mean {steps['mean_ratio']:.3f} x, "
-            f"at {steps['swap_gb_s']:.1f} GB/s",
-        ]
-    return "\n".join(lines)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("link", "steps"))
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("expected a CUDA device, got none")
@@ -297,12 +277,10 @@ def main() -> None:
         shape_config("llama-3.2-1b"), torch.device("cuda", 0), batch=options.batch, context=options.context,
         steps=options.steps, only=options.only,
     )  # fmt: skip
-    record = {"name": "swap", **provenance(), **found}
-    print(table(found), flush=True)
-    if options.out is None:
-        print(json.dumps(record), flush=True)
-    else:
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
+    console = make_console()
+    for part, rows in (("link", found.get("link", [])), ("steps", [found["steps"]] if "steps" in found else [])):
+        print_table(console, part, rows)
+    print(json.dumps({"name": "swap", **provenance(), **found}), flush=True)
 
 
 if __name__ == "__main__":

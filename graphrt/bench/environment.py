@@ -29,7 +29,6 @@ OPTIONAL_PACKAGES = (
     "flash-attn",
     "tokenspeed-fa3",
     "flashinfer-python",
-    "matplotlib",
 )
 
 

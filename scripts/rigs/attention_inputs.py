@@ -6,73 +6,16 @@ each layer's KV cache from L2 before its next run.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
 from graphrt.bench.timer import rotations
-from graphrt.kernels.errors import CapacityError
 from graphrt.kernels.types import KVLayout
 from scripts.rigs.cells import Cell
+from scripts.rigs.measure import TOLERANCE, check_token
 
-_MAX_KV_BYTES = 9 << 30  # of all layers of a cell
-_FILL_CHUNK = 1 << 26
-_TOLERANCE = {torch.bfloat16: 0.02, torch.float8_e4m3fn: 0.08}  # FA3 also rounds the probabilities to fp8
-
-
-class KVPool:
-    """One flat store of K and V per dtype, filled once with normal values. Cells use views of it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._stores: dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def reserve(self, cells: Iterable[Cell]) -> None:
-        """Allocate for the largest cell. Raises: CapacityError: if a cell exceeds the limit of the pool."""
-        sizes: dict[torch.dtype, int] = {}
-        for cell in cells:
-            size = num_layers(cell, self.device) * _layer_elements(cell, max(cell.head_dims))
-            if 2 * size * cell.kv_dtype.itemsize > _MAX_KV_BYTES:
-                raise CapacityError(
-                    f"cell {cell.part} {cell.name}: expected at most {_MAX_KV_BYTES >> 30} GiB of KV, got "
-                    f"{2 * size * cell.kv_dtype.itemsize >> 20} MiB; use fewer or shorter rows"
-                )
-            sizes[cell.kv_dtype] = max(size, sizes.get(cell.kv_dtype, 0))
-        for dtype, size in sizes.items():
-            self._stores[dtype] = (self._fill(size, dtype, 1), self._fill(size, dtype, 2))
-
-    def layers(self, cell: Cell) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return K and V of the layers, [layers, num_pages, page_size, num_kv_heads, head_dim], HND by strides."""
-        k, v = (
-            self._view(store, cell, size)
-            for store, size in zip(self._stores[cell.kv_dtype], cell.head_dims, strict=True)
-        )
-        return k, v
-
-    def _view(self, store: torch.Tensor, cell: Cell, size: int) -> torch.Tensor:
-        layers = num_layers(cell, self.device)
-        flat = store[: layers * _layer_elements(cell, size)]
-        if cell.layout is KVLayout.NHD:
-            return flat.view(layers, cell.num_pages, cell.page_size, cell.num_kv_heads, size)
-        return flat.view(layers, cell.num_pages, cell.num_kv_heads, cell.page_size, size).transpose(2, 3)
-
-    def _fill(self, size: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-        generator = torch.Generator(self.device).manual_seed(seed)
-        store = torch.empty(size, dtype=dtype, device=self.device)
-        for chunk in store.split(_FILL_CHUNK):
-            chunk.copy_(torch.randn(chunk.shape, dtype=torch.bfloat16, device=self.device, generator=generator))
-        return store
-
-
-def num_layers(cell: Cell, device: torch.device) -> int:
-    """Return how many layers evict each layer's KV cache from L2 before its next run."""
-    return rotations(cell.kv_bytes, device)
-
-
-def _layer_elements(cell: Cell, size: int) -> int:
-    """Return the size of K or V with the given head size."""
-    return cell.num_pages * cell.page_size * cell.num_kv_heads * size
+_FP8_TOLERANCE = 0.08  # FA3 also rounds the probabilities to fp8
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +23,7 @@ class Inputs:
     """Inputs of every side.
 
     q               [layers, tokens, num_q_heads, head_dim]                         bf16   device
-    k               [layers, num_pages, page_size, num_kv_heads, head_dim]          kv_dtype, device
+    k               [layers, num_pages, page_size, num_kv_heads, head_dim]          kv_dtype, device; HND by strides
     v               as k, with heads of v_head_dim
     block_table     [batch, max pages]  shuffled, 0 after a sequence's pages         int32  device
     seq_lens        [batch]                                                         int32  device
@@ -124,15 +67,14 @@ class Inputs:
         """Key offsets without pages: [batch + 1] int32, device."""
         return torch.nn.functional.pad(self.seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
 
-    def row_pages(self, row: int) -> torch.Tensor:
-        """Return the page ids of a sequence, on the device."""
-        start, end = self.page_indptr[row : row + 2].tolist()
-        return self.page_indices[start:end]
-
     def row_kv(self, layer: int, row: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return contiguous K and V of a sequence: [seq_len, num_kv_heads, head_dim]; V has its own head size."""
-        pages, length = self.row_pages(row), self.cell.lengths[row]
-        k, v = (_take_pages(cache[layer], pages).flatten(0, 1)[:length] for cache in (self.k, self.v))
+        start, end = self.page_indptr[row : row + 2].tolist()
+        pages, length = self.page_indices[start:end].long(), self.cell.lengths[row]
+        # Not every fp8 dtype supports indexing.
+        k, v = (
+            cache[layer].view(torch.uint8)[pages].view(cache.dtype).flatten(0, 1)[:length] for cache in (self.k, self.v)
+        )
         return k, v
 
     def packed_kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -142,9 +84,8 @@ class Inputs:
         return k, v
 
     @classmethod
-    def make(cls, cell: Cell, pool: KVPool) -> Inputs:
-        device = pool.device
-        k, v = pool.layers(cell)
+    def make(cls, cell: Cell, device: torch.device) -> Inputs:
+        k, v = (_make_cache(cell, size, device, seed) for seed, size in enumerate(cell.head_dims, 1))
         generator = torch.Generator("cpu").manual_seed(3)
         counts = torch.tensor([-(-length // cell.page_size) for length in cell.lengths], device="cpu")
         indices = torch.randperm(cell.num_pages, generator=generator, dtype=torch.int32, device="cpu")
@@ -169,10 +110,16 @@ class Inputs:
         )
 
 
-def _take_pages(cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
-    if cache.element_size() > 1:
-        return cache[pages.long()]
-    return cache.view(torch.uint8)[pages.long()].view(cache.dtype)  # not every fp8 dtype supports indexing
+def _make_cache(cell: Cell, size: int, device: torch.device, seed: int) -> torch.Tensor:
+    """Return K or V of all layers with normal values and heads of `size`."""
+    nhd = cell.layout is KVLayout.NHD
+    page = (cell.page_size, cell.num_kv_heads) if nhd else (cell.num_kv_heads, cell.page_size)
+    shape = (rotations(cell.kv_bytes, device), cell.num_pages, *page, size)
+    cache = torch.empty(shape, dtype=cell.kv_dtype, device=device)
+    generator = torch.Generator(device).manual_seed(seed)
+    for layer in cache:
+        layer.copy_(torch.randn(layer.shape, dtype=torch.bfloat16, device=device, generator=generator))
+    return cache if nhd else cache.transpose(2, 3)
 
 
 def check_output(inputs: Inputs, layer: int, out: torch.Tensor) -> None:
@@ -181,25 +128,16 @@ def check_output(inputs: Inputs, layer: int, out: torch.Tensor) -> None:
     Raises: AssertionError: if the error of a token exceeds the tolerance of its dtype.
     """
     cell = inputs.cell
+    tolerance = _FP8_TOLERANCE if cell.kv_dtype.itemsize == 1 else TOLERANCE
     flat = out.reshape(*inputs.q.shape[1:3], cell.head_dims[1])
     longest = max(range(cell.batch), key=lambda row: cell.lengths[row])
     for row in sorted({0, cell.batch - 1, longest}):
-        k, v = (x.float() for x in inputs.row_kv(layer, row))
+        k, v = inputs.row_kv(layer, row)
         for new in sorted({cell.query_len // 2, cell.query_len - 1}):
             token = row * cell.query_len + new
-            seen = cell.lengths[row] - cell.query_len + new + 1
-            first = cell.first_seen(seen - 1)
-            expected = _attend(inputs.q[layer, token].float(), k[first:seen], v[first:seen], inputs.softmax_scale)
-            error = float((flat[token].float() - expected).norm() / expected.norm())
-            if not error <= _TOLERANCE[cell.kv_dtype]:  # also False for NaN
-                raise AssertionError(
-                    f"row {row}, token {new}, layer {layer}: expected a relative error of at most "
-                    f"{_TOLERANCE[cell.kv_dtype]}, got {error:.3g}"
-                )
-
-
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float) -> torch.Tensor:
-    """Return float32 attention of one token [num_q_heads, head_dim] over [positions, num_kv_heads, head_dim]."""
-    packed = q.unflatten(0, (k.shape[1], -1))
-    logits = torch.einsum("hgd,shd->hgs", packed, k) * softmax_scale
-    return torch.einsum("hgs,shd->hgd", logits.softmax(-1), v).flatten(0, 1)
+            end = cell.lengths[row] - cell.query_len + new + 1
+            start = cell.first_seen(end - 1)
+            q, what = inputs.q[layer, token], f"row {row}, token {new}, layer {layer}"
+            check_token(
+                q, k[start:end], v[start:end], inputs.softmax_scale, flat[token], what=what, tolerance=tolerance
+            )

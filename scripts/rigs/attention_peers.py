@@ -7,17 +7,18 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 
-from graphrt.bench.timer import Call
 from graphrt.kernels.errors import UnsupportedError
 from graphrt.kernels.types import KVLayout
 from scripts.rigs.attention_inputs import Inputs
-from scripts.rigs.attention_sides import Prepared, reason_of
+from scripts.rigs.attention_sides import Prepared, calls_into
 from scripts.rigs.cells import Cell
+from scripts.rigs.measure import reason_of
 
 _FA3_SPLITS = (0, 32)  # its heuristic, and the value that serving stacks use with graphs
 _FLASHINFER_CORE_GROUPS = (1, 2, 3, 4, 8)  # query heads per KV head for which the CUDA-core kernel is compiled
@@ -38,11 +39,7 @@ class Fa3Side:
 
     def prepare(self, cell: Cell, inputs: Inputs) -> list[Prepared]:
         if cell.query_len > 1:
-            ways = {"packed": self._varlen_call, "paged": self._paged_prompt_call}
-            return [
-                Prepared(way, [call_of(inputs, layer) for layer in range(inputs.layers)])
-                for way, call_of in ways.items()
-            ]
+            return [self._packed_prompts(inputs), self._paged_prompts(inputs)]
         return [self._decode(inputs, splits, causal) for splits in _FA3_SPLITS for causal in (True, False)]
 
     def _decode(self, inputs: Inputs, splits: int, causal: bool) -> Prepared:
@@ -51,94 +48,66 @@ class Fa3Side:
         fp8 = cell.kv_dtype.itemsize == 1  # then q, k and v are all fp8; the output is bf16
         q = inputs.q.to(cell.kv_dtype).unsqueeze(2)
         scales = torch.ones(cell.batch, cell.num_kv_heads, device=inputs.device) if fp8 else None
-        # The kernel derives the maximum length from the table width, so the metadata must use the same value.
-        max_seq_len = inputs.block_table.shape[1] * cell.page_size
         chunked = {"attention_chunk": cell.attention_chunk_size} if cell.attention_chunk_size else {}
+        schedule = partial(
+            self._package.get_scheduler_metadata,
+            batch_size=cell.batch,
+            max_seqlen_q=1,
+            # The kernel derives the maximum length from the table width, so the metadata must use the same value.
+            max_seqlen_k=inputs.block_table.shape[1] * cell.page_size,
+            num_heads_q=cell.num_q_heads,
+            num_heads_kv=cell.num_kv_heads,
+            headdim=cell.head_dim,
+            cache_seqlens=inputs.seq_lens,
+            qkv_dtype=cell.kv_dtype,
+            page_size=cell.page_size,
+            causal=causal,
+            num_splits=splits,
+            **({"headdim_v": cell.v_head_dim} if cell.v_head_dim else {}),
+            **chunked,
+        )
+        attend = partial(
+            self._package.flash_attn_with_kvcache,
+            cache_seqlens=inputs.seq_lens,
+            page_table=inputs.block_table,
+            q_descale=scales,
+            k_descale=scales,
+            v_descale=scales,
+            softmax_scale=inputs.softmax_scale,
+            causal=causal,
+            scheduler_metadata=schedule(),
+            num_splits=splits,
+            **chunked,
+        )
+        calls = [partial(attend, *tensors) for tensors in zip(q, inputs.k, inputs.v, strict=True)]
+        variant = (f"{splits} splits" if splits else "heuristic") + (", causal" if causal else "")
+        return Prepared(variant, calls, schedule)
 
-        def schedule() -> torch.Tensor:
-            metadata: torch.Tensor = self._package.get_scheduler_metadata(
-                batch_size=cell.batch,
-                max_seqlen_q=1,
-                max_seqlen_k=max_seq_len,
-                num_heads_q=cell.num_q_heads,
-                num_heads_kv=cell.num_kv_heads,
-                headdim=cell.head_dim,
-                cache_seqlens=inputs.seq_lens,
-                qkv_dtype=cell.kv_dtype,
-                page_size=cell.page_size,
-                causal=causal,
-                num_splits=splits,
-                **({"headdim_v": cell.v_head_dim} if cell.v_head_dim else {}),
-                **chunked,
-            )
-            return metadata
+    def _packed_prompts(self, inputs: Inputs) -> Prepared:
+        attend = partial(
+            self._package.flash_attn_varlen_func,
+            cu_seqlens_q=inputs.query_starts(),
+            cu_seqlens_k=inputs.kv_starts(),
+            max_seqlen_q=inputs.cell.query_len,
+            max_seqlen_k=max(inputs.cell.lengths),
+            softmax_scale=inputs.softmax_scale,
+            causal=True,
+        )
+        layers = range(inputs.layers)
+        return Prepared("packed", [partial(attend, inputs.q[layer], *inputs.packed_kv(layer)) for layer in layers])
 
-        metadata = schedule()
-
-        def call_of(layer: int) -> Call:
-            def call() -> torch.Tensor:
-                out: torch.Tensor = self._package.flash_attn_with_kvcache(
-                    q[layer],
-                    inputs.k[layer],
-                    inputs.v[layer],
-                    cache_seqlens=inputs.seq_lens,
-                    page_table=inputs.block_table,
-                    q_descale=scales,
-                    k_descale=scales,
-                    v_descale=scales,
-                    softmax_scale=inputs.softmax_scale,
-                    causal=causal,
-                    scheduler_metadata=metadata,
-                    num_splits=splits,
-                    **chunked,
-                )
-                return out
-
-            return call
-
-        variant = f"{splits} splits" if splits else "heuristic"
-        if causal:
-            variant += ", causal"
-        return Prepared(variant, [call_of(layer) for layer in range(inputs.layers)], schedule)
-
-    def _varlen_call(self, inputs: Inputs, layer: int) -> Call:
-        k, v = inputs.packed_kv(layer)
-        starts, kv_starts = inputs.query_starts(), inputs.kv_starts()
-
-        def call() -> torch.Tensor:
-            out: torch.Tensor = self._package.flash_attn_varlen_func(
-                inputs.q[layer],
-                k,
-                v,
-                cu_seqlens_q=starts,
-                cu_seqlens_k=kv_starts,
-                max_seqlen_q=inputs.cell.query_len,
-                max_seqlen_k=max(inputs.cell.lengths),
-                softmax_scale=inputs.softmax_scale,
-                causal=True,
-            )
-            return out
-
-        return call
-
-    def _paged_prompt_call(self, inputs: Inputs, layer: int) -> Call:
-        starts = inputs.query_starts()
-
-        def call() -> torch.Tensor:
-            out: torch.Tensor = self._package.flash_attn_with_kvcache(
-                inputs.q[layer],
-                inputs.k[layer],
-                inputs.v[layer],
-                cache_seqlens=inputs.seq_lens,
-                page_table=inputs.block_table,
-                cu_seqlens_q=starts,
-                max_seqlen_q=inputs.cell.query_len,
-                softmax_scale=inputs.softmax_scale,
-                causal=True,
-            )
-            return out
-
-        return call
+    def _paged_prompts(self, inputs: Inputs) -> Prepared:
+        attend = partial(
+            self._package.flash_attn_with_kvcache,
+            cache_seqlens=inputs.seq_lens,
+            page_table=inputs.block_table,
+            cu_seqlens_q=inputs.query_starts(),
+            max_seqlen_q=inputs.cell.query_len,
+            softmax_scale=inputs.softmax_scale,
+            causal=True,
+        )
+        tensors = zip(inputs.q, inputs.k, inputs.v, strict=True)
+        return Prepared("paged", [partial(attend, *of_layer) for of_layer in tensors])
 
 
 class FlashInferSide:
@@ -156,11 +125,7 @@ class FlashInferSide:
     def build(self, cells: Iterable[Cell]) -> float:
         """Compile the modules of the cells concurrently, about 40 s each. Returns the seconds it took."""
         start = time.perf_counter()
-        wanted = list(
-            dict.fromkeys(
-                module for cell in cells if _flashinfer_fault(cell) is None for module in flashinfer_modules(cell)
-            )
-        )
+        wanted = {module for cell in cells if _flashinfer_fault(cell) is None for module in flashinfer_modules(cell)}
         with ThreadPoolExecutor(max(1, len(wanted))) as threads:
             builds = {module: threads.submit(module.spec().build, verbose=False) for module in wanted}
         for module, build in builds.items():
@@ -221,38 +186,34 @@ class FlashInferSide:
         torch.cuda.synchronize(inputs.device)
         out = torch.empty_like(inputs.q)
 
-        def call_of(layer: int) -> Call:
+        def attend(layer: int) -> None:
             k, v = inputs.k[layer], inputs.v[layer]
             if cell.layout is KVLayout.HND:
                 k, v = k.transpose(1, 2), v.transpose(1, 2)
-            return lambda: wrapper.run(inputs.q[layer], (k, v), out=out[layer])
+            wrapper.run(inputs.q[layer], (k, v), out=out[layer])
 
-        return Prepared(kernel, [call_of(layer) for layer in range(inputs.layers)], plan_us=plan_us)
+        return Prepared(kernel, calls_into(out, attend), plan_us=plan_us)
 
     def _xqa(self, inputs: Inputs) -> Prepared:
         cell, out = inputs.cell, torch.empty_like(inputs.q)
         lengths = inputs.seq_lens.to(torch.uint32)[:, None]
 
-        def call_of(layer: int) -> Call:
-            def call() -> torch.Tensor:
-                self._package.xqa(
-                    inputs.q[layer].unsqueeze(1),
-                    inputs.k[layer],
-                    inputs.v[layer],
-                    inputs.block_table,
-                    lengths,
-                    out[layer].unsqueeze(1),
-                    self._workspace,
-                    self._semaphores,
-                    cell.num_kv_heads,
-                    cell.page_size,
-                    q_scale=inputs.softmax_scale * cell.head_dim**0.5,
-                )
-                return out[layer]
+        def attend(layer: int) -> None:
+            self._package.xqa(
+                inputs.q[layer].unsqueeze(1),
+                inputs.k[layer],
+                inputs.v[layer],
+                inputs.block_table,
+                lengths,
+                out[layer].unsqueeze(1),
+                self._workspace,
+                self._semaphores,
+                cell.num_kv_heads,
+                cell.page_size,
+                q_scale=inputs.softmax_scale * cell.head_dim**0.5,
+            )
 
-            return call
-
-        return Prepared("XQA", [call_of(layer) for layer in range(inputs.layers)])
+        return Prepared("XQA", calls_into(out, attend))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,9 @@ layers is done once per cell and measured separately.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -26,24 +28,23 @@ from graphrt.kernels.native.nvrtc import runs_native
 from scripts.rigs.attention_inputs import Inputs, check_output
 from scripts.rigs.attention_results import OURS
 from scripts.rigs.cells import Cell
+from scripts.rigs.measure import reason_of
 
 _CPU_SMS = 132  # as on an H200, so that a dry run makes the same plans
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """One variant of a side for a cell. All calls can be captured and return their outputs.
+    """One variant of a side for a cell. All work on the device can be captured.
 
-    calls       attention, one call per layer
-    schedule    per-step device work for all layers, or None
-    pdl_calls   the calls with programmatic dependent launch, if the side has this option
-    plan_us     host time of the per-step work for all layers, or None
+    calls      attention, one call per layer, which returns its output
+    schedule   per-step device work for all layers, or None
+    plan_us    host time of the per-step work for all layers, or None
     """
 
     variant: str
     calls: list[Call]
-    schedule: Call | None = None
-    pdl_calls: list[Call] = field(default_factory=list)
+    schedule: Callable[[], object] | None = None
     plan_us: float | None = None
 
 
@@ -55,82 +56,79 @@ class Side(Protocol):
     def prepare(self, cell: Cell, inputs: Inputs) -> list[Prepared]: ...
 
 
+def calls_into(out: torch.Tensor, attend: Callable[[int], object]) -> list[Call]:
+    """Return a call per layer of `out` [layers, ...] that writes its output by `attend(layer)`, and returns it."""
+
+    def call(layer: int) -> torch.Tensor:
+        attend(layer)
+        return out[layer]
+
+    return [partial(call, layer) for layer in range(len(out))]
+
+
 class GraphrtSide:
     """graphrt's kernels. Only this class of the benchmark uses their signatures."""
 
     name = OURS
 
     def prepare(self, cell: Cell, inputs: Inputs) -> list[Prepared]:
-        device = inputs.device
-        plan = self._plan(cell, inputs.q.dtype, num_sms(device), runs_native(device))
-        starts = inputs.query_starts() if cell.query_len > 1 else None
-        work_list = torch.empty(plan.work_list_words, dtype=torch.int32, device=device)
-        workspace = AttentionWorkspace.allocate([plan], device)
         chunk = cell.attention_chunk_size
         options = AttentionOptions(softmax_scale=inputs.softmax_scale, attention_chunk_size=chunk)
+        if cell.query_len == 1:
+            return [self._paged(inputs, options)]
+        prompts = [self._prompts(inputs, options, packed) for packed in (False, True)]
+        return [self._paged(inputs, options), self._contiguous(inputs, options), *prompts]
+
+    def _paged(self, inputs: Inputs, options: AttentionOptions) -> Prepared:
+        plan, work_list, workspace = self._planned(inputs)
+        starts = inputs.query_starts() if inputs.cell.query_len > 1 else None
         out = inputs.empty_out()
 
-        def schedule() -> torch.Tensor:
-            schedule_attention(plan, inputs.seq_lens, work_list, query_start_loc=starts, attention_chunk_size=chunk)
-            return work_list
+        def attend(layer: int) -> None:
+            paged_attention(
+                inputs.q[layer],
+                inputs.k[layer],
+                inputs.v[layer],
+                inputs.block_table,
+                inputs.seq_lens,
+                out[layer],
+                plan,
+                work_list,
+                workspace,
+                options,
+                query_start_loc=starts,
+            )
 
-        def call_of(layer: int, pdl: bool) -> Call:
-            def call() -> torch.Tensor:
-                paged_attention(
-                    inputs.q[layer],
-                    inputs.k[layer],
-                    inputs.v[layer],
-                    inputs.block_table,
-                    inputs.seq_lens,
-                    out[layer],
-                    plan,
-                    work_list,
-                    workspace,
-                    options,
-                    query_start_loc=starts,
-                    pdl=pdl,
-                )
-                return out[layer]
+        variant = "paged"
+        if starts is None and plan.native is None:
+            variant = f"{plan.schedule.num_partitions} partitions of {plan.tile.num_warps} warps"
+        elif starts is None and plan.native is not None:
+            clusters = f" in clusters of {plan.native.cluster}" if plan.native.cluster > 1 else ""
+            variant = f"{plan.native_blocks} blocks of {plan.native.warps} warps{clusters}"
+        chunk = options.attention_chunk_size
+        schedule = partial(
+            schedule_attention, plan, inputs.seq_lens, work_list, query_start_loc=starts, attention_chunk_size=chunk
+        )
+        return Prepared(variant, calls_into(out, attend), schedule)
 
-            return call
-
-        schedule()
-        plain, with_pdl = ([call_of(layer, pdl) for layer in range(inputs.layers)] for pdl in (False, True))
-        if starts is not None:
-            contiguous = self._contiguous(inputs, starts, plan, options)
-            prompts = [self._prompts(inputs, starts, options, packed) for packed in (False, True)]
-            return [Prepared("paged", plain, schedule), contiguous, *prompts]
-        return [Prepared(_variant(plan), plain, schedule, with_pdl)]
-
-    @staticmethod
-    def _contiguous(inputs: Inputs, starts: torch.Tensor, plan: AttentionPlan, options: AttentionOptions) -> Prepared:
+    def _contiguous(self, inputs: Inputs, options: AttentionOptions) -> Prepared:
         """Contiguous K and V, as the peer expects them."""
-        kv_starts = inputs.kv_starts()
-        work_list = torch.empty(plan.work_list_words, dtype=torch.int32, device=inputs.device)
-        workspace = AttentionWorkspace.allocate([plan], inputs.device)
-        out = inputs.empty_out()
+        plan, work_list, workspace = self._planned(inputs)
+        starts, kv_starts, out = inputs.query_starts(), inputs.kv_starts(), inputs.empty_out()
+        packed = [inputs.packed_kv(layer) for layer in range(inputs.layers)]
 
-        def schedule() -> torch.Tensor:
-            schedule_attention(plan, kv_starts, work_list, query_start_loc=starts, seq_lens_are_starts=True)
-            return work_list
+        def attend(layer: int) -> None:
+            (k, v), q = packed[layer], inputs.q[layer]
+            contiguous_attention(q, k, v, kv_starts, starts, out[layer], plan, work_list, workspace, options)
 
-        def call_of(layer: int) -> Call:
-            k, v = inputs.packed_kv(layer)
+        schedule = partial(
+            schedule_attention, plan, kv_starts, work_list, query_start_loc=starts, seq_lens_are_starts=True
+        )
+        return Prepared("contiguous", calls_into(out, attend), schedule)
 
-            def call() -> torch.Tensor:
-                q = inputs.q[layer]
-                contiguous_attention(q, k, v, kv_starts, starts, out[layer], plan, work_list, workspace, options)
-                return out[layer]
-
-            return call
-
-        schedule()
-        return Prepared("contiguous", [call_of(layer) for layer in range(inputs.layers)], schedule)
-
-    @staticmethod
-    def _prompts(inputs: Inputs, starts: torch.Tensor, options: AttentionOptions, packed: bool) -> Prepared:
+    def _prompts(self, inputs: Inputs, options: AttentionOptions, packed: bool) -> Prepared:
         """The prompt kernel, over pages or over packed keys."""
-        cell, device = inputs.cell, inputs.device
+        cell, starts, out = inputs.cell, inputs.query_starts(), inputs.empty_out()
         plan = PromptPlan.make(
             cell.batch,
             inputs.q.shape[1],
@@ -139,62 +137,38 @@ class GraphrtSide:
             head_dim=cell.head_dim,
             dtype=inputs.q.dtype,
             kv_dtype=cell.kv_dtype,
-            num_sms=num_sms(device),
-            native=runs_prompt_kernel(device),
+            num_sms=num_sms(inputs.device),
+            native=runs_prompt_kernel(inputs.device),
         )
-        lens = inputs.kv_starts() if packed else inputs.seq_lens
-        units = torch.empty(plan.schedule_words, dtype=torch.int32, device=device)
-        out = torch.empty_like(inputs.q)
+        units = torch.empty(plan.schedule_words, dtype=torch.int32, device=inputs.device)
+        layers = range(inputs.layers)
+        kv = [inputs.packed_kv(layer) if packed else (inputs.k[layer], inputs.v[layer]) for layer in layers]
+        lens, table = (inputs.kv_starts(), None) if packed else (inputs.seq_lens, inputs.block_table)
 
-        def schedule() -> torch.Tensor:
-            schedule_prompt(plan, lens, starts, units, seq_lens_are_starts=packed)
-            return units
+        def attend(layer: int) -> None:
+            prompt_attention(inputs.q[layer], *kv[layer], out[layer], plan, units, options, block_table=table)
 
-        def call_of(layer: int) -> Call:
-            k, v = inputs.packed_kv(layer) if packed else (inputs.k[layer], inputs.v[layer])
-            table = None if packed else inputs.block_table
-
-            def call() -> torch.Tensor:
-                prompt_attention(inputs.q[layer], k, v, out[layer], plan, units, options, block_table=table)
-                return out[layer]
-
-            return call
-
-        schedule()
-        variant = f"prompts, {'packed' if packed else 'paged'}"
-        return Prepared(variant, [call_of(layer) for layer in range(inputs.layers)], schedule)
+        schedule = partial(schedule_prompt, plan, lens, starts, units, seq_lens_are_starts=packed)
+        return Prepared(f"prompts, {'packed' if packed else 'paged'}", calls_into(out, attend), schedule)
 
     @staticmethod
-    def _plan(cell: Cell, dtype: torch.dtype, num_sms: int, native: bool) -> AttentionPlan:
-        if cell.query_len > 1:
-            return AttentionPlan.varlen(
-                cell.batch,
-                cell.batch * cell.query_len,
-                num_q_heads=cell.num_q_heads,
-                num_kv_heads=cell.num_kv_heads,
-                head_dim=cell.head_dim,
-                v_head_dim=cell.head_dims[1],
-                dtype=dtype,
-                num_sms=num_sms,
-            )
-        return AttentionPlan.decode(
+    def _planned(inputs: Inputs) -> tuple[AttentionPlan, torch.Tensor, AttentionWorkspace]:
+        """Return the plan of the cell, its work list and its workspace."""
+        cell, device = inputs.cell, inputs.device
+        make = partial(AttentionPlan.varlen, num_tokens=inputs.q.shape[1])
+        if cell.query_len == 1:
+            make = partial(AttentionPlan.decode, kv_dtype=cell.kv_dtype, native=runs_native(device))
+        plan = make(
             cell.batch,
             num_q_heads=cell.num_q_heads,
             num_kv_heads=cell.num_kv_heads,
             head_dim=cell.head_dim,
             v_head_dim=cell.head_dims[1],
-            dtype=dtype,
-            kv_dtype=cell.kv_dtype,
-            num_sms=num_sms,
-            native=native,
+            dtype=inputs.q.dtype,
+            num_sms=num_sms(device),
         )
-
-
-def _variant(plan: AttentionPlan) -> str:
-    if plan.native is None:
-        return f"{plan.schedule.num_partitions} partitions of {plan.tile.num_warps} warps"
-    clusters = f" in clusters of {plan.native.cluster}" if plan.native.cluster > 1 else ""
-    return f"{plan.native_blocks} blocks of {plan.native.warps} warps{clusters}"
+        work_list = torch.empty(plan.work_list_words, dtype=torch.int32, device=device)
+        return plan, work_list, AttentionWorkspace.allocate([plan], device)
 
 
 def prepare_checked(side: Side, cell: Cell, inputs: Inputs) -> tuple[list[Prepared], str | None]:
@@ -203,19 +177,20 @@ def prepare_checked(side: Side, cell: Cell, inputs: Inputs) -> tuple[list[Prepar
     A side that refuses a cell or returns a wrong result must not end the run of the others. A device fault does: later
     results would be unreliable.
     """
+    good, reason = [], None
     try:
         every = side.prepare(cell, inputs)
     except torch.AcceleratorError:
         raise
     except Exception as error:
         return [], reason_of(error)
-    good, reason = [], None
     for prepared in every:
         try:
-            for calls in (prepared.calls, prepared.pdl_calls):
-                for layer in sorted({0, inputs.layers - 1} if calls else ()):
-                    calls[layer]().fill_(math.nan)  # reused memory may hold another side's correct output
-                    check_output(inputs, layer, calls[layer]())
+            if prepared.schedule is not None:
+                prepared.schedule()
+            for layer in sorted({0, inputs.layers - 1}):
+                prepared.calls[layer]().fill_(math.nan)  # reused memory may hold another side's correct output
+                check_output(inputs, layer, prepared.calls[layer]())
         except torch.AcceleratorError:
             raise
         except Exception as error:
@@ -223,12 +198,6 @@ def prepare_checked(side: Side, cell: Cell, inputs: Inputs) -> tuple[list[Prepar
         else:
             good.append(prepared)
     return good, None if good else reason
-
-
-def reason_of(error: Exception) -> str:
-    """Return the error text on one line. Compilers state the cause at the end."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else f"{text[:100]} ... {text[-200:]}"
 
 
 def num_sms(device: torch.device) -> int:

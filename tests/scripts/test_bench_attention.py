@@ -13,25 +13,26 @@ import pytest
 import torch
 from rich.console import Console
 
+from graphrt.bench.timer import spaced_calls, spacer_calls
 from graphrt.kernels.attention.attend import PARTITION_WORDS
-from graphrt.kernels.errors import CapacityError, ConfigError, UnsupportedError
+from graphrt.kernels.errors import ConfigError, UnsupportedError
 from graphrt.kernels.types import KVLayout
+from scripts.rigs import attention_peers as peers
 from scripts.rigs.attention_cells import PARTS, make_cells, shrink
-from scripts.rigs.attention_inputs import Inputs, KVPool, check_output
-from scripts.rigs.attention_report import plot, print_report
+from scripts.rigs.attention_inputs import Inputs, check_output
 from scripts.rigs.attention_results import (
     OURS,
     CellResult,
     ScheduleTime,
-    SideTime,
     fit_times,
-    fits,
-    geometric_mean,
     geometric_means,
     goals,
+    print_report,
 )
 from scripts.rigs.attention_schedule import make_schedules
+from scripts.rigs.attention_sides import GraphrtSide, Prepared, prepare_checked
 from scripts.rigs.cells import LAYERS, Cell
+from scripts.rigs.measure import LayerTime
 
 CPU = torch.device("cpu")
 SMALL = Cell("ragged", "small", (5, 1, 40), 6, 2, 16, page_size=4)
@@ -72,10 +73,6 @@ def test_sizes_of_a_cell():
     assert chunks.kv_bytes == (512 + 1 + 88 + 3) * 8 * 128 * 2 * 2
 
 
-def test_fp8_has_cells_that_its_goal_is_about():
-    assert sum(cell.kv_bytes >= 256e6 for cell in make_cells(["fp8"])) >= 3
-
-
 def test_unknown_part():
     with pytest.raises(ConfigError, match=r"expected some of uniform, .*, got prefill, decode"):
         make_cells(["uniform", "prefill", "decode"])
@@ -91,47 +88,27 @@ def test_shrunk_cells_are_tiny():
 # Arithmetic
 
 
-def test_fit_finds_what_made_the_times():
+def test_fit_of_times():
+    """The fit weighs relative errors: a microsecond is a tenth of the short call and a hundredth of the long one."""
     sizes = [2_000_000, 8_000_000, 130_000_000]
-    fit = fit_times(sizes, [4.5 + size / 4.2e6 for size in sizes])
-    assert fit is not None
-    assert fit.fixed_us == pytest.approx(4.5)
-    assert fit.tb_per_s == pytest.approx(4.2)
-
-
-def test_fit_weighs_relative_errors():
-    """A microsecond is a tenth of the short call and a hundredth of the long one: the fit keeps to the short one."""
+    assert fit_times(sizes, [4.5 + size / 4.2e6 for size in sizes]) == pytest.approx((4.5, 4.2))
     sizes = [1_000_000, 50_000_000, 100_000_000]
-    fit = fit_times(sizes, [10.0, 111.0, 200.0])
-    assert fit is not None
-    assert abs(fit.fixed_us + sizes[0] / fit.tb_per_s / 1e6 - 10.0) < 0.1
-
-
-def test_fit_of_too_little():
-    assert fit_times([], []) is None
-    assert fit_times([5, 5], [1.0, 2.0]) is None
-    flat = fit_times([1_000_000, 2_000_000], [7.0, 6.0])
-    assert flat is not None
-    assert flat.tb_per_s is None
-
-
-def test_geometric_mean():
-    assert geometric_mean([0.5, 2.0, 1.0]) == pytest.approx(1.0)
-    assert geometric_mean([]) is None
+    fixed_us, tb_per_s = fit_times(sizes, [10.0, 111.0, 200.0])
+    assert abs(fixed_us + sizes[0] / tb_per_s / 1e6 - 10.0) < 0.1
+    assert fit_times([], []) == fit_times([5, 5], [1.0, 2.0]) == (None, None)
+    assert fit_times([1_000_000, 2_000_000], [7.0, 6.0])[1] is None
 
 
 def result(cell, ours=None, fa3=None, flashinfer=None, **more):
     def side(us, **fields):
-        return SideTime(reason="not here") if us is None else SideTime(call_us=us, spaced_us=us + 1, **fields)
+        return LayerTime(reason="not here") if us is None else LayerTime(run_us=us, **fields)
 
     return CellResult(cell, {OURS: side(ours, **more), "FA3": side(fa3), "FlashInfer": side(flashinfer)})
 
 
 def test_kernels_of_flashinfer():
-    from scripts.rigs.attention_peers import flashinfer_modules
-
     def kernels(**fields):
-        return [module.kernel for module in flashinfer_modules(Cell("x", "x", (40,), **fields))]
+        return [module.kernel for module in peers.flashinfer_modules(Cell("x", "x", (40,), **fields))]
 
     assert kernels() == ["tensor cores", "CUDA cores", "XQA"]
     assert kernels(num_q_heads=16, num_kv_heads=1, page_size=64) == ["tensor cores", "XQA"]
@@ -139,9 +116,7 @@ def test_kernels_of_flashinfer():
 
 
 def test_cells_that_flashinfer_is_not_asked_for():
-    from scripts.rigs.attention_peers import _flashinfer_fault
-
-    asked = {part: [_flashinfer_fault(cell) is None for cell in make_cells([part])] for part in PARTS}
+    asked = {part: [peers._flashinfer_fault(cell) is None for cell in make_cells([part])] for part in PARTS}
     assert {part: sum(of_part) for part, of_part in asked.items()} == {
         "uniform": 14, "ragged": 9, "pages": 12, "fp8": 8, "shapes": 16, "heads": 2, "chunks": 2, "varlen": 0,
     }  # fmt: skip
@@ -151,15 +126,15 @@ def test_ratio_is_to_the_best_peer():
     cell = make_cells(["uniform"])[0]
     assert result(cell, 8.0, 16.0, 10.0).ratio == pytest.approx(0.8)
     assert result(cell, 8.0, 9.0).ratio == pytest.approx(8 / 9)
-    assert result(cell, 8.0, 9.0).best_peer == "FA3"
     assert result(cell, 8.0).ratio is None
     assert result(cell, None, 9.0, 10.0).ratio is None
 
 
 def test_schedule_counts_at_a_layers_share_and_the_host_plan_does_not():
-    side = SideTime(call_us=10.0, schedule_us=6.4, plan_us=500.0)
-    assert side.us == pytest.approx(10.0 + 6.4 / LAYERS)
-    assert SideTime(reason="x").us is None
+    sides = {OURS: LayerTime(run_us=10.0, schedule_us=6.4, host_us=500.0), "FA3": LayerTime(reason="x")}
+    made = CellResult(SMALL, sides)
+    assert made.us(OURS) == pytest.approx(10.0 + 6.4 / LAYERS)
+    assert made.us("FA3") is None
 
 
 # Goals
@@ -231,14 +206,9 @@ def test_goals_are_not_met_by_leaving_cells_out():
     assert only["uniform: geometric mean of the ratios"] is None
 
 
-def test_means_and_fits():
-    results = made_up()
-    assert geometric_means(results) == pytest.approx(dict.fromkeys(PARTS, 1 / 1.5))
-    found = fits(results)
-    assert list(found) == [1, 16, 64, 128, 256]  # of 4 there is one context length
-    assert found[64]["FlashInfer"].tb_per_s == pytest.approx(4.3 / 1.5)
+def test_means():
+    assert geometric_means(made_up()) == pytest.approx(dict.fromkeys(PARTS, 1 / 1.5))
     assert geometric_means([]) == {}
-    assert fits([]) == {}
 
 
 # What is shown
@@ -246,53 +216,30 @@ def test_means_and_fits():
 
 def test_report(tmp_path):
     results = made_up()
-    results[2] = result(results[2].cell, 20.0, 25.0, back_to_back_us=19.0, pdl_us=17.5)
-    console = Console(file=(tmp_path / "report").open("w"), width=120)
-    print_report(console, results, schedules(), goals(results, schedules()), ceiling_tb_per_s=4.57)
+    results[2] = result(results[2].cell, 20.0, 25.0)
+    console = Console(file=(tmp_path / "report").open("w"), width=160)
+    print_report(console, results, schedules(), goals(results, schedules()))
     console.file.close()
     text = (tmp_path / "report").read_text()
     assert "…" not in text  # nothing is cut at the width of a pipe
-    assert "no figure of FlashInfer for 1 x 8192: not here" in text
-    assert "back to back" in text
-    assert "1.50" in text  # the gain of PDL
+    assert "no figure of FlashInfer for uniform 1 x 8192: not here" in text
     assert "uniform and ragged: ratio of any cell" in text
     assert "the schedule alone" in text
     for cell in make_cells(PARTS):
         assert cell.name in text
 
 
-def test_report_of_nothing_but_failures():
-    results = [result(cell) for cell in make_cells(["fp8"])]
-    console = Console(width=120)
-    with console.capture() as captured:
-        print_report(console, results, schedules(), goals(results, schedules()), ceiling_tb_per_s=4.57)
-    assert "no figure of graphrt" in captured.get()
-
-
 def test_results_as_json():
     cell = make_cells(["uniform"])[0]
-    record = json.loads(json.dumps(result(cell, 8.0, None, 10.0, schedule_us=3.2).to_json()))
+    record = json.loads(json.dumps(result(cell, 8.0, None, 10.0, schedule_us=3.2, host_us=900.0).to_json()))
     assert record["ratio"] == pytest.approx(0.81)
-    assert record[OURS] == {"us": pytest.approx(8.1), "call_us": 8.0, "spaced_us": 9.0, "schedule_us": 3.2}
-    assert record["FA3"] == {"us": None, "reason": "not here"}
+    assert record[OURS]["us"] == record[OURS]["device_us"] == pytest.approx(8.1)
+    assert record[OURS]["run_us"] == 8.0
+    assert record["FA3"] == {"us": None, "device_us": None, "reason": "not here"}
     assert all(json.dumps(goal.to_json()) for goal in goals([], []))
 
 
-def test_plot(tmp_path):
-    pytest.importorskip("matplotlib")
-    plot(made_up(), tmp_path / "bandwidth.png", ceiling_tb_per_s=4.57)
-    assert (tmp_path / "bandwidth.png").stat().st_size > 1000
-    with pytest.raises(ConfigError, match="measure the part 'uniform'"):
-        plot(made_up(parts=["ragged"]), tmp_path / "none.png", ceiling_tb_per_s=4.57)
-
-
 # Inputs and the check of outputs
-
-
-def make_inputs(cell):
-    pool = KVPool(CPU)
-    pool.reserve([cell])
-    return Inputs.make(cell, pool)
 
 
 def plain_attention(inputs, layer):
@@ -330,14 +277,13 @@ CELLS = {
 @pytest.mark.parametrize("name", CELLS)
 def test_inputs_and_check(name):
     cell = CELLS[name]
-    inputs = make_inputs(cell)
+    inputs = Inputs.make(cell, CPU)
     assert inputs.k.shape == (1, cell.num_pages, 4, 2, 16)
     assert inputs.v.shape == (1, cell.num_pages, 4, 2, cell.v_head_dim or 16)
     assert inputs.k.stride(2) == (16 if cell.layout is KVLayout.HND else 32)
-    used = torch.cat([inputs.row_pages(row) for row in range(cell.batch)])
-    assert sorted(used.tolist()) == list(range(cell.num_pages))
+    assert sorted(inputs.page_indices.tolist()) == list(range(cell.num_pages))
     for row, length in enumerate(cell.lengths):
-        pages = inputs.row_pages(row)
+        pages = inputs.page_indices[inputs.page_indptr[row] : inputs.page_indptr[row + 1]]
         assert inputs.block_table[row, : len(pages)].tolist() == pages.tolist()
         assert not inputs.block_table[row, len(pages) :].any()
         assert (len(pages) - 1) * cell.page_size + int(inputs.last_page_len[row]) == length
@@ -350,14 +296,9 @@ def test_inputs_and_check(name):
 
 
 def test_queries_of_an_fp8_cell_are_fp8_values():
-    q = make_inputs(CELLS["fp8"]).q
+    q = Inputs.make(CELLS["fp8"], CPU).q
     assert q.dtype == torch.bfloat16
     assert torch.equal(q, q.to(torch.float8_e4m3fn).to(torch.bfloat16))
-
-
-def test_pool_is_bounded():
-    with pytest.raises(CapacityError, match="cell uniform huge: expected at most 9 GiB of KV"):
-        KVPool(CPU).reserve([Cell("uniform", "huge", (1 << 20,) * 4)])
 
 
 # Sides
@@ -370,8 +311,6 @@ class FakeSide:
         self.outcome = outcome
 
     def prepare(self, cell, inputs):
-        from scripts.rigs.attention_sides import Prepared
-
         if self.outcome == "refuses":
             raise UnsupportedError("head_dim 16: expected 64, 128 or 256")
         right = plain_attention(inputs, 0).to(torch.bfloat16)
@@ -392,17 +331,13 @@ OUTCOMES = {
 
 @pytest.mark.parametrize("outcome", OUTCOMES)
 def test_only_right_results_are_timed(outcome):
-    from scripts.rigs.attention_sides import prepare_checked
-
     variants, text = OUTCOMES[outcome]
-    prepared, reason = prepare_checked(FakeSide(outcome), SMALL, make_inputs(SMALL))
+    prepared, reason = prepare_checked(FakeSide(outcome), SMALL, Inputs.make(SMALL, CPU))
     assert [p.variant for p in prepared] == variants
     assert reason is None if text is None else text in reason
 
 
 def test_spacers_leave_the_outputs_alone():
-    from graphrt.bench.timer import spaced_calls, spacer_calls
-
     outs = [torch.full((2, 3), float(i), dtype=torch.bfloat16) for i in (1, 2)]
     sinks = [call() for call in spaced_calls([lambda out=out: out for out in outs], CPU)]
     assert sinks[0].data_ptr() == sinks[1].data_ptr()  # one after another, each on the one before
@@ -413,18 +348,14 @@ def test_spacers_leave_the_outputs_alone():
 
 @pytest.mark.parametrize("name", ["decode", "HND", "varlen", "two_sizes", "chunks"])
 def test_graphrt_side_passes_its_check(name):
-    from scripts.rigs.attention_sides import GraphrtSide, prepare_checked
-
     cell = CELLS[name]
-    prepared, reason = prepare_checked(GraphrtSide(), cell, make_inputs(cell))
+    prepared, reason = prepare_checked(GraphrtSide(), cell, Inputs.make(cell, CPU))
     assert reason is None
     assert [p.variant for p in prepared][-1:] == (["prompts, packed"] if name == "varlen" else [prepared[0].variant])
 
 
 @pytest.mark.parametrize("peer", ["fa3", "flashinfer"])
 def test_missing_peer_says_how_to_get_it(monkeypatch, peer):
-    from scripts.rigs import attention_peers as peers
-
     module = {"fa3": "flash_attn_interface", "flashinfer": "flashinfer"}[peer]
     monkeypatch.setitem(sys.modules, module, None)
     make = {"fa3": peers.Fa3Side, "flashinfer": lambda: peers.FlashInferSide(CPU)}[peer]

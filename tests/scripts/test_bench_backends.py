@@ -18,30 +18,28 @@ from graphrt.backends.torch_reference import TorchReferenceBackend
 from graphrt.backends.triton import TritonBackend
 from graphrt.batch import Batch
 from graphrt.capture.descriptor import BatchDescriptor
-from graphrt.kernels.errors import CapacityError
 from graphrt.kernels.library import INTERPRETER_AVAILABLE
 from graphrt.kernels.types import KVLayout
 from graphrt.metadata import StepMetadata
 from scripts import bench_backends
-from scripts.rigs.backend_report import BackendTime, make_cells
-from scripts.rigs.backend_rig import KVStore, Rig, make_context, page_size_of
+from scripts.rigs.backend_rig import Rig, make_context, page_size_of
 from scripts.rigs.cells import LAYERS, Cell, uniform_cell
+from scripts.rigs.measure import LayerTime
 
 CPU = torch.device("cpu")
 
 
 def tiny_cells(batches: tuple[int, ...], contexts: tuple[int, ...]) -> list[Cell]:
-    return make_cells(batches, contexts, **bench_backends.TINY)
+    return [uniform_cell("x", batch, context, **bench_backends.TINY) for batch in batches for context in contexts]
 
 
 def test_costs() -> None:
-    time = BackendTime(host_us=64.0, schedule_us=3.2, run_us=10.0)
+    time = LayerTime(host_us=64.0, schedule_us=3.2, run_us=10.0)
     assert time.device_us == pytest.approx(10.0 + 3.2 / LAYERS)
     assert time.us == pytest.approx(10.0 + 3.2 / LAYERS + 64.0 / LAYERS)
-    assert BackendTime(reason="none").us is None
+    assert LayerTime(reason="none").us is None
     assert uniform_cell("x", 2, 512).kv_bytes == 2 * 2 * 512 * 8 * 128 * 2
-    assert [(cell.batch, cell.longest) for cell in make_cells((1, 2), (3, 4))] == [(1, 3), (1, 4), (2, 3), (2, 4)]
-    assert len(make_cells()) == 12
+    assert len({(cell.batch, cell.longest) for cell in bench_backends.CELLS}) == 12
 
 
 class LargePages(TorchReferenceBackend):
@@ -75,9 +73,7 @@ class Wrong(LargePages):
 
 
 def rig_of(cls: type[AttentionBackend], cells: list[Cell]) -> Rig:
-    store = KVStore(CPU)
-    assert store.reserve(cells, 256) == {}
-    return Rig(cls, make_context(cls, cells, CPU), store)
+    return Rig(cls, make_context(cls, cells, CPU))
 
 
 def test_the_contract_is_driven_in_order() -> None:
@@ -117,14 +113,9 @@ def test_triton_passes_the_check_of_results() -> None:
 
 
 def test_a_wrong_result_is_no_figure() -> None:
-    with pytest.raises(AssertionError, match="row 0, layer 0: expected a relative error of at most"):
-        rig_of(Wrong, tiny_cells((1,), (9,))).measure(tiny_cells((1,), (9,))[0], 1)
-    store = KVStore(CPU)
-    cells = tiny_cells((1,), (9,))
-    store.reserve(cells, 256)
-    (time,) = bench_backends.measure(Wrong, cells, store, 1).values()
+    (time,) = bench_backends.measure(Wrong, tiny_cells((1,), (9,)), CPU, 1).values()
     assert time.us is None
-    assert str(time.reason).startswith("AssertionError: row 0, layer 0")
+    assert str(time.reason).startswith("AssertionError: row 0, layer 0: expected a relative error of at most 0.02")
 
 
 def test_a_backend_that_cannot_be_built_has_a_reason_in_every_cell(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,31 +123,15 @@ def test_a_backend_that_cannot_be_built_has_a_reason_in_every_cell(monkeypatch: 
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr(LargePages, "allocate", allocate)
-    store, cells = KVStore(CPU), tiny_cells((1,), (9, 10))
-    store.reserve(cells, 256)
-    times = bench_backends.measure(LargePages, cells, store, 1)
+    cells = tiny_cells((1,), (9, 10))
+    times = bench_backends.measure(LargePages, cells, CPU, 1)
     assert {cell: time.reason for cell, time in times.items()} == dict.fromkeys(cells, "RuntimeError: no compiler")
 
 
 def test_what_cannot_be_captured_has_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LargePages, "graph_unsupported_reason", lambda self, descriptor: "reads lengths on the host")
     time = rig_of(LargePages, tiny_cells((1,), (9,))).measure(tiny_cells((1,), (9,))[0], 1)
-    assert time == BackendTime(reason="reads lengths on the host")
-
-
-def test_cells_that_do_not_fit_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    free = 5 << 30
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
-    monkeypatch.setattr("scripts.rigs.backend_rig.rotations", lambda nbytes, device: 2)
-    store = KVStore(torch.device("cuda"))
-    monkeypatch.setattr(store, "_fill", lambda size, dtype, seed: torch.empty(size, dtype=torch.bfloat16))
-    small, large = (
-        uniform_cell("x", *size, num_kv_heads=1, num_q_heads=1, head_dim=16) for size in ((1, 512), (4096, 8192))
-    )
-    assert store.reserve([small, large], 16) == {large: "needs 4096 MiB for KV, 1024 MiB are free"}
-    assert len(store.views(small, 16, KVLayout.NHD)) == 2
-    with pytest.raises(CapacityError, match="KV store: expected room for 4096 MiB, got 1024 MiB"):
-        store.reserve([large], 16)
+    assert time == LayerTime(reason="reads lengths on the host")
 
 
 def test_dry_run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
