@@ -176,19 +176,15 @@ def _of_node(place: Place, node: Node, kind: FindingKind, text: str) -> Finding:
 
 def _registered_but_freed(lookup: Lookup) -> Iterator[Finding]:
     """Yield findings for registered memory in freed blocks, such as an output that was dropped: it may be reused."""
-    freed = sorted(
-        (r for r in lookup.memory.regions if not r.live and r.owner in (Owner.POOL, Owner.ALLOCATOR)),
-        key=lambda region: region.address,
-    )
-    starts = np.array([region.address for region in freed], np.uint64)
+    freed = MemoryMap(r for r in lookup.memory.regions if not r.live and r.owner in (Owner.POOL, Owner.ALLOCATOR))
     for region in filter(registered, lookup.memory.regions):
-        at = int(np.searchsorted(starts, region.end)) - 1
-        if at < 0 or freed[at].end <= region.address:
+        block = next((held for _, held in freed.ranges(region.address, region.nbytes) if held is not None), None)
+        if block is None:
             continue
         place, name = _first_user(lookup, region)
         yield Finding(
             place, name, f"{region.owner.value} {region.name!r}", region.address, region.owner, region.name,
-            f"it is in a block that was freed, {freed[at].name!r}, and the next capture into the pool may reuse it; "
+            f"it is in a block that was freed, {block.name!r}, and the next capture into the pool may reuse it; "
             "keep the tensor alive, or allow it if it is read before any other graph runs",
             FindingKind.FREED,
         )  # fmt: skip

@@ -196,18 +196,16 @@ class _Comparison:
                 yield from self.graphs(*bodies, (*at_a, i, which), (*at_b, j, which))
 
     def _nodes(self, a: Node, b: Node) -> Iterator[Change]:
-        for what, before, after in (
-            ("kind", a.kind.value, b.kind.value),
-            ("name", a.name, b.name),
-            ("bodies", str(len(a.bodies)), str(len(b.bodies))),
+        for level, what, before, after in (
+            (Level.TOPOLOGY, "kind", a.kind.value, b.kind.value),
+            (Level.TOPOLOGY, "name", a.name, b.name),
+            (Level.TOPOLOGY, "bodies", str(len(a.bodies)), str(len(b.bodies))),
+            (Level.LAUNCHES, "grid", _extents(a.grid), _extents(b.grid)),
+            (Level.LAUNCHES, "block", _extents(a.block), _extents(b.block)),
+            (Level.LAUNCHES, "shared bytes", str(a.shared_bytes), str(b.shared_bytes)),
         ):
             if before != after:
-                yield Change(Level.TOPOLOGY, what, before, after)
-        for what, here, there in (("grid", a.grid, b.grid), ("block", a.block, b.block)):
-            if here != there:
-                yield Change(Level.LAUNCHES, what, _extents(here), _extents(there))
-        if a.shared_bytes != b.shared_bytes:
-            yield Change(Level.LAUNCHES, "shared bytes", str(a.shared_bytes), str(b.shared_bytes))
+                yield Change(level, what, before, after)
         yield from _by_name(Level.LAUNCHES, "attribute", a.attributes, b.attributes)
         yield from self._arguments(a.arguments, b.arguments)
         yield from self._operands(a.operands, b.operands)
