@@ -36,10 +36,6 @@ def async_backend(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_another_backend_is_refused(call) -> None:
     with pytest.raises(ConfigError, match=BACKEND_ERROR):
         call()
-
-
-@pytest.mark.usefixtures("async_backend")
-def test_a_cpu_needs_no_cuda_allocator() -> None:
     check_capture_allocator(CPU)
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from graphrt.capture.inspect import align
 from graphrt.capture.inspect.align import aligned
@@ -66,49 +67,33 @@ def test_equal_graphs() -> None:
     assert str(found) == "equal: 2 nodes with equal topology, launches and arguments"
 
 
-CHANGED = {
-    "name": ({"name": "h"}, Level.TOPOLOGY, Change(Level.TOPOLOGY, "name", "f", "h")),
-    "kind": ({"kind": NodeKind.OTHER}, Level.TOPOLOGY, None),
-    "grid": ({"grid": (4, 1, 1)}, Level.LAUNCHES, Change(Level.LAUNCHES, "grid", "1x1x1", "4x1x1")),
-    "block": ({"block": (64, 2, 1)}, Level.LAUNCHES, Change(Level.LAUNCHES, "block", "32x1x1", "64x2x1")),
-    "shared": ({"shared_bytes": 9}, Level.LAUNCHES, Change(Level.LAUNCHES, "shared bytes", "0", "9")),
-    "cluster": (
-        {"attributes": {"cluster": "2x1x1"}}, Level.LAUNCHES, Change(Level.LAUNCHES, "attribute cluster", "-", "2x1x1")
-    ),
-    "value": (
-        {"arguments": (Argument(0, number(-7)),)}, Level.ARGUMENTS, Change(Level.ARGUMENTS, "argument 0", "3", "-7")
-    ),
-    "named": (
-        {"arguments": (Argument(0, number(4), "n", ()),)},
-        Level.ARGUMENTS,
-        Change(Level.ARGUMENTS, "argument 0 'n'", "3", "4"),
-    ),
-    "size": (
-        {"arguments": (Argument(0, bytes(8)),)},
-        Level.ARGUMENTS,
-        Change(Level.ARGUMENTS, "argument 0", "4 bytes", "8 bytes"),
-    ),
-    "fewer": ({"arguments": ()}, Level.ARGUMENTS, Change(Level.ARGUMENTS, "number of arguments", "1", "0")),
-    "scalar": (
-        {"scalars": (("value", "0x1"),)}, Level.ARGUMENTS, Change(Level.ARGUMENTS, "scalar value", "-", "0x1")
-    ),
-    "operand": (
-        {"operands": (Operand("dst", 5, 4, written=True),)}, Level.ARGUMENTS,
-        Change(Level.ARGUMENTS, "operands", "-", "dst"),
-    ),
-}  # fmt: skip
+CHANGED: dict[str, tuple[dict, Level, str, str]] = {
+    "name": ({"name": "h"}, Level.TOPOLOGY, "f", "h"),
+    "kind": ({"kind": NodeKind.OTHER}, Level.TOPOLOGY, "", ""),
+    "grid": ({"grid": (4, 1, 1)}, Level.LAUNCHES, "1x1x1", "4x1x1"),
+    "block": ({"block": (64, 2, 1)}, Level.LAUNCHES, "32x1x1", "64x2x1"),
+    "shared bytes": ({"shared_bytes": 9}, Level.LAUNCHES, "0", "9"),
+    "attribute cluster": ({"attributes": {"cluster": "2x1x1"}}, Level.LAUNCHES, "-", "2x1x1"),
+    "argument 0": ({"arguments": (Argument(0, number(-7)),)}, Level.ARGUMENTS, "3", "-7"),
+    "argument 0 'n'": ({"arguments": (Argument(0, number(4), "n", ()),)}, Level.ARGUMENTS, "3", "4"),
+    "argument 0 'x'": ({"arguments": (Argument(0, bytes(8), "x"),)}, Level.ARGUMENTS, "4 bytes", "8 bytes"),
+    "number of arguments": ({"arguments": ()}, Level.ARGUMENTS, "1", "0"),
+    "scalar value": ({"scalars": (("value", "0x1"),)}, Level.ARGUMENTS, "-", "0x1"),
+    "operands": ({"operands": (Operand("dst", 5, 4, written=True),)}, Level.ARGUMENTS, "-", "dst"),
+}
 
 
 @pytest.mark.parametrize("case", CHANGED)
 def test_each_kind_of_difference(case: str) -> None:
-    fields, level, change = CHANGED[case]
+    fields, level, old, new = CHANGED[case]
     before = chain(kernel("e"), kernel("f", number(3)), kernel("g"))
     nodes = (before.nodes[0], replace(before.nodes[1], **fields), before.nodes[2])
     found = compared(before, GraphView(nodes, before.edges))
     assert found.equal_topology == (level is not Level.TOPOLOGY)
     assert found.equal_launches == (level is Level.ARGUMENTS)
     assert not found.equal
-    if change is not None:
+    if case != "kind":
+        change = Change(level, case, old, new)
         assert found.nodes == (NodeDiff((1,), (1,), "kernel f", (change,)),)
         assert str(change) in str(found)
 
@@ -175,28 +160,6 @@ def test_nodes_with_other_names_are_matched_by_position() -> None:
     assert [node.after for node in found.nodes if node.before is None] == [(4,)]
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_nodes_are_matched_in_order_and_once(seed: int) -> None:
-    rng = random.Random(seed)
-    names = [rng.choice("abcd") for _ in range(40)]
-    other = [name for name in names if rng.random() < 0.8]
-    for _ in range(5):
-        other.insert(rng.randrange(len(other)), rng.choice("abcde"))
-    a, b = (GraphView(tuple(kernel(name) for name in side)) for side in (names, other))
-    found = compared(a, b)
-    removed = [node.before[0] for node in found.nodes if node.after is None]
-    added = [node.after[0] for node in found.nodes if node.before is None]
-    renamed = {node.before[0]: node.after[0] for node in found.nodes if node.before and node.after}
-    assert removed == sorted(set(removed))
-    assert added == sorted(set(added))
-    # After removing the differences, both sequences are equal.
-    left = [f"{i}!" if i in renamed else name for i, name in enumerate(names) if i not in removed]
-    back = {after: before for before, after in renamed.items()}
-    right = [f"{back[j]}!" if j in back else name for j, name in enumerate(other) if j not in added]
-    assert left == right
-    assert all(names[i] != other[j] for i, j in renamed.items())
-
-
 def longest_common(a: list[str], b: list[str]) -> int:
     """Length of a longest common subsequence by dynamic programming."""
     table = [[0] * (len(b) + 1) for _ in range(len(a) + 1)]
@@ -206,10 +169,8 @@ def longest_common(a: list[str], b: list[str]) -> int:
     return table[-1][-1]
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_the_number_of_name_matches_is_maximal(seed: int) -> None:
-    rng = random.Random(seed)
-    a, b = ([rng.choice("abc") for _ in range(rng.randrange(15))] for _ in range(2))
+@given(st.lists(st.sampled_from("abc"), max_size=14), st.lists(st.sampled_from("abc"), max_size=14))
+def test_the_number_of_name_matches_is_maximal(a: list[str], b: list[str]) -> None:
     pairs = list(aligned(*([("kernel", name) for name in side] for side in (a, b))))
     assert [i for i, _ in pairs if i is not None] == list(range(len(a)))
     assert [j for _, j in pairs if j is not None] == list(range(len(b)))
@@ -274,15 +235,9 @@ def test_addresses_are_compared_by_region_and_offset() -> None:
     moved = chain(kernel("f", word(X + 24), word(POOL + 32)))
     (node,) = compared(here, moved, memory(), memory()).nodes
     assert node.changes == (Change(Level.ARGUMENTS, "argument 0", "x+0x10", "x+0x18"),)
-    leaked = chain(kernel("f", word(0x7F3000000010), word(POOL + 32)))
-    (node,) = compared(here, leaked, memory(), memory()).nodes
-    assert node.changes == (Change(Level.ARGUMENTS, "argument 0", "x+0x10", "0x7f3000000010"),)
-
-
-def test_another_region() -> None:
-    here, there = chain(kernel("f", word(X))), chain(kernel("f", word(WEIGHT)))
-    (node,) = compared(here, there, memory(), memory()).nodes
-    assert node.changes == (Change(Level.ARGUMENTS, "argument 0", "x+0x0", "w+0x0"),)
+    for address, text in ((0x7F3000000010, "0x7f3000000010"), (WEIGHT, "w+0x0")):
+        (node,) = compared(here, chain(kernel("f", word(address), word(POOL + 32))), memory(), memory()).nodes
+        assert node.changes == (Change(Level.ARGUMENTS, "argument 0", "x+0x10", text),)
 
 
 def test_blocks_of_pools_are_matched_by_first_use() -> None:
@@ -417,17 +372,6 @@ def test_two_captures_of_a_step_are_equal() -> None:
     assert compared(first, other.view(4), toy.memory(), other.memory()).equal
 
 
-def test_a_replaced_buffer_is_a_difference() -> None:
-    toy = Toy()
-    first = toy.view(4)
-    kept, toy.x = toy.x, toy.x.clone()
-    found = compared(first, toy.view(4), toy.memory(), toy.memory())
-    (node,) = found.nodes
-    assert node.name == "op aten.mm.out"
-    assert [change.what for change in node.changes] == ["operand self"]
-    assert (node.changes[0].before, node.changes[0].after) == (f"at {kept.data_ptr():#x}", "at x+0x0")
-
-
 def test_two_sizes_differ_in_arguments_that_depend_on_the_size() -> None:
     toy = Toy()
     found = compared(toy.view(2), toy.view(4), toy.memory(), toy.memory())
@@ -462,14 +406,19 @@ def test_operand_differences_show_only_what_differs() -> None:
         assert [str(change) for change in node.changes] == [f"operand src: {text}"]
 
 
-def test_a_frozen_scalar_is_a_difference() -> None:
-    toy, scale = Toy(), [2.0]
-    step = lambda: toy.x * scale[0]  # noqa: E731
-    view: Callable[[], GraphView] = lambda: inspect_graph(op_trace_of(step))  # noqa: E731
-    first = view()
-    scale[0] = 3.0
-    (node,) = compared(first, view()).nodes
-    assert node.changes == (Change(Level.ARGUMENTS, "scalar other", "2.0", "3.0"),)
+def test_a_frozen_scalar_and_a_replaced_buffer_are_differences() -> None:
+    toy, scale = Toy(), 2.0
+    kept = toy.x
+
+    def view() -> GraphView:
+        return inspect_graph(op_trace_of(lambda: toy.x * scale))
+
+    first, toy.x, scale = view(), toy.x.clone(), 3.0
+    (node,) = compared(first, view(), toy.memory(), toy.memory()).nodes
+    assert node.changes == (
+        Change(Level.ARGUMENTS, "operand self", f"at {kept.data_ptr():#x}", "at x+0x0"),
+        Change(Level.ARGUMENTS, "scalar other", "2.0", "3.0"),
+    )
 
 
 def test_sizes_of_a_step_of_graphrt() -> None:

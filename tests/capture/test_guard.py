@@ -116,21 +116,6 @@ def test_new_values_in_place_are_allowed() -> None:
     guard.check_next()
 
 
-def test_every_tensor_is_checked_by_name() -> None:
-    for moved in ("a", "b", "c"):
-        tensors = {name: torch.ones(3) for name in "abc"}
-        guard = PointerGuard(tensors.items())
-        guard.check()
-        old, kept = tensors[moved].data_ptr(), tensors[moved].data
-        tensors[moved].data = torch.zeros(3)
-        with pytest.raises(ReplayError, match=f"^{moved}: expected at address {old:#x} as captured, got 0x"):
-            guard.check()
-        tensors[moved].data = kept
-        guard.check()
-    PointerGuard([]).check()
-    PointerGuard([]).check_next()
-
-
 def test_incremental_checks_cover_all_tensors_in_num_turns_calls() -> None:
     weights = {f"w{index}": torch.ones(1) for index in range(70)}
     early, guard = PointerGuard(weights.items()), PointerGuard(weights.items())
@@ -147,6 +132,8 @@ def test_incremental_checks_cover_all_tensors_in_num_turns_calls() -> None:
     weights["w69"].data = kept
     for _ in range(2 * guard.num_turns):
         guard.check_next()
+    PointerGuard([]).check()
+    PointerGuard([]).check_next()
 
 
 def test_replaced_and_missing_parameters_are_detected_by_name() -> None:

@@ -48,14 +48,6 @@ def test_operands_are_named_as_in_the_schema() -> None:
     assert node.scalars == (("alpha", "2.5"),)
 
 
-def test_operands_written_in_place() -> None:
-    x, y = torch.ones(4), torch.ones(4)
-    view = view_of(lambda: x.add_(y))
-    assert view.nodes[0].operands == (
-        Operand("self", x.data_ptr(), 16, written=True), Operand("other", y.data_ptr(), 16),
-    )  # fmt: skip
-
-
 def test_an_operand_spans_from_its_first_element_to_its_last() -> None:
     x = torch.arange(64, dtype=torch.float64).view(8, 8)
     parts = {
@@ -86,6 +78,10 @@ def test_each_tensor_of_a_list_is_an_operand() -> None:
     assert operand(node, "indices[1]") == Operand("indices[1]", index.data_ptr(), 16)
     (node,) = view_of(lambda: torch._foreach_add_([a, b], 1.0)[0]).nodes
     assert [one.written for one in node.operands] == [True, True]
+    op_trace = op_trace_of(lambda: c.max(dim=1)[0])
+    outs = [one for one in inspect_graph(op_trace).nodes[0].operands if one.role == "out"]
+    assert [(one.nbytes, one.written) for one in outs] == [(20, True), (40, True)]
+    assert outs[0].address == op_trace.output.data_ptr()
 
 
 def test_scalars_are_shown_and_objects_without_their_addresses() -> None:
@@ -96,15 +92,6 @@ def test_scalars_are_shown_and_objects_without_their_addresses() -> None:
     assert scalars["generator"] == "<torch._C.Generator object>"
     cast = view_of(lambda: x.to(torch.float64)).nodes[-1]
     assert dict(cast.scalars)["dtype"] == "torch.float64"
-
-
-def test_several_results() -> None:
-    x = torch.ones(4, 3)
-    op_trace = op_trace_of(lambda: x.max(dim=1)[0])
-    (node,) = inspect_graph(op_trace).nodes
-    outs = [one for one in node.operands if one.role == "out"]
-    assert [(one.nbytes, one.written) for one in outs] == [(16, True), (32, True)]
-    assert outs[0].address == op_trace.output.data_ptr()
 
 
 def test_uninitialized_memory_is_an_allocation() -> None:
@@ -125,16 +112,6 @@ def test_uninitialized_memory_is_an_allocation() -> None:
     assert memory.nbytes == 16
     assert memory.address == operand(view.nodes[1], "out").address == operand(view.nodes[2], "self").address
     assert edges(view) == {(0, 1), (1, 2)}
-
-
-def test_inspecting_an_op_trace_does_not_change_it() -> None:
-    x = torch.zeros(4)
-    op_trace = op_trace_of(lambda: (x * 2 + 1).sum().reshape(1))
-    before = inspect_graph(op_trace)
-    x.fill_(3.0)
-    op_trace.launch()
-    assert op_trace.output.item() == 28.0
-    assert inspect_graph(op_trace) == before
 
 
 def test_a_closed_op_trace_raises() -> None:
@@ -162,33 +139,6 @@ def test_a_loop_is_a_conditional_node_with_its_step() -> None:
 
 
 # -- edges
-
-
-def test_edges_of_reads_and_writes() -> None:
-    x, y = torch.ones(4), torch.ones(4)
-
-    def step() -> torch.Tensor:
-        a = x + 1  # 0
-        b = a * y  # 1 reads the result of 0
-        a.zero_()  # 2 overwrites the result of 0, which 1 reads
-        y.add_(b)  # 3 writes the input of 1, reads the result of 1
-        return a + y  # 4
-
-    assert edges(view_of(step)) == {(0, 1), (0, 2), (1, 2), (1, 3), (2, 4), (3, 4)}
-
-
-def test_disjoint_parts_of_a_buffer_are_independent() -> None:
-    x = torch.zeros(8)
-
-    def step() -> torch.Tensor:
-        x[:4].fill_(1.0)  # 0
-        x[4:].fill_(2.0)  # 1
-        a = x[3:5] + 0  # 2 reads both
-        x[2:4].fill_(3.0)  # 3 overwrites a part of 0, which 2 reads
-        x[6:].fill_(4.0)  # 4 overwrites a part of 1
-        return a + x[:1]  # 5 reads the rest of 0
-
-    assert edges(view_of(step)) == {(0, 2), (1, 2), (0, 3), (2, 3), (1, 4), (0, 5), (2, 5)}
 
 
 def naive(nodes: tuple[Node, ...]) -> set[tuple[int, int]]:

@@ -346,27 +346,6 @@ def test_hostile_names_run_nothing(opened):
     assert {url.split("#")[0] for url in page.requests} == {page.evaluate("location.href").split("#")[0]}
 
 
-def test_the_policy_blocks_loads(opened):
-    page = opened(Example(GraphView(()), MemoryMap([]), [], "empty"))
-    assert page.text("#count") == "0 nodes"
-    assert page.errors == []
-    stopped = """new Promise((done) => {
-        const found = [];
-        addEventListener('securitypolicyviolation', (event) => {
-            found.push(event.effectiveDirective);
-            if (found.length === 3) done(found.sort());
-        });
-        new Image().src = 'http://127.0.0.1:9/picture.png';
-        fetch('http://127.0.0.1:9/data').catch(() => 0);
-        const script = document.createElement('script');
-        script.textContent = 'document.title = "ran"';
-        document.body.append(script);
-    })"""
-    assert page.evaluate(stopped) == ["connect-src", "img-src", "script-src-elem"]
-    assert page.evaluate("document.title") == "empty"
-    assert {event["blockedReason"] for event in page.events("Network.loadingFailed")} == {"csp"}
-
-
 def test_both_colour_schemes(opened, step):
     grounds = {}
     for scheme in ("light", "dark"):

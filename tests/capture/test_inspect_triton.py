@@ -109,6 +109,10 @@ def test_arguments_are_named_as_in_the_signature(fake: FakeGraphs, module, compi
     assert [argument.name for argument in node.arguments] == names
     assert [argument.data for argument in node.arguments] == data
     assert [argument.pointers for argument in node.arguments] == [(0,), (0,), (), (), (), (0,), (0,)]
+    longer = fake.function("scale_rows", [*sizes, 8])
+    module.scale_rows = jitted(known(compiled.src.signature, longer))
+    node = launched(fake, longer, [*data, word(0)])
+    assert {argument.name for argument in node.arguments} == {""}, "the launcher appends no third pointer"
 
 
 def test_autotuners_are_unwrapped(fake: FakeGraphs, module) -> None:
@@ -143,16 +147,6 @@ def test_ambiguous_arguments_stay_unknown(fake: FakeGraphs, module, case: str) -
     function = fake.function("scale_rows", [8])
     module.scale_rows = jitted(known(UNCERTAIN[case], function))
     assert launched(fake, function, [word(5)]).arguments == (Argument(0, word(5)),)
-
-
-@pytest.mark.parametrize("value", [None, 3, "text", print, types.SimpleNamespace(fn=None), JITFunction(scale_rows)])
-def test_other_objects_with_the_name_are_ignored(fake: FakeGraphs, module, value: object) -> None:
-    module.scale_rows = value
-    assert launched(fake, fake.function("scale_rows", [8]), [word(5)]).arguments == (Argument(0, word(5)),)
-
-
-def test_more_extra_arguments_than_the_launcher_adds_stay_unknown(fake: FakeGraphs, module) -> None:
-    function = fake.function("scale_rows", [8, 8, 8, 8])
-    module.scale_rows = jitted(known({"x": "*fp32"}, function))
-    node = launched(fake, function, [word(at) for at in range(4)])
-    assert {(argument.name, argument.pointers) for argument in node.arguments} == {("", None)}
+    for other in (None, "text", types.SimpleNamespace(fn=None)):
+        module.scale_rows = other
+        assert launched(fake, function, [word(5)]).arguments == (Argument(0, word(5)),)

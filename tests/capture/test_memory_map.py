@@ -80,16 +80,12 @@ def test_a_module_has_parameters_and_buffers_and_tied_ones_once() -> None:
     assert names == ["0.weight", "1.weight", "1.bias", "1.running_mean", "1.running_var", "1.num_batches_tracked"]
 
 
-def test_lists_of_tensors_are_numbered() -> None:
+def test_lists_are_numbered_and_empty_tensors_have_no_region() -> None:
     layers = [torch.zeros(3), torch.zeros(3)]
-    regions = memory_of(cache={"k": layers}, static=[("x", torch.zeros(2))]).regions
+    regions = memory_of(cache={"k": layers}, static=[("x", torch.zeros(2)), ("none", torch.zeros(0, 4))]).regions
     assert [(r.name, r.owner) for r in regions] == [
         ("x", Owner.STATIC), ("k.0", Owner.CACHE), ("k.1", Owner.CACHE)
     ]  # fmt: skip
-
-
-def test_empty_tensors_have_no_region() -> None:
-    assert memory_of(static={"none": torch.zeros(0, 4)}).regions == ()
 
 
 def emptied() -> torch.Tensor:
@@ -201,24 +197,16 @@ def test_memory_allocated_by_the_step_is_in_the_pool() -> None:
     assert [(r.address, r.nbytes) for r in unnamed] == [(x.data_ptr(), 16)]
 
 
-@pytest.mark.parametrize("keep", ["tensor", "view", "parameter", "none"])
+@pytest.mark.parametrize("keep", ["tensor", "view", "parameter", "op trace", "none"])
 def test_earlier_memory_is_live_while_another_tensor_refers_to_it(keep: str) -> None:
     held = {"x": torch.ones(4)}
     op_trace = op_trace_of(lambda: (held["x"].view(2, 2) @ held["x"].view(2, 2)).reshape(-1) + held["x"])
+    other = op_trace_of(lambda: held["x"] + 2) if keep == "op trace" else None
     x = held.pop("x")
-    kept = {"tensor": x, "view": x[1:], "parameter": torch.nn.Parameter(x), "none": None}[keep]
+    kept = {"tensor": x, "view": x[1:], "parameter": torch.nn.Parameter(x), "op trace": other, "none": None}[keep]
     del x
     (region,) = (r for r in memory_of(pool=op_trace).regions if r.owner is Owner.ALLOCATOR)
     assert region.live == (kept is not None)
-
-
-def test_a_second_op_trace_keeps_memory_live() -> None:
-    held = {"x": torch.ones(4)}
-    op_traces = [op_trace_of(lambda: held["x"] + 1), op_trace_of(lambda: held["x"] + 2)]
-    held.clear()
-    assert [r.live for r in memory_of(pool=op_traces[0]).regions if r.owner is Owner.ALLOCATOR] == [True]
-    op_traces[1].close()
-    assert [r.live for r in memory_of(pool=op_traces[0]).regions if r.owner is Owner.ALLOCATOR] == [False]
 
 
 def test_the_pool_of_a_loop_is_that_of_its_step() -> None:

@@ -13,65 +13,22 @@ from graphrt.kernels.ops.norm import add_rms_norm
 from tests.support.capture_rig import KEY, op_trace_of
 
 
-def test_a_launch_reads_the_latest_input_and_writes_the_captured_output() -> None:
-    x = torch.zeros(4)
-    op_trace = op_trace_of(lambda: (x * 2 + 1).sum().reshape(1))
-    for value in (3.0, -1.0, 3.0):
-        x.fill_(value)
-        op_trace.launch()
-        assert op_trace.output.item() == 4 * (2 * value + 1)
-
-
-def test_python_is_not_run_again() -> None:
-    calls = []
-    x = torch.ones(2)
+def test_scalars_and_addresses_are_frozen_and_values_in_tensors_are_not() -> None:
+    state, factor, calls = {"x": torch.ones(1), "scale": 2.0}, torch.tensor(3.0), []
+    captured = state["x"]
 
     def step() -> torch.Tensor:
         calls.append(1)
-        return x + 1
+        return state["x"] * state["scale"] * factor + 1
 
     op_trace = op_trace_of(step)
-    op_trace.launch()
-    op_trace.launch()
-    assert len(calls) == 1
-
-
-def test_a_python_scalar_is_frozen() -> None:
-    state = {"scale": 2.0}
-    x = torch.ones(1)
-    op_trace = op_trace_of(lambda: x * state["scale"])
-    state["scale"] = 5.0
-    op_trace.launch()
-    assert op_trace.output.item() == 2.0, "the scalar of the capture"
-
-
-def test_a_scalar_in_a_tensor_is_not_frozen() -> None:
-    scale, x = torch.tensor(2.0), torch.ones(1)
-    op_trace = op_trace_of(lambda: x * scale)
-    scale.fill_(5.0)
-    op_trace.launch()
-    assert op_trace.output.item() == 5.0
-
-
-def test_an_address_is_frozen() -> None:
-    holder = {"x": torch.ones(1)}
-    captured = holder["x"]
-    op_trace = op_trace_of(lambda: holder["x"] + 1)
-    holder["x"] = torch.full((1,), 10.0)
-    op_trace.launch()
-    assert op_trace.output.item() == 2.0, "the tensor of the capture"
-    captured.fill_(4.0)
-    op_trace.launch()
-    assert op_trace.output.item() == 5.0
-
-
-def test_data_assigned_to_a_captured_tensor_is_ignored() -> None:
-    x = torch.ones(1)
-    alias = x.view(1)  # the storage of the capture
-    op_trace = op_trace_of(lambda: alias + 1)
-    x.data = torch.full((1,), 10.0)
-    op_trace.launch()
-    assert op_trace.output.item() == 2.0
+    state.update(x=torch.full((1,), 10.0), scale=5.0)
+    for x, by in ((1.0, 3.0), (-4.0, 7.0), (1.0, 3.0)):
+        captured.fill_(x)
+        factor.fill_(by)
+        op_trace.launch()
+        assert op_trace.output.item() == x * 2.0 * by + 1
+    assert calls == [1], "a launch does not run Python"
 
 
 def test_later_changes_of_data_and_shape_are_ignored() -> None:
@@ -132,27 +89,30 @@ def test_empty_memory_keeps_its_last_contents() -> None:
     assert op_trace.output.tolist() == [1.0, 7.0], "a graph does not initialize empty() memory either"
 
 
-@pytest.mark.parametrize(
-    "read",
-    [
-        lambda x: x.item(),
-        lambda x: x.tolist(),
-        lambda x: x.numpy(),
-        lambda x: int(x),
-        lambda x: float(x),
-        lambda x: bool(x > 0),
-        lambda x: x.expand(3)[x.expand(3) > 0],
-        lambda x: torch.nonzero(x),
-        lambda x: torch.equal(x, x),
-    ],
-    ids=["item", "tolist", "numpy", "int", "float", "bool", "mask-index", "nonzero", "equal"],
-)
-def test_host_reads_raise_and_the_recorder_stays_usable(read) -> None:
+READS = {
+    "item": lambda x: x.item(),
+    "tolist": lambda x: x.tolist(),
+    "numpy": lambda x: x.numpy(),
+    "int": lambda x: int(x),
+    "float": lambda x: float(x),
+    "bool": lambda x: bool(x > 0),
+    "mask-index": lambda x: x.expand(3)[x.expand(3) > 0],
+    "nonzero": lambda x: torch.nonzero(x),
+    "equal": lambda x: torch.equal(x, x),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_host_reads_raise_and_the_recorder_stays_usable(name: str) -> None:
+    """Also after an op that failed."""
     x, recorder = torch.ones(()), OpTraceRecorder()
 
     def step() -> torch.Tensor:
-        read(x)
-        return x + 1
+        with pytest.raises(RuntimeError):
+            torch.add(torch.ones(2), torch.ones(3))
+        y = x + 1
+        READS[name](y)
+        return y
 
     with pytest.raises(CaptureError, match=r"decode\[1\].*on the host"):
         recorder.capture(step, KEY, lambda: None)
@@ -172,6 +132,7 @@ SYNCHRONIZING = {
     "index_put_   ": lambda x: x.__setitem__((slice(None), MASK.to(torch.uint8)), x[:, :2]),
     "index_put": lambda x: x.index_put((MASK,), x[:2]),
     "index.Tensor": lambda x: x[:, MASK],
+    "index.Tensor ": lambda x: x[MASK.to(torch.uint8)],
     "masked_select": lambda x: x.masked_select(MASK),
     "where": lambda x: torch.where(MASK),
     "combinations": lambda x: torch.combinations(x[0]),
@@ -218,6 +179,8 @@ CAPTURED = {
     "output_size ": lambda x: torch.repeat_interleave(COUNTS, output_size=4),
     "repeats as a Python number": lambda x: torch.repeat_interleave(x, 2, 0),
     "rows": lambda x: x.index_put_((COUNTS,), x[0] + 1),
+    "index": lambda x: x[COUNTS] * 1,
+    "all results": lambda x: sum(x.max(-1)),
     "masked_fill": lambda x: x.masked_fill_(MASK, 0.0),
     "masked_scatter": lambda x: x.masked_scatter_(MASK, x + 1),
     "where": lambda x: torch.where(MASK, x, 0.0),
@@ -256,17 +219,15 @@ def test_a_masked_write_raises_after_a_masked_fill() -> None:
         op_trace_of(step)
 
 
-def test_an_error_of_the_step_is_raised_unchanged() -> None:
+def test_prepare_runs_before_the_step_and_its_errors_are_raised_unchanged() -> None:
+    order = []
+
     def step() -> torch.Tensor:
+        order.append("step")
         raise ZeroDivisionError("from the model")
 
     with pytest.raises(ZeroDivisionError, match="from the model"):
-        op_trace_of(step)
-
-
-def test_prepare_runs_before_the_step() -> None:
-    order = []
-    OpTraceRecorder().capture(lambda: (order.append("step"), torch.ones(1))[1], KEY, lambda: order.append("prepare"))
+        OpTraceRecorder().capture(step, KEY, lambda: order.append("prepare"))
     assert order == ["prepare", "step"]
 
 
@@ -325,46 +286,6 @@ def test_a_closed_op_trace_runs_nothing() -> None:
     op_trace.launch()
     assert counter.item() == 2
     assert op_trace.output.numel() == 0
-
-
-def test_all_results_of_an_op_are_filled() -> None:
-    x = torch.tensor([[1.0, 5.0, 3.0]])
-
-    def step() -> torch.Tensor:
-        values, indices = x.max(-1)
-        return torch.cat([values, indices.float()])
-
-    op_trace = op_trace_of(step)
-    x.copy_(torch.tensor([[7.0, 5.0, 9.0]]))
-    op_trace.launch()
-    assert op_trace.output.tolist() == [9.0, 2.0]
-
-
-def test_indexing_by_integers_is_captured_and_by_masks_raises() -> None:
-    x, at = torch.arange(4.0), torch.tensor([3, 0])
-    op_trace = op_trace_of(lambda: x[at] * 1)
-    at.copy_(torch.tensor([1, 2]))
-    op_trace.launch()
-    assert op_trace.output.tolist() == [1.0, 2.0]
-    for mask in (torch.tensor([True, False, True, False]), torch.tensor([1, 0, 1, 0], dtype=torch.uint8)):
-        with pytest.raises(CaptureError, match=r"decode\[1\]"):
-            op_trace_of(lambda mask=mask: x[mask])
-
-
-@pytest.mark.parametrize("read", [lambda x: x.tolist(), lambda x: x.numpy(), lambda x: x[0].item()])
-def test_a_host_read_after_other_ops_raises(read) -> None:
-    """Also after an op that failed, and after the reads that an op itself may do."""
-    x = torch.ones(2)
-
-    def step() -> torch.Tensor:
-        with pytest.raises(RuntimeError):
-            torch.add(x, torch.ones(3))
-        y = x + 1
-        read(y)
-        return y
-
-    with pytest.raises(CaptureError, match=r"decode\[1\].*on the host"):
-        op_trace_of(step)
 
 
 def test_gradients_are_off_in_capture_and_launch() -> None:
