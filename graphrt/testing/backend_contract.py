@@ -262,28 +262,23 @@ def check_batch_invariance(
     """
     sizes = (ROWS,) if feature.mixed else (1, ROWS, 16) if device.type == "cuda" else (1, ROWS)
     with open_rigs(backend, feature, device, sizes) as rigs:
-        _check_invariance(rigs, sizes, brief=brief)
-
-
-def _check_invariance(rigs: list[Rig], sizes: tuple[int, ...], *, brief: bool) -> None:
-    feature = rigs[0].feature
-    for rig in rigs:
-        rig.write([rig.sequence(feature.query_len, feature.query_len)])
-        rig.capture()
-    page, longest = rigs[0].context.kv_groups[0].page_size, rigs[0].metadata.max_seq_len
-    most = rigs[0].context.max_encoder_len
-    query_len = 5 if feature.mixed else feature.query_len
-    for length in (longest,) if brief else (longest, page + 1, page, longest - 1):
-        seq_len = max(length, query_len)
-        row = rigs[0].sequence(seq_len, query_len, min(length, most))
-        alone = _check_step(rigs[0], f"{seq_len}, alone", [row])[0][:query_len]
-        for rig, rows in zip(rigs, sizes, strict=True):
-            lengths = ((longest, most) if at % 2 else (query_len, most // 3) for at in range(rows - 1))
-            others = [rig.sequence(length, query_len, encoder_len) for length, encoder_len in lengths]
-            others = others[:1] if feature.mixed else others
-            here = slice(len(others) * query_len, (len(others) + 1) * query_len)
-            among = _check_step(rig, f"{seq_len}, {rows} rows", [*others, row])[0][here]
-            assert_bitwise_equal(among, alone, name=f"{rig.backend.name}: a row of {seq_len} with others")
+        for rig in rigs:
+            rig.write([rig.sequence(feature.query_len, feature.query_len)])
+            rig.capture()
+        page, longest = rigs[0].context.kv_groups[0].page_size, rigs[0].metadata.max_seq_len
+        most = rigs[0].context.max_encoder_len
+        query_len = 5 if feature.mixed else feature.query_len
+        for length in (longest,) if brief else (longest, page + 1, page, longest - 1):
+            seq_len = max(length, query_len)
+            row = rigs[0].sequence(seq_len, query_len, min(length, most))
+            alone = _check_step(rigs[0], f"{seq_len}, alone", [row])[0][:query_len]
+            for rig, rows in zip(rigs, sizes, strict=True):
+                lengths = ((longest, most) if at % 2 else (query_len, most // 3) for at in range(rows - 1))
+                others = [rig.sequence(length, query_len, encoder_len) for length, encoder_len in lengths]
+                others = others[:1] if feature.mixed else others
+                here = slice(len(others) * query_len, (len(others) + 1) * query_len)
+                among = _check_step(rig, f"{seq_len}, {rows} rows", [*others, row])[0][here]
+                assert_bitwise_equal(among, alone, name=f"{rig.backend.name}: a row of {seq_len} with others")
 
 
 def check_retry(
@@ -296,20 +291,16 @@ def check_retry(
     brief   one step after each capture
     """
     with open_rigs(backend, feature, device) as (rig,):
-        _check_retry(rig, brief=brief)
-
-
-def _check_retry(rig: Rig, *, brief: bool) -> None:
-    query_len = rig.feature.query_len
-    rig.write([rig.sequence(query_len, query_len) for _ in range(ROWS)])
-    for attempt in range(2):
-        if attempt:
-            rig.drop_graph()
-            _allocate_again(rig)
-        rig.capture()
-        for name, rows in steps_of(rig).items():
-            if name in (("shrunk", "chunks") if brief else ("longest", "shrunk", "chunks")):
-                _check_step(rig, f"{name}, attempt {attempt}", [rig.sequence(*row) for row in rows])
+        query_len = rig.feature.query_len
+        rig.write([rig.sequence(query_len, query_len) for _ in range(ROWS)])
+        for attempt in range(2):
+            if attempt:
+                rig.drop_graph()
+                _allocate_again(rig)
+            rig.capture()
+            for name, rows in steps_of(rig).items():
+                if name in (("shrunk", "chunks") if brief else ("longest", "shrunk", "chunks")):
+                    _check_step(rig, f"{name}, attempt {attempt}", [rig.sequence(*row) for row in rows])
 
 
 def _allocate_again(rig: Rig) -> None:

@@ -174,7 +174,7 @@ def declared_features(cls: type[AttentionBackend], device: torch.device) -> list
     Features ask for the log-sum-exp only if the class declares it.
     """
     have = cls.capabilities
-    sized = [Feature(f"dtype-{_name(dtype)}", dtype=dtype) for dtype in have.dtypes]
+    sized = [Feature(f"dtype-{str(dtype).removeprefix('torch.')}", dtype=dtype) for dtype in have.dtypes]
     sized += [Feature(f"head_dim-{size}", head_dim=size) for size in _few(have.head_dims or (24, 80))]
     sized += [Feature(f"page_size-{size}", page_size=size) for size in _few(have.page_sizes or (1, 6, 16))]
     named = [
@@ -310,7 +310,3 @@ def _group(
         attention_chunk_size=spec.attention_chunk_size if drops_pages else None,
         cross=spec.is_cross,
     )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

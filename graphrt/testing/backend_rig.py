@@ -23,7 +23,7 @@ from graphrt.metadata import StepMetadata
 from graphrt.spec import AttentionSpec, KVCacheSpec
 from graphrt.testing.backend_accuracy import E4M3, DenseRow, check_rows
 from graphrt.testing.backend_features import ROWS, SEED, Feature, contexts_of
-from graphrt.testing.numerics import keys_seen
+from graphrt.testing.numerics import bits_of, keys_seen
 
 NAN = float("nan")
 FINITE = 100.0
@@ -254,7 +254,7 @@ class Rig:
                 quantised_queries=quantised,
             )
         for (what, now), (_, then) in zip(self._inputs(), self.before, strict=True):
-            if not _same_bits(now, then):
+            if not torch.equal(bits_of(now), bits_of(then)):
                 raise AssertionError(f"{self.backend.name}, {name}: modified {what}, which is read-only")
 
     def drop_graph(self) -> None:
@@ -448,11 +448,6 @@ def _dense(sequence: DenseSequence, layer: AttentionLayer) -> DenseRow:
         for stored, scale in ((sequence.k, layer.k_scale), (sequence.v, layer.v_scale))
     )
     return DenseRow(sequence.q[layer.index], k, v)
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-    return torch.equal(a.view(bits), b.view(bits))
 
 
 def tensors_in(backend: AttentionBackend) -> list[str]:

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 
 import torch
 
+from graphrt.testing.numerics import INTEGERS
 from graphrt.testing.poison import poison_bits
 
 GUARD_BYTES = 256
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Canaries:
         if dtype.is_complex:
             return torch.view_as_complex(self.full(name, (*shape, 2), dtype.to_real(), device)).fill_(value)
         bits = -(0x5B) if dtype == torch.bool else poison_bits(dtype)  # 0xa5 as a signed byte
-        whole = torch.full((2 * guard + count,), bits, dtype=_INTEGERS[size], device=device)
+        whole = torch.full((2 * guard + count,), bits, dtype=INTEGERS[size], device=device)
         self._guarded[name] = _Guarded(whole, guard, bits)
         buffer = whole[guard : guard + count].view(dtype).view(tuple(shape))
         buffer.fill_(value)

@@ -27,7 +27,6 @@ import sys
 import threading
 import traceback
 import warnings
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -254,12 +253,10 @@ class CaptureWatch:
     def _check_memory(self, capture: _Capture, pool: tuple[int, ...]) -> None:
         """Compare the results of ops, and the live blocks, with the segments of the pool."""
         segments = allocator_rows()
-        own = sorted((s["address"], s["address"] + s["total_size"]) for s in segments if _pool_of(s) == pool)
-        starts = [start for start, _ in own]
+        own = [(s["address"], s["address"] + s["total_size"]) for s in segments if _pool_of(s) == pool]
         told = set()
         for address, name, where in capture.made:
-            index = bisect_right(starts, address) - 1
-            if index < 0 or address >= own[index][1]:
+            if not any(start <= address < end for start, end in own):
                 told.add(address)
                 self._note(capture, "allocate", f"the result of {name} outside of it", where)
         for address, size in sorted(_live_blocks(segments, pool) - capture.before):

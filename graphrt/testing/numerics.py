@@ -7,7 +7,13 @@ import torch
 ERROR_FACTOR = 2.0
 ERROR_FLOOR = 1e-5
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Signed integers by size in bytes."""
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a tensor as signed integers of the same size, in the same memory."""
+    return tensor.view(INTEGERS[tensor.element_size()])
 
 
 def assert_bitwise_equal(actual: torch.Tensor, expected: torch.Tensor, *, name: str = "tensor") -> None:
@@ -18,14 +24,13 @@ def assert_bitwise_equal(actual: torch.Tensor, expected: torch.Tensor, *, name: 
     """
     _check_alike(actual, expected, name, same_dtype=True)
     have, want = actual.detach().cpu(), expected.detach().cpu()
-    bits = _BITS[have.element_size()]
-    differs = have.view(bits) != want.view(bits)
+    differs = bits_of(have) != bits_of(want)
     if not differs.any():
         return
-    at, count = _first(differs), int(differs.sum())
+    at, count = first_index(differs), int(differs.sum())
     raise AssertionError(
         f"{name}: expected equal bits, got {count} of {differs.numel()} elements that differ; the first is at {at}: "
-        f"got {have[at].item()!r} ({_hex(have[at], bits)}), expected {want[at].item()!r} ({_hex(want[at], bits)})"
+        f"got {have[at].item()!r} ({_hex(have[at])}), expected {want[at].item()!r} ({_hex(want[at])})"
     )
 
 
@@ -44,14 +49,14 @@ def assert_close(
     both_finite = have.isfinite() & want.isfinite()
     same_kind = both_finite | (have == want) | (have.isnan() & want.isnan())
     if not same_kind.all():
-        at, count = _first(~same_kind), int((~same_kind).sum())
+        at, count = first_index(~same_kind), int((~same_kind).sum())
         raise AssertionError(
             f"{name}: expected NaN and infinities in the same places, got {count} of {have.numel()} elsewhere; "
             f"the first is at {at}: got {have[at].item()}, expected {want[at].item()}"
         )
     excess = torch.where(both_finite, (have - want).abs() - (atol + rtol * want.abs()), -1.0)
     if have.numel() and excess.max() > 0:
-        at, count = _first(excess == excess.max()), int((excess > 0).sum())
+        at, count = first_index(excess == excess.max()), int((excess > 0).sum())
         raise AssertionError(
             f"{name}: expected an error of at most {atol:g} + {rtol:g} x |expected|, got {count} of {have.numel()} "
             f"elements beyond it; the furthest is at {at}: got {have[at].item()}, expected {want[at].item()}, "
@@ -71,7 +76,7 @@ def error_bound(plain: torch.Tensor, exact: torch.Tensor) -> float:
     plain, exact = plain.detach().cpu().double(), exact.detach().cpu()
     error = torch.where(plain == exact, 0.0, (plain - exact).abs())  # the difference of equal infinities is NaN
     if not error.isfinite().all():
-        raise AssertionError(f"plain: expected finite results, got {plain[_first(~error.isfinite())].item()}")
+        raise AssertionError(f"plain: expected finite results, got {plain[first_index(~error.isfinite())].item()}")
     return ERROR_FACTOR * (error.max().item() if error.numel() else 0.0) + ERROR_FLOOR
 
 
@@ -152,14 +157,11 @@ def _check_alike(actual: torch.Tensor, expected: torch.Tensor, name: str, *, sam
         raise AssertionError(f"{name}: expected dtype {expected.dtype}, got {actual.dtype}")
 
 
-def _first(mask: torch.Tensor) -> tuple[int, ...]:
+def first_index(mask: torch.Tensor) -> tuple[int, ...]:
     """Return the coordinate of the first true element."""
-    flat = int(mask.flatten().to(torch.uint8).argmax())
-    return (
-        tuple(int(i) for i in torch.unravel_index(torch.tensor(flat, device="cpu"), mask.shape)) if mask.dim() else ()
-    )
+    return tuple(mask.nonzero()[0].tolist())
 
 
-def _hex(scalar: torch.Tensor, bits: torch.dtype) -> str:
+def _hex(scalar: torch.Tensor) -> str:
     size = scalar.element_size()
-    return f"0x{scalar.view(bits).item() % (1 << 8 * size):0{2 * size}x}"
+    return f"0x{bits_of(scalar).item() % (1 << 8 * size):0{2 * size}x}"

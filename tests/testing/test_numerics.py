@@ -43,16 +43,12 @@ def test_bitwise_equal(dtype, rng):
     assert_bitwise_equal(x[:0], x[:0])
 
 
-def test_bitwise_equal_names_the_first_difference():
-    x = torch.zeros(2, 3)
-    y = x.clone()
-    y[1, 1], y[1, 2] = 1.0, 2.0
-    text = r"out: .* 2 of 6 elements .* at \(1, 1\): got 1\.0 \(0x3f800000\), expected 0\.0 \(0x00000000\)"
-    with pytest.raises(AssertionError, match=text):
-        assert_bitwise_equal(y, x, name="out")
-
-
 BITS_DIFFER = {
+    "two-of-six": (
+        torch.tensor([[0.0, 0.0, 0.0], [0.0, 1.0, 2.0]]),
+        torch.zeros(2, 3),
+        r"out: .* 2 of 6 elements .* at \(1, 1\): got 1\.0 \(0x3f800000\), expected 0\.0 \(0x00000000\)",
+    ),
     "signed-zero": (torch.tensor(0.0), torch.tensor(-0.0), r"at \(\): got 0\.0 \(0x00000000\), expected -0\.0"),
     "nan-sign": (torch.tensor([NAN]), torch.tensor([NAN]).neg(), r"at \(0,\): got nan"),
     "shape": (torch.zeros(2), torch.zeros(2, 1), r"expected shape \[2, 1\], got \[2\]"),
@@ -65,7 +61,7 @@ BITS_DIFFER = {
 def test_bitwise_equal_notices(case):
     actual, expected, text = BITS_DIFFER[case]
     with pytest.raises(AssertionError, match=text):
-        assert_bitwise_equal(actual, expected)
+        assert_bitwise_equal(actual, expected, name="out")
 
 
 CLOSE = {
@@ -136,19 +132,16 @@ def test_attention_oracle(case):
     assert lse.item() == pytest.approx(math.log(sum(weights)), rel=1e-6)
 
 
-def test_keys_seen_of_chunks():
-    """Two chunks of three: the first token of the second sees itself alone."""
-    rows = ["".join(".x"[seen] for seen in row) for row in keys_seen(4, 6, attention_chunk_size=3).tolist()]
-    assert rows == ["xxx...", "...x..", "...xx.", "...xxx"]
-
-
-def test_keys_seen_of_windows():
-    """A window is a distance: behind a token, and before it too where attention is not causal."""
-    rows = {
-        causal: ["".join(".x"[seen] for seen in row) for row in keys_seen(4, 4, causal, sliding_window=2).tolist()]
-        for causal in (True, False)
-    }
-    assert rows == {True: ["x...", "xx..", ".xx.", "..xx"], False: ["xx..", "xxx.", ".xxx", "..xx"]}
+@pytest.mark.parametrize(
+    ("arguments", "rows"),
+    [
+        ((4, 6, True, 0, 3), ["xxx...", "...x..", "...xx.", "...xxx"]),  # a token that begins a chunk sees itself
+        ((4, 4, True, 2), ["x...", "xx..", ".xx.", "..xx"]),
+        ((4, 4, False, 2), ["xx..", "xxx.", ".xxx", "..xx"]),  # a window is a distance to both sides
+    ],
+)
+def test_keys_seen(arguments, rows):
+    assert ["".join(".x"[seen] for seen in row) for row in keys_seen(*arguments).tolist()] == rows
 
 
 def test_attention_oracle_of_values_of_another_size():
@@ -198,12 +191,9 @@ def test_poison(dtype):
     assert int(poisoned(whole).sum()) == 11
 
 
-def test_poison_is_told_from_a_computed_nan():
+def test_poison_is_neither_a_computed_nan_nor_a_length_or_index():
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
         assert not poisoned(torch.tensor([NAN, -NAN, INF - INF], dtype=dtype)).any()
-
-
-def test_poison_of_signed_integers_is_no_length_or_index():
     assert all(poison_bits(dtype) < -1 for dtype in POISON_DTYPES if dtype.is_signed and not dtype.is_floating_point)
 
 
@@ -343,7 +333,7 @@ def test_install_twice_changes_nothing():
 
 
 def test_interpreted_installs_the_repairs():
-    """Whoever runs kernels under the interpreter without this suite gets right numbers too."""
+    """Kernels under the interpreter give right numbers without this suite too."""
     code = """if True:
         import contextlib
         import torch
