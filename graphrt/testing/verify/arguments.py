@@ -62,22 +62,6 @@ def check_tensors(what: str, value: object) -> dict[str, torch.Tensor]:
     return dict(named)
 
 
-def check_pad(name: str, value: object, dtype: torch.dtype) -> None:
-    """Check a pad value.
-
-    Raises:
-        ConfigError: if a buffer of `dtype` cannot hold it.
-    """
-    number: Any = check_instance(f"pad[{name!r}]", value, (int, float), advice="pass a number")
-    try:
-        held = torch.empty(2, dtype=dtype, device="cpu").fill_(number)  # torch clamps a single small element
-        fits = dtype.is_floating_point or dtype.is_complex or held[0].item() == number
-    except (RuntimeError, OverflowError):
-        fits = False
-    if not fits:
-        raise ConfigError(f"pad[{name!r}]: {dtype} cannot hold {shown(value)}; pass a value of the buffer's dtype")
-
-
 def check_subject(subject: Any) -> None:
     """Check the attributes and methods of a `Subject`.
 
@@ -97,12 +81,3 @@ def check_subject(subject: Any) -> None:
     host = getattr(subject, "host", None)
     if host is not None and not (isinstance(host, tuple) and len(host) == 2 and isinstance(host[1], str)):
         raise ConfigError(f"host: expected an (object, name) tuple, got {shown(host)}; pass both")
-
-
-def check_parts(what: str, value: object) -> dict[str, Any]:
-    """Return what `real` or `unowned` returned.
-
-    Raises:
-        ConfigError: if it is not a dict.
-    """
-    return dict(check_instance(what, value, Mapping, advice="return a dict of indices by tensor name, {} for none"))

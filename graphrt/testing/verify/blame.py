@@ -147,17 +147,6 @@ class Blamer:
             chosen = _shrunk(reverts, explains)
         if chosen:
             return Blame("graph", tuple(r.name for r in chosen), "; ".join(r.because for r in chosen))
-        # A step that advances by itself, such as a generator, also gives another result with its own inputs.
-        everything, usual = _Revert("", "", inputs=graph.case.inputs), self._reference[case.name][1]
-        if explains([everything]) and runs.same(case, runs.eager(case, contents, inputs=case.inputs), usual):
-            because = (
-                "Python values that are computed from the inputs: the graph still uses those of case "
-                f"{graph.case.name}, at which it was captured; keep them in tensors"
-            )
-            untried = self._moved(graph, case)
-            if untried:
-                because += f"; {', '.join(untried)} is another tensor now, too large to be copied for a trial"
-            return Blame("graph", untried or ("host values",), because)
         return None
 
     def _scalars(self, graph: Captured, case: Case) -> list[_Revert]:
@@ -229,27 +218,6 @@ class Blamer:
         first = ", ".join(f"{v:.4g}" if isinstance(v, float) else str(v) for v in values[:3].tolist())
         return f"[{first}{', ...' if len(values) > 3 else ''}], its old contents"
 
-    def leak(self, case: Case, written: Mapping[str, torch.Tensor], outcome: Outcome) -> Blame | None:
-        """Return the memory that refresh() does not write for a case and that changes its eager results."""
-        runs, (clean, _) = self._runs, self._reference[case.name]
-        if any(not runs.same(case, runs.eager(case, clean), outcome) for _ in range(_TIMES)):
-            return None  # the results change without poison
-        for value in POISONED:
-            for name, mask in written.items():
-                poisoned = clean[name].clone()
-                runs.fill(name, poisoned, value)
-                poisoned[mask] = clean[name][mask]
-                if unlike(poisoned, clean[name]):
-                    changed = runs.eager(case, clean.but({name: poisoned}))
-                    if not runs.same(case, changed, outcome):
-                        because = f"{region(name, ~mask)} reaches the results: {runs.target.why_unwritten}"
-                        return Blame("padding", (name,), because)
-            for name in runs.target.unowned(case.inputs):
-                skip = frozenset(runs.target.state) - {name}
-                if not runs.same(case, runs.eager(case, clean, unowned=value, skip=skip), outcome):
-                    return Blame("padding", (f"state {name}",), self._stale(f"state {name}", case, clean))
-        return None
-
     def trespasser(self, case: Case, wrong: Difference) -> Blame:
         """Return the elements of an index buffer that direct a write to unowned state.
 
@@ -259,16 +227,13 @@ class Blamer:
         clean = self._reference[case.name][0]
         tries = []
         for name, values in clean.items():
-            if values.dtype.is_floating_point or values.dtype.is_complex or values.dtype == torch.bool:
-                continue
-            held = values.unique().tolist()
-            if len(held) > 1:
-                target = wrong.at[:1]
-                tries += [(v >= 0, v not in target, name, v, held[0] if v != held[0] else held[1]) for v in held[:16]]
-        for _, _, name, value, other in sorted(tries, key=lambda t: t[:2])[:_MOST_TRIED]:
+            if not (values.is_floating_point() or values.is_complex() or values.dtype == torch.bool):
+                held = values.unique().tolist()
+                pairs = zip(held, [*held[1:], held[0]], strict=True) if len(held) > 1 else ()
+                tries += [(value >= 0, value not in wrong.at, name, value, other) for value, other in pairs]
+        for _, _, name, value, other in sorted(tries)[:_MOST_TRIED]:
             mask = clean[name] == value
-            changed = torch.where(mask, other, clean[name])
-            outcome = runs.eager(case, clean.but({name: changed}))
+            outcome = runs.eager(case, clean.but({name: torch.where(mask, other, clean[name])}))
             if not outcome.error and runs.trespasses(case, outcome) is None:
                 held_value = "negative, an index from the end" if value < 0 else f"{value}"
                 because = f"{region(name, mask)} is {held_value}, and directs a write to unowned state; mask such rows"
@@ -279,7 +244,7 @@ class Blamer:
     def carried(self, case: Case, start: HostValues, once: Outcome) -> Blame | None:
         """Return the Python values that a run changes and the next one uses: with those of `start` it gives `once`."""
         runs = self._runs
-        changes = [c for c in start.changed(*runs.target.root, entries=True) if c.old is not None or not c.is_tensor]
+        changes = start.changed(*runs.target.root, entries=True)
         clean, _ = self._reference[case.name]
 
         def enough(chosen: Sequence[Change]) -> bool:
@@ -303,8 +268,7 @@ class Blamer:
         The trial uses other random numbers, because a number that was drawn once and kept is from an earlier case too.
         """
         runs = self._runs
-        root = runs.target.root
-        changes = [c for c in start.changed(*root, entries=True) if c.old is not None or not c.is_tensor]
+        changes = start.changed(*runs.target.root, entries=True)
         clean, _ = self._reference[case.name]
 
         def fresh(chosen: Sequence[Change]) -> Outcome | None:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from graphrt.kernels.checks import span_bytes
+from graphrt.testing.numerics import bits_of, first_index
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,23 +58,14 @@ def differing(have: torch.Tensor, want: torch.Tensor, tolerance: float = 0.0) ->
     if tolerance:
         a, b = have.double(), want.double()
         return ~(_near(a, b, tolerance) | (a == b) | (a.isnan() & b.isnan()))
-    return other_bits(have, want) & ~(is_nan(have) & is_nan(want))
+    return (bits_of(have) != bits_of(want)) & ~(_is_nan(have) & _is_nan(want))
 
 
 def _near(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> torch.Tensor:
     return a.isfinite() & b.isfinite() & ((a - b).abs() <= tolerance * (1 + b.abs()))
 
 
-def other_bits(have: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
-    """Return a bool mask of the elements of real tensors whose bits differ."""
-    if not have.is_floating_point():
-        return have != want
-    bits = _BITS[have.element_size()]
-    return have.contiguous().view(bits) != want.contiguous().view(bits)
-
-
-def is_nan(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a bool mask of the elements of a float tensor that are NaN."""
+def _is_nan(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.float() if tensor.element_size() == 1 else tensor).isnan()  # torch has no isnan for fp8
 
 
@@ -149,8 +140,7 @@ def first_difference(
     count = int(wrong.sum())
     if not count:
         return None
-    flat = torch.tensor(int(wrong.flatten().to(torch.uint8).argmax()), device="cpu")
-    at = tuple(int(i) for i in torch.unravel_index(flat, wrong.shape)) if wrong.dim() else ()
+    at = first_index(wrong)
     total = wrong.numel() if counted is None else int(counted.sum())
     return Difference(name, at, have[at].item(), want[at].item(), count, total)
 

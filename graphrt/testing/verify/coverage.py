@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -17,59 +16,48 @@ from graphrt.testing.verify.verification import Verification
 _MOST_NAMED = 6
 
 
-@dataclass
-class _Notes:
-    """What each check did, and why a check did not run, by name."""
-
-    done: dict[str, str] = field(default_factory=dict)
-    left: dict[str, str] = field(default_factory=dict)
-
-    def note(self, name: str, ran: object, what: str, why_not: str) -> None:
-        if ran:
-            self.done[name] = what
-        else:
-            self.left[name] = why_not
+Row = tuple[str, object, str, str]
+"""The name of a check, whether it ran, what it did, and why it did not run or what it could not see."""
 
 
 def coverage(v: Verification, graphs: GraphChecks, captures: Sequence[str]) -> tuple[dict[str, str], dict[str, str]]:
     """Return `VerifyReport.checked` and `VerifyReport.not_checked`."""
-    target, cases, notes = v.target, list(v.cases), _Notes()
+    rows = [*_of_graphs(v, graphs, captures), *_of_oracle(v), *_of_buffers(v), *_of_state(v)]
+    done = {name: what for name, ran, what, _ in rows if ran}
+    left = {name: why_not for name, ran, _, why_not in rows if not ran and why_not}
+    if v.unrepeatable:
+        return {}, left | dict.fromkeys(done, "the step does not repeat, so nothing can be compared")
+    return done, left
+
+
+def _of_graphs(v: Verification, graphs: GraphChecks, captures: Sequence[str]) -> Iterator[Row]:
+    target, cases = v.target, list(v.cases)
     cuda = target.device.type == "cuda"
     kind = "the subject's own capture" if target.capture is not None else "a CUDA graph" if cuda else "an op trace"
     what = f"{kind}, captured at {', '.join(captures)}; cases {', '.join(cases)}, the captured one last"
-    notes.note("graph", cases, what, "no case ran")
-    _note_oracle(notes, v)
-    _note_buffers(notes, v)
-    _note_state(notes, v)
-    numbers = [name for name in v.changing if name not in v.ignored]
-    ignored = f"no result of any case depends on {', '.join(v.ignored)}"
-    why_not = ignored if v.ignored else "no number of make_inputs changes"
-    notes.note("scalars", numbers, f"{', '.join(numbers)} changed after capture", why_not)
-    if v.ignored and numbers:
-        notes.left["ignored scalars"] = ignored
+    yield "graph", cases, what, "no case ran"
+    what = f"{', '.join(v.changing)} changed after capture"
+    yield "scalars", v.changing, what, "no number of make_inputs changes"
     what = f"{graphs.unwritten} results of torch.empty"
     if cuda:
         what = f"up to {graphs.pool_bytes >> 20} MiB of inactive blocks, and in {what}"
     why_not = "poison in inactive blocks needs CUDA, and the step does not call torch.empty"
     why_not = "no replay ran" if cuda else why_not
-    notes.note("memory pool", graphs.pool_bytes if cuda else graphs.unwritten, f"poison in {what}", why_not)
+    yield "memory pool", graphs.pool_bytes if cuda else graphs.unwritten, f"poison in {what}", why_not
     what = f"{graphs.in_flight} replays queued on stalled streams"
-    notes.note("in flight", graphs.in_flight, what, "needs CUDA: an op trace runs at once")
+    yield "in flight", graphs.in_flight, what, "needs CUDA: an op trace runs at once"
     if same_in_all := _unvaried(v.cases):
-        notes.left["inputs"] = f"equal in every case, so no result shows whether a graph froze them: {same_in_all}"
+        text = f"equal in every case, so no result shows whether a graph froze them: {same_in_all}"
+        yield "inputs", False, "", text
     if left := unreached(*target.root):
-        why_not = "too many or too deep to search, or tensors without memory of their own"
-        notes.left["host values"] = f"{why_not}: {_some(left)}"
+        text = f"too many or too deep to search, or tensors without memory of their own: {_some(left)}"
+        yield "host values", False, "", text
     if v.runs.old:
         names = ", ".join(sorted(v.runs.old))
-        notes.left["old results"] = f"the step returns memory that existed before, which is not poisoned: {names}"
-    if v.unrepeatable:
-        notes.left |= dict.fromkeys(notes.done, "the step does not repeat, so nothing can be compared")
-        notes.done.clear()
-    return notes.done, notes.left
+        yield "old results", False, "", f"the step returns memory that existed before, which is not poisoned: {names}"
 
 
-def _note_oracle(notes: _Notes, v: Verification) -> None:
+def _of_oracle(v: Verification) -> Iterator[Row]:
     """An oracle counts for a case if it returned any element."""
     exact = {
         name: found
@@ -77,12 +65,17 @@ def _note_oracle(notes: _Notes, v: Verification) -> None:
         if name in v.reference and any(tensor.numel() for tensor in found.outputs.values())
     }
     why_not = "the oracle gave no results" if v.target.has_oracle else "there is no eager oracle"
-    notes.note("padding", exact, f"padded against exact results of {len(exact)} cases", why_not)
+    yield "padding", exact, f"padded against exact results of {len(exact)} cases", why_not
     given = {name for case in exact for name in exact[case].outputs}
     if unknown := sorted({name for case in exact for name in v.reference[case][1].outputs} - given):
-        notes.left["outputs"] = f"the oracle does not return {', '.join(unknown)}: only replays of them are compared"
+        yield (
+            "outputs",
+            False,
+            "",
+            f"the oracle does not return {', '.join(unknown)}: only replays of them are compared",
+        )
     if fewer := {output: text for case in exact for output, text in _fewer_rows(v, case).items()}:
-        notes.left["oracle"] = f"it returns {_some(list(fewer.values()))}: the others are not compared with it"
+        yield "oracle", False, "", f"it returns {_some(list(fewer.values()))}: the others are not compared with it"
 
 
 def _fewer_rows(v: Verification, name: str) -> dict[str, str]:
@@ -98,37 +91,35 @@ def _fewer_rows(v: Verification, name: str) -> dict[str, str]:
     return found
 
 
-def _note_buffers(notes: _Notes, v: Verification) -> None:
+def _of_buffers(v: Verification) -> Iterator[Row]:
     target, runs = v.target, v.runs
     poisoned = sorted(runs.rewritten | target.derived)
     what = f"poison in {', '.join(poisoned)} before refresh()"
-    notes.note("history", poisoned, what, "refresh() does not write to any buffer in every case")
+    yield "history", poisoned, what, "refresh() does not write to any buffer in every case"
     if kept := sorted(set(target.buffers) - runs.rewritten - target.derived):
-        names = ", ".join(kept)
-        notes.left["poison"] = f"refresh() does not write to these in every case, so they keep their values: {names}"
+        text = f"refresh() does not write to these in every case, so they keep their values: {', '.join(kept)}"
+        yield "poison", False, "", text
     tails = [n for n in sorted(runs.rewritten) if any(not bool(w[n].all()) for w in v.written.values() if n in w)]
     what = f"parts that refresh() does not write: {', '.join(tails)}"
-    notes.note("tails", tails, what, "refresh() writes all of each buffer")
-    if target.found:
-        names = ", ".join(target.found)
-        notes.done["unnamed"] = f"buffers that refresh() writes and that are not named: {names}"
+    yield "tails", tails, what, "refresh() writes all of each buffer"
+    what = f"buffers that refresh() writes and that are not named: {', '.join(target.found)}"
+    yield "unnamed", target.found, what, ""
     what = "guards around every buffer" if isinstance(target.subject, PlainSubject) else "guards of the canaries"
-    notes.note("canary", target.canaries is not None, what, "the buffers were not allocated from a Canaries")
+    yield "canary", target.canaries is not None, what, "the buffers were not allocated from a Canaries"
 
 
-def _note_state(notes: _Notes, v: Verification) -> None:
+def _of_state(v: Verification) -> Iterator[Row]:
     target, runs = v.target, v.runs
-    notes.note("state", target.state, f"{', '.join(target.state)} after each run", "no state is named")
+    yield "state", target.state, f"{', '.join(target.state)} after each run", "no state is named"
     zeros = [name for name, t in runs.state.items() if t.is_floating_point() and t.numel() and not bool(t.any())]
     if zeros:
-        names = ", ".join(zeros)
-        notes.left["zeros"] = f"a write of zeros to these is invisible, as they are all zero: {names}; fill them first"
-    notes.note("unowned", target.has_unowned, "poison in unowned parts of the state", "there is no unowned()")
+        text = f"a write of zeros to these is invisible, as they are all zero: {', '.join(zeros)}; fill them first"
+        yield "zeros", False, "", text
+    yield "unowned", target.has_unowned, "poison in unowned parts of the state", "there is no unowned()"
     if target.hidden:
         names = ", ".join(target.hidden)
-        notes.left["unnamed state"] = (
-            f"restored before each run, except in a walk through all cases, and not compared: {names}; name it in state"
-        )
+        text = f"restored before each run, except in a walk through all cases, and not compared: {names}"
+        yield "unnamed state", False, "", f"{text}; name it in state"
 
 
 def _unvaried(cases: Mapping[str, Case]) -> str:

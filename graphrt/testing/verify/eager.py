@@ -11,13 +11,12 @@ import torch
 from graphrt.kernels.errors import ConfigError
 from graphrt.testing.verify.blame import Blame
 from graphrt.testing.verify.compare import Difference, differing, first_difference, region, unlike
-from graphrt.testing.verify.host import same, unchanged, written_tensors
-from graphrt.testing.verify.locations import locations
+from graphrt.testing.verify.host import unchanged, written_tensors
 from graphrt.testing.verify.memory import zeroed
 from graphrt.testing.verify.report import raised
 from graphrt.testing.verify.runs import POISONED, Case, Contents, Fill, Outcome, as_recorded, changed, one_seed
 from graphrt.testing.verify.subject import PlainSubject, copied_inputs, named_outputs
-from graphrt.testing.verify.unreset import unreset
+from graphrt.testing.verify.unreset import find_unreset
 from graphrt.testing.verify.verification import SURELY, Verification
 
 _MOST_VALUES = 8  # values of an integer buffer that are tried in its pad rows
@@ -61,13 +60,8 @@ class EagerChecks:
     def _record(
         self, path: str, tensor: torch.Tensor, tensors: dict[str, torch.Tensor], first: dict[str, torch.Tensor]
     ) -> None:
-        """Add an unnamed tensor and its first contents.
-
-        Its name is the path, or "self.ring[0] (2)" if the path led to another tensor before that still exists.
-        """
-        others = [tensors[name] for name in tensors if name == path or name.startswith(f"{path} (")]
-        exists = others and any(each.value is others[-1] for each in locations(*self._v.target.root))
-        name = f"{path} ({len(others) + 1})" if exists and others[-1] is not tensor else path
+        """Add an unnamed tensor and its first contents."""
+        name = path if tensors.get(path, tensor) is tensor else f"{path} ({len(tensors)})"
         contents = self._v.host.contents(tensor)
         tensors[name], first[name] = tensor, tensor.clone() if contents is None else contents
 
@@ -110,7 +104,7 @@ class EagerChecks:
         """Return masks of the elements of each buffer that refresh() writes: those that are equal after two fills."""
         runs, before = self._v.runs, self._v.runs.contents()
         results = []
-        for value in (*POISONED, Fill.HIGH):
+        for value in POISONED:
             for name, tensor in self._v.target.buffers.items():
                 runs.fill(name, tensor, value)
             try:
@@ -125,11 +119,8 @@ class EagerChecks:
             if old is None or len(found) < len(results) or any(t.shape != tensor.shape for t in (old, *found)):
                 written[name] = torch.ones_like(tensor, dtype=torch.bool)  # the graph checks report a replaced buffer
                 continue
-            high, low, again = found
-            poison = again.clone()
-            runs.fill(name, poison, Fill.HIGH)
-            # The second term is for a counter, which gives three results.
-            written[name] = ~differing(high, low) | (differing(high, again) & differing(again, poison))
+            high, low = found
+            written[name] = ~differing(high, low)
             tensor.copy_(old)
         return written
 
@@ -152,22 +143,15 @@ class EagerChecks:
                 self._v.find("unowned", case, "", text, self._v.blamer.trespasser(case, wrong), wrong)
                 self._v.trespassed = True
         self._check_memory()
-        self._v.ignored = [name for name in self._v.changing if not self._depends_on(name)]
 
     def _run_oracles(self) -> None:
         if not self._v.target.has_oracle:
             return
         for case in self._v.cases.values():
             self._v.exact[case.name] = self._oracle(case)
-        exact = {name: outcome for name, outcome in self._v.exact.items() if not outcome.error}
-        silent = [name for name, outcome in exact.items() if not outcome.outputs]
-        # One that returns nothing may update the state instead, in at least one case.
-        returns = any(not name.startswith("state ") for outcome in exact.values() for name in outcome.outputs)
-        if silent and (returns or len(silent) == len(exact)) and not self._v.target.is_own_oracle:
-            raise ConfigError(
-                f"eager: the oracle returned nothing for case {silent[0]}; return what the step returns, or leave the "
-                "oracle out"
-            )
+        exact = [outcome for outcome in self._v.exact.values() if not outcome.error]
+        if exact and not any(outcome.outputs for outcome in exact) and not self._v.target.is_own_oracle:
+            raise ConfigError("eager: the oracle returned nothing; return what the step returns, or leave it out")
 
     def _run_references(self) -> None:
         runs = self._v.runs
@@ -199,39 +183,14 @@ class EagerChecks:
 
     def _check_memory(self) -> None:
         """Find what persists between runs: Python values, caches of functions, and unnamed tensors."""
-        runs, cases = self._v.runs, list(self._v.cases.values())
+        cases = list(self._v.cases.values())
         text = "the eager result is another one without the Python values of earlier cases"
         for case in cases:
             if blame := self._v.blamer.remembered(case, self._v.host):
                 self._v.find(blame.check, case, "", text, blame)
         if by_function := self._v.blamer.remembered_by_functions(cases):
             self._v.find("history", by_function[0], "", text, by_function[1])
-        if found := unreset(runs, self._v.reference, cases):
-            text = "the step gives another result after other runs, because an unnamed tensor persists"
-            self._v.find(found.blame.check, found.case, "", text, found.blame, found.wrong)
-        first = cases[0]
-        contents, expected = self._v.reference[first.name]
-        again = runs.eager(first, contents)
-        if not runs.same(first, again, expected) and self._v.repeats(first, SURELY):
-            wrong = None if again.error else runs.difference(first, again, expected)
-            text = "the same eager run gave other results after other cases: something persists that state omits"
-            because = "name it in state, so that it is restored"
-            self._v.find("determinism", first, "", text, Blame("", (), because), wrong)
-
-    def _depends_on(self, name: str) -> bool:
-        """Return whether a number of the inputs changes a result. Otherwise no result shows that a graph froze it."""
-        runs, cases = self._v.runs, self._v.cases.values()
-        for case in cases:
-            contents, expected = self._v.reference[case.name]
-            for value in (other.named[name] for other in cases if not same(other.named[name], case.named[name])):
-                try:
-                    with unchanged(*self._v.target.root):
-                        outcome = runs.eager(case, contents, inputs={**case.named, name: value}, put=False)
-                except Exception:  # refresh() does not take this number
-                    return True
-                if not runs.same(case, outcome, expected):
-                    return True
-        return False
+        find_unreset(self._v)
 
     def _oracle(self, case: Case) -> Outcome:
         runs, target = self._v.runs, self._v.target
@@ -264,18 +223,11 @@ class EagerChecks:
             self._v.find("padding", case, "", f"the oracle returns {', '.join(missing)}", Blame("", (), because), wrong)
         elif wrong is not None and self._v.repeats(case, SURELY):
             blame = (
-                self._v.blamer.leak(case, self._masks(case), padded)
-                or self._v.blamer.remembered(case, self._v.host)
+                self._v.blamer.remembered(case, self._v.host)
                 or self._v.blamer.unlike_inputs(case)
                 or self._pad_values(case, exact, wrong, padded)
-                or self._unpadded(case)
             )
             self._v.find("padding", case, "", "the padded step differs from the exact one", blame, wrong)
-
-    def _masks(self, case: Case) -> dict[str, torch.Tensor]:
-        """Return the masks of written elements of the buffers that `refresh` writes in every case."""
-        names = self._v.runs.rewritten - self._v.target.derived
-        return {name: mask for name, mask in self._v.written[case.name].items() if name in names}
 
     def _pad_values(self, case: Case, exact: Outcome, wrong: Difference, padded: Outcome) -> Blame | None:
         """Return the buffer whose pad values cause a wrong result, although the caller's code writes them.
@@ -314,15 +266,6 @@ class EagerChecks:
         if not (values.is_floating_point() or values.is_complex()):
             for held in values.unique()[:_MOST_VALUES]:
                 yield held.expand_as(values)
-
-    def _unpadded(self, case: Case) -> Blame | None:
-        """Return a blame without a cause if no input is smaller than its buffer."""
-        contents = self._v.reference[case.name][0]
-        inputs = {name: v for name, v in case.named.items() if isinstance(v, torch.Tensor)}
-        if inputs and all(name in contents and contents[name].shape == value.shape for name, value in inputs.items()):
-            because = "nothing is padded in this case: the step and its oracle compute different things"
-            return Blame("padding", (), because)
-        return None
 
     def _spoils(self, name: str, tail: torch.Tensor) -> Blame:
         because = f"the pad values {region(name, tail)} reach the results; mask them, or let them index unowned memory"

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -19,7 +18,7 @@ from graphrt.testing.verify.eager import REFRESH_READS
 from graphrt.testing.verify.host import HostValues
 from graphrt.testing.verify.in_flight import flight_findings
 from graphrt.testing.verify.locations import locations
-from graphrt.testing.verify.memory import NAN_BYTE, CapturedMemory, UnwrittenInGraph, UnwrittenMemory, fill_inactive
+from graphrt.testing.verify.memory import NAN_BYTE, CapturedMemory, UnwrittenInGraph, fill_inactive
 from graphrt.testing.verify.report import own_line, raised
 from graphrt.testing.verify.runs import POISONED, Case, Contents, Fill
 from graphrt.testing.verify.subject import Output
@@ -73,7 +72,7 @@ class GraphChecks:
                 if self._v.unrepeatable:
                     return
         if self._v.target.device.type == "cuda":
-            for finding in flight_findings(self._v.runs, graph, order, self._v.reference, self._v.written, wrong):
+            for finding in flight_findings(self._v, graph, order, wrong):
                 self._v.add(finding)
             self.in_flight += 2 * len(order)
 
@@ -87,7 +86,7 @@ class GraphChecks:
         if target.capture is not None:
             return
         changes = self._v.host.changed(*target.root, entries=True)
-        old = {c.path: runs.before(c) for c in changes if c.old is not None or not c.is_tensor}
+        old = {change.path: runs.before(change) for change in changes}
         contents, expected = self._v.reference[case.name]
         with ExitStack() as forgotten:
             forgotten.enter_context(runs.as_at_first(old))
@@ -99,13 +98,10 @@ class GraphChecks:
         target, runs = self._v.target, self._v.runs
         contents = runs.enter(case, Fill.INITIAL)
         static: dict[str, torch.Tensor] = {}
-        memory: UnwrittenMemory | UnwrittenInGraph | None = None
-        if target.capture is None:
-            memory = UnwrittenInGraph(target.device) if target.device.type == "cuda" else UnwrittenMemory()
-        watch: AbstractContextManager[Any] = memory if memory is not None else nullcontext()
+        memory = UnwrittenInGraph(target.device)
 
         def step() -> torch.Tensor:
-            with watch:
+            with memory.watch:
                 static.update(target.run())
             return next(iter({**static, **target.buffers}.values()))
 
@@ -126,15 +122,14 @@ class GraphChecks:
             because = "a graph holds kernel launches, numbers and addresses: compute with tensors on the device"
             self._v.find("capture", case, case.name, f"the step cannot be captured: {text}", Blame("", (), because))
             return None
-        self.unwritten += memory.count if memory is not None else 0
+        self.unwritten += memory.count
         poisoned = {n: t for n, t in static.items() if n not in runs.old}
 
         fills_results = [True]  # whether the next launch finds poison in its results
 
         def fill_memory(byte: int) -> None:
             fills_results[0] = byte != 0
-            if memory is not None:
-                memory.fill(byte)
+            memory.fill(byte)
             if target.device.type == "cuda":
                 self.pool_bytes = max(self.pool_bytes, fill_inactive(target.device, byte))
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 import copy
 import functools
-import types
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -121,7 +120,7 @@ class HostValues:
 
         Args:
             root, name: the step, and its name in paths.
-            entries: also return dicts and objects that got new entries.
+            entries: also return dicts and objects that got new entries, and no tensor that was too large to copy.
         """
         found, objects = [], []
         for path, new, put in locations(root, name):
@@ -140,11 +139,12 @@ class HostValues:
                     text = f"{path} is another tensor than at capture; the graph reads the memory of the old one"
                     found.append(Change(path, path, old.contents, text, True, old.tensor()))
             elif isinstance(old, weakref.ref):
-                if (kept := old()) is not None and not _same_object(kept, new):
+                if (kept := old()) is not None and kept is not new:
                     objects.append(Change(path, path, kept, f"{path} was {_named(kept)} and is {_named(new)} now"))
             elif not same(old.held if isinstance(old, _Items) else old, new):
                 found.append(Change(path, path, old, f"{path} was {_short(old)} and is {_named(new)} now"))
-        return found + objects
+        found += objects
+        return [change for change in found if change.old is not None or not change.is_tensor] if entries else found
 
 
 def _recorded(value: Any, room: list[int]) -> Any:
@@ -155,7 +155,7 @@ def _recorded(value: Any, room: list[int]) -> Any:
         return _Items(dict(value)) if is_leaf(value) else _Keys(frozenset(value))
     if is_leaf(value) or isinstance(value, Drawn):
         return _Items(copy.copy(value)) if isinstance(value, IN_PLACE) else value
-    return weakref.WeakMethod(value) if isinstance(value, types.MethodType) else weakref.ref(value)
+    return weakref.ref(value)
 
 
 def _copied(tensor: torch.Tensor, room: list[int]) -> torch.Tensor | None:
@@ -230,11 +230,6 @@ def unchanged(root: Any, name: str) -> Iterator[None]:
         for location in before:
             if location.put is not None:
                 _try_put(location.put, location.value)
-
-
-def _same_object(old: Any, new: Any) -> bool:
-    """Return whether two references lead to one object, or to one method of one object."""
-    return old is new or (isinstance(old, types.MethodType) and isinstance(new, types.MethodType) and old == new)
 
 
 def _holds(container: Any, items: Any) -> bool:

@@ -6,7 +6,7 @@ does not wait for.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphrt.testing.verify.blame import Captured
 from graphrt.testing.verify.compare import differing, region
 from graphrt.testing.verify.report import VerifyFinding
-from graphrt.testing.verify.runs import SEED, Case, Contents, Outcome, Runs, one_seed
+from graphrt.testing.verify.runs import SEED, Case, Contents, Outcome, one_seed
+from graphrt.testing.verify.verification import Verification
 
 _CYCLES = 40_000_000
 """About 20 ms: longer than the host takes to queue all replays."""
@@ -40,37 +41,24 @@ class _StalledStreams(TorchDispatchMode):
 
 
 def flight_findings(
-    runs: Runs,
-    graph: Captured,
-    order: Sequence[Case],
-    reference: Mapping[str, tuple[Contents, Outcome]],
-    written: Mapping[str, Mapping[str, torch.Tensor]],
-    known: Collection[str] = (),
+    v: Verification, graph: Captured, order: Sequence[Case], known: Collection[str] = ()
 ) -> list[VerifyFinding]:
     """Queue every case without waiting, once with the main stream stalled and once with the side streams stalled.
 
     Args:
-        runs: the target.
+        v: the target, and the reference of each case.
         graph: the captured step.
         order: the cases, in the order of the launches.
-        reference: buffers and eager outcome of each case.
-        written: of each case and buffer, a mask of the elements that refresh() writes.
         known: names of cases whose replays are already known to be wrong. They are queued and not compared.
     """
-    found = (_queue(runs, graph, order, reference, written, known, stalled) for stalled in (_MAIN, _SIDE))
+    found = (_queue(v, graph, order, known, stalled) for stalled in (_MAIN, _SIDE))
     return [finding for finding in found if finding is not None]
 
 
 def _queue(
-    runs: Runs,
-    graph: Captured,
-    order: Sequence[Case],
-    reference: Mapping[str, tuple[Contents, Outcome]],
-    written: Mapping[str, Mapping[str, torch.Tensor]],
-    known: Collection[str],
-    stalled: str,
+    v: Verification, graph: Captured, order: Sequence[Case], known: Collection[str], stalled: str
 ) -> VerifyFinding | None:
-    device, target = runs.target.device, runs.target
+    runs, target, device = v.runs, v.target, v.target.device
     torch.cuda.synchronize(device)
     results: list[tuple[dict[str, torch.Tensor], Contents]] = []
     if stalled == _MAIN:
@@ -92,12 +80,12 @@ def _queue(
     for case, (outputs, contents) in zip(order, results, strict=True):
         if case.name in known:
             continue
-        clean, expected = reference[case.name]
+        clean, expected = v.reference[case.name]
         wrong = runs.difference(case, Outcome(outputs, expected.changes), expected)
         if wrong is None:
             continue
         blamed, because = [], []
-        for name, mask in written[case.name].items():
+        for name, mask in v.written[case.name].items():
             have, want = contents.get(name), clean.get(name)
             if have is None or want is None or have.shape != want.shape or not mask.any():
                 continue

@@ -52,7 +52,7 @@ class Location(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """The state of a random generator of Python or numpy."""
+    """The state of a random generator of Python."""
 
     state: bytes
 
@@ -92,7 +92,7 @@ def locations(root: Any, name: str, left_out: list[str] | None = None) -> Iterat
     Paths that are too many or too deep, and tensors without memory of their own, are appended to `left_out`.
     """
     left = [] if left_out is None else left_out
-    home, cells = Home.of(root), dict[str, int]()
+    home = Home.of(root)
     todo = collections.deque([(Location(name, root), 0)])
     paths, entered = set[str](), set[int]()
     while todo:
@@ -112,7 +112,7 @@ def locations(root: Any, name: str, left_out: list[str] | None = None) -> Iterat
             left.append(location.path)
             continue
         entered.add(id(value))
-        todo += [(child, depth + 1) for child in _children(value, location.path, home, cells)]
+        todo += [(child, depth + 1) for child in _children(value, location.path, home)]
 
 
 def unreached(root: Any, name: str) -> list[str]:
@@ -128,12 +128,10 @@ def _generator(value: Any) -> tuple[Drawn, Callable[[Drawn], None]] | None:
         return None
     if value is random or type(value) is random.Random:
         return Drawn(pickle.dumps(value.getstate())), lambda old: value.setstate(pickle.loads(old.state))
-    if value is np.random:
-        return Drawn(pickle.dumps(value.get_state())), lambda old: value.set_state(pickle.loads(old.state))
     return None
 
 
-def _children(value: Any, path: str, home: Home, cells: dict[str, int]) -> Iterator[Location]:
+def _children(value: Any, path: str, home: Home) -> Iterator[Location]:
     if isinstance(value, dict):
         for key, item in list(value.items()):
             yield Location(f"{path}[{key!r}]", item, functools.partial(value.__setitem__, key))
@@ -150,10 +148,10 @@ def _children(value: Any, path: str, home: Home, cells: dict[str, int]) -> Itera
     elif isinstance(value, functools._lru_cache_wrapper):
         yield Location(path, value.__wrapped__)
     elif isinstance(value, types.FunctionType):
-        yield from _of_function(value, path, home, cells) if home.has(value.__module__) else ()
+        yield from _of_function(value, path, home) if home.has(value.__module__) else ()
     elif isinstance(value, type):
         is_own = home.has(value.__module__) and not issubclass(value, enum.Enum)
-        yield from _of_classes(value.__mro__, path, home, ()) if is_own else ()
+        yield from _of_classes(value.__mro__, path, ()) if is_own else ()
     elif isinstance(value, torch.nn.Module) or _is_own_object(value):
         yield Location(f"{path}.", attributes := getattr(value, "__dict__", {}))
         for part in _MODULE_PARTS if isinstance(value, torch.nn.Module) else ():
@@ -163,15 +161,15 @@ def _children(value: Any, path: str, home: Home, cells: dict[str, int]) -> Itera
         for key in names:
             if hasattr(value, key) and not (isinstance(value, torch.nn.Module) and key in _OF_EVERY_MODULE):
                 yield Location(f"{path}.{key}", getattr(value, key), functools.partial(object.__setattr__, value, key))
-        yield from _of_classes(type(value).__mro__, path, home, names)
+        yield from _of_classes(type(value).__mro__, path, names)
 
 
-def _of_classes(kinds: Collection[type], path: str, home: Home, known: Collection[str]) -> Iterator[Location]:
+def _of_classes(kinds: Collection[type], path: str, known: Collection[str]) -> Iterator[Location]:
     """Yield the attributes and functions of classes, except names that the object itself has."""
     found = set(known)
     for kind in kinds:
         for key, item in list(vars(kind).items()) if kind.__module__.split(".")[0] not in _FOREIGN else ():
-            item = getattr(item, "__func__", getattr(item, "fget", item))  # of a static method, or of a property
+            item = getattr(item, "__func__", item)  # of a static method
             if key not in found and isinstance(item, types.FunctionType):
                 yield Location(f"{path}.{key}", item)
             elif key not in found and not key.startswith("__") and _is_data(item):
@@ -179,25 +177,19 @@ def _of_classes(kinds: Collection[type], path: str, home: Home, known: Collectio
             found.add(key)
 
 
-def _of_function(function: types.FunctionType, path: str, home: Home, cells: dict[str, int]) -> Iterator[Location]:
-    """Yield what a function closes over, its defaults, and the globals that its code names.
-
-    They are called by their bare names. A second cell of the same name is prefixed with the path of its function.
-    """
+def _of_function(function: types.FunctionType, path: str, home: Home) -> Iterator[Location]:
+    """Yield what a function closes over, its defaults, and the globals that its code names, by their bare names."""
     for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        name = key if cells.setdefault(key, id(cell)) == id(cell) else f"{path}.{key}"
         if key == "__class__":  # of super()
             continue
         with suppress(ValueError):  # an empty cell
-            yield Location(name, cell.cell_contents, functools.partial(setattr, cell, "cell_contents"))
+            yield Location(key, cell.cell_contents, functools.partial(setattr, cell, "cell_contents"))
     yield Location(path, function.__defaults__)
     space, names = function.__globals__, _names_in(function.__code__)
     prefix = "" if function.__module__ == home.module else f"{function.__module__}."
     for key in names:
         item = space.get(key)
-        if item is np and "random" in names:
-            yield Location(f"{key}.random", np.random)
-        elif isinstance(item, types.ModuleType) and item not in (random, np.random):
+        if isinstance(item, types.ModuleType) and item is not random:
             for attribute in names if home.has(item.__name__) else ():
                 if attribute in vars(item) and not isinstance(part := vars(item)[attribute], types.ModuleType):
                     put = functools.partial(setattr, item, attribute)

@@ -3,14 +3,13 @@
 On CUDA this is every inactive block of torch's allocator, also in the graph's private pool, so a tensor that was
 captured by its address and then freed reads as NaN. The memory of `torch.empty` is filled by a node of the graph:
 it is often the memory of an intermediate, which the graph has already overwritten when `empty` returns it.
-On a CPU this is the memory of the `torch.empty` calls of the captured step.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -29,10 +28,11 @@ NAN_BYTE = 0xFF
 
 
 class _Unwritten(TorchDispatchMode):
-    """Call `_got` with each uninitialised allocation of the step that runs inside."""
+    """Call a function with each uninitialised allocation of the step that runs inside."""
 
-    def __init__(self) -> None:
+    def __init__(self, got: Callable[[torch.UntypedStorage], object]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
+        self._got = got
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -43,31 +43,8 @@ class _Unwritten(TorchDispatchMode):
                 self._got(tensor.untyped_storage())
         return result
 
-    def _got(self, storage: torch.UntypedStorage) -> None:
-        raise NotImplementedError
 
-
-class UnwrittenMemory(_Unwritten):
-    """Collect the uninitialised allocations of a step on a CPU. `count` is their number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._storages: dict[int, torch.UntypedStorage] = {}
-
-    def _got(self, storage: torch.UntypedStorage) -> None:
-        self._storages[storage.data_ptr()] = storage
-
-    @property
-    def count(self) -> int:
-        return len(self._storages)
-
-    def fill(self, byte: int) -> None:
-        """Fill the allocations with a byte."""
-        for storage in self._storages.values():
-            storage_bytes(storage).fill_(byte)
-
-
-class _AllowCompiled(_Unwritten):
+class _UnwrittenOnCuda(_Unwritten):
     """Let compiled functions run compiled inside the mode. It does not see their allocations."""
 
     @classmethod
@@ -79,16 +56,23 @@ class _AllowCompiled(_Unwritten):
         return True
 
 
-class UnwrittenInGraph(_AllowCompiled):
-    """Let a graph on CUDA fill each uninitialised allocation right after it. `count` is the number of allocations."""
+def _watching(device: torch.device, got: Callable[[torch.UntypedStorage], object]) -> _Unwritten:
+    return (_UnwrittenOnCuda if device.type == "cuda" else _Unwritten)(got)
+
+
+class UnwrittenInGraph:
+    """Let a graph fill each uninitialised allocation of the step inside `watch`, right after it.
+
+    `count` is the number of allocations.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()
         self._byte = torch.zeros(1, dtype=torch.uint8, device=device)
-        self._device, self._filled = device, set[int]()
+        self._filled = set[int]()
+        self.watch = _watching(device, self._got)
 
     def _got(self, storage: torch.UntypedStorage) -> None:
-        if storage.nbytes() and storage.device == self._device:
+        if storage.nbytes() and storage.device == self._byte.device:
             self._filled.add(storage.data_ptr())
             storage_bytes(storage).copy_(self._byte)
 
@@ -101,32 +85,18 @@ class UnwrittenInGraph(_AllowCompiled):
         self._byte.fill_(byte)
 
 
-class _Zeroed(_Unwritten):
-    """Fill each uninitialised allocation with zeros."""
-
-    def _got(self, storage: torch.UntypedStorage) -> None:
-        storage_bytes(storage).zero_()
-
-
-class _ZeroedAllowCompiled(_Zeroed, _AllowCompiled):
-    """The same on CUDA, where compiled functions run compiled."""
-
-
 @contextlib.contextmanager
 def zeroed(device: torch.device) -> Iterator[None]:
     """Fill uninitialised memory with zeros, so that an eager run that reads it gives the same result each time.
 
     On a CPU, functions of torch.compile run uncompiled, as they do in an op trace.
     """
-    if device.type == "cuda":
-        fill_inactive(device, 0)
-        with _ZeroedAllowCompiled():
-            yield
-        return
     with contextlib.ExitStack() as stack:
-        if "torch._dynamo" in sys.modules:
+        if device.type == "cuda":
+            fill_inactive(device, 0)
+        elif "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(_Zeroed())
+        stack.enter_context(_watching(device, lambda storage: storage_bytes(storage).zero_()))
         yield
 
 

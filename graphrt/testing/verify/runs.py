@@ -13,14 +13,13 @@ from torch.overrides import TorchFunctionMode
 
 from graphrt.kernels.checks import shown
 from graphrt.kernels.errors import ConfigError
-from graphrt.testing.poison import poison_bits
-from graphrt.testing.verify.compare import Difference, differing, first_difference, is_nan, other_bits, same_bits
+from graphrt.testing.poison import poison
+from graphrt.testing.verify.compare import Difference, differing, first_difference, same_bits
 from graphrt.testing.verify.host import Change, assigned, same, torch_generators, unchanged, values_at
 from graphrt.testing.verify.memory import zeroed
 from graphrt.testing.verify.report import raised
 from graphrt.testing.verify.subject import Inputs, Target
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 SEED, OTHER_SEED = 1234, 4321
 
 
@@ -426,36 +425,23 @@ def masked(tensor: torch.Tensor, index: Any) -> torch.Tensor:
 
 def changed(before: torch.Tensor, after: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the flat indices of the elements that differ, and their new values. Two NaN are equal."""
-    if after.is_complex():
-        indices = differing(after, before).flatten().nonzero().flatten()
-        return indices, after.flatten()[indices]
-    indices = other_bits(after, before).flatten().nonzero().flatten()
-    values = after.flatten()[indices]
-    # NaN are compared among the few values that differ, not over a whole cache.
-    if len(values) and values.is_floating_point() and bool(is_nan(values).any()):
-        differ = differing(values, before.flatten()[indices])
-        indices, values = indices[differ], values[differ]
-    return indices, values
+    indices = differing(after, before).flatten().nonzero().flatten()
+    return indices, after.flatten()[indices]
 
 
 def fill(tensor: torch.Tensor, value: Fill, span: tuple[float, float]) -> None:
     """Write poison in place. `span` is the smallest and the largest value for integers."""
     if tensor.is_conj():
         tensor = tensor.conj()  # the same memory without the lazy conjugation
-    if tensor.is_neg():
-        tensor = torch._neg_view(tensor)
     if tensor.is_complex():
         fill(torch.view_as_real(tensor), value, span)
     elif tensor.dtype == torch.bool:
         tensor.fill_(value is Fill.HIGH)
     elif not tensor.is_floating_point():
-        number = min(int(span[1] if value is Fill.HIGH else span[0]), torch.iinfo(tensor.dtype).max)
-        if number >= 1 << 63:  # only in uint64, which fill_() cannot set to more than the largest int64
-            tensor.view(torch.int64).fill_(number - (1 << 64))
-        else:
-            tensor.fill_(number)
+        most = min(torch.iinfo(tensor.dtype).max, torch.iinfo(torch.int64).max)  # fill_() takes no more
+        tensor.fill_(min(int(span[1] if value is Fill.HIGH else span[0]), most))
     elif value is Fill.HIGH:
-        tensor.view(_INTEGERS[tensor.element_size()]).fill_(poison_bits(tensor.dtype))
+        poison(tensor)
     else:
         tensor.copy_(torch.full_like(tensor, min(1e4, torch.finfo(tensor.dtype).max / 2)))
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 from graphrt.kernels.checks import check_instance, shown
 from graphrt.kernels.errors import ConfigError
 from graphrt.testing.canary import Canaries
-from graphrt.testing.verify.arguments import check_pad, check_parts, check_subject, check_tensor
+from graphrt.testing.verify.arguments import check_subject, check_tensor
 from graphrt.testing.verify.compare import same_bits
 
 Inputs = Mapping[str, Any]
@@ -131,10 +131,10 @@ class Target:
         return self._unowned is not None
 
     def real(self, inputs: Inputs) -> dict[str, Any]:
-        return check_parts("real", self._real(inputs)) if self._real is not None else {}
+        return _parts("real", self._real, inputs)
 
     def unowned(self, inputs: Inputs) -> dict[str, Any]:
-        found = check_parts("unowned", self._unowned(inputs)) if self._unowned is not None else {}
+        found = _parts("unowned", self._unowned, inputs)
         if unknown := set(found) - set(self.state):
             raise ConfigError(f"unowned: there are no state tensors {sorted(unknown)}; use names of `state`")
         return found
@@ -145,6 +145,11 @@ class Target:
         if isinstance(self.subject, PlainSubject):
             return "a smaller case does not write it; mask it, or set pad= to the value that your code writes there"
         return "refresh() does not write it for this case; write it, or mask it"
+
+
+def _parts(what: str, method: Callable[[Inputs], Any] | None, inputs: Inputs) -> dict[str, Any]:
+    found = method(inputs) if method is not None else {}
+    return dict(check_instance(what, found, Mapping, advice="return a dict of indices by tensor name, {} for none"))
 
 
 class PlainSubject:
@@ -191,10 +196,13 @@ class PlainSubject:
             raise ConfigError(
                 f"{name}: dtype, device or number of dimensions differ between cases: {kinds}; convert it"
             )
-        if name in self.pad:
-            check_pad(name, self.pad[name], values[0].dtype)
         shape = [max(v.shape[dim] for v in values) for dim in range(values[0].dim())]
-        return self.canaries.full(name, shape, values[0].dtype, values[0].device, self.pad.get(name, 0))
+        buffer = self.canaries.full(name, shape, values[0].dtype, values[0].device)
+        try:
+            return buffer.fill_(self.pad.get(name, 0))
+        except (RuntimeError, TypeError) as error:
+            text = f"{buffer.dtype} cannot hold {shown(self.pad[name])}; pass a value of the buffer's dtype"
+            raise ConfigError(f"pad[{name!r}]: {text}") from error
 
     def refresh(self, inputs: Inputs) -> None:
         self.scalars = {name: value for name, value in inputs.items() if not isinstance(value, torch.Tensor)}

@@ -5,33 +5,20 @@ Such tensors are restored before every other run. Here they are not, as in a ser
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 from graphrt.testing.verify.blame import Blame
-from graphrt.testing.verify.compare import Difference, differing, region
-from graphrt.testing.verify.runs import Case, Contents, Outcome, Runs
+from graphrt.testing.verify.compare import differing, region
+from graphrt.testing.verify.runs import Case, Outcome
+from graphrt.testing.verify.verification import Verification
 
 
-@dataclass(frozen=True)
-class Unreset:
-    """A case whose result differs after other runs."""
-
-    case: Case
-    blame: Blame
-    wrong: Difference | None
-
-
-def unreset(runs: Runs, reference: Mapping[str, tuple[Contents, Outcome]], cases: Sequence[Case]) -> Unreset | None:
+def find_unreset(v: Verification) -> None:
     """Run cases of 8, 3 and 5 rows in the order 8, 8, 3, 5, 3, 8 without restoring the unnamed tensors in between.
 
     So each case follows a larger and a smaller one, and one follows itself. Each must repeat its first result.
-
-    Args:
-        runs: the target.
-        reference: buffers and eager outcome of each case.
-        cases: the cases to run.
     """
+    runs, reference, cases = v.runs, v.reference, list(v.cases.values())
     names = list(runs.target.hidden)
     walk = [cases[0], *cases, *reversed(cases[:-1])]
 
@@ -50,11 +37,11 @@ def unreset(runs: Runs, reference: Mapping[str, tuple[Contents, Outcome]], cases
             runs.kept = frozenset()
 
     if not names or spoiled(names) is None:
-        return None
+        return
     chosen = next(([n] for n in names if spoiled([n])), names)
     found = spoiled(chosen)
     if found is None:  # the step does not repeat, which is another finding
-        return None
+        return
     case, outcome = found
     left = {name: runs.target.hidden[name].clone() for name in chosen}
     clean, expected = reference[case.name]
@@ -65,4 +52,5 @@ def unreset(runs: Runs, reference: Mapping[str, tuple[Contents, Outcome]], cases
         "step. If they should persist from step to step, name the tensor in state"
     )
     wrong = None if outcome.error else runs.difference(case, outcome, expected)
-    return Unreset(case, Blame("determinism", tuple(chosen), because), wrong)
+    text = "the step gives another result after other runs, because an unnamed tensor persists"
+    v.find("determinism", case, "", text, Blame("", tuple(chosen), because), wrong)

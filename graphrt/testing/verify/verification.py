@@ -35,7 +35,6 @@ class Verification:
     written       of each case and buffer: a mask of the elements that `refresh` writes
     trespassed    whether the step writes to unowned state, so that poison there would only repeat the finding
     unrepeatable  whether the step gives two results twice in a row, so that nothing else can be compared
-    ignored       numbers of the inputs that no result depends on
     """
 
     def __init__(self, target: Target, inputs: Mapping[str, Inputs], tolerance: float | None) -> None:
@@ -52,7 +51,6 @@ class Verification:
         self.written: dict[str, dict[str, torch.Tensor]] = {}
         self.blamer = Blamer(self.runs, self.reference, self.written)
         self.trespassed = self.unrepeatable = False
-        self.ignored: list[str] = []
 
     @property
     def changing(self) -> list[str]:

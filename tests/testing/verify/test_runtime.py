@@ -13,7 +13,7 @@ from graphrt.kernels.errors import CaptureError, ConfigError
 from graphrt.replay import ReplayManager
 from graphrt.step import Step
 from graphrt.testing.verify.runtime import generated_batches, verify_runtime
-from tests.support.toy import HEADS, KV_HEADS, VOCAB, Rig, ToyModel, make_rig
+from tests.support.toy import VOCAB, Rig, ToyModel, make_rig
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -37,27 +37,29 @@ def test_a_captured_manager_has_no_findings(device: torch.device) -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), "the cache is restored"
 
 
-def test_its_logits_equal_those_of_another_backend(device: torch.device) -> None:
-    rig = rig_of(device)
+def oracle_of(rig: Rig, model: ToyModel | None = None) -> ReplayManager:
+    """Return a manager of a model, or of the rig's, with the reference backend, over the rig's cache."""
     cache, config = rig.manager.kv_cache, replace(rig.manager.config, backend="torch_reference", use_graphs=False)
     attention = rig.manager._program.layers[0].spec
-    assert (attention.num_q_heads, attention.num_kv_heads) == (HEADS, KV_HEADS)
-    oracle = ReplayManager(rig.model, cache, attention, vocab_size=VOCAB, config=config)
+    return ReplayManager(model or rig.model, cache, attention, vocab_size=VOCAB, config=config)
+
+
+def test_logits_are_compared_with_those_of_an_oracle(device: torch.device) -> None:
+    rig = rig_of(device)
+    oracle = oracle_of(rig)
+    with pytest.raises(CaptureError, match="oracle: expected state 'captured', got 'new'"):
+        verify_runtime(rig.manager, oracle=oracle)
+    with pytest.raises(CaptureError, match="manager: expected state 'captured', got 'new'"):
+        verify_runtime(oracle)
     oracle.capture()
     report = verify_runtime(rig.manager, vocab_size=VOCAB, oracle=oracle, count=6)
     assert report.ok, str(report)
     assert report.checked["padding"] == "padded against exact results of 6 cases"
 
-
-def test_logits_that_differ_from_the_oracle_are_found() -> None:
-    rig, cpu = rig_of(torch.device("cpu")), torch.device("cpu")
-    other = ToyModel(cpu, torch.float32)
-    other.embed.data.mul_(1.01)
-    attention = rig.manager._program.layers[0].spec
-    config = replace(rig.manager.config, use_graphs=False)
-    oracle = ReplayManager(other, rig.manager.kv_cache, attention, vocab_size=VOCAB, config=config)
-    oracle.capture()
-    report = verify_runtime(rig.manager, vocab_size=VOCAB, oracle=oracle, count=3)
+    other = oracle_of(rig, ToyModel(device, torch.float32))
+    other._program.model.embed.data.mul_(1.1)
+    other.capture()
+    report = verify_runtime(rig.manager, vocab_size=VOCAB, oracle=other, count=3)
     assert {finding.check for finding in report.findings} == {"padding"}
     assert "logits" in str(report.findings[0].difference)
 
@@ -112,47 +114,11 @@ def test_generated_batches_shrink_and_grow_and_reach_page_boundaries() -> None:
         assert len(set(batch.page_ids.tolist())) == len(batch.page_ids), "no page has two owners"
 
 
-def test_wrong_arguments_raise() -> None:
-    manager = rig_of(torch.device("cpu")).manager
-    with pytest.raises(
-        ConfigError, match=r"manager: expected ReplayManager, got 3; of a Runtime, pass runtime\.manager"
-    ):
-        verify_runtime(3)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="oracle: expected ReplayManager, got 'eager'"):
-        verify_runtime(manager, oracle="eager")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="batches: the list is empty"):
-        verify_runtime(manager, [])
-    small = rig_of(torch.device("cpu"), num_pages=4).manager
-    with pytest.raises(ConfigError, match="cache: expected at least one page per request, got 3 for 8"):
-        generated_batches(small, vocab_size=VOCAB, count=1, seed=0)
-
-
 def test_batches_of_the_caller(device: torch.device) -> None:
     rig = rig_of(device)
     pages = {"page_indptr": [0, 2], "page_ids": [5, 6]}
     batches = [Batch(req_indices=[0], seq_lens=[n], tokens=[n], **pages) for n in (5, 8, 6)]
     assert verify_runtime(rig.manager, batches).ok
-
-
-def oracle_of(rig: Rig, *, capture: bool = True) -> ReplayManager:
-    """Return the plain model with the reference backend, over a rig's cache."""
-    attention = rig.manager._program.layers[0].spec
-    config = replace(rig.manager.config, backend="torch_reference", use_graphs=False)
-    oracle = ReplayManager(
-        ToyModel(torch.device("cpu"), torch.float32), rig.manager.kv_cache, attention, vocab_size=VOCAB, config=config
-    )
-    if capture:
-        oracle.capture()
-    return oracle
-
-
-def test_a_manager_that_is_not_captured_raises() -> None:
-    rig = rig_of(torch.device("cpu"))
-    oracle = oracle_of(rig, capture=False)
-    with pytest.raises(CaptureError, match="oracle: expected state 'captured', got 'new'"):
-        verify_runtime(rig.manager, oracle=oracle)
-    with pytest.raises(CaptureError, match="manager: expected state 'captured', got 'new'"):
-        verify_runtime(oracle)
 
 
 class Counting(ToyModel):
@@ -170,26 +136,11 @@ def test_a_result_that_changes_from_run_to_run_is_not_blamed_on_the_cache(seed: 
     """With poison in unowned pages the result changes, as it does in any run."""
     model = Counting(torch.device("cpu"), torch.float32)
     rig = rig_of(torch.device("cpu"), model)
-    report = verify_runtime(rig.manager, model=model, oracle=oracle_of(rig), seed=seed)
+    oracle = oracle_of(rig, ToyModel(torch.device("cpu"), torch.float32))
+    oracle.capture()
+    report = verify_runtime(rig.manager, model=model, oracle=oracle, seed=seed)
     assert "model.number" in report.blamed
     assert not [name for name in report.blamed if "kv_cache" in name]
-
-
-def test_wrong_batches_and_numbers_raise() -> None:
-    rig = rig_of(torch.device("cpu"))
-    row = {"req_indices": [0], "seq_lens": [2], "query_lens": [1], "tokens": [3]}
-    bad = {
-        "batches: expected a list": {"batches": 3},
-        r"batches\[0\]: expected Batch": {"batches": [1]},
-        r"batches\[0\].page_ids: expected 0 <= id": {"batches": [Batch(**row, page_indptr=[0, 1], page_ids=[9999])]},
-        "the device refused every request, the first with: .* LENGTH_EXCEEDS_PAGES": {"batches": [Batch(**row)]},
-        "seed: expected an int": {"seed": "a"},
-        "vocab_size: expected an int from 1": {"vocab_size": 10**9},
-        "oracle: it has another KVCache": {"oracle": oracle_of(rig_of(torch.device("cpu")))},
-    }
-    for text, arguments in bad.items():
-        with pytest.raises(ConfigError, match=text):
-            verify_runtime(rig.manager, **arguments)  # type: ignore[arg-type]
 
 
 def test_requests_that_the_device_refuses_are_listed() -> None:
@@ -198,3 +149,28 @@ def test_requests_that_the_device_refuses_are_listed() -> None:
     report = verify_runtime(rig.manager, [good, Batch(req_indices=[0], seq_lens=[2], query_lens=[1], tokens=[3])])
     assert report.ok, str(report)
     assert report.not_checked["refused requests"].startswith("the device refused 1 requests")
+
+
+def test_wrong_arguments_raise() -> None:
+    rig, other = (rig_of(torch.device("cpu")) for _ in range(2))
+    oracle = oracle_of(other)
+    oracle.capture()
+    row = {"req_indices": [0], "seq_lens": [2], "query_lens": [1], "tokens": [3]}
+    bad = {
+        r"manager: expected ReplayManager, got 3; of a Runtime, pass runtime\.manager": {"manager": 3},
+        "oracle: expected ReplayManager, got 'eager'": {"oracle": "eager"},
+        "oracle: it has another KVCache": {"oracle": oracle},
+        "batches: the list is empty": {"batches": []},
+        "batches: expected a list": {"batches": 3},
+        r"batches\[0\]: expected Batch": {"batches": [1]},
+        r"batches\[0\].page_ids: expected 0 <= id": {"batches": [Batch(**row, page_indptr=[0, 1], page_ids=[9999])]},
+        "the device refused every request, the first with: .* LENGTH_EXCEEDS_PAGES": {"batches": [Batch(**row)]},
+        "seed: expected an int": {"seed": "a"},
+        "vocab_size: expected an int from 1": {"vocab_size": 10**9},
+    }
+    for text, arguments in bad.items():
+        with pytest.raises(ConfigError, match=text):
+            verify_runtime(**{"manager": rig.manager, **arguments})
+    small = rig_of(torch.device("cpu"), num_pages=4).manager
+    with pytest.raises(ConfigError, match="cache: expected at least one page per request, got 3 for 8"):
+        generated_batches(small, vocab_size=VOCAB, count=1, seed=0)

@@ -50,13 +50,10 @@ def test_rows_of_a_larger_case_in_an_unnamed_tensor(sizes: tuple[int, ...], eage
     (finding,) = report.findings
     assert finding.check == "determinism"
     assert finding.difference is not None
+    assert f":{max(sizes)}] still holds values of earlier runs" in finding.because
     assert "name the tensor in state" in finding.because
     clean = verify(skipping(False)[1], make, cases=len(sizes), eager=eager)
     assert clean.ok, clean
-
-
-def test_the_stale_rows_are_reported() -> None:
-    assert "out[3:8] still holds values of earlier runs" in str(verify(skipping(True)[1], counted, eager=total))
 
 
 def test_a_tensor_that_only_a_middle_case_writes() -> None:
@@ -109,12 +106,12 @@ def test_named_state_may_persist() -> None:
 
 # -- an oracle that returns nothing
 
-SILENT = {"None": lambda x: None, "{}": lambda x: {}, "one case": lambda x: x if len(x) > 2 else None}
+SILENT = {"None": lambda x: None, "{}": lambda x: {}}
 
 
 @pytest.mark.parametrize("name", SILENT)
 def test_an_oracle_that_returns_nothing_raises(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"eager: the oracle returned nothing for case \d"):
+    with pytest.raises(ConfigError, match="eager: the oracle returned nothing"):
         verify(silu, rows, eager=SILENT[name])
 
 

@@ -58,29 +58,20 @@ def exact(x: torch.Tensor) -> torch.Tensor:
     return (x.to(torch.complex128) @ COMPLEX.to(torch.complex128)).to(torch.complex64)
 
 
-def test_complex_results_are_compared_with_a_tolerance() -> None:
-    report = verify(spectrum, rows, eager=exact)
-    assert report.ok, str(report)
-    assert not verify(spectrum, rows, eager=exact, tolerance=0.0).ok
-
-
 WRONG_COMPLEX: dict[str, Callable[..., Any]] = {
     "imaginary part": lambda x: spectrum(x) + 0.01j,
-    "conjugate": lambda x: spectrum(x).conj(),
     "pad rows": lambda x: spectrum(x) * x.abs().sum(),
 }
 
 
 @pytest.mark.parametrize("name", WRONG_COMPLEX)
-def test_wrong_complex_results_are_found(name: str) -> None:
+def test_complex_results_are_compared_with_a_tolerance(name: str) -> None:
+    report = verify(spectrum, rows, eager=exact)
+    assert report.ok, str(report)
+    assert not verify(spectrum, rows, eager=exact, tolerance=0.0).ok
     finding = verify(WRONG_COMPLEX[name], rows, eager=exact).findings[0]
     assert finding.check == "padding"
     assert isinstance(finding.difference.got, complex)
-
-
-def test_a_complex_number_that_a_graph_froze_is_blamed() -> None:
-    report = verify(lambda x, phase: spectrum(x) * phase, lambda case: rows(case, phase=complex(case, 1)))
-    assert report.blamed == ("phase",)
 
 
 def test_a_correct_step_costs_three_eager_runs_per_case() -> None:
@@ -120,23 +111,9 @@ def test_numbers_flags_and_strings_that_change_are_blamed(value: tuple[Any, ...]
     assert report.checked["scalars"] == "mode changed after capture"
 
 
-@pytest.mark.parametrize("odd", [True, False])
-def test_an_input_that_is_none_in_some_cases_is_blamed(odd: bool) -> None:
-    def step(x: torch.Tensor, image: torch.Tensor | None) -> torch.Tensor:
-        return x if image is None else x + image.sum(0)
-
-    def inputs(case: int) -> dict[str, Any]:
-        return rows(case, image=torch.ones(2, 6) * case + 1 if case % 2 == odd else None)
-
-    report = verify(step, inputs)
-    assert report.blamed == ("image",), report
-    assert "image was" in report.findings[0].because
-
-
-def test_inputs_that_show_nothing_are_listed_as_not_checked() -> None:
-    report = verify(lambda x, temperature, w: x * w, lambda n: rows(n, temperature=0.5 * n, w=WEIGHT[0]))
+def test_inputs_that_are_equal_in_every_case_are_listed_as_not_checked() -> None:
+    report = verify(lambda x, w: x * w, lambda case: rows(case, w=WEIGHT[0]))
     assert report.ok
-    assert "depends on temperature" in report.not_checked["scalars"]
     assert report.not_checked["inputs"].endswith("froze them: w")
     assert "inputs" not in verify(silu, rows).not_checked
 
@@ -146,8 +123,6 @@ def test_an_oracle_and_tolerances() -> None:
     assert not verify(silu, rows, eager=near).ok
     assert verify(silu, rows, eager=near, tolerance=1e-2).ok
     assert not verify(lambda x: x.double().softmax(-1).float(), rows, eager=lambda x: x.softmax(-1), tolerance=0.0).ok
-    (other,) = verify(lambda x: x + 1, lambda case: {"x": torch.ones(4)}, eager=lambda x: x + 2).findings
-    assert (other.blamed, "nothing is padded" in other.because) == ((), True)
 
 
 def test_pad_values() -> None:
@@ -162,35 +137,6 @@ def test_pad_values() -> None:
     assert verify(step, inputs).blamed == ("x",)
     assert verify(step, inputs, pad={"x": 0}).ok
     assert verify(step, inputs, pad={"x": 1}).blamed == ("x",)
-
-
-@pytest.mark.parametrize("pad", [8, 0])
-def test_pad_rows_that_write_to_state(pad: int) -> None:
-    """Pad rows have a slot of their own, or that of a request."""
-    kept = torch.randn(9, 3, generator=torch.Generator().manual_seed(5))
-
-    def inputs(case: int) -> dict[str, Any]:
-        rng, n = torch.Generator().manual_seed(case), (6, 2, 4, 6)[case]
-        return {"x": torch.randn(n, 3, generator=rng), "slots": torch.randperm(8, generator=rng)[:n]}
-
-    def step(x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        kept[slots] = kept[slots] / 2 + x
-        return kept[slots]
-
-    report = verify(step, inputs, pad={"x": 0, "slots": pad}, state={"kept": kept[:8]})
-    assert report.blamed == (() if pad == 8 else ("slots",)), report
-    assert report.checked["state"] == "kept after each run"
-    undeclared = verify(step, inputs, pad={"x": 0, "slots": 8})
-    assert undeclared.blamed == ("kept",)
-
-
-def test_memory_that_is_never_written_is_blamed() -> None:
-    def step(x: torch.Tensor) -> torch.Tensor:
-        out = torch.empty_like(x)
-        out[:, 0] = x[:, 0]
-        return out
-
-    assert verify(step, rows).blamed == ("memory pool",)
 
 
 def test_a_write_beyond_a_buffer_is_blamed() -> None:
@@ -349,34 +295,19 @@ def test_exceptions_of_the_callers_code_are_findings(where: str, check: str) -> 
     assert "test_verify.py" in finding.text
 
 
-class Sets(Copies):
-    """Gives its buffer other memory, another shape or a new tensor at each refresh."""
-
-    def __init__(self, change: Callable[[Any, torch.Tensor], None]) -> None:
-        super().__init__()
-        self.change = change
-
-    def refresh(self, inputs: dict[str, Any]) -> None:
-        new = torch.zeros(5, 6)
-        new[: len(inputs["x"])] = inputs["x"]
-        self.change(self, new)
+def set_memory(buffer: torch.Tensor, x: torch.Tensor) -> None:
+    buffer.set_(torch.cat([x, torch.zeros(5 - len(x), 6)]))
 
 
-def set_memory(subject: Any, new: torch.Tensor) -> None:
-    subject.buffers["x"].set_(new)
+def set_shape(buffer: torch.Tensor, x: torch.Tensor) -> None:
+    buffer.resize_(len(x), 6).copy_(x)
 
 
-def set_shape(subject: Any, new: torch.Tensor) -> None:
-    subject.buffers["x"].resize_(int(new[:, 0].count_nonzero()), 6).copy_(new[: len(subject.buffers["x"])])
-
-
-def set_tensor(subject: Any, new: torch.Tensor) -> None:
-    subject.buffers["x"] = new
-
-
-@pytest.mark.parametrize("change", [set_memory, set_shape, set_tensor])
-def test_a_replaced_buffer_is_blamed(change: Callable[[Any, torch.Tensor], None]) -> None:
-    (finding,) = verify(Sets(change), rows).findings
+@pytest.mark.parametrize("change", [set_memory, set_shape])
+def test_a_replaced_buffer_is_blamed(change: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+    subject = Copies()
+    subject.refresh = lambda inputs: change(subject.buffers["x"], inputs["x"])  # type: ignore[method-assign]
+    (finding,) = verify(subject, rows).findings
     assert finding.check == "replaced"
     assert finding.blamed == ("x",)
     assert "use copy_()" in str(finding)
