@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import reprlib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from graphrt.kernels.checks import is_finite
+from graphrt.kernels.checks import is_finite, shown
 from graphrt.kernels.errors import ConfigError, UnsupportedError
 
 T = TypeVar("T")
@@ -81,24 +80,15 @@ class FieldReader:
 
     def numbers(self, key: str, length: int) -> tuple[float, ...]:
         """Return a list of `length` numbers > 0."""
-        value = self.get(key)
-        if not isinstance(value, list | tuple) or len(value) != length or not all(_is_number(x) for x in value):
-            return self._problem(key, f"{length} numbers > 0", value, tuple[float, ...]())
-        return tuple(float(x) for x in value)
+        return self._items(key, _is_number, f"{length} numbers > 0", length)
 
     def integers(self, key: str) -> tuple[int, ...]:
         """Return a list of integers, empty if the key is missing."""
-        value = self.get(key, [])
-        if not isinstance(value, list | tuple) or not all(type(x) is int for x in value):
-            return self._problem(key, "a list of integers", value, tuple[int, ...]())
-        return tuple(value)
+        return self._items(key, lambda x: type(x) is int, "a list of integers")
 
     def texts(self, key: str) -> tuple[str, ...]:
         """Return a list of strings, empty if the key is missing."""
-        value = self.get(key, [])
-        if not isinstance(value, list | tuple) or not all(isinstance(x, str) for x in value):
-            return self._problem(key, "a list of strings", value, tuple[str, ...]())
-        return tuple(value)
+        return self._items(key, lambda x: isinstance(x, str), "a list of strings")
 
     def mapping(self, key: str) -> Mapping[str, Any]:
         """Return an object of names and values, empty if the key is missing."""
@@ -142,17 +132,17 @@ class FieldReader:
         if self.problems:
             raise ConfigError(f"{self.where}: " + "; ".join(self.problems))
 
+    def _items(
+        self, key: str, good: Callable[[Any], bool], expected: str, length: int | None = None
+    ) -> tuple[Any, ...]:
+        value = self.get(key, [])
+        if isinstance(value, list | tuple) and length in (None, len(value)) and all(map(good, value)):
+            return tuple(value)
+        return self._problem(key, expected, value, ())
+
     def _problem(self, key: str, expected: str, value: Any, stand_in: T) -> T:
         self.problems.append(f"{key}: expected {expected}, got {'nothing' if value is None else shown(value)}")
         return stand_in
-
-
-def shown(value: object) -> str:
-    """Return a bounded `repr` of any value, for error messages."""
-    try:
-        return reprlib.repr(value)
-    except Exception:  # a foreign __repr__, or an int with more digits than Python prints
-        return type(value).__name__
 
 
 def printable(text: object) -> str:

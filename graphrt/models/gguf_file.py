@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from graphrt.kernels.checks import shown
 from graphrt.kernels.errors import ConfigError, UnsupportedError
-from graphrt.models.fields import check_path, printable, shown
+from graphrt.models.fields import printable
 from graphrt.models.packages import require
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -61,7 +62,6 @@ def read_gguf(path: Path) -> GGUFFile:
         ConfigError: if the file is missing, truncated, inconsistent or not a GGUF file.
         UnsupportedError: if the file is split, big-endian, or of an unknown version or quantisation.
     """
-    path = check_path("path", path)
     gguf = require("gguf", "to read GGUF files")
     try:
         with path.open("rb") as file:

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from graphrt.kernels.checks import is_finite
-from graphrt.models.fields import FieldReader, shown
+from graphrt.kernels.checks import is_finite, shown
+from graphrt.models.fields import FieldReader
 from graphrt.models.packages import require
 
 _PREFIX = "tokenizer.ggml."

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from graphrt.kernels.checks import shown
 from graphrt.kernels.errors import ConfigError, UnsupportedError
 from graphrt.models.config import ModelConfig
-from graphrt.models.fields import check_path, printable, shown
+from graphrt.models.fields import printable
 from graphrt.models.packages import require
 
 _MAX_NAME = 255
@@ -32,7 +33,6 @@ class SafetensorsSource:
     """
 
     def __init__(self, folder: Path) -> None:
-        folder = check_path("folder", folder)
         self.config = read_config(folder)
         safetensors = require("safetensors", "to read weights")
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -87,21 +87,20 @@ class SafetensorsSource:
 
 def read_config(folder: Path) -> ModelConfig:
     """Read the model's config from config.json and, for the end-of-text tokens, generation_config.json."""
-    folder = check_path("folder", folder)
     generation = folder / "generation_config.json"
     return ModelConfig.from_hf(
         _read_json(folder / "config.json"), _read_json(generation) if os.path.exists(generation) else None
     )
 
 
-def download(repo_id: str, *, revision: str | None = None) -> Path:
+def download(repo_id: str) -> Path:
     """Download a model of the Hugging Face hub into its cache. Weights follow only if the config is supported."""
     hub = require("huggingface_hub", "to download models")
     patterns = ["*.json", "*.txt", "*.jinja", "*.model"]
     try:
-        folder = Path(hub.snapshot_download(repo_id, revision=revision, allow_patterns=patterns))
+        folder = Path(hub.snapshot_download(repo_id, allow_patterns=patterns))
         read_config(folder)
-        return Path(hub.snapshot_download(repo_id, revision=revision, allow_patterns=[*patterns, "*.safetensors"]))
+        return Path(hub.snapshot_download(repo_id, allow_patterns=[*patterns, "*.safetensors"]))
     except (OSError, ValueError, hub.errors.HfHubHTTPError) as error:
         if isinstance(error, ConfigError | UnsupportedError):
             raise
@@ -139,12 +138,8 @@ def _inside(index: Path, name: object) -> str:
     Symbolic links in the folder are followed: the cache of the Hugging Face hub consists of them, and the text of a
     download cannot create them.
     """
-    if not isinstance(name, str) or not name or "\0" in name or len(name) > _MAX_NAME:
-        raise ConfigError(
-            f"{printable(index)}: expected file names in weight_map, got {shown(name)}; download it again"
-        )
-    path = PurePath(name)
-    if path.is_absolute() or ".." in path.parts or path.suffix != ".safetensors":
+    good = isinstance(name, str) and "\0" not in name and len(name) <= _MAX_NAME and name.endswith(".safetensors")
+    if not isinstance(name, str) or not good or PurePath(name).is_absolute() or ".." in PurePath(name).parts:
         raise ConfigError(
             f"{printable(index)}: expected .safetensors files inside the model's folder in weight_map, "
             f"got {shown(name)}; do not use this model unless you trust its origin"

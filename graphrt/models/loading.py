@@ -5,20 +5,22 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
-from graphrt.kernels.checks import check_int
+from graphrt.config import RuntimeConfig
+from graphrt.kernels.checks import check_int, shown
 from graphrt.kernels.errors import CapacityError, ConfigError
+from graphrt.kernels.types import KVLayout
 from graphrt.models.config import ModelConfig
 from graphrt.models.dummy import fill_dummy_weights
-from graphrt.models.fields import MAX_EXTENT, check_path, shown
+from graphrt.models.fields import MAX_EXTENT, check_path
 from graphrt.models.gguf import GGUFSource
 from graphrt.models.hf import SafetensorsSource, download
 from graphrt.models.llama import LlamaModel
 from graphrt.models.shapes import shape_config
-from graphrt.runtime import resolve_device
+from graphrt.runtime import Runtime, resolve_device
 from graphrt.spec import COMPUTE_DTYPES
 
 DUMMY_PREFIX = "dummy:"
@@ -64,8 +66,6 @@ def load_model(
         UnsupportedError: if graphrt does not implement the model.
         CapacityError: if weights and rotation table do not fit the free memory.
     """
-    if not isinstance(device, str | torch.device):
-        raise ConfigError(f"device: expected cpu, cuda or cuda:N, got {shown(device)}; pass a name or a torch.device")
     device = resolve_device(device)
     if dtype != "auto" and dtype not in COMPUTE_DTYPES:
         raise ConfigError(f"dtype: expected 'auto' or one of {COMPUTE_DTYPES}, got {shown(dtype)}; pass one of these")
@@ -98,6 +98,14 @@ def load_model(
     model = build(checkpoint.config)
     model.load_weights(checkpoint)
     return LoadedModel(model, checkpoint.config, path)
+
+
+def make_runtime(model: LlamaModel, config: RuntimeConfig, *, page_size: int = 16, **options: Any) -> Runtime:
+    """Return a runtime of `model` on its device, with one KV group per distinct window. `options` are Runtime's."""
+    attention = model.config.attention_specs(model.dtype)
+    groups = model.config.kv_groups(page_size, KVLayout.NHD, model.dtype)
+    vocab_size = model.config.vocab_size
+    return Runtime(model, attention, groups, vocab_size=vocab_size, device=model.device, config=config, **options)
 
 
 def free_memory(device: torch.device) -> int | None:

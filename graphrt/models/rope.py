@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from graphrt.kernels.checks import check_int, check_int_field, is_finite
+from graphrt.kernels.checks import check_int_field, shown
 from graphrt.kernels.errors import ConfigError
-from graphrt.models.fields import MAX_EXTENT, MAX_NUMBER, FieldReader, shown
+from graphrt.models.fields import MAX_EXTENT, FieldReader
 
 _ROWS_AT_ONCE = 1 << 16  # bounds the temporaries of a table
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
@@ -44,24 +44,8 @@ class RopeConfig:
     freq_factors: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        def check(name: str, good: bool, expected: str) -> None:
-            if not good:
-                raise ConfigError(f"RopeConfig.{name}: expected {expected}, got {shown(getattr(self, name))}")
-
-        def positive(value: object) -> bool:
-            return is_finite(value) and 0 < value <= MAX_NUMBER  # type: ignore[operator]  # a number
-
-        check("kind", isinstance(self.kind, str) and self.kind in KINDS, f"one of {', '.join(KINDS)}")
-        check("theta", positive(self.theta) and self.theta > 1, f"a number > 1 and <= {MAX_NUMBER:g}")
-        for name in ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
-            check(name, positive(getattr(self, name)), f"a number > 0 and <= {MAX_NUMBER:g}")
-        for name in ("attention_factor", "mscale", "mscale_all_dim"):
-            value = getattr(self, name)
-            check(name, value is None or positive(value), f"None or a number > 0 and <= {MAX_NUMBER:g}")
-        for name in ("short_factor", "long_factor", "freq_factors"):
-            values = getattr(self, name)
-            check(name, isinstance(values, tuple) and all(map(positive, values)), "a tuple of finite numbers > 0")
-        check("truncate", isinstance(self.truncate, bool), "True or False")
+        if self.kind not in KINDS:
+            raise ConfigError(f"RopeConfig.kind: expected one of {', '.join(KINDS)}, got {shown(self.kind)}")
         needed = {"yarn": 1, "llama3": 1, "longrope": 2}.get(self.kind, 0)
         check_int_field(self, "original_positions", needed, MAX_EXTENT, advice="pass the length before the extension")
         if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
@@ -83,9 +67,8 @@ class RopeConfig:
             float32 [rotary_dim / 2] on the CPU, and the factor.
 
         Raises:
-            ConfigError: if `rotary_dim` is less than 4, or a list of factors has another length than rotary_dim / 2.
+            ConfigError: if a list of factors has another length than rotary_dim / 2.
         """
-        check_int("rotary_dim", rotary_dim, 4, advice="pass an even number of dimensions")
         pairs = {"short_factor": self.short_factor, "long_factor": self.long_factor, "freq_factors": self.freq_factors}
         for name, values in pairs.items():
             if len(values) != rotary_dim // 2 and (values or (self.kind == "longrope" and name != "freq_factors")):
@@ -186,19 +169,12 @@ def rope_from_hf(model: FieldReader, rotary_dim: int) -> RopeConfig:
     fields.problems.clear()
     original = source.integer(name, max(trained, least), least=least)
     options: dict[str, Any] = {}
-    if kind in ("linear", "dynamic", "llama3"):
-        options["factor"] = fields.number("factor")
-    elif kind == "yarn":
-        options["factor"] = fields.number("factor", trained / original)
-    elif kind == "longrope":
-        options["factor"] = fields.number("factor", trained / original)
-        options["short_factor"] = fields.numbers("short_factor", rotary_dim // 2)
-        options["long_factor"] = fields.numbers("long_factor", rotary_dim // 2)
+    if kind != "default":
+        options["factor"] = fields.number("factor", trained / original if kind in ("yarn", "longrope") else None)
+    if kind == "longrope":
+        options |= {name: fields.numbers(name, rotary_dim // 2) for name in ("short_factor", "long_factor")}
     if kind == "llama3":
-        options["low_freq_factor"] = fields.number("low_freq_factor")
-        options["high_freq_factor"] = fields.number("high_freq_factor")
-        if options["high_freq_factor"] <= options["low_freq_factor"] and not fields.problems:
-            fields.problems.append("high_freq_factor: expected more than low_freq_factor")
+        options |= {name: fields.number(name) for name in ("low_freq_factor", "high_freq_factor")}
     if kind == "yarn":
         names = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
         options |= {key: fields.number(key) for key in names if fields.has(key)}
@@ -232,6 +208,8 @@ def rope_from_gguf(
     fast, slow = fields.number(f"{scaling}yarn_beta_fast", 32.0), fields.number(f"{scaling}yarn_beta_slow", 1.0)
     attention = fields.number(f"{scaling}attn_factor", 1.0)
     fields.refuse({f"{scaling}yarn_ext_factor": (1.0, -1.0), f"{scaling}yarn_attn_factor": (1.0,)})
+    if not all(0 < factor < math.inf for factor in freq_factors):
+        fields.problems.append("rope_freqs.weight: expected finite numbers > 0")
     common: dict[str, Any] = {"theta": theta, "freq_factors": freq_factors}
     if kind == "yarn":
         rope = RopeConfig("yarn", factor=factor, original_positions=original, beta_fast=fast, beta_slow=slow, **common)

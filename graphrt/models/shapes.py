@@ -2,96 +2,44 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from graphrt.kernels.checks import shown
 from graphrt.kernels.errors import ConfigError
 from graphrt.models.config import ModelConfig
-from graphrt.models.fields import shown
 from graphrt.models.rope import RopeConfig
 
 
-def _llama3_rope(factor: float) -> RopeConfig:
-    return RopeConfig("llama3", 500_000.0, factor, 8192, low_freq_factor=1.0, high_freq_factor=4.0)
+def _llama3(factor: float) -> dict[str, Any]:
+    """Return the options that all sizes of Llama 3.1 and 3.2 share. Smaller sizes extend the context by more."""
+    rope = RopeConfig("llama3", 500_000.0, factor, 8192, low_freq_factor=1.0, high_freq_factor=4.0)
+    return {"rms_norm_eps": 1e-5, "rope": rope, "eos_ids": (128_001, 128_008, 128_009)}
 
 
+_TIED: dict[str, Any] = {"tie_word_embeddings": True}
+# The numbers: vocab_size, hidden_size, intermediate_size, num_layers, num_q_heads, num_kv_heads, head_dim,
+# max_position_embeddings.
 SHAPES: dict[str, ModelConfig] = {
-    "llama-3.1-8b": ModelConfig(
-        architecture="llama",
-        vocab_size=128_256,
-        hidden_size=4096,
-        intermediate_size=14_336,
-        num_layers=32,
-        num_q_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        max_position_embeddings=131_072,
-        rms_norm_eps=1e-5,
-        rope=_llama3_rope(8.0),
-        eos_ids=(128_001, 128_008, 128_009),
-    ),
-    "llama-3.2-1b": ModelConfig(
-        architecture="llama",
-        vocab_size=128_256,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_layers=16,
-        num_q_heads=32,
-        num_kv_heads=8,
-        head_dim=64,
-        max_position_embeddings=131_072,
-        rms_norm_eps=1e-5,
-        rope=_llama3_rope(32.0),
-        tie_word_embeddings=True,
-        eos_ids=(128_001, 128_008, 128_009),
-    ),
+    "llama-3.1-8b": ModelConfig("llama", 128_256, 4096, 14_336, 32, 32, 8, 128, 131_072, **_llama3(8.0)),
+    "llama-3.2-1b": ModelConfig("llama", 128_256, 2048, 8192, 16, 32, 8, 64, 131_072, **_llama3(32.0), **_TIED),
     "qwen3-0.6b": ModelConfig(
-        architecture="qwen3",
-        vocab_size=151_936,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_layers=28,
-        num_q_heads=16,
-        num_kv_heads=8,
-        head_dim=128,
-        max_position_embeddings=40_960,
-        rope=RopeConfig(theta=1_000_000.0),
-        qk_norm=True,
-        tie_word_embeddings=True,
-        eos_ids=(151_645, 151_643),
+        "qwen3", 151_936, 1024, 3072, 28, 16, 8, 128, 40_960,
+        rope=RopeConfig(theta=1_000_000.0), qk_norm=True, eos_ids=(151_645, 151_643), **_TIED,
     ),
     "smollm2-135m": ModelConfig(
-        architecture="llama",
-        vocab_size=49_152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_layers=30,
-        num_q_heads=9,
-        num_kv_heads=3,
-        head_dim=64,
-        max_position_embeddings=8192,
-        rms_norm_eps=1e-5,
-        rope=RopeConfig(theta=100_000.0),
-        tie_word_embeddings=True,
-        eos_ids=(2,),
+        "llama", 49_152, 576, 1536, 30, 9, 3, 64, 8192,
+        rms_norm_eps=1e-5, rope=RopeConfig(theta=100_000.0), eos_ids=(2,), **_TIED,
     ),
     "mistral-7b": ModelConfig(
-        architecture="mistral",
-        vocab_size=32_000,
-        hidden_size=4096,
-        intermediate_size=14_336,
-        num_layers=32,
-        num_q_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        max_position_embeddings=32_768,
-        rms_norm_eps=1e-5,
-        sliding_windows=(4096,) * 32,
-        eos_ids=(2,),
+        "mistral", 32_000, 4096, 14_336, 32, 32, 8, 128, 32_768,
+        rms_norm_eps=1e-5, sliding_windows=(4096,) * 32, eos_ids=(2,),
     ),
-}
+}  # fmt: skip
 """Well-known models by name. Mistral is version 0.1, which has a sliding window."""
 
 
 def shape_config(name: str) -> ModelConfig:
     """Return the shape of a well-known model. Raises ConfigError if `name` is not in SHAPES."""
-    if not isinstance(name, str) or name not in SHAPES:
+    if name not in SHAPES:
         raise ConfigError(f"shape: expected one of {', '.join(SHAPES)}, got {shown(name)}")
     return SHAPES[name]

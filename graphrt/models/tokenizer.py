@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from graphrt.kernels.checks import check_int
+from graphrt.kernels.checks import check_int, shown
 from graphrt.kernels.errors import ConfigError, GraphRTError
-from graphrt.models.fields import check_path, printable, shown
+from graphrt.models.fields import check_path, printable
 from graphrt.models.gguf_file import read_gguf
 from graphrt.models.gguf_tokenizer import gguf_tokenizer
 from graphrt.models.packages import require
@@ -48,10 +48,6 @@ class Tokenizer:
         eos_ids: Sequence[int] = (),
         bos_id: int | None = None,
     ) -> None:
-        if not hasattr(backend, "added_tokens_decoder"):
-            raise ConfigError(
-                f"backend: expected a tokenizer of transformers, got {shown(backend)}; see load_tokenizer"
-            )
         template = backend.chat_template if chat_template is None else chat_template
         if isinstance(template, dict):  # templates by name: transformers takes "default" where there are no tools
             template = template.get("default", template)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy.typing as npt
@@ -19,8 +18,7 @@ from graphrt.engine.batch_delta import BatchDelta, StopConditions
 from graphrt.engine.launch import Launch
 from graphrt.generate.generator import TextGenerator
 from graphrt.runtime import Runtime
-from graphrt.spec import AttentionSpec
-from tests.support.family_adapter import Hosted, NoCache
+from tests.support.family_adapter import Hosted
 from tests.support.layered import Watch, generate
 from tests.support.model_fixtures import PROMPT, SIZES, make_oracle
 
@@ -37,25 +35,21 @@ class Family:
     groups   the cache layers of each KV group
     owned    most pages owned at a time, where there are no more. A group that keeps all has 16, of which two rows share
              the page that both begin with; a window of 8 has 3 per row, a chunk of 6 has 2
-    spoils   changes of the specs that have such options; they must show in the tokens
     """
 
     architecture: str
     layer_types: list[str]
     groups: list[tuple[int, ...]]
     owned: int
-    spoils: list[dict[str, Any]]
     options: dict[str, Any]
 
 
-NO_WINDOW, WIDER, OTHER_SCALE = {"sliding_window": None}, {"sliding_window": 9}, {"softmax_scale": None}
 FAMILIES = {
     "gemma2": Family(
         "Gemma2",
         [S, F, S, F],
         [(0, 2), (1, 3)],
         16 + 3 * 3,
-        [NO_WINDOW, WIDER, OTHER_SCALE, {"logits_softcap": None}],
         {"head_dim": 8, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 3.0},
     ),
     "gemma3": Family(
@@ -63,7 +57,6 @@ FAMILIES = {
         [S, S, F, S, S, F],
         [(0, 1), (3, 4), (2, 5)],
         16 + 3 * 6,
-        [NO_WINDOW, WIDER, OTHER_SCALE],
         {"head_dim": 16, "query_pre_attn_scalar": 4},
     ),
     "gemma3n": Family(
@@ -71,7 +64,6 @@ FAMILIES = {
         [S, S, F, S, S, F],
         [(0,), (1,), (2,)],
         16 + 3 * 6,
-        [NO_WINDOW, WIDER, OTHER_SCALE, {"kv_shared_with": 0, "sliding_window": 8}],
         {
             "num_kv_shared_layers": 3,
             "head_dim": 16,
@@ -86,7 +78,6 @@ FAMILIES = {
         [S, F, S, F],
         [(0, 2), (1, 3)],
         16 + 3 * 3,
-        [NO_WINDOW, WIDER],
         {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
     "llama4": Family(
@@ -94,7 +85,6 @@ FAMILIES = {
         [C, C, C, F],
         [(0,), (1,), (2,), (3,)],
         16 + 2 * 9 - 1,  # rows end one after the other
-        [{"attention_chunk_size": None}, {"attention_chunk_size": 5}],
         {
             "attention_chunk_size": 6,
             "floor_scale": 4,
@@ -110,7 +100,6 @@ FAMILIES = {
         [F, F, F],
         [(0, 1, 2)],
         16,
-        [{"softmax_scale": 0.3}],
         {
             "num_key_value_heads": 6,
             "qk_nope_head_dim": 16,
@@ -126,10 +115,8 @@ FAMILIES = {
             "topk_group": 1,
         },
     ),
-    "cohere2": Family(
-        "Cohere2", [S, S, S, F], [(0,), (1,), (2,), (3,)], 16 + 3 * 9, [NO_WINDOW, WIDER], {"logit_scale": 0.5}
-    ),
-    "olmo3": Family("Olmo3", [S, S, S, F], [(0,), (1,), (2,), (3,)], 16 + 3 * 9, [NO_WINDOW, WIDER], {}),
+    "cohere2": Family("Cohere2", [S, S, S, F], [(0,), (1,), (2,), (3,)], 16 + 3 * 9, {"logit_scale": 0.5}),
+    "olmo3": Family("Olmo3", [S, S, S, F], [(0,), (1,), (2,), (3,)], 16 + 3 * 9, {}),
 }
 
 
@@ -178,10 +165,9 @@ class Recorder(Watch):
         return torch.stack([self._logits[row, length + i] for i in range(count)])
 
 
-def serve(
-    hosted: Hosted, specs: Sequence[AttentionSpec], prompts: list[list[int]], count: int, backend: str, pages: int
-) -> tuple[list[list[int]], Runtime, Recorder]:
-    """All prompts at once, captured, over so many pages of NaN and a null page. Row i is prompt i's."""
+def check(name: str, prompts: list[list[int]], count: int, backend: str) -> tuple[Runtime, Recorder]:
+    """Run all prompts at once, captured, over as few pages as they need, of NaN. Compare the first `count` tokens of
+    each, and their logits."""
 
     def allocate(*args: Any) -> KVCache:
         cache = KVCache.allocate(*args)
@@ -189,25 +175,18 @@ def serve(
             tensor[1:] = float("nan")
         return cache
 
-    rows = len(prompts)
+    hosted, rows = Hosted(make_model(name)), len(prompts)
     config = RuntimeConfig(
         rows, 16, MAX_LEN, launch_steps=1, decode_sizes=(2, rows), mixed_sizes=(16,), backend=backend
     )
     runtime = Runtime(
-        hosted, specs, kv_groups(specs, page_size=PAGE), vocab_size=SIZES["vocab_size"], device="cpu",
-        num_pages=pages + 1, config=config, allocate_kv=allocate,
+        hosted, hosted.specs, kv_groups(hosted.specs, page_size=PAGE), vocab_size=SIZES["vocab_size"], device="cpu",
+        num_pages=FAMILIES[name].owned + 1, config=config, allocate_kv=allocate,
     )  # fmt: skip
     runtime.capture()
     watch, generator = Recorder(runtime), TextGenerator(runtime)
     answers = generate(runtime, prompts, [count] * rows, generator)
     assert not generator.stats.preemptions
-    return answers, runtime, watch
-
-
-def check(name: str, prompts: list[list[int]], count: int, backend: str) -> tuple[Runtime, Recorder]:
-    """Compare the first `count` tokens of these prompts, and their logits."""
-    hosted = Hosted(make_model(name))
-    answers, runtime, watch = serve(hosted, hosted.specs, prompts, count, backend, FAMILIES[name].owned)
     for row, (prompt, (tokens, logits)) in enumerate(zip(prompts, oracle(name), strict=False)):
         torch.testing.assert_close(watch.logits(row, len(prompt), count), logits[:count], atol=1e-4, rtol=1e-4)
         assert answers[row] == tokens[:count]
@@ -232,38 +211,3 @@ def test_tokens_and_logits_equal_transformers(name: str) -> None:
 def test_kernels_give_the_same(name: str) -> None:
     """Interpreted, hence less: seven more tokens cross a window, a chunk and pages."""
     check(name, PROMPTS[:2], 7, "triton")[0].close()
-
-
-SPOILS = [(name, change) for name in FAMILIES for change in FAMILIES[name].spoils]
-
-
-@pytest.mark.parametrize(("name", "change"), SPOILS, ids=[f"{n}-{min(c)}-{c[min(c)]}" for n, c in SPOILS])
-def test_every_option_of_the_specs_shows(name: str, change: dict[str, Any]) -> None:
-    """The models above would notice any that was ignored."""
-    hosted = Hosted(make_model(name))
-    specs = [
-        replace(spec, **change) if all(getattr(spec, key) is not None for key in change) else spec
-        for spec in hosted.specs
-    ]
-    assert specs != hosted.specs
-    answers, runtime, _ = serve(hosted, specs, PROMPTS, NEW_TOKENS, "torch_reference", 79)
-    assert answers != [tokens for tokens, _ in oracle(name)]
-    runtime.close()
-
-
-def test_sinks_show() -> None:
-    hosted = Hosted(make_model("gpt_oss"))
-    for layer in hosted.model.model.layers:
-        layer.self_attn.sinks.data.fill_(float("-inf"))
-    answers, runtime, _ = serve(hosted, hosted.specs, PROMPTS, NEW_TOKENS, "torch_reference", 79)
-    assert answers != [tokens for tokens, _ in oracle("gpt_oss")]
-    runtime.close()
-
-
-def test_places_of_packed_rows_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers of Llama 4 without rotation scale queries by their place, and ask a cache for it."""
-    monkeypatch.setattr(NoCache, "get_seq_length", lambda self, layer=0: 0)
-    hosted = Hosted(make_model("llama4"))
-    answers, runtime, _ = serve(hosted, hosted.specs, PROMPTS, NEW_TOKENS, "torch_reference", 79)
-    assert answers != [tokens for tokens, _ in oracle("llama4")]
-    runtime.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -18,11 +17,10 @@ from graphrt.models.gguf import GGUFSource
 from graphrt.models.gguf_file import read_gguf
 from graphrt.models.llama import LlamaModel
 from graphrt.models.loading import load_model
-from tests.support.model_fixtures import PROMPT, DenseRunner, make_oracle, oracle_logits
+from tests.support.model_fixtures import check_logits, make_oracle
 
 gguf = pytest.importorskip("gguf")
 
-TOLERANCE = 1e-4
 Q = gguf.GGMLQuantizationType
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
 
@@ -32,9 +30,9 @@ def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
     return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
-def write_gguf(path, model: transformers.PreTrainedModel, kind=Q.F32, *, keys=None, extra=None, drop=()):
-    """Write a model of `transformers` as llama.cpp's converter would; matrices are stored as `kind`."""
-    config, name = model.config, model.config.model_type
+def write_gguf(folder, model: transformers.PreTrainedModel, kind=Q.F32, *, keys=None, extra=None, drop=()):
+    """Write a model of `transformers` as llama.cpp's converter would, with matrices as `kind`. Return the path."""
+    config, name, path = model.config, model.config.model_type, folder / "model.gguf"
     writer = gguf.GGUFWriter(path, name)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -48,7 +46,7 @@ def write_gguf(path, model: transformers.PreTrainedModel, kind=Q.F32, *, keys=No
     writer.add_key_length(config.head_dim if name == "qwen3" else config.hidden_size // config.num_attention_heads)
     writer.add_eos_token_id(2)
     for key, value in (keys or {}).items():
-        writer.add_key_value(f"{name}.{key}", *value)
+        writer.add_key_value(f"{name}.{key}", value, gguf.GGUFValueType.get_type(value))
     names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, name.upper()), config.num_hidden_layers)
     tensors = {}
     for hf_name, weight in model.state_dict().items():
@@ -68,6 +66,7 @@ def write_gguf(path, model: transformers.PreTrainedModel, kind=Q.F32, *, keys=No
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    return path
 
 
 FILES = {
@@ -86,34 +85,28 @@ FILES = {
 @pytest.mark.parametrize(("architecture", "options", "kind"), FILES.values(), ids=FILES)
 def test_logits_equal_transformers_on_the_same_file(tmp_path, architecture, options, kind):
     original = make_oracle(architecture, **(SIZES | options))
-    write_gguf(tmp_path / "model.gguf", original, kind)
-    loaded = load_model(tmp_path / "model.gguf", device="cpu")
+    path = write_gguf(tmp_path, original, kind)
+    loaded = load_model(path, device="cpu")
     # head_dim of qwen3 is not read from the file by transformers
     fix = {"head_dim": options["head_dim"]} if architecture == "Qwen3" else {}
     config = transformers.AutoConfig.from_pretrained(tmp_path, gguf_file="model.gguf", **fix)
     oracle = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, gguf_file="model.gguf", config=config, dtype=torch.float32, attn_implementation="eager"
     )
-    expected = oracle_logits(oracle.eval(), PROMPT)
-    logits = DenseRunner(loaded.model).all_logits(PROMPT, 6)
-    torch.testing.assert_close(logits, expected[5:], atol=TOLERANCE, rtol=0)
+    check_logits(loaded.model, oracle.eval())
     if kind == Q.F32:
-        torch.testing.assert_close(logits, oracle_logits(original, PROMPT)[5:], atol=TOLERANCE, rtol=0)
+        check_logits(loaded.model, original)
     assert loaded.config.tie_word_embeddings == original.config.tie_word_embeddings
     assert loaded.config.eos_ids == (2,)
-    assert loaded.tokenizer_source == tmp_path / "model.gguf"
+    assert loaded.tokenizer_source == path
 
 
 def test_biases_of_the_llama_architecture_are_reordered_too(tmp_path):
     original = make_oracle("Llama", **SIZES, attention_bias=True, mlp_bias=True)
-    write_gguf(tmp_path / "model.gguf", original)
-    loaded = load_model(tmp_path / "model.gguf", device="cpu")
-    logits = DenseRunner(loaded.model).all_logits(PROMPT, 6)
-    torch.testing.assert_close(logits, oracle_logits(original, PROMPT)[5:], atol=TOLERANCE, rtol=0)
-    config = loaded.config
-    assert config.qkv_bias
-    assert config.o_bias
-    assert config.mlp_bias
+    path = write_gguf(tmp_path, original)
+    loaded = load_model(path, device="cpu")
+    check_logits(loaded.model, original)
+    assert (loaded.config.qkv_bias, loaded.config.o_bias, loaded.config.mlp_bias) == (True, True, True)
 
 
 LINEAR = {"rope_type": "linear", "factor": 4.0}
@@ -144,10 +137,8 @@ ROPES = {
 @pytest.mark.parametrize(("keys", "rope"), ROPES.values(), ids=ROPES)
 def test_rope_scaling(tmp_path, keys, rope):
     original = make_oracle("Llama", **SIZES, rope_parameters={"rope_theta": 1e4} | rope)
-    typed = {f"rope.{k}": (v, gguf.GGUFValueType.get_type(v)) for k, v in keys.items()}
-    write_gguf(tmp_path / "model.gguf", original, keys=typed)
-    logits = DenseRunner(load_model(tmp_path / "model.gguf", device="cpu").model).all_logits(PROMPT, 6)
-    torch.testing.assert_close(logits, oracle_logits(original, PROMPT)[5:], atol=TOLERANCE, rtol=0)
+    path = write_gguf(tmp_path, original, keys={f"rope.{k}": v for k, v in keys.items()})
+    check_logits(load_model(path, device="cpu").model, original)
 
 
 def test_attention_factor_and_frequency_factors_apply_to_every_scaling(tmp_path):
@@ -156,29 +147,26 @@ def test_attention_factor_and_frequency_factors_apply_to_every_scaling(tmp_path)
     factors = torch.linspace(1, 3, 8)
     original.model.rotary_emb.inv_freq /= factors
     original.model.rotary_emb.attention_scaling = 1.5
-    keys = {
-        k: (v, gguf.GGUFValueType.FLOAT32) for k, v in (("rope.scale_linear", 4.0), ("rope.scaling.attn_factor", 1.5))
-    }
-    write_gguf(tmp_path / "model.gguf", original, keys=keys, extra={"rope_freqs.weight": factors.numpy()})
-    logits = DenseRunner(load_model(tmp_path / "model.gguf", device="cpu").model).all_logits(PROMPT, 6)
-    torch.testing.assert_close(logits, oracle_logits(original, PROMPT)[5:], atol=TOLERANCE, rtol=0)
+    keys = {"rope.scale_linear": 4.0, "rope.scaling.attn_factor": 1.5}
+    path = write_gguf(tmp_path, original, keys=keys, extra={"rope_freqs.weight": factors.numpy()})
+    check_logits(load_model(path, device="cpu").model, original)
 
 
 def test_the_output_tensor_is_always_the_head(tmp_path):
     original = make_oracle("Qwen2", **SIZES, tie_word_embeddings=False)
-    write_gguf(tmp_path / "model.gguf", original)
-    loaded = load_model(tmp_path / "model.gguf", device="cpu")
+    path = write_gguf(tmp_path, original)
+    loaded = load_model(path, device="cpu")
     assert not loaded.config.tie_word_embeddings
     config = replace(loaded.config, tie_word_embeddings=True)
     model = LlamaModel(config, dtype=torch.float32, device=torch.device("cpu"))
     with pytest.raises(ConfigError, match=r"lm_head\.weight differs"):
-        model.load_weights(GGUFSource(tmp_path / "model.gguf"))
+        model.load_weights(GGUFSource(path))
 
 
 def test_the_embedding_has_a_row_per_token_of_the_vocabulary(tmp_path):
     """llama.cpp refuses other files."""
-    write_gguf(tmp_path / "model.gguf", make_oracle("Llama", **SIZES))
-    build = edit_metadata(tmp_path / "model.gguf", "tokenizer.ggml.tokens", ["a"] * 96)
+    path = write_gguf(tmp_path, make_oracle("Llama", **SIZES))
+    build = edit_metadata(path, "tokenizer.ggml.tokens", ["a"] * 96)
     with pytest.raises(ConfigError, match=r"token_embd\.weight: expected 96 rows, .* got 97"):
         build()
 
@@ -190,22 +178,20 @@ def test_frequency_factors_of_llama3(tmp_path):
     plain = 1e4 ** -(torch.arange(0, 16, 2) / 16)
     factors = plain / original.model.rotary_emb.inv_freq
     assert factors.max() > 7
-    write_gguf(tmp_path / "model.gguf", original, extra={"rope_freqs.weight": factors.numpy()})
-    logits = DenseRunner(load_model(tmp_path / "model.gguf", device="cpu").model).all_logits(PROMPT, 6)
-    torch.testing.assert_close(logits, oracle_logits(original, PROMPT)[5:], atol=TOLERANCE, rtol=0)
+    path = write_gguf(tmp_path, original, extra={"rope_freqs.weight": factors.numpy()})
+    check_logits(load_model(path, device="cpu").model, original)
 
 
 def test_large_tensors_are_dequantised_in_parts(tmp_path, monkeypatch):
-    write_gguf(tmp_path / "model.gguf", make_oracle("Llama", **SIZES), Q.Q8_0)
-    whole = load_model(tmp_path / "model.gguf", device="cpu").model
+    path = write_gguf(tmp_path, make_oracle("Llama", **SIZES), Q.Q8_0)
+    whole = load_model(path, device="cpu").model
     monkeypatch.setattr("graphrt.models.gguf._CHUNK_ELEMENTS", 5 * 64)
-    parts = load_model(tmp_path / "model.gguf", device="cpu").model
+    parts = load_model(path, device="cpu").model
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), parts.parameters(), strict=True))
 
 
 def test_table_of_contents_equals_the_readers_of_gguf(tmp_path):
-    path = tmp_path / "model.gguf"
-    write_gguf(path, make_oracle("Llama", **SIZES), Q.Q4_0)
+    path = write_gguf(tmp_path, make_oracle("Llama", **SIZES), Q.Q4_0)
     ours, theirs = read_gguf(path), gguf.GGUFReader(path)
     fields = {name: f.contents() for name, f in theirs.fields.items() if not name.startswith("GGUF.")}
     assert ours.metadata == fields
@@ -219,8 +205,7 @@ def test_table_of_contents_equals_the_readers_of_gguf(tmp_path):
 
 @pytest.fixture
 def intact(tmp_path):
-    path = tmp_path / "model.gguf"
-    write_gguf(path, make_oracle("Llama", **SIZES, num_hidden_layers=1), Q.Q8_0)
+    path = write_gguf(tmp_path, make_oracle("Llama", **SIZES, num_hidden_layers=1), Q.Q8_0)
     return path
 
 
@@ -253,52 +238,43 @@ def test_a_flipped_byte_in_the_header_is_refused_or_harmless(intact):
     assert refused > header // 5
 
 
-def patched(offset, data):
-    def damage(path):
-        content = bytearray(path.read_bytes())
-        content[offset : offset + len(data)] = data
-        path.write_bytes(content)
-
-    return damage
-
-
-DAMAGE = {
-    "bad magic": (patched(0, b"GGML"), ConfigError, "it starts with b'GGML'; check the download"),
-    "unknown version": (patched(4, b"\x09\0\0\0"), UnsupportedError, "version 0x9"),
-    "big-endian": (patched(4, b"\0\0\0\x03"), UnsupportedError, "little-endian.*0x3000000"),
-    "huge tensor count": (patched(8, b"\xff" * 8), ConfigError, "it counts 18446744073709551615 items"),
-    "huge key count": (patched(16, b"\xff" * 8), ConfigError, "it counts 18446744073709551615 items"),
-    "huge key length": (patched(24, b"\xff" * 8), ConfigError, "it counts 18446744073709551615 items"),
-    "empty": (lambda path: path.write_bytes(b""), ConfigError, "not a readable GGUF file"),
-}
+DAMAGE = [
+    (0, b"GGML", ConfigError, "it starts with b'GGML'; check the download"),
+    (4, b"\x09\0\0\0", UnsupportedError, "version 0x9"),
+    (4, b"\0\0\0\x03", UnsupportedError, "little-endian.*0x3000000"),
+    *((place, b"\xff" * 8, ConfigError, "it counts 18446744073709551615 items") for place in (8, 16, 24)),
+]
+"""Numbers of tensors and keys, and the length of a key, at bytes 8, 16 and 24."""
 
 
-@pytest.mark.parametrize(("damage", "error", "match"), DAMAGE.values(), ids=DAMAGE)
-def test_damaged_headers_say_what_is_wrong(intact, damage, error, match):
-    damage(intact)
+@pytest.mark.parametrize(("offset", "data", "error", "match"), DAMAGE)
+def test_damaged_headers_say_what_is_wrong(intact, offset, data, error, match):
+    content = bytearray(intact.read_bytes())
+    content[offset : offset + len(data)] = data
+    intact.write_bytes(content)
     with pytest.raises(error, match=match):
         load_model(intact, device="cpu")
 
 
 UNUSUAL = {
-    "mixture of experts": ({"expert_count": (8, gguf.GGUFValueType.UINT32)}, "llama.expert_count 8"),
-    "rope scaling": ({"rope.scaling.type": ("longrope", gguf.GGUFValueType.STRING)}, "rope.scaling.type 'longrope'"),
-    "value heads": ({"attention.value_length": (32, gguf.GGUFValueType.UINT32)}, "attention.value_length 32"),
-    "attention scale": ({"attention.scale": (0.5, gguf.GGUFValueType.FLOAT32)}, "attention.scale"),
-    "logit scale": ({"logit_scale": (0.5, gguf.GGUFValueType.FLOAT32)}, "llama.logit_scale 0.5"),
-    "bidirectional": ({"attention.causal": (False, gguf.GGUFValueType.BOOL)}, "llama.attention.causal False"),
-    "partial rotation": ({"rope.dimension_count": (8, gguf.GGUFValueType.UINT32)}, "rope.dimension_count 8"),
-    "window": ({"attention.sliding_window": (8, gguf.GGUFValueType.UINT32)}, "attention.sliding_window 8"),
-    "yarn": ({"rope.scaling.yarn_ext_factor": (0.5, gguf.GGUFValueType.FLOAT32)}, "yarn_ext_factor 0.5"),
-    "unknown key": ({"rope.nonsense": (1, gguf.GGUFValueType.UINT32)}, "the key llama.rope.nonsense"),
+    "mixture of experts": ({"expert_count": 8}, "llama.expert_count 8"),
+    "rope scaling": ({"rope.scaling.type": "longrope"}, "rope.scaling.type 'longrope'"),
+    "value heads": ({"attention.value_length": 32}, "attention.value_length 32"),
+    "attention scale": ({"attention.scale": 0.5}, "attention.scale"),
+    "logit scale": ({"logit_scale": 0.5}, "llama.logit_scale 0.5"),
+    "bidirectional": ({"attention.causal": False}, "llama.attention.causal False"),
+    "partial rotation": ({"rope.dimension_count": 8}, "rope.dimension_count 8"),
+    "window": ({"attention.sliding_window": 8}, "attention.sliding_window 8"),
+    "yarn": ({"rope.scaling.yarn_ext_factor": 0.5}, "yarn_ext_factor 0.5"),
+    "unknown key": ({"rope.nonsense": 1}, "the key llama.rope.nonsense"),
 }
 
 
 @pytest.mark.parametrize(("keys", "match"), UNUSUAL.values(), ids=UNUSUAL)
 def test_unsupported_metadata_is_refused_by_key(tmp_path, keys, match):
-    write_gguf(tmp_path / "model.gguf", make_oracle("Llama", **SIZES), keys=keys)
+    path = write_gguf(tmp_path, make_oracle("Llama", **SIZES), keys=keys)
     with pytest.raises(UnsupportedError, match=match):
-        load_model(tmp_path / "model.gguf", device="cpu")
+        load_model(path, device="cpu")
 
 
 def test_other_architectures_are_refused(tmp_path):
@@ -314,18 +290,12 @@ def test_other_architectures_are_refused(tmp_path):
 
 def test_missing_unknown_and_misshaped_tensors_are_listed(tmp_path):
     extra = {"blk.0.attn_sinks.weight": np.ones(3, np.float32), "output_norm.weight": np.ones(32, np.float32)}
-    write_gguf(tmp_path / "model.gguf", make_oracle("Llama", **SIZES), extra=extra, drop=["blk.1.ffn_up.weight"])
+    path = write_gguf(tmp_path, make_oracle("Llama", **SIZES), extra=extra, drop=["blk.1.ffn_up.weight"])
     with pytest.raises(ConfigError) as caught:
-        load_model(tmp_path / "model.gguf", device="cpu")
+        load_model(path, device="cpu")
     assert "1 missing: model.layers.1.mlp.up_proj.weight" in str(caught.value)
     assert "1 unknown: blk.0.attn_sinks.weight" in str(caught.value)
     assert "1 of another shape: model.norm.weight [32] instead of [64]" in str(caught.value)
-
-
-def test_missing_package_names_the_pip_command(intact, monkeypatch):
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ConfigError, match=r'gguf: .*run pip install "graphrt\[models\]"'):
-        load_model(intact, device="cpu")
 
 
 def edit_metadata(path, key, value):
@@ -336,39 +306,32 @@ def edit_metadata(path, key, value):
 
 
 WRONG_FIELDS = {
-    "general.architecture": ["", 3, ["llama"], None],
-    "llama.embedding_length": [[64], 64.0, "64", True, -1, 1 << 40, None],
+    "general.architecture": ["", 3, None],
+    "llama.embedding_length": [[64], 64.0, "64", True, 1 << 40, None],
     "llama.block_count": [[3, 3, 3], 1 << 20],
-    "llama.attention.head_count": [[4, 3], [], [True], [4.0], [[4]]],
+    "llama.attention.head_count": [[4, 3], [], [True], [4.0]],
     "llama.attention.head_count_kv": [[2, 2, "a"], 0],
     "llama.attention.layer_norm_rms_epsilon": [[1e-6], "a", float("nan"), 0.0, True],
     "llama.rope.freq_base": [[1e4], 1.0, float("inf"), "a"],
     "llama.rope.scaling.type": [["yarn"], 3],
-    "llama.rope.dimension_count": [[16], 2.0],
     "llama.attention.sliding_window": [[7], "a"],
-    "llama.expert_count": ["a", [1]],
     "tokenizer.ggml.eos_token_id": ["a", -1, [[2]], True, 1 << 60],
 }
 
 
 @pytest.mark.parametrize("key", WRONG_FIELDS)
 def test_metadata_of_another_type_is_refused_by_key(tmp_path, key):
-    write_gguf(tmp_path / "model.gguf", make_oracle("Llama", **SIZES))
+    path = write_gguf(tmp_path, make_oracle("Llama", **SIZES))
     for wrong in WRONG_FIELDS[key]:
         with pytest.raises((ConfigError, UnsupportedError), match=re.escape(key.removeprefix("llama."))):
-            edit_metadata(tmp_path / "model.gguf", key, wrong)()
-
-
-def test_equal_numbers_per_layer_are_one_number(tmp_path):
-    write_gguf(tmp_path / "model.gguf", make_oracle("Llama", **SIZES))
-    config = edit_metadata(tmp_path / "model.gguf", "llama.attention.head_count_kv", [2, 2, 2])()
-    assert config.num_kv_heads == 2
+            edit_metadata(path, key, wrong)()
+    assert edit_metadata(path, "llama.attention.head_count_kv", [2, 2, 2])().num_kv_heads == 2, "equal in all layers"
 
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), float("inf")])
 def test_frequency_factors_must_be_positive_and_finite(tmp_path, factor):
     factors = np.ones(8, dtype=np.float32)
     factors[3] = factor
-    write_gguf(tmp_path / "model.gguf", make_oracle("Llama", **SIZES), extra={"rope_freqs.weight": factors})
-    with pytest.raises(ConfigError, match=r"RopeConfig\.freq_factors: expected a tuple of finite numbers > 0"):
-        load_model(tmp_path / "model.gguf", device="cpu")
+    path = write_gguf(tmp_path, make_oracle("Llama", **SIZES), extra={"rope_freqs.weight": factors})
+    with pytest.raises(ConfigError, match=r"rope_freqs\.weight: expected finite numbers > 0"):
+        load_model(path, device="cpu")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
+from torch.nn import functional
 
 from graphrt.models.llama import LlamaModel
 
@@ -51,6 +55,29 @@ def save_oracle(folder: Path, architecture: str, **options) -> transformers.PreT
     model = make_oracle(architecture, **options)
     model.save_pretrained(folder)
     return model
+
+
+def edit_json(path: Path, **changes: object) -> None:
+    """Change values of a JSON file."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def edit_weights(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Apply `change` to the tensors of a safetensors file."""
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+def write_index(folder: Path, weight_map: object) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def check_logits(model: LlamaModel, oracle: transformers.PreTrainedModel, *, prefill: int = 7, atol: float = 1e-4):
+    """Check that a prefill of PROMPT and the steps after it give the logits of the oracle."""
+    expected = oracle_logits(oracle, PROMPT)[prefill - 1 :]
+    logits = DenseRunner(model).all_logits(PROMPT, prefill)
+    torch.testing.assert_close(logits, expected, atol=atol, rtol=0, check_stride=False)
 
 
 @torch.no_grad()
@@ -98,13 +125,10 @@ class DenseStep:
 
     @staticmethod
     def _dense(q, keys, values, window):
-        group = q.shape[1] // keys.shape[1]
-        keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))
-        scores = torch.einsum("qhd,khd->hqk", q, keys) * q.shape[-1] ** -0.5
-        query_positions = torch.arange(len(keys) - len(q), len(keys))[:, None]
-        distance = query_positions - torch.arange(len(keys))
-        hidden = (distance < 0) | (distance >= (window or len(keys) + 1))
-        return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), values)
+        distance = torch.arange(len(keys) - len(q), len(keys))[:, None] - torch.arange(len(keys))
+        seen = (distance >= 0) & (distance < (window or len(keys) + 1))
+        heads = (x.transpose(0, 1)[None] for x in (q, keys, values))
+        return functional.scaled_dot_product_attention(*heads, attn_mask=seen, enable_gqa=True)[0].transpose(0, 1)
 
 
 class DenseRunner:
