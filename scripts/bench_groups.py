@@ -186,10 +186,7 @@ def bench_model(device: torch.device, batch: int, context: int, steps: int) -> d
     }
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
     for name in ("groups", "one_table", "groups", "one_table"):
-        report = bench_decode(
-            name, model, attention, sides[name], vocab_size=config.vocab_size, weight_bytes=model.streamed_bytes,
-            batches=[batch], context=context, steps=steps, device=device,
-        )  # fmt: skip
+        report = bench_decode(name, model, sides[name], batches=[batch], context=context, steps=steps)
         (result,) = report.results
         runs[name].append({"replay_ms": result.replay_ms, "floor_ms": result.floor_ms, "host_us": result.host_us})
         print(f"{name}: {result.replay_ms:.3f} ms per step, floor {result.floor_ms:.3f} ms", flush=True)

@@ -14,12 +14,13 @@ import torch
 from graphrt.batch import Batch
 from graphrt.bench.decode_transformers import BaselineTime
 from graphrt.bench.sampling import config_fields, stated_sampling
-from graphrt.bench.timer import measure_read_bandwidth
+from graphrt.bench.timer import measure_read_bandwidth, synchronize
 from graphrt.cache.groups import kv_locations
 from graphrt.cache.kv_cache import bytes_per_page
 from graphrt.config import RuntimeConfig
-from graphrt.kernels.checks import check_instance, check_int
+from graphrt.kernels.checks import check_int
 from graphrt.kernels.errors import CapacityError, ConfigError
+from graphrt.models.llama import LlamaModel
 from graphrt.models.loading import free_memory
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
@@ -75,9 +76,7 @@ class DecodeReport:
     read_tb_s: float
     capture_seconds: float
     decode_graphs: int
-    mixed_graphs: int
     decode_mib_per_graph: float
-    mixed_mib_per_graph: float
     nodes_per_graph: int
     results: tuple[DecodeResult, ...]
     sampling: SamplingParams
@@ -105,23 +104,18 @@ def check_batches(batches: Sequence[int]) -> tuple[int, ...]:
 
 def bench_decode(
     name: str,
-    model: torch.nn.Module,
-    attention: tuple[AttentionSpec, ...],
+    model: LlamaModel,
     kv_groups: Sequence[KVCacheSpec],
     *,
-    vocab_size: int,
-    weight_bytes: int,
     batches: Sequence[int],
     context: int,
     steps: int,
-    device: torch.device,
     backend: str | None = None,
     sampling: SamplingParams | None = None,
 ) -> DecodeReport:
     """Capture graphs for `batches` and time decode steps from `context` tokens on, `steps` steps per round.
 
-    weight_bytes   bytes of weights that one step reads, without an embedding table that is only indexed
-    sampling       parameters of all requests, with distinct seeds; None means greedy. Penalties count the timed steps
+    sampling   parameters of all requests, with distinct seeds; None means greedy. Penalties count the timed steps
 
     Raises: ConfigError: if a size is not an int >= 1. CapacityError: if the KV cache exceeds free memory.
     """
@@ -129,8 +123,8 @@ def bench_decode(
     context = check_int("context", context, 1, _MAX_CONTEXT, advice="pass the tokens that each sequence holds already")
     steps = check_int("steps", steps, 1, _MAX_CONTEXT, advice="pass the steps of one round")
     max_seq_len = context + steps
-    largest, sampling = max(batches), SamplingParams() if sampling is None else sampling
-    check_instance("sampling", sampling, SamplingParams, advice="pass SamplingParams(...), or None")
+    largest, sampling, device = max(batches), sampling or SamplingParams(), model.device
+    attention = model.config.attention_specs(model.dtype)
     config = RuntimeConfig(
         max_num_reqs=largest,
         max_num_tokens=max(largest, 64),
@@ -147,8 +141,10 @@ def bench_decode(
             f"bytes for {largest} sequences of {max_seq_len} tokens; lower the largest batch or the context"
         )
     bandwidth = measure_read_bandwidth(device)
-    runtime = Runtime(model, attention, kv_groups, vocab_size=vocab_size, device=device, config=config, num_pages=pages)
-    try:
+    vocab_size = model.config.vocab_size
+    with Runtime(
+        model, attention, kv_groups, vocab_size=vocab_size, device=device, config=config, num_pages=pages
+    ) as runtime:
         runtime.capture()
         stats = runtime.stats()
         results = []
@@ -167,12 +163,11 @@ def bench_decode(
                     host_us_p20=float(p20),
                     host_us_p80=float(p80),
                     host_steps=len(host),
-                    floor_ms=1e3 * (weight_bytes + kv_bytes) / bandwidth,
-                    weight_bytes=weight_bytes,
+                    floor_ms=1e3 * (model.streamed_bytes + kv_bytes) / bandwidth,
+                    weight_bytes=model.streamed_bytes,
                     kv_bytes=kv_bytes,
                 )
             )
-        decode = [g for g in stats.graphs if g.descriptor.query_len]
         return DecodeReport(
             model=name,
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
@@ -180,25 +175,18 @@ def bench_decode(
             recorder=stats.recorder,
             read_tb_s=bandwidth / 1e12,
             capture_seconds=stats.capture_seconds,
-            decode_graphs=len(decode),
-            mixed_graphs=len(stats.graphs) - len(decode),
-            decode_mib_per_graph=_mib_per_graph(sum(g.nbytes for g in decode), len(decode)),
-            mixed_mib_per_graph=_mib_per_graph(
-                stats.graph_bytes - sum(g.nbytes for g in decode), len(stats.graphs) - len(decode)
-            ),
-            nodes_per_graph=max((g.nodes for g in decode), default=0),
+            decode_graphs=len(stats.graphs),
+            decode_mib_per_graph=stats.graph_bytes / max(len(stats.graphs), 1) / (1 << 20),
+            nodes_per_graph=max((g.nodes for g in stats.graphs), default=0),
             results=tuple(results),
             sampling=sampling,
         )
-    finally:
-        runtime.close()
 
 
 def kv_memory(
     kv_groups: Sequence[KVCacheSpec], rows: int, context: int, max_seq_len: int
 ) -> tuple[tuple[int, ...], int]:
-    """Return pages per pool, including the null page, and their bytes, for requests that decode from `context` tokens
-    on.
+    """Return pages per pool, including the null page, and their bytes, for requests that decode from `context` on.
 
     Windowed groups hold the pages of their window and of the tokens to come.
     """
@@ -244,7 +232,6 @@ class _Loop:
         self._firsts = np.array(firsts, np.int32)
         self._rows = np.arange(batch, dtype=np.int32)
         self._context = context
-        self._vocab_token = 1
         values = SamplingValues(batch)
         for row in range(batch):
             values.set(row, replace(sampling, seed=row), context)
@@ -257,7 +244,7 @@ class _Loop:
         return Batch(
             req_indices=self._rows,
             seq_lens=np.full(n, length, np.int32),
-            tokens=np.full(n, self._vocab_token, np.int32) if first else None,
+            tokens=np.ones(n, np.int32) if first else None,
             page_indptr=self._indptr,
             page_ids=self._pages,
             first_pages=self._firsts,
@@ -269,7 +256,7 @@ class _Loop:
         rounds = []
         for _ in range(_ROUNDS + 1):
             batches = self._batches(steps)
-            _synchronize(self._runtime.device)
+            synchronize(self._runtime.device)
             start = time.perf_counter()
             for batch in batches:
                 last = self._runtime.replay(batch)
@@ -294,12 +281,3 @@ class _Loop:
 
     def _batches(self, steps: int) -> list[Batch]:
         return [self._batch(self._context + 1 + i, first=i == 0) for i in range(steps)]
-
-
-def _mib_per_graph(nbytes: int, graphs: int) -> float:
-    return nbytes / graphs / (1 << 20) if graphs else 0.0
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from graphrt.bench.timer import synchronize
 from graphrt.kernels.checks import check_int
 from graphrt.kernels.errors import UnsupportedError
 from graphrt.models.config import ModelConfig
@@ -117,8 +118,7 @@ def hf_config(config: ModelConfig) -> Any:
         options |= {"use_sliding_window": bool(windows), "layer_types": kinds}
         options |= {"sliding_window": windows[0]} if windows else {}
         options |= {"attention_bias": config.o_bias} if config.architecture == "qwen3" else {}
-    names = {"llama": "LlamaConfig", "mistral": "MistralConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config"}
-    return getattr(transformers, names[config.architecture])(**options)
+    return getattr(transformers, f"{config.architecture.capitalize()}Config")(**options)
 
 
 def _rope_parameters(rope: RopeConfig) -> dict[str, Any]:
@@ -221,10 +221,9 @@ def fill_cache(cache: Any, model: Any, batch: int, context: int) -> None:
 
 
 def _round_seconds(step: Callable[[], None], device: torch.device) -> float:
-    synchronize: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
-    synchronize()
+    synchronize(device)
     start = time.perf_counter()
     for _ in range(_STEPS):
         step()
-    synchronize()
+    synchronize(device)
     return (time.perf_counter() - start) / _STEPS

@@ -16,20 +16,16 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from graphrt import __version__, env
 from graphrt.kernels.errors import ConfigError
 
 PACKAGES = ("torch", "triton", "numpy", "cuda-bindings", "rich", "typer")
 OPTIONAL_PACKAGES = (
-    "transformers",
-    "tokenizers",
-    "safetensors",
-    "gguf",
-    "huggingface_hub",
-    "flash-attn",
-    "tokenspeed-fa3",
+    "transformers", "tokenizers", "safetensors", "gguf", "huggingface_hub", "flash-attn", "tokenspeed-fa3",
     "flashinfer-python",
-)
+)  # fmt: skip
 
 
 def environment_report() -> dict[str, Any]:
@@ -42,7 +38,7 @@ def environment_report() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: package_version(name) for name in (*PACKAGES, *OPTIONAL_PACKAGES)},
-        "cuda": _torch_cuda_version(),
+        "cuda": torch.version.cuda,
         "driver": driver_version(),
         "gpus": _gpus(),
         "variables": {
@@ -74,19 +70,7 @@ def driver_version() -> str | None:
     return result.stdout.split("\n", 1)[0].strip() or None
 
 
-def _torch_cuda_version() -> str | None:
-    try:
-        import torch
-    except ImportError:
-        return None
-    return torch.version.cuda
-
-
 def _gpus() -> list[dict[str, Any]]:
-    try:
-        import torch
-    except ImportError:
-        return []
     gpus = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
@@ -103,8 +87,7 @@ def _gpus() -> list[dict[str, Any]]:
 
 
 def _variable(read: Callable[[], object]) -> str | None:
-    """Return the effective value. A malformed value is reported, not raised: reports are requested when something is
-    wrong."""
+    """Return the effective value, or the error about a malformed one: reports are requested when something is wrong."""
     try:
         value = read()
     except ConfigError as error:

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from graphrt.bench.decode import kv_bytes_read
+from graphrt.bench.decode import kv_bytes_read, kv_memory
 from graphrt.bench.sampling import config_fields, stated_sampling
 from graphrt.bench.timer import measure_read_bandwidth
 from graphrt.config import RuntimeConfig
 from graphrt.engine.launch import Launch
 from graphrt.generate.generator import TextGenerator
-from graphrt.kernels.checks import check_instance, check_int
+from graphrt.kernels.checks import check_int
 from graphrt.kernels.errors import ConfigError
+from graphrt.kernels.types import KVLayout
+from graphrt.models.llama import LlamaModel
+from graphrt.models.loading import make_runtime
 from graphrt.replay import ReplayManager
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
-from graphrt.spec import AttentionSpec, KVCacheSpec
 
 _MOST_REQUESTS = 1 << 16
 _MAX_LENGTH = 1 << 20
@@ -50,7 +52,6 @@ class Workload:
         check_int("requests", self.requests, 1, _MOST_REQUESTS, advice="pass how many prompts are sent")
         check_int("most", self.most, 1, _MAX_LENGTH, advice="pass the longest prompt and output")
         check_int("least", self.least, 1, self.most, advice="pass the shortest prompt and output")
-        check_instance("sampling", self.sampling, SamplingParams, advice="pass SamplingParams(...)")
 
     def make(self, vocab_size: int) -> tuple[list[list[int]], list[SamplingParams]]:
         """Return the prompts and their parameters: no stop tokens, seeds 0, 1, 2 and so on."""
@@ -192,30 +193,25 @@ class LaunchTimer:
 
 def bench_serve(
     name: str,
-    model: torch.nn.Module,
-    attention: tuple[AttentionSpec, ...],
-    kv_groups: Sequence[KVCacheSpec],
+    model: LlamaModel,
     *,
-    vocab_size: int,
-    weight_bytes: int,
     workload: Workload,
-    device: torch.device,
+    page_size: int = 16,
     rows: int = 256,
     step_tokens: int = 8192,
     backend: str | None = None,
 ) -> ServeReport:
     """Capture all sizes, submit all prompts at once, and time the workload.
 
-    weight_bytes   bytes of weights that one step reads (an embedding table that is only looked up does not count)
-    rows           maximum number of concurrent sequences
-    step_tokens    maximum number of new tokens per step: the chunk size of prompts
+    rows          maximum number of concurrent sequences
+    step_tokens   maximum number of new tokens per step: the chunk size of prompts
 
     Raises: ConfigError: if a size is invalid. CapacityError: if weights and pages do not fit.
     """
     rows = min(check_int("rows", rows, 1, _MOST_REQUESTS, advice="pass how many run at once"), workload.requests)
     if step_tokens < rows:
         raise ConfigError(f"step_tokens: expected at least {rows}, a token of every row, got {step_tokens}; raise it")
-    longest = 2 * workload.most
+    longest, device, vocab_size = 2 * workload.most, model.device, model.config.vocab_size
     config = RuntimeConfig(
         max_num_reqs=rows,
         max_num_tokens=step_tokens,
@@ -227,13 +223,9 @@ def bench_serve(
     bandwidth = measure_read_bandwidth(device)
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    pools = sorted({group.pool for group in kv_groups})
-    needed = [1 + rows * sum(g.pages_for(longest) for g in kv_groups if g.pool == pool) for pool in pools]
-    runtime = Runtime(
-        model, attention, kv_groups, vocab_size=vocab_size, device=device, config=config,
-        num_pages="auto" if device.type == "cuda" else needed,
-    )  # fmt: skip
-    with runtime:
+    kv_groups = model.config.kv_groups(page_size, KVLayout.NHD, model.dtype)
+    pages = "auto" if device.type == "cuda" else kv_memory(kv_groups, rows, 0, longest)[0]
+    with make_runtime(model, config, page_size=page_size, num_pages=pages) as runtime:
         runtime.capture()
         prompts, params = workload.make(vocab_size)
         generator = TextGenerator(runtime)
@@ -249,6 +241,7 @@ def bench_serve(
         per_token = [1e3 * (of[-1] - of[0]) / (len(of) - 1) for of in times if len(of) > 1]
         first, tpot = ([1e3 * of[0] for of in times], per_token or [0.0])
         stats = runtime.stats()
+        attention = model.config.attention_specs(model.dtype)
         seen = np.cumsum([kv_bytes_read(attention, kv_groups, length) for length in range(longest + 1)])
         lengths = [(len(prompt), len(of)) for prompt, of in zip(prompts, times, strict=True)]
         return ServeReport(
@@ -267,7 +260,7 @@ def bench_serve(
             tpot_ms_p99=float(np.percentile(tpot, 99)),
             steps=_steps(runtime) - steps,
             launches=timer.launches,
-            weight_bytes=weight_bytes,
+            weight_bytes=model.streamed_bytes,
             kv_bytes=sum(int(seen[prompt + new - 1] - seen[prompt]) for prompt, new in lengths),
             read_tb_s=bandwidth / 1e12,
             preemptions=generator.stats.preemptions,

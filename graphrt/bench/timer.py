@@ -38,6 +38,12 @@ class Timing:
     p80_us: float
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait for all work on the device. Returns at once on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def rotations(bytes_per_call: int, device: torch.device) -> int:
     """Return how many calls on distinct buffers evict each call's data from the L2 cache before its next run."""
     if device.type != "cuda":

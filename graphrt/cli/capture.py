@@ -21,30 +21,30 @@ from graphrt.capture.inspect.cuda import inspect_graph
 from graphrt.capture.inspect.diff import diff
 from graphrt.capture.inspect.page import write_page
 from graphrt.capture.inspect.view import GraphView
-from graphrt.cli.checks import check_room, named_source
 from graphrt.cli.console import capture_with_bar, make_console
 from graphrt.cli.options import CaptureOptions
+from graphrt.cli.values import named_source
 from graphrt.config import RuntimeConfig
 from graphrt.engine.stats import Stats
 from graphrt.kernels.errors import ConfigError
-from graphrt.kernels.types import KVLayout
-from graphrt.models.loading import DUMMY_PREFIX, free_memory, load_model
+from graphrt.models.loading import DUMMY_PREFIX, free_memory, load_model, make_runtime
 from graphrt.runtime import Runtime, resolve_device
 from graphrt.sampling_params import SamplingParams
 from graphrt.session.session import DecodeSession
 
 
-def run_capture(options: CaptureOptions) -> None:
+def run(options: CaptureOptions) -> None:
     """Capture; the last line of standard output is one JSON object."""
     source = named_source("capture", options.shape, options.model)
-    check_room(options.step_tokens, options.rows)
+    if options.step_tokens < options.rows:
+        raise ConfigError(
+            f"--step-tokens: expected at least --rows, {options.rows}, got {options.step_tokens}; raise it, or lower "
+            "--rows"
+        )
     _check_files(options)
-    if options.record is None:
-        given = {"--prompt": options.prompt, "--after": options.after, "--launches": options.launches}
-        usual = CaptureOptions()
-        for name, default in (("--prompt", usual.prompt), ("--after", usual.after), ("--launches", usual.launches)):
-            if given[name] != default:
-                raise ConfigError(f"{name}: it needs --record; add --record FILE, or leave it out")
+    for name in ("prompt", "after", "launches") if options.record is None else ():
+        if getattr(options, name) != getattr(CaptureOptions(), name):
+            raise ConfigError(f"--{name}: it needs --record; add --record FILE, or leave it out")
     longest = options.prompt + options.after + options.launches
     if options.record is not None and longest > options.context:
         raise ConfigError(
@@ -53,21 +53,8 @@ def run_capture(options: CaptureOptions) -> None:
         )
     device, log = resolve_device(options.device), make_console(stderr=True)
     loaded = load_model(source, device=device, max_positions=options.context)
-    dtype = loaded.model.dtype
-    runtime = Runtime(
-        loaded.model,
-        loaded.config.attention_specs(dtype),
-        loaded.config.kv_groups(options.page_size, KVLayout.NHD, dtype),
-        vocab_size=loaded.config.vocab_size,
-        device=device,
-        config=RuntimeConfig(
-            max_num_reqs=options.rows,
-            max_num_tokens=options.step_tokens,
-            max_seq_len=options.context,
-            backend=options.backend,
-        ),
-    )
-    with runtime:
+    config = RuntimeConfig(options.rows, options.step_tokens, options.context, backend=options.backend)
+    with make_runtime(loaded.model, config, page_size=options.page_size) as runtime:
         shown = _shown_size(options, runtime)
         against = None if options.against is None else _decode_size("--against", options.against, runtime)
         capture_with_bar(runtime, log)
@@ -111,22 +98,15 @@ def _table(stats: Stats, model: str, device: str) -> Table:
     table = Table(title=f"{model} on {device}, backend {stats.backend}, {stats.recorder}", title_justify="left")
     for heading in ("size", "nodes", "ms to capture", "pool MiB", "driver MiB"):
         table.add_column(heading, justify="left" if heading == "size" else "right")
-    for report in stats.graphs:
-        table.add_row(
-            str(report.descriptor),
-            str(report.nodes),
-            f"{report.seconds * 1e3:.1f}",
-            f"{report.pool_bytes / (1 << 20):.1f}",
-            f"{report.driver_bytes / (1 << 20):.1f}",
-        )
+
+    def add(size: str, nodes: int, seconds: float, *num_bytes: int) -> None:
+        table.add_row(size, str(nodes), f"{seconds * 1e3:.1f}", *(f"{n / (1 << 20):.1f}" for n in num_bytes))
+
+    for g in stats.graphs:
+        add(str(g.descriptor), g.nodes, g.seconds, g.pool_bytes, g.driver_bytes)
     table.add_section()
-    table.add_row(
-        f"{len(stats.graphs)} graphs",
-        str(sum(report.nodes for report in stats.graphs)),
-        f"{stats.capture_seconds * 1e3:.1f}",
-        f"{sum(report.pool_bytes for report in stats.graphs) / (1 << 20):.1f}",
-        f"{sum(report.driver_bytes for report in stats.graphs) / (1 << 20):.1f}",
-    )
+    nodes, pool, driver = (sum(getattr(g, n) for g in stats.graphs) for n in ("nodes", "pool_bytes", "driver_bytes"))
+    add(f"{len(stats.graphs)} graphs", nodes, stats.capture_seconds, pool, driver)
     return table
 
 

@@ -23,7 +23,7 @@ from graphrt.models.shapes import shape_config
 _EXAMPLE = "llama-3.1-8b"
 
 
-def run_env(options: EnvOptions) -> None:
+def run(options: EnvOptions) -> None:
     """Print the report as a table, or as one line of JSON."""
     report = environment_report() | {"backends": _backends()}
     if options.as_json:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -16,14 +16,13 @@ from rich.table import Table
 from graphrt.bench.sampling import config_fields
 from graphrt.cli.console import capture_with_bar, make_console
 from graphrt.cli.options import GenerateOptions
-from graphrt.cli.sampling import check_length, check_vocabulary, sampling_params
+from graphrt.cli.values import check_length, check_vocabulary, sampling_params
 from graphrt.config import RuntimeConfig
 from graphrt.engine.logprobs import TokenLogprob
 from graphrt.engine.stats import Stats
 from graphrt.generate.generator import TextGenerator
 from graphrt.kernels.errors import ConfigError
-from graphrt.kernels.types import KVLayout
-from graphrt.models.loading import DUMMY_PREFIX, LoadedModel, load_model, resolve_source
+from graphrt.models.loading import DUMMY_PREFIX, load_model, make_runtime, resolve_source
 from graphrt.models.shapes import SHAPES
 from graphrt.models.smollm import default_model_path
 from graphrt.models.stop_strings import StopStrings
@@ -33,11 +32,10 @@ from graphrt.sampling_params import SamplingParams
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CPU_CHUNK = 64  # on a CPU, a mixed graph is not faster than an eager chunk: capture one small size only
-_MOST_PROMPT_BYTES = 64 << 20
 _MOST_POSITIONS = 1 << 20
 
 
-def run_generate(options: GenerateOptions) -> None:
+def run(options: GenerateOptions) -> None:
     """Generate and print. Text goes to standard output; progress and statistics go to standard error."""
     prompts = [*(options.prompts or ()), *_read_prompts(options.prompt_file)]
     if not prompts:
@@ -72,16 +70,22 @@ def run_generate(options: GenerateOptions) -> None:
     params = replace(params, stop_ids=stop_ids)
     stop = [text for text, index in special.items() if index is None]
     of_prompts = [replace(params, seed=(options.seed + i) % (1 << 32)) for i in range(len(prompts))]
-    runtime = _build_runtime(options, loaded, device, ids, longest, params)
-    try:
+    rows, cuda = min(len(ids), 256), device.type == "cuda"
+    config = RuntimeConfig(
+        max_num_reqs=rows,
+        max_num_tokens=max(2048 if cuda else 512, rows),
+        max_seq_len=longest,
+        mixed_sizes=None if cuda else (_CPU_CHUNK,),
+        backend=options.backend,
+        use_graphs=options.graphs,
+        **config_fields(params),
+    )
+    with make_runtime(loaded.model, config, page_size=options.page_size) as runtime:
         capture_with_bar(runtime, log)
         start = time.perf_counter()
         count = _stream(prompts, runtime, tokenizer, ids, of_prompts, stop, log)
-        seconds = time.perf_counter() - start
         if options.stats:
-            _print_stats(log, runtime.stats(), count, seconds)
-    finally:
-        runtime.close()
+            _print_stats(log, runtime.stats(), count, time.perf_counter() - start)
 
 
 def _read_prompts(name: str | None) -> list[str]:
@@ -89,17 +93,11 @@ def _read_prompts(name: str | None) -> list[str]:
     if name is None:
         return []
     try:
-        if name == "-":
-            content = sys.stdin.buffer.read(_MOST_PROMPT_BYTES + 1)
-        else:
-            with Path(name).open("rb") as file:
-                content = file.read(_MOST_PROMPT_BYTES + 1)
+        content = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
     except (OSError, ValueError, AttributeError) as error:  # AttributeError: standard input is closed
         is_folder = isinstance(error, IsADirectoryError)
         advice = "name a file in it" if is_folder else "check the path, or pass - for standard input"
         raise ConfigError(f"--prompts: {name!r:.200} cannot be read ({error}); {advice}") from error
-    if len(content) > _MOST_PROMPT_BYTES:
-        raise ConfigError(f"--prompts: expected at most {_MOST_PROMPT_BYTES >> 20} MiB, got more; split the file")
     try:
         text = content.decode("utf-8-sig")
     except ValueError as error:
@@ -122,36 +120,6 @@ def _model_path(model: str | None) -> Path:
             "safetensors files"
         )
     return path
-
-
-def _build_runtime(
-    options: GenerateOptions,
-    loaded: LoadedModel,
-    device: torch.device,
-    ids: list[list[int]],
-    longest: int,
-    params: SamplingParams,
-) -> Runtime:
-    rows = min(len(ids), 256)
-    cuda = device.type == "cuda"
-    config = RuntimeConfig(
-        max_num_reqs=rows,
-        max_num_tokens=max(2048 if cuda else 512, rows),
-        max_seq_len=longest,
-        mixed_sizes=None if cuda else (_CPU_CHUNK,),
-        backend=options.backend,
-        use_graphs=options.graphs,
-        **config_fields(params),
-    )
-    dtype = loaded.model.dtype
-    return Runtime(
-        loaded.model,
-        loaded.config.attention_specs(dtype),
-        loaded.config.kv_groups(options.page_size, KVLayout.NHD, dtype),
-        vocab_size=loaded.config.vocab_size,
-        device=device,
-        config=config,
-    )
 
 
 def _stream(
@@ -216,7 +184,7 @@ def _print_stats(log: Console, stats: Stats, tokens: int, seconds: float) -> Non
     table = Table(show_header=False, box=None)
     table.add_row("tokens", f"{tokens} in {seconds:.2f} s, {tokens / seconds:.1f} per second, prompts included")
     table.add_row("backend", stats.backend_reason)
-    table.add_row("replays", ", ".join(f"{d}: {n}" for d, n in sorted(_by_name(stats))) or "none")
+    table.add_row("replays", ", ".join(sorted(f"{d}: {n}" for d, n in stats.replays.items())) or "none")
     table.add_row("eager steps", ", ".join(f"{n} ({why})" for why, n in stats.eager_steps.items()) or "none")
     table.add_row("padding", f"{stats.pad_waste:.1%} of computed tokens")
     table.add_row("ring waits", str(stats.ring_waits))
@@ -226,7 +194,3 @@ def _print_stats(log: Console, stats: Stats, tokens: int, seconds: float) -> Non
             f"{report.seconds:.3f} s, {report.nbytes / (1 << 20):.1f} MiB, {report.nodes} nodes",
         )
     log.print(table)
-
-
-def _by_name(stats: Stats) -> Iterator[tuple[str, int]]:
-    return ((str(descriptor), count) for descriptor, count in stats.replays.items())

@@ -12,7 +12,6 @@ from typing import Annotated
 import typer
 
 from graphrt import __version__
-from graphrt.cli.interrupts import importing
 from graphrt.cli.options import (
     CaptureOptions,
     DecodeOptions,
@@ -92,54 +91,9 @@ def _root(
     pass
 
 
-# Each command is imported when it runs: torch and the library take seconds.
-
-
-def _generate(options: GenerateOptions) -> None:
-    with importing():
-        from graphrt.cli.generate import run_generate
-
-    run_generate(options)
-
-
-def _capture(options: CaptureOptions) -> None:
-    with importing():
-        from graphrt.cli.capture import run_capture
-
-    run_capture(options)
-
-
-def _replay(options: ReplayOptions) -> None:
-    with importing():
-        from graphrt.cli.replay import run_replay
-
-    run_replay(options)
-
-
-def _bench_decode(options: DecodeOptions) -> None:
-    with importing():
-        from graphrt.cli.bench import run_bench
-
-    run_bench(options)
-
-
-def _bench_serve(options: ServeOptions) -> None:
-    with importing():
-        from graphrt.cli.serve import run_serve
-
-    run_serve(options)
-
-
-def _env(options: EnvOptions) -> None:
-    with importing():
-        from graphrt.cli.env import run_env
-
-    run_env(options)
-
-
-add_command(app, "generate", GenerateOptions, _generate)
-add_command(app, "capture", CaptureOptions, _capture)
-add_command(app, "replay", ReplayOptions, _replay)
-add_command(bench_app, "decode", DecodeOptions, _bench_decode)
-add_command(bench_app, "serve", ServeOptions, _bench_serve)
-add_command(app, "env", EnvOptions, _env)
+add_command(app, "generate", GenerateOptions)
+add_command(app, "capture", CaptureOptions)
+add_command(app, "replay", ReplayOptions)
+add_command(bench_app, "decode", DecodeOptions)
+add_command(bench_app, "serve", ServeOptions)
+add_command(app, "env", EnvOptions)

@@ -5,17 +5,19 @@ This file imports neither torch nor the library, so that `graphrt --help` answer
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
-T = TypeVar("T")
+from graphrt.cli.interrupts import importing
 
 _Backend = Annotated[str | None, typer.Option(help="Attention backend; `graphrt env` lists them.")]
 _Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; default: cuda if there is one.")]
+_JsonOnly = Annotated[bool, typer.Option("--json-only", help="No table, only the JSON line.")]
 _PageSize = Annotated[int, typer.Option(min=1, max=1024, help="Tokens per KV page.")]
 
 
@@ -123,7 +125,7 @@ class DecodeOptions(SamplingOptions):
     baseline: Annotated[
         str | None, typer.Option(help="transformers: also time greedy decoding of Hugging Face transformers.")
     ] = None
-    json_only: Annotated[bool, typer.Option("--json-only", help="No table, only the JSON line.")] = False
+    json_only: _JsonOnly = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +143,7 @@ class ServeOptions(PromptOptions):
     page_size: _PageSize = 16
     backend: _Backend = None
     device: _Device = None
-    json_only: Annotated[bool, typer.Option("--json-only", help="No table, only the JSON line.")] = False
+    json_only: _JsonOnly = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +177,7 @@ class CaptureOptions:
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of each random prompt.")] = 64
     after: Annotated[int, typer.Option(min=0, help="Steps before the recorded ones.")] = 8
     launches: Annotated[int, typer.Option(min=1, help="Launches to record.")] = 1
-    json_only: Annotated[bool, typer.Option("--json-only", help="No table, only the JSON line.")] = False
+    json_only: _JsonOnly = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +190,7 @@ class ReplayOptions:
     backend: Annotated[str | None, typer.Option(help="Attention backend; default: the recorded one.")] = None
     device: _Device = None
     time: Annotated[bool, typer.Option("--time", help="Also measure the device time of each launch.")] = False
-    json_only: Annotated[bool, typer.Option("--json-only", help="No text, only the JSON line.")] = False
+    json_only: _JsonOnly = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,12 +200,14 @@ class EnvOptions:
     as_json: Annotated[bool, typer.Option("--json", help="One line of JSON instead of a table.")] = False
 
 
-def add_command(app: typer.Typer, name: str, options: Callable[..., T], run: Callable[[T], None]) -> None:
-    """Add a command: its options are those of `options`, a dataclass of this file, and `run` is called with one."""
+def add_command(app: typer.Typer, name: str, options: Callable[..., Any]) -> None:
+    """Add a command with the options of a dataclass of this file. Its code is `run` in graphrt.cli.<name>."""
 
     def call(**values: Any) -> None:
+        with importing():  # only when the command runs: torch and the library take seconds
+            module = importlib.import_module(f"graphrt.cli.{name}")
         try:
-            run(options(**values))
+            module.run(options(**values))
         except KeyboardInterrupt:
             raise SystemExit(130) from None
 

@@ -19,7 +19,7 @@ from graphrt.models.shapes import shape_config
 from graphrt.runtime import resolve_device
 
 
-def run_replay(options: ReplayOptions) -> None:
+def run(options: ReplayOptions) -> None:
     """Run a bundle; the last line of standard output is one JSON object. Exit with 1 if a graph differs."""
     bundle, device = Bundle.load(options.bundle), resolve_device(options.device)
     if options.time and device.type != "cuda":

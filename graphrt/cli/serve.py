@@ -11,30 +11,24 @@ from graphrt.bench.sampling import described
 from graphrt.bench.serve import ServeReport, Workload, bench_serve
 from graphrt.cli.console import make_console
 from graphrt.cli.options import ServeOptions
-from graphrt.cli.sampling import check_vocabulary, sampling_params
-from graphrt.kernels.types import KVLayout
+from graphrt.cli.values import check_vocabulary, sampling_params
 from graphrt.models.loading import load_model
 from graphrt.models.shapes import shape_config
 from graphrt.runtime import resolve_device
 
 
-def run_serve(options: ServeOptions) -> None:
+def run(options: ServeOptions) -> None:
     """Run the benchmark; the last line of standard output is one JSON object."""
     params = sampling_params(options)
     workload = Workload(options.requests, options.least, options.most, options.seed, params)
     device = resolve_device(options.device)
     loaded = load_model(shape_config(options.shape), device=device, max_positions=2 * options.most)
-    config, dtype = loaded.config, loaded.model.dtype
-    check_vocabulary(params, config.vocab_size)
+    check_vocabulary(params, loaded.config.vocab_size)
     report = bench_serve(
         options.shape,
         loaded.model,
-        config.attention_specs(dtype),
-        config.kv_groups(options.page_size, KVLayout.NHD, dtype),
-        vocab_size=config.vocab_size,
-        weight_bytes=loaded.model.streamed_bytes,
         workload=workload,
-        device=device,
+        page_size=options.page_size,
         rows=options.rows,
         step_tokens=options.step_tokens,
         backend=options.backend,

@@ -223,13 +223,13 @@ def test_env_prints_ranks_and_reasons(monkeypatch: pytest.MonkeyPatch, capsys: p
     # Building triton's backend asks the device, which need not be there.
     monkeypatch.setattr(cli_env, "_graph_support", lambda standing, context: "ALWAYS")
     monkeypatch.setenv("COLUMNS", "200")
-    cli_env.run_env(EnvOptions(as_json=False))
+    cli_env.run(EnvOptions(as_json=False))
     printed = capsys.readouterr().out
     assert "1 (1.00 x the fastest)" in printed
     assert "2 (1.34 x the fastest)" in printed
     assert "page_size 16: supports 256, 512" in printed
     assert "triton: fastest of 3 supported backends" in printed
-    cli_env.run_env(EnvOptions(as_json=True))
+    cli_env.run(EnvOptions(as_json=True))
     known = json.loads(capsys.readouterr().out)["backends"]["known"]
     assert [entry["rank"] for entry in known if entry["name"] == "unknown"] == [4]
 
@@ -243,7 +243,7 @@ def test_env_suggests_a_page_size(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     monkeypatch.setenv("COLUMNS", "200")
     report = cli_env._backends()
     assert {e["name"]: e["other_page_size"] for e in report["known"] if e["other_page_size"]} == {"large_pages": 256}
-    cli_env.run_env(EnvOptions(as_json=False))
+    cli_env.run(EnvOptions(as_json=False))
     assert "runs with a page size of 256" in capsys.readouterr().out
 
 
@@ -272,7 +272,7 @@ def test_env_selects_as_a_runtime_does(
     report = cli_env._backends()
     assert report["chosen"] == chosen
     assert report["reason"].startswith(reason)
-    cli_env.run_env(EnvOptions(as_json=False))
+    cli_env.run(EnvOptions(as_json=False))
     printed = capsys.readouterr().out
     assert reason in printed
     assert printed.count("(chosen)") == (chosen is not None)

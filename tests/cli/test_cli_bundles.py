@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,12 +13,12 @@ from graphrt.backends.torch_reference import TorchReferenceBackend
 from graphrt.batch import Batch
 from graphrt.bundle.bundle import Bundle
 from graphrt.capture.inspect.view import GraphView
+from graphrt.cli.capture import _named_model
+from graphrt.cli.options import CaptureOptions
 from graphrt.config import RuntimeConfig
-from graphrt.kernels.types import KVLayout
 from graphrt.models import shapes
-from graphrt.models.loading import load_model
-from graphrt.runtime import Runtime
-from tests.support.cli import ROOT, TINY
+from graphrt.models.loading import load_model, make_runtime
+from tests.support.cli import TINY
 from tests.support.model_fixtures import save_oracle
 
 CAPTURE = ("capture", "--shape", "tiny", "--device", "cpu", "--rows", "3", "--step-tokens", "16", "--context", "64")
@@ -50,14 +48,12 @@ def test_capture_prints_the_cost_of_each_graph(graphrt) -> None:
     assert len(out.splitlines()) == 1
 
 
-def test_capture_compares_two_batch_sizes(graphrt) -> None:
-    code, out, _ = graphrt(*CAPTURE, "--against", "2")
+@pytest.mark.parametrize(("size", "text"), [("2", "scalar padded_reqs: 3 -> 2"), ("3", "decode[3]: equal: ")])
+def test_capture_compares_two_batch_sizes(graphrt, size: str, text: str) -> None:
+    code, out, _ = graphrt(*CAPTURE, "--against", size)
     assert code == 0
-    assert "decode[3] against decode[2]: " in out
-    assert "scalar padded_reqs: 3 -> 2" in out
-    code, out, _ = graphrt(*CAPTURE, "--against", "3")
-    assert code == 0
-    assert "decode[3] against decode[3]: equal: " in out
+    assert f"decode[3] against decode[{size}]: " in out
+    assert text in out
 
 
 def test_a_bundle_runs_again(graphrt, bundle: Path) -> None:
@@ -98,13 +94,9 @@ def test_a_model_folder_is_found_from_any_other(graphrt, tmp_path: Path, monkeyp
     assert "tokens as recorded, logits as recorded" in out
 
 
-def test_a_bundle_keeps_the_name_of_a_shape(graphrt, tmp_path: Path) -> None:
-    path = tmp_path / "m.bundle"
-    arguments = [*CAPTURE, "--record", path, "--prompt", 4, "--after", 1]
-    arguments[1:3] = "--model", "dummy:tiny"
-    code, _, log = graphrt(*arguments)
-    assert code == 0, log
-    assert Bundle.load(path).model == {"model": "dummy:tiny"}
+def test_a_bundle_keeps_the_name_of_a_shape() -> None:
+    assert _named_model(CaptureOptions(model="dummy:tiny")) == {"model": "dummy:tiny"}
+    assert _named_model(CaptureOptions(shape="tiny")) == {"shape": "tiny", "seed": 0}
 
 
 def test_a_graph_that_differs_ends_with_1(graphrt, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,13 +153,8 @@ def test_a_bundle_of_another_model_is_refused(graphrt, bundle: Path, monkeypatch
 
 def test_a_bundle_of_another_dtype_than_the_devices_runs(graphrt, tmp_path: Path) -> None:
     """A bfloat16 bundle of a GPU runs on a CPU, where models are loaded in float32 by default."""
-    loaded = load_model(TINY, device="cpu", dtype=torch.bfloat16, max_positions=64)
-    specs, groups = (
-        loaded.config.attention_specs(torch.bfloat16), loaded.config.kv_groups(16, KVLayout.NHD, torch.bfloat16)
-    )  # fmt: skip
-    with Runtime(
-        loaded.model, specs, groups, vocab_size=97, device="cpu", config=RuntimeConfig(2, 8, 64), num_pages=9
-    ) as runtime:
+    model = load_model(TINY, device="cpu", dtype=torch.bfloat16, max_positions=64).model
+    with make_runtime(model, RuntimeConfig(2, 8, 64), num_pages=9) as runtime:
         runtime.capture()
         recording = runtime.manager.record()
         prompt = Batch(
@@ -178,14 +165,6 @@ def test_a_bundle_of_another_dtype_than_the_devices_runs(graphrt, tmp_path: Path
     code, out, log = graphrt("replay", tmp_path / "bf16.bundle", "--device", "cpu")
     assert code == 0, log
     assert "tokens as recorded, logits as recorded" in out
-
-
-@pytest.mark.parametrize("script", ["capture", "replay"])
-def test_scripts_are_the_commands(script: str) -> None:
-    command = [sys.executable, f"scripts/{script}.py", "--help"]
-    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, env={"PYTHONPATH": str(ROOT)})
-    assert shown.returncode == 0
-    assert f"graphrt {script}" in shown.stdout
 
 
 def test_a_graph_as_a_page_and_its_audit(graphrt, tmp_path: Path) -> None:

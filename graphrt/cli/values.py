@@ -1,4 +1,4 @@
-"""Convert the sampling options of commands to SamplingParams, and check them against the model."""
+"""Convert the options of commands to values of the library, and check them against the model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,19 @@ from dataclasses import fields
 from graphrt.cli.options import PromptOptions, SamplingOptions
 from graphrt.kernels.errors import CapacityError, ConfigError
 from graphrt.kernels.ops.sampling_logprobs import MAX_TOP
+from graphrt.models.config import ModelConfig
+from graphrt.models.shapes import shape_config
 from graphrt.sampling_params import SamplingParams
+
+
+def named_source(command: str, shape: str | None, model: str | None) -> str | ModelConfig:
+    """Return the source to load a model from. Raises: ConfigError: unless one of --shape and --model is given."""
+    if shape is not None and model is None:
+        return shape_config(shape)
+    if model is not None and shape is None:
+        return model
+    got = "none" if shape is None else "both"
+    raise ConfigError(f"{command}: expected one of --shape and --model, got {got}; name one")
 
 
 def sampling_params(

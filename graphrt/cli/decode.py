@@ -14,10 +14,9 @@ from graphrt.bench.decode import DecodeReport, DecodeResult, bench_decode, check
 from graphrt.bench.decode_transformers import DYNAMIC, STATIC, BaselineTime, time_transformers
 from graphrt.bench.environment import provenance
 from graphrt.bench.sampling import described
-from graphrt.cli.checks import named_source
 from graphrt.cli.console import make_console
 from graphrt.cli.options import DecodeOptions
-from graphrt.cli.sampling import check_vocabulary, sampling_params
+from graphrt.cli.values import check_vocabulary, named_source, sampling_params
 from graphrt.kernels.errors import ConfigError
 from graphrt.kernels.types import KVLayout
 from graphrt.models.loading import load_model
@@ -25,9 +24,14 @@ from graphrt.models.packages import require
 from graphrt.runtime import resolve_device
 
 
-def run_bench(options: DecodeOptions) -> None:
+def run(options: DecodeOptions) -> None:
     """Run the benchmark; the last line of standard output is one JSON object."""
-    batches = check_batches(_numbers("--batch", options.batch))
+    parts = [part.strip() for part in options.batch.split(",")]
+    if not all(re.fullmatch("0*[1-9][0-9]{0,8}", part) for part in parts):
+        raise ConfigError(
+            f"--batch: expected comma-separated numbers >= 1, got {options.batch!r}; name some, as in 1,8,32"
+        )
+    batches = check_batches([int(part) for part in parts])
     source = named_source("bench decode", options.shape, options.model)
     if options.baseline not in (None, "transformers"):
         raise ConfigError(f"--baseline: expected transformers, got {options.baseline!r}; leave it out for no baseline")
@@ -41,14 +45,10 @@ def run_bench(options: DecodeOptions) -> None:
     report = bench_decode(
         options.shape or str(options.model),
         loaded.model,
-        config.attention_specs(dtype),
         config.kv_groups(options.page_size, KVLayout.NHD, dtype),
-        vocab_size=config.vocab_size,
-        weight_bytes=loaded.model.streamed_bytes,
         batches=batches,
         context=options.context,
         steps=options.steps,
-        device=device,
         backend=options.backend,
         sampling=params,
     )
@@ -62,13 +62,6 @@ def run_bench(options: DecodeOptions) -> None:
     if not options.json_only:
         _print(report)
     print(json.dumps({"name": "decode", **provenance(), **report.to_json()}), flush=True)
-
-
-def _numbers(name: str, text: str) -> list[int]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(re.fullmatch("0*[1-9][0-9]{0,8}", part) for part in parts):
-        raise ConfigError(f"{name}: expected comma-separated numbers >= 1, got {text!r}; name some, as in 1,8,32")
-    return [int(part) for part in parts]
 
 
 def _print(report: DecodeReport) -> None:
