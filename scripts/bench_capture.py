@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -24,27 +23,15 @@ from graphrt.bench.environment import provenance
 from graphrt.cache.kv_cache import KVCache
 from graphrt.config import RuntimeConfig
 from graphrt.kernels.types import KVLayout
-from graphrt.models.config import ModelConfig
+from graphrt.models.llama import LlamaModel
 from graphrt.models.loading import load_model
 from graphrt.models.shapes import SHAPES
 from graphrt.replay import ReplayManager
 
 
-@dataclass(frozen=True, slots=True)
-class CaptureSizes:
-    graphs: int
-    first_seconds: float
-    seconds: list[float]
-    nbytes: int
-    nodes: int
-    pool_bytes: int
-    driver_bytes: int
-
-
-def measure(
-    model: torch.nn.Module, config: ModelConfig, device: torch.device, repeats: int, **sizes: Any
-) -> CaptureSizes:
-    seconds, nbytes = [], 0
+def measure(model: LlamaModel, repeats: int, **sizes: Any) -> dict[str, Any]:
+    """Capture one kind of sizes several times. Return the costs by name."""
+    seconds, config, device = [], model.config, model.device
     spec = config.kv_groups(16, KVLayout.NHD, torch.bfloat16)
     for _ in range(repeats + 1):
         gc.collect()
@@ -64,15 +51,16 @@ def measure(
         graphs = manager.stats().graphs
         seconds.append(manager.stats().capture_seconds)
         manager.close()
-    return CaptureSizes(
-        graphs=len(graphs),
-        first_seconds=seconds[0],
-        seconds=seconds[1:],
-        nbytes=nbytes,
-        nodes=max(g.nodes for g in graphs),
-        pool_bytes=sum(g.pool_bytes for g in graphs),
-        driver_bytes=sum(g.driver_bytes for g in graphs),
-    )
+    return {
+        "graphs": len(graphs),
+        "first_seconds": seconds[0],
+        "seconds": median(seconds[1:]),
+        "seconds_all": seconds[1:],
+        "mib_per_graph": nbytes / len(graphs) / (1 << 20),
+        "pool_mib": sum(g.pool_bytes for g in graphs) / (1 << 20),
+        "driver_mib": sum(g.driver_bytes for g in graphs) / (1 << 20),
+        "nodes": max(g.nodes for g in graphs),
+    }
 
 
 def main() -> None:
@@ -86,27 +74,18 @@ def main() -> None:
         parser.error(f"--shape: expected one of {', '.join(SHAPES)}, got {arguments.shape!r}")
     if not torch.cuda.is_available():
         parser.error("expected a CUDA device, got none")
-    device = torch.device("cuda", 0)
-    loaded = load_model(f"dummy:{arguments.shape}", device=device, dtype=torch.bfloat16)
-    decode = measure(loaded.model, loaded.config, device, arguments.repeats, mixed_sizes=())
-    mixed = measure(loaded.model, loaded.config, device, arguments.repeats, decode_sizes=())
+    model = load_model(f"dummy:{arguments.shape}", device="cuda:0", dtype=torch.bfloat16).model
     record = {"name": "capture", "model": arguments.shape, **provenance()}
-    for kind, capture_sizes in (("decode", decode), ("mixed", mixed)):
-        record |= {
-            f"{kind}_graphs": capture_sizes.graphs,
-            f"{kind}_first_seconds": capture_sizes.first_seconds,
-            f"{kind}_seconds": median(capture_sizes.seconds),
-            f"{kind}_seconds_all": capture_sizes.seconds,
-            f"{kind}_mib_per_graph": capture_sizes.nbytes / capture_sizes.graphs / (1 << 20),
-            f"{kind}_pool_mib": capture_sizes.pool_bytes / (1 << 20),
-            f"{kind}_driver_mib": capture_sizes.driver_bytes / (1 << 20),
-        }
+    for kind, other in (("decode", "mixed"), ("mixed", "decode")):
+        found = measure(model, arguments.repeats, **{f"{other}_sizes": ()})
+        nodes = found.pop("nodes")
+        record |= {f"{kind}_{name}": value for name, value in found.items()}
+        record.setdefault("nodes_per_graph", nodes)
         print(
-            f"{kind}: {capture_sizes.graphs} graphs of {capture_sizes.nodes} nodes in "
-            f"{median(capture_sizes.seconds):.2f} s ({capture_sizes.first_seconds:.2f} s the first time), "
-            f"{capture_sizes.nbytes / capture_sizes.graphs / (1 << 20):.1f} MiB per graph, everything included"
+            f"{kind}: {found['graphs']} graphs of {nodes} nodes in {found['seconds']:.2f} s "
+            f"({found['first_seconds']:.2f} s the first time), {found['mib_per_graph']:.1f} MiB per graph, everything "
+            "included"
         )
-    record["nodes_per_graph"] = decode.nodes
     print(json.dumps(record), flush=True)
 
 

@@ -30,8 +30,8 @@ from graphrt.bench.environment import provenance
 from graphrt.capture.inspect.audit import audit
 from graphrt.capture.inspect.cuda import inspect_graph
 from graphrt.config import RuntimeConfig
-from graphrt.kernels.types import KVLayout
-from graphrt.models.loading import LoadedModel, load_model
+from graphrt.models.llama import LlamaModel
+from graphrt.models.loading import load_model, make_runtime
 from graphrt.models.shapes import shape_config
 from graphrt.runtime import Runtime, resolve_device
 from graphrt.sampling_params import SamplingParams
@@ -43,21 +43,12 @@ MIXES = 8
 LATER = 3  # verifications after the first one, which loads kernels
 
 
-def make_runtime(loaded: LoadedModel, device: torch.device, rows: int, longest: int, every: int) -> Runtime:
+def capture(model: LlamaModel, rows: int, longest: int, every: int = 0) -> Runtime:
     """Return a captured runtime of one decode size, with or without shadow steps."""
     config = RuntimeConfig(
         max_num_reqs=rows, max_num_tokens=max(rows, 2048), max_seq_len=longest, decode_sizes=(rows,), shadow_every=every
     )
-    dtype = loaded.model.dtype
-    runtime = Runtime(
-        loaded.model,
-        loaded.config.attention_specs(dtype),
-        loaded.config.kv_groups(16, KVLayout.NHD, dtype),
-        vocab_size=loaded.config.vocab_size,
-        device=device,
-        config=config,
-        num_pages=1 + rows * -(-longest // 16),
-    )
+    runtime = make_runtime(model, config, num_pages=1 + rows * -(-longest // 16))
     runtime.capture()
     return runtime
 
@@ -110,7 +101,7 @@ def bench_audit(runtime: Runtime) -> dict[str, Any]:
     return found
 
 
-def bench_verify(runtime: Runtime, model: torch.nn.Module, mixes: int) -> dict[str, Any]:
+def bench_verify(runtime: Runtime, model: LlamaModel, mixes: int) -> dict[str, Any]:
     """Return the seconds to verify the captured graphs: the first call, and the median of later calls."""
     seconds, findings = [], []
     for _ in range(1 + LATER):
@@ -131,11 +122,11 @@ def bench_verify(runtime: Runtime, model: torch.nn.Module, mixes: int) -> dict[s
     }
 
 
-def bench_shadow(loaded: LoadedModel, device: torch.device, rows: int, every: int, steps: int, rounds: int) -> Any:
+def bench_shadow(model: LlamaModel, rows: int, every: int, steps: int, rounds: int) -> dict[str, Any]:
     """Return the milliseconds per step with shadow steps and without."""
-    context = min(CONTEXT, loaded.config.max_position_embeddings // 4)
+    context = min(CONTEXT, model.config.max_position_embeddings // 4)
     longest = context + steps * (rounds + 1) + 2
-    runtimes = [make_runtime(loaded, device, rows, longest, n) for n in (0, every)]
+    runtimes = [capture(model, rows, longest, n) for n in (0, every)]
     sessions = [make_session(runtime, rows, context) for runtime in runtimes]
     times: list[list[float]] = [[], []]
     for index in range(rounds + 1):
@@ -146,8 +137,7 @@ def bench_shadow(loaded: LoadedModel, device: torch.device, rows: int, every: in
             session.collect(wait=True)
             if index:  # the first one warms up
                 seconds.append(time.perf_counter() - start)
-    shadows = runtimes[1].stats().shadow_steps
-    differences = [str(difference) for difference in runtimes[1].stats().shadow_differences]
+    stats = runtimes[1].stats()
     plain, shadowed = (median(seconds) / steps * 1e3 for seconds in times)
     for session, runtime in zip(sessions, runtimes, strict=True):
         session.close()
@@ -156,8 +146,8 @@ def bench_shadow(loaded: LoadedModel, device: torch.device, rows: int, every: in
         "rows": rows,
         "every": every,
         "steps": steps,
-        "shadow_steps": shadows,
-        "differences": differences,
+        "shadow_steps": stats.shadow_steps,
+        "differences": [str(difference) for difference in stats.shadow_differences],
         "step_ms": plain,
         "shadowed_step_ms": shadowed,
         "share": shadowed / plain - 1,
@@ -182,12 +172,12 @@ def main() -> None:
     device = resolve_device(arguments.device)
     shape = shape_config(arguments.shape)
     positions = min(shape.max_position_embeddings, 1 << 14)
-    loaded = load_model(shape, device=device, max_positions=positions)
+    model = load_model(shape, device=device, max_positions=positions).model
     results: dict[str, Any] = {"shape": arguments.shape, "audits": [], "verifies": [], "shadows": []}
     for rows in map(int, arguments.rows.split(",")):
-        with make_runtime(loaded, device, rows, CONTEXT, 0) as runtime:
+        with capture(model, rows, CONTEXT) as runtime:
             results["audits"].append(bench_audit(runtime))
-            verified = bench_verify(runtime, loaded.model, MIXES)
+            verified = bench_verify(runtime, model, MIXES)
         results["verifies"].append(verified)
         print(
             f"{rows} rows: {MIXES} batches verified in {verified['seconds']:.2f} s (first call "
@@ -195,17 +185,17 @@ def main() -> None:
             f"runs over {verified['cache_bytes'] >> 20} MiB of cache; {len(verified['findings'])} findings",
             flush=True,
         )
-        shadow = bench_shadow(loaded, device, rows, arguments.every, arguments.steps, arguments.rounds)
+        shadow = bench_shadow(model, rows, arguments.every, arguments.steps, arguments.rounds)
         results["shadows"].append(shadow)
         print(
             f"{rows} rows: {shadow['step_ms']:.3f} ms a step, {shadow['shadowed_step_ms']:.3f} ms with a shadow every "
             f"{arguments.every} launches ({shadow['share']:+.2%}, {shadow['ms_per_shadow']:.2f} ms each)",
             flush=True,
         )
-    del loaded  # the deep one gets the memory
+    del model  # the deep one gets the memory
     deep = replace(shape, num_layers=arguments.deep, sliding_windows=())
-    loaded = load_model(deep, device=device, max_positions=positions)
-    with make_runtime(loaded, device, int(arguments.rows.split(",")[0]), CONTEXT, 0) as runtime:
+    model = load_model(deep, device=device, max_positions=positions).model
+    with capture(model, int(arguments.rows.split(",")[0]), CONTEXT) as runtime:
         results["deep_audit"] = {"layers": deep.num_layers, **bench_audit(runtime)}
     print(json.dumps({"name": "graph_checks", **results, **provenance()}), flush=True)
 

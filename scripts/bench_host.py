@@ -1,6 +1,5 @@
 """Host time per decode step, and idle time of the device: three ways to submit the same model step.
 
-    python -m scripts.bench_host
     python -m scripts.bench_host --shapes llama-3.2-1b --batches 1,256 --contexts 8192
 
 session     requests live on the device: `DecodeSession.run(1)` and `run(8)`, with `collect()` every 8 steps
@@ -24,10 +23,7 @@ gap of a whole model: Llama 3.2 1B with one request, alone and with a second thr
 event loop of a server.
 
 Other programs may use the machine's cores, so the time of a step can double within a minute. Therefore all variants of
-a cell alternate in short rounds, and each round starts with new requests:
-
-    session  run(8)  replay  copies | session  run(8)  replay  copies | session  run(8)  replay  copies
-
+a cell alternate in short rounds, and each round starts with new requests.
 `host_us` and `host_p99_us` are the median and the 99th percentile of the idle times in the quietest round of a variant,
 the one with the lowest median. `steady_us` and `steady_p99_us` are the same for the steady times. `gap_us` is the
 lowest of all rounds. `host_all_us`, `steady_all_us` and `gap_all_us` are medians over all rounds. `first_us`, the
@@ -54,20 +50,13 @@ import torch
 
 from graphrt.bench.environment import provenance
 from graphrt.config import RuntimeConfig
-from graphrt.kernels.types import KVLayout
 from graphrt.models.config import ModelConfig
-from graphrt.models.dummy import fill_dummy_weights
-from graphrt.models.llama import LlamaModel
+from graphrt.models.loading import load_model, make_runtime
 from graphrt.models.shapes import shape_config
 from graphrt.runtime import Runtime
 from scripts.rigs.host_ways import PAGE, CopiesWay, SessionWay, StatelessWay, Way
 
 LAYERS, ROUNDS = 2, 3
-GOALS_US = {"session": ("steady", 15, 25), "stateless": ("host", 60, None)}
-"""Median and 99th percentile of the host's time per step, at 256 rows: of a session's steady steps; of batches with
-tables of 8,192 tokens, the device idle."""
-
-_NAMES = {"host": "idle", "steady": "steady"}
 
 
 def host_times(way: Way, steps: int) -> dict[str, float]:
@@ -199,28 +188,14 @@ def lowest_gap(rounds: list[dict[str, Any]]) -> dict[str, Any]:
 
 def build(config: ModelConfig, device: torch.device, batches: tuple[int, ...], longest: int, layers: int) -> Runtime:
     """Return a captured runtime of a model with the given layers that guards as many weights as the whole model."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     few = replace(config, num_layers=layers, sliding_windows=config.sliding_windows[:layers])
-    model = LlamaModel(few, dtype=dtype, device=device, max_positions=longest)
-    fill_dummy_weights(model)
+    model = load_model(few, device=device, max_positions=longest).model
     copies = range(config.num_layers // layers)
-    runtime = Runtime(
-        model,
-        few.attention_specs(dtype),
-        few.kv_groups(PAGE, KVLayout.NHD, dtype),
-        vocab_size=config.vocab_size,
-        device=device,
-        config=RuntimeConfig(
-            max_num_reqs=max(batches),
-            max_num_tokens=max(batches),
-            max_seq_len=longest,
-            decode_sizes=batches,
-            loop_sizes=batches,
-            mixed_sizes=(),
-        ),
-        num_pages=1 + max(batches) * -(-longest // PAGE),
-        weights=[(f"{name} {copy}", weight) for copy in copies for name, weight in model.named_parameters()],
-    )
+    most = max(batches)
+    sizes = RuntimeConfig(most, most, longest, decode_sizes=batches, loop_sizes=batches, mixed_sizes=())
+    weights = [(f"{name} {copy}", weight) for copy in copies for name, weight in model.named_parameters()]
+    pages = 1 + most * -(-longest // PAGE)
+    runtime = make_runtime(model, sizes, page_size=PAGE, num_pages=pages, weights=weights)
     runtime.capture()
     return runtime
 
@@ -251,17 +226,18 @@ def measure_cells(
 
 def makers_of(runtime: Runtime, batch: int, context: int, launches: tuple[int, ...]) -> dict[str, Callable[[], Any]]:
     """Return the constructor of each variant, sessions with launches of the given numbers of steps."""
-    sessions = {
+    makers: dict[str, Callable[[], Any]] = {
         "session" if steps == 1 else f"session_{steps}": partial(SessionWay, runtime, batch, context, steps)
         for steps in launches
     }
-    others = {"stateless": partial(StatelessWay, runtime, batch, context)}
-    return {**sessions, **others, "copies": partial(CopiesWay, runtime, batch, context)}
+    makers["stateless"] = partial(StatelessWay, runtime, batch, context)
+    makers["copies"] = partial(CopiesWay, runtime, batch, context)
+    return makers
 
 
 @contextlib.contextmanager
-def busy_thread(busy: bool) -> Iterator[None]:
-    """Python work in a second thread, like a busy event loop of a server."""
+def busy_thread() -> Iterator[None]:
+    """Run Python work in a second thread, like a busy event loop of a server."""
     stop, payload = threading.Event(), {"tokens": list(range(200)), "text": "word " * 50}
 
     def work() -> None:
@@ -269,26 +245,23 @@ def busy_thread(busy: bool) -> Iterator[None]:
             json.loads(json.dumps(payload))
 
     thread = threading.Thread(target=work)
-    if busy:
-        thread.start()
+    thread.start()
     try:
         yield
     finally:
         stop.set()
-        if busy:
-            thread.join()
+        thread.join()
 
 
 def measure_whole(name: str, config: ModelConfig, device: torch.device, context: int, steps: int) -> dict[str, Any]:
-    """Measure a whole model with one request: the gap of every variant, and tokens per second with a busy second
-    thread."""
+    """Measure a whole model with one request: gaps, and tokens per second alone and with a busy second thread."""
     with build(config, device, (1,), context + 3 * steps + 900, config.num_layers) as runtime:
 
         def measure(way: Any) -> dict[str, Any]:
             few = max(1, steps // way.steps)
             interval_us(way, max(1, few // 4))  # warms up
             found = gap_times(way, runtime, few)
-            with busy_thread(True):
+            with busy_thread():
                 found["busy_interval_us"] = interval_us(way, few)
             return found
 
@@ -324,24 +297,6 @@ def header() -> str:
     )
 
 
-def goals(cells: list[dict[str, Any]]) -> list[str]:
-    """Compare the goals with the measurements."""
-    lines = []
-    for cell in cells:
-        if cell["batch"] != 256:
-            continue
-        for way, (measure, median, p99) in GOALS_US.items():
-            found, other = cell[way], "host" if measure == "steady" else "steady"
-            if way == "stateless" and cell["context"] != 8192:
-                continue
-            text = f"{way} {_NAMES[measure]} {found[f'{measure}_us']:.1f} us (goal {median})"
-            if p99 is not None:
-                text += f", p99 {found[f'{measure}_p99_us']:.1f} us (goal {p99})"
-            text += f"; {_NAMES[other]} {found[f'{other}_us']:.1f} us, p99 {found[f'{other}_p99_us']:.1f} us"
-            lines.append(f"{cell['shape']} 256 rows, {cell['context']} tokens: {text}")
-    return lines
-
-
 def whole_table(whole: dict[str, Any]) -> list[str]:
     lines = [f"{whole['shape']}, all layers, 1 row, {whole['context']} tokens: per token"]
     for way, found in whole["ways"].items():
@@ -373,7 +328,7 @@ def main() -> None:
     for shape in options.shapes.split(","):
         cells += measure_cells(shape, shape_config(shape), device, options.batches, options.contexts, options.steps)
     whole = measure_whole("llama-3.2-1b", shape_config("llama-3.2-1b"), device, 1024, 3 * options.steps)
-    print("\n".join([*goals(cells), *whole_table(whole)]), flush=True)
+    print("\n".join(whole_table(whole)), flush=True)
     print(json.dumps({"name": "host", "cells": cells, "whole": whole, **provenance()}), flush=True)
 
 

@@ -18,13 +18,13 @@ from statistics import median
 import torch
 
 from graphrt.bench.environment import provenance
+from graphrt.bench.timer import synchronize
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.capture.recorder import make_recorder
 
 
 def measure(device: torch.device, nodes: int, runs: int, samples: int) -> dict[str, float]:
-    """Results of one step of `nodes` kernels: median microseconds per run, and the time and memory to build the
-    loop."""
+    """Return the median microseconds per run of a step of `nodes` kernels, and the cost of building the loop."""
     recorder = make_recorder(device)
     condition = torch.zeros(1, dtype=torch.int32, device=device)
     x = torch.zeros(1, dtype=torch.int32, device=device)
@@ -54,10 +54,10 @@ def measure(device: torch.device, nodes: int, runs: int, samples: int) -> dict[s
     for sample in range(samples + 1):
         for side, seconds in times.items():
             condition.fill_(runs)
-            _synchronize(device)
+            synchronize(device)
             start = time.perf_counter()
             side()
-            _synchronize(device)
+            synchronize(device)
             if sample:  # the first one warms up
                 seconds.append((time.perf_counter() - start) / runs)
             if condition.item() != 0:
@@ -76,11 +76,6 @@ def measure(device: torch.device, nodes: int, runs: int, samples: int) -> dict[s
     graph.close()
     recorder.close()
     return found
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def line(row: dict[str, float]) -> str:

@@ -1,7 +1,6 @@
 """Time of sampling in graph replays, against torch's sort-based sampling and FlashInfer's kernels in the same run.
 
     python -m scripts.bench_sampling [--rows 1,16,256] [--vocab 128256,151936]
-    python -m scripts.bench_sampling --tune     # settings of the first pass, 256 requests, about a minute
 
 Logits are bfloat16 and normally distributed: flat ones, of which top-p keeps most tokens, and peaked ones with four
 times the spread. Times are microseconds of one call. `torch` sorts, like vLLM's native path. Small batches are in the
@@ -18,7 +17,6 @@ import torch
 
 from graphrt.bench.environment import provenance
 from graphrt.bench.timer import rotations, time_calls
-from graphrt.kernels.ops import sampling
 from graphrt.kernels.ops.sampling import Truncation, sample
 from graphrt.kernels.ops.sampling_logprobs import token_logprobs
 from graphrt.kernels.ops.sampling_state import Penalties, PenaltyState, record_tokens
@@ -42,9 +40,6 @@ CASES: dict[str, dict[str, float]] = {
     "record a token, penalties off": {"record": 1.0},
     "record a token, penalties on": {"record": 1.2},
 }
-TUNED = ("greedy", "temperature", "top-k 50, top-p 0.9, penalties", "top-k 1024", "top-p 0.9, flat")
-SETTINGS = ((2, 512, 4), (4, 512, 4), (4, 512, 8), (2, 256, 4), (4, 256, 4))
-"""Of the first pass: chunks of a tile; words whose changed tokens a program finds; warps. The first is the default."""
 
 
 class Inputs:
@@ -162,27 +157,6 @@ def timed(make: Callable[[Inputs], Callable[[], object] | None], inputs: list[In
         return None
 
 
-def tune(device: torch.device, rows: int, vocab: int, samples: int) -> list[dict[str, object]]:
-    """Print one line per setting of the first pass with the microseconds of each case."""
-    results: list[dict[str, object]] = []
-    print(f"{'programs, chunks, warps':24}" + "".join(f"{name[:22]:>24}" for name in TUNED) + "  us")
-    defaults = (sampling._CHUNKS, sampling.CHANGED_WORDS, sampling._CHUNK_WARPS)
-    count = min(rotations(2 * rows * vocab, device), 4)
-    for setting in SETTINGS:
-        sampling._CHUNKS, sampling.CHANGED_WORDS, sampling._CHUNK_WARPS = setting
-        times = {}
-        for name in TUNED:
-            case = CASES[name]
-            inputs = [Inputs(case, rows, vocab, device, seed) for seed in range(count)]
-            times[name] = timed(lambda x, case=case: our_call(case, x), inputs, samples)
-            del inputs
-        results.append({"setting": setting, "rows": rows, "vocab": vocab, "us": times})
-        cells = "".join(f"{'-' if value is None else format(value, '.1f'):>24}" for value in times.values())
-        print(f"{setting!s:24}{cells}", flush=True)
-    sampling._CHUNKS, sampling.CHANGED_WORDS, sampling._CHUNK_WARPS = defaults
-    return results
-
-
 def main() -> None:
     """Print one line per case and size, and one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -191,19 +165,15 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=20)
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name contains TEXT")
     parser.add_argument("--device", default="cuda", help="cpu is a dry run")
-    parser.add_argument("--ours", action="store_true", help="without the baselines")
-    parser.add_argument("--tune", action="store_true", help="settings of the first pass instead of the cases")
     options = parser.parse_args()
     if not any(options.only in name for name in CASES):
         parser.error(f"--only: expected a part of a case's name, got {options.only!r}: {', '.join(CASES)}")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("expected a CUDA device, got none; --device cpu is a dry run")
     device = torch.device(options.device)
-    results: list[dict[str, object]] = tune(device, 256, 128256, 10) if options.tune else []
-    cases = {} if options.tune else CASES
-    if cases:
-        print(f"{'case':42} {'rows':>5} {'vocab':>7} {'graphrt':>9} {'torch':>9} {'flashinfer':>10}  us")
-    for name, case in cases.items():
+    results: list[dict[str, object]] = []
+    print(f"{'case':42} {'rows':>5} {'vocab':>7} {'graphrt':>9} {'torch':>9} {'flashinfer':>10}  us")
+    for name, case in CASES.items():
         if options.only not in name:
             continue
         for vocab in map(int, options.vocab.split(",")):
@@ -213,11 +183,10 @@ def main() -> None:
                 few = inputs[: max(2, min(4, count))]  # sorts write gigabytes and evict the cache anyway
                 row: dict[str, object] = {"case": name, "rows": rows, "vocab": vocab}
                 row["graphrt_us"] = timed(lambda x, case=case: our_call(case, x), inputs, options.samples)
-                if not options.ours:
-                    row["torch_us"] = timed(lambda x, case=case: torch_call(case, x), few, 5)
-                    row["flashinfer_us"] = timed(lambda x, case=case: flashinfer_call(case, x), few, options.samples)
+                row["torch_us"] = timed(lambda x, case=case: torch_call(case, x), few, 5)
+                row["flashinfer_us"] = timed(lambda x, case=case: flashinfer_call(case, x), few, options.samples)
                 results.append(row)
-                shown = [row.get(f"{who}_us") for who in ("graphrt", "torch", "flashinfer")]
+                shown = [row[f"{who}_us"] for who in ("graphrt", "torch", "flashinfer")]
                 cells = [f"{value:9.1f}" if isinstance(value, float) else f"{'-':>9}" for value in shown]
                 print(f"{name:42} {rows:5} {vocab:7} {cells[0]} {cells[1]}  {cells[2]}", flush=True)
                 del inputs, few

@@ -3,7 +3,6 @@
     python -m scripts.bug_catalogue                       # all bugs on a GPU, most of them on a CPU
     python -m scripts.bug_catalogue --only "stale"        # bugs whose name contains a text
     python -m scripts.bug_catalogue --page                # only rewrite the table in docs/graph_bugs.md
-    python -m scripts.bug_catalogue --json docs/results/nvidia-h200/graph_bugs.json
 
 Each step runs twice. Without the bug its check must find nothing. With the bug injected it must find the bug and blame
 the right name. Exits with 1 if either fails. The last line of standard output is a JSON object.
@@ -21,7 +20,6 @@ from typing import Any
 
 import torch
 
-from graphrt.bench.environment import provenance
 from tests.bugs.all import CATALOGUE, Bug
 from tests.bugs.page import PAGE, rendered
 
@@ -75,7 +73,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="run only bugs whose name contains this text")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda or cpu")
-    parser.add_argument("--json", type=Path, help="write the result and its environment to this file")
     parser.add_argument("--page", action="store_true", help="rewrite the table in docs/graph_bugs.md")
     arguments = parser.parse_args()
     if arguments.page:
@@ -86,9 +83,6 @@ def main() -> None:
     device = torch.device(arguments.device, 0 if arguments.device == "cuda" else None)
     result = run(arguments.only, device)
     sys.stdout.write(table(result) + "\n")
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(provenance() | {"data": result}, indent=1) + "\n")
     sys.stdout.write(json.dumps(result) + "\n")
     sys.exit(result["caught"] != result["bugs"])
 

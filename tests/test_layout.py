@@ -1,51 +1,106 @@
-"""graphrt works from the checkout, from a wheel and from an editable install, though two packages are links."""
+"""graphrt works from the checkout, from a wheel and from an editable install, though two packages are links.
+
+`graphrt/kernels` and `graphrt/capture` are symlinks, and namespace packages: a change of the packaging can break one
+way of installing and not the others.
+"""
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
 import pytest
 
-from scripts import check_layout
+CHECKOUT = Path(__file__).resolve().parent.parent
+BUILD_INPUTS = ("pyproject.toml", "README.md", "LICENSE", "graphrt", "kernels", "capture")
+SOURCES = ("*.py", "py.typed", "*.json", "*.cu", "*.cuh", "*.html", "*.css", "*.js")
+# Imports one module of each layer, and tells where they came from.
+PROBE = """
+import site, sys
+for folder in sys.argv[1:]:
+    site.addsitedir(folder)
+import graphrt.capture.descriptor, graphrt.kernels.types, graphrt.spec
+from graphrt import KVCacheSpec
+assert KVCacheSpec is graphrt.spec.KVCacheSpec, "the lazy name is another object than its home's"
+wrong = {"kernels", "capture"} & sys.modules.keys()
+assert not wrong, f"imported under top-level names: {wrong}"
+print(*(sys.modules[name].__file__ for name in
+        ("graphrt", "graphrt.spec", "graphrt.kernels.types", "graphrt.capture.descriptor")), sep="\\n")
+"""
 
 
 @pytest.fixture(scope="module")
-def copy(tmp_path_factory):
-    return check_layout.copy_checkout(tmp_path_factory.mktemp("layout") / "checkout")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a build needs, links as links, so that nothing is written to the checkout."""
+    target = tmp_path_factory.mktemp("layout") / "checkout"
+    target.mkdir()
+    for name in BUILD_INPUTS:
+        source = CHECKOUT / name
+        if source.is_dir():
+            shutil.copytree(source, target / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, target / name)
+    return target
+
+
+def build(checkout: Path, hook: str) -> Path:
+    """Build a wheel with this environment's setuptools, and unpack it into a folder."""
+    wheels, folder = checkout.parent / f"{hook}-wheels", checkout.parent / hook
+    wheels.mkdir()
+    code = f"import setuptools.build_meta as b; b.{hook}({str(wheels)!r})"
+    result = subprocess.run([sys.executable, "-c", code], cwd=checkout, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    (wheel,) = wheels.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
-def wheel(copy):
-    return check_layout.build(copy, copy.parent / "wheel")
+def wheel(copy: Path) -> Path:
+    return build(copy, "build_wheel")
 
 
-def test_wheel_holds_the_linked_folders_as_files(wheel):
-    assert check_layout.missing_files(wheel) == []
-    assert check_layout.stray_files(wheel) == []
+def check_import(elsewhere: Path, under: Path, *folders: str, python_path: Path | None = None) -> None:
+    """Import graphrt in a new process outside of the checkout: its modules must come from `under`.
+
+    folders   site folders that replace those of this environment
+    """
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    environment |= {} if python_path is None else {"PYTHONPATH": str(python_path)}
+    command = [sys.executable, *(("-S",) if folders else ()), "-c", PROBE, *folders]
+    result = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    for line in result.stdout.splitlines():
+        assert Path(line).resolve().is_relative_to(under.resolve())
 
 
-def test_wheel_holds_every_module(copy, wheel):
-    built = {path.relative_to(wheel).as_posix() for path in (wheel / "graphrt").rglob("*.py")}
-    written = {path.relative_to(copy).as_posix() for path in (copy / "graphrt").rglob("*.py")}
+def test_wheel_holds_every_file_of_the_linked_folders(copy: Path, wheel: Path) -> None:
+    assert [p.name for p in wheel.iterdir() if not p.name.endswith(".dist-info")] == ["graphrt"]
+    assert not any(path.is_symlink() for path in wheel.rglob("*"))
+    written = {f"graphrt/{path.relative_to(copy / 'graphrt').as_posix()}" for path in files(copy / "graphrt")}
     for layer in ("kernels", "capture"):  # rglob follows no links before Python 3.13
-        written |= {f"graphrt/{path.relative_to(copy).as_posix()}" for path in (copy / layer).rglob("*.py")}
-    assert built == written
+        written |= {f"graphrt/{path.relative_to(copy).as_posix()}" for path in files(copy / layer)}
+    assert {path.relative_to(wheel).as_posix() for path in files(wheel / "graphrt")} == written
 
 
-def test_import_from_the_wheel(wheel):
-    assert check_layout.import_problems(wheel, python_path=wheel) == []
+def files(folder: Path) -> list[Path]:
+    return [path for pattern in SOURCES for path in folder.rglob(pattern)]
 
 
-def test_import_from_the_checkout():
-    assert check_layout.import_problems(check_layout.CHECKOUT, python_path=check_layout.CHECKOUT) == []
+def test_import_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
+    check_import(tmp_path, wheel, python_path=wheel)
 
 
-def test_import_from_an_editable_install(copy):
-    installed = check_layout.build(copy, copy.parent / "editable", editable=True)
-    assert check_layout.import_problems(copy, site_folder=installed) == []
+def test_import_from_the_checkout(tmp_path: Path) -> None:
+    check_import(tmp_path, CHECKOUT, python_path=CHECKOUT)
 
 
-def test_problems_are_found(copy, wheel, tmp_path):
-    (tmp_path / "kernels").mkdir()
-    (tmp_path / "graphrt").symlink_to(wheel / "graphrt")
-    assert check_layout.stray_files(tmp_path) == ["kernels"]
-    assert len(check_layout.missing_files(tmp_path / "nowhere")) == len(check_layout.REQUIRED_FILES)
-    assert "is not under" in check_layout.import_problems(tmp_path, python_path=wheel)[0]
+def test_import_from_an_editable_install(copy: Path, tmp_path: Path) -> None:
+    """graphrt may be installed here already: this environment's folders are left out at start, and added last."""
+    installed = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    check_import(tmp_path, copy, str(build(copy, "build_editable")), *installed)

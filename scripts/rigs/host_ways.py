@@ -7,7 +7,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -23,22 +22,6 @@ from graphrt.sampling_params import SamplingParams
 from graphrt.session.session import DecodeSession
 
 PAGE, COLLECT_EVERY = 16, 8
-
-
-class Way(Protocol):
-    """A way to submit steps of the same requests."""
-
-    steps: int
-
-    def prepare(self) -> None: ...
-
-    def submit(self) -> None: ...
-
-    def read(self) -> None:
-        """Run the work of a loop between two submissions, to read tokens as early as possible."""
-
-    def wait(self) -> None:
-        """Wait until all steps have ended and were read."""
 
 
 class SessionWay:
@@ -211,6 +194,10 @@ class CopiesWay:
         self._recorder.close()
         self._runtime.manager.reset()
         self._runtime.allocator.free(self._table.reshape(-1))
+
+
+Way = SessionWay | StatelessWay | CopiesWay
+"""Ways to submit steps of the same requests. A loop calls `prepare`, `submit` and `read`, and at last `wait`."""
 
 
 def _table(runtime: Runtime, batch: int) -> np.ndarray:

@@ -106,13 +106,9 @@ def test_the_script_judges(case: str) -> None:
     assert bool(below) is bool(text)
 
 
-def test_the_script_writes_its_result(tmp_path: Path) -> None:
-    path = tmp_path / "results" / "graph_bugs.json"
-    result = run_python("-m", "scripts.bug_catalogue", "--only", "max_seq_len", "--device", "cpu", "--json", str(path))
+def test_the_script_prints_its_result() -> None:
+    result = run_python("-m", "scripts.bug_catalogue", "--only", "max_seq_len", "--device", "cpu")
     assert result.returncode == 0, result.stdout + result.stderr
     said = json.loads(result.stdout.splitlines()[-1])
     assert said["bugs"] == said["caught"] == 1
     assert "a frozen max_seq_len" in result.stdout
-    record = json.loads(path.read_text())
-    assert record["data"] == said
-    assert record["torch"].split("+")[0] == torch.__version__.split("+")[0]
