@@ -76,6 +76,12 @@ def check_unit_stride(name: str, tensor: torch.Tensor) -> None:
         )
 
 
+def check_contiguous(name: str, tensor: torch.Tensor) -> None:
+    """Raise ShapeError unless `tensor` is contiguous."""
+    if not tensor.is_contiguous():
+        raise ShapeError(f"{name}: expected a contiguous tensor, got strides {list(tensor.stride())}; copy it once")
+
+
 def check_no_overlap(name: str, tensor: torch.Tensor) -> None:
     """Raise ShapeError if elements of an output `tensor` may share memory, as after expand()."""
     if tensor.is_contiguous():

@@ -10,10 +10,12 @@ from typing import Any
 class CompileSpec:
     """One variant of a Triton kernel, which a test compiles for sm_90 without a GPU.
 
-    signature       Triton type of each argument, in order: "*bf16", "i32", "fp32" or "constexpr"
+    signature       Triton types of arguments by name: "*bf16", "fp32" or, for a tuple, a tuple of types, in which
+                    "constexpr" is None. Arguments without a type are constexprs if `constexprs` has their value,
+                    "*i32" if their name ends in `_ptr`, else "i32"
     constexprs      values of the constexpr arguments
     max_registers   most registers per thread
-    divisible       arguments whose value or address is a multiple of 16
+    divisible       arguments whose value or address is a multiple of 16; of a tuple, every element
     max_spill       most spilled bytes per thread
     maxnreg         register limit per thread of the launch; None: no limit
     ptx             strings that the PTX must contain: Triton ignores some requests of a kernel
@@ -30,3 +32,12 @@ class CompileSpec:
     max_spill: int = 0
     maxnreg: int | None = None
     ptx: tuple[str, ...] = ()
+
+    def types(self) -> dict[str, Any]:
+        """Return the type of each argument of the kernel, in order."""
+        return {name: self._type(name) for name in self.kernel.arg_names}
+
+    def _type(self, name: str) -> Any:
+        if name in self.constexprs:
+            return "constexpr"
+        return self.signature.get(name, "*i32" if name.endswith("_ptr") else "i32")

@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import triton
 from rich.console import Console
@@ -55,19 +56,28 @@ def variant_modules() -> Iterator[str]:
 
 def compile_variant(spec: CompileSpec, arch: int) -> Usage:
     """Compile one variant and return its resource usage."""
-    names = list(spec.signature)
-    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in spec.divisible}
-    source = ASTSource(spec.kernel, spec.signature, constexprs=spec.constexprs, attrs=attributes)
     options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, "maxnreg": spec.maxnreg}
     start = time.perf_counter()
     try:
-        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+        compiled = triton.compile(source_of(spec), target=GPUTarget("cuda", arch, 32), options=options)
     except Exception as error:  # compilers raise many types; the run reports the error and fails
         return Usage(error=f"{type(error).__name__}: {str(error).strip()}")
     seconds = time.perf_counter() - start
     usage = resource_usage(compiled.asm["cubin"])
     missing = tuple(text for text in spec.ptx if text not in compiled.asm["ptx"])
     return Usage(usage["REG"], usage["STACK"], usage["LOCAL"], compiled.metadata.shared, seconds, missing=missing)
+
+
+def source_of(spec: CompileSpec) -> ASTSource:
+    """Return the kernel with the types and the divisibility of its arguments; those in a tuple have a path each."""
+    types, constexprs = spec.types(), dict[Any, object](spec.constexprs)
+    attributes = {}
+    for at, (name, kind) in enumerate(types.items()):
+        elements = {(at, i): each for i, each in enumerate(kind)} if isinstance(kind, tuple) else {(at,): kind}
+        constexprs |= {path: None for path, each in elements.items() if each == "constexpr" and len(path) == 2}
+        if name in spec.divisible:
+            attributes |= {path: [["tt.divisibility", 16]] for path, each in elements.items() if each != "constexpr"}
+    return ASTSource(spec.kernel, types, constexprs=constexprs, attrs=attributes)
 
 
 def resource_usage(cubin: bytes) -> dict[str, int]:

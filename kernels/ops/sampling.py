@@ -27,10 +27,11 @@ slightly more than top-k tokens and processes those that have occurred: see `pro
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from graphrt.kernels.checks import check_tensor, check_unit_stride
+from graphrt.kernels.checks import check_contiguous, check_tensor, check_unit_stride
 from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.launcher import overlaps
@@ -38,7 +39,7 @@ from graphrt.kernels.library import define_op
 from graphrt.kernels.ops.sampling_chunks import CHANGED_WORDS, sample_chunks_kernel
 from graphrt.kernels.ops.sampling_logits import SAMPLE_CHUNK
 from graphrt.kernels.ops.sampling_native import GROUPS_MULTIPLE, SplitRows, launch_native, serves
-from graphrt.kernels.ops.sampling_reference import NOISE_GROUP, sample_reference
+from graphrt.kernels.ops.sampling_reference import NOISE_GROUP, SampleInputs, sample_reference
 from graphrt.kernels.ops.sampling_rows import sample_rows_kernel
 from graphrt.kernels.ops.sampling_state import Penalties, state_words
 from graphrt.kernels.ops.sampling_truncated import LIST, sample_truncated_kernel
@@ -48,6 +49,10 @@ MAX_VOCAB_SIZE = 1 << 20
 """Largest vocabulary of `sample`: one program compares the results of all parts of a row."""
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+_DTYPES_OF_ROWS = {
+    "temperatures": torch.float32, "seeds": torch.int64, "seq_lens": torch.int32, "req_indices": torch.int32,
+    "top_k": torch.int32, "top_p": torch.float32, "min_p": torch.float32, "mask_index": torch.int32,
+}  # fmt: skip
 _CHUNK_WARPS = 4
 _ROW_WARPS = 8
 _ROW_REGISTERS = 128  # two rows per multiprocessor
@@ -121,26 +126,9 @@ def _group_size(vocab: int) -> int:
     return max(NOISE_GROUP, smallest)
 
 
-def _sample_triton(
-    logits: torch.Tensor,
-    temperatures: torch.Tensor,
-    seeds: torch.Tensor,
-    seq_lens: torch.Tensor,
-    req_indices: torch.Tensor | None,
-    top_k: torch.Tensor | None,
-    top_p: torch.Tensor | None,
-    min_p: torch.Tensor | None,
-    repetition: torch.Tensor | None,
-    presence: torch.Tensor | None,
-    frequency: torch.Tensor | None,
-    seen: torch.Tensor | None,
-    counts: torch.Tensor | None,
-    bias_tokens: torch.Tensor | None,
-    bias_values: torch.Tensor | None,
-    bias_lists: torch.Tensor | None,
-    mask_words: torch.Tensor | None,
-    mask_index: torch.Tensor | None,
-) -> torch.Tensor:
+def _sample_triton(*tensors: torch.Tensor | None) -> torch.Tensor:
+    inputs = SampleInputs(*tensors)  # type: ignore[arg-type]
+    logits = inputs.logits
     (rows, vocab), device = logits.shape, logits.device
     out = torch.empty(rows, dtype=torch.int32, device=device)
     if rows == 0:
@@ -155,8 +143,15 @@ def _sample_triton(
         groups = GROUPS_MULTIPLE * ceil_div(groups, GROUPS_MULTIPLE)
     group_best = torch.empty((rows, groups), dtype=torch.float32, device=device)
     list_groups = torch.empty((rows, groups), dtype=torch.int32, device=device)
-    group_mass = torch.empty_like(group_best) if top_k is not None else None
-    processes = mask_words is not None or bias_tokens is not None or seen is not None
+    truncates = inputs.top_k is not None
+    group_mass = torch.empty_like(group_best) if truncates else None
+    unread = {
+        "seen": list_groups, "counts": list_groups, "bias_tokens": list_groups, "bias_values": group_best,
+        "mask_words": list_groups,
+    }  # fmt: skip
+    unread = {name: placeholder for name, placeholder in unread.items() if getattr(inputs, name) is None}
+    ptrs = inputs._replace(**unread)
+    processes = not {"seen", "bias_tokens", "mask_words"} <= unread.keys()
     split = plain_words = None
     changed_best, changed_mass = group_best, group_mass  # placeholders: no row has changed tokens
     if processes and native:
@@ -165,59 +160,42 @@ def _sample_triton(
     elif processes:
         plain_words = torch.empty((rows, groups * group // 32), dtype=torch.int32, device=device)
         changed_best = torch.empty_like(group_best)
-        changed_mass = torch.empty_like(group_best) if top_k is not None else None
+        changed_mass = torch.empty_like(group_best) if truncates else None
         programs += ceil_div(groups * group // 32, CHANGED_WORDS)
-    ints, floats = list_groups, group_best  # placeholders for tables that no row uses
-    inputs = (
-        logits, temperatures, seeds, seq_lens, req_indices, top_k, top_p, min_p, repetition, presence, frequency,
-        ints if seen is None else seen, ints if counts is None else counts,
-        ints if bias_tokens is None else bias_tokens, floats if bias_values is None else bias_values, bias_lists,
-        ints if mask_words is None else mask_words, mask_index,
-    )  # fmt: skip
-    sizes = (
-        vocab,
-        logits.stride(0),
-        0 if seen is None else seen.shape[0],
-        0 if bias_tokens is None else bias_tokens.shape[0],
-        0 if bias_tokens is None else bias_tokens.shape[2],
-        0 if mask_words is None else mask_words.shape[0],
-        groups,
-    )
+    state_rows, num_masks = (0 if t is None else t.shape[0] for t in (inputs.seen, inputs.mask_words))
+    bias_rows, _, bias_capacity = (0, 2, 0) if inputs.bias_tokens is None else inputs.bias_tokens.shape
+    sizes = (vocab, logits.stride(0), state_rows, bias_rows, bias_capacity, num_masks, groups)
     early = overlaps(device)
     if split is not None:
-        launch_native("sample_split", inputs, sizes, group_best, group_mass, split, out, group)
+        launch_native("sample_split", ptrs, sizes, group_best, group_mass, split, out, group)
     sample_chunks_kernel[(rows, programs)](
-        *inputs, group_best, group_mass, plain_words, changed_best, changed_mass, list_groups, *sizes, GROUP=group,
+        ptrs, group_best, group_mass, plain_words, changed_best, changed_mass, list_groups, *sizes, GROUP=group,
         CHUNKS=chunks, CHANGED_WORDS=0 if native else CHANGED_WORDS, PROCESSES=processes, OVERLAPS=early,
         num_warps=_CHUNK_WARPS, launch_pdl=early and split is not None,
     )  # fmt: skip
     wide = max(next_power_of_two(groups), 32)
     sample_rows_kernel[(rows,)](
-        *inputs, group_best, changed_best, list_groups, out, *sizes, GROUPS=wide, GROUP=group,
+        ptrs, group_best, changed_best, list_groups, out, *sizes, GROUPS=wide, GROUP=group,
         TILES=next_power_of_two(tiles), CHUNKS=chunks, OVERLAPS=early, num_warps=_ROW_WARPS, maxnreg=_ROW_REGISTERS,
         launch_pdl=early,
     )  # fmt: skip
-    if top_k is not None and native:
-        launch_native("sample_truncated", inputs, sizes, group_best, group_mass, split, out, group)
-    elif top_k is not None:
+    if truncates and native:
+        launch_native("sample_truncated", ptrs, sizes, group_best, group_mass, split, out, group)
+    elif truncates:
         list_words = torch.empty((rows, LIST * group // 32), dtype=torch.int32, device=device)
         list_tokens = torch.empty((rows, LIST), dtype=torch.int32, device=device)
         list_logits = torch.empty((rows, LIST), dtype=torch.float32, device=device)
         sample_truncated_kernel[(rows,)](
-            *inputs, group_best, group_mass, plain_words, changed_best, changed_mass, list_groups, list_words,
+            ptrs, group_best, group_mass, plain_words, changed_best, changed_mass, list_groups, list_words,
             list_tokens, list_logits, out, *sizes, GROUPS=wide, GROUP=group, LIST=LIST, OVERLAPS=early,
             num_warps=_ROW_WARPS, maxnreg=_ROW_REGISTERS, launch_pdl=early,
         )  # fmt: skip
     return out
 
 
-_OPTIONAL = (
-    "req_indices", "top_k", "top_p", "min_p", "repetition", "presence", "frequency", "seen", "counts", "bias_tokens",
-    "bias_values", "bias_lists", "mask_words", "mask_index",
-)  # fmt: skip
+_arguments = (f"Tensor{'?' if name in SampleInputs._field_defaults else ''} {name}" for name in SampleInputs._fields)
 _sample_op = define_op(
-    "sample(Tensor logits, Tensor temperatures, Tensor seeds, Tensor seq_lens, "
-    f"{', '.join(f'Tensor? {name}' for name in _OPTIONAL)}) -> Tensor",
+    f"sample({', '.join(_arguments)}) -> Tensor",
     triton_impl=_sample_triton,
     reference=sample_reference,
     fake=lambda logits, *others: logits.new_empty((logits.shape[0],), dtype=torch.int32),
@@ -254,68 +232,46 @@ def sample(
     Raises: ShapeError: if a tensor does not fit the others, or the vocabulary is larger than MAX_VOCAB_SIZE.
     """
     check_tensor("logits", logits, shape=(None, None), dtype=_FLOATS)
-    (rows, vocab), device = logits.shape, logits.device
-    of_rows = {
-        "temperatures": (temperatures, torch.float32),
-        "seeds": (seeds, torch.int64),
-        "seq_lens": (seq_lens, torch.int32),
-    }
-    optional: dict[str, torch.Tensor] = {}
-    if req_indices is not None:
-        of_rows["req_indices"] = (req_indices, torch.int32)
-        optional["req_indices"] = req_indices
-    elif penalties is not None or bias is not None:
-        raise ShapeError("req_indices: penalties and bias need a tensor of request indices, got None; pass one")
-    if truncation is not None:
-        of_rows["top_k"] = (truncation.top_k, torch.int32)
-        of_rows["top_p"] = (truncation.top_p, torch.float32)
-        of_rows["min_p"] = (truncation.min_p, torch.float32)
-        optional |= {"top_k": truncation.top_k, "top_p": truncation.top_p, "min_p": truncation.min_p}
-    if token_mask is not None:
-        of_rows["mask_index"] = (token_mask.index, torch.int32)
-        optional |= {"mask_words": token_mask.words, "mask_index": token_mask.index}
-    for name, (tensor, dtype) in of_rows.items():
-        check_tensor(name, tensor, shape=(rows,), dtype=dtype, device=device)
-        check_unit_stride(name, tensor)
     check_unit_stride("logits", logits)
+    (rows, vocab), device = logits.shape, logits.device
     if not 1 <= vocab <= MAX_VOCAB_SIZE:
         raise ShapeError(f"logits: expected a vocabulary of 1 to {MAX_VOCAB_SIZE}, got {vocab}; use your own sampler")
+    if req_indices is None and (penalties is not None or bias is not None):
+        raise ShapeError("req_indices: penalties and bias need a tensor of request indices, got None; pass one")
+    inputs = SampleInputs(logits, temperatures, seeds, seq_lens, req_indices)
+    if truncation is not None:
+        inputs = inputs._replace(top_k=truncation.top_k, top_p=truncation.top_p, min_p=truncation.min_p)
     if token_mask is not None:
-        _check_table("mask_words", token_mask.words, (None, state_words(vocab)), torch.int32, device)
-    if penalties is not None:
-        optional |= penalties.checked(rows, vocab, device)
+        check_tensor("mask_words", token_mask.words, shape=(None, state_words(vocab)), dtype=torch.int32, device=device)
+        check_contiguous("mask_words", token_mask.words)
+        inputs = inputs._replace(mask_words=token_mask.words, mask_index=token_mask.index)
     if bias is not None:
-        _check_table("bias.lists", bias.lists, (None, 3), torch.int32, device)
-        _check_table("bias.tokens", bias.tokens, (bias.lists.shape[0], 2, None), torch.int32, device)
-        _check_table("bias.values", bias.values, tuple(bias.tokens.shape), torch.float32, device)
+        check_tensor("bias.lists", bias.lists, shape=(None, 3), dtype=torch.int32, device=device)
+        shape = (bias.lists.shape[0], 2, None)
+        check_tensor("bias.tokens", bias.tokens, shape=shape, dtype=torch.int32, device=device)
+        check_tensor("bias.values", bias.values, shape=bias.tokens.shape, dtype=torch.float32, device=device)
+        for name, tensor in (("lists", bias.lists), ("tokens", bias.tokens), ("values", bias.values)):
+            check_contiguous(f"bias.{name}", tensor)
         if bias.tokens.shape[2]:
-            optional |= {"bias_tokens": bias.tokens, "bias_values": bias.values, "bias_lists": bias.lists}
-    result: torch.Tensor = _sample_op(
-        logits, temperatures, seeds, seq_lens, *(optional.get(name) for name in _OPTIONAL)
-    )
+            inputs = inputs._replace(bias_tokens=bias.tokens, bias_values=bias.values, bias_lists=bias.lists)
+    for name, dtype in _DTYPES_OF_ROWS.items():
+        if (tensor := getattr(inputs, name)) is not None:
+            check_tensor(name, tensor, shape=(rows,), dtype=dtype, device=device)
+            check_unit_stride(name, tensor)
+    if penalties is not None:
+        inputs = inputs._replace(**penalties.checked(rows, vocab, device))
+    result: torch.Tensor = _sample_op(*inputs)
     return result
-
-
-def _check_table(
-    name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], dtype: torch.dtype, device: torch.device
-) -> None:
-    check_tensor(name, tensor, shape=shape, dtype=dtype, device=device)
-    if not tensor.is_contiguous():
-        raise ShapeError(
-            f"{name}: expected a contiguous tensor, got strides {list(tensor.stride())}; call contiguous()"
-        )
 
 
 def compile_variants() -> list[CompileSpec]:
     """Return all passes: each logits dtype without options, with all options, and the largest vocabulary."""
     specs = []
-    floats = ("temperatures", "top_p", "min_p", "repetition", "presence", "frequency", "bias_values",
-              "group_best", "group_mass", "changed_best", "changed_mass", "list_logits")  # fmt: skip
-    always = ("seen", "counts", "bias_tokens", "bias_values", "mask_words")
-    optional = (
-        *(name for name in _OPTIONAL if name not in always), "group_mass", "plain_words", "changed_mass", "list_words",
-        "list_tokens", "list_logits",
-    )  # fmt: skip
+    floats = ("temperatures", "top_p", "min_p", "repetition", "presence", "frequency", "bias_values")
+    placeholders = ("seen", "counts", "bias_tokens", "bias_values", "mask_words")
+    float_ptrs = ("group_best_ptr", "group_mass_ptr", "changed_best_ptr", "changed_mass_ptr", "list_logits_ptr")
+    optional = ("group_mass_ptr", "plain_words_ptr", "changed_mass_ptr", "list_words_ptr", "list_tokens_ptr",
+                "list_logits_ptr")  # fmt: skip
     vocabularies = {"fp16": 1 << 17, "bf16": 1 << 17, "fp32": MAX_VOCAB_SIZE}
     alone = {"chunks": sample_chunks_kernel, "rows": sample_rows_kernel}
     with_all = alone | {"truncated": sample_truncated_kernel}
@@ -324,8 +280,12 @@ def compile_variants() -> list[CompileSpec]:
     cases += [("bf16", with_all), ("fp32", with_all), ("bf16", with_split)]
     for kind, kernels in cases:
         vocab, everything = vocabularies[kind], kernels is not alone
+        types: dict[str, Any] = {name: "*fp32" if name in floats else "*i32" for name in SampleInputs._fields}
+        types |= {"logits": f"*{kind}", "seeds": "*i64"}
+        if not everything:
+            types |= dict.fromkeys(SampleInputs._field_defaults.keys() - placeholders, "constexpr")
         for part, kernel in kernels.items():
-            constexprs: dict[str, object] = {} if everything else {f"{name}_ptr": None for name in optional}
+            constexprs: dict[str, object] = {} if everything else dict.fromkeys(optional)
             constexprs |= {
                 "GROUPS": vocab // _group_size(vocab), "GROUP": _group_size(vocab),
                 "LIST": LIST, "CHUNKS": _CHUNKS, "TILES": vocab // (_CHUNKS * SAMPLE_CHUNK),
@@ -333,23 +293,13 @@ def compile_variants() -> list[CompileSpec]:
                 "OVERLAPS": True,
             }  # fmt: skip
             constexprs = {name: value for name, value in constexprs.items() if name in kernel.arg_names}
-            signature = {}
-            for name in kernel.arg_names:
-                tensor = name.removesuffix("_ptr")
-                if name in constexprs:
-                    signature[name] = "constexpr"
-                elif tensor == name:
-                    signature[name] = "i32"
-                else:
-                    signature[name] = {"logits": f"*{kind}", "seeds": "*i64"}.get(
-                        tensor, "*fp32" if tensor in floats else "*i32"
-                    )
-            divisible = tuple(n for n in signature if n in ("vocab_size", "stride_logits") or n.endswith("_ptr"))
-            divisible = tuple(n for n in divisible if n not in constexprs)
+            pointers = tuple(name for name in kernel.arg_names if name.endswith("_ptr") and name not in constexprs)
             specs.append(
                 CompileSpec(
-                    f"sample_{part}_{kind}{'_all' if everything else ''}", kernel, signature, constexprs,
-                    _CHUNK_WARPS if part.startswith("chunks") else _ROW_WARPS, 3, divisible=divisible,
+                    f"sample_{part}_{kind}{'_all' if everything else ''}", kernel,
+                    {"ptrs": SampleInputs(**types), **dict.fromkeys(float_ptrs, "*fp32")}, constexprs,
+                    _CHUNK_WARPS if part.startswith("chunks") else _ROW_WARPS, 3,
+                    divisible=("ptrs", "vocab_size", "stride_logits", *pointers),
                     max_spill={"truncated": _ROW_SPILL, "chunks_with_split": _CHUNK_FRAME}.get(part, 0),
                     maxnreg=None if part.startswith("chunks") else _ROW_REGISTERS,
                 )

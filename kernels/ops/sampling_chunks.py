@@ -38,24 +38,7 @@ CHANGED_WORDS = 512
 
 @triton.jit(do_not_specialize=["num_groups", "state_rows", "bias_rows", "bias_capacity", "num_masks"])
 def sample_chunks_kernel(
-    logits_ptr,
-    temperatures_ptr,
-    seeds_ptr,
-    seq_lens_ptr,
-    req_indices_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    repetition_ptr,
-    presence_ptr,
-    frequency_ptr,
-    seen_ptr,
-    counts_ptr,
-    bias_tokens_ptr,
-    bias_values_ptr,
-    bias_lists_ptr,
-    mask_words_ptr,
-    mask_index_ptr,
+    ptrs,
     group_best_ptr,
     group_mass_ptr,
     plain_words_ptr,
@@ -80,28 +63,20 @@ def sample_chunks_kernel(
     if PROCESSES and CHANGED_WORDS:  # programs with dependent loads start first
         part -= tl.cdiv(num_groups * (GROUP // WORD), CHANGED_WORDS)
     tile: tl.constexpr = CHUNKS * CHUNK
-    raw = _load_tile(logits_ptr + row.to(tl.int64) * stride_logits, part * tile, vocab_size, tile)
+    raw = _load_tile(ptrs.logits + row.to(tl.int64) * stride_logits, part * tile, vocab_size, tile)
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
-    source = (
-        (logits_ptr, mask_words_ptr, bias_tokens_ptr, bias_values_ptr, seen_ptr, counts_ptr),
-        req_values(
-            row, stride_logits, vocab_size, seq_lens_ptr, req_indices_ptr, repetition_ptr, presence_ptr,
-            frequency_ptr, state_rows, bias_lists_ptr, bias_rows, bias_capacity, mask_index_ptr, num_masks,
-        ),
-    )  # fmt: skip
-    heat, top_k, top_p, min_p, truncates = row_options(
-        row, vocab_size, temperatures_ptr, top_k_ptr, top_p_ptr, min_p_ptr
-    )
+    source = ptrs, req_values(row, ptrs, vocab_size, stride_logits, state_rows, bias_rows, bias_capacity, num_masks)
+    heat, top_k, top_p, min_p, truncates = row_options(row, ptrs, vocab_size)
     rate = rate_of(heat)
     weighs = False
-    if top_k_ptr is not None:
+    if ptrs.top_k is not None:
         # top-p without top-k and min-p needs the mass of all tokens
         weighs = (heat > 0) & (top_p < 1) & (top_k == 0) & (min_p == 0)
     leaves_out = False  # changed tokens
     if PROCESSES:
         leaves_out = source[1][2] != 0
-        if CHANGED_WORDS == 0 and top_k_ptr is not None:
+        if CHANGED_WORDS == 0 and ptrs.top_k is not None:
             leaves_out &= ~processes_late(source, top_k, truncates)
     at = row.to(tl.int64) * num_groups
     mass_row_ptr = group_mass_ptr

@@ -96,24 +96,24 @@ def best_of(scores, tokens):
 
 
 @triton.jit
-def row_options(row, vocab_size, temperatures_ptr, top_k_ptr, top_p_ptr, min_p_ptr):
+def row_options(row, ptrs, vocab_size):
     """Return heat, top-k, top-p and min-p of a row, 0, 0, 1 and 0 if off; and whether it truncates.
 
     The heat is the clamped temperature. Greedy rows have heat 0, as do rows that keep only the best token. A row
     truncates if it needs a search for its threshold, by top-k or top-p. Min-p alone gives the threshold directly.
     """
-    temperature = tl.load(temperatures_ptr + row)
+    temperature = tl.load(ptrs.temperatures + row)
     heat = tl.where(temperature > 0, tl.minimum(temperature, MAX_HEAT), 0.0)
     top_k = 0
     top_p = 1.0
     min_p = 0.0
     truncates = False
-    if top_k_ptr is not None:
-        top_k = tl.load(top_k_ptr + row)
+    if ptrs.top_k is not None:
+        top_k = tl.load(ptrs.top_k + row)
         top_k = tl.where((top_k > 0) & (top_k < vocab_size), top_k, 0)
-        top_p = tl.load(top_p_ptr + row)
+        top_p = tl.load(ptrs.top_p + row)
         top_p = tl.where(top_p < 1, top_p, 1.0)
-        min_p = tl.load(min_p_ptr + row)
+        min_p = tl.load(ptrs.min_p + row)
         min_p = tl.where(min_p > 0, tl.minimum(min_p, 1.0), 0.0)
         heat = tl.where((top_k == 1) | (top_p <= 0), 0.0, heat)
         truncates = (heat > 0) & ((top_k > 0) | (top_p < 1))
@@ -153,44 +153,29 @@ def penalties_of(row, repetition_ptr, presence_ptr, frequency_ptr):
 
 
 @triton.jit
-def req_values(
-    row,
-    stride_logits,
-    vocab_size,
-    seq_lens_ptr,
-    req_indices_ptr,
-    repetition_ptr,
-    presence_ptr,
-    frequency_ptr,
-    state_rows,
-    bias_lists_ptr,
-    bias_rows,
-    bias_capacity,
-    mask_index_ptr,
-    num_masks,
-):
+def req_values(row, ptrs, vocab_size, stride_logits, state_rows, bias_rows, bias_capacity, num_masks):
     """Return the values of a row that the functions below read; options that the row does not use are off.
 
-    The functions take a pair: the pointers of all rows, and these values.
+    The functions take a pair: the pointers of all rows (SampleInputs), and these values.
     """
     mask_at = 0
     num_masked = 0  # the vocabulary size if the row has a mask, else 0
-    if mask_index_ptr is not None:
-        index = tl.load(mask_index_ptr + row)
+    if ptrs.mask_index is not None:
+        index = tl.load(ptrs.mask_index + row)
         masked = (index >= 0) & (index < num_masks)
         mask_at = tl.where(masked, index, 0).to(tl.int64) * ((vocab_size + 31) // 32)
         num_masked = tl.where(masked, vocab_size, 0)
     req_index = -1
-    if req_indices_ptr is not None:
-        req_index = tl.load(req_indices_ptr + row)
+    if ptrs.req_indices is not None:
+        req_index = tl.load(ptrs.req_indices + row)
     bias_at = 0
     num_biases = 0
-    if bias_lists_ptr is not None:
+    if ptrs.bias_lists is not None:
         known = (req_index >= 0) & (req_index < bias_rows)
         lists_at = tl.where(known, req_index, 0).to(tl.int64)
-        count = tl.load(bias_lists_ptr + 3 * lists_at, mask=known, other=0)
-        early_count = tl.load(bias_lists_ptr + 3 * lists_at + 1, mask=known, other=0)
-        early = tl.load(seq_lens_ptr + row) < tl.load(bias_lists_ptr + 3 * lists_at + 2, mask=known, other=0)
+        count = tl.load(ptrs.bias_lists + 3 * lists_at, mask=known, other=0)
+        early_count = tl.load(ptrs.bias_lists + 3 * lists_at + 1, mask=known, other=0)
+        early = tl.load(ptrs.seq_lens + row) < tl.load(ptrs.bias_lists + 3 * lists_at + 2, mask=known, other=0)
         bias_at = (2 * lists_at + early.to(tl.int64)) * bias_capacity
         num_biases = tl.maximum(tl.minimum(tl.where(early, early_count, count), bias_capacity), 0)
     state_row = 0
@@ -198,10 +183,10 @@ def req_values(
     repetition = 1.0
     presence = 0.0
     frequency = 0.0
-    if repetition_ptr is not None:
+    if ptrs.repetition is not None:
         known = (req_index >= 0) & (req_index < state_rows)
         state_row = tl.where(known, req_index, 0).to(tl.int64)
-        repetition, presence, frequency, penalised = penalties_of(row, repetition_ptr, presence_ptr, frequency_ptr)
+        repetition, presence, frequency, penalised = penalties_of(row, ptrs.repetition, ptrs.presence, ptrs.frequency)
         num_penalised = tl.where(penalised & known, vocab_size, 0)
     processes = num_masked + num_biases + num_penalised > 0
     return (
@@ -214,7 +199,7 @@ def req_values(
 def raw_logits(source, tokens):
     """Return the model's logits (float32) of some tokens; -inf for NaN and beyond the vocabulary."""
     pointers, values = source
-    logits = tl.load(pointers[0] + values[0] + tokens, mask=tokens < values[1], other=float("-inf")).to(tl.float32)
+    logits = tl.load(pointers.logits + values[0] + tokens, mask=tokens < values[1], other=float("-inf")).to(tl.float32)
     return tl.where(logits > float("-inf"), logits, float("-inf"))
 
 
@@ -222,12 +207,11 @@ def raw_logits(source, tokens):
 def _process(source, tokens, logits, seen):
     """Return `raw_logits` after bias and penalties; `seen`: whether each token has occurred."""
     pointers, values = source
-    _, _, bias_tokens_ptr, bias_values_ptr, _, counts_ptr = pointers
     _, vocab_size, _, _, _, bias_at, num_biases, state_row, _, repetition, presence, frequency = values
     if num_biases > 0:
-        logits += _bias(tokens, bias_tokens_ptr + bias_at, bias_values_ptr + bias_at, num_biases)
+        logits += _bias(tokens, pointers.bias_tokens + bias_at, pointers.bias_values + bias_at, num_biases)
     # Counts are read only for tokens that have occurred: few of a large vocabulary.
-    counts = tl.load(counts_ptr + state_row * vocab_size + tokens, mask=seen, other=0)
+    counts = tl.load(pointers.counts + state_row * vocab_size + tokens, mask=seen, other=0)
     # Division has a slow path for 0, infinities and NaN: lanes that need no quotient divide 1.
     dividend = tl.where(seen & (logits > 0), logits, 1.0)
     scaled = tl.where(logits > 0, tl.div_rn(dividend, repetition), logits * repetition)
@@ -240,11 +224,10 @@ def _process(source, tokens, logits, seen):
 def bits_of(source, words):
     """Return two bits per token of some words: allowed by the mask, and has occurred. Unused tables are not read."""
     pointers, values = source
-    _, mask_words_ptr, _, _, seen_ptr, _ = pointers
     _, vocab_size, _, mask_at, num_masked, _, _, state_row, num_penalised, _, _, _ = values
     seen_at = state_row * ((vocab_size + 31) // 32)
-    allowed = tl.load(mask_words_ptr + mask_at + words, mask=words * WORD < num_masked, other=-1)
-    seen = tl.load(seen_ptr + seen_at + words, mask=words * WORD < num_penalised, other=0)
+    allowed = tl.load(pointers.mask_words + mask_at + words, mask=words * WORD < num_masked, other=-1)
+    seen = tl.load(pointers.seen + seen_at + words, mask=words * WORD < num_penalised, other=0)
     return allowed, seen
 
 
@@ -301,7 +284,7 @@ def split_bits(source, words, bits):
     allowed, seen = bits
     changed = seen
     if num_biases > 0:
-        changed |= _biased_bits(words, pointers[2] + bias_at, num_biases)
+        changed |= _biased_bits(words, pointers.bias_tokens + bias_at, num_biases)
     return allowed & ~changed, allowed & changed, seen
 
 

@@ -21,6 +21,7 @@ import torch
 
 from graphrt.kernels.native.nvrtc import NativeVariant, launch, nvrtc_fault, runs_native
 from graphrt.kernels.ops.sampling_logits import LATE_TOP_K
+from graphrt.kernels.ops.sampling_reference import SampleInputs
 
 GROUPS_MULTIPLE = 4
 """The number of groups is padded to a multiple of this: groups are read four at a time."""
@@ -37,10 +38,8 @@ _CHANGED = 4096  # changed tokens of a row that are stored; a row with more proc
 _MEETING = 4 * 2 * 8 * _WARPS  # bytes of `Meeting` in sample_block.cuh
 
 _POINTERS = (
-    "logits", "temperatures", "seeds", "seq_lens", "req_indices", "top_k", "top_p", "min_p", "repetition", "presence",
-    "frequency", "seen", "counts", "bias_tokens", "bias_values", "bias_lists", "mask_words", "mask_index",
-    "group_best", "group_mass", "changed_best", "plain_words", "num_changed", "highest_changed", "changed_tokens",
-    "changed_logits", "out",
+    *SampleInputs._fields, "group_best", "group_mass", "changed_best", "plain_words", "num_changed", "highest_changed",
+    "changed_tokens", "changed_logits", "out",
 )  # fmt: skip
 _NUMBERS = ("vocab", "state_rows", "bias_rows", "bias_capacity", "num_masks", "num_groups")
 
@@ -115,7 +114,7 @@ class SplitRows:
 
 def launch_native(
     entry: str,
-    inputs: Sequence[torch.Tensor | None],
+    inputs: SampleInputs,
     sizes: Sequence[int],
     group_best: torch.Tensor,
     group_mass: torch.Tensor | None,
@@ -126,14 +125,13 @@ def launch_native(
     """Launch one of the kernels for all rows.
 
     entry   "sample_split", an ordinary launch, or "sample_truncated", which may start during the second pass
-    inputs  inputs of the first pass, from the logits to the mask index
+    inputs  inputs of the first pass
     sizes   sizes of the first pass: vocabulary, stride of the logits, rows and capacities of tables, groups
     group_best, group_mass  [rows, groups]  float32  outputs of the first pass
     split   None if no row may have mask, bias or penalties
     out     [rows]  int32  the sampled tokens
     """
-    logits = inputs[0]
-    assert logits is not None, "logits are the first input"
+    logits = inputs.logits
     parts = (None,) * 6 if split is None else (
         split.best, split.plain, split.counts, split.highest, split.tokens, split.logits
     )  # fmt: skip

@@ -213,7 +213,7 @@ def _amounts_from(source, plain_words_row_ptr, key_a, key_b, key_c, best, rate):
     """Return the masses of the row's tokens at or above three keys; their counts if best and rate are 0."""
     pointers, values = source
     vocab_size = values[1]
-    row_ptr = pointers[0] + values[0]
+    row_ptr = pointers.logits + values[0]
     bounds = (_bound_of(key_a), _bound_of(key_b), _bound_of(key_c))
     at_best = (finite(best), rate)
     zeros = tl.zeros([_PASS // _SIDE], tl.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -74,32 +75,35 @@ def noise_reference(seeds: torch.Tensor, seq_lens: torch.Tensor, vocab: int) -> 
     return -torch.log(torch.where((of_group & 31) == tokens % NOISE_GROUP, least, least + above))
 
 
-def sample_reference(
-    logits: torch.Tensor,
-    temperatures: torch.Tensor,
-    seeds: torch.Tensor,
-    seq_lens: torch.Tensor,
-    req_indices: torch.Tensor | None = None,
-    top_k: torch.Tensor | None = None,
-    top_p: torch.Tensor | None = None,
-    min_p: torch.Tensor | None = None,
-    repetition: torch.Tensor | None = None,
-    presence: torch.Tensor | None = None,
-    frequency: torch.Tensor | None = None,
-    seen: torch.Tensor | None = None,
-    counts: torch.Tensor | None = None,
-    bias_tokens: torch.Tensor | None = None,
-    bias_values: torch.Tensor | None = None,
-    bias_lists: torch.Tensor | None = None,
-    mask_words: torch.Tensor | None = None,
-    mask_index: torch.Tensor | None = None,
-) -> torch.Tensor:
+class SampleInputs(NamedTuple):
+    """The tensors of `graphrt::sample`, in the order of its arguments; see `sample`, which has their shapes."""
+
+    logits: torch.Tensor
+    temperatures: torch.Tensor
+    seeds: torch.Tensor
+    seq_lens: torch.Tensor
+    req_indices: torch.Tensor | None = None
+    top_k: torch.Tensor | None = None
+    top_p: torch.Tensor | None = None
+    min_p: torch.Tensor | None = None
+    repetition: torch.Tensor | None = None
+    presence: torch.Tensor | None = None
+    frequency: torch.Tensor | None = None
+    seen: torch.Tensor | None = None
+    counts: torch.Tensor | None = None
+    bias_tokens: torch.Tensor | None = None
+    bias_values: torch.Tensor | None = None
+    bias_lists: torch.Tensor | None = None
+    mask_words: torch.Tensor | None = None
+    mask_index: torch.Tensor | None = None
+
+
+def sample_reference(*tensors: torch.Tensor | None) -> torch.Tensor:
     """Reference of `graphrt::sample`: argmax, over the kept tokens, of processed logits + temperature * noise."""
+    inputs = SampleInputs(*tensors)  # type: ignore[arg-type]
+    logits, temperatures, seeds, seq_lens, _, top_k, top_p, min_p, *_ = inputs
     vocab = logits.shape[1]
-    processed = processed_reference(
-        logits, seq_lens, req_indices, repetition, presence, frequency, seen, counts, bias_tokens, bias_values,
-        bias_lists, mask_words, mask_index,
-    )  # fmt: skip
+    processed = processed_reference(inputs)
     scores = processed.clone()
     hot = temperatures > 0
     if top_k is not None:
@@ -124,22 +128,10 @@ def sample_reference(
     return torch.where(lowest < vocab, lowest, NO_TOKEN).int()
 
 
-def processed_reference(
-    logits: torch.Tensor,
-    seq_lens: torch.Tensor,
-    req_indices: torch.Tensor | None,
-    repetition: torch.Tensor | None,
-    presence: torch.Tensor | None,
-    frequency: torch.Tensor | None,
-    seen: torch.Tensor | None,
-    counts: torch.Tensor | None,
-    bias_tokens: torch.Tensor | None,
-    bias_values: torch.Tensor | None,
-    bias_lists: torch.Tensor | None,
-    mask_words: torch.Tensor | None,
-    mask_index: torch.Tensor | None,
-) -> torch.Tensor:
+def processed_reference(inputs: SampleInputs) -> torch.Tensor:
     """Return logits (float32, a copy) after token masks, biases and penalties, in this order."""
+    (logits, _, _, seq_lens, req_indices, _, _, _, repetition, presence, frequency, seen, counts, bias_tokens,
+     bias_values, bias_lists, mask_words, mask_index) = inputs  # fmt: skip
     out = logits.to(torch.float32, copy=True)
     rows, vocab = out.shape
     every = range(rows)

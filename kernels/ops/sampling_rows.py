@@ -28,24 +28,7 @@ _NO_TOKEN = tl.constexpr(NO_TOKEN)
 
 @triton.jit(do_not_specialize=["num_groups", "state_rows", "bias_rows", "bias_capacity", "num_masks"])
 def sample_rows_kernel(
-    logits_ptr,
-    temperatures_ptr,
-    seeds_ptr,
-    seq_lens_ptr,
-    req_indices_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    repetition_ptr,
-    presence_ptr,
-    frequency_ptr,
-    seen_ptr,
-    counts_ptr,
-    bias_tokens_ptr,
-    bias_values_ptr,
-    bias_lists_ptr,
-    mask_words_ptr,
-    mask_index_ptr,
+    ptrs,
     group_best_ptr,
     changed_best_ptr,
     list_groups_ptr,
@@ -64,27 +47,21 @@ def sample_rows_kernel(
     OVERLAPS: tl.constexpr,
 ):
     row = tl.program_id(0)
-    heat, _, _, min_p, truncates = row_options(row, vocab_size, temperatures_ptr, top_k_ptr, top_p_ptr, min_p_ptr)
+    heat, _, _, min_p, truncates = row_options(row, ptrs, vocab_size)
     if OVERLAPS:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()  # after the wait: the next pass reads the output of the first one too
-    if top_k_ptr is not None:
+    if ptrs.top_k is not None:
         if truncates:
             return
-    source = (
-        (logits_ptr, mask_words_ptr, bias_tokens_ptr, bias_values_ptr, seen_ptr, counts_ptr),
-        req_values(
-            row, stride_logits, vocab_size, seq_lens_ptr, req_indices_ptr, repetition_ptr, presence_ptr,
-            frequency_ptr, state_rows, bias_lists_ptr, bias_rows, bias_capacity, mask_index_ptr, num_masks,
-        ),
-    )  # fmt: skip
+    source = ptrs, req_values(row, ptrs, vocab_size, stride_logits, state_rows, bias_rows, bias_capacity, num_masks)
     at = row.to(tl.int64) * num_groups
     num_changed = tl.where(source[1][2], num_groups, 0)
     group_ptrs = (group_best_ptr + at, changed_best_ptr + at, list_groups_ptr + at, num_groups, num_changed)
     if heat > 0:
-        noise_at = (tl.load(seeds_ptr + row), tl.load(seq_lens_ptr + row))
+        noise_at = (tl.load(ptrs.seeds + row), tl.load(ptrs.seq_lens + row))
         floor = float("-inf")
-        if top_k_ptr is not None:
+        if ptrs.top_k is not None:
             if min_p > 0:
                 plain_best, changed_best = best_of_groups(group_ptrs, GROUPS)
                 floor = min_p_floor(tl.max(tl.maximum(plain_best, changed_best), 0), heat, min_p)

@@ -8,9 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from graphrt.kernels.checks import check_tensor, check_unit_stride
+from graphrt.kernels.checks import check_contiguous, check_tensor, check_unit_stride
 from graphrt.kernels.compile_spec import CompileSpec
-from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.op_declaration import DeclaredOp, Written
 from graphrt.kernels.ops.sampling_logits import penalties_of
 from graphrt.kernels.ops.sampling_reference import record_tokens_reference
@@ -73,10 +72,7 @@ class Penalties:
         check_tensor("state.counts", counts, shape=(None, vocab), dtype=torch.int32, device=device)
         check_tensor("state.seen", seen, shape=(counts.shape[0], state_words(vocab)), dtype=torch.int32, device=device)
         for name, tensor in {"state.counts": counts, "state.seen": seen}.items():
-            if not tensor.is_contiguous():
-                raise ShapeError(
-                    f"{name}: expected a contiguous tensor, got strides {list(tensor.stride())}; use allocate()"
-                )
+            check_contiguous(name, tensor)
         return {**of_rows, "seen": seen, "counts": counts}
 
 

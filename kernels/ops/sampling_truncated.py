@@ -55,24 +55,7 @@ _SURE = tl.constexpr(1.0001)  # margin for rounding in bounds on masses
 
 @triton.jit(do_not_specialize=["num_groups", "state_rows", "bias_rows", "bias_capacity", "num_masks"])
 def sample_truncated_kernel(
-    logits_ptr,
-    temperatures_ptr,
-    seeds_ptr,
-    seq_lens_ptr,
-    req_indices_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    repetition_ptr,
-    presence_ptr,
-    frequency_ptr,
-    seen_ptr,
-    counts_ptr,
-    bias_tokens_ptr,
-    bias_values_ptr,
-    bias_lists_ptr,
-    mask_words_ptr,
-    mask_index_ptr,
+    ptrs,
     group_best_ptr,
     group_mass_ptr,
     plain_words_ptr,
@@ -96,9 +79,7 @@ def sample_truncated_kernel(
     OVERLAPS: tl.constexpr,
 ):
     row = tl.program_id(0)
-    heat, top_k, top_p, min_p, truncates = row_options(
-        row, vocab_size, temperatures_ptr, top_k_ptr, top_p_ptr, min_p_ptr
-    )
+    heat, top_k, top_p, min_p, truncates = row_options(row, ptrs, vocab_size)
     if OVERLAPS:
         # The second pass lets this kernel start after the first has finished. The next kernel waits for this one only,
         # so one program here waits for the second pass.
@@ -106,20 +87,14 @@ def sample_truncated_kernel(
             tl.extra.cuda.gdc_wait()
     if not truncates:
         return
-    source = (
-        (logits_ptr, mask_words_ptr, bias_tokens_ptr, bias_values_ptr, seen_ptr, counts_ptr),
-        req_values(
-            row, stride_logits, vocab_size, seq_lens_ptr, req_indices_ptr, repetition_ptr, presence_ptr,
-            frequency_ptr, state_rows, bias_lists_ptr, bias_rows, bias_capacity, mask_index_ptr, num_masks,
-        ),
-    )  # fmt: skip
+    source = ptrs, req_values(row, ptrs, vocab_size, stride_logits, state_rows, bias_rows, bias_capacity, num_masks)
     at = row.to(tl.int64) * num_groups
     plain_words_row_ptr = plain_words_ptr
     if plain_words_ptr is not None:
         plain_words_row_ptr = plain_words_ptr + at * (GROUP // WORD)
     num_changed = tl.where(source[1][2], num_groups, 0)
     group_ptrs = (group_best_ptr + at, changed_best_ptr + at, list_groups_ptr + at, num_groups, num_changed)
-    noise_at = (tl.load(seeds_ptr + row), tl.load(seq_lens_ptr + row))
+    noise_at = (tl.load(ptrs.seeds + row), tl.load(ptrs.seq_lens + row))
     rate = rate_of(heat)
     plain_best, changed_best = best_of_groups(group_ptrs, GROUPS)
     group_best = tl.maximum(plain_best, changed_best)
@@ -253,7 +228,7 @@ def _logits_listed(source, group_ptrs, start, count, groups: tl.constexpr, GROUP
     listed = start + tl.arange(0, groups)
     group = tl.load(group_ptrs[2] + listed, mask=listed < count, other=NOWHERE // GROUP)
     tokens = words_of_groups(group, GROUP // WORD)[:, None] * WORD + tl.arange(0, 32)[None, :]
-    return tl.load(pointers[0] + values[0] + tokens, mask=tokens < values[1], other=float("-inf"))
+    return tl.load(pointers.logits + values[0] + tokens, mask=tokens < values[1], other=float("-inf"))
 
 
 @triton.jit

@@ -9,7 +9,12 @@ import torch
 
 from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.ops.sampling import SAMPLE_CHUNK, LogitBias, TokenMask, sample
-from graphrt.kernels.ops.sampling_reference import processed_reference, sample_reference, unpacked_bits
+from graphrt.kernels.ops.sampling_reference import (
+    SampleInputs,
+    processed_reference,
+    sample_reference,
+    unpacked_bits,
+)
 from graphrt.kernels.ops.sampling_state import Penalties, PenaltyState, record_tokens, state_words
 from graphrt.kernels.types import NO_TOKEN
 from tests.support.sampling_cases import (
@@ -39,11 +44,7 @@ SETTINGS = [(1.3, 0.0, 0.0), (1.0, 0.7, 0.0), (1.0, 0.0, 0.4), (0.6, -0.5, 0.3)]
 def test_processed_logits_equal_transformers_and_the_formula(rng: torch.Generator, setting: tuple) -> None:
     logits = 2 * torch.randn(4, VOCAB, generator=rng)
     penalties, req_indices = penalties_with(SEQUENCES, VOCAB, CPU, *setting)
-    p, none = penalties, None
-    have = processed_reference(
-        logits, torch.zeros(4, dtype=I32), req_indices, p.repetition, p.presence, p.frequency, p.state.seen,
-        p.state.counts, none, none, none, none, none,
-    )  # fmt: skip
+    have = processed_reference(SampleInputs(*arguments(logits, 0.0), req_indices, **penalties.checked(4, VOCAB, CPU)))
     expected = torch.tensor([formula(logits[r], *SEQUENCES[r], *setting) for r in range(4)])
     torch.testing.assert_close(have, expected, rtol=1e-6, atol=1e-6)
 
