@@ -315,7 +315,7 @@ def _biased_bits(words, bias_tokens_row_ptr, num_biases):
     while tl.max(((token - first) < WORD).to(tl.int32), 0) > 0:
         inside = (token - first) < WORD
         bits = tl.where(inside, bits | (tl.full(words.shape, 1, tl.int32) << (token & 31)), bits)
-        at = tl.where(inside, at + 1, at)
+        at += 1
         token = tl.load(bias_tokens_row_ptr + at, mask=inside & (at < num_biases), other=_NO_ENTRY)
     return bits
 
