@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +24,8 @@ class CompileSpec:
 
     name: str
     kernel: Any
-    signature: dict[str, Any]
-    constexprs: dict[str, object]
+    signature: Mapping[str, Any]
+    constexprs: Mapping[str, object]
     num_warps: int
     num_stages: int
     max_registers: int = 255

@@ -34,7 +34,7 @@ def overlaps(device: torch.device) -> bool:
 class KernelLauncher:
     """Launcher of one kernel: `launcher(grid, *args, **named)` replaces `kernel[grid](*args, **named)`.
 
-    kernel   a `triton.jit` function; names of pointers end in `_ptr`, names of tuples of pointers in `_ptrs`
+    kernel   a `triton.jit` function; names of pointers end in `_ptr`, names of tuples of pointers in `ptrs`
     args     all arguments except constexprs, which are passed by name like Triton's options
 
     Launches share a compiled kernel if grid, numbers, named arguments, dtypes and the alignment of every tensor are
@@ -50,9 +50,9 @@ class KernelLauncher:
         constexprs = {param.name for param in kernel.params if param.is_constexpr} if _is_compiled(kernel) else set()
         self._constexprs = [name for name in names if name in constexprs]
         indices = range(len(names) - len(constexprs))
-        self._pointers = _picked([at for at in indices if names[at].endswith(("_ptr", "_ptrs"))])
-        self._numbers = _picked([at for at in indices if not names[at].endswith(("_ptr", "_ptrs"))])
-        self._has_tuples = any(name.endswith("_ptrs") for name in names)
+        self._pointers = _picked([at for at in indices if names[at].endswith(("_ptr", "ptrs"))])
+        self._numbers = _picked([at for at in indices if not names[at].endswith(("_ptr", "ptrs"))])
+        self._has_tuples = any(name.endswith("ptrs") for name in names)
         self._known: dict[tuple[Any, ...], tuple[Callable[..., None], tuple[Any, ...]]] = {}
 
     def __call__(self, grid: tuple[int, ...], *args: Any, **named: Any) -> None:

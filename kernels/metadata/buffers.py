@@ -10,15 +10,13 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Callable, Iterator
-from dataclasses import astuple, dataclass, field, fields, make_dataclass
+from dataclasses import astuple, dataclass, field, fields
 from enum import Enum
 from typing import Any, TypeVar
 
 import torch
 
-from graphrt.kernels.checks import check_tensor, check_unit_stride
-from graphrt.kernels.errors import CapacityError, ShapeError
-from graphrt.kernels.op_declaration import Written
+from graphrt.kernels.errors import CapacityError
 
 
 class BufferKind(str, Enum):
@@ -44,8 +42,8 @@ class BufferKind(str, Enum):
 
 _Result = TypeVar("_Result")
 
-_PER_GRAPH = (BufferKind.DERIVED, BufferKind.CARRIED)
-_ON_HOST = (BufferKind.INPUT, BufferKind.OUTPUT)
+PER_GRAPH = (BufferKind.DERIVED, BufferKind.CARRIED)
+ON_HOST = (BufferKind.INPUT, BufferKind.OUTPUT)
 
 HEADER_SIZE = 8  # words of the header of a ring entry and of the step inputs
 HEADER_COPIES = 32  # headers in a ring entry, one per program of `unpack`; see step_inputs.py
@@ -369,7 +367,7 @@ class StaticBuffers:
         tensors, shapes = {}, cls.shapes(capacity)
         for name, spec in cls.specs().items():
             shape = shapes[name]
-            on_host = spec.kind in _ON_HOST
+            on_host = spec.kind in ON_HOST
             try:
                 tensors[name] = torch.full(
                     shape,
@@ -394,7 +392,7 @@ class StaticBuffers:
         views = {}
         for name, spec in self.specs().items():
             views[name] = tensor = getattr(self, name)
-            if spec.kind in _PER_GRAPH:
+            if spec.kind in PER_GRAPH:
                 views[name] = tensor[tuple(slice(extents.get(str(extent))) for extent in spec.shape)]
         return StaticBuffers(**views)
 
@@ -468,49 +466,3 @@ COPIED_PAD_WORDS = tuple(
     for name, pad in zip(COPIED, COPIED_PADS, strict=True)
 )
 """The pad values as int32 words of the step inputs."""
-
-
-@functools.cache
-def operands(operator: str) -> tuple[str, ...]:
-    """Return the names of the buffers that an operator reads or writes, in the order of its arguments."""
-    return tuple(n for n, spec in StaticBuffers.specs().items() if spec.writer == operator or operator in spec.readers)
-
-
-def call_class(operator: str, **others: Any) -> type[Any]:
-    """Return a dataclass of an operator's arguments, for DeclaredOp: its buffers, then `others` (types by name)."""
-    specs = StaticBuffers.specs()
-    buffers = [(name, Written if specs[name].writer == operator else torch.Tensor) for name in operands(operator)]
-    return make_dataclass(f"{operator.capitalize()}Call", [*buffers, *others.items()], frozen=True, slots=True)
-
-
-def captured_size(buffers: StaticBuffers) -> tuple[int, int]:
-    """Return the padded requests and tokens of `buffers`. Raises: ShapeError: if either buffer is not 1-D."""
-    for name in ("req_indices", "input_ids"):
-        check_tensor(name, getattr(buffers, name), shape=(None,))
-    return buffers.req_indices.shape[0], buffers.input_ids.shape[0]
-
-
-def pass_operands(operator: str, buffers: StaticBuffers) -> list[torch.Tensor]:
-    """Return the buffers that an operator takes, after checking them against their declarations.
-
-    Raises: ShapeError: if a tensor does not match the requests of `req_indices`, the tokens of `input_ids`, the groups
-        of `page_groups` or the entries of `step_ring`.
-    """
-    reqs, tokens = captured_size(buffers)
-    check_tensor("step_ring", buffers.step_ring, shape=(None,))
-    check_tensor("page_groups", buffers.page_groups, shape=(None, len(fields(PageGroup))))
-    groups, entries = buffers.page_groups.shape[0], buffers.step_ring.shape[0]
-    everywhere = {"groups": groups, "groups_plus_one": groups + 1, "copied": len(COPIED)}
-    extents = {**everywhere, "reqs": reqs, "reqs_plus_one": reqs + 1, "tokens": tokens}
-    device, specs = buffers.req_indices.device, StaticBuffers.specs()
-    for name in operands(operator):
-        spec, tensor = specs[name], getattr(buffers, name)
-        on_host = spec.kind in _ON_HOST
-        known = extents if spec.kind in _PER_GRAPH else {**everywhere, "entries": entries}
-        shape = [s if isinstance(s, int) else known.get(s) for s in spec.shape]
-        check_tensor(name, tensor, shape=tuple(shape), dtype=spec.dtype, device=None if on_host else device)
-        check_unit_stride(name, tensor)
-        least = reqs if spec.shape[-1] == "reqs" else 1
-        if tensor.shape[-1] < least or tensor.shape[0] < 1:
-            raise ShapeError(f"{name}: expected at least {least} columns, got shape {list(tensor.shape)}; enlarge it")
-    return [getattr(buffers, name) for name in operands(operator)]

@@ -58,9 +58,7 @@ def first_bad_token(tokens_ptr, query_len, last_token, vocab_size, QUERY_LEN: tl
 
 @triton.jit
 def final_fault(
-    check_code_ptr,
-    check_value_ptr,
-    write_conflicts_ptr,
+    ptrs,
     row,
     step,
     stride_check,
@@ -75,10 +73,10 @@ def final_fault(
     """
     groups = tl.arange(0, GROUP_BLOCK)
     in_use = groups < GROUPS
-    codes = tl.load(check_code_ptr + groups * stride_check + row, mask=in_use, other=0)
-    values = tl.load(check_value_ptr + groups * stride_check + row, mask=in_use, other=0)
-    page_marks = tl.load(write_conflicts_ptr + (1 + groups) * stride_conflicts + row, mask=in_use, other=0)
-    req_mark = tl.load(write_conflicts_ptr + row)
+    codes = tl.load(ptrs.check_code + groups * stride_check + row, mask=in_use, other=0)
+    values = tl.load(ptrs.check_value + groups * stride_check + row, mask=in_use, other=0)
+    page_marks = tl.load(ptrs.write_conflicts + (1 + groups) * stride_conflicts + row, mask=in_use, other=0)
+    req_mark = tl.load(ptrs.write_conflicts + row)
     own_group = tl.min(tl.where(codes != 0, groups, GROUP_BLOCK), 0)
     page_group = tl.min(tl.where((page_marks >> 16) == step + 1, groups, GROUP_BLOCK), 0)
     page_mark = tl.sum(tl.where(groups == page_group, page_marks, 0), 0)
@@ -96,13 +94,11 @@ def fault_value(
     value,
     group,
     page_mark,
-    page_groups_ptr,
+    ptrs,
     rows_ptr,
     listed_pages_ptr,
-    tables_ptr,
     listed_reqs,
     listed_pages,
-    page_table_ptr,
     num_req_indices,
     table_width,
 ):
@@ -110,16 +106,16 @@ def fault_value(
     if code == _DUPLICATE_REQUEST:
         value = tl.load(rows_ptr + REQ_INDEX * listed_reqs).to(tl.int64)
     elif code == _DUPLICATE_PAGE:
-        page_size = tl.load(page_groups_ptr + group * GROUP_FIELDS)
-        max_pages = tl.load(page_groups_ptr + group * GROUP_FIELDS + MAX_PAGES)
+        page_size = tl.load(ptrs.page_groups + group * GROUP_FIELDS)
+        max_pages = tl.load(ptrs.page_groups + group * GROUP_FIELDS + MAX_PAGES)
         req_index = tl.load(rows_ptr + REQ_INDEX * listed_reqs)
         seq_len = tl.load(rows_ptr + REQ_SEQ_LEN * listed_reqs)
         column = (seq_len - tl.load(rows_ptr + REQ_QUERY_LEN * listed_reqs)) // page_size
         column += (0xFFFF - (page_mark & 0xFFFF)).to(tl.int32)
         first, count, pages_ptr = row_pages(
-            rows_ptr, listed_pages_ptr, tables_ptr, listed_reqs > 0, req_index, seq_len, group, page_size, max_pages,
+            rows_ptr, listed_pages_ptr, ptrs.tables, listed_reqs > 0, req_index, seq_len, group, page_size, max_pages,
             num_req_indices, table_width, listed_reqs, listed_pages,
         )  # fmt: skip
-        table_ptr = page_table_ptr + (group * num_req_indices + req_index).to(tl.int64) * table_width
+        table_ptr = ptrs.page_table + (group * num_req_indices + req_index).to(tl.int64) * table_width
         value = pages_at(column, column >= 0, pages_ptr, first, count, table_ptr).to(tl.int64)
     return value

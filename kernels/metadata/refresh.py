@@ -14,7 +14,7 @@ index, and `page_spans` says which of its columns belong to the current sequence
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import namedtuple
 from typing import Any
 
 import torch
@@ -26,8 +26,16 @@ from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.launcher import KernelLauncher, overlaps
 from graphrt.kernels.metadata import step_inputs as layout
-from graphrt.kernels.metadata.arguments import MAX_TOKENS, check_query_len, check_tables, refresh_operands
-from graphrt.kernels.metadata.buffers import COPIED, COPIED_PAD_WORDS, StaticBuffers, call_class
+from graphrt.kernels.metadata.arguments import (
+    MAX_TOKENS,
+    call_class,
+    captured_size,
+    check_tables,
+    pointer_types,
+    pointers,
+    refresh_operands,
+)
+from graphrt.kernels.metadata.buffers import COPIED, COPIED_PAD_WORDS, StaticBuffers
 from graphrt.kernels.metadata.faults import NOWHERE, fault_value, final_fault, first_bad_page, first_bad_token
 from graphrt.kernels.metadata.read_inputs import (
     HEADER_SIZE,
@@ -76,22 +84,24 @@ _SAMPLES = tl.constexpr(int(RequestStatus.SAMPLES))
 _GROUP_SHIFT = tl.constexpr(FAULT_GROUP_SHIFT)
 
 
+_Checked = namedtuple(
+    "_Checked",
+    "page_groups inputs last_token last_encoder_len last_writers write_conflicts tables page_table page_spans "
+    "table_from table_to new_spans check_code check_value",
+)
+_Written = namedtuple(
+    "_Written",
+    "page_groups inputs last_token last_encoder_len write_conflicts tables page_table page_spans table_from table_to "
+    "new_spans check_code check_value fault_code fault_value step_counter input_ids positions slot_mapping "
+    "query_start_loc seq_lens block_table buffer_rows decode_seq_lens prompt_seq_lens decode_start_loc "
+    "prompt_start_loc logits_indices req_indices req_status void_req_indices",
+)
+"""Buffers that the kernels read and write, in the order of their arguments."""
+
+
 @triton.jit(do_not_specialize=["padded_reqs", "padded_tokens", "num_req_indices"])
 def _check_rows_kernel(
-    page_groups_ptr,
-    inputs_ptr,
-    last_token_ptr,
-    last_encoder_len_ptr,
-    last_writers_ptr,
-    write_conflicts_ptr,
-    tables_ptr,
-    page_table_ptr,
-    page_spans_ptr,
-    table_from_ptr,
-    table_to_ptr,
-    new_spans_ptr,
-    check_code_ptr,
-    check_value_ptr,
+    ptrs,
     inputs_words,
     padded_reqs,
     padded_tokens,
@@ -113,53 +123,53 @@ def _check_rows_kernel(
     row = tl.program_id(0)
     group = tl.program_id(1)
     page_size, num_pages, null_page, max_pages, window, chunk, writers_at, max_encoder_len = read_group(
-        page_groups_ptr, group
+        ptrs.page_groups, group
     )
     if OVERLAPS:  # the second kernel may start now: it waits for this kernel, and this kernel waits for `unpack`
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     step, num_reqs, num_tokens, allows_empty, listed_reqs, listed_tokens, listed_pages = read_header(
-        inputs_ptr, inputs_words, padded_reqs, padded_tokens, QUERY_LEN, REQ_FIELDS
+        ptrs.inputs, inputs_words, padded_reqs, padded_tokens, QUERY_LEN, REQ_FIELDS
     )
     check_at = group * stride_check + row
-    spans_ptr = new_spans_ptr + 4 * check_at
+    spans_ptr = ptrs.new_spans + 4 * check_at
     # Issue all loads before the first store: a store waits for its value and delays every later instruction.
-    held_from = tl.load(table_from_ptr + check_at)
-    held_to = tl.load(table_to_ptr + check_at)
+    held_from = tl.load(ptrs.table_from + check_at)
+    held_to = tl.load(ptrs.table_to + check_at)
     is_row = row < num_reqs
-    rows_ptr = inputs_ptr + HEADER_SIZE + row
+    rows_ptr = ptrs.inputs + HEADER_SIZE + row
     req_index = tl.load(rows_ptr + REQ_INDEX * listed_reqs, mask=is_row, other=-1)
     seq_len = tl.load(rows_ptr + REQ_SEQ_LEN * listed_reqs, mask=is_row, other=0)
     query_start = tl.load(rows_ptr + REQ_QUERY_START * listed_reqs, mask=is_row, other=0)
     query_len = tl.load(rows_ptr + REQ_QUERY_LEN * listed_reqs, mask=is_row, other=0)
     encoder_len = tl.load(rows_ptr + REQ_ENCODER_LEN * listed_reqs, mask=is_row, other=0)
     is_cross = max_encoder_len > 0
-    listed_pages_ptr = inputs_ptr + HEADER_SIZE + REQ_FIELDS * listed_reqs + listed_tokens
+    listed_pages_ptr = ptrs.inputs + HEADER_SIZE + REQ_FIELDS * listed_reqs + listed_tokens
     first, page_count, pages_ptr = row_pages(
-        rows_ptr, listed_pages_ptr, tables_ptr, is_row, req_index, tl.where(is_cross, encoder_len, seq_len), group,
+        rows_ptr, listed_pages_ptr, ptrs.tables, is_row, req_index, tl.where(is_cross, encoder_len, seq_len), group,
         page_size, max_pages, num_req_indices, table_width, listed_reqs, listed_pages,
     )  # fmt: skip
     from_start = (first == 0) & (page_count > 0) & (is_cross == 0)
-    if tables_ptr is not None:
+    if ptrs.tables is not None:
         from_start = is_row
     elif GROUPS > 1:
-        listed = lists_page_0(rows_ptr, is_row, page_groups_ptr, listed_reqs, listed_pages, GROUPS, GROUP_BLOCK)
+        listed = lists_page_0(rows_ptr, is_row, ptrs.page_groups, listed_reqs, listed_pages, GROUPS, GROUP_BLOCK)
         from_start = listed != 0
     # Save the table's old span here: the programs of the second kernel overwrite it concurrently.
     tl.store(spans_ptr + 2, held_from)
     tl.store(spans_ptr + 3, held_to)
     if (is_row & has_request(req_index, allows_empty)) == 0:
-        tl.store(check_code_ptr + check_at, 0)
-        tl.store(check_value_ptr + check_at, tl.zeros([], tl.int64))
+        tl.store(ptrs.check_code + check_at, 0)
+        tl.store(ptrs.check_value + check_at, tl.zeros([], tl.int64))
         tl.store(spans_ptr, 0)
         tl.store(spans_ptr + 1, 0)
         return
-    tokens_ptr = inputs_ptr + HEADER_SIZE + REQ_FIELDS * listed_reqs + query_start
+    tokens_ptr = ptrs.inputs + HEADER_SIZE + REQ_FIELDS * listed_reqs + query_start
 
     # Later checks use values that earlier checks validate, so a check is masked off where an earlier one failed.
     index_ok = (req_index >= 0) & (req_index < num_req_indices)
-    start = token_start(inputs_ptr, row, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
-    end = token_start(inputs_ptr, row + 1, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
+    start = token_start(ptrs.inputs, row, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
+    end = token_start(ptrs.inputs, row + 1, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
     in_place = (query_start == start) & (query_len == end - start) & (end <= num_tokens)
     length_ok = in_place & (query_len >= 1) & (query_len <= seq_len) & (seq_len <= max_seq_len)
     # `held`: the tokens whose pages the request needs, its own or those that its encoder wrote.
@@ -177,16 +187,16 @@ def _check_rows_kernel(
     mark = ((step + 1) << 16) | 0xFFFF
     # Also with other faults: in one step only one request may use the state of a request index.
     is_writer = index_ok & (group == 0)
-    writer_ptr = last_writers_ptr + first_req_writer + req_index
+    writer_ptr = ptrs.last_writers + first_req_writer + req_index
     previous = tl.atomic_xchg(writer_ptr, req_writer, mask=is_writer, sem="relaxed")
     # Tokens are the same in all groups: only the programs of the first group check them.
-    last_token = tl.load(last_token_ptr + req_index, mask=has_past, other=_NO_TOKEN)
+    last_token = tl.load(ptrs.last_token + req_index, mask=has_past, other=_NO_TOKEN)
     checked_tokens = tl.where(length_ok & (group == 0), query_len, 0)
-    last_encoder_len = tl.load(last_encoder_len_ptr + req_index, mask=continues, other=0)
+    last_encoder_len = tl.load(ptrs.last_encoder_len + req_index, mask=continues, other=0)
     keeps_len = (continues == 0) | ((first == 0) & (page_count > 0)) | (encoder_len == last_encoder_len)
     keeps_len = (is_cross == 0) | keeps_len
-    known_from = tl.load(page_spans_ptr + 2 * state, mask=continues, other=0)
-    known_to = tl.load(page_spans_ptr + 2 * state + 1, mask=continues, other=0)
+    known_from = tl.load(ptrs.page_spans + 2 * state, mask=continues, other=0)
+    known_to = tl.load(ptrs.page_spans + 2 * state + 1, mask=continues, other=0)
     first_seen = first_seen_page(tl.where(length_ok, seq_len - query_len, 0), page_size, window, chunk)
     # row_pages() bounds the list to the inputs, so its pages can be read before the loads above complete.
     skipped = tl.maximum(first_seen - first, 0)
@@ -209,7 +219,7 @@ def _check_rows_kernel(
     # The pages that the request writes. Those of the first block are loaded before the code is known.
     first_written = tl.where(length_ok, (seq_len - query_len) // page_size, 0)
     written_to = tl.where(index_ok & (is_cross == 0), needed, 0)
-    table_ptr = page_table_ptr + state.to(tl.int64) * table_width
+    table_ptr = ptrs.page_table + state.to(tl.int64) * table_width
     lanes = tl.arange(0, TOKEN_BLOCK)
     columns = first_written + lanes
     writes = columns < tl.minimum(written_to, table_width)
@@ -226,8 +236,8 @@ def _check_rows_kernel(
                 code = tl.where(last_token < 0, _NO_LAST_TOKEN, code)
                 value = tl.where(last_token < 0, req_index, last_token)
         else:
-            pool_writers_ptr = last_writers_ptr + writers_at
-            marks_ptr = write_conflicts_ptr + (1 + group) * stride_conflicts
+            pool_writers_ptr = ptrs.last_writers + writers_at
+            marks_ptr = ptrs.write_conflicts + (1 + group) * stride_conflicts
             store_page_writers(pool_writers_ptr, marks_ptr, pages, lanes, writes, req_writer, mark)
             if (QUERY_LEN == 0) | (QUERY_LEN > TOKEN_BLOCK):
                 for base in range(first_written + TOKEN_BLOCK, written_to, TOKEN_BLOCK):
@@ -236,9 +246,9 @@ def _check_rows_kernel(
                     pages = pages_at(columns, writes, pages_ptr, first, page_count, table_ptr)
                     index = columns - first_written
                     store_page_writers(pool_writers_ptr, marks_ptr, pages, index, writes, req_writer, mark)
-    mark_req_conflict(previous, req_writer, is_writer, write_conflicts_ptr, mark)
-    tl.store(check_code_ptr + check_at, code)
-    tl.store(check_value_ptr + check_at, tl.where(code == 0, 0, value).to(tl.int64))
+    mark_req_conflict(previous, req_writer, is_writer, ptrs.write_conflicts, mark)
+    tl.store(ptrs.check_code + check_at, code)
+    tl.store(ptrs.check_value + check_at, tl.where(code == 0, 0, value).to(tl.int64))
     # Pages before the first one that the request sees may be reused from now on.
     tl.store(spans_ptr, tl.where(code == 0, first_seen, 0))
     tl.store(spans_ptr + 1, tl.where(code == 0, span_to, 0))
@@ -246,37 +256,7 @@ def _check_rows_kernel(
 
 @triton.jit(do_not_specialize=["padded_reqs", "padded_tokens", "num_req_indices"])
 def _write_buffers_kernel(
-    page_groups_ptr,
-    inputs_ptr,
-    last_token_ptr,
-    last_encoder_len_ptr,
-    write_conflicts_ptr,
-    tables_ptr,
-    page_table_ptr,
-    page_spans_ptr,
-    table_from_ptr,
-    table_to_ptr,
-    new_spans_ptr,
-    check_code_ptr,
-    check_value_ptr,
-    fault_code_ptr,
-    fault_value_ptr,
-    step_counter_ptr,
-    input_ids_ptr,
-    positions_ptr,
-    slot_mapping_ptr,
-    query_start_loc_ptr,
-    seq_lens_ptr,
-    block_table_ptr,
-    buffer_rows_ptr,
-    decode_seq_lens_ptr,
-    prompt_seq_lens_ptr,
-    decode_start_loc_ptr,
-    prompt_start_loc_ptr,
-    logits_indices_ptr,
-    req_indices_ptr,
-    req_status_ptr,
-    void_req_indices_ptr,
+    ptrs,
     copied_ptrs,
     inputs_words,
     padded_reqs,
@@ -303,16 +283,16 @@ def _write_buffers_kernel(
     part = tl.program_id(1)
     group = tl.program_id(2)
     num_parts = tl.num_programs(1)
-    page_size, _, null_page, max_pages, _, _, _, max_encoder_len = read_group(page_groups_ptr, group)
+    page_size, _, null_page, max_pages, _, _, _, max_encoder_len = read_group(ptrs.page_groups, group)
     if OVERLAPS:
         tl.extra.cuda.gdc_wait()
     step, num_reqs, num_tokens, allows_empty, listed_reqs, listed_tokens, listed_pages = read_header(
-        inputs_ptr, inputs_words, padded_reqs, padded_tokens, QUERY_LEN, REQ_FIELDS
+        ptrs.inputs, inputs_words, padded_reqs, padded_tokens, QUERY_LEN, REQ_FIELDS
     )
     # Issue all loads that depend only on the batch position before the first use of a loaded value.
     is_row = row < num_reqs
-    rows_ptr = inputs_ptr + HEADER_SIZE + tl.where(is_row, row, 0)
-    tokens_ptr = inputs_ptr + HEADER_SIZE + REQ_FIELDS * listed_reqs
+    rows_ptr = ptrs.inputs + HEADER_SIZE + tl.where(is_row, row, 0)
+    tokens_ptr = ptrs.inputs + HEADER_SIZE + REQ_FIELDS * listed_reqs
     named_index = tl.load(rows_ptr + REQ_INDEX * listed_reqs, mask=is_row, other=-1)
     seq_len = tl.load(rows_ptr + REQ_SEQ_LEN * listed_reqs, mask=is_row, other=0)
     sample = tl.load(rows_ptr + REQ_SAMPLE * listed_reqs, mask=is_row, other=0)
@@ -322,37 +302,36 @@ def _write_buffers_kernel(
     for i in tl.static_range(len(COPIED_PADS)):
         copied += (tl.load(rows_ptr + (REQ_COPIED + i) * listed_reqs, mask=is_row, other=0),)  # type: ignore[assignment]
     first, page_count, pages_ptr = row_pages(
-        rows_ptr, tokens_ptr + listed_tokens, tables_ptr, is_row, named_index,
+        rows_ptr, tokens_ptr + listed_tokens, ptrs.tables, is_row, named_index,
         tl.where(max_encoder_len > 0, encoder_len, seq_len), group, page_size, max_pages, num_req_indices, table_width,
         listed_reqs, listed_pages,
     )  # fmt: skip
     check_at = group * stride_check + row
-    span_from = tl.load(new_spans_ptr + 4 * check_at)
-    span_to = tl.load(new_spans_ptr + 4 * check_at + 1)
+    span_from = tl.load(ptrs.new_spans + 4 * check_at)
+    span_to = tl.load(ptrs.new_spans + 4 * check_at + 1)
     # Inputs are read at the batch position `row`; results are written to `buffer_row`.
-    start = token_start(inputs_ptr, row, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
-    end = token_start(inputs_ptr, row + 1, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
+    start = token_start(ptrs.inputs, row, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
+    end = token_start(ptrs.inputs, row + 1, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
     buffer_row, first_token, decodes = find_buffer_row(
-        inputs_ptr, row, num_reqs, num_tokens, listed_reqs, QUERY_LEN, DECODE_LEN, ROW_BLOCK
+        ptrs.inputs, row, num_reqs, num_tokens, listed_reqs, QUERY_LEN, DECODE_LEN, ROW_BLOCK
     )
     buffer_at = group * stride_check + buffer_row
-    held_from = tl.load(new_spans_ptr + 4 * buffer_at + 2)
-    held_to = tl.load(new_spans_ptr + 4 * buffer_at + 3)
+    held_from = tl.load(ptrs.new_spans + 4 * buffer_at + 2)
+    held_to = tl.load(ptrs.new_spans + 4 * buffer_at + 3)
     # A fault in any group makes the request a pad request in all groups.
     code, value, fault_group, page_mark = final_fault(
-        check_code_ptr, check_value_ptr, write_conflicts_ptr, row, step, stride_check, stride_conflicts, GROUPS,
-        GROUP_BLOCK,
-    )  # fmt: skip
+        ptrs, row, step, stride_check, stride_conflicts, GROUPS, GROUP_BLOCK
+    )
     real = is_row & has_request(named_index, allows_empty)
     valid = real & (code == 0)
     req_index = tl.where(valid, named_index, -1)
     page_count = tl.where(valid, page_count, 0)
     state = group * num_req_indices + tl.where(valid, req_index, 0)
-    table_ptr = page_table_ptr + state.to(tl.int64) * table_width
-    last_token = tl.load(last_token_ptr + req_index, mask=valid, other=0)
+    table_ptr = ptrs.page_table + state.to(tl.int64) * table_width
+    last_token = tl.load(ptrs.last_token + req_index, mask=valid, other=0)
 
     # Load what the first tokens need before the table is copied.
-    slots_ptr = slot_mapping_ptr + group * stride_slots
+    slots_ptr = ptrs.slot_mapping + group * stride_slots
     valid_end = tl.where(valid, end, start)  # Triton's interpreter miscomputes `scalar & block`
     written_end = tl.where(max_encoder_len > 0, start, valid_end)  # steps do not write the pages of an encoder
     lanes = tl.arange(0, TOKEN_BLOCK)
@@ -369,7 +348,7 @@ def _write_buffers_kernel(
     used_from = tl.where(used_to > 0, span_from, NOWHERE)
     changed_from = tl.minimum(held_from, used_from)
     changed_to = tl.maximum(tl.minimum(held_to, table_width), used_to)
-    to_table = block_table_ptr + group.to(tl.int64) * stride_tables + buffer_row.to(tl.int64) * table_width
+    to_table = ptrs.block_table + group.to(tl.int64) * stride_tables + buffer_row.to(tl.int64) * table_width
     first_change = changed_from + part * TABLE_BLOCK
     for base in tl.range(first_change, changed_to, num_parts * TABLE_BLOCK, loop_unroll_factor=4):
         columns = base + tl.arange(0, TABLE_BLOCK)
@@ -379,45 +358,44 @@ def _write_buffers_kernel(
         tl.store(table_ptr + columns, pages, mask=used & (columns >= first) & (columns < first + page_count))
 
     if part == 0:
-        tl.store(page_spans_ptr + 2 * state, span_from, mask=valid)
-        tl.store(page_spans_ptr + 2 * state + 1, span_to, mask=valid)
-        tl.store(table_from_ptr + buffer_at, used_from)
-        tl.store(table_to_ptr + buffer_at, used_to)
+        tl.store(ptrs.page_spans + 2 * state, span_from, mask=valid)
+        tl.store(ptrs.page_spans + 2 * state + 1, span_to, mask=valid)
+        tl.store(ptrs.table_from + buffer_at, used_from)
+        tl.store(ptrs.table_to + buffer_at, used_to)
     if (part == 0) & (group == 0):
         status = tl.where(valid, tl.where(sample != 0, _SAMPLES, _LIVE), tl.where(real, _INVALID, _PAD))
-        tl.store(seq_lens_ptr + buffer_row, tl.where(valid, seq_len, seq_len_fill))
-        tl.store(req_indices_ptr + buffer_row, req_index)
-        tl.store(req_status_ptr + buffer_row, status)
-        tl.store(last_encoder_len_ptr + req_index, encoder_len, mask=valid)
+        tl.store(ptrs.seq_lens + buffer_row, tl.where(valid, seq_len, seq_len_fill))
+        tl.store(ptrs.req_indices + buffer_row, req_index)
+        tl.store(ptrs.req_status + buffer_row, status)
+        tl.store(ptrs.last_encoder_len + req_index, encoder_len, mask=valid)
         for i in tl.static_range(len(COPIED_PADS)):
             word = tl.where(valid, copied[i], COPIED_PADS[i])
             tl.store(copied_ptrs[i] + buffer_row, as_declared(word, copied_ptrs[i]))
         # A faulty request that starts a sequence samples no token: void the last token of the previous sequence.
         voids = real & (code != 0) & (seq_len == query_len) & (named_index >= 0) & (named_index < num_req_indices)
-        tl.store(void_req_indices_ptr + buffer_row, tl.where(voids, named_index, -1))
+        tl.store(ptrs.void_req_indices + buffer_row, tl.where(voids, named_index, -1))
         value = fault_value(
-            tl.where(real, code, 0), value, fault_group, page_mark, page_groups_ptr, rows_ptr,
-            tokens_ptr + listed_tokens, tables_ptr, listed_reqs, listed_pages, page_table_ptr, num_req_indices,
-            table_width,
+            tl.where(real, code, 0), value, fault_group, page_mark, ptrs, rows_ptr, tokens_ptr + listed_tokens,
+            listed_reqs, listed_pages, num_req_indices, table_width,
         )  # fmt: skip
-        tl.store(fault_code_ptr + buffer_row, tl.where(real, code | (fault_group << _GROUP_SHIFT), 0))
-        tl.store(fault_value_ptr + buffer_row, tl.where(real, value, 0))
-        tl.store(logits_indices_ptr + buffer_row, tl.where(valid, first_token + end - start - 1, 0).to(tl.int64))
+        tl.store(ptrs.fault_code + buffer_row, tl.where(real, code | (fault_group << _GROUP_SHIFT), 0))
+        tl.store(ptrs.fault_value + buffer_row, tl.where(real, value, 0))
+        tl.store(ptrs.logits_indices + buffer_row, tl.where(valid, first_token + end - start - 1, 0).to(tl.int64))
         # Decode attention sees prefill requests without tokens, and the reverse. With DECODE_LEN 0 all are prefill.
         prompts_from = decodes * DECODE_LEN
         is_decode = buffer_row < decodes
-        tl.store(buffer_rows_ptr + row, buffer_row)
-        tl.store(decode_seq_lens_ptr + buffer_row, tl.where(valid & is_decode, seq_len, seq_len_fill))
-        tl.store(prompt_seq_lens_ptr + buffer_row, tl.where(valid & (is_decode == 0), seq_len, seq_len_fill))
-        tl.store(query_start_loc_ptr + buffer_row, first_token)
-        tl.store(decode_start_loc_ptr + buffer_row, tl.minimum(first_token, prompts_from))
-        tl.store(prompt_start_loc_ptr + buffer_row, tl.maximum(first_token, prompts_from))
+        tl.store(ptrs.buffer_rows + row, buffer_row)
+        tl.store(ptrs.decode_seq_lens + buffer_row, tl.where(valid & is_decode, seq_len, seq_len_fill))
+        tl.store(ptrs.prompt_seq_lens + buffer_row, tl.where(valid & (is_decode == 0), seq_len, seq_len_fill))
+        tl.store(ptrs.query_start_loc + buffer_row, first_token)
+        tl.store(ptrs.decode_start_loc + buffer_row, tl.minimum(first_token, prompts_from))
+        tl.store(ptrs.prompt_start_loc + buffer_row, tl.maximum(first_token, prompts_from))
         if row == padded_reqs - 1:
-            tl.store(query_start_loc_ptr + padded_reqs, end)
-            tl.store(decode_start_loc_ptr + padded_reqs, prompts_from)
-            tl.store(prompt_start_loc_ptr + padded_reqs, end)
+            tl.store(ptrs.query_start_loc + padded_reqs, end)
+            tl.store(ptrs.decode_start_loc + padded_reqs, prompts_from)
+            tl.store(ptrs.prompt_start_loc + padded_reqs, end)
         if row == 0:
-            tl.store(step_counter_ptr, step)
+            tl.store(ptrs.step_counter, step)
 
     # The request's tokens, split over its programs of this group. Slots differ by group; group 0 writes the rest.
     for base in range(start + part * TOKEN_BLOCK, end, num_parts * TOKEN_BLOCK):
@@ -434,11 +412,11 @@ def _write_buffers_kernel(
         tl.store(slots_ptr + to, slot, mask=written)
         if group == 0:
             token = tl.where((at < valid_end) & (token == _TOKEN_FROM_DEVICE), last_token, token)
-            tl.store(input_ids_ptr + to, token.to(tl.int64), mask=written)
-            tl.store(positions_ptr + to, position.to(tl.int64), mask=written)
+            tl.store(ptrs.input_ids + to, token.to(tl.int64), mask=written)
+            tl.store(ptrs.positions + to, position.to(tl.int64), mask=written)
 
     # Pad tokens, split over all programs of this group.
-    pads_from = token_start(inputs_ptr, num_reqs, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
+    pads_from = token_start(ptrs.inputs, num_reqs, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
     program = row * num_parts + part
     for base in range(pads_from + program * TOKEN_BLOCK, padded_tokens, tl.num_programs(0) * num_parts * TOKEN_BLOCK):
         at = base + lanes
@@ -446,8 +424,8 @@ def _write_buffers_kernel(
         zeros = tl.zeros([TOKEN_BLOCK], tl.int64)
         tl.store(slots_ptr + at, zeros + _PAD_SLOT, mask=mask)
         if group == 0:
-            tl.store(input_ids_ptr + at, zeros, mask=mask)
-            tl.store(positions_ptr + at, zeros, mask=mask)
+            tl.store(ptrs.input_ids + at, zeros, mask=mask)
+            tl.store(ptrs.positions + at, zeros, mask=mask)
 
 
 _check_rows, _write_buffers = KernelLauncher(_check_rows_kernel), KernelLauncher(_write_buffers_kernel)
@@ -456,50 +434,37 @@ _check_rows, _write_buffers = KernelLauncher(_check_rows_kernel), KernelLauncher
 def _refresh_triton(b: Any) -> None:
     groups, padded_reqs, width = b.block_table.shape
     padded_tokens, req_indices = b.input_ids.shape[0], b.last_token.shape[0]
-    tiling = _Tiling.choose(padded_reqs * groups, b.query_len, padded_tokens, width)
-    req_fields, early = layout.req_fields(groups), overlaps(b.inputs.device)
+    num_warps, check, write = _constexprs(padded_reqs, groups, b.query_len, padded_tokens, width, b.decode_len)
+    early = overlaps(b.inputs.device)
+    options = {"num_warps": num_warps, "OVERLAPS": early, "launch_pdl": early}
     _check_rows(
         (padded_reqs, groups),
-        b.page_groups, b.inputs, b.last_token, b.last_encoder_len, b.last_writers, b.write_conflicts, b.tables,
-        b.page_table, b.page_spans, b.table_from, b.table_to, b.new_spans, b.check_code, b.check_value,
-        b.inputs.shape[0], padded_reqs, padded_tokens, req_indices, b.last_writers.shape[0] - req_indices,
-        b.max_seq_len, b.vocab_size, width, b.write_conflicts.stride(0), b.check_code.stride(0),
-        QUERY_LEN=b.query_len, REQ_FIELDS=req_fields, GROUPS=groups, GROUP_BLOCK=next_power_of_two(groups),
-        TOKEN_BLOCK=tiling.token_block, PAGE_BLOCK=tiling.page_block, num_warps=tiling.num_warps, OVERLAPS=early,
-        launch_pdl=early,
+        pointers(_Checked, b), b.inputs.shape[0], padded_reqs, padded_tokens, req_indices,
+        b.last_writers.shape[0] - req_indices, b.max_seq_len, b.vocab_size, width, b.write_conflicts.stride(0),
+        b.check_code.stride(0), **check, **options,
     )  # fmt: skip
-    parts = min(-(-width // tiling.table_block), max(_MAX_PROGRAMS // (padded_reqs * groups), 1))
+    parts = min(-(-width // write["TABLE_BLOCK"]), max(_MAX_PROGRAMS // (padded_reqs * groups), 1))
     _write_buffers(
         (padded_reqs, parts, groups),
-        b.page_groups, b.inputs, b.last_token, b.last_encoder_len, b.write_conflicts, b.tables, b.page_table,
-        b.page_spans, b.table_from, b.table_to, b.new_spans, b.check_code, b.check_value, b.fault_code, b.fault_value,
-        b.step_counter, b.input_ids, b.positions, b.slot_mapping,
-        b.query_start_loc, b.seq_lens, b.block_table, b.buffer_rows, b.decode_seq_lens, b.prompt_seq_lens,
-        b.decode_start_loc, b.prompt_start_loc, b.logits_indices, b.req_indices, b.req_status, b.void_req_indices,
-        tuple(getattr(b, name) for name in COPIED),
-        b.inputs.shape[0], padded_reqs, padded_tokens, req_indices, width, b.seq_len_fill, b.write_conflicts.stride(0),
-        b.check_code.stride(0), b.slot_mapping.stride(0), b.block_table.stride(0), COPIED_PADS=COPIED_PAD_WORDS,
-        QUERY_LEN=b.query_len, REQ_FIELDS=req_fields, DECODE_LEN=b.decode_len, GROUPS=groups,
-        GROUP_BLOCK=next_power_of_two(groups), ROW_BLOCK=_ROW_BLOCK,
-        TOKEN_BLOCK=tiling.token_block, TABLE_BLOCK=tiling.table_block, num_warps=tiling.num_warps, OVERLAPS=early,
-        launch_pdl=early,
+        pointers(_Written, b), tuple(getattr(b, name) for name in COPIED), b.inputs.shape[0], padded_reqs,
+        padded_tokens, req_indices, width, b.seq_len_fill, b.write_conflicts.stride(0), b.check_code.stride(0),
+        b.slot_mapping.stride(0), b.block_table.stride(0), **write, **options,
     )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class _Tiling:
-    """Warps of a program, and the tokens, listed pages and table columns that it processes per iteration."""
-
-    num_warps: int
-    token_block: int
-    page_block: int
-    table_block: int
-
-    @classmethod
-    def choose(cls, programs: int, query_len: int, padded_tokens: int, width: int) -> _Tiling:
-        num_warps, lanes = (4, _WIDE_BLOCK) if programs <= _FEW_PROGRAMS else (1, _NARROW_BLOCK)
-        columns, tokens = next_power_of_two(width), next_power_of_two(query_len or padded_tokens)
-        return cls(num_warps, min(tokens, lanes), min(columns, 2 * lanes), min(columns, lanes))
+def _constexprs(
+    reqs: int, groups: int, query_len: int, padded_tokens: int, width: int, decode_len: int
+) -> tuple[int, dict[str, Any], dict[str, Any]]:
+    """Return the number of warps, and the constexprs of both kernels."""
+    num_warps, lanes = (4, _WIDE_BLOCK) if reqs * groups <= _FEW_PROGRAMS else (1, _NARROW_BLOCK)
+    columns, tokens = next_power_of_two(width), next_power_of_two(query_len or padded_tokens)
+    both = {
+        "QUERY_LEN": query_len, "REQ_FIELDS": layout.req_fields(groups), "GROUPS": groups,
+        "GROUP_BLOCK": next_power_of_two(groups), "TOKEN_BLOCK": min(tokens, lanes),
+    }  # fmt: skip
+    check = {**both, "PAGE_BLOCK": min(columns, 2 * lanes)}
+    write = {**both, "COPIED_PADS": COPIED_PAD_WORDS, "DECODE_LEN": decode_len, "ROW_BLOCK": _ROW_BLOCK}
+    return num_warps, check, {**write, "TABLE_BLOCK": min(columns, lanes)}
 
 
 _Call = call_class(
@@ -539,7 +504,9 @@ def refresh(
     Capture-safe: the grid depends on the captured size; the kernels read all varying values on the device.
     Raises: ShapeError: if a tensor does not fit the others, or if `decode_len` is set in a decode graph.
     """
-    check_query_len(buffers, query_len)
+    reqs, tokens = captured_size(buffers)
+    if query_len and tokens != reqs * query_len:
+        raise ShapeError(f"input_ids: expected {reqs} requests x query_len {query_len} tokens, got {tokens}; slice it")
     check_int("decode_len", decode_len, 0, MAX_TOKENS, advice="pass 0 to keep the batch order", error=ShapeError)
     if query_len and decode_len:
         raise ShapeError(
@@ -553,45 +520,26 @@ def refresh(
 
 def compile_variants() -> list[CompileSpec]:
     """Return the variants of both kernels for decode graphs (1 and 4 tokens per request) and mixed graphs."""
-    names = {torch.int32: "*i32", torch.int64: "*i64", torch.float32: "*fp32"}
-    types: dict[str, Any] = {f"{name}_ptr": names[spec.dtype] for name, spec in StaticBuffers.specs().items()}
-    types["tables_ptr"] = "*i32"
-    types["copied_ptrs"] = tuple(types[f"{name}_ptr"] for name in COPIED)
+    copied = pointer_types(namedtuple("copied", COPIED))
     specs = []
     for name, groups, rows, query_len, padded_tokens, max_pages, decode_len, tables in (
-        ("decode_1", 1, 256, 1, 256, 8192, 0, False),
-        ("decode_1_tables", 1, 256, 1, 256, 8192, 0, True),
-        ("decode_4", 6, 256, 4, 1024, 512, 0, False),
-        ("mixed", 1, 256, 0, 16384, 4096, 0, False),
-        ("mixed_parts", 6, 256, 0, 16384, 4096, 1, False),
-        ("mixed_tables", 6, 256, 0, 16384, 4096, 0, True),
+        ("decode_1", 1, 256, 1, 256, 8192, 0, "constexpr"),
+        ("decode_1_tables", 1, 256, 1, 256, 8192, 0, "*i32"),
+        ("decode_4", 6, 256, 4, 1024, 512, 0, "constexpr"),
+        ("mixed", 1, 256, 0, 16384, 4096, 0, "constexpr"),
+        ("mixed_parts", 6, 256, 0, 16384, 4096, 1, "constexpr"),
+        ("mixed_tables", 6, 256, 0, 16384, 4096, 0, "*i32"),
     ):
-        tiling = _Tiling.choose(rows * groups, query_len, padded_tokens, max_pages)
-        common: dict[str, object] = {
-            "QUERY_LEN": query_len,
-            "REQ_FIELDS": layout.req_fields(groups),
-            "TOKEN_BLOCK": tiling.token_block,
-            "OVERLAPS": True,
-        }
-        common |= {"GROUPS": groups, "GROUP_BLOCK": next_power_of_two(groups)}
-        if not tables:
-            common["tables_ptr"] = None
-        written = {"TABLE_BLOCK": tiling.table_block, "COPIED_PADS": COPIED_PAD_WORDS}
-        written |= {"DECODE_LEN": decode_len, "ROW_BLOCK": _ROW_BLOCK}
-        for short, kernel, extra in (
-            ("check_rows", _check_rows_kernel, {"PAGE_BLOCK": tiling.page_block}),
-            ("write_buffers", _write_buffers_kernel, written),
+        num_warps, check, write = _constexprs(rows, groups, query_len, padded_tokens, max_pages, decode_len)
+        for part, kernel, record, constexprs in (
+            ("check_rows", _check_rows_kernel, _Checked, check),
+            ("write_buffers", _write_buffers_kernel, _Written, write),
         ):
-            constexprs: dict[str, object] = {**common, **extra}
-            signature = {
-                argument: "constexpr" if argument in constexprs else types.get(argument, "i32")
-                for argument in kernel.arg_names
-            }
-            pointers = tuple(argument for argument in signature if argument.endswith("_ptr"))
+            types = {"ptrs": pointer_types(record, tables=tables), "copied_ptrs": copied}
             specs.append(
                 CompileSpec(
-                    f"{short}_{name}", kernel, signature, constexprs, tiling.num_warps, 3, divisible=pointers,
-                    max_spill=_MAX_SPILL, ptx=("griddepcontrol.wait",),
+                    f"{part}_{name}", kernel, types, constexprs | {"OVERLAPS": True}, num_warps, 3,
+                    divisible=("ptrs",), max_spill=_MAX_SPILL, ptx=("griddepcontrol.wait",),
                 )
             )  # fmt: skip
     return specs

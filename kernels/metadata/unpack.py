@@ -13,31 +13,28 @@ may be several launches ahead.
 
 from __future__ import annotations
 
+import functools
+from collections import namedtuple
 from typing import Any
 
 import numpy as np
-import torch
 import triton
 import triton.language as tl
 
-from graphrt.kernels.checks import check_tensor
 from graphrt.kernels.compile_spec import CompileSpec
-from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.launcher import KernelLauncher, overlaps
 from graphrt.kernels.metadata import step_inputs as layout
+from graphrt.kernels.metadata.arguments import call_class, pass_operands, pointer_types, pointers
 from graphrt.kernels.metadata.buffers import (
     COPIED,
     CURSOR_ENTRY,
     CURSOR_KIND,
     CURSOR_NUM_REQS,
-    CURSOR_SIZE,
     CURSOR_STEP,
     CURSOR_STEPS,
     STOP_TOKENS,
     PageGroup,
     StaticBuffers,
-    call_class,
-    pass_operands,
 )
 from graphrt.kernels.metadata.read_pages import GROUP_FIELDS, MAX_ENCODER_LEN, PAGE_SIZE
 from graphrt.kernels.op_declaration import DeclaredOp
@@ -104,9 +101,8 @@ def _copy_words(entry_ptr, inputs_ptr, words, BLOCK: tl.constexpr):
 
 @triton.jit
 def _copy_requests(
-    entry_ptr, inputs_ptr, req_seq_lens_ptr, finish_reasons_ptr, num_reqs, num_req_indices, rows,
-    REQ_FIELDS: tl.constexpr, FIELD_BLOCK: tl.constexpr,
-):  # fmt: skip
+    entry_ptr, ptrs, num_reqs, num_req_indices, rows, REQ_FIELDS: tl.constexpr, FIELD_BLOCK: tl.constexpr
+):
     """Copy requests of a full entry to the step inputs.
 
     SEQ_LEN_FROM_DEVICE is replaced by the length on the device plus query_len, and the request index by NO_REQUEST if
@@ -114,15 +110,15 @@ def _copy_requests(
     """
     mask = rows < num_reqs
     from_ptr = entry_ptr + _HEADER_SIZE + rows
-    to_ptr = inputs_ptr + _HEADER_SIZE + rows
+    to_ptr = ptrs.inputs + _HEADER_SIZE + rows
     req_index = _from_host(from_ptr + _REQ_INDEX * num_reqs, mask, -1)
     seq_len = _from_host(from_ptr + _REQ_SEQ_LEN * num_reqs, mask, 0)
     query_len = _from_host(from_ptr + _REQ_QUERY_LEN * num_reqs, mask, 0)
     fields = tl.arange(0, FIELD_BLOCK)[:, None]
     words = _from_host(from_ptr[None, :] + fields * num_reqs, (fields < REQ_FIELDS) & mask[None, :], 0)
     continues = mask & (seq_len == _SEQ_LEN_FROM_DEVICE) & (req_index >= 0) & (req_index < num_req_indices)
-    length = tl.load(req_seq_lens_ptr + req_index, mask=continues, other=0) + query_len
-    finished = continues & (tl.load(finish_reasons_ptr + req_index, mask=continues, other=0) != 0)
+    length = tl.load(ptrs.req_seq_lens + req_index, mask=continues, other=0) + query_len
+    finished = continues & (tl.load(ptrs.finish_reasons + req_index, mask=continues, other=0) != 0)
     words = tl.where((fields == _REQ_INDEX) & finished[None, :], _NO_REQUEST, words)
     words = tl.where((fields == _REQ_SEQ_LEN) & continues[None, :], length[None, :], words)
     tl.store(to_ptr[None, :] + fields * num_reqs, words, mask=(fields < REQ_FIELDS) & mask[None, :])
@@ -130,14 +126,13 @@ def _copy_requests(
 
 @triton.jit
 def _store_request_values(
-    entry_ptr, stops_at, num_reqs, num_req_indices, order_ptr, req_values_ptr, length_limits_ptr, stop_tokens_ptr, rows,
-    COPIED_VALUES: tl.constexpr, VALUE_BLOCK: tl.constexpr,
-):  # fmt: skip
+    entry_ptr, ptrs, stops_at, num_reqs, num_req_indices, rows, COPIED_VALUES: tl.constexpr, VALUE_BLOCK: tl.constexpr
+):
     """Store the order, values and stop conditions of a full entry's requests, for later steps with batch deltas."""
     mask = rows < num_reqs
     rows_ptr = entry_ptr + _HEADER_SIZE + rows
     req_index = _from_host(rows_ptr + _REQ_INDEX * num_reqs, mask, -1)
-    tl.store(order_ptr + rows, req_index, mask=mask)
+    tl.store(ptrs.order + rows, req_index, mask=mask)
     mask = mask & (req_index >= 0) & (req_index < num_req_indices)
     fields = tl.arange(0, VALUE_BLOCK)[:, None]
     stops_ptr = entry_ptr + stops_at + rows
@@ -146,21 +141,20 @@ def _store_request_values(
     values = _from_host(rows_ptr[None, :] + (_REQ_COPIED + fields) * num_reqs, is_value, 0)
     tokens = _from_host(stops_ptr[None, :] + (_FIRST_STOP_TOKEN + fields) * num_reqs, is_stop, 0)
     length = _from_host(stops_ptr + _STOP_LENGTH * num_reqs, mask, 0)
-    tl.store(req_values_ptr + fields * num_req_indices + req_index[None, :], values, mask=is_value)
-    tl.store(stop_tokens_ptr + fields * num_req_indices + req_index[None, :], tokens, mask=is_stop)
-    tl.store(length_limits_ptr + req_index, length, mask=mask)
+    tl.store(ptrs.req_values + fields * num_req_indices + req_index[None, :], values, mask=is_value)
+    tl.store(ptrs.stop_tokens + fields * num_req_indices + req_index[None, :], tokens, mask=is_stop)
+    tl.store(ptrs.length_limits + req_index, length, mask=mask)
 
 
 @triton.jit
 def _advance_requests(
-    entry_ptr, inputs_ptr, page_groups_ptr, page_spans_ptr, order_ptr, req_seq_lens_ptr, finish_reasons_ptr,
-    req_values_ptr, num_reqs, new_order, has_lists, num_req_indices, rows,
+    entry_ptr, ptrs, num_reqs, new_order, has_lists, num_req_indices, rows,
     REQ_FIELDS: tl.constexpr, GROUPS: tl.constexpr, GROUP_BLOCK: tl.constexpr, COPIED_VALUES: tl.constexpr,
     COPIED_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write requests of the step inputs that continue by one token, with the pages that the delta lists for them."""
     mask = rows < num_reqs
-    rows_ptr = inputs_ptr + _HEADER_SIZE + rows
+    rows_ptr = ptrs.inputs + _HEADER_SIZE + rows
     # Lists have the same layout in the entry and in the inputs. Issue all loads over the link before the first use.
     gets_pages = rows < tl.where(has_lists, num_reqs, 0)
     list_ptr = entry_ptr + _HEADER_SIZE + tl.where(new_order, num_reqs, 0) + rows
@@ -173,17 +167,17 @@ def _advance_requests(
     count = _from_host(list_ptrs + 2 * num_reqs, listed_here, 0)
     ordered = rows < tl.where(new_order, num_reqs, 0)
     req_index = _from_host(entry_ptr + _HEADER_SIZE + rows, ordered, -1)
-    tl.store(order_ptr + rows, req_index, mask=ordered)
-    req_index = tl.where(ordered, req_index, tl.load(order_ptr + rows, mask=mask & (ordered == 0), other=-1))
+    tl.store(ptrs.order + rows, req_index, mask=ordered)
+    req_index = tl.where(ordered, req_index, tl.load(ptrs.order + rows, mask=mask & (ordered == 0), other=-1))
 
     runs = mask & (req_index >= 0) & (req_index < num_req_indices)
-    seq_len = tl.load(req_seq_lens_ptr + req_index, mask=runs, other=0) + 1
-    finished = tl.load(finish_reasons_ptr + req_index, mask=runs, other=1) != 0
+    seq_len = tl.load(ptrs.req_seq_lens + req_index, mask=runs, other=0) + 1
+    finished = tl.load(ptrs.finish_reasons + req_index, mask=runs, other=1) != 0
     # A request without a page for its token waits until it gets one. The pages of an encoder are always complete.
-    group_ptrs = page_groups_ptr + GROUP_FIELDS * groups
+    group_ptrs = ptrs.page_groups + GROUP_FIELDS * groups
     page_size = tl.load(group_ptrs + PAGE_SIZE, mask=groups < GROUPS, other=1).to(tl.int64)
     crosses = tl.load(group_ptrs + MAX_ENCODER_LEN, mask=groups < GROUPS, other=1) > 0
-    spans_ptr = page_spans_ptr + 2 * (groups * num_req_indices + req_index[None, :])
+    spans_ptr = ptrs.page_spans + 2 * (groups * num_req_indices + req_index[None, :])
     known_to = tl.load(spans_ptr + 1, mask=(groups < GROUPS) & runs[None, :], other=0)
     listed_to = tl.where(count > 0, first.to(tl.int64) + count, 0)
     pages_to = tl.maximum(known_to.to(tl.int64), listed_to)
@@ -192,7 +186,7 @@ def _advance_requests(
 
     values = tl.arange(0, COPIED_BLOCK)[:, None]
     kept = (values < COPIED_VALUES) & runs[None, :]
-    value = tl.load(req_values_ptr + values * num_req_indices + req_index[None, :], mask=kept, other=0)
+    value = tl.load(ptrs.req_values + values * num_req_indices + req_index[None, :], mask=kept, other=0)
     values_ptr = rows_ptr[None, :] + (_REQ_COPIED + values) * num_reqs
     tl.store(values_ptr, value, mask=(values < COPIED_VALUES) & mask[None, :])
     tl.store(rows_ptr + _REQ_INDEX * num_reqs, tl.where(runs, req_index, _NO_REQUEST), mask=mask)
@@ -207,20 +201,17 @@ def _advance_requests(
     tl.store(rows_ptr + REQ_FIELDS * num_reqs, rows * 0 + _TOKEN_FROM_DEVICE, mask=mask)
 
 
+_Unpacked = namedtuple(
+    "_Unpacked",
+    "page_groups input_ring inputs cursor order req_seq_lens finish_reasons req_values length_limits stop_tokens "
+    "step_counter page_spans",
+)
+"""Buffers that the kernel reads and writes, in the order of its arguments."""
+
+
 @triton.jit(do_not_specialize=["num_req_indices", "max_reqs", "inputs_words", "input_ring_words"])
 def _unpack_kernel(
-    page_groups_ptr,
-    input_ring_ptr,
-    inputs_ptr,
-    cursor_ptr,
-    order_ptr,
-    req_seq_lens_ptr,
-    finish_reasons_ptr,
-    req_values_ptr,
-    length_limits_ptr,
-    stop_tokens_ptr,
-    step_counter_ptr,
-    page_spans_ptr,
+    ptrs,
     num_entries,
     stride_input_ring,
     max_reqs,
@@ -241,9 +232,9 @@ def _unpack_kernel(
     if OVERLAPS:  # the refresh may start now: it waits for this kernel to finish
         tl.extra.cuda.gdc_launch_dependents()
     # In an entry's first step the header is the program's own copy; in later steps it comes from the cursor.
-    entry = tl.load(cursor_ptr)
-    first_step = tl.load(cursor_ptr + _CURSOR_STEP) == 0
-    header_ptr = input_ring_ptr + (entry % num_entries) * stride_input_ring
+    entry = tl.load(ptrs.cursor)
+    first_step = tl.load(ptrs.cursor + _CURSOR_STEP) == 0
+    header_ptr = ptrs.input_ring + (entry % num_entries) * stride_input_ring
     entry_ptr = header_ptr + _INPUTS_AT
     header_ptr += _HEADER_SIZE * tl.program_id(0)
     fields = tl.arange(0, _HEADER_SIZE)
@@ -256,10 +247,10 @@ def _unpack_kernel(
     kind = tl.sum(tl.where(fields == _KIND, header, 0), 0)
     steps = tl.sum(tl.where(fields == _STEPS, header, 0), 0)
     if first_step == 0:
-        step = tl.load(step_counter_ptr) + 1
-        num_reqs = tl.load(cursor_ptr + _CURSOR_NUM_REQS).to(tl.int32)
-        steps = tl.load(cursor_ptr + _CURSOR_STEPS).to(tl.int32)
-        kind = tl.load(cursor_ptr + _CURSOR_KIND).to(tl.int32)
+        step = tl.load(ptrs.step_counter) + 1
+        num_reqs = tl.load(ptrs.cursor + _CURSOR_NUM_REQS).to(tl.int32)
+        steps = tl.load(ptrs.cursor + _CURSOR_STEPS).to(tl.int32)
+        kind = tl.load(ptrs.cursor + _CURSOR_KIND).to(tl.int32)
 
     # An entry whose counts exceed its own size, or that of the inputs, is treated as empty. So is a full entry in any
     # step but its first.
@@ -280,21 +271,20 @@ def _unpack_kernel(
     num_pages = tl.where(fits, num_pages, 0)
     used = tl.where(fits, used, _HEADER_SIZE).to(tl.int32)
     if tl.program_id(0) == 0:
-        tl.store(inputs_ptr + _STEP_LOW, step.to(tl.int32))
-        tl.store(inputs_ptr + _STEP_HIGH, (step >> 32).to(tl.int32))
-        tl.store(inputs_ptr + _NUM_REQS, num_reqs)
-        tl.store(inputs_ptr + _NUM_TOKENS, num_tokens)
-        tl.store(inputs_ptr + _NUM_PAGES, num_pages)
-        tl.store(inputs_ptr + _KIND, kind)
-        tl.store(inputs_ptr + _STEPS, steps)
-        tl.store(inputs_ptr + _HEADER_SIZE - 1, 0)
+        tl.store(ptrs.inputs + _STEP_LOW, step.to(tl.int32))
+        tl.store(ptrs.inputs + _STEP_HIGH, (step >> 32).to(tl.int32))
+        tl.store(ptrs.inputs + _NUM_REQS, num_reqs)
+        tl.store(ptrs.inputs + _NUM_TOKENS, num_tokens)
+        tl.store(ptrs.inputs + _NUM_PAGES, num_pages)
+        tl.store(ptrs.inputs + _KIND, kind)
+        tl.store(ptrs.inputs + _STEPS, steps)
+        tl.store(ptrs.inputs + _HEADER_SIZE - 1, 0)
 
     # The requests are split over the programs, and so are the words that are only copied.
     rows = tl.program_id(0) * REQ_BLOCK + tl.arange(0, REQ_BLOCK)
     if delta:
         _advance_requests(
-            entry_ptr, inputs_ptr, page_groups_ptr, page_spans_ptr, order_ptr, req_seq_lens_ptr, finish_reasons_ptr,
-            req_values_ptr, num_reqs, new_order, has_lists, num_req_indices, rows,
+            entry_ptr, ptrs, num_reqs, new_order, has_lists, num_req_indices, rows,
             REQ_FIELDS, GROUPS, GROUP_BLOCK, COPIED_VALUES, COPIED_BLOCK,
         )  # fmt: skip
         pages_from = delta_words.to(tl.int32) - num_pages
@@ -302,21 +292,15 @@ def _unpack_kernel(
         for base in range(tl.program_id(0) * BLOCK, num_pages, tl.num_programs(0) * BLOCK):
             at = base + tl.arange(0, BLOCK)
             page = _from_host(entry_ptr + pages_from + at, at < num_pages, 0)
-            tl.store(inputs_ptr + pages_to + at, page, mask=at < num_pages)
+            tl.store(ptrs.inputs + pages_to + at, page, mask=at < num_pages)
     else:
         # With KEEP, requests are copied one by one and completed from the device state; the rest is copied as words.
         copied_from = _HEADER_SIZE
         if keep:
             copied_from = _HEADER_SIZE + REQ_FIELDS * num_reqs
-            _copy_requests(
-                entry_ptr, inputs_ptr, req_seq_lens_ptr, finish_reasons_ptr, num_reqs, num_req_indices, rows,
-                REQ_FIELDS, FIELD_BLOCK,
-            )  # fmt: skip
-            _store_request_values(
-                entry_ptr, used, num_reqs, num_req_indices, order_ptr, req_values_ptr, length_limits_ptr,
-                stop_tokens_ptr, rows, COPIED_VALUES, VALUE_BLOCK,
-            )  # fmt: skip
-        _copy_words(entry_ptr + copied_from, inputs_ptr + copied_from, used - copied_from, BLOCK)
+            _copy_requests(entry_ptr, ptrs, num_reqs, num_req_indices, rows, REQ_FIELDS, FIELD_BLOCK)
+            _store_request_values(entry_ptr, ptrs, used, num_reqs, num_req_indices, rows, COPIED_VALUES, VALUE_BLOCK)
+        _copy_words(entry_ptr + copied_from, ptrs.inputs + copied_from, used - copied_from, BLOCK)
 
 
 def _tile_sizes(groups: int) -> dict[str, int]:
@@ -336,10 +320,8 @@ def _unpack_triton(b: Any) -> None:
     req_block = max(_MIN_REQS, next_power_of_two(-(-b.padded_reqs // _PROGRAMS)))
     _launch(
         (_PROGRAMS,),
-        b.page_groups, b.input_ring, b.inputs, b.cursor, b.order, b.req_seq_lens, b.finish_reasons, b.req_values,
-        b.length_limits, b.stop_tokens, b.step_counter, b.page_spans,
-        b.input_ring.shape[0], b.input_ring.stride(0), min(b.padded_reqs, b.order.shape[0]), b.inputs.shape[0],
-        b.input_ring.shape[1] - layout.INPUTS_AT, num_req_indices,
+        pointers(_Unpacked, b), b.input_ring.shape[0], b.input_ring.stride(0), min(b.padded_reqs, b.order.shape[0]),
+        b.inputs.shape[0], b.input_ring.shape[1] - layout.INPUTS_AT, num_req_indices,
         **_tile_sizes(groups), REQ_BLOCK=req_block, BLOCK=_BLOCK, OVERLAPS=overlaps(b.inputs.device),
         num_warps=_NUM_WARPS,
     )  # fmt: skip
@@ -447,39 +429,16 @@ def unpack(buffers: StaticBuffers) -> None:
     _op(_Call(*buffers.once(_operands), buffers.req_indices.shape[0]))
 
 
-def _operands(buffers: StaticBuffers) -> list[torch.Tensor]:
-    operands = pass_operands("unpack", buffers)
-    groups, req_indices = buffers.page_groups.shape[0], buffers.req_seq_lens.shape[0]
-    for name, shape in (
-        ("input_ring", (None, None)), ("inputs", (None,)), ("cursor", (CURSOR_SIZE,)),
-        ("finish_reasons", (req_indices,)), ("req_values", (len(COPIED), req_indices)),
-        ("length_limits", (req_indices,)), ("stop_tokens", (STOP_TOKENS, req_indices)),
-        ("page_spans", (groups, req_indices, 2)),
-    ):  # fmt: skip
-        tensor = getattr(buffers, name)
-        check_tensor(name, tensor, shape=shape)
-        if name != "input_ring" and not tensor.is_contiguous():
-            raise ShapeError(f"{name}: expected a contiguous tensor, got strides {list(tensor.stride())}; copy it once")
-    for name, least in (("input_ring", layout.INPUTS_AT + layout.HEADER_SIZE), ("inputs", layout.HEADER_SIZE)):
-        if (words := getattr(buffers, name).shape[-1]) < least:
-            raise ShapeError(f"{name}: expected at least {least} words, got {words}; enlarge it")
-    return operands
+_operands = functools.partial(pass_operands, "unpack")
 
 
 def compile_variants() -> list[CompileSpec]:
     """Return the variants for one KV group and for several."""
-    names = {torch.int32: "*i32", torch.int64: "*i64", torch.float32: "*fp32"}
-    types: dict[str, Any] = {f"{name}_ptr": names[spec.dtype] for name, spec in StaticBuffers.specs().items()}
     specs = []
     for groups in (1, 6):
-        constexprs: dict[str, object] = {**_tile_sizes(groups), "REQ_BLOCK": _MIN_REQS, "BLOCK": _BLOCK}
-        constexprs["OVERLAPS"] = True
-        signature = {
-            argument: "constexpr" if argument in constexprs else types.get(argument, "i32")
-            for argument in _unpack_kernel.arg_names
-        }
-        pointers = tuple(argument for argument in signature if argument.endswith("_ptr"))
+        constexprs = {**_tile_sizes(groups), "REQ_BLOCK": _MIN_REQS, "BLOCK": _BLOCK, "OVERLAPS": True}
+        types = {"ptrs": pointer_types(_Unpacked)}
         specs.append(
-            CompileSpec(f"unpack_{groups}", _unpack_kernel, signature, constexprs, _NUM_WARPS, 3, divisible=pointers)
+            CompileSpec(f"unpack_{groups}", _unpack_kernel, types, constexprs, _NUM_WARPS, 3, divisible=("ptrs",))
         )
     return specs

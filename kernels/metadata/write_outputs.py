@@ -8,6 +8,8 @@ to the next step of the input entry, or to the next entry.
 
 from __future__ import annotations
 
+import functools
+from collections import namedtuple
 from typing import Any
 
 import torch
@@ -16,20 +18,17 @@ import triton.language as tl
 
 from graphrt.kernels.checks import check_tensor, check_unit_stride
 from graphrt.kernels.compile_spec import CompileSpec
-from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.launcher import KernelLauncher
 from graphrt.kernels.metadata import step_inputs as layout
+from graphrt.kernels.metadata.arguments import call_class, pass_operands, pointer_types, pointers
 from graphrt.kernels.metadata.buffers import (
     CURSOR_ENTRY,
     CURSOR_KIND,
     CURSOR_NUM_REQS,
-    CURSOR_SIZE,
     CURSOR_STEP,
     CURSOR_STEPS,
     STOP_TOKENS,
     StaticBuffers,
-    call_class,
-    pass_operands,
 )
 from graphrt.kernels.op_declaration import DeclaredOp
 from graphrt.kernels.types import NO_TOKEN, FaultCode, FinishReason, RequestStatus
@@ -61,31 +60,18 @@ _CURSOR_STEPS = tl.constexpr(CURSOR_STEPS)
 _CURSOR_KIND = tl.constexpr(CURSOR_KIND)
 
 
+_Reported = namedtuple(
+    "_Reported",
+    "tokens input_ring inputs cursor buffer_rows req_indices req_status seq_lens fault_code fault_value "
+    "void_req_indices length_limits stop_tokens step_counter last_token req_seq_lens finish_reasons loop_condition "
+    "step_ring token_ring finish_reason_ring fault_code_ring fault_value_ring",
+)
+"""Buffers that the kernel reads and writes, in the order of its arguments."""
+
+
 @triton.jit(do_not_specialize=["padded_reqs", "vocab_size", "num_req_indices"])
 def _write_outputs_kernel(
-    tokens_ptr,
-    input_ring_ptr,
-    inputs_ptr,
-    cursor_ptr,
-    buffer_rows_ptr,
-    req_indices_ptr,
-    req_status_ptr,
-    seq_lens_ptr,
-    fault_code_ptr,
-    fault_value_ptr,
-    void_req_indices_ptr,
-    length_limits_ptr,
-    stop_tokens_ptr,
-    step_counter_ptr,
-    last_token_ptr,
-    req_seq_lens_ptr,
-    finish_reasons_ptr,
-    loop_condition_ptr,
-    step_ring_ptr,
-    token_ring_ptr,
-    finish_reason_ring_ptr,
-    fault_code_ring_ptr,
-    fault_value_ring_ptr,
+    ptrs,
     padded_reqs,
     num_req_indices,
     vocab_size,
@@ -99,85 +85,85 @@ def _write_outputs_kernel(
     BLOCK: tl.constexpr,
     NUM_STOP_TOKENS: tl.constexpr,
 ):
-    step = tl.load(step_counter_ptr)
+    step = tl.load(ptrs.step_counter)
     entry = step % ring_depth
-    input_entry = tl.load(cursor_ptr + _CURSOR_ENTRY)
+    input_entry = tl.load(ptrs.cursor + _CURSOR_ENTRY)
     # The host may set this word while the entry's steps run. A volatile load rereads it in every step (Triton 3.6
     # ignores .cv). Only one lane loads it: volatile loads of one word are not merged, and each crosses the link.
     lanes = tl.arange(0, BLOCK)
-    stop_ptr = input_ring_ptr + (input_entry % input_entries) * stride_input_ring + _STOP_AT
+    stop_ptr = ptrs.input_ring + (input_entry % input_entries) * stride_input_ring + _STOP_AT
     stop = tl.load(stop_ptr + lanes * 0, mask=lanes == 0, other=0, volatile=True)
-    num_reqs = tl.load(inputs_ptr + _HEADER_NUM_REQS)
-    kind = tl.load(inputs_ptr + _HEADER_KIND)
+    num_reqs = tl.load(ptrs.inputs + _HEADER_NUM_REQS)
+    kind = tl.load(ptrs.inputs + _HEADER_KIND)
     continues = tl.zeros([BLOCK], tl.int32)
     for base in range(0, padded_reqs, BLOCK):
         rows = base + lanes
         mask = rows < padded_reqs
         # Results are reported in batch order; `buffer_row` is where the step's buffers hold each request.
-        buffer_row = tl.load(buffer_rows_ptr + rows, mask=mask, other=0)
-        status = tl.load(req_status_ptr + buffer_row, mask=mask, other=_PAD)
-        code = tl.load(fault_code_ptr + buffer_row, mask=mask, other=0)
-        value = tl.load(fault_value_ptr + buffer_row, mask=mask, other=0)
+        buffer_row = tl.load(ptrs.buffer_rows + rows, mask=mask, other=0)
+        status = tl.load(ptrs.req_status + buffer_row, mask=mask, other=_PAD)
+        code = tl.load(ptrs.fault_code + buffer_row, mask=mask, other=0)
+        value = tl.load(ptrs.fault_value + buffer_row, mask=mask, other=0)
         live = mask & (status >= _LIVE)
-        req_index = tl.load(req_indices_ptr + buffer_row, mask=live, other=0)
-        seq_len = tl.load(seq_lens_ptr + buffer_row, mask=live, other=0)
+        req_index = tl.load(ptrs.req_indices + buffer_row, mask=live, other=0)
+        seq_len = tl.load(ptrs.seq_lens + buffer_row, mask=live, other=0)
         tracked_reqs = tl.where((kind & _KEEPS_STATE) != 0, num_reqs, 0)
-        named_index = tl.load(inputs_ptr + _INPUT_REQ_INDICES + rows, mask=mask & (rows < tracked_reqs), other=-1)
+        named_index = tl.load(ptrs.inputs + _INPUT_REQ_INDICES + rows, mask=mask & (rows < tracked_reqs), other=-1)
         # Issue all loads before the first store: a store waits for its value and delays every later instruction.
-        limit = tl.load(length_limits_ptr + req_index, mask=live, other=0)
+        limit = tl.load(ptrs.length_limits + req_index, mask=live, other=0)
         stops = ()
         for i in tl.static_range(NUM_STOP_TOKENS):
-            stops += (tl.load(stop_tokens_ptr + i * num_req_indices + req_index, mask=live, other=_NO_TOKEN),)  # type: ignore[assignment]
+            stops += (tl.load(ptrs.stop_tokens + i * num_req_indices + req_index, mask=live, other=_NO_TOKEN),)  # type: ignore[assignment]
         token = tl.zeros([BLOCK], tl.int64) + _NO_TOKEN
-        if tokens_ptr is not None:
+        if ptrs.tokens is not None:
             # Check a sample in its own width: truncated to 32 bits, 2**32 + 5 would pass as token 5.
-            token = tl.load(tokens_ptr + buffer_row, mask=mask, other=_NO_TOKEN).to(tl.int64)
-            void_index = tl.load(void_req_indices_ptr + buffer_row, mask=mask, other=-1)
+            token = tl.load(ptrs.tokens + buffer_row, mask=mask, other=_NO_TOKEN).to(tl.int64)
+            void_index = tl.load(ptrs.void_req_indices + buffer_row, mask=mask, other=-1)
             samples = status == _SAMPLES
             bad = samples & ((token < 0) | (token >= vocab_size))
             code = tl.where(bad, tl.where(token == _NO_TOKEN, _NO_TOKEN_OFFERED, _SAMPLE_OUT_OF_RANGE), code)
             value = tl.where(bad, token, value)
             token = tl.where(samples & (bad == 0), token, _NO_TOKEN)
             # Write the last token of every live request: an unfinished prefill voids that of the previous sequence.
-            tl.store(last_token_ptr + req_index, token.to(tl.int32), mask=live)
+            tl.store(ptrs.last_token + req_index, token.to(tl.int32), mask=live)
             # The order of the two stores is free: if one request of a request index is faulty, none of it is live.
-            tl.store(last_token_ptr + void_index, tl.zeros([BLOCK], tl.int32) + _NO_TOKEN, mask=void_index >= 0)
-        tl.store(token_ring_ptr + entry * stride_tokens + rows, token.to(tl.int32), mask=mask)
-        tl.store(fault_code_ring_ptr + entry * stride_codes + rows, code, mask=mask)
-        tl.store(fault_value_ring_ptr + entry * stride_values + rows, value, mask=mask & (code != 0))
+            tl.store(ptrs.last_token + void_index, tl.zeros([BLOCK], tl.int32) + _NO_TOKEN, mask=void_index >= 0)
+        tl.store(ptrs.token_ring + entry * stride_tokens + rows, token.to(tl.int32), mask=mask)
+        tl.store(ptrs.fault_code_ring + entry * stride_codes + rows, code, mask=mask)
+        tl.store(ptrs.fault_value_ring + entry * stride_values + rows, value, mask=mask & (code != 0))
 
         # A stop token, the length limit or a fault finishes the request; otherwise it continues by itself.
         reason = tl.where((limit > 0) & (seq_len >= limit), _FINISH_LENGTH, _RUNNING)
         for i in tl.static_range(NUM_STOP_TOKENS):
             reason = tl.where((token >= 0) & (token == stops[i]), _FINISH_STOP_TOKEN, reason)
         reason = tl.where(code != 0, _FINISH_FAULT, reason)
-        tl.store(finish_reason_ring_ptr + entry * stride_reasons + rows, tl.where(mask, reason, 0), mask=mask)
-        tl.store(req_seq_lens_ptr + req_index, seq_len, mask=live)
-        tl.store(finish_reasons_ptr + req_index, reason, mask=live)
+        tl.store(ptrs.finish_reason_ring + entry * stride_reasons + rows, tl.where(mask, reason, 0), mask=mask)
+        tl.store(ptrs.req_seq_lens + req_index, seq_len, mask=live)
+        tl.store(ptrs.finish_reasons + req_index, reason, mask=live)
         continues = tl.maximum(continues, (live & (token >= 0) & (reason == _RUNNING)).to(tl.int32))
         # The refresh sets the request index of a faulty request to -1; the step inputs still have it.
         faulty = mask & (rows < tracked_reqs) & (live == 0) & (code != 0)
         faulty = faulty & (named_index >= 0) & (named_index < num_req_indices)
-        tl.store(finish_reasons_ptr + named_index, tl.zeros([BLOCK], tl.int32) + _FINISH_FAULT, mask=faulty)
+        tl.store(ptrs.finish_reasons + named_index, tl.zeros([BLOCK], tl.int32) + _FINISH_FAULT, mask=faulty)
 
     # The host may poll the rings while later steps run, so the step number must arrive after all other results.
     tl.debug_barrier()
-    tl.atomic_xchg(step_ring_ptr + entry, step, sem="release", scope="sys")
+    tl.atomic_xchg(ptrs.step_ring + entry, step, sem="release", scope="sys")
 
     # An entry is finished after its last step. A looping launch ends early if no request continues or the host stops
     # it. Other launches run all steps; after a stop these are steps without requests.
-    done = tl.load(cursor_ptr + _CURSOR_STEP) + 1
-    steps = tl.load(inputs_ptr + _HEADER_STEPS)
+    done = tl.load(ptrs.cursor + _CURSOR_STEP) + 1
+    steps = tl.load(ptrs.inputs + _HEADER_STEPS)
     any_continues = tl.max(continues, 0) > 0
     stopped = tl.max((stop != 0).to(tl.int32), 0) > 0
     ends_early = ((kind & _LOOPS) != 0) & ((any_continues == 0) | stopped)
     finished = (done >= steps) | ends_early
-    tl.store(cursor_ptr + _CURSOR_ENTRY, input_entry + tl.where(finished, 1, 0))
-    tl.store(cursor_ptr + _CURSOR_STEP, tl.where(finished, 0, done))
-    tl.store(cursor_ptr + _CURSOR_NUM_REQS, tl.where(stopped, 0, num_reqs).to(tl.int64))
-    tl.store(cursor_ptr + _CURSOR_STEPS, steps.to(tl.int64))
-    tl.store(cursor_ptr + _CURSOR_KIND, kind.to(tl.int64))
-    tl.store(loop_condition_ptr, tl.where(finished, 0, 1))
+    tl.store(ptrs.cursor + _CURSOR_ENTRY, input_entry + tl.where(finished, 1, 0))
+    tl.store(ptrs.cursor + _CURSOR_STEP, tl.where(finished, 0, done))
+    tl.store(ptrs.cursor + _CURSOR_NUM_REQS, tl.where(stopped, 0, num_reqs).to(tl.int64))
+    tl.store(ptrs.cursor + _CURSOR_STEPS, steps.to(tl.int64))
+    tl.store(ptrs.cursor + _CURSOR_KIND, kind.to(tl.int64))
+    tl.store(ptrs.loop_condition, tl.where(finished, 0, 1))
 
 
 _launch = KernelLauncher(_write_outputs_kernel)
@@ -185,10 +171,7 @@ _launch = KernelLauncher(_write_outputs_kernel)
 
 def _write_outputs_triton(b: Any) -> None:
     _launch(
-        (1,), b.tokens, b.input_ring, b.inputs, b.cursor, b.buffer_rows, b.req_indices, b.req_status, b.seq_lens,
-        b.fault_code, b.fault_value, b.void_req_indices, b.length_limits, b.stop_tokens, b.step_counter, b.last_token,
-        b.req_seq_lens, b.finish_reasons, b.loop_condition, b.step_ring, b.token_ring, b.finish_reason_ring,
-        b.fault_code_ring, b.fault_value_ring, b.req_indices.shape[0], b.last_token.shape[0], b.vocab_size,
+        (1,), pointers(_Reported, b), b.req_indices.shape[0], b.last_token.shape[0], b.vocab_size,
         b.input_ring.shape[0], b.input_ring.stride(0), b.step_ring.shape[0], b.token_ring.stride(0),
         b.finish_reason_ring.stride(0), b.fault_code_ring.stride(0), b.fault_value_ring.stride(0),
         BLOCK=_REQ_BLOCK, NUM_STOP_TOKENS=STOP_TOKENS, num_warps=_NUM_WARPS,
@@ -274,44 +257,18 @@ def write_outputs(buffers: StaticBuffers, tokens: torch.Tensor | None, *, vocab_
     _op(_Call(*operands, tokens, vocab_size))
 
 
-def _operands(buffers: StaticBuffers) -> list[torch.Tensor]:
-    operands = pass_operands("write_outputs", buffers)
-    req_indices = buffers.last_token.shape[0]
-    for name, least in (
-        ("input_ring", (layout.INPUTS_AT + layout.HEADER_SIZE,)),
-        ("inputs", (layout.HEADER_SIZE,)),
-        ("cursor", (CURSOR_SIZE,)),
-        ("req_seq_lens", (req_indices,)),
-        ("finish_reasons", (req_indices,)),
-        ("length_limits", (req_indices,)),
-        ("stop_tokens", (STOP_TOKENS, req_indices)),
-    ):
-        tensor = getattr(buffers, name)
-        if tensor.shape[-1] < least[-1] or not tensor.is_contiguous():
-            raise ShapeError(
-                f"{name}: expected a contiguous tensor of at least {list(least)}, got shape {list(tensor.shape)} with "
-                f"strides {list(tensor.stride())}; enlarge or copy it"
-            )
-    return operands
+_operands = functools.partial(pass_operands, "write_outputs")
 
 
 def compile_variants() -> list[CompileSpec]:
     """Return the variants for both token dtypes, and for a step without tokens."""
-    wide = ("fault_value_ptr", "step_counter_ptr", "step_ring_ptr", "fault_value_ring_ptr", "cursor_ptr")
     specs = []
     for kind in ("i32", "i64", None):
-        constexprs: dict[str, object] = {"BLOCK": _REQ_BLOCK, "NUM_STOP_TOKENS": STOP_TOKENS}
-        constexprs |= {} if kind else {"tokens_ptr": None}
-        types = {"tokens_ptr": f"*{kind}", **dict.fromkeys(wide, "*i64")}
-        signature = {
-            argument: "constexpr"
-            if argument in constexprs
-            else types.get(argument, "*i32" if argument.endswith("_ptr") else "i32")
-            for argument in _write_outputs_kernel.arg_names
-        }
+        types = {"ptrs": pointer_types(_Reported, tokens=f"*{kind}" if kind else "constexpr")}
+        constexprs = {"BLOCK": _REQ_BLOCK, "NUM_STOP_TOKENS": STOP_TOKENS}
         specs.append(
             CompileSpec(
-                f"write_outputs_{kind or 'none'}", _write_outputs_kernel, signature, constexprs, _NUM_WARPS, 3,
+                f"write_outputs_{kind or 'none'}", _write_outputs_kernel, types, constexprs, _NUM_WARPS, 3,
                 ptx=("ld.volatile.global.b32", ".sys.release.exch.b64"),
             )
         )  # fmt: skip

@@ -15,7 +15,8 @@ import triton.language as tl
 from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.library import INTERPRETER_AVAILABLE, interpreted
 from graphrt.kernels.metadata import step_inputs as layout
-from graphrt.kernels.metadata.buffers import BufferKind, StaticBuffers, operands
+from graphrt.kernels.metadata.arguments import operands
+from graphrt.kernels.metadata.buffers import BufferKind, StaticBuffers
 from graphrt.kernels.metadata.page_list import list_pages
 from graphrt.kernels.metadata.read_inputs import as_declared
 from graphrt.kernels.metadata.refresh import refresh

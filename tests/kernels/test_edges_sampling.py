@@ -13,7 +13,7 @@ import triton.language as tl
 
 from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.library import INTERPRETER_AVAILABLE, interpreted
-from graphrt.kernels.metadata.buffers import operands
+from graphrt.kernels.metadata.arguments import operands
 from graphrt.kernels.metadata.write_outputs import write_outputs
 from graphrt.kernels.ops.sampling import sample
 from graphrt.kernels.ops.sampling_logits import SAMPLE_CHUNK, exponential

@@ -401,7 +401,7 @@ BAD_TENSORS = {
     "tokens": ("positions", lambda t: t[:-1], "positions: expected shape"),
     "decode_tokens": ("input_ids", lambda t: t[:-1], "input_ids: expected 4 requests x query_len 1 tokens, got 3"),
     "groups": ("write_conflicts", lambda t: t[:1], r"write_conflicts: expected shape \[2, \*\]"),
-    "last_writers": ("last_writers", lambda t: t[:8], "last_writers: expected at least 9 values, got 8"),
+    "last_writers": ("last_writers", lambda t: t[:8], "last_writers: expected at least 9 columns"),
     "marks": (
         "write_conflicts",
         lambda t: t[:, :3],

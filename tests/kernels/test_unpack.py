@@ -390,8 +390,8 @@ BAD = {
     "stop_tokens": (lambda b: torch.cat((b.stop_tokens, b.stop_tokens), 1)[:, ::2], "stop_tokens: expected"),
     "page_spans": (lambda b: b.page_spans[:, :2], "page_spans: expected shape"),
     "order": (lambda b: b.order[:1], "order: expected at least 6 columns"),
-    "input_ring": (lambda b: b.input_ring[:, :255], "input_ring: expected at least 256 words"),
-    "inputs": (lambda b: b.inputs[:7], "inputs: expected at least 8 words"),
+    "input_ring": (lambda b: b.input_ring[:, :255], "input_ring: expected at least 256 columns"),
+    "inputs": (lambda b: b.inputs[:7], "inputs: expected at least 32 columns"),
 }
 
 
