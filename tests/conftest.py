@@ -89,15 +89,27 @@ def kernel_device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 
     Programs run in another order each time: the interpreter has to be told to.
     """
-    device = torch.device(request.param)
-    if device.type == "cuda":
-        yield device
+    yield from _kernels_on(request.param)
+
+
+@pytest.fixture(params=["reference", *_kernel_devices()])
+def op_device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """Where an operator under test runs: its reference on CPU tensors, or its kernel as with `kernel_device`."""
+    if request.param == "reference":
+        yield torch.device("cpu")
+    else:
+        yield from _kernels_on(request.param)
+
+
+def _kernels_on(name: str) -> Iterator[torch.device]:
+    if name == "cuda":
+        yield torch.device("cuda")
         return
     from graphrt.kernels.library import interpreted
     from graphrt.testing.interpreter import shuffled_programs
 
     with interpreted(), shuffled_programs():
-        yield device
+        yield torch.device("cpu")
 
 
 @pytest.fixture

@@ -128,8 +128,5 @@ def write_logprobs(buffers: StaticBuffers, tokens: torch.Tensor, result: TokenLo
 def compile_variants() -> list[CompileSpec]:
     """Return the variant for vLLM's default limit of 20 top tokens."""
     types = dict.fromkeys(("logprobs_ptr", "top_logprobs_ptr", "logprob_ring_ptr"), "*fp32")
-    types |= {"step_counter_ptr": "*i64", "TOP": "constexpr"}
-    signature = {
-        name: types.get(name, "*i32" if name.endswith("_ptr") else "i32") for name in _write_logprobs_kernel.arg_names
-    }
-    return [CompileSpec("write_logprobs", _write_logprobs_kernel, signature, {"TOP": 32}, _NUM_WARPS, 3)]
+    types["step_counter_ptr"] = "*i64"
+    return [CompileSpec("write_logprobs", _write_logprobs_kernel, types, {"TOP": 32}, _NUM_WARPS, 3)]

@@ -75,7 +75,4 @@ def list_pages(block_table: torch.Tensor, indptr: torch.Tensor, indices: torch.T
 def compile_variants() -> list[CompileSpec]:
     """Return the only variant."""
     pointers = ("table_ptr", "indptr_ptr", "indices_ptr")
-    integers = ("stride_table", "table_width", "capacity")
-    signature = {**dict.fromkeys(pointers, "*i32"), **dict.fromkeys(integers, "i32"), "BLOCK": "constexpr"}
-    constexprs: dict[str, object] = {"BLOCK": _BLOCK}
-    return [CompileSpec("list_pages", _list_pages_kernel, signature, constexprs, _NUM_WARPS, 3, divisible=pointers)]
+    return [CompileSpec("list_pages", _list_pages_kernel, {}, {"BLOCK": _BLOCK}, _NUM_WARPS, 3, divisible=pointers)]

@@ -76,19 +76,11 @@ def compile_variants() -> list[CompileSpec]:
     """Return one variant per dtype."""
     specs = []
     for kind in ("fp16", "bf16", "fp32"):
-        signature = {
-            "gate_up_ptr": f"*{kind}",
-            "out_ptr": f"*{kind}",
-            "width": "i32",
-            "stride_gate_up": "i32",
-            "stride_out": "i32",
-            "BLOCK": "constexpr",
-        }
+        types = {"gate_up_ptr": f"*{kind}", "out_ptr": f"*{kind}"}
         divisible = ("gate_up_ptr", "out_ptr", "width", "stride_gate_up", "stride_out")
         specs.append(
             CompileSpec(
-                f"silu_mul_{kind}", _silu_mul_kernel, signature, {"BLOCK": _MAX_BLOCK}, _NUM_WARPS, 3,
-                divisible=divisible,
+                f"silu_mul_{kind}", _silu_mul_kernel, types, {"BLOCK": _MAX_BLOCK}, _NUM_WARPS, 3, divisible=divisible
             )
-        )  # fmt: skip
+        )
     return specs

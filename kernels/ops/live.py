@@ -120,15 +120,9 @@ def compile_variants() -> list[CompileSpec]:
         kind = f"*{TRITON_DTYPES[dtype]}"
         constexprs: dict[str, object] = {"BLOCK": _MAX_BLOCK, "FLAT": name != "lse"}
         constexprs |= {} if part else {"first_ptr": None}
-        types = {"result_ptr": kind, "out_ptr": kind, "live_ptr": "*i1", "first_ptr": "*i32", "fill": "fp32"}
-        signature = {
-            argument: "constexpr" if argument in constexprs else types.get(argument, "i32")
-            for argument in _copy_live_kernel.arg_names
-        }
+        types = {"result_ptr": kind, "out_ptr": kind, "live_ptr": "*i1", "fill": "fp32"}
         divisible = ("result_ptr", "out_ptr", "width", "stride_token", "stride_out_token")
         specs.append(
-            CompileSpec(
-                f"copy_live_{name}", _copy_live_kernel, signature, constexprs, _NUM_WARPS, 3, divisible=divisible
-            )
+            CompileSpec(f"copy_live_{name}", _copy_live_kernel, types, constexprs, _NUM_WARPS, 3, divisible=divisible)
         )
     return specs

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -72,23 +74,15 @@ def _launch(residual: torch.Tensor | None, x: torch.Tensor, weight: torch.Tensor
     return out
 
 
-def _rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return _launch(None, x, weight, eps)
-
-
-def _add_rms_norm_triton(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return _launch(residual, x, weight, eps)
-
-
 _rms_norm_op = define_op(
     "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor",
-    triton_impl=_rms_norm_triton,
+    triton_impl=partial(_launch, None),
     reference=rms_norm_reference,
     fake=lambda x, weight, eps: x.new_empty(x.shape),
 )
 _add_rms_norm_op = define_op(
     "add_rms_norm(Tensor(a!) residual, Tensor x, Tensor weight, float eps) -> Tensor",
-    triton_impl=_add_rms_norm_triton,
+    triton_impl=_launch,
     reference=add_rms_norm_reference,
     fake=lambda residual, x, weight, eps: x.new_empty(x.shape),
 )
@@ -158,14 +152,11 @@ def compile_variants() -> list[CompileSpec]:
             constexprs["residual_ptr"] = None
         types = {f"{argument}_ptr": f"*{kind}" for argument in ("x", "weight", "out")}
         types |= {"residual_ptr": f"*{residual_kind}", "eps": "fp32"}
-        signature = {
-            argument: "constexpr" if argument in constexprs else types.get(argument, "i32")
-            for argument in _rms_norm_kernel.arg_names
-        }
-        divisible = tuple(a for a, t in signature.items() if t.startswith("*") or a.startswith("stride_"))
+        names = _rms_norm_kernel.arg_names
+        divisible = tuple(a for a in names if a not in constexprs and (a.endswith("_ptr") or a.startswith("stride_")))
         specs.append(
             CompileSpec(
-                f"rms_norm_{name}", _rms_norm_kernel, signature, constexprs, _num_warps(block), 3, divisible=divisible
+                f"rms_norm_{name}", _rms_norm_kernel, types, constexprs, _num_warps(block), 3, divisible=divisible
             )
         )
     return specs

@@ -151,13 +151,7 @@ def _launch(call: _Call) -> None:
     )  # fmt: skip
 
 
-def _reference(call: _Call) -> None:
-    token_logprobs_reference(
-        call.logits, call.tokens, call.wanted, call.logprobs, call.ranks, call.top_tokens, call.top_logprobs
-    )
-
-
-_op = DeclaredOp("token_logprobs", _Call, triton_impl=_launch, reference=_reference)
+_op = DeclaredOp("token_logprobs", _Call, triton_impl=_launch, reference=token_logprobs_reference)
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, wanted: torch.Tensor, *, max_top: int) -> TokenLogprobs:
@@ -197,14 +191,10 @@ def compile_variants() -> list[CompileSpec]:
     for kind, vocab in (("fp16", 1 << 17), ("bf16", 1 << 17), ("fp32", 1 << 20)):
         constexprs: dict[str, object] = {"LANES": _LANES, "CHUNKS": vocab // _LANES, "TOP": 32}
         pointers = {"logits_ptr": f"*{kind}", "logprobs_ptr": "*fp32", "top_logprobs_ptr": "*fp32"}
-        signature = {
-            name: "constexpr" if name in constexprs else pointers.get(name, "*i32" if name.endswith("_ptr") else "i32")
-            for name in _token_logprobs_kernel.arg_names
-        }
         divisible = ("logits_ptr", "vocab_size", "stride_logits")
         specs.append(
             CompileSpec(
-                f"token_logprobs_{kind}", _token_logprobs_kernel, signature, constexprs, _NUM_WARPS, 3,
+                f"token_logprobs_{kind}", _token_logprobs_kernel, pointers, constexprs, _NUM_WARPS, 3,
                 max_registers=128, divisible=divisible,
             )
         )  # fmt: skip

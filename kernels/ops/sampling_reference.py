@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -214,58 +214,39 @@ def kept_reference(processed: torch.Tensor, heat: float, top_k: int, top_p: floa
     return kept
 
 
-def record_tokens_reference(
-    tokens: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    req_indices: torch.Tensor,
-    prompt_lens: torch.Tensor,
-    repetition: torch.Tensor,
-    presence: torch.Tensor,
-    frequency: torch.Tensor,
-    seen: torch.Tensor,
-    counts: torch.Tensor,
-    amount: int,
-) -> None:
+def record_tokens_reference(c: Any) -> None:
     """Reference of `graphrt::record_tokens`."""
-    vocab = counts.shape[1]
-    factors, offsets, slopes = effective_penalties(repetition, presence, frequency)
-    starts = query_start_loc.tolist()
-    for row, req_index in enumerate(req_indices.tolist()):
+    tokens, seen, counts, vocab = c.tokens, c.seen, c.counts, c.counts.shape[1]
+    factors, offsets, slopes = effective_penalties(c.repetition, c.presence, c.frequency)
+    starts = c.query_start_loc.tolist()
+    for row, req_index in enumerate(c.req_indices.tolist()):
         penalised = bool(factors[row] != 1) or bool(offsets[row] != 0) or bool(slopes[row] != 0)
         start, end = max(starts[row], 0), min(starts[row + 1], len(tokens))
         if not (0 <= req_index < len(seen) and penalised and start < end):
             continue
-        first = int(seq_lens[row]) - (end - start)
-        if first == 0 and amount > 0:
+        first = int(c.seq_lens[row]) - (end - start)
+        if first == 0 and c.amount > 0:
             seen[req_index] = 0
             counts[req_index] = 0
         bits = unpacked_bits(seen[req_index], 32 * seen.shape[1])
         for position, token in enumerate(tokens[start:end].tolist(), first):
             if 0 <= token < vocab:
                 bits[token] = True
-                counts[req_index, token] += amount * int(position >= int(prompt_lens[row]))
+                counts[req_index, token] += c.amount * int(position >= int(c.prompt_lens[row]))
         places = torch.arange(32, device=seen.device)
         words = (bits.view(-1, 32).long() << places).sum(1)
         seen[req_index] = torch.where(words < 2**31, words, words - 2**32).int()
 
 
-def token_logprobs_reference(
-    logits: torch.Tensor,
-    tokens: torch.Tensor,
-    wanted: torch.Tensor,
-    logprobs: torch.Tensor,
-    ranks: torch.Tensor,
-    top_tokens: torch.Tensor,
-    top_logprobs: torch.Tensor,
-) -> None:
+def token_logprobs_reference(c: Any) -> None:
     """Reference of `graphrt::token_logprobs`."""
+    logits, logprobs, ranks, top_tokens, top_logprobs = c.logits, c.logprobs, c.ranks, c.top_tokens, c.top_logprobs
     logprobs.fill_(float("nan"))
     ranks.zero_()
     top_tokens.fill_(NO_TOKEN)
     top_logprobs.fill_(float("nan"))
     vocab = logits.shape[1]
-    for row, asked in enumerate(wanted.tolist()):
+    for row, asked in enumerate(c.wanted.tolist()):
         logit = logits[row].float()
         logit = torch.where(logit > float("-inf"), logit, float("-inf"))
         best = logit.max()
@@ -274,7 +255,7 @@ def token_logprobs_reference(
         below = torch.where(logit >= best, 0.0, logit - best)
         logprob = below - below.double().exp().sum().log().float()
         order = torch.sort(logit, descending=True, stable=True).indices
-        token = int(tokens[row])
+        token = int(c.tokens[row])
         if 0 <= token < vocab:
             logprobs[row] = logprob[token]
             ranks[row] = int((order == token).nonzero()) + 1

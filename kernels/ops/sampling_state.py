@@ -156,14 +156,7 @@ def _launch(call: _Call) -> None:
     )  # fmt: skip
 
 
-def _reference(call: _Call) -> None:
-    record_tokens_reference(
-        call.tokens, call.query_start_loc, call.seq_lens, call.req_indices, call.prompt_lens, call.repetition,
-        call.presence, call.frequency, call.seen, call.counts, call.amount,
-    )  # fmt: skip
-
-
-_op = DeclaredOp("record_tokens", _Call, triton_impl=_launch, reference=_reference)
+_op = DeclaredOp("record_tokens", _Call, triton_impl=_launch, reference=record_tokens_reference)
 
 
 def record_tokens(
@@ -211,13 +204,7 @@ def record_tokens(
 def compile_variants() -> list[CompileSpec]:
     """Return the only variant."""
     floats = ("repetition_ptr", "presence_ptr", "frequency_ptr")
-    signature = {
-        name: "*fp32" if name in floats else "*i32" if name.endswith("_ptr") else "i32"
-        for name in _record_tokens_kernel.arg_names
-    }
-    signature |= {"tokens_ptr": "*i64", "BLOCK": "constexpr"}
+    types = {"tokens_ptr": "*i64", **dict.fromkeys(floats, "*fp32")}
     return [
-        CompileSpec(
-            "record_tokens", _record_tokens_kernel, signature, {"BLOCK": _BLOCK}, _NUM_WARPS, 3, max_registers=128
-        )
+        CompileSpec("record_tokens", _record_tokens_kernel, types, {"BLOCK": _BLOCK}, _NUM_WARPS, 3, max_registers=128)
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import tracemalloc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 
 from graphrt.kernels.errors import ShapeError
-from graphrt.kernels.library import INTERPRETER_AVAILABLE, interpreted
 from graphrt.kernels.metadata import step_inputs as layout
 from graphrt.kernels.metadata.arguments import operands
 from graphrt.kernels.metadata.buffers import BufferKind, StaticBuffers
@@ -21,7 +20,6 @@ from graphrt.kernels.metadata.page_list import list_pages
 from graphrt.kernels.metadata.read_inputs import as_declared
 from graphrt.kernels.metadata.refresh import refresh
 from graphrt.kernels.types import FaultCode
-from graphrt.testing.interpreter import shuffled_programs
 from tests.support.refresh_rig import (
     ALSO,
     CHUNK,
@@ -45,18 +43,6 @@ MIXED_BATCH = (GOOD, CHUNK, ALSO)  # tokens at 0, 1 and 6 of 7; pages at 0, 2 an
 LARGEST, SMALLEST = 2**31 - 1, -(2**31)
 
 
-@pytest.fixture(params=["reference", "interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
-def where(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    """A device on which the op runs its reference, the interpreted kernel, or the compiled one."""
-    if request.param == "interpreter":
-        if not INTERPRETER_AVAILABLE:
-            pytest.skip("the compiled kernels are tested on this machine")
-        with interpreted(), shuffled_programs():
-            yield CPU
-    else:
-        yield CPU if request.param == "reference" else torch.device("cuda", 0)
-
-
 def with_field(words: list[int], field: int, position: int, value: int) -> list[int]:
     """Return the inputs with one field of one request changed."""
     count = words[layout.HEADER_NUM_REQS]
@@ -78,35 +64,38 @@ def check_served(
 
 @pytest.mark.parametrize("value", [5, 6, 99, LARGEST, -1, SMALLEST], ids=str)
 @pytest.mark.parametrize("position", [0, 1, 2])
-def test_a_page_start_outside_the_list_gives_no_pages(where: torch.device, position: int, value: int) -> None:
+def test_a_page_start_outside_the_list_gives_no_pages(op_device: torch.device, position: int, value: int) -> None:
     words = with_field(pack(DECODE_BATCH, 7), layout.REQ_PAGES + layout.PAGE_START, position, value)
     faults = {position: (F.LENGTH_EXCEEDS_PAGES, DECODE_BATCH[position].seq_len)}
-    check_served(Rig(Sizes(), where), words, DECODE_BATCH, faults)
+    check_served(Rig(Sizes(), op_device), words, DECODE_BATCH, faults)
 
 
-def test_a_page_list_starts_at_its_page_start(where: torch.device) -> None:
+def test_a_page_list_starts_at_its_page_start(op_device: torch.device) -> None:
     """Requests may share pages that they only read. Pages beyond the list are missing."""
     words = pack(DECODE_BATCH, 7)
     shared = (GOOD, ALSO, replace(THIRD, pages=[5, 6]))
     page = (F.DUPLICATE_PAGE, 6)
     both_write = with_field(words, layout.REQ_PAGES + layout.PAGE_START, 2, 0)
-    check_served(Rig(Sizes(), where), both_write, shared, {0: page, 2: page})
+    check_served(Rig(Sizes(), op_device), both_write, shared, {0: page, 2: page})
     same_slot = with_field(both_write, layout.REQ_SEQ_LEN, 2, GOOD.seq_len)
-    check_served(Rig(Sizes(), where), same_slot, shared, {0: page, 2: page})
+    check_served(Rig(Sizes(), op_device), same_slot, shared, {0: page, 2: page})
     one_reads = (GOOD, ALSO, replace(THIRD, seq_len=9, pages=[5, 6, 9]))
     check_served(
-        Rig(Sizes(), where), pack(one_reads, 7), one_reads, {1: (F.DUPLICATE_PAGE, 9), 2: (F.DUPLICATE_PAGE, 9)}
+        Rig(Sizes(), op_device), pack(one_reads, 7), one_reads, {1: (F.DUPLICATE_PAGE, 9), 2: (F.DUPLICATE_PAGE, 9)}
     )
     one_left = with_field(words, layout.REQ_PAGES + layout.PAGE_START, 2, 4)
-    check_served(Rig(Sizes(), where), one_left, DECODE_BATCH, {2: (F.LENGTH_EXCEEDS_PAGES, 8)})
+    check_served(Rig(Sizes(), op_device), one_left, DECODE_BATCH, {2: (F.LENGTH_EXCEEDS_PAGES, 8)})
     enough_left = with_field(one_left, layout.REQ_SEQ_LEN, 2, 4)
-    check_served(Rig(Sizes(), where), enough_left, (GOOD, ALSO, replace(THIRD, seq_len=4, pages=[12])), {})
+    check_served(Rig(Sizes(), op_device), enough_left, (GOOD, ALSO, replace(THIRD, seq_len=4, pages=[12])), {})
 
 
 @pytest.mark.parametrize("first", [LARGEST, 1 << 30, 10, 9], ids=str)
-def test_a_list_far_beyond_the_sequence_gives_no_pages(where: torch.device, first: int) -> None:
+def test_a_list_far_beyond_the_sequence_gives_no_pages(op_device: torch.device, first: int) -> None:
     """It also allocates no memory for the columns before it."""
-    rig, words = Rig(Sizes(), where), with_field(pack(DECODE_BATCH, 7), layout.REQ_PAGES + layout.PAGE_FIRST, 2, first)
+    rig, words = (
+        Rig(Sizes(), op_device),
+        with_field(pack(DECODE_BATCH, 7), layout.REQ_PAGES + layout.PAGE_FIRST, 2, first),
+    )
     tracemalloc.start()
     try:
         check_served(rig, words, DECODE_BATCH, {2: (F.LENGTH_EXCEEDS_PAGES, THIRD.seq_len)})
@@ -116,27 +105,27 @@ def test_a_list_far_beyond_the_sequence_gives_no_pages(where: torch.device, firs
 
 
 @pytest.mark.parametrize("count", [3, 6, LARGEST], ids=str)
-def test_a_page_count_beyond_the_list_is_truncated(where: torch.device, count: int) -> None:
+def test_a_page_count_beyond_the_list_is_truncated(op_device: torch.device, count: int) -> None:
     words = with_field(pack(DECODE_BATCH, 7), layout.REQ_PAGES + layout.PAGE_COUNT, 2, count)
-    check_served(Rig(Sizes(), where), words, DECODE_BATCH, {})
+    check_served(Rig(Sizes(), op_device), words, DECODE_BATCH, {})
     longer = with_field(words, layout.REQ_SEQ_LEN, 2, 9)
-    check_served(Rig(Sizes(), where), longer, DECODE_BATCH, {2: (F.LENGTH_EXCEEDS_PAGES, 9)})
+    check_served(Rig(Sizes(), op_device), longer, DECODE_BATCH, {2: (F.LENGTH_EXCEEDS_PAGES, 9)})
 
 
 @pytest.mark.parametrize("count", [0, -1, SMALLEST], ids=str)
-def test_a_page_count_below_one_gives_no_pages(where: torch.device, count: int) -> None:
+def test_a_page_count_below_one_gives_no_pages(op_device: torch.device, count: int) -> None:
     words = with_field(pack(DECODE_BATCH, 7), layout.REQ_PAGES + layout.PAGE_COUNT, 1, count)
-    check_served(Rig(Sizes(), where), words, DECODE_BATCH, {1: (F.LENGTH_EXCEEDS_PAGES, 1)})
+    check_served(Rig(Sizes(), op_device), words, DECODE_BATCH, {1: (F.LENGTH_EXCEEDS_PAGES, 1)})
 
 
-def test_a_list_that_covers_other_requests_checks_their_pages(where: torch.device) -> None:
+def test_a_list_that_covers_other_requests_checks_their_pages(op_device: torch.device) -> None:
     """Pages of the following requests are spare pages of this one; a bad one among them is a fault."""
     words = with_field(pack(DECODE_BATCH, 7), layout.REQ_PAGES + layout.PAGE_COUNT, 0, 5)
     batch = (replace(GOOD, pages=[5, 6, 9, 11, 12]), ALSO, THIRD)
-    check_served(Rig(Sizes(), where), words, batch, {})
+    check_served(Rig(Sizes(), op_device), words, batch, {})
     null = pack((GOOD, ALSO, replace(THIRD, pages=[11, 0])), 7)
     faults = {0: (F.PAGE_OUT_OF_RANGE, 0), 2: (F.PAGE_OUT_OF_RANGE, 0)}
-    check_served(Rig(Sizes(), where), with_field(null, layout.REQ_PAGES + layout.PAGE_COUNT, 0, 5), batch, faults)
+    check_served(Rig(Sizes(), op_device), with_field(null, layout.REQ_PAGES + layout.PAGE_COUNT, 0, 5), batch, faults)
 
 
 BAD = {position: (F.BAD_LENGTH, MIXED_BATCH[position].seq_len) for position in range(3)}
@@ -156,28 +145,28 @@ STARTS = {  # position, its wrong first token, the starts that follow, the fault
 
 
 @pytest.mark.parametrize("case", STARTS)
-def test_a_wrong_query_start_faults_only_the_requests_next_to_it(where: torch.device, case: str) -> None:
+def test_a_wrong_query_start_faults_only_the_requests_next_to_it(op_device: torch.device, case: str) -> None:
     position, value, starts, fallen = STARTS[case]
     words = with_field(pack(MIXED_BATCH, 7), layout.REQ_QUERY_START, position, value)
-    check_served(Rig(MIXED, where), words, MIXED_BATCH, {r: BAD[r] for r in fallen}, starts)
+    check_served(Rig(MIXED, op_device), words, MIXED_BATCH, {r: BAD[r] for r in fallen}, starts)
 
 
 @pytest.mark.parametrize("value", [-1, 1, 2, 4, LARGEST], ids=str)
-def test_a_decode_graph_checks_query_start(where: torch.device, value: int) -> None:
+def test_a_decode_graph_checks_query_start(op_device: torch.device, value: int) -> None:
     batch = (Request(2, [1, 1, 2], 9, [1, 2, 3]), Request(0, [7, 8, 9], 3, [4]), Request(4, [5, 6, 7], 4, [5]))
     words = with_field(pack(batch, 7), layout.REQ_QUERY_START, 1, value)
-    check_served(Rig(SPEC, where), words, batch, {1: (F.BAD_LENGTH, 3)})
+    check_served(Rig(SPEC, op_device), words, batch, {1: (F.BAD_LENGTH, 3)})
 
 
 @pytest.mark.parametrize("tokens", [5, 4], ids=str)
-def test_a_decode_request_with_missing_tokens_is_faulty(where: torch.device, tokens: int) -> None:
+def test_a_decode_request_with_missing_tokens_is_faulty(op_device: torch.device, tokens: int) -> None:
     """The header has fewer tokens than the requests."""
     batch = (Request(2, [1, 1, 2], 9, [1, 2, 3]), Request(0, [7, 8, 9], 3, [4]))
     words = pack(batch, 7)
     words[layout.HEADER_NUM_TOKENS] = tokens
     tokens_at = layout.HEADER_SIZE + 2 * layout.req_fields(1)
     del words[tokens_at + tokens : tokens_at + 6]
-    rig = Rig(SPEC, where)
+    rig = Rig(SPEC, op_device)
     rig.run(words)
     assert rig.tensors.req_status.tolist() == [1, -2, -1, -1]
     assert rig.tensors.fault_code.tolist() == [0, int(F.BAD_LENGTH), 0, 0]
@@ -323,10 +312,10 @@ def test_smallest_extents() -> None:
         run(tensors(), sizes, query_len=2)
 
 
-def test_the_last_page_and_request_index_have_a_writer(where: torch.device) -> None:
+def test_the_last_page_and_request_index_have_a_writer(op_device: torch.device) -> None:
     """Conflicts on the last page and the last request index are found; memory after the buffer is not written."""
-    rig = Rig(Sizes(), where)
-    guarded = torch.zeros(32 + 8 + 5, dtype=torch.int64, device=where)
+    rig = Rig(Sizes(), op_device)
+    guarded = torch.zeros(32 + 8 + 5, dtype=torch.int64, device=op_device)
     rig.tensors = replace(rig.tensors, last_writers=guarded[:-5])
     batch = (Request(7, [1], 3, [31]), Request(6, [1], 6, [30, 31]), Request(4, [1], 1, [1]), Request(5, [2], 1, [2]))
     page = (F.DUPLICATE_PAGE, 31)
@@ -338,14 +327,14 @@ def test_the_last_page_and_request_index_have_a_writer(where: torch.device) -> N
 
 
 @pytest.mark.parametrize("max_pages", [3, 10])
-def test_a_sequence_longer_than_its_table_is_faulty(where: torch.device, max_pages: int) -> None:
+def test_a_sequence_longer_than_its_table_is_faulty(op_device: torch.device, max_pages: int) -> None:
     """The columns of the table limit the length, whatever max_seq_len and the inputs allow."""
     sizes = Sizes(max_pages=max_pages, max_seq_len=60)
     last = Request(4, [1], 4 * max_pages, range(20, 20 + max_pages))
     longer = Request(5, [1], 4 * max_pages + 1, range(9, 10 + max_pages))
-    check_served(Rig(sizes, where), pack((last,), 7), (last,), {})
+    check_served(Rig(sizes, op_device), pack((last,), 7), (last,), {})
     check_served(
-        Rig(sizes, where),
+        Rig(sizes, op_device),
         pack((last, longer), 7),
         (last, longer),
         {1: (F.LENGTH_EXCEEDS_PAGES, 4 * max_pages + 1)},
@@ -380,9 +369,9 @@ def test_operands_follow_from_the_declarations() -> None:
 # -- page lists
 
 
-def test_page_lists_inside_and_outside_their_buffer(where: torch.device) -> None:
+def test_page_lists_inside_and_outside_their_buffer(op_device: torch.device) -> None:
     """With any indptr, writes outside the buffer are dropped, and all others are made."""
-    table = torch.arange(1, 16, dtype=torch.int32, device=where).reshape(3, 5)
+    table = torch.arange(1, 16, dtype=torch.int32, device=op_device).reshape(3, 5)
     for indptr, want in (
         ([0, 5, 6, 8], [1, 2, 3, 4, 5, 6, 11, 12, -7]),
         ([1, 2, 2, 8], [-7, 1, 11, 12, 13, 14, 15, -7, -7]),
@@ -391,8 +380,8 @@ def test_page_lists_inside_and_outside_their_buffer(where: torch.device) -> None
         ([8, 9, 10, 11], [-7] * 9),
         ([5, 3, 3, 4], [-7, -7, -7, 11, -7, -7, -7, -7, -7]),
     ):
-        indices = torch.full((9,), -7, dtype=torch.int32, device=where)
-        list_pages(table, torch.tensor(indptr, dtype=torch.int32, device=where), indices[:8])
+        indices = torch.full((9,), -7, dtype=torch.int32, device=op_device)
+        list_pages(table, torch.tensor(indptr, dtype=torch.int32, device=op_device), indices[:8])
         assert indices.tolist() == want, indptr
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.metadata.page_list import list_pages, list_pages_reference
 
 CASES = {
@@ -33,11 +32,3 @@ def test_lists_the_pages_of_each_row(op, case: str, kernel_device: torch.device,
             if start + column < capacity:
                 want[start + column] = int(wide[row, column])
     assert indices.tolist() == want
-
-
-def test_wrong_arguments_raise() -> None:
-    table, indptr = torch.zeros(2, 3, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
-    with pytest.raises(ShapeError, match="indptr: expected"):
-        list_pages(table, indptr[:2], torch.zeros(6, dtype=torch.int32))
-    with pytest.raises(ShapeError, match="indices: expected"):
-        list_pages(table, indptr, torch.zeros(6, dtype=torch.int64))

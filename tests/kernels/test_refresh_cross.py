@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -94,20 +93,13 @@ class Rig:
             assert b.block_table[g, len(requests) : ROWS].eq(spec.null_page).all()
 
 
-@pytest.fixture(params=["reference", "interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
-def runner(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    """Run steps by the reference, by interpreted kernels, or by kernels on a device."""
-    with interpreted() if request.param == "interpreter" else nullcontext():
-        yield torch.device("cuda" if request.param == "cuda" else "cpu")
-
-
 def lists(rig: Rig, own: list[int], crossing: list[int]) -> list[list[int]]:
     return [crossing if group.max_encoder_len else own for group in rig.groups]
 
 
 @pytest.mark.parametrize("name", GROUPS)
-def test_requests_share_encoder_pages_and_list_them_once(name: str, runner: torch.device) -> None:
-    rig = Rig(GROUPS[name], runner)
+def test_requests_share_encoder_pages_and_list_them_once(name: str, op_device: torch.device) -> None:
+    rig = Rig(GROUPS[name], op_device)
     a, b, c = lists(rig, [20], [3, 9, 4]), lists(rig, [21, 22], [3, 9, 4]), lists(rig, [23], [])
     known = {0: Sequence(1, 5, a), 2: Sequence(5, 6, b), 3: Sequence(1, 0, c)}
     requests = [Request(0, [1], 1, a, encoder_len=5), Request(2, [1] * 5, 5, b, encoder_len=6), Request(3, [1], 1, c)]
@@ -133,9 +125,9 @@ def test_requests_share_encoder_pages_and_list_them_once(name: str, runner: torc
 
 
 @pytest.mark.parametrize("name", ["own_first", "cross_first"])
-def test_faults(name: str, runner: torch.device) -> None:
+def test_faults(name: str, op_device: torch.device) -> None:
     groups = GROUPS[name]
-    rig, g = Rig(groups, runner), next(i for i, group in enumerate(groups) if group.max_encoder_len)
+    rig, g = Rig(groups, op_device), next(i for i, group in enumerate(groups) if group.max_encoder_len)
     good = lists(rig, [20], [3, 9])
     known = {1: Sequence(1, 3, good)}
     for crossing, encoder_len, fault in (
@@ -164,9 +156,9 @@ def test_faults(name: str, runner: torch.device) -> None:
 
 
 @pytest.mark.parametrize("name", GROUPS)
-def test_a_continuing_request_must_repeat_its_encoder_len(name: str, runner: torch.device) -> None:
+def test_a_continuing_request_must_repeat_its_encoder_len(name: str, op_device: torch.device) -> None:
     """A wrong length is a fault with that value, and does not change the request's state."""
-    rig = Rig(GROUPS[name], runner)
+    rig = Rig(GROUPS[name], op_device)
     g = next(i for i, group in enumerate(rig.groups) if group.max_encoder_len)
     begins, goes_on = lists(rig, [20], [3, 9, 4]), lists(rig, [], [])
     known = {2: Sequence(1, 5, begins)}
@@ -196,9 +188,9 @@ def test_a_continuing_request_must_repeat_its_encoder_len(name: str, runner: tor
 
 
 @pytest.mark.parametrize("name", GROUPS)
-def test_a_prefix_hit_reads_no_page_of_the_previous_sequence(name: str, runner: torch.device) -> None:
+def test_a_prefix_hit_reads_no_page_of_the_previous_sequence(name: str, op_device: torch.device) -> None:
     """A sequence that starts in its middle on a used request index lists its pages from page 0; none are kept."""
-    rig = Rig(GROUPS[name], runner)
+    rig = Rig(GROUPS[name], op_device)
     g = next(i for i, group in enumerate(rig.groups) if group.max_encoder_len)
     requests = [Request(2, [1], 1, lists(rig, [20], [3, 9, 4]), encoder_len=5)]
     rig.run(requests)
@@ -215,9 +207,9 @@ def test_a_prefix_hit_reads_no_page_of_the_previous_sequence(name: str, runner: 
     rig.check(requests, {}, {0: (FaultCode.ENCODER_LEN_CHANGED, 3, g)})
 
 
-def test_a_prefix_hit_lists_its_pages_in_every_group(runner: torch.device) -> None:
+def test_a_prefix_hit_lists_its_pages_in_every_group(op_device: torch.device) -> None:
     """This includes other groups of its own tokens: if one list starts at page 0, an empty list keeps no pages."""
-    rig = Rig((OWN, replace(OWN, page_size=2, max_pages=10)), runner)
+    rig = Rig((OWN, replace(OWN, page_size=2, max_pages=10)), op_device)
     requests = [Request(2, [1] * 5, 5, ([20, 21], [3, 4, 5]))]
     rig.run(requests)
     rig.check(requests, {2: Sequence(5, 0, [[20, 21], [3, 4, 5]])}, {})
@@ -229,8 +221,8 @@ def test_a_prefix_hit_lists_its_pages_in_every_group(runner: torch.device) -> No
     rig.check(requests, {2: Sequence(6, 0, [[22, 23], [6, 7, 8]])}, {})
 
 
-def test_requests_of_a_runtime_without_kv_groups_need_no_pages(runner: torch.device) -> None:
-    rig = Rig((PageGroup(1, 1, 0, 1, max_encoder_len=1),), runner)
+def test_requests_of_a_runtime_without_kv_groups_need_no_pages(op_device: torch.device) -> None:
+    rig = Rig((PageGroup(1, 1, 0, 1, max_encoder_len=1),), op_device)
     requests = [Request(3, [1, 2, 3], 3), Request(0, [4], 1)]
     rig.run(requests)
     rig.check(requests, {3: Sequence(3, 0, [[]]), 0: Sequence(1, 0, [[]])}, {})

@@ -17,25 +17,14 @@ def ints(values: list[int], device: torch.device) -> torch.Tensor:
     return torch.tensor(values, dtype=I32, device=device)
 
 
-@pytest.fixture(params=["reference", "kernel"])
-def where(request: pytest.FixtureRequest, kernel_device: torch.device) -> torch.device:
-    """The kernel's device; or the CPU outside of the interpreter, where the reference runs."""
-    if request.param == "kernel":
-        return kernel_device
-    from graphrt.kernels import library
-
-    request.getfixturevalue("monkeypatch").setattr(library, "_cpu_runs_triton", False)
-    return torch.device("cpu")
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("vocab", [5, 2048, 4500])
 def test_against_log_softmax_and_a_stable_sort(
-    where: torch.device, rng: torch.Generator, dtype: torch.dtype, vocab: int
+    op_device: torch.device, rng: torch.Generator, dtype: torch.dtype, vocab: int
 ) -> None:
     logits = (3 * torch.randn(5, vocab, generator=rng)).to(dtype)
     tokens, wanted = [0, vocab - 1, vocab // 2, NO_TOKEN, 3], [20, 0, 1, 3, -1]
-    out = token_logprobs(logits.to(where), ints(tokens, where), ints(wanted, where), max_top=20)
+    out = token_logprobs(logits.to(op_device), ints(tokens, op_device), ints(wanted, op_device), max_top=20)
     exact = logits.double().log_softmax(-1)
     order = torch.sort(logits.float(), dim=-1, descending=True, stable=True).indices
     for r, (token, count) in enumerate(zip(tokens, wanted, strict=True)):
@@ -52,9 +41,9 @@ def test_against_log_softmax_and_a_stable_sort(
         assert out.top_logprobs[r, count:].isnan().all()
 
 
-def test_ranks_of_equal_logits_follow_token_ids(where: torch.device) -> None:
-    logits = torch.zeros(3, 2100, device=where)
-    out = token_logprobs(logits, ints([0, 2047, 2099], where), ints([3, 0, 2], where), max_top=3)
+def test_ranks_of_equal_logits_follow_token_ids(op_device: torch.device) -> None:
+    logits = torch.zeros(3, 2100, device=op_device)
+    out = token_logprobs(logits, ints([0, 2047, 2099], op_device), ints([3, 0, 2], op_device), max_top=3)
     assert out.ranks.tolist() == [1, 2048, 2100]
     assert out.top_tokens.tolist() == [[0, 1, 2], [-1, -1, -1], [0, 1, -1]]
 
@@ -70,9 +59,11 @@ EXTREMES = {
 
 
 @pytest.mark.parametrize("case", EXTREMES)
-def test_extreme_logits(where: torch.device, case: str) -> None:
+def test_extreme_logits(op_device: torch.device, case: str) -> None:
     logits, logprob, rank, top = EXTREMES[case]
-    out = token_logprobs(torch.tensor([logits], device=where), ints([1], where), ints([2], where), max_top=2)
+    out = token_logprobs(
+        torch.tensor([logits], device=op_device), ints([1], op_device), ints([2], op_device), max_top=2
+    )
     torch.testing.assert_close(out.logprobs.cpu(), torch.tensor([logprob]), equal_nan=True)
     assert out.ranks.tolist() == [rank]
     assert out.top_tokens.tolist() == [top]

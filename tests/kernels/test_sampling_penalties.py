@@ -15,20 +15,17 @@ from graphrt.kernels.ops.sampling_reference import (
     sample_reference,
     unpacked_bits,
 )
-from graphrt.kernels.ops.sampling_state import Penalties, PenaltyState, record_tokens, state_words
+from graphrt.kernels.ops.sampling_state import Penalties, PenaltyState, record_tokens
 from graphrt.kernels.types import NO_TOKEN
 from tests.support.sampling_cases import (
     I32,
     INF,
     arguments,
     biases,
-    drawn,
     formula,
-    packed,
     penalties_with,
     token_mask,
     truncation,
-    warped,
 )
 
 NAN = float("nan")
@@ -76,58 +73,21 @@ def test_kernel_ranks_tokens_as_the_formula(kernel_device: torch.device, rng: to
     assert have.tolist() == expected.topk(6).indices.tolist()
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_frequencies_with_everything_at_once(device: str) -> None:
-    """Chi-square of 3000 draws: mask, bias, penalties, temperature, min-p, top-k and top-p."""
-    logits = torch.tensor([0.5, 1.0, -0.5, 2.1, 0.3, 1.7, -1.0, 0.2, 0.6, -2.0, 1.2, 3.0])
-    prompt, output, where = [3, 3, 9], [5, 5, 1], torch.device(device)
-    allowed = torch.ones(1, 12, dtype=torch.bool)
-    allowed[0, 11] = False
-    values = torch.where(allowed[0], logits, -INF)
-    values[[2, 10]] += torch.tensor([1.5, -0.4])
-    exact = torch.tensor(formula(values, prompt, output, 1.2, 0.3, 0.2))
-    exact = warped(exact, 0.9, 8, 0.95, 0.02).softmax(0)
-    penalties, req_indices = penalties_with([(prompt, output)], 12, where, 1.2, 0.3, 0.2)
-    bias = biases([{2: 1.5, 10: -0.4}], req_indices.tolist(), 4, where)
-
-    def repeated(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.expand(3000).contiguous()
-
-    tokens = drawn(
-        logits.to(where), 3000, 0.9, req_indices=repeated(req_indices), bias=bias,
-        penalties=Penalties(
-            repeated(penalties.repetition), repeated(penalties.presence), repeated(penalties.frequency), penalties.state
-        ),
-        token_mask=TokenMask(packed(allowed).to(where), torch.zeros(3000, dtype=I32, device=where)),
-        truncation=truncation(3000, where, top_k=8, top_p=0.95, min_p=0.02),
-    )  # fmt: skip
-    observed = torch.bincount(tokens.long(), minlength=12).double()
-    kept = exact > 0
-    assert observed[~kept].sum() == 0
-    expected = 3000 * exact[kept]
-    assert ((observed[kept] - expected) ** 2 / expected).sum() < 27.9  # 9 degrees of freedom, 0.1 %
-
-
 def test_truncation_applies_to_penalised_logits(kernel_device: torch.device, rng: torch.Generator) -> None:
     """Against the reference, in a vocabulary of two chunks, with a row that keeps more than a list holds."""
     logits = torch.randn(3, 2900, generator=rng)
     tokens = torch.randint(0, 2900, (3, 40), generator=rng).tolist()
     sequences = [(row[:20], row[20:]) for row in tokens]
 
-    def on(device: torch.device) -> list[int]:
-        penalties, req_indices = penalties_with(sequences, 2900, device, 1.5, 0.5, 0.2)
-        options = truncation(3, device, top_k=[30, 0, 0], top_p=[1.0, 0.95, 0.6], min_p=[0.0, 0.0, 0.01])
-        args = arguments(logits.to(device), 1.0)
-        return sample(*args, truncation=options, penalties=penalties, req_indices=req_indices).tolist()
-
-    penalties, req_indices = penalties_with(sequences, 2900, CPU, 1.5, 0.5, 0.2)
-    options = truncation(3, CPU, top_k=[30, 0, 0], top_p=[1.0, 0.95, 0.6], min_p=[0.0, 0.0, 0.01])
-    p = penalties
+    penalties, req_indices = penalties_with(sequences, 2900, kernel_device, 1.5, 0.5, 0.2)
+    options = truncation(3, kernel_device, top_k=[30, 0, 0], top_p=[1.0, 0.95, 0.6], min_p=[0.0, 0.0, 0.01])
+    args = arguments(logits.to(kernel_device), 1.0)
     expected = sample_reference(
-        *arguments(logits, 1.0), req_indices, options.top_k, options.top_p, options.min_p, p.repetition, p.presence,
-        p.frequency, p.state.seen, p.state.counts,
-    ).tolist()  # fmt: skip
-    assert on(kernel_device) == expected
+        *args, req_indices, options.top_k, options.top_p, options.min_p, penalties.repetition, penalties.presence,
+        penalties.frequency, penalties.state.seen, penalties.state.counts,
+    )  # fmt: skip
+    have = sample(*args, truncation=options, penalties=penalties, req_indices=req_indices)
+    assert have.tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("values", [(0.0, NAN, NAN), (-1.0, INF, -INF), (INF, 0.0, 0.0), (NAN, -INF, INF), (1.0, 0, 0)])
@@ -401,10 +361,6 @@ def test_logits_and_state_are_not_written(kernel_device: torch.device, rng: torc
     options = truncation(4, kernel_device, top_k=5, top_p=0.9)
     sample(*arguments(logits, 1.0), penalties=penalties, req_indices=req_indices, truncation=options)
     assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
-
-
-def test_words_of_a_vocabulary() -> None:
-    assert [state_words(v) for v in (1, 31, 32, 33, 128256)] == [1, 1, 1, 2, 4008]
 
 
 @pytest.mark.gpu

@@ -13,6 +13,7 @@ from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
 from graphrt.session.session import DecodeSession, SessionRequest
 from graphrt.testing.poison import poison_derived
+from tests.support.sampling_cases import finish
 from tests.support.toy import VOCAB, LivelyModel, ToyModel, make_rig, make_runtime
 
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4], [6]]
@@ -93,9 +94,7 @@ def test_forks_and_stop_tokens(device: torch.device) -> None:
         session.collect(wait=True)
         later = session.fork(fork)
         session.release(row)
-        while session.running:
-            session.run(4)
-            session.collect(wait=True)
+        finish(session, 4)
         assert fork.logprobs == later.logprobs
         assert fork.logprobs is not later.logprobs
         check_row(runtime, fork)
@@ -106,9 +105,7 @@ def test_forks_and_stop_tokens(device: torch.device) -> None:
         others = set(range(VOCAB)) - set(fork.tokens)
         session.release(later)
         stopped = session.add(PROMPTS[0], SamplingParams(20, logprobs=1, stop_ids=frozenset({stop, *others})))
-        while session.running:
-            session.run(8)
-            session.collect(wait=True)
+        finish(session, 8)
         assert stopped.tokens == fork.tokens[: at + 1]
         check_row(runtime, stopped)
 
@@ -174,21 +171,6 @@ def test_launches_have_log_probabilities_by_step(device: torch.device) -> None:
         assert plain.tokens == row.tokens[:2]
 
 
-def test_generators_yield_log_probabilities(device: torch.device) -> None:
-    runtime = runtime_of(device)
-    params = [SamplingParams(6, logprobs=3), SamplingParams(6), SamplingParams(6, temperature=40.0, logprobs=0)]
-    outputs: list[list[int]] = [[], [], []]
-    for event in TextGenerator(runtime).generate(PROMPTS, params):
-        asked = params[event.prompt].logprobs
-        if asked is None:
-            assert event.logprob is None
-        else:
-            logits = model_of(runtime).oracle(PROMPTS[event.prompt] + outputs[event.prompt])
-            check(event.logprob, logits, event.token, asked)
-        outputs[event.prompt].append(event.token)
-    assert [len(output) for output in outputs] == [6] * 3
-
-
 @pytest.mark.parametrize("swap_bytes", [1 << 20, 0], ids=["swapped", "computed_again"])
 @pytest.mark.parametrize("num_pages", [60, 14], ids=["plenty", "scarce"])
 def test_events_have_prompt_log_probabilities(device: torch.device, num_pages: int, swap_bytes: int) -> None:
@@ -232,9 +214,7 @@ def test_prompt_log_probabilities_do_not_change_tokens(device: torch.device) -> 
         plain = SamplingParams(12, temperature=30.0, seed=5)
         asked = SamplingParams(12, temperature=30.0, seed=5, logprobs=2, prompt_logprobs=1)
         rows = [session.add(PROMPTS[0], params) for params in (plain, asked)]
-        while session.running:
-            session.run(4)
-            session.collect(wait=True)
+        finish(session, 4)
         assert rows[0].tokens == rows[1].tokens
 
 

@@ -17,7 +17,7 @@ from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
 from graphrt.session.requests import SessionRequest
 from graphrt.session.session import DecodeSession
-from tests.support.sampling_cases import penalised
+from tests.support.sampling_cases import finish, generated, penalised
 from tests.support.toy import VOCAB, LivelyModel, ToyModel, make_runtime
 
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4], [6]]
@@ -53,12 +53,6 @@ def expected(model: ToyModel, prompt: list[int], params: SamplingParams, allowed
 def ends(model: ToyModel, prompt: list[int], count: int) -> frozenset[int]:
     """The first tokens of the greedy output: as stop tokens they end it at once."""
     return frozenset(expected(model, prompt, SamplingParams(count)))
-
-
-def finish(session: DecodeSession, steps: int = 5) -> None:
-    while session.running:
-        session.run(steps)
-        session.collect(wait=True)
 
 
 def cases(model: ToyModel) -> list[SamplingParams]:
@@ -102,10 +96,8 @@ def test_generator(device: torch.device, num_pages: int) -> None:
     runtime = runtime_of(device, num_pages=num_pages)
     model = model_of(runtime)
     params = cases(model)
-    outputs: list[list[int]] = [[] for _ in params]
     generator = TextGenerator(runtime, swap_bytes=0)
-    for event in generator.generate(PROMPTS, params):
-        outputs[event.prompt] += [] if event.token is None else [event.token]
+    outputs = generated(generator, PROMPTS, params)
     want = [expected(model, prompt, of) for prompt, of in zip(PROMPTS, params, strict=True)]
     assert outputs == [out[:-1] if out[-1] in of.stop_ids else out for out, of in zip(want, params, strict=True)]
     assert (generator.stats.preemptions > 0) == (num_pages == 9)

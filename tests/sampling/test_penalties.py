@@ -14,7 +14,7 @@ from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
 from graphrt.session.session import DecodeSession
 from graphrt.testing.poison import poison_derived
-from tests.support.sampling_cases import penalised
+from tests.support.sampling_cases import finish, generated, penalised
 from tests.support.toy import VOCAB, ToyModel, make_runtime
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
@@ -50,9 +50,7 @@ def run_session(
 ) -> list[list[int]]:
     with DecodeSession(runtime) as session:
         rows = [session.add(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
-        while session.running:
-            session.run(steps)
-            session.collect(wait=True)
+        finish(session, steps)
         return [row.tokens for row in rows]
 
 
@@ -109,9 +107,7 @@ def test_mixed_steps_reorder_requests(device: torch.device) -> None:
         for prompt, each in zip(prompts, params, strict=True):
             rows.append(session.add(prompt, each))
             session.run(2)
-        while session.running:
-            session.run(3)
-            session.collect(wait=True)
+        finish(session, 3)
         want = [expected(model_of(runtime), prompt, each) for prompt, each in zip(prompts, params, strict=True)]
         assert [row.tokens for row in rows] == want
 
@@ -124,10 +120,7 @@ def test_a_preempted_sequence_counts_its_tokens_once(device: torch.device) -> No
     want = [expected(model_of(runtime), prompt, each) for prompt, each in zip(prompts, params, strict=True)]
     for swap_bytes in (0, 1 << 20):
         generator = TextGenerator(runtime, swap_bytes=swap_bytes)
-        outputs: list[list[int]] = [[] for _ in prompts]
-        for event in generator.generate(prompts, params):
-            outputs[event.prompt].append(event.token)
-        assert outputs == want
+        assert generated(generator, prompts, params) == want
         assert generator.stats.preemptions > 0
 
 
@@ -136,11 +129,8 @@ def test_shared_prefixes_are_counted_for_each_request(device: torch.device) -> N
     common = [8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19]
     prompts = [[*common, 20], [*common, 21], [*common, 22]]
     params = [SamplingParams(10), CASES[4], SamplingParams(10, repetition_penalty=2.0)]
-    outputs: list[list[int]] = [[] for _ in prompts]
-    for event in TextGenerator(runtime).generate(prompts, params):
-        outputs[event.prompt].append(event.token)
     want = [expected(model_of(runtime), prompt, each) for prompt, each in zip(prompts, params, strict=True)]
-    assert outputs == want
+    assert generated(TextGenerator(runtime), prompts, params) == want
 
 
 def test_a_fork_copies_the_counts(device: torch.device) -> None:
@@ -154,9 +144,7 @@ def test_a_fork_copies_the_counts(device: torch.device) -> None:
         session.run(3)
         second = session.fork(fork)
         session.release(row)
-        while session.running:
-            session.run(4)
-            session.collect(wait=True)
+        finish(session, 4)
         assert fork.tokens == second.tokens == want
 
 

@@ -7,7 +7,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from graphrt.batch import Batch
 from graphrt.generate.generator import TextGenerator
@@ -15,9 +14,9 @@ from graphrt.kernels.errors import ConfigError, ShapeError
 from graphrt.sampling_params import SamplingParams
 from graphrt.session.session import DecodeSession
 from graphrt.step import Step
-from tests.support.toy import VOCAB, Rig, make_rig, make_runtime
+from tests.support.sampling_cases import finish, generated
+from tests.support.toy import VOCAB, make_rig, make_runtime
 
-SEEDS = 400
 LOGITS = torch.randn(VOCAB, generator=torch.Generator().manual_seed(4)) * 2
 
 
@@ -32,56 +31,10 @@ class Fixed(torch.nn.Module):
         return self.logits.expand(step.descriptor.padded_reqs, VOCAB).contiguous()
 
 
-def rig_of(device: torch.device) -> Rig:
-    return make_rig(device, model=Fixed(device), max_num_reqs=8, decode_sizes=(8,), mixed_sizes=(), num_pages=20)
-
-
-def expected(temperature: float, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
-    """Probabilities after the processors of transformers, in the order of vLLM: min-p, top-k, top-p."""
-    scores = TemperatureLogitsWarper(temperature)(None, LOGITS[None].double())
-    if min_p > 0:
-        scores = MinPLogitsWarper(min_p)(None, scores)
-    if top_k:
-        scores = TopKLogitsWarper(top_k)(None, scores)
-    if top_p < 1:
-        scores = TopPLogitsWarper(top_p)(None, scores)
-    return scores.softmax(-1)[0]
-
-
-def draws(rig: Rig, **values: float) -> torch.Tensor:
-    """How often each token is drawn with so many seeds, eight rows at a time, all with the same values."""
-    counts = torch.zeros(VOCAB)
-    for first in range(0, SEEDS, 8):
-        batch = Batch(
-            req_indices=range(8), seq_lens=[1] * 8, tokens=[1] * 8, page_indptr=range(9), page_ids=range(1, 9),
-            seeds=range(first, first + 8), **{name: [value] * 8 for name, value in values.items()},
-        )  # fmt: skip
-        counts += torch.bincount(torch.from_numpy(rig.manager.replay(batch).tokens()).long(), minlength=VOCAB)
-    return counts
-
-
-@pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p", "min_p"),
-    [(1.0, 0, 1.0, 0.0), (1.5, 5, 1.0, 0.0), (2.0, 0, 0.6, 0.0), (1.5, 0, 1.0, 0.2), (3.0, 12, 0.7, 0.05)],
-)
-def test_draws_follow_the_distribution_of_transformers(
-    device: torch.device, temperature: float, top_k: int, top_p: float, min_p: float
-) -> None:
-    counts = draws(rig_of(device), temperatures=temperature, top_ks=top_k, top_ps=top_p, min_ps=min_p)
-    p = expected(temperature, top_k, top_p, min_p)
-    assert not counts[p == 0].any(), "a token that was dropped"
-    likely = p * SEEDS >= 5  # rarer tokens are taken together
-    together = [(counts[likely], p[likely]), (counts[~likely].sum()[None], p[~likely].sum()[None])]
-    seen, want = (torch.cat(parts) for parts in zip(*together, strict=True))
-    want = want * SEEDS
-    statistic = float(((seen - want) ** 2 / want.clamp(min=1e-9))[want > 0].sum())
-    freedom = int((want > 0).sum()) - 1
-    assert statistic < freedom + 4 * math.sqrt(2 * max(freedom, 1)) + 4
-
-
 def test_requests_of_one_step_have_their_own_truncation(device: torch.device) -> None:
     """Beside a hot row: the best token, by three ways to ask for it."""
-    rig, best = rig_of(device), int(LOGITS.argmax())
+    rig = make_rig(device, model=Fixed(device), max_num_reqs=8, decode_sizes=(8,), mixed_sizes=(), num_pages=20)
+    best = int(LOGITS.argmax())
     hot = set()
     for seed in range(12):
         batch = Batch(
@@ -102,19 +55,13 @@ def test_generators_and_sessions_sample_alike(device: torch.device) -> None:
     ]
     runtime = make_runtime(device, num_pages=60)
     runtime.capture()
-    outputs: list[list[int]] = [[], []]
-    for event in TextGenerator(runtime).generate(prompts, params):
-        outputs[event.prompt].append(event.token)
+    outputs = generated(TextGenerator(runtime), prompts, params)
     with DecodeSession(runtime) as session:
         rows = [session.add(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
-        while session.running:
-            session.run(4)
-            session.collect(wait=True)
+        finish(session, 4)
         assert [row.tokens for row in rows] == outputs
     free = [SamplingParams(12, temperature=30.0, seed=7), SamplingParams(12, temperature=30.0, seed=8)]
-    wild: list[list[int]] = [[], []]
-    for event in TextGenerator(runtime).generate(prompts, free):
-        wild[event.prompt].append(event.token)
+    wild = generated(TextGenerator(runtime), prompts, free)
     assert wild[0] != outputs[0]
     assert wild[1] != outputs[1]
 

@@ -8,9 +8,11 @@ from collections.abc import Callable
 
 import torch
 
+from graphrt.generate.generator import TextGenerator
 from graphrt.kernels.ops.sampling import LogitBias, TokenMask, Truncation, sample
 from graphrt.kernels.ops.sampling_state import Penalties, PenaltyState, record_tokens, state_words
 from graphrt.sampling_params import SamplingParams
+from graphrt.session.session import DecodeSession
 
 F32, I32 = torch.float32, torch.int32
 INF = float("inf")
@@ -130,6 +132,21 @@ def arguments(
         torch.arange(seed, seed + rows, device=device),
         torch.full((rows,), position, dtype=torch.int32, device=device),
     )
+
+
+def finish(session: DecodeSession, steps: int = 5) -> None:
+    """Run and collect launches of `steps` steps until no request runs."""
+    while session.running:
+        session.run(steps)
+        session.collect(wait=True)
+
+
+def generated(generator: TextGenerator, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:
+    """The tokens that a generator yields for each prompt."""
+    outputs: list[list[int]] = [[] for _ in prompts]
+    for event in generator.generate(prompts, params):
+        outputs[event.prompt] += [] if event.token is None else [event.token]
+    return outputs
 
 
 def one_hot_rows(vocab: int, *rows: dict[int, float], rest: float = 0.0) -> torch.Tensor:
