@@ -245,7 +245,7 @@ class StaticBuffers:
     last_token: torch.Tensor = _persistent(("req_indices",), torch.int32, "write_outputs", "refresh", initial=-1)
     last_encoder_len: torch.Tensor = _persistent(("req_indices",), torch.int32, "refresh", "refresh")
     step_counter: torch.Tensor = _persistent(
-        (1,), torch.int64, "refresh", "unpack", "write_outputs", pad="one value", initial=-1
+        (1,), torch.int64, "refresh", "unpack", "write_outputs", "write_logprobs", pad="one value", initial=-1
     )
     last_writers: torch.Tensor = _persistent(("last_writers",), torch.int64, "refresh", "refresh")
     write_conflicts: torch.Tensor = _persistent(("groups_plus_one", "reqs"), torch.int64, "refresh", "refresh")
@@ -278,7 +278,7 @@ class StaticBuffers:
         ("reqs",), torch.int32, "write_outputs", "attention", "sampling", pad="the backend's `seq_len_fill`"
     )
     buffer_rows: torch.Tensor = _derived(
-        ("reqs",), torch.int32, "write_outputs", "host, for logits", pad="its own index"
+        ("reqs",), torch.int32, "write_outputs", "write_logprobs", "host, for logits", pad="its own index"
     )
     decode_seq_lens: torch.Tensor = _derived(
         ("reqs",), torch.int32, "attention", pad="the backend's `seq_len_fill`; also for prefill requests"
@@ -298,8 +298,9 @@ class StaticBuffers:
     logits_indices: torch.Tensor = _derived(("reqs",), torch.int64, "model", pad="0")
     req_indices: torch.Tensor = _derived(("reqs",), torch.int32, "write_outputs", "model", "sampling", pad="-1")
     req_status: torch.Tensor = _derived(
-        ("reqs",), torch.int32, "write_outputs", "model", "sampling", pad="PAD (-1); INVALID (-2) after a fault"
-    )
+        ("reqs",), torch.int32, "write_outputs", "write_logprobs", "model", "sampling",
+        pad="PAD (-1); INVALID (-2) after a fault",
+    )  # fmt: skip
     new_spans: torch.Tensor = _derived(("groups", "reqs", 4), torch.int32, "refresh", pad="no new pages")
     check_code: torch.Tensor = _derived(("groups", "reqs"), torch.int32, "refresh", pad="0")
     check_value: torch.Tensor = _derived(("groups", "reqs"), torch.int64, "refresh", pad="0")
@@ -320,7 +321,7 @@ class StaticBuffers:
     prompt_lens: torch.Tensor = _request_value(torch.int32, "record_tokens")
     token_masks: torch.Tensor = _request_value(torch.int32, "sampling", pad=-1)
     logprobs: torch.Tensor = _request_value(torch.int32, "token_logprobs", pad=-1)
-    logprob_tokens: torch.Tensor = _request_value(torch.int32, "token_logprobs", pad=-1)
+    logprob_tokens: torch.Tensor = _request_value(torch.int32, "token_logprobs", "write_logprobs", pad=-1)
 
     step_ring: torch.Tensor = _output(("entries",), torch.int64, pad="the step that wrote the entry")
     token_ring: torch.Tensor = _output(("entries", "reqs"), torch.int32, pad="-1")

@@ -83,7 +83,6 @@ _LIVE = tl.constexpr(int(RequestStatus.LIVE))
 _SAMPLES = tl.constexpr(int(RequestStatus.SAMPLES))
 _GROUP_SHIFT = tl.constexpr(FAULT_GROUP_SHIFT)
 
-
 _Checked = namedtuple(
     "_Checked",
     "page_groups inputs last_token last_encoder_len last_writers write_conflicts tables page_table page_spans "
