@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -27,10 +27,7 @@ GROUPS_MULTIPLE = 4
 """The number of groups is padded to a multiple of this: groups are read four at a time."""
 
 _WARPS = 8
-_BLOCKS_PER_SM = {
-    "sample_split": 4,
-    "sample_truncated": 2,
-}  # sample_split uses few registers, to leave room for the first pass
+_BLOCKS_PER_SM = {"sample_split": 4, "sample_truncated": 2}  # the former leaves room for the first pass
 _MAX_GROUPS = 4096
 _BINS = 256
 _LIST = 2048  # capacity of a row's list of tokens
@@ -80,8 +77,7 @@ def _variant(entry: str, dtype: torch.dtype, group: int) -> NativeVariant:
     return NativeVariant(f"{entry}.cu", entry, tuple(macros.items()), 32 * _WARPS, shared)
 
 
-@dataclass(frozen=True, slots=True)
-class SplitRows:
+class SplitRows(NamedTuple):
     """Outputs of `sample_split`, which the second and the third pass read.
 
     best    [rows, groups]                  float32  the highest logit of each group's changed tokens
@@ -132,9 +128,7 @@ def launch_native(
     out     [rows]  int32  the sampled tokens
     """
     logits = inputs.logits
-    parts = (None,) * 6 if split is None else (
-        split.best, split.plain, split.counts, split.highest, split.tokens, split.logits
-    )  # fmt: skip
+    parts = (None,) * len(SplitRows._fields) if split is None else split
     addresses = (0 if t is None else t.data_ptr() for t in (*inputs, group_best, group_mass, *parts, out))
     vocab, stride, *others = sizes
     params = _Params(*addresses, stride, vocab, *others)
