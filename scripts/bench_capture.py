@@ -65,13 +65,9 @@ def measure(model: LlamaModel, repeats: int, **sizes: Any) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="llama-3.1-8b")
+    parser.add_argument("--shape", default="llama-3.1-8b", choices=SHAPES)
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
-    if arguments.repeats < 1:
-        parser.error(f"--repeats: expected >= 1, got {arguments.repeats}")
-    if arguments.shape not in SHAPES:
-        parser.error(f"--shape: expected one of {', '.join(SHAPES)}, got {arguments.shape!r}")
     if not torch.cuda.is_available():
         parser.error("expected a CUDA device, got none")
     model = load_model(f"dummy:{arguments.shape}", device="cuda:0", dtype=torch.bfloat16).model

@@ -15,7 +15,6 @@ The last line of standard output is one JSON object.
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Callable
@@ -24,7 +23,6 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-import torch
 
 from graphrt.bench.environment import provenance
 from graphrt.capture.inspect.audit import audit
@@ -37,6 +35,7 @@ from graphrt.runtime import Runtime, resolve_device
 from graphrt.sampling_params import SamplingParams
 from graphrt.session.session import DecodeSession
 from graphrt.testing.verify.runtime import verify_runtime
+from scripts.rigs.measure import make_parser, parse
 
 CONTEXT = 512  # tokens that rows have before the first timed step; the longest ones that are verified
 MIXES = 8
@@ -156,19 +155,16 @@ def bench_shadow(model: LlamaModel, rows: int, every: int, steps: int, rounds: i
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--shape", default="llama-3.2-1b")
     parser.add_argument("--rows", default="32,256", help="comma-separated")
     parser.add_argument("--every", type=int, default=256, help="launches from one shadow to the next")
     parser.add_argument("--steps", type=int, default=512, help="steps of a round; a multiple of --every")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--deep", type=int, default=64, help="layers of the model whose long graph is audited")
-    parser.add_argument("--device", default="cuda", help="cpu is a dry run, of a small --shape")
-    arguments = parser.parse_args()
+    arguments = parse(parser)
     if arguments.every < 1 or arguments.steps < 1 or arguments.steps % arguments.every or arguments.rounds < 1:
         parser.error("--steps: expected a multiple of --every, and all of them at least 1")
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        parser.error("expected a CUDA device, got none; --device cpu is a dry run")
     device = resolve_device(arguments.device)
     shape = shape_config(arguments.shape)
     positions = min(shape.max_position_embeddings, 1 << 14)

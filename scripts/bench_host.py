@@ -35,7 +35,6 @@ The last line of standard output is one JSON object.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import threading
@@ -53,8 +52,9 @@ from graphrt.config import RuntimeConfig
 from graphrt.models.config import ModelConfig
 from graphrt.models.loading import load_model, make_runtime
 from graphrt.models.shapes import shape_config
-from graphrt.runtime import Runtime
+from graphrt.runtime import Runtime, resolve_device
 from scripts.rigs.host_ways import PAGE, CopiesWay, SessionWay, StatelessWay, Way
+from scripts.rigs.measure import make_parser, parse
 
 LAYERS, ROUNDS = 2, 3
 
@@ -315,15 +315,13 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--shapes", default="llama-3.1-8b,llama-3.2-1b")
     parser.add_argument("--batches", type=_numbers, default=(1, 64, 256))
     parser.add_argument("--contexts", type=_numbers, default=(1024, 8192))
     parser.add_argument("--steps", type=int, default=80, help="of each way in a round")
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("expected a CUDA device, got none")
-    device, cells = torch.device("cuda", 0), []
+    options = parse(parser)
+    device, cells = resolve_device(options.device), []
     print(header(), flush=True)
     for shape in options.shapes.split(","):
         cells += measure_cells(shape, shape_config(shape), device, options.batches, options.contexts, options.steps)

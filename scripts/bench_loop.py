@@ -9,7 +9,6 @@ two idle states of the device, divided by the number of runs. The last line of s
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Callable
@@ -21,6 +20,8 @@ from graphrt.bench.environment import provenance
 from graphrt.bench.timer import synchronize
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.capture.recorder import make_recorder
+from graphrt.runtime import resolve_device
+from scripts.rigs.measure import make_parser, parse
 
 
 def measure(device: torch.device, nodes: int, runs: int, samples: int) -> dict[str, float]:
@@ -87,20 +88,14 @@ def line(row: dict[str, float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 50, 300])
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--samples", type=int, default=20)
-    arguments = parser.parse_args()
-    for name in ("nodes", "runs", "samples"):
-        value = getattr(arguments, name)
-        if min(value if isinstance(value, list) else [value]) < 1:
-            parser.error(f"--{name}: expected >= 1, got {value}")
-    if not torch.cuda.is_available():
-        parser.error("expected a CUDA device, got none")
-    rows = []
+    arguments = parse(parser)
+    device, rows = resolve_device(arguments.device), []
     for nodes in arguments.nodes:
-        rows.append(measure(torch.device("cuda", 0), nodes, arguments.runs, arguments.samples))
+        rows.append(measure(device, nodes, arguments.runs, arguments.samples))
         print(line(rows[-1]), flush=True)
     print(json.dumps({"name": "loop", "steps": rows, **provenance()}), flush=True)
 

@@ -9,7 +9,6 @@ L2 cache, as after a model's head. The last line is one JSON object.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable
 
@@ -20,6 +19,7 @@ from graphrt.bench.timer import rotations, time_calls
 from graphrt.kernels.ops.sampling import Truncation, sample
 from graphrt.kernels.ops.sampling_logprobs import token_logprobs
 from graphrt.kernels.ops.sampling_state import Penalties, PenaltyState, record_tokens
+from scripts.rigs.measure import make_parser, parse
 
 MAX_CALLS = 16
 CASES: dict[str, dict[str, float]] = {
@@ -159,17 +159,14 @@ def timed(make: Callable[[Inputs], Callable[[], object] | None], inputs: list[In
 
 def main() -> None:
     """Print one line per case and size, and one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--rows", default="1,16,256")
     parser.add_argument("--vocab", default="128256,151936")
     parser.add_argument("--samples", type=int, default=20)
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name contains TEXT")
-    parser.add_argument("--device", default="cuda", help="cpu is a dry run")
-    options = parser.parse_args()
+    options = parse(parser)
     if not any(options.only in name for name in CASES):
         parser.error(f"--only: expected a part of a case's name, got {options.only!r}: {', '.join(CASES)}")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("expected a CUDA device, got none; --device cpu is a dry run")
     device = torch.device(options.device)
     results: list[dict[str, object]] = []
     print(f"{'case':42} {'rows':>5} {'vocab':>7} {'graphrt':>9} {'torch':>9} {'flashinfer':>10}  us")

@@ -1,4 +1,4 @@
-"""What the attention benchmarks share: options, times of a layer, the check of a result, and tables."""
+"""What the benchmarks share: options, times of a layer, the check of a result, and tables."""
 
 from __future__ import annotations
 
