@@ -45,8 +45,7 @@ from graphrt.engine.batch_delta import BatchDelta, StopConditions
 from graphrt.kernels.metadata.buffers import STOP_TOKENS
 from graphrt.kernels.metadata.unpack import unpack
 from graphrt.models.config import ModelConfig
-from graphrt.models.dummy import fill_dummy_weights
-from graphrt.models.llama import LlamaModel
+from graphrt.models.loading import load_model
 from graphrt.models.rope import RopeConfig
 from graphrt.replay import ReplayManager
 from graphrt.spec import AttentionKind, AttentionSpec, KVCacheSpec
@@ -177,8 +176,7 @@ def bench_refresh(device: torch.device) -> dict[str, Any]:
 
 def bench_model(device: torch.device, batch: int, context: int, steps: int) -> dict[str, Any]:
     config = GEMMA_LIKE
-    model = LlamaModel(config, dtype=torch.bfloat16, device=device, max_positions=context + steps)
-    fill_dummy_weights(model)
+    model = load_model(config, device=device, dtype=torch.bfloat16, max_positions=context + steps).model
     attention = config.attention_specs(torch.bfloat16)
     sides = {
         "groups": kv_groups(attention, page_size=16, dtype=torch.bfloat16),

@@ -33,8 +33,7 @@ from graphrt.cli.console import make_console
 from graphrt.config import RuntimeConfig
 from graphrt.kernels.types import KVLayout
 from graphrt.models.config import ModelConfig
-from graphrt.models.dummy import fill_dummy_weights
-from graphrt.models.llama import LlamaModel
+from graphrt.models.loading import load_model, make_runtime
 from graphrt.models.shapes import shape_config
 from graphrt.runtime import Runtime
 from scripts.rigs.measure import print_table
@@ -47,21 +46,10 @@ ROUNDS = 4
 
 def build(config: ModelConfig, device: torch.device, batch: int, context: int, steps: int, spare: int) -> Runtime:
     """Return a captured runtime of one decode size with `spare` pages in addition to those of the requests."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     longest = context + steps
-    model = LlamaModel(config, dtype=dtype, device=device, max_positions=longest)
-    fill_dummy_weights(model)
-    runtime = Runtime(
-        model,
-        config.attention_specs(dtype),
-        config.kv_groups(PAGE, KVLayout.NHD, dtype),
-        vocab_size=config.vocab_size,
-        device=device,
-        config=RuntimeConfig(
-            max_num_reqs=batch, max_num_tokens=batch, max_seq_len=longest, decode_sizes=(batch,), mixed_sizes=()
-        ),
-        num_pages=1 + batch * -(-longest // PAGE) + spare,
-    )
+    model = load_model(config, device=device, max_positions=longest).model
+    sizes = RuntimeConfig(batch, batch, longest, decode_sizes=(batch,), mixed_sizes=())
+    runtime = make_runtime(model, sizes, page_size=PAGE, num_pages=1 + batch * -(-longest // PAGE) + spare)
     runtime.capture()
     return runtime
 

@@ -14,7 +14,6 @@ from graphrt.kernels.checks import check_int, shown
 from graphrt.kernels.errors import CapacityError, ConfigError
 from graphrt.kernels.types import KVLayout
 from graphrt.models.config import ModelConfig
-from graphrt.models.dummy import fill_dummy_weights
 from graphrt.models.fields import MAX_EXTENT, check_path
 from graphrt.models.gguf import GGUFSource
 from graphrt.models.hf import SafetensorsSource, download
@@ -88,7 +87,7 @@ def load_model(
     if isinstance(source, ModelConfig) or (isinstance(source, str) and source.startswith(DUMMY_PREFIX)):
         config = source if isinstance(source, ModelConfig) else shape_config(source.removeprefix(DUMMY_PREFIX))
         model = build(config)
-        fill_dummy_weights(model, seed)
+        _fill_dummy_weights(model, seed)
         return LoadedModel(model, config, None)
     path = resolve_source(source)
     checkpoint = GGUFSource(path) if path.is_file() else SafetensorsSource(path)
@@ -98,6 +97,20 @@ def load_model(
     model = build(checkpoint.config)
     model.load_weights(checkpoint)
     return LoadedModel(model, checkpoint.config, path)
+
+
+@torch.no_grad()
+def _fill_dummy_weights(model: LlamaModel, seed: int) -> None:
+    """Overwrite all weights in place with seeded noise that keeps activations near 1 and finite in every dtype.
+
+    Matrices have standard deviation 1 / sqrt(columns), so a product keeps the scale of its input.
+    """
+    generator = torch.Generator(model.device).manual_seed(seed)
+    for name, weight in model.named_parameters():
+        if weight.dim() == 2:
+            weight.normal_(std=weight.shape[1] ** -0.5, generator=generator)
+        else:
+            weight.fill_(0.0 if name.endswith("bias") else 1.0)
 
 
 def make_runtime(model: LlamaModel, config: RuntimeConfig, *, page_size: int = 16, **options: Any) -> Runtime:
