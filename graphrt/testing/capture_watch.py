@@ -119,9 +119,8 @@ class CaptureWatch:
         self._wrap(graphs, "capture_begin", self._capture_begin)
         self._wrap(graphs, "capture_end", self._capture_end)
         self._wrap(OpTraceRecorder, "capture", self._capture_op_trace)
-        self._wrap(torch.cuda, "synchronize", self._wait_of("torch.cuda.synchronize()"))
-        self._wrap(torch.cuda.Stream, "synchronize", self._wait_of("Stream.synchronize()"))
-        self._wrap(torch.cuda.Event, "synchronize", self._wait_of("Event.synchronize()"))
+        for owner, name in ((torch.cuda, "torch.cuda"), (torch.cuda.Stream, "Stream"), (torch.cuda.Event, "Event")):
+            self._wrap(owner, "synchronize", self._wait_of(f"{name}.synchronize()"))
         hooks = triton.knobs.runtime
         self._add(hooks.kernel_load_end_hook.add, hooks.kernel_load_end_hook.remove, self._triton_loaded)
         self._add(hooks.launch_enter_hook.add, hooks.launch_enter_hook.remove, self._triton_launches)

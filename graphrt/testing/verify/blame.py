@@ -68,13 +68,7 @@ class _Revert:
 
 
 class Blamer:
-    """Explain results that differ from the reference.
-
-    Args:
-        runs: the target.
-        reference: buffers and eager outcome of each case.
-        written: of each case and buffer, a mask of the elements that refresh() writes.
-    """
+    """Explain results that differ from the reference. `Verification` documents `reference` and `written`."""
 
     def __init__(
         self,
@@ -137,10 +131,7 @@ class Blamer:
                 if revert.inputs is not None:
                     inputs = _with_inputs(case.inputs if inputs is None else inputs, revert.inputs)
                 values |= revert.host
-            try:
-                return runs.same(case, runs.eager(case, contents, inputs=inputs, host=values), got)
-            except Exception:  # refresh() does not take these inputs together
-                return False
+            return runs.same(case, runs.eager(case, contents, inputs=inputs, host=values), got)
 
         chosen = next(([r] for r in reverts[:_MOST_TRIED] if explains([r])), [])
         if not chosen and len(reverts) > 1 and explains(reverts):
@@ -248,10 +239,7 @@ class Blamer:
         clean, _ = self._reference[case.name]
 
         def enough(chosen: Sequence[Change]) -> bool:
-            try:
-                return runs.same(case, runs.eager(case, clean, earlier={c.path: c.old for c in chosen}), once)
-            except Exception:  # refresh() does not work with such values
-                return False
+            return runs.same(case, runs.eager(case, clean, earlier={c.path: c.old for c in chosen}), once)
 
         if not changes or not all(enough(changes) for _ in range(_TIMES)):
             return None
@@ -271,27 +259,17 @@ class Blamer:
         changes = start.changed(*runs.target.root, entries=True)
         clean, _ = self._reference[case.name]
 
-        def fresh(chosen: Sequence[Change]) -> Outcome | None:
-            try:
-                return runs.eager(case, clean, earlier={c.path: c.old for c in chosen}, put=False, seed=OTHER_SEED)
-            except Exception:  # refresh() does not work with such values
-                return None
+        def fresh(chosen: Sequence[Change]) -> Outcome:
+            return runs.eager(case, clean, earlier={c.path: c.old for c in chosen}, put=False, seed=OTHER_SEED)
 
-        def enough(chosen: Sequence[Change]) -> bool:
-            outcome = fresh(chosen)
-            return outcome is not None and not outcome.error and runs.same(case, outcome, wanted)
-
-        everything = fresh(changes) if changes else None
-        if everything is None or everything.error:
+        if not changes or (wanted := fresh(changes)).error:
             return None
         # Several times: the result of a counter may be right by chance.
-        usual = (fresh(()) for _ in range(_TIMES))
-        if not any(outcome is not None and not runs.same(case, everything, outcome) for outcome in usual):
+        if all(runs.same(case, fresh(()), wanted) for _ in range(_TIMES)):
             return None
-        if (again := fresh(changes)) is None or not runs.same(case, again, everything):
+        if not runs.same(case, fresh(changes), wanted):
             return None  # the step does not repeat, so these values are not the cause
-        wanted = everything
-        chosen = list(changes) if len(changes) == 1 else least(changes[:_MOST_TRIED], enough)
+        chosen = least(changes[:_MOST_TRIED], lambda some: runs.same(case, fresh(some), wanted))
         because = "; ".join(c.text for c in chosen)
         because += ": computed for an earlier case and used again; recompute it in refresh(), or in the captured step"
         return Blame("history", tuple(c.name for c in chosen), because)

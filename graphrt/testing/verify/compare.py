@@ -126,13 +126,9 @@ def first_difference(
     counted: torch.Tensor | None = None,
     tolerance: float = 0.0,
 ) -> Difference | None:
-    """Return the first element in which two tensors differ, or None if they are equal.
+    """Return the first element in which two tensors of equal shape and dtype differ, or None.
 
-    Args:
-        name: name of the tensor, for the report.
-        have, want: tensors of equal shape and dtype.
-        counted: bool mask of the elements to compare. None compares all of them.
-        tolerance: see `differing`.
+    `counted` is a bool mask of the elements to compare. None compares all of them.
     """
     wrong = differing(have, want, tolerance)
     if counted is not None:

@@ -118,9 +118,7 @@ class HostValues:
     def changed(self, root: Any, name: str, *, entries: bool = False) -> list[Change]:
         """Return the values that differ from the recorded ones: data first, then objects and functions.
 
-        Args:
-            root, name: the step, and its name in paths.
-            entries: also return dicts and objects that got new entries, and no tensor that was too large to copy.
+        With `entries`, also return dicts and objects that got new entries, and no tensor that was too large to copy.
         """
         found, objects = [], []
         for path, new, put in locations(root, name):

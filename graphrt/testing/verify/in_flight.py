@@ -45,11 +45,7 @@ def flight_findings(
 ) -> list[VerifyFinding]:
     """Queue every case without waiting, once with the main stream stalled and once with the side streams stalled.
 
-    Args:
-        v: the target, and the reference of each case.
-        graph: the captured step.
-        order: the cases, in the order of the launches.
-        known: names of cases whose replays are already known to be wrong. They are queued and not compared.
+    Cases in `known`, whose replays are already known to be wrong, are queued and not compared.
     """
     found = (_queue(v, graph, order, known, stalled) for stalled in (_MAIN, _SIDE))
     return [finding for finding in found if finding is not None]

@@ -260,7 +260,7 @@ class Runs:
         before: Callable[[], object] | None = None,
         seed: int = SEED,
     ) -> Outcome:
-        """Run a body once, from the first state.
+        """Run a body once, from the first state. An exception of refresh() or of the body is an outcome.
 
         Args:
             case: the case.
@@ -280,20 +280,20 @@ class Runs:
             if earlier:
                 stack.enter_context(unchanged(*root))
                 stack.enter_context(self.as_at_first(earlier))
-            if not entered:
-                self.restore_state()
-                for generator, _ in self.generators if seed != SEED else ():
-                    generator.manual_seed(seed)
-                self.target.refresh(case.inputs if inputs is None else inputs)
-                if put:
-                    self._put_for(stack, contents)
-                    stack.enter_context(self.numbers_of(contents if inputs is None else {}))
-            start = self._poison_unowned(case, unowned, skip)
-            if before is not None:
-                before()
-            stack.enter_context(assigned(*root, host or {}))
-            stack.enter_context(one_seed(self.target.device, seed))
             try:
+                if not entered:
+                    self.restore_state()
+                    for generator, _ in self.generators if seed != SEED else ():
+                        generator.manual_seed(seed)
+                    self.target.refresh(case.inputs if inputs is None else inputs)
+                    if put:
+                        self._put_for(stack, contents)
+                        stack.enter_context(self.numbers_of(contents if inputs is None else {}))
+                start = self._poison_unowned(case, unowned, skip)
+                if before is not None:
+                    before()
+                stack.enter_context(assigned(*root, host or {}))
+                stack.enter_context(one_seed(self.target.device, seed))
                 raw = self.target.named(body())
             except Exception as error:
                 if "CUDA error" in str(error):  # the context is lost, and every later call fails as well

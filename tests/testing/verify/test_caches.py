@@ -108,17 +108,7 @@ class Lazy(ToyModel):
         return super().forward(step) + self.shift
 
 
-class Optional(ToyModel):
-    """Has a weight that is not a Parameter, and works without it."""
-
-    scale: torch.Tensor | None = torch.full((), 0.5)
-
-    def forward(self, step: Step) -> torch.Tensor:
-        out = super().forward(step)
-        return out if self.scale is None else out * self.scale
-
-
-@pytest.mark.parametrize("kind", [ByLength, Lazy, Optional])
+@pytest.mark.parametrize("kind", [ByLength, Lazy])
 def test_a_model_that_keeps_tensors_of_no_input_is_silent(kind: type[ToyModel]) -> None:
     model = kind(torch.device("cpu"), torch.float32)
     report = verify_runtime(make_rig(torch.device("cpu"), model=model, fill=0.0).manager, count=5)

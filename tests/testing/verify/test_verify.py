@@ -266,29 +266,10 @@ def test_checks_that_did_not_run_are_listed() -> None:
     assert all(f"  {name}: {why}" in str(report) for name, why in report.not_checked.items())
 
 
-class Raises(Copies):
-    where = ""
-
-    def refresh(self, inputs: dict[str, Any]) -> None:
-        super().refresh(inputs)
-        if self.where == "refresh" and len(inputs["x"]) == 2:
-            raise ValueError("no refresh")
-
-    def run(self) -> torch.Tensor:
-        if self.where == "run":
-            raise ValueError("no run")
-        return silu(self.buffers["x"])
-
-    def eager(self, inputs: dict[str, Any]) -> torch.Tensor:
-        if self.where == "eager":
-            raise ValueError("no eager")
-        return silu(inputs["x"])
-
-
 @pytest.mark.parametrize(("where", "check"), [("refresh", "refresh"), ("run", "eager"), ("eager", "eager")])
 def test_exceptions_of_the_callers_code_are_findings(where: str, check: str) -> None:
-    subject = Raises()
-    subject.where = where
+    subject = Copies()
+    setattr(subject, where, lambda *inputs: int(f"no {where}"))
     finding = verify(subject, rows).findings[0]
     assert finding.check == check
     assert f"no {where}" in finding.text
