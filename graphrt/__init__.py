@@ -47,42 +47,32 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOME = {
-    "Attention": "graphrt.layer",
-    "AttentionKind": "graphrt.spec",
-    "AttentionSpec": "graphrt.spec",
-    "Batch": "graphrt.batch",
-    "CapacityError": "graphrt.kernels.errors",
-    "CaptureError": "graphrt.kernels.errors",
-    "ConfigError": "graphrt.kernels.errors",
-    "DecodeSession": "graphrt.session.session",
-    "GraphRTError": "graphrt.kernels.errors",
-    "KVCache": "graphrt.cache.kv_cache",
-    "KVCacheSpec": "graphrt.spec",
-    "KVLayout": "graphrt.kernels.types",
-    "PageAllocator": "graphrt.cache.page_allocator",
-    "ReplayError": "graphrt.kernels.errors",
-    "ReplayManager": "graphrt.replay",
-    "Request": "graphrt.batch",
-    "FinishReason": "graphrt.kernels.types",
-    "RequestTensor": "graphrt.config",
-    "Runtime": "graphrt.runtime",
-    "RuntimeConfig": "graphrt.config",
-    "SamplingParams": "graphrt.sampling_params",
-    "ShapeError": "graphrt.kernels.errors",
-    "Step": "graphrt.step",
-    "StepFaultError": "graphrt.engine.handle",
-    "StepHandle": "graphrt.engine.handle",
-    "SwapSpace": "graphrt.cache.swap",
-    "TOKEN_FROM_DEVICE": "graphrt.kernels.types",
-    "TextGenerator": "graphrt.generate.generator",
-    "UnsupportedError": "graphrt.kernels.errors",
-    "as_step_model": "graphrt.engine.step_model",
-    "kv_groups": "graphrt.cache.groups",
-    "load_model": "graphrt.models.loading",
-    "load_tokenizer": "graphrt.models.tokenizer",
-    "register_backend": "graphrt.backends.registry",
-}
+_NAMES = {
+    "backends.registry": ("register_backend",),
+    "batch": ("Batch", "Request"),
+    "cache.groups": ("kv_groups",),
+    "cache.kv_cache": ("KVCache",),
+    "cache.page_allocator": ("PageAllocator",),
+    "cache.swap": ("SwapSpace",),
+    "config": ("RequestTensor", "RuntimeConfig"),
+    "engine.handle": ("StepFaultError", "StepHandle"),
+    "engine.step_model": ("as_step_model",),
+    "generate.generator": ("TextGenerator",),
+    "kernels.errors": (
+        "CapacityError", "CaptureError", "ConfigError", "GraphRTError", "ReplayError", "ShapeError", "UnsupportedError",
+    ),
+    "kernels.types": ("TOKEN_FROM_DEVICE", "FinishReason", "KVLayout"),
+    "layer": ("Attention",),
+    "models.loading": ("load_model",),
+    "models.tokenizer": ("load_tokenizer",),
+    "replay": ("ReplayManager",),
+    "runtime": ("Runtime",),
+    "sampling_params": ("SamplingParams",),
+    "session.session": ("DecodeSession",),
+    "spec": ("AttentionKind", "AttentionSpec", "KVCacheSpec"),
+    "step": ("Step",),
+}  # fmt: skip
+_HOME = {name: f"graphrt.{module}" for module, names in _NAMES.items() for name in names}
 __all__ = ["__version__", *_HOME]
 
 

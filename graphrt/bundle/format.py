@@ -40,10 +40,7 @@ _MOST_JSON = 16 << 20
 
 
 def checked_target(path: str | Path) -> str:
-    """Return the file that a bundle written to `path` ends up in: symbolic links are followed, and stay.
-
-    Raises: ConfigError: if the target is a folder, a pipe or a device, or if its folder does not exist.
-    """
+    """Return the file that a bundle written to `path` ends up in: symbolic links are followed, and stay."""
     check_instance("path", path, (str, Path), advice="pass the name of a file")
     try:
         target = Path(os.path.realpath(path))
@@ -59,11 +56,7 @@ def checked_target(path: str | Path) -> str:
 
 
 def write_file(path: str | Path, meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write a file. A symbolic link stays, and its target is replaced.
-
-    Raises: ConfigError: if `checked_target` refuses `path`, the file cannot be written, `meta` is not JSON, or
-    safetensors is not installed.
-    """
+    """Write a file. A symbolic link stays, and its target is replaced. Raises: ConfigError: if it cannot be written."""
     target = checked_target(path)
     safetensors = require("safetensors", "to write bundles")
     save = require("safetensors.torch", "to write bundles").save_file
@@ -79,10 +72,7 @@ def write_file(path: str | Path, meta: Mapping[str, Any], tensors: Mapping[str, 
 
 
 def read_file(path: str | Path) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return what `write_file` wrote: the JSON value, and the tensors in host memory.
-
-    Raises: ConfigError: if the file is missing, damaged, or not a bundle of this version.
-    """
+    """Return the JSON value and the tensors that `write_file` wrote. Raises: ConfigError: if the file is damaged."""
     check_instance("path", path, (str, Path), advice="pass the name of a file")
     safetensors = require("safetensors", "to read bundles")
     if not Path(path).is_file():

@@ -16,13 +16,7 @@ _Dims = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class CacheTensor:
-    """K or V of one layer.
-
-    index  position among the tensors of the cache; errors name two tensors in this order
-    name   name in errors
-    group  KV group of the layer
-    pool   pool of that group
-    """
+    """K or V of one layer; errors name two tensors in the order of `index`."""
 
     index: int
     name: str
@@ -32,12 +26,10 @@ class CacheTensor:
 
     @property
     def begin(self) -> int:
-        """Address of the first element."""
         return self.tensor.data_ptr()
 
     @property
     def end(self) -> int:
-        """Address after the last element."""
         return self.begin + span_bytes(self.tensor)
 
     @property
@@ -49,12 +41,9 @@ class CacheTensor:
 
 
 def check_disjoint(tensors: Iterable[CacheTensor]) -> None:
-    """Check that no two tensors share an element.
+    """Raise ConfigError if two tensors share an element.
 
     Groups of one pool may share memory page by page, since a page belongs to one group at a time.
-
-    Raises:
-        ConfigError: if two tensors overlap.
     """
     overlap = functools.cache(_overlap)  # in an interleaved pool most pairs have the offsets and strides of another
     open_spans: list[tuple[CacheTensor, int, int, _Dims]] = []  # tensors that end after the current one begins
@@ -73,9 +62,9 @@ def check_disjoint(tensors: Iterable[CacheTensor]) -> None:
 
 
 def _overlap(offset: int, a: _Dims, b: _Dims, *, same_page: bool) -> bool:
-    """Return whether two tensors share a byte. `b` begins `offset` bytes after `a`.
+    """Return whether two tensors share a byte in one page or, without `same_page`, only in different pages.
 
-    same_page   whether bytes of equal page ids count; bytes of different page ids always do
+    `b` begins `offset` bytes after `a`.
     """
     (pages, stride), (other_pages, other_stride) = a[0], b[0]
     if stride != other_stride:

@@ -125,10 +125,7 @@ def kv_locations(attention: Sequence[AttentionSpec], groups: Sequence[KVCacheSpe
     """Return where each attention layer finds its keys and values; None for encoder layers, which have no cache.
 
     Layers with their own KV are numbered in order; `KVCacheSpec.layers` holds these numbers. A layer with
-    kv_shared_with reads what its source wrote, in this step and in earlier ones.
-
-    Raises:
-        ConfigError: if groups and layers do not match.
+    kv_shared_with reads what its source wrote. Raises: ConfigError: if groups and layers do not match.
     """
     group_of = cache_layer_groups(groups)
     owners = [index for index, spec in enumerate(attention) if _owns(spec)]
@@ -156,11 +153,7 @@ def kv_locations(attention: Sequence[AttentionSpec], groups: Sequence[KVCacheSpe
 
 
 def cache_layer_groups(groups: Sequence[KVCacheSpec]) -> tuple[int, ...]:
-    """Return the group of each cache layer.
-
-    Raises:
-        ConfigError: if a layer is in no group or in several.
-    """
+    """Return the group of each cache layer. Raises: ConfigError: if a layer is in no group or in several."""
     if len(groups) == 1 and groups[0].layers is None:
         return (0,) * groups[0].num_layers
     found: dict[int, int] = {}
@@ -209,11 +202,7 @@ def _check_fit(name: str, layer: AttentionSpec, group: KVCacheSpec) -> None:
 
 
 def check_encoder_len(groups: Sequence[KVCacheSpec], max_encoder_len: int | None) -> int:
-    """Return `RuntimeConfig.max_encoder_len`, with 0 for None.
-
-    Raises:
-        ConfigError: if it is None and there are cross layers, or set and there are none.
-    """
+    """Raise ConfigError if max_encoder_len is None and there are cross layers, or set and there are none."""
     crosses = any(group.cross for group in groups)
     if crosses and max_encoder_len is None:
         raise ConfigError(

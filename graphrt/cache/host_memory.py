@@ -48,10 +48,7 @@ class HostMemory:
 
 
 def locate_bytes(extents: Sequence[Extent], at: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
-    """Locate bytes `at` to `at + nbytes` of data that is stored in extents.
-
-    Yields for each part its offset in these bytes, its offset in the memory, and its size.
-    """
+    """Yield offset in the data, offset in memory and size of each part of `nbytes` bytes of data stored in extents."""
     before = 0
     for start, size in extents:
         first, last = max(at, before), min(at + nbytes, before + size)

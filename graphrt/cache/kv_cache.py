@@ -181,11 +181,7 @@ class KVCache:
                 yield f"kv_cache.{name}[{layer}]", scale
 
     def of_group(self, group: int) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        """Return the K tensors and the V tensors of a group's layers.
-
-        Raises:
-            ConfigError: if there is no such group.
-        """
+        """Return the K tensors and the V tensors of a group's layers. Raises: ConfigError: for no such group."""
         group = check_int("group", group, 0, len(self.groups) - 1, advice="pass a KV group of the cache")
         layers = [layer for layer, owner in enumerate(self.group_of) if owner == group]
         return tuple(self.k[layer] for layer in layers), tuple(self.v[layer] for layer in layers)
@@ -291,11 +287,7 @@ class KVCache:
         return check_int("layer", layer, 0, len(self.k) - 1, advice="pass a layer of the cache")
 
     def packer(self, group: int) -> PagePacker:
-        """Return the packer of a group, which copies pages of all layers to and from one block of bytes.
-
-        Raises:
-            ConfigError: if there is no such group.
-        """
+        """Return the packer of a group, which copies pages of all layers to and from one block of bytes."""
         k, v = self.of_group(group)
         if (packer := self._packers.get(int(group))) is None:
             packer = self._packers[int(group)] = PagePacker((*k, *v))

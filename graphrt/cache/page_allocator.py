@@ -63,9 +63,7 @@ class PageAllocator:
     def take(self, count: int, held: npt.NDArray[np.int32] | None = None) -> npt.NDArray[np.int32]:
         """Do as `allocate`, and return an array [count].
 
-        Args:
-            held: [num_pages] int32, the number of times that a holder owns each page. It changes together with the
-                allocator; see PageLease
+        held   [num_pages] int32, how often a holder owns each page; changes together with the allocator, see PageLease
         """
         count = check_int("count", count, 0, advice="pass the number of pages")
         while True:
@@ -96,10 +94,7 @@ class PageAllocator:
                 return found
 
     def share(self, pages: Pages, held: npt.NDArray[np.int32] | None = None) -> None:
-        """Add an owner to each page. Args: held: as in `take`.
-
-        Raises: ConfigError: if a page is free. Nothing has changed then.
-        """
+        """Add an owner to each page. `held` as in `take`. Raises: ConfigError: if a page is free."""
         ids, times = np.unique(self._owned(pages, "share"), return_counts=True)
         times = times.astype(np.int32)
         num_freed, untouched, num_owned = self._state
@@ -109,10 +104,7 @@ class PageAllocator:
             held[ids] += times
 
     def free(self, pages: Pages, held: npt.NDArray[np.int32] | None = None) -> None:
-        """Remove an owner from each page. Args: held: as in `take`.
-
-        Raises: ConfigError: if a page has too few owners. Nothing has changed then.
-        """
+        """Remove an owner from each page. `held` as in `take`. Raises: ConfigError: if a page has too few owners."""
         found = self._owned(pages, "free")
         ids, places, times = np.unique(found, return_inverse=True, return_counts=True)
         times = times.astype(np.int32)
@@ -164,7 +156,6 @@ class PageLease:
 
     @property
     def num_free(self) -> int:
-        """Pages of the allocator that can be taken now."""
         return self._allocator.num_free
 
     @property
@@ -173,19 +164,15 @@ class PageLease:
         return int(self._held.sum())
 
     def owners_of(self, pages: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-        """Do as PageAllocator.owners_of: owners outside of this lease count as well."""
         return self._allocator.owners_of(pages)
 
     def take(self, count: int) -> npt.NDArray[np.int32]:
-        """Do as PageAllocator.take."""
         return self._allocator.take(count, self._held)
 
     def share(self, pages: Pages) -> None:
-        """Do as PageAllocator.share."""
         self._allocator.share(pages, self._held)
 
     def free(self, pages: Pages) -> None:
-        """Do as PageAllocator.free."""
         self._allocator.free(pages, self._held)
 
     def close(self) -> None:

@@ -291,10 +291,7 @@ class SwapSpace:
         return ids
 
     def _pieces(self, ids: list[PageIds], link: _Link) -> Iterator[tuple[int, PageIds, torch.Tensor, int, int]]:
-        """Split pages into pieces that fit a staging buffer.
-
-        Yields the group, the page ids on the host and on the device, the offset of the first byte, and the bytes.
-        """
+        """Yield pieces that fit a staging buffer: group, page ids on host and device, first byte, number of bytes."""
         every = link.upload(self._packers[0], np.concatenate(ids))
         at = first = 0
         for group, (packer, pages) in enumerate(zip(self._packers, ids, strict=True)):
@@ -316,8 +313,7 @@ class SwapSpace:
 class _Link:
     """Two side streams and two staging buffers: kernels fill or drain one buffer while the other one is copied.
 
-    main     the stream that steps run on; None on CPU, where every call runs immediately
-    staged   the buffer of the next piece
+    main   the stream that steps run on; None on CPU, where every call runs immediately
     """
 
     def __init__(self, device: torch.device, main: torch.cuda.Stream | None, staged_bytes: int, most_ids: int) -> None:
@@ -366,7 +362,6 @@ class _Link:
                 torch.cuda.set_stream(stream)
 
     def upload(self, packer: PagePacker, pages: PageIds) -> torch.Tensor:
-        """Return page ids on the device, valid until the next upload."""
         if self.main is not None:
             torch.cuda.set_stream(self._kernels)
         return packer.upload(pages, self._ids)

@@ -57,7 +57,6 @@ class Tables:
                 self._source.free(passed)
 
     def missing(self, slots: Slots, seq_lens: npt.NDArray[np.int64]) -> int:
-        """Return the number of pages that `grow` would allocate."""
         return int(self.more(slots, seq_lens).sum())
 
     def grow(self, slots: Slots, seq_lens: npt.NDArray[np.int64]) -> None:
@@ -81,19 +80,17 @@ class Tables:
     def list_new(
         self, slots: Slots, wanted: npt.NDArray[np.bool_] | bool = True
     ) -> tuple[Int32Array, npt.NDArray[np.int64], Int32Array]:
-        """Return the pages that no step has listed yet. Call `submitted` once a step has them.
+        """Return the pages that no step has listed yet; call `submitted` once a step has them.
 
-        Args:
-            wanted: [slots] bool, the slots whose pages are listed
+        wanted   [slots] bool, the slots whose pages are listed
 
-        Returns: the position of each slot's first new page, the number of its new pages, and the ids of all new pages.
+        Returns position of each slot's first new page, number of its new pages, and the ids of all new pages.
         """
         first = np.maximum(self._listed[slots], self.from_[slots])
         counts = (self.to[slots] - first) * wanted
         return first.astype(np.int32), counts, self._flat[self._places(slots, first, counts)]
 
     def submitted(self, slots: Slots) -> None:
-        """Mark all pages of these slots as listed."""
         self._listed[slots] = self.to[slots]
 
     def _places(self, slots: Slots, first: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> Slots:
@@ -109,7 +106,6 @@ class Tables:
         return np.array(self._pages[slot, self.from_[slot] : self.to[slot]])
 
     def append(self, slot: int, pages: Int32Array) -> None:
-        """Append pages to a slot."""
         end = int(self.to[slot]) + len(pages)
         self._pages[slot, self.to[slot] : end] = pages
         self.to[slot] = end
@@ -130,11 +126,7 @@ class Tables:
         return bool(self.from_[donor] <= self.group.first_page_seen(length))
 
     def share(self, donor: int, slot: int, length: int) -> tuple[int, int] | None:
-        """Give an empty slot the pages of another slot's first `length` tokens.
-
-        Returns: a pair of pages, source and target, to copy if the last page is partly filled: the slot gets a page of
-        its own there.
-        """
+        """Give an empty slot the pages of another's first `length` tokens; return a pair of pages to copy."""
         first, full = self.group.first_page_seen(length), length // self.group.page_size
         pages = self._pages[donor, first:full].tolist()
         self._source.share(pages)
@@ -153,12 +145,9 @@ class Tables:
         return max(0, end - max(length // self.group.page_size, int(self.from_[slot])))
 
     def fork(self, slot: int, new: int, length: int, own: Sequence[int]) -> list[tuple[int, int]]:
-        """Give an empty slot the full pages of another slot's first `length` tokens, and after them pages of its own.
+        """Give an empty slot the full pages of another's first `length` tokens, then its `num_own_pages` own ones.
 
-        Args:
-            own: as many pages as `num_own_pages` says
-
-        Returns: pairs of pages to copy, source and target.
+        Returns pairs of pages to copy, source and target.
         """
         first = int(self.from_[slot])
         full = max(length // self.group.page_size, first)

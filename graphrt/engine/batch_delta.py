@@ -34,14 +34,11 @@ class ChangeFlag:
 class BatchDelta:
     """Requests that continue by one token a step, each from its last token.
 
-    Args:
-        order: [num_reqs] request index of each row. The array is sent only if the device has another one, which is
-            decided by identity: make a new array to change it
-        lists: [3 x groups, num_reqs] int32, the new pages of each KV group: position of the first page in the sequence,
-            start of the list in `pages`, number of pages. None: no request gets pages
-        pages: [listed] int32; None if `lists` is None
-        logprobs: True if a request asks for log-probabilities
-        flag: of the session
+    order     [num_reqs] request indices. Sent only if the device has another array, which is decided by identity
+    lists     [3 x groups, num_reqs] int32, the new pages of each KV group: position of the first page in the sequence,
+              start of the list in `pages`, number of pages. None: no request gets pages
+    pages     [listed] int32; None if `lists` is None
+    logprobs  True if a request asks for log-probabilities
     """
 
     order: npt.NDArray[np.int64]
@@ -75,10 +72,8 @@ class BatchDelta:
 class StopConditions:
     """When each request of a batch finishes.
 
-    Args:
-        lengths: [num_reqs] int32, KV length at which the request finishes; 0: never
-        tokens: [STOP_TOKENS, num_reqs] int32, tokens that finish the request, padded with -1
-        flag: of the session
+    lengths  [num_reqs] int32, KV length at which the request finishes; 0: never
+    tokens   [STOP_TOKENS, num_reqs] int32, tokens that finish the request, padded with -1
     """
 
     lengths: Int32Array

@@ -39,7 +39,6 @@ class StepComparison:
 
     @property
     def equal(self) -> bool:
-        """Whether the results of both runs are equal."""
         return not self.differing_rows
 
     def __str__(self) -> str:
@@ -54,7 +53,6 @@ class StepComparison:
 
 
 def compare_results(descriptor: BatchDescriptor, graph: StepResult, eager: StepResult) -> StepComparison:
-    """Compare the results of both runs."""
     ours, theirs = graph.logits.float(), eager.logits.float()
     # Equal bits, or NaN in both. Signs are compared too, because 0 == -0.
     same = (graph.logits.signbit() == eager.logits.signbit()) & (ours == theirs) | (ours.isnan() & theirs.isnan())

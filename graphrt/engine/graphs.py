@@ -17,12 +17,7 @@ from graphrt.kernels.errors import ConfigError
 
 
 class StepGraphs:
-    """The graphs of one step program. They share a memory pool, so all run on one stream.
-
-    name          name of the recorder, for `stats()`
-    streams       streams that graphs are captured on
-    is_off_graph  whether code that launches kernels without a graph is running
-    """
+    """The graphs of one step program. They share a memory pool, so all run on one stream."""
 
     def __init__(self, program: StepProgram, recorder: Recorder, loop_sizes: Sequence[int]) -> None:
         self._program, self._recorder, self._loop_sizes = program, recorder, loop_sizes
@@ -34,16 +29,12 @@ class StepGraphs:
 
     @property
     def reports(self) -> tuple[GraphReport, ...]:
-        """The report of each graph, in the order of capture."""
         return tuple(graph.report for graph in self._graphs.values())
 
     def capture(
         self, descriptors: Sequence[BatchDescriptor], progress: Callable[[GraphReport], None] | None = None
     ) -> None:
-        """Capture all sizes, and loops around the decode graphs of `loop_sizes`. After an error, no graph is left.
-
-        progress   called with the report of each captured graph
-        """
+        """Capture all sizes, and loops around the decode graphs of `loop_sizes`. After an error, no graph is left."""
         try:
             with self._recorder.session():
                 # A compiled model may compile, load and tune kernels at any size, which a capture forbids. So each size
@@ -79,8 +70,7 @@ class StepGraphs:
     ) -> torch.Tensor:
         """Queue steps of one size on the current stream, and return the logits of the last one.
 
-        batch   the batch, for backends that plan on the host; None if only the device knows its values
-        eager   run without a graph
+        batch   for backends that plan on the host; None if only the device knows its values
         loops   run all steps in one launch, which ends early if all requests are finished
         """
         if eager:
@@ -103,7 +93,6 @@ class StepGraphs:
             self.is_off_graph = before
 
     def pool_bytes(self) -> int:
-        """Return the size of the graphs' memory pool."""
         return self._recorder.pool_bytes()
 
     def _run_eagerly(self, descriptor: BatchDescriptor, batch: Batch | None, steps: int) -> torch.Tensor:

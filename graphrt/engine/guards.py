@@ -27,17 +27,12 @@ NamedTensor = tuple[str, torch.Tensor]
 class Guards:
     """The pointer guard and the capture lock of one manager.
 
-    The first step checks all tensors that graphs read: weights, page tables, KV cache, static buffers, request tensors
-    and the backend's tensors. It looks them up by name and compares address, shape, strides and dtype. Later steps
-    compare the addresses of a few weights and cache tensors, and a few names of the model, if `check_weights` is set. A
-    name that refers to another object causes a full check. With GRAPHRT_DEBUG=1 every step checks everything, and late
+    The first step checks all tensors that graphs read, by name: address, shape, strides and dtype. Later steps compare
+    the addresses of a few weights and cache tensors, and a few names of the model, if `check_weights` is set. A name
+    that refers to another object causes a full check. With GRAPHRT_DEBUG=1 every step checks everything, and late
     kernels and memory growth raise.
 
-    weights      named tensors passed by the caller; None: those of the model, looked up again at each full check
-    page_tables  page tables owned by the caller, or None
-
-    Raises:
-        ConfigError: if GRAPHRT_DEBUG is malformed.
+    weights   named tensors passed by the caller; None: those of the model, looked up again at each full check
     """
 
     def __init__(
@@ -74,11 +69,7 @@ class Guards:
         self._lock.engage()
 
     def before_step(self) -> None:
-        """Run the checks that are due.
-
-        Raises:
-            ReplayError: if a tensor moved or changed, a kernel was loaded late, or memory grew.
-        """
+        """Run the checks that are due. Raises: ReplayError: if a tensor moved, or kernels or memory were added."""
         self._pointers.check_next()
         if self._names.any and self._names.changed():
             self._pointers.check()  # passes if the new object has the same memory

@@ -193,8 +193,8 @@ class InFlight:
     def _collect(self) -> None:
         """Copy the results from the rings, after the launch has finished and before its ring entries are reused.
 
-        Several threads may run this at once, and a signal handler may interrupt it. The first call that finishes
-        copying stores its results. The entries may be reused then, so that a slower call discards its copy.
+        Several threads may run this at once, and a signal handler may interrupt it: the first call that finishes
+        copying stores its results, and others discard their copies.
         """
         rings, n = self._rings, self.num_reqs
         if rings is None:
@@ -231,11 +231,7 @@ class InFlight:
 
     @property
     def faults(self) -> tuple[RequestFault, ...]:
-        """The faults of all requests, in the order of the batch. Waits.
-
-        Raises:
-            ReplayError: if the device did not report the first step.
-        """
+        """The faults of all requests, in batch order. Waits. Raises: ReplayError: without a report of the step."""
         error = self.error
         if error is None:
             return ()
@@ -273,11 +269,7 @@ class StepHandle(InFlight):
 
     @property
     def results(self) -> npt.NDArray[np.int32]:
-        """[num_reqs] int32 tokens, also if there are faults or no sampler. Waits for the step.
-
-        Raises:
-            ReplayError: if the device did not report the step.
-        """
+        """[num_reqs] int32 tokens, also if there are faults or no sampler. Waits. Raises ReplayError as `tokens`."""
         tokens: npt.NDArray[np.int32] = self._arrived(False)[0]
         return tokens
 

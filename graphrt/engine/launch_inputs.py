@@ -14,10 +14,7 @@ from graphrt.kernels.metadata import step_inputs as layout
 
 @dataclass(frozen=True, slots=True)
 class LaunchInputs:
-    """The words of a slot that a launch uses, from the last header on, for a runtime of `groups` KV groups.
-
-    Raises: ShapeError: if the words are not those of a slot.
-    """
+    """The words of a slot that a launch uses, for `groups` KV groups. Raises: ShapeError: if they are not those."""
 
     words: Int32Array
     groups: int
@@ -82,11 +79,9 @@ class LaunchInputs:
 
     @property
     def end(self) -> int:
-        """Words in use."""
         return self.inputs_end + (layout.STOP_FIELDS * self.num_reqs if self.kind & layout.KEEP else 0)
 
     def with_steps(self, steps: int) -> LaunchInputs:
-        """Return a copy for another number of steps."""
         words = self.words.copy()
         words[layout.HEADER_STEPS] = steps
         return LaunchInputs(words, self.groups)
@@ -101,7 +96,6 @@ class LaunchInputs:
 
     @property
     def pages(self) -> Int32Array:
-        """The listed page ids; a view."""
         return self.words[self._pages_at : self._pages_at + int(self.words[layout.HEADER_NUM_PAGES])]
 
     @property

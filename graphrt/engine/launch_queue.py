@@ -50,7 +50,6 @@ class LaunchQueue:
 
     @property
     def waits(self) -> int:
-        """Number of launches that had to wait for a slot."""
         return self._ring.waits
 
     def slot(self, steps: int = 1) -> tuple[StagingSlot, int]:

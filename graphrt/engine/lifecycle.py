@@ -42,15 +42,7 @@ class Exclusive:
 
     An exception in a signal handler, such as KeyboardInterrupt, can be raised after every call instruction and at the
     entry of every Python function. It must not leave the lock held. So `__exit__` is the C method of a lock, and
-    `__enter__` runs no call instruction after it has the lock.
-
-    Args:
-        owner: the object whose calls are admitted, for the error text
-        advice: how to avoid the error
-
-    Attributes:
-        thread: id of the thread of the last call
-        is_entered: returns True during a call
+    `__enter__` runs no call instruction after it has the lock. `thread` is that of the last call.
     """
 
     __slots__ = ("__exit__", "_advice", "_attempts", "_owner", "is_entered", "thread")
@@ -76,10 +68,6 @@ class OnStream:
 
     The object is built once and entered at every step. Where the stream is current already, which is the usual case,
     that takes one microsecond instead of ten. Launches call `enter` and `leave`: a `with` block takes twice as long.
-
-    Args:
-        stream: None on a CPU
-        name: name of the NVTX range
     """
 
     __slots__ = ("_handle", "_index", "_name", "_previous", "stream")
@@ -117,10 +105,7 @@ class OnStream:
 
 
 def stream_on(device: torch.device, stream: object) -> torch.cuda.Stream | None:
-    """Return the stream that steps run on: the given or the current one on CUDA, None on a CPU.
-
-    Raises: ConfigError: if the stream is on another device, or given on a CPU.
-    """
+    """Return the stream that steps run on: the given or the current one on CUDA, None on a CPU."""
     if device.type != "cuda":
         if stream is not None:
             raise ConfigError(f"stream: expected None with a cache on {device}, got {shown(stream)}; leave it out")

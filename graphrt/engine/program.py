@@ -97,10 +97,7 @@ class StepProgram:
 
     @contextmanager
     def _counted(self, step: Step) -> Iterator[None]:
-        """Count the input tokens of the step for penalties, and undo it if the block raises.
-
-        The step can then be submitted again.
-        """
+        """Count the input tokens of the step for penalties; undo it if the block raises, so that it can run again."""
         m, b, penalties = step.metadata, step.buffers, step.penalties
         inputs = step.input_ids, m.query_start_loc, m.seq_lens, b.req_indices, b.prompt_lens
         if penalties is not None:
@@ -152,7 +149,6 @@ class StepProgram:
 
 
 def _is_capturing(device: torch.device) -> bool:
-    """Return whether the current stream is being captured."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -200,11 +196,7 @@ def capacity_of(config: RuntimeConfig, groups: Sequence[PageGroup], vocab_size: 
 
 
 def check_page_tables(tables: torch.Tensor | None, buffers: StaticBuffers) -> torch.Tensor | None:
-    """Return the page tables of a caller with a dimension of groups.
-
-    Raises:
-        ShapeError: if the shape, dtype or device is wrong.
-    """
+    """Return the page tables of a caller with a dimension of groups. Raises: ShapeError: if they do not fit."""
     if tables is None:
         return None
     check_instance("page_tables", tables, torch.Tensor, advice="pass an int32 tensor, or None", error=ShapeError)

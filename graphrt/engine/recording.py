@@ -56,13 +56,9 @@ class RecordedLaunch:
 class Recording:
     """A recording of the next `count` launches of a manager. Each of them waits for the device before and after it.
 
-        recording = manager.record(100)
-        ...                                     # keep serving
-        recording.stop()                        # `launches` has those that ran
-
-    count       launches to record; after `stop`, the launches that were recorded
-    max_bytes   host memory that all of them may take
-    launches    launches recorded so far
+    recording = manager.record(100)
+    ...                                     # keep serving
+    recording.stop()                        # `launches` has those that ran
     """
 
     config: RuntimeConfig
@@ -83,10 +79,7 @@ class Recording:
         self.count = len(self.launches)
 
     def before(self, record: Int32Array, descriptor: BatchDescriptor) -> None:
-        """Record the inputs of a launch and the state before it, unless the recording was stopped.
-
-        Raises: CapacityError: if this takes more than `max_bytes`; the recording is stopped then.
-        """
+        """Record the inputs of a launch and the state before it. Raises: CapacityError: beyond `max_bytes`."""
         if self.done:
             return
         program = self.program
@@ -144,7 +137,6 @@ class Recording:
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy on the host, and wait for it."""
     with torch.inference_mode(False):
         return torch.empty_like(tensor, device="cpu").copy_(tensor)
 
@@ -156,10 +148,7 @@ def _pages_seen(
     groups: Sequence[KVCacheSpec],
     program: StepProgram,
 ) -> list[npt.NDArray[np.int64]]:
-    """Return the pages that the requests of a launch can read, by KV group, sorted.
-
-    The pages that the launch lists are written into `table`.
-    """
+    """Return the pages that a launch can read, by KV group, sorted; write those that it lists into `table`."""
     n, req_indices = words.num_reqs, words.order
     if req_indices is None:
         req_indices = state["order"].numpy()[:n]

@@ -145,12 +145,7 @@ class RequestTables:
         return tokens, length
 
     def mask_words(self, name: str, words: MaskWords) -> torch.Tensor:
-        """Return a token mask as [ceil(vocab_size / 32)] int32 on the host.
-
-        Raises:
-            ShapeError: if the words have a wrong shape, dtype or value.
-            UnsupportedError: without RuntimeConfig.token_masks.
-        """
+        """Return a checked token mask as [ceil(vocab_size / 32)] int32 on the host."""
         self._config.check_needs(name, (("token_masks", 1),))
         count = state_words(self._vocab_size)
         try:
@@ -188,12 +183,7 @@ class RequestTables:
             self._write_between_steps(lambda buffers: self._write(buffers.mask_words, ids, words))
 
     def check_state(self, values: RequestValues) -> dict[str, torch.Tensor]:
-        """Return copies of the values as host tensors with the shapes and dtypes of the request tensors.
-
-        Raises:
-            ConfigError: if a name is not one of RuntimeConfig.request_tensors.
-            ShapeError: if a value has another shape, or the dtype cannot represent it.
-        """
+        """Return checked copies of the values as host tensors with the shapes and dtypes of the request tensors."""
         check_instance("state", values, Mapping, advice="pass a dict of values by name")
         checked = {}
         for name, value in values.items():
@@ -305,7 +295,6 @@ class RequestTables:
         self._have_nothing()
 
     def close(self) -> None:
-        """Drop the tensors."""
         self.tensors.clear()
         self._have_nothing()
 

@@ -28,10 +28,7 @@ _MOST_KEPT = 16  # differences kept in stats
 
 
 class Shadow:
-    """Runs steps eagerly and as graphs, and stores differences in `stats`.
-
-    The first run allocates device memory: three copies of the state that a step changes, and memory for an eager step.
-    """
+    """Runs steps eagerly and as graphs, and stores differences in `stats`. Keeps three copies of a step's state."""
 
     def __init__(self, program: StepProgram, graphs: StepGraphs, stats: Stats) -> None:
         self._program, self._graphs, self._stats = program, graphs, stats
@@ -69,8 +66,7 @@ class Shadow:
     def _take(
         self, copies: Copies, descriptor: BatchDescriptor, num_reqs: int, logits: torch.Tensor, slots: Slots
     ) -> None:
-        """Copy the results of a step in the order in which it computes them: the first difference is the closest to its
-        cause."""
+        """Copy the results of a step in the order of the step: the first difference is the closest to its cause."""
         rows = logits[:num_reqs]
         if self._program.decode_len(descriptor):
             rows = logits.index_select(0, self._program.buffers.buffer_rows[:num_reqs])

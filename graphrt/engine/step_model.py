@@ -19,11 +19,7 @@ class StepModel(torch.nn.Module):
         self.module, self.head = module, head
 
     def forward(self, step: Step) -> torch.Tensor:
-        """Return the logits [padded_reqs, vocab_size].
-
-        Raises:
-            ShapeError: if the module does not return a tensor [tokens, width].
-        """
+        """Return the logits [padded_reqs, vocab_size]. Raises: ShapeError: if hidden states are wrong."""
         mark_varying(step.input_ids, step.positions)
         hidden: torch.Tensor = self.module(step.input_ids, step.positions)
         tokens = step.descriptor.padded_tokens

@@ -80,10 +80,7 @@ def _copy_each(targets: Iterable[torch.Tensor], sources: Iterable[torch.Tensor])
 
 
 class StepUndo:
-    """Undoes steps of a program. It keeps device memory for copies of the state that a step changes.
-
-    State that the model keeps outside of graphrt's buffers is not restored.
-    """
+    """Undoes steps of a program, except for state that the model keeps outside of graphrt's buffers."""
 
     def __init__(self, program: StepProgram) -> None:
         self._program, self._copies = program, Copies()
@@ -97,8 +94,7 @@ class StepUndo:
 
     @contextmanager
     def undone(self, descriptor: BatchDescriptor) -> Iterator[Slots]:
-        """Return a context that restores the state changed by one step. Its value are the KV slots that the step
-        writes.
+        """Return a context that restores the state changed by one step. Its value are the KV slots that are written.
 
         All work is queued on the current stream, and the host does not wait. Use it in inference mode.
         """
@@ -142,10 +138,7 @@ def _changed(buffers: StaticBuffers) -> tuple[dict[str, torch.Tensor], dict[str,
 
 
 class _SlotPacker:
-    """Gathers single tokens of a KV group, from all its layers, into one block of bytes, and scatters them back.
-
-    If the tokens of a page are not contiguous (HND layout), it gathers whole pages.
-    """
+    """Packs single tokens of a KV group, from all its layers; whole pages if their tokens are not contiguous (HND)."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], page_size: int) -> None:
         by_token = all(t.stride(0) == page_size * t.stride(1) for t in tensors)

@@ -18,10 +18,8 @@ from graphrt.session.session import DecodeSession
 class Preempted:
     """State of a preempted request.
 
-    Attributes:
-        length: tokens whose keys and values are kept; 0: all are recomputed
-        swapped: its pages on the host; None: it has none
-        first_places: position of the first page of each KV group in the sequence
+    length         tokens whose keys and values are kept; 0: all are recomputed
+    first_places   position of the first page of each KV group in the sequence
     """
 
     length: int

@@ -59,13 +59,7 @@ class GenerationStats:
 
 @dataclass(eq=False, slots=True)
 class PromptState:
-    """A prompt and the progress of its request.
-
-    Attributes:
-        request: its request in the session, once it was admitted
-        preempted: the state that it resumes from, while it waits
-        was_preempted: it has run before
-    """
+    """A prompt and the progress of its request; `preempted` is the state that it resumes from, while it waits."""
 
     index: int
     prompt: Int32Array
@@ -81,7 +75,6 @@ class PromptState:
 
     @property
     def finished(self) -> bool:
-        """True if the end of its request was collected."""
         return self.request is not None and bool(self.request.finish_reason)
 
     @property
@@ -98,10 +91,9 @@ def longest_chunk(runtime: Runtime) -> int:
 class Scheduler:
     """Schedules prompts on a session.
 
-    Attributes:
-        queue: the prompts that wait, in order; preempted ones come first
-        running: the prompts that run, by request index
-        by_request: the prompt of each request whose tokens were not all collected
+    queue       the prompts that wait, in order; preempted ones come first
+    running     the prompts that run, by request index
+    by_request  the prompt of each request whose tokens were not all collected
     """
 
     def __init__(
@@ -162,9 +154,8 @@ class Scheduler:
         """Return True if pools have `needs` pages, in addition to those that requests were admitted for and one for
         each running request.
 
-        Args:
-            resumes: the request was preempted. It needs a page for its next token as well, and the prompts that run
-                need pages for all their tokens, so that it is not preempted again at once
+        A request that resumes needs a page for its next token as well, and the prompts that run need pages for all
+        their tokens, so that it is not preempted again at once.
         """
         if self._space is not None:
             self._space.collect()
@@ -252,8 +243,9 @@ class Scheduler:
     def _share_prefixes(self) -> set[int]:
         """Let requests that start share pages of earlier ones with a common prefix, before windows free these pages.
 
-        Returns: the requests whose prefill is paused. Their pages are still moving, an earlier request is computing
-        their prefix, or the step has no tokens left for them."""
+        Returns the requests whose prefill is paused: their pages are still moving, an earlier request computes their
+        prefix, or the step has no tokens left for them.
+        """
         held, budget = set[int](), self._runtime.config.max_num_tokens - len(self._table.order)
         alone = not len(self._table.order)  # a launch of one request waits for its pages on the device
         for req_index in self._preemption.prefilling:

@@ -26,14 +26,11 @@ from graphrt.session.table import RequestTable
 class PendingLaunch:
     """A launch that was not collected yet.
 
-    Attributes:
-        requests: the request of each column
-        ids: [columns] request indices
-        promised: tokens by which `most` of each request was raised: one number, or [columns]
-        known: how many of these tokens were known before, [columns]: the request has them whether or not a token was
-            sampled. None: none were
-        forks: requests that were forked while the launch was in flight, with the column that they share
-        early: number of tokens that each request has got already, [columns]; empty: none
+    requests  the request of each column
+    promised  tokens by which `most` of each request was raised: one number, or [columns]
+    known     [columns], how many of these the request has whether or not a token was sampled; None: none
+    forks     requests that were forked while the launch was in flight, with the column that they share
+    early     [columns], number of tokens that each request has got already; empty: none
     """
 
     launch: Launch
@@ -57,11 +54,7 @@ class Launches:
     """Launches in flight, in order of submission.
 
     A collect that is interrupted can be repeated: the tokens of a launch are appended, and the launch is removed, in
-    one step that no signal can split.
-
-    Attributes:
-        pending: the launches
-        must_advance: an unfinished request without a token is an error: its pages were allocated before the launch
+    one step that no signal can split. With `must_advance` an unfinished request without a token is an error.
     """
 
     def __init__(self, table: RequestTable) -> None:
@@ -77,11 +70,9 @@ class Launches:
             pending.forks += tuple((column, fork) for column, other in columns if other is request)
 
     def contain(self, request: SessionRequest) -> bool:
-        """Return True if a launch in flight has the request."""
         return any(request in pending.requests for pending in self.pending)
 
     def wait(self) -> None:
-        """Wait for all launches."""
         for pending in self.pending:
             pending.launch.wait()
 
@@ -113,10 +104,7 @@ class Launches:
         return taken
 
     def _take(self, taken: list[PendingLaunch]) -> list[tuple[int, RequestFault]]:
-        """Update requests from the first launches, which are of the same requests.
-
-        Returns: the faults of live requests, by request index, each with the number of its step.
-        """
+        """Update requests from the first launches, of the same requests. Return the faults of live requests."""
         first, table = taken[0], self._table
         tokens = np.concatenate([pending.launch.tokens(raise_on_fault=False) for pending in taken])
         ends = np.concatenate([pending.launch.ends() for pending in taken]).max(0, initial=0)

@@ -10,16 +10,10 @@ from graphrt.runtime import Runtime
 
 
 class Ledger:
-    """The pages and request indices of a session.
+    """The pages and request indices of a session: a lease per pool, none with external pages.
 
     Taking an object and recording it is one step that no exception in a signal handler can split. So `close` returns
     everything, no matter how far the session's last call got, and can be repeated if it is interrupted itself.
-
-    Args:
-        external_pages: the session gets its pages from the caller
-
-    Attributes:
-        pages: a lease per pool; none with external pages
     """
 
     def __init__(self, runtime: Runtime, *, external_pages: bool) -> None:
@@ -29,7 +23,6 @@ class Ledger:
         self._indices: list[int] = []
 
     def check_index(self) -> None:
-        """Raise CapacityError if no request index is free."""
         if not self._free_indices:
             raise CapacityError("requests: no request index is free; release() a request, or raise max_num_reqs")
 
@@ -51,10 +44,7 @@ class Ledger:
         self._free_indices.extend(map(self._indices.pop, [-1] * len(self._indices)))
 
     def drop(self) -> None:
-        """Return everything that a session has taken that was garbage-collected without `close()`.
-
-        Launches in flight may still write its pages. Later steps of the runtime run after them.
-        """
+        """Return everything of a session that was garbage-collected. Later steps run after its launches."""
         held = sum(lease.num_held for lease in self.pages)
         if held or self._indices:
             warnings.warn(

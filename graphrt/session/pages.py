@@ -39,16 +39,13 @@ class ExternalPages:
         self._freed: dict[int, None] = {}
 
     def take(self, count: int) -> npt.NDArray[np.int32]:
-        """Return no pages."""
         assert not count, "the session checks num_free first"
         return np.empty(0, np.int32)
 
     def share(self, pages: Pages) -> None:
-        """Count one more request for each page."""
         self._users.update(np.asarray(pages).tolist())
 
     def free(self, pages: Pages) -> None:
-        """Count one request less for each page."""
         for page in np.asarray(pages).tolist():
             self._users[page] -= 1
             if not self._users[page]:
@@ -71,10 +68,7 @@ class ExternalPages:
 
 
 def _page_ids(given: object, pools: Sequence[PageLease | ExternalPages], of: str) -> list[Int32Array]:
-    """Return the page ids that a caller gives, a list per KV group or pool.
-
-    Raises: ShapeError: if one is not a page of the cache, or the null page.
-    """
+    """Return the checked page ids that a caller gives, a list per KV group or pool."""
     lists = check_sequence("pages", given, len(pools), of=f"lists of page ids, one per {of}")
     found = []
     for pool, values in zip(pools, lists, strict=True):
@@ -110,13 +104,7 @@ def check_pages(
 
 
 class SessionPages:
-    """The page tables of a session: a table per KV group, with a slot per request index.
-
-    Args:
-        pools: a lease of each pool, or ExternalPages
-        num_indices: number of request indices
-        longest: tokens of the longest sequence
-    """
+    """The page tables of a session: a table per KV group, with a slot per request index."""
 
     def __init__(
         self, groups: Sequence[KVCacheSpec], pools: Sequence[PageLease | ExternalPages], num_indices: int, longest: int
@@ -131,7 +119,6 @@ class SessionPages:
         return bool(self._external)
 
     def free_passed(self, ids: Ids, lengths: Ids) -> None:
-        """Free the pages that windows have passed, of requests that have at least `lengths` tokens."""
         for table in self.tables:
             table.free_passed(ids, lengths)
 
@@ -211,7 +198,6 @@ class SessionPages:
         )
 
     def submitted(self, ids: Ids) -> None:
-        """Mark the pages that `listed` or `delta` returned as listed to the device."""
         for table in self.tables:
             table.submitted(ids)
 
@@ -243,10 +229,7 @@ class SessionPages:
         return needs
 
     def check_fork(self, req_index: int, length: int, most: int, given: object) -> list[Int32Array]:
-        """Return the pages that a caller gives for a fork, by pool; none if the session owns its pages.
-
-        Raises: CapacityError: for too few pages. ConfigError, ShapeError: for wrong ones.
-        """
+        """Return the pages that a caller gives for a fork, by pool; none if the session owns its pages."""
         needs = self.fork_needs(req_index, length, most)
         if self._external:
             pages = _page_ids([[]] * len(needs) if given is None else given, self._pools, "pool")
@@ -272,10 +255,7 @@ class SessionPages:
     ) -> Iterator[tuple[int, tuple[list[int], list[int]]]]:
         """Give a new request the full pages of another's first `length` tokens, and pages of its own after them.
 
-        Args:
-            given: what `check_fork` returned
-
-        Returns: by KV group, source and target pages to copy.
+        Yields by KV group the source and target pages to copy. `given` is what `check_fork` returned.
         """
         left = [ids.tolist() for ids in given]
         for external, ids in zip(self._external, left, strict=True):
@@ -291,23 +271,16 @@ class SessionPages:
                 yield group, (sources, targets)
 
     def can_share(self, donor: int, length: int) -> bool:
-        """Return True if a request still has all pages that the token after its first `length` tokens attends to."""
         return all(table.can_share(donor, length) for table in self.tables)
 
     def share(self, donor: int, req_index: int, length: int) -> Iterator[tuple[int, tuple[list[int], list[int]]]]:
-        """Give a request without pages those of another's first `length` tokens.
-
-        Returns: by KV group, source and target pages to copy if the last page is partly filled.
-        """
+        """Give a request the pages of another's first `length` tokens; yield pages to copy, as `fork`."""
         for group, table in enumerate(self.tables):
             if (pair := table.share(donor, req_index, length)) is not None:
                 yield group, ([pair[0]], [pair[1]])
 
     def check_append(self, req_index: int, given: object) -> list[Int32Array]:
-        """Return the pages that a caller gives a request, by KV group: a list of each, or the pages of the only one.
-
-        Raises: ShapeError: if one is not a page of the cache, or is in use. CapacityError: if a table has no room.
-        """
+        """Return the checked pages that a caller gives a request, by KV group: a list of each, or of the only one."""
         pools = [self._pools[table.group.pool] for table in self.tables]
         pages = _page_ids([given] if len(pools) == 1 else given, pools, "KV group")
         for group, (table, more) in enumerate(zip(self.tables, pages, strict=True)):
@@ -325,7 +298,6 @@ class SessionPages:
         return pages
 
     def append(self, req_index: int, pages: Sequence[Int32Array]) -> None:
-        """Append what `check_append` returned."""
         for table, more in zip(self.tables, pages, strict=True):
             self._external[table.group.pool].share(more)
             table.append(req_index, more)
@@ -335,7 +307,6 @@ class SessionPages:
         return [pool.pop_freed() for pool in self._external]
 
     def pages(self, req_index: int) -> list[Int32Array]:
-        """Return a copy of a request's page ids, by KV group."""
         return [table.pages(req_index) for table in self.tables]
 
     def first_places(self, req_index: int) -> list[int]:
@@ -351,16 +322,13 @@ class SessionPages:
         return pages
 
     def cut(self, req_index: int, length: int) -> None:
-        """Free the pages after a request's first `length` tokens. The device must not know them any more."""
         for table in self.tables:
             table.cut(req_index, length)
 
     def forget(self, req_index: int) -> None:
-        """Empty a request without freeing its pages."""
         for table in self.tables:
             table.forget(req_index)
 
     def release(self, req_index: int) -> None:
-        """Free every page of a request."""
         for table in self.tables:
             table.release(req_index)

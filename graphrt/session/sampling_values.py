@@ -13,11 +13,7 @@ _OF_PARAMS = (
 
 
 class SamplingValues:
-    """One array per sampling value of a `Batch`, with an entry per request index; all greedy at first.
-
-    Attributes:
-        arrays: by their names in `Batch`
-    """
+    """One array per sampling value of a `Batch`, by its name there, with an entry per request index."""
 
     def __init__(self, num_indices: int) -> None:
         names = (*_OF_PARAMS, "prompt_lens", "token_masks", "logprobs", "logprob_tokens")
@@ -34,7 +30,6 @@ class SamplingValues:
         self.ask_logprobs(at, params.logprobs)
 
     def put(self, name: str, at: int, value: float) -> None:
-        """Set one value."""
         self.arrays[name][at] = value
         if value != self._plain[name]:
             self._used[name] = self.arrays[name]
@@ -47,8 +42,7 @@ class SamplingValues:
     def ask_of_prompt(self, at: int, params: SamplingParams, left: Values, of_prompt: int) -> None:
         """Ask for log-probabilities of the next prompt token, `left[0]`, if the request has `prompt_logprobs`.
 
-        left        tokens that follow those of this step; if there are none, the step samples
-        of_prompt   number of prompt tokens among `left`; the others were sampled before the request was preempted
+        `left` follows the tokens of this step. The first `of_prompt` of them are of the prompt.
         """
         if params.prompt_logprobs is None:
             return
@@ -60,7 +54,6 @@ class SamplingValues:
             self.ask_logprobs(at, None)
 
     def copy(self, source: int, target: int) -> None:
-        """Copy the values of one index to another."""
         for values in self._used.values():
             values[target] = values[source]
 

@@ -31,10 +31,7 @@ class StepLauncher:
 
     def launch(self, steps: int, eager: bool) -> Launch | None:
         """Launch one step with all inputs, or up to `steps` steps of the requests that decode. Returns None if all
-        requests are at their limits.
-
-        Raises: CapacityError: if no request has a page for its next token. As ReplayManager.replay.
-        """
+        requests are at their limits. Raises: CapacityError: if no request has a page for its next token."""
         full = self._in_full or not self._table.prefills.keys() <= self._table.held
         return self._full_step(eager) if full else self._decode(steps, eager)
 
