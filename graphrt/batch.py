@@ -16,7 +16,7 @@ import numpy.typing as npt
 from graphrt.batch_values import check_ranges, copied_values, host_array, needs_of, singular
 from graphrt.config import Need, RuntimeConfig
 from graphrt.kernels.checks import shown
-from graphrt.kernels.errors import CapacityError, ShapeError, UnsupportedError
+from graphrt.kernels.errors import CapacityError, ShapeError
 from graphrt.kernels.metadata import step_inputs as layout
 from graphrt.kernels.metadata.arguments import MAX_REQS, MAX_TOKENS
 from graphrt.kernels.metadata.buffers import COPIED, COPIED_PAD_WORDS
@@ -39,13 +39,8 @@ class Request:
     pages        page ids, in order; with several KV groups a list of them per group. () lists none in any group
     first_page   index in the sequence of the first of `pages`; with several KV groups one per group
     sample       sample a token after the last of `tokens`; False for a prompt chunk that is not the last one
-    temperature  0 is greedy
-    seed         seed of this request's random numbers
-    encoder_len  tokens that the request's encoder wrote for cross layers, the same in each of its steps; 0: none
-    top_k, top_p, min_p  truncation, as in SamplingParams; 0, 1 and 0 keep all tokens
-    repetition_penalty, presence_penalty, frequency_penalty, prompt_len  as in Batch; 1, 0 and 0 are off
-    token_mask   number of the mask that says which tokens are allowed; -1 is none
-    logprobs, logprob_token   as in Batch; -1 returns none, and -1 is the sampled token
+
+    The other fields are the values of the request in the Batch fields of their plural names.
     """
 
     req_index: int
@@ -156,10 +151,8 @@ class Batch:
     token_masks: Int32Array
     logprobs: Int32Array
     logprob_tokens: Int32Array
-    needs: tuple[Need, ...] = field(init=False)
-    _stated: tuple[str, ...] = field(
-        init=False, compare=False
-    )  # arguments that the caller passed; the others have their defaults
+    needs: tuple[Need, ...]
+    _stated: tuple[str, ...] = field(compare=False)  # arguments that were passed; the others have their defaults
 
     def __init__(
         self,
@@ -221,13 +214,13 @@ class Batch:
             )
         values = {name: copied_values(name, given[name], n) for name in COPIED}
         stated = {name: value for name, value in values.items() if given[name] is not None}
+        if sample is None:
+            sample = _ones(n)
+        else:
+            sample = stated["sample"] = _int32("sample", sample, n)
         check_ranges(stated)
-        if n and encoder_lens is not None and values["encoder_lens"].min() < 0:
-            raise ShapeError(
-                f"batch.encoder_lens: expected lengths >= 0, got {values['encoder_lens'].min()}; 0 is no encoder"
-            )
-        also = tuple(name for name in ("query_lens", "sample", "first_pages") if given[name] is not None)
-        self._set(
+        arrays: dict[str, Any] = dict(
+            values,
             req_indices=req_indices,
             seq_lens=_int32("seq_lens", seq_lens, n),
             query_lens=query_lens,
@@ -235,13 +228,10 @@ class Batch:
             page_indptr=page_indptr,
             page_ids=page_ids,
             first_pages=np.zeros(lists, np.int32) if first_pages is None else _not_negative(first_pages, lists),
-            sample=_ones(n) if sample is None else _flags("sample", sample, n),
-            **values,
+            sample=sample,
             needs=needs_of(stated),
-            _stated=(*stated, *also),
+            _stated=(*stated, *(name for name in ("query_lens", "first_pages") if given[name] is not None)),
         )
-
-    def _set(self, **arrays: Any) -> None:
         for name, value in arrays.items():
             object.__setattr__(self, name, value)
 
@@ -312,13 +302,6 @@ class Batch:
             return True
         # The sum is right: if none is longer, none is shorter.
         return bool(self.query_lens.item(self.query_lens.argmax()) == query_len)
-
-    def mixed_error(self, query_len: int) -> UnsupportedError:
-        """Return the error of a runtime without mixed batches for a batch that is not uniform."""
-        return UnsupportedError(
-            f"batch: expected {query_len} new tokens in every request, got {shown(self.query_lens.tolist())}; compute "
-            "prompts elsewhere, or build the runtime with RuntimeConfig(mixed_batches=True)"
-        )
 
     def check_needs(self, config: RuntimeConfig, vocab_size: int) -> None:
         """Check the batch against a config.
@@ -436,13 +419,6 @@ def _not_negative(values: Any, length: int) -> Int32Array:
     if length and pages.min() < 0:
         raise ShapeError(f"batch.first_pages: expected page indices >= 0, got {pages.min()}; 0 is the first page")
     return pages
-
-
-def _flags(name: str, values: Any, length: int) -> Int32Array:
-    flags = _int32(name, values, length)
-    if length and not (flags.min() >= 0 and flags.max() <= 1):
-        raise ShapeError(f"batch.{name}: expected 0 or 1 for each request, got {flags.min()} to {flags.max()}")
-    return flags
 
 
 def _page_lists(requests: Sequence[Request]) -> tuple[list[Sequence[int] | Int32Array], list[int]]:

@@ -10,7 +10,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -24,30 +24,14 @@ from graphrt.spec import AttentionKind, AttentionSpec
 from graphrt.step import Step
 
 
-@dataclass(slots=True)
-class _Binding:
-    """The running step of one layer.
-
-    step    the step
-    index   index of the layer in the model
-    source  the binding of the layer whose KV this one reads
-    called  whether the layer was called in this step
-    """
-
-    step: Step
-    index: int
-    source: _Binding | None
-    called: bool = False
-
-
 class _Holder:
-    """Holds the binding of one layer, for its operator. `lock` is taken while a step is bound."""
+    """The running step and the index of one layer, for its operator. `lock` is taken while a step is bound."""
 
     __slots__ = ("__weakref__", "binding", "lock", "name")
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.binding: _Binding | None = None
+        self.binding: tuple[Step, int] | None = None
         self.lock = threading.Lock()
 
 
@@ -73,22 +57,11 @@ def _run(
             f"Attention {holder.name!r}: called outside of a step, where it has no KV cache; pass the model to a "
             "Runtime or ReplayManager, then call capture() and replay(batch)"
         )
-    _check_called(holder, binding)
-    binding.step.attend(binding.index, query, key, value, rotary=rotary, sinks=sinks, out=output)
-    binding.called = True
-
-
-def _check_called(holder: _Holder, binding: _Binding) -> None:
-    """Check the order of calls as `Step.attend` does, with the name of the layer in errors."""
-    if binding.called and binding.step.layers[binding.index].writes:
-        raise UnsupportedError(
-            f"Attention {holder.name!r}: called twice in one step, which would overwrite its keys and values; make one "
-            "layer per call"
-        )
-    if binding.source is not None and not binding.source.called:
-        raise UnsupportedError(
-            f"Attention {holder.name!r}: called before the layer whose keys and values it reads; call that layer first"
-        )
+    step, index = binding
+    try:
+        step.attend(index, query, key, value, rotary=rotary, sinks=sinks, out=output)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"Attention {holder.name!r}: {error}") from error
 
 
 def _run_rotary(
@@ -358,9 +331,8 @@ class ModelLayers:
         Raises:
             ReplayError: if another step is bound to one of them, in another thread or around this one.
         """
-        bindings: list[_Binding] = []
         with ExitStack() as stack:
-            for layer, spec in zip(self._layers, self.specs, strict=True):
+            for index, layer in enumerate(self._layers):
                 holder = layer._holder
                 if not holder.lock.acquire(blocking=False):
                     raise ReplayError(
@@ -368,9 +340,7 @@ class ModelLayers:
                         "managers that share a model one at a time"
                     )
                 stack.callback(_unbind, holder)
-                source = None if spec.kv_shared_with is None else bindings[spec.kv_shared_with]
-                holder.binding = _Binding(step, len(bindings), source)
-                bindings.append(holder.binding)
+                holder.binding = step, index
             yield
 
     def resolve(self, attention: object, cache_layers: int | None) -> tuple[AttentionSpec, ...]:

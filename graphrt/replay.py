@@ -36,7 +36,7 @@ from graphrt.engine.recording import Recording
 from graphrt.engine.request_tables import RequestTables
 from graphrt.engine.stats import Stats
 from graphrt.engine.undo import StepUndo
-from graphrt.kernels.checks import check_bool, check_callable, check_instance, check_int, check_named_tensors
+from graphrt.kernels.checks import check_bool, check_callable, check_instance, check_int, check_named_tensors, shown
 from graphrt.kernels.errors import CaptureError, ReplayError, ShapeError, UnsupportedError
 from graphrt.kernels.metadata.buffers import StaticBuffers
 from graphrt.kernels.ops.sampling import MAX_VOCAB_SIZE
@@ -283,7 +283,11 @@ class ReplayManager:
         self._guards.before_step()
         uniform = batch.is_uniform(config.query_len)
         if not (uniform or config.mixed_batches):
-            raise batch.mixed_error(config.query_len)
+            raise UnsupportedError(
+                f"batch: expected {config.query_len} new tokens in every request, got "
+                f"{shown(batch.query_lens.tolist())}; compute prompts elsewhere, or build the runtime with "
+                "RuntimeConfig(mixed_batches=True)"
+            )
         if descriptor is None:
             return self._dispatcher.dispatch(num_reqs, num_tokens, uniform)
         check_instance("descriptor", descriptor, BatchDescriptor, advice="take one of manager.descriptors")

@@ -13,7 +13,7 @@ import torch
 
 from graphrt.batch import Batch
 from graphrt.cache.groups import check_encoder_len, kv_groups, longest_of
-from graphrt.cache.kv_cache import KVCache, bytes_per_page, check_groups
+from graphrt.cache.kv_cache import KVCache, bytes_per_page, check_groups, pages_of_pools
 from graphrt.cache.page_allocator import PageAllocator
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
 from graphrt.capture.graph import GraphReport
@@ -26,7 +26,6 @@ from graphrt.kernels.checks import (
     check_callable,
     check_device,
     check_instance,
-    check_int,
     check_named_tensors,
     is_finite,
     shown,
@@ -132,7 +131,11 @@ class Runtime:
             raise ConfigError(
                 f"memory_utilization: expected a number in (0, 1], got {shown(memory_utilization)}; 0.9 is usual"
             )
-        given = None if isinstance(num_pages, str) and num_pages == "auto" else _pool_pages(num_pages, groups)
+        given = (
+            None
+            if isinstance(num_pages, str) and num_pages == "auto"
+            else pages_of_pools(num_pages, groups, 'or pass "auto"')
+        )
         config = RuntimeConfig() if config is None else config
         self.config = check_instance("config", config, RuntimeConfig, advice="pass a RuntimeConfig")
         check_encoder_len(groups, self.config.max_encoder_len)
@@ -258,18 +261,6 @@ def check_decoder(runtime: Runtime) -> None:
         raise ConfigError(
             f"runtime: expected query_len=1 with mixed_batches=False, got {config.query_len}; allow mixed batches"
         )
-
-
-def _pool_pages(num_pages: int | Sequence[int], groups: Sequence[KVCacheSpec]) -> tuple[int, ...]:
-    """Return the pages of each pool, checked."""
-    pools = len({spec.pool for spec in groups})
-    counts = list(num_pages) if isinstance(num_pages, (list, tuple)) else [num_pages] * pools
-    if len(counts) != pools:
-        raise ConfigError(
-            f"num_pages: expected one int, or a sequence of {pools}, one per pool, got {shown(num_pages)}; pass these, "
-            'or "auto"'
-        )
-    return tuple(check_int("num_pages", count, 2, MAX_PAGES, advice='or pass "auto"') for count in counts)
 
 
 def _checked_cache(

@@ -287,11 +287,6 @@ class KVCacheSpec:
         """Bytes of one page over all layers, K and V."""
         return self.num_layers * self.layer_bytes_per_page
 
-    @property
-    def bytes_per_token(self) -> int:
-        """KV bytes of one token over all layers."""
-        return self.bytes_per_page // self.page_size
-
     def pages_for(self, num_tokens: int) -> int:
         """Return the number of pages that hold `num_tokens` tokens.
 

@@ -112,7 +112,13 @@ class KVCache:
             )
         self.pool_pages = tuple(pages[pool] for pool in range(len(pages)))
         self.groups = tuple(spec.resolve(pages[spec.pool]) for spec in specs)
-        _check_null_pages(self.groups)
+        null_pages: dict[int, int | str] = {}
+        for spec in self.groups:
+            if null_pages.setdefault(spec.pool, spec.null_page) != spec.null_page:
+                raise ConfigError(
+                    f"KVCacheSpec.null_page: expected {null_pages[spec.pool]}, as in another group of pool "
+                    f"{spec.pool}, got {spec.null_page}; groups of one pool share page ids"
+                )
         self.k = tuple(k)
         self.v = tuple(v)
         self.device = device
@@ -136,17 +142,11 @@ class KVCache:
         """
         specs = check_groups(groups)
         device = check_device("device", device)
-        pools = {spec.pool for spec in specs}
-        counts = num_pages if isinstance(num_pages, (list, tuple)) else [num_pages] * len(pools)
-        if len(counts) != len(pools):
-            raise ConfigError(
-                f"num_pages: expected {len(pools)} ints, one per pool, got {shown(num_pages)}; pass one per pool"
-            )
+        counts = pages_of_pools(num_pages, specs, advice="the null page and at least one more")
         k: dict[int, torch.Tensor] = {}
         v: dict[int, torch.Tensor] = {}
         with torch.inference_mode(False):  # tensors made in inference mode cannot be written outside of it
-            for pool, given in zip(sorted(pools), counts, strict=True):
-                count = check_int("num_pages", given, 2, MAX_PAGES, advice="the null page and at least one more")
+            for pool, count in zip(sorted({spec.pool for spec in specs}), counts, strict=True):
                 _allocate_pool([spec for spec in specs if spec.pool == pool], count, device, k, v)
             layers = range(len(cache_layer_groups(specs)))
             return cls(specs, [k[layer] for layer in layers], [v[layer] for layer in layers], device=device)
@@ -304,6 +304,17 @@ def check_groups(groups: KVCacheSpec | Sequence[KVCacheSpec]) -> tuple[KVCacheSp
     return tuple(groups)
 
 
+def pages_of_pools(num_pages: int | Sequence[int], groups: Sequence[KVCacheSpec], advice: str) -> tuple[int, ...]:
+    """Return the pages of each pool, given as one number or one per pool. Raises: ConfigError."""
+    pools = len({spec.pool for spec in groups})
+    counts = list(num_pages) if isinstance(num_pages, (list, tuple)) else [num_pages] * pools
+    if len(counts) != pools:
+        raise ConfigError(
+            f"num_pages: expected one int, or a sequence of {pools}, one per pool, got {shown(num_pages)}; {advice}"
+        )
+    return tuple(check_int("num_pages", count, 2, MAX_PAGES, advice=advice) for count in counts)
+
+
 def bytes_per_page(groups: Sequence[KVCacheSpec]) -> int:
     """Return the bytes of one page of a pool, which fits the layers and the page of each of its groups."""
     return max(spec.layer_bytes_per_page for spec in groups) * max(spec.num_layers for spec in groups)
@@ -337,16 +348,6 @@ def _allocate_pool(
                 heads_first = spec.layout is KVLayout.HND
                 page = flat.unflatten(1, (heads, size, dim) if heads_first else (size, heads, dim))
                 tensors[layer] = page.transpose(1, 2) if heads_first else page
-
-
-def _check_null_pages(groups: Sequence[KVCacheSpec]) -> None:
-    null_pages: dict[int, int | str] = {}
-    for spec in groups:
-        if null_pages.setdefault(spec.pool, spec.null_page) != spec.null_page:
-            raise ConfigError(
-                f"KVCacheSpec.null_page: expected {null_pages[spec.pool]}, as in another group of pool {spec.pool}, "
-                f"got {spec.null_page}; groups of one pool share page ids"
-            )
 
 
 def _zeros(shape: tuple[int, int, int], device: torch.device) -> torch.Tensor:

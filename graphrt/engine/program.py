@@ -105,7 +105,8 @@ class StepProgram:
         try:
             yield
         except BaseException:
-            if penalties is not None and not _is_capturing(self.kv_cache.device):
+            on_cuda = self.kv_cache.device.type == "cuda"
+            if penalties is not None and not (on_cuda and torch.cuda.is_current_stream_capturing()):
                 record_tokens(*inputs, penalties, take_back=True)
             raise
 
@@ -146,10 +147,6 @@ class StepProgram:
             layers=self.layers,
             request_tensors=self.request_tensors,
         )
-
-
-def _is_capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 _NO_PAGES = PageGroup(page_size=1, num_pages=1, null_page=0, max_pages=1, max_encoder_len=1)

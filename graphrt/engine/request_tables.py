@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from numbers import Real
 from typing import Any, TypeVar
@@ -328,15 +328,11 @@ class RequestTables:
 class TableUpdates:
     """Changes that a session writes to the tables before its next launch, by request index."""
 
-    biases: dict[int, Mapping[int, float]]
-    banned: dict[int, tuple[Collection[int], int]]
-    states: dict[int, RequestValues]
-    masks: dict[int, torch.Tensor]
-    switched: dict[int, int]
-
-    @classmethod
-    def none(cls) -> TableUpdates:
-        return cls({}, {}, {}, {}, {})
+    biases: dict[int, Mapping[int, float]] = field(default_factory=dict)
+    banned: dict[int, tuple[Collection[int], int]] = field(default_factory=dict)
+    states: dict[int, RequestValues] = field(default_factory=dict)
+    masks: dict[int, torch.Tensor] = field(default_factory=dict)
+    switched: dict[int, int] = field(default_factory=dict)
 
     def begin(
         self, at: int, bias: Mapping[int, float], banned: tuple[Collection[int], int] | None, values: RequestValues

@@ -9,11 +9,10 @@ A server can detect wrong graphs while it serves. All work is queued on the stre
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from graphrt.batch import Batch
@@ -34,7 +33,8 @@ class Shadow:
         self._program, self._graphs, self._stats = program, graphs, stats
         self._undo = StepUndo(program)
         self._eager, self._graph = Copies(), Copies()
-        self._pending: _Pending | None = None
+        # A step whose result is being copied to the host: its number and size, the flag, and the event of the copy.
+        self._pending: tuple[int, BatchDescriptor, torch.Tensor, torch.cuda.Event | None] | None = None
 
     def run(self, step: int, descriptor: BatchDescriptor, batch: Batch | None, num_reqs: int) -> torch.Tensor:
         """Run a step eagerly, undo it, replay its graph, and return the logits of the graph.
@@ -49,16 +49,21 @@ class Shadow:
             logits = self._graphs.run(descriptor, batch, eager=False)
             self._take(self._graph, descriptor, num_reqs, logits, slots)
             words = self._eager.block.view(torch.int64), self._graph.block.view(torch.int64)
-            self._pending = _Pending(step, descriptor, _to_host((words[0] != words[1]).any()))
+            self._pending = (step, descriptor, *_to_host((words[0] != words[1]).any()))
         self._stats.shadow_steps += 1
         return logits
 
     def poll(self) -> None:
         """Wait for the comparison of the last shadow step, and warn if graph and eager step differ."""
         pending, self._pending = self._pending, None
-        if pending is None or not pending.differs():
+        if pending is None:
             return
-        difference = ShadowDifference(pending.step, pending.descriptor, tuple(self._differences()))
+        step, descriptor, differs, arrival = pending
+        if arrival is not None:
+            arrival.synchronize()
+        if not differs:
+            return
+        difference = ShadowDifference(step, descriptor, tuple(self._differences()))
         if len(self._stats.shadow_differences) < _MOST_KEPT:
             self._stats.shadow_differences += (difference,)
         warnings.warn(f"graphrt: {difference}", RuntimeWarning, stacklevel=2)
@@ -83,23 +88,8 @@ class Shadow:
                 continue
             first = int(other.int().argmax())
             of_eager, of_graph = (t.reshape(-1)[first : first + 1].double().item() for t in (eager, graph))
-            index = _index(first, tuple(eager.shape))
+            index = tuple(map(int, np.unravel_index(first, eager.shape)))
             yield TensorDifference(name, index, of_graph, of_eager, int(other.sum()), eager.numel())
-
-
-@dataclass(frozen=True, slots=True)
-class _Pending:
-    """A shadow step whose flag is being copied to the host."""
-
-    step: int
-    descriptor: BatchDescriptor
-    flag: tuple[torch.Tensor, torch.cuda.Event | None]
-
-    def differs(self) -> bool:
-        value, arrival = self.flag
-        if arrival is not None:
-            arrival.synchronize()
-        return bool(value)
 
 
 def _to_host(flag: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
@@ -111,9 +101,3 @@ def _to_host(flag: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]
     arrival = torch.cuda.Event()
     arrival.record()
     return pinned, arrival
-
-
-def _index(flat: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the index of an element from its position in row-major order."""
-    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    return tuple(flat // stride % extent for stride, extent in zip(strides, shape, strict=True))

@@ -78,7 +78,7 @@ class DecodeSession:
         self.table = RequestTable(config.max_num_reqs)
         self.launches = Launches(self.table)
         self._steps = StepLauncher(self._manager, self.table, self.pages, self.launches)
-        self._updates, self._has_updates = TableUpdates.none(), False
+        self._updates, self._has_updates = TableUpdates(), False
         self._resets = self._manager.queue.resets
         self._closed = False
         # Load the kernels that `fork` launches: the first use of a kernel waits for steps in flight.
@@ -151,9 +151,8 @@ class DecodeSession:
         self._manager.request_tables.left.discard(at)  # `begin` overwrites the state of the last request there
         self._has_updates = True
         banned = request.params.banned(len(request.prompt), self._runtime.vocab_size)
-        self._updates.begin(
-            at, dict(request.params.logit_bias), banned, values
-        )  # a copy, as the caller may change the dict
+        bias = dict(request.params.logit_bias)  # a copy, as the caller may change the dict
+        self._updates.begin(at, bias, banned, values)
         self.table.begin(request, known, start)
 
     def fork_needs(self, request: SessionRequest) -> list[int]:

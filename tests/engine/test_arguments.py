@@ -184,7 +184,7 @@ ONE_WRONG = {
     "bool-heat": ({"temperatures": np.array([True, False])}, "batch.temperatures: expected float32 values, got bool"),
     "below-int32": ({"req_indices": np.array([0, -(2**31) - 1])}, "batch.req_indices: .* got -2147483649"),
     "beyond-int32": ({"req_indices": np.array([2**31, 0])}, "batch.req_indices: .* got 2147483648"),
-    "sample-low": ({"sample": [-1, 1]}, "batch.sample: expected 0 or 1 for each request, got -1 to 1"),
+    "sample-low": ({"sample": [-1, 1]}, "batch.sample: expected 0 or 1, got -1 for request 0"),
 }
 
 

@@ -159,7 +159,7 @@ def test_failed_step_unbinds_its_layers() -> None:
 
 
 def test_second_call_and_call_before_the_source_layer_raise() -> None:
-    with pytest.raises(UnsupportedError, match="'layer 0': called twice in one step"):
+    with pytest.raises(UnsupportedError, match="'layer 0': layer: second attend\\(\\) for layer 0 in one step"):
         runtime_of(OneLayer(CPU, lambda a, q, k, v, at: a(a(q, k, v), k, v)), None)
     module = Plain((FULL, replace(FULL, kv_shared_with=0)), CPU)
     original, module.layers = module.layers, torch.nn.ModuleList(reversed(module.layers))
@@ -168,7 +168,7 @@ def test_second_call_and_call_before_the_source_layer_raise() -> None:
         attention_specs(module)
     early = Plain((FULL, replace(FULL, kv_shared_with=0)), CPU)
     early.forward = lambda ids, at: early.layers[1](early.of.embed[ids] @ early.of.q[1].t())
-    with pytest.raises(UnsupportedError, match="'layer 1': called before the layer"):
+    with pytest.raises(UnsupportedError, match="'layer 1': layer: layer 1 reads the keys and values of layer 0"):
         runtime_of(early, early.compute_logits)
 
 

@@ -82,7 +82,7 @@ HOST = {
     "seed-negative": (good(seeds=[0, -1]), ShapeError, "batch.seeds: expected values that fit uint32, got -1"),
     "seed-wide": (good(seeds=[0, 2**32]), ShapeError, "batch.seeds: expected values that fit uint32, got 4294967296"),
     "seed-float": (good(seeds=[0.5, 0]), ShapeError, "batch.seeds: expected uint32 values, got float64"),
-    "sample-2": (good(sample=[0, 2]), ShapeError, "batch.sample: expected 0 or 1 for each request, got 0 to 2"),
+    "sample-2": (good(sample=[0, 2]), ShapeError, "batch.sample: expected 0 or 1, got 2 for request 1"),
     "page-list-too-long": (
         good(page_indptr=[0, 1, 300], page_ids=[1] * 300), CapacityError, r"at most \d+ pages listed",
     ),

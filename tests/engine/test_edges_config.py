@@ -104,7 +104,7 @@ def test_resolve_replaces_none_by_defaults() -> None:
 def test_bounds_of_page_size(page_size: int) -> None:
     spec = KVCacheSpec(3, 2, 8, page_size, dtype=torch.float16)
     assert spec.bytes_per_page == 3 * 2 * page_size * 2 * 8 * 2
-    assert spec.bytes_per_token == 3 * 2 * 2 * 8 * 2
+    assert spec.bytes_per_page == spec.page_size * 3 * 2 * 2 * 8 * 2
     with pytest.raises(ConfigError, match="page_size: expected an int from 1 to 1024"):
         KVCacheSpec(3, 2, 8, 0 if page_size == 1 else 1025)
 
