@@ -56,13 +56,6 @@ class Tables:
                 self.from_[slot] = seen  # first: a page that is lost here is freed when the session closes
                 self._source.free(passed)
 
-    def missing(self, slots: Slots, seq_lens: npt.NDArray[np.int64]) -> int:
-        return int(self.more(slots, seq_lens).sum())
-
-    def grow(self, slots: Slots, seq_lens: npt.NDArray[np.int64]) -> None:
-        """Allocate pages up to `seq_lens`. Raises: CapacityError: if too few are free. Nothing has changed then."""
-        self.grow_by(slots, self.more(slots, seq_lens))
-
     def more(self, slots: Slots, seq_lens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the number of pages that each slot needs in addition for `seq_lens` tokens."""
         needed = (seq_lens + (self.group.page_size - 1)) // self.group.page_size
@@ -70,7 +63,7 @@ class Tables:
         return lacks
 
     def grow_by(self, slots: Slots, more: npt.NDArray[np.int64]) -> None:
-        """Allocate `more` pages for each slot. Raises: as `grow`."""
+        """Allocate `more` pages for each slot. Raises: CapacityError: if too few are free. Nothing has changed then."""
         if count := int(more.sum()):
             first = self.to[slots]
             places = self._places(slots, first, more)

@@ -21,14 +21,14 @@ from graphrt.engine.launch import Launch
 from graphrt.engine.lifecycle import State, wrong_state
 from graphrt.engine.logprobs import TokenLogprob
 from graphrt.generate.scheduler import GenerationStats, PromptState, Scheduler, longest_chunk
-from graphrt.kernels.checks import check_instance, check_int, check_ints, check_sequence
-from graphrt.kernels.errors import CapacityError, ShapeError
+from graphrt.kernels.checks import check_instance, check_int, check_sequence
+from graphrt.kernels.errors import CapacityError
 from graphrt.kernels.types import FinishReason
 from graphrt.runtime import Runtime, check_decoder
 from graphrt.sampling_params import SamplingParams
 from graphrt.session.pages import check_pages, pages_needed
 from graphrt.session.requests import Prompt, SessionRequest
-from graphrt.session.session import DecodeSession
+from graphrt.session.session import DecodeSession, check_request
 
 _UNFINISHED = (FinishReason.RUNNING, FinishReason.FAULT)  # a fault is raised, and has no event
 
@@ -111,21 +111,10 @@ class TextGenerator:
         return self._run([self._checked(i, p, s) for i, (p, s) in enumerate(zip(prompts, params, strict=True))])
 
     def _checked(self, index: int, prompt: Prompt, params: SamplingParams) -> PromptState:
-        check_instance(f"params[{index}]", params, SamplingParams, advice="pass SamplingParams(...)")
-        self._runtime.config.check_needs(f"params[{index}]", params.needs)
-        self._runtime.manager.request_tables.check_bias(f"params[{index}].logit_bias", params.logit_bias)
-        name, last = f"prompts[{index}]", self._runtime.vocab_size - 1
-        tokens = check_ints(name, prompt, 0, last, advice="pass token ids of the vocabulary")
-        state = PromptState(index, tokens.astype(np.int32), params)
-        if not len(tokens):
-            raise ShapeError(f"{name}: expected at least 1 token, got 0; leave it out")
-        limit, longest = state.length_limit, self._runtime.config.max_seq_len
-        if limit > longest:
-            raise CapacityError(
-                f"{name}: {len(tokens)} tokens and max_new_tokens={params.max_new_tokens} exceed max_seq_len="
-                f"{longest}; shorten it, lower max_new_tokens or raise max_seq_len"
-            )
-        check_pages(name, limit, self._runtime.kv_cache.groups, self._runtime.allocators)
+        name, params_name = f"prompts[{index}]", f"params[{index}]"
+        check_instance(params_name, params, SamplingParams, advice="pass SamplingParams(...)")
+        state = PromptState(index, *check_request(self._runtime, prompt, params, name, params_name))
+        check_pages(name, state.length_limit, self._runtime.kv_cache.groups, self._runtime.allocators)
         return state
 
     def _swap_space(self, prompts: Sequence[PromptState], session: DecodeSession) -> SwapSpace | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,43 +38,15 @@ class Preemption:
     def __init__(self, runtime: Runtime, session: DecodeSession) -> None:
         self._runtime, self._session = runtime, session
         self._table, self._pages = session.table, session.pages
-        self._arriving: dict[int, SwapArrival] = {}
+        self.arriving: dict[int, SwapArrival] = {}
         session.launches.must_advance = True
-
-    # -- lengths
-
-    @property
-    def prefilling(self) -> tuple[int, ...]:
-        """The requests with known tokens left, in the order in which they started."""
-        return tuple(self._table.prefills)
-
-    def lengths(self, ids: Ids) -> Ids:
-        """Return the tokens whose keys and values requests have after all launches, if they do not finish before."""
-        self._table.catch_up()
-        lengths: Ids = self._table.most[ids]
-        return lengths
-
-    def length(self, req_index: int) -> int:
-        """Do as `lengths` for one request."""
-        self._table.catch_up()
-        return int(self._table.most[req_index])
-
-    def steps_left(self, ids: Ids) -> Ids:
-        """Return the steps of requests up to their limits."""
-        steps: Ids = self._table.limits[ids] - self.lengths(ids)
-        return steps
-
-    # -- pages
-
-    def num_pages(self, req_index: int) -> int:
-        """Return the number of a request's pages, of all KV groups."""
-        return sum(map(len, self._pages.pages(req_index)))
 
     def free_passed(self, ids: Ids) -> None:
         """Free pages that windows have passed, of requests whose pages are on the device."""
+        self._table.catch_up()
         # A swap that is still running could write such a page after the step that gets it next.
-        here = ids[[req_index not in self._arriving for req_index in ids.tolist()]] if self._arriving else ids
-        self._pages.free_passed(here, self.lengths(here))
+        here = ids[[req_index not in self.arriving for req_index in ids.tolist()]] if self.arriving else ids
+        self._pages.free_passed(here, self._table.most[here])
 
     def share(self, req_index: int, donor: int, length: int) -> tuple[int, int]:
         """Start a request without pages with the first `length` tokens of another, which both have in common.
@@ -92,25 +63,19 @@ class Preemption:
 
         copied = self._runtime.manager.between_steps(copy)  # after the launch that wrote the pages
         self._table.reached[req_index] = self._table.most[req_index] = self._table.prefills[req_index] = length
-        return self.num_pages(req_index), copied
-
-    # -- preempt and resume
-
-    def hold(self, ids: Iterable[int]) -> None:
-        """Pause the prefill of these requests, and of no others."""
-        self._table.held = set(ids)
+        return sum(map(len, self._pages.pages(req_index))), copied
 
     def preempt(self, request: SessionRequest, space: SwapSpace | None) -> Preempted:
         """Free a request's index and its pages, which move to `space` if they fit there, and are dropped otherwise.
 
         Resume the request after its launches in flight were collected.
         """
-        at, length = request.req_index, self.length(request.req_index)
+        at, length = request.req_index, self._table.length(request.req_index)
         self.free_passed(np.array([at]))  # pages that the next token does not attend to need not move
         self._pages.cut(at, length)
         pages, preempted = self._pages.pages(at), Preempted(0)
         if space is not None and space.bytes_of([len(of_group) for of_group in pages]) <= space.num_free_bytes:
-            first_places = tuple(self._pages.first_places(at))
+            first_places = tuple(int(table.from_[at]) for table in self._pages.tables)
             preempted = Preempted(length, space.swap_out(pages), first_places)
             self._pages.forget(at)  # the space frees them
         self.detach(request)
@@ -139,23 +104,18 @@ class Preemption:
         self._session.start(request, known, preempted.length, self._runtime.manager.request_tables.check_state({}))
         if preempted.swapped is not None and space is not None:
             pages = self._pages.place(request.req_index, preempted.first_places, preempted.swapped.counts)
-            self._arriving[request.req_index] = space.swap_in(preempted.swapped, pages)
-
-    @property
-    def arriving(self) -> tuple[int, ...]:
-        """The requests whose pages may still move; they are to be held."""
-        return tuple(self._arriving)
+            self.arriving[request.req_index] = space.swap_in(preempted.swapped, pages)
 
     def arrived(self, req_index: int, *, wait: bool = False) -> bool:
         """Return True if a request's pages are on the device. With `wait`, later launches wait for them there."""
-        arrival = self._arriving.get(req_index)
+        arrival = self.arriving.get(req_index)
         if arrival is None:
             return True
         if not (wait or arrival.done()):
             return False
-        self._arriving.pop(req_index).wait()
+        self.arriving.pop(req_index).wait()
         return True
 
     def _forget_arrival(self, request: SessionRequest) -> None:
-        if (arrival := self._arriving.pop(request.req_index, None)) is not None:
+        if (arrival := self.arriving.pop(request.req_index, None)) is not None:
             arrival.wait()  # later steps may write the pages only after the copy

@@ -25,7 +25,7 @@ from graphrt.engine.launch import Launch
 from graphrt.generate.preemption import Preempted, Preemption
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
-from graphrt.session.pages import pages_needed
+from graphrt.session.pages import by_pool, pages_needed
 from graphrt.session.requests import Ids, SessionRequest
 from graphrt.session.session import DecodeSession
 
@@ -145,10 +145,7 @@ class Scheduler:
         first = length if prompt.was_preempted else min(length, self._longest_chunk)
         if prompt.preempted is None or prompt.preempted.swapped is None:
             return pages_needed(self._groups, first, min(first, self._longest_chunk))
-        needs = [0] * len(self._runtime.allocators)
-        for group, count in zip(self._groups, prompt.preempted.swapped.counts, strict=True):
-            needs[group.pool] += count
-        return needs
+        return by_pool(self._groups, prompt.preempted.swapped.counts)
 
     def _have(self, needs: list[int], *, resumes: bool) -> bool:
         """Return True if pools have `needs` pages, in addition to those that requests were admitted for and one for
@@ -163,17 +160,15 @@ class Scheduler:
             fits = [self._reclaim(pool, need) for pool, need in enumerate(needs)]
             preempted = self.queue[0].preempted
             return preempted is None or preempted.swapped is None or all(fits)
-        spare = [0] * len(needs)
         if resumes:
-            prefilling = self._preemption.prefilling
+            prefilling = tuple(self._table.prefills)
             ends = np.array([len(self._table.known[req_index]) for req_index in prefilling], np.int64)
             spare = self._session.pages.missing(np.array(prefilling, np.int64), ends)
         else:
-            spare = list(self._all_promised)
-        for group in self._groups:
-            spare[group.pool] += len(self.running) + resumes
+            spare = self._all_promised
+        tokens = by_pool(self._groups, [len(self.running) + resumes] * len(self._groups))
         free = [allocator.num_free for allocator in self._runtime.allocators]
-        return all(need + more <= have for need, more, have in zip(needs, spare, free, strict=True))
+        return all(sum(pages) <= have for *pages, have in zip(needs, spare, tokens, free, strict=True))
 
     def _start(self, prompt: PromptState, needs: list[int]) -> None:
         if prompt.request is None:
@@ -188,7 +183,7 @@ class Scheduler:
         req_index = prompt.request.req_index
         self.running[req_index] = prompt
         self._prefixes.add(req_index, self._table.known[req_index])
-        if not self._preemption.length(req_index):
+        if not self._table.length(req_index):
             self._promised[req_index], self._shared[req_index] = needs, 0
             self._all_promised = [a + b for a, b in zip(self._all_promised, needs, strict=True)]
 
@@ -204,14 +199,14 @@ class Scheduler:
             held = self._share_prefixes()
             if not self._make_room(steps):
                 return ()
-            self._preemption.hold(held)
+            self._table.held = held
         launches = self._session.run(steps)
         shared = self._shared.items()
-        for req_index in [index for index, count in shared if self._preemption.length(index) > count]:
+        for req_index in [index for index, count in shared if self._table.length(index) > count]:
             self._begun(req_index)
         # All steps of these requests are launched. The next user of their indices and pages comes later on the stream.
         ids = self._table.order
-        for req_index in ids[self._preemption.steps_left(ids) <= 0].tolist():
+        for req_index in ids[self._table.steps_left(ids) <= 0].tolist():
             self._preemption.detach(self._leave(req_index))
         return launches
 
@@ -227,17 +222,17 @@ class Scheduler:
         if self.queue:
             if self._in_flight(self.queue[0]):
                 return 1  # it resumes with the next result
-            most = max(1, min(most, int(self._preemption.steps_left(ids).min())))
+            most = max(1, min(most, int(self._table.steps_left(ids).min())))
         if most <= self._table.quiet:
             return most
-        steps = min(most, int(self._preemption.steps_left(ids).max()))
+        steps = min(most, int(self._table.steps_left(ids).max()))
         return steps if self._fit(ids, steps) else 1
 
     def _fit(self, ids: Ids, steps: int) -> bool:
         """Return True if there are pages for the next steps of requests, including pages that are moving to the
         host."""
-        lengths = self._preemption.lengths(ids)
-        needs = self._session.pages.missing(ids, lengths + np.minimum(steps, self._preemption.steps_left(ids)))
+        more = np.minimum(steps, self._table.steps_left(ids))
+        needs = self._session.pages.missing(ids, self._table.most[ids] + more)
         return all(self._reclaim(pool, need) for pool, need in enumerate(needs))
 
     def _share_prefixes(self) -> set[int]:
@@ -248,12 +243,12 @@ class Scheduler:
         """
         held, budget = set[int](), self._runtime.config.max_num_tokens - len(self._table.order)
         alone = not len(self._table.order)  # a launch of one request waits for its pages on the device
-        for req_index in self._preemption.prefilling:
+        for req_index in tuple(self._table.prefills):
             waits = budget <= 0 or not self._preemption.arrived(req_index, wait=alone)
-            if waits or (not self._preemption.length(req_index) and self._waits_for_prefix(req_index)):
+            if waits or (not self._table.length(req_index) and self._waits_for_prefix(req_index)):
                 held.add(req_index)
                 continue
-            left = len(self._table.known[req_index]) - self._preemption.length(req_index)
+            left = len(self._table.known[req_index]) - self._table.length(req_index)
             one_by_one = self.running[req_index].params.prompt_logprobs is not None
             budget, alone = budget - min(left, 1 if one_by_one else self._longest_chunk), False
         return held
@@ -273,14 +268,18 @@ class Scheduler:
             if donor in self._preemption.arriving:
                 waits = self._longest_chunk > 1  # unless another one has the same prefix
                 continue
-            ready = self._preemption.length(donor)
+            ready = self._table.length(donor)
             missing = common - self._shareable(donor, ready) if ready < common else 0
             if missing >= self._page_unit and self._longest_chunk > 1:
                 return True
             # Equal hashes are a hint only: compare tokens before pages are shared.
             ready = min(ready, common_prefix(known, self._table.known[donor], len(known) - 1))
             if length := self._shareable(donor, ready):
-                self._share(req_index, donor, length)
+                pages, copied = self._preemption.share(req_index, donor, length)
+                self._shared[req_index] = length
+                self._stats.shared_tokens += length
+                self._stats.shared_pages += pages
+                self._stats.copied_pages += copied
                 return False
         return waits
 
@@ -294,19 +293,12 @@ class Scheduler:
                 continue
             if length == full:
                 return full
-            own = [0] * len(self._runtime.allocators)  # for the copy, and for the next token of each running request
-            for group in self._groups:
-                own[group.pool] += (length % group.page_size > 0) + len(self.running)
+            # For the copy, and for the next token of each running request.
+            copied = (length % group.page_size > 0 for group in self._groups)
+            own = by_pool(self._groups, (copies + len(self.running) for copies in copied))
             if all(n <= allocator.num_free for n, allocator in zip(own, self._runtime.allocators, strict=True)):
                 return length
         return 0
-
-    def _share(self, req_index: int, donor: int, length: int) -> None:
-        pages, copied = self._preemption.share(req_index, donor, length)
-        self._shared[req_index] = length
-        self._stats.shared_tokens += length
-        self._stats.shared_pages += pages
-        self._stats.copied_pages += copied
 
     def _make_room(self, steps: int) -> bool:
         """Preempt requests until there are pages for the next steps of all others that decode, and for a token of the
@@ -332,11 +324,11 @@ class Scheduler:
 
     def _preempt(self, req_index: int) -> None:
         """Free the index and the pages of a request, and put its prompt at the head of the queue."""
-        prompt, length = self.running[req_index], self._preemption.length(req_index)
+        prompt, length = self.running[req_index], self._table.length(req_index)
         self.queue.appendleft(prompt)
         if req_index in self._promised:  # it has computed nothing
             self._stats.shared_tokens -= length
-            self._stats.shared_pages -= self._preemption.num_pages(req_index)
+            self._stats.shared_pages -= sum(map(len, self._session.pages.pages(req_index)))
             prompt.preempted = self._preemption.preempt(self._leave(req_index), None)
             return
         prompt.was_preempted = True

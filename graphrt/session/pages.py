@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -83,10 +83,15 @@ def _page_ids(given: object, pools: Sequence[PageLease | ExternalPages], of: str
 def pages_needed(groups: Sequence[KVCacheSpec], length: int, new_tokens: int) -> list[int]:
     """Return the pages of each pool that a sequence of `length` tokens owns at most, in chunks of `new_tokens`. Groups
     with a window need pages for the window and a chunk."""
-    needs = [0] * len({group.pool for group in groups})
-    for group in groups:
-        needs[group.pool] += group.most_pages(length, new_tokens)
-    return needs
+    return by_pool(groups, (group.most_pages(length, new_tokens) for group in groups))
+
+
+def by_pool(groups: Sequence[KVCacheSpec], counts: Iterable[int]) -> list[int]:
+    """Return the pages of each pool, from those of each KV group."""
+    sums = [0] * len({group.pool for group in groups})
+    for group, count in zip(groups, counts, strict=True):
+        sums[group.pool] += int(count)
+    return sums
 
 
 def check_pages(
@@ -109,7 +114,7 @@ class SessionPages:
     def __init__(
         self, groups: Sequence[KVCacheSpec], pools: Sequence[PageLease | ExternalPages], num_indices: int, longest: int
     ) -> None:
-        self._pools = pools
+        self._groups, self._pools = groups, pools
         self._external = [pool for pool in pools if isinstance(pool, ExternalPages)]
         self.tables = [Tables(group, pools[group.pool], num_indices, longest) for group in groups]
 
@@ -164,22 +169,17 @@ class SessionPages:
 
     def check_prompt(self, length: int) -> None:
         """Raise CapacityError if the cache is too small for a prompt."""
-        check_pages("prompt", length, [table.group for table in self.tables], self._pools)
+        check_pages("prompt", length, self._groups, self._pools)
 
     def missing(self, ids: Ids, lengths: Ids) -> list[int]:
         """Return the pages of each pool that requests need for `lengths` tokens, without those that they have."""
-        needs = [0] * len(self._pools)
-        for table in self.tables:
-            needs[table.group.pool] += table.missing(ids, lengths)
-        return needs
+        return by_pool(self._groups, (table.more(ids, lengths).sum() for table in self.tables))
 
     def _grow(self, ids: Ids, lengths: Ids, spare: int = 1) -> bool:
         """Allocate pages for `lengths` tokens. Return False, with nothing allocated, if fewer than `spare` times as
         many are free."""
-        needs = [0] * len(self._pools)
         more = [table.more(ids, lengths) for table in self.tables]
-        for table, pages in zip(self.tables, more, strict=True):
-            needs[table.group.pool] += int(pages.sum())
+        needs = by_pool(self._groups, (pages.sum() for pages in more))
         if any(need * spare > pool.num_free for need, pool in zip(needs, self._pools, strict=True)):
             return False
         if any(needs):
@@ -223,10 +223,7 @@ class SessionPages:
 
     def fork_needs(self, req_index: int, length: int, most: int) -> list[int]:
         """Return the pages of each pool that a fork needs, of a request with `length` to `most` tokens."""
-        needs = [0] * len(self._pools)
-        for table in self.tables:
-            needs[table.group.pool] += table.num_own_pages(req_index, length, most)
-        return needs
+        return by_pool(self._groups, (table.num_own_pages(req_index, length, most) for table in self.tables))
 
     def check_fork(self, req_index: int, length: int, most: int, given: object) -> list[Int32Array]:
         """Return the pages that a caller gives for a fork, by pool; none if the session owns its pages."""
@@ -290,11 +287,9 @@ class SessionPages:
                     f"pages: expected at most {room} more of KV group {group}, where the longest sequence has "
                     f"{table.width}, got {len(more)}; give a request no pages beyond that"
                 )
-        of_pools: list[list[Int32Array]] = [[] for _ in self._external]
-        for table, more in zip(self.tables, pages, strict=True):
-            of_pools[table.group.pool].append(more)
-        for pool, lists in zip(self._external, of_pools, strict=True):
-            pool.check_new(np.concatenate(lists))
+        for number, pool in enumerate(self._external):
+            of_pool = [ids for ids, group in zip(pages, self._groups, strict=True) if group.pool == number]
+            pool.check_new(np.concatenate(of_pool))
         return pages
 
     def append(self, req_index: int, pages: Sequence[Int32Array]) -> None:
@@ -308,10 +303,6 @@ class SessionPages:
 
     def pages(self, req_index: int) -> list[Int32Array]:
         return [table.pages(req_index) for table in self.tables]
-
-    def first_places(self, req_index: int) -> list[int]:
-        """Return the position of a request's first page in its sequence, by KV group."""
-        return [int(table.from_[req_index]) for table in self.tables]
 
     def place(self, req_index: int, first_places: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
         """Allocate `counts` pages of each KV group for a request without pages, starting at these positions."""

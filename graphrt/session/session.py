@@ -122,25 +122,11 @@ class DecodeSession:
         """
         with self._exclusive:
             self._check_open("add")
-            longest, last = self._runtime.config.max_seq_len, self._runtime.vocab_size - 1
-            tokens = check_ints("prompt", prompt, 0, last, advice="pass token ids of the vocabulary")
-            if not len(tokens):
-                raise ShapeError("prompt: expected at least 1 token, got 0; begin with the model's first token")
-            if params is None:
-                params = SamplingParams(max_new_tokens=max(1, longest + 1 - len(tokens)))
-            check_instance("params", params, SamplingParams, advice="pass SamplingParams(...)")
-            self._runtime.config.check_needs("params", params.needs)
-            tables = self._manager.request_tables
-            tables.check_bias("params.logit_bias", params.logit_bias)
-            values = tables.check_state({} if state is None else state)
-            if len(tokens) + params.max_new_tokens - 1 > longest:
-                raise CapacityError(
-                    f"prompt: {len(tokens)} tokens and max_new_tokens={params.max_new_tokens} exceed max_seq_len="
-                    f"{longest}; shorten it, lower max_new_tokens or raise max_seq_len"
-                )
+            tokens, params = check_request(self._runtime, prompt, params, "prompt", "params")
+            values = self._manager.request_tables.check_state({} if state is None else state)
             self.pages.check_prompt(len(tokens))
             self._ledger.check_index()
-            request = SessionRequest(NO_INDEX, tokens.astype(np.int32), params)
+            request = SessionRequest(NO_INDEX, tokens, params)
             with self.table.flag:
                 self.start(request, request.prompt, 0, values)
             return request
@@ -389,8 +375,7 @@ class DecodeSession:
 
     def _lengths(self, request: SessionRequest) -> tuple[int, int]:
         """Return the least and the largest number of tokens that a request has after all launches."""
-        self.table.catch_up()
-        return int(self.table.reached[request.req_index]), int(self.table.most[request.req_index])
+        return int(self.table.reached[request.req_index]), self.table.length(request.req_index)
 
     def _check_open(self, call: str, *, changed_in_part: bool = False) -> None:
         if self._closed:
@@ -411,3 +396,27 @@ class DecodeSession:
     def _check_external(self, call: str) -> None:
         if not self.pages.are_external:
             raise ConfigError(f"{call}: this session allocates its pages itself; use external_pages=True")
+
+
+def check_request(
+    runtime: Runtime, prompt: Prompt, params: SamplingParams | None, name: str, params_name: str
+) -> tuple[Int32Array, SamplingParams]:
+    """Return a prompt as an array, and its params; by default greedy ones, up to the longest sequence.
+
+    Raises an error that names the argument if the runtime cannot run them.
+    """
+    longest, last = runtime.config.max_seq_len, runtime.vocab_size - 1
+    tokens = check_ints(name, prompt, 0, last, advice="pass token ids of the vocabulary")
+    if not len(tokens):
+        raise ShapeError(f"{name}: expected at least 1 token, got 0; begin with the model's first token")
+    if params is None:
+        params = SamplingParams(max_new_tokens=max(1, longest + 1 - len(tokens)))
+    check_instance(params_name, params, SamplingParams, advice="pass SamplingParams(...)")
+    runtime.config.check_needs(params_name, params.needs)
+    runtime.manager.request_tables.check_bias(f"{params_name}.logit_bias", params.logit_bias)
+    if len(tokens) + params.max_new_tokens - 1 > longest:
+        raise CapacityError(
+            f"{name}: {len(tokens)} tokens and max_new_tokens={params.max_new_tokens} exceed max_seq_len={longest}; "
+            "shorten it, lower max_new_tokens or raise max_seq_len"
+        )
+    return tokens.astype(np.int32), params

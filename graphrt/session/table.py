@@ -134,6 +134,17 @@ class RequestTable:
         self.most[self.order] += self.ahead
         self.ahead = 0
 
+    def length(self, req_index: int) -> int:
+        """Return the longest possible length of a request after all launches."""
+        self.catch_up()
+        return int(self.most[req_index])
+
+    def steps_left(self, ids: Ids) -> Ids:
+        """Return the steps of requests up to their limits."""
+        self.catch_up()
+        steps: Ids = self.limits[ids] - self.most[ids]
+        return steps
+
     def is_live(self, request: SessionRequest) -> bool:
         """Return True if tokens of launches in flight still belong to a request: it was not released, nor finished."""
         in_table = self.requests.get(request.req_index) is request or request in self.detached

@@ -29,12 +29,12 @@ def test_slots_grow_and_list_as_one_by_one(calls: list[tuple[str, dict[int, int]
         slots, lengths = np.array(list(of), np.int64), np.array(list(of.values()), np.int64)
         if what == "grow":
             more = {slot: max(0, -(-length // SIZE) - len(have[slot])) for slot, length in of.items()}
-            assert tables.missing(slots, lengths) == sum(more.values())
+            assert tables.more(slots, lengths).sum() == sum(more.values())
             if sum(more.values()) > allocator.num_free:
                 with pytest.raises(CapacityError, match="free finished sequences"):
-                    tables.grow(slots, lengths)
+                    tables.grow_by(slots, tables.more(slots, lengths))
             else:
-                tables.grow(slots, lengths)
+                tables.grow_by(slots, tables.more(slots, lengths))
                 for slot, count in more.items():
                     pages = tables.pages(slot).tolist()
                     assert pages[: len(have[slot])] == have[slot]

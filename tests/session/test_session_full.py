@@ -146,7 +146,7 @@ def test_rows_that_wait_go_on_where_they_stood(swaps: bool, launches: int, monke
         row = session.add(PROMPTS[1], SamplingParams(max_new_tokens=15))
         for _ in range(launches):
             session.run(2)
-        length = preemption.length(row.req_index)
+        length = session.table.length(row.req_index)
         preempted = preemption.preempt(row, space)
         assert preempted.length == (length if swaps else 0)
         assert preempted.swapped is None or preempted.swapped.counts == (-(-length // 4),), "none of the pages ahead"
@@ -161,7 +161,8 @@ def test_rows_that_wait_go_on_where_they_stood(swaps: bool, launches: int, monke
         assert not session.launches.contain(row)
         preemption.resume(row, preempted, space)
         while session.running:
-            preemption.hold(() if preemption.arrived(row.req_index, wait=True) else preemption.prefilling)
+            arrived = preemption.arrived(row.req_index, wait=True)
+            session.table.held = set() if arrived else set(session.table.prefills)
             session.run(3)
             session.collect(wait=True)
         assert row.tokens == greedy(model, PROMPTS[1], 15)
@@ -187,26 +188,25 @@ def test_pages_that_have_not_arrived_are_waited_for_before_they_are_free(
         session.collect(wait=True)
         preemption.resume(row, preemption.preempt(row, space), space)
         assert not preemption.arrived(row.req_index)
-        assert preemption.arriving == (row.req_index,)
+        assert [*preemption.arriving] == [row.req_index]
         free = runtime.allocator.num_free
         getattr(preemption, way)(row)
         assert waited == [free]
         assert runtime.allocator.num_free == 59
-        assert preemption.arriving == ()
+        assert not preemption.arriving
 
 
 def test_held_rows_stand_still() -> None:
     runtime, model = captured(), LivelyModel(CPU)
     with DecodeSession(runtime) as session:
-        preemption = Preemption(runtime, session)
         first, second = (session.add(prompt, SamplingParams(max_new_tokens=5)) for prompt in PROMPTS[:2])
-        preemption.hold([second.req_index])
+        session.table.held = {second.req_index}
         session.run(3)
         session.collect(wait=True)
         assert (len(first.tokens), len(second.tokens)) == (3, 0)
         session.run(9)
         assert session.run(9) == (), "all others have ended"
-        preemption.hold(())
+        session.table.held = set()
         while session.running:
             session.run(3)
             session.collect(wait=True)
