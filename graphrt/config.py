@@ -146,17 +146,15 @@ class RuntimeConfig:
                 f"{self.max_num_reqs * self.query_len}, got {self.max_num_tokens}; raise it, so that a full decode "
                 "step fits"
             )
-        for name, most in (("decode_sizes", self.max_num_reqs), ("mixed_sizes", self.max_num_tokens)):
-            if (sizes := getattr(self, name)) is not None:
-                advice = "pass a tuple of sizes"
+        for name, most, advice in (
+            ("decode_sizes", self.max_num_reqs, "pass a tuple of sizes"),
+            ("mixed_sizes", self.max_num_tokens, "pass a tuple of sizes"),
+            ("loop_sizes", self.max_num_reqs, "pass sizes of decode_sizes"),
+        ):
+            if (sizes := getattr(self, name)) is not None or name == "loop_sizes":
                 found = check_ints(f"RuntimeConfig.{name}", sizes, 1, most, advice=advice, error=ConfigError)
                 object.__setattr__(self, name, tuple(sorted(set(found.tolist()))))
         decodes = self.decode_sizes if self.decode_sizes is not None else default_decode_sizes(self.max_num_reqs)
-        advice = "pass sizes of decode_sizes"
-        loops = check_ints(
-            "RuntimeConfig.loop_sizes", self.loop_sizes, 1, self.max_num_reqs, advice=advice, error=ConfigError
-        )
-        object.__setattr__(self, "loop_sizes", tuple(sorted(set(loops.tolist()))))
         if others := set(self.loop_sizes) - set(decodes):
             raise ConfigError(f"RuntimeConfig.loop_sizes: {sorted(others)} are not in decode_sizes; {advice}")
         for name in ("backend", "prefill_backend"):

@@ -115,15 +115,14 @@ class ReplayManager:
         self._device = device
         self._on_stream = OnStream(self._stream, "graphrt.replay")
         self._exclusive = Exclusive("ReplayManager", "submit steps from one thread, and not from inside a model")
-        max_encoder_len = config.max_encoder_len or 0
-        groups = page_groups(kv_cache, config.max_seq_len, max_encoder_len)
+        groups = page_groups(kv_cache, config.max_seq_len, config.max_encoder_len or 0)
         capacity = capacity_of(config, groups, vocab_size)
         self._inputs_words, self._buffers = capacity.inputs, StaticBuffers.allocate(capacity, device)
         self.request_tables = RequestTables(config, vocab_size, device, self.between_steps, self._on_steps_stream)
         self._program = StepProgram(
             model=model, sampler=sampler, backend=self._backend, layers=attention_layers(specs, locations, kv_cache),
             kv_cache=kv_cache, buffers=self._buffers, vocab_size=vocab_size, max_seq_len=config.max_seq_len,
-            max_encoder_len=max_encoder_len, model_layers=model_layers,
+            max_pages=tuple(group.max_pages for group in groups[: self._num_groups]), model_layers=model_layers,
             page_tables=check_page_tables(page_tables, self._buffers), request_tensors=self.request_tables.tensors,
         )  # fmt: skip
         with self._on_stream, torch.inference_mode():
@@ -437,12 +436,10 @@ class ReplayManager:
         launch. Overwrites the logits of the previous step."""
         with self._exclusive:
             self._require(State.CAPTURED, "reset")
-            self.queue.drain()
+            self.queue.synchronize()
             self.queue.restart()
             self._order = None
             with self._on_stream, self._graphs.off_graph():
-                if self._stream is not None:
-                    self._stream.synchronize()
                 self._buffers.reset()
                 self.request_tables.reset()
                 self._backend.reset()
@@ -478,9 +475,7 @@ class ReplayManager:
         with self._exclusive:
             if self._state is State.CLOSED:
                 return
-            self.queue.drain()
-            if self._stream is not None:
-                self._stream.synchronize()
+            self.queue.synchronize()
             self.stats()
             self._graphs.close()
             self._backend.close()

@@ -82,31 +82,24 @@ class SamplingParams:
             if (count := getattr(self, name)) is not None:
                 advice = "None returns no log-probabilities"
                 object.__setattr__(self, name, check_int(name, count, 0, _MAX_NEW_TOKENS, advice=advice))
-        temperature = check_number("temperature", self.temperature, 0, FLOAT32_MAX, advice="0 is greedy")
-        object.__setattr__(self, "temperature", temperature)
-        for name, lowest, advice in (
-            ("top_p", FLOAT32_TINY, "1 keeps all tokens"),
-            ("min_p", 0.0, "0 keeps all tokens"),
+        for name, lowest, highest, advice in (
+            ("temperature", 0, FLOAT32_MAX, "0 is greedy"),
+            ("top_p", FLOAT32_TINY, 1, "1 keeps all tokens"),
+            ("min_p", 0, 1, "0 keeps all tokens"),
+            ("repetition_penalty", FLOAT32_TINY, FLOAT32_MAX, "1 is off"),
+            ("presence_penalty", -FLOAT32_MAX, FLOAT32_MAX, "0 is off"),
+            ("frequency_penalty", -FLOAT32_MAX, FLOAT32_MAX, "0 is off"),
         ):
-            object.__setattr__(self, name, check_number(name, getattr(self, name), lowest, 1, advice=advice))
-        for name, lowest, advice in (
-            ("repetition_penalty", FLOAT32_TINY, "1 is off"),
-            ("presence_penalty", -FLOAT32_MAX, "0 is off"),
-            ("frequency_penalty", -FLOAT32_MAX, "0 is off"),
-        ):
-            value = check_number(name, getattr(self, name), lowest, FLOAT32_MAX, advice=advice)
+            value = check_number(name, getattr(self, name), lowest, highest, advice=advice)
             object.__setattr__(self, name, value)
         if not isinstance(self.logit_bias, Mapping):
             raise ConfigError(f"logit_bias: expected values by token id, got {shown(self.logit_bias)}; pass a dict")
         bias = {}
         for token, value in self.logit_bias.items():
             token = check_int("logit_bias", token, 0, _MAX_TOKEN, advice="pass token ids")
-            forbids = isinstance(value, Real) and value == -math.inf
-            bias[token] = (
-                -math.inf
-                if forbids
-                else check_number("logit_bias", value, -FLOAT32_MAX, FLOAT32_MAX, advice="-inf forbids a token")
-            )
+            if not (isinstance(value, Real) and value == -math.inf):
+                value = check_number("logit_bias", value, -FLOAT32_MAX, FLOAT32_MAX, advice="-inf forbids a token")
+            bias[token] = float(value)
         object.__setattr__(self, "logit_bias", bias)
         try:
             if not isinstance(self.stop_ids, Collection) or isinstance(self.stop_ids, (str, bytes, Mapping)):

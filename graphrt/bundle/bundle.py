@@ -20,7 +20,6 @@ import statistics
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -193,18 +192,18 @@ class Bundle:
         """Raise an error if the launches do not fit the manager's settings, before memory is allocated for them."""
         if not self.launches:
             raise ConfigError("bundle: it has no launches; record it again")
+        config = self.opened_config
         for launch in self.launches:
-            if len(launch.pool_pages) != len({group.pool for group in self.groups}):
-                raise ShapeError("bundle: the page counts are not those of its pools; record it again")
+            same_pools = len(launch.pool_pages) == len({group.pool for group in self.groups})
+            _require(same_pools, "the page counts are not those of its pools")
             for pool, count in enumerate(launch.pool_pages):
                 held = sum(len(of) for of, spec in zip(launch.page_ids, self.groups, strict=True) if spec.pool == pool)
-                if count > (most := max(2, 1 + held)):
-                    raise ShapeError(f"bundle: expected at most {most} pages in pool {pool}, got {count}; record again")
-            meta = KVCache.allocate(self.groups, launch.pool_pages, "meta") if self.groups else _no_cache()
+                most = max(2, 1 + held)
+                _require(count <= most, f"expected at most {most} pages in pool {pool}, got {count}")
+            meta = KVCache.allocate(self.groups, launch.pool_pages, "meta")
             scales = {name: tuple(t.shape) for name, t in meta.named_tensors() if "scale" in name}
-            if scales != {name: tuple(t.shape) for name, t in self.scales.items()}:
-                raise ShapeError(f"bundle: expected scales {scales}, got {[*self.scales]}; record it again")
-            config = self.opened_config
+            same_scales = scales == {name: tuple(t.shape) for name, t in self.scales.items()}
+            _require(same_scales, f"expected scales {scales}, got {[*self.scales]}")
             groups = page_groups(meta, config.max_seq_len, config.max_encoder_len or 0)
             capacity = capacity_of(config, groups, self.vocab_size)
             shapes = StaticBuffers.shapes(capacity)
@@ -226,22 +225,22 @@ class Bundle:
                 raise CapacityError(f"bundle: its host buffers take {on_host} bytes, but {free} are free; free memory")
             words = launch.words
             rows, tokens = launch.descriptor.padded_reqs, launch.descriptor.padded_tokens
-            if (
-                words.num_reqs > min(rows, self.config.max_num_reqs)
-                or words.num_tokens > min(tokens, self.config.max_num_tokens)
-                or words.steps > self.config.launch_steps
-                or words.inputs_end > capacity.inputs
-            ):
-                raise ShapeError(f"bundle: a launch is larger than its size {launch.descriptor}; record it again")
+            fits = (
+                words.num_reqs <= min(rows, config.max_num_reqs)
+                and words.num_tokens <= min(tokens, config.max_num_tokens)
+                and words.steps <= self.config.launch_steps
+                and words.inputs_end <= capacity.inputs
+            )
+            _require(fits, f"a launch is larger than its size {launch.descriptor}")
             words.listed()  # raises if a list is out of range
             for group, (ids, pages) in enumerate(zip(launch.page_ids, launch.pages, strict=True)):
                 most = launch.pool_pages[self.groups[group].pool]
-                inside = not len(ids) or (ids.min() >= 1 and ids.max() < most)
-                if not inside or len(np.unique(ids)) != len(ids):
-                    raise ShapeError(f"bundle: KV group {group} has a page twice or out of range; record it again")
-                size = meta.packer(group).page_bytes
-                if tuple(pages.shape) != (len(ids), size) or pages.dtype != torch.uint8:
-                    raise ShapeError(f"bundle: expected {len(ids)} pages of {size} bytes, got {tuple(pages.shape)}")
+                inside = bool(((ids >= 1) & (ids < most)).all())
+                distinct = len(np.unique(ids)) == len(ids)
+                _require(inside and distinct, f"KV group {group} has a page twice or out of range")
+                shape, size = tuple(pages.shape), meta.packer(group).page_bytes
+                whole = shape == (len(ids), size) and pages.dtype == torch.uint8
+                _require(whole, f"expected {len(ids)} pages of {size} bytes, got {shape}")
 
     def _check_ranges(self, launch: RecordedLaunch, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise ShapeError if a number that kernels use as an index is out of range."""
@@ -259,11 +258,7 @@ class Bundle:
             found.append(("page_table", state["page_table"][group], launch.pool_pages[spec.pool] - 1))
         for name, tensor, last in found:
             least = -1 if name in ("order", "last_token") else 0
-            if tensor.numel() and not (int(tensor.min()) >= least and int(tensor.max()) <= last):
-                raise ShapeError(
-                    f"bundle: expected {name} from {least} to {last}, got {int(tensor.min())} to {int(tensor.max())}; "
-                    "record it again"
-                )
+            _require(bool(((tensor >= least) & (tensor <= last)).all()), f"expected {name} from {least} to {last}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +301,7 @@ class BundleReplays:
     ) -> None:
         self._bundle, self._compares = bundle, compare
         pools = [max(counts) for counts in zip(*(launch.pool_pages for launch in bundle.launches), strict=True)]
-        cache = KVCache.allocate(bundle.groups, pools, device) if bundle.groups else _no_cache(device)
+        cache = KVCache.allocate(bundle.groups, pools, device)
         for name, tensor in cache.named_tensors():
             if name in bundle.scales:
                 tensor.copy_(bundle.scales[name])
@@ -367,13 +362,13 @@ class BundleReplays:
         launch, manager, times = self._launch(index), self._manager, []
         if self._compares or manager.kv_cache.device.type != "cuda":
             raise ConfigError("time: it needs a CUDA device and compare=False; open the bundle with these")
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         for _ in range(check_int("repeats", repeats, 1, advice="20 is usual") + 1):
             self._restore(launch)
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             manager.between_steps(lambda buffers: torch.cuda._sleep(_HOST_CYCLES))  # lets the host get ahead
-            manager.between_steps(partial(_record, begin))
+            manager.between_steps(lambda buffers: begin.record())
             found = manager.replay_words(launch.words, launch.descriptor)
-            manager.between_steps(partial(_record, end))
+            manager.between_steps(lambda buffers: end.record())
             found.wait()
             end.synchronize()
             times.append(begin.elapsed_time(end))
@@ -412,10 +407,6 @@ class BundleReplays:
         manager.between_steps(restore)
 
 
-def _record(event: torch.cuda.Event, buffers: StaticBuffers) -> None:
-    event.record()
-
-
 def _read_launch(
     tensors: Mapping[str, torch.Tensor], at: str, of_launch: Mapping[str, Any], groups: int
 ) -> RecordedLaunch:
@@ -443,27 +434,20 @@ def _read_launch(
 
 
 def _all_of(name: str, values: Any, kind: type[Any]) -> tuple[Any, ...]:
-    return tuple(check_instance(name, value, kind, advice="record it again") for value in _items(name, values))
+    items: tuple[Any, ...] = check_instance(name, values, tuple, advice="record it again")
+    return tuple(check_instance(name, item, kind, advice="record it again") for item in items)
 
 
-def _items(name: str, values: Any) -> Sequence[Any]:
-    found: tuple[Any, ...] = check_instance(name, values, tuple, advice="record it again")
-    return found
-
-
-def _no_cache(device: torch.device | str = "meta") -> KVCache:
-    return KVCache((), (), (), device=torch.device(device))
+def _require(fits: bool, what: str) -> None:
+    """Raise ShapeError if a bundle contradicts itself."""
+    if not fits:
+        raise ShapeError(f"bundle: {what}; record it again")
 
 
 def _check_state(launch: RecordedLaunch, wanted: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> None:
     """Raise ShapeError if the state of a launch has other tensors, shapes or dtypes than `wanted`."""
-    if launch.state.keys() != wanted.keys():
-        others = sorted(launch.state.keys() ^ wanted.keys())
-        raise ShapeError(f"bundle: its state has {others[:4]} missing or unknown; record it again")
+    others = sorted(launch.state.keys() ^ wanted.keys())
+    _require(not others, f"its state has {others[:4]} missing or unknown")
     for name, (shape, dtype) in wanted.items():
-        tensor = launch.state[name]
-        if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
-            raise ShapeError(
-                f"bundle: expected state {name} of {dtype} and shape {tuple(shape)}, got {tensor.dtype} and "
-                f"{tuple(tensor.shape)}; record it again"
-            )
+        given = tuple(launch.state[name].shape), launch.state[name].dtype
+        _require(given == (tuple(shape), dtype), f"expected state {name} of {tuple(shape)} and {dtype}, got {given}")

@@ -24,21 +24,6 @@ class CacheTensor:
     group: int
     pool: int
 
-    @property
-    def begin(self) -> int:
-        return self.tensor.data_ptr()
-
-    @property
-    def end(self) -> int:
-        return self.begin + span_bytes(self.tensor)
-
-    @property
-    def byte_dims(self) -> _Dims:
-        """Extent and stride in bytes of each dimension, pages first; the last dimension is a run of bytes."""
-        size = self.tensor.dtype.itemsize
-        *outer, head = self.tensor.shape
-        return (*zip(outer, (s * size for s in self.tensor.stride()), strict=False), (head * size, 1))
-
 
 def check_disjoint(tensors: Iterable[CacheTensor]) -> None:
     """Raise ConfigError if two tensors share an element.
@@ -47,8 +32,8 @@ def check_disjoint(tensors: Iterable[CacheTensor]) -> None:
     """
     overlap = functools.cache(_overlap)  # in an interleaved pool most pairs have the offsets and strides of another
     open_spans: list[tuple[CacheTensor, int, int, _Dims]] = []  # tensors that end after the current one begins
-    for tensor in sorted(tensors, key=lambda t: t.begin):
-        begin, dims = tensor.begin, tensor.byte_dims
+    for tensor in sorted(tensors, key=lambda t: t.tensor.data_ptr()):
+        begin, dims = tensor.tensor.data_ptr(), _byte_dims(tensor.tensor)
         open_spans = [entry for entry in open_spans if entry[2] > begin]
         for other, other_begin, _, other_dims in open_spans:
             share_pages = tensor.pool == other.pool and tensor.group != other.group
@@ -58,7 +43,14 @@ def check_disjoint(tensors: Iterable[CacheTensor]) -> None:
                     f"{second.name}: shares elements with {first.name}, so one would overwrite the other; pass tensors "
                     "that do not overlap, and use kv_shared_with for a layer that reads the KV of another layer"
                 )
-        open_spans.append((tensor, begin, tensor.end, dims))
+        open_spans.append((tensor, begin, begin + span_bytes(tensor.tensor), dims))
+
+
+def _byte_dims(tensor: torch.Tensor) -> _Dims:
+    """Return extent and stride in bytes of each dimension, pages first; the last dimension is a run of bytes."""
+    size = tensor.dtype.itemsize
+    *outer, head = tensor.shape
+    return (*zip(outer, (s * size for s in tensor.stride()), strict=False), (head * size, 1))
 
 
 def _overlap(offset: int, a: _Dims, b: _Dims, *, same_page: bool) -> bool:

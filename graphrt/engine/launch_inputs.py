@@ -55,14 +55,10 @@ class LaunchInputs:
         return bool(self.kind & layout.DELTA)
 
     @property
-    def _order_at(self) -> int:
-        return layout.HEADER_SIZE
-
-    @property
     def _lists_at(self) -> int:
         """First word of the page lists."""
         if self.is_delta:
-            return self._order_at + (self.num_reqs if self.kind & layout.NEW_ORDER else 0)
+            return layout.HEADER_SIZE + (self.num_reqs if self.kind & layout.NEW_ORDER else 0)
         return layout.HEADER_SIZE + layout.REQ_PAGES * self.num_reqs
 
     @property
@@ -103,7 +99,7 @@ class LaunchInputs:
         """The request index at each place of the batch; None if a delta keeps the order."""
         if self.is_delta and not self.kind & layout.NEW_ORDER:
             return None
-        return self.words[self._order_at : self._order_at + self.num_reqs]  # req_indices are the first field
+        return self.words[layout.HEADER_SIZE : layout.HEADER_SIZE + self.num_reqs]  # the first field
 
     def rows(self, field: int) -> Int32Array:
         """Return a field of the requests of a full slot, [num_reqs]; see REQ_*."""

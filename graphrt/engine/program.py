@@ -48,19 +48,13 @@ class StepProgram:
     buffers: StaticBuffers
     vocab_size: int
     max_seq_len: int
-    max_encoder_len: int
+    max_pages: tuple[int, ...]  # width of the block table of each KV group
     model_layers: ModelLayers
     page_tables: torch.Tensor | None = None  # owned by the caller
     request_tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     _views: dict[BatchDescriptor, tuple[StaticBuffers, StepMetadata]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-
-    @property
-    def max_pages(self) -> tuple[int, ...]:
-        """Width of the block table of each KV group."""
-        lengths = (self.max_seq_len, self.max_encoder_len)
-        return tuple(group.pages_for(longest_of(group, *lengths)) for group in self.kv_cache.groups)
 
     def run(self, descriptor: BatchDescriptor) -> torch.Tensor:
         """Run the step at one size, and return the logits [padded_reqs, vocab_size], of any width without a sampler.
@@ -149,10 +143,6 @@ class StepProgram:
         )
 
 
-_NO_PAGES = PageGroup(page_size=1, num_pages=1, null_page=0, max_pages=1, max_encoder_len=1)
-"""The group of a runtime without KV groups. No request needs a page of it, and no page is written."""
-
-
 def page_groups(kv_cache: KVCache, max_seq_len: int, max_encoder_len: int) -> tuple[PageGroup, ...]:
     """Return the KV groups as the refresh reads them, at least one.
 
@@ -174,7 +164,8 @@ def page_groups(kv_cache: KVCache, max_seq_len: int, max_encoder_len: int) -> tu
                 max_encoder_len=max_encoder_len if spec.cross else 0,
             )
         )
-    return tuple(groups) or (_NO_PAGES,)
+    # Without KV groups, a group of which no request needs a page, and no page is written.
+    return tuple(groups) or (PageGroup(page_size=1, num_pages=1, null_page=0, max_pages=1, max_encoder_len=1),)
 
 
 def capacity_of(config: RuntimeConfig, groups: Sequence[PageGroup], vocab_size: int) -> Capacity:

@@ -91,7 +91,11 @@ class Recording:
         state |= {f"row tensor {name}": _copied(t) for name, t in program.request_tensors.items()}
         table = _copied(tables).numpy()
         seen = _pages_seen(words, state, table, groups, program)
-        pools = [_ids_of_pool(pool, seen, groups) for pool in range(len(program.kv_cache.pool_pages))]
+        of_pool = [
+            [ids for ids, spec in zip(seen, groups, strict=True) if spec.pool == pool]
+            for pool in range(len(program.kv_cache.pool_pages))
+        ]
+        pools = [np.unique(np.concatenate(lists)) for lists in of_pool]
         packers = [program.kv_cache.packer(group) for group in range(len(groups))]
         sizes = [len(ids) * packer.page_bytes for ids, packer in zip(seen, packers, strict=True)]
         held = sum(t.nbytes for launch in self.launches for t in (*launch.pages, *launch.state.values()))
@@ -177,13 +181,6 @@ def _pages_seen(
         count = program.kv_cache.pool_pages[spec.pool]
         seen.append(ids[(ids >= 0) & (ids < count) & (ids != spec.null_page)])
     return seen
-
-
-def _ids_of_pool(
-    pool: int, seen: Sequence[npt.NDArray[np.int64]], groups: Sequence[KVCacheSpec]
-) -> npt.NDArray[np.int64]:
-    of_pool = [ids for ids, spec in zip(seen, groups, strict=True) if spec.pool == pool]
-    return np.unique(np.concatenate(of_pool))
 
 
 def _renamed(

@@ -11,7 +11,7 @@ import torch
 from graphrt.cache.aliasing import CacheTensor, check_disjoint
 from graphrt.cache.groups import kv_groups
 from graphrt.cache.kv_cache import KVCache
-from graphrt.kernels.checks import check_no_overlap
+from graphrt.kernels.checks import check_no_overlap, span_bytes
 from graphrt.kernels.errors import ConfigError, ShapeError
 from graphrt.spec import AttentionSpec, KVCacheSpec
 
@@ -102,7 +102,7 @@ def drawn(rnd: random.Random) -> torch.Tensor:
             check_no_overlap("tensor", tensor)
         except ShapeError:
             continue
-        if CacheTensor(0, "", tensor, 0, 0).end <= POOL.data_ptr() + len(POOL):
+        if tensor.data_ptr() + span_bytes(tensor) <= POOL.data_ptr() + len(POOL):
             return tensor
 
 
