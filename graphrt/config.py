@@ -35,8 +35,7 @@ class RequestTensor:
     dtype     float64, float32, float16, bfloat16, float8_e4m3fn, float8_e5m2, int64 to int8, uint8 or bool
     initial   value of requests that set none, and of padding requests
 
-    Raises:
-        ConfigError: if `dtype` is another one, if it cannot represent `initial`, or if a field has the wrong type.
+    Raises: ConfigError: if `dtype` is another one, if it cannot represent `initial`, or if a field has the wrong type.
     """
 
     name: str
@@ -103,8 +102,7 @@ class RuntimeConfig:
                     index and vocabulary entry
     request_tensors per-request tensors of the model or the sampler
 
-    Raises:
-        ConfigError: if a field has the wrong type or is out of range, or if fields contradict each other.
+    Raises: ConfigError: if a field has the wrong type or is out of range, or if fields contradict each other.
     """
 
     max_num_reqs: int = 256

@@ -181,8 +181,7 @@ class Attention(torch.nn.Module):
     def spec(self) -> AttentionSpec:
         """The layer's spec with its current dtype. `kv_shared_with` is None here; `attention_specs` fills it in.
 
-        Raises:
-            ConfigError: if attention does not support the dtype that the module was converted to.
+        Raises: ConfigError: if attention does not support the dtype that the module was converted to.
         """
         return replace(self._spec, dtype=self._dtype)
 
@@ -274,9 +273,8 @@ class Attention(torch.nn.Module):
 def attention_specs(model: torch.nn.Module) -> tuple[AttentionSpec, ...]:
     """Return the spec of every `Attention` layer of a model, in the order of `model.modules()`.
 
-    Raises:
-        ConfigError: if `model` is not a module or has no such layer, if two layers have the same name, or if
-            kv_shared_with does not name an earlier layer.
+    Raises: ConfigError: if `model` is not a module or has no such layer, if two layers have the same name, or if
+    kv_shared_with does not name an earlier layer.
     """
     check_instance("model", model, torch.nn.Module, advice="pass attention= for other models")
     specs = ModelLayers(model).specs
@@ -292,8 +290,7 @@ class ModelLayers:
 
     specs   spec of each layer, with kv_shared_with as an index
 
-    Raises:
-        ConfigError: if two layers have the same name, or kv_shared_with does not name an earlier layer.
+    Raises: ConfigError: if two layers have the same name, or kv_shared_with does not name an earlier layer.
     """
 
     def __init__(self, model: object) -> None:
@@ -328,8 +325,7 @@ class ModelLayers:
     def bound_to(self, step: Step) -> Iterator[None]:
         """Bind a step to the layers while it runs.
 
-        Raises:
-            ReplayError: if another step is bound to one of them, in another thread or around this one.
+        Raises: ReplayError: if another step is bound to one of them, in another thread or around this one.
         """
         with ExitStack() as stack:
             for index, layer in enumerate(self._layers):
@@ -349,8 +345,7 @@ class ModelLayers:
         attention       a spec per layer, one spec for all layers, or None for the model's own layers
         cache_layers    number of layers of the cache, for one spec; None if there is no cache yet
 
-        Raises:
-            ConfigError: if there is no spec, if an item is not a spec, or if specs differ from the model's layers.
+        Raises: ConfigError: if there is no spec, if an item is not a spec, or if specs differ from the model's layers.
         """
         if attention is None:
             if not self.specs:

@@ -245,9 +245,8 @@ class Runtime:
 def check_decoder(runtime: Runtime) -> None:
     """Check that a runtime can decode one token per request and step.
 
-    Raises:
-        ConfigError: if it has no sampler, if the model has cross or encoder layers, or if it has no mixed batches and
-            query_len is not 1.
+    Raises: ConfigError: if it has no sampler, if the model has cross or encoder layers, or if it has no mixed batches
+    and query_len is not 1.
     """
     config, groups = runtime.config, runtime.kv_cache.groups
     if not runtime.samples:
@@ -347,8 +346,7 @@ def _measure_graphs(
 def resolve_device(device: torch.device | str | None) -> torch.device:
     """Return the device of a name. None: CUDA if available, else CPU; "cuda" gets the index of the current device.
 
-    Raises:
-        ConfigError: if there is no such device, or if it is the meta device.
+    Raises: ConfigError: if there is no such device, or if it is the meta device.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -71,8 +71,7 @@ class AttentionSpec:
                      or slopes, because positions of two sequences have no distance. An encoder layer has no chunks and
                      no kv_shared_with
 
-    Raises:
-        ConfigError: if a field has the wrong type or is out of range, or if fields contradict each other.
+    Raises: ConfigError: if a field has the wrong type or is out of range, or if fields contradict each other.
     """
 
     num_q_heads: int
@@ -201,8 +200,7 @@ class KVCacheSpec:
     cross       the pages hold encoder outputs, `encoder_len` tokens per request. Steps do not write them, so requests
                 may list the same pages
 
-    Raises:
-        ConfigError: if a field has the wrong type or is out of range, or if fields contradict each other.
+    Raises: ConfigError: if a field has the wrong type or is out of range, or if fields contradict each other.
     """
 
     num_layers: int
@@ -256,8 +254,7 @@ class KVCacheSpec:
     def resolve(self, num_pages: int) -> KVCacheSpec:
         """Return the spec for a cache of `num_pages` pages, with null_page as an int.
 
-        Raises:
-            ConfigError: if the null page is not below `num_pages`.
+        Raises: ConfigError: if the null page is not below `num_pages`.
         """
         null_page = num_pages - 1 if isinstance(self.null_page, str) else self.null_page
         if null_page >= num_pages:
@@ -290,8 +287,7 @@ class KVCacheSpec:
     def pages_for(self, num_tokens: int) -> int:
         """Return the number of pages that hold `num_tokens` tokens.
 
-        Raises:
-            ConfigError: if `num_tokens` is not an int >= 0.
+        Raises: ConfigError: if `num_tokens` is not an int >= 0.
         """
         num_tokens = check_int("num_tokens", num_tokens, 0, advice="pass the number of tokens in the cache")
         return -(-num_tokens // self.page_size)

@@ -44,8 +44,7 @@ class Step:
         Returns [padded_reqs, ...] with the initial value in padding and invalid requests. Each call is a gather;
         `request_tensors[name]` is the whole tensor, by request index.
 
-        Raises:
-            ConfigError: if there is no such tensor.
+        Raises: ConfigError: if there is no such tensor.
         """
         if name not in self.request_tensors:
             known = ", ".join(self.request_tensors) or "none"

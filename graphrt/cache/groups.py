@@ -58,9 +58,8 @@ def kv_groups(
     dtype       dtype of the cache; None: the dtype of the layers
     null_page   page id that padding requests read, which no sequence may own
 
-    Raises:
-        ConfigError: if `attention` is not a non-empty sequence of AttentionSpec, if no layer has its own KV, or if
-            kv_shared_with does not name a matching earlier layer.
+    Raises: ConfigError: if `attention` is not a non-empty sequence of AttentionSpec, if no layer has its own KV, or if
+    kv_shared_with does not name a matching earlier layer.
     """
     page_size = check_int("page_size", page_size, 1, 1024, advice="16 is usual")
     if dtype is not None:

@@ -192,8 +192,7 @@ class KVCache:
         Keys are divided by their scale before they are stored, so a scale of 0 would lose them. In groups with a
         window, kernels may read the null page before the window of a request, and zero times NaN is NaN.
 
-        Raises:
-            ConfigError: if a scale is 0, NaN or infinite, or if such a null page holds NaN or infinity.
+        Raises: ConfigError: if a scale is 0, NaN or infinite, or if such a null page holds NaN or infinity.
         """
         for name, scales in (("k_scales", self.k_scales), ("v_scales", self.v_scales)):
             for layer, scale in enumerate(scales):

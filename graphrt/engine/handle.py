@@ -297,8 +297,7 @@ class StepHandle(InFlight):
 
         Waits for this step only, like `tokens`.
 
-        Raises:
-            ReplayError: if the device did not report the step.
+        Raises: ReplayError: if the device did not report the step.
         """
         self._arrived(raise_on_fault=False)
         return self._logprobs.rows(0) if self._logprobs is not None else [None] * self.num_reqs

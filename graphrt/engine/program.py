@@ -61,8 +61,7 @@ class StepProgram:
 
         Capture-safe: the device reads all values that vary between steps from the static buffers.
 
-        Raises:
-            ShapeError: if the model or the sampler returns a wrong shape, dtype or device.
+        Raises: ShapeError: if the model or the sampler returns a wrong shape, dtype or device.
         """
         step = self.refresh(descriptor)
         self.backend.schedule(step.metadata)

@@ -223,8 +223,7 @@ class RequestTables:
                      them
         prompt_len   as in Batch.prompt_lens: tokens from this position on are output
 
-        Raises:
-            CapacityError: if there are more tokens; and as every method.
+        Raises: CapacityError: if there are more tokens; and as every method.
         """
         self._check_index(req_index)
         self._config.check_needs("record_prefix", (("penalties", 1),))

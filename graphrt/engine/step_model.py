@@ -46,8 +46,7 @@ def as_step_model(module: torch.nn.Module, *, head: Callable[[torch.Tensor], tor
     Capture-safe if the module and the head are. They run once per captured size, and once more before that if a module
     is compiled.
 
-    Raises:
-        ConfigError: if `module` is not a torch.nn.Module, or `head` is not callable.
+    Raises: ConfigError: if `module` is not a torch.nn.Module, or `head` is not callable.
     """
     check_instance("module", module, torch.nn.Module, advice="pass a function of a Step to the runtime itself")
     if head is not None:
