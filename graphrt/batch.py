@@ -151,8 +151,8 @@ class Batch:
     token_masks: Int32Array
     logprobs: Int32Array
     logprob_tokens: Int32Array
-    needs: tuple[Need, ...]
-    _stated: tuple[str, ...] = field(compare=False)  # arguments that were passed; the others have their defaults
+    needs: tuple[Need, ...] = field(init=False)
+    _stated: tuple[str, ...] = field(init=False, compare=False)  # arguments that were passed
 
     def __init__(
         self,

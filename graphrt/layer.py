@@ -60,8 +60,8 @@ def _run(
     step, index = binding
     try:
         step.attend(index, query, key, value, rotary=rotary, sinks=sinks, out=output)
-    except UnsupportedError as error:
-        raise UnsupportedError(f"Attention {holder.name!r}: {error}") from error
+    except (ShapeError, UnsupportedError) as error:
+        raise type(error)(f"Attention {holder.name!r}: {error}") from error
 
 
 def _run_rotary(
@@ -212,12 +212,6 @@ class Attention(torch.nn.Module):
                 kv_shared_with is called before its source.
         """
         q = self._heads("query", query, self.num_q_heads, self.head_dim)
-        takes_kv = self.kv_shared_with is None and not self._spec.is_cross
-        if (key is not None) != takes_kv or (value is not None) != takes_kv:
-            owner = "an encoder" if self.kv_shared_with is None else repr(self.kv_shared_with)
-            why = "pass both" if takes_kv else f"pass None for both, since it reads the keys and values of {owner}"
-            got = " and ".join("None" if x is None else "a tensor" for x in (key, value))
-            raise ShapeError(f"Attention {self.name!r}: got {got} for key and value; {why}")
         k = None if key is None else self._heads("key", key, self.num_kv_heads, self.head_dim)
         v = None if value is None else self._heads("value", value, self.num_kv_heads, self.value_dim)
         sinks = None if self.sinks is None else self.sinks.to(torch.float32)
@@ -367,11 +361,9 @@ class ModelLayers:
                 advice = "pass one spec per layer, or one for all"
                 check_instance(f"attention[{index}]", spec, AttentionSpec, advice=advice)
         if self.specs and self.specs != specs:
-            pairs = enumerate(zip(self.specs, specs, strict=False))
-            at = next((index for index, (own, given) in pairs if own != given), min(len(self.specs), len(specs)))
             raise ConfigError(
                 f"attention: expected the specs of the model's {len(self.specs)} graphrt.Attention layers, got "
-                f"{len(specs)} specs that differ at layer {at}; leave attention out"
+                f"{len(specs)} others; leave attention out"
             )
         return specs
 

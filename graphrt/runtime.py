@@ -23,12 +23,12 @@ from graphrt.engine.handle import StepHandle
 from graphrt.engine.lifecycle import State
 from graphrt.engine.stats import Stats
 from graphrt.kernels.checks import (
+    FLOAT32_TINY,
     check_callable,
     check_device,
     check_instance,
     check_named_tensors,
-    is_finite,
-    shown,
+    check_number,
 )
 from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError
 from graphrt.layer import ModelLayers
@@ -127,10 +127,7 @@ class Runtime:
             kv_spec = kv_groups(ModelLayers(model).resolve(attention, None))
         groups = check_groups(kv_spec)
         check_callable("allocate_kv", allocate_kv, advice="pass a function like KVCache.allocate")
-        if not (is_finite(memory_utilization) and 0 < memory_utilization <= 1):
-            raise ConfigError(
-                f"memory_utilization: expected a number in (0, 1], got {shown(memory_utilization)}; 0.9 is usual"
-            )
+        check_number("memory_utilization", memory_utilization, FLOAT32_TINY, 1, advice="0.9 is usual")
         given = (
             None
             if isinstance(num_pages, str) and num_pages == "auto"
@@ -352,7 +349,5 @@ def resolve_device(device: torch.device | str | None) -> torch.device:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     resolved = check_device("device", device)
     if resolved.type == "meta":
-        raise ConfigError(
-            f"device: the meta device cannot compute; pass cpu, cuda or cuda:N instead of {shown(device)}"
-        )
+        raise ConfigError("device: the meta device cannot compute; pass cpu, cuda or cuda:N")
     return resolved

@@ -19,6 +19,7 @@ from graphrt.kernels.checks import (
     check_int,
     check_int_field,
     check_ints,
+    check_number,
     is_finite,
     shown,
 )
@@ -102,24 +103,17 @@ class AttentionSpec:
             )
         if not isinstance(self.dtype, torch.dtype) or self.dtype not in COMPUTE_DTYPES:
             raise ConfigError(
-                f"AttentionSpec.dtype: expected one of {COMPUTE_DTYPES}, got {shown(self.dtype)}; load the model in "
-                "one of them"
+                f"AttentionSpec.dtype: expected one of {COMPUTE_DTYPES}, got {shown(self.dtype)}; pass one"
             )
         for name, default in (("softmax_scale", "head_dim ** -0.5"), ("logits_softcap", "off")):
             if (value := getattr(self, name)) is not None:
-                if not (is_finite(value) and FLOAT32_TINY <= value <= FLOAT32_MAX):
-                    raise ConfigError(
-                        f"AttentionSpec.{name}: expected a finite number > 0 in the range of float32, got "
-                        f"{shown(value)}; None means {default}"
-                    )
-                object.__setattr__(self, name, float(value))
+                advice = f"None means {default}"
+                value = check_number(f"AttentionSpec.{name}", value, FLOAT32_TINY, FLOAT32_MAX, advice=advice)
+                object.__setattr__(self, name, value)
         _check_reach(self)
         for name in ("alibi_sqrt", "sinks"):
             check_bool_field(self, name, advice="pass tensors to Step.attend instead")
         self._check_alibi()
-        self._check_kind()
-
-    def _check_kind(self) -> None:
         check_instance("AttentionSpec.kind", self.kind, AttentionKind, advice="pass AttentionKind.DECODER or another")
         for name in _MEANINGLESS.get(self.kind, ()):
             if getattr(self, name) is not None:
@@ -134,10 +128,7 @@ class AttentionSpec:
             if self.alibi_sqrt:
                 raise ConfigError("AttentionSpec.alibi_sqrt: requires alibi_slopes; pass the slopes")
             return
-        if not isinstance(slopes, tuple):  # specs are hashed
-            raise ConfigError(
-                f"AttentionSpec.alibi_slopes: expected a tuple of floats, got {type(slopes).__name__}; pass tuple(...)"
-            )
+        check_instance("AttentionSpec.alibi_slopes", slopes, tuple, advice="pass tuple(...)")  # specs are hashed
         if len(slopes) != self.num_q_heads:
             raise ConfigError(
                 f"AttentionSpec.alibi_slopes: expected {self.num_q_heads} slopes, one per query head, got "
@@ -226,19 +217,10 @@ class KVCacheSpec:
         check_int_field(self, "pool", 0, _MOST, advice="number pools from 0")
         check_bool_field(self, "cross", advice="pass whether an encoder writes the pages")
         if self.cross and (self.sliding_window or self.attention_chunk_size):
-            raise ConfigError(
-                "KVCacheSpec.cross: expected False with a window or chunks, got True; cross layers see all encoder "
-                "tokens"
-            )
+            raise ConfigError("KVCacheSpec.cross: expected False with a window or chunks; cross layers see all tokens")
         if not isinstance(self.dtype, torch.dtype) or self.dtype not in KV_DTYPES:
-            raise ConfigError(
-                f"KVCacheSpec.dtype: expected one of {KV_DTYPES}, got {shown(self.dtype)}; pass the dtype of the "
-                "layers, or fp8"
-            )
-        if not isinstance(self.layout, KVLayout):
-            raise ConfigError(
-                f"KVCacheSpec.layout: expected a KVLayout, got {shown(self.layout)}; pass KVLayout.NHD or KVLayout.HND"
-            )
+            raise ConfigError(f"KVCacheSpec.dtype: expected one of {KV_DTYPES}, got {shown(self.dtype)}; pass one")
+        check_instance("KVCacheSpec.layout", self.layout, KVLayout, advice="pass KVLayout.NHD or KVLayout.HND")
         if not (isinstance(self.null_page, str) and self.null_page == "last"):
             check_int_field(self, "null_page", 0, MAX_PAGES - 1, advice='pass a page id, or "last"')
         if self.layers is not None:

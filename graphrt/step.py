@@ -18,9 +18,31 @@ from graphrt.kernels.ops.sampling_state import Penalties, PenaltyState
 from graphrt.metadata import StepMetadata
 
 
+class _Buffer:
+    """An attribute of a step that reads the static buffer of its name."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, step: Step, owner: type) -> torch.Tensor:
+        tensor: torch.Tensor = getattr(step.buffers, self._name)
+        return tensor
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """The inputs of a decode step at one size. A model is any callable `model(step) -> logits [padded_reqs, vocab]`.
+
+    input_ids       [padded_tokens] int64    token ids; 0 in padding tokens
+    positions       [padded_tokens] int64    position of each token in its sequence; 0 in padding tokens
+    logits_indices  [padded_reqs]   int64    index of the token whose hidden state gives the request's logits; else 0
+    req_indices     [padded_reqs]   int32    request index; -1 in padding and invalid requests, so clamp it first
+    req_status      [padded_reqs]   int32    RequestStatus: padding, runs, or runs and is sampled
+    temperatures    [padded_reqs]   float32  sampling temperatures; 0 is greedy
+    top_ks          [padded_reqs]   int32    0 keeps all tokens
+    top_ps          [padded_reqs]   float32  1 keeps all tokens
+    min_ps          [padded_reqs]   float32  0 keeps all tokens
+    seeds           [padded_reqs]   int64    sampling seeds
 
     All tensors are views of static buffers on the device, so a graph that reads them sees the values of every later
     step. Any other value that varies between steps must be in a tensor too, because graphs hold Python numbers as
@@ -38,6 +60,17 @@ class Step:
     request_tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     _written: set[int] = field(default_factory=set, init=False, repr=False, compare=False)  # layers, in this step
 
+    input_ids = _Buffer()
+    positions = _Buffer()
+    logits_indices = _Buffer()
+    req_indices = _Buffer()
+    req_status = _Buffer()
+    temperatures = _Buffer()
+    top_ks = _Buffer()
+    top_ps = _Buffer()
+    min_ps = _Buffer()
+    seeds = _Buffer()
+
     def request_state(self, name: str) -> torch.Tensor:
         """Return the values of the requests of this step in a tensor of `RuntimeConfig.request_tensors`.
 
@@ -49,60 +82,9 @@ class Step:
         if name not in self.request_tensors:
             known = ", ".join(self.request_tensors) or "none"
             raise ConfigError(
-                f"request_state: expected a name of RuntimeConfig.request_tensors ({known}), got {name!r}; declare it "
-                "there"
+                f"request_state: expected a name of RuntimeConfig.request_tensors ({known}), got {name!r}"
             )
         return self.request_tensors[name][self.req_indices.long()]  # -1 selects the last row, for padding
-
-    @property
-    def input_ids(self) -> torch.Tensor:
-        """[padded_tokens] int64 token ids; 0 in padding tokens."""
-        return self.buffers.input_ids
-
-    @property
-    def positions(self) -> torch.Tensor:
-        """[padded_tokens] int64 position of each token in its sequence; 0 in padding tokens."""
-        return self.buffers.positions
-
-    @property
-    def logits_indices(self) -> torch.Tensor:
-        """[padded_reqs] int64 index of the token whose hidden state gives the request's logits; 0 in padding."""
-        return self.buffers.logits_indices
-
-    @property
-    def req_indices(self) -> torch.Tensor:
-        """[padded_reqs] int32 request index of each request; -1 in padding and invalid requests, so clamp it first."""
-        return self.buffers.req_indices
-
-    @property
-    def req_status(self) -> torch.Tensor:
-        """[padded_reqs] int32 RequestStatus: padding, runs, or runs and is sampled."""
-        return self.buffers.req_status
-
-    @property
-    def temperatures(self) -> torch.Tensor:
-        """[padded_reqs] float32 sampling temperatures; 0 is greedy."""
-        return self.buffers.temperatures
-
-    @property
-    def top_ks(self) -> torch.Tensor:
-        """[padded_reqs] int32 top-k; 0 keeps all tokens."""
-        return self.buffers.top_ks
-
-    @property
-    def top_ps(self) -> torch.Tensor:
-        """[padded_reqs] float32 top-p; 1 keeps all tokens."""
-        return self.buffers.top_ps
-
-    @property
-    def min_ps(self) -> torch.Tensor:
-        """[padded_reqs] float32 min-p; 0 keeps all tokens."""
-        return self.buffers.min_ps
-
-    @property
-    def seeds(self) -> torch.Tensor:
-        """[padded_reqs] int64 sampling seeds."""
-        return self.buffers.seeds
 
     @property
     def penalties(self) -> Penalties | None:

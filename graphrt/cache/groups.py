@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -174,26 +175,20 @@ def cache_layer_groups(groups: Sequence[KVCacheSpec]) -> tuple[int, ...]:
 
 def _check_fit(name: str, layer: AttentionSpec, group: KVCacheSpec) -> None:
     """Raise ConfigError unless the group keeps all keys and values that the layer reads."""
-    have = (group.num_kv_heads, group.head_dim, group.value_dim)
-    if (layer.num_kv_heads, layer.head_dim, layer.value_dim) != have:
-        raise ConfigError(
-            f"{name}: expected {have[0]} KV heads of head_dim {have[1]} and v_head_dim {have[2]}, as in the cache, got "
-            f"{layer.num_kv_heads} of {layer.head_dim} and {layer.value_dim}; pass the specs that the cache was made "
-            "for"
-        )
-    if layer.is_cross != group.cross:
-        want, got = ("cross" if cross else "decoder" for cross in (group.cross, layer.is_cross))
-        raise ConfigError(
-            f"{name}.kind: expected {want} attention, as in its KV group, got {got}; kv_groups() separates the kinds"
-        )
-    if group.attention_chunk_size is not None and layer.attention_chunk_size != group.attention_chunk_size:
-        raise ConfigError(
-            f"{name}.attention_chunk_size: expected {group.attention_chunk_size}, as in its KV group, got "
-            f"{layer.attention_chunk_size}; put the layer into a group that keeps more tokens"
-        )
-    if group.sliding_window is not None and not (
-        layer.sliding_window is not None and layer.sliding_window <= group.sliding_window
+    for field, want, got in (
+        ("num_kv_heads", group.num_kv_heads, layer.num_kv_heads),
+        ("head_dim", group.head_dim, layer.head_dim),
+        ("v_head_dim", group.value_dim, layer.value_dim),
+        ("kind", "cross" if group.cross else "decoder", layer.kind.value),
+        ("attention_chunk_size", group.attention_chunk_size or layer.attention_chunk_size, layer.attention_chunk_size),
     ):
+        if want != got:
+            raise ConfigError(
+                f"{name}.{field}: expected {want}, as in its KV group, got {got}; pass the specs that the cache was "
+                "made for"
+            )
+    seen = math.inf if layer.sliding_window is None else layer.sliding_window
+    if group.sliding_window is not None and seen > group.sliding_window:
         raise ConfigError(
             f"{name}.sliding_window: expected at most {group.sliding_window}, the window of its KV group, got "
             f"{layer.sliding_window}; put the layer into a group that keeps more tokens"

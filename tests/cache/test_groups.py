@@ -318,7 +318,7 @@ WRONG_GROUPS: dict[str, tuple[Any, Any, str]] = {
     "null_pages": (
         [KVCacheSpec(1, 2, 16, layers=(0,)), KVCacheSpec(1, 2, 16, layers=(1,), null_page=3)], (FULL, FULL), "null_page"
     ),
-    "heads": (KVCacheSpec(1, 2, 16, dtype=F32), (AttentionSpec(4, 4, 16, F32),), "2 KV heads of head_dim 16 and v"),
+    "heads": (KVCacheSpec(1, 2, 16, dtype=F32), (AttentionSpec(4, 4, 16, F32),), "num_kv_heads: expected 2, as in"),
     "window_too_wide": (
         KVCacheSpec(1, 2, 16, dtype=F32, sliding_window=6), (replace(FULL, sliding_window=7),),
         "at most 6, the window of its KV group"

@@ -112,7 +112,7 @@ def test_bounds_of_page_size(page_size: int) -> None:
 @pytest.mark.parametrize("scale", [0.0, -0.5, float("nan"), float("inf"), "1", True])
 @pytest.mark.parametrize("field", ["softmax_scale", "logits_softcap"])
 def test_softmax_scale_must_be_positive(field: str, scale: object) -> None:
-    with pytest.raises(ConfigError, match=f"AttentionSpec.{field}: expected a finite number > 0"):
+    with pytest.raises(ConfigError, match=f"AttentionSpec.{field}: expected a finite number >= 1.17549e-38"):
         AttentionSpec(4, 2, 16, **{field: scale})
     assert getattr(AttentionSpec(4, 2, 16, **{field: 1}), field) == 1.0
 
@@ -122,7 +122,7 @@ def test_softmax_scale_at_the_bounds_of_float32(field: str) -> None:
     for scale in (FLOAT32_TINY, FLOAT32_MAX):
         assert getattr(AttentionSpec(2, 1, 16, **{field: scale}), field) == scale
     for scale in (FLOAT32_TINY / 2, FLOAT32_MAX * 1.01):
-        with pytest.raises(ConfigError, match=f"AttentionSpec.{field}: expected a finite number > 0"):
+        with pytest.raises(ConfigError, match=f"AttentionSpec.{field}: expected a finite number >= 1.17549e-38"):
             AttentionSpec(2, 1, 16, **{field: scale})
 
 

@@ -32,7 +32,7 @@ WRONG_SPECS: dict[str, tuple[Callable[[], Any], str]] = {
     "group_window": (lambda: KVCacheSpec(1, 2, 16, cross=True, sliding_window=3), "KVCacheSpec.cross: expected False"),
     "group_flag": (lambda: KVCacheSpec(1, 2, 16, cross=1), "KVCacheSpec.cross: expected True or False"),
     "cross_layer_own_group": (
-        lambda: served([CROSS], KVCacheSpec(1, 2, 16, dtype=F32), None), "kind: expected decoder attention"
+        lambda: served([CROSS], KVCacheSpec(1, 2, 16, dtype=F32), None), "kind: expected decoder, as in its"
     ),
     "own_layer_cross_group": (
         lambda: served([OWN], KVCacheSpec(1, 2, 16, dtype=F32, cross=True), 8), r"attention\[0\].kind: expected cross"
