@@ -16,7 +16,7 @@ from graphrt.cache.groups import kv_groups
 from graphrt.cache.kv_cache import KVCache
 from graphrt.config import RuntimeConfig
 from graphrt.generate.generator import TextGenerator
-from graphrt.kernels.errors import ConfigError, ShapeError, UnsupportedError
+from graphrt.kernels.errors import ConfigError, UnsupportedError
 from graphrt.layer import attention_specs
 from graphrt.runtime import Runtime
 from graphrt.spec import AttentionKind, AttentionSpec, KVCacheSpec
