@@ -23,7 +23,6 @@ from graphrt.capture.recorder import make_recorder
 from graphrt.capture.staging import StagingSlot
 from graphrt.config import RuntimeConfig
 from graphrt.engine.batch_delta import BatchDelta, StopConditions
-from graphrt.engine.compare import StepComparison, StepResult, compare_results
 from graphrt.engine.graphs import StepGraphs
 from graphrt.engine.guards import Guards
 from graphrt.engine.handle import InFlight, StepHandle
@@ -34,6 +33,7 @@ from graphrt.engine.lifecycle import Exclusive, OnStream, State, stream_on, wron
 from graphrt.engine.program import StepProgram, attention_layers, capacity_of, check_page_tables, page_groups
 from graphrt.engine.recording import Recording
 from graphrt.engine.request_tables import RequestTables
+from graphrt.engine.shadow import StepComparison, StepResult, compare_results
 from graphrt.engine.stats import Stats
 from graphrt.engine.undo import StepUndo
 from graphrt.kernels.checks import check_bool, check_callable, check_instance, check_int, check_named_tensors, shown

@@ -18,9 +18,9 @@ from graphrt.cache.page_allocator import PageAllocator
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
 from graphrt.capture.graph import GraphReport
 from graphrt.config import RuntimeConfig
-from graphrt.engine.compare import StepComparison
 from graphrt.engine.handle import StepHandle
 from graphrt.engine.lifecycle import State
+from graphrt.engine.shadow import StepComparison
 from graphrt.engine.stats import Stats
 from graphrt.kernels.checks import (
     FLOAT32_TINY,

@@ -24,7 +24,7 @@ from graphrt.models.llama import LlamaModel
 from graphrt.models.loading import free_memory
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
-from graphrt.session.sampling_values import SamplingValues
+from graphrt.session.table import SamplingValues
 from graphrt.spec import AttentionSpec, KVCacheSpec
 
 _ROUNDS = 5

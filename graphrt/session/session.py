@@ -31,8 +31,7 @@ from graphrt.kernels.metadata.buffers import COPIED, StaticBuffers
 from graphrt.runtime import Runtime, check_decoder
 from graphrt.sampling_params import SamplingParams
 from graphrt.session.launches import Launches
-from graphrt.session.ledger import Ledger
-from graphrt.session.pages import ExternalPages, SessionPages
+from graphrt.session.pages import ExternalPages, Ledger, SessionPages
 from graphrt.session.requests import NO_INDEX, Prompt, SessionRequest
 from graphrt.session.steps import StepLauncher
 from graphrt.session.table import RequestTable

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from graphrt.cache import swap
 from graphrt.cache.groups import kv_groups
-from graphrt.cache.host_memory import HostMemory, locate_bytes
 from graphrt.cache.kv_cache import KVCache
 from graphrt.cache.page_allocator import PageAllocator
-from graphrt.cache.swap import SwappedPages, SwapSpace
+from graphrt.cache.swap import HostMemory, SwappedPages, SwapSpace, locate_bytes
 from graphrt.generate.generator import TextGenerator
 from graphrt.kernels.cache.copy import PagePacker
 from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, GraphRTError, ShapeError

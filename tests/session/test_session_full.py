@@ -15,7 +15,7 @@ from graphrt.batch import Batch
 from graphrt.cache.swap import SwapArrival, SwapSpace
 from graphrt.engine.launch import Launch
 from graphrt.generate.generator import Event, TextGenerator
-from graphrt.generate.preemption import Preemption
+from graphrt.generate.scheduler import Preemption
 from graphrt.kernels.types import FinishReason
 from graphrt.replay import ReplayManager
 from graphrt.runtime import Runtime
