@@ -13,8 +13,7 @@ def backend() -> str | None:
     name = os.environ.get("GRAPHRT_BACKEND")
     if name is not None and not name.isidentifier():
         raise ConfigError(
-            f"GRAPHRT_BACKEND: expected the name of a backend, got {name!r}; `graphrt env` lists the backends, "
-            "and unsetting the variable chooses one automatically"
+            f"GRAPHRT_BACKEND: expected the name of a backend, got {name!r}; `graphrt env` lists them, or unset it"
         )
     return name
 

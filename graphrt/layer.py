@@ -296,8 +296,7 @@ class ModelLayers:
                 _, other, first = found.setdefault(module.name, (len(found), path, module))
                 if first is not module:
                     raise ConfigError(
-                        f"Attention.name: {module.name!r} is the name of {other} and of {path}; give each layer of a "
-                        "model its own name"
+                        f"Attention.name: {module.name!r} is the name of {other} and of {path}; rename one"
                     )
         self._layers = tuple(layer for _, _, layer in found.values())
         specs = []
@@ -326,8 +325,7 @@ class ModelLayers:
                 holder = layer._holder
                 if not holder.lock.acquire(blocking=False):
                     raise ReplayError(
-                        f"Attention {holder.name!r}: a step of another manager is running in this layer; run steps of "
-                        "managers that share a model one at a time"
+                        f"Attention {holder.name!r}: a step of another manager is running in it; run one step at a time"
                     )
                 stack.callback(_unbind, holder)
                 holder.binding = step, index

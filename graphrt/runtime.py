@@ -250,8 +250,7 @@ def check_decoder(runtime: Runtime) -> None:
         raise ConfigError("runtime: has no sampler; build it with a sampler")
     if not groups or any(group.cross for group in groups):
         raise ConfigError(
-            "runtime: the model has cross layers or no KV cache, which sessions do not support; submit batches to "
-            "replay() yourself"
+            "runtime: sessions support neither cross layers nor models without a KV cache; submit batches to replay()"
         )
     if not config.mixed_batches and config.query_len != 1:
         raise ConfigError(

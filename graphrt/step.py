@@ -235,8 +235,7 @@ class Step:
         if lse is not None:
             if not self.backend.capabilities.lse:
                 raise UnsupportedError(
-                    f"lse: backend {self.backend.name} cannot write the log-sum-exp; pass None, or choose another "
-                    "backend"
+                    f"lse: backend {self.backend.name} cannot write the log-sum-exp; pass None, or use another backend"
                 )
             tokens = self.descriptor.padded_tokens
             check_tensor("lse", lse, shape=(tokens, spec.num_q_heads), dtype=torch.float32, device=device)

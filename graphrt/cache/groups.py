@@ -143,8 +143,7 @@ def kv_locations(attention: Sequence[AttentionSpec], groups: Sequence[KVCacheSpe
         source = index if spec.kv_shared_with is None else spec.kv_shared_with
         if source not in number or source > index:
             raise ConfigError(
-                f"attention[{index}].kv_shared_with: layer {source} is not an earlier layer with its own KV; name the "
-                "layer that writes the keys and values"
+                f"attention[{index}].kv_shared_with: layer {source} is not an earlier layer with its own KV; name one"
             )
         location = KVLocation(group_of[number[source]], number[source], source == index and not spec.is_cross)
         _check_fit(f"attention[{index}]", spec, groups[location.group])
@@ -184,8 +183,7 @@ def _check_fit(name: str, layer: AttentionSpec, group: KVCacheSpec) -> None:
     ):
         if want != got:
             raise ConfigError(
-                f"{name}.{field}: expected {want}, as in its KV group, got {got}; pass the specs that the cache was "
-                "made for"
+                f"{name}.{field}: expected {want}, as in its KV group, got {got}; pass the specs of the cache"
             )
     seen = math.inf if layer.sliding_window is None else layer.sliding_window
     if group.sliding_window is not None and seen > group.sliding_window:
@@ -200,8 +198,7 @@ def check_encoder_len(groups: Sequence[KVCacheSpec], max_encoder_len: int | None
     crosses = any(group.cross for group in groups)
     if crosses and max_encoder_len is None:
         raise ConfigError(
-            "RuntimeConfig.max_encoder_len: required for cross layers; pass the most tokens that an encoder writes for "
-            "a request"
+            "RuntimeConfig.max_encoder_len: required for cross layers; pass the most tokens of a request's encoder"
         )
     if not crosses and max_encoder_len is not None:
         raise ConfigError(

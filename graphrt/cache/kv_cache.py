@@ -72,8 +72,7 @@ class KVCache:
         layers = len(self.group_of)
         if len(k) != layers or len(v) != layers:
             raise ConfigError(
-                f"KVCache: expected {layers} K and V tensors, one per layer, got {len(k)} and {len(v)}; pass those of "
-                "every layer with its own KV"
+                f"KVCache: expected {layers} K and V tensors, one per layer, got {len(k)} and {len(v)}; pass one of each"
             )
         pages = dict[int, int]()
         if layers:
@@ -246,8 +245,7 @@ class KVCache:
         found = check_ints("pages", pages, 0, last, advice="pass allocated pages", error=ShapeError)
         if group.null_page in found.tolist() or len(set(found.tolist())) < len(found):
             raise ShapeError(
-                f"pages: {shown(found.tolist())} lists a page twice or the null page {group.null_page}; pass allocated "
-                "pages"
+                f"pages: {shown(found.tolist())} lists a page twice or the null page; pass allocated pages"
             )
         if len(found) * size < num_tokens:
             raise ShapeError(

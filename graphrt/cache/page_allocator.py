@@ -71,8 +71,7 @@ class PageAllocator:
             num_freed, untouched, num_owned = state
             if count > (free := self.num_pages - 1 - num_owned):
                 raise CapacityError(
-                    f"pages: {shown(count)} requested, {free} of {self.num_pages - 1} are free; free finished "
-                    "sequences, or build a larger cache"
+                    f"pages: {shown(count)} requested, {free} of {self.num_pages - 1} are free; free finished sequences"
                 )
             again = min(count, num_freed)
             pages = np.empty(count, np.int64)  # as an index, twice as fast as int32
@@ -137,8 +136,7 @@ class PageAllocator:
 
     def _refuse(self, verb: str, page: int) -> NoReturn:
         raise ConfigError(
-            f"{verb}: page {page} has {self.owners(page)} owners, fewer than listed; pass each page once per "
-            "allocate() or share()"
+            f"{verb}: page {page} has {self.owners(page)} owners, fewer than listed; pass it once per owner"
         )
 
 

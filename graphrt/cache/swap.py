@@ -165,8 +165,7 @@ class SwapSpace:
         extents = self._memory.take(needed := self.bytes_of(counts))
         if extents is None:
             raise CapacityError(
-                f"swap_out: the pages need {needed} bytes, {self.num_free_bytes} are free; drop or swap in other "
-                "sequences, or build a larger SwapSpace"
+                f"swap_out: the pages need {needed} bytes, {self.num_free_bytes} are free; drop or swap in others"
             )
         going = []
         try:
@@ -198,8 +197,7 @@ class SwapSpace:
         self._own(swapped, "swap_in")
         if tuple(map(len, ids)) != swapped.counts:
             raise ConfigError(
-                f"swap_in: expected {swapped.counts} pages per KV group, as swapped out, got {tuple(map(len, ids))}; "
-                "allocate swapped.counts pages"
+                f"swap_in: expected swapped.counts={swapped.counts} pages per KV group, got {tuple(map(len, ids))}"
             )
         with self._link.session() as link:
             for group, _, device_pages, at, nbytes in self._pieces(ids, link):

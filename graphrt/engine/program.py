@@ -71,8 +71,7 @@ class StepProgram:
         width = None if self.sampler is None else self.vocab_size
         if width is not None and isinstance(logits, torch.Tensor) and logits.dim() == 2 and logits.shape[1] != width:
             raise ShapeError(
-                f"logits: expected vocab_size={width} per request, got {logits.shape[1]}; pass "
-                f"vocab_size={logits.shape[1]}, or change the output of the model"
+                f"logits: expected vocab_size={width} per request, got {logits.shape[1]}; pass that as vocab_size"
             )
         check_tensor("logits", logits, shape=(rows, width), dtype=_FLOATS, device=device)
         if self.sampler is None:

@@ -59,8 +59,7 @@ class ExternalPages:
         count = Counter(pages.tolist())
         if again := [page for page in count if count[page] > 1 or page in self._users or page in self._freed]:
             raise ShapeError(
-                f"pages: {shown(again)} are in use by a request of the session; pass other pages, or call "
-                "pop_freed_pages() first"
+                f"pages: {shown(again)} are in use by the session; pass others, or call pop_freed_pages() first"
             )
 
     def pop_freed(self) -> list[int]:
@@ -105,8 +104,7 @@ def check_pages(
         if need > (pages := pool.num_pages - 1):
             of_pool = f" of pool {index}" if len(needs) > 1 else ""
             raise CapacityError(
-                f"{name}: {length} tokens need {need} pages{of_pool}, and the cache has {pages}; shorten it, or raise "
-                "num_pages"
+                f"{name}: {length} tokens need {need} pages{of_pool}, and the cache has {pages}; raise num_pages"
             )
 
 
@@ -286,8 +284,7 @@ class SessionPages:
             room = table.width - int(table.to[req_index])
             if len(more) > room:
                 raise CapacityError(
-                    f"pages: expected at most {room} more of KV group {group}, where the longest sequence has "
-                    f"{table.width}, got {len(more)}; give a request no pages beyond that"
+                    f"pages: expected at most {room} more of KV group {group}, up to max_seq_len, got {len(more)}"
                 )
         for number, pool in enumerate(self._external):
             of_pool = [ids for ids, group in zip(pages, self._groups, strict=True) if group.pool == number]
