@@ -452,7 +452,7 @@ class ReplayManager:
             latest = self.queue.next_step - 1
             if step != latest:
                 raise ReplayError(
-                    f"logits: step {latest} has overwritten those of step {step}; call logits(copy=True) earlier"
+                    f"logits: step {latest} has overwritten the logits of step {step}; pass copy=True before"
                 )
             moved = bool(self._program.decode_len(descriptor))
             with self._on_stream:  # between this step and the next, which overwrites them

@@ -249,9 +249,7 @@ def check_decoder(runtime: Runtime) -> None:
     if not runtime.samples:
         raise ConfigError("runtime: has no sampler; build it with a sampler")
     if not groups or any(group.cross for group in groups):
-        raise ConfigError(
-            "runtime: sessions support neither cross layers nor models without a KV cache; submit batches to replay()"
-        )
+        raise ConfigError("runtime: the model has cross layers or no KV cache; submit batches to replay() yourself")
     if not config.mixed_batches and config.query_len != 1:
         raise ConfigError(
             f"runtime: expected query_len=1 with mixed_batches=False, got {config.query_len}; allow mixed batches"

@@ -241,7 +241,7 @@ class KVCacheSpec:
         null_page = num_pages - 1 if isinstance(self.null_page, str) else self.null_page
         if null_page >= num_pages:
             raise ConfigError(
-                f"KVCacheSpec.null_page: expected a page below num_pages={num_pages}, got {null_page}; or pass 'last'"
+                f"KVCacheSpec.null_page: expected a page below num_pages={num_pages}, got {null_page}; pass 'last'"
             )
         return replace(self, null_page=null_page)
 

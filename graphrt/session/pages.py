@@ -59,7 +59,7 @@ class ExternalPages:
         count = Counter(pages.tolist())
         if again := [page for page in count if count[page] > 1 or page in self._users or page in self._freed]:
             raise ShapeError(
-                f"pages: {shown(again)} are in use by the session; pass others, or call pop_freed_pages() first"
+                f"pages: {shown(again)} are in use by a request of the session; call pop_freed_pages() first"
             )
 
     def pop_freed(self) -> list[int]:
