@@ -107,25 +107,15 @@ class Batch:
 
     A list of a cross group has the pages that the request's encoder wrote. Requests may list the same ones. A request
     states the same encoder_len in every step. Another value is a fault, unless the request lists from page 0 or starts
-    a sequence. With encoder_len 0 and no encoder pages, cross layers return zeros:
-
-        step                    own pages    encoder pages     encoder_len
-        a sequence starts       [4]          [8, 9]            30
-        a decode step           []           []                30            0 here is ENCODER_LEN_CHANGED
-        a new page              [5], from 1  []                30
-        all lists again         [4, 5]       [8, 9]            30            [] here is LENGTH_EXCEEDS_PAGES
+    a sequence. With encoder_len 0 and no encoder pages, cross layers return zeros.
 
     **Penalties.** A request with a penalty states it in every step of its sequence, from the first token on: a step
-    without it does not count its tokens. For a cached prefix, call `ReplayManager.request_tables.record_prefix` before
-    the first step. Penalties need `RuntimeConfig(penalties=True)`.
-
-    Logit biases, token masks and the model's own values of a request stay on the device: see `RequestTables`.
+    without it does not count its tokens. For a cached prefix, call `RequestTables.record_prefix` before the first step.
 
     Encoder-only models have no KV groups: their batches list no pages, and each request is a whole sequence.
 
-    Any array-like host values are accepted. Arrays of these dtypes are kept without a copy, which takes microseconds;
-    lists are converted, at 13 ns per value. The default arrays of `query_lens` and `sample` are shared and read-only.
-    The device checks page ids, page counts and slots that two requests write.
+    Any array-like host values are accepted. Arrays of these dtypes are kept without a copy; lists are converted, at
+    13 ns per value. The device checks page ids, page counts and slots that two requests write.
 
     Raises: ShapeError: if an argument has the wrong type, rank, length or value; it names the argument.
     """

@@ -78,20 +78,16 @@ class RuntimeConfig:
                     "none": `backend` serves whole mixed steps. None: whichever was measured to be faster
     use_graphs      False: run every step eagerly; `stats()` counts these steps with the reason
     check_weights   before each step, compare the address of one weight or cache tensor, and look up four names of the
-                    model, in turn. A moved weight is found within as many steps as there are weights and cache tensors,
-                    a replaced one within a quarter of the number of weights, buffers and submodules. Independent of
-                    this option, the first step checks everything that graphs hold, and so does every step with
-                    GRAPHRT_DEBUG=1
+                    model, in turn. The first step always checks everything that graphs hold, and so does every step
+                    with GRAPHRT_DEBUG=1
     shadow_every    after this many launches, run one step also eagerly from the same state, and compare results and
-                    state bit by bit: `stats().shadow_differences`, and a RuntimeWarning. A launch of many steps is then
-                    replayed step by step. Costs about one eager step each time. 0: never
-    mixed_batches   False: `replay` accepts only batches in which every request has `query_len` new tokens. Prompts are
-                    computed elsewhere. No mixed graphs are captured, and backends without mixed batches can be used
+                    state bit by bit: `stats().shadow_differences`, and a RuntimeWarning. 0: never
+    mixed_batches   False: `replay` accepts only batches in which every request has `query_len` new tokens. No mixed
+                    graphs are captured, and backends without mixed batches can be used
     max_encoder_len  most tokens that an encoder writes for a request, and the width of block tables of cross groups.
                     Required if the model has cross layers, else None
-    batch_invariant the result of a request does not depend on other requests, bitwise. Selects only backends that
-                    promise this for attention. Matrix products of the model may still differ in their last bits between
-                    graph sizes
+    batch_invariant select only backends whose result for a request does not depend on other requests, bitwise. Matrix
+                    products of the model may still differ in their last bits between graph sizes
     penalties       allow repetition, presence and frequency penalties. Costs 4.125 bytes of device memory per request
                     index and vocabulary entry, and one kernel per step
     max_logit_bias  most tokens with a logit bias per request; 8 bytes of device memory per request index for each

@@ -53,8 +53,7 @@ _CAPTURED = State.CAPTURED  # the lookup of an enum member takes as long as a ca
 class ReplayManager:
     """The decode step of one model over one paged KV cache, captured and replayed.
 
-    Use ReplayManager if your scheduler allocates pages and request indices. Use Runtime, which owns a manager, if
-    graphrt is to size the cache and allocate them.
+    Use Runtime, which owns a manager, if graphrt is to size the cache and allocate pages and request indices.
 
     model       maps a Step to logits [padded_reqs, vocab_size]
     kv_cache    the cache; may consist of tensors that the caller owns
@@ -451,9 +450,7 @@ class ReplayManager:
             self._require(State.CAPTURED, "logits")
             latest = self.queue.next_step - 1
             if step != latest:
-                raise ReplayError(
-                    f"logits: step {latest} has overwritten the logits of step {step}; pass copy=True before"
-                )
+                raise ReplayError(f"logits: step {latest} has overwritten the logits of step {step}; pass copy=True")
             moved = bool(self._program.decode_len(descriptor))
             with self._on_stream:  # between this step and the next, which overwrites them
                 logits = ordinary(self.queue.logits(descriptor, num_reqs))

@@ -77,8 +77,7 @@ AllocateKV = Callable[[KVGroups, Sequence[int], torch.device], KVCache]
 class Runtime:
     """A model ready to decode, with its KV cache, page allocators and request indices.
 
-    Use Runtime, which owns a ReplayManager, if graphrt is to size the cache and allocate pages and request indices. Use
-    ReplayManager if your scheduler does.
+    Use ReplayManager if your scheduler sizes the cache and allocates pages and request indices.
 
     manager           the ReplayManager
     allocators        page allocator of each pool; `allocator` if there is one pool

@@ -23,8 +23,7 @@ class SamplingParams:
     max_new_tokens      the output ends after this number of tokens
     temperature         0 is greedy. Noise is added in float32. Below about 1e-5 of the largest logit, tokens of equal
                         logits are no longer drawn evenly; below 1e-7 the lowest token id wins
-    seed                seed of this request's random numbers, from 0 to 2**32 - 1. They depend on nothing else, but
-                        the logits may differ in their last bits between captured sizes
+    seed                seed of this request's random numbers, from 0 to 2**32 - 1
     stop_ids            token ids that end the output; any collection of ints, stored as a frozenset
     min_tokens          the logits of `stop_ids` are -inf until the output has this number of tokens. At most
                         max_new_tokens. The stop tokens and the tokens of `logit_bias` together are then at most
@@ -43,8 +42,7 @@ class SamplingParams:
     logprobs            return log-probabilities of each sampled token and of this number of most likely tokens; None
                         returns none. They are computed from the model's logits, before all processing. At most
                         RuntimeConfig.max_logprobs
-    prompt_logprobs     the same for each prompt token but the first. Such a prompt runs one token per step, because
-                        each token needs its own logits: a prompt of 1,000 tokens takes 1,000 steps
+    prompt_logprobs     the same for each prompt token but the first. Such a prompt runs one token per step
 
     Logits are processed in vLLM's order: token mask, bias and `min_tokens`, penalties, temperature, min-p, top-k,
     top-p. Tokens with the same logit as the last token that top-k or top-p keeps are kept too, except for top_k=1,

@@ -72,7 +72,7 @@ class KVCache:
         layers = len(self.group_of)
         if len(k) != layers or len(v) != layers:
             raise ConfigError(
-                f"KVCache: expected {layers} K and V tensors, one per layer, got {len(k)} and {len(v)}; pass one of each"
+                f"KVCache: expected {layers} K and V tensors, one per layer, got {len(k)} and {len(v)}; pass all"
             )
         pages = dict[int, int]()
         if layers:
@@ -186,12 +186,9 @@ class KVCache:
         return tuple(self.k[layer] for layer in layers), tuple(self.v[layer] for layer in layers)
 
     def check_contents(self) -> None:
-        """Check the scales, and the null pages of groups with a window or chunks.
+        """Raise ConfigError if a scale is 0, NaN or infinite, or if a null page holds NaN or infinity.
 
-        Keys are divided by their scale before they are stored, so a scale of 0 would lose them. In groups with a
-        window, kernels may read the null page before the window of a request, and zero times NaN is NaN.
-
-        Raises: ConfigError: if a scale is 0, NaN or infinite, or if such a null page holds NaN or infinity.
+        Kernels may read the null page before the window of a request, and zero times NaN is NaN.
         """
         for name, scales in (("k_scales", self.k_scales), ("v_scales", self.v_scales)):
             for layer, scale in enumerate(scales):

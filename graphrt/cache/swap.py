@@ -66,9 +66,8 @@ class SwapSpace:
         arrival = space.swap_in(swapped, [allocator.allocate(n) for n in swapped.counts])
         arrival.wait()                                          # then submit the step that reads them
 
-    No call blocks the host. Copies run on two side streams, through two staging buffers on the device. A kernel gathers
-    the pages of all layers, and one copy per buffer crosses PCIe. Copies run after the steps that were submitted
-    before. On CPU the same calls copy immediately.
+    No call blocks the host. Copies run on two side streams, through two staging buffers on the device, after the steps
+    that were submitted before. On CPU the same calls copy immediately.
 
     kv_cache     the cache
     allocators   the page allocator of each pool. `swap_out` takes over one reference to each page. `collect` and

@@ -43,8 +43,7 @@ def as_step_model(module: torch.nn.Module, *, head: Callable[[torch.Tensor], tor
     head     maps hidden states [padded_reqs, width], one token per request, to logits [padded_reqs, vocab_size]; None:
              the module returns the logits of every token
 
-    Capture-safe if the module and the head are. They run once per captured size, and once more before that if a module
-    is compiled.
+    Capture-safe if the module and the head are.
 
     Raises: ConfigError: if `module` is not a torch.nn.Module, or `head` is not callable.
     """
@@ -55,11 +54,7 @@ def as_step_model(module: torch.nn.Module, *, head: Callable[[torch.Tensor], tor
 
 
 def mark_varying(*tensors: torch.Tensor) -> None:
-    """Tell torch.compile that the first extent of these tensors differs between captured sizes.
-
-    Otherwise it compiles the first size with a constant extent and all others with a dynamic one. Eager steps could
-    then run other kernels than the graph of their size.
-    """
+    """Tell torch.compile that the first extent of these tensors differs between sizes: all sizes then share kernels."""
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None and not torch.compiler.is_compiling():
         for tensor in tensors:

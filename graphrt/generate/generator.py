@@ -37,13 +37,11 @@ _UNFINISHED = (FinishReason.RUNNING, FinishReason.FAULT)  # a fault is raised, a
 class Event:
     """One new token of one prompt, or its end.
 
-    Attributes:
-        prompt: index of the prompt
-        token: None if the prompt finished without one, by a stop token
-        finished: True in the last event of the prompt
-        logprob: of the token, with `SamplingParams.logprobs`
-        prompt_logprobs: in the first event, with `SamplingParams.prompt_logprobs`: one per prompt token except the
-            first
+    prompt           index of the prompt
+    token            None if the prompt finished without one, by a stop token
+    finished         True in the last event of the prompt
+    logprob          of the token, with `SamplingParams.logprobs`
+    prompt_logprobs  in the first event, with `SamplingParams.prompt_logprobs`: one per prompt token except the first
     """
 
     prompt: int
@@ -62,14 +60,12 @@ class TextGenerator:
     move to host memory. Prompts with a common prefix share its pages. Neither changes a token, except through the last
     bits of logits, which may differ between captured sizes.
 
-    Args:
-        runtime: a captured runtime; several generators may share it
-        swap_bytes: pinned host memory that one `generate` may take if its sequences may not all have pages at once.
-            What does not fit is recomputed; 0: everything is. If the host cannot allocate the memory, a RuntimeWarning
-            says why, once, and everything is recomputed
+    runtime     a captured runtime; several generators may share it
+    swap_bytes  pinned host memory that one `generate` may take if its sequences may not all have pages at once. What
+                does not fit is recomputed; 0: everything is. If the host cannot allocate the memory, a RuntimeWarning
+                says why, once, and everything is recomputed
 
-    Attributes:
-        stats: see GenerationStats
+    stats  see GenerationStats
 
     Raises: ConfigError: if the runtime has no sampler, its query_len is not 1 without mixed batches, its model has
     cross or encoder layers, or `swap_bytes` is negative. CaptureError: if the runtime was closed.
@@ -92,9 +88,8 @@ class TextGenerator:
         All prompts are checked before the first step. Request indices and pages are returned at the end, after an
         error, and when the generator is closed, after a wait for the steps in flight.
 
-        Args:
-            prompts: token ids from 0 to vocab_size - 1, at least one per prompt: lists, arrays or host tensors
-            params: one for all prompts, or one per prompt
+        prompts  token ids from 0 to vocab_size - 1, at least one per prompt: lists, arrays or host tensors
+        params   one for all prompts, or one per prompt
 
         Raises: ShapeError: if a prompt is empty or not a list of token ids. CapacityError: if a prompt does not fit
         even alone. ConfigError: for wrong params. CaptureError: if the runtime is not captured. All of these are raised

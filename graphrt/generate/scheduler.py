@@ -38,14 +38,13 @@ stop token is replaced at most two launches later."""
 class GenerationStats:
     """Counters of a TextGenerator, since it was built.
 
-    Attributes:
-        preemptions: requests that were preempted after they had computed something
-        swapped_out_pages: pages copied to the host, of all KV groups
-        swapped_in_pages: pages copied back
-        recomputed_tokens: tokens whose keys and values were dropped and recomputed
-        shared_tokens: prompt tokens that were not computed, as another request had computed the same
-        shared_pages: pages of these tokens
-        copied_pages: those of the shared pages that had to be copied
+    preemptions        requests that were preempted after they had computed something
+    swapped_out_pages  pages copied to the host, of all KV groups
+    swapped_in_pages   pages copied back
+    recomputed_tokens  tokens whose keys and values were dropped and recomputed
+    shared_tokens      prompt tokens that were not computed, as another request had computed the same
+    shared_pages       pages of these tokens
+    copied_pages       those of the shared pages that had to be copied
     """
 
     preemptions: int = 0
@@ -391,8 +390,7 @@ class Preemption:
 
     A request that is preempted or detached has no request index. It still gets the tokens of launches in flight.
 
-    Args:
-        session: of the runtime, used by the caller alone
+    session  of the runtime, used by the caller alone
     """
 
     def __init__(self, runtime: Runtime, session: DecodeSession) -> None:

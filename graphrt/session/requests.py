@@ -27,13 +27,12 @@ NO_INDEX = -1
 class SessionRequest:
     """A sequence in a session.
 
-    Attributes:
-        req_index: index of its state on the device, as in `Step.req_indices`
-        prompt: [tokens] int32
-        tokens: the tokens that were sampled and collected. A token that finishes the request is the last of them
-        finish_reason: why it finished; RUNNING until the end was collected
-        logprobs: with SamplingParams.logprobs, one per token
-        prompt_logprobs: with SamplingParams.prompt_logprobs, one per prompt token except the first
+    req_index        index of its state on the device, as in `Step.req_indices`
+    prompt           [tokens] int32
+    tokens           the tokens that were sampled and collected. A token that finishes the request is the last of them
+    finish_reason    why it finished; RUNNING until the end was collected
+    logprobs         with SamplingParams.logprobs, one per token
+    prompt_logprobs  with SamplingParams.prompt_logprobs, one per prompt token except the first
     """
 
     req_index: int

@@ -49,13 +49,11 @@ class DecodeSession:
 
     Each step is a launch of its own, with all inputs, if the backend plans on the host or `query_len` is not 1.
 
-    Args:
-        runtime: a captured runtime with a sampler. Several sessions and other users may share it
-        external_pages: your block manager hands out the pages, not the runtime's allocators. Requests get them from
-            `append_pages`, and `pop_freed_pages` returns those that are not needed any more
+    runtime         a captured runtime with a sampler. Several sessions and other users may share it
+    external_pages  your block manager hands out the pages, not the runtime's allocators. Requests get them from
+                    `append_pages`, and `pop_freed_pages` returns those that are not needed any more
 
-    Attributes:
-        table, pages, launches: the parts of the session, for a scheduler in this package
+    table, pages, launches  the parts of the session, for a scheduler in this package
 
     Raises: ConfigError: if the runtime has no sampler, its model has cross or encoder layers, or its query_len is not 1
     without mixed batches. CaptureError: if the runtime is not captured.
@@ -109,10 +107,9 @@ class DecodeSession:
     ) -> SessionRequest:
         """Add a request. Its prompt runs with the next launches, in chunks.
 
-        Args:
-            prompt: token ids, at least one: a list, an array or a host tensor
-            params: how to sample, and when to finish; by default greedy, up to the longest sequence
-            state: values of RuntimeConfig.request_tensors, by name; the others get their initial values
+        prompt  token ids, at least one: a list, an array or a host tensor
+        params  how to sample, and when to finish; by default greedy, up to the longest sequence
+        state   values of RuntimeConfig.request_tensors, by name; the others get their initial values
 
         Raises: ShapeError: if `prompt` is empty or not a list of token ids. ConfigError: for wrong params.
         UnsupportedError: if the runtime was built without an option that the params need, as penalties. CapacityError:
@@ -154,9 +151,8 @@ class DecodeSession:
         Full pages are shared; others with tokens are copied, on the device. Pages that `request` has for later tokens
         are not shared. The new request gets the tokens of launches in flight as `request` does.
 
-        Args:
-            seed: of the new request; by default that of `request`, so that both sample the same tokens
-            pages: with external_pages=True, a list per pool, of as many pages as `fork_needs` returns
+        seed   of the new request; by default that of `request`, so that both sample the same tokens
+        pages  with external_pages=True, a list per pool, of as many pages as `fork_needs` returns
 
         Raises: ConfigError: if the request belongs to another session, or has prompt tokens left. ShapeError: if
         `pages` are not pages of the cache. CapacityError: if no request index or page is free. ReplayError: during a
@@ -207,9 +203,8 @@ class DecodeSession:
     ) -> None:
         """Append pages to a request, with external_pages=True. Later launches may write them.
 
-        Args:
-            pages: page ids of the cache, a list of ints; with several KV groups a list of lists, one per group. Nothing
-                else may write them. A request needs `group.pages_for(tokens)` of them in all
+        pages  page ids of the cache, a list of ints; with several KV groups a list of lists, one per group. Nothing
+               else may write them. A request needs `group.pages_for(tokens)` of them in all
 
         Raises: ConfigError: if the session owns its pages, and as `release`. ShapeError: if they are not pages of the
         cache, or in use until `pop_freed_pages` returns them. CapacityError: if the request would have more than the
@@ -244,9 +239,8 @@ class DecodeSession:
         The mask holds for every step of a launch. A grammar, whose mask changes with each token, takes `run(1)` and
         `collect(wait=True)` per token. The words are copied at once, and written before the next launch.
 
-        Args:
-            words: [ceil(vocab / 32)] of 32 bits on the host, as xgrammar and llguidance fill them. Token t is allowed
-                if bit t % 32 of word t // 32 is set. None allows all tokens
+        words  [ceil(vocab / 32)] of 32 bits on the host, as xgrammar and llguidance fill them. Token t is allowed if
+               bit t % 32 of word t // 32 is set. None allows all tokens
 
         Raises: ShapeError: for words of another shape. UnsupportedError: without RuntimeConfig.token_masks.
         ConfigError: as `release`.
@@ -334,8 +328,7 @@ class DecodeSession:
         Tokens are returned while their launch is running, except a token that finishes a request, and tokens of
         requests that asked for log-probabilities. These are returned once the launch has finished.
 
-        Args:
-            wait: wait for every launch
+        wait  wait for every launch
 
         Raises: StepFaultError: with the request indices of faulty requests and their forks, which have finished. The
         next call returns the tokens of the other requests.

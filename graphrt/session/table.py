@@ -86,23 +86,22 @@ class RequestTable:
             run(8)           19     11      16       5       32    quiet
             run(8)           19     32       0       0       32    8 > 5: `most` is brought up to date first
 
-    Attributes:
-        requests: by request index, finished ones included
-        detached: preempted requests that still get the tokens of launches in flight
-        prefills: by request index, the number of known tokens that were submitted, for requests with tokens left
-        known: by request index, the tokens that were known when the request started
-        held: request indices whose prefill is paused
-        order: request indices of the requests that decode, in the order of the batch. Launches keep it: it is replaced,
-            never changed
-        order_requests: the requests of `order`
-        reached: length after the launches that were collected
-        most: longest possible length after all launches; `collect` lowers it if a request finished early
-        ahead: steps of the requests in `order` that are not in `most` yet
-        quiet: steps that can be launched before a request of `order` reaches its limit or the end of its pages
-        limits: length at which a request finishes
-        asking: request indices that ask for log-probabilities
-        many_stops: request indices with more stop tokens than the device knows
-        flag: tells whether this table changed in part
+    requests        by request index, finished ones included
+    detached        preempted requests that still get the tokens of launches in flight
+    prefills        by request index, the number of known tokens that were submitted, for requests with tokens left
+    known           by request index, the tokens that were known when the request started
+    held            request indices whose prefill is paused
+    order           request indices of the requests that decode, in the order of the batch. Launches keep it: it is
+                    replaced, never changed
+    order_requests  the requests of `order`
+    reached         length after the launches that were collected
+    most            longest possible length after all launches; `collect` lowers it if a request finished early
+    ahead           steps of the requests in `order` that are not in `most` yet
+    quiet           steps that can be launched before a request of `order` reaches its limit or the end of its pages
+    limits          length at which a request finishes
+    asking          request indices that ask for log-probabilities
+    many_stops      request indices with more stop tokens than the device knows
+    flag            tells whether this table changed in part
     """
 
     def __init__(self, num_indices: int) -> None:
