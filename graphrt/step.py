@@ -181,9 +181,7 @@ class Step:
         self._check_order(layer)
         if out is None:
             out = torch.empty(tokens, spec.num_q_heads, spec.value_dim, dtype=q.dtype, device=device)
-        if target.writes:
-            assert k is not None, "checked above"
-            assert v is not None, "checked above"
+        if target.writes and k is not None and v is not None:  # they are, if the layer writes
             write_kv(
                 q, k, v, target.k_cache, target.v_cache, self.metadata.slot_mappings[target.group], self.positions,
                 rotary=rotary, k_scale=target.k_scale, v_scale=target.v_scale,

@@ -23,16 +23,9 @@ class LaunchInputs:
         counts = self.words[: layout.HEADER_SIZE]
         if len(counts) < layout.HEADER_SIZE or counts[layout.HEADER_NUM_REQS : layout.HEADER_KIND].min() < 0:
             raise ShapeError(f"words: expected a header with counts >= 0, got {counts.tolist()}; record the step again")
-        if self.steps < 1 or len(self.words) != self.end:
+        if self.steps < 1 or len(self.words) < self.end:
             raise ShapeError(f"words: expected {self.end} words of a launch, got {len(self.words)}; record it again")
-
-    @classmethod
-    def used(cls, record: Int32Array, groups: int) -> LaunchInputs:
-        """Copy the words in use of a slot, which may be longer."""
-        found = object.__new__(cls)
-        object.__setattr__(found, "words", record)
-        object.__setattr__(found, "groups", groups)
-        return cls(record[: found.end].copy(), groups)
+        object.__setattr__(self, "words", self.words[: self.end].copy())
 
     @property
     def num_reqs(self) -> int:
@@ -78,9 +71,9 @@ class LaunchInputs:
         return self.inputs_end + (layout.STOP_FIELDS * self.num_reqs if self.kind & layout.KEEP else 0)
 
     def with_steps(self, steps: int) -> LaunchInputs:
-        words = self.words.copy()
-        words[layout.HEADER_STEPS] = steps
-        return LaunchInputs(words, self.groups)
+        copied = LaunchInputs(self.words, self.groups)
+        copied.words[layout.HEADER_STEPS] = steps
+        return copied
 
     @property
     def lists(self) -> npt.NDArray[np.int32]:

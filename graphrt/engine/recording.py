@@ -84,7 +84,7 @@ class Recording:
             return
         program = self.program
         groups = program.kv_cache.groups
-        words = LaunchInputs.used(record, len(groups))
+        words = LaunchInputs(record, len(groups))
         persistent = dict(program.buffers.named(BufferKind.PERSISTENT))
         tables = persistent["page_table"] if program.page_tables is None else program.page_tables
         state = {name: _copied(t) for name, t in persistent.items() if name not in NOT_STATE}
