@@ -304,7 +304,7 @@ def manager(model=None, spec=None, cache=None, **config) -> ReplayManager:
         (lambda: KVCacheSpec(1, 1, 16, page_size=0), ConfigError, "page_size: expected an int from 1 to 1024, got 0"),
         (lambda: KVCacheSpec(1, 1, 16, dtype=torch.int8), ConfigError, "KVCacheSpec.dtype: .*e5m2.*, got torch.int8"),
         (lambda: AttentionSpec(4, 2, 16, alibi_slopes=(1.0,)), ConfigError, "alibi_slopes: expected 4 slopes.* got 1"),
-        (lambda: AttentionSpec(1, 1, 16, alibi_slopes=[1.0]), ConfigError, "expected tuple, got \["),
+        (lambda: AttentionSpec(1, 1, 16, alibi_slopes=[1.0]), ConfigError, r"expected tuple, got \["),
         (lambda: AttentionSpec(1, 1, 16, alibi_slopes=(float("nan"),)), ConfigError, "expected finite floats"),
         (lambda: AttentionSpec(1, 1, 16, alibi_sqrt=True), ConfigError, "alibi_sqrt: requires alibi_slopes"),
         (
