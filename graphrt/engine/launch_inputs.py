@@ -14,7 +14,7 @@ from graphrt.kernels.metadata import step_inputs as layout
 
 @dataclass(frozen=True, slots=True)
 class LaunchInputs:
-    """The words of a slot that a launch uses, for `groups` KV groups. Raises: ShapeError: if they are not those."""
+    """A copy of the words of a slot that a launch uses. Raises: ShapeError: if they are not those of a slot."""
 
     words: Int32Array
     groups: int

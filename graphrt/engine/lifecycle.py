@@ -97,8 +97,7 @@ class OnStream:
             torch.cuda.set_stream(previous)
         _pop_range()
 
-    def __enter__(self) -> None:
-        self.enter()
+    __enter__ = enter
 
     def __exit__(self, *error: object) -> None:
         self.leave()

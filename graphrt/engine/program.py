@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -77,30 +76,23 @@ class StepProgram:
         if self.sampler is None:
             write_outputs(step.buffers, None, vocab_size=self.vocab_size)
             return logits
-        with self._counted(step):
-            tokens = self.sampler(logits, step)
-            check_tensor("the sampler's tokens", tokens, shape=(rows,), dtype=_TOKENS, device=device)
-            if columns := self.buffers.logprob_ring.shape[2]:
-                b = step.buffers
-                asked = torch.where(b.logprob_tokens >= 0, b.logprob_tokens, tokens.int())
-                write_logprobs(b, asked, token_logprobs(logits, asked, b.logprobs, max_top=columns - 1))
-            write_outputs(step.buffers, tokens, vocab_size=self.vocab_size)
-        return logits
-
-    @contextmanager
-    def _counted(self, step: Step) -> Iterator[None]:
-        """Count the input tokens of the step for penalties; undo it if the block raises, so that it can run again."""
         m, b, penalties = step.metadata, step.buffers, step.penalties
-        inputs = step.input_ids, m.query_start_loc, m.seq_lens, b.req_indices, b.prompt_lens
+        inputs = b.input_ids, m.query_start_loc, m.seq_lens, b.req_indices, b.prompt_lens
         if penalties is not None:
             record_tokens(*inputs, penalties)
         try:
-            yield
-        except BaseException:
-            on_cuda = self.kv_cache.device.type == "cuda"
-            if penalties is not None and not (on_cuda and torch.cuda.is_current_stream_capturing()):
+            tokens = self.sampler(logits, step)
+            check_tensor("the sampler's tokens", tokens, shape=(rows,), dtype=_TOKENS, device=device)
+            if columns := self.buffers.logprob_ring.shape[2]:
+                asked = torch.where(b.logprob_tokens >= 0, b.logprob_tokens, tokens.int())
+                write_logprobs(b, asked, token_logprobs(logits, asked, b.logprobs, max_top=columns - 1))
+            write_outputs(b, tokens, vocab_size=self.vocab_size)
+        except BaseException:  # the step can be submitted again: do not count its tokens twice
+            capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+            if penalties is not None and not capturing:
                 record_tokens(*inputs, penalties, take_back=True)
             raise
+        return logits
 
     def refresh(self, descriptor: BatchDescriptor) -> Step:
         """Compute the derived buffers of one size from the input ring. Capture-safe, as `run`."""

@@ -144,7 +144,12 @@ class TextGenerator:
                 launches = scheduler.launch()
                 in_flight.extend(launches)
                 if not in_flight and (scheduler.running or scheduler.queue):
-                    raise self._nothing_free([*scheduler.running.values(), *scheduler.queue][0])
+                    prompt, *_ = [*scheduler.running.values(), *scheduler.queue]
+                    pages = " + ".join(str(allocator.num_free) for allocator in self._runtime.allocators)
+                    raise CapacityError(
+                        f"prompts[{prompt.index}]: other users of the runtime hold its pages or request indices: "
+                        f"{len(self._runtime.free_req_indices)} request indices and {pages} pages are free; wait"
+                    )
                 if in_flight and (len(in_flight) > 1 or not launches):
                     launch = in_flight.popleft()
                     if launch.steps > 1 and not launch.done():
@@ -159,13 +164,6 @@ class TextGenerator:
                     space.close()
             finally:
                 session.close()
-
-    def _nothing_free(self, prompt: PromptState) -> CapacityError:
-        pages = " + ".join(str(allocator.num_free) for allocator in self._runtime.allocators)
-        return CapacityError(
-            f"prompts[{prompt.index}]: other users of the runtime hold its pages or request indices: "
-            f"{len(self._runtime.free_req_indices)} request indices and {pages} pages are free; wait for them"
-        )
 
 
 def _collect(session: DecodeSession, scheduler: Scheduler) -> Iterator[Event]:
