@@ -127,11 +127,9 @@ class Runtime:
         groups = check_groups(kv_spec)
         check_callable("allocate_kv", allocate_kv, advice="pass a function like KVCache.allocate")
         check_number("memory_utilization", memory_utilization, FLOAT32_TINY, 1, advice="0.9 is usual")
-        given = (
-            None
-            if isinstance(num_pages, str) and num_pages == "auto"
-            else pages_of_pools(num_pages, groups, 'or pass "auto"')
-        )
+        given: tuple[int, ...] | None = None
+        if not (isinstance(num_pages, str) and num_pages == "auto"):
+            given = pages_of_pools(num_pages, groups, 'or pass "auto"')
         config = RuntimeConfig() if config is None else config
         self.config = check_instance("config", config, RuntimeConfig, advice="pass a RuntimeConfig")
         check_encoder_len(groups, self.config.max_encoder_len)
