@@ -25,8 +25,7 @@ from graphrt.config import RuntimeConfig
 from graphrt.engine.batch_delta import BatchDelta, StopConditions
 from graphrt.engine.graphs import StepGraphs
 from graphrt.engine.guards import Guards
-from graphrt.engine.handle import InFlight, StepHandle
-from graphrt.engine.launch import Launch
+from graphrt.engine.handle import InFlight, Launch, StepHandle
 from graphrt.engine.launch_inputs import LaunchInputs
 from graphrt.engine.launch_queue import LaunchQueue
 from graphrt.engine.lifecycle import Exclusive, OnStream, State, stream_on, wrong_state

@@ -15,7 +15,7 @@ from graphrt.bench.decode import kv_bytes_read, kv_memory
 from graphrt.bench.sampling import config_fields, stated_sampling
 from graphrt.bench.timer import measure_read_bandwidth
 from graphrt.config import RuntimeConfig
-from graphrt.engine.launch import Launch
+from graphrt.engine.handle import Launch
 from graphrt.generate.generator import TextGenerator
 from graphrt.kernels.checks import check_int
 from graphrt.kernels.errors import ConfigError

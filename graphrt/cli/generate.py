@@ -18,7 +18,7 @@ from graphrt.cli.console import capture_with_bar, make_console
 from graphrt.cli.options import GenerateOptions
 from graphrt.cli.values import check_length, check_vocabulary, sampling_params
 from graphrt.config import RuntimeConfig
-from graphrt.engine.logprobs import TokenLogprob
+from graphrt.engine.handle import TokenLogprob
 from graphrt.engine.stats import Stats
 from graphrt.generate.generator import TextGenerator
 from graphrt.kernels.errors import ConfigError

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,10 +13,10 @@ import torch
 
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.capture.staging import StagingSlot
-from graphrt.engine.logprobs import StepLogprobs, TokenLogprob
 from graphrt.kernels.checks import check_bool
 from graphrt.kernels.errors import ReplayError
 from graphrt.kernels.metadata.buffers import StaticBuffers
+from graphrt.kernels.metadata.step_inputs import HEADER_STOP
 from graphrt.kernels.types import FAULT_GROUP_SHIFT, FaultCode
 
 _FAULT_TEXT = {
@@ -36,6 +37,56 @@ _FAULT_TEXT = {
 }
 _WROTE_NOTHING = "the request wrote nothing and can be submitted again"
 _WROTE_KV = "its KV was written, but it has no new token; finish the sequence, or submit a literal token"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """The log-probability of a token, from the model's logits before any processing.
+
+    token     a sampled token, or a token of a prompt
+    logprob   natural logarithm of its probability
+    rank      1 is the most likely token; tokens of equal logits rank by token id
+    top       the most likely tokens and their log-probabilities, in order of rank
+    """
+
+    token: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
+
+
+class StepLogprobs:
+    """Log-probabilities of some steps, copied from the output rings. TokenLogprob objects are made on access."""
+
+    __slots__ = ("_logprobs", "_ranks", "_tokens")
+
+    def __init__(
+        self, ranks: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32], tokens: npt.NDArray[np.int32]
+    ) -> None:
+        self._ranks, self._logprobs, self._tokens = ranks, logprobs, tokens
+
+    @classmethod
+    def joined(
+        cls, launches: Sequence[StepLogprobs | None], places: npt.NDArray[np.int64] | None = None
+    ) -> StepLogprobs:
+        """Concatenate the steps of launches of the same requests; `places` selects some of the requests."""
+        asked = [launch for launch in launches if launch is not None]
+        parts = zip(*((part._ranks, part._logprobs, part._tokens) for part in asked), strict=True)
+        arrays = [np.concatenate(part) for part in parts]
+        return cls(*(arrays if places is None else (array[:, places] for array in arrays)))
+
+    def at(self, step: int, row: int) -> TokenLogprob | None:
+        """Return the TokenLogprob of one request; None if it asked for none, or got no token."""
+        if not (rank := int(self._ranks[step, row])):
+            return None
+        token, *best = self._tokens[step, row].tolist()
+        logprob, *theirs = self._logprobs[step, row].tolist()
+        top = tuple((t, p) for t, p in zip(best, theirs, strict=True) if t >= 0)
+        return TokenLogprob(token, logprob, rank, top)
+
+    def rows(self, step: int) -> list[TokenLogprob | None]:
+        """Return the TokenLogprob or None of each request of a step."""
+        return [self.at(step, row) for row in range(self._ranks.shape[1])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,3 +368,76 @@ class StepHandle(InFlight):
         """
         copy = check_bool("copy", copy, advice="pass a bool")
         return self._owner.latest_logits(self, copy)
+
+
+_POLL_SECONDS = 50e-6
+"""Pause between two polls. A step takes a millisecond or more, and other threads can run during the pause."""
+
+
+class Launch(InFlight):
+    """One submitted launch of a session, of up to `steps` steps, or of a bundle."""
+
+    __slots__ = ()
+
+    def tokens(self, *, raise_on_fault: bool = True) -> npt.NDArray[np.int32]:
+        """Return the sampled tokens, [steps that ran, num_reqs] int32 on the host, read-only; -1 where a request got
+        none.
+
+        Waits for the launch.
+
+        Raises: StepFaultError: if requests are faulty and `raise_on_fault` is True. ReplayError: if the device did not
+        report the launch.
+        """
+        return self._arrived(raise_on_fault)
+
+    def stop(self) -> None:
+        """End the launch early, after the step that is running, or after its first step.
+
+        Its requests continue with the next launch. Steps already queued run as padding. Any thread and any signal
+        handler may call it. A launch that has finished is not changed.
+        """
+        slot = self._slot
+        if slot is not None:
+            inputs = slot.inputs
+            if self._slot is slot:  # no call instruction up to the write, so no other launch can get the slot
+                inputs[HEADER_STOP] = 1
+
+    def arrived(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """Return tokens and FinishReasons of the steps that have arrived, [steps, num_reqs] int32 each, without
+        waiting."""
+        rings = self._rings
+        if rings is None:
+            return self._tokens, self._ends
+        at, n = rings.entries(self.step, self.num_arrived), self.num_reqs
+        tokens, ends = rings.tokens[at, :n].copy(), rings.ends[at, :n].copy()
+        # Another thread may have collected the launch since. Then a later launch may have written its ring entries.
+        return (tokens, ends) if self._rings is rings else (self._tokens, self._ends)
+
+    def ends(self) -> npt.NDArray[np.int32]:
+        """Return the FinishReason of each request after each step, [steps that ran, num_reqs] int32, read-only.
+
+        Waits for the launch.
+        """
+        self.wait()
+        return self._ends
+
+    def logprobs(self) -> StepLogprobs | None:
+        """Return log-probabilities of each request after each step, or None if no request asked for any.
+
+        `launch.logprobs().at(step, column)` is a TokenLogprob, or None for a request that asked for none or got no
+        token. Waits for the launch.
+        """
+        self.wait()
+        return self._logprobs
+
+    def __iter__(self) -> Iterator[npt.NDArray[np.int32]]:
+        """Iterate over the tokens of the steps, [num_reqs] int32 each, as they arrive."""
+        for index in range(self.steps):
+            while self.num_arrived <= index and not self.done():
+                time.sleep(_POLL_SECONDS)
+            if self.num_arrived <= index:
+                return
+            rings = self._rings
+            if rings is not None:
+                tokens = rings.tokens[(self.step + index) % rings.depth, : self.num_reqs].copy()
+            yield self._tokens[index] if self._rings is None else tokens  # may have been collected, as in `arrived`

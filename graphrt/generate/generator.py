@@ -16,10 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from graphrt.cache.swap import SwapSpace
-from graphrt.engine.handle import StepFaultError
-from graphrt.engine.launch import Launch
+from graphrt.engine.handle import Launch, StepFaultError, TokenLogprob
 from graphrt.engine.lifecycle import State, wrong_state
-from graphrt.engine.logprobs import TokenLogprob
 from graphrt.generate.scheduler import GenerationStats, PromptState, Scheduler, longest_chunk
 from graphrt.kernels.checks import check_instance, check_int, check_sequence
 from graphrt.kernels.errors import CapacityError

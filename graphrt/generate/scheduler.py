@@ -21,7 +21,7 @@ import numpy as np
 from graphrt.batch import Int32Array
 from graphrt.cache.swap import SwapArrival, SwappedPages, SwapSpace
 from graphrt.cache.tables import PrefixIndex, common_prefix
-from graphrt.engine.launch import Launch
+from graphrt.engine.handle import Launch
 from graphrt.kernels.metadata.buffers import StaticBuffers
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams

@@ -12,9 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from graphrt.batch import Int32Array
-from graphrt.engine.handle import RequestFault, StepFaultError
-from graphrt.engine.launch import Launch
-from graphrt.engine.logprobs import StepLogprobs
+from graphrt.engine.handle import Launch, RequestFault, StepFaultError, StepLogprobs
 from graphrt.kernels.errors import ReplayError
 from graphrt.kernels.metadata.buffers import STOP_TOKENS
 from graphrt.kernels.types import FinishReason

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from graphrt.batch import Int32Array
-from graphrt.engine.logprobs import StepLogprobs, TokenLogprob
+from graphrt.engine.handle import StepLogprobs, TokenLogprob
 from graphrt.kernels.types import FinishReason
 from graphrt.sampling_params import SamplingParams
 

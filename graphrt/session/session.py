@@ -22,7 +22,7 @@ import numpy as np
 
 from graphrt.batch import Int32Array
 from graphrt.cache.page_allocator import PageLease
-from graphrt.engine.launch import Launch
+from graphrt.engine.handle import Launch
 from graphrt.engine.lifecycle import Exclusive, State, wrong_state
 from graphrt.engine.request_tables import MaskWords, RequestValues, TableUpdates
 from graphrt.kernels.checks import check_bool, check_instance, check_int, check_ints

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from graphrt.batch import Batch, Int32Array
-from graphrt.engine.launch import Launch
+from graphrt.engine.handle import Launch
 from graphrt.kernels.metadata.step_inputs import SEQ_LEN_FROM_DEVICE
 from graphrt.kernels.types import TOKEN_FROM_DEVICE
 from graphrt.replay import ReplayManager

@@ -14,8 +14,7 @@ import torch
 from graphrt.batch import Batch
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.capture.recorder import CudaGraph, make_recorder
-from graphrt.engine.handle import StepHandle
-from graphrt.engine.launch import Launch
+from graphrt.engine.handle import Launch, StepHandle
 from graphrt.kernels.types import RequestStatus
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams

@@ -14,7 +14,7 @@ from graphrt.batch import Batch
 from graphrt.bundle.bundle import Bundle
 from graphrt.cache.kv_cache import KVCache
 from graphrt.config import RequestTensor, RuntimeConfig
-from graphrt.engine.launch import Launch
+from graphrt.engine.handle import Launch
 from graphrt.engine.recording import Recording
 from graphrt.kernels.errors import CapacityError, ConfigError, ReplayError
 from graphrt.kernels.types import KVLayout

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from graphrt.config import RuntimeConfig
-from graphrt.engine.handle import StepFaultError
-from graphrt.engine.launch import Launch
+from graphrt.engine.handle import Launch, StepFaultError
 from graphrt.generate.generator import Event, TextGenerator
 from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, GraphRTError, ReplayError, ShapeError
 from graphrt.kernels.types import TOKEN_FROM_DEVICE, KVLayout

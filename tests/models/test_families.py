@@ -15,7 +15,7 @@ from graphrt.cache.groups import kv_groups
 from graphrt.cache.kv_cache import KVCache
 from graphrt.config import RuntimeConfig
 from graphrt.engine.batch_delta import BatchDelta, StopConditions
-from graphrt.engine.launch import Launch
+from graphrt.engine.handle import Launch
 from graphrt.generate.generator import TextGenerator
 from graphrt.runtime import Runtime
 from tests.support.family_adapter import Hosted

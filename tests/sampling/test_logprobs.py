@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from graphrt.batch import Batch
-from graphrt.engine.logprobs import TokenLogprob
+from graphrt.engine.handle import TokenLogprob
 from graphrt.generate.generator import Event, TextGenerator
 from graphrt.kernels.errors import ConfigError, ReplayError, ShapeError, UnsupportedError
 from graphrt.runtime import Runtime

@@ -13,8 +13,7 @@ import torch
 from graphrt.batch import Batch
 from graphrt.capture import guard
 from graphrt.engine import program
-from graphrt.engine.handle import StepFaultError
-from graphrt.engine.logprobs import TokenLogprob
+from graphrt.engine.handle import StepFaultError, TokenLogprob
 from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, GraphRTError, ReplayError, ShapeError
 from graphrt.kernels.metadata.buffers import BufferKind, StaticBuffers
 from graphrt.kernels.metadata.step_inputs import HEADER_STOP

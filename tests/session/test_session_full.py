@@ -13,7 +13,7 @@ import torch
 from graphrt.backends.torch_reference import TorchReferenceBackend
 from graphrt.batch import Batch
 from graphrt.cache.swap import SwapArrival, SwapSpace
-from graphrt.engine.launch import Launch
+from graphrt.engine.handle import Launch
 from graphrt.generate.generator import Event, TextGenerator
 from graphrt.generate.scheduler import Preemption
 from graphrt.kernels.types import FinishReason

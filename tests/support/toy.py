@@ -13,7 +13,7 @@ from graphrt.batch import Batch, Request
 from graphrt.cache.kv_cache import KVCache
 from graphrt.cache.page_allocator import PageAllocator
 from graphrt.config import RuntimeConfig
-from graphrt.engine.launch import Launch
+from graphrt.engine.handle import Launch
 from graphrt.kernels.types import TOKEN_FROM_DEVICE, KVLayout
 from graphrt.replay import ReplayManager
 from graphrt.runtime import Runtime
