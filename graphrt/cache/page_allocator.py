@@ -136,7 +136,7 @@ class PageAllocator:
 
     def _refuse(self, verb: str, page: int) -> NoReturn:
         raise ConfigError(
-            f"{verb}: page {page} has {self.owners(page)} owners, fewer than listed; pass it once per owner"
+            f"{verb}: page {page} has {self.owners(page)} owners, fewer than listed; pass each page once per owner"
         )
 
 

@@ -328,7 +328,7 @@ def follow(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
         start(self, request, needs)
 
     def preempted(self: Scheduler, req_index: int) -> None:
-        request, length = self.running[req_index], self._preemption.length(req_index)
+        request, length = self.running[req_index], self._table.length(req_index)
         if request.index in came_back:
             found.append((request.index, came_back.pop(request.index), length))
         preempt(self, req_index)

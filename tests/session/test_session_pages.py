@@ -241,7 +241,7 @@ def test_wrong_pages_are_refused() -> None:
         with pytest.raises(CapacityError, match="pages: expected at most 16 more of KV group 0"):
             session.append_pages(row, list(range(1, 18)))
         session.release(other)
-        with pytest.raises(ShapeError, match=r"pages: \[9\] are in use .* or call pop_freed_pages\(\) first"):
+        with pytest.raises(ShapeError, match=r"pages: \[9\] are in use .* call pop_freed_pages\(\) first"):
             session.append_pages(row, [9])
         assert session.pop_freed_pages() == [[9]]
         session.append_pages(row, [])
