@@ -74,7 +74,14 @@ class StepGraphs:
         loops   run all steps in one launch, which ends early if all requests are finished
         """
         if eager:
-            return self._run_eagerly(descriptor, batch, steps)
+            backend = self._program.backend
+            with torch.inference_mode(), self.off_graph():
+                for _ in range(steps):
+                    backend.plan_capture(descriptor)
+                    if batch is not None:
+                        backend.plan_replay(descriptor, batch)
+                    logits = self._program.run(descriptor)
+            return logits
         graph = (self._loops if loops else self._graphs)[descriptor]
         for _ in range(1 if loops else steps):
             if self._plans and batch is not None:
@@ -94,16 +101,6 @@ class StepGraphs:
 
     def pool_bytes(self) -> int:
         return self._recorder.pool_bytes()
-
-    def _run_eagerly(self, descriptor: BatchDescriptor, batch: Batch | None, steps: int) -> torch.Tensor:
-        backend = self._program.backend
-        with torch.inference_mode(), self.off_graph():
-            for _ in range(steps):
-                backend.plan_capture(descriptor)
-                if batch is not None:
-                    backend.plan_replay(descriptor, batch)
-                logits = self._program.run(descriptor)
-        return logits
 
     def close(self) -> None:
         """Free all graphs, the pool and the capture stream."""

@@ -346,9 +346,7 @@ class StepHandle(InFlight):
     def logprobs(self) -> list[TokenLogprob | None]:
         """Return the log-probabilities of each request; None for requests that did not ask for any, or have no token.
 
-        Waits for this step only, like `tokens`.
-
-        Raises: ReplayError: if the device did not report the step.
+        Waits for this step only, like `tokens`. Raises: ReplayError: if the device did not report the step.
         """
         self._arrived(raise_on_fault=False)
         return self._logprobs.rows(0) if self._logprobs is not None else [None] * self.num_reqs
@@ -380,10 +378,7 @@ class Launch(InFlight):
     __slots__ = ()
 
     def tokens(self, *, raise_on_fault: bool = True) -> npt.NDArray[np.int32]:
-        """Return the sampled tokens, [steps that ran, num_reqs] int32 on the host, read-only; -1 where a request got
-        none.
-
-        Waits for the launch.
+        """Return the sampled tokens, [steps that ran, num_reqs] int32 on the host, read-only; -1: none. Waits.
 
         Raises: StepFaultError: if requests are faulty and `raise_on_fault` is True. ReplayError: if the device did not
         report the launch.
@@ -414,19 +409,12 @@ class Launch(InFlight):
         return (tokens, ends) if self._rings is rings else (self._tokens, self._ends)
 
     def ends(self) -> npt.NDArray[np.int32]:
-        """Return the FinishReason of each request after each step, [steps that ran, num_reqs] int32, read-only.
-
-        Waits for the launch.
-        """
+        """Return the FinishReason of each request after each step, [steps that ran, num_reqs] int32. Waits."""
         self.wait()
         return self._ends
 
     def logprobs(self) -> StepLogprobs | None:
-        """Return log-probabilities of each request after each step, or None if no request asked for any.
-
-        `launch.logprobs().at(step, column)` is a TokenLogprob, or None for a request that asked for none or got no
-        token. Waits for the launch.
-        """
+        """Return log-probabilities of each request after each step; None if no request asked for any. Waits."""
         self.wait()
         return self._logprobs
 

@@ -260,7 +260,7 @@ class DecodeSession:
                     self.table.sampling.put("token_masks", at, now)
 
     def release(self, request: SessionRequest) -> None:
-        """Free a request and its pages, whether it has finished or not. Its tokens of launches in flight are dropped.
+        """Free a request and its pages, finished or not. Its tokens of launches in flight are dropped.
 
         Raises: ConfigError: if the request belongs to another session, or was released.
         """
