@@ -77,11 +77,11 @@ def default_decode_sizes(max_num_reqs: int) -> tuple[int, ...]:
     return tuple(sorted({s for s in sizes if s <= max_num_reqs} | {max_num_reqs}))
 
 
-def default_mixed_sizes(max_num_tokens: int, smallest: int = 64) -> tuple[int, ...]:
-    """Return the default token counts of mixed graphs: `smallest` doubled repeatedly, and the maximum."""
+def default_mixed_sizes(max_num_tokens: int) -> tuple[int, ...]:
+    """Return the default token counts of mixed graphs: 64 doubled repeatedly, and the maximum."""
     if max_num_tokens < 1:
         raise ConfigError(f"max_num_tokens: expected at least 1, got {max_num_tokens}; raise it")
-    sizes, size = [], smallest
+    sizes, size = [], 64
     while size < max_num_tokens:
         sizes.append(size)
         size *= 2

@@ -24,9 +24,9 @@ import torch
 from cuda.bindings import driver
 
 from graphrt.capture.graph import NOTHING, GraphReport, loop_closed
-from graphrt.capture.raw_graph import CostMeter, Launcher, check, current_stream, node_types
+from graphrt.capture.raw_graph import CostMeter, Launcher, check, node_types
 from graphrt.kernels.errors import CaptureError, GraphRTError
-from graphrt.kernels.native.nvrtc import NativeVariant, load
+from graphrt.kernels.native.nvrtc import NativeVariant, load, raw_stream
 
 LOOP_CONDITION = NativeVariant("loop_condition.cu", "loop_condition", (), num_threads=1, shared_bytes=0)
 """The last kernel of a body; see loop_condition.cu."""
@@ -75,7 +75,7 @@ class CudaGraphLoop:
             # Also frees the memory of a loop that is dropped without close().
             self._release = weakref.finalize(self, _destroy, executable, graph, step, condition.detach())
             self._release.atexit = False  # the driver may have shut down
-            check(driver.cuGraphUpload(executable, current_stream(self._device)))
+            check(driver.cuGraphUpload(executable, raw_stream(self._device.index)))
             self._launcher = Launcher(executable, self._device)
             self._graph, self._conditionals = graph, {int(node): ("while", (body,))}
             self.report = meter.report(of.descriptor, of.nodes + _NODES_OF_A_LOOP)

@@ -52,11 +52,6 @@ class Launcher:
             check(driver.cuGraphLaunch(self._executable, raw_stream(self._index)), ReplayError)
 
 
-def current_stream(device: torch.device) -> int:
-    """Return the handle of the current stream of a device, in the calling thread."""
-    return raw_stream(device.index)
-
-
 def count_nodes(graph: Any) -> int:
     """Return the number of nodes of a raw graph; a child graph counts as one node."""
     return int(check(driver.cuGraphGetNodes(graph, 0))[-1])

@@ -89,14 +89,7 @@ def _handle(graph: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Function:
-    """A kernel function, shared by all nodes that launch it.
-
-    offsets   of the arguments, in bytes
-    sizes     of the arguments, in bytes
-    names     of the arguments; known for Triton kernels
-    pointers  offsets of the addresses in each argument; known for Triton kernels
-    unread    the driver's error, if it did not report all arguments
-    """
+    """A kernel function and its arguments, shared by all nodes that launch it. `unread`: the driver's error, if any."""
 
     symbol: str
     name: str

@@ -32,14 +32,12 @@ def view_of_op_trace(op_trace: OpTrace) -> GraphView:
     """
     if op_trace.output is NOTHING:
         raise graph_closed()
-    flow, nodes = _Flow(), list[Node]()
-    made: dict[int, list[MadeMemory]] = {}
-    for one in op_trace.made:
-        made.setdefault(one.before, []).append(one)
-    for index, entry in enumerate(op_trace.entries):
-        nodes += [flow.add(_made_node(one)) for one in made.pop(index, ())]
-        nodes.append(flow.add(_node(entry)))
-    nodes += [flow.add(_made_node(one)) for rest in made.values() for one in rest]
+    made = [(one.before, _made_node(one)) for one in op_trace.made]
+    ops = [(index, _node(entry)) for index, entry in enumerate(op_trace.entries)]
+    nodes = [node for _, node in sorted(made + ops, key=lambda one: one[0])]  # stable: an allocation precedes its op
+    flow = _Flow()
+    for node in nodes:
+        flow.add(node)
     edges = sorted(flow.edges)
     return GraphView(tuple(nodes), tuple(Edge(*edge) for edge in edges), "op trace")
 
@@ -62,8 +60,7 @@ class _Flow:
         self._writers = [-1]
         self._readers: list[list[int]] = [[]]
 
-    def add(self, node: Node) -> Node:
-        """Add the next node, and return it."""
+    def add(self, node: Node) -> None:
         index, sources = self._count, set[int]()
         self._count += 1
         for operand in node.operands:
@@ -73,7 +70,6 @@ class _Flow:
             if operand.nbytes and operand.written:
                 self._write(operand, index, sources)
         self.edges += [(source, index) for source in sources - {-1, index}]
-        return node
 
     def _read(self, operand: Operand, index: int, sources: set[int]) -> None:
         for at in self._ranges(operand):

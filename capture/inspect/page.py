@@ -60,7 +60,7 @@ def write_page(
     if memory is not None:
         check_instance("memory", memory, MemoryMap, advice="pass what memory_of() returns")
     places = {place for place, _ in view.walk()}
-    if unknown := [finding.place for finding in findings if finding.place not in places]:
+    if unknown := [finding.place for finding in findings if finding.place and finding.place not in places]:
         raise ConfigError(
             f"findings: place {place_name(unknown[0])} is not in this graph; pass the findings of its own audit"
         )

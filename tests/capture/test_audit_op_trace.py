@@ -99,34 +99,6 @@ def test_a_cached_tensor_that_is_freed_after_the_capture() -> None:
     assert (finding.where, finding.node) == ("operand other", "aten.mul.Tensor")
 
 
-REPLACED: dict[str, Callable[[SimpleNamespace], object]] = {
-    "new tensor": lambda holder: setattr(holder, "x", torch.ones(4)),
-    "data": lambda holder: setattr(holder.x, "data", torch.ones(4)),
-    "set_": lambda holder: holder.x.set_(torch.ones(4)),
-}
-
-
-@pytest.mark.parametrize("how", REPLACED)
-def test_a_static_buffer_that_was_replaced(how: str) -> None:
-    holder = SimpleNamespace(x=torch.ones(4))
-    op_trace = op_trace_of(lambda: holder.x + 1)
-    address = holder.x.data_ptr()
-    assert audit(op_trace, memory_of(static={"x": holder.x}, pool=op_trace)).ok
-    REPLACED[how](holder)
-    (finding,) = audit(op_trace, memory_of(static={"x": holder.x}, pool=op_trace)).findings
-    assert (finding.kind, finding.address) == (FindingKind.FREED, address)
-
-
-def test_a_step_that_accesses_memory_past_its_view() -> None:
-    buffer = torch.zeros(8)
-    rows = buffer[:4]
-    report = run(lambda: buffer[:5] * 2, static={"rows": rows})
-    (finding,) = report.findings
-    assert (finding.kind, finding.address) == (FindingKind.OVERRUN, buffer.data_ptr() + 16)
-    assert "'rows'" in finding.text
-    assert run(lambda: buffer[:4] * 2, static={"rows": rows}).ok
-
-
 def test_hidden_state_is_found_by_two_captures_only() -> None:
     x, kept = torch.ones(4), []
 

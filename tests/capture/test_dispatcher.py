@@ -35,16 +35,10 @@ def test_default_decode_sizes(maximum: int, expected: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("maximum", "smallest", "expected"),
-    [
-        (1, 64, (1,)), (64, 64, (64,)), (65, 64, (64, 65)), (129, 64, (64, 128, 129)),
-        (100, 10, (10, 20, 40, 80, 100)), (5, 10, (5,)),
-    ],
-)  # fmt: skip
-def test_default_mixed_sizes(maximum: int, smallest: int, expected: tuple[int, ...]) -> None:
-    assert default_mixed_sizes(maximum, smallest) == expected
-    if smallest == 64:
-        assert default_mixed_sizes(maximum) == expected
+    ("maximum", "expected"), [(1, (1,)), (64, (64,)), (65, (64, 65)), (129, (64, 128, 129)), (300, (64, 128, 256, 300))]
+)
+def test_default_mixed_sizes(maximum: int, expected: tuple[int, ...]) -> None:
+    assert default_mixed_sizes(maximum) == expected
 
 
 @pytest.mark.parametrize("sizes", [default_decode_sizes, default_mixed_sizes])

@@ -372,21 +372,6 @@ def test_two_captures_of_a_step_are_equal() -> None:
     assert compared(first, other.view(4), toy.memory(), other.memory()).equal
 
 
-def test_two_sizes_differ_in_arguments_that_depend_on_the_size() -> None:
-    toy = Toy()
-    found = compared(toy.view(2), toy.view(4), toy.memory(), toy.memory())
-    assert (found.equal_topology, found.equal_launches, found.equal) == (True, True, False)
-    assert {node.name: tuple(change.what for change in node.changes) for node in found.nodes} == {
-        "allocation aten.empty.memory_format": ("operand memory",),
-        "op aten.mm.out": ("operand self", "operand out"),
-        "op aten.div.Tensor": ("operand self", "operand out"),
-        "op aten.tanh.default": ("operand self", "operand out"),
-        "op aten.copy_.default": ("operand self", "operand src"),
-        "op aten.mul.Tensor": ("operand self", "operand out"),
-    }, "the ops on the weight and on the table are equal"
-    assert "op aten.mm.out at 1\n    operand self: 128 bytes -> 256 bytes\n    operand out: 128" in str(found)
-
-
 def test_operand_differences_show_only_what_differs() -> None:
     def copy(**fields) -> GraphView:
         return chain(

@@ -60,7 +60,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
         monkeypatch.setattr(module, "driver", found)
     monkeypatch.setattr(cuda_loop, "load", lambda variant, index: raw_graph_driver.CUfunction(1))
     monkeypatch.setattr(raw_graph, "ensure_context", lambda index: None)
-    monkeypatch.setattr(raw_graph, "raw_stream", lambda index: 0)
+    for module in (raw_graph, cuda_loop):
+        monkeypatch.setattr(module, "raw_stream", lambda index: 0)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 200))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 50)

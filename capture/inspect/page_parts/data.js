@@ -26,7 +26,7 @@ function decodePage(page) {
   addGraph(model, page.graph, null, 0);
   for (const [place, where, address, owner, region, text] of page.findings) {
     const finding = { node: model.byPlace.get(place), where, address, owner, region, text };
-    finding.node.findings.push(finding);
+    finding.node?.findings.push(finding); // some are about no node
     model.findings.push(finding);
   }
   groupByName(model);
@@ -235,31 +235,26 @@ function decodeWord(view, at, width, mayPoint, known, memory) {
   const hex = (value, digits) => "0x" + value.toString(16).padStart(digits, "0");
   if (width < 4) {
     const value = width === 1 ? view.getUint8(at) : view.getUint16(at, true);
-    return { hex: hex(value, 2 * width), text: String(value), more: "" };
+    return { hex: hex(value, 2 * width), text: String(value) };
   }
   if (width === 4) {
     const signed = view.getInt32(at, true),
-      real = view.getFloat32(at, true);
-    const bits = hex(view.getUint32(at, true), 8);
-    if (plausible(real)) return { hex: bits, text: floatText(real, 7), more: `int ${signed}` };
-    return { hex: bits, text: String(signed), more: "" };
+      real = view.getFloat32(at, true),
+      number = plausible(real) ? { text: floatText(real, 7), more: `int ${signed}` } : { text: String(signed) };
+    return { hex: hex(view.getUint32(at, true), 8), ...number };
   }
   const bits = hex(view.getBigUint64(at, true), 16),
     address = word64(view, at);
   const region = mayPoint ? findRegion(memory, address) : null;
-  if (region) return { hex: hex(view.getBigUint64(at, true), 1), region, address, pointer: true };
-  if (mayPoint && known)
-    return { hex: bits, address, pointer: true, text: address ? "unknown region" : "null", more: "" };
+  if (region) return { hex: hex(view.getBigUint64(at, true), 1), region, address };
+  if (mayPoint && known) return { hex: bits, pointer: true, text: address ? "unknown region" : "null" };
   const real = view.getFloat64(at, true),
     signed = view.getBigInt64(at, true);
   const [low, high] = [decodeWord(view, at, 4), decodeWord(view, at + 4, 4)];
   const halves = `${low.text}, ${high.text}`;
   if (signed >= -2147483648n && signed < 4294967296n) {
-    return {
-      hex: bits,
-      text: low.more && signed > 0n ? low.text : String(signed),
-      more: low.more && signed > 0n ? `int ${signed}` : "",
-    };
+    const isFloat = low.more && signed > 0n;
+    return { hex: bits, text: isFloat ? low.text : String(signed), more: isFloat && `int ${signed}` };
   }
   if (plausible(real)) return { hex: bits, text: floatText(real, 12), more: `as two words ${halves}` };
   return { hex: bits, text: halves, more: `int ${signed}` };

@@ -99,7 +99,12 @@ function operandRow(operand) {
 function findingCard(finding, linked) {
   const address = finding.address === "0" ? "" : `0x${finding.address}`;
   const place = [finding.where, address, finding.owner, finding.region].filter(Boolean).join(" · ");
-  return el("article.finding", linked && nodeLink(finding.node), el("p", finding.text), el("p.dim", place));
+  return el(
+    "article.finding",
+    linked && finding.node && nodeLink(finding.node),
+    el("p", finding.text),
+    el("p.dim", place),
+  );
 }
 
 function facts(node) {
