@@ -10,6 +10,7 @@
 // of 16 elements.
 
 #include "primitives.cuh"
+#include "logits.cuh"
 
 #define NUM_QUERIES (QUERY_LEN * NUM_QUERIES_PER_KV)  // of a query tile; a query is one new token in one query head
 #define OCTETS ((NUM_QUERIES + 7) / 8)     // groups of 8 queries
@@ -25,9 +26,6 @@
 #define OUT_PITCH (V_HEAD_DIM + 4)         // floats per query; the 4 extra floats avoid bank conflicts of the stores
 #define PARTIAL_FLOATS (NUM_QUERIES * (OUT_PITCH + 2))  // a partial result: sums, reference maxima, sums of weights
 #define STAGE_BYTES (TILE * (K_BYTES + V_BYTES))  // K, then V
-// The query head and the token of a query. Tokens count from the first new token of the request.
-#define Q_HEAD_OF(kv_head, query) ((kv_head) * NUM_QUERIES_PER_KV + (query) % NUM_QUERIES_PER_KV)
-#define TOKEN_OF(query) ((query) / NUM_QUERIES_PER_KV)
 // The 16-byte pieces of a token are permuted so that ldmatrix has no bank conflicts. Padding the tokens instead would
 // fetch every 32-byte sector that crosses a line of shared memory twice.
 #define SWIZZLE(token, pieces) (((token) % 8) >> ((pieces) % 8 == 0 ? 0 : (pieces) % 4 == 0 ? 1 : 2))
@@ -55,18 +53,6 @@ static_assert(sizeof(Params) == PARAMS_BYTES, "the struct of native.py and this 
 struct KVSplit {
   int req, first_query, tile_begin, tile_end, seq_len, first_token, query_len, num_splits, split_index;
 };
-
-// A maximum that can be subtracted: -inf - -inf is NaN.
-__device__ __forceinline__ float finite(float top) { return top == NEG_INF ? 0.0f : top; }
-
-// cap * tanh(t) where x is 2 log2(e) t, as logit_constants() scales it. soft_cap() of tile.py explains the series.
-__device__ __forceinline__ float soft_cap(float x, float cap) {
-  const float h = LN2 / 2, square = x * x;
-  float series = x * (h + square * (-h * h * h / 3 + square * (2 * h * h * h * h * h / 15 -
-                                                                square * 17 * h * h * h * h * h * h * h / 315)));
-  float quotient = 1.0f - 2.0f / (power2(x > 64.0f ? 64.0f : x) + 1.0f);
-  return cap * (square < 0.0625f / (h * h) ? series : quotient);
-}
 
 // The first position of the chunk that holds `position`.
 __device__ __forceinline__ int chunk_start(int position, const Params &p) { return position - position % p.window; }

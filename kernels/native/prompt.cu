@@ -19,6 +19,7 @@
 // After FlashAttention-3 (Shah et al. 2024).
 
 #include "warpgroups.cuh"
+#include "logits.cuh"
 
 #define BLOCK_M 128                                // queries of a query tile
 #define PANELS ((HEAD_DIM + 63) / 64)              // a panel is 64 elements of each row: 128 bytes
@@ -36,9 +37,6 @@
 #define SCALED (SOFTCAP || ALIBI)                  // logits are scaled before the maximum is taken
 #define TURN_BARRIER 1                             // and 2: the turns of the warpgroups
 #define BOTH_BARRIER 3
-// The query head and the token of a query. Tokens count from the first new token of the request.
-#define Q_HEAD_OF(kv_head, query) ((kv_head) * NUM_QUERIES_PER_KV + (query) % NUM_QUERIES_PER_KV)
-#define TOKEN_OF(query) ((query) / NUM_QUERIES_PER_KV)
 
 // The same struct as _Params of prompt_native.py. Strides are in elements.
 struct Params {
@@ -130,7 +128,7 @@ template <int COUNT> __device__ __forceinline__ void copy_tiles(
     if (elect()) {
       i64 *const barrier = full + ring.stage;
       const u32 to = tiles + ring.stage * TILE_BYTES;
-      arrive_and_expect(barrier, TILE_BYTES);
+      expect_bytes(barrier, TILE_BYTES);
 #pragma unroll
       for (int box = 0; box < BOXES; ++box) {
 #pragma unroll
@@ -238,7 +236,7 @@ __device__ __forceinline__ void gather_queries(const Params &p, int num_q_tiles,
       const bool is_query = m < u.num_queries && chunk < CHUNKS;
       const i64 token = u.first_token + TOKEN_OF(query), head = Q_HEAD_OF(u.kv_head, query);
       const u16 *from = is_query ? p.q + token * p.q_token + head * p.q_head + chunk * 8 : p.q;
-      copy_async(to + m * 128 + (chunk ^ m) % 8 * 16, from, is_query ? 16 : 0);
+      copy_query(to + m * 128 + (chunk ^ m) % 8 * 16, from, is_query ? 16 : 0);
     }
     wait_for_copies();
     fence_async_proxy();
@@ -248,18 +246,6 @@ __device__ __forceinline__ void gather_queries(const Params &p, int num_q_tiles,
 }
 
 // Warps 4 to 11: attention
-
-// A maximum that can be subtracted: -inf - -inf is NaN.
-__device__ __forceinline__ float finite(float top) { return top == NEG_INF ? 0.0f : top; }
-
-// cap * tanh(t) where x is 2 log2(e) t, as logit_constants() scales it. soft_cap() of tile.py explains the series.
-__device__ __forceinline__ float soft_cap(float x, float cap) {
-  const float h = LN2 / 2, square = x * x;
-  float series = x * (h + square * (-h * h * h / 3 + square * (2 * h * h * h * h * h / 15 -
-                                                                square * 17 * h * h * h * h * h * h * h / 315)));
-  float quotient = 1.0f - 2.0f / (power2(x > 64.0f ? 64.0f : x) + 1.0f);
-  return cap * (square < 0.0625f / (h * h) ? series : quotient);
-}
 
 // A lane's share of the 64 queries of a warpgroup: two rows, with two neighbouring columns of every 8.
 struct Queries {
@@ -539,7 +525,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) prompt_attention(co
     for (int i = 0; i < K_STAGES; ++i) init_barrier(b.k_full + i, 1), init_barrier(b.k_empty + i, 8);
     for (int i = 0; i < V_STAGES; ++i) init_barrier(b.v_full + i, 1), init_barrier(b.v_empty + i, 8);
     for (int i = 0; i < 2; ++i) init_barrier(b.item_full + i, 1), init_barrier(b.item_empty + i, 3);
-    fence_barrier_init();
+    fence_tma_barrier_init();
   }
   __syncthreads();
   const int num_q_tiles = p.schedule[0], warp = threadIdx.x / 32, lane = threadIdx.x % 32;

@@ -2,17 +2,7 @@
 //
 // tests/support/emulation/warpgroups.cuh defines the same functions for a CPU.
 //
-// Compile-time macros: Q_BF16 (else float16)
-
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef long long i64;
-
-#define LOG2E 1.4426950408889634f
-#define LN2 0.6931471805599453f
-#define NEG_INF __int_as_float(0xff800000)
-
-__device__ __forceinline__ u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
+#include "primitives.cuh"
 
 // Move registers from warps that need few to warps that need many. All four warps of a warpgroup must call the same
 // one.
@@ -35,15 +25,11 @@ __device__ __forceinline__ bool elect() {
 __device__ __forceinline__ void init_barrier(i64 *at, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(shared_address(at)), "r"(count) : "memory");
 }
-__device__ __forceinline__ void fence_barrier_init() {
+__device__ __forceinline__ void fence_tma_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async;\n" ::: "memory");
 }
 __device__ __forceinline__ void arrive(i64 *at) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(shared_address(at)) : "memory");
-}
-__device__ __forceinline__ void arrive_and_expect(i64 *at, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n"
-               ::"r"(shared_address(at)), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void wait_for(i64 *at, int phase) {
   asm volatile("{\n.reg .pred p;\nWAIT:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra DONE;\n"
@@ -67,7 +53,7 @@ __device__ __forceinline__ void tma_load(u32 to, const TensorMap *map, i64 *barr
                ::"r"(to), "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
 // Copy `bytes` bytes to shared memory and fill the rest of the 16 with zeros.
-__device__ __forceinline__ void copy_async(u32 to, const void *from, int bytes) {
+__device__ __forceinline__ void copy_query(u32 to, const void *from, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;\n" ::: "memory"); }
@@ -150,21 +136,4 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[COUNT], const u32 *a, i64 b,
   } else {
     WGMMA_RS(32, D16, F16, "%16,%17,%18,%19", "%20", "%21")
   }
-}
-
-// Pack two floats in the query's dtype, which is also that of weights and output.
-__device__ __forceinline__ u32 pack(float low, float high) {
-  u32 r;
-#if Q_BF16
-  asm("cvt.rn.bf16x2.f32 %0, %2, %1;\n" : "=r"(r) : "f"(low), "f"(high));
-#else
-  asm("cvt.rn.f16x2.f32 %0, %2, %1;\n" : "=r"(r) : "f"(low), "f"(high));
-#endif
-  return r;
-}
-// 2^x, with the accuracy of the instruction.
-__device__ __forceinline__ float power2(float x) {
-  float r;
-  asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(r) : "f"(x));
-  return r;
 }

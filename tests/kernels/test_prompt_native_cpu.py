@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from graphrt.kernels.attention import prompt, prompt_native
-from tests.support import prompt_emulation
+from tests.support import native_emulation
 from tests.support.prompt_cases import (
     CASES,
     PromptCase,
@@ -20,7 +20,7 @@ from tests.support.prompt_cases import (
     served,
 )
 
-pytestmark = pytest.mark.skipif(prompt_emulation.COMPILER is None, reason="needs the C++ compiler g++")
+pytestmark = pytest.mark.skipif(native_emulation.COMPILER is None, reason="needs the C++ compiler g++")
 
 CPU = torch.device("cpu")
 
@@ -28,9 +28,9 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches run on the CPU, and every run of a test uses the same execution orders."""
-    monkeypatch.setattr(prompt_native, "launch", prompt_emulation.emulated_launch)
-    monkeypatch.setattr(prompt_native, "encode_map", prompt_emulation.emulated_map)
-    monkeypatch.setattr(prompt_emulation, "launches", itertools.count())
+    monkeypatch.setattr(prompt_native, "launch", native_emulation.emulated_launch)
+    monkeypatch.setattr(prompt_native, "encode_map", native_emulation.emulated_map)
+    monkeypatch.setattr(native_emulation, "launches", itertools.count())
     monkeypatch.setattr(prompt, "prompt_reference", None)
     monkeypatch.setattr(prompt, "_prompt", prompt_native.native_prompt)
 
@@ -77,7 +77,7 @@ BUGS = {
 @pytest.mark.parametrize("bug", BUGS)
 def test_injected_bugs_are_detected(bug: str, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     right, wrong, name = BUGS[bug]
-    monkeypatch.setattr(prompt_emulation, "injected", (right, wrong))
+    monkeypatch.setattr(native_emulation, "injected", (right, wrong))
     (case,) = (case for case in CASES if case.id == name)
     with pytest.raises(AssertionError):
         test_case(case, rng)

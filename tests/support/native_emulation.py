@@ -1,4 +1,4 @@
-"""Run the CUDA kernels' source on a CPU: compiled as C++, with emulation/primitives.cuh in place of instructions."""
+"""Run the CUDA kernels' source on a CPU: compiled as C++, with the headers of emulation/ in place of instructions."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import ctypes
 import functools
 import itertools
 import random
+import re
 import shutil
+import struct
 import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,8 +25,9 @@ injected: tuple[str, str] | None = None
 """A bug to inject: text of the sources, and its replacement."""
 launches = itertools.count()
 """Numbers of launches, which seed the execution order of each launch."""
-_DYNAMIC = "  extern __shared__ __align__(128) char memory[];\n"  # in emulation `memory` points to the running block's
-_INSTRUCTIONS = Path(__file__).resolve().parent / "emulation" / "primitives.cuh"
+_DYNAMIC = re.compile(r"  extern __shared__ __align__\(\d+\) char memory\[\];\n")
+"""The declaration of shared memory. In emulation `memory` points to that of the running block."""
+_INSTRUCTIONS = Path(__file__).resolve().parent / "emulation"
 _SOURCES = Path(nvrtc.__file__).resolve().parent
 
 
@@ -38,9 +42,9 @@ def _build(variant: NativeVariant, bug: tuple[str, str] | None) -> Callable[...,
             if not any(bug[0] in path.read_text() for path in _SOURCES.glob("*.cu*")):
                 raise LookupError(f"the sources do not contain {bug[0]!r}")
             texts = {name: text.replace(*bug) for name, text in texts.items()}
-        assert _DYNAMIC in texts[variant.source]
-        texts[variant.source] = texts[variant.source].replace(_DYNAMIC, "")
-        texts["primitives.cuh"] = _INSTRUCTIONS.read_text()  # replaces the device's
+        texts[variant.source], declared = _DYNAMIC.subn("", texts[variant.source])
+        assert declared == 1
+        texts |= {path.name: path.read_text() for path in _INSTRUCTIONS.glob("*.cuh")}  # replace the device's
         for file_name, text in texts.items():
             (folder / file_name).write_text(text)
         main = folder / "main.cpp"
@@ -51,8 +55,8 @@ def _build(variant: NativeVariant, bug: tuple[str, str] | None) -> Callable[...,
             "int seed) { return run_grid(p, x, y, order, count, at_a_time, seed); }\n"
         )
         library = folder / "kernel.so"
-        settings = (*variant.macros, ("SHARED_BYTES", variant.shared_bytes), ("ENTRY", variant.entry))
-        macros = [f"-D{key}={value}" for key, value in settings]
+        sizes = {"WARPS": variant.num_threads // 32, "SHARED_BYTES": variant.shared_bytes, "ENTRY": variant.entry}
+        macros = [f"-D{key}={value}" for key, value in (sizes | dict(variant.macros)).items()]
         flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-w", "-ffp-contract=off", "-U_FORTIFY_SOURCE"]
         subprocess.run([COMPILER, *flags, *macros, str(main), "-o", str(library)], check=True)
         run = ctypes.CDLL(str(library)).run
@@ -61,12 +65,17 @@ def _build(variant: NativeVariant, bug: tuple[str, str] | None) -> Callable[...,
 
 
 def emulated_launch(
-    variant: NativeVariant, grid: tuple[int, int], params: ctypes.Structure, device: torch.device, *, pdl: bool = False
+    variant: NativeVariant,
+    grid: tuple[int, int],
+    params: ctypes.Structure | ctypes.Array[Any],
+    device: torch.device,
+    *,
+    pdl: bool = False,
 ) -> None:
     """Replace `nvrtc.launch` on CPU tensors.
 
     Clusters start in any order, which must not affect results. Blocks that wait for earlier blocks start in the order
-    of a device. Every second launch runs the blocks one after another.
+    of a device. Every second launch, and every launch of warpgroups, runs the blocks one after another.
 
     Raises: AssertionError: if the emulation detects a fault, such as a deadlock.
     """
@@ -76,7 +85,19 @@ def emulated_launch(
     macros = dict(variant.macros)
     if macros.get("CLUSTER") == 1 and not macros["FIXED_SPLITS"]:
         clusters.sort(key=lambda block: block % grid[1])
-    count, at_a_time = len(clusters), 1 if seed % 2 else 2 * grid[0] + 4
+    count, at_a_time = len(clusters), 1 if seed % 2 or variant.arch_specific else 2 * grid[0] + 4
+    buffer = ctypes.create_string_buffer(ctypes.sizeof(params) + 64)  # the struct may be aligned to 64 bytes
+    at = -(-ctypes.addressof(buffer) // 64) * 64
+    ctypes.memmove(at, ctypes.byref(params), ctypes.sizeof(params))
     run = _build(variant, injected)
-    fault = run(ctypes.byref(params), *grid, (ctypes.c_int * count)(*clusters), count, at_a_time, seed)
+    fault = run(ctypes.c_void_p(at), *grid, (ctypes.c_int * count)(*clusters), count, at_a_time, seed)
     assert fault is None, fault.decode()
+
+
+def emulated_map(tensor: torch.Tensor, box_rows: int) -> bytes:
+    """Replace `encode_map`: return the emulation's TensorMap."""
+    pages = tensor if tensor.dim() == 4 else tensor[None]
+    num_pages, num_slots, num_heads, head_dim = pages.shape
+    steps = [pages.stride(dim) * pages.element_size() for dim in (1, 2, 0)]
+    extents = (head_dim, num_slots, num_heads, num_pages)
+    return struct.pack("q4q3qi", tensor.data_ptr(), *extents, *steps, box_rows).ljust(128, b"\0")

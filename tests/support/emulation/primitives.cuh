@@ -67,6 +67,7 @@ inline u32 __byte_perm(u32 x, u32 y, u32 selector) {
 // Contexts, barriers
 
 constexpr int STACK_BYTES = 256 << 10, NUM_THREADS = 32 * WARPS, GUARD_BYTES = 4096;  // after SHARED_BYTES
+constexpr int MAX_ROUNDS = 50000;  // without progress
 
 struct Copy { u32 to; const char *from; int bytes; };
 struct Warp { long arrived = 0; unsigned char brought[2][32][32]; };
@@ -80,7 +81,7 @@ struct Thread {
   std::deque<std::vector<Copy>> groups = std::deque<std::vector<Copy>>(1);  // the last one is open
 };
 struct Word { u32 *at, value; };
-struct alignas(128) Line { char bytes[128]; };
+struct alignas(1024) Line { char bytes[1024]; };
 struct Cluster;
 struct Block {
   int x, y, delay;
@@ -110,6 +111,9 @@ jmp_buf scheduler;
 std::minstd_rand chance;
 long progress;  // counts actions; waiting and polling do not count
 const char *fault;  // a detected fault, or null
+
+// What another header adds to the emulation: called when a block starts, after each of its passes, and when it ends.
+struct Hooks { void (*start)() = [] {}, (*pass)() = [] {}, (*end)() = [] {}; } hooks;
 
 inline void yield() {
   if (!_setjmp(current->at)) _longjmp(scheduler, 1);
@@ -176,15 +180,15 @@ inline void __syncthreads() {
 // Copies
 
 inline u32 shared_address(const void *p) { return (u32)((const char *)p - memory); }
-inline void copy_async(u32 to, const char *from, int bytes) {
+inline void copy_async(u32 to, const void *from, int bytes) {
   if (to % 16 || (bytes && (uintptr_t)from % 16)) abort();
   memset(memory + to, 0xff, 16);
-  current->groups.back().push_back({to, from, bytes});
+  current->groups.back().push_back({to, (const char *)from, bytes});
 }
 inline void commit() { current->groups.emplace_back(); }
-#ifdef STAGES
-inline void wait_oldest() {
-  while ((int)current->groups.size() - 1 > STAGES - 1) {
+// Wait until at most `pending` groups are in flight.
+inline void wait_for_groups(int pending) {
+  while ((int)current->groups.size() - 1 > pending) {
     for (const Copy &copy : current->groups.front()) {
       memset(memory + copy.to, 0, 16);
       memcpy(memory + copy.to, copy.from, copy.bytes);
@@ -193,6 +197,8 @@ inline void wait_oldest() {
     ++progress;
   }
 }
+#ifdef STAGES
+inline void wait_oldest() { wait_for_groups(STAGES - 1); }
 #endif
 
 // Numbers
@@ -333,31 +339,39 @@ inline void deliver(Mail &mail, size_t count) {
   }
 }
 
-struct Barrier { int expected, bytes; };  // expected: bytes of this phase, or -1. `bytes` holds the phase in its lowest bit
-inline void end_of_phase(Barrier &barrier) {
-  if (barrier.expected == barrier.bytes >> 1) barrier = {-1, ~barrier.bytes & 1};
+// Barriers in shared memory
+
+struct Barrier { short count, missing; int state; };  // state: missing bytes, times 2, and the phase
+inline void end_of_phase(Barrier &b) {
+  if (b.missing < 0) fault = "more threads arrive at a barrier than it expects";
+  if (b.missing == 0 && b.state >> 1 == 0) b.missing = b.count, b.state ^= 1;
+  ++progress;
 }
-inline void init_barrier(i64 *at) { *(Barrier *)at = {-1, 0}; }
+inline void init_barrier(i64 *at, int count = 1) { *(Barrier *)at = {(short)count, (short)count, 0}; }
 inline void fence_barrier_init() {}
 inline void expect_bytes(i64 *at, int bytes) {
-  Barrier &barrier = *(Barrier *)at;
-  if (barrier.expected >= 0) fault = "a phase of a barrier begins before the previous one has ended";
-  barrier.expected = bytes;
-  end_of_phase(barrier);
+  Barrier &b = *(Barrier *)at;
+  b.state += 2 * bytes;
+  --b.missing;
+  end_of_phase(b);
+}
+inline void bytes_arrived(i64 *at, int bytes) {
+  ((Barrier *)at)->state -= 2 * bytes;
+  end_of_phase(*(Barrier *)at);
 }
 inline void wait_for_bytes(i64 *at, int phase) {
-  while ((((Barrier *)at)->bytes & 1) == phase) yield();
+  while ((((Barrier *)at)->state & 1) == phase) yield();
 }
+
+// The blocks of a cluster
+
 inline void store_remote(u32 at, u32 barrier, int rank, float x, float y) {
   const float pair[2] = {x, y};
   Block &block = running->cluster->blocks[rank];
   running->cluster->met = true;
   if (block.left == 0) fault = "a block stores to a finished block";
   memcpy(block.memory() + at, pair, 8);
-  Barrier &there = *(Barrier *)(block.memory() + barrier);
-  there.bytes += 8 << 1;
-  end_of_phase(there);
-  ++progress;
+  bytes_arrived((i64 *)(block.memory() + barrier), 8);
 }
 inline void cluster_arrive() {
   ++current->cluster_arrivals;
@@ -419,13 +433,13 @@ inline void run_pass(Block &block) {
     resume(thread);
     block.left -= thread.done;
   }
+  hooks.pass();
   memcpy(block.variables.data(), __start_shared_variables, VARIABLE_BYTES);
 }
 
 // Run clusters of blocks in the order of `order`, `at_a_time` of them concurrently. Return a detected fault, or null.
 template <typename P>
 const char *run_grid(const P *params, int grid_x, int grid_y, const int *order, int count, int at_a_time, int seed) {
-  constexpr int MAX_ROUNDS = 50000;  // without progress
   chance.seed(seed + 1);
   chance.discard(8);  // the first numbers of neighbouring seeds are similar
   params_of_launch<P> = params;
@@ -446,6 +460,7 @@ const char *run_grid(const P *params, int grid_x, int grid_y, const int *order, 
       block.delay = chance() % 2 ? chance() % 1024 : 0;
       block.is_late = rank > 0 && chance() % 2;
       for (int i = 0; i < NUM_THREADS; ++i) prepare<P>(block.threads[i], i);
+      hooks.start();
     }
   };
   // Late blocks start once another block waits for them or should have.
@@ -459,6 +474,7 @@ const char *run_grid(const P *params, int grid_x, int grid_y, const int *order, 
     for (const Block &block : cluster.blocks)
       if (block.left > 0) return false;
     for (Block &block : cluster.blocks) {
+      hooks.end();
       for (int i = 0; i < GUARD_BYTES; ++i)
         if (block.memory()[SHARED_BYTES + i] != (char)0xff) fault = "a block stores past its shared memory";
       post(block.sent);
