@@ -38,21 +38,6 @@ def logit_constants(softmax_scale: float, logits_softcap: float) -> tuple[float,
     return 2.0 * _LOG2E * softmax_scale / logits_softcap, logits_softcap * _LOG2E
 
 
-def check_attention_tensors(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    out: torch.Tensor,
-    options: AttentionOptions,
-    lse: torch.Tensor | None = None,
-) -> None:
-    """Raise ShapeError unless the tensors and options of a call over the paged cache match."""
-    check_paged_tensors(q, k_cache, v_cache, block_table, seq_lens, out, lse)
-    check_options(options, q.shape[1], k_cache.shape[2], k_cache.dtype, q.device)
-
-
 def check_paged_tensors(
     q: torch.Tensor,
     k_cache: torch.Tensor,

@@ -20,7 +20,7 @@ from graphrt.kernels.attention.call import AttentionCall
 from graphrt.kernels.attention.native import native_attention, native_unsupported_reason
 from graphrt.kernels.attention.options import FP8_DTYPES, AttentionOptions, check_options
 from graphrt.kernels.attention.plan import AttentionPlan
-from graphrt.kernels.attention.reference import reference_attention, reference_contiguous_attention
+from graphrt.kernels.attention.reference import reference_attention
 from graphrt.kernels.attention.workspace import AttentionWorkspace
 from graphrt.kernels.checks import check_tensor, check_unit_stride, once_per_geometry
 from graphrt.kernels.compile_spec import CompileSpec
@@ -131,19 +131,7 @@ def _attention_on_device(call: AttentionCall) -> None:
     _launch(call)
 
 
-def _attention_reference(call: AttentionCall) -> None:
-    q, query_len = call.q, call.plan.shape.query_len
-    query_starts = list(range(0, q.shape[0] + 1, query_len)) if call.starts is None else call.starts.tolist()
-    if call.seq_lens is None:
-        kv_starts = call.table.tolist()
-        reference_contiguous_attention(q, call.k, call.v, kv_starts, query_starts, call.out, call.options, call.lse)
-    else:
-        reference_attention(
-            q, call.k, call.v, call.table, call.seq_lens, query_starts, call.out, call.options, call.lse
-        )
-
-
-_attention = DeclaredOp("attention", AttentionCall, triton_impl=_attention_on_device, reference=_attention_reference)
+_attention = DeclaredOp("attention", AttentionCall, triton_impl=_attention_on_device, reference=reference_attention)
 
 
 def paged_attention(

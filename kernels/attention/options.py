@@ -50,6 +50,13 @@ class AttentionOptions:
         return self.sliding_window or self.attention_chunk_size
 
     @property
+    def reach(self) -> tuple[int, int]:
+        """Positions before and after its own that a token sees, without chunks; MAX_WINDOW: all."""
+        if self.causal:
+            return self.sliding_window - 1 if self.sliding_window else MAX_WINDOW, 0
+        return MAX_WINDOW, MAX_WINDOW
+
+    @property
     def scale_strides(self) -> tuple[int, int]:
         """Strides of `k_scale` and `v_scale` between KV heads; 0 if all heads share a scale, or without a scale."""
         k_stride, v_stride = (int(s is not None and s.shape[0] > 1) for s in (self.k_scale, self.v_scale))

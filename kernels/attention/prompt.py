@@ -8,17 +8,17 @@ import torch
 
 from graphrt.kernels.attention.arguments import (
     TRITON_DTYPES,
-    check_attention_tensors,
     check_contiguous_tensors,
+    check_paged_tensors,
     logit_constants,
 )
-from graphrt.kernels.attention.options import FP8_DTYPES, MAX_WINDOW, AttentionOptions
+from graphrt.kernels.attention.options import FP8_DTYPES, MAX_WINDOW, AttentionOptions, check_options
 from graphrt.kernels.attention.prompt_call import PromptCall
 from graphrt.kernels.attention.prompt_kernel import prompt_kernel
 from graphrt.kernels.attention.prompt_native import native_prompt, prompt_unsupported_reason
 from graphrt.kernels.attention.prompt_plan import PROMPT_HEAD_DIMS, PromptPlan
-from graphrt.kernels.attention.prompt_reference import prompt_reference
 from graphrt.kernels.attention.prompt_schedule import check_schedule
+from graphrt.kernels.attention.reference import reference_prompts
 from graphrt.kernels.checks import check_int, check_tensor, check_unit_stride
 from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import ShapeError, UnsupportedError
@@ -96,7 +96,7 @@ def _on_device(call: PromptCall) -> None:
     _launch(call)
 
 
-_prompt = DeclaredOp("prompt_attention", PromptCall, triton_impl=_on_device, reference=prompt_reference)
+_prompt = DeclaredOp("prompt_attention", PromptCall, triton_impl=_on_device, reference=reference_prompts)
 
 
 def prompt_attention(
@@ -151,7 +151,8 @@ def prompt_attention(
     else:
         check_tensor("block_table", block_table, shape=(plan.num_reqs, None), dtype=torch.int32, device=q.device)
         check_unit_stride("block_table", block_table)
-        check_attention_tensors(q, k, v, block_table[:1], one, out, options, lse)
+        check_paged_tensors(q, k, v, block_table[:1], one, out, lse)
+        check_options(options, q.shape[1], k.shape[2], k.dtype, q.device)
     heads = (plan.num_tokens, plan.num_q_heads, plan.head_dim)
     if q.shape != heads or k.shape[-2] != plan.num_kv_heads:
         raise ShapeError(
@@ -172,12 +173,10 @@ def prompt_attention(
 
 def _reach(options: AttentionOptions, window: tuple[int, int] | None) -> tuple[int, int]:
     """Return how many positions before and after its own a token sees; MAX_WINDOW: all."""
-    if options.causal:
-        if window is not None:
-            raise ShapeError(f"window: expected None with causal, got {window!r}; use options.sliding_window")
-        return options.sliding_window - 1 if options.sliding_window else MAX_WINDOW, 0
     if window is None:
-        return MAX_WINDOW, MAX_WINDOW
+        return options.reach
+    if options.causal:
+        raise ShapeError(f"window: expected None with causal, got {window!r}; use options.sliding_window")
     if not (isinstance(window, tuple) and len(window) == 2):
         raise ShapeError(f"window: expected (left, right) or None, got {window!r}; pass two ints")
     for side in window:

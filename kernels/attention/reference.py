@@ -3,127 +3,160 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
-from graphrt.kernels.attention.arguments import check_attention_tensors, check_contiguous_tensors
-from graphrt.kernels.attention.options import FP8_DTYPES, AttentionOptions
+from graphrt.kernels.attention.arguments import check_contiguous_tensors, check_paged_tensors
+from graphrt.kernels.attention.call import AttentionCall
+from graphrt.kernels.attention.options import FP8_DTYPES, MAX_WINDOW, AttentionOptions, check_options
+from graphrt.kernels.attention.prompt_call import PromptCall
+from graphrt.kernels.attention.prompt_plan import Q_TILE_WORDS
 from graphrt.kernels.checks import check_tensor, check_unit_stride
 from graphrt.kernels.op_declaration import DeclaredOp, Written
 
-
-def reference_attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_starts: Sequence[int],
-    out: torch.Tensor,
-    options: AttentionOptions,
-    lse: torch.Tensor | None = None,
-) -> None:
-    """Attend over the paged cache. `query_starts` are host values; tokens from the last one on are padding."""
-    page_size = k_cache.shape[1]
-    for req, seq_len in enumerate(seq_lens.tolist()):
-        start, end = query_starts[req], query_starts[req + 1]
-        if start == end:
-            continue
-        # Positions before the first one seen are not read: their pages may belong to another request by now.
-        first_seen = _first_seen(end - start, seq_len, options)
-        first_page = first_seen // page_size
-        pages = block_table[req, first_page : -(-seq_len // page_size)]
-        base = first_page * page_size
-        keys, values = (
-            cache.index_select(0, pages).flatten(0, 1)[first_seen - base : seq_len - base]
-            for cache in (k_cache, v_cache)
-        )
-        _attend_req(q, keys, values, start, end, seq_len, out, options, lse)
-    _write_padding(query_starts[-1], out, lse)
+_Tensors = tuple[torch.Tensor, torch.Tensor]
+_KeysAndValues = Callable[[int, int, int], _Tensors]
+"""Returns keys and values [positions, num_kv_heads, *] of a request, from one position to another."""
 
 
-def reference_contiguous_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    kv_starts: Sequence[int],
-    query_starts: Sequence[int],
-    out: torch.Tensor,
-    options: AttentionOptions,
-    lse: torch.Tensor | None = None,
-) -> None:
-    """Attend to packed keys and values [kv_tokens, num_kv_heads, *]; otherwise as `reference_attention`."""
-    for req in range(len(query_starts) - 1):
-        start, end = query_starts[req], query_starts[req + 1]
-        kv_end = kv_starts[req + 1]
-        seq_len = kv_end - kv_starts[req]
-        kv_begin = kv_starts[req] + _first_seen(end - start, seq_len, options)
-        _attend_req(q, k[kv_begin:kv_end], v[kv_begin:kv_end], start, end, seq_len, out, options, lse)
-    _write_padding(query_starts[-1], out, lse)
+@dataclass(frozen=True, slots=True)
+class _ReferenceCall:
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    table: torch.Tensor
+    seq_lens: torch.Tensor
+    starts: torch.Tensor
+    out: Written
+    lse: Written | None
+    options: AttentionOptions
 
 
-def _attend_packed(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    starts: Sequence[int],
-    out: torch.Tensor,
-    options: AttentionOptions,
-    window: int,
-    lse: torch.Tensor | None,
-) -> None:
+@dataclass(frozen=True, slots=True)
+class _EncoderCall:
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    starts: torch.Tensor
+    out: Written
+    lse: Written | None
+    window: int
+    options: AttentionOptions
+
+
+_Call = AttentionCall | PromptCall | _ReferenceCall | _EncoderCall
+
+
+def reference_attention(call: AttentionCall | _ReferenceCall) -> None:
+    """Attend over the paged cache or over contiguous K and V, with lengths read on the host."""
+    if call.starts is not None:
+        starts = call.starts.tolist()
+    else:
+        assert isinstance(call, AttentionCall)
+        starts = list(range(0, call.q.shape[0] + 1, call.plan.shape.query_len))
+    if call.seq_lens is None:
+        kv_starts = call.table.tolist()
+        seq_lens = [end - begin for begin, end in itertools.pairwise(kv_starts)]
+        keys_and_values = _packed(call.k, call.v, kv_starts)
+    else:
+        seq_lens = call.seq_lens.tolist()
+        keys_and_values = _paged(call.k, call.v, call.table)
+    _attend(call, zip(starts, starts[1:], seq_lens, strict=False), keys_and_values, *call.options.reach)
+    _write_padding(call, starts[-1])
+
+
+def reference_encoder(call: _EncoderCall) -> None:
     """Attend from each packed request to itself, at distances below `window`; 0: all."""
-    for start, end in itertools.pairwise(starts):
-        at = torch.arange(end - start, device=q.device)
-        near = (at[:, None] - at).abs() < window if window else None
-        _attend_req(q, k[start:end], v[start:end], start, end, end - start, out, options, lse, near)
-    _write_padding(starts[-1], out, lse)
+    starts, reach = call.starts.tolist(), call.window - 1 if call.window else MAX_WINDOW
+    reqs = ((start, end, end - start) for start, end in itertools.pairwise(starts))
+    _attend(call, reqs, _packed(call.k, call.v, starts), reach, reach)
+    _write_padding(call, starts[-1])
 
 
-def _first_seen(query_len: int, seq_len: int, options: AttentionOptions) -> int:
-    """Return the first position that any new token of the request sees, which is that of its first token."""
-    position = max(0, seq_len - query_len)
-    if options.attention_chunk_size:
-        return position // options.attention_chunk_size * options.attention_chunk_size
-    return max(0, seq_len - query_len + 1 - options.sliding_window) if options.sliding_window else 0
+def reference_prompts(call: PromptCall) -> None:
+    """Attend from the requests in the schedule of `schedule_prompt`."""
+    q_tiles = call.schedule.view(-1)[Q_TILE_WORDS : Q_TILE_WORDS * (1 + int(call.schedule[0]))].view(-1, Q_TILE_WORDS)
+    reqs: dict[int, list[int]] = {req: words for req, _, *words in q_tiles[:, :6].tolist()}
+    first_token, *_ = reqs.pop(-1, [call.plan.num_tokens])
+    if call.block_table is None:
+        keys_and_values = _packed(call.k, call.v, [words[3] for words in reqs.values()])
+    else:
+        keys_and_values = _paged(call.k, call.v, call.block_table[list(reqs)])
+    spans = ((start, start + query_len, seq_len) for start, query_len, seq_len, _ in reqs.values())
+    _attend(call, spans, keys_and_values, call.left, call.right)
+    _write_padding(call, first_token)
 
 
-def _write_padding(start: int, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-    out[start:].zero_()
-    if lse is not None:
-        lse[start:].fill_(float("-inf"))
+def _paged(k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor) -> _KeysAndValues:
+    page_size = k_cache.shape[1]
+
+    def gather(req: int, begin: int, end: int) -> _Tensors:
+        pages = block_table[req, begin // page_size : -(-end // page_size)]
+        base = begin // page_size * page_size
+        keys, values = (
+            cache.index_select(0, pages).flatten(0, 1)[begin - base : end - base] for cache in (k_cache, v_cache)
+        )
+        return keys, values
+
+    return gather
+
+
+def _packed(k: torch.Tensor, v: torch.Tensor, kv_starts: list[int]) -> _KeysAndValues:
+    def cut(req: int, begin: int, end: int) -> _Tensors:
+        part = slice(kv_starts[req] + begin, kv_starts[req] + end)
+        return k[part], v[part]
+
+    return cut
+
+
+def _attend(
+    call: _Call, reqs: Iterable[tuple[int, int, int]], keys_and_values: _KeysAndValues, left: int, right: int
+) -> None:
+    """Attend with the tokens start to end of each request, given with its seq_len."""
+    chunk = call.options.attention_chunk_size
+    for req, (start, end, seq_len) in enumerate(reqs):
+        if start < end:
+            # Positions before the first one seen are not read: their pages may belong to another request by now.
+            position = seq_len - end + start
+            first_seen = max(0, position) // chunk * chunk if chunk else max(0, position - left)
+            keys, values = keys_and_values(req, first_seen, seq_len)
+            _attend_req(call, keys, values, start, end, seq_len, left, right)
+
+
+def _write_padding(call: _Call, start: int) -> None:
+    call.out[start:].zero_()
+    if call.lse is not None:
+        call.lse[start:].fill_(float("-inf"))
 
 
 def _attend_req(
-    q: torch.Tensor,
+    call: _Call,
     keys: torch.Tensor,
     values: torch.Tensor,
     start: int,
     end: int,
     seq_len: int,
-    out: torch.Tensor,
-    options: AttentionOptions,
-    lse: torch.Tensor | None,
-    near: torch.Tensor | None = None,
+    left: int,
+    right: int,
 ) -> None:
     """Compute tokens start to end of out and lse. `keys` and `values` [positions, num_kv_heads, *] end at seq_len.
 
-    near   [tokens, positions]  the positions that a token sees, without options.causal; None: all
+    left, right   a token at position p sees positions p - left to p + right
     """
-    # With causal attention tokens before position 0 see no key. Otherwise all tokens see keys, or none do.
-    blind = end - start if seq_len == 0 else max(0, end - start - seq_len) if options.causal else 0
+    out, lse, options = call.out, call.lse, call.options
+    # The first tokens may see no key: they are before position 0 by more than `right`.
+    blind = end - start if seq_len == 0 else max(0, end - start - seq_len - right)
     out[start : start + blind].zero_()
     if lse is not None:
         lse[start : start + blind] = float("-inf") if options.sinks is None else options.sinks
     start += blind
     if start == end:
         return
-    dtype = q.dtype
     # A copy: matrix products may round by the alignment of their operands, and so by the request's position in q.
-    q = q[start:end].clone()
+    q = call.q[start:end].clone()
     keys, values = keys.transpose(0, 1), values.transpose(0, 1)
     if keys.dtype in FP8_DTYPES:
         q = q.float()
@@ -134,14 +167,28 @@ def _attend_req(
     by_head = q.reshape(query_len, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
     queries = by_head.reshape(num_kv_heads, -1, head_dim)
     num_queries_per_kv = num_q_heads // num_kv_heads
-    mask = _mask(query_len, seq_len, keys.shape[1], q.device, options) if near is None else near
+    tokens = torch.arange(seq_len - query_len, seq_len, device=q.device)[:, None]
+    mask = None
+    if query_len > 1 and min(left, right) < MAX_WINDOW:
+        distance = _distance(tokens, keys)
+        mask = (distance <= left) & (distance >= -right)
+        if options.attention_chunk_size:
+            mask &= distance <= tokens % options.attention_chunk_size
     if lse is None and not _needs_logits(options):
         mask = None if mask is None else mask.repeat(num_queries_per_kv, 1)
         scale = options.softmax_scale
         result = F.scaled_dot_product_attention(queries[None], keys[None], values[None], mask, scale=scale)[0]
     else:
         logits = (queries.float() @ keys.float().transpose(1, 2)).unflatten(1, (num_queries_per_kv, query_len))
-        _finish_logits(logits, mask, seq_len, options)
+        logits *= options.softmax_scale
+        if options.logits_softcap:
+            logits.div_(options.logits_softcap).tanh_().mul_(options.logits_softcap)
+        if options.alibi_slopes is not None:
+            distance = _distance(tokens, keys).abs().float()
+            slopes = options.alibi_slopes.view(num_kv_heads, num_queries_per_kv, 1, 1)
+            logits -= slopes * (distance.sqrt() if options.alibi_sqrt else distance)
+        if mask is not None:
+            logits.masked_fill_(~mask, float("-inf"))
         # Subtract the largest logit first: exp(logits - lse) would carry the rounding error of a large lse.
         top = logits.amax(-1, keepdim=True)
         if options.sinks is not None:
@@ -155,7 +202,7 @@ def _attend_req(
         if lse is not None:
             lse[start:end] = (top + total.log()).flatten(0, 1).squeeze(-1).t()
     by_token = result.reshape(num_kv_heads, num_queries_per_kv, query_len, -1).permute(2, 0, 1, 3)
-    out[start:end] = by_token.flatten(1, 2).to(dtype)
+    out[start:end] = by_token.flatten(1, 2).to(out.dtype)
 
 
 def _needs_logits(options: AttentionOptions) -> bool:
@@ -168,69 +215,16 @@ def _dequantised(stored: torch.Tensor, scale: torch.Tensor | None) -> torch.Tens
     return stored.float() if scale is None else stored.float() * scale[:, None, None]
 
 
-def _mask(
-    query_len: int, seq_len: int, num_positions: int, device: torch.device, options: AttentionOptions
-) -> torch.Tensor | None:
-    """Return which of the last `num_positions` positions each token sees [query_len, num_positions]; None: all."""
-    if query_len == 1 or not options.causal:
-        return None
-    distance = _distance(query_len, seq_len, num_positions, device)
-    mask = distance >= 0
-    if options.sliding_window:
-        mask &= distance < options.sliding_window
-    if options.attention_chunk_size:
-        at = torch.arange(seq_len - query_len, seq_len, device=device)[:, None]
-        mask &= distance <= at % options.attention_chunk_size
-    return mask
+def _distance(tokens: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Return the position of each token [query_len, 1] minus that of each of the last keys [query_len, positions]."""
+    return tokens - tokens[-1] + torch.arange(keys.shape[1] - 1, -1, -1, device=keys.device)
 
 
-def _distance(query_len: int, seq_len: int, num_positions: int, device: torch.device) -> torch.Tensor:
-    """Return the position of each token minus that of each key [query_len, num_positions]."""
-    positions = torch.arange(seq_len - num_positions, seq_len, device=device)
-    return torch.arange(seq_len - query_len, seq_len, device=device)[:, None] - positions
-
-
-def _finish_logits(logits: torch.Tensor, mask: torch.Tensor | None, seq_len: int, options: AttentionOptions) -> None:
-    """Turn q . k [num_kv_heads, num_queries_per_kv, query_len, positions] into logits in place."""
-    num_kv_heads, num_queries_per_kv, query_len, num_positions = logits.shape
-    logits *= options.softmax_scale
-    if options.logits_softcap:
-        logits.div_(options.logits_softcap).tanh_().mul_(options.logits_softcap)
-    if options.alibi_slopes is not None:
-        distance = _distance(query_len, seq_len, num_positions, logits.device).abs().float()
-        slopes = options.alibi_slopes.view(num_kv_heads, num_queries_per_kv, 1, 1)
-        logits -= slopes * (distance.sqrt() if options.alibi_sqrt else distance)
-    if mask is not None:
-        logits.masked_fill_(~mask, float("-inf"))
-
-
-@dataclass(frozen=True, slots=True)
-class _ReferenceCall:
-    q: torch.Tensor
-    k_cache: torch.Tensor
-    v_cache: torch.Tensor
-    block_table: torch.Tensor
-    seq_lens: torch.Tensor
-    query_start_loc: torch.Tensor
-    out: Written
-    lse: Written | None
-    options: AttentionOptions
-
-
-def _run_reference(call: _ReferenceCall) -> None:
-    query_starts = call.query_start_loc.tolist()
-    reference_attention(
-        call.q, call.k_cache, call.v_cache, call.block_table, call.seq_lens, query_starts, call.out, call.options,
-        call.lse,
-    )  # fmt: skip
-
-
+# Plain torch on every device.
 _reference = DeclaredOp(
-    "attention_reference",
-    _ReferenceCall,
-    triton_impl=_run_reference,  # plain torch on every device
-    reference=_run_reference,
+    "attention_reference", _ReferenceCall, triton_impl=reference_attention, reference=reference_attention
 )
+_encoder = DeclaredOp("encoder_reference", _EncoderCall, triton_impl=reference_encoder, reference=reference_encoder)
 
 
 def attention_reference(
@@ -260,35 +254,11 @@ def attention_reference(
 
     Raises: ShapeError.
     """
-    check_attention_tensors(q, k_cache, v_cache, block_table, seq_lens, out, options, lse)
+    check_paged_tensors(q, k_cache, v_cache, block_table, seq_lens, out, lse)
+    check_options(options, q.shape[1], k_cache.shape[2], k_cache.dtype, q.device)
     check_tensor("query_start_loc", query_start_loc, shape=(seq_lens.shape[0] + 1,), dtype=torch.int32, device=q.device)
     check_unit_stride("query_start_loc", query_start_loc)
     _reference(_ReferenceCall(q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse, options))
-
-
-@dataclass(frozen=True, slots=True)
-class _EncoderCall:
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    query_start_loc: torch.Tensor
-    out: Written
-    lse: Written | None
-    window: int
-    options: AttentionOptions
-
-
-def _run_encoder(call: _EncoderCall) -> None:
-    starts = call.query_start_loc.tolist()
-    _attend_packed(call.q, call.k, call.v, starts, call.out, call.options, call.window, call.lse)
-
-
-_encoder = DeclaredOp(
-    "encoder_reference",
-    _EncoderCall,
-    triton_impl=_run_encoder,  # plain torch on every device
-    reference=_run_encoder,
-)
 
 
 def encoder_reference(

@@ -31,7 +31,6 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt_native, "launch", native_emulation.emulated_launch)
     monkeypatch.setattr(prompt_native, "encode_map", native_emulation.emulated_map)
     monkeypatch.setattr(native_emulation, "launches", itertools.count())
-    monkeypatch.setattr(prompt, "prompt_reference", None)
     monkeypatch.setattr(prompt, "_prompt", prompt_native.native_prompt)
 
 
