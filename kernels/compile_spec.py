@@ -42,3 +42,13 @@ class CompileSpec:
         if name in self.constexprs:
             return "constexpr"
         return self.signature.get(name, "*i32" if name.endswith("_ptr") else "i32")
+
+
+def signature_of(
+    kernel: Any, constexprs: Mapping[str, object], types: Mapping[str, str], pointer: str = "*fp32"
+) -> dict[str, str]:
+    """Return the signature of a kernel: `types` by argument; other pointers are `pointer`, other arguments i32."""
+    return {
+        name: "constexpr" if name in constexprs else types.get(name, pointer if name.endswith("_ptr") else "i32")
+        for name in kernel.arg_names
+    }

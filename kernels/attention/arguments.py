@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
 from graphrt.kernels.attention.options import FP8_DTYPES, AttentionOptions, check_options
 from graphrt.kernels.checks import check_no_overlap, check_not_empty, check_tensor, check_unit_stride
+from graphrt.kernels.compile_spec import signature_of
 from graphrt.kernels.errors import ShapeError, UnsupportedError
 
 ATTENTION_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -125,3 +127,16 @@ def check_triton_head_dim(name: str, head_dim: int) -> None:
             f"{name}: expected a head size from 1 to {MAX_HEAD_DIM}, got {head_dim}; "
             "choose the backend 'torch_reference'"
         )
+
+
+def compiled_signature(
+    kernel: Any, dtype: torch.dtype, kv_dtype: torch.dtype, constexprs: dict[str, object], *, options: bool
+) -> dict[str, str]:
+    """Return the signature of an attention kernel. Without `options`, `constexprs` gets their pointers as None."""
+    if not options:
+        constexprs |= dict.fromkeys(("lse_ptr", "k_scale_ptr", "v_scale_ptr", "slopes_ptr", "sinks_ptr"))
+    types = dict.fromkeys(("q_ptr", "out_ptr"), f"*{TRITON_DTYPES[dtype]}")
+    types |= dict.fromkeys(("k_ptr", "v_ptr"), f"*{TRITON_DTYPES[kv_dtype]}")
+    types |= dict.fromkeys(("block_table_ptr", "work_list_ptr", "schedule_ptr", "counters_ptr"), "*i32")
+    types |= dict.fromkeys(("logit_factor", "logit_cap"), "fp32")
+    return signature_of(kernel, constexprs, types)

@@ -5,7 +5,7 @@ Splitting the keys and merging by log-sum-exp: Juravsky et al. 2024 (Hydragen), 
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -13,9 +13,9 @@ import triton.language as tl
 
 from graphrt.kernels.attention.arguments import ATTENTION_DTYPES, TRITON_DTYPES
 from graphrt.kernels.checks import check_no_overlap, check_tensor, check_unit_stride
-from graphrt.kernels.compile_spec import CompileSpec
+from graphrt.kernels.compile_spec import CompileSpec, signature_of
 from graphrt.kernels.errors import UnsupportedError
-from graphrt.kernels.library import define_op
+from graphrt.kernels.op_declaration import DeclaredOp, Written
 from graphrt.kernels.sizes import ceil_div, next_power_of_two
 
 _MAX_HEAD_DIM = 1024
@@ -83,14 +83,18 @@ def _merge_attention_kernel(
         tl.store(lse_ptr + token * stride_lse_token + heads * stride_lse_head, lse, mask=in_heads)
 
 
-def _merge_attention_triton(
-    out_a: torch.Tensor,
-    lse_a: torch.Tensor,
-    out_b: torch.Tensor,
-    lse_b: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-) -> None:
+@dataclass(frozen=True, slots=True)
+class _MergeCall:
+    out_a: torch.Tensor
+    lse_a: torch.Tensor
+    out_b: torch.Tensor
+    lse_b: torch.Tensor
+    out: Written
+    lse: Written | None
+
+
+def _merge_attention_triton(call: _MergeCall) -> None:
+    out_a, lse_a, out_b, lse_b, out, lse = call.out_a, call.lse_a, call.out_b, call.lse_b, call.out, call.lse
     tokens, heads, head_dim = out.shape
     if out.numel() == 0:
         return
@@ -121,22 +125,15 @@ def _blocks(heads: int, head_dim: int) -> tuple[int, int]:
     return min(next_power_of_two(heads), max(1, _TILE_ELEMENTS // block_d)), block_d
 
 
-def merge_attention_reference(
-    out_a: torch.Tensor,
-    lse_a: torch.Tensor,
-    out_b: torch.Tensor,
-    lse_b: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-) -> None:
-    """Run `graphrt::merge_attention` in plain torch; see `merge_attention` for the arguments."""
+def _merge_attention_reference(call: _MergeCall) -> None:
+    lse_a, lse_b, out, lse = call.lse_a, call.lse_b, call.out, call.lse
     top = torch.maximum(lse_a, lse_b)
     top = torch.where(top == float("-inf"), 0.0, top)
     weights = torch.stack((lse_a - top, lse_b - top)).exp()
     total = weights.sum(0)
     weights /= torch.where(total == 0.0, 1.0, total)
     merged = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
-    for side, side_lse, weight in ((out_a, lse_a, weights[0]), (out_b, lse_b, weights[1])):
+    for side, side_lse, weight in ((call.out_a, lse_a, weights[0]), (call.out_b, lse_b, weights[1])):
         nothing = (side_lse == float("-inf"))[..., None]
         merged += torch.where(nothing, 0.0, side.float() * weight[..., None])
     out.copy_(merged)
@@ -144,10 +141,8 @@ def merge_attention_reference(
         lse.copy_(top + total.log())
 
 
-_op: Any = define_op(
-    "merge_attention(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, Tensor(a!) out, Tensor(b!)? lse) -> ()",
-    triton_impl=_merge_attention_triton,
-    reference=merge_attention_reference,
+_merge = DeclaredOp(
+    "merge_attention", _MergeCall, triton_impl=_merge_attention_triton, reference=_merge_attention_reference
 )
 
 
@@ -188,7 +183,7 @@ def merge_attention(
         raise UnsupportedError(
             f"out: expected a head_dim from 1 to {_MAX_HEAD_DIM}, got {out.shape[2]}; move heads to their own dimension"
         )
-    _op(out_a, lse_a, out_b, lse_b, out, lse)
+    _merge(_MergeCall(out_a, lse_a, out_b, lse_b, out, lse))
 
 
 def compile_variants() -> list[CompileSpec]:
@@ -208,15 +203,9 @@ def compile_variants() -> list[CompileSpec]:
         constexprs: dict[str, object] = {"BLOCK_H": block_h, "BLOCK_D": block_d}
         if not with_lse:
             constexprs["lse_ptr"] = None
-        pointers = {"out_a_ptr": dtype, "out_b_ptr": dtype, "out_ptr": out_dtype}
-        signature = {}
-        for argument in _merge_attention_kernel.arg_names:
-            if argument in constexprs:
-                signature[argument] = "constexpr"
-            elif argument.endswith("_ptr"):
-                signature[argument] = f"*{TRITON_DTYPES[pointers.get(argument, fp32)]}"
-            else:
-                signature[argument] = "i32"
+        types = dict.fromkeys(("out_a_ptr", "out_b_ptr"), f"*{TRITON_DTYPES[dtype]}")
+        types["out_ptr"] = f"*{TRITON_DTYPES[out_dtype]}"
+        signature = signature_of(_merge_attention_kernel, constexprs, types)
         divisible = tuple(a for a in signature if a.startswith(("out_", "lse_", "head_dim", "stride_out")))
         divisible = tuple(a for a in divisible if a not in constexprs)
         specs.append(

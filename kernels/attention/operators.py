@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import torch
 
 from graphrt.kernels.attention.arguments import (
-    TRITON_DTYPES,
     check_contiguous_tensors,
     check_paged_tensors,
     check_query_starts,
+    compiled_signature,
     logit_constants,
 )
 from graphrt.kernels.attention.attend import attend_kernel
@@ -370,23 +370,7 @@ def compile_variants() -> list[CompileSpec]:
             "STRIDE_UNIT": _stride_unit(sizes, sizes),
             "LAUNCH_PDL": False,
         }
-        pointers = {"q_ptr": dtype, "out_ptr": dtype, "k_ptr": kv_dtype, "v_ptr": kv_dtype}
-        integers = ("block_table_ptr", "work_list_ptr", "counters_ptr")
-        optional = ("lse_ptr", "k_scale_ptr", "v_scale_ptr", "slopes_ptr", "sinks_ptr")
-        signature = {}
-        for argument in attend_kernel.arg_names:
-            if argument in optional and not options:
-                constexprs[argument] = None
-            if argument in constexprs:
-                signature[argument] = "constexpr"
-            elif argument in pointers:
-                signature[argument] = f"*{TRITON_DTYPES[pointers[argument]]}"
-            elif argument in integers:
-                signature[argument] = "*i32"
-            elif argument.endswith("_ptr"):
-                signature[argument] = "*fp32"
-            else:
-                signature[argument] = "fp32" if argument.startswith("logit_") else "i32"
+        signature = compiled_signature(attend_kernel, dtype, kv_dtype, constexprs, options=bool(options))
         aligned = "stride_" if math.gcd(*sizes) % 16 == 0 else "stride_table"
         divisible = tuple(a for a in signature if a.endswith("_ptr") or a.startswith(aligned))
         specs.append(

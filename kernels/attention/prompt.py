@@ -7,9 +7,9 @@ import warnings
 import torch
 
 from graphrt.kernels.attention.arguments import (
-    TRITON_DTYPES,
     check_contiguous_tensors,
     check_paged_tensors,
+    compiled_signature,
     logit_constants,
 )
 from graphrt.kernels.attention.options import FP8_DTYPES, MAX_WINDOW, AttentionOptions, check_options
@@ -214,22 +214,7 @@ def compile_variants() -> list[CompileSpec]:
             "PAGE_SIZE": page_size or 1,
             "PAGED": page_size > 0,
         }
-        pointers = {"q_ptr": dtype, "out_ptr": dtype, "k_ptr": kv_dtype, "v_ptr": kv_dtype}
-        optional = ("lse_ptr", "k_scale_ptr", "v_scale_ptr", "slopes_ptr", "sinks_ptr")
-        signature = {}
-        for argument in prompt_kernel.arg_names:
-            if argument in optional and not every:
-                constexprs[argument] = None
-            if argument in constexprs:
-                signature[argument] = "constexpr"
-            elif argument in pointers:
-                signature[argument] = f"*{TRITON_DTYPES[pointers[argument]]}"
-            elif argument in ("block_table_ptr", "schedule_ptr"):
-                signature[argument] = "*i32"
-            elif argument.endswith("_ptr"):
-                signature[argument] = "*fp32"
-            else:
-                signature[argument] = "fp32" if argument.startswith("logit_") else "i32"
+        signature = compiled_signature(prompt_kernel, dtype, kv_dtype, constexprs, options=every)
         divisible = tuple(a for a in signature if a.endswith("_ptr") or a.startswith("stride_"))
         specs.append(
             CompileSpec(

@@ -1,34 +1,44 @@
-"""Reference of `write_kv` in PyTorch."""
+"""The arguments of `write_kv`, and its reference in PyTorch."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
+from graphrt.kernels.op_declaration import Written
 
-def write_kv_reference(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin: torch.Tensor | None,
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
-    norm_eps: float,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-) -> None:
-    """Reference of `graphrt::write_kv`; see `write_kv` for the arguments."""
-    table = None if cos_sin is None else cos_sin[positions]
-    if table is not None or q_norm is not None:
-        q.copy_(_norm_and_rotate(q, q_norm, table, norm_eps))
-    k = _norm_and_rotate(k, k_norm, table, norm_eps)
-    stored = slot_mapping >= 0
-    pages, offsets = slot_mapping // k_cache.shape[1], slot_mapping % k_cache.shape[1]
-    k_cache[pages[stored], offsets[stored]] = _as_stored(k[stored], k_scale, k_cache.dtype)
-    v_cache[pages[stored], offsets[stored]] = _as_stored(v[stored], v_scale, v_cache.dtype)
+
+@dataclass(frozen=True, slots=True)
+class WriteKVCall:
+    """One call; see `write_kv` for the tensors."""
+
+    q: Written
+    k: torch.Tensor
+    v: torch.Tensor
+    k_cache: Written
+    v_cache: Written
+    slot_mapping: torch.Tensor
+    positions: torch.Tensor
+    cos_sin: torch.Tensor | None
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    norm_eps: float
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+
+
+def write_kv_reference(call: WriteKVCall) -> None:
+    """Reference of `graphrt::write_kv`."""
+    k_cache, v_cache, slots = call.k_cache, call.v_cache, call.slot_mapping
+    table = None if call.cos_sin is None else call.cos_sin[call.positions]
+    if table is not None or call.q_norm is not None:
+        call.q.copy_(_norm_and_rotate(call.q, call.q_norm, table, call.norm_eps))
+    k = _norm_and_rotate(call.k, call.k_norm, table, call.norm_eps)
+    stored = slots >= 0
+    pages, offsets = slots // k_cache.shape[1], slots % k_cache.shape[1]
+    k_cache[pages[stored], offsets[stored]] = _as_stored(k[stored], call.k_scale, k_cache.dtype)
+    v_cache[pages[stored], offsets[stored]] = _as_stored(call.v[stored], call.v_scale, v_cache.dtype)
 
 
 def _as_stored(x: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:

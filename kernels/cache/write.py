@@ -14,12 +14,12 @@ import triton.language as tl
 
 from graphrt.kernels.attention.arguments import KV_DTYPES
 from graphrt.kernels.attention.options import FP8_DTYPES
-from graphrt.kernels.cache.reference import write_kv_reference
+from graphrt.kernels.cache.reference import WriteKVCall, write_kv_reference
 from graphrt.kernels.checks import check_no_overlap, check_not_empty, check_tensor, check_unit_stride, once_per_geometry
-from graphrt.kernels.compile_spec import CompileSpec
+from graphrt.kernels.compile_spec import CompileSpec, signature_of
 from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.launcher import KernelLauncher
-from graphrt.kernels.library import define_op
+from graphrt.kernels.op_declaration import DeclaredOp
 from graphrt.kernels.sizes import next_power_of_two
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -207,63 +207,35 @@ def _write_kv_kernel(
 _launch = KernelLauncher(_write_kv_kernel)
 
 
-@dataclass(frozen=True, slots=True)
-class _Tiling:
-    """Heads per program, and the block sizes of a V head and of the pieces of a Q or K head."""
-
-    block_h: int
-    block_v: int
-    block_half: int
-    block_rest: int
-
-    @classmethod
-    def choose(cls, num_heads: int, head_dim: int, v_head_dim: int, rotary_dim: int) -> _Tiling:
-        widest = next_power_of_two(max(head_dim, v_head_dim))
-        block_h = min(next_power_of_two(num_heads), max(1, _TILE_ELEMENTS // widest))
-        half, rest = rotary_dim // 2, head_dim - rotary_dim
-        block_v = next_power_of_two(v_head_dim)
-        return cls(block_h, block_v, next_power_of_two(max(half, 1)), next_power_of_two(max(rest, 1)))
-
-    def constexprs(self) -> dict[str, int]:
-        return {
-            "BLOCK_H": self.block_h,
-            "BLOCK_V": self.block_v,
-            "BLOCK_HALF": self.block_half,
-            "BLOCK_REST": self.block_rest,
-        }
+def _tiling(num_heads: int, head_dim: int, v_head_dim: int, rotary_dim: int) -> dict[str, int]:
+    """Return heads per program, and the block sizes of a V head and of the pieces of a Q or K head."""
+    widest = next_power_of_two(max(head_dim, v_head_dim))
+    return {
+        "BLOCK_H": min(next_power_of_two(num_heads), max(1, _TILE_ELEMENTS // widest)),
+        "BLOCK_V": next_power_of_two(v_head_dim),
+        "BLOCK_HALF": next_power_of_two(max(rotary_dim // 2, 1)),
+        "BLOCK_REST": next_power_of_two(max(head_dim - rotary_dim, 1)),
+    }
 
 
-def _write_kv_triton(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin: torch.Tensor | None,
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
-    norm_eps: float,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-) -> None:
+def _write_kv_triton(call: WriteKVCall) -> None:
+    q, k, v, k_cache, v_cache, cos_sin = call.q, call.k, call.v, call.k_cache, call.v_cache, call.cos_sin
     tokens, num_q_heads, head_dim = q.shape
     num_kv_heads, page_size, v_head_dim = k.shape[1], k_cache.shape[1], v.shape[2]
     if tokens == 0:
         return
     rotary_dim = 0 if cos_sin is None else cos_sin.shape[1]
-    tiling = _Tiling.choose(max(num_q_heads, num_kv_heads), head_dim, v_head_dim, rotary_dim)
-    changes_q = cos_sin is not None or q_norm is not None
-    num_q_blocks = -(-num_q_heads // tiling.block_h) if changes_q else 0
-    grid = (tokens, num_q_blocks + -(-num_kv_heads // tiling.block_h))
+    tiling = _tiling(max(num_q_heads, num_kv_heads), head_dim, v_head_dim, rotary_dim)
+    changes_q = cos_sin is not None or call.q_norm is not None
+    num_q_blocks = -(-num_q_heads // tiling["BLOCK_H"]) if changes_q else 0
+    grid = (tokens, num_q_blocks + -(-num_kv_heads // tiling["BLOCK_H"]))
     _launch(
-        grid, q, k, v, k_cache, v_cache, slot_mapping, positions, cos_sin, q_norm, k_norm, k_scale, v_scale,
-        norm_eps, num_q_heads, num_kv_heads, num_q_blocks, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
-        v.stride(0), v.stride(1), *k_cache.stride()[:3], *v_cache.stride()[:3],
-        0 if cos_sin is None else cos_sin.stride(0), _scale_stride(k_scale), _scale_stride(v_scale),
+        grid, q, k, v, k_cache, v_cache, call.slot_mapping, call.positions, cos_sin, call.q_norm, call.k_norm,
+        call.k_scale, call.v_scale, call.norm_eps, num_q_heads, num_kv_heads, num_q_blocks, *q.stride()[:2],
+        *k.stride()[:2], *v.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
+        0 if cos_sin is None else cos_sin.stride(0), _scale_stride(call.k_scale), _scale_stride(call.v_scale),
         PAGE_SIZE=page_size, HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim, HALF=rotary_dim // 2,
-        HAS_Q_NORM=q_norm is not None, HAS_K_NORM=k_norm is not None, **tiling.constexprs(), num_warps=_NUM_WARPS,
+        HAS_Q_NORM=call.q_norm is not None, HAS_K_NORM=call.k_norm is not None, **tiling, num_warps=_NUM_WARPS,
     )  # fmt: skip
 
 
@@ -271,13 +243,7 @@ def _scale_stride(scale: torch.Tensor | None) -> int:
     return 0 if scale is None or scale.shape[0] == 1 else 1
 
 
-_op = define_op(
-    "write_kv(Tensor(a!) q, Tensor k, Tensor v, Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor slot_mapping, "
-    "Tensor positions, Tensor? cos_sin, Tensor? q_norm, Tensor? k_norm, float norm_eps, "
-    "Tensor? k_scale, Tensor? v_scale) -> ()",
-    triton_impl=_write_kv_triton,
-    reference=write_kv_reference,
-)
+_write_kv = DeclaredOp("write_kv", WriteKVCall, triton_impl=_write_kv_triton, reference=write_kv_reference)
 
 
 def write_kv(
@@ -327,7 +293,7 @@ def write_kv(
         cos_sin, q_norm, k_norm, norm_eps = rotary.cos_sin, rotary.q_norm, rotary.k_norm, rotary.norm_eps
     tensors = q, k, v, k_cache, v_cache, slot_mapping, positions, cos_sin, q_norm, k_norm
     _check(*tensors, k_scale, v_scale, rotary is not None)
-    _op(*tensors, norm_eps, k_scale, v_scale)
+    _write_kv(WriteKVCall(*tensors, norm_eps, k_scale, v_scale))
 
 
 @once_per_geometry
@@ -418,7 +384,6 @@ def compile_variants() -> list[CompileSpec]:
         ("gemma4_bf16", "bf16", "bf16", 8, 512, 512, 128, True, False),
         ("odd_fp16", "fp16", "fp16", 5, 33, 71, 22, True, False),
     ):
-        tiling = _Tiling.choose(heads, head_dim, v_head_dim, rotary_dim)
         constexprs: dict[str, object] = {
             "PAGE_SIZE": 16,
             "HEAD_DIM": head_dim,
@@ -426,26 +391,20 @@ def compile_variants() -> list[CompileSpec]:
             "HALF": rotary_dim // 2,
             "HAS_Q_NORM": has_norm,
             "HAS_K_NORM": has_norm,
-            **tiling.constexprs(),
+            **_tiling(heads, head_dim, v_head_dim, rotary_dim),
         }
         types = {f"{x}_ptr": f"*{kind}" for x in ("q", "k", "v")}
         types |= {f"{x}_ptr": f"*{cache_kind}" for x in ("k_cache", "v_cache")}
         types |= {"slot_mapping_ptr": "*i64", "positions_ptr": "*i64", "norm_eps": "fp32"}
-        for pointer, kind_of, given in (
-            ("cos_sin_ptr", "fp32", rotary_dim > 0),
-            ("q_norm_ptr", kind, has_norm),
-            ("k_norm_ptr", kind, has_norm),
-            ("k_scale_ptr", "fp32", has_scale),
-            ("v_scale_ptr", "fp32", has_scale),
+        types |= dict.fromkeys(("q_norm_ptr", "k_norm_ptr"), f"*{kind}")
+        for given, pointers in (
+            (rotary_dim > 0, ("cos_sin_ptr",)),
+            (has_norm, ("q_norm_ptr", "k_norm_ptr")),
+            (has_scale, ("k_scale_ptr", "v_scale_ptr")),
         ):
-            if given:
-                types[pointer] = f"*{kind_of}"
-            else:
-                constexprs[pointer] = None
-        signature = {
-            argument: "constexpr" if argument in constexprs else types.get(argument, "i32")
-            for argument in _write_kv_kernel.arg_names
-        }
+            if not given:
+                constexprs |= dict.fromkeys(pointers)
+        signature = signature_of(_write_kv_kernel, constexprs, types)
         # Strides of scales are 1 (one per head) or 0 (one in total), never a multiple of 16.
         divisible = tuple(
             a for a, t in signature.items() if t.startswith("*") or (a.startswith("stride_") and "scale" not in a)

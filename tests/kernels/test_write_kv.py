@@ -10,7 +10,7 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from graphrt.kernels.cache.reference import write_kv_reference
+from graphrt.kernels.cache.reference import WriteKVCall, write_kv_reference
 from graphrt.kernels.cache.write import Rotary, write_kv
 from graphrt.kernels.errors import ShapeError
 from graphrt.testing.numerics import assert_bitwise_equal
@@ -137,10 +137,11 @@ class Problem:
 
     def run_reference(self) -> None:
         r = self.rotary or Rotary(torch.empty(0))
-        write_kv_reference(
+        call = WriteKVCall(
             self.q, self.k, self.v, self.k_cache, self.v_cache, self.slots, self.positions,
             r.cos_sin if self.rotary else None, r.q_norm, r.k_norm, r.norm_eps, self.k_scale, self.v_scale,
         )  # fmt: skip
+        write_kv_reference(call)
 
     def transformed(self, x: torch.Tensor, weight: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         """Return x after norm and rotation by the formulas, with all intermediates in `dtype`."""
