@@ -29,114 +29,6 @@ _LN2 = tl.constexpr(math.log(2))
 
 
 @triton.jit
-def _attend_tiles(
-    from_tile,
-    to_tile,
-    acc,
-    top,
-    total,
-    pages,
-    q,
-    k_ptr,
-    v_ptr,
-    table_row_ptr,
-    kv_start,
-    positions,
-    seq_len,
-    seen_from,
-    seen_to,
-    factor,
-    logit_cap,
-    slopes,
-    left,
-    right,
-    stride_k_page,
-    stride_k_slot,
-    stride_v_page,
-    stride_v_slot,
-    HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    PAGED: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    SCALED: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-    ALIBI_SQRT: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """The online softmax over some KV tiles of a query tile, in units of log 2. Returns acc, top, total and pages.
-
-    acc       [BLOCK_M, BLOCK_D]  weighted sums of values, not divided by the sum of weights
-    top       [BLOCK_M]  largest logit so far
-    total     [BLOCK_M]  sums of the weights
-    pages     page ids of the KV tile `from_tile`; those of `to_tile` are returned
-    SCALED    without it the factor, > 0, is applied within the exponential, at no cost
-    MASKED    without it every query sees all of every KV tile
-    """
-    BLOCK_M: tl.constexpr = acc.shape[0]
-    BLOCK_D: tl.constexpr = acc.shape[1]
-    d = tl.arange(0, BLOCK_D)
-    lanes = tl.arange(0, BLOCK_N)
-    in_dim = (d < HEAD_DIM)[None, :]
-    for tile in tl.range(from_tile, to_tile, num_stages=NUM_STAGES):
-        start = tile * BLOCK_N
-        keys = start + lanes
-        if PAGED:
-            k_offsets = tile_offsets(pages, start, lanes, stride_k_page, stride_k_slot, PAGE_SIZE, BLOCK_N)
-            v_offsets = tile_offsets(pages, start, lanes, stride_v_page, stride_v_slot, PAGE_SIZE, BLOCK_N)
-            pages = tile_pages(table_row_ptr, start + BLOCK_N, lanes, seen_to, PAGE_SIZE, BLOCK_N)
-        else:
-            k_offsets = (kv_start + keys) * stride_k_slot
-            v_offsets = (kv_start + keys) * stride_v_slot
-        k_ptrs = k_ptr + k_offsets[:, None] + d[None, :]
-        v_ptrs = v_ptr + v_offsets[:, None] + d[None, :]
-        # K and V that the query tile does not see may be NaN, and a weight of 0 times NaN is NaN: loads are masked too.
-        if MASKED:
-            mask = ((keys >= seen_from) & (keys < seen_to))[:, None] & in_dim
-            k = tl.load(k_ptrs, mask=mask, other=0.0)
-        elif BLOCK_D != HEAD_DIM:
-            mask = tl.broadcast_to(in_dim, [BLOCK_N, BLOCK_D])
-            k = tl.load(k_ptrs, mask=mask, other=0.0)
-        else:
-            k = tl.load(k_ptrs)
-        logits = tl.dot(q, tl.trans(k.to(DOT_DTYPE)), input_precision="ieee")
-        if SCALED:
-            logits *= factor
-        if HAS_SOFTCAP:
-            logits = soft_cap(logits, logit_cap)
-        if HAS_ALIBI:
-            distance = tl.abs(positions[:, None] - keys[None, :]).to(tl.float32)
-            if ALIBI_SQRT:
-                distance = tl.sqrt(distance)
-            logits -= slopes[:, None] * distance
-        if MASKED:
-            visible = (keys < seq_len)[None, :] & (keys[None, :] <= positions[:, None] + right)
-            if HAS_LEFT:
-                visible &= keys[None, :] >= positions[:, None] - left
-            logits = tl.where(visible, logits, float("-inf"))
-        # In units of log 2. Without SCALED the factor, > 0, is applied within the exponential, at no cost.
-        peaks = tl.max(logits, 1, keep_dims=True)
-        if not SCALED:
-            peaks *= factor
-            logits *= factor
-        new_top = tl.maximum(top, tl.reshape(peaks, [BLOCK_M]))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # no key seen so far: -inf - -inf is NaN
-        rescale = tl.exp2(top - base)
-        weights = tl.exp2(logits - base[:, None])
-        total = total * rescale + tl.sum(weights, 1)
-        if MASKED or BLOCK_D != HEAD_DIM:
-            v = tl.load(v_ptrs, mask=mask, other=0.0)
-        else:
-            v = tl.load(v_ptrs)
-        acc = tl.dot(weights.to(DOT_DTYPE), v.to(DOT_DTYPE), acc * rescale[:, None], input_precision="ieee")
-        top = new_top
-    return acc, top, total, pages
-
-
-@triton.jit
 def prompt_kernel(
     q_ptr,  # [tokens, num_kv_heads * NUM_QUERIES_PER_KV, HEAD_DIM]
     k_ptr,  # [num_pages, PAGE_SIZE, num_kv_heads, HEAD_DIM]; packed: [kv_tokens, num_kv_heads, HEAD_DIM]
@@ -251,25 +143,61 @@ def prompt_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    if HAS_LEFT:
-        acc, top, total, pages = _attend_tiles(
-            begin, whole_from, acc, top, total, pages, q, k_ptr, v_ptr, table_row_ptr, kv_start, positions, seq_len,
-            seen_from, seen_to, factor, logit_cap, slopes, left, right, stride_k_page, stride_k_slot, stride_v_page,
-            stride_v_slot, HEAD_DIM, PAGE_SIZE, PAGED, HAS_LEFT, SCALED, HAS_SOFTCAP, HAS_ALIBI, ALIBI_SQRT, DOT_DTYPE,
-            BLOCK_N, NUM_STAGES, MASKED=True,
-        )  # fmt: skip
-    acc, top, total, pages = _attend_tiles(
-        whole_from, whole_to, acc, top, total, pages, q, k_ptr, v_ptr, table_row_ptr, kv_start, positions, seq_len,
-        seen_from, seen_to, factor, logit_cap, slopes, left, right, stride_k_page, stride_k_slot, stride_v_page,
-        stride_v_slot, HEAD_DIM, PAGE_SIZE, PAGED, HAS_LEFT, SCALED, HAS_SOFTCAP, HAS_ALIBI, ALIBI_SQRT, DOT_DTYPE,
-        BLOCK_N, NUM_STAGES, MASKED=False,
-    )  # fmt: skip
-    acc, top, total, pages = _attend_tiles(
-        whole_to, end, acc, top, total, pages, q, k_ptr, v_ptr, table_row_ptr, kv_start, positions, seq_len,
-        seen_from, seen_to, factor, logit_cap, slopes, left, right, stride_k_page, stride_k_slot, stride_v_page,
-        stride_v_slot, HEAD_DIM, PAGE_SIZE, PAGED, HAS_LEFT, SCALED, HAS_SOFTCAP, HAS_ALIBI, ALIBI_SQRT, DOT_DTYPE,
-        BLOCK_N, NUM_STAGES, MASKED=True,
-    )  # fmt: skip
+    # Units are log 2. `acc` holds weighted sums of values, not divided by the sum of weights.
+    bounds = (begin, whole_from, whole_to, end)
+    for part in tl.static_range(0 if HAS_LEFT else 1, 3):
+        for tile in tl.range(bounds[part], bounds[part + 1], num_stages=NUM_STAGES):
+            start = tile * BLOCK_N
+            keys = start + lanes
+            if PAGED:
+                k_offsets = tile_offsets(pages, start, lanes, stride_k_page, stride_k_slot, PAGE_SIZE, BLOCK_N)
+                v_offsets = tile_offsets(pages, start, lanes, stride_v_page, stride_v_slot, PAGE_SIZE, BLOCK_N)
+                pages = tile_pages(table_row_ptr, start + BLOCK_N, lanes, seen_to, PAGE_SIZE, BLOCK_N)
+            else:
+                k_offsets = (kv_start + keys) * stride_k_slot
+                v_offsets = (kv_start + keys) * stride_v_slot
+            k_ptrs = k_ptr + k_offsets[:, None] + d[None, :]
+            v_ptrs = v_ptr + v_offsets[:, None] + d[None, :]
+            # K and V that the query tile does not see may be NaN, and a weight of 0 times NaN is NaN: loads are masked.
+            if part != 1:
+                mask = ((keys >= seen_from) & (keys < seen_to))[:, None] & in_dim
+                k = tl.load(k_ptrs, mask=mask, other=0.0)
+            elif BLOCK_D != HEAD_DIM:
+                mask = tl.broadcast_to(in_dim, [BLOCK_N, BLOCK_D])
+                k = tl.load(k_ptrs, mask=mask, other=0.0)
+            else:
+                k = tl.load(k_ptrs)
+            logits = tl.dot(q, tl.trans(k.to(DOT_DTYPE)), input_precision="ieee")
+            if SCALED:
+                logits *= factor
+            if HAS_SOFTCAP:
+                logits = soft_cap(logits, logit_cap)
+            if HAS_ALIBI:
+                distance = tl.abs(positions[:, None] - keys[None, :]).to(tl.float32)
+                if ALIBI_SQRT:
+                    distance = tl.sqrt(distance)
+                logits -= slopes[:, None] * distance
+            if part != 1:
+                visible = (keys < seq_len)[None, :] & (keys[None, :] <= positions[:, None] + right)
+                if HAS_LEFT:
+                    visible &= keys[None, :] >= positions[:, None] - left
+                logits = tl.where(visible, logits, float("-inf"))
+            # Without SCALED the factor, > 0, is applied within the exponential, at no cost.
+            peaks = tl.max(logits, 1, keep_dims=True)
+            if not SCALED:
+                peaks *= factor
+                logits *= factor
+            new_top = tl.maximum(top, tl.reshape(peaks, [BLOCK_M]))
+            base = tl.where(new_top == float("-inf"), 0.0, new_top)  # no key seen so far: -inf - -inf is NaN
+            rescale = tl.exp2(top - base)
+            weights = tl.exp2(logits - base[:, None])
+            total = total * rescale + tl.sum(weights, 1)
+            if part != 1 or BLOCK_D != HEAD_DIM:
+                v = tl.load(v_ptrs, mask=mask, other=0.0)
+            else:
+                v = tl.load(v_ptrs)
+            acc = tl.dot(weights.to(DOT_DTYPE), v.to(DOT_DTYPE), acc * rescale[:, None], input_precision="ieee")
+            top = new_top
 
     # 4. The output. A sink is one more logit without a value: it changes only the sum of weights.
     if sinks_ptr is not None:
