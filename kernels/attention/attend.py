@@ -29,7 +29,7 @@ import math
 import triton
 import triton.language as tl
 
-from graphrt.kernels.attention.tile import attend_tile, merge_partials, query_exponent, tile_offsets, tile_pages
+from graphrt.kernels.attention.tile import merge_partials, query_exponent, soft_cap, tile_offsets, tile_pages
 
 PARTITION_WORDS = 16
 SPLIT_WORDS = 8
@@ -354,10 +354,22 @@ def attend_kernel(
         # Page ids are loaded one KV tile ahead, so that the loads of K and V do not wait for them and pipeline deeper.
         if PAGED:
             pages = tile_pages(table_row_ptr, tile_begin * BLOCK_N, lanes, kv_end, PAGE_SIZE, BLOCK_N)
-        if SKIP_MASKS and not HAS_WINDOW:
-            for tile in tl.range(tile_begin, whole_end, num_stages=NUM_STAGES):
+        # The online softmax in units of log 2, without and then with masks. `acc` holds weighted sums of values, not
+        # divided by the sum of weights; `top` holds the largest logits so far.
+        bounds = (tile_begin, whole_end, tile_end)
+        for part in tl.static_range(0 if SKIP_MASKS and not HAS_WINDOW else 1, 2):
+            for tile in tl.range(bounds[part], bounds[part + 1], num_stages=NUM_STAGES):
                 start = tile * BLOCK_N
                 positions = start + lanes
+                if part == 1:
+                    k_mask = (positions < kv_end)[:, None]
+                    if HAS_WINDOW or HAS_CHUNKS:
+                        k_mask &= (positions >= window_start)[:, None]
+                    v_mask = k_mask
+                    if BLOCK_D != HEAD_DIM:
+                        k_mask &= in_dim
+                    if BLOCK_V != V_HEAD_DIM:
+                        v_mask &= in_v_dim
                 if PAGED:
                     k_offsets = tile_offsets(pages, start, lanes, stride_k_page, stride_k_slot, PAGE_SIZE, BLOCK_N)
                     v_offsets = tile_offsets(pages, start, lanes, stride_v_page, stride_v_slot, PAGE_SIZE, BLOCK_N)
@@ -366,45 +378,60 @@ def attend_kernel(
                     k_offsets = (kv_start + positions) * stride_k_slot
                     v_offsets = (kv_start + positions) * stride_v_slot
                 k_ptrs = k_ptr + k_offsets[:, None] + d[None, :]
-                v_ptrs = v_ptr + v_offsets[:, None] + v_d[None, :]
-                if BLOCK_D == HEAD_DIM:
-                    k = tl.load(k_ptrs)
+                if part == 1:  # the order of these addresses and loads changes the number of registers
+                    k = tl.load(k_ptrs, mask=k_mask, other=0.0)
+                    v_ptrs = v_ptr + v_offsets[:, None] + v_d[None, :]
                 else:
-                    k = tl.load(k_ptrs, mask=tl.broadcast_to(in_dim, [BLOCK_N, BLOCK_D]), other=0.0)
-                if BLOCK_V == V_HEAD_DIM:
-                    v_mask = None
+                    v_ptrs = v_ptr + v_offsets[:, None] + v_d[None, :]
+                    if BLOCK_D == HEAD_DIM:
+                        k = tl.load(k_ptrs)
+                    else:
+                        k = tl.load(k_ptrs, mask=tl.broadcast_to(in_dim, [BLOCK_N, BLOCK_D]), other=0.0)
+                logits = tl.dot(q, tl.trans(k.to(DOT_DTYPE)), input_precision="ieee")
+                if SCALED:
+                    logits *= factor
+                if HAS_SOFTCAP:
+                    logits = soft_cap(logits, logit_cap)
+                if HAS_ALIBI:
+                    distance = tl.abs(query_positions[:, None] - positions[None, :]).to(tl.float32)
+                    if ALIBI_SQRT:
+                        distance = tl.sqrt(distance)
+                    logits -= slopes[:, None] * distance
+                if part == 1:
+                    visible = (positions < kv_end)[None, :]
+                    if CAUSAL:
+                        visible &= positions[None, :] <= query_positions[:, None]
+                    if HAS_WINDOW:
+                        visible &= positions[None, :] > query_positions[:, None] - span
+                    if HAS_CHUNKS:
+                        visible &= positions[None, :] >= chunk_starts[:, None]
+                    logits = tl.where(visible, logits, float("-inf"))
+                # Without SCALED the factor, > 0, is applied within the exponential, at no cost.
+                if SCALED:
+                    new_top = tl.maximum(top, tl.max(logits, 1))
                 else:
-                    v_mask = tl.broadcast_to(in_v_dim, [BLOCK_N, BLOCK_V])
-                acc, top, weights = attend_tile(
-                    q, k, v_ptrs, v_mask, acc, top, weights, positions, query_positions, chunk_starts, kv_end, factor,
-                    logit_cap, span, slopes, SCALED, HAS_SOFTCAP, HAS_ALIBI, ALIBI_SQRT, HAS_WINDOW, HAS_CHUNKS, CAUSAL,
-                    False, DOT_DTYPE,
-                )  # fmt: skip
-
-        for tile in tl.range(whole_end, tile_end, num_stages=NUM_STAGES):
-            start = tile * BLOCK_N
-            positions = start + lanes
-            k_mask = (positions < kv_end)[:, None]
-            if HAS_WINDOW or HAS_CHUNKS:
-                k_mask &= (positions >= window_start)[:, None]
-            v_mask = k_mask
-            if BLOCK_D != HEAD_DIM:
-                k_mask &= in_dim
-            if BLOCK_V != V_HEAD_DIM:
-                v_mask &= in_v_dim
-            if PAGED:
-                k_offsets = tile_offsets(pages, start, lanes, stride_k_page, stride_k_slot, PAGE_SIZE, BLOCK_N)
-                v_offsets = tile_offsets(pages, start, lanes, stride_v_page, stride_v_slot, PAGE_SIZE, BLOCK_N)
-                pages = tile_pages(table_row_ptr, start + BLOCK_N, lanes, kv_end, PAGE_SIZE, BLOCK_N)
-            else:
-                k_offsets = (kv_start + positions) * stride_k_slot
-                v_offsets = (kv_start + positions) * stride_v_slot
-            k = tl.load(k_ptr + k_offsets[:, None] + d[None, :], mask=k_mask, other=0.0)
-            acc, top, weights = attend_tile(
-                q, k, v_ptr + v_offsets[:, None] + v_d[None, :], v_mask, acc, top, weights, positions, query_positions,
-                chunk_starts, kv_end, factor, logit_cap, span, slopes, SCALED, HAS_SOFTCAP, HAS_ALIBI, ALIBI_SQRT,
-                HAS_WINDOW, HAS_CHUNKS, CAUSAL, True, DOT_DTYPE,
-            )  # fmt: skip
+                    new_top = tl.maximum(top, tl.reshape(tl.max(logits, 1, keep_dims=True) * factor, [BLOCK_M]))
+                base = tl.where(new_top == float("-inf"), 0.0, new_top)  # no key seen so far: -inf - -inf is NaN
+                rescale = tl.exp2(top - base)
+                if SCALED:
+                    probabilities = tl.exp2(logits - base[:, None])
+                else:
+                    probabilities = tl.exp2(logits * factor - base[:, None])
+                if BLOCK_M == 16:
+                    weights = weights * rescale[:, None] + probabilities
+                else:
+                    weights = weights * rescale + tl.sum(probabilities, 1)
+                # The load masks V: the unfilled tail of a page may hold NaN, and a probability of 0 times NaN is NaN.
+                if part == 1:
+                    v = tl.load(v_ptrs, mask=v_mask, other=0.0)
+                elif BLOCK_V == V_HEAD_DIM:
+                    v = tl.load(v_ptrs)
+                else:
+                    v = tl.load(v_ptrs, mask=tl.broadcast_to(in_v_dim, [BLOCK_N, BLOCK_V]), other=0.0)
+                acc = tl.dot(
+                    probabilities.to(DOT_DTYPE), v.to(DOT_DTYPE), acc * rescale[:, None], input_precision="ieee"
+                )
+                top = new_top
 
         # 3. The split covers the whole query tile: write the output.
         total = weights
