@@ -19,6 +19,7 @@ from tests.support.attention_cases import (
     Case,
     Problem,
     assert_accurate,
+    by_id,
     decode,
     make_problem,
 )
@@ -148,10 +149,6 @@ REFERENCE_CASES = VARLEN_CASES + [
     for case in DECODE_CASES
     if case.window or case.chunk or case.v_head_dim or case.reqs[0][1] > 1
 ]
-
-
-def by_id(cases: list[Case]) -> list[object]:
-    return [pytest.param(case, id=case.id) for case in cases]
 
 
 @pytest.mark.parametrize("case", by_id(DECODE_CASES))

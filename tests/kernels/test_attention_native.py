@@ -28,6 +28,7 @@ from tests.support.attention_cases import (
     Case,
     Problem,
     assert_accurate,
+    by_id,
     decode,
     make_problem,
 )
@@ -59,7 +60,7 @@ def run_both(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.id) for case in CASES])
+@pytest.mark.parametrize("case", by_id(CASES))
 def test_both_kernels_with_one_plan(case: Case, rng: torch.Generator) -> None:
     problem = make_problem(case, rng, torch.device("cuda"))
     caches = [problem.k_cache.clone(), problem.v_cache.clone()]

@@ -19,7 +19,17 @@ from graphrt.kernels.attention.workspace import AttentionWorkspace
 from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.native.nvrtc import NativeVariant
 from tests.support import native_emulation
-from tests.support.attention_cases import E4M3, NAN, UNWRITTEN, Case, Problem, assert_accurate, decode, make_problem
+from tests.support.attention_cases import (
+    E4M3,
+    NAN,
+    UNWRITTEN,
+    Case,
+    Problem,
+    assert_accurate,
+    by_id,
+    decode,
+    make_problem,
+)
 from tests.support.attention_checks import (
     COMBINATIONS,
     check_batch_invariant_reqs,
@@ -75,7 +85,7 @@ def run(problem: Problem, change: Change = lambda plan: plan) -> torch.Tensor:
     return problem.out.clone()
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.id) for case in CASES])
+@pytest.mark.parametrize("case", by_id(CASES))
 def test_case(case: Case, rng: torch.Generator) -> None:
     problem = make_problem(case, rng, CPU)
     caches = [problem.k_cache.clone(), problem.v_cache.clone()]

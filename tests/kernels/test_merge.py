@@ -93,16 +93,17 @@ def merged_in_torch(sides: list[tuple[torch.Tensor, torch.Tensor]], dtype: torch
     return (weights[0] * out_a.float() + weights[1] * out_b.float()).to(dtype)
 
 
-def check_merge(case: Case, rng: torch.Generator, device: torch.device) -> None:
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_merge(op_device: torch.device, rng: torch.Generator, case: Case) -> None:
     parts, _, _ = attend(case, rng)
     sides = [(out.to(dtype), lse.float()) for (out, lse), dtype in zip(parts, case.dtypes, strict=False)]
     weights = torch.softmax(torch.stack([lse for _, lse in sides]).double(), 0).nan_to_num(0.0)[..., None]
     exact = weights[0] * sides[0][0].double() + weights[1] * sides[1][0].double()
     exact_lse = torch.logaddexp(sides[0][1].double(), sides[1][1].double())
-    inputs = [place(case, tensor, device) for side in sides for tensor in side]
+    inputs = [place(case, tensor, op_device) for side in sides for tensor in side]
     before = [tensor.clone() for tensor in inputs]
-    out = place(case, torch.full(exact.shape, UNWRITTEN, dtype=case.dtypes[2]), device)
-    lse = place(case, torch.full(exact_lse.shape, UNWRITTEN), device)
+    out = place(case, torch.full(exact.shape, UNWRITTEN, dtype=case.dtypes[2]), op_device)
+    lse = place(case, torch.full(exact_lse.shape, UNWRITTEN), op_device)
     merge_attention(*inputs, out, lse)
     for tensor, unchanged in zip(inputs, before, strict=True):
         assert_bitwise_equal(tensor, unchanged, name="an input, which must not change")
@@ -113,42 +114,19 @@ def check_merge(case: Case, rng: torch.Generator, device: torch.device) -> None:
     assert_bitwise_equal(without_lse, out, name="out without lse")
 
 
-cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+WHOLE = [case for case in CASES if case.tokens and case.heads and case.keys]
 
 
-@cases
-def test_merge_kernel(kernel_device: torch.device, rng: torch.Generator, case: Case) -> None:
-    check_merge(case, rng, kernel_device)
-
-
-@cases
-def test_merge_reference(rng: torch.Generator, case: Case) -> None:
-    check_merge(case, rng, torch.device("cpu"))
-
-
-def check_whole(case: Case, rng: torch.Generator, device: torch.device) -> None:
+@pytest.mark.parametrize("case", WHOLE, ids=lambda case: case.id)
+def test_equals_attention_over_all_keys(op_device: torch.device, rng: torch.Generator, case: Case) -> None:
     parts, whole, whole_lse = attend(case, rng)
-    inputs = [tensor.float().to(device) for part in parts for tensor in part]
+    inputs = [tensor.float().to(op_device) for part in parts for tensor in part]
     out, lse = torch.empty_like(inputs[0]), torch.empty_like(inputs[1])
     merge_attention(*inputs, out, lse)
     # The float32 lse of the sides have a relative rounding error, which becomes an error of the weights.
     tolerance = 1e-5 + 2 * torch.finfo(F32).eps * whole_lse[whole_lse.isfinite()].abs().max().item()
     assert_close(out, whole, atol=4 * tolerance, name="out")
     assert_close(lse, whole_lse, atol=tolerance, name="lse")
-
-
-WHOLE = [case for case in CASES if case.tokens and case.heads and case.keys]
-wholes = pytest.mark.parametrize("case", WHOLE, ids=lambda case: case.id)
-
-
-@wholes
-def test_equals_attention_over_all_keys_kernel(kernel_device: torch.device, rng: torch.Generator, case: Case) -> None:
-    check_whole(case, rng, kernel_device)
-
-
-@wholes
-def test_equals_attention_over_all_keys_reference(rng: torch.Generator, case: Case) -> None:
-    check_whole(case, rng, torch.device("cpu"))
 
 
 def empty_sides(device: torch.device) -> list[torch.Tensor]:
@@ -161,8 +139,8 @@ def empty_sides(device: torch.device) -> list[torch.Tensor]:
     return [tensor.to(device) for tensor in (out_a, lse_a, out_b, lse_b)]
 
 
-def check_empty_sides(device: torch.device) -> None:
-    out_a, lse_a, out_b, lse_b = empty_sides(device)
+def test_sides_without_keys_are_not_read(op_device: torch.device) -> None:
+    out_a, lse_a, out_b, lse_b = empty_sides(op_device)
     out, lse = torch.full_like(out_a, UNWRITTEN), torch.full_like(lse_a, UNWRITTEN)
     merge_attention(out_a, lse_a, out_b, lse_b, out, lse)
     for token, side_out, side_lse in ((0, out_a, lse_a), (1, out_b, lse_b)):
@@ -173,19 +151,11 @@ def check_empty_sides(device: torch.device) -> None:
     assert_bitwise_equal(lse[3], torch.full_like(lse[3], -INF), name="lse of a token without keys")
 
 
-def test_sides_without_keys_are_not_read_kernel(kernel_device: torch.device) -> None:
-    check_empty_sides(kernel_device)
-
-
-def test_sides_without_keys_are_not_read_reference() -> None:
-    check_empty_sides(torch.device("cpu"))
-
-
-def check_extremes(device: torch.device) -> None:
+def test_extremes(op_device: torch.device) -> None:
     """Log-sum-exps beyond the range of exp, and so far apart that one side has weight 0."""
-    lse_a = torch.tensor([[1e4, -1e4, 300.0, 88.0]], device=device)
-    lse_b = torch.tensor([[1e4, -1e4, -300.0, 89.0]], device=device)
-    out_a, out_b = torch.full((1, 4, 8), 2.0, device=device), torch.full((1, 4, 8), 4.0, device=device)
+    lse_a = torch.tensor([[1e4, -1e4, 300.0, 88.0]], device=op_device)
+    lse_b = torch.tensor([[1e4, -1e4, -300.0, 89.0]], device=op_device)
+    out_a, out_b = (torch.full((1, 4, 8), value, device=op_device) for value in (2.0, 4.0))
     out, lse = torch.empty_like(out_a), torch.empty_like(lse_a)
     merge_attention(out_a, lse_a, out_b, lse_b, out, lse)
     last = 2.0 + 2.0 * torch.sigmoid(torch.tensor(1.0, dtype=F64)).item()
@@ -193,40 +163,18 @@ def check_extremes(device: torch.device) -> None:
     assert_close(lse, torch.logaddexp(lse_a.double(), lse_b.double()), atol=1e-5, rtol=1e-6)
 
 
-def test_extremes_kernel(kernel_device: torch.device) -> None:
-    check_extremes(kernel_device)
-
-
-def test_extremes_reference() -> None:
-    check_extremes(torch.device("cpu"))
-
-
-def check_aliasing(into: str, dtype: torch.dtype, heads: int, device: torch.device, rng: torch.Generator) -> None:
+@pytest.mark.parametrize("into", ["a", "b"])
+@pytest.mark.parametrize(("dtype", "heads"), [(F32, 1), (BF16, 5), (F16, 128)], ids=str)
+def test_aliasing(op_device: torch.device, rng: torch.Generator, into: str, dtype: torch.dtype, heads: int) -> None:
     """Every input is overwritten by results that differ from it."""
-    out_a, out_b = (torch.randn(9, heads, 32, generator=rng).to(device, dtype) for _ in range(2))
-    lse_a, lse_b = (torch.randn(9, heads, generator=rng).to(device) for _ in range(2))
+    out_a, out_b = (torch.randn(9, heads, 32, generator=rng).to(op_device, dtype) for _ in range(2))
+    lse_a, lse_b = (torch.randn(9, heads, generator=rng).to(op_device) for _ in range(2))
     out, lse = torch.empty_like(out_a), torch.empty_like(lse_a)
     merge_attention(out_a, lse_a, out_b, lse_b, out, lse)
     targets = (out_a, lse_a) if into == "a" else (out_b, lse_b)
     merge_attention(out_a, lse_a, out_b, lse_b, *targets)
     assert_bitwise_equal(targets[0], out, name=f"out_{into}")
     assert_bitwise_equal(targets[1], lse, name=f"lse_{into}")
-
-
-aliased = pytest.mark.parametrize("into", ["a", "b"])
-aliased_shapes = pytest.mark.parametrize(("dtype", "heads"), [(F32, 1), (BF16, 5), (F16, 128)], ids=str)
-
-
-@aliased
-@aliased_shapes
-def test_aliasing_kernel(kernel_device: torch.device, rng: torch.Generator, into: str, dtype, heads) -> None:
-    check_aliasing(into, dtype, heads, kernel_device, rng)
-
-
-@aliased
-@aliased_shapes
-def test_aliasing_reference(rng: torch.Generator, into: str, dtype, heads) -> None:
-    check_aliasing(into, dtype, heads, torch.device("cpu"), rng)
 
 
 def test_memory_between_heads_and_tokens_is_not_written(kernel_device: torch.device) -> None:

@@ -75,9 +75,10 @@ def normed(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, rounded: t
     return wide.to(rounded).to(dtype) * weight.to(dtype)
 
 
-def check_rms_norm(case: Case, rng: torch.Generator, device: torch.device) -> None:
-    x = draw(case, rng, device)
-    weight = torch.randn(case.width, generator=rng).to(device, case.weight_dtype or case.dtype)
+@norms
+def test_rms_norm(case: Case, rng: torch.Generator, op_device: torch.op_device) -> None:
+    x = draw(case, rng, op_device)
+    weight = torch.randn(case.width, generator=rng).to(op_device, case.weight_dtype or case.dtype)
     before = x.clone()
     out = rms_norm(x, weight, EPS)
     assert (out.dtype, out.shape, out.is_contiguous()) == (case.dtype, x.shape, True)
@@ -86,10 +87,11 @@ def check_rms_norm(case: Case, rng: torch.Generator, device: torch.device) -> No
     assert_accurate(out, plain=plain, exact=normed(x, weight, F64, F64))
 
 
-def check_add_rms_norm(case: Case, rng: torch.Generator, device: torch.device) -> None:
-    x = draw(case, rng, device)
-    residual = draw(case, rng, device, case.residual_dtype)
-    weight = torch.randn(case.width, generator=rng).to(device, case.weight_dtype or case.dtype)
+@norms
+def test_add_rms_norm(case: Case, rng: torch.Generator, op_device: torch.op_device) -> None:
+    x = draw(case, rng, op_device)
+    residual = draw(case, rng, op_device, case.residual_dtype)
+    weight = torch.randn(case.width, generator=rng).to(op_device, case.weight_dtype or case.dtype)
     before = x.clone()
     total = (residual.double() + x.double()).to(F32).to(residual.dtype)
     out = add_rms_norm(residual, x, weight, EPS)
@@ -100,8 +102,10 @@ def check_add_rms_norm(case: Case, rng: torch.Generator, device: torch.device) -
     assert_accurate(out, plain=plain, exact=normed(total, weight, F64, F64))
 
 
-def check_silu_mul(case: Case, rng: torch.Generator, device: torch.device) -> None:
-    gate_up = draw(case, rng, device)
+@gates
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # NumPy's, in the interpreter; exp(-gate) may be inf
+def test_silu_mul(case: Case, rng: torch.Generator, op_device: torch.op_device) -> None:
+    gate_up = draw(case, rng, op_device)
     out = silu_mul(gate_up)
     assert (out.dtype, out.shape, out.is_contiguous()) == (case.dtype, (case.tokens, case.width // 2), True)
     gate, up = gate_up.double().chunk(2, -1)
@@ -109,44 +113,14 @@ def check_silu_mul(case: Case, rng: torch.Generator, device: torch.device) -> No
     assert_accurate(out, plain=plain, exact=gate * torch.sigmoid(gate) * up)
 
 
-@norms
-def test_rms_norm_kernel(kernel_device: torch.device, rng: torch.Generator, case: Case) -> None:
-    check_rms_norm(case, rng, kernel_device)
-
-
-@norms
-def test_rms_norm_reference(rng: torch.Generator, case: Case) -> None:
-    check_rms_norm(case, rng, torch.device("cpu"))
-
-
-@norms
-def test_add_rms_norm_kernel(kernel_device: torch.device, rng: torch.Generator, case: Case) -> None:
-    check_add_rms_norm(case, rng, kernel_device)
-
-
-@norms
-def test_add_rms_norm_reference(rng: torch.Generator, case: Case) -> None:
-    check_add_rms_norm(case, rng, torch.device("cpu"))
-
-
-@gates
-@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # NumPy's, in the interpreter; exp(-gate) may be inf
-def test_silu_mul_kernel(kernel_device: torch.device, rng: torch.Generator, case: Case) -> None:
-    check_silu_mul(case, rng, kernel_device)
-
-
-@gates
-def test_silu_mul_reference(rng: torch.Generator, case: Case) -> None:
-    check_silu_mul(case, rng, torch.device("cpu"))
-
-
-def against_transformers(device: torch.device, rng: torch.Generator, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
+def test_against_transformers(op_device: torch.device, rng: torch.Generator, dtype: torch.dtype) -> None:
     """The elementwise operations of a layer equal those of transformers up to the last bit of the dtype."""
     hidden, width = 96, 40
-    x, residual = (torch.randn(4, hidden, generator=rng).to(device, dtype) for _ in range(2))
-    gate_up = torch.randn(4, 2 * width, generator=rng).to(device, dtype)
+    x, residual = (torch.randn(4, hidden, generator=rng).to(op_device, dtype) for _ in range(2))
+    gate_up = torch.randn(4, 2 * width, generator=rng).to(op_device, dtype)
     norm = LlamaRMSNorm(hidden, eps=EPS)
-    norm.weight.data = torch.randn(hidden, generator=rng).to(device, dtype)
+    norm.weight.data = torch.randn(hidden, generator=rng).to(op_device, dtype)
     with torch.no_grad():
         total = residual + x
         expected = norm(total)
@@ -157,19 +131,6 @@ def against_transformers(device: torch.device, rng: torch.Generator, dtype: torc
     assert_bitwise_equal(residual, total, name="residual")
     torch.testing.assert_close(rms_norm(total, norm.weight.data, EPS), expected, rtol=limit, atol=limit)
     torch.testing.assert_close(silu_mul(gate_up), expected_gate, rtol=limit, atol=limit)
-
-
-dtypes = pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
-
-
-@dtypes
-def test_kernels_against_transformers(kernel_device: torch.device, rng: torch.Generator, dtype: torch.dtype) -> None:
-    against_transformers(kernel_device, rng, dtype)
-
-
-@dtypes
-def test_references_against_transformers(rng: torch.Generator, dtype: torch.dtype) -> None:
-    against_transformers(torch.device("cpu"), rng, dtype)
 
 
 def test_nan_in_one_token_does_not_affect_others(kernel_device: torch.device, rng: torch.Generator) -> None:

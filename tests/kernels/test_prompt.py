@@ -10,41 +10,28 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.attention_cases import BF16, NAN
+from tests.support.attention_cases import BF16, NAN, UNWRITTEN, Case, assert_accurate, by_id, make_problem
 from tests.support.prompt_cases import (
     CASES,
-    UNWRITTEN,
-    PromptCase,
-    assert_right,
-    by_id,
     check_mixed_step,
     check_pages_before_the_window,
     check_replays,
-    make_prompt,
-    paged,
     run_prompt,
 )
 
 
 @pytest.mark.parametrize("case", by_id(CASES))
-def test_triton(case: PromptCase, kernel_device: torch.device, rng: torch.Generator) -> None:
-    problem = make_prompt(case, rng, kernel_device)
-    first = run_prompt(case, problem)
-    assert_right(case, problem, first)
-    assert torch.equal(run_prompt(case, problem), first), "a second run must give the same bits"
-
-
-@pytest.mark.parametrize("case", by_id(CASES))
-def test_reference(case: PromptCase, rng: torch.Generator) -> None:
-    """CPU tensors use the reference, without the interpreter."""
-    problem = make_prompt(case, rng, torch.device("cpu"))
-    assert_right(case, problem, run_prompt(case, problem))
+def test_case(case: Case, op_device: torch.device, rng: torch.Generator) -> None:
+    problem = make_problem(case, rng, op_device)
+    first = run_prompt(problem)
+    assert_accurate(problem, first)
+    assert torch.equal(run_prompt(problem), first), "a second run must give the same bits"
 
 
 def test_strided_tensors(kernel_device: torch.device, rng: torch.Generator) -> None:
     """Queries inside a qkv tensor, K and V interleaved by page, output in a larger tensor, a wider block table."""
-    case = paged("", ((140, 40), (0, 0), (17, 5)), num_kv_heads=2, gqa=2, dtype=BF16)
-    dense = make_prompt(case, rng, kernel_device)
+    case = Case("", ((140, 40), (0, 0), (17, 5)), num_kv_heads=2, gqa=2, dtype=BF16)
+    dense = make_problem(case, rng, kernel_device)
     qkv = torch.cat([dense.q, torch.full_like(dense.q, NAN)], dim=1)
     kv = torch.stack([dense.k_cache, dense.v_cache], dim=1)
     table = torch.nn.functional.pad(dense.block_table, (0, 3), value=-1)
@@ -57,7 +44,7 @@ def test_strided_tensors(kernel_device: torch.device, rng: torch.Generator) -> N
         block_table=table[:, : dense.block_table.shape[1]],
         out=out[:, 4:],
     )
-    assert_right(case, problem, run_prompt(case, problem))
+    assert_accurate(problem, run_prompt(problem))
     assert (out[:, :4] == UNWRITTEN).all()
 
 

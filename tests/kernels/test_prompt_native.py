@@ -17,19 +17,13 @@ from graphrt.kernels.attention.prompt_native import (
 )
 from graphrt.kernels.attention.prompt_plan import PromptPlan
 from graphrt.kernels.native.nvrtc import MIN_SHARED_BYTES
-from tests.support.attention_cases import BF16, E4M3, F16, F32
+from tests.support.attention_cases import BF16, E4M3, F16, F32, Case, assert_accurate, by_id, make_problem
 from tests.support.native_usage import compiled_within
 from tests.support.prompt_cases import (
     CASES,
-    PromptCase,
-    assert_right,
-    by_id,
     check_mixed_step,
     check_pages_before_the_window,
     check_replays,
-    make_prompt,
-    packed,
-    paged,
     run_prompt,
     served,
 )
@@ -107,24 +101,24 @@ def test_unsupported_calls(case: str) -> None:
 
 CUDA = torch.device("cuda")
 LARGE = [
-    paged("many_q_tiles", ((900, 700), (64, 64), (1, 1), (1200, 500)), head_dim=128, dtype=BF16, num_kv_heads=2,
+    Case("many_q_tiles", ((900, 700), (64, 64), (1, 1), (1200, 500)), head_dim=128, dtype=BF16, num_kv_heads=2,
           num_sms=132, pad_tokens=70),
-    paged("long_context", ((4000, 130),), head_dim=128, dtype=F16, num_sms=132, lse=False),
-    paged("window_over_many_tiles", ((3000, 300),), head_dim=64, dtype=BF16, window=1000, num_sms=132, page_size=64),
-    packed("many_reqs", tuple((n, n) for n in range(1, 130, 3)), causal=False, dtype=F16, gqa=1, num_kv_heads=4,
-           num_sms=132),
+    Case("long_context", ((4000, 130),), head_dim=128, dtype=F16, num_sms=132, lse=False),
+    Case("window_over_many_tiles", ((3000, 300),), head_dim=64, dtype=BF16, window=1000, num_sms=132, page_size=64),
+    Case("many_reqs", packed=True, reqs=tuple((n, n) for n in range(1, 130, 3)), causal=False, dtype=F16, gqa=1,
+         num_kv_heads=4, num_sms=132),
 ]  # fmt: skip
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", by_id([*served(CASES), *LARGE]))
-def test_case(case: PromptCase, rng: torch.Generator, recwarn: pytest.WarningsRecorder) -> None:
+def test_case(case: Case, rng: torch.Generator, recwarn: pytest.WarningsRecorder) -> None:
     if not runs_prompt_kernel(CUDA):
         pytest.skip("needs a GPU of compute capability 9.0")
-    problem = make_prompt(case, rng, CUDA)
-    first = run_prompt(case, problem, native=True)
-    assert_right(case, problem, first)
-    assert torch.equal(run_prompt(case, problem, native=True), first), "a second run must give the same bits"
+    problem = make_problem(case, rng, CUDA)
+    first = run_prompt(problem, native=True)
+    assert_accurate(problem, first)
+    assert torch.equal(run_prompt(problem, native=True), first), "a second run must give the same bits"
     ((schedule, _),) = problem.workspaces.values()
     assert not schedule[1:3].any(), "the kernel must leave its counters at 0"
     assert not recwarn.list, "the Triton kernel ran"
@@ -150,10 +144,10 @@ def test_pages_before_the_window_are_not_read(rng: torch.Generator) -> None:
 def test_unsupported_call_falls_back_to_triton(rng: torch.Generator) -> None:
     if not runs_prompt_kernel(CUDA):
         pytest.skip("needs a GPU of compute capability 9.0")
-    case = paged("", ((40, 20),), dtype=BF16, page_size=8)
-    problem = make_prompt(case, rng, CUDA)
+    case = Case("", ((40, 20),), dtype=BF16, page_size=8)
+    problem = make_problem(case, rng, CUDA)
     with pytest.warns(RuntimeWarning, match="cannot run because the page size of 8 is not a multiple of 16"):
-        assert_right(case, problem, run_prompt(case, problem, native=True))
+        assert_accurate(problem, run_prompt(problem, native=True))
 
 
 def test_plan_round_trips_through_ints() -> None:

@@ -167,8 +167,9 @@ def tolerance(case: Case) -> float:
     return 4e-6 if dtypes == {F32} else 12 * max(torch.finfo(dtype).eps for dtype in dtypes)
 
 
-def check(case: Case, rng: torch.Generator, device: torch.device) -> None:
-    problem = Problem.make(case, rng, device)
+@by_id
+def test_case(op_device: torch.device, rng: torch.Generator, case: Case) -> None:
+    problem = Problem.make(case, rng, op_device)
     q_before, k_before, v_before = (t.clone() for t in (problem.q, problem.k, problem.v))
     rotary = problem.rotary
     exact_q = problem.transformed(problem.q, rotary and rotary.q_norm, F64)
@@ -188,16 +189,6 @@ def check(case: Case, rng: torch.Generator, device: torch.device) -> None:
                 torch.testing.assert_close(flat[slot], exact[token], rtol=limit, atol=limit)
         others = [slot for slot in range(len(flat)) if slot not in written]
         assert bool((flat[others] == float(torch.tensor(UNWRITTEN, dtype=cache.dtype))).all())
-
-
-@by_id
-def test_kernel(kernel_device: torch.device, rng: torch.Generator, case: Case) -> None:
-    check(case, rng, kernel_device)
-
-
-@by_id
-def test_reference(rng: torch.Generator, case: Case) -> None:
-    check(case, rng, torch.device("cpu"))
 
 
 @by_id

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import pytest
 import torch
 
 from graphrt.kernels.attention.operators import paged_attention
@@ -12,60 +11,39 @@ from graphrt.kernels.attention.prompt import prompt_attention
 from graphrt.kernels.attention.prompt_plan import PromptPlan
 from graphrt.kernels.attention.prompt_schedule import schedule_prompt
 from graphrt.kernels.attention.work_list import schedule_attention
-from tests.support.attention_cases import BF16, E4M3, E5M2, F16, Case, Problem, decode, make_problem
-
-UNWRITTEN = 768.0  # exact in every dtype
-
-
-@dataclass(frozen=True)
-class PromptCase:
-    """One problem.
-
-    case        requests, heads, dtypes and options
-    window      as for `prompt_attention`
-    packed      K and V are packed instead of paged
-    first_req   another kernel owns the requests before it
-    """
-
-    case: Case
-    window: tuple[int, int] | None = None
-    packed: bool = False
-    first_req: int = 0
-
-    @property
-    def id(self) -> str:
-        return self.case.id
-
-    def plan(self, num_tokens: int, native: bool) -> PromptPlan:
-        case = self.case
-        heads = {name: value for name, value in case.heads.items() if name != "v_head_dim"}
-        sizes = {**heads, "kv_dtype": case.stored, "num_sms": case.num_sms}
-        return PromptPlan.make(len(case.reqs), num_tokens, causal=case.causal, native=native, **sizes)
-
-    @property
-    def reach(self) -> tuple[float, float]:
-        """Positions before and after its own that a token sees."""
-        if self.case.causal:
-            return (self.case.window - 1 if self.case.window else float("inf")), 0
-        return self.window or (float("inf"), float("inf"))
+from tests.support.attention_cases import (
+    BF16,
+    E4M3,
+    E5M2,
+    F16,
+    UNWRITTEN,
+    Case,
+    Problem,
+    assert_accurate,
+    decode,
+    make_problem,
+)
 
 
-def make_prompt(case: PromptCase, rng: torch.Generator, device: torch.device) -> Problem:
-    return make_problem(case.case, rng, device)
+def prompt_plan(case: Case, num_tokens: int, native: bool) -> PromptPlan:
+    heads = {name: value for name, value in case.heads.items() if name != "v_head_dim"}
+    sizes = {**heads, "kv_dtype": case.stored, "num_sms": case.num_sms}
+    return PromptPlan.make(len(case.reqs), num_tokens, causal=case.causal, native=native, **sizes)
 
 
-def run_prompt(case: PromptCase, problem: Problem, *, native: bool = False) -> torch.Tensor:
+def run_prompt(problem: Problem, *, native: bool = False) -> torch.Tensor:
     """Poison every output, schedule and attend."""
     problem.out.fill_(UNWRITTEN)
     if problem.lse is not None:
         problem.lse.fill_(UNWRITTEN)
-    launch_prompt(case, problem, native=native)
+    launch_prompt(problem, native=native)
     return problem.out.cpu().clone()
 
 
-def launch_prompt(case: PromptCase, problem: Problem, *, native: bool = False) -> None:
+def launch_prompt(problem: Problem, *, native: bool = False) -> None:
     """Schedule and attend; captured in graphs, if everything it allocates exists."""
-    plan = case.plan(problem.q.shape[0], native)
+    case = problem.case
+    plan = prompt_plan(case, problem.q.shape[0], native)
     device = problem.q.device
     if plan not in problem.workspaces:
         schedule = torch.full((plan.schedule_words,), -(1 << 30), dtype=torch.int32, device=device)
@@ -79,164 +57,94 @@ def launch_prompt(case: PromptCase, problem: Problem, *, native: bool = False) -
         starts = starts.clamp(min=int(starts[case.first_req]))
     schedule_prompt(plan, lens, starts, schedule, seq_lens_are_starts=packed is not None)
     prompt_attention(
-        problem.q, k, v, problem.out, plan, schedule, problem.options, block_table=table, window=case.window,
+        problem.q, k, v, problem.out, plan, schedule, problem.options, block_table=table, window=case.sides,
         lse=problem.lse,
     )  # fmt: skip
-
-
-def expected_prompt(case: PromptCase, problem: Problem, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and log-sum-exp by definition, for each request and head, with every operation in `dtype`."""
-    of, q, options = case.case, problem.q.cpu().to(dtype), problem.options
-    left, right = case.reach
-    out, lse = torch.zeros(q.shape, dtype=dtype), torch.full(q.shape[:2], float("-inf"), dtype=dtype)
-    start = 0
-    for req, ((seq_len, query_len), (k, v)) in enumerate(zip(of.reqs, problem.dense, strict=True)):
-        if req < case.first_req:
-            out[start : start + query_len], lse[start : start + query_len] = UNWRITTEN, UNWRITTEN
-            start += query_len
-            continue
-        offset = torch.arange(seq_len) - torch.arange(seq_len - query_len, seq_len)[:, None]
-        visible = (offset <= right) & (offset >= -left)
-        for head in range(q.shape[1]):
-            keys, values = (x[:, head // of.gqa].to(dtype) for x in (k, v))
-            logits = q[start : start + query_len, head] @ keys.T * of.head_dim**-0.5
-            if of.softcap:
-                logits = of.softcap * torch.tanh(logits / of.softcap)
-            if options.alibi_slopes is not None:
-                distance = offset.abs().to(dtype)
-                distance = distance.sqrt() if options.alibi_sqrt else distance
-                logits = logits - options.alibi_slopes[head].cpu().to(dtype) * distance
-            logits = logits.masked_fill(~visible, float("-inf"))
-            if options.sinks is not None:
-                sink = options.sinks[head].cpu().to(dtype).expand(query_len, 1)
-                logits = torch.cat([logits, sink], 1)
-            lse[start : start + query_len, head] = torch.logsumexp(logits, 1)
-            shares = torch.softmax(logits, 1)[:, :seq_len].nan_to_num(0.0)
-            out[start : start + query_len, head] = shares @ values
-        if seq_len == 0:  # the queries of such a request are NaN
-            out[start : start + query_len] = 0
-        start += query_len
-    return out, lse
-
-
-def assert_right(case: PromptCase, problem: Problem, got: torch.Tensor) -> None:
-    """Error at most twice that of plain torch in the same dtype, plus 1e-5; exact values where nothing is computed."""
-    truth, true_lse = expected_prompt(case, problem, torch.float64)
-    plain, plain_lse = expected_prompt(case, problem, problem.case.dtype)
-    bound = 2 * (plain.double() - truth).abs().max().item() + 1e-5
-    error = (got.double() - truth).abs().max().item()
-    assert error <= bound, f"max error {error:.3g}, allowed {bound:.3g}"
-    exact = ((truth == 0) | (truth == UNWRITTEN)).flatten(1).all(1)
-    assert torch.equal(got[exact].double(), truth[exact])
-    if problem.lse is None:
-        return
-    have = problem.lse.cpu().double()
-    seen = true_lse.isfinite()
-    assert torch.equal(have.isfinite(), seen), "log-sum-exp of tokens that see no key"
-    bound = 2 * (plain_lse.double() - true_lse)[seen].abs().max().item() + 1e-5 if seen.any() else 0.0
-    error = (have - true_lse)[seen].abs().max().item() if seen.any() else 0.0
-    assert error <= bound, f"max error of the log-sum-exp {error:.3g}, allowed {bound:.3g}"
 
 
 MIX = ((70, 1), (40, 40), (0, 0), (90, 33), (150, 9))
 
 
-def paged(id: str, reqs: tuple[tuple[int, int], ...], **options: object) -> PromptCase:
-    return PromptCase(Case(id, reqs, **options))  # type: ignore[arg-type]  # fields of Case
-
-
-def packed(
-    id: str, reqs: tuple[tuple[int, int], ...], window: tuple[int, int] | None = None, **options: object
-) -> PromptCase:
-    return PromptCase(Case(id, reqs, **options), window, packed=True)  # type: ignore[arg-type]
-
-
 CASES = [
-    paged("one_prompt", ((37, 37),)),
-    paged("edges_of_page_16", ((15, 15), (16, 16), (17, 17), (1, 1)), dtype=BF16),
-    paged("exactly_one_q_tile", ((32, 32), (33, 33), (31, 31)), dtype=BF16),
-    paged("chunks_and_decodes", MIX, pad_tokens=5, num_kv_heads=2, gqa=2, dtype=BF16),
-    paged("chunks_and_decodes_fp32", MIX, pad_tokens=5, num_kv_heads=2, gqa=2),
-    paged("after_context", ((300, 40), (129, 2)), dtype=F16),
-    paged("invalid_req_between", ((17, 1), (0, 21), (40, 3)), dtype=BF16, sinks=True),
-    paged("only_padding", ((0, 0), (0, 0)), pad_tokens=9, dtype=F16, sinks=True),
-    paged("longer_than_req", ((3, 7), (2, 1)), dtype=F16),
-    paged("page_1", ((5, 5), (19, 1)), page_size=1),
-    paged("page_48", ((49, 3), (148, 148)), page_size=48, dtype=BF16),
-    paged("page_64_hnd", ((130, 3), (64, 60)), page_size=64, layout="HND", num_kv_heads=2, dtype=BF16),
-    paged("page_256", ((270, 33),), page_size=256, dtype=F16),
-    paged("gqa_1", ((140, 135), (9, 1)), gqa=1, num_kv_heads=2, dtype=BF16),
-    paged("gqa_3_straddles_q_tiles", ((60, 50), (9, 5)), gqa=3, dtype=F16),
-    paged("gqa_71", ((40, 5), (9, 1)), gqa=71, dtype=F16),
-    paged("head_dim_16", ((33, 7),), head_dim=16, dtype=F16),
-    paged("head_dim_80", ((150, 60),), head_dim=80, dtype=F16),
-    paged("head_dim_96", ((150, 60),), head_dim=96, dtype=BF16),
-    paged("head_dim_128", ((300, 60), (17, 17)), head_dim=128, dtype=BF16),
-    paged("head_dim_256", ((150, 60),), head_dim=256, dtype=BF16),
-    paged("window", ((160, 130), (100, 1), (5, 5)), window=17, pad_tokens=2, dtype=BF16),
-    paged("window_of_1", ((150, 40),), window=1, dtype=F16),
-    paged("window_after_context", ((700, 40),), window=200, dtype=F16),
-    paged("softcap", ((150, 40), (3, 1)), softcap=2.0, qk_size=5.0, dtype=F16),
-    paged("alibi", ((150, 40), (3, 1)), alibi="linear", dtype=F16, num_kv_heads=2),
-    paged("alibi_sqrt_sinks_window", ((150, 40), (3, 1)), alibi="sqrt", sinks=True, window=60, dtype=BF16),
-    paged("sinks", MIX, sinks=True, pad_tokens=3, dtype=BF16),
-    paged("large_logits", ((200, 60),), qk_size=30.0, dtype=BF16),
-    paged("e4m3", ((150, 40), (20, 20)), kv_dtype=E4M3, dtype=BF16),
-    paged("e5m2_per_head", ((150, 40),), kv_dtype=E5M2, dtype=F16, scale_per_head=True, num_kv_heads=2, softcap=3.0),
-    replace(paged("first_req", MIX, pad_tokens=5, dtype=BF16), first_req=1),
-    replace(paged("first_req_after_all", decode((40, 9)), pad_tokens=5, dtype=BF16), first_req=2),
-    packed("encoder", ((40, 40), (129, 129), (1, 1)), causal=False, pad_tokens=3, dtype=BF16),
-    packed("encoder_window", ((40, 40), (200, 200)), (5, 9), causal=False, dtype=F16),
-    packed("encoder_window_of_0", ((140, 140),), (0, 0), causal=False, dtype=F16),
-    packed("encoder_looks_back", ((200, 200),), (40, 0), causal=False, dtype=F16, sinks=True),
-    packed("cross", ((150, 20), (7, 40)), causal=False, dtype=BF16),
-    packed("packed_causal", ((150, 150), (40, 3)), head_dim=128, dtype=BF16, num_kv_heads=2),
-    packed("packed_options", ((150, 150),), (60, 30), causal=False, softcap=5.0, alibi="linear", dtype=F16,
-           head_dim=80),
+    Case("one_prompt", ((37, 37),)),
+    Case("edges_of_page_16", ((15, 15), (16, 16), (17, 17), (1, 1)), dtype=BF16),
+    Case("exactly_one_q_tile", ((32, 32), (33, 33), (31, 31)), dtype=BF16),
+    Case("chunks_and_decodes", MIX, pad_tokens=5, num_kv_heads=2, gqa=2, dtype=BF16),
+    Case("chunks_and_decodes_fp32", MIX, pad_tokens=5, num_kv_heads=2, gqa=2),
+    Case("after_context", ((300, 40), (129, 2)), dtype=F16),
+    Case("invalid_req_between", ((17, 1), (0, 21), (40, 3)), dtype=BF16, sinks=True),
+    Case("only_padding", ((0, 0), (0, 0)), pad_tokens=9, dtype=F16, sinks=True),
+    Case("longer_than_req", ((3, 7), (2, 1)), dtype=F16),
+    Case("page_1", ((5, 5), (19, 1)), page_size=1),
+    Case("page_48", ((49, 3), (148, 148)), page_size=48, dtype=BF16),
+    Case("page_64_hnd", ((130, 3), (64, 60)), page_size=64, layout="HND", num_kv_heads=2, dtype=BF16),
+    Case("page_256", ((270, 33),), page_size=256, dtype=F16),
+    Case("gqa_1", ((140, 135), (9, 1)), gqa=1, num_kv_heads=2, dtype=BF16),
+    Case("gqa_3_straddles_q_tiles", ((60, 50), (9, 5)), gqa=3, dtype=F16),
+    Case("gqa_71", ((40, 5), (9, 1)), gqa=71, dtype=F16),
+    Case("head_dim_16", ((33, 7),), head_dim=16, dtype=F16),
+    Case("head_dim_80", ((150, 60),), head_dim=80, dtype=F16),
+    Case("head_dim_96", ((150, 60),), head_dim=96, dtype=BF16),
+    Case("head_dim_128", ((300, 60), (17, 17)), head_dim=128, dtype=BF16),
+    Case("head_dim_256", ((150, 60),), head_dim=256, dtype=BF16),
+    Case("window", ((160, 130), (100, 1), (5, 5)), window=17, pad_tokens=2, dtype=BF16),
+    Case("window_of_1", ((150, 40),), window=1, dtype=F16),
+    Case("window_after_context", ((700, 40),), window=200, dtype=F16),
+    Case("softcap", ((150, 40), (3, 1)), softcap=2.0, qk_size=5.0, dtype=F16),
+    Case("alibi", ((150, 40), (3, 1)), alibi="linear", dtype=F16, num_kv_heads=2),
+    Case("alibi_sqrt_sinks_window", ((150, 40), (3, 1)), alibi="sqrt", sinks=True, window=60, dtype=BF16),
+    Case("sinks", MIX, sinks=True, pad_tokens=3, dtype=BF16),
+    Case("large_logits", ((200, 60),), qk_size=30.0, dtype=BF16),
+    Case("e4m3", ((150, 40), (20, 20)), kv_dtype=E4M3, dtype=BF16),
+    Case("e5m2_per_head", ((150, 40),), kv_dtype=E5M2, dtype=F16, scale_per_head=True, num_kv_heads=2, softcap=3.0),
+    Case("first_req", MIX, pad_tokens=5, dtype=BF16, first_req=1),
+    Case("first_req_after_all", decode((40, 9)), pad_tokens=5, dtype=BF16, first_req=2),
+    Case("encoder", packed=True, reqs=((40, 40), (129, 129), (1, 1)), causal=False, pad_tokens=3, dtype=BF16),
+    Case("encoder_window", packed=True, reqs=((40, 40), (200, 200)), sides=(5, 9), causal=False, dtype=F16),
+    Case("encoder_window_of_0", packed=True, reqs=((140, 140),), sides=(0, 0), causal=False, dtype=F16),
+    Case("encoder_looks_back", packed=True, reqs=((200, 200),), sides=(40, 0), causal=False, dtype=F16, sinks=True),
+    Case("cross", packed=True, reqs=((150, 20), (7, 40)), causal=False, dtype=BF16),
+    Case("packed_causal", packed=True, reqs=((150, 150), (40, 3)), head_dim=128, dtype=BF16, num_kv_heads=2),
+    Case("packed_options", packed=True, reqs=((150, 150),), sides=(60, 30), causal=False, softcap=5.0, alibi="linear",
+         dtype=F16, head_dim=80),
 ]  # fmt: skip
 
 
-def by_id(cases: list[PromptCase]) -> list[object]:
-    return [pytest.param(case, id=case.id) for case in cases]
-
-
-def served(cases: list[PromptCase]) -> list[PromptCase]:
+def served(cases: list[Case]) -> list[Case]:
     """The cases that the CUDA kernel supports."""
     return [
-        case
-        for case in cases
-        if case.case.dtype in (F16, BF16) and case.case.stored == case.case.dtype and case.case.page_size % 16 == 0
+        case for case in cases if case.dtype in (F16, BF16) and case.stored == case.dtype and case.page_size % 16 == 0
     ]
 
 
 def check_pages_before_the_window(device: torch.device, rng: torch.Generator, native: bool) -> None:
-    case = paged("", ((400, 37), (300, 5)), window=20, page_size=16, dtype=BF16)
-    problem = make_prompt(case, rng, device)
-    for req, (seq_len, query_len) in enumerate(case.case.reqs):
+    case = Case("", ((400, 37), (300, 5)), window=20, page_size=16, dtype=BF16)
+    problem = make_problem(case, rng, device)
+    for req, (seq_len, query_len) in enumerate(case.reqs):
         problem.block_table[req, : (seq_len - query_len + 1 - 20) // 16] = 1 << 28  # an invalid page id
-    assert_right(case, problem, run_prompt(case, problem, native=native))
+    assert_accurate(problem, run_prompt(problem, native=native))
 
 
 def check_mixed_step(device: torch.device, rng: torch.Generator, native: bool) -> None:
     """The decode kernel runs decode requests and this one prefills, each over all padded requests of the batch."""
     reqs = ((70, 1), (33, 1), (300, 1), (90, 60), (40, 40), (0, 0))
-    case = replace(paged("", reqs, dtype=BF16, pad_tokens=7, lse=False), first_req=3)
-    problem = make_prompt(case, rng, device)
+    case = Case("", reqs, dtype=BF16, pad_tokens=7, lse=False, first_req=3)
+    problem = make_problem(case, rng, device)
     problem.out.fill_(UNWRITTEN)
     decodes = replace(
         problem,
         q=problem.q[: len(reqs)],
         out=problem.out[: len(reqs)],
         seq_lens=torch.where(torch.arange(len(reqs), device=device) < 3, problem.seq_lens, 0).to(torch.int32),
-        case=replace(case.case, reqs=tuple((seq_len, 1) for seq_len, _ in reqs), native=native),
+        case=replace(case, first_req=0, reqs=tuple((seq_len, 1) for seq_len, _ in reqs), native=native),
         workspaces={},
     )
     plan = decodes.decode_plan()
     workspace, work_list = decodes.scratch(plan)
     schedule_attention(plan, decodes.seq_lens, work_list)
     paged_attention(*decodes.tensors, decodes.out, plan, work_list, workspace, decodes.options)
-    launch_prompt(case, problem, native=native)
-    assert_right(replace(case, first_req=0), problem, problem.out.cpu())
+    launch_prompt(problem, native=native)
+    assert_accurate(replace(problem, case=replace(case, first_req=0)), problem.out.cpu())
 
 
 # Lengths that one graph serves: (seq_len, query_len) of requests that fit the tensors of the problem.
@@ -251,23 +159,23 @@ REPLAYS = [
 
 def check_replays(native: bool, first_req: bool, device: torch.device, rng: torch.Generator) -> None:
     """One capture serves every mix of lengths, is bitwise equal to eager runs, and is correct."""
-    full = paged("", REPLAYS[0], num_kv_heads=2, head_dim=128, dtype=BF16, pad_tokens=10, num_sms=132)
-    problem = make_prompt(full, rng, device)
+    full = Case("", REPLAYS[0], num_kv_heads=2, head_dim=128, dtype=BF16, pad_tokens=10, num_sms=132)
+    problem = make_problem(full, rng, device)
     problem.q.nan_to_num_(0.5)
-    plan = full.plan(problem.q.shape[0], native)
+    plan = prompt_plan(full, problem.q.shape[0], native)
     schedule = torch.zeros(plan.schedule_words, dtype=torch.int32, device=device)
     problem.workspaces[plan] = schedule, None
-    launch_prompt(full, problem, native=native)
+    launch_prompt(problem, native=native)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        launch_prompt(full, problem, native=native)
+        launch_prompt(problem, native=native)
     for turn, reqs in enumerate(REPLAYS[::-1]):
         first = turn % 3 if first_req else 0
         starts = torch.tensor([0, *(query_len for _, query_len in reqs)]).cumsum(0)
         problem.query_start_loc.copy_(starts.clamp(min=int(starts[first])))
         problem.seq_lens.copy_(torch.tensor([seq_len for seq_len, _ in reqs]))
         results = []
-        for run in (lambda: launch_prompt(full, problem, native=native), graph.replay, graph.replay):
+        for run in (lambda: launch_prompt(problem, native=native), graph.replay, graph.replay):
             problem.out.fill_(UNWRITTEN)
             problem.lse.fill_(UNWRITTEN)
             schedule.fill_(-1)
@@ -277,6 +185,6 @@ def check_replays(native: bool, first_req: bool, device: torch.device, rng: torc
             assert torch.equal(out, results[0][0])
             assert torch.equal(lse, results[0][1])
         pads = problem.q.shape[0] - int(starts[-1])
-        case = replace(full, case=replace(full.case, reqs=reqs, pad_tokens=pads), first_req=first)
+        case = replace(full, reqs=reqs, pad_tokens=pads, first_req=first)
         dense = [(k[:seq_len], v[:seq_len]) for (k, v), (seq_len, _) in zip(problem.dense, reqs, strict=True)]
-        assert_right(case, replace(problem, case=case.case, dense=dense), problem.out.cpu())
+        assert_accurate(replace(problem, case=case, dense=dense), problem.out.cpu())
