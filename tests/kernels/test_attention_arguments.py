@@ -101,10 +101,12 @@ SHARED: list[Refused] = [
     ("list_dtype", {"work_list": zeros(9999)}, ShapeError, "work_list: expected dtype int32"),
     ("list_dims", {"work_list": zeros(9, 999, dtype=I32)}, ShapeError, r"work_list: expected shape \[\*\]"),
     ("list_device", {"work_list": zeros(9999, dtype=I32, device=META)}, ShapeError, "work_list: expected device cpu"),
+    ("list_stride", {"work_list": zeros(9999, 2, dtype=I32)[:, 0]}, ShapeError, "work_list: expected stride 1"),
     ("partial_out", {"workspace": workspace(partial_out=zeros(4))}, CapacityError, "workspace.partial_out: .* got 4;"),
     ("partial_lse", {"workspace": workspace(partial_lse=zeros(4))}, CapacityError, "workspace.partial_lse: .* got 4;"),
     ("counters", {"workspace": workspace(counters=zeros(3, dtype=I32))}, CapacityError, "workspace.counters: .* got 3"),
     ("counters_dtype", {"workspace": workspace(counters=zeros(9))}, ShapeError, "counters: expected dtype int32"),
+    ("counters_stride", {"workspace": workspace(counters=zeros(1, dtype=I32).expand(9999))}, ShapeError, "stride 1"),
     ("options", {"options": AttentionOptions(float("nan"))}, ShapeError, "softmax_scale: expected a finite number"),
 ]
 
@@ -115,24 +117,14 @@ PAGED: list[Refused] = [
     ("plan_tokens", {"plan": decode_plan(query_len=2)}, ShapeError, "q: expected 4 tokens, .* got 2 tokens"),
     ("plan_heads", {"plan": decode_plan(num_kv_heads=4)}, ShapeError, "q: .* 4 query and 4 KV heads .* 4 and 2 heads"),
     ("plan_head_dim", {"plan": decode_plan(64)}, ShapeError, "q: .* heads of 64 as in the plan, .* heads of 32"),
-    (
-        "plan_reqs",
-        {"plan": decode_plan(num_reqs=3)},
-        ShapeError,
-        "seq_lens: expected 3 requests, got 2; use",
-    ),
+    ("plan_reqs", {"plan": decode_plan(num_reqs=3)}, ShapeError, "seq_lens: expected 3 requests, got 2; use"),
     ("k_head_dim", {"k_cache": zeros(3, 8, 2, 16)}, ShapeError, "k_cache: expected shape"),
-    (
-        "v_head_dim",
-        {"v_cache": zeros(3, 8, 2, 16)},
-        ShapeError,
-        r"out: expected shape \[2, 4, 16\], got \[2, 4, 32\]",
-    ),
+    ("v_head_dim", {"v_cache": zeros(3, 8, 2, 16)}, ShapeError, r"out: expected shape \[2, 4, 16\], got \[2, 4, 32\]"),
     (
         "v_plan",
         {"v_cache": zeros(3, 8, 2, 16), "out": zeros(2, 4, 16)},
         ShapeError,
-        "v: expected heads of 32 as in the plan, got 16; make a plan with v_head_dim",
+        "v: .* 32 as in the plan, got 16; make",
     ),
     ("v_no_dims", {"v_cache": zeros(3, 8, 2, 0), "out": zeros(2, 4, 0)}, ShapeError, "v_cache: the tensor is empty"),
     ("k_dtype", {"k_cache": zeros(3, 8, 2, 32, dtype=F16)}, ShapeError, "k_cache: expected dtype float32 or float8"),
@@ -142,19 +134,7 @@ PAGED: list[Refused] = [
     ("v_dtype", {"v_cache": zeros(3, 8, 2, 32, dtype=E4M3)}, ShapeError, "v_cache: expected dtype float32, got float8"),
     ("v_stride", {"v_cache": zeros(3, 8, 32, 2).mT}, ShapeError, "v_cache: expected stride 1"),
     ("heads_divide", dict.fromkeys(("k_cache", "v_cache"), zeros(3, 8, 3, 32)), ShapeError, "multiple of k_cache's 3"),
-    (
-        "no_kv_heads",
-        dict.fromkeys(("k_cache", "v_cache"), zeros(3, 8, 0, 32)),
-        ShapeError,
-        "k_cache: the tensor is empty",
-    ),
     ("no_pages", dict.fromkeys(("k_cache", "v_cache"), zeros(0, 8, 2, 32)), ShapeError, "k_cache: the tensor is empty"),
-    (
-        "page_size",
-        dict.fromkeys(("k_cache", "v_cache"), zeros(3, 0, 2, 32)),
-        ShapeError,
-        "k_cache: the tensor is empty",
-    ),
     ("table_columns", {"block_table": zeros(2, 0, dtype=I32)}, ShapeError, r"block_table: .* got shape \[2, 0\]"),
     ("table_rows", {"block_table": zeros(3, 5, dtype=I32)}, ShapeError, r"block_table: expected shape \[2, \*\]"),
     ("table_dtype", {"block_table": zeros(2, 5, dtype=I64)}, ShapeError, "block_table: expected dtype int32"),
@@ -187,18 +167,8 @@ CONTIGUOUS: list[Refused] = [
     ("kv_starts_dtype", {"kv_start_loc": zeros(3, dtype=I64)}, ShapeError, "kv_start_loc: expected dtype int32"),
     ("starts_dtype", {"query_start_loc": zeros(3, dtype=I64)}, ShapeError, "query_start_loc: expected dtype int32"),
     ("starts_stride", {"query_start_loc": zeros(3, 2, dtype=I32)[:, 0]}, ShapeError, "query_start_loc: .* stride 1"),
-    (
-        "plan_reqs",
-        {"plan": varlen_plan(num_reqs=3)},
-        ShapeError,
-        "query_start_loc: expected 3 req.* got 2 req",
-    ),
-    (
-        "plan_decode",
-        {"plan": decode_plan()},
-        ShapeError,
-        "a plan made by AttentionPlan.varlen, got 2 req.*len=1",
-    ),
+    ("plan_reqs", {"plan": varlen_plan(num_reqs=3)}, ShapeError, "query_start_loc: expected 3 req.* got 2 req"),
+    ("plan_decode", {"plan": decode_plan()}, ShapeError, "a plan made by AttentionPlan.varlen, got 2 req.*len=1"),
     ("plan_tokens", {"plan": varlen_plan(num_tokens=5)}, ShapeError, "q: expected 5 tokens, .* got 2 tokens"),
 ]
 
@@ -220,22 +190,16 @@ SCHEDULE: list[Refused] = [
     ("starts_given", {"query_start_loc": zeros(3, dtype=I32)}, ShapeError, "expected None for a plan with query_len=1"),
     ("starts_missing", {"plan": varlen_plan()}, ShapeError, "expected a tensor for a plan with query_len=0"),
     ("window", {"sliding_window": -1}, ShapeError, "sliding_window: expected an int from 0 to 1073741824, got -1"),
-    ("window_wraps", {"sliding_window": 2**32 + 3}, ShapeError, "sliding_window: .* to 1073741824, got 4294967299"),
     ("window_type", {"sliding_window": None}, ShapeError, "sliding_window: .* to 1073741824, got None"),
     ("window_causal", {"sliding_window": 4, "causal": False}, ShapeError, "sliding_window: .* 0 without causal, got 4"),
     ("chunk", {"attention_chunk_size": -1}, ShapeError, "attention_chunk_size: expected an int from 0 to 1073741824"),
     ("chunk_type", {"attention_chunk_size": True}, ShapeError, "attention_chunk_size: .* to 1073741824, got True"),
-    (
-        "chunk_causal",
-        {"attention_chunk_size": 4, "causal": False},
-        ShapeError,
-        "attention_chunk_size: expected 0 without causal, got 4; set causal=True",
-    ),
+    ("chunk_causal", {"attention_chunk_size": 4, "causal": False}, ShapeError, "chunk_size: expected 0 without causal"),
     (
         "chunk_window",
         {"attention_chunk_size": 4, "sliding_window": 8},
         ShapeError,
-        "attention_chunk_size: expected 0 with sliding_window=8, got 4; set only one of the two",
+        "0 with sliding_window=8, got 4; set",
     ),
 ]
 
@@ -285,16 +249,10 @@ def test_v_head_dim_defaults_to_head_dim() -> None:
 
 PLANS = [
     ("dtype", {"dtype": torch.float64}, "dtype: expected one of .*float16.*, got torch.float64"),
-    (
-        "kv_dtype",
-        {"kv_dtype": torch.int8},
-        "kv_dtype: expected torch.float32 as for .*, got torch.int8",
-    ),
-    (
-        "kv_dtype_wide",
-        {"kv_dtype": F16},
-        "kv_dtype: expected torch.float32 as for .*, got torch.float16",
-    ),
+    ("kv_dtype", {"kv_dtype": torch.int8}, "kv_dtype: expected torch.float32 as for .*, got torch.int8"),
+    ("kv_dtype_wide", {"kv_dtype": F16}, "kv_dtype: expected torch.float32 as for .*, got torch.float16"),
+    ("num_reqs", {"num_reqs": 0}, "plan: expected at least 1 request and 1 token, got 0 and"),
+    ("num_q_heads", {"num_q_heads": 5}, "num_q_heads: expected a multiple of num_kv_heads=2, got 5"),
     ("num_sms", {"num_sms": 0}, "num_sms: expected an int >= 1, got 0"),
     ("num_sms_type", {"num_sms": 4.0}, "num_sms: expected an int >= 1, got 4.0"),
 ]
@@ -339,9 +297,13 @@ def test_unit_of_strides(kv_strides: tuple[int, ...], others: tuple[int, ...], u
     assert _stride_unit(kv_strides, others) == unit
 
 
-def test_workspace_of_a_single_plan_raises() -> None:
+def test_wrong_sizes_raise() -> None:
+    with pytest.raises(ShapeError, match="at least 1 request and 1 token, got 2 and 0"):
+        varlen_plan(num_tokens=0)
     with pytest.raises(ShapeError, match=r"plans: expected a list of plans, got an AttentionPlan; pass \[plan\]"):
         AttentionWorkspace.allocate(decode_plan(), CPU)  # type: ignore[arg-type]  # the error under test
+    with pytest.raises(ShapeError, match="plans: expected at least one plan, got none"):
+        AttentionWorkspace.allocate([], CPU)
 
 
 def test_views_without_overlap_are_accepted() -> None:

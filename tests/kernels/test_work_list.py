@@ -14,13 +14,9 @@ from hypothesis import strategies as st
 from graphrt.kernels.attention import work_list as work_list_module
 from graphrt.kernels.attention.attend import PARTITION_WORDS, SPLIT_WORDS
 from graphrt.kernels.attention.call import ScheduleCall
-from graphrt.kernels.attention.operators import paged_attention
-from graphrt.kernels.attention.options import AttentionOptions
 from graphrt.kernels.attention.plan import AttentionPlan
 from graphrt.kernels.attention.work_list import schedule_attention
 from graphrt.kernels.attention.work_list_reference import work_list_reference
-from graphrt.kernels.attention.workspace import AttentionWorkspace
-from graphrt.kernels.errors import CapacityError, ShapeError
 from graphrt.kernels.library import INTERPRETER_AVAILABLE, interpreted
 
 HEADS = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.float32}
@@ -44,21 +40,11 @@ def run_schedule(plan, lengths, query_starts=None, *, device="cpu", **options):
     return work_list.cpu()
 
 
-def run_reference(
-    plan,
-    lengths,
-    query_starts=None,
-    *,
-    causal=True,
-    sliding_window=0,
-    attention_chunk_size=0,
-    seq_lens_are_starts=False,
-):
+def run_reference(plan, lengths, query_starts=None, **options):
     starts = None if query_starts is None else torch.tensor(query_starts)
     work_list = torch.full((plan.work_list_words,), -77, dtype=torch.int32)
-    lengths = torch.tensor(lengths)
-    spans = causal, sliding_window, attention_chunk_size
-    work_list_reference(ScheduleCall(lengths, starts, work_list, *spans, seq_lens_are_starts, plan))
+    call = {"causal": True, "sliding_window": 0, "attention_chunk_size": 0, "seq_lens_are_starts": False, **options}
+    work_list_reference(ScheduleCall(torch.tensor(lengths), starts, work_list, plan=plan, **call))
     return work_list
 
 
@@ -284,67 +270,3 @@ def test_fixed_splits_are_independent_of_other_reqs():
     one = areas(plan, run_schedule(plan, [900, 0, 0, 0]))[1]
     other = areas(plan, run_schedule(plan, [900, 5000, 3, 64]))[1]
     assert torch.equal(one, other[other[:, 0] == 0])
-
-
-WRONG = {
-    "short_list": (
-        lambda p: schedule_attention(p, torch.zeros(3, dtype=torch.int32), torch.zeros(5, dtype=torch.int32)),
-        CapacityError,
-    ),
-    "reqs": (lambda p: run_schedule(p, [1, 2]), ShapeError),
-    "starts": (lambda p: run_schedule(p, [1, 2, 3], [0, 1, 2, 3]), ShapeError),
-    "window": (lambda p: run_schedule(p, [1, 2, 3], sliding_window=-1), ShapeError),
-    "chunks": (lambda p: run_schedule(p, [1, 2, 3], attention_chunk_size=-1), ShapeError),
-    "chunks_full": (lambda p: run_schedule(p, [1, 2, 3], attention_chunk_size=4, causal=False), ShapeError),
-    "chunks_window": (lambda p: run_schedule(p, [1, 2, 3], attention_chunk_size=4, sliding_window=4), ShapeError),
-    "window_full": (lambda p: run_schedule(p, [1, 2, 3], sliding_window=4, causal=False), ShapeError),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_arguments_raise(case):
-    call, error = WRONG[case]
-    with pytest.raises(error):
-        call(make_plan(3))
-
-
-BAD_PLANS = {
-    "query_len": (lambda: make_plan(3, 17), "varlen"),
-    "no_reqs": (lambda: make_plan(0), "at least 1 request"),
-    "no_tokens": (lambda: make_plan(1, 0, tokens=0), "1 token"),
-    "heads": (lambda: AttentionPlan.decode(1, **(HEADS | {"num_q_heads": 5}), num_sms=4), "multiple of num_kv_heads=2"),
-    "no_plans": (lambda: AttentionWorkspace.allocate([], torch.device("cpu")), "at least one plan"),
-}
-
-
-@pytest.mark.parametrize("case", BAD_PLANS)
-def test_wrong_plans_raise(case):
-    make, text = BAD_PLANS[case]
-    with pytest.raises(ShapeError, match=text):
-        make()
-
-
-def test_scratch_tensors_must_be_dense():
-    """Otherwise their sizes would not bound the memory that the kernel addresses."""
-    plan = make_plan(2)
-    q = torch.zeros(2, 8, 64)
-    cache = torch.zeros(4, 16, 2, 64)
-    table, lengths = torch.ones(2, 1, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
-    workspace = AttentionWorkspace.allocate([plan], q.device)
-    work_list = torch.zeros(2 * plan.work_list_words, dtype=torch.int32)
-    options = AttentionOptions(1.0)
-    with pytest.raises(ShapeError, match="work_list: expected stride 1"):
-        paged_attention(q, cache, cache, table, lengths, torch.empty_like(q), plan, work_list[::2], workspace, options)
-    flat = replace(workspace, counters=torch.zeros(1, dtype=torch.int32).expand(9999))
-    with pytest.raises(ShapeError, match=r"workspace\.counters: expected stride 1"):
-        paged_attention(q, cache, cache, table, lengths, torch.empty_like(q), plan, work_list, flat, options)
-    with pytest.raises(ShapeError, match="seq_lens: expected stride 1"):
-        schedule_attention(plan, torch.ones(4, dtype=torch.int32)[::2], work_list)
-
-
-def test_plans():
-    plans = [make_plan(reqs, num_sms=132) for reqs in (1, 64, 256)]
-    workspace = AttentionWorkspace.allocate(plans, torch.device("cpu"))
-    assert workspace.partial_lse.numel() == max(plan.partial_queries for plan in plans)
-    assert workspace.counters.numel() == max(plan.num_counters for plan in plans)
-    assert all(plan.schedule.num_partitions * plan.shape.num_kv_heads <= 8 * 132 for plan in plans)
