@@ -43,36 +43,30 @@ class _Params(ctypes.Structure):
     )
 
 
-def native_unsupported_reason(
-    plan: AttentionPlan,
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    work_list: torch.Tensor,
-    out: torch.Tensor,
-) -> str | None:
+def native_unsupported_reason(call: AttentionCall) -> str | None:
     """Return why the kernel cannot run a call with a plan that was made for it; None if it can.
 
     A plan does not hold dtypes, page sizes and addresses, so a call may differ from those that the plan was made for.
     The Triton kernel then runs with the same plan and work list. Its results are correct, but it is slower than with a
     plan of its own.
     """
-    if q.element_size() != 2:
-        return f"q is {q.dtype}"
-    if k_cache.shape[1] % NATIVE_PAGE_MULTIPLE:
-        return f"the page size of {k_cache.shape[1]} is not a multiple of {NATIVE_PAGE_MULTIPLE}"
-    tile = native_tile(k_cache.dtype)
-    if not serves_heads(plan.shape, k_cache.dtype) or plan.tile.block_n % tile:
-        return f"the plan was not made for a cache of {k_cache.dtype}"
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+    plan = call.plan
+    if call.q.element_size() != 2:
+        return f"q is {call.q.dtype}"
+    if call.k.shape[1] % NATIVE_PAGE_MULTIPLE:
+        return f"the page size of {call.k.shape[1]} is not a multiple of {NATIVE_PAGE_MULTIPLE}"
+    tile = native_tile(call.k.dtype)
+    if not serves_heads(plan.shape, call.k.dtype) or plan.tile.block_n % tile:
+        return f"the plan was not made for a cache of {call.k.dtype}"
+    for name, cache in (("k_cache", call.k), ("v_cache", call.v)):
         page, slot, head, _ = cache.stride()
         if cache.data_ptr() % _ALIGNMENT or math.gcd(page, slot, head) * cache.element_size() % _ALIGNMENT:
             return f"heads of {name} are not aligned to {_ALIGNMENT} bytes"
-    for name, tensor in (("q", q), ("out", out)):
+    for name, tensor in (("q", call.q), ("out", call.out)):
         token, head, _ = tensor.stride()
         if tensor.data_ptr() % 4 or token % 2 or head % 2:
             return f"heads of {name} are not aligned to 4 bytes"
-    return f"work_list is not aligned to {_ALIGNMENT} bytes" if work_list.data_ptr() % _ALIGNMENT else None
+    return f"work_list is not aligned to {_ALIGNMENT} bytes" if call.work_list.data_ptr() % _ALIGNMENT else None
 
 
 def native_variant(

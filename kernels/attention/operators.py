@@ -119,7 +119,7 @@ def _launch(call: AttentionCall) -> None:
 
 def _attention_on_device(call: AttentionCall) -> None:
     if call.q.is_cuda and call.plan.native is not None:
-        reason = native_unsupported_reason(call.plan, call.q, call.k, call.v, call.work_list, call.out)
+        reason = native_unsupported_reason(call)
         if reason is None:
             native_attention(call)
             return

@@ -9,12 +9,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from graphrt.kernels.attention.call import AttentionCall
 from graphrt.kernels.attention.native import native_unsupported_reason, native_variant, native_variants
 from graphrt.kernels.attention.operators import paged_attention
 from graphrt.kernels.attention.options import AttentionOptions
 from graphrt.kernels.attention.plan import AttentionPlan
 from graphrt.kernels.attention.plan_native import STATIC_SHARED_BYTES
 from graphrt.kernels.attention.work_list import schedule_attention
+from graphrt.kernels.attention.workspace import AttentionWorkspace
 from graphrt.kernels.errors import ConfigError, GraphRTError
 from graphrt.kernels.native import nvrtc
 from graphrt.kernels.native.nvrtc import compile_variant
@@ -32,7 +34,7 @@ from tests.support.attention_cases import (
     decode,
     make_problem,
 )
-from tests.support.native_cases import BASE, CASES, check_logits, check_values_of_zero, with_blocks
+from tests.support.native_cases import BASE, CASES, call_of, check_logits, check_values_of_zero, with_blocks
 from tests.support.native_usage import assert_fits, compiled_within
 
 LLAMA = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": BF16, "num_sms": 132, "native": True}
@@ -45,7 +47,7 @@ def run_both(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     native = problem.run()
     lse = None if problem.lse is None else problem.lse.clone()
     workspace, exact = problem.scratch(plan)
-    assert native_unsupported_reason(plan, problem.q, problem.k_cache, problem.v_cache, exact, problem.out) is None
+    assert native_unsupported_reason(call_of(problem, plan, workspace, exact)) is None
     shifted = torch.empty(exact.numel() + 1, dtype=torch.int32, device=exact.device)[1:]
     schedule_attention(plan, problem.seq_lens, shifted, **problem.case.spans)
     problem.out.fill_(NAN)
@@ -163,38 +165,6 @@ def test_compiling_does_not_modify_constants() -> None:
     assert bytes([32]) == b"\x20"
 
 
-OTHER_DTYPES = {
-    "float32": "q is torch.float32",
-    "float32_queries": "q is torch.float32",
-    "fp8_of_80": "the plan was not made for a cache of torch.float8_e4m3fn",
-    "fp8": "the plan was not made for a cache of torch.float8_e4m3fn",
-}
-
-
-@pytest.mark.parametrize(("change", "reason"), OTHER_DTYPES.items(), ids=OTHER_DTYPES)
-def test_other_dtypes_than_the_plans_fall_back_to_triton(change: str, reason: str) -> None:
-    """A plan does not hold dtypes."""
-    head_dim = 80 if change == "fp8_of_80" else 128
-    plan = AttentionPlan.decode(4, **{**LLAMA, "head_dim": head_dim})
-    assert plan.native is not None
-    dtype = BF16 if change.startswith("fp8") else F32
-    kv_dtype = F32 if change == "float32" else E4M3
-    q = torch.zeros(4, 32, head_dim, dtype=dtype)
-    cache = torch.zeros(3, 16, 8, head_dim, dtype=kv_dtype)
-    work_list = torch.zeros(plan.work_list_words, dtype=torch.int32)
-    assert native_unsupported_reason(plan, q, cache, cache, work_list, q) == reason
-    right = torch.zeros(4, 32, head_dim, dtype=BF16), torch.zeros(3, 16, 8, head_dim, dtype=BF16)
-    assert native_unsupported_reason(plan, right[0], right[1], right[1], work_list, right[0]) is None
-    small_pages = torch.zeros(3, 8, 8, head_dim, dtype=BF16)
-    assert native_unsupported_reason(plan, right[0], small_pages, small_pages, work_list, right[0]) == (
-        "the page size of 8 is not a multiple of 16"
-    )
-    odd = torch.zeros(4, 32, head_dim + 1, dtype=BF16)[..., :head_dim]
-    assert native_unsupported_reason(plan, odd, right[1], right[1], work_list, right[0]) == (
-        "heads of q are not aligned to 4 bytes"
-    )
-
-
 @pytest.mark.gpu
 def test_first_call_of_a_thread(rng: torch.Generator) -> None:
     """A new thread has no CUDA context at first."""
@@ -276,40 +246,48 @@ def shifted(tensor: torch.Tensor, elements: int) -> torch.Tensor:
     return room.view(tensor.shape).copy_(tensor)
 
 
-def test_misaligned_tensors_fall_back_to_triton() -> None:
-    """One misaligned property of one tensor at a time."""
-    plan = AttentionPlan.decode(4, **LLAMA)
-    work_list = torch.zeros(plan.work_list_words, dtype=torch.int32)
-    q, cache = torch.zeros(4, 32, 128, dtype=BF16), torch.zeros(3, 16, 8, 128, dtype=BF16)
-    right = {"q": q, "k_cache": cache, "v_cache": cache.clone(), "work_list": work_list, "out": q.clone()}
-    assert native_unsupported_reason(plan, **right) is None
-    wide = torch.zeros(3, 16, 8, 132, dtype=BF16)[..., :128]  # 264 bytes from head to head
-    for name, tensor, reason in (
-        ("k_cache", shifted(cache, 4), "heads of k_cache are not aligned to 16 bytes"),
-        ("v_cache", shifted(cache, 4), "heads of v_cache are not aligned to 16 bytes"),
-        ("k_cache", wide, "heads of k_cache are not aligned to 16 bytes"),
-        ("v_cache", wide, "heads of v_cache are not aligned to 16 bytes"),
-        ("q", shifted(q, 1), "heads of q are not aligned to 4 bytes"),
-        ("out", shifted(q, 1), "heads of out are not aligned to 4 bytes"),
-        ("q", torch.zeros(4, 32, 129, dtype=BF16)[..., :128], "heads of q are not aligned to 4 bytes"),
-        ("out", torch.zeros(4, 32, 129, dtype=BF16)[..., :128], "heads of out are not aligned to 4 bytes"),
-        ("work_list", shifted(work_list, 2), "work_list is not aligned to 16 bytes"),
-    ):
-        assert native_unsupported_reason(plan, **{**right, name: tensor}) == reason
-    for name, tensor in (("k_cache", shifted(cache, 8)), ("q", shifted(q, 2)), ("work_list", shifted(work_list, 4))):
-        assert native_unsupported_reason(plan, **{**right, name: tensor}) is None
+def zeros(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
 
 
-def test_head_dim_of_another_dtype_falls_back_to_triton() -> None:
-    """KV tiles of 64 tokens fit both dtypes, but heads of 80 are not a multiple of 32."""
-    plan = AttentionPlan.decode(4, **{**LLAMA, "head_dim": 80}, batch_invariant=True)
+def heads_of(head_dim: int, dtype: torch.dtype = BF16, kv_dtype: torch.dtype = BF16) -> dict[str, torch.Tensor]:
+    q, cache = zeros(4, 32, head_dim, dtype=dtype), zeros(3, 16, 8, head_dim, dtype=kv_dtype)
+    return {"q": q, "k": cache, "v": cache, "out": q}
+
+
+Q, CACHE, WIDE = zeros(4, 32, 128), zeros(3, 16, 8, 128), zeros(3, 16, 8, 132)[..., :128]  # WIDE: 264 bytes per head
+LIST = torch.zeros(1 << 16, dtype=torch.int32)
+OF_FP8 = "the plan was not made for a cache of torch.float8_e4m3fn"
+UNSUPPORTED: dict[str, tuple[dict[str, object], dict[str, torch.Tensor], str | None]] = {
+    # changes of LLAMA, tensors of the call, and why the CUDA kernel cannot run: a plan does not hold dtypes
+    "none": ({}, {}, None),
+    "aligned_otherwise": ({}, {"k": shifted(CACHE, 8), "q": shifted(Q, 2), "work_list": shifted(LIST, 4)}, None),
+    "float32": ({}, heads_of(128, F32, F32), "q is torch.float32"),
+    "float32_queries": ({}, heads_of(128, F32, E4M3), "q is torch.float32"),
+    "fp8": ({}, heads_of(128, BF16, E4M3), OF_FP8),
+    "fp8_of_80": ({"head_dim": 80}, heads_of(80, BF16, E4M3), OF_FP8),
+    "fp8_of_80_invariant": ({"head_dim": 80, "batch_invariant": True}, heads_of(80, BF16, E4M3), OF_FP8),
+    "pages_of_8": ({}, dict.fromkeys("kv", zeros(3, 8, 8, 128)), "the page size of 8 is not a multiple of 16"),
+    "k": ({}, {"k": shifted(CACHE, 4)}, "heads of k_cache are not aligned to 16 bytes"),
+    "v": ({}, {"v": shifted(CACHE, 4)}, "heads of v_cache are not aligned to 16 bytes"),
+    "wide_k": ({}, {"k": WIDE}, "heads of k_cache are not aligned to 16 bytes"),
+    "wide_v": ({}, {"v": WIDE}, "heads of v_cache are not aligned to 16 bytes"),
+    "q": ({}, {"q": shifted(Q, 1)}, "heads of q are not aligned to 4 bytes"),
+    "out": ({}, {"out": shifted(Q, 1)}, "heads of out are not aligned to 4 bytes"),
+    "odd_q": ({}, {"q": zeros(4, 32, 129)[..., :128]}, "heads of q are not aligned to 4 bytes"),
+    "odd_out": ({}, {"out": zeros(4, 32, 129)[..., :128]}, "heads of out are not aligned to 4 bytes"),
+    "work_list": ({}, {"work_list": shifted(LIST, 2)}, "work_list is not aligned to 16 bytes"),
+}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_unsupported_calls_fall_back_to_triton(name: str) -> None:
+    changes, tensors, reason = UNSUPPORTED[name]
+    plan = AttentionPlan.decode(4, **{**LLAMA, **changes})
     assert plan.native is not None
-    assert plan.tile.block_n == 64
-    q, cache = torch.zeros(4, 32, 80, dtype=BF16), torch.zeros(3, 16, 8, 80, dtype=E4M3)
-    work_list = torch.zeros(plan.work_list_words, dtype=torch.int32)
-    assert native_unsupported_reason(plan, q, cache, cache, work_list, q) == (
-        "the plan was not made for a cache of torch.float8_e4m3fn"
-    )
+    scratch = AttentionWorkspace(LIST, LIST, LIST)
+    call = AttentionCall(Q, CACHE, CACHE, LIST, None, LIST, LIST, Q, None, scratch, AttentionOptions(1.0), plan, False)
+    assert native_unsupported_reason(replace(call, **tensors)) == reason
 
 
 SHARED_BYTES = {  # warps x (stages x tile + partial result) + exchange buffers, in bytes

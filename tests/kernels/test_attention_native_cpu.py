@@ -12,10 +12,8 @@ import pytest
 import torch
 
 from graphrt.kernels.attention import native
-from graphrt.kernels.attention.call import AttentionCall
 from graphrt.kernels.attention.plan import AttentionPlan
 from graphrt.kernels.attention.work_list import schedule_attention
-from graphrt.kernels.attention.workspace import AttentionWorkspace
 from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.native.nvrtc import NativeVariant
 from tests.support import native_emulation
@@ -40,7 +38,7 @@ from tests.support.attention_checks import (
     combination_case,
     combination_id,
 )
-from tests.support.native_cases import BASE, CASES, check_logits, check_values_of_zero, with_blocks
+from tests.support.native_cases import BASE, CASES, call_of, check_logits, check_values_of_zero, with_blocks
 
 pytestmark = pytest.mark.skipif(native_emulation.COMPILER is None, reason="needs the C++ compiler g++")
 
@@ -57,15 +55,6 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_emulation, "launches", itertools.count())
 
 
-def call_of(
-    problem: Problem, plan: AttentionPlan, workspace: AttentionWorkspace, work_list: torch.Tensor
-) -> AttentionCall:
-    return AttentionCall(
-        problem.q, problem.k_cache, problem.v_cache, problem.block_table, None, problem.seq_lens, work_list,
-        problem.out, problem.lse, workspace, problem.options, plan, pdl=False,
-    )  # fmt: skip
-
-
 def run(problem: Problem, change: Change = lambda plan: plan) -> torch.Tensor:
     """Schedule, poison the scratch memory and outputs, and attend with the CUDA kernel and a changed plan."""
     plan = change(problem.decode_plan())
@@ -76,11 +65,9 @@ def run(problem: Problem, change: Change = lambda plan: plan) -> torch.Tensor:
     problem.out.fill_(UNWRITTEN)
     if problem.lse is not None:
         problem.lse.fill_(UNWRITTEN)
-    assert (
-        native.native_unsupported_reason(plan, problem.q, problem.k_cache, problem.v_cache, work_list, problem.out)
-        is None
-    )
-    native.native_attention(call_of(problem, plan, workspace, work_list))
+    call = call_of(problem, plan, workspace, work_list)
+    assert native.native_unsupported_reason(call) is None
+    native.native_attention(call)
     assert not workspace.counters.any(), "the kernel must leave its counters at 0"
     return problem.out.clone()
 

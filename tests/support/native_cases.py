@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import torch
 
+from graphrt.kernels.attention.call import AttentionCall
 from graphrt.kernels.attention.plan import AttentionPlan
+from graphrt.kernels.attention.workspace import AttentionWorkspace
 from tests.support.attention_cases import BF16, E4M3, E5M2, F16, Case, Problem, decode, expected, make_problem
 
 EDGES = (0, 1, 15, 16, 17, 0, 31, 32, 33, 260, 1500)  # the last one is split
@@ -117,3 +119,12 @@ def check_logits(run: Callable[[Problem], torch.Tensor], device: torch.device, r
         assert problem.lse is not None
         truth = expected(problem, torch.float64)[1]
         torch.testing.assert_close(problem.lse.cpu().double(), truth, rtol=1e-5, atol=1e-4)
+
+
+def call_of(
+    problem: Problem, plan: AttentionPlan, workspace: AttentionWorkspace, work_list: torch.Tensor
+) -> AttentionCall:
+    return AttentionCall(
+        problem.q, problem.k_cache, problem.v_cache, problem.block_table, None, problem.seq_lens, work_list,
+        problem.out, problem.lse, workspace, problem.options, plan, pdl=False,
+    )  # fmt: skip
