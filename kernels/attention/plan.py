@@ -6,8 +6,8 @@ query tiles and KV tiles, and `plan_native.py` the blocks of the CUDA kernel. `w
 
 from __future__ import annotations
 
-import operator
-from dataclasses import dataclass, fields
+import itertools
+from dataclasses import astuple, dataclass, fields
 from functools import cached_property
 
 import torch
@@ -134,20 +134,18 @@ class AttentionPlan:
     @cached_property
     def ints(self) -> list[int]:
         """All fields of the plan as one list, the form that operators take; without those of `native` if it is None."""
-        return [*_SHAPE(self.shape), *_SCHEDULE(self.schedule), *_TILE(self.tile), *(_native_ints(self.native))]
+        parts = (self.shape, self.schedule, self.tile, self.native)
+        return [value for part in parts if part is not None for value in astuple(part)]
 
     @classmethod
     def from_ints(cls, values: list[int]) -> AttentionPlan:
         """Return the plan with these `ints`."""
-        schedule_at = len(fields(PlanShape))
-        tile_at = schedule_at + len(fields(SchedulePlan))
-        native_at = tile_at + len(fields(TilePlan))
-        return cls(
-            PlanShape(*values[:schedule_at]),
-            SchedulePlan(*values[schedule_at:tile_at]),
-            TilePlan(*values[tile_at:native_at]),
-            NativePlan(*values[native_at:]) if len(values) > native_at else None,
+        left = iter(values)
+        shape, schedule, tile = (
+            part(*itertools.islice(left, len(fields(part)))) for part in (PlanShape, SchedulePlan, TilePlan)
         )
+        native = tuple(left)
+        return cls(shape, schedule, tile, NativePlan(*native) if native else None)  # type: ignore[arg-type]
 
     @cached_property
     def _hash(self) -> int:
@@ -274,14 +272,3 @@ class AttentionPlan:
         if self.native is not None:
             return NATIVE_MERGE_GROUP_SIZE
         return max(_MIN_MERGE_GROUP_SIZE, self.merge_splits)
-
-
-_SHAPE, _SCHEDULE, _TILE, _NATIVE = (
-    operator.attrgetter(*(field.name for field in fields(part)))
-    for part in (PlanShape, SchedulePlan, TilePlan, NativePlan)
-)
-
-
-def _native_ints(native: NativePlan | None) -> tuple[int, ...]:
-    found: tuple[int, ...] = () if native is None else _NATIVE(native)
-    return found

@@ -22,6 +22,7 @@ from tests.support.attention_cases import (
     by_id,
     decode,
     make_problem,
+    strided,
 )
 from tests.support.attention_checks import check_batch_invariant_reqs, check_infinite_values, check_large_queries
 
@@ -190,25 +191,11 @@ def test_cpu_tensors_use_the_reference(op: str, rng: torch.Generator) -> None:
 
 @pytest.mark.parametrize("op", ["decode", "varlen", "reference"])
 def test_strided_tensors(op: str, kernel_device: torch.device, rng: torch.Generator) -> None:
-    """Queries inside a qkv tensor, K and V interleaved by page, output in a larger tensor, a block table with a
-    margin."""
     case = Case("", decode((40, 0, 17)), num_kv_heads=2, gqa=2)
-    dense = make_problem(case, rng, kernel_device)
-    qkv = torch.cat([dense.q, torch.full_like(dense.q, NAN)], dim=1)
-    kv = torch.stack([dense.k_cache, dense.v_cache], dim=1)
-    table = torch.nn.functional.pad(dense.block_table, (0, 3), value=-1)
-    out = torch.full_like(qkv, UNWRITTEN)
-    problem = replace(
-        dense,
-        q=qkv[:, :4],
-        k_cache=kv[:, 0],
-        v_cache=kv[:, 1],
-        block_table=table[:, : dense.block_table.shape[1]],
-        out=out[:, 4:],
-    )
+    problem, rest = strided(make_problem(case, rng, kernel_device))
     got = problem.run_reference(attention_reference) if op == "reference" else problem.run(op)
     assert_accurate(problem, got)
-    assert (out[:, :4] == UNWRITTEN).all()
+    assert (rest == UNWRITTEN).all()
 
 
 @pytest.mark.parametrize("seq_len", [1, 15, 16])

@@ -349,14 +349,10 @@ def test_chunks_in_macros() -> None:
         assert dict(native_variant(plan, options, BF16, change.get("kv_dtype", BF16), 16).macros)["WINDOW"] == window
 
 
-def test_sizes_in_macros() -> None:
-    plan = AttentionPlan.decode(64, **{**LLAMA, "head_dim": 192, "v_head_dim": 128})
-    macros = dict(native_variant(plan, AttentionOptions(1.0), BF16, BF16, 16).macros)
-    assert (macros["HEAD_DIM"], macros["V_HEAD_DIM"]) == (192, 128)
-
-
-def test_dtypes_in_macros() -> None:
+def test_dtypes_and_sizes_in_macros() -> None:
     for dtype, kv_dtype, q_bf16, kv_fp8 in ((F16, F16, 0, 0), (BF16, E4M3, 1, 1), (F16, E5M2, 0, 2)):
-        plan = AttentionPlan.decode(64, **{**LLAMA, "dtype": dtype}, kv_dtype=kv_dtype)
+        sizes = {**LLAMA, "head_dim": 192, "v_head_dim": 128, "dtype": dtype}
+        plan = AttentionPlan.decode(64, **sizes, kv_dtype=kv_dtype)
         macros = dict(native_variant(plan, AttentionOptions(1.0), dtype, kv_dtype, 48).macros)
         assert (macros["Q_BF16"], macros["KV_FP8"], macros["PAGE_SIZE"]) == (q_bf16, kv_fp8, 48)
+        assert (macros["HEAD_DIM"], macros["V_HEAD_DIM"]) == (192, 128)

@@ -307,15 +307,9 @@ def test_check_ints_names_the_index_of_ints_beyond_64_bits() -> None:
             checks.check_ints("n", values, 0, 9, advice="fix it")
 
 
-@pytest.mark.parametrize("value", [0, -1.5, 10**300, np.float32(2), np.int8(3), Fraction(1, 3), 1e308], ids=repr)
-def test_is_finite(value: object) -> None:
-    assert checks.is_finite(value) is True
-
-
-@pytest.mark.parametrize(
-    "value",
-    [True, False, float("inf"), float("-inf"), float("nan"), np.float32("nan"), 10**400, "1", None, 1j, Decimal(1)],
-    ids=repr,
-)
-def test_is_not_finite(value: object) -> None:
-    assert checks.is_finite(value) is False
+def test_is_finite() -> None:
+    for value in (0, -1.5, 10**300, np.float32(2), np.int8(3), Fraction(1, 3), 1e308):
+        assert checks.is_finite(value) is True
+    infinite = (float("inf"), float("-inf"), float("nan"), np.float32("nan"), 10**400)
+    for value in (*infinite, True, False, "1", None, 1j, Decimal(1)):
+        assert checks.is_finite(value) is False

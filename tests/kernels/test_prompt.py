@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.attention_cases import BF16, NAN, UNWRITTEN, Case, assert_accurate, by_id, make_problem
+from tests.support.attention_cases import BF16, UNWRITTEN, Case, assert_accurate, by_id, make_problem, strided
 from tests.support.prompt_cases import (
     CASES,
     check_mixed_step,
@@ -29,23 +28,10 @@ def test_case(case: Case, op_device: torch.device, rng: torch.Generator) -> None
 
 
 def test_strided_tensors(kernel_device: torch.device, rng: torch.Generator) -> None:
-    """Queries inside a qkv tensor, K and V interleaved by page, output in a larger tensor, a wider block table."""
     case = Case("", ((140, 40), (0, 0), (17, 5)), num_kv_heads=2, gqa=2, dtype=BF16)
-    dense = make_problem(case, rng, kernel_device)
-    qkv = torch.cat([dense.q, torch.full_like(dense.q, NAN)], dim=1)
-    kv = torch.stack([dense.k_cache, dense.v_cache], dim=1)
-    table = torch.nn.functional.pad(dense.block_table, (0, 3), value=-1)
-    out = torch.full_like(qkv, UNWRITTEN)
-    problem = replace(
-        dense,
-        q=qkv[:, :4],
-        k_cache=kv[:, 0],
-        v_cache=kv[:, 1],
-        block_table=table[:, : dense.block_table.shape[1]],
-        out=out[:, 4:],
-    )
+    problem, rest = strided(make_problem(case, rng, kernel_device))
     assert_accurate(problem, run_prompt(problem))
-    assert (out[:, :4] == UNWRITTEN).all()
+    assert (rest == UNWRITTEN).all()
 
 
 def test_pages_before_the_window_are_not_read(kernel_device: torch.device, rng: torch.Generator) -> None:

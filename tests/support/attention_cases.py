@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -305,6 +305,20 @@ def assert_accurate(problem: Problem, got: torch.Tensor) -> None:
 
 def decode(seq_lens: tuple[int, ...], query_len: int = 1) -> tuple[tuple[int, int], ...]:
     return tuple((seq_len, query_len) for seq_len in seq_lens)
+
+
+def strided(dense: Problem) -> tuple[Problem, torch.Tensor]:
+    """Put queries into a qkv tensor, K and V side by side by page, and the table into a wider one.
+
+    Also returns a part of the larger output that must keep the value UNWRITTEN.
+    """
+    heads = dense.q.shape[1]
+    qkv = torch.cat([dense.q, torch.full_like(dense.q, NAN)], dim=1)
+    kv = torch.stack([dense.k_cache, dense.v_cache], dim=1)
+    table = torch.nn.functional.pad(dense.block_table, (0, 3), value=-1)
+    out = torch.full_like(qkv, UNWRITTEN)
+    tensors = {"q": qkv[:, :heads], "k_cache": kv[:, 0], "v_cache": kv[:, 1], "out": out[:, heads:]}
+    return replace(dense, **tensors, block_table=table[:, : dense.block_table.shape[1]]), out[:, :heads]
 
 
 def by_id(cases: list[Case]) -> list[Any]:
