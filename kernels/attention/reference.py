@@ -52,11 +52,8 @@ _Call = AttentionCall | PromptCall | _ReferenceCall | _EncoderCall
 
 def reference_attention(call: AttentionCall | _ReferenceCall) -> None:
     """Attend over the paged cache or over contiguous K and V, with lengths read on the host."""
-    if call.starts is not None:
-        starts = call.starts.tolist()
-    else:
-        assert isinstance(call, AttentionCall)
-        starts = list(range(0, call.q.shape[0] + 1, call.plan.shape.query_len))
+    query_len = call.plan.shape.query_len if isinstance(call, AttentionCall) else 0
+    starts = list(range(0, call.q.shape[0] + 1, query_len)) if call.starts is None else call.starts.tolist()
     if call.seq_lens is None:
         kv_starts = call.table.tolist()
         seq_lens = [end - begin for begin, end in itertools.pairwise(kv_starts)]
