@@ -10,7 +10,7 @@ import torch
 
 from graphrt.cache.groups import longest_of
 from graphrt.kernels.attention.options import FP8_DTYPES
-from graphrt.kernels.checks import check_bool_field, check_instance, check_int_field, shown
+from graphrt.kernels.checks import check_bool_field, check_int_field, shown
 from graphrt.kernels.errors import ConfigError
 from graphrt.kernels.types import KVLayout
 from graphrt.spec import AttentionKind, AttentionSpec, KVCacheSpec
@@ -89,7 +89,13 @@ class Capabilities:
             value = getattr(self, field.name)
             if field.name in _ITEMS:
                 kind, optional = _ITEMS[field.name]
-                _check_items(f"Capabilities.{field.name}", value, kind, optional=optional)
+                right = isinstance(value, tuple) and value and all(isinstance(x, kind) for x in value)
+                if not (right or (optional and value is None)):
+                    or_any = ", or None for any" if optional else ""
+                    raise ConfigError(
+                        f"Capabilities.{field.name}: expected a non-empty tuple of {kind.__name__}{or_any}, got "
+                        f"{shown(value)}; name at least one"
+                    )
             elif field.name != "max_query_len":
                 check_bool_field(self, field.name, advice="say what the backend does")
 
@@ -140,18 +146,11 @@ class Capabilities:
             reasons.append(f"v_head_dim {spec.v_head_dim}: supports {listing(self.head_dims)}")
         if spec.v_head_dim is not None and not self.v_head_dim:
             reasons.append(f"v_head_dim {spec.v_head_dim}: supports that of the keys, {spec.head_dim}")
-        if spec.sliding_window is not None and not self.sliding_window:
-            reasons.append(f"sliding_window {spec.sliding_window}: not supported")
-        if spec.attention_chunk_size is not None and not self.attention_chunk_size:
-            reasons.append(f"attention_chunk_size {spec.attention_chunk_size}: not supported")
-        if spec.logits_softcap is not None and not self.logits_softcap:
-            reasons.append(f"logits_softcap {spec.logits_softcap}: not supported")
-        if spec.alibi_slopes is not None and not self.alibi:
-            reasons.append("alibi_slopes: not supported")
-        if spec.alibi_sqrt and not self.alibi_sqrt:
-            reasons.append("alibi_sqrt: not supported")
-        if spec.sinks and not self.sinks:
-            reasons.append("sinks: not supported")
+        for option, flag in _FLAG_OF_OPTION.items():
+            value = getattr(spec, option)
+            if value is not None and value is not False and not getattr(self, flag):
+                shown = "" if isinstance(value, (bool, tuple)) else f" {value}"
+                reasons.append(f"{option}{shown}: not supported")
         kinds = {AttentionKind.CROSS: self.cross_attention, AttentionKind.ENCODER: self.encoder_attention}
         if not kinds.get(spec.kind, True):
             reasons.append(f"{spec.kind.value} attention: not supported")
@@ -170,6 +169,16 @@ _ITEMS: dict[str, tuple[type, bool]] = {
 }
 """The fields of Capabilities that are tuples: the type of their items, and whether None means any."""
 
+_FLAG_OF_OPTION = {
+    "sliding_window": "sliding_window",
+    "attention_chunk_size": "attention_chunk_size",
+    "logits_softcap": "logits_softcap",
+    "alibi_slopes": "alibi",
+    "alibi_sqrt": "alibi_sqrt",
+    "sinks": "sinks",
+}
+"""The field of Capabilities that an option of AttentionSpec needs."""
+
 
 @dataclass(frozen=True, slots=True)
 class BackendContext:
@@ -187,9 +196,6 @@ class BackendContext:
     mixed_batches    whether steps occur in which requests differ in their number of new tokens; see RuntimeConfig
     prefill          the backend serves the prefill part of these steps, and nothing else
     max_encoder_len  most encoder tokens of a request; 0 without cross layers
-
-    Raises:
-        ConfigError: if a field has the wrong type, or `group_of` does not match the layers.
     """
 
     attention: tuple[AttentionSpec, ...]
@@ -206,31 +212,9 @@ class BackendContext:
     max_encoder_len: int = 0
 
     def __post_init__(self) -> None:
-        _check_items("BackendContext.attention", self.attention, AttentionSpec)
-        if self.kv_groups != () or any(spec.is_cached for spec in self.attention):
-            _check_items("BackendContext.kv_groups", self.kv_groups, KVCacheSpec)
-        if self.group_of is None and len(self.kv_groups) <= 1:
+        if self.group_of is None:
             found = tuple(0 if spec.is_cached else None for spec in self.attention)
             object.__setattr__(self, "group_of", found)
-        groups = range(len(self.kv_groups))
-        if (
-            not isinstance(self.group_of, tuple)
-            or len(self.group_of) != len(self.attention)
-            or any(
-                group not in groups if spec.is_cached else group is not None
-                for group, spec in zip(self.group_of, self.attention, strict=True)
-            )
-        ):
-            raise ConfigError(
-                f"BackendContext.group_of: {shown(self.group_of)} does not assign one of {len(groups)} KV groups to "
-                f"each of {len(self.attention)} layers (None to encoder layers); take the groups from kv_locations()"
-            )
-        check_instance("BackendContext.device", self.device, torch.device, advice="make it a torch.device")
-        for name in ("max_num_reqs", "max_num_tokens", "max_seq_len", "max_query_len"):
-            check_int_field(self, name, 1, advice="pass the runtime's")
-        check_int_field(self, "max_encoder_len", 0, advice="pass the runtime's, 0 without cross layers")
-        for name in ("batch_invariant", "mixed_batches", "prefill"):
-            check_bool_field(self, name, advice="pass the runtime's")
 
     def max_pages(self, group: int) -> int:
         """Return the width of the block table of a KV group."""
@@ -253,14 +237,3 @@ def listing(values: Sequence[object]) -> str:
         if step > 0 and first % step == 0 and tuple(values) == tuple(range(first, last + 1, step)):
             return f"{first} to {last}" if step == 1 else f"multiples of {step} from {first} to {last}"
     return ", ".join(str(v) for v in values)
-
-
-def _check_items(name: str, value: object, kind: type, *, optional: bool = False) -> None:
-    """Raise ConfigError unless `value` is a non-empty tuple of `kind`, or None if `optional`."""
-    if optional and value is None:
-        return
-    if not (isinstance(value, tuple) and value and all(isinstance(x, kind) for x in value)):
-        or_any = ", or None for any" if optional else ""
-        raise ConfigError(
-            f"{name}: expected a non-empty tuple of {kind.__name__}{or_any}, got {shown(value)}; name at least one"
-        )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 
@@ -61,8 +60,6 @@ def get_attn_backend(
     device      device of the cache
     config      capacities and options, among them the name of the backend; None: RuntimeConfig()
 
-    Results are cached until a backend is registered.
-
     Raises:
         ConfigError: if an argument has the wrong type, if layers and groups do not match, or if a name is unknown.
         UnsupportedError: if no backend supports the layers; the text lists the reasons of each.
@@ -87,18 +84,7 @@ def get_attn_backend(
         batch_invariant=config.batch_invariant,
         mixed_batches=config.mixed_batches,
     )
-    return _chosen(context, config.backend, config.prefill_backend, tuple(registry.registered().items()))
-
-
-@lru_cache(maxsize=64)
-def _chosen(
-    context: BackendContext,
-    name: str | None,
-    prefill: str | None,
-    registered: tuple[tuple[str, type[AttentionBackend]], ...],
-) -> BackendChoice:
-    """Select by the registry; `registered` is part of the cache key, so that a new registration is seen."""
-    named = prefill not in (None, registry.ONE_PART)
-    backend, reason = registry.select_backend(decode_context(context) if named else context, name)
-    prefill_class, why = registry.select_prefill(context, backend, prefill)
-    return BackendChoice(backend, f"{reason}; prefill: {why}" if why else reason, context, prefill_class)
+    named = config.prefill_backend not in (None, registry.ONE_PART)
+    backend, reason = registry.select_backend(decode_context(context) if named else context, config.backend)
+    prefill, why = registry.select_prefill(context, backend, config.prefill_backend)
+    return BackendChoice(backend, f"{reason}; prefill: {why}" if why else reason, context, prefill)

@@ -17,18 +17,13 @@ from graphrt.metadata import StepMetadata
 class FlashAttention2Backend(PeerBackend):
     """`flash_attn_with_kvcache` for decode batches, `flash_attn_varlen_func` for mixed batches, which run eagerly.
 
-    The library chooses the number of splits on the host, from the batch size, the heads and the width of the block
-    table. None of these changes between replays, so the number in a graph is correct for any lengths, though not the
-    fastest for ragged ones. No step is planned on the host.
+    The library chooses the number of splits from shapes that do not change between replays. The number in a graph is
+    therefore correct for any lengths, though not the fastest for ragged ones.
 
-    Mixed batches have no graph (UNIFORM), because the grid depends on the query length. With one query token, the
-    kernel moves the query heads of a KV head into the sequence dimension.
+    Mixed batches have no graph, because the grid depends on the query length. NaN in the tail of a page does not reach
+    outputs: the kernel clears a V tile beyond the length of a request. It returns early for a length of 0.
 
-    NaN in the tail of a page does not reach outputs: the kernel clears a V tile beyond the length of a request. It
-    returns early for a length of 0.
-
-    The head sizes are those of the forward-only wheel that was tested. Other builds have more, but do not say which. A
-    missing head size raises in its first call.
+    The head sizes are those of the forward-only wheel that was tested. A missing one raises in its first call.
     """
 
     name: ClassVar[str] = "flash_attn2"
@@ -64,7 +59,6 @@ class FlashAttention2Backend(PeerBackend):
         self._kv_starts: torch.Tensor | None = None
 
     def close(self) -> None:
-        """Drop every tensor."""
         super().close()
         self._kv_starts = None
 
@@ -103,9 +97,7 @@ class FlashAttention2Backend(PeerBackend):
             result, sums = self._mixed(layer, q, metadata, options)
         else:
             result, sums = self._decode(layer, q, metadata, options)
-        self.write_out(result, out)
-        if lse is not None:
-            self.write_lse(self._unbiased(sums, layer, metadata), lse)
+        self.write(result, sums if lse is None else self._unbiased(sums, layer, metadata), out, lse)
 
     def _unbiased(self, sums: torch.Tensor, layer: AttentionLayer, metadata: StepMetadata) -> torch.Tensor:
         """Return the log-sum-exp as the contract defines it.

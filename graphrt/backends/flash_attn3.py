@@ -33,29 +33,18 @@ _ScheduleKey = tuple[int, int, int, int, int]
 class FlashAttention3Backend(PeerBackend):
     """`flash_attn_with_kvcache` for every batch, with `get_scheduler_metadata` recorded in the graph.
 
-    The scheduler kernel runs at the start of the graph, once per kind of layer. At each replay it computes the splits
-    from the lengths of that step, into a tensor that the graph owns. A schedule therefore cannot be stale. Both calls
-    get the same `num_splits`, which bounds the splits and sizes the partial results, and the same longest length, the
-    width of the block table. With different values they would use different layouts of the schedule.
+    The scheduler kernel runs at the start of the graph, once per kind of layer, and computes the splits from the
+    lengths of that step. Both calls get the same `num_splits` and the same longest length, the width of the block
+    table. With different values they would use different layouts of the schedule.
 
     A length of 0 costs nothing. NaN in the tail of a page does not reach outputs: the kernel loads V by predicated
-    copies, which write zeros beyond the length of a request. Its TMA path would load whole pages with their tails. The
-    kernel takes that path for long queries and large pages, unless a left padding is given. Such calls therefore pass
-    a left padding of zeros.
+    copies, which write zeros beyond the length of a request. Its TMA path would load whole pages with their tails. It
+    takes that path for long queries and large pages, unless a left padding is given. Such calls therefore pass a left
+    padding of zeros.
 
     An fp8 cache needs fp8 queries. They are scaled per request and KV head by the power of two that brings their
-    largest element below 448, and rounded to e4m3: 3 bits of mantissa, a relative error of up to 2^-4 per element. The
-    kernel rounds the probabilities to e4m3 too. The error of outputs is a few per cent of their spread, more than in a
-    kernel that converts the fp8 cache to 16 bits.
-
-    Sinks are rounded to bfloat16, which the kernel takes. The error of a float32 sink is up to 2^-9 of its value. For
-    sinks between 8 and 16, the error of their weight is up to 3 %.
-
-    Graph nodes per layer in addition to the kernel and the copy of real tokens: one merge of the splits, which also
-    zeroes the scheduler's semaphore. With `num_splits` = 1 a fill zeroes the semaphore instead. Fewer splits save
-    memory, not nodes.
-
-    Softcap and other head sizes are not compiled into the build that was tested, and a build cannot be asked for them.
+    largest element below 448, with a relative error of up to 2^-4 per element. The kernel rounds the probabilities to
+    e4m3 too. Sinks are rounded to bfloat16, which the kernel takes. docs/backends.md has the errors and the limits.
     """
 
     name: ClassVar[str] = "flash_attn3"
@@ -101,7 +90,6 @@ class FlashAttention3Backend(PeerBackend):
 
     @classmethod
     def extra_unsupported_reasons(cls, context: BackendContext) -> list[str]:
-        """Return reasons against newer GPUs, fp8 caches of layers that are not bfloat16, and sinks in some builds."""
         reasons = super().extra_unsupported_reasons(context)
         if context.device.type == "cuda" and torch.cuda.is_available():
             major = torch.cuda.get_device_capability(context.device)[0]
@@ -113,17 +101,12 @@ class FlashAttention3Backend(PeerBackend):
         if not dtypes.keys().isdisjoint(FP8_DTYPES) and any(s.dtype != torch.bfloat16 for s in context.attention):
             reasons.append("KV dtype float8_e4m3fn: outputs are bfloat16, so the layers must be bfloat16")
         if any(spec.sinks for spec in context.attention) and cls.unavailable() is None:
-            reasons += cls._why_no_sinks()
+            try:
+                taken = inspect.signature(cls.package.load().flash_attn_with_kvcache).parameters
+            except UnsupportedError as error:  # another backend may serve
+                return [*reasons, str(error)]
+            reasons += [] if "sinks" in taken else [f"sinks: not in this build; run {cls.package.install}"]
         return reasons
-
-    @classmethod
-    def _why_no_sinks(cls) -> list[str]:
-        """Import the package to see if it takes sinks. A failed import is a reason too: another backend may serve."""
-        try:
-            taken = inspect.signature(cls.package.load().flash_attn_with_kvcache).parameters
-        except UnsupportedError as error:
-            return [str(error)]
-        return [] if "sinks" in taken else [f"sinks: not in this build; run {cls.package.install}"]
 
     def allocate(self) -> None:
         """Import the package, and allocate masks. Graphs own their schedules and partial results."""
@@ -132,11 +115,9 @@ class FlashAttention3Backend(PeerBackend):
         self._no_left_padding = torch.zeros(self.context.max_num_reqs, dtype=torch.int32, device=self.context.device)
 
     def held(self) -> dict[str, torch.Tensor]:
-        """Return the left padding, which is zeros."""
         return super().held() | ({} if self._no_left_padding is None else {"left padding": self._no_left_padding})
 
     def close(self) -> None:
-        """Drop every tensor."""
         super().close()
         self._forget_step()
         self._no_left_padding = None
@@ -173,28 +154,24 @@ class FlashAttention3Backend(PeerBackend):
         # Drop the tensors of the last step first, so that the graph under capture reuses their memory.
         self._schedules = {}
         for key, (spec, group) in self._kinds.items():
-            self._schedules[key] = self._make_schedule(spec, group, metadata)
+            page_size = self.context.kv_groups[group].page_size
+            self._schedules[key] = self._module.get_scheduler_metadata(
+                batch_size=descriptor.padded_reqs,
+                max_seqlen_q=_max_query_len(descriptor),
+                max_seqlen_k=metadata.block_tables[group].shape[1] * page_size,
+                num_heads_q=spec.num_q_heads,
+                num_heads_kv=spec.num_kv_heads,
+                headdim=spec.head_dim,
+                cache_seqlens=metadata.seq_lens,
+                qkv_dtype=self._kv_dtype,
+                cu_seqlens_q=metadata.query_start_loc if mixed else None,
+                cache_leftpad=self._left_padding(descriptor, spec, page_size),
+                page_size=page_size,
+                causal=True,
+                window_size=_window(spec),
+                num_splits=self.num_splits(descriptor, spec),
+            )
         self._scheduled_for = descriptor
-
-    def _make_schedule(self, spec: AttentionSpec, group: int, metadata: StepMetadata) -> torch.Tensor:
-        descriptor, page_size = metadata.descriptor, self.context.kv_groups[group].page_size
-        result: torch.Tensor = self._module.get_scheduler_metadata(
-            batch_size=descriptor.padded_reqs,
-            max_seqlen_q=_max_query_len(descriptor),
-            max_seqlen_k=metadata.block_tables[group].shape[1] * page_size,
-            num_heads_q=spec.num_q_heads,
-            num_heads_kv=spec.num_kv_heads,
-            headdim=spec.head_dim,
-            cache_seqlens=metadata.seq_lens,
-            qkv_dtype=self._kv_dtype,
-            cu_seqlens_q=metadata.query_start_loc if descriptor.kind is GraphKind.MIXED else None,
-            cache_leftpad=self._left_padding(descriptor, spec, page_size),
-            page_size=page_size,
-            causal=True,
-            window_size=_window(spec),
-            num_splits=self.num_splits(descriptor, spec),
-        )
-        return result
 
     def run(
         self,
@@ -245,9 +222,8 @@ class FlashAttention3Backend(PeerBackend):
             return_softmax_lse=True,
             **options,
         )
-        self.write_out(result.view(out.shape), out)
-        if lse is not None:
-            self.write_lse(sums.transpose(0, 1) if mixed else sums.transpose(1, 2).reshape(lse.shape), lse)
+        sums = sums.transpose(0, 1) if mixed else sums.transpose(1, 2).reshape(out.shape[:2])
+        self.write(result.view(out.shape), sums, out, lse)
 
     def _left_padding(self, descriptor: BatchDescriptor, spec: AttentionSpec, page_size: int) -> torch.Tensor | None:
         """Return zeros if the kernel might load whole pages by TMA, else None.

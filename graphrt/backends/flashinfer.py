@@ -37,14 +37,13 @@ class _Buffers:
     indptr         [max_num_reqs + 1]          int32   offset of each request's first page id in `indices`
     indices        [max_num_reqs * max_pages]  int32   page ids of all requests
     last_page_len  [max_num_reqs]              int32   tokens in the last page of each request
-    nothing        [0]                         int32   passed to plan() as page ids
+    slot           pinned memory of the plan's lengths; its event guards the pinned memory of every wrapper too
     """
 
     workspace: torch.Tensor
     indptr: torch.Tensor
     indices: torch.Tensor
     last_page_len: torch.Tensor
-    nothing: torch.Tensor
     slot: StagingSlot
 
 
@@ -57,16 +56,13 @@ class FlashInferBackend(PeerBackend):
         the refresh  in the graph       page ids, to the block table
         `schedule`   in the graph       `indices`: all page ids as one list, by the offsets of the plan
 
-    plan() gets an empty list of page ids.
-
     There is one wrapper per captured size. All share the float workspace and the memory of the plan, on the device and
-    pinned. This is safe because steps run in order on one stream, and each uploads its plan first. An event after the
-    upload guards the pinned memory. The next plan waits for it, so the host runs at most one step ahead.
+    pinned: steps run in order on one stream, and each uploads its plan first. The next plan waits for an event after
+    that upload, so the host runs at most one step ahead.
 
     Padding requests are planned as one token in the null page, because this kernel has read out of bounds for length 0.
-    Their output is zeroed. The kernel does not read `seq_lens`; its fill of 1 matches the plan.
-
-    NaN in the tail of a page does not reach outputs: V is loaded with zeros beyond the length of a request.
+    Their output is zeroed. NaN in the tail of a page does not reach outputs: V is loaded with zeros beyond the length
+    of a request.
     """
 
     name: ClassVar[str] = "flashinfer"
@@ -106,7 +102,6 @@ class FlashInferBackend(PeerBackend):
 
     @classmethod
     def extra_unsupported_reasons(cls, context: BackendContext) -> list[str]:
-        """Return reasons against layers that differ in what a plan contains."""
         reasons = super().extra_unsupported_reasons(context)
         for field in ("num_q_heads", "dtype", "sliding_window", "logits_softcap", "scale"):
             values = list(dict.fromkeys(getattr(spec, field) for spec in context.attention))
@@ -124,16 +119,13 @@ class FlashInferBackend(PeerBackend):
             indptr=torch.zeros(rows + 1, dtype=torch.int32, device=device),
             indices=torch.zeros(rows * context.max_pages(0), dtype=torch.int32, device=device),
             last_page_len=torch.ones(rows, dtype=torch.int32, device=device),
-            nothing=torch.empty(0, dtype=torch.int32, device=device),
             slot=StagingSlot.allocate(3 * rows + 2, device),
         )
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return what `schedule` rewrites. `plan_replay` writes the buffers of the plan before the step."""
         return super().tensors() | ({} if self._buffers is None else {"indices": self._buffers.indices})
 
     def held(self) -> dict[str, torch.Tensor]:
-        """Return the memory of plans and partial results."""
         if self._buffers is None:
             return {}
         names = ("workspace", "indptr", "last_page_len")
@@ -141,7 +133,6 @@ class FlashInferBackend(PeerBackend):
         return super().held() | {name: getattr(self._buffers, name) for name in names} | shared
 
     def close(self) -> None:
-        """Drop every tensor and wrapper."""
         self._drop()
         super().close()
 
@@ -215,28 +206,29 @@ class FlashInferBackend(PeerBackend):
         if layer.v_scale is not None:
             result = _scaled(result, layer.v_scale, torch.empty_like(result, dtype=out.dtype))
         out[real:].zero_()
-        self.write_out(result.to(out.dtype), out[:real])
         if lse is not None:
             lse[real:].fill_(-math.inf)
-            self.write_lse(sums * math.log(2.0), lse[:real])  # FlashInfer returns the logarithm to base 2
+            sums = sums * math.log(2.0)  # FlashInfer returns the logarithm to base 2
+        self.write(result.to(out.dtype), sums, out[:real], None if lse is None else lse[:real])
 
     def _plan_decode(self, rows: int, seq_lens: Int32Array) -> None:
         buffers, wrapper = self._have_buffers(), self._wrappers.get(rows)
         if wrapper is None:
-            wrapper = self._wrappers[rows] = self._decode_wrapper(rows, buffers)
-        indptr, last_page_len, _ = self._write_lengths(seq_lens, np.ones(rows, np.int32))
-        spec = self._spec
-        with buffers.slot.in_flight(self._stream()):
-            wrapper.plan(
-                indptr,
-                buffers.nothing,
-                last_page_len,
-                spec.num_q_heads,
-                spec.num_kv_heads,
-                spec.head_dim,
-                self._kv.page_size,
-                **self._plan_options(),
+            wrapper = self._wrappers[rows] = self._share(
+                self._module.BatchDecodeWithPagedKVCacheWrapper(
+                    buffers.workspace,
+                    self._kv.layout.value,
+                    use_cuda_graph=True,
+                    use_tensor_cores=True,
+                    paged_kv_indptr_buffer=buffers.indptr[: rows + 1],
+                    paged_kv_indices_buffer=buffers.indices,
+                    paged_kv_last_page_len_buffer=buffers.last_page_len[:rows],
+                    backend=_TENSOR_CORE_BACKEND,
+                )
             )
+        indptr, last_page_len, _ = self._write_lengths(seq_lens, np.ones(rows, np.int32))
+        with buffers.slot.in_flight(self._stream()):
+            self._plan(wrapper, indptr, buffers.indices[:0], last_page_len)  # the refresh writes the page ids
         layout = self._layout(wrapper)
         if layout != self._layouts.setdefault(rows, layout):
             raise ReplayError(
@@ -247,9 +239,9 @@ class FlashInferBackend(PeerBackend):
     def _layout(self, wrapper: Any) -> tuple[int, ...]:
         """Return the offsets of a plan in its memory, which replays must not change. There is no public API for it."""
         try:
-            layout = tuple(int(x) for x in wrapper._plan_info)
-        except (AttributeError, TypeError, ValueError) as error:
-            raise self._other_version("layout of a plan as numbers in _plan_info") from error
+            layout = tuple(map(int, wrapper._plan_info))
+        except (AttributeError, TypeError, ValueError):
+            layout = ()
         if not layout:
             raise self._other_version("layout of a plan as numbers in _plan_info")
         return layout
@@ -264,40 +256,31 @@ class FlashInferBackend(PeerBackend):
         buffers = self._have_buffers()
         self._planned_rows, self._planned_tokens = batch.num_reqs, batch.num_tokens
         if self._prefill is None:
-            wrapper = self._module.BatchPrefillWithPagedKVCacheWrapper(
-                buffers.workspace, self._kv.layout.value, backend=_TENSOR_CORE_BACKEND
-            )
-            self._prefill = self._share(wrapper)
-        seq_lens = np.maximum(batch.seq_lens, 1)
-        indptr, last_page_len, query_starts = self._write_lengths(seq_lens, batch.query_lens)
-        spec = self._spec
+            make = self._module.BatchPrefillWithPagedKVCacheWrapper
+            self._prefill = self._share(make(buffers.workspace, self._kv.layout.value, backend=_TENSOR_CORE_BACKEND))
+        indptr, last_page_len, query_starts = self._write_lengths(np.maximum(batch.seq_lens, 1), batch.query_lens)
         with buffers.slot.in_flight(self._stream()):
             buffers.indptr[: len(indptr)].copy_(indptr, non_blocking=True)  # for `schedule`; the wrapper has a copy
-            self._prefill.plan(
-                query_starts,
-                indptr,
-                buffers.indices,
-                last_page_len,
-                spec.num_q_heads,
-                spec.num_kv_heads,
-                spec.head_dim,
-                self._kv.page_size,
-                causal=True,
-                **self._plan_options(),
-            )
+            self._plan(self._prefill, query_starts, indptr, buffers.indices, last_page_len, causal=True)
 
-    def _plan_options(self) -> dict[str, Any]:
+    def _plan(self, wrapper: Any, *lengths_and_pages: torch.Tensor, **options: Any) -> None:
         spec, stored = self._spec, self._kv.dtype
-        return {
-            "q_data_type": spec.dtype,
-            "kv_data_type": stored,
+        wrapper.plan(
+            *lengths_and_pages,
+            spec.num_q_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            self._kv.page_size,
+            q_data_type=spec.dtype,
+            kv_data_type=stored,
             # Partial results have the dtype of the output, before the value scale. float16 can represent any mean of
             # fp8 values, and has a smaller rounding error than bfloat16.
-            "o_data_type": torch.float16 if stored in FP8_DTYPES else spec.dtype,
-            "sm_scale": spec.scale,
-            "window_left": -1 if spec.sliding_window is None else spec.sliding_window - 1,
-            "logits_soft_cap": spec.logits_softcap or 0.0,
-        }
+            o_data_type=torch.float16 if stored in FP8_DTYPES else spec.dtype,
+            sm_scale=spec.scale,
+            window_left=-1 if spec.sliding_window is None else spec.sliding_window - 1,
+            logits_soft_cap=spec.logits_softcap or 0.0,
+            **options,
+        )
 
     def _write_lengths(
         self, seq_lens: Int32Array, query_lens: Int32Array
@@ -314,19 +297,6 @@ class FlashInferBackend(PeerBackend):
         np.cumsum(query_lens, out=words[2 * n + 2 : 3 * n + 2])
         host = slot.inputs_tensor
         return host[: n + 1], host[n + 1 : 2 * n + 1], host[2 * n + 1 : 3 * n + 2]
-
-    def _decode_wrapper(self, rows: int, buffers: _Buffers) -> Any:
-        wrapper = self._module.BatchDecodeWithPagedKVCacheWrapper(
-            buffers.workspace,
-            self._kv.layout.value,
-            use_cuda_graph=True,
-            use_tensor_cores=True,
-            paged_kv_indptr_buffer=buffers.indptr[: rows + 1],
-            paged_kv_indices_buffer=buffers.indices,
-            paged_kv_last_page_len_buffer=buffers.last_page_len[:rows],
-            backend=_TENSOR_CORE_BACKEND,
-        )
-        return self._share(wrapper)
 
     def _share(self, wrapper: Any) -> Any:
         """Let a wrapper use the plan memory of the first one: 8 MB on the device and 8 MB pinned per wrapper.
@@ -356,8 +326,7 @@ class FlashInferBackend(PeerBackend):
         return max(_SMALLEST_WORKSPACE, 4 * spec.num_q_heads * tiles * (spec.head_dim + 1) + (1 << 20))
 
     def _have_buffers(self) -> _Buffers:
-        self.check_allocated()
-        assert self._buffers is not None, "allocate() makes both"
+        assert self._buffers is not None, "allocate() makes them"
         return self._buffers
 
     def _stream(self) -> torch.cuda.Stream | None:

@@ -13,7 +13,7 @@ import torch
 
 from graphrt.backends.base import AttentionBackend
 from graphrt.backends.capabilities import BackendContext
-from graphrt.kernels.errors import CaptureError, UnsupportedError
+from graphrt.kernels.errors import UnsupportedError
 from graphrt.kernels.ops.live import copy_live
 from graphrt.metadata import StepMetadata
 
@@ -75,7 +75,7 @@ class PeerBackend(AttentionBackend):
     """A backend whose kernels come from another package.
 
     Such kernels do not write padding tokens, or write values from the null page. `schedule` therefore marks the real
-    tokens once per step, and `write_out` copies only these into `out`. In the prefill part of a mixed step it does not
+    tokens once per step, and `write` copies only these. In the prefill part of a mixed step it does not
     write the tokens of the decode part.
     """
 
@@ -90,12 +90,10 @@ class PeerBackend(AttentionBackend):
 
     @classmethod
     def unavailable(cls) -> str | None:
-        """Return that the package is missing, with its pip command, or None. Imports nothing."""
         return cls.package.missing()
 
     @classmethod
     def extra_unsupported_reasons(cls, context: BackendContext) -> list[str]:
-        """Return that the compute capability of the GPU is too low."""
         if context.device.type == "cuda" and torch.cuda.is_available():
             have = torch.cuda.get_device_capability(context.device)
             if have < cls.compute_capability:
@@ -111,11 +109,9 @@ class PeerBackend(AttentionBackend):
         self._live = torch.zeros(tokens, dtype=torch.bool, device=device)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return what `schedule` rewrites in every step."""
         return {} if self._live is None else {"live": self._live}
 
     def close(self) -> None:
-        """Drop every tensor."""
         self._live = self._first_token = None
 
     def schedule(self, metadata: StepMetadata) -> None:
@@ -123,30 +119,18 @@ class PeerBackend(AttentionBackend):
         torch.ge(metadata.slot_mappings[0], 0, out=self.live(metadata.descriptor.padded_tokens))
         self._first_token = metadata.query_start_loc[:1] if self.context.prefill else None
 
-    def write_out(self, result: torch.Tensor, out: torch.Tensor) -> None:
-        """Copy the kernel's result into `out`, with zeros in padding tokens.
+    def write(self, result: torch.Tensor, sums: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+        """Copy the kernel's results into `out` and `lse`, with zeros and -inf in padding tokens.
 
-        result  [padded_tokens, num_q_heads, head_dim]  any strides; any value in padding tokens
-        out     same shape                              written in place
+        result   as `out`, with any strides; any value in padding tokens
+        sums     [padded_tokens, num_q_heads]  natural log-sum-exp, likewise
         """
-        copy_live(result, self.live(out.shape[0]), out, first=self._first_token)
-
-    def write_lse(self, result: torch.Tensor, lse: torch.Tensor) -> None:
-        """Copy a natural log-sum-exp into `lse`, with -inf in padding tokens. Both [padded_tokens, num_q_heads]."""
-        live = self.live(lse.shape[0])
-        copy_live(result[:, None], live, lse[:, None], fill=float("-inf"), first=self._first_token)
+        live, first = self.live(out.shape[0]), self._first_token
+        copy_live(result, live, out, first=first)
+        if lse is not None:
+            copy_live(sums[:, None], live, lse[:, None], fill=float("-inf"), first=first)
 
     def live(self, tokens: int) -> torch.Tensor:
-        """Return [tokens] bool: which tokens of the step are not padding.
-
-        Raises:
-            CaptureError: before `allocate()`.
-        """
-        self.check_allocated()
-        assert self._live is not None, "checked"
+        """Return [tokens] bool: which tokens of the step are not padding."""
+        assert self._live is not None, "allocate() makes it"
         return self._live[:tokens]
-
-    def check_allocated(self) -> None:
-        """Raise CaptureError before `allocate()`."""
-        if self._live is None:
-            raise CaptureError(f"backend {self.name}: its buffers are not allocated; call allocate() first")

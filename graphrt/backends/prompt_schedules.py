@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -12,13 +13,11 @@ from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.kernels.attention.prompt_native import runs_prompt_kernel
 from graphrt.kernels.attention.prompt_plan import PromptPlan
 from graphrt.kernels.attention.prompt_schedule import schedule_prompt
-from graphrt.kernels.errors import CaptureError
 
 INTERPRETER_SMS = 4  # splits work on CPU too, but into few programs: an interpreted program takes milliseconds
 
 
-@dataclass(frozen=True, slots=True)
-class PromptKind:
+class PromptKind(NamedTuple):
     """What layers must have in common to share a plan and its schedule. Windows may differ: each tile computes its own.
 
     native   whether the CUDA kernel may serve these layers on devices that run it
@@ -43,7 +42,7 @@ class PromptSchedules:
         self._context, self._kinds = context, tuple(dict.fromkeys(kinds))
         self._num_sms, self._native = num_sms_of(context.device), runs_prompt_kernel(context.device)
         self._schedules: dict[PromptKind, torch.Tensor] = {}
-        self._plans: dict[tuple[PromptKind, BatchDescriptor], PromptPlan] = {}
+        self._plan = cache(self._make_plan)  # looked up by every layer of every graph
 
     def allocate(self) -> None:
         """Allocate one schedule per kind for the largest size, whose plan needs the most words."""
@@ -58,50 +57,25 @@ class PromptSchedules:
         return {f"{name}_{index}": tensor for index, tensor in enumerate(self._schedules.values())}
 
     def close(self) -> None:
-        """Drop the schedules."""
         self._schedules = {}
 
     def write(self, descriptor: BatchDescriptor, lens: torch.Tensor, starts: torch.Tensor, *, packed: bool) -> None:
-        """Compute the schedules of a step, one launch per kind.
+        """Compute the schedules of a step, one launch per kind. Capture-safe: lengths stay on the device.
 
         lens, starts   [padded_reqs], [padded_reqs + 1]  int32  as `schedule_prompt` takes them
         packed         `lens` holds the starts of packed sequences instead of lengths
-
-        Capture-safe: lengths stay on the device.
-
-        Raises:
-            CaptureError: before `allocate()`.
         """
         for kind in self._kinds:
             plan, schedule = self.of(kind, descriptor)
             schedule_prompt(plan, lens, starts, schedule, seq_lens_are_starts=packed)
 
     def of(self, kind: PromptKind, descriptor: BatchDescriptor) -> tuple[PromptPlan, torch.Tensor]:
-        """Return the plan and the schedule of a kind at one size.
-
-        Raises:
-            CaptureError: before `allocate()`.
-        """
-        if kind not in self._schedules:
-            raise CaptureError("prompt kernel: its schedules are not allocated; call allocate() first")
+        """Return the plan and the schedule of a kind at one size."""
         return self._plan(kind, descriptor), self._schedules[kind]
 
-    def _plan(self, kind: PromptKind, descriptor: BatchDescriptor) -> PromptPlan:
-        found = self._plans.get((kind, descriptor))  # looked up by every layer of every graph
-        if found is None:
-            found = self._plans[kind, descriptor] = PromptPlan.make(
-                descriptor.padded_reqs,
-                descriptor.padded_tokens,
-                num_q_heads=kind.num_q_heads,
-                num_kv_heads=kind.num_kv_heads,
-                head_dim=kind.head_dim,
-                dtype=kind.dtype,
-                kv_dtype=kind.kv_dtype,
-                num_sms=self._num_sms,
-                causal=kind.causal,
-                native=self._native and kind.native,
-            )
-        return found
+    def _make_plan(self, kind: PromptKind, descriptor: BatchDescriptor) -> PromptPlan:
+        sizes = kind._asdict() | {"native": self._native and kind.native}
+        return PromptPlan.make(descriptor.padded_reqs, descriptor.padded_tokens, num_sms=self._num_sms, **sizes)
 
 
 def num_sms_of(device: torch.device) -> int:

@@ -7,11 +7,11 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from statistics import geometric_mean
 from typing import Any
 
 from graphrt.kernels.errors import ConfigError
@@ -60,54 +60,22 @@ class Ranking:
         it lacks a time that another has, because its mean would cover other sizes.
         """
         wanted = list(dict.fromkeys(names))
-        cells = [
-            {name: cell.us_per_layer[name] for name in wanted if name in cell.us_per_layer}
-            for cell in self._within(max_num_reqs, max_seq_len)
-        ]
-        cells = [cell for cell in cells if cell]
-        complete = [name for name in wanted if cells and all(name in cell for cell in cells)]
-        if not complete:
-            return {}
-        means = {name: math.exp(sum(math.log(cell[name]) for cell in cells) / len(cells)) for name in complete}
-        fastest = min(means.values())
-        return {name: means[name] / fastest for name in sorted(means, key=lambda name: means[name])}
-
-    def _within(self, max_num_reqs: int, max_seq_len: int) -> list[RankingCell]:
         batch = max(max_num_reqs, min((cell.batch for cell in self.cells), default=0))
         context = max(max_seq_len, min((cell.context for cell in self.cells), default=0))
-        return [cell for cell in self.cells if cell.batch <= batch and cell.context <= context]
+        within = [cell.us_per_layer for cell in self.cells if cell.batch <= batch and cell.context <= context]
+        times = [of_cell for of_cell in within if not of_cell.keys().isdisjoint(wanted)]
+        complete = [name for name in wanted if times and all(name in of_cell for of_cell in times)]
+        means = {name: geometric_mean(of_cell[name] for of_cell in times) for name in complete}
+        return {name: means[name] / min(means.values()) for name in sorted(means, key=lambda name: means[name])}
 
 
 def parse_ranking(record: Mapping[str, Any]) -> Ranking:
-    """Return the table in a record of `ranking_record`.
-
-    Raises:
-        ConfigError: if the record has another format, or a time that is not a finite number above 0.
-    """
-    try:
-        cells, mixed_cells = (
-            tuple(
-                RankingCell(
-                    int(cell["batch"]), int(cell["context"]), {n: float(us) for n, us in cell["us_per_layer"].items()}
-                )
-                for cell in record[name]
-            )
-            for name in ("cells", "mixed_cells")
-        )
-        gpu = record["gpu"]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(
-            f"ranking.json: not a table of measured times ({type(error).__name__}: {error}); generate it with "
-            "scripts/make_docs.py, or reinstall graphrt"
-        ) from error
-    for cell in (*cells, *mixed_cells):
-        for name, us in cell.us_per_layer.items():
-            if not (math.isfinite(us) and us > 0):
-                raise ConfigError(
-                    f"ranking.json: expected times > 0, got {us} for {name} at {cell.batch} x {cell.context}; "
-                    "measure again with scripts/bench_backends.py or scripts/bench_mixed.py"
-                )
-    return Ranking(gpu, cells, mixed_cells)
+    """Return the table in a record of `ranking_record`."""
+    cells, mixed_cells = (
+        tuple(RankingCell(cell["batch"], cell["context"], cell["us_per_layer"]) for cell in record[name])
+        for name in ("cells", "mixed_cells")
+    )
+    return Ranking(record["gpu"], cells, mixed_cells)
 
 
 def ranking_record(result: Mapping[str, Any] | None, mixed: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint, entry_points
 
 import torch
@@ -52,11 +52,6 @@ def register_backend(cls: type[AttentionBackend]) -> type[AttentionBackend]:
     return cls
 
 
-def registered() -> dict[str, type[AttentionBackend]]:
-    """Return the backends that were registered in this process, by name."""
-    return dict(_registered)
-
-
 def check_declaration(cls: object) -> None:
     """Check the class attributes and methods of a backend class.
 
@@ -77,7 +72,7 @@ def check_declaration(cls: object) -> None:
         ("unsupported_reasons", "extra_unsupported_reasons"),
         ("graph_unsupported_reason", "extra_graph_unsupported_reason"),
     ):
-        if _definition(cls, final) is not vars(AttentionBackend)[final]:
+        if inspect.getattr_static(cls, final) is not inspect.getattr_static(AttentionBackend, final):
             raise ConfigError(
                 f"{own}.{final}: must not be overridden, since it enforces the class attributes; define {hook} instead"
             )
@@ -128,11 +123,6 @@ class Standing:
     relative: float | None = None
 
 
-def standings(context: BackendContext) -> list[Standing]:
-    """Return all known backends, in static order, with their ranks or the reasons against them."""
-    return _rank_all(context, stop_at_the_first=False)
-
-
 def select_backend(context: BackendContext, name: str | None = None) -> tuple[type[AttentionBackend], str]:
     """Return the backend for `context`, and why it was selected.
 
@@ -144,8 +134,14 @@ def select_backend(context: BackendContext, name: str | None = None) -> tuple[ty
         UnsupportedError: if no backend supports the context; the text lists every reason.
     """
     if name is not None:
-        return _named(name, context)
-    found = _rank_all(context, stop_at_the_first=True)
+        what = "backend, by name or GRAPHRT_BACKEND" if name == env.backend() else "backend"
+        cls, reasons = backend_class(name, what), unsupported_reasons(name, context)
+        if reasons:
+            raise UnsupportedError(
+                f"{what} {name}: does not support this model and device: {'; '.join(reasons)}; choose another backend"
+            )
+        return cls, f"{name}: chosen by name"
+    found = standings(context, stop_at_the_first=True)
     skipped = [f"{s.name} ({', '.join(s.unsupported_reasons) or s.by_name})" for s in found if s.rank is None]
     chosen = next((s for s in found if s.rank == 1), None)
     if chosen is None:
@@ -154,8 +150,12 @@ def select_backend(context: BackendContext, name: str | None = None) -> tuple[ty
             "options or the device"
         )
     why = f"{chosen.name}: first in order of preference that supports device {context.device.type}"
-    if chosen.relative is not None:
-        why = _fastest(sorted((s for s in found if s.relative is not None), key=lambda s: s.relative or 0.0))
+    others = sorted((s.relative, s.name) for s in found if s.relative is not None and s is not chosen)
+    if chosen.relative is not None and others:
+        slower = ", ".join(f"{name} {relative:.2f}" for relative, name in others)
+        why = f"{chosen.name}: fastest of {len(others) + 1} supported backends (1.00; {slower} on {load_ranking().gpu})"
+    elif chosen.relative is not None:
+        why = f"{chosen.name}: the only supported backend of those measured on {load_ranking().gpu}"
     return backend_class(chosen.name), "; ".join([why, *(f"not {text}" for text in skipped)])
 
 
@@ -184,7 +184,11 @@ def select_prefill(
                 f"{'; '.join(reasons)}; choose another, or {ONE_PART!r}"
             )
         return cls, f"{name}, chosen by name"
-    ranking = load_ranking().mixed if _is_measured(context) else Ranking()
+    ranking = load_ranking().mixed
+    sizes = {dtype.itemsize for dtype in (*(s.dtype for s in context.attention), *(g.dtype for g in context.kv_groups))}
+    measured = context.device.type == "cuda" and torch.cuda.is_available() and sizes == {2}
+    if not measured or torch.cuda.get_device_name(context.device) != ranking.gpu:
+        return None, ""
     found: dict[str, type[AttentionBackend] | None] = {decode.name: None}
     for pair in ranking.names - {decode.name}:
         ours, _, other = pair.partition("+")
@@ -201,31 +205,13 @@ def select_prefill(
     return found[first], f"{first}, fastest of {len(relative)} (1.00{slower} on {ranking.gpu})"
 
 
-def _is_measured(context: BackendContext) -> bool:
-    """Return whether the table has times of mixed steps for this device and for 16-bit layers and caches."""
-    if context.device.type != "cuda" or not torch.cuda.is_available():
-        return False
-    sizes = [spec.dtype.itemsize for spec in context.attention] + [group.dtype.itemsize for group in context.kv_groups]
-    return torch.cuda.get_device_name(context.device) == load_ranking().gpu and set(sizes) == {2}
-
-
 def unsupported_reasons(name: str, context: BackendContext) -> list[str]:
     """Return every reason why a known backend cannot serve `context`, such as a package that cannot be loaded."""
     return _standing(name, context).unsupported_reasons
 
 
-def _named(name: str, context: BackendContext) -> tuple[type[AttentionBackend], str]:
-    what = "backend, by name or GRAPHRT_BACKEND" if name == env.backend() else "backend"
-    cls, reasons = backend_class(name, what), unsupported_reasons(name, context)
-    if reasons:
-        raise UnsupportedError(
-            f"{what} {name}: does not support this model and device: {'; '.join(reasons)}; choose another backend"
-        )
-    return cls, f"{name}: chosen by name"
-
-
-def _rank_all(context: BackendContext, *, stop_at_the_first: bool) -> list[Standing]:
-    """Return every backend, in static order, with its rank for `context`.
+def standings(context: BackendContext, *, stop_at_the_first: bool = False) -> list[Standing]:
+    """Return all known backends, in static order, with their ranks or the reasons against them.
 
     Backends with a measured time are considered first, since the fastest of them is selected. With `stop_at_the_first`
     the others are considered only until one is supported, because importing a backend takes seconds.
@@ -248,13 +234,7 @@ def _rank_all(context: BackendContext, *, stop_at_the_first: bool) -> list[Stand
         if _serves(found[name]) and name not in relative:
             order.append(name)
     return [
-        Standing(
-            name,
-            found[name].unsupported_reasons,
-            found[name].by_name,
-            order.index(name) + 1 if name in order else None,
-            relative.get(name),
-        )
+        replace(found[name], rank=order.index(name) + 1 if name in order else None, relative=relative.get(name))
         for name in names
         if name in found
     ]
@@ -283,20 +263,6 @@ def _standing(name: str, context: BackendContext) -> Standing:
         if name in _BUILTIN:
             raise
         return Standing(name, [f"{question} raised {type(error).__name__}: {error}"])
-
-
-def _fastest(ranked: list[Standing]) -> str:
-    """Say why the first of the measured backends is selected."""
-    gpu, (chosen, *others) = load_ranking().gpu, ranked
-    if not others:
-        return f"{chosen.name}: the only supported backend of those measured on {gpu}"
-    slower = ", ".join(f"{standing.name} {standing.relative:.2f}" for standing in others)
-    return f"{chosen.name}: fastest of {len(ranked)} supported backends ({chosen.relative:.2f}; {slower} on {gpu})"
-
-
-def _definition(cls: type[AttentionBackend], name: str) -> object:
-    """Return the attribute of the class that defines it, without binding it."""
-    return next(vars(base)[name] for base in cls.__mro__ if name in vars(base))
 
 
 def _third_party() -> dict[str, EntryPoint]:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import replace
+from functools import cache
+from typing import ClassVar, NamedTuple
 
 import torch
 
 from graphrt.backends.base import AttentionBackend, AttentionLayer
-from graphrt.backends.capabilities import BackendContext, Capabilities, GraphSupport
-from graphrt.backends.encoder import EncoderKernels, why_no_encoder
+from graphrt.backends.capabilities import BackendContext, Capabilities, GraphSupport, listing
 from graphrt.backends.prompt_schedules import PromptKind, PromptSchedules, num_sms_of
+from graphrt.backends.torch_reference import TorchReferenceBackend
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
-from graphrt.kernels.attention.arguments import ATTENTION_DTYPES, HEAD_DIMS, KV_DTYPES
+from graphrt.kernels.attention.arguments import HEAD_DIMS
 from graphrt.kernels.attention.native import NATIVE_PAGE_MULTIPLE
 from graphrt.kernels.attention.operators import paged_attention
 from graphrt.kernels.attention.plan import AttentionPlan
@@ -22,17 +23,14 @@ from graphrt.kernels.attention.prompt import prompt_attention
 from graphrt.kernels.attention.prompt_plan import PROMPT_HEAD_DIMS
 from graphrt.kernels.attention.work_list import schedule_attention
 from graphrt.kernels.attention.workspace import AttentionWorkspace
-from graphrt.kernels.errors import CaptureError
 from graphrt.kernels.library import INTERPRETER_AVAILABLE, interpreted
 from graphrt.kernels.native.nvrtc import nvrtc_fault, runs_native
-from graphrt.kernels.types import KVLayout
 from graphrt.metadata import StepMetadata
 from graphrt.spec import AttentionKind, AttentionSpec, KVCacheSpec
 
 
-@dataclass(frozen=True, slots=True)
-class _ScheduleKey:
-    """What layers must have in common to share a work list. KV groups may differ: a work list holds no page ids."""
+class _Sizes(NamedTuple):
+    """What layers must have in common to share a plan."""
 
     num_q_heads: int
     num_kv_heads: int
@@ -40,25 +38,31 @@ class _ScheduleKey:
     v_head_dim: int
     dtype: torch.dtype
     kv_dtype: torch.dtype
+
+
+class _ScheduleKey(NamedTuple):
+    """What layers must have in common to share a work list. KV groups may differ: a work list holds no page ids."""
+
+    sizes: _Sizes
     sliding_window: int
     attention_chunk_size: int
-    whole_tiles: bool  # a page holds whole tiles of the CUDA kernel, which needs them
+    whole_tiles: bool
     kind: AttentionKind  # decides which lengths are read, and whether the mask is causal
 
     @classmethod
     def of(cls, spec: AttentionSpec, kv: KVCacheSpec) -> _ScheduleKey:
         return cls(
-            num_q_heads=spec.num_q_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            v_head_dim=spec.value_dim,
-            dtype=spec.dtype,
-            kv_dtype=kv.dtype,
+            _Sizes(spec.num_q_heads, spec.num_kv_heads, spec.head_dim, spec.value_dim, spec.dtype, kv.dtype),
             sliding_window=spec.sliding_window or 0,
             attention_chunk_size=spec.attention_chunk_size or 0,
-            whole_tiles=kv.page_size % NATIVE_PAGE_MULTIPLE == 0,
+            whole_tiles=_has_whole_tiles(kv),
             kind=spec.kind,
         )
+
+
+def _has_whole_tiles(kv: KVCacheSpec) -> bool:
+    """Return whether a page holds whole tiles, which the CUDA kernels need."""
+    return kv.page_size % NATIVE_PAGE_MULTIPLE == 0
 
 
 class TritonBackend(AttentionBackend):
@@ -69,28 +73,11 @@ class TritonBackend(AttentionBackend):
     """
 
     name: ClassVar[str] = "triton"
-    capabilities: ClassVar[Capabilities] = Capabilities(
+    capabilities: ClassVar[Capabilities] = replace(
+        TorchReferenceBackend.capabilities,
         devices=("cuda", "cpu"),
-        dtypes=ATTENTION_DTYPES,
-        kv_dtypes=KV_DTYPES,
         head_dims=HEAD_DIMS,
-        page_sizes=None,
-        layouts=(KVLayout.NHD, KVLayout.HND),
         max_query_len=MAX_QUERY_LEN,
-        sliding_window=True,
-        logits_softcap=True,
-        mixed=True,
-        alibi=True,
-        alibi_sqrt=True,
-        sinks=True,
-        lse=True,
-        batch_invariant=True,
-        kv_groups=True,
-        v_head_dim=True,
-        attention_chunk_size=True,
-        prefill=True,
-        cross_attention=True,
-        encoder_attention=True,
     )
     graph_support: ClassVar[GraphSupport] = GraphSupport.ALWAYS
 
@@ -101,18 +88,24 @@ class TritonBackend(AttentionBackend):
         self._layer_keys = dict(zip(cached, keys, strict=True))
         self._keys = list(dict.fromkeys(self._layer_keys.values()))
         self._work_lists: dict[_ScheduleKey, torch.Tensor] = {}
-        self._plans: dict[tuple[_ScheduleKey, BatchDescriptor], AttentionPlan] = {}
+        self._plan = cache(self._make_plan)  # looked up by every layer of every graph
         self._workspace: AttentionWorkspace | None = None
         self._num_sms = num_sms_of(context.device)
         self._native = context.device.type == "cpu" or runs_native(context.device)  # on CPU: same plans as on a GPU
-        self._encoder = EncoderKernels(context)
+        encoders = (spec for spec in context.attention if not spec.is_cached)
+        self._encoder = PromptSchedules(context, map(_encoder_kind, encoders))
 
     @classmethod
     def extra_unsupported_reasons(cls, context: BackendContext) -> list[str]:
         """Return what is missing: the interpreter on CPU, NVRTC on a GPU, or a head size in encoder layers."""
         if context.device.type == "cpu" and not INTERPRETER_AVAILABLE:
             return ["device cpu: needs the Triton interpreter; set TRITON_INTERPRET=1 before triton is imported"]
-        reasons = why_no_encoder(context)
+        reasons = []
+        for spec in dict.fromkeys(spec for spec in context.attention if not spec.is_cached):
+            if spec.head_dim not in PROMPT_HEAD_DIMS:
+                reasons.append(f"head_dim {spec.head_dim} in encoder attention: supports {listing(PROMPT_HEAD_DIMS)}")
+            if spec.v_head_dim is not None:
+                reasons.append(f"v_head_dim {spec.v_head_dim} in encoder attention: supports that of the keys")
         if context.device.type == "cuda" and torch.cuda.is_available() and runs_native(context.device):
             fault = nvrtc_fault()
             reasons += [] if fault is None else [fault]
@@ -120,7 +113,6 @@ class TritonBackend(AttentionBackend):
 
     @classmethod
     def prefill_class(cls) -> type[AttentionBackend]:
-        """Return the class of the prompt kernel."""
         return TritonPrefill
 
     @classmethod
@@ -149,19 +141,11 @@ class TritonBackend(AttentionBackend):
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return work lists and workspace. Between replays the counters are 0, and the rest may hold anything."""
-        tensors = self._encoder.tensors()
-        if self._workspace is None:
+        tensors = self._encoder.tensors("encoder_schedule")
+        if (work := self._workspace) is None:
             return tensors
-        lists = {f"work_list_{index}": tensor for index, tensor in enumerate(self._work_lists.values())}
-        return (
-            tensors
-            | lists
-            | {
-                "partial_out": self._workspace.partial_out,
-                "partial_lse": self._workspace.partial_lse,
-                "counters": self._workspace.counters,
-            }
-        )
+        tensors |= {f"work_list_{index}": tensor for index, tensor in enumerate(self._work_lists.values())}
+        return tensors | {"partial_out": work.partial_out, "partial_lse": work.partial_lse, "counters": work.counters}
 
     def reset(self) -> None:
         """Zero the counters of KV splits, and the partial results that follow them."""
@@ -169,7 +153,6 @@ class TritonBackend(AttentionBackend):
             self._workspace.counters.zero_()
 
     def close(self) -> None:
-        """Drop work lists and workspace."""
         self._work_lists = {}
         self._workspace = None
         self._encoder.close()
@@ -177,8 +160,6 @@ class TritonBackend(AttentionBackend):
     def schedule(self, metadata: StepMetadata) -> None:
         """Compute the work lists, one launch per kind of layer. Capture-safe: lengths stay on the device."""
         mixed = metadata.descriptor.kind is GraphKind.MIXED
-        if self._keys:
-            self._check_allocated()
         with kernels_on(metadata.seq_lens.device):
             for key, work_list in self._work_lists.items():
                 schedule_attention(
@@ -190,7 +171,8 @@ class TritonBackend(AttentionBackend):
                     sliding_window=key.sliding_window,
                     attention_chunk_size=key.attention_chunk_size,
                 )
-            self._encoder.schedule(metadata)
+            starts = metadata.query_start_loc
+            self._encoder.write(metadata.descriptor, starts, starts, packed=True)
 
     def run(
         self,
@@ -207,7 +189,7 @@ class TritonBackend(AttentionBackend):
         Capture-safe: the grid depends only on the descriptor, and lengths stay on the device.
         """
         key = self._layer_keys[layer.index]
-        workspace = self._check_allocated()
+        assert self._workspace is not None, "allocate() makes it"
         with kernels_on(q.device):
             paged_attention(
                 q,
@@ -218,7 +200,7 @@ class TritonBackend(AttentionBackend):
                 out,
                 self._plan(key, metadata.descriptor),
                 self._work_lists[key],
-                workspace,
+                self._workspace,
                 layer.options(sinks),
                 query_start_loc=metadata.query_start_loc if metadata.descriptor.kind is GraphKind.MIXED else None,
                 lse=lse,
@@ -237,47 +219,18 @@ class TritonBackend(AttentionBackend):
         lse: torch.Tensor | None = None,
     ) -> None:
         """Attend in one launch of the prompt kernel, by the schedule of this step. Capture-safe: as `run`."""
+        window = layer.spec.sliding_window
+        sides = None if window is None else (window - 1, window - 1)
+        plan, schedule = self._encoder.of(_encoder_kind(layer.spec), metadata.descriptor)
         with kernels_on(q.device):
-            self._encoder.run(layer, q, k, v, metadata, out, sinks, lse)
-
-    def _plan(self, key: _ScheduleKey, descriptor: BatchDescriptor) -> AttentionPlan:
-        found = self._plans.get((key, descriptor))  # looked up by every layer of every graph
-        if found is None:
-            found = self._plans[key, descriptor] = self._make_plan(key, descriptor)
-        return found
+            prompt_attention(q, k, v, out, plan, schedule, layer.options(sinks), window=sides, lse=lse)
 
     def _make_plan(self, key: _ScheduleKey, descriptor: BatchDescriptor) -> AttentionPlan:
+        options = key.sizes._asdict() | {"num_sms": self._num_sms, "batch_invariant": self.context.batch_invariant}
         if descriptor.kind is GraphKind.MIXED:
-            return AttentionPlan.varlen(
-                descriptor.padded_reqs,
-                descriptor.padded_tokens,
-                num_q_heads=key.num_q_heads,
-                num_kv_heads=key.num_kv_heads,
-                head_dim=key.head_dim,
-                v_head_dim=key.v_head_dim,
-                dtype=key.dtype,
-                kv_dtype=key.kv_dtype,
-                num_sms=self._num_sms,
-                batch_invariant=self.context.batch_invariant,
-            )
-        return AttentionPlan.decode(
-            descriptor.padded_reqs,
-            query_len=descriptor.query_len,
-            num_q_heads=key.num_q_heads,
-            num_kv_heads=key.num_kv_heads,
-            head_dim=key.head_dim,
-            v_head_dim=key.v_head_dim,
-            dtype=key.dtype,
-            kv_dtype=key.kv_dtype,
-            num_sms=self._num_sms,
-            batch_invariant=self.context.batch_invariant,
-            native=self._native and key.whole_tiles,  # the Triton kernel has better plans of its own
-        )
-
-    def _check_allocated(self) -> AttentionWorkspace:
-        if self._workspace is None:
-            raise CaptureError(f"backend {self.name}: its workspace is not allocated; call allocate() first")
-        return self._workspace
+            return AttentionPlan.varlen(descriptor.padded_reqs, descriptor.padded_tokens, **options)
+        native = self._native and key.whole_tiles  # the Triton kernel has better plans of its own
+        return AttentionPlan.decode(descriptor.padded_reqs, query_len=descriptor.query_len, native=native, **options)
 
 
 class TritonPrefill(AttentionBackend):
@@ -306,7 +259,6 @@ class TritonPrefill(AttentionBackend):
 
     @classmethod
     def extra_unsupported_reasons(cls, context: BackendContext) -> list[str]:
-        """Return what is missing: the interpreter on CPU, NVRTC on a GPU."""
         return TritonBackend.extra_unsupported_reasons(context)
 
     def allocate(self) -> None:
@@ -314,11 +266,9 @@ class TritonPrefill(AttentionBackend):
         self._schedules.allocate()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the schedules, which each step rewrites."""
         return self._schedules.tensors("prompt_schedule")
 
     def close(self) -> None:
-        """Drop the schedules."""
         self._schedules.close()
 
     def schedule(self, metadata: StepMetadata) -> None:
@@ -344,10 +294,12 @@ class TritonPrefill(AttentionBackend):
 
 
 def _prefill_kind(spec: AttentionSpec, kv: KVCacheSpec) -> PromptKind:
-    """The kind of a decoder layer. The CUDA kernel needs pages that hold whole tiles."""
-    whole_tiles = kv.page_size % NATIVE_PAGE_MULTIPLE == 0
     heads = spec.num_q_heads, spec.num_kv_heads, spec.head_dim
-    return PromptKind(*heads, spec.dtype, kv.dtype, causal=True, native=whole_tiles)
+    return PromptKind(*heads, spec.dtype, kv.dtype, causal=True, native=_has_whole_tiles(kv))
+
+
+def _encoder_kind(spec: AttentionSpec) -> PromptKind:
+    return PromptKind(spec.num_q_heads, spec.num_kv_heads, spec.head_dim, spec.dtype, spec.dtype, causal=False)
 
 
 def kernels_on(device: torch.device) -> contextlib.AbstractContextManager[None]:

@@ -43,7 +43,6 @@ class TwoPartBackend(AttentionBackend):
         self.decode_len = context.max_query_len
 
     def extra_graph_unsupported_reason(self, descriptor: BatchDescriptor) -> str | None:
-        """Return the reason of either part."""
         if descriptor.kind is GraphKind.DECODE:
             return self.decode.graph_unsupported_reason(descriptor)
         rows = min(descriptor.padded_reqs, descriptor.padded_tokens // self.decode_len)
@@ -51,7 +50,6 @@ class TwoPartBackend(AttentionBackend):
         return reason or self.prefill.graph_unsupported_reason(descriptor)
 
     def allocate(self) -> None:
-        """Allocate the buffers of both backends."""
         self.decode.allocate()
         self.prefill.allocate()
 
@@ -70,16 +68,13 @@ class TwoPartBackend(AttentionBackend):
             self.decode.plan_capture(descriptor)
 
     def plan_replay(self, descriptor: BatchDescriptor, batch: Batch) -> None:
-        """As `plan_capture`."""
         if descriptor.kind is GraphKind.DECODE:
             self.decode.plan_replay(descriptor, batch)
 
     def plans_on_host(self) -> bool:
-        """Return whether the decode part does. The prefill part never does."""
         return self.decode.plans_on_host()
 
     def schedule(self, metadata: StepMetadata) -> None:
-        """Compute the schedules of both parts."""
         if metadata.parts is None:
             self.decode.schedule(metadata)
             return
@@ -110,12 +105,10 @@ class TwoPartBackend(AttentionBackend):
         self.prefill.run(layer, q, prompts, out, sinks=sinks, lse=lse)
 
     def reset(self) -> None:
-        """Reset both backends."""
         self.decode.reset()
         self.prefill.reset()
 
     def close(self) -> None:
-        """Close both backends."""
         self.decode.close()
         self.prefill.close()
 

@@ -16,19 +16,27 @@ import torch
 from graphrt.backends import registry
 from graphrt.backends.base import AttentionBackend, AttentionLayer
 from graphrt.backends.capabilities import BackendContext, Capabilities, GraphSupport, listing
-from graphrt.backends.registry import backend_names, register_backend, select_backend, standings
+from graphrt.backends.registry import backend_names, register_backend, select_backend
 from graphrt.backends.torch_reference import TorchReferenceBackend
 from graphrt.backends.triton import TritonBackend
+from graphrt.batch import Batch
 from graphrt.capture.descriptor import BatchDescriptor
+from graphrt.capture.graph import GraphReport
+from graphrt.capture.op_trace import OpTrace
+from graphrt.engine.stats import Stats
 from graphrt.kernels.attention import operators, work_list
+from graphrt.kernels.attention.arguments import HEAD_DIMS
 from graphrt.kernels.attention.native import NATIVE_PAGE_MULTIPLE
+from graphrt.kernels.attention.options import FP8_DTYPES
 from graphrt.kernels.attention.plan import AttentionPlan
 from graphrt.kernels.attention.workspace import AttentionWorkspace
-from graphrt.kernels.errors import CaptureError, ConfigError, UnsupportedError
+from graphrt.kernels.errors import ConfigError, UnsupportedError
 from graphrt.kernels.library import INTERPRETER_AVAILABLE
 from graphrt.kernels.types import KVLayout
 from graphrt.metadata import StepMetadata
 from graphrt.spec import AttentionSpec, KVCacheSpec
+from graphrt.testing.backend_features import FLAGS
+from tests.support.toy import make_rig
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 OURS = ["triton", "flash_attn3", "flash_attn2", "flashinfer"]
@@ -104,30 +112,13 @@ def test_unknown_backend_name_raises() -> None:
 
 def test_named_backend_raises_with_every_reason(third_party: type[AttentionBackend]) -> None:
     refused = context(SPEC, WINDOWED, device=CUDA, max_query_len=5)
+    reasons = third_party.unsupported_reasons(refused)
+    assert len(reasons) == 10
     with pytest.raises(UnsupportedError) as caught:
         select_backend(refused, "third_party")
-    for reason in (
-        "device cuda: runs on cpu only",
-        "page_size 4: supports 16",
-        "layout NHD: supports HND",
-        "KV dtype torch.float32: supports torch.float16",
-        "dtype torch.float32: supports torch.float16",
-        "head_dim 16: supports 64, 128",
-        "sliding_window 3: not supported",
-        "logits_softcap 5.0: not supported",
-        "query_len 5: decodes at most 2 tokens per request",
-        "mixed batches: not supported, so prompts cannot run",
-    ):
-        assert reason in str(caught.value)
-
-
-def test_unsupported_reasons_of_triton() -> None:
-    odd = AttentionSpec(4, 2, 520, torch.float16)
-    assert TritonBackend.unsupported_reasons(context(odd, device=CUDA, kv_dtype=torch.bfloat16, max_query_len=17)) == [
-        "head_dim 520: supports 1 to 512",
-        "dtype torch.float16 with KV dtype torch.bfloat16: must be equal, or the cache fp8",
-        "query_len 17: decodes at most 16 tokens per request",
-    ]
+    assert f"backend third_party: does not support this model and device: {'; '.join(reasons)}; choose" in str(
+        caught.value
+    )
 
 
 def test_head_dims_of_triton() -> None:
@@ -136,32 +127,21 @@ def test_head_dims_of_triton() -> None:
         refusal = contextlib.nullcontext() if head_dim in served else pytest.raises(UnsupportedError)
         with refusal:
             AttentionPlan.decode(1, num_q_heads=1, num_kv_heads=1, head_dim=head_dim, dtype=torch.float16, num_sms=1)
-    assert listing(served) == "1 to 512"
-    assert listing(tuple(range(16, 257, 8))) == "multiples of 8 from 16 to 256"
-    for few in ((64, 128, 256), (8, 16, 24, 32), (64, 80, 96, 128, 256), (4, 12, 20, 28, 36), (), ("NHD", "HND") * 3):
-        assert listing(few) == ", ".join(map(str, few))
 
 
-def test_device_type_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"BackendContext\.device: expected device, got 'cpu'; make"):
-        context(device="cpu")  # type: ignore[arg-type]  # what is tested
-
-
-def test_no_supported_backend_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    meta = context(device=torch.device("meta"))
-    with pytest.raises(
-        UnsupportedError,
-        match=r"no backend supports this model on meta: triton \(device meta: .*torch_reference \(device meta: ",
-    ):
-        select_backend(meta)
-
-
-def test_standings_list_every_backend(third_party: type[AttentionBackend]) -> None:
-    explained = {standing.name: standing.unsupported_reasons for standing in standings(context(device=CUDA))}
-    assert list(explained) == backend_names()
-    assert explained["triton"] == []
-    assert explained["torch_reference"] == []
-    assert "device cuda: runs on cpu only" in explained["third_party"]
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        (tuple(range(1, 513)), "1 to 512"), ((16, 32, 48, 64, 80), "multiples of 16 from 16 to 80"),
+        ((32, 48, 64, 80, 96), "multiples of 16 from 32 to 96"), ((16, 32, 48, 64), "16, 32, 48, 64"),
+        ((8, 24, 40, 56, 72), "8, 24, 40, 56, 72"), ((16, 32, 64, 128, 256), "16, 32, 64, 128, 256"),
+        (("a", "b", "c", "d", "e"), "a, b, c, d, e"), ((), ""), ((5, 5, 5, 5, 5), "5, 5, 5, 5, 5"),
+        ((5, 4, 3, 2, 1), "5, 4, 3, 2, 1"), ((1, 2, 3, 4, 5, 7), "1, 2, 3, 4, 5, 7"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_listing(values: tuple, text: str) -> None:
+    assert listing(values) == text
 
 
 def test_registered_backends_rank_before_torch_reference(third_party: type[AttentionBackend]) -> None:
@@ -177,38 +157,84 @@ def test_registered_backends_rank_before_torch_reference(third_party: type[Atten
 
 
 def test_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
-    good = EntryPoint("third_party", "third_party_module:Backend", registry.ENTRY_POINT_GROUP)
-    missing = EntryPoint("missing", "no_such_module:Backend", registry.ENTRY_POINT_GROUP)
-    misnamed = EntryPoint("misnamed", "third_party_module:Backend", registry.ENTRY_POINT_GROUP)
-    installed = [good, missing, misnamed]
+    """test_third_party.py has those that cannot be loaded."""
+    good = EntryPoint("third_party", f"{__name__}:ThirdParty", registry.ENTRY_POINT_GROUP)
+    monkeypatch.setattr(EntryPoint, "load", lambda self: ThirdParty)
     monkeypatch.setattr(registry, "_registered", {})
-    monkeypatch.setattr(registry, "entry_points", lambda group: installed if group == "graphrt.backends" else [])
-    module = type(registry)("third_party_module")
-    module.Backend = ThirdParty  # type: ignore[attr-defined]  # a module made up for the test
-    monkeypatch.setitem(__import__("sys").modules, "third_party_module", module)
-    assert backend_names() == [*OURS, "third_party", "missing", "misnamed", "torch_reference"]
+    monkeypatch.setattr(registry, "entry_points", lambda group: [good] if group == "graphrt.backends" else [])
+    assert backend_names() == [*OURS, "third_party", "torch_reference"]
     half = AttentionSpec(4, 2, 64, torch.float16)
     kv = KVCacheSpec(1, 2, 64, page_size=16, dtype=torch.float16, layout=KVLayout.HND)
     assert select_backend(BackendContext((half,), (kv,), CPU, 8, 64, 32, mixed_batches=False))[0] is ThirdParty
-    with pytest.raises(ConfigError, match="backend missing: no_such_module:Backend cannot be imported"):
-        select_backend(context(), "missing")
-    with pytest.raises(ConfigError, match="backend misnamed: expected third_party_module:Backend to be an Attention"):
-        select_backend(context(), "misnamed")
 
 
 DECODE, SPECULATIVE, MIXED = BatchDescriptor.decode(4), BatchDescriptor.decode(4, 3), BatchDescriptor.mixed(12, 4)
+SUPPORT = {  # what each of these three needs
+    GraphSupport.NEVER: ("SINGLE_TOKEN", "UNIFORM", "ALWAYS"),
+    GraphSupport.SINGLE_TOKEN: (None, "UNIFORM", "ALWAYS"),
+    GraphSupport.UNIFORM: (None, None, "ALWAYS"),
+    GraphSupport.ALWAYS: (None, None, None),
+}
 
 
-def test_graph_support() -> None:
-    for descriptor in (DECODE, SPECULATIVE, MIXED):
+@pytest.mark.parametrize("support", list(GraphSupport), ids=lambda x: x.name)
+def test_graph_support(support: GraphSupport) -> None:
+    backend = type("Supporting", (ThirdParty,), {"graph_support": support})(context())
+    for descriptor, need in zip((DECODE, SPECULATIVE, MIXED), SUPPORT[support], strict=True):
+        reason = f"backend third_party has graph support {support.name}, {descriptor} needs {need}"
+        assert backend.graph_unsupported_reason(descriptor) == (None if need is None else reason)
         assert TorchReferenceBackend(context()).graph_unsupported_reason(descriptor) is None
         assert TritonBackend(context()).graph_unsupported_reason(descriptor) is None
         on_cuda = TorchReferenceBackend(context(device=CUDA)).graph_unsupported_reason(descriptor)
         assert "reads sequence lengths on the host" in str(on_cuda)
-    uniform = ThirdParty(context())
-    assert uniform.graph_unsupported_reason(DECODE) is None
-    assert "has graph support UNIFORM" in str(uniform.graph_unsupported_reason(MIXED))
-    assert uniform.graph_unsupported_reason(SPECULATIVE) is None
+
+
+@pytest.mark.parametrize("name", ["triton", "torch_reference"])
+def test_capabilities_of_our_backends(name: str) -> None:
+    cls = registry.backend_class(name)
+    have, dtypes = cls.capabilities, {torch.float16, torch.bfloat16, torch.float32}
+    assert all(value is True for value in (getattr(have, flag) for flag in FLAGS))
+    of_name = {"triton": (HEAD_DIMS, 16), "torch_reference": (None, 1024)}
+    assert (have.head_dims, have.max_query_len) == of_name[name]
+    assert (set(have.devices), set(have.layouts), have.page_sizes) == ({"cpu", "cuda"}, set(KVLayout), None)
+    assert (set(have.dtypes), set(have.kv_dtypes)) == (dtypes, {*dtypes, *FP8_DTYPES})
+    assert (cls.graph_support, cls.seq_len_fill) == (GraphSupport.ALWAYS, 0)
+
+
+def test_defaults_of_a_backend_and_its_context() -> None:
+    poor = ThirdParty.capabilities
+    assert not any(getattr(poor, flag) for flag in FLAGS)
+    smallest = BackendContext((SPEC,), context().kv_groups, CPU, 1, 1, 1)
+    assert (smallest.group_of, smallest.max_query_len, smallest.batch_invariant) == ((0,), 1, False)
+    assert (smallest.mixed_batches, smallest.prefill, smallest.max_encoder_len) == (True, False, 0)
+    assert [replace(smallest, max_seq_len=n).max_pages(0) for n in (1, 4, 5, 8, 9)] == [1, 1, 2, 2, 3]
+    assert (AttentionBackend.seq_len_fill, AttentionBackend.quantises_queries, AttentionBackend.decode_len) == (0, 0, 0)
+    made = ThirdParty(smallest)
+    assert (made.tensors(), made.held(), made.plans_on_host()) == ({}, {}, False)
+    assert (made.why_only_by_name(smallest), made.unavailable(), made.prefill_class()) == (None, None, None)
+
+
+@pytest.mark.parametrize("fill", [0, 1, 3])
+def test_padding_requests_have_seq_len_fill(monkeypatch: pytest.MonkeyPatch, fill: int) -> None:
+    monkeypatch.setattr(TorchReferenceBackend, "seq_len_fill", fill)
+    rig = make_rig(CPU, decode_sizes=(4,), fill=0.0)
+    batch = Batch(req_indices=[0], seq_lens=[1], tokens=[3], page_indptr=[0, 1], page_ids=[5])
+    assert rig.manager.replay(batch).tokens().tolist() == [int(rig.model.oracle([3]).argmax())]
+    assert rig.manager.buffers.seq_lens[:4].tolist() == [1, fill, fill, fill]
+
+
+def test_options_of_an_attention_layer() -> None:
+    slopes, scales, sinks = torch.ones(4), torch.ones(2), torch.zeros(4)
+    cache = torch.zeros(3, 8, 2, 16)
+    given = {"softmax_scale": 0.3, "sliding_window": 7, "logits_softcap": 20.0, "alibi_sqrt": True}
+    spec = AttentionSpec(4, 2, 16, torch.float32, alibi_slopes=(1.0,) * 4, **given)
+    made = AttentionLayer(0, spec, cache, cache, k_scale=scales, v_scale=scales + 1, alibi_slopes=slopes)
+    options = made.options(sinks)
+    assert {name: getattr(options, name) for name in given} == given
+    assert (options.alibi_slopes, options.sinks) == (slopes, sinks)
+    assert (options.k_scale is made.k_scale, options.v_scale is made.v_scale) == (True, True)
+    plain = AttentionLayer(0, SPEC, cache, cache).options()
+    assert (plain.softmax_scale, plain.sliding_window, plain.logits_softcap, plain.sinks) == (0.25, 0, 0.0, None)
 
 
 def make_step(descriptor: BatchDescriptor, device: torch.device) -> tuple[torch.Tensor, AttentionLayer, StepMetadata]:
@@ -234,74 +260,25 @@ def make_step(descriptor: BatchDescriptor, device: torch.device) -> tuple[torch.
     return q.to(device), layer, metadata
 
 
-def expected(q: torch.Tensor, layer: AttentionLayer, metadata: StepMetadata) -> torch.Tensor:
-    """Attention in float64, token by token, with the options of WINDOWED."""
-    out = torch.zeros(q.shape, dtype=torch.float64)
-    starts = metadata.query_start_loc.tolist()
-    for row, seq_len in enumerate(metadata.seq_lens.tolist()):
-        pages = metadata.block_tables[0][row].long()
-        keys, values = (c[pages].flatten(0, 1).double().cpu() for c in (layer.k_cache, layer.v_cache))
-        for token in range(starts[row], starts[row + 1]):
-            end = seq_len - (starts[row + 1] - token) + 1
-            for head in range(4 if end > 0 else 0):
-                seen = slice(max(0, end - 3), end)
-                logits = 5.0 * torch.tanh(keys[seen, head // 2] @ q[token, head].double().cpu() * 0.5 / 5.0)
-                out[token, head] = torch.softmax(logits, 0) @ values[seen, head // 2]
-    return out
-
-
-BACKENDS = [
-    pytest.param("torch_reference", CPU, id="torch_reference"),
-    pytest.param("torch_reference", CUDA, id="torch_reference-cuda", marks=pytest.mark.gpu),
-    pytest.param("triton", CUDA, id="triton-cuda", marks=pytest.mark.gpu),
-]
+TRITON_ON = [pytest.param(CUDA, id="cuda", marks=pytest.mark.gpu)]
 if INTERPRETER_AVAILABLE:
-    BACKENDS.append(pytest.param("triton", CPU, id="triton-interpreter"))
+    TRITON_ON.append(pytest.param(CPU, id="interpreter"))
 
 
-@pytest.mark.parametrize("descriptor", [DECODE, SPECULATIVE, MIXED], ids=str)
-@pytest.mark.parametrize(("name", "device"), BACKENDS)
-def test_run_of_each_backend(name: str, device: torch.device, descriptor: BatchDescriptor) -> None:
-    """Calls every method in order, with garbage in `tensors()`, except counters, before each step."""
-    cls, _ = select_backend(context(WINDOWED, device=device, max_query_len=3), name)
-    backend = cls(context(WINDOWED, device=device, max_query_len=3))
-    q, layer, metadata = make_step(descriptor, device)
-    backend.allocate()
-    backend.plan_capture(descriptor)
-    for _ in range(2):
-        for tensor_name, tensor in backend.tensors().items():
-            if tensor_name != "counters":
-                tensor.fill_(float("nan") if tensor.is_floating_point() else -(1 << 30))
-        out = torch.full_like(q, 777.0)
-        backend.schedule(metadata)
-        backend.run(layer, q, metadata, out)
-        torch.testing.assert_close(out.cpu().double(), expected(q, layer, metadata), rtol=0, atol=1e-5)
-    if "counters" in backend.tensors():
-        assert not backend.tensors()["counters"].any(), "counters are 0 between runs"
-    backend.close()
-    assert backend.tensors() == {}
-
-
-@pytest.mark.parametrize(("name", "device"), [b for b in BACKENDS if "triton" in str(b.id)])
-def test_triton_runs_its_kernels(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("device", TRITON_ON)
+def test_triton_runs_its_kernels(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """On CPU through the interpreter, never by the torch reference of the ops."""
     backend = TritonBackend(context(WINDOWED, device=device))
-
     launched: list[str] = []
 
-    class Recorded:
-        def __init__(self, name: str, kernel: Any) -> None:
-            self.name, self.kernel = name, kernel
-
-        def __call__(self, *args: Any, **named: Any) -> Any:
-            launched.append(self.name)
-            return self.kernel(*args, **named)
+    def recorded(name: str, kernel: Any) -> Any:
+        return lambda *args, **named: (launched.append(name), kernel(*args, **named))[1]
 
     for module, launcher, name in (
         (work_list, "_launch", "schedule_kernel"),
         (operators, "_launch_kernel", "attend_kernel"),
     ):
-        monkeypatch.setattr(module, launcher, Recorded(name, getattr(module, launcher)))
+        monkeypatch.setattr(module, launcher, recorded(name, getattr(module, launcher)))
     backend.allocate()
     for descriptor in (DECODE, MIXED):
         launched.clear()
@@ -314,12 +291,8 @@ def test_triton_runs_its_kernels(name: str, device: torch.device, monkeypatch: p
 
 
 def test_triton_allocates_its_workspace_once() -> None:
-    """With a work list per kind of layer; a step before `allocate()` raises before any launch."""
+    """With a work list per kind of layer."""
     backend = TritonBackend(context(SPEC, WINDOWED, SPEC, max_query_len=2))
-    q, layer, metadata = make_step(DECODE, CPU)
-    for call in (lambda: backend.schedule(metadata), lambda: backend.run(layer, q, metadata, torch.empty_like(q))):
-        with pytest.raises(CaptureError, match=r"backend triton: its workspace is not allocated; call allocate\(\)"):
-            call()
     assert backend.tensors() == {}
     backend.allocate()
     assert {name: t.dtype for name, t in backend.tensors().items()} == {
@@ -388,3 +361,41 @@ def test_layers_with_equal_heads_and_window_share_a_schedule(monkeypatch: pytest
             {"query_start_loc": starts, "causal": True, "sliding_window": window, "attention_chunk_size": 0}
             for window in (0, 3)
         ]
+
+
+def test_each_graph_is_closed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[OpTrace] = []
+    close = OpTrace.close
+    monkeypatch.setattr(OpTrace, "close", lambda tape: (closed.append(tape), close(tape))[1])
+    rig = make_rig(CPU, capture=False)
+    seen: list[GraphReport] = []
+
+    def progress(report: GraphReport) -> None:
+        seen.append(report)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        rig.manager.capture(progress)
+    assert (len(closed), rig.manager.state.value) == (3, "new")
+    rig.manager.capture()
+    assert [g.descriptor for g in rig.manager.stats().graphs] == list(rig.manager.descriptors)
+    batch = Batch(req_indices=[0], seq_lens=[1], tokens=[3], page_indptr=[0, 1], page_ids=[5])
+    assert rig.manager.replay(batch).tokens().tolist() == [int(rig.model.oracle([3]).argmax())]
+    rig.manager.close()
+    rig.manager.close()
+    assert len(closed) == len({id(tape) for tape in closed}) == 3 + len(rig.manager.descriptors)
+
+
+def test_counters_start_at_zero() -> None:
+    stats = Stats("a recorder", "a backend", "a reason")
+    assert (stats.recorder, stats.backend, stats.backend_reason) == ("a recorder", "a backend", "a reason")
+    assert (stats.ring_waits, stats.real_tokens, stats.padded_tokens, stats.capture_seconds) == (0, 0, 0, 0.0)
+    assert (stats.replays, stats.eager_steps, stats.graphs, stats.graph_bytes) == ({}, {}, (), 0)
+    key = BatchDescriptor.decode(4)
+    for reason, forced in (("", False), ("why", False), ("asked", True), ("", True), ("", False)):
+        stats.count(key, 3, reason, forced)
+    assert (stats.replays, stats.eager_steps) == ({key: 3}, {"why": 1})
+    assert (stats.real_tokens, stats.padded_tokens, stats.pad_waste) == (15, 20, 0.25)
+    stats.graphs = (GraphReport(key, 1.0, 100, 20, 5), GraphReport(key, 1.0, 3, 4, 5))
+    assert stats.graph_bytes == 127

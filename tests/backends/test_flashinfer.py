@@ -12,8 +12,7 @@ from graphrt.backends.flashinfer import FlashInferBackend
 from graphrt.batch import Batch
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.capture.staging import StagingSlot
-from graphrt.kernels.errors import CaptureError, ReplayError, UnsupportedError
-from graphrt.kernels.types import KVLayout
+from graphrt.kernels.errors import ReplayError, UnsupportedError
 from tests.support.fake_packages import install
 from tests.support.peer_kit import BF16, context, layer_of, metadata_of, step
 
@@ -109,8 +108,6 @@ def test_flashinfer_raises_for_a_plan_with_another_layout(
 ) -> None:
     backend = FlashInferBackend(context(page_size=4))
     descriptor = BatchDescriptor.decode(2)
-    with pytest.raises(CaptureError, match=r"call allocate\(\) first"):
-        backend.plan_capture(descriptor)
     backend.allocate()
     backend.plan_capture(descriptor)
     backend.plan_replay(descriptor, batch_of([3, 3], 4))
@@ -134,25 +131,6 @@ def test_flashinfer_needs_the_layout_of_its_plans(
     backend.allocate()
     with pytest.raises(UnsupportedError, match="flashinfer: this version has no layout of a plan as numbers"):
         backend.plan_capture(BatchDescriptor.decode(2))
-
-
-def test_flashinfer_plans_again_after_a_failed_plan(
-    flashinfer: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first plan compiles kernels, which can fail."""
-    backend, real = FlashInferBackend(context(page_size=4)), FakeWrapper.plan
-    backend.allocate()
-
-    def fails(self: FakeWrapper, *args: Any, **kwargs: Any) -> None:
-        raise RuntimeError("no compiler")
-
-    monkeypatch.setattr(FakeWrapper, "plan", fails)
-    with pytest.raises(RuntimeError, match="no compiler"):
-        backend.plan_capture(BatchDescriptor.decode(2))
-    monkeypatch.setattr(FakeWrapper, "plan", real)
-    backend.plan_capture(BatchDescriptor.decode(2))
-    backend.plan_replay(BatchDescriptor.decode(2), batch_of([3, 4], 4))
-    assert [kind for kind, _ in flashinfer].count("plan") == 2
 
 
 def test_flashinfer_needs_sharable_plan_memory(
@@ -200,47 +178,6 @@ def test_flashinfer_waits_for_the_upload_of_the_last_plan(
     stream.run()
     wanted = [[0, 3, 4, 5, 7], [0, 1, 2, 3, 4], [0, 4, 5, 7, 8]]
     assert (seen == wanted) == guarded
-
-
-def test_flashinfer_runs_mixed_batches_eagerly(flashinfer: list[tuple[str, Any]]) -> None:
-    asked = context(page_size=4, layout=KVLayout.HND)
-    backend = FlashInferBackend(asked)
-    backend.allocate()
-    descriptor = BatchDescriptor.mixed(16, 4)
-    assert "has graph support SINGLE_TOKEN" in str(backend.graph_unsupported_reason(descriptor))
-    backend.plan_capture(descriptor)
-    backend.plan_replay(descriptor, batch_of([9, 2], 4, [1, 2]))
-    wrapper, (arguments, options, _) = next(x for k, x in flashinfer if k == "make"), flashinfer[-2][1]
-    assert wrapper.kv_layout == "HND"
-    assert [x.tolist() for x in arguments[:2]] == [[0, 1, 3], [0, 3, 4]]
-    assert arguments[2].shape == backend.tensors()["indices"].shape
-    assert options["causal"]
-    q = torch.ones(16, 8, 64, dtype=BF16)
-    out, lse = step(backend, metadata_of(asked, descriptor, 3), q, [layer_of(asked)])
-    ran, (k, _) = flashinfer[-1][1]
-    assert ran.shape == (3, 8, 64), "the real tokens"
-    assert k.shape == (3, 2, 4, 64), "heads before tokens"
-    assert (out[:3] == 2).all()
-    assert not out[3:].any()
-    assert (lse[3:] == -math.inf).all()
-
-
-def test_flashinfer_multiplies_scales_into_queries_and_output(flashinfer: list[tuple[str, Any]]) -> None:
-    asked = context(page_size=4, kv_dtype=torch.float8_e5m2)
-    backend = FlashInferBackend(asked)
-    backend.allocate()
-    descriptor = BatchDescriptor.decode(2)
-    backend.plan_capture(descriptor)
-    layer = layer_of(asked, k_scale=torch.tensor([0.5, 4.0]), v_scale=torch.tensor([3.0]))
-    q = torch.ones(2, 12, 64, dtype=BF16)[:, :8]
-    out, _ = step(backend, metadata_of(asked, descriptor, 2), q, [layer])
-    given, options = flashinfer[-1][1][0], flashinfer[-3][1][1]
-    assert (options["q_data_type"], options["o_data_type"]) == (BF16, torch.float16)
-    assert given[:, :4].unique().tolist() == [0.5]
-    assert given[:, 4:].unique().tolist() == [4.0]
-    assert q.unique().tolist() == [1.0], "the model's queries are left alone"
-    assert out[:, :4].unique().tolist() == [3.0]
-    assert out[:, 4:].unique().tolist() == [24.0]
 
 
 def test_flashinfer_names_all_memory_of_its_graphs(flashinfer: list[tuple[str, Any]]) -> None:

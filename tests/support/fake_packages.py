@@ -128,6 +128,8 @@ class _Wrapper:
         self.page_size, self.scale = page_size, options["sm_scale"]
         self.window_left, self.softcap = options["window_left"], options["logits_soft_cap"]
         self.out_dtype = options["o_data_type"]
+        fp8 = options["kv_data_type"].itemsize == 1
+        assert self.out_dtype == (torch.float16 if fp8 else options["q_data_type"])
 
 
 class FlashInfer:
@@ -160,6 +162,7 @@ class FlashInfer:
             self, starts, indptr, indices, last_page_len, num_q_heads, num_kv_heads, head_dim, page_size, *, causal,
             **options,
         ):  # fmt: skip
+            assert causal
             self.starts, self.indptr, self.last_page_len = starts.clone(), indptr.clone(), last_page_len.clone()
             self.indices, self.width = indices, int((indptr[1:] - indptr[:-1]).max())
             self._keep(page_size, options)
