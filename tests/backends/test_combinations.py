@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from graphrt.backends.registry import backend_class
 from graphrt.kernels.library import INTERPRETER_AVAILABLE
 from graphrt.kernels.types import KVLayout
 from graphrt.testing.backend_contract import check_steps
-from graphrt.testing.backend_features import ALIBI, WINDOW, Feature, declares
+from graphrt.testing.backend_features import ALIBI, WINDOW, Feature
 from tests.backends.conftest import FLASHINFER_MODULES
 from tests.support import fake_packages, mocks
 from tests.support.covering import covering_array
@@ -109,23 +108,3 @@ def test_combinations(
     if device is CPU and cls.name in fake_packages.PACKAGES:
         fake_packages.install_package(monkeypatch, cls.name, cls.package.module)
     check_steps(cls, feature, device, brief=True)
-
-
-@pytest.mark.parametrize("name", ["triton", *fake_packages.PACKAGES, "torch_reference"])
-def test_the_table_of_a_backend(name: str) -> None:
-    """On CUDA: all pairs, none that the class does not declare or refuses by itself, and not too many."""
-    cls = backend_class(name)
-    factors = factors_of(cls, CUDA)
-    rows = covering_array(factors)
-    assert len(rows) <= MOST
-    for (a, xs), (b, ys) in itertools.combinations(factors.items(), 2):
-        assert {(row[a], row[b]) for row in rows} == set(itertools.product(xs, ys))
-    for feature in map(feature_of, rows):
-        assert declares(cls, feature, CUDA), feature
-        assert feature.dtype in cls.capabilities.dtypes
-    if name == "flashinfer":
-        assert len(FLASHINFER_MODULES) <= 6
-    else:
-        have = cls.capabilities
-        assert {dtype for dtype, _ in factors["types"]} == set(have.dtypes)
-        assert {stored for _, stored in factors["types"]} == set(have.kv_dtypes)

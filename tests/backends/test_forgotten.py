@@ -32,6 +32,12 @@ CASES = [
     *((name, "plain") for name in fake_packages.PACKAGES),
     ("flash_attn3", "prefill"),
 ]
+MESSAGES = {
+    ("triton", "splits", "counters"): "expected NaN and infinities in the same places",
+    ("flashinfer", "plain", "indices"): "expected NaN and infinities in the same places",
+    ("triton", "prefill", "prompt_schedule_0"): r"wrote to the \d+ tokens of the decode part",
+}
+"""What the suite says of a tensor, where it is not an error that is too large."""
 
 
 def class_of(name: str, monkeypatch: pytest.MonkeyPatch) -> type[AttentionBackend]:
@@ -73,7 +79,8 @@ def test_schedule_that_skips_one_tensor_is_found(name: str, feature_name: str, m
     forgotten = [n for n in stale if n not in SCRATCH and (n != "counters" or feature_name == "splits")]
     assert forgotten, "nothing would be tested"
     for tensor in forgotten:
-        with pytest.raises(AssertionError, match=r"expected|wrote to the \d+ tokens of the decode part"):
+        message = MESSAGES.get((name, feature_name, tensor), "expected an error of at most")
+        with pytest.raises(AssertionError, match=message):
             check_steps(forgetful(cls, tensor, stale[tensor]), feature, CPU, brief=True)
 
 

@@ -179,17 +179,12 @@ class Liar(TorchReferenceBackend):
         self.after(call)
 
 
-def without(**changes: Any) -> dict[str, Any]:
-    """A lie that changes options."""
-
-    def lie(self: Liar, call: Call) -> None:
-        call.options = replace(call.options, **changes)
-
-    return {"lie": lie}
-
-
 def lying(change: Callable[[Call], None]) -> dict[str, Any]:
     return {"lie": lambda self, call: change(call)}
+
+
+def without(**changes: Any) -> dict[str, Any]:
+    return lying(lambda call: setattr(call, "options", replace(call.options, **changes)))
 
 
 def afterwards(change: Callable[[Call], None]) -> dict[str, Any]:
@@ -198,13 +193,7 @@ def afterwards(change: Callable[[Call], None]) -> dict[str, Any]:
 
 def dense(cache: torch.Tensor, *order: int) -> torch.Tensor:
     """The cache as read by a kernel that assumes the strides of a contiguous tensor in this dimension order."""
-    shape = [cache.shape[at] for at in order]
-    strides = [0] * 4
-    step = 1
-    for at in reversed(order):
-        strides[at] = step
-        step *= cache.shape[at]
-    assert math.prod(shape) == step
+    strides = [math.prod(cache.shape[inner] for inner in order[order.index(at) + 1 :]) for at in range(4)]
     return cache.as_strided(cache.shape, strides)
 
 
@@ -494,7 +483,3 @@ def test_suite_needs_neither_pytest_nor_the_checkout() -> None:
     code = "import sys, graphrt.testing.backend_contract; print(sorted({'pytest', 'tests'} & sys.modules.keys()))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert result.stdout == "[]\n"
-
-
-def test_features_are_keyed_by_id() -> None:
-    assert all(feature.id == name for name, feature in FEATURES.items())
