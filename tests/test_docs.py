@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from graphrt.engine.handle import RequestFault
 from graphrt.kernels.types import FaultCode
 
@@ -46,13 +44,6 @@ def test_the_blocks_of_troubleshooting_run_one_after_another() -> None:
     assert result.returncode == 0, result.stderr
     assert "1 PAGE_OUT_OF_RANGE 999" in result.stdout
     assert "qkv: expected at address" in result.stdout
-
-
-def test_troubleshooting_says_first_what_its_blocks_need() -> None:
-    source = "\n".join(blocks(TROUBLESHOOTING, "python"))
-    section = TROUBLESHOOTING.split("\n## The code on this page")[1].split("\n## ")[0]
-    assert "interpreted()" in source
-    assert "TRITON_INTERPRET=1 python" in section
 
 
 def test_the_pages_about_graphs_run_with_its_manager(tmp_path: Path) -> None:
@@ -149,12 +140,3 @@ def test_references_within_the_log_lead_to_an_entry() -> None:
     text = re.sub(r"\s+", " ", LOG.split("## Index\n")[1])
     quoted = set(re.findall(r'"([A-Z][^"]+)"', text)) - {"Reading"}
     assert quoted <= names
-
-
-@pytest.mark.parametrize("page", ["dev/log.md", "troubleshooting.md"])
-def test_tables_are_narrow(page: str) -> None:
-    text = (ROOT / "docs" / page).read_text()
-    for table in tables(text):
-        widths = {len(cells(line)) for line in table}
-        assert len(widths) == 1, table[0]
-        assert max(widths) <= 6, table[0]

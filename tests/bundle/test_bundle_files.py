@@ -20,7 +20,7 @@ from graphrt.config import RequestTensor, RuntimeConfig
 from graphrt.kernels.errors import ConfigError, GraphRTError
 from graphrt.kernels.types import KVLayout
 from graphrt.spec import AttentionSpec, KVCacheSpec
-from tests.support.bundle_cases import going_on, prompt
+from tests.support.steps import decode, prompt
 from tests.support.toy import VOCAB, ToyModel, make_rig
 
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rig = make_rig(CPU, max_num_reqs=2, max_num_tokens=8, decode_sizes=(2,), mixed_sizes=(8,), fill=0.0)
     recording = rig.manager.record(2)
     rig.manager.replay(prompt(1, 2, 3)).tokens()
-    rig.manager.replay(going_on(4)).tokens()
+    rig.manager.replay(decode(4)).tokens()
     path = tmp_path_factory.mktemp("bundle") / "good.bundle"
     Bundle.of(recording).save(path)
     return path

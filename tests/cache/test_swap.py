@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,7 +14,7 @@ from graphrt.cache import swap
 from graphrt.cache.groups import kv_groups
 from graphrt.cache.kv_cache import KVCache
 from graphrt.cache.page_allocator import PageAllocator
-from graphrt.cache.swap import HostMemory, SwappedPages, SwapSpace, locate_bytes
+from graphrt.cache.swap import HostMemory, SwapSpace, locate_bytes
 from graphrt.generate.generator import TextGenerator
 from graphrt.kernels.cache.copy import PagePacker
 from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, GraphRTError, ShapeError
@@ -117,35 +116,16 @@ def wrong_calls(world: World, other: World) -> dict[str, tuple[Any, type[GraphRT
         "twice": (lambda: out([pages[0], pages[0], []]), ShapeError, "pages: page"),
         "groups": (lambda: out(pages[:2]), ConfigError, "pages: expected 3 lists of pages, one per KV group, got 2"),
         "flat": (lambda: out(pages[0]), ConfigError, "pages: expected 3 lists"),
-        "none": (lambda: out(None), ConfigError, "pages: expected a list or tuple"),
-        "item": (lambda: out([None, [], []]), ConfigError, r"pages\[0\]: expected ints"),
         "back_free": (lambda: back(held, free), ConfigError, "expected pages with 1 owner, page 19 has 0"),
         "back_shared": (lambda: back(held, shared), ConfigError, "expected pages with 1 owner, page . has 2"),
-        "count": (
-            lambda: back(held, pages),
-            ConfigError,
-            r"\(1, 0, 0\) pages per KV group, got \(2, 1, 1\)",
-        ),
-        "again": (
-            lambda: back(used, one),
-            ConfigError,
-            "swap_in: these pages were swapped in or dropped before",
-        ),
+        "count": (lambda: back(held, pages), ConfigError, r"\(1, 0, 0\) pages per KV group, got \(2, 1, 1\)"),
+        "again": (lambda: back(used, one), ConfigError, "swap_in: these pages were swapped in or dropped before"),
         "dropped": (lambda: back(dropped, one), ConfigError, "swap_in: these pages were swapped in or dropped before"),
-        "drop_again": (
-            lambda: world.space.drop(dropped),
-            ConfigError,
-            "drop: these pages were swapped in or dropped before",
-        ),
+        "drop_again": (lambda: world.space.drop(dropped), ConfigError, "drop: these pages were swapped in or dropped"),
         "other": (lambda: back(elsewhere, one), ConfigError, "these pages belong to another SwapSpace"),
         "handle": (lambda: back((1, 0, 0), one), ConfigError, "swapped: expected SwappedPages"),
         "pool": (lambda: world.space.reclaim(2, 1), ConfigError, "pool: expected an int from 0 to 1, got 2"),
-        "less": (
-            lambda: world.space.reclaim(0, -1),
-            ConfigError,
-            "count: expected an int >= 0, got -1; pass the number",
-        ),
-        "half": (lambda: world.space.reclaim(0, 1.5), ConfigError, "count: expected an int >= 0, got 1.5"),
+        "less": (lambda: world.space.reclaim(0, -1), ConfigError, "count: expected an int >= 0, got -1"),
     }
 
 
@@ -266,7 +246,6 @@ WRONG_SPACES = {
     ),
     "pages": ({"allocators": [PageAllocator(20), PageAllocator(9)]}, r"allocators\[1\].num_pages: expected 20"),
     "nothing": ({"nbytes": 0}, "nbytes: expected an int from 1"),
-    "float": ({"nbytes": 1e9}, "nbytes: .* got 1000000000.0"),
     "memory": ({"nbytes": 1 << 50}, "nbytes: cannot allocate 1125899906842624 bytes"),
     "stream": ({"stream": 3}, "stream: expected Stream, got 3"),
 }
@@ -401,10 +380,3 @@ def test_host_never_waits() -> None:
     for group, ids in enumerate(back):
         assert all(t[ids].isnan().all() for tensors in world.cache.of_group(group) for t in tensors)
     world.space.close()
-
-
-def test_swapped_pages_report_their_counts() -> None:
-    world = World()
-    swapped = world.space.swap_out([np.array(p) for p in world.allocate(3, 0, 2)])
-    assert isinstance(swapped, SwappedPages)
-    assert swapped.counts == (3, 0, 2)

@@ -13,12 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphrt.cache import tables
 from graphrt.cache.groups import kv_groups
 from graphrt.cache.swap import SwapArrival
 from graphrt.cache.tables import PrefixIndex, Tables
 from graphrt.engine.handle import StepFaultError
-from graphrt.generate import scheduler as scheduler_module
 from graphrt.generate.generator import TextGenerator
 from graphrt.generate.scheduler import GenerationStats, PromptState, Scheduler
 from graphrt.kernels.cache.copy import PagePacker
@@ -76,13 +74,6 @@ def test_every_budget_gives_the_same_tokens(name: str, slow: bool, monkeypatch: 
         runtime.close()
     assert max(preempted) > 1
     assert preempted[-2:] == [0, 0], "with pages for all nobody gives way"
-
-
-def test_fewer_pages_than_one_sequence_needs_are_refused() -> None:
-    groups = kv_groups(MODELS["full"], page_size=4)
-    _, runtime = build(MODELS["full"], groups, 1 + 5, CPU)
-    with pytest.raises(CapacityError, match=r"prompts\[2\]: 23 tokens need 6 pages, and the cache has 5"):
-        TextGenerator(runtime).generate(PROMPTS, [SamplingParams(n) for n in COUNTS])
 
 
 def tight(**options: Any) -> tuple[LayeredModel, Runtime]:
@@ -386,30 +377,6 @@ def test_a_copy_on_write_leaves_the_pages_that_others_need_at_once() -> None:
             assert (stats.copied_pages, stats.shared_tokens) == (copied, 11 if copied else 8)
         assert_idle(runtime)
         runtime.close()
-
-
-def test_common_beginnings_are_looked_up_and_compared_once_per_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten prompts with 48 tokens in common, all admitted at once, in steps of 10 tokens: they wait for the first one
-    without a look at its tokens, and each compares tokens once."""
-    compared: list[int] = []
-
-    def common_prefix(*arguments: Any) -> int:
-        compared.append(1)
-        return tables.common_prefix(*arguments)
-
-    monkeypatch.setattr(scheduler_module, "common_prefix", common_prefix)
-    model, runtime = build(
-        MODELS["full"], kv_groups(MODELS["full"], page_size=4), 140, CPU,
-        mixed_sizes=(), max_num_reqs=10, max_num_tokens=10, decode_sizes=(10,),
-    )  # fmt: skip
-    (story,) = prompts_of([48])
-    prompts = [[*story, i, i + 1] for i in range(10)]
-    generator = TextGenerator(runtime)
-    found = generate(runtime, prompts, [2] * 10, generator)
-    assert found[7] == model.greedy(prompts[7], 2)
-    assert generator.stats.shared_tokens == 9 * 48
-    assert len(compared) == 9
-    assert_idle(runtime)
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,4 +1,4 @@
-"""A correct batch of the toy rig, and the check that a rig still serves after an error."""
+"""Batches of the toy rig, and the check that a rig still serves after an error."""
 
 from __future__ import annotations
 
@@ -16,6 +16,19 @@ def good(**changes: Any) -> dict[str, Any]:
     """Arguments of a batch that every rig serves, with changes."""
     arguments = {"req_indices": [0, 1], "seq_lens": [1, 1], "tokens": [3, 4], "page_indptr": [0, 1, 2]}
     return arguments | {"page_ids": [5, 6]} | changes
+
+
+def prompt(*tokens: int, pages: tuple[int, ...] = (5, 6)) -> Batch:
+    """The prompt of a new sequence of request index 0."""
+    n = len(tokens)
+    return Batch(
+        req_indices=[0], seq_lens=[n], query_lens=[n], tokens=tokens, page_indptr=[0, len(pages)], page_ids=pages
+    )
+
+
+def decode(seq_len: int, pages: tuple[int, ...] = (5, 6), **options: Any) -> Batch:
+    """A decode step of request index 0."""
+    return Batch(req_indices=[0], seq_lens=[seq_len], page_indptr=[0, len(pages)], page_ids=pages, **options)
 
 
 def assert_works(rig: Rig) -> None:

@@ -18,6 +18,7 @@ from graphrt.kernels.types import TOKEN_FROM_DEVICE, KVLayout
 from graphrt.replay import ReplayManager
 from graphrt.runtime import Runtime
 from graphrt.sampling import sample_tokens
+from graphrt.session.session import DecodeSession
 from graphrt.spec import AttentionSpec, KVCacheSpec
 from graphrt.step import Sampler, Step
 
@@ -78,6 +79,28 @@ class LivelyModel(ToyModel):
             weight.data.mul_(4)
 
 
+class Wild(LivelyModel):
+    """Logits are all `fill` for requests whose last token is `bad`."""
+
+    bad, fill = -1, float("nan")
+
+    def forward(self, step: Step) -> torch.Tensor:
+        logits = super().forward(step)
+        bad = (step.input_ids == self.bad)[step.logits_indices][:, None]
+        return torch.where(bad, torch.full_like(logits, self.fill), logits)
+
+
+class Broken(LivelyModel):
+    """Logits are NaN from a length on, for the request indices in `broken`."""
+
+    length, broken = 7, (0,)
+
+    def forward(self, step: Step) -> torch.Tensor:
+        broken = torch.isin(step.req_indices, torch.tensor(self.broken, device=step.req_indices.device))
+        bad = broken & (step.metadata.seq_lens >= self.length)
+        return torch.where(bad[:, None], float("nan"), super().forward(step))
+
+
 @dataclass
 class Sequence:
     """A sequence on the host: tokens so far, and its pages."""
@@ -133,18 +156,26 @@ def make_rig(
     window: int | None = None,
     kv_dtype: torch.dtype | None = None,
     sampler: Sampler | None = sample_tokens,
+    cache: KVCache | None = None,
+    options: dict[str, object] | None = None,
     **config,
 ) -> Rig:
-    """A rig with a cache full of NaN, including the null page, so that reads of unwritten KV are visible."""
+    """A rig with a cache full of NaN, including the null page, so that reads of unwritten KV are visible.
+
+    `options` are further arguments of the ReplayManager, and `config` are fields of the RuntimeConfig.
+    """
     model = model or ToyModel(device, dtype, head_dim)
-    spec = KVCacheSpec(LAYERS, KV_HEADS, head_dim, page_size, layout, kv_dtype or dtype)
-    cache = KVCache.allocate(spec, num_pages, device)
-    for tensor in (*cache.k, *cache.v):
-        tensor.fill_(fill)
+    if cache is None:
+        spec = KVCacheSpec(LAYERS, KV_HEADS, head_dim, page_size, layout, kv_dtype or dtype)
+        cache = KVCache.allocate(spec, num_pages, device)
+        for tensor in (*cache.k, *cache.v):
+            tensor.fill_(fill)
     attention = AttentionSpec(HEADS, KV_HEADS, head_dim, dtype, sliding_window=window)
     defaults = {"max_num_reqs": 8, "max_num_tokens": 32, "max_seq_len": MAX_LEN, "decode_sizes": (1, 2, 4, 8)}
     settings = RuntimeConfig(**(defaults | {"mixed_sizes": (16, 32)} | config))
-    manager = ReplayManager(model, cache, attention, vocab_size=VOCAB, config=settings, sampler=sampler)
+    manager = ReplayManager(
+        model, cache, attention, vocab_size=VOCAB, config=settings, sampler=sampler, **(options or {})
+    )
     if capture:
         manager.capture()
     return Rig(model, manager, PageAllocator(num_pages), page_size)
@@ -162,6 +193,24 @@ def make_runtime(device: torch.device, *, model: object = None, config: dict | N
         config=RuntimeConfig(**settings),
         **options,
     )
+
+
+def captured(
+    model: object = None, device: torch.device | str = "cpu", num_pages: int = 60, **config: object
+) -> Runtime:
+    """A captured runtime of `make_runtime` over a cache of NaN, except for its null page."""
+    runtime = make_runtime(torch.device(device), model=model, num_pages=num_pages, config=config)
+    for _, tensor in runtime.kv_cache.named_tensors():
+        tensor[1:] = float("nan")
+    runtime.capture()
+    return runtime
+
+
+def finish(session: DecodeSession, steps: int = 3) -> None:
+    """Run all requests of a session to their ends."""
+    while session.running:
+        session.run(steps)
+        session.collect(wait=True)
 
 
 def slow_device(monkeypatch: pytest.MonkeyPatch) -> list[object]:

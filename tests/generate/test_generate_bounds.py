@@ -5,14 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphrt.config import RuntimeConfig
 from graphrt.generate.generator import Event, TextGenerator
 from graphrt.kernels.errors import CapacityError, ConfigError, ShapeError
-from graphrt.kernels.types import KVLayout
-from graphrt.runtime import Runtime, _plan_memory, resolve_device
+from graphrt.runtime import Runtime, _plan_memory
 from graphrt.sampling_params import SamplingParams
-from graphrt.spec import AttentionSpec, KVCacheSpec
-from tests.support.toy import HEAD_DIM, HEADS, KV_HEADS, LAYERS, VOCAB, ToyModel
+from tests.support import toy
+from tests.support.toy import HEAD_DIM, KV_HEADS, LAYERS, ToyModel, make_runtime
 
 CPU = torch.device("cpu")
 PAGE = 4
@@ -23,29 +21,17 @@ def build(
     num_pages: int | str = 40, *, rows: int = 3, tokens: int = 8, longest: int = 24, steps: int = 64,
     capture: bool = True, **options,
 ) -> Runtime:  # fmt: skip
-    config = RuntimeConfig(
-        max_num_reqs=rows, max_num_tokens=tokens, max_seq_len=longest, mixed_sizes=(tokens,), launch_steps=steps
-    )
-    runtime = Runtime(
-        ToyModel(CPU, torch.float32),
-        AttentionSpec(HEADS, KV_HEADS, HEAD_DIM, torch.float32),
-        KVCacheSpec(LAYERS, KV_HEADS, HEAD_DIM, PAGE, KVLayout.NHD, torch.float32),
-        vocab_size=VOCAB,
-        device=CPU,
-        config=config,
-        num_pages=num_pages,
-        **options,
-    )
+    config = {"max_num_reqs": rows, "max_num_tokens": tokens, "max_seq_len": longest, "launch_steps": steps}
+    model = ToyModel(CPU, torch.float32)
+    config |= {"mixed_sizes": (tokens,)}
+    runtime = make_runtime(CPU, model=model, config=config, num_pages=num_pages, **options)
     if capture:
         runtime.capture()
     return runtime
 
 
 def greedy(prompt: list[int], count: int) -> list[int]:
-    model, tokens = ToyModel(CPU, torch.float32), list(prompt)
-    for _ in range(count):
-        tokens.append(int(model.oracle(tokens).argmax()))
-    return tokens[len(prompt) :]
+    return toy.greedy(ToyModel(CPU, torch.float32), prompt, count)
 
 
 def events(runtime: Runtime, prompts, params) -> list[Event]:
@@ -146,12 +132,6 @@ def test_hot_prompts_depend_on_their_seed_alone() -> None:
     assert len({tuple(x) for x in together}) == 3
 
 
-def test_nothing_to_do() -> None:
-    runtime = build()
-    assert events(runtime, [], SamplingParams(3)) == []
-    check_idle(runtime)
-
-
 @pytest.mark.parametrize("taken", ["rows", "pages"])
 def test_what_others_hold_is_missed_only_when_nothing_runs(taken: str) -> None:
     runtime = build(1 + 6)
@@ -169,30 +149,10 @@ def test_what_others_hold_is_missed_only_when_nothing_runs(taken: str) -> None:
         events(runtime, [[3, 4]], SamplingParams(4))
 
 
-def test_an_abandoned_run_gives_back_rows_and_pages() -> None:
-    runtime = build()
-    run = TextGenerator(runtime).generate(PROMPTS, SamplingParams(9))
-    assert next(run).token is not None
-    assert runtime.allocator.num_free < runtime.allocator.num_pages - 1
-    run.close()
-    check_idle(runtime)
-    assert answers(events(runtime, PROMPTS, SamplingParams(2)), 4) == [greedy(p, 2) for p in PROMPTS]
-
-
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_params_are_one_or_one_per_prompt(count: int) -> None:
     with pytest.raises(ShapeError, match=f"params: expected 2 SamplingParams, one per prompt, got {count}"):
         events(build(), [[1], [2]], [SamplingParams(1)] * count)
-
-
-def test_params_at_their_bounds() -> None:
-    params = SamplingParams(1, temperature=0.0, seed=2**32 - 1)
-    assert (params.max_new_tokens, params.seed) == (1, 2**32 - 1)
-    for wrong in ({"max_new_tokens": 0}, {"temperature": -1e-9}, {"temperature": float("inf")}, {"seed": -1}):
-        with pytest.raises(ConfigError, match=f"{next(iter(wrong))}: expected"):
-            SamplingParams(**wrong)
-    with pytest.raises(ConfigError, match="seed: expected an int from 0 to 4294967295, got 4294967296"):
-        SamplingParams(seed=2**32)
 
 
 def test_prompts_that_fit_run_side_by_side() -> None:
@@ -262,12 +222,3 @@ def test_rows_are_handed_out_from_the_lowest() -> None:
     runtime = build(7, capture=False)
     assert [runtime.free_req_indices.pop() for _ in range(3)] == [0, 1, 2]
     assert runtime.free_req_indices == []
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without CUDA means the CPU")
-def test_what_a_device_is_called() -> None:
-    for name in (None, "cpu", "cpu:0", CPU):
-        assert resolve_device(name) == CPU
-    for name in ("cuda", "cuda:0", "cuda:1"):
-        with pytest.raises(ConfigError, match=f"device: expected one of 0 CUDA devices, got '{name}'"):
-            resolve_device(name)
