@@ -9,8 +9,8 @@ import torch
 
 from graphrt.batch import Batch
 from graphrt.capture.descriptor import GraphKind, default_decode_sizes
-from graphrt.testing.poison import poison_derived
-from tests.support.toy import LAYERS, MAX_LEN, VOCAB, Rig, Sequence, ToyModel, make_rig
+from tests.support.replay_scenarios import step_both_ways
+from tests.support.toy import LAYERS, MAX_LEN, VOCAB, ToyModel, make_rig
 
 pytestmark = pytest.mark.gpu
 
@@ -47,29 +47,14 @@ def test_every_default_capture_size() -> None:
         live = sizes[index] if turn % 3 == 0 else rng.randint(low, sizes[index])
         candidates = [s for s in sequences if s.cached < MAX_LEN - 1]
         chosen = rng.sample(candidates, min(live, len(candidates)))
-        compare(rig, chosen)
+        tokens, logits = step_both_ways(rig, Batch.from_requests([rig.row(s) for s in chosen]))
+        for sequence, token in zip(chosen, tokens.tolist(), strict=True):
+            sequence.tokens.append(token)
         probe = chosen[-1]
         exact = rig.model.oracle(probe.tokens[:-1])
-        errors.append((rig.logits[-1].double().cpu() - exact).abs().max().item())
+        errors.append((logits[-1].double().cpu() - exact).abs().max().item())
         plain_errors.append((plain_bf16(rig.model, probe.tokens[:-1]).double().cpu() - exact).abs().max().item())
     assert max(errors) <= 2 * max(plain_errors) + 1e-5, (max(errors), max(plain_errors))
     replayed = {d.padded_reqs for d in rig.manager.stats().replays if d.kind is GraphKind.DECODE}
     assert replayed == set(sizes)
     assert not rig.manager.stats().eager_steps
-
-
-def compare(rig: Rig, chosen: list[Sequence]) -> None:
-    batch = Batch.from_requests([rig.row(s) for s in chosen])
-    kept = rig.manager.buffers.last_token.clone()
-    poison_derived(rig.manager.buffers)
-    eager = rig.manager.replay(batch, eager=True)
-    eager_logits, eager_tokens = eager.logits(copy=True), eager.tokens()
-    rig.manager.buffers.last_token.copy_(kept)
-    poison_derived(rig.manager.buffers)
-    torch.cuda.synchronize()
-    handle = rig.manager.replay(batch)
-    rig.logits = handle.logits(copy=True)
-    assert torch.equal(rig.logits, eager_logits), handle.descriptor
-    assert handle.tokens().tolist() == eager_tokens.tolist()
-    for sequence, token in zip(chosen, handle.tokens().tolist(), strict=True):
-        sequence.tokens.append(token)

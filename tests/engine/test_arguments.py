@@ -1,25 +1,24 @@
-"""Arguments of Batch, Request, ReplayManager and descriptors: typed errors name the wrong one."""
+"""Arguments of ReplayManager, its samplers and models, attend() and descriptors: errors name the wrong one."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import pickle
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 import torch
 
-from graphrt.batch import Batch, Request
+from graphrt.batch import Batch
 from graphrt.cache.kv_cache import KVCache
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
 from graphrt.config import RuntimeConfig
+from graphrt.engine.handle import StepFaultError
 from graphrt.kernels.errors import CapacityError, ConfigError, ShapeError, UnsupportedError
-from graphrt.kernels.types import TOKEN_FROM_DEVICE
 from graphrt.replay import ReplayManager
 from graphrt.spec import AttentionSpec, KVCacheSpec
+from graphrt.step import Step
 from tests.support.steps import CPU, assert_works, good
 from tests.support.toy import HEAD_DIM, HEADS, KV_HEADS, LAYERS, VOCAB, Rig, ToyModel, make_rig
 
@@ -29,199 +28,17 @@ def rig() -> Rig:
     return make_rig(CPU)
 
 
-def test_a_batch_is_always_checked(rig: Rig) -> None:
-    """`dataclasses.replace` checks too, and fields cannot be set."""
-    batch = Batch(**good())
-    for change, text in (
-        ({"tokens": [2**32 + 11, 1]}, "values that fit int32"),
-        ({"req_indices": [0.5, 1]}, "batch.req_indices: expected int32 values, got float64"),
-        ({"seeds": [1.5, 2]}, "batch.seeds: expected uint32 values"),
-        ({"query_lens": [2, 1]}, "expected 3 tokens, the sum of query_lens, got 2"),
-    ):
-        with pytest.raises(ShapeError, match=text):
-            dataclasses.replace(batch, **change)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        batch.tokens = np.array([1, 2])
-    assert dataclasses.replace(batch, tokens=[8, 9]).tokens.tolist() == [8, 9]
-    assert batch == Batch(**good())
-    assert batch != Batch(**good(tokens=[3, 5]))
-    assert batch != "batch"
-    assert_works(rig)
-
-
-def test_arrays_of_the_right_dtype_are_kept() -> None:
-    ids = np.array([5, 6], np.int32)
-    assert Batch(**good(page_ids=ids)).page_ids is ids
-
-
-@pytest.mark.parametrize(
-    "thing",
-    [None, "batch", [], {"req_indices": [0]}, Request(0, [1], 1, [5]), [Request(0, [1], 1, [5])]],
-    ids=["none", "text", "list", "dict", "request", "requests"],
-)
-def test_replay_and_compare_take_batches_only(rig: Rig, thing: object) -> None:
-    for call in (rig.manager.replay, rig.manager.compare):
-        with pytest.raises(ShapeError, match="batch: expected Batch, got"):
-            call(thing)
-    assert_works(rig)
-
-
-REQUESTS = {
-    "no-list": (Request(0, [1], 1, [5]), "requests: expected a sequence of Request, got Request"),
-    "none": ([None], r"requests\[0\]: expected a Request, got NoneType"),
-    "tokens-none": (
-        [Request(0, None, 1, [5])],
-        r"requests\[0\].tokens: expected a list or array of ints, got NoneType; \[TOKEN_FROM_DEVICE\] is",
-    ),
-    "pages-tensors": (
-        [Request(0, [1], 1, (torch.tensor([5]), torch.tensor([6])))],
-        r"requests\[0\].pages: expected a list or array of ints, got Tensor; \(\) lists no page",
-    ),
-    "tokens-text": ([Request(0, "1", 1, [5])], r"requests\[0\].tokens: expected a list or array of ints, got str"),
-    "pages-none": (
-        [Request(0, [1], 1, [5]), Request(1, [1], 1, None)],
-        r"requests\[1\].pages: expected a list or array of ints",
-    ),
-    "pages-float": ([Request(0, [1], 1, [5.0])], "batch.page_ids: expected int32 values"),
-    "pages-nested": ([Request(0, [1], 1, [[[5]]])], "batch.page_ids: expected one dimension"),
-    "pages-half-nested": (
-        [Request(0, [1], 1, [[5], 6])],
-        r"requests\[0\].pages: expected a list or array of ints, got int",
-    ),
-    "pages-of-one-request": (
-        [Request(0, [1], 1, [5]), Request(1, [1], 1, [[6], [7]])],
-        r"requests\[0\].pages: expected 2 lists of pages, .* got \[5\] and 0; pass a list per KV group",
-    ),
-    "pages-of-a-group": (
-        [Request(0, [1], 1, [[5], [8]]), Request(1, [1], 1, [[6]])],
-        r"requests\[1\].pages: expected 2 lists of pages, .* got \[\[6\]\] and 0",
-    ),
-    "first-page-of-a-group": (
-        [Request(0, [1], 1, [[5], [8]], first_page=[0])],
-        r"requests\[0\].pages: expected 2 lists of pages, .* and one first page or 2, got .* and \[0\]",
-    ),
-    "first-page-none": ([Request(0, [1], 1, [5], first_page=None)], "batch.first_pages: expected int32 values"),
-    "first-page-negative": (
-        [Request(0, [1], 1, [5], first_page=-1)],
-        "batch.first_pages: expected page indices >= 0, got -1",
-    ),
-    "seq-len-none": ([Request(0, [1], None, [5])], "batch.seq_lens: expected int32 values"),
-    "req-index-none": ([Request(None, [1], 1, [5])], "batch.req_indices: expected int32 values"),
-    "temperature-none": ([Request(0, [1], 1, [5], temperature=None)], "batch.temperatures: expected float32 values"),
-    "seed-none": ([Request(0, [1], 1, [5], seed=None)], "batch.seeds: expected uint32 values"),
-    "no-tokens": ([Request(0, [], 1, [5])], "expected >= 1 new token per request, got 0"),
-}
-
-
-@pytest.mark.parametrize("case", REQUESTS)
-def test_bad_requests_are_named(case: str) -> None:
-    requests, text = REQUESTS[case]
-    with pytest.raises(ShapeError, match=text):
-        Batch.from_requests(requests)
-
-
-def test_requests_without_pages_list_none_in_any_group() -> None:
-    listing, nothing = Request(0, [1], 1, ([5], [6, 7]), first_page=(0, 2)), Request(1, [1], 4)
-    batch = Batch.from_requests([nothing, listing, dataclasses.replace(nothing, req_index=2)])
-    assert batch.page_indptr.tolist() == [0, 0, 1, 1, 1, 3, 3]
-    assert batch.page_ids.tolist() == [5, 6, 7]
-    assert batch.first_pages.tolist() == [0, 0, 0, 0, 2, 0]
-    assert Batch.from_requests([nothing]) == Batch(req_indices=[1], seq_lens=[4], query_lens=[1], tokens=[1])
-    assert Batch.from_requests([nothing]).num_groups == 0
-
-
-def test_requests_may_hold_lists_tuples_and_arrays() -> None:
-    requests = [
-        Request(0, (3,), 5, np.array([40, 41], np.int32)),
-        Request(1, [4], 2, [42]),
-        Request(2, range(2), 2, (43,)),
-    ]
-    batch = Batch.from_requests(requests)
-    assert batch.tokens.tolist() == [3, 4, 0, 1]
-    assert batch.page_ids.tolist() == [40, 41, 42, 43]
-    assert batch.page_indptr.tolist() == [0, 2, 3, 4]
-    assert batch.first_pages.tolist() == [0, 0, 0]
-    assert Batch.from_requests([]) == Batch.empty()
-    nested = [dataclasses.replace(request, pages=[request.pages]) for request in requests]
-    assert Batch.from_requests(nested) == batch, "lists per group, of one group"
-    arrays = [Request(r, np.array([r + 3]), 1, np.array([r + 5, r + 6], np.uint8)) for r in (0, 1)]
-    assert Batch.from_requests(arrays).tokens.tolist() == [3, 4]
-    assert Batch.from_requests(arrays).page_ids.tolist() == [5, 6, 6, 7]
-
-
-def test_defaults_of_requests_and_arrays_are_the_same() -> None:
-    batch = Batch(req_indices=[4], seq_lens=[1], tokens=[3], page_indptr=[0, 1], page_ids=[5])
-    assert Batch.from_requests([Request(4, [3], 1, [5])]) == batch
-    assert (batch.sample.tolist(), batch.temperatures.tolist(), batch.seeds.tolist()) == ([1], [0.0], [0])
-    assert (batch.query_lens.tolist(), batch.query_lens.dtype) == ([1], np.int32)
-    bare = Batch(req_indices=[4], seq_lens=[1], page_indptr=[0, 1], page_ids=[5])
-    assert bare.tokens.tolist() == [TOKEN_FROM_DEVICE]
-    empty = {name: [] for name in ("query_lens", "tokens", "sample", "temperatures", "seeds")}
-    assert Batch(req_indices=[], seq_lens=[], page_indptr=[0], page_ids=[], **empty) == Batch.empty()
-
-
-DTYPES = {"temperatures": np.float32, "seeds": np.uint32}
-
-
-@pytest.mark.parametrize(
-    "values", [[1, 0], np.array([1, 0]), np.array([1, 9, 0, 9], np.int32)[::2]], ids=["list", "int64", "strided"]
-)
-@pytest.mark.parametrize(
-    "field", ["req_indices", "seq_lens", "tokens", "page_ids", "sample", "temperatures", "seeds", "first_pages"]
-)
-def test_every_field_becomes_a_contiguous_array_of_its_dtype(field: str, values: object) -> None:
-    got = getattr(Batch(**good(**{field: values})), field)
-    assert (got.dtype, got.tolist(), got.flags.c_contiguous) == (DTYPES.get(field, np.int32), [1, 0], True)
-
-
-ONE_WRONG = {
-    "indptr-start": ({"page_indptr": [1, 1, 2]}, "2, got 3 values from 1 to 2"),
-    "indptr-end": ({"page_indptr": [0, 1, 1]}, "2, got 3 values from 0 to 1"),
-    "indptr-falls": ({"page_indptr": [0, 3, 2]}, "2, got 3 values from 0 to 2"),
-    "indptr-short": ({"page_indptr": [0, 2]}, r"expected 3 values, or G x 2 \+ 1 with G KV groups, got 2"),
-    "int32-short": ({"seq_lens": np.ones(1, np.int32)}, r"batch.seq_lens: expected shape \[2\], got shape \[1\]"),
-    "int32-rank": ({"tokens": np.ones((1, 2), np.int32)}, r"batch.tokens: expected one dimension, got shape \[1, 2\]"),
-    "bool-heat": ({"temperatures": np.array([True, False])}, "batch.temperatures: expected float32 values, got bool"),
-    "below-int32": ({"req_indices": np.array([0, -(2**31) - 1])}, "batch.req_indices: .* got -2147483649"),
-    "beyond-int32": ({"req_indices": np.array([2**31, 0])}, "batch.req_indices: .* got 2147483648"),
-    "sample-low": ({"sample": [-1, 1]}, "batch.sample: expected 0 or 1, got -1 for request 0"),
-}
-
-
-@pytest.mark.parametrize("case", ONE_WRONG)
-def test_each_array_of_a_batch_is_checked(case: str) -> None:
-    changes, text = ONE_WRONG[case]
-    with pytest.raises(ShapeError, match=text):
-        Batch(**good(**changes))
-
-
-def test_int64_arrays_are_taken_if_their_values_fit() -> None:
-    low, high = -(1 << 31), (1 << 31) - 1
-    assert Batch(**good(page_ids=np.array([low, high]))).page_ids.tolist() == [low, high]
-    assert Batch(**good(seeds=np.array([0, 2**32 - 1]))).seeds.tolist() == [0, 2**32 - 1]
-
-
-def test_the_largest_batch() -> None:
-    most = 1 << 16
-    one = Batch(req_indices=[0], seq_lens=[most], query_lens=[most], page_indptr=[0, 0], page_ids=[])
-    assert one.num_tokens == most
-    many = {"seq_lens": [1] * most, "page_indptr": [0] * (most + 1), "page_ids": []}
-    assert Batch(req_indices=range(most), **many).num_reqs == most
-    with pytest.raises(ShapeError, match="expected at most 65536 tokens, got 65537"):
-        Batch(req_indices=[0], seq_lens=[most], query_lens=[most + 1], page_indptr=[0, 0], page_ids=[])
-
-
 def test_check_weights_takes_modules_only(rig: Rig) -> None:
     for wrong in (None, lambda step: None):
         with pytest.raises(ConfigError, match="model: expected Module, got"):
             rig.manager.check_weights(wrong)
 
 
-def built(**changes: object) -> ReplayManager:
+def built(device: torch.device = CPU, **changes: object) -> ReplayManager:
     spec = KVCacheSpec(LAYERS, KV_HEADS, HEAD_DIM, 4, dtype=torch.float32)
     arguments = {
         "model": ToyModel(CPU, torch.float32),
-        "kv_cache": KVCache.allocate(spec, 8, CPU),
+        "kv_cache": KVCache.allocate(spec, 8, device),
         "attention": AttentionSpec(HEADS, KV_HEADS, HEAD_DIM, torch.float32),
         "vocab_size": VOCAB,
         "config": RuntimeConfig(max_num_reqs=2, max_num_tokens=4, max_seq_len=8),
@@ -299,3 +116,113 @@ def test_descriptors_that_do_not_fit_a_batch_are_refused(rig: Rig, case: str) ->
     with pytest.raises(CapacityError, match="of unequal query lengths; choose"):
         rig.manager.replay(uneven, descriptor=BatchDescriptor.decode(8))
     assert_works(rig)
+
+
+def captured(model: object = None, device: torch.device = CPU, **changes: object) -> ReplayManager:
+    """A manager with one graph, for 4 requests."""
+    config = RuntimeConfig(max_num_reqs=4, max_num_tokens=16, max_seq_len=16, decode_sizes=(4,), mixed_sizes=())
+    manager = built(device, model=model or ToyModel(device, torch.float32), config=config, **changes)
+    manager.capture()
+    return manager
+
+
+SAMPLERS = {
+    "one-more": (lambda logits, step: logits.argmax(-1).repeat(2), r"tokens: expected shape \[4\], got \[8\]"),
+    "keepdim": (lambda logits, step: logits.argmax(-1, keepdim=True), r"tokens: expected shape \[4\], got \[4, 1\]"),
+    "one-less": (lambda logits, step: logits.argmax(-1)[1:], r"tokens: expected shape \[4\], got \[3\]"),
+    "scalar": (lambda logits, step: logits.argmax(), r"tokens: expected shape \[4\], got \[\]"),
+    "float": (lambda logits, step: logits.argmax(-1).float(), "tokens: expected dtype int32 or int64, got float32"),
+    "int16": (lambda logits, step: logits.argmax(-1).short(), "tokens: expected dtype int32 or int64, got int16"),
+    "list": (lambda logits, step: [0] * 4, "tokens: expected a torch.Tensor, got list"),
+    "none": (lambda logits, step: None, "tokens: expected a torch.Tensor, got NoneType"),
+    "elsewhere": (lambda logits, step: logits.argmax(-1).to("meta"), "tokens: expected device cpu, got meta"),
+}
+
+
+@pytest.mark.parametrize("case", SAMPLERS)
+def test_wrong_sampler_output_raises(case: str) -> None:
+    sampler, text = SAMPLERS[case]
+    with pytest.raises(ShapeError, match=text):
+        captured(sampler=sampler)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_sampler_may_return_int32_or_int64(device: torch.device, dtype: torch.dtype) -> None:
+    manager = captured(device=device, sampler=lambda logits, step: logits.argmax(-1).to(dtype))
+    assert manager.replay(Batch(**good())).tokens()[0] == ToyModel(device, torch.float32).oracle([3]).argmax()
+
+
+LOGITS = {
+    "one-more-row": (lambda x: torch.cat([x, x[:1]]), r"logits: expected shape \[4, 61\], got \[5, 61\]"),
+    "one-column-less": (lambda x: x[:, 1:], "logits: expected vocab_size=61 per request, got 60; pass"),
+    "flat": (lambda x: x.flatten(), "logits: expected shape"),
+    "text": (lambda x: "text", "logits: expected a torch.Tensor, got str"),
+    "double": (lambda x: x.double(), "logits: expected dtype float16 or bfloat16 or float32, got float64"),
+    "elsewhere": (lambda x: x.to("meta"), "logits: expected device cpu, got meta"),
+}
+
+
+@pytest.mark.parametrize("case", LOGITS)
+def test_wrong_logits_raise(case: str) -> None:
+    change, text = LOGITS[case]
+    model = ToyModel(CPU, torch.float32)
+    with pytest.raises(ShapeError, match=text):
+        captured(lambda step: change(model(step)))
+
+
+def test_vocabulary_of_one(device: torch.device) -> None:
+    manager = captured(lambda step: torch.ones_like(step.logits_indices).float()[:, None], device, vocab_size=1)
+    assert manager.replay(Batch(**good(tokens=[0, 0]))).tokens().tolist() == [0, 0]
+    with pytest.raises(StepFaultError, match="TOKEN_OUT_OF_RANGE: token 1"):
+        manager.replay(Batch(**good(tokens=[1, 0]))).tokens()
+
+
+def attend(**changes):
+    """A model that calls `attend` of layer `at` with one changed argument."""
+
+    def model(step: Step) -> torch.Tensor:
+        tokens = step.descriptor.padded_tokens
+        q, k = torch.zeros(tokens, HEADS, HEAD_DIM), torch.zeros(tokens, KV_HEADS, HEAD_DIM)
+        given = {"layer": 0, "q": q, "k": k, "v": k.clone()}
+        step.attend(**given | {name: change(given.get(name, q)) for name, change in changes.items()})
+        return torch.zeros(step.descriptor.padded_reqs, VOCAB)
+
+    return model
+
+
+ATTEND = {
+    "layer-below": ({"layer": lambda x: -1}, "layer: expected an int from 0 to 1, got -1"),
+    "layer-above": ({"layer": lambda x: 2}, "layer: expected an int from 0 to 1, got 2"),
+    "q-tokens": ({"q": lambda x: x[1:]}, r"q: expected shape \[4, 4, 16\], got \[3, 4, 16\]"),
+    "q-heads": ({"q": lambda x: x[:, 1:]}, r"q: expected shape \[4, 4, 16\], got \[4, 3, 16\]"),
+    "q-size": ({"q": lambda x: x[..., 1:]}, "q: expected shape"),
+    "q-dtype": ({"q": lambda x: x.half()}, "q: expected dtype float32, got float16"),
+    "q-device": ({"q": lambda x: x.to("meta")}, "q: expected device cpu, got meta"),
+    "k-heads": ({"k": lambda x: x[:, :1]}, "k: expected shape"),
+    "k-tokens": ({"k": lambda x: x[1:]}, "k: expected shape"),
+    "k-size": ({"k": lambda x: x[..., 1:]}, "k: expected shape"),
+    "v-tokens": ({"v": lambda x: x[1:]}, "v: expected shape"),
+    "v-heads": ({"v": lambda x: x[:, :1]}, "v: expected shape"),
+    "v-size": ({"v": lambda x: x[..., 1:]}, "v: expected shape"),
+    "k-dtype": ({"k": lambda x: x.half()}, "k: expected dtype float32, got float16"),
+    "v-dtype": ({"v": lambda x: x.half()}, "v: expected dtype float32, got float16"),
+    "k-device": ({"k": lambda x: x.to("meta")}, "k: expected device cpu, got meta"),
+    "v-device": ({"v": lambda x: x.to("meta")}, "v: expected device cpu, got meta"),
+    "sinks": ({"sinks": lambda x: torch.zeros(HEADS)}, "sinks: expected None for layer 0"),
+}
+
+
+@pytest.mark.parametrize("case", ATTEND)
+def test_wrong_attend_argument_is_named(case: str) -> None:
+    changes, text = ATTEND[case]
+    captured(attend())
+    with pytest.raises(ShapeError, match=text):
+        captured(attend(**changes))
+
+
+def test_a_backend_that_cannot_serve_gives_all_reasons() -> None:
+    spec = KVCacheSpec(LAYERS, KV_HEADS, 520, 4, dtype=torch.float32)
+    attention = AttentionSpec(HEADS, KV_HEADS, 520, torch.bfloat16)
+    config = RuntimeConfig(max_num_reqs=2, max_num_tokens=4, max_seq_len=8, backend="triton")
+    with pytest.raises(UnsupportedError, match=r"triton: does not support this model.*head_dim.*; .*bfloat16.*float32"):
+        built(attention=attention, kv_cache=KVCache.allocate(spec, 10, CPU), config=config)

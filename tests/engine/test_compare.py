@@ -10,35 +10,22 @@ import torch
 from graphrt.batch import Batch
 from graphrt.engine import lifecycle as entry
 from graphrt.kernels.errors import ReplayError
+from tests.engine.test_shadow import everything
+from tests.support.steps import decode, prompt
 from tests.support.toy import VOCAB, make_rig
-
-
-def prompt(*tokens: int) -> Batch:
-    n = len(tokens)
-    return Batch(req_indices=[0], seq_lens=[n], query_lens=[n], tokens=tokens, page_indptr=[0, 2], page_ids=[5, 6])
-
-
-def decode(seq_len: int) -> Batch:
-    return Batch(req_indices=[0], seq_lens=[seq_len], page_indptr=[0, 2], page_ids=[5, 6])
-
-
-def everything(rig) -> list[torch.Tensor]:
-    cache = rig.manager.kv_cache
-    state = rig.manager.buffers.snapshot().values()
-    return [t.clone().view(torch.uint8) if t.dtype.itemsize == 1 else t.clone() for t in (*state, *cache.k, *cache.v)]
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float8_e4m3fn])
 def test_compare_restores_the_state(device: torch.device, kv_dtype: torch.dtype) -> None:
     rig = make_rig(device, kv_dtype=kv_dtype, fill=0.0)
     token = int(rig.manager.replay(prompt(1, 2, 3)).tokens()[0])
-    before = everything(rig)
+    before = everything(rig.manager)
     for batch in (decode(4), prompt(4, 4, 4, 4), Batch.empty()):
         comparison = rig.manager.compare(batch)
         assert comparison.equal, str(comparison)
         assert "are bitwise equal" in str(comparison)
         assert len(comparison.graph.tokens) == batch.num_reqs
-    after = everything(rig)
+    after = everything(rig.manager)
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     comparison = rig.manager.compare(decode(4))
     found = rig.manager.replay(decode(4)).tokens()
@@ -94,13 +81,13 @@ def test_comparing_a_batch_without_a_graph_raises(device: torch.device) -> None:
 def test_compare_runs_on_the_stream_of_the_steps() -> None:
     rig = make_rig(torch.device("cuda", 0), fill=0.0)
     rig.manager.replay(prompt(1, 2, 3)).tokens()
-    before, other = everything(rig), torch.cuda.Stream()
+    before, other = everything(rig.manager), torch.cuda.Stream()
     with torch.cuda.stream(other):
         for _ in range(3):
             comparison = rig.manager.compare(decode(4))
             assert comparison.equal, str(comparison)
             assert torch.cuda.current_stream() == other
-    assert all(torch.equal(a, b) for a, b in zip(before, everything(rig), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, everything(rig.manager), strict=True))
 
 
 def test_stream_contexts_can_be_nested(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,12 +48,13 @@ WRONG_SPECS: dict[str, tuple[Callable[[], Any], str]] = {
 }  # fmt: skip
 
 
-def served(specs: Any, groups: Any, max_encoder_len: int | None, **options: Any) -> Runtime:
-    model, _ = cross_layer(tuple(specs) if isinstance(specs, list) else (specs,))
-    config = RuntimeConfig(4, 8, 32, decode_sizes=(4,), mixed_sizes=(8,), max_encoder_len=max_encoder_len, **options)
+def served(specs: Any, groups: Any, max_encoder_len: int | None, device: torch.device | str = "cpu") -> Runtime:
+    every = tuple(specs) if isinstance(specs, list) else (specs,)
+    model, _ = cross_layer(every, torch.device(device))
+    config = RuntimeConfig(4, 8, 32, decode_sizes=(4,), mixed_sizes=(8,), max_encoder_len=max_encoder_len)
     return Runtime(
-        model, specs, groups, vocab_size=64, device="cpu", config=config, num_pages=20 if groups != () else "auto",
-        sampler=None,
+        model, specs, groups, vocab_size=64 * len(every), device=device, config=config, sampler=None,
+        num_pages=20 if groups != () else "auto",
     )  # fmt: skip
 
 
@@ -93,12 +94,7 @@ def test_faults_of_cross_groups_name_request_value_and_group() -> None:
 
 def test_changed_encoder_len_is_a_fault(device: torch.device) -> None:
     """Without the fault, cross layers would see nothing, another length, or the encoder of a finished sequence."""
-    model, _ = cross_layer((OWN, CROSS), device)
-    config = RuntimeConfig(4, 8, 32, decode_sizes=(4,), mixed_sizes=(8,), max_encoder_len=9)
-    runtime = Runtime(
-        model, (OWN, CROSS), kv_groups([OWN, CROSS], page_size=4), vocab_size=128, device=device, config=config,
-        num_pages=20, sampler=None,
-    )  # fmt: skip
+    runtime = served([OWN, CROSS], kv_groups([OWN, CROSS], page_size=4), 9, device=device)
     runtime.capture()
     begins = [Request(0, [1], 1, ([1], [2, 3]), encoder_len=7), Request(1, [1], 1, ([4], [2]), encoder_len=3)]
     assert not runtime.replay(Batch.from_requests(begins)).faults

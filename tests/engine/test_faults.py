@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from graphrt.batch import Batch
+from graphrt.batch import Batch, Request
 from graphrt.engine.handle import RequestFault, StepFaultError
 from graphrt.kernels.errors import ReplayError
 from graphrt.kernels.types import NO_TOKEN, TOKEN_FROM_DEVICE, FaultCode
+from tests.support.steps import assert_works
 from tests.support.toy import VOCAB, make_rig
 
 
@@ -24,6 +25,64 @@ def one(*tokens: int, req_index: int = 0, seq_len: int = 0, **options) -> Batch:
 
 def greedy(rig, tokens: list[int]) -> int:
     return int(rig.model.oracle(tokens).argmax())
+
+
+def requests(*changes: dict) -> Batch:
+    """Two or three good requests with changes."""
+    base = [
+        {"req_index": 0, "tokens": [3], "seq_len": 5, "pages": [40, 41]},
+        {"req_index": 1, "tokens": [4], "seq_len": 2, "pages": [42]},
+    ]
+    filled = [b | c for b, c in zip([*base, base[1] | {"req_index": 2, "pages": [43]}], changes, strict=False)]
+    return Batch.from_requests([Request(**f) for f in filled])
+
+
+DEVICE = {
+    "req-index": (requests({}, {"req_index": 8}), 1, FaultCode.REQ_INDEX_OUT_OF_RANGE, 8),
+    "negative-req-index": (requests({"req_index": -1}, {}), 0, FaultCode.REQ_INDEX_OUT_OF_RANGE, -1),
+    "zero-length": (requests({"seq_len": 0}, {}), 0, FaultCode.BAD_LENGTH, 0),
+    "length-below-query": (requests({}, {"tokens": [1, 2, 3], "seq_len": 2}), 1, FaultCode.BAD_LENGTH, 2),
+    "negative-length": (requests({}, {"seq_len": -3}), 1, FaultCode.BAD_LENGTH, -3),
+    "pages-too-few": (requests({"seq_len": 9}, {}), 0, FaultCode.LENGTH_EXCEEDS_PAGES, 9),
+    "no-pages": (requests({}, {"pages": []}), 1, FaultCode.LENGTH_EXCEEDS_PAGES, 2),
+    "page-too-big": (requests({}, {"pages": [80]}), 1, FaultCode.PAGE_OUT_OF_RANGE, 80),
+    "page-negative": (requests({"pages": [40, -4]}, {}), 0, FaultCode.PAGE_OUT_OF_RANGE, -4),
+    "null-page": (requests({"pages": [0, 41]}, {}), 0, FaultCode.PAGE_OUT_OF_RANGE, 0),
+    "token-too-big": (requests({"tokens": [VOCAB]}, {}), 0, FaultCode.TOKEN_OUT_OF_RANGE, VOCAB),
+    "token-negative": (requests({"tokens": [-9]}, {}), 0, FaultCode.TOKEN_OUT_OF_RANGE, -9),
+    "no-last-token": (requests({}, {"req_index": 6, "tokens": [TOKEN_FROM_DEVICE]}), 1, FaultCode.NO_LAST_TOKEN, 6),
+    "same-req-index": (requests({}, {"req_index": 0}), 0, FaultCode.DUPLICATE_REQUEST, 0),
+    "same-slot": (requests({}, {"pages": [41], "seq_len": 1}), 0, FaultCode.DUPLICATE_PAGE, 41),
+}
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["replay", "eager"])
+@pytest.mark.parametrize("case", DEVICE, ids=str)
+def test_faults_found_on_the_device_are_raised_by_the_handle(device: torch.device, case: str, eager: bool) -> None:
+    """The bad request gets token -1 and writes nothing; others are served; the error names step, request and value."""
+    batch, row, code, value = DEVICE[case]
+    rig = make_rig(device, fill=0.25)
+    kv = [t.clone() for _, t in rig.manager.kv_cache.named_tensors()]
+    handle = rig.manager.replay(batch, eager=eager)
+    with pytest.raises(StepFaultError, match=f"step {handle.step}, request {row}: {code.name}") as caught:
+        handle.tokens()
+    found = caught.value
+    assert (found.step, found.index, found.code, found.value) == (handle.step, row, code, value)
+    tokens = handle.tokens(raise_on_fault=False)
+    invalid = {row} if not code.name.startswith("DUPLICATE") else {0, 1}
+    logits = handle.logits(copy=True)
+    for i in range(batch.num_reqs):
+        assert tokens[i] == (-1 if i in invalid else int(logits[i].argmax()))
+    allowed = {
+        (int(p), (batch.seq_lens[i] - 1) % 4)
+        for i in range(batch.num_reqs)
+        if i not in invalid
+        for p in batch.page_ids[batch.page_indptr[i + 1] - 1 : batch.page_indptr[i + 1]]
+    }
+    for old, (_, new) in zip(kv, rig.manager.kv_cache.named_tensors(), strict=True):
+        changed = {tuple(x) for x in (old != new).flatten(2).any(-1).nonzero().tolist()}
+        assert changed == allowed
+    assert_works(rig)
 
 
 @pytest.mark.parametrize("fill", [float("nan"), float("-inf")])

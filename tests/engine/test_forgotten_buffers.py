@@ -1,8 +1,6 @@
-"""Mutations of the step: undo the write to one persistent or output buffer, and check that a scenario fails.
+"""Mutations of the step: undo the write to one buffer, and check that a scenario fails.
 
-    refresh writes page_table  ->  restore its previous contents  ->  wrong tokens  ->  a scenario fails
-
-test_replay.py does the same with the buffers of one step, test_session.py with the request state of sessions.
+refresh writes page_table  ->  restore its previous contents  ->  wrong tokens  ->  a scenario fails
 """
 
 from __future__ import annotations
@@ -19,10 +17,21 @@ from graphrt.engine import program
 from graphrt.kernels.errors import GraphRTError
 from graphrt.kernels.metadata.buffers import BufferKind, StaticBuffers
 from graphrt.kernels.types import FaultCode
+from graphrt.sampling_params import SamplingParams
+from graphrt.session.session import DecodeSession
 from tests.engine import test_encoder_faults
-from tests.session.test_session import STATE, state_scenario
-from tests.support.replay_scenarios import fault_scenario, logprob_scenario, penalty_scenario
-from tests.support.toy import make_rig
+from tests.session.test_session import PROMPTS, alone, oracle
+from tests.support.replay_scenarios import (
+    encoder_scenario,
+    fault_scenario,
+    logprob_scenario,
+    mask_scenario,
+    penalty_scenario,
+    rig_of,
+    scenario,
+    truncation_scenario,
+)
+from tests.support.toy import captured, make_rig
 
 CPU = torch.device("cpu")
 
@@ -50,36 +59,66 @@ def conflict_scenario() -> None:
         assert all(fault.code is FaultCode.DUPLICATE_PAGE for fault in found)
 
 
+def state_scenario() -> None:
+    """Requests with a stop token, without one, and at high temperature, in loops and single steps."""
+    runtime = captured(loop_sizes=(4,), decode_sizes=(4,))
+    want = [oracle(runtime, prompt, 12) for prompt in PROMPTS]
+    with DecodeSession(runtime) as session:
+        hot = SamplingParams(max_new_tokens=12, temperature=50.0, seed=3)
+        requests = [session.add(PROMPTS[0], SamplingParams(max_new_tokens=12, stop_ids=frozenset({want[0][7]})))]
+        requests += [session.add(PROMPTS[1], SamplingParams(max_new_tokens=12)), session.add(PROMPTS[2], hot)]
+        session.run(2)
+        session.collect(wait=True)
+        launches = session.run(3)
+        session.collect(wait=True)
+        assert [len(launch.tokens()) for launch in launches] == [3]
+        for _ in range(12):
+            session.run(4)
+            session.collect(wait=True)
+        assert requests[0].tokens == want[0][: want[0].index(want[0][7]) + 1]
+        assert requests[1].tokens == want[1]
+        assert [request.finish_reason.name for request in requests] == ["STOP_TOKEN", "LENGTH", "LENGTH"]
+        assert requests[2].tokens == alone(runtime, requests[2])[0]
+
+
+def encoder_len_scenario() -> None:
+    test_encoder_faults.test_changed_encoder_len_is_a_fault(CPU)
+
+
+def step_scenario() -> None:
+    scenario(rig_of(two_parts=False))
+
+
+def parts_scenario() -> None:
+    """Mixed steps in two parts."""
+    scenario(rig_of(two_parts=True))
+
+
 WITHIN_A_CALL = ("last_writers", "write_conflicts")
 """Written and read by one refresh: contents of earlier steps are ignored, as they carry the step number."""
 
 WRITTEN = {
     name: spec
     for name, spec in StaticBuffers.specs().items()
-    if spec.kind in (BufferKind.PERSISTENT, BufferKind.OUTPUT)
-    and spec.writer != "host"
-    and name not in (*STATE, *WITHIN_A_CALL)
+    if (spec.kind in (BufferKind.DERIVED, BufferKind.CARRIED) and spec.readers != ("refresh",))
+    or (spec.kind in (BufferKind.PERSISTENT, BufferKind.OUTPUT) and spec.writer != "host" and name not in WITHIN_A_CALL)
 }
-SCENARIOS: dict[str, Callable[[], None]] = {
-    "last_encoder_len": lambda: test_encoder_faults.test_changed_encoder_len_is_a_fault(CPU),
-    "last_token": feedback_scenario,
-    "step_counter": conflict_scenario,
-    "penalty_seen": penalty_scenario,
-    "penalty_counts": penalty_scenario,
-    "fault_code_ring": fault_scenario,
-    "fault_value_ring": fault_scenario,
-    "rank_ring": logprob_scenario,
-    "logprob_ring": logprob_scenario,
-    "logprob_token_ring": logprob_scenario,
-}
-
-
-def holder_of(args: tuple[Any, ...]) -> dict[str, torch.Tensor]:
-    """Return the buffers of a writer by name: the static buffers, or the penalty state."""
-    first, last = args[0], args[-1]
-    if isinstance(first, StaticBuffers):
-        return {name: getattr(first, name) for name in StaticBuffers.specs()}
-    return {"penalty_seen": last.state.seen, "penalty_counts": last.state.counts}
+SCENARIOS: dict[Callable[[], None], tuple[str, ...]] = {
+    encoder_len_scenario: ("last_encoder_len",),
+    feedback_scenario: ("last_token",),
+    conflict_scenario: ("step_counter",),
+    encoder_scenario: ("encoder_lens",),
+    truncation_scenario: ("top_ks", "top_ps", "min_ps"),
+    penalty_scenario: (
+        "penalty_seen", "penalty_counts", "repetition_penalties", "presence_penalties", "frequency_penalties",
+        "prompt_lens",
+    ),
+    mask_scenario: ("token_masks",),
+    fault_scenario: ("fault_code", "fault_value", "fault_code_ring", "fault_value_ring"),
+    logprob_scenario: ("logprobs", "logprob_tokens", "rank_ring", "logprob_ring", "logprob_token_ring"),
+    parts_scenario: ("decode_seq_lens", "decode_start_loc", "prompt_seq_lens", "prompt_start_loc"),
+}  # fmt: skip
+SCENARIO_OF = {name: run for run, names in SCENARIOS.items() for name in names}
 
 
 @pytest.mark.parametrize("field", WRITTEN)
@@ -88,16 +127,19 @@ def test_a_lost_write_fails_a_scenario(field: str, monkeypatch: pytest.MonkeyPat
     real = getattr(program, writer)
 
     def forgetful(*args: Any, **options: Any) -> None:
-        target = holder_of(args)[field]
+        penalties = {"penalty_seen": "seen", "penalty_counts": "counts"}
+        target = getattr(args[-1].state, penalties[field]) if field in penalties else getattr(args[0], field)
         before = target.clone()
         real(*args, **options)
         target.copy_(before)
 
     monkeypatch.setattr(program, writer, forgetful)
-    with pytest.raises((AssertionError, GraphRTError, IndexError, pytest.fail.Exception)):
-        SCENARIOS.get(field, state_scenario)()
+    of_steps = WRITTEN[field].kind in (BufferKind.DERIVED, BufferKind.CARRIED)
+    run = SCENARIO_OF.get(field, step_scenario if of_steps else state_scenario)
+    with pytest.raises((AssertionError, GraphRTError, IndexError, RuntimeError, pytest.fail.Exception)):
+        run()
 
 
-def test_the_scenarios_pass_without_lost_writes() -> None:
-    feedback_scenario()
-    conflict_scenario()
+@pytest.mark.parametrize("run", [*SCENARIOS, step_scenario, state_scenario])
+def test_the_scenarios_pass_without_lost_writes(run: Callable[[], None]) -> None:
+    run()

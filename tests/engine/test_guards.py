@@ -18,9 +18,10 @@ from graphrt.capture import guard
 from graphrt.capture.op_trace import OpTrace, OpTraceRecorder
 from graphrt.config import RequestTensor
 from graphrt.engine import undo
-from graphrt.kernels.errors import ConfigError, ReplayError
-from graphrt.replay import ReplayManager
+from graphrt.kernels.errors import ReplayError
 from graphrt.step import Step
+from tests.engine.test_shadow import everything
+from tests.support.steps import assert_works
 from tests.support.toy import VOCAB, Rig, ToyModel, make_rig
 
 CPU = torch.device("cpu")
@@ -68,26 +69,20 @@ def find(change: Callable[[Rig], object], text: str, rig: Rig) -> None:
             rig.manager.replay(Batch(**BATCH))
 
 
-@pytest.mark.parametrize("check_weights", [True, False], ids=["check-weights", "no-check"])
+@pytest.mark.parametrize("when", ["first step", "first step without check_weights", "debug mode"])
 @pytest.mark.parametrize("case", CHANGES)
-def test_the_first_step_checks_everything(case: str, check_weights: bool) -> None:
-    find(*CHANGES[case], make_rig(CPU, check_weights=check_weights))
-
-
-@pytest.mark.parametrize("case", CHANGES)
-def test_every_step_checks_everything_in_debug_mode(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
-    monkeypatch.setenv("GRAPHRT_DEBUG", "1")
-    rig = make_rig(CPU, check_weights=False)
+def test_everything_is_checked(monkeypatch: pytest.MonkeyPatch, case: str, when: str) -> None:
+    """In the first step, and in every step in debug mode."""
+    monkeypatch.setenv("GRAPHRT_DEBUG", str(int(when == "debug mode")))
+    rig = make_rig(CPU, check_weights=when == "first step")
     monkeypatch.delenv("GRAPHRT_DEBUG")
-    for _ in range(3):
+    for _ in range(3 if when == "debug mode" else 0):
         step(rig)
     find(*CHANGES[case], rig)
 
 
 @pytest.mark.parametrize("case", CHANGES)
-def test_later_steps_check_addresses_of_weights_and_cache_and_names_of_weights(
-    monkeypatch: pytest.MonkeyPatch, case: str
-) -> None:
+def test_later_steps_check_weights_and_cache(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     for name in ("_TURN", "_NAMES_A_TURN"):  # one step checks all of them
         monkeypatch.setattr(guard, name, 64)
     rig = make_rig(CPU)
@@ -103,9 +98,9 @@ def test_later_steps_check_addresses_of_weights_and_cache_and_names_of_weights(
 class Headed(torch.nn.Module):
     """A model with many modules, and a norm and a shift of the logits."""
 
-    def __init__(self, rig: Rig) -> None:
+    def __init__(self, model: ToyModel) -> None:
         super().__init__()
-        self.of, self.many = rig.model, torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in range(40))
+        self.of, self.many = model, torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in range(40))
         self.head = torch.nn.ModuleDict({"norm": torch.nn.LayerNorm(VOCAB)})
         self.register_buffer("shift", torch.zeros(VOCAB))
 
@@ -146,13 +141,8 @@ def delete_weight(model: Headed) -> None:
 )
 def test_replaced_parameters_and_buffers_are_found_while_steps_run(change: Callable[[Headed], None], name: str) -> None:
     """The old tensor has not moved, and the graph would keep reading it."""
-    rig = make_rig(CPU, capture=False)
-    model = Headed(rig)
-    manager = ReplayManager(
-        model, rig.manager.kv_cache, rig.manager._program.layers[0].spec,
-        vocab_size=VOCAB, config=rig.manager.config,
-    )  # fmt: skip
-    manager.capture()
+    model = Headed(ToyModel(CPU, torch.float32))
+    manager = make_rig(CPU, model=model).manager
     first = manager.replay(Batch(**BATCH)).tokens().tolist()
     norm = model.head["norm"]
     norm.weight = torch.nn.Parameter(norm.weight.detach())  # a new object with the same memory
@@ -165,6 +155,39 @@ def test_replaced_parameters_and_buffers_are_found_while_steps_run(change: Calla
         manager.replay(Batch(**BATCH))
 
 
+def test_a_moved_weight_raises_and_in_place_loading_does_not(device: torch.device) -> None:
+    rig = make_rig(device)
+    rig.model.embed.data.copy_(rig.model.embed.data * 0.5)
+    assert_works(rig)
+    rig.model.embed.data = rig.model.embed.data.clone()
+    before = everything(rig.manager)
+    with pytest.raises(ReplayError, match="embed: expected at address 0x"):
+        step(rig)
+    assert all(torch.equal(a, b) for a, b in zip(before, everything(rig.manager), strict=True))
+
+
+def test_a_moved_weight_is_found_within_one_round_of_checks(device: torch.device) -> None:
+    weights = {f"w{index}": torch.ones(1, device=device) for index in range(100)}
+    manager = make_rig(device, options={"weights": weights.items()}).manager
+    manager.replay(Batch(**BATCH)).tokens()
+    turns = manager._guards.num_turns
+    assert turns == 104, "100 weights and 4 tensors of the cache"
+    for name in ("w0", "w50", "w99"):
+        kept, weights[name].data = weights[name].data, torch.zeros(1, device=device)
+        with pytest.raises(ReplayError, match=f"{name}: expected at address 0x"):
+            _ = [manager.replay(Batch(**BATCH)) for _ in range(turns)]
+        weights[name].data = kept
+        manager.replay(Batch(**BATCH)).tokens()
+
+
+def test_check_weights_finds_a_replaced_parameter() -> None:
+    rig = make_rig(CPU)
+    rig.manager.check_weights(rig.model)
+    rig.model.where = torch.nn.Parameter(rig.model.where.detach().clone())
+    with pytest.raises(ReplayError, match="where: expected at address"):
+        rig.manager.check_weights(rig.model)
+
+
 def test_names_are_not_watched_without_check_weights() -> None:
     rig = make_rig(CPU, check_weights=False)
     step(rig)
@@ -175,17 +198,13 @@ def test_names_are_not_watched_without_check_weights() -> None:
 
 def test_only_weights_that_the_caller_named_are_checked() -> None:
     """The model may replace other parameters."""
-    rig = make_rig(CPU, capture=False)
-    manager = rig.manager.__class__(
-        rig.model, rig.manager.kv_cache, rig.manager._program.layers[0].spec, vocab_size=61, config=rig.manager.config,
-        weights=[("mine", rig.model.embed)],
-    )  # fmt: skip
-    manager.capture()
-    rig.model.where = torch.nn.Parameter(rig.model.where.detach().clone())
-    manager.replay(Batch(**BATCH)).tokens()
-    rig.model.embed.data = rig.model.embed.data.clone()
+    model = ToyModel(CPU, torch.float32)
+    rig = make_rig(CPU, model=model, options={"weights": [("mine", model.embed)]})
+    model.where = torch.nn.Parameter(model.where.detach().clone())
+    step(rig)
+    model.embed.data = model.embed.data.clone()
     with pytest.raises(ReplayError, match=r"^mine: expected at address"):
-        manager.replay(Batch(**BATCH))
+        rig.manager.replay(Batch(**BATCH))
 
 
 def test_a_workspace_that_the_backend_replaced_raises(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,13 +224,6 @@ def test_replaced_request_tensors_raise() -> None:
     rig.manager.request_tables.tensors["adapter"] = torch.zeros(9, dtype=torch.int32)
     with pytest.raises(ReplayError, match=r"^request tensor adapter: expected at address"):
         step(rig)
-
-
-@pytest.mark.parametrize("value", ["2", "yes", ""])
-def test_a_malformed_variable_raises_when_a_manager_is_built(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    monkeypatch.setenv("GRAPHRT_DEBUG", value)
-    with pytest.raises(ConfigError, match=f"GRAPHRT_DEBUG: expected 0 or 1, got '{value}'"):
-        make_rig(CPU)
 
 
 # -- late kernels and memory growth

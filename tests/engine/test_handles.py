@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
-import re
 
 import pytest
 import torch
@@ -12,13 +10,14 @@ import torch
 from graphrt.backends.registry import backend_class
 from graphrt.batch import Batch
 from graphrt.cache.kv_cache import KVCache
-from graphrt.config import RuntimeConfig
 from graphrt.engine.handle import StepFaultError
 from graphrt.kernels.errors import ReplayError
-from graphrt.kernels.types import KVLayout
-from graphrt.replay import ReplayManager
-from graphrt.spec import AttentionSpec, KVCacheSpec
-from tests.support.toy import HEAD_DIM, HEADS, KV_HEADS, LAYERS, VOCAB, ToyModel, make_rig
+from graphrt.kernels.types import FaultCode, KVLayout
+from graphrt.spec import KVCacheSpec
+from tests.support.capture_rig import PendingEvent
+from tests.support.toy import HEAD_DIM, KV_HEADS, LAYERS, VOCAB, make_rig
+
+CPU = torch.device("cpu")
 
 
 def one(token: int, req_index: int = 0, page: int = 5) -> Batch:
@@ -82,21 +81,11 @@ def test_without_graphs_every_step_is_eager_and_counted(device: torch.device) ->
 
 
 def test_custom_sampler_and_no_sampler(device: torch.device) -> None:
-    model = ToyModel(device, torch.float32)
-
-    def build(sampler) -> ReplayManager:
-        cache = KVCache.allocate(KVCacheSpec(LAYERS, KV_HEADS, HEAD_DIM, 4, dtype=torch.float32), 20, device)
-        config = RuntimeConfig(max_num_reqs=2, max_num_tokens=8, max_seq_len=16, mixed_sizes=())
-        attention = AttentionSpec(HEADS, KV_HEADS, HEAD_DIM, torch.float32)
-        manager = ReplayManager(model, cache, attention, vocab_size=VOCAB, config=config, sampler=sampler)
-        manager.capture()
-        return manager
-
-    worst = build(lambda logits, step: logits.argmin(-1))
-    assert int(worst.replay(one(3)).tokens()[0]) == int(model.oracle([3]).argmin())
-    silent = build(None)
-    handle = silent.replay(one(3))
-    assert int(handle.logits().argmax()) == int(model.oracle([3]).argmax())
+    worst = make_rig(device, sampler=lambda logits, step: logits.argmin(-1))
+    assert int(worst.manager.replay(one(3)).tokens()[0]) == int(worst.model.oracle([3]).argmin())
+    silent = make_rig(device, sampler=None)
+    handle = silent.manager.replay(one(3))
+    assert int(handle.logits().argmax()) == greedy(silent, 3)
     with pytest.raises(ReplayError, match="this runtime has no sampler"):
         handle.tokens()
 
@@ -111,16 +100,18 @@ def test_caller_may_own_a_cache_with_any_strides_and_null_page(device: torch.dev
     mine = torch.full(shape, float("nan"), device=device)
     views = mine.transpose(2, 3) if layout is KVLayout.HND else mine
     cache = KVCache(spec, list(views[..., 0, :HEAD_DIM]), list(views[..., 1, :HEAD_DIM]))
-    model = ToyModel(device, torch.float32)
-    config = RuntimeConfig(max_num_reqs=2, max_num_tokens=8, max_seq_len=16)
-    manager = ReplayManager(
-        model, cache, AttentionSpec(HEADS, KV_HEADS, HEAD_DIM, torch.float32), vocab_size=VOCAB, config=config
-    )
-    manager.capture()
+    rig = make_rig(device, cache=cache, max_seq_len=16)
+    model, manager = rig.model, rig.manager
     tokens = [3, 1, 4, 1, 5]
     batch = Batch(req_indices=[0], seq_lens=[5], query_lens=[5], tokens=tokens, page_indptr=[0, 2], page_ids=[0, 11])
     logits = manager.replay(batch).logits()[0]
     assert (logits.double().cpu() - model.oracle(tokens)).abs().max() < 2e-4
+    keys = [model.project(0, (model.embed[token] + model.where[at])[None])[1][0] for at, token in enumerate(tokens)]
+    stored = torch.cat([cache.k[0][0], cache.k[0][11][:1]])
+    torch.testing.assert_close(stored, torch.stack(keys), rtol=1e-5, atol=1e-6)
+    cache.copy_pages([0, 11], [3, 5])
+    again = Batch(req_indices=[1], seq_lens=[6], tokens=[9], page_indptr=[0, 2], page_ids=[3, 5])
+    assert (manager.replay(again).logits()[0].double().cpu() - model.oracle([*tokens, 9])).abs().max() < 2e-4
     assert mine[:, 7].isnan().all(), "the null page is never written"
     assert mine[..., HEAD_DIM:].isnan().all(), "nothing between the views is written"
 
@@ -195,16 +186,11 @@ def test_close_frees_all_memory_of_each_backend(name: str) -> None:
 @pytest.mark.gpu
 def test_replay_on_the_callers_stream() -> None:
     device = torch.device("cuda", 0)
-    stream = torch.cuda.Stream()
-    model = ToyModel(device, torch.float32)
-    torch.cuda.synchronize()
-    cache = KVCache.allocate(KVCacheSpec(LAYERS, KV_HEADS, HEAD_DIM, 4, dtype=torch.float32), 20, device)
-    config = RuntimeConfig(max_num_reqs=2, max_num_tokens=8, max_seq_len=16)
-    attention = AttentionSpec(HEADS, KV_HEADS, HEAD_DIM, torch.float32)
-    manager = ReplayManager(model, cache, attention, vocab_size=VOCAB, config=config, stream=stream)
-    manager.capture()
-    handle = manager.replay(one(3))
-    assert int(handle.logits().argmax()) == int(handle.tokens()[0]) == int(model.oracle([3]).argmax())
+    rig = make_rig(device, capture=False, options={"stream": torch.cuda.Stream()})
+    torch.cuda.synchronize()  # the weights and the cache were made on another stream
+    rig.manager.capture()
+    handle = rig.manager.replay(one(3))
+    assert int(handle.logits().argmax()) == int(handle.tokens()[0]) == greedy(rig, 3)
 
 
 @pytest.mark.gpu
@@ -239,12 +225,6 @@ def test_step_that_fails_midway_does_not_affect_the_next(device: torch.device) -
     assert handle.step == 1
 
 
-def test_replay_numbers_its_steps_in_the_order_in_which_they_run() -> None:
-    lines = inspect.getsource(ReplayManager.replay).splitlines()
-    assert re.findall(r"# (\d) ", "\n".join(lines)) == list("1234")
-    assert len(lines) <= 48, "docstring included"
-
-
 def test_request_index_forgets_its_previous_sequence(device: torch.device) -> None:
     """A partial prompt has no last token, whatever the finished sequence of its request index sampled."""
     rig = make_rig(device)
@@ -267,3 +247,57 @@ def test_reset_restores_the_counters_of_an_aborted_launch() -> None:
     rig.manager.reset()
     assert torch.equal(rig.manager.replay(batch).logits(), want)
     assert not rig.manager._backend.tensors()["counters"].any()
+
+
+def test_ring_waits_are_counted() -> None:
+    rig = make_rig(CPU, ring_depth=2)
+    for token in range(7):
+        assert rig.manager.replay(one(token)).done()
+    assert rig.manager.stats().ring_waits == 0, "a CPU never waits for the ring"
+    for slot in rig.manager.queue._ring._slots:
+        slot._event = PendingEvent()
+    handles = [rig.manager.replay(one(token)) for token in range(5)]
+    assert rig.manager.stats().ring_waits >= 3
+    assert not handles[-1].done()
+    assert [int(h.tokens()[0]) for h in handles] == [greedy(rig, token) for token in range(5)]
+
+
+def test_handle_of_an_unreported_step_raises(device: torch.device) -> None:
+    rig = make_rig(device)
+    for wrong in (-1, 1, 4):
+        handle = rig.manager.replay(one(3))
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        rig.manager.buffers.step_ring[handle.step % 4] = handle.step + wrong
+        with pytest.raises(ReplayError, match=f"step {handle.step}: .* holds step {handle.step + wrong}\\);"):
+            handle.tokens()
+        assert type(handle.error) is ReplayError
+        with pytest.raises(ReplayError, match=f"step {handle.step}: .* holds step {handle.step + wrong}\\);"):
+            handle.faults  # noqa: B018
+    assert rig.manager.replay(one(3)).tokens().tolist() == [greedy(rig, 3)]
+
+
+def test_faults_can_be_read_without_raising(device: torch.device) -> None:
+    rig = make_rig(device)
+    for token, code in ((VOCAB - 1, None), (VOCAB, FaultCode.TOKEN_OUT_OF_RANGE)):
+        handle = rig.manager.replay(one(token))
+        fault = handle.error
+        assert (fault is None) == (code is None)
+        assert handle.faults == (() if fault is None else fault.faults)
+        if code is not None:
+            assert (fault.step, fault.index, fault.code, fault.value) == (handle.step, 0, code, VOCAB)
+            assert handle.tokens(raise_on_fault=False).tolist() == [-1]
+
+
+def test_stats_of_padding_and_memory(device: torch.device) -> None:
+    rig = make_rig(device, decode_sizes=(4,), mixed_sizes=())
+    stats = rig.manager.stats()
+    assert stats.pad_waste == 0.0
+    assert stats.graph_bytes == sum(g.pool_bytes + g.driver_bytes for g in stats.graphs)
+    if device.type == "cpu":
+        assert stats.graph_bytes > 0
+    rig.manager.replay(one(3))
+    assert rig.manager.stats().pad_waste == 0.75
+    assert 0 < stats.capture_seconds < 600
+    decode, *_ = stats.backend.split("+")  # where mixed steps have two parts, the other one's name follows
+    assert decode == rig.manager.stats().backend_reason.split(":")[0]

@@ -37,22 +37,9 @@ class Recording(AttentionBackend):
 
     name = "recording"
     capabilities = Capabilities(
-        devices=("cpu",),
-        dtypes=(F32,),
-        kv_dtypes=(F32, E4M3),
-        head_dims=None,
-        page_sizes=None,
-        layouts=(KVLayout.NHD,),
-        max_query_len=1,
-        sliding_window=True,
-        logits_softcap=True,
-        mixed=True,
-        alibi=True,
-        alibi_sqrt=True,
-        sinks=True,
-        lse=True,
-        batch_invariant=True,
-    )
+        ("cpu",), (F32,), (F32, E4M3), None, None, (KVLayout.NHD,), max_query_len=1, sliding_window=True,
+        logits_softcap=True, mixed=True, alibi=True, alibi_sqrt=True, sinks=True, lse=True, batch_invariant=True,
+    )  # fmt: skip
     graph_support = GraphSupport.ALWAYS
 
     def __init__(self, context: BackendContext) -> None:
@@ -66,14 +53,9 @@ class Recording(AttentionBackend):
 class Bare(Recording):
     name = "bare"
     capabilities = replace(
-        Recording.capabilities,
-        kv_dtypes=(F32,),
-        alibi=False,
-        alibi_sqrt=False,
-        sinks=False,
-        lse=False,
+        Recording.capabilities, kv_dtypes=(F32,), alibi=False, alibi_sqrt=False, sinks=False, lse=False,
         batch_invariant=False,
-    )
+    )  # fmt: skip
 
 
 def make_context(*specs: AttentionSpec, kv_dtype: torch.dtype = F32, batch_invariant: bool = False) -> BackendContext:

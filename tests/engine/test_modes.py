@@ -10,11 +10,10 @@ import torch
 
 from graphrt.batch import Batch
 from graphrt.cache.kv_cache import KVCache
-from graphrt.config import RuntimeConfig
 from graphrt.kernels.errors import CaptureError, ReplayError
 from graphrt.replay import ReplayManager
-from graphrt.spec import AttentionSpec, KVCacheSpec
-from tests.support.toy import HEAD_DIM, HEADS, KV_HEADS, LAYERS, MAX_LEN, VOCAB, ToyModel, make_rig
+from graphrt.spec import KVCacheSpec
+from tests.support.toy import HEAD_DIM, KV_HEADS, LAYERS, ToyModel, make_rig
 
 
 @contextlib.contextmanager
@@ -80,13 +79,8 @@ def assert_greedy(model: ToyModel, tokens: list[int]) -> None:
 @pytest.mark.parametrize("used", ["none", "inference", "device"])
 def test_torch_modes_change_nothing(device: torch.device, built: str, used: str) -> None:
     model = ToyModel(device, torch.float32)
-    config = RuntimeConfig(max_num_reqs=2, max_num_tokens=8, max_seq_len=MAX_LEN)
     with MODES[built]():
-        cache = caches(device)
-        manager = ReplayManager(
-            model, cache, AttentionSpec(HEADS, KV_HEADS, HEAD_DIM, torch.float32), vocab_size=VOCAB, config=config
-        )
-        manager.capture()
+        manager = make_rig(device, model=model, cache=caches(device), max_num_reqs=2, decode_sizes=(1, 2)).manager
     with MODES[used]():
         found = steps(manager)
     assert_greedy(model, found)
@@ -193,8 +187,11 @@ def test_calls_after_close_raise(device: torch.device) -> None:
     rig = make_rig(device)
     batch = Batch(req_indices=[0], seq_lens=[1], tokens=[5], page_indptr=[0, 1], page_ids=[4])
     handle = rig.manager.replay(batch)
+    kept = handle.logits(copy=True)
     rig.manager.close()
     rig.manager.close()
+    assert (kept[0].double().cpu() - rig.model.oracle([5])).abs().max() < 2e-4
+    assert (handle.done(), handle.error) == (True, None)
     assert rig.manager.stats().replays.total() == 1
     assert rig.manager.kv_cache.num_pages == 80
     assert rig.manager.descriptors
@@ -207,6 +204,7 @@ def test_calls_after_close_raise(device: torch.device) -> None:
         rig.manager.capture,
         rig.manager.reset,
         handle.logits,
+        lambda: handle.logits(copy=True),
     ):
         with pytest.raises(CaptureError, match="closed"):
             call()

@@ -7,30 +7,23 @@ import pytest
 import torch
 
 from graphrt.batch import Batch
-from graphrt.cache.kv_cache import KVCache
-from graphrt.config import RuntimeConfig
 from graphrt.engine.handle import StepFaultError
 from graphrt.kernels.errors import ReplayError, ShapeError
 from graphrt.kernels.types import FaultCode
 from graphrt.replay import ReplayManager
-from graphrt.spec import AttentionSpec, KVCacheSpec
-from tests.support.toy import HEAD_DIM, HEADS, KV_HEADS, LAYERS, VOCAB, LivelyModel, greedy
+from tests.support.toy import LivelyModel, greedy, make_rig
 
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3, 5, 8], [6]]
 PAGE, ROWS, LONGEST, PAGES = 4, 4, 32, 40
 
 
 def make_manager(device: torch.device, tables: torch.Tensor | None) -> ReplayManager:
-    spec = KVCacheSpec(LAYERS, KV_HEADS, HEAD_DIM, PAGE, dtype=torch.float32)
-    cache = KVCache.allocate(spec, PAGES, device)
-    for _, tensor in cache.named_tensors():
-        tensor[1:] = float("nan")
-    config = RuntimeConfig(
-        max_num_reqs=ROWS, max_num_tokens=32, max_seq_len=LONGEST, decode_sizes=(1, 2, 4), mixed_sizes=(8, 32)
-    )
-    attention = AttentionSpec(HEADS, KV_HEADS, HEAD_DIM, torch.float32)
-    model = LivelyModel(device)
-    return ReplayManager(model, cache, attention, vocab_size=VOCAB, config=config, page_tables=tables)
+    sizes = {"max_num_reqs": ROWS, "max_num_tokens": 32, "max_seq_len": LONGEST, "decode_sizes": (1, 2, 4)}
+    rig = make_rig(
+        device, model=LivelyModel(device), num_pages=PAGES, capture=False, options={"page_tables": tables},
+        mixed_sizes=(8, 32), **sizes,
+    )  # fmt: skip
+    return rig.manager
 
 
 @pytest.mark.parametrize("dims", [2, 3])

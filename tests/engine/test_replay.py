@@ -9,24 +9,13 @@ import torch
 
 from graphrt.batch import Batch
 from graphrt.capture.descriptor import GraphKind
-from graphrt.engine import program
-from graphrt.kernels.errors import GraphRTError
 from graphrt.kernels.library import interpreted
-from graphrt.kernels.metadata.buffers import BufferKind, StaticBuffers
 from graphrt.kernels.types import KVLayout
 from graphrt.testing.poison import poison_derived
 from tests.support.replay_scenarios import (
     check_row,
-    encoder_scenario,
-    fault_scenario,
-    logprob_scenario,
-    mask_scenario,
-    penalty_scenario,
     prompts,
-    rig_of,
-    scenario,
     step_both_ways,
-    truncation_scenario,
 )
 from tests.support.toy import MAX_LEN, VOCAB, make_rig
 
@@ -170,47 +159,23 @@ def test_step_in_the_triton_interpreter() -> None:
                 sequence.tokens.append(int(tokens[i]))
 
 
-WRITTEN = {n: s for n, s in StaticBuffers.specs().items() if s.kind in (BufferKind.DERIVED, BufferKind.CARRIED)}
-"""What apply and refresh write for each step. Notes of its kernels for each other are read by nobody else."""
-
-READ_LATER = [name for name, spec in WRITTEN.items() if spec.readers != ("refresh",)]
-
-
-OF_PARTS = ("decode_seq_lens", "decode_start_loc", "prompt_seq_lens", "prompt_start_loc")
-"""Read where mixed steps have two parts."""
-
-
-@pytest.mark.parametrize("field", READ_LATER)
-def test_refresh_that_skips_one_buffer_is_found(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mutation: each refresh leaves one buffer unchanged, and some scenario must fail."""
-    writer = WRITTEN[field].writer
-    real = getattr(program, writer)
-
-    def forgetful(tensors, **options) -> None:
-        target = getattr(tensors, field)
-        before = target.clone()
-        real(tensors, **options)
-        target.copy_(before)
-
-    monkeypatch.setattr(program, writer, forgetful)
-    scenarios = {"encoder_lens": encoder_scenario, "fault_code": fault_scenario, "fault_value": fault_scenario}
-    scenarios |= dict.fromkeys(("top_ks", "top_ps", "min_ps"), truncation_scenario)
-    penalties = ("repetition_penalties", "presence_penalties", "frequency_penalties", "prompt_lens")
-    scenarios |= dict.fromkeys(penalties, penalty_scenario) | {"token_masks": mask_scenario}
-    scenarios |= dict.fromkeys(("logprobs", "logprob_tokens"), logprob_scenario)
-    with pytest.raises((AssertionError, GraphRTError, IndexError, RuntimeError)):
-        scenarios.get(field, lambda: scenario(rig_of(field in OF_PARTS)))()
+@pytest.mark.parametrize("counts", [(2, 4), (4, 2), (3, 2, 4), (1, 5), (3, 3, 1, 5)], ids=str)
+def test_requests_whose_mean_is_query_len_are_a_mixed_step(device: torch.device, counts: tuple[int, ...]) -> None:
+    rig, rng = make_rig(device, query_len=3), random.Random(0)
+    sequences = [rig.start(i, [rng.randrange(VOCAB) for _ in range(n)]) for i, n in enumerate(counts)]
+    batch = Batch.from_requests([rig.row(s) for s in sequences])
+    assert not batch.is_uniform(3)
+    handle = rig.manager.replay(batch)
+    assert handle.descriptor.kind is GraphKind.MIXED
+    for row, sequence in enumerate(sequences):
+        assert (handle.logits()[row].double().cpu() - rig.model.oracle(sequence.tokens)).abs().max() < 2e-4
+    assert handle.tokens().tolist() == [int(rig.model.oracle(s.tokens).argmax()) for s in sequences]
 
 
-@pytest.mark.parametrize("two_parts", [False, True])
-def test_scenario_passes_without_mutation(two_parts: bool) -> None:
-    scenario(rig_of(two_parts))
-
-
-def test_other_scenarios_pass_without_mutation() -> None:
-    encoder_scenario()
-    fault_scenario()
-    truncation_scenario()
-    penalty_scenario()
-    mask_scenario()
-    logprob_scenario()
+def test_uniform_requests_of_another_length_are_a_mixed_step(device: torch.device) -> None:
+    rig = make_rig(device, query_len=3)
+    for n, kind in ((2, GraphKind.MIXED), (3, GraphKind.DECODE), (4, GraphKind.MIXED)):
+        sequences = [rig.start(i, [7 + i, *range(n - 1)]) for i in range(2)]
+        handle = rig.manager.replay(Batch.from_requests([rig.row(s) for s in sequences]))
+        assert handle.descriptor.kind is kind
+        assert handle.tokens().tolist() == [int(rig.model.oracle(s.tokens).argmax()) for s in sequences]

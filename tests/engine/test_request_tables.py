@@ -18,16 +18,14 @@ from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
 from graphrt.session.session import DecodeSession, SessionRequest
 from graphrt.step import Step
-from tests.support.toy import VOCAB, LivelyModel, ToyModel, make_runtime
+from tests.support.toy import VOCAB, LivelyModel, ToyModel, captured, finish, make_runtime
 
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4], [6]]
 EVERYTHING = {"max_logit_bias": 8, "token_masks": True, "penalties": True}
 
 
 def runtime_of(device: torch.device, model: object = None, num_pages: int = 60, **config: object) -> Runtime:
-    runtime = make_runtime(device, model=model, num_pages=num_pages, config=EVERYTHING | config)
-    runtime.capture()
-    return runtime
+    return captured(model, device, num_pages, **(EVERYTHING | config))
 
 
 def expected(model: ToyModel, prompt: list[int], count: int, process) -> list[int]:
@@ -36,6 +34,13 @@ def expected(model: ToyModel, prompt: list[int], count: int, process) -> list[in
     for _ in range(count):
         output.append(int(process(model.oracle(prompt + output), output).argmax()))
     return output
+
+
+def generated(runtime: Runtime, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:
+    outputs: list[list[int]] = [[] for _ in prompts]
+    for event in TextGenerator(runtime).generate(prompts, params):
+        outputs[event.prompt].append(event.token)
+    return outputs
 
 
 def biased(bias: dict[int, float]):
@@ -50,12 +55,6 @@ def words_of(allowed: set[int]) -> list[int]:
 def masked(allowed: set[int]):
     forbidden = [token for token in range(VOCAB) if token not in allowed]
     return lambda logits, _: logits.index_fill(0, torch.tensor(forbidden, dtype=torch.long), -math.inf)
-
-
-def finish(session: DecodeSession, steps: int = 3) -> None:
-    while session.running:
-        session.run(steps)
-        session.collect(wait=True)
 
 
 BIASES = [{5: 30.0, 60: -math.inf, 1: 25.0}, {}, {token: 40.0 + token for token in range(1, 9)}]
@@ -75,14 +74,11 @@ def test_each_request_has_its_own_bias(device: torch.device, loop_sizes: tuple[i
     assert want[0] != expected(model, PROMPTS[0], 9, biased({})), "the bias shows"
     for order in ([0, 1, 2], [2, 0, 1], [1, 2, 0]):
         with DecodeSession(runtime) as session:
-            rows = [session.add(PROMPTS[i], SamplingParams(9, logit_bias=BIASES[i])) for i in order]
+            requests = [session.add(PROMPTS[i], SamplingParams(9, logit_bias=BIASES[i])) for i in order]
             finish(session)
-            assert [row.tokens for row in rows] == [want[i] for i in order]
-        outputs: list[list[int]] = [[], [], []]
+            assert [request.tokens for request in requests] == [want[i] for i in order]
         params = [SamplingParams(9, logit_bias=BIASES[i]) for i in order]
-        for event in TextGenerator(runtime).generate([PROMPTS[i] for i in order], params):
-            outputs[event.prompt].append(event.token)
-        assert outputs == [want[i] for i in order]
+        assert generated(runtime, [PROMPTS[i] for i in order], params) == [want[i] for i in order]
 
 
 def test_biases_by_request_index_without_a_session(device: torch.device) -> None:
@@ -111,14 +107,14 @@ def test_fork_copies_bias_and_mask(device: torch.device) -> None:
     both = lambda logits, output: masked(allowed)(biased(bias)(logits, output), output)  # noqa: E731
     want = expected(runtime.manager._program.model, PROMPTS[1], 12, both)
     with DecodeSession(runtime) as session:
-        row = session.add(PROMPTS[1], SamplingParams(12, logit_bias=bias))
-        session.set_token_mask(row, words_of(allowed))
+        request = session.add(PROMPTS[1], SamplingParams(12, logit_bias=bias))
+        session.set_token_mask(request, words_of(allowed))
         session.run(7)
-        fork = session.fork(row)
-        session.set_token_mask(row, None)  # the fork keeps what it got
+        fork = session.fork(request)
+        session.set_token_mask(request, None)  # the fork keeps what it got
         finish(session)
         assert fork.tokens == want
-        assert row.tokens[:5] == want[:5]
+        assert request.tokens[:5] == want[:5]
         free = session.add([2], SamplingParams(3))
         finish(session)
         assert free.tokens == expected(runtime.manager._program.model, [2], 3, biased({}))
@@ -134,39 +130,39 @@ def test_mask_applies_from_the_next_launch(device: torch.device) -> None:
     stays = set(range(30, 50))
     per_token = [{t for t in range(VOCAB) if t % 5 == step % 5} for step in range(8)]
     with DecodeSession(runtime) as session:
-        rows = [session.add(prompt, SamplingParams(8)) for prompt in PROMPTS]
-        session.set_token_mask(rows[1], np.array(words_of(stays), np.uint32))
+        requests = [session.add(prompt, SamplingParams(8)) for prompt in PROMPTS]
+        session.set_token_mask(requests[1], np.array(words_of(stays), np.uint32))
         while session.running:
-            if not rows[0].finish_reason:
-                mask = torch.tensor(words_of(per_token[len(rows[0].tokens)]), dtype=torch.int64)
-                session.set_token_mask(rows[0], torch.where(mask >= 1 << 31, mask - (1 << 32), mask).int())
+            if not requests[0].finish_reason:
+                mask = torch.tensor(words_of(per_token[len(requests[0].tokens)]), dtype=torch.int64)
+                session.set_token_mask(requests[0], torch.where(mask >= 1 << 31, mask - (1 << 32), mask).int())
             session.run(1)
             session.collect(wait=True)
-        assert rows[0].tokens == expected(model, PROMPTS[0], 8, lambda x, out: masked(per_token[len(out)])(x, out))
-        assert rows[1].tokens == expected(model, PROMPTS[1], 8, masked(stays))
-        assert rows[2].tokens == expected(model, PROMPTS[2], 8, biased({}))
-        again = session.add(PROMPTS[0], SamplingParams(8))  # the fourth row id
-        for row in rows:
-            session.release(row)
-        after = session.add(PROMPTS[1], SamplingParams(8))  # a row id that had a mask
+        assert requests[0].tokens == expected(model, PROMPTS[0], 8, lambda x, out: masked(per_token[len(out)])(x, out))
+        assert requests[1].tokens == expected(model, PROMPTS[1], 8, masked(stays))
+        assert requests[2].tokens == expected(model, PROMPTS[2], 8, biased({}))
+        again = session.add(PROMPTS[0], SamplingParams(8))  # the fourth request index
+        for request in requests:
+            session.release(request)
+        after = session.add(PROMPTS[1], SamplingParams(8))  # a request index that had a mask
         finish(session)
-        for row, prompt in ((again, PROMPTS[0]), (after, PROMPTS[1])):
-            assert row.tokens == expected(model, prompt, 8, biased({}))
+        for request, prompt in ((again, PROMPTS[0]), (after, PROMPTS[1])):
+            assert request.tokens == expected(model, prompt, 8, biased({}))
 
 
 def test_empty_mask_is_a_fault_of_its_request_only(device: torch.device) -> None:
     runtime = runtime_of(device)
     with DecodeSession(runtime) as session:
-        rows = [session.add(prompt, SamplingParams(4)) for prompt in PROMPTS]
-        session.set_token_mask(rows[1], [0, 0])
+        requests = [session.add(prompt, SamplingParams(4)) for prompt in PROMPTS]
+        session.set_token_mask(requests[1], [0, 0])
         session.run(3)
-        with pytest.raises(GraphRTError, match=f"request {rows[1].req_index}: NO_TOKEN_OFFERED"):
+        with pytest.raises(GraphRTError, match=f"request {requests[1].req_index}: NO_TOKEN_OFFERED"):
             session.collect(wait=True)
         finish(session)
-        assert [len(row.tokens) for row in rows] == [4, 0, 4]
+        assert [len(request.tokens) for request in requests] == [4, 0, 4]
 
 
-# -- a row's own tensors
+# -- a request's own tensors
 
 
 class Adapted(LivelyModel):
@@ -200,19 +196,16 @@ def test_model_reads_request_state(device: torch.device) -> None:
     assert want[2] == [11] * 7
     for order in ([0, 1, 2], [2, 0, 1], [1, 2, 0]):
         with DecodeSession(runtime) as session:
-            rows = [session.add(PROMPTS[i], SamplingParams(7), state=states[i]) for i in order]
+            requests = [session.add(PROMPTS[i], SamplingParams(7), state=states[i]) for i in order]
             session.run(4)
-            fork = session.fork(rows[0])
+            fork = session.fork(requests[0])
             finish(session)
-            assert [row.tokens for row in (*rows, fork)] == [want[i] for i in (*order, order[0])]
+            assert [request.tokens for request in (*requests, fork)] == [want[i] for i in (*order, order[0])]
     runtime.manager.request_tables.set_state({2: {"adapter": 0}, 3: {}})
     batch = Batch(req_indices=[2, 3], seq_lens=[1, 1], tokens=[6, 6], page_indptr=[0, 1, 2], page_ids=[1, 2])
     tokens = runtime.replay(batch).tokens().tolist()
     assert tokens == [expected(model, [6], 1, process(i))[0] for i in (0, 1)]
-    outputs: list[list[int]] = [[], [], []]
-    for event in TextGenerator(runtime).generate([PROMPTS[1]] * 3, SamplingParams(7)):
-        outputs[event.prompt].append(event.token)
-    assert outputs == [want[1]] * 3, "whoever had the row ids before"
+    assert generated(runtime, [PROMPTS[1]] * 3, [SamplingParams(7)] * 3) == [want[1]] * 3, "no earlier state is left"
     runtime.manager.request_tables.set_state({3: {"adapter": 0}})
     runtime.manager.reset()
     assert runtime.manager.request_tables.tensors["adapter"].tolist() == [2] * 5
@@ -244,9 +237,9 @@ def test_options_that_the_config_does_not_enable_raise(device: torch.device) -> 
             ConfigError, match=r"state: expected names of RuntimeConfig.request_tensors \(none\), got 'x'"
         ):
             session.add([1], state={"x": 1})
-        row = session.add([1])
+        request = session.add([1])
         with pytest.raises(UnsupportedError, match="words: needs a runtime with token_masks=True"):
-            session.set_token_mask(row, [0, 0])
+            session.set_token_mask(request, [0, 0])
 
 
 WRONG = [
@@ -255,58 +248,49 @@ WRONG = [
     ("tables.set_logit_bias({0: {1: math.nan}})", ConfigError, r"logit_bias\[0\]: expected a finite number"),
     ("tables.set_logit_bias({0: dict.fromkeys(range(9), 1.0)})", UnsupportedError, "max_logit_bias=9, this one has"),
     ("tables.set_token_masks({0: [0, 0, 0]})", ShapeError, r"token_masks\[0\]: expected .*2\]? words of 32 bits"),
-    ("tables.set_token_masks({0: [0.0, 0.0]})", ShapeError, r"token_masks\[0\]: expected .*2\]? words of 32 bits"),
-    ("tables.set_token_masks({0: 'ab'})", ShapeError, r"token_masks\[0\]: expected .*2\]? words of 32 bits"),
-    ("session.set_token_mask(row, [1])", ShapeError, r"words: expected \[2\] words of 32 bits on the host"),
+    ("session.set_token_mask(request, [1])", ShapeError, r"words: expected \[2\] words of 32 bits on the host"),
     ("session.set_token_mask(gone, None)", ConfigError, "set_token_mask: the request was released"),
     ("session.add([1], SamplingParams(logit_bias={61: 1.0}))", ConfigError, "params.logit_bias: expected"),
     ("session.add([1], state={'own': [1.0]})", ShapeError, r"own: expected shape \[2\], got \[1\]"),
-    ("session.add([1], state={'own': 'ab'})", ShapeError, "own: expected numbers of torch.float32, got 'ab'"),
-    (
-        "session.add([1], state={'own': [1e300, 0]})",
-        ShapeError,
-        r"own: expected numbers of torch.float32, got \[1e\+300",
-    ),
+    ("session.add([1], state={'own': [1e300, 0]})", ShapeError, r"own: expected numbers of torch.float32, got \[1e"),
     ("session.add([1], state={'id': 1.5})", ShapeError, "id: expected numbers of torch.int32, got 1.5; pass some that"),
     ("session.add([1], state={'id': 2**31})", ShapeError, "id: expected numbers of torch.int32, got 2147483648; pass"),
-    ("session.add([1], state={'id': 2**70})", ShapeError, "id: expected numbers of torch.int32"),
     ("session.add([1], state=[1])", ConfigError, r"state: expected Mapping, got \[1\]; pass a dict"),
-    ("session.add([1], state=0)", ConfigError, "state: expected Mapping, got 0"),
-    ("tables.set_state({0: 3})", ConfigError, "state: expected Mapping, got 3"),
     ("tables.set_state([{'own': [1, 2]}])", ConfigError, "states: expected Mapping"),
     ("tables.set_logit_bias({0: [(1, 2.0)]})", ConfigError, r"logit_bias\[0\]: expected Mapping"),
     ("tables.set_logit_bias({0: {1: 1e39}})", ConfigError, r"logit_bias\[0\]: expected a finite number"),
     ("tables.set_logit_bias(None)", ConfigError, "biases: expected Mapping, got None; pass a dict by request index"),
     ("tables.set_token_masks([[1, 2]])", ConfigError, "masks: expected Mapping"),
     (
-        "session.set_token_mask(row, [1 << 32, 1])",
+        "session.set_token_mask(request, [1 << 32, 1])",
         ShapeError,
-        r"words: expected words of 32 bits, got \[4294967296, 1\]",
-    ),
-    (
-        "session.set_token_mask(row, np.ones(2, np.uint8))",
-        ShapeError,
-        r"words: expected \[2\] words of 32 bits on the host",
+        r"words: expected words of 32 bits, got \[4294967296",
     ),
     ("SamplingParams(logit_bias=[1])", ConfigError, "logit_bias: expected values by token"),
     ("SamplingParams(logit_bias={1: math.inf})", ConfigError, "logit_bias: expected a finite number"),
-    ("SamplingParams(logit_bias={-1: 1})", ConfigError, "logit_bias: expected"),
-    (
-        "Batch(req_indices=[0], seq_lens=[1], token_masks=[-2])",
-        ShapeError,
-        "batch.token_masks: expected mask numbers",
-    ),
+    ("Batch(req_indices=[0], seq_lens=[1], token_masks=[-2])", ShapeError, "batch.token_masks: expected mask numbers"),
     ("RequestTensor('a', shape=(-1,))", ConfigError, r"RequestTensor.shape\[0\]: expected"),
+    ("RuntimeConfig(request_tensors=[RequestTensor('a')] * 2)", ConfigError, "two tensors have the same name"),
     (
-        "RuntimeConfig(request_tensors=[RequestTensor('a'), RequestTensor('a')])",
+        "RequestTensor('a', dtype=torch.int32, initial=1.5)",
         ConfigError,
-        "two tensors have the same name",
+        "initial: expected numbers of torch.int32",
     ),
+    (
+        "RequestTensor('a', dtype=torch.int8, initial=300)",
+        ConfigError,
+        "initial: expected numbers of torch.int8",
+    ),
+    (
+        "RequestTensor('a', dtype=torch.float16, initial=2049)",
+        ConfigError,
+        "expected numbers of torch.float16",
+    ),
+    ("RequestTensor('a', dtype=torch.uint16)", ConfigError, "dtype: expected a float, signed int, uint8 or bool dtype"),
+    ("RequestTensor('a', dtype='int32')", ConfigError, "dtype: expected a float, signed int, .* got 'int32'"),
     ("RuntimeConfig(request_tensors=['a'])", ConfigError, "request_tensors: expected RequestTensor"),
     ("tables.record_prefix(0, [1] * 65)", CapacityError, "tokens: expected at most max_seq_len=64, got 65"),
     ("tables.record_prefix(0, [1], prompt_len=1 << 40)", ConfigError, "prompt_len: expected an int from 0 to 21474836"),
-    ("tables.record_prefix(0, [1], prompt_len=-1)", ConfigError, "prompt_len: expected an int from 0 to 21474836"),
-    ("session.add([1], state={'own': [1 + 2j, 0]})", ShapeError, r"own: expected numbers of torch.float32, got \[\(1"),
     ("tables.set_state({0: {'own': [2**24 + 1, 0.5]}})", ShapeError, "own: expected numbers of torch.float32, got"),
 ]
 
@@ -318,52 +302,39 @@ def test_wrong_calls_raise_and_change_nothing(call: str, error: type[Exception],
     )
     tables = runtime.manager.request_tables
     with DecodeSession(runtime) as session:
-        row, gone = session.add([5]), session.add([7])
+        request, gone = session.add([5]), session.add([7])
         session.release(gone)
         before = {name: tensor.clone() for name, tensor in runtime.manager.buffers.named()}
-        names = {"session": session, "row": row, "gone": gone, "tables": tables, "SessionRequest": SessionRequest}
+        names = {
+            "session": session,
+            "request": request,
+            "gone": gone,
+            "tables": tables,
+            "SessionRequest": SessionRequest,
+        }
         with pytest.raises(error, match=text):
             eval(call, {**globals(), **names, "RuntimeConfig": RuntimeConfig})
-        assert session.requests == (row,)
+        assert session.requests == (request,)
         assert all(torch.equal(before[name], tensor) for name, tensor in runtime.manager.buffers.named())
 
 
-@pytest.mark.parametrize(
-    ("dtype", "initial"),
-    [(torch.int32, 1.5), (torch.int32, 2**31), (torch.int32, math.nan), (torch.int8, 300), (torch.float16, 2049)],
-)
-def test_initial_value_outside_the_dtype_raises(dtype: torch.dtype, initial: float) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"RequestTensor.initial: expected numbers of {dtype}, got {initial}; pass some"
-    ):
-        RequestTensor("id", dtype=dtype, initial=initial)
-
-
-@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint64, torch.complex64, torch.float8_e4m3fnuz, "int32", None])
-def test_unsupported_request_tensor_dtype_raises(dtype: object) -> None:
-    with pytest.raises(
-        ConfigError, match=r"RequestTensor.dtype: expected a float, signed int, uint8 or bool dtype, got"
-    ):
-        RequestTensor("id", dtype=dtype)  # type: ignore[arg-type]
+def told(step: Step) -> torch.Tensor:
+    """A model that samples the token in the request tensor."""
+    tokens = step.request_state("told")
+    assert tokens.dtype == step.request_tensors["told"].dtype
+    return (tokens.double()[:, None] == torch.arange(VOCAB, device=tokens.device)).float()
 
 
 @pytest.mark.parametrize("dtype", REQUEST_DTYPES, ids=str)
 def test_request_tensors_of_every_dtype(dtype: torch.dtype, device: torch.device) -> None:
-    class Told:
-        """Samples the token in the request tensor."""
-
-        def __call__(self, step: Step) -> torch.Tensor:
-            told = step.request_state("told")
-            assert told.dtype == dtype
-            return (told.double()[:, None] == torch.arange(VOCAB, device=device)).float()
-
-    runtime = runtime_of(device, Told(), request_tensors=(RequestTensor("told", dtype=dtype),))
+    runtime = runtime_of(device, told, request_tensors=(RequestTensor("told", dtype=dtype),))
     with DecodeSession(runtime) as session:
-        rows = [session.add([5], SamplingParams(3), state=state) for state in ({"told": 1}, {"told": 0}, None)]
+        requests = [session.add([5], SamplingParams(3), state=state) for state in ({"told": 1}, {"told": 0}, None)]
         session.run(1)
-        fork = session.fork(rows[0])
+        fork = session.fork(requests[0])
         finish(session)
-        assert [row.tokens for row in (*rows, fork)] == [[told] * 3 for told in (1, 0, 0, 1)]
+        assert runtime.manager.request_tables.tensors["told"].dtype == dtype
+        assert [request.tokens for request in (*requests, fork)] == [[token] * 3 for token in (1, 0, 0, 1)]
 
 
 def test_prefix_of_max_seq_len_is_counted() -> None:
@@ -383,32 +354,26 @@ def test_updates_of_a_released_request_are_dropped() -> None:
         first.set_token_mask(gone, words_of({7}))
         req_index = gone.req_index
         first.release(gone)
-        row = second.add([5], SamplingParams(6))
-        assert row.req_index == req_index
+        request = second.add([5], SamplingParams(6))
+        assert request.req_index == req_index
         second.run(2)
         first.add([6], SamplingParams(1))
         first.run(1)
         finish(second)
-        assert row.tokens == expected(model, [5], 6, lambda logits, _: logits)
+        assert request.tokens == expected(model, [5], 6, lambda logits, _: logits)
 
 
 def test_values_are_copied_when_a_request_is_added() -> None:
-    class Told:
-        """Samples the token in the request tensor."""
-
-        def __call__(self, step: Step) -> torch.Tensor:
-            return (step.request_state("told")[:, None] == torch.arange(VOCAB)).float()
-
-    runtime = runtime_of(torch.device("cpu"), Told(), request_tensors=(RequestTensor("told", dtype=torch.int64),))
+    runtime = runtime_of(torch.device("cpu"), told, request_tensors=(RequestTensor("told", dtype=torch.int64),))
     with DecodeSession(runtime) as session:
-        told, array, words = torch.tensor(9), np.array(9), torch.tensor(words_of({9}), dtype=torch.int32)
-        rows = [session.add([5], SamplingParams(2), state={"told": value}) for value in (told, array)]
-        session.set_token_mask(rows[0], words)
-        told.zero_()
+        tensor, array, words = torch.tensor(9), np.array(9), torch.tensor(words_of({9}), dtype=torch.int32)
+        requests = [session.add([5], SamplingParams(2), state={"told": value}) for value in (tensor, array)]
+        session.set_token_mask(requests[0], words)
+        tensor.zero_()
         array[...] = 0
         words.zero_()
         finish(session)
-        assert [row.tokens for row in rows] == [[9, 9], [9, 9]]
+        assert [request.tokens for request in requests] == [[9, 9], [9, 9]]
 
 
 def test_cached_prefix_is_counted_for_penalties(device: torch.device) -> None:

@@ -19,7 +19,8 @@ from graphrt.sampling_params import SamplingParams
 from graphrt.session.session import DecodeSession
 from graphrt.step import Step
 from tests.support.layered import generate, prompts_of
-from tests.support.toy import LivelyModel, Rig, ToyModel, greedy, make_rig, make_runtime
+from tests.support.steps import decode, prompt
+from tests.support.toy import LivelyModel, Rig, ToyModel, finish, greedy, make_rig, make_runtime
 
 
 @pytest.fixture(autouse=True)
@@ -27,15 +28,6 @@ def _warnings_are_errors() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         yield
-
-
-def prompt(*tokens: int) -> Batch:
-    n = len(tokens)
-    return Batch(req_indices=[0], seq_lens=[n], query_lens=[n], tokens=tokens, page_indptr=[0, 2], page_ids=[5, 6])
-
-
-def decode(seq_len: int) -> Batch:
-    return Batch(req_indices=[0], seq_lens=[seq_len], page_indptr=[0, 2], page_ids=[5, 6])
 
 
 def everything(manager: ReplayManager) -> list[torch.Tensor]:
@@ -98,9 +90,7 @@ def test_sessions_and_generators_are_shadowed(device: torch.device) -> None:
     expected = [greedy(model, prompt, 12) for prompt in prompts]
     with DecodeSession(runtime) as session:
         rows = [session.add(prompt, SamplingParams(max_new_tokens=12)) for prompt in prompts]
-        while session.running:
-            session.run(4)
-            session.collect(wait=True)
+        finish(session, 4)
         assert [row.tokens for row in rows] == expected
     assert generate(runtime, prompts, [12] * 3) == expected
     stats = runtime.stats()

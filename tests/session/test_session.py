@@ -1,4 +1,4 @@
-"""Sessions: rows that live on the device, against the toy model's float64 oracle and the stateless path."""
+"""Sessions: requests that live on the device, against the toy model's float64 oracle and the stateless path."""
 
 from __future__ import annotations
 
@@ -12,128 +12,112 @@ import torch
 
 from graphrt.batch import Batch
 from graphrt.capture import guard
-from graphrt.engine import program
 from graphrt.engine.handle import StepFaultError, TokenLogprob
 from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, GraphRTError, ReplayError, ShapeError
-from graphrt.kernels.metadata.buffers import BufferKind, StaticBuffers
 from graphrt.kernels.metadata.step_inputs import HEADER_STOP
 from graphrt.kernels.types import FaultCode, FinishReason
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
 from graphrt.session.session import DecodeSession, SessionRequest
 from graphrt.step import Step
-from tests.support.toy import VOCAB, LivelyModel, greedy, make_runtime
+from tests.support.toy import VOCAB, Broken, captured, finish, greedy, make_runtime
 
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4], [6]]
 LOOPS = pytest.mark.parametrize("loop_sizes", [(), (1, 2, 4)], ids=["launch_by_launch", "loop"])
-
-
-def runtime_of(device: torch.device, num_pages: int = 60, **config: object) -> Runtime:
-    runtime = make_runtime(device, num_pages=num_pages, config=config)
-    for _, tensor in runtime.kv_cache.named_tensors():
-        tensor[1:] = float("nan")
-    runtime.capture()
-    return runtime
 
 
 def oracle(runtime: Runtime, prompt: list[int], count: int) -> list[int]:
     return greedy(runtime.manager._program.model, list(prompt), count)
 
 
-def finish(session: DecodeSession, steps: int = 3) -> None:
-    while session.running:
-        session.run(steps)
-        session.collect(wait=True)
-
-
 @LOOPS
 @pytest.mark.parametrize("steps", [1, 3, 7])
-def test_rows_go_on_by_themselves(device: torch.device, steps: int, loop_sizes: tuple[int, ...]) -> None:
-    runtime = runtime_of(device, loop_sizes=loop_sizes)
+def test_requests_go_on_by_themselves(device: torch.device, steps: int, loop_sizes: tuple[int, ...]) -> None:
+    runtime = captured(device=device, loop_sizes=loop_sizes)
     with DecodeSession(runtime) as session:
-        rows = [session.add(prompt, SamplingParams(max_new_tokens=12)) for prompt in PROMPTS]
+        requests = [session.add(prompt, SamplingParams(max_new_tokens=12)) for prompt in PROMPTS]
         finish(session, steps)
-        for row, prompt in zip(rows, PROMPTS, strict=True):
-            assert row.tokens == oracle(runtime, prompt, 12)
-            assert row.finish_reason is FinishReason.LENGTH
+        for request, prompt in zip(requests, PROMPTS, strict=True):
+            assert request.tokens == oracle(runtime, prompt, 12)
+            assert request.finish_reason is FinishReason.LENGTH
     assert runtime.allocator.num_free == 59
     assert sorted(runtime.free_req_indices) == [0, 1, 2, 3]
 
 
 @LOOPS
-def test_a_stop_token_ends_a_row_and_no_other(device: torch.device, loop_sizes: tuple[int, ...]) -> None:
-    runtime = runtime_of(device, loop_sizes=loop_sizes)
+def test_a_stop_token_ends_a_request_and_no_other(device: torch.device, loop_sizes: tuple[int, ...]) -> None:
+    runtime = captured(device=device, loop_sizes=loop_sizes)
     want = [oracle(runtime, prompt, 12) for prompt in PROMPTS]
     with DecodeSession(runtime) as session:
         stops = [(), (VOCAB - 1, want[1][4]), tuple(set(range(VOCAB)) - set(want[2]))]  # the last: none of its tokens
-        rows = [
+        requests = [
             session.add(prompt, SamplingParams(max_new_tokens=12, stop_ids=frozenset(stop)))
             for prompt, stop in zip(PROMPTS, stops, strict=True)
         ]
         finish(session, 5)
-        assert [row.tokens for row in rows] == [want[0], want[1][: want[1].index(want[1][4]) + 1], want[2]]
-        assert [row.finish_reason.name for row in rows] == ["LENGTH", "STOP_TOKEN", "LENGTH"]
+        assert [request.tokens for request in requests] == [want[0], want[1][: want[1].index(want[1][4]) + 1], want[2]]
+        assert [request.finish_reason.name for request in requests] == ["LENGTH", "STOP_TOKEN", "LENGTH"]
 
 
 def test_more_stop_tokens_than_the_device_has_room_for(device: torch.device) -> None:
-    runtime = runtime_of(device)
+    runtime = captured(device=device)
     want = oracle(runtime, PROMPTS[0], 10)
     last = max(want)
     with DecodeSession(runtime) as session:
         # The largest of them is the only one that comes up, and is none of the first eight.
         stops = frozenset({*(set(range(last)) - set(want)), last})
         assert len(stops) > 9
-        row = session.add(PROMPTS[0], SamplingParams(max_new_tokens=10, stop_ids=stops))
+        request = session.add(PROMPTS[0], SamplingParams(max_new_tokens=10, stop_ids=stops))
         finish(session, 4)
-        assert row.tokens == want[: want.index(last) + 1]
-        assert row.finish_reason is FinishReason.STOP_TOKEN
+        assert request.tokens == want[: want.index(last) + 1]
+        assert request.finish_reason is FinishReason.STOP_TOKEN
 
 
 def test_tokens_can_be_read_while_a_launch_runs(device: torch.device) -> None:
-    runtime = runtime_of(device, loop_sizes=(4,), decode_sizes=(4,))
+    runtime = captured(device=device, loop_sizes=(4,), decode_sizes=(4,))
     with DecodeSession(runtime) as session:
-        row = session.add(PROMPTS[0], SamplingParams(max_new_tokens=9))
+        request = session.add(PROMPTS[0], SamplingParams(max_new_tokens=9))
         session.run(1)
         (launch,) = session.run(8)
         seen = [int(tokens[0]) for tokens in launch]
         session.collect(wait=True)
-        assert row.tokens[1:] == seen
+        assert request.tokens[1:] == seen
         assert launch.num_arrived == 8
         assert launch.tokens()[:, 0].tolist() == seen
         assert launch.ends()[-1, 0] == FinishReason.LENGTH
 
 
 def test_a_launch_says_whose_its_columns_are(device: torch.device) -> None:
-    """Rows come and go, so a column is another row's from launch to launch."""
-    runtime = runtime_of(device, loop_sizes=(4,))
+    """Requests come and go, so a column is another request's from launch to launch."""
+    runtime = captured(device=device, loop_sizes=(4,))
     with DecodeSession(runtime) as session:
-        rows = [session.add(prompt, SamplingParams(max_new_tokens=12)) for prompt in PROMPTS[:2]]
+        requests = [session.add(prompt, SamplingParams(max_new_tokens=12)) for prompt in PROMPTS[:2]]
         launches = [*session.run(3)]
-        session.release(rows.pop(0))
-        rows.append(session.add(PROMPTS[2], SamplingParams(max_new_tokens=12)))
+        session.release(requests.pop(0))
+        requests.append(session.add(PROMPTS[2], SamplingParams(max_new_tokens=12)))
         launches += session.run(6)
         session.collect(wait=True)
-        of_row: dict[int, list[int]] = {}
+        by_index: dict[int, list[int]] = {}
         for launch in launches[3:]:
             for column, req_index in enumerate(launch.req_indices.tolist()):
-                of_row.setdefault(req_index, []).extend(launch.tokens()[:, column].tolist())
-        assert of_row.keys() == {row.req_index for row in rows}
-        for row in rows:
-            assert row.tokens[-len(of_row[row.req_index]) :] == of_row[row.req_index]
+                by_index.setdefault(req_index, []).extend(launch.tokens()[:, column].tolist())
+        assert by_index.keys() == {request.req_index for request in requests}
+        for request in requests:
+            assert request.tokens[-len(by_index[request.req_index]) :] == by_index[request.req_index]
         assert [len(launch.req_indices) for launch in launches] == [launch.num_reqs for launch in launches]
         assert (launches[0].tokens() == -1).any(), "of a prompt that goes on"
 
 
-def test_a_loop_ends_where_no_row_goes_on(device: torch.device) -> None:
-    runtime = runtime_of(device, loop_sizes=(4,), decode_sizes=(4,))
+def test_a_loop_ends_where_no_request_goes_on(device: torch.device) -> None:
+    runtime = captured(device=device, loop_sizes=(4,), decode_sizes=(4,))
     want = oracle(runtime, PROMPTS[0], 20)
     with DecodeSession(runtime) as session:
         stop = want[6]
-        row = session.add(PROMPTS[0], SamplingParams(max_new_tokens=30, stop_ids=frozenset({stop})))
+        request = session.add(PROMPTS[0], SamplingParams(max_new_tokens=30, stop_ids=frozenset({stop})))
         session.run(1)
         (launch,) = session.run(25)
         session.collect(wait=True)
-        assert row.tokens == want[: want.index(stop) + 1]
+        assert request.tokens == want[: want.index(stop) + 1]
         assert launch.tokens().shape == (want.index(stop), 1), "later steps did not run"
         other = session.add(PROMPTS[1], SamplingParams(max_new_tokens=5))
         finish(session)
@@ -142,7 +126,7 @@ def test_a_loop_ends_where_no_row_goes_on(device: torch.device) -> None:
 
 def test_a_launch_can_be_stopped() -> None:
     """The word that stops it is set while its third step runs: by the model, since a CPU runs steps at once."""
-    runtime = runtime_of(torch.device("cpu"))
+    runtime = captured()
     manager, stop_at, steps = runtime.manager, [0], [0]
     forward = manager._program.model.forward
 
@@ -155,22 +139,22 @@ def test_a_launch_can_be_stopped() -> None:
 
     manager._program.model.forward = stopping
     with DecodeSession(runtime) as session:
-        rows = [session.add(prompt, SamplingParams(max_new_tokens=12)) for prompt in PROMPTS]
+        requests = [session.add(prompt, SamplingParams(max_new_tokens=12)) for prompt in PROMPTS]
         session.run(2, eager=True)
         session.collect(wait=True)
-        before, stop_at[0] = [len(row.tokens) for row in rows], steps[0] + 3
+        before, stop_at[0] = [len(request.tokens) for request in requests], steps[0] + 3
         (launch,) = session.run(8, eager=True)
         session.collect(wait=True)
-        assert [len(row.tokens) - count for row, count in zip(rows, before, strict=True)] == [3] * 3
+        assert [len(request.tokens) - count for request, count in zip(requests, before, strict=True)] == [3] * 3
         launch.stop()  # has ended: its slot is another's by now
         finish(session)
-        assert [row.tokens for row in rows] == [oracle(runtime, prompt, 12) for prompt in PROMPTS]
+        assert [request.tokens for request in requests] == [oracle(runtime, prompt, 12) for prompt in PROMPTS]
 
 
 @LOOPS
-def test_a_row_without_a_page_waits_and_goes_on(device: torch.device, loop_sizes: tuple[int, ...]) -> None:
-    """Pages for 28 tokens; rows want 3 + 11 and 4 + 15. The launch stops at the last whole token."""
-    runtime = runtime_of(device, num_pages=8, loop_sizes=loop_sizes)
+def test_a_request_without_a_page_waits_and_goes_on(device: torch.device, loop_sizes: tuple[int, ...]) -> None:
+    """Pages for 28 tokens; requests want 3 + 11 and 4 + 15. The launch stops at the last whole token."""
+    runtime = captured(device=device, num_pages=8, loop_sizes=loop_sizes)
     with DecodeSession(runtime) as session:
         first = session.add([3, 1, 4], SamplingParams(max_new_tokens=12))
         second = session.add([1, 5, 9, 2], SamplingParams(max_new_tokens=16))
@@ -178,85 +162,53 @@ def test_a_row_without_a_page_waits_and_goes_on(device: torch.device, loop_sizes
             if not session.running:
                 break
             session.run(6)
-            for row, _tokens in session.collect(wait=True):
-                if row.finish_reason:
-                    session.release(row)
+            for request, _tokens in session.collect(wait=True):
+                if request.finish_reason:
+                    session.release(request)
         assert first.tokens == oracle(runtime, [3, 1, 4], 12)
         assert second.tokens == oracle(runtime, [1, 5, 9, 2], 16)
 
 
-def test_no_page_for_any_row_is_an_error_that_says_so(device: torch.device) -> None:
-    runtime = runtime_of(device, num_pages=3)
+def test_no_page_for_any_request_is_an_error_that_says_so(device: torch.device) -> None:
+    runtime = captured(device=device, num_pages=3)
     with DecodeSession(runtime) as session:
-        row = session.add([3, 1, 4], SamplingParams(max_new_tokens=20))
+        request = session.add([3, 1, 4], SamplingParams(max_new_tokens=20))
         session.run(6)
         with pytest.raises(CapacityError, match="run: no request has a page for its next token, and 0 pages are free"):
             session.run(1)
         session.collect(wait=True)
-        assert row.tokens == oracle(runtime, [3, 1, 4], 6), "8 tokens of KV: 3, and 5 of those it sampled"
-        session.release(row)
+        assert request.tokens == oracle(runtime, [3, 1, 4], 6), "8 tokens of KV: 3, and 5 of those it sampled"
+        session.release(request)
         again = session.add([3, 1, 4], SamplingParams(max_new_tokens=4))
         finish(session)
-        assert again.tokens == row.tokens[:4]
+        assert again.tokens == request.tokens[:4]
 
 
-def test_a_fork_goes_on_as_its_row_does(device: torch.device) -> None:
-    runtime = runtime_of(device)
+def test_a_fork_goes_on_as_its_request_does(device: torch.device) -> None:
+    runtime = captured(device=device)
     want = oracle(runtime, PROMPTS[1], 24)
     with DecodeSession(runtime) as session:
-        row = session.add(PROMPTS[1], SamplingParams(max_new_tokens=24))
+        request = session.add(PROMPTS[1], SamplingParams(max_new_tokens=24))
         forks = []
         session.run(3)
-        forks.append(session.fork(row))  # while its launches are in flight
+        forks.append(session.fork(request))  # while its launches are in flight
         session.run(4)
         session.collect(wait=True)
         forks.append(session.fork(forks[0]))
         finish(session, 4)
-        assert [each.tokens for each in (row, *forks)] == [want] * 3
-        assert len({each.req_index for each in (row, *forks)}) == 3
+        assert [each.tokens for each in (request, *forks)] == [want] * 3
+        assert len({each.req_index for each in (request, *forks)}) == 3
     assert runtime.allocator.num_free == 59
 
 
-def test_forks_of_other_seeds_part_ways_and_disturb_nobody(device: torch.device) -> None:
-    runtime = runtime_of(device)
-    params = SamplingParams(max_new_tokens=20, temperature=50.0, seed=5)
-
-    def alone(seed_after: int | None) -> list[int]:
-        with DecodeSession(runtime) as session:
-            row = session.add(PROMPTS[0], params)
-            session.run(4)
-            if seed_after is not None:
-                fork = session.fork(row, seed=seed_after)
-                session.release(row)
-                row = fork
-            finish(session)
-            return row.tokens
-
-    plain, other = alone(None), alone(9)
-    assert plain[:4] == other[:4]
-    assert plain != other
+def test_faulty_requests_end_and_are_named_and_the_others_go_on(device: torch.device) -> None:
+    """A model whose logits are NaN for one request from some length on."""
+    model = Broken(device)
+    model.broken = (2,)
+    runtime = captured(model, device)
     with DecodeSession(runtime) as session:
-        row = session.add(PROMPTS[0], params)
-        session.run(4)
-        fork = session.fork(row, seed=9)
-        finish(session, 2)
-        assert (row.tokens, fork.tokens) == (plain, other)
-
-
-def test_faulty_rows_end_and_are_named_and_the_others_go_on(device: torch.device) -> None:
-    """A model whose logits are NaN for one row from some length on."""
-
-    class Bad(LivelyModel):
-        def forward(self, step):  # type: ignore[no-untyped-def]
-            logits = super().forward(step)
-            bad = (step.req_indices == 2) & (step.metadata.seq_lens > 6)
-            return torch.where(bad[:, None], float("nan"), logits)
-
-    runtime = make_runtime(device, model=Bad(device), num_pages=60)
-    runtime.capture()
-    with DecodeSession(runtime) as session:
-        rows = [session.add(prompt, SamplingParams(max_new_tokens=10)) for prompt in PROMPTS]
-        (faulty,) = [row for row in rows if row.req_index == 2]
+        requests = [session.add(prompt, SamplingParams(max_new_tokens=10)) for prompt in PROMPTS]
+        (faulty,) = [request for request in requests if request.req_index == 2]
         session.run(10)
         with pytest.raises(ReplayError, match="request 2: NO_TOKEN_OFFERED") as error:
             session.collect(wait=True)
@@ -264,30 +216,36 @@ def test_faulty_rows_end_and_are_named_and_the_others_go_on(device: torch.device
         assert pickle.loads(pickle.dumps(error.value)).faults == error.value.faults
         assert faulty.finish_reason is FinishReason.FAULT
         finish(session)
-        for row, prompt in zip(rows, PROMPTS, strict=True):
+        for request, prompt in zip(requests, PROMPTS, strict=True):
             want = oracle(runtime, prompt, 10)
-            assert row.tokens == (want[: len(row.tokens)] if row is faulty else want)
+            assert request.tokens == (want[: len(request.tokens)] if request is faulty else want)
         assert len(faulty.tokens) < 10
 
 
-def test_launches_of_the_same_rows_are_collected_as_one(device: torch.device) -> None:
-    """Many launches in flight, in which rows end: what a collect brings is what each row sampled in all of them."""
-    runtime = runtime_of(device, ring_depth=16, max_num_tokens=32)
+def test_launches_of_the_same_requests_are_collected_as_one(device: torch.device) -> None:
+    """One collect returns what each request sampled in all launches in flight, in which requests end."""
+    runtime = captured(device=device, ring_depth=16, max_num_tokens=32)
     want = [oracle(runtime, prompt, 12) for prompt in PROMPTS]
     with DecodeSession(runtime) as session:
         limits, stop = [4, 12, 9], want[1][6]
-        rows = [
-            session.add(prompt, SamplingParams(max_new_tokens=limit, stop_ids=frozenset({stop} if row == 1 else ())))
-            for row, (prompt, limit) in enumerate(zip(PROMPTS, limits, strict=True))
+        requests = [
+            session.add(
+                prompt, SamplingParams(max_new_tokens=limit, stop_ids=frozenset({stop} if request == 1 else ()))
+            )
+            for request, (prompt, limit) in enumerate(zip(PROMPTS, limits, strict=True))
         ]
         want = [want[0][:4], want[1][: want[1].index(stop) + 1], want[2][:9]]
         session.run(1)
-        assert dict(session.collect(wait=True)) == {row: tokens[:1] for row, tokens in zip(rows, want, strict=True)}
+        assert dict(session.collect(wait=True)) == {
+            request: tokens[:1] for request, tokens in zip(requests, want, strict=True)
+        }
         for _ in range(11):
             session.run(1)
-        assert dict(session.collect(wait=True)) == {row: tokens[1:] for row, tokens in zip(rows, want, strict=True)}
-        assert [row.tokens for row in rows] == want
-        assert [row.finish_reason.name for row in rows] == ["LENGTH", "STOP_TOKEN", "LENGTH"]
+        assert dict(session.collect(wait=True)) == {
+            request: tokens[1:] for request, tokens in zip(requests, want, strict=True)
+        }
+        assert [request.tokens for request in requests] == want
+        assert [request.finish_reason.name for request in requests] == ["LENGTH", "STOP_TOKEN", "LENGTH"]
         assert session.collect(wait=True) == []
         assert not session.running
 
@@ -295,12 +253,12 @@ def test_launches_of_the_same_rows_are_collected_as_one(device: torch.device) ->
 def test_a_step_that_was_refused_is_as_if_it_had_not_been_asked_for(
     monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
-    """Rows come to the end of their pages in a step that is refused: the next one lists the new pages all the same."""
+    """Requests need new pages in a step that is refused. The next step lists these pages."""
     monkeypatch.setattr(guard, "_TURN", 64)  # each step looks at all weights
-    runtime = runtime_of(device, num_pages=30)
+    runtime = captured(device=device, num_pages=30)
     embed = runtime.manager._program.model.embed
     with DecodeSession(runtime) as session:
-        rows = [session.add(prompt, SamplingParams(max_new_tokens=30)) for prompt in PROMPTS[::2]]
+        requests = [session.add(prompt, SamplingParams(max_new_tokens=30)) for prompt in PROMPTS[::2]]
         kept, moved = embed.data, embed.data.clone()
         for at in range(24):
             if at in (0, 1, 9, 17):
@@ -310,52 +268,52 @@ def test_a_step_that_was_refused_is_as_if_it_had_not_been_asked_for(
                 embed.data = kept
             session.run(1)
         session.collect(wait=True)
-        for row, prompt in zip(rows, PROMPTS[::2], strict=True):
-            assert row.tokens == oracle(runtime, prompt, 24)
+        for request, prompt in zip(requests, PROMPTS[::2], strict=True):
+            assert request.tokens == oracle(runtime, prompt, 24)
 
 
 @pytest.mark.parametrize("mixed", [True, False])
-def test_prompts_in_chunks_beside_rows_that_go_on(device: torch.device, mixed: bool) -> None:
-    runtime = runtime_of(device, num_pages=80, mixed_batches=mixed, max_num_tokens=16)
+def test_prompts_in_chunks_beside_requests_that_go_on(device: torch.device, mixed: bool) -> None:
+    runtime = captured(device=device, num_pages=80, mixed_batches=mixed, max_num_tokens=16)
     generator = random.Random(3)
     with DecodeSession(runtime) as session:
-        rows: list[SessionRequest] = []
+        requests: list[SessionRequest] = []
         for length in (5, 40, 23, 1):
             prompt = [generator.randrange(VOCAB) for _ in range(length)]
-            rows.append(session.add(prompt, SamplingParams(max_new_tokens=15)))
+            requests.append(session.add(prompt, SamplingParams(max_new_tokens=15)))
             session.run(2)
             session.collect()
         finish(session)
-        for row in rows:
-            assert row.tokens == oracle(runtime, row.prompt.tolist(), 15)
+        for request in requests:
+            assert request.tokens == oracle(runtime, request.prompt.tolist(), 15)
 
 
 def test_equal_to_the_stateless_path_bit_by_bit(device: torch.device) -> None:
-    """The last logits of every size, eager and replayed, and of `replay` of the same rows."""
-    runtime = runtime_of(device, loop_sizes=(4,))
+    """The last logits of every size, eager and replayed, and of `replay` of the same requests."""
+    runtime = captured(device=device, loop_sizes=(4,))
     for eager in (False, True):
         with DecodeSession(runtime) as session:
-            rows = [session.add(prompt, SamplingParams(max_new_tokens=40)) for prompt in PROMPTS]
+            requests = [session.add(prompt, SamplingParams(max_new_tokens=40)) for prompt in PROMPTS]
             session.run(6, eager=eager)
             session.collect(wait=True)
             session.run(1, eager=eager)
-            at = [row.req_index for row in session.requests]
+            at = [request.req_index for request in session.requests]
             logits = runtime.manager.queue._logits[:3].clone()
             session.collect(wait=True)
-            lengths = [len(row.prompt) + len(row.tokens) - 1 for row in rows]
+            lengths = [len(request.prompt) + len(request.tokens) - 1 for request in requests]
             pages = [session.pages.tables[0].pages(i) for i in at]
             batch = Batch(
-                req_indices=[3] * 0 + at, seq_lens=lengths, tokens=[row.tokens[-2] for row in rows],
+                req_indices=[3] * 0 + at, seq_lens=lengths, tokens=[request.tokens[-2] for request in requests],
                 page_indptr=np.cumsum([0, *map(len, pages)]), page_ids=np.concatenate(pages),
             )  # fmt: skip
             again = runtime.replay(batch).logits(copy=True)
             assert torch.equal(logits, again)
 
 
-def alone(runtime: Runtime, row: SessionRequest) -> tuple[list[int], list[TokenLogprob | None]]:
+def alone(runtime: Runtime, request: SessionRequest) -> tuple[list[int], list[TokenLogprob | None]]:
     """What the stateless path samples for the same prompt and parameters, one token a step, and how likely it is."""
     req_index, pages = runtime.free_req_indices[-1], runtime.allocator.allocate(16)
-    tokens, params = row.prompt.tolist(), row.params
+    tokens, params = request.prompt.tolist(), request.params
     runtime.manager.request_tables.set_logit_bias({req_index: params.logit_bias})
     values = {
         "temperatures": [params.temperature], "seeds": [params.seed], "top_ks": [params.top_k],
@@ -379,80 +337,33 @@ def alone(runtime: Runtime, row: SessionRequest) -> tuple[list[int], list[TokenL
     return out, logprobs
 
 
-STATE = [
-    name for name, spec in StaticBuffers.specs().items()
-    if spec.kind is BufferKind.PERSISTENT and spec.writer in ("unpack", "write_outputs") and name != "last_token"
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("field", STATE)
-def test_row_state_that_is_not_kept_is_noticed(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mutation: whoever writes a buffer of the row state forgets to. Some check must fail for each."""
-    writer = StaticBuffers.specs()[field].writer
-    real = getattr(program, writer)
-
-    def forgetful(buffers: StaticBuffers, *args: object, **options: object) -> None:
-        before = getattr(buffers, field).clone()
-        real(buffers, *args, **options)
-        getattr(buffers, field).copy_(before)
-
-    monkeypatch.setattr(program, writer, forgetful)
-    with pytest.raises((AssertionError, GraphRTError, IndexError)):
-        state_scenario()
-
-
-def test_the_scenario_passes_where_nothing_is_forgotten() -> None:
-    state_scenario()
-
-
-def state_scenario() -> None:
-    device = torch.device("cpu")
-    runtime = runtime_of(device, loop_sizes=(4,), decode_sizes=(4,))
-    want = [oracle(runtime, prompt, 12) for prompt in PROMPTS]
-    with DecodeSession(runtime) as session:
-        hot = SamplingParams(max_new_tokens=12, temperature=50.0, seed=3)
-        rows = [session.add(PROMPTS[0], SamplingParams(max_new_tokens=12, stop_ids=frozenset({want[0][7]})))]
-        rows += [session.add(PROMPTS[1], SamplingParams(max_new_tokens=12)), session.add(PROMPTS[2], hot)]
-        session.run(2)
-        session.collect(wait=True)
-        launches = session.run(3)
-        session.collect(wait=True)
-        assert [len(launch.tokens()) for launch in launches] == [3]
-        for _ in range(12):
-            session.run(4)
-            session.collect(wait=True)
-        assert rows[0].tokens == want[0][: want[0].index(want[0][7]) + 1]
-        assert rows[1].tokens == want[1]
-        assert [row.finish_reason.name for row in rows] == ["STOP_TOKEN", "LENGTH", "LENGTH"]
-        assert rows[2].tokens == alone(runtime, rows[2])[0]
-
-
 def test_a_collect_that_raised_keeps_what_it_took_in_for_the_next_one(device: torch.device) -> None:
-    """A server that streams what `collect` gives loses no token of the other rows."""
-    runtime = runtime_of(device, token_masks=True)
+    """A server that streams what `collect` gives loses no token of the other requests."""
+    runtime = captured(device=device, token_masks=True)
     with DecodeSession(runtime) as session:
-        faulty, row = (session.add(prompt, SamplingParams(max_new_tokens=6)) for prompt in PROMPTS[::2])
+        faulty, request = (session.add(prompt, SamplingParams(max_new_tokens=6)) for prompt in PROMPTS[::2])
         session.set_token_mask(faulty, [0, 0])
         session.run(4)
         with pytest.raises(StepFaultError, match=f"request {faulty.req_index}: NO_TOKEN_OFFERED"):
             session.collect(wait=True)
         ((streamed, tokens),) = session.collect(wait=True)
-        assert streamed is row
-        assert tokens == row.tokens == oracle(runtime, PROMPTS[2], 4)
+        assert streamed is request
+        assert tokens == request.tokens == oracle(runtime, PROMPTS[2], 4)
         session.run(2)
-        assert [(found, len(new)) for found, new in session.collect(wait=True)] == [(row, 2)]
+        assert [(found, len(new)) for found, new in session.collect(wait=True)] == [(request, 2)]
 
 
 def test_a_fork_says_by_which_seed_it_samples(device: torch.device) -> None:
-    runtime = runtime_of(device)
+    runtime = captured(device=device)
     with DecodeSession(runtime) as session:
-        row = session.add(PROMPTS[0], SamplingParams(max_new_tokens=12, temperature=50.0, seed=9))
+        request = session.add(PROMPTS[0], SamplingParams(max_new_tokens=12, temperature=50.0, seed=9))
         session.run(2)
-        fork = session.fork(row, seed=4)
+        fork = session.fork(request, seed=4)
         same, back = session.fork(fork), session.fork(fork, seed=9)
-        assert [found.params.seed for found in (row, fork, same, back)] == [9, 4, 4, 9]
+        assert [found.params.seed for found in (request, fork, same, back)] == [9, 4, 4, 9]
         finish(session)
-        assert fork.tokens == same.tokens != row.tokens == back.tokens
+        assert fork.tokens == same.tokens != request.tokens == back.tokens
+        assert fork.tokens[:2] == request.tokens[:2]
 
 
 def wrong_calls() -> Iterator[tuple[str, type[Exception], str]]:
@@ -465,7 +376,7 @@ def wrong_calls() -> Iterator[tuple[str, type[Exception], str]]:
     yield "session.run(1, eager=2)", ConfigError, "eager"
     yield "session.collect(wait=1)", ConfigError, "wait"
     yield "session.fork(3)", ConfigError, "request: expected SessionRequest"
-    yield "session.fork(row)", ConfigError, "fork: request 1 has prompt tokens left"
+    yield "session.fork(request)", ConfigError, "fork: request 1 has prompt tokens left"
     yield "session.release(gone)", ConfigError, "release: the request was released, or belongs to another session"
     yield "session.fork(gone)", ConfigError, "fork: the request was released, or belongs to another session"
     yield "[session.add([1]) for _ in range(9)]", CapacityError, "requests: no request index is free"
@@ -475,12 +386,12 @@ def wrong_calls() -> Iterator[tuple[str, type[Exception], str]]:
 
 @pytest.mark.parametrize(("call", "error", "text"), list(wrong_calls()), ids=[call for call, _, _ in wrong_calls()])
 def test_wrong_calls_are_named(call: str, error: type[Exception], text: str) -> None:
-    runtime = runtime_of(torch.device("cpu"))
+    runtime = captured()
     with DecodeSession(runtime) as session:
-        gone, row = session.add([5]), session.add([7, 8])
+        gone, request = session.add([5]), session.add([7, 8])
         session.release(gone)
         with pytest.raises(error, match=text):
-            eval(call, {**globals(), "session": session, "row": row, "gone": gone, "runtime": runtime})
+            eval(call, {**globals(), "session": session, "request": request, "gone": gone, "runtime": runtime})
 
 
 def test_a_runtime_that_is_not_captured_or_samples_nothing() -> None:

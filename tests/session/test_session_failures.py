@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from graphrt.batch import Batch
-from graphrt.config import RequestTensor
 from graphrt.engine import program
 from graphrt.engine.handle import StepFaultError
 from graphrt.engine.shadow import Shadow
@@ -19,34 +18,20 @@ from graphrt.generate.generator import Event, TextGenerator
 from graphrt.kernels.errors import (
     CapacityError,
     CaptureError,
-    ConfigError,
-    GraphRTError,
     ReplayError,
     ShapeError,
     UnsupportedError,
 )  # fmt: skip
 from graphrt.kernels.types import FaultCode, FinishReason
-from graphrt.runtime import Runtime
 from graphrt.sampling import sample_tokens
 from graphrt.sampling_params import SamplingParams
 from graphrt.session.session import DecodeSession
 from graphrt.step import Step
-from tests.support.toy import VOCAB, LivelyModel, greedy, make_runtime
+from tests.support.toy import VOCAB, Broken, LivelyModel, captured, finish, greedy, make_runtime
 
 CPU = torch.device("cpu")
 LOOPS = pytest.mark.parametrize("loop_sizes", [(), (1, 2, 4)], ids=["launch_by_launch", "loop"])
 PARAMS = SamplingParams(12, temperature=30.0, seed=1)
-
-
-class Broken(LivelyModel):
-    """Logits are NaN from a length on, for the request indices in `broken`."""
-
-    length, broken = 7, (0,)
-
-    def forward(self, step: Step) -> torch.Tensor:
-        rows = torch.isin(step.req_indices, torch.tensor(self.broken, device=step.req_indices.device))
-        bad = rows & (step.metadata.seq_lens >= self.length)
-        return torch.where(bad[:, None], float("nan"), super().forward(step))
 
 
 class Calling(LivelyModel):
@@ -61,47 +46,33 @@ class Calling(LivelyModel):
         return super().forward(step)
 
 
-def captured(
-    model: LivelyModel | None = None, num_pages: int = 60, device: torch.device = CPU, **config: object
-) -> Runtime:
-    runtime = make_runtime(device, model=model, num_pages=num_pages, config=config)
-    runtime.capture()
-    return runtime
-
-
 def fail() -> None:
     raise RuntimeError("out of memory")
-
-
-def to_the_end(session: DecodeSession) -> None:
-    while session.running:
-        session.run(2)
-        session.collect(wait=True)
 
 
 def alone(device: torch.device) -> list[int]:
     """Return the tokens of the request of these tests."""
     with DecodeSession(captured(device=device)) as session:
-        row = session.add([3, 1, 4], PARAMS)
-        to_the_end(session)
-        return list(row.tokens)
+        request = session.add([3, 1, 4], PARAMS)
+        finish(session)
+        return list(request.tokens)
 
 
 @pytest.mark.parametrize("failures", [1, 3])
 def test_a_failed_step_keeps_results_of_launches_in_flight(device: torch.device, failures: int) -> None:
     """Their numbers are skipped: two launches in flight must not share a ring entry."""
     model = Calling(device)
-    runtime = captured(model, device=device, launch_steps=1, ring_depth=2)
+    runtime = captured(model, device, launch_steps=1, ring_depth=2)
     expected = alone(device)
     with DecodeSession(runtime) as session:
-        row = session.add([3, 1, 4], PARAMS)
+        request = session.add([3, 1, 4], PARAMS)
         session.run(2)
         for _ in range(failures):
             model.call = fail
             with pytest.raises(RuntimeError, match="out of memory"):
                 session.run(1, eager=True)
-        to_the_end(session)
-        assert row.tokens == expected
+        finish(session)
+        assert request.tokens == expected
     batch = {"req_indices": [0], "seq_lens": [3], "query_lens": [3], "tokens": [3, 1, 4], "page_indptr": [0, 1]}
     first = runtime.replay(Batch(page_ids=[9], **batch))
     for _ in range(failures):
@@ -137,57 +108,25 @@ def test_a_session_is_over_if_a_step_ran_and_its_call_raised(
     session.close()
 
 
-def test_wrong_values_raise_typed_errors() -> None:
-    runtime = make_runtime(
-        torch.device("cpu"), num_pages=60,
-        config={"max_logit_bias": 2, "token_masks": True, "request_tensors": (RequestTensor("v"),)},
-    )  # fmt: skip
-    runtime.capture()
-
-    class NoText:
-        def __repr__(self) -> str:
-            raise ValueError("no text")
-
-    tables = runtime.manager.request_tables
-    with DecodeSession(runtime) as session:
-        row = session.add([1])
-        sparse = torch.tensor([1, 2]).to_sparse()
-        calls: list[Callable[[], object]] = [
-            lambda: SamplingParams(stop_ids=np.array(3)),  # type: ignore[arg-type]
-            lambda: SamplingParams(stop_ids=torch.tensor(3)),  # type: ignore[arg-type]
-            lambda: tables.set_logit_bias({0: {1: np.array([1.0, 2.0])}}),
-            lambda: tables.set_logit_bias({0: {1: torch.tensor([])}}),
-            lambda: session.set_token_mask(row, sparse),
-            lambda: tables.set_token_masks({0: sparse}),
-            lambda: session.add([1], state={10**5000: 1}),
-            lambda: session.add([1], state={NoText(): 1}),
-        ]
-        for call in calls:
-            with pytest.raises((ConfigError, ShapeError)) as caught:
-                call()
-            assert isinstance(caught.value, GraphRTError)
-            assert "expected" in str(caught.value)
-
-
 def test_a_fault_names_a_fork_that_shares_the_launch() -> None:
     """It gets tokens of that launch, and the fault."""
     with DecodeSession(captured(Broken(CPU))) as session:
-        row = session.add([3, 1, 4], SamplingParams(10))
+        request = session.add([3, 1, 4], SamplingParams(10))
         session.run(6)
-        fork = session.fork(row)
+        fork = session.fork(request)
         with pytest.raises(StepFaultError) as caught:
             session.collect(wait=True)
-        assert [fault.index for fault in caught.value.faults] == [row.req_index, fork.req_index]
+        assert [fault.index for fault in caught.value.faults] == [request.req_index, fork.req_index]
         assert {fault.code for fault in caught.value.faults} == {FaultCode.NO_TOKEN_OFFERED}
-        assert row.finish_reason is fork.finish_reason is FinishReason.FAULT
+        assert request.finish_reason is fork.finish_reason is FinishReason.FAULT
 
 
 def test_a_fault_does_not_name_the_next_request_of_an_index() -> None:
     with DecodeSession(captured(Broken(CPU))) as session:
-        row = session.add([3, 1, 4], SamplingParams(10))
+        request = session.add([3, 1, 4], SamplingParams(10))
         session.run(6)
-        fork, before = session.fork(row), row.req_index
-        session.release(row)
+        fork, before = session.fork(request), request.req_index
+        session.release(request)
         other = session.add([5, 6], SamplingParams(3))
         assert other.req_index == before
         with pytest.raises(StepFaultError) as caught:
@@ -199,35 +138,21 @@ def test_a_fault_does_not_name_the_next_request_of_an_index() -> None:
 def test_a_refused_fork_changes_nothing() -> None:
     runtime = captured()
     with DecodeSession(runtime) as session:
-        row = session.add([3, 1, 4], SamplingParams(12, logprobs=None))
+        request = session.add([3, 1, 4], SamplingParams(12, logprobs=None))
         session.run(3)
         before = (list(runtime.free_req_indices), runtime.allocator.num_free, list(session.requests))
 
         def refused(_: object) -> None:
             with pytest.raises(ReplayError, match="ReplayManager: one call at a time"):
-                session.fork(row)
+                session.fork(request)
 
         runtime.manager.between_steps(refused)
         assert (list(runtime.free_req_indices), runtime.allocator.num_free, list(session.requests)) == before
-        fork = session.fork(row)
-        while session.running:
-            session.run(3)
-            session.collect(wait=True)
-        assert row.tokens == fork.tokens == greedy(runtime.manager._program.model, [3, 1, 4], 12)
+        fork = session.fork(request)
+        finish(session)
+        assert request.tokens == fork.tokens == greedy(runtime.manager._program.model, [3, 1, 4], 12)
     assert len(runtime.free_req_indices) == runtime.config.max_num_reqs
     assert runtime.allocator.num_free == 59
-
-
-def test_fork_raises_after_the_runtime_was_closed() -> None:
-    runtime = captured()
-    session = DecodeSession(runtime)
-    row = session.add([3, 1, 4], SamplingParams(12))
-    session.run(3)
-    session.collect(wait=True)
-    runtime.close()
-    with pytest.raises(CaptureError, match="closed"):
-        session.fork(row)
-    assert list(session.requests) == [row]
 
 
 @LOOPS
@@ -252,16 +177,16 @@ def test_logit_bias_is_copied_by_add() -> None:
     """The caller may change the dict later."""
     with DecodeSession(captured(max_logit_bias=1)) as session:
         params = SamplingParams(3, logit_bias={5: 100.0})
-        row = session.add([1, 2], params)
+        request = session.add([1, 2], params)
         params.logit_bias.clear()  # type: ignore[attr-defined]  # a Mapping that is a dict
         params.logit_bias.update({6: 100.0, 7: np.nan})  # type: ignore[attr-defined]
         session.run(3)
         session.collect(wait=True)
-        assert row.tokens == [5, 5, 5]
+        assert request.tokens == [5, 5, 5]
 
 
-@pytest.mark.parametrize("rows", [2, 4])
-def test_a_generator_names_a_faulty_prompt_after_all_other_events(rows: int) -> None:
+@pytest.mark.parametrize("requests", [2, 4])
+def test_a_generator_names_a_faulty_prompt_after_all_other_events(requests: int) -> None:
     """Of four prompts, with two or four request indices, the last one is faulty."""
 
     class Bad(LivelyModel):
@@ -270,7 +195,7 @@ def test_a_generator_names_a_faulty_prompt_after_all_other_events(rows: int) -> 
             return torch.where(bad[:, None], float("nan"), super().forward(step))
 
     model = Bad(CPU)
-    runtime = captured(model, max_num_reqs=rows)
+    runtime = captured(model, max_num_reqs=requests)
     prompts, seen = [[5], [6], [7], [1, 2, 3, 4, 5]], list[Event]()
     events = TextGenerator(runtime).generate(prompts, [SamplingParams(3)] * 3 + [SamplingParams(20)])
     with pytest.raises(
@@ -304,7 +229,7 @@ def test_a_session_is_over_after_a_launch_failed_in_a_later_step() -> None:
     model = Failing(CPU)
     runtime = captured(model)
     with DecodeSession(runtime) as session:
-        row = session.add([3, 1, 4], SamplingParams(12))
+        request = session.add([3, 1, 4], SamplingParams(12))
         session.run(2)
         session.collect(wait=True)
         model.fails_at = model.calls + 1
@@ -312,21 +237,19 @@ def test_a_session_is_over_after_a_launch_failed_in_a_later_step() -> None:
             session.run(1, eager=True)
         session.run(1)  # a single step is as if it had not been asked for
         session.collect(wait=True)
-        known = list(row.tokens)
+        known = list(request.tokens)
         model.fails_at = model.calls + 3
         with pytest.raises(RuntimeError, match="out of memory"):
             session.run(8, eager=True)
-        for call in (lambda: session.run(1), lambda: session.add([1]), lambda: session.fork(row)):
+        for call in (lambda: session.run(1), lambda: session.add([1]), lambda: session.fork(request)):
             with pytest.raises(CaptureError, match="an earlier call was interrupted"):
                 call()
         assert session.collect(wait=True) == []
-        assert row.tokens == known
+        assert request.tokens == known
     with DecodeSession(runtime) as session:
-        row = session.add([3, 1, 4], SamplingParams(12))
-        while session.running:
-            session.run(4)
-            session.collect(wait=True)
-        assert row.tokens[: len(known)] == known
+        request = session.add([3, 1, 4], SamplingParams(12))
+        finish(session, 4)
+        assert request.tokens[: len(known)] == known
 
 
 def test_results_are_read_only() -> None:
@@ -364,14 +287,14 @@ class Late:
 def test_a_late_reader_gets_tokens_of_its_own_launch() -> None:
     """The ring entry is written again while a thread is about to read it."""
     with DecodeSession(captured(ring_depth=2, launch_steps=1)) as session:
-        row = session.add([3, 1, 4], SamplingParams(20, temperature=20.0, seed=5))
+        request = session.add([3, 1, 4], SamplingParams(20, temperature=20.0, seed=5))
         for read in (lambda of: next(iter(of)), lambda of: of.arrived()[0][0]):
             (launch,) = session.run(1)
-            at, rings = len(row.tokens), copy.copy(launch._rings)
+            at, rings = len(request.tokens), copy.copy(launch._rings)
             assert rings is not None
             rings.tokens = Late(rings.tokens, lambda: (session.run(5), session.collect(wait=True)))  # type: ignore[assignment]
             launch._rings = rings
-            assert read(launch).tolist() == [row.tokens[at]]
+            assert read(launch).tolist() == [request.tokens[at]]
 
 
 class FailingSampler:
@@ -410,7 +333,7 @@ def test_a_failed_step_counts_no_token(monkeypatch: pytest.MonkeyPatch, how: str
     found, counts = [], []
     for failures in (False, True):
         with DecodeSession(runtime) as session:
-            row, other = session.add([3, 1, 4], params), session.add([5, 6, 7, 8], SamplingParams(14))
+            request, other = session.add([3, 1, 4], params), session.add([5, 6, 7, 8], SamplingParams(14))
             while session.running:
                 if failures:
                     sampler.fails_at = sampler.calls + 1
@@ -418,8 +341,10 @@ def test_a_failed_step_counts_no_token(monkeypatch: pytest.MonkeyPatch, how: str
                         session.run(1, eager=True)
                 session.run(1, eager=True)
                 session.collect(wait=True)
-            found.append((row.tokens, other.tokens))
-            counts.append((state.penalty_counts[row.req_index].clone(), state.penalty_seen[row.req_index].clone()))
+            found.append((request.tokens, other.tokens))
+            counts.append(
+                (state.penalty_counts[request.req_index].clone(), state.penalty_seen[request.req_index].clone())
+            )
     assert found[0] == found[1]
     tokens = found[0][0][:-1]  # the last one was no input
     assert counts[0][0].tolist() == np.bincount(tokens, minlength=VOCAB).tolist()
@@ -447,13 +372,13 @@ def test_log_probability_of_an_unknown_token_is_refused() -> None:
 def test_calls_raise_after_the_runtime_was_closed() -> None:
     runtime = captured()
     session = DecodeSession(runtime)
-    row = session.add([3, 1, 4], SamplingParams(12))
+    request = session.add([3, 1, 4], SamplingParams(12))
     session.run(3)
     runtime.close()
     calls = {
         "run": lambda: session.run(1), "collect": session.collect, "add": lambda: session.add([1]),
-        "release": lambda: session.release(row), "DecodeSession": lambda: DecodeSession(runtime),
-        "TextGenerator": lambda: TextGenerator(runtime),
+        "fork": lambda: session.fork(request), "release": lambda: session.release(request),
+        "DecodeSession": lambda: DecodeSession(runtime), "TextGenerator": lambda: TextGenerator(runtime),
     }  # fmt: skip
     for name, call in calls.items():
         with pytest.raises(CaptureError, match=f"^{name}: expected state 'captured', got 'closed'; it was closed"):

@@ -1,4 +1,4 @@
-"""Sessions whose steps all go in full: lengths that the host counts, for backends that plan there. And moved rows."""
+"""Sessions with backends that plan on the host, which get every length, and preempted requests."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from graphrt.generate.generator import Event, TextGenerator
 from graphrt.generate.scheduler import Preemption
 from graphrt.kernels.types import FinishReason
 from graphrt.replay import ReplayManager
-from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
 from graphrt.session.session import DecodeSession
-from tests.support.toy import LivelyModel, greedy, make_runtime, slow_device
+from tests.support.toy import LivelyModel, Wild, captured, finish, greedy, slow_device
 
 CPU = torch.device("cpu")
 PROMPTS, COUNTS = [[3, 1, 4], list(range(1, 22)), [6], [9, 9]], [12, 7, 20, 1]
@@ -40,16 +39,8 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
     return batches
 
 
-def captured(**config: Any) -> Runtime:
-    runtime = make_runtime(CPU, num_pages=60, config=config)
-    for _, tensor in runtime.kv_cache.named_tensors():
-        tensor[1:] = float("nan")
-    runtime.capture()
-    return runtime
-
-
 def check_lengths(planned: list[Batch]) -> None:
-    """Each row of each step begins a sequence, or goes on where its step before ended."""
+    """Each request of each step begins a sequence, or goes on where its step before ended."""
     lengths: dict[int, int] = {}
     for batch in planned:
         for req_index, end, new in zip(batch.req_indices, batch.seq_lens, batch.query_lens, strict=True):
@@ -67,15 +58,13 @@ def test_a_backend_that_plans_on_the_host_gets_every_length(
     assert runtime.manager.plans_on_host == "torch_reference"
     want = [greedy(model, prompt, count) for prompt, count in zip(PROMPTS, COUNTS, strict=True)]
     with DecodeSession(runtime) as session:
-        rows = [
+        requests = [
             session.add(prompt, SamplingParams(max_new_tokens=count))
             for prompt, count in zip(PROMPTS, COUNTS, strict=True)
         ]
-        while session.running:
-            session.run(3)
-            session.collect(wait=True)
-        assert [row.tokens for row in rows] == want
-        assert {row.finish_reason for row in rows} == {FinishReason.LENGTH}
+        finish(session)
+        assert [request.tokens for request in requests] == want
+        assert {request.finish_reason for request in requests} == {FinishReason.LENGTH}
     check_lengths(planned)
     del planned[:]
     stops = [want[0][5], *[60] * 3]
@@ -91,39 +80,25 @@ def test_a_backend_that_plans_on_the_host_gets_every_length(
     assert runtime.allocator.num_free == 59
 
 
-def test_rows_of_one_token_where_decode_sizes_have_more() -> None:
+def test_requests_of_one_token_where_decode_sizes_have_more() -> None:
     runtime, model = captured(query_len=3, max_num_tokens=16), LivelyModel(CPU)
     with DecodeSession(runtime) as session:
-        row = session.add(PROMPTS[0], SamplingParams(max_new_tokens=9))
-        while session.running:
-            session.run(2)
-            session.collect(wait=True)
-        assert row.tokens == greedy(model, PROMPTS[0], 9)
-
-
-class Wild(LivelyModel):
-    """No token is offered behind a `bad` one."""
-
-    bad = -1
-
-    def forward(self, step: Any) -> torch.Tensor:
-        logits = super().forward(step)
-        bad = (step.input_ids == self.bad)[step.logits_indices]
-        return torch.where(bad[:, None], float("nan"), logits)
+        request = session.add(PROMPTS[0], SamplingParams(max_new_tokens=9))
+        finish(session, 2)
+        assert request.tokens == greedy(model, PROMPTS[0], 9)
 
 
 @pytest.mark.parametrize("launch_steps", [1, 64])
 def test_a_fault_behind_a_stop_token_that_the_host_alone_knows(
     launch_steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The device looks for 8 stop tokens, of which none comes up. The row goes on behind the ninth, and has a fault."""
+    """The device checks 8 stop tokens. The request continues after the ninth, and has a fault."""
     slow_device(monkeypatch)
     model = Wild(CPU)
     full = greedy(model, [5, 6], 12)
     model.bad = max(full)
     assert model.bad > 20
-    runtime = make_runtime(CPU, model=model, config={"launch_steps": launch_steps})
-    runtime.capture()
+    runtime = captured(model, launch_steps=launch_steps)
     others = sorted(set(range(model.bad)) - set(full))[:8]
     calm = next([token] for token in range(60) if model.bad not in [token, *greedy(model, [token], 8)])
     params = [SamplingParams(12, stop_ids=frozenset({*others, model.bad})), SamplingParams(8)]
@@ -136,37 +111,35 @@ def test_a_fault_behind_a_stop_token_that_the_host_alone_knows(
 
 @pytest.mark.parametrize("launches", [0, 1, 2, 5])
 @pytest.mark.parametrize("swaps", [False, True], ids=["computed_again", "swapped"])
-def test_rows_that_wait_go_on_where_they_stood(swaps: bool, launches: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Suspended while its launches are in flight, whose tokens come; its row id and pages serve another meanwhile."""
+def test_preempted_requests_resume(swaps: bool, launches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Preempted while its launches are in flight. Another request uses its index and its pages meanwhile."""
     slow_device(monkeypatch)
     runtime, model = captured(max_num_reqs=1, max_num_tokens=8), LivelyModel(CPU)
     with DecodeSession(runtime) as session:
         space = SwapSpace(runtime.kv_cache, session.leases, 1 << 20) if swaps else None
         preemption = Preemption(runtime, session)
-        row = session.add(PROMPTS[1], SamplingParams(max_new_tokens=15))
+        request = session.add(PROMPTS[1], SamplingParams(max_new_tokens=15))
         for _ in range(launches):
             session.run(2)
-        length = session.table.length(row.req_index)
-        preempted = preemption.preempt(row, space)
+        length = session.table.length(request.req_index)
+        preempted = preemption.preempt(request, space)
         assert preempted.length == (length if swaps else 0)
         assert preempted.swapped is None or preempted.swapped.counts == (-(-length // 4),), "none of the pages ahead"
-        assert session.launches.contain(row) == (launches > 0)
+        assert session.launches.contain(request) == (launches > 0)
         other = session.add(PROMPTS[0], SamplingParams(max_new_tokens=4))
-        while session.running:
-            session.run(3)
-            session.collect(wait=True)
+        finish(session)
         assert other.tokens == greedy(model, PROMPTS[0], 4)
         session.release(other)
-        assert len(row.tokens) == max(0, length - len(PROMPTS[1]) + 1)
-        assert not session.launches.contain(row)
-        preemption.resume(row, preempted, space)
+        assert len(request.tokens) == max(0, length - len(PROMPTS[1]) + 1)
+        assert not session.launches.contain(request)
+        preemption.resume(request, preempted, space)
         while session.running:
-            arrived = preemption.arrived(row.req_index, wait=True)
+            arrived = preemption.arrived(request.req_index, wait=True)
             session.table.held = set() if arrived else set(session.table.prefills)
             session.run(3)
             session.collect(wait=True)
-        assert row.tokens == greedy(model, PROMPTS[1], 15)
-        assert row.finish_reason is FinishReason.LENGTH
+        assert request.tokens == greedy(model, PROMPTS[1], 15)
+        assert request.finish_reason is FinishReason.LENGTH
         if space is not None:
             assert space.num_free_bytes == 1 << 20
             space.close()
@@ -183,20 +156,20 @@ def test_pages_that_have_not_arrived_are_waited_for_before_they_are_free(
     monkeypatch.setattr(SwapArrival, "wait", lambda arrival: waited.append(runtime.allocator.num_free))
     with DecodeSession(runtime) as session, SwapSpace(runtime.kv_cache, session.leases, 1 << 20) as space:
         preemption = Preemption(runtime, session)
-        row = session.add(PROMPTS[1], SamplingParams(max_new_tokens=5))
+        request = session.add(PROMPTS[1], SamplingParams(max_new_tokens=5))
         session.run(3)
         session.collect(wait=True)
-        preemption.resume(row, preemption.preempt(row, space), space)
-        assert not preemption.arrived(row.req_index)
-        assert [*preemption.arriving] == [row.req_index]
+        preemption.resume(request, preemption.preempt(request, space), space)
+        assert not preemption.arrived(request.req_index)
+        assert [*preemption.arriving] == [request.req_index]
         free = runtime.allocator.num_free
-        getattr(preemption, way)(row)
+        getattr(preemption, way)(request)
         assert waited == [free]
         assert runtime.allocator.num_free == 59
         assert not preemption.arriving
 
 
-def test_held_rows_stand_still() -> None:
+def test_held_requests_stand_still() -> None:
     runtime, model = captured(), LivelyModel(CPU)
     with DecodeSession(runtime) as session:
         first, second = (session.add(prompt, SamplingParams(max_new_tokens=5)) for prompt in PROMPTS[:2])
@@ -207,16 +180,14 @@ def test_held_rows_stand_still() -> None:
         session.run(9)
         assert session.run(9) == (), "all others have ended"
         session.table.held = set()
-        while session.running:
-            session.run(3)
-            session.collect(wait=True)
+        finish(session)
         assert second.tokens == greedy(model, PROMPTS[1], 5)
         assert np.array_equal(session.table.known[second.req_index], PROMPTS[1])
 
 
 @pytest.mark.parametrize("loop_sizes", [(), (1, 2)], ids=["launch_by_launch", "loop"])
 def test_tokens_come_while_a_launch_runs(loop_sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a launch of 8 steps, of which the device has reported some: all tokens but those that end a row."""
+    """Of a launch of 8 steps, of which the device has reported some: all tokens but those that end a request."""
     slow_device(monkeypatch)
     runtime, model = captured(loop_sizes=loop_sizes, decode_sizes=(1, 2)), LivelyModel(CPU)
     want = [greedy(model, prompt, 20) for prompt in PROMPTS[:2]]
@@ -224,7 +195,7 @@ def test_tokens_come_while_a_launch_runs(loop_sizes: tuple[int, ...], monkeypatc
     assert real is not None
     monkeypatch.setattr(Launch, "num_arrived", property(lambda launch: min(real(launch), reported[0])))
     with DecodeSession(runtime) as session:
-        rows = [
+        requests = [
             session.add(PROMPTS[0], SamplingParams(max_new_tokens=20, stop_ids=frozenset({want[0][4]}))),
             session.add(PROMPTS[1], SamplingParams(max_new_tokens=7)),
         ]
@@ -233,27 +204,23 @@ def test_tokens_come_while_a_launch_runs(loop_sizes: tuple[int, ...], monkeypatc
         (launch,) = session.run(8)
         stop, seen = want[0].index(want[0][4]), []
         for reported[0] in (0, 1, 3, 8):
-            before = [len(row.tokens) for row in rows]
+            before = [len(request.tokens) for request in requests]
             new = dict(session.collect())
-            assert [row.tokens[count:] for row, count in zip(rows, before, strict=True)] == [
-                new.get(row, []) for row in rows
+            assert [request.tokens[count:] for request, count in zip(requests, before, strict=True)] == [
+                new.get(request, []) for request in requests
             ]
-            seen.append([len(row.tokens) for row in rows])
+            seen.append([len(request.tokens) for request in requests])
         assert seen[-1] == [stop, 6]
         assert seen == sorted(seen)
         assert seen[0] < seen[1] < seen[-1]
-        assert not rows[0].finish_reason
-        fork = session.fork(rows[1])
-        assert fork.tokens == rows[1].tokens
+        assert not requests[0].finish_reason
+        fork = session.fork(requests[1])
+        assert fork.tokens == requests[1].tokens
         launch.wait()
         assert [len(tokens) for _, tokens in session.collect()] == [1, 1, 1]
-        assert [row.finish_reason for row in (*rows, fork)] == [
-            FinishReason.STOP_TOKEN,
-            FinishReason.LENGTH,
-            FinishReason.LENGTH,
-        ]
-        assert rows[0].tokens == want[0][: stop + 1]
-        assert rows[1].tokens == fork.tokens == want[1][:7]
+        assert [request.finish_reason.name for request in (*requests, fork)] == ["STOP_TOKEN", "LENGTH", "LENGTH"]
+        assert requests[0].tokens == want[0][: stop + 1]
+        assert requests[1].tokens == fork.tokens == want[1][:7]
 
 
 def test_events_come_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,14 +10,12 @@ import torch
 
 from graphrt.batch import Batch
 from graphrt.kernels.errors import CapacityError
-from graphrt.kernels.types import KVLayout
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
 from graphrt.session.session import DecodeSession, SessionRequest
-from graphrt.spec import KVCacheSpec
 from graphrt.testing.poison import poison_derived
-from tests.session.test_session import PROMPTS, alone, finish, oracle
-from tests.support.toy import HEAD_DIM, KV_HEADS, LAYERS, MAX_LEN, VOCAB, make_runtime, slow_device
+from tests.session.test_session import PROMPTS, alone, oracle
+from tests.support.toy import MAX_LEN, VOCAB, captured, finish, slow_device
 
 STEPS = 10_000
 LATE = 3_000_000  # cycles: almost two milliseconds
@@ -37,7 +35,10 @@ def some(generator: random.Random) -> dict[str, object]:
 
 
 def draw(
-    generator: random.Random, session: DecodeSession, rows: list[SessionRequest], open_rows: list[SessionRequest]
+    generator: random.Random,
+    session: DecodeSession,
+    requests: list[SessionRequest],
+    open_requests: list[SessionRequest],
 ) -> None:
     """One random thing that a server may do."""
     what = generator.choice(["add", "add", "run", "run", "run", "collect", "fork", "release", "poison"])
@@ -50,8 +51,8 @@ def draw(
             stop_ids=frozenset(generator.sample(range(VOCAB), 2)),
             **some(generator),
         )
-        rows.append(session.add(prompt, params))
-        open_rows.append(rows[-1])
+        requests.append(session.add(prompt, params))
+        open_requests.append(requests[-1])
     elif what == "run":
         session.run(generator.randint(1, 7))
     elif what == "collect":
@@ -59,29 +60,24 @@ def draw(
     elif what == "poison" and generator.random() < 0.3:
         session.collect(wait=True)
         poison_derived(session._runtime.manager.buffers)
-    elif open_rows:
-        row = generator.choice(open_rows)
-        if what == "fork" and session._runtime.free_req_indices and row.req_index not in session.table.prefills:
-            rows.append(session.fork(row))
-            open_rows.append(rows[-1])
+    elif open_requests:
+        request = generator.choice(open_requests)
+        if what == "fork" and session._runtime.free_req_indices and request.req_index not in session.table.prefills:
+            requests.append(session.fork(request))
+            open_requests.append(requests[-1])
         elif what == "release":
-            session.release(row)
-            open_rows.remove(row)
+            session.release(request)
+            open_requests.remove(request)
 
 
 def small_runtime(generator: random.Random, device: torch.device) -> Runtime:
-    """One with all options of sampling, few rows and few pages, whose free pages hold NaN."""
+    """One with all options of sampling, few requests and few pages, whose free pages hold NaN."""
     config = {
         "max_seq_len": MAX_LEN, "loop_sizes": generator.choice([(), (1, 2, 4)]), "max_num_tokens": 32,
         "mixed_sizes": (8, 32), "ring_depth": generator.choice([2, 3, 8]), "penalties": True, "max_logit_bias": 2,
         "max_logprobs": 3,
     }  # fmt: skip
-    spec = KVCacheSpec(LAYERS, KV_HEADS, HEAD_DIM, 4, KVLayout.NHD, torch.float32)
-    runtime = make_runtime(device, kv_spec=spec, num_pages=generator.choice([24, 70]), config=config)
-    for _, tensor in runtime.kv_cache.named_tensors():
-        tensor[1:] = float("nan")
-    runtime.capture()
-    return runtime
+    return captured(device=device, num_pages=generator.choice([24, 70]), **config)
 
 
 def delay(runtime: Runtime, cycles: int = VERY_LATE) -> None:
@@ -91,20 +87,20 @@ def delay(runtime: Runtime, cycles: int = VERY_LATE) -> None:
 
 
 def serve(generator: random.Random, runtime: Runtime, calls: int, late: float) -> list[SessionRequest]:
-    """Random calls of a session, on a device that is late with this probability; all rows that there were."""
-    rows: list[SessionRequest] = []
-    open_rows: list[SessionRequest] = []
+    """Random calls of a session, on a device that is late with this probability; all requests that there were."""
+    requests: list[SessionRequest] = []
+    open_requests: list[SessionRequest] = []
     with DecodeSession(runtime) as session:
         for _ in range(calls):
             if generator.random() < late:
                 delay(runtime, LATE)
             try:
-                draw(generator, session, rows, open_rows)
+                draw(generator, session, requests, open_requests)
             except CapacityError:
                 session.collect(wait=True)
-                for row in [row for row in open_rows if row.finish_reason] or open_rows[:1]:
-                    session.release(row)
-                    open_rows.remove(row)
+                for request in [request for request in open_requests if request.finish_reason] or open_requests[:1]:
+                    session.release(request)
+                    open_requests.remove(request)
             owned = sum(
                 int(t.to[r.req_index] - t.from_[r.req_index]) for t in session.pages.tables for r in session.requests
             )
@@ -113,17 +109,17 @@ def serve(generator: random.Random, runtime: Runtime, calls: int, late: float) -
         session.collect(wait=True)
     assert runtime.allocator.num_free == runtime.allocator.num_pages - 1
     assert len(runtime.free_req_indices) == 4
-    return rows
+    return requests
 
 
-def check_rows(runtime: Runtime, rows: list[SessionRequest]) -> None:
-    """Each row sampled what it samples alone, one token a step, and its log-probabilities are those."""
-    for row in rows:
-        want, logprobs = alone(runtime, row)
-        assert row.tokens == want[: len(row.tokens)]
-        assert row.tokens == want or not row.finish_reason
-        assert len(row.logprobs) == (len(row.tokens) if row.params.logprobs is not None else 0)
-        for ours, theirs in zip(row.logprobs, logprobs, strict=False):
+def check_requests(runtime: Runtime, requests: list[SessionRequest]) -> None:
+    """Each request sampled what it samples alone, one token a step, and its log-probabilities are those."""
+    for request in requests:
+        want, logprobs = alone(runtime, request)
+        assert request.tokens == want[: len(request.tokens)]
+        assert request.tokens == want or not request.finish_reason
+        assert len(request.logprobs) == (len(request.tokens) if request.params.logprobs is not None else 0)
+        for ours, theirs in zip(request.logprobs, logprobs, strict=False):
             assert theirs is not None
             assert (ours.token, ours.rank, len(ours.top)) == (theirs.token, theirs.rank, len(theirs.top))
             assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-3)  # of logits of about 60
@@ -131,7 +127,7 @@ def check_rows(runtime: Runtime, rows: list[SessionRequest]) -> None:
 
 @pytest.mark.parametrize("slow", [False, True], ids=["fast", "slow"])
 @pytest.mark.parametrize("seed", range(6))
-def test_whatever_a_server_does_rows_sample_what_they_sample_alone(
+def test_whatever_a_server_does_requests_sample_what_they_sample_alone(
     device: torch.device, seed: int, slow: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Any interleaving of add, fork, release, run and collect, any split of steps into launches, few pages. Launches
@@ -140,7 +136,7 @@ def test_whatever_a_server_does_rows_sample_what_they_sample_alone(
     if slow:
         slow_device(monkeypatch)
     runtime = small_runtime(generator, device)
-    check_rows(runtime, serve(generator, runtime, 60, 0))
+    check_requests(runtime, serve(generator, runtime, 60, 0))
 
 
 @pytest.mark.gpu
@@ -148,10 +144,10 @@ def test_ten_thousand_steps_of_whatever_a_server_does() -> None:
     generator, device, steps, tokens = random.Random(15), torch.device("cuda"), 0, 0
     while steps < STEPS:
         runtime = small_runtime(generator, device)
-        rows = serve(generator, runtime, 1500, 0.05)
+        requests = serve(generator, runtime, 1500, 0.05)
         steps += runtime.manager.queue.next_step
-        check_rows(runtime, rows)
-        tokens += sum(len(row.tokens) for row in rows)
+        check_requests(runtime, requests)
+        tokens += sum(len(request.tokens) for request in requests)
         runtime.close()
     assert tokens > STEPS, "most steps sampled tokens"
 
@@ -159,10 +155,9 @@ def test_ten_thousand_steps_of_whatever_a_server_does() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("loop_sizes", [(), (4,)], ids=["launch_by_launch", "loop"])
 def test_a_late_device_reads_what_was_meant_for_it(loop_sizes: tuple[int, ...]) -> None:
-    """All slots are written, with rows that come, go and get pages, before the device has begun the first one."""
+    """All slots are written, with requests that come, go and get pages, before the device has begun the first one."""
     device = torch.device("cuda")
-    runtime = make_runtime(device, num_pages=60, config={"ring_depth": 16, "loop_sizes": loop_sizes})
-    runtime.capture()
+    runtime = captured(device=device, ring_depth=16, loop_sizes=loop_sizes)
     with DecodeSession(runtime) as session:
         first = session.add(PROMPTS[0], SamplingParams(max_new_tokens=40))
         session.run(2)
@@ -188,32 +183,32 @@ def test_a_late_device_reads_what_was_meant_for_it(loop_sizes: tuple[int, ...]) 
 @pytest.mark.gpu
 @pytest.mark.parametrize("loop_sizes", [(), (1, 2, 4)], ids=["launch_by_launch", "loop"])
 def test_a_launch_that_is_stopped_ends_after_its_step(loop_sizes: tuple[int, ...]) -> None:
-    runtime = make_runtime(torch.device("cuda"), num_pages=60, config={"loop_sizes": loop_sizes})
-    runtime.capture()
+    runtime = captured(device="cuda", loop_sizes=loop_sizes)
     with DecodeSession(runtime) as session:
-        rows = [session.add(prompt, SamplingParams(max_new_tokens=40)) for prompt in PROMPTS]
+        requests = [session.add(prompt, SamplingParams(max_new_tokens=40)) for prompt in PROMPTS]
         session.run(2)
         session.collect(wait=True)
-        before = [len(row.tokens) for row in rows]
+        before = [len(request.tokens) for request in requests]
         delay(runtime)
         launches = [*session.run(20), *session.run(10)]
         for launch in launches:
             launch.stop()
         session.collect(wait=True)
-        assert [len(row.tokens) - count for row, count in zip(rows, before, strict=True)] == [len(launches)] * 3
+        assert [len(request.tokens) - count for request, count in zip(requests, before, strict=True)] == [
+            len(launches)
+        ] * 3
         launches[0].stop()  # has ended: its slot is another's by now
         finish(session, 7)
-        assert [row.tokens for row in rows] == [oracle(runtime, prompt, 40) for prompt in PROMPTS]
+        assert [request.tokens for request in requests] == [oracle(runtime, prompt, 40) for prompt in PROMPTS]
 
 
 @pytest.mark.gpu
 @pytest.mark.alone  # the host must keep up with 50 steps of a toy
 def test_a_loop_is_stopped_while_it_runs() -> None:
     """Its first steps have read the word that stops it, and found nothing: each step must read it anew."""
-    runtime = make_runtime(torch.device("cuda"), num_pages=60, config={"loop_sizes": (1, 2, 4)})
-    runtime.capture()
+    runtime = captured(device="cuda", loop_sizes=(1, 2, 4))
     with DecodeSession(runtime) as session:
-        row = session.add(PROMPTS[0], SamplingParams(max_new_tokens=60))
+        request = session.add(PROMPTS[0], SamplingParams(max_new_tokens=60))
         session.run(2)
         session.collect(wait=True)
         launch, *_ = session.run(50)
@@ -221,15 +216,14 @@ def test_a_loop_is_stopped_while_it_runs() -> None:
         launch.stop()
         assert len(launch.tokens()) < launch.steps
         finish(session, 7)
-        assert row.tokens == oracle(runtime, PROMPTS[0], 60)
+        assert request.tokens == oracle(runtime, PROMPTS[0], 60)
 
 
 @pytest.mark.gpu
 def test_a_late_device_reads_the_batch_that_was_submitted() -> None:
     """The stateless path: slots are written again at once, and only where the device is done with them."""
     device = torch.device("cuda")
-    runtime = make_runtime(device, num_pages=60, config={"ring_depth": 4})
-    runtime.capture()
+    runtime = captured(device=device, ring_depth=4)
     pages = runtime.allocator.allocate(16)
     prompt, handles = PROMPTS[0], []
     batch = Batch(req_indices=[0], seq_lens=[3], query_lens=[3], tokens=prompt, page_indptr=[0, 16], page_ids=pages)

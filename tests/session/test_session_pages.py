@@ -1,4 +1,4 @@
-"""Sessions whose pages the caller hands out: the same tokens, rows that wait for pages, pages that come back once."""
+"""Sessions with an external block allocator: equal tokens, requests that wait for pages, pages freed once."""
 
 from __future__ import annotations
 
@@ -16,33 +16,28 @@ from graphrt.sampling_params import SamplingParams
 from graphrt.session.pages import SessionPages
 from graphrt.session.session import DecodeSession
 from graphrt.spec import AttentionSpec, KVCacheSpec
+from tests.support import toy
 from tests.support.layered import build
-from tests.support.toy import LivelyModel, greedy, make_runtime
+from tests.support.toy import LivelyModel, finish, greedy
 
 CPU = torch.device("cpu")
 PAGE = 4
 
 
 def captured(device: torch.device, model: LivelyModel | None = None, **config: Any) -> Runtime:
-    runtime = make_runtime(
-        device, model=model, num_pages=40, config={"decode_sizes": (2, 4), "loop_sizes": (4,)} | config
-    )
-    for _, tensor in runtime.kv_cache.named_tensors():
-        tensor[1:] = float("nan")
-    runtime.capture()
-    return runtime
+    return toy.captured(model, device, 40, **({"decode_sizes": (2, 4), "loop_sizes": (4,)} | config))
 
 
 class Blocks:
-    """A block manager of the caller's: hands out pages of any order, and knows what each row has."""
+    """A block manager of the caller's: hands out pages of any order, and knows what each request has."""
 
     def __init__(self, session: DecodeSession, pages: list[int]) -> None:
         self.session, self.free, self.given = session, list(pages), dict[Any, list[int]]()
 
-    def give(self, row: Any, count: int) -> None:
+    def give(self, request: Any, count: int) -> None:
         pages = [self.free.pop() for _ in range(count)]
-        self.given.setdefault(row, []).extend(pages)
-        self.session.append_pages(row, pages)
+        self.given.setdefault(request, []).extend(pages)
+        self.session.append_pages(request, pages)
 
     def take(self) -> list[int]:
         (back,) = self.session.pop_freed_pages()
@@ -53,32 +48,32 @@ class Blocks:
 
 @pytest.mark.parametrize("steps", [1, 3])
 def test_tokens_are_those_of_the_oracle_whoever_owns_the_pages(device: torch.device, steps: int) -> None:
-    """Pages are given a few at a time; rows that have none wait, and all of them come back."""
+    """Pages are given a few at a time; requests that have none wait, and all of them come back."""
     model = LivelyModel(device)
     runtime = captured(device, model)
     prompts = [[3, 1, 4, 1, 5, 9, 2, 6, 5], [7], [2, 7, 1, 8]]
     expected = [greedy(model, prompt, 10) for prompt in prompts]
     with DecodeSession(runtime, external_pages=True) as session:
         blocks = Blocks(session, [31, 7, 22, 3, 18, 39, 5, 26, 11, 14, 2, 37, 9])
-        rows = [session.add(prompt, SamplingParams(max_new_tokens=10)) for prompt in prompts]
+        requests = [session.add(prompt, SamplingParams(max_new_tokens=10)) for prompt in prompts]
         with pytest.raises(CapacityError, match="run: no request has a page for its next token; append"):
             session.run()
         turn = 0
         while session.running:
-            row = rows[turn % 3]
+            request = requests[turn % 3]
             turn += 1
-            if len(blocks.given.get(row, ())) * PAGE < len(row.prompt) + 9 and not row.finish_reason:
-                blocks.give(row, 1)
+            if len(blocks.given.get(request, ())) * PAGE < len(request.prompt) + 9 and not request.finish_reason:
+                blocks.give(request, 1)
             try:
                 session.run(steps)
             except CapacityError:
                 continue
             session.collect(wait=True)
-        assert [row.tokens for row in rows] == expected
+        assert [request.tokens for request in requests] == expected
         assert not any(session.pop_freed_pages())
-        for row in rows:
-            session.release(row)
-            assert sorted(blocks.take()) == sorted(blocks.given[row])
+        for request in requests:
+            session.release(request)
+            assert sorted(blocks.take()) == sorted(blocks.given[request])
         assert runtime.allocator.num_free == 39, "nobody asked the runtime for a page"
         again = session.add(prompts[0], SamplingParams(max_new_tokens=10))
         blocks.give(again, 5)
@@ -88,7 +83,7 @@ def test_tokens_are_those_of_the_oracle_whoever_owns_the_pages(device: torch.dev
         assert again.tokens == expected[0]
 
 
-def test_a_row_goes_on_while_another_waits_for_a_page() -> None:
+def test_a_request_goes_on_while_another_waits_for_a_page() -> None:
     model = LivelyModel(CPU)
     runtime = captured(CPU, model)
     with DecodeSession(runtime, external_pages=True) as session:
@@ -101,9 +96,7 @@ def test_a_row_goes_on_while_another_waits_for_a_page() -> None:
         assert len(short.tokens) == 2, "of its page the last token's place is left"
         assert short.finish_reason is FinishReason.RUNNING
         session.append_pages(short, torch.tensor([9, 10, 11]).numpy())
-        while session.running:
-            session.run(4)
-            session.collect(wait=True)
+        finish(session, 4)
         assert [long.tokens, short.tokens] == [greedy(model, [n, 2, 3], 12) for n in (5, 6)]
 
 
@@ -113,88 +106,86 @@ def test_a_prompt_without_pages_keeps_nobody_waiting(first: int) -> None:
     model = LivelyModel(CPU)
     runtime = captured(CPU, model)
     with DecodeSession(runtime, external_pages=True) as session:
-        rows = [session.add([n, 2, 3], SamplingParams(max_new_tokens=5)) for n in (5, 6)]
-        session.append_pages(rows[first], [4, 5])
-        while not rows[first].finish_reason:
+        requests = [session.add([n, 2, 3], SamplingParams(max_new_tokens=5)) for n in (5, 6)]
+        session.append_pages(requests[first], [4, 5])
+        while not requests[first].finish_reason:
             session.run(1)
             session.collect(wait=True)
-        session.append_pages(rows[1 - first], [6, 7])
-        while session.running:
-            session.run(4)
-            session.collect(wait=True)
-        assert [row.tokens for row in rows] == [greedy(model, [n, 2, 3], 5) for n in (5, 6)]
+        session.append_pages(requests[1 - first], [6, 7])
+        finish(session, 4)
+        assert [request.tokens for request in requests] == [greedy(model, [n, 2, 3], 5) for n in (5, 6)]
 
 
 @pytest.mark.parametrize("loop_sizes", [(), (4,)], ids=["launch_by_launch", "loop"])
-def test_a_row_that_stood_still_goes_on_with_its_page_before_anything_is_collected(loop_sizes: tuple[int, ...]) -> None:
+def test_a_waiting_request_continues_before_anything_is_collected(
+    loop_sizes: tuple[int, ...],
+) -> None:
     """The session knows how far the pages went that it listed."""
     model = LivelyModel(CPU)
     runtime = captured(CPU, model, loop_sizes=loop_sizes)
     with DecodeSession(runtime, external_pages=True) as session:
-        row = session.add([1, 2, 3], SamplingParams(max_new_tokens=10))
+        request = session.add([1, 2, 3], SamplingParams(max_new_tokens=10))
         for page in (7, 5, 6):
-            session.append_pages(row, [page])
+            session.append_pages(request, [page])
             session.run(1)
-            if row.req_index not in session.table.prefills and session.table.most[row.req_index] % PAGE:
+            if request.req_index not in session.table.prefills and session.table.most[request.req_index] % PAGE:
                 session.run(8)
         session.collect(wait=True)
-        assert row.tokens == greedy(model, [1, 2, 3], 10)
+        assert request.tokens == greedy(model, [1, 2, 3], 10)
 
 
 def test_forks_take_the_callers_pages() -> None:
     model = LivelyModel(CPU)
     runtime = captured(CPU, model)
     with DecodeSession(runtime, external_pages=True) as session:
-        row = session.add([5, 6, 7, 8, 9, 1], SamplingParams(max_new_tokens=8))
-        session.append_pages(row, [4, 5, 6, 7])
+        request = session.add([5, 6, 7, 8, 9, 1], SamplingParams(max_new_tokens=8))
+        session.append_pages(request, [4, 5, 6, 7])
         session.run(1)
         session.collect(wait=True)
-        assert session.fork_needs(row) == [1], "not the first page, which is full, nor those without a token"
+        assert session.fork_needs(request) == [1], "not the first page, which is full, nor those without a token"
         session.run(3)
-        assert session.fork_needs(row) == [2], "launches in flight may have come so far"
+        assert session.fork_needs(request) == [2], "launches in flight may have come so far"
         with pytest.raises(CapacityError, match="fork: expected 2 pages in pages=, got 1; pass as many"):
-            session.fork(row, pages=[[20]])
+            session.fork(request, pages=[[20]])
         with pytest.raises(CapacityError, match="fork: expected 2 pages in pages=, got 3"):
-            session.fork(row, pages=[[20, 21, 22]])
+            session.fork(request, pages=[[20, 21, 22]])
         with pytest.raises(CapacityError, match="fork: expected 2 pages in pages=, got 0"):
-            session.fork(row)
+            session.fork(request)
         for pages in ([20, 21], [[20, 0]], [[21, 21]], [[20, 99]], [[20, 5]], [], 7):
             with pytest.raises(ShapeError, match="pages"):
-                session.fork(row, pages=pages)  # type: ignore[arg-type]
-        fork = session.fork(row, pages=[[20, 21]])
+                session.fork(request, pages=pages)  # type: ignore[arg-type]
+        fork = session.fork(request, pages=[[20, 21]])
         session.run(8)
         session.collect(wait=True)
-        assert row.finish_reason is FinishReason.LENGTH
+        assert request.finish_reason is FinishReason.LENGTH
         assert len(fork.tokens) == 7, "it stands still at the end of its own pages"
         session.append_pages(fork, [22])
-        while session.running:
-            session.run(2)
-            session.collect(wait=True)
-        assert fork.tokens == row.tokens == greedy(model, [5, 6, 7, 8, 9, 1], 8)
-        session.release(row)
+        finish(session, 2)
+        assert fork.tokens == request.tokens == greedy(model, [5, 6, 7, 8, 9, 1], 8)
+        session.release(request)
         assert sorted(session.pop_freed_pages()[0]) == [5, 6, 7], "not the first one, which the fork reads"
         session.release(fork)
         assert sorted(session.pop_freed_pages()[0]) == [4, 20, 21, 22], "the shared page, from the last that had it"
 
 
 def test_pages_of_a_fork_that_failed_are_the_callers() -> None:
-    """Another row could have been given them since."""
+    """Another request could have been given them since."""
     runtime = captured(CPU)
     with DecodeSession(runtime, external_pages=True) as session:
-        rows = [session.add([5, 6, 7]) for _ in range(runtime.config.max_num_reqs)]
-        session.append_pages(rows[0], [4])
+        requests = [session.add([5, 6, 7]) for _ in range(runtime.config.max_num_reqs)]
+        session.append_pages(requests[0], [4])
         session.run(1)
         session.collect(wait=True)
         with pytest.raises(CapacityError, match="requests: no request index is free"):
-            session.fork(rows[0], pages=[[20] * n for n in session.fork_needs(rows[0])])
+            session.fork(requests[0], pages=[[20] * n for n in session.fork_needs(requests[0])])
         while True:
             try:
                 session.run(1)
             except CapacityError:
                 break
         session.collect(wait=True)
-        for row in rows:
-            session.release(row)
+        for request in requests:
+            session.release(request)
         assert session.pop_freed_pages() == [[4]]
 
 
@@ -207,11 +198,11 @@ def test_groups_with_windows_give_pages_back() -> None:
     model, runtime = build(specs, groups, 60, CPU)
     prompt = [1, 2, 3, 4, 5]
     with DecodeSession(runtime, external_pages=True) as session:
-        row = session.add(prompt, SamplingParams(max_new_tokens=20))
+        request = session.add(prompt, SamplingParams(max_new_tokens=20))
         windowed, full = list(range(10, 16)), list(range(30, 36))
         with pytest.raises(ShapeError, match=r"pages: \[10\] are in use by a request of the session"):
-            session.append_pages(row, [[10], [10]])  # two groups, one pool
-        session.append_pages(row, [windowed, full])
+            session.append_pages(request, [[10], [10]])  # two groups, one pool
+        session.append_pages(request, [windowed, full])
         back = []
         while session.running:
             session.run(1)
@@ -221,93 +212,89 @@ def test_groups_with_windows_give_pages_back() -> None:
                 for tensor in (*runtime.kv_cache.k, *runtime.kv_cache.v):
                     tensor[page] = float("nan")
             back += given_back
-        assert row.tokens == model.greedy(prompt, 20)
+        assert request.tokens == model.greedy(prompt, 20)
         assert back == windowed[: len(back)]
         assert len(back) >= 3
         with pytest.raises(ShapeError, match="pages: expected 2 lists of page ids, one per KV group, got 1"):
-            session.append_pages(row, [[3]])
+            session.append_pages(request, [[3]])
     runtime.close()
 
 
 def test_wrong_pages_are_refused() -> None:
     runtime = captured(CPU)
     with DecodeSession(runtime, external_pages=True) as session:
-        row = session.add([1, 2, 3])
+        request = session.add([1, 2, 3])
         other = session.add([4])
         session.append_pages(other, [9])
         for pages in ([0], [40], [-1], [3, 3], ["x"], [1.5], 7, [9]):
             with pytest.raises(ShapeError, match="pages"):
-                session.append_pages(row, pages)
+                session.append_pages(request, pages)
         with pytest.raises(CapacityError, match="pages: expected at most 16 more of KV group 0"):
-            session.append_pages(row, list(range(1, 18)))
+            session.append_pages(request, list(range(1, 18)))
         session.release(other)
         with pytest.raises(ShapeError, match=r"pages: \[9\] are in use .* call pop_freed_pages\(\) first"):
-            session.append_pages(row, [9])
+            session.append_pages(request, [9])
         assert session.pop_freed_pages() == [[9]]
-        session.append_pages(row, [])
+        session.append_pages(request, [])
         with pytest.raises(CapacityError, match="run: no request has a page for its next token; append"):
             session.run()
-        session.append_pages(row, [3, 4])
+        session.append_pages(request, [3, 4])
         with pytest.raises(ShapeError, match=r"pages: \[4\] are in use"):
-            session.append_pages(row, [5, 4])
-        session.release(row)
+            session.append_pages(request, [5, 4])
+        session.release(request)
         with pytest.raises(ConfigError, match="append_pages: the request was released"):
-            session.append_pages(row, [3])
+            session.append_pages(request, [3])
     with DecodeSession(runtime) as session:
-        row = session.add([1, 2, 3])
+        request = session.add([1, 2, 3])
         with pytest.raises(ConfigError, match="append_pages: this session allocates its pages itself"):
-            session.append_pages(row, [3])
+            session.append_pages(request, [3])
         session.run()
         with pytest.raises(ConfigError, match="pages: this session allocates its pages itself"):
-            session.fork(row, pages=[[3]])
+            session.fork(request, pages=[[3]])
         with pytest.raises(ConfigError, match="pop_freed_pages: this session allocates its pages itself"):
             session.pop_freed_pages()
     with pytest.raises(ConfigError, match="external_pages: expected"):
         DecodeSession(runtime, external_pages="no")  # type: ignore[arg-type]
 
 
-def test_a_fork_takes_no_pages_for_what_its_row_has_ahead() -> None:
-    """Rows have pages for tokens to come where these are plenty: forks are refused where none is left for a copy."""
+def test_a_fork_takes_no_pages_for_what_its_request_has_ahead() -> None:
+    """Pages for later tokens are not copied: a fork needs one page."""
     runtime = captured(CPU, model := LivelyModel(CPU))
     prompt = [5, 6, 7]
     with DecodeSession(runtime) as session:
-        row = session.add(prompt, SamplingParams(max_new_tokens=30))
+        request = session.add(prompt, SamplingParams(max_new_tokens=30))
         session.run(3)
         session.collect(wait=True)
-        ahead = session.pages.pages(row.req_index)[0]
+        ahead = session.pages.pages(request.req_index)[0]
         assert len(ahead) > 2
         rest = runtime.allocator.allocate(runtime.allocator.num_free - 1)
-        fork = session.fork(row)
+        fork = session.fork(request)
         assert runtime.allocator.num_free == 0
         runtime.allocator.free(rest)
-        while session.running:
-            session.run(4)
-            session.collect(wait=True)
-        assert fork.tokens == row.tokens == greedy(model, prompt, 30)
+        finish(session, 4)
+        assert fork.tokens == request.tokens == greedy(model, prompt, 30)
 
 
 def test_pages_of_a_fork_that_waits_are_listed_when_it_goes_on(device: torch.device) -> None:
-    """A fork whose own pages are full waits beside its row, which goes on: no step may have taken its list."""
+    """A fork whose own pages are full waits beside its request, which goes on: no step may have taken its list."""
     runtime = captured(device, model := LivelyModel(device))
     prompt = [5, 6, 7, 8, 9]
     with DecodeSession(runtime) as session:
-        row = session.add(prompt, SamplingParams(max_new_tokens=20))
+        request = session.add(prompt, SamplingParams(max_new_tokens=20))
         session.run(1)
         session.run(3)
-        assert session.fork_needs(row) == [2], "eight tokens at most, none of them for sure"
+        assert session.fork_needs(request) == [2], "eight tokens at most, none of them for sure"
         rest = runtime.allocator.allocate(runtime.allocator.num_free - 2)
-        fork = session.fork(row)
+        fork = session.fork(request)
         session.run(2)
         session.collect(wait=True)
-        assert (len(row.tokens), len(fork.tokens)) == (6, 4)
+        assert (len(request.tokens), len(fork.tokens)) == (6, 4)
         runtime.allocator.free(rest)
-        for _ in range(6):
-            session.run(3)
-            session.collect(wait=True)
-        assert fork.tokens == row.tokens == greedy(model, prompt, 20)
+        finish(session)
+        assert fork.tokens == request.tokens == greedy(model, prompt, 20)
 
 
-def test_a_row_waits_for_pages_of_each_group(device: torch.device) -> None:
+def test_a_request_waits_for_pages_of_each_group(device: torch.device) -> None:
     """Pages of one group, given while another has none, are not lost."""
     spec = AttentionSpec(4, 2, 16, torch.float32)
     groups = [KVCacheSpec(1, 2, 16, PAGE, dtype=torch.float32, layers=(layer,), pool=layer) for layer in (0, 1)]
@@ -323,10 +310,8 @@ def test_a_row_waits_for_pages_of_each_group(device: torch.device) -> None:
         session.collect(wait=True)
         assert (len(first.tokens), len(second.tokens)) == (1, 4)
         session.append_pages(first, [[], [9, 10, 11]])
-        for _ in range(6):
-            session.run(3)
-            session.collect(wait=True)
-        assert [row.tokens for row in (first, second)] == [model.greedy(prompt, 10) for prompt in prompts]
+        finish(session)
+        assert [request.tokens for request in (first, second)] == [model.greedy(prompt, 10) for prompt in prompts]
     runtime.close()
 
 
@@ -341,24 +326,22 @@ def test_a_fork_shares_pages_of_one_group_and_none_of_another(device: torch.devi
     model, runtime = build([spec, spec], groups, 60, device)
     prompt = [1, 2, 3]
     with DecodeSession(runtime) as session:
-        row = session.add(prompt, SamplingParams(max_new_tokens=10))
+        request = session.add(prompt, SamplingParams(max_new_tokens=10))
         session.run(1)
         session.collect(wait=True)
-        fork = session.fork(row)
+        fork = session.fork(request)
         second = session.fork(fork)
-        for _ in range(4):
-            session.run(3)
-            session.collect(wait=True)
-        assert row.tokens == fork.tokens == second.tokens == model.greedy(prompt, 10)
+        finish(session)
+        assert request.tokens == fork.tokens == second.tokens == model.greedy(prompt, 10)
     runtime.close()
 
 
 @pytest.mark.parametrize(
     ("free", "ahead"), [(128, 256), (127, 64), (32, 64), (31, 16), (8, 16), (7, 8), (2, 8), (1, 4)]
 )
-def test_rows_have_pages_ahead_as_far_as_half_of_the_free_ones_go(free: int, ahead: int) -> None:
-    """One row of pages of four tokens, eight steps a launch; the last two are what these take themselves."""
+def test_requests_have_pages_ahead_as_far_as_half_of_the_free_ones_go(free: int, ahead: int) -> None:
+    """One request of pages of four tokens, eight steps a launch; the last two are what these take themselves."""
     pages = SessionPages([KVCacheSpec(1, 1, 8, PAGE)], [PageAllocator(free + 1)], 1, 1000)
-    row, limit = np.array([0]), np.array([1000])
-    pages.reserve(row, row * 0, limit, 8)
-    assert pages.room(row).tolist() == [ahead]
+    request, limit = np.array([0]), np.array([1000])
+    pages.reserve(request, request * 0, limit, 8)
+    assert pages.room(request).tolist() == [ahead]

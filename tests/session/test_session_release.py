@@ -16,17 +16,22 @@ from graphrt.sampling_params import SamplingParams
 from graphrt.session.session import DecodeSession
 from graphrt.spec import AttentionSpec
 from graphrt.step import Step
-from tests.support.toy import HEAD_DIM, HEADS, KV_HEADS, LAYERS, MAX_LEN, VOCAB, LivelyModel, greedy, make_runtime
+from tests.support.toy import (
+    HEAD_DIM,
+    HEADS,
+    KV_HEADS,
+    LAYERS,
+    MAX_LEN,
+    VOCAB,
+    LivelyModel,
+    captured,
+    finish,
+    greedy,
+)
 
 ALONE: dict[str, list[int]] = {
     "req_indices": [0], "seq_lens": [3], "query_lens": [3], "tokens": [3, 1, 4], "page_indptr": [0, 1], "page_ids": [9]
 }  # fmt: skip
-
-
-def captured(device: torch.device, num_pages: int = 60, **config: object) -> Runtime:
-    runtime = make_runtime(device, num_pages=num_pages, config=config)
-    runtime.capture()
-    return runtime
 
 
 def test_state_of_a_released_request_is_cleared(device: torch.device) -> None:
@@ -39,23 +44,22 @@ def test_state_of_a_released_request_is_cleared(device: torch.device) -> None:
 
     lively = LivelyModel(device)
     config = {"max_logit_bias": 2, "use_graphs": False, "request_tensors": (RequestTensor("adapter", initial=-1),)}
-    runtime = make_runtime(device, model=model, config=config)
-    runtime.capture()
+    runtime = captured(model, device, **config)
     batch = {"seq_lens": [3], "query_lens": [3], "tokens": [3, 1, 4], "page_indptr": [0, 1], "page_ids": [1]}
     expected = runtime.replay(Batch(req_indices=[0], **batch)).tokens().tolist()
     for leave in ("release", "close", "before it runs"):
         session = DecodeSession(runtime)
-        row = session.add([3, 1, 4], SamplingParams(4, logit_bias={7: 100.0, 8: 100.0}), state={"adapter": 5})
-        at = row.req_index
+        request = session.add([3, 1, 4], SamplingParams(4, logit_bias={7: 100.0, 8: 100.0}), state={"adapter": 5})
+        at = request.req_index
         if leave != "before it runs":
             session.run(2)
             session.collect(wait=True)
-            assert set(row.tokens) <= {7, 8}
+            assert set(request.tokens) <= {7, 8}
             assert seen[-1] == 5
         if leave == "close":
             session.close()
         else:
-            session.release(row)
+            session.release(request)
         assert runtime.replay(Batch(req_indices=[at], **batch)).tokens().tolist() == expected, leave
         assert seen[-1] == -1
         session.close()
@@ -68,22 +72,22 @@ def test_state_of_a_released_request_is_cleared(device: torch.device) -> None:
 
 @pytest.mark.parametrize("external_pages", [False, True])
 def test_add_raises_if_the_cache_is_too_small_for_a_prompt(device: torch.device, external_pages: bool) -> None:
-    runtime = captured(device, num_pages=4)  # 3 usable pages of 4 tokens
+    runtime = captured(device=device, num_pages=4)  # 3 usable pages of 4 tokens
     with DecodeSession(runtime, external_pages=external_pages) as session:
         with pytest.raises(CapacityError, match="prompt: 13 tokens need 4 pages, and the cache has 3"):
             session.add([1] * 13, SamplingParams(1))
         assert not session.requests
         assert len(runtime.free_req_indices) == runtime.config.max_num_reqs
-        row = session.add([1] * 12, SamplingParams(1))
+        request = session.add([1] * 12, SamplingParams(1))
         if not external_pages:
             session.run(1)
             session.collect(wait=True)
-            assert row.finish_reason is FinishReason.LENGTH
+            assert request.finish_reason is FinishReason.LENGTH
 
 
 def test_a_released_request_index_has_no_pages(device: torch.device) -> None:
     """A batch that continues there would use pages of another request."""
-    runtime = captured(device, num_pages=10)
+    runtime = captured(device=device, num_pages=10)
     model = runtime.manager._program.model
     with DecodeSession(runtime) as session:
         gone = session.add([3, 1, 4], SamplingParams(29))
@@ -99,9 +103,7 @@ def test_a_released_request_index_has_no_pages(device: torch.device) -> None:
         with pytest.raises(StepFaultError) as caught:
             runtime.replay(Batch(req_indices=[at], seq_lens=[length])).tokens()
         assert [fault.index for fault in caught.value.faults] == [0]
-        while session.running:
-            session.run(8)
-            session.collect(wait=True)
+        finish(session, 8)
         assert other.tokens == greedy(model, [5, 6, 7, 8, 9], 20)
 
 
@@ -109,13 +111,11 @@ def test_tokens_of_a_released_request_are_not_penalised(device: torch.device) ->
     """A batch starts at its index without a penalty, and gets one later."""
     found = []
     for before in (False, True):
-        runtime = captured(device, penalties=True)
+        runtime = captured(device=device, penalties=True)
         if before:
             with DecodeSession(runtime) as session:
                 session.add([5, 6, 7], SamplingParams(20, presence_penalty=3.0))
-                while session.running:
-                    session.run(4)
-                    session.collect(wait=True)
+                finish(session, 4)
         at, pages = runtime.free_req_indices[-1], runtime.allocator.allocate(3)
         first = {"page_indptr": [0, 3], "page_ids": pages, "seq_lens": [3], "query_lens": [3], "tokens": [3, 1, 4]}
         tokens = runtime.replay(Batch(req_indices=[at], **first)).tokens().tolist()
@@ -128,40 +128,38 @@ def test_tokens_of_a_released_request_are_not_penalised(device: torch.device) ->
 
 @pytest.mark.parametrize("leave", ["release", "close"])
 def test_release_and_close_during_a_call_of_the_manager(device: torch.device, leave: str) -> None:
-    runtime = captured(device, max_logit_bias=1)
+    runtime = captured(device=device, max_logit_bias=1)
     expected = runtime.replay(Batch(**ALONE)).tokens().tolist()
     session = DecodeSession(runtime)
-    row = session.add([3, 1, 4], SamplingParams(9, logit_bias={7: 100.0}))
+    request = session.add([3, 1, 4], SamplingParams(9, logit_bias={7: 100.0}))
     session.run(2)
     session.collect(wait=True)
-    assert row.req_index == ALONE["req_indices"][0]
-    runtime.manager.between_steps(lambda _: session.close() if leave == "close" else session.release(row))
+    assert request.req_index == ALONE["req_indices"][0]
+    runtime.manager.between_steps(lambda _: session.close() if leave == "close" else session.release(request))
     assert len(runtime.free_req_indices) == runtime.config.max_num_reqs
     assert runtime.replay(Batch(**ALONE)).tokens().tolist() == expected
 
 
 def test_pop_freed_pages_keeps_pages_that_a_fork_shares(device: torch.device) -> None:
-    runtime = captured(device, num_pages=12)
+    runtime = captured(device=device, num_pages=12)
     unused = list(range(1, 12))
 
     def take(count: int) -> list[int]:
         return [unused.pop(0) for _ in range(count)]
 
     with DecodeSession(runtime, external_pages=True) as session:
-        row = session.add([3, 1, 4, 1, 5, 9], SamplingParams(12))
-        session.append_pages(row, take(5))
+        request = session.add([3, 1, 4, 1, 5, 9], SamplingParams(12))
+        session.append_pages(request, take(5))
         session.run(1)
         session.collect(wait=True)
-        fork = session.fork(row, pages=[take(need) for need in session.fork_needs(row)])
+        fork = session.fork(request, pages=[take(need) for need in session.fork_needs(request)])
         shared = set(session.pages.pages(fork.req_index)[0].tolist()) & {1, 2, 3, 4, 5}
         assert shared == {1}
-        session.release(row)
+        session.release(request)
         assert session.pop_freed_pages() == [[2, 3, 4, 5]]
         unused[:0] = [2, 3, 4, 5]
         session.append_pages(fork, take(4))
-        while session.running:
-            session.run(4)
-            session.collect(wait=True)
+        finish(session, 4)
         assert fork.tokens == greedy(runtime.manager._program.model, [3, 1, 4, 1, 5, 9], 12)
         session.release(fork)
         assert sorted(session.pop_freed_pages()[0]) == [1, 2, 3, 4, 5, 6]
@@ -184,16 +182,14 @@ def test_add_refuses_only_prompts_that_cannot_run(device: torch.device, window: 
             for length in (8, 9, 12, 21, 33, 60):
                 prompt = [(7 * i) % VOCAB for i in range(length)]
                 try:
-                    row = session.add(prompt, SamplingParams(1))
+                    request = session.add(prompt, SamplingParams(1))
                 except CapacityError:
                     refused += 1
                     assert not _runs(session, prompt), (num_pages, length)
                     continue
-                while session.running:
-                    session.run(1)
-                    session.collect(wait=True)
-                found.add((length, *row.tokens))
-                session.release(row)
+                finish(session, 1)
+                found.add((length, *request.tokens))
+                session.release(request)
     assert len(found) == 6, "a token for each length, however few the pages are"
     assert refused
 
@@ -201,14 +197,12 @@ def test_add_refuses_only_prompts_that_cannot_run(device: torch.device, window: 
 def _runs(session: DecodeSession, prompt: list[int]) -> bool:
     """Return True if a prompt runs without the check of add()."""
     check, session.pages.check_prompt = session.pages.check_prompt, lambda length: None  # type: ignore[method-assign]
-    row = session.add(prompt, SamplingParams(1))
+    request = session.add(prompt, SamplingParams(1))
     session.pages.check_prompt = check  # type: ignore[method-assign]
     try:
-        while session.running:
-            session.run(1)
-            session.collect(wait=True)
+        finish(session, 1)
         return True
     except CapacityError:
         return False
     finally:
-        session.release(row)
+        session.release(request)
