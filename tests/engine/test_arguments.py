@@ -57,7 +57,6 @@ BAD_MANAGER = {
     "config": ({"config": {}}, "config: expected RuntimeConfig, got {}"),
     "stream": ({"stream": 0}, "stream: expected None with a cache on cpu, got 0"),
     "vocab": ({"vocab_size": 0}, "vocab_size: expected an int from 1 to 1048576, got 0"),
-    "vocab-too-large-for-the-sampler": ({"vocab_size": (1 << 20) + 1}, "vocab_size: expected an int from 1 to 1048576"),
 }
 
 
@@ -67,10 +66,6 @@ def test_bad_manager_arguments_are_named(case: str) -> None:
     with pytest.raises(ConfigError, match=text):
         built(**changes)
     built().close()
-
-
-def test_a_custom_sampler_takes_any_vocabulary() -> None:
-    built(vocab_size=(1 << 20) + 1, sampler=lambda logits, step: logits.argmax(-1)).close()
 
 
 def test_mixed_sizes_need_mixed_batches(rig: Rig) -> None:

@@ -195,7 +195,8 @@ def test_a_runtime_hands_on_how_a_step_is_to_run() -> None:
     assert reports
     assert made.replay(one()).why_eager == ""
     assert made.replay(one(), eager=True).why_eager == "asked for by the caller"
-    for descriptor in (BatchDescriptor.decode(1), BatchDescriptor.decode(4)):
+    assert made.manager.descriptors[0].kind is GraphKind.MIXED
+    for descriptor in (BatchDescriptor.decode(1), BatchDescriptor.decode(4), made.manager.descriptors[0]):
         assert made.replay(one(), descriptor=descriptor).descriptor == descriptor
         assert made.compare(one(), descriptor=descriptor).descriptor == descriptor
     before = made.replay(one()).step
@@ -203,12 +204,6 @@ def test_a_runtime_hands_on_how_a_step_is_to_run() -> None:
     assert made.replay(one()).step == before + 3, "a comparison takes two numbers, and none of them twice"
     made.manager.queue._ring.waits = 2
     assert made.stats().ring_waits == 2
-
-
-def test_a_mixed_descriptor_is_a_size_like_others() -> None:
-    rig = make_rig(CPU)
-    mixed = next(d for d in rig.manager.descriptors if d.kind is GraphKind.MIXED)
-    assert rig.manager.replay(one(), descriptor=mixed).descriptor == mixed
 
 
 # -- the ends

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from graphrt.batch import Batch
-from graphrt.capture import guard
 from graphrt.engine.handle import StepFaultError, TokenLogprob
 from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, GraphRTError, ReplayError, ShapeError
 from graphrt.kernels.metadata.step_inputs import HEADER_STOP
@@ -254,7 +253,7 @@ def test_a_step_that_was_refused_is_as_if_it_had_not_been_asked_for(
     monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     """Requests need new pages in a step that is refused. The next step lists these pages."""
-    monkeypatch.setattr(guard, "_TURN", 64)  # each step looks at all weights
+    monkeypatch.setenv("GRAPHRT_DEBUG", "1")  # each step checks all weights
     runtime = captured(device=device, num_pages=30)
     embed = runtime.manager._program.model.embed
     with DecodeSession(runtime) as session:
