@@ -65,7 +65,8 @@ class PointerGuard:
         _check_names(self._remembered.items(), self._look_up())
 
     def check_next(self) -> None:
-        """Check the next tensor; the first call checks all. Raises: as `check`, at each call until it is fixed."""
+        """Check one tensor, in turn; the first call checks all tensors. Raises: see `check`, at each call until all are
+        valid."""
         if not self._all_due:
             tensor, address = self._next_turn()
             if tensor.data_ptr() == address:

@@ -244,7 +244,7 @@ def check_decoder(runtime: Runtime) -> None:
     """
     config, groups = runtime.config, runtime.kv_cache.groups
     if not runtime.samples:
-        raise ConfigError("runtime: has no sampler; build it with a sampler")
+        raise ConfigError("runtime: has no sampler; pass sampler= to Runtime")
     if not groups or any(group.cross for group in groups):
         raise ConfigError("runtime: the model has cross layers or no KV cache; submit batches to replay() yourself")
     if not config.mixed_batches and config.query_len != 1:

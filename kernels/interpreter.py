@@ -114,7 +114,8 @@ def convert_float(data: Any, source: Any, target: Any, rounding: object = None) 
 
 
 def _rounding_cast(cast: Callable[..., Any]) -> Callable[..., Any]:
-    """Cast to and from bfloat16 by value. Triton casts the bits unless the other dtype is float32."""
+    """Cast to and from bfloat16 by value. Triton's interpreter does so only for float32; for other dtypes it casts the
+    bits."""
 
     def cast_impl(self: Any, source: Any, target: Any) -> Any:
         if source.dtype.scalar == target.scalar == tl.bfloat16:

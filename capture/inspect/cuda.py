@@ -369,7 +369,8 @@ class _AttributeReader:
         self._read: dict[bytes, dict[str, str]] = {}  # most launches of a graph have the same attributes
 
     def read(self, handle: Any) -> dict[str, str]:
-        """Return the attributes that differ from their defaults, by name. An unknown attribute cannot be set."""
+        """Return the attributes that differ from their defaults, by name. Attributes that the driver does not know are
+        skipped."""
         if (get := self._get) is None:
             return {}
         node = int(handle)

@@ -176,7 +176,7 @@ def _storage(name: str, tensor: torch.Tensor, owner: Owner, live: bool = True) -
 
 
 def _pool_id(pool: Any) -> PoolId:
-    """Return the id of the pool of a graph. Raises: ConfigError if it has none of its own."""
+    """Return the id of the memory pool of a graph. Raises: ConfigError: if it is not a private pool."""
     if isinstance(pool, torch.cuda.MemPool):
         pool = pool.id
     elif callable(method := getattr(pool, "pool", None)):

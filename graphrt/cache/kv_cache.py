@@ -233,7 +233,8 @@ class KVCache:
         Returns [num_tokens] int64 on the device, copied on the current stream. Use torch.cat for several sequences.
 
         Raises:
-            ShapeError: if pages are out of range, too few, listed twice, the null page, or not a list of int.
+            ShapeError: if `pages` is not a list of int, is too short, or lists a page twice, the null page or a page
+            out of range.
             ConfigError: if there is no such layer, or num_tokens < 0.
         """
         group = self.groups[self.group_of[self._checked_layer(layer)]]

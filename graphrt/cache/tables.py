@@ -18,7 +18,8 @@ Slots = npt.NDArray[np.int64]
 
 
 class PageSource(Protocol):
-    """What tables take pages from: a PageAllocator, a PageLease, or the pages that a caller hands out."""
+    """The source of pages of tables: a PageAllocator, a PageLease, or pages that the caller's block manager
+    allocates."""
 
     def take(self, count: int) -> npt.NDArray[np.int32]: ...
 
@@ -63,7 +64,8 @@ class Tables:
         return lacks
 
     def grow_by(self, slots: Slots, more: npt.NDArray[np.int64]) -> None:
-        """Allocate `more` pages for each slot. Raises: CapacityError: if too few are free. Nothing has changed then."""
+        """Allocate `more` pages for each slot. Raises: CapacityError: if fewer pages are free. Nothing has changed
+        then."""
         if count := int(more.sum()):
             first = self.to[slots]
             places = self._places(slots, first, more)
@@ -119,7 +121,8 @@ class Tables:
         return bool(self.from_[donor] <= self.group.first_page_seen(length))
 
     def share(self, donor: int, slot: int, length: int) -> tuple[int, int] | None:
-        """Give an empty slot the pages of another's first `length` tokens; return a pair of pages to copy."""
+        """Share the pages of the first `length` tokens of `donor` with an empty slot; return a pair of pages to
+        copy."""
         first, full = self.group.first_page_seen(length), length // self.group.page_size
         pages = self._pages[donor, first:full].tolist()
         self._source.share(pages)
@@ -133,12 +136,13 @@ class Tables:
 
     def num_own_pages(self, slot: int, length: int, most: int) -> int:
         """Return the number of pages that a fork does not share: those after the full pages of the first `length`
-        tokens that the first `most` tokens may use. Pages that the slot has ahead of these are not the fork's."""
+        tokens that the first `most` tokens may use. A fork gets no pages for later tokens."""
         end = min(self.group.pages_for(most), int(self.to[slot]))
         return max(0, end - max(length // self.group.page_size, int(self.from_[slot])))
 
     def fork(self, slot: int, new: int, length: int, own: Sequence[int]) -> list[tuple[int, int]]:
-        """Give an empty slot the full pages of another's first `length` tokens, then its `num_own_pages` own ones.
+        """Share the full pages of the first `length` tokens of `slot` with the empty slot `new`, and append the pages
+        `own`.
 
         Returns pairs of pages to copy, source and target.
         """

@@ -62,7 +62,7 @@ def run(options: ReplayOptions) -> None:
 def _load(options: ReplayOptions, bundle: Bundle, device: str) -> LoadedModel:
     """Load the model that the command names, or else the one that the bundle names."""
     if options.shape is not None and options.model is not None:
-        raise ConfigError("replay: expected one of --shape and --model, got both; name one")
+        raise ConfigError("replay: expected one of --shape and --model, got both; pass one")
     named = {"shape": options.shape, "model": options.model}
     if options.shape is None and options.model is None:
         named = dict(bundle.model)
@@ -80,13 +80,13 @@ def _load(options: ReplayOptions, bundle: Bundle, device: str) -> LoadedModel:
     loaded = load_model(source, device=device, dtype=dtype, max_positions=min(longest, 1 << 20), seed=seed)  # type: ignore[arg-type]  # checked there
     if loaded.config.attention_specs(dtype) != bundle.attention or loaded.config.vocab_size != bundle.vocab_size:
         raise ConfigError(
-            "replay: this model has other attention layers or another vocabulary than the recorded one; name the "
+            "replay: the attention layers or the vocabulary of this model differ from the recorded ones; pass the "
             "recorded model with --shape or --model"
         )
     if longest > loaded.config.max_position_embeddings:
         most = loaded.config.max_position_embeddings
         raise CapacityError(
-            f"replay: the bundle has max_seq_len={longest}, but the model has {most} positions; name the recorded "
+            f"replay: the bundle has max_seq_len={longest}, but the model has {most} positions; pass the recorded "
             "model with --shape or --model"
         )
     return loaded

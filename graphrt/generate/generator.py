@@ -55,13 +55,13 @@ class TextGenerator:
     Without mixed batches (`RuntimeConfig.mixed_batches`), prompts are computed one token per step.
 
     A sequence takes pages as it grows. If pages run out, the request of the last prompt is preempted, and its pages
-    move to host memory. Prompts with a common prefix share its pages. Neither changes a token, except through the last
-    bits of logits, which may differ between captured sizes.
+    move to host memory. Prompts with a common prefix share its pages. Preemption and shared pages do not change tokens,
+    unless logits differ in their last bits between captured sizes.
 
     runtime     a captured runtime; several generators may share it
-    swap_bytes  pinned host memory that one `generate` may take if its sequences may not all have pages at once. What
-                does not fit is recomputed; 0: everything is. If the host cannot allocate the memory, a RuntimeWarning
-                says why, once, and everything is recomputed
+    swap_bytes  pinned host memory that one `generate` may take if its sequences may not all have pages at once. Pages
+                that do not fit are recomputed; 0: all pages. If the host cannot allocate the memory, a RuntimeWarning
+                gives the reason once, and all pages are recomputed
 
     stats  see GenerationStats
 
@@ -89,9 +89,10 @@ class TextGenerator:
         prompts  token ids from 0 to vocab_size - 1, at least one per prompt: lists, arrays or host tensors
         params   one for all prompts, or one per prompt
 
-        Raises: ShapeError: if a prompt is empty or not a list of token ids. CapacityError: if a prompt does not fit
-        even alone. ConfigError: for wrong params. CaptureError: if the runtime is not captured. All of these are raised
-        before any step. Later: CapacityError: if other users of the runtime hold the pages that the first prompt needs.
+        Raises: ShapeError: if a prompt is empty or not a list of token ids. CapacityError: if the cache is too small
+        for a prompt even without others. ConfigError: for wrong params. CaptureError: if the runtime is not captured.
+        All of these are raised before any step. Later: CapacityError: if other users of the runtime hold the pages that
+        the first prompt needs.
         StepFaultError: if prompts had a fault, for example logits that are all NaN, after the events of all tokens that
         had arrived; `prompts` names them. ReplayError: if a request gets no token. CaptureError: after a `reset()`.
         """

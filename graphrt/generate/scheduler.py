@@ -407,7 +407,8 @@ class Preemption:
         self._pages.free_passed(here, self._table.most[here])
 
     def share(self, req_index: int, donor: int, length: int) -> tuple[int, int]:
-        """Start a request without pages with the first `length` tokens of another, which both have in common.
+        """Share the pages of the first `length` tokens of a request with one that has no pages and starts with the same
+        tokens.
 
         Returns: the number of its pages, and how many of them were copied.
         """

@@ -110,7 +110,7 @@ class Tokenizer:
         # The template has written the special tokens that the model expects.
         ids = list(_guarded("tokenizer", lambda: self._backend(rendered, add_special_tokens=False).input_ids))
         if not ids:
-            raise ConfigError("chat template: it renders a user message as no text; pass chat=False (--raw)")
+            raise ConfigError("chat template: renders a user message as an empty string; pass chat=False (--raw)")
         return ids if self._bos_id is None or ids[0] == self._bos_id else [self._bos_id, *ids]
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -27,13 +27,13 @@ quarter of it, and so on. A step that lists pages takes the host fifteen times a
 
 
 class ExternalPages:
-    """The pages of a pool that a caller's block manager hands out: counts the requests that use each page.
+    """The pages of a pool that the caller's block manager allocates: counts the requests that use each page.
 
     `free` collects pages that no request uses any more for `pop_freed`. Until it is popped, a freed page may not be
     appended again.
     """
 
-    num_free = 0  # requests get pages from the caller alone
+    num_free = 0  # only the caller gives pages to requests
 
     def __init__(self, num_pages: int, null_page: int) -> None:
         self.num_pages, self.null_page = num_pages, null_page
@@ -98,7 +98,7 @@ def by_pool(groups: Sequence[KVCacheSpec], counts: Iterable[int]) -> list[int]:
 def check_pages(
     name: str, length: int, groups: Sequence[KVCacheSpec], pools: Sequence[PageAllocator | PageLease | ExternalPages]
 ) -> None:
-    """Raise CapacityError if the pools are too small for a sequence, even alone and in chunks of one token."""
+    """Raise CapacityError if the pools are too small even for this sequence alone, prefilled one token at a time."""
     needs = pages_needed(groups, length, 1)
     for index, (need, pool) in enumerate(zip(needs, pools, strict=True)):
         if need > (pages := pool.num_pages - 1):
@@ -120,7 +120,7 @@ class SessionPages:
 
     @property
     def are_external(self) -> bool:
-        """True if a caller hands out the pages."""
+        """True if the caller's block manager allocates the pages."""
         return bool(self._external)
 
     def free_passed(self, ids: Ids, lengths: Ids) -> None:
@@ -188,7 +188,7 @@ class SessionPages:
         return True
 
     def none_left(self) -> CapacityError:
-        """Return the error of a step in which no request has a page."""
+        """Return the error to raise if no request of a step has a page for its next token."""
         if self.are_external:
             return CapacityError("run: no request has a page for its next token; append_pages() to a running request")
         free = " + ".join(str(pool.num_free) for pool in self._pools)
@@ -211,8 +211,8 @@ class SessionPages:
     def delta(
         self, ids: Ids, continuing: npt.NDArray[np.bool_]
     ) -> tuple[npt.NDArray[np.int32], Int32Array] | tuple[None, None]:
-        """Return the same as BatchDelta takes it: lists and pages. A request that does not continue lists none, as the
-        device would skip them."""
+        """Return the same pages in the form of a BatchDelta: lists and pages. A request that does not continue lists
+        none, as the device would skip them."""
         lists, every, start = np.empty((len(self.tables), PAGE_FIELDS, len(ids)), np.int32), [], 0
         for fields, table in zip(lists, self.tables, strict=True):
             fields[PAGE_FIRST], counts, pages = table.list_new(ids, continuing)
@@ -226,20 +226,20 @@ class SessionPages:
         return by_pool(self._groups, (table.num_own_pages(req_index, length, most) for table in self.tables))
 
     def check_fork(self, req_index: int, length: int, most: int, given: object) -> list[Int32Array]:
-        """Return the pages that a caller gives for a fork, by pool; none if the session owns its pages."""
+        """Return the pages that the caller passes for a fork, by pool; empty if the session allocates its pages."""
         needs = self.fork_needs(req_index, length, most)
         if self._external:
             pages = _page_ids([[]] * len(needs) if given is None else given, self._pools, "pool")
             for need, ids in zip(needs, pages, strict=True):
                 if len(ids) != need:
                     raise CapacityError(
-                        f"fork: expected {need} pages in pages=, got {len(ids)}; pass as many as fork_needs() says"
+                        f"fork: expected {need} pages in pages=, got {len(ids)}; pass as many as fork_needs() returns"
                     )
             for external, ids in zip(self._external, pages, strict=True):
                 external.check_new(ids)
             return pages
         if given is not None:
-            raise ConfigError("pages: this session allocates its pages itself; leave pages= out")
+            raise ConfigError("pages: this session allocates its pages itself; omit pages=")
         for need, pool in zip(needs, self._pools, strict=True):
             if need > pool.num_free:
                 raise CapacityError(
@@ -250,7 +250,8 @@ class SessionPages:
     def fork(
         self, req_index: int, new: int, length: int, most: int, given: Sequence[Int32Array]
     ) -> Iterator[tuple[int, tuple[list[int], list[int]]]]:
-        """Give a new request the full pages of another's first `length` tokens, and pages of its own after them.
+        """Share the full pages of the first `length` tokens of a request with a new one, and add the new request's own
+        pages.
 
         Yields by KV group the source and target pages to copy. `given` is what `check_fork` returned.
         """
@@ -271,13 +272,14 @@ class SessionPages:
         return all(table.can_share(donor, length) for table in self.tables)
 
     def share(self, donor: int, req_index: int, length: int) -> Iterator[tuple[int, tuple[list[int], list[int]]]]:
-        """Give a request the pages of another's first `length` tokens; yield pages to copy, as `fork`."""
+        """Share the pages of the first `length` tokens of `donor` with a request; yield pages to copy, see `fork`."""
         for group, table in enumerate(self.tables):
             if (pair := table.share(donor, req_index, length)) is not None:
                 yield group, ([pair[0]], [pair[1]])
 
     def check_append(self, req_index: int, given: object) -> list[Int32Array]:
-        """Return the checked pages that a caller gives a request, by KV group: a list of each, or of the only one."""
+        """Check the pages that the caller appends to a request, and return them by KV group. `given`: a list per group,
+        or the list of the only group."""
         pools = [self._pools[table.group.pool] for table in self.tables]
         pages = _page_ids([given] if len(pools) == 1 else given, pools, "KV group")
         for group, (table, more) in enumerate(zip(self.tables, pages, strict=True)):

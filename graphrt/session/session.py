@@ -47,10 +47,10 @@ class DecodeSession:
     CaptureError. `collect` still returns the tokens of launches in flight, and `close` returns all pages and request
     indices. Leave a session with `close()`, or use it in a `with` block.
 
-    Each step is a launch of its own, with all inputs, if the backend plans on the host or `query_len` is not 1.
+    If the backend plans on the host, or `query_len` is not 1, each step is a separate launch with all inputs.
 
     runtime         a captured runtime with a sampler. Several sessions and other users may share it
-    external_pages  your block manager hands out the pages, not the runtime's allocators. Requests get them from
+    external_pages  your block manager allocates the pages, not the runtime's allocators. Requests get them from
                     `append_pages`, and `pop_freed_pages` returns those that are not needed any more
 
     table, pages, launches  the parts of the session, for a scheduler in this package
@@ -138,7 +138,7 @@ class DecodeSession:
         self.table.begin(request, known, start)
 
     def fork_needs(self, request: SessionRequest) -> list[int]:
-        """Return the pages of each pool that a `fork` of a request takes now. Raises: ConfigError: as `release`."""
+        """Return how many pages of each pool a `fork` of a request takes now. Raises: see `release`."""
         with self._exclusive:
             self._check_own(request, "fork_needs")
             return self.pages.fork_needs(request.req_index, *self._lengths(request))
@@ -146,10 +146,10 @@ class DecodeSession:
     def fork(
         self, request: SessionRequest, *, seed: int | None = None, pages: Sequence[Sequence[int]] | None = None
     ) -> SessionRequest:
-        """Add a request that continues as `request` does, from where the launches so far bring it.
+        """Add a copy of `request` that continues from its state after all launches so far.
 
         Full pages are shared; others with tokens are copied, on the device. Pages that `request` has for later tokens
-        are not shared. The new request gets the tokens of launches in flight as `request` does.
+        are not shared. Both requests get the tokens of launches in flight.
 
         seed   of the new request; by default that of `request`, so that both sample the same tokens
         pages  with external_pages=True, a list per pool, of as many pages as `fork_needs` returns
@@ -387,7 +387,7 @@ class DecodeSession:
 
     def _check_external(self, call: str) -> None:
         if not self.pages.are_external:
-            raise ConfigError(f"{call}: this session allocates its pages itself; use external_pages=True")
+            raise ConfigError(f"{call}: this session allocates its pages itself; build it with external_pages=True")
 
 
 def check_request(

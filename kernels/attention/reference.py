@@ -269,7 +269,7 @@ def encoder_reference(
     window: int = 0,
     lse: torch.Tensor | None = None,
 ) -> None:
-    """Attend from packed requests to themselves, in both directions, in plain torch.
+    """Compute bidirectional attention within each packed request, in plain torch.
 
     k, v      [padded_tokens, num_kv_heads, *]   dtype of q, of the same tokens
     options   without causal

@@ -355,21 +355,21 @@ def finite(logits):
 
 @triton.jit
 def key_of(value):
-    """Return a float as an integer of the same order; both zeros have one key."""
+    """Return an integer key that orders like the float; -0.0 and 0.0 have the same key."""
     bits = tl.where(value == 0, 0, value.to(tl.int32, bitcast=True))
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
 
 
 @triton.jit
 def value_of(key):
-    """Return the float of a key."""
+    """Return the float that has this key."""
     bits = key.to(tl.int32)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def min_p_floor(best, heat, min_p):
-    """Return the lowest logit that min-p keeps; -inf if it is off."""
+    """Return the lowest logit that min-p keeps; -inf if min-p is 0."""
     return tl.where(min_p > 0, best + heat * tl.log(tl.where(min_p > 0, min_p, 1.0)), float("-inf"))
 
 
@@ -379,8 +379,8 @@ def largest_reaching(values, amounts, need, low, high, until):
 
     This must be true of the arguments. The search divides the range by five until it has at most `until` keys; with 1,
     the result `low` is the largest such key. Four sums at once take as many barriers and shuffles as one, and these
-    dominate the time. Each step also moves the bounds to existing values, which are few: bfloat16 logits have one key
-    in 65,536. Sums of non-negative floats in a fixed order are monotone, so the result is exact.
+    dominate the time. Each step also moves the bounds to existing values, which are few: only one key in 65,536 is a
+    bfloat16 value. Sums of non-negative floats in a fixed order are monotone, so the result is exact.
     """
     while high - low > until:
         fifth = (high - low + 4) // 5

@@ -165,7 +165,7 @@ def _list_plain(
     GROUP: tl.constexpr,
     LIST: tl.constexpr,
 ):
-    """List the unchanged tokens that reach the floor. Return the length, above LIST if they are too many.
+    """List the unchanged tokens that reach the floor. Return the length; it exceeds LIST if the tokens do not fit.
 
     A first pass writes a bit per token, because few of many tokens reach the floor; a second one lists the bits.
     """
@@ -233,7 +233,7 @@ def _logits_listed(source, group_ptrs, start, count, groups: tl.constexpr, GROUP
 
 @triton.jit
 def _list_bits(source, words, bits, row_list, length, LIST: tl.constexpr):
-    """Append the unchanged tokens of these bits to the list, one bit of each word at a time. Return the new length."""
+    """Append the tokens whose bits are set to the list, one bit of each word per iteration. Return the new length."""
     tokens_ptr, logits_ptr = row_list
     of_word = num_bits(bits)
     place = length + tl.cumsum(of_word, 0) - of_word
@@ -252,7 +252,7 @@ def _list_bits(source, words, bits, row_list, length, LIST: tl.constexpr):
 
 @triton.jit
 def _list_changed(source, group_ptrs, group_best, floor, row_list, length, GROUP: tl.constexpr, LIST: tl.constexpr):
-    """Append the changed tokens that reach the floor. Usually a few groups have one. Return the new length."""
+    """Append the changed tokens that reach the floor. Usually few groups have such a token. Return the new length."""
     per_group: tl.constexpr = GROUP // WORD
     wide: tl.constexpr = _CHANGED_WORDS // per_group
     tokens_ptr, logits_ptr = row_list

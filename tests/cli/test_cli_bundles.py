@@ -148,7 +148,7 @@ def test_a_bundle_of_another_model_is_refused(graphrt, bundle: Path, monkeypatch
     monkeypatch.setitem(shapes.SHAPES, "other", replace(TINY, vocab_size=101))
     code, _, log = graphrt("replay", bundle, "--shape", "other", "--device", "cpu")
     assert code == 1
-    assert "replay: this model has other attention layers or another vocabulary than the recorded one" in log
+    assert "replay: the attention layers or the vocabulary of this model differ from the recorded ones" in log
 
 
 def test_a_bundle_of_another_dtype_than_the_devices_runs(graphrt, tmp_path: Path) -> None:

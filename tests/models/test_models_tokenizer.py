@@ -96,7 +96,7 @@ TEMPLATES = {
     "files": (None, {"chat_template.jinja": TEMPLATE, "additional_chat_templates/rag.jinja": "rag"}, None),
     "file before config": ("config", {"chat_template.jinja": TEMPLATE}, None),
     "no default": (NAMED[1:], None, r"chat template: the model has 'tool_use', but none named 'default'"),
-    "empty": ("", None, "chat template: it renders a user message as no text"),
+    "empty": ("", None, "chat template: renders a user message as an empty string"),
     "number": (3, None, "chat_template: expected Jinja source or None, got 3"),
 }
 

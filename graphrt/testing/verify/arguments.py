@@ -42,7 +42,9 @@ def check_tensor(name: str, value: object) -> torch.Tensor:
     if tensor.is_meta:
         raise ConfigError(f"{name}: the tensor is on the meta device and has no memory; move it to a device")
     if not (has_poison(tensor.dtype) or tensor.dtype == torch.bool or tensor.is_complex()):
-        raise ConfigError(f"{name}: torch cannot compare values of {tensor.dtype}; convert the tensor, or view it")
+        raise ConfigError(
+            f"{name}: torch cannot compare values of {tensor.dtype}; convert the tensor, or view it as another dtype"
+        )
     return tensor
 
 

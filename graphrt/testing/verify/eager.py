@@ -68,8 +68,8 @@ class EagerChecks:
     def _find_hidden(self, case: Case) -> None:
         """Find the unnamed tensors that run() changes in place: they are restored before each run.
 
-        A tensor that only the first of two runs changes is a cache that it filled. It keeps its contents, as Python
-        values may say that it is filled.
+        If only the first of two runs changes a tensor, the tensor is treated as a cache that this run filled. Its
+        contents are kept, because Python values may mark it as filled.
         """
         target, runs = self._v.target, self._v.runs
         runs.restore_state()

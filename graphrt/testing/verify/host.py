@@ -56,8 +56,8 @@ class _Tensor:
 class Change(NamedTuple):
     """A value that differs from the recorded one.
 
-    `old` can be assigned at `path`; it is None for a tensor that was too large to copy. `name` and `text` are for the
-    report. `tensor` is the recorded tensor if another one took its place and it is still alive.
+    `old` can be assigned at `path`; it is None for a tensor that was too large to copy. The report shows `name` and
+    `text`. `tensor` is the recorded tensor if it was replaced by another one and is still alive.
     """
 
     path: str
@@ -69,7 +69,7 @@ class Change(NamedTuple):
 
 
 def same(old: Any, new: Any) -> bool:
-    """Return whether two values have one type and equal contents."""
+    """Return whether two values have the same type and equal contents."""
     if old is new:
         return True
     if type(old) is not type(new):
@@ -146,7 +146,7 @@ class HostValues:
 
 
 def _recorded(value: Any, room: list[int]) -> Any:
-    """Return what is kept of a value. `room` holds the bytes that tensor copies may still take."""
+    """Return the part of a value to record. `room` holds the bytes that tensor copies may still take."""
     if isinstance(value, torch.Tensor):
         return _Tensor(value.data_ptr(), tuple(value.shape), _copied(value, room), weakref.ref(value))
     if isinstance(value, dict):

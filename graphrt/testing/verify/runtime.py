@@ -1,7 +1,7 @@
 """Verify the graphs of a captured `ReplayManager` against its eager steps, and against another backend.
 
     report = verify_runtime(manager)
-    report = verify_runtime(manager, oracle=other)     # e.g. backend="torch_reference", over the same KVCache
+    report = verify_runtime(manager, oracle=other)     # e.g. backend="torch_reference", with the same KVCache
 
 The graphs are those that the manager captured. The KV cache and the state of its requests are restored afterwards.
 """
@@ -128,7 +128,7 @@ def verify_runtime(
             for which the cache is filled with random values.
         model: object to search for numbers and tensors that a graph may have frozen. Default: the manager's model.
         vocab_size: bound of generated tokens. Default: the manager's.
-        oracle: a captured manager of the same model and config over the same KVCache, with another backend and
+        oracle: a captured manager with the same model, config and KVCache, but with another backend and
             `use_graphs=False`. Its eager logits are the reference.
         count, seed: number and seed of generated batches.
         tolerance: of logits against the oracle's.
