@@ -55,7 +55,7 @@ class CaptureLock:
     def __init__(self, doing: Callable[[], Doing], memory: Mapping[str, Callable[[], int]], *, strict: bool) -> None:
         self._doing, self._measures, self._strict = doing, dict(memory), strict
         self._before: dict[str, int] = {}
-        self._hooks: weakref.finalize | None = None  # type: ignore[type-arg]  # generic for type checkers alone
+        self._hooks: weakref.finalize | None = None  # type: ignore[type-arg]  # generic only for type checkers
         self.kernels: Counter[str] = Counter()
         self.grown: Counter[str] = Counter()
 

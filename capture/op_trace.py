@@ -250,7 +250,7 @@ class _OpTraceWriter(TorchDispatchMode):
             return result  # changes no data
         inputs = {t.untyped_storage().data_ptr() for t in tensors_in((args, kwargs))}
         # Results that own their memory; None is a view of an input, which a launch need not fill. The caller may change
-        # a result's shape in place (squeeze_, t_), so the trace keeps a view of its own.
+        # a result's shape in place (squeeze_, t_), so the trace keeps its own view.
         kept = tuple(
             None if t.untyped_storage().data_ptr() in inputs else t.detach() for t in tensors_in(result)
         )  # fmt: skip

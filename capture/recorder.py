@@ -27,7 +27,7 @@ from graphrt.capture.raw_graph import CostMeter, Launcher, check, count_nodes
 from graphrt.kernels.errors import CaptureError
 
 # cuBLAS keeps one workspace per stream for the life of the process, and two graphs captured on one stream share it. So
-# every open recorder has a capture stream of its own; a closed recorder passes its stream to the next one. The stream
+# every open recorder has its own capture stream; a closed recorder passes its stream to the next one. The stream
 # is not from torch's pool: torch hands out 32 streams round-robin, so other code may multiply matrices on the same
 # stream.
 _idle_streams: dict[torch.device, list[torch.cuda.Stream]] = {}
@@ -192,8 +192,8 @@ class CudaGraphRecorder:
 def _reset_generator() -> None:
     """Make torch's generator usable outside of captures again.
 
-    Before PyTorch 2.12, an invalidated capture leaves the generator in capture mode, in which it refuses to draw. The
-    end of another capture resets it, so this captures an empty graph.
+    Before PyTorch 2.12, an invalidated capture leaves the generator in capture mode, in which it raises when it draws.
+    The end of another capture resets it, so this captures an empty graph.
     """
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with warnings.catch_warnings():

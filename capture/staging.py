@@ -50,7 +50,7 @@ class StagingSlot:
 
     @classmethod
     def allocate(cls, words: int, device: torch.device) -> StagingSlot:
-        """Return a slot with memory of its own."""
+        """Return a slot with its own memory."""
         pinned = device.type == "cuda"
         return cls(torch.zeros(words, dtype=torch.int32, device="cpu", pin_memory=pinned), device)
 
@@ -89,7 +89,7 @@ class StagingSlot:
     def wait(self) -> None:
         """Wait until the slot's last launch has finished, then collect its results.
 
-        A late reader may find the slot in use by a newer launch. If that one is still running, it is left alone.
+        A newer launch may use the slot by then. If that launch is still running, its results are not collected.
         """
         if self.is_free:
             return

@@ -430,9 +430,9 @@ def _page_lists(requests: Sequence[Request]) -> tuple[list[Sequence[int] | Int32
             nothing = not len(pages)  # in no group
             if not (nothing or (ok and len(pages) == groups)) or len(firsts) != groups:
                 raise ShapeError(
-                    f"requests[{index}].pages: expected {groups} lists of pages, because another request has {groups}, and "
-                    f"one first page or {groups}, got {shown(request.pages)} and {shown(request.first_page)}; pass a list "
-                    "per KV group"
+                    f"requests[{index}].pages: expected {groups} lists of pages, because another request has {groups}, "
+                    f"and one first page or {groups}, got {shown(request.pages)} and {shown(request.first_page)}; pass "
+                    "a list per KV group"
                 )
             lists.append(() if nothing else _list(index, "pages", pages[group]))
             first_pages.append(firsts[group])

@@ -135,5 +135,5 @@ def host_array(name: str, values: Any, dtype: Any, length: int | None = None) ->
         for value in (array.min(), array.max()):
             if value < info.min or value > info.max:
                 raise ShapeError(f"batch.{name}: expected values that fit {np.dtype(dtype).name}, got {value}")
-    with np.errstate(all="ignore"):  # a temperature beyond float32 becomes infinite, which check_ranges refuses
+    with np.errstate(all="ignore"):  # a temperature beyond float32 becomes infinite, which check_ranges rejects
         return np.ascontiguousarray(array, dtype=dtype)

@@ -39,7 +39,8 @@ def cache_dir() -> Path:
 
 
 def debug() -> bool:
-    """Return whether GRAPHRT_DEBUG is 1: check every step in full, and raise for late kernels and memory growth."""
+    """Return whether GRAPHRT_DEBUG is 1: check every step in full, and raise for kernels loaded after capture and for
+    memory growth."""
     value = os.environ.get("GRAPHRT_DEBUG", "0")
     if value not in ("0", "1"):
         raise ConfigError(f"GRAPHRT_DEBUG: expected 0 or 1, got {value!r}; set it to 1, or unset it")

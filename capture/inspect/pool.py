@@ -67,7 +67,7 @@ def memory_of(
         for name, tensor in _named(argument, values):
             region = _storage(name, tensor, owner)
             held = storages.get(region.address)
-            if held is None or held.nbytes < region.nbytes:  # a view imported by DLPack has a storage of its own
+            if held is None or held.nbytes < region.nbytes:  # a view imported by DLPack has its own storage
                 storages[region.address] = region
         regions += storages.values()
     if isinstance(pool, OpTraceLoop):

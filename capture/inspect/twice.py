@@ -25,7 +25,7 @@ _NUMBER_BYTES = 4
 
 
 def compare(first: Lookup, second: Lookup, found: list[AddressFinding]) -> list[Finding]:
-    """Return the findings about the second capture. `found`: the findings about its addresses alone.
+    """Return the findings about the second capture. `found`: the findings that its own addresses show.
 
     Raises:
         ConfigError: if both captures share a pool.

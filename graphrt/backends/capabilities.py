@@ -27,7 +27,7 @@ class GraphSupport(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a backend supports. A runtime that needs anything else is refused at construction.
+    """What a backend supports. The construction of a runtime that needs anything else raises UnsupportedError.
 
     devices          device types: "cpu", "cuda"
     dtypes           dtypes of queries, keys, values and outputs

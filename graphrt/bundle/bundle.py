@@ -169,7 +169,8 @@ class Bundle:
         backend   another attention backend than the recorded one; "" for any
         compare   True for `run`, which also runs each launch eagerly; False for `time`
 
-        Raises: ConfigError: if `compare` is not a bool; the errors of ReplayManager if the model does not fit.
+        Raises: ConfigError: if `compare` is not a bool; the errors of ReplayManager if the model does not match the
+        bundle.
         """
         compare = check_bool("compare", compare, advice="False for time()")
         return BundleReplays(self, model, resolve_device(device), sampler if self.samples else None, backend, compare)

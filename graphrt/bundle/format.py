@@ -50,7 +50,7 @@ def checked_target(path: str | Path) -> str:
             raise ConfigError(f"bundle: {str(path)!r} is a pipe or a device; name a regular file, or a new one")
         if not target.parent.is_dir():
             raise ConfigError(f"bundle: the folder {str(target.parent)!r} does not exist; create it, or name another")
-    except (OSError, ValueError) as error:  # a name that the system refuses
+    except (OSError, ValueError) as error:  # a name that the system rejects
         raise ConfigError(f"bundle: {str(path)!r:.200} cannot be written ({error}); name another file") from error
     return str(target)
 

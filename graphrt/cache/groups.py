@@ -50,7 +50,7 @@ def kv_groups(
     Layers with equal heads, window and chunk size are of one kind. A kind with more layers than the rarest kind becomes
     several groups of that many layers. A page then has the same number of bytes in each group, and the pages of all
     groups come from one pool. Groups with a window keep only the pages of the window. Cross layers are a separate kind.
-    Encoder layers have no KV cache: a model of encoder layers alone has no groups.
+    Encoder layers have no KV cache: a model with only encoder layers has no groups.
 
     attention   the spec of every layer, in order; layers with kv_shared_with have no KV of their own
     page_size   tokens per page of the kind with the most bytes per token. If the bytes of another kind divide these,

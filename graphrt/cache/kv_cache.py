@@ -48,7 +48,7 @@ class KVCache:
     tensors must not be freed or moved while a runtime uses them.
 
     Layers are counted here without those that have `AttentionSpec.kv_shared_with`, and without encoder layers. A model
-    of encoder layers alone has a cache without groups: `KVCache.allocate((), (), device)`.
+    with only encoder layers has a cache without groups: `KVCache.allocate((), (), device)`.
 
     Raises:
         ConfigError: if `groups` are wrong, if K and V are not one tensor per layer, or if tensors overlap.

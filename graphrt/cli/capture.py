@@ -121,7 +121,7 @@ def _check_files(options: CaptureOptions) -> None:
             if not Path(path).parent.is_dir():
                 folder = str(Path(path).parent)
                 raise ConfigError(f"--{name}: the folder {folder!r} does not exist; create it, or name another")
-        except (OSError, ValueError) as error:  # a name that the system refuses
+        except (OSError, ValueError) as error:  # a name that the system rejects
             raise ConfigError(f"--{name}: {path!r:.200} cannot be written ({error}); name another file") from error
     if options.record is not None:
         checked_target(options.record)

@@ -57,7 +57,7 @@ def run(options: GenerateOptions) -> None:
     ids = [tokenizer.encode_prompt(prompt, chat=chat) for prompt in prompts]
     most = max(map(len, ids))
     longest = most + options.max_new_tokens - 1  # the last sampled token is not in the cache
-    positions = longest if longest <= _MOST_POSITIONS else None  # more than any model has: refused below
+    positions = longest if longest <= _MOST_POSITIONS else None  # more than any model has: rejected below
     start = time.perf_counter()
     with log.status(f"loading {path.name}"):
         loaded = load_model(path, device=device, dtype=_DTYPES.get(options.dtype, "auto"), max_positions=positions)

@@ -1,4 +1,4 @@
-"""Checks after capture: tensors that graphs read, kernels that are loaded late, memory that grows."""
+"""Checks after capture: tensors that graphs read, kernels loaded after capture, memory growth."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Guards:
 
     The first step checks all tensors that graphs read, by name: address, shape, strides and dtype. Later steps compare
     the addresses of a few weights and cache tensors, and a few names of the model, if `check_weights` is set. A name
-    that refers to another object causes a full check. With GRAPHRT_DEBUG=1 every step checks everything, and late
-    kernels and memory growth raise.
+    that refers to another object causes a full check. With GRAPHRT_DEBUG=1 every step checks all tensors and names, and
+    raises for kernels loaded after capture and for memory growth.
 
     weights   named tensors passed by the caller; None: those of the model, looked up again at each full check
     """

@@ -89,7 +89,7 @@ class LaunchInputs:
 
     @property
     def order(self) -> Int32Array | None:
-        """The request index at each place of the batch; None if a delta keeps the order."""
+        """The request index at each position of the batch; None if a delta keeps the order."""
         if self.is_delta and not self.kind & layout.NEW_ORDER:
             return None
         return self.words[layout.HEADER_SIZE : layout.HEADER_SIZE + self.num_reqs]  # the first field
@@ -101,7 +101,7 @@ class LaunchInputs:
         return self.words[at : at + self.num_reqs]
 
     def listed(self) -> list[tuple[int, int, int, Int32Array]]:
-        """Return KV group, place in the batch, first page and page ids, a view, of every list that is not empty."""
+        """Return KV group, position in the batch, first page and page ids (a view) of every list that is not empty."""
         found = []
         pages = self.pages
         for group, (firsts, starts, counts) in enumerate(self.lists):
@@ -115,7 +115,7 @@ class LaunchInputs:
         return found
 
     def write(self, out: Int32Array, step: int) -> None:
-        """Write the words into a slot, for steps from number `step` on, each a launch of its own."""
+        """Write the words into a slot, for steps from number `step` on, each as a separate launch."""
         out[: len(self.words)] = self.words
         kind = self.kind & ~layout.LOOPS
         listed = int(self.words[layout.HEADER_NUM_PAGES])

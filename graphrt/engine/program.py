@@ -174,7 +174,8 @@ def capacity_of(config: RuntimeConfig, groups: Sequence[PageGroup], vocab_size: 
 
 
 def check_page_tables(tables: torch.Tensor | None, buffers: StaticBuffers) -> torch.Tensor | None:
-    """Return the page tables of a caller with a dimension of groups. Raises: ShapeError: if they do not fit."""
+    """Return the caller's page tables with a dimension of KV groups. Raises: ShapeError: if they have the wrong
+    shape."""
     if tables is None:
         return None
     check_instance("page_tables", tables, torch.Tensor, advice="pass an int32 tensor, or None", error=ShapeError)

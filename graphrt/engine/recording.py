@@ -28,7 +28,7 @@ _FAR = 1 << 30  # added to page ids outside of their pool, so that they stay out
 
 @dataclass(frozen=True, slots=True)
 class RecordedLaunch:
-    """One launch, with everything that it needs to run again alone.
+    """One launch, with all state that it needs to run again without the launches before it.
 
     descriptor   the captured size that it ran at
     words        what the host wrote for it, with the number of steps that ran

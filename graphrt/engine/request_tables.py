@@ -298,7 +298,7 @@ class RequestTables:
         self._have_nothing()
 
     def _have_nothing(self) -> None:
-        """Record that no request has a bias or values of its own."""
+        """Record that no request has a bias or its own values."""
         self._biased.clear()
         self.left.clear()
         for stated in self._stated.values():

@@ -390,7 +390,7 @@ class Preemption:
 
     A request that is preempted or detached has no request index. It still gets the tokens of launches in flight.
 
-    session  of the runtime, used by the caller alone
+    session  of the runtime; only the caller uses it
     """
 
     def __init__(self, runtime: Runtime, session: DecodeSession) -> None:

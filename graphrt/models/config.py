@@ -40,7 +40,7 @@ _GENERATION_UNSUPPORTED: dict[str, tuple[Any, ...]] = dict.fromkeys(
     ),
     (),
 )  # fmt: skip
-# A key of the architecture that is in none of these tables and that `from_gguf` does not read is refused.
+# A key of the architecture that is in none of these tables and that `from_gguf` does not read is rejected.
 _GGUF_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
     "attention.clamp_kqv": (0.0,),
@@ -147,7 +147,7 @@ class ModelConfig:
     def from_hf(cls, raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
         """Read a config.json, and the end-of-text tokens of a generation_config.json.
 
-        Every key is applied as the model classes of transformers apply it, or refused.
+        Every key is applied as the model classes of transformers apply it, or rejected.
 
         Raises:
             UnsupportedError: if graphrt does not implement the model. The text lists every reason.
@@ -158,7 +158,7 @@ class ModelConfig:
         heads = fields.integer("num_attention_heads", most=_MAX_HEADS)
         layers = fields.integer("num_hidden_layers", most=_MAX_LAYERS)
         hidden = fields.integer("hidden_size")
-        # As in transformers, a missing key and a null differ, and some classes refuse a null.
+        # As in transformers, a missing key and a null differ, and some classes reject a null.
         kv_heads: int | None = {"mistral": 8, "qwen2": 32, "qwen3": 32}.get(architecture, heads)
         if "num_key_value_heads" in raw:
             kv_heads = None if architecture == "mistral" else heads
@@ -226,7 +226,7 @@ class ModelConfig:
         layers = fields.integer(f"{name}.block_count", most=_MAX_LAYERS)
         hidden = fields.integer(f"{name}.embedding_length")
         head_dim = fields.integer(f"{name}.attention.key_length", max(hidden // heads, 1), most=_MAX_HEAD_DIM)
-        for key in ("attention.value_length", "rope.dimension_count"):  # llama.cpp refuses these models too
+        for key in ("attention.value_length", "rope.dimension_count"):  # llama.cpp rejects these models too
             value = fields.integer(f"{name}.{key}", head_dim)
             if value != head_dim:
                 fields.unsupported(f"{key} {value} with attention.key_length {head_dim}")
@@ -287,7 +287,7 @@ def _hf_architecture(fields: FieldReader) -> str:
 
 
 def _check_partial_rotation(fields: FieldReader, head_dim: int) -> None:
-    """Refuse a partial rotation, which transformers ignores in these classes or fails on."""
+    """Reject a partial rotation, which transformers ignores in these classes or fails on."""
     parameters = rope_parameters(fields)
     key = "partial_rotary_factor"
     source = FieldReader(parameters, fields.where) if parameters.get(key) is not None else fields

@@ -159,7 +159,7 @@ def check_path(name: str, path: str | Path) -> Path:
     """Return `path` as a Path with `~` expanded. The file may be missing.
 
     Raises:
-        ConfigError: if `path` has another type, is empty, or the system refuses it: too long, a NUL, no permission.
+        ConfigError: if `path` has another type, is empty, or the system rejects it: too long, a NUL, no permission.
     """
     if not isinstance(path, str | Path) or path == "":
         raise ConfigError(f"{name}: expected a path, got {shown(path)}; pass a string or a pathlib.Path")

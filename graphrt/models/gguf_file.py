@@ -130,7 +130,7 @@ def _read_tensors(cursor: _Cursor, count: int, alignment: Any, gguf: Any) -> dic
 
 
 class _Cursor:
-    """Read little-endian values in sequence, and refuse to read past the end."""
+    """Read little-endian values in sequence. Reading past the end raises an error."""
 
     def __init__(self, content: mmap.mmap, path: Path) -> None:
         self.path = path

@@ -78,7 +78,7 @@ class Tokenizer:
             chat: whether `text` is a user message to be answered, or a text to be continued.
 
         Raises:
-            ConfigError: if `check_prompt` refuses the text, if the model has no chat template, or if the template
+            ConfigError: if `check_prompt` rejects the text, if the model has no chat template, or if the template
                 fails or writes nothing.
         """
         check_prompt(text)

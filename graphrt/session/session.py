@@ -176,7 +176,7 @@ class DecodeSession:
             )  # fmt: skip
 
             def copy(buffers: StaticBuffers) -> None:
-                self.table.flag.changing = True  # not earlier: the manager may refuse the call
+                self.table.flag.changing = True  # not earlier: the manager may reject the call
                 fork.req_index = to = self._ledger.take_index()
                 self._manager.request_tables.left.discard(to)  # it is overwritten here
                 buffers.copy_request_state(at, to)

@@ -245,7 +245,7 @@ class CaptureWatch:
             self._note(capture, "stream", f"{name} on another stream", where)
 
     def op_failed(self, capture: _Capture, func: Any, error: Exception) -> None:
-        """Record an op that CUDA or torch refuses in a capture."""
+        """Record an op that CUDA or torch does not allow in a capture."""
         if any(words in str(error) for words in _REFUSED):
             self._note(capture, "sync", f"{func} ({str(error).splitlines()[0]})")
 

@@ -47,8 +47,8 @@ def native_unsupported_reason(call: AttentionCall) -> str | None:
     """Return why the kernel cannot run a call with a plan that was made for it; None if it can.
 
     A plan does not hold dtypes, page sizes and addresses, so a call may differ from those that the plan was made for.
-    The Triton kernel then runs with the same plan and work list. Its results are correct, but it is slower than with a
-    plan of its own.
+    The Triton kernel then runs with the same plan and work list. Its results are correct, but it is slower than with
+    its own plan.
     """
     plan = call.plan
     if call.q.element_size() != 2:

@@ -7,7 +7,7 @@ Every program of the grid does the same four steps and writes its own share of t
    at or before a partition boundary tells which query tile contains the boundary. In the same pass the program writes
    its share of the first splits and of the zeros.
 3. Partitions: with the query tile at its boundary known, the first split of a partition follows from one division.
-4. Fixed splits only: the program writes all splits of a few query tiles of its own.
+4. Fixed splits only: each program writes all splits of its own few query tiles.
 
 In steps 1 and 2 query tiles are the second dimension and partitions the first one, of one 2D shape. So no value changes
 its layout, which would cost a barrier and a round trip through shared memory. In step 3 partitions are lanes.

@@ -284,7 +284,7 @@ def write_kv(
     Otherwise the behavior is undefined and includes writes out of bounds.
 
     Capture-safe: the grid depends on the shapes; slots, positions and scales are read on the device.
-    Raises: ShapeError: if a tensor does not fit the others.
+    Raises: ShapeError: if shapes, dtypes or devices of the tensors do not match.
     """
     if rotary is None:
         cos_sin = q_norm = k_norm = None

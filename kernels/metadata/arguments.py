@@ -99,7 +99,8 @@ def pass_operands(operator: str, b: StaticBuffers) -> list[torch.Tensor]:
 
 
 def refresh_operands(b: StaticBuffers) -> list[torch.Tensor]:
-    """Return the buffers that the refresh takes. Raises: ShapeError: if one does not fit the others."""
+    """Return the buffers that the refresh takes. Raises: ShapeError: if their shapes, dtypes or devices do not
+    match."""
     reqs, tokens = captured_size(b)
     if not (1 <= reqs <= MAX_REQS and 1 <= tokens <= MAX_TOKENS):
         raise ShapeError(

@@ -95,7 +95,7 @@ def write_logprobs(buffers: StaticBuffers, tokens: torch.Tensor, result: TokenLo
     it neither samples nor gives one.
 
     Capture-safe: the kernel selects the ring entry on the device.
-    Raises: ShapeError: if `tokens` or `result` does not fit the buffers.
+    Raises: ShapeError: if `tokens` or `result` does not match the buffers.
     """
     rows, columns, device = buffers.req_indices.shape[0], buffers.logprob_ring.shape[2], buffers.req_indices.device
     check_tensor("tokens", tokens, shape=(rows,), dtype=torch.int32, device=device)

@@ -501,7 +501,8 @@ def refresh(
     captured size are ignored. Step numbers must increase; running the same inputs again changes nothing.
 
     Capture-safe: the grid depends on the captured size; the kernels read all varying values on the device.
-    Raises: ShapeError: if a tensor does not fit the others, or if `decode_len` is set in a decode graph.
+    Raises: ShapeError: if shapes, dtypes or devices of the tensors do not match, or if `decode_len` is set in a decode
+    graph.
     """
     reqs, tokens = captured_size(buffers)
     if query_len and tokens != reqs * query_len:

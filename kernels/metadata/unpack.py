@@ -424,7 +424,7 @@ def unpack(buffers: StaticBuffers) -> None:
     more requests than the graph was captured for, is treated as a step without requests.
 
     Capture-safe: the grid depends on the captured size; the kernel reads the entry and its counts on the device.
-    Raises: ShapeError: if a tensor does not fit the others.
+    Raises: ShapeError: if shapes, dtypes or devices of the tensors do not match.
     """
     _op(_Call(*buffers.once(_operands), buffers.req_indices.shape[0]))
 

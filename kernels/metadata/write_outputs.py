@@ -247,7 +247,7 @@ def write_outputs(buffers: StaticBuffers, tokens: torch.Tensor | None, *, vocab_
     vocab_size  a sampled token outside 0 .. vocab_size - 1 is a fault, and voids the request's last token
 
     Capture-safe: the kernel selects the ring entry on the device, by the step counter.
-    Raises: ShapeError: if a tensor does not fit the others.
+    Raises: ShapeError: if shapes, dtypes or devices of the tensors do not match.
     """
     operands = buffers.once(_operands)
     if tokens is not None:

@@ -100,7 +100,7 @@ def copy_live(
     first   [1]                     int32                         device; tokens before it are not written; None: 0
 
     Capture-safe: the grid depends on shapes only.
-    Raises: ShapeError: if a tensor does not fit `out`.
+    Raises: ShapeError: if a tensor does not match `out`.
     """
     check_tensor("out", out, shape=(None, None, None), dtype=_FLOATS)
     check_unit_stride("out", out)

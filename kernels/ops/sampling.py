@@ -5,8 +5,8 @@
 
 A draw from softmax(logits / temperature) is the argmax of logits + temperature * Gumbel noise (Gumbel-max). The noise
 comes from Philox, a counter-based generator, at (seed, vocabulary index, position). So equal logits give the same token
-at any place in the batch and with any padding, and there is no generator state between steps. The highest noise of 32
-neighbours is drawn first, so that one word can exclude all of them: see `noise_reference`.
+at any position in the batch and with any padding, and there is no generator state between steps. The highest noise of
+32 neighbours is drawn first, so that one word can exclude all of them: see `noise_reference`.
 
 Logits are processed in vLLM's order, in float32: token mask, bias, penalties, temperature, min-p, top-k, top-p. A row
 without these options costs as much as greedy or temperature sampling.
@@ -229,7 +229,8 @@ def sample(
     does not change the noise. NaN and -inf logits are never sampled.
     Capture-safe: no generator state; random numbers depend on seed, position and vocabulary index. A row's token does
     not depend on other rows or on their number.
-    Raises: ShapeError: if a tensor does not fit the others, or the vocabulary is larger than MAX_VOCAB_SIZE.
+    Raises: ShapeError: if shapes, dtypes or devices of the tensors do not match, or the vocabulary is larger than
+    MAX_VOCAB_SIZE.
     """
     check_tensor("logits", logits, shape=(None, None), dtype=_FLOATS)
     check_unit_stride("logits", logits)

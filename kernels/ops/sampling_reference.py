@@ -60,7 +60,7 @@ def exponential_reference(words: torch.Tensor, bits: int = 32) -> torch.Tensor:
 def noise_reference(seeds: torch.Tensor, seq_lens: torch.Tensor, vocab: int) -> torch.Tensor:
     """Return Gumbel noise (float32, [rows, vocab]) at (seed, vocabulary index, position): -log of exponential variates.
 
-    Of a group of 32 neighbours the least variate is drawn first, from a word of its own: the minimum of 32 independent
+    Of a group of 32 neighbours the least variate is drawn first, from a separate word: the minimum of 32 independent
     variates is an exponential variate divided by 32. The word's lowest five bits select the token that has it. All
     other variates exceed it by independent exponential variates, because the distribution is memoryless. So one word
     can exclude a whole group, and the noise of all tokens is still independent.

@@ -63,7 +63,7 @@ class Penalties:
     state: PenaltyState
 
     def checked(self, rows: int, vocab: int, device: torch.device) -> dict[str, torch.Tensor]:
-        """Return the tensors by name. Raises: ShapeError: if one does not fit."""
+        """Return the tensors by name. Raises: ShapeError: if one has the wrong shape, dtype or device."""
         of_rows = {"repetition": self.repetition, "presence": self.presence, "frequency": self.frequency}
         for name, tensor in of_rows.items():
             check_tensor(name, tensor, shape=(rows,), dtype=torch.float32, device=device)
@@ -183,7 +183,7 @@ def record_tokens(
     first token has position 0, and records the prompt. Each later call counts one output token.
 
     Rows without penalties are skipped: tokens from before penalties are switched on are not recorded. Record a cached
-    prefix with a call of its own, before the first step.
+    prefix with a separate call, before the first step.
     Capture-safe: the grid depends on shapes only. Raises: ShapeError.
     """
     check_tensor("req_indices", req_indices, shape=(None,), dtype=torch.int32)

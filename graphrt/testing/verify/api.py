@@ -63,7 +63,7 @@ def verify(
         The report. Faults of the step are findings, not exceptions.
 
     Raises:
-        ConfigError: if an argument does not fit, the oracle or the step returns nothing, or torch's CUDA allocator is
+        ConfigError: if an argument is invalid, the oracle or the step returns nothing, or torch's CUDA allocator is
             not the native one.
 
     The caller's tensors and Python values are restored before the function returns. On CUDA the unused memory of

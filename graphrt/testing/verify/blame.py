@@ -189,7 +189,7 @@ class Blamer:
         if name == POOL:
             return "the graph reads or returns memory of the pool, or freed memory, before it writes it"
         if name.startswith("state "):
-            return f"unowned parts of {name} reach the results; mask them, or give the row a page of its own"
+            return f"unowned parts of {name} reach the results; mask them, or give the row its own page"
         clean, have = self._reference[case.name][0][name], contents[name]
         mask = differing(have, clean)
         held = f"{region(name, mask)} holds {self._origin(name, case, have, mask)}"

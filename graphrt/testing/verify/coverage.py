@@ -50,7 +50,7 @@ def _of_graphs(v: Verification, graphs: GraphChecks, captures: Sequence[str]) ->
         text = f"equal in every case, so no result shows whether a graph froze them: {same_in_all}"
         yield "inputs", False, "", text
     if left := unreached(*target.root):
-        text = f"too many or too deep to search, or tensors without memory of their own: {_some(left)}"
+        text = f"too many or too deep to search, or tensors without their own memory: {_some(left)}"
         yield "host values", False, "", text
     if v.runs.old:
         names = ", ".join(sorted(v.runs.old))

@@ -89,7 +89,7 @@ def _package_of(module: str) -> str:
 def locations(root: Any, name: str, left_out: list[str] | None = None) -> Iterator[Location]:
     """Yield every location within reach of an object or function, the nearest first, each path once.
 
-    Paths that are too many or too deep, and tensors without memory of their own, are appended to `left_out`.
+    Paths that are too many or too deep, and tensors without their own memory, are appended to `left_out`.
     """
     left = [] if left_out is None else left_out
     home = Home.of(root)
@@ -227,7 +227,7 @@ def is_fixed(value: Any) -> bool:
 
 
 def is_leaf(value: Any) -> bool:
-    """Return whether a value is compared as a whole and has no locations of its own."""
+    """Return whether a value is compared as a whole and has no locations inside."""
     if isinstance(value, dict):
         return len(value) >= _WHOLE and all(isinstance(item, _SCALARS) for item in value.values())
     if type(value) in _NEVER_LEAVES:

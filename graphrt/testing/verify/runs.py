@@ -77,7 +77,7 @@ class Case:
         """Check the names and indices of `real`.
 
         Raises:
-            ConfigError: if a name is not among `tensors`, or an index does not fit.
+            ConfigError: if a name is not among `tensors`, or an index does not match its tensor.
         """
         known = {name: tensor for group in tensors for name, tensor in group.items()}
         if unknown := set(self.real) - set(known):
@@ -405,7 +405,7 @@ def check_part(what: str, name: str, tensor: torch.Tensor, index: Any) -> None:
     """Check an index of a tensor.
 
     Raises:
-        ConfigError: if the index does not fit the tensor's shape.
+        ConfigError: if the index does not match the tensor's shape.
     """
     try:
         masked(tensor, index)

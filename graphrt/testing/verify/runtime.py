@@ -34,7 +34,7 @@ class RuntimeSubject:
     """The `Subject` of a captured manager. An input is {"batch": Batch} with literal tokens.
 
     Attributes:
-        faults: the fault of each request that the device refused, by batch and index in the batch.
+        faults: the fault of each request that the device rejected, by batch and index in the batch.
     """
 
     def __init__(self, manager: ReplayManager, model: object = None, oracle: ReplayManager | None = None) -> None:
@@ -134,10 +134,10 @@ def verify_runtime(
         tolerance: of logits against the oracle's.
 
     Returns:
-        The report. Requests that the device refused are listed in `not_checked`.
+        The report. Requests that the device rejected are listed in `not_checked`.
 
     Raises:
-        ConfigError: if an argument does not fit, or the device refuses every request.
+        ConfigError: if an argument is invalid, or the device rejects every request.
         CaptureError: if the manager or the oracle is not captured.
 
     Cache and request state are copied before each run, so use a manager with a small cache.
@@ -177,9 +177,9 @@ def verify_runtime(
         return report
     first = next(iter(subject.faults.values()))
     if len(subject.faults) == sum(batch.num_reqs for batch in steps):
-        raise ConfigError(f"batches: the device refused every request, the first with: {first}; fix the batches")
-    what = f"the device refused {len(subject.faults)} requests, which wrote nothing; the first: {first}"
-    return replace(report, not_checked={**report.not_checked, "refused requests": what})
+        raise ConfigError(f"batches: the device rejected every request, the first with: {first}; fix the batches")
+    what = f"the device rejected {len(subject.faults)} requests, which wrote nothing; the first: {first}"
+    return replace(report, not_checked={**report.not_checked, "rejected requests": what})
 
 
 def _check_batches(manager: ReplayManager, batches: object) -> None:

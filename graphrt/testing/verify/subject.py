@@ -91,7 +91,7 @@ class Target:
         self._unowned = getattr(subject, "unowned", None)
         self.state: dict[str, torch.Tensor] = dict(getattr(subject, "state", None) or {})
         if unknown := self.derived - set(self.buffers):
-            raise ConfigError(f"derived: there are no buffers {sorted(unknown)}; use names of `buffers`")
+            raise ConfigError(f"derived: unknown buffers {sorted(unknown)}; use names of `buffers`")
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
@@ -136,7 +136,7 @@ class Target:
     def unowned(self, inputs: Inputs) -> dict[str, Any]:
         found = _parts("unowned", self._unowned, inputs)
         if unknown := set(found) - set(self.state):
-            raise ConfigError(f"unowned: there are no state tensors {sorted(unknown)}; use names of `state`")
+            raise ConfigError(f"unowned: unknown state tensors {sorted(unknown)}; use names of `state`")
         return found
 
     @property
@@ -175,7 +175,7 @@ class PlainSubject:
         self.buffers: dict[str, torch.Tensor] = {}
         first = cases[0]
         if unknown := set(pad) - set(first):
-            raise ConfigError(f"pad: there are no inputs {sorted(unknown)}; use names that make_inputs returns")
+            raise ConfigError(f"pad: unknown inputs {sorted(unknown)}; use names that make_inputs returns")
         for inputs in cases:
             if not isinstance(inputs, Mapping) or set(inputs) != set(first):
                 names = sorted(inputs) if isinstance(inputs, Mapping) else type(inputs).__name__
@@ -304,6 +304,8 @@ def check_takes(step: Callable[..., Any], inputs: Inputs) -> None:
     try:
         inspect.signature(step).bind(**inputs)
     except TypeError as error:
-        raise ConfigError(f"make_inputs: the arguments do not fit {name_of(step)}: {error}; rename them") from error
+        raise ConfigError(
+            f"make_inputs: {name_of(step)} does not accept the arguments: {error}; rename them"
+        ) from error
     except ValueError:  # a builtin without a signature
         return

@@ -24,7 +24,7 @@ ARGUMENTS = {
     "eager": ({"eager": 4}, "eager: expected a callable, got 4"),
     "tolerance": ({"tolerance": float("nan")}, "tolerance: expected a finite number >= 0, got nan"),
     "no result": ({"step": lambda x: None}, "step: no tensor is returned, and no buffer or state changes"),
-    "names": ({"make_inputs": lambda case: {"y": torch.ones(2)}}, "make_inputs: the arguments do not fit silu"),
+    "names": ({"make_inputs": lambda case: {"y": torch.ones(2)}}, "make_inputs: silu does not accept the arguments"),
     "names of one case": (
         {
             "step": lambda **inputs: inputs["x"],
@@ -47,7 +47,7 @@ ARGUMENTS = {
         "x: torch cannot compare values of torch.bits8",
     ),
     "pads": ({"pad": [1]}, "pad: expected Mapping"),
-    "pad": ({"pad": {"y": 0}}, r"pad: there are no inputs \['y'\]"),
+    "pad": ({"pad": {"y": 0}}, r"pad: unknown inputs \['y'\]"),
     "pad's value": ({"pad": {"x": "0"}}, r"pad\['x'\]: torch.float32 cannot hold '0'"),
     "large pad": ({"pad": {"x": 1e300}}, r"pad\['x'\]: torch.float32 cannot hold 1e\+300"),
     "int pad": (
@@ -82,10 +82,10 @@ PARTS = {
         r"real: \['y'\] are neither outputs nor state",
     ),
     "real  ": (lambda inputs: {"out": 7}, r"real\['out'\]: expected an index of a tensor of shape \[5, 6\], got 7"),
-    "unowned": (lambda inputs: {"kv": 1}, r"unowned: there are no state tensors \['kv'\]"),
+    "unowned": (lambda inputs: {"kv": 1}, r"unowned: unknown state tensors \['kv'\]"),
     "host": (3, r"host: expected an \(object, name\) tuple, got 3"),
     "derived": (3, "derived: expected a list or tuple of names of buffers, got 3"),
-    "derived ": (["y"], r"derived: there are no buffers \['y'\]"),
+    "derived ": (["y"], r"derived: unknown buffers \['y'\]"),
     "eager": (3, "eager: expected a callable, got 3"),
     "canaries": (3, "canaries: expected Canaries, got 3"),
     "run": (3, "run: expected a callable, got 3"),

@@ -148,7 +148,7 @@ def test_requests_that_the_device_refuses_are_listed() -> None:
     good = Batch(req_indices=[1], seq_lens=[2], query_lens=[1], tokens=[3], page_indptr=[0, 1], page_ids=[1])
     report = verify_runtime(rig.manager, [good, Batch(req_indices=[0], seq_lens=[2], query_lens=[1], tokens=[3])])
     assert report.ok, str(report)
-    assert report.not_checked["refused requests"].startswith("the device refused 1 requests")
+    assert report.not_checked["rejected requests"].startswith("the device rejected 1 requests")
 
 
 def test_wrong_arguments_raise() -> None:
@@ -164,7 +164,7 @@ def test_wrong_arguments_raise() -> None:
         "batches: expected a list": {"batches": 3},
         r"batches\[0\]: expected Batch": {"batches": [1]},
         r"batches\[0\].page_ids: expected 0 <= id": {"batches": [Batch(**row, page_indptr=[0, 1], page_ids=[9999])]},
-        "the device refused every request, the first with: .* LENGTH_EXCEEDS_PAGES": {"batches": [Batch(**row)]},
+        "the device rejected every request, the first with: .* LENGTH_EXCEEDS_PAGES": {"batches": [Batch(**row)]},
         "seed: expected an int": {"seed": "a"},
         "vocab_size: expected an int from 1": {"vocab_size": 10**9},
     }
