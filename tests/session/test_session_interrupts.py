@@ -213,14 +213,8 @@ def test_a_second_call_at_any_point_of_a_call_is_refused_or_takes_its_turn(
         served.begin()
         (launch,) = served.session.run(1)
         session = served.session
-        calls = [
-            session.run,
-            session.collect,
-            partial(session.add, PROMPT),
-            launch.stop,
-            launch.wait,
-            served.witness.run,
-        ]
+        add = partial(session.add, PROMPT, SamplingParams(COUNT))
+        calls = [session.run, session.collect, add, launch.stop, launch.wait, served.witness.run]
         second = rng.choice(calls)
         action = quietly(second) if where == "handler" else lambda second=second: in_thread(quietly(second))
         with AtEvent(number, action), contextlib.suppress(ReplayError):
