@@ -16,12 +16,10 @@ from graphrt.kernels.metadata.unpack import unpack
 from graphrt.kernels.types import NO_TOKEN, FinishReason
 from tests.support.unpack_rig import (
     CPU,
-    CROSS,
     INT_MAX,
     NO_LIST,
     ONE,
     OWN,
-    POISON,
     SENTINEL,
     SEVERAL,
     WINDOW,
@@ -76,17 +74,13 @@ def test_full_entry_is_stored_with_keep(device):
 
 
 def test_finished_request_is_left_out(device):
+    """Without KEEP, sentinels mean nothing."""
     rig = Rig(device)
     for req_index, end in enumerate(FinishReason):
         rig.model.states[req_index].finish_reason = end
     (inputs,) = rig.run_entry(Full((*(Request(i, SENTINEL) for i in range(4)), Request(2, 5, (1, 2)))))
     assert req_indices_of(inputs, 5) == [0, SENTINEL, SENTINEL, SENTINEL, 2]
     assert rig.model.order == [0, 1, 2, 3, 2, -1]
-
-
-def test_sentinels_mean_nothing_without_keep(device):
-    rig = Rig(device)
-    rig.model.states[1].finish_reason = FinishReason.LENGTH
     requests = (Request(1, SENTINEL), Request(SENTINEL, SENTINEL), Request(3, SENTINEL, (SENTINEL, SENTINEL)))
     (inputs,) = rig.run_entry(Full(requests, keep=False))
     assert inputs[layout.HEADER_SIZE :][:6] == [1, SENTINEL, 3, SENTINEL, SENTINEL, SENTINEL]
@@ -162,13 +156,6 @@ def test_request_runs_until_its_last_page_is_full(device):
     assert [req_indices_of(inputs, 6)[3] for inputs in step_inputs] == [3] * 6
 
 
-def test_request_needs_no_new_encoder_pages(device):
-    rig = Rig(device, (CROSS, OWN))
-    rig.model.states[0] = State(30, pages_to=[0, 8])
-    (inputs,) = rig.run_entry(BatchDelta(1, (0,), {0: ((0, (3, 4)), NO_LIST)}))
-    assert req_indices_of(inputs, 1) == [0]
-
-
 def test_cursor_selects_the_entry(device):
     rig = Rig(device, ring=3)
     for entry in (0, 1, 2, 3, 7, 2**31 + 1, 2**32, 2**40 + 2):
@@ -207,13 +194,6 @@ def test_entry_with_counts_out_of_range_is_empty(device, kind):
         rig.run([*head, *([1] * (input_ring - 8))], header(step, 0, 0, 0, kind, 4))
 
 
-def test_cursor_with_counts_out_of_range_is_empty(device):
-    rig = Rig(device)
-    rig.model.step_of_entry = 1
-    for reqs in (-1, 7, INT_MAX, SENTINEL):
-        rig.run(None, header(0, 0, 0, 0, layout.DELTA, 4), cursor=(reqs, 4, layout.DELTA))
-
-
 def test_longest_entry_and_one_word_more(device):
     n, pages = 2, 5
     words = layout.inputs_size(n, n, pages, 1)
@@ -232,8 +212,17 @@ def test_longest_entry_and_one_word_more(device):
         rig.run(rig.model.pack(delta, 0)[:input_ring], header(0, 0, 0, 0, delta.kind, 1))
 
 
-def check_lists(device, fields, pages_to=99):
-    """Invalid lists of the request at position 0 are copied to the inputs unchanged."""
+INVALID_LISTS = {
+    "bad_words": ([(INT_MAX, INT_MAX, SENTINEL), (-5, -1, 8), (3, SENTINEL, -1), (0, 77, 66)], 99),
+    "sums_overflow": ([(INT_MAX, 0, 1), (-5, -1, INT_MAX), (2**29 - 1, 0, 2), (2**30, 0, 2**30)], 99),
+    "ends_beyond_32_bits": ([(INT_MAX, 0, 1)] * 4, 0),
+}
+
+
+@pytest.mark.parametrize("case", INVALID_LISTS)
+def test_invalid_lists_are_passed_to_the_refresh(device, case):
+    """Those of the request at position 0 are copied to the inputs unchanged."""
+    fields, pages_to = INVALID_LISTS[case]
     rig = Rig(device, SEVERAL)
     rig.model.states[6].pages_to = [pages_to] * len(SEVERAL)
     listed = [word for of_group in fields for word in of_group]
@@ -250,15 +239,14 @@ def check_lists(device, fields, pages_to=99):
     rig.run(words, [*expected, 55])
 
 
-def test_invalid_lists_are_passed_to_the_refresh(device):
-    check_lists(device, [(INT_MAX, INT_MAX, SENTINEL), (-5, -1, 8), (3, SENTINEL, -1), (0, 77, 66)])
-
-
-@pytest.mark.parametrize("kind", [layout.FULL, layout.KEEP])
-def test_full_entry_serves_one_step(device, kind):
+def test_later_steps_of_an_entry_check_the_cursor(device):
+    """A full entry serves one step. A delta with counts out of range is empty."""
     rig = Rig(device)
     rig.model.step_of_entry = 1
-    rig.run(None, [None] * layout.HEADER_SIZE, cursor=(2, 4, kind))
+    for kind in (layout.FULL, layout.KEEP):
+        rig.run(None, [None] * layout.HEADER_SIZE, cursor=(2, 4, kind))
+    for reqs in (-1, 7, INT_MAX, SENTINEL):
+        rig.run(None, header(0, 0, 0, 0, layout.DELTA, 4), cursor=(reqs, 4, layout.DELTA))
 
 
 def test_more_requests_than_captured_are_an_empty_step(device):
@@ -268,14 +256,6 @@ def test_more_requests_than_captured_are_an_empty_step(device):
     rig.run(rig.model.pack(entry, 3), header(3, 0, 0, 0, layout.KEEP, 1))
 
 
-def test_lists_whose_sums_overflow_are_passed_to_the_refresh(device):
-    check_lists(device, [(INT_MAX, 0, 1), (-5, -1, INT_MAX), (2**29 - 1, 0, 2), (2**30, 0, 2**30)])
-
-
-def test_list_that_ends_beyond_32_bits_is_passed_to_the_refresh(device):
-    check_lists(device, [(INT_MAX, 0, 1)] * 4, pages_to=0)
-
-
 def test_entries_without_requests(device):
     rig = Rig(device, SEVERAL)
     for entry in (Full((), keep=False), Full(()), BatchDelta(0), BatchDelta(0, ()), BatchDelta(0, steps=3)):
@@ -283,10 +263,9 @@ def test_entries_without_requests(device):
             assert len(inputs) == layout.HEADER_SIZE
 
 
-@pytest.mark.parametrize(
-    "requests", [75, 259]
-)  # more than one program handles, and more than all programs handle with the smallest block
+@pytest.mark.parametrize("requests", [75, 259])
 def test_requests_and_lists_of_several_programs(device, requests):
+    """More than one program handles, and more than all programs handle with the smallest block."""
     req_indices = requests + 5
     rig, chance = Rig(device, (OWN, WINDOW), requests=requests, req_indices=req_indices), random.Random(2)
     order = tuple(chance.sample(range(req_indices), requests))
@@ -364,35 +343,15 @@ def _draw_entry(chance: random.Random, model: Model, requests: int, req_indices:
 @pytest.mark.gpu
 def test_graph_replays_run_consecutive_entries():
     rig = Rig(torch.device("cuda"), SEVERAL, ring=3)
-    b, m = rig.buffers, rig.model
-    unpack(b)  # compiles
+    unpack(rig.buffers)  # compiles
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        unpack(b)
-    lists = {1: ((26, (3,)), NO_LIST, NO_LIST, NO_LIST)}
-    entries = (
-        Full((Request(3, 4, (5, 6)), Request(2, SENTINEL))),
-        BatchDelta(2, (2, 3), lists, steps=2),
-        BatchDelta(2),
-        BatchDelta(1, (7,)),
-    )
-    for entry in entries:
-        for index in range(entry.steps):
-            rig._load(*rig._contents())
-            words = m.pack(entry, m.step + 1)
-            b.input_ring.fill_(POISON)
-            if not index:
-                rig.put(words)
-            n = len(entry.requests) if isinstance(entry, Full) else entry.num_reqs
-            b.cursor.copy_(torch.tensor([m.entry, m.step_of_entry, n, entry.steps, entry.kind]))
-            b.inputs.fill_(POISON)
-            torch.cuda.synchronize()
-            graph.replay()
-            torch.cuda.synchronize()
-            expected = m.unpack(entry)
-            got = [w if e is not None else None for w, e in zip(b.inputs.tolist(), expected, strict=False)]
-            assert got == expected
-            m.advance(entry, expected)
+        unpack(rig.buffers)
+    rig.launch = graph.replay
+    rig.run_entry(Full((Request(3, 4, (5, 6)), Request(2, SENTINEL))))
+    rig.run_entry(BatchDelta(2, (2, 3), {1: ((26, (3,)), NO_LIST, NO_LIST, NO_LIST)}, steps=2))
+    rig.run_entry(BatchDelta(2))
+    rig.run_entry(BatchDelta(1, (7,)))
 
 
 BAD = {

@@ -30,13 +30,6 @@ def result_of(device: torch.device, ranks: list[int], top: int = TOP) -> TokenLo
     return TokenLogprobs(-reqs.float() - 0.5, rank, tops.int() + 100, -tops.float() - 20)
 
 
-def write_and_wait(buffers: StaticBuffers, tokens: torch.Tensor, result: TokenLogprobs) -> None:
-    """Write, and synchronize: on CUDA the rings are host memory that the test reads without a stream."""
-    write_logprobs(buffers, tokens, result)
-    if tokens.device.type == "cuda":
-        torch.cuda.synchronize()
-
-
 @pytest.mark.parametrize("step", [0, 6, (1 << 33) + 1])
 def test_results_are_in_batch_order(kernel_device: torch.device, step: int) -> None:
     """Buffer rows 0 to 4 hold requests 3, 0, 4, 1, 2.
@@ -50,7 +43,9 @@ def test_results_are_in_batch_order(kernel_device: torch.device, step: int) -> N
     buffers.req_status.copy_(torch.tensor([SAMPLES, SAMPLES, LIVE, SAMPLES, LIVE]))
     buffers.logprob_tokens.copy_(torch.tensor([-1, -1, 5, -1, -1]))
     tokens = torch.tensor([50, 51, 52, 53, 54], dtype=torch.int32, device=kernel_device)
-    write_and_wait(buffers, tokens, result_of(kernel_device, [1, 2, 3, 0, 4]))
+    write_logprobs(buffers, tokens, result_of(kernel_device, [1, 2, 3, 0, 4]))
+    if kernel_device.type == "cuda":
+        torch.cuda.synchronize()  # the rings are host memory that the test reads without a stream
     entry = step % RING
     assert buffers.rank_ring[entry, :REQS].tolist() == [2, 0, 0, 1, 3]
     for at in range(REQS):
@@ -65,27 +60,19 @@ def test_results_are_in_batch_order(kernel_device: torch.device, step: int) -> N
         assert (ring[entry, REQS:] == -9).all()
 
 
-def test_without_top_tokens(kernel_device: torch.device) -> None:
-    buffers = buffers_of(kernel_device, columns=1)
+@pytest.mark.parametrize(("status", "top"), [(SAMPLES, 0), (PAD, TOP)], ids=["without_top_tokens", "pad"])
+def test_steps_of_one_status(kernel_device: torch.device, status: int, top: int) -> None:
+    buffers = buffers_of(kernel_device, columns=1 + top)
     buffers.step_counter.fill_(2)
     buffers.buffer_rows.copy_(torch.arange(REQS))
-    buffers.req_status.fill_(SAMPLES)
+    buffers.req_status.fill_(status)
     buffers.logprob_tokens.fill_(-1)
     tokens = torch.arange(REQS, dtype=torch.int32, device=kernel_device)
-    write_and_wait(buffers, tokens, result_of(kernel_device, [1] * REQS, top=0))
-    assert buffers.logprob_token_ring[2, :REQS, 0].tolist() == list(range(REQS))
-
-
-def test_pad_requests_have_rank_0(kernel_device: torch.device) -> None:
-    buffers = buffers_of(kernel_device)
-    buffers.step_counter.fill_(0)
-    buffers.buffer_rows.copy_(torch.arange(REQS))
-    buffers.req_status.fill_(PAD)
-    buffers.logprob_tokens.fill_(-1)
-    write_and_wait(
-        buffers, torch.zeros(REQS, dtype=torch.int32, device=kernel_device), result_of(kernel_device, [1] * 5)
-    )
-    assert buffers.rank_ring[0, :REQS].tolist() == [0] * REQS
+    write_logprobs(buffers, tokens, result_of(kernel_device, [1] * REQS, top))
+    if kernel_device.type == "cuda":
+        torch.cuda.synchronize()
+    assert buffers.rank_ring[2, :REQS].tolist() == [int(status == SAMPLES)] * REQS
+    assert buffers.logprob_token_ring[2, :REQS, 0].tolist() == (list(range(REQS)) if status == SAMPLES else [-9] * REQS)
 
 
 def test_arguments_of_wrong_shape_raise() -> None:

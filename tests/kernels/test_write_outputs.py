@@ -15,13 +15,12 @@ from graphrt.kernels.metadata.write_outputs import write_outputs
 from graphrt.kernels.types import NO_TOKEN, FaultCode, FinishReason, RequestStatus
 from tests.support.refresh_rig import UNTOUCHED, make_buffers
 
-CPU = torch.device("cpu")
 VOCAB = 262208  # of a real model; more than 2**18
 S, F = RequestStatus, FaultCode
 
 # token, request index, status, fault of the refresh; then the expected results: token, code, value
 Entry = tuple[int, int, RequestStatus, tuple[FaultCode, int], int, FaultCode, int]
-FINE = (F.NONE, 0)
+FINE = (F.NONE, 5)
 STEPS: list[tuple[int, list[Entry]]] = [
     (
         4,
@@ -47,96 +46,55 @@ STEPS: list[tuple[int, list[Entry]]] = [
         ],
     ),
 ]
+WIDE: tuple[int, list[Entry]] = (  # 2**32 + 5 is out of range, not token 5
+    2**33 + 2,
+    [(t, i, S.SAMPLES, FINE, NO_TOKEN, F.SAMPLE_OUT_OF_RANGE, t) for i, t in ((5, 2**32 + 5), (6, -(2**32) + 5))],
+)
+VOID = {4: (2, 1), 6: (1, 7)}  # the batch position and request index of a sequence that starts with a fault
+
+
+def write(buffers: StaticBuffers, tokens: list[int] | torch.Tensor | None, vocab_size: int = 100) -> None:
+    """Write the outputs, and wait: on CUDA the rings are host memory that the test reads without a stream."""
+    device = buffers.req_status.device
+    if isinstance(tokens, list):
+        tokens = torch.tensor(tokens, device=device)
+    write_outputs(buffers, tokens, vocab_size=vocab_size)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_steps(op_device: torch.device, dtype: torch.dtype) -> None:
+    """Results are in batch order in the rings, and by request index in the state; buffer rows are rotated."""
     buffers = make_buffers(op_device, 6, 8)
-    expected = {n: getattr(buffers, n).tolist() for n in ("token_ring", "fault_code_ring", "fault_value_ring")}
-    last = buffers.last_token.tolist()
-    for step, entries in STEPS:
-        cut, entry = buffers.cut(len(entries), len(entries)), step % 3
-        tokens, req_indices, status, faults, found, codes, values = (list(c) for c in zip(*entries, strict=True))
+    rings = ("step_ring", "token_ring", "fault_code_ring", "fault_value_ring")
+    expected = {name: getattr(buffers, name).tolist() for name in (*rings, "last_token")}
+    for step, entries in [*STEPS, WIDE] if dtype is torch.int64 else STEPS:
+        n, at = len(entries), step % 3
+        cut = buffers.cut(n, n)
+        cut.buffer_rows.copy_(torch.arange(1, n + 1) % n)
+        tokens, req_indices, status, faults, *_ = zip(*entries[-1:], *entries[:-1], strict=True)
         cut.step_counter.fill_(step)
         cut.req_indices.copy_(torch.tensor(req_indices))
-        cut.req_status.copy_(torch.tensor([int(s) for s in status]))
-        cut.fault_code.copy_(torch.tensor([int(code) for code, _ in faults]))
+        cut.req_status.copy_(torch.tensor(status))
+        cut.fault_code.copy_(torch.tensor([code for code, _ in faults]))
         cut.fault_value.copy_(torch.tensor([value for _, value in faults]))
         cut.void_req_indices.fill_(-1)
-        if step == 6:
-            cut.void_req_indices[1] = 7
-            last[7] = NO_TOKEN  # a sequence that starts with a fault
-        write_outputs(cut, torch.tensor(tokens, dtype=dtype, device=op_device), vocab_size=VOCAB)
-        if op_device.type == "cuda":
-            torch.cuda.synchronize()
-        n = len(entries)
-        expected["token_ring"][entry][:n] = found
-        expected["fault_code_ring"][entry][:n] = [int(code) for code in codes]
-        for r, (i, s) in enumerate(zip(req_indices, status, strict=True)):
-            if codes[r]:
-                expected["fault_value_ring"][entry][r] = values[r]
+        if step in VOID:
+            position, req_index = VOID[step]
+            cut.void_req_indices[(position + 1) % n] = req_index
+            expected["last_token"][req_index] = NO_TOKEN
+        write(cut, torch.tensor(tokens, dtype=dtype, device=op_device), VOCAB)
+        expected["step_ring"][at] = step
+        for r, (_, i, s, _, found, code, value) in enumerate(entries):
+            expected["token_ring"][at][r] = found
+            expected["fault_code_ring"][at][r] = code
+            if code:
+                expected["fault_value_ring"][at][r] = value
             if s in (S.SAMPLES, S.LIVE):
-                last[i] = found[r]  # prefill chunks and void samples clear the previous last token
-        for name, value in expected.items():
-            assert getattr(buffers, name).tolist() == value, name
-        assert buffers.last_token.tolist() == last
-        assert buffers.step_ring[entry] == step
-    assert buffers.step_ring.tolist() == [
-        2**33 + 1 if i == (2**33 + 1) % 3 else {0: 6, 1: 4, 2: 5}[i] for i in range(3)
-    ]
-
-
-def test_order(op_device: torch.device) -> None:
-    """Results are in batch order in the rings, and by request index in the state, if buffer rows are reordered."""
-    buffers = make_buffers(op_device, 3, 8)
-    buffers.buffer_rows.copy_(torch.tensor([2, 0, 1]))
-    buffers.req_indices.copy_(torch.tensor([5, 6, -1]))
-    buffers.void_req_indices.copy_(torch.tensor([-1, -1, 7]))
-    buffers.req_status.copy_(torch.tensor([int(S.SAMPLES), int(S.LIVE), int(S.INVALID)]))
-    buffers.fault_code.copy_(torch.tensor([0, 0, int(F.BAD_LENGTH)]))
-    buffers.fault_value.copy_(torch.tensor([1, 2, 33]))
-    buffers.step_counter.zero_()
-    write_outputs(buffers, torch.tensor([70, 71, 72], device=op_device), vocab_size=100)
-    if op_device.type == "cuda":
-        torch.cuda.synchronize()
-    assert buffers.token_ring[0].tolist() == [NO_TOKEN, 70, NO_TOKEN]
-    assert buffers.fault_code_ring[0].tolist() == [int(F.BAD_LENGTH), 0, 0]
-    assert buffers.fault_value_ring[0].tolist() == [33, UNTOUCHED, UNTOUCHED]
-    assert buffers.last_token.tolist() == [100, 101, 102, 103, 104, 70, NO_TOKEN, NO_TOKEN]
-
-
-def test_wide_samples(op_device: torch.device) -> None:
-    """2**32 + 5 is out of range, not token 5."""
-    buffers = make_buffers(op_device, 2, 2)
-    buffers.req_indices.copy_(torch.arange(2))
-    buffers.void_req_indices.fill_(-1)
-    buffers.req_status.fill_(int(S.SAMPLES))
-    buffers.step_counter.zero_()
-    write_outputs(buffers, torch.tensor([2**32 + 5, -(2**32) + 5], device=op_device), vocab_size=100)
-    if op_device.type == "cuda":
-        torch.cuda.synchronize()
-    assert buffers.token_ring[0].tolist() == [NO_TOKEN, NO_TOKEN]
-    assert buffers.fault_code_ring[0].tolist() == [int(F.SAMPLE_OUT_OF_RANGE)] * 2
-    assert buffers.fault_value_ring[0].tolist() == [2**32 + 5, -(2**32) + 5]
-    assert buffers.last_token.tolist() == [NO_TOKEN, NO_TOKEN]
-
-
-def test_without_tokens(op_device: torch.device) -> None:
-    """Without tokens, faults are reported and last tokens do not change."""
-    buffers = make_buffers(op_device, 3, 3)
-    buffers.req_indices.copy_(torch.tensor([2, -1, 1]))
-    buffers.req_status.copy_(torch.tensor([int(S.SAMPLES), int(S.INVALID), int(S.LIVE)]))
-    buffers.fault_code.copy_(torch.tensor([0, int(F.BAD_LENGTH), 0]))
-    buffers.fault_value.copy_(torch.tensor([0, 17, 0]))
-    buffers.step_counter.fill_(7)
-    write_outputs(buffers, None, vocab_size=100)
-    if op_device.type == "cuda":
-        torch.cuda.synchronize()
-    assert buffers.step_ring.tolist() == [UNTOUCHED, 7, UNTOUCHED]
-    assert buffers.token_ring[1].tolist() == [NO_TOKEN] * 3
-    assert buffers.fault_code_ring[1].tolist() == [0, int(F.BAD_LENGTH), 0]
-    assert buffers.fault_value_ring[1].tolist() == [UNTOUCHED, 17, UNTOUCHED]
-    assert buffers.last_token.tolist() == [100, 101, 102]
+                expected["last_token"][i] = found  # prefill chunks and void samples clear the previous last token
+        for name, values in expected.items():
+            assert getattr(buffers, name).tolist() == values, name
 
 
 # token, status, fault of the refresh, seq_len, length limit, stop tokens; then the finish reason
@@ -160,11 +118,6 @@ FINISHED: list[tuple[int, RequestStatus, FaultCode, int, int, tuple[int, ...], F
     (5, S.PAD, F.NONE, 10, 1, (5, *NONE[1:]), GO),
     (5, S.INVALID, F.BAD_LENGTH, 10, 1, (5, *NONE[1:]), FAULT),
 ]
-
-
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def make_step(
@@ -209,8 +162,7 @@ def test_finish(op_device: torch.device) -> None:
             lens[req_index] = seq_len + r
         if status is not S.PAD:  # with a delta, faulty requests finish too
             reasons[req_index] = int(end)
-    write_outputs(buffers, torch.tensor(tokens, device=op_device), vocab_size=100)
-    wait(op_device)
+    write(buffers, tokens)
     assert buffers.finish_reason_ring[1].tolist() == [int(end) for *_, end in FINISHED]
     assert buffers.finish_reasons.tolist() == reasons
     assert buffers.req_seq_lens.tolist() == lens
@@ -226,8 +178,7 @@ def test_faulty_rows(op_device: torch.device) -> None:
             buffers.req_indices[6] = 5
             buffers.inputs[layout.HEADER_SIZE :][:8] = torch.tensor(named)
             buffers.inputs[layout.HEADER_NUM_REQS] = num_reqs
-            write_outputs(buffers, torch.zeros(8, dtype=torch.int32, device=op_device), vocab_size=100)
-            wait(op_device)
+            write(buffers, torch.zeros(8, dtype=torch.int32, device=op_device))
             reasons = [UNTOUCHED] * 8
             reasons[5] = int(GO)
             if kind != layout.FULL and num_reqs:
@@ -266,9 +217,7 @@ def test_cursor(op_device: torch.device) -> None:
             buffers = make_step(op_device, [S.LIVE, S.PAD, S.SAMPLES, S.SAMPLES, S.SAMPLES], kind=kind, steps=steps)
             buffers.length_limits[2] = 12
             buffers.cursor.copy_(torch.tensor([entry, before, UNTOUCHED, UNTOUCHED, UNTOUCHED]))
-            tokens = torch.tensor([1, 2, 3, -1, 4 if continues else 100], device=op_device)
-            write_outputs(buffers, tokens, vocab_size=100)
-            wait(op_device)
+            write(buffers, [1, 2, 3, -1, 4 if continues else 100])
             assert buffers.cursor.tolist() == [entry + (after == 0), after, 5, steps, kind]
             assert buffers.loop_condition.tolist() == [int(after > 0)]
 
@@ -281,8 +230,7 @@ def test_stop(op_device: torch.device) -> None:
             entries = buffers.input_ring.shape[0]
             buffers.cursor.copy_(torch.tensor([entries + 1, before, UNTOUCHED, UNTOUCHED, UNTOUCHED]))
             buffers.input_ring[stopped_entry % entries, layout.INPUTS_AT + layout.HEADER_STOP] = 1
-            write_outputs(buffers, torch.tensor([1, 2], device=op_device), vocab_size=100)
-            wait(op_device)
+            write(buffers, [1, 2])
             over = used_up if counts else before == 2
             expected = [entries + 1 + over, 0 if over else before + 1, num_reqs if counts else 2, 3, kind]
             assert buffers.cursor.tolist() == expected
@@ -290,16 +238,19 @@ def test_stop(op_device: torch.device) -> None:
             assert buffers.token_ring[1].tolist() == [1, 2], "the step itself counts"
 
 
-def test_finish_without_tokens(op_device: torch.device) -> None:
-    """Without tokens, length limits still finish requests, and a loop ends because no request continues."""
+def test_without_tokens(op_device: torch.device) -> None:
+    """Length limits still finish requests, last tokens stay, and a loop ends because no request continues."""
     buffers = make_step(op_device, [S.SAMPLES, S.LIVE, S.INVALID], kind=L, steps=4)
     buffers.length_limits[0] = 10
     buffers.stop_tokens.fill_(NO_TOKEN)
-    write_outputs(buffers, None, vocab_size=100)
-    wait(op_device)
-    assert (
-        buffers.finish_reason_ring[1].tolist() == buffers.finish_reasons.tolist() == [int(LENGTH), int(GO), int(FAULT)]
-    )
+    buffers.fault_value[2] = 17
+    write(buffers, None)
+    assert buffers.step_ring.tolist() == [UNTOUCHED, 1, UNTOUCHED]
+    assert buffers.token_ring[1].tolist() == [NO_TOKEN] * 3
+    assert buffers.fault_code_ring[1].tolist() == [0, 0, F.BAD_LENGTH]
+    assert buffers.fault_value_ring[1].tolist() == [UNTOUCHED, UNTOUCHED, 17]
+    assert buffers.last_token.tolist() == [100, 101, 102]
+    assert buffers.finish_reason_ring[1].tolist() == buffers.finish_reasons.tolist() == [LENGTH, GO, FAULT]
     assert buffers.req_seq_lens.tolist() == [10, 11, UNTOUCHED]
     assert buffers.cursor.tolist() == [1, 0, 3, 4, L]
 
@@ -313,8 +264,7 @@ def test_one_of_many_requests_continues(kernel_device: torch.device, continuing:
     tokens = torch.arange(reqs, dtype=torch.int32, device=kernel_device)
     buffers.stop_tokens[3] = tokens
     tokens[continuing] = reqs
-    write_outputs(buffers, tokens, vocab_size=reqs + 1)
-    wait(kernel_device)
+    write(buffers, tokens, reqs + 1)
     reasons = [int(STOP)] * reqs
     reasons[continuing], reasons[599 - continuing] = int(GO), int(FAULT)
     assert buffers.finish_reason_ring[1].tolist() == buffers.finish_reasons.tolist() == reasons
@@ -327,35 +277,27 @@ def test_one_of_many_requests_continues(kernel_device: torch.device, continuing:
     assert buffers.loop_condition.tolist() == [1]
 
 
-def make_faulty_step(device: torch.device) -> tuple[StaticBuffers, torch.Tensor]:
-    buffers = make_step(device, [S.SAMPLES, S.INVALID, S.SAMPLES])
-    buffers.stop_tokens[0] = 6
-    return buffers, torch.tensor([5, 0, 6], dtype=torch.int32, device=device)
-
-
-def reported(buffers: StaticBuffers) -> list[object]:
-    """Return what the host reads of step 1 after it sees the step number."""
-    specs = StaticBuffers.specs()
-    written = {n for n, s in specs.items() if s.writer == "write_outputs" and s.kind is BufferKind.OUTPUT}
-    return [t[1].tolist() for name, t in buffers.named() if name in written and t is not buffers.step_ring]
-
-
-EXPECTED = [[5, NO_TOKEN, 6], [int(GO), int(FAULT), int(STOP)], [0, int(F.BAD_LENGTH), 0], [UNTOUCHED, 0, UNTOUCHED]]
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="looks into the interpreter")
 def test_step_number_is_stored_last(kernel_device: torch.device) -> None:
-    buffers, tokens = make_faulty_step(kernel_device)
+    buffers = make_step(kernel_device, [S.SAMPLES, S.INVALID, S.SAMPLES])
+    buffers.stop_tokens[0] = 6
+    specs = StaticBuffers.specs()
+    rings = [
+        tensor
+        for name, tensor in buffers.named(BufferKind.OUTPUT)
+        if specs[name].writer == "write_outputs" and name != "step_ring"
+    ]
     seen: list[object] = []
     exchange = InterpreterBuilder.create_atomic_rmw
 
     def look(self: object, *args: object) -> object:
-        seen.append((reported(buffers), buffers.step_ring[1].item()))
+        seen.append(([ring[1].tolist() for ring in rings], buffers.step_ring[1].item()))
         return exchange(self, *args)
 
     with mock.patch.object(InterpreterBuilder, "create_atomic_rmw", look):
-        write_outputs(buffers, tokens, vocab_size=100)
-    assert seen == [(EXPECTED, UNTOUCHED)]
+        write(buffers, torch.tensor([5, 0, 6], dtype=torch.int32, device=kernel_device))
+    expected = [[5, NO_TOKEN, 6], [GO, FAULT, STOP], [0, F.BAD_LENGTH, 0], [UNTOUCHED, 0, UNTOUCHED]]
+    assert seen == [(expected, UNTOUCHED)]
     assert buffers.step_ring.tolist() == [UNTOUCHED, 1, UNTOUCHED]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
@@ -18,6 +19,7 @@ INT_MAX = (1 << 31) - 1
 POISON = -77
 GUARD = 16  # values before and after every buffer that unpack writes; 64 bytes keep its alignment
 WRITTEN = ("inputs", "order", "req_values", "length_limits", "stop_tokens")
+UNWRITTEN = ("input_ring", "cursor", "req_seq_lens", "finish_reasons", "page_spans", "step_counter", "page_groups")
 
 OWN = PageGroup(page_size=4, num_pages=64, null_page=0, max_pages=10)
 WINDOW = PageGroup(page_size=2, num_pages=64, null_page=0, max_pages=20, window=5, writers_at=64)
@@ -176,11 +178,8 @@ class Model:
             self.order[position] = request.req_index
             if (state := self.states.get(request.req_index)) is None:
                 continue
-            state.values, state.length_limit, state.stop_tokens = (
-                request.values,
-                request.length_limit,
-                request.stop_tokens,
-            )
+            state.values, state.length_limit = request.values, request.length_limit
+            state.stop_tokens = request.stop_tokens
             if request.seq_len == SENTINEL:
                 req_index = SENTINEL if state.finish_reason else request.req_index
                 requests[position] = replace(request, req_index=req_index, seq_len=state.length + len(request.tokens))
@@ -222,15 +221,12 @@ class Model:
             state = self.states.get(fields[position])
             if state is None:
                 continue
-            state.length, state.finish_reason = (
-                fields[n + position],
-                (finished or {}).get(fields[position], FinishReason.RUNNING),
-            )
+            state.length = fields[n + position]
+            state.finish_reason = (finished or {}).get(fields[position], FinishReason.RUNNING)
             for g in range(len(self.groups)):
                 first, _, count = (fields[(layout.REQ_PAGES + 3 * g + i) * n + position] for i in range(3))
-                state.pages_to[g] = (
-                    max(state.pages_to[g] if first else 0, first + count) if count else state.pages_to[g]
-                )
+                if count:
+                    state.pages_to[g] = max(state.pages_to[g] if first else 0, first + count)
         self.step_of_entry += 1
         if self.step_of_entry >= entry.steps:
             self.entry, self.step_of_entry = self.entry + 1, 0
@@ -264,6 +260,7 @@ class Rig:
             self.whole[name] = torch.full((numel + 2 * GUARD,), POISON, dtype=torch.int32, device=device)
             tensors[name] = self.whole[name][GUARD : numel + GUARD].view(shape)
         self.buffers = StaticBuffers(**tensors)
+        self.launch = partial(unpack, self.buffers)
         self._load(*self._contents())
 
     def _contents(self) -> dict[str, list[object]]:
@@ -302,17 +299,8 @@ class Rig:
             self.put(words)
         b.inputs.fill_(POISON)
         b.cursor.copy_(torch.tensor([m.entry, m.step_of_entry, *cursor]))
-        unwritten = (
-            "input_ring",
-            "cursor",
-            "req_seq_lens",
-            "finish_reasons",
-            "page_spans",
-            "step_counter",
-            "page_groups",
-        )
-        before = {name: getattr(b, name).clone() for name in unwritten}
-        unpack(b)
+        before = {name: getattr(b, name).clone() for name in UNWRITTEN}
+        self.launch()
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         inputs = b.inputs.tolist()
