@@ -127,6 +127,11 @@ def conflicts() -> list[Case]:
             faults={0: (F.DUPLICATE_REQUEST, 0), 1: (F.DUPLICATE_REQUEST, 0), 3: page},
         ),
         Case("invalid_requests_write_no_pages", (a, replace(b, tokens=[100])), faults={1: (F.TOKEN_OUT_OF_RANGE, 100)}),
+        Case(  # requests may share pages that they only read
+            "read_and_written",
+            (GOOD, ALSO, replace(THIRD, seq_len=9, pages=[5, 6, 9])),
+            faults={1: (F.DUPLICATE_PAGE, 9), 2: (F.DUPLICATE_PAGE, 9)},
+        ),
         *(
             Case(
                 f"invalid_requests_use_their_index_{at}", (a, free, bad), faults={0: (F.DUPLICATE_REQUEST, 0), 2: fault}
@@ -342,22 +347,18 @@ def test_corrupt_headers(op_device: torch.device) -> None:
         rig.check(expect((), rig.sizes, {}, 1))
 
 
-def test_too_many_tokens(op_device: torch.device) -> None:
+def test_more_tokens_or_requests_than_captured(op_device: torch.device) -> None:
     rig = Rig(replace(MIXED, tokens=6), op_device)
     rig.run(pack((GOOD, CHUNK, ALSO), 1))  # 7 tokens: that of the last request exceeds the graph
     faults = {2: (F.BAD_LENGTH, ALSO.seq_len)}
     expected = expect((GOOD, CHUNK, replace(ALSO, tokens=[], query_len=1)), rig.sizes, faults, 1)
     rig.check(expected)
-
-
-def test_too_many_requests_mixed(op_device: torch.device) -> None:
     rig = Rig(replace(MIXED, reqs=2), op_device)
     rig.run(pack((GOOD, CHUNK, ALSO), 1))
     rig.check(expect((GOOD, CHUNK), rig.sizes, {}, 1))
 
 
 BAD_TENSORS = {
-    "decode_tokens": ("input_ids", lambda t: t[:-1], "input_ids: expected 4 requests x query_len 1 tokens, got 3"),
     "groups": ("write_conflicts", lambda t: t[:1], r"write_conflicts: expected shape \[2, \*\]"),
     "table_width": ("block_table", lambda t: t[:, :, :9], "page_table: expected shape"),
     "table_rows": ("block_table", lambda t: t.repeat(1, 1, 2)[:, :, :10], "block_table: expected rows of 10 columns"),

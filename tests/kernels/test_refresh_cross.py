@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ class Rig:
     """The buffers of one runtime, and their expected contents after each step."""
 
     def __init__(self, groups: tuple[PageGroup, ...], device: torch.device) -> None:
-        self.groups, self.device, self.step = groups, device, 0
+        self.groups, self.device, self.count = groups, device, 0
         words = inputs_size(ROWS, TOKENS, 99, len(groups))
         self.buffers = StaticBuffers.allocate(Capacity(ROWS, TOKENS, ROWS, words, 2, groups), device)
 
@@ -49,22 +50,23 @@ class Rig:
         for _, tensor in self.buffers.named(BufferKind.DERIVED):
             poison(tensor)
         record = torch.full((self.buffers.inputs.numel(),), 77, dtype=torch.int32)
-        batch.write_inputs(record.numpy(), self.step, len(self.groups))
+        batch.write_inputs(record.numpy(), self.count, len(self.groups))
         self.buffers.inputs.copy_(record)
-        self.step += 1
+        self.count += 1
         self.tokens = TOKENS if mixed else ROWS
-        refresh(
-            self.buffers.cut(ROWS, self.tokens),
-            max_seq_len=MAX_SEQ_LEN,
-            vocab_size=9,
-            query_len=0 if mixed else 1,
-            seq_len_fill=0,
-        )
+        cut = self.buffers.cut(ROWS, self.tokens)
+        refresh(cut, max_seq_len=MAX_SEQ_LEN, vocab_size=9, query_len=0 if mixed else 1, seq_len_fill=0)
 
-    def check(
-        self, requests: list[Request], known: dict[int, Sequence], faulty: dict[int, tuple[FaultCode, int, int]]
+    def step(
+        self,
+        requests: list[Request],
+        known: dict[int, Sequence],
+        faulty: dict[int, tuple[FaultCode, int, int]] | None = None,
+        **options: Any,
     ) -> None:
-        b, at = self.buffers, 0
+        """Run one step and compare every buffer; `known` are the sequences by request index."""
+        self.run(requests, **options)
+        b, at, faulty = self.buffers, 0, faulty or {}
         for index, request in enumerate(requests):
             code, value, group = faulty.get(index, (FaultCode.NONE, 0, 0))
             assert int(b.fault_code[index]) == code | group << FAULT_GROUP_SHIFT
@@ -102,9 +104,9 @@ def test_requests_share_encoder_pages_and_list_them_once(name: str, op_device: t
     rig = Rig(GROUPS[name], op_device)
     a, b, c = lists(rig, [20], [3, 9, 4]), lists(rig, [21, 22], [3, 9, 4]), lists(rig, [23], [])
     known = {0: Sequence(1, 5, a), 2: Sequence(5, 6, b), 3: Sequence(1, 0, c)}
-    requests = [Request(0, [1], 1, a, encoder_len=5), Request(2, [1] * 5, 5, b, encoder_len=6), Request(3, [1], 1, c)]
-    rig.run(requests)
-    rig.check(requests, known, {})
+    rig.step(
+        [Request(0, [1], 1, a, encoder_len=5), Request(2, [1] * 5, 5, b, encoder_len=6), Request(3, [1], 1, c)], known
+    )
     # The next steps list no encoder pages; order and number of requests change.
     for step in (1, 2, 3):
         nothing = lists(rig, [], [])
@@ -115,13 +117,13 @@ def test_requests_share_encoder_pages_and_list_them_once(name: str, op_device: t
         requests = requests[: 1 + (step != 2)] if step != 2 else [requests[0]]
         if step == 3:  # request 0 skipped a step
             requests[1] = replace(requests[1], seq_len=3)
-        rig.run(requests, mixed=step % 2 == 0)
-        rig.check(requests, known, {})
+        rig.step(requests, known, mixed=step % 2 == 0)
     # A new sequence keeps nothing of the previous one, and may have fewer encoder tokens.
     d = lists(rig, [24], [11])
-    requests = [Request(2, [1], 1, d, encoder_len=1), Request(0, [1], 4, lists(rig, [], []), encoder_len=5)]
-    rig.run(requests)
-    rig.check(requests, known | {2: Sequence(1, 1, d)}, {})
+    rig.step(
+        [Request(2, [1], 1, d, encoder_len=1), Request(0, [1], 4, lists(rig, [], []), encoder_len=5)],
+        known | {2: Sequence(1, 1, d)},
+    )
 
 
 @pytest.mark.parametrize("name", ["own_first", "cross_first"])
@@ -145,14 +147,10 @@ def test_faults(name: str, op_device: torch.device) -> None:
         def spoil(batch: Batch, encoder_len: int = encoder_len) -> None:
             batch.encoder_lens[0] = encoder_len
 
-        requests = [bad, Request(1, [1], 1, good, encoder_len=3)]
-        rig.run(requests, spoil=spoil)
-        rig.check(requests, known, {0: fault})
-        begins = lists(rig, [], [])
-        requests = [Request(0, [1], 2, begins, encoder_len=1)]  # a faulty first step leaves no state to continue from
-        rig.run(requests)
-        own_first = (FaultCode.LENGTH_EXCEEDS_PAGES, 2, 0)
-        rig.check(requests, known, {0: (FaultCode.ENCODER_LEN_CHANGED, 1, 0) if g == 0 else own_first})
+        rig.step([bad, Request(1, [1], 1, good, encoder_len=3)], known, {0: fault}, spoil=spoil)
+        # A faulty first step leaves no state to continue from.
+        fault = (FaultCode.LENGTH_EXCEEDS_PAGES, 2, 0) if g else (FaultCode.ENCODER_LEN_CHANGED, 1, 0)
+        rig.step([Request(0, [1], 2, lists(rig, [], []), encoder_len=1)], known, {0: fault})
 
 
 @pytest.mark.parametrize("name", GROUPS)
@@ -162,29 +160,18 @@ def test_a_continuing_request_must_repeat_its_encoder_len(name: str, op_device: 
     g = next(i for i, group in enumerate(rig.groups) if group.max_encoder_len)
     begins, goes_on = lists(rig, [20], [3, 9, 4]), lists(rig, [], [])
     known = {2: Sequence(1, 5, begins)}
-    requests = [Request(2, [1], 1, begins, encoder_len=5)]
-    rig.run(requests)
-    rig.check(requests, known, {})
+    rig.step([Request(2, [1], 1, begins, encoder_len=5)], known)
     for wrong in (0, 4, 6, 3):
-        requests = [Request(2, [1], 2, goes_on, encoder_len=wrong)]
-        rig.run(requests)
-        rig.check(requests, known, {0: (FaultCode.ENCODER_LEN_CHANGED, wrong, g)})
+        fault = (FaultCode.ENCODER_LEN_CHANGED, wrong, g)
+        rig.step([Request(2, [1], 2, goes_on, encoder_len=wrong)], known, {0: fault})
     later = [Request(2, [1], 2, lists(rig, [], [7]), first_page=3, encoder_len=6)]  # more encoder pages
-    rig.run(later)
-    rig.check(later, known, {0: (FaultCode.ENCODER_LEN_CHANGED, 6, g)})
-    requests = [Request(2, [1], 2, goes_on, encoder_len=5)]
-    rig.run(requests)
-    rig.check(requests, known, {})
+    rig.step(later, known, {0: (FaultCode.ENCODER_LEN_CHANGED, 6, g)})
+    rig.step([Request(2, [1], 2, goes_on, encoder_len=5)], known)
     # A list of all encoder pages may change the length.
-    other = lists(rig, [], [7, 8])
-    requests = [Request(2, [1], 3, other, encoder_len=4)]
-    rig.run(requests)
     known = {2: Sequence(3, 4, lists(rig, [20], [7, 8]))}
-    rig.check(requests, known, {})
+    rig.step([Request(2, [1], 3, lists(rig, [], [7, 8]), encoder_len=4)], known)
     for length, fault in ((5, (FaultCode.ENCODER_LEN_CHANGED, 5, g)), (4, None)):
-        requests = [Request(2, [1], 4, goes_on, encoder_len=length)]
-        rig.run(requests)
-        rig.check(requests, known, {0: fault} if fault else {})
+        rig.step([Request(2, [1], 4, goes_on, encoder_len=length)], known, {0: fault} if fault else {})
 
 
 @pytest.mark.parametrize("name", GROUPS)
@@ -193,45 +180,35 @@ def test_a_prefix_hit_reads_no_page_of_the_previous_sequence(name: str, op_devic
     rig = Rig(GROUPS[name], op_device)
     g = next(i for i, group in enumerate(rig.groups) if group.max_encoder_len)
     requests = [Request(2, [1], 1, lists(rig, [20], [3, 9, 4]), encoder_len=5)]
-    rig.run(requests)
-    rig.check(requests, {2: Sequence(1, 5, requests[0].pages)}, {})
-    requests = [Request(2, [1], 6, lists(rig, [21, 22], []), encoder_len=5)]
-    rig.run(requests)
-    rig.check(requests, {}, {0: (FaultCode.LENGTH_EXCEEDS_PAGES, 5, g)})
+    rig.step(requests, {2: Sequence(1, 5, requests[0].pages)})
+    rig.step(
+        [Request(2, [1], 6, lists(rig, [21, 22], []), encoder_len=5)], {}, {0: (FaultCode.LENGTH_EXCEEDS_PAGES, 5, g)}
+    )
     for own, crossing, encoder_len in (([21, 22], [7, 8], 3), ([23, 24], [], 0)):
         requests = [Request(2, [1], 6, lists(rig, own, crossing), encoder_len=encoder_len)]
-        rig.run(requests)
-        rig.check(requests, {2: Sequence(6, encoder_len, requests[0].pages)}, {})
-    requests = [Request(2, [1], 7, lists(rig, [], []), encoder_len=3)]
-    rig.run(requests)
-    rig.check(requests, {}, {0: (FaultCode.ENCODER_LEN_CHANGED, 3, g)})
+        rig.step(requests, {2: Sequence(6, encoder_len, requests[0].pages)})
+    rig.step([Request(2, [1], 7, lists(rig, [], []), encoder_len=3)], {}, {0: (FaultCode.ENCODER_LEN_CHANGED, 3, g)})
 
 
 def test_a_prefix_hit_lists_its_pages_in_every_group(op_device: torch.device) -> None:
     """This includes other groups of its own tokens: if one list starts at page 0, an empty list keeps no pages."""
     rig = Rig((OWN, replace(OWN, page_size=2, max_pages=10)), op_device)
-    requests = [Request(2, [1] * 5, 5, ([20, 21], [3, 4, 5]))]
-    rig.run(requests)
-    rig.check(requests, {2: Sequence(5, 0, [[20, 21], [3, 4, 5]])}, {})
-    requests = [Request(2, [1], 6, ([22, 23], []))]
-    rig.run(requests)
-    rig.check(requests, {}, {0: (FaultCode.LENGTH_EXCEEDS_PAGES, 6, 1)})
-    requests = [Request(2, [1], 6, ([22, 23], [6, 7, 8]))]
-    rig.run(requests)
-    rig.check(requests, {2: Sequence(6, 0, [[22, 23], [6, 7, 8]])}, {})
+    rig.step([Request(2, [1] * 5, 5, ([20, 21], [3, 4, 5]))], {2: Sequence(5, 0, [[20, 21], [3, 4, 5]])})
+    rig.step([Request(2, [1], 6, ([22, 23], []))], {}, {0: (FaultCode.LENGTH_EXCEEDS_PAGES, 6, 1)})
+    rig.step([Request(2, [1], 6, ([22, 23], [6, 7, 8]))], {2: Sequence(6, 0, [[22, 23], [6, 7, 8]])})
 
 
 def test_requests_of_a_runtime_without_kv_groups_need_no_pages(op_device: torch.device) -> None:
     rig = Rig((PageGroup(1, 1, 0, 1, max_encoder_len=1),), op_device)
-    requests = [Request(3, [1, 2, 3], 3), Request(0, [4], 1)]
-    rig.run(requests)
-    rig.check(requests, {3: Sequence(3, 0, [[]]), 0: Sequence(1, 0, [[]])}, {})
+    rig.step([Request(3, [1, 2, 3], 3), Request(0, [4], 1)], {3: Sequence(3, 0, [[]]), 0: Sequence(1, 0, [[]])})
     assert rig.buffers.input_ids.tolist() == [1, 2, 3, 4, 0, 0, 0, 0]
     assert rig.buffers.positions.tolist() == [0, 1, 2, 0, 0, 0, 0, 0]
     assert rig.buffers.query_start_loc.tolist() == [0, 3, 4, 4, 4]
-    requests = [Request(3, [1], 1), Request(3, [1], 1)]
-    rig.run(requests)
-    rig.check(requests, {}, {0: (FaultCode.DUPLICATE_REQUEST, 3, 0), 1: (FaultCode.DUPLICATE_REQUEST, 3, 0)})
+    rig.step(
+        [Request(3, [1], 1), Request(3, [1], 1)],
+        {},
+        {0: (FaultCode.DUPLICATE_REQUEST, 3, 0), 1: (FaultCode.DUPLICATE_REQUEST, 3, 0)},
+    )
 
 
 @settings(max_examples=5, deadline=None)

@@ -329,23 +329,6 @@ def test_wrong_tensors_are_named(case: str) -> None:
         )
 
 
-RECORD = {
-    "tokens": torch.zeros(4, dtype=torch.int64),
-    "query_start_loc": torch.zeros(3, dtype=I32),
-    "seq_lens": torch.ones(2, dtype=I32),
-    "req_indices": torch.zeros(2, dtype=I32),
-    "prompt_lens": torch.zeros(2, dtype=I32),
-}
-
-
-@pytest.mark.parametrize("name", RECORD)
-def test_every_argument_of_record_tokens_is_checked(name: str) -> None:
-    penalties = Penalties(ONES, ONES, ONES, state_of(2, 8))
-    for wrong in (RECORD[name].float(), RECORD[name][None], RECORD[name].repeat_interleave(2)[::2]):
-        with pytest.raises(ShapeError, match=f"^{name}: expected"):
-            record_tokens(**{**RECORD, name: wrong}, penalties=penalties)
-
-
 def test_an_empty_bias_and_no_rows(kernel_device: torch.device) -> None:
     args = arguments(torch.zeros(0, 9, device=kernel_device), 0.0)
     none = torch.zeros(0, dtype=I32, device=kernel_device)
