@@ -1,4 +1,4 @@
-"""The CUDA prompt kernel: variants, unsupported calls and, on a device, results."""
+"""The CUDA prompt kernel: variants, plans and unsupported calls."""
 
 from __future__ import annotations
 
@@ -17,16 +17,8 @@ from graphrt.kernels.attention.prompt_native import (
 )
 from graphrt.kernels.attention.prompt_plan import PromptPlan
 from graphrt.kernels.native.nvrtc import MIN_SHARED_BYTES
-from tests.support.attention_cases import BF16, E4M3, F16, F32, Case, assert_accurate, by_id, make_problem
+from tests.support.attention_cases import BF16, E4M3, F32
 from tests.support.native_usage import compiled_within
-from tests.support.prompt_cases import (
-    CASES,
-    check_mixed_step,
-    check_pages_before_the_window,
-    check_replays,
-    run_prompt,
-    served,
-)
 
 # Bytes; the output of these heads alone takes more than half of the registers.
 SPILLED = {"keys_of_232": 128, "gemma": 104}
@@ -97,57 +89,6 @@ def test_unsupported_calls(case: str) -> None:
     q, k, text = UNSUPPORTED[case]
     reason = prompt_unsupported_reason(call_of(q, k))
     assert (reason is None) if text is None else (text in str(reason))
-
-
-CUDA = torch.device("cuda")
-LARGE = [
-    Case("many_q_tiles", ((900, 700), (64, 64), (1, 1), (1200, 500)), head_dim=128, dtype=BF16, num_kv_heads=2,
-          num_sms=132, pad_tokens=70),
-    Case("long_context", ((4000, 130),), head_dim=128, dtype=F16, num_sms=132, lse=False),
-    Case("window_over_many_tiles", ((3000, 300),), head_dim=64, dtype=BF16, window=1000, num_sms=132, page_size=64),
-    Case("many_reqs", packed=True, reqs=tuple((n, n) for n in range(1, 130, 3)), causal=False, dtype=F16, gqa=1,
-         num_kv_heads=4, num_sms=132),
-]  # fmt: skip
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", by_id([*served(CASES), *LARGE]))
-def test_case(case: Case, rng: torch.Generator, recwarn: pytest.WarningsRecorder) -> None:
-    if not runs_prompt_kernel(CUDA):
-        pytest.skip("needs a GPU of compute capability 9.0")
-    problem = make_problem(case, rng, CUDA)
-    first = run_prompt(problem, native=True)
-    assert_accurate(problem, first)
-    assert torch.equal(run_prompt(problem, native=True), first), "a second run must give the same bits"
-    ((schedule, _),) = problem.workspaces.values()
-    assert not schedule[1:3].any(), "the kernel must leave its counters at 0"
-    assert not recwarn.list, "the Triton kernel ran"
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("first_req", [False, True])
-def test_capture_and_replays_of_other_lengths(first_req: bool, rng: torch.Generator) -> None:
-    check_replays(True, first_req, CUDA, rng)
-
-
-@pytest.mark.gpu
-def test_mixed_step(rng: torch.Generator) -> None:
-    check_mixed_step(CUDA, rng, native=True)
-
-
-@pytest.mark.gpu
-def test_pages_before_the_window_are_not_read(rng: torch.Generator) -> None:
-    check_pages_before_the_window(CUDA, rng, native=True)
-
-
-@pytest.mark.gpu
-def test_unsupported_call_falls_back_to_triton(rng: torch.Generator) -> None:
-    if not runs_prompt_kernel(CUDA):
-        pytest.skip("needs a GPU of compute capability 9.0")
-    case = Case("", ((40, 20),), dtype=BF16, page_size=8)
-    problem = make_problem(case, rng, CUDA)
-    with pytest.warns(RuntimeWarning, match="cannot run because the page size of 8 is not a multiple of 16"):
-        assert_accurate(problem, run_prompt(problem, native=True))
 
 
 def test_plan_round_trips_through_ints() -> None:

@@ -10,11 +10,14 @@ import re
 import shutil
 import struct
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 
 from graphrt.kernels.native import nvrtc
@@ -31,10 +34,17 @@ _INSTRUCTIONS = Path(__file__).resolve().parent / "emulation"
 _SOURCES = Path(nvrtc.__file__).resolve().parent
 
 
+def install(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
+    """Emulate the launches of a module, in the same execution orders in every test."""
+    if COMPILER is None:
+        pytest.skip("needs the C++ compiler g++")
+    monkeypatch.setattr(module, "launch", emulated_launch)
+    monkeypatch.setattr(sys.modules[__name__], "launches", itertools.count())
+
+
 @functools.cache
 def _build(variant: NativeVariant, bug: tuple[str, str] | None) -> Callable[..., bytes | None]:
     """Compile a variant and return the entry of its shared library, which stays loaded without its folder."""
-    assert COMPILER is not None, "skip without a C++ compiler"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         texts = {path.name: path.read_text() for path in (*_SOURCES.glob("*.cuh"), _SOURCES / variant.source)}
