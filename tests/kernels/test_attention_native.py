@@ -1,9 +1,8 @@
-"""The CUDA decode kernel: variants, unsupported calls and, on a device, results."""
+"""The CUDA decode kernel: variants, plans and unsupported calls."""
 
 from __future__ import annotations
 
 import re
-import threading
 from dataclasses import replace
 
 import pytest
@@ -11,106 +10,17 @@ import torch
 
 from graphrt.kernels.attention.call import AttentionCall
 from graphrt.kernels.attention.native import native_unsupported_reason, native_variant, native_variants
-from graphrt.kernels.attention.operators import paged_attention
 from graphrt.kernels.attention.options import AttentionOptions
 from graphrt.kernels.attention.plan import AttentionPlan
 from graphrt.kernels.attention.plan_native import STATIC_SHARED_BYTES
-from graphrt.kernels.attention.work_list import schedule_attention
 from graphrt.kernels.attention.workspace import AttentionWorkspace
 from graphrt.kernels.errors import ConfigError, GraphRTError
 from graphrt.kernels.native import nvrtc
 from graphrt.kernels.native.nvrtc import compile_variant
-from tests.support.attention_cases import (
-    BF16,
-    E4M3,
-    E5M2,
-    F16,
-    F32,
-    NAN,
-    Case,
-    Problem,
-    assert_accurate,
-    by_id,
-    decode,
-    make_problem,
-)
-from tests.support.native_cases import BASE, CASES, call_of, check_logits, check_values_of_zero, with_blocks
+from tests.support.attention_cases import BF16, E4M3, E5M2, F16, F32
 from tests.support.native_usage import assert_fits, compiled_within
 
 LLAMA = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": BF16, "num_sms": 132, "native": True}
-
-
-def run_both(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the CUDA kernel, then the Triton kernel with the same plan and a misaligned work list."""
-    plan = problem.decode_plan()
-    assert plan.native is not None, "the CUDA kernel must support the case"
-    native = problem.run()
-    lse = None if problem.lse is None else problem.lse.clone()
-    workspace, exact = problem.scratch(plan)
-    assert native_unsupported_reason(call_of(problem, plan, workspace, exact)) is None
-    shifted = torch.empty(exact.numel() + 1, dtype=torch.int32, device=exact.device)[1:]
-    schedule_attention(plan, problem.seq_lens, shifted, **problem.case.spans)
-    problem.out.fill_(NAN)
-    with pytest.warns(RuntimeWarning, match="cannot run because work_list is not aligned to 16 bytes"):
-        paged_attention(*problem.tensors, problem.out, plan, shifted, workspace, problem.options, lse=problem.lse)
-    assert not workspace.counters.any()
-    triton = problem.out.cpu().clone()
-    assert_accurate(problem, triton)
-    if lse is not None:
-        problem.lse.copy_(lse)
-    return native, triton
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", by_id(CASES))
-def test_both_kernels_with_one_plan(case: Case, rng: torch.Generator) -> None:
-    problem = make_problem(case, rng, torch.device("cuda"))
-    caches = [problem.k_cache.clone(), problem.v_cache.clone()]
-    native, _ = run_both(problem)
-    assert_accurate(problem, native)
-    for workspace, _ in problem.workspaces.values():
-        workspace.partial_out.fill_(NAN)
-        workspace.partial_lse.fill_(NAN)
-    assert torch.equal(problem.run(), native), "a second run must give the same bits"
-    for before, after in zip(caches, (problem.k_cache, problem.v_cache), strict=True):
-        assert torch.equal(before.view(torch.int8), after.view(torch.int8)), "the cache must not be written"
-
-
-@pytest.mark.gpu
-def test_logits(rng: torch.Generator) -> None:
-    check_logits(Problem.run, torch.device("cuda"), rng)
-
-
-@pytest.mark.gpu
-def test_values_of_zero(rng: torch.Generator) -> None:
-    """Words that blocks send to each other are 0 until they arrive."""
-    check_values_of_zero(Problem.run, torch.device("cuda"), rng)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("cluster", [2, 4, 8])
-def test_clusters_of_any_size(cluster: int, rng: torch.Generator) -> None:
-    case = replace(BASE, reqs=decode((300, 0, 77, 1200)), sinks=True)
-    problem = make_problem(case, rng, torch.device("cuda"))
-    made = AttentionPlan.decode(4, num_sms=132, native=True, **case.heads)
-    plan = with_blocks(made, cluster=cluster, num_partitions=5)
-    workspace, work_list = problem.scratch(plan)
-    schedule_attention(plan, problem.seq_lens, work_list)
-    problem.out.fill_(NAN)
-    paged_attention(*problem.tensors, problem.out, plan, work_list, workspace, problem.options, lse=problem.lse)
-    assert_accurate(problem, problem.out.cpu())
-    assert not workspace.counters.any()
-
-
-@pytest.mark.gpu
-def test_misaligned_cache_falls_back_to_triton(rng: torch.Generator) -> None:
-    problem = make_problem(BASE, rng, torch.device("cuda"))
-    shape = problem.k_cache.shape
-    odd = torch.zeros(*shape[:3], shape[3] + 4, dtype=BF16, device="cuda")[..., : shape[3]]
-    odd.copy_(problem.k_cache)
-    moved = replace(problem, k_cache=odd)
-    with pytest.warns(RuntimeWarning, match="cannot run because heads of k_cache are not aligned to 16 bytes"):
-        assert_accurate(moved, moved.run())
 
 
 @pytest.mark.parametrize("name", native_variants())
@@ -163,25 +73,6 @@ def test_compiling_does_not_modify_constants() -> None:
     """NVRTC writes into its arguments, and the process shares the bytes object of one space."""
     compile_variant(native_variants()["llama"])
     assert bytes([32]) == b"\x20"
-
-
-@pytest.mark.gpu
-def test_first_call_of_a_thread(rng: torch.Generator) -> None:
-    """A new thread has no CUDA context at first."""
-    problem = make_problem(BASE, rng, torch.device("cuda"))
-    problem.run()
-    plan, results = problem.decode_plan(), []
-    workspace, work_list = problem.scratch(plan)
-    tensors = (*problem.tensors, problem.out, plan, work_list, workspace, problem.options)
-
-    def work() -> None:
-        paged_attention(*tensors, lse=problem.lse)
-        results.append(True)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert results
 
 
 @pytest.mark.parametrize(

@@ -47,11 +47,8 @@ def test_check_ints_accepts_sequences_arrays_and_tensors(values) -> None:
     assert found.dtype == np.int64
     assert found.flags.c_contiguous
     assert found.tolist() == [1, 2]
-
-
-@pytest.mark.parametrize("values", [[], (), np.array([]), torch.tensor([])], ids=["list", "tuple", "array", "tensor"])
-def test_check_ints_accepts_empty_values_of_any_dtype(values) -> None:
-    assert ints(values).tolist() == []
+    for empty in ([], (), np.array([]), torch.tensor([])):  # of any dtype
+        assert ints(empty).tolist() == []
 
 
 @pytest.mark.parametrize(
@@ -59,29 +56,23 @@ def test_check_ints_accepts_empty_values_of_any_dtype(values) -> None:
     [
         (None, "pages: expected ints from 0 to 9 on the host, got None; pass pages"),
         ("12", "got '12'"),
-        (b"12", "got b'12'"),
         (3, "got 3;"),
-        ({1, 2}, "got {1, 2}"),
         ([1, True], r"pages\[1\]: expected an int from 0 to 9, got True"),
         ([1, 2.0], r"pages\[1\]: .* got 2.0"),
-        ([1, [2]], r"pages\[1\]: .* got \[2\]"),
         ([1, None], r"pages\[1\]: .* got None"),
-        ([1, torch.tensor(2)], r"pages\[1\]: .* got tensor\(2\)"),
         ([1, 2, -1], r"pages\[2\]: expected an int from 0 to 9, got -1"),
         ([1, 10], r"pages\[1\]: .* got 10"),
         ([2**70], r"pages\[0\]: .* got 1180591620717411303424"),
+        ([5, -3, 1 << 63], r"pages\[2\]: .* got 9223372036854775808"),
+        ([(1 << 63) - 1, -(1 << 63), -(1 << 63) - 1], r"pages\[2\]: .* got -9223372036854775809"),
         ([10**5000], r"pages\[0\]: .* got a value of type int"),
         (np.array([2**63], np.uint64), r"pages\[0\]: .* got 9223372036854775808"),
         (np.array([True]), "got bool values"),
         (np.array([1.0]), "got float64 values"),
         (np.array([[1]]), r"expected one dimension, got shape \[1, 1\]"),
         (np.array(1), r"expected one dimension, got shape \[\]"),
-        (np.array([1, None]), "got object values"),
         (torch.tensor([1.0]), "got a float32 tensor on cpu"),
-        (torch.tensor([1.0], requires_grad=True), "got a float32 tensor on cpu"),
-        (torch.tensor([1.0]).bfloat16(), "got a bfloat16 tensor on cpu"),
         (torch.tensor([True]), "got bool values"),
-        (torch.tensor([1j]), "got complex64 values"),
         (torch.ones(2, dtype=torch.int64, device="meta"), "got a int64 tensor on meta"),
         (torch.tensor([1, 2]).to_sparse(), "got a int64 tensor on cpu"),
     ],
@@ -96,39 +87,31 @@ def test_check_ints_raises(values, text: str) -> None:
     [
         (lambda: checks.check_bool("f", 1, advice="do"), "f: expected True or False, got 1; do"),
         (lambda: checks.check_bool("f", "no", advice="do"), "got 'no'"),
-        (lambda: checks.check_bool("f", None, advice="do"), "got None"),
         (lambda: checks.check_callable("f", "abc", advice="do"), "f: expected a callable, got 'abc'; do"),
         (lambda: checks.check_instance("f", 3, str, advice="do"), "f: expected str, got 3; do"),
         (lambda: checks.check_instance("f", 3, (str, bytes), advice="do"), "f: expected str or bytes, got 3"),
         (lambda: checks.check_int("f", 10**5000, 0, 9, advice="do"), "from 0 to 9, got a value of type int; do"),
         (lambda: checks.check_int("f", NoRepr(), 0, advice="do"), "got a value of type NoRepr"),
         (lambda: checks.check_int("f", list(range(99)), 0, advice="do"), r"got \[0, 1, [0-9, ]+\.\.\.; do"),
+        (lambda: checks.check_sequence("f", "ab", 2, of="pages"), "f: expected .*got 'ab'"),
+        (lambda: checks.check_sequence("f", {1}, 2, of="pages"), r"f: expected .*got \{1\}"),
+        (lambda: checks.check_sequence("f", [1], 2, of="pages"), "f: expected .*2 pages, got 1; pass one of each"),
+        (lambda: checks.check_int("f", 1, 0, 0, advice="do"), "f: expected an int from 0 to 0, got 1"),
+        (lambda: checks.check_int("f", 2, 3, advice="do", error=ReplayError), "f: expected an int >= 3, got 2; do"),
         (lambda: checks.check_number("f", math.nan, 0, advice="do"), "f: expected a finite number >= 0, got nan; do"),
         (lambda: checks.check_number("f", -0.1, 0, advice="do"), "got -0.1"),
         (lambda: checks.check_number("f", 1.1, 0, 1, advice="do"), "a finite number from 0 to 1, got 1.1"),
         (lambda: checks.check_number("f", True, 0, 1, advice="do"), "got True"),
         (lambda: checks.check_named_tensors("w", "abc"), "w: expected pairs of a name and a tensor, got 'abc'"),
         (lambda: checks.check_named_tensors("w", 3), "got 3;"),
-        (lambda: checks.check_named_tensors("w", np.array(3)), r"got array\(3\);"),
         (lambda: checks.check_named_tensors("w", itertools.count()), r"w\[0\]: expected a name and a tensor, got 0"),
-        (lambda: checks.check_named_tensors("w", ["ab"]), r"w\[0\]: expected a name and a tensor, got 'ab'"),
         (lambda: checks.check_named_tensors("w", {"a": torch.ones(1)}), r"w\[0\]: .* got 'a'"),
         (lambda: checks.check_named_tensors("w", [("a", 3)]), r"w\[0\]: .* got \('a', 3\)"),
     ],
 )
 def test_bad_values_raise(call: Callable[[], object], text: str) -> None:
-    with pytest.raises(ConfigError, match=text):
+    with pytest.raises((ConfigError, ReplayError, ShapeError), match=text):
         call()
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [("ab", "got 'ab'"), (None, "got None"), ({1}, r"got \{1\}"), ([1], "2 pages, got 1; pass one of each")],
-    ids=["text", "none", "set", "length"],
-)
-def test_check_sequence_raises(value, text: str) -> None:
-    with pytest.raises(ShapeError, match=f"src: expected .*{text}"):
-        checks.check_sequence("src", value, 2, of="pages")
 
 
 def test_accepted_values_become_python_values() -> None:
@@ -187,6 +170,13 @@ T = torch.zeros(2, 3)
 
 TENSORS = {
     "list": ([1.0], {}, "x: expected a torch.Tensor, got list"),
+    "sparse": (T.to_sparse(), {}, "x: sparse and nested tensors are not supported"),
+    "nested": (
+        torch.nested.nested_tensor([T, T], layout=torch.jagged),
+        {},
+        "x: sparse and nested tensors are not supported",
+    ),
+    "no-rows": (torch.zeros(0, 3), {"shape": (1, 3)}, "x: expected shape [1, 3], got [0, 3]"),
     "rank": (T, {"shape": (2, 3, 1)}, "x: expected shape [2, 3, 1], got [2, 3]"),
     "rank-any": (T, {"shape": (None,)}, "x: expected shape [*], got [2, 3]"),
     "rank-any-more": (T, {"shape": (None, None, None)}, "x: expected shape [*, *, *], got [2, 3]"),
@@ -206,23 +196,16 @@ def test_check_tensor_raises(case: str) -> None:
         checks.check_tensor("x", tensor, **wanted)
 
 
-@pytest.mark.parametrize(
-    "wanted",
-    [
-        {}, {"shape": (2, 3)}, {"shape": (None, 3)}, {"shape": [2, None]}, {"shape": torch.Size((2, 3))},
-        {"dtype": F32}, {"dtype": (I32, F32)}, {"dtype": (F32,)}, {"device": CPU},
-        {"shape": (2, None), "dtype": F32, "device": CPU},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_check_tensor_passes(wanted: dict) -> None:
-    checks.check_tensor("x", T, **wanted)
-
-
-def test_empty_tensors() -> None:
+def test_check_tensor_passes() -> None:
+    for wanted in (
+        {}, {"shape": (2, 3)}, {"shape": [2, None]}, {"shape": torch.Size((2, 3))}, {"dtype": F32},
+        {"dtype": (I32, F32)}, {"shape": (None, 3), "dtype": F32, "device": CPU},
+    ):  # fmt: skip
+        checks.check_tensor("x", T, **wanted)
     checks.check_tensor("x", torch.zeros(0, 3), shape=(None, 3))
-    with pytest.raises(ShapeError):
-        checks.check_tensor("x", torch.zeros(0, 3), shape=(1, 3))
+
+
+def test_check_not_empty() -> None:
     checks.check_not_empty("x", torch.zeros(1, 1))
     for shape in ((0,), (3, 0), (0, 3)):
         with pytest.raises(ShapeError, match="x: the tensor is empty"):
@@ -271,6 +254,8 @@ def test_check_no_overlap(shape, strides) -> None:
 def test_check_int_passes(value: object) -> None:
     number = checks.check_int("n", value, 3, 7, advice="fix it")
     assert (type(number), number) == (int, int(value))
+    assert checks.check_int("n", 10**30, 3, advice="fix it") == 10**30
+    assert checks.check_int("n", 0, 0, 0, advice="fix it") == 0
 
 
 @pytest.mark.parametrize("value", [2, 8, True, 5.0, "5", None, np.float32(5), np.bool_(True), [5], 10**30], ids=repr)
@@ -279,32 +264,9 @@ def test_check_int_raises(value: object) -> None:
         checks.check_int("n", value, 3, 7, advice="fix it")
 
 
-def test_check_int_without_upper_bound_and_with_another_error() -> None:
-    assert checks.check_int("n", 10**30, 3, advice="fix it") == 10**30
-    assert checks.check_int("n", 0, 0, 0, advice="fix it") == 0
-    with pytest.raises(ReplayError, match="n: expected an int >= 3, got 2; fix it"):
-        checks.check_int("n", 2, 3, advice="fix it", error=ReplayError)
-    with pytest.raises(ConfigError, match="n: expected an int from 0 to 0, got 1"):
-        checks.check_int("n", 1, 0, 0, advice="fix it")
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_check_tensor_rejects_sparse_and_nested_tensors() -> None:
-    for other in (T.to_sparse(), torch.nested.nested_tensor([T, T])):
-        with pytest.raises(ShapeError, match="x: sparse and nested tensors are not supported"):
-            checks.check_tensor("x", other)
-
-
 def test_shown_truncates_to_80_characters() -> None:
     assert checks.shown("x" * 78) == repr("x" * 78)
     assert checks.shown("x" * 79) == "'" + "x" * 76 + "..."
-
-
-def test_check_ints_names_the_index_of_ints_beyond_64_bits() -> None:
-    most = 1 << 63
-    for values, at, wrong in (([5, -3, most], 2, most), ([most - 1, -most, -most - 1], 2, -most - 1)):
-        with pytest.raises(ShapeError, match=re.escape(f"n[{at}]: expected an int from 0 to 9, got {wrong}; fix it")):
-            checks.check_ints("n", values, 0, 9, advice="fix it")
 
 
 def test_is_finite() -> None:

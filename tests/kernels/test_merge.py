@@ -61,7 +61,7 @@ CASES = [
 
 
 def place(case: Case, values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`values` [tokens, heads, ...] on the device, with the strides of the case."""
+    """`values` [tokens, heads, ...] on the device, with the strides of the case. Gaps hold UNWRITTEN."""
     if case.heads_first:
         return values.to(device).transpose(0, 1).contiguous().transpose(0, 1)
     padded = [extent + case.gap for extent in values.shape]
@@ -95,7 +95,7 @@ def merged_in_torch(sides: list[tuple[torch.Tensor, torch.Tensor]], dtype: torch
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_merge(op_device: torch.device, rng: torch.Generator, case: Case) -> None:
-    parts, _, _ = attend(case, rng)
+    parts, whole, whole_lse = attend(case, rng)
     sides = [(out.to(dtype), lse.float()) for (out, lse), dtype in zip(parts, case.dtypes, strict=False)]
     weights = torch.softmax(torch.stack([lse for _, lse in sides]).double(), 0).nan_to_num(0.0)[..., None]
     exact = weights[0] * sides[0][0].double() + weights[1] * sides[1][0].double()
@@ -105,6 +105,9 @@ def test_merge(op_device: torch.device, rng: torch.Generator, case: Case) -> Non
     out = place(case, torch.full(exact.shape, UNWRITTEN, dtype=case.dtypes[2]), op_device)
     lse = place(case, torch.full(exact_lse.shape, UNWRITTEN), op_device)
     merge_attention(*inputs, out, lse)
+    for tensor in (out, lse) if case.gap else ():
+        memory = torch.empty(0, dtype=tensor.dtype, device=op_device).set_(tensor.untyped_storage())
+        assert (memory == UNWRITTEN).sum() == memory.numel() - tensor.numel(), "memory between heads and tokens"
     for tensor, unchanged in zip(inputs, before, strict=True):
         assert_bitwise_equal(tensor, unchanged, name="an input, which must not change")
     assert_accurate(out, plain=merged_in_torch(sides, case.dtypes[2]), exact=exact, name="out")
@@ -112,21 +115,11 @@ def test_merge(op_device: torch.device, rng: torch.Generator, case: Case) -> Non
     without_lse = torch.full_like(out, UNWRITTEN)
     merge_attention(*inputs, without_lse)
     assert_bitwise_equal(without_lse, out, name="out without lse")
-
-
-WHOLE = [case for case in CASES if case.tokens and case.heads and case.keys]
-
-
-@pytest.mark.parametrize("case", WHOLE, ids=lambda case: case.id)
-def test_equals_attention_over_all_keys(op_device: torch.device, rng: torch.Generator, case: Case) -> None:
-    parts, whole, whole_lse = attend(case, rng)
-    inputs = [tensor.float().to(op_device) for part in parts for tensor in part]
-    out, lse = torch.empty_like(inputs[0]), torch.empty_like(inputs[1])
-    merge_attention(*inputs, out, lse)
-    # The float32 lse of the sides have a relative rounding error, which becomes an error of the weights.
-    tolerance = 1e-5 + 2 * torch.finfo(F32).eps * whole_lse[whole_lse.isfinite()].abs().max().item()
-    assert_close(out, whole, atol=4 * tolerance, name="out")
-    assert_close(lse, whole_lse, atol=tolerance, name="lse")
+    if whole.numel() and case.keys and case.dtypes == (F32, F32, F32):
+        # The float32 lse of the sides have a relative rounding error, which becomes an error of the weights.
+        tolerance = 1e-5 + 2 * torch.finfo(F32).eps * whole_lse[whole_lse.isfinite()].abs().max().item()
+        assert_close(out, whole, atol=4 * tolerance, name="out over all keys")
+        assert_close(lse, whole_lse, atol=tolerance, name="lse over all keys")
 
 
 def empty_sides(device: torch.device) -> list[torch.Tensor]:
@@ -177,17 +170,6 @@ def test_aliasing(op_device: torch.device, rng: torch.Generator, into: str, dtyp
     assert_bitwise_equal(targets[1], lse, name=f"lse_{into}")
 
 
-def test_memory_between_heads_and_tokens_is_not_written(kernel_device: torch.device) -> None:
-    room, lse_room = torch.full((3, 4, 24), UNWRITTEN), torch.full((3, 4), UNWRITTEN)
-    room, lse_room = room.to(kernel_device), lse_room.to(kernel_device)
-    sides = [torch.ones(2, 3, 17, device=kernel_device), torch.zeros(2, 3, device=kernel_device)] * 2
-    merge_attention(*sides, room[:2, :3, :17], lse_room[:2, :3])
-    assert (room[:2, :3, :17] == 1.0).all()
-    room[:2, :3, :17], lse_room[:2, :3] = UNWRITTEN, UNWRITTEN
-    assert (room == UNWRITTEN).all()
-    assert (lse_room == UNWRITTEN).all()
-
-
 @pytest.mark.gpu
 def test_merge_replays_in_a_graph(rng: torch.Generator) -> None:
     device = torch.device("cuda")
@@ -209,13 +191,6 @@ def test_merge_replays_in_a_graph(rng: torch.Generator) -> None:
         assert_bitwise_equal(lse, eager_lse, name="lse")
 
 
-def merge(**changes: torch.Tensor) -> None:
-    """A valid call except for `changes`."""
-    sides = {"out_a": torch.ones(2, 4, 16), "lse_a": torch.ones(2, 4), "out_b": torch.ones(2, 4, 16)}
-    call = {**sides, "lse_b": torch.ones(2, 4), "out": torch.ones(2, 4, 16), "lse": torch.ones(2, 4), **changes}
-    merge_attention(**call)
-
-
 BAD = {
     "out_rank": ({"out": torch.ones(2, 64)}, ShapeError, r"out: expected shape \[\*, \*, \*\]"),
     "out_dtype": ({"out": torch.ones(2, 4, 16, dtype=F64)}, ShapeError, "out: expected dtype"),
@@ -231,15 +206,16 @@ BAD = {
     "lse_b_missing": ({"lse_b": None}, ShapeError, "lse_b: expected a torch.Tensor"),
     "lse_dtype": ({"lse": torch.ones(2, 4, dtype=F64)}, ShapeError, "lse: expected dtype float32"),
     "head_dim": (
-        {name: torch.ones(2, 4, 1025) for name in ("out_a", "out_b", "out")},
-        UnsupportedError,
+        dict.fromkeys(("out_a", "out_b", "out"), torch.ones(2, 4, 1025)), UnsupportedError,
         "expected a head_dim from 1 to 1024, got 1025",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_wrong_arguments_raise(case: str) -> None:
     changes, error, message = BAD[case]
+    outs = dict.fromkeys(("out_a", "out_b", "out"), torch.ones(2, 4, 16))
+    lses = dict.fromkeys(("lse_a", "lse_b", "lse"), torch.ones(2, 4))
     with pytest.raises(error, match=message):
-        merge(**changes)
+        merge_attention(**(outs | lses | changes))

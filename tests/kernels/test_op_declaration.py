@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
-from graphrt.kernels.attention.call import AttentionCall, ScheduleCall
 from graphrt.kernels.attention.operators import _attention
 from graphrt.kernels.attention.plan import AttentionPlan
 from graphrt.kernels.attention.work_list import _schedule
@@ -81,21 +81,9 @@ def test_a_plan_round_trips_through_its_ints(plan: AttentionPlan) -> None:
     assert AttentionPlan.from_ints(changed.ints) != plan
 
 
-def test_schemas_of_the_attention_operators() -> None:
-    """All fields of both calls, in order, with the written tensors marked."""
-    assert _attention.schema == (
-        "attention(Tensor q, Tensor k, Tensor v, Tensor table, Tensor? starts, Tensor? seq_lens, Tensor work_list, "
-        "Tensor(a!) out, Tensor(b!)? lse, Tensor(c!) partial_out, Tensor(d!) partial_lse, Tensor(e!) counters, "
-        "float softmax_scale, bool causal, int sliding_window, int attention_chunk_size, float logits_softcap, "
-        "Tensor? alibi_slopes, bool alibi_sqrt, Tensor? sinks, Tensor? k_scale, Tensor? v_scale, int[] plan, "
-        "bool pdl) -> ()"
-    )
-    assert _schedule.schema == (
-        "schedule_attention(Tensor seq_lens, Tensor? query_start_loc, Tensor(a!) work_list, bool causal, "
-        "int sliding_window, int attention_chunk_size, bool seq_lens_are_starts, int[] plan) -> ()"
-    )
-    assert len(AttentionCall.__slots__) == 13
-    assert len(ScheduleCall.__slots__) == 8
+def test_operators_declare_what_they_write() -> None:
+    written = [re.findall(r"Tensor\(\w!\)\?? (\w+)", op.schema) for op in (_attention, _schedule)]
+    assert written == [["out", "lse", "partial_out", "partial_lse", "counters"], ["work_list"]]
 
 
 @dataclass(frozen=True, slots=True)
