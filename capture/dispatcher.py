@@ -65,7 +65,7 @@ class Dispatcher:
 
         uniform   whether every request has exactly `query_len` new tokens
 
-        Raises: as check_room().
+        Raises: see check_room().
         """
         if num_reqs > self.max_num_reqs or num_tokens > self.max_num_tokens:
             self.check_room(num_reqs, num_tokens)

@@ -125,7 +125,7 @@ _Graph = TypeVar("_Graph", bound=CapturedGraph)
 
 
 def check_loop(kind: type[_Graph], graph: CapturedGraph, condition: torch.Tensor, device: torch.device) -> _Graph:
-    """Check the arguments of `Recorder.loop` and return `graph`. Raises: as `Recorder.loop`."""
+    """Check the arguments of `Recorder.loop` and return `graph`. Raises: see `Recorder.loop`."""
     step = check_instance("graph", graph, kind, advice="pass a graph that this recorder captured", error=CaptureError)
     if step.output is NOTHING:
         raise graph_closed()

@@ -304,7 +304,7 @@ class Batch:
             row = int(over[0])
             raise ShapeError(
                 f"batch.logprob_tokens: expected token ids below vocab_size={vocab_size}, got "
-                f"{self.logprob_tokens[row]} for request {row}; -1 is the sampled token"
+                f"{self.logprob_tokens[row]} for request {row}; use -1 for the sampled token"
             )
 
     def check_capacity(

@@ -49,7 +49,7 @@ _RANGES = {
     "frequency_penalties": _FINITE,
     "prompt_lens": _Range(lambda v: (v >= 0).all(), "lengths >= 0", "0: all tokens are output"),
     "logprobs": _Range(lambda v: (v >= -1).all(), "numbers >= -1", "-1 returns none"),
-    "logprob_tokens": _Range(lambda v: (v >= -1).all(), "token ids, or -1", "-1 is the sampled token"),
+    "logprob_tokens": _Range(lambda v: (v >= -1).all(), "token ids, or -1", "use -1 for the sampled token"),
     "token_masks": _Range(lambda v: (v >= -1).all(), "mask numbers, or -1", "-1 is no mask"),
     "encoder_lens": _Range(lambda v: v.min() >= 0, "lengths >= 0", "0 is no encoder"),
     "sample": _Range(lambda v: v.min() >= 0 and v.max() <= 1, "0 or 1", "0: more of the prompt follows"),

@@ -32,9 +32,9 @@ def cache_dir() -> Path:
         path = Path(folder).expanduser().absolute()
         good = bool(folder) and (not path.exists() or path.is_dir())  # in this order: another process may create it
     except (OSError, RuntimeError) as error:  # name too long, no permission, no such user, no home
-        raise ConfigError(f"GRAPHRT_CACHE: expected a folder, got {folder!r} ({error}); name a folder") from error
+        raise ConfigError(f"GRAPHRT_CACHE: expected a folder, got {folder!r} ({error}); specify a folder") from error
     if not good:
-        raise ConfigError(f"GRAPHRT_CACHE: expected a folder, got {folder!r}; name a folder, or unset it")
+        raise ConfigError(f"GRAPHRT_CACHE: expected a folder, got {folder!r}; specify a folder, or unset it")
     return path
 
 

@@ -184,13 +184,13 @@ class ReplayManager:
         return self._graphs.graph(descriptor)
 
     def memory_map(self, descriptor: BatchDescriptor) -> MemoryMap:
-        """Return the memory that the graph of a size may address, for an audit. Raises: as `graph`."""
+        """Return the memory that the graph of a size may address, for an audit. Raises: see `graph`."""
         self._require(State.CAPTURED, "memory_map")
         return self._guards.memory(descriptor)
 
     def audit(self, descriptor: BatchDescriptor) -> Audit:
         """Check that every address in the graph of a size is in memory that outlives it; `print` the result, or call
-        its `raise_if_any()`. Raises: as `graph`."""
+        its `raise_if_any()`. Raises: see `graph`."""
         self._require(State.CAPTURED, "audit")
         return self._guards.audit(descriptor)
 
@@ -298,7 +298,7 @@ class ReplayManager:
         """Submit one step as `replay` does, and keep the requests on the device, so that `advance` may follow.
 
         A request with seq_len SEQ_LEN_FROM_DEVICE continues from the length on the device. If its sequence has finished
-        there, it runs as padding. Raises: as `replay`.
+        there, it runs as padding. Raises: see `replay`.
         """
         with self._exclusive:
             target = self._dispatch("begin", batch, None)
@@ -316,7 +316,7 @@ class ReplayManager:
         """Continue the requests of `begin` by up to `steps` tokens each. Waits only if `most_in_flight` launches are in
         flight.
 
-        Raises: as `replay`; nothing has been written then. If a step raises, earlier ones may have run; see ChangeFlag.
+        Raises: see `replay`; nothing has been written. If a step raises, earlier ones may have run; see ChangeFlag.
         """
         steps = check_int("steps", steps, 1, self._launch_steps, advice="raise RuntimeConfig.launch_steps")
         with self._exclusive:
@@ -335,7 +335,7 @@ class ReplayManager:
             return Launch(step, steps, num_reqs, descriptor, why_eager, slot, queue.rings, delta.logprobs, order)
 
     def replay_words(self, words: LaunchInputs, descriptor: BatchDescriptor) -> Launch:
-        """Submit a recorded launch at its size; see graphrt.bundle.bundle. Raises: as `begin`."""
+        """Submit a recorded launch at its size; see graphrt.bundle.bundle. Raises: see `begin`."""
         with self._exclusive:
             self._require(State.CAPTURED, "replay_words")
             self._guards.before_step()
@@ -373,7 +373,7 @@ class ReplayManager:
         Waits for the device, and overwrites the logits of the previous step. Restores request state and the KV slots
         that the step writes, but not state that the model owns. `stats()` does not count the step.
 
-        Raises: as `replay`, and ReplayError if the batch has no graph.
+        Raises: see `replay`, and ReplayError if the batch has no graph.
         """
         with self._exclusive:
             self.request_tables.clear_left()

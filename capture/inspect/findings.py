@@ -97,7 +97,7 @@ class Allowed:
         for name in ("reason", "region", "node"):
             check_instance(name, getattr(self, name), str, advice="pass a str")
         if not self.reason.strip():
-            raise ConfigError("reason: it is empty; write why the exception is correct")
+            raise ConfigError("reason: empty; write why the exception is correct")
         if self.region == self.node == "*" and self.kind is None:
             raise ConfigError("allowed: the exception would allow every finding; give a region, a node or a kind")
 

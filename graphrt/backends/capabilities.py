@@ -94,7 +94,7 @@ class Capabilities:
                     or_any = ", or None for any" if optional else ""
                     raise ConfigError(
                         f"Capabilities.{field.name}: expected a non-empty tuple of {kind.__name__}{or_any}, got "
-                        f"{shown(value)}; name at least one"
+                        f"{shown(value)}; specify at least one"
                     )
             elif field.name != "max_query_len":
                 check_bool_field(self, field.name, advice="say what the backend does")

@@ -85,6 +85,6 @@ class TorchReferenceBackend(AttentionBackend):
         sinks: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> None:
-        """Attend request by request. Capture-safe: as `run`."""
+        """Attend request by request. Capture-safe: see `run`."""
         options, window = layer.options(sinks), layer.spec.sliding_window or 0
         encoder_reference(q, k, v, metadata.query_start_loc, out, options, window=window, lse=lse)

@@ -218,7 +218,7 @@ class TritonBackend(AttentionBackend):
         sinks: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> None:
-        """Attend in one launch of the prompt kernel, by the schedule of this step. Capture-safe: as `run`."""
+        """Attend in one launch of the prompt kernel, by the schedule of this step. Capture-safe: see `run`."""
         window = layer.spec.sliding_window
         sides = None if window is None else (window - 1, window - 1)
         plan, schedule = self._encoder.of(_encoder_kind(layer.spec), metadata.descriptor)

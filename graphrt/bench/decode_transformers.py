@@ -88,7 +88,7 @@ def time_transformers(
 
 
 def hf_config(config: ModelConfig) -> Any:
-    """Return the `transformers` configuration of a shape. Raises: as `time_transformers`."""
+    """Return the `transformers` configuration of a shape. Raises: see `time_transformers`."""
     transformers = require("transformers", "for the baseline")
     if config.rotary_dim != config.head_dim:
         raise UnsupportedError(
@@ -187,7 +187,7 @@ def time_cell(model: Any, way: str, batch: int, context: int) -> list[float]:
     transformers = require("transformers", "for the baseline")
     device = model.device
     if way == STATIC and device.type != "cuda":
-        raise UnsupportedError("static: expected a CUDA device, got a CPU; CUDA graphs are what is timed")
+        raise UnsupportedError("static: expected a CUDA device, got a CPU; this baseline times CUDA graphs")
     if device.type == "cuda":
         torch.compiler.reset()  # otherwise a second batch size is compiled with dynamic shapes
         gc.collect()

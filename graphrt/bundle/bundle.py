@@ -81,7 +81,7 @@ class Bundle:
         if model is not None:
             check_instance("model", model, Mapping, advice="pass a dict, as {'shape': 'llama-3.2-1b'}")
         if not recording.launches:
-            raise ConfigError("recording: it has no launches; submit the steps to be recorded")
+            raise ConfigError("recording: has no launches; submit the steps to be recorded")
         program, cache = recording.program, recording.program.kv_cache
         device = cache.device
         versions = {
@@ -192,7 +192,7 @@ class Bundle:
     def _check(self) -> None:
         """Raise an error if the launches do not fit the manager's settings, before memory is allocated for them."""
         if not self.launches:
-            raise ConfigError("bundle: it has no launches; record it again")
+            raise ConfigError("bundle: has no launches; record it again")
         config = self.opened_config
         for launch in self.launches:
             same_pools = len(launch.pool_pages) == len({group.pool for group in self.groups})
@@ -362,7 +362,9 @@ class BundleReplays:
         """
         launch, manager, times = self._launch(index), self._manager, []
         if self._compares or manager.kv_cache.device.type != "cuda":
-            raise ConfigError("time: it needs a CUDA device and compare=False; open the bundle with these")
+            raise ConfigError(
+                "time: requires a CUDA device and compare=False; open the bundle on a GPU with compare=False"
+            )
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         for _ in range(check_int("repeats", repeats, 1, advice="20 is usual") + 1):
             self._restore(launch)
@@ -388,7 +390,7 @@ class BundleReplays:
 
     def _launch(self, index: int) -> RecordedLaunch:
         last = len(self._bundle.launches) - 1
-        return self._bundle.launches[check_int("index", index, 0, last, advice="name a launch of the bundle")]
+        return self._bundle.launches[check_int("index", index, 0, last, advice="specify a launch of the bundle")]
 
     def _restore(self, launch: RecordedLaunch) -> None:
         """Restore the request state and the pages from before a launch."""

@@ -45,13 +45,13 @@ def checked_target(path: str | Path) -> str:
     try:
         target = Path(os.path.realpath(path))
         if target.is_dir():
-            raise ConfigError(f"bundle: {str(path)!r} is a folder; name a file in it")
+            raise ConfigError(f"bundle: {str(path)!r} is a folder; specify a file in it")
         if target.exists() and not target.is_file():
-            raise ConfigError(f"bundle: {str(path)!r} is a pipe or a device; name a regular file, or a new one")
+            raise ConfigError(f"bundle: {str(path)!r} is a pipe or a device; specify a regular file, or a new one")
         if not target.parent.is_dir():
             raise ConfigError(f"bundle: the folder {str(target.parent)!r} does not exist; create it, or name another")
     except (OSError, ValueError) as error:  # a name that the system rejects
-        raise ConfigError(f"bundle: {str(path)!r:.200} cannot be written ({error}); name another file") from error
+        raise ConfigError(f"bundle: {str(path)!r:.200} cannot be written ({error}); specify another file") from error
     return str(target)
 
 
@@ -63,7 +63,7 @@ def write_file(path: str | Path, meta: Mapping[str, Any], tensors: Mapping[str, 
     try:
         text = json.dumps(meta)
     except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"model: it cannot be written as JSON ({error}); pass strings and numbers") from error
+        raise ConfigError(f"model: cannot be written as JSON ({error}); pass strings and numbers") from error
     kept = {name: t.contiguous() for name, t in tensors.items()}
     try:
         save(kept, target, {"format": FORMAT, "meta": text, "digest": _digest(text, kept)})
@@ -76,7 +76,7 @@ def read_file(path: str | Path) -> tuple[Any, dict[str, torch.Tensor]]:
     check_instance("path", path, (str, Path), advice="pass the name of a file")
     safetensors = require("safetensors", "to read bundles")
     if not Path(path).is_file():
-        wrong = "is a folder; name a file in it" if Path(path).is_dir() else "is not a file; check the path"
+        wrong = "is a folder; specify a file in it" if Path(path).is_dir() else "is not a file; check the path"
         raise ConfigError(f"bundle: {str(path)!r} {wrong}")
     try:
         with safetensors.safe_open(path, framework="pt", device="cpu") as file:

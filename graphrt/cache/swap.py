@@ -206,7 +206,7 @@ class SwapSpace:
         return SwapArrival(event, self._link.main)
 
     def drop(self, swapped: SwappedPages) -> None:
-        """Free the host memory of pages that are not needed any more. Raises: as `swap_in`."""
+        """Free the host memory of pages that are not needed any more. Raises: see `swap_in`."""
         self._own(swapped, "drop")
         swapped._space = None
         self._memory.give(swapped._extents)

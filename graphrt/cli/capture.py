@@ -44,7 +44,7 @@ def run(options: CaptureOptions) -> None:
     _check_files(options)
     for name in ("prompt", "after", "launches") if options.record is None else ():
         if getattr(options, name) != getattr(CaptureOptions(), name):
-            raise ConfigError(f"--{name}: it needs --record; add --record FILE, or leave it out")
+            raise ConfigError(f"--{name}: requires --record; add --record FILE, or leave it out")
     longest = options.prompt + options.after + options.launches
     if options.record is not None and longest > options.context:
         raise ConfigError(
@@ -117,12 +117,12 @@ def _check_files(options: CaptureOptions) -> None:
             continue
         try:
             if Path(path).is_dir():
-                raise ConfigError(f"--{name}: {path!r} is a folder; name a file in it")
+                raise ConfigError(f"--{name}: {path!r} is a folder; specify a file in it")
             if not Path(path).parent.is_dir():
                 folder = str(Path(path).parent)
                 raise ConfigError(f"--{name}: the folder {folder!r} does not exist; create it, or name another")
         except (OSError, ValueError) as error:  # a name that the system rejects
-            raise ConfigError(f"--{name}: {path!r:.200} cannot be written ({error}); name another file") from error
+            raise ConfigError(f"--{name}: {path!r:.200} cannot be written ({error}); specify another file") from error
     if options.record is not None:
         checked_target(options.record)
 
@@ -131,7 +131,7 @@ def _shown_size(options: CaptureOptions, runtime: Runtime) -> BatchDescriptor | 
     """Return the decode graph of `--size` requests, or the largest; None if no option shows one."""
     if not (options.html or options.json or options.nodes or options.against):
         if options.size is not None:
-            raise ConfigError("--size: it needs --html, --json, --nodes or --against; add one, or leave it out")
+            raise ConfigError("--size: requires --html, --json, --nodes or --against; add one, or leave it out")
         return None
     return _decode_size("--size", options.size, runtime)
 
@@ -157,7 +157,7 @@ def _show_graph(options: CaptureOptions, runtime: Runtime, chosen: BatchDescript
         if options.json is not None:
             Path(options.json).write_text(json.dumps(view.to_json()), encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"graph: the file cannot be written ({error}); name another file") from error
+        raise ConfigError(f"graph: the file cannot be written ({error}); specify another file") from error
     if options.nodes and not options.json_only:
         make_console().print(_node_table(view, title))
 

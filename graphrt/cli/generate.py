@@ -96,7 +96,7 @@ def _read_prompts(name: str | None) -> list[str]:
         content = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
     except (OSError, ValueError, AttributeError) as error:  # AttributeError: standard input is closed
         is_folder = isinstance(error, IsADirectoryError)
-        advice = "name a file in it" if is_folder else "check the path, or pass - for standard input"
+        advice = "specify a file in it" if is_folder else "check the path, or pass - for standard input"
         raise ConfigError(f"--prompts: {name!r:.200} cannot be read ({error}); {advice}") from error
     try:
         text = content.decode("utf-8-sig")
@@ -116,7 +116,7 @@ def _model_path(model: str | None) -> Path:
     path = resolve_source(model)
     if path.is_dir() and not (path / "config.json").is_file():
         raise ConfigError(
-            f"--model: the folder {str(path)!r} has no config.json; name a folder with config.json, a tokenizer and "
+            f"--model: the folder {str(path)!r} has no config.json; specify a folder with config.json, a tokenizer and "
             "safetensors files"
         )
     return path

@@ -23,7 +23,7 @@ def run(options: ReplayOptions) -> None:
     """Run a bundle; the last line of standard output is one JSON object. Exit with 1 if a graph differs."""
     bundle, device = Bundle.load(options.bundle), resolve_device(options.device)
     if options.time and device.type != "cuda":
-        raise ConfigError(f"--time: it needs a CUDA device, got {device}; leave it out")
+        raise ConfigError(f"--time: requires a CUDA device, got {device}; leave it out")
     log = make_console(stderr=True)
     if not options.json_only:
         made = ", ".join(f"{name} {value}" for name, value in {**bundle.versions, **bundle.model}.items())

@@ -21,7 +21,7 @@ def named_source(command: str, shape: str | None, model: str | None) -> str | Mo
     if model is not None and shape is None:
         return model
     got = "none" if shape is None else "both"
-    raise ConfigError(f"{command}: expected one of --shape and --model, got {got}; name one")
+    raise ConfigError(f"{command}: expected one of --shape and --model, got {got}; specify one")
 
 
 def sampling_params(

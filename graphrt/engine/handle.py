@@ -320,7 +320,7 @@ class StepHandle(InFlight):
 
     @property
     def results(self) -> npt.NDArray[np.int32]:
-        """[num_reqs] int32 tokens, also if there are faults or no sampler. Waits. Raises ReplayError as `tokens`."""
+        """[num_reqs] int32 tokens, also if there are faults or no sampler. Waits. Raises ReplayError, see `tokens`."""
         tokens: npt.NDArray[np.int32] = self._arrived(False)[0]
         return tokens
 

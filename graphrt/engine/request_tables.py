@@ -135,7 +135,7 @@ class RequestTables:
         self._write_between_steps(write)
 
     def _checked_ban(self, name: str, ban: object, bias: Mapping[int, float]) -> tuple[frozenset[int], int]:
-        """Return the tokens and the length of a ban, for a request with this bias. Raises: as `set_logit_bias`."""
+        """Return the tokens and the length of a ban, for a request with this bias. Raises: see `set_logit_bias`."""
         if not isinstance(ban, tuple) or len(ban) != 2 or not isinstance(ban[0], Collection):
             raise ConfigError(f"{name}: expected tokens and a length, got {shown(ban)}; pass ({{2}}, 30)")
         ids = check_ints(name, tuple(ban[0]), 0, self._vocab_size - 1, advice="pass token ids of the vocabulary")

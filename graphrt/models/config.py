@@ -214,7 +214,7 @@ class ModelConfig:
             freq_factors: the tensor `rope_freqs.weight`, if the file has one.
 
         Raises:
-            UnsupportedError, ConfigError: as `from_hf`.
+            UnsupportedError, ConfigError: see `from_hf`.
         """
         fields = FieldReader(metadata, "GGUF metadata")
         name = fields.text("general.architecture")

@@ -153,7 +153,7 @@ class LlamaModel(nn.Module):
         Tensors are found by their Hugging Face names and read one at a time.
 
         Raises:
-            ConfigError: as `check_weights`. No weight has changed then.
+            ConfigError: see `check_weights`. No weight has changed then.
         """
         checkpoint = TensorSource(source) if isinstance(source, Mapping) else source
         self.check_weights(checkpoint)

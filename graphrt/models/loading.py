@@ -147,7 +147,7 @@ def resolve_source(source: str | Path) -> Path:
     text = str(source)
     if is_file:
         raise ConfigError(
-            f"model: {shown(text)} is neither a folder nor a .gguf file; name the folder that contains it"
+            f"model: {shown(text)} is neither a folder nor a .gguf file; specify the folder that contains it"
         )
     looks_like_id = isinstance(source, str) and text.count("/") == 1 and text[0] not in "./~" and text[-1] != "/"
     if not looks_like_id or path.suffix == ".gguf":

@@ -243,7 +243,7 @@ class DecodeSession:
                bit t % 32 of word t // 32 is set. None allows all tokens
 
         Raises: ShapeError: for words of another shape. UnsupportedError: without RuntimeConfig.token_masks.
-        ConfigError: as `release`.
+        ConfigError: see `release`.
         """
         with self._exclusive:
             self._check_own(request, "set_token_mask")

@@ -246,7 +246,7 @@ def contiguous_attention(
     `seq_lens_are_starts`. For the other arguments, guarantees and errors see `paged_attention`. The caller guarantees
     that kv_start_loc begins at 0 or more, does not decrease and ends at kv_tokens or less.
 
-    Capture-safe: as `paged_attention`.
+    Capture-safe: see `paged_attention`.
 
     Raises: ShapeError, CapacityError.
     """

@@ -122,7 +122,7 @@ class AttentionPlan:
 
         For the other arguments see `decode`.
 
-        Raises: as `decode`, and ShapeError: if num_tokens is less than 1.
+        Raises: see `decode`, and ShapeError: if num_tokens is less than 1.
         """
         shape = PlanShape.checked(num_reqs, num_tokens, 0, num_q_heads, num_kv_heads, head_dim, v_head_dim)
         stored = check_dtypes(dtype, kv_dtype)

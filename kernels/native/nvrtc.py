@@ -118,7 +118,7 @@ def launch(
 
     Capture-safe: if the first launch of a variant is in a capture, its module is loaded in relaxed capture mode.
 
-    Raises: as `compile_variant`, and GraphRTError: if the driver rejects the launch.
+    Raises: see `compile_variant`, and GraphRTError: if the driver rejects the launch.
     """
     index = _index(device)
     config = _config(variant, grid, raw_stream(index), pdl)

@@ -114,7 +114,7 @@ def add_rms_norm(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, 
     returns   [tokens, hidden]  x's dtype, contiguous
 
     Capture-safe: the launch depends on shapes only.
-    Raises: as `rms_norm`.
+    Raises: see `rms_norm`.
     """
     _check_added(x, weight, residual)
     result: torch.Tensor = _add_rms_norm_op(residual, x, weight, eps)

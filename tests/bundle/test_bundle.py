@@ -288,7 +288,7 @@ def test_a_launch_larger_than_max_bytes_is_not_run(device: torch.device) -> None
     recording = rig.manager.record(1)
     assert rig.manager.replay(prompt(1, 2, 3)).tokens().tolist() == [int(rig.model.oracle([1, 2, 3]).argmax())]
     assert recording.done
-    with pytest.raises(ConfigError, match="recording: it has no launches"):
+    with pytest.raises(ConfigError, match="recording: has no launches"):
         Bundle.of(rig.manager.record())
     with pytest.raises(ConfigError, match="launches: expected"):
         rig.manager.record(0)

@@ -319,7 +319,7 @@ def test_allowances() -> None:
 
 def test_wrong_arguments() -> None:
     for options, text in (
-        ({"reason": "", "region": "x"}, "reason: it is empty"),
+        ({"reason": "", "region": "x"}, "reason: empty"),
         ({"reason": "because"}, "allowed: the exception would allow every finding"),
         ({"reason": "because", "region": 3}, "region: expected str, got 3"),
     ):

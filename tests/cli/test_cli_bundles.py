@@ -122,22 +122,22 @@ def test_errors_are_one_line(graphrt, bundle: Path, tmp_path: Path) -> None:
     for arguments, text in (
         (("replay", nothing), "nothing.bundle is not a bundle, or damaged"),
         (("replay", bundle, "--shape", "tiny", "--model", "x"), "replay: expected one of --shape and --model"),
-        (("replay", bundle, "--time", "--device", "cpu"), "--time: it needs a CUDA device, got cpu; leave it out"),
+        (("replay", bundle, "--time", "--device", "cpu"), "--time: requires a CUDA device, got cpu; leave it out"),
         (("capture", "--device", "cpu"), "capture: expected one of --shape and --model, got none"),
         (
             (*CAPTURE, "--record", nothing, "--prompt", "60", "--after", "9"),
             "--context: expected at least 70, the sum of --prompt",
         ),
-        ((*CAPTURE, "--size", "2"), "--size: it needs --html, --json, --nodes or --against; add"),
+        ((*CAPTURE, "--size", "2"), "--size: requires --html, --json, --nodes or --against; add"),
         ((*CAPTURE, "--against", "5"), "--against: expected one of the sizes 3, 2, 1, got 5"),
         ((*CAPTURE, "--nodes", "--size", "7"), "--size: expected one of the sizes 3, 2, 1, got 7"),
         ((*CAPTURE, "--html", tmp_path / "none" / "x"), f"the folder '{tmp_path / 'none'}' does not exist; create it"),
-        ((*CAPTURE, "--html", tmp_path), f"--html: '{tmp_path}' is a folder; name a file in it"),
+        ((*CAPTURE, "--html", tmp_path), f"--html: '{tmp_path}' is a folder; specify a file in it"),
         ((*CAPTURE, "--json", "x" * 999), "File name too long"),
-        ((*CAPTURE, "--record", tmp_path), f"bundle: '{tmp_path}' is a folder; name a file in it"),
-        ((*CAPTURE, "--record", "/dev/null"), "bundle: '/dev/null' is a pipe or a device; name a regular file"),
+        ((*CAPTURE, "--record", tmp_path), f"bundle: '{tmp_path}' is a folder; specify a file in it"),
+        ((*CAPTURE, "--record", "/dev/null"), "bundle: '/dev/null' is a pipe or a device; specify a regular file"),
         ((*CAPTURE, "--step-tokens", "2"), "--step-tokens: expected at least --rows, 3, got 2; raise it"),
-        ((*CAPTURE, "--launches", "4"), "--launches: it needs --record; add --record FILE"),
+        ((*CAPTURE, "--launches", "4"), "--launches: requires --record; add --record FILE"),
     ):
         code, _, log = graphrt(*arguments)
         assert code == 1, arguments

@@ -170,7 +170,7 @@ BAD_PROMPTS = {
     "none": ((), None, "ConfigError: prompts: at least one is needed"),
     "empty": (("",), None, "ConfigError: prompt: expected some text, got ''"),
     "missing": (("--prompts", "/nowhere/file"), None, "'/nowhere/file' cannot be read ([Errno 2] No such file"),
-    "folder": (("--prompts", "/"), None, "Is a directory: '/'); name a file in it"),
+    "folder": (("--prompts", "/"), None, "Is a directory: '/'); specify a file in it"),
     "blank": (("--prompts", "-"), b"\n \n", "ConfigError: prompts: at least one is needed"),
     "latin-1": (("--prompts", "-"), "Größe".encode("latin-1"), "--prompts: '-' is not UTF-8"),
     "no input": (("--prompts", "-"), None, "ConfigError: --prompts: '-' cannot be read"),

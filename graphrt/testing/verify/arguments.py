@@ -22,7 +22,7 @@ def check_cases(name: str, value: object) -> list[int]:
     """
     numbers = check_sequence(name, value, of="case numbers", error=ConfigError)
     if not numbers:
-        raise ConfigError(f"{name}: the list is empty; name at least one case")
+        raise ConfigError(f"{name}: the list is empty; specify at least one case")
     for index, number in enumerate(numbers):
         if not isinstance(number, Integral) or isinstance(number, bool):
             raise ConfigError(f"{name}[{index}]: expected an int, got {shown(number)}; make_inputs takes the number")

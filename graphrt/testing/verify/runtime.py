@@ -149,7 +149,7 @@ def verify_runtime(
         if given is not None and given.state is not State.CAPTURED:
             raise wrong_state(given.state, State.CAPTURED, name)
     if oracle is not None and oracle.kv_cache is not manager.kv_cache:
-        raise ConfigError("oracle: it has another KVCache; construct it with the manager's")
+        raise ConfigError("oracle: has another KVCache; build it with the manager's")
     cache = manager.kv_cache
     tensors = [tensor for group in range(len(cache.groups)) for tensor in _tensors(cache, group)]
     before = [t.clone() for t in tensors]

@@ -159,7 +159,7 @@ def test_wrong_arguments_raise() -> None:
     bad = {
         r"manager: expected ReplayManager, got 3; of a Runtime, pass runtime\.manager": {"manager": 3},
         "oracle: expected ReplayManager, got 'eager'": {"oracle": "eager"},
-        "oracle: it has another KVCache": {"oracle": oracle},
+        "oracle: has another KVCache": {"oracle": oracle},
         "batches: the list is empty": {"batches": []},
         "batches: expected a list": {"batches": 3},
         r"batches\[0\]: expected Batch": {"batches": [1]},
