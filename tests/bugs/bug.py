@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from graphrt.testing.verify import VerifyReport, verify
+from graphrt.testing.verify import verify
 
 
 @dataclass(frozen=True)
@@ -29,32 +29,24 @@ class Seen:
 class Bug:
     """An injected bug.
 
-    name     name in docs/graph_bugs.md
-    models   the shipped bugs that it is modelled on
+    name     name in docs/graph_bugs.md, which also names the shipped bugs that it is modelled on
     tool     the check that must find it: verify, audit, diff, marker (`capture_safe`), capture
     blamed   a name that the check must blame, or ""
     show     runs the check on the step, with the bug (True) or without it
     gpu      whether it needs a GPU
-    fix      how to fix such a bug
-    module   the module that defines it
     """
 
     name: str
-    models: str
     tool: str
     blamed: str
     show: Callable[[bool, torch.device], Seen]
     gpu: bool = False
-    fix: str = ""
-    module: str = ""
 
 
 CATALOGUE: dict[str, Bug] = {}
 
 
-def add(
-    name: str, models: str, blamed: str, *, fix: str, tool: str = "verify", gpu: bool = False, **options: Any
-) -> Callable:
+def add(name: str, blamed: str, *, tool: str = "verify", gpu: bool = False, **options: Any) -> Callable:
     """Add a class of subjects, or a function of (injected, device), to the catalogue.
 
     The function returns a `Seen`, or the arguments of `verify`: a step, make_inputs, and optionally a dict of options.
@@ -68,13 +60,10 @@ def add(
             if isinstance(made, Seen):
                 return made
             step, make_inputs, *more = made if isinstance(made, tuple) else (made, made.make_inputs)
-            return seen(verify(step, make_inputs, **options, **(more[0] if more else {})))
+            report = verify(step, make_inputs, **options, **(more[0] if more else {}))
+            return Seen(not report.ok, report.blamed, str(report))
 
-        CATALOGUE[name] = Bug(name, models, tool, blamed, show, gpu, fix, injection.__module__)
+        CATALOGUE[name] = Bug(name, tool, blamed, show, gpu)
         return injection
 
     return enter
-
-
-def seen(report: VerifyReport) -> Seen:
-    return Seen(not report.ok, report.blamed, str(report))

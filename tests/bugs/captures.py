@@ -17,13 +17,7 @@ from tests.bugs.bug import Seen, add
 from tests.bugs.step import Decode
 
 
-@add(
-    "launches that only one rank captures",
-    "vLLM #39791",
-    "",
-    tool="diff",
-    fix="decide from values that all ranks share; compare fingerprint() of their graphs",
-)
+@add("launches that only one rank captures", "", tool="diff")
 def uneven_ranks(injected: bool, device: torch.device) -> Seen:
     """One rank takes another path at capture. Each graph is right by itself, and together they deadlock."""
 
@@ -43,13 +37,7 @@ def uneven_ranks(injected: bool, device: torch.device) -> Seen:
     return Seen(not found.equal_topology, tuple(node.name for node in found.nodes), str(found))
 
 
-@add(
-    "a constant created in the step",
-    "pytorch #168991, deepmd-kit #5432",
-    "sync",
-    tool="marker",
-    fix="create constants before the capture",
-)
+@add("a constant created in the step", "sync", tool="marker")
 def constant_in_the_step(injected: bool, device: torch.device) -> Seen:
     """The step creates a tensor from host values. The copy waits for the device, which a capture forbids."""
     scale = torch.tensor([1.0, 2.0]).to(device)

@@ -18,13 +18,7 @@ NAMES = ("input_ids", "positions", "seq_lens", "slot_mapping", "block_table")
 PADS = (0, 0, 1, NULL_SLOT, NULL_PAGE)
 
 
-@add(
-    "pinned staging overwritten in flight",
-    "mini-sglang #103, vLLM #24527, tokenspeed #376",
-    "packed",
-    gpu=True,
-    fix="use one staging buffer per launch in flight, each with an event",
-)
+@add("pinned staging overwritten in flight", "packed", gpu=True)
 class Staging(Decode):
     """The host fills its pinned buffer for the next step before the device has read it for this one."""
 
@@ -74,26 +68,14 @@ class SideStream(Decode):
             main.wait_stream(self.side)
 
 
-@add(
-    "a copy on another stream without a wait",
-    "ninfer #44",
-    "positions",
-    gpu=True,
-    fix="main.wait_stream(side) before the launch",
-)
+@add("a copy on another stream without a wait", "positions", gpu=True)
 class NoWaitAfter(SideStream):
     """The launch does not wait for the side stream."""
 
     waits_after = False
 
 
-@add(
-    "a buffer overwritten while a graph reads it",
-    "sglang #26380, #26646",
-    "positions",
-    gpu=True,
-    fix="side.wait_stream(main) before the copy, or two buffers in turn",
-)
+@add("a buffer overwritten while a graph reads it", "positions", gpu=True)
 class NoWaitBefore(SideStream):
     """The side stream does not wait for the previous launch, which still reads the buffer."""
 
@@ -116,13 +98,7 @@ class NoWaitBefore(SideStream):
         self.wanted = {n: self.ints(ROWS) for n in range(1, ROWS + 1)}
 
 
-@add(
-    "a tensor freed after the capture",
-    "vLLM #43909, aiter #4587, #5194",
-    "self.table",
-    gpu=True,
-    fix="keep a reference to every tensor that a graph reads",
-)
+@add("a tensor freed after the capture", "self.table", gpu=True)
 class FreedTensor(Decode):
     """A small table is recreated when it is evicted from a cache. Its contents are equal, its address is not."""
 
@@ -146,13 +122,7 @@ class FreedTensor(Decode):
         return super().eager(inputs) * self.create()[: len(inputs["seq_lens"]), None]
 
 
-@add(
-    "an allocation released after the capture",
-    "sglang #27140",
-    "self.prepared",
-    gpu=True,
-    fix="keep the tensor, or capture again after dropping it",
-)
+@add("an allocation released after the capture", "self.prepared", gpu=True)
 class Dropped(Decode):
     """Prepared weights are created on first use, and dropped between steps to save memory."""
 
@@ -172,13 +142,7 @@ class Dropped(Decode):
         return super().eager(inputs) * 2 * self.embed[0, 0]
 
 
-@add(
-    "a loop condition that is never reset",
-    "the CUDA documentation of conditional handles",
-    "",
-    gpu=True,
-    fix="create the handle with a default value and CU_GRAPH_COND_ASSIGN_DEFAULT",
-)
+@add("a loop condition that is never reset", "", gpu=True)
 class Loop:
     """The condition of a WHILE node is 0 after a launch, and is not set to 1 for the next one."""
 
@@ -228,14 +192,7 @@ class Loop:
         return {"x": x, "left": torch.tensor([(3, 1, 4, 2)[case]], dtype=torch.int32, device=self.device)}
 
 
-@add(
-    "host memory copied inside the graph",
-    "onnxruntime #32121, candle #3352",
-    "",
-    tool="audit",
-    gpu=True,
-    fix="copy before the launch, or own the memory and guard it with an event",
-)
+@add("host memory copied inside the graph", "", tool="audit", gpu=True)
 def captured_copy(injected: bool, device: torch.device) -> Seen:
     """A copy from pinned memory is captured: every replay reads the current contents of that memory."""
     from graphrt.capture.inspect.audit import audit, memory_of

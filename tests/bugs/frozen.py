@@ -12,12 +12,7 @@ from tests.bugs.bug import add
 from tests.bugs.step import PAGE, ROWS, WIDTH, Decode
 
 
-@add(
-    "a frozen max_seq_len",
-    "transformers #45274",
-    "self.max_seq_len",
-    fix="capture with the upper bound, keep the number in a tensor, or add it to the graph's key",
-)
+@add("a frozen max_seq_len", "self.max_seq_len")
 class BakedLength(Decode):
     """Keys beyond the longest row of the captured batch are never read."""
 
@@ -31,12 +26,7 @@ class BakedLength(Decode):
         return super().seen(slots) & (torch.arange(slots.shape[1], device=self.device) < self.max_seq_len)
 
 
-@add(
-    "a number among the arguments",
-    "vLLM #48494",
-    "num_draft",
-    fix="pass a tensor, or capture one graph per value",
-)
+@add("a number among the arguments", "num_draft")
 def baked_argument(injected: bool, device: torch.device) -> Any:
     """The number of draft tokens changes from step to step, and the graph always checks as many as at capture."""
 
@@ -52,12 +42,7 @@ def baked_argument(injected: bool, device: torch.device) -> Any:
     return step, make_inputs
 
 
-@add(
-    "RoPE factors chosen for the whole batch",
-    "vLLM #27431, #4298",
-    "self.is_long",
-    fix="choose per row on the device, with torch.where over the lengths",
-)
+@add("RoPE factors chosen for the whole batch", "self.is_long")
 class BakedFactors(Decode):
     """Long rows use other factors. The host chooses by the longest row, and the graph keeps that branch."""
 
@@ -76,12 +61,7 @@ class BakedFactors(Decode):
         return super().angle(inputs, row) / (3 if inputs["seq_lens"][row] > 12 else 1)
 
 
-@add(
-    "a metadata kernel skipped after the warm-up",
-    "vLLM #42444",
-    "self.tiles",
-    fix="clear lazily computed values between warm-up and capture",
-)
+@add("a metadata kernel skipped after the warm-up", "self.tiles")
 class SkippedKernel(Decode):
     """A schedule is computed lazily. The warm-up computed it, so the graph has no kernel that does."""
 
@@ -97,12 +77,7 @@ class SkippedKernel(Decode):
         return super().seen(slots) & (torch.arange(slots.shape[1], device=self.device) < self.tiles[:, None] * PAGE)
 
 
-@add(
-    "metadata in a new tensor at each step",
-    "vLLM #36492, #35175",
-    "self.tiles",
-    fix="allocate once, and fill in place",
-)
+@add("metadata in a new tensor at each step", "self.tiles")
 class NewTensor(Decode):
     """refresh() creates the schedule as a new tensor, and the graph reads the one of its capture."""
 
@@ -121,12 +96,7 @@ class NewTensor(Decode):
         return super().seen(slots) & (torch.arange(slots.shape[1], device=self.device) < self.tiles[:, None] * PAGE)
 
 
-@add(
-    "a replaced static buffer",
-    "vLLM #53915, #35605",
-    "input_ids",
-    fix="copy into the static buffer; compare addresses at the first replay",
-)
+@add("a replaced static buffer", "input_ids")
 class MovedInput(Decode):
     """refresh() replaces a static buffer by the caller's tensor."""
 
@@ -136,12 +106,7 @@ class MovedInput(Decode):
             self.buffers["input_ids"] = self.input_ids.clone()
 
 
-@add(
-    "weights loaded after the capture",
-    "vLLM #48941, sglang #4961",
-    "self.embed",
-    fix="load in place with copy_(), or capture again",
-)
+@add("weights loaded after the capture", "self.embed")
 class NewWeights(Decode):
     """New weights are loaded as new tensors, and the graph reads the old ones."""
 
@@ -164,12 +129,7 @@ class NewWeights(Decode):
         return {**super().make_inputs(case), "version": torch.tensor(case % 2, device=self.device)}
 
 
-@add(
-    "a host plan as a constant",
-    "sglang #39825",
-    "self.accepted",
-    fix="keep the plan in a static buffer that refresh() fills",
-)
+@add("a host plan as a constant", "self.accepted")
 class HostPlan(Decode):
     """The step converts a Python list to a tensor, which is a constant of the graph."""
 
@@ -193,12 +153,7 @@ class HostPlan(Decode):
         return super().eager(inputs) * (1 + inputs["seq_lens"] % 3)[:, None]
 
 
-@add(
-    "the row count of the capture",
-    "tokenspeed #369",
-    "self.rows",
-    fix="compute all padded rows, and let the caller cut them",
-)
+@add("the row count of the capture", "self.rows")
 class BakedRows(Decode):
     """The step computes as many rows as the captured batch had."""
 
@@ -213,12 +168,7 @@ class BakedRows(Decode):
         return torch.cat([out[: self.rows], torch.zeros_like(out[self.rows :])])
 
 
-@add(
-    "an attribute that the body sets",
-    "pytorch #114844",
-    "self.previous",
-    fix="write it in place with copy_(), and name it in the state",
-)
+@add("an attribute that the body sets", "self.previous")
 class SetAttribute(Decode):
     """The step keeps its hidden state in an attribute. A replay runs no Python and does not set it."""
 
@@ -239,12 +189,7 @@ class SetAttribute(Decode):
         return self.state["previous"][row]
 
 
-@add(
-    "a step counter in Python",
-    "burn #5779",
-    "self.steps",
-    fix="count in a device tensor, or let refresh() write the count",
-)
+@add("a step counter in Python", "self.steps")
 class PythonCounter(Decode):
     """The body counts its steps in Python. All replays use the count of the capture."""
 
@@ -265,12 +210,7 @@ class PythonCounter(Decode):
         return super().eager(inputs) / (1 - 0.9 ** (self.count + 1))
 
 
-@add(
-    "random numbers drawn in Python",
-    "pytorch #84967",
-    "random",
-    fix="draw with torch in the step, or let refresh() fill a buffer with noise",
-)
+@add("random numbers drawn in Python", "random")
 class PythonNoise(Decode):
     """The body draws a number with Python's generator. Every replay uses the number drawn at capture."""
 
@@ -291,12 +231,7 @@ class PythonNoise(Decode):
         return {**super().make_inputs(case), "seed": case}
 
 
-@add(
-    "an input that is None for some batches",
-    "sglang #29018",
-    "image",
-    fix="always pass a tensor and a mask, or capture one graph for each",
-)
+@add("an input that is None for some batches", "image")
 def sometimes_none(injected: bool, device: torch.device) -> Any:
     """Batches without images pass None. The graph keeps the branch of the captured batch."""
 
@@ -313,13 +248,7 @@ def sometimes_none(injected: bool, device: torch.device) -> Any:
     return step, make_inputs
 
 
-@add(
-    "a value read on the host",
-    "gpt-fast get_pos",
-    "",
-    tool="capture",
-    fix="compute with tensors: masks, torch.where, an upper bound",
-)
+@add("a value read on the host", "", tool="capture")
 class HostRead(Decode):
     """The step reads the longest length on the host, which a capture forbids."""
 

@@ -12,12 +12,7 @@ from tests.bugs.bug import add
 from tests.bugs.step import NULL_SLOT, PAGE, ROWS, WIDTH, Decode
 
 
-@add(
-    "slot -1 used as an index",
-    "vLLM #43810",
-    "slot_mapping",
-    fix="mask negative slots, or give pad rows a slot of their own",
-)
+@add("slot -1 used as an index", "slot_mapping")
 class MinusOne(Decode):
     """Pad rows have slot -1, which indexes the last slot of the cache."""
 
@@ -32,12 +27,7 @@ class MinusOne(Decode):
         self.kv[slots] = torch.stack([k, v], 1)
 
 
-@add(
-    "pad rows in a scale of all rows",
-    "flashinfer #3057",
-    "hidden_in",
-    fix="exclude pad rows from reductions over rows",
-)
+@add("pad rows in a scale of all rows", "hidden_in")
 class PadScale(Decode):
     """The scale of a quantized matrix product is computed over all rows, including pad rows."""
 
@@ -63,12 +53,7 @@ class PadScale(Decode):
         return {**inputs, "hidden_in": hidden.to(self.device)}
 
 
-@add(
-    "pad rows that update a live request's state",
-    "TensorRT-LLM #13278, #5947",
-    "state_slots",
-    fix="reserve a state slot for pad rows",
-)
+@add("pad rows that update a live request's state", "state_slots")
 class LiveState(Decode):
     """Each request has a state slot. Pad rows have slot 0, which belongs to a request."""
 
@@ -88,9 +73,6 @@ class LiveState(Decode):
         self.running.index_add_(0, self.state_slots, out.sum(-1))
         return out
 
-    def eager(self, inputs: Mapping[str, Any]) -> torch.Tensor:
-        return super().eager(inputs)
-
     def real(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         return {**super().real(inputs), "running": slice(0, ROWS)}
 
@@ -106,12 +88,7 @@ class LiveState(Decode):
         return {**inputs, "state_slots": torch.arange(ROWS - n, ROWS, device=self.device)}
 
 
-@add(
-    "plan entries that are never written",
-    "sglang #31387, flashinfer #4002",
-    "memory pool",
-    fix="write every entry that the grid reads, or initialise the plan in the step",
-)
+@add("plan entries that are never written", "memory pool")
 class UnwrittenPlan(Decode):
     """The plan has one entry per block of the grid, and only entries of real splits are written."""
 
@@ -122,12 +99,7 @@ class UnwrittenPlan(Decode):
         return super().seen(slots) & (plan.sum(-1, keepdim=True) > 0)
 
 
-@add(
-    "a metadata buffer that is too small",
-    "vLLM #34043, flash-attention #162",
-    "scheduler_metadata",
-    fix="compute the size by the kernel's own formula, for the largest batch",
-)
+@add("a metadata buffer that is too small", "scheduler_metadata")
 class SmallBuffer(Decode):
     """A kernel writes 1 + 4 * rows entries to a smaller buffer, and overwrites the memory after it."""
 
@@ -142,12 +114,7 @@ class SmallBuffer(Decode):
         return super().run()
 
 
-@add(
-    "values masked only by a weight of 0",
-    "flash-attention #2374, flashinfer #941, vLLM #47305",
-    "state kv",
-    fix="mask the values too: 0 times NaN is NaN",
-)
+@add("values masked only by a weight of 0", "state kv")
 class WeightOfZero(Decode):
     """Slots after a row's last token are masked in the scores only, so their values are multiplied by 0."""
 
@@ -162,12 +129,7 @@ class WeightOfZero(Decode):
         return {"kv": free}
 
 
-@add(
-    "attention output rows that are never written",
-    "vLLM #37442, #56922",
-    "memory pool",
-    fix="zero the rows that the kernel skips, or exclude them from reductions",
-)
+@add("attention output rows that are never written", "memory pool")
 class UnwrittenRows(Decode):
     """The kernel skips pad rows, and a scale over all rows includes their uninitialised memory."""
 
@@ -184,13 +146,7 @@ class UnwrittenRows(Decode):
         return out / out.abs().amax()
 
 
-@add(
-    "pad rows that are counted",
-    "tokenspeed #969, sglang #30895",
-    "rows",
-    pad={"rows": -1, "tokens": 0, "logits": 0},
-    fix="keep a row of counts for pad rows",
-)
+@add("pad rows that are counted", "rows", pad={"rows": -1, "tokens": 0, "logits": 0})
 def counted_pads(injected: bool, device: torch.device) -> Any:
     """Tokens are counted for a penalty. Pad rows have index -1, the last row of counts, which belongs to a request."""
     counts = torch.zeros(8 if injected else 9, 16, device=device)
@@ -209,12 +165,7 @@ def counted_pads(injected: bool, device: torch.device) -> Any:
     return step, make_inputs, {"state": {"counts": counts[:8]}}
 
 
-@add(
-    "stale rows of scratch memory",
-    "vLLM #37442, vllm-plugin-FL PR 368",
-    "scratch",
-    fix="zero the rows that the kernel skips in each step, or mask them",
-)
+@add("stale rows of scratch memory", "scratch")
 def stale_scratch(injected: bool, device: torch.device) -> Any:
     """A kernel skips pad rows and writes to scratch memory of the module, where rows of a larger batch remain."""
     scratch = torch.zeros(8, 16, device=device)

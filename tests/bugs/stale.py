@@ -12,12 +12,7 @@ from tests.bugs.bug import add
 from tests.bugs.step import COLUMNS, NULL_PAGE, NULL_SLOT, PAGE, ROWS, Decode
 
 
-@add(
-    "a stale tail of positions",
-    "sglang #24361, #10892",
-    "positions",
-    fix="write the whole buffer: real values, then the pad value",
-)
+@add("a stale tail of positions", "positions")
 class StalePositions(Decode):
     """The rotation is scaled by the largest position, including the stale ones of pad rows."""
 
@@ -35,12 +30,7 @@ class StalePositions(Decode):
         return super().angle(inputs, row) / (1 + inputs["positions"].max())
 
 
-@add(
-    "a stale slot mapping",
-    "vLLM #36580, #21228",
-    "slot_mapping",
-    fix="set the slots of pad rows to a slot that no request owns",
-)
+@add("a stale slot mapping", "slot_mapping")
 class StaleSlots(Decode):
     """Pad rows write to the slots of earlier rows, in pages that belong to other requests now."""
 
@@ -52,12 +42,7 @@ class StaleSlots(Decode):
             self.slot_mapping[n:] = before[n:]
 
 
-@add(
-    "stale block table columns",
-    "nano-vllm PR 258",
-    "block_table",
-    fix="clear the columns after a row's last page, or mask by the row's length",
-)
+@add("stale block table columns", "block_table")
 class StaleColumns(Decode):
     """The kernel reads every listed page, and columns after a row's last page still list those of a longer row."""
 
@@ -74,12 +59,7 @@ class StaleColumns(Decode):
         return torch.arange(slots.shape[1], device=self.device) < ((pages - 1) * PAGE + last).clamp(min=1)
 
 
-@add(
-    "a block table one column short",
-    "nano-vllm #106, #190",
-    "block_table",
-    fix="size the table for the longest sequence, including the token of this step",
-)
+@add("a block table one column short", "block_table")
 class ShortTable(Decode):
     """The table is sized for the longest prompt, and a longer row loses its last page."""
 
@@ -92,12 +72,7 @@ class ShortTable(Decode):
         super().refresh({**inputs, "block_table": inputs["block_table"][:, :columns]})
 
 
-@add(
-    "lengths refreshed only when the batch size changes",
-    "sglang #26019",
-    "kv_splits",
-    fix="refresh each derived buffer at every step, or compare everything it depends on",
-)
+@add("lengths refreshed only when the batch size changes", "kv_splits")
 class SkippedRefresh(Decode):
     """The number of splits is recomputed when the batch size changes, but lengths also change without it."""
 
@@ -116,12 +91,7 @@ class SkippedRefresh(Decode):
         return super().seen(slots) & (torch.arange(slots.shape[1], device=self.device) < self.kv_splits[:, None] * PAGE)
 
 
-@add(
-    "the split plan of the first step",
-    "TensorRT-LLM #18769",
-    "self.plan",
-    fix="plan at every step, into memory that persists",
-)
+@add("the split plan of the first step", "self.plan")
 class FrozenPlan(Decode):
     """The plan is computed once, in the warm-up, and every later step uses it."""
 
@@ -139,12 +109,7 @@ class FrozenPlan(Decode):
         return torch.arange(slots.shape[1], device=self.device) < self.plan[:, None]
 
 
-@add(
-    "a plan cached by batch size",
-    "rtp-llm #1084",
-    "self.plans",
-    fix="extend the key by everything that the plan depends on",
-)
+@add("a plan cached by batch size", "self.plans")
 class CachedPlan(Decode):
     """Plans are cached, and the key is the batch size alone."""
 
@@ -163,12 +128,7 @@ class CachedPlan(Decode):
         return torch.arange(slots.shape[1], device=self.device) < self.plan[:, None]
 
 
-@add(
-    "sampling values of a request that moved",
-    "vLLM #43894",
-    "temperatures",
-    fix="write the values of every real row, or track requests by id",
-)
+@add("sampling values of a request that moved", "temperatures")
 class MovedRows(Decode):
     """Temperatures are written for new rows only, so a request that moved gets another one's temperature."""
 
@@ -192,12 +152,7 @@ class MovedRows(Decode):
         return super().eager(inputs) * inputs["seq_lens"][:, None]
 
 
-@add(
-    "one value broadcast to all rows",
-    "TensorRT-LLM #18207",
-    "positions",
-    fix="compare shapes before a copy",
-)
+@add("one value broadcast to all rows", "positions")
 class Broadcast(Decode):
     """copy_() and assignment broadcast: one value fills the whole buffer without an error."""
 
@@ -207,12 +162,7 @@ class Broadcast(Decode):
             self.positions[: len(inputs["positions"])] = inputs["positions"][:1]
 
 
-@add(
-    "stale offsets of pad rows",
-    "sglang #1094, #1469, padded lengths",
-    "query_start_loc",
-    fix="repeat the last offset to the end of the buffer",
-)
+@add("stale offsets of pad rows", "query_start_loc")
 class StaleOffsets(Decode):
     """The offsets after the last real row are those of an earlier step, so pad rows seem to have tokens."""
 
@@ -242,12 +192,7 @@ class StaleOffsets(Decode):
         return super().eager(inputs) / len(inputs["seq_lens"])
 
 
-@add(
-    "a counter that is never reset",
-    "aiter #4494, #4715, #4920",
-    "self.arrived",
-    fix="reset the counter inside the captured step",
-)
+@add("a counter that is never reset", "self.arrived")
 class Unreset(Decode):
     """Splits count their arrivals, and the last one merges. The counter is not reset for the next launch."""
 
@@ -261,12 +206,7 @@ class Unreset(Decode):
         return super().attend(q) * (self.arrived == 1)[:, None]
 
 
-@add(
-    "a function cache with an incomplete key",
-    "aiter #4587, its cache",
-    "self.split_table",
-    fix="complete the key; own what the graph reads",
-)
+@add("a function cache with an incomplete key", "self.split_table")
 def cached_table(injected: bool, device: torch.device) -> Any:
     """The key of an lru_cache omits a value that the table depends on."""
     lengths = {"now": 0}
