@@ -101,14 +101,6 @@ def test_logits_equal_transformers_on_the_same_file(tmp_path, architecture, opti
     assert loaded.tokenizer_source == path
 
 
-def test_biases_of_the_llama_architecture_are_reordered_too(tmp_path):
-    original = make_oracle("Llama", **SIZES, attention_bias=True, mlp_bias=True)
-    path = write_gguf(tmp_path, original)
-    loaded = load_model(path, device="cpu")
-    check_logits(loaded.model, original)
-    assert (loaded.config.qkv_bias, loaded.config.o_bias, loaded.config.mlp_bias) == (True, True, True)
-
-
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 YARN_KEYS = {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.original_context_length": 16}
@@ -136,13 +128,20 @@ ROPES = {
 
 @pytest.mark.parametrize(("keys", "rope"), ROPES.values(), ids=ROPES)
 def test_rope_scaling(tmp_path, keys, rope):
-    original = make_oracle("Llama", **SIZES, rope_parameters={"rope_theta": 1e4} | rope)
+    """Of a model with biases, of which those of q and k are reordered like the weights."""
+    biases = {"attention_bias": True, "mlp_bias": True}
+    original = make_oracle("Llama", **SIZES, **biases, rope_parameters={"rope_theta": 1e4} | rope)
     path = write_gguf(tmp_path, original, keys={f"rope.{k}": v for k, v in keys.items()})
-    check_logits(load_model(path, device="cpu").model, original)
+    loaded = load_model(path, device="cpu")
+    check_logits(loaded.model, original)
+    assert (loaded.config.qkv_bias, loaded.config.o_bias, loaded.config.mlp_bias) == (True, True, True)
 
 
 def test_attention_factor_and_frequency_factors_apply_to_every_scaling(tmp_path):
-    """llama.cpp divides all frequencies by `rope_freqs`, and multiplies cosines and sines by `attn_factor`."""
+    """llama.cpp divides all frequencies by `rope_freqs`, and multiplies cosines and sines by `attn_factor`.
+
+    Factors must be finite numbers > 0.
+    """
     original = make_oracle("Llama", **SIZES, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0})
     factors = torch.linspace(1, 3, 8)
     original.model.rotary_emb.inv_freq /= factors
@@ -150,6 +149,11 @@ def test_attention_factor_and_frequency_factors_apply_to_every_scaling(tmp_path)
     keys = {"rope.scale_linear": 4.0, "rope.scaling.attn_factor": 1.5}
     path = write_gguf(tmp_path, original, keys=keys, extra={"rope_freqs.weight": factors.numpy()})
     check_logits(load_model(path, device="cpu").model, original)
+    for wrong in (0.0, -1.0, math.nan, math.inf):
+        factors[3] = wrong
+        write_gguf(tmp_path, original, keys=keys, extra={"rope_freqs.weight": factors.numpy()})
+        with pytest.raises(ConfigError, match=r"rope_freqs\.weight: expected finite numbers > 0"):
+            load_model(path, device="cpu")
 
 
 def test_the_output_tensor_is_always_the_head(tmp_path):
@@ -161,14 +165,6 @@ def test_the_output_tensor_is_always_the_head(tmp_path):
     model = LlamaModel(config, dtype=torch.float32, device=torch.device("cpu"))
     with pytest.raises(ConfigError, match=r"lm_head\.weight differs"):
         model.load_weights(GGUFSource(path))
-
-
-def test_the_embedding_has_a_row_per_token_of_the_vocabulary(tmp_path):
-    """llama.cpp refuses other files."""
-    path = write_gguf(tmp_path, make_oracle("Llama", **SIZES))
-    build = edit_metadata(path, "tokenizer.ggml.tokens", ["a"] * 96)
-    with pytest.raises(ConfigError, match=r"token_embd\.weight: expected 96 rows, .* got 97"):
-        build()
 
 
 def test_frequency_factors_of_llama3(tmp_path):
@@ -205,8 +201,7 @@ def test_table_of_contents_equals_the_readers_of_gguf(tmp_path):
 
 @pytest.fixture
 def intact(tmp_path):
-    path = write_gguf(tmp_path, make_oracle("Llama", **SIZES, num_hidden_layers=1), Q.Q8_0)
-    return path
+    return write_gguf(tmp_path, make_oracle("Llama", **SIZES, num_hidden_layers=1), Q.Q8_0)
 
 
 def test_a_file_truncated_anywhere_is_refused(intact):
@@ -277,15 +272,9 @@ def test_unsupported_metadata_is_refused_by_key(tmp_path, keys, match):
         load_model(path, device="cpu")
 
 
-def test_other_architectures_are_refused(tmp_path):
-    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "gemma3")
-    writer.add_tensor("token_embd.weight", np.zeros((4, 4), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+def test_other_architectures_are_refused():
     with pytest.raises(UnsupportedError, match=r"'gemma3' \(supported: llama, qwen2, qwen3"):
-        load_model(tmp_path / "model.gguf", device="cpu")
+        ModelConfig.from_gguf({"general.architecture": "gemma3"}, {})
 
 
 def test_missing_unknown_and_misshaped_tensors_are_listed(tmp_path):
@@ -316,6 +305,7 @@ WRONG_FIELDS = {
     "llama.rope.scaling.type": [["yarn"], 3],
     "llama.attention.sliding_window": [[7], "a"],
     "tokenizer.ggml.eos_token_id": ["a", -1, [[2]], True, 1 << 60],
+    "tokenizer.ggml.tokens": [["a"] * 96],  # token_embd.weight has 97 rows
 }
 
 
@@ -326,12 +316,3 @@ def test_metadata_of_another_type_is_refused_by_key(tmp_path, key):
         with pytest.raises((ConfigError, UnsupportedError), match=re.escape(key.removeprefix("llama."))):
             edit_metadata(path, key, wrong)()
     assert edit_metadata(path, "llama.attention.head_count_kv", [2, 2, 2])().num_kv_heads == 2, "equal in all layers"
-
-
-@pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), float("inf")])
-def test_frequency_factors_must_be_positive_and_finite(tmp_path, factor):
-    factors = np.ones(8, dtype=np.float32)
-    factors[3] = factor
-    path = write_gguf(tmp_path, make_oracle("Llama", **SIZES), extra={"rope_freqs.weight": factors})
-    with pytest.raises(ConfigError, match=r"rope_freqs\.weight: expected finite numbers > 0"):
-        load_model(path, device="cpu")

@@ -32,10 +32,15 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
-@pytest.mark.parametrize("content", [DEEP, "{", "[1]", "\xff", "9" * 5000], ids=len)
-def test_malformed_json_is_refused(folder: Path, name: str, content: str) -> None:
-    (folder / name).write_bytes(content.encode("latin-1"))
+@pytest.mark.parametrize("content", [DEEP, "{", "[1]", "\xff", "9" * 5000, None], ids=lambda text: len(text or ""))
+def test_malformed_json_is_refused(folder: Path, name: str, content: str | None) -> None:
+    """As is a pipe, without reading it."""
+    (folder / name).unlink(missing_ok=True)
     (folder / "model.safetensors").unlink()  # the index counts without it
+    if content is None:
+        os.mkfifo(folder / name)
+    else:
+        (folder / name).write_bytes(content.encode("latin-1"))
     with pytest.raises(ConfigError, match=rf"{name}: (not a readable JSON file|expected a JSON object)"):
         load_model(folder, device="cpu")
 
@@ -152,21 +157,21 @@ def test_an_index_may_name_a_subfolder_and_a_link(folder: Path) -> None:
     assert load_model(folder, device="cpu").config.num_layers == 3
 
 
-def test_a_pipe_is_refused_without_reading_it(folder: Path) -> None:
-    (folder / "config.json").unlink()
-    os.mkfifo(folder / "config.json")
-    with pytest.raises(ConfigError, match=r"config\.json: not a readable JSON file"):
-        load_model(folder, device="cpu")
-
-
 @pytest.mark.parametrize(
-    "source", [None, "", "~nobody-of-this-name/x", "x" * 5000, "a\0b", ".", "dummy:", "dummy:gpt-5"], ids=repr
-)
-def test_sources_that_name_no_model_are_refused(source: object, tmp_path: Path, monkeypatch) -> None:
+    ("source", "text"),
+    [(None, ""), ("", ""), ("~nobody-of-this-name/x", ""), ("x" * 5000, ""), ("a\0b", ""), (".", ""), ("dummy:", ""),
+     ("dummy:gpt-5", ""), ("/nowhere/model", "'/nowhere/model', which does not exist"),
+     ("some/model.gguf", "which does not exist"), ("llama", "'llama', which does not exist"),
+     ("config.json", "'config.json' is neither a folder nor a .gguf file")],
+    ids=repr,
+)  # fmt: skip
+def test_sources_that_name_no_model_are_refused(source: object, text: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for load in (lambda: load_model(source, device="cpu"), lambda: load_tokenizer(source)):  # type: ignore[arg-type]
-        with pytest.raises(ConfigError):
-            load()
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=text):
+        load_model(source, device="cpu")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError):
+        load_tokenizer(source)  # type: ignore[arg-type]
 
 
 # Arguments
@@ -198,7 +203,7 @@ def test_incomplete_rope_configs_are_refused() -> None:
 # The tokenizer
 
 
-def test_wrong_arguments_of_the_tokenizer_are_refused() -> None:
+def test_wrong_arguments_and_failing_templates_of_the_tokenizer_are_refused() -> None:
     tokenizer = Tokenizer(byte_tokenizer())
     for wrong in (None, "", "a\udcff"):
         with pytest.raises(ConfigError, match=r"^prompt: "):
@@ -210,13 +215,9 @@ def test_wrong_arguments_of_the_tokenizer_are_refused() -> None:
         tokenizer.stream().push(-1)
     with pytest.raises(ConfigError, match=r"^eos_ids: expected"):
         Tokenizer(byte_tokenizer(), None, "abc")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("template", ["{% if %}", "{{ raise_exception('no') }}", "{{ 1 / 0 }}"])
-def test_failing_chat_templates_are_reported(template: str) -> None:
-    tokenizer = Tokenizer(byte_tokenizer(), template)
-    with pytest.raises(ConfigError, match=r"^chat template: cannot render a user message"):
-        tokenizer.encode_prompt("hi", chat=True)
+    for template in ("{% if %}", "{{ raise_exception('no') }}", "{{ 1 / 0 }}"):
+        with pytest.raises(ConfigError, match=r"^chat template: cannot render a user message"):
+            Tokenizer(byte_tokenizer(), template).encode_prompt("hi", chat=True)
 
 
 @pytest.mark.parametrize("content", [DEEP, "{}", "\xff", '{"version": "1.0", "model": {"type": "BPE"}}'], ids=len)

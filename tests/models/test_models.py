@@ -193,24 +193,22 @@ def test_unsupported_keys_are_refused_by_name(options, text):
     assert text in str(caught.value)
 
 
-def test_keys_that_change_nothing_are_accepted():
+def test_keys_that_change_nothing_other_names_and_two_lists_of_end_tokens():
     options = {"partial_rotary_factor": 1.0, "is_causal": True, "quantization_config": None, "hidden_act": "swish"}
     options |= {"attention_dropout": 0.1, "pretraining_tp": 2, "sliding_window": 4, "use_cache": False}
     raw = SIZES | {"model_type": "llama"}
     assert ModelConfig.from_hf(raw | options) == ModelConfig.from_hf(raw)
     assert ModelConfig.from_hf(raw, {"suppress_tokens": [], "temperature": 0.6}) == ModelConfig.from_hf(raw)
+    assert ModelConfig.from_hf(raw | {"torch_dtype": "bfloat16"}).dtype == torch.bfloat16, "an older name"
+    assert ModelConfig.from_hf(raw | {"dtype": "bfloat16", "torch_dtype": "float16"}).dtype == torch.bfloat16
+    assert ModelConfig.from_hf(raw | {"eos_token_id": 2}, {"eos_token_id": [5, 2, 7]}).eos_ids == (2, 5, 7)
+    assert ModelConfig.from_hf(raw | {"eos_token_id": None}).eos_ids == ()
 
 
 @pytest.mark.parametrize("key", ["suppress_tokens", "bad_words_ids", "forced_eos_token_id", "stop_strings"])
 def test_generation_keys_that_forbid_or_force_tokens_are_refused(key):
     with pytest.raises(UnsupportedError, match=f"{key} .3"):
         ModelConfig.from_hf(SIZES | {"model_type": "llama"}, {key: [3]})
-
-
-def test_older_name_of_dtype():
-    raw = SIZES | {"model_type": "llama"}
-    assert ModelConfig.from_hf(raw | {"torch_dtype": "bfloat16"}).dtype == torch.bfloat16
-    assert ModelConfig.from_hf(raw | {"dtype": "bfloat16", "torch_dtype": "float16"}).dtype == torch.bfloat16
 
 
 WINDOWS = {
@@ -236,7 +234,7 @@ def test_sliding_windows(options, expected):
     assert tuple(s.sliding_window for s in config.attention_specs(torch.float16)) == expected
 
 
-def test_all_unsupported_options_are_listed():
+def test_all_unsupported_missing_and_malformed_options_are_listed():
     raw = SIZES | {
         "model_type": "mixtral",
         "architectures": ["MixtralForCausalLM"],
@@ -250,9 +248,6 @@ def test_all_unsupported_options_are_listed():
         ModelConfig.from_hf(raw)
     for part in ("MixtralForCausalLM", "gelu", "quantization_config", "chunked_attention", "mrope", "float8_e4m3fn"):
         assert part in str(caught.value)
-
-
-def test_all_missing_and_malformed_values_are_listed():
     raw = {k: v for k, v in SIZES.items() if k not in ("hidden_size", "vocab_size")} | {"model_type": "llama"}
     raw |= {"num_hidden_layers": "three", "rms_norm_eps": -1.0, "rope_scaling": {"rope_type": "linear"}}
     with pytest.raises(ConfigError) as caught:
@@ -267,12 +262,6 @@ def test_all_missing_and_malformed_values_are_listed():
 def test_inconsistent_sizes_are_refused(change):
     with pytest.raises(ConfigError, match=next(iter(change))):
         replace(SHAPES["llama-3.1-8b"], **change)
-
-
-def test_end_of_text_tokens_are_merged():
-    raw = SIZES | {"model_type": "llama", "eos_token_id": 2}
-    assert ModelConfig.from_hf(raw, {"eos_token_id": [5, 2, 7]}).eos_ids == (2, 5, 7)
-    assert ModelConfig.from_hf(raw | {"eos_token_id": None}).eos_ids == ()
 
 
 PUBLISHED = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 
 import pytest
@@ -65,12 +64,14 @@ def test_spaces_between_words_survive_tokenizers_that_strip_the_first():
     assert not any("\ufffd" in part for part in parts)
 
 
-def test_decoded_text_has_no_special_tokens():
+def test_special_tokens_have_ids_and_no_text():
     tokenizer = Tokenizer(byte_tokenizer())
     end = tokenizer._backend.convert_tokens_to_ids("<|im_end|>")
     ids = [*tokenizer.encode_prompt("hi", chat=False), end, *tokenizer.encode_prompt("!", chat=False)]
     assert tokenizer.decode(ids) == "hi!"
     assert streamed(tokenizer, ids) == ["h", "i", "", "!", ""]
+    texts = ("<|im_end|>", " <|im_end|>", "<|im_end|><|im_end|>", "a", "")
+    assert [tokenizer.special_id(text) for text in texts] == [end, None, None, None, None]
 
 
 def test_chat_prompts_follow_the_template_without_a_second_bos():
@@ -79,6 +80,10 @@ def test_chat_prompts_follow_the_template_without_a_second_bos():
     text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer._backend.decode(ids) == text
     assert tokenizer.encode_prompt("hi", chat=False)[0] == tokenizer._backend.convert_tokens_to_ids("<s>")
+    plain = Tokenizer(byte_tokenizer())
+    assert not plain.has_chat_template
+    with pytest.raises(ConfigError, match=r"chat: the model has no chat template; pass chat=False"):
+        plain.encode_prompt("hi", chat=True)
 
 
 def test_end_tokens_are_those_of_the_config_and_well_known_names(tmp_path):
@@ -117,26 +122,6 @@ def test_templates_are_chosen_as_transformers_does(tmp_path, config, files, erro
     expected = reference.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
     assert load_tokenizer(tmp_path).encode_prompt("hi", chat=True) == expected
     assert "assistant" in reference.decode(expected)
-
-
-def test_special_id_is_the_id_of_a_whole_special_token():
-    tokenizer = Tokenizer(byte_tokenizer())
-    expected = tokenizer._backend.convert_tokens_to_ids("<|im_end|>")
-    texts = ("<|im_end|>", " <|im_end|>", "<|im_end|><|im_end|>", "a", "")
-    assert [tokenizer.special_id(text) for text in texts] == [expected, None, None, None, None]
-
-
-def test_a_chat_prompt_needs_a_template():
-    tokenizer = Tokenizer(byte_tokenizer())
-    assert not tokenizer.has_chat_template
-    with pytest.raises(ConfigError, match=r"chat: the model has no chat template; pass chat=False"):
-        tokenizer.encode_prompt("hi", chat=True)
-
-
-def test_folders_without_a_tokenizer_are_refused(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    with pytest.raises(ConfigError, match="cannot read a tokenizer"):
-        load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize("package", ["transformers", "jinja2"])
