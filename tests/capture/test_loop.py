@@ -32,17 +32,8 @@ def test_a_step_runs_while_the_condition_holds(device: torch.device) -> None:
         assert loop.output.tolist() == [10 * count], "the output of the last run"
 
 
-@pytest.mark.parametrize("before", [0, 1, -1])
-def test_the_condition_before_a_launch_is_ignored(device: torch.device, before: int) -> None:
-    rig, runs = Rig(device), ints(device)
-    loop = rig.loop(lambda: (runs.add_(1), rig.condition.zero_())[0] + 0)
-    rig.condition.fill_(before)
-    runs.zero_()
-    loop.launch()
-    assert runs.item() == 1
-
-
 def test_every_value_but_zero_continues(device: torch.device) -> None:
+    """The value before the launch is ignored."""
     values = ints(device, 1, -1, 2, 1 << 16, 1 << 30, -(1 << 31), 0, 7)
     rig, at = Rig(device), torch.zeros(1, dtype=torch.int64, device=device)
 
@@ -52,9 +43,11 @@ def test_every_value_but_zero_continues(device: torch.device) -> None:
         return at + 0
 
     loop = rig.loop(step)
-    at.zero_()
-    loop.launch()
-    assert at.item() == 7, "up to the first 0"
+    for before in (0, 1, -1):
+        rig.condition.fill_(before)
+        at.zero_()
+        loop.launch()
+        assert at.item() == 7, "up to the first 0"
 
 
 def test_only_the_last_value_of_a_run_decides(device: torch.device) -> None:
@@ -208,9 +201,13 @@ def test_a_step_is_launched_between_loops_and_after_they_are_closed(device: torc
 
 
 def test_closed_loops_and_graphs_raise(device: torch.device) -> None:
+    """As other values do."""
     rig = Countdown(device)
     graph = rig.capture(rig.step)
     loop = rig.recorder.loop(graph, rig.condition)
+    for wrong in (loop, None, rig.step):
+        with pytest.raises(CaptureError, match=r"graph: expected (OpTrace|CudaGraph), got"):
+            rig.recorder.loop(wrong, rig.condition)
     loop.close()
     loop.close()
     rig.start(3)
@@ -221,14 +218,6 @@ def test_closed_loops_and_graphs_raise(device: torch.device) -> None:
     graph.close()
     with pytest.raises(CaptureError, match="graph: the graph is closed; capture the step"):
         rig.recorder.loop(graph, rig.condition)
-
-
-def test_only_captured_steps_can_be_looped(device: torch.device) -> None:
-    rig = Countdown(device)
-    loop = rig.loop(rig.step)
-    for wrong in (loop, None, rig.step):
-        with pytest.raises(CaptureError, match=r"graph: expected (OpTrace|CudaGraph), got"):
-            rig.recorder.loop(wrong, rig.condition)
 
 
 WRONG_CONDITIONS = {

@@ -54,12 +54,9 @@ def test_driver_calls_of_a_loop_from_construction_to_close(fake: FakeDriver) -> 
     made = [name for name in fake.calls if "Get" not in name]
     assert made == ["cuGraphLaunch", "cuGraphLaunch", "cuGraphExecDestroy", "cuGraphDestroy"]
     assert kept() is None, "a closed loop releases its step"
-
-
-def test_a_dropped_loop_is_freed(fake: FakeDriver) -> None:
     graph_of(Template(KERNEL)).loop(ints(CPU))
     gc.collect()
-    assert fake.calls[-2:] == ["cuGraphExecDestroy", "cuGraphDestroy"]
+    assert fake.calls[-2:] == ["cuGraphExecDestroy", "cuGraphDestroy"], "so does a dropped one"
 
 
 @pytest.mark.parametrize("failing", ["cuGraphAddNode", "cuGraphAddChildGraphNode", "cuGraphInstantiate"])
@@ -99,20 +96,6 @@ def test_the_loop_kernel_compiles_without_the_device_runtime_library(arch: str) 
 # -- on a GPU only
 
 CUDA = torch.device("cuda", 0)
-
-
-@pytest.mark.gpu
-def test_a_thousand_launches_of_changing_counts() -> None:
-    rig = Countdown(CUDA)
-    loop = rig.loop(rig.step)
-    rig.start(0)
-    total = 0
-    for launch in range(1000):
-        count = 1 + launch * 7 % 13
-        rig.condition.fill_(count)
-        loop.launch()
-        total += count
-    assert rig.runs.item() == total
 
 
 @pytest.mark.gpu
@@ -214,10 +197,7 @@ def test_every_step_of_a_manager_can_be_looped() -> None:
 def test_memory_copies_and_fills_are_repeated() -> None:
     """Nodes other than kernels."""
     rig = Rig(CUDA)
-    source, target = (
-        torch.arange(4096, dtype=torch.int32, device=CUDA),
-        torch.zeros(4096, dtype=torch.int32, device=CUDA),
-    )
+    source, target = torch.arange(4096, dtype=torch.int32, device=CUDA), ints(CUDA, *[0] * 4096)
 
     def step() -> torch.Tensor:
         stream = torch.cuda.current_stream().cuda_stream

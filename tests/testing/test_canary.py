@@ -27,9 +27,5 @@ def test_a_write_to_a_guard_is_reported(dtype: torch.dtype) -> None:
     assert "before its start" in str(front)
     canaries.repair()
     assert canaries.broken() == []
-
-
-def test_guards_read_as_poison() -> None:
-    buffer = Canaries().full("b", (4,), torch.float32, "cpu")
-    beyond = torch.as_strided(buffer, (8,), (1,))
-    assert poisoned(beyond).tolist() == [False] * 4 + [True] * 4
+    if dtype is torch.float32:
+        assert poisoned(torch.as_strided(buffer, (19,), (1,))).tolist() == [False] * 15 + [True] * 4
