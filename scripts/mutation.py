@@ -49,7 +49,7 @@ FILES = (
     "graphrt/engine/handle.py", "graphrt/cache/kv_cache.py", "graphrt/engine/launch_queue.py",
     "graphrt/engine/batch_delta.py", "graphrt/engine/program.py", "graphrt/replay.py",
     "graphrt/engine/request_tables.py", "graphrt/runtime.py", "graphrt/session/session.py", "graphrt/session/pages.py",
-    "graphrt/session/results.py", "graphrt/spec.py", "graphrt/engine/stats.py", "graphrt/step.py",
+    "graphrt/session/launches.py", "graphrt/spec.py", "graphrt/engine/stats.py", "graphrt/step.py",
     "graphrt/cache/tables.py", "graphrt/engine/undo.py", "graphrt/backends/base.py", "graphrt/backends/registry.py",
     "graphrt/backends/torch_reference.py", "graphrt/backends/triton.py", "capture", "kernels/checks.py",
     "kernels/metadata", "kernels/cache/write.py", "kernels/ops/sampling.py",
