@@ -7,7 +7,6 @@ import gc
 import itertools
 import weakref
 from dataclasses import replace
-from importlib.metadata import EntryPoint
 from typing import Any
 
 import pytest
@@ -76,16 +75,13 @@ def third_party(monkeypatch: pytest.MonkeyPatch) -> type[AttentionBackend]:
     return register_backend(ThirdParty)
 
 
-def test_cpu_selects_torch_reference() -> None:
+def test_cuda_selects_triton_and_cpu_torch_reference() -> None:
+    """Selection does not touch a device."""
     cls, explanation = select_backend(context())
     assert cls is TorchReferenceBackend
     assert explanation.startswith(
         "torch_reference: first in order of preference that supports device cpu; not triton ("
     )
-
-
-def test_cuda_selects_triton_else_torch_reference() -> None:
-    """Selection does not touch a device."""
     assert select_backend(context(device=CUDA))[0] is TritonBackend
     odd = AttentionSpec(4, 2, 520, torch.float32)
     cls, explanation = select_backend(context(odd, device=CUDA))
@@ -93,21 +89,15 @@ def test_cuda_selects_triton_else_torch_reference() -> None:
     assert "not triton (head_dim 520: supports 1 to 512)" in explanation
 
 
-@pytest.mark.skipif(not INTERPRETER_AVAILABLE, reason="needs TRITON_INTERPRET=1")
-def test_triton_on_cpu_needs_its_name() -> None:
+def test_triton_on_cpu_needs_its_name_and_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"backend: expected one of triton, .*torch_reference, got 'tritn'"):
+        select_backend(context(), "tritn")
+    monkeypatch.setattr("graphrt.backends.triton.INTERPRETER_AVAILABLE", True)
     assert TritonBackend.unsupported_reasons(context()) == []
     assert select_backend(context(), "triton") == (TritonBackend, "triton: chosen by name")
-
-
-def test_triton_on_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("graphrt.backends.triton.INTERPRETER_AVAILABLE", False)
     with pytest.raises(UnsupportedError, match="device cpu: needs the Triton interpreter; set TRITON_INTERPRET=1"):
         select_backend(context(), "triton")
-
-
-def test_unknown_backend_name_raises() -> None:
-    with pytest.raises(ConfigError, match=r"backend: expected one of triton, .*torch_reference, got 'tritn'"):
-        select_backend(context(), "tritn")
 
 
 def test_named_backend_raises_with_every_reason(third_party: type[AttentionBackend]) -> None:
@@ -154,18 +144,6 @@ def test_registered_backends_rank_before_torch_reference(third_party: type[Atten
         register_backend(TorchReferenceBackend)
     with pytest.raises(ConfigError, match="expected a subclass of AttentionBackend"):
         register_backend(int)  # type: ignore[arg-type]  # what is tested
-
-
-def test_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
-    """test_third_party.py has those that cannot be loaded."""
-    good = EntryPoint("third_party", f"{__name__}:ThirdParty", registry.ENTRY_POINT_GROUP)
-    monkeypatch.setattr(EntryPoint, "load", lambda self: ThirdParty)
-    monkeypatch.setattr(registry, "_registered", {})
-    monkeypatch.setattr(registry, "entry_points", lambda group: [good] if group == "graphrt.backends" else [])
-    assert backend_names() == [*OURS, "third_party", "torch_reference"]
-    half = AttentionSpec(4, 2, 64, torch.float16)
-    kv = KVCacheSpec(1, 2, 64, page_size=16, dtype=torch.float16, layout=KVLayout.HND)
-    assert select_backend(BackendContext((half,), (kv,), CPU, 8, 64, 32, mixed_batches=False))[0] is ThirdParty
 
 
 DECODE, SPECULATIVE, MIXED = BatchDescriptor.decode(4), BatchDescriptor.decode(4, 3), BatchDescriptor.mixed(12, 4)
@@ -221,20 +199,6 @@ def test_padding_requests_have_seq_len_fill(monkeypatch: pytest.MonkeyPatch, fil
     batch = Batch(req_indices=[0], seq_lens=[1], tokens=[3], page_indptr=[0, 1], page_ids=[5])
     assert rig.manager.replay(batch).tokens().tolist() == [int(rig.model.oracle([3]).argmax())]
     assert rig.manager.buffers.seq_lens[:4].tolist() == [1, fill, fill, fill]
-
-
-def test_options_of_an_attention_layer() -> None:
-    slopes, scales, sinks = torch.ones(4), torch.ones(2), torch.zeros(4)
-    cache = torch.zeros(3, 8, 2, 16)
-    given = {"softmax_scale": 0.3, "sliding_window": 7, "logits_softcap": 20.0, "alibi_sqrt": True}
-    spec = AttentionSpec(4, 2, 16, torch.float32, alibi_slopes=(1.0,) * 4, **given)
-    made = AttentionLayer(0, spec, cache, cache, k_scale=scales, v_scale=scales + 1, alibi_slopes=slopes)
-    options = made.options(sinks)
-    assert {name: getattr(options, name) for name in given} == given
-    assert (options.alibi_slopes, options.sinks) == (slopes, sinks)
-    assert (options.k_scale is made.k_scale, options.v_scale is made.v_scale) == (True, True)
-    plain = AttentionLayer(0, SPEC, cache, cache).options()
-    assert (plain.softmax_scale, plain.sliding_window, plain.logits_softcap, plain.sinks) == (0.25, 0, 0.0, None)
 
 
 def make_step(descriptor: BatchDescriptor, device: torch.device) -> tuple[torch.Tensor, AttentionLayer, StepMetadata]:

@@ -16,7 +16,7 @@ from graphrt.backends.flashinfer import FlashInferBackend
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.spec import AttentionSpec
 from tests.support.fake_packages import install
-from tests.support.peer_kit import BF16, CUDA, FULL, context, layer_of, metadata_of, step
+from tests.support.peer_kit import BF16, CUDA, FULL, allocated, context, layer_of, metadata_of, step
 
 E4M3 = torch.float8_e4m3fn
 
@@ -38,7 +38,6 @@ def on_device(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> N
 GENERATIONS = [
     (FlashAttention2Backend, (7, 5), "device sm_75: needs sm_80 or newer"),
     (FlashAttention2Backend, (8, 0), None),
-    (FlashAttention2Backend, (12, 0), None),
     (FlashInferBackend, (7, 9), "device sm_79: needs sm_80 or newer"),
     (FlashInferBackend, (8, 0), None),
     (FlashAttention3Backend, (8, 9), "device sm_89: needs sm_90 or newer"),
@@ -60,12 +59,9 @@ VERSIONS = [
     ({}, None),
     ({"acme": "0.5.9"}, "0.5.9"),
     ({"acme": "0.6"}, None),
-    ({"acme": "0.6.0"}, None),
     ({"acme": "0.10"}, None),
-    ({"acme": "1.0"}, None),
     ({"acme": "0"}, "0"),
     ({"acme_cu13": "0.5"}, "0.5"),
-    ({"acme_cu13": "0.6"}, None),
     ({"acme": "0.6", "acme_cu13": "0.5"}, None),
     ({"acme": "0.6.4rc1"}, None),
 ]
@@ -125,12 +121,6 @@ def test_flashinfer_needs_equal_options_in_all_layers(text: str, at: int) -> Non
     assert FlashInferBackend.unsupported_reasons(alike) == []
 
 
-@pytest.mark.parametrize(("max_seq_len", "splits"), [(64, 1), (65, 2), (128, 2), (129, 3), (2048, 32), (2049, 32)])
-def test_splits_of_flash_attn3_cover_64_keys_each(max_seq_len: int, splits: int) -> None:
-    backend = FlashAttention3Backend(context(FULL, page_size=1, max_seq_len=max_seq_len))
-    assert backend.num_splits(BatchDescriptor.decode(1), FULL) == splits
-
-
 @pytest.mark.parametrize(("window", "biased"), [(None, True), (1023, False), (1024, False), (1025, True)])
 def test_flash_attn2_removes_the_bias_from_the_lse(
     window: int | None, biased: bool, monkeypatch: pytest.MonkeyPatch
@@ -139,9 +129,7 @@ def test_flash_attn2_removes_the_bias_from_the_lse(
     spec = AttentionSpec(8, 2, 64, BF16, alibi_slopes=(0.5,) * 8, sliding_window=window)
     sums = lambda q, *args, **kwargs: (torch.zeros_like(q), torch.ones(4, 8, 1))  # noqa: E731
     install(monkeypatch, "flash_attn", flash_attn_with_kvcache=sums, flash_attn_varlen_func=None)
-    asked = context(spec)
-    backend = FlashAttention2Backend(asked)
-    backend.allocate()
+    backend, asked = allocated(FlashAttention2Backend, spec)
     metadata = metadata_of(asked, BatchDescriptor.decode(4), live=4)
     metadata.positions.copy_(torch.tensor([0, 4, 2, 6]))
     layer = layer_of(asked, alibi_slopes=torch.full((8,), 0.5))

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -17,7 +16,7 @@ from graphrt.backends import registry
 from graphrt.backends.capabilities import BackendContext, Capabilities, GraphSupport
 from graphrt.backends.registry import register_backend
 from graphrt.backends.torch_reference import TorchReferenceBackend
-from graphrt.batch import Batch
+from graphrt.batch import Batch, Request
 from graphrt.cache.kv_cache import KVCache
 from graphrt.config import RuntimeConfig
 from graphrt.kernels.errors import ConfigError, UnsupportedError
@@ -79,11 +78,6 @@ NEEDS: dict[str, Needs] = {
 }
 
 
-def test_every_capability_has_an_entry() -> None:
-    """`prefill` is covered by test_two_parts."""
-    assert list(NEEDS) == [f.name for f in fields(Capabilities) if f.name != "prefill"]
-
-
 def attending(*, lse: bool = False) -> Callable[[Step], torch.Tensor]:
     """A model in which every layer attends, some with the log-sum-exp."""
 
@@ -127,9 +121,9 @@ def declare(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> type[TorchRefere
     return register_backend(type("Lacking", (TorchReferenceBackend,), attributes))
 
 
-@pytest.mark.parametrize("name", NEEDS)
+@pytest.mark.parametrize("name", [each.name for each in fields(Capabilities) if each.name != "prefill"])
 def test_missing_capability_raises(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a name, another backend is selected."""
+    """Without a name, another backend is selected. test_two_parts.py covers `prefill`."""
     needs = NEEDS[name]
     declare(monkeypatch)
     build(needs, lse=name == "lse").capture()  # with everything declared it serves
@@ -150,30 +144,8 @@ def test_bounds_of_query_len_and_sizes_are_exact(monkeypatch: pytest.MonkeyPatch
     build(NEEDS["max_query_len"])
     declare(monkeypatch, page_sizes=(3, 4), head_dims=(8, 16))
     build(Needs(None, ""))
-
-
-@pytest.mark.parametrize("at", [0, 1, 2])
-def test_every_layer_is_checked(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of three layers needs the missing capability, at each position."""
-    cls = declare(monkeypatch, sliding_window=False)
-    layers = [PLAIN] * 3
-    layers[at] = replace(PLAIN, sliding_window=3)
-    kv = KVCacheSpec(3, 2, 16, 4, dtype=F32)
-    assert cls.unsupported_reasons(BackendContext(tuple(layers), (kv,), CPU, 4, 12, 8)) == [
-        "sliding_window 3: not supported"
-    ]
-
-
-def test_each_reason_is_listed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the order of the fields; value heads need one of the declared sizes."""
-    options = {"sliding_window": 5, "alibi_slopes": SLOPES, "alibi_sqrt": True, "sinks": True, "v_head_dim": 24}
-    asked = (replace(PLAIN, **options), replace(PLAIN, sinks=True))
-    cls = declare(monkeypatch, sliding_window=False, alibi=False, sinks=False, dtypes=(F16,), head_dims=(8, 16))
-    kv = KVCacheSpec(2, 2, 16, 4, dtype=F32)
-    assert cls.unsupported_reasons(BackendContext(asked, (kv,), CPU, 4, 12, 8)) == [
-        "dtype torch.float32: supports torch.float16", "v_head_dim 24: supports 8, 16",
-        "sliding_window 5: not supported", "alibi_slopes: not supported", "sinks: not supported",
-    ]  # fmt: skip
+    with pytest.raises(UnsupportedError, match="v_head_dim 24: supports 8, 16"):
+        build(Needs(None, "", spec={"v_head_dim": 24}))
 
 
 def test_kv_dtype_of_another_width_raises(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,15 +187,7 @@ def test_unsupported_graphs_run_eagerly(
 
 def batch(*query_lens: int) -> Batch:
     """Requests with these tokens, one page each."""
-    rows = len(query_lens)
-    return Batch(
-        req_indices=np.arange(rows),
-        seq_lens=np.array(query_lens),
-        query_lens=np.array(query_lens),
-        tokens=np.ones(sum(query_lens), np.int64),
-        page_indptr=np.arange(rows + 1),
-        page_ids=1 + np.arange(rows),
-    )
+    return Batch.from_requests([Request(row, [1] * count, count, [1 + row]) for row, count in enumerate(query_lens)])
 
 
 def test_runtime_without_mixed_batches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.capture.staging import StagingSlot
 from graphrt.kernels.errors import ReplayError, UnsupportedError
 from tests.support.fake_packages import install
-from tests.support.peer_kit import BF16, context, layer_of, metadata_of, step
+from tests.support.peer_kit import BF16, allocated, context, layer_of, metadata_of, step
 
 
 class FakeWrapper:
@@ -69,9 +69,7 @@ def batch_of(seq_lens: list[int], page_size: int, query_lens: list[int] | None =
 
 
 def test_flashinfer_plans_on_the_host_and_lists_pages_on_the_device(flashinfer: list[tuple[str, Any]]) -> None:
-    asked = context(page_size=4)
-    backend = FlashInferBackend(asked)
-    backend.allocate()
+    backend, asked = allocated(FlashInferBackend, page_size=4)
     four, two = BatchDescriptor.decode(4), BatchDescriptor.decode(2)
     for descriptor in (four, two, four):
         backend.plan_capture(descriptor)
@@ -106,9 +104,8 @@ def test_flashinfer_plans_on_the_host_and_lists_pages_on_the_device(flashinfer: 
 def test_flashinfer_raises_for_a_plan_with_another_layout(
     flashinfer: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend = FlashInferBackend(context(page_size=4))
+    backend, _ = allocated(FlashInferBackend, page_size=4)
     descriptor = BatchDescriptor.decode(2)
-    backend.allocate()
     backend.plan_capture(descriptor)
     backend.plan_replay(descriptor, batch_of([3, 3], 4))
     monkeypatch.setattr(FakeWrapper, "layout", (1, 2, 4))
@@ -117,7 +114,7 @@ def test_flashinfer_raises_for_a_plan_with_another_layout(
 
 
 @pytest.mark.parametrize("info", [None, [], "lost", ["a"]], ids=str)
-def test_flashinfer_needs_the_layout_of_its_plans(
+def test_flashinfer_needs_the_layout_and_the_memory_of_its_plans(
     flashinfer: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch, info: Any
 ) -> None:
     """Without it, a graph could read another plan than the captured one."""
@@ -127,18 +124,11 @@ def test_flashinfer_needs_the_layout_of_its_plans(
             self._plan_info = info
 
     monkeypatch.setattr(FakeWrapper, "plan", plan)
-    backend = FlashInferBackend(context(page_size=4))
-    backend.allocate()
+    backend, _ = allocated(FlashInferBackend, page_size=4)
     with pytest.raises(UnsupportedError, match="flashinfer: this version has no layout of a plan as numbers"):
         backend.plan_capture(BatchDescriptor.decode(2))
-
-
-def test_flashinfer_needs_sharable_plan_memory(
-    flashinfer: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(FakeWrapper, "__init__", lambda self, *args, **options: None)
-    backend = FlashInferBackend(context(page_size=4))
-    backend.allocate()
+    backend, _ = allocated(FlashInferBackend, page_size=4)
     with pytest.raises(UnsupportedError, match="flashinfer: this version has no _int_workspace_buffer and _pin"):
         backend.plan_capture(BatchDescriptor.decode(2))
 
@@ -160,9 +150,7 @@ def test_flashinfer_waits_for_the_upload_of_the_last_plan(
     flashinfer: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch, guarded: bool
 ) -> None:
     """Without the wait, the first step would run with the lengths of the second one."""
-    stream, asked = Stream(), context(page_size=4)
-    backend = FlashInferBackend(asked)
-    backend.allocate()
+    stream, (backend, _) = Stream(), allocated(FlashInferBackend, page_size=4)
     four = BatchDescriptor.decode(4)
     backend.plan_capture(four)
     (wrapper,) = [x for kind, x in flashinfer if kind == "make"]

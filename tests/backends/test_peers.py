@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import math
 import subprocess
 import sys
@@ -24,54 +24,56 @@ from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.kernels.errors import CaptureError, ConfigError, UnsupportedError
 from graphrt.spec import AttentionSpec
 from tests.support.fake_packages import install
-from tests.support.peer_kit import BF16, CUDA, FULL, PEERS, WINDOWED, Calls, context, layer_of, metadata_of, step
+from tests.support.peer_kit import (
+    BF16,
+    CUDA,
+    FULL,
+    PEERS,
+    WINDOWED,
+    Calls,
+    allocated,
+    context,
+    layer_of,
+    metadata_of,
+    step,
+)
 
 
 @pytest.mark.parametrize("cls", PEERS, ids=lambda c: c.name)
-def test_missing_package_gives_its_pip_command(cls: type[peer.PeerBackend], monkeypatch: pytest.MonkeyPatch) -> None:
-    command = {
-        "flash_attn2": "pip install flash-attn --no-build-isolation",
-        "flash_attn3": "pip install tokenspeed-fa3",
-        "flashinfer": "pip install flashinfer-python",
-    }[cls.name]
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    reason = f"package {cls.package.module}: not installed; run {command}"
-    assert cls.unavailable() == reason
-    assert cls.unsupported_reasons(context(device=CUDA))[0] == reason
-    monkeypatch.setitem(sys.modules, cls.package.module, None)
-    with pytest.raises(UnsupportedError, match=f"cannot be imported .*; run {command}"):
-        cls(context()).allocate()
-
-
-@pytest.mark.parametrize("cls", PEERS, ids=lambda c: c.name)
-def test_empty_folder_is_not_a_package(
+def test_missing_package_gives_its_pip_command(
     cls: type[peer.PeerBackend], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (tmp_path / cls.package.module).mkdir()
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    monkeypatch.delitem(sys.modules, cls.package.module, raising=False)
-    importlib.invalidate_caches()
-    assert cls.unavailable() == f"package {cls.package.module}: not installed; run {cls.package.install}"
-
-
-@pytest.mark.parametrize("cls", PEERS, ids=lambda c: c.name)
-def test_module_without_a_required_name_raises(cls: type[peer.PeerBackend], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty folder of its name is not a package, and neither is a module without a required name."""
+    module, command = (
+        cls.package.module,
+        {
+            "flash_attn2": "pip install flash-attn --no-build-isolation",
+            "flash_attn3": "pip install tokenspeed-fa3",
+            "flashinfer": "pip install flashinfer-python",
+        }[cls.name],
+    )
+    (tmp_path / module).mkdir()
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    for path in ([str(tmp_path)], []):
+        monkeypatch.setattr(sys, "path", path)
+        importlib.invalidate_caches()
+        assert cls.unavailable() == f"package {module}: not installed; run {command}"
+        assert cls.unsupported_reasons(context(device=CUDA))[0] == cls.unavailable()
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(UnsupportedError, match=f"cannot be imported .*; run {command}"):
+        cls(context()).allocate()
     first, second = cls.package.names
-    install(monkeypatch, cls.package.module, **{first: None})
+    install(monkeypatch, module, **{first: None})
     with pytest.raises(UnsupportedError, match=f"has no {second}; run pip"):
         cls(context()).allocate()
 
 
-def break_import(monkeypatch: pytest.MonkeyPatch, folder: Path, module: str) -> None:
-    """Install a package that is found, but raises when it is imported."""
-    (folder / f"{module}.py").write_text("raise ImportError('libcudart.so.99: cannot open shared object file')\n")
-    monkeypatch.syspath_prepend(folder)
-    monkeypatch.delitem(sys.modules, module, raising=False)
-
-
 def test_broken_package_is_a_reason_not_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Only a context with sinks imports the package; triton serves the model then."""
-    break_import(monkeypatch, tmp_path, "flash_attn_interface")
+    error = "raise ImportError('libcudart.so.99: cannot open shared object file')\n"
+    (tmp_path / "flash_attn_interface.py").write_text(error)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "flash_attn_interface", raising=False)
     asked = context(AttentionSpec(8, 2, 64, BF16, sinks=True), device=CUDA)
     (reason,) = FlashAttention3Backend.unsupported_reasons(asked)
     assert reason == (
@@ -130,7 +132,6 @@ def test_wrong_type_of_unsupported_reasons_raises(result: object, monkeypatch: p
 
 DECLARATIONS = {
     "name": ({"name": "a-b"}, r"Acme\.name: expected an identifier, got 'a-b'"),
-    "empty-name": ({"name": ""}, r"Acme\.name: expected an identifier, got ''"),
     "no-name": ({"name": None}, r"Acme\.name: expected an identifier, got None"),
     "capabilities": ({"capabilities": None}, r"Acme\.capabilities: expected Capabilities, got None"),
     "graph_support": ({"graph_support": 3}, r"Acme\.graph_support: expected GraphSupport, got 3"),
@@ -290,9 +291,7 @@ def fa3(monkeypatch: pytest.MonkeyPatch) -> Calls:
     "descriptor", [BatchDescriptor.decode(4), BatchDescriptor.decode(2, 3), BatchDescriptor.mixed(16, 4)], ids=str
 )
 def test_flash_attn3_passes_equal_arguments_to_scheduler_and_kernel(fa3: Calls, descriptor: BatchDescriptor) -> None:
-    asked = context(FULL, WINDOWED, FULL, max_query_len=3)
-    backend = FlashAttention3Backend(asked)
-    backend.allocate()
+    backend, asked = allocated(FlashAttention3Backend, FULL, WINDOWED, FULL, max_query_len=3)
     metadata = metadata_of(asked, descriptor, live=3)
     q = torch.randn(descriptor.padded_tokens, 8, 64).to(BF16)
     results = step(backend, metadata, q, [layer_of(asked, i) for i in range(3)])
@@ -323,10 +322,8 @@ def test_flash_attn3_passes_equal_arguments_to_scheduler_and_kernel(fa3: Calls, 
 
 
 def test_flash_attn3_schedules_in_every_step(fa3: Calls) -> None:
-    asked = context()
-    backend = FlashAttention3Backend(asked)
+    backend, asked = allocated(FlashAttention3Backend)
     descriptor = BatchDescriptor.decode(4)
-    backend.allocate()
     q = torch.zeros(4, 8, 64, dtype=BF16)
     with pytest.raises(CaptureError, match="expected a schedule for"):
         backend.run(layer_of(asked), q, metadata_of(asked, descriptor, 4), torch.empty_like(q))
@@ -348,17 +345,16 @@ def test_flash_attn3_partial_results_fit_the_workspace() -> None:
     assert 1 < splits < MAX_SPLITS
     assert splits * 2048 * 32 * 129 * 4 <= WORKSPACE_BYTES < (splits + 1) * 2048 * 32 * 129 * 4
     assert backend.num_splits(BatchDescriptor.mixed(1 << 18, 256), spec) == 1
-    short = FlashAttention3Backend(context(spec, page_size=16, max_seq_len=256))
-    assert short.num_splits(BatchDescriptor.decode(1), spec) == 4
+    for longest, covered in ((64, 1), (65, 2), (128, 2), (129, 3), (2048, 32), (2049, 32)):
+        short = FlashAttention3Backend(context(spec, page_size=1, max_seq_len=longest))
+        assert short.num_splits(BatchDescriptor.decode(1), spec) == covered, "64 keys each"
     invariant = FlashAttention3Backend(context(spec, page_size=16, max_seq_len=4096, batch_invariant=True))
     assert invariant.num_splits(BatchDescriptor.decode(1), spec) == 1
 
 
 def test_flash_attn3_converts_sinks_in_every_step(fa3: Calls) -> None:
     """So that a write to the weights is seen; bfloat16 sinks are passed unchanged."""
-    asked = context(AttentionSpec(8, 2, 64, BF16, sinks=True))
-    backend = FlashAttention3Backend(asked)
-    backend.allocate()
+    backend, asked = allocated(FlashAttention3Backend, AttentionSpec(8, 2, 64, BF16, sinks=True))
     metadata, q = metadata_of(asked, BatchDescriptor.decode(4), 4), torch.zeros(4, 8, 64, dtype=BF16)
     backend.schedule(metadata)
     sinks, narrow = torch.full((8,), 12.03), torch.ones(8, dtype=BF16)
@@ -376,9 +372,7 @@ def test_flash_attn3_converts_sinks_in_every_step(fa3: Calls) -> None:
 )
 def test_flash_attn3_passes_left_padding_to_avoid_tma(fa3: Calls, page_size: int, tokens: int, padded: bool) -> None:
     """With pages of at least 64 tokens and more than 64 queries per KV head: 16 or 17 tokens of 4 heads."""
-    asked = context(page_size=page_size)
-    backend = FlashAttention3Backend(asked)
-    backend.allocate()
+    backend, asked = allocated(FlashAttention3Backend, page_size=page_size)
     metadata = metadata_of(asked, BatchDescriptor.mixed(tokens, 4), live=3)
     step(backend, metadata, torch.zeros(tokens, 8, 64, dtype=BF16), [layer_of(asked)])
     padding = [call["cache_leftpad"] for _, call in fa3]
@@ -389,9 +383,7 @@ def test_flash_attn3_passes_left_padding_to_avoid_tma(fa3: Calls, page_size: int
     "descriptor", [BatchDescriptor.decode(4), BatchDescriptor.decode(2, 3), BatchDescriptor.mixed(16, 4)], ids=str
 )
 def test_flash_attn3_quantises_queries(fa3: Calls, descriptor: BatchDescriptor, rng: torch.Generator) -> None:
-    asked = context(kv_dtype=torch.float8_e4m3fn, max_query_len=3)
-    backend = FlashAttention3Backend(asked)
-    backend.allocate()
+    backend, asked = allocated(FlashAttention3Backend, kv_dtype=torch.float8_e4m3fn, max_query_len=3)
     live = 3
     q = (torch.randn(descriptor.padded_tokens, 8, 64, generator=rng) * 100).to(BF16)
     q[0, 4:] = 0.0
@@ -431,9 +423,7 @@ def test_arguments_of_flash_attn2(monkeypatch: pytest.MonkeyPatch) -> None:
         flash_attn_with_kvcache=flash_attn_with_kvcache,
         flash_attn_varlen_func=flash_attn_varlen_func,
     )
-    asked = context(WINDOWED)
-    backend = FlashAttention2Backend(asked)
-    backend.allocate()
+    backend, asked = allocated(FlashAttention2Backend, WINDOWED)
     q = torch.zeros(4, 8, 64, dtype=BF16)
     out, _ = step(backend, metadata_of(asked, BatchDescriptor.decode(4), 0), q, [layer_of(asked)])
     assert not out.any()
@@ -444,8 +434,7 @@ def test_arguments_of_flash_attn2(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not out[3:].any()
     kind, call = calls[-1]
     assert (kind, call["max_q"], call["max_k"], call["kv_starts"].tolist()) == ("mixed", 4, 1024, [0, 5, 10])
-    invariant = FlashAttention2Backend(context(WINDOWED, batch_invariant=True))
-    invariant.allocate()
+    invariant, _ = allocated(FlashAttention2Backend, WINDOWED, batch_invariant=True)
     step(invariant, metadata_of(asked, BatchDescriptor.decode(4), 0), q, [layer_of(asked)])
     assert calls[-1][1]["num_splits"] == 1
     assert "has graph support UNIFORM" in str(backend.graph_unsupported_reason(BatchDescriptor.mixed(4, 2)))

@@ -1,4 +1,4 @@
-"""What classes state of their kernels, measured: reads of the null page, NaN in page tails, nodes per layer.
+"""What classes state of their kernels, measured: reads of the null page, nodes per layer.
 
 The logic runs on CPU over the fake kernels; what it measures of the real ones counts.
 """
@@ -14,7 +14,7 @@ from graphrt.backends.base import AttentionBackend
 from graphrt.backends.flash_attn2 import FlashAttention2Backend
 from graphrt.backends.flash_attn3 import FlashAttention3Backend
 from graphrt.backends.flashinfer import FlashInferBackend
-from graphrt.testing.backend_features import FEATURES, Feature, declares
+from graphrt.testing.backend_features import FEATURES
 from graphrt.testing.backend_rig import NAN, Rig, make_rig
 from tests.support import fake_packages
 
@@ -88,34 +88,6 @@ def test_seq_len_fill_of_padding_requests(
     if cls.name == "flashinfer":  # its fill is in the plan: seq_lens are never read
         for null in (NAN, 1.0):
             assert torch.equal(raw[0, null].nan_to_num(7.0), raw[1, null].nan_to_num(7.0))
-    rig.close()
-
-
-def tails() -> list:
-    """Each package with the page sizes that it supports."""
-    found = []
-    for feature in ("plain", "mixed", "mixed-large-pages"):
-        for param in params(*PEERS):
-            cls, device = param.values
-            if declares(cls, FEATURES[feature], device):
-                found.append(pytest.param(cls, device, feature, id=f"{param.id}-{feature}", marks=param.marks))
-    return found
-
-
-@pytest.mark.parametrize(("cls", "device", "feature"), tails())
-@pytest.mark.usefixtures("kernels")
-def test_nan_in_page_tails(cls: type[AttentionBackend], device: torch.device, feature: str) -> None:
-    """NaN after the last token of an owned page reaches no output; padding tokens are zeros."""
-    asked: Feature = FEATURES[feature]
-    rig = make_rig(cls, asked, device)
-    rows = [
-        (rig.context.kv_groups[0].page_size + 1, 1) if rig.metadata.block_tables[0].shape[1] > 1 else (3, 1),
-        (2, 1),
-    ]
-    rig.write([rig.sequence(*row) for row in rows])
-    out = rig.eager()[0]
-    assert not out[LIVE:].any(), f"{cls.name}: pad tokens must be zeros"
-    assert out[:LIVE].isfinite().all(), f"{cls.name}: NaN of a page's tail"
     rig.close()
 
 

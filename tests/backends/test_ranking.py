@@ -45,11 +45,8 @@ def test_geometric_mean_over_the_sizes_of_a_runtime() -> None:
     for small in ({"reqs": 1}, {"length": 512}, {"reqs": 63}, {"length": 8191}):
         assert relative(ranking, "a", "b", **small) == pytest.approx({"a": 1.0, "b": 2.0})
     assert relative(ranking, "a", "b", reqs=64, length=8192) == pytest.approx({"b": 1.0, "a": 2.0})
-
-
-def test_small_runtime_is_ranked_by_the_smallest_size() -> None:
     ranking = Ranking(GPU, (RankingCell(16, 512, {"a": 1.0, "b": 3.0}), RankingCell(64, 512, {"a": 9.0, "b": 1.0})))
-    assert relative(ranking, "a", "b", reqs=2, length=16) == pytest.approx({"a": 1.0, "b": 3.0})
+    assert relative(ranking, "a", "b", reqs=2, length=16) == pytest.approx({"a": 1.0, "b": 3.0}), "the smallest size"
 
 
 def test_backend_without_all_times_is_not_ranked() -> None:
@@ -78,9 +75,6 @@ def test_ranking_record_of_a_result() -> None:
     assert ranking == Ranking(GPU, (RankingCell(1, 512, {"a": 1.235}), RankingCell(2, 512, {"b": 7.0})))
     assert ranking.names == {"a", "b"}
     assert parse_ranking(ranking_record(None, None)) == Ranking()
-
-
-def test_installed_table() -> None:
     ranking = load_ranking()
     assert all(cell.us_per_layer for cell in ranking.cells)
     assert "torch_reference" not in ranking.names, "the last resort is never ranked"
@@ -132,18 +126,16 @@ def test_fastest_supported_backend_is_selected(monkeypatch: pytest.MonkeyPatch) 
     assert cls.name == "swift"
     assert explanation.startswith("swift: fastest of 3 supported backends (1.00; triton 2.00, steady 2.68 on")
     assert select_backend(context(page_size=256))[0].name == "large_pages"
-
-
-def test_only_measured_backend_is_selected(monkeypatch: pytest.MonkeyPatch, backends: dict[str, Any]) -> None:
-    """Backends without a time rank after it, and torch_reference last, whatever the table says."""
-    use(monkeypatch, table(steady=(1.0, 1.0), torch_reference=(0.1, 0.1)))
-    cls, explanation = select_backend(context())
-    assert cls is backends["steady"]
-    assert explanation == "steady: the only supported backend of those measured on a made-up device"
+    on_cpu = "swift: first in order of preference that supports device cpu; not triton ("
+    assert select_backend(context("cpu"))[1].startswith(on_cpu), "the table applies to GPUs only"
 
 
 @pytest.mark.usefixtures("backends")
-def test_static_order_without_a_measured_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_static_order_of_backends_that_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They rank after those that are, and torch_reference last, whatever the table says."""
+    use(monkeypatch, table(steady=(1.0, 1.0), torch_reference=(0.1, 0.1)))
+    only = "steady: the only supported backend of those measured on a made-up device"
+    assert select_backend(context())[1] == only
     use(monkeypatch, table(large_pages=(1.0, 1.0)))
     cls, explanation = select_backend(context())
     assert cls.name == "triton"
@@ -153,14 +145,6 @@ def test_static_order_without_a_measured_backend(monkeypatch: pytest.MonkeyPatch
     )
     use(monkeypatch, Ranking())
     assert select_backend(context())[1] == "triton: first in order of preference that supports device cuda"
-
-
-@pytest.mark.usefixtures("backends")
-def test_table_applies_to_gpus_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    use(monkeypatch, table(**TIMES))
-    assert select_backend(context("cpu"))[1].startswith(
-        "swift: first in order of preference that supports device cpu; not triton ("
-    )
 
 
 def test_backend_for_selection_by_name_is_not_ranked(monkeypatch: pytest.MonkeyPatch, backends: dict[str, Any]) -> None:

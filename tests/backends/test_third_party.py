@@ -130,11 +130,10 @@ def test_installed_package_registers_a_backend(site: Path) -> None:
     assert report["explained"]["acme"] == []
 
 
-@pytest.mark.parametrize("how", ["chosen", "variable"])
-def test_runtime_uses_the_installed_backend(tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize("variables", [{}, {"GRAPHRT_BACKEND": "acme"}], ids=["chosen", "variable"])
+def test_runtime_uses_the_installed_backend(tmp_path: Path, variables: dict[str, str]) -> None:
     """A decode step through the op trace, selected by GRAPHRT_BACKEND or automatically."""
     install(tmp_path, {"acme": "graphrt_acme:AcmeBackend"})
-    variables = {"GRAPHRT_BACKEND": "acme"} if how == "variable" else {}
     report = run_python(STEP, tmp_path, CUDA_VISIBLE_DEVICES="", **variables)
     assert report["backend"] == "acme"
     assert report["recorder"].startswith("op trace")

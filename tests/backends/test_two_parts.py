@@ -158,8 +158,16 @@ def test_model_sees_decode_requests_first(device: torch.device) -> None:
     runtime.close()
 
 
-def test_unsupported_combinations_raise() -> None:
+def test_reason_names_both_parts_and_unsupported_combinations_raise() -> None:
     groups = kv_groups(SPECS, page_size=8)
+    config = RuntimeConfig(backend="torch_reference", prefill_backend="torch_reference")
+    named = get_attn_backend(SPECS, groups, "cpu", config=config)
+    assert named.name == "torch_reference+torch_reference"
+    assert named.reason == "torch_reference: chosen by name; prefill: torch_reference, chosen by name"
+    for other, why in (("none", "; prefill: torch_reference, as requested"), (None, "")):
+        whole = get_attn_backend(SPECS, groups, "cpu", config=replace(config, prefill_backend=other))
+        assert (whole.name, whole.reason) == ("torch_reference", f"torch_reference: chosen by name{why}")
+        assert whole.prefill is None
     for options, error, text in (
         ({"prefill_backend": "nobody"}, ConfigError, "expected one of"),
         ({"prefill_backend": 3}, ConfigError, r"RuntimeConfig\.prefill_backend"),
@@ -178,15 +186,3 @@ def test_unsupported_combinations_raise() -> None:
     config = RuntimeConfig(backend="triton", prefill_backend="triton")
     with pytest.raises(UnsupportedError, match="attention_chunk_size 16: not supported"):
         get_attn_backend(chunked, kv_groups(chunked), "cpu", config=config)
-
-
-def test_reason_names_both_parts() -> None:
-    groups = kv_groups(SPECS, page_size=8)
-    config = RuntimeConfig(backend="torch_reference", prefill_backend="torch_reference")
-    named = get_attn_backend(SPECS, groups, "cpu", config=config)
-    assert named.name == "torch_reference+torch_reference"
-    assert named.reason == "torch_reference: chosen by name; prefill: torch_reference, chosen by name"
-    whole = get_attn_backend(SPECS, groups, "cpu", config=replace(config, prefill_backend="none"))
-    assert (whole.name, whole.prefill) == ("torch_reference", None)
-    by_table = get_attn_backend(SPECS, groups, "cpu", config=replace(config, prefill_backend=None))
-    assert (by_table.name, by_table.reason) == ("torch_reference", "torch_reference: chosen by name")

@@ -43,12 +43,6 @@ def run(arguments: list[str], folder: Path, site: Path) -> str:
     return result.stdout
 
 
-def test_page_has_three_files_and_a_short_backend() -> None:
-    files = dict(FILE.findall(PAGE))
-    assert list(files) == ["pyproject.toml", "graphrt_acme.py", "test_contract.py"]
-    assert len(files["graphrt_acme.py"].splitlines()) <= 55
-
-
 def test_suite_passes_under_pytest(acme: tuple[Path, Path]) -> None:
     printed = run(["-m", "pytest", "-q", "-p", "no:cacheprovider", "test_contract.py"], *acme)
     passed, skipped = (int(re.search(rf"(\d+) {word}", printed)[1]) for word in ("passed", "skipped"))
@@ -57,7 +51,7 @@ def test_suite_passes_under_pytest(acme: tuple[Path, Path]) -> None:
     assert "failed" not in printed
 
 
-def test_suite_passes_without_pytest(acme: tuple[Path, Path]) -> None:
+def test_suite_passes_without_pytest_and_acme_is_selected(acme: tuple[Path, Path]) -> None:
     printed = run(["-m", "graphrt.testing.backend_contract", "acme", "--device", "cpu", "--brief"], *acme).splitlines()
     assert re.fullmatch(r"\d+ passed, 0 failed, 0 skipped", printed[-1])
     assert "passed   acme-cpu-mixed" in printed
@@ -67,9 +61,6 @@ def test_suite_passes_without_pytest(acme: tuple[Path, Path]) -> None:
         "print(report.ok, len(report.passed), sorted({'pytest', 'tests'} & sys.modules.keys()))"
     )
     assert run(["-c", code], *acme) == "True 4 []\n"
-
-
-def test_acme_is_selected(acme: tuple[Path, Path]) -> None:
     report = json.loads(run(["-m", "graphrt", "env", "--json"], *acme))["backends"]
     assert report["chosen"] == "acme"
     (standing,) = (entry for entry in report["known"] if entry["name"] == "acme")
@@ -101,7 +92,10 @@ print(json.dumps(reports))
 
 def test_mistake_in_the_page_is_found(tmp_path: Path) -> None:
     """Each line that the page explains is needed."""
-    module = dict(FILE.findall(PAGE))["graphrt_acme.py"]
+    files = dict(FILE.findall(PAGE))
+    assert list(files) == ["pyproject.toml", "graphrt_acme.py", "test_contract.py"]
+    module = files["graphrt_acme.py"]
+    assert len(module.splitlines()) <= 55
     (tmp_path / "acme_right.py").write_text(module)
     for name, (right, wrong, _) in MISTAKES.items():
         assert module.count(right) == 1

@@ -30,6 +30,14 @@ def context(*specs: AttentionSpec, device: torch.device = CPU, page_size: int = 
     return BackendContext(layers, (kv,), device, **sizes)
 
 
+def allocated(cls: type[AttentionBackend], *specs: AttentionSpec, **options: Any) -> tuple[Any, BackendContext]:
+    """A backend with its memory, and its context."""
+    asked = context(*specs, **options)
+    backend = cls(asked)
+    backend.allocate()
+    return backend, asked
+
+
 def metadata_of(asked: BackendContext, descriptor: BatchDescriptor, live: int) -> StepMetadata:
     """Metadata of `live` real tokens and padding; in mixed steps one token per request except the last real one."""
     rows, tokens = descriptor.padded_reqs, descriptor.padded_tokens
