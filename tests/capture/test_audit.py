@@ -65,14 +65,8 @@ def test_a_pointer_is_found_at_every_byte_offset(length: int) -> None:
         assert (finding.kind, finding.owner, finding.certain) == (FindingKind.FOREIGN, Owner.ALLOCATOR, False)
 
 
-def test_words_do_not_span_two_arguments() -> None:
-    blob = words(LEAK.address)
-    for cut in range(1, 8):
-        assert run(kernel(blob[:cut], blob[cut:])).ok
-        assert run(kernel(blob[:cut], blob[cut:]), kernel(blob[:cut]), kernel(blob[cut:])).ok
-
-
 def test_the_scan_equals_a_search_of_every_offset() -> None:
+    """Words do not span two arguments."""
     rng = np.random.default_rng(3)
     blobs = [rng.integers(0, 256, rng.integers(0, 40), dtype=np.uint8) for _ in range(60)]
     for blob in blobs:
@@ -93,16 +87,14 @@ def test_the_scan_equals_a_search_of_every_offset() -> None:
     assert found.looked_at == sum(max(len(blob) - 7, 0) for blob in blobs)
 
 
-def test_numbers_are_not_findings() -> None:
+def test_owners_of_valid_memory() -> None:
+    """Numbers have none."""
     numbers = struct.pack("<6d", 1.0, -1.0, 0.1, float("nan"), float("inf"), 1e-300)
     sizes = struct.pack("<8i", 4096, 128, 0, 1, -1, 2**31 - 1, 32530, 7)
     shapes = words(0x20_0000_0020, 0xFFFF_FFC0_0000_0000, 0xFFFFFFC0000000, 1 << 47, 2**64 - 1)  # of cuBLASLt
     report = run(kernel(numbers, sizes, shapes, words(NOWHERE)))
     assert report.ok
     assert sum(report.counts.values()) == 0
-
-
-def test_owners_of_valid_memory() -> None:
     stays = (X, WEIGHT, POOL, IDLE, LIBRARY)
     report = run(kernel(*(words(r.address, r.end - 1) for r in stays)))
     assert report.ok
@@ -128,12 +120,6 @@ def test_owners_of_invalid_memory(address: int, kind: FindingKind, owner: Owner,
     (exact,) = run(kernel(words(X.address, address), pointers=[(0, 8)])).findings
     assert exact.certain
     assert exact.text == finding.text
-
-
-def test_registered_memory_that_is_not_live_is_freed() -> None:
-    memory = MemoryMap([Region("x", Owner.STATIC, X.address, X.nbytes, live=False)])
-    (finding,) = run(op(src(X.address)), memory=memory).findings
-    assert (finding.kind, finding.region) == (FindingKind.FREED, "x")
 
 
 # -- arguments that say where their pointers are
@@ -168,13 +154,10 @@ def test_one_byte_past_a_buffer_is_a_finding() -> None:
     assert (finding.kind, finding.address, finding.where) == (FindingKind.OVERRUN, X.end, "operand src")
     assert "byte 4096 is past the end of static 'x' with 4096 bytes" in finding.text
     assert finding.certain
-
-
-def test_one_byte_past_a_view_in_a_larger_block_is_a_finding() -> None:
     memory = MemoryMap([X, Region("block", Owner.ALLOCATOR, X.address, 8192)])
     (by_pointer,) = run(kernel(words(X.end)), memory=memory).findings
     (by_operand,) = run(copy(src(X.address, X.nbytes + 1), dst(X.address)), memory=memory).findings
-    for finding in (by_pointer, by_operand):
+    for finding in (by_pointer, by_operand):  # past a view in a larger block
         assert (finding.kind, finding.address) == (FindingKind.OVERRUN, X.end)
         assert "'x'" in finding.text
     (other,) = run(kernel(words(X.end)), memory=MemoryMap([X, Region("next", Owner.ALLOCATOR, X.end, 8192)])).findings
@@ -260,6 +243,8 @@ def test_registered_memory_in_a_freed_block_is_a_finding() -> None:
     report = run(kernel(words(X.address)), op(dst(output.address)), memory=MemoryMap([output, *REGIONS]))
     (finding,) = report.findings
     assert (finding.kind, finding.region, finding.place) == (FindingKind.FREED, "logits", (1,))
+    gone = MemoryMap([Region("x", Owner.STATIC, X.address, X.nbytes, live=False)])
+    assert kinds(run(op(src(X.address)), memory=gone)) == [FindingKind.FREED]
     (unused,) = run(memory=MemoryMap([output, *REGIONS])).findings
     assert (unused.place, unused.node) == ((), "")
     held = Region("logits", Owner.STATIC, POOL.address, 1024)
@@ -298,7 +283,7 @@ def test_the_driver_is_asked_about_aligned_words_only() -> None:
 # -- allowances and the report
 
 
-def test_allowances() -> None:
+def test_allowances_and_wrong_arguments() -> None:
     nodes = (
         copy(src(STAGING.address, host=True), dst(X.address)), kernel(words(GONE.address)), kernel(words(LEAK.address))
     )  # fmt: skip
@@ -311,13 +296,12 @@ def test_allowances() -> None:
     report = run(*nodes, allowed=allowed)
     assert [f.region for f in report.findings] == [LEAK.name]
     assert report.allowances == ((allowed[0], 1), (allowed[1], 1), (allowed[2], 0), (allowed[3], 0))
-    text = str(report)
-    assert "allowed 1 times: region 'stag*' (an event guards it)" in text
-    assert "allowed 1 times: node 'kernel', kind 'freed block' (of the bench)" in text
-    assert "allowed, but not found: region 'old' (was there once)" in text
-
-
-def test_wrong_arguments() -> None:
+    for line in (
+        "allowed 1 times: region 'stag*' (an event guards it)",
+        "allowed 1 times: node 'kernel', kind 'freed block' (of the bench)",
+        "allowed, but not found: region 'old' (was there once)",
+    ):
+        assert line in str(report)
     for options, text in (
         ({"reason": "", "region": "x"}, "reason: empty"),
         ({"reason": "because"}, "allowed: the exception would allow every finding"),
@@ -347,14 +331,10 @@ def test_the_report_groups_nodes_that_share_a_buffer() -> None:
     lines = str(run(*(kernel(words(NOWHERE + 8 * i), pointers=[(0,)]) for i in range(33)))).splitlines()
     assert len(lines) == 1 + 20 + 1, "findings without a name are grouped by address"
     assert lines[-1] == "  and 13 more kinds or buffers: see .findings"
-
-
-def test_raise_if_any_names_a_certain_finding_first() -> None:
     run(kernel(words(X.address))).raise_if_any()
     report = run(kernel(words(LEAK.address)), copy(src(GONE.address), dst(X.address)))
-    with pytest.raises(
-        CaptureError, match=r"audit: expected no findings, got 2; first finding: node 1 memcpy: operand src"
-    ):
+    certain = r"audit: expected no findings, got 2; first finding: node 1 memcpy: operand src"
+    with pytest.raises(CaptureError, match=certain):
         report.raise_if_any()
 
 

@@ -97,6 +97,10 @@ def test_a_cached_tensor_that_is_freed_after_the_capture() -> None:
     (finding,) = report().findings
     assert (finding.kind, finding.address) == (FindingKind.FREED, address)
     assert (finding.where, finding.node) == ("operand other", "aten.mul.Tensor")
+    left, stray, recorder = torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.int32), OpTraceRecorder()
+    loop = recorder.loop(recorder.capture(lambda: left.sub_(stray) * 2, KEY, lambda: None), left)
+    (finding,) = audit(loop, memory_of(static={"left": left}, pool=loop)).findings
+    assert (finding.place, finding.address) == ((0, 0, 0), stray.data_ptr()), "in the body of a loop"
 
 
 def test_hidden_state_is_found_by_two_captures_only() -> None:
@@ -130,13 +134,6 @@ def test_a_row_chosen_on_the_host_is_reported_as_changed() -> None:
     assert len(texts) == 2
     assert "byte 8 of 'x' and then byte 16 of 'x'" in texts[0]
     assert "captures, 1 and then 2" in texts[1]
-
-
-def test_the_body_of_a_loop_is_audited() -> None:
-    left, stray, recorder = torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.int32), OpTraceRecorder()
-    loop = recorder.loop(recorder.capture(lambda: left.sub_(stray) * 2, KEY, lambda: None), left)
-    (finding,) = audit(loop, memory_of(static={"left": left}, pool=loop)).findings
-    assert (finding.place, finding.address) == ((0, 0, 0), stray.data_ptr())
 
 
 # -- graphrt's own step

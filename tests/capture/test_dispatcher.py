@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind, default_decode_sizes, default_mixed_sizes
@@ -34,18 +36,18 @@ def test_default_decode_sizes(maximum: int, expected: tuple[int, ...]) -> None:
     assert default_decode_sizes(maximum) == expected
 
 
-@pytest.mark.parametrize(
-    ("maximum", "expected"), [(1, (1,)), (64, (64,)), (65, (64, 65)), (129, (64, 128, 129)), (300, (64, 128, 256, 300))]
-)
-def test_default_mixed_sizes(maximum: int, expected: tuple[int, ...]) -> None:
-    assert default_mixed_sizes(maximum) == expected
-
-
-@pytest.mark.parametrize("sizes", [default_decode_sizes, default_mixed_sizes])
-@pytest.mark.parametrize("maximum", [0, -1])
-def test_a_maximum_below_one_raises(sizes, maximum: int) -> None:
-    with pytest.raises(ConfigError, match=f"expected at least 1, got {maximum}"):
-        sizes(maximum)
+def test_default_mixed_sizes_and_a_maximum_below_one() -> None:
+    for maximum, expected in (
+        (1, (1,)),
+        (64, (64,)),
+        (65, (64, 65)),
+        (129, (64, 128, 129)),
+        (300, (64, 128, 256, 300)),
+    ):
+        assert default_mixed_sizes(maximum) == expected
+    for sizes, maximum in itertools.product((default_decode_sizes, default_mixed_sizes), (0, -1)):
+        with pytest.raises(ConfigError, match=f"expected at least 1, got {maximum}"):
+            sizes(maximum)
 
 
 # -- keys

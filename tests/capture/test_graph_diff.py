@@ -148,18 +148,6 @@ def test_an_additional_node() -> None:
     assert "+ kernel split at 12" in str(found)
 
 
-def test_nodes_with_other_names_are_matched_by_position() -> None:
-    """As matrix products for another batch size, one of them followed by a reduction."""
-    before = chain(kernel("norm"), kernel("gemm_16"), kernel("attend"), kernel("gemm_16"), kernel("end"))
-    after = chain(
-        kernel("norm"), kernel("gemm_64"), kernel("attend"), kernel("gemm_64"), kernel("reduce"), kernel("end")
-    )
-    found = compared(before, after)
-    renamed = [node for node in found.nodes if any(change.what == "name" for change in node.changes)]
-    assert [(node.before, node.after) for node in renamed] == [((1,), (1,)), ((3,), (3,))]
-    assert [node.after for node in found.nodes if node.before is None] == [(4,)]
-
-
 def longest_common(a: list[str], b: list[str]) -> int:
     """Length of a longest common subsequence by dynamic programming."""
     table = [[0] * (len(b) + 1) for _ in range(len(a) + 1)]
@@ -177,12 +165,10 @@ def test_the_number_of_name_matches_is_maximal(a: list[str], b: list[str]) -> No
     assert sum(a[i] == b[j] for i, j in pairs if i is not None and j is not None) == longest_common(a, b)
 
 
-def test_kinds_are_not_mixed() -> None:
-    a, b = [("kernel", "f"), ("memcpy", "c")], [("memcpy", "d"), ("kernel", "g")]
-    assert list(aligned(a, b)) == [(0, None), (1, 0), (None, 1)]
-
-
 def test_graphs_with_nothing_in_common(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes with other names are matched by position, those of another kind are not."""
+    kinds, other = [("kernel", "f"), ("memcpy", "c")], [("memcpy", "d"), ("kernel", "g")]
+    assert list(aligned(kinds, other)) == [(0, None), (1, 0), (None, 1)]
     a, b = ([("kernel", f"{side}{at}") for at in range(100)] for side in "ab")
     matched = list(aligned(a, [*b, ("kernel", "c")]))
     assert matched == [*((at, at) for at in range(100)), (None, 100)]
@@ -249,6 +235,12 @@ def test_blocks_of_pools_are_matched_by_first_use() -> None:
     merged = chain(kernel("f", word(a), word(a)), kernel("g", word(a), word(a)))
     maps = memory(), memory()
     assert compared(straight, swapped, *maps).equal
+
+    def capture(at: int) -> GraphView:
+        made = Node(NodeKind.ALLOC, "allocation", operands=(Operand("memory", at, 64, written=True),))
+        return chain(made, kernel("f", word(at + 8)), Node(NodeKind.FREE, "free", operands=(Operand("memory", at, 0),)))
+
+    assert compared(capture(0x5000), capture(0x9000)).equal, "allocations of the graph too"
     for other in (crossed, merged):
         found = compared(straight, other, *maps)
         assert found.equal_launches
@@ -256,7 +248,7 @@ def test_blocks_of_pools_are_matched_by_first_use() -> None:
 
 
 def test_addresses_within_structs() -> None:
-    """At multiples of 8 bytes from the start of all arguments, not of the struct."""
+    """At multiples of 8 bytes from the start of all arguments, not of the struct, unless they are known."""
     here = Argument(4, number(1) + word(X) + number(2) + number(3))
     there = Argument(4, number(1) + word(X + 4096 * 5) + number(2) + number(4))
     moved = MemoryMap([Region("x", Owner.STATIC, X + 4096 * 5, 4096)])
@@ -264,23 +256,10 @@ def test_addresses_within_structs() -> None:
     (node,) = compared(*views, memory(), moved).nodes
     assert node.changes == (Change(Level.ARGUMENTS, "argument 0, byte 16", "3", "4", opaque=True),)
     assert "(in a struct)" in str(node.changes[0])
-
-
-def test_words_known_to_be_numbers() -> None:
-    here, there = (Argument(0, word(X + at), "n", ()) for at in (0, 0x100000))
-    moved = MemoryMap([Region("x", Owner.STATIC, X + 0x100000, 4096)])
-    views = [chain(replace(kernel("f"), arguments=(one,))) for one in (here, there)]
-    assert not compared(*views, memory(), moved).equal
-    pointers = [chain(replace(kernel("f"), arguments=(one._replace(pointers=(0,)),))) for one in (here, there)]
-    assert compared(*pointers, memory(), moved).equal
-
-
-def test_allocations_of_the_graph_are_matched_by_first_use() -> None:
-    def capture(at: int) -> GraphView:
-        made = Node(NodeKind.ALLOC, "allocation", operands=(Operand("memory", at, 64, written=True),))
-        return chain(made, kernel("f", word(at + 8)), Node(NodeKind.FREE, "free", operands=(Operand("memory", at, 0),)))
-
-    assert compared(capture(0x5000), capture(0x9000)).equal
+    for pointers in ((), (0,)):
+        words = (Argument(0, word(at), "n", pointers) for at in (X, X + 4096 * 5))
+        views = [chain(replace(kernel("f"), arguments=(one,))) for one in words]
+        assert compared(*views, memory(), moved).equal == bool(pointers), "a known number is not an address"
 
 
 def random_node(rng: random.Random, depth: int) -> Node:

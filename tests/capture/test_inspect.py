@@ -50,14 +50,9 @@ def test_kernel(fake: FakeGraphs, lie: dict[str, bool], by_kernel: bool) -> None
     assert node.arguments == tuple(Argument(at, data) for at, data in zip(offsets, arguments, strict=True))
     assert (node.attributes, node.remark) == ({}, "")
     assert fake.unwritten()
-
-
-def test_a_view_does_not_refer_to_driver_memory(fake: FakeGraphs) -> None:
-    graph = fake.graph()
-    node = fake.kernel(graph, fake.function("f", [8]), [word(77)])
-    view = inspect_graph(graph)
-    ctypes.memset(ctypes.addressof(fake.nodes[node].memory[0]), 0xFF, 8)
-    assert view.nodes[0].arguments[0].data == word(77)
+    if not by_kernel:  # a view does not refer to the driver's memory
+        ctypes.memset(ctypes.addressof(next(iter(fake.nodes.values())).memory[0]), 0xFF, 4)
+        assert node.arguments[0].data == number(1000)
 
 
 def test_names_of_triton_kernels_are_not_demangled_as_types(fake: FakeGraphs) -> None:
@@ -133,15 +128,20 @@ def test_a_multi_row_copy_spans_from_its_first_byte_to_its_last(fake: FakeGraphs
     assert dict(node.scalars) == {"width": "16", "height": "3", "depth": "2", "src pitch": "100", "dst pitch": "16"}
 
 
-def test_fill(fake: FakeGraphs) -> None:
-    graph = fake.graph()
+def test_fill_allocation_and_free(fake: FakeGraphs) -> None:
+    graph, params = fake.graph(), driver.CUDA_MEM_ALLOC_NODE_PARAMS()
     fake.fill(graph, 0x3000, 0xFF, 1, 100)
     fake.fill(graph, 0x3000, 7, 4, 10, height=3, pitch=64)
-    flat, rows = inspect_graph(graph).nodes
+    params.dptr, params.bytesize = driver.CUdeviceptr(0x4000), 256
+    fake.other(graph, "MEM_ALLOC", params)
+    fake.other(graph, "MEM_FREE", driver.CUdeviceptr(0x4000))
+    flat, rows, made, freed = inspect_graph(graph).nodes
     assert flat.operands == (Operand("dst", 0x3000, 100, written=True),)
     assert dict(flat.scalars) == {"value": "0xff", "element size": "1", "width": "100"}
     assert rows.operands == (Operand("dst", 0x3000, 2 * 64 + 40, written=True),)
     assert dict(rows.scalars)["pitch"] == "64"
+    assert (made.kind, made.operands) == (NodeKind.ALLOC, (Operand("memory", 0x4000, 256, written=True),))
+    assert (freed.kind, freed.operands) == (NodeKind.FREE, (Operand("memory", 0x4000, 0),))
 
 
 def test_child_graph(fake: FakeGraphs) -> None:
@@ -212,16 +212,6 @@ def test_events_are_numbered_by_first_use(fake: FakeGraphs) -> None:
     ]
 
 
-def test_allocation_and_free(fake: FakeGraphs) -> None:
-    graph, params = fake.graph(), driver.CUDA_MEM_ALLOC_NODE_PARAMS()
-    params.dptr, params.bytesize = driver.CUdeviceptr(0x4000), 256
-    fake.other(graph, "MEM_ALLOC", params)
-    fake.other(graph, "MEM_FREE", driver.CUdeviceptr(0x4000))
-    made, freed = inspect_graph(graph).nodes
-    assert (made.kind, made.operands) == (NodeKind.ALLOC, (Operand("memory", 0x4000, 256, written=True),))
-    assert (freed.kind, freed.operands) == (NodeKind.FREE, (Operand("memory", 0x4000, 0),))
-
-
 def test_an_unreadable_node_gets_a_remark_and_the_others_are_read(fake: FakeGraphs) -> None:
     graph = fake.graph()
     fake.other(graph, 77)
@@ -250,7 +240,8 @@ def test_an_unreadable_node_gets_a_remark_and_the_others_are_read(fake: FakeGrap
 @pytest.mark.parametrize(
     "call", ["cuGraphKernelNodeGetParams", "cuFuncGetName", "cuFuncGetParamInfo", "cuGraphKernelNodeGetAttribute"]
 )
-def test_a_kernel_with_partial_information(fake: FakeGraphs, call: str) -> None:
+def test_a_kernel_with_partial_information(fake: FakeGraphs, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """An index past the last argument is an invalid value. After any other error, arguments may be missing."""
     graph = fake.graph()
     fake.kernel(graph, fake.function("f", [8]), [word(5)], attributes={2: number(1)})
     fake.failing, fake.missing = {call}, {call}
@@ -260,13 +251,9 @@ def test_a_kernel_with_partial_information(fake: FakeGraphs, call: str) -> None:
     assert unread == (call in ("cuGraphKernelNodeGetParams", "cuFuncGetName"))
     assert len(node.arguments) == (call == "cuGraphKernelNodeGetAttribute")
     assert node.attributes == ({"cooperative": "1"} if call == "cuFuncGetParamInfo" else {})
-
-
-def test_a_kernel_whose_layout_cannot_be_read(fake: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An index past the last argument is an invalid value. After any other error, arguments may be missing."""
-    graph, refused = fake.graph(), driver.CUresult.CUDA_ERROR_INVALID_HANDLE
-    fake.kernel(graph, fake.function("f", [8]), [word(5)])
+    refused = driver.CUresult.CUDA_ERROR_INVALID_HANDLE
     monkeypatch.setattr(FakeGraphs, "_call_cuFuncGetParamInfo", lambda *arguments: (refused, None, None))
+    fake.failing, fake.missing = set(), set()
     (node,) = inspect_graph(graph).nodes
     assert node.arguments == ()
     assert "the layout of its arguments could not be read: <CUresult.CUDA_ERROR_INVALID_HANDLE" in node.remark

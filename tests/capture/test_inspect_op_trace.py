@@ -114,17 +114,7 @@ def test_uninitialized_memory_is_an_allocation() -> None:
     assert edges(view) == {(0, 1), (1, 2)}
 
 
-def test_a_closed_op_trace_raises() -> None:
-    op_trace = op_trace_of(lambda: torch.ones(1) + 1)
-    view = inspect_graph(op_trace)
-    op_trace.close()
-    assert (op_trace.entries, op_trace.made) == ((), ())
-    with pytest.raises(CaptureError, match="graph: the graph is closed; capture the step"):
-        inspect_graph(op_trace)
-    assert view.num_nodes > 0
-
-
-def test_a_loop_is_a_conditional_node_with_its_step() -> None:
+def test_a_loop_is_a_conditional_node_with_its_step_and_closed_graphs_raise() -> None:
     rig = Countdown(CPU)
     graph = rig.capture(rig.step)
     loop = rig.recorder.loop(graph, rig.condition)
@@ -136,6 +126,11 @@ def test_a_loop_is_a_conditional_node_with_its_step() -> None:
     loop.close()
     with pytest.raises(CaptureError, match="loop: step on a closed loop"):
         inspect_graph(loop)
+    graph.close()
+    assert (graph.entries, graph.made) == ((), ())
+    with pytest.raises(CaptureError, match="graph: the graph is closed; capture the step"):
+        inspect_graph(graph)
+    assert node.bodies[0].num_nodes > 0
 
 
 # -- edges
@@ -213,7 +208,7 @@ def test_step_of_graphrt() -> None:
     assert names[-1] == "graphrt.write_outputs.default"
     assert len(names) == graph.report.nodes
     writes = {one.address: place for place, node in view.walk() for one in node.operands if one.written}
-    tables = [one for _, node in view.walk() for one in node.operands if one.role == "block_table" and not one.written]
+    tables = [one for _, node in view.walk() for one in node.operands if one.role == "table" and not one.written]
     assert len(tables) == 2
     assert {writes[one.address] for one in tables} == {(1,)}, "refresh fills the table that both layers read"
     refresh_to = {edge.target for edge in view.edges if edge.source == 1}

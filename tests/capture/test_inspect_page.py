@@ -204,27 +204,20 @@ def test_sources_load_nothing_and_parse_no_text_as_markup(path):
     assert path.suffix == ".html" or re.findall(r"<!--|</script", text) == []
 
 
-def test_the_file_of_a_large_graph_has_a_few_megabytes(tmp_path):
-    large(20_000).write(tmp_path / "graph.html")
-    assert (tmp_path / "graph.html").stat().st_size < 4e6
-
-
-def test_a_finding_of_another_graph_raises_and_nothing_is_written(tmp_path):
+def test_pages_are_small_and_replace_files_and_a_finding_of_another_graph_writes_nothing(tmp_path):
     view = GraphView((Node(NodeKind.EMPTY, "a"), Node(NodeKind.EMPTY, "b")))
     found = Finding((7, 1), "", "", 0, None, "", "", FindingKind.FREED)
     with pytest.raises(ConfigError, match=re.escape("findings: place 7.1 is not in this graph")):
         write_page(view, tmp_path / "graph.html", title="", findings=[found])
     assert list(tmp_path.iterdir()) == []
-
-
-def test_an_existing_page_is_replaced_and_a_missing_folder_raises(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        write_page(view, tmp_path / "no" / "graph.html", title="")
     path = tmp_path / "graph.html"
-    path.write_text("x" * 10_000_000)
-    write_page(GraphView(()), str(path), title="new")
+    large(20_000).write(path)
+    assert 200_000 < path.stat().st_size < 4e6
+    write_page(view, str(path), title="new")
     assert path.read_text().startswith("<!doctype html>")
     assert path.stat().st_size < 200_000
-    with pytest.raises(FileNotFoundError):
-        write_page(GraphView(()), tmp_path / "no" / "graph.html", title="")
 
 
 def colours_of(scheme: str) -> dict[str, tuple[float, ...]]:

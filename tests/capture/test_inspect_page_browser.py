@@ -57,7 +57,7 @@ def touched(node: Node, memory: MemoryMap) -> set[Region]:
     return found - {None}
 
 
-def test_the_page_shows_every_node_and_loads_nothing(opened, step):
+def test_the_page_shows_every_node_and_name_and_loads_nothing(opened, step):
     page = opened(step, rows=40)
     assert page.errors == []
     assert page.evaluate("document.documentElement.dataset.ready") == "true"
@@ -73,10 +73,6 @@ def test_the_page_shows_every_node_and_loads_nothing(opened, step):
     chips = [label.split() for label in page.texts("#kinds button")]
     assert {" ".join(kind): int(count) for *kind, count in chips} == kinds
     assert page.requests == [page.evaluate("location.href")]
-
-
-def test_the_table_of_names_counts_and_filters(opened, step):
-    page = opened(step, rows=40)
     rows = page.evaluate(
         "[...document.querySelectorAll('#kernel-list .row')]"
         ".map((row) => [row.title, row.querySelector('.number').innerText])"

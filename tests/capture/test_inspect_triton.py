@@ -39,25 +39,6 @@ def compiled() -> CompiledKernel:
     return triton.compile(source, target=GPUTarget("cuda", 90, 32))
 
 
-def all_kinds(out_ptr, a, b, c, d, e, f, g, h, i, j, k, m):
-    total = a.to(tl.float64) + b + c + d + e + f + g + h + i + j + k + m
-    tl.store(out_ptr, total)
-
-
-KINDS = ("i1", "i8", "i16", "i32", "i64", "u8", "u16", "u32", "u64", "fp16", "bf16", "fp64")
-
-
-def test_number_types_have_triton_s_sizes(fake: FakeGraphs, module) -> None:
-    signature = {"out_ptr": "*fp64"} | dict(zip("abcdefghijkm", KINDS, strict=True))
-    compiled = triton.compile(ASTSource(JITFunction(all_kinds), signature), target=GPUTarget("cuda", 90, 32))
-    sizes = sizes_of(compiled)
-    assert len(sizes) == 15
-    function = fake.function("all_kinds", sizes)
-    module.all_kinds = jitted(known(signature, function))
-    node = launched(fake, function, [bytes(size) for size in sizes])
-    assert [argument.name for argument in node.arguments] == [*signature, "global_scratch", "profile_scratch"]
-
-
 @pytest.fixture
 def module() -> Iterator[types.ModuleType]:
     """A module with kernels."""
@@ -98,6 +79,25 @@ def launched(fake: FakeGraphs, function: int, arguments: list[bytes]) -> Node:
     return inspect_graph(graph).nodes[0]
 
 
+def all_kinds(out_ptr, a, b, c, d, e, f, g, h, i, j, k, m):
+    total = a.to(tl.float64) + b + c + d + e + f + g + h + i + j + k + m
+    tl.store(out_ptr, total)
+
+
+KINDS = ("i1", "i8", "i16", "i32", "i64", "u8", "u16", "u32", "u64", "fp16", "bf16", "fp64")
+
+
+def test_number_types_have_triton_s_sizes(fake: FakeGraphs, module) -> None:
+    signature = {"out_ptr": "*fp64"} | dict(zip("abcdefghijkm", KINDS, strict=True))
+    compiled = triton.compile(ASTSource(JITFunction(all_kinds), signature), target=GPUTarget("cuda", 90, 32))
+    sizes = sizes_of(compiled)
+    assert len(sizes) == 15
+    function = fake.function("all_kinds", sizes)
+    module.all_kinds = jitted(known(signature, function))
+    node = launched(fake, function, [bytes(size) for size in sizes])
+    assert [argument.name for argument in node.arguments] == [*signature, "global_scratch", "profile_scratch"]
+
+
 def test_arguments_are_named_as_in_the_signature(fake: FakeGraphs, module, compiled: CompiledKernel) -> None:
     sizes = sizes_of(compiled)
     assert sizes == [8, 8, 4, 8, 2, 8, 8], "the launcher appends two pointers"
@@ -109,17 +109,13 @@ def test_arguments_are_named_as_in_the_signature(fake: FakeGraphs, module, compi
     assert [argument.name for argument in node.arguments] == names
     assert [argument.data for argument in node.arguments] == data
     assert [argument.pointers for argument in node.arguments] == [(0,), (0,), (), (), (), (0,), (0,)]
+    inner = jitted(known(compiled.src.signature, function))
+    module.scale_rows = types.SimpleNamespace(fn=types.SimpleNamespace(fn=inner))  # as autotuners wrap it
+    assert launched(fake, function, data).arguments == node.arguments
     longer = fake.function("scale_rows", [*sizes, 8])
     module.scale_rows = jitted(known(compiled.src.signature, longer))
     node = launched(fake, longer, [*data, word(0)])
     assert {argument.name for argument in node.arguments} == {""}, "the launcher appends no third pointer"
-
-
-def test_autotuners_are_unwrapped(fake: FakeGraphs, module) -> None:
-    function = fake.function("scale_rows", [8])
-    inner = jitted(known({"x": "*fp32"}, function))
-    module.scale_rows = types.SimpleNamespace(fn=types.SimpleNamespace(fn=inner))
-    assert launched(fake, function, [word(5)]).arguments == (Argument(0, word(5), "x", (0,)),)
 
 
 def test_the_function_handle_decides_between_kernels_of_one_name(fake: FakeGraphs, module) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -10,10 +12,9 @@ from hypothesis import strategies as st
 
 from graphrt.capture.inspect.memory import MemoryMap, Owner, Region
 from graphrt.capture.inspect.pool import memory_of
-from graphrt.capture.op_trace import OpTrace, OpTraceRecorder
 from graphrt.kernels.errors import ConfigError
 from tests.support.audit_examples import segment
-from tests.support.capture_rig import KEY, op_trace_of
+from tests.support.capture_rig import op_trace_of
 
 SMALL = st.integers(0, 40)
 ROWS = st.lists(st.tuples(SMALL, SMALL, st.sampled_from(list(Owner)), st.booleans()), max_size=12)
@@ -45,15 +46,12 @@ def test_ranges_cover_all_bytes_in_order(rows, start: int, nbytes: int) -> None:
     assert by_byte == [first_that_holds(regions, address) for address in range(start, start + nbytes)]
 
 
-def test_64_bit_addresses() -> None:
+def test_64_bit_addresses_and_the_region_before_one() -> None:
     top = (1 << 64) - 16
     memory = MemoryMap([Region("top", Owner.STATIC, top, 8), Region("low", Owner.STATIC, 0, 8)])
     found = memory.find_many(np.array([0, 7, 8, top - 1, top, top + 7, top + 8], np.uint64)).tolist()
     assert found == [1, 1, -1, -1, 0, 0, -1]
     assert MemoryMap([]).find_many(np.array([5], np.uint64)).tolist() == [-1]
-
-
-def test_the_region_before_an_address() -> None:
     a, b = Region("a", Owner.STATIC, 100, 10), Region("b", Owner.ALLOCATOR, 100, 50)
     memory = MemoryMap([a, b])
     assert memory.before(120) is a
@@ -70,6 +68,11 @@ def test_a_static_view_covers_its_span_and_a_weight_its_storage() -> None:
     assert (static.owner, static.address, static.nbytes) == (Owner.STATIC, base.data_ptr() + 64, 4 * (8 + 3))
     (weight,) = memory_of(weights={"w": view}).regions
     assert (weight.owner, weight.address, weight.nbytes) == (Owner.WEIGHT, base.data_ptr(), 320)
+    layers = [torch.zeros(3), torch.zeros(3)]
+    regions = memory_of(cache={"k": layers}, static=[("x", torch.zeros(2)), ("none", torch.zeros(0, 4))]).regions
+    assert [(r.name, r.owner) for r in regions] == [
+        ("x", Owner.STATIC), ("k.0", Owner.CACHE), ("k.1", Owner.CACHE)
+    ], "lists are numbered, and empty tensors have no region"  # fmt: skip
 
 
 def test_a_module_has_parameters_and_buffers_and_tied_ones_once() -> None:
@@ -78,14 +81,6 @@ def test_a_module_has_parameters_and_buffers_and_tied_ones_once() -> None:
     model.tied.weight = torch.nn.Parameter(model[0].weight.data.t())
     names = [region.name for region in memory_of(weights=model).regions]
     assert names == ["0.weight", "1.weight", "1.bias", "1.running_mean", "1.running_var", "1.num_batches_tracked"]
-
-
-def test_lists_are_numbered_and_empty_tensors_have_no_region() -> None:
-    layers = [torch.zeros(3), torch.zeros(3)]
-    regions = memory_of(cache={"k": layers}, static=[("x", torch.zeros(2)), ("none", torch.zeros(0, 4))]).regions
-    assert [(r.name, r.owner) for r in regions] == [
-        ("x", Owner.STATIC), ("k.0", Owner.CACHE), ("k.1", Owner.CACHE)
-    ]  # fmt: skip
 
 
 def emptied() -> torch.Tensor:
@@ -143,6 +138,7 @@ def test_blocks_of_a_snapshot() -> None:
         segment(0x7F20_0000_0000, (512, "active_allocated"), pool=(0, 8), frames=FRAMES),
     ]
     memory = memory_of(pool=(0, 7), snapshot=rows)
+    assert memory_of(pool=SimpleNamespace(pool=lambda: (0, 7)), snapshot=rows).regions == memory.regions
     found = [(r.owner, r.live, r.address, r.nbytes, r.name) for r in memory.regions]
     pool, block, freed = "pool of the graph", "block of torch's allocator", "freed block of torch's allocator"
     assert found == [
@@ -164,22 +160,7 @@ def test_named_tensors_precede_the_block_that_contains_them() -> None:
     assert names == ["block of torch's allocator", "x", "x", "block of torch's allocator"]
 
 
-class Graph:
-    def pool(self) -> tuple[int, int]:
-        return 0, 9
-
-
-@pytest.mark.parametrize("pool", [(0, 9), Graph()], ids=["id", "graph"])
-def test_pool_arguments(pool) -> None:
-    rows = [segment(4096, (512, "inactive"), pool=(0, 9)), segment(8192, (512, "inactive"), pool=(0, 3))]
-    assert [r.owner for r in memory_of(pool=pool, snapshot=rows).regions] == [Owner.POOL, Owner.ALLOCATOR]
-
-
 # -- op traces
-
-
-def owners(op_trace: OpTrace, **named) -> dict[str, Owner]:
-    return {r.name: r.owner for r in memory_of(pool=op_trace, **named).regions}
 
 
 def test_memory_allocated_by_the_step_is_in_the_pool() -> None:
@@ -190,8 +171,9 @@ def test_memory_allocated_by_the_step_is_in_the_pool() -> None:
         torch.mul(x, torch.tensor([1.0, 2.0, 3.0, 4.0]), out=scratch)
         return torch.zeros(4).add_(scratch).view(2, 2)
 
-    assert owners(op_trace_of(step), static={"x": x}) == {
-        "x": Owner.STATIC, "pool of the graph": Owner.POOL, "memory from outside of the capture": Owner.ALLOCATOR
+    regions = memory_of(pool=op_trace_of(step), static={"x": x}).regions
+    assert {(r.name, r.owner) for r in regions} == {
+        ("x", Owner.STATIC), ("pool of the graph", Owner.POOL), ("memory from outside of the capture", Owner.ALLOCATOR)
     }, "x's own storage lies beneath its name"  # fmt: skip
     unnamed = [r for r in memory_of(pool=op_trace_of(step)).regions if r.owner is Owner.ALLOCATOR]
     assert [(r.address, r.nbytes) for r in unnamed] == [(x.data_ptr(), 16)]
@@ -207,12 +189,3 @@ def test_earlier_memory_is_live_while_another_tensor_refers_to_it(keep: str) -> 
     del x
     (region,) = (r for r in memory_of(pool=op_trace).regions if r.owner is Owner.ALLOCATOR)
     assert region.live == (kept is not None)
-
-
-def test_the_pool_of_a_loop_is_that_of_its_step() -> None:
-    left = torch.zeros(1, dtype=torch.int32)
-    recorder = OpTraceRecorder()
-    op_trace = recorder.capture(lambda: left.sub_(1) * 2, KEY, lambda: None)
-    loop = recorder.loop(op_trace, left)
-    named = {"left": left}
-    assert memory_of(static=named, pool=loop).regions == memory_of(static=named, pool=op_trace).regions

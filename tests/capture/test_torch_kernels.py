@@ -52,14 +52,6 @@ def run(*nodes: Node) -> Audit:
     return audit(graph(*nodes), MemoryMap(REGIONS))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 1000, 65537, 2**31 - 1])
-def test_the_divider_formula(size: int) -> None:
-    """The formula that identifies a divider."""
-    _, multiplier, shift = divider(size)
-    for n in (0, 1, size - 1, size, size + 1, 12345, 2**31 - 1):
-        assert ((n * multiplier >> 32) + n) >> shift == n // size
-
-
 @pytest.mark.parametrize("sizes", [(1,), (5,), (3, 7), (1000, 2, 65537, 9)])
 @pytest.mark.parametrize("functor", [1, 8, 40, 64])
 @pytest.mark.parametrize("tensors", [1, 2, 3, 4, 5])
