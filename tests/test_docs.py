@@ -44,6 +44,8 @@ def test_the_blocks_of_troubleshooting_run_one_after_another() -> None:
     assert result.returncode == 0, result.stderr
     assert "1 PAGE_OUT_OF_RANGE 999" in result.stdout
     assert "qkv: expected at address" in result.stdout
+    section = TROUBLESHOOTING.split("\n## The code on this page")[1].split("\n## ")[0]
+    assert "TRITON_INTERPRET=1 python" in section, "the page says what its blocks need"
 
 
 def test_the_pages_about_graphs_run_with_its_manager(tmp_path: Path) -> None:
@@ -59,13 +61,10 @@ def test_the_pages_about_graphs_run_with_its_manager(tmp_path: Path) -> None:
     assert "<title>decode[2]" in (tmp_path / "decode.html").read_text()
 
 
-def test_troubleshooting_names_every_fault_code() -> None:
+def test_pages_name_every_fault_code_and_say_alike_which_faulty_rows_wrote_nothing() -> None:
+    """Codes of the sample are named; with every other one nothing was written, as the error of each says."""
     named = re.findall(r"^\| ([A-Z_]+) \|", TROUBLESHOOTING, re.MULTILINE)
     assert named == [code.name for code in FaultCode if code]
-
-
-def test_pages_say_alike_which_faulty_rows_wrote_nothing() -> None:
-    """Codes of the sample are named; with every other one nothing was written, as the error of each says."""
     of_sample = [code.name for code in FaultCode if code and "wrote nothing" not in str(RequestFault(0, code, 0))]
     assert of_sample == ["NO_TOKEN_OFFERED", "SAMPLE_OUT_OF_RANGE"]
     assert f"A request with {' or '.join(of_sample)} has its KV written" in TROUBLESHOOTING
@@ -128,15 +127,12 @@ def test_the_index_of_the_log_is_its_entries() -> None:
     assert {verdict for _, _, verdict in listed} <= set(VERDICTS)
 
 
-def test_entries_of_the_log_are_newest_first_and_named_once() -> None:
-    dates, names, _ = zip(*entries(), strict=True)
+def test_entries_of_the_log_are_newest_first_and_named_once_and_references_lead_to_one() -> None:
+    dates, listed, _ = zip(*entries(), strict=True)
     assert list(dates) == sorted(dates, reverse=True)
     campaigns = re.findall(r"^## \d{4}-\d\d-\d\d (.+?): ", LOG, re.MULTILINE)
-    assert len({*names, *campaigns}) == len(names) + len(campaigns)
-
-
-def test_references_within_the_log_lead_to_an_entry() -> None:
-    names = {name for _, name, _ in entries()} | set(re.findall(r"^## \d{4}-\d\d-\d\d (.+?): ", LOG, re.MULTILINE))
+    names = {*listed, *campaigns}
+    assert len(names) == len(listed) + len(campaigns)
     text = re.sub(r"\s+", " ", LOG.split("## Index\n")[1])
     quoted = set(re.findall(r'"([A-Z][^"]+)"', text)) - {"Reading"}
     assert quoted <= names

@@ -60,11 +60,6 @@ def build(checkout: Path, hook: str) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def wheel(copy: Path) -> Path:
-    return build(copy, "build_wheel")
-
-
 def check_import(elsewhere: Path, under: Path, *folders: str, python_path: Path | None = None) -> None:
     """Import graphrt in a new process outside of the checkout: its modules must come from `under`.
 
@@ -79,7 +74,10 @@ def check_import(elsewhere: Path, under: Path, *folders: str, python_path: Path 
         assert Path(line).resolve().is_relative_to(under.resolve())
 
 
-def test_wheel_holds_every_file_of_the_linked_folders(copy: Path, wheel: Path) -> None:
+def test_import_from_the_checkout_and_from_a_wheel_with_every_file(copy: Path, tmp_path: Path) -> None:
+    wheel = build(copy, "build_wheel")
+    check_import(tmp_path, CHECKOUT, python_path=CHECKOUT)
+    check_import(tmp_path, wheel, python_path=wheel)
     assert [p.name for p in wheel.iterdir() if not p.name.endswith(".dist-info")] == ["graphrt"]
     assert not any(path.is_symlink() for path in wheel.rglob("*"))
     written = {f"graphrt/{path.relative_to(copy / 'graphrt').as_posix()}" for path in files(copy / "graphrt")}
@@ -90,14 +88,6 @@ def test_wheel_holds_every_file_of_the_linked_folders(copy: Path, wheel: Path) -
 
 def files(folder: Path) -> list[Path]:
     return [path for pattern in SOURCES for path in folder.rglob(pattern)]
-
-
-def test_import_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
-    check_import(tmp_path, wheel, python_path=wheel)
-
-
-def test_import_from_the_checkout(tmp_path: Path) -> None:
-    check_import(tmp_path, CHECKOUT, python_path=CHECKOUT)
 
 
 def test_import_from_an_editable_install(copy: Path, tmp_path: Path) -> None:
