@@ -349,7 +349,10 @@ class ModelLayers:
         specs: tuple[AttentionSpec, ...]
         if isinstance(attention, AttentionSpec):
             if cache_layers is None:
-                raise ConfigError("kv_spec: required with one spec for all layers; pass the spec of the cache")
+                raise ConfigError(
+                    "kv_spec: required with one spec for all layers; pass the spec of the cache as kv_spec, or a list "
+                    "with one AttentionSpec per layer"
+                )
             if not (attention.is_cached and cache_layers):
                 raise ConfigError("attention: one spec for all layers needs a cache with layers; pass a spec per layer")
             specs = (attention,) * cache_layers

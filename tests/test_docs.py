@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md runs as it stands, and the index of docs/dev/log.md agrees with its entries."""
+"""Blocks of docs/troubleshooting.md run, links lead to headings, and the index of docs/dev/log.md is complete."""
 
 from __future__ import annotations
 
@@ -103,6 +103,17 @@ def test_commands_of_troubleshooting_name_options_that_exist() -> None:
 def anchor(heading: str) -> str:
     """The anchor that GitHub gives a heading."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def test_links_between_pages_lead_to_headings() -> None:
+    pages = {path: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))}
+    text = {path: re.sub(r"^ *```.*?^ *```", "", page, flags=re.DOTALL | re.MULTILINE) for path, page in pages.items()}
+    anchors = {path: set(map(anchor, re.findall(r"^#+ (.*)$", t, re.MULTILINE))) for path, t in text.items()}
+    links = [(path, *link) for path, t in text.items() for link in re.findall(r"\]\(([\w./-]*\.md)?#([^)\s]+)\)", t)]
+    assert links
+    leads = [(path, (path.parent / to).resolve() if to else path, at) for path, to, at in links]
+    broken = [(path.name, to.name, at) for path, to, at in leads if at not in anchors.get(to, ())]
+    assert not broken
 
 
 def entries() -> list[tuple[str, str, str]]:

@@ -102,7 +102,10 @@ def backend_class(name: str, what: str = "backend") -> type[AttentionBackend]:
         return _registered[name]
     entry = _third_party().get(name)
     if entry is None:
-        raise ConfigError(f"{what}: expected one of {', '.join(backend_names())}, got {name!r}; choose one of them")
+        raise ConfigError(
+            f"{what}: expected one of {', '.join(backend_names())}, got {name!r}; choose one of them, or register "
+            "yours with graphrt.register_backend"
+        )
     return _load(entry)
 
 

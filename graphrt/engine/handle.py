@@ -93,16 +93,18 @@ class StepLogprobs:
 class RequestFault:
     """A fault of one request of a step, which the device detected.
 
-    index   position of the request in the batch; in a session its request index
-    code    kind of the fault
-    value   the wrong value
-    group   KV group of the pages, for faults of pages, else 0
+    index         position of the request in the batch; in an error of a session its request index
+    code          kind of the fault
+    value         the wrong value
+    group         KV group of the pages, for faults of pages, else 0
+    by_req_index  whether `index` is a request index
     """
 
     index: int
     code: FaultCode
     value: int
     group: int = 0
+    by_req_index: bool = False
 
     @property
     def what(self) -> str:
@@ -112,7 +114,8 @@ class RequestFault:
 
     def __str__(self) -> str:
         after = _WROTE_KV if self.code >= FaultCode.NO_TOKEN_OFFERED else _WROTE_NOTHING
-        return f"request {self.index}: {self.what}; {after}"
+        where = "request index" if self.by_req_index else "batch position"
+        return f"{where} {self.index}: {self.what}; {after}"
 
 
 class StepFaultError(ReplayError):
@@ -132,7 +135,8 @@ class StepFaultError(ReplayError):
             super().__init__(f"{named}: step {step}: {first.what}; generate again without these prompts")
         else:
             listed = ", ".join(str(f.index) for f in others[:16])
-            more = f" (and {len(others)} more, in requests {listed})" if others else ""
+            where = "request indices" if first.by_req_index else "batch positions"
+            more = f" (and {len(others)} more, at {where} {listed})" if others else ""
             super().__init__(f"step {step}, {first}{more}")
         self.step, self.faults, self.prompts = step, tuple(faults), tuple(prompts)
         self.index, self.code, self.value = first.index, first.code, first.value

@@ -195,7 +195,7 @@ class Launches:
         for at in np.flatnonzero(ends == int(FinishReason.FAULT)).tolist():
             faulty.setdefault(at if columns is None else int(columns[at]), []).append(requests[at])
         return [
-            (pending.launch.step, replace(fault, index=request.req_index))
+            (pending.launch.step, replace(fault, index=request.req_index, by_req_index=True))
             for pending in (taken if faulty else ())
             for fault in pending.launch.faults
             for request in faulty.get(fault.index, ())

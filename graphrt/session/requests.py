@@ -30,7 +30,7 @@ class SessionRequest:
     req_index        index of its state on the device, as in `Step.req_indices`
     prompt           [tokens] int32
     tokens           the tokens that were sampled and collected. A token that finishes the request is the last of them
-    finish_reason    why it finished; RUNNING until the end was collected
+    finish_reason    why it finished; RUNNING until the end was collected, and after a release before that
     logprobs         with SamplingParams.logprobs, one per token
     prompt_logprobs  with SamplingParams.prompt_logprobs, one per prompt token except the first
     """

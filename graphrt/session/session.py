@@ -260,7 +260,10 @@ class DecodeSession:
                     self.table.sampling.put("token_masks", at, now)
 
     def release(self, request: SessionRequest) -> None:
-        """Free a request and its pages, finished or not. Its tokens of launches in flight are dropped.
+        """Free a request and its pages, finished or not.
+
+        Tokens that were not collected are dropped, also those of finished launches. To keep them, call
+        `collect(wait=True)` first. A finish_reason that was not collected stays RUNNING.
 
         Raises: ConfigError: if the request belongs to another session, or was released.
         """

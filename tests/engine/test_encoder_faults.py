@@ -101,7 +101,8 @@ def test_changed_encoder_len_is_a_fault(device: torch.device) -> None:
     other = Request(1, [1], 2, ([], []), encoder_len=3)
     forgotten = runtime.replay(Batch.from_requests([other, Request(0, [1], 2, ([], []))]))
     with pytest.raises(
-        StepFaultError, match=r"request 1: ENCODER_LEN_CHANGED: .* 0 differs from that of the sequence; pass the same"
+        StepFaultError,
+        match=r"batch position 1: ENCODER_LEN_CHANGED: .* 0 differs from that of the sequence; pass the same",
     ):
         raise forgotten.error
     hit = runtime.replay(
@@ -132,7 +133,7 @@ def test_batch_without_pages_continues_in_every_group(specs: tuple[AttentionSpec
     runtime = served(list(specs), kv_groups(specs, page_size=4), 9 if lens else None)
     runtime.capture()
     begins = Batch(req_indices=[0], seq_lens=[1], tokens=[1], encoder_lens=lens)
-    with pytest.raises(StepFaultError, match="request 0: LENGTH_EXCEEDS_PAGES: a length of 1 does not fit"):
+    with pytest.raises(StepFaultError, match="batch position 0: LENGTH_EXCEEDS_PAGES: a length of 1 does not fit"):
         raise runtime.replay(begins).error
     lists = {"page_indptr": range(len(specs) + 1), "page_ids": [4, 5][: len(specs)]}
     both = [

@@ -64,7 +64,7 @@ def test_faults_found_on_the_device_are_raised_by_the_handle(device: torch.devic
     rig = make_rig(device, fill=0.25)
     kv = [t.clone() for _, t in rig.manager.kv_cache.named_tensors()]
     handle = rig.manager.replay(batch, eager=eager)
-    with pytest.raises(StepFaultError, match=f"step {handle.step}, request {row}: {code.name}") as caught:
+    with pytest.raises(StepFaultError, match=f"step {handle.step}, batch position {row}: {code.name}") as caught:
         handle.tokens()
     found = caught.value
     assert (found.step, found.index, found.code, found.value) == (handle.step, row, code, value)
@@ -110,7 +110,7 @@ def test_logits_without_a_token_are_a_fault_of_their_step(device: torch.device, 
     )
     handle = rig.manager.replay(batch, eager=eager)
     assert handle.faults == (RequestFault(1, FaultCode.NO_TOKEN_OFFERED, NO_TOKEN),)
-    with pytest.raises(StepFaultError, match=r"request 1: NO_TOKEN_OFFERED: no token can be sampled"):
+    with pytest.raises(StepFaultError, match=r"batch position 1: NO_TOKEN_OFFERED: no token can be sampled"):
         handle.tokens()
     assert handle.tokens(raise_on_fault=False).tolist() == [greedy(rig, [7, 8]), NO_TOKEN]
     again = Batch(req_indices=[3, 2], seq_lens=[3, 3], page_indptr=[0, 1, 2], page_ids=[5, 4])
@@ -149,7 +149,7 @@ def test_every_faulty_request_is_named(device: torch.device) -> None:
     assert handle.faults == expected
     assert isinstance(handle.error, StepFaultError)
     assert (handle.error.index, handle.error.code, handle.error.value) == (1, FaultCode.REQ_INDEX_OUT_OF_RANGE, 9)
-    assert "and 2 more, in requests 2, 3" in str(handle.error)
+    assert "and 2 more, at batch positions 2, 3" in str(handle.error)
     assert handle.tokens(raise_on_fault=False).tolist() == [greedy(rig, [1]), NO_TOKEN, NO_TOKEN, NO_TOKEN]
     fine = rig.manager.replay(one(5))
     assert fine.faults == ()
@@ -176,7 +176,7 @@ def test_fault_says_if_the_request_wrote_kv() -> None:
                 else "the request wrote nothing and can be submitted again"
             )
             assert end in str(RequestFault(2, code, 7))
-            assert str(RequestFault(2, code, 7)).startswith(f"request 2: {code.name}: ")
+            assert str(RequestFault(2, code, 7)).startswith(f"batch position 2: {code.name}: ")
 
 
 def test_fault_can_be_pickled() -> None:

@@ -65,7 +65,7 @@ def test_bad_pages_are_faults_of_their_request_only(device: torch.device) -> Non
     manager.capture()
     batch = Batch(req_indices=[0, 1, 2, 3], seq_lens=[5] * 4, query_lens=[5] * 4, tokens=np.arange(20))
     handle = manager.replay(batch)
-    with pytest.raises(StepFaultError, match="request 1: PAGE_OUT_OF_RANGE"):
+    with pytest.raises(StepFaultError, match="batch position 1: PAGE_OUT_OF_RANGE"):
         handle.tokens()
     bad = FaultCode.PAGE_OUT_OF_RANGE
     assert [(f.index, f.code, f.value) for f in handle.faults] == [(1, bad, PAGES), (3, bad, -1)]

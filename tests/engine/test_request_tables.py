@@ -156,7 +156,7 @@ def test_empty_mask_is_a_fault_of_its_request_only(device: torch.device) -> None
         requests = [session.add(prompt, SamplingParams(4)) for prompt in PROMPTS]
         session.set_token_mask(requests[1], [0, 0])
         session.run(3)
-        with pytest.raises(GraphRTError, match=f"request {requests[1].req_index}: NO_TOKEN_OFFERED"):
+        with pytest.raises(GraphRTError, match=f"request index {requests[1].req_index}: NO_TOKEN_OFFERED"):
             session.collect(wait=True)
         finish(session)
         assert [len(request.tokens) for request in requests] == [4, 0, 4]

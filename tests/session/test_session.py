@@ -209,7 +209,7 @@ def test_faulty_requests_end_and_are_named_and_the_others_go_on(device: torch.de
         requests = [session.add(prompt, SamplingParams(max_new_tokens=10)) for prompt in PROMPTS]
         (faulty,) = [request for request in requests if request.req_index == 2]
         session.run(10)
-        with pytest.raises(ReplayError, match="request 2: NO_TOKEN_OFFERED") as error:
+        with pytest.raises(ReplayError, match="request index 2: NO_TOKEN_OFFERED") as error:
             session.collect(wait=True)
         assert [fault.code for fault in error.value.faults] == [FaultCode.NO_TOKEN_OFFERED]
         assert pickle.loads(pickle.dumps(error.value)).faults == error.value.faults
@@ -343,7 +343,7 @@ def test_a_collect_that_raised_keeps_what_it_took_in_for_the_next_one(device: to
         faulty, request = (session.add(prompt, SamplingParams(max_new_tokens=6)) for prompt in PROMPTS[::2])
         session.set_token_mask(faulty, [0, 0])
         session.run(4)
-        with pytest.raises(StepFaultError, match=f"request {faulty.req_index}: NO_TOKEN_OFFERED"):
+        with pytest.raises(StepFaultError, match=f"request index {faulty.req_index}: NO_TOKEN_OFFERED"):
             session.collect(wait=True)
         ((streamed, tokens),) = session.collect(wait=True)
         assert streamed is request

@@ -172,8 +172,9 @@ class Blamer:
     def _unexplained(self, graph: Captured, case: Case) -> Blame:
         moved = self._moved(graph, case)
         text = (
-            "no single buffer, argument or Python value explains it; inspect_graph() of "
-            "graphrt.capture.inspect.cuda lists the nodes with their addresses, and audit() those without an owner"
+            "no single buffer, argument or Python value explains it; a Python value that changed before this call "
+            "cannot be named; inspect_graph() of graphrt.capture.inspect.cuda lists the nodes with their addresses, "
+            "and audit() those without an owner"
         )
         if moved:
             text = f"{', '.join(moved)} are other tensors than at capture, whose memory may have been freed; {text}"

@@ -37,7 +37,7 @@ def _of_graphs(v: Verification, graphs: GraphChecks, captures: Sequence[str]) ->
     what = f"{kind}, captured at {', '.join(captures)}; cases {', '.join(cases)}, the captured one last"
     yield "graph", cases, what, "no case ran"
     what = f"{', '.join(v.changing)} changed after capture"
-    yield "scalars", v.changing, what, "no number of make_inputs changes"
+    yield "scalars", v.changing, what, "no Python number of the inputs differs between cases"
     what = f"{graphs.unwritten} results of torch.empty"
     if cuda:
         what = f"up to {graphs.pool_bytes >> 20} MiB of inactive blocks, and in {what}"
