@@ -19,9 +19,6 @@ SAMPLING = {
 def bench(graphrt, command: str, *sizes: str) -> tuple[str, dict]:
     """Run a benchmark with all sampling options. Return its table and its last line, which is JSON."""
     arguments = ("bench", command, "--shape", "smollm2-135m", "--device", "cpu", *sizes)
-    code, out, err = graphrt(*arguments, "--logit-bias", "99999999=1")
-    assert (code, out) == (1, "")
-    assert "--logit-bias: expected token ids below " in err
     code, out, _ = graphrt(*arguments, *SAMPLED)
     assert code == 0
     return out, json.loads(out.splitlines()[-1])
@@ -48,6 +45,10 @@ def test_bench_serve_ends_in_one_json_line(graphrt) -> None:
 
 
 ERRORS = [
+    *(
+        (f"{command} --shape smollm2-135m --device cpu --logit-bias 99999999=1", "--logit-bias: expected token ids")
+        for command in ("decode", "serve")
+    ),
     ("serve --least 9 --most 3", "least: expected an int from 1 to 3, got 9"),
     ("serve --shape smollm2-135m --device cpu --step-tokens 3", "step_tokens: expected at least 256"),
     ("serve --temperature -1", "temperature: expected a finite number >= 0, got -1.0"),
@@ -67,11 +68,8 @@ ERRORS = [
 
 
 @pytest.mark.parametrize(("arguments", "text"), ERRORS, ids=lambda x: x[-30:])
-def test_bench_errors(graphrt, arguments: str, text: str) -> None:
-    code, out, err = graphrt("bench", *arguments.split())
-    assert (code, out) == (1, "")
-    assert text in err.replace("\n", " ")
-    assert "Traceback" not in err
+def test_bench_errors(refused, arguments: str, text: str) -> None:
+    assert text in refused("bench", *arguments.split())
 
 
 def test_env_reports_backends_and_reasons(graphrt) -> None:

@@ -62,21 +62,6 @@ def test_generate_takes_penalties_biases_and_log_probabilities(graphrt) -> None:
     assert (code, out) == (0, graphrt("generate", "Hi", *ONE_TOKEN, "--raw")[1])
     count = len(load_tokenizer(default_model_path()).encode_prompt("Hi", chat=False))
     assert len([line for line in log.split("\n") if line.startswith("[1] prompt token ")]) == count - 1
-    code, out, log = graphrt("generate", SKY, *ONE_TOKEN, "--logit-bias", "x")
-    assert (code, out) == (1, "")
-    assert "ConfigError: --logit-bias: expected ID=X" in log
-    for extra, text in (
-        (
-            ("--logit-bias", "5=1", "--logit-bias", "5=2"),
-            "--logit-bias: token 5 is given twice, again in '5=2'",
-        ),
-        (("--logit-bias", f"{10**8}=1"), "--logit-bias: expected token ids below the vocabulary's "),
-        (("--logprobs", "1025"), "--logprobs: expected at most 1024, got 1025"),
-        (("--prompt-logprobs", "1025"), "--prompt-logprobs: expected at most 1024, got 1025"),
-    ):
-        code, out, log = graphrt("generate", SKY, *ONE_TOKEN, *extra)
-        assert (code, out) == (1, "")
-        assert text in log
 
 
 def test_generate_ends_answers_where_it_is_told(graphrt) -> None:
@@ -94,9 +79,6 @@ def test_generate_ends_answers_where_it_is_told(graphrt) -> None:
     assert code == 0
     assert plain.startswith(out.rstrip("\n"))
     assert len([line for line in log.split("\n") if line.startswith("[1] token ")]) == ids.index(ids[3])
-    code, out, log = graphrt("generate", SKY, *ONE_TOKEN, "--stop", "")
-    assert (code, out) == (1, "")
-    assert "ConfigError: stop: expected non-empty strings, got ''" in log
 
 
 def tokens_of(log: str) -> int:
@@ -147,23 +129,18 @@ def test_what_does_not_fit_the_model(lengths: tuple[int, ...], max_new_tokens: i
         check_length(prompts, max_new_tokens, 8)
 
 
-def test_prompts_of_a_file_follow_those_of_the_command_line(graphrt, tmp_path) -> None:
+def test_prompts_of_a_file_and_of_standard_input(graphrt, tmp_path, monkeypatch) -> None:
+    """Those of a file follow those of the command line."""
     path = tmp_path / "prompts.txt"
     path.write_bytes(b"\xef\xbb\xbfHi\r\n\n   \n" + "Größe\x0bA\n".encode())
     code, out, _ = graphrt("generate", SKY, "--prompts", str(path), *ONE_TOKEN)
     assert code == 0
-    assert sorted(line for line in out.split("\n") if line.startswith("[")) == [
-        f"[1] {SKY}",
-        "[2] Hi",
-        "[3] Größe\x0bA",
-    ]
-
-
-def test_prompts_of_standard_input(graphrt, monkeypatch) -> None:
+    answers = [f"[1] {SKY}", "[2] Hi", "[3] Größe\x0bA"]
+    assert sorted(line for line in out.split("\n") if line.startswith("[")) == answers
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(f"{SKY}\nHi".encode())))
     code, out, _ = graphrt("generate", "--prompts", "-", *ONE_TOKEN)
     assert code == 0
-    assert sorted(line for line in out.split("\n") if line.startswith("[")) == [f"[1] {SKY}", "[2] Hi"]
+    assert sorted(line for line in out.split("\n") if line.startswith("[")) == answers[:2]
 
 
 BAD_PROMPTS = {
@@ -178,13 +155,10 @@ BAD_PROMPTS = {
 
 
 @pytest.mark.parametrize("case", BAD_PROMPTS)
-def test_bad_prompts(graphrt, monkeypatch, case) -> None:
+def test_bad_prompts(refused, monkeypatch, case) -> None:
     arguments, given, text = BAD_PROMPTS[case]
     monkeypatch.setattr(sys, "stdin", None if given is None else io.TextIOWrapper(io.BytesIO(given)))
-    code, out, err = graphrt("generate", *arguments)
-    assert (code, out) == (1, "")
-    assert text in err
-    assert "Traceback" not in err
+    assert text in refused("generate", *arguments)
 
 
 @pytest.mark.parametrize(
@@ -200,12 +174,14 @@ def test_bad_prompts(graphrt, monkeypatch, case) -> None:
         (("--min-tokens", "129"), "min_tokens: expected an int from 0 to 128, got 129; lower it, or raise"),
         (("--max-new-tokens", str(10**18)), "ConfigError: max_new_tokens: expected an int from 1 to 1073741824"),
         (("--device", "cpu", "--backend", ""), "ConfigError: backend: expected one of triton"),
+        ((*ONE_TOKEN, "--stop", ""), "ConfigError: stop: expected non-empty strings, got ''"),
+        ((*ONE_TOKEN, "--logit-bias", "x"), "ConfigError: --logit-bias: expected ID=X"),
+        ((*ONE_TOKEN, "--logit-bias", "5=1", "--logit-bias", "5=2"), "token 5 is given twice, again in '5=2'"),
+        ((*ONE_TOKEN, "--logit-bias", f"{10**8}=1"), "--logit-bias: expected token ids below the vocabulary's "),
+        ((*ONE_TOKEN, "--logprobs", "1025"), "--logprobs: expected at most 1024, got 1025"),
+        ((*ONE_TOKEN, "--prompt-logprobs", "1025"), "--prompt-logprobs: expected at most 1024, got 1025"),
     ],
     ids=lambda x: x[-1][:20] if isinstance(x, tuple) else None,
 )
-def test_errors_have_text_and_no_traceback(graphrt, arguments: tuple[str, ...], text: str) -> None:
-    code, out, err = graphrt("generate", SKY, *arguments)
-    assert code == 1
-    assert out == ""
-    assert text in err.replace("\n", " ")
-    assert "Traceback" not in err
+def test_errors_have_text_and_no_traceback(refused, arguments: tuple[str, ...], text: str) -> None:
+    assert text in refused("generate", SKY, *arguments)

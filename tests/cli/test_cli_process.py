@@ -28,12 +28,10 @@ OUT_OF_RANGE = [
 
 
 @pytest.mark.parametrize("arguments", OUT_OF_RANGE, ids=" ".join)
-def test_usage_errors_name_the_option(graphrt, arguments: tuple[str, ...]) -> None:
-    code, out, err = graphrt(*arguments)
-    assert (code, out) == (2, "")
+def test_usage_errors_name_the_option(refused, arguments: tuple[str, ...]) -> None:
+    err = refused(*arguments, code=2)
     assert "Usage: " in err
     assert next((a for a in reversed(arguments) if a.startswith("--")), arguments[-1]) in err
-    assert "Traceback" not in err
 
 
 def test_version(graphrt) -> None:

@@ -21,7 +21,7 @@ from graphrt.kernels.metadata.page_list import list_pages
 from graphrt.kernels.metadata.read_inputs import as_declared
 from graphrt.kernels.metadata.refresh import refresh
 from graphrt.kernels.metadata.write_outputs import write_outputs
-from graphrt.kernels.ops.sampling import sample
+from graphrt.kernels.ops.sampling import LogitBias, TokenMask, Truncation, sample
 from graphrt.kernels.ops.sampling_logprobs import token_logprobs
 from graphrt.kernels.ops.sampling_state import Penalties, PenaltyState, record_tokens
 from graphrt.kernels.types import FaultCode
@@ -41,7 +41,8 @@ from tests.support.refresh_rig import (
     make_buffers,
     pack,
 )
-from tests.support.sampling_cases import arguments
+from tests.support.sampling_cases import arguments as sampled
+from tests.support.sampling_cases import truncation
 
 CPU = torch.device("cpu")
 F = FaultCode
@@ -253,6 +254,28 @@ def record(**tensors: torch.Tensor) -> None:
     record_tokens(**tensors, penalties=Penalties(ones, ones, ones, PenaltyState.allocate(2, 8, CPU)))
 
 
+def sample_options() -> dict[str, torch.Tensor]:
+    state, bias, sets = PenaltyState.allocate(4, 40, CPU), LogitBias.allocate(4, 3, CPU), truncation(3, CPU)
+    arguments = zip(("logits", "temperatures", "seeds", "seq_lens"), sampled(torch.zeros(3, 40), 0.0), strict=True)
+    return {
+        **dict(arguments), "req_indices": ints(3), "repetition": torch.ones(3), "presence": torch.ones(3),
+        "frequency": torch.ones(3), "state.seen": state.seen, "state.counts": state.counts, "bias.tokens": bias.tokens,
+        "bias.values": bias.values, "bias.lists": bias.lists, "mask_words": ints(4).view(2, 2), "mask_index": ints(3),
+        "top_k": sets.top_k, "top_p": sets.top_p, "min_p": sets.min_p,
+    }  # fmt: skip
+
+
+def sample_with_options(**t: torch.Tensor) -> None:
+    state = PenaltyState(t["state.seen"], t["state.counts"])
+    sample(
+        t["logits"], t["temperatures"], t["seeds"], t["seq_lens"], req_indices=t["req_indices"],
+        truncation=Truncation(t["top_k"], t["top_p"], t["min_p"]),
+        penalties=Penalties(t["repetition"], t["presence"], t["frequency"], state),
+        bias=LogitBias(t["bias.tokens"], t["bias.values"], t["bias.lists"]),
+        token_mask=TokenMask(t["mask_words"], t["mask_index"]),
+    )  # fmt: skip
+
+
 def buffers_of(operator: str, buffers: StaticBuffers) -> dict[str, torch.Tensor]:
     return {name: getattr(buffers, name) for name in operands(operator)}
 
@@ -271,11 +294,9 @@ OPERATORS: dict[str, tuple[Callable[..., object], Callable[[], dict[str, torch.T
          "fault_value_ring"),
     ),
     "sample": (
-        sample,
-        lambda: dict(
-            zip(("logits", "temperatures", "seeds", "seq_lens"), arguments(torch.zeros(3, 8), 0.0), strict=True)
-        ),
-        "logits", ("temperatures", "seeds", "seq_lens"),
+        sample_with_options, sample_options, "logits",
+        ("temperatures", "seeds", "seq_lens", "req_indices", "repetition", "presence", "frequency", "state.seen",
+         "bias.tokens", "bias.values", "mask_index", "top_k", "top_p", "min_p"),
     ),
     "token_logprobs": (
         partial(token_logprobs, max_top=1),

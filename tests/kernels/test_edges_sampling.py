@@ -59,11 +59,6 @@ def test_every_chunk_is_searched_to_its_last_token(op_device: torch.device, voca
     assert sample(*arguments(flat, temperature)).tolist() == peaks
 
 
-def test_no_rows(kernel_device: torch.device) -> None:
-    out = sample(*(a.to(kernel_device) for a in arguments(torch.zeros(0, 9), 0.0)))
-    assert (tuple(out.shape), out.dtype) == ((0,), torch.int32)
-
-
 RINGS = ("step_ring", "token_ring", "finish_reason_ring", "fault_code_ring", "fault_value_ring")
 
 

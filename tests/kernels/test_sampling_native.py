@@ -230,31 +230,6 @@ def test_rows_at_any_address(
         check_against_reference(native_device, values)
 
 
-def test_a_short_list_changes_nothing(
-    native_device: torch.device, rng: torch.Generator, resize: Callable[[str, int], None]
-) -> None:
-    """Rows that keep more tokens than a list holds: draws among groups, and passes, of which most rows take several."""
-    rows, vocab = 6, 2 * sampling.SAMPLE_CHUNK + 877
-    logits = (0.3 * torch.randn(rows, vocab, generator=rng)).to(native_device)
-    sequences = [(list(range(0, vocab, 16)), [5, 6]) for _ in range(rows)]
-    processed = dict(
-        zip(("penalties", "req_indices"), penalties_with(sequences, vocab, native_device, 1.0, 0.01), strict=True)
-    )
-    args = arguments(logits, [1.0, 0.7, 1.0, 2.0, 1.0, 0.5])
-    options = truncation(
-        rows, native_device, top_k=[0, 2500, 0, 900, 0, 300], top_p=[0.97, 0.9, 0.2, 1.0, 0.6, 0.5],
-        min_p=[0.0, 0.0, 0.0, 0.0, 0.3, 0.0],
-    )  # fmt: skip
-    expected = sample(*args, truncation=options, **processed).tolist()
-    for length in (1024, 64):
-        resize("_LIST", length)
-        assert sample(*args, truncation=options, **processed).tolist() == expected
-
-
-def infinite_at_first(x: torch.Tensor) -> torch.Tensor:
-    return torch.where(torch.arange(x.shape[1]) < 3, torch.inf, x)
-
-
 DISTRIBUTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "normal": lambda x: x,
     "wide": lambda x: 30 * x,
@@ -268,7 +243,7 @@ DISTRIBUTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "two values": lambda x: (x > 0).to(x.dtype),
     "steps": lambda x: (3 * x).round() / 3,
     "one far above": lambda x: torch.where(torch.arange(x.shape[1]) == 5, 15.0, x),
-    "infinite": infinite_at_first,
+    "infinite": lambda x: torch.where(torch.arange(x.shape[1]) < 3, torch.inf, x),
     "mostly forbidden": lambda x: torch.where(x.abs() < 1.6, -torch.inf, x),
 }
 """Logits from normal ones."""

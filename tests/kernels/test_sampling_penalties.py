@@ -86,8 +86,11 @@ def test_truncation_applies_to_penalised_logits(kernel_device: torch.device, rng
         *args, req_indices, options.top_k, options.top_p, options.min_p, penalties.repetition, penalties.presence,
         penalties.frequency, penalties.state.seen, penalties.state.counts,
     )  # fmt: skip
+    tensors = (args[0], penalties.state.seen, penalties.state.counts)
+    before = [tensor.clone() for tensor in tensors]
     have = sample(*args, truncation=options, penalties=penalties, req_indices=req_indices)
     assert have.tolist() == expected.tolist()
+    assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True)), "logits or state were written"
 
 
 @pytest.mark.parametrize("values", [(0.0, NAN, NAN), (-1.0, INF, -INF), (INF, 0.0, 0.0), (NAN, -INF, INF), (1.0, 0, 0)])
@@ -275,75 +278,43 @@ def test_records_out_of_range_are_ignored(kernel_device: torch.device) -> None:
     assert int(state.seen[2, 0]) == 1 << 7
 
 
-def state_of(rows: int, vocab: int) -> PenaltyState:
-    return PenaltyState.allocate(rows, vocab, CPU)
+def penalties_of(vocab: int) -> Penalties:
+    return Penalties(torch.ones(2), torch.ones(2), torch.ones(2), PenaltyState.allocate(2, vocab, CPU))
 
 
-ONES = torch.ones(2)
-WORDS = torch.zeros(2, 1, dtype=I32)
-INDEX = torch.zeros(2, dtype=I32)
-
-
-def penalised(**changes: object) -> dict[str, Penalties]:
-    parts = {"repetition": ONES, "presence": ONES, "frequency": ONES, "state": state_of(2, 8)}
-    return {"penalties": Penalties(**{**parts, **changes})}
-
-
+NONE = torch.zeros(2, dtype=I32)
 LISTS = torch.zeros(2, 3, dtype=I32)
-
-
-def biased(tokens: int = 2, values: int = 3, lists: torch.Tensor = LISTS) -> dict[str, LogitBias]:
-    return {"bias": LogitBias(torch.zeros(tokens, 2, 3, dtype=I32), torch.zeros(2, 2, values), lists)}
-
-
+BIAS = LogitBias(torch.zeros(2, 2, 3, dtype=I32), torch.zeros(2, 2, 3), LISTS)
 BAD = {
-    "req_indices_missing": (penalised() | {"req_indices": None}, "req_indices: penalties and bias need"),
-    "req_indices_missing_for_bias": (biased() | {"req_indices": None}, "req_indices: penalties and bias need"),
-    "req_indices": ({"req_indices": torch.zeros(3, dtype=I32)}, "req_indices: expected shape"),
-    "repetition": (penalised(repetition=torch.ones(3)), "repetition: expected shape"),
-    "presence": (penalised(presence=ONES.double()), "presence: expected dtype"),
-    "frequency": (penalised(frequency=ONES[:1]), "frequency: expected shape"),
-    "counts": (penalised(state=state_of(2, 9)), "state.counts: expected shape"),
-    "seen": (penalised(state=PenaltyState(WORDS[:1], state_of(2, 8).counts)), "state.seen: expected shape"),
-    "contiguous": (
-        penalised(state=PenaltyState(WORDS, torch.zeros(8, 2, dtype=I32).t())),
-        "state.counts: expected a contiguous tensor",
+    "req_indices": (
+        {"penalties": penalties_of(8), "req_indices": None},
+        "req_indices: penalties and bias need",
     ),
-    "bias_lists": (biased(lists=LISTS.float()), "bias.lists: expected dtype"),
-    "bias_lists_shape": (biased(lists=INDEX), "bias.lists: expected"),
-    "bias_tokens": (biased(tokens=3), "bias.tokens: expected shape"),
-    "bias_values": (biased(values=4), "bias.values: expected shape"),
-    "mask_words": ({"token_mask": TokenMask(torch.zeros(1, 2, dtype=I32), INDEX)}, "mask_words: expected shape"),
-    "mask_index": ({"token_mask": TokenMask(WORDS, ONES)}, "mask_index: expected dtype"),
-    "top_k": ({"truncation": truncation(3, CPU)}, "top_k: expected shape"),
+    "req_indices_for_bias": ({"bias": BIAS, "req_indices": None}, "req_indices: penalties and bias need"),
+    "counts": ({"penalties": penalties_of(9)}, "state.counts: expected shape"),
+    "bias_values": (
+        {"bias": LogitBias(BIAS.tokens, torch.zeros(2, 2, 4), LISTS)},
+        "bias.values: expected shape",
+    ),
+    "mask_words": ({"token_mask": TokenMask(LISTS[:, :2], NONE)}, "mask_words: expected shape"),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_wrong_tensors_are_named(case: str) -> None:
     changes, message = BAD[case]
-    options = {"req_indices": torch.zeros(2, dtype=I32), **changes}
     with pytest.raises(ShapeError, match=message):
-        sample(
-            torch.zeros(2, 8), torch.zeros(2), torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=I32), **options
-        )
+        sample(*arguments(torch.zeros(2, 8), 0.0), **{"req_indices": NONE, **changes})
 
 
-def test_an_empty_bias_and_no_rows(kernel_device: torch.device) -> None:
+def test_no_rows(kernel_device: torch.device) -> None:
+    """Without options, and with an empty bias and truncation."""
     args = arguments(torch.zeros(0, 9, device=kernel_device), 0.0)
     none = torch.zeros(0, dtype=I32, device=kernel_device)
     bias = LogitBias.allocate(3, 0, kernel_device)
-    assert sample(*args, req_indices=none, bias=bias, truncation=truncation(0, kernel_device)).shape == (0,)
-
-
-def test_logits_and_state_are_not_written(kernel_device: torch.device, rng: torch.Generator) -> None:
-    logits = torch.randn(4, VOCAB, generator=rng).to(kernel_device)
-    penalties, req_indices = penalties_with(SEQUENCES, VOCAB, kernel_device, 1.5, 0.5, 0.5)
-    tensors = (logits, penalties.state.seen, penalties.state.counts)
-    before = [tensor.clone() for tensor in tensors]
-    options = truncation(4, kernel_device, top_k=5, top_p=0.9)
-    sample(*arguments(logits, 1.0), penalties=penalties, req_indices=req_indices, truncation=options)
-    assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
+    for options in ({}, {"req_indices": none, "bias": bias, "truncation": truncation(0, kernel_device)}):
+        out = sample(*args, **options)
+        assert (tuple(out.shape), out.dtype) == ((0,), torch.int32)
 
 
 @pytest.mark.gpu

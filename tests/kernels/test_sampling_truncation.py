@@ -178,55 +178,36 @@ def test_a_truncated_row_is_the_same_in_any_batch(kernel_device: torch.device, r
     assert draw([1, 1, 3]) == [alone[1], alone[1], alone[3]]
 
 
-def test_how_many_chunks_a_program_reads_changes_nothing(
-    kernel_device: torch.device, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Large batches read several chunks per program, the last program fewer; here a small one does."""
+@pytest.mark.parametrize("penalised", [False, True], ids=["plain", "penalised"])
+@pytest.mark.parametrize(
+    ("name", "size"), [("_PROGRAMS", 1), ("LIST", 128), *(("_MAX_GROUPS", most) for most in (200, 100, 50))]
+)
+def test_sizes_of_the_kernels_change_nothing(
+    kernel_device: torch.device, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch, name: str, size: int,
+    penalised: bool,
+) -> None:  # fmt: skip
+    """Here a small batch takes what large batches and vocabularies take.
+
+    Large batches read several chunks per program, the last program fewer. Vocabularies beyond 131072 have groups of
+    several words. Flat rows of vocabularies beyond 65536 have more groups than a list holds; then none is listed.
+    """
     rows, vocab = 6, 4 * SAMPLE_CHUNK + 77
     logits = torch.randn(rows, vocab, generator=rng)
+    logits[[2, 4]] *= 0.01
     logits[0, [5000, 8200]] = 9.0  # a tie of two chunks
     logits[1, vocab - 1] = 9.0
-    args = arguments(logits.to(kernel_device), [0.0, 0.0, 1.0, 1.0, 1.0, 0.5])
-    options = truncation(rows, kernel_device, top_k=[0, 0, 0, 40, 0, 0], top_p=[1.0, 1.0, 1.0, 0.9, 0.3, 1.0])
-    expected = sample(*args, truncation=options).tolist()
-    assert expected[:2] == [5000, vocab - 1]
-    for programs in (1, 10):
-        monkeypatch.setattr(sampling, "_PROGRAMS", programs)
-        assert sample(*args, truncation=options).tolist() == expected
-
-
-@pytest.mark.parametrize("most", [48, 24, 12], ids=["64", "128", "256"])
-def test_larger_groups_change_nothing(
-    kernel_device: torch.device, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch, most: int
-) -> None:
-    """Vocabularies beyond 131072 have groups of several words; here a small one does. Some tokens are penalised."""
-    rows, vocab = 6, SAMPLE_CHUNK + 877
-    logits = torch.randn(rows, vocab, generator=rng).to(kernel_device)
-    sequences = [(torch.randint(0, vocab, (60,), generator=rng).tolist(), [5, 6]) for _ in range(rows)]
-    on = [1.0, 1.0, 1.0, 1.5, 1.5, 1.5]
-    penalties, req_indices = penalties_with(sequences, vocab, kernel_device, on, 0.5, 0.2)
-    args = arguments(logits, [1.0, 0.7, 1.0, 0.0, 1.0, 1.0])
-    options = truncation(rows, kernel_device, top_k=[0, 0, 40, 0, 0, 2500], top_p=[1.0, 0.8, 0.9, 1.0, 0.7, 0.9])
-    expected = sample(*args, truncation=options, penalties=penalties, req_indices=req_indices).tolist()
-    monkeypatch.setattr(sampling, "_MAX_GROUPS", most)
-    assert sample(*args, truncation=options, penalties=penalties, req_indices=req_indices).tolist() == expected
-
-
-@pytest.mark.parametrize("penalised", [False, True], ids=["plain", "penalised"])
-def test_more_groups_than_a_list_holds_change_nothing(
-    kernel_device: torch.device, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch, penalised: bool
-) -> None:
-    """Flat rows of vocabularies beyond 65536 have them; here a short list does. None of the groups is listed then."""
-    rows, vocab = 3, 2 * SAMPLE_CHUNK + 877
-    logits = (0.01 * torch.randn(rows, vocab, generator=rng)).to(kernel_device)
     processed: dict[str, object] = {}
     if penalised:
-        sequences = [(list(range(0, vocab, 16)), [5, 6]) for _ in range(rows)]
-        processed["penalties"], processed["req_indices"] = penalties_with(sequences, vocab, kernel_device, 1.0, 0.01)
-    args = arguments(logits, [1.0, 0.7, 1.0])
-    options = truncation(rows, kernel_device, top_k=[0, 2500, 0], top_p=[0.97, 0.9, 0.99])
+        sequences = [(list(range(r, vocab, 16)), [5, 6]) for r in range(rows)]
+        repetition = [1.0, 1.0, 1.0, 1.5, 1.5, 1.5]
+        processed["penalties"], processed["req_indices"] = penalties_with(
+            sequences, vocab, kernel_device, repetition, 0.01, 0.2
+        )
+    args = arguments(logits.to(kernel_device), [0.0, 0.0, 1.0, 1.0, 0.7, 0.5])
+    options = truncation(rows, kernel_device, top_k=[0, 0, 0, 40, 2500, 0], top_p=[1.0, 1.0, 0.97, 0.9, 0.9, 1.0])
     expected = sample(*args, truncation=options, **processed).tolist()
-    monkeypatch.setattr(sampling, "LIST", 128)
+    assert penalised or expected[:2] == [5000, vocab - 1]
+    monkeypatch.setattr(sampling, name, size)
     assert sample(*args, truncation=options, **processed).tolist() == expected
 
 

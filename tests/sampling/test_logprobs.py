@@ -8,13 +8,13 @@ import torch
 from graphrt.batch import Batch
 from graphrt.engine.handle import TokenLogprob
 from graphrt.generate.generator import Event, TextGenerator
-from graphrt.kernels.errors import ConfigError, ReplayError, ShapeError, UnsupportedError
+from graphrt.kernels.errors import ConfigError, ReplayError, UnsupportedError
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
 from graphrt.session.session import DecodeSession, SessionRequest
 from graphrt.testing.poison import poison_derived
-from tests.support.sampling_cases import finish
-from tests.support.toy import VOCAB, LivelyModel, ToyModel, make_rig, make_runtime
+from tests.support.sampling_cases import finish, model_of
+from tests.support.toy import VOCAB, LivelyModel, make_rig, make_runtime
 
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4], [6]]
 
@@ -24,10 +24,6 @@ def runtime_of(device: torch.device, **config: object) -> Runtime:
     runtime = make_runtime(device, num_pages=60, config=settings)
     runtime.capture()
     return runtime
-
-
-def model_of(runtime: Runtime) -> ToyModel:
-    return runtime.manager._program.model
 
 
 def check(found: TokenLogprob | None, logits: torch.Tensor, token: int, count: int) -> None:
@@ -222,27 +218,14 @@ def test_refused(device: torch.device) -> None:
     runtime = runtime_of(device, max_logprobs=2)
     with DecodeSession(runtime) as session:
         for params in (SamplingParams(logprobs=3), SamplingParams(prompt_logprobs=3)):
-            with pytest.raises(
-                UnsupportedError, match="params: needs a runtime with max_logprobs=3, this one has max_logpr"
-            ):
+            with pytest.raises(UnsupportedError, match="params: needs a runtime with max_logprobs=3, this one has "):
                 session.add([1], params)
-    with pytest.raises(
-        UnsupportedError, match="batch: needs a runtime with max_logprobs=9, this one has max_logprobs=2"
-    ):
+    with pytest.raises(UnsupportedError, match="batch: needs a runtime with max_logprobs=9, this one has "):
         runtime.replay(Batch(req_indices=[0], seq_lens=[1], tokens=[1], logprobs=[9]))
     with pytest.raises(UnsupportedError, match=r"params\[0\]: needs a runtime with max_logprobs=3, this one has "):
         next(TextGenerator(runtime).generate([[1]], SamplingParams(prompt_logprobs=3)))
     none = runtime_of(device, max_logprobs=None)
-    with pytest.raises(
-        UnsupportedError, match="batch: needs a runtime with max_logprobs=0, this one has max_logprobs=None"
-    ):
+    with pytest.raises(UnsupportedError, match="batch: needs a runtime with max_logprobs=0, this one has "):
         none.replay(Batch(req_indices=[0], seq_lens=[1], tokens=[1], logprobs=[0]))
-    with pytest.raises(ShapeError, match=r"batch.logprobs: expected numbers >= -1"):
-        Batch(req_indices=[0], seq_lens=[1], logprobs=[-2])
-    with pytest.raises(ShapeError, match=r"batch.logprob_tokens: expected token ids, or -1"):
-        Batch(req_indices=[0], seq_lens=[1], logprob_tokens=[-2])
-    for values in ({"logprobs": -1}, {"prompt_logprobs": 1.0}):
-        with pytest.raises(ConfigError, match="logprobs: expected an int"):
-            SamplingParams(**values)
     with pytest.raises(ConfigError, match=r"RuntimeConfig.max_logprobs: expected"):
         runtime_of(device, max_logprobs=1025)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
 from graphrt.batch import Batch
 from graphrt.generate.generator import TextGenerator
-from graphrt.kernels.errors import ConfigError, ShapeError, UnsupportedError
+from graphrt.kernels.errors import UnsupportedError
 from graphrt.kernels.types import TOKEN_FROM_DEVICE
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
 from graphrt.session.session import DecodeSession
 from graphrt.testing.poison import poison_derived
-from tests.support.sampling_cases import finish, generated, penalised
-from tests.support.toy import VOCAB, ToyModel, make_runtime
+from tests.support.sampling_cases import finish, generated, greedy_output, model_of
+from tests.support.toy import VOCAB, make_runtime
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 CASES = [
@@ -33,18 +32,6 @@ def runtime_of(device: torch.device, num_pages: int = 60, **config: object) -> R
     return runtime
 
 
-def expected(model: ToyModel, prompt: list[int], params: SamplingParams) -> list[int]:
-    """Greedy tokens of the dense float64 oracle with penalties."""
-    output: list[int] = []
-    for _ in range(params.max_new_tokens):
-        output.append(int(penalised(model.oracle(prompt + output), prompt, output, params).argmax()))
-    return output
-
-
-def model_of(runtime: Runtime) -> ToyModel:
-    return runtime.manager._program.model
-
-
 def run_session(
     runtime: Runtime, prompts: list[list[int]], params: list[SamplingParams], steps: int
 ) -> list[list[int]]:
@@ -58,8 +45,8 @@ def run_session(
 def test_penalties_of_batches(device: torch.device, params: SamplingParams) -> None:
     """The prompt in two chunks, then tokens that the device feeds back; pads and poison in between."""
     runtime = runtime_of(device)
-    want = expected(model_of(runtime), PROMPT, params)
-    assert want != expected(model_of(runtime), PROMPT, SamplingParams(14)), "the penalty shows"
+    want = greedy_output(model_of(runtime), PROMPT, params)
+    assert want != greedy_output(model_of(runtime), PROMPT, SamplingParams(14)), "the penalty shows"
     values = {
         "repetition_penalties": [params.repetition_penalty], "presence_penalties": [params.presence_penalty],
         "frequency_penalties": [params.frequency_penalty], "prompt_lens": [len(PROMPT)],
@@ -92,7 +79,7 @@ def test_requests_of_sessions_have_their_own_penalties(
     runtime = runtime_of(device, loop_sizes=loop_sizes)
     prompts = [PROMPT, PROMPT[:3], [7], PROMPT[2:]]
     params = [CASES[0], CASES[4], SamplingParams(14), CASES[3]]
-    want = [expected(model_of(runtime), prompt, each) for prompt, each in zip(prompts, params, strict=True)]
+    want = [greedy_output(model_of(runtime), prompt, each) for prompt, each in zip(prompts, params, strict=True)]
     assert run_session(runtime, prompts, params, steps) == want
     assert run_session(runtime, prompts[::-1], params[::-1], steps) == want[::-1]
 
@@ -108,7 +95,7 @@ def test_mixed_steps_reorder_requests(device: torch.device) -> None:
             rows.append(session.add(prompt, each))
             session.run(2)
         finish(session, 3)
-        want = [expected(model_of(runtime), prompt, each) for prompt, each in zip(prompts, params, strict=True)]
+        want = [greedy_output(model_of(runtime), prompt, each) for prompt, each in zip(prompts, params, strict=True)]
         assert [row.tokens for row in rows] == want
 
 
@@ -117,7 +104,7 @@ def test_a_preempted_sequence_counts_its_tokens_once(device: torch.device) -> No
     runtime = runtime_of(device, num_pages=11)
     prompts = [PROMPT, [*PROMPT[:8], 11, 12], PROMPT[1:9]]
     params = [SamplingParams(14, frequency_penalty=15.0), CASES[4], SamplingParams(14, repetition_penalty=1.5)]
-    want = [expected(model_of(runtime), prompt, each) for prompt, each in zip(prompts, params, strict=True)]
+    want = [greedy_output(model_of(runtime), prompt, each) for prompt, each in zip(prompts, params, strict=True)]
     for swap_bytes in (0, 1 << 20):
         generator = TextGenerator(runtime, swap_bytes=swap_bytes)
         assert generated(generator, prompts, params) == want
@@ -129,14 +116,14 @@ def test_shared_prefixes_are_counted_for_each_request(device: torch.device) -> N
     common = [8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19]
     prompts = [[*common, 20], [*common, 21], [*common, 22]]
     params = [SamplingParams(10), CASES[4], SamplingParams(10, repetition_penalty=2.0)]
-    want = [expected(model_of(runtime), prompt, each) for prompt, each in zip(prompts, params, strict=True)]
+    want = [greedy_output(model_of(runtime), prompt, each) for prompt, each in zip(prompts, params, strict=True)]
     assert generated(TextGenerator(runtime), prompts, params) == want
 
 
 def test_a_fork_copies_the_counts(device: torch.device) -> None:
     runtime = runtime_of(device)
     params = SamplingParams(20, frequency_penalty=10.0, repetition_penalty=1.2)
-    want = expected(model_of(runtime), PROMPT, params)
+    want = greedy_output(model_of(runtime), PROMPT, params)
     with DecodeSession(runtime) as session:
         row = session.add(PROMPT, params)
         session.run(6)
@@ -193,33 +180,3 @@ def test_a_runtime_without_penalties_refuses_them(device: torch.device) -> None:
         assert session.requests == ()
     with pytest.raises(UnsupportedError, match=rf"params\[1\]: {text}"):
         next(TextGenerator(runtime).generate([[1], [2]], [SamplingParams(3), CASES[0]]))
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "text"),
-    [
-        ("repetition_penalties", 0.0, "expected finite numbers > 0, got 0.0 for request 0; 1 is off"),
-        ("repetition_penalties", np.inf, "expected finite numbers > 0"),
-        ("presence_penalties", np.nan, "expected finite numbers, got nan for request 0; 0 is off"),
-        ("frequency_penalties", np.inf, "expected finite numbers"),
-        ("prompt_lens", -1, "expected lengths >= 0"),
-        ("prompt_lens", 1.5, "expected int32 values"),
-    ],
-)
-def test_wrong_values_of_a_batch_are_named(name: str, value: float, text: str) -> None:
-    with pytest.raises(ShapeError, match=f"batch.{name}: {text}"):
-        Batch(req_indices=[0], seq_lens=[1], tokens=[1], **{name: [value]})
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("repetition_penalty", 0),
-        ("repetition_penalty", "1"),
-        ("presence_penalty", float("nan")),
-        ("frequency_penalty", 1e39),
-    ],
-)
-def test_wrong_params_are_named(name: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=f"{name}: expected"):
-        SamplingParams(**{name: value})

@@ -69,35 +69,49 @@ def test_generators_and_sessions_sample_alike(device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("name", "values", "text"),
     [
-        ("top_ks", [-1], "batch.top_ks: expected numbers >= 0"),
-        ("top_ks", [1.5], "batch.top_ks: expected int32 values"),
-        ("top_ps", [0.0], r"batch.top_ps: expected numbers in \(0, 1\]"),
-        ("top_ps", [1.01], r"batch.top_ps: expected numbers in \(0, 1\]"),
-        ("top_ps", [np.nan], r"batch.top_ps: expected numbers in \(0, 1\]"),
-        ("min_ps", [-0.1], r"batch.min_ps: expected numbers in \[0, 1\]"),
-        ("min_ps", [np.inf], r"batch.min_ps: expected numbers in \[0, 1\]"),
-        ("min_ps", [0.1, 0.1], "batch.min_ps: expected shape"),
+        ("top_ks", [-1], "expected numbers >= 0"),
+        ("top_ks", [1.5], "expected int32 values"),
+        *(("top_ps", [value], r"expected numbers in \(0, 1\]") for value in (0.0, 1.01, np.nan)),
+        *(("min_ps", [value], r"expected numbers in \[0, 1\]") for value in (-0.1, np.inf)),
+        ("min_ps", [0.1, 0.1], "expected shape"),
+        ("repetition_penalties", [0.0], "expected finite numbers > 0, got 0.0 for request 0; 1 is off"),
+        ("repetition_penalties", [np.inf], "expected finite numbers > 0"),
+        ("presence_penalties", [np.nan], "expected finite numbers, got nan for request 0; 0 is off"),
+        ("frequency_penalties", [np.inf], "expected finite numbers"),
+        ("prompt_lens", [-1], "expected lengths >= 0"),
+        ("prompt_lens", [1.5], "expected int32 values"),
+        ("logprobs", [-2], "expected numbers >= -1"),
+        ("logprob_tokens", [-2], "expected token ids, or -1"),
     ],
 )
 def test_wrong_values_of_a_batch_are_named(name: str, values: list[float], text: str) -> None:
-    with pytest.raises(ShapeError, match=text):
+    with pytest.raises(ShapeError, match=f"batch.{name}: {text}"):
         Batch(req_indices=[0], seq_lens=[1], tokens=[1], **{name: values})
 
 
 @pytest.mark.parametrize(
-    ("values", "text"),
+    ("name", "value", "text"),
     [
-        ({"top_k": -1}, "top_k: expected an int >= 0|top_k: expected"),
-        ({"top_k": 2.0}, "top_k: expected"),
-        ({"top_p": 0}, "top_p: expected a finite number from"),
-        ({"top_p": 2}, "top_p: expected a finite number from"),
-        ({"min_p": -0.5}, "min_p: expected a finite number from 0 to 1"),
-        ({"min_p": float("nan")}, "min_p: expected a finite number from 0 to 1"),
+        ("top_k", -1, "expected"),
+        ("top_k", 2.0, "expected"),
+        ("top_p", 0, "expected a finite number from"),
+        ("top_p", 2, "expected a finite number from"),
+        ("min_p", -0.5, "expected a finite number from 0 to 1"),
+        ("min_p", math.nan, "expected a finite number from 0 to 1"),
+        ("repetition_penalty", 0, "expected"),
+        ("repetition_penalty", "1", "expected"),
+        ("presence_penalty", math.nan, "expected"),
+        ("frequency_penalty", 1e39, "expected"),
+        ("logprobs", -1, "expected an int"),
+        ("min_tokens", 129, "expected an int from 0 to 128, got 129"),
+        ("min_tokens", -1, "expected an int from 0 to 128"),
+        ("min_tokens", 1.5, "expected"),
+        ("prompt_logprobs", 1.0, "expected an int"),
     ],
 )
-def test_wrong_params_are_named(values: dict[str, float], text: str) -> None:
-    with pytest.raises(ConfigError, match=text):
-        SamplingParams(**values)
+def test_wrong_params_are_named(name: str, value: object, text: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}: {text}"):
+        SamplingParams(**{name: value})
 
 
 def test_params_take_numpy_numbers_and_refuse_others() -> None:

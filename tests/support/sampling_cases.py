@@ -11,8 +11,10 @@ import torch
 from graphrt.generate.generator import TextGenerator
 from graphrt.kernels.ops.sampling import LogitBias, TokenMask, Truncation, sample
 from graphrt.kernels.ops.sampling_state import Penalties, PenaltyState, record_tokens, state_words
+from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
 from graphrt.session.session import DecodeSession
+from tests.support.toy import ToyModel
 
 F32, I32 = torch.float32, torch.int32
 INF = float("inf")
@@ -168,15 +170,26 @@ def formula(logits: torch.Tensor, prompt: list[int], output: list[int], rep: flo
     return [float(v) - freq * counts[t] - pre * (counts[t] > 0) for t, v in enumerate(out.tolist())]
 
 
-def penalised(logits: torch.Tensor, prompt: list[int], output: list[int], params: SamplingParams) -> torch.Tensor:
-    """Logits [vocab] after penalties: repetition by transformers, the others by their formula."""
-    from transformers import RepetitionPenaltyLogitsProcessor
+def model_of(runtime: Runtime) -> ToyModel:
+    return runtime.manager._program.model
 
-    ids = torch.tensor([prompt + output])
-    scores = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)(ids, logits[None].clone())[0]
-    for token, count in Counter(output).items():
-        scores[token] -= params.presence_penalty + params.frequency_penalty * count
-    return scores
+
+def greedy_output(
+    model: ToyModel, prompt: list[int], params: SamplingParams, allowed: set[int] | None = None
+) -> list[int]:
+    """Greedy output with its stop token: mask, bias, stop tokens, penalties on the float64 logits of the oracle."""
+    output: list[int] = []
+    while len(output) < params.max_new_tokens and (not output or output[-1] not in params.stop_ids):
+        logits = model.oracle(prompt + output)
+        if allowed is not None:
+            logits[[token for token in range(len(logits)) if token not in allowed]] = -INF
+        for token, value in params.logit_bias.items():
+            logits[token] += value
+        if len(output) < params.min_tokens:
+            logits[list(params.stop_ids)] = -INF
+        penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+        output.append(int(torch.tensor(formula(logits, prompt, output, *penalties)).argmax()))
+    return output
 
 
 def python_philox(seed: int, c0: int, c1: int, c2: int = 0) -> tuple[int, int, int, int]:

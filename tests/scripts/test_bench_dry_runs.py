@@ -1,0 +1,65 @@
+"""Small benchmarks run through on a CPU and report what they say; their figures need a GPU."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+
+from graphrt.models.loading import load_model
+from scripts import bench_loop, bench_sampling, bench_swap
+from scripts.bench_graph_checks import bench_audit, bench_shadow, bench_verify, capture
+from tests.scripts.test_bench_decode import TINY
+from tests.support import cli
+
+CPU = torch.device("cpu")
+
+
+def test_audits_verification_and_shadows_are_timed() -> None:
+    model = load_model(cli.TINY, device="cpu").model
+    with capture(model, 2, 64) as runtime:
+        found, verified = bench_audit(runtime), bench_verify(runtime, model, 3)
+    assert found["findings"] == []
+    assert found["nodes"] > 10
+    assert 0 < found["audit_ms"] < found["whole_ms"] + found["audit_ms"]
+    assert (verified["findings"], verified["mixes"], verified["rows"]) == ([], 3, 2)
+    assert min(verified["replays"], verified["eager_runs"]) >= 3
+    assert verified["seconds"] > 0
+    shadow = bench_shadow(model, 2, every=4, steps=8, rounds=2)
+    # Three rounds of eight launches, and those of the prompts before.
+    assert 6 <= shadow["shadow_steps"] <= 8
+    assert shadow["differences"] == []
+    assert shadow["step_ms"] > 0
+
+
+def test_loops() -> None:
+    row = bench_loop.measure(CPU, nodes=5, runs=7, samples=2)
+    assert (row["nodes"], row["runs"]) == (5, 7)
+    assert all(row[name] > 0 for name in ("launches_us", "loop_us", "loop_launch_us", "loop_make_ms"))
+    assert "   5 nodes: " in bench_loop.line(row)
+    assert " by 7 launches, " in bench_loop.line(row)
+
+
+def test_sampling(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--device", "cpu", "--rows", "1,2", "--vocab", "6000", "--samples", "2"]
+    monkeypatch.setattr(sys, "argv", ["bench_sampling.py", *options, "--only", "top-k 50"])
+    bench_sampling.main()
+    report = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert report["name"] == "sampling"
+    asked = [name for name in bench_sampling.CASES if "top-k 50" in name]
+    assert [(row["case"], row["rows"]) for row in report["results"]] == [(name, n) for name in asked for n in (1, 2)]
+    assert all(row["graphrt_us"] > 0 and row["torch_us"] > 0 for row in report["results"])
+
+
+def test_swaps() -> None:
+    found = bench_swap.measure(TINY, CPU, batch=2, context=20, steps=3, only=None, sizes_mb=(1,), sequence_tokens=64)
+    (row,) = found["link"]
+    page_bytes = 16 * TINY.num_layers * 2 * TINY.num_kv_heads * TINY.head_dim * 4
+    assert row["nbytes"] == row["pages"] * page_bytes <= 10**6
+    assert all(value > 0 for value in row.values())
+    steps = found["steps"]
+    assert (steps["steps"], steps["swapped_pages"]) == (2 * bench_swap.ROUNDS, 4)
+    assert steps["swap_gb_s"] > 0
+    assert steps["median_ratio"] > 0
