@@ -154,14 +154,11 @@ def test_missing_class_attribute_raises(case: str) -> None:
     declared, complaint = DECLARATIONS[case]
     with pytest.raises(ConfigError, match=complaint):
         registry.register_backend(type("Acme", (TorchReferenceBackend,), {"name": "acme", **declared}))
-    assert "acme" not in registry.backend_names()
-
-
-def test_class_without_run_raises() -> None:
     have = TorchReferenceBackend
     attributes = {"name": "acme", "capabilities": have.capabilities, "graph_support": have.graph_support}
     with pytest.raises(ConfigError, match=r"Acme\.run: not defined"):
         registry.register_backend(type("Acme", (AttentionBackend,), attributes))
+    assert "acme" not in registry.backend_names()
 
 
 @pytest.mark.parametrize("name", registry.backend_names())

@@ -81,10 +81,15 @@ def test_a_stale_word_in_padding_is_dropped(earlier: int) -> None:
     assert both(words(X.address, earlier), words(X.address, LEAK.address)).ok
 
 
-def test_a_known_pointer_is_never_dropped_and_one_opposite_a_valid_address_is_uncertain() -> None:
+def test_certainty_of_words_that_may_be_stale() -> None:
+    """A known pointer is certain. A word opposite a valid address is not, nor is the unused end of a long list."""
     (known,) = both(words(0), words(LEAK.address), pointers=[(0,)]).findings
     (opposite,) = both(words(FIRST.address), words(LEAK.address)).findings
     assert (known.certain, opposite.certain) == (True, False)
+    for length, certain in ((8, True), (80, False)):
+        argument = words(*[X.address] * (length - 1), LEAK.address)
+        (finding,) = both(argument, argument).findings
+        assert finding.certain is certain
 
 
 def test_memory_of_the_first_capture_is_hidden_state() -> None:
@@ -119,14 +124,6 @@ def test_a_known_number_or_length_that_differs_is_reported() -> None:
     (finding,) = run(*(graph(copy(src(X.address, n), dst(X.address + 2048, n))) for n in (416, 432))).findings
     assert (finding.kind, finding.where, finding.certain) == (FindingKind.CHANGED, "operand src", True)
     assert "the length differs between captures, 416 and then 432 bytes" in finding.text
-
-
-def test_an_unused_entry_of_a_long_list_stays_uncertain() -> None:
-    """Kernels for many tensors take a list of fixed length whose unused entries hold stack contents."""
-    for length, certain in ((8, True), (80, False)):
-        argument = words(*[X.address] * (length - 1), LEAK.address)
-        (finding,) = both(argument, argument).findings
-        assert finding.certain is certain
 
 
 def test_a_four_byte_argument_is_compared_without_a_signature() -> None:

@@ -46,6 +46,13 @@ def test_operands_are_named_as_in_the_schema() -> None:
         Operand("out", op_trace.output.data_ptr(), 48, written=True),
     )
     assert node.scalars == (("alpha", "2.5"),)
+    generator = torch.Generator().manual_seed(0)
+    (node,) = view_of(lambda: x.uniform_(0.5, 2.0, generator=generator)).nodes
+    scalars = dict(node.scalars)
+    assert (scalars["from"], scalars["to"]) == ("0.5", "2.0")
+    assert scalars["generator"] == "<torch._C.Generator object>", "without its address"
+    cast = view_of(lambda: x.to(torch.float64)).nodes[-1]
+    assert dict(cast.scalars)["dtype"] == "torch.float64"
 
 
 def test_an_operand_spans_from_its_first_element_to_its_last() -> None:
@@ -82,16 +89,6 @@ def test_each_tensor_of_a_list_is_an_operand() -> None:
     outs = [one for one in inspect_graph(op_trace).nodes[0].operands if one.role == "out"]
     assert [(one.nbytes, one.written) for one in outs] == [(20, True), (40, True)]
     assert outs[0].address == op_trace.output.data_ptr()
-
-
-def test_scalars_are_shown_and_objects_without_their_addresses() -> None:
-    x, generator = torch.ones(4), torch.Generator().manual_seed(0)
-    (node,) = view_of(lambda: x.uniform_(0.5, 2.0, generator=generator)).nodes
-    scalars = dict(node.scalars)
-    assert (scalars["from"], scalars["to"]) == ("0.5", "2.0")
-    assert scalars["generator"] == "<torch._C.Generator object>"
-    cast = view_of(lambda: x.to(torch.float64)).nodes[-1]
-    assert dict(cast.scalars)["dtype"] == "torch.float64"
 
 
 def test_uninitialized_memory_is_an_allocation() -> None:

@@ -16,21 +16,20 @@ from triton.runtime.jit import JITFunction
 
 from graphrt.capture.inspect.cuda import inspect_graph
 from graphrt.capture.inspect.view import Argument, Node
-from tests.support.fake_graphs import FakeGraphs, install, number, word
+from tests.support.fake_graphs import FakeGraphs, install, word
 
 BITS = re.compile(r"\.param \.(?:align \d+ )?\.?[a-z](\d+)(?: \.ptr[^,\n]*?)? \w+_param_\d+(?:\[(\d+)\])?")
 
 
-def scale_rows(out_ptr, in_ptr, factor, n, shift, one, BLOCK: tl.constexpr):
+def scale_rows(out_ptr, in_ptr, a, b, c, d, e, f, g, h, i, j, k, m, one, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(in_ptr + at, mask=at < n)
-    tl.store(out_ptr + at, x * factor + shift + one, mask=at < n)
+    total = a.to(tl.float64) + b + c + d + e + f + g + h + i + j + k + m + one
+    tl.store(out_ptr + at, tl.load(in_ptr + at) * total)
 
 
-SIGNATURE = {
-    "out_ptr": "*fp32", "in_ptr": "*bf16", "factor": "fp32", "n": "i64", "shift": "fp16", "one": "constexpr",
-    "BLOCK": "constexpr",
-}  # fmt: skip
+KINDS = ("i1", "i8", "i16", "i32", "i64", "u8", "u16", "u32", "u64", "fp16", "bf16", "fp64")
+NUMBERS = dict(zip("abcdefghijkm", KINDS, strict=True))
+SIGNATURE = {"out_ptr": "*fp64", "in_ptr": "*bf16"} | NUMBERS | {"one": "constexpr", "BLOCK": "constexpr"}
 
 
 @pytest.fixture(scope="module")
@@ -79,36 +78,17 @@ def launched(fake: FakeGraphs, function: int, arguments: list[bytes]) -> Node:
     return inspect_graph(graph).nodes[0]
 
 
-def all_kinds(out_ptr, a, b, c, d, e, f, g, h, i, j, k, m):
-    total = a.to(tl.float64) + b + c + d + e + f + g + h + i + j + k + m
-    tl.store(out_ptr, total)
-
-
-KINDS = ("i1", "i8", "i16", "i32", "i64", "u8", "u16", "u32", "u64", "fp16", "bf16", "fp64")
-
-
-def test_number_types_have_triton_s_sizes(fake: FakeGraphs, module) -> None:
-    signature = {"out_ptr": "*fp64"} | dict(zip("abcdefghijkm", KINDS, strict=True))
-    compiled = triton.compile(ASTSource(JITFunction(all_kinds), signature), target=GPUTarget("cuda", 90, 32))
-    sizes = sizes_of(compiled)
-    assert len(sizes) == 15
-    function = fake.function("all_kinds", sizes)
-    module.all_kinds = jitted(known(signature, function))
-    node = launched(fake, function, [bytes(size) for size in sizes])
-    assert [argument.name for argument in node.arguments] == [*signature, "global_scratch", "profile_scratch"]
-
-
 def test_arguments_are_named_as_in_the_signature(fake: FakeGraphs, module, compiled: CompiledKernel) -> None:
     sizes = sizes_of(compiled)
-    assert sizes == [8, 8, 4, 8, 2, 8, 8], "the launcher appends two pointers"
+    assert len(sizes) == 2 + len(KINDS) + 2, "the launcher appends two pointers"
     function = fake.function("scale_rows", sizes)
     module.scale_rows = jitted(known(compiled.src.signature, function))
-    data = [word(0x7F0000001000), word(0x7F0000002000), number(2), word(1000), bytes(2), word(0), word(0)]
+    data = [bytes([at]) * size for at, size in enumerate(sizes)]
     node = launched(fake, function, data)
-    names = ["out_ptr", "in_ptr", "factor", "n", "shift", "global_scratch", "profile_scratch"]
+    names = ["out_ptr", "in_ptr", *NUMBERS, "global_scratch", "profile_scratch"]
     assert [argument.name for argument in node.arguments] == names
     assert [argument.data for argument in node.arguments] == data
-    assert [argument.pointers for argument in node.arguments] == [(0,), (0,), (), (), (), (0,), (0,)]
+    assert [argument.pointers for argument in node.arguments] == [(0,), (0,), *[()] * len(KINDS), (0,), (0,)]
     inner = jitted(known(compiled.src.signature, function))
     module.scale_rows = types.SimpleNamespace(fn=types.SimpleNamespace(fn=inner))  # as autotuners wrap it
     assert launched(fake, function, data).arguments == node.arguments

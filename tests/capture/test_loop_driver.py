@@ -6,6 +6,7 @@ import ctypes
 import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 import torch
@@ -60,11 +61,15 @@ def test_driver_calls_of_a_loop_from_construction_to_close(fake: FakeDriver) -> 
 
 
 @pytest.mark.parametrize("failing", ["cuGraphAddNode", "cuGraphAddChildGraphNode", "cuGraphInstantiate"])
-def test_a_failed_construction_frees_the_graph(fake: FakeDriver, failing: str) -> None:
+def test_a_failed_construction_frees_the_graph(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
     fake.failing = failing
     with pytest.raises(CaptureError, match=r"decode\[1\]: the step cannot be looped: CUDA driver: .*INVALID_VALUE"):
         graph_of(Template(KERNEL)).loop(ints(CPU))
     assert fake.calls[-2:] == [failing, "cuGraphDestroy"]
+    missing = mock.Mock(side_effect=ConfigError("nvrtc: NVIDIA's run-time compiler is missing"))
+    monkeypatch.setattr(cuda_loop, "load", missing)
+    with pytest.raises(CaptureError, match="cannot be looped: nvrtc: NVIDIA's run-time compiler is missing"):
+        graph_of(Template(KERNEL)).loop(ints(CPU))
 
 
 @pytest.mark.parametrize("name", ["HOST", "EVENT_RECORD", "WAIT_EVENT", "MEM_ALLOC", "CONDITIONAL", "BATCH_MEM_OP"])
@@ -74,15 +79,6 @@ def test_unsupported_nodes_are_named(fake: FakeDriver, name: str) -> None:
         with pytest.raises(CaptureError, match=rf"decode\[1\]: .*got {name}; record events, call host functions"):
             graph_of(template).loop(ints(CPU))
     assert "cuGraphCreate" not in fake.calls
-
-
-def test_a_missing_compiler_is_a_capture_error(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(variant: object, index: int) -> None:
-        raise ConfigError("nvrtc: NVIDIA's run-time compiler is missing")
-
-    monkeypatch.setattr(cuda_loop, "load", missing)
-    with pytest.raises(CaptureError, match="cannot be looped: nvrtc: NVIDIA's run-time compiler is missing"):
-        graph_of(Template(KERNEL)).loop(ints(CPU))
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])

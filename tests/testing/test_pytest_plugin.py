@@ -66,17 +66,14 @@ def test_a_broken_rule_fails_the_test_with_advice(run) -> None:
         ]
     )
     result.stdout.no_fnmatch_line("*pytest_plugin.py*")
+    result = run(HEAD + "        torch.ops.fake_captures.wait(torch.ones(4))\n")  # fails by itself too
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*RuntimeError: called a synchronizing*", "*capture_safe*", "*sync, capture 1, *"])
 
 
 def test_a_rule_with_a_reason_and_a_test_without_the_marker_pass(run) -> None:
     run(HEAD.replace("capture_safe", "capture_safe(sync='on purpose')") + WAITS).assert_outcomes(passed=1)
     run(HEAD.replace("@pytest.mark.capture_safe\n", "") + WAITS).assert_outcomes(passed=1)
-
-
-def test_a_test_that_fails_by_itself_shows_the_faults_too(run) -> None:
-    result = run(HEAD + "        torch.ops.fake_captures.wait(torch.ones(4))\n")
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*RuntimeError: called a synchronizing*", "*capture_safe*", "*sync, capture 1, *"])
 
 
 def test_wrong_arguments_of_the_marker_fail_the_test(run) -> None:
