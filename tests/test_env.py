@@ -27,7 +27,7 @@ def unset(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def test_defaults(monkeypatch, tmp_path):
+def test_defaults_and_values(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert env.backend() is None
     assert env.debug() is False
@@ -37,22 +37,15 @@ def test_defaults(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert env.cache_dir() == tmp_path / "xdg/graphrt"
     assert list(tmp_path.iterdir()) == []
-
-
-def test_values(monkeypatch, tmp_path):
     monkeypatch.setenv("GRAPHRT_BACKEND", "torch_reference")
     assert env.backend() == "torch_reference"
     for value, on in (("1", True), ("0", False)):
         monkeypatch.setenv("GRAPHRT_DEBUG", value)
         assert env.debug() is on
-    monkeypatch.setenv("GRAPHRT_CACHE", str(tmp_path / "new"))
-    assert env.cache_dir() == tmp_path / "new"
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("GRAPHRT_CACHE", "here")
-    assert env.cache_dir() == tmp_path / "here"
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("GRAPHRT_CACHE", "~/there")
-    assert env.cache_dir() == tmp_path / "there"
+    for value, folder in ((str(tmp_path / "new"), "new"), ("here", "here"), ("~/there", "there")):
+        monkeypatch.setenv("GRAPHRT_CACHE", value)
+        assert env.cache_dir() == tmp_path / folder
 
 
 MALFORMED = {

@@ -68,7 +68,9 @@ def batch_of(seq_lens: list[int], page_size: int, query_lens: list[int] | None =
     )  # fmt: skip
 
 
-def test_flashinfer_plans_on_the_host_and_lists_pages_on_the_device(flashinfer: list[tuple[str, Any]]) -> None:
+def test_flashinfer_plans_on_the_host_and_lists_pages_on_the_device(
+    flashinfer: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     backend, asked = allocated(FlashInferBackend, page_size=4)
     four, two = BatchDescriptor.decode(4), BatchDescriptor.decode(2)
     for descriptor in (four, two, four):
@@ -97,20 +99,11 @@ def test_flashinfer_plans_on_the_host_and_lists_pages_on_the_device(flashinfer: 
     assert not out[3:].any()
     assert lse[:3].unique().tolist() == pytest.approx([math.log(2.0)])
     assert (lse[3:] == -math.inf).all()
-    backend.close()
-    assert backend.tensors() == {}
-
-
-def test_flashinfer_raises_for_a_plan_with_another_layout(
-    flashinfer: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backend, _ = allocated(FlashInferBackend, page_size=4)
-    descriptor = BatchDescriptor.decode(2)
-    backend.plan_capture(descriptor)
-    backend.plan_replay(descriptor, batch_of([3, 3], 4))
     monkeypatch.setattr(FakeWrapper, "layout", (1, 2, 4))
     with pytest.raises(ReplayError, match=r"expected the layout \(1, 2, 3\) of the captured plan, got \(1, 2, 4\)"):
-        backend.plan_replay(descriptor, batch_of([3, 3], 4))
+        backend.plan_replay(four, batch_of([3, 3, 3], 4))
+    backend.close()
+    assert backend.tensors() == {}
 
 
 @pytest.mark.parametrize("info", [None, [], "lost", ["a"]], ids=str)

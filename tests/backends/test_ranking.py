@@ -115,8 +115,8 @@ def use(monkeypatch: pytest.MonkeyPatch, ranking: Ranking) -> None:
     monkeypatch.setattr(registry, "load_ranking", lambda: ranking)
 
 
-@pytest.mark.usefixtures("backends")
-def test_fastest_supported_backend_is_selected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fastest_supported_backend_is_selected(monkeypatch: pytest.MonkeyPatch, backends: dict[str, Any]) -> None:
+    """Backends for selection by name are not ranked."""
     use(monkeypatch, table(**TIMES))
     assert select_backend(context())[1] == (
         "triton: fastest of 3 supported backends (1.00; steady 1.34, swift 1.41 on a made-up device); "
@@ -128,6 +128,11 @@ def test_fastest_supported_backend_is_selected(monkeypatch: pytest.MonkeyPatch) 
     assert select_backend(context(page_size=256))[0].name == "large_pages"
     on_cpu = "swift: first in order of preference that supports device cpu; not triton ("
     assert select_backend(context("cpu"))[1].startswith(on_cpu), "the table applies to GPUs only"
+    monkeypatch.setattr(backends["swift"], "why_only_by_name", lambda context: "an experiment")
+    cls, explanation = select_backend(context(reqs=1))
+    assert cls.name == "triton"
+    assert "not swift (an experiment)" in explanation
+    assert select_backend(context(reqs=1), "swift")[1] == "swift: chosen by name"
 
 
 @pytest.mark.usefixtures("backends")
@@ -145,15 +150,6 @@ def test_static_order_of_backends_that_are_not_measured(monkeypatch: pytest.Monk
     )
     use(monkeypatch, Ranking())
     assert select_backend(context())[1] == "triton: first in order of preference that supports device cuda"
-
-
-def test_backend_for_selection_by_name_is_not_ranked(monkeypatch: pytest.MonkeyPatch, backends: dict[str, Any]) -> None:
-    use(monkeypatch, table(**TIMES))
-    monkeypatch.setattr(backends["swift"], "why_only_by_name", lambda context: "an experiment")
-    cls, explanation = select_backend(context(reqs=1))
-    assert cls.name == "triton"
-    assert "not swift (an experiment)" in explanation
-    assert select_backend(context(reqs=1), "swift")[1] == "swift: chosen by name"
 
 
 @pytest.mark.usefixtures("backends")

@@ -98,20 +98,8 @@ def test_rig_writes_cross_groups() -> None:
     rig.close()
 
 
-def test_rig_writes_encoder_layers() -> None:
+def test_rig_writes_encoder_layers_and_shares_the_cache_of_a_layer() -> None:
     """Keys and values of whole sequences, packed as queries, NaN in padding tokens, without a cache."""
-    rig = make_rig(Liar, FEATURES["mixed-encoder_attention"], CPU)
-    rows = [rig.sequence(7, 7), rig.sequence(2, 2)]
-    rig.write(rows)
-    assert rig.context.kv_groups == rig.metadata.block_tables == ()
-    k, v = rig.new_kv[0]
-    for packed, name in ((rig.q[0], "q"), (k, "k"), (v, "v")):
-        assert torch.equal(packed[:9], torch.cat([getattr(row, name)[0] for row in rows]))
-        assert packed[9:].isnan().all()
-    rig.close()
-
-
-def test_rig_shares_the_cache_of_a_layer() -> None:
     rig = make_rig(Liar, FEATURES["kv_groups"], CPU)
     row = rig.sequence(3, 1)
     first, other, reader = rig.layers
@@ -121,6 +109,15 @@ def test_rig_shares_the_cache_of_a_layer() -> None:
     assert not reader.writes
     assert row.k[2] is row.k[0]
     assert not torch.equal(row.q[2], row.q[0])
+    rig.close()
+    rig = make_rig(Liar, FEATURES["mixed-encoder_attention"], CPU)
+    rows = [rig.sequence(7, 7), rig.sequence(2, 2)]
+    rig.write(rows)
+    assert rig.context.kv_groups == rig.metadata.block_tables == ()
+    k, v = rig.new_kv[0]
+    for packed, name in ((rig.q[0], "q"), (k, "k"), (v, "v")):
+        assert torch.equal(packed[:9], torch.cat([getattr(row, name)[0] for row in rows]))
+        assert packed[9:].isnan().all()
     rig.close()
 
 

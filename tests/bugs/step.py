@@ -20,8 +20,6 @@ LENGTHS = ([5, 9, 1, 12, 8, 4], [3, 7], [8, 4, 2, 11, 5], [13, 2, 7, 16, 1, 5])
 class Decode:
     """Process one token per row: write its key and value to the row's page, attend to the row, return logits."""
 
-    derived: tuple[str, ...] = ()
-
     def __init__(self, injected: bool = False, device: torch.device | str = "cpu") -> None:
         self.injected, self.device = injected, torch.device(device)
         rng = torch.Generator().manual_seed(7)

@@ -6,6 +6,7 @@ import ctypes
 import random
 import re
 import types
+from unittest import mock
 
 import pytest
 import torch
@@ -331,32 +332,20 @@ def test_every_edge_leads_forward_in_any_order_of_the_driver_s_list(fake: FakeGr
 # -- what is inspected
 
 
-class Kept:
-    """Stands for a torch.cuda.CUDAGraph."""
-
-    def __init__(self, raw: int) -> None:
-        self.raw = raw
-
-    def raw_cuda_graph(self) -> int:
-        return self.raw
-
-
-class Unkept:
-    def raw_cuda_graph(self) -> int:
-        raise RuntimeError("You cannot access the raw cudaGraph_t instance unless CUDAGraph was initialized with\nmore")
-
-
 def test_graphs_of_torch_and_graphrt_and_raw_handles(fake: FakeGraphs) -> None:
     raw = fake.graph()
     fake.kernel(raw, fake.function("f", []))
-    ours = CudaGraph(Kept(raw), torch.ones(1), GraphReport(KEY, 0.0, 0, 0, 1))
-    for graph in (raw, driver.CUgraph(raw), Kept(raw), ours):
+    of_torch = types.SimpleNamespace(raw_cuda_graph=lambda: raw)
+    ours = CudaGraph(of_torch, torch.ones(1), GraphReport(KEY, 0.0, 0, 0, 1))
+    for graph in (raw, driver.CUgraph(raw), of_torch, ours):
         assert [node.name for node in inspect_graph(graph).nodes] == ["f"]
     ours.close()
     with pytest.raises(CaptureError, match="graph: the graph is closed"):
         inspect_graph(ours)
+    text = "You cannot access the raw cudaGraph_t instance unless CUDAGraph was initialized with\nmore"
+    not_kept = types.SimpleNamespace(raw_cuda_graph=mock.Mock(side_effect=RuntimeError(text)))
     with pytest.raises(CaptureError, match=r"You cannot .*; create it with torch.cuda.CUDAGraph\(keep_graph=True\)"):
-        inspect_graph(Unkept())
+        inspect_graph(not_kept)
 
 
 def test_other_types_and_graphs_that_the_driver_cannot_list_raise(fake: FakeGraphs) -> None:

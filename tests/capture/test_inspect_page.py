@@ -145,20 +145,15 @@ def read_graph(values: dict, data: dict) -> GraphView:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_the_page_contains_the_whole_view(page, name):
+def test_the_page_contains_the_whole_view_and_finds_the_same_regions_as_the_map(page, name):
     example = EXAMPLES[name]()
+    memory = example.memory
     _, data = page(example)
     assert read_graph(data["graph"], data) == example.view
     assert data["findings"] == [
         [place_name(f.place), f.where, f"{f.address:x}", f.owner.value if f.owner else "", f.region, f.text]
         for f in example.findings
     ]
-
-
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_the_page_finds_the_same_regions_as_the_map(page, name):
-    memory = EXAMPLES[name]().memory
-    _, data = page(Example(GraphView(()), memory, []))
     regions = [Region(n, Owner(o), int(a, 16), size, bool(live)) for n, o, a, size, live in data["memory"]["regions"]]
     assert regions == list(memory.regions)
     cuts = [(int(address, 16), regions[region] if region >= 0 else None) for address, region in data["memory"]["cuts"]]
@@ -172,17 +167,13 @@ def test_the_page_finds_the_same_regions_as_the_map(page, name):
         assert (cuts[at][1] if at >= 0 else None) == memory.find(address), hex(address)
 
 
-def test_hostile_texts_stay_texts(page):
+def test_hostile_texts_stay_texts_and_only_the_page_s_own_scripts_and_styles_run(page):
     example = hostile()
     document, data = page(example)
     plain, _ = page(replace(example, view=GraphView(()), findings=[], title="plain"))
     assert [tag for tag, _ in document.elements] == [tag for tag, _ in plain.elements], "no text became an element"
     assert document.named("title")[0][1] == document.named("h1")[0][1] == example.title.replace("\ud800", "\ufffd")
     assert {name for _, name, *_ in data["kernels"]} == {node.name for _, node in example.view.walk()}
-
-
-def test_the_policy_allows_only_the_scripts_and_styles_of_the_page(page):
-    document, _ = page(hostile())
     (policy,) = [a["content"] for a, _ in document.named("meta") if a.get("http-equiv") == "Content-Security-Policy"]
     rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
     for name, tag in (("script-src", "script"), ("style-src", "style")):

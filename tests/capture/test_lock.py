@@ -109,10 +109,7 @@ def test_native_kernels_are_counted_too(monkeypatch: pytest.MonkeyPatch) -> None
 def test_memory_that_grows_is_counted_by_name() -> None:
     held = {"graph pool": 100, "workspace": 7}
     memory = {name: lambda name=name: held[name] for name in held}
-    lock, strict = (
-        CaptureLock(lambda: Doing.BETWEEN, memory, strict=False),
-        CaptureLock(lambda: Doing.BETWEEN, memory, strict=True),
-    )
+    lock, strict = (CaptureLock(lambda: Doing.BETWEEN, memory, strict=strict) for strict in (False, True))
     grown = lock.grown
     lock.engage()
     strict.engage()

@@ -71,9 +71,13 @@ def test_a_broken_rule_fails_the_test_with_advice(run) -> None:
     result.stdout.fnmatch_lines(["*RuntimeError: called a synchronizing*", "*capture_safe*", "*sync, capture 1, *"])
 
 
-def test_a_rule_with_a_reason_and_a_test_without_the_marker_pass(run) -> None:
+def test_a_rule_with_a_reason_and_tests_without_marker_or_capture_pass(run) -> None:
     run(HEAD.replace("capture_safe", "capture_safe(sync='on purpose')") + WAITS).assert_outcomes(passed=1)
     run(HEAD.replace("@pytest.mark.capture_safe\n", "") + WAITS).assert_outcomes(passed=1)
+    run(HEAD + "        pass\n").assert_outcomes(passed=1, warnings=0)
+    result = run(HEAD.replace("with captured(torch.cuda.CUDAGraph())", "if True") + "        pass\n")
+    result.assert_outcomes(passed=1, warnings=1)
+    result.stdout.fnmatch_lines(["*capture_safe: the body of the test captures nothing*"])
 
 
 def test_wrong_arguments_of_the_marker_fail_the_test(run) -> None:
@@ -86,13 +90,6 @@ def test_wrong_arguments_of_the_marker_fail_the_test(run) -> None:
         assert result.ret == 1
         result.stdout.fnmatch_lines([text])
         result.stdout.no_fnmatch_line("*capture_watch.py*")
-
-
-def test_a_marked_test_without_a_capture_warns(run) -> None:
-    result = run(HEAD.replace("with captured(torch.cuda.CUDAGraph())", "if True") + "        pass\n")
-    result.assert_outcomes(passed=1, warnings=1)
-    result.stdout.fnmatch_lines(["*capture_safe: the body of the test captures nothing*"])
-    run(HEAD + "        pass\n").assert_outcomes(passed=1, warnings=0)
 
 
 # -- fixtures
