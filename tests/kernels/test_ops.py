@@ -76,35 +76,21 @@ def normed(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, rounded: t
 
 
 @norms
-def test_rms_norm(case: Case, rng: torch.Generator, op_device: torch.op_device) -> None:
-    x = draw(case, rng, op_device)
+def test_norms(case: Case, rng: torch.Generator, op_device: torch.device) -> None:
+    x, residual = draw(case, rng, op_device), draw(case, rng, op_device, case.residual_dtype)
     weight = torch.randn(case.width, generator=rng).to(op_device, case.weight_dtype or case.dtype)
-    before = x.clone()
-    out = rms_norm(x, weight, EPS)
-    assert (out.dtype, out.shape, out.is_contiguous()) == (case.dtype, x.shape, True)
-    assert_bitwise_equal(x, before, name="x, which must not change")
-    plain = normed(x, weight, F32, case.dtype).to(case.dtype)
-    assert_accurate(out, plain=plain, exact=normed(x, weight, F64, F64))
-
-
-@norms
-def test_add_rms_norm(case: Case, rng: torch.Generator, op_device: torch.op_device) -> None:
-    x = draw(case, rng, op_device)
-    residual = draw(case, rng, op_device, case.residual_dtype)
-    weight = torch.randn(case.width, generator=rng).to(op_device, case.weight_dtype or case.dtype)
-    before = x.clone()
-    total = (residual.double() + x.double()).to(F32).to(residual.dtype)
-    out = add_rms_norm(residual, x, weight, EPS)
-    assert (out.dtype, out.shape, out.is_contiguous()) == (case.dtype, x.shape, True)
+    before, total = x.clone(), (residual.double() + x.double()).to(F32).to(residual.dtype)
+    for out, normalised in ((rms_norm(x, weight, EPS), x), (add_rms_norm(residual, x, weight, EPS), total)):
+        assert (out.dtype, out.shape, out.is_contiguous()) == (case.dtype, x.shape, True)
+        plain = normed(normalised, weight, F32, case.dtype).to(case.dtype)
+        assert_accurate(out, plain=plain, exact=normed(normalised, weight, F64, F64))
     assert_bitwise_equal(x, before, name="x, which must not change")
     assert_bitwise_equal(residual, total, name="residual")
-    plain = normed(total, weight, F32, case.dtype).to(case.dtype)
-    assert_accurate(out, plain=plain, exact=normed(total, weight, F64, F64))
 
 
 @gates
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # NumPy's, in the interpreter; exp(-gate) may be inf
-def test_silu_mul(case: Case, rng: torch.Generator, op_device: torch.op_device) -> None:
+def test_silu_mul(case: Case, rng: torch.Generator, op_device: torch.device) -> None:
     gate_up = draw(case, rng, op_device)
     out = silu_mul(gate_up)
     assert (out.dtype, out.shape, out.is_contiguous()) == (case.dtype, (case.tokens, case.width // 2), True)

@@ -88,7 +88,7 @@ def setting(case: str, count: int, where: torch.device) -> tuple[torch.Tensor, f
         for token, value in BIAS.items():
             values[token] += value
     repetition = options.get("penalties", (1.0, 0.0, 0.0))
-    exact = torch.tensor(formula(values, PROMPT, OUTPUT, *repetition), dtype=torch.float64)
+    exact = formula(values, PROMPT, OUTPUT, *repetition)
     sets = (options.get("top_k", 0), options.get("top_p", 1.0), options.get("min_p", 0.0))
     if "penalties" in options or "bias" in options:
         penalties, req_indices = penalties_with([(PROMPT, OUTPUT)], VOCAB, where, *repetition)

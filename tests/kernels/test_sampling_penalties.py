@@ -42,7 +42,7 @@ def test_processed_logits_equal_transformers_and_the_formula(rng: torch.Generato
     logits = 2 * torch.randn(4, VOCAB, generator=rng)
     penalties, req_indices = penalties_with(SEQUENCES, VOCAB, CPU, *setting)
     have = processed_reference(SampleInputs(*arguments(logits, 0.0), req_indices, **penalties.checked(4, VOCAB, CPU)))
-    expected = torch.tensor([formula(logits[r], *SEQUENCES[r], *setting) for r in range(4)])
+    expected = torch.stack([formula(logits[r], *SEQUENCES[r], *setting) for r in range(4)])
     torch.testing.assert_close(have, expected, rtol=1e-6, atol=1e-6)
 
 
@@ -68,7 +68,7 @@ def test_kernel_ranks_tokens_as_the_formula(kernel_device: torch.device, rng: to
     for row, entry in enumerate(entries):
         for token, value in entry.items():
             biased[row, token] += value
-    expected = torch.tensor([formula(biased[r], *SEQUENCES[r], *setting) for r in range(4)])
+    expected = torch.stack([formula(biased[r], *SEQUENCES[r], *setting) for r in range(4)])
     have = values_of(kernel_device, logits, penalties=penalties, req_indices=req_indices, bias=bias)
     assert have.tolist() == expected.topk(6).indices.tolist()
 
@@ -360,7 +360,7 @@ def test_greedy_rows_take_the_best_penalised_token_with_any_truncation(
 ) -> None:
     logits = 2 * torch.randn(4, VOCAB, generator=rng)
     setting = (1.5, 0.5, 0.5)
-    expected = torch.tensor([formula(logits[r], *SEQUENCES[r], *setting) for r in range(4)]).argmax(-1)
+    expected = torch.stack([formula(logits[r], *SEQUENCES[r], *setting) for r in range(4)]).argmax(-1)
     penalties, req_indices = penalties_with(SEQUENCES, VOCAB, kernel_device, *setting)
     options = truncation(4, kernel_device, top_k=[1, 0, 5, 1], top_p=[0.9, 0.0, 0.9, 1.0], min_p=[0.1, 0.1, 0.0, 0.0])
     args = arguments(logits.to(kernel_device), [1.0, 1.0, 0.0, 1.0])

@@ -23,6 +23,7 @@ from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
 from graphrt.spec import AttentionSpec, KVCacheSpec
 from graphrt.step import Step
+from tests.support.sampling_cases import generated
 
 VOCAB, WIDTH, MAX_LEN = 53, 48, 96
 
@@ -249,13 +250,9 @@ def generate(
     stop_ids: Sequence[frozenset[int]] | None = None,
 ) -> list[list[int]]:
     """Greedy tokens of all prompts, generated together."""
-    answers: list[list[int]] = [[] for _ in prompts]
     stops = stop_ids or [frozenset()] * len(prompts)
     params = [SamplingParams(max_new_tokens=n, stop_ids=stop) for n, stop in zip(counts, stops, strict=True)]
-    for event in (generator or TextGenerator(runtime)).generate(prompts, params):
-        if event.token is not None:
-            answers[event.prompt].append(event.token)
-    return answers
+    return generated(generator or TextGenerator(runtime), prompts, params)
 
 
 def prompts_of(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:

@@ -31,6 +31,15 @@ MORE: dict[str, tuple[float, float]] = {
 }  # fmt: skip
 """Copied values without meaning for the refresh: value of request index 0 (each further index adds 1), and pad."""
 
+PADS: dict[str, float] = {
+    "fault_code": 0, "fault_value": 0, "logits_indices": 0, "req_indices": -1, "req_status": int(RequestStatus.PAD),
+    "void_req_indices": -1, "temperatures": 0.0, "seeds": 0, "encoder_lens": 0, "top_ks": 0, "top_ps": 1.0,
+    "min_ps": 0.0,
+}  # fmt: skip
+COPIED_FIELDS = {
+    "temperatures": "temperature", "seeds": "seed", "encoder_lens": "encoder_len", "top_ks": "top_k",
+    "top_ps": "top_p", "min_ps": "min_p",
+}  # fmt: skip
 OF_GROUPS = ("slot_mapping", "block_table")  # their first dimension is the KV group
 SCRATCH = {"new_spans", "check_code", "check_value", "table_from", "table_to"}  # passed from one kernel to the other
 
@@ -93,38 +102,38 @@ class Case:
 def pack(requests: Sequence[Request], step: int) -> list[int]:
     """Return the step inputs of `requests`, packed word by word."""
     words = [0] * layout.HEADER_SIZE
-    low = step & 0xFFFFFFFF
-    words[layout.HEADER_STEP_LOW] = low - (1 << 32) if low >= 1 << 31 else low
+    words[layout.HEADER_STEP_LOW] = word_of(step)
     words[layout.HEADER_STEP_HIGH] = step >> 32
     tokens = [t for request in requests for t in request.tokens]
     pages = [p for request in requests for p in request.pages]
     words[layout.HEADER_NUM_REQS] = len(requests)
     words[layout.HEADER_NUM_TOKENS] = len(tokens)
     words[layout.HEADER_NUM_PAGES] = len(pages)
-    columns: list[list[int]] = [[] for _ in range(layout.req_fields(1))]
+    fields = []
     token_at = page_at = 0
     for request in requests:
-        columns[layout.REQ_INDEX].append(request.req_index)
-        columns[layout.REQ_SEQ_LEN].append(request.seq_len)
-        columns[layout.REQ_QUERY_START].append(token_at if request.start is None else request.start)
-        columns[layout.REQ_QUERY_LEN].append(len(request.tokens) if request.query_len is None else request.query_len)
-        columns[layout.REQ_PAGES + layout.PAGE_FIRST].append(request.first_page)
-        columns[layout.REQ_PAGES + layout.PAGE_START].append(page_at)
-        count = len(request.pages) if request.page_count is None else request.page_count
-        columns[layout.REQ_PAGES + layout.PAGE_COUNT].append(count)
-        columns[layout.REQ_SAMPLE].append(request.sample)
-        columns[layout.REQ_COPIED].append(struct.unpack("<i", struct.pack("<f", request.temperature))[0])
-        columns[layout.REQ_COPIED + 1].append(struct.unpack("<i", struct.pack("<I", request.seed & 0xFFFFFFFF))[0])
-        columns[layout.REQ_ENCODER_LEN].append(request.encoder_len)
-        columns[layout.REQ_ENCODER_LEN + 1].append(request.top_k)
-        for at, share in ((2, request.top_p), (3, request.min_p)):
-            columns[layout.REQ_ENCODER_LEN + at].append(struct.unpack("<i", struct.pack("<f", share))[0])
-        for name, (value, _) in MORE.items():
-            word = struct.pack("<f" if isinstance(value, float) else "<i", value + request.req_index % 100)
-            columns[layout.REQ_COPIED + COPIED.index(name)].append(struct.unpack("<i", word)[0])
+        copied = {name: getattr(request, field) for name, field in COPIED_FIELDS.items()}
+        copied |= {name: value + request.req_index % 100 for name, (value, _) in MORE.items()}
+        fields.append([
+            request.req_index,
+            request.seq_len,
+            token_at if request.start is None else request.start,
+            len(request.tokens) if request.query_len is None else request.query_len,
+            request.sample,
+            *(word_of(copied[name]) for name in COPIED),
+            request.first_page,
+            page_at,
+            len(request.pages) if request.page_count is None else request.page_count,
+        ])  # fmt: skip
         token_at += len(request.tokens)
         page_at += len(request.pages)
-    return words + [word for column in columns for word in column] + tokens + pages
+    return words + [word for column in zip(*fields, strict=True) for word in column] + tokens + pages
+
+
+def word_of(value: float) -> int:
+    """The int32 with the bits of a float32 or of the low half of an int."""
+    data = struct.pack("<f", value) if isinstance(value, float) else struct.pack("<I", value & 0xFFFFFFFF)
+    return struct.unpack("<i", data)[0]
 
 
 def expect(
@@ -139,31 +148,18 @@ def expect(
     bounds = [starts[min(at, n)] for at in range(s.reqs + 1)]
     prompts_from = len(decodes) * s.decode_len
     out: dict[str, list[object]] = {
-        "fault_code": [0] * s.reqs,
-        "fault_value": [0] * s.reqs,
+        **{name: [pad] * s.reqs for name, pad in PADS.items()},
+        **{name: [pad] * s.reqs for name, (_, pad) in MORE.items()},
+        **{name: [s.seq_len_fill] * s.reqs for name in ("seq_lens", "decode_seq_lens", "prompt_seq_lens")},
         "step_counter": [step],
         "input_ids": [0] * s.tokens,
         "positions": [0] * s.tokens,
         "slot_mapping": [[-1] * s.tokens],
         "query_start_loc": bounds,
-        "seq_lens": [s.seq_len_fill] * s.reqs,
         "buffer_rows": [order.index(r) if r < n else r for r in range(s.reqs)],
-        "decode_seq_lens": [s.seq_len_fill] * s.reqs,
-        "prompt_seq_lens": [s.seq_len_fill] * s.reqs,
         "decode_start_loc": [min(start, prompts_from) for start in bounds],
         "prompt_start_loc": [max(start, prompts_from) for start in bounds],
         "block_table": [[[s.null_page] * s.max_pages for _ in range(s.reqs)]],
-        "logits_indices": [0] * s.reqs,
-        "req_indices": [-1] * s.reqs,
-        "req_status": [int(RequestStatus.PAD)] * s.reqs,
-        "void_req_indices": [-1] * s.reqs,
-        "temperatures": [0.0] * s.reqs,
-        "seeds": [0] * s.reqs,
-        "encoder_lens": [0] * s.reqs,
-        "top_ks": [0] * s.reqs,
-        "top_ps": [1.0] * s.reqs,
-        "min_ps": [0.0] * s.reqs,
-        **{name: [pad] * s.reqs for name, (_, pad) in MORE.items()},
     }
     for at, r in enumerate(order):
         request = requests[r]

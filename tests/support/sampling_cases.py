@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable
 
 import torch
@@ -159,15 +158,17 @@ def one_hot_rows(vocab: int, *rows: dict[int, float], rest: float = 0.0) -> torc
     return logits
 
 
-def formula(logits: torch.Tensor, prompt: list[int], output: list[int], rep: float, pre: float, freq: float) -> list:
-    """Penalised logits of a row, token by token; repetition by transformers' processor."""
+def formula(
+    logits: torch.Tensor, prompt: list[int], output: list[int], repetition: float, presence: float, frequency: float
+) -> torch.Tensor:
+    """Penalised logits [vocab] of a row: repetition by transformers' processor, the others by their formula."""
     from transformers import RepetitionPenaltyLogitsProcessor
 
     out = logits.clone()
     if prompt + output:
-        out = RepetitionPenaltyLogitsProcessor(rep)(torch.tensor([prompt + output]), out[None])[0]
-    counts = Counter(output)
-    return [float(v) - freq * counts[t] - pre * (counts[t] > 0) for t, v in enumerate(out.tolist())]
+        out = RepetitionPenaltyLogitsProcessor(repetition)(torch.tensor([prompt + output]), out[None])[0]
+    counts = torch.tensor(output, dtype=torch.int64).bincount(minlength=len(out))
+    return out - frequency * counts - presence * (counts > 0)
 
 
 def model_of(runtime: Runtime) -> ToyModel:
@@ -188,7 +189,7 @@ def greedy_output(
         if len(output) < params.min_tokens:
             logits[list(params.stop_ids)] = -INF
         penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
-        output.append(int(torch.tensor(formula(logits, prompt, output, *penalties)).argmax()))
+        output.append(int(formula(logits, prompt, output, *penalties).argmax()))
     return output
 
 
