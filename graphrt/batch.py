@@ -1,4 +1,4 @@
-"""The input of one step, and how it is packed into a slot of the input ring."""
+"""The input of one step, and its packing into an entry of the input ring."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Int32Array = npt.NDArray[np.int32]
 
 _PAD_WORDS = np.array(COPIED_PAD_WORDS, np.int32)[:, None]
 _FIELDS = {"sample": layout.REQ_SAMPLE} | {name: layout.REQ_COPIED + at for at, name in enumerate(COPIED)}
-"""Fields of the step inputs that hold a value of the batch unchanged."""
+"""Fields of the step inputs that contain a value of the batch unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +34,13 @@ class Request:
     """One request of a step, for callers that prefer objects to arrays; see `Batch.from_requests`.
 
     req_index    index of the persistent request state, 0 to max_num_reqs - 1; a request keeps its index until it ends
-    tokens       the new tokens. [TOKEN_FROM_DEVICE] is the token that this request sampled last; others may follow it
+    tokens       the new tokens. [TOKEN_FROM_DEVICE] is the request's last sampled token; other tokens may follow it
     seq_len      KV tokens including `tokens`
-    pages        page ids, in order; with several KV groups a list of them per group. () lists none in any group
-    first_page   index in the sequence of the first of `pages`; with several KV groups one per group
+    pages        page ids, in order; with several KV groups, one list per group. (): no pages in any group
+    first_page   page index of `pages[0]` in the sequence; with several KV groups, one index per group
     sample       sample a token after the last of `tokens`; False for a prompt chunk that is not the last one
 
-    The other fields are the values of the request in the Batch fields of their plural names.
+    Each other field is the request's value in the Batch field with the plural name.
     """
 
     req_index: int
@@ -68,54 +68,54 @@ class Request:
 class Batch:
     """The input of one step: n requests in any order, as host arrays. n may be 0, as in an idle rank's dummy step.
 
-    req_indices   [n]       int32    index of the persistent state of each request, all different
+    req_indices   [n]       int32    index of each request's persistent state; all different
     seq_lens      [n]       int32    KV tokens including those of this step
     query_lens    [n]       int32    new tokens of each request, >= 1; default 1
     tokens        [sum]     int32    token ids; TOKEN_FROM_DEVICE, the default, is the request's last sampled token
     page_indptr   [n + 1]   int32    request i lists page_ids[page_indptr[i] : page_indptr[i + 1]]
-    page_ids      [listed]  int32    page ids of all requests. By default no request lists any, in any group
-    first_pages   [n]       int32    index in the sequence of each request's first listed page; default 0
+    page_ids      [listed]  int32    page ids of all requests; default: no pages in any group
+    first_pages   [n]       int32    page index, in the sequence, of each request's first listed page; default 0
     sample        [n]       int32    1: sample after the request's last token (default); 0: more of the prompt follows
     temperatures  [n]       float32  default 0: greedy
     seeds         [n]       uint32   seeds of the requests' random numbers; default 0
     top_ks        [n]       int32    keep the k most likely tokens; default 0: all
-    top_ps        [n]       float32  keep the most likely tokens of this probability, in (0, 1]; default 1: all
-    min_ps        [n]       float32  keep tokens with this share of the best's probability, in [0, 1]; default 0: all
-    repetition_penalties  [n]  float32  above 0: positive logits of tokens in prompt or output are divided by it, others
-                                     are multiplied; default 1: off
-    presence_penalties    [n]  float32  subtracted from logits of tokens in the output; default 0: off
-    frequency_penalties   [n]  float32  subtracted for each time that a token is in the output; default 0: off
-    prompt_lens   [n]       int32    tokens from this position on are the output, which these two penalties count;
-                                     default 0: all tokens are output
-    token_masks   [n]       int32    number of the mask that says which tokens are allowed, one of those that
-                                     `ReplayManager.request_tables.set_token_masks` wrote; default -1: none
-    logprobs      [n]       int32    log-probabilities of one token and of this number of most likely tokens, for
+    top_ps        [n]       float32  keep the most likely tokens with this total probability, in (0, 1]; default 1: all
+    min_ps        [n]       float32  keep tokens with this share of the top probability, in [0, 1]; default 0: all
+    repetition_penalties  [n]  float32  above 0: divides positive logits of tokens in the prompt or output, multiplies
+                                     their other logits; default 1: off
+    presence_penalties    [n]  float32  subtracted from the logits of tokens in the output; default 0: off
+    frequency_penalties   [n]  float32  subtracted once per occurrence of the token in the output; default 0: off
+    prompt_lens   [n]       int32    position where the output starts, for these two penalties; default 0: all tokens
+                                     are output
+    token_masks   [n]       int32    number of the mask of allowed tokens, which
+                                     `ReplayManager.request_tables.set_token_masks` has set; default -1: none
+    logprobs      [n]       int32    return log-probabilities of one token and of this number of most likely tokens; see
                                      `StepHandle.logprobs()`; default -1: none
-    logprob_tokens   [n]    int32    the token that `logprobs` is about, such as the next one of a prompt; default -1:
-                                     the sampled token
+    logprob_tokens   [n]    int32    the token to include in `logprobs`, such as the next prompt token; default -1: the
+                                     sampled token
     encoder_lens  [n]       int32    tokens that each request's encoder wrote for cross layers; default 0: no encoder
 
-    **Page lists.** A list from page 0 names all pages of its request. A list from a later page, or an empty one, keeps
-    the pages that earlier steps listed before it. So a running request lists new pages only, and a step without new
-    pages has no lists: `Batch(req_indices=[0, 1], seq_lens=[5, 9])`. A request that starts a sequence
+    **Page lists.** A list that starts at page 0 contains all pages of its request. A list that starts at a later page,
+    or is empty, keeps the earlier pages of previous steps. So a running request lists only new pages, and a step
+    without new pages has no lists: `Batch(req_indices=[0, 1], seq_lens=[5, 9])`. A request that starts a sequence
     (seq_len == query_len) drops the pages that its index had before.
 
-    With G KV groups (see KVCacheSpec) each request has G lists, those of the first group first: page_indptr is
-    [G * n + 1], first_pages [G * n]. A list of a windowed group may start at the first page inside the window; earlier
-    pages are not read. A running request that lists from page 0, in a group of its own tokens, drops its pages in all
-    groups: it may be another sequence with a cached prefix. It then lists its pages in every group.
+    With G KV groups (see KVCacheSpec) each request has G lists, ordered by group: page_indptr is [G * n + 1],
+    first_pages [G * n]. A list of a windowed group may start at the first page inside the window; earlier pages are not
+    read. If a running request lists from page 0 in a group that is not a cross group, it may be a new sequence with a
+    cached prefix: it drops its pages in all groups, and must list its pages in every group.
 
-    A list of a cross group has the pages that the request's encoder wrote. Requests may list the same ones. A request
-    states the same encoder_len in every step. Another value is a fault, unless the request lists from page 0 or starts
-    a sequence. With encoder_len 0 and no encoder pages, cross layers return zeros.
+    A list of a cross group contains the pages that the request's encoder wrote. Requests may share these pages. A
+    request has the same encoder_len in every step. A different value is a fault, unless the request lists from page 0
+    or starts a sequence. With encoder_len 0 and no encoder pages, cross layers return zeros.
 
-    **Penalties.** A request with a penalty states it in every step of its sequence, from the first token on: a step
-    without it does not count its tokens. For a cached prefix, call `RequestTables.record_prefix` before the first step.
+    **Penalties.** Pass a request's penalties in every step of its sequence, from the first token on: tokens of a step
+    without penalties are not counted. For a cached prefix, call `RequestTables.record_prefix` before the first step.
 
     Encoder-only models have no KV groups: their batches list no pages, and each request is a whole sequence.
 
-    Any array-like host values are accepted. Arrays of these dtypes are kept without a copy; lists are converted, at
-    13 ns per value. The device checks page ids, page counts and slots that two requests write.
+    Arguments may be any array-like host values. Arrays of these dtypes are not copied; lists are converted, at 13 ns
+    per value. The device checks page ids, page counts, and that no two requests write the same slot.
 
     Raises: ShapeError: if an argument has the wrong type, rank, length or value; it names the argument.
     """
@@ -235,7 +235,7 @@ class Batch:
 
     @classmethod
     def from_requests(cls, requests: Sequence[Request]) -> Batch:
-        """Make a batch of Request objects: easier to read, and two microseconds per request slower than arrays.
+        """Make a batch of Request objects. Easier to read than arrays, but two microseconds per request slower.
 
         Raises: ShapeError: if a field has a wrong value; it names the request and the field.
         """
@@ -262,7 +262,7 @@ class Batch:
 
     @classmethod
     def empty(cls) -> Batch:
-        """Return a batch without requests: the step of an idle rank. It changes no request and no page."""
+        """Return a batch without requests, for the step of an idle rank. It changes no request and no page."""
         return cls(req_indices=(), seq_lens=())
 
     @property
@@ -275,12 +275,12 @@ class Batch:
 
     @property
     def num_groups(self) -> int:
-        """Number of KV groups in the page lists; 0 if no page is listed, which fits any runtime."""
+        """Number of KV groups in the page lists; 0 if no page is listed, which any runtime accepts."""
         return len(self.first_pages) // self.num_reqs if len(self.page_ids) else 0
 
     @property
     def asks_logprobs(self) -> bool:
-        """Whether any request asks for log-probabilities."""
+        """Whether any request needs log-probabilities."""
         return bool(self.needs) and any(name == "max_logprobs" for name, _ in self.needs)
 
     def is_uniform(self, query_len: int) -> bool:
@@ -290,14 +290,14 @@ class Batch:
             return False
         if n == 0 or "query_lens" not in self._stated:
             return True
-        # The sum is right: if none is longer, none is shorter.
+        # The sum is correct, so if no request is longer, none is shorter.
         return bool(self.query_lens.item(self.query_lens.argmax()) == query_len)
 
     def check_needs(self, config: RuntimeConfig, vocab_size: int) -> None:
         """Check the batch against a config.
 
-        Raises: UnsupportedError: if a request needs what the runtime was built without; ShapeError: if a value of
-        `logprob_tokens` is outside of the vocabulary.
+        Raises: UnsupportedError: if a request needs an option that the config does not enable; ShapeError: if a value
+        of `logprob_tokens` is outside of the vocabulary.
         """
         config.check_needs("batch", self.needs)
         if "logprob_tokens" in self._stated and len(over := np.flatnonzero(self.logprob_tokens >= vocab_size)):
@@ -310,7 +310,7 @@ class Batch:
     def check_capacity(
         self, max_seq_len: int, inputs_words: int, groups: int, max_encoder_len: int = 0, whole: bool = False
     ) -> None:
-        """Check the batch against the capacity of a runtime, in microseconds.
+        """Check the batch against the capacity of a runtime. Takes microseconds.
 
         Raises: CapacityError: if a sequence or the page lists are too long; ShapeError: if the page lists are for
         another number of KV groups, or with `whole`, if a request is not a whole sequence.
@@ -350,7 +350,7 @@ class Batch:
     def write_inputs(self, out: Int32Array, step: int, groups: int) -> int:
         """Pack the batch into `out`, for a runtime of `groups` KV groups, and return the number of words used.
 
-        kernels/metadata/step_inputs.py has the layout.
+        kernels/metadata/step_inputs.py defines the layout.
         """
         n, num_tokens, listed, groups = len(self.req_indices), len(self.tokens), len(self.page_ids), max(groups, 1)
         layout.write_header(out, step, n, num_tokens, listed)
@@ -379,7 +379,7 @@ class Batch:
 
 @functools.lru_cache(maxsize=8)
 def _ones(n: int) -> Int32Array:
-    """Return ones, read-only: all batches of n requests share them."""
+    """Return a read-only array of n ones, which all batches of n requests share."""
     ones = np.ones(n, np.int32)
     ones.setflags(write=False)
     return ones
@@ -387,7 +387,7 @@ def _ones(n: int) -> Int32Array:
 
 @functools.lru_cache(maxsize=8)
 def _defaults(n: int, fields: int) -> npt.NDArray[np.int32]:
-    """Return the default fields of n requests from REQ_QUERY_START on: sample after one token, no pages."""
+    """Return the default fields of n requests, from REQ_QUERY_START on: one sampled token each, no pages."""
     rows = np.zeros((fields, n), np.int32)
     rows[layout.REQ_QUERY_START] = np.arange(n)
     rows[layout.REQ_QUERY_LEN] = rows[layout.REQ_SAMPLE] = 1
@@ -397,7 +397,7 @@ def _defaults(n: int, fields: int) -> npt.NDArray[np.int32]:
 
 def _int32(name: str, values: Any, length: int | None = None) -> Int32Array:
     if type(values) is list or type(values) is tuple:
-        # Twice as fast as NumPy, which looks for a common type. NumPy names the values that fail here.
+        # Twice as fast as NumPy, which determines a common type. For values that fail here, NumPy raises the error.
         with contextlib.suppress(TypeError, OverflowError):
             values = np.frombuffer(array("i", values), np.int32) if values else np.empty(0, np.int32)
     result: Int32Array = host_array(name, values, np.int32, length)
@@ -412,7 +412,7 @@ def _not_negative(values: Any, length: int) -> Int32Array:
 
 
 def _page_lists(requests: Sequence[Request]) -> tuple[list[Sequence[int] | Int32Array], list[int]]:
-    """Return the page lists of all requests, those of the first KV group first, and the first page of each list."""
+    """Return the page lists of all requests, ordered by KV group, and the first page of each list."""
     given = [_list(index, "pages", request.pages) for index, request in enumerate(requests)]
     if not any(map(len, given)):
         return [], []
@@ -440,7 +440,7 @@ def _page_lists(requests: Sequence[Request]) -> tuple[list[Sequence[int] | Int32
 
 
 def _list(index: int, name: str, values: Any) -> Any:
-    """Return a request's tokens or pages if they have a length and can be joined to those of others."""
+    """Return a request's tokens or pages. Raises ShapeError if they are not a sequence or an array."""
     scalar = isinstance(values, np.ndarray) and values.ndim == 0
     if scalar or isinstance(values, (str, bytes)) or not isinstance(values, (Sequence, np.ndarray)):
         got = "an array of one number" if scalar else type(values).__name__
@@ -450,7 +450,7 @@ def _list(index: int, name: str, values: Any) -> Any:
 
 
 def _concatenate(lists: list[Sequence[int] | Int32Array]) -> npt.ArrayLike:
-    """Return all lists as one array: arrays by NumPy, lists in a C loop."""
+    """Concatenate all lists: NumPy joins arrays, a C loop joins lists."""
     if lists and all(isinstance(values, np.ndarray) and values.ndim == 1 for values in lists):
         return np.concatenate(lists)
     joined = array("i")
@@ -458,5 +458,5 @@ def _concatenate(lists: list[Sequence[int] | Int32Array]) -> npt.ArrayLike:
         for values in lists:
             joined.fromlist(values if type(values) is list else list(values))
     except (TypeError, OverflowError):
-        return [value for values in lists for value in values]  # the check of the whole names the bad value
+        return [value for values in lists for value in values]  # the check of the result reports the bad value
     return np.frombuffer(joined, np.int32) if joined else np.empty(0, np.int32)

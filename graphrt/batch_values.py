@@ -1,4 +1,4 @@
-"""The values that the refresh copies for each request of a `Batch`: their host dtypes, ranges and defaults."""
+"""Host dtypes, ranges and defaults of the values that the refresh copies for each request of a `Batch`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Values = npt.NDArray[Any]
 
 _ON_HOST: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.int64: np.uint32, torch.int32: np.int32}
 _SPECS = {name: StaticBuffers.specs()[name] for name in COPIED}
-"""Declarations of the copied values. The host sends 32 bits each, in the dtype that _ON_HOST has for the buffer's."""
+"""Declarations of the copied values. The host sends 32 bits each, in a dtype that _ON_HOST maps to the buffer's."""
 
 
 def singular(name: str) -> str:
@@ -69,14 +69,14 @@ _NEEDS: dict[str, Callable[[Values], tuple[Need, ...]]] = {
     ),
     "logprobs": lambda values: (("max_logprobs", int(values.max())),) if (values >= 0).any() else (),
 }
-"""The fields of RuntimeConfig that values need, and their least values."""
+"""For each field of a batch, the fields of RuntimeConfig that its values need, with their lowest values."""
 
 
 _pads: dict[str, Values] = {name: np.empty(0, _ON_HOST[spec.dtype]) for name, spec in _SPECS.items()}
 
 
 def copied_values(name: str, values: Any, length: int) -> Values:
-    """Return a copied field of `length` requests: `values`, or the read-only defaults, which batches share.
+    """Return a copied field of `length` requests: `values`, or if None, the read-only defaults that batches share.
 
     Raises: ShapeError.
     """
@@ -99,12 +99,12 @@ def check_ranges(stated: Mapping[str, Values]) -> None:
 
 
 def needs_of(stated: Mapping[str, Values]) -> tuple[Need, ...]:
-    """Return the fields of RuntimeConfig that these values need, and their least values."""
+    """Return the fields of RuntimeConfig that these values need, and their lowest values."""
     return tuple(need for name, values in stated.items() if name in _NEEDS for need in _NEEDS[name](values))
 
 
 def host_array(name: str, values: Any, dtype: Any, length: int | None = None) -> Values:
-    """Return `values` as a one-dimensional array of `dtype`, without a copy if it is one already.
+    """Return `values` as a one-dimensional array of `dtype`, without a copy if it already is one.
 
     Raises: ShapeError.
     """
@@ -123,7 +123,7 @@ def host_array(name: str, values: Any, dtype: Any, length: int | None = None) ->
             f"{type(values).__name__} ({error}); convert it"
         ) from error
     if array.size == 0 and array.dtype.kind == "f":
-        array = array.astype(dtype)  # NumPy makes float64 of ()
+        array = array.astype(dtype)  # NumPy converts () to float64
     allowed = "iuf" if np.issubdtype(dtype, np.floating) else "biu"
     if array.dtype.kind not in allowed:
         raise ShapeError(f"batch.{name}: expected {np.dtype(dtype).name} values, got {array.dtype}; convert them")

@@ -20,7 +20,7 @@ _MAX_RING = 1024
 _MAX_BIAS = 1 << 16
 
 Need = tuple[str, int]
-"""A field of RuntimeConfig, and the lowest value that some requests need (1 is True for a bool)."""
+"""A field of RuntimeConfig, and the lowest value that some requests need (for a bool, 1 means True)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +30,12 @@ class RequestTensor:
         RequestTensor("adapter", dtype=torch.int32)             one number per request, 0 unless it is set
         RequestTensor("shift", (512,), initial=-1.0)            512 float32 per request
 
-    name      name in `Step.request_state`
+    name      name for `Step.request_state`
     shape     shape of one request's value; () is a number
     dtype     float64, float32, float16, bfloat16, float8_e4m3fn, float8_e5m2, int64 to int8, uint8 or bool
     initial   value of requests that set none, and of padding requests
 
-    Raises: ConfigError: if `dtype` is another one, if it cannot represent `initial`, or if a field has the wrong type.
+    Raises: ConfigError: if `dtype` is another dtype or cannot represent `initial`, or if a field has the wrong type.
     """
 
     name: str
@@ -62,40 +62,40 @@ class RequestTensor:
 class RuntimeConfig:
     """Capacities and options of a runtime.
 
-    max_num_reqs    most requests in one step, up to 65,536; also the number of request indices
-    max_num_tokens  most new tokens in one step (prefill chunks and decode together), up to 65,536
+    max_num_reqs    maximum number of requests in one step, up to 65,536; also the number of request indices
+    max_num_tokens  maximum number of new tokens in one step (prefill chunks and decode together), up to 65,536
     max_seq_len     KV tokens of the longest sequence: prompt and output, except the last sampled token, whose KV is
                     never written. Determines the width of the block table
     query_len       new tokens per request in decode graphs: 1, or 1 + K with speculation
     decode_sizes    numbers of requests to capture decode graphs for; None: the default sizes, (): no decode graph
     mixed_sizes     numbers of tokens to capture mixed graphs for; None: the default sizes, (): no mixed graph
-    ring_depth      launches in flight before `replay` waits. A larger value hides longer pauses of the host. With
-                    `shadow_every` twice as many may be in flight, because an eager step is such a pause
-    launch_steps    most steps in one launch of a DecodeSession
+    ring_depth      maximum number of launches in flight before `replay` waits. A larger value hides longer pauses of
+                    the host. With `shadow_every` the limit is doubled, because an eager step is such a pause
+    launch_steps    maximum number of steps in one launch of a DecodeSession
     loop_sizes      decode sizes that can run many steps in one graph launch; other sizes are launched step by step
     backend         name of the attention backend; None: GRAPHRT_BACKEND, else the fastest supported one
     prefill_backend name of the backend for the prefill part of mixed steps, while `backend` serves the decode part.
-                    "none": `backend` serves whole mixed steps. None: whichever was measured to be faster
+                    "none": `backend` serves whole mixed steps. None: the faster choice, as measured
     use_graphs      False: run every step eagerly; `stats()` counts these steps with the reason
-    check_weights   before each step, compare the address of one weight or cache tensor, and look up four names of the
-                    model, in turn. The first step always checks everything that graphs hold, and so does every step
-                    with GRAPHRT_DEBUG=1
-    shadow_every    after this many launches, run one step also eagerly from the same state, and compare results and
-                    state bit by bit: `stats().shadow_differences`, and a RuntimeWarning. 0: never
+    check_weights   before each step, check the address of one weight or cache tensor, and look up four names of the
+                    model, in rotation. The first step, and every step with GRAPHRT_DEBUG=1, checks all tensors that
+                    graphs use
+    shadow_every    every this many launches, run one step also eagerly, and compare results and state bitwise.
+                    Differences are in `stats().shadow_differences`, with a RuntimeWarning. 0: never
     mixed_batches   False: `replay` accepts only batches in which every request has `query_len` new tokens. No mixed
                     graphs are captured, and backends without mixed batches can be used
-    max_encoder_len  most tokens that an encoder writes for a request, and the width of block tables of cross groups.
+    max_encoder_len  maximum encoder tokens per request; determines the width of block tables of cross groups.
                     Required if the model has cross layers, else None
     batch_invariant select only backends whose result for a request does not depend on other requests, bitwise. Matrix
                     products of the model may still differ in their last bits between graph sizes
     penalties       allow repetition, presence and frequency penalties. Costs 4.125 bytes of device memory per request
                     index and vocabulary entry, and one kernel per step
-    max_logit_bias  most tokens with a logit bias per request; 8 bytes of device memory per request index for each
-    max_logprobs    most top tokens per request whose log-probabilities can be returned, up to 1,024. 0: only the
+    max_logit_bias  maximum tokens with a logit bias per request; each costs 8 bytes of device memory per request index
+    max_logprobs    maximum top tokens per request whose log-probabilities are returned, up to 1,024. 0: only the
                     sampled token, None: no log-probabilities. Costs four kernels per step, and 8 bytes of pinned host
                     memory per request, token and step in flight
-    token_masks     allow masks of permitted tokens, for constrained decoding; one bit of device memory per request
-                    index and vocabulary entry
+    token_masks     allow masks of permitted tokens, for constrained decoding. Costs one bit of device memory per
+                    request index and vocabulary entry
     request_tensors per-request tensors of the model or the sampler
 
     Raises: ConfigError: if a field has the wrong type or is out of range, or if fields contradict each other.
@@ -180,7 +180,7 @@ class RuntimeConfig:
 
     @property
     def most_in_flight(self) -> int:
-        """Most launches in flight before the next one waits; see `ring_depth`."""
+        """Maximum number of launches in flight before the next one waits; see `ring_depth`."""
         return 2 * self.ring_depth if self.shadow_every else self.ring_depth
 
     def check_needs(self, what: str, needs: Iterable[Need]) -> None:
@@ -198,7 +198,7 @@ class RuntimeConfig:
                 )
 
     def resolve(self) -> RuntimeConfig:
-        """Return a config with the default sizes, and the backend of the environment, in place of None."""
+        """Return a config with None replaced by the default sizes and the backend of the environment."""
         mixed = self.mixed_sizes
         if mixed is None:
             mixed = default_mixed_sizes(self.max_num_tokens) if self.mixed_batches else ()

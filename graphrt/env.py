@@ -9,7 +9,7 @@ from graphrt.kernels.errors import ConfigError
 
 
 def backend() -> str | None:
-    """Return GRAPHRT_BACKEND, the attention backend of configurations that name none; None if unset."""
+    """Return GRAPHRT_BACKEND, the attention backend of configurations without one; None if unset."""
     name = os.environ.get("GRAPHRT_BACKEND")
     if name is not None and not name.isidentifier():
         raise ConfigError(
@@ -30,7 +30,7 @@ def cache_dir() -> Path:
             base = Path(os.environ.get("XDG_CACHE_HOME", ""))
             return (base if base.is_absolute() else Path.home() / ".cache") / "graphrt"
         path = Path(folder).expanduser().absolute()
-        good = bool(folder) and (not path.exists() or path.is_dir())  # in this order: another process may create it
+        good = bool(folder) and (not path.exists() or path.is_dir())  # exists() first: another process may create it
     except (OSError, RuntimeError) as error:  # name too long, no permission, no such user, no home
         raise ConfigError(f"GRAPHRT_CACHE: expected a folder, got {folder!r} ({error}); specify a folder") from error
     if not good:
@@ -39,8 +39,8 @@ def cache_dir() -> Path:
 
 
 def debug() -> bool:
-    """Return whether GRAPHRT_DEBUG is 1: check every step in full, and raise for kernels loaded after capture and for
-    memory growth."""
+    """Return whether GRAPHRT_DEBUG is 1: every step is checked in full, and memory growth and kernels loaded after
+    capture raise errors."""
     value = os.environ.get("GRAPHRT_DEBUG", "0")
     if value not in ("0", "1"):
         raise ConfigError(f"GRAPHRT_DEBUG: expected 0 or 1, got {value!r}; set it to 1, or unset it")

@@ -1,6 +1,6 @@
-"""The checks for captured CUDA graphs: `audit` for the memory that a graph holds, `verify` for its results.
+"""Checks of captured CUDA graphs: `audit` checks the memory that a graph addresses, `verify` checks its results.
 
-`verify_runtime` is imported when it is first used: the other checks do not need the runtime.
+`verify_runtime` is imported on first use, because the other checks do not need the runtime.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The attention layer for modules that do not take a Step: it maps query, key and value to the output.
 
-The layer's operator finds it by a number that is unique in the process. While a step runs, its manager binds the step
-to the layers of the model. There is no other global state.
+The operator finds its layer by a number that is unique in the process. While a step runs, its manager binds the step to
+the layers of the model. There is no other global state.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from graphrt.step import Step
 
 
 class _Holder:
-    """The running step and the index of one layer, for its operator. `lock` is taken while a step is bound."""
+    """The running step and the index of one layer, for its operator. `lock` is held while a step is bound."""
 
     __slots__ = ("__weakref__", "binding", "lock", "name")
 
@@ -94,22 +94,22 @@ _rotary_attention_layer = define_composite(
 class Attention(torch.nn.Module):
     """Causal attention over the paged KV cache of the Runtime or ReplayManager that runs the model.
 
-    num_q_heads, head_dim, num_kv_heads   numbers of heads and their size; num_kv_heads None: num_q_heads
+    num_q_heads, head_dim, num_kv_heads   numbers of heads, and head size; num_kv_heads None: num_q_heads
     name            name of the layer in errors and for `kv_shared_with`; unique in the model
     scale           softmax scale; None: head_dim ** -0.5
     sinks           [num_q_heads], a logit per query head. A Parameter is registered as `<layer>.sinks`. A plain tensor
                     becomes a buffer that is not in the state_dict
     kind            AttentionKind.CROSS reads encoder outputs in the cache, and takes no key and value.
-                    AttentionKind.ENCODER has no cache: tokens of a request see each other in both directions
-    kv_shared_with  name of an earlier layer whose keys and values this one reads; it takes no key and value
+                    AttentionKind.ENCODER has no cache: tokens of a request attend to each other in both directions
+    kv_shared_with  name of an earlier layer whose keys and values this layer reads; it then takes no key and value
     dtype           dtype of queries, keys, values and output; None: torch's default dtype. `module.to(dtype)` changes
                     it
     Other arguments are those of AttentionSpec; `alibi_slopes` may also be a list or a tensor.
 
-    A layer has no weights except sinks, and owns no cache, so several managers can use one model. A layer that writes
-    keys and values is called once per step; others, such as encoder layers, any number of times.
+    A layer has no weights except sinks, and owns no cache, so several managers can use one model. Call a layer that
+    writes keys and values once per step; call other layers, such as encoder layers, any number of times.
 
-    Capture-safe. For torch.compile it is one operator, `graphrt::attention_layer`.
+    Capture-safe. torch.compile treats a call as one operator, `graphrt::attention_layer`.
 
     Raises:
         ConfigError: if a value is wrong; see AttentionSpec.
@@ -199,11 +199,11 @@ class Attention(torch.nn.Module):
                                                     given
         key     [tokens, num_kv_heads, head_dim]    or flat, like query; None with kv_shared_with and in a cross layer
         value   [tokens, num_kv_heads, v_head_dim]  or flat; None if key is None
-        rotary  norm and rotary embedding that are applied to query and key; None: none
+        rotary  norm and rotary embedding to apply to query and key, or None
 
-        Tensors have the layer's dtype and a last stride of 1, on the device of the cache. Returns
-        [tokens, num_q_heads, v_head_dim], flat if query is flat, with zeros in padding tokens. Capture-safe. Cross and
-        encoder layers differ as `AttentionKind` describes.
+        Tensors have the layer's dtype, the cache's device and a last stride of 1. Returns
+        [tokens, num_q_heads, v_head_dim], flat if query is flat, with zeros in padding tokens. Capture-safe. For cross
+        and encoder layers, see `AttentionKind`.
 
         Raises:
             ShapeError: if a tensor does not match the layer or the step.
@@ -226,7 +226,7 @@ class Attention(torch.nn.Module):
         return output.flatten(1) if query.dim() == 2 else output
 
     def extra_repr(self) -> str:
-        """Return the layer's line in the printed model."""
+        """Return the layer's arguments, for the printed model."""
         shared = "" if self.kv_shared_with is None else f", kv_shared_with={self.kv_shared_with!r}"
         kind = "" if self._spec.kind is AttentionKind.DECODER else f", kind={self._spec.kind.value}"
         return f"{self.num_q_heads}, {self.head_dim}, {self.num_kv_heads}, name={self.name!r}{shared}{kind}"
@@ -250,7 +250,7 @@ class Attention(torch.nn.Module):
         _holders[self._number] = self._holder
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Attention:
-        """Convert all tensors, for `to()`, `half()` and the like; the layer's dtype follows."""
+        """Convert all tensors, for `to()`, `half()` and similar calls, and update the layer's dtype."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch does not annotate it
         self._dtype = fn(torch.empty(0, dtype=self._dtype, device="cpu")).dtype
         return self
@@ -280,7 +280,7 @@ def attention_specs(model: torch.nn.Module) -> tuple[AttentionSpec, ...]:
 
 
 class ModelLayers:
-    """The `Attention` layers of a model in the order of `model.modules()`; none if it is not a module.
+    """The `Attention` layers of a model in the order of `model.modules()`; empty if the model is not a module.
 
     specs   spec of each layer, with kv_shared_with as an index
 
@@ -318,7 +318,7 @@ class ModelLayers:
     def bound_to(self, step: Step) -> Iterator[None]:
         """Bind a step to the layers while it runs.
 
-        Raises: ReplayError: if another step is bound to one of them, in another thread or around this one.
+        Raises: ReplayError: if another thread or an enclosing call has bound another step to one of them.
         """
         with ExitStack() as stack:
             for index, layer in enumerate(self._layers):
@@ -335,7 +335,7 @@ class ModelLayers:
         """Return the spec of every layer.
 
         attention       a spec per layer, one spec for all layers, or None for the model's own layers
-        cache_layers    number of layers of the cache, for one spec; None if there is no cache yet
+        cache_layers    number of cache layers, if one spec is given; None if there is no cache yet
 
         Raises: ConfigError: if there is no spec, if an item is not a spec, or if specs differ from the model's layers.
         """

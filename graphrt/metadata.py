@@ -22,8 +22,8 @@ class StepMetadata:
                                                 padding requests
     query_start_loc   [padded_reqs + 1]  int32  prefix sum of query lengths; repeats its last value in padding requests
     positions         [padded_tokens]    int64  position of each new token in its sequence; 0 in padding tokens
-    block_tables      per KV group [padded_reqs, max_pages]  int32  page ids. The null page after the last page of a
-                                                request, before the first page that it sees, and in padding requests
+    block_tables      per KV group [padded_reqs, max_pages]  int32  page ids; unused entries (after a request's last
+                                                page, before the first one that it reads, in padding) are the null page
     slot_mappings     per KV group [padded_tokens]           int64  flat KV slot of each new token; -1 in padding
                                                 tokens, and everywhere in cross groups
     encoder_lens      [padded_reqs]      int32  encoder tokens of each request; 0 in padding requests
@@ -35,14 +35,14 @@ class StepMetadata:
 
     In a mixed step with two parts, decode requests come first:
 
-        tokens                  0 1 2 | 3 4 5 6 7 | 8 9      three decode requests, prefill of 5 tokens and of 2
+        tokens                  0 1 2 | 3 4 5 6 7 | 8 9      three decode requests, then prefills of 5 and 2 tokens
         query_start_loc         0 1 2   3           8  10
         .. of the decode part   0 1 2   3           3   3    prefill requests are padding here
         .. of the prefill part  3 3 3   3           8  10    decode requests have no tokens here
 
     The decode part is a decode batch of min(padded_reqs, padded_tokens // decode_len) requests with `decode_len` tokens
-    each. Its padding holds prefill requests, so only `seq_lens` and `query_start_loc` have the values of padding there.
-    `encoder_lens`, `block_tables`, `slot_mappings` and `positions` are those of the whole step, in both parts.
+    each. Prefill requests occupy its padding, so only `seq_lens` and `query_start_loc` contain padding values there. In
+    both parts, `encoder_lens`, `block_tables`, `slot_mappings` and `positions` are those of the whole step.
     """
 
     descriptor: BatchDescriptor
@@ -64,7 +64,7 @@ class StepMetadata:
         max_pages: Sequence[int],
         decode_len: int = 0,
     ) -> StepMetadata:
-        """Return the metadata of static buffers that were cut to the size of `descriptor`.
+        """Return the metadata of static buffers that are already cut to the size of `descriptor`.
 
         max_pages   width of the block table of each KV group; empty without groups
         decode_len  new tokens per request of the decode part; 0 for a step with one part

@@ -52,7 +52,7 @@ _CAPTURED = State.CAPTURED  # the lookup of an enum member takes as long as a ca
 class ReplayManager:
     """The decode step of one model over one paged KV cache, captured and replayed.
 
-    Use Runtime, which owns a manager, if graphrt is to size the cache and allocate pages and request indices.
+    Use Runtime, which owns a manager, if graphrt should size the cache and allocate pages and request indices.
 
     model       maps a Step to logits [padded_reqs, vocab_size]
     kv_cache    the cache; may consist of tensors that the caller owns
@@ -62,13 +62,13 @@ class ReplayManager:
     sampler     maps logits and Step to tokens, in the graph; None: the caller samples from `handle.logits()`
     stream      stream of all steps; None: the current stream. Graphs share memory, so all steps run on one stream
     weights     named tensors that must not move; None: parameters and buffers of the model, if it is a Module
-    page_tables [groups, max_num_reqs, pages_per_request] int32 on the device, contiguous: block tables by request index
-                that the caller owns. With one group the first dimension may be left out. Each step reads them, and
-                batches list no pages
+    page_tables [groups, max_num_reqs, pages_per_request] int32 on the device, contiguous: block tables that the caller
+                owns, by request index. With one group, the first dimension may be omitted. Each step reads these
+                tables, and batches list no pages
     `request_tables` writes per-request state: logit biases, token masks and request tensors.
 
     Call `capture()` once, then `replay(batch)` per step, then `close()`. Steps run in inference mode. A concurrent or
-    nested call raises ReplayError. Any thread may read tokens; logits belong to the thread that submits steps.
+    nested call raises ReplayError. Any thread may read tokens; only the thread that submits steps may read logits.
 
     Raises:
         ConfigError: if an argument has the wrong type, or arguments do not match.
@@ -124,7 +124,7 @@ class ReplayManager:
             page_tables=check_page_tables(page_tables, self._buffers), request_tensors=self.request_tables.tensors,
         )  # fmt: skip
         with self._on_stream, torch.inference_mode():
-            # Make the buffers valid: all requests are padding. It also loads Triton's first kernel before the capture.
+            # Fill the buffers with padding requests, which are valid, and load Triton's first kernel before capture.
             self._program.refresh(BatchDescriptor.mixed(config.max_num_tokens, config.max_num_reqs))
         self._graphs = StepGraphs(self._program, recorder, config.loop_sizes)
         assert config.decode_sizes is not None, "resolve() sets the sizes"
@@ -156,7 +156,7 @@ class ReplayManager:
         return self._kv_cache
 
     def forget_cache(self) -> None:
-        """Drop the KV cache after `close()`. Handles keep a reference to the manager, and so to the cache."""
+        """Drop the KV cache after `close()`. Handles keep references to the manager, and so to the cache."""
         self._require(State.CLOSED, "forget_cache")
         self._kv_cache = None
 
@@ -189,8 +189,8 @@ class ReplayManager:
         return self._guards.memory(descriptor)
 
     def audit(self, descriptor: BatchDescriptor) -> Audit:
-        """Check that every address in the graph of a size is in memory that outlives it; `print` the result, or call
-        its `raise_if_any()`. Raises: see `graph`."""
+        """Check that every address in the graph of a size is in memory that outlives the graph. Print the result, or
+        call its `raise_if_any()`. Raises: see `graph`."""
         self._require(State.CAPTURED, "audit")
         return self._guards.audit(descriptor)
 
@@ -200,11 +200,11 @@ class ReplayManager:
         progress   called with the report of each graph
 
         Captures nothing with `use_graphs=False` or a backend without graph support; `stats()` then counts eager steps
-        with the reason.
+        by reason.
 
         Raises:
-            CaptureError: if the step cannot be captured (a host read, a moved buffer, a wrong shape), or the manager is
-                not new.
+            CaptureError: if the step cannot be captured (a host read, a moved buffer, a wrong shape), or if the manager
+                is not new.
             ConfigError: if a null page that attention may read holds NaN or infinity, or if a scale of an fp8 cache is
                 NaN, infinite or 0.
 
@@ -218,7 +218,7 @@ class ReplayManager:
             start = time.perf_counter()
             self._guards.before_capture()
             with OnStream(self._stream, "graphrt.capture"), torch.inference_mode():
-                with torch.inference_mode(False):  # `reset` writes these in any mode
+                with torch.inference_mode(False):  # `reset` may write these tensors outside of inference mode
                     self._backend.allocate()
                 self._graphs.capture(self._dispatcher.captured(), progress)
             if self._stream is not None:
@@ -233,10 +233,10 @@ class ReplayManager:
     def replay(self, batch: Batch, *, eager: bool = False, descriptor: BatchDescriptor | None = None) -> StepHandle:
         """Submit one decode step, and return its handle. Waits only if `config.most_in_flight` launches are in flight.
 
-        eager       run the step outside of a graph, on the same static buffers. It changes state and KV as any step:
+        eager       run the step outside of a graph, on the same static buffers. It changes state and KV like any step:
                     submitting a batch twice runs two steps. Use `compare` to run one step both ways
-        descriptor  run at this captured size instead of the smallest one that fits: ranks of a group agree on one size,
-                    and an idle rank submits `Batch.empty()`
+        descriptor  run at this captured size instead of the smallest one that fits, so that all ranks of a group use
+                    one size; an idle rank submits `Batch.empty()`
 
         Raises:
             ShapeError: if `batch` is not a Batch, or if an encoder model gets a partial sequence.
@@ -246,14 +246,14 @@ class ReplayManager:
             UnsupportedError: if requests need options that the config does not enable (mixed_batches, penalties, ...).
             CaptureError: before `capture()` and after `close()`.
 
-        Nothing has been written after an error. The handle raises faults that only the device can see.
+        If it raises, nothing has been written. The handle raises faults that only the device can detect.
         """
         eager = check_bool("eager", eager, advice="pass a bool")
         with self._exclusive:
             self.request_tables.clear_left()  # a session may have released a request index of this batch
             # 1 check the batch, and choose the captured size that serves it
             target = self._dispatch("replay", batch, descriptor)
-            why_eager = "asked for by the caller" if eager else target.why_eager
+            why_eager = "requested by the caller" if eager else target.why_eager
             # 2 write the batch to an entry of the input ring that no launch in flight uses
             slot, step = self.queue.slot()
             batch.write_inputs(slot.inputs, step, self._num_groups)
@@ -265,7 +265,7 @@ class ReplayManager:
             return handle
 
     def _dispatch(self, call: str, batch: Batch, descriptor: BatchDescriptor | None) -> Dispatch:
-        """Check everything that the host can check; return the size that serves the batch, or the reason why none."""
+        """Run all checks on the host; return the size that serves the batch, or the reason why none does."""
         self._require(_CAPTURED, call)
         check_instance("batch", batch, Batch, advice="use Batch(...) or Batch.from_requests", error=ShapeError)
         config, num_reqs, num_tokens = self.config, len(batch.req_indices), len(batch.tokens)
@@ -295,14 +295,14 @@ class ReplayManager:
         return self._dispatcher.at(descriptor, num_reqs, num_tokens, uniform)
 
     def begin(self, batch: Batch, ends: StopConditions, *, eager: bool = False) -> Launch:
-        """Submit one step as `replay` does, and keep the requests on the device, so that `advance` may follow.
+        """Submit one step as `replay` does, and keep the requests on the device, so that `advance` can continue them.
 
-        A request with seq_len SEQ_LEN_FROM_DEVICE continues from the length on the device. If its sequence has finished
-        there, it runs as padding. Raises: see `replay`.
+        A request with seq_len SEQ_LEN_FROM_DEVICE continues from the length on the device. If its sequence has already
+        finished, the request runs as padding. Raises: see `replay`.
         """
         with self._exclusive:
             target = self._dispatch("begin", batch, None)
-            why_eager = "asked for by the caller" if eager else target.why_eager
+            why_eager = "requested by the caller" if eager else target.why_eager
             queue = self.queue
             slot, step = queue.slot()
             ends.write(slot.inputs, batch.write_inputs(slot.inputs, step, self._num_groups))
@@ -316,7 +316,7 @@ class ReplayManager:
         """Continue the requests of `begin` by up to `steps` tokens each. Waits only if `most_in_flight` launches are in
         flight.
 
-        Raises: see `replay`; nothing has been written. If a step raises, earlier ones may have run; see ChangeFlag.
+        Raises: see `replay`; nothing is written then. If a step raises, earlier steps may have run; see ChangeFlag.
         """
         steps = check_int("steps", steps, 1, self._launch_steps, advice="raise RuntimeConfig.launch_steps")
         with self._exclusive:
@@ -324,7 +324,7 @@ class ReplayManager:
             self._guards.before_step()
             queue, order, num_reqs = self.queue, delta.order, len(delta.order)
             target = self._dispatcher.dispatch(num_reqs, num_reqs, True)
-            descriptor, why_eager = target.descriptor, "asked for by the caller" if eager else target.why_eager
+            descriptor, why_eager = target.descriptor, "requested by the caller" if eager else target.why_eager
             loops = steps > 1 and queue.can_loop(descriptor, why_eager)
             slot, step = queue.slot(steps)
             delta.write(slot.inputs, step, steps, loops, order is not self._order)
@@ -396,8 +396,8 @@ class ReplayManager:
         return self._backend.name if self._backend.plans_on_host() else None
 
     def between_steps(self, work: Callable[[StaticBuffers], _T]) -> _T:
-        """Call `work` with the static buffers. What it queues on the current stream runs after all launches so far and
-        before later ones. Returns the result of `work`.
+        """Call `work` with the static buffers. Work that it queues on the current stream runs after all earlier
+        launches and before all later ones. Returns the result of `work`.
 
         Raises: CaptureError: in the wrong state. ReplayError: during another call.
         """
@@ -412,7 +412,7 @@ class ReplayManager:
             yield self._buffers
 
     def stats(self) -> Stats:
-        """Return the counters: a live object until `close()`."""
+        """Return the counters. The object is updated until `close()`."""
         self._stats.ring_waits = self.queue.waits
         self._guards.poll()
         self.queue.poll_shadow()
@@ -430,8 +430,8 @@ class ReplayManager:
             self._guards.check_names(model)
 
     def reset(self) -> None:
-        """Wait for the device, and reset request state, derived buffers and backend counters, as after an aborted
-        launch. Overwrites the logits of the previous step."""
+        """Wait for the device, and reset request state, derived buffers and backend counters, for example after an
+        aborted launch. Overwrites the logits of the previous step."""
         with self._exclusive:
             self._require(State.CAPTURED, "reset")
             self.queue.synchronize()
@@ -477,7 +477,7 @@ class ReplayManager:
             self.request_tables.close()
             self.queue.close()
             self._guards.close()
-            for name in ("_buffers", "_program"):  # gone already if this call repeats one that was interrupted
+            for name in ("_buffers", "_program"):  # already deleted if an earlier call was interrupted
                 vars(self).pop(name, None)
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()

@@ -63,7 +63,7 @@ class MemoryPlan:
 
     @property
     def num_pages(self) -> int:
-        """Pages of all pools together."""
+        """Total number of pages in all pools."""
         return sum(self.pool_pages)
 
 
@@ -90,13 +90,13 @@ class Runtime:
                         `kv_groups()` of all layers, with pages of 16 tokens. The scales of an fp8 cache are in
                         `kv_cache`, and are 1 until the caller fills them in place
     device              device of the cache and of all steps; None: CUDA if available, else CPU
-    num_pages           pages of each pool, as one number or one per pool; or "auto": as many as fit into
-                        `memory_utilization` of the device together with the graphs, at most the pages that
-                        `max_num_reqs` sequences of `max_seq_len` can use
+    num_pages           pages of each pool, as one number or one per pool; or "auto": as many as fit, with the graphs,
+                        into `memory_utilization` of the device memory, but at most the pages that `max_num_reqs`
+                        sequences of `max_seq_len` can use
     memory_utilization  fraction of the device memory that "auto" may use, in (0, 1]
     allocate_kv         called with kv_spec, the pages of each pool and the device; returns the KVCache. Pass your own
-                        function to use your own KV tensors. With "auto" on a GPU it is called twice, first for a cache
-                        of 2 pages that is dropped again
+                        function to use your own KV tensors. With "auto" on a GPU it is called twice, first for a
+                        temporary cache of 2 pages
 
     Call `capture()` once, then `replay(batch)` per step, then `close()`, or use a `with` block.
 
@@ -277,7 +277,7 @@ def _plan_memory(
 ) -> MemoryPlan:
     pools = sorted({spec.pool for spec in groups})
     of_pool = [[spec for spec in groups if spec.pool == pool] for pool in pools]
-    # The pages that all sequences together can own, without the null page; in groups with a window only its pages.
+    # The pages that all sequences together can own, without the null page; windowed groups own only the window's pages.
     lengths, chunk = (config.max_seq_len, config.max_encoder_len or 0), config.max_num_tokens
     per_req = [sum(spec.most_pages(longest_of(spec, *lengths), chunk) for spec in specs) for specs in of_pool]
     useful = [min(config.max_num_reqs * count, MAX_PAGES - 1) for count in per_req]
@@ -291,17 +291,17 @@ def _plan_memory(
         predicted = _measure_graphs(build, config, device, len(pools))
     reserved = int((1 - utilization) * total)
     budget = free - reserved - predicted
-    # Every pool gets the same fraction of the pages that it can use, so that none is full long before the others.
+    # Every pool gets the same fraction of the pages that it can use, so that no pool fills up long before the others.
     most = sum(count * nbytes for count, nbytes in zip(useful, page_bytes, strict=True))
     left = budget - sum(page_bytes)
     if left < sum(page_bytes):
         raise CapacityError(
-            f"num_pages: {budget} bytes do not hold {_TRIAL_PAGES} pages of {sum(page_bytes)} bytes (free {free}, "
+            f"num_pages: {budget} bytes cannot hold {_TRIAL_PAGES} pages of {sum(page_bytes)} bytes (free {free}, "
             f"reserved {reserved}, graphs {predicted}); lower max_num_reqs, or raise memory_utilization"
         )
     pages = tuple(1 + max(1, min(count, count * left // most)) for count in useful)
     kv_bytes = sum(count * nbytes for count, nbytes in zip(pages, page_bytes, strict=True))
-    # The static buffers hold another 8 bytes per page, to detect write conflicts.
+    # The static buffers use another 8 bytes per page, to detect write conflicts.
     return MemoryPlan(pages, free, reserved, predicted, kv_bytes, free - predicted - kv_bytes - 8 * sum(pages))
 
 
@@ -335,7 +335,7 @@ def _measure_graphs(
 
 
 def resolve_device(device: torch.device | str | None) -> torch.device:
-    """Return the device of a name. None: CUDA if available, else CPU; "cuda" gets the index of the current device.
+    """Return the device to use. None: CUDA if available, else CPU; "cuda" gets the index of the current device.
 
     Raises: ConfigError: if there is no such device, or if it is the meta device.
     """

@@ -17,9 +17,9 @@ def sample_tokens(logits: torch.Tensor, step: Step) -> torch.Tensor:
     logits   [padded_reqs, vocab]  float16, bfloat16 or float32  device
     returns  [padded_reqs]         int32                          device
 
-    The noise depends on the request's seed and position only. For equal logits, neither padding nor other requests
-    change the draw. Logits may differ in their last bits between captured sizes.
-    Capture-safe: random numbers come from a counter, not from torch's generator.
+    The noise depends only on the request's seed and position. For equal logits, neither padding nor other requests
+    change the draw. Logits may differ in their last bits between captured sizes. Capture-safe: random numbers come from
+    a counter, not from torch's generator.
     """
     kept = Truncation(step.top_ks, step.top_ps, step.min_ps)
     return sample(

@@ -18,31 +18,31 @@ _MAX_TOKEN = (1 << 31) - 1  # token ids are int32 on the device
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one prompt is continued: how its tokens are sampled, and when the output ends.
+    """How the output of one prompt is sampled, and when it ends.
 
     max_new_tokens      the output ends after this number of tokens
-    temperature         0 is greedy. Noise is added in float32. Below about 1e-5 of the largest logit, tokens of equal
-                        logits are no longer drawn evenly; below 1e-7 the lowest token id wins
+    temperature         0 is greedy. Noise is added in float32. Below about 1e-5 of the largest logit, tokens with equal
+                        logits are no longer sampled evenly; below 1e-7 the lowest token id wins
     seed                seed of this request's random numbers, from 0 to 2**32 - 1
     stop_ids            token ids that end the output; any collection of ints, stored as a frozenset
     min_tokens          the logits of `stop_ids` are -inf until the output has this number of tokens. At most
-                        max_new_tokens. The stop tokens and the tokens of `logit_bias` together are then at most
-                        RuntimeConfig.max_logit_bias
+                        max_new_tokens. `stop_ids` and `logit_bias` together may then have at most
+                        RuntimeConfig.max_logit_bias tokens
     top_k               keep the k most likely tokens; 0 keeps all
     top_p               keep the most likely tokens whose probabilities add up to top_p, in (0, 1]; 1 keeps all
     min_p               keep tokens with at least min_p times the probability of the most likely token, in [0, 1];
                         0 keeps all
-    repetition_penalty  above 0: positive logits of tokens in the prompt or output are divided by it, others are
-                        multiplied; 1 is off
+    repetition_penalty  above 0: divides positive logits of tokens in the prompt or output, and multiplies their other
+                        logits; 1 is off
     presence_penalty    subtracted from the logit of each token in the output; 0 is off, negative values favor such
                         tokens
-    frequency_penalty   subtracted once for each time that a token is in the output; 0 is off
+    frequency_penalty   subtracted once per occurrence of the token in the output; 0 is off
     logit_bias          values by token id that are added to logits; -inf forbids a token. At most
                         RuntimeConfig.max_logit_bias tokens
     logprobs            return log-probabilities of each sampled token and of this number of most likely tokens; None
                         returns none. They are computed from the model's logits, before all processing. At most
                         RuntimeConfig.max_logprobs
-    prompt_logprobs     the same for each prompt token but the first. Such a prompt runs one token per step
+    prompt_logprobs     the same for each prompt token except the first. The prompt then runs one token per step
 
     Logits are processed in vLLM's order: token mask, bias and `min_tokens`, penalties, temperature, min-p, top-k,
     top-p. Tokens with the same logit as the last token that top-k or top-p keeps are kept too, except for top_k=1,
@@ -112,11 +112,11 @@ class SamplingParams:
 
     @property
     def penalised(self) -> bool:
-        """Whether any penalty is on: every computed token must be counted then."""
+        """Whether any penalty is on, so that every computed token must be counted."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
     def banned(self, prompt_len: int, vocab_size: int) -> tuple[frozenset[int], int] | None:
-        """Return the tokens that `min_tokens` forbids and the sequence length that ends this; None if there are none.
+        """Return the tokens that `min_tokens` forbids and the first sequence length that allows them, or None.
 
         See `RequestTables.set_logit_bias`.
         """
@@ -125,7 +125,7 @@ class SamplingParams:
 
     @property
     def needs(self) -> tuple[Need, ...]:
-        """The fields of RuntimeConfig that this request needs, and their least values."""
+        """The fields of RuntimeConfig that this request needs, and their lowest values."""
         penalties = (("penalties", 1),) if self.penalised else ()
         asked = [count for count in (self.logprobs, self.prompt_logprobs) if count is not None]
         changed = self.logit_bias.keys() | self.stop_ids if self.min_tokens else self.logit_bias

@@ -37,7 +37,7 @@ class AttentionKind(str, Enum):
 
     DECODER  its own sequence, causally, in the paged cache. Each step writes the KV of its new tokens
     CROSS    all encoder outputs of the request in the paged cache. Steps write none; see `KVCache.write`
-    ENCODER  all tokens of the request in the same step, before and after a token. There is no cache
+    ENCODER  all tokens of the request in the same step, in both directions. There is no cache
     """
 
     DECODER = "decoder"
@@ -56,20 +56,20 @@ _MEANINGLESS = {
 class AttentionSpec:
     """One attention layer: heads, head size, dtype and options. Layers of a model may differ in their options.
 
-    num_q_heads, num_kv_heads, head_dim   numbers of heads, and their size; num_q_heads is a multiple of num_kv_heads
+    num_q_heads, num_kv_heads, head_dim   numbers of heads, and head size; num_q_heads is a multiple of num_kv_heads
     dtype            dtype of queries, keys, values and outputs: float16, bfloat16 or float32
     softmax_scale    factor of the logits; None: head_dim ** -0.5
-    sliding_window   a query sees tokens at a distance below it, 1 to 2 ** 30; None: all. With 3, a query of a decoder
-                     sees itself and two tokens before it, a query of an encoder also two tokens after it
+    sliding_window   a query sees tokens at a distance below it, 1 to 2 ** 30; None: all. With 3, a decoder query sees
+                     itself and two tokens before it; an encoder query also sees two tokens after it
     attention_chunk_size   a query sees the tokens of its own chunk up to itself; None: all
     v_head_dim       size of the heads of values and outputs; None: head_dim
-    kv_shared_with   index of an earlier layer whose keys and values this one reads; it writes none
+    kv_shared_with   index of an earlier layer whose keys and values this layer reads; it then writes none
     logits_softcap   cap * tanh(logits / cap) before the softmax; None: off
-    alibi_slopes     a slope per query head: adds -slope * distance to the logits after the softcap; None: off
+    alibi_slopes     one slope per query head: adds -slope * distance to the logits after the softcap; None: off
     alibi_sqrt       adds -slope * sqrt(distance) instead
-    sinks            whether the layer has learned sinks: `Step.attend` takes them as a tensor, a logit per query head
+    sinks            whether the layer has learned sinks, which `Step.attend` takes: one logit per query head
     kind             which keys and values the layer attends to; see AttentionKind. A cross layer has no window, chunks
-                     or slopes, because positions of two sequences have no distance. An encoder layer has no chunks and
+                     or slopes, because positions in two sequences have no distance. An encoder layer has no chunks and
                      no kv_shared_with
 
     Raises: ConfigError: if a field has the wrong type or is out of range, or if fields contradict each other.
@@ -142,7 +142,7 @@ class AttentionSpec:
 
     @property
     def is_cached(self) -> bool:
-        """Whether the paged cache holds the layer's keys and values."""
+        """Whether the paged cache contains the layer's keys and values."""
         return self.kind is not AttentionKind.ENCODER
 
     @property
@@ -168,7 +168,7 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """The paged KV cache of a model whose layers are alike, or of one KV group of another model.
+    """The paged KV cache of a model whose layers are alike, or of one KV group.
 
     A KV group is a set of layers that share a block table: they have equal heads and keep the same tokens. Models whose
     layers differ have several groups; `kv_groups` derives them from the layers' specs.
@@ -180,16 +180,16 @@ class KVCacheSpec:
     dtype       dtype of stored keys and values: float16, bfloat16 or float32 (usually that of the layers), or
                 float8_e4m3fn or float8_e5m2 with scales; see KVCache
     null_page   page that no sequence owns; padding requests and the unused ends of block tables refer to it. "last" is
-                the last page of the cache, for allocators that allocate page 0. The specs of a KVCache hold an int
+                the last page of the cache, for allocators that allocate page 0. In the specs of a KVCache it is an int
     v_head_dim  size of the value heads; None: head_dim
     sliding_window         number of most recent tokens that are kept; no layer of the group sees more. Pages before
                            the window can be freed. None: all tokens are kept
     attention_chunk_size   layers see only their own chunk of this many tokens; pages of older chunks can be freed.
                            None: all tokens are kept
     layers      indices of the group's layers among the layers with their own KV, `num_layers` of them; None: all
-    pool        groups with an equal pool share page ids and memory; a page belongs to one of them at a time
-    cross       the pages hold encoder outputs, `encoder_len` tokens per request. Steps do not write them, so requests
-                may list the same pages
+    pool        groups of the same pool share page ids and memory; a page belongs to one group at a time
+    cross       the pages contain encoder outputs, `encoder_len` tokens per request. Steps do not write to these pages,
+                so requests may share them
 
     Raises: ConfigError: if a field has the wrong type or is out of range, or if fields contradict each other.
     """
@@ -283,7 +283,7 @@ class KVCacheSpec:
         return seen // self.page_size
 
     def most_pages(self, num_tokens: int, new_tokens: int) -> int:
-        """Return the most pages that a sequence of up to `num_tokens` owns, in steps of up to `new_tokens` tokens."""
+        """Return the maximum pages of a sequence of up to `num_tokens` tokens, in steps of up to `new_tokens`."""
         total = self.pages_for(num_tokens)
         kept = self.sliding_window or self.attention_chunk_size
         if kept is None:

@@ -19,7 +19,7 @@ from graphrt.metadata import StepMetadata
 
 
 class _Buffer:
-    """An attribute of a step that reads the static buffer of its name."""
+    """An attribute of a step that reads the static buffer of the same name."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -35,7 +35,7 @@ class Step:
 
     input_ids       [padded_tokens] int64    token ids; 0 in padding tokens
     positions       [padded_tokens] int64    position of each token in its sequence; 0 in padding tokens
-    logits_indices  [padded_reqs]   int64    index of the token whose hidden state gives the request's logits; else 0
+    logits_indices  [padded_reqs]   int64    index of the token whose hidden state gives the request's logits, or 0
     req_indices     [padded_reqs]   int32    request index; -1 in padding and invalid requests, so clamp it first
     req_status      [padded_reqs]   int32    RequestStatus: padding, runs, or runs and is sampled
     temperatures    [padded_reqs]   float32  sampling temperatures; 0 is greedy
@@ -45,7 +45,7 @@ class Step:
     seeds           [padded_reqs]   int64    sampling seeds
 
     All tensors are views of static buffers on the device, so a graph that reads them sees the values of every later
-    step. Any other value that varies between steps must be in a tensor too, because graphs hold Python numbers as
+    step. Any other value that varies between steps must be in a tensor too, because graphs contain Python numbers as
     constants. A model or sampler with state per request, such as an adapter index, declares it in
     `RuntimeConfig.request_tensors` and reads `request_state(name)`. It may also index its own tensor
     [max_num_reqs, ...] by `req_indices`. Do not rely on the order of the batch: in mixed steps with two parts, decode
@@ -72,7 +72,7 @@ class Step:
     seeds = _Buffer()
 
     def request_state(self, name: str) -> torch.Tensor:
-        """Return the values of the requests of this step in a tensor of `RuntimeConfig.request_tensors`.
+        """Return the values of this step's requests in a tensor of `RuntimeConfig.request_tensors`.
 
         Returns [padded_reqs, ...] with the initial value in padding and invalid requests. Each call is a gather;
         `request_tensors[name]` is the whole tensor, by request index.
@@ -132,7 +132,7 @@ class Step:
         k      [padded_tokens, num_kv_heads, head_dim]     may be a slice of a qkv tensor, as may q and v; None for
                                                            cross layers and layers with kv_shared_with
         v      [padded_tokens, num_kv_heads, v_head_dim]   None if k is None
-        rotary norm and rotary embedding that are applied to q and k; None: none
+        rotary norm and rotary embedding to apply to q and k, or None
         sinks  [num_q_heads]                 float32       required if the spec has sinks; finite or -inf
         lse    [padded_tokens, num_q_heads]  float32       written in place if given: natural log of the softmax
                                                            denominator, including the sink; -inf, or the sink, in
@@ -149,7 +149,7 @@ class Step:
             UnsupportedError: if the backend cannot write lse, if a layer that writes is called twice, or if a layer is
                 called before the layer whose KV it shares.
 
-        Nothing is written after an error.
+        If it raises, nothing is written.
         """
         last = len(self.layers) - 1
         layer = check_int("layer", layer, 0, last, advice="pass the index of an attention layer", error=ShapeError)
@@ -181,7 +181,7 @@ class Step:
         self._check_order(layer)
         if out is None:
             out = torch.empty(tokens, spec.num_q_heads, spec.value_dim, dtype=q.dtype, device=device)
-        if target.writes and k is not None and v is not None:  # they are, if the layer writes
+        if target.writes and k is not None and v is not None:  # never None if the layer writes
             write_kv(
                 q, k, v, target.k_cache, target.v_cache, self.metadata.slot_mappings[target.group], self.positions,
                 rotary=rotary, k_scale=target.k_scale, v_scale=target.v_scale,
@@ -220,7 +220,7 @@ class Step:
         spec, device = self.layers[layer].spec, self.positions.device
         if spec.sinks and sinks is None:
             raise ShapeError(
-                f"sinks: layer {layer} has learned sinks, a tensor [{spec.num_q_heads}] is required; pass it to "
+                f"sinks: layer {layer} has learned sinks, so a tensor [{spec.num_q_heads}] is required; pass it to "
                 "attend(), or build the AttentionSpec with sinks=False"
             )
         if sinks is not None:
@@ -243,7 +243,7 @@ class Step:
 
 Model = Callable[[Step], torch.Tensor]
 """Maps a step to logits [padded_reqs, vocab_size]; runs in inference mode, captured once per size. Without a sampler
-the result may have any width, such as the pooled embeddings of an encoder."""
+the result may have any width, for example that of the pooled embeddings of an encoder."""
 
 Sampler = Callable[[torch.Tensor, Step], torch.Tensor]
 """Maps logits [padded_reqs, vocab_size] to token ids [padded_reqs] int32 or int64; captured with the model."""

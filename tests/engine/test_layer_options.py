@@ -223,7 +223,7 @@ def test_wrong_rotary_raises(table: object) -> None:
 
 
 REFUSED = {
-    "sinks-missing": (SINKS, {}, ShapeError, r"sinks: layer 0 has learned sinks, a tensor \[4\] is required"),
+    "sinks-missing": (SINKS, {}, ShapeError, r"sinks: layer 0 has learned sinks, so a tensor \[4\] is required"),
     "sinks-uncalled-for": (PLAIN, {"sinks": torch.zeros(4)}, ShapeError, "sinks: expected None for layer 0, got a"),
     "sinks-shape": (SINKS, {"sinks": torch.zeros(2)}, ShapeError, r"sinks: expected shape \[4\], got \[2\]"),
     "sinks-dtype": (SINKS, {"sinks": torch.zeros(4).half()}, ShapeError, "sinks: expected dtype float32, got float16"),

@@ -194,7 +194,7 @@ def test_a_runtime_hands_on_how_a_step_is_to_run() -> None:
     assert [report.descriptor for report in reports] == list(made.manager.descriptors)
     assert reports
     assert made.replay(one()).why_eager == ""
-    assert made.replay(one(), eager=True).why_eager == "asked for by the caller"
+    assert made.replay(one(), eager=True).why_eager == "requested by the caller"
     assert made.manager.descriptors[0].kind is GraphKind.MIXED
     for descriptor in (BatchDescriptor.decode(1), BatchDescriptor.decode(4), made.manager.descriptors[0]):
         assert made.replay(one(), descriptor=descriptor).descriptor == descriptor

@@ -51,7 +51,7 @@ def test_auto_allocates_at_most_the_usable_pages(device: torch.device) -> None:
 
 def test_a_cache_that_does_not_fit_raises_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("graphrt.runtime.os.sysconf", lambda name: 2)
-    with pytest.raises(CapacityError, match=r"\d+ bytes do not hold 2 pages of 8192 bytes \(free 2, reserved 0"):
+    with pytest.raises(CapacityError, match=r"\d+ bytes cannot hold 2 pages of 8192 bytes \(free 2, reserved 0"):
         build(torch.device("cpu"))
 
 

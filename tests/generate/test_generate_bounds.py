@@ -194,7 +194,7 @@ def test_a_plan_keeps_the_share_that_it_was_told_to(monkeypatch: pytest.MonkeyPa
     physical(monkeypatch, 8 * PAGE_BYTES)
     assert build("auto", capture=False, memory_utilization=0.5).memory_plan.num_pages == 4
     assert build("auto", capture=False, memory_utilization=0.25).memory_plan.num_pages == 2
-    with pytest.raises(CapacityError, match=f"num_pages: {PAGE_BYTES} bytes do not hold 2 pages of {PAGE_BYTES} bytes"):
+    with pytest.raises(CapacityError, match=f"num_pages: {PAGE_BYTES} bytes cannot hold 2 pages of {PAGE_BYTES} bytes"):
         build("auto", capture=False, memory_utilization=0.125)
     for share in (0.0, 1.001):
         with pytest.raises(ConfigError, match="memory_utilization"):
