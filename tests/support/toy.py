@@ -96,7 +96,7 @@ class Broken(LivelyModel):
     length, broken = 7, (0,)
 
     def forward(self, step: Step) -> torch.Tensor:
-        broken = torch.isin(step.req_indices, torch.tensor(self.broken, device=step.req_indices.device))
+        broken = torch.stack([step.req_indices == index for index in self.broken]).any(0)
         bad = broken & (step.metadata.seq_lens >= self.length)
         return torch.where(bad[:, None], float("nan"), super().forward(step))
 
