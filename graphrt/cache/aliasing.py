@@ -30,7 +30,7 @@ def check_disjoint(tensors: Iterable[CacheTensor]) -> None:
 
     Groups of one pool may share memory page by page, since a page belongs to one group at a time.
     """
-    overlap = functools.cache(_overlap)  # in an interleaved pool most pairs have the offsets and strides of another
+    overlap = functools.cache(_overlap)  # in an interleaved pool most pairs repeat the offsets and strides of others
     open_spans: list[tuple[CacheTensor, int, int, _Dims]] = []  # tensors that end after the current one begins
     for tensor in sorted(tensors, key=lambda t: t.tensor.data_ptr()):
         begin, dims = tensor.tensor.data_ptr(), _byte_dims(tensor.tensor)
@@ -67,7 +67,7 @@ def _overlap(offset: int, a: _Dims, b: _Dims, *, same_page: bool) -> bool:
 
 
 def _terms(a: _Dims, b: _Dims) -> list[tuple[int, int, int]]:
-    """Return the address in `a` minus the address in `b` as a sum of (stride, least factor, most), long strides first.
+    """Return the address in `a` minus the address in `b` as terms (stride, min factor, max factor), long strides first.
 
     Dimensions of equal strides form one term. With nested strides `_reaches` then tries at most three values per term,
     for any number of pages.
@@ -81,7 +81,7 @@ def _terms(a: _Dims, b: _Dims) -> list[tuple[int, int, int]]:
 
 
 def _reaches(offset: int, terms: Sequence[tuple[int, int, int]]) -> bool:
-    """Return whether some choice of factors makes the sum `offset`. The last stride is 1."""
+    """Return whether some choice of factors makes the sum equal `offset`. The last stride is 1."""
     if not terms:
         return offset == 0
     (stride, low, high), *rest = terms

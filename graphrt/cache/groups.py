@@ -1,4 +1,4 @@
-"""KV groups: which layers share a block table, and where the cache holds the keys and values of each layer."""
+"""KV groups: which layers share a block table, and where the cache stores the keys and values of each layer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from graphrt.kernels.types import KVLayout
 from graphrt.spec import AttentionSpec, KVCacheSpec
 
 _MAX_PADDING = 1.25
-"""Kinds of layers whose numbers differ by at most this factor get one group each, and the smaller ones are padded."""
+"""Kinds of layers whose counts differ by at most this factor get one group each; smaller groups are padded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class KVLocation:
     """Where an attention layer finds its keys and values.
 
     group        KV group
-    cache_layer  layer of the cache, which counts only layers with their own KV
+    cache_layer  layer of the cache, where only layers with their own KV are counted
     writes       whether steps write them; False if an earlier layer or an encoder does
     """
 
@@ -47,12 +47,12 @@ def kv_groups(
         group 0   layers 0 1      group 2   layers 4 6      group 4   layers 9 10
         group 1   layers 2 3      group 3   layers 7 8      group 5   layers 5 11, without a window
 
-    Layers with equal heads, window and chunk size are of one kind. A kind with more layers than the rarest kind becomes
-    several groups of that many layers. A page then has the same number of bytes in each group, and the pages of all
-    groups come from one pool. Groups with a window keep only the pages of the window. Cross layers are a separate kind.
+    Layers with equal heads, window and chunk size are of one kind. A kind with more layers than the smallest kind is
+    split into groups of that size. A page then has the same number of bytes in each group, and the pages of all groups
+    come from one pool. Groups with a window keep only the pages of the window. Cross layers are a separate kind.
     Encoder layers have no KV cache: a model with only encoder layers has no groups.
 
-    attention   the spec of every layer, in order; layers with kv_shared_with have no KV of their own
+    attention   the spec of every layer, in order; layers with kv_shared_with store no KV
     page_size   tokens per page of the kind with the most bytes per token. If the bytes of another kind divide these,
                 its pages hold proportionally more tokens; otherwise it gets its own pool
     layout      memory layout of a page
@@ -113,7 +113,7 @@ def kv_groups(
 
 
 def _owns(spec: AttentionSpec) -> bool:
-    """Return whether the cache has a layer for this one."""
+    """Return whether the cache stores KV of this layer."""
     return spec.is_cached and spec.kv_shared_with is None
 
 
@@ -124,8 +124,8 @@ def _token_bytes(spec: AttentionSpec, dtype: torch.dtype | None) -> int:
 def kv_locations(attention: Sequence[AttentionSpec], groups: Sequence[KVCacheSpec]) -> tuple[KVLocation | None, ...]:
     """Return where each attention layer finds its keys and values; None for encoder layers, which have no cache.
 
-    Layers with their own KV are numbered in order; `KVCacheSpec.layers` holds these numbers. A layer with
-    kv_shared_with reads what its source wrote. Raises: ConfigError: if groups and layers do not match.
+    Layers with their own KV are numbered in order; `KVCacheSpec.layers` contains these numbers. A layer with
+    kv_shared_with reads the KV of its source. Raises: ConfigError: if groups and layers do not match.
     """
     group_of = cache_layer_groups(groups)
     owners = [index for index, spec in enumerate(attention) if _owns(spec)]
@@ -194,7 +194,7 @@ def _check_fit(name: str, layer: AttentionSpec, group: KVCacheSpec) -> None:
 
 
 def check_encoder_len(groups: Sequence[KVCacheSpec], max_encoder_len: int | None) -> int:
-    """Raise ConfigError if max_encoder_len is None and there are cross layers, or set and there are none."""
+    """Raise ConfigError if max_encoder_len is None with cross layers, or set without cross layers."""
     crosses = any(group.cross for group in groups)
     if crosses and max_encoder_len is None:
         raise ConfigError(
@@ -208,5 +208,5 @@ def check_encoder_len(groups: Sequence[KVCacheSpec], max_encoder_len: int | None
 
 
 def longest_of(group: KVCacheSpec, max_seq_len: int, max_encoder_len: int) -> int:
-    """Return the most tokens of a request in a group: encoder tokens of a cross group, else sequence tokens."""
+    """Return the maximum tokens of a request in a group: encoder tokens of a cross group, else sequence tokens."""
     return max_encoder_len if group.cross else max_seq_len

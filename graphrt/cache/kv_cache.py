@@ -1,4 +1,4 @@
-"""The paged KV cache: its tensors, and the host-side page allocator."""
+"""The tensors of the paged KV cache."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ from graphrt.spec import MAX_PAGES, KVCacheSpec
 class KVCache:
     """K and V tensors of every layer, in pages.
 
-    groups      the spec of each KV group, one if all layers are alike; null_page is an int here, never "last"
+    groups      the spec of each KV group; one group if all layers are alike. null_page is always an int
     group_of    [layers] group of each layer
     k, v                per layer [num_pages, page_size, num_kv_heads, head_dim]  dtype of its group, on `device`.
                         A view in NHD order; an HND cache has permuted strides. v may have another head size
-    k_scales, v_scales  per layer [num_kv_heads], or [1] if given that way        float32, on `device`.
+    k_scales, v_scales  per layer [num_kv_heads], or [1] if passed that way        float32, on `device`.
                         Scales of an fp8 cache: key = stored value * k_scale; 1.0 unless given. Fill them in place with
                         calibrated values before the first step: stored values are not converted later. Must be finite
                         and not 0 at `capture()`. Empty if no group is fp8
-    num_pages   pages of all pools together
+    num_pages   total pages of all pools
     pool_pages  pages of each pool, including the null page
 
-    Make a cache with `allocate`, or from tensors that the caller owns: `KVCache(spec, k, v)`. Such tensors have a last
-    stride of 1 and otherwise any strides, and no two elements may overlap. They may be views of shared memory, such as
-    K and V of one pool. Groups that share page ids may share the memory of a page. Graphs hold the addresses, so the
-    tensors must not be freed or moved while a runtime uses them.
+    Make a cache with `allocate`, or from tensors that the caller owns: `KVCache(spec, k, v)`. Such tensors need a last
+    stride of 1. Other strides are arbitrary, but no two elements may overlap. They may be views of shared memory, such
+    as K and V of one pool. Groups that share page ids may share the memory of a page. Graphs contain the addresses, so
+    the tensors must not be freed or moved while a runtime uses them.
 
-    Layers are counted here without those that have `AttentionSpec.kv_shared_with`, and without encoder layers. A model
-    with only encoder layers has a cache without groups: `KVCache.allocate((), (), device)`.
+    Layers with `AttentionSpec.kv_shared_with` and encoder layers are not counted here. A model with only encoder layers
+    has a cache without groups: `KVCache.allocate((), (), device)`.
 
     Raises:
         ConfigError: if `groups` are wrong, if K and V are not one tensor per layer, or if tensors overlap.
@@ -171,7 +171,7 @@ class KVCache:
         return sum(count * bytes_per_page(specs) for count, specs in zip(self.pool_pages, of_pool, strict=True))
 
     def named_tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """Return name and tensor of every layer's K, V and scales: the tensors whose addresses graphs hold."""
+        """Return name and tensor of every layer's K, V and scales: the tensors whose addresses graphs contain."""
         for layer, pair in enumerate(zip(self.k, self.v, strict=True)):
             for name, tensor in zip("kv", pair, strict=True):
                 yield f"kv_cache.{name}[{layer}]", tensor
@@ -180,13 +180,13 @@ class KVCache:
                 yield f"kv_cache.{name}[{layer}]", scale
 
     def of_group(self, group: int) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        """Return the K tensors and the V tensors of a group's layers. Raises: ConfigError: for no such group."""
+        """Return the K tensors and the V tensors of a group's layers. Raises: ConfigError: if there is no group."""
         group = check_int("group", group, 0, len(self.groups) - 1, advice="pass a KV group of the cache")
         layers = [layer for layer, owner in enumerate(self.group_of) if owner == group]
         return tuple(self.k[layer] for layer in layers), tuple(self.v[layer] for layer in layers)
 
     def check_contents(self) -> None:
-        """Raise ConfigError if a scale is 0, NaN or infinite, or if a null page holds NaN or infinity.
+        """Raise ConfigError if a scale is 0, NaN or infinite, or if a null page contains NaN or infinity.
 
         Kernels may read the null page before the window of a request, and zero times NaN is NaN.
         """
@@ -226,7 +226,7 @@ class KVCache:
     def slots(self, pages: Pages, num_tokens: int, *, layer: int = 0) -> torch.Tensor:
         """Return the flat KV slots of tokens that fill `pages` in order, for `write`.
 
-        pages       list, array or host tensor of int page ids, as the batches of the sequence list them
+        pages       list, array or host tensor of int page ids, in the order of the sequence
         num_tokens  number of tokens
         layer       any layer of the group that the pages belong to
 
@@ -264,8 +264,8 @@ class KVCache:
         slots   [tokens] int64 on the device, from `slots`; a token with slot -1 is not written
 
         One launch on the current stream, without a sync. Steps that read the values must run after it: use the stream
-        of the manager, or an event. Capture-safe: the device reads `slots`, so that a captured encoder can write other
-        pages in each replay. Slots are not checked on the device.
+        of the manager, or an event. Capture-safe: the device reads `slots`, so a captured encoder can write to
+        different pages in each replay. Slots are not checked on the device.
 
         Raises:
             ShapeError: if a tensor does not match the layer. Nothing is written.
@@ -300,7 +300,7 @@ def check_groups(groups: KVCacheSpec | Sequence[KVCacheSpec]) -> tuple[KVCacheSp
 
 
 def pages_of_pools(num_pages: int | Sequence[int], groups: Sequence[KVCacheSpec], advice: str) -> tuple[int, ...]:
-    """Return the pages of each pool, given as one number or one per pool. Raises: ConfigError."""
+    """Return the pages of each pool, given as one number or one per pool. Raises: ConfigError: if it is neither."""
     pools = len({spec.pool for spec in groups})
     counts = list(num_pages) if isinstance(num_pages, (list, tuple)) else [num_pages] * pools
     if len(counts) != pools:
@@ -311,7 +311,7 @@ def pages_of_pools(num_pages: int | Sequence[int], groups: Sequence[KVCacheSpec]
 
 
 def bytes_per_page(groups: Sequence[KVCacheSpec]) -> int:
-    """Return the bytes of one page of a pool, which fits the layers and the page of each of its groups."""
+    """Return the bytes of one page of a pool, large enough for every group of the pool."""
     return max(spec.layer_bytes_per_page for spec in groups) * max(spec.num_layers for spec in groups)
 
 
@@ -324,8 +324,8 @@ def _allocate_pool(
 ) -> None:
     """Allocate one pool and add the tensors of each layer to `k` and `v`, as views of one allocation.
 
-    If all groups have pages of equal shape, the allocation of a layer holds all keys, then all values. Otherwise each
-    page holds its keys, then its values, so that a page covers the same bytes in every group.
+    If all groups have pages of equal shape, the allocation of a layer contains all keys, then all values. Otherwise
+    each page contains its keys, then its values, so that a page covers the same bytes in every group.
     """
     layers = max(spec.num_layers for spec in groups)
     nbytes = bytes_per_page(groups) // layers
@@ -366,7 +366,7 @@ def _scales(
         if not any(spec.dtype in FP8_DTYPES for spec in layers):
             return ()
         # Separate tensors, not rows of one: kernels are specialised on whether an address is a multiple of 16.
-        with torch.inference_mode(False):  # callers fill them in place, in any mode
+        with torch.inference_mode(False):  # callers may fill them outside of inference mode
             return tuple(torch.ones(spec.num_kv_heads, dtype=torch.float32, device=device) for spec in layers)
     if len(check_sequence(name, given, of="tensors, one per layer")) != len(layers):
         raise ConfigError(f"{name}: expected {len(layers)} tensors, got {len(given)}; pass one per layer")

@@ -16,14 +16,14 @@ from graphrt.spec import MAX_PAGES
 class PageAllocator:
     """Allocates page ids with reference counts. Host-side only; the null page is never allocated.
 
-    Pages are reference counted: `allocate` returns pages with one owner each, `share` adds an owner (a common prompt
-    prefix, read-only from then on), `free` removes one and frees the page when none is left.
+    Pages are reference counted: `allocate` returns pages with one owner each, `share` adds an owner (for a common
+    prompt prefix, which is then read-only), `free` removes an owner and frees the page of the last one.
 
-    Each call changes the allocator as a whole or not at all, even if a signal handler, a finalizer or another thread
+    Each call changes the allocator completely or not at all, even if a signal handler, a finalizer or another thread
     interrupts it. It computes the new state, and stores it without a call instruction in between, provided that the
-    state is still the one that it started from.
+    state has not changed in the meantime.
 
-    Raises: ConfigError: for pages without an owner, and for page ids that are not ints. Nothing has changed then.
+    Raises: ConfigError: for pages without an owner, and for page ids that are not ints. An error changes nothing.
     """
 
     def __init__(self, num_pages: int, null_page: int = 0) -> None:
@@ -38,7 +38,7 @@ class PageAllocator:
 
     @property
     def num_free(self) -> int:
-        """Pages that can be allocated now."""
+        """Number of pages that can be allocated now."""
         return self.num_pages - 1 - self._state[2]
 
     def owners(self, page: int) -> int:
@@ -55,15 +55,15 @@ class PageAllocator:
     def allocate(self, count: int) -> list[int]:
         """Return `count` pages with one owner each.
 
-        Raises: CapacityError: if fewer are free. Nothing has changed then.
+        Raises: CapacityError: if fewer are free. An error changes nothing.
         """
         pages: list[int] = self.take(count).tolist()
         return pages
 
     def take(self, count: int, held: npt.NDArray[np.int32] | None = None) -> npt.NDArray[np.int32]:
-        """Do as `allocate`, and return an array [count].
+        """Like `allocate`, but return an array [count].
 
-        held   [num_pages] int32, how often a holder owns each page; changes together with the allocator, see PageLease
+        held   [num_pages] int32, how often a holder owns each page; updated together with the allocator, see PageLease
         """
         count = check_int("count", count, 0, advice="pass the number of pages")
         while True:
@@ -141,10 +141,10 @@ class PageAllocator:
 
 
 class PageLease:
-    """The pages of one holder: its calls are those of the allocator, and `close` frees what the holder still owns.
+    """The pages of one holder. It has the methods of the allocator; `close` frees all pages that it still owns.
 
-    A page is recorded in the lease in the same uninterruptible step in which the allocator hands it out. So `close`
-    needs to know nothing of the calls before it, and can be repeated if it is interrupted.
+    A page is allocated and recorded in the lease in one uninterruptible step. So `close` does not depend on earlier
+    calls, and can be repeated if it is interrupted.
     """
 
     def __init__(self, allocator: PageAllocator) -> None:
@@ -158,7 +158,7 @@ class PageLease:
 
     @property
     def num_held(self) -> int:
-        """Ownerships that `close` would free."""
+        """Number of page references that `close` would free."""
         return int(self._held.sum())
 
     def owners_of(self, pages: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
@@ -174,7 +174,7 @@ class PageLease:
         self._allocator.free(pages, self._held)
 
     def close(self) -> None:
-        """Free every page that the lease holds, as often as it holds it."""
+        """Free every page of the lease, once per reference."""
         pages = self._held.nonzero()[0]
         if len(pages):
             self._allocator.free(np.repeat(pages, self._held[pages]), self._held)

@@ -66,17 +66,17 @@ class SwapSpace:
         arrival = space.swap_in(swapped, [allocator.allocate(n) for n in swapped.counts])
         arrival.wait()                                          # then submit the step that reads them
 
-    No call blocks the host. Copies run on two side streams, through two staging buffers on the device, after the steps
-    that were submitted before. On CPU the same calls copy immediately.
+    No call blocks the host. Copies run on two side streams, through two staging buffers on the device, after all steps
+    submitted so far. On CPU the same calls copy immediately.
 
     kv_cache     the cache
     allocators   the page allocator of each pool. `swap_out` takes over one reference to each page. `collect` and
-                 `reclaim` free it after the page was copied
+                 `reclaim` free this reference after the copy
     nbytes       bytes of host memory
     stream       the stream that steps run on; None: the current stream. Ignored on CPU
 
-    Use a space from one thread. Call `close()` at the end, or use it in a `with` block. If a call fails, for example by
-    a CUDA error, pages and host memory belong to the same owners as before the call.
+    Use a space from one thread. Call `close()` at the end, or use it in a `with` block. If a call fails, for example
+    with a CUDA error, pages and host memory belong to the same owners as before the call.
 
     Raises:
         ConfigError: if an argument is wrong, or the cache has no KV groups.
@@ -183,7 +183,7 @@ class SwapSpace:
     def swap_in(self, swapped: SwappedPages, pages: Sequence[Pages]) -> SwapArrival:
         """Copy pages back to the device, and free their host memory. `swapped` cannot be used again.
 
-        pages   per KV group, as many as were swapped out, each with exactly one owner, which keeps it
+        pages   per KV group, as many as were swapped out; each has exactly one owner, which stays its owner
 
         Raises:
             ConfigError: if the number of pages differs, if a page does not have exactly one owner, or if `swapped` was
@@ -206,7 +206,7 @@ class SwapSpace:
         return SwapArrival(event, self._link.main)
 
     def drop(self, swapped: SwappedPages) -> None:
-        """Free the host memory of pages that are not needed any more. Raises: see `swap_in`."""
+        """Free the host memory of pages that are no longer needed. Raises: see `swap_in`."""
         self._own(swapped, "drop")
         swapped._space = None
         self._memory.give(swapped._extents)
@@ -328,7 +328,7 @@ class _Link:
             ready = self.main.record_event()
         for stream in (self._kernels, self._copies):
             stream.wait_event(ready)
-        # Recorded for every piece: a wait covers the last record before it. Never queried.
+        # Recorded for every piece: a wait covers the most recent record. Never queried.
         self._submitted, *self._filled = (torch.cuda.Event() for _ in range(3))
         self._drained = [torch.cuda.Event() for _ in range(2)]
 
@@ -363,7 +363,7 @@ class _Link:
         return packer.upload(pages, self._ids)
 
     def outward(self, packer: PagePacker, pages: torch.Tensor, copies: _Copies) -> torch.cuda.Event | None:
-        """Gather pages in the next buffer, then copy it to the host. Returns an event after the pages were read."""
+        """Gather pages in the next buffer, then copy it to the host. Returns the event after the read."""
         turn, staged = self._take_turn(len(pages) * packer.page_bytes)
         if self.main is None:
             packer.pack(pages, staged)
@@ -396,7 +396,7 @@ class _Link:
         self._drained[turn].record(self._kernels)
 
     def arrived(self) -> torch.cuda.Event | None:
-        """Return an event after all pages were written."""
+        """Return an event recorded after all pages are written."""
         if self.main is None:
             return None
         event: torch.cuda.Event = self._kernels.record_event()
@@ -443,7 +443,7 @@ Extent = tuple[int, int]
 
 
 class HostMemory:
-    """Free bytes of the host memory, as sorted extents that do not touch."""
+    """Free bytes of the host memory, as sorted extents that are not adjacent."""
 
     def __init__(self, nbytes: int) -> None:
         self._free: list[Extent] = [(0, nbytes)]

@@ -18,7 +18,7 @@ Slots = npt.NDArray[np.int64]
 
 
 class PageSource(Protocol):
-    """The source of pages of tables: a PageAllocator, a PageLease, or pages that the caller's block manager
+    """The source of a table's pages: a PageAllocator, a PageLease, or pages that the caller's block manager
     allocates."""
 
     def take(self, count: int) -> npt.NDArray[np.int32]: ...
@@ -32,8 +32,8 @@ class Tables:
     """The pages of every slot in one KV group: page `from_[slot]` of its sequence up to page `to[slot]`, exclusive.
 
     A sequence's pages are allocated as its length grows, and freed when the window has passed them. Steps that read and
-    write pages run in order of submission, so a freed page may be given to the next step at once. Each sequence that
-    shares a page owns it once.
+    write pages run in order of submission, so the next step may reuse a freed page. Each sequence that shares a page
+    holds one reference to it.
     """
 
     def __init__(self, group: KVCacheSpec, source: PageSource, slots: int, longest: int) -> None:
@@ -54,18 +54,18 @@ class Tables:
             first, seen = int(self.from_[slot]), min(self.group.first_page_seen(position), int(self.to[slot]))
             if seen > first:
                 passed = np.array(self._pages[slot, first:seen])
-                self.from_[slot] = seen  # first: a page that is lost here is freed when the session closes
+                self.from_[slot] = seen  # first: a page lost by an interrupt here is freed when the session closes
                 self._source.free(passed)
 
     def more(self, slots: Slots, seq_lens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the number of pages that each slot needs in addition for `seq_lens` tokens."""
+        """Return the number of additional pages that each slot needs for `seq_lens` tokens."""
         needed = (seq_lens + (self.group.page_size - 1)) // self.group.page_size
         lacks: npt.NDArray[np.int64] = np.maximum(needed - self.to[slots], 0)
         return lacks
 
     def grow_by(self, slots: Slots, more: npt.NDArray[np.int64]) -> None:
-        """Allocate `more` pages for each slot. Raises: CapacityError: if fewer pages are free. Nothing has changed
-        then."""
+        """Allocate `more` pages for each slot. Raises: CapacityError: if fewer pages are free. An error changes
+        nothing."""
         if count := int(more.sum()):
             first = self.to[slots]
             places = self._places(slots, first, more)
@@ -75,7 +75,7 @@ class Tables:
     def list_new(
         self, slots: Slots, wanted: npt.NDArray[np.bool_] | bool = True
     ) -> tuple[Int32Array, npt.NDArray[np.int64], Int32Array]:
-        """Return the pages that no step has listed yet; call `submitted` once a step has them.
+        """Return the pages that no step has listed yet; call `submitted` once a step lists them.
 
         wanted   [slots] bool, the slots whose pages are listed
 
@@ -135,8 +135,8 @@ class Tables:
         return copied
 
     def num_own_pages(self, slot: int, length: int, most: int) -> int:
-        """Return the number of pages that a fork does not share: those after the full pages of the first `length`
-        tokens that the first `most` tokens may use. A fork gets no pages for later tokens."""
+        """Return the number of a fork's own pages: pages for up to `most` tokens, except the full pages of the first
+        `length` tokens, which it shares."""
         end = min(self.group.pages_for(most), int(self.to[slot]))
         return max(0, end - max(length // self.group.page_size, int(self.from_[slot])))
 
@@ -172,7 +172,7 @@ class Tables:
 
 
 class PrefixIndex:
-    """An index of slots by the tokens that they start with. Each block of tokens is hashed with all blocks before it.
+    """An index of slots by their first tokens. Each block of tokens is hashed together with all earlier blocks.
 
     Tokens are hashed once, when a slot is added. Different tokens may have equal hashes: compare tokens before sharing
     pages.
@@ -205,7 +205,7 @@ class PrefixIndex:
 
     def find(self, slot: int, most: int) -> tuple[int, list[int]]:
         """Return the number of tokens, in whole blocks and at most `most`, that a slot has in common with others, and
-        those of them that were added before it."""
+        those others that were added earlier."""
         keys = self._keys[slot][: most // self._block]
         # A slot that has a key has all keys before it.
         count = bisect.bisect_left(keys, True, key=lambda key: len(self._slots[key]) == 1)
@@ -215,7 +215,7 @@ class PrefixIndex:
 
 
 def common_prefix(a: Int32Array, b: Int32Array, most: int) -> int:
-    """Return the number of tokens that two sequences have in common at their start, at most `most`."""
+    """Return the length of the common prefix of two sequences, at most `most` tokens."""
     most = min(most, len(a), len(b))
     differ = a[:most] != b[:most]
     at = int(differ.argmax()) if most else 0

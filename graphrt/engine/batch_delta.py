@@ -1,4 +1,4 @@
-"""What a session sends per launch: the order of the requests that continue, and new pages."""
+"""The input of a session's launch: the order of the requests that continue, and new pages."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from graphrt.kernels.metadata import step_inputs as layout
 
 @dataclass(eq=False, slots=True)
 class ChangeFlag:
-    """Tells whether a session has changed in part. `with flag:` sets `changing` for the time of a change.
+    """Tells whether a change of a session is incomplete. `with flag:` sets `changing` during a change.
 
     If an exception interrupts the change, the flag stays set, and the session can only be collected and closed.
-    LaunchQueue sets the flag before it queues steps. It resets the flag if they did not run, and otherwise leaves that
-    to the session, which first records the launch.
+    LaunchQueue sets the flag before it queues steps. If they did not run, it resets the flag. Otherwise the session
+    resets the flag after recording the launch.
     """
 
     changing: bool = False
@@ -32,13 +32,13 @@ class ChangeFlag:
 
 @dataclass(frozen=True, slots=True)
 class BatchDelta:
-    """Requests that continue by one token a step, each from its last token.
+    """Requests that continue by one token per step, each from its last token.
 
-    order     [num_reqs] request indices. Sent only if the device has another array, which is decided by identity
+    order     [num_reqs] request indices. Sent only if it is not the array object that was sent last
     lists     [3 x groups, num_reqs] int32, the new pages of each KV group: position of the first page in the sequence,
-              start of the list in `pages`, number of pages. None: no request gets pages
+              start of the list in `pages`, number of pages. None: no request gets new pages
     pages     [listed] int32; None if `lists` is None
-    logprobs  True if a request asks for log-probabilities
+    logprobs  True if a request needs log-probabilities
     """
 
     order: npt.NDArray[np.int64]

@@ -34,7 +34,7 @@ class StepGraphs:
     def capture(
         self, descriptors: Sequence[BatchDescriptor], progress: Callable[[GraphReport], None] | None = None
     ) -> None:
-        """Capture all sizes, and loops around the decode graphs of `loop_sizes`. After an error, no graph is left."""
+        """Capture all sizes, and loops around the decode graphs of `loop_sizes`. After an error, no graph remains."""
         try:
             with self._recorder.session():
                 # A compiled model may compile, load and tune kernels at any size, which a capture forbids. So each size

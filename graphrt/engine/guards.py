@@ -29,8 +29,8 @@ class Guards:
 
     The first step checks all tensors that graphs read, by name: address, shape, strides and dtype. Later steps compare
     the addresses of a few weights and cache tensors, and a few names of the model, if `check_weights` is set. A name
-    that refers to another object causes a full check. With GRAPHRT_DEBUG=1 every step checks all tensors and names, and
-    raises for kernels loaded after capture and for memory growth.
+    that now refers to another object causes a full check. With GRAPHRT_DEBUG=1 every step checks all tensors and names,
+    and raises for kernels loaded after capture and for memory growth.
 
     weights   named tensors passed by the caller; None: those of the model, looked up again at each full check
     """
@@ -55,15 +55,15 @@ class Guards:
 
     @property
     def num_turns(self) -> int:
-        """Number of steps whose incremental checks cover all weights and cache tensors."""
+        """Number of steps after which incremental checks have covered all weights and cache tensors."""
         return self._pointers.num_turns
 
     def before_capture(self) -> None:
-        """Remember weights and caches. A tensor that moves during the capture counts as moved."""
+        """Record weights and caches, so that a tensor that moves during the capture is detected."""
         self._pointers = PointerGuard(self._in_turns(), in_turns=self._check_weights, always=self._debug)
 
     def after_capture(self) -> None:
-        """Remember all other tensors and engage the lock. A backend may create its tensors during the capture."""
+        """Record all other tensors, which a backend may create during the capture, and engage the lock."""
         self._pointers.remember(self._everything)
         self._remember_names()
         self._lock.engage()
@@ -114,7 +114,7 @@ class Guards:
         return with_blas_workspaces(memory, self._graphs.streams) if self._graphs.streams else memory
 
     def close(self) -> None:
-        """Drop the tensors and release the lock. Its counters stay."""
+        """Drop the tensors and release the lock. Its counters remain readable."""
         self._lock.release()
         for name in ("_pointers", "_names", "_program", "_graphs", "_weights", "_tables"):
             vars(self).pop(name, None)

@@ -45,7 +45,7 @@ class TokenLogprob:
 
     token     a sampled token, or a token of a prompt
     logprob   natural logarithm of its probability
-    rank      1 is the most likely token; tokens of equal logits rank by token id
+    rank      1 is the most likely token; tokens with equal logits are ordered by token id
     top       the most likely tokens and their log-probabilities, in order of rank
     """
 
@@ -56,7 +56,7 @@ class TokenLogprob:
 
 
 class StepLogprobs:
-    """Log-probabilities of some steps, copied from the output rings. TokenLogprob objects are made on access."""
+    """Log-probabilities of some steps, copied from the output rings. TokenLogprob objects are created on access."""
 
     __slots__ = ("_logprobs", "_ranks", "_tokens")
 
@@ -76,7 +76,7 @@ class StepLogprobs:
         return cls(*(arrays if places is None else (array[:, places] for array in arrays)))
 
     def at(self, step: int, row: int) -> TokenLogprob | None:
-        """Return the TokenLogprob of one request; None if it asked for none, or got no token."""
+        """Return the TokenLogprob of one request; None if it needs none, or has no token."""
         if not (rank := int(self._ranks[step, row])):
             return None
         token, *best = self._tokens[step, row].tolist()
@@ -85,7 +85,7 @@ class StepLogprobs:
         return TokenLogprob(token, logprob, rank, top)
 
     def rows(self, step: int) -> list[TokenLogprob | None]:
-        """Return the TokenLogprob or None of each request of a step."""
+        """Return the TokenLogprob of each request of a step, or None."""
         return [self.at(step, row) for row in range(self._ranks.shape[1])]
 
 
@@ -93,10 +93,10 @@ class StepLogprobs:
 class RequestFault:
     """A fault of one request of a step, which the device detected.
 
-    index         position of the request in the batch; in an error of a session its request index
+    index         position of the request in the batch; in errors of a session, its request index
     code          kind of the fault
     value         the wrong value
-    group         KV group of the pages, for faults of pages, else 0
+    group         KV group of the page or length at fault, else 0
     by_req_index  whether `index` is a request index
     """
 
@@ -108,7 +108,7 @@ class RequestFault:
 
     @property
     def what(self) -> str:
-        """The fault in words, without the request."""
+        """Description of the fault, without the request."""
         where = f" in KV group {self.group}" if self.group else ""
         return f"{self.code.name}: {_FAULT_TEXT[self.code].format(value=self.value)}{where}"
 
@@ -123,7 +123,7 @@ class StepFaultError(ReplayError):
 
     step                number of the step
     faults              the faults of all requests, in the order of the batch
-    index, code, value  those of the first fault
+    index, code, value  fields of the first fault
     prompts             indices of the faulty prompts, if a TextGenerator raises it. Do not use `index` then, because
                         the generator assigns request indices itself
     """
@@ -146,7 +146,7 @@ class StepFaultError(ReplayError):
 
 
 def _request_faults(codes: npt.NDArray[np.int32], values: npt.NDArray[np.int64]) -> tuple[RequestFault, ...]:
-    """Return the faults of a step, by the codes and values [num_reqs] that `write_outputs` wrote."""
+    """Return the faults of a step, from the codes and values [num_reqs] that `write_outputs` wrote."""
     faults = []
     for index in codes.nonzero()[0].tolist():
         group, code = divmod(int(codes[index]), 1 << FAULT_GROUP_SHIFT)
@@ -161,7 +161,7 @@ class LogitsOwner(Protocol):
 
 
 class Rings:
-    """The result rings that the device writes, as arrays on the host, with an entry per step in flight."""
+    """The result rings that the device writes, as host arrays with one entry per step in flight."""
 
     __slots__ = ("codes", "depth", "ends", "logprob_tokens", "logprobs", "ranks", "steps", "tokens", "values")
 
@@ -184,10 +184,10 @@ class Rings:
 
 
 class InFlight:
-    """One launch, submitted in one entry of the input ring. Reading its results waits for this launch only.
+    """One launch, which uses one entry of the input ring. Reading its results waits for this launch only.
 
-    step         number of its first step; numbers of a manager increase
-    steps        most steps. A launch that loops on the device stops early when no request continues
+    step         number of its first step; a manager numbers steps in increasing order
+    steps        maximum number of steps; a launch that loops on the device stops early when no request continues
     num_reqs     number of requests
     descriptor   the size that it ran at
     why_eager    empty if it replayed a graph, else the reason why not
@@ -274,7 +274,7 @@ class InFlight:
             steps = zip(codes, rings.values[at, :n], strict=True)
             faults = [fault for step_codes, values in steps for fault in _request_faults(step_codes, values)]
             error = StepFaultError(self.step + int(codes.any(1).argmax()), faults)
-        if self._rings is rings:  # no call instruction from here on: neither a thread nor a signal comes in between
+        if self._rings is rings:  # no call instruction from here on, so no thread or signal handler can intervene
             self._tokens, self._ends, self._logprobs, self._error = tokens, ends, logprobs, error
             self._slot = self._rings = None
 
@@ -286,7 +286,7 @@ class InFlight:
 
     @property
     def faults(self) -> tuple[RequestFault, ...]:
-        """The faults of all requests, in batch order. Waits. Raises: ReplayError: without a report of the step."""
+        """The faults of all requests, in batch order. Waits. Raises: ReplayError: if the step was not reported."""
         error = self.error
         if error is None:
             return ()
@@ -324,7 +324,7 @@ class StepHandle(InFlight):
 
     @property
     def results(self) -> npt.NDArray[np.int32]:
-        """[num_reqs] int32 tokens, also if there are faults or no sampler. Waits. Raises ReplayError, see `tokens`."""
+        """[num_reqs] int32 tokens, even if there are faults or no sampler. Waits. Raises ReplayError, see `tokens`."""
         tokens: npt.NDArray[np.int32] = self._arrived(False)[0]
         return tokens
 
@@ -334,7 +334,7 @@ class StepHandle(InFlight):
         raise_on_fault   False: return the tokens of the other requests if some are faulty
 
         Returns [num_reqs] int32 on the host, read-only; -1 for requests that sample nothing or are faulty. Waits for
-        this step only. May be called at any time and from any thread, also after later steps.
+        this step only. May be called at any time and from any thread, even after later steps.
 
         Raises:
             StepFaultError: if a request is faulty and `raise_on_fault` is True.
@@ -348,7 +348,7 @@ class StepHandle(InFlight):
         return tokens
 
     def logprobs(self) -> list[TokenLogprob | None]:
-        """Return the log-probabilities of each request; None for requests that did not ask for any, or have no token.
+        """Return the log-probabilities of each request; None for requests that need none, or have no token.
 
         Waits for this step only, like `tokens`. Raises: ReplayError: if the device did not report the step.
         """
@@ -377,7 +377,7 @@ _POLL_SECONDS = 50e-6
 
 
 class Launch(InFlight):
-    """One submitted launch of a session, of up to `steps` steps, or of a bundle."""
+    """One submitted launch of a session or a bundle, of up to `steps` steps."""
 
     __slots__ = ()
 
@@ -390,7 +390,7 @@ class Launch(InFlight):
         return self._arrived(raise_on_fault)
 
     def stop(self) -> None:
-        """End the launch early, after the step that is running, or after its first step.
+        """End the launch early, after the step that is running. At least its first step runs.
 
         Its requests continue with the next launch. Steps already queued run as padding. Any thread and any signal
         handler may call it. A launch that has finished is not changed.
@@ -409,7 +409,7 @@ class Launch(InFlight):
             return self._tokens, self._ends
         at, n = rings.entries(self.step, self.num_arrived), self.num_reqs
         tokens, ends = rings.tokens[at, :n].copy(), rings.ends[at, :n].copy()
-        # Another thread may have collected the launch since. Then a later launch may have written its ring entries.
+        # Another thread may have collected the launch by now, and a later launch may have written its ring entries.
         return (tokens, ends) if self._rings is rings else (self._tokens, self._ends)
 
     def ends(self) -> npt.NDArray[np.int32]:
@@ -418,7 +418,7 @@ class Launch(InFlight):
         return self._ends
 
     def logprobs(self) -> StepLogprobs | None:
-        """Return log-probabilities of each request after each step; None if no request asked for any. Waits."""
+        """Return log-probabilities of each request after each step; None if no request needs any. Waits."""
         self.wait()
         return self._logprobs
 

@@ -1,4 +1,4 @@
-"""The words of a slot of the input ring, by name. kernels/metadata/step_inputs.py has the layout."""
+"""The words of a slot of the input ring, by name. kernels/metadata/step_inputs.py defines the layout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from graphrt.kernels.metadata import step_inputs as layout
 
 @dataclass(frozen=True, slots=True)
 class LaunchInputs:
-    """A copy of the words of a slot that a launch uses. Raises: ShapeError: if they are not those of a slot."""
+    """A copy of the words of a slot that a launch uses. Raises: ShapeError: if they are not valid."""
 
     words: Int32Array
     groups: int
@@ -63,7 +63,7 @@ class LaunchInputs:
 
     @property
     def inputs_end(self) -> int:
-        """Words of the step's inputs. Stop conditions follow them in a slot with KEEP."""
+        """Number of words of the step's inputs. In a slot with KEEP, stop conditions follow them."""
         return self._pages_at + int(self.words[layout.HEADER_NUM_PAGES])
 
     @property
@@ -115,7 +115,7 @@ class LaunchInputs:
         return found
 
     def write(self, out: Int32Array, step: int) -> None:
-        """Write the words into a slot, for steps from number `step` on, each as a separate launch."""
+        """Write the words into a slot, for steps numbered from `step`, each as a separate launch."""
         out[: len(self.words)] = self.words
         kind = self.kind & ~layout.LOOPS
         listed = int(self.words[layout.HEADER_NUM_PAGES])

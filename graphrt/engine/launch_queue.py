@@ -1,6 +1,6 @@
 """Queues launches on the steps' stream. Each launch gets a slot of the input ring and numbers for its steps.
 
-A shadow, which runs a step eagerly too, and a recording for a replay bundle can observe each launch.
+A shadow, which also runs a step eagerly, and a recording for a replay bundle can observe each launch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class LaunchQueue:
     rings      the rings that the device writes results to
     next_step  number of the next step; numbers are never reused
     launches   number of launches that were queued
-    resets     number of resets. Requests of sessions do not survive one
+    resets     number of resets, each of which ends the requests of sessions
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class LaunchQueue:
 
     def slot(self, steps: int = 1) -> tuple[StagingSlot, int]:
         """Return a slot that no launch in flight uses, and the number of the next launch's first step."""
-        # After a failed launch step numbers are skipped, and two launches in flight could share a ring entry. If the
+        # After a failed launch, step numbers are skipped, so two launches in flight could share a ring entry. If the
         # launch was interrupted, the event of its slot may not have been recorded.
         if self.next_step != self._follows:
             self.synchronize()
@@ -147,7 +147,7 @@ class LaunchQueue:
         return logits
 
     def logits(self, descriptor: BatchDescriptor, num_reqs: int) -> torch.Tensor:
-        """Return logits of the last step in the order of its batch. They are a copy if the step used another order."""
+        """Return logits of the last step in the order of its batch. They are a copy if the step reordered requests."""
         if not self._program.decode_len(descriptor):
             return self._logits[:num_reqs]
         return self._logits.index_select(0, self._program.buffers.buffer_rows[:num_reqs])
@@ -172,19 +172,19 @@ class LaunchQueue:
         self._ring.drain()
 
     def synchronize(self) -> None:
-        """Wait for all work of the steps' stream, launches that were interrupted included, and collect all results."""
+        """Wait for all work on the steps' stream, including interrupted launches, and collect all results."""
         self._ring.drain()
         if self._on_stream.stream is not None:
             self._on_stream.stream.synchronize()
 
     def restart(self) -> None:
         """Start with the first slot again, as the device does after a reset. Every launch must have finished."""
-        self.next_step += 1  # skip a number: the logits of the last step are not valid any more
+        self.next_step += 1  # skip a number: the logits of the last step are no longer valid
         self.launches = 0
         self.resets += 1
 
     def close(self) -> None:
-        """Drop slots, copies and logits. Every launch must have finished. Closing twice is fine."""
+        """Drop slots, copies and logits. Every launch must have finished. May be called twice."""
         self.poll_shadow()
         self._ring.close()
         self._shadow = self._recording = None

@@ -1,4 +1,4 @@
-"""What every call of a manager enters first: its state, the lock that admits one call at a time, and the stream."""
+"""The lifecycle of a manager, the lock that admits one call at a time, and the stream that calls run on."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Exclusive:
 
     An exception in a signal handler, such as KeyboardInterrupt, can be raised after every call instruction and at the
     entry of every Python function. It must not leave the lock held. So `__exit__` is the C method of a lock, and
-    `__enter__` runs no call instruction after it has the lock. `thread` is that of the last call.
+    `__enter__` runs no call instruction after it has the lock. `thread` is the thread of the last call.
     """
 
     __slots__ = ("__exit__", "_advice", "_attempts", "_owner", "is_entered", "thread")
@@ -66,8 +66,8 @@ class Exclusive:
 class OnStream:
     """Run a block on the manager's stream, inside an NVTX range. Blocks may nest.
 
-    The object is built once and entered at every step. Where the stream is current already, which is the usual case,
-    that takes one microsecond instead of ten. Launches call `enter` and `leave`: a `with` block takes twice as long.
+    The object is built once and entered at every step. If the stream is already current, as usual, that takes one
+    microsecond instead of ten. Launches call `enter` and `leave`, because a `with` block takes twice as long.
     """
 
     __slots__ = ("_handle", "_index", "_name", "_previous", "stream")
@@ -79,7 +79,7 @@ class OnStream:
         self._previous: list[torch.cuda.Stream | None] = []
 
     def enter(self) -> None:
-        """Start a block. Call `leave` after it, also after an error."""
+        """Start a block. Call `leave` after it, even after an error."""
         if self.stream is None:
             return
         _push_range(self._name)
@@ -113,5 +113,5 @@ def stream_on(device: torch.device, stream: object) -> torch.cuda.Stream | None:
         return torch.cuda.current_stream(device)
     chosen = check_instance("stream", stream, torch.cuda.Stream, advice="leave it out for the current stream")
     if chosen.device != device:
-        raise ConfigError(f"stream: expected one of {device}, as the cache, got one of {chosen.device}; make it there")
+        raise ConfigError(f"stream: expected one on {device}, the cache's, got one on {chosen.device}; make it there")
     return chosen

@@ -56,7 +56,7 @@ class StepProgram:
     )
 
     def run(self, descriptor: BatchDescriptor) -> torch.Tensor:
-        """Run the step at one size, and return the logits [padded_reqs, vocab_size], of any width without a sampler.
+        """Run the step at one size, and return the logits [padded_reqs, vocab_size]; without a sampler, any width.
 
         Capture-safe: the device reads all values that vary between steps from the static buffers.
 
@@ -95,7 +95,7 @@ class StepProgram:
         return logits
 
     def refresh(self, descriptor: BatchDescriptor) -> Step:
-        """Compute the derived buffers of one size from the input ring. Capture-safe, as `run`."""
+        """Compute the derived buffers of one size from the input ring. Capture-safe, like `run`."""
         step = self.view(descriptor)
         unpack(step.buffers)
         refresh(
@@ -118,7 +118,7 @@ class StepProgram:
         if descriptor not in self._views:
             if len(self._views) >= _MOST_VIEWS:
                 self._views.clear()
-            with torch.inference_mode(False):  # as the buffers, in any mode of the first caller
+            with torch.inference_mode(False):  # like the buffers, in any mode of the first caller
                 buffers = self.buffers.cut(descriptor.padded_reqs, descriptor.padded_tokens)
                 of_size = (descriptor, self.max_seq_len, self.max_pages, self.decode_len(descriptor))
                 self._views[descriptor] = buffers, StepMetadata.of(buffers, *of_size)
@@ -134,7 +134,7 @@ class StepProgram:
 
 
 def page_groups(kv_cache: KVCache, max_seq_len: int, max_encoder_len: int) -> tuple[PageGroup, ...]:
-    """Return the KV groups as the refresh reads them, at least one.
+    """Return the KV groups in the form that the refresh reads; at least one.
 
     writers_at numbers the pages of all pools consecutively, for the detection of write conflicts.
     """
@@ -154,12 +154,12 @@ def page_groups(kv_cache: KVCache, max_seq_len: int, max_encoder_len: int) -> tu
                 max_encoder_len=max_encoder_len if spec.cross else 0,
             )
         )
-    # Without KV groups, a group of which no request needs a page, and no page is written.
+    # Without KV groups: one group, in which no request needs a page and no page is written.
     return tuple(groups) or (PageGroup(page_size=1, num_pages=1, null_page=0, max_pages=1, max_encoder_len=1),)
 
 
 def capacity_of(config: RuntimeConfig, groups: Sequence[PageGroup], vocab_size: int) -> Capacity:
-    """Return the extents of the static buffers of a runtime, which fit the longest page list of every request."""
+    """Return the extents of a runtime's static buffers, with room for the longest page list of every request."""
     rows, tokens = config.max_num_reqs, config.max_num_tokens
     return Capacity(
         reqs=rows,

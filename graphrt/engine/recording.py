@@ -21,23 +21,23 @@ from graphrt.kernels.metadata.buffers import BufferKind
 from graphrt.spec import KVCacheSpec
 
 NOT_STATE = ("cursor", "last_writers", "write_conflicts", "step_counter", "loop_condition", "page_table")
-"""Persistent buffers that are not recorded: state of the manager, and page tables, which get other page ids."""
+"""Persistent buffers that are not recorded: state of the manager, and page tables, whose page ids are renumbered."""
 
 _FAR = 1 << 30  # added to page ids outside of their pool, so that they stay out of range
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedLaunch:
-    """One launch, with all state that it needs to run again without the launches before it.
+    """One launch, with all state that it needs to run again without earlier launches.
 
     descriptor   the captured size that it ran at
-    words        what the host wrote for it, with the number of steps that ran
-    state        request state before the launch by name, on the host, request tensors included. `page_table` has the
-                 page ids of `page_ids`
+    words        its input from the host, with the number of steps that ran
+    state        request state before the launch by name, on the host, including request tensors. `page_table` contains
+                 the renumbered page ids
     page_ids     by KV group, [pages] int64: the pages that its requests can read. The pages of a pool are renumbered
                  from 1; 0 is the null page
     pages        by KV group, [pages, bytes] uint8: their contents before the launch
-    pool_pages   pages of each pool, the null page included
+    pool_pages   pages of each pool, including the null page
     tokens       [steps, num_reqs] int32: its tokens; -1 for a request that had finished
     logits       [num_reqs, vocab] of its last step
     """
@@ -54,11 +54,11 @@ class RecordedLaunch:
 
 @dataclass(slots=True)
 class Recording:
-    """A recording of the next `count` launches of a manager. Each of them waits for the device before and after it.
+    """A recording of the next `count` launches of a manager. Each launch waits for the device before and after it.
 
     recording = manager.record(100)
     ...                                     # keep serving
-    recording.stop()                        # `launches` has those that ran
+    recording.stop()                        # `launches` contains those that ran
     """
 
     config: RuntimeConfig
@@ -79,7 +79,7 @@ class Recording:
         self.count = len(self.launches)
 
     def before(self, record: Int32Array, descriptor: BatchDescriptor) -> None:
-        """Record the inputs of a launch and the state before it. Raises: CapacityError: beyond `max_bytes`."""
+        """Record the inputs of a launch and the state before it. Raises: CapacityError: if `max_bytes` is exceeded."""
         if self.done:
             return
         program = self.program
@@ -101,7 +101,7 @@ class Recording:
         held = sum(t.nbytes for launch in self.launches for t in (*launch.pages, *launch.state.values()))
         needed = held + sum(sizes) + sum(t.nbytes for t in state.values())
         if needed > self.max_bytes:
-            self.stop()  # later launches are served without it
+            self.stop()  # later launches run without recording
             raise CapacityError(
                 f"record: expected at most max_bytes={self.max_bytes} for {len(self.launches) + 1} launches, got "
                 f"{needed}; record fewer launches or a smaller batch, or raise max_bytes"
@@ -132,7 +132,7 @@ class Recording:
             return
         begun, self._begun = self._begun, None
         assert begun is not None, "before() is called first"
-        on_host = _copied(logits)  # waits for the device: the rings are written then
+        on_host = _copied(logits)  # waits for the device, so the rings are written
         at = self.rings.entries(step, begun.words.steps)
         ran = self.rings.steps[at] == np.arange(step, step + begun.words.steps)  # a loop may have ended early
         tokens = self.rings.tokens[at, : begun.words.num_reqs][ran].copy()
@@ -189,7 +189,7 @@ def _renamed(
     """Replace page ids by their index in `ids`, from 1 on; the null page becomes 0.
 
     Ids outside of the pool of `count` pages stay out of range. With `stale`, they and pages that are not in `ids` get
-    this value; without it, all pages are in `ids`.
+    this value. Without it, `ids` must contain all pages.
     """
     at = np.searchsorted(ids, pages).clip(max=max(0, len(ids) - 1))
     found = (ids[at] == pages) if len(ids) else np.zeros(pages.shape, np.bool_)

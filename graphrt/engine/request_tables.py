@@ -39,24 +39,24 @@ The dtype of the tensor must be able to represent the values; floats are rounded
 
 
 class RequestTables:
-    """Writes per-request state on the stream of the steps: after all launches so far, and before later ones.
+    """Writes per-request state on the stream of the steps, after all earlier launches and before all later ones.
 
         manager.request_tables.set_logit_bias({3: {42: -5.0, 7: 2.0}})  # request index 3
         manager.request_tables.set_token_masks({0: words})              # requests with Batch.token_masks 0
         manager.request_tables.set_state({3: {"adapter": 2}})           # Step.request_state("adapter") of request 3
 
-    One call can write many requests. The state of a request index stays when its sequence finishes, so set it again for
-    the next sequence. A DecodeSession clears the state of released requests. No call waits for the device.
+    One call can write many requests. A request index keeps its state when its sequence finishes, so set the state again
+    for the next sequence. A DecodeSession clears the state of released requests. No call waits for the device.
 
     tensors   [max_num_reqs + 1, ...] by name: RuntimeConfig.request_tensors; the last row is for padding
     left      request indices that sessions released. Their state is cleared before the next step outside of sessions
 
     Raises:
         ConfigError, ShapeError: if a value is wrong.
-        UnsupportedError: if the runtime was not built for it.
-        CaptureError, ReplayError: as ReplayManager.between_steps.
+        UnsupportedError: if the runtime's config does not enable the option.
+        CaptureError, ReplayError: see ReplayManager.between_steps.
 
-    Every method raises these, and writes nothing then.
+    Every method may raise these errors, and then writes nothing.
     """
 
     def __init__(
@@ -96,13 +96,13 @@ class RequestTables:
         *,
         banned: Mapping[int, tuple[Collection[int], int]] | None = None,
     ) -> None:
-        """Write the values that are added to logits of some tokens, by request index.
+        """Set values to add to the logits of tokens, by request index.
 
-        biases   values by token; -inf forbids a token, None and {} are no bias
+        biases   values by token; -inf forbids a token, None or {}: no bias
         banned   tokens that are also forbidden while `seq_lens` is below a length. For `min_tokens`: the stop tokens,
                  and prompt length + min_tokens
 
-        The tokens of a request in both, each counted once, are at most RuntimeConfig.max_logit_bias.
+        A request may have RuntimeConfig.max_logit_bias different tokens in both together.
         """
         by_req = {
             at: ({} if bias is None else bias, _NOTHING_BANNED) for at, bias in self._by_request("biases", biases)
@@ -168,9 +168,9 @@ class RequestTables:
         return (wide << 32 >> 32).to(torch.int32)
 
     def set_token_masks(self, masks: Mapping[int, MaskWords]) -> None:
-        """Set token masks, which say which tokens may be sampled.
+        """Set token masks, which select the tokens that may be sampled.
 
-        masks   by mask number, 0 to max_num_reqs - 1. `Batch.token_masks` holds the mask number of each request. A
+        masks   by mask number, 0 to max_num_reqs - 1. `Batch.token_masks` specifies the mask of each request. A
                 DecodeSession uses mask m for request index m
         """
         by_mask = self._by_request("masks", masks)
@@ -204,7 +204,7 @@ class RequestTables:
         return checked
 
     def set_state(self, states: Mapping[int, RequestValues]) -> None:
-        """Set the request tensors of requests, by request index. Tensors that are not named get their initial value."""
+        """Set the request tensors of requests, by request index. Tensors that are left out get their initial value."""
         checked = {at: self.check_state(values) for at, values in self._by_request("states", states)}
         for name, spec in self._specs.items():
             stated = self._stated[name]
@@ -223,7 +223,7 @@ class RequestTables:
                      them
         prompt_len   as in Batch.prompt_lens: tokens from this position on are output
 
-        Raises: CapacityError: if there are more tokens; and as every method.
+        Raises: CapacityError: if there are more tokens. See also RequestTables.
         """
         self._check_index(req_index)
         self._config.check_needs("record_prefix", (("penalties", 1),))

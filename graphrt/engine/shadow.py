@@ -46,7 +46,7 @@ class Shadow:
 
         The step's entry of the input ring must be the next one. An error of the eager step changes no state.
         """
-        self.poll()  # it still uses the copies
+        self.poll()  # the previous comparison still uses the copies
         with torch.inference_mode(), self._graphs.off_graph():  # caches may be inference tensors
             with self._undo.undone(descriptor) as slots:
                 logits = self._graphs.run(descriptor, batch, eager=True)
@@ -76,7 +76,7 @@ class Shadow:
     def _take(
         self, copies: Copies, descriptor: BatchDescriptor, num_reqs: int, logits: torch.Tensor, slots: Slots
     ) -> None:
-        """Copy the results of a step in the order of the step: the first difference is the closest to its cause."""
+        """Copy the results of a step in execution order, so that the first difference is closest to its cause."""
         rows = logits[:num_reqs]
         if self._program.decode_len(descriptor):
             rows = logits.index_select(0, self._program.buffers.buffer_rows[:num_reqs])
@@ -123,7 +123,7 @@ class StepComparison:
 
     descriptor       size of both runs
     graph, eager     results of each run
-    differing_rows   requests of the batch whose tokens, faults or logits differ in any bit; two NaN are equal
+    differing_rows   requests of the batch whose tokens, faults or logits differ in any bit; NaN equals NaN
     max_difference   [num_reqs] float32 on the host: largest difference of a request's logits; NaN if only one has NaN
     """
 

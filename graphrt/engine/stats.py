@@ -11,7 +11,7 @@ from graphrt.capture.graph import GraphReport
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """A tensor whose bits differ after a graph and after the eager step.
+    """A tensor whose bits differ between a graph and its eager step.
 
     name            name of the tensor
     index           index of the first element that differs
@@ -56,7 +56,7 @@ class ShadowDifference:
 class Stats:
     """Counters of a runtime since its construction.
 
-    recorder         what records graphs: "cuda-graph", or on CPU the op trace
+    recorder         what captures graphs: "cuda-graph", or on CPU the op trace
     backend          attention backend
     backend_reason   why it was selected
     replays          steps that replayed a graph, by descriptor
@@ -64,9 +64,9 @@ class Stats:
     ring_waits       how often a step waited for an entry of the input ring
     real_tokens      tokens of all batches
     padded_tokens    tokens of all graphs, including padding
-    graphs           a report per captured graph
+    graphs           one report per captured graph
     capture_seconds  duration of `capture()`
-    shadow_steps     steps that ran both ways; see RuntimeConfig.shadow_every
+    shadow_steps     steps that ran as a graph and eagerly; see RuntimeConfig.shadow_every
     shadow_differences  the first 16 shadow steps that differed
     late_kernels     kernels that were compiled or loaded after `capture()` on the thread that submits steps, by name
                      and activity. "in a graph step" is always an error. "outside the graphs" (eager, shadow steps,

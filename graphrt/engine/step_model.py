@@ -1,4 +1,4 @@
-"""Wrapping of a module that takes token ids and positions as a model that takes a Step; support for torch.compile."""
+"""Wraps a module that takes token ids and positions as a model that takes a Step; supports torch.compile."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def as_step_model(module: torch.nn.Module, *, head: Callable[[torch.Tensor], tor
 
 
 def mark_varying(*tensors: torch.Tensor) -> None:
-    """Tell torch.compile that the first extent of these tensors differs between sizes: all sizes then share kernels."""
+    """Tell torch.compile that the first extent of these tensors differs between sizes, so that sizes share kernels."""
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None and not torch.compiler.is_compiling():
         for tensor in tensors:

@@ -1,9 +1,9 @@
-"""Undo a step: copy the state that it changes before it runs, and restore it afterwards, on the stream of the steps.
+"""Undo a step: copy the state that it will change, and restore it after the step, on the stream of the steps.
 
 undo = StepUndo(program)
 with undo.undone(descriptor) as slots:      # the step's entry of the input ring must be the next one
     ...                                     # run the step, copy its results
-                                            # request state, derived buffers and cache are restored, also after an error
+                                            # request state, derived buffers and cache are restored, even after an error
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from graphrt.engine.program import StepProgram
 from graphrt.kernels.cache.copy import PagePacker
 from graphrt.kernels.metadata.buffers import BufferKind, StaticBuffers
 
-_LISTED = (torch.int32, torch.int64, torch.float32, torch.float16, torch.bfloat16, torch.uint8)  # copied many at a time
+_LISTED = (torch.int32, torch.int64, torch.float32, torch.float16, torch.bfloat16, torch.uint8)  # copied in batches
 _ALIGNMENT = 16  # bytes: copies begin at words of any dtype
 
 Slots = Sequence[torch.Tensor]
@@ -57,7 +57,7 @@ class Copies:
         if whole.nbytes() < at or self.block.device != device:
             self.block = torch.empty(at, dtype=torch.uint8, device=device)
         self.block = torch.empty(0, dtype=torch.uint8, device=device).set_(self.block.untyped_storage(), 0, (at,), (1,))
-        self.block.zero_()  # the gaps between the views are compared too, and never written
+        self.block.zero_()  # gaps between views are never written, but compared
         self.views = {}
         for start, (name, tensor) in zip(places, named.items(), strict=True):
             words = self.block[start : start + tensor.numel() * tensor.element_size()].view(tensor.dtype)
@@ -66,7 +66,7 @@ class Copies:
 
 
 def _copy_each(targets: Iterable[torch.Tensor], sources: Iterable[torch.Tensor]) -> None:
-    """Copy with one launch per dtype if the strides are equal. For a mixed list torch would launch one copy each."""
+    """Copy with one launch per dtype if the strides are equal. For mixed dtypes torch would launch one copy each."""
     alike: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
         if target.dtype in _LISTED and target.stride() == source.stride():
@@ -94,7 +94,7 @@ class StepUndo:
 
     @contextmanager
     def undone(self, descriptor: BatchDescriptor) -> Iterator[Slots]:
-        """Return a context that restores the state changed by one step. Its value are the KV slots that are written.
+        """Return a context that restores the state changed by one step. It yields the KV slots that are written.
 
         All work is queued on the current stream, and the host does not wait. Use it in inference mode.
         """
@@ -119,7 +119,7 @@ class StepUndo:
             self._copies.restore(state)
 
     def state(self, descriptor: BatchDescriptor) -> dict[str, torch.Tensor]:
-        """Return the tensors that a step writes except the cache, in the order of a step: request state is last."""
+        """Return the tensors that a step writes, except the cache, in execution order: request state is last."""
         of_step, of_rows = self._program.view(descriptor).buffers.once(_changed)
         given = {f"request tensor {name}": tensor for name, tensor in self._program.request_tensors.items()}
         return of_step | given | of_rows

@@ -1,4 +1,4 @@
-"""The launches of a session that were not collected yet, and how their results update its requests."""
+"""The launches of a session that are not collected yet, and how their results update its requests."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from graphrt.session.table import RequestTable
 
 @dataclass(slots=True)
 class PendingLaunch:
-    """A launch that was not collected yet.
+    """A launch that is not collected yet.
 
     requests  the request of each column
-    promised  tokens by which `most` of each request was raised: one number, or [columns]
-    known     [columns], how many of these the request has whether or not a token was sampled; None: none
+    promised  tokens by which the launch raised `most` of each request: one number, or [columns]
+    known     [columns], how many of these do not depend on whether a token was sampled; None: none
     forks     requests that were forked while the launch was in flight, with the column that they share
-    early     [columns], number of tokens that each request has got already; empty: none
+    early     [columns], number of tokens that each request has already received; empty: none
     """
 
     launch: Launch
@@ -43,7 +43,7 @@ class PendingLaunch:
 def atomically(*calls: Iterable[Any]) -> None:
     """Run iterators over calls of C functions, such as `map(list.extend, lists, values)`.
 
-    All of it is one call instruction, and Python handles signals and switches threads only between instructions.
+    The whole run is one call instruction, and Python handles signals and switches threads only between instructions.
     """
     deque(chain.from_iterable(calls), maxlen=0)
 
@@ -51,8 +51,8 @@ def atomically(*calls: Iterable[Any]) -> None:
 class Launches:
     """Launches in flight, in order of submission.
 
-    A collect that is interrupted can be repeated: the tokens of a launch are appended, and the launch is removed, in
-    one step that no signal can split. With `must_advance` an unfinished request without a token is an error.
+    An interrupted collect can be repeated: the tokens of a launch are appended, and the launch is removed, in one step
+    that no signal can split. With `must_advance` an unfinished request without a token is an error.
     """
 
     def __init__(self, table: RequestTable) -> None:
@@ -62,7 +62,7 @@ class Launches:
         self._collected: dict[SessionRequest, list[int]] = {}  # what the next collect() returns
 
     def join(self, fork: SessionRequest, request: SessionRequest) -> None:
-        """Give a fork the tokens that launches in flight bring its request."""
+        """Let a fork receive the tokens of its request from launches in flight."""
         for pending in self.pending:
             columns = [*enumerate(pending.requests), *pending.forks]
             pending.forks += tuple((column, fork) for column, other in columns if other is request)
@@ -75,7 +75,7 @@ class Launches:
             pending.launch.wait()
 
     def collect(self, wait: bool) -> list[tuple[SessionRequest, list[int]]]:
-        """Return each request that got tokens, and the tokens: of launches that have finished, or of all with `wait`.
+        """Return each request with new tokens, and the tokens: of finished launches, or with `wait` of all launches.
 
         Raises: StepFaultError: if requests are faulty. The next call returns the tokens.
         """
@@ -91,8 +91,8 @@ class Launches:
         return found
 
     def _finished(self, wait: bool) -> list[PendingLaunch]:
-        """Return the first launch, which has finished, and the next ones of the same requests that have finished too:
-        they are taken together."""
+        """Return the first launch, which has finished, and the finished launches after it with the same requests. They
+        are collected together."""
         first = self.pending[0]
         taken, requests = [first], first.requests
         for pending in islice(self.pending, 1, None):
@@ -102,7 +102,7 @@ class Launches:
         return taken
 
     def _take(self, taken: list[PendingLaunch]) -> list[tuple[int, RequestFault]]:
-        """Update requests from the first launches, of the same requests. Return the faults of live requests."""
+        """Update requests from the first launches, which have the same requests. Return the faults of live requests."""
         first, table = taken[0], self._table
         tokens = np.concatenate([pending.launch.tokens(raise_on_fault=False) for pending in taken])
         ends = np.concatenate([pending.launch.ends() for pending in taken]).max(0, initial=0)
@@ -154,7 +154,7 @@ class Launches:
         return faults
 
     def _add(self, requests: Sequence[SessionRequest], new: list[list[int]]) -> Iterable[Any]:
-        """Return the calls that add tokens to what the next collect() returns."""
+        """Return the calls that add tokens to the result of the next collect()."""
         if not self._collected:
             return map(self._collected.update, (zip(requests, new, strict=True),))
         return map(list.extend, [self._collected.setdefault(request, []) for request in requests], new)
@@ -178,7 +178,7 @@ class Launches:
         )
 
     def _live(self, pending: PendingLaunch) -> tuple[Ids, tuple[SessionRequest, ...], Ids]:
-        """Return the requests of a launch, forks included, that were neither released nor have finished since: their
+        """Return the requests of a launch, including forks, that were neither released nor finished since: their
         columns, the requests, and their request indices."""
         every = (*enumerate(pending.requests), *pending.forks)
         live = [(column, request) for column, request in every if self._table.is_live(request)]
@@ -191,7 +191,7 @@ class Launches:
     ) -> list[tuple[int, RequestFault]]:
         """Return the faults of requests, each with the number of its step. A fork shares its request's column."""
         faulty: dict[int, list[SessionRequest]] = {}
-        # A request that the host finished at a stop token was over when it became faulty: its reason is another one.
+        # A request that the host finished at a stop token before the fault has another finish reason.
         for at in np.flatnonzero(ends == int(FinishReason.FAULT)).tolist():
             faulty.setdefault(at if columns is None else int(columns[at]), []).append(requests[at])
         return [
@@ -209,8 +209,8 @@ class Launches:
             for column in np.flatnonzero(sampled < pending.promised).tolist():
                 if self._table.is_live(pending.requests[column]):
                     raise ReplayError(
-                        f"request {pending.ids[column]}: launch {pending.launch.step} gave {sampled[column]} tokens, "
-                        "less than one per step; check the model's logits for NaN, and the sampler"
+                        f"request {pending.ids[column]}: launch {pending.launch.step} has {sampled[column]} tokens, "
+                        "fewer than one per step; check the model's logits for NaN, and the sampler"
                     )
 
 

@@ -22,15 +22,14 @@ from graphrt.session.requests import Ids
 from graphrt.spec import KVCacheSpec
 
 _AHEAD = 256
-"""Tokens for which requests get pages ahead of their steps, if these take at most half of the free pages; else a
-quarter of it, and so on. A step that lists pages takes the host fifteen times as long as the others."""
+"""Tokens for which requests get pages in advance, if these take at most half of the free pages; otherwise a quarter of
+this number, and so on. A step that lists pages takes fifteen times as much host time as others."""
 
 
 class ExternalPages:
-    """The pages of a pool that the caller's block manager allocates: counts the requests that use each page.
+    """The pages of a pool that the caller's block manager allocates. Counts the requests that use each page.
 
-    `free` collects pages that no request uses any more for `pop_freed`. Until it is popped, a freed page may not be
-    appended again.
+    `free` collects unused pages for `pop_freed`. A freed page may not be appended again before it is popped.
     """
 
     num_free = 0  # only the caller gives pages to requests
@@ -69,7 +68,7 @@ class ExternalPages:
 
 
 def _page_ids(given: object, pools: Sequence[PageLease | ExternalPages], of: str) -> list[Int32Array]:
-    """Return the checked page ids that a caller gives, a list per KV group or pool."""
+    """Return the checked page ids that a caller passes, a list per KV group or pool."""
     lists = check_sequence("pages", given, len(pools), of=f"lists of page ids, one per {of}")
     found = []
     for pool, values in zip(pools, lists, strict=True):
@@ -82,13 +81,13 @@ def _page_ids(given: object, pools: Sequence[PageLease | ExternalPages], of: str
 
 
 def pages_needed(groups: Sequence[KVCacheSpec], length: int, new_tokens: int) -> list[int]:
-    """Return the pages of each pool that a sequence of `length` tokens owns at most, in chunks of `new_tokens`. Groups
-    with a window need pages for the window and a chunk."""
+    """Return the maximum pages of each pool for a sequence of `length` tokens in chunks of `new_tokens`. Groups with a
+    window need pages for the window and a chunk."""
     return by_pool(groups, (group.most_pages(length, new_tokens) for group in groups))
 
 
 def by_pool(groups: Sequence[KVCacheSpec], counts: Iterable[int]) -> list[int]:
-    """Return the pages of each pool, from those of each KV group."""
+    """Return the page counts of each pool, from those of each KV group."""
     sums = [0] * len({group.pool for group in groups})
     for group, count in zip(groups, counts, strict=True):
         sums[group.pool] += int(count)
@@ -98,7 +97,7 @@ def by_pool(groups: Sequence[KVCacheSpec], counts: Iterable[int]) -> list[int]:
 def check_pages(
     name: str, length: int, groups: Sequence[KVCacheSpec], pools: Sequence[PageAllocator | PageLease | ExternalPages]
 ) -> None:
-    """Raise CapacityError if the pools are too small even for this sequence alone, prefilled one token at a time."""
+    """Raise CapacityError if the pools cannot hold even this one sequence, prefilled one token at a time."""
     needs = pages_needed(groups, length, 1)
     for index, (need, pool) in enumerate(zip(needs, pools, strict=True)):
         if need > (pages := pool.num_pages - 1):
@@ -153,7 +152,7 @@ class SessionPages:
             raise self.none_left()
 
     def with_pages(self, ids: Ids, lengths: Ids) -> Ids:
-        """Allocate pages for `lengths` tokens, and return the requests that have them."""
+        """Allocate pages for `lengths` tokens, and return the requests that got them."""
         if self._grow(ids, lengths):
             return ids
         have = [self._grow(ids[i : i + 1], lengths[i : i + 1]) for i in range(len(ids))]
@@ -162,7 +161,7 @@ class SessionPages:
     def fitting(self, ids: Ids, start: int, count: int) -> int:
         """Allocate pages for the next `count` tokens of one request, or fewer, and return how many tokens fit."""
         while count and not self._grow(ids, ids * 0 + start + count):
-            # Down to the last token before a page of some group.
+            # Reduce the count to the last token before a page boundary of some group.
             sizes = (table.group.page_size for table in self.tables)
             count = max(0, max((start + count - 1) // size * size for size in sizes) - start)
         return count
@@ -172,7 +171,7 @@ class SessionPages:
         check_pages("prompt", length, self._groups, self._pools)
 
     def missing(self, ids: Ids, lengths: Ids) -> list[int]:
-        """Return the pages of each pool that requests need for `lengths` tokens, without those that they have."""
+        """Return the number of additional pages of each pool that requests need for `lengths` tokens."""
         return by_pool(self._groups, (table.more(ids, lengths).sum() for table in self.tables))
 
     def _grow(self, ids: Ids, lengths: Ids, spare: int = 1) -> bool:
@@ -202,7 +201,7 @@ class SessionPages:
             table.submitted(ids)
 
     def listed(self, ids: Ids) -> tuple[Int32Array, Int32Array, Int32Array]:
-        """Return the pages that no launch has listed, as a Batch takes them: first_pages, page_indptr, page_ids."""
+        """Return the pages that no launch has listed, in the form of a Batch: first_pages, page_indptr, page_ids."""
         firsts, counts, pages = zip(*(table.list_new(ids) for table in self.tables), strict=True)
         page_indptr = np.zeros(len(self.tables) * len(ids) + 1, np.int32)
         np.cumsum(np.concatenate(counts), out=page_indptr[1:])
@@ -222,11 +221,11 @@ class SessionPages:
         return (lists.reshape(-1, len(ids)), np.concatenate(every)) if start else (None, None)
 
     def fork_needs(self, req_index: int, length: int, most: int) -> list[int]:
-        """Return the pages of each pool that a fork needs, of a request with `length` to `most` tokens."""
+        """Return the number of pages of each pool that a fork of a request with `length` to `most` tokens needs."""
         return by_pool(self._groups, (table.num_own_pages(req_index, length, most) for table in self.tables))
 
     def check_fork(self, req_index: int, length: int, most: int, given: object) -> list[Int32Array]:
-        """Return the pages that the caller passes for a fork, by pool; empty if the session allocates its pages."""
+        """Check the pages that the caller passes for a fork, and return them by pool; empty without external pages."""
         needs = self.fork_needs(req_index, length, most)
         if self._external:
             pages = _page_ids([[]] * len(needs) if given is None else given, self._pools, "pool")
@@ -306,7 +305,7 @@ class SessionPages:
         return [table.pages(req_index) for table in self.tables]
 
     def place(self, req_index: int, first_places: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
-        """Allocate `counts` pages of each KV group for a request without pages, starting at these positions."""
+        """Allocate `counts` pages of each KV group for a request without pages, from these positions on."""
         pages = []
         for table, first, count in zip(self.tables, first_places, counts, strict=True):
             pages.append(self._pools[table.group.pool].take(count).tolist())
@@ -327,10 +326,10 @@ class SessionPages:
 
 
 class Ledger:
-    """The pages and request indices of a session: a lease per pool, none with external pages.
+    """The pages and request indices of a session: one lease per pool, or none with external pages.
 
-    Taking an object and recording it is one step that no exception in a signal handler can split. So `close` returns
-    everything, no matter how far the session's last call got, and can be repeated if it is interrupted itself.
+    Taking a page or an index and recording it is one step, which no exception in a signal handler can split. So `close`
+    returns everything, no matter where a call was interrupted, and can itself be repeated.
     """
 
     def __init__(self, runtime: Runtime, *, external_pages: bool) -> None:
@@ -354,14 +353,14 @@ class Ledger:
         self._free_indices.extend(map(self._indices.pop, (self._indices.index(req_index),)))
 
     def close(self) -> None:
-        """Return everything. Closing twice is fine."""
+        """Return all pages and request indices. May be called twice."""
         for lease in self.pages:
             lease.close()
         self._left.update(self._indices)
         self._free_indices.extend(map(self._indices.pop, [-1] * len(self._indices)))
 
     def drop(self) -> None:
-        """Return everything of a session that was garbage-collected. Later steps run after its launches."""
+        """Return all pages and request indices of a garbage-collected session. Later steps run after its launches."""
         held = sum(lease.num_held for lease in self.pages)
         if held or self._indices:
             warnings.warn(

@@ -1,4 +1,4 @@
-"""A request of a session, as its user sees it."""
+"""The request of a session that callers use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Prompt = Sequence[int] | Int32Array | torch.Tensor
 Ids = npt.NDArray[np.int64]
 
 NO_INDEX = -1
-"""Request index of a request that has none, as it is preempted."""
+"""Request index of a preempted request, which has none."""
 
 
 @dataclass(eq=False, slots=True)
@@ -29,8 +29,8 @@ class SessionRequest:
 
     req_index        index of its state on the device, as in `Step.req_indices`
     prompt           [tokens] int32
-    tokens           the tokens that were sampled and collected. A token that finishes the request is the last of them
-    finish_reason    why it finished; RUNNING until the end was collected, and after a release before that
+    tokens           the tokens that were sampled and collected, including a token that finishes the request
+    finish_reason    why it finished; RUNNING until the end is collected, or if it is released earlier
     logprobs         with SamplingParams.logprobs, one per token
     prompt_logprobs  with SamplingParams.prompt_logprobs, one per prompt token except the first
     """

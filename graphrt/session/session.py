@@ -3,13 +3,13 @@
     session = DecodeSession(runtime)
     request = session.add(prompt, SamplingParams(max_new_tokens=100))
     while session.running:
-        session.run(8)                       # up to 8 steps: one launch, once all prompts are computed
+        session.run(8)                       # up to 8 steps, in one launch once all prompts are computed
         for request, tokens in session.collect():
             ...
 
 Between two launches a session sends only changes: added or released requests, and new pages. Lengths, last tokens and
 sampling parameters stay on the device, which also detects the end of a request. So the host may be several launches
-ahead of it.
+ahead of the device.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from graphrt.session.table import RequestTable
 class DecodeSession:
     """Requests on the device, with pages and request indices of a runtime.
 
-    `add`, `fork` and `release` may be called while launches are in flight: they take effect with the next launch. A
-    call during another call raises ReplayError: from another thread, a signal handler, a model or a finalizer.
+    `add`, `fork` and `release` may be called while launches are in flight, and take effect with the next launch. A call
+    from another thread, a signal handler, a model or a finalizer during another call raises ReplayError.
 
     If an exception interrupts a call in the middle of a change, KeyboardInterrupt for example, later calls raise
     CaptureError. `collect` still returns the tokens of launches in flight, and `close` returns all pages and request
-    indices. Leave a session with `close()`, or use it in a `with` block.
+    indices. End a session with `close()`, or use it in a `with` block.
 
     If the backend plans on the host, or `query_len` is not 1, each step is a separate launch with all inputs.
 
     runtime         a captured runtime with a sampler. Several sessions and other users may share it
-    external_pages  your block manager allocates the pages, not the runtime's allocators. Requests get them from
-                    `append_pages`, and `pop_freed_pages` returns those that are not needed any more
+    external_pages  your block manager allocates the pages, not the runtime's allocators. `append_pages` adds pages to
+                    requests, and `pop_freed_pages` returns pages that are no longer needed
 
-    table, pages, launches  the parts of the session, for a scheduler in this package
+    table, pages, launches  parts of the session that schedulers in this package use
 
     Raises: ConfigError: if the runtime has no sampler, its model has cross or encoder layers, or its query_len is not 1
     without mixed batches. CaptureError: if the runtime is not captured.
@@ -89,12 +89,12 @@ class DecodeSession:
 
     @property
     def requests(self) -> tuple[SessionRequest, ...]:
-        """All requests that were not released, finished ones included."""
+        """All requests that were not released, including finished requests."""
         return tuple(self.table.requests.values())
 
     @property
     def leases(self) -> tuple[PageLease, ...]:
-        """What the session's pages are taken from, by pool; none with external_pages=True."""
+        """The leases that the session's pages come from, by pool; empty with external_pages=True."""
         return self._ledger.pages
 
     @property
@@ -108,13 +108,13 @@ class DecodeSession:
         """Add a request. Its prompt runs with the next launches, in chunks.
 
         prompt  token ids, at least one: a list, an array or a host tensor
-        params  how to sample, and when to finish; by default greedy, up to the longest sequence
-        state   values of RuntimeConfig.request_tensors, by name; the others get their initial values
+        params  how to sample, and when to finish; by default greedy, up to `max_seq_len`
+        state   values of RuntimeConfig.request_tensors, by name; other tensors get their initial values
 
-        Raises: ShapeError: if `prompt` is empty or not a list of token ids. ConfigError: for wrong params.
-        UnsupportedError: if the runtime was built without an option that the params need, as penalties. CapacityError:
-        if the sequence is too long, the prompt needs more pages than the cache has, or no request index is free.
-        Nothing has changed then.
+        Raises: ShapeError: if `prompt` is empty or not a list of token ids. ConfigError: if `params` are wrong.
+        UnsupportedError: if the runtime was built without an option that the params need, such as penalties.
+        CapacityError: if the sequence is too long, the prompt needs more pages than the cache has, or no request index
+        is free. An error changes nothing.
         """
         with self._exclusive:
             self._check_open("add")
@@ -128,7 +128,7 @@ class DecodeSession:
             return request
 
     def start(self, request: SessionRequest, known: Int32Array, start: int, values: RequestValues) -> None:
-        """Give a request an index, and start it with known tokens, of which the KV cache has the first `start`."""
+        """Assign a request index, and start with known tokens. The KV cache already has the first `start`."""
         request.req_index = at = self._ledger.take_index()
         self._manager.request_tables.left.discard(at)  # `begin` overwrites the state of the last request there
         self._has_updates = True
@@ -138,7 +138,7 @@ class DecodeSession:
         self.table.begin(request, known, start)
 
     def fork_needs(self, request: SessionRequest) -> list[int]:
-        """Return how many pages of each pool a `fork` of a request takes now. Raises: see `release`."""
+        """Return how many pages of each pool a `fork` of a request needs now. Raises: see `release`."""
         with self._exclusive:
             self._check_own(request, "fork_needs")
             return self.pages.fork_needs(request.req_index, *self._lengths(request))
@@ -148,7 +148,7 @@ class DecodeSession:
     ) -> SessionRequest:
         """Add a copy of `request` that continues from its state after all launches so far.
 
-        Full pages are shared; others with tokens are copied, on the device. Pages that `request` has for later tokens
+        Full pages are shared; a partly filled page is copied on the device. Pages that `request` has for later tokens
         are not shared. Both requests get the tokens of launches in flight.
 
         seed   of the new request; by default that of `request`, so that both sample the same tokens
@@ -156,7 +156,7 @@ class DecodeSession:
 
         Raises: ConfigError: if the request belongs to another session, or has prompt tokens left. ShapeError: if
         `pages` are not pages of the cache. CapacityError: if no request index or page is free. ReplayError: during a
-        call of the manager. CaptureError: after its `close()`. Nothing has changed then.
+        call of the manager. CaptureError: after its `close()`. An error changes nothing.
         """
         with self._exclusive:
             self._check_own(request, "fork")
@@ -201,14 +201,14 @@ class DecodeSession:
     def append_pages(
         self, request: SessionRequest, pages: Int32Array | Sequence[int] | Sequence[Sequence[int]]
     ) -> None:
-        """Append pages to a request, with external_pages=True. Later launches may write them.
+        """Append pages to a request, with external_pages=True. Later launches may write to them.
 
         pages  page ids of the cache, a list of ints; with several KV groups a list of lists, one per group. Nothing
-               else may write them. A request needs `group.pages_for(tokens)` of them in all
+               else may write to them. A request needs `group.pages_for(tokens)` pages in total
 
-        Raises: ConfigError: if the session owns its pages, and as `release`. ShapeError: if they are not pages of the
-        cache, or in use until `pop_freed_pages` returns them. CapacityError: if the request would have more than the
-        longest sequence. Nothing has changed then.
+        Raises: ConfigError: if the session allocates its pages; see also `release`. ShapeError: if they are not pages
+        of the cache, or in use until `pop_freed_pages` returns them. CapacityError: if the request would have more
+        pages than the longest sequence. An error changes nothing.
         """
         with self._exclusive:
             self._check_own(request, "append_pages")
@@ -218,13 +218,13 @@ class DecodeSession:
                 self.pages.append(request.req_index, checked)
 
     def pop_freed_pages(self) -> list[list[int]]:
-        """Return the pages of each pool that were freed since the last call, with external_pages=True: of requests that
-        were released, and those that windows have passed.
+        """Return the pages of each pool that were freed since the last call, with external_pages=True: pages of
+        released requests, and pages that windows have passed.
 
-        They may be given to other requests at once, as launches run in order. A page that requests share is returned
-        once, when the last of them has freed it. After `close()` all pages are the caller's.
+        They may be reused immediately, because launches run in order. A shared page is returned once, after the last
+        request that uses it has freed it. After `close()` the caller owns all pages.
 
-        Raises: ConfigError: if the session owns its pages.
+        Raises: ConfigError: if the session allocates its pages.
         """
         with self._exclusive:
             self._check_open("pop_freed_pages")
@@ -236,13 +236,13 @@ class DecodeSession:
     def set_token_mask(self, request: SessionRequest, words: MaskWords | None) -> None:
         """Set the tokens that a request may sample in later launches.
 
-        The mask holds for every step of a launch. A grammar, whose mask changes with each token, takes `run(1)` and
-        `collect(wait=True)` per token. The words are copied at once, and written before the next launch.
+        The mask applies to every step of a launch. A grammar, whose mask changes with each token, needs `run(1)` and
+        `collect(wait=True)` per token. The words are copied immediately, and take effect with the next launch.
 
         words  [ceil(vocab / 32)] of 32 bits on the host, as xgrammar and llguidance fill them. Token t is allowed if
                bit t % 32 of word t // 32 is set. None allows all tokens
 
-        Raises: ShapeError: for words of another shape. UnsupportedError: without RuntimeConfig.token_masks.
+        Raises: ShapeError: if `words` has another shape. UnsupportedError: without RuntimeConfig.token_masks.
         ConfigError: see `release`.
         """
         with self._exclusive:
@@ -260,9 +260,9 @@ class DecodeSession:
                     self.table.sampling.put("token_masks", at, now)
 
     def release(self, request: SessionRequest) -> None:
-        """Free a request and its pages, finished or not.
+        """Free a request, finished or not, and its pages.
 
-        Tokens that were not collected are dropped, also those of finished launches. To keep them, call
+        Tokens that were not collected are dropped, including those of finished launches. To keep them, call
         `collect(wait=True)` first. A finish_reason that was not collected stays RUNNING.
 
         Raises: ConfigError: if the request belongs to another session, or was released.
@@ -273,7 +273,7 @@ class DecodeSession:
                 self.remove(request)
 
     def remove(self, request: SessionRequest) -> None:
-        """Free a request's index and its pages. Launches in flight run before the steps that get the pages next."""
+        """Free a request's index and its pages. Launches in flight run before steps that reuse the pages."""
         at = request.req_index
         self._updates.drop(at)
         self.table.remove(request)
@@ -281,7 +281,7 @@ class DecodeSession:
         self._ledger.return_index(at)
 
     def _write_updates(self) -> None:
-        """Write what the next launch needs to the request tables. A write that is interrupted is repeated."""
+        """Write updates for the next launch to the request tables. An interrupted write is repeated."""
         if self._has_updates:
             self._updates.write(self._manager.request_tables)
             self._has_updates = False
@@ -291,16 +291,15 @@ class DecodeSession:
     def run(self, steps: int = 1, *, eager: bool = False) -> tuple[Launch, ...]:
         """Launch the next steps. Waits only while the config's `most_in_flight` launches are in flight.
 
-        While prompts have tokens left, each step is a launch, which computes chunks of prompts together with the
-        requests that decode. After that one launch takes up to `RuntimeConfig.launch_steps` steps. A request that
-        finishes on the way runs as padding from then on. A request without a page for its next token waits until it
-        gets one.
+        While prompts have tokens left, each step is a separate launch, which computes chunks of prompts together with
+        the requests that decode. After that, one launch runs up to `RuntimeConfig.launch_steps` steps. A request that
+        finishes during a launch runs as padding in its later steps. A request without a page for its next token waits
+        until it gets one.
 
         Returns: the launches, in order; none if no request can continue.
 
-        Raises: CapacityError: if no request has a page for its next token; earlier launches of the call are in flight.
-        As ReplayManager.replay. After an error of a step that may have run, the session can only be collected and
-        closed.
+        Raises: CapacityError: if no request has a page for its next token; earlier launches of the call stay in flight.
+        See also ReplayManager.replay. If a step that may have run fails, the session can only be collected and closed.
         """
         table = self.table
         with self._exclusive:
@@ -318,7 +317,7 @@ class DecodeSession:
             while steps and table.running:
                 launch = self._steps.launch(min(steps, self._launch_steps), eager)
                 if launch is None:
-                    break  # all requests have reached their limits, and are to be collected
+                    break  # all requests have reached their limits, and must be collected
                 launches.append(launch)
                 steps -= launch.steps
             return tuple(launches)
@@ -326,10 +325,10 @@ class DecodeSession:
     # -- results
 
     def collect(self, *, wait: bool = False) -> list[tuple[SessionRequest, list[int]]]:
-        """Return each request that got tokens, and the tokens.
+        """Return each request with new tokens, and the tokens.
 
         Tokens are returned while their launch is running, except a token that finishes a request, and tokens of
-        requests that asked for log-probabilities. These are returned once the launch has finished.
+        requests that need log-probabilities. These are returned once the launch has finished.
 
         wait  wait for every launch
 
@@ -344,7 +343,7 @@ class DecodeSession:
     # -- the end
 
     def close(self) -> None:
-        """Wait for launches in flight, and return all pages and request indices. Closing twice is fine.
+        """Wait for launches in flight, and return all pages and request indices. May be called twice.
 
         Raises: ReplayError: during another call of the session.
         """
@@ -369,7 +368,7 @@ class DecodeSession:
         self.close()
 
     def _lengths(self, request: SessionRequest) -> tuple[int, int]:
-        """Return the least and the largest number of tokens that a request has after all launches."""
+        """Return the lowest and the highest number of tokens that a request may have after all launches."""
         return int(self.table.reached[request.req_index]), self.table.length(request.req_index)
 
     def _check_open(self, call: str, *, changed_in_part: bool = False) -> None:
@@ -396,7 +395,7 @@ class DecodeSession:
 def check_request(
     runtime: Runtime, prompt: Prompt, params: SamplingParams | None, name: str, params_name: str
 ) -> tuple[Int32Array, SamplingParams]:
-    """Return a prompt as an array, and its params; by default greedy ones, up to the longest sequence.
+    """Return a prompt as an array, and its params; by default greedy, up to the longest sequence.
 
     Raises an error that names the argument if the runtime cannot run them.
     """

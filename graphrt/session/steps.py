@@ -19,7 +19,7 @@ from graphrt.session.table import RequestTable
 class StepLauncher:
     """Launches the next steps of a session's requests.
 
-    A launch sets the flag of the table. It is reset here, once the launch is in `launches` and the table is up to date.
+    A launch sets the flag of the table. This class resets it once the launch is in `launches` and the table is updated.
     """
 
     def __init__(self, manager: ReplayManager, table: RequestTable, pages: SessionPages, launches: Launches) -> None:
@@ -36,7 +36,7 @@ class StepLauncher:
         return self._full_step(eager) if full else self._decode(steps, eager)
 
     def launch_quietly(self, steps: int, eager: bool) -> Launch:
-        """Launch steps for which the device needs no pages, and in which no request can reach its limit."""
+        """Launch steps for which the device needs no new pages, and in which no request can reach its limit."""
         table = self._table
         launch = self._manager.advance(table.no_delta, steps=steps, eager=eager)
         self._launches.pending.append(PendingLaunch(launch, table.order_requests, table.order, steps))
@@ -131,8 +131,8 @@ class StepLauncher:
             count = self._pages.fitting(ids, start, min(budget, longest, len(tokens) - start))
             if not count:
                 if self._pages.are_external:
-                    continue  # the caller may have given pages to a later one
-                break  # later ones must not take the pages that this one waits for
+                    continue  # the caller may have appended pages to a later request
+                break  # later requests must not take the pages that this one needs
             table.sampling.ask_of_prompt(at, request.params, tokens[start + 1 :], len(request.prompt) - start - 1)
             chunks[at] = tokens[start : start + count]
             budget -= count

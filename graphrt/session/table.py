@@ -1,4 +1,4 @@
-"""The requests of a session by request index: how long they are, how they are sampled, and which of them continue."""
+"""The requests of a session by request index: their lengths, their sampling values, and which requests continue."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _OF_PARAMS = (
     "temperatures", "seeds", "top_ks", "top_ps", "min_ps", "repetition_penalties", "presence_penalties",
     "frequency_penalties",
 )  # fmt: skip
-"""Fields of a Batch whose values SamplingParams has under the singular name."""
+"""Fields of a Batch that SamplingParams has under their singular name."""
 
 
 class SamplingValues:
-    """One array per sampling value of a `Batch`, by its name there, with an entry per request index."""
+    """One array per sampling value of a `Batch`, by field name, with an entry per request index."""
 
     def __init__(self, num_indices: int) -> None:
         names = (*_OF_PARAMS, "prompt_lens", "token_masks", "logprobs", "logprob_tokens")
@@ -44,14 +44,14 @@ class SamplingValues:
             self._used[name] = self.arrays[name]
 
     def ask_logprobs(self, at: int, count: int | None, token: int = -1) -> None:
-        """Ask for log-probabilities of the next sampled token, or of a given one; None asks for none."""
+        """Request log-probabilities of the next sampled token, or of a given token; None requests none."""
         self.put("logprobs", at, -1 if count is None else count)
         self.put("logprob_tokens", at, token)
 
     def ask_of_prompt(self, at: int, params: SamplingParams, left: Values, of_prompt: int) -> None:
-        """Ask for log-probabilities of the next prompt token, `left[0]`, if the request has `prompt_logprobs`.
+        """Request log-probabilities of the next prompt token, `left[0]`, if the request has `prompt_logprobs`.
 
-        `left` follows the tokens of this step. The first `of_prompt` of them are of the prompt.
+        `left` contains the tokens after this step. The first `of_prompt` of them belong to the prompt.
         """
         if params.prompt_logprobs is None:
             return
@@ -74,8 +74,8 @@ class SamplingValues:
 class RequestTable:
     """What the host knows about the requests of a session.
 
-    Lengths are KV tokens, by request index. The token that was sampled last is in no cache yet, so a request with a
-    prompt of 3 tokens and max_new_tokens=30 has the limit 3 + 30 - 1. An example, with pages for all tokens:
+    Lengths are KV tokens, by request index. The last sampled token is not in the cache yet, so a request with a prompt
+    of 3 tokens and max_new_tokens=30 has the limit 3 + 30 - 1. An example, with pages for all tokens:
 
                         reached   most   ahead   quiet   limits
             run(1)            0      3       0       0       32    the prompt is in flight
@@ -84,24 +84,24 @@ class RequestTable:
             run(8)            3     11       8      13       32    a quiet launch: at most 11 + 8 tokens now
             collect          19     11       8      13       32    both launches have finished
             run(8)           19     11      16       5       32    quiet
-            run(8)           19     32       0       0       32    8 > 5: `most` is brought up to date first
+            run(8)           19     32       0       0       32    8 > 5: `most` is updated first
 
-    requests        by request index, finished ones included
-    detached        preempted requests that still get the tokens of launches in flight
-    prefills        by request index, the number of known tokens that were submitted, for requests with tokens left
+    requests        by request index, including finished requests
+    detached        preempted requests that still receive the tokens of launches in flight
+    prefills        by request index, the number of known tokens already submitted, for requests with tokens left
     known           by request index, the tokens that were known when the request started
     held            request indices whose prefill is paused
-    order           request indices of the requests that decode, in the order of the batch. Launches keep it: it is
-                    replaced, never changed
+    order           request indices of the requests that decode, in the order of the batch. Launches keep a reference,
+                    so it is replaced, never changed
     order_requests  the requests of `order`
     reached         length after the launches that were collected
     most            longest possible length after all launches; `collect` lowers it if a request finished early
-    ahead           steps of the requests in `order` that are not in `most` yet
+    ahead           steps of the requests in `order` that `most` does not include yet
     quiet           steps that can be launched before a request of `order` reaches its limit or the end of its pages
     limits          length at which a request finishes
-    asking          request indices that ask for log-probabilities
+    asking          request indices that need log-probabilities
     many_stops      request indices with more stop tokens than the device knows
-    flag            tells whether this table changed in part
+    flag            tells whether a change of this table is incomplete
     """
 
     def __init__(self, num_indices: int) -> None:
@@ -126,7 +126,7 @@ class RequestTable:
         return bool(self.prefills) or bool(len(self.order))
 
     def begin(self, request: SessionRequest, known: Int32Array, start: int) -> None:
-        """Add a request with known tokens, of which the KV cache has the first `start` already."""
+        """Add a request with known tokens. The KV cache already has the first `start`."""
         at, params = request.req_index, request.params
         self.requests[at] = request
         self.reached[at] = self.most[at] = start
@@ -158,7 +158,7 @@ class RequestTable:
             self.reorder(np.append(self.order, to))
 
     def remove(self, request: SessionRequest) -> None:
-        """Remove a request. Its index can be used again."""
+        """Remove a request. Its index can be reused."""
         at = request.req_index
         for indices in (self.asking, self.many_stops, self.held):
             indices.discard(at)
@@ -168,14 +168,14 @@ class RequestTable:
         del self.requests[at]
 
     def detach(self, request: SessionRequest) -> None:
-        """Let a request that is removed get the tokens of launches in flight."""
+        """Let a removed request receive the tokens of launches in flight."""
         if not request.finish_reason:
             self.detached.add(request)
 
     def reorder(self, order: Ids) -> None:
         """Set the requests that decode."""
         self.catch_up()
-        order.flags.writeable = False  # launches give it to their readers
+        order.flags.writeable = False  # launches expose it to callers
         self.order, self.order_requests = order, tuple(map(self.requests.__getitem__, order.tolist()))
         self.no_delta, self.quiet = BatchDelta(order, logprobs=bool(self.asking), flag=self.flag), 0
 
@@ -186,7 +186,7 @@ class RequestTable:
             self.reorder(kept)
 
     def catch_up(self) -> None:
-        """Bring `most` up to date."""
+        """Update `most`."""
         self.most[self.order] += self.ahead
         self.ahead = 0
 
@@ -196,18 +196,18 @@ class RequestTable:
         return int(self.most[req_index])
 
     def steps_left(self, ids: Ids) -> Ids:
-        """Return the steps of requests up to their limits."""
+        """Return the number of steps until each request reaches its limit."""
         self.catch_up()
         steps: Ids = self.limits[ids] - self.most[ids]
         return steps
 
     def is_live(self, request: SessionRequest) -> bool:
-        """Return True if tokens of launches in flight still belong to a request: it was not released, nor finished."""
+        """Return True if a request gets tokens of launches in flight: it is neither released nor finished."""
         in_table = self.requests.get(request.req_index) is request or request in self.detached
         return in_table and not request.finish_reason
 
     def finish(self, requests: Sequence[SessionRequest]) -> None:
-        """Stop requests that have finished. They stay in `requests` until they are released."""
+        """Stop requests that have finished. They remain in `requests` until they are released."""
         for request in requests:
             self.detached.discard(request)
             self.prefills.pop(request.req_index, None)

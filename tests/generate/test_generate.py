@@ -220,7 +220,7 @@ def test_a_request_without_token_and_without_fault_is_an_error(toy: Runtime, mon
     """Whatever the device reports, a loop over rows that must yield a token does not go on without one."""
     real = Launch.tokens
     monkeypatch.setattr(Launch, "tokens", lambda *_, **options: np.full_like(real(*_, **options), -1))
-    with pytest.raises(ReplayError, match=r"request \d: launch \d+ gave 0 tokens"):
+    with pytest.raises(ReplayError, match=r"request \d: launch \d+ has 0 tokens"):
         list(TextGenerator(toy).generate([[5, 6]], SamplingParams(30)))
     monkeypatch.undo()
     assert_idle_and_right(toy)
