@@ -48,7 +48,7 @@ class AttentionLayer:
     k_cache, v_cache   [num_pages, page_size, num_kv_heads, head_dim]  last stride 1, other strides arbitrary. An HND
                        cache is passed as this view too, with the strides of its layout. v_cache may have another head
                        size. Empty in an encoder layer
-    group              KV group of the layer: `metadata.block_tables[group]` holds its page ids
+    group              KV group of the layer: `metadata.block_tables[group]` contains its page ids
     writes             whether a step writes keys and values of this layer. False if an earlier layer or an encoder
                        writes what the layer reads, or if it has no cache
     k_scale, v_scale   [1] or [num_kv_heads]  float32  scales of an fp8 cache: key = stored value * k_scale; None: 1
@@ -77,7 +77,7 @@ class AttentionLayer:
             )
 
     def options(self, sinks: torch.Tensor | None = None) -> AttentionOptions:
-        """Return the layer's options as the kernels take them.
+        """Return the layer's options in the form that the kernels take.
 
         sinks   [num_q_heads] float32: the sinks of this call, which the model owns
 
@@ -112,7 +112,7 @@ class AttentionBackend(ABC):
     capabilities: ClassVar[Capabilities]
     """What the backend supports. The runtime enforces every field."""
     graph_support: ClassVar[GraphSupport]
-    """Which of its batches can be captured. The runtime enforces it."""
+    """Which batches can be captured. The runtime enforces it."""
     seq_len_fill: ClassVar[int] = 0
     """Value of `metadata.seq_lens` in padding requests: 0, or 1 for a kernel that must read at least one token. With 1
     the kernel reads the null page, whose contents are undefined."""
@@ -225,7 +225,7 @@ class AttentionBackend(ABC):
         """
 
     def schedule(self, metadata: StepMetadata) -> None:  # noqa: B027
-        """Record what is computed once per step, such as a schedule that all layers share.
+        """Record the work that is done once per step, such as a schedule that all layers share.
 
         Must be capture-safe: depend only on the descriptor and the contents of tensors, and read no tensor on the
         host. Python code here runs once, at capture.
@@ -244,7 +244,7 @@ class AttentionBackend(ABC):
     ) -> None:
         """Record the attention of one layer: the queries of this step over the paged cache.
 
-        The cache already holds the keys and values of this step. Must be capture-safe, as `schedule`.
+        The cache already contains the keys and values of this step. Must be capture-safe, like `schedule`.
 
         q      [padded_tokens, num_q_heads, head_dim]    last stride 1, other strides arbitrary; any value, including
                                                          NaN, in padding tokens
@@ -256,12 +256,12 @@ class AttentionBackend(ABC):
 
         Decoder layers are causal: token i of a request sees positions 0 to seq_len - query_len + i, its own
         `metadata.positions`. Cross layers are not: every token sees positions 0 to encoder_len - 1, and its output is
-        zero if encoder_len is 0. `layer.options(sinks)` holds the other options.
+        zero if encoder_len is 0. `layer.options(sinks)` has the other options.
 
         Keys and values beyond the `seq_len` of a request, in the null page and in pages of other requests may be NaN.
         None of them may reach an output: mask values as well as scores, since zero times NaN is NaN. The block table
-        holds null pages for pages entirely before the window or chunk of a request. If a KV group frees such pages, its
-        null page holds finite numbers. A tile that starts before the window may then read it without masking values.
+        has null pages for pages entirely before the window or chunk of a request. If a KV group frees such pages, its
+        null page has finite numbers. A tile that starts before the window may then read it without masking values.
 
         In the prefill part of a mixed step (`context.prefill`), `metadata.query_start_loc[0]` is the number of tokens
         of the decode part, whose requests have no tokens here. `run` does not write these tokens of `out` and `lse`.

@@ -1,4 +1,4 @@
-"""What an attention backend declares about itself, what a runtime asks of it, and the comparison of the two."""
+"""The capabilities of an attention backend, the requirements of a runtime, and their comparison."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class Capabilities:
     head_dims        head sizes; None: any
     page_sizes       tokens per page; None: any
     layouts          memory layouts of a page
-    max_query_len    most new tokens per request in a decode batch, where all requests have the same number
+    max_query_len    maximum new tokens per request in a decode batch, where all requests have the same number
     sliding_window   layers with `AttentionSpec.sliding_window`
     logits_softcap   layers with `AttentionSpec.logits_softcap`
     mixed            mixed batches, in which requests differ in their number of new tokens (prefill and decode together)
     alibi            layers with `AttentionSpec.alibi_slopes`
     alibi_sqrt       layers with `AttentionSpec.alibi_sqrt`: slopes times the square root of the distance
     sinks            layers with `AttentionSpec.sinks`
-    lse              `run` can write the log-sum-exp. A model that asks for it from another backend raises in its first
+    lse              `run` can write the log-sum-exp. With other backends, a model that needs it raises in its first
                      step, which runs in `capture()`
     batch_invariant  the result of a request does not depend on other requests; see below
     kv_groups        layers of several KV groups, each with its own block table: `metadata.block_tables[layer.group]`
@@ -53,7 +53,7 @@ class Capabilities:
     cross_attention      layers that attend to encoder outputs: not causal, with lengths `metadata.encoder_lens`
     encoder_attention    bidirectional layers over the tokens of the step, without a cache: `run_encoder`
 
-    `batch_invariant` is a promise per kind of graph. With `RuntimeConfig(batch_invariant=True)`, the result of a
+    `batch_invariant` is a guarantee per kind of graph. With `RuntimeConfig(batch_invariant=True)`, the result of a
     request is bitwise equal in all decode graphs of one query_len, for any graph size, position in the batch and other
     requests. The same holds among all mixed steps. A decode step and a mixed step may still differ in their last bits.
 
@@ -188,14 +188,14 @@ class BackendContext:
     kv_groups        the spec of every KV group: one if all layers are alike, none if all are encoder layers
     group_of         the KV group of every layer, None for an encoder layer; None if there is one group
     device           device of all tensors
-    max_num_reqs     most requests in one step
-    max_num_tokens   most new tokens in one step
+    max_num_reqs     maximum number of requests in one step
+    max_num_tokens   maximum number of new tokens in one step
     max_seq_len      longest sequence, in tokens; see `max_pages`
-    max_query_len    most new tokens per request in a decode batch: `RuntimeConfig.query_len`
+    max_query_len    maximum new tokens per request in a decode batch: `RuntimeConfig.query_len`
     batch_invariant  see Capabilities and RuntimeConfig
     mixed_batches    whether steps occur in which requests differ in their number of new tokens; see RuntimeConfig
-    prefill          the backend serves the prefill part of these steps, and nothing else
-    max_encoder_len  most encoder tokens of a request; 0 without cross layers
+    prefill          whether the backend serves only the prefill part of these steps
+    max_encoder_len  maximum encoder tokens of a request; 0 without cross layers
     """
 
     attention: tuple[AttentionSpec, ...]

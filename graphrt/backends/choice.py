@@ -58,7 +58,7 @@ def get_attn_backend(
     attention   the spec of every layer, as `attention_specs` returns them
     kv_groups   spec of the cache, or of each of its KV groups, as `kv_groups()` returns them
     device      device of the cache
-    config      capacities and options, among them the name of the backend; None: RuntimeConfig()
+    config      capacities and options, including the name of the backend; None: RuntimeConfig()
 
     Raises:
         ConfigError: if an argument has the wrong type, if layers and groups do not match, or if a name is unknown.

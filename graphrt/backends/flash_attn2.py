@@ -23,7 +23,7 @@ class FlashAttention2Backend(PeerBackend):
     Mixed batches have no graph, because the grid depends on the query length. NaN in the tail of a page does not reach
     outputs: the kernel clears a V tile beyond the length of a request. It returns early for a length of 0.
 
-    The head sizes are those of the forward-only wheel that was tested. A missing one raises in its first call.
+    The head sizes are those of the tested forward-only wheel. A build without one raises in its first call.
     """
 
     name: ClassVar[str] = "flash_attn2"
@@ -143,5 +143,5 @@ class FlashAttention2Backend(PeerBackend):
 
 
 def _longest(layer: AttentionLayer, metadata: StepMetadata) -> int:
-    """Return the most tokens that the layer's block table can hold."""
+    """Return the maximum number of tokens that the layer's block table can hold."""
     return metadata.block_tables[layer.group].shape[1] * layer.k_cache.shape[1]

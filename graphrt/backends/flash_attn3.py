@@ -18,16 +18,16 @@ from graphrt.metadata import StepMetadata
 from graphrt.spec import AttentionSpec, KVCacheSpec
 
 MAX_SPLITS = 32
-"""Most KV splits per request. The scheduler uses fewer if they suffice."""
+"""Maximum number of KV splits per request. The scheduler uses fewer if they suffice."""
 WORKSPACE_BYTES = 512 << 20
-"""Most memory for the partial results of one call. 2,048 tokens of 32 heads of 128 at 32 splits would take 1.1 GB."""
+"""Maximum bytes for the partial results of one call. 2,048 tokens of 32 heads of 128 at 32 splits would take 1.1 GB."""
 _TOKENS_PER_SPLIT = 64  # the smallest tile of keys: splits of fewer tokens would be empty
 _QUERIES_OF_TILE, _MULTIPROCESSORS = 128, 132  # of an H100 or H200; the kernels run on no other GPU
 _E4M3_MAX = 448.0
 _SMALLEST_AMAX = 2.0**-40  # attention cannot tell smaller queries from zero
 
 _ScheduleKey = tuple[int, int, int, int, int]
-"""What layers must have in common to share a schedule: query heads, KV heads, head_dim, window, page size."""
+"""Layers with an equal key share a schedule: query heads, KV heads, head_dim, window, page size."""
 
 
 class FlashAttention3Backend(PeerBackend):
@@ -43,8 +43,8 @@ class FlashAttention3Backend(PeerBackend):
     padding of zeros.
 
     An fp8 cache needs fp8 queries. They are scaled per request and KV head by the power of two that brings their
-    largest element below 448, with a relative error of up to 2^-4 per element. The kernel rounds the probabilities to
-    e4m3 too. Sinks are rounded to bfloat16, which the kernel takes. docs/backends.md has the errors and the limits.
+    largest element below 448, with a relative error of up to 2^-4 per element. The kernel also rounds the probabilities
+    to e4m3. Sinks are rounded to bfloat16, which the kernel takes. docs/backends.md lists the errors and limits.
     """
 
     name: ClassVar[str] = "flash_attn3"
@@ -131,7 +131,7 @@ class FlashAttention3Backend(PeerBackend):
 
         It is the minimum of MAX_SPLITS, the splits that the longest sequence can use, and the splits whose partial
         results fit into WORKSPACE_BYTES. It is 1 in batch-invariant mode, where the order of sums must not depend on
-        other requests. It is 1 too for prefill parts whose query tiles alone occupy every multiprocessor.
+        other requests. It is also 1 for prefill parts whose query tiles already occupy every multiprocessor.
         """
         tiles = descriptor.padded_tokens * spec.num_q_heads // _QUERIES_OF_TILE
         if self.context.batch_invariant or (self.context.prefill and tiles >= _MULTIPROCESSORS):
@@ -183,7 +183,7 @@ class FlashAttention3Backend(PeerBackend):
         sinks: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> None:
-        """Attend by this step's schedule. Capture-safe: all values that vary between steps are in tensors.
+        """Attend with this step's schedule. Capture-safe: all values that vary between steps are in tensors.
 
         Raises:
             CaptureError: if `schedule` was not called for this size.
@@ -228,7 +228,7 @@ class FlashAttention3Backend(PeerBackend):
     def _left_padding(self, descriptor: BatchDescriptor, spec: AttentionSpec, page_size: int) -> torch.Tensor | None:
         """Return zeros if the kernel might load whole pages by TMA, else None.
 
-        It might with pages of at least 64 tokens and more than 64 queries per KV head.
+        It may do so with pages of at least 64 tokens and more than 64 queries per KV head.
         """
         if page_size < 64 or _max_query_len(descriptor) * spec.num_queries_per_kv <= 64:
             return None

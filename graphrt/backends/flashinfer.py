@@ -56,9 +56,9 @@ class FlashInferBackend(PeerBackend):
         the refresh  in the graph       page ids, to the block table
         `schedule`   in the graph       `indices`: all page ids as one list, by the offsets of the plan
 
-    There is one wrapper per captured size. All share the float workspace and the memory of the plan, on the device and
-    pinned: steps run in order on one stream, and each uploads its plan first. The next plan waits for an event after
-    that upload, so the host runs at most one step ahead.
+    There is one wrapper per captured size. All share the float workspace and the plan memory, on the device and pinned,
+    because steps run in order on one stream, and each step uploads its plan first. The next plan waits for an event
+    after that upload, so the host runs at most one step ahead.
 
     Padding requests are planned as one token in the null page, because this kernel has read out of bounds for length 0.
     Their output is zeroed. NaN in the tail of a page does not reach outputs: V is loaded with zeros beyond the length
@@ -146,7 +146,7 @@ class FlashInferBackend(PeerBackend):
     def plan_capture(self, descriptor: BatchDescriptor) -> None:
         """Make the wrapper of this size, compile its kernels, and plan requests of one token.
 
-        A graph holds the address of the plan, not its contents. Mixed steps are never captured and need no plan here.
+        A graph has the address of the plan, not its contents. Mixed steps are never captured and need no plan here.
         """
         if descriptor.kind is GraphKind.DECODE:
             self._plan_decode(descriptor.padded_reqs, np.ones(descriptor.padded_reqs, np.int32))
@@ -182,13 +182,13 @@ class FlashInferBackend(PeerBackend):
         sinks: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> None:
-        """Attend by the plan. Capture-safe in decode steps: the device reads the plan.
+        """Attend with the plan. Capture-safe in decode steps: the device reads the plan.
 
         The wrappers take the scales of the cache as Python numbers, which would be constants in a graph. The key scale
         is therefore multiplied into the queries, and the value scale into the output, on the device.
 
         Raises:
-            CaptureError: before a plan of this size was made.
+            CaptureError: if no plan of this size was made.
         """
         mixed = metadata.descriptor.kind is GraphKind.MIXED
         wrapper = self._prefill if mixed else self._wrappers.get(metadata.descriptor.padded_reqs)
@@ -299,7 +299,7 @@ class FlashInferBackend(PeerBackend):
         return host[: n + 1], host[n + 1 : 2 * n + 1], host[2 * n + 1 : 3 * n + 2]
 
     def _share(self, wrapper: Any) -> Any:
-        """Let a wrapper use the plan memory of the first one: 8 MB on the device and 8 MB pinned per wrapper.
+        """Let a wrapper use the plan memory of the first one, which saves 8 MB on the device and 8 MB pinned.
 
         The event of `_Buffers.slot` then guards every wrapper. No public API shares the pinned half.
         """

@@ -20,7 +20,7 @@ from graphrt.metadata import StepMetadata
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """An optional package. It is looked up without importing it, and imported when its backend is used.
+    """An optional package. It is located without an import, and imported when its backend is used.
 
     module         name of the module to import
     install        pip command that installs it
@@ -75,8 +75,8 @@ class PeerBackend(AttentionBackend):
     """A backend whose kernels come from another package.
 
     Such kernels do not write padding tokens, or write values from the null page. `schedule` therefore marks the real
-    tokens once per step, and `write` copies only these. In the prefill part of a mixed step it does not
-    write the tokens of the decode part.
+    tokens once per step, and `write` copies only these. In the prefill part of a mixed step, `write` does not write the
+    tokens of the decode part.
     """
 
     package: ClassVar[Package]
@@ -131,6 +131,6 @@ class PeerBackend(AttentionBackend):
             copy_live(sums[:, None], live, lse[:, None], fill=float("-inf"), first=first)
 
     def live(self, tokens: int) -> torch.Tensor:
-        """Return [tokens] bool: which tokens of the step are not padding."""
+        """Return [tokens] bool: True for tokens of the step that are not padding."""
         assert self._live is not None, "allocate() makes it"
         return self._live[:tokens]

@@ -18,7 +18,7 @@ INTERPRETER_SMS = 4  # splits work on CPU too, but into few programs: an interpr
 
 
 class PromptKind(NamedTuple):
-    """What layers must have in common to share a plan and its schedule. Windows may differ: each tile computes its own.
+    """Layers of an equal kind share a plan and its schedule. Windows may differ: each tile computes its own.
 
     native   whether the CUDA kernel may serve these layers on devices that run it
     """
@@ -35,7 +35,7 @@ class PromptKind(NamedTuple):
 class PromptSchedules:
     """A schedule per kind of layer, which each step rewrites, and a plan per kind and size.
 
-    Without kinds it holds no tensors, and its methods do nothing.
+    Without kinds it has no tensors, and its methods do nothing.
     """
 
     def __init__(self, context: BackendContext, kinds: Iterable[PromptKind]) -> None:
@@ -62,8 +62,8 @@ class PromptSchedules:
     def write(self, descriptor: BatchDescriptor, lens: torch.Tensor, starts: torch.Tensor, *, packed: bool) -> None:
         """Compute the schedules of a step, one launch per kind. Capture-safe: lengths stay on the device.
 
-        lens, starts   [padded_reqs], [padded_reqs + 1]  int32  as `schedule_prompt` takes them
-        packed         `lens` holds the starts of packed sequences instead of lengths
+        lens, starts   [padded_reqs], [padded_reqs + 1]  int32  see `schedule_prompt`
+        packed         `lens` contains the starts of packed sequences instead of lengths
         """
         for kind in self._kinds:
             plan, schedule = self.of(kind, descriptor)

@@ -40,7 +40,7 @@ _registered: dict[str, type[AttentionBackend]] = {}
 def register_backend(cls: type[AttentionBackend]) -> type[AttentionBackend]:
     """Register a backend class under its `name`. Usable as a decorator.
 
-    A package can declare an entry point of the group `graphrt.backends` instead, and need not be imported then.
+    A package can declare an entry point of the group `graphrt.backends` instead, and then need not be imported.
 
     Raises:
         ConfigError: if the name is taken, or a required class attribute or method is missing or wrong.
@@ -89,7 +89,7 @@ def backend_names() -> list[str]:
 def backend_class(name: str, what: str = "backend") -> type[AttentionBackend]:
     """Return the class of a backend by name.
 
-    what   the option that named it, for errors
+    what   the option that specified it, for errors
 
     Raises:
         ConfigError: if the name is unknown, or its entry point cannot be loaded.
@@ -115,7 +115,7 @@ class Standing:
 
     unsupported_reasons   every reason why it cannot serve the context; empty if it can
     by_name               why automatic selection skips it although it can, or None
-    rank                  1 for the backend that is selected unless another is named, then 2, ...; None if skipped
+    rank                  1 for the backend that is selected by default, then 2, ...; None if skipped
     relative              its measured time relative to the fastest that can serve; None in static order
     """
 
@@ -168,7 +168,7 @@ def select_prefill(
     """Return the class that serves the prefill part of mixed steps, and why; None: `decode` serves whole steps.
 
     With a name it is the named backend. Without one it is the fastest combination of the measured table for a runtime
-    of this size. If the table is of another GPU, or the layers are not 16-bit, `decode` serves whole steps.
+    of this size. If the table was measured on another GPU, or the layers are not 16-bit, `decode` serves whole steps.
 
     Raises:
         ConfigError: if the name is unknown.

@@ -45,7 +45,7 @@ class TorchReferenceBackend(AttentionBackend):
     graph_support: ClassVar[GraphSupport] = GraphSupport.ALWAYS
 
     def extra_graph_unsupported_reason(self, descriptor: BatchDescriptor) -> str | None:
-        """Refuse every graph on CUDA."""
+        """Reject every graph on CUDA."""
         if self.context.device.type != "cuda":
             return None
         return f"backend {self.name} reads sequence lengths on the host, which a CUDA graph cannot do; runs eagerly"

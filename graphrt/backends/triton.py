@@ -30,7 +30,7 @@ from graphrt.spec import AttentionKind, AttentionSpec, KVCacheSpec
 
 
 class _Sizes(NamedTuple):
-    """What layers must have in common to share a plan."""
+    """Layers with equal sizes share a plan."""
 
     num_q_heads: int
     num_kv_heads: int
@@ -41,7 +41,7 @@ class _Sizes(NamedTuple):
 
 
 class _ScheduleKey(NamedTuple):
-    """What layers must have in common to share a work list. KV groups may differ: a work list holds no page ids."""
+    """Layers with an equal key share a work list. KV groups may differ: a work list contains no page ids."""
 
     sizes: _Sizes
     sliding_window: int
@@ -61,7 +61,7 @@ class _ScheduleKey(NamedTuple):
 
 
 def _has_whole_tiles(kv: KVCacheSpec) -> bool:
-    """Return whether a page holds whole tiles, which the CUDA kernels need."""
+    """Return whether a page consists of whole tiles, which the CUDA kernels need."""
     return kv.page_size % NATIVE_PAGE_MULTIPLE == 0
 
 
@@ -140,7 +140,7 @@ class TritonBackend(AttentionBackend):
         self._encoder.allocate()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return work lists and workspace. Between replays the counters are 0, and the rest may hold anything."""
+        """Return work lists and workspace. Between replays the counters are 0, and the rest is arbitrary."""
         tensors = self._encoder.tensors("encoder_schedule")
         if (work := self._workspace) is None:
             return tensors
@@ -184,7 +184,7 @@ class TritonBackend(AttentionBackend):
         sinks: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> None:
-        """Attend in one launch, by the work list of this step.
+        """Attend in one launch, with the work list of this step.
 
         Capture-safe: the grid depends only on the descriptor, and lengths stay on the device.
         """
@@ -218,7 +218,7 @@ class TritonBackend(AttentionBackend):
         sinks: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> None:
-        """Attend in one launch of the prompt kernel, by the schedule of this step. Capture-safe: see `run`."""
+        """Attend in one launch of the prompt kernel, with the schedule of this step. Capture-safe: see `run`."""
         window = layer.spec.sliding_window
         sides = None if window is None else (window - 1, window - 1)
         plan, schedule = self._encoder.of(_encoder_kind(layer.spec), metadata.descriptor)
@@ -229,7 +229,7 @@ class TritonBackend(AttentionBackend):
         options = key.sizes._asdict() | {"num_sms": self._num_sms, "batch_invariant": self.context.batch_invariant}
         if descriptor.kind is GraphKind.MIXED:
             return AttentionPlan.varlen(descriptor.padded_reqs, descriptor.padded_tokens, **options)
-        native = self._native and key.whole_tiles  # the Triton kernel has better plans of its own
+        native = self._native and key.whole_tiles  # the Triton kernel has better plans
         return AttentionPlan.decode(descriptor.padded_reqs, query_len=descriptor.query_len, native=native, **options)
 
 
@@ -286,7 +286,7 @@ class TritonPrefill(AttentionBackend):
         sinks: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> None:
-        """Attend in one launch, by this step's schedule. Capture-safe: the grid depends only on the descriptor."""
+        """Attend in one launch, with this step's schedule. Capture-safe: the grid depends only on the descriptor."""
         plan, schedule = self._schedules.of(self._layer_kinds[layer.index], metadata.descriptor)
         table, options = metadata.block_tables[layer.group], layer.options(sinks)
         with kernels_on(q.device):

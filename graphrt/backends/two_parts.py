@@ -4,8 +4,8 @@
     decode part                 d d d d - - - - - - - -            a decode batch; writes zeros to padding (-)
     prefill part                        p p p p p p p p . .        overwrites these, and does not write decode tokens
 
-The refresh puts decode requests first, for any order of the batch. A request that changes from prefill to decode then
-moves on the device, and the host does nothing.
+The refresh puts decode requests first, for any order of the batch. If a request changes from prefill to decode, the
+device moves it, and the host does nothing.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ class TwoPartBackend(AttentionBackend):
         self.prefill.allocate()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of both. Names of the prefill part start with "prefill_"; its counters are left out."""
+        """Return both parts' tensors. Names of the prefill part start with "prefill_"; its counters are left out."""
         rewritten = {name: tensor for name, tensor in self.prefill.tensors().items() if name != "counters"}
         return self.decode.tensors() | {f"prefill_{name}": tensor for name, tensor in rewritten.items()}
 
     def held(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of both, named as in `tensors`."""
+        """Return the tensors of both parts, named as in `tensors`."""
         return self.decode.held() | {f"prefill_{name}": tensor for name, tensor in self.prefill.held().items()}
 
     def plan_capture(self, descriptor: BatchDescriptor) -> None:
@@ -93,7 +93,7 @@ class TwoPartBackend(AttentionBackend):
         sinks: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> None:
-        """Run the decode part, then the prefill part, which overwrites the zeros of the first in prefill tokens."""
+        """Run the decode part, then the prefill part, which overwrites the decode part's zeros."""
         if metadata.parts is None:
             self.decode.run(layer, q, metadata, out, sinks=sinks, lse=lse)
             return

@@ -8,8 +8,8 @@
     with bundle.open(model, device="cuda") as replays:
         print(replays.run(0))                       # compares the graph with an eager run and with the recording
 
-A bundle has everything that a step reads except the model: its inputs, the request state, and the KV pages that its
-requests read. It has no code and no weights. Loading checks all values and executes nothing.
+A bundle contains everything that a step reads except the model: its inputs, the request state, and the KV pages that
+its requests read. It contains no code and no weights. Loading checks all values and executes nothing.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Bundle:
         """Return a bundle of the launches recorded so far. Raises: ConfigError: if there are none."""
         check_instance("recording", recording, Recording, advice="pass what manager.record() returned")
         if model is not None:
-            check_instance("model", model, Mapping, advice="pass a dict, as {'shape': 'llama-3.2-1b'}")
+            check_instance("model", model, Mapping, advice="pass a dict like {'shape': 'llama-3.2-1b'}")
         if not recording.launches:
             raise ConfigError("recording: has no launches; submit the steps to be recorded")
         program, cache = recording.program, recording.program.kv_cache
@@ -103,7 +103,7 @@ class Bundle:
         )
 
     def save(self, path: str | Path) -> None:
-        """Write the bundle to one file. A symbolic link at `path` stays, and its target is replaced.
+        """Write the bundle to one file. A symbolic link at `path` is kept, and its target is replaced.
 
         Raises: ConfigError: if the file cannot be written, or `path` is a folder, a pipe or a device.
         """
@@ -164,9 +164,9 @@ class Bundle:
     ) -> BundleReplays:
         """Return a manager that can run the launches, with a cache of the pages that they read. Close it after use.
 
-        model     the recorded model, on `device`; None is CUDA if there is one
+        model     the recorded model, on `device`; None: CUDA if available
         sampler   ignored if the recorded manager had none
-        backend   another attention backend than the recorded one; "" for any
+        backend   attention backend to use instead of the recorded one; "" for any
         compare   True for `run`, which also runs each launch eagerly; False for `time`
 
         Raises: ConfigError: if `compare` is not a bool; the errors of ReplayManager if the model does not match the
@@ -177,7 +177,7 @@ class Bundle:
 
     @property
     def opened_config(self) -> RuntimeConfig:
-        """The config of the manager that runs the launches: it captures their sizes only."""
+        """The config of the manager that runs the launches: it captures only their sizes."""
         sizes = {launch.descriptor for launch in self.launches}
         return replace(
             self.config,
@@ -190,7 +190,7 @@ class Bundle:
         )
 
     def _check(self) -> None:
-        """Raise an error if the launches do not fit the manager's settings, before memory is allocated for them."""
+        """Raise an error if the launches do not match the manager's settings, before memory is allocated for them."""
         if not self.launches:
             raise ConfigError("bundle: has no launches; record it again")
         config = self.opened_config
@@ -266,9 +266,9 @@ class Bundle:
 class LaunchReplay:
     """The results of a recorded launch that ran again.
 
-    difference      between the graph and the eager step; None if all bits are the same
+    difference      difference between the graph and the eager step; None if they are bitwise equal
     tokens, logits  results of the graph: [steps, num_reqs] int32 on the host, and [num_reqs, vocab] of the last step
-    tokens_equal    whether the tokens are those of the recording
+    tokens_equal    whether the tokens equal the recorded ones
     logits_distance largest difference between its logits and the recorded ones; infinite if only one of them is NaN
     """
 
@@ -283,7 +283,7 @@ class LaunchReplay:
     def __str__(self) -> str:
         rows = self.logits.shape[0]
         by_graph = "graph and eager step are equal bit by bit" if self.difference is None else str(self.difference)
-        tokens = "tokens as recorded" if self.tokens_equal else "other tokens than recorded"
+        tokens = "tokens as recorded" if self.tokens_equal else "tokens differ from recording"
         logits = f"logits off by up to {self.logits_distance:.3g}" if self.logits_distance else "logits as recorded"
         return f"launch {self.index}, {self.descriptor}, {rows} requests: {by_graph}; {tokens}, {logits}"
 
@@ -393,7 +393,7 @@ class BundleReplays:
         return self._bundle.launches[check_int("index", index, 0, last, advice="specify a launch of the bundle")]
 
     def _restore(self, launch: RecordedLaunch) -> None:
-        """Restore the request state and the pages from before a launch."""
+        """Restore the recorded request state and pages of a launch."""
         manager = self._manager
         manager.reset()
         rows = {f"row tensor {name}": tensor for name, tensor in manager.request_tables.tensors.items()}
@@ -448,7 +448,7 @@ def _require(fits: bool, what: str) -> None:
 
 
 def _check_state(launch: RecordedLaunch, wanted: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> None:
-    """Raise ShapeError if the state of a launch has other tensors, shapes or dtypes than `wanted`."""
+    """Raise ShapeError if the state of a launch differs from `wanted` in tensors, shapes or dtypes."""
     others = sorted(launch.state.keys() ^ wanted.keys())
     _require(not others, f"its state has {others[:4]} missing or unknown")
     for name, (shape, dtype) in wanted.items():

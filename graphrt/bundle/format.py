@@ -1,7 +1,7 @@
 """The file format of a replay bundle: tensors and JSON in one safetensors file, without code or pickles.
 
-The reader checks names, types and shapes, and makes only objects of the classes that are listed here. A digest of the
-contents finds damaged files.
+The reader checks names, types and shapes, and creates only objects of the classes listed here. A digest of the contents
+detects damaged files.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MOST_JSON = 16 << 20
 
 
 def checked_target(path: str | Path) -> str:
-    """Return the file that a bundle written to `path` ends up in: symbolic links are followed, and stay."""
+    """Return the file to write for `path`: symbolic links are followed, and kept."""
     check_instance("path", path, (str, Path), advice="pass the name of a file")
     try:
         target = Path(os.path.realpath(path))
@@ -56,7 +56,7 @@ def checked_target(path: str | Path) -> str:
 
 
 def write_file(path: str | Path, meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write a file. A symbolic link stays, and its target is replaced. Raises: ConfigError: if it cannot be written."""
+    """Write a file. A symbolic link is kept, its target is replaced. Raises: ConfigError: if it cannot be written."""
     target = checked_target(path)
     safetensors = require("safetensors", "to write bundles")
     save = require("safetensors.torch", "to write bundles").save_file

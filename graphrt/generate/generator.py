@@ -1,9 +1,9 @@
 """Text generation with continuous batching over a Runtime; scheduler.py decides which prompts are in a launch.
 
-Requests stay on the device (session.py). Chunks of prompts run together with the requests that decode, a step per
+Requests stay on the device (session.py). Chunks of prompts run together with the requests that decode, one step per
 launch. Once all running prompts are computed, a launch has several steps, whose tokens arrive while it is running. Each
 launch is submitted before the previous one is collected, so the device never waits for the host. A request that
-finishes by a stop token is replaced some launches later.
+finishes at a stop token is replaced a few launches later.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Event:
     """One new token of one prompt, or its end.
 
     prompt           index of the prompt
-    token            None if the prompt finished without one, by a stop token
+    token            None if the prompt finished at a stop token, without a new token
     finished         True in the last event of the prompt
     logprob          of the token, with `SamplingParams.logprobs`
     prompt_logprobs  in the first event, with `SamplingParams.prompt_logprobs`: one per prompt token except the first
@@ -54,12 +54,12 @@ class TextGenerator:
 
     Without mixed batches (`RuntimeConfig.mixed_batches`), prompts are computed one token per step.
 
-    A sequence takes pages as it grows. If pages run out, the request of the last prompt is preempted, and its pages
-    move to host memory. Prompts with a common prefix share its pages. Preemption and shared pages do not change tokens,
-    unless logits differ in their last bits between captured sizes.
+    Pages are allocated as a sequence grows. If none are free, the request of the last prompt is preempted, and its
+    pages move to host memory. Prompts with a common prefix share its pages. Preemption and shared pages do not change
+    tokens, unless logits differ in their last bits between captured sizes.
 
     runtime     a captured runtime; several generators may share it
-    swap_bytes  pinned host memory that one `generate` may take if its sequences may not all have pages at once. Pages
+    swap_bytes  pinned host memory for one `generate` call, if the cache cannot hold all its sequences at once. Pages
                 that do not fit are recomputed; 0: all pages. If the host cannot allocate the memory, a RuntimeWarning
                 gives the reason once, and all pages are recomputed
 
@@ -75,26 +75,26 @@ class TextGenerator:
             raise wrong_state(State.CLOSED, State.CAPTURED, "TextGenerator")
         check_decoder(runtime)
         self._runtime = runtime
-        self._swap_bytes = check_int("swap_bytes", swap_bytes, 0, 1 << 50, advice="0 computes again instead")
+        self._swap_bytes = check_int("swap_bytes", swap_bytes, 0, 1 << 50, advice="0 recomputes instead")
         self.stats = GenerationStats()
 
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
     ) -> Generator[Event, None, None]:
-        """Yield tokens as they arrive, those of all prompts interleaved. The last event of each prompt is `finished`.
+        """Yield tokens of all prompts as they arrive. The last event of each prompt has `finished` set.
 
-        All prompts are checked before the first step. Request indices and pages are returned at the end, after an
-        error, and when the generator is closed, after a wait for the steps in flight.
+        All prompts are checked before the first step. At the end, after an error, and when the generator is closed, it
+        waits for steps in flight, and returns request indices and pages.
 
         prompts  token ids from 0 to vocab_size - 1, at least one per prompt: lists, arrays or host tensors
         params   one for all prompts, or one per prompt
 
         Raises: ShapeError: if a prompt is empty or not a list of token ids. CapacityError: if the cache is too small
-        for a prompt even without others. ConfigError: for wrong params. CaptureError: if the runtime is not captured.
-        All of these are raised before any step. Later: CapacityError: if other users of the runtime hold the pages that
-        the first prompt needs.
-        StepFaultError: if prompts had a fault, for example logits that are all NaN, after the events of all tokens that
-        had arrived; `prompts` names them. ReplayError: if a request gets no token. CaptureError: after a `reset()`.
+        for a prompt even without others. ConfigError: if `params` are wrong. CaptureError: if the runtime is not
+        captured. All of these are raised before any step. Later: CapacityError: if other users of the runtime hold the
+        pages that the first prompt needs. StepFaultError: if prompts had a fault, for example logits that are all NaN,
+        after the events of all tokens that had arrived; `prompts` lists them. ReplayError: if a request gets no token.
+        CaptureError: after a `reset()`.
         """
         if self._runtime.state is not State.CAPTURED:
             raise wrong_state(self._runtime.state, State.CAPTURED, "generate")
@@ -112,7 +112,7 @@ class TextGenerator:
         return state
 
     def _swap_space(self, prompts: Sequence[PromptState], session: DecodeSession) -> SwapSpace | None:
-        """Return host memory for pages of preempted requests; None if all that can run at once have their pages."""
+        """Return host memory for pages of preempted requests; None if all that can run at once have pages."""
         runtime, most_running = self._runtime, self._runtime.config.max_num_reqs
         if not (self._swap_bytes and prompts):
             return None

@@ -3,7 +3,7 @@
 Prompts are served in order. Pages are allocated as a sequence grows. If they run out, the request of the last prompt is
 preempted: it frees its request index and its pages, and waits at the head of the queue. Its pages move to a SwapSpace,
 or are recomputed from its tokens. The request of the first prompt is never preempted, so it finishes, and the next one
-becomes the first. A request waits only for pages and prefixes of earlier prompts, so requests never wait in a circle.
+becomes the first. A request waits only for pages and prefixes of earlier prompts, so requests cannot deadlock.
 
 The session owns the requests and their pages; this file decides what happens to them.
 """
@@ -30,7 +30,7 @@ from graphrt.session.requests import NO_INDEX, Ids, SessionRequest
 from graphrt.session.session import DecodeSession
 
 _QUIET_STEPS = 8
-"""Largest number of steps of a launch. With 8 the host has an eighth of the work, and a sequence that finishes by a
+"""Maximum number of steps in a launch. With 8 the host has an eighth of the work, and a sequence that finishes at a
 stop token is replaced at most two launches later."""
 
 
@@ -42,9 +42,9 @@ class GenerationStats:
     swapped_out_pages  pages copied to the host, of all KV groups
     swapped_in_pages   pages copied back
     recomputed_tokens  tokens whose keys and values were dropped and recomputed
-    shared_tokens      prompt tokens that were not computed, as another request had computed the same
+    shared_tokens      prompt tokens that were not computed, because another request had computed them
     shared_pages       pages of these tokens
-    copied_pages       those of the shared pages that had to be copied
+    copied_pages       shared pages that had to be copied
     """
 
     preemptions: int = 0
@@ -78,7 +78,7 @@ class PromptState:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the host knows."""
+        """Number of tokens that the host knows."""
         return len(self.prompt) + (0 if self.request is None else len(self.request.tokens))
 
 
@@ -112,9 +112,9 @@ class Scheduler:
         self.by_request: dict[SessionRequest, PromptState] = {}
         self._page_unit = math.lcm(*(group.page_size for group in self._groups))
         self._largest_page = max(group.page_size for group in self._groups)
-        # Prefixes are compared by half pages, and small pages whole: less is not worth a copy.
+        # Prefixes are compared by half pages, or by whole small pages: shorter prefixes are not worth a copy.
         self._prefixes = PrefixIndex(max(min(8, self._largest_page), self._largest_page // 2))
-        self._promised: dict[int, list[int]] = {}  # pages of each pool that requests without pages were admitted for
+        self._promised: dict[int, list[int]] = {}  # pages of each pool that are reserved for admitted requests
         self._all_promised = [0] * len(runtime.allocators)  # their sum
         self._shared: dict[int, int] = {}  # shared tokens of requests that have computed nothing yet
 
@@ -127,7 +127,7 @@ class Scheduler:
             if prompt.finished:
                 self._drop(self.queue.popleft())
                 continue
-            # A preempted request resumes after its tokens in flight were collected.
+            # A preempted request resumes once its tokens in flight are collected.
             if not self._runtime.free_req_indices or self._in_flight(prompt):
                 return
             if not self._have(needs := self._needs_to_start(prompt), resumes=prompt.was_preempted):
@@ -138,8 +138,8 @@ class Scheduler:
         return prompt.request is not None and self._session.launches.contain(prompt.request)
 
     def _needs_to_start(self, prompt: PromptState) -> list[int]:
-        """Return the pages of each pool that a prompt is admitted for: those of the first chunk of a new one, and all
-        that a preempted one had, as with fewer it would soon be preempted again."""
+        """Return the pages of each pool that a prompt needs to start: for a new prompt, those of its first chunk. A
+        preempted prompt needs all that it had, or it would soon be preempted again."""
         length = prompt.num_tokens
         first = length if prompt.was_preempted else min(length, self._longest_chunk)
         if prompt.preempted is None or prompt.preempted.swapped is None:
@@ -147,15 +147,14 @@ class Scheduler:
         return by_pool(self._groups, prompt.preempted.swapped.counts)
 
     def _have(self, needs: list[int], *, resumes: bool) -> bool:
-        """Return True if pools have `needs` pages, in addition to those that requests were admitted for and one for
-        each running request.
+        """Return True if pools have `needs` pages, in addition to reserved pages and one page for each running request.
 
-        A request that resumes needs a page for its next token as well, and the prompts that run need pages for all
-        their tokens, so that it is not preempted again at once.
+        A request that resumes also needs a page for its next token, and running prompts need pages for all their
+        tokens, so that it is not preempted again immediately.
         """
         if self._space is not None:
             self._space.collect()
-        if not self.running:  # it may have all pages, and must have those of its swapped tokens at once
+        if not self.running:  # it may use all pages, and needs those of its swapped tokens now
             fits = [self._reclaim(pool, need) for pool, need in enumerate(needs)]
             preempted = self.queue[0].preempted
             return preempted is None or preempted.swapped is None or all(fits)
@@ -203,7 +202,7 @@ class Scheduler:
         shared = self._shared.items()
         for req_index in [index for index, count in shared if self._table.length(index) > count]:
             self._begun(req_index)
-        # All steps of these requests are launched. The next user of their indices and pages comes later on the stream.
+        # All steps of these requests are launched. Later users of their indices and pages follow on the stream.
         ids = self._table.order
         for req_index in ids[self._table.steps_left(ids) <= 0].tolist():
             self._preemption.detach(self._leave(req_index))
@@ -212,8 +211,8 @@ class Scheduler:
     def _steps(self) -> int:
         """Return the number of steps of the next launch: several if no prefill has tokens left.
 
-        A prompt in the queue waits until a request finishes, so a launch ends where the first request reaches its
-        limit. If one finishes earlier, by a stop token, a few steps run without it."""
+        A prompt in the queue waits until a request finishes, so a launch ends when the first request reaches its limit.
+        If a request finishes earlier, at a stop token, a few steps run without it."""
         ids = self._table.order
         if self._table.prefills or not len(ids):
             return 1
@@ -235,7 +234,7 @@ class Scheduler:
         return all(self._reclaim(pool, need) for pool, need in enumerate(needs))
 
     def _share_prefixes(self) -> set[int]:
-        """Let requests that start share pages of earlier ones with a common prefix, before windows free these pages.
+        """Let new requests share pages of earlier ones with a common prefix, before windows free these pages.
 
         Returns the requests whose prefill is paused: their pages are still moving, an earlier request computes their
         prefix, or the step has no tokens left for them.
@@ -253,8 +252,8 @@ class Scheduler:
         return held
 
     def _waits_for_prefix(self, req_index: int) -> bool:
-        """Return True if a request that starts waits for an earlier one to compute its prefix. Otherwise it shares what
-        there is."""
+        """Return True if a new request must wait for an earlier one to compute its prefix. Otherwise it shares the
+        computed pages."""
         known, waits = self._table.known[req_index], False
         params = self.running[req_index].params
         if params.penalised or params.prompt_logprobs is not None:
@@ -265,7 +264,7 @@ class Scheduler:
                 self._prefixes.remove(donor)  # its window has passed the prefix
                 continue
             if donor in self._preemption.arriving:
-                waits = self._longest_chunk > 1  # unless another one has the same prefix
+                waits = self._longest_chunk > 1  # unless another donor has the same prefix
                 continue
             ready = self._table.length(donor)
             missing = common - self._shareable(donor, ready) if ready < common else 0
@@ -292,7 +291,7 @@ class Scheduler:
                 continue
             if length == full:
                 return full
-            # For the copy, and for the next token of each running request.
+            # Pages for the copy, and for the next token of each running request.
             copied = (length % group.page_size > 0 for group in self._groups)
             own = by_pool(self._groups, (copies + len(self.running) for copies in copied))
             if all(n <= allocator.num_free for n, allocator in zip(own, self._runtime.allocators, strict=True)):
@@ -300,8 +299,8 @@ class Scheduler:
         return 0
 
     def _make_room(self, steps: int) -> bool:
-        """Preempt requests until there are pages for the next steps of all others that decode, and for a token of the
-        first one. Return False if the first one has no page, as other users of the runtime hold them."""
+        """Preempt requests until there are pages for the next steps of the other requests, and for one token of the
+        first request. Return False if the first request gets no page because other users of the runtime own them."""
         while True:
             ids = self._table.order
             first = min(self.running, key=lambda req_index: self.running[req_index].index, default=None)
@@ -332,7 +331,7 @@ class Scheduler:
             return
         prompt.was_preempted = True
         self._stats.preemptions += 1
-        # Recomputing a page is faster than moving it. Tokens of penalties are counted by the step that computes them.
+        # Recomputing a page is faster than moving it. For penalties, the step that computes a token counts it.
         recompute = length <= self._largest_page or prompt.params.penalised
         preempted = self._preemption.preempt(self._leave(req_index), None if recompute else self._space)
         prompt.preempted = preempted
@@ -350,7 +349,7 @@ class Scheduler:
         return request
 
     def _begun(self, req_index: int) -> None:
-        """Drop the pages that a request was admitted for, as it has computed something, or leaves."""
+        """Drop the pages that were reserved for a request, once it has computed something or is removed."""
         needs = self._promised.pop(req_index, None)
         self._shared.pop(req_index, None)
         if needs is not None:
@@ -388,9 +387,9 @@ class Preempted:
 class Preemption:
     """Preempts and resumes the requests of a session, and shares their pages.
 
-    A request that is preempted or detached has no request index. It still gets the tokens of launches in flight.
+    A preempted or detached request has no request index. It still receives the tokens of launches in flight.
 
-    session  of the runtime; only the caller uses it
+    session  a session of the runtime that only the caller uses
     """
 
     def __init__(self, runtime: Runtime, session: DecodeSession) -> None:
@@ -402,13 +401,13 @@ class Preemption:
     def free_passed(self, ids: Ids) -> None:
         """Free pages that windows have passed, of requests whose pages are on the device."""
         self._table.catch_up()
-        # A swap that is still running could write such a page after the step that gets it next.
+        # A swap that is still running could write to such a page after a step has reused it.
         here = ids[[req_index not in self.arriving for req_index in ids.tolist()]] if self.arriving else ids
         self._pages.free_passed(here, self._table.most[here])
 
     def share(self, req_index: int, donor: int, length: int) -> tuple[int, int]:
-        """Share the pages of the first `length` tokens of a request with one that has no pages and starts with the same
-        tokens.
+        """Share the pages of the first `length` tokens of `donor` with a request that has no pages and starts with the
+        same tokens.
 
         Returns: the number of its pages, and how many of them were copied.
         """
@@ -427,7 +426,7 @@ class Preemption:
     def preempt(self, request: SessionRequest, space: SwapSpace | None) -> Preempted:
         """Free a request's index and its pages, which move to `space` if they fit there, and are dropped otherwise.
 
-        Resume the request after its launches in flight were collected.
+        Resume the request once its launches in flight are collected.
         """
         at, length = request.req_index, self._table.length(request.req_index)
         self.free_passed(np.array([at]))  # pages that the next token does not attend to need not move
@@ -453,7 +452,7 @@ class Preemption:
         self._session.release(request)
 
     def resume(self, request: SessionRequest, preempted: Preempted, space: SwapSpace | None) -> None:
-        """Give a preempted request an index and its pages again. It continues with the next launches, or once it has
+        """Assign an index and pages to a preempted request again. It continues with the next launches, or once it has
         `arrived`. Raises: CapacityError: if no request index or page is free."""
         known = np.concatenate((request.prompt, np.array(request.tokens, np.int32)))
         assert preempted.length < len(known), "all launches of the request were collected, and it has not finished"
@@ -466,7 +465,7 @@ class Preemption:
             self.arriving[request.req_index] = space.swap_in(preempted.swapped, pages)
 
     def arrived(self, req_index: int, *, wait: bool = False) -> bool:
-        """Return True if a request's pages are on the device. With `wait`, later launches wait for them there."""
+        """Return True if a request's pages are on the device. With `wait`, later launches wait for them."""
         arrival = self.arriving.get(req_index)
         if arrival is None:
             return True
