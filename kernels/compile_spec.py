@@ -16,7 +16,7 @@ class CompileSpec:
                     "*i32" if their name ends in `_ptr`, else "i32"
     constexprs      values of the constexpr arguments
     max_registers   most registers per thread
-    divisible       arguments whose value or address is a multiple of 16; of a tuple, every element
+    divisible       shell patterns for arguments whose value or address is a multiple of 16; of a tuple, every element
     max_spill       most spilled bytes per thread
     maxnreg         register limit per thread of the launch; None: no limit
     ptx             strings that the PTX must contain: Triton ignores some requests of a kernel
@@ -36,19 +36,7 @@ class CompileSpec:
 
     def types(self) -> dict[str, Any]:
         """Return the type of each argument of the kernel, in order."""
-        return {name: self._type(name) for name in self.kernel.arg_names}
+        return {name: "constexpr" if name in self.constexprs else self._type(name) for name in self.kernel.arg_names}
 
     def _type(self, name: str) -> Any:
-        if name in self.constexprs:
-            return "constexpr"
         return self.signature.get(name, "*i32" if name.endswith("_ptr") else "i32")
-
-
-def signature_of(
-    kernel: Any, constexprs: Mapping[str, object], types: Mapping[str, str], pointer: str = "*fp32"
-) -> dict[str, str]:
-    """Return the signature of a kernel: `types` by argument; other pointers are `pointer`, other arguments i32."""
-    return {
-        name: "constexpr" if name in constexprs else types.get(name, pointer if name.endswith("_ptr") else "i32")
-        for name in kernel.arg_names
-    }

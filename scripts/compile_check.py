@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def source_of(spec: CompileSpec) -> ASTSource:
     for at, (name, kind) in enumerate(types.items()):
         elements = {(at, i): each for i, each in enumerate(kind)} if isinstance(kind, tuple) else {(at,): kind}
         constexprs |= {path: None for path, each in elements.items() if each == "constexpr" and len(path) == 2}
-        if name in spec.divisible:
+        if any(fnmatchcase(name, pattern) for pattern in spec.divisible):
             attributes |= {path: [["tt.divisibility", 16]] for path, each in elements.items() if each != "constexpr"}
     return ASTSource(spec.kernel, types, constexprs=constexprs, attrs=attributes)
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 
 from graphrt.kernels.attention.options import FP8_DTYPES, AttentionOptions, check_options
 from graphrt.kernels.checks import check_no_overlap, check_not_empty, check_tensor, check_unit_stride
-from graphrt.kernels.compile_spec import signature_of
 from graphrt.kernels.errors import ShapeError, UnsupportedError
 
 ATTENTION_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -129,14 +127,14 @@ def check_triton_head_dim(name: str, head_dim: int) -> None:
         )
 
 
-def compiled_signature(
-    kernel: Any, dtype: torch.dtype, kv_dtype: torch.dtype, constexprs: dict[str, object], *, options: bool
+def compiled_types(
+    dtype: torch.dtype, kv_dtype: torch.dtype, constexprs: dict[str, object], *, options: bool
 ) -> dict[str, str]:
-    """Return the signature of an attention kernel. Without `options`, `constexprs` gets their pointers as None."""
+    """Return the types of an attention kernel's arguments. Without `options`, their pointers are None constexprs."""
+    optional = ("lse_ptr", "k_scale_ptr", "v_scale_ptr", "slopes_ptr", "sinks_ptr")
     if not options:
-        constexprs |= dict.fromkeys(("lse_ptr", "k_scale_ptr", "v_scale_ptr", "slopes_ptr", "sinks_ptr"))
-    types = dict.fromkeys(("q_ptr", "out_ptr"), f"*{TRITON_DTYPES[dtype]}")
+        constexprs |= dict.fromkeys(optional)
+    types = dict.fromkeys((*optional, "partial_out_ptr", "partial_lse_ptr"), "*fp32")
+    types |= dict.fromkeys(("q_ptr", "out_ptr"), f"*{TRITON_DTYPES[dtype]}")
     types |= dict.fromkeys(("k_ptr", "v_ptr"), f"*{TRITON_DTYPES[kv_dtype]}")
-    types |= dict.fromkeys(("block_table_ptr", "work_list_ptr", "schedule_ptr", "counters_ptr"), "*i32")
-    types |= dict.fromkeys(("logit_factor", "logit_cap"), "fp32")
-    return signature_of(kernel, constexprs, types)
+    return types | dict.fromkeys(("logit_factor", "logit_cap"), "fp32")

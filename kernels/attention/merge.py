@@ -13,7 +13,7 @@ import triton.language as tl
 
 from graphrt.kernels.attention.arguments import ATTENTION_DTYPES, TRITON_DTYPES
 from graphrt.kernels.checks import check_no_overlap, check_tensor, check_unit_stride
-from graphrt.kernels.compile_spec import CompileSpec, signature_of
+from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import UnsupportedError
 from graphrt.kernels.op_declaration import DeclaredOp, Written
 from graphrt.kernels.sizes import ceil_div, next_power_of_two
@@ -204,14 +204,12 @@ def compile_variants() -> list[CompileSpec]:
         if not with_lse:
             constexprs["lse_ptr"] = None
         types = dict.fromkeys(("out_a_ptr", "out_b_ptr"), f"*{TRITON_DTYPES[dtype]}")
+        types |= dict.fromkeys(("lse_a_ptr", "lse_b_ptr", "lse_ptr"), "*fp32")
         types["out_ptr"] = f"*{TRITON_DTYPES[out_dtype]}"
-        signature = signature_of(_merge_attention_kernel, constexprs, types)
-        divisible = tuple(a for a in signature if a.startswith(("out_", "lse_", "head_dim", "stride_out")))
-        divisible = tuple(a for a in divisible if a not in constexprs)
         specs.append(
             CompileSpec(
-                f"merge_attention_{name}", _merge_attention_kernel, signature, constexprs, _NUM_WARPS, 3,
-                divisible=divisible,
+                f"merge_attention_{name}", _merge_attention_kernel, types, constexprs, _NUM_WARPS, 3,
+                divisible=("*_ptr", "head_dim", "stride_out_*"),
             )
         )  # fmt: skip
     return specs

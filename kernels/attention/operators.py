@@ -12,7 +12,7 @@ from graphrt.kernels.attention.arguments import (
     check_contiguous_tensors,
     check_paged_tensors,
     check_query_starts,
-    compiled_signature,
+    compiled_types,
     logit_constants,
 )
 from graphrt.kernels.attention.attend import attend_kernel
@@ -370,18 +370,16 @@ def compile_variants() -> list[CompileSpec]:
             "STRIDE_UNIT": _stride_unit(sizes, sizes),
             "LAUNCH_PDL": False,
         }
-        signature = compiled_signature(attend_kernel, dtype, kv_dtype, constexprs, options=bool(options))
-        aligned = "stride_" if math.gcd(*sizes) % 16 == 0 else "stride_table"
-        divisible = tuple(a for a in signature if a.endswith("_ptr") or a.startswith(aligned))
+        types = compiled_types(dtype, kv_dtype, constexprs, options=bool(options))
         specs.append(
             CompileSpec(
                 f"attention_{name}",
                 attend_kernel,
-                signature,
+                types,
                 constexprs,
                 plan.tile.num_warps,
                 plan.tile.num_stages,
-                divisible=divisible,
+                divisible=("*_ptr", "stride_*" if math.gcd(*sizes) % 16 == 0 else "stride_table*"),
                 max_spill=spill_odd if name.startswith("odd_sizes") else spill if query_len else spill_varlen,
             )
         )

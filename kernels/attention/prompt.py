@@ -9,7 +9,7 @@ import torch
 from graphrt.kernels.attention.arguments import (
     check_contiguous_tensors,
     check_paged_tensors,
-    compiled_signature,
+    compiled_types,
     logit_constants,
 )
 from graphrt.kernels.attention.options import FP8_DTYPES, MAX_WINDOW, AttentionOptions, check_options
@@ -214,12 +214,11 @@ def compile_variants() -> list[CompileSpec]:
             "PAGE_SIZE": page_size or 1,
             "PAGED": page_size > 0,
         }
-        signature = compiled_signature(prompt_kernel, dtype, kv_dtype, constexprs, options=every)
-        divisible = tuple(a for a in signature if a.endswith("_ptr") or a.startswith("stride_"))
+        types = compiled_types(dtype, kv_dtype, constexprs, options=every)
         specs.append(
             CompileSpec(
-                f"prompt_{name}", prompt_kernel, signature, constexprs, plan.num_warps, plan.num_stages,
-                divisible=divisible,
+                f"prompt_{name}", prompt_kernel, types, constexprs, plan.num_warps, plan.num_stages,
+                divisible=("*_ptr", "stride_*"),
             )
         )  # fmt: skip
     return specs

@@ -26,7 +26,7 @@ import triton.language as tl
 
 from graphrt.kernels.attention.prompt_plan import Q_TILE_WORDS, PromptPlan
 from graphrt.kernels.checks import check_tensor, check_unit_stride
-from graphrt.kernels.compile_spec import CompileSpec, signature_of
+from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import CapacityError
 from graphrt.kernels.launcher import KernelLauncher
 from graphrt.kernels.op_declaration import DeclaredOp, Written
@@ -255,13 +255,10 @@ def compile_variants() -> list[CompileSpec]:
         plan = PromptPlan.make(
             64, 2048, num_q_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16, num_sms=132, causal=causal
         )
-        constexprs = _constexprs(plan, packed)
-        signature = signature_of(prompt_schedule_kernel, constexprs, {}, "*i32")
-        divisible = tuple(argument for argument, kind in signature.items() if kind == "*i32")
         specs.append(
             CompileSpec(
-                f"prompt_schedule_{name}", prompt_schedule_kernel, signature, constexprs, _NUM_WARPS, 1,
-                divisible=divisible,
+                f"prompt_schedule_{name}", prompt_schedule_kernel, {}, _constexprs(plan, packed), _NUM_WARPS, 1,
+                divisible=("*_ptr",),
             )
         )  # fmt: skip
     return specs

@@ -48,7 +48,7 @@ from graphrt.kernels.attention.plan import AttentionPlan
 from graphrt.kernels.attention.schedule import SEARCH_RADIX, schedule_kernel
 from graphrt.kernels.attention.work_list_reference import work_list_reference
 from graphrt.kernels.checks import check_tensor, check_unit_stride
-from graphrt.kernels.compile_spec import CompileSpec, signature_of
+from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import CapacityError, ShapeError
 from graphrt.kernels.launcher import KernelLauncher
 from graphrt.kernels.op_declaration import DeclaredOp
@@ -238,9 +238,7 @@ def compile_variants() -> list[CompileSpec]:
         }
         if query_len:
             constexprs["query_start_loc_ptr"] = None
-        signature = signature_of(schedule_kernel, constexprs, {}, "*i32")
-        divisible = tuple(a for a, kind in signature.items() if kind.startswith("*"))
         specs.append(
-            CompileSpec(f"schedule_{name}", schedule_kernel, signature, constexprs, num_warps, 3, divisible=divisible)
+            CompileSpec(f"schedule_{name}", schedule_kernel, {}, constexprs, num_warps, 3, divisible=("*_ptr",))
         )
     return specs

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from graphrt.kernels.checks import check_ints, check_no_overlap, check_not_empty, check_sequence, check_tensor
-from graphrt.kernels.compile_spec import CompileSpec, signature_of
+from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.library import cpu_runs_triton
 
@@ -229,10 +229,9 @@ def compile_variants() -> list[CompileSpec]:
         for way in ("pack", "unpack"):
             constexprs: dict[str, object] = {"WORD": word, "BLOCK": _BLOCK, "ALIGNED": aligned, "PACK": way == "pack"}
             pointers = {"table_ptr": "*i64", "pages_ptr": "*i64", "packed_ptr": f"*{kind}"}
-            signature = signature_of(_move_pages_kernel, constexprs, pointers)
             divisible = ("table_ptr", "packed_ptr")
             variant = f"{way}_pages_{name}"
             specs.append(
-                CompileSpec(variant, _move_pages_kernel, signature, constexprs, _NUM_WARPS, 3, divisible=divisible)
+                CompileSpec(variant, _move_pages_kernel, pointers, constexprs, _NUM_WARPS, 3, divisible=divisible)
             )
     return specs

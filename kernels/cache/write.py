@@ -16,7 +16,7 @@ from graphrt.kernels.attention.arguments import KV_DTYPES
 from graphrt.kernels.attention.options import FP8_DTYPES
 from graphrt.kernels.cache.reference import WriteKVCall, write_kv_reference
 from graphrt.kernels.checks import check_no_overlap, check_not_empty, check_tensor, check_unit_stride, once_per_geometry
-from graphrt.kernels.compile_spec import CompileSpec, signature_of
+from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.launcher import KernelLauncher
 from graphrt.kernels.op_declaration import DeclaredOp
@@ -397,6 +397,7 @@ def compile_variants() -> list[CompileSpec]:
         types |= {f"{x}_ptr": f"*{cache_kind}" for x in ("k_cache", "v_cache")}
         types |= {"slot_mapping_ptr": "*i64", "positions_ptr": "*i64", "norm_eps": "fp32"}
         types |= dict.fromkeys(("q_norm_ptr", "k_norm_ptr"), f"*{kind}")
+        types |= dict.fromkeys(("cos_sin_ptr", "k_scale_ptr", "v_scale_ptr"), "*fp32")
         for given, pointers in (
             (rotary_dim > 0, ("cos_sin_ptr",)),
             (has_norm, ("q_norm_ptr", "k_norm_ptr")),
@@ -404,12 +405,9 @@ def compile_variants() -> list[CompileSpec]:
         ):
             if not given:
                 constexprs |= dict.fromkeys(pointers)
-        signature = signature_of(_write_kv_kernel, constexprs, types)
         # Strides of scales are 1 (one per head) or 0 (one in total), never a multiple of 16.
-        divisible = tuple(
-            a for a, t in signature.items() if t.startswith("*") or (a.startswith("stride_") and "scale" not in a)
-        )
+        divisible = ("*_ptr", "stride_*_token", "stride_*_head", "stride_*_page", "stride_*_slot", "stride_cos_sin")
         specs.append(
-            CompileSpec(f"write_kv_{name}", _write_kv_kernel, signature, constexprs, _NUM_WARPS, 3, divisible=divisible)
+            CompileSpec(f"write_kv_{name}", _write_kv_kernel, types, constexprs, _NUM_WARPS, 3, divisible=divisible)
         )
     return specs

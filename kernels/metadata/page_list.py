@@ -74,5 +74,4 @@ def list_pages(block_table: torch.Tensor, indptr: torch.Tensor, indices: torch.T
 
 def compile_variants() -> list[CompileSpec]:
     """Return the only variant."""
-    pointers = ("table_ptr", "indptr_ptr", "indices_ptr")
-    return [CompileSpec("list_pages", _list_pages_kernel, {}, {"BLOCK": _BLOCK}, _NUM_WARPS, 3, divisible=pointers)]
+    return [CompileSpec("list_pages", _list_pages_kernel, {}, {"BLOCK": _BLOCK}, _NUM_WARPS, 3, divisible=("*_ptr",))]

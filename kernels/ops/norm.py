@@ -152,11 +152,10 @@ def compile_variants() -> list[CompileSpec]:
             constexprs["residual_ptr"] = None
         types = {f"{argument}_ptr": f"*{kind}" for argument in ("x", "weight", "out")}
         types |= {"residual_ptr": f"*{residual_kind}", "eps": "fp32"}
-        names = _rms_norm_kernel.arg_names
-        divisible = tuple(a for a in names if a not in constexprs and (a.endswith("_ptr") or a.startswith("stride_")))
         specs.append(
             CompileSpec(
-                f"rms_norm_{name}", _rms_norm_kernel, types, constexprs, _num_warps(block), 3, divisible=divisible
+                f"rms_norm_{name}", _rms_norm_kernel, types, constexprs, _num_warps(block), 3,
+                divisible=("*_ptr", "stride_*"),
             )
-        )
+        )  # fmt: skip
     return specs

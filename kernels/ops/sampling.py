@@ -294,13 +294,12 @@ def compile_variants() -> list[CompileSpec]:
                 "OVERLAPS": True,
             }  # fmt: skip
             constexprs = {name: value for name, value in constexprs.items() if name in kernel.arg_names}
-            pointers = tuple(name for name in kernel.arg_names if name.endswith("_ptr") and name not in constexprs)
             specs.append(
                 CompileSpec(
                     f"sample_{part}_{kind}{'_all' if everything else ''}", kernel,
                     {"ptrs": SampleInputs(**types), **dict.fromkeys(float_ptrs, "*fp32")}, constexprs,
                     _CHUNK_WARPS if part.startswith("chunks") else _ROW_WARPS, 3,
-                    divisible=("ptrs", "vocab_size", "stride_logits", *pointers),
+                    divisible=("ptrs", "vocab_size", "stride_logits", "*_ptr"),
                     max_spill={"truncated": _ROW_SPILL, "chunks_with_split": _CHUNK_FRAME}.get(part, 0),
                     maxnreg=None if part.startswith("chunks") else _ROW_REGISTERS,
                 )
