@@ -13,13 +13,17 @@ from graphrt.kernels.errors import CapacityError
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
 from graphrt.session.session import DecodeSession, SessionRequest
+from graphrt.spec import AttentionSpec, KVCacheSpec
 from graphrt.testing.poison import poison_derived
 from tests.session.test_session import PROMPTS, alone, oracle
-from tests.support.toy import MAX_LEN, VOCAB, captured, finish, slow_device
+from tests.support.layered import VOCAB, LayeredModel, build
+from tests.support.toy import MAX_LEN, captured, finish, slow_device
 
 STEPS = 10_000
 LATE = 3_000_000  # cycles: almost two milliseconds
 VERY_LATE = 600_000_000  # and 350, while the host submits all that a test submits, and compiles what is new
+WINDOW, CHUNK = 6, 8
+OWNERS = pytest.mark.parametrize("external_pages", [False, True], ids=["own_pages", "external_pages"])
 
 
 def some(generator: random.Random) -> dict[str, object]:
@@ -34,43 +38,7 @@ def some(generator: random.Random) -> dict[str, object]:
     return {name: value for name, value in options.items() if generator.random() < 0.3}
 
 
-def draw(
-    generator: random.Random,
-    session: DecodeSession,
-    requests: list[SessionRequest],
-    open_requests: list[SessionRequest],
-) -> None:
-    """One random thing that a server may do."""
-    what = generator.choice(["add", "add", "run", "run", "run", "collect", "fork", "release", "poison"])
-    if what == "add" and session._runtime.free_req_indices:
-        prompt = [generator.randrange(VOCAB) for _ in range(generator.randint(1, 20))]
-        params = SamplingParams(
-            max_new_tokens=generator.randint(1, 30),
-            temperature=generator.choice([0.0, 0.0, 30.0]),
-            seed=generator.randrange(100),
-            stop_ids=frozenset(generator.sample(range(VOCAB), 2)),
-            **some(generator),
-        )
-        requests.append(session.add(prompt, params))
-        open_requests.append(requests[-1])
-    elif what == "run":
-        session.run(generator.randint(1, 7))
-    elif what == "collect":
-        session.collect(wait=generator.random() < 0.5)
-    elif what == "poison" and generator.random() < 0.3:
-        session.collect(wait=True)
-        poison_derived(session._runtime.manager.buffers)
-    elif open_requests:
-        request = generator.choice(open_requests)
-        if what == "fork" and session._runtime.free_req_indices and request.req_index not in session.table.prefills:
-            requests.append(session.fork(request))
-            open_requests.append(requests[-1])
-        elif what == "release":
-            session.release(request)
-            open_requests.remove(request)
-
-
-def small_runtime(generator: random.Random, device: torch.device) -> Runtime:
+def toy_runtime(generator: random.Random, device: torch.device) -> Runtime:
     """One with all options of sampling, few requests and few pages, whose free pages hold NaN."""
     config = {
         "max_seq_len": MAX_LEN, "loop_sizes": generator.choice([(), (1, 2, 4)]), "max_num_tokens": 32,
@@ -80,36 +48,159 @@ def small_runtime(generator: random.Random, device: torch.device) -> Runtime:
     return captured(device=device, num_pages=generator.choice([24, 70]), **config)
 
 
-def delay(runtime: Runtime, cycles: int = VERY_LATE) -> None:
-    """Keep the device busy, so that whatever the host submits next waits while the host goes on."""
-    with torch.cuda.stream(runtime.stream):
-        torch.cuda._sleep(cycles)
+def layered_runtime(generator: random.Random, device: torch.device) -> tuple[LayeredModel, Runtime]:
+    """Two or three groups of different sight, in one pool or in two, of pages of different sizes where they are two."""
+    sights = generator.choice(
+        [({"sliding_window": WINDOW}, {}), ({"attention_chunk_size": CHUNK}, {}, {"sliding_window": WINDOW}), ({}, {})]
+    )
+    specs = [AttentionSpec(4, 2, 16, torch.float32, **sight) for sight in sights]
+    pools, sizes = generator.choice([((0, 0, 0), (4, 4, 4)), ((0, 1, 1), (2, 4, 4))])
+    groups = [
+        KVCacheSpec(1, 2, 16, size, dtype=torch.float32, layers=(layer,), pool=pool, **sight)
+        for layer, (sight, pool, size) in enumerate(zip(sights, pools, sizes, strict=False))
+    ]
+    num_pages = [generator.choice([30, 60]) for _ in range(1 + groups[-1].pool)]
+    return build(specs, groups, num_pages, device, loop_sizes=generator.choice([(), (2, 4)]))
 
 
-def serve(generator: random.Random, runtime: Runtime, calls: int, late: float) -> list[SessionRequest]:
+class Blocks:
+    """Pages of each pool in the hands of a caller, who gives some to requests and takes back what they need no more."""
+
+    def __init__(self, session: DecodeSession, runtime: Runtime) -> None:
+        self.session, self.groups = session, runtime.kv_cache.groups
+        self.free = [allocator.allocate(allocator.num_free) for allocator in runtime.allocators]
+
+    def give(self, generator: random.Random, request: SessionRequest) -> None:
+        """A few pages of some groups, as far as there are any and the request's table has room."""
+        pages: list[list[int]] = []
+        for group, have in zip(self.groups, self.session.pages.pages(request.req_index), strict=True):
+            count = min(generator.choice([0, 1, 1, 2, 5]), len(self.free[group.pool]), 2 if len(have) else 5)
+            pages.append([self.free[group.pool].pop() for _ in range(count)])
+        try:
+            self.session.append_pages(request, pages if len(pages) > 1 else pages[0])
+        except CapacityError:  # beyond the longest sequence
+            for group, ids in zip(self.groups, pages, strict=True):
+                self.free[group.pool] += ids
+
+    def fork(self, request: SessionRequest) -> SessionRequest:
+        """A fork with as many pages as it needs. Raises: CapacityError where there are not as many."""
+        needs = self.session.fork_needs(request)
+        if any(need > len(free) for need, free in zip(needs, self.free, strict=True)):
+            raise CapacityError("fork: too few pages")
+        return self.session.fork(
+            request, pages=[[free.pop() for _ in range(n)] for n, free in zip(needs, self.free, strict=True)]
+        )
+
+    def take(self) -> None:
+        """Take back the pages that the session freed: each once, and none that a request still has."""
+        every, in_use = self.session.pop_freed_pages(), [set(free) for free in self.free]
+        for request in self.session.requests:
+            for group, ids in zip(self.groups, self.session.pages.pages(request.req_index), strict=True):
+                in_use[group.pool].update(ids.tolist())
+        for free, used, back in zip(self.free, in_use, every, strict=True):
+            assert len(back) == len(set(back))
+            assert used.isdisjoint(back)
+            free += back
+
+
+def draw(
+    generator: random.Random,
+    session: DecodeSession,
+    blocks: Blocks | None,
+    requests: list[SessionRequest],
+    now: list[SessionRequest],
+) -> None:
+    """One random thing that a server may do; `now` has the requests that were not released."""
+    actions = ["add", "add", "run", "run", "run", "collect", "fork", "release", "poison", "pages", "pages"]
+    what, runtime = generator.choice(actions), session._runtime
+    request = generator.choice(now) if now else None
+    if what == "add" and runtime.free_req_indices:
+        prompt = [generator.randrange(VOCAB) for _ in range(generator.randint(1, 20))]
+        options = {"temperature": generator.choice([0.0, 0.0, 30.0]), "seed": generator.randrange(100)}
+        params = SamplingParams(
+            max_new_tokens=generator.randint(1, 30),
+            stop_ids=frozenset(generator.sample(range(VOCAB), 2)),
+            **(options | some(generator) if runtime.config.penalties else {}),
+        )
+        requests.append(session.add(prompt, params))
+        now.append(requests[-1])
+    elif what == "run":
+        session.run(generator.randint(1, 7))
+    elif what == "collect":
+        session.collect(wait=generator.random() < 0.5)
+    elif what == "poison" and generator.random() < 0.3:
+        session.collect(wait=True)
+        poison_derived(runtime.manager.buffers)
+    elif request is None:
+        pass
+    elif what == "pages" and blocks is not None:
+        blocks.give(generator, request)
+    elif what == "fork" and runtime.free_req_indices and request.req_index not in session.table.prefills:
+        requests.append(session.fork(request) if blocks is None else blocks.fork(request))
+        now.append(requests[-1])
+    elif what == "release" and (request.finish_reason or generator.random() < 0.3):
+        session.release(request)
+        now.remove(request)
+
+
+def make_room(
+    generator: random.Random, session: DecodeSession, blocks: Blocks | None, now: list[SessionRequest]
+) -> None:
+    """Give pages to all requests, or release finished requests, and sometimes an unfinished one."""
+    session.collect(wait=True)
+    if blocks is not None and generator.random() < 0.8:
+        for request in now:
+            blocks.give(generator, request)
+        return
+    for request in [request for request in now if request.finish_reason] or now[: generator.random() < 0.3]:
+        session.release(request)
+        now.remove(request)
+
+
+def check_pages(session: DecodeSession, runtime: Runtime) -> None:
+    """No page is held by nobody."""
+    for pool, allocator in enumerate(runtime.allocators):
+        tables = [table for table in session.pages.tables if table.group.pool == pool]
+        owned = sum(int(t.to[r.req_index] - t.from_[r.req_index]) for t in tables for r in session.requests)
+        assert allocator.num_pages - 1 - allocator.num_free <= owned
+
+
+def serve(
+    generator: random.Random, runtime: Runtime, calls: int, *, external_pages: bool = False, late: float = 0.0
+) -> list[SessionRequest]:
     """Random calls of a session, on a device that is late with this probability; all requests that there were."""
     requests: list[SessionRequest] = []
-    open_requests: list[SessionRequest] = []
-    with DecodeSession(runtime) as session:
+    now: list[SessionRequest] = []
+    with DecodeSession(runtime, external_pages=external_pages) as session:
+        blocks = Blocks(session, runtime) if external_pages else None
         for _ in range(calls):
             if generator.random() < late:
                 delay(runtime, LATE)
             try:
-                draw(generator, session, requests, open_requests)
+                draw(generator, session, blocks, requests, now)
             except CapacityError:
-                session.collect(wait=True)
-                for request in [request for request in open_requests if request.finish_reason] or open_requests[:1]:
-                    session.release(request)
-                    open_requests.remove(request)
-            owned = sum(
-                int(t.to[r.req_index] - t.from_[r.req_index]) for t in session.pages.tables for r in session.requests
-            )
-            used = runtime.allocator.num_pages - 1 - runtime.allocator.num_free
-            assert used <= owned, "no page is held by nobody"
+                make_room(generator, session, blocks, now)
+            if blocks is None:
+                check_pages(session, runtime)
+            else:
+                blocks.take()
         session.collect(wait=True)
-    assert runtime.allocator.num_free == runtime.allocator.num_pages - 1
-    assert len(runtime.free_req_indices) == 4
+        if blocks is not None:
+            for request in now:
+                session.release(request)
+            blocks.take()
+            for allocator, free in zip(runtime.allocators, blocks.free, strict=True):
+                assert len(free) == allocator.num_pages - 1, "every page came back"
+                allocator.free(free)
+    assert all(allocator.num_free == allocator.num_pages - 1 for allocator in runtime.allocators)
+    assert len(runtime.free_req_indices) == runtime.config.max_num_reqs
     return requests
+
+
+def delay(runtime: Runtime, cycles: int = VERY_LATE) -> None:
+    """Keep the device busy, so that whatever the host submits next waits while the host goes on."""
+    with torch.cuda.stream(runtime.stream):
+        torch.cuda._sleep(cycles)
 
 
 def check_requests(runtime: Runtime, requests: list[SessionRequest]) -> None:
@@ -125,26 +216,45 @@ def check_requests(runtime: Runtime, requests: list[SessionRequest]) -> None:
             assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-3)  # of logits of about 60
 
 
-@pytest.mark.parametrize("slow", [False, True], ids=["fast", "slow"])
-@pytest.mark.parametrize("seed", range(6))
-def test_whatever_a_server_does_requests_sample_what_they_sample_alone(
-    device: torch.device, seed: int, slow: bool, monkeypatch: pytest.MonkeyPatch
+@OWNERS
+@pytest.mark.parametrize("seed", range(8))
+def test_requests_sample_what_they_sample_alone(
+    device: torch.device, seed: int, external_pages: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Any interleaving of add, fork, release, run and collect, any split of steps into launches, few pages. Launches
     have ended at once, or are in flight until the host waits for them, with tokens that are there already."""
     generator = random.Random(seed)
-    if slow:
+    if seed % 2:
         slow_device(monkeypatch)
-    runtime = small_runtime(generator, device)
-    check_requests(runtime, serve(generator, runtime, 60, 0))
+    runtime = toy_runtime(generator, device)
+    check_requests(runtime, serve(generator, runtime, 100, external_pages=external_pages))
+
+
+@OWNERS
+@pytest.mark.parametrize("seed", range(8))
+def test_requests_of_several_groups_say_what_the_oracle_says(
+    device: torch.device, seed: int, external_pages: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator, decided = random.Random(seed), 0
+    if generator.random() < 0.7:
+        slow_device(monkeypatch)
+    model, runtime = layered_runtime(generator, device)
+    for request in serve(generator, runtime, 200, external_pages=external_pages):
+        prompt = request.prompt.tolist()
+        want = model.greedy(prompt, len(request.tokens))
+        if want and model.is_decided(prompt, want):
+            assert request.tokens == want
+            decided += len(want)
+    assert decided > 50, "most tokens are compared"
+    runtime.close()
 
 
 @pytest.mark.gpu
 def test_ten_thousand_steps_of_whatever_a_server_does() -> None:
     generator, device, steps, tokens = random.Random(15), torch.device("cuda"), 0, 0
     while steps < STEPS:
-        runtime = small_runtime(generator, device)
-        requests = serve(generator, runtime, 1500, 0.05)
+        runtime = toy_runtime(generator, device)
+        requests = serve(generator, runtime, 1500, late=0.05)
         steps += runtime.manager.queue.next_step
         check_requests(runtime, requests)
         tokens += sum(len(request.tokens) for request in requests)

@@ -131,6 +131,7 @@ class Served:
             self.witness.run(1)
 
 
+BATCH = Batch(req_indices=[3], seq_lens=[3], query_lens=[3], tokens=[3, 1, 4], page_indptr=[0, 1], page_ids=[PAGES - 1])
 CALLS: dict[str, Callable[[Served], object]] = {
     "add": lambda s: s.session.add([3, 1, 4, 1, 5, 9], SamplingParams(COUNT, logit_bias={3: 0.0})),
     "fork": lambda s: s.session.fork(s.request),
@@ -142,16 +143,22 @@ CALLS: dict[str, Callable[[Served], object]] = {
     "collect_arrived": lambda s: s.session.collect(),
     "set_token_mask": lambda s: s.session.set_token_mask(s.request, [-1] * 2),
     "close": lambda s: s.session.close(),
+    "batch": lambda s: s.runtime.replay(BATCH).wait(),
 }  # fmt: skip
 
 
-def points(call: Callable[[], object]) -> list[int]:
-    """Events of a call at which to interrupt it: all, or POINTS of them."""
+def points(served: Served, name: str, most: int = POINTS) -> Iterator[int]:
+    """Events of a call at which to interrupt it, at random: all, or `most`. A session begins before each, and is
+    checked after it."""
+    served.begin()
     with AtEvent(-1, interrupt) as counter:
-        call()
-    rng = random.Random(counter.count)
+        CALLS[name](served)
+    served.check()
     every = range(1, counter.count + 1)
-    return sorted(rng.sample(every, POINTS)) if counter.count > POINTS else list(every)
+    for number in sorted(random.Random(counter.count).sample(every, min(most, len(every)))):
+        served.begin()
+        yield number
+        served.check()
 
 
 @pytest.fixture(scope="module")
@@ -168,11 +175,7 @@ def served() -> Iterator[Served]:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_an_exception_at_any_point_of_a_call(served: Served, name: str) -> None:
-    served.begin()
-    numbers = points(lambda: CALLS[name](served))
-    served.check()
-    for number in numbers:
-        served.begin()
+    for number in points(served, name):
         raised = False
         try:
             with AtEvent(number, interrupt) as at:
@@ -180,7 +183,6 @@ def test_an_exception_at_any_point_of_a_call(served: Served, name: str) -> None:
         except KeyboardInterrupt:
             raised = True
         assert raised or at.count < number, f"{name}: the exception at event {number} was swallowed"
-        served.check()
 
 
 def quietly(call: Callable[[], object]) -> Callable[[], object]:
@@ -205,21 +207,15 @@ def in_thread(action: Callable[[], object]) -> None:
 def test_a_second_call_at_any_point_of_a_call_is_refused_or_takes_its_turn(
     served: Served, name: str, where: str
 ) -> None:
-    served.begin()
-    numbers = points(lambda: CALLS[name](served))
-    served.check()
     rng = random.Random(7)
-    for number in rng.sample(numbers, min(24, len(numbers))):
-        served.begin()
+    for number in points(served, name):
         (launch,) = served.session.run(1)
         session = served.session
         add = partial(session.add, PROMPT, SamplingParams(COUNT))
-        calls = [session.run, session.collect, add, launch.stop, launch.wait, served.witness.run]
-        second = rng.choice(calls)
+        second = rng.choice([session.run, session.collect, add, launch.stop, launch.wait, served.witness.run])
         action = quietly(second) if where == "handler" else lambda second=second: in_thread(quietly(second))
         with AtEvent(number, action), contextlib.suppress(ReplayError):
             CALLS[name](served)
-        served.check()
 
 
 def test_a_call_during_another_call_names_the_rule() -> None:
@@ -268,11 +264,7 @@ def test_a_session_that_is_dropped_warns_and_returns_what_it_has(served: Served)
 @pytest.mark.parametrize("name", ["add", "fork", "run_many", "close"])
 def test_another_session_is_dropped_at_any_point_of_a_call(served: Served, name: str) -> None:
     """As the garbage collector does: the dropped session's pages are not handed out twice."""
-    served.begin()
-    numbers = points(lambda: CALLS[name](served))
-    served.check()
-    for number in random.Random(3).sample(numbers, min(16, len(numbers))):
-        served.begin()
+    for number in points(served, name, 16):
         dropped = [DecodeSession(served.runtime)]
         dropped[0].add(OTHER)
         dropped[0].run(2)
@@ -280,7 +272,6 @@ def test_another_session_is_dropped_at_any_point_of_a_call(served: Served, name:
             warnings.simplefilter("ignore", ResourceWarning)
             CALLS[name](served)
         dropped.clear()
-        served.check()
 
 
 def test_an_exception_at_any_point_of_a_generator() -> None:
@@ -302,9 +293,9 @@ def test_an_exception_at_any_point_of_a_generator() -> None:
 
 
 def test_an_exception_at_any_point_of_the_close_of_a_runtime() -> None:
-    runtime = captured()
-    numbers = points(runtime.close)
-    for number in numbers[:: max(1, len(numbers) // 12)]:
+    with AtEvent(-1, interrupt) as counter:
+        captured().close()
+    for number in random.Random(4).sample(range(1, counter.count + 1), 12):
         runtime = captured(decode_sizes=(1,), mixed_sizes=())
         session = DecodeSession(runtime)
         session.add(PROMPT)
@@ -314,17 +305,6 @@ def test_an_exception_at_any_point_of_the_close_of_a_runtime() -> None:
         session.close()
         runtime.close()
         assert_all_returned(runtime)
-
-
-def test_an_exception_at_any_point_of_a_batch_leaves_sessions_alone(served: Served) -> None:
-    batch = Batch(
-        req_indices=[3], seq_lens=[3], query_lens=[3], tokens=[3, 1, 4], page_indptr=[0, 1], page_ids=[PAGES - 1]
-    )
-    for number in random.Random(5).sample(points(lambda: served.runtime.replay(batch).wait()), 20):
-        served.begin()
-        with contextlib.suppress(KeyboardInterrupt), AtEvent(number, interrupt):
-            served.runtime.replay(batch)
-        served.check()
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs interval timers")

@@ -28,110 +28,27 @@ def captured(device: torch.device, model: LivelyModel | None = None, **config: A
     return toy.captured(model, device, 40, **({"decode_sizes": (2, 4), "loop_sizes": (4,)} | config))
 
 
-class Blocks:
-    """A block manager of the caller's: hands out pages of any order, and knows what each request has."""
-
-    def __init__(self, session: DecodeSession, pages: list[int]) -> None:
-        self.session, self.free, self.given = session, list(pages), dict[Any, list[int]]()
-
-    def give(self, request: Any, count: int) -> None:
-        pages = [self.free.pop() for _ in range(count)]
-        self.given.setdefault(request, []).extend(pages)
-        self.session.append_pages(request, pages)
-
-    def take(self) -> list[int]:
-        (back,) = self.session.pop_freed_pages()
-        assert not set(back) & set(self.free), "pages come back once"
-        self.free += back
-        return back
-
-
-@pytest.mark.parametrize("steps", [1, 3])
-def test_tokens_are_those_of_the_oracle_whoever_owns_the_pages(device: torch.device, steps: int) -> None:
-    """Pages are given a few at a time; requests that have none wait, and all of them come back."""
+@pytest.mark.parametrize("first", ["long", "none"])
+def test_a_request_goes_on_while_others_wait_for_pages(first: str, device: torch.device) -> None:
+    """One of them has one page, and one has a prompt without pages. The caller decides whose prompt runs."""
     model = LivelyModel(device)
     runtime = captured(device, model)
-    prompts = [[3, 1, 4, 1, 5, 9, 2, 6, 5], [7], [2, 7, 1, 8]]
-    expected = [greedy(model, prompt, 10) for prompt in prompts]
+    prompts = {"long": [5, 2, 3], "short": [6, 2, 3], "none": [7, 2, 3]}
+    order = [*prompts] if first == "long" else [*reversed(prompts)]
     with DecodeSession(runtime, external_pages=True) as session:
-        blocks = Blocks(session, [31, 7, 22, 3, 18, 39, 5, 26, 11, 14, 2, 37, 9])
-        requests = [session.add(prompt, SamplingParams(max_new_tokens=10)) for prompt in prompts]
-        with pytest.raises(CapacityError, match="run: no request has a page for its next token; append"):
-            session.run()
-        turn = 0
-        while session.running:
-            request = requests[turn % 3]
-            turn += 1
-            if len(blocks.given.get(request, ())) * PAGE < len(request.prompt) + 9 and not request.finish_reason:
-                blocks.give(request, 1)
-            try:
-                session.run(steps)
-            except CapacityError:
-                continue
-            session.collect(wait=True)
-        assert [request.tokens for request in requests] == expected
-        assert not any(session.pop_freed_pages())
-        for request in requests:
-            session.release(request)
-            assert sorted(blocks.take()) == sorted(blocks.given[request])
-        assert runtime.allocator.num_free == 39, "nobody asked the runtime for a page"
-        again = session.add(prompts[0], SamplingParams(max_new_tokens=10))
-        blocks.give(again, 5)
-        while session.running:
-            session.run(steps)
-            session.collect(wait=True)
-        assert again.tokens == expected[0]
-
-
-def test_a_request_goes_on_while_another_waits_for_a_page() -> None:
-    model = LivelyModel(CPU)
-    runtime = captured(CPU, model)
-    with DecodeSession(runtime, external_pages=True) as session:
-        long, short = (session.add([n, 2, 3], SamplingParams(max_new_tokens=12)) for n in (5, 6))
-        session.append_pages(long, [4, 5, 6, 7])
-        session.append_pages(short, [8])
-        while len(long.tokens) < 12:
+        requests = {name: session.add(prompts[name], SamplingParams(max_new_tokens=12)) for name in order}
+        session.append_pages(requests["long"], [4, 5, 6, 7])
+        session.append_pages(requests["short"], [8])
+        while len(requests["long"].tokens) < 12:
             session.run(4)
             session.collect(wait=True)
-        assert len(short.tokens) == 2, "of its page the last token's place is left"
-        assert short.finish_reason is FinishReason.RUNNING
-        session.append_pages(short, torch.tensor([9, 10, 11]).numpy())
+        assert (len(requests["short"].tokens), len(requests["none"].tokens)) == (2, 0)
+        assert requests["short"].finish_reason is FinishReason.RUNNING
+        session.append_pages(requests["short"], torch.tensor([9, 10, 11]).numpy())
+        session.append_pages(requests["none"], [12, 13, 14, 15])
         finish(session, 4)
-        assert [long.tokens, short.tokens] == [greedy(model, [n, 2, 3], 12) for n in (5, 6)]
-
-
-@pytest.mark.parametrize("first", [0, 1], ids=["given_first", "given_last"])
-def test_a_prompt_without_pages_keeps_nobody_waiting(first: int) -> None:
-    """The caller decides whose prompt runs by whom it gives pages to."""
-    model = LivelyModel(CPU)
-    runtime = captured(CPU, model)
-    with DecodeSession(runtime, external_pages=True) as session:
-        requests = [session.add([n, 2, 3], SamplingParams(max_new_tokens=5)) for n in (5, 6)]
-        session.append_pages(requests[first], [4, 5])
-        while not requests[first].finish_reason:
-            session.run(1)
-            session.collect(wait=True)
-        session.append_pages(requests[1 - first], [6, 7])
-        finish(session, 4)
-        assert [request.tokens for request in requests] == [greedy(model, [n, 2, 3], 5) for n in (5, 6)]
-
-
-@pytest.mark.parametrize("loop_sizes", [(), (4,)], ids=["launch_by_launch", "loop"])
-def test_a_waiting_request_continues_before_anything_is_collected(
-    loop_sizes: tuple[int, ...],
-) -> None:
-    """The session knows how far the pages went that it listed."""
-    model = LivelyModel(CPU)
-    runtime = captured(CPU, model, loop_sizes=loop_sizes)
-    with DecodeSession(runtime, external_pages=True) as session:
-        request = session.add([1, 2, 3], SamplingParams(max_new_tokens=10))
-        for page in (7, 5, 6):
-            session.append_pages(request, [page])
-            session.run(1)
-            if request.req_index not in session.table.prefills and session.table.most[request.req_index] % PAGE:
-                session.run(8)
-        session.collect(wait=True)
-        assert request.tokens == greedy(model, [1, 2, 3], 10)
+        for name, prompt in prompts.items():
+            assert requests[name].tokens == greedy(model, prompt, 12)
 
 
 def test_forks_take_the_callers_pages() -> None:
@@ -189,38 +106,17 @@ def test_pages_of_a_fork_that_failed_are_the_callers() -> None:
         assert session.pop_freed_pages() == [[4]]
 
 
-def test_groups_with_windows_give_pages_back() -> None:
-    specs = [AttentionSpec(4, 2, 16, torch.float32, sliding_window=window) for window in (8, None)]
-    groups = [
-        KVCacheSpec(1, 2, 16, PAGE, dtype=torch.float32, layers=(0,), sliding_window=8),
-        KVCacheSpec(1, 2, 16, PAGE, dtype=torch.float32, layers=(1,)),
-    ]
-    model, runtime = build(specs, groups, 60, CPU)
-    prompt = [1, 2, 3, 4, 5]
-    with DecodeSession(runtime, external_pages=True) as session:
-        request = session.add(prompt, SamplingParams(max_new_tokens=20))
-        windowed, full = list(range(10, 16)), list(range(30, 36))
+def test_wrong_pages_are_refused() -> None:
+    specs = [AttentionSpec(4, 2, 16, torch.float32)] * 2
+    groups = [KVCacheSpec(1, 2, 16, PAGE, dtype=torch.float32, layers=(layer,)) for layer in (0, 1)]
+    _, of_groups = build(specs, groups, 60, CPU)
+    with DecodeSession(of_groups, external_pages=True) as session:
+        request = session.add([1, 2, 3])
         with pytest.raises(ShapeError, match=r"pages: \[10\] are in use by a request of the session"):
             session.append_pages(request, [[10], [10]])  # two groups, one pool
-        session.append_pages(request, [windowed, full])
-        back = []
-        while session.running:
-            session.run(1)
-            session.collect(wait=True)
-            (given_back,) = session.pop_freed_pages()
-            for page in given_back:
-                for tensor in (*runtime.kv_cache.k, *runtime.kv_cache.v):
-                    tensor[page] = float("nan")
-            back += given_back
-        assert request.tokens == model.greedy(prompt, 20)
-        assert back == windowed[: len(back)]
-        assert len(back) >= 3
         with pytest.raises(ShapeError, match="pages: expected 2 lists of page ids, one per KV group, got 1"):
             session.append_pages(request, [[3]])
-    runtime.close()
-
-
-def test_wrong_pages_are_refused() -> None:
+    of_groups.close()
     runtime = captured(CPU)
     with DecodeSession(runtime, external_pages=True) as session:
         request = session.add([1, 2, 3])
@@ -312,27 +208,6 @@ def test_a_request_waits_for_pages_of_each_group(device: torch.device) -> None:
         session.append_pages(first, [[], [9, 10, 11]])
         finish(session)
         assert [request.tokens for request in (first, second)] == [model.greedy(prompt, 10) for prompt in prompts]
-    runtime.close()
-
-
-def test_a_fork_shares_pages_of_one_group_and_none_of_another(device: torch.device) -> None:
-    """Three tokens fill a page of two and none of four. The fork lists the pages of both groups, or of one the device
-    would know none."""
-    spec = AttentionSpec(4, 2, 16, torch.float32)
-    groups = [
-        KVCacheSpec(1, 2, 16, size, dtype=torch.float32, layers=(layer,), pool=layer)
-        for layer, size in ((0, 2), (1, 4))
-    ]
-    model, runtime = build([spec, spec], groups, 60, device)
-    prompt = [1, 2, 3]
-    with DecodeSession(runtime) as session:
-        request = session.add(prompt, SamplingParams(max_new_tokens=10))
-        session.run(1)
-        session.collect(wait=True)
-        fork = session.fork(request)
-        second = session.fork(fork)
-        finish(session)
-        assert request.tokens == fork.tokens == second.tokens == model.greedy(prompt, 10)
     runtime.close()
 
 

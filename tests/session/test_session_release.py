@@ -140,31 +140,6 @@ def test_release_and_close_during_a_call_of_the_manager(device: torch.device, le
     assert runtime.replay(Batch(**ALONE)).tokens().tolist() == expected
 
 
-def test_pop_freed_pages_keeps_pages_that_a_fork_shares(device: torch.device) -> None:
-    runtime = captured(device=device, num_pages=12)
-    unused = list(range(1, 12))
-
-    def take(count: int) -> list[int]:
-        return [unused.pop(0) for _ in range(count)]
-
-    with DecodeSession(runtime, external_pages=True) as session:
-        request = session.add([3, 1, 4, 1, 5, 9], SamplingParams(12))
-        session.append_pages(request, take(5))
-        session.run(1)
-        session.collect(wait=True)
-        fork = session.fork(request, pages=[take(need) for need in session.fork_needs(request)])
-        shared = set(session.pages.pages(fork.req_index)[0].tolist()) & {1, 2, 3, 4, 5}
-        assert shared == {1}
-        session.release(request)
-        assert session.pop_freed_pages() == [[2, 3, 4, 5]]
-        unused[:0] = [2, 3, 4, 5]
-        session.append_pages(fork, take(4))
-        finish(session, 4)
-        assert fork.tokens == greedy(runtime.manager._program.model, [3, 1, 4, 1, 5, 9], 12)
-        session.release(fork)
-        assert sorted(session.pop_freed_pages()[0]) == [1, 2, 3, 4, 5, 6]
-
-
 @pytest.mark.parametrize(("window", "chunk"), [(5, None), (9, None), (None, 8), (None, 6)])
 def test_add_refuses_only_prompts_that_cannot_run(device: torch.device, window: int | None, chunk: int | None) -> None:
     """Of layers with a window or a chunk, at the smallest cache that is large enough."""
