@@ -136,11 +136,6 @@ class SwapSpace:
         """Free bytes of host memory."""
         return self._memory.num_free
 
-    @property
-    def num_going_out(self) -> int:
-        """Number of pages that are not freed yet because their copy may be running."""
-        return sum(len(pages) for _, _, pages in self._going)
-
     def bytes_of(self, counts: Sequence[int]) -> int:
         """Return the host bytes of `counts` pages of each KV group."""
         return sum(count * packer.page_bytes for count, packer in zip(counts, self._packers, strict=True))

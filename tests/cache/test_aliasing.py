@@ -45,13 +45,6 @@ OVERLAPPING = {
 }
 
 
-@pytest.mark.parametrize("name", SEPARATE)
-def test_interleaved_views_are_accepted(name: str) -> None:
-    k, v = SEPARATE[name]
-    assert KVCache(ONE, [k], [v]).num_pages == PAGES
-    assert KVCache(TWO, [k, v], [fresh(), fresh()]).num_pages == PAGES
-
-
 @pytest.mark.parametrize("name", OVERLAPPING)
 def test_overlapping_views_raise(name: str) -> None:
     one, other = OVERLAPPING[name]

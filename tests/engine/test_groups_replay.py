@@ -13,6 +13,7 @@ from graphrt.kernels.types import KVLayout
 from graphrt.runtime import Runtime
 from graphrt.spec import AttentionSpec, KVCacheSpec
 from graphrt.testing.poison import poison_derived
+from tests.engine.test_shadow import everything
 from tests.support.layered import MAX_LEN, Watch, build, generate, prompts_of
 
 F32, BF16, FP8 = torch.float32, torch.bfloat16, torch.float8_e4m3fn
@@ -69,7 +70,9 @@ def test_replay_equals_eager_bitwise(name: str, mixed: bool, device: torch.devic
         tensor[1:].normal_(generator=torch.Generator(device).manual_seed(1))
     for batch in steps(runtime, mixed=mixed):
         poison_derived(runtime.manager.buffers)
+        before = everything(runtime.manager)
         comparison = runtime.compare(batch)
+        assert all(torch.equal(a, b) for a, b in zip(before, everything(runtime.manager), strict=True))
         assert comparison.equal, str(comparison)
         assert not comparison.graph.logits.isnan().any()
         poison_derived(runtime.manager.buffers)
@@ -104,9 +107,7 @@ def test_backends_agree_on_groups(backend: str) -> None:
     device = torch.device("cuda", 0)
     if "flash_attn3" in backend:
         pytest.importorskip("flash_attn_interface")
-    specs = tuple(
-        AttentionSpec(8, 2, 64, BF16, sliding_window=window) for window in (20, 20, None, 20, 20, None)
-    )  # fmt: skip
+    specs = tuple(AttentionSpec(8, 2, 64, BF16, sliding_window=window) for window in (20, 20, None, 20, 20, None))
     groups = kv_groups(specs, page_size=16)
     logits = []
     for name in (backend, "torch_reference"):
@@ -118,10 +119,8 @@ def test_backends_agree_on_groups(backend: str) -> None:
             weight.mul_(0.3)  # else every weight of a softmax is 0 or 1, and a rounding moves it
         for tensor in (*runtime.kv_cache.k, *runtime.kv_cache.v):
             tensor[1:].normal_(generator=torch.Generator(device).manual_seed(1))
-        of_backend = []
-        for batch in steps(runtime, mixed=False) + steps(runtime, mixed=True):
-            of_backend.append(runtime.replay(batch).logits(copy=True).float())
-        logits.append(of_backend)
+        batches = steps(runtime, mixed=False) + steps(runtime, mixed=True)
+        logits.append([runtime.replay(batch).logits(copy=True).float() for batch in batches])
         runtime.close()
     for got, want in zip(*logits, strict=True):
         assert not got.isnan().any()
