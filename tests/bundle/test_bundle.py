@@ -13,7 +13,6 @@ from graphrt.batch import Batch
 from graphrt.bundle.bundle import Bundle
 from graphrt.config import RequestTensor
 from graphrt.engine.handle import Launch
-from graphrt.engine.recording import Recording
 from graphrt.kernels.errors import CapacityError, ConfigError, ReplayError
 from graphrt.kernels.types import KVLayout
 from graphrt.sampling_params import SamplingParams
@@ -97,21 +96,14 @@ def test_sessions_are_recorded(planned: bool, tmp_path: Path, monkeypatch: pytes
     model = LivelyModel(CPU)
     config = {
         "penalties": True, "max_logit_bias": 4, "request_tensors": (RequestTensor("adapter", (3,)),),
-        "loop_sizes": (4,),
-        "decode_sizes": (2, 4), "backend": "torch_reference", "max_logprobs": 2,
+        "loop_sizes": (4,), "decode_sizes": (2, 4), "backend": "torch_reference", "max_logprobs": 2,
     }  # fmt: skip
     runtime = make_runtime(CPU, model=model, config=config, num_pages=60)
     runtime.capture()
     params = SamplingParams(
-        max_new_tokens=20,
-        temperature=0.8,
-        seed=3,
-        repetition_penalty=1.3,
-        logit_bias={4: 2.0},
-        logprobs=1,
-        stop_ids={7},
-        min_tokens=9,
-    )
+        max_new_tokens=20, temperature=0.8, seed=3, repetition_penalty=1.3, logit_bias={4: 2.0}, logprobs=1,
+        stop_ids={7}, min_tokens=9,
+    )  # fmt: skip
     with DecodeSession(runtime) as session:
         session.add([1, 2, 3, 4, 5], params, state={"adapter": [1.0, 2.0, 3.0]})
         session.add([9, 8], params)
@@ -126,10 +118,9 @@ def test_sessions_are_recorded(planned: bool, tmp_path: Path, monkeypatch: pytes
 
 def test_launches_as_large_as_the_config_allows(tmp_path: Path) -> None:
     """Eight prompts that fill max_num_tokens: their inputs and stop conditions fill the slot of the input ring."""
-    model: ToyModel = LivelyModel(CPU)
-    config: dict[str, Any] = {"max_num_reqs": 8, "max_num_tokens": 64, "decode_sizes": (8,)}
+    model = LivelyModel(CPU)
+    config = {"max_num_reqs": 8, "max_num_tokens": 64, "decode_sizes": (8,), "mixed_sizes": (64,)}
     spec = KVCacheSpec(LAYERS, KV_HEADS, HEAD_DIM, 16, dtype=torch.float32)
-    config |= {"mixed_sizes": (64,)}
     runtime = make_runtime(CPU, model=model, config=config, num_pages=40, kv_spec=spec)
     runtime.capture()
     recording = runtime.manager.record(2)
@@ -232,8 +223,8 @@ def test_faults_are_recorded(tmp_path: Path) -> None:
         assert codes == ["PAGE_OUT_OF_RANGE", "PAGE_OUT_OF_RANGE", "TOKEN_OUT_OF_RANGE"]
 
 
-def recorded_with_a_scale() -> tuple[list[float], ToyModel, Recording]:
-    """A model whose logits are multiplied by a Python number, at first 1, and a recording of one step."""
+def test_a_wrong_graph_is_reported(tmp_path: Path) -> None:
+    """The model reads a Python number, which the graph of the bundle's manager freezes. Each launch is reported."""
     scale = [1.0]
     model = ToyModel(CPU, torch.float32)
     forward = model.forward
@@ -241,12 +232,6 @@ def recorded_with_a_scale() -> tuple[list[float], ToyModel, Recording]:
     rig = make_rig(CPU, model=model)
     recording = rig.manager.record()
     rig.manager.replay(prompt(1, 2)).tokens()
-    return scale, model, recording
-
-
-def test_a_wrong_graph_is_reported(tmp_path: Path) -> None:
-    """The model reads a Python number, which the graph of the bundle's manager freezes. Each launch is reported."""
-    scale, model, recording = recorded_with_a_scale()
     bundle = saved(Bundle.of(recording), tmp_path)
     with bundle.open(model, device=CPU) as replays:
         scale[0] = 0.5
@@ -263,20 +248,13 @@ def test_a_wrong_graph_is_reported(tmp_path: Path) -> None:
         found = replays.run()
     assert found.difference is None
     assert found.logits_distance == pytest.approx(0.5 * float(bundle.launches[0].logits.abs().max()))
-
-
-def test_run_needs_a_comparison(tmp_path: Path) -> None:
-    rig = make_rig(CPU)
-    recording = rig.manager.record()
-    rig.manager.replay(prompt(1, 2)).tokens()
-    bundle = Bundle.of(recording)
     with (
-        bundle.open(rig.model, device=CPU, compare=False) as replays,
+        bundle.open(model, device=CPU, compare=False) as replays,
         pytest.raises(ConfigError, match="run: the bundle was opened with compare=False"),
     ):
         replays.run(0)
     with pytest.raises(ConfigError, match="compare: expected True or False, got 2"):
-        bundle.open(rig.model, device=CPU, compare=2)  # type: ignore[arg-type]
+        bundle.open(model, device=CPU, compare=2)  # type: ignore[arg-type]
 
 
 def test_a_launch_larger_than_max_bytes_is_not_run(device: torch.device) -> None:

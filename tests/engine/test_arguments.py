@@ -47,16 +47,12 @@ def built(device: torch.device = CPU, **changes: object) -> ReplayManager:
 
 
 BAD_MANAGER = {
-    "model": ({"model": "abc"}, "model: expected a callable, got 'abc'"),
     "kv_cache": ({"kv_cache": None}, "kv_cache: expected KVCache, got None"),
-    "attention": ({"attention": "abc"}, "attention: expected a list or tuple of AttentionSpec"),
     "attention-item": ({"attention": [None] * LAYERS}, r"attention\[0\]: expected AttentionSpec, got None"),
-    "sampler": ({"sampler": "abc"}, "sampler: expected a callable, got 'abc'"),
     "weights": ({"weights": "abc"}, "weights: expected pairs of a name and a tensor, got 'abc'"),
     "weights-items": ({"weights": [("a", 1)]}, r"weights\[0\]: expected a name and a tensor"),
     "config": ({"config": {}}, "config: expected RuntimeConfig, got {}"),
     "stream": ({"stream": 0}, "stream: expected None with a cache on cpu, got 0"),
-    "vocab": ({"vocab_size": 0}, "vocab_size: expected an int from 1 to 1048576, got 0"),
 }
 
 
@@ -121,48 +117,41 @@ def captured(model: object = None, device: torch.device = CPU, **changes: object
     return manager
 
 
-SAMPLERS = {
-    "one-more": (lambda logits, step: logits.argmax(-1).repeat(2), r"tokens: expected shape \[4\], got \[8\]"),
-    "keepdim": (lambda logits, step: logits.argmax(-1, keepdim=True), r"tokens: expected shape \[4\], got \[4, 1\]"),
-    "one-less": (lambda logits, step: logits.argmax(-1)[1:], r"tokens: expected shape \[4\], got \[3\]"),
-    "scalar": (lambda logits, step: logits.argmax(), r"tokens: expected shape \[4\], got \[\]"),
-    "float": (lambda logits, step: logits.argmax(-1).float(), "tokens: expected dtype int32 or int64, got float32"),
-    "int16": (lambda logits, step: logits.argmax(-1).short(), "tokens: expected dtype int32 or int64, got int16"),
-    "list": (lambda logits, step: [0] * 4, "tokens: expected a torch.Tensor, got list"),
-    "none": (lambda logits, step: None, "tokens: expected a torch.Tensor, got NoneType"),
-    "elsewhere": (lambda logits, step: logits.argmax(-1).to("meta"), "tokens: expected device cpu, got meta"),
+OUTPUTS = {
+    # a change of the tokens or of the logits
+    "one-more": (lambda x: x.repeat(2), r"tokens: expected shape \[4\], got \[8\]"),
+    "keepdim": (lambda x: x[:, None], r"tokens: expected shape \[4\], got \[4, 1\]"),
+    "one-less": (lambda x: x[1:], r"tokens: expected shape \[4\], got \[3\]"),
+    "scalar": (lambda x: x[0], r"tokens: expected shape \[4\], got \[\]"),
+    "float": (lambda x: x.float(), "tokens: expected dtype int32 or int64, got float32"),
+    "int16": (lambda x: x.short(), "tokens: expected dtype int32 or int64, got int16"),
+    "list": (lambda x: [0] * 4, "tokens: expected a torch.Tensor, got list"),
+    "none": (lambda x: None, "tokens: expected a torch.Tensor, got NoneType"),
+    "elsewhere": (lambda x: x.to("meta"), "tokens: expected device cpu, got meta"),
+    "one-more-row": (lambda x: torch.cat([x, x[:1]]), r"logits: expected shape \[4, 61\], got \[5, 61\]"),
+    "one-column-less": (lambda x: x[:, 1:], "logits: expected vocab_size=61 per request, got 60; pass"),
+    "flat": (lambda x: x.flatten(), "logits: expected shape"),
+    "text": (lambda x: "text", "logits: expected a torch.Tensor, got str"),
+    "double": (lambda x: x.double(), "logits: expected dtype float16 or bfloat16 or float32, got float64"),
+    "logits-elsewhere": (lambda x: x.to("meta"), "logits: expected device cpu, got meta"),
 }
 
 
-@pytest.mark.parametrize("case", SAMPLERS)
-def test_wrong_sampler_output_raises(case: str) -> None:
-    sampler, text = SAMPLERS[case]
+@pytest.mark.parametrize("case", OUTPUTS)
+def test_wrong_sampler_output_and_logits_raise(case: str) -> None:
+    change, text = OUTPUTS[case]
+    model = ToyModel(CPU, torch.float32)
+    of_model, of_sampler = change, lambda tokens: tokens
+    if text.startswith("tokens"):
+        of_model, of_sampler = of_sampler, of_model
     with pytest.raises(ShapeError, match=text):
-        captured(sampler=sampler)
+        captured(lambda step: of_model(model(step)), sampler=lambda logits, step: of_sampler(logits.argmax(-1)))
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_sampler_may_return_int32_or_int64(device: torch.device, dtype: torch.dtype) -> None:
     manager = captured(device=device, sampler=lambda logits, step: logits.argmax(-1).to(dtype))
     assert manager.replay(Batch(**good())).tokens()[0] == ToyModel(device, torch.float32).oracle([3]).argmax()
-
-
-LOGITS = {
-    "one-more-row": (lambda x: torch.cat([x, x[:1]]), r"logits: expected shape \[4, 61\], got \[5, 61\]"),
-    "one-column-less": (lambda x: x[:, 1:], "logits: expected vocab_size=61 per request, got 60; pass"),
-    "flat": (lambda x: x.flatten(), "logits: expected shape"),
-    "text": (lambda x: "text", "logits: expected a torch.Tensor, got str"),
-    "double": (lambda x: x.double(), "logits: expected dtype float16 or bfloat16 or float32, got float64"),
-    "elsewhere": (lambda x: x.to("meta"), "logits: expected device cpu, got meta"),
-}
-
-
-@pytest.mark.parametrize("case", LOGITS)
-def test_wrong_logits_raise(case: str) -> None:
-    change, text = LOGITS[case]
-    model = ToyModel(CPU, torch.float32)
-    with pytest.raises(ShapeError, match=text):
-        captured(lambda step: change(model(step)))
 
 
 def test_vocabulary_of_one(device: torch.device) -> None:

@@ -13,6 +13,7 @@ from graphrt.batch import Batch, Request
 from graphrt.kernels.errors import CapacityError, ShapeError
 from graphrt.kernels.metadata.step_inputs import inputs_size
 from graphrt.kernels.types import TOKEN_FROM_DEVICE
+from graphrt.step import Step
 from tests.support.steps import CPU, assert_works, good
 from tests.support.toy import MAX_LEN, Rig, make_rig
 
@@ -53,10 +54,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "too many tokens": ({"tokens": [3, 4, 5]}, "batch.tokens: expected 2 tokens, the sum of query_lens, got 3"),
     "too few tokens": ({"tokens": [3]}, "batch.tokens: expected 2 tokens, the sum of query_lens, got 1"),
     "8 gigabytes": ({"query_lens": [HIGH, 1]}, "batch.query_lens: expected at most 65536 tokens, got 2147483648"),
-    "lists start": (
-        {"page_indptr": [1, 1, 2]},
-        r"batch.page_indptr: .*\(page_ids\)=2, got 3 values from 1 to 2",
-    ),
+    "lists start": ({"page_indptr": [1, 1, 2]}, r"batch.page_indptr: .*\(page_ids\)=2, got 3 values from 1 to 2"),
     "lists end early": ({"page_indptr": [0, 1, 1]}, "batch.page_indptr: .*, got 3 values from 0 to 1"),
     "lists end late": ({"page_indptr": [0, 1, 3]}, "batch.page_indptr: .*, got 3 values from 0 to 3"),
     "lists fall": ({"page_indptr": [0, 3, 2]}, "batch.page_indptr: expected non-decreasing values"),
@@ -209,18 +207,9 @@ WRONG_REQUESTS: dict[str, tuple[Any, str]] = {
     "pages float": ([one(pages=[5.0])], "batch.page_ids: expected int32 values"),
     "pages nested": ([one(pages=[[[5]]])], "batch.page_ids: expected one dimension"),
     "pages half nested": ([one(pages=[[5], 6])], r"requests\[0\].pages: expected a list or array of ints, got int"),
-    "group": (
-        [one(), one(pages=[[6], [7]])],
-        r"requests\[0\].pages: expected 2 lists of pages, .* got \[5\] and 0; pass a list per KV group",
-    ),
-    "second group": (
-        [one(pages=[[5], [8]]), one(pages=[[6]])],
-        r"requests\[1\].pages: expected 2 lists of pages, .* got \[\[6\]\] and 0",
-    ),
-    "first page of a group": (
-        [one(pages=[[5], [8]], first_page=[0])],
-        r"requests\[0\].pages: expected 2 lists of pages, .* and one first page or 2, got .* and \[0\]",
-    ),
+    "group": ([one(), one(pages=[[6], [7]])], r"requests\[0\].pages: expected 2 lists of .* got \[5\] and 0; pass"),
+    "second group": ([one(pages=[[5], [8]]), one(pages=[[6]])], r"requests\[1\].pages: .* got \[\[6\]\] and 0"),
+    "first page of a group": ([one(pages=[[5], [8]], first_page=[0])], r"and one first page or 2, got .* and \[0\]"),
     "first page none": ([one(first_page=None)], "batch.first_pages: expected int32 values"),
     "temperature none": ([one(temperature=None)], "batch.temperatures: expected float32 values"),
 }
@@ -282,11 +271,18 @@ def test_defaults_of_requests_and_arrays_are_the_same() -> None:
 
 
 def test_temperatures_and_seeds_above_two_to_the_31(device: torch.device) -> None:
-    rig = make_rig(device, decode_sizes=(4,))
+    seen: list[torch.Tensor] = []
+
+    def sampler(logits: torch.Tensor, step: Step) -> torch.Tensor:
+        seen.append(torch.stack([step.seeds.double(), step.temperatures.double()]).cpu())
+        return logits.argmax(-1)
+
+    rig = make_rig(device, use_graphs=False, decode_sizes=(4,), sampler=sampler)
     seeds, heat = [2**31 - 1, 2**31, 2**32 - 1], [0.5, 0.0, 1.25]
     lists = {"page_indptr": [0, 1, 2, 3], "page_ids": [5, 6, 7]}
     batch = {"req_indices": [5, 3, 1], "seq_lens": [1, 1, 1], "tokens": [7, 8, 9], **lists}
     rig.manager.replay(Batch(**batch, temperatures=heat, seeds=seeds)).tokens()
+    assert seen[-1][:, :3].tolist() == [seeds, heat]
     assert rig.manager.buffers.seeds[:4].tolist() == [*seeds, 0]
     assert rig.manager.buffers.temperatures[:4].tolist() == [*heat, 0.0]
     assert rig.manager.buffers.req_indices[:4].tolist() == [5, 3, 1, -1]

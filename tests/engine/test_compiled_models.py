@@ -11,7 +11,7 @@ import torch
 import graphrt
 from graphrt.capture.op_trace import OpTraceRecorder
 from graphrt.kernels.cache.write import Rotary
-from tests.support.layered import MAX_LEN, VOCAB, WIDTH
+from tests.support.layered import MAX_LEN, VOCAB
 from tests.support.plain import (
     CPU,
     FULL,
@@ -98,22 +98,6 @@ def test_blocks_compiled_separately_share_one_compilation() -> None:
             comparison = runtime.compare(batch)
             assert comparison.equal, str(comparison)
     assert len(compiler.graphs) <= 5, "a first layer and all others; one token and any number"
-
-
-@pytest.mark.usefixtures("_fresh_compiler")
-def test_no_graph_break() -> None:
-    module = Plain(MODELS["shared"], CPU)
-    found: list[Any] = []
-
-    class Explained(torch.nn.Module):
-        def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-            found.append(torch._dynamo.explain(module)(input_ids, positions))  # runs the module once
-            return torch.zeros(len(input_ids), WIDTH)
-
-    explained = Explained()
-    explained.layers = module.layers
-    runtime_of(explained, module.compute_logits, use_graphs=False).replay(rows([3], [3], 2))
-    assert (found[0].graph_count, found[0].graph_break_count) == (1, 0)
 
 
 @pytest.mark.usefixtures("_fresh_compiler")

@@ -87,10 +87,8 @@ def test_bounds_of_each_float(make: Callable[..., Any], field: str, low: float, 
     ("make", "field"),
     [
         *((config, name) for name in ("use_graphs", "check_weights", "batch_invariant", "mixed_batches")),
-        (config, "penalties"),
-        (config, "token_masks"),
-        (attention, "sinks"),
-        (attention, "alibi_sqrt"),
+        *((config, name) for name in ("penalties", "token_masks")),
+        *((attention, name) for name in ("sinks", "alibi_sqrt")),
         (cache, "cross"),
     ],
 )
@@ -102,16 +100,10 @@ def test_flags_take_bools_only(make: Callable[..., Any], field: str) -> None:
 
 
 WRONG: dict[str, tuple[Callable[[], object], str]] = {
-    "a full decode step": (
-        lambda: config(max_num_reqs=5, query_len=3, max_num_tokens=14),
-        "max_num_reqs x query_len = 15, got 14",
-    ),
+    "full step": (lambda: config(max_num_reqs=5, query_len=3, max_num_tokens=14), "max_num_reqs x query_len = 15, got"),
     "decode size of 0": (lambda: config(decode_sizes=(0,)), r"decode_sizes\[0\]: expected an int from 1 to 1, got 0"),
     "decode size": (lambda: config(decode_sizes=(2,)), r"decode_sizes\[0\]: expected an int from 1 to 1, got 2"),
-    "mixed size": (
-        lambda: config(max_num_tokens=9, mixed_sizes=(10,)),
-        r"mixed_sizes\[0\]: expected an int from 1 to 9, got 10",
-    ),
+    "mixed size": (lambda: config(max_num_tokens=9, mixed_sizes=(10,)), r"mixed_sizes\[0\]: .* from 1 to 9, got 10"),
     "sizes": (lambda: config(decode_sizes=1), "decode_sizes: expected ints from 1 to 1 .*, got 1"),
     "loop size": (
         lambda: config(max_num_reqs=4, decode_sizes=(1, 4), loop_sizes=(2, 4)),
@@ -120,7 +112,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "backend": (lambda: config(backend=3), "RuntimeConfig.backend: expected str, got 3"),
     "prefill": (
         lambda: config(prefill_backend="none", mixed_batches=False),
-        "prefill_backend: expected None with mixed_batches=False",
+        "prefill_backend: expected None",
     ),
     "mixed": (lambda: config(mixed_sizes=(8,), mixed_batches=False), "mixed_sizes: expected .* with mixed_batches=Fa"),
     "groups": (lambda: attention(num_kv_heads=3), "multiple of num_kv_heads=3, got 4"),
@@ -174,9 +166,6 @@ def test_resolve_replaces_none_by_defaults() -> None:
     assert (resolved.decode_sizes, resolved.mixed_sizes, resolved.backend) == ((1, 2, 4, 6), (64, 100), "triton")
     resolved = RuntimeConfig(max_num_reqs=6, max_num_tokens=100, decode_sizes=(), mixed_sizes=(7, 3)).resolve()
     assert (resolved.decode_sizes, resolved.mixed_sizes) == ((), (3, 7))
-
-
-def test_sizes_become_sorted_tuples() -> None:
     made = RuntimeConfig(max_num_reqs=8, decode_sizes=[4, 2, 4], mixed_sizes=np.array([32, 16], np.int16))
     assert (made.decode_sizes, made.mixed_sizes) == ((2, 4), (16, 32))
     assert hash(made) == hash(RuntimeConfig(max_num_reqs=8, decode_sizes=(2, 4), mixed_sizes=(16, 32)))

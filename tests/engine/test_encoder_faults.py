@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import graphrt
 from graphrt.batch import Batch, Request
 from graphrt.cache.groups import kv_groups
 from graphrt.cache.kv_cache import KVCache
@@ -17,7 +18,7 @@ from graphrt.engine.handle import StepFaultError
 from graphrt.kernels.errors import CapacityError, ConfigError, ShapeError
 from graphrt.kernels.types import FaultCode
 from graphrt.runtime import Runtime
-from graphrt.spec import AttentionSpec, KVCacheSpec
+from graphrt.spec import AttentionKind, AttentionSpec, KVCacheSpec
 from tests.support.encoder_adapter import CROSS, ENCODER, OWN, cross_layer
 
 F32 = torch.float32
@@ -30,7 +31,6 @@ WRONG_SPECS: dict[str, tuple[Callable[[], Any], str]] = {
     "encoder_chunks": (lambda: replace(ENCODER, attention_chunk_size=3), "attention_chunk_size: expected None in enc"),
     "encoder_shares": (lambda: replace(ENCODER, kv_shared_with=0), "kv_shared_with: expected None in encoder"),
     "group_window": (lambda: KVCacheSpec(1, 2, 16, cross=True, sliding_window=3), "KVCacheSpec.cross: expected False"),
-    "group_flag": (lambda: KVCacheSpec(1, 2, 16, cross=1), "KVCacheSpec.cross: expected True or False"),
     "cross_layer_own_group": (
         lambda: served([CROSS], KVCacheSpec(1, 2, 16, dtype=F32), None), "kind: expected decoder, as in its"
     ),
@@ -42,7 +42,10 @@ WRONG_SPECS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "no_encoder_len": (lambda: served([CROSS], None, None), "max_encoder_len: required for cross layers"),
     "needless_encoder_len": (lambda: served([OWN], None, 8), "max_encoder_len: expected None without cross layers"),
-    "zero_encoder_len": (lambda: RuntimeConfig(max_encoder_len=0), "max_encoder_len: expected an int from 1"),
+    "encoder_shares_by_name": (
+        lambda: graphrt.Attention(4, 16, name="x", kind=AttentionKind.ENCODER, kv_shared_with="y"),
+        "kv_shared_with: expected None in encoder attention"
+    ),
     "one_spec_for_all": (lambda: served(ENCODER, (), None), "pass a spec per layer"),
     "no_device": (lambda: KVCache((), (), ()), "groups: empty; pass a KVCacheSpec, or pass device="),
 }  # fmt: skip

@@ -130,7 +130,7 @@ def test_a_capture_that_failed_at_a_later_size_is_made_again(device: torch.devic
 # -- what a manager is built from
 
 
-def test_buffers_have_the_extents_of_the_configuration() -> None:
+def test_buffers_have_the_extents_of_the_configuration_and_hold_pads() -> None:
     sizes = {"max_num_reqs": 3, "max_num_tokens": 7, "max_seq_len": 50, "ring_depth": 6}
     rig = make_rig(CPU, num_pages=11, decode_sizes=(), mixed_sizes=(), **sizes)
     shapes = {name: list(tensor.shape) for name, tensor in rig.manager.buffers.named()}
@@ -140,26 +140,19 @@ def test_buffers_have_the_extents_of_the_configuration() -> None:
     assert (shapes["last_token"], shapes["last_writers"]) == ([3], [11 + 3])
     assert (shapes["token_ring"], shapes["step_ring"], shapes["input_ring"][0]) == ([6 * 64, 3], [6 * 64], 6)
     assert shapes["inputs"] == [8 + 3 * 21 + 7 + 3 * 13]
-
-
-def test_buffers_hold_pads_before_the_first_step() -> None:
     buffers = make_rig(CPU, capture=False).manager.buffers
-    assert buffers.slot_mapping.unique().tolist() == [-1]
-    assert buffers.req_indices.unique().tolist() == [-1]
+    assert buffers.slot_mapping.unique().tolist() == buffers.req_indices.unique().tolist() == [-1]
     assert buffers.req_status.unique().tolist() == [int(RequestStatus.PAD)]
 
 
-@pytest.mark.parametrize(("sampler", "most"), [("ours", MAX_VOCAB_SIZE), ("none", 2**31 - 1)])
-def test_the_largest_vocabulary(sampler: str, most: int) -> None:
-    def build(vocab_size: int) -> ReplayManager:
-        cache = KVCache.allocate(KVCacheSpec(1, 1, 16, 4, dtype=torch.float32), 2, CPU)
-        options = {} if sampler == "ours" else {"sampler": None}
-        spec = AttentionSpec(1, 1, 16, torch.float32)
-        return ReplayManager(lambda step: None, cache, spec, vocab_size=vocab_size, config=RuntimeConfig(4), **options)
-
-    build(most)
-    with pytest.raises(ConfigError, match=f"vocab_size: expected an int from 1 to {most}, got {most + 1}"):
-        build(most + 1)
+def test_the_largest_vocabulary() -> None:
+    cache = KVCache.allocate(KVCacheSpec(1, 1, 16, 4, dtype=torch.float32), 2, CPU)
+    spec = AttentionSpec(1, 1, 16, torch.float32)
+    for options, most in (({}, MAX_VOCAB_SIZE), ({"sampler": None}, 2**31 - 1)):
+        options |= {"config": RuntimeConfig(4)}
+        ReplayManager(lambda step: None, cache, spec, vocab_size=most, **options)
+        with pytest.raises(ConfigError, match=f"vocab_size: expected an int from 1 to {most}, got {most + 1}"):
+            ReplayManager(lambda step: None, cache, spec, vocab_size=most + 1, **options)
 
 
 # -- calls of a runtime reach its manager
@@ -177,14 +170,12 @@ def test_a_runtime_hands_its_arguments_on(monkeypatch: pytest.MonkeyPatch) -> No
     model, stream, sampler = ToyModel(CPU, torch.float32), object(), lambda logits, step: logits.argmax(-1)
     named = [("a", torch.ones(1))]
     made = make_runtime(CPU, model=model, stream=stream, sampler=sampler, weights=named, num_pages=7)
-    assert given["model"] is model
-    assert given["attention"] == AttentionSpec(HEADS, KV_HEADS, HEAD_DIM, torch.float32)
-    assert given["stream"] is stream
-    assert given["sampler"] is sampler
-    assert given["weights"] == tuple(named)
-    assert given["vocab_size"] == made.vocab_size == VOCAB
-    assert given["config"] is made.config
-    assert given["groups"] == made.kv_cache.groups
+    assert given == {
+        "model": model, "attention": AttentionSpec(HEADS, KV_HEADS, HEAD_DIM, torch.float32), "stream": stream,
+        "sampler": sampler, "weights": tuple(named), "vocab_size": VOCAB, "config": made.config,
+        "groups": made.kv_cache.groups,
+    }  # fmt: skip
+    assert made.vocab_size == VOCAB
 
 
 def test_a_runtime_hands_on_how_a_step_is_to_run() -> None:
@@ -257,19 +248,6 @@ def test_close_lets_go_of_buffers_graphs_and_weights(read: bool) -> None:
     assert stats.ring_waits == 3, "close() counts for the last time"
 
 
-def test_a_kept_manager_of_a_closed_runtime_has_no_cache() -> None:
-    made = make_runtime(CPU)
-    manager = made.manager
-    with pytest.raises(CaptureError, match="forget_cache: expected state 'closed', got 'new'"):
-        manager.forget_cache()
-    assert manager.kv_cache is made.kv_cache
-    made.close()
-    with pytest.raises(CaptureError, match=r"kv_cache: freed by close\(\) of the runtime"):
-        _ = manager.kv_cache
-    with pytest.raises(CaptureError, match=r"buffers: freed by close\(\)"):
-        _ = manager.buffers
-
-
 def test_reset_keeps_the_results_of_steps_in_flight() -> None:
     rig = make_rig(CPU)
     before, handle = rig.manager.replay(one()).tokens().tolist(), rig.manager.replay(one())
@@ -293,9 +271,6 @@ def test_a_comparison_restores_the_first_slot_of_the_cache() -> None:
     assert [int(tensor.count_nonzero()) for tensor in (*made.kv_cache.k, *made.kv_cache.v)] == [0] * 2 * LAYERS
     made.replay(one(page=0)).wait()
     assert made.kv_cache.k[0][0, 0].count_nonzero()
-
-
-# -- handles
 
 
 # -- CUDA devices, without one

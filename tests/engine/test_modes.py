@@ -13,58 +13,45 @@ from graphrt.cache.kv_cache import KVCache
 from graphrt.kernels.errors import CaptureError, ReplayError
 from graphrt.replay import ReplayManager
 from graphrt.spec import KVCacheSpec
+from tests.support.steps import decode, prompt
 from tests.support.toy import HEAD_DIM, KV_HEADS, LAYERS, ToyModel, make_rig
 
 
 @contextlib.contextmanager
-def default_device(name: str):
-    torch.set_default_device(name)
+def default(name: str, value: object, before: object):
+    """A default device or dtype of torch."""
+    getattr(torch, f"set_default_{name}")(value)
     try:
         yield
     finally:
-        torch.set_default_device(None)
-
-
-@contextlib.contextmanager
-def default_dtype(dtype: torch.dtype):
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+        getattr(torch, f"set_default_{name}")(before)
 
 
 MODES = {
     "none": contextlib.nullcontext,
     "inference": torch.inference_mode,
     "no_grad": torch.no_grad,
-    "device": lambda: default_device("meta"),
-    "dtype": lambda: default_dtype(torch.float64),
+    "device": lambda: default("device", "meta", None),
+    "dtype": lambda: default("dtype", torch.float64, torch.float32),
 }
 
 
 def caches(device: torch.device) -> KVCache:
     """KV tensors of the caller, made in its mode."""
     spec = KVCacheSpec(LAYERS, KV_HEADS, HEAD_DIM, 4, dtype=torch.float32)
-    layers = [
-        [torch.zeros(20, 4, KV_HEADS, HEAD_DIM, dtype=torch.float32, device=device) for _ in range(LAYERS)]
-        for _ in range(2)
-    ]
-    return KVCache(spec, *layers)
+    k, v = torch.zeros(2, LAYERS, 20, 4, KV_HEADS, HEAD_DIM, dtype=torch.float32, device=device)
+    return KVCache(spec, list(k), list(v))
 
 
 def steps(manager: ReplayManager) -> list[int]:
     """Prompt and outputs of a few steps, and the other calls of a manager, all in the caller's mode."""
     tokens = [3, 4, 5]
-    batch = Batch(req_indices=[0], seq_lens=[3], query_lens=[3], tokens=tokens, page_indptr=[0, 2], page_ids=[7, 8])
-    handle = manager.replay(batch)
+    handle = manager.replay(prompt(*tokens, pages=(7, 8)))
     tokens.append(int(handle.tokens()[0]))
     handle.logits().add_(1)  # an ordinary tensor, to do with what one likes
     for eager in (False, True):
-        batch = Batch(req_indices=[0], seq_lens=[len(tokens)], page_indptr=[0, 2], page_ids=[7, 8])
-        tokens.append(int(manager.replay(batch, eager=eager).tokens()[0]))
-    assert manager.compare(Batch(req_indices=[0], seq_lens=[6], page_indptr=[0, 2], page_ids=[7, 8])).equal
+        tokens.append(int(manager.replay(decode(len(tokens), pages=(7, 8)), eager=eager).tokens()[0]))
+    assert manager.compare(decode(6, pages=(7, 8))).equal
     manager.kv_cache.copy_pages([7], [9])
     manager.reset()
     return tokens
@@ -100,7 +87,7 @@ def test_capture_in_a_mode_and_replay_outside(device: torch.device, mode: str) -
 def test_autocast_does_not_change_graphs(device: torch.device) -> None:
     rig = make_rig(device)
     with torch.autocast(device.type, dtype=torch.bfloat16):
-        handle = rig.manager.replay(Batch(req_indices=[0], seq_lens=[1], tokens=[5], page_indptr=[0, 1], page_ids=[4]))
+        handle = rig.manager.replay(prompt(5, pages=(4,)))
         logits = handle.logits(copy=True)
     assert (logits[0].double().cpu() - rig.model.oracle([5])).abs().max() < 2e-4
 
@@ -117,7 +104,7 @@ def test_concurrent_call_raises(device: torch.device) -> None:
         return logits.argmax(-1)
 
     rig = make_rig(device, use_graphs=False, sampler=sampler)
-    batch = Batch(req_indices=[0], seq_lens=[1], tokens=[5], page_indptr=[0, 1], page_ids=[4])
+    batch = prompt(5, pages=(4,))
     results: list[object] = []
     earlier = rig.manager.replay(batch)
     waiting[0] = True
@@ -176,8 +163,7 @@ def test_results_can_be_read_from_other_threads(device: torch.device) -> None:
     for thread in threads:
         thread.start()
     for index in range(120):
-        batch = Batch(req_indices=[0], seq_lens=[1], tokens=[index % 8], page_indptr=[0, 1], page_ids=[4])
-        handles.append(rig.manager.replay(batch))
+        handles.append(rig.manager.replay(prompt(index % 8, pages=(4,))))
     for thread in threads:
         thread.join()
     assert found == [True] * 120
@@ -185,7 +171,7 @@ def test_results_can_be_read_from_other_threads(device: torch.device) -> None:
 
 def test_calls_after_close_raise(device: torch.device) -> None:
     rig = make_rig(device)
-    batch = Batch(req_indices=[0], seq_lens=[1], tokens=[5], page_indptr=[0, 1], page_ids=[4])
+    batch = prompt(5, pages=(4,))
     handle = rig.manager.replay(batch)
     kept = handle.logits(copy=True)
     rig.manager.close()

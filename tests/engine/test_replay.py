@@ -159,23 +159,19 @@ def test_step_in_the_triton_interpreter() -> None:
                 sequence.tokens.append(int(tokens[i]))
 
 
-@pytest.mark.parametrize("counts", [(2, 4), (4, 2), (3, 2, 4), (1, 5), (3, 3, 1, 5)], ids=str)
-def test_requests_whose_mean_is_query_len_are_a_mixed_step(device: torch.device, counts: tuple[int, ...]) -> None:
+COUNTS = [(2, 4), (4, 2), (3, 2, 4), (1, 5), (3, 3, 1, 5), (2, 2), (3, 3), (4, 4)]
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_requests_of_other_lengths_than_query_len_are_a_mixed_step(
+    device: torch.device, counts: tuple[int, ...]
+) -> None:
     rig, rng = make_rig(device, query_len=3), random.Random(0)
     sequences = [rig.start(i, [rng.randrange(VOCAB) for _ in range(n)]) for i, n in enumerate(counts)]
     batch = Batch.from_requests([rig.row(s) for s in sequences])
-    assert not batch.is_uniform(3)
+    assert batch.is_uniform(3) == (counts == (3, 3))
     handle = rig.manager.replay(batch)
-    assert handle.descriptor.kind is GraphKind.MIXED
+    assert handle.descriptor.kind is (GraphKind.DECODE if counts == (3, 3) else GraphKind.MIXED)
     for row, sequence in enumerate(sequences):
         assert (handle.logits()[row].double().cpu() - rig.model.oracle(sequence.tokens)).abs().max() < 2e-4
     assert handle.tokens().tolist() == [int(rig.model.oracle(s.tokens).argmax()) for s in sequences]
-
-
-def test_uniform_requests_of_another_length_are_a_mixed_step(device: torch.device) -> None:
-    rig = make_rig(device, query_len=3)
-    for n, kind in ((2, GraphKind.MIXED), (3, GraphKind.DECODE), (4, GraphKind.MIXED)):
-        sequences = [rig.start(i, [7 + i, *range(n - 1)]) for i in range(2)]
-        handle = rig.manager.replay(Batch.from_requests([rig.row(s) for s in sequences]))
-        assert handle.descriptor.kind is kind
-        assert handle.tokens().tolist() == [int(rig.model.oracle(s.tokens).argmax()) for s in sequences]

@@ -10,9 +10,8 @@ import torch
 
 from graphrt.backends.torch_reference import TorchReferenceBackend
 from graphrt.batch import Batch
-from graphrt.config import RequestTensor, RuntimeConfig
+from graphrt.config import RequestTensor
 from graphrt.engine.undo import Copies
-from graphrt.kernels.errors import ConfigError
 from graphrt.kernels.types import KVLayout
 from graphrt.replay import ReplayManager
 from graphrt.sampling_params import SamplingParams
@@ -20,7 +19,7 @@ from graphrt.session.session import DecodeSession
 from graphrt.step import Step
 from tests.support.layered import generate, prompts_of
 from tests.support.steps import decode, prompt
-from tests.support.toy import LivelyModel, Rig, ToyModel, finish, greedy, make_rig, make_runtime
+from tests.support.toy import LivelyModel, Rig, ToyModel, captured, finish, greedy, make_rig
 
 
 @pytest.fixture(autouse=True)
@@ -38,15 +37,7 @@ def everything(manager: ReplayManager) -> list[torch.Tensor]:
 
 def drive(rig: Rig) -> list[int]:
     """A prompt, decode steps, an empty step, and a second sequence with the same request index."""
-    batches = [
-        prompt(1, 2, 3),
-        decode(4),
-        decode(5),
-        Batch.empty(),
-        decode(6),
-        prompt(9, 8, 7, 6, 5),
-        decode(6),
-    ]
+    batches = [prompt(1, 2, 3), decode(4), decode(5), Batch.empty(), decode(6), prompt(9, 8, 7, 6, 5), decode(6)]
     return [int(token) for batch in batches for token in rig.manager.replay(batch).tokens()]
 
 
@@ -82,10 +73,7 @@ def test_shadow_steps_change_no_results(
 def test_sessions_and_generators_are_shadowed(device: torch.device) -> None:
     """A shadowed launch of many steps runs them one by one."""
     model = LivelyModel(device)
-    runtime = make_runtime(
-        device, model=model, config={"decode_sizes": (2, 4), "loop_sizes": (4,), "shadow_every": 3, "penalties": True}
-    )
-    runtime.capture()
+    runtime = captured(model, device, decode_sizes=(2, 4), loop_sizes=(4,), shadow_every=3, penalties=True)
     prompts = prompts_of((5, 9, 1))
     expected = [greedy(model, prompt, 12) for prompt in prompts]
     with DecodeSession(runtime) as session:
@@ -122,12 +110,8 @@ class CountingModel(ToyModel):
 
 def test_request_tensors_are_updated_once(device: torch.device) -> None:
     for every in (0, 1):
-        rig = make_rig(
-            device,
-            model=CountingModel(device, torch.float32),
-            request_tensors=(RequestTensor("count"),),
-            shadow_every=every,
-        )
+        model = CountingModel(device, torch.float32)
+        rig = make_rig(device, model=model, request_tensors=(RequestTensor("count"),), shadow_every=every)
         drive(rig)
         assert rig.manager.request_tables.tensors["count"][0].item() == 6
         rig.manager.close()
@@ -211,11 +195,6 @@ def test_eager_steps_are_not_shadowed(device: torch.device) -> None:
     rig.manager.replay(decode(4), eager=True).tokens()
     assert rig.manager.stats().shadow_steps == 0
     assert rig.manager.compare(decode(5)).equal
-
-
-def test_a_negative_shadow_every_raises() -> None:
-    with pytest.raises(ConfigError, match=r"shadow_every: expected .* got -1"):
-        RuntimeConfig(shadow_every=-1)
 
 
 def test_copies_of_any_layout_and_dtype() -> None:
