@@ -117,7 +117,7 @@ class Batch:
     Arguments may be any array-like host values. Arrays of these dtypes are not copied; lists are converted, at 13 ns
     per value. The device checks page ids, page counts, and that no two requests write the same slot.
 
-    Raises: ShapeError: if an argument has the wrong type, rank, length or value; it names the argument.
+    Raises: ShapeError: if an argument has the wrong type, rank, length or value. The message names the argument.
     """
 
     req_indices: Int32Array
@@ -237,7 +237,7 @@ class Batch:
     def from_requests(cls, requests: Sequence[Request]) -> Batch:
         """Make a batch of Request objects. Easier to read than arrays, but two microseconds per request slower.
 
-        Raises: ShapeError: if a field has a wrong value; it names the request and the field.
+        Raises: ShapeError: if a field has a wrong value; the message names the request and the field.
         """
         if isinstance(requests, Request) or not isinstance(requests, Sequence):
             raise ShapeError(f"requests: expected a sequence of Request, got {type(requests).__name__}; pass a list")

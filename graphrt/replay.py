@@ -145,7 +145,7 @@ class ReplayManager:
         )  # fmt: skip
         self.queue = LaunchQueue(self._program, self._graphs, self._stats, config, self._on_stream)
         self._launch_steps = config.launch_steps
-        self._order: object = None  # the BatchDelta.order that the device holds
+        self._order: object = None  # the BatchDelta.order that is on the device
         self._state = State.NEW
 
     @property
@@ -205,8 +205,8 @@ class ReplayManager:
         Raises:
             CaptureError: if the step cannot be captured (a host read, a moved buffer, a wrong shape), or if the manager
                 is not new.
-            ConfigError: if a null page that attention may read holds NaN or infinity, or if a scale of an fp8 cache is
-                NaN, infinite or 0.
+            ConfigError: if a null page that attention may read contains NaN or infinity, or if a scale of an fp8 cache
+                is NaN, infinite or 0.
 
         After a failed capture the manager is still new.
         """

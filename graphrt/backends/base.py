@@ -46,7 +46,7 @@ class AttentionLayer:
     index              index of the layer in the model
     spec               heads, head size, dtype and options
     k_cache, v_cache   [num_pages, page_size, num_kv_heads, head_dim]  last stride 1, other strides arbitrary. An HND
-                       cache is passed as this view too, with the strides of its layout. v_cache may have another head
+                       cache is also passed as this view, with the strides of its layout. v_cache may have another head
                        size. Empty in an encoder layer
     group              KV group of the layer: `metadata.block_tables[group]` contains its page ids
     writes             whether a step writes keys and values of this layer. False if an earlier layer or an encoder
@@ -300,7 +300,7 @@ class AttentionBackend(ABC):
     # 5 After a failed step, and at the end of the runtime.
 
     def reset(self) -> None:  # noqa: B027
-        """Restore buffers that must hold known contents between steps, after an aborted launch. The device is idle."""
+        """After an aborted launch, restore buffers that must have known contents between steps. The device is idle."""
 
     def close(self) -> None:  # noqa: B027  a backend without buffers has none to drop
         """Drop every tensor. Called once, after all graphs were destroyed."""

@@ -14,7 +14,7 @@ from graphrt.kernels.attention.prompt_native import runs_prompt_kernel
 from graphrt.kernels.attention.prompt_plan import PromptPlan
 from graphrt.kernels.attention.prompt_schedule import schedule_prompt
 
-INTERPRETER_SMS = 4  # splits work on CPU too, but into few programs: an interpreted program takes milliseconds
+INTERPRETER_SMS = 4  # splits also work on CPU, but into few programs: an interpreted program takes milliseconds
 
 
 class PromptKind(NamedTuple):

@@ -269,7 +269,7 @@ class LaunchReplay:
     difference      difference between the graph and the eager step; None if they are bitwise equal
     tokens, logits  results of the graph: [steps, num_reqs] int32 on the host, and [num_reqs, vocab] of the last step
     tokens_equal    whether the tokens equal the recorded ones
-    logits_distance largest difference between its logits and the recorded ones; infinite if only one of them is NaN
+    logits_distance largest difference between its logits and the recorded ones; infinite if only one is NaN
     """
 
     index: int

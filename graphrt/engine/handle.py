@@ -22,7 +22,7 @@ from graphrt.kernels.types import FAULT_GROUP_SHIFT, FaultCode
 _FAULT_TEXT = {
     FaultCode.REQ_INDEX_OUT_OF_RANGE: "req_index {value} is not in 0 to max_num_reqs - 1",
     FaultCode.BAD_LENGTH: "seq_len {value} is shorter than query_len, or longer than max_seq_len",
-    FaultCode.LENGTH_EXCEEDS_PAGES: "a length of {value} does not fit into the pages that were listed",
+    FaultCode.LENGTH_EXCEEDS_PAGES: "a length of {value} exceeds the pages that were listed",
     FaultCode.PAGE_OUT_OF_RANGE: "page {value} is the null page or outside the cache",
     FaultCode.TOKEN_OUT_OF_RANGE: "token {value} is outside the vocabulary",
     FaultCode.DUPLICATE_REQUEST: "req_index {value} is used by another request of the batch too",
@@ -265,7 +265,7 @@ class InFlight:
             logprobs = StepLogprobs(*(ring[at, :n].copy() for ring in logprob_rings))
         if not arrived:
             error = ReplayError(
-                f"step {self.step}: the device did not report this step (its ring entry holds step "
+                f"step {self.step}: the device did not report this step (its ring entry contains step "
                 f"{rings.steps[self.step % rings.depth]}); the launch failed, or other code wrote the buffers: close "
                 "the runtime"
             )

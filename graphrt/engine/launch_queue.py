@@ -1,4 +1,4 @@
-"""Queues launches on the steps' stream. Each launch gets a slot of the input ring and numbers for its steps.
+"""Queues launches on the steps' stream. Each launch uses a slot of the input ring, and has numbers for its steps.
 
 A shadow, which also runs a step eagerly, and a recording for a replay bundle can observe each launch.
 """

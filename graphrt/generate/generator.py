@@ -61,7 +61,7 @@ class TextGenerator:
     runtime     a captured runtime; several generators may share it
     swap_bytes  pinned host memory for one `generate` call, if the cache cannot hold all its sequences at once. Pages
                 that do not fit are recomputed; 0: all pages. If the host cannot allocate the memory, a RuntimeWarning
-                gives the reason once, and all pages are recomputed
+                states the reason once, and all pages are recomputed
 
     stats  see GenerationStats
 

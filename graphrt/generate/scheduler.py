@@ -90,7 +90,7 @@ def longest_chunk(runtime: Runtime) -> int:
 class Scheduler:
     """Schedules prompts on a session.
 
-    queue       the prompts that wait, in order; preempted ones come first
+    queue       waiting prompts, in order; preempted prompts come first
     running     the prompts that run, by request index
     by_request  the prompt of each request whose tokens were not all collected
     """
@@ -424,7 +424,7 @@ class Preemption:
         return sum(map(len, self._pages.pages(req_index))), copied
 
     def preempt(self, request: SessionRequest, space: SwapSpace | None) -> Preempted:
-        """Free a request's index and its pages, which move to `space` if they fit there, and are dropped otherwise.
+        """Free a request's index and its pages, which move to `space` if they fit, and are dropped otherwise.
 
         Resume the request once its launches in flight are collected.
         """

@@ -32,7 +32,7 @@ class ExternalPages:
     `free` collects unused pages for `pop_freed`. A freed page may not be appended again before it is popped.
     """
 
-    num_free = 0  # only the caller gives pages to requests
+    num_free = 0  # only the caller adds pages to requests
 
     def __init__(self, num_pages: int, null_page: int) -> None:
         self.num_pages, self.null_page = num_pages, null_page
@@ -133,7 +133,7 @@ class SessionPages:
 
     def reserve(self, ids: Ids, lengths: Ids, limits: Ids, steps: int) -> None:
         """Allocate pages for the next steps of requests that have up to `lengths` tokens, and more if many are free. If
-        too few are free, some requests get none and wait.
+        too few are free, some requests wait for pages.
 
         Raises: CapacityError: if no request has a page for its next token.
         """

@@ -202,7 +202,7 @@ class RequestTable:
         return steps
 
     def is_live(self, request: SessionRequest) -> bool:
-        """Return True if a request gets tokens of launches in flight: it is neither released nor finished."""
+        """Return True if launches in flight may add tokens to a request: it is not released or finished."""
         in_table = self.requests.get(request.req_index) is request or request in self.detached
         return in_table and not request.finish_reason
 

@@ -80,7 +80,7 @@ def test_faults_of_cross_groups_name_request_value_and_group() -> None:
     ):
         handle = runtime.replay(Batch.from_requests([good, row]))
         assert [(f.index, f.code, f.value, f.group) for f in handle.faults] == [(1, code, value, 1)]
-    with pytest.raises(StepFaultError, match=r"a length of 9 does not fit into the pages .* in KV group 1"):
+    with pytest.raises(StepFaultError, match=r"a length of 9 exceeds the pages .* in KV group 1"):
         raise runtime.replay(Batch.from_requests([Request(0, [1], 1, ([1], [2, 3]), encoder_len=9)])).error
     batch = Batch.from_requests([good])
     batch.encoder_lens[0] = -2  # after it was checked: the device finds it
