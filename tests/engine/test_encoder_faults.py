@@ -136,7 +136,7 @@ def test_batch_without_pages_continues_in_every_group(specs: tuple[AttentionSpec
     runtime = served(list(specs), kv_groups(specs, page_size=4), 9 if lens else None)
     runtime.capture()
     begins = Batch(req_indices=[0], seq_lens=[1], tokens=[1], encoder_lens=lens)
-    with pytest.raises(StepFaultError, match="batch position 0: LENGTH_EXCEEDS_PAGES: a length of 1 does not fit"):
+    with pytest.raises(StepFaultError, match="batch position 0: LENGTH_EXCEEDS_PAGES: a length of 1 exceeds"):
         raise runtime.replay(begins).error
     lists = {"page_indptr": range(len(specs) + 1), "page_ids": [4, 5][: len(specs)]}
     both = [
