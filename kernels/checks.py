@@ -16,7 +16,7 @@ import torch
 from graphrt.kernels.errors import ConfigError, GraphRTError, ShapeError
 
 _T = TypeVar("_T")
-_MOST_PASSED = 4096  # cached geometries per check: more than the sizes and layers of a runtime
+_MOST_PASSED = 4096  # cached geometries per check: more than a runtime has sizes and layers
 _LONGEST_SHOWN = 80  # characters of a value in an error
 
 FLOAT32_TINY, FLOAT32_MAX = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
@@ -32,7 +32,7 @@ def check_tensor(
     device: torch.device | None = None,
 ) -> None:
     """Raise ShapeError unless `tensor` is dense and has the given shape (None matches any extent), dtype and device."""
-    # A step makes hundreds of these checks: the success path reads each attribute once and builds nothing.
+    # A step makes hundreds of these checks: on success, each attribute is read once and nothing is built.
     if (
         isinstance(tensor, torch.Tensor)
         and tensor.layout is torch.strided
@@ -107,8 +107,8 @@ def span_bytes(tensor: torch.Tensor) -> int:
 def once_per_geometry(check: Callable[..., None]) -> Callable[..., None]:
     """Decorate `check`, a function of tensors and hashable values, so that it runs once per geometry.
 
-    The geometry of a tensor is its shape, strides, dtype and device; `check` may use nothing else of it. Failures are
-    not cached: the same arguments raise again. Under torch.compile, `check` runs at every call.
+    The geometry of a tensor is its shape, strides, dtype and device; `check` may read nothing else. Failures are
+    not cached: the same arguments raise again. Under torch.compile, `check` runs on every call.
     """
     passed: set[tuple[Any, ...]] = set()
 
@@ -236,9 +236,9 @@ def check_sequence(
     """Return `value`.
 
     length   required number of items; None: any
-    of       name of the items in the error, in the plural
+    of       plural name of the items, for the error text
 
-    Raises: `error`: unless `value` is a sequence other than str or bytes, and has `length` items.
+    Raises: `error`: unless `value` is a sequence, other than str or bytes, of `length` items.
     """
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes, bytearray)):
         raise error(f"{name}: expected a list or tuple of {of}, got {shown(value)}; pass a list")

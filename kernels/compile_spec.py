@@ -12,14 +12,14 @@ class CompileSpec:
     """One variant of a Triton kernel, which a test compiles for sm_90 without a GPU.
 
     signature       Triton types of arguments by name: "*bf16", "fp32" or, for a tuple, a tuple of types, in which
-                    "constexpr" is None. Arguments without a type are constexprs if `constexprs` has their value,
-                    "*i32" if their name ends in `_ptr`, else "i32"
+                    "constexpr" stands for None. An argument without a type is a constexpr if `constexprs` has its
+                    value, "*i32" if its name ends in `_ptr`, else "i32"
     constexprs      values of the constexpr arguments
-    max_registers   most registers per thread
-    divisible       shell patterns for arguments whose value or address is a multiple of 16; of a tuple, every element
-    max_spill       most spilled bytes per thread
-    maxnreg         register limit per thread of the launch; None: no limit
-    ptx             strings that the PTX must contain: Triton ignores some requests of a kernel
+    max_registers   maximum registers per thread
+    divisible       shell patterns for arguments whose value or address is a multiple of 16; for a tuple, every element
+    max_spill       maximum spilled bytes per thread
+    maxnreg         register limit per thread set at launch; None: no limit
+    ptx             strings that the PTX must contain, because Triton ignores some hints
     """
 
     name: str

@@ -16,7 +16,7 @@ class ShapeError(GraphRTError, ValueError):
 
 
 class UnsupportedError(GraphRTError):
-    """A combination that no backend or kernel implements. The text lists all reasons."""
+    """A combination that no backend or kernel implements. The message lists all reasons."""
 
 
 class CapacityError(GraphRTError):

@@ -2,13 +2,13 @@
 
 Its bugs:
 
-- It stores bfloat16 values as their bits in uint16 arrays. `tl.dot` and some arithmetic silently compute with the bits.
-- Its float conversions truncate; the hardware rounds to nearest even.
+- It stores bfloat16 values as bits in uint16 arrays. `tl.dot` and some arithmetic silently compute with these bits.
+- Its float conversions truncate, whereas the hardware rounds to nearest even.
 - It decodes the NaN of e4m3 as 480.
 - In Triton 3.6, `range` over kernel values converts a one-element array to an int, which recent NumPy rejects.
 
-After `install()`, float conversions are those of torch. bfloat16 arithmetic computes in float32 and rounds once, like
-the compiled kernels. `interpreted()` in library.py calls `install()`.
+After `install()`, floats convert as in torch. bfloat16 arithmetic is computed in float32 and rounded once, as in
+compiled kernels. `interpreted()` in library.py calls `install()`.
 
 Not fixed: atomics on bfloat16, inline assembly and libdevice calls, which the interpreter does not implement.
 """
@@ -75,11 +75,11 @@ def install() -> None:
 
 
 def _restored_as_a_whole(patch_lang: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Make a launch restore all its changes of Triton's language, including those for functions that the kernel calls.
+    """Make a launch undo all its changes to Triton's language, including those for functions that the kernel calls.
 
-    Triton restores only the changes for the kernel, after which the process can no longer compile kernels.
+    Triton undoes only the changes for the kernel itself, so the process could no longer compile kernels.
     """
-    restores: list[Callable[[], None]] = []  # for the kernel, then for each function that it called
+    restores: list[Callable[[], None]] = []  # for the kernel, then for each function it called
 
     def patch(fn: Any) -> Any:
         scope = patch_lang(fn)
@@ -114,8 +114,8 @@ def convert_float(data: Any, source: Any, target: Any, rounding: object = None) 
 
 
 def _rounding_cast(cast: Callable[..., Any]) -> Callable[..., Any]:
-    """Cast to and from bfloat16 by value. Triton's interpreter does so only for float32; for other dtypes it casts the
-    bits."""
+    """Cast to and from bfloat16 by value. For dtypes other than float32, Triton's interpreter casts the bits
+    instead."""
 
     def cast_impl(self: Any, source: Any, target: Any) -> Any:
         if source.dtype.scalar == target.scalar == tl.bfloat16:
@@ -171,7 +171,7 @@ def _indexed_by_item(patch_tensor: Callable[..., None]) -> Callable[..., None]:
 
 
 def _is_bfloat16(value: Any) -> bool:
-    """Whether `value` holds bfloat16 bits. The dtype is not enough: a comparison has the dtype of its operands."""
+    """Whether `value` contains bfloat16 bits. The dtype is not enough: a comparison has its operands' dtype."""
     return isinstance(value, _Handle) and value.dtype.scalar == tl.bfloat16 and value.data.dtype == np.uint16
 
 

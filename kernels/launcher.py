@@ -1,10 +1,10 @@
-"""Launch Triton kernels with little host time, by caching the compiled kernel of each kind of launch.
+"""Launch Triton kernels with little host overhead by caching the compiled kernel of each kind of launch.
 
     first launch    rms_norm, bf16, aligned, strides 2048   ->  binder, compiler   ->  compiled kernel, cached
     next launches   the same, other addresses               ->  cache key          ->  compiled kernel
 
-Triton's binder inspects every argument of every launch, which takes longer than the driver call. A step has about 75
-launches of Triton kernels, and few of them are new.
+Triton's binder inspects every argument of every launch, which takes longer than the driver call. A step makes about
+75 launches of Triton kernels, few of which are new.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 _ALIGNMENT = 16  # bytes: Triton compiles a different variant for unaligned addresses
-_MOST_KNOWN = 4096  # cached launches per kernel: more than the sizes of a runtime
+_MOST_KNOWN = 4096  # cached launches per kernel: more than a runtime has sizes
 
 _Pointer = torch.Tensor | None
 _Values = Callable[[tuple[Any, ...]], tuple[Any, ...]]
@@ -35,11 +35,11 @@ class KernelLauncher:
     """Launcher of one kernel: `launcher(grid, *args, **named)` replaces `kernel[grid](*args, **named)`.
 
     kernel   a `triton.jit` function; names of pointers end in `_ptr`, names of tuples of pointers in `ptrs`
-    args     all arguments except constexprs, which are passed by name like Triton's options
+    args     all arguments except constexprs, which are passed by name, as are Triton's options
 
-    Launches share a compiled kernel if grid, numbers, named arguments, dtypes and the alignment of every tensor are
-    equal. The cache thus never depends on how Triton specializes an argument. Triton's global settings take effect at
-    the first launch of each kind.
+    Two launches share a compiled kernel if their grid, numbers, named arguments, dtypes and the alignment of each
+    tensor are equal, so the cache does not depend on how Triton specializes arguments. Triton's global settings take
+    effect at the first launch of each kind.
 
     Capture-safe. Under the interpreter, every launch goes through Triton.
     """

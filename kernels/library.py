@@ -1,7 +1,7 @@
-"""Registration of graphrt's operators, and the choice between Triton kernel and PyTorch reference.
+"""Register graphrt's operators, and choose between the Triton kernel and the PyTorch reference.
 
-Every kernel is launched through a `torch.library` operator. A capture on CUDA thus records the launch, and the op trace
-on a CPU records one operator with frozen arguments. The module uses `torch.library.Library` directly: a
+Every kernel is launched through a `torch.library` operator. A CUDA capture thus records the launch, and the op trace
+on a CPU records one operator with its arguments. The module uses `torch.library.Library` directly:
 `torch.library.custom_op` takes several microseconds more per call, and a capture makes 10,000 calls.
 
 CUDA tensors use the Triton kernel. CPU tensors use the PyTorch reference or, inside `interpreted()`, the Triton kernel
@@ -38,7 +38,7 @@ def define_op(
 
     triton_impl   launches the Triton kernel, for CUDA tensors, and for CPU tensors inside `interpreted()`
     reference     PyTorch implementation for CPU tensors; None: CPU tensors are supported only inside `interpreted()`
-    fake          returns outputs of the right shape to torch.compile; None: the operator returns nothing
+    fake          returns outputs of the right shape for torch.compile; None: the operator returns nothing
     """
     name = schema.split("(", 1)[0]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -83,7 +83,7 @@ def composite_impl(op: object) -> Callable[..., None] | None:
 def interpreted() -> Iterator[None]:
     """Run Triton kernels on CPU tensors through the Triton interpreter inside the context (slow; for tests).
 
-    Permanently fixes bugs of this process's interpreter; see interpreter.py.
+    Permanently fixes bugs in this process's interpreter; see interpreter.py.
     Raises: UnsupportedError: if TRITON_INTERPRET=1 was not set before the first import of triton.
     """
     global _cpu_runs_triton

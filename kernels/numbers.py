@@ -14,7 +14,7 @@ REQUEST_DTYPES = (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
 )  # fmt: skip
-"""Dtypes of per-request tensors: those that a replay bundle can store."""
+"""Dtypes of per-request tensors; a replay bundle can store all of them."""
 
 _INT64_END = 2.0**63
 
@@ -25,7 +25,7 @@ def converted(name: str, value: object, dtype: torch.dtype, error: type[GraphRTE
     value   a number, nested lists of numbers, an array or a tensor; the result has its shape
 
     Ints must be exact in `dtype`: 2**24 + 1 raises for float32. Floats are rounded to a float `dtype` and must be in
-    its range; for an int or bool `dtype` they must be integral: 2.0 passes for int32.
+    its range. For an int or bool `dtype` they must be integral: 2.0 is accepted for int32.
 
     Raises: `error`: if `value` has items that are not real numbers, ints beyond 64 bits, or numbers that `dtype` cannot
         represent.

@@ -1,4 +1,4 @@
-"""Operators declared by a frozen dataclass, which defines the schema, the call and the conversion of arguments.
+"""Operators declared by a frozen dataclass, which defines the schema, the call and the argument conversion.
 
     @dataclass(frozen=True, slots=True)
     class ScaleCall:
@@ -59,7 +59,7 @@ class DeclaredOp(Generic[Call]):
     ) -> None:
         classes: dict[str, Any] = {}
         paths, types_of, source = _describe(arguments, classes, itertools.count())
-        build: Callable[[tuple[Any, ...]], Call] = eval(f"lambda values: {source}", classes)  # as dataclasses do
+        build: Callable[[tuple[Any, ...]], Call] = eval(f"lambda values: {source}", classes)  # as in dataclasses
         names = [path.rsplit(".", 1)[-1] if not path.endswith(".ints") else path.split(".")[-2] for path in paths]
         if len(names) < 2 or len(set(names)) != len(names):
             raise TypeError(f"{arguments.__name__}: expected at least two fields with different names, got {names}")
@@ -79,9 +79,9 @@ def _describe(cls: type[Any], classes: dict[str, Any], indices: Iterator[int]) -
     """Return the paths to a dataclass's leaves, their schema types, and an expression that builds an instance.
 
     classes   written: the callables of the expression, by name
-    indices   indices of the leaves in `values`, as the expression uses them
+    indices   indices of the leaves in `values`, used by the expression
 
-    A step builds dozens of instances; a generated expression takes a third of the time of per-field calls.
+    A step builds dozens of instances, and a generated expression takes a third of the time of per-field calls.
     """
     paths: list[str] = []
     kinds: list[str] = []
@@ -116,7 +116,7 @@ def _from_ints(cls: type[Any]) -> Callable[[tuple[int, ...]], Any]:
 
 
 def _kind(name: str, hint: Any) -> str:
-    """Return the schema type of an annotation; for a written tensor, `!` marks the alias set."""
+    """Return the schema type of an annotation; `!` marks the alias set of a written tensor."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         inner = [argument for argument in typing.get_args(hint) if argument is not types.NoneType]
         if len(inner) == 1:

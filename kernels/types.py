@@ -8,9 +8,9 @@ PAD_SLOT_ID = -1
 """Value in `slot_mapping` of a token whose KV is not written."""
 
 TOKEN_FROM_DEVICE = -(1 << 31)
-"""Value in a batch's token list for the request's last sampled token, which the device reads.
+"""Placeholder in a batch's token list for the request's last sampled token, which is on the device.
 
-It differs from NO_TOKEN: -1 in a token list is a fault.
+It differs from NO_TOKEN, because -1 in a token list is a fault.
 """
 
 NO_TOKEN = -1
@@ -29,34 +29,34 @@ class KVLayout(str, Enum):
 
 
 FAULT_GROUP_SHIFT = 8
-"""Number of low bits of a reported fault code that hold the FaultCode; the KV group is above them."""
+"""Number of low bits in a reported fault code that contain the FaultCode; the higher bits are the KV group."""
 
 
 class FaultCode(IntEnum):
     """Fault of a request that the device detected. Its token is NO_TOKEN.
 
-    Codes 1 to 10 are faults of the inputs, which the refresh detects. The request is then treated as a pad request and
-    nothing is written for it; if the step starts its sequence, its request index loses the last token. Codes from 11 on
-    are faults of the sample, which `write_outputs` detects after the request's KV is written.
+    Codes 1 to 10 are input faults, which the refresh detects. The request is then treated as a pad request and
+    nothing is written for it. If the step starts its sequence, the last token of its request index is voided. Codes
+    from 11 on are sampling faults, which `write_outputs` detects after the request's KV is written.
     """
 
     NONE = 0
     REQ_INDEX_OUT_OF_RANGE = 1  # value: the request index
     BAD_LENGTH = 2  # value: seq_len; it is < query_len, or > max_seq_len
-    LENGTH_EXCEEDS_PAGES = 3  # value: seq_len, or encoder_len in a cross group; the request lacks pages for it
-    PAGE_OUT_OF_RANGE = 4  # value: the page id; null page, negative or >= num_pages
+    LENGTH_EXCEEDS_PAGES = 3  # value: seq_len, or encoder_len in a cross group; too few pages for it
+    PAGE_OUT_OF_RANGE = 4  # value: the page id; the null page, negative or >= num_pages
     TOKEN_OUT_OF_RANGE = 5  # value: the token id; negative or >= vocab_size
-    DUPLICATE_REQUEST = 6  # value: the request index; another request of the batch has it, faulty or not
-    DUPLICATE_PAGE = 7  # value: the page id; the step writes it twice: two requests, two groups, or one request
+    DUPLICATE_REQUEST = 6  # value: the request index; another request of the batch, faulty or not, has it
+    DUPLICATE_PAGE = 7  # value: the page id; requests or groups write it twice, or one request does
     NO_LAST_TOKEN = 8  # value: the request index; TOKEN_FROM_DEVICE, but the sequence has sampled no token
     BAD_ENCODER_LEN = 9  # value: encoder_len; negative, > max_encoder_len, or 0 with encoder pages listed
-    ENCODER_LEN_CHANGED = 10  # value: encoder_len; it differs from that of the previous step
+    ENCODER_LEN_CHANGED = 10  # value: encoder_len; it differs from the previous step's
     NO_TOKEN_OFFERED = 11  # value: NO_TOKEN; all logits are NaN or -inf
     SAMPLE_OUT_OF_RANGE = 12  # value: the sampled token; negative or >= vocab_size
 
 
 class RequestStatus(IntEnum):
-    """State of a request in a step, written by the refresh (int32 on the device)."""
+    """Status of a request in a step, written by the refresh (int32 on the device)."""
 
     INVALID = -2  # the refresh found a fault; treated as a pad request
     PAD = -1  # no request

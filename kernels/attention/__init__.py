@@ -1,1 +1,1 @@
-"""Attention over the paged KV cache: split-KV decode, varlen for mixed batches, and the torch reference of both."""
+"""Attention over the paged KV cache: split-KV decode, varlen for mixed batches, and a torch reference for both."""

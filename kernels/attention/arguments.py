@@ -1,4 +1,4 @@
-"""Host code that the attention operators share: argument checks and the constants of the logits."""
+"""Host code shared by the attention operators: argument checks and logit constants."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LOG2E = math.log2(math.e)
 
 
 def logit_constants(softmax_scale: float, logits_softcap: float) -> tuple[float, float]:
-    """Return the two factors with which the kernels turn `q . k` into logits in units of log 2.
+    """Return the two constants with which the kernels convert `q . k` to logits in units of log 2.
 
     Without softcap the logit is `factor * qk`. With softcap, `cap * tanh(scale * qk / cap)` is computed as
     `cap * (1 - 2 / (exp2(factor * qk) + 1))`. The first value is the factor, the second is the cap.

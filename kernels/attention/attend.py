@@ -2,21 +2,21 @@
 
 A query is one new token in one query head. The queries of a request that share a KV head are numbered
 `token * num_queries_per_kv + head`, so that K and V are read once for all of them. BLOCK_M consecutive queries form a
-query tile. docs/attention.md draws an example.
+query tile. docs/attention.md shows an example.
 
-The work list divides the KV tiles of all query tiles into equal work partitions, one per program and KV head, as
-stream-K does. A partition boundary within a query tile splits its KV. Each program does the following:
+The work list divides the KV tiles of all query tiles into equal work partitions, one per program and KV head, as in
+stream-K. A partition boundary within a query tile splits its KV. Each program does the following:
 
-1. It reads its partition: the range of its KV splits, and the first split.
+1. It reads the range of KV splits of its partition, and the first split.
 2. For each split it loads the queries, then runs the online softmax over the KV tiles of the split.
 3. If the split covers the whole query tile, the program writes the output.
-4. Otherwise it stores a partial result, divided by its sum of weights, and the log-sum-exp, and counts its arrival. The
-   last program to arrive merges all partial results of the query tile (the fix-up) and resets the counter to 0. If a
-   query tile has many splits, merge groups of splits are merged first, then the results of the groups.
-5. It writes zeros for its share of the query tiles that see no KV.
+4. Otherwise it stores the partial result, divided by its sum of weights, and the log-sum-exp, and counts its arrival.
+   The last program to arrive merges all partial results of the query tile (fix-up) and resets the counter to 0. If a
+   query tile has many splits, splits are merged within merge groups first, then the results of the groups.
+5. It writes zeros to its share of the query tiles that see no KV.
 
-Merges add in the order of the splits, so the result does not depend on the order of arrival. No program waits for
-another one, so the grid may be larger than the device.
+Merges add in split order, so the result does not depend on the order of arrival. No program waits for
+another one, so the grid may exceed what the device runs concurrently.
 
 Split-KV attention: Flash-Decoding (Dao et al. 2023). Equal partitions across requests: stream-K (Osama et al. 2023) and
 LeanAttention (Sanovar et al. 2024).
@@ -33,7 +33,7 @@ from graphrt.kernels.attention.tile import merge_partials, query_exponent, soft_
 
 PARTITION_WORDS = 16
 SPLIT_WORDS = 8
-"""int32 words of a partition and of a KV split in the work list; work_list.py documents them."""
+"""int32 words per partition and per KV split in the work list; work_list.py documents them."""
 
 _PARTITION_WORDS = tl.constexpr(PARTITION_WORDS)
 _SPLIT_WORDS = tl.constexpr(SPLIT_WORDS)
@@ -63,7 +63,7 @@ def _write_output(
     V_HEAD_DIM: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Finish the queries of a query tile and store their output and log-sum-exp.
+    """Finalize the queries of a query tile, and store their output and log-sum-exp.
 
     acc     [*, BLOCK_V]  weighted sums of values, not divided by the sum of weights
     top     [*]  reference maximum: weight = exp2(logit - top)
@@ -75,7 +75,7 @@ def _write_output(
     token = (first_token + query // NUM_QUERIES_PER_KV).to(tl.int64)
     head = kv_head * NUM_QUERIES_PER_KV + query % NUM_QUERIES_PER_KV
     mask = m < num_queries
-    # A sink is one more logit without a value: it changes only the sum of weights.
+    # A sink is an extra logit without a value: it changes only the sum of weights.
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head, mask=mask, other=float("-inf")) * _LOG2E
         new_top = tl.maximum(top, sink)
@@ -84,10 +84,10 @@ def _write_output(
         total = total * rescale + tl.exp2(sink - base)
         acc = acc * rescale[:, None]
         top = new_top
-    if lse_ptr is not None:  # -inf if no key is seen, as top is
+    if lse_ptr is not None:  # -inf if no key is seen, like top
         lse = (top + tl.log2(tl.where(total == 0.0, 1.0, total))) * _LN2
         tl.store(lse_ptr + token * stride_lse_token + head, lse, mask=mask)
-    scale = 1.0 / tl.where(total == 0.0, 1.0, total)  # the output of a token that sees no key is zero
+    scale = 1.0 / tl.where(total == 0.0, 1.0, total)  # a token that sees no key has output 0
     if v_scale_ptr is not None:
         scale *= tl.load(v_scale_ptr + kv_head * stride_v_scale)
     out_ptrs = out_ptr + (token * stride_out_token + head * stride_out_head)[:, None] + d[None, :]
@@ -112,11 +112,11 @@ def _store_partial(
     BLOCK_V: tl.constexpr,
     PARTIAL_M: tl.constexpr,
 ):
-    """Store a partial result, divided by its sum of weights, and its log-sum-exp to the workspace."""
+    """Store a partial result, divided by its sum of weights, and its log-sum-exp in the workspace."""
     d = tl.arange(0, BLOCK_V)
     divisor = tl.where(total == 0.0, 1.0, total)
     partial_query = (partial_index * num_kv_heads + kv_head) * PARTIAL_M + m
-    # The log-sum-exp is -inf if no key is seen, as top is.
+    # The log-sum-exp is -inf if no key is seen, like top.
     tl.store(partial_lse_ptr + partial_query, top + tl.log2(divisor), mask=m < num_queries)
     partial_ptrs = partial_out_ptr + (partial_query.to(tl.int64) * V_HEAD_DIM)[:, None] + d[None, :]
     tl.store(partial_ptrs, acc / divisor[:, None], mask=(m < num_queries)[:, None] & (d < V_HEAD_DIM)[None, :])
@@ -139,9 +139,9 @@ def _write_zeros(
     BLOCK_M: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Write the output of query tiles that see no KV: padding requests, padding tokens, tokens before position 0.
+    """Write zeros to query tiles that see no KV: padding requests, padding tokens, tokens before position 0.
 
-    begin, end   this program's share of these query tiles
+    begin, end   this program's share of them
     """
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_V)
@@ -169,7 +169,7 @@ def _write_zeros(
 def attend_kernel(
     q_ptr,  # [tokens, num_kv_heads * NUM_QUERIES_PER_KV, HEAD_DIM]
     k_ptr,  # [num_pages, PAGE_SIZE, num_kv_heads, HEAD_DIM]; contiguous: [kv_tokens, num_kv_heads, HEAD_DIM]
-    v_ptr,  # as k_ptr, with heads of V_HEAD_DIM
+    v_ptr,  # like k_ptr, with heads of V_HEAD_DIM
     block_table_ptr,  # [num_reqs, max_pages]; contiguous: kv_start_loc [num_reqs + 1]
     work_list_ptr,  # partitions, KV splits, query tiles that see no KV
     out_ptr,  # [tokens, num_kv_heads * NUM_QUERIES_PER_KV, V_HEAD_DIM]
@@ -226,12 +226,12 @@ def attend_kernel(
     MERGE_GROUP_SIZE: tl.constexpr,
 ):
     HAS_ALIBI: tl.constexpr = slopes_ptr is not None
-    # Softcap, ALiBi and a scale of keys need logits that are scaled before the softmax. A scale of keys comes from a
-    # checkpoint and may be 0, negative or NaN; applying it within the exponential would hide that.
+    # Softcap, ALiBi and key scales need logits that are scaled before the softmax. Key scales come from a checkpoint
+    # and may be 0, negative or NaN; applying them within the exponential would hide that.
     SCALED: tl.constexpr = HAS_SOFTCAP or HAS_ALIBI or k_scale_ptr is not None
     DOT_DTYPE: tl.constexpr = tl.float16 if IS_FP8 and q_ptr.dtype.element_ty != tl.float32 else q_ptr.dtype.element_ty
 
-    # Strides are passed in units of STRIDE_UNIT elements, so that the compiler knows their divisibility.
+    # Strides are in units of STRIDE_UNIT elements, so that the compiler knows their divisibility.
     stride_q_token *= STRIDE_UNIT
     stride_q_head *= STRIDE_UNIT
     stride_k_page *= STRIDE_UNIT
@@ -251,10 +251,10 @@ def attend_kernel(
         tl.extra.cuda.gdc_wait()
     partition_ptr = work_list_ptr + partition * _PARTITION_WORDS
     begin = tl.load(partition_ptr)
-    end = tl.load(partition_ptr + _PARTITION_WORDS + 2)  # the next partition stores the end of this one
+    end = tl.load(partition_ptr + _PARTITION_WORDS + 2)  # this partition's end is stored in the next partition
     zeros_begin = tl.load(partition_ptr + 1)
     zeros_end = tl.load(partition_ptr + _PARTITION_WORDS + 1)
-    # The partition holds a copy of its first split, so that a program with one split waits for one load only.
+    # The partition has a copy of its first split, so that a program with one split waits for only one load.
     req = tl.load(partition_ptr + 8)
     first_query = tl.load(partition_ptr + 9)
     tile_begin = tl.load(partition_ptr + 10)
@@ -301,7 +301,7 @@ def attend_kernel(
         q_ptrs = q_ptr + (token * stride_q_token + head * stride_q_head)[:, None] + d[None, :]
         q = tl.load(q_ptrs, mask=(m < num_queries)[:, None] & in_dim, other=0.0)
         factor = logit_factor
-        # fp8 keys are multiplied as float16. Dividing each query by a power of two makes it fit the range of float16.
+        # fp8 keys are multiplied as float16. Dividing each query by a power of two brings it into float16's range.
         if IS_FP8 and q_ptr.dtype.element_ty != tl.float32:
             exponent = query_exponent(q.to(tl.float32))
             factor = logit_factor * exponent
@@ -328,7 +328,7 @@ def attend_kernel(
         if HAS_CHUNKS:
             window_start = tl.maximum(first_position, 0) // span * span
             chunk_starts = tl.maximum(query_positions, 0) // span * span
-        # Every query sees all of the KV tiles before whole_end, which need no mask. Only large query tiles skip masks.
+        # Every query sees all KV tiles before whole_end, so these need no mask. Only large query tiles skip masks.
         whole_end = tile_begin
         if SKIP_MASKS and not HAS_WINDOW:
             whole_end = kv_end
@@ -344,18 +344,18 @@ def attend_kernel(
         else:
             kv_start = tl.load(block_table_ptr + req).to(tl.int64)
 
-        # Small query tiles accumulate the weights of each lane and reduce them once after the loop, not once per KV
-        # tile.
+        # Small query tiles accumulate the weights of each lane and reduce them once after the loop instead of once per
+        # KV tile.
         if BLOCK_M == 16:
             weights = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         else:
             weights = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-        # Page ids are loaded one KV tile ahead, so that the loads of K and V do not wait for them and pipeline deeper.
+        # Load page ids one KV tile ahead, so that loads of K and V do not wait for them and are pipelined deeper.
         if PAGED:
             pages = tile_pages(table_row_ptr, tile_begin * BLOCK_N, lanes, kv_end, PAGE_SIZE, BLOCK_N)
-        # The online softmax in units of log 2, without and then with masks. `acc` holds weighted sums of values, not
-        # divided by the sum of weights; `top` holds the largest logits so far.
+        # The online softmax in units of log 2, first without, then with masks. `acc` has weighted sums of values, not
+        # divided by the sum of weights; `top` has the largest logits so far.
         bounds = (tile_begin, whole_end, tile_end)
         for part in tl.static_range(0 if SKIP_MASKS and not HAS_WINDOW else 1, 2):
             for tile in tl.range(bounds[part], bounds[part + 1], num_stages=NUM_STAGES):
@@ -378,7 +378,7 @@ def attend_kernel(
                     k_offsets = (kv_start + positions) * stride_k_slot
                     v_offsets = (kv_start + positions) * stride_v_slot
                 k_ptrs = k_ptr + k_offsets[:, None] + d[None, :]
-                if part == 1:  # the order of these addresses and loads changes the number of registers
+                if part == 1:  # the order of these addresses and loads affects the register count
                     k = tl.load(k_ptrs, mask=k_mask, other=0.0)
                     v_ptrs = v_ptr + v_offsets[:, None] + v_d[None, :]
                 else:
@@ -406,7 +406,7 @@ def attend_kernel(
                     if HAS_CHUNKS:
                         visible &= positions[None, :] >= chunk_starts[:, None]
                     logits = tl.where(visible, logits, float("-inf"))
-                # Without SCALED the factor, > 0, is applied within the exponential, at no cost.
+                # Without SCALED, the factor (> 0) is applied within the exponential at no cost.
                 if SCALED:
                     new_top = tl.maximum(top, tl.max(logits, 1))
                 else:
@@ -421,7 +421,7 @@ def attend_kernel(
                     weights = weights * rescale[:, None] + probabilities
                 else:
                     weights = weights * rescale + tl.sum(probabilities, 1)
-                # The load masks V: the unfilled tail of a page may hold NaN, and a probability of 0 times NaN is NaN.
+                # Mask the load of V: the unfilled tail of a page may contain NaN, and a weight of 0 times NaN is NaN.
                 if part == 1:
                     v = tl.load(v_ptrs, mask=v_mask, other=0.0)
                 elif BLOCK_V == V_HEAD_DIM:
@@ -445,9 +445,9 @@ def attend_kernel(
             )  # fmt: skip
         else:
             # 4. Store a partial result. With equal partitions, partition p has two indices: 2p for a query tile that
-            # began in an earlier partition, and 2p + 1 for a query tile that continues in the next one. A query tile
-            # that begins in partition p therefore uses the indices 2p + 1, 2(p + 1), 2(p + 2), ... With fixed splits a
-            # query tile has an index for each of its splits.
+            # began in an earlier partition, and 2p + 1 for one that continues in the next partition. A query tile that
+            # begins in partition p therefore uses the indices 2p + 1, 2(p + 1), 2(p + 2), ... With fixed splits, a
+            # query tile has one index per split.
             if FIXED_SPLITS > 0:
                 q_tile = req * ((query_len * NUM_QUERIES_PER_KV + BLOCK_M - 1) // BLOCK_M) + first_query // BLOCK_M
                 first_partial = q_tile * FIXED_SPLITS
@@ -464,7 +464,7 @@ def attend_kernel(
             )  # fmt: skip
             # Level 0: the last program to arrive in a merge group of MERGE_GROUP_SIZE splits merges the group into the
             # partial result of its first split. Level 1: the last program of the query tile merges the groups. A query
-            # tile with one group has level 0 only.
+            # tile with one group needs only level 0.
             leader = split_index // MERGE_GROUP_SIZE * MERGE_GROUP_SIZE
             num_merge_groups = (num_splits + MERGE_GROUP_SIZE - 1) // MERGE_GROUP_SIZE
             expected = tl.minimum(num_splits - leader, MERGE_GROUP_SIZE)
@@ -478,7 +478,7 @@ def attend_kernel(
                     step = partial_step * MERGE_GROUP_SIZE
                     counter = max_partials + first_partial
                 if is_last:
-                    # All threads must have stored before one of them counts the arrival for the whole device.
+                    # All threads must store before one of them counts the arrival, visible to the whole device.
                     tl.debug_barrier()
                     counter_ptr = counters_ptr + counter * num_kv_heads + kv_head
                     arrived = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
@@ -493,7 +493,7 @@ def attend_kernel(
                             num_queries, kv_head, num_kv_heads, V_HEAD_DIM, BLOCK_V, PARTIAL_M, MERGE_SPLITS,
                         )  # fmt: skip
                         if (level == 0) & (num_merge_groups > 1):
-                            # Warps may hold copies of the same loads: no warp may still be reading the partial result.
+                            # Several warps may load the same values: none may still be reading the partial result.
                             tl.debug_barrier()
                             _store_partial(
                                 partial_out_ptr, partial_lse_ptr, to_partial, merged, merged_top, merged_total, merge_m,

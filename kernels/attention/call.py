@@ -1,4 +1,4 @@
-"""The arguments of the attention operators, declared once for operators, kernels and references."""
+"""The arguments of the attention operators, shared by operators, kernels and references."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class AttentionCall:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleCall:
-    """The schedule of one step; see `schedule_attention` for the tensors."""
+    """A call that schedules one step; see `schedule_attention` for the tensors."""
 
     seq_lens: torch.Tensor
     query_start_loc: torch.Tensor | None

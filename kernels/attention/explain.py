@@ -1,7 +1,7 @@
-"""Print a schedule as text: the plan, the work range of each query tile, and the KV splits of each work partition.
+"""Format a schedule as text: the plan, the work range of each query tile, and the KV splits of each partition.
 
-`scripts/print_schedule.py` prints this for any sequence lengths, without a GPU. The numbers are read from a work list
-that `schedule_attention` wrote, so they are the ones that the kernels use.
+`scripts/print_schedule.py` prints it for any sequence lengths, without a GPU. The numbers are read from a work list
+that `schedule_attention` wrote, so they are the numbers that the kernels use.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from graphrt.kernels.attention.work_list import schedule_attention
 from graphrt.kernels.errors import ConfigError
 
 _SHOWN = 4
-"""Lines shown at the beginning and at the end of a shortened table."""
+"""Lines shown at the start and at the end of a shortened table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class ListedSplit:
 
     req                       index of the request in the batch
     first_query               first query of its query tile, within the request
-    tile_begin, tile_end      its KV tiles, the last one excluded
+    tile_begin, tile_end      its KV tiles, excluding tile_end
     split_index, num_splits   its index within the query tile, and the number of KV splits of the query tile
     """
 
@@ -41,7 +41,7 @@ class ListedSplit:
 
 
 def parse_seq_lens(text: str) -> list[int]:
-    """Return the lengths that `text` lists: "1x32768+63x512" is one of 32768 tokens, then 63 of 512.
+    """Parse sequence lengths: "1x32768+63x512" is one sequence of 32768 tokens, then 63 of 512.
 
     Raises: ConfigError.
     """
@@ -57,7 +57,7 @@ def parse_seq_lens(text: str) -> list[int]:
 
 
 def read_partitions(plan: AttentionPlan, work_list: torch.Tensor) -> list[list[ListedSplit]]:
-    """Return the KV splits of each partition, as the kernels read them."""
+    """Return the KV splits that the kernels read for each partition."""
     words = work_list.tolist()
 
     def listed(at: int) -> ListedSplit:
@@ -91,7 +91,7 @@ def explain_schedule(
 
     Capture-safe: no; it runs on the CPU.
 
-    Raises: ShapeError: if the plan has another number of requests, or if the window or chunk size is invalid.
+    Raises: ShapeError: if the plan has a different number of requests, or if the window or chunk size is invalid.
     """
     work_list = torch.zeros(plan.work_list_words, dtype=torch.int32, device="cpu")
     lengths = torch.tensor(seq_lens, dtype=torch.int32, device="cpu")

@@ -60,7 +60,7 @@ def _merge_attention_kernel(
     lse_b_ptrs = lse_b_ptr + token * stride_lse_b_token + heads * stride_lse_b_head
     lse_a = tl.load(lse_a_ptrs, mask=in_heads, other=float("-inf"))
     lse_b = tl.load(lse_b_ptrs, mask=in_heads, other=float("-inf"))
-    # A side that saw no key is not read: it may hold NaN, and a weight of 0 times NaN is NaN.
+    # Do not read a side that saw no key: it may contain NaN, and a weight of 0 times NaN is NaN.
     mask_a = mask & (lse_a != float("-inf"))[:, None]
     mask_b = mask & (lse_b != float("-inf"))[:, None]
     out_a_ptrs = out_a_ptr + (token * stride_out_a_token + heads * stride_out_a_head)[:, None] + d[None, :]
@@ -158,14 +158,14 @@ def merge_attention(
 
     out_a, out_b   [tokens, heads, head_dim]  fp16, bf16 or fp32   on the device of out; last stride 1
     lse_a, lse_b   [tokens, heads]            float32              natural logs of the softmax denominators;
-                                                                   any strides; -inf: no key, its output is not read
+                                                                   any strides; -inf: no key, output not read
     out            [tokens, heads, head_dim]  fp16, bf16 or fp32   written; zeros where neither side saw a key
     lse            [tokens, heads]            float32              written if given; -inf where neither side saw a key
 
     `out` may be `out_a` or `out_b`, and `lse` may be `lse_a` or `lse_b`. Any other overlap is undefined. Apply sinks to
-    one of the two sides only; otherwise their weight counts twice.
+    only one of the two sides; otherwise their weight counts twice.
 
-    Capture-safe: one launch whose grid depends on shapes only.
+    Capture-safe: one launch; the grid depends only on shapes.
 
     Raises: ShapeError, UnsupportedError (head_dim).
     """
@@ -187,7 +187,7 @@ def merge_attention(
 
 
 def compile_variants() -> list[CompileSpec]:
-    """Return one variant per dtype, one that rounds float32 partial results, and the largest head."""
+    """Return one variant per dtype, one that rounds float32 partial results, and one with the largest head."""
     fp16, bf16, fp32 = torch.float16, torch.bfloat16, torch.float32
     cases = [
         # name, dtype of the sides and of the output, head_dim, with lse

@@ -1,6 +1,6 @@
 """The CUDA kernel for decode requests (native/decode.cu): supported calls, variants and launch.
 
-It processes the same work list as the Triton kernel and gives the same results. docs/attention.md describes its
+It processes the same work list as the Triton kernel and produces the same results. docs/attention.md describes its
 techniques.
 """
 
@@ -21,10 +21,10 @@ from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.native.nvrtc import NativeVariant, launch
 
 NATIVE_PAGE_MULTIPLE = 16
-"""Pages must hold a multiple of this many tokens, so that each copy of a warp is within one page."""
+"""The page size must be a multiple of this many tokens, so that each copy by a warp is within one page."""
 
-_ALIGNMENT = 16  # bytes of one copy
-_PAIR = 8  # bytes of one load from the workspace
+_ALIGNMENT = 16  # bytes per copy
+_PAIR = 8  # bytes per load from the workspace
 
 
 class _Params(ctypes.Structure):
@@ -44,11 +44,11 @@ class _Params(ctypes.Structure):
 
 
 def native_unsupported_reason(call: AttentionCall) -> str | None:
-    """Return why the kernel cannot run a call with a plan that was made for it; None if it can.
+    """Return why the kernel cannot run a call although the plan was made for it; None if it can.
 
-    A plan does not hold dtypes, page sizes and addresses, so a call may differ from those that the plan was made for.
-    The Triton kernel then runs with the same plan and work list. Its results are correct, but it is slower than with
-    its own plan.
+    A plan does not include dtypes, page sizes and addresses, so a call may differ from those assumed by the plan. The
+    Triton kernel then runs with the same plan and work list. Its results are correct, but it is slower than with its
+    own plan.
     """
     plan = call.plan
     if call.q.element_size() != 2:
@@ -73,7 +73,7 @@ def native_variant(
     plan: AttentionPlan, options: AttentionOptions, dtype: torch.dtype, kv_dtype: torch.dtype, page_size: int
 ) -> NativeVariant:
     """Return the variant for a call with a plan that was made for the CUDA kernel."""
-    # 1: a window. 2: chunks. Chunks that begin at KV tile boundaries need no mask: the work list begins there.
+    # 1: a window. 2: chunks. Chunks that start at KV tile boundaries need no mask, because the work list starts there.
     window = 1 if options.sliding_window else 2 if plan.masks_chunks(options.attention_chunk_size) else 0
     alibi = 0 if options.alibi_slopes is None else 1 + options.alibi_sqrt
     return _variant(plan, alibi, options.causal, window, options.logits_softcap > 0.0, dtype, kv_dtype, page_size)

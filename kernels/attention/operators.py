@@ -1,4 +1,4 @@
-"""The attention operators over the paged cache and over contiguous K and V, around both kernels."""
+"""The attention operators over the paged cache and over contiguous K and V, which launch either kernel."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _MAX_INT32 = (1 << 31) - 1
 
 
 def _constexprs(plan: AttentionPlan, options: AttentionOptions, kv_dtype: torch.dtype) -> dict[str, object]:
-    """Return the constexpr arguments of the kernel, without those that distinguish paged and contiguous calls."""
+    """Return the constexpr arguments of the kernel, except those that distinguish paged and contiguous calls."""
     return {
         "NUM_QUERIES_PER_KV": plan.shape.num_queries_per_kv,
         "HEAD_DIM": plan.shape.head_dim,
@@ -59,8 +59,8 @@ def _constexprs(plan: AttentionPlan, options: AttentionOptions, kv_dtype: torch.
 def _stride_unit(kv_strides: Sequence[int], others: Sequence[int]) -> int:
     """Return the unit in which strides are passed to the kernel: 1, 2, 4 or 8 elements.
 
-    Triton specializes on strides that are multiples of 16. If strides of K and V are not, as with heads of 72, the
-    compiler must learn their alignment from the unit; otherwise it loads element by element.
+    Triton specializes on strides that are multiples of 16. If those of K and V are not, as with heads of 72, the unit
+    must tell the compiler their alignment; otherwise it loads element by element.
     """
     common = math.gcd(*kv_strides)
     strides = (common, *others)
@@ -150,11 +150,11 @@ def paged_attention(
     lse: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> None:
-    """Attend from the new tokens of each request to the pages of the request, which already hold their K and V.
+    """Attend from the new tokens of each request to the request's pages, which already contain their K and V.
 
     q                  [num_tokens, num_q_heads, head_dim]                fp16, bf16 or fp32
     k_cache            [num_pages, page_size, num_kv_heads, head_dim]     dtype of q, or fp8; any strides, last one 1
-    v_cache            [num_pages, page_size, num_kv_heads, v_head_dim]   as k_cache
+    v_cache            [num_pages, page_size, num_kv_heads, v_head_dim]   like k_cache
     out                [num_tokens, num_q_heads, v_head_dim]              dtype of q, written
     block_table        [num_reqs, max_pages]                              int32
     seq_lens           [num_reqs]  including the new tokens; 0: zeros     int32
@@ -165,13 +165,13 @@ def paged_attention(
     pdl                programmatic dependent launch: start before the previous kernel has finished, and wait on the
                        device
 
-    Padding tokens, from the last value of query_start_loc on, get zeros and a log-sum-exp of -inf.
+    Padding tokens (from query_start_loc[-1] on) get zeros and a log-sum-exp of -inf.
 
-    num_reqs, num_tokens and head sizes are those of plan.shape. The kernel pads heads of any size up to MAX_HEAD_DIM,
+    num_reqs, num_tokens and head sizes must match plan.shape. The kernel pads heads of any size up to MAX_HEAD_DIM,
     so no tensor needs padding. fp8 keys and values are multiplied as float16, or as float32 if q is float32. Their
     scales are applied to logits and output.
 
-    The caller guarantees what only the device could check; the runtime's refresh does so:
+    Only the device could check the following, so the caller must guarantee it (the runtime's refresh does):
 
     - the work list was written in this step;
     - 0 <= seq_lens <= max_pages * page_size;
@@ -233,11 +233,11 @@ def contiguous_attention(
     *,
     lse: torch.Tensor | None = None,
 ) -> None:
-    """Attend from packed requests to packed K and V, without a cache. A causal request ends at its last key.
+    """Attend from packed requests to packed K and V, without a cache. With causal, the last token is at the last key.
 
     q                 [num_tokens, num_q_heads, head_dim]            fp16, bf16 or fp32
     k                 [kv_tokens, num_kv_heads, head_dim]            dtype of q, or fp8; any strides, last one 1
-    v                 [kv_tokens, num_kv_heads, v_head_dim]          as k
+    v                 [kv_tokens, num_kv_heads, v_head_dim]          like k
     out               [num_tokens, num_q_heads, v_head_dim]          dtype of q, written
     kv_start_loc      [num_reqs + 1]  first key of each request      int32
     query_start_loc   [num_reqs + 1]  first token of each request    int32
@@ -306,7 +306,7 @@ def compile_variants() -> list[CompileSpec]:
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
     # Bytes. Only the merge spills, and varlen is faster with 3 stages despite the spill. Odd sizes, which no common
-    # model has, spill more, because they are loaded element by element.
+    # model has, spill more because they are loaded element by element.
     spill, spill_varlen, spill_odd = 64, 400, 512
     cases: list[tuple[str, torch.dtype, torch.dtype, tuple[int, int], int, int, int, int, str]] = [
         # name, dtype, KV dtype, head sizes, query heads per KV head, query_len (0: varlen), requests, page_size (0:

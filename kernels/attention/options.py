@@ -1,4 +1,4 @@
-"""The options of an attention layer besides softmax(q k) v, one frozen dataclass for all kernels."""
+"""The options of an attention layer beyond softmax(q k) v: one frozen dataclass for all kernels."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from graphrt.kernels.errors import ShapeError
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 MAX_WINDOW = 1 << 30
-"""Largest sliding window and largest chunk: the kernels add positions and windows in int32."""
+"""Largest sliding window and chunk: the kernels add positions and windows in int32."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """Options of one attention call. A captured graph bakes in the numbers and reads the tensors at every replay.
+    """Options of an attention call. A captured graph bakes in the numbers and reads the tensors at every replay.
 
     softmax_scale    factor of q . k
-    causal           token i of a request sees positions 0 to seq_len - query_len + i; otherwise all of them
-    sliding_window   positions that a token sees, itself included, up to MAX_WINDOW; 0: all. Needs `causal`
-    attention_chunk_size  positions of a chunk, up to MAX_WINDOW. A token sees only its own chunk: position p sees
-                     p // size * size to p; 0: all. Needs `causal`, and no sliding window
+    causal           token i of a request sees positions 0 to seq_len - query_len + i; otherwise all positions
+    sliding_window   positions that a token sees, including its own, up to MAX_WINDOW; 0: all. Requires `causal`
+    attention_chunk_size  positions per chunk, up to MAX_WINDOW. A token sees only its own chunk: position p sees
+                     p // size * size to p; 0: all. Requires `causal`, and excludes a sliding window
     logits_softcap   cap * tanh(logits / cap); 0.0: off
     alibi_slopes     [num_q_heads]           float32  bias -slope * distance, added after the softcap. The output of a
                                                      head is NaN if its slope is not finite; Press et al. 2022
@@ -51,14 +51,14 @@ class AttentionOptions:
 
     @property
     def reach(self) -> tuple[int, int]:
-        """Positions before and after its own that a token sees, without chunks; MAX_WINDOW: all."""
+        """Positions before and after its own that a token sees, ignoring chunks; MAX_WINDOW: all."""
         if self.causal:
             return self.sliding_window - 1 if self.sliding_window else MAX_WINDOW, 0
         return MAX_WINDOW, MAX_WINDOW
 
     @property
     def scale_strides(self) -> tuple[int, int]:
-        """Strides of `k_scale` and `v_scale` between KV heads; 0 if all heads share a scale, or without a scale."""
+        """Strides of `k_scale` and `v_scale` between KV heads; 0 if there is no scale or all heads share one."""
         k_stride, v_stride = (int(s is not None and s.shape[0] > 1) for s in (self.k_scale, self.v_scale))
         return k_stride, v_stride
 
@@ -98,7 +98,7 @@ def check_options(
 
 
 def check_span(sliding_window: int, attention_chunk_size: int, causal: bool) -> None:
-    """Raise ShapeError unless the sliding window or chunk size is valid; 0 switches either off."""
+    """Raise ShapeError unless the sliding window and chunk size are valid; 0 disables either."""
     spans = {"sliding_window": sliding_window, "attention_chunk_size": attention_chunk_size}
     for name, size in spans.items():
         check_int(name, size, 0, MAX_WINDOW, advice="0 switches it off", error=ShapeError)

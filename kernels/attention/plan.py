@@ -1,6 +1,6 @@
-"""What is fixed when an attention call is captured: a plan of four parts, and the sizes derived from it.
+"""The values of an attention call that are fixed at capture: a plan of four parts, and sizes derived from it.
 
-`plan_shape.py` holds the captured sizes, `plan_schedule.py` how the work is partitioned, `plan_tile.py` the sizes of
+`plan_shape.py` defines the captured sizes, `plan_schedule.py` the partitioning of work, `plan_tile.py` the sizes of
 query tiles and KV tiles, and `plan_native.py` the blocks of the CUDA kernel. `workspace.py` allocates scratch memory.
 """
 
@@ -32,22 +32,22 @@ from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.sizes import next_power_of_two
 
 _MERGE_ELEMENTS_PER_WARP = 4096
-"""float32 values of partial results that a merging warp of the Triton kernel holds at a time, in 128 registers per
+"""float32 values of partial results that a merging warp of the Triton kernel keeps at a time, in 128 registers per
 thread. Measured: docs/dev/log.md "Layout of the merge"; the number itself is not measured."""
 
 _MIN_MERGE_GROUP_SIZE = 8
-"""Partial results. Smallest merge group of the Triton kernel. Measured: docs/dev/log.md "Merging in two stages"."""
+"""Smallest merge group of the Triton kernel, in partial results. Measured: docs/dev/log.md "Merging in two stages"."""
 
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """Everything about an attention call that is fixed at capture. Make it with `decode` or `varlen`.
+    """The values of an attention call that are fixed at capture. Make a plan with `decode` or `varlen`.
 
     Derived values are cached properties, because every layer of a step reads them.
 
     shape      requests, tokens and heads
     schedule   the number of work partitions, and the cost of a query tile
-    tile       sizes of query tiles and KV tiles, and of a program of the Triton kernel
+    tile       sizes of query tiles, KV tiles, and programs of the Triton kernel
     native     blocks of the CUDA kernel; None: the Triton kernel runs
     """
 
@@ -78,10 +78,9 @@ class AttentionPlan:
         v_head_dim       head size of V and the output; None: head_dim
         kv_dtype         dtype of the cache: `dtype`, or fp8; None: `dtype`
         num_sms          streaming multiprocessors of the device
-        batch_invariant  split each request by its own length only, so that its result does not depend on other requests
-        native           plan for the CUDA kernel if it supports the shape; needs a device for which `runs_native` is
-                         true. The Triton kernel gives correct results with such a plan too, but is slower than with
-                         its own plan
+        batch_invariant  split each request only by its own length, so that its result does not depend on other requests
+        native           plan for the CUDA kernel if it supports the shape; requires a device for which `runs_native` is
+                         true. The Triton kernel is also correct with such a plan, but slower than with its own
 
         Raises: ShapeError: if query_len is not from 1 to 16, num_reqs or num_sms is less than 1, num_q_heads is not a
         multiple of num_kv_heads, or a dtype is not supported. UnsupportedError: if head_dim or v_head_dim is not
@@ -115,9 +114,9 @@ class AttentionPlan:
         num_sms: int,
         batch_invariant: bool = False,
     ) -> AttentionPlan:
-        """Make a plan for packed requests with any number of new tokens each: prompt chunks and decodes together.
+        """Make a plan for packed requests with any number of new tokens each, such as prompt chunks and decodes.
 
-        num_tokens       tokens of q, padding included
+        num_tokens       tokens of q, including padding
         batch_invariant  do not split query tiles
 
         For the other arguments see `decode`.
@@ -133,13 +132,13 @@ class AttentionPlan:
 
     @cached_property
     def ints(self) -> list[int]:
-        """All fields of the plan as one list, the form that operators take; without those of `native` if it is None."""
+        """All fields of the plan as one list, for operator arguments; excludes those of `native` if it is None."""
         parts = (self.shape, self.schedule, self.tile, self.native)
         return [value for part in parts if part is not None for value in astuple(part)]
 
     @classmethod
     def from_ints(cls, values: list[int]) -> AttentionPlan:
-        """Return the plan with these `ints`."""
+        """Return the plan whose `ints` are `values`."""
         left = iter(values)
         shape, schedule, tile = (
             part(*itertools.islice(left, len(fields(part)))) for part in (PlanShape, SchedulePlan, TilePlan)
@@ -158,7 +157,7 @@ class AttentionPlan:
 
     @cached_property
     def partition_per_warp(self) -> bool:
-        """Whether each warp of the CUDA kernel has its own partition; otherwise all warps of a cluster share one."""
+        """Whether each warp of the CUDA kernel has its own partition; otherwise the warps of a cluster share one."""
         return self.native is not None and partition_per_warp(self.schedule, self.native)
 
     @cached_property
@@ -172,10 +171,10 @@ class AttentionPlan:
     # The work list: partitions, KV splits, query tiles that see no KV.
 
     def masks_chunks(self, attention_chunk_size: int) -> bool:
-        """Return whether a kernel must mask positions before a chunk.
+        """Return whether a kernel must mask positions before the chunk.
 
-        With one new token per request and chunks that begin at KV tile boundaries no mask is needed, because the work
-        list begins there too.
+        No mask is needed with one new token per request and chunks that start at KV tile boundaries, because the work
+        list starts there too.
         """
         return attention_chunk_size > 0 and (self.shape.query_len != 1 or attention_chunk_size % self.tile.block_n > 0)
 
@@ -189,7 +188,7 @@ class AttentionPlan:
 
     @cached_property
     def max_split_entries(self) -> int:
-        """Entries of the splits area that a step can have at most."""
+        """Maximum number of entries in the splits area of a step."""
         return self.num_q_tiles * max(self.schedule.fixed_splits, 1)
 
     @cached_property
@@ -211,7 +210,7 @@ class AttentionPlan:
 
     @cached_property
     def partial_m(self) -> int:
-        """Queries of a partial result."""
+        """Queries per partial result."""
         if not self.shape.query_len:
             return self.tile.block_m
         return min(next_power_of_two(self.shape.queries_per_req), self.tile.block_m)
@@ -221,7 +220,7 @@ class AttentionPlan:
         """Partial results in global memory per KV head; 0 if query tiles are never split.
 
         A partition has two: one for a query tile that began in an earlier partition, and one for a query tile that
-        continues in the next one. With one partition per warp only the Triton kernel uses them; blocks of the CUDA
+        continues in the next one. With one partition per warp, only the Triton kernel uses them; blocks of the CUDA
         kernel send their partial results through the fix-up buffer instead.
         """
         fixed = self.schedule.fixed_splits
@@ -231,12 +230,12 @@ class AttentionPlan:
 
     @cached_property
     def partial_queries(self) -> int:
-        """Queries of all partial results."""
+        """Queries in all partial results."""
         return self.max_partials * self.shape.num_kv_heads * self.partial_m
 
     @cached_property
     def partial_elements(self) -> int:
-        """float32 sums of all partial results."""
+        """float32 sums in all partial results."""
         return self.partial_queries * self.shape.v_head_dim
 
     @cached_property
@@ -248,8 +247,8 @@ class AttentionPlan:
     def num_counters(self) -> int:
         """int32 words of the arrival counters and the fix-up buffer.
 
-        Each partial result has a counter of its merge group and one of its query tile, for each block of a cluster.
-        With one partition per warp, each block also has a partial result in the fix-up buffer. Per query it holds
+        Each partial result has a counter for its merge group and one for its query tile, per block of a cluster.
+        With one partition per warp, each block also has a partial result in the fix-up buffer: per query,
         v_head_dim sums, a reference maximum and a sum of weights.
         """
         cluster = 1 if self.native is None else self.native.cluster
@@ -268,7 +267,7 @@ class AttentionPlan:
 
     @cached_property
     def merge_group_size(self) -> int:
-        """Partial results of a merge group. With more, groups are merged first, then the results of the groups."""
+        """Partial results per merge group. If there are more, each group is merged first, then the groups' results."""
         if self.native is not None:
             return NATIVE_MERGE_GROUP_SIZE
         return max(_MIN_MERGE_GROUP_SIZE, self.merge_splits)

@@ -14,62 +14,62 @@ from graphrt.kernels.attention.plan_tile import TilePlan
 from graphrt.kernels.native.nvrtc import MIN_SHARED_BYTES
 
 NATIVE_MERGE_GROUP_SIZE = 16
-"""Partial results of a merge group; with more, groups are merged first. docs/dev/log.md "Letters between blocks" has
-requests that span two groups; the number is not measured."""
+"""Partial results per merge group; if there are more, each group is merged first. docs/dev/log.md "Letters between
+blocks" has requests that span two groups; the number is not measured."""
 
 STATIC_SHARED_BYTES = 256
-"""Largest static shared memory of a block in bytes, besides the dynamic memory of the launch. A test reads the
+"""Largest static shared memory of a block in bytes, in addition to the dynamic memory of the launch. A test reads the
 compiler's report."""
 
 _MAX_QUERIES = 16
-"""Queries of a query tile: two N sides of an mma. The Triton kernel serves larger ones. Not measured."""
+"""Largest query tile, in queries: two N sides of an mma. Larger ones use the Triton kernel. Not measured."""
 
 _MAX_SUMS = 960
-"""Octets of queries x (2 v_head_dim + head_dim). A warp holds the sums in 8 times v_head_dim registers per octet and
-the queries in 4 times head_dim. Larger query tiles would spill; a test reads the compiler's report. Not measured on a
-device."""
+"""Limit of octets of queries x (2 v_head_dim + head_dim). A warp keeps the sums in 8 times v_head_dim registers per
+octet and the queries in 4 times head_dim. Larger query tiles would spill; a test reads the compiler's report. Not
+measured on a device."""
 
 _MAX_WIDTH = 256
-"""Elements of a head. Queries and sums of larger heads would not fit the registers of a warp. Not measured."""
+"""Largest head size. Queries and sums of larger heads would not fit in a warp's registers. Not measured."""
 
 _STAGES = 3
-"""KV tiles of a warp in shared memory at most, including the one in use. Measured: docs/dev/log.md "Two tiles per
+"""Maximum KV tiles of a warp in shared memory, including the one in use. Measured: docs/dev/log.md "Two tiles per
 warp"."""
 
 _TWO_STAGES_FROM = 64 << 10
-"""Bytes of one KV tile for each warp of a multiprocessor. From this size on two stages are faster than three, because
+"""Bytes of one KV tile for each warp of a multiprocessor. From this size on, two stages are faster than three because
 the first copies are issued earlier. Measured: docs/dev/log.md "Two tiles per warp"; the bound is between heads of 64
 and of 128."""
 
 _MANY_Q_TILES = 2
-"""Query tiles per multiprocessor of a KV head. From this number on heads of 64 use two blocks per multiprocessor.
+"""Query tiles of a KV head per multiprocessor. From this number on, heads of 64 use two blocks per multiprocessor.
 Measured: docs/dev/log.md "Two blocks for heads of 64"; the bound is not measured."""
 
 _MIN_Q_TILE_COST = 6
-"""KV tiles. Least cost of a query tile with one partition per warp: a warp could read this many KV tiles in the time of
-a query tile with one KV tile. Measured: docs/dev/log.md "Least cost of a unit"."""
+"""Minimum cost of a query tile with one partition per warp: the KV tiles that a warp could read in the time of a query
+tile with one KV tile. Measured: docs/dev/log.md "Least cost of a unit"."""
 
 _CLUSTER_Q_TILE_BYTES = 28 << 10
-"""Bytes of K and V that each warp of a partition could read in the time that one more query tile costs. Measured:
+"""Bytes of K and V that each warp of a partition could read in the time that an additional query tile costs. Measured:
 docs/dev/log.md "Gap of seven tiles" (8 warps x 28 KB are 7 KV tiles of 64 tokens)."""
 
 _CLUSTER = 8
-"""Blocks of a cluster for a single request. Measured: docs/dev/log.md "Clusters for one row"."""
+"""Blocks per cluster for a single request. Measured: docs/dev/log.md "Clusters for one row"."""
 
 _CLUSTER_SHARE = 0.9
-"""Largest share of the multiprocessors used by clusters: 15 clusters of 8 fit 132 of them. Measured: docs/dev/log.md
+"""Maximum share of the multiprocessors that clusters use: 15 clusters of 8 fit on 132. Measured: docs/dev/log.md
 "Clusters for one row"."""
 
 _CLUSTER_PARTITION_TOKENS = 2048
-"""Tokens. Smallest partition of a single request: merging one more partition would cost more than idle multiprocessors.
-Measured: docs/dev/log.md "Fewer parts for short rows"; the number itself is not measured."""
+"""Smallest partition of a single request, in tokens: merging another partition would cost more than idle
+multiprocessors. Measured: docs/dev/log.md "Fewer parts for short rows"; the number itself is not measured."""
 
 _CLUSTER_MIN_PARTITIONS = 32
-"""Partitions per KV head. With fewer, several requests use no clusters. Measured: docs/dev/log.md "Clusters of two";
-the bound itself is not measured."""
+"""Minimum partitions per KV head for several requests to use clusters. Measured: docs/dev/log.md "Clusters of two"; the
+bound itself is not measured."""
 
 _CHEAP_MERGE_QUERIES = 4
-"""Queries of a query tile. Merging so few is cheap, and clusters of two gain nothing. Not measured."""
+"""Query tiles of up to this many queries are cheap to merge, so clusters of two gain nothing. Not measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +77,8 @@ class NativePlan:
     """Blocks of the CUDA kernel.
 
     warps          warps per block
-    stages         KV tiles of a warp in shared memory, including the one in use
-    cluster        blocks that work on a partition together; 1: no clusters
+    stages         KV tiles per warp in shared memory, including the one in use
+    cluster        blocks that share a partition; 1: no clusters
     blocks_per_sm  blocks that share a multiprocessor
     """
 
@@ -97,9 +97,9 @@ def plan_for_native(
     kv_dtype: torch.dtype,
     num_sms: int,
 ) -> tuple[SchedulePlan, TilePlan, NativePlan] | None:
-    """Return schedule, tile and blocks of the CUDA kernel; None if it does not support the shape.
+    """Return the schedule, tile and blocks of the CUDA kernel; None if it does not support the shape.
 
-    schedule, tile   those of the Triton kernel; block_m and the kind of splits are kept
+    schedule, tile   of the Triton kernel; block_m and the kind of splits are kept
     num_q_tiles      query tiles of the shape
     """
     queries = shape.queries_per_req
@@ -144,7 +144,7 @@ def partition_per_warp(schedule: SchedulePlan, native: NativePlan) -> bool:
 
 
 def native_tile(kv_dtype: torch.dtype) -> int:
-    """Return how many tokens a warp of the CUDA kernel multiplies at a time; head sizes must be multiples of it."""
+    """Return the tokens that a warp of the CUDA kernel multiplies at a time; head sizes must be multiples of it."""
     return 16 if kv_dtype.itemsize == 2 else 32
 
 
@@ -155,13 +155,12 @@ def serves_heads(shape: PlanShape, kv_dtype: torch.dtype) -> bool:
 
 
 def native_tile_bytes(shape: PlanShape, kv_dtype: torch.dtype) -> int:
-    """Return the bytes of K and V of such a tile."""
+    """Return the bytes of K and V in a tile of `native_tile` tokens."""
     return native_tile(kv_dtype) * (shape.head_dim + shape.v_head_dim) * kv_dtype.itemsize
 
 
 def native_shared_bytes(shape: PlanShape, kv_dtype: torch.dtype, warps: int, stages: int, cluster: int) -> int:
-    """Return the dynamic shared memory of a block in bytes: KV tiles, partial results, exchange buffers of a
-    cluster."""
+    """Return a block's dynamic shared memory in bytes: KV tiles, partial results, exchange buffers of a cluster."""
     queries, v_head_dim = shape.queries_per_req, shape.v_head_dim
     partial_bytes = 4 * queries * (v_head_dim + 6)
     exchange_bytes = 16 * (-(-queries * v_head_dim // 2 // cluster) + queries) * cluster + 16 if cluster > 1 else 0
@@ -171,9 +170,9 @@ def native_shared_bytes(shape: PlanShape, kv_dtype: torch.dtype, warps: int, sta
 def _blocks(
     warps_and_blocks: list[tuple[int, int]], tile_bytes: int, size: Callable[[int, int], int]
 ) -> NativePlan | None:
-    """Return the first choice of warps and blocks that fits two stages, with as many stages as fit."""
+    """Return the first choice of warps and blocks with room for two stages, and as many stages as fit."""
     for warps, blocks in warps_and_blocks:
-        # A multiprocessor has 1 KB of shared memory more than a block may use, and each block reserves 1 KB.
+        # A multiprocessor has 1 KB more shared memory than a block may use, and each block reserves 1 KB.
         room = (MIN_SHARED_BYTES + 1024) // blocks - 1024 - STATIC_SHARED_BYTES
         most = 2 if warps * blocks * tile_bytes >= _TWO_STAGES_FROM else _STAGES
         fitting = [stages for stages in range(2, most + 1) if size(warps, stages) <= room]
@@ -183,7 +182,7 @@ def _blocks(
 
 
 def _cluster(shape: PlanShape, fixed_splits: bool, num_q_tiles: int, num_sms: int) -> tuple[int, int]:
-    """Return the blocks of a cluster, and the clusters per KV head; (1, 0): no clusters.
+    """Return the blocks per cluster and the clusters per KV head; (1, 0): no clusters.
 
     The partial results of a single request are merged within a cluster, without global memory. Half of the
     multiprocessors are enough to read at full speed. Several requests use clusters of two if there are many partitions,
@@ -192,7 +191,7 @@ def _cluster(shape: PlanShape, fixed_splits: bool, num_q_tiles: int, num_sms: in
     - clusters of two leave query tiles unsplit;
     - they halve a large number of splits.
 
-    Otherwise more partitions of one block each were faster.
+    Otherwise, more partitions of one block each were faster.
     """
     if fixed_splits:
         return 1, 0

@@ -1,6 +1,6 @@
-"""The part of a plan that says how work is partitioned: the number of partitions, and the cost of a query tile.
+"""The part of a plan that partitions the work: the number of partitions, and the cost of a query tile.
 
-docs/attention.md draws an example.
+docs/attention.md shows an example.
 """
 
 from __future__ import annotations
@@ -8,26 +8,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 FIXED_SPLITS = 16
-"""KV splits of a query tile in a batch-invariant decode plan, at most. Not measured."""
+"""Maximum KV splits per query tile in a batch-invariant decode plan. Not measured."""
 
 MIN_SPLIT_TILES = 4
-"""KV tiles. Smallest KV split of a batch-invariant plan. Not measured."""
+"""Smallest KV split of a batch-invariant plan, in KV tiles. Not measured."""
 
 _WARPS_PER_SM = 8
-"""Warps of all programs of the Triton kernel on a multiprocessor. This many loads in flight hide the latency of memory.
+"""Warps of all programs of the Triton kernel on a multiprocessor. This many loads in flight hide the memory latency.
 Not measured separately."""
 
 _VARLEN_WAVES = 2
-"""Partitions per concurrently running program, in mixed batches. A single wave would leave multiprocessors idle at its
+"""Partitions per concurrently running program in mixed batches. A single wave would leave multiprocessors idle at the
 end. Measured: docs/dev/log.md "Varlen in two waves"."""
 
 _ROUND_PARTITIONS = 16
-"""Partitions. Their number is rounded down to a multiple of this, so that batches of round sizes have fewer splits.
+"""The number of partitions is rounded down to a multiple of this, so that batches of round sizes have fewer splits.
 Measured: docs/dev/log.md "Parts of a round number"."""
 
 _MOST_ROUNDED_OFF = 1 / 16
-"""Share of the partitions. If rounding would drop more than this, the number is not rounded. Measured: docs/dev/log.md
-"Parts rounded less"."""
+"""Maximum share of the partitions that rounding may drop; otherwise the number is not rounded. Measured:
+docs/dev/log.md "Parts rounded less"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +36,12 @@ class SchedulePlan:
 
     num_partitions       equal partitions per KV head, one for each program of the Triton kernel, or for each warp or
                          cluster of the CUDA kernel
-    fixed_splits         0: split at partition boundaries; otherwise split each query tile by its own length, into at
+    fixed_splits         0: split at partition boundaries. Otherwise, split each query tile by its own length, into at
                          most this many KV splits
     min_split_tiles      smallest KV split with fixed_splits, in KV tiles
-    q_tile_overhead      cost of a query tile besides its KV tiles, in KV tiles
-    min_q_tile_cost      least cost of a query tile, in KV tiles, overhead included
-    min_partition_tiles  smallest partition, in KV tiles; with less work fewer partitions are used
+    q_tile_overhead      cost of a query tile in addition to its KV tiles, in KV tiles
+    min_q_tile_cost      minimum cost of a query tile, in KV tiles, including overhead
+    min_partition_tiles  smallest partition, in KV tiles; less work uses fewer partitions
     """
 
     num_partitions: int
@@ -53,7 +53,7 @@ class SchedulePlan:
 
 
 def decode_partitions(num_warps: int, num_kv_heads: int, num_sms: int) -> int:
-    """Return the partitions per KV head of a decode plan of the Triton kernel: one per concurrently running program."""
+    """Return the partitions per KV head of a Triton decode plan: one per concurrently running program."""
     return round_partitions(max(1, _WARPS_PER_SM // num_warps) * num_sms // num_kv_heads)
 
 

@@ -1,4 +1,4 @@
-"""The part of a plan that holds the captured sizes: requests, tokens and heads."""
+"""The part of a plan with the captured sizes: requests, tokens and heads."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.sizes import next_power_of_two
 
 MAX_QUERY_LEN = 16
-"""New tokens per request of a decode plan, at most. `AttentionPlan.varlen` plans for more. Not measured."""
+"""Maximum new tokens per request of a decode plan. `AttentionPlan.varlen` supports more. Not measured."""
 
 _MIN_BLOCK_D = 16
-"""Lanes. A product on tensor cores takes at least 16 elements along each side. A limit of Triton, not measured."""
+"""Minimum lanes: each side of a tensor core product needs at least 16 elements. A limit of Triton, not measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanShape:
     """Sizes of the tensors of a call.
 
-    num_reqs            requests of the batch, padding included
-    num_tokens          tokens of q, padding included
-    query_len           new tokens per request; 0: any number, given by query_start_loc
+    num_reqs            requests of the batch, including padding
+    num_tokens          tokens of q, including padding
+    query_len           new tokens per request; 0: any number, from query_start_loc
     num_queries_per_kv  query heads per KV head
     num_kv_heads        KV heads
     head_dim            head size of Q and K
@@ -51,7 +51,7 @@ class PlanShape:
         head_dim: int,
         v_head_dim: int | None,
     ) -> PlanShape:
-        """Check the sizes and return the shape; v_head_dim None means head_dim.
+        """Return the shape after checking the sizes; if v_head_dim is None, it is head_dim.
 
         Raises: ShapeError: if num_reqs or num_tokens is less than 1, or num_q_heads is not a multiple of num_kv_heads.
         UnsupportedError: if head_dim or v_head_dim is not supported.
@@ -77,22 +77,22 @@ class PlanShape:
 
     @property
     def block_d(self) -> int:
-        """Lanes of a head of Q and K: head_dim rounded up to a power of two, at least 16."""
+        """Lanes per head of Q and K: head_dim rounded up to a power of two, at least 16."""
         return max(_MIN_BLOCK_D, next_power_of_two(self.head_dim))
 
     @property
     def block_v(self) -> int:
-        """Lanes of a head of V and the output: v_head_dim rounded up in the same way."""
+        """Lanes per head of V and the output: v_head_dim rounded up in the same way."""
         return max(_MIN_BLOCK_D, next_power_of_two(self.v_head_dim))
 
     @property
     def widest(self) -> int:
-        """The larger of block_d and block_v, which tile sizes depend on."""
+        """The larger of block_d and block_v, which determines tile sizes."""
         return max(self.block_d, self.block_v)
 
 
 def check_dtypes(dtype: torch.dtype, kv_dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of the cache; None means that of the queries. Raises: ShapeError: if one is not supported."""
+    """Return the cache dtype, by default that of the queries. Raises: ShapeError: if either is not supported."""
     if dtype not in ATTENTION_DTYPES:
         raise ShapeError(f"dtype: expected one of {ATTENTION_DTYPES}, got {dtype}; convert q with .to()")
     if kv_dtype not in (None, dtype, *FP8_DTYPES):

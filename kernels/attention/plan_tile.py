@@ -1,4 +1,4 @@
-"""The part of a plan that holds the sizes of query tiles and KV tiles, and of a program of the Triton kernel."""
+"""The part of a plan with the sizes of query tiles, KV tiles, and programs of the Triton kernel."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from graphrt.kernels.attention.plan_shape import PlanShape
 from graphrt.kernels.sizes import next_power_of_two
 
 MIN_BLOCK_M = 16
-"""Queries. Smallest query tile: a product on tensor cores takes at least 16. A limit of Triton, not measured."""
+"""Smallest query tile, in queries: a tensor core product needs at least 16. A limit of Triton, not measured."""
 
 _ODD_BLOCK_N = 32
-"""Tokens of a KV tile, at most, if heads are loaded element by element: each element needs a register for its address.
-A test reads the compiler's report. Not measured on a device."""
+"""Maximum tokens of a KV tile if heads are loaded element by element: each element needs a register for its address. A
+test reads the compiler's report. Not measured on a device."""
 
 _FEW_SPLITS = 8
 """KV splits per query tile of up to 4 queries. With more splits, merging costs more than one-warp programs gain, so
@@ -25,12 +25,12 @@ measured."""
 
 @dataclass(frozen=True, slots=True)
 class TilePlan:
-    """Sizes of query tiles and KV tiles, and of a program of the Triton kernel.
+    """Sizes of query tiles, KV tiles, and programs of the Triton kernel.
 
-    block_m     queries of a query tile, at most
-    block_n     tokens of a KV tile, the unit in which the work list counts
-    num_warps   warps of a program
-    num_stages  KV tiles that a program loads ahead, including the one in use
+    block_m     maximum queries per query tile
+    block_n     tokens per KV tile, the unit of the work list
+    num_warps   warps per program
+    num_stages  KV tiles in the load pipeline of a program, including the one in use
     """
 
     block_m: int
@@ -51,7 +51,7 @@ def decode_tile(
     if block_m > MIN_BLOCK_M or block_d > 128:
         num_warps = 8 if block_m * block_d >= 8192 or _is_odd(shape, kv_dtype) else 4
         return TilePlan(block_m, 64 if block_d <= 128 else 32, num_warps, num_stages=3)
-    # Programs of one warp read fastest. With few requests each one has many splits, and merging needs more warps.
+    # One-warp programs read fastest. With few requests, each has many splits, and merging needs more warps.
     if _is_odd(shape, kv_dtype):
         return TilePlan(block_m, _ODD_BLOCK_N, num_warps=4, num_stages=3)
     num_q_tiles = shape.num_reqs * -(-queries // block_m)
@@ -78,17 +78,17 @@ def varlen_tile(shape: PlanShape, dtype: torch.dtype, kv_dtype: torch.dtype) -> 
 
 
 def _is_odd(shape: PlanShape, kv_dtype: torch.dtype) -> bool:
-    """Return whether addresses of K or V heads allow only loads of less than 16 bytes."""
+    """Return whether the addresses of K or V heads allow only loads of less than 16 bytes."""
     return any(size * kv_dtype.itemsize % 16 for size in (shape.head_dim, shape.v_head_dim))
 
 
 def _max_block_m(block_d: int, dtype: torch.dtype) -> int:
-    """Return the most queries of a query tile whose sums fit the registers."""
+    """Return the maximum queries per query tile whose sums fit in registers."""
     if dtype == torch.float32:
         return MIN_BLOCK_M
     return 64 if block_d <= 128 else 32 if block_d <= 256 else MIN_BLOCK_M
 
 
 def _float32_program(block_d: int) -> tuple[int, int]:
-    """Return warps and tokens per KV tile: float32 products run without tensor cores, with operands in registers."""
+    """Return warps and tokens per KV tile. float32 products run without tensor cores, with operands in registers."""
     return (4, 32) if block_d <= 64 else (8, 16)

@@ -1,4 +1,4 @@
-"""Attention of prefills: the operator `prompt_attention`, and the launch of its Triton kernel."""
+"""Prefill attention: the operator `prompt_attention`, and the launch of its Triton kernel."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from graphrt.kernels.op_declaration import DeclaredOp
 
 
 def _constexprs(plan: PromptPlan, options: AttentionOptions, kv_dtype: torch.dtype, left: int) -> dict[str, object]:
-    """Return the constexpr arguments of the kernel, without those that distinguish paged and packed calls."""
+    """Return the constexpr arguments of the kernel, except those that distinguish paged and packed calls."""
     return {
         "NUM_QUERIES_PER_KV": plan.num_queries_per_kv,
         "HEAD_DIM": plan.head_dim,
@@ -46,7 +46,7 @@ _launch_kernel = KernelLauncher(prompt_kernel)
 
 
 def _launch(call: PromptCall) -> None:
-    """Launch the Triton kernel: one program per KV head and query tile that the plan allows for."""
+    """Launch the Triton kernel: one program per KV head and query tile, for the maximum query tiles of the plan."""
     plan, options, table = call.plan, call.options, call.block_table
     logit_factor, logit_cap = logit_constants(options.softmax_scale, options.logits_softcap)
     k_strides, v_strides = ((0, *t.stride()[:2]) if table is None else t.stride()[:3] for t in (call.k, call.v))
@@ -116,24 +116,24 @@ def prompt_attention(
 
     q, out        [num_tokens, num_q_heads, head_dim]   fp16, bf16 or fp32; out is written
     k, v          [num_pages, page_size, num_kv_heads, head_dim]  with block_table: the requests' pages, which already
-                  hold the K and V of the new tokens
+                  contain the K and V of the new tokens
                   [kv_tokens, num_kv_heads, head_dim]  without block_table: K and V of the requests, packed
                   dtype of q, or fp8; any strides, last one 1
-    schedule      written by `schedule_prompt` in this step, with the same plan. It needs `seq_lens` with block_table,
-                  and `kv_start_loc` (`seq_lens_are_starts`) without. Calls that share it must run one after another
-    options       causal, sliding_window and all others, as for `paged_attention`
+    schedule      written by `schedule_prompt` in this step, with the same plan: from `seq_lens` with block_table, from
+                  `kv_start_loc` (`seq_lens_are_starts`) without. Calls that share it must run one after another
+    options       causal, sliding_window and all other options, as for `paged_attention`
     block_table   [num_reqs, max_pages]   int32
-    window        (left, right), without options.causal: how many positions before and after its own a token sees;
+    window        (left, right), without options.causal: positions before and after its own that a token sees;
                   None: all. The last token of a request is at the position of its last key
     lse           [num_tokens, num_q_heads]  natural log of the softmax's denominator, sinks included   float32,
                   written. For a token that sees no key it is the sink, or -inf without sinks. For padding tokens it
                   is -inf
 
-    The kernel writes the tokens from query_start_loc[0] on, and zeros to padding tokens, from the last value of
-    query_start_loc on. It does not write tokens before query_start_loc[0]; a decode kernel may write them first.
+    The kernel writes tokens from query_start_loc[0] on, and zeros to padding tokens (from query_start_loc[-1] on). It
+    does not write tokens before query_start_loc[0]; a decode kernel may write them first.
 
-    Keys and values that no token of the request sees may hold NaN. The caller guarantees of pages and lengths what
-    `paged_attention` requires. Packed keys need a kv_start_loc that does not decrease and ends at kv_tokens or less.
+    Keys and values that no token of the request sees may be NaN. Guarantees about pages and lengths are those of
+    `paged_attention`. Packed keys need a kv_start_loc that does not decrease and ends at kv_tokens or less.
 
     Capture-safe: one launch, no sync, no allocation; the grid depends only on the plan.
 
@@ -145,7 +145,7 @@ def prompt_attention(
         )
     left, right = _reach(options, window)
     check_schedule(plan, schedule, q.device)
-    one = schedule[:1]  # checked in place of tensors of lengths, which the schedule holds
+    one = schedule[:1]  # checked in place of the length tensors, which the schedule replaces
     if block_table is None:
         check_contiguous_tensors(q, k, v, one, one, out, options, lse)
     else:
@@ -172,7 +172,7 @@ def prompt_attention(
 
 
 def _reach(options: AttentionOptions, window: tuple[int, int] | None) -> tuple[int, int]:
-    """Return how many positions before and after its own a token sees; MAX_WINDOW: all."""
+    """Return the positions before and after its own that a token sees; MAX_WINDOW: all."""
     if window is None:
         return options.reach
     if options.causal:

@@ -1,4 +1,4 @@
-"""The arguments of `prompt_attention`, declared once for operator, kernels and reference."""
+"""The arguments of `prompt_attention`, shared by operator, kernels and reference."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class PromptCall:
     """One call; see `prompt_attention` for the tensors.
 
     block_table   None: K and V are packed
-    schedule      the CUDA kernel counts in its header and resets the counters
+    schedule      its header has counters that the CUDA kernel uses and resets
     left, right   a token at position p sees positions p - left to p + right; MAX_WINDOW: no bound
     """
 

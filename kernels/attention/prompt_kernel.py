@@ -1,16 +1,16 @@
-"""The Triton kernel of prefills: one program per query tile and KV head, ordered by decreasing work.
+"""The Triton kernel for prefills: one program per query tile and KV head, in order of decreasing work.
 
 A query is one new token in one query head. The queries of a request that share a KV head are numbered
 `token * num_queries_per_kv + head`, and BLOCK_M of them form a query tile. Each program does the following:
 
 1. It reads its query tile from the schedule. It exits if there is none, because the grid covers the padded sizes.
 2. It loads the queries.
-3. It runs the online softmax over the KV tiles that the query tile sees, in three loops: KV tiles that begin before the
+3. It runs the online softmax over the KV tiles that the query tile sees, in three loops: KV tiles that start before the
    window of some query, KV tiles that every query sees completely and that need no mask, and KV tiles that end after
    the last key of some query.
 4. It writes the output. Queries that see no key, padding included, get zeros.
 
-The CUDA kernel of native/prompt.cu processes the same schedule on GPUs of compute capability 9.0.
+The CUDA kernel in native/prompt.cu processes the same schedule on GPUs of compute capability 9.0.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def prompt_kernel(
     NUM_STAGES: tl.constexpr,
 ):
     HAS_ALIBI: tl.constexpr = slopes_ptr is not None
-    # Softcap, ALiBi and a scale of keys need logits that are scaled before the softmax. A scale of keys comes from a
-    # checkpoint and may be 0, negative or NaN; applying it within the exponential would hide that.
+    # Softcap, ALiBi and key scales need logits that are scaled before the softmax. Key scales come from a checkpoint
+    # and may be 0, negative or NaN; applying them within the exponential would hide that.
     SCALED: tl.constexpr = HAS_SOFTCAP or HAS_ALIBI or k_scale_ptr is not None
     TO_HALF: tl.constexpr = IS_FP8 and q_ptr.dtype.element_ty != tl.float32
     DOT_DTYPE: tl.constexpr = tl.float16 if TO_HALF else q_ptr.dtype.element_ty
@@ -106,7 +106,7 @@ def prompt_kernel(
     if k_scale_ptr is not None:
         logit_factor *= tl.load(k_scale_ptr + kv_head * stride_k_scale)
     factor = logit_factor
-    # fp8 keys are multiplied as float16. Dividing each query by a power of two makes it fit the range of float16.
+    # fp8 keys are multiplied as float16. Dividing each query by a power of two brings it into float16's range.
     if TO_HALF:
         exponent = query_exponent(q.to(tl.float32))
         factor = logit_factor * exponent
@@ -134,7 +134,7 @@ def prompt_kernel(
     k_ptr += kv_head.to(tl.int64) * stride_k_head
     v_ptr += kv_head.to(tl.int64) * stride_v_head
     table_row_ptr = block_table_ptr
-    # Page ids are loaded one KV tile ahead, so that the loads of K and V do not wait for them and pipeline deeper.
+    # Load page ids one KV tile ahead, so that loads of K and V do not wait for them and are pipelined deeper.
     if PAGED:
         table_row_ptr += tl.maximum(req, 0).to(tl.int64) * stride_table_row
         pages = tile_pages(table_row_ptr, begin * BLOCK_N, lanes, seen_to, PAGE_SIZE, BLOCK_N)
@@ -143,7 +143,7 @@ def prompt_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    # Units are log 2. `acc` holds weighted sums of values, not divided by the sum of weights.
+    # Units are log 2. `acc` has weighted sums of values, not divided by the sum of weights.
     bounds = (begin, whole_from, whole_to, end)
     for part in tl.static_range(0 if HAS_LEFT else 1, 3):
         for tile in tl.range(bounds[part], bounds[part + 1], num_stages=NUM_STAGES):
@@ -158,7 +158,7 @@ def prompt_kernel(
                 v_offsets = (kv_start + keys) * stride_v_slot
             k_ptrs = k_ptr + k_offsets[:, None] + d[None, :]
             v_ptrs = v_ptr + v_offsets[:, None] + d[None, :]
-            # K and V that the query tile does not see may be NaN, and a weight of 0 times NaN is NaN: loads are masked.
+            # Mask loads: K and V that the query tile does not see may be NaN, and a weight of 0 times NaN is NaN.
             if part != 1:
                 mask = ((keys >= seen_from) & (keys < seen_to))[:, None] & in_dim
                 k = tl.load(k_ptrs, mask=mask, other=0.0)
@@ -182,7 +182,7 @@ def prompt_kernel(
                 if HAS_LEFT:
                     visible &= keys[None, :] >= positions[:, None] - left
                 logits = tl.where(visible, logits, float("-inf"))
-            # Without SCALED the factor, > 0, is applied within the exponential, at no cost.
+            # Without SCALED, the factor (> 0) is applied within the exponential at no cost.
             peaks = tl.max(logits, 1, keep_dims=True)
             if not SCALED:
                 peaks *= factor
@@ -199,7 +199,7 @@ def prompt_kernel(
             acc = tl.dot(weights.to(DOT_DTYPE), v.to(DOT_DTYPE), acc * rescale[:, None], input_precision="ieee")
             top = new_top
 
-    # 4. The output. A sink is one more logit without a value: it changes only the sum of weights.
+    # 4. The output. A sink is an extra logit without a value: it changes only the sum of weights.
     if sinks_ptr is not None:
         if req >= 0:  # padding has no sinks
             sink = tl.load(sinks_ptr + head, mask=is_query, other=float("-inf")) * _LOG2E
@@ -209,8 +209,8 @@ def prompt_kernel(
             total = total * rescale + tl.exp2(sink - base)
             acc = acc * rescale[:, None]
             top = new_top
-    divisor = tl.where(total == 0.0, 1.0, total)  # the output of a token that sees no key is zero
-    if lse_ptr is not None:  # -inf if no key is seen, as top is
+    divisor = tl.where(total == 0.0, 1.0, total)  # a token that sees no key has output 0
+    if lse_ptr is not None:  # -inf if no key is seen, like top
         tl.store(lse_ptr + token * stride_lse_token + head, (top + tl.log2(divisor)) * _LN2, mask=is_query)
     scale = 1.0 / divisor
     if v_scale_ptr is not None:

@@ -1,4 +1,4 @@
-"""The CUDA kernel of prefills (native/prompt.cu): supported calls, variants and launch."""
+"""The CUDA kernel for prefills (native/prompt.cu): supported calls, variants and launch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from graphrt.kernels.attention.prompt_plan import NATIVE_BLOCK_M, PromptPlan
 from graphrt.kernels.errors import GraphRTError
 from graphrt.kernels.native.nvrtc import MIN_SHARED_BYTES, NativeVariant, launch
 
-_CAPABILITY = (9, 0)  # wgmma exists on this compute capability only
-_PANEL = 64  # elements of 16 bits in a swizzled line of 128 bytes of shared memory
+_CAPABILITY = (9, 0)  # wgmma exists only on this compute capability
+_PANEL = 64  # 16-bit elements in a swizzled 128-byte line of shared memory
 _NUM_THREADS = 384
 _MOST_STAGES = 8
-_VARIABLE_BYTES = 384  # of barriers and other variables in shared memory
+_VARIABLE_BYTES = 384  # for barriers and other variables in shared memory
 _QUERY_STAGES_UP_TO = 192
-"""Largest head_dim for which two stages of queries fit shared memory. With one, queries of the next query tile wait."""
+"""Largest head_dim for which two stages of queries fit in shared memory. With one, the next query tile waits."""
 
 _ALIGNMENT = 16  # bytes
 
@@ -48,7 +48,7 @@ def runs_prompt_kernel(device: torch.device) -> bool:
 
 
 def prompt_unsupported_reason(call: PromptCall) -> str | None:
-    """Return why the CUDA kernel cannot run a call with a plan that was made for it; None if it can."""
+    """Return why the CUDA kernel cannot run a call although the plan was made for it; None if it can."""
     if call.q.element_size() != 2 or call.k.dtype != call.q.dtype:
         return f"q is {call.q.dtype} and k is {call.k.dtype}"
     if call.block_table is not None and call.k.shape[1] % 16:
@@ -65,7 +65,7 @@ def prompt_unsupported_reason(call: PromptCall) -> str | None:
 
 
 def _block_n(head_dim: int) -> int:
-    """Return the tokens of a KV tile: two must fit shared memory, and the weights must fit the registers."""
+    """Return the tokens per KV tile: two tiles must fit in shared memory, and the weights in registers."""
     return 128 if head_dim <= 2 * _PANEL else 64
 
 
@@ -75,7 +75,7 @@ def prompt_variant(plan: PromptPlan, options: AttentionOptions, dtype: torch.dty
     panels = -(-plan.head_dim // _PANEL)
     query_stages = 2 if plan.head_dim <= _QUERY_STAGES_UP_TO else 1
     tile_bytes, query_bytes = (panels * 2 * _PANEL * reqs for reqs in (block_n, NATIVE_BLOCK_M))
-    # Stages of keys and values share the rest of shared memory. The barriers limit their number.
+    # Stages of keys and values share the remaining shared memory. The number of barriers limits them.
     stages = min((MIN_SHARED_BYTES - _VARIABLE_BYTES - query_stages * query_bytes) // tile_bytes, _MOST_STAGES)
     macros = {
         "ALIBI": 0 if options.alibi_slopes is None else 1 + options.alibi_sqrt,
@@ -107,7 +107,7 @@ def encode_map(tensor: torch.Tensor, box_rows: int) -> bytes:
     """Encode the TMA descriptor of K or V.
 
     tensor     [pages, slots, heads, head_dim], or packed [tokens, heads, head_dim]
-    box_rows   slots or tokens of a box; a box has 64 elements of a head
+    box_rows   slots or tokens per box; a box has 64 elements of a head
 
     Raises: GraphRTError: if the driver rejects the tensor.
     """

@@ -1,4 +1,4 @@
-"""What is fixed of prefills at capture: padded sizes, heads, and the tile sizes derived from them."""
+"""The values of prefill attention that are fixed at capture: padded sizes, heads, and derived tile sizes."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.sizes import next_power_of_two
 
 Q_TILE_WORDS = 8
-"""int32 words of a query tile in the schedule, and of the header before the first one."""
+"""int32 words per query tile in the schedule, and of the header before the first one."""
 
 PROMPT_HEAD_DIMS = range(16, 257, 8)
 """Supported head sizes of K and V."""
 
 NATIVE_BLOCK_M = 128
-"""Queries of a query tile of the CUDA kernel: two warpgroups of 64 queries each."""
+"""Queries per query tile of the CUDA kernel: two warpgroups of 64 queries each."""
 
-_FLOAT32_BLOCK_M = 16  # float32 products run without tensor cores and hold their operands in registers
+_FLOAT32_BLOCK_M = 16  # float32 products run without tensor cores and keep their operands in registers
 
 
 @dataclass(frozen=True, slots=True)
 class PromptPlan:
-    """The sizes of the prefills of a batch; make it with `PromptPlan.make`.
+    """The sizes of a batch's prefills. Make a plan with `PromptPlan.make`.
 
-    num_reqs, num_tokens   padded sizes: requests of the batch, and new tokens of all requests and of padding
-    causal                 query tiles that see more keys come first in the schedule; affects only speed
-    block_m                queries of a query tile, at most; a query is one new token in one query head
-    block_n                tokens of a KV tile of the Triton kernel
-    num_warps, num_stages  of a program of the Triton kernel
+    num_reqs, num_tokens   padded sizes: requests, and new tokens of all requests
+    causal                 schedule query tiles that see more keys first; affects only speed
+    block_m                maximum queries per query tile; a query is one new token in one query head
+    block_n                tokens per KV tile of the Triton kernel
+    num_warps, num_stages  warps and stages of a program of the Triton kernel
     num_blocks             persistent blocks of the CUDA kernel; 0: the Triton kernel runs
     """
 
@@ -67,7 +67,7 @@ class PromptPlan:
 
     @property
     def max_q_tiles(self) -> int:
-        """Query tiles of one KV head, at most: each request, and the padding, may end with an incomplete one."""
+        """Maximum query tiles per KV head: each request, and the padding, may end with an incomplete one."""
         return self.num_tokens * self.num_queries_per_kv // self.block_m + min(self.num_reqs + 1, self.num_tokens)
 
     @property
@@ -93,7 +93,7 @@ class PromptPlan:
         """Make a plan for the prefills of a batch.
 
         num_sms   streaming multiprocessors of the device
-        native    the device runs CUDA kernels of compute capability 9.0, see `runs_prompt_kernel`. The CUDA kernel is
+        native    the device runs the CUDA kernel, see `runs_prompt_kernel`. The CUDA kernel is
                   then used if it supports the dtypes
 
         Raises: ShapeError: if a size is not a positive int, or num_q_heads is not a multiple of num_kv_heads.

@@ -1,12 +1,12 @@
 """The schedule of prefills: a list of query tiles, ordered by decreasing work.
 
-The device writes it once per step. All layers with the same number of query heads per KV head share it. Their windows
-may differ, because a kernel derives the KV tiles of a query tile by itself.
+The device writes it once per step, for all layers with the same number of query heads per KV head. Their windows
+may differ, because the kernels derive the KV tiles of each query tile.
 
-The layout in int32 words is a header of Q_TILE_WORDS and then Q_TILE_WORDS per query tile. The header holds the number
+The layout in int32 words is a header of Q_TILE_WORDS, then Q_TILE_WORDS per query tile. The header has the number
 of query tiles, and two counters that are 0 between launches of the CUDA kernel. The words of a query tile are:
 
-    0 req           index of the request; -1: padding tokens, from the last value of query_start_loc on
+    0 req           index of the request; -1: padding tokens (from query_start_loc[-1] on)
     1 first_query   the queries first_query to first_query + block_m - 1 of the request, numbered
                     token * num_queries_per_kv + head
     2 first_token   first new token of the request
@@ -40,7 +40,7 @@ def _load_reqs(
     reqs, lens_ptr, starts_ptr, num_reqs, num_tokens, NUM_QUERIES_PER_KV: tl.constexpr, BLOCK_M: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
-    """first_token, query_len, seq_len, kv_start and number of query tiles of `reqs`; req num_reqs is the padding."""
+    """Return first_token, query_len, seq_len, kv_start and query tiles of `reqs`; req num_reqs is the padding."""
     is_req = reqs < num_reqs
     exists = reqs <= num_reqs
     begin = tl.load(starts_ptr + reqs, mask=exists, other=0)
@@ -58,9 +58,9 @@ def _load_reqs(
 def _q_tiles_beyond(
     end, query_len, seq_len, num_q_tiles, NUM_QUERIES_PER_KV: tl.constexpr, BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr
 ):
-    """How many query tiles of a request see a position of at least `end`."""
+    """Return the number of query tiles of a request that see a position of at least `end`."""
     if CAUSAL:
-        # Query tile j ends with the token of query (j + 1) * BLOCK_M - 1, or with the last token of the request.
+        # Query tile j ends with the token of query (j + 1) * BLOCK_M - 1 or with the last token of the request.
         token = end - (seq_len - query_len)
         first = (tl.maximum(token, 0) * NUM_QUERIES_PER_KV + BLOCK_M) // BLOCK_M - 1
         return tl.where(token < query_len, tl.maximum(num_q_tiles - first, 0), 0)
@@ -84,7 +84,7 @@ def prompt_schedule_kernel(
 ):
     q_tiles = tl.program_id(0) * Q_TILES + tl.arange(0, Q_TILES)
 
-    # 1. The request of each query tile. Query tiles are numbered request by request, so it is the number of requests
+    # 1. The request of each query tile: query tiles are numbered request by request, so it is the number of requests
     # whose query tiles end before this one.
     req = tl.zeros([Q_TILES], tl.int32)
     begin_q_tile = tl.zeros([Q_TILES], tl.int32)
@@ -109,8 +109,8 @@ def prompt_schedule_kernel(
     if CAUSAL:
         end = seq_len - query_len + tl.minimum(((index + 1) * BLOCK_M - 1) // NUM_QUERIES_PER_KV, query_len - 1)
 
-    # 3. Its rank: after query tiles that see more, those of earlier requests that see as much, and later ones of its
-    # own request.
+    # 3. Its rank: after query tiles that see more positions, those of earlier requests that see as many, and later ones
+    # of its own request.
     rank = num_q_tiles - 1 - index
     for first in tl.range(0, num_reqs + 1, REQS, num_stages=1):
         reqs = first + tl.arange(0, REQS)
@@ -188,7 +188,7 @@ def _reference(call: _ScheduleCall) -> None:
 
 
 def _q_tiles(call: _ScheduleCall) -> Iterator[tuple[int, ...]]:
-    """Yield the last position that a query tile sees, and its words; within a request the later query tiles first."""
+    """Yield each query tile's last visible position and its words, in reverse order within a request."""
     plan, starts, lens = call.plan, call.query_start_loc.tolist(), call.lens.tolist()
     for req in range(plan.num_reqs + 1):
         is_req = req < plan.num_reqs
@@ -212,7 +212,7 @@ def schedule_prompt(
     *,
     seq_lens_are_starts: bool = False,
 ) -> None:
-    """Write the schedule of the prefills, for `prompt_attention` with the same plan.
+    """Write the prefill schedule for `prompt_attention` with the same plan.
 
     seq_lens          [num_reqs]  keys of each request, including those of the new tokens           int32
                       [num_reqs + 1]  with seq_lens_are_starts: first key of each packed request    int32
@@ -238,7 +238,7 @@ def schedule_prompt(
 
 
 def check_schedule(plan: PromptPlan, schedule: torch.Tensor, device: torch.device) -> None:
-    """Raise ShapeError or CapacityError unless `schedule` has room for the query tiles of the plan."""
+    """Raise ShapeError or CapacityError unless `schedule` has room for the plan's query tiles."""
     check_tensor("schedule", schedule, shape=(None,), dtype=torch.int32, device=device)
     check_unit_stride("schedule", schedule)
     if schedule.numel() < plan.schedule_words:

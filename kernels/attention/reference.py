@@ -1,4 +1,4 @@
-"""Attention with every option in plain torch, one request after another. Runs on CPU, and eagerly on CUDA."""
+"""Attention with all options in plain torch, one request at a time. Runs on CPU, and eagerly on CUDA."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from graphrt.kernels.op_declaration import DeclaredOp, Written
 
 _Tensors = tuple[torch.Tensor, torch.Tensor]
 _KeysAndValues = Callable[[int, int, int], _Tensors]
-"""Returns keys and values [positions, num_kv_heads, *] of a request, from one position to another."""
+"""Returns the keys and values [positions, num_kv_heads, *] of a request in a range of positions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ _Call = AttentionCall | PromptCall | _ReferenceCall | _EncoderCall
 
 
 def reference_attention(call: AttentionCall | _ReferenceCall) -> None:
-    """Attend over the paged cache or over contiguous K and V, with lengths read on the host."""
+    """Attend over the paged cache or over contiguous K and V, reading the lengths on the host."""
     query_len = call.plan.shape.query_len if isinstance(call, AttentionCall) else 0
     starts = list(range(0, call.q.shape[0] + 1, query_len)) if call.starts is None else call.starts.tolist()
     if call.seq_lens is None:
@@ -66,7 +66,7 @@ def reference_attention(call: AttentionCall | _ReferenceCall) -> None:
 
 
 def reference_encoder(call: _EncoderCall) -> None:
-    """Attend from each packed request to itself, at distances below `window`; 0: all."""
+    """Attend from each packed request to itself, at distances below `window` (0: at all distances)."""
     starts, reach = call.starts.tolist(), call.window - 1 if call.window else MAX_WINDOW
     reqs = ((start, end, end - start) for start, end in itertools.pairwise(starts))
     _attend(call, reqs, _packed(call.k, call.v, starts), reach, reach)
@@ -112,11 +112,11 @@ def _packed(k: torch.Tensor, v: torch.Tensor, kv_starts: list[int]) -> _KeysAndV
 def _attend(
     call: _Call, reqs: Iterable[tuple[int, int, int]], keys_and_values: _KeysAndValues, left: int, right: int
 ) -> None:
-    """Attend with the tokens start to end of each request, given with its seq_len."""
+    """Attend from tokens start to end of each request, given its seq_len."""
     chunk = call.options.attention_chunk_size
     for req, (start, end, seq_len) in enumerate(reqs):
         if start < end:
-            # Positions before the first one seen are not read: their pages may belong to another request by now.
+            # Do not read positions before the first one seen: another request may own their pages by now.
             position = seq_len - end + start
             first_seen = max(0, position) // chunk * chunk if chunk else max(0, position - left)
             keys, values = keys_and_values(req, first_seen, seq_len)
@@ -144,7 +144,7 @@ def _attend_req(
     left, right   a token at position p sees positions p - left to p + right
     """
     out, lse, options = call.out, call.lse, call.options
-    # The first tokens may see no key: they are before position 0 by more than `right`.
+    # The first tokens may see no key, because they precede position 0 by more than `right`.
     blind = end - start if seq_len == 0 else max(0, end - start - seq_len - right)
     out[start : start + blind].zero_()
     if lse is not None:
@@ -152,7 +152,7 @@ def _attend_req(
     start += blind
     if start == end:
         return
-    # A copy: matrix products may round by the alignment of their operands, and so by the request's position in q.
+    # Copy q: rounding in matrix products may depend on operand alignment, and so on the request's place in q.
     q = call.q[start:end].clone()
     keys, values = keys.transpose(0, 1), values.transpose(0, 1)
     if keys.dtype in FP8_DTYPES:
@@ -160,7 +160,7 @@ def _attend_req(
         keys, values = _dequantised(keys, options.k_scale), _dequantised(values, options.v_scale)
     query_len, num_q_heads, head_dim = q.shape
     num_kv_heads = keys.shape[0]
-    # The query heads that share a KV head are grouped, so that K and V need not be repeated.
+    # Group query heads that share a KV head, so that K and V need not be repeated.
     by_head = q.reshape(query_len, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
     queries = by_head.reshape(num_kv_heads, -1, head_dim)
     num_queries_per_kv = num_q_heads // num_kv_heads
@@ -186,7 +186,7 @@ def _attend_req(
             logits -= slopes * (distance.sqrt() if options.alibi_sqrt else distance)
         if mask is not None:
             logits.masked_fill_(~mask, float("-inf"))
-        # Subtract the largest logit first: exp(logits - lse) would carry the rounding error of a large lse.
+        # Subtract the largest logit first: exp(logits - lse) would include the rounding error of a large lse.
         top = logits.amax(-1, keepdim=True)
         if options.sinks is not None:
             sinks = options.sinks.view(num_kv_heads, num_queries_per_kv, 1, 1)
@@ -203,7 +203,7 @@ def _attend_req(
 
 
 def _needs_logits(options: AttentionOptions) -> bool:
-    """Return whether an option is missing in torch's scaled_dot_product_attention, which is much faster on CPU."""
+    """Return whether an option is not in torch's scaled_dot_product_attention, which is much faster on CPU."""
     return options.logits_softcap > 0 or options.alibi_slopes is not None or options.sinks is not None
 
 
@@ -213,11 +213,11 @@ def _dequantised(stored: torch.Tensor, scale: torch.Tensor | None) -> torch.Tens
 
 
 def _distance(tokens: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Return the position of each token [query_len, 1] minus that of each of the last keys [query_len, positions]."""
+    """Return each token's position [query_len, 1] minus that of each of the last keys [query_len, positions]."""
     return tokens - tokens[-1] + torch.arange(keys.shape[1] - 1, -1, -1, device=keys.device)
 
 
-# Plain torch on every device.
+# Uses plain torch on every device.
 _reference = DeclaredOp(
     "attention_reference", _ReferenceCall, triton_impl=reference_attention, reference=reference_attention
 )
@@ -239,7 +239,7 @@ def attention_reference(
 
     q                  [padded_tokens, num_q_heads, head_dim]                  fp16, bf16 or fp32
     k_cache            [num_pages, page_size, num_kv_heads, head_dim]          dtype of q, or fp8; any strides, last 1
-    v_cache            [num_pages, page_size, num_kv_heads, v_head_dim]        as k_cache
+    v_cache            [num_pages, page_size, num_kv_heads, v_head_dim]        like k_cache
     out                [padded_tokens, num_q_heads, v_head_dim]                dtype of q, written
     block_table        [padded_reqs, max_pages]                                int32
     seq_lens           [padded_reqs]  including the new tokens; 0: zeros       int32
@@ -271,9 +271,9 @@ def encoder_reference(
 ) -> None:
     """Compute bidirectional attention within each packed request, in plain torch.
 
-    k, v      [padded_tokens, num_kv_heads, *]   dtype of q, of the same tokens
+    k, v      [padded_tokens, num_kv_heads, *]   dtype of q, for the same tokens
     options   without causal
-    window    a token sees tokens at a distance below it; 0: all
+    window    a token sees tokens at distances below this; 0: all
 
     The other arguments are those of `attention_reference`; capture-safe under the same conditions.
 

@@ -2,15 +2,15 @@
 
 Every program of the grid does the same four steps and writes its own share of the list:
 
-1. Cost: load all query tiles and add up their costs. The sum is the total work, which gives the partition size.
+1. Cost: load all query tiles and sum their costs. The sum is the total work, which determines the partition size.
 2. Placement: a running sum gives the end of each query tile in the linearized work. The number of query tiles that end
-   at or before a partition boundary tells which query tile contains the boundary. In the same pass the program writes
+   at or before a partition boundary is the index of the query tile containing it. In the same pass, each program writes
    its share of the first splits and of the zeros.
-3. Partitions: with the query tile at its boundary known, the first split of a partition follows from one division.
-4. Fixed splits only: each program writes all splits of its own few query tiles.
+3. Partitions: given the query tile at its boundary, one division gives the first split of a partition.
+4. Only with fixed splits: each program writes all splits of its own few query tiles.
 
-In steps 1 and 2 query tiles are the second dimension and partitions the first one, of one 2D shape. So no value changes
-its layout, which would cost a barrier and a round trip through shared memory. In step 3 partitions are lanes.
+In steps 1 and 2, query tiles are the second dimension and partitions the first dimension of one 2D shape. Values thus
+never change layout, which would cost a barrier and a round trip through shared memory. In step 3 partitions are lanes.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def _load_q_tiles(
         first_token = req * QUERY_LEN
         query_len = tl.where(q_tile < num_q_tiles, QUERY_LEN, 0)
     else:
-        # Request r begins at query tile query_start_loc[r] * NUM_QUERIES_PER_KV // BLOCK_M + r, which leaves room for
-        # an incomplete query tile per request. A virtual last request holds the padding tokens. The request of a query
+        # Request r starts at query tile query_start_loc[r] * NUM_QUERIES_PER_KV // BLOCK_M + r, which leaves room for
+        # an incomplete query tile per request. A virtual last request has the padding tokens. The request of a query
         # tile is found by a radix-4 search.
         req = q_tile * 0
         for level in tl.static_range(SEARCH_LEVELS):
@@ -84,7 +84,7 @@ def _load_q_tiles(
     if SEQ_LENS_ARE_STARTS:
         seq_len = tl.load(seq_lens_ptr + (req + 1) * stride_seq_lens, mask=is_req, other=0) - seq_len
     num_queries = tl.minimum(tl.maximum(query_len * NUM_QUERIES_PER_KV - first_query, 0), BLOCK_M)
-    # KV tiles that the query tile sees: up to its last token, and from the window or chunk of its first token on.
+    # KV tiles that the query tile sees: from the window or chunk of its first token to its last token.
     kv_end = seq_len
     if CAUSAL:
         kv_end = tl.minimum(kv_end, seq_len - query_len + (first_query + num_queries - 1) // NUM_QUERIES_PER_KV + 1)
@@ -100,19 +100,19 @@ def _load_q_tiles(
 
 @triton.jit
 def _quotient(n, divisor):
-    """n // divisor for non-negative int32 values: unsigned division takes fewer instructions."""
+    """Return n // divisor of non-negative int32 values. Unsigned division takes fewer instructions."""
     return (n.to(tl.uint32) // divisor.to(tl.uint32)).to(tl.int32)
 
 
 @triton.jit
 def _num_fixed_splits(kv_tiles, FIXED_SPLITS: tl.constexpr, MIN_SPLIT_TILES: tl.constexpr):
-    """The number of KV splits of a query tile with fixed splits."""
+    """Return the number of KV splits of a query tile with fixed splits."""
     return tl.minimum((kv_tiles + MIN_SPLIT_TILES - 1) // MIN_SPLIT_TILES, FIXED_SPLITS)
 
 
 @triton.jit
 def _entries(kv_tiles, FIXED_SPLITS: tl.constexpr, MIN_SPLIT_TILES: tl.constexpr):
-    """Entries of query tiles in the splits area: all splits with fixed splits, otherwise the first split only."""
+    """Return the entries of query tiles in the splits area: all splits if fixed, otherwise only the first."""
     if FIXED_SPLITS > 0:
         return _num_fixed_splits(kv_tiles, FIXED_SPLITS, MIN_SPLIT_TILES)
     else:
@@ -121,11 +121,11 @@ def _entries(kv_tiles, FIXED_SPLITS: tl.constexpr, MIN_SPLIT_TILES: tl.constexpr
 
 @triton.jit
 def _split_bounds(split_index, start, kv_tiles, partition_size):
-    """KV split `split_index` of query tiles that partition boundaries split.
+    """Return the bounds of KV split `split_index` of query tiles that partition boundaries split.
 
     start   work offset of the query tile's first KV tile
 
-    Returns its first KV tile and last KV tile + 1, relative to the query tile's first one, and the number of splits.
+    Returns its first KV tile and last KV tile + 1, relative to the query tile's first, and the number of splits.
     """
     partition = _quotient(start, partition_size)
     begin = tl.maximum((partition + split_index) * partition_size - start, 0)
@@ -147,13 +147,13 @@ def _store_split(ptrs, mask, req, first_query, begin, end, seq_len, first_token,
 
 @triton.jit
 def _cost(kv_tiles, q_tile_overhead, min_q_tile_cost):
-    """The cost of a query tile in KV tiles: overhead and KV tiles. Query tiles that see no KV cost nothing."""
+    """Return a query tile's cost in KV tiles: overhead and KV tiles. Query tiles that see no KV cost nothing."""
     return tl.where(kv_tiles > 0, tl.maximum(kv_tiles + q_tile_overhead, min_q_tile_cost), 0)
 
 
 @triton.jit
 def _as_lanes(x, mine):
-    """Move a value per partition from the first dimension to the second."""
+    """Move per-partition values from the first dimension to the second."""
     return tl.sum(tl.where(mine, x, 0), 0, keep_dims=True)
 
 
@@ -164,7 +164,7 @@ def _sum_q_tiles(x):
 
 @triton.jit
 def _totals(num_queries, kv_tiles, q_tile_overhead, min_q_tile_cost):
-    """Costs of a block of query tiles, and how many of them have queries but see no KV."""
+    """Return the costs of a block of query tiles, and how many of them have queries but see no KV."""
     is_zero = (num_queries > 0) & (kv_tiles == 0)
     return _sum_q_tiles(_cost(kv_tiles, q_tile_overhead, min_q_tile_cost)), _sum_q_tiles(is_zero.to(tl.int32))
 
@@ -203,7 +203,7 @@ def _place_block(
     boundary           [PARTITION_BLOCK, 1] work offset at which this program's partitions begin
     partition_q_tile   [PARTITION_BLOCK, 1] query tiles so far that end at or before the boundary, which is the index of
                        the query tile that contains it
-    partition_start    [PARTITION_BLOCK, 1] work offset of that query tile, its overhead included
+    partition_start    [PARTITION_BLOCK, 1] work offset of that query tile, including its overhead
     partition_entry    [PARTITION_BLOCK, 1] entries of the splits area before that query tile
     start_, entry_, zero_of_block   work offset, entries and zeros before this block
 
@@ -221,7 +221,7 @@ def _place_block(
     partition_q_tile += sums & 0xFFFF
     partition_entry += sums >> 16 & 0xFFFF
     partition_start += _sum_q_tiles(tl.where(before, cost, 0))
-    # Every program has loaded all query tiles, and each writes every n-th one. A single program would take too long.
+    # All programs have loaded all query tiles. Each writes every n-th one; a single program would take too long.
     mine = q_tile % tl.num_programs(0) == tl.program_id(0)
     is_zero = (num_queries > 0) & (kv_tiles == 0)
     ranks = tl.cumsum(tl.minimum(kv_tiles, 1) | is_zero.to(tl.int32) << 16, 1)
@@ -241,7 +241,7 @@ def _place_block(
 
 @triton.jit
 def _entries_before(own, q_tile, entries):
-    """Entries of the query tiles of a block that come before each of `own`."""
+    """Return the entries of the query tiles of a block that precede each of `own`."""
     return _sum_q_tiles(tl.where(q_tile < own, entries, 0))
 
 
@@ -258,7 +258,7 @@ def _store_fixed_splits(
     FIXED_SPLITS: tl.constexpr,
     MIN_SPLIT_TILES: tl.constexpr,
 ):
-    """Store all splits of query tiles with fixed splits, one query tile after another, starting at `ptrs`."""
+    """Store all fixed splits of query tiles, one query tile after another, starting at `ptrs`."""
     split_index = tl.arange(0, FIXED_SPLITS)[None, :]
     num_splits = _num_fixed_splits(kv_tiles, FIXED_SPLITS, MIN_SPLIT_TILES)
     divisor = tl.maximum(num_splits, 1)
@@ -271,7 +271,7 @@ def _store_fixed_splits(
     )  # fmt: skip
 
 
-# The stride of seq_lens is always 1, but the compiler must not know: it would load lengths in pairs and change layouts.
+# The stride of seq_lens is always 1. If the compiler knew, it would load lengths in pairs and change layouts.
 @triton.jit(
     do_not_specialize=[
         "stride_seq_lens",
@@ -384,7 +384,7 @@ def schedule_kernel(
             if FIXED_SPLITS > 0:
                 own_entry += _entries_before(own, base + lanes, entries)
 
-    # Step 3: the words of the partitions. Partitions are lanes here: as the first dimension, each thread would process
+    # Step 3: the words of the partitions. Partitions are lanes here: in the first dimension, each thread would process
     # all of them.
     lane = tl.arange(0, PARTITION_LANES)[None, :]
     mine = tl.arange(0, PARTITION_BLOCK)[:, None] == lane

@@ -9,7 +9,7 @@ import triton.language as tl
 
 _LOG2E = tl.constexpr(math.log2(math.e))
 _HALF_LN_2 = math.log(2) / 2
-# The Taylor series of tanh(x ln(2) / 2) to its seventh power; below 1/4 the rest is 3e-7 of the value.
+# The Taylor series of tanh(x ln(2) / 2) to the seventh power; below 1/4 its relative error is 3e-7.
 _TANH_1 = tl.constexpr(_HALF_LN_2)
 _TANH_3 = tl.constexpr(-(_HALF_LN_2**3) / 3)
 _TANH_5 = tl.constexpr(2 * _HALF_LN_2**5 / 15)
@@ -19,7 +19,7 @@ _SERIES_BELOW = tl.constexpr((0.25 / _HALF_LN_2) ** 2)
 
 @triton.jit
 def tile_pages(table_row_ptr, tile_start, lanes, kv_end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Page ids of a KV tile: [BLOCK_N], or a scalar if the tile is within one page.
+    """Return the page ids of a KV tile: [BLOCK_N], or a scalar if the tile is within one page.
 
     table_row_ptr   the request's page ids in the block table
     tile_start      first position of the tile, a multiple of BLOCK_N
@@ -35,7 +35,7 @@ def tile_pages(table_row_ptr, tile_start, lanes, kv_end, PAGE_SIZE: tl.constexpr
 
 @triton.jit
 def tile_offsets(pages, tile_start, lanes, stride_page, stride_slot, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Offset in a cache (int64 [BLOCK_N]) of each position of a KV tile with the page ids `pages`."""
+    """Return the offset in a cache (int64 [BLOCK_N]) of each position of a KV tile with page ids `pages`."""
     if PAGE_SIZE % BLOCK_N == 0:
         slots = tile_start % PAGE_SIZE + lanes
     else:
@@ -45,9 +45,9 @@ def tile_offsets(pages, tile_start, lanes, stride_page, stride_slot, PAGE_SIZE: 
 
 @triton.jit
 def soft_cap(logits, logit_cap):
-    """cap * tanh(t) where `logits` are 2 log2(e) t, as `logit_constants` scales them."""
+    """Return cap * tanh(t), where `logits` are 2 log2(e) t, as scaled by `logit_constants`."""
     # tanh(t) = 1 - 2 / (exp2(logit) + 1). Above 64 it is 1 in float32, and exp2 is still finite. Near 0 the difference
-    # loses its digits, so a series replaces it. NaN is kept.
+    # loses precision, so a series replaces it. NaN is kept.
     exponential = tl.exp2(tl.minimum(logits, 64.0, propagate_nan=tl.PropagateNan.ALL))
     square = logits * logits
     series = logits * (_TANH_1 + square * (_TANH_3 + square * (_TANH_5 + square * _TANH_7)))
@@ -56,7 +56,7 @@ def soft_cap(logits, logit_cap):
 
 @triton.jit
 def query_exponent(q):
-    """A power of two per query, [BLOCK_M, 1], that is at least its largest magnitude: q divided by it fits float16."""
+    """Return a power of two per query, [BLOCK_M, 1], at least its largest magnitude: q / it fits in float16."""
     peak = tl.max(tl.abs(q), 1)
     return tl.exp2(tl.minimum(tl.ceil(tl.log2(tl.maximum(peak, 1e-30))), 127.0))[:, None]
 
@@ -86,8 +86,8 @@ def merge_partials(
 
     Returns acc [PARTIAL_M, BLOCK_V], not divided by the sum of weights, top and total [PARTIAL_M].
 
-    Queries are the first dimension, so that a warp holds all partial results of a query and sums within its registers.
-    The loads are `.cg`, which bypasses L1: a line of L1 may hold partial results of an earlier layer.
+    Queries are the first dimension, so that a warp has all partial results of a query and sums within its registers.
+    The loads are `.cg`, which bypasses L1, because L1 may have stale partial results of an earlier layer.
     """
     d = tl.arange(0, BLOCK_V)
     acc = tl.zeros([PARTIAL_M, BLOCK_V], tl.float32)

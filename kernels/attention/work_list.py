@@ -1,19 +1,19 @@
-"""The schedule operator: it writes a work list on the device, for all layers with the same window or chunk size.
+"""The schedule operator, which writes a work list on the device for all layers with the same window or chunk size.
 
-docs/attention.md draws an example. These are the rules; sizes are in KV tiles.
+docs/attention.md shows an example. The rules are as follows; sizes are in KV tiles.
 
-- A query tile is up to BLOCK_M queries of one request. Its cost is an overhead and its KV tiles.
+- A query tile is up to BLOCK_M queries of one request. Its cost is an overhead plus its KV tiles.
 - The overhead is `q_tile_overhead`, or more if the cost would be less than `min_q_tile_cost`. The first query tile has
-  `q_tile_overhead` less, so that with equal overheads it costs its KV tiles only.
-- The query tiles follow one another in the linearized work, each with its overhead first.
+  `q_tile_overhead` less, so that with equal overheads it costs only its KV tiles.
+- The query tiles are consecutive in the linearized work, each with its overhead first.
 - Query tiles that see no KV have no work. Their outputs are zeros, and the partitions share them equally.
 - The linearized work is divided into `num_partitions` equal work partitions, of which the last may be smaller. If they
   would be smaller than `min_partition_tiles`, fewer are used. A partition boundary between the KV tiles of a query tile
   splits it into KV splits.
-- With fixed splits a query tile is split by its own length only, and the partitions take whole splits. The result of a
+- With fixed splits, a query tile is split only by its own length, and partitions have whole splits. The result of a
   request then does not depend on other requests.
 
-The work list is int32, with three areas one after another:
+The work list is int32, with three consecutive areas:
 
     partitions [num_partitions + 1, 16]
                0       first split, as an index of the splits area
@@ -33,8 +33,8 @@ The work list is int32, with three areas one after another:
                1       first query of the query tile within its request
                2       queries of the query tile, negative for padding tokens
 
-Unless splits are fixed, the splits area holds only the first split of each query tile. Every other split is the first
-one of a partition, and is read from the copy there.
+Unless splits are fixed, the splits area has only the first split of each query tile. Every other split is the first
+one of a partition, and is read from the partition's copy.
 """
 
 from __future__ import annotations
@@ -55,28 +55,27 @@ from graphrt.kernels.op_declaration import DeclaredOp
 from graphrt.kernels.sizes import next_power_of_two
 
 _MAX_PROGRAMS = 64
-"""Programs of one partition each; with more partitions, programs take several. Not measured."""
+"""Maximum programs of one partition each; with more partitions, programs process several. Not measured."""
 
 _MAX_PARTITION_BLOCK = 4
-"""Partitions of a program, at most; with more partitions there are more programs. Measured: docs/dev/log.md "No changes
+"""Maximum partitions per program; with more partitions there are more programs. Measured: docs/dev/log.md "No changes
 of layout", "Other shapes of the schedule kernel"."""
 
 _OWN_Q_TILES = 4
-"""Query tiles whose splits a program writes with fixed splits. Measured: docs/dev/log.md "Segments of fixed splits"."""
+"""Query tiles per program that writes fixed splits. Measured: docs/dev/log.md "Segments of fixed splits"."""
 
 _Q_TILES_PER_WARP = 64
-"""Query tiles per warp of a program; one warp handles up to this many. Measured: docs/dev/log.md "No changes of
-layout"."""
+"""Query tiles per warp of a program; up to this many use one warp. Measured: docs/dev/log.md "No changes of layout"."""
 
 _MAX_NUM_WARPS, _MAX_FIXED_NUM_WARPS = 8, 4
-"""Warps of a program at most; with fixed splits. Measured: docs/dev/log.md "Units in blocks"."""
+"""Maximum warps per program without and with fixed splits. Measured: docs/dev/log.md "Units in blocks"."""
 
 _MIN_Q_TILE_BLOCK, _MAX_Q_TILE_BLOCK = 32, 2048
-"""Query tiles that a program processes at once; it loops over blocks of more. Measured: docs/dev/log.md "Units in
+"""Query tiles that a program processes at once; it processes more in a loop. Measured: docs/dev/log.md "Units in
 blocks" (4096 spill)."""
 
 _MAX_ENTRIES = 1 << 14
-"""Entries of a block of query tiles: the kernel counts them in 15 bits."""
+"""Maximum entries per block of query tiles: the kernel counts them in 15 bits."""
 
 
 def _search_levels(num_reqs: int) -> int:
@@ -162,14 +161,14 @@ def schedule_attention(
     plan             the plan of the captured size
     seq_lens         [num_reqs]      int32  KV tokens of each request; 0: its outputs are zeros
                      [num_reqs + 1]  int32  with `seq_lens_are_starts`: first key of each request in contiguous K and V
-    work_list        [>= plan.work_list_words]  int32  written as far as the kernels read it
+    work_list        [>= plan.work_list_words]  int32  written: the words that the kernels read
     query_start_loc  [num_reqs + 1]  int32  for plans without a fixed query_len
-    sliding_window, attention_chunk_size   those of the layers; 0: off
+    sliding_window, attention_chunk_size   as in the layers; 0: off
     seq_lens_are_starts  for `contiguous_attention`, with plans made by `AttentionPlan.varlen`
 
-    The caller guarantees the values of seq_lens and query_start_loc as described in `paged_attention` and
-    `contiguous_attention`; the runtime's refresh does so. Otherwise the behaviour is undefined, also of attention calls
-    that use the list.
+    The caller must guarantee valid seq_lens and query_start_loc, as described in `paged_attention` and
+    `contiguous_attention`; the runtime's refresh does. Otherwise the behavior of this and of attention calls that use
+    the list is undefined.
 
     Capture-safe: one launch, no sync, no allocation; the grid depends only on the plan.
 

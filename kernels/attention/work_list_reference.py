@@ -1,4 +1,4 @@
-"""The work list in plain Python. The schedule kernel uses closed forms; this file loops over the linearized work."""
+"""Plain Python reference of the work list: loops over the linearized work instead of closed forms."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _QTile = tuple[int, int, int, int, int, int, int]
 
 
 def work_list_reference(call: ScheduleCall) -> None:
-    """Write the list that work_list.py describes."""
+    """Write the work list that work_list.py describes."""
     plan, schedule = call.plan, call.plan.schedule
     num_partitions, q_tile_overhead = schedule.num_partitions, schedule.q_tile_overhead
     q_tiles, zeros = _q_tiles(call)
 
-    # The linearized work: every query tile has an overhead and its KV tiles.
+    # The linearized work: each query tile has an overhead and its KV tiles.
     total = max(
         sum(max(q_tile[-1] + q_tile_overhead, schedule.min_q_tile_cost) for q_tile in q_tiles) - q_tile_overhead, 1
     )
@@ -49,7 +49,7 @@ def work_list_reference(call: ScheduleCall) -> None:
             begins.append(offset + bounds[split_index])
         offset += kv_tiles
 
-    # Partitions: each takes the splits that begin at its boundary or later.
+    # Partitions: each has the splits that start at its boundary or later.
     is_entry = [schedule.fixed_splits > 0 or kv_split[-1] >> 16 == 0 for kv_split in splits]
     partitions = torch.zeros(num_partitions + 1, PARTITION_WORDS, dtype=torch.int32, device="cpu")
     for partition in range(num_partitions + 1):

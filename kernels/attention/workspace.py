@@ -14,13 +14,13 @@ from graphrt.kernels.op_declaration import Written
 
 @dataclass(frozen=True, slots=True)
 class AttentionWorkspace:
-    """Scratch memory, shared by all layers and graphs that run one after another.
+    """Scratch memory that layers and graphs share if they run one after another.
 
     Concurrent calls need separate workspaces, because each would read the other's words. A block that waits for a word
-    that never arrives aborts the kernel after about ten seconds. A work list of another plan has the same effect.
+    that never arrives aborts the kernel after about ten seconds, as does one with a work list of another plan.
 
-    partial_out   [*] float32  partial results of split query tiles; the contents are used within one call only
-    partial_lse   [*] float32  their log-sum-exps in units of log 2
+    partial_out   [*] float32  partial results of split query tiles; used only within one call
+    partial_lse   [*] float32  log-sum-exps of partial results, in units of log 2
     counters      [*] int32    arrival counters, and the fix-up buffer between blocks. All words are 0 between calls:
                                the kernels reset them, unless a launch was aborted
     """
@@ -31,7 +31,7 @@ class AttentionWorkspace:
 
     @classmethod
     def allocate(cls, plans: Iterable[AttentionPlan], device: torch.device) -> AttentionWorkspace:
-        """Allocate a workspace that is large enough for each of the plans. Raises: ShapeError: if there are none."""
+        """Allocate a workspace that is large enough for each plan. Raises: ShapeError: if there are no plans."""
         if isinstance(plans, AttentionPlan):
             raise ShapeError("plans: expected a list of plans, got an AttentionPlan; pass [plan]")
         plans = list(plans)

@@ -1,6 +1,6 @@
 """Copy whole KV pages: to and from one packed block of bytes, and between pages of a cache (copy on write).
 
-These copies are not part of a graph: page lists are host values.
+These copies are not part of a graph, because page lists are host values.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Pages = Sequence[int] | npt.NDArray[np.integer] | torch.Tensor
 """Page ids: a list, an array or a host tensor of any int dtype."""
 
 # Launch parameters, which a packer reads at construction. Decode steps run concurrently, and their blocks need whole
-# multiprocessors: a short launch on all of them delays a step less than a long one on a few.
+# multiprocessors: a short launch on all multiprocessors delays a step less than a long one on a few.
 _BLOCK = 1024
 """Words (of up to 8 bytes) that a program copies per iteration."""
 
 _PROGRAMS = 2048
-"""Most programs of a launch."""
+"""Maximum programs per launch."""
 
 _NUM_WARPS = 4
 
@@ -54,7 +54,7 @@ def _move_pages_kernel(
 ):
     """Copy pages of all tensors to (PACK) or from one block of bytes.
 
-    A work item is a block of words of one page of one tensor; programs process items round-robin. `table_ptr` holds
+    A work item is a block of words in one page of one tensor; programs process items round-robin. `table_ptr` has the
     address, page stride, offset in a packed page and words per page of each tensor.
     """
     words = tl.arange(0, BLOCK)
@@ -83,12 +83,12 @@ class PagePacker:
 
     tensors     each [num_pages, page_size, num_kv_heads, head_dim], any dtype, any strides without overlap, all on one
                 device; usually K and V of all layers of a KV group
-    num_pages   pages that all tensors have
-    page_bytes  bytes of one page in all tensors
+    num_pages   pages per tensor
+    page_bytes  bytes per page, summed over all tensors
 
-    A packed page holds the page of each tensor in turn, in memory order. If pages are dense in every tensor, packing
-    takes one launch, otherwise one or two per tensor. Work runs on the current stream of the tensors' device, whichever
-    device is current.
+    A packed page has the page of each tensor in turn, in memory order. If pages are dense in every tensor, packing
+    takes one launch; otherwise, one or two per tensor. Work runs on the current stream of the tensors' device,
+    regardless of the current device.
 
     Raises: ShapeError: if `tensors` is empty, or a tensor has the wrong rank or device, is empty, or overlaps itself.
     """
@@ -135,17 +135,17 @@ class PagePacker:
         self._move(pages, out, pack=True)
 
     def unpack(self, pages: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy a block that `pack` wrote to `pages`, which must be distinct; otherwise as `pack`."""
+        """Copy a block written by `pack` to `pages`, which must be distinct; otherwise like `pack`."""
         self._move(pages, source, pack=False)
 
     def copy(self, src_pages: Pages, dst_pages: Pages) -> None:
         """Copy page src_pages[i] to page dst_pages[i].
 
-        src_pages   may repeat; all of them are read before any page is written
+        src_pages   may repeat; all are read before any page is written
         dst_pages   distinct
 
         Not capture-safe: page ids are host values. Runs on the current stream without waiting.
-        Raises: ShapeError: if the lists differ in length, a page is out of range, or `dst_pages` has a page twice.
+        Raises: ShapeError: if the lists differ in length, a page is out of range, or `dst_pages` repeats a page.
         """
         advice = "pass allocated pages"
         src = check_ints("src_pages", src_pages, 0, self.num_pages - 1, advice=advice)
@@ -160,14 +160,14 @@ class PagePacker:
             self.unpack(both[len(src) :], block)
 
     def warm_up(self) -> None:
-        """Compile and load the kernels, so that no later call does. Copies nothing; further calls do nothing."""
+        """Compile and load the kernels before the first copy. Copies nothing; further calls do nothing."""
         if self._dense and self.device.type == "cuda" and not self._kernels:
             nothing = torch.empty(2, dtype=torch.int64, device=self.device)
             for pack in (True, False):
                 self._launch(nothing, nothing.view(torch.uint8), 0, pack=pack)
 
     def upload(self, pages: npt.NDArray[np.int64], out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return page ids on the device, uploaded on the current stream from pinned memory without waiting.
+        """Upload page ids from pinned memory on the current stream without waiting, and return the device tensor.
 
         out   [>= n]  int64  device; the destination. None: allocate one
         """
@@ -193,7 +193,7 @@ class PagePacker:
             self._table, pages, packed.view(_WORDS[self._word]), count, len(self._rows), self._blocks,
             self.page_bytes // self._word, _TRITON_WORDS[self._word], self._block, self._aligned, pack,
         )  # fmt: skip
-        # Triton launches on the current device, which may not be that of the tensors.
+        # Triton launches on the current device, which may not be the tensors' device.
         with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
             if (kernel := self._kernels.get(pack)) is not None:
                 kernel[programs, 1, 1](*arguments)

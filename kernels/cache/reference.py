@@ -53,7 +53,7 @@ def _as_stored(x: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) 
 def _norm_and_rotate(
     x: torch.Tensor, weight: torch.Tensor | None, table: torch.Tensor | None, eps: float
 ) -> torch.Tensor:
-    """Apply RMSNorm per head, then rotate the first dims; in float32, rounded to x's dtype after each product."""
+    """Apply RMSNorm per head, then rotate the first dims, in float32; round to x's dtype after each product."""
     if weight is not None:
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)

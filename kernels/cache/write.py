@@ -1,4 +1,4 @@
-"""Norm and rotate the step's queries and keys, and store keys and values in the paged cache: one launch per layer.
+"""Normalize and rotate the step's queries and keys, and store keys and values in the paged cache, in one launch.
 
 A program handles BLOCK_H heads of one token: query heads, which it changes in place, or key and value heads, which it
 stores in the token's slot. For an fp8 cache it divides keys and values by their scales and rounds them.
@@ -24,7 +24,7 @@ from graphrt.kernels.sizes import next_power_of_two
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _TILE_ELEMENTS = 2048
-"""Elements of q per program; of k and v together, twice as many. Not tuned."""
+"""Elements of q per program; twice as many for k and v together. Not tuned."""
 
 _NUM_WARPS = 4
 """Warps per program. Not tuned."""
@@ -32,7 +32,7 @@ _NUM_WARPS = 4
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """Transform of queries and keys before attention: optional RMSNorm per head, then rotary embedding.
+    """Transform of queries and keys before attention: optional per-head RMSNorm, then rotary embedding.
 
     cos_sin   [max_positions, rotary_dim]  float32  device; cosines, then sines, of every position. The first
               rotary_dim dims of a head are rotated in halves: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)
@@ -49,7 +49,7 @@ class Rotary:
 
 @triton.jit
 def _norm_piece(x, rstd, weight_ptr, dims, mask, dtype: tl.constexpr):
-    """Return a piece of each head after RMSNorm, rounded to `dtype` after each of the two products."""
+    """Return a piece of each head after RMSNorm, rounded to `dtype` after both products."""
     weight = tl.load(weight_ptr + dims, mask=mask, other=0.0).to(tl.float32)
     return ((x * rstd[:, None]).to(dtype).to(tl.float32) * weight[None, :]).to(dtype).to(tl.float32)
 
@@ -87,13 +87,13 @@ def _norm_and_rotate(
     BLOCK_REST: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ):
-    """Norm and rotate BLOCK_H heads of one token, and store them.
+    """Normalize and rotate BLOCK_H heads of one token, and store them.
 
     in_heads, out_heads, scale_heads   [BLOCK_H] offsets of the heads and their scales
 
     A head is loaded in three pieces: the two halves that are rotated into each other, and the rest. Each piece is
-    stored in the layout of its load, so no thread overwrites elements that another thread has not read yet. The norm
-    uses the mean square of all three pieces. Each piece is rounded to the input dtype, then to the output dtype.
+    stored in its load layout, so no thread overwrites elements that another thread has not read yet. The norm uses the
+    mean square of all three pieces. Each piece is rounded to the input dtype, then to the output dtype.
     """
     dtype: tl.constexpr = in_ptr.dtype.element_ty
     half_lanes = tl.arange(0, BLOCK_HALF)
@@ -208,7 +208,7 @@ _launch = KernelLauncher(_write_kv_kernel)
 
 
 def _tiling(num_heads: int, head_dim: int, v_head_dim: int, rotary_dim: int) -> dict[str, int]:
-    """Return heads per program, and the block sizes of a V head and of the pieces of a Q or K head."""
+    """Return the heads per program, and the block sizes of a V head and of the pieces of a Q or K head."""
     widest = next_power_of_two(max(head_dim, v_head_dim))
     return {
         "BLOCK_H": min(next_power_of_two(num_heads), max(1, _TILE_ELEMENTS // widest)),
@@ -259,24 +259,24 @@ def write_kv(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> None:
-    """Store the step's keys and values in the paged cache. With `rotary`, norm and rotate q (in place) and k first.
+    """Store a step's keys and values in the paged cache. With `rotary`, first normalize and rotate q (in place) and k.
 
     q             [tokens, num_q_heads, head_dim]  float16, bfloat16 or float32  device; changed in place with `rotary`
     k             [tokens, num_kv_heads, head_dim]  q's dtype  device; unchanged; may be a slice of a qkv tensor
-    v             [tokens, num_kv_heads, v_head_dim]  q's dtype  device; as k
+    v             [tokens, num_kv_heads, v_head_dim]  q's dtype  device; like k
     k_cache       [num_pages, page_size, num_kv_heads, head_dim]  any float dtype or fp8  device; last stride 1
     v_cache       [num_pages, page_size, num_kv_heads, v_head_dim]  k_cache's dtype  device; last stride 1
     slot_mapping  [tokens]  int64  device; page * page_size + offset of each token. Tokens with slots < 0 are not stored
     positions     [tokens]  int64  device; row of each token in rotary.cos_sin, also for pad tokens
     k_scale       [1] or [num_kv_heads]  float32  device; for fp8 caches: key = stored value * k_scale; > 0. None: 1
-    v_scale       as k_scale, for the values
+    v_scale       like k_scale, for the values
 
-    Mean square and rotation are computed in float32. Values are rounded to q's dtype after the norm, after its weight
-    and after the rotation, then to the cache dtype. An fp8 cache stores the float32 quotient value / scale, rounded
+    Mean square and rotation are computed in float32. Values are rounded to q's dtype after the norm, its weight
+    and the rotation, then to the cache dtype. An fp8 cache stores the float32 quotient value / scale, rounded
     to nearest even and saturated at the largest finite value. Infinities saturate too; NaN stays NaN.
     Rotary embedding: Su et al. 2021, in halves. fp8 formats: Micikevicius et al. 2022.
 
-    Only the device could check these conditions, so the caller must guarantee them (the refresh of the runtime does):
+    Only the device could check these conditions, so the caller must guarantee them (the runtime's refresh does):
 
     - slots are below num_pages * page_size, and distinct unless negative;
     - positions are within rotary.cos_sin.
@@ -341,7 +341,7 @@ def _check(
     for name, tensor in named.items():
         check_unit_stride(name, tensor)
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if k.shape[1]:  # without KV heads, only queries change
+        if k.shape[1]:  # without KV heads, only queries are changed
             check_not_empty(name, cache)
         check_no_overlap(name, cache)
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
@@ -405,7 +405,7 @@ def compile_variants() -> list[CompileSpec]:
         ):
             if not given:
                 constexprs |= dict.fromkeys(pointers)
-        # Strides of scales are 1 (one per head) or 0 (one in total), never a multiple of 16.
+        # Scale strides are 1 (one scale per head) or 0 (one in total), never a multiple of 16.
         divisible = ("*_ptr", "stride_*_token", "stride_*_head", "stride_*_page", "stride_*_slot", "stride_cos_sin")
         specs.append(
             CompileSpec(f"write_kv_{name}", _write_kv_kernel, types, constexprs, _NUM_WARPS, 3, divisible=divisible)

@@ -1,1 +1,1 @@
-"""The operators at the head and tail of every graph: unpack the inputs, derive the buffers, write the outputs."""
+"""The operators at the start and end of every graph: unpack inputs, derive buffers, write outputs."""

@@ -1,4 +1,4 @@
-"""Arguments of the operators on static buffers: their schema, their checks, and the pointers that kernels take."""
+"""Arguments of the operators on static buffers: schema, checks, and the pointers passed to kernels."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def call_class(operator: str, **others: Any) -> type[Any]:
 
 
 def pointers(record: Any, call: Any) -> Any:
-    """Return the named tuple `record` of buffers that a kernel takes, from the arguments of its operator."""
+    """Return the named tuple `record` of a kernel's buffers, taken from the arguments of its operator."""
     return record._make(getattr(call, name) for name in record._fields)
 
 
 def pointer_types(record: Any, **others: str) -> Any:
-    """Return the Triton types of the buffers in `record`, and of `others`, for CompileSpec."""
+    """Return the Triton types of the buffers in `record` and of `others`, for CompileSpec."""
     names = {torch.int32: "*i32", torch.int64: "*i64", torch.float32: "*fp32"}
     specs = StaticBuffers.specs()
     return record._make(others.get(name) or names[specs[name].dtype] for name in record._fields)
@@ -61,7 +61,7 @@ def captured_size(buffers: StaticBuffers) -> tuple[int, int]:
 
 
 def pass_operands(operator: str, b: StaticBuffers) -> list[torch.Tensor]:
-    """Return the buffers that an operator takes, after checking them against their declarations.
+    """Check the buffers of an operator against their declarations, and return them.
 
     Raises: ShapeError: if a tensor does not match the requests of `req_indices`, the tokens of `input_ids`, the groups
         of `page_groups`, the request indices of `last_token`, the columns of `block_table` or the entries of
@@ -99,8 +99,7 @@ def pass_operands(operator: str, b: StaticBuffers) -> list[torch.Tensor]:
 
 
 def refresh_operands(b: StaticBuffers) -> list[torch.Tensor]:
-    """Return the buffers that the refresh takes. Raises: ShapeError: if their shapes, dtypes or devices do not
-    match."""
+    """Return the buffers of the refresh. Raises: ShapeError: if their shapes, dtypes or devices do not match."""
     reqs, tokens = captured_size(b)
     if not (1 <= reqs <= MAX_REQS and 1 <= tokens <= MAX_TOKENS):
         raise ShapeError(

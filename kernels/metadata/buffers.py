@@ -1,8 +1,8 @@
-"""The static buffers: every tensor, other than weights and KV, whose address a graph may hold.
+"""The static buffers: every tensor, other than weights and KV, whose address a graph may contain.
 
-Each buffer is declared once, in `StaticBuffers`. The declared shape defines the view that a graph gets. The declared
-writer and readers define the arguments of the operators `unpack`, `refresh` and `write_outputs`. `scripts/make_docs.py`
-generates the table of docs/decode_step.md from the same declarations; that page also shows how to add a buffer.
+Each buffer is declared once, in `StaticBuffers`. The declared shape defines the view that a graph uses. The declared
+writer and readers define the arguments of `unpack`, `refresh` and `write_outputs`. `scripts/make_docs.py` generates
+the table in docs/decode_step.md from the same declarations; that page also explains how to add a buffer.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from graphrt.kernels.errors import CapacityError
 
 
 class BufferKind(str, Enum):
-    """What may change a buffer, and when.
+    """Where a buffer is allocated, and what may change it when.
 
     CONSTANT    written once, at allocation
     INPUT       pinned host memory that the graph reads; one entry per launch in flight
-    PERSISTENT  survives replays: request state indexed by req_index, and counters
-    DERIVED     every refresh rewrites it for all padded requests. A test may poison it between replays, after the
-                host has read the step's logits: `logits()` reads `buffer_rows` to restore the batch order
+    PERSISTENT  kept across replays: request state indexed by req_index, and counters
+    DERIVED     rewritten by every refresh for all padded requests. A test may poison it between replays, once the host
+                has read the step's logits: `logits()` reads `buffer_rows` to restore the batch order
     CARRIED     sized by the padded requests like DERIVED, but too large to rewrite: a refresh writes only the
                 elements that differ from the previous step
     OUTPUT      pinned host memory that the graph writes; one entry per step in flight
@@ -45,12 +45,12 @@ _Result = TypeVar("_Result")
 PER_GRAPH = (BufferKind.DERIVED, BufferKind.CARRIED)
 ON_HOST = (BufferKind.INPUT, BufferKind.OUTPUT)
 
-HEADER_SIZE = 8  # words of the header of a ring entry and of the step inputs
+HEADER_SIZE = 8  # words in the header of a ring entry and of the step inputs
 HEADER_COPIES = 32  # headers in a ring entry, one per program of `unpack`; see step_inputs.py
 _ENTRY_ALIGNMENT = 32  # words: ring entries start at cache lines of the device
 
-CURSOR_ENTRY = 0  # entries of the input ring that are finished
-CURSOR_STEP = 1  # steps of the current entry that have run
+CURSOR_ENTRY = 0  # number of finished entries of the input ring
+CURSOR_STEP = 1  # number of steps of the current entry that have run
 CURSOR_NUM_REQS = 2  # this field and the next two describe the current entry, once its first step has run
 CURSOR_STEPS = 3
 CURSOR_KIND = 4
@@ -59,7 +59,7 @@ _ALL = 1 << 30
 """Larger than every column of a page table."""
 
 STOP_TOKENS = 8
-"""Most stop tokens per request that the device compares; the host checks the others when it collects."""
+"""Maximum stop tokens per request that the device compares; the host checks the others when it collects results."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +91,13 @@ class PageGroup:
 
     page_size   tokens per page
     num_pages   pages in the pool; groups of one pool share page ids
-    null_page   id of the pool's page that no sequence owns
+    null_page   id of the pool's page that is never allocated
     max_pages   columns of the table: pages of the longest sequence
     window      tokens that a query sees, including itself; 0: all
     chunk       attention chunk size in tokens; a query sees only its own chunk; 0: all tokens
     writers_at  offset of the pool's pages in `last_writers`
-    max_encoder_len   most encoder tokens in a cross group, whose pages the encoder writes and steps only read; a
-                      request's own count is its `encoder_len`. 0: the group holds the sequences' own tokens
+    max_encoder_len   maximum encoder tokens in a cross group, whose pages the encoder writes and steps only read; a
+                      request's count is its `encoder_len`. 0: the group holds the KV of the sequences' own tokens
     """
 
     page_size: int
@@ -117,12 +117,12 @@ class PageGroup:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The extents that static buffers are allocated for."""
+    """The sizes for which static buffers are allocated."""
 
     reqs: int  # most requests in a step
     tokens: int  # most new tokens in a step
     req_indices: int  # number of request indices, each with its own persistent state
-    inputs: int  # int32 words of the largest step inputs
+    inputs: int  # int32 words in the largest step inputs
     ring: int  # launches in flight
     page_groups: tuple[PageGroup, ...]  # the KV groups, in order
     launch_steps: int = 1  # most steps of a launch
@@ -133,7 +133,7 @@ class Capacity:
 
     @property
     def input_ring(self) -> int:
-        """Words of a ring entry: header copies, the largest step inputs, and the stop conditions."""
+        """Words in a ring entry: header copies, the largest step inputs, and the stop conditions."""
         words = (HEADER_COPIES - 1) * HEADER_SIZE + self.inputs + (1 + STOP_TOKENS) * self.reqs
         return -(-words // _ENTRY_ALIGNMENT) * _ENTRY_ALIGNMENT
 
@@ -148,12 +148,12 @@ class Capacity:
 
     @property
     def seen_words(self) -> int:
-        """Words of a bitmap with one bit per counted token."""
+        """Words in a bitmap with one bit per counted token."""
         return -(-self.counted_tokens // 32)
 
     @property
     def allowed_words(self) -> int:
-        """Words of a token mask, one bit per token."""
+        """Words in a token mask with one bit per token."""
         return -(-self.masked_tokens // 32)
 
     @property
@@ -211,7 +211,7 @@ def _carried(shape: tuple[str | int, ...], *readers: str, pad: str, initial: int
 
 
 def _request_value(dtype: torch.dtype, *readers: str, pad: int = 0) -> Any:
-    """Declare a value per request that the scheduler sends with each step in the `Batch` field of the same name."""
+    """Declare a value per request that the scheduler sends in each step, in the `Batch` field of the same name."""
     return _declare(BufferSpec(("reqs",), dtype, BufferKind.DERIVED, "refresh", readers, str(pad), copied=pad))
 
 
@@ -388,7 +388,7 @@ class StaticBuffers:
         return cls(**tensors)
 
     def cut(self, padded_reqs: int, padded_tokens: int) -> StaticBuffers:
-        """Return the views of a graph of this size: DERIVED and CARRIED buffers are sliced, all others are whole."""
+        """Return the views for a graph of this size: DERIVED and CARRIED buffers are sliced, all others are whole."""
         extents = {"reqs": padded_reqs, "reqs_plus_one": padded_reqs + 1, "tokens": padded_tokens}
         views = {}
         for name, spec in self.specs().items():
@@ -398,7 +398,7 @@ class StaticBuffers:
         return StaticBuffers(**views)
 
     def once(self, compute: Callable[[StaticBuffers], _Result]) -> _Result:
-        """Return `compute(self)`, computed at the first call and cached: the tensors and their shapes never change."""
+        """Return `compute(self)`, cached after the first call: the tensors and their shapes never change."""
         if compute not in self._results:
             self._results[compute] = compute(self)
         result: _Result = self._results[compute]
@@ -409,7 +409,7 @@ class StaticBuffers:
         return {}
 
     def named(self, *kinds: BufferKind) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the name and tensor of every buffer of the given kinds; without kinds, of all buffers."""
+        """Yield the name and tensor of every buffer of the given kinds, or of all buffers if none are given."""
         for name, spec in self.specs().items():
             if not kinds or spec.kind in kinds:
                 yield name, getattr(self, name)
@@ -428,20 +428,20 @@ class StaticBuffers:
     def clear_request_state(self, req_indices: torch.Tensor) -> None:
         """Reset the persistent state of `req_indices`, [n] int64, to the initial values, on the current stream.
 
-        `mask_words` is not reset: requests refer to masks by number, so a mask is not the state of one request.
+        `mask_words` is not reset: requests refer to masks by index, so a mask is not the state of one request.
         """
         for name, tensor, dim in self._by_req_index():
             if name != "mask_words" and tensor.numel():
                 tensor.index_fill_(dim, req_indices, self.specs()[name].initial)
 
     def _by_req_index(self) -> Iterator[tuple[str, torch.Tensor, int]]:
-        """Yield name, tensor and request dimension of each persistent buffer that is indexed by req_index."""
+        """Yield the name, tensor and request dimension of each persistent buffer indexed by req_index."""
         for name, tensor in self.named(BufferKind.PERSISTENT):
             if "req_indices" in (shape := self.specs()[name].shape):
                 yield name, tensor, shape.index("req_indices")
 
     def snapshot(self) -> dict[str, torch.Tensor]:
-        """Return copies of the PERSISTENT and CARRIED buffers: the state that one step leaves for the next."""
+        """Return copies of the PERSISTENT and CARRIED buffers: the state that a step passes to the next."""
         kept = self.named(BufferKind.PERSISTENT, BufferKind.CARRIED)
         return {name: tensor.clone() for name, tensor in kept}
 
@@ -466,4 +466,4 @@ COPIED_PAD_WORDS = tuple(
     struct.unpack("<i", struct.pack("<f" if StaticBuffers.specs()[name].dtype is torch.float32 else "<i", pad))[0]
     for name, pad in zip(COPIED, COPIED_PADS, strict=True)
 )
-"""The pad values as int32 words of the step inputs."""
+"""The pad values as int32 words, as in the step inputs."""

@@ -1,4 +1,4 @@
-"""Device helpers that find the faults of a request, and pick its final fault from the checks of all KV groups."""
+"""Device helpers that find the faults of a request and select its final fault from the checks of all KV groups."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DUPLICATE_PAGE = tl.constexpr(int(FaultCode.DUPLICATE_PAGE))
 def first_bad_page(pages_ptr, skipped, page_count, num_pages, null_page, PAGE_BLOCK: tl.constexpr):
     """Return the index of the first listed page that is the null page or outside the pool; NOWHERE if there is none.
 
-    The first `skipped` pages are not checked: the request no longer sees them, so they may be null or reused pages.
+    The first `skipped` pages are not checked: the request no longer reads them, so they may be null or reused pages.
     """
     first = tl.full([PAGE_BLOCK], NOWHERE, tl.int32)
     for base in tl.range(skipped, page_count, PAGE_BLOCK, loop_unroll_factor=4):  # four loads in flight
@@ -46,7 +46,7 @@ def _bad_tokens(tokens_ptr, index, query_len, last_token, vocab_size):
 def first_bad_token(tokens_ptr, query_len, last_token, vocab_size, QUERY_LEN: tl.constexpr, TOKEN_BLOCK: tl.constexpr):
     """Return the index of the first token outside the vocabulary; NOWHERE if there is none.
 
-    `last_token` replaces the first token if that is TOKEN_FROM_DEVICE.
+    `last_token` replaces the first token if it is TOKEN_FROM_DEVICE.
     """
     lanes = tl.arange(0, TOKEN_BLOCK)
     first = _bad_tokens(tokens_ptr, lanes, query_len, last_token, vocab_size)
@@ -66,10 +66,10 @@ def final_fault(
     GROUPS: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
 ):
-    """Pick the fault of the request at batch position `row`.
+    """Select the fault of the request at batch position `row`.
 
-    Precedence: its first failed check, then a request index used twice, then a page written twice. Returns the code,
-    its value, the KV group of the fault, and the conflict mark of a page that is written twice.
+    Precedence: the first failed check, then a request index used twice, then a page written twice. Returns the code,
+    the value and the KV group of the fault, and the conflict mark of a page that is written twice.
     """
     groups = tl.arange(0, GROUP_BLOCK)
     in_use = groups < GROUPS

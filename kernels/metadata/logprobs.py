@@ -89,10 +89,10 @@ def write_logprobs(buffers: StaticBuffers, tokens: torch.Tensor, result: TokenLo
 
     buffers   static buffers, cut to the captured size and refreshed
     tokens    [padded_reqs]  int32  device; the token of each request: sampled, or given as `logprob_tokens`
-    result    what `token_logprobs` returned for `tokens`, with as many top tokens as the rings hold
+    result    the result of `token_logprobs` for `tokens`, with the number of top tokens that the rings store
 
-    A request gets rank 0, and no other values, if it did not ask for log-probabilities, or if it has no token because
-    it neither samples nor gives one.
+    A request that did not request log-probabilities gets rank 0 and no other values. So does a request without a token,
+    which neither samples nor gives one.
 
     Capture-safe: the kernel selects the ring entry on the device.
     Raises: ShapeError: if `tokens` or `result` does not match the buffers.

@@ -24,7 +24,7 @@ def _list_pages_kernel(table_ptr, indptr_ptr, indices_ptr, stride_table, table_w
     if first < count:
         columns = first + tl.arange(0, BLOCK)
         at = start + columns
-        # indptr comes from the caller and is not checked: mask every write that is outside the buffer.
+        # indptr is an unchecked argument: mask every write outside the buffer.
         mask = (columns < count) & (at >= 0) & (at < capacity)
         pages = tl.load(table_ptr + row.to(tl.int64) * stride_table + columns, mask=mask, other=0)
         tl.store(indices_ptr + at, pages, mask=mask)
@@ -61,7 +61,7 @@ def list_pages(block_table: torch.Tensor, indptr: torch.Tensor, indices: torch.T
     indices      [capacity]         int32  device; written in place. Elements outside the ranges are unchanged
 
     Page ids beyond the table's width or beyond `capacity` are not written.
-    Capture-safe: the grid depends on the table's shape; the kernel reads the counts on the device.
+    Capture-safe: the grid depends only on the table's shape; the kernel reads the counts on the device.
     Raises: ShapeError: if a tensor has the wrong shape, dtype, device or stride.
     """
     check_tensor("block_table", block_table, shape=(None, None), dtype=torch.int32)

@@ -31,7 +31,7 @@ def read_header(
 ):
     """Read the header of the step inputs.
 
-    Returns the step number, the requests and tokens that the graph serves, whether batch positions may be empty, and
+    Returns the step number, the requests and tokens that the graph processes, whether batch positions may be empty, and
     the requests, tokens and pages that the inputs list, which determine the section offsets.
 
     Inputs whose counts exceed the buffer are treated as empty. Requests and tokens beyond the graph's size are ignored.

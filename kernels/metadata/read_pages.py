@@ -19,7 +19,7 @@ _PAGE_FIELDS = tl.constexpr(layout.PAGE_FIELDS)
 PAGE_SIZE = tl.constexpr([f.name for f in fields(PageGroup)].index("page_size"))
 MAX_PAGES = tl.constexpr([f.name for f in fields(PageGroup)].index("max_pages"))
 MAX_ENCODER_LEN = tl.constexpr([f.name for f in fields(PageGroup)].index("max_encoder_len"))
-_MAX_COLUMNS = tl.constexpr(1 << 30)  # columns: the sum of two still fits into int32
+_MAX_COLUMNS = tl.constexpr(1 << 30)  # columns: the sum of two still fits in int32
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def read_group(page_groups_ptr, group):
 
 @triton.jit
 def first_seen_page(first_position, page_size, window, chunk):
-    """Return the first page that a request sees, if its first new token is at `first_position`."""
+    """Return the first page that a request reads if its first new token is at `first_position`."""
     seen = tl.where(window > 0, first_position + 1 - window, 0)
     seen = tl.where(chunk > 0, first_position - first_position % tl.maximum(chunk, 1), seen)
     return tl.maximum(seen, 0) // page_size
@@ -47,7 +47,7 @@ def first_seen_page(first_position, page_size, window, chunk):
 
 @triton.jit
 def pages_at(columns, mask, pages_ptr, first, count, table_ptr):
-    """Load page ids at `columns` of a request's table: listed pages from the inputs, all others from the table."""
+    """Load page ids at `columns` of a request's table: listed pages from the inputs, the others from the table."""
     listed = mask & (columns >= first) & (columns < first + count)
     new = tl.load(pages_ptr + (columns - first), mask=listed, other=0)
     kept = tl.load(table_ptr + columns, mask=mask & (listed == 0), other=0)
@@ -69,9 +69,9 @@ def row_pages(
     rows_ptr, listed_pages_ptr, tables_ptr, is_row, req_index, held, group, page_size, max_pages, num_req_indices,
     table_width, listed_reqs, listed_pages,
 ):  # fmt: skip
-    """Return a request's page list in one KV group: index of the first page in the sequence, page count, pointer.
+    """Return a request's page list in one KV group: index of its first page in the sequence, page count, pointer.
 
-    With `tables_ptr`, page tables that the caller owns, the list is all pages of the `held` tokens in that table.
+    With `tables_ptr` (page tables that the caller owns), the list is all pages of the `held` tokens in that table.
     Otherwise the list is in the inputs, and is truncated to the listed pages. A list with a negative first page is
     treated as empty.
     """
@@ -97,7 +97,7 @@ def row_pages(
 def lists_page_0(
     rows_ptr, is_row, page_groups_ptr, listed_reqs, listed_pages, GROUPS: tl.constexpr, GROUP_BLOCK: tl.constexpr
 ):
-    """Whether a request lists pages from page 0 in a group of its own tokens, which voids its tables in all groups."""
+    """Whether a request lists pages from page 0 in a self-attention group, which voids its tables in all groups."""
     groups = tl.arange(0, GROUP_BLOCK)
     in_use = groups < GROUPS
     max_encoder_len = tl.load(page_groups_ptr + groups * GROUP_FIELDS + MAX_ENCODER_LEN, mask=in_use, other=1)

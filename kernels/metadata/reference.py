@@ -1,6 +1,6 @@
-"""Reference of the refresh in NumPy, on CPU tensors, request by request.
+"""NumPy reference of the refresh, on CPU tensors, one request at a time.
 
-It does not use `last_writers` and `write_conflicts`: it compares all requests of the batch directly.
+It compares all requests of the batch directly, without `last_writers` and `write_conflicts`.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class _StepInputs:
         )
 
     def buffer_layout(self, padded_reqs: int, decode_len: int) -> tuple[Int64Array, Int64Array, int]:
-        """Return the buffer row of every batch position, the first token of every row, and the decode requests."""
+        """Return each batch position's buffer row, each row's first token, and the number of decode requests."""
         lengths = np.diff(self.starts)
         decodes = (lengths == decode_len) if decode_len else np.zeros(self.num_reqs, np.bool_)
         order = np.concatenate((np.flatnonzero(decodes), np.flatnonzero(~decodes)))
@@ -95,7 +95,7 @@ class _StepInputs:
         return self.tokens[self.starts[row] : self.starts[row + 1]]
 
     def row_pages(self, group: int, row: int) -> tuple[int, Int32Array]:
-        """Return the index in the sequence of the first listed page, and the listed pages."""
+        """Return the listed pages, preceded by the index of the first one in the sequence."""
         if self.tables is not None:
             return 0, self._table_row(self.tables[group], self.groups[group], row)
         at = layout.REQ_PAGES + layout.PAGE_FIELDS * group
@@ -124,7 +124,7 @@ class _Table:
 
 
 def refresh_reference(b: Any) -> None:
-    """Reference of `graphrt::refresh`; see `refresh` for the arguments, which `b` has as attributes."""
+    """Reference of `graphrt::refresh`; the attributes of `b` are the arguments of `refresh`."""
     input_ids, req_indices = b.input_ids, b.req_indices
     groups = [PageGroup(*words) for words in b.page_groups.tolist()]
     step = _StepInputs.parse(b.inputs.numpy(), len(req_indices), len(input_ids), b.query_len, len(groups))
@@ -188,7 +188,7 @@ def refresh_reference(b: Any) -> None:
 
     valid = np.array([row for row in requests if row not in faults], np.int64)
     rows, at = step.rows[:, valid], buffer_rows[valid]
-    # By int: NumPy looks for __array__ on the class of an enum member, and drops an exception that is raised there.
+    # Pass an int: NumPy looks up __array__ on an enum member's class and discards exceptions raised there.
     b.req_status.numpy()[buffer_rows[list(faults)]] = int(RequestStatus.INVALID)
     samples, live = int(RequestStatus.SAMPLES), int(RequestStatus.LIVE)
     b.req_status.numpy()[at] = np.where(rows[layout.REQ_SAMPLE] != 0, samples, live)
@@ -217,7 +217,7 @@ def refresh_reference(b: Any) -> None:
 
 
 def _check_row(step: _StepInputs, row: int, last: Any, max_seq_len: int) -> tuple[int, int]:
-    """Return the first fault of a request's index and lengths, and its value."""
+    """Return the first fault in a request's index and lengths, and its value."""
     req_index, seq_len = step.field(layout.REQ_INDEX, row), step.field(layout.REQ_SEQ_LEN, row)
     start, query_len = step.field(layout.REQ_QUERY_START, row), step.field(layout.REQ_QUERY_LEN, row)
     if not 0 <= req_index < len(last):
@@ -229,7 +229,7 @@ def _check_row(step: _StepInputs, row: int, last: Any, max_seq_len: int) -> tupl
 
 
 def _first_seen_page(step: _StepInputs, row: int, group: PageGroup) -> int:
-    """Return the page of the first token that the request sees in this step."""
+    """Return the page of the first token that the request reads in this step."""
     position = step.field(layout.REQ_SEQ_LEN, row) - step.field(layout.REQ_QUERY_LEN, row)
     seen = max(0, position + 1 - group.window) if group.window else 0
     return (position - position % group.chunk if group.chunk else seen) // group.page_size
@@ -238,7 +238,7 @@ def _first_seen_page(step: _StepInputs, row: int, group: PageGroup) -> int:
 def _keeps_pages(step: _StepInputs, row: int, groups: list[PageGroup]) -> bool:
     """Whether the tables of the request index belong to this sequence.
 
-    They do not if the sequence starts with this step, or if it lists pages from page 0 in a group of its own tokens.
+    They do not if the sequence starts in this step, or if it lists pages from page 0 in a self-attention group.
     """
     if step.field(layout.REQ_SEQ_LEN, row) == step.field(layout.REQ_QUERY_LEN, row):
         return False
@@ -247,7 +247,7 @@ def _keeps_pages(step: _StepInputs, row: int, groups: list[PageGroup]) -> bool:
 
 
 def _table(step: _StepInputs, g: int, row: int, group: PageGroup, b: Any, faulty: bool, keeps: bool) -> _Table:
-    """Return the table of a request with valid index and lengths: the kept pages, overwritten by the listed ones."""
+    """Return the table of a request with valid index and lengths: kept pages, overwritten by listed pages."""
     first, listed = step.row_pages(g, row)
     if faulty:
         return _Table((0, 0), listed[:0], (0, 0))
@@ -278,12 +278,12 @@ def _table(step: _StepInputs, g: int, row: int, group: PageGroup, b: Any, faulty
 
 
 def _check_tokens(step: _StepInputs, row: int, last: Any, vocab_size: int) -> tuple[int, int]:
-    """Return the first fault of a request's tokens, and its value."""
+    """Return the first fault in a request's tokens, and its value."""
     req_index = step.field(layout.REQ_INDEX, row)
     starts_sequence = step.field(layout.REQ_SEQ_LEN, row) == step.field(layout.REQ_QUERY_LEN, row)
     tokens = step.row_tokens(row).copy()
     if tokens[0] == TOKEN_FROM_DEVICE:
-        # A sequence that starts with this step has no last token: the stored one belongs to a previous sequence.
+        # A sequence that starts in this step has no last token: the stored one belongs to a previous sequence.
         if starts_sequence or last[req_index] < 0:
             return int(FaultCode.NO_LAST_TOKEN), req_index
         tokens[0] = last[req_index]
@@ -312,9 +312,9 @@ def _find_conflicts(
     tables: dict[tuple[int, int], _Table],
     checks: dict[tuple[int, int], tuple[int, int]],
 ) -> dict[int, tuple[int, int, int]]:
-    """Return code, value and group of the requests that share a request index, or a written page, with another one.
+    """Return code, value and group of each request that shares its index, or a page it writes, with another request.
 
-    Pages count only in groups whose check passed; the request index counts also with other faults.
+    Pages count only in groups whose check passed. A request index counts even if the request has other faults.
     """
     written: dict[tuple[int, int], Int64Array] = {}  # written pages as offsets in last_writers, by group and request
     for (g, row), (code, _) in checks.items():

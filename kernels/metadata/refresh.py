@@ -1,15 +1,15 @@
-"""The operator after `unpack` in every graph: derive every buffer from the step inputs and the persistent state.
+"""The operator after `unpack` in every graph: derive all buffers from the step inputs and the persistent state.
 
 Two kernels, with one program per padded request and KV group:
 
     check   Checks each request, and its pages in each group. Detects write conflicts, see write_conflicts.py.
-    write   Writes every derived buffer including the pads, the page tables, and the final fault of each request.
+    write   Writes the derived buffers including their pads, the page tables, and the final fault of each request.
             In a mixed step with separate decode attention, decode requests get the first buffer rows.
 
-Running the same inputs again finds no conflicts: each request then replaces only its own writer ids.
+Running the same inputs again reports no conflicts: each request then replaces only its own writer ids.
 
 The inputs may list all pages of a request, only the new ones, or none: `page_table` keeps the pages of every request
-index, and `page_spans` says which of its columns belong to the current sequence.
+index, and `page_spans` stores which of its columns belong to the current sequence.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ from graphrt.kernels.op_declaration import DeclaredOp
 from graphrt.kernels.sizes import next_power_of_two
 from graphrt.kernels.types import FAULT_GROUP_SHIFT, NO_TOKEN, PAD_SLOT_ID, TOKEN_FROM_DEVICE, FaultCode, RequestStatus
 
-_FEW_PROGRAMS = 128  # at most this many programs: each has a multiprocessor to itself and runs 4 warps
+_FEW_PROGRAMS = 128  # up to this many programs, each runs on its own multiprocessor with 4 warps
 _WIDE_BLOCK = 1024  # columns or tokens per iteration of a 4-warp program
-_NARROW_BLOCK = 64  # the same of a 1-warp program; 2,048 of these run at once on an H200
-_ROW_BLOCK = 128  # requests that a program counts per iteration to find its buffer row
-_MAX_SPILL = 8  # bytes: a pointer, in mixed graphs with several KV groups
-_MAX_PROGRAMS = 1024  # limit up to which a launch splits one request's columns and tokens over several programs
+_NARROW_BLOCK = 64  # the same for a 1-warp program; 2,048 of these run at once on an H200
+_ROW_BLOCK = 128  # requests counted per iteration to find a program's buffer row
+_MAX_SPILL = 8  # bytes: one pointer, in mixed graphs with several KV groups
+_MAX_PROGRAMS = 1024  # limit when splitting a request's columns and tokens over several programs
 
 _TOKEN_FROM_DEVICE = tl.constexpr(TOKEN_FROM_DEVICE)
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
@@ -124,7 +124,7 @@ def _check_rows_kernel(
     page_size, num_pages, null_page, max_pages, window, chunk, writers_at, max_encoder_len = read_group(
         ptrs.page_groups, group
     )
-    if OVERLAPS:  # the second kernel may start now: it waits for this kernel, and this kernel waits for `unpack`
+    if OVERLAPS:  # the second kernel may start: it waits for this one, which waits for `unpack`
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     step, num_reqs, num_tokens, allows_empty, listed_reqs, listed_tokens, listed_pages = read_header(
@@ -165,26 +165,26 @@ def _check_rows_kernel(
         return
     tokens_ptr = ptrs.inputs + HEADER_SIZE + REQ_FIELDS * listed_reqs + query_start
 
-    # Later checks use values that earlier checks validate, so a check is masked off where an earlier one failed.
+    # Later checks use values that earlier checks validate, so they are masked off where an earlier check failed.
     index_ok = (req_index >= 0) & (req_index < num_req_indices)
     start = token_start(ptrs.inputs, row, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
     end = token_start(ptrs.inputs, row + 1, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
     in_place = (query_start == start) & (query_len == end - start) & (end <= num_tokens)
     length_ok = in_place & (query_len >= 1) & (query_len <= seq_len) & (seq_len <= max_seq_len)
-    # `held`: the tokens whose pages the request needs, its own or those that its encoder wrote.
+    # `held`: number of tokens whose pages the request needs, from its sequence or its encoder.
     encoder_ok = (encoder_len >= tl.where(page_count > 0, 1, 0)) & (encoder_len <= max_encoder_len)
     encoder_ok = (is_cross == 0) | encoder_ok
     held = tl.where(is_cross, encoder_len, seq_len)
 
     # The known columns of the table: those of a complete list, or the known columns plus the new ones. A sequence that
-    # starts with this step, or that lists pages from page 0, has no known columns: they belong to a previous sequence.
+    # starts in this step, or that lists pages from page 0, has no known columns: they belong to a previous sequence.
     state = group * num_req_indices + tl.where(index_ok, req_index, 0)
     has_past = index_ok & length_ok & (seq_len > query_len)
     continues = has_past & (from_start == 0)
     tag = step % 0xFFFFFFFF + 1  # never 0, the initial value of last_writers
     req_writer = (tag << 32) | (row.to(tl.int64) << 16)
     mark = ((step + 1) << 16) | 0xFFFF
-    # Also with other faults: in one step only one request may use the state of a request index.
+    # This applies despite other faults: only one request per step may use the state of a request index.
     is_writer = index_ok & (group == 0)
     writer_ptr = ptrs.last_writers + first_req_writer + req_index
     previous = tl.atomic_xchg(writer_ptr, req_writer, mask=is_writer, sem="relaxed")
@@ -197,7 +197,7 @@ def _check_rows_kernel(
     known_from = tl.load(ptrs.page_spans + 2 * state, mask=continues, other=0)
     known_to = tl.load(ptrs.page_spans + 2 * state + 1, mask=continues, other=0)
     first_seen = first_seen_page(tl.where(length_ok, seq_len - query_len, 0), page_size, window, chunk)
-    # row_pages() bounds the list to the inputs, so its pages can be read before the loads above complete.
+    # row_pages() clamps the list to the inputs, so its pages can be read before the loads above complete.
     skipped = tl.maximum(first_seen - first, 0)
     bad_page = first_bad_page(pages_ptr, skipped, page_count, num_pages, null_page, PAGE_BLOCK)
     needed = tl.where(length_ok & encoder_ok, (held + page_size - 1) // page_size, 0)
@@ -215,7 +215,7 @@ def _check_rows_kernel(
     code = tl.where(index_ok, code, _REQ_INDEX_OUT_OF_RANGE)
     value = tl.where(index_ok, tl.where(length_ok, held, seq_len), req_index)
 
-    # The pages that the request writes. Those of the first block are loaded before the code is known.
+    # Pages that the request writes. The first block of them is loaded before the code is known.
     first_written = tl.where(length_ok, (seq_len - query_len) // page_size, 0)
     written_to = tl.where(index_ok & (is_cross == 0), needed, 0)
     table_ptr = ptrs.page_table + state.to(tl.int64) * table_width
@@ -248,7 +248,7 @@ def _check_rows_kernel(
     mark_req_conflict(previous, req_writer, is_writer, ptrs.write_conflicts, mark)
     tl.store(ptrs.check_code + check_at, code)
     tl.store(ptrs.check_value + check_at, tl.where(code == 0, 0, value).to(tl.int64))
-    # Pages before the first one that the request sees may be reused from now on.
+    # From now on, pages before the first one that the request reads may be reused.
     tl.store(spans_ptr, tl.where(code == 0, first_seen, 0))
     tl.store(spans_ptr + 1, tl.where(code == 0, span_to, 0))
 
@@ -329,7 +329,7 @@ def _write_buffers_kernel(
     table_ptr = ptrs.page_table + state.to(tl.int64) * table_width
     last_token = tl.load(ptrs.last_token + req_index, mask=valid, other=0)
 
-    # Load what the first tokens need before the table is copied.
+    # Load the data of the first tokens before the table is copied.
     slots_ptr = ptrs.slot_mapping + group * stride_slots
     valid_end = tl.where(valid, end, start)  # Triton's interpreter miscomputes `scalar & block`
     written_end = tl.where(max_encoder_len > 0, start, valid_end)  # steps do not write the pages of an encoder
@@ -341,8 +341,8 @@ def _write_buffers_kernel(
     )  # fmt: skip
 
     # The request's table of this group. Listed pages are also stored in page_table for later steps. Pages that the
-    # request no longer sees become null pages in block_table: they may belong to another sequence by now. Columns
-    # outside the used and the previously used span hold null pages already and are not written.
+    # request no longer reads become null pages in block_table, because another sequence may own them by now. Columns
+    # outside the current and the previous span are null pages already and are not written.
     used_to = tl.where(valid, tl.minimum(span_to, max_pages), 0)
     used_from = tl.where(used_to > 0, span_from, NOWHERE)
     changed_from = tl.minimum(held_from, used_from)
@@ -370,7 +370,7 @@ def _write_buffers_kernel(
         for i in tl.static_range(len(COPIED_PADS)):
             word = tl.where(valid, copied[i], COPIED_PADS[i])
             tl.store(copied_ptrs[i] + buffer_row, as_declared(word, copied_ptrs[i]))
-        # A faulty request that starts a sequence samples no token: void the last token of the previous sequence.
+        # A faulty request that starts a sequence samples nothing: void the last token of the previous sequence.
         voids = real & (code != 0) & (seq_len == query_len) & (named_index >= 0) & (named_index < num_req_indices)
         tl.store(ptrs.void_req_indices + buffer_row, tl.where(voids, named_index, -1))
         value = fault_value(
@@ -380,7 +380,7 @@ def _write_buffers_kernel(
         tl.store(ptrs.fault_code + buffer_row, tl.where(real, code | (fault_group << _GROUP_SHIFT), 0))
         tl.store(ptrs.fault_value + buffer_row, tl.where(real, value, 0))
         tl.store(ptrs.logits_indices + buffer_row, tl.where(valid, first_token + end - start - 1, 0).to(tl.int64))
-        # Decode attention sees prefill requests without tokens, and the reverse. With DECODE_LEN 0 all are prefill.
+        # For decode attention, prefill requests have no tokens, and vice versa. With DECODE_LEN 0 all are prefill.
         prompts_from = decodes * DECODE_LEN
         is_decode = buffer_row < decodes
         tl.store(ptrs.buffer_rows + row, buffer_row)
@@ -407,7 +407,7 @@ def _write_buffers_kernel(
         writes = at < written_end
         slot = tl.where(writes, page * page_size + position % page_size, _PAD_SLOT)
         to = first_token - start + at
-        written = (at < end) & (to >= 0) & (to < padded_tokens)  # in corrupt inputs the lengths may sum to more
+        written = (at < end) & (to >= 0) & (to < padded_tokens)  # in corrupt inputs the lengths may sum to more tokens
         tl.store(slots_ptr + to, slot, mask=written)
         if group == 0:
             token = tl.where((at < valid_end) & (token == _TOKEN_FROM_DEVICE), last_token, token)
@@ -490,10 +490,10 @@ def refresh(
     max_seq_len   longest sequence; a longer request is a BAD_LENGTH fault
     vocab_size    token ids outside 0 .. vocab_size - 1 are a TOKEN_OUT_OF_RANGE fault
     query_len     new tokens per request of a decode graph; 0 in a mixed graph
-    seq_len_fill  `seq_lens` value of pad and invalid requests, as the attention backend requires it
-    decode_len    of a mixed graph with separate decode attention: requests with `decode_len` new tokens come first in
+    seq_len_fill  `seq_lens` value of pad and invalid requests that the attention backend requires
+    decode_len    for a mixed graph with separate decode attention: requests with `decode_len` new tokens come first in
                   the buffers, then all others; both keep their batch order. 0: the buffers have the batch order
-    tables        [groups, req_indices, pages_per_req]  int32  device: page tables that the caller owns, read as if
+    tables        [groups, req_indices, pages_per_req]  int32  device; page tables that the caller owns, read as if
                   each request listed all its pages; the lists in the inputs are ignored. None: use the lists
 
     A faulty request is treated as a pad request with status INVALID. This includes every request that shares its

@@ -1,11 +1,11 @@
-"""Layout of the step inputs that the host sends to the device: packed int32 words in one entry of the input ring.
+"""Layout of the step inputs that the host sends to the device: packed int32 words in an input ring entry.
 
-An entry holds either all inputs of one step (full), or only what changed (a batch delta):
+An entry contains either all inputs of one step (full) or only the changes (a batch delta):
 
     full    header   [HEADER_SIZE]                     see HEADER_*
             requests [req_fields(groups), num_reqs]    one contiguous run per field, see REQ_*
             tokens   [num_tokens]                      literal token ids, or TOKEN_FROM_DEVICE
-            pages    [num_pages_listed]                page ids, list after list (CSR, by PAGE_START)
+            pages    [num_pages_listed]                page ids, one list after another (CSR, by PAGE_START)
             stops    [STOP_FIELDS, num_reqs]           with KEEP: the stop conditions, see STOP_*
 
     delta   header   [HEADER_SIZE]
@@ -13,11 +13,11 @@ An entry holds either all inputs of one step (full), or only what changed (a bat
             lists    [list_fields(groups), num_reqs]   with LISTS: PAGE_* of each group, as in a full entry
             pages    [num_pages_listed]
 
-On the device, `unpack` turns either into the `inputs` buffer, which has the layout of a full entry without the stop
+On the device, `unpack` expands either kind to the `inputs` buffer, which has the layout of a full entry without stop
 conditions. Sections have no gaps: every offset follows from the counts in the header and the number of KV groups.
 
-An entry starts with HEADER_COPIES - 1 copies of its header, one for each further program of `unpack`. Programs that
-read the same words of host memory wait for each other, 0.12 us each on an H200.
+An entry starts with HEADER_COPIES - 1 copies of its header, one for each extra program of `unpack`. Programs that
+read the same words of host memory wait for each other, for 0.12 us each on an H200.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ HEADER_NUM_REQS = 2
 HEADER_NUM_TOKENS = 3
 HEADER_NUM_PAGES = 4  # page ids listed
 HEADER_KIND = 5  # FULL or DELTA, combined with the flags below
-HEADER_STEPS = 6  # steps that run with this entry; 1 for a full entry
-HEADER_STOP = 7  # the host may set it while the entry's steps run: the current step is then the last one
+HEADER_STEPS = 6  # number of steps that use this entry; 1 for a full entry
+HEADER_STOP = 7  # the host may set it while the entry's steps run, to make the current step the last
 
-INPUTS_AT = HEADER_SIZE * (HEADER_COPIES - 1)  # offset in an entry of the last header, which the other sections follow
+INPUTS_AT = HEADER_SIZE * (HEADER_COPIES - 1)  # offset of the last header in an entry; the other sections follow it
 
 FULL = 0
 DELTA = 1
 NEW_ORDER = 2
-KEEP = 4  # of a full entry: the device keeps the request values and stop conditions for later deltas
-LOOPS = 8  # the steps run in one launch, which ends early if no request continues
+KEEP = 4  # in a full entry: the device keeps request values and stop conditions for later deltas
+LOOPS = 8  # all steps run in one launch, which ends early if no request continues
 LISTS = 16  # some requests get pages
 
 REQ_INDEX = 0  # index of the request's persistent state; NO_REQUEST: the batch position is empty
-REQ_SEQ_LEN = 1  # KV tokens including this step's; SEQ_LEN_FROM_DEVICE: the length on the device plus query_len
+REQ_SEQ_LEN = 1  # KV tokens including this step's; SEQ_LEN_FROM_DEVICE: length on the device plus query_len
 REQ_QUERY_START = 2  # first token of the request in `tokens`
 REQ_QUERY_LEN = 3  # new tokens of the request
-REQ_SAMPLE = 4  # 1: sample from the last token; 0: an unfinished prefill chunk
+REQ_SAMPLE = 4  # 1: sample after the last token; 0: an unfinished prefill chunk
 REQ_COPIED = 5  # first of the 32-bit values that the refresh copies to the buffers of COPIED, in that order
 REQ_ENCODER_LEN = REQ_COPIED + COPIED.index("encoder_lens")  # tokens that the request's encoder wrote
 REQ_PAGES = REQ_COPIED + len(COPIED)  # first of the page lists: PAGE_FIELDS fields per KV group, group after group

@@ -1,12 +1,12 @@
-"""The first operator of every graph: turn an entry of the input ring into the step inputs on the device.
+"""The first operator of every graph: expand an entry of the input ring to the step inputs on the device.
 
-The host writes an entry in pinned memory, then launches a graph. The cursor on the device selects the entry:
+The host writes an entry to pinned memory, then launches a graph. The cursor on the device selects the entry:
 
     full entry    its words are copied to `inputs`
-    batch delta   every request continues by one token. A position is NO_REQUEST if its request has finished, or waits
+    batch delta   every request continues by one token. A position is NO_REQUEST if its request has finished or waits
                   for a page for its next token
 
-An entry may serve several steps: its delta is applied in the first one, and in the others all requests continue.
+Several steps may use one entry: the first applies its delta, and in the others all requests continue.
 Lengths, last tokens and sampling values of continuing requests are on the device, so the host need not know them and
 may be several launches ahead.
 """
@@ -42,7 +42,7 @@ from graphrt.kernels.sizes import next_power_of_two
 from graphrt.kernels.types import TOKEN_FROM_DEVICE
 
 _PROGRAMS = layout.HEADER_COPIES
-_MIN_REQS = 8  # least requests per program
+_MIN_REQS = 8  # minimum requests per program
 _BLOCK = 1024  # words that a program copies per iteration
 _NUM_WARPS = 4
 
@@ -84,9 +84,9 @@ _CURSOR_KIND = tl.constexpr(CURSOR_KIND)
 def _from_host(ptr, mask, other):
     """Load words that the host wrote before the launch.
 
-    Ordinary loads are safe: L1 holds no stale lines when a kernel starts. Volatile loads do not coalesce. Loads that
+    Ordinary loads are safe: L1 has no stale lines when a kernel starts. Volatile loads do not coalesce. Loads that
     bypass L1 (.cg) take 3.6 times as long on words that do not start at a multiple of 64 bytes. Triton 3.6 ignores .cv;
-    later versions compile it, but it has not been measured.
+    later versions compile it, but that is unmeasured.
     """
     return tl.load(ptr, mask=mask, other=other)
 
@@ -105,8 +105,8 @@ def _copy_requests(
 ):
     """Copy requests of a full entry to the step inputs.
 
-    SEQ_LEN_FROM_DEVICE is replaced by the length on the device plus query_len, and the request index by NO_REQUEST if
-    the sequence has finished.
+    SEQ_LEN_FROM_DEVICE becomes the length on the device plus query_len. The request index becomes NO_REQUEST if the
+    sequence has finished.
     """
     mask = rows < num_reqs
     from_ptr = entry_ptr + _HEADER_SIZE + rows
@@ -155,7 +155,7 @@ def _advance_requests(
     """Write requests of the step inputs that continue by one token, with the pages that the delta lists for them."""
     mask = rows < num_reqs
     rows_ptr = ptrs.inputs + _HEADER_SIZE + rows
-    # Lists have the same layout in the entry and in the inputs. Issue all loads over the link before the first use.
+    # Lists have the same layout in the entry and in the inputs. Issue all loads from host memory before the first use.
     gets_pages = rows < tl.where(has_lists, num_reqs, 0)
     list_ptr = entry_ptr + _HEADER_SIZE + tl.where(new_order, num_reqs, 0) + rows
     groups = tl.arange(0, GROUP_BLOCK)[:, None]
@@ -173,7 +173,7 @@ def _advance_requests(
     runs = mask & (req_index >= 0) & (req_index < num_req_indices)
     seq_len = tl.load(ptrs.req_seq_lens + req_index, mask=runs, other=0) + 1
     finished = tl.load(ptrs.finish_reasons + req_index, mask=runs, other=1) != 0
-    # A request without a page for its token waits until it gets one. The pages of an encoder are always complete.
+    # A request without a page for its token waits until it gets one. Encoder pages are always complete.
     group_ptrs = ptrs.page_groups + GROUP_FIELDS * groups
     page_size = tl.load(group_ptrs + PAGE_SIZE, mask=groups < GROUPS, other=1).to(tl.int64)
     crosses = tl.load(group_ptrs + MAX_ENCODER_LEN, mask=groups < GROUPS, other=1) > 0
@@ -231,7 +231,7 @@ def _unpack_kernel(
 ):
     if OVERLAPS:  # the refresh may start now: it waits for this kernel to finish
         tl.extra.cuda.gdc_launch_dependents()
-    # In an entry's first step the header is the program's own copy; in later steps it comes from the cursor.
+    # In an entry's first step, read this program's copy of the header; in later steps, read the header from the cursor.
     entry = tl.load(ptrs.cursor)
     first_step = tl.load(ptrs.cursor + _CURSOR_STEP) == 0
     header_ptr = ptrs.input_ring + (entry % num_entries) * stride_input_ring
@@ -252,7 +252,7 @@ def _unpack_kernel(
         steps = tl.load(ptrs.cursor + _CURSOR_STEPS).to(tl.int32)
         kind = tl.load(ptrs.cursor + _CURSOR_KIND).to(tl.int32)
 
-    # An entry whose counts exceed its own size, or that of the inputs, is treated as empty. So is a full entry in any
+    # An entry whose counts exceed its own size, or that of the inputs, is treated as empty, as is a full entry in any
     # step but its first.
     delta = (kind & _DELTA) != 0
     new_order = first_step & ((kind & _NEW_ORDER) != 0)
@@ -280,7 +280,7 @@ def _unpack_kernel(
         tl.store(ptrs.inputs + _STEPS, steps)
         tl.store(ptrs.inputs + _HEADER_SIZE - 1, 0)
 
-    # The requests are split over the programs, and so are the words that are only copied.
+    # Both the requests and the words that are only copied are split over the programs.
     rows = tl.program_id(0) * REQ_BLOCK + tl.arange(0, REQ_BLOCK)
     if delta:
         _advance_requests(
@@ -304,7 +304,7 @@ def _unpack_kernel(
 
 
 def _tile_sizes(groups: int) -> dict[str, int]:
-    """Return the numbers of fields and values per request, and the block sizes that hold them."""
+    """Return the numbers of fields and values per request, and the matching block sizes."""
     fields, values, power = layout.req_fields(groups), len(COPIED), next_power_of_two
     return {
         "REQ_FIELDS": fields, "FIELD_BLOCK": power(fields), "GROUPS": groups, "GROUP_BLOCK": power(groups),
@@ -401,7 +401,7 @@ def unpack_reference(b: Any) -> None:
 
 
 def _has_pages(b: Any, req_index: int, length: int, lists: Any, groups: list[list[int]]) -> bool:
-    """Whether a request has a page for its next token in every group of its own tokens."""
+    """Whether a request has a page for its next token in every self-attention group."""
     for g, words in enumerate(groups):
         group = PageGroup(*words)
         first, _, count = lists[layout.PAGE_FIELDS * g :][: layout.PAGE_FIELDS].tolist()

@@ -1,4 +1,4 @@
-"""Device helpers that detect write conflicts: two requests of a step with one request index, or two writes to a page.
+"""Device helpers that detect write conflicts: in one step, two requests with one request index or two writes to a page.
 
 `last_writers` holds a writer id for each page and request index: step tag (32 bits), batch position (16 bits) and, for
 a page, its index among the pages that the request writes (16 bits). A request stores its own id by an atomic exchange.
@@ -20,7 +20,7 @@ def _conflicts(previous, writer):
 
 @triton.jit
 def mark_req_conflict(previous, writer, is_writer, write_conflicts_ptr, mark):
-    """Mark both requests if `previous`, which `writer` replaced for a request index, is another request of the step."""
+    """Mark both requests if `previous`, which `writer` replaced at a request index, is of the same step."""
     hit = is_writer & _conflicts(previous, writer)
     tl.atomic_max(write_conflicts_ptr + ((writer >> 16) & 0xFFFF), mark, mask=hit, sem="relaxed")
     tl.atomic_max(write_conflicts_ptr + ((previous >> 16) & 0xFFFF), mark, mask=hit, sem="relaxed")
@@ -28,11 +28,11 @@ def mark_req_conflict(previous, writer, is_writer, write_conflicts_ptr, mark):
 
 @triton.jit
 def store_page_writers(pool_writers_ptr, marks_ptr, pages, index, mask, req_writer, mark):
-    """Store the writer ids of pages that a request writes, and mark both requests of every conflict.
+    """Store the writer ids of the pages that a request writes, and mark both requests of every conflict.
 
     index   [n] indices of `pages` among the pages that the request writes
 
-    A request keeps only its largest mark, which is that of its first page in conflict.
+    A request keeps only its largest mark, that of its first page in conflict.
     """
     writer = req_writer | index.to(tl.int64)
     previous = tl.atomic_xchg(pool_writers_ptr + pages, writer, mask=mask, sem="relaxed")

@@ -1,8 +1,8 @@
 """The last operator of every graph: store tokens and faults for the next step, and report them to the host.
 
-The next step reads a request's token from `last_token`, its length from `req_seq_lens`, and whether it continues from
-`finish_reasons`. The host reads the results of a step from one entry of each output ring: the step number, then per
-request a token, a finish reason, a fault code, and a fault value where the code is not 0. Finally the cursor advances
+The next step reads a request's token from `last_token`, its length from `req_seq_lens` and its finish reason from
+`finish_reasons`. The host reads the results of a step from one entry of each output ring: the step number, then for
+each request a token, finish reason, fault code and, if the code is not 0, fault value. Finally the cursor advances
 to the next step of the input entry, or to the next entry.
 """
 
@@ -89,7 +89,7 @@ def _write_outputs_kernel(
     entry = step % ring_depth
     input_entry = tl.load(ptrs.cursor + _CURSOR_ENTRY)
     # The host may set this word while the entry's steps run. A volatile load rereads it in every step (Triton 3.6
-    # ignores .cv). Only one lane loads it: volatile loads of one word are not merged, and each crosses the link.
+    # ignores .cv). Only one lane loads it: volatile loads of one word are not merged, and each crosses PCIe.
     lanes = tl.arange(0, BLOCK)
     stop_ptr = ptrs.input_ring + (input_entry % input_entries) * stride_input_ring + _STOP_AT
     stop = tl.load(stop_ptr + lanes * 0, mask=lanes == 0, other=0, volatile=True)
@@ -99,7 +99,7 @@ def _write_outputs_kernel(
     for base in range(0, padded_reqs, BLOCK):
         rows = base + lanes
         mask = rows < padded_reqs
-        # Results are reported in batch order; `buffer_row` is where the step's buffers hold each request.
+        # Results are reported in batch order; `buffer_row` is the row of each request in the step's buffers.
         buffer_row = tl.load(ptrs.buffer_rows + rows, mask=mask, other=0)
         status = tl.load(ptrs.req_status + buffer_row, mask=mask, other=_PAD)
         code = tl.load(ptrs.fault_code + buffer_row, mask=mask, other=0)
@@ -116,7 +116,7 @@ def _write_outputs_kernel(
             stops += (tl.load(ptrs.stop_tokens + i * num_req_indices + req_index, mask=live, other=_NO_TOKEN),)  # type: ignore[assignment]
         token = tl.zeros([BLOCK], tl.int64) + _NO_TOKEN
         if ptrs.tokens is not None:
-            # Check a sample in its own width: truncated to 32 bits, 2**32 + 5 would pass as token 5.
+            # Check a sample before narrowing it: truncated to 32 bits, 2**32 + 5 would pass as token 5.
             token = tl.load(ptrs.tokens + buffer_row, mask=mask, other=_NO_TOKEN).to(tl.int64)
             void_index = tl.load(ptrs.void_req_indices + buffer_row, mask=mask, other=-1)
             samples = status == _SAMPLES
@@ -126,13 +126,13 @@ def _write_outputs_kernel(
             token = tl.where(samples & (bad == 0), token, _NO_TOKEN)
             # Write the last token of every live request: an unfinished prefill voids that of the previous sequence.
             tl.store(ptrs.last_token + req_index, token.to(tl.int32), mask=live)
-            # The order of the two stores is free: if one request of a request index is faulty, none of it is live.
+            # The two stores may run in either order: if a request is faulty, no other with its index is live.
             tl.store(ptrs.last_token + void_index, tl.zeros([BLOCK], tl.int32) + _NO_TOKEN, mask=void_index >= 0)
         tl.store(ptrs.token_ring + entry * stride_tokens + rows, token.to(tl.int32), mask=mask)
         tl.store(ptrs.fault_code_ring + entry * stride_codes + rows, code, mask=mask)
         tl.store(ptrs.fault_value_ring + entry * stride_values + rows, value, mask=mask & (code != 0))
 
-        # A stop token, the length limit or a fault finishes the request; otherwise it continues by itself.
+        # A stop token, the length limit or a fault finishes the request; otherwise it continues.
         reason = tl.where((limit > 0) & (seq_len >= limit), _FINISH_LENGTH, _RUNNING)
         for i in tl.static_range(NUM_STOP_TOKENS):
             reason = tl.where((token >= 0) & (token == stops[i]), _FINISH_STOP_TOKEN, reason)
@@ -242,7 +242,7 @@ def write_outputs(buffers: StaticBuffers, tokens: torch.Tensor | None, *, vocab_
     """Store a step's tokens and faults in the request state for the next step, and in the output rings for the host.
 
     buffers     static buffers, cut to the captured size and refreshed
-    tokens      [padded_reqs]  int32 or int64  device; one token per request. None: the caller samples outside of the
+    tokens      [padded_reqs]  int32 or int64  device; one token per request. None: the caller samples outside the
                 graph. Tokens are then NO_TOKEN, and `last_token` does not change
     vocab_size  a sampled token outside 0 .. vocab_size - 1 is a fault, and voids the request's last token
 

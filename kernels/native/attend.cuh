@@ -3,35 +3,34 @@
 // 1. load_queries   load the queries of the query tile as mma operands, and the factors that scale products to logits
 // 2. attend_tile    one step of the online softmax over a tile of TILE tokens
 // 3. reduce_sums    reduce the sums of weights over the lanes
-// 4. store_partial  store the warp's partial result to shared memory, where the other KV splits are merged with it
+// 4. store_partial  store the warp's partial result in shared memory, to merge it with the other KV splits
 //
-// Products are transposed. An mma multiplies an M side of 16 with an N side of 8. Tokens are the M side and queries the
+// Products are transposed: an mma multiplies an M side of 16 with an N side of 8. Tokens are the M side and queries the
 // N side, so a query tile of up to 8 queries is padded to 8, not to 16. Queries are processed in octets, heads in steps
 // of 16 elements.
 
 #include "primitives.cuh"
 #include "logits.cuh"
 
-#define NUM_QUERIES (QUERY_LEN * NUM_QUERIES_PER_KV)  // of a query tile; a query is one new token in one query head
+#define NUM_QUERIES (QUERY_LEN * NUM_QUERIES_PER_KV)  // per query tile; a query is one new token in one query head
 #define OCTETS ((NUM_QUERIES + 7) / 8)     // groups of 8 queries
 #define HEAD_STEPS (HEAD_DIM / 16)         // steps of 16 elements along a head of Q or K
 #define V_STEPS (V_HEAD_DIM / 16)          // steps along a head of V and of the output
 #define ELEMENT (KV_FP8 ? 1 : 2)           // bytes of an element of K or V
-#define K_BYTES (HEAD_DIM * ELEMENT)       // of one token's K
-#define V_BYTES (V_HEAD_DIM * ELEMENT)     // of one token's V
-#define K_PIECES (K_BYTES / 16)            // of 16 bytes, which one copy moves
+#define K_BYTES (HEAD_DIM * ELEMENT)       // bytes of one token's K
+#define V_BYTES (V_HEAD_DIM * ELEMENT)     // bytes of one token's V
+#define K_PIECES (K_BYTES / 16)            // pieces of 16 bytes, one copy each
 #define V_PIECES (V_BYTES / 16)
-#define SUBTILES (KV_FP8 ? 2 : 1)          // of 16 tokens
+#define SUBTILES (KV_FP8 ? 2 : 1)          // subtiles of 16 tokens
 #define TILE (16 * SUBTILES)               // tokens that a warp multiplies at a time
-#define OUT_PITCH (V_HEAD_DIM + 4)         // floats per query; the 4 extra floats avoid bank conflicts of the stores
+#define OUT_PITCH (V_HEAD_DIM + 4)         // floats per query; the 4 extra floats avoid bank conflicts in stores
 #define PARTIAL_FLOATS (NUM_QUERIES * (OUT_PITCH + 2))  // a partial result: sums, reference maxima, sums of weights
 #define STAGE_BYTES (TILE * (K_BYTES + V_BYTES))  // K, then V
 // The 16-byte pieces of a token are permuted so that ldmatrix has no bank conflicts. Padding the tokens instead would
 // fetch every 32-byte sector that crosses a line of shared memory twice.
 #define SWIZZLE(token, pieces) (((token) % 8) >> ((pieces) % 8 == 0 ? 0 : (pieces) % 4 == 0 ? 1 : 2))
 
-// The same struct as _Params of native.py. Strides are in elements; `k_slot` is the stride between neighbouring KV
-// slots.
+// The same struct as _Params in native.py. Strides are in elements; `k_slot` is the stride between adjacent KV slots.
 struct Params {
   const void *q, *k, *v;
   const int *block_table, *work_list;
@@ -40,7 +39,7 @@ struct Params {
   int *counters;
   const float *k_scale, *v_scale, *slopes, *sinks;
   i64 q_token, q_head, k_page, k_slot, k_head, v_page, v_slot, v_head, table_row, out_token, out_head, lse_token;
-  int k_scale_head, v_scale_head, splits_at, zeros_at, max_partials, window;  // window: of the window or of a chunk
+  int k_scale_head, v_scale_head, splits_at, zeros_at, max_partials, window;  // window: size of the window or chunk
   float logit_factor, logit_cap;
 };
 
@@ -49,12 +48,12 @@ static_assert(HEAD_DIM % TILE == 0 && V_HEAD_DIM % TILE == 0 && BLOCK_N % TILE =
 static_assert(4 * PARTIAL_FLOATS <= STAGES * STAGE_BYTES, "the last partial result of a warp overwrites its tiles");
 static_assert(sizeof(Params) == PARAMS_BYTES, "the struct of native.py and this one differ");
 
-// A KV split of the work list, as work_list.py documents it.
+// A KV split in the work list; work_list.py documents it.
 struct KVSplit {
   int req, first_query, tile_begin, tile_end, seq_len, first_token, query_len, num_splits, split_index;
 };
 
-// The first position of the chunk that holds `position`.
+// The first position of the chunk that contains `position`.
 __device__ __forceinline__ int chunk_start(int position, const Params &p) { return position - position % p.window; }
 
 // The first position that any query of the split sees.
@@ -69,7 +68,7 @@ __device__ __forceinline__ int first_visible(const KVSplit &s, const Params &p) 
 }
 
 // The queries of a query tile as the N side of mma: b[octet][step of the head]. The other fields scale products to
-// logits, for the two queries of each octet whose products this lane holds.
+// logits for the two queries of each octet whose products this lane has.
 struct Queries {
   u32 b[OCTETS][HEAD_STEPS][2];
   float factor[OCTETS][2];
@@ -86,7 +85,7 @@ __device__ __forceinline__ void load_queries(Queries &queries, const KVSplit &s,
     int query = 8 * n + lane / 4;
     bool valid = query < NUM_QUERIES;
     const u16 *vector = q + (s.first_token + TOKEN_OF(query)) * p.q_token + Q_HEAD_OF(kv_head, query) * p.q_head;
-    // A register holds four fp8 keys, so each of the four lanes of a query takes four consecutive elements to match.
+    // A register holds four fp8 keys, so each of the four lanes of a query has four consecutive elements to match.
 #pragma unroll
     for (int k = 0; k < HEAD_STEPS; ++k)
 #pragma unroll
@@ -96,7 +95,7 @@ __device__ __forceinline__ void load_queries(Queries &queries, const KVSplit &s,
       }
     float scale = factor;
 #if KV_FP8
-    // fp8 keys are multiplied as float16. Dividing each query by a power of two makes it fit the range of float16.
+    // fp8 keys are multiplied as float16. Dividing each query by a power of two brings it into float16's range.
     float peak = 1e-30f;
 #pragma unroll
     for (int k = 0; k < HEAD_STEPS; ++k)
@@ -129,13 +128,13 @@ __device__ __forceinline__ void load_queries(Queries &queries, const KVSplit &s,
   }
 }
 
-// The online softmax of a split. o[step of the head][octet] holds sums of weight x value, not divided by the sum of
+// The online softmax of a split. o[step of the head][octet] has sums of weight x value, not divided by the sum of
 // weights. top holds reference maxima: weight = 2^(logit - top). sum is this lane's share of the sums of weights.
 struct State {
   float o[V_STEPS][OCTETS][4], top[OCTETS][2], sum[OCTETS][2];
 };
 
-// Attend to one tile. `k_tile` is its K in shared memory, followed by its V; `start` is its first position.
+// Attend to one tile: `k_tile` is its K in shared memory, followed by its V; `start` is its first position.
 __device__ __forceinline__ void attend_tile(State &state, const Queries &queries, const KVSplit &s, const Params &p,
                                             u32 k_tile, int start, int lane) {
   // Logits K Q^T: a lane holds two tokens and two queries of each octet.
@@ -177,8 +176,8 @@ __device__ __forceinline__ void attend_tile(State &state, const Queries &queries
         logits[sub][n][i] = x;
       }
   }
-  // Masks are applied only if some query does not see the whole tile.
-  int first_end = CAUSAL ? s.seq_len - s.query_len + 1 : s.seq_len;  // the first token sees positions before this
+  // Apply masks only if some query does not see the whole tile.
+  int first_end = CAUSAL ? s.seq_len - s.query_len + 1 : s.seq_len;  // the first token sees positions below this
   bool masked = start + TILE > first_end;
 #if WINDOW == 2
   masked |= start < chunk_start(s.seq_len - 1, p);
@@ -208,8 +207,8 @@ __device__ __forceinline__ void attend_tile(State &state, const Queries &queries
         }
   }
 
-  // The reference maximum is updated only if a logit exceeds it by more than 8. Weights are then at most 2^8, which
-  // sums and products can hold. Most tiles need no reduction over the lanes and no rescaling.
+  // The reference maximum is updated only if a logit exceeds it by more than 8. Weights are then at most 2^8, which is
+  // safe for sums and products. Most tiles need no reduction over the lanes and no rescaling.
   float peak[OCTETS][2];
   bool grown = false;
 #pragma unroll
@@ -261,7 +260,7 @@ __device__ __forceinline__ void attend_tile(State &state, const Queries &queries
   for (int sub = 0; sub < SUBTILES; ++sub) {  // V^T x weights
     u32 v_tile = k_tile + TILE * K_BYTES + 16 * sub * V_BYTES;
 #if KV_FP8
-    // ldmatrix transposes 16 bits at a time, so two neighbouring fp8 values of a head stay together. The numbering of
+    // ldmatrix transposes 16 bits at a time, so two adjacent fp8 values of a head stay together. The numbering of
     // the M side accounts for it: its rows g and g + 8 are elements 2g and 2g + 1 of the head.
     u32 token_at = v_tile + lane % 16 * V_BYTES, column = ((lane / 16) ^ SWIZZLE(lane, V_PIECES)) * 16;
 #pragma unroll
@@ -301,7 +300,7 @@ __device__ __forceinline__ void reduce_sums(State &state) {
         state.sum[n][j] += __shfl_xor_sync(0xffffffffu, state.sum[n][j], other);
 }
 
-// Store a warp's partial result to shared memory: V_HEAD_DIM undivided sums per query, then the reference maximum and
+// Store a warp's partial result in shared memory: V_HEAD_DIM undivided sums per query, then the reference maximum and
 // the sum of weights of each query.
 __device__ __forceinline__ void store_partial(const State &state, float *to, int lane) {
   float *stats = to + NUM_QUERIES * OUT_PITCH;

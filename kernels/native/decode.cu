@@ -1,19 +1,19 @@
-// Decode attention for query tiles of few queries.
+// Decode attention for small query tiles.
 //
-// The grid has a column of blocks per KV head. Neighbouring blocks read the same pages, for different KV heads.
+// The grid has a column of blocks per KV head. Adjacent blocks read the same pages for different KV heads.
 //
 // Each warp has a stream of KV tiles: all tiles of its KV splits, one after another. A warp does the following:
 //
-// 1. It reads its work partition from the work list and starts to copy tiles into its own stages of shared memory.
-// 2. For each split it loads the queries. For each tile of the split it starts the copy of the tile that is STAGES - 1
+// 1. It reads its work partition from the work list and starts copying tiles into its own stages of shared memory.
+// 2. For each split it loads the queries. For each tile of the split it starts copying the tile that is STAGES - 1
 //    ahead in the stream, waits for the oldest copy, and multiplies. There is no barrier between warps.
 // 3. If a split covers its whole query tile, the warp writes the output from registers.
-// 4. Otherwise the warp stores a partial result to shared memory. A warp has at most two such splits, its first and its
-//    last one.
+// 4. Otherwise the warp stores a partial result in shared memory. A warp has at most two such splits: its first and its
+//    last.
 // 5. When all warps of the block have finished, they merge their partial results. If a query tile ends in this block,
-//    its output is written. If it continues in the next block, its partial result is sent through global memory to the
-//    block where the query tile ends, or to the last block of its merge group. The receiving block waits for it.
-// 6. It writes zeros for its share of the query tiles that see no KV.
+//    they write its output. If it continues in the next block, they send its partial result through global memory to
+//    the block where the query tile ends, or to the last block of its merge group. The receiving block waits for it.
+// 6. It writes zeros to its share of the query tiles that see no KV.
 //
 // With clusters or fixed splits (COOPERATIVE) all warps of a cluster share a partition. In step 2 each warp takes every
 // WORKERS-th tile of a split. Steps 3 to 5 change: after each split the warps of a block merge through shared memory,
@@ -26,11 +26,11 @@
 
 #include "merge.cuh"
 
-#define K_COPIES (16 * K_PIECES / 32)            // copies of 16 bytes per lane, for 16 tokens of K; K_PIECES is even
-#define V_COPIES (16 * V_PIECES / 32)            // of V
+#define K_COPIES (16 * K_PIECES / 32)            // 16-byte copies per lane for 16 tokens of K; K_PIECES is even
+#define V_COPIES (16 * V_PIECES / 32)            // the same for V
 #define QUERY_CACHE_LINES ((HEAD_DIM + 63) / 64)  // lines of 128 bytes per query
 #define WORKERS (COOPERATIVE ? CLUSTER * WARPS : 1)  // warps that share a partition
-#define PAGES_PER_LOAD (32 / SUBTILES)     // tiles whose page ids the lanes of a warp hold
+#define PAGES_PER_LOAD (32 / SUBTILES)     // tiles per load of page ids, one id per lane
 
 __device__ __forceinline__ KVSplit load_split(const int *words) {
   int4 a = *reinterpret_cast<const int4 *>(words), b = *reinterpret_cast<const int4 *>(words + 4);
@@ -38,19 +38,19 @@ __device__ __forceinline__ KVSplit load_split(const int *words) {
 }
 
 // The position of a warp's copies. The next split and the page ids of its first tiles are prefetched, because each of
-// these loads depends on another one.
+// these loads depends on another.
 //
-// s, next       the split that is being copied, and the next one
+// s, next       the split being copied, and the next one
 // split, end    the index of `s` in the splits area, and the end of the partition
 // tile          next tile to copy, in units of TILE tokens
-// index         tiles copied since page ids were loaded; lane i * SUBTILES holds the page of tile i
+// index         tiles copied since page ids were loaded; lane i * SUBTILES has the page of tile i
 struct Stream {
   KVSplit s, next;
   int split, end, tile, tile_end, index, pages, next_pages;
   bool next_pages_known;
 };
 
-// The tiles of a split for a worker. The work list counts tiles of BLOCK_N tokens, the warp tiles of TILE tokens.
+// The tiles of a split for a worker. The work list counts tiles of BLOCK_N tokens; a warp counts tiles of TILE tokens.
 __device__ __forceinline__ int first_tile(const KVSplit &s, int worker) {
   return s.tile_begin * (BLOCK_N / TILE) + worker;
 }
@@ -58,13 +58,13 @@ __device__ __forceinline__ int last_tile(const KVSplit &s) {
   return min(s.tile_end * (BLOCK_N / TILE), (s.seq_len + TILE - 1) / TILE);
 }
 
-// One page id per lane: those of the next PAGES_PER_LOAD tiles of this worker.
+// Load one page id per lane, for the next PAGES_PER_LOAD tiles of this worker.
 __device__ __forceinline__ int load_pages(const KVSplit &s, const Params &p, int tile, int lane) {
   int start = (tile + lane / SUBTILES * WORKERS) * TILE + lane % SUBTILES * 16;
   return start < s.seq_len ? p.block_table[s.req * p.table_row + start / PAGE_SIZE] : 0;
 }
 
-// Begin to copy a split: load the next split, and prefetch the queries into L1.
+// Start copying a split: load the next split, and prefetch the queries into L1.
 __device__ __forceinline__ void begin_split(Stream &t, const Params &p, int kv_head, int worker, int lane) {
   t.tile = first_tile(t.s, worker);
   t.tile_end = last_tile(t.s);
@@ -79,7 +79,7 @@ __device__ __forceinline__ void begin_split(Stream &t, const Params &p, int kv_h
   }
 }
 
-// The stream of splits `begin` to `end`, of which `s` is the first. Without splits the stream has no tiles.
+// Open the stream of splits `begin` to `end`; `s` is the first. Without splits the stream has no tiles.
 __device__ __forceinline__ Stream open_stream(const KVSplit &s, int begin, int end, const Params &p, int kv_head,
                                               int worker, int lane) {
   Stream t = {};
@@ -93,8 +93,8 @@ __device__ __forceinline__ Stream open_stream(const KVSplit &s, int begin, int e
   return t;
 }
 
-// Start the copy of the stream's next tile to the stage `to`. After the end of the stream nothing is copied, but a
-// group is committed all the same, so that wait_oldest() counts correctly.
+// Start copying the stream's next tile to the stage `to`. After the end of the stream nothing is copied, but a group is
+// still committed so that wait_oldest() counts correctly.
 __device__ __forceinline__ void copy_tile(Stream &t, const Params &p, const char *k, const char *v, u32 to, int kv_head,
                                           int worker, int lane) {
   while (t.tile >= t.tile_end && t.split < t.end) {
@@ -119,7 +119,7 @@ __device__ __forceinline__ void copy_tile(Stream &t, const Params &p, const char
       const char *v_page = v + (page * p.v_page + slot * p.v_slot) * ELEMENT;
 #pragma unroll
       for (int i = 0; i < (K_COPIES > V_COPIES ? K_COPIES : V_COPIES); ++i) {
-        // Positions that no query sees become zeros: the tail of a page may hold NaN, and a weight of 0 x NaN is NaN.
+        // Positions that no query sees become zeros: a page's tail may contain NaN, and a weight of 0 x NaN is NaN.
         if (i < K_COPIES) {
           int piece = i * 32 + lane, token = piece / K_PIECES, column = piece % K_PIECES * 16;
           int bytes = start + token < t.s.seq_len && start + token >= from ? 16 : 0;
@@ -160,7 +160,7 @@ decode_attention(const __grid_constant__ Params p) {
   ClusterExchange cluster_exchange;
   cluster_exchange.open(results + WARPS * PARTIAL_FLOATS);
   __syncwarp();
-  cluster_arrive();  // the exchange buffers of the other blocks are ready once all blocks have arrived
+  cluster_arrive();  // other blocks' exchange buffers are ready once all blocks have arrived
   bool cluster_ready = false;
 #endif
   wait_for_earlier_kernels();
@@ -173,7 +173,7 @@ decode_attention(const __grid_constant__ Params p) {
   KVSplit s = {};
   if (begin < end) s = load_split(p.work_list + p.splits_at + begin * 8);
 #else
-  KVSplit s = load_split(partition_words + 8);  // together with the other words; not used if there is no split
+  KVSplit s = load_split(partition_words + 8);  // loaded with the other words; unused if there is no split
 #endif
 #if !COOPERATIVE
   __shared__ SharedQTile shared[1 + WARPS];
@@ -205,7 +205,7 @@ decode_attention(const __grid_constant__ Params p) {
     }
     const int tile_end = last_tile(s);
     for (int tile = first_tile(s, worker); tile < tile_end; tile += WORKERS) {
-      __syncwarp();  // all lanes have read the stage that is filled next
+      __syncwarp();  // all lanes have read the stage to fill next
       copy_tile(stream, p, k, v, stages_at + free_stage * STAGE_BYTES, kv_head, worker, lane);
       wait_oldest();
       __syncwarp();
@@ -215,7 +215,7 @@ decode_attention(const __grid_constant__ Params p) {
     }
     reduce_sums(state);
 #if COOPERATIVE
-    // 3 to 5, cooperative: all warps synchronize after each split.
+    // Steps 3 to 5, cooperative: all warps synchronize after each split.
     store_partial(state, results + warp * PARTIAL_FLOATS, lane);
     __syncthreads();
 
@@ -252,7 +252,7 @@ decode_attention(const __grid_constant__ Params p) {
       arrive_and_merge(s.num_splits, s.split_index, partials, s.first_token, first_pair, end_pair, rank, p, kv_head);
     if (split + 1 < end) __syncthreads();  // all partial results have been read
 #else
-    // 3 and 4. The output, or a partial result. The last partial result overwrites the tiles, which are used no more.
+    // 3 and 4. The output, or a partial result. The last partial result overwrites the tiles, which are no longer used.
     if (s.num_splits == 1) {
       write_q_tile(state, s.first_token, p, kv_head, lane);
     } else if (split + 1 < end) {
@@ -275,7 +275,7 @@ decode_attention(const __grid_constant__ Params p) {
   if (!cluster_ready) cluster_wait();
 #endif
 
-  // 6. Query tiles that see no KV: written by the partition's warp, or by the first block of its cluster.
+  // 6. The partition's warp, or the first block of its cluster, writes query tiles that see no KV.
   const int thread = COOPERATIVE ? threadIdx.x : lane, num_threads = COOPERATIVE ? THREADS : 32;
   if (rank == 0)
     for (int entry = zeros_begin; entry < zeros_end; ++entry) {

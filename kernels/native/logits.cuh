@@ -1,13 +1,13 @@
-// Queries and logits of both attention kernels. Include the instructions first.
+// Queries and logits of both attention kernels. Include the header with the instructions first.
 
-// The query head and the token of a query. Tokens count from the first new token of the request.
+// The query head and the token of a query. Tokens are numbered from the first new token of the request.
 #define Q_HEAD_OF(kv_head, query) ((kv_head) * NUM_QUERIES_PER_KV + (query) % NUM_QUERIES_PER_KV)
 #define TOKEN_OF(query) ((query) / NUM_QUERIES_PER_KV)
 
-// A maximum that can be subtracted: -inf - -inf is NaN.
+// A maximum that is safe to subtract: -inf - -inf is NaN.
 __device__ __forceinline__ float finite(float top) { return top == NEG_INF ? 0.0f : top; }
 
-// cap * tanh(t) where x is 2 log2(e) t, as logit_constants() scales it. soft_cap() of tile.py explains the series.
+// cap * tanh(t), where x is 2 log2(e) t, as scaled by logit_constants(). soft_cap() in tile.py explains the series.
 __device__ __forceinline__ float soft_cap(float x, float cap) {
   const float h = LN2 / 2, square = x * x;
   float series = x * (h + square * (-h * h * h / 3 + square * (2 * h * h * h * h * h / 15 -

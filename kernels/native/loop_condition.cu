@@ -1,6 +1,6 @@
-// The last node of a loop's body: it sets whether the body runs again. See capture/loop.py.
+// The last node of a loop body, which sets whether the body runs again. See capture/loop.py.
 
-// A function of the device runtime, which the driver resolves when it loads the kernel.
+// A device runtime function that the driver resolves when it loads the kernel.
 extern "C" __device__ __cudart_builtin__ void CUDARTAPI cudaGraphSetConditional(cudaGraphConditionalHandle handle,
                                                                                 unsigned int value);
 

@@ -1,6 +1,6 @@
 // Merges of partial results into the output: within a block, within a cluster, and through global memory.
 //
-// The output of a query tile is NUM_QUERIES x V_HEAD_DIM elements, which threads process as pairs of neighbours. A
+// The output of a query tile is NUM_QUERIES x V_HEAD_DIM elements, which threads process in adjacent pairs. A
 // merge adds sums of weight x value, each scaled by 2^(its reference maximum - the common one), and the sums of weights
 // in the same way. It always adds in the order of the KV splits, so the result does not depend on the order of arrival.
 //
@@ -13,7 +13,7 @@
 
 #define COOPERATIVE (CLUSTER > 1 || FIXED_SPLITS > 0)
 #define THREADS (32 * WARPS)
-#define Q_TILE_PAIRS (NUM_QUERIES * V_HEAD_DIM / 2)     // pairs of neighbouring output elements
+#define Q_TILE_PAIRS (NUM_QUERIES * V_HEAD_DIM / 2)     // pairs of adjacent output elements
 #define SLICE ((Q_TILE_PAIRS + CLUSTER - 1) / CLUSTER)  // pairs that each block of a cluster merges
 #define KV_HEADS gridDim.x
 
@@ -27,8 +27,8 @@ struct Pair {
 __device__ __forceinline__ int query_of(int pair) { return pair / (V_HEAD_DIM / 2); }
 __device__ __forceinline__ int element_of(int pair) { return pair % (V_HEAD_DIM / 2) * 2; }
 
-// The factor that turns a query's sum of weight x value into the output. Also writes the log-sum-exp. A sink is one
-// more logit without a value.
+// The factor that converts a query's sum of weight x value to the output. Also writes the log-sum-exp. A sink is an
+// extra logit without a value.
 __device__ __forceinline__ float output_factor(float top, float sum, i64 token, int head, bool writes_lse,
                                                const Params &p, int kv_head) {
   float rescale = 1.0f;
@@ -38,7 +38,7 @@ __device__ __forceinline__ float output_factor(float top, float sum, i64 token, 
     sum = sum * rescale + power2(sink - finite(with_sink));
     top = with_sink;
   }
-  float divisor = sum == 0.0f ? 1.0f : sum;  // the output of a token that sees no key is zero
+  float divisor = sum == 0.0f ? 1.0f : sum;  // a token that sees no key has output 0
   if (p.lse && writes_lse) p.lse[token * p.lse_token + head] = (top + log2f(divisor)) * LN2;
   return rescale * reciprocal(divisor) * (p.v_scale ? p.v_scale[kv_head * p.v_scale_head] : 1.0f);
 }
@@ -54,7 +54,7 @@ __device__ __forceinline__ void write_pair(Pair r, int pair, int first_token, co
   *output_at(token, head, d, p) = pack_output(r.x * factor, r.y * factor);
 }
 
-// Write the output of a query tile that one warp attended to alone, from registers. Call reduce_sums() first.
+// Write the output of a query tile that only one warp processed, from registers. Call reduce_sums() first.
 __device__ __forceinline__ void write_q_tile(const State &state, int first_token, const Params &p, int kv_head,
                                            int lane) {
 #pragma unroll
@@ -82,8 +82,8 @@ __device__ __forceinline__ void write_q_tile(const State &state, int first_token
   }
 }
 
-// Sum COUNT partial results in shared memory, in order. `values(i)` and `stats(i)` belong to the i-th one, for one
-// pair.
+// Sum COUNT partial results in shared memory, in order, for one pair. `values(i)` and `stats(i)` belong to the i-th
+// result.
 template <int COUNT, typename Values, typename Stats>
 __device__ __forceinline__ Pair merge_shared(Values values, Stats stats) {
   float top = NEG_INF;
@@ -104,21 +104,21 @@ __device__ __forceinline__ Pair merge_shared(Values values, Stats stats) {
 struct PartialIndices {
   int first, next, step;
   __device__ __forceinline__ int of(int index) const { return index == 0 ? first : next + index * step; }
-  // Those of the splits from `leader` on, and those of the first split of every merge group.
+  // Indices for the splits from `leader` on, and for the first split of every merge group.
   __device__ __forceinline__ PartialIndices from(int leader) const { return {of(leader), next + leader * step, step}; }
   __device__ __forceinline__ PartialIndices leaders() const { return {first, next, step * MERGE_GROUP_SIZE}; }
 };
 
-// For a query tile that begins in the partition `first`.
+// Indices for a query tile that begins in partition `first`.
 __device__ __forceinline__ PartialIndices partial_indices_of(int first) { return {2 * first + 1, 2 * first, 2}; }
 
-// Level 0 holds the log-sum-exps of partial results, level 1 those of merged groups. The arrays are separate because
+// Level 0 has the log-sum-exps of partial results, level 1 those of merged groups. The arrays are separate because
 // other warps may still read the log-sum-exp of a group's first split.
 __device__ __forceinline__ float *lse_of(int level, const Params &p) {
   return p.partial_lse + (i64)level * p.max_partials * KV_HEADS * PARTIAL_M;
 }
 
-// Store a pair of a partial result, divided by its sum of weights.
+// Store one pair of a partial result, divided by its sum of weights.
 __device__ __forceinline__ void store_pair(Pair r, int pair, int first_pair, int level, i64 partial, const Params &p,
                                            int kv_head) {
   int query = query_of(pair), d = element_of(pair);
@@ -160,12 +160,12 @@ __device__ __forceinline__ Pair merge_partials(int pair, PartialIndices partials
   return r;
 }
 
-// Count this block's partial results of a query tile as stored. They are split `index` of `count`. The last block to
+// Count this block's partial results of a query tile, which are split `index` of `count`, as stored. The last block to
 // arrive merges.
 //
 // Level 0: the last block of a merge group merges the group into the partial result of its first split. Level 1: the
-// last block of the query tile merges the groups. A query tile with one group has level 0 only. Each block of a cluster
-// does this for its own slice, with its own counters. The last block to arrive resets the counter to 0.
+// last block of the query tile merges the groups. A query tile with one group needs only level 0. Each block of a
+// cluster does this for its own slice, with its own counters. The last block to arrive resets the counter to 0.
 __device__ __forceinline__ void arrive_and_merge(int count, int index, PartialIndices partials, int first_token,
                                                  int first_pair, int end_pair, int rank, const Params &p, int kv_head) {
   __shared__ bool is_last;
@@ -204,8 +204,8 @@ __device__ __forceinline__ Pair merge_warps(int pair, const float *results) {
   return merge_shared<WARPS>([&](int warp) { return load(warp, at); }, [&](int warp) { return load(warp, stats_at); });
 }
 #else
-// A query tile that a warp shares with other warps: the index of the warp's split in it, and how many splits the warp
-// has. num_splits is 0 if there is no such query tile.
+// A query tile that a warp shares with other warps: the index of the warp's split in it, and the warp's number of
+// splits. num_splits is 0 if there is no such query tile.
 struct SharedQTile {
   int first_token, num_splits, split_index, splits;
 };
@@ -214,7 +214,7 @@ __device__ __forceinline__ SharedQTile shared_q_tile_of(const KVSplit &s, int sp
   return {s.first_token, s.num_splits > 1 ? s.num_splits : 0, s.split_index, splits};
 }
 
-#define LANE_PAIRS ((V_HEAD_DIM + 63) / 64)  // pairs of a query that each lane of a warp holds
+#define LANE_PAIRS ((V_HEAD_DIM + 63) / 64)  // pairs of a query per lane
 
 // Fix-up: a block sends its partial result of a query tile that continues in the next block. It has V_HEAD_DIM sums per
 // query, the reference maximum and the sum of weights. The last block of a merge group sends the sum of its group.
@@ -227,7 +227,7 @@ __device__ __forceinline__ float *fixup_partial(int block, int query, const Para
   return reinterpret_cast<float *>(p.counters) + partials + number * (V_HEAD_DIM + 2);
 }
 
-// The first element of a lane's j-th pair of a query.
+// The first element of a lane's j-th pair in a query.
 __device__ __forceinline__ int element_of_lane(int lane, int j) { return min(2 * (lane + 32 * j), V_HEAD_DIM - 2); }
 
 __device__ __forceinline__ float nonzero(float x) { return x == 0.0f ? -0.0f : x; }
@@ -245,11 +245,11 @@ __device__ __forceinline__ void send_partial(const Pair (&result)[LANE_PAIRS], f
 // `first`. The senders are the last blocks of the first `groups` merge groups, then the blocks before `first + index`
 // that are in none of these groups.
 //
-// A block waits only for blocks of lower index. Devices start blocks in the order of their indices, so the sender runs
-// or has finished. CUDA does not guarantee that order; the kernel relies on it.
+// A block waits only for blocks of lower index. Devices start blocks in index order, so the sender is running
+// or has finished. CUDA does not guarantee this order, but the kernel relies on it.
 __device__ __forceinline__ void receive_partials(Pair (&result)[LANE_PAIRS], int first, int index, int groups,
                                                 int query, const Params &p, int kv_head, int lane) {
-  // The limit takes more than ten seconds to reach. A work list of another plan reaches it.
+  // Reaching the limit takes more than ten seconds. A work list of another plan causes it.
   constexpr int AT_A_TIME = 8, MAX_POLLS = 1 << 24;
   const int member = index / MERGE_GROUP_SIZE * MERGE_GROUP_SIZE, count = groups + index - member;
 #pragma unroll 1
@@ -258,7 +258,7 @@ __device__ __forceinline__ void receive_partials(Pair (&result)[LANE_PAIRS], int
     float2 stats[AT_A_TIME], values[AT_A_TIME][LANE_PAIRS];
 #pragma unroll
     for (int i = 0; i < AT_A_TIME; ++i) {
-      const int at = min(from + i, count - 1);  // reading the last one again is cheaper than a branch per load
+      const int at = min(from + i, count - 1);  // rereading the last one is cheaper than a branch per load
       const int sender = at < groups ? (at + 1) * MERGE_GROUP_SIZE - 1 : member + at - groups;
       partials[i] = fixup_partial(first + sender, query, p, kv_head);
     }
@@ -305,9 +305,9 @@ __device__ __forceinline__ void receive_partials(Pair (&result)[LANE_PAIRS], int
 
 // Merge the query tiles that the warps of this block share.
 //
-// shared          [0]: the query tile of the block's first split, if the warp of that split has other splits too;
+// shared          [0]: the query tile of the block's first split, if that split's warp also has other splits;
 //                 [1 + warp]: the query tile of each warp's last or only split
-// firsts, lasts   the partial results of a warp's first split, and of its last or only split
+// firsts, lasts   the partial results of each warp's first split, and of its last or only split
 //
 // A warp merges one query at a time, LANE_PAIRS pairs per lane. Warps process the query tiles of a block from the last
 // to the first. The last one may continue in the next block, where another block waits for its partial result. A query
@@ -316,8 +316,8 @@ template <typename Firsts, typename Lasts>
 __device__ __forceinline__ void merge_streams(const SharedQTile *shared, Firsts firsts, Lasts lasts, int block,
                                               const Params &p, int kv_head) {
   // Each lane reads one entry of `shared`. A query tile is in the entries of several warps, `from` to `to` of this
-  // block; the first of these entries leads. In warp `to` the split of the query tile is the warp's first one, if that
-  // warp has other splits too.
+  // block; the first of these entries leads. In warp `to`, the query tile's split is the warp's first one if that
+  // warp also has other splits.
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const SharedQTile mine = shared[min(lane, WARPS)];
   const int from = max(lane - 1, 0), first_partition = block * WARPS + from - mine.split_index;
@@ -335,7 +335,7 @@ __device__ __forceinline__ void merge_streams(const SharedQTile *shared, Firsts 
     const int begin = __shfl_sync(0xffffffffu, from, leader), end = __shfl_sync(0xffffffffu, to, leader);
     const float *at_end = __shfl_sync(0xffffffffu, (int)ends_first, leader) ? firsts(end) : lasts(end);
     // The warps' partial results of the query tile. Lane i reads that of warp i, as do lanes i + WARPS, i + 2 WARPS,
-    // ... For warps without a split of the query tile another partial result is read and ignored.
+    // ... For warps without a split of the query tile, another partial result is read and ignored.
     const auto partial_of_warp = [&](int other) { return other < end ? lasts(max(other, begin)) : at_end; };
     const float *my_partial = partial_of_warp(lane % WARPS);
     const float2 stats = *reinterpret_cast<const float2 *>(my_partial + NUM_QUERIES * OUT_PITCH + 2 * query);
@@ -383,7 +383,7 @@ __device__ __forceinline__ void merge_streams(const SharedQTile *shared, Firsts 
 
 #if CLUSTER > 1
 // The exchange between the blocks of a cluster after each split. Pairs [2][CLUSTER][SLICE] go to the block that owns
-// their slice. Statistics [2][CLUSTER][NUM_QUERIES] go to every block. The buffers are doubled, for even and odd
+// their slice. Statistics [2][CLUSTER][NUM_QUERIES] go to every block. There are two buffers, for even and odd
 // rounds: a block can be at most one round ahead, since it needs the results of all blocks to finish a round.
 //
 // A barrier in shared memory counts the bytes that arrive, so no fence is needed.

@@ -25,7 +25,7 @@ _MIN_CAPABILITY = (9, 0)  # clusters, programmatic dependent launch
 _OPTIONS = ("--std=c++17", "--ptxas-options=-v")
 
 MIN_SHARED_BYTES = 227 << 10
-"""Shared memory per block that plans rely on: sm_90 and sm_100 have it, sm_120 does not."""
+"""Shared memory per block that plans require, in bytes: sm_90 and sm_100 have it, sm_120 does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +35,10 @@ class NativeVariant:
     source        a file of this folder; it may include the .cuh files of the folder
     entry         name of the kernel, extern "C"
     macros        compile-time macros, sorted by name
-    num_threads   threads of a block
-    shared_bytes  dynamic shared memory of a block
-    cluster       blocks of a cluster, along the second dimension of the grid
-    arch_specific it uses instructions of one compute capability only, as of sm_90a
+    num_threads   threads per block
+    shared_bytes  dynamic shared memory per block
+    cluster       blocks per cluster, along the second dimension of the grid
+    arch_specific it uses instructions of only one compute capability, such as sm_90a
     """
 
     source: str
@@ -51,8 +51,7 @@ class NativeVariant:
 
 
 def runs_native(device: torch.device) -> bool:
-    """Return whether `device` runs the kernels of this folder: compute capability 9.0 or newer, 227 KB shared
-    memory."""
+    """Return whether `device` runs these kernels: compute capability 9.0 or newer, 227 KB of shared memory."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < _MIN_CAPABILITY:
         return False
     attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
@@ -61,7 +60,7 @@ def runs_native(device: torch.device) -> bool:
 
 
 def nvrtc_fault() -> str | None:
-    """Return why this process cannot compile kernels; None if it can."""
+    """Return the reason why this process cannot compile kernels; None if it can."""
     try:
         _compiler_version()
     except ConfigError as error:
@@ -70,11 +69,11 @@ def nvrtc_fault() -> str | None:
 
 
 def compile_variant(variant: NativeVariant, arch: str = "sm_90") -> tuple[bytes, str]:
-    """Return the cubin of a variant, and the assembler's report of registers and spills. Needs no GPU.
+    """Return the cubin of a variant, and the assembler's report of registers and spills. Requires no GPU.
 
     arch   compute capability; for an `arch_specific` variant the suffix "a" is appended
 
-    Raises: ConfigError: without the NVRTC library. GraphRTError, with the compiler's log: if the source does not
+    Raises: ConfigError: if there is no NVRTC library. GraphRTError, with the compiler's log: if the source does not
     compile.
     """
     _compiler_version()
@@ -101,7 +100,7 @@ def compile_variant(variant: NativeVariant, arch: str = "sm_90") -> tuple[bytes,
     return bytes(cubin), text_of_log
 
 
-# The CPU build of torch does not have it.
+# The CPU build of torch lacks this function.
 raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
 """Return the handle of the calling thread's current stream on the device with this index."""
 
@@ -114,7 +113,7 @@ def launch(
     *,
     pdl: bool = False,
 ) -> None:
-    """Launch on the current stream of `device`, with one struct as the parameter.
+    """Launch on the current stream of `device`, with one struct as parameter.
 
     Capture-safe: if the first launch of a variant is in a capture, its module is loaded in relaxed capture mode.
 
@@ -160,7 +159,7 @@ def _index(device: torch.device) -> int:
 
 
 def load(variant: NativeVariant, device_index: int) -> Any:
-    """Return the variant's function on the current device, for launches and graph nodes. It stays loaded.
+    """Return the variant's function on the current device, for launches and graph nodes. It is never unloaded.
 
     Capture-safe under the same conditions as `launch`, and raises the same errors.
     """
@@ -180,7 +179,7 @@ load_hooks: list[Callable[[str], None]] = []
 
 @functools.cache
 def _function(variant: NativeVariant, device_index: int) -> Any:
-    """Load a variant. Modules are never unloaded, because graphs refer to their kernels."""
+    """Load a variant. Modules are never unloaded, because graphs reference their kernels."""
     for hook in tuple(load_hooks):
         hook(variant.entry)
     arch = "sm_{}{}".format(*torch.cuda.get_device_capability(device_index))
@@ -220,7 +219,7 @@ def _compiler_version() -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _relaxed_capture() -> Iterator[None]:
-    """Loading a module uses no stream, but during a capture only the relaxed mode of this thread allows it."""
+    """Allow module loads during a capture: they use no stream, but need this thread's relaxed capture mode."""
     relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     outer = _check(driver.cuThreadExchangeStreamCaptureMode(relaxed))
     try:

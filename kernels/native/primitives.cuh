@@ -1,4 +1,4 @@
-// Instructions of sm_90 without a CUDA C++ intrinsic, and conversions that depend on the dtypes of queries and cache.
+// sm_90 instructions without a CUDA C++ intrinsic, and conversions that depend on the dtypes of queries and cache.
 //
 // tests/support/emulation/primitives.cuh defines the same functions for a CPU.
 //
@@ -47,7 +47,7 @@ __device__ __forceinline__ u32 transpose(u32 x) {
   return y;
 }
 
-// Products are in the query's dtype. With an fp8 cache, queries, keys and values are multiplied as float16.
+// Products use the query's dtype. With an fp8 cache, queries, keys and values are multiplied as float16.
 #if Q_BF16 && !KV_FP8
 #define MMA_TYPE "bf16"
 #define PACK "cvt.rn.bf16x2.f32 %0, %2, %1;\n"
@@ -73,7 +73,7 @@ __device__ __forceinline__ u32 pack(float low, float high) {
 #else
 #define WIDEN "cvt.rn.f16x2.e4m3x2 %0, %1;\n"
 #endif
-__device__ __forceinline__ u32 widen(u16 x) {  // two fp8 values to two float16
+__device__ __forceinline__ u32 widen(u16 x) {  // convert two fp8 values to two float16 values
   u32 r;
   asm(WIDEN : "=r"(r) : "h"(x));
   return r;
@@ -87,7 +87,7 @@ __device__ __forceinline__ float from_query(u16 x) {
   return r;
 #endif
 }
-// Pack two floats in the query's dtype, which is also the output's.
+// Pack two floats in the query's dtype, which is also the output dtype.
 __device__ __forceinline__ u32 pack_output(float low, float high) {
   u32 r;
 #if Q_BF16
@@ -97,7 +97,7 @@ __device__ __forceinline__ u32 pack_output(float low, float high) {
 #endif
   return r;
 }
-// 2^x, the logarithm to base 2 and 1 / x, with the accuracy of the instructions.
+// 2^x, log2(x) and 1 / x, with the accuracy of the instructions.
 __device__ __forceinline__ float power2(float x) {
   float r;
   asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(r) : "f"(x));
@@ -121,21 +121,21 @@ __device__ __forceinline__ void add_shared_if(bool holds, u32 *at, u32 x) {
                ::"r"(shared_address(at)), "r"(x), "r"((u32)holds) : "memory");
 }
 // With programmatic dependent launch: wait until the earlier kernels of the stream have finished. Read what they wrote
-// only after this wait. A kernel needs no wait if the previous kernel triggers its launch after a wait of its own.
+// only after this wait. A kernel needs no wait if the previous kernel waits before it triggers the launch.
 __device__ __forceinline__ void wait_for_earlier_kernels() { asm volatile("griddepcontrol.wait;\n" ::: "memory"); }
 // With programmatic dependent launch: let the next kernel of the stream start once all blocks have called this or have
 // exited. The next kernel must call wait_for_earlier_kernels() before it reads what this kernel writes.
 __device__ __forceinline__ void let_next_kernel_start() {
   asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
 }
-// Count an arrival; return how many arrived before. Later arrivals see what the block stored before its last barrier.
+// Count an arrival; return the number before it. Later arrivals see what the block stored before its last barrier.
 __device__ __forceinline__ int count_arrival(int *at) {
   int before;
   asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;\n" : "=r"(before) : "l"(at) : "memory");
   return before;
 }
 
-// Two words at an even index that another block may access at the same time. They may arrive in any order.
+// Two words at an even index that another block may access concurrently. They may arrive in any order.
 __device__ __forceinline__ void send(float *at, float x, float y) {
   asm volatile("st.relaxed.gpu.global.v2.f32 [%0], {%1, %2};\n" ::"l"(at), "f"(x), "f"(y) : "memory");
 }
@@ -168,7 +168,7 @@ __device__ __forceinline__ void wait_for_bytes(i64 *at, int phase) {
   } while (!done);
 }
 
-// Between the blocks of a cluster. Pass an address of the own block; it is mapped to the block `rank`.
+// Map an address in this block's shared memory to the block `rank` of the cluster.
 __device__ __forceinline__ u32 remote_address(u32 at, int rank) {
   u32 remote;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;\n" : "=r"(remote) : "r"(at), "r"(rank));

@@ -1,44 +1,44 @@
-// Attention of prefills: query tiles of 128 queries over KV tiles, on the tensor cores of sm_90a.
+// Prefill attention: query tiles of 128 queries over KV tiles, on the tensor cores of sm_90a.
 //
-// Blocks are persistent: each stays on its multiprocessor and takes the next query tile of the schedule until none is
+// Blocks are persistent: each stays on its multiprocessor and fetches the next query tile of the schedule until none is
 // left. Its warps are specialized:
 //
-//   warp 0         takes query tiles and loads their keys into shared memory, as many tiles ahead as there are stages
+//   warp 0         fetches query tiles and loads their keys into shared memory, as many tiles ahead as there are stages
 //   warp 1         loads their values
 //   warps 2 and 3  gather the queries of the next query tile, and write the output of query tiles that see no KV
 //   warps 4 to 11  two warpgroups; each multiplies 64 queries with the tiles and writes their output
 //
 // A warpgroup starts the product with the next tile's keys before it multiplies weights and values of the current tile,
-// so the tensor cores work while it computes the next weights. The next tile may be the first one of another query
-// tile: the pipeline drains only after the block's last query tile. The two warpgroups take turns at the tensor cores,
+// so the tensor cores are busy while it computes the next weights. The next tile may be the first one of another query
+// tile: the pipeline drains only after the block's last query tile. The two warpgroups alternate on the tensor cores,
 // so that one computes weights during the products of the other (ping-pong). The KV tiles of a query tile are processed
 // from the last to the first, so that masked tiles come first.
 //
 // Barriers signal when a stage is full and when it is empty.
 //
-// After FlashAttention-3 (Shah et al. 2024).
+// Based on FlashAttention-3 (Shah et al. 2024).
 
 #include "warpgroups.cuh"
 #include "logits.cuh"
 
-#define BLOCK_M 128                                // queries of a query tile
+#define BLOCK_M 128                                // queries per query tile
 #define PANELS ((HEAD_DIM + 63) / 64)              // a panel is 64 elements of each row: 128 bytes
-#define KEY_STEPS ((HEAD_DIM + 15) / 16)           // products of 16 elements along the head
+#define KEY_STEPS ((HEAD_DIM + 15) / 16)           // steps of 16 elements along the head
 #define VALUE_DIM ((HEAD_DIM + 31) / 32 * 32)      // columns of the output, in products of 128, 64 and 32
 #define CHUNKS (HEAD_DIM / 8)                      // copies of 16 bytes
-#define BOXES (BLOCK_N / BOX_ROWS)                 // TMA boxes of a tile and panel; each box is within one page
+#define BOXES (BLOCK_N / BOX_ROWS)                 // TMA boxes per tile and panel; each box is within one page
 #define QUERY_PANEL (BLOCK_M * 128)                // bytes
 #define TILE_PANEL (BLOCK_N * 128)
 #define QUERY_BYTES (PANELS * QUERY_PANEL)
 #define TILE_BYTES (PANELS * TILE_PANEL)
 #define NUM_THREADS 384
 #define GATHER_THREADS 64
-#define RESCALE_ABOVE 8.0f  // the reference maximum moves only if a logit exceeds it by more, so weights are up to 2^8
+#define RESCALE_ABOVE 8.0f  // the reference maximum changes only if a logit exceeds it by more: weights are up to 2^8
 #define SCALED (SOFTCAP || ALIBI)                  // logits are scaled before the maximum is taken
-#define TURN_BARRIER 1                             // and 2: the turns of the warpgroups
+#define TURN_BARRIER 1                             // and 2: for alternating warpgroups
 #define BOTH_BARRIER 3
 
-// The same struct as _Params of prompt_native.py. Strides are in elements.
+// The same struct as _Params in prompt_native.py. Strides are in elements.
 struct Params {
   TensorMap k_map, v_map;
   const u16 *q;
@@ -63,16 +63,16 @@ template <int COUNT> struct Ring {
   }
 };
 
-// A query tile of the schedule, as prompt_schedule.py documents it, for one KV head.
+// A query tile in the schedule, for one KV head; prompt_schedule.py documents it.
 struct QTile {
   int req, first_query, first_token, query_len, seq_len, kv_start, kv_head;
   int num_queries;
-  int first, last;  // positions of its first and its last query
+  int first, last;  // positions of its first and last query
   int first_seen;   // the first position that a new token of the request sees
   int begin, end;   // KV tiles; begin is negative after the last query tile
 };
 
-// Shared memory of a block besides tiles and queries.
+// Shared memory of a block, except tiles and queries.
 struct Shared {
   i64 q_full[QUERY_STAGES], q_empty[QUERY_STAGES], k_full[K_STAGES], k_empty[K_STAGES], v_full[V_STAGES], v_empty[V_STAGES];
   i64 item_full[2], item_empty[2];
@@ -81,7 +81,7 @@ struct Shared {
 };
 static_assert(sizeof(Shared) <= SHARED_VARIABLES, "prompt_native.py reserves less");
 
-// Load a work item: a query tile for one KV head. Items of one query tile are consecutive. Return false after the last.
+// Load a work item: a query tile for one KV head. Items of a query tile are consecutive. Return false after the last.
 __device__ __forceinline__ bool load_q_tile(const Params &p, int item, int num_q_tiles, QTile &u) {
   if (item >= num_q_tiles * p.num_kv_heads) return false;
   u.kv_head = item % p.num_kv_heads;
@@ -101,18 +101,18 @@ __device__ __forceinline__ bool load_q_tile(const Params &p, int item, int num_q
 
 // Warps 0 and 1: keys and values
 
-// The page of a box of a tile, or the position of the box in packed keys.
+// The page of a box in a tile, or the position of the box in packed keys.
 __device__ __forceinline__ int find_page(const Params &p, const QTile &u, int tile, int box) {
   const int position = tile * BLOCK_N + box * BOX_ROWS;
 #if PAGED
-  if (position >= u.seq_len || position + BOX_ROWS <= u.first_seen) return 0;  // the table may hold any id there
+  if (position >= u.seq_len || position + BOX_ROWS <= u.first_seen) return 0;  // the table may contain any id there
   return p.block_table[u.req * p.table_row + position / PAGE_SIZE];
 #else
   return u.kv_start + position;
 #endif
 }
 
-// Load the KV tiles of a query tile, keys or values, from the last to the first. Each lane reads a page id, one tile
+// Load the KV tiles of a query tile, keys or values, from the last to the first. Each lane reads a page id one tile
 // ahead.
 template <int COUNT> __device__ __forceinline__ void copy_tiles(
     const Params &p, const QTile &u, const TensorMap *map, u32 tiles, i64 *full, i64 *empty, Ring<COUNT> &ring, int lane) {
@@ -124,7 +124,7 @@ template <int COUNT> __device__ __forceinline__ void copy_tiles(
     for (int box = 0; box < BOXES; ++box) pages[box] = __shfl_sync(0xffffffffu, page_of_lane, box);
     if (tile > u.begin) page_of_lane = find_page(p, u, tile - 1, box_of_lane);
     wait_for(empty + ring.stage, ring.phase ^ 1);
-    // One thread issues all loads. Their addresses are then uniform, which the instruction requires.
+    // One thread issues all loads, so their addresses are uniform, as the instruction requires.
     if (elect()) {
       i64 *const barrier = full + ring.stage;
       const u32 to = tiles + ring.stage * TILE_BYTES;
@@ -148,7 +148,7 @@ template <int COUNT> __device__ __forceinline__ void copy_tiles(
   }
 }
 
-// The schedule's header counts the work items taken after the first one of each block, and the blocks that have
+// The schedule's header counts the work items fetched after each block's first one, and the blocks that have
 // finished. The last block to finish resets both counters for the next launch.
 __device__ __forceinline__ int take_item(const Params &p) { return gridDim.x + atomicAdd(p.schedule + 1, 1); }
 __device__ __forceinline__ void finish(const Params &p) {
@@ -179,7 +179,7 @@ __device__ __forceinline__ void copy_keys(const Params &p, int num_q_tiles, u32 
   if (lane == 0) finish(p);
 }
 
-// Load the work item that warp 0 took. Return false after the last one.
+// Load the work item that warp 0 fetched. Return false after the last one.
 __device__ __forceinline__ bool next_q_tile(
     const Params &p, int num_q_tiles, Shared &b, Ring<2> &ring, int lane, QTile &u) {
   wait_for(b.item_full + ring.stage, ring.phase);
@@ -229,7 +229,7 @@ __device__ __forceinline__ void gather_queries(const Params &p, int num_q_tiles,
     wait_for(b.q_empty + ring.stage, ring.phase ^ 1);
     if (thread == 0) b.q_tiles[ring.stage] = u;
     const u32 to = queries + ring.stage * QUERY_BYTES + chunk / 8 * QUERY_PANEL;
-    // Unrolled, because the addresses are long dependency chains.
+    // Unroll, because the addresses are long dependency chains.
 #pragma unroll 4
     for (int m = first; m < (exists && first < ROWS ? BLOCK_M : 0); m += ROWS) {
       const int query = u.first_query + m;
@@ -247,15 +247,15 @@ __device__ __forceinline__ void gather_queries(const Params &p, int num_q_tiles,
 
 // Warps 4 to 11: attention
 
-// A lane's share of the 64 queries of a warpgroup: two rows, with two neighbouring columns of every 8.
+// A lane's share of the 64 queries of a warpgroup: two rows, with two adjacent columns of every 8.
 struct Queries {
   int position[2];
   float slope[2];
   float top[2];    // reference maximum: weight = 2^(logit - top)
-  float total[2];  // sum of the weights of the lane's own columns
+  float total[2];  // sum of the weights in the lane's columns
 };
 
-// Turn the products with a tile's keys into logits: scaled if SCALED, -inf if the query does not see the key.
+// Convert the products with a tile's keys to logits: scaled if SCALED, -inf if the query does not see the key.
 __device__ __forceinline__ void finish_logits(
     float (&s)[BLOCK_N / 2], const Queries &q, const Params &p, const QTile &u, int tile, int lane) {
   const int start = tile * BLOCK_N + lane % 4 * 2;
@@ -287,7 +287,7 @@ __device__ __forceinline__ void finish_logits(
   }
 }
 
-// Turn logits into weights. Earlier sums must be multiplied by `rescale`; return false if it is 1 in the whole warp.
+// Convert logits to weights. Earlier sums must be multiplied by `rescale`; return false if it is 1 in the whole warp.
 __device__ __forceinline__ bool weigh(float (&s)[BLOCK_N / 2], Queries &q, float factor, float (&rescale)[2]) {
   float top[2] = {s[0], s[2]}, base[2];
 #pragma unroll
@@ -307,7 +307,7 @@ __device__ __forceinline__ bool weigh(float (&s)[BLOCK_N / 2], Queries &q, float
     s[i] = power2(fmaf(s[i], factor, base[i / 2 % 2]));
     q.total[i / 2 % 2] += s[i];
   }
-  // Using the totals here makes the assembler compute the weights before the branch and not after a wait inside it.
+  // Using the totals here makes the assembler compute the weights before the branch, not after a wait inside it.
   return __any_sync(0xffffffffu, !(rescale[0] * rescale[1] == 1.0f && q.total[0] + q.total[1] >= 0.0f));
 }
 
@@ -340,7 +340,7 @@ __device__ __forceinline__ void multiply_values(
   }
 }
 
-// Zero the values that no token of the request sees, past its end or before its window: they may be NaN, and a weight
+// Zero the values that no token of the request sees, after its end or before its window: they may be NaN, and a weight
 // of 0 times NaN is NaN. Both warpgroups share the work.
 __device__ __forceinline__ void clear_values(
     u32 values, i64 *full, int phase, const QTile &u, int tile, int thread) {
@@ -366,14 +366,14 @@ __device__ __forceinline__ void write_output(
     const int m = first + lane / 4 + 8 * row, query = u.first_query + min(m, u.num_queries - 1);
     const int head = Q_HEAD_OF(u.kv_head, query);
     float scale = 1.0f;
-    if (p.sinks) {  // one more logit without a value: it changes only the sum of weights
+    if (p.sinks) {  // an extra logit without a value: it changes only the sum of weights
       const float sink = p.sinks[head] * LOG2E, new_top = fmaxf(top, sink);
       scale = power2(top - finite(new_top));
       total = total * scale + power2(sink - finite(new_top));
       top = new_top;
     }
-    const float divisor = total == 0.0f ? 1.0f : total;  // the output of a token that sees no key is zero
-    if (p.lse && lane % 4 == 0 && m < u.num_queries)  // -inf if no key is seen, as top is
+    const float divisor = total == 0.0f ? 1.0f : total;  // a token that sees no key has output 0
+    if (p.lse && lane % 4 == 0 && m < u.num_queries)  // -inf if no key is seen, like top
       p.lse[(i64)(u.first_token + TOKEN_OF(query)) * p.lse_token + head] = (top + log2f(divisor)) * LN2;
     scale /= divisor;
 #pragma unroll
@@ -413,7 +413,7 @@ __device__ __forceinline__ void attend(const Params &p, u32 queries, u32 k_tiles
   Ring<V_STAGES> v_ring;
   float s[BLOCK_N / 2], sums[VALUE_DIM / 2], rescale[2];
   u32 weights[BLOCK_N / 4];
-  if (warpgroup == 1) barrier_arrive(TURN_BARRIER, 256);  // warpgroup 0 has the first turn
+  if (warpgroup == 1) barrier_arrive(TURN_BARRIER, 256);  // warpgroup 0 goes first
   wait_for(b.q_full, 0);
   QTile u = b.q_tiles[0];
   while (u.begin >= 0) {
@@ -471,7 +471,7 @@ __device__ __forceinline__ void attend(const Params &p, u32 queries, u32 k_tiles
       finish_logits(s, q, p, u, tile, lane);
       const bool grows = weigh(s, q, factor, rescale);
 
-      // The sums of this one.
+      // The sums of this tile.
       if (grows) {
         wgmma_wait<0>();
         fence_registers(sums);

@@ -1,16 +1,16 @@
 // Sampling: block-wide reductions, prefix sums, the best token, and searches for thresholds.
 //
-// Sums have a fixed order: per thread, then per warp, then over the warps.
+// Sums have a fixed order: within threads, then within warps, then over the warps.
 
 #include "primitives.cuh"
 
 typedef unsigned long long u64;
 
 #define THREADS (32 * WARPS)
-#define MAX_GROUPS 4096                   // groups of a row
-#define QUADS (MAX_GROUPS / 4 / THREADS)  // quads of four neighbouring groups per thread
+#define MAX_GROUPS 4096                   // maximum groups per row
+#define QUADS (MAX_GROUPS / 4 / THREADS)  // quads of adjacent groups per thread
 #define WORDS_OF_GROUP (GROUP / 32)
-#define AT_ONCE 4                         // concurrent reads of a thread
+#define AT_ONCE 4                         // concurrent reads per thread
 #define BINS 256                          // bins of a histogram
 #define NOWHERE (1 << 30)                 // larger than every token id
 #define NO_TOKEN (-1)
@@ -29,7 +29,7 @@ __device__ __forceinline__ Team team_at(Meeting &meeting) {
 
 // Numbers
 
-// A float as an integer of the same order; both zeros have one key.
+// Map a float to an integer that orders like it; both zeros have the same key.
 __device__ __forceinline__ u32 key_of(float x) {
   u32 bits = x == 0.0f ? 0u : __float_as_uint(x);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
@@ -37,7 +37,7 @@ __device__ __forceinline__ u32 key_of(float x) {
 __device__ __forceinline__ float value_of(u32 key) {
   return __int_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
 }
-// exp((x - best) / heat): unnormalized probabilities. The best has 1, even if it is infinite.
+// exp((x - best) / heat): unnormalized probabilities. The best is 1, even if its logit is infinite.
 __device__ __forceinline__ float weight(float x, float best, float rate) {
   float w = power2(x >= best ? 0.0f : (x - best) * rate);
   return x > NEG_INF ? w : 0.0f;
@@ -50,7 +50,7 @@ __device__ __forceinline__ float warp_sum(float x) {
   for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
   return x;
 }
-// Sums over all threads, and with EXTREMES the largest and the least key.
+// Sums over all threads and, with EXTREMES, the largest and the least key.
 template <int N, bool EXTREMES>
 __device__ __forceinline__ void reduce_all(Team &t, float (&x)[N], u32 &largest, u32 &least) {
   float(&sums)[8][WARPS] = t.meeting.sums[t.turn];
@@ -113,7 +113,7 @@ __device__ __forceinline__ int before(Team &t, int mine, int &total) {
   return first + sum - mine;
 }
 
-// A candidate token, its score and its logit. Of equal scores the lower token wins.
+// A candidate token, its score and its logit. The lower token wins ties.
 struct Found {
   float score;
   int token;
@@ -145,8 +145,8 @@ __device__ __forceinline__ void best_of_all(Team &t, Found &mine) {
   t.turn ^= 1;
 }
 
-// Narrow keys [low, high): the amounts of the keys from `low` on reach `need`, those from `high` on do not. This must
-// be true of the arguments. The search divides the range by five until it has at most `until` keys; with 1, the result
+// Narrow keys [low, high): the amounts of keys from `low` on reach `need`, those from `high` on do not. The arguments
+// must satisfy this. The search divides the range by five until it has at most `until` keys; with 1, the result
 // is the largest such key.
 //
 // Each step also moves the bounds to existing keys: sums do not change between two keys. Sums in a fixed order are

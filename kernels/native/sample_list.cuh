@@ -2,11 +2,11 @@
 
 #include "sample_row.cuh"
 
-#define LISTED ((LIST + THREADS - 1) / THREADS)  // list entries of a thread
-#define OCCURRED (1 << 30)    // flag of a listed token, until its logit is processed
+#define LISTED ((LIST + THREADS - 1) / THREADS)  // list entries per thread
+#define OCCURRED (1 << 30)    // flag of a listed token whose logit is not processed yet
 #define SURE 1.0001f          // margin for rounding in bounds on masses
-#define FIXED (1 << 19)       // fixed-point 1 of masses in a histogram: the mass of all groups fits 32 bits
-#define CERTAIN_REACH 1.000001f  // factors by which sums of a histogram certainly reach or miss an amount
+#define FIXED (1 << 19)       // fixed-point 1 of masses in a histogram: the mass of all groups fits in 32 bits
+#define CERTAIN_REACH 1.000001f  // factor by which histogram sums certainly reach an amount
 #define CERTAIN_MISS 0.999999f
 
 // best, bounds    per group: the highest logit of the plain tokens, and an upper bound of their scores. Passes over the
@@ -48,7 +48,7 @@ __device__ __forceinline__ Bins empty_bins(const Team &t, Shared &shared, bool b
 __device__ __forceinline__ void add_to(const Bins &bins, u32 key, u32 units) {
   if (key >= bins.low) atomicAdd(&bins.sums[(key - bins.low) >> bins.shift], units);
 }
-// Suffix sums: for each of a lane's N bins, the sum of it and all bins above. Every warp computes all bins.
+// Suffix sums: for each of a lane's N bins, the sum of this and all higher bins. Every warp computes all bins.
 template <int N>
 __device__ __forceinline__ void add_from_above(const Team &t, const u32 *bins, u32 (&sums)[N]) {
 #pragma unroll
@@ -97,13 +97,13 @@ __device__ __forceinline__ float min_p_floor(const Row &r, const Kept &kept, flo
 }
 // A logit below which no token is kept, at least the floor of min-p, from the groups' highest plain logits. If k groups
 // reach a logit, so do k tokens. If the best tokens of some groups have top-p of the mass, no token below all of them
-// is kept. The latter needs the whole mass, so it is for rows without top-k and min-p only.
+// is kept. The second bound needs the whole mass, so only rows without top-k and min-p use it.
 //
 // groups  number of groups that must reach the floor, by top-k
-// lowest  the key of the lowest group with a plain token: bins from there on are finer than from -inf on
+// lowest  the key of the lowest group with a plain token: bins starting there are finer than bins from -inf on
 __device__ __forceinline__ float floor_of(Team &t, Shared &shared, const Row &r, const Kept &kept, int groups,
                                           u32 lowest, float best, float total) {
-  const float floor = r.late ? NEG_INF : min_p_floor(r, kept, best);  // the best logit of a late row is not known yet
+  const float floor = r.late ? NEG_INF : min_p_floor(r, kept, best);  // a late row's best logit is not known yet
   const bool by_count = kept.top_k > 0;
   if (!by_count && (kept.top_p >= 1.0f || kept.min_p > 0.0f)) return floor;
   const float need = by_count ? (float)groups : kept.top_p * total * SURE;
@@ -165,7 +165,7 @@ __device__ __forceinline__ int list_groups(Team &t, Shared &shared, Chosen chose
   return count;
 }
 // Write bits of the listed groups' plain tokens that reach `floor(group)`; in a late row, of all tokens that do. A few
-// lanes share a word, with a piece each.
+// lanes share a word, one piece each.
 template <bool ALL, typename Floor>
 __device__ __forceinline__ void find_bits(const Team &t, Shared &shared, const Row &r, const u16 *groups, int count,
                                           Floor floor) {
@@ -243,7 +243,7 @@ __device__ __forceinline__ int list_plain(Team &t, Shared &shared, const Row &r,
     }
   }
   __syncthreads();
-  constexpr int SIDE = ALL ? LISTED : AT_ONCE;  // passes have no registers for more
+  constexpr int SIDE = ALL ? LISTED : AT_ONCE;  // passes lack registers for more
 #pragma unroll 1
   for (int start = t.thread; start < length; start += SIDE * THREADS) {
     int tokens[SIDE], counts[SIDE];
@@ -271,7 +271,7 @@ __device__ __forceinline__ int list_plain(Team &t, Shared &shared, const Row &r,
   }
   return length;
 }
-// List all tokens that reach the floor, plain ones first, then changed ones. Returns their number, above LIST if they
+// List all tokens that reach the floor, plain ones first, then changed ones. Returns their number, above LIST if there
 // are too many. In a late row, model logits are compared with the floor.
 __device__ __forceinline__ int list_tokens(Team &t, Shared &shared, const Row &r, float floor) {
   const int count = list_groups(t, shared, [&](int group) {
@@ -336,7 +336,7 @@ __device__ __forceinline__ void narrow_list(Team &t, Shared &shared, const u32 (
     if (amounts[i] > 0.0f) add_to(bins, keys[i], by_count ? 1u : (u32)(amounts[i] * FIXED));
   narrow_to_bin(t, bins, need, (float)LIST, low, high);
 }
-// The threshold of a list: the lowest key that is kept. Top-k comes first: top-p is a share of the mass that top-k
+// The threshold of a list: the lowest key that is kept. Top-k is applied first: top-p is a share of the mass that top-k
 // keeps. `reaching`: number of listed tokens that reach the floor.
 __device__ __forceinline__ u32 threshold_of_list(Team &t, Shared &shared, const Row &r, const Kept &kept, int length,
                                                  int reaching, float floor, float best, float total) {
@@ -353,7 +353,7 @@ __device__ __forceinline__ u32 threshold_of_list(Team &t, Shared &shared, const 
     narrow_list(t, shared, keys, amounts, (float)kept.top_k, true, low, high);
     largest_reaching(t, keys, amounts, (float)kept.top_k, low, high, 1);
   }
-  if (r.late) low = max(low, key_of(min_p_floor(r, kept, best)));  // in other rows it is part of the floor
+  if (r.late) low = max(low, key_of(min_p_floor(r, kept, best)));  // in other rows the floor includes it
   if (kept.top_p >= 1.0f) return low;
   float sum[1] = {0.0f};
 #pragma unroll
@@ -362,14 +362,14 @@ __device__ __forceinline__ u32 threshold_of_list(Team &t, Shared &shared, const 
     sum[0] += amounts[i];
   }
   sum_all(t, sum);
-  if (kept.top_k > 0 || kept.min_p > 0.0f) total = sum[0];  // of the mass that these keep
+  if (kept.top_k > 0 || kept.min_p > 0.0f) total = sum[0];  // the mass that these keep
   high = key_of(best) + 1;
   narrow_list(t, shared, keys, amounts, kept.top_p * total, false, low, high);
   largest_reaching(t, keys, amounts, kept.top_p * total, low, high, 1);
   return low;
 }
-// The best score among listed tokens that reach the threshold, or the candidate from before. A word of noise bounds a
-// token's score. Each thread first draws the token of its highest bound: then few others can still win.
+// The best score among listed tokens that reach the threshold, or the previous candidate. A word of noise bounds a
+// token's score. Each thread first draws the token with its highest bound, after which few others can still win.
 __device__ __forceinline__ Found draw_from_list(Team &t, Shared &shared, const Row &r, int length, u32 threshold,
                                                 Found found) {
   float highest = NEG_INF;

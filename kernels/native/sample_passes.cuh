@@ -1,14 +1,14 @@
-// Sampling: rows that keep too many tokens for a list: draws among groups, and passes over the row.
+// Sampling of rows that keep too many tokens to list: draws among groups, and passes over the row.
 
 #include "sample_list.cuh"
 
 #define FINE_BITS 9
-#define FINE (1 << FINE_BITS)  // bins of a row
-#define PASS 2                 // pieces of a thread that are summed while as many are loaded
+#define FINE (1 << FINE_BITS)  // bins per row
+#define PASS 2                 // pieces that a thread sums while it loads as many
 #define SAMPLED 2048           // tokens of the sample for an estimate
 #define SPAN 6.0f              // powers of 2 between the masses of a window
 #define DOUBT 4.0f             // standard deviations of error allowed for an estimate
-#define SOME 256               // groups that are read before more are listed
+#define SOME 256               // groups read before more are listed
 
 // Upper bounds of the scores of each group's plain tokens; -inf if none reaches the floor. Returns this thread's
 // highest bound and its group.
@@ -60,7 +60,7 @@ __device__ __forceinline__ Found best_of_group(const Team &t, const Row &r, int 
   best_of_warp(mine);
   return mine;
 }
-// The best score among all tokens that reach the floor.
+// Return the best score among all tokens that reach the floor.
 __device__ __forceinline__ Found best_score(Team &t, Shared &shared, const Row &r, float floor) {
   // Each warp draws from its most promising group. The best of these scores is close to the overall best.
   Found first = bound_groups(t, shared, r, floor);
@@ -68,8 +68,8 @@ __device__ __forceinline__ Found best_score(Team &t, Shared &shared, const Row &
   Found found = {NEG_INF, NOWHERE, NEG_INF};
   if (first.token < NOWHERE) found = best_of_group(t, r, first.token, floor);
   best_of_all(t, found);
-  // Then the tokens that may have a better score, in groups that may: a few groups first, because their scores exclude
-  // most others. A token's noise is at most its group's bound. The margin is far above rounding errors.
+  // Then read the tokens that may have a better score, in groups that may. Start with a few groups, because their
+  // scores exclude most others. A token's noise is at most its group's bound. The margin is far above rounding errors.
   int most = min(SOME, LIST);
   while (true) {
     const float enough = found.score;
@@ -82,7 +82,7 @@ __device__ __forceinline__ Found best_score(Team &t, Shared &shared, const Row &
       return bound >= enough && bound > NEG_INF;
     });
     int some = min(count, most), length = list_plain<false>(t, shared, r, shared.groups, some, able);
-    if (length > LIST) {  // all tokens of this number of groups fit
+    if (length > LIST) {  // all tokens of this many groups fit
       some = most = LIST / GROUP;
       length = list_plain<false>(t, shared, r, shared.groups, some, able);
     }
@@ -102,8 +102,8 @@ __device__ __forceinline__ Found best_score(Team &t, Shared &shared, const Row &
 
 // Thresholds of a whole row
 
-// Amounts of tokens by their logits: counts if best and rate are 0, else masses. The threshold is in [low, high): the
-// largest key from which on the amounts reach `need`. `total`: the sum of all amounts that count.
+// Amounts of tokens by logit: counts if best and rate are 0, else masses. The threshold is the largest key in [low,
+// high) from which on the amounts reach `need`. `total`: the sum of all amounts that count.
 struct Sought {
   u32 low, high;
   float best, rate, need, total;
@@ -115,13 +115,13 @@ __device__ __forceinline__ float mass_of(const Sought &sought, float x) {
 
 __device__ __forceinline__ float finite(float x) { return fminf(fmaxf(x, -LARGEST), LARGEST); }
 
-// Bins of about equal width for the logits of the keys [low, high):
+// Bins of approximately equal width for the logits of the keys [low, high):
 //
 //     an eighth of a logit   x ...... x + w      w: their width
-//     and an addend          w ...... 2 w        floats have equal distances here, so their bits count steps
+//     and an addend          w ...... 2 w        floats are equidistant here, so their bits count steps
 //     bin                    0 ...... FINE - 1   the highest bits of that count
 //
-// Amounts are summed as integers, with `units` for an amount of 1: as large as the sum of all amounts allows.
+// Amounts are summed as integers. An amount of 1 is `units`, which is as large as the sum of all amounts allows.
 struct FineBins {
   u32 *sums;
   u32 low, high;
@@ -135,10 +135,10 @@ __device__ __forceinline__ u32 place_of(const FineBins &bins, float x) {
 __device__ __forceinline__ u32 bin_of(const FineBins &bins, float x) {
   return (place_of(bins, x) - bins.first) >> bins.shift;
 }
-__device__ __forceinline__ u32 in_units(const FineBins &bins, float amount) {  // to the nearest: adding 2^23 rounds
+__device__ __forceinline__ u32 in_units(const FineBins &bins, float amount) {  // adding 2^23 rounds to nearest
   return __float_as_uint(__fmaf_rn(amount, bins.units, 8388608.0f)) - __float_as_uint(8388608.0f);
 }
-// Empty bins. `most`: largest number of amounts.
+// Return empty bins. `most`: maximum number of amounts.
 __device__ __forceinline__ FineBins fine_bins(const Team &t, Shared &shared, const Sought &sought, u32 low, u32 high,
                                               int most) {
   FineBins bins = {reinterpret_cast<u32 *>(shared.bounds), low, high};
@@ -147,17 +147,17 @@ __device__ __forceinline__ FineBins fine_bins(const Team &t, Shared &shared, con
   bins.first = place_of(bins, x);
   const u32 width = place_of(bins, last) - bins.first;
   bins.shift = width < FINE ? 0 : 32 - __clz(width) - FINE_BITS;
-  // 32 bits must hold `most` times the largest amount, or the total: the finer of the two units is used. An amount
+  // `most` times the largest amount, or the total, must fit in 32 bits: use the finer of the two units. An amount
   // takes at most 23 bits.
   const float largest = mass_of(sought, last), each = (float)(1u << min(__clz(most) - 1, 20));
   const float units = fminf(fmaxf(each / largest, 2147483648.0f / sought.total), 4194304.0f / largest);
   bins.units = by_count(sought) ? 1.0f : fminf(units, LARGEST);
-  __syncthreads();  // bounds of groups were read
+  __syncthreads();  // the bounds of groups have been read
   for (int bin = t.thread; bin < FINE; bin += THREADS) bins.sums[bin] = 0;
   __syncthreads();
   return bins;
 }
-// The highest bin from which on the amounts reach `need` units; -1 if all together do not.
+// The highest bin from which on the amounts reach `need` units; -1 if the total does not.
 __device__ __forceinline__ int bin_reaching(const Team &t, const FineBins &bins, float need) {
   constexpr int MINE = FINE / 32;
   u32 sums[MINE];
@@ -168,9 +168,9 @@ __device__ __forceinline__ int bin_reaching(const Team &t, const FineBins &bins,
     if ((float)sums[i] >= need) reached = MINE * t.lane + i + 1;
   return (int)__reduce_max_sync(0xffffffffu, reached) - 1;
 }
-// The first key of a bin, found by a warp that tests a key per lane.
+// The first key of a bin, found by a warp that tests one key per lane.
 __device__ __forceinline__ u32 key_of_bin(const Team &t, const FineBins &bins, int bin) {
-  u32 below = bins.low, at = bins.high;  // the key is above `below`, and at most `at`
+  u32 below = bins.low, at = bins.high;  // the key is above `below` and at most `at`
   if (bin <= 0) return below;
   while (at - below > 1) {
     const u32 step = (at - below + 31) / 32, key = below + step * (t.lane + 1);
@@ -181,15 +181,15 @@ __device__ __forceinline__ u32 key_of_bin(const Team &t, const FineBins &bins, i
   }
   return at;
 }
-// The lowest key of a two-byte logit from a key on.
+// The lowest key of a two-byte logit that is at least `key`.
 __device__ __forceinline__ u32 next_of_grid(u32 key) {
   constexpr u32 STEP = LOGIT_BYTES == 4 ? 1 : Q_BF16 ? 1 << 16 : 1 << 13;
   return key & 0x80000000u ? (key + STEP - 1) & ~(STEP - 1) : key | (STEP - 1);
 }
 
-// Estimate keys [low, high) around the threshold from a sample: words of tokens at about equal distances. The mass
-// above a threshold may be in a few tokens that the sample misses. So the search uses the mass below it: the total of
-// the tokens from a key on, minus `need`.
+// Estimate keys [low, high) around the threshold from a sample of approximately equidistant words. The mass above a
+// threshold may be in a few tokens that the sample misses, so the search uses the mass below it: the total of the
+// tokens from a key on, minus `need`.
 __device__ __forceinline__ void guess(Team &t, Shared &shared, const Row &r, const Sought &sought, u32 from, u32 &low,
                                       u32 &high) {
   constexpr int MINE = SAMPLED / THREADS;
@@ -243,7 +243,7 @@ __device__ __forceinline__ void guess(Team &t, Shared &shared, const Row &r, con
   if (last + 1 < FINE) high = min(high, max(key_of_bin(t, bins, last + 1), low + 1));
 }
 
-// Sum a row's amounts: those above the bins in `sum`, the others in their bins.
+// Sum a row's amounts: those above the bins into `sum`, the others into their bins.
 template <bool PROCESSES>
 __device__ __forceinline__ void add_row(const Team &t, const Row &r, const Sought &sought, const FineBins &bins,
                                         float &sum) {
@@ -270,7 +270,7 @@ __device__ __forceinline__ void add_row(const Team &t, const Row &r, const Sough
   read(t.thread * PIECE, pieces);
 #pragma unroll 1
   for (int start = t.thread * PIECE; start < end; start += PASS * THREADS * PIECE) {
-    read(start + PASS * THREADS * PIECE, next_pieces);  // loaded while these are summed
+    read(start + PASS * THREADS * PIECE, next_pieces);  // loaded while the current pieces are summed
 #pragma unroll
     for (int k = 0; k < PASS; ++k) {
       const int token = start + k * THREADS * PIECE;
@@ -306,13 +306,13 @@ __device__ __forceinline__ float narrow_by_pass(Team &t, Shared &shared, const R
     sought.high = min(sought.high, key_of_bin(t, bins, bin + 1));
   }
   sought.high = max(sought.high, sought.low + 1);
-  // The threshold is the key of a logit, and known when only one such key is left. If a pass leaves all keys, no bin
-  // separates their logits: the lowest key is used.
+  // The threshold is the key of a logit, so it is known once only one such key is left. If a pass leaves all keys, no
+  // bin separates their logits: use the lowest key.
   const u32 key = next_of_grid(sought.low);
   const bool is_one = !r.processes && key < sought.high && next_of_grid(key + 1) >= sought.high;
   if (is_one) sought.low = key;
   if (is_one || sought.high - sought.low == keys) sought.high = sought.low + 1;
-  __syncthreads();  // the bins were read
+  __syncthreads();  // the bins have been read
   return sum[0];
 }
 
@@ -321,17 +321,17 @@ __device__ __forceinline__ float narrow_by_pass(Team &t, Shared &shared, const R
 enum Phase { TOP_K, MASS, DRAW };
 
 // Draw among all kept tokens. The threshold need not be known exactly: a draw among all tokens from some key on is the
-// result if this key is at most the threshold, and the drawn token is known to be kept. The bin that a pass leaves is
-// so narrow that the first draw usually is the result.
+// result if this key is at most the threshold and the drawn token is known to be kept. The bin that a pass leaves is so
+// narrow that the first draw usually is the result.
 //
-// Not inlined, so that its registers do not burden other paths.
+// Not inlined, so that its registers do not affect other paths.
 __device__ __noinline__ Found draw_by_passes(Team t, Shared &shared, const Row r, const Kept kept, float floor,
                                              float best, float total) {
   const u32 end = key_of(best) + 1;
   Phase phase = kept.top_p >= 1.0f ? DRAW : kept.top_k > 0 ? TOP_K : kept.min_p > 0.0f ? MASS : DRAW;
   Sought sought = {key_of(floor), end, finite(best), r.rate, kept.top_p * total, total};
   if (kept.top_k > 0) sought = {sought.low, end, 0.0f, 0.0f, (float)kept.top_k, (float)r.vocab};
-  u32 from = 0;  // `total` counts the tokens from this key on
+  u32 from = 0;  // `total` includes the tokens from this key on
   bool guessed = false;
   while (true) {
     if (phase == TOP_K && sought.high - sought.low <= 1) {  // found
@@ -348,7 +348,7 @@ __device__ __noinline__ Found draw_by_passes(Team t, Shared &shared, const Row r
       if (found.token >= NOWHERE || key_of(found.logit) >= high - 1) return found;
     }
     guessed = true;
-    // Masses of different magnitude are not summed in the same units: most digits would be lost.
+    // Do not sum masses of different magnitudes in the same units: most digits would be lost.
     if (!by_count(sought) && high - low > 1)
       low = max(low, min(key_of(value_of(high - 1) - SPAN / sought.rate), high - 2));
     const float amount = narrow_by_pass(t, shared, r, sought, low, high);

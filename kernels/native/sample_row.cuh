@@ -1,14 +1,14 @@
-// Sampling: a row, its noise, its logits, and its changed tokens: those that mask, bias and penalties change.
+// Sampling: a row, its noise, its logits, and its changed tokens, which mask, bias and penalties change.
 
 #include "sample_block.cuh"
 
-#define PIECE (16 / LOGIT_BYTES)  // logits of 16 bytes
+#define PIECE (16 / LOGIT_BYTES)  // logits per 16 bytes
 #define MAX_HEAT 1e30f
-#define MIN_HEAT 1e-30f           // below it, every logit but the best has weight 0
+#define MIN_HEAT 1e-30f           // below it, all logits except the best have weight 0
 
 struct Params {
   const void *logits;         // [rows, vocab]
-  const float *temperatures;  // [rows], like the following up to `frequency`; null: no row uses it
+  const float *temperatures;  // [rows], like all fields up to `frequency`; null: no row uses it
   const i64 *seeds;
   const int *seq_lens, *req_indices, *top_k;
   const float *top_p, *min_p, *repetition, *presence, *frequency;
@@ -16,15 +16,15 @@ struct Params {
   const int *counts;          // [state_rows, vocab]
   const int *bias_tokens;     // [bias_rows, 2, bias_capacity]
   const float *bias_values;   // [bias_rows, 2, bias_capacity]
-  const int *bias_lists;      // [bias_rows, 3]: entries of both lists, and the length from which the first one applies
+  const int *bias_lists;      // [bias_rows, 3]: sizes of both lists, and the length from which the first one applies
   const u32 *mask_words;      // [num_masks, words]
   const int *mask_index;      // [rows]
   const float *group_best;    // [rows, num_groups]: the highest logit of a group's plain tokens; in a late row,
                               // the highest model logit of all its tokens
   const float *group_mass;    // [rows, num_groups], relative to the group's best
   float *changed_best;        // [rows, num_groups]: the highest logit of a group's changed tokens
-  u32 *plain_words;           // [rows, num_groups * WORDS_OF_GROUP]: bits of unchanged tokens. In a late row only
-                              // once it takes passes
+  u32 *plain_words;           // [rows, num_groups * WORDS_OF_GROUP]: bits of unchanged tokens. In a late row,
+                              // valid only once it takes passes
   int *num_changed;           // [rows]: number of listed changed tokens; -1: too many
   float *highest_changed;     // [rows]
   int *changed_tokens;        // [rows, CHANGED]
@@ -38,7 +38,7 @@ struct Params {
 struct Kept {
   int top_k;
   float top_p, min_p;
-  bool truncates;  // it needs a search for a threshold, by top-k or top-p; greedy rows do not
+  bool truncates;  // top-k or top-p requires a search for a threshold; false for greedy rows
 };
 __device__ __forceinline__ Kept kept_of(const Params &p, int at) {
   Kept kept = {0, 1.0f, 0.0f, false};
@@ -53,15 +53,15 @@ __device__ __forceinline__ Kept kept_of(const Params &p, int at) {
   return kept;
 }
 
-// A row. Unused options are null or 0. `processes`: mask, bias or penalties change some of its tokens. These are stored
-// in a list, or processed again by each reader if they are too many (-1). All other tokens are plain.
+// A row. Unused options are null or 0. `processes`: mask, bias or penalties change some of its tokens. They are stored
+// in a list, or processed again by each reader if there are too many (-1). All other tokens are plain.
 //
-// `late`: top-k is at most LATE_TOP_K, and only penalties change tokens, without raising any logit. So the model's
-// logit of a token bounds its processed logit, and few changed tokens reach the floor. Only these are processed, once
+// `late`: top-k is at most LATE_TOP_K, and only penalties change tokens, without raising any logit. The model's logit
+// of a token thus bounds its processed logit, and few changed tokens reach the floor. Only these are processed, after
 // they are listed.
 struct Row {
   const char *logits;
-  bool aligned;  // 16 bytes can be read at once
+  bool aligned;  // logits can be read 16 bytes at a time
   int vocab, num_words;
   const u32 *allowed, *seen;
   const int *counts, *bias_tokens;
@@ -74,10 +74,10 @@ struct Row {
   int *changed_tokens;
   float *changed_logits;
   u32 seed_low, seed_high, position;
-  float heat, rate;  // rate: turns differences of logits into exponents of 2
+  float heat, rate;  // rate: converts logit differences to exponents of 2
 };
 
-// Noise: see noise_reference(). Explicit roundings make the bound of a group and the score of a token round alike.
+// Noise: see noise_reference(). With explicit rounding, group bounds and token scores round identically.
 
 // Four words of Philox-4x32-10.
 struct Random { u32 word[4]; };
@@ -95,21 +95,21 @@ __device__ __forceinline__ Random philox(const Row &r, u32 counter, u32 kind) {
   }
   return {{c0, c1, c2, c3}};
 }
-__device__ __forceinline__ float exponential(float u) {  // -log(1 - u); a series for small u, which is exact there
+__device__ __forceinline__ float exponential(float u) {  // -log(1 - u); a series for small u, where it is exact
   float series = __fmul_rn(u, __fmaf_rn(u, __fmaf_rn(u, __fmaf_rn(u, 0.25f, 0.3333333333333333f), 0.5f), 1.0f));
   return u < 0.015625f ? series : -logf(fmaxf(__fadd_rn(1.0f, -u), 2.9802322387695312e-08f));
 }
-// The least exponential variate of 32 neighbours, from their word.
+// The least exponential variate of 32 neighbours, given their word.
 __device__ __forceinline__ float least_of(u32 word) {
   float u = __fmaf_rn((float)(word >> 5), 7.450580596923828e-09f, 3.725290298461914e-09f);
   return __fmul_rn(exponential(u), 0.03125f);
 }
-// By how much a token's variate exceeds the least one, if that is another token's.
+// How much a token's variate exceeds the least variate, if another token has the least.
 __device__ __forceinline__ float above_least(const Row &r, int token) {
   u32 own = philox(r, token, 0).word[0];
   return exponential(__fmaf_rn((float)own, 2.3283064365386963e-10f, 1.1641532182693481e-10f));
 }
-// The word of the 32 neighbours of a token.
+// The word of a token's 32 neighbours.
 __device__ __forceinline__ u32 word_at(const Row &r, int token) {
   Random random = philox(r, token / 128, 1);
   int at = token / 32 % 4;
@@ -124,8 +124,8 @@ __device__ __forceinline__ float drawn_score(const Row &r, int token, u32 word, 
   const float least = least_of(word);
   return score_of(r, logit, is_own(word, token) ? least : __fadd_rn(least, above_least(r, token)));
 }
-// An upper bound of a score, in few instructions. With u for the word's fraction, the least variate is -log(1 - u) /
-// 32, at least u / 32; the margin is far above the error of the logarithm.
+// An upper bound of a score, in few instructions. With u the word's fraction, the least variate is -log(1 - u) / 32,
+// which is at least u / 32; the margin is far above the error of the logarithm.
 __device__ __forceinline__ float bound_of(const Row &r, u32 word, float logit) {
   const float noise = 32.0f * LN2 - LN2 * logarithm2((float)(word >> 5) + 0.5f);
   return r.heat * (noise + 1e-3f) + logit;
@@ -141,8 +141,8 @@ __device__ __forceinline__ float logit_at(const Row &r, int token) {  // the mod
 #endif
   return x > NEG_INF ? x : NEG_INF;
 }
-// Pieces of 16 bytes of raw logits, from some tokens on. All reads are issued before the first is used. Rows that are
-// not aligned are read logit by logit. The row's last tokens may not fill a piece.
+// Pieces of 16 bytes of raw logits, from some tokens on. All reads are issued before the first is used. Unaligned rows
+// are read logit by logit. The row's last tokens may not fill a piece.
 template <int K>
 __device__ __forceinline__ void read_pieces(const Row &r, const int (&tokens)[K], const bool (&wanted)[K],
                                             int4 (&pieces)[K]) {
@@ -204,13 +204,13 @@ __device__ __forceinline__ float processed_at(const Row &r, int token) {
   bool occurred = r.seen && has_bit(r.seen, token);
   return processed(r, token, logit_at(r, token), occurred, occurred ? r.counts[token] : 0);
 }
-// Whether a token of the bias list is changed by the bias only.
+// Whether only the bias changes a token of the bias list.
 __device__ __forceinline__ bool only_biased(const Row &r, int token) {
   return token >= 0 && token < r.vocab && !(r.allowed && !has_bit(r.allowed, token)) &&
          !(r.seen && has_bit(r.seen, token));
 }
 
-// Visit each changed token and its processed logit, each by one thread, always in the same order.
+// Visit each changed token and its processed logit in one thread, always in the same order.
 template <typename Visit> __device__ __forceinline__ void for_changed(const Team &t, const Row &r, Visit visit) {
   if (!r.processes) return;
   if (r.num_changed >= 0) {
@@ -243,7 +243,7 @@ template <typename Visit> __device__ __forceinline__ void for_changed(const Team
 __device__ __forceinline__ u32 *plain_of(const Params &p, int at) {
   return p.plain_words + (i64)at * p.num_groups * WORDS_OF_GROUP;
 }
-// The row of a block, with unused options off, and without its list of changed tokens.
+// A block's row, with unused options off and without its list of changed tokens.
 __device__ __forceinline__ Row row_of(const Params &p, int at) {
   Row r = {};
   r.logits = static_cast<const char *>(p.logits) + at * p.logits_row * LOGIT_BYTES;
@@ -257,7 +257,7 @@ __device__ __forceinline__ Row row_of(const Params &p, int at) {
     int mask = p.mask_index[at];
     if (mask >= 0 && mask < p.num_masks) r.allowed = p.mask_words + (i64)mask * r.num_words;
   }
-  // Independent reads: each takes as long as an iteration of a loop.
+  // Keep these reads independent: each takes as long as a loop iteration.
   const int id = p.req_indices ? p.req_indices[at] : -1;
   float repetition = 1.0f, presence = 0.0f, frequency = 0.0f;
   if (p.repetition) {

@@ -1,14 +1,14 @@
-// Sampling: find the tokens of a row that mask, bias and penalties change, and process their logits. A block per row.
+// Sampling: find the tokens that mask, bias and penalties change, and process their logits. One block per row.
 //
 // Late rows (`Row`) are skipped.
 //
 // The kernel runs concurrently with the first pass (ops/sampling_chunks.py), which reads all logits except those of
-// changed tokens. Neither reads the output of the other. The last program of that pass waits for this kernel, so that
-// later kernels wait for both. A block does this:
+// changed tokens. Neither reads the other's output. The last program of that pass waits for this kernel, so that
+// later kernels wait for both. A block does the following:
 //
 // 1. Read the row's bits: a token that has occurred is changed, a token that the mask forbids is dropped, and all
-//    others are plain. Tokens that only a bias changes come from the bias list.
-// 2. List the changed tokens, in an order that depends on the row only.
+//    others are plain. The bias list gives the tokens that only a bias changes.
+// 2. List the changed tokens, in an order that depends only on the row.
 // 3. Process them. Each needs a sector of logits and one of counts, so many reads run concurrently. Rows that draw
 //    among groups also get the highest changed logit of each group.
 //
@@ -17,7 +17,7 @@
 
 #include "sample_row.cuh"
 
-#define WORDS 16  // words of bits that a thread reads concurrently
+#define WORDS 16  // words of bits per thread that are read concurrently
 
 struct Shared {
   Meeting meeting;
@@ -76,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sample_spli
   r.num_changed = penalised + biased > CHANGED ? -1 : penalised + biased;
   // 2. The list
   if (r.num_changed > 0) {
-    const bool known = r.num_words <= WORDS * THREADS;  // all words were read at once, and are still in registers
+    const bool known = r.num_words <= WORDS * THREADS;  // all words were read at once and are still in registers
 #pragma unroll 1
     for (int first = t.thread; first < r.num_words; first += WORDS * THREADS) {
       if (!known) read_bits(r, first, changed, plain);

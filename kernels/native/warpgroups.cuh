@@ -1,11 +1,11 @@
-// Instructions of sm_90a for warp-specialized kernels: wgmma, TMA loads, barriers.
+// sm_90a instructions for warp-specialized kernels: wgmma, TMA loads, barriers.
 //
 // tests/support/emulation/warpgroups.cuh defines the same functions for a CPU.
 //
 #include "primitives.cuh"
 
-// Move registers from warps that need few to warps that need many. All four warps of a warpgroup must call the same
-// one.
+// Move registers from warps that need few to warps that need many. All four warps of a warpgroup must make the same
+// call.
 template <int COUNT> __device__ __forceinline__ void dealloc_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(COUNT));
 }
@@ -20,8 +20,8 @@ __device__ __forceinline__ bool elect() {
   return elected;
 }
 
-// Barriers in shared memory. A phase ends when `count` arrivals and all expected bytes have come. Phases are numbered
-// 0, 1, 0, ... A wait for phase 1 of a new barrier returns at once.
+// Barriers in shared memory. A phase ends after `count` arrivals and the arrival of all expected bytes. Phases are
+// numbered 0, 1, 0, ... A wait for phase 1 of a new barrier returns immediately.
 __device__ __forceinline__ void init_barrier(i64 *at, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(shared_address(at)), "r"(count) : "memory");
 }
@@ -35,7 +35,7 @@ __device__ __forceinline__ void wait_for(i64 *at, int phase) {
   asm volatile("{\n.reg .pred p;\nWAIT:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra DONE;\n"
                "bra WAIT;\nDONE:\n}\n" ::"r"(shared_address(at)), "r"(phase) : "memory");
 }
-// Named barriers of the hardware, 1 to 15. `threads` counts those that wait and those that only arrive.
+// Named hardware barriers, 1 to 15. `threads` includes threads that only arrive.
 __device__ __forceinline__ void barrier_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(barrier), "r"(threads) : "memory");
 }
@@ -43,7 +43,7 @@ __device__ __forceinline__ void barrier_arrive(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;\n" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// A TMA descriptor of a tensor of four dimensions and of the box that one load copies. The driver encodes it.
+// A TMA descriptor of a 4D tensor and of the box that one load copies. The driver encodes it.
 struct __align__(64) TensorMap { char bytes[128]; };
 // Load a box that starts at the given coordinates. Elements outside the tensor become 0. Rows of 128 bytes are
 // swizzled: 16-byte column c of row r is stored at column c ^ (r % 8). The bytes arrive at `barrier`.
@@ -77,8 +77,8 @@ __device__ __forceinline__ int4 load_shared(u32 from) {
 // Products of a warpgroup, d += a b in float32: a is 64 x 16, b is 16 x N. They are asynchronous: do not access their
 // registers before wgmma_wait().
 //
-// For each 8 columns of d, a lane holds two neighbours of row lane / 4 and two of row lane / 4 + 8 of its warp's 16
-// rows.
+// For each 8 columns of d, a lane has two adjacent elements of row lane / 4 and two of row lane / 4 + 8 of its warp's
+// 16 rows.
 
 // Describe a swizzled matrix in shared memory with rows of 128 bytes. Panels of 64 columns are `panel_bytes` apart.
 // Adding 2 to the descriptor advances it by 32 bytes.
@@ -90,7 +90,7 @@ __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_grou
 template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(PENDING) : "memory");
 }
-// Keep the compiler from moving uses of `d` across this point.
+// Prevent the compiler from moving uses of `d` across this point.
 template <int COUNT> __device__ __forceinline__ void fence_registers(float (&d)[COUNT]) {
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(d[i])::"memory");

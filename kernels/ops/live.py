@@ -33,7 +33,7 @@ def _copy_live_kernel(
     stride_inner,
     stride_out_token,
     stride_out_outer,
-    FLAT: tl.constexpr,  # the values of a token are contiguous on both sides
+    FLAT: tl.constexpr,  # the values of a token are contiguous in `result` and `out`
     BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)

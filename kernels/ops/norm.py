@@ -1,4 +1,4 @@
-"""RMSNorm (Zhang and Sennrich 2019), alone and fused with the preceding residual addition; one program per token."""
+"""RMSNorm (Zhang and Sennrich 2019), optionally fused with the preceding residual addition; one program per token."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     weight   [hidden]          any of these dtypes           device
     returns  [tokens, hidden]  x's dtype, contiguous
 
-    Statistics are computed in float32; the normalized value is rounded to x's dtype before the weight, as in Llama.
+    Statistics are computed in float32. The normalized value is rounded to x's dtype before scaling, as in Llama.
     Capture-safe: the launch depends on shapes only.
     Raises: ShapeError: if a tensor has the wrong shape, dtype, device or stride. UnsupportedError: if hidden is larger
         than MAX_HIDDEN_SIZE.

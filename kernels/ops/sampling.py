@@ -4,24 +4,24 @@
     sample(logits, temperatures, seeds, seq_lens, truncation=Truncation(top_k, top_p, min_p))
 
 A draw from softmax(logits / temperature) is the argmax of logits + temperature * Gumbel noise (Gumbel-max). The noise
-comes from Philox, a counter-based generator, at (seed, vocabulary index, position). So equal logits give the same token
-at any position in the batch and with any padding, and there is no generator state between steps. The highest noise of
-32 neighbours is drawn first, so that one word can exclude all of them: see `noise_reference`.
+comes from Philox, a counter-based generator, at (seed, vocabulary index, position). Equal logits thus give equal tokens
+regardless of batch position and padding, and steps share no generator state. The highest noise of 32
+neighbours is drawn first, so that one word can exclude all of them; see `noise_reference`.
 
 Logits are processed in vLLM's order, in float32: token mask, bias, penalties, temperature, min-p, top-k, top-p. A row
 without these options costs as much as greedy or temperature sampling.
 
-    sample_split      runs with the first pass, if rows may have mask, bias or penalties: the changed tokens
+    sample_split      concurrent with the first pass, if rows may have mask, bias or penalties: the changed tokens
     sample_chunks     first pass: reads each logit once and writes the highest of 32 neighbours
     sample_rows       second pass: rows that keep all tokens, or truncate by min-p only
     sample_truncated  third pass, if rows may truncate: rows with top-k or top-p
 
-sample_split and sample_truncated are CUDA C++ (`sampling_native.py`). On other devices Triton kernels replace them, and
-programs of the first pass find the changed tokens.
+sample_split and sample_truncated are CUDA C++ (`sampling_native.py`). On other devices, Triton kernels replace both,
+and programs of the first pass find the changed tokens.
 
 Most penalties lower logits. If only such penalties change a row, and top-k keeps few tokens, the model's logit bounds
 each processed logit. The first pass then includes all tokens, and `sample_split` skips the row. The third pass lists
-slightly more than top-k tokens and processes those that have occurred: see `processes_late`.
+slightly more than k tokens and processes those that have occurred; see `processes_late`.
 """
 
 from __future__ import annotations
@@ -56,16 +56,16 @@ _DTYPES_OF_ROWS = {
 _CHUNK_WARPS = 4
 _ROW_WARPS = 8
 _ROW_REGISTERS = 128  # two rows per multiprocessor
-_CHUNK_FRAME = 8  # bytes of stack frame that the first pass reserves, and never uses, if it reads bits early
-_ROW_SPILL = 1024  # spilled bytes: registers of loops that most rows do not run
-_CHUNKS = 2  # chunks of a tile of the first pass, if there are more than _PROGRAMS chunks
+_CHUNK_FRAME = 8  # bytes of stack frame that the first pass reserves but never uses if it reads bits early
+_ROW_SPILL = 1024  # spilled bytes: registers of loops that most rows skip
+_CHUNKS = 2  # chunks per tile of the first pass if there are more than _PROGRAMS chunks
 _PROGRAMS = 2048
 _MAX_GROUPS = 4096  # per row; larger vocabularies have larger groups
 
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """Truncation per row: min-p, top-k and top-p, applied in this order.
+    """Truncation per row: min-p, top-k and top-p, in this order.
 
     top_k  [rows]  int32    keep the k most likely tokens; off if 0 or less, or at least the vocabulary size; 1: greedy
     top_p  [rows]  float32  keep the most likely tokens that add up to top_p, after min-p and top-k; off if 1 or more,
@@ -73,7 +73,7 @@ class Truncation:
     min_p  [rows]  float32  keep tokens with at least min_p times the highest probability; off if 0 or less, or NaN;
                             values above 1 count as 1
 
-    Tokens of equal logits are kept or dropped together: ties at a bound are kept.
+    Tokens with equal logits are kept or dropped together: ties at a bound are kept.
     """
 
     top_k: torch.Tensor
@@ -83,15 +83,15 @@ class Truncation:
 
 @dataclass(frozen=True, slots=True)
 class LogitBias:
-    """Values that are added to the logits of some tokens: persistent, by request index.
+    """Values added to the logits of some tokens: persistent, indexed by request index.
 
-    A request has two lists. The second one applies to its first tokens only, so that `min_tokens` can forbid the stop
-    tokens there.
+    A request has two lists. The second one applies only to its first tokens, so that `min_tokens` can forbid stop
+    tokens in them.
 
-    tokens  [max_reqs, 2, n]  int32    both lists, strictly ascending; tokens outside of the vocabulary are ignored
+    tokens  [max_reqs, 2, n]  int32    both lists, strictly ascending; tokens outside the vocabulary are ignored
     values  [max_reqs, 2, n]  float32  -inf and NaN forbid the token
-    lists   [max_reqs, 3]     int32    the entries of the first list, those of the second list, and a length: the
-                                       second list applies while `seq_lens` is below it, else the first
+    lists   [max_reqs, 3]     int32    the sizes of the first and the second list, and a length: the second list applies
+                                       while `seq_lens` is below it, else the first
     """
 
     tokens: torch.Tensor
@@ -100,7 +100,7 @@ class LogitBias:
 
     @classmethod
     def allocate(cls, max_reqs: int, max_entries: int, device: torch.device) -> LogitBias:
-        """Allocate lists of up to `max_entries` tokens; all are empty."""
+        """Allocate empty lists of up to `max_entries` tokens each."""
         return cls(
             torch.zeros((max_reqs, 2, max_entries), dtype=torch.int32, device=device),
             torch.zeros((max_reqs, 2, max_entries), dtype=torch.float32, device=device),
@@ -110,10 +110,10 @@ class LogitBias:
 
 @dataclass(frozen=True, slots=True)
 class TokenMask:
-    """Masks of allowed tokens, as grammars compute them.
+    """Masks of allowed tokens, for example from a grammar.
 
     words  [masks, ceil(vocab / 32)]  int32  token t is allowed if bit t % 32 of word t // 32 is set
-    index  [rows]                     int32  the mask of each row; none if -1 or out of range
+    index  [rows]                     int32  the mask index of each row; no mask if -1 or out of range
     """
 
     words: torch.Tensor
@@ -121,7 +121,7 @@ class TokenMask:
 
 
 def _group_size(vocab: int) -> int:
-    """Return the size of a group: neighbouring tokens with one highest logit and one bound on their noise."""
+    """Return the size of a group: adjacent tokens that share a highest logit and a bound on their noise."""
     smallest: int = next_power_of_two(ceil_div(vocab, _MAX_GROUPS))
     return max(NOISE_GROUP, smallest)
 
@@ -134,7 +134,7 @@ def _sample_triton(*tensors: torch.Tensor | None) -> torch.Tensor:
     if rows == 0:
         return out
     native = serves(device)
-    # No draw depends on the tile size.
+    # The tile size affects no draw.
     chunks = _CHUNKS if rows * ceil_div(vocab, SAMPLE_CHUNK) > _PROGRAMS else 1
     tiles = programs = ceil_div(vocab, chunks * SAMPLE_CHUNK)
     group = _group_size(vocab)
@@ -219,13 +219,13 @@ def sample(
     logits        [rows, vocab]  float16, bfloat16 or float32  device; rows may be strided; not written
     temperatures  [rows]         float32  0 (or less, or NaN): argmax, the lowest index of equal logits
     seeds         [rows]         int64    key of the row's random numbers
-    seq_lens      [rows]         int32    position of the draw: the same seed and position draw the same noise. Also
+    seq_lens      [rows]         int32    position of the draw: equal seeds and positions draw equal noise. Also
                                           selects the bias list
     req_indices   [rows]         int32    request index of each row, for penalties and bias; neither applies if it is
                                           out of range, such as -1 in padding
     returns       [rows]         int32    NO_TOKEN if no token can be sampled
 
-    Truncation, penalties, bias and token mask may be off in some rows; None means that they are off in all. Truncation
+    Truncation, penalties, bias and token mask may be off in some rows; None turns them off in all. Truncation
     does not change the noise. NaN and -inf logits are never sampled.
     Capture-safe: no generator state; random numbers depend on seed, position and vocabulary index. A row's token does
     not depend on other rows or on their number.
@@ -266,7 +266,7 @@ def sample(
 
 
 def compile_variants() -> list[CompileSpec]:
-    """Return all passes: each logits dtype without options, with all options, and the largest vocabulary."""
+    """Return variants of all passes: each logits dtype with no options and with all, and the largest vocabulary."""
     specs = []
     floats = ("temperatures", "top_p", "min_p", "repetition", "presence", "frequency", "bias_values")
     placeholders = ("seen", "counts", "bias_tokens", "bias_values", "mask_words")

@@ -13,11 +13,11 @@ SAMPLE_CHUNK = 2048
 CHUNK = tl.constexpr(SAMPLE_CHUNK)
 WORD = tl.constexpr(32)  # tokens of a word of bits, and of a group of the noise
 NOWHERE = tl.constexpr(1 << 30)  # larger than every token id
-LATE_TOP_K = tl.constexpr(1280)  # largest top-k of rows that process late: the third pass lists up to 2,048 tokens
+LATE_TOP_K = tl.constexpr(1280)  # largest top-k of rows processed late: the third pass lists up to 2,048 tokens
 _NO_ENTRY = tl.constexpr((1 << 31) - 1)  # placeholder beyond the end of a list
 MAX_HEAT = tl.constexpr(MAX_TEMPERATURE)
 assert NOISE_GROUP == 32, "kernels read bits by groups of the noise"
-_MIN_HEAT = tl.constexpr(1e-30)  # below it, every logit but the best has weight 0
+_MIN_HEAT = tl.constexpr(1e-30)  # below it, all logits except the best have weight 0
 _LOG2_E = tl.constexpr(1.4426950408889634)
 LARGEST = tl.constexpr(3.4028234663852886e38)  # largest finite float
 
@@ -32,13 +32,13 @@ def exponential(u):
 
 @triton.jit
 def _least_of(words):
-    """Return the least exponential variate of a noise group, from its word; see `noise_reference`."""
+    """Return the least exponential variate of a noise group, given its word; see `noise_reference`."""
     return exponential((words >> 5).to(tl.float32) * 7.450580596923828e-09 + 3.725290298461914e-09) * 0.03125
 
 
 @triton.jit
 def most_noise(seed, position, GROUPS: tl.constexpr, GROUP: tl.constexpr):
-    """Return the highest noise in each group of the vocabulary, of 32 tokens or more."""
+    """Return the highest noise in each group of 32 or more tokens of the vocabulary."""
     counters = tl.arange(0, GROUPS * GROUP // 128)
     zero = tl.zeros_like(counters)
     w0, w1, w2, w3 = tl.philox(seed, counters, position + zero, zero + 1, zero)
@@ -55,7 +55,7 @@ def most_noise(seed, position, GROUPS: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def _least_of_words(seed, position, words):
-    """Return the least exponential variates of some noise groups, in any order, and their indices in the groups."""
+    """Return the least exponential variate of each noise group in `words` (any order), and its index in the group."""
     zero = tl.zeros_like(words)
     w0, w1, w2, w3 = tl.philox(seed, words // 4, position + zero, zero + 1, zero)
     at = words % 4
@@ -65,7 +65,7 @@ def _least_of_words(seed, position, words):
 
 @triton.jit
 def _above_least(seed, position, tokens):
-    """Return by how much each token's variate exceeds the least of its group, if that is another token's."""
+    """Return how much each token's variate exceeds its group's least variate, if another token has the least."""
     zero = tl.zeros_like(tokens)
     own, _, _, _ = tl.philox(seed, tokens, position + zero, zero, zero)
     return exponential(own.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10)
@@ -97,10 +97,10 @@ def best_of(scores, tokens):
 
 @triton.jit
 def row_options(row, ptrs, vocab_size):
-    """Return heat, top-k, top-p and min-p of a row, 0, 0, 1 and 0 if off; and whether it truncates.
+    """Return a row's heat, top-k, top-p and min-p (0, 0, 1 and 0 if off), and whether it truncates.
 
-    The heat is the clamped temperature. Greedy rows have heat 0, as do rows that keep only the best token. A row
-    truncates if it needs a search for its threshold, by top-k or top-p. Min-p alone gives the threshold directly.
+    The heat is the clamped temperature; it is 0 for greedy rows and rows that keep only the best token. A row
+    truncates if top-k or top-p requires a search for its threshold. Min-p gives the threshold directly.
     """
     temperature = tl.load(ptrs.temperatures + row)
     heat = tl.where(temperature > 0, tl.minimum(temperature, MAX_HEAT), 0.0)
@@ -128,10 +128,10 @@ def picks_tiles(source, heat):
 
 @triton.jit
 def processes_late(source, top_k, truncates):
-    """Return whether the third pass processes a row's changed tokens, once it lists them.
+    """Return whether the third pass lists a row's changed tokens first and then processes them.
 
-    This needs a small top-k, and no changes but penalties that raise no logit: the model's logit of a token is then an
-    upper bound of the processed one.
+    This needs a small top-k, and no changes except penalties that raise no logit: the model's logit is then an
+    upper bound of the processed logit.
     """
     _, _, _, _, num_masked, _, num_biases, _, num_penalised, repetition, presence, frequency = source[1]
     only_penalties = (num_penalised > 0) & (num_masked == 0) & (num_biases == 0)
@@ -141,7 +141,7 @@ def processes_late(source, top_k, truncates):
 
 @triton.jit
 def penalties_of(row, repetition_ptr, presence_ptr, frequency_ptr):
-    """Return the row's three penalties, off if their values are invalid, and whether one is on."""
+    """Return the row's three penalties, off if their values are invalid, and whether any is on."""
     infinity = float("inf")
     repetition = tl.load(repetition_ptr + row)
     repetition = tl.where((repetition > 0) & (repetition < infinity), repetition, 1.0)
@@ -154,7 +154,7 @@ def penalties_of(row, repetition_ptr, presence_ptr, frequency_ptr):
 
 @triton.jit
 def req_values(row, ptrs, vocab_size, stride_logits, state_rows, bias_rows, bias_capacity, num_masks):
-    """Return the values of a row that the functions below read; options that the row does not use are off.
+    """Return a row's values for the functions below; options that the row does not use are off.
 
     The functions take a pair: the pointers of all rows (SampleInputs), and these values.
     """
@@ -205,14 +205,14 @@ def raw_logits(source, tokens):
 
 @triton.jit
 def _process(source, tokens, logits, seen):
-    """Return `raw_logits` after bias and penalties; `seen`: whether each token has occurred."""
+    """Return `raw_logits` after bias and penalties; `seen` is whether each token has occurred."""
     pointers, values = source
     _, vocab_size, _, _, _, bias_at, num_biases, state_row, _, repetition, presence, frequency = values
     if num_biases > 0:
         logits += _bias(tokens, pointers.bias_tokens + bias_at, pointers.bias_values + bias_at, num_biases)
-    # Counts are read only for tokens that have occurred: few of a large vocabulary.
+    # Read counts only for tokens that have occurred: few of a large vocabulary.
     counts = tl.load(pointers.counts + state_row * vocab_size + tokens, mask=seen, other=0)
-    # Division has a slow path for 0, infinities and NaN: lanes that need no quotient divide 1.
+    # Division is slow for 0, infinities and NaN, so lanes that need no quotient divide 1.
     dividend = tl.where(seen & (logits > 0), logits, 1.0)
     scaled = tl.where(logits > 0, tl.div_rn(dividend, repetition), logits * repetition)
     logits = tl.where(seen, scaled, logits) - frequency * counts.to(tl.float32)
@@ -222,7 +222,7 @@ def _process(source, tokens, logits, seen):
 
 @triton.jit
 def bits_of(source, words):
-    """Return two bits per token of some words: allowed by the mask, and has occurred. Unused tables are not read."""
+    """Return two bits per token: allowed by the mask, and has occurred. Unused tables are not read."""
     pointers, values = source
     _, vocab_size, _, mask_at, num_masked, _, _, state_row, num_penalised, _, _, _ = values
     seen_at = state_row * ((vocab_size + 31) // 32)
@@ -246,7 +246,7 @@ def place_of_bit(bit):
 
 @triton.jit
 def num_bits(words):
-    """Return the number of set bits of each word: sums of two bits, of four, of eight, then of all bytes."""
+    """Return the number of set bits of each word, by sums over 2, 4 and 8 bits, then over all bytes."""
     bits = words.to(tl.uint32, bitcast=True)
     bits -= (bits >> 1) & 0x55555555
     bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
@@ -256,7 +256,7 @@ def num_bits(words):
 
 @triton.jit
 def logits_of_words(source, words):
-    """Return the tokens of a few words, [words, 32], in any order, and their processed logits."""
+    """Return the tokens of a few words (any order), [words, 32], and their processed logits."""
     _, values = source
     tokens = words[:, None] * WORD + tl.arange(0, 32)[None, :]
     logits = raw_logits(source, tokens)
@@ -269,7 +269,7 @@ def logits_of_words(source, words):
 
 @triton.jit
 def split_words(source, words):
-    """Return bits of the unchanged tokens, of the changed tokens, and of the tokens that have occurred.
+    """Return the bits of unchanged tokens, of changed tokens, and of tokens that have occurred.
 
     Tokens that the mask forbids are in neither of the first two.
     """
@@ -278,7 +278,7 @@ def split_words(source, words):
 
 @triton.jit
 def split_bits(source, words, bits):
-    """Return `split_words`, from the bits that `bits_of` returned."""
+    """Return the result of `split_words`, given the bits that `bits_of` returned."""
     pointers, values = source
     bias_at, num_biases = values[5], values[6]
     allowed, seen = bits
@@ -290,7 +290,7 @@ def split_bits(source, words, bits):
 
 @triton.jit
 def next_changed(source, words, changed, seen):
-    """Return the first changed token of each word, its processed logit, -inf if there is none, and the other bits."""
+    """Return each word's first changed token, its processed logit (-inf if there is none), and the other bits."""
     _, values = source
     lowest = changed & -changed
     tokens = tl.where(changed != 0, words * WORD + place_of_bit(lowest), values[1])
@@ -322,7 +322,7 @@ def _biased_bits(words, bias_tokens_row_ptr, num_biases):
 
 @triton.jit
 def _bias(tokens, bias_tokens_row_ptr, bias_values_row_ptr, num_biases):
-    """Return the bias of each token, or 0, by a binary search for all tokens at once in the row's ascending list."""
+    """Return the bias of each token, or 0: a binary search in the row's ascending list for all tokens at once."""
     at = tl.zeros_like(tokens)
     length = num_biases
     while length > 1:
@@ -342,14 +342,14 @@ def rate_of(heat):
 
 @triton.jit
 def weight(logits, best, rate):
-    """Return exp((logit - best) / heat): unnormalized probabilities. The best has 1, even if it is infinite."""
+    """Return exp((logit - best) / heat): unnormalized probabilities. The best is 1, even if its logit is infinite."""
     below = tl.where(logits >= best, 0.0, (logits - best) * rate)
     return tl.where(logits > float("-inf"), tl.exp2(below), 0.0)
 
 
 @triton.jit
 def finite(logits):
-    """Clamp logits to finite floats, so that differences are defined. NaN and -inf become the lowest."""
+    """Clamp logits to finite floats, so that differences are defined. NaN and -inf become the lowest float."""
     return tl.minimum(tl.maximum(logits, -LARGEST), LARGEST)
 
 
@@ -375,12 +375,12 @@ def min_p_floor(best, heat, min_p):
 
 @triton.jit
 def largest_reaching(values, amounts, need, low, high, until):
-    """Narrow keys [low, high): the amounts of all values from key `low` on reach `need`, those from `high` on do not.
+    """Narrow keys [low, high): the amounts of values from key `low` on reach `need`, those from `high` on do not.
 
-    This must be true of the arguments. The search divides the range by five until it has at most `until` keys; with 1,
-    the result `low` is the largest such key. Four sums at once take as many barriers and shuffles as one, and these
-    dominate the time. Each step also moves the bounds to existing values, which are few: only one key in 65,536 is a
-    bfloat16 value. Sums of non-negative floats in a fixed order are monotone, so the result is exact.
+    The arguments must satisfy this. The search divides the range by five until it has at most `until` keys; if `until`
+    is 1, `low` is the largest such key. Four sums at once need as many barriers and shuffles as one, which dominate the
+    time. Each step also moves the bounds to existing values, which are few: only one key in 65,536 is a bfloat16 value.
+    Sums of non-negative floats in a fixed order are monotone, so the result is exact.
     """
     while high - low > until:
         fifth = (high - low + 4) // 5
@@ -403,7 +403,7 @@ def largest_reaching(values, amounts, need, low, high, until):
         reached = tl.where(sum_a < need, low, tl.where(sum_b < need, key_a, reached))
         missed = tl.where(sum_c < need, key_c, tl.where(sum_d < need, key_d, high))
         missed = tl.where(sum_a < need, key_a, tl.where(sum_b < need, key_b, missed))
-        # Sums do not change between two values, so the bounds move to values.
+        # Sums do not change between two values, so move the bounds to values.
         low = tl.maximum(reached, tl.minimum(key_of(-least), missed - 1))
         high = tl.minimum(missed, tl.maximum(key_of(largest) + 1, low + 1))
     return low, high

@@ -28,7 +28,7 @@ _NO_TOKEN = tl.constexpr(NO_TOKEN)
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """The results of `token_logprobs`. Entries that no row asked for are NaN, 0, NO_TOKEN and NaN.
+    """The results of `token_logprobs`. Entries that were not requested are NaN, 0, NO_TOKEN and NaN.
 
     logprobs      [rows]           float32  log_softmax(logits)[token]
     ranks         [rows]           int32    1 is the most likely token; equal logits rank by token id
@@ -80,7 +80,7 @@ def _token_logprobs_kernel(
         real = (token >= 0) & (token < vocab_size)
         logits_row_ptr = logits_ptr + row.to(tl.int64) * stride_logits
         logit = _possible_logits(logits_row_ptr, tl.where(real, token, vocab_size), vocab_size)
-        # One pass: a lane has the tokens of one residue modulo LANES. It keeps their best, their mass relative to the
+        # One pass: a lane reads the tokens of one residue modulo LANES. It keeps their best, their mass relative to the
         # best, and the number of tokens that rank before the given one.
         lanes = tl.arange(0, LANES)
         lane_best = tl.full([LANES], float("-inf"), tl.float32)
@@ -103,7 +103,7 @@ def _token_logprobs_kernel(
             count = tl.minimum(wanted, max_top)
             logprob = tl.where(real, tl.where(logit >= best, 0.0, logit - best) - log_total, float("nan"))
             rank = tl.where(real, 1 + tl.sum(before, 0), 0)
-        # The best token of all lanes is removed, and the next best of its lane replaces it.
+        # Remove the best token of all lanes; the next best of its lane replaces it.
         chunks = tl.arange(0, CHUNKS)
         for place in range(0, count):
             value, top = best_of(lane_best, lane_tokens)
@@ -158,15 +158,15 @@ def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, wanted: torch.Ten
     """Return the log-probability and the rank of one token per row, and the most likely tokens of each row.
 
     logits   [rows, vocab]  float16, bfloat16 or float32  device; rows may be strided
-    tokens   [rows]         int32  sampled tokens, or the next tokens of a prompt; for NO_TOKEN and tokens outside of
+    tokens   [rows]         int32  sampled tokens, or the next tokens of a prompt; for NO_TOKEN and tokens outside
                                    the vocabulary, only the most likely tokens are returned
-    wanted   [rows]         int32  number of most likely tokens, up to max_top; below 0 the row is skipped
+    wanted   [rows]         int32  number of most likely tokens, up to max_top; if negative, the row is skipped
     max_top  width of the results
 
-    Computed in float32. NaN logits count as -inf. Several infinite logits share the probability.
+    Computed in float32. NaN logits count as -inf. Infinite logits share the probability equally.
     Capture-safe: the grid depends on shapes only. Raises: ShapeError, ConfigError.
     """
-    max_top = check_int("max_top", max_top, 0, MAX_TOP, advice="pass the most tokens that a row may ask for")
+    max_top = check_int("max_top", max_top, 0, MAX_TOP, advice="pass the largest number of tokens per row")
     check_tensor("logits", logits, shape=(None, None), dtype=_FLOATS)
     (rows, vocab), device = logits.shape, logits.device
     check_unit_stride("logits", logits)
@@ -186,7 +186,7 @@ def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, wanted: torch.Ten
 
 
 def compile_variants() -> list[CompileSpec]:
-    """Return each logits dtype at a vocabulary of 128k, and the largest vocabulary."""
+    """Return variants for each logits dtype at a vocabulary of 128k, and for the largest vocabulary."""
     specs = []
     for kind, vocab in (("fp16", 1 << 17), ("bf16", 1 << 17), ("fp32", 1 << 20)):
         constexprs: dict[str, object] = {"LANES": _LANES, "CHUNKS": vocab // _LANES, "TOP": 32}

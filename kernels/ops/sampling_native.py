@@ -2,11 +2,11 @@
 
     sample_split      concurrent with the first pass: the tokens that mask, bias and penalties change, except in rows
                       that process them late
-    sample_chunks     the first pass, without these tokens
+    sample_chunks     the first pass, excluding these tokens
     sample_rows       the second pass: rows that keep all tokens or truncate by min-p only
     sample_truncated  the third pass: rows with top-k or top-p
 
-They draw the same tokens as the Triton kernels, which other devices use. They build lists and histograms in shared
+They draw the same tokens as the Triton kernels for other devices. They build lists and histograms in shared
 memory, which Triton cannot address.
 """
 
@@ -24,14 +24,14 @@ from graphrt.kernels.ops.sampling_logits import LATE_TOP_K
 from graphrt.kernels.ops.sampling_reference import SampleInputs
 
 GROUPS_MULTIPLE = 4
-"""The number of groups is padded to a multiple of this: groups are read four at a time."""
+"""The number of groups is padded to a multiple of this, because groups are read four at a time."""
 
 _WARPS = 8
-_BLOCKS_PER_SM = {"sample_split": 4, "sample_truncated": 2}  # the former leaves room for the first pass
+_BLOCKS_PER_SM = {"sample_split": 4, "sample_truncated": 2}  # sample_split leaves room for the first pass
 _MAX_GROUPS = 4096
 _BINS = 256
 _LIST = 2048  # capacity of a row's list of tokens
-_CHANGED = 4096  # changed tokens of a row that are stored; a row with more processes them again in each pass
+_CHANGED = 4096  # stored changed tokens per row; rows with more process them again in each pass
 _MEETING = 4 * 2 * 8 * _WARPS  # bytes of `Meeting` in sample_block.cuh
 
 _POINTERS = (
@@ -53,7 +53,7 @@ class _Params(ctypes.Structure):
 
 @functools.lru_cache(maxsize=64)
 def serves(device: torch.device) -> bool:
-    """Return whether the CUDA kernels run on a device. Without NVRTC, and on other devices, Triton kernels run."""
+    """Return whether the CUDA kernels run on a device. Otherwise, and without NVRTC, the Triton kernels run."""
     return runs_native(device) and nvrtc_fault() is None
 
 
@@ -78,7 +78,7 @@ def _variant(entry: str, dtype: torch.dtype, group: int) -> NativeVariant:
 
 
 class SplitRows(NamedTuple):
-    """Outputs of `sample_split`, which the second and the third pass read.
+    """Outputs of `sample_split`, which the second and third passes read.
 
     best    [rows, groups]                  float32  the highest logit of each group's changed tokens
     plain   [rows, groups * group // 32]    int32    bits of the unchanged tokens
@@ -118,10 +118,10 @@ def launch_native(
     out: torch.Tensor,
     group: int,
 ) -> None:
-    """Launch one of the kernels for all rows.
+    """Launch one of the CUDA kernels for all rows.
 
     entry   "sample_split", an ordinary launch, or "sample_truncated", which may start during the second pass
-    inputs  inputs of the first pass
+    inputs  tensor inputs of the first pass
     sizes   sizes of the first pass: vocabulary, stride of the logits, rows and capacities of tables, groups
     group_best, group_mass  [rows, groups]  float32  outputs of the first pass
     split   None if no row may have mask, bias or penalties

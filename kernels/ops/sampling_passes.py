@@ -1,4 +1,4 @@
-"""Draws among many tokens of a row: by bounds of groups, and by passes over the row to find a threshold."""
+"""Draws among many tokens of a row: by bounds of groups, or by passes over the row to find a threshold."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from graphrt.kernels.ops.sampling_logits import (
 )
 
 _WORDS = tl.constexpr(32)  # words of tokens that are processed in parallel
-_CHANGED_WORDS = tl.constexpr(1024)  # the same for changed tokens
+_CHANGED_WORDS = tl.constexpr(1024)  # changed words that are processed in parallel
 _PASS = tl.constexpr(4096)  # tokens that a pass over the row processes in parallel
 _SIDE = tl.constexpr(8)  # neighbouring tokens of a thread
 _STAGES = tl.constexpr(4)  # pipelined loads of a pass
@@ -56,8 +56,8 @@ def draw_by_passes(
 ):
     """Draw among all kept tokens of a row.
 
-    The threshold is a key in [low, high), which need not be known exactly. The token of the best score among all tokens
-    from `low` on is the result, once its logit is known to be kept. One pass over the row is usually enough.
+    The threshold is a key in [low, high) and need not be known exactly. The token with the best score among all tokens
+    from `low` on is the result once its logit is known to be kept. One pass over the row usually suffices.
     """
     low = key_of(floor)
     by_count = top_k > 0
@@ -81,7 +81,7 @@ def draw_by_passes(
                 share = tl.where(amounts_rate == 0, need / source[1][1].to(tl.float32), top_p)
                 key_b, key_c = _guesses(source, low, high, amounts_best, amounts_rate, share)
                 guesses = 1
-            # A token is kept unless the tokens above it reach the need.
+            # A token is kept unless the amount of the tokens above it reaches `need`.
             key_a = tl.where(phase == _DRAW, key + 1, tl.where(phase == _MASS, low, low + (high - low) // 2))
             amount_a, amount_b, amount_c = _amounts_from(
                 source, plain_words_row_ptr, key_a, key_b, key_c, amounts_best, amounts_rate
@@ -94,7 +94,7 @@ def draw_by_passes(
                 low, high = _narrow(low, high, key_a, amount_a, need)
                 low, high = _narrow(low, high, key_b, amount_b, need)
                 low, high = _narrow(low, high, key_c, amount_c, need)
-                # Quarters bound the number of passes.
+                # Splitting the range into quarters bounds the number of passes.
                 key_b = low + (high - low) // 4
                 key_c = low + (high - low) * 3 // 4
                 if (phase == _TOP_K) & (high - low <= 1):
@@ -116,7 +116,7 @@ def best_of_groups(group_ptrs, GROUPS: tl.constexpr):
 
 @triton.jit
 def best_score(source, noise_at, group_ptrs, floor, heat, GROUPS: tl.constexpr, GROUP: tl.constexpr):
-    """Return the token of the best score among tokens that reach the floor, the lowest of equal ones, and its logit."""
+    """Return the token with the best score among tokens that reach the floor (lowest id on ties), and its logit."""
     list_groups_row_ptr = group_ptrs[2]
     seed, position = noise_at
     per_group: tl.constexpr = GROUP // WORD
@@ -129,10 +129,10 @@ def best_score(source, noise_at, group_ptrs, floor, heat, GROUPS: tl.constexpr, 
     noise = most_noise(seed, position, GROUPS, GROUP)
     bounds = tl.reshape(tl.where(able, tl.fma(heat, noise, group_best), float("-inf")), [rows, lanes])
     groups = tl.reshape(groups, [rows, lanes])
-    # The best group of each lane: their best score is close to the overall best.
+    # The best score in each lane's best group is close to the overall best.
     firsts = tl.min(tl.where(bounds == tl.max(bounds, 0)[None, :], groups, NOWHERE), 0)
     score, token, logit = _best_of_groups(source, noise_at, firsts, floor, heat, per_group)
-    # Without noise, the first of a lane's equal groups has the lowest token.
+    # Without noise, the first of a lane's tied groups has the lowest token.
     enough = tl.where(heat > 0, score, float("inf"))
     chosen = (bounds >= enough) & (bounds > float("-inf")) & (groups != firsts[None, :])
     chosen = tl.reshape(chosen.to(tl.int32), [GROUPS])
@@ -172,7 +172,7 @@ def _best_of_groups(source, noise_at, groups, floor, heat, per_group: tl.constex
     words = words_of_groups(groups, per_group)
     tokens, logits = logits_of_words(source, words)
     able = (logits >= floor) & (logits > float("-inf"))
-    # Scores and the bounds of groups are rounded alike, so no score exceeds its group's bound.
+    # Scores and group bounds are rounded identically, so no score exceeds its group's bound.
     scores = tl.where(able, tl.fma(heat, noise_of_words(seed, position, words), logits), float("-inf"))
     score = tl.max(tl.max(scores, 1), 0)
     tokens = tl.where(able, tokens, NOWHERE)
@@ -182,7 +182,7 @@ def _best_of_groups(source, noise_at, groups, floor, heat, per_group: tl.constex
 
 @triton.jit
 def _guesses(source, low, high, best, rate, share):
-    """Estimate two keys around a threshold from a sample: words of tokens at about equal distances."""
+    """Estimate two keys around a threshold from a sample of approximately equidistant words."""
     num_words = tl.cdiv(source[1][1], WORD)
     draws = tl.arange(0, _WORDS)
     distance = tl.cdiv(num_words, _WORDS)
@@ -200,7 +200,7 @@ def _guesses(source, low, high, best, rate, share):
 
 @triton.jit
 def _narrow(low, high, key, amount, need):
-    """Narrow the bounds of a threshold by one key: the threshold is at or above it if the amount reaches the need."""
+    """Narrow a threshold's bounds by one key: the threshold is at or above it if `amount` reaches `need`."""
     reaches = amount >= need
     return (
         tl.where(reaches, tl.maximum(low, key), low),
@@ -210,7 +210,7 @@ def _narrow(low, high, key, amount, need):
 
 @triton.jit
 def _amounts_from(source, plain_words_row_ptr, key_a, key_b, key_c, best, rate):
-    """Return the masses of the row's tokens at or above three keys; their counts if best and rate are 0."""
+    """Return the mass of the row's tokens at or above each of three keys, or their number if best and rate are 0."""
     pointers, values = source
     vocab_size = values[1]
     row_ptr = pointers.logits + values[0]
@@ -220,7 +220,7 @@ def _amounts_from(source, plain_words_row_ptr, key_a, key_b, key_c, best, rate):
     amounts = (zeros, zeros, zeros)
     lanes = tl.arange(0, _PASS // _SIDE)[:, None] * _SIDE + tl.arange(0, _SIDE)[None, :]
     full = vocab_size // _PASS
-    for part in tl.range(0, full, num_stages=_STAGES):  # without a mask: this loop takes most of the time
+    for part in tl.range(0, full, num_stages=_STAGES):  # no mask: this loop takes most of the time
         logits = tl.load(row_ptr + part * _PASS + lanes).to(tl.float32)
         logits = _plain_only(source, plain_words_row_ptr, part, logits)
         amounts = _with_amounts(amounts, logits, bounds, at_best)
@@ -249,14 +249,14 @@ def _amounts_from(source, plain_words_row_ptr, key_a, key_b, key_c, best, rate):
 
 @triton.jit
 def _bound_of(key):
-    """Return the value of a key, at least the lowest finite float: NaN and -inf are below it."""
+    """Return the value of a key, clamped to the lowest finite float, which is above NaN and -inf."""
     value = value_of(key)
     return tl.where(value < -LARGEST, -LARGEST, value)
 
 
 @triton.jit
 def _plain_only(source, plain_words_row_ptr, part, logits):
-    """Replace the logits of changed tokens by -inf, in a part of a pass."""
+    """Replace the logits of changed tokens with -inf in one part of a pass."""
     if plain_words_row_ptr is not None:
         words = part * (_PASS // WORD) + tl.arange(0, _PASS // WORD)
         num_processed = tl.where(source[1][2], source[1][1], 0)  # the vocabulary size or 0
@@ -267,9 +267,9 @@ def _plain_only(source, plain_words_row_ptr, part, logits):
 
 @triton.jit
 def _with_amounts(amounts, logits, bounds, at_best):
-    """Add the weights of some more logits to the amounts, for each bound that they reach.
+    """Add the weights of further logits to the amount of each bound that they reach.
 
-    A thread has neighbouring tokens and adds up three numbers, which leaves registers for pipelining.
+    A thread sums only three numbers over its adjacent tokens, which leaves registers for pipelining.
     """
     best, rate = at_best
     weights = tl.exp2((tl.minimum(logits, LARGEST) - best) * rate)

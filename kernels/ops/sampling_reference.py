@@ -10,10 +10,10 @@ import torch
 from graphrt.kernels.types import NO_TOKEN
 
 NOISE_GROUP = 32
-"""Neighbouring vocabulary entries whose least exponential variate is drawn first; part of the noise definition."""
+"""Adjacent vocabulary entries whose least exponential variate is drawn first; part of the noise definition."""
 
 MAX_TEMPERATURE = 1e30
-"""Largest temperature; higher ones are clamped. At this one all finite logits have the same probability."""
+"""Largest temperature, at which all finite logits have the same probability; higher values are clamped to it."""
 
 _MASK32 = 0xFFFFFFFF
 _PHILOX_KEYS = (0x9E3779B9, 0xBB67AE85)
@@ -40,7 +40,7 @@ def philox4x32(
 
 
 def _multiply32(x: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return low and high 32 bits of x * factor, from halves of the factor: each product fits int64."""
+    """Return the low and high 32 bits of x * factor, by halves of the factor: each product fits in int64."""
     low = x * (factor & 0xFFFF)
     high = x * (factor >> 16)
     middle = (low >> 16) + high
@@ -50,7 +50,7 @@ def _multiply32(x: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tenso
 def exponential_reference(words: torch.Tensor, bits: int = 32) -> torch.Tensor:
     """Return exponential variates (float32) of random words of `bits` bits: -log(1 - u), u = (word + 0.5) / 2**bits.
 
-    Small variates decide a Gumbel-max draw, so a series computes them, which keeps their relative precision.
+    Small variates decide a Gumbel-max draw, so they are computed by a series to keep their relative precision.
     """
     u = words.float() * 2.0**-bits + 2.0 ** -(bits + 1)
     series = u * (1.0 + u * (0.5 + u * (1.0 / 3.0 + u * 0.25)))
@@ -60,10 +60,10 @@ def exponential_reference(words: torch.Tensor, bits: int = 32) -> torch.Tensor:
 def noise_reference(seeds: torch.Tensor, seq_lens: torch.Tensor, vocab: int) -> torch.Tensor:
     """Return Gumbel noise (float32, [rows, vocab]) at (seed, vocabulary index, position): -log of exponential variates.
 
-    Of a group of 32 neighbours the least variate is drawn first, from a separate word: the minimum of 32 independent
+    In each group of 32 neighbours the least variate is drawn first, from a separate word: the minimum of 32 independent
     variates is an exponential variate divided by 32. The word's lowest five bits select the token that has it. All
-    other variates exceed it by independent exponential variates, because the distribution is memoryless. So one word
-    can exclude a whole group, and the noise of all tokens is still independent.
+    other variates exceed it by independent exponential variates, because the distribution is memoryless. One word can
+    thus exclude a whole group, and the noise of all tokens is still independent.
     """
     device, positions = seeds.device, seq_lens[:, None].long() & _MASK32
     groups = -(-vocab // NOISE_GROUP)
@@ -76,7 +76,7 @@ def noise_reference(seeds: torch.Tensor, seq_lens: torch.Tensor, vocab: int) -> 
 
 
 class SampleInputs(NamedTuple):
-    """The tensors of `graphrt::sample`, in the order of its arguments; see `sample`, which has their shapes."""
+    """The tensors of `graphrt::sample`, in the order of its arguments; see `sample` for their shapes."""
 
     logits: torch.Tensor
     temperatures: torch.Tensor
@@ -129,7 +129,7 @@ def sample_reference(*tensors: torch.Tensor | None) -> torch.Tensor:
 
 
 def processed_reference(inputs: SampleInputs) -> torch.Tensor:
-    """Return logits (float32, a copy) after token masks, biases and penalties, in this order."""
+    """Return a float32 copy of the logits after token masks, biases and penalties, in this order."""
     (logits, _, _, seq_lens, req_indices, _, _, _, repetition, presence, frequency, seen, counts, bias_tokens,
      bias_values, bias_lists, mask_words, mask_index) = inputs  # fmt: skip
     out = logits.to(torch.float32, copy=True)
@@ -182,15 +182,15 @@ def effective_penalties(
 
 
 def unpacked_bits(words: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the first `count` bits of int32 words as bool, the lowest bit of a word first."""
+    """Return the first `count` bits of int32 words as bool, starting with the lowest bit of each word."""
     bits = torch.arange(32, device=words.device)
     return ((words[:, None] >> bits) & 1).flatten()[:count].bool()
 
 
 def kept_reference(processed: torch.Tensor, heat: float, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
-    """Return which tokens of a row min-p, top-k and top-p keep, in this order; processed logits are float32, [vocab].
+    """Return which tokens of a row min-p, top-k and top-p keep, in this order; `processed` is float32, [vocab].
 
-    Tokens of equal logits are kept or dropped together. Probabilities are float64.
+    Tokens with equal logits are kept or dropped together. Probabilities are float64.
     """
     possible = processed > float("-inf")
     kept = possible.clone()
@@ -206,8 +206,8 @@ def kept_reference(processed: torch.Tensor, heat: float, top_k: int, top_p: floa
     if 0 < top_p < 1:
         order = torch.where(kept, processed, float("-inf")).argsort(descending=True)[: int(kept.sum())]
         ordered, mass = processed[order], weights[order].cumsum(0)
-        # A token is kept if the tokens of higher logits have less than top_p of the mass. Equal logits share the mass
-        # above the first of them.
+        # A token is kept if the tokens with higher logits have less than top_p of the mass. Tokens with equal logits
+        # share the mass above the first of them.
         above = torch.cat([mass.new_zeros(1), mass[:-1]])
         first = torch.searchsorted(-ordered.double(), -ordered.double())
         kept[order] = above[first] < top_p * mass[-1]

@@ -1,4 +1,4 @@
-"""The tokens of each sequence that penalties read, on the device by request index."""
+"""Token history of each sequence for penalties, on the device, indexed by request index."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _NUM_WARPS = 4
 
 
 def state_words(vocab_size: int) -> int:
-    """Return the number of 32-bit words that hold a bit per token."""
+    """Return the number of 32-bit words in a bitmap with one bit per token."""
     return -(-vocab_size // 32)
 
 
 @dataclass(frozen=True, slots=True)
 class PenaltyState:
-    """The tokens of each sequence: persistent, by request index.
+    """Token history of each sequence: persistent, indexed by request index.
 
     seen    [max_reqs, ceil(vocab / 32)]  int32  bit t % 32 of word t // 32: token t is in the prompt or the output
-    counts  [max_reqs, vocab]             int32  how often a token is in the output
+    counts  [max_reqs, vocab]             int32  number of times each token is in the output
 
-    `sample` reads the bits of rows with penalties, and the counts of tokens whose bit is set. With top-k it usually
+    `sample` reads the bits of rows with penalties, and the counts of tokens whose bits are set. With top-k, it usually
     reads only the counts of tokens that may be kept. `record_tokens` writes both tensors.
     """
 
@@ -49,9 +49,9 @@ class PenaltyState:
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """Penalties per row, as in vLLM and transformers, and the state that they read.
+    """Penalties per row, as in vLLM and transformers, and the token history that they use.
 
-    repetition  [rows]  float32  positive logits of tokens in prompt or output are divided by it, others multiplied;
+    repetition  [rows]  float32  divides positive logits of tokens in prompt or output, and multiplies the others;
                                  off if 1, 0 or less, or not finite
     presence    [rows]  float32  subtracted from logits of tokens in the output; off if 0 or not finite
     frequency   [rows]  float32  subtracted for each time the token is in the output; off if 0 or not finite
@@ -117,7 +117,7 @@ def _record_tokens_kernel(
                 tl.store(seen_row_ptr + at + lanes, zeros, mask=at + lanes < end_word)
             for at in range(first_token, end_token, BLOCK):
                 tl.store(counts_row_ptr + at + lanes, zeros, mask=at + lanes < end_token)
-            tl.debug_barrier()  # threads count where others have cleared
+            tl.debug_barrier()  # threads count in words that others have cleared
         prompt_len = tl.load(prompt_lens_ptr + row)
         for at in range(start, end, BLOCK):
             token = tl.load(tokens_ptr + at + lanes, mask=at + lanes < end, other=-1)
@@ -171,18 +171,18 @@ def record_tokens(
 ) -> None:
     """Record the tokens of a step in the state of its requests, before `sample` of that step.
 
-    tokens           [n]         int64  input ids of the step; tokens outside of the vocabulary are ignored
+    tokens           [n]         int64  input ids of the step; tokens outside the vocabulary are ignored
     query_start_loc  [rows + 1]  int32  row r has tokens query_start_loc[r] to query_start_loc[r + 1]
-    seq_lens         [rows]      int32  length of each sequence with these tokens, which gives their positions
+    seq_lens         [rows]      int32  length of each sequence including these tokens, which gives their positions
     req_indices      [rows]      int32  distinct; a row is skipped if it is out of range, such as -1 in padding
     prompt_lens      [rows]      int32  tokens from this position on are output tokens, which are counted
-    take_back        undo a call with the same arguments, for a step that failed: its output tokens are counted once
-                     less. Their bits stay set, because the repeated step has the same tokens
+    take_back        undo a call with the same arguments for a failed step: its output tokens are counted once less.
+                     Their bits stay set, because the repeated step has the same tokens
 
     Example: a prompt of 3 tokens in one step, then one token per step. The first call clears the state, because its
     first token has position 0, and records the prompt. Each later call counts one output token.
 
-    Rows without penalties are skipped: tokens from before penalties are switched on are not recorded. Record a cached
+    Rows without penalties are skipped: tokens from before penalties are enabled are not recorded. Record a cached
     prefix with a separate call, before the first step.
     Capture-safe: the grid depends on shapes only. Raises: ShapeError.
     """

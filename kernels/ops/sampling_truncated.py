@@ -1,7 +1,7 @@
-"""Third pass of sampling, a program per row with top-k or top-p: a draw among the kept tokens.
+"""Third pass of sampling, one program per row with top-k or top-p: a draw among the kept tokens.
 
-A group's highest logit and highest noise bound the scores of its tokens. So a draw reads few groups: first some with
-the highest bounds, then all whose bounds reach the best score found in these.
+A group's highest logit and highest noise bound the scores of its tokens, so a draw reads few groups: first some with
+the highest bounds, then all groups whose bounds reach the best score found in these.
 
 min-p, top-k and top-p each keep all tokens from some logit on, so a row keeps the tokens at or above one threshold. The
 groups' highest logits give a lower bound of it, the floor. The tokens that reach the floor are usually a short list:
@@ -10,7 +10,7 @@ groups' highest logits give a lower bound of it, the floor. The tokens that reac
     bits of their words       ...0100100, ...0001     tokens that reach the floor: 64 bytes read per group
     list                      (546, 7.1) (549, 6.8)   token and logit of each bit
 
-The list is searched in registers. `sampling_passes.py` samples rows that keep too many tokens for a list.
+The list is searched in registers. `sampling_passes.py` samples rows that keep too many tokens to list.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _BIT_WORDS = tl.constexpr(512)  # words whose bits are listed in parallel
 _CHANGED_WORDS = tl.constexpr(256)  # words whose changed tokens are processed in parallel
 _SHORT = tl.constexpr(256)  # tokens of a short list, one per thread: enough for most values of top-k
 _DRAWN = tl.constexpr(256)  # tokens whose noise is drawn in parallel
-_FLOOR_KEYS = tl.constexpr(1 << 16)  # the floor is a bound, and need not be exact
+_FLOOR_KEYS = tl.constexpr(1 << 16)  # the floor is only a bound and need not be exact
 _SURE = tl.constexpr(1.0001)  # margin for rounding in bounds on masses
 
 
@@ -81,7 +81,7 @@ def sample_truncated_kernel(
     row = tl.program_id(0)
     heat, top_k, top_p, min_p, truncates = row_options(row, ptrs, vocab_size)
     if OVERLAPS:
-        # The second pass lets this kernel start after the first has finished. The next kernel waits for this one only,
+        # The second pass lets this kernel start after the first has finished. The next kernel waits only for this one,
         # so one program here waits for the second pass.
         if row == tl.num_programs(0) - 1:
             tl.extra.cuda.gdc_wait()
@@ -136,14 +136,14 @@ def _floor(group_best, best, total, heat, rate, top_k, top_p, min_p):
     """Return a logit below which no token is kept, from the groups' highest logits.
 
     If k groups reach a logit, so do k tokens. If the best tokens of some groups have top-p of the mass, no token below
-    all of them is kept. The latter needs the whole mass, so it is for rows without top-k and min-p only.
+    all of them is kept. The second bound needs the whole mass, so only rows without top-k and min-p use it.
     """
     floor = min_p_floor(best, heat, min_p)
     by_count = top_k > 0
     amounts = tl.where(by_count, 1.0, weight(group_best, best, rate))
     need = tl.where(by_count, top_k.to(tl.float32), top_p * total * _SURE)
     useful = by_count | ((top_p < 1) & (min_p <= 0))
-    # Starting at the lowest group instead of -inf saves about ten steps of most searches.
+    # Starting at the lowest group instead of -inf saves about ten steps in most searches.
     lowest = tl.min(tl.where(group_best > float("-inf"), group_best, float("inf")), 0)
     lowest = tl.maximum(tl.minimum(lowest, best), floor)
     useful = useful & (tl.sum(tl.where(group_best >= lowest, amounts, 0.0), 0) >= need)
@@ -167,7 +167,7 @@ def _list_plain(
 ):
     """List the unchanged tokens that reach the floor. Return the length; it exceeds LIST if the tokens do not fit.
 
-    A first pass writes a bit per token, because few of many tokens reach the floor; a second one lists the bits.
+    A first pass writes one bit per token, because few of many tokens reach the floor. A second pass lists the set bits.
     """
     per_group: tl.constexpr = GROUP // WORD
     count, length = _list_groups(group_ptrs, group_best, floor, LIST)
@@ -189,9 +189,9 @@ def _list_plain(
 
 @triton.jit
 def _list_groups(group_ptrs, group_best, floor, LIST: tl.constexpr):
-    """List the groups that reach the floor. Return their number, and the length that the token list starts with.
+    """List the groups that reach the floor. Return their number and the initial length of the token list.
 
-    Each of them has a token that reaches the floor. If they are more than LIST, the token list is too long already: no
+    Each of them has a token that reaches the floor. If there are more than LIST, the token list is already too long: no
     group is listed, and the number is 0.
     """
     chosen = (group_best >= floor) & (group_best > float("-inf"))
@@ -205,9 +205,9 @@ def _list_groups(group_ptrs, group_best, floor, LIST: tl.constexpr):
 
 @triton.jit
 def _find_bits(source, words_row_ptr, group_ptrs, count, floor, GROUP: tl.constexpr):
-    """Write bits of the listed groups' tokens whose model logits reach the floor.
+    """Set the bits of tokens in the listed groups whose model logits reach the floor.
 
-    Each iteration processes some groups, while the logits of the next ones are loaded.
+    Each iteration processes some groups while the logits of the next groups are loaded.
     """
     groups: tl.constexpr = _WORDS // (GROUP // WORD)
     bit = tl.full([32], 1, tl.int32) << tl.arange(0, 32)
@@ -233,7 +233,7 @@ def _logits_listed(source, group_ptrs, start, count, groups: tl.constexpr, GROUP
 
 @triton.jit
 def _list_bits(source, words, bits, row_list, length, LIST: tl.constexpr):
-    """Append the tokens whose bits are set to the list, one bit of each word per iteration. Return the new length."""
+    """Append the tokens with set bits to the list, one bit of each word per iteration. Return the new length."""
     tokens_ptr, logits_ptr = row_list
     of_word = num_bits(bits)
     place = length + tl.cumsum(of_word, 0) - of_word
@@ -241,7 +241,7 @@ def _list_bits(source, words, bits, row_list, length, LIST: tl.constexpr):
         lowest = bits & -bits
         tokens = tl.where(bits != 0, words * WORD + place_of_bit(lowest), source[1][1])
         logits = raw_logits(source, tokens)
-        # A list that is too long is not read, so its last entry may be overwritten.
+        # An overlong list is never read, so its last entry may be overwritten.
         at = tl.minimum(place, LIST - 1)
         tl.store(tokens_ptr + at, tokens, mask=bits != 0)
         tl.store(logits_ptr + at, logits, mask=bits != 0)
@@ -252,7 +252,7 @@ def _list_bits(source, words, bits, row_list, length, LIST: tl.constexpr):
 
 @triton.jit
 def _list_changed(source, group_ptrs, group_best, floor, row_list, length, GROUP: tl.constexpr, LIST: tl.constexpr):
-    """Append the changed tokens that reach the floor. Usually few groups have such a token. Return the new length."""
+    """Append the changed tokens that reach the floor, usually from few groups. Return the new length."""
     per_group: tl.constexpr = GROUP // WORD
     wide: tl.constexpr = _CHANGED_WORDS // per_group
     tokens_ptr, logits_ptr = row_list
@@ -278,7 +278,7 @@ def _list_changed(source, group_ptrs, group_best, floor, row_list, length, GROUP
 
 @triton.jit
 def _threshold_of_list(row_list, length, low, options, lanes: tl.constexpr):
-    """Return the lowest key that is kept. Top-k comes first: top-p is a share of the mass that top-k keeps."""
+    """Return the lowest key that is kept. Top-k is applied first: top-p is a share of the mass that top-k keeps."""
     best, total, rate, top_k, top_p, min_p = options
     at = tl.arange(0, lanes)
     logits = tl.load(row_list[1] + at, mask=at < length, other=float("-inf"))
@@ -296,7 +296,7 @@ def _threshold_of_list(row_list, length, low, options, lanes: tl.constexpr):
 
 @triton.jit
 def _draw_from_list(row_list, length, noise_at, threshold, heat):
-    """Draw among the listed tokens that reach the threshold. Noise is expensive, so all lanes draw some."""
+    """Draw among the listed tokens that reach the threshold. Noise is expensive, so all lanes compute some of it."""
     tokens_ptr, logits_ptr = row_list
     seed, position = noise_at
     scores = tl.full([_DRAWN], float("-inf"), tl.float32)
@@ -307,7 +307,7 @@ def _draw_from_list(row_list, length, noise_at, threshold, heat):
         logit = tl.load(logits_ptr + at, mask=at < length, other=float("-inf"))
         kept = (at < length) & (logit >= threshold)
         score = tl.where(kept, tl.fma(heat, token_noise(seed, position, token), logit), float("-inf"))
-        # Of equal scores the lower token wins: changed tokens are listed after all others.
+        # Lower tokens win ties explicitly, because changed tokens are listed after all others.
         wins = (score > scores) | (kept & (score == scores) & (token < tokens))
         scores = tl.where(wins, score, scores)
         tokens = tl.where(wins, token, tokens)
