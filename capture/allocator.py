@@ -1,4 +1,4 @@
-"""Checks that PyTorch's CUDA allocator can serve graphs, and reads which memory it holds."""
+"""Check that PyTorch's CUDA allocator supports graphs, and read its memory snapshot."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 from graphrt.kernels.errors import ConfigError
 
-# The CPU build of torch has no such function.
+# The CPU build of torch lacks this function.
 _backend: Callable[[], str] = getattr(torch._C, "_cuda_getAllocatorBackend", lambda: "native")
 
 
 def check_allocator() -> None:
-    """Raise ConfigError if PyTorch's CUDA allocator is not its native one."""
+    """Raise ConfigError if PyTorch does not use its native CUDA allocator."""
     if (backend := _backend()) != "native":
         raise ConfigError(
             f"PYTORCH_CUDA_ALLOC_CONF: graphrt needs PyTorch's native allocator, got backend {backend!r}, which has no "
@@ -26,13 +26,13 @@ def check_allocator() -> None:
 def check_capture_allocator(device: torch.device) -> None:
     """Raise ConfigError if graphs cannot be captured on `device` with the current allocator.
 
-    Graphs need the native allocator with caching enabled: without it they have no private memory pool. Does nothing on
+    Graphs need the native allocator with caching enabled; otherwise they have no private memory pool. Does nothing on
     a CPU.
     """
     if device.type != "cuda":
         return
     check_allocator()
-    # No call tells whether PYTORCH_NO_CUDA_MEMORY_CACHING is in force. Uncached allocations are not counted, however.
+    # No call reports whether PYTORCH_NO_CUDA_MEMORY_CACHING is in effect, but uncached allocations are not counted.
     before = _num_allocations(device)
     probe = torch.empty(1, dtype=torch.uint8, device=device)
     if _num_allocations(probe.device) == before:
@@ -43,10 +43,10 @@ def check_capture_allocator(device: torch.device) -> None:
 
 
 def allocator_rows(pool: tuple[int, int] | None = None) -> Sequence[Mapping[str, Any]]:
-    """Return `torch.cuda.memory_snapshot()` without its history, of one pool or of all.
+    """Return `torch.cuda.memory_snapshot()` without history, for one pool or for all.
 
     Raises:
-        ConfigError: as check_allocator().
+        ConfigError: see check_allocator().
     """
     check_allocator()
     if pool is not None:
@@ -55,5 +55,5 @@ def allocator_rows(pool: tuple[int, int] | None = None) -> Sequence[Mapping[str,
 
 
 def _num_allocations(device: torch.device) -> int:
-    """Number of blocks that the caching allocator has handed out so far; it never decreases."""
+    """Return the number of blocks that the caching allocator has allocated so far; it never decreases."""
     return int(torch.cuda.memory_stats(device).get("allocation.all.allocated", 0))

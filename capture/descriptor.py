@@ -10,7 +10,7 @@ from graphrt.kernels.errors import ConfigError
 
 
 class GraphKind(str, Enum):
-    """Kind of batch that a graph runs.
+    """The kind of batch that a graph runs.
 
     DECODE   every request has `query_len` new tokens
     MIXED    prefill chunks and decode tokens of any lengths, packed
@@ -22,11 +22,11 @@ class GraphKind(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class BatchDescriptor:
-    """Immutable key of a captured graph: the batch shape that it was captured for.
+    """Immutable key of a captured graph: its batch shape.
 
     padded_reqs     number of requests, including padding
     padded_tokens   number of tokens, including padding; padded_reqs * query_len in a decode graph
-    query_len       new tokens per request in a decode graph; 0 in a mixed graph, where requests differ
+    query_len       new tokens per request in a decode graph; 0 in a mixed graph, where it varies
     """
 
     kind: GraphKind
@@ -36,8 +36,8 @@ class BatchDescriptor:
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        # The hash is computed once: every step looks a descriptor up, and hashing four fields takes longer than a
-        # launch. It covers ints only: string hashes differ between processes, and ranks send each other descriptors.
+        # Compute the hash once: every step looks up a descriptor, and hashing four fields takes longer than a
+        # launch. It covers only ints: string hashes differ between processes, and ranks exchange descriptors.
         check_instance("BatchDescriptor.kind", self.kind, GraphKind, advice="use BatchDescriptor.decode or mixed")
         for name, least in (("padded_reqs", 1), ("padded_tokens", 1), ("query_len", 0)):
             check_int_field(self, name, least, advice="use BatchDescriptor.decode or mixed")
@@ -78,7 +78,7 @@ def default_decode_sizes(max_num_reqs: int) -> tuple[int, ...]:
 
 
 def default_mixed_sizes(max_num_tokens: int) -> tuple[int, ...]:
-    """Return the default token counts of mixed graphs: 64 doubled repeatedly, and the maximum."""
+    """Return the default token counts of mixed graphs: 64, 128, 256 and so on, and the maximum."""
     if max_num_tokens < 1:
         raise ConfigError(f"max_num_tokens: expected at least 1, got {max_num_tokens}; raise it")
     sizes, size = [], 64

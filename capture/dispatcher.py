@@ -1,4 +1,4 @@
-"""Map a batch to the graph that runs it. The dispatcher owns the capture sizes; a lookup takes O(1)."""
+"""Map a batch to the graph that runs it. The dispatcher owns the capture sizes; a lookup is O(1)."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from graphrt.kernels.errors import CapacityError, ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """The size that a batch is padded to. `why_eager` is empty if a graph of this size is captured."""
+    """The size to which a batch is padded. `why_eager` is empty if a graph of this size is captured."""
 
     descriptor: BatchDescriptor
     why_eager: str
 
 
 class Dispatcher:
-    """Choose a capture size per batch. A batch over capacity raises; a batch without a graph runs eagerly.
+    """Choose a capture size per batch. A batch over capacity raises an error; a batch without a graph runs eagerly.
 
-    decode_sizes, mixed_sizes   sorted sizes to capture, at most the maxima; may be empty
-    graph_unsupported_reason    called with a descriptor; returns why the backend cannot capture it, or None
+    decode_sizes, mixed_sizes   sorted sizes to capture, up to the maxima; may be empty
+    graph_unsupported_reason    returns why the backend cannot capture a descriptor, or None
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Dispatcher:
             )
 
     def dispatch(self, num_reqs: int, num_tokens: int, uniform: bool) -> Dispatch:
-        """Return the smallest size that fits a batch.
+        """Return the smallest size with room for a batch.
 
         uniform   whether every request has exactly `query_len` new tokens
 
@@ -73,10 +73,10 @@ class Dispatcher:
         return self._decode[num_reqs - 1 if num_reqs else 0] if uniform else self._mixed[num_tokens - 1]
 
     def at(self, descriptor: BatchDescriptor, num_reqs: int, num_tokens: int, uniform: bool) -> Dispatch:
-        """Return the dispatch of `descriptor` for a batch, even if a smaller size fits.
+        """Return the dispatch of `descriptor` for a batch, even if a smaller size has room.
 
         Raises:
-            ConfigError: if no batch is padded to `descriptor`.
+            ConfigError: if the runtime never pads to `descriptor`.
             CapacityError: if the batch does not fit `descriptor`.
         """
         table = self._decode if descriptor.kind is GraphKind.DECODE else self._mixed
@@ -94,7 +94,7 @@ class Dispatcher:
         return table[size - 1]
 
     def captured(self) -> tuple[BatchDescriptor, ...]:
-        """Return the sizes to capture: mixed before decode, each from the largest, so that graphs reuse memory."""
+        """Return the sizes to capture: mixed before decode, largest first, so that graphs reuse memory."""
         keys = {d.descriptor: None for d in (*reversed(self._mixed), *reversed(self._decode)) if not d.why_eager}
         return tuple(keys)
 

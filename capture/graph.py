@@ -1,4 +1,4 @@
-"""The interface of captured graphs and of their recorders, for CUDA and for the op trace on a CPU."""
+"""The interface of captured graphs and recorders, for CUDA and for the op trace on a CPU."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ StepFunction = Callable[[], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class GraphReport:
-    """Cost of capturing one graph, or of building a loop around one, in addition to the graph.
+    """Cost of capturing one graph. For a loop: the additional cost of building it.
 
     seconds       wall time
-    pool_bytes    growth of the memory pool that all graphs share
+    pool_bytes    growth of the memory pool shared by all graphs
     driver_bytes  device memory that the driver allocated for the graph itself
-    nodes         number of graph nodes; of ops in an op trace
+    nodes         number of graph nodes, or of ops in an op trace
     """
 
     descriptor: BatchDescriptor
@@ -35,7 +35,7 @@ class GraphReport:
 
     @property
     def nbytes(self) -> int:
-        """Device memory of the graph: pool and driver together."""
+        """Device memory of the graph: pool plus driver."""
         return self.pool_bytes + self.driver_bytes
 
 
@@ -49,33 +49,33 @@ class CapturedGraph(Protocol):
     output: torch.Tensor
 
     def launch(self) -> None:
-        """Run the step on the current stream, on the memory that it was captured with.
+        """Run the step on the current stream, with the memory addresses of the capture.
 
         Raises:
             CaptureError: if a loop is closed.
-            ReplayError: if the driver rejects the launch, or if a loop on a CPU does not end.
+            ReplayError: if the driver rejects the launch, or if a loop on a CPU does not terminate.
         """
 
     def close(self) -> None:
-        """Free the graph. All its launches must have finished. A loop keeps its step's graph alive."""
+        """Free the graph. All its launches must have finished. A loop keeps the graph of its step alive."""
 
 
 class Recorder(Protocol):
-    """Captures step functions as graphs on one device and in one memory pool.
+    """Captures step functions as graphs on one device, in one memory pool.
 
-    streams   streams that graphs are captured on; empty on a CPU
+    streams   streams on which graphs are captured; empty on a CPU
     """
 
     name: str
     streams: tuple[torch.cuda.Stream, ...]
 
     def session(self) -> AbstractContextManager[None]:
-        """Return a context for a series of captures: garbage collection is off, the capture stream is current."""
+        """Return a context for a series of captures: garbage collection is off and the capture stream is current."""
 
     def warm_up(self, step: StepFunction, prepare: Callable[[], None]) -> None:
         """Run a step once without capturing it, so that libraries create their handles and workspaces.
 
-        A CPU needs no warm-up. It runs one all the same, so that a step whose first run differs fails as on CUDA.
+        A CPU runs one too, although it needs none, so that a step whose first run differs fails as on CUDA.
         """
 
     def capture(self, step: StepFunction, descriptor: BatchDescriptor, prepare: Callable[[], None]) -> CapturedGraph:
@@ -86,39 +86,39 @@ class Recorder(Protocol):
         """
 
     def loop(self, graph: CapturedGraph, condition: torch.Tensor) -> CapturedGraph:
-        """Return a graph that runs a captured step, and repeats it while `condition` is not 0, in one launch.
+        """Return a graph that runs a captured step and repeats it while `condition` is not 0, in one launch.
 
             step: ...; left.sub_(1); condition.copy_(left > 0)      # the step decides whether to run again
             loop = recorder.loop(recorder.capture(step, descriptor, prepare), condition)
             left.fill_(8)
             loop.launch()                                           # eight steps
 
-        graph       a graph of this recorder. It can still be launched on its own, and closed before the loop
+        graph       a graph of this recorder. It can still be launched separately, and closed before the loop
         condition   int32 [1] on the recorder's device. The step writes it, and the loop reads it after each run. Its
                     value before a launch is ignored: the step runs at least once
 
-        **The step must count its runs and stop at a bound.** On CUDA, a loop whose step never writes 0 occupies the
-        device forever; on a CPU it raises.
+        **The step must count its runs and stop at a limit.** On CUDA, a loop whose step never writes 0 occupies the
+        device forever; on a CPU it raises ReplayError.
 
-        A loop takes driver memory for its copy of the nodes, and no pool memory. It shares the memory of its step, so
-        all graphs and loops of a recorder run on one stream. The step must not draw from torch's generators: each run
-        would draw the same numbers.
+        A loop needs driver memory for its copy of the nodes, but no pool memory. It shares the memory of its step, so
+        all graphs and loops of a recorder must run on one stream. The step must not draw from torch's generators: each
+        run would draw the same numbers.
 
         Raises:
-            CaptureError: if `graph` is closed or of another kind of recorder, or has nodes that a loop cannot contain:
+            CaptureError: if `graph` is closed or from another kind of recorder, or has nodes that a loop cannot contain:
                 events, host functions, allocations, conditional nodes.
-            ShapeError: if `condition` has another shape, dtype or device.
+            ShapeError: if `condition` has the wrong shape, dtype or device.
         """
 
     def pool_bytes(self) -> int:
-        """Return the size of the memory pool. It must not grow after the last capture."""
+        """Return the size of the memory pool in bytes. It must not grow after the last capture."""
 
     def close(self) -> None:
-        """Release the pool and the capture stream. All graphs must be closed."""
+        """Release the pool and the capture stream. Close all graphs first."""
 
 
 NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
-"""Output of a closed graph, and of a manager that has run no step."""
+"""Output of a closed graph, and of a manager that has not run a step."""
 
 
 _Graph = TypeVar("_Graph", bound=CapturedGraph)
@@ -144,7 +144,7 @@ def loop_closed(call: str) -> CaptureError:
 
 
 def ordinary(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same memory as a tensor that can be modified outside of `torch.inference_mode`."""
+    """Return a tensor on the same memory that can be modified outside `torch.inference_mode`."""
     if not tensor.is_inference():
         return tensor
     with torch.inference_mode(False):

@@ -1,4 +1,4 @@
-"""Detect tensors that moved or changed after capture. A graph keeps reading the old address with the old shape."""
+"""Detect tensors that moved or changed after capture. A graph continues to read the old address with the old shape."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import torch
 from graphrt.kernels.errors import ReplayError
 
 _NAMES_A_TURN = 4
-"""Names that one step checks. Each check touches cache lines that are cold if the host works between steps. A tensor
-takes several lines, so one step checks one tensor."""
+"""Names checked per step. Each check touches cache lines that are cold if the host works between steps. A tensor takes
+several lines, so each step checks only one tensor."""
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 _Place = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
-"""What a graph captured of a tensor: address, shape, strides and dtype."""
+"""The captured properties of a tensor: address, shape, strides and dtype."""
 
 
 class PointerGuard:
-    """Stores address and layout of named tensors, and raises if one of them has changed.
+    """Stores the addresses and layouts of named tensors, and raises ReplayError if one has changed.
 
     guard = PointerGuard(named)            before the capture
-    guard.remember(tensors_by_name)        after it: other tensors that graphs read, as a function to look them up again
+    guard.remember(tensors_by_name)        after it: a function that looks up other tensors that graphs read
     guard.check_next()                     before each launch
 
     `check` detects a tensor whose storage was replaced (`p.data = ...`, `module.to(...)`, `set_`), a tensor that was
@@ -32,10 +32,10 @@ class PointerGuard:
     incremental checks of `check_next` compare addresses only. NameWatch detects replaced parameters.
 
     named     tensors that `check_next` checks one at a time
-    in_turns  if False, `check_next` checks nothing after its first call
+    in_turns  if False, `check_next` does nothing after its first call
     always    if True, every call of `check_next` checks everything; otherwise only the first call does
 
-    num_turns   number of incremental calls of `check_next` that cover all tensors
+    num_turns   number of incremental `check_next` calls that cover all tensors
     """
 
     def __init__(self, named: NamedTensors, *, in_turns: bool = True, always: bool = False) -> None:
@@ -48,25 +48,25 @@ class PointerGuard:
         turns = turns or [(nothing, nothing.data_ptr())]
         self.num_turns = len(turns)
         self._next_turn = itertools.cycle(turns).__next__
-        self._always, self._all_due = always, True  # a full check is due at first, and after an error
+        self._always, self._all_due = always, True  # a full check is due initially and after an error
         self._look_up: Callable[[], NamedTensors] = lambda: ()
         self._remembered: dict[str, _Place] = {}
 
     def remember(self, look_up: Callable[[], NamedTensors]) -> None:
-        """Make `check` look these names up again: each must refer to the same memory as now."""
+        """Make `check` look up these names again: each must still refer to its current memory."""
         self._look_up = look_up
         self._remembered = {name: _place(tensor) for name, tensor in look_up()}
 
     def check(self) -> None:
-        """Raise ReplayError, with the name of the first tensor that moved or changed."""
+        """Raise ReplayError for the first tensor that moved or changed."""
         for name, tensor, place in zip(self._names, self._tensors, self._places, strict=True):
             if _place(tensor) != place:
                 raise _changed(name, place, _place(tensor))
         _check_names(self._remembered.items(), self._look_up())
 
     def check_next(self) -> None:
-        """Check one tensor, in turn; the first call checks all tensors. Raises: see `check`, at each call until all are
-        valid."""
+        """Check one tensor, in turn; the first call checks all tensors. Raises: see `check`, on each call until all
+        tensors are valid."""
         if not self._all_due:
             tensor, address = self._next_turn()
             if tensor.data_ptr() == address:
@@ -76,17 +76,17 @@ class PointerGuard:
         self._all_due = self._always
 
     def check_names(self, named: NamedTensors) -> None:
-        """Raise ReplayError if `named` has other tensors than at capture under the same names, or lacks a name."""
+        """Raise ReplayError if a captured name is missing in `named` or refers to a different tensor."""
         _check_names(zip(self._names, self._places, strict=True), named)
 
 
 class NameWatch:
     """Detects parameters, buffers and submodules of a module that were replaced by other objects.
 
-    A replaced parameter has not moved: the graph keeps reading the old one, which is alive as long as it is referenced.
+    A replaced parameter has not moved: the graph still reads the old one, which lives as long as it is referenced.
     `module.weight = Parameter(...)` and `load_state_dict(..., assign=True)` replace parameters.
 
-    model   a module; any other model has no names to watch
+    model   a module; for any other model there are no names to watch
 
     any     whether there are names to watch
     """
@@ -101,7 +101,7 @@ class NameWatch:
         self._turn = 0
 
     def changed(self) -> bool:
-        """Return whether one of the next 4 names refers to another object. If so, the next call checks them again."""
+        """Return whether one of the next 4 names refers to a different object. If so, the next call rechecks them."""
         for of, name, value in self._turns[self._turn]:
             if of.get(name) is not value:
                 return True
@@ -146,7 +146,7 @@ def _layout(place: _Place) -> str:
 
 
 def named_weights(model: object) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the parameters and buffers of a Module; nothing for another model."""
+    """Yield the parameters and buffers of a Module; nothing for any other model."""
     if isinstance(model, torch.nn.Module):
         yield from model.named_parameters()
         yield from model.named_buffers()

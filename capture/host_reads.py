@@ -1,4 +1,4 @@
-"""Which operations synchronize with the device. A CUDA capture rejects them, and so does the op trace on a CPU."""
+"""Detect operations that synchronize with the device. A CUDA capture and the op trace on a CPU reject them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 _INDEX_PUT = frozenset({"aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index_put"})
 _MASKS = (torch.bool, torch.uint8)
-# These check a solver's info on the host, or select rows by value. Variants that return the info ("_ex") do not.
+# These check a solver's info on the host or select rows by value. Variants that return the info ("_ex") do not.
 _WAITS = frozenset(
     f"aten::{name}"
     for name in (
@@ -23,7 +23,7 @@ _WAITS = frozenset(
 
 
 def reads_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, sets_number: bool = False) -> bool:
-    """Return whether an aten operation reads values on the host, or has a result whose shape depends on values.
+    """Return whether an aten operation reads values on the host, or its result shape depends on values.
 
     sets_number   for an index_put: whether it is `x[mask] = number`, which runs as a masked fill
     """
@@ -36,7 +36,7 @@ def reads_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, sets
     if name == "aten::where" and func._overloadname == "default":
         return True  # nonzero()
     if name == "aten::one_hot":
-        return bool(_argument(func, args, kwargs, "num_classes") < 0)  # the number is the largest value plus one
+        return bool(_argument(func, args, kwargs, "num_classes") < 0)  # -1: the number is the largest value plus one
     if name == "aten::histc":
         return bool(_argument(func, args, kwargs, "min") == _argument(func, args, kwargs, "max"))  # range of the data
     if name in ("aten::linspace", "aten::logspace"):
@@ -57,12 +57,12 @@ def reads_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, sets
         return True
     if torch.Tag.dynamic_output_shape not in func.tags:
         return False
-    # Indexing has this tag because of masks. With integer indices the shape is known, and CUDA can capture it.
+    # Indexing has this tag because of masks. With integer indices the shape is known, so CUDA can capture it.
     return name != "aten::index" or any(t.dtype in _MASKS for t in tensors_in((args[1:], kwargs)))
 
 
 def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
-    """Return an argument by name, or its default; None if the operation has no argument of that name."""
+    """Return an argument by name, or its default; None if the operation has no such argument."""
     for index, argument in enumerate(func._schema.arguments):
         if argument.name == name:
             return args[index] if index < len(args) else kwargs.get(name, argument.default_value)
@@ -70,5 +70,5 @@ def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: st
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """Return the tensors among nested arguments or results."""
+    """Return the tensors in nested arguments or results."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

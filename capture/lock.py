@@ -1,8 +1,8 @@
-"""Count kernels that are loaded after capture, and memory that grows after capture.
+"""Count kernels loaded after capture, and memory growth after capture.
 
-Compiling a kernel during serving stops the host for a third of a second; loading one from Triton's disk cache takes
-some milliseconds. A step that replays a graph must do neither. The lock uses the hooks that Triton and the native
-kernels call when they load a kernel, so a step that loads none pays nothing.
+Compiling a kernel during serving blocks the host for a third of a second; loading one from Triton's disk cache takes a
+few milliseconds. A step that replays a graph must do neither. The lock uses the hooks that Triton and the native
+kernels call when they load a kernel, so a step that loads none has no overhead.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from graphrt.kernels.native import nvrtc
 
 
 class Doing(str, Enum):
-    """What the owner of a lock was doing when a kernel was loaded.
+    """The activity of a lock's owner when a kernel was loaded.
 
-    GRAPH_STEP       launching a graph, which must not load kernels. Only here may the lock raise
+    GRAPH_STEP       launching a graph, which must not load kernels. Only then may the lock raise
     OTHER_CALL       another call of the owner, or an eager step, which may load kernels
-    BETWEEN          no call, but the load is on the thread of the owner's last call and delays the next one
+    BETWEEN          no call, but the load is on the thread of the owner's last call and delays its next call
     SOMETHING_ELSE   the load is on another thread; it is not counted
     """
 
@@ -42,14 +42,14 @@ class CaptureLock:
         lock.poll(), lock.grown           Counter({"graph pool": 2097152})
 
     doing    called when a kernel is loaded, on the thread that loads it
-    memory   name -> function that returns the current bytes, for each memory that must not grow
+    memory   function that returns the current bytes, by name, for each memory that must not grow
     strict   raise ReplayError for a kernel loaded in a graph step, and for memory that grew
 
     kernels  loads by kernel name and `Doing`. All variants of a Triton kernel have the same name
     grown    growth in bytes by name, as of the last `poll`
 
-    A load is not always a compilation: Triton may read the kernel from disk. Kernels of torch and of CUDA libraries are
-    not seen. A lock that is garbage-collected is released.
+    A load is not always a compilation: Triton may read the kernel from disk. Kernels of torch and CUDA libraries are
+    not counted. A garbage-collected lock is released.
     """
 
     def __init__(self, doing: Callable[[], Doing], memory: Mapping[str, Callable[[], int]], *, strict: bool) -> None:
@@ -60,7 +60,7 @@ class CaptureLock:
         self.grown: Counter[str] = Counter()
 
     def engage(self) -> None:
-        """Measure the memory and install the hooks. A lock is engaged once."""
+        """Measure the memory and install the hooks. Call it only once."""
         assert self._hooks is None, "a lock is engaged once"
         self._before = {name: measure() for name, measure in self._measures.items()}
         lock = weakref.ref(self)
@@ -72,7 +72,7 @@ class CaptureLock:
         def loaded_by_triton(module: object, function: object, name: str, group: object, digest: str) -> None:
             loaded(name)
 
-        # At the end of a load the kernel is complete: an error raised here leaves a kernel that can be launched.
+        # The kernel is complete at the end of a load, so it can be launched even if an error is raised here.
         triton.knobs.runtime.kernel_load_end_hook.add(loaded_by_triton)
         nvrtc.load_hooks.append(loaded)
 
@@ -94,7 +94,7 @@ class CaptureLock:
             )
 
     def poll(self) -> None:
-        """Measure the memory, and set `grown` to what grew since `engage()`."""
+        """Measure the memory, and set `grown` to the growth since `engage()`."""
         if not self._before:
             return
         growth = {name: self._measures[name]() - before for name, before in self._before.items()}

@@ -1,4 +1,4 @@
-"""Many steps in one launch: a CUDA graph with a WHILE node that repeats a captured step while a condition holds.
+"""Many steps in one launch: a CUDA graph with a WHILE node that repeats a captured step while a condition is true.
 
     parent graph
       WHILE node                     its handle is 1 at the start of every launch
@@ -6,12 +6,12 @@
               loop_condition         one thread: handle = (condition != 0)
 
 The graph is built with driver calls: torch has WHILE nodes only from 2.14 on, and graphrt supports 2.11. The step is
-captured on its own first. So allocator, pool and capture errors are the same as for any graph, and the step can also be
-launched once. Nothing here updates torch's generators: a step that draws from one would draw the same numbers in every
-run. The steps of graphrt use counter-based random numbers instead (`graphrt/sampling.py`).
+captured separately first, so allocator, pool and capture errors are the same as for any graph, and the step can also be
+launched once. Torch's generators are not updated: a step that draws from one would draw the same numbers in every run.
+The steps of graphrt use counter-based random numbers instead (`graphrt/sampling.py`).
 
-A step that never writes 0 occupies the device forever, and no call ends it. The step must count its runs and stop at a
-bound.
+A step that never writes 0 occupies the device forever, and no call stops it. The step must count its runs and stop at a
+limit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LOOP_CONDITION = NativeVariant("loop_condition.cu", "loop_condition", (), num_th
 
 _NODES_OF_A_LOOP = 3  # WHILE, child graph, loop_condition kernel
 _OneOf = driver.CUgraphNodeType
-# A body may also contain conditional nodes, but the step is a child graph of the body, and a child graph may not.
+# A body may also contain conditional nodes, but the step is a child graph, which may not.
 _IN_A_STEP = frozenset(
     {
         _OneOf.CU_GRAPH_NODE_TYPE_KERNEL,
@@ -57,7 +57,7 @@ class CudaGraphLoop:
     step        the captured graph; kept alive, which keeps the memory pool alive
     condition   int32 [1]; its memory is kept alive
     output      logits of the step
-    of          report of the step
+    of          capture report of the step
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class CudaGraphLoop:
                 graph, executable, node, body = _instantiate(step.raw_cuda_graph(), function, condition.data_ptr())
             except GraphRTError as error:
                 raise CaptureError(f"{of.descriptor}: the step cannot be looped: {error}") from error
-            # Also frees the memory of a loop that is dropped without close().
+            # Also frees a loop that is dropped without close().
             self._release = weakref.finalize(self, _destroy, executable, graph, step, condition.detach())
             self._release.atexit = False  # the driver may have shut down
             check(driver.cuGraphUpload(executable, raw_stream(self._device.index)))
@@ -99,7 +99,7 @@ class CudaGraphLoop:
         return step.pool()  # type: ignore[no-any-return]
 
     def raw_conditionals(self) -> dict[int, tuple[str, tuple[Any, ...]]]:
-        """Return kind and bodies of the WHILE node, by its handle: drivers before 13.2 cannot be asked."""
+        """Return the kind and bodies of the WHILE node by handle: drivers before 13.2 cannot be queried."""
         self._check_open("raw_conditionals()")
         return self._conditionals
 
@@ -113,7 +113,7 @@ class CudaGraphLoop:
 
 
 def _check_nodes(step: Any) -> None:
-    """Raise CaptureError for nodes that a WHILE body cannot contain. The driver's own error does not name them."""
+    """Raise CaptureError for nodes that a WHILE body cannot contain. The driver's error does not list them."""
     if refused := node_types(step) - _IN_A_STEP:
         raise CaptureError(
             f"nodes: a loop can contain {_names(_IN_A_STEP)} nodes only, got {_names(refused)}; record events, call "
@@ -139,7 +139,7 @@ def _instantiate(step: Any, function: Any, condition: int) -> tuple[Any, Any, An
 
 def _fill(graph: Any, step: Any, function: Any, condition: int) -> tuple[Any, Any]:
     context = check(driver.cuCtxGetCurrent())[1]
-    # Without the flag, a launch would start with the condition at which the previous launch ended, which is 0.
+    # Without the flag, a launch would start with the final condition of the previous launch, which is 0.
     flags = driver.CU_GRAPH_COND_ASSIGN_DEFAULT
     handle = check(driver.cuGraphConditionalHandleCreate(graph, context, 1, flags))[1]
     loop = driver.CUgraphNodeParams()
@@ -149,7 +149,7 @@ def _fill(graph: Any, step: Any, function: Any, condition: int) -> tuple[Any, An
     loop.conditional.size = 1
     loop.conditional.ctx = context
     node = check(driver.cuGraphAddNode(graph, None, None, 0, loop))[1]
-    body = driver.CUgraph(int(loop.conditional.phGraph_out[0]))  # copied, since the list is a view of `loop`
+    body = driver.CUgraph(int(loop.conditional.phGraph_out[0]))  # copied, because the list is a view of `loop`
     child = check(driver.cuGraphAddChildGraphNode(body, None, 0, step))[1]
 
     params = _Params(condition, int(handle))
@@ -165,6 +165,6 @@ def _fill(graph: Any, step: Any, function: Any, condition: int) -> tuple[Any, An
 
 
 def _destroy(executable: Any, graph: Any, *kept: Any) -> None:
-    """Free both; the finalizer then drops `kept`. Statuses are ignored: they fail only if the context is lost."""
+    """Free both; the finalizer then drops `kept`. Errors are ignored: they occur only if the context is lost."""
     driver.cuGraphExecDestroy(executable)
     driver.cuGraphDestroy(graph)

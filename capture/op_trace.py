@@ -1,9 +1,9 @@
-"""The op trace: stands in for a CUDA graph on machines without CUDA.
+"""The op trace: a substitute for CUDA graphs on machines without CUDA.
 
-While a step runs once, a `TorchDispatchMode` appends every dispatched op to the trace, with its arguments: scalars, and
+While a step runs once, a `TorchDispatchMode` appends every dispatched op to the trace with its arguments: scalars, and
 tensors with their storages. A launch runs these ops, not the Python code, and copies results into the tensors of the
-first run. So a frozen scalar, a replaced buffer and a value read on the host have the same effect on a CPU as in a CUDA
-graph. Running the Python code again would hide all three.
+first run. Frozen scalars, replaced buffers and host reads thus have the same effect on a CPU as in a CUDA graph.
+Running the Python code again would hide all three.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ UNWRITTEN_FACTORIES = frozenset(
     {
         "aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided",
         "aten::empty_permuted",
-        "aten::lift_fresh",  # torch.tensor: its values were written before any op was dispatched
+        "aten::lift_fresh",  # torch.tensor: values are written before any op is dispatched
     }
 )  # fmt: skip
-"""Ops that return uninitialized memory: a launch has nothing to run for them."""
+"""Ops that return uninitialized memory: a launch skips them."""
 MAX_RUNS = 1 << 20
-"""Runs after which a loop on a CPU raises. On CUDA it would run forever."""
+"""Number of runs after which a loop on a CPU raises ReplayError. On CUDA it would run forever."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpTraceEntry:
     """One op of a trace.
 
-    outputs     its results that own their memory, which a launch fills again; None for views of inputs
-    interpret   whether the op ran an interpreted Triton kernel; a launch makes the same choice
+    outputs     results that own their memory, which a launch refills; None for views of inputs
+    interpret   whether the op ran an interpreted Triton kernel; a launch does the same
     """
 
     func: Callable[..., Any]
@@ -70,7 +70,7 @@ class OpTraceEntry:
 
 @dataclass(frozen=True, slots=True)
 class MadeMemory:
-    """An uninitialized tensor, as of `torch.empty`, allocated before the op of index `before` ran."""
+    """An uninitialized tensor, such as from `torch.empty`, allocated before the op at index `before` ran."""
 
     before: int
     tensor: torch.Tensor
@@ -98,13 +98,13 @@ class OpTrace:
         return self._made
 
     def launch(self) -> None:
-        # A graph ignores autocast: the caller's setting must not change the captured ops.
+        # A graph ignores autocast, so the caller's setting must not change the captured ops.
         with torch.inference_mode(), torch.autocast("cpu", enabled=False):
             for entry in self._entries:
                 entry.run()
 
     def copy(self) -> OpTrace:
-        """Return the same ops on the same memory, as a trace that is closed independently."""
+        """Return a trace with the same ops on the same memory, which is closed independently."""
         return OpTrace(self._entries, self.output, self.report, self._made)
 
     def close(self) -> None:
@@ -113,23 +113,23 @@ class OpTrace:
 
 
 class OpTraceLoop:
-    """Stands in for a CUDA graph with a WHILE node: one launch repeats a trace while condition[0] is not 0."""
+    """A substitute for a CUDA graph with a WHILE node: a launch repeats a trace while condition[0] is not 0."""
 
     def __init__(self, step: OpTrace, condition: torch.Tensor) -> None:
         start = time.perf_counter()
         self._step: OpTrace | None = step.copy()
-        self._condition = condition.detach()  # keeps the memory, even if the caller's tensor is resized or replaced
+        self._condition = condition.detach()  # keeps the memory even if the caller's tensor is resized or replaced
         self.output = step.output
         self.report = GraphReport(step.report.descriptor, time.perf_counter() - start, 0, 0, step.report.nodes)
 
     @property
     def step(self) -> OpTrace:
-        """The trace that it repeats. Raises: CaptureError if closed."""
+        """The repeated trace. Raises: CaptureError: if closed."""
         return self._open("step")
 
     @property
     def condition(self) -> torch.Tensor:
-        """The condition that it reads after every run: int32 [1]."""
+        """The condition, read after every run: int32 [1]."""
         return self._condition
 
     def launch(self) -> None:
@@ -177,7 +177,7 @@ class OpTraceRecorder:
                 output = step()
             if (
                 writer.refused is not None
-            ):  # the step caught the error; on CUDA the capture would be invalid all the same
+            ):  # the step caught the error, but on CUDA the capture would still be invalid
                 raise writer.refused
         except CaptureError as error:
             raise CaptureError(f"{descriptor}: {error}") from error
@@ -189,7 +189,7 @@ class OpTraceRecorder:
         return OpTraceLoop(check_loop(OpTrace, graph, condition, torch.device("cpu")), condition)
 
     def pool_bytes(self) -> int:
-        """Return 0: there is no pool. A trace owns the results of its ops."""
+        """Return 0, because there is no pool: a trace owns the results of its ops."""
         return 0
 
     def close(self) -> None:
@@ -206,7 +206,7 @@ class _OpTraceWriter(TorchDispatchMode):
         self.refused: CaptureError | None = None  # the first error, even if the step caught it
 
     def refuse(self, text: str) -> CaptureError:
-        """Return the error for an operation that a graph cannot contain, and keep the first one."""
+        """Return the error for an operation that a graph cannot contain, and store the first one."""
         error = CaptureError(text)
         self.refused = self.refused or error
         return error
@@ -250,7 +250,7 @@ class _OpTraceWriter(TorchDispatchMode):
             return result  # changes no data
         inputs = {t.untyped_storage().data_ptr() for t in tensors_in((args, kwargs))}
         # Results that own their memory; None is a view of an input, which a launch need not fill. The caller may change
-        # a result's shape in place (squeeze_, t_), so the trace keeps its own view.
+        # a result's shape in place (squeeze_, t_), so the trace keeps a separate view.
         kept = tuple(
             None if t.untyped_storage().data_ptr() in inputs else t.detach() for t in tensors_in(result)
         )  # fmt: skip
@@ -262,7 +262,7 @@ class _OpTraceWriter(TorchDispatchMode):
 
 @contextlib.contextmanager
 def _uncompiled() -> Iterator[None]:
-    """Run compiled functions eagerly: a compiler's kernels are not dispatched as ops, so the trace would miss them."""
+    """Run compiled functions eagerly: compiled kernels are not dispatched as ops, so the trace would miss them."""
     if "torch._dynamo" not in sys.modules:  # no function is compiled, and the import takes seconds
         yield
         return
@@ -272,7 +272,7 @@ def _uncompiled() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _kernels_of_op_trace(writer: _OpTraceWriter) -> Iterator[None]:
-    """Append Triton kernels that the step launches directly. Interpreted kernels are not dispatched as ops."""
+    """Append Triton kernels that the step launches directly: interpreted kernels are not dispatched as ops."""
     interpreter = sys.modules.get("triton.runtime.interpreter")
     if interpreter is None:
         yield
@@ -291,7 +291,7 @@ def _kernels_of_op_trace(writer: _OpTraceWriter) -> Iterator[None]:
 
 
 def _python_of(func: Any) -> Callable[..., Any] | None:
-    """Return the function of a `torch.library.custom_op` that all devices share: a graph contains the ops it calls."""
+    """Return the device-independent function of a `torch.library.custom_op`: a graph contains the ops it calls."""
     op = custom_ops.OPDEFS.get(func._schema.name)
     return None if op is None or "cpu" in op._backend_fns else op._backend_fns.get(None)
 
@@ -322,7 +322,7 @@ class _HostReadGuard(TorchFunctionMode):
 
 
 def _aliases(tree: Any) -> Any:
-    """Return the arguments with the trace's own tensors on the same memory. Like a graph, a launch keeps using memory
-    and shapes of the capture, even if the caller resizes or replaces its tensors."""
+    """Return the arguments with the trace's own tensors on the same memory. Like a graph, a launch continues to use the
+    memory and shapes of the capture, even if the caller resizes or replaces tensors."""
     made: dict[int, torch.Tensor] = {}
     return tree_map_only(torch.Tensor, lambda tensor: made.setdefault(id(tensor), tensor.detach()), tree)

@@ -1,4 +1,4 @@
-"""Calls of the CUDA driver that capture needs: checked calls, launches, events, nodes and memory of a graph."""
+"""CUDA driver calls for capture: checked calls, launches, events, nodes and memory of a graph."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CHILD = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_GRAPH
 
 
 def check(result: tuple[Any, ...], error: type[GraphRTError] = CaptureError) -> tuple[Any, ...]:
-    """Return the result of a driver call, whose first element is its status; raise `error` if the call failed."""
+    """Return the result of a driver call; its first element is the status. Raise `error` if the call failed."""
     if result[0] != 0:
         raise error(f"CUDA driver: a call failed with {result[0]!r}")
     return result
@@ -26,7 +26,7 @@ def check(result: tuple[Any, ...], error: type[GraphRTError] = CaptureError) -> 
 class Launcher:
     """Launches an executable graph on the current stream of its device, from any thread.
 
-    One driver call takes a third of the time of `CUDAGraph.replay`.
+    The driver call takes a third of the time of `CUDAGraph.replay`.
 
     executable   handle of the executable graph; its owner destroys it
     """
@@ -47,7 +47,7 @@ class Launcher:
             if result[0]:
                 check(result, ReplayError)
             return
-        with torch.cuda.device(self._device):  # the thread uses another device, or has made no CUDA call yet
+        with torch.cuda.device(self._device):  # the thread uses a different device, or has made no CUDA call yet
             ensure_context(self._index)
             check(driver.cuGraphLaunch(self._executable, raw_stream(self._index)), ReplayError)
 
@@ -71,8 +71,8 @@ def node_types(graph: Any) -> frozenset[Any]:
 class LaunchEvent:
     """An event recorded after a launch.
 
-    torch creates the event and waits for it. The driver records it, in a third of the time of `Event.record`. Record it
-    while the stream's device is the current one.
+    torch creates the event and waits for it. A driver call records it in a third of the time of `Event.record`. Record
+    it while the stream's device is current.
     """
 
     __slots__ = ("_event", "_handle", "_raw_stream", "_stream")
@@ -91,7 +91,7 @@ class LaunchEvent:
         self._event.synchronize()
 
     def record(self, stream: torch.cuda.Stream | None) -> None:
-        """Record the event on `stream`; None is the current stream."""
+        """Record the event on `stream`, by default the current stream."""
         if self._handle is None or stream is None:
             self._event.record(stream)  # torch creates the event in its first record()
             self._handle = driver.CUevent(self._event.cuda_event)
@@ -104,7 +104,7 @@ class LaunchEvent:
 
 
 class CostMeter:
-    """Measures time and device memory since its construction, for a GraphReport. Counts all users of the device."""
+    """Measures time and device memory since construction, for a GraphReport. Includes all users of the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,4 +1,4 @@
-"""Capture steps as CUDA graphs in one memory pool and on one capture stream.
+"""Capture steps as CUDA graphs in one memory pool, on one capture stream.
 
 `torch.cuda.graph` synchronizes, empties the allocator's cache and collects garbage for every graph: 35 graphs take tens
 of seconds. The recorder calls `capture_begin` and `capture_end` itself, and collects garbage once for all graphs.
@@ -26,17 +26,17 @@ from graphrt.capture.op_trace import OpTraceRecorder
 from graphrt.capture.raw_graph import CostMeter, Launcher, check, count_nodes
 from graphrt.kernels.errors import CaptureError
 
-# cuBLAS keeps one workspace per stream for the life of the process, and two graphs captured on one stream share it. So
-# every open recorder has its own capture stream; a closed recorder passes its stream to the next one. The stream
-# is not from torch's pool: torch hands out 32 streams round-robin, so other code may multiply matrices on the same
+# cuBLAS keeps one workspace per stream for the lifetime of the process, shared by graphs captured on that stream. Every
+# open recorder therefore has its own capture stream; a closed recorder passes its stream to the next one. The stream is
+# not from torch's pool: torch assigns its 32 streams round-robin, so other code may multiply matrices on the same
 # stream.
 _idle_streams: dict[torch.device, list[torch.cuda.Stream]] = {}
 
 
 def _own_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return a driver stream that torch gives to no other user."""
+    """Return a driver stream that torch assigns to no other user."""
     if idle := _idle_streams.setdefault(device, []):
-        torch.cuda.synchronize(device)  # graphs of a recorder that was dropped may still use its workspace
+        torch.cuda.synchronize(device)  # graphs of a dropped recorder may still use its workspace
         return idle.pop()
     with torch.cuda.device(device):
         torch.cuda.current_stream()  # creates the context
@@ -47,8 +47,8 @@ def _own_stream(device: torch.device) -> torch.cuda.Stream:
 class CudaGraph:
     """A captured and instantiated CUDA graph.
 
-    torch makes the first launch, because it advances the random number generator by what the step draws. If the step
-    draws nothing, the driver makes all later launches.
+    torch makes the first launch, because it advances the random number generator by the step's draws. If the step
+    draws nothing, all later launches are driver calls.
     """
 
     def __init__(self, graph: torch.cuda.CUDAGraph, output: torch.Tensor, report: GraphReport) -> None:
@@ -95,7 +95,7 @@ class CudaGraphRecorder:
     """Captures CUDA graphs on `device` in one memory pool. The graphs share memory, so they must replay on one stream.
 
     Raises:
-        ConfigError: if PyTorch's allocator cannot hold graphs; see check_capture_allocator().
+        ConfigError: if PyTorch's allocator does not support graphs; see check_capture_allocator().
     """
 
     name = "cuda-graph"
@@ -107,14 +107,14 @@ class CudaGraphRecorder:
         self.streams: tuple[torch.cuda.Stream, ...] = (self._stream,)
         self._pool = torch.cuda.graph_pool_handle()
         self._living = weakref.WeakSet[torch.cuda.CUDAGraph]()
-        # Also for a recorder that is dropped without close(): else its stream's cuBLAS workspace (32 MiB on an H100) is
-        # lost, and the next recorder makes another one.
+        # This also applies to a recorder dropped without close(). Otherwise its stream's cuBLAS workspace (32 MiB on an
+        # H100) is lost, and the next recorder allocates another.
         self._leave_stream = weakref.finalize(self, _idle_streams[device].append, self._stream)
         self._leave_stream.atexit = False
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
-        # Freeing a Triton kernel or a tensor during a capture can invalidate it: collect now, and not before the end.
+        # Freeing a Triton kernel or a tensor during a capture can invalidate it, so collect garbage only now.
         gc.collect()
         was_enabled = gc.isenabled()
         gc.disable()
@@ -138,8 +138,8 @@ class CudaGraphRecorder:
         try:
             graph, output = self._capture(step)
         except Exception:
-            # The first run of a step at a size may compile, allocate or choose an algorithm, which a capture forbids.
-            # Run it once outside of a capture and try again. A second failure is an error of the step.
+            # A step's first run at a size may compile, allocate or choose an algorithm, which a capture forbids.
+            # Run it once outside a capture and try again. A second failure is an error in the step.
             self.warm_up(step, prepare)
             prepare()
             try:
@@ -160,7 +160,7 @@ class CudaGraphRecorder:
         self._leave_stream()
 
     def _capture(self, step: StepFunction) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        if not self._living:  # torch frees a pool with its last graph, and cannot capture into it again
+        if not self._living:  # torch frees a pool with its last graph and cannot capture into it again
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         with _kernel_loads_allowed(), torch.inference_mode():
@@ -176,13 +176,13 @@ class CudaGraphRecorder:
         return graph, _borrow(output)
 
     def _abort(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a capture whose step raised. Errors of ending the capture are dropped: the step's error is raised."""
+        """End a capture whose step raised. Errors when ending it are ignored: the step's error is raised."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # warns that the graph is empty
                 graph.capture_end()
         except RuntimeError:
-            # After an invalidated capture the allocator still allocates to the pool, which is unusable.
+            # After an invalidated capture, the allocator would still allocate from the unusable pool.
             torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
             self._pool = torch.cuda.graph_pool_handle()
             with contextlib.suppress(RuntimeError):
@@ -190,10 +190,10 @@ class CudaGraphRecorder:
 
 
 def _reset_generator() -> None:
-    """Make torch's generator usable outside of captures again.
+    """Make torch's generator usable outside captures again.
 
-    Before PyTorch 2.12, an invalidated capture leaves the generator in capture mode, in which it raises when it draws.
-    The end of another capture resets it, so this captures an empty graph.
+    Before PyTorch 2.12, an invalidated capture leaves the generator in capture mode, in which drawing raises an error.
+    The end of another capture resets it, so this function captures an empty graph.
     """
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with warnings.catch_warnings():
@@ -203,7 +203,7 @@ def _reset_generator() -> None:
 
 
 def make_recorder(device: torch.device) -> Recorder:
-    """Return a recorder for `device`: of CUDA graphs on CUDA, of op traces on a CPU."""
+    """Return a recorder for `device`: CUDA graphs on CUDA, op traces on a CPU."""
     return CudaGraphRecorder(device) if device.type == "cuda" else OpTraceRecorder()
 
 
@@ -212,7 +212,7 @@ def _kernel_loads_allowed() -> Iterator[None]:
     """Allow Triton to load new kernels during a capture.
 
     Loading a module uses no stream, but the driver allows it only in relaxed capture mode. The hooks relax this
-    thread's mode during the load. So captures need neither a warm-up per size nor a list of kernel variants.
+    thread's mode during the load, so captures need neither a warm-up per size nor a list of kernel variants.
     """
     relaxed, hooks = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED, triton.knobs.runtime
     outer: list[Any] = []
@@ -235,7 +235,7 @@ def _kernel_loads_allowed() -> Iterator[None]:
 
 
 class _DeviceMemory:
-    """Device memory owned by another object, in the form that torch.as_tensor accepts."""
+    """Device memory owned by another object, in a form that torch.as_tensor accepts."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         typestr = {1: "|u1", 2: "<i2", 4: "<i4", 8: "<i8"}[tensor.element_size()]
@@ -250,10 +250,10 @@ class _DeviceMemory:
 
 
 def _borrow(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on the same memory that does not own it.
+    """Return a tensor that shares the memory without owning it.
 
-    If graphs owned their outputs, smaller graphs could not reuse the memory: the logits of 35 sizes of a vocabulary of
-    128k take more than a gigabyte.
+    If graphs owned their outputs, smaller graphs could not reuse the memory: for 35 sizes, the logits of a vocabulary
+    of 128k tokens take more than a gigabyte.
     """
     with torch.inference_mode(False):
         return torch.as_tensor(_DeviceMemory(tensor), device=tensor.device).view(tensor.dtype)

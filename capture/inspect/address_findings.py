@@ -1,4 +1,4 @@
-"""Findings about single addresses: which regions are invalid, and the texts of the findings."""
+"""Findings about single addresses: classification of regions, and texts of the findings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class AddressFinding:
     """A finding about one address, and the position of the address.
 
     at              position of a word in the bytes of all arguments; -1 for an operand
-    in_tensor_list  whether the word may be in a list of fixed length with unused entries, as in kernels for many
+    in_tensor_list  whether the word may be in a fixed-length list with unused entries, as in kernels for many
                     tensors
     """
 
@@ -54,10 +54,10 @@ def findings_in_words(lookup: Lookup) -> Iterator[AddressFinding]:
 
 
 def findings_in_operands(lookup: Lookup, owners: Counter[Owner]) -> Iterator[AddressFinding]:
-    """Yield findings in copies, fills and ops: the first invalid byte of each operand. Counts operands in `owners`."""
+    """Yield the first invalid byte of each operand of copies, fills and ops. Counts operands in `owners`."""
     for place, node in lookup.view.walk():
         if node.kind in (NodeKind.ALLOC, NodeKind.FREE):
-            continue  # they define memory
+            continue  # these nodes define memory
         for operand in node.operands:
             if not operand.address:  # unknown to the driver
                 continue
@@ -105,7 +105,7 @@ def _finding(
     host: bool = False,
     after: Region | None = None,
 ) -> Finding:
-    """Return the finding about an invalid address. `after`: the registered region in which the operand starts."""
+    """Return the finding for an invalid address. `after`: the registered region in which the operand starts."""
     if host or (region is not None and region.owner is Owner.HOST):
         kind, text = FindingKind.HOST_MEMORY, (
             "every replay accesses this host memory again; copy before the launch, or allow it with the reason why "

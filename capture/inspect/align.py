@@ -13,13 +13,13 @@ Label = tuple[str, str]
 """Kind and name of a node."""
 
 _MOST_EDITS = 2000
-"""Number of insertions and deletions at which two lists count as having nothing in common."""
+"""Number of insertions and deletions from which two lists are treated as having nothing in common."""
 
 
 def aligned(a: Sequence[Label], b: Sequence[Label]) -> Iterator[tuple[int | None, int | None]]:
     """Yield pairs of indices, in the order of both lists; None for a node without a match.
 
-    Between nodes that are matched by name, the others are matched in order if they are of one kind.
+    Nodes between those that match by name are matched in order if they are of the same kind.
     """
     first = next((at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     rest = min(len(a), len(b)) - first
@@ -42,7 +42,7 @@ def aligned(a: Sequence[Label], b: Sequence[Label]) -> Iterator[tuple[int | None
 
 
 def _common(a: Sequence[Label], b: Sequence[Label]) -> list[tuple[int, int]]:
-    """Return the indices of a longest common subsequence; empty if the lists have too little in common."""
+    """Return the index pairs of a longest common subsequence; empty if the lists have too little in common."""
     middle = _MOST_EDITS + 1
     reach = [0] * (2 * middle + 1)  # per diagonal, the furthest index in `a`
     steps: list[list[int]] = []

@@ -5,16 +5,16 @@
     print(report)
     report.raise_if_any()
 
-Valid memory: registered static buffers, weights, the cache, the graph's own pool, memory of libraries. Any other
-address is a finding, with node, argument and owner: unregistered memory, a freed block, bytes past the end of a
+Valid memory is registered static buffers, weights, the cache, the graph's own pool and library memory. Any other
+address is a finding with node, argument and owner: unregistered memory, a freed block, bytes past the end of a
 buffer, host memory that every replay accesses again.
 
-Arguments of Triton kernels and operands of copies tell where their addresses are. In the arguments of other kernels any
-word may be an address, and a stale word in the padding of a struct may look like one. Such findings are not `certain`;
-`audit_twice` captures the step a second time and decides them. For structs of PyTorch's kernels, torch_kernels.py knows
-which bytes hold no address.
+The positions of addresses are known in arguments of Triton kernels and in operands of copies. In arguments of other
+kernels any word may be an address, and a stale word in the padding of a struct may look like one. Such findings are not
+`certain`; `audit_twice` captures the step a second time and decides them. torch_kernels.py lists the bytes without
+addresses in structs of PyTorch's kernels.
 
-An audit of arguments cannot see addresses that a kernel loads from memory, indices, or which bytes a kernel reads.
+An audit of arguments cannot see addresses that a kernel loads from memory, indices, or the bytes that a kernel reads.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _WAIT = (
     "nvjet_*", "*cublasLt::*", "*flash::FlashAttnFwd*", "sample_chunks_kernel", "sample_rows_kernel",
     "sample_truncated*", "_check_rows_kernel", "_write_buffers_kernel", "attend_kernel", "decode_attention",
 )  # fmt: skip
-"""Kernels of cuBLAS, FlashAttention 3 and graphrt that are launched early and wait."""
+"""Kernels of cuBLAS, FlashAttention 3 and graphrt that are launched early and wait on the device."""
 
 
 def audit(
@@ -61,13 +61,13 @@ def audit(
 
     graph    a GraphView, or an argument of `inspect_graph`: a torch.cuda.CUDAGraph(keep_graph=True), its raw handle, a
              graph of a graphrt recorder, an op trace
-    memory   the map that `memory_of` made right after the capture
-    allowed  deliberate exceptions. The report lists each with its reason and number of matches
+    memory   the map that `memory_of` returned right after the capture
+    allowed  deliberate exceptions. The report lists each one with its reason and number of matches
     waits    name patterns of kernels that execute griddepcontrol.wait before they access memory of earlier kernels.
              Kernels of cuBLAS, FlashAttention 3 and graphrt are known; any other early launch is a finding
     driver   returns the region of an address that is not in the map; None: the CUDA driver, if available
 
-    Launches nothing and does not synchronize. Do not call it during a capture.
+    Launches no work and does not synchronize. Do not call it during a capture.
 
     Raises:
         ConfigError: if an argument has the wrong type.
@@ -84,35 +84,35 @@ def audit_twice(
     waits: Collection[str] = (),
     driver: LookUp | None = None,
 ) -> Audit:
-    """Capture a step twice, each time into its own pool, and audit the second capture with the help of the first.
+    """Capture a step twice, each time into a separate pool, and use the first capture to audit the second.
 
         audit_twice(capture, lambda graph: memory_of(static=static, weights=model, pool=graph))
 
     capture  captures the step and returns the graph. It is called twice; the first graph is kept until the end
-    memory   returns the map for a graph; called right after each capture
+    memory   returns the memory map of a graph; called right after each capture
 
-    The other arguments are those of `audit`. Two captures tell more than one:
+    The other arguments are those of `audit`. Two captures show more than one:
 
-    - An address is at the same place in both captures. A stale word is not, and is dropped. Any other finding becomes
+    - A real address is at the same position in both captures; a stale word is not and is dropped. Other findings become
       certain if both captures agree. Lists in arguments of kernels for many tensors (foreach, fused optimizers) are an
-      exception: unused entries hold stack contents, which are often equal in both captures.
-    - An address in the first capture's pool is hidden state: memory that the step keeps from one capture to the next.
-    - A registered address, a number or a copy length that differs is frozen in the graph. twice.py lists which numbers
+      exception: unused entries contain stack data, which is often equal in both captures.
+    - An address in the first capture's pool is hidden state: memory that the step keeps between captures.
+    - A registered address, number or copy length that differs is frozen in the graph. twice.py lists which numbers
       are compared; numbers within structs are not.
-    - Captures with different nodes mean that the step does something once and skips it later.
+    - If the nodes differ, the step does something once and skips it later.
 
-    Memory of libraries looks like hidden state: cuBLAS allocates a workspace in the pool of the first capture, unless
-    its stream has one. Call `with_blas_workspaces` of blas.py in `memory` to name it.
+    Library memory looks like hidden state: cuBLAS allocates a workspace in the pool of the first capture, unless
+    its stream already has one. Call `with_blas_workspaces` (blas.py) in `memory` to identify it.
 
     Raises:
-        ConfigError: if an argument has the wrong type, or if both captures share a pool.
+        ConfigError: if an argument has the wrong type, or if both captures use the same pool.
     """
     check_callable("capture", capture, advice="pass a function that captures the step and returns the graph")
     check_callable("memory", memory, advice="pass a function of the graph, such as lambda g: memory_of(pool=g)")
     _check_exceptions(allowed, waits)
     graphs, lookups = [], []
     for _ in range(2):
-        graphs.append(capture())  # keeps the first one alive: the second must not reuse its pool
+        graphs.append(capture())  # keeps the first graph alive, so that the second cannot reuse its pool
         lookups.append(_lookup(graphs[-1], memory(graphs[-1]), driver))
     first, second = lookups
     return _report(second, first, allowed, waits)
@@ -175,7 +175,7 @@ def _of_node(place: Place, node: Node, kind: FindingKind, text: str) -> Finding:
 
 
 def _registered_but_freed(lookup: Lookup) -> Iterator[Finding]:
-    """Yield findings for registered memory in freed blocks, such as an output that was dropped: it may be reused."""
+    """Yield findings for registered memory in freed blocks, such as a dropped output, which may be reused."""
     freed = MemoryMap(r for r in lookup.memory.regions if not r.live and r.owner in (Owner.POOL, Owner.ALLOCATOR))
     for region in filter(registered, lookup.memory.regions):
         block = next((held for _, held in freed.ranges(region.address, region.nbytes) if held is not None), None)

@@ -1,11 +1,11 @@
-"""Find the workspaces of cuBLAS in the blocks of torch's allocator.
+"""Find cuBLAS workspaces in the blocks of torch's allocator.
 
-torch allocates one workspace for cuBLAS and one for cuBLASLt per thread and stream, on first use, and keeps them
-until the process ends. If a step ran on the capture stream before its capture, its matrix products use workspaces
-outside of the graph's pool. They stay valid, but an audit cannot tell them from other allocations. Probes find them:
-a product whose operands are known points to no other memory than the library's.
+torch allocates one workspace for cuBLAS and one for cuBLASLt per thread and stream, on first use, and keeps them until
+the process ends. If a step ran on the capture stream before its capture, its matrix products use workspaces outside the
+graph's pool. These stay valid, but an audit cannot distinguish them from other allocations. Probes find them: a product
+with known operands points to no other memory except the library's.
 
-The same holds for the seed and offset that torch's generator keeps for graphs that draw from it.
+The same applies to the seed and offset that torch's generator keeps for graphs that draw from it.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from graphrt.capture.inspect.scan import scan
 
 _WORKSPACE, _GENERATOR = "workspace of cuBLAS", "state of torch's generator"
 _SHAPES = ((64, 16384, 64), (8, 8192, 512), (1, 16384, 64), (128, 8192, 128))
-"""Rows, depth, columns: few results of long sums, so that split-K kernels combine partial sums in a workspace."""
+"""Rows, depth and columns: few results of long sums, so that split-K kernels combine partial sums in a workspace."""
 
 
 def with_blas_workspaces(memory: MemoryMap, streams: Iterable[torch.cuda.Stream] = ()) -> MemoryMap:
-    """Return the map with cuBLAS workspaces and the state of torch's generator as LIBRARY memory.
+    """Return the map with cuBLAS workspaces and the state of torch's generator marked as LIBRARY memory.
 
         memory = with_blas_workspaces(memory_of(static=static, weights=model, pool=graph))
 
-    memory   map of the process from `memory_of`, with the blocks of torch's allocator
-    streams  streams that graphs were captured on; empty: the default one of torch.cuda.graph
+    memory   process memory map from `memory_of`, with the blocks of torch's allocator
+    streams  streams on which graphs were captured; empty: the default stream of torch.cuda.graph
 
     Captures a few small products per stream with torch.cuda.graph, which synchronizes and empties the allocator's
-    cache. So call it after `memory_of`. A workspace that no probe uses is not found. If the capture allocated its
+    cache, so call it after `memory_of`. Workspaces that no probe uses are not found. If the capture allocated its
     workspace in its own pool, this call is not needed.
     """
     default = torch.cuda.graph.default_capture_stream
@@ -44,7 +44,7 @@ def with_blas_workspaces(memory: MemoryMap, streams: Iterable[torch.cuda.Stream]
 
 
 def _first_block(memory: MemoryMap) -> int:
-    """Return the index of the first block of the allocator. Named regions before it are no workspaces."""
+    """Return the index of the allocator's first block. The named regions before it are not workspaces."""
     blocks = (at for at, r in enumerate(memory.regions) if r.owner in (Owner.POOL, Owner.ALLOCATOR))
     return next(blocks, len(memory.regions))
 
@@ -58,7 +58,7 @@ def _probe(stream: torch.cuda.Stream, memory: MemoryMap) -> list[Region]:
             for name, shape in _operands(rows, depth, columns).items()
         }
         drawn = torch.zeros(1, device=stream.device)
-        # Load the kernels, and allocate missing workspaces outside of the probes' pools.
+        # Load the kernels, and allocate missing workspaces outside the probes' pools.
         _products(static)
         with torch.random.fork_rng(devices=[stream.device]):
             drawn.uniform_()
@@ -70,7 +70,7 @@ def _other_blocks(
     stream: torch.cuda.Stream, memory: MemoryMap, static: Mapping[str, torch.Tensor], work: Callable[[], object],
     name: str,
 ) -> list[Region]:  # fmt: skip
-    """Return the live blocks of the map that `work` uses in addition to its operands, as regions called `name`."""
+    """Return the live blocks that `work` uses in addition to its operands, as regions called `name`."""
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.inference_mode(), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         work()
@@ -90,7 +90,7 @@ def _operands(rows: int, depth: int, columns: int) -> dict[str, tuple[int, ...]]
 
 
 def _products(static: Mapping[str, torch.Tensor]) -> None:
-    """Run each product without a bias, which torch computes with cuBLAS, and with one, which takes cuBLASLt."""
+    """Run each product without a bias, for which torch uses cuBLAS, and with a bias, for which it uses cuBLASLt."""
     tensors = iter(static.values())
     for x, w, bias, y in zip(tensors, tensors, tensors, tensors, strict=True):
         torch.mm(x, w, out=y)

@@ -1,11 +1,11 @@
-"""Read a captured CUDA graph with driver calls into a GraphView.
+"""Read a captured CUDA graph into a GraphView with driver calls.
 
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph):
         step()
     view = inspect_graph(graph)
 
-Arguments are copied from the driver's memory, which is never written, and views do not refer to it. Only arguments of
+Arguments are copied from the driver's memory, which is never written and to which views do not refer. Only arguments of
 Triton kernels have names (`triton_kernels.py`).
 """
 
@@ -44,15 +44,15 @@ _UNREADABLE = (RuntimeError, ValueError, AttributeError, TypeError)
 def inspect_graph(graph: Any) -> GraphView:
     """Return the nodes of a captured graph in topological order, including child graphs and conditional bodies.
 
-    graph   a torch.cuda.CUDAGraph(keep_graph=True) whose capture has ended, the handle of a graph (an int or a CUgraph
+    graph   a torch.cuda.CUDAGraph(keep_graph=True) whose capture has ended, a graph handle (an int or a CUgraph
             of cuda.bindings), a graph or a loop of a graphrt recorder, or an op trace
 
-    `Node.remark` names parts that cannot be read: unknown node types, and bodies of conditional nodes on drivers before
-    13.2. The call only reads, takes about 50 us per node, and must not run while the graph is modified.
+    `Node.remark` lists parts that cannot be read: unknown node types, and bodies of conditional nodes on drivers before
+    13.2. The call is read-only, takes about 50 us per node, and must not run while the graph is modified.
 
     Raises:
         ConfigError: if `graph` is anything else.
-        CaptureError: if torch did not keep the graph, if it is closed, or if the driver cannot list the nodes.
+        CaptureError: if torch did not keep the graph, the graph is closed, or the driver cannot list its nodes.
     """
     if isinstance(graph, OpTrace):
         return view_of_op_trace(graph)
@@ -64,7 +64,7 @@ def inspect_graph(graph: Any) -> GraphView:
         return _with_numbered_events(_Walk(conditionals).view(raw), {})
     except GraphRTError:
         raise
-    except RuntimeError as error:  # raised by the bindings without a driver
+    except RuntimeError as error:  # raised by the bindings if there is no driver
         raise CaptureError(f"CUDA driver: not available: {str(error).splitlines()[0]}; install it") from error
 
 
@@ -89,7 +89,7 @@ def _handle(graph: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Function:
-    """A kernel function and its arguments, shared by all nodes that launch it. `unread`: the driver's error, if any."""
+    """A kernel function and its arguments, shared by all nodes that launch it. `unread`: the driver's error, or ""."""
 
     symbol: str
     name: str
@@ -101,9 +101,9 @@ class _Function:
 
 
 class _Walk:
-    """Reads one graph and the graphs in it.
+    """Reads one graph and its nested graphs.
 
-    conditionals   kind and bodies of conditional nodes by handle, as far as the caller knows them
+    conditionals   kind and bodies by handle, for conditional nodes known to the caller
     """
 
     def __init__(self, conditionals: Mapping[int, tuple[str, tuple[Any, ...]]]) -> None:
@@ -123,7 +123,7 @@ class _Walk:
         return GraphView(tuple(nodes[at] for at in order), tuple(Edge(*edge) for edge in edges))
 
     def _node(self, handle: Any) -> Node:
-        """Return one node. An error becomes its remark, so that the other nodes can be read."""
+        """Return one node. An error is stored in its remark, so that the other nodes can be read."""
         kind, name = NodeKind.OTHER, "unknown node"
         try:
             type_ = check(driver.cuGraphNodeGetType(handle))[1]
@@ -190,7 +190,7 @@ class _Walk:
             name, bodies = known
         else:
             try:
-                params = check(driver.cuGraphNodeGetParams(handle))[1]  # owns the memory of its parts
+                params = check(driver.cuGraphNodeGetParams(handle))[1]  # owns the memory of its fields
             except _UNREADABLE:
                 return Node(NodeKind.CONDITIONAL, "conditional", remark="drivers before 13.2 do not show its bodies")
             name = _CONDITIONS.get(int(params.conditional.type), "conditional")
@@ -243,7 +243,7 @@ _READERS: dict[Any, tuple[NodeKind, Callable[[_Walk, Any], Node]]] = {
 
 
 def _links(edges: Sequence[_Edge], index: Mapping[int, int]) -> dict[tuple[int, int], bool]:
-    """Return both indices of each edge, and whether it is programmatic. A full edge wins over a programmatic one."""
+    """Return the node indices of each edge, and whether it is programmatic. A full edge replaces a programmatic one."""
     found: dict[tuple[int, int], bool] = {}
     for source, target, early in edges:
         ends = index[source], index[target]
@@ -263,7 +263,7 @@ class _EdgeData(ctypes.Structure):
 
 
 class _EdgeReader:
-    """Reads edges with direct driver calls: bindings before 13.3 return edge data that they have freed."""
+    """Reads edges with direct driver calls, because bindings before 13.3 return freed edge data."""
 
     def __init__(self) -> None:
         self._get = _function_of_driver(
@@ -271,7 +271,7 @@ class _EdgeReader:
         )
 
     def read(self, graph: Any) -> list[_Edge]:
-        """Return the edges of a graph. Raises: CaptureError if the call fails or the driver is older than CUDA 12.3."""
+        """Return the edges. Raises: CaptureError: if the call fails or the driver is older than CUDA 12.3."""
         count = ctypes.c_size_t()
         self._ask(graph, None, None, None, count)
         length = count.value
@@ -291,7 +291,7 @@ class _EdgeReader:
 
 
 def _function(params: Any, triton: TritonKernels) -> _Function:
-    """Return the kernel function of a node. Raises: CaptureError if the driver knows neither of its two handles."""
+    """Return the kernel function of a node. Raises: CaptureError: if the driver accepts neither of its two handles."""
     handle, name_of, info_of = params.kern, driver.cuKernelGetName, driver.cuKernelGetParamInfo
     if not int(handle) or int(name_of(handle)[0]) != 0:
         handle, name_of, info_of = params.func, driver.cuFuncGetName, driver.cuFuncGetParamInfo
@@ -309,12 +309,12 @@ def _function(params: Any, triton: TritonKernels) -> _Function:
 
 @lru_cache(maxsize=4096)
 def _demangled(symbol: str) -> str:
-    # Names without the prefix may be demangled as types: a Triton kernel called "f" would become "float".
+    # Names without the prefix could be demangled as types: a Triton kernel called "f" would become "float".
     return str(torch._C._demangle(symbol)) if symbol.startswith("_Z") else symbol
 
 
 def _read_arguments(params: Any, function: _Function) -> tuple[tuple[Argument, ...], str]:
-    """Return the arguments of a launch, and a remark about those that could not be read."""
+    """Return the arguments of a launch, and a remark on arguments that could not be read."""
     offsets, sizes = function.offsets, function.sizes
     if params.kernelParams and offsets:
         places = (ctypes.c_uint64 * len(offsets)).from_address(params.kernelParams)[:]
@@ -334,7 +334,7 @@ def _read_arguments(params: Any, function: _Function) -> tuple[tuple[Argument, .
 
 
 def _cut(blob: bytes, offsets: Sequence[int], sizes: Sequence[int], start: int = 0) -> list[bytes]:
-    """Split a buffer whose first byte has the offset `start`."""
+    """Split a buffer whose first byte is at offset `start`."""
     return [blob[offset - start : offset - start + size] for offset, size in zip(offsets, sizes, strict=True)]
 
 
@@ -352,13 +352,13 @@ def _blob(extra: int) -> bytes:
 
 
 def _function_of_driver(name: bytes, version: int, *arguments: Any) -> Callable[..., int] | None:
-    """Return a driver function of a CUDA version, which returns a status; None if the driver lacks it."""
+    """Return a driver function of a CUDA version; None if the driver lacks it. The function returns a status."""
     status, address, *_ = driver.cuGetProcAddress(name, version, 0)
     return ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(int(address)) if int(status) == 0 and address else None
 
 
 class _AttributeReader:
-    """Reads launch attributes with direct driver calls: the bindings create 70 objects per value."""
+    """Reads launch attributes with direct driver calls, because the bindings create 70 objects per value."""
 
     def __init__(self) -> None:
         arguments = ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p
@@ -369,7 +369,7 @@ class _AttributeReader:
         self._read: dict[bytes, dict[str, str]] = {}  # most launches of a graph have the same attributes
 
     def read(self, handle: Any) -> dict[str, str]:
-        """Return the attributes that differ from their defaults, by name. Attributes that the driver does not know are
+        """Return the attributes that differ from their defaults, by name. Attributes unknown to the driver are
         skipped."""
         if (get := self._get) is None:
             return {}
@@ -466,7 +466,7 @@ class _DlInfo(ctypes.Structure):
 
 
 def _symbol_at(address: int) -> tuple[str, str]:
-    """Return the name of the function at an address of this process and of its library; "" if unknown."""
+    """Return the names of the function at an address of this process and of its library; "" if unknown."""
     info = _DlInfo()
     find = getattr(ctypes.CDLL(None), "dladdr", None)
     if find is None or not find(ctypes.c_void_p(address), ctypes.byref(info)):

@@ -3,13 +3,13 @@
     print(diff(inspect_graph(of_two), inspect_graph(of_four), memory, memory))     # what depends on the batch size
     fingerprint(view, memory) == fingerprint(again, memory)                        # two captures of one step
 
-There are three levels. Each includes the one before:
+There are three levels. Each includes the previous one:
 
     topology    kinds, names and edges
     launches    grids, blocks, shared memory, attributes
     arguments   arguments, operands, scalars; addresses as (region, offset)
 
-Padding in structs is uninitialized and may differ between two captures of one step. `Change.opaque` marks differences
+Struct padding is uninitialized and may differ between two captures of the same step. `Change.opaque` marks differences
 in structs with unknown fields.
 """
 
@@ -41,10 +41,10 @@ class Level(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A difference of a node.
+    """A difference between two nodes.
 
     what     "grid", "argument 2 'n'", "argument 0, byte 16", "operand src", "waits for", ...
-    opaque   it is in a struct with unknown fields, and may be padding
+    opaque   whether it is in a struct with unknown fields, and so may be padding
     """
 
     level: Level
@@ -59,7 +59,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class NodeDiff:
-    """A node that differs, with its places in both graphs; None for a graph without this node."""
+    """A node that differs, with its place in each graph; None for a graph without this node."""
 
     before: Place | None
     after: Place | None
@@ -69,10 +69,10 @@ class NodeDiff:
 
 @dataclass(frozen=True, slots=True)
 class GraphDiff:
-    """The differences of two graphs. Its text groups nodes with the same differences.
+    """The differences between two graphs. `str` groups nodes with the same differences.
 
     nodes   nodes that differ, in order
-    sizes   number of nodes of both graphs, including bodies
+    sizes   number of nodes in each graph, including bodies
     """
 
     nodes: tuple[NodeDiff, ...]
@@ -85,12 +85,12 @@ class GraphDiff:
 
     @property
     def equal_launches(self) -> bool:
-        """Whether grids, blocks, shared memory and attributes are equal too."""
+        """Whether grids, blocks, shared memory and attributes are also equal."""
         return self.equal_topology and Level.LAUNCHES not in self._levels()
 
     @property
     def equal(self) -> bool:
-        """Whether all is equal, including every byte of the arguments."""
+        """Whether everything is equal, including every byte of the arguments."""
         return not self.nodes
 
     def _levels(self) -> set[Level]:
@@ -110,7 +110,7 @@ class GraphDiff:
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """Digests of a graph at the three levels. They do not depend on the memory pool of a capture."""
+    """Digests of a graph at the three levels, independent of the capture's memory pool."""
 
     topology: str
     launches: str
@@ -124,7 +124,7 @@ def diff(a: GraphView, b: GraphView, memory_a: MemoryMap | None = None, memory_b
                          the pool, and in allocations of the graph, regions are matched by first use. Other words are
                          compared by value
 
-    Nodes are matched by kind and name. A node with another name in the other graph, such as a matrix product for
+    Nodes are matched by kind and name. A node with a different name in the other graph, such as a matrix product for
     another batch size, is matched by position.
     """
     found = _Comparison(Symbols(a, memory_a), Symbols(b, memory_b))
@@ -226,7 +226,7 @@ class _Comparison:
                 yield Change(Level.ARGUMENTS, what if single else f"{what}, byte {at}", before, after, opaque)
 
     def _words(self, a: Argument, b: Argument) -> Iterator[tuple[int, str, str]]:
-        """Yield the differences of two arguments of equal size: offset and both values."""
+        """Yield the differences between two arguments of equal size: offset and both values."""
         at_a, at_b = (dict(symbols.parts(one)[0]) for symbols, one in ((self._before, a), (self._after, b)))
         if a.data == b.data and not at_a and not at_b:
             return
@@ -267,7 +267,7 @@ class _Comparison:
 
 
 def _waits(a: GraphView, b: GraphView, partner: dict[int | None, int | None]) -> Callable[[int, int], Iterator[Change]]:
-    """Return a function that compares what two matched nodes wait for."""
+    """Return a function that compares the dependencies of two matched nodes."""
     sources_a, sources_b = _sources(a), _sources(b)
 
     def told(i: int, j: int) -> Iterator[Change]:
@@ -286,7 +286,7 @@ def _sources(view: GraphView) -> list[list[tuple[int, bool]]]:
 
 
 def _sources_text(view: GraphView, sources: list[tuple[int, bool]], node: int) -> str:
-    """Return what a node waits for, with relative positions, so that equal differences of layers have equal texts."""
+    """Return a node's dependencies by relative position, so that equal differences between layers have equal texts."""
     texts = (
         f"{_short(view.nodes[at].name)} at {at - node}{' (programmatic)' if early else ''}" for at, early in sources
     )
@@ -333,7 +333,7 @@ def _extents(extents: tuple[int, int, int] | None) -> str:
 
 
 def _word(length: int) -> int:
-    """Return the size of the numbers to compare in an argument: all of it up to 8 bytes, else 4."""
+    """Return the size of the numbers to compare in an argument: all of it if at most 8 bytes, else 4 bytes."""
     return length if length <= 8 else 4
 
 

@@ -1,4 +1,4 @@
-"""Look up allocations in the CUDA driver."""
+"""Look up allocations through the CUDA driver."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ LookUp = Callable[[int], Region | None]
 
 
 def driver_memory() -> LookUp:
-    """Return the look-up of the CUDA driver of this process."""
+    """Return the lookup function of this process's CUDA driver."""
     torch.cuda.init()
     ensure_context(torch.cuda.current_device())
     return _memory_at
 
 
 def _memory_at(address: int) -> Region | None:
-    """Does not synchronize. For an invalid address one call fails, which sets no sticky error."""
+    """Return the region at an address, without synchronizing. An invalid address causes no sticky error."""
     status, kind = driver.cuPointerGetAttribute(_ATTRIBUTE.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, address)
     if int(status) != 0 or not int(kind):
         return None
     host = int(kind) == int(driver.CUmemorytype.CU_MEMORYTYPE_HOST)
     start = _attribute(_ATTRIBUTE.CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, address, address)
     nbytes = _attribute(_ATTRIBUTE.CU_POINTER_ATTRIBUTE_RANGE_SIZE, address, 1)
-    if not start <= address < start + nbytes:  # the driver does not report the range
+    if not start <= address < start + nbytes:  # the driver does not report this range
         start, nbytes = address, 1
     name = "pinned memory" if host else "memory of the driver or of a library"
     return Region(name, Owner.HOST if host else Owner.LIBRARY, start, nbytes)

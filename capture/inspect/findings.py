@@ -20,15 +20,15 @@ class FindingKind(str, Enum):
     """Kind of a finding.
 
     FOREIGN        an allocation that is neither registered nor in the graph's pool
-    FREED          a freed block: its next owner changes what the graph reads
-    OVERRUN        bytes past the end of registered memory. In the graph's pool, overruns within the pool are not found:
-                   blocks are split during the capture, so their ends at a launch are unknown
-    UNMAPPED       an address outside of all known memory
+    FREED          a freed block: its next owner overwrites what the graph reads
+    OVERRUN        bytes past the end of registered memory. Overruns within the graph's pool are not detected, because
+                   blocks are split during the capture and their ends at a launch are unknown
+    UNMAPPED       an address outside all known memory
     HOST_MEMORY    host memory, which every replay accesses again
     HOST_FUNCTION  a host function, whose memory an audit cannot see
-    EARLY_START    a kernel that may start before an earlier one has finished, and is not known to wait
-    HIDDEN_STATE   memory that an earlier capture of the same step allocated
-    CHANGED        a value or a registered address that differs between two captures of one step
+    EARLY_START    a kernel that may start before an earlier kernel has finished and is not known to wait
+    HIDDEN_STATE   memory allocated by an earlier capture of the same step
+    CHANGED        a value or registered address that differs between two captures of the same step
     """
 
     FOREIGN = "foreign allocation"
@@ -46,15 +46,15 @@ class FindingKind(str, Enum):
 class Finding:
     """A possible error in a graph.
 
-    place    place of the node; () if the finding is about no node
+    place    place of the node; () if the finding is not about a node
     node     name of the node
     where    position of the address in the node: "argument 3 'x', byte 16", "operand src"; "" for the whole node
-    address  the address; 0 if the finding is about none
+    address  the address; 0 if there is none
     owner    owner of the memory at the address; None if unknown
     region   name of the memory; "" if unknown
     text     the error, its reason, and how to fix it
     kind     see FindingKind
-    certain  False if the word may also be a number; `audit_twice` decides
+    certain  False if the word may be a number; `audit_twice` decides
     """
 
     place: Place
@@ -79,9 +79,9 @@ class Allowed:
         Allowed("written only after the event of the last copy", region="staging.*")
         Allowed("waits: its first instruction is griddepcontrol.wait", node="rms_norm*", kind=FindingKind.EARLY_START)
 
-    reason   why the exception is correct; it is part of the report
-    region   pattern of the region's name for `fnmatch`, case-sensitive
-    node     pattern of the node's name
+    reason   why the exception is correct; included in the report
+    region   `fnmatch` pattern of the region's name, case-sensitive
+    node     `fnmatch` pattern of the node's name
     kind     kind of the finding; None: any
 
     Raises:
@@ -116,12 +116,12 @@ class Allowed:
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """The result of an audit. `print` shows the report.
+    """The result of an audit. `str` returns the report.
 
-    findings    findings without an exception, in the order of the nodes
-    nodes       number of nodes of the graph, including bodies
-    words       number of words that were checked
-    counts      number of addresses by owner of their memory
+    findings    findings without an exception, in node order
+    nodes       number of nodes in the graph, including bodies
+    words       number of checked words
+    counts      number of addresses by memory owner
     allowances  each exception, with the number of findings that matched it
     unread      nodes that could not be read completely: place, name, remark
     """
@@ -139,7 +139,7 @@ class Audit:
         return not self.findings
 
     def raise_if_any(self) -> None:
-        """Raise CaptureError if there are findings. It shows their number, and the first one that is certain."""
+        """Raise CaptureError, with the number of findings and the first certain one, if there are findings."""
         if self.findings:
             first = min(self.findings, key=lambda finding: not finding.certain)
             raise CaptureError(f"audit: expected no findings, got {len(self.findings)}; first finding: {first}")
@@ -159,7 +159,7 @@ class Audit:
 def without_allowed(
     findings: Sequence[Finding], allowed: Sequence[Allowed]
 ) -> tuple[tuple[Finding, ...], tuple[tuple[Allowed, int], ...]]:
-    """Return the findings without an exception, and each exception with the number of findings that it removed."""
+    """Return the findings without an exception, and each exception with the number of findings it removed."""
     taken, left = [0] * len(allowed), []
     for finding in findings:
         which = next((at for at, exception in enumerate(allowed) if exception.matches(finding)), None)
@@ -171,8 +171,8 @@ def without_allowed(
 
 
 def _grouped(findings: Sequence[Finding]) -> list[str]:
-    """Return a line per kind and buffer, with its first finding: many nodes use one buffer. Blocks of an allocator have
-    equal names, so they are grouped by address."""
+    """Return one line per kind and buffer, with its first finding, because many nodes use one buffer. Blocks of an
+    allocator have equal names, so they are grouped by address."""
     groups: dict[object, list[Finding]] = {}
     for finding in findings:
         unnamed = finding.owner in (None, Owner.ALLOCATOR, Owner.POOL)

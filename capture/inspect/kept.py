@@ -1,4 +1,4 @@
-"""Keep graphs that other code captures, such as torch.compile or a serving stack, to inspect them."""
+"""Keep graphs that other code captures, such as torch.compile or a serving stack, for inspection."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @contextmanager
 def kept_graphs() -> Iterator[list[torch.cuda.CUDAGraph]]:
-    """Return a context in which torch keeps every CUDA graph that is created, and the list of these graphs.
+    """Return a context in which torch keeps every new CUDA graph. It yields the list of these graphs.
 
         with kept_graphs() as graphs:
             compiled = torch.compile(model, mode="reduce-overhead")
@@ -19,9 +19,9 @@ def kept_graphs() -> Iterator[list[torch.cuda.CUDAGraph]]:
                 compiled(x)                      # captures
         print(inspect_graph(graphs[-1]))
 
-    torch frees a captured graph once it is instantiated, unless it was created with `keep_graph=True`. The context sets
+    torch frees a captured graph after instantiation unless it was created with `keep_graph=True`. The context sets
     this argument for all graphs. A kept graph is instantiated by its first replay, not at the end of its capture, and
-    takes host memory. The list keeps the graphs and their memory pools alive. The context applies to all threads and
+    needs host memory. The list keeps the graphs and their memory pools alive. The context applies to all threads and
     can be nested.
     """
     cls: Any = torch.cuda.CUDAGraph

@@ -1,4 +1,4 @@
-"""Find the region of each address in a graph: in the memory map, in the graph's allocations, then in the driver."""
+"""Find the region of each address in a graph: in the memory map, the graph's allocations, then the driver."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Lookup:
 
     view     the graph
     memory   the map
-    driver   looks up the other memory
-    words    words of its kernels' arguments, except where PyTorch's kernels hold no address
-    regions  regions of the map, of the graph's allocations, and of the driver
-    holder   [n] int64: index in `regions` for each word; -1 if unknown
+    driver   looks up all other memory
+    words    words of its kernels' arguments, except those in PyTorch's kernels known not to be addresses
+    regions  regions of the map, of the graph's allocations and of the driver
+    holder   [n] int64: index in `regions` of each word; -1 if unknown
 
-    Misaligned words are not looked up in the driver: adjacent numbers form many of them.
+    Misaligned words are not looked up in the driver, because adjacent numbers form many of them.
     """
 
     def __init__(self, view: GraphView, memory: MemoryMap, driver: LookUp) -> None:
@@ -57,7 +57,7 @@ class Lookup:
             if region is not None:
                 yield start, region
                 continue
-            # A gap of the map: another region may contain all of it, or only its beginning.
+            # A gap in the map: another region may contain all of it or only its start.
             stop = next((at for at, held in self.memory.ranges(start, end - start) if held is not None), end)
             while start < stop:
                 known = self._made.find(start) or self._ask(start)
@@ -65,13 +65,13 @@ class Lookup:
                 start = max(known.end, start + 1) if known is not None else stop
 
     def count(self, owners: Counter[Owner]) -> None:
-        """Add the number of words by owner. Unknown words are numbers."""
+        """Add the number of words per owner to `owners`. Unknown words are numbers."""
         counts = np.bincount(self.holder[self.holder >= 0], minlength=len(self.regions))
         for index in np.flatnonzero(counts).tolist():
             owners[self.regions[index].owner] += int(counts[index])
 
     def _leave_out_numbers(self) -> None:
-        """Drop the words at positions where a kernel of PyTorch holds no address."""
+        """Drop the words at positions where PyTorch's kernels have no addresses."""
         words, kept = self.words, np.ones(len(self.holder), np.bool_)
         for number, (_, node) in enumerate(words.nodes):
             starts = words.starts[words.firsts[number] :]
@@ -82,7 +82,7 @@ class Lookup:
             self.words, self.holder = words.only(kept), self.holder[kept]
 
     def _is_known(self, starts: npt.NDArray[np.int64], index: int, offset: int) -> bool:
-        """Return whether the word at an offset in an argument points to known memory. `starts`: of the arguments."""
+        """Return whether the word at an offset in an argument points to known memory. `starts`: argument starts."""
         at = int(np.searchsorted(self.words.at, starts[index] + offset))
         return at < len(self.words.at) and self.words.at[at] == starts[index] + offset and bool(self.holder[at] >= 0)
 

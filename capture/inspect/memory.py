@@ -1,9 +1,9 @@
-"""Memory by address, and its owners.
+"""Memory regions by address, and their owners.
 
     memory = MemoryMap([Region("x", Owner.STATIC, x.data_ptr(), x.nbytes), ...])
     memory.find(0x7f0000001000)          # the region that contains this byte, or None
 
-`memory_of` of pool.py returns the map of a process: named tensors, the pool of a graph, torch's allocator.
+`memory_of` in pool.py returns the map of a process: named tensors, the pool of a graph, torch's allocator.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ class Region:
 
 
 class MemoryMap:
-    """Regions by address. If several regions contain a byte, the first one in the list is found.
+    """Regions by address. If several regions contain a byte, a lookup returns the first one in the list.
 
-    regions   in any order; empty regions are dropped
+    regions   empty regions are dropped; the order matters only for overlaps
     """
 
     def __init__(self, regions: Iterable[Region]) -> None:
-        # Regions start and end at cuts only, so all bytes between two cuts have the same region.
+        # Regions start and end only at cuts, so all bytes between two cuts have the same region.
         self.regions = tuple(region for region in regions if region.nbytes)
         self._cuts: list[int] = []
         self._holders: list[int] = []  # index in `regions` for the bytes after each cut; -1: no region

@@ -1,4 +1,4 @@
-"""Convert an op trace to a GraphView: a node per op, and edges between ops that access the same memory."""
+"""Convert an op trace to a GraphView: one node per op, and edges between ops that access the same memory."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _IDENTITY = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def view_of_op_trace(op_trace: OpTrace) -> GraphView:
-    """Return the view of an op trace: an OP node per op, and an ALLOC node per uninitialized allocation.
+    """Return the view of an op trace: one OP node per op, and one ALLOC node per uninitialized allocation.
 
     Edges are data dependencies: from the last op that wrote a byte to all ops that read or overwrite it, and from its
     readers to the next op that writes it. A tensor covers all bytes from its first to its last.
 
-    The view keeps nothing alive; the trace may be closed afterwards.
+    The view keeps no memory alive; the trace may be closed afterwards.
 
     Raises:
         CaptureError: if the trace is closed.
@@ -50,7 +50,7 @@ def view_of_loop(loop: OpTraceLoop) -> GraphView:
 
 
 class _Flow:
-    """The last accesses of every byte, as disjoint ranges of memory, and the edges that follow from them."""
+    """The last accesses to every byte, as disjoint memory ranges, and the resulting edges."""
 
     def __init__(self) -> None:
         self.edges: list[tuple[int, int]] = []
@@ -119,7 +119,7 @@ def _node(entry: OpTraceEntry) -> Node:
 
 
 def _arguments(entry: OpTraceEntry) -> Iterator[tuple[str, bool, Any]]:
-    """Yield name, whether the op writes it, and value of each argument that was passed."""
+    """Yield the name of each argument passed, whether the op writes it, and its value."""
     declared = _declared(entry.func)
     for (name, written), value in zip(declared, entry.args, strict=False):
         yield name, written, value
@@ -130,7 +130,7 @@ def _arguments(entry: OpTraceEntry) -> Iterator[tuple[str, bool, Any]]:
 
 @lru_cache(maxsize=4096)
 def _declared(func: Callable[..., Any]) -> tuple[tuple[str, bool], ...]:
-    """Return name of each argument, and whether the op writes it."""
+    """Return the name of each argument, and whether the op writes it."""
     arguments = func._schema.arguments  # type: ignore[attr-defined]  # all ops have one
     return tuple((a.name, a.alias_info is not None and a.alias_info.is_write) for a in arguments)
 

@@ -1,7 +1,7 @@
 """The order of nodes in a view.
 
-A capture creates each node after its dependencies, and drivers list nodes in order of creation. Nodes that were added
-in another order are sorted, and keep the driver's order as far as their dependencies allow.
+A capture creates each node after its dependencies, and drivers list nodes in creation order. Nodes that were added
+in a different order are sorted, and keep the driver's order where dependencies allow.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from graphrt.kernels.errors import CaptureError
 
 
 def topological_order(count: int, edges: Sequence[tuple[int, int]]) -> list[int]:
-    """Return the indices of all nodes, each after its dependencies, and otherwise in order.
+    """Return the indices of all nodes, each after its dependencies and otherwise in order.
 
     edges    (source, target): the target waits for the source
 

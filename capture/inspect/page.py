@@ -1,16 +1,16 @@
-"""Write a captured graph as one HTML file, with search, filters, and the order and details of its nodes.
+"""Write a captured graph as one HTML file with search, filters, and the order and details of its nodes.
 
     view = inspect_graph(graph)
     write_page(view, "decode.html", title="decode, 8 rows", memory=memory, findings=audit.findings)
 
-The file opens from disk in a browser and loads nothing else. The address contains its state, so a link can show a node:
+The file opens from disk in a browser and loads nothing else. The URL contains its state, so a link can show a node:
 
     decode.html#node=3.0.7                   node 7 of the first body of node 3
     decode.html#q=softmax%20kv_cache         names, symbols, regions, places and addresses; all words must match
     decode.html#kind=kernel&kernel=gemm      one kind, one name
     decode.html#region=4&findings=1          nodes with findings that access MemoryMap.regions[4]
 
-The sources of the page are in `page_parts/`. It contains the data as JSON, without duplicates; see `_page_json`.
+The sources of the page are in `page_parts/`. It contains the data as JSON without duplicates; see `_page_json`.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def write_page(
     memory: MemoryMap | None = None,
     findings: Sequence[Finding] = (),
 ) -> None:
-    """Write a graph as one HTML file, which needs no network and no other file. An existing file is replaced.
+    """Write a graph as one self-contained HTML file. An existing file is replaced.
 
-    memory     map of the graph's memory; names the regions of pointers
+    memory     map of the graph's memory, for the region names of pointers
     findings   shown at their nodes and in a list
 
-    Does not use a device.
+    Does not use the device.
 
     Raises:
         ConfigError: if a finding has a place that is not in the graph.
@@ -69,7 +69,7 @@ def write_page(
 
 
 def _html(title: str, data: Mapping[str, Any]) -> str:
-    """Assemble the page. The content security policy allows only these scripts and styles, and no loads."""
+    """Assemble the page. The content security policy allows only these scripts and styles, and no other resources."""
     style = _part("page.css")
     script = "\n".join(['"use strict";', "(() => {", *map(_part, _SCRIPTS), "})();"])
     policy = (
@@ -80,7 +80,7 @@ def _html(title: str, data: Mapping[str, Any]) -> str:
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     parts = {"policy": policy, "style": style, "script": script, "data": text}
     parts["title"] = html.escape(title).encode("ascii", "xmlcharrefreplace").decode()
-    # In one pass, so that a title that looks like a placeholder stays text.
+    # Replace all in one pass, so that a title that looks like a placeholder stays text.
     return re.sub(r"\{\{(\w+)\}\}", lambda mark: parts[mark[1]], _part("page.html"))
 
 
@@ -89,12 +89,12 @@ def _part(name: str) -> str:
 
 
 def _digest(text: str) -> str:
-    """Return the digest of a text in the form of a content security policy."""
+    """Return the digest of a text in the format of a content security policy."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 def _page_json(view: GraphView, memory: MemoryMap | None, findings: Sequence[Finding]) -> dict[str, Any]:
-    """Return the data of the scripts. Addresses are hexadecimal strings, because JavaScript numbers have 53 bits.
+    """Return the data for the scripts. Addresses are hexadecimal strings, because JavaScript integers have 53 bits.
 
     kernels   [kind, name, symbol, arguments, operands, scalars], shared by nodes
                   arguments  [offset, number of bytes, name, pointers] each
@@ -155,7 +155,7 @@ def _node_json(node: Node, kernels: dict[_Row, int], launches: dict[_Row, int]) 
 
 
 def _memory_json(memory: MemoryMap) -> dict[str, Any]:
-    """Return the regions, and the region between each two cuts, so that the scripts need not resolve overlaps."""
+    """Return the regions, and the region after each cut, so that the scripts need not resolve overlaps."""
     position = {region: index for index, region in reversed(list(enumerate(memory.regions)))}
     cuts: list[list[Any]] = []
     for address in sorted({end for region in memory.regions for end in (region.address, region.end)}):

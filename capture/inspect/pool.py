@@ -34,7 +34,7 @@ def memory_of(
     pool: Any = None,
     snapshot: Sequence[Mapping[str, Any]] | None = None,
 ) -> MemoryMap:
-    """Return the current owners of memory.
+    """Return a map of memory to its current owners.
 
     static    buffers that the graph reads and writes. Pinned buffers have the owner HOST
     weights   parameters and buffers of models
@@ -43,18 +43,18 @@ def memory_of(
     pool      pool of the graph: a torch.cuda.CUDAGraph, a torch.cuda.MemPool, the id of a pool, an op trace or a loop
     snapshot  rows of `torch.cuda.memory_snapshot()`; None: the current ones, if CUDA is in use
 
-    A static buffer covers the bytes from its first element to its last: a graph that was given a view must not access
-    the rest of the storage. Weights and caches cover their whole storages: models fuse and tie them and take views, and
+    A static buffer covers the bytes from its first element to its last: a graph that is passed a view must not access
+    the rest of the storage. Weights and caches cover their whole storages: models fuse, tie and slice them, and
     the storage stays allocated.
 
-    **Call it right after the capture.** Later the allocator may have returned freed memory to the driver, and an
-    address in it cannot be told from a number.
+    **Call it right after the capture.** Later, the allocator may have returned freed memory to the driver, and an
+    address in it cannot be distinguished from a number.
 
     It does not synchronize. Do not call it during a capture.
 
     Raises:
-        ConfigError: if an argument has no named tensors, or a tensor without memory; if `pool` is no pool; or if
-            torch's allocator is not the native one.
+        ConfigError: if an argument has no named tensors, or a tensor without memory; if `pool` is not a pool; or if
+            torch does not use its native allocator.
     """
     regions = [
         Region(name, Owner.HOST if tensor.is_pinned() else Owner.STATIC, tensor.data_ptr(), span_bytes(tensor))
@@ -82,10 +82,10 @@ def memory_of(
 
 
 def _blocks(rows: Iterable[Mapping[str, Any]], pool: PoolId | None) -> Iterator[Region]:
-    """Yield a region per block of torch's allocator: POOL if its segment is in `pool`, else ALLOCATOR.
+    """Yield one region per block of torch's allocator: POOL if its segment is in `pool`, else ALLOCATOR.
 
     A block in state "active_pending_free" has no owner and is not live, although another stream still uses it. If
-    torch.cuda.memory._record_memory_history() is on, the name contains the line that allocated the block.
+    torch.cuda.memory._record_memory_history() is enabled, the name includes the line that allocated the block.
     """
     for segment, block, address in blocks_of(rows):
         inside = pool is not None and tuple(segment["segment_pool_id"]) == pool
@@ -96,7 +96,7 @@ def _blocks(rows: Iterable[Mapping[str, Any]], pool: PoolId | None) -> Iterator[
 
 
 def blocks_of(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any], int]]:
-    """Yield segment (a row of the snapshot), block and address of each block of torch's allocator."""
+    """Yield the segment (a row of the snapshot), block and address of each block of torch's allocator."""
     for segment in rows:
         address = int(segment["address"])
         for block in segment["blocks"]:
@@ -105,7 +105,7 @@ def blocks_of(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, 
 
 
 def _made_at(block: Mapping[str, Any]) -> str:
-    """Return where a block was allocated: the innermost line outside of torch."""
+    """Return where a block was allocated: the innermost line outside torch."""
     frames = [f for f in block.get("frames", ()) if str(f["filename"]).endswith(".py")]
     frame = next((f for f in frames if "/torch/" not in str(f["filename"])), None)
     return f", allocated at {frame['filename']}:{frame['line']} in {frame['name']}" if frame else ""
@@ -129,7 +129,7 @@ def _op_trace_regions(op_trace: OpTrace) -> Iterator[Region]:
         if address in own:
             yield _storage("pool of the graph", tensor, Owner.POOL)
             continue
-        storage = tensor.untyped_storage()  # counts too
+        storage = tensor.untyped_storage()  # counts as a reference
         live = torch._C._storage_Use_Count(storage._cdata) - 1 > len(tensors)
         name = "memory from outside of the capture" if live else "memory that only the graph refers to"
         yield _storage(name, tensor, Owner.ALLOCATOR, live)
@@ -166,7 +166,7 @@ def _has_memory(tensor: torch.Tensor) -> bool:
         storage = tensor.untyped_storage()
         address, _ = storage.data_ptr(), tensor.is_pinned()
         return bool(address) or not (tensor.numel() or storage.nbytes())
-    except Exception:  # every subclass raises another error
+    except Exception:  # the error depends on the subclass
         return False
 
 

@@ -1,7 +1,7 @@
 """Find words in a graph's kernel arguments that may be addresses, at every byte offset of all arguments at once.
 
-Structs passed by value have pointers at any offset, in packed structs also misaligned. So each argument is read as
-eight overlapping sequences of little-endian words. For arguments with known pointers, only these are taken.
+Structs passed by value have pointers at any offset; packed structs may misalign them. Each argument is thus read as
+eight overlapping sequences of little-endian words. For arguments with known pointers, only these are used.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from graphrt.capture.inspect.view import Argument, GraphView, Node, Place
 
 WORD = 8
-"""Bytes of an address."""
+"""Bytes per address."""
 
 LOWEST, HIGHEST = 1 << 32, (1 << 48) - 1
 """Range of device addresses. Most words are small integers, floats and strides."""
@@ -41,13 +41,13 @@ class Words:
 
     nodes      nodes with arguments, and their places
     firsts     [nodes]  index of each node's first argument among all arguments
-    starts     start of each argument's bytes in `data`, and the end of the last one
-    data       bytes of all arguments, and WORD zeros
+    starts     start of each argument in `data`, and the end of the last one
+    data       bytes of all arguments, then WORD zeros
     at         [n]  position of a word in `data`
     value      [n]  the word
-    exact      [n]  whether the word is an address for certain
-    aligned    [n]  whether it is at a multiple of WORD in a kernel's arguments, where compilers place addresses
-    looked_at  number of words that were checked, including words outside of the address range
+    exact      [n]  whether the word is certainly an address
+    aligned    [n]  whether the word is at a multiple of WORD in a kernel's arguments, where compilers place addresses
+    looked_at  number of checked words, including words outside the address range
     """
 
     nodes: tuple[tuple[Place, Node], ...]
@@ -85,7 +85,7 @@ def scan(view: GraphView) -> Words:
     arguments = [argument for _, node in nodes for argument in node.arguments]
     starts = np.array([0, *itertools.accumulate(len(argument.data) for argument in arguments)], np.int64)
     data = np.frombuffer(b"".join(argument.data for argument in arguments) + bytes(WORD), np.uint8)
-    # The last entry makes indexing valid for an empty graph.
+    # The last entry keeps indexing valid for an empty graph.
     offsets = np.array([*(argument.offset for argument in arguments), 0], np.int64)
     scanned = np.array([*(argument.pointers is None for argument in arguments), False], np.bool_)
 
@@ -114,11 +114,11 @@ def _told(arguments: list[Argument], starts: list[int]) -> Iterator[int]:
 
 
 def _candidates(data: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
-    """Return positions and values of all words from LOWEST to HIGHEST in `data`, sorted by offset within a word."""
+    """Return the positions and values of all words from LOWEST to HIGHEST in `data`, by offset within a word."""
     places, values = [], []
     for first in range(WORD):
         words = np.frombuffer(data, "<u8", (len(data) - first) // WORD, first)
-        # One comparison: a difference below zero wraps around and is large.
+        # One comparison is enough: a negative difference wraps around to a large value.
         found = np.flatnonzero(words - np.uint64(LOWEST) <= np.uint64(HIGHEST - LOWEST))
         places.append(found * WORD + first)
         values.append(words[found])

@@ -1,7 +1,7 @@
-"""Addresses in a form that two captures of one step share: name of a region and offset in it.
+"""Addresses in a form that is equal in two captures of the same step: region name and offset.
 
-Addresses in a memory pool differ in each capture, and so do allocations of a graph. These regions are compared by the
-order of first use instead of by name.
+Addresses in a memory pool differ between captures, as do allocations of a graph. These regions are compared by
+order of first use instead of name.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Symbols:
         self._memory = memory or MemoryMap(())
 
     def find(self, address: int) -> Spot | None:
-        """Return the region and offset of an address; None if unknown."""
+        """Return the region of an address and the offset in it; None if unknown."""
         if region := self._made.find(address):
             return Spot(region, address - region.address, True)
         if region := self._memory.find(address):
@@ -51,7 +51,7 @@ class Symbols:
     def parts(self, argument: Argument) -> tuple[list[tuple[int, Spot]], bytes]:
         """Return the addresses in an argument by offset, and its bytes with zeros in place of addresses.
 
-        If it is unknown which words are addresses, the words that point into a region are.
+        If the positions of addresses are unknown, every word that points into a region is an address.
         """
         data, offsets = argument.data, argument.pointers
         if offsets is None:
@@ -73,7 +73,7 @@ class Pairing:
         self._back: dict[Region, Region] = {}
 
     def same(self, here: Spot, there: Spot) -> bool:
-        """Return whether both addresses are the same, and match their regions if they are new."""
+        """Return whether both addresses are the same. Pairs their regions if both are new."""
         if here.nameless != there.nameless or here.offset != there.offset:
             return False
         if not here.nameless:

@@ -1,10 +1,10 @@
-"""Bytes in arguments of PyTorch's kernels that hold no address but may look like one.
+"""Bytes in arguments of PyTorch's kernels that are not addresses but may look like them.
 
     struct OffsetCalculator<3> { int dims = 2; IntDivider sizes[25]; unsigned strides[25][3]; }
                                                ^^ 2 written, 23 not   ^^ 2 written, 23 not
 
 These structs have space for 25 dimensions. A launch writes only the dimensions of its tensors. The rest is
-uninitialized stack memory and often contains addresses of tensors. No kernel reads it, so the audit must ignore it.
+uninitialized stack memory that often contains tensor addresses. No kernel reads it, so the audit must ignore it.
 
     kernels              argument                                          addresses in it
     cat                  lists of 64 or 128 inputs                         the first grid.y words
@@ -25,22 +25,22 @@ from graphrt.capture.inspect.view import Node
 _NUMBER = 4
 _MAX_DIMS = 25
 _DIVIDERS = _NUMBER * (1 + 3 * _MAX_DIMS)
-"""Bytes of an OffsetCalculator before its strides: the number of dimensions, and three numbers per size."""
+"""Bytes of an OffsetCalculator before its strides: the number of dimensions and three numbers per size."""
 _STRIDES = _NUMBER * _MAX_DIMS
-"""Bytes of the strides of one tensor."""
+"""Bytes of one tensor's strides."""
 _TENSOR_INFO = frozenset(WORD + -(-(2 * _MAX_DIMS * size + _NUMBER) // WORD) * WORD for size in (4, 8))
-"""Bytes of a TensorInfo, with sizes of 4 and of 8 bytes."""
+"""Bytes of a TensorInfo with 4-byte and with 8-byte sizes."""
 _TENSORS = {
     "gpu_index_kernel<": 3, "index_copy_kernel_impl<": 3, "index_fill_kernel_impl<": 2, "cuda_take_put_kernel<": 2,
     "_cuda_scatter_gather_internal_kernel<": 3, "_cuda_scatter_fill_internal_kernel<": 2,
 }  # fmt: skip
-"""Number of tensors of the calculator at the start of the lambda of such a kernel."""
+"""Number of tensors in the calculator at the start of the kernel's lambda."""
 _MOST_TENSORS = 8
 _FUNCTOR = 64
-"""Maximum size of the functor of an elementwise kernel. The lambda holds the calculator, an address per tensor and the
-functor. The strides of one tensor take more bytes than a functor, so the length gives the number of tensors."""
+"""Maximum size of the functor of an elementwise kernel. The lambda contains the calculator, an address per tensor and
+the functor. One tensor's strides take more bytes than a functor, so the length determines the number of tensors."""
 _NEAR = 4
-"""The first address is within this number of words after a calculator; a functor may precede it."""
+"""The first address is within this many words after a calculator; a functor may precede it."""
 _AFTER_CALCULATORS = 6 * WORD + WORD + WORD
 """Bytes of a ReduceOp after its two calculators: six addresses, a number, two flags and a short number."""
 _OF_REDUCTION = 2 * _DIVIDERS + 3 * _STRIDES
@@ -53,7 +53,7 @@ IsAddress = Callable[[int, int], bool]
 def no_addresses(node: Node, is_address: IsAddress) -> Iterator[tuple[int, int, int]]:
     """Yield ranges of a kernel's arguments without addresses: index of the argument, first byte, and end.
 
-    is_address  returns whether an argument, by index, has an address of known memory at an offset
+    is_address  returns whether the argument at an index has an address of known memory at an offset
     """
     name, grid = node.name, node.grid
     if grid is None or not _OWN.search(name):
@@ -66,7 +66,7 @@ def no_addresses(node: Node, is_address: IsAddress) -> Iterator[tuple[int, int, 
             yield index, grid[1] * WORD, length
         elif "at::cuda::detail::TensorInfo<" in name and length in _TENSOR_INFO:
             yield index, WORD, length
-        elif "at::native::ReduceOp<" in name and "complex<double>" not in name:  # has other padding
+        elif "at::native::ReduceOp<" in name and "complex<double>" not in name:  # its padding differs
             if length > _AFTER_CALCULATORS + _OF_REDUCTION:
                 end = length - _AFTER_CALCULATORS
                 yield index, end - _OF_REDUCTION - _NUMBER, end  # 4 bytes of padding, or none
@@ -75,12 +75,12 @@ def no_addresses(node: Node, is_address: IsAddress) -> Iterator[tuple[int, int, 
             end = _DIVIDERS + tensors * _STRIDES
             following = range(-(-end // WORD) * WORD, length, WORD)[:_NEAR]
             if end != length and not any(is_address(index, at) for at in following):
-                end = _DIVIDERS + _STRIDES  # an unknown layout: at least one tensor
+                end = _DIVIDERS + _STRIDES  # unknown layout: at least one tensor
             yield index, 0, end
 
 
 def _tensors(name: str, length: int) -> int:
-    """Return the number of tensors of the calculator at the start of an argument; 1 if unknown."""
+    """Return the number of tensors in the calculator at the start of an argument; 1 if unknown."""
     for kernel, tensors in _TENSORS.items():
         if kernel in name:
             return tensors

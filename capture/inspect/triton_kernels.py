@@ -1,8 +1,8 @@
-"""Names of the arguments of Triton kernels, and which of them are pointers.
+"""Argument names of Triton kernels, and which arguments are pointers.
 
 A graph contains a kernel's name and bytes. Triton keeps the signature of each compiled kernel with its function, and
 functions are looked up by name in all modules. Kernels that are not module attributes, such as those of torch.compile
-and of closures, stay without names.
+and of closures, have no argument names.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ _SCRATCH = ("global_scratch", "profile_scratch")
 """Pointers that Triton's launcher appends to the arguments."""
 
 _WRAPPERS = 8
-"""Maximum number of autotuners and heuristics around a kernel, each with the next one in `fn`."""
+"""Maximum number of nested autotuners and heuristics around a kernel, each with the next in `fn`."""
 
 
 class TritonKernels:
-    """The kernels that Triton has compiled. Modules are searched once, for the first possible Triton kernel."""
+    """The kernels that Triton has compiled. Modules are searched once, at the first possible Triton kernel."""
 
     def __init__(self) -> None:
         self._modules: list[dict[str, Any]] | None = None
 
     def arguments(self, symbol: str, handle: int, sizes: Sequence[int]) -> KernelArguments | None:
-        """Return the arguments of a kernel; None if Triton did not compile it, or if several signatures fit.
+        """Return the arguments of a kernel; None if Triton did not compile it, or if several signatures match.
 
         symbol   name of the kernel
         handle   handle of its function
-        sizes    bytes of each argument; the signature must have the same
+        sizes    bytes of each argument; the signature must match
         """
         if "triton" not in sys.modules or symbol.startswith("_Z"):
             return None
@@ -62,7 +62,7 @@ class TritonKernels:
 
 
 def _untuned(function: Any, kind: type) -> Any:
-    """Return the first object of type `kind` among `function`, its `fn`, the `fn` of that, and so on."""
+    """Return the first object of type `kind` among `function`, `function.fn`, `function.fn.fn` and so on."""
     for _ in range(_WRAPPERS):
         if function is None or isinstance(function, kind):
             break

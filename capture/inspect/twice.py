@@ -1,8 +1,8 @@
-"""Compare two captures of one step: which words are addresses, and what the step keeps or freezes.
+"""Compare two captures of the same step to find addresses, and what the step keeps or freezes.
 
-It compares arguments of kernels with a signature, arguments of four bytes, lengths of copies, and numbers of ops in
+It compares arguments of kernels with a signature, 4-byte arguments, copy lengths, and number arguments of ops in
 an op trace. It does not compare numbers within structs, such as the factor of `torch.mul(x, 2.0)` on CUDA, because
-structs contain uninitialized bytes. `verify` finds such numbers by the results.
+structs contain uninitialized bytes. `verify` finds such numbers by comparing results.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _NUMBER_BYTES = 4
 
 
 def compare(first: Lookup, second: Lookup, found: list[AddressFinding]) -> list[Finding]:
-    """Return the findings about the second capture. `found`: the findings that its own addresses show.
+    """Return the findings about the second capture. `found`: the findings from its own addresses.
 
     Raises:
-        ConfigError: if both captures share a pool.
+        ConfigError: if both captures use the same pool.
     """
     _check_pools(first, second)
     if (difference := _first_difference(first, second)) is not None:
@@ -78,7 +78,7 @@ def _first_difference(first: Lookup, second: Lookup) -> Finding | None:
 
 
 def _hidden_or_same(first: Lookup, finding: Finding) -> Finding:
-    """Return the finding, as hidden state if the address is in the first capture's pool."""
+    """Return the finding; as hidden state if the address is in the first capture's pool."""
     if not _in_pool(first.memory.find(finding.address)):
         return finding
     text = (
@@ -89,7 +89,7 @@ def _hidden_or_same(first: Lookup, finding: Finding) -> Finding:
 
 
 def _judged(first: Lookup, second: Lookup, one: AddressFinding) -> Finding | None:
-    """Return the finding after looking at both captures; None for a stale word."""
+    """Return the finding after comparing both captures; None for a stale word."""
     finding = _hidden_or_same(first, one.finding)
     if finding.certain:
         return finding
@@ -98,13 +98,13 @@ def _judged(first: Lookup, second: Lookup, one: AddressFinding) -> Finding | Non
     if region is None:
         return None  # the other capture has no address here
     if one.in_tensor_list:
-        return finding  # an unused entry holds stack contents, which may be equal in both captures
+        return finding  # an unused entry contains stack data, which may be equal in both captures
     agree = earlier == finding.address or region.owner in (Owner.ALLOCATOR, Owner.HOST)
     return replace(finding, certain=agree)
 
 
 def _moved_words(first: Lookup, second: Lookup) -> Iterator[Finding]:
-    """Yield words that point to registered memory in both captures, but to different bytes."""
+    """Yield words that point to different bytes of registered memory in the two captures."""
     words = second.words
     if not len(words.at):
         return
@@ -139,7 +139,7 @@ def _moved(
 
 
 def _changed_scalars(first: Lookup, second: Lookup) -> Iterator[Finding]:
-    """Yield numbers that differ, in arguments that tell which words are addresses, and in ops."""
+    """Yield numbers that differ, in ops and in arguments where the addresses are known."""
     advice = "a graph keeps the number of its capture, so keep it in a tensor"
     for (place, node), (_, other) in zip(second.view.walk(), first.view.walk(), strict=True):
         for index, (argument, old) in enumerate(zip(node.arguments, other.arguments, strict=True)):
@@ -174,7 +174,7 @@ def _changed_scalars(first: Lookup, second: Lookup) -> Iterator[Finding]:
 
 
 def _numbers(data: bytes, pointers: tuple[int, ...]) -> bytes:
-    """Return the bytes, with zeros in place of addresses."""
+    """Return the bytes with zeros in place of addresses."""
     left = bytearray(data)
     for offset in pointers:
         left[offset : offset + WORD] = bytes(WORD)

@@ -4,7 +4,7 @@
     for place, node in view.walk():
         print(place, node.kind, node.name, node.grid)
 
-A view is plain data without references to the graph. `to_json` and `from_json` preserve all of it.
+A view is plain data without references to the graph. `to_json` and `from_json` are lossless.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from graphrt.kernels.checks import shown
 from graphrt.kernels.errors import ConfigError
 
 Place = tuple[int, ...]
-"""Place of a node: its index; for a node of a body: index of the outer node, of the body, and of the node in it."""
+"""Place of a node: its index; in a body: the indices of the outer node, the body, and the node in the body."""
 
 FORMAT = 1
 """Version of the JSON format."""
@@ -44,12 +44,12 @@ class NodeKind(str, Enum):
 
 
 class Argument(NamedTuple):
-    """One argument of a kernel. A tuple, since graphs have thousands of arguments.
+    """One argument of a kernel. A tuple, because graphs have thousands of arguments.
 
     offset    offset in the kernel's arguments, in bytes
     data      bytes of the argument at launch
-    name      name, known for Triton kernels; else ""
-    pointers  offsets in `data` of the words that are addresses; None: unknown, any word may be an address
+    name      name; "" except for Triton kernels
+    pointers  offsets of the addresses in `data`; None: unknown, any word may be an address
     """
 
     offset: int
@@ -60,13 +60,13 @@ class Argument(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """Memory that a memcpy, a memset or an op accesses.
+    """Memory accessed by a memcpy, a memset or an op.
 
-    role      "src" or "dst"; "memory" for an allocation and a free; for an op the name of the argument, or "out" for a
+    role      "src" or "dst"; "memory" for an allocation or a free; for an op, the name of the argument, or "out" for a
               result
     address   address of its first byte; 0 if unknown
     nbytes    number of bytes from the first to the last
-    host      whether it is host memory; False for ops on a CPU, whose memory stands for device memory
+    host      whether it is host memory; False for ops on a CPU, whose memory represents device memory
     written   whether the node may write it
     """
 
@@ -81,15 +81,15 @@ class Operand:
 class Node:
     """One node.
 
-    name        demangled name of the kernel; name of the op; else the kind of work
+    name        demangled name of the kernel, or name of the op; else the kind of work
     symbol      mangled name of the kernel
     grid        number of blocks in x, y, z; None if no kernel is launched
     block       number of threads in x, y, z; None if no kernel is launched
     attributes  launch attributes that differ from their defaults, by name: cluster, cooperative, priority, ...
     arguments   arguments of a kernel
-    operands    memory of a memcpy, a memset, an allocation, a free, an op
-    scalars     name and value: of the non-tensor arguments of an op, of value and extents of a memset, of the extents
-                of a multi-row copy, of the number of an event in this graph
+    operands    memory of a memcpy, memset, allocation, free or op
+    scalars     name and value: the non-tensor arguments of an op, value and extents of a memset, extents of a multi-row
+                copy, or number of an event in this graph
     bodies      graphs of a child graph node or of a conditional node
     remark      parts that could not be read, and why; "" if there are none
     """
@@ -110,7 +110,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """The target waits for the source, by index. `programmatic`: it may start before the source has finished."""
+    """The target waits for the source (node indices). `programmatic`: it may start before the source has finished."""
 
     source: int
     target: int
@@ -121,7 +121,7 @@ class Edge:
 class GraphView:
     """Nodes and edges of a graph.
 
-    nodes    in topological order, which is the order of the capture
+    nodes    in topological order, which is the capture order
     edges    sorted by source and target
     origin   "cuda" or "op trace"
     """
@@ -148,12 +148,12 @@ class GraphView:
         return Counter(node.name for _, node in self.walk())
 
     def to_json(self) -> dict[str, Any]:
-        """Return the view as values for `json.dumps`, with bytes in hexadecimal."""
+        """Return the view as values for `json.dumps`, with bytes as hexadecimal strings."""
         return {"format": FORMAT, **_graph_to_json(self)}
 
     @staticmethod
     def from_json(values: Any) -> GraphView:
-        """Return the view from the result of `to_json`. Raises: ConfigError if the values are invalid."""
+        """Return the view from the result of `to_json`. Raises: ConfigError: if the values are invalid."""
         try:
             if values["format"] != FORMAT:
                 raise ConfigError(f"format: expected {FORMAT}, got {shown(values['format'])}; write the file again")
@@ -163,7 +163,7 @@ class GraphView:
 
 
 def place_name(place: Place) -> str:
-    """Return a place as text: "12", or "3.0.7" for node 7 of the first body of node 3."""
+    """Return a place as text: "12", or "3.0.7" for node 7 in the first body of node 3."""
     return ".".join(map(str, place))
 
 
@@ -176,7 +176,7 @@ def _graph_to_json(view: GraphView) -> dict[str, Any]:
 
 
 def _node_to_json(node: Node) -> dict[str, Any]:
-    """Omits empty fields, since most nodes have few."""
+    """Return a node without its empty fields: most nodes use few."""
     values: dict[str, Any] = {"kind": node.kind.value, "name": node.name}
     lists: dict[str, Any] = {
         "arguments": [[a.offset, a.data.hex(), a.name, a.pointers] for a in node.arguments],
@@ -217,4 +217,4 @@ _FROM_JSON: dict[str, Callable[[Any], Any]] = {
     "scalars": lambda rows: tuple(map(tuple, rows)),
     "bodies": lambda rows: tuple(map(_graph_from_json, rows)),
 }
-"""Fields that JSON holds in another form."""
+"""Fields with a different JSON format."""

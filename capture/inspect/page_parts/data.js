@@ -1,6 +1,6 @@
 // Decodes the graph and its memory. This file does not use the document. `_page_json` of page.py describes the data.
 
-const COLOURS = 12; // names with their own colour; the others are grey
+const COLOURS = 12; // names with a separate colour; the others are grey
 
 /** The data model: nodes of the graph and its bodies in one array, in the order of GraphView.walk(). */
 function decodePage(page) {
@@ -26,7 +26,7 @@ function decodePage(page) {
   addGraph(model, page.graph, null, 0);
   for (const [place, where, address, owner, region, text] of page.findings) {
     const finding = { node: model.byPlace.get(place), where, address, owner, region, text };
-    finding.node?.findings.push(finding); // some are about no node
+    finding.node?.findings.push(finding); // some are not about a node
     model.findings.push(finding);
   }
   groupByName(model);
@@ -73,7 +73,7 @@ function addGraph(model, values, parent, body) {
   return graph;
 }
 
-/** Groups nodes by name, the most frequent first. Each group gets a colour. */
+/** Groups nodes by name, most frequent first. Each group gets a colour. */
 function groupByName(model) {
   const groups = new Map();
   for (const node of model.nodes) {
@@ -94,7 +94,7 @@ function wellFormed(text) {
   return text.replace(/\p{Surrogate}/gu, "\ufffd");
 }
 
-/** A short name: without result type, parameters and namespaces. */
+/** A short name, without result type, parameters and namespaces. */
 function shortName(name) {
   let text = name.replace(/\(anonymous namespace\)::/g, "").replace(/^(void|static void) /, "");
   if (text.endsWith(")")) {
@@ -210,8 +210,8 @@ function pointerOffsets({ pointers, size }) {
 }
 
 /**
- * The rows of an argument: {at, hex, text, more, region, address, pointer}. `text` is the most likely meaning, `more`
- * has other ones. A word is an address if the graph says so, or if a region contains it.
+ * The rows of an argument: {at, hex, text, more, region, address, pointer}. `text` is the most likely meaning; `more`
+ * lists others. A word is an address if the graph marks it as one, or if a region contains it.
  */
 function decodeArgument(argument, memory) {
   const rows = [],
@@ -290,7 +290,7 @@ function filterNodes(model, state) {
   return tests.length ? model.nodes.filter((node) => tests.every((test) => test(node))) : model.nodes;
 }
 
-/** A test whether a search word is in a node's name, symbol, kind or accessed regions, or is its place. */
+/** Tests whether a search word is in a node's name, symbol, kind or accessed regions, or is its place. */
 function termTest(model, term) {
   const kernels = new Set(
     model.kernels.filter((kernel) =>

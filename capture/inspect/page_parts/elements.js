@@ -1,4 +1,4 @@
-// Elements and lists. Texts of the graph become text nodes only, so that no name is parsed as markup.
+// Elements and lists. Texts of the graph only become text nodes, so that no name is parsed as markup.
 
 /**
  * Creates an element: el("span.dim", { title: "…" }, child, ...). Function attributes become listeners. Attributes and

@@ -1,4 +1,4 @@
-// The page: its state, stored in the address after "#", and its rendering.
+// The page: its state, stored in the URL after "#", and its rendering.
 
 // ---- state
 

@@ -252,7 +252,7 @@ function box(context, left, top, wide, high) {
   context.fill();
 }
 
-/** The part of a text that fits. */
+/** The part of a text that fits the width. */
 function fitText(context, text, room) {
   if (context.measureText(text).width <= room) return text;
   const letters = Math.floor(room / context.measureText("m").width) - 1; // the font is monospaced
