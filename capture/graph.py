@@ -105,7 +105,7 @@ class Recorder(Protocol):
         run would draw the same numbers.
 
         Raises:
-            CaptureError: if `graph` is closed or from another kind of recorder, or has nodes that a loop cannot contain:
+            CaptureError: if `graph` is closed or of another recorder kind, or has nodes that a loop cannot contain:
                 events, host functions, allocations, conditional nodes.
             ShapeError: if `condition` has the wrong shape, dtype or device.
         """

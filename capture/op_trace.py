@@ -175,9 +175,7 @@ class OpTraceRecorder:
         try:
             with torch.inference_mode(), _uncompiled(), _kernels_of_op_trace(writer), _HostReadGuard(writer), writer:
                 output = step()
-            if (
-                writer.refused is not None
-            ):  # the step caught the error, but on CUDA the capture would still be invalid
+            if writer.refused is not None:  # the step caught the error, but on CUDA the capture would still be invalid
                 raise writer.refused
         except CaptureError as error:
             raise CaptureError(f"{descriptor}: {error}") from error

@@ -1,1 +1,1 @@
-"""Benchmarks of the command line: workloads, timing and reports. The library does not import this package."""
+"""Command-line benchmarks: workloads, timing and reports. The library does not import this package."""

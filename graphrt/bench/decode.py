@@ -28,19 +28,19 @@ from graphrt.session.table import SamplingValues
 from graphrt.spec import AttentionSpec, KVCacheSpec
 
 _ROUNDS = 5
-_HOST_STEPS = 200  # at least, on CUDA; on a CPU one round is enough, since nothing runs concurrently
+_HOST_STEPS = 200  # minimum on CUDA; on a CPU one round is enough, because nothing runs concurrently
 _MAX_CONTEXT = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeResult:
-    """Results of one batch size. Milliseconds per step are medians of several rounds; a spread is maximum minus
+    """Results for one batch size. Milliseconds per step are medians over several rounds; a spread is maximum minus
     minimum.
 
-    replay_ms              steady state while the host submits ahead, as in a serving loop
-    floor_ms               bytes that a step must read, divided by the measured read bandwidth
+    replay_ms              steady state with the host submitting ahead, as in a serving loop
+    floor_ms               time to read the bytes that a step must read, at the measured read bandwidth
     host_us                host time of one `replay()` call: median over `host_steps` steps
-    host_us_p20, _p80      20th and 80th percentile of the host time
+    host_us_p20, _p80      20th and 80th percentiles of the host time
     """
 
     batch: int
@@ -57,7 +57,7 @@ class DecodeResult:
 
     @property
     def share_of_floor(self) -> float:
-        """Floor divided by measured time; 1 means every byte at full bandwidth and no other cost."""
+        """Floor divided by measured time; 1 means that all bytes are read at full bandwidth, with no other cost."""
         return self.floor_ms / self.replay_ms
 
 
@@ -65,7 +65,7 @@ class DecodeResult:
 class DecodeReport:
     """Results of a run. `to_json` returns the JSON line that the command prints last.
 
-    sampling    of all requests; seeds differ
+    sampling    parameters of all requests; seeds differ
     baselines   times of `transformers` for the same shape in the same run; empty if not requested
     """
 
@@ -94,9 +94,9 @@ class DecodeReport:
 
 
 def check_batches(batches: Sequence[int]) -> tuple[int, ...]:
-    """Return the distinct batch sizes in order.
+    """Return the distinct batch sizes in ascending order.
 
-    Raises: ConfigError: if there is none, or one is not an int >= 1."""
+    Raises: ConfigError: if there are none, or one is not an int >= 1."""
     if not isinstance(batches, Sequence) or not batches:
         raise ConfigError(f"batches: expected one or more sizes, got {batches!r}")
     return tuple(sorted({check_int("batches", batch, 1, advice="pass numbers of sequences") for batch in batches}))
@@ -113,14 +113,14 @@ def bench_decode(
     backend: str | None = None,
     sampling: SamplingParams | None = None,
 ) -> DecodeReport:
-    """Capture graphs for `batches` and time decode steps from `context` tokens on, `steps` steps per round.
+    """Capture graphs for `batches`, and time decode steps from `context` tokens on, `steps` steps per round.
 
-    sampling   parameters of all requests, with distinct seeds; None means greedy. Penalties count the timed steps
+    sampling   parameters of all requests, with distinct seeds; None: greedy. Penalties apply to tokens of timed steps
 
     Raises: ConfigError: if a size is not an int >= 1. CapacityError: if the KV cache exceeds free memory.
     """
     batches = check_batches(batches)
-    context = check_int("context", context, 1, _MAX_CONTEXT, advice="pass the tokens that each sequence holds already")
+    context = check_int("context", context, 1, _MAX_CONTEXT, advice="pass the tokens that each sequence already has")
     steps = check_int("steps", steps, 1, _MAX_CONTEXT, advice="pass the steps of one round")
     max_seq_len = context + steps
     largest, sampling, device = max(batches), sampling or SamplingParams(), model.device
@@ -186,9 +186,9 @@ def bench_decode(
 def kv_memory(
     kv_groups: Sequence[KVCacheSpec], rows: int, context: int, max_seq_len: int
 ) -> tuple[tuple[int, ...], int]:
-    """Return pages per pool, including the null page, and their bytes, for requests that decode from `context` on.
+    """Return the pages per pool, including the null page, and their bytes, for requests that decode from `context` on.
 
-    Windowed groups hold the pages of their window and of the tokens to come.
+    Windowed groups have the pages of their window and of future tokens.
     """
     pages, nbytes = [], 0
     for pool in sorted({group.pool for group in kv_groups}):
@@ -203,7 +203,7 @@ def kv_bytes_read(attention: Sequence[AttentionSpec], kv_groups: Sequence[KVCach
     """Return the bytes of K and V that a step reads for one sequence."""
     total = 0
     for spec, place in zip(attention, kv_locations(attention, kv_groups), strict=True):
-        if place is None or spec.is_cross:  # not of the sequence
+        if place is None or spec.is_cross:  # does not read the sequence's KV
             continue
         group = kv_groups[place.group]
         seen = min(length, spec.sliding_window or length, spec.attention_chunk_size or length)
@@ -212,13 +212,13 @@ def kv_bytes_read(attention: Sequence[AttentionSpec], kv_groups: Sequence[KVCach
 
 
 class _Loop:
-    """Decodes `batch` sequences from `context` tokens on. Each token is fed back on the device."""
+    """Decodes `batch` sequences from `context` tokens on. Tokens are fed back on the device."""
 
     def __init__(self, runtime: Runtime, batch: int, context: int, sampling: SamplingParams) -> None:
         self._runtime = runtime
         cache, rng = runtime.kv_cache, np.random.default_rng(0)
-        # Shuffled pages, as from a long-running allocator. Every step lists the pages that requests read of the
-        # context, and those of the tokens to come.
+        # Shuffle pages, as in a long-running allocator. Every step lists the pages that requests read from the
+        # context, and those of future tokens.
         free = [rng.permutation(count - 1).astype(np.int32) + 1 for count in cache.pool_pages]
         pages, counts, firsts = [], [], []
         for group in cache.groups:
@@ -236,7 +236,7 @@ class _Loop:
         for row in range(batch):
             values.set(row, replace(sampling, seed=row), context)
         self._sampling = values.of(self._rows)
-        runtime.manager.reset()  # penalties count from here on
+        runtime.manager.reset()  # penalties start here
         runtime.manager.request_tables.set_logit_bias(dict.fromkeys(range(batch), sampling.logit_bias))
 
     def _batch(self, length: int, *, first: bool) -> Batch:
@@ -252,7 +252,7 @@ class _Loop:
         )
 
     def step_seconds(self, steps: int) -> list[float]:
-        """Return seconds per step of several rounds. The host submits as far ahead as the ring allows."""
+        """Return the seconds per step of several rounds. The host submits as far ahead as the ring allows."""
         rounds = []
         for _ in range(_ROUNDS + 1):
             batches = self._batches(steps)
@@ -265,7 +265,7 @@ class _Loop:
         return rounds[1:]  # the first round warms up
 
     def host_seconds(self, steps: int) -> list[float]:
-        """Return host seconds of single `replay()` calls that find a free ring slot. The first round is a warm-up."""
+        """Return the host seconds of single `replay()` calls with a free ring slot. The first round is a warm-up."""
         wanted = _HOST_STEPS if self._runtime.device.type == "cuda" else steps
         rounds = []
         for _ in range(1 + -(-wanted // steps)):

@@ -1,9 +1,9 @@
 """Baseline of the decode benchmark: `transformers` decodes the same model shape on the same device.
 
-It runs in a separate process, which has the device's memory to itself and can be stopped after a time limit. Results
+It runs in a separate process, which has all of the device's memory and can be stopped after a time limit. Results
 measured before the limit are kept. Two modes are timed:
 
-    dynamic    forward with a DynamicCache, one token at a time: the default of `generate` without its bookkeeping
+    dynamic    forward with a DynamicCache, one token at a time: the default of `generate` without its overhead
     static     forward with a StaticCache, compiled with torch.compile(mode="reduce-overhead"): CUDA graphs
 """
 
@@ -32,12 +32,12 @@ from graphrt.models.rope import RopeConfig
 
 DYNAMIC, STATIC = "dynamic", "static"
 STATIC_BATCHES = (1, 32)
-"""Batches that are timed compiled too: each takes about a minute to compile."""
+"""Batches that are also timed with compilation, which takes about a minute each."""
 
 LIMIT_SECONDS = 140
-"""For all cells of one shape: both shapes of the decode job then end within six minutes."""
+"""Time limit in seconds for all cells of one shape: two shapes then finish within six minutes."""
 
-_WARM_UP_STEPS = 5  # warm-up steps: compilation, capture, first replay
+_WARM_UP_STEPS = 5  # compilation, capture, first replay
 _ROUNDS, _STEPS = 5, 10
 _TOTAL_STEPS = _WARM_UP_STEPS + _ROUNDS * _STEPS
 _MARK = "decode_transformers: "  # prefix of result lines
@@ -45,9 +45,9 @@ _MARK = "decode_transformers: "  # prefix of result lines
 
 @dataclass(frozen=True, slots=True)
 class BaselineTime:
-    """One mode at one batch size. `reason` tells why times are missing.
+    """One mode at one batch size. `reason` is why times are missing.
 
-    ms, ms_spread   milliseconds per step: median of several rounds, and maximum minus minimum
+    ms, ms_spread   milliseconds per step: median over several rounds, and maximum minus minimum
     """
 
     way: str
@@ -66,18 +66,18 @@ def time_transformers(
     dtype: torch.dtype,
     limit_seconds: float = LIMIT_SECONDS,
 ) -> list[BaselineTime]:
-    """Time every batch with a dynamic cache, and those in STATIC_BATCHES also with a compiled static cache.
+    """Time all batches with a dynamic cache, and those in STATIC_BATCHES also with a compiled static cache.
 
-    The caller frees its device memory first. Weights and cache are random.
+    The caller must free its device memory first. Weights and cache are random.
 
-    Raises: ConfigError: without `transformers`. UnsupportedError: if it cannot describe the shape.
+    Raises: ConfigError: if `transformers` is missing. UnsupportedError: if it does not support the shape.
     """
     cells = [(DYNAMIC, batch) for batch in batches]
     cells += [(STATIC, batch) for batch in batches if batch in STATIC_BATCHES]
     job = {
         "config": hf_config(config).to_dict(),
         "cells": cells,
-        "context": check_int("context", context, 1, advice="pass the tokens that the cache holds"),
+        "context": check_int("context", context, 1, advice="pass the number of cached tokens"),
         "device": str(device),
         "dtype": str(dtype).removeprefix("torch."),
     }
@@ -133,7 +133,7 @@ def _rope_parameters(rope: RopeConfig) -> dict[str, Any]:
 
 
 def _run_child(job: str, limit_seconds: float) -> tuple[str, str]:
-    """Return the standard output of the process and, for cells without a result, how it ended."""
+    """Return the standard output of the process and, for cells without a result, how the process ended."""
     code = f"import sys; sys.path[:] = {sys.path!r}; from graphrt.bench.decode_transformers import main; main()"
     process = subprocess.Popen(
         [sys.executable, "-c", code],
@@ -141,7 +141,7 @@ def _run_child(job: str, limit_seconds: float) -> tuple[str, str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # the compiler's worker processes are stopped with it
+        start_new_session=True,  # so that the compiler's worker processes are also stopped
     )
     try:
         output, errors = process.communicate(job, timeout=limit_seconds)
@@ -163,7 +163,7 @@ def main() -> None:
             seconds = time_cell(model, way, batch, job["context"])
             spread = max(seconds) - min(seconds)
             result = BaselineTime(way, batch, 1e3 * median(seconds), 1e3 * spread)
-        except Exception as error:  # a cell that does not fit or compile must not end the run
+        except Exception as error:  # a cell that exceeds memory or does not compile must not end the run
             text = " ".join(f"{type(error).__name__}: {error}".split())
             result = BaselineTime(way, batch, reason=f"not measured: {text[:300]}")
         print(_MARK + json.dumps(asdict(result)), flush=True)
@@ -180,16 +180,16 @@ def build_model(values: dict[str, Any], device: torch.device, dtype: torch.dtype
 
 @torch.no_grad()
 def time_cell(model: Any, way: str, batch: int, context: int) -> list[float]:
-    """Return seconds per step of each round, from `context` cached tokens on.
+    """Return the seconds per step of each round, from `context` cached tokens on.
 
-    Raises: UnsupportedError: for the static mode on a CPU. Errors of the model are passed on.
+    Raises: UnsupportedError: for the static mode on a CPU. Errors in the model propagate.
     """
     transformers = require("transformers", "for the baseline")
     device = model.device
     if way == STATIC and device.type != "cuda":
         raise UnsupportedError("static: expected a CUDA device, got a CPU; this baseline times CUDA graphs")
     if device.type == "cuda":
-        torch.compiler.reset()  # otherwise a second batch size is compiled with dynamic shapes
+        torch.compiler.reset()  # otherwise, a second batch size would be compiled with dynamic shapes
         gc.collect()
         torch.cuda.empty_cache()
     if way == DYNAMIC:
@@ -212,7 +212,7 @@ def time_cell(model: Any, way: str, batch: int, context: int) -> list[float]:
 
 
 def fill_cache(cache: Any, model: Any, batch: int, context: int) -> None:
-    """Fill every layer with `context` tokens of random K and V. Their cost equals that of real ones."""
+    """Fill every layer with `context` tokens of random K and V, which cost the same as real ones."""
     config = model.config
     shape = (batch, config.num_key_value_heads, context, config.head_dim)
     for layer in range(config.num_hidden_layers):

@@ -29,7 +29,7 @@ OPTIONAL_PACKAGES = (
 
 
 def environment_report() -> dict[str, Any]:
-    """Describe what this process runs on. Missing packages, devices and drivers are None or empty, never errors.
+    """Describe the environment of this process. Missing packages, devices and drivers are None or empty, not errors.
 
     All values are strings, numbers, None, or lists and dicts of these, so the report is valid JSON.
     """
@@ -87,7 +87,7 @@ def _gpus() -> list[dict[str, Any]]:
 
 
 def _variable(read: Callable[[], object]) -> str | None:
-    """Return the effective value, or the error about a malformed one: reports are requested when something is wrong."""
+    """Return the effective value, or the error text if it is malformed, because reports help to find such errors."""
     try:
         value = read()
     except ConfigError as error:
@@ -96,10 +96,10 @@ def _variable(read: Callable[[], object]) -> str | None:
 
 
 def provenance() -> dict[str, Any]:
-    """Return device, versions, command, and the state of the git checkout (None outside of one).
+    """Return device, versions, command, and the state of the git checkout (None outside a checkout).
 
-    tree                 git tree hash of the current files, without ignored ones
-    uncommitted_changes  whether this tree differs from the commit's
+    tree                 git tree hash of the current files, excluding ignored files
+    uncommitted_changes  whether this tree differs from that of the commit
     """
     report = environment_report()
     tree = tree_of_files(Path(__file__).resolve().parent)
@@ -119,9 +119,9 @@ def provenance() -> dict[str, Any]:
 
 
 def tree_of_files(folder: Path) -> str | None:
-    """Return the git tree hash of the checkout that contains `folder`, or None outside of one. Changes nothing there.
+    """Return the git tree hash of the checkout that contains `folder`, or None outside a checkout. Read-only.
 
-    A nested checkout counts by its commit, not by its files."""
+    A nested checkout is represented by its commit, not its files."""
     inside = ("-C", str(folder.resolve()), "rev-parse")
     root = _git(*inside, "--show-toplevel")
     objects = _git(*inside, "--path-format=absolute", "--git-path", "objects")
@@ -133,16 +133,16 @@ def tree_of_files(folder: Path) -> str | None:
             "GIT_OBJECT_DIRECTORY": scratch,
             "GIT_ALTERNATE_OBJECT_DIRECTORIES": objects,
         }
-        _git("-C", root, "read-tree", "HEAD", **places)  # tracked files count even if they match an ignore rule
+        _git("-C", root, "read-tree", "HEAD", **places)  # includes tracked files that match an ignore rule
         if _git("-C", root, "add", "--all", **places) is None:
             return None
         return _git("-C", root, "write-tree", **places)
 
 
 def _command() -> str:
-    """Return the command line, with a program path inside the current folder made relative."""
+    """Return the command line. A program path inside the current folder is made relative."""
     program = Path(sys.argv[0]).absolute()
-    if program.name == "graphrt":  # as pip installs it
+    if program.name == "graphrt":  # installed by pip
         return shlex.join(["graphrt", *sys.argv[1:]])
     here = Path.cwd()
     name = program.relative_to(here) if program.is_relative_to(here) else program.name

@@ -1,4 +1,4 @@
-"""Sampling parameters of benchmarks: the RuntimeConfig fields they need, and their form in reports."""
+"""Sampling parameters of benchmarks: the RuntimeConfig fields they need, and their format in reports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from graphrt.sampling_params import SamplingParams
 
 
 def stated_sampling(params: SamplingParams) -> dict[str, Any]:
-    """Return the non-default parameters as JSON values, without lengths, seeds and stops."""
+    """Return the non-default parameters as JSON values, excluding lengths, seeds and stops."""
     aside = ("max_new_tokens", "seed", "stop_ids")
     stated = {field.name: getattr(params, field.name) for field in fields(params) if field.name not in aside}
     stated = {name: value for name, value in stated.items() if value != getattr(SamplingParams(), name)}

@@ -1,4 +1,4 @@
-"""The serving benchmark: many prompts of random lengths through TextGenerator, against the memory floor."""
+"""The serving benchmark: many prompts of random lengths in TextGenerator, compared with the memory floor."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from graphrt.sampling_params import SamplingParams
 _MOST_REQUESTS = 1 << 16
 _MAX_LENGTH = 1 << 20
 _TOKENS = 10_000
-"""Upper bound of the token ids in prompts, if the vocabulary is larger."""
+"""Upper bound of token ids in prompts if the vocabulary is larger."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Prompts and output lengths. The lengths of both are uniform from `least` to `most`.
+    """Prompts and output lengths. Both lengths are uniformly distributed from `least` to `most`.
 
-    sampling   of all requests; lengths and seeds differ
+    sampling   parameters of all requests; lengths and seeds differ
 
     Numbers are drawn from Python's random module in the order of nano-vllm's benchmark. Seed 0 and the default sizes
-    give the same workload as that benchmark: 133,966 output tokens.
+    produce the same workload as that benchmark: 133,966 output tokens.
     """
 
     requests: int = 256
@@ -49,7 +49,7 @@ class Workload:
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0.6))
 
     def __post_init__(self) -> None:
-        check_int("requests", self.requests, 1, _MOST_REQUESTS, advice="pass how many prompts are sent")
+        check_int("requests", self.requests, 1, _MOST_REQUESTS, advice="pass the number of prompts")
         check_int("most", self.most, 1, _MAX_LENGTH, advice="pass the longest prompt and output")
         check_int("least", self.least, 1, self.most, advice="pass the shortest prompt and output")
 
@@ -71,12 +71,12 @@ class Workload:
 class ServeReport:
     """Results of a run. `to_json` returns the JSON line that the command prints last.
 
-    seconds         from the first prompt submitted to the last token read by the host
-    busy_seconds    part of it in which the device ran steps; see LaunchTimer
-    ttft_ms_*       from the start to the first token of a prompt, percentiles over prompts
+    seconds         time from the first prompt submitted to the last token read by the host
+    busy_seconds    part of this time in which the device ran steps; see LaunchTimer
+    ttft_ms_*       time from the start to the first token of a prompt, percentiles over prompts
     tpot_ms_*       time per output token: from the first token of a prompt to its last, divided by the tokens between
     steps           number of steps, in `launches` launches
-    weight_bytes    read by one step
+    weight_bytes    bytes of weights read by one step
     kv_bytes        bytes of KV read by all decode steps
     """
 
@@ -118,8 +118,8 @@ class ServeReport:
 
     @property
     def floor_seconds(self) -> float:
-        """Bytes of weights per step and KV per decoded token, divided by the measured read bandwidth. Prompt
-        computation and the KV reads of prompt chunks are not included."""
+        """Time to read the weights per step and the KV per decoded token at the measured read bandwidth. Excludes
+        prompt computation and the KV reads of prompt chunks."""
         return (self.steps * self.weight_bytes + self.kv_bytes) / (self.read_tb_s * 1e12)
 
     @property
@@ -134,10 +134,10 @@ class ServeReport:
 
 
 class LaunchTimer:
-    """Context manager that counts a manager's launches and the idle time of the device between them.
+    """Context manager that counts a manager's launches and measures the device's idle time between them.
 
     On CUDA, an event is recorded before and after each launch. Idle time is the time between the end of one launch and
-    the start of the next. If a launch ends before the host prepares the next one, the preparation counts as idle too.
+    the start of the next. If a launch ends before the host prepares the next one, the preparation also counts as idle.
     The share is exact except for launches that end during the preparation. On a CPU, steps run inside the launching
     call and all other time is idle.
     """
@@ -208,7 +208,7 @@ def bench_serve(
 
     Raises: ConfigError: if a size is invalid. CapacityError: if weights and pages do not fit.
     """
-    rows = min(check_int("rows", rows, 1, _MOST_REQUESTS, advice="pass how many run at once"), workload.requests)
+    rows = min(check_int("rows", rows, 1, _MOST_REQUESTS, advice="pass the concurrent sequences"), workload.requests)
     if step_tokens < rows:
         raise ConfigError(f"step_tokens: expected at least {rows}, one token per request, got {step_tokens}; raise it")
     longest, device, vocab_size = 2 * workload.most, model.device, model.config.vocab_size
@@ -230,7 +230,7 @@ def bench_serve(
         prompts, params = workload.make(vocab_size)
         generator = TextGenerator(runtime)
         for _ in generator.generate([prompt[:2] for prompt in prompts[:2]], SamplingParams(2)):
-            pass  # the first step of a process is not part of the workload
+            pass  # exclude the first step of a process from the workload
         steps = _steps(runtime)
         times: list[list[float]] = [[] for _ in prompts]
         with LaunchTimer(runtime.manager, runtime.stream) as timer:

@@ -1,8 +1,8 @@
 """The timer of all benchmarks.
 
 On CUDA, calls run inside replays of a CUDA graph, so their launch overhead is that of a graph node. Pass several calls
-on different buffers. They run in rotation, and each finds the L2 cache full of the others' data, as in a model.
-`rotations` returns how many calls are needed.
+on different buffers. They run in rotation, so that the L2 cache is full of other calls' data, as in a model.
+`rotations` returns the number of calls needed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from graphrt.kernels.errors import ConfigError
 from graphrt.kernels.ops.sweep import read_sweep
 
 Call = Callable[[], torch.Tensor]
-"""Work under test that returns a tensor that it wrote."""
+"""Work under test, which returns a tensor that it wrote."""
 
 _L2_MULTIPLE = 3  # between two runs of a call, the other calls read this multiple of the L2 cache
 _WARM_UP_REPLAYS = 3
@@ -39,13 +39,13 @@ class Timing:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for all work on the device. Returns at once on a CPU."""
+    """Wait for all work on the device. Returns immediately on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def rotations(bytes_per_call: int, device: torch.device) -> int:
-    """Return how many calls on distinct buffers evict each call's data from the L2 cache before its next run."""
+    """Return the number of calls on distinct buffers that evict each call's data from L2 before its next run."""
     if device.type != "cuda":
         return 1
     l2_bytes: int = torch.cuda.get_device_properties(device).L2_cache_size
@@ -117,8 +117,7 @@ def _cpu_samples(calls: Sequence[Callable[[], object]], num_samples: int, device
 
 
 def spacer_calls(outs: Sequence[torch.Tensor]) -> list[Call]:
-    """Return small kernels, one per output, that read one element each. Their time is subtracted from
-    `spaced_calls`."""
+    """Return small kernels, one per output, that read one element each. Subtract their time from `spaced_calls`."""
     sink = torch.zeros(1, device=outs[0].device)
     return [partial(_spacer, sink, out) for out in outs]
 
@@ -126,7 +125,7 @@ def spacer_calls(outs: Sequence[torch.Tensor]) -> list[Call]:
 def spaced_calls(calls: Sequence[Call], device: torch.device) -> list[Call]:
     """Return the calls, each followed by a small kernel that depends on its output and on which the next call depends.
 
-    The small kernel has no programmatic dependent launch, like most kernels between two attention calls of a model. So
+    The small kernel has no programmatic dependent launch, like most kernels between two attention calls of a model, so
     a call cannot overlap its start with the end of the previous call.
     """
     sink = torch.zeros(1, device=device)
@@ -142,7 +141,7 @@ def _spacer(sink: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 
 
 def measure_read_bandwidth(device: torch.device) -> float:
-    """Return the bytes per second of a read-only sweep over memory much larger than any cache, in graph replays."""
+    """Return the bytes per second of read-only sweeps in graph replays, over memory much larger than any cache."""
     x = torch.zeros(1 << (30 if device.type == "cuda" else 25), dtype=torch.float32, device=device)
     sweep = time_calls([lambda: read_sweep(x)] * 4, device=device, num_samples=_SWEEPS)
     return x.nbytes / (sweep.median_us * 1e-6)

@@ -1,4 +1,4 @@
-"""The command line `graphrt`: one file per command, on top of the library."""
+"""The command-line tool `graphrt`, based on the library: one file per command."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def _table(stats: Stats, model: str, device: str) -> Table:
 
 
 def _check_files(options: CaptureOptions) -> None:
-    """Raise ConfigError if an output file cannot be written: before the model is loaded, which takes long."""
+    """Raise ConfigError if an output file cannot be written, before the model is loaded, which takes long."""
     for name, path in (("html", options.html), ("json", options.json)):
         if path is None:
             continue
@@ -128,7 +128,7 @@ def _check_files(options: CaptureOptions) -> None:
 
 
 def _shown_size(options: CaptureOptions, runtime: Runtime) -> BatchDescriptor | None:
-    """Return the decode graph of `--size` requests, or the largest; None if no option shows one."""
+    """Return the decode graph of `--size` requests, by default the largest; None if no option shows a graph."""
     if not (options.html or options.json or options.nodes or options.against):
         if options.size is not None:
             raise ConfigError("--size: requires --html, --json, --nodes or --against; add one, or leave it out")
@@ -137,7 +137,7 @@ def _shown_size(options: CaptureOptions, runtime: Runtime) -> BatchDescriptor | 
 
 
 def _decode_size(option: str, rows: int | None, runtime: Runtime) -> BatchDescriptor:
-    """Return the decode graph of `rows` requests; None: the largest."""
+    """Return the decode graph of `rows` requests, by default the largest."""
     decodes = [size for size in runtime.manager.descriptors if size.kind is GraphKind.DECODE]
     for size in decodes:
         if rows in (None, size.padded_reqs):
@@ -147,7 +147,7 @@ def _decode_size(option: str, rows: int | None, runtime: Runtime) -> BatchDescri
 
 
 def _show_graph(options: CaptureOptions, runtime: Runtime, chosen: BatchDescriptor) -> None:
-    """Write and print one graph: HTML page, JSON and a table."""
+    """Write and print one graph as an HTML page, JSON and a table."""
     manager = runtime.manager
     view, title = inspect_graph(manager.graph(chosen)), f"{options.shape or options.model}, {chosen}"
     try:
@@ -163,7 +163,7 @@ def _show_graph(options: CaptureOptions, runtime: Runtime, chosen: BatchDescript
 
 
 def _node_table(view: GraphView, title: str) -> Table:
-    """Return a table of the kernels or ops of a graph: count and launch size."""
+    """Return a table of the kernels or ops of a graph, with count and launch size."""
     table = Table(title=f"{title}: {view.num_nodes} nodes, {len(view.edges)} edges", title_justify="left")
     for heading in ("name", "kind", "nodes", "blocks", "threads"):
         table.add_column(heading, justify="left" if heading in ("name", "kind") else "right", overflow="fold")
@@ -176,7 +176,7 @@ def _node_table(view: GraphView, title: str) -> Table:
 
 
 def _record(options: CaptureOptions, runtime: Runtime) -> Bundle:
-    """Record launches while the runtime decodes as many random prompts as it has requests."""
+    """Record launches while the runtime decodes one random prompt per request."""
     rng = np.random.default_rng(0)
     params = SamplingParams(max_new_tokens=options.after + options.launches + 1)
     with DecodeSession(runtime) as session:
@@ -195,7 +195,7 @@ def _record(options: CaptureOptions, runtime: Runtime) -> Bundle:
 
 
 def _named_model(options: CaptureOptions) -> dict[str, Any]:
-    """Return the description of the model, from which `graphrt replay` loads it in any folder."""
+    """Return a description of the model, from which `graphrt replay` can load it in any folder."""
     if options.shape is not None:
         return {"shape": options.shape, "seed": 0}
     model = str(options.model)

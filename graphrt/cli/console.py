@@ -16,7 +16,7 @@ _PIPE_WIDTH = 120
 
 
 class _Log:
-    """Standard error without its errors: a log that cannot be written must not end the command."""
+    """Standard error that ignores write errors: a log that cannot be written must not end the command."""
 
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError):
@@ -32,14 +32,14 @@ class _Log:
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """Return a console as wide as the terminal, or 120 columns wide for a file or pipe: rich would take 80."""
+    """Return a console as wide as the terminal, or 120 columns for a file or pipe, where rich would use 80."""
     file = cast("IO[str]", _Log()) if stderr and sys.stderr is not None else None
     console = Console(stderr=stderr, file=file)
     return console if console.is_terminal else Console(stderr=stderr, file=file, width=_PIPE_WIDTH)
 
 
 def capture_with_bar(runtime: Runtime, log: Console) -> None:
-    """Capture all sizes of a runtime with a progress bar, and print what they cost."""
+    """Capture all sizes of a runtime with a progress bar, and print their costs."""
     total = len(runtime.manager.descriptors)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=log, transient=True, disable=not total) as bar:

@@ -1,4 +1,4 @@
-"""`graphrt bench decode`: build the model, run the benchmark, print a table and a JSON line."""
+"""`graphrt bench decode`: build the model, run the benchmark, and print a table and a JSON line."""
 
 from __future__ import annotations
 

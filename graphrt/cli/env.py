@@ -1,4 +1,4 @@
-"""`graphrt env`: versions, devices, and the attention backends that can run here."""
+"""`graphrt env`: print versions, devices, and the attention backends that can run here."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _backends() -> dict[str, Any]:
 
 
 def _choice(context: BackendContext) -> tuple[str | None, str]:
-    """Return the backend that a runtime would choose, GRAPHRT_BACKEND included, and why; None if there is none."""
+    """Return the backend that a runtime would choose, considering GRAPHRT_BACKEND, and why; None if there is none."""
     try:
         named = env.backend()
         cls, reason = select_backend(context, named)
@@ -111,7 +111,7 @@ def _choice(context: BackendContext) -> tuple[str | None, str]:
 
 
 def _other_page_size(standing: Standing, context: BackendContext) -> int | None:
-    """Return the smallest page size with which the backend could run, if only the page size rules it out."""
+    """Return the smallest page size with which the backend could run, if only the page size prevents it."""
     if not standing.unsupported_reasons:
         return None
     try:

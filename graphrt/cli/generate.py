@@ -31,7 +31,7 @@ from graphrt.runtime import Runtime, resolve_device
 from graphrt.sampling_params import SamplingParams
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_CPU_CHUNK = 64  # on a CPU, a mixed graph is not faster than an eager chunk: capture one small size only
+_CPU_CHUNK = 64  # on a CPU, a mixed graph is not faster than an eager chunk: capture only one small size
 _MOST_POSITIONS = 1 << 20
 
 
@@ -57,14 +57,14 @@ def run(options: GenerateOptions) -> None:
     ids = [tokenizer.encode_prompt(prompt, chat=chat) for prompt in prompts]
     most = max(map(len, ids))
     longest = most + options.max_new_tokens - 1  # the last sampled token is not in the cache
-    positions = longest if longest <= _MOST_POSITIONS else None  # more than any model has: rejected below
+    positions = longest if longest <= _MOST_POSITIONS else None  # None: more than any model has, rejected below
     start = time.perf_counter()
     with log.status(f"loading {path.name}"):
         loaded = load_model(path, device=device, dtype=_DTYPES.get(options.dtype, "auto"), max_positions=positions)
     log.print(f"loaded {path.name} on {device} in {time.perf_counter() - start:.1f} s", highlight=False, markup=False)
     check_length(ids, options.max_new_tokens, loaded.config.max_position_embeddings)
     check_vocabulary(params, loaded.config.vocab_size)
-    special = {text: tokenizer.special_id(text) for text in options.stop or ()}  # text leaves special tokens out
+    special = {text: tokenizer.special_id(text) for text in options.stop or ()}  # decoded text omits special tokens
     ends = () if options.ignore_eos else (*tokenizer.eos_ids, *loaded.config.eos_ids)
     stop_ids = params.stop_ids.union(ends, (index for index in special.values() if index is not None))
     params = replace(params, stop_ids=stop_ids)
@@ -89,7 +89,7 @@ def run(options: GenerateOptions) -> None:
 
 
 def _read_prompts(name: str | None) -> list[str]:
-    """Return the lines of a file, or of standard input for "-". Blank lines are skipped."""
+    """Return the lines of a file, or of standard input for "-", skipping blank lines."""
     if name is None:
         return []
     try:
@@ -131,13 +131,13 @@ def _stream(
     stop: Sequence[str],
     log: Console,
 ) -> int:
-    """Print the answers and return their number of tokens.
+    """Print the answers, and return their total number of tokens.
 
-    The answer of a single prompt is printed as it is generated; of several prompts, each answer once it is complete.
-    Log-probabilities are printed to `log` at the end, one line per token.
+    With a single prompt, the answer is printed while it is generated; with several prompts, each answer is printed when
+    complete. Log-probabilities are printed to `log` at the end, one line per token.
 
-    A stop string ends an answer, but not the request: its tokens are dropped until all requests have finished. In the
-    first `min_tokens` tokens no stop string ends an answer.
+    A stop string ends an answer, but not the request: further tokens are dropped until all requests have finished. In
+    the first `min_tokens` tokens no stop string ends an answer.
     """
     streams, stops = [tokenizer.stream() for _ in ids], [StopStrings(stop) for _ in ids]
     texts, lengths = [""] * len(ids), [0] * len(ids)

@@ -1,4 +1,4 @@
-"""Ctrl-C while a command imports its modules."""
+"""Handling of Ctrl-C while a command imports its modules."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Let Ctrl-C exit at once, with code 130, while modules are imported.
+    """Make Ctrl-C exit immediately, with code 130, while modules are imported.
 
-    A KeyboardInterrupt in an import may be lost or leave half a module: the C code of extensions replaces it.
+    A KeyboardInterrupt during an import may be lost or leave a partial module, because extensions' C code replaces it.
     """
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # ignored, as in a background process
         yield

@@ -38,12 +38,12 @@ app.add_typer(bench_app, name="bench")
 def main() -> None:
     """Run the command line.
 
-    It exits with 1 and one line on standard error after an error of graphrt, and if its output cannot be written; with
+    It exits with 1 and one line on standard error after a graphrt error or if its output cannot be written, and with
     130 after Ctrl-C.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # escape what an ASCII terminal cannot show
+            stream.reconfigure(errors="backslashreplace")  # escape characters that an ASCII terminal cannot show
     if sys.stdout is None:  # as after >&-
         _fail("OutputError", "standard output is closed; redirect it to a file or to /dev/null")
     try:
@@ -64,13 +64,13 @@ def main() -> None:
 
 def _fail(kind: str, text: str) -> None:
     if sys.stderr is not None:
-        with contextlib.suppress(OSError):  # standard error is full: the exit code still tells
+        with contextlib.suppress(OSError):  # standard error cannot be written: the exit code still reports it
             print(f"{kind}: {text}", file=sys.stderr, flush=True)
     sys.exit(1)
 
 
 def _discard_output() -> None:
-    """Discard buffered output: Python would write it at exit, and fail again."""
+    """Discard buffered output, because Python would write it at exit and fail again."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
@@ -85,7 +85,7 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and end.")
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
     ] = False,
 ) -> None:
     pass

@@ -1,6 +1,6 @@
-"""The options of each command: a dataclass per command declares names, ranges, defaults and help texts.
+"""The options of each command: one dataclass per command declares names, ranges, defaults and help texts.
 
-This file imports neither torch nor the library, so that `graphrt --help` answers at once.
+This file imports neither torch nor the library, so that `graphrt --help` responds immediately.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import typer
 from graphrt.cli.interrupts import importing
 
 _Backend = Annotated[str | None, typer.Option(help="Attention backend; `graphrt env` lists them.")]
-_Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; default: cuda if there is one.")]
-_JsonOnly = Annotated[bool, typer.Option("--json-only", help="No table, only the JSON line.")]
+_Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; default: cuda if available.")]
+_JsonOnly = Annotated[bool, typer.Option("--json-only", help="Print only the JSON line, no table.")]
 _PageSize = Annotated[int, typer.Option(min=1, max=1024, help="Tokens per KV page.")]
 
 
@@ -30,24 +30,24 @@ class SamplingOptions:
     """Sampling options; see SamplingParams."""
 
     temperature: Annotated[float, _sampled("0 is greedy.")] = 0.0
-    top_k: Annotated[int, _sampled("Draw among the K most likely tokens; 0 is all.")] = 0
-    top_p: Annotated[
-        float, _sampled("Draw among the most likely tokens that add up to this probability; 1 is all.")
-    ] = 1.0
-    min_p: Annotated[float, _sampled("Draw among tokens with this share of the best one's probability; 0 is all.")] = (
-        0.0
+    top_k: Annotated[int, _sampled("Draw among the K most likely tokens; 0 means all.")] = 0
+    top_p: Annotated[float, _sampled("Draw among the most likely tokens with this total probability; 1 means all.")] = (
+        1.0
     )
+    min_p: Annotated[
+        float, _sampled("Draw among tokens with at least this share of the top probability; 0 means all.")
+    ] = 0.0
     repetition_penalty: Annotated[
-        float, _sampled("Above 1, tokens of the prompt and the output become less likely; 1 is off.")
+        float, _sampled("Above 1, makes tokens in the prompt and the output less likely; 1 is off.")
     ] = 1.0
     presence_penalty: Annotated[float, _sampled("Subtracted from the logits of tokens in the output.")] = 0.0
-    frequency_penalty: Annotated[float, _sampled("Subtracted for each time that a token is in the output.")] = 0.0
+    frequency_penalty: Annotated[float, _sampled("Subtracted once per occurrence of a token in the output.")] = 0.0
     logit_bias: Annotated[
         list[str] | None,
         _sampled("Added to the logit of token ID; -inf forbids the token. Repeatable.", metavar="ID=X"),
     ] = None
     logprobs: Annotated[
-        int | None, _sampled("Log-probabilities of each token and of N most likely ones; generate prints them.")
+        int | None, _sampled("Return log-probabilities of each token and the N most likely; generate prints them.")
     ] = None
 
 
@@ -56,7 +56,7 @@ class PromptOptions(SamplingOptions):
     """Sampling options of commands with prompts."""
 
     prompt_logprobs: Annotated[
-        int | None, _sampled("The same for each prompt token but the first. Such a prompt runs one token per step.")
+        int | None, _sampled("The same for prompt tokens after the first; the prompt runs one token per step.")
     ] = None
 
 
@@ -79,32 +79,32 @@ class GenerateOptions(PromptOptions):
         str | None,
         typer.Option(help="Folder or hub id with safetensors, or a .gguf file. Default: SmolLM2-135M-Instruct."),
     ] = None
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate per prompt.")] = 128
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens to generate per prompt.")] = 128
     stop: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="TEXT", help="End an answer before this text, or at the special token of this text. Repeatable."
+            metavar="TEXT", help="End an answer before this text, or at the special token with this text. Repeatable."
         ),
     ] = None
     stop_id: Annotated[
         list[int] | None, typer.Option(min=0, metavar="ID", help="End an answer at this token. Repeatable.")
     ] = None
     min_tokens: Annotated[
-        int, typer.Option(min=0, help="Sample no end or stop token, and ignore --stop, in the first N tokens.")
+        int, typer.Option(min=0, help="In the first N tokens, do not sample end or stop tokens, and ignore --stop.")
     ] = 0
     ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Do not end an answer at the model's own end tokens.")
+        bool, typer.Option("--ignore-eos", help="Do not end an answer at the model's end tokens.")
     ] = False
     seed: Annotated[
         int,
-        typer.Option(min=0, max=(1 << 32) - 1, help="Seed of the first prompt; each further prompt has the next seed."),
+        typer.Option(min=0, max=(1 << 32) - 1, help="Seed of the first prompt; each later prompt uses the next seed."),
     ] = 0
     backend: _Backend = None
     device: _Device = None
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto"
     page_size: _PageSize = 16
     chat: Annotated[
-        bool | None, typer.Option("--chat/--raw", help="Apply the model's chat template; default: if it has one.")
+        bool | None, typer.Option("--chat/--raw", help="Apply the model's chat template; default: if there is one.")
     ] = None
     graphs: Annotated[bool, typer.Option("--graphs/--no-graphs", help="Replay captured graphs, or run eagerly.")] = True
     stats: Annotated[bool, typer.Option("--stats", help="Print counts of tokens, graphs and replays.")] = False
@@ -112,7 +112,7 @@ class GenerateOptions(PromptOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeOptions(SamplingOptions):
-    """Measure milliseconds per decode step, against the memory floor and a baseline. The last line is JSON."""
+    """Measure milliseconds per decode step against the memory floor and a baseline. The last line is JSON."""
 
     shape: Annotated[str | None, typer.Option(help="Shape with dummy weights, e.g. llama-3.1-8b.")] = None
     model: Annotated[str | None, typer.Option(help="A real model instead: folder, hub id or .gguf file.")] = None
@@ -134,12 +134,12 @@ class ServeOptions(PromptOptions):
 
     shape: Annotated[str, typer.Option(help="Shape with dummy weights.")] = "qwen3-0.6b"
     requests: Annotated[int, typer.Option(min=1, help="Number of prompts.")] = 256
-    least: Annotated[int, typer.Option(min=1, help="Fewest tokens of a prompt, and of an answer.")] = 100
-    most: Annotated[int, typer.Option(min=1, help="Most tokens of a prompt, and of an answer.")] = 1024
+    least: Annotated[int, typer.Option(min=1, help="Minimum tokens per prompt and per answer.")] = 100
+    most: Annotated[int, typer.Option(min=1, help="Maximum tokens per prompt and per answer.")] = 1024
     temperature: Annotated[float, _sampled("0 is greedy.")] = 0.6
     seed: Annotated[int, typer.Option(min=0, help="Seed of lengths and prompts.")] = 0
-    rows: Annotated[int, typer.Option(min=1, help="Most requests that run at once.")] = 256
-    step_tokens: Annotated[int, typer.Option(min=1, help="Most new tokens of a step.")] = 8192
+    rows: Annotated[int, typer.Option(min=1, help="Maximum concurrent requests.")] = 256
+    step_tokens: Annotated[int, typer.Option(min=1, help="Maximum new tokens per step.")] = 8192
     page_size: _PageSize = 16
     backend: _Backend = None
     device: _Device = None
@@ -152,27 +152,27 @@ class CaptureOptions:
 
     shape: Annotated[str | None, typer.Option(help="Shape with dummy weights, e.g. llama-3.2-1b.")] = None
     model: Annotated[str | None, typer.Option(help="A real model instead: folder, hub id or .gguf file.")] = None
-    rows: Annotated[int, typer.Option(min=1, help="Most requests in a step.")] = 64
-    step_tokens: Annotated[int, typer.Option(min=1, help="Most new tokens of a step.")] = 2048
-    context: Annotated[int, typer.Option(min=2, help="Most tokens of a sequence.")] = 4096
+    rows: Annotated[int, typer.Option(min=1, help="Maximum requests per step.")] = 64
+    step_tokens: Annotated[int, typer.Option(min=1, help="Maximum new tokens per step.")] = 2048
+    context: Annotated[int, typer.Option(min=2, help="Maximum tokens per sequence.")] = 4096
     page_size: _PageSize = 16
     backend: _Backend = None
     device: _Device = None
     html: Annotated[str | None, typer.Option(metavar="FILE", help="Write a graph as an HTML page.")] = None
     json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the same graph as JSON.")] = None
-    nodes: Annotated[bool, typer.Option("--nodes", help="Print the nodes of the same graph, by name.")] = False
+    nodes: Annotated[bool, typer.Option("--nodes", help="Print the nodes of the same graph by name.")] = False
     size: Annotated[
         int | None,
-        typer.Option(min=1, help="Requests of the decode graph that these options show; default: the largest."),
+        typer.Option(min=1, help="Requests of the decode graph to show; default: the largest."),
     ] = None
     against: Annotated[
-        int | None, typer.Option(min=1, help="Print the differences to the decode graph of N requests.")
+        int | None, typer.Option(min=1, help="Print the differences from the decode graph of N requests.")
     ] = None
     audit: Annotated[
-        bool, typer.Option("--audit", help="Check whose memory the graphs hold; exit with 1 on a finding.")
+        bool, typer.Option("--audit", help="Check the owners of all memory that graphs use; exit with 1 on a finding.")
     ] = False
     record: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Run random prompts, and record launches to a replay bundle.")
+        str | None, typer.Option(metavar="FILE", help="Run random prompts and record launches in a replay bundle.")
     ] = None
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of each random prompt.")] = 64
     after: Annotated[int, typer.Option(min=0, help="Steps before the recorded ones.")] = 8
@@ -182,9 +182,9 @@ class CaptureOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayOptions:
-    """Run a replay bundle as graphs and eagerly, and compare the results. Exit with 1 if a graph differs."""
+    """Run a replay bundle as graphs and eagerly, and compare the results. Exits with 1 if a graph differs."""
 
-    bundle: Annotated[str, typer.Argument(help="File from `graphrt capture --record` or Bundle.save.")]
+    bundle: Annotated[str, typer.Argument(help="File written by `graphrt capture --record` or Bundle.save.")]
     shape: Annotated[str | None, typer.Option(help="Shape with dummy weights; default: the recorded model.")] = None
     model: Annotated[str | None, typer.Option(help="A real model: folder, hub id or .gguf file.")] = None
     backend: Annotated[str | None, typer.Option(help="Attention backend; default: the recorded one.")] = None
@@ -195,16 +195,16 @@ class ReplayOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvOptions:
-    """Print the environment, and which attention backends can run here, with reasons."""
+    """Print the environment, and which attention backends can run here and why."""
 
-    as_json: Annotated[bool, typer.Option("--json", help="One line of JSON instead of a table.")] = False
+    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON instead of a table.")] = False
 
 
 def add_command(app: typer.Typer, name: str, options: Callable[..., Any]) -> None:
-    """Add a command with the options of a dataclass of this file. Its code is `run` in graphrt.cli.<name>."""
+    """Add a command with the options of a dataclass in this file. Its code is `run` in graphrt.cli.<name>."""
 
     def call(**values: Any) -> None:
-        with importing():  # only when the command runs: torch and the library take seconds
+        with importing():  # import only when the command runs: torch and the library take seconds
             module = importlib.import_module(f"graphrt.cli.{name}")
         try:
             module.run(options(**values))

@@ -27,7 +27,7 @@ def run(options: ReplayOptions) -> None:
     log = make_console(stderr=True)
     if not options.json_only:
         made = ", ".join(f"{name} {value}" for name, value in {**bundle.versions, **bundle.model}.items())
-        made = "".join(c if c.isprintable() else "?" for c in made)  # strings of a file, with escape sequences perhaps
+        made = "".join(c if c.isprintable() else "?" for c in made)  # strings from a file may contain escape sequences
         log.print(f"{len(bundle.launches)} launches, recorded with {made}", highlight=False, markup=False)
     model = _load(options, bundle, str(device)).model
     launches: list[dict[str, Any]] = []
@@ -60,7 +60,7 @@ def run(options: ReplayOptions) -> None:
 
 
 def _load(options: ReplayOptions, bundle: Bundle, device: str) -> LoadedModel:
-    """Load the model that the command names, or else the one that the bundle names."""
+    """Load the model that the command specifies, or else the recorded model."""
     if options.shape is not None and options.model is not None:
         raise ConfigError("replay: expected one of --shape and --model, got both; pass one")
     named = {"shape": options.shape, "model": options.model}
@@ -76,7 +76,7 @@ def _load(options: ReplayOptions, bundle: Bundle, device: str) -> LoadedModel:
     longest = bundle.config.max_seq_len
     dtype = (
         bundle.attention[0].dtype if bundle.attention else torch.float32
-    )  # the recorded dtype, not the default of the device
+    )  # the recorded dtype instead of the device default
     loaded = load_model(source, device=device, dtype=dtype, max_positions=min(longest, 1 << 20), seed=seed)  # type: ignore[arg-type]  # checked there
     if loaded.config.attention_specs(dtype) != bundle.attention or loaded.config.vocab_size != bundle.vocab_size:
         raise ConfigError(

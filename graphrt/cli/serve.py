@@ -1,4 +1,4 @@
-"""`graphrt bench serve`: build a model with dummy weights, run the benchmark, print a table and a JSON line."""
+"""`graphrt bench serve`: build a model with dummy weights, run the benchmark, and print a table and a JSON line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Convert the options of commands to values of the library, and check them against the model."""
+"""Convert command-line options to library values, and check them against the model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from graphrt.sampling_params import SamplingParams
 
 
 def named_source(command: str, shape: str | None, model: str | None) -> str | ModelConfig:
-    """Return the source to load a model from. Raises: ConfigError: unless one of --shape and --model is given."""
+    """Return the source of the model. Raises: ConfigError: unless exactly one of --shape and --model is given."""
     if shape is not None and model is None:
         return shape_config(shape)
     if model is not None and shape is None:
@@ -32,13 +32,13 @@ def sampling_params(
     values = {field.name: getattr(options, field.name) for field in fields(kind)}
     for option, name in (("--logprobs", "logprobs"), ("--prompt-logprobs", "prompt_logprobs")):
         if (count := values.get(name)) is not None and count > MAX_TOP:
-            raise ConfigError(f"{option}: expected at most {MAX_TOP}, got {count}; ask for fewer tokens")
+            raise ConfigError(f"{option}: expected at most {MAX_TOP}, got {count}; request fewer tokens")
     values["logit_bias"] = _logit_bias(options.logit_bias or ())
     return SamplingParams(max_new_tokens, stop_ids=frozenset(stop_ids), min_tokens=min_tokens, **values)
 
 
 def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
-    """Raise ConfigError if the vocabulary has no such biased token or stop token."""
+    """Raise ConfigError if a biased token or a stop token is not in the vocabulary."""
     for name, tokens in (("--logit-bias", params.logit_bias), ("--stop-id", params.stop_ids)):
         for token in tokens:
             if token >= vocab_size:
@@ -46,7 +46,7 @@ def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
 
 
 def check_length(prompts: Sequence[Sequence[int]], max_new_tokens: int, positions: int) -> None:
-    """Raise CapacityError if a prompt, or a prompt and its output, has more tokens than the model has positions."""
+    """Raise CapacityError if a prompt, or a prompt plus its output, exceeds the model's positions."""
     index = max(range(len(prompts)), key=lambda at: len(prompts[at]))
     length = len(prompts[index])
     which = "prompt" if len(prompts) == 1 else f"prompt {index + 1}"
@@ -60,7 +60,7 @@ def check_length(prompts: Sequence[Sequence[int]], max_new_tokens: int, position
 
 
 def _logit_bias(texts: Sequence[str]) -> dict[int, float]:
-    """Return the values by token of options like ID=X."""
+    """Parse options such as ID=X, and return the values by token."""
     bias: dict[int, float] = {}
     for text in texts:
         token, _, value = text.partition("=")

@@ -1,1 +1,1 @@
-"""The Llama family of models on graphrt's operators, and how to load them."""
+"""The Llama model family on graphrt's operators, and model loading."""

@@ -1,4 +1,4 @@
-"""The geometry and options of a model of the Llama family, read from a config.json or a GGUF file."""
+"""The dimensions and options of a Llama-family model, read from a config.json or a GGUF file."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _CLASSES = {
 _MAX_LAYERS, _MAX_HEADS, _MAX_HEAD_DIM = 4096, 4096, 4096
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
-# Every other key of a config.json is applied below, or the classes of transformers do not read it.
+# All other keys of a config.json are applied below or not read by the classes of transformers.
 _HF_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "quantization_config": (),
     "compression_config": (),
     "is_causal": (True,),
     "per_layer_config": (),
 }
-# Sampling parameters are the caller's. These keys forbid or force tokens, or end a text.
+# The caller sets sampling parameters. These keys forbid or force tokens, or end a text.
 _GENERATION_UNSUPPORTED: dict[str, tuple[Any, ...]] = dict.fromkeys(
     (
         "bad_words_ids", "begin_suppress_tokens", "force_words_ids", "forced_bos_token_id", "forced_decoder_ids",
@@ -40,7 +40,7 @@ _GENERATION_UNSUPPORTED: dict[str, tuple[Any, ...]] = dict.fromkeys(
     ),
     (),
 )  # fmt: skip
-# A key of the architecture that is in none of these tables and that `from_gguf` does not read is rejected.
+# An architecture key that is not in these tables and not read by `from_gguf` is rejected.
 _GGUF_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
     "attention.clamp_kqv": (0.0,),
@@ -61,13 +61,13 @@ _GGUF_IRRELEVANT = {
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A model of the Llama family.
+    """Configuration of a Llama-family model.
 
     Attributes:
         architecture: llama, mistral, qwen2 or qwen3.
-        max_position_embeddings: longest sequence that the model was trained for.
-        rotary_dim: leading dimensions of each head that are rotated. 0 means head_dim.
-        sliding_windows: per layer, the number of tokens that a query sees, itself included, or None for all.
+        max_position_embeddings: longest sequence for which the model was trained.
+        rotary_dim: number of leading dimensions of each head to rotate. 0 means head_dim.
+        sliding_windows: per layer, the number of tokens that a query sees, including itself, or None for all.
             An empty tuple means None for every layer.
         qkv_bias, o_bias, mlp_bias: whether these projections have a bias.
         qk_norm: whether each query and key head is RMS-normalised before the rotation.
@@ -122,7 +122,7 @@ class ModelConfig:
 
     @property
     def num_parameters(self) -> int:
-        """Number of weights. A tied output head counts once."""
+        """Number of weights. A tied output head is counted once."""
         heads = (2 * self.num_q_heads + 2 * self.num_kv_heads) * self.head_dim
         layer = self.hidden_size * (heads + 3 * self.intermediate_size + 2)
         layer += self.qkv_bias * (self.num_q_heads + 2 * self.num_kv_heads) * self.head_dim
@@ -145,20 +145,20 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
-        """Read a config.json, and the end-of-text tokens of a generation_config.json.
+        """Read a config.json, and the end-of-text tokens in a generation_config.json.
 
-        Every key is applied as the model classes of transformers apply it, or rejected.
+        Every key is either applied as in the model classes of transformers or rejected.
 
         Raises:
-            UnsupportedError: if graphrt does not implement the model. The text lists every reason.
-            ConfigError: if values are missing or malformed. The text lists all of them.
+            UnsupportedError: if graphrt does not implement the model. The message lists all reasons.
+            ConfigError: if values are missing or malformed. The message lists all of them.
         """
         fields = FieldReader(raw, "config.json")
         architecture = _hf_architecture(fields)
         heads = fields.integer("num_attention_heads", most=_MAX_HEADS)
         layers = fields.integer("num_hidden_layers", most=_MAX_LAYERS)
         hidden = fields.integer("hidden_size")
-        # As in transformers, a missing key and a null differ, and some classes reject a null.
+        # As in transformers, a missing key differs from null, and some classes reject null.
         kv_heads: int | None = {"mistral": 8, "qwen2": 32, "qwen3": 32}.get(architecture, heads)
         if "num_key_value_heads" in raw:
             kv_heads = None if architecture == "mistral" else heads
@@ -206,11 +206,11 @@ class ModelConfig:
         shapes: Mapping[str, Sequence[int]],
         freq_factors: tuple[float, ...] = (),
     ) -> ModelConfig:
-        """Read the metadata of a GGUF file by the rules of llama.cpp. Mistral is stored as "llama".
+        """Read the metadata of a GGUF file by the rules of llama.cpp. Mistral models are stored as "llama".
 
         Args:
             metadata: key-value pairs of the file.
-            shapes: shapes of its tensors by name, outermost dimension first. They decide on biases and a tied head.
+            shapes: shapes of its tensors by name, outermost dimension first. They determine biases and a tied head.
             freq_factors: the tensor `rope_freqs.weight`, if the file has one.
 
         Raises:
@@ -272,7 +272,7 @@ class ModelConfig:
 
 
 def _hf_architecture(fields: FieldReader) -> str:
-    """Return the architecture's short name, and note options that rule the whole model out."""
+    """Return the architecture's short name, and record options that make the model unsupported."""
     kind = fields.text("model_type")
     classes = fields.texts("architectures") or (_CLASSES.get(kind),)
     if kind and (kind not in _CLASSES or classes != (_CLASSES[kind],)):
@@ -287,7 +287,7 @@ def _hf_architecture(fields: FieldReader) -> str:
 
 
 def _check_partial_rotation(fields: FieldReader, head_dim: int) -> None:
-    """Reject a partial rotation, which transformers ignores in these classes or fails on."""
+    """Reject a partial rotation, which these classes of transformers ignore or fail on."""
     parameters = rope_parameters(fields)
     key = "partial_rotary_factor"
     source = FieldReader(parameters, fields.where) if parameters.get(key) is not None else fields
@@ -301,14 +301,14 @@ def _check_partial_rotation(fields: FieldReader, head_dim: int) -> None:
 def _hf_windows(architecture: str, layers: int, raw: Mapping[str, Any], fields: FieldReader) -> tuple[int | None, ...]:
     """Return the window of each layer.
 
-    Mistral has it in every layer. Qwen has it in the layers from max_window_layers on, if it is switched on.
+    Mistral has a window in every layer. Qwen has one in the layers from max_window_layers on, if enabled.
     """
     types = fields.texts("layer_types")
     unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
     if unknown:
         fields.unsupported(f"layer_types {shown(unknown)}")
     switched_on = architecture == "mistral" or (architecture != "llama" and fields.flag("use_sliding_window"))
-    # A missing key means 4096, a null means no window.
+    # A missing key means 4096; null means no window.
     if not switched_on or raw.get("sliding_window", 4096) is None:
         if architecture != "llama" and "sliding_attention" in types:
             fields.unsupported("layer_types 'sliding_attention' without a sliding_window")
@@ -332,6 +332,6 @@ def _hf_dtype(fields: FieldReader) -> torch.dtype:
 
 
 def gguf_eos_ids(fields: FieldReader) -> tuple[int, ...]:
-    """Return the end-of-text tokens that a GGUF file names."""
+    """Return the end-of-text tokens in a GGUF file."""
     names = ("eos_token_id", "eot_token_id", "eom_token_id")
     return tuple(dict.fromkeys(i for name in names for i in fields.token_ids(f"tokenizer.ggml.{name}")))

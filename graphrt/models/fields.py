@@ -1,4 +1,4 @@
-"""Typed access to the values of a config or metadata file. All problems of a file are reported together."""
+"""Typed access to the values of a config or metadata file. All problems in a file are reported together."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from graphrt.kernels.errors import ConfigError, UnsupportedError
 T = TypeVar("T")
 
 MAX_EXTENT = 1 << 24
-"""Upper bound of every size of a model. It protects against damaged files that ask for huge allocations."""
+"""Upper bound of all model sizes. It protects against damaged files that would cause huge allocations."""
 
 MAX_NUMBER = 1e15
-"""Upper bound of every other number: its powers and products stay finite."""
+"""Upper bound of all other numbers, so that powers and products stay finite."""
 
 _MAX_TEXT = 2000
 
 
 class FieldReader:
-    """Read typed values from a flat mapping, and collect problems instead of stopping at the first.
+    """Read typed values from a flat mapping, and collect problems instead of stopping at the first one.
 
     Attributes:
         problems: missing or malformed values.
@@ -104,29 +104,29 @@ class FieldReader:
         return tuple(ids)
 
     def expect(self, key: str, good: bool, expected: str) -> None:
-        """Note a problem with `key` unless `good`."""
+        """Record a problem with `key` unless `good`."""
         if not good:
             self._problem(key, expected, self.get(key), None)
 
     def unsupported(self, reason: str) -> None:
-        """Note an option that graphrt does not implement."""
+        """Record an option that graphrt does not implement."""
         self.reasons.append(reason)
 
     def refuse(self, keys: Mapping[str, Collection[Any]]) -> None:
-        """Note each of `keys` as unsupported if its value is not null, empty, or one of the listed neutral values."""
+        """Record each of `keys` as unsupported unless its value is null, empty, or a listed neutral value."""
         for key, neutral in keys.items():
             value = self.get(key)
             if value is not None and value not in ([], {}, "", *neutral):
                 self.unsupported(f"{key} {shown(value)}")
 
     def refuse_unread(self, prefix: str, irrelevant: Collection[str]) -> None:
-        """Note every key that starts with `prefix` as unsupported if it was never read and is not `irrelevant`."""
+        """Record each key that starts with `prefix` as unsupported if it was never read and is not `irrelevant`."""
         for key in self._values:
             if key.startswith(prefix) and key not in self._read and key.removeprefix(prefix) not in irrelevant:
                 self.unsupported(f"the key {printable(key)}, whose meaning is not known")
 
     def finish(self) -> None:
-        """Raise UnsupportedError with every reason, else ConfigError with every problem, else return."""
+        """Raise UnsupportedError with all reasons, or else ConfigError with all problems, if there are any."""
         if self.reasons:
             raise UnsupportedError(f"{self.where}: graphrt does not implement " + "; ".join(self.reasons))
         if self.problems:
@@ -148,7 +148,7 @@ class FieldReader:
 def printable(text: object) -> str:
     """Return text from a file or another package with control characters escaped and its length bounded.
 
-    Such text may hold escape sequences, which a terminal would execute.
+    Such text may contain escape sequences, which a terminal would execute.
     """
     whole = str(text)
     cut = whole if len(whole) <= _MAX_TEXT else whole[:_MAX_TEXT] + " ..."
@@ -159,7 +159,7 @@ def check_path(name: str, path: str | Path) -> Path:
     """Return `path` as a Path with `~` expanded. The file may be missing.
 
     Raises:
-        ConfigError: if `path` has another type, is empty, or the system rejects it: too long, a NUL, no permission.
+        ConfigError: if `path` has the wrong type, is empty, or the system rejects it (too long, NUL, no permission).
     """
     if not isinstance(path, str | Path) or path == "":
         raise ConfigError(f"{name}: expected a path, got {shown(path)}; pass a string or a pathlib.Path")

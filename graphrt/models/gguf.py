@@ -1,4 +1,4 @@
-"""Weights from a GGUF file, dequantised row by row into the model."""
+"""Weights from a GGUF file, dequantised into the model in groups of rows."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _FREQ_FACTORS = "rope_freqs.weight"
-_CHUNK_ELEMENTS = 1 << 24  # dequantised at a time: 64 MiB of float32
+_CHUNK_ELEMENTS = 1 << 24  # elements dequantised at a time: 64 MiB of float32
 _ROTATED = re.compile(r"self_attn\.[qk]_proj\.")
 
 
 class GGUFSource:
-    """The tensors of a GGUF file under their Hugging Face names and in the layout of Hugging Face."""
+    """The tensors of a GGUF file with their Hugging Face names and layout."""
 
     def __init__(self, path: Path) -> None:
         self._gguf = require("gguf", "to read GGUF files")
@@ -54,7 +54,7 @@ class GGUFSource:
                 f"{_FREQ_FACTORS}: expected {self.config.head_dim // 2} values, got {list(shapes[_FREQ_FACTORS])}"
             )
         self._stored = {_hf_name(name): name for name in shapes if name != _FREQ_FACTORS}
-        # llama.cpp rotates pairs of neighbouring dimensions in this architecture, and its files reorder q and k for it.
+        # In this architecture, llama.cpp rotates adjacent pairs of dimensions, and its files reorder q and k for this.
         self._reordered = self._file.metadata["general.architecture"] == "llama"
 
     @property
@@ -73,7 +73,7 @@ class GGUFSource:
             return
         step = max(1, _CHUNK_ELEMENTS // target.shape[1])
         if self._is_reordered(name):
-            step = -(-step // self.config.head_dim) * self.config.head_dim  # heads are reordered as a whole
+            step = -(-step // self.config.head_dim) * self.config.head_dim  # reorder only whole heads
         for first in range(0, target.shape[0], step):
             rows = torch.from_numpy(self._dequantize(stored, first, first + step))
             target[first : first + step].copy_(self._in_halves(rows) if self._is_reordered(name) else rows)
@@ -97,7 +97,7 @@ class GGUFSource:
         return np.require(values, np.float32, "W")  # a float32 tensor is a view of the read-only file
 
     def _check_quantizations(self) -> None:
-        """Reject quantisations that gguf cannot dequantise, before weights are allocated."""
+        """Before weights are allocated, reject quantisations that gguf cannot dequantise."""
         kinds = {tensor.quantization for tensor in self._file.tensors.values()}
         unknown = []
         for kind in sorted(kinds):
@@ -114,7 +114,7 @@ class GGUFSource:
 
 
 def _hf_name(stored: str) -> str:
-    """Return the Hugging Face name of a GGUF tensor. An unknown name stays as it is, and is reported as unknown."""
+    """Return the Hugging Face name of a GGUF tensor. Unknown names are unchanged, and reported as unknown."""
     name, _, kind = stored.rpartition(".")
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)", name)
     layer, base = (f"model.layers.{match[1]}.", match[2]) if match else ("", name)

@@ -31,7 +31,7 @@ _SMALLEST_TENSOR = 8 + 1 + 4 + 8 + 4 + 8  # name length, name, dimensions, one e
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """Location of a tensor. `shape` has the outermost dimension first, `offset` counts from the start of the file."""
+    """Location of a tensor. `shape` has the outermost dimension first; `offset` is from the start of the file."""
 
     shape: tuple[int, ...]
     quantization: int  # a gguf.GGMLQuantizationType
@@ -49,18 +49,18 @@ class GGUFFile:
     content: mmap.mmap
 
     def raw(self, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Return the bytes of a tensor as [rows, bytes per row], a read-only view of the file."""
+        """Return the bytes of a tensor as a read-only view of the file, [rows, bytes per row]."""
         tensor = self.tensors[name]
         flat = np.frombuffer(self.content, dtype=np.uint8, count=tensor.num_bytes, offset=tensor.offset)
         return flat.reshape(prod(tensor.shape[:-1]), -1)
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """Read a file's table of contents. Tensor data is not read, but checked to be inside the file.
+    """Read a file's table of contents. Tensor data is not read, but must be inside the file.
 
     Raises:
         ConfigError: if the file is missing, truncated, inconsistent or not a GGUF file.
-        UnsupportedError: if the file is split, big-endian, or of an unknown version or quantisation.
+        UnsupportedError: if the file is split, big-endian, or has an unknown version or quantisation.
     """
     gguf = require("gguf", "to read GGUF files")
     try:
@@ -75,7 +75,7 @@ def read_gguf(path: Path) -> GGUFFile:
         raise ConfigError(f"{printable(path)}: not a GGUF file, it starts with {content[:4]!r}; check the download")
     version = cursor.scalar("I")
     if version not in _VERSIONS:
-        # A big-endian file has its version in the upper half.
+        # In a big-endian file, the version is in the upper half.
         raise UnsupportedError(
             f"{printable(path)}: expected little-endian GGUF of version 2 or 3, got version {version:#x}"
         )
@@ -130,7 +130,7 @@ def _read_tensors(cursor: _Cursor, count: int, alignment: Any, gguf: Any) -> dic
 
 
 class _Cursor:
-    """Read little-endian values in sequence. Reading past the end raises an error."""
+    """Reads little-endian values in sequence. Reading past the end raises ConfigError."""
 
     def __init__(self, content: mmap.mmap, path: Path) -> None:
         self.path = path
@@ -165,7 +165,7 @@ class _Cursor:
         try:
             return data.decode()
         except UnicodeDecodeError:
-            # Some keys that are not read here hold partial characters.
+            # Some keys that are not read here contain partial characters.
             return data.decode(errors="replace")
 
     def value(self, kind: int) -> Any:

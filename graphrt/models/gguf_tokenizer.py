@@ -1,7 +1,7 @@
-"""The tokenizer that a GGUF file describes, built by the rules of llama.cpp's `llama-vocab.cpp`.
+"""The tokenizer of a GGUF file, built by the rules of llama.cpp's `llama-vocab.cpp`.
 
-Splitting, byte alphabet and merges follow `tokenizer.ggml.model` and `tokenizer.ggml.pre`. Every control and
-user-defined token keeps its own id, and no token is added to the file's list.
+Splitting, byte alphabet and merges follow `tokenizer.ggml.model` and `tokenizer.ggml.pre`. All control and
+user-defined tokens keep their ids, and no token is added to the file's list.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from graphrt.models.packages import require
 
 _PREFIX = "tokenizer.ggml."
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
-_MAX_PIECE = 1024  # characters; cutting a SentencePiece token into pairs takes quadratic time
+_MAX_PIECE = 1024  # characters; splitting a SentencePiece token into pairs takes quadratic time
 
 _CONTRACTION = r"'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD]"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _SYMBOLS = r" ?[^\s\p{L}\p{N}]+"
-_UPPER, _LOWER = r"(?:(?=\p{L})[^a-z])", r"(?:(?=\p{L})[^A-Z])"  # llama.cpp's reading of upper and lower case
+_UPPER, _LOWER = r"(?:(?=\p{L})[^a-z])", r"(?:(?=\p{L})[^A-Z])"  # llama.cpp's definition of upper and lower case
 
 
 def _words(digits: str, contraction: str = f"(?:{_CONTRACTION})|") -> str:
@@ -63,9 +63,9 @@ _WHOLE_WORDS = {
     "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano", "tekken",
     "minicpm5",
 }  # fmt: skip
-"""Pre-tokenizers whose words are looked up before they are merged."""
+"""Pre-tokenizers that look up words before merging."""
 _STARTS_WITH_BOS = _WHOLE_WORDS - {"minicpm5"}
-"""Pre-tokenizers whose models expect BOS where `add_bos_token` is missing."""
+"""Pre-tokenizers whose models expect BOS if `add_bos_token` is missing."""
 
 END_NAMES = {
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>",
@@ -73,7 +73,7 @@ END_NAMES = {
     "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>",
     "<reponame>", "<|file_sep|>",
 }  # fmt: skip
-"""Control tokens that end a text. llama.cpp knows them by name and ignores the type in the file."""
+"""Control tokens that end a text. llama.cpp identifies them by name and ignores the type in the file."""
 
 _END_KEYS = (
     "eos_token_id", "eot_token_id", "eom_token_id", "fim_pad_token_id", "fim_rep_token_id", "fim_sep_token_id",
@@ -84,12 +84,12 @@ _IRRELEVANT = {
     "cls_token_id", "mask_token_id", "fim_pre_token_id", "fim_suf_token_id", "fim_mid_token_id", "prefix_token_id",
     "suffix_token_id", "middle_token_id", "normalizer.lowercase", "normalizer.strip_accents",
 }  # fmt: skip
-"""Keys that llama.cpp does not read for a vocabulary of this kind, or that change no tokens."""
+"""Keys that llama.cpp does not read for a vocabulary of this kind, or that do not affect tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFTokenizer:
-    """A fast tokenizer of `transformers`, the file's chat template, and ids of special tokens."""
+    """A fast tokenizer of `transformers`, the file's chat template, and the ids of special tokens."""
 
     backend: Any
     chat_template: str | None
@@ -101,7 +101,7 @@ def gguf_tokenizer(metadata: Mapping[str, Any], where: str) -> GGUFTokenizer:
     """Build the tokenizer from a GGUF file's metadata.
 
     Raises:
-        UnsupportedError: for a vocabulary, pre-tokenizer or key that is not implemented, with its name.
+        UnsupportedError: if a vocabulary, pre-tokenizer or key is not implemented, with its name.
         ConfigError: if a key is missing or malformed.
     """
     transformers = require("transformers", "for tokenizers")
@@ -125,7 +125,7 @@ def gguf_tokenizer(metadata: Mapping[str, Any], where: str) -> GGUFTokenizer:
     raw, add_bos = builders[kind](fields, vocab, types)
     add_bos = fields.flag(f"{_PREFIX}add_bos_token", add_bos)
     ids = {"bos": fields.token_ids(f"{_PREFIX}bos_token_id"), "eos": fields.token_ids(f"{_PREFIX}eos_token_id")}
-    if kind == "llama":  # the ids of SentencePiece, where the file has none
+    if kind == "llama":  # default to SentencePiece's ids if the file has none
         ids = {name: found or default for (name, found), default in zip(ids.items(), ((1,), (2,)), strict=True)}
     special = {f"{name}_token": tokens[found[0]] for name, found in ids.items() if found and found[0] < len(tokens)}
     if add_bos and "bos_token" not in special:
@@ -156,7 +156,7 @@ def _token_types(fields: FieldReader, tokens: Sequence[str]) -> list[int]:
 
 
 def _add_special_tokens(raw: Any, tokens: Sequence[str], types: Sequence[int]) -> None:
-    """Match control and user-defined tokens in a text before anything else. Decoded text omits control tokens."""
+    """Match control and user-defined tokens in a text first. Decoded text omits control tokens."""
     added = require("tokenizers", "for tokenizers").AddedToken
     kinds = {_CONTROL: True, _UNKNOWN: True, _USER_DEFINED: False}
     found = [(token, kinds[kind]) for token, kind in zip(tokens, types, strict=True) if kind in kinds]
@@ -171,7 +171,7 @@ def _byte_level(fields: FieldReader, vocab: dict[str, int], types: Sequence[int]
     if pre and pre not in _PRE:
         fields.unsupported(f"{_PREFIX}pre {shown(pre)} (supported: {', '.join(sorted(_PRE))})")
     alphabet = set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    # The decoder would read the characters of these tokens as bytes.
+    # The decoder would interpret the characters of these tokens as bytes.
     misread = [
         t for t, k in zip(vocab, types, strict=True) if k == _USER_DEFINED and not t.isascii() and alphabet > {*t}
     ]
@@ -198,7 +198,7 @@ def _byte_level(fields: FieldReader, vocab: dict[str, int], types: Sequence[int]
 def _sentencepiece(fields: FieldReader, vocab: dict[str, int], types: Sequence[int]) -> tuple[Any, bool]:
     """Return a SentencePiece tokenizer, and whether it adds BOS by default.
 
-    The pair with the best score is merged first, and unknown characters become bytes.
+    The pair with the highest score is merged first, and unknown characters become bytes.
     """
     tokenizers = require("tokenizers", "for tokenizers")
     key = f"{_PREFIX}scores"

@@ -1,4 +1,4 @@
-"""Weights from a Hugging Face folder: config.json and safetensors, in one file or sharded."""
+"""Weights from a Hugging Face folder: config.json and safetensors, in a single file or sharded."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _ROWS_COMPARED = 1024
 
 
 class SafetensorsSource:
-    """The tensors of a folder's safetensors files. The constructor checks every file's table of contents.
+    """The tensors in a folder's safetensors files. The constructor checks the table of contents of each file.
 
-    As in transformers, a head that differs from the embedding is kept even if config.json says that the two are tied,
-    and the stored dtype counts if config.json names none. Where an index names the file of a tensor, copies of the
-    tensor in other files are ignored.
+    As in transformers, a head that differs from the embedding is kept even if config.json declares them tied, and the
+    stored dtype is used if config.json specifies none. If an index specifies the file of a tensor, copies of the tensor
+    in other files are ignored.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -86,7 +86,7 @@ class SafetensorsSource:
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """Read the model's config from config.json and, for the end-of-text tokens, generation_config.json."""
+    """Read the model's config from config.json, and its end-of-text tokens also from generation_config.json."""
     generation = folder / "generation_config.json"
     return ModelConfig.from_hf(
         _read_json(folder / "config.json"), _read_json(generation) if os.path.exists(generation) else None
@@ -94,7 +94,7 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def download(repo_id: str) -> Path:
-    """Download a model of the Hugging Face hub into its cache. Weights follow only if the config is supported."""
+    """Download a model from the Hugging Face hub into its cache: weights only if the config is supported."""
     hub = require("huggingface_hub", "to download models")
     patterns = ["*.json", "*.txt", "*.jinja", "*.model"]
     try:
@@ -111,9 +111,9 @@ def download(repo_id: str) -> Path:
 
 
 def _weight_files(folder: Path) -> tuple[list[str], dict[str, str]]:
-    """Return the names of a model's safetensors files, all of which exist, and the index: file names by tensor.
+    """Return the names of a model's safetensors files, all of which exist, and the index (file names by tensor).
 
-    A single file has priority over an index, as in transformers.
+    As in transformers, a single file takes precedence over an index.
     """
     index = folder / _INDEX
     names, weight_map = [_SINGLE], {}
@@ -133,10 +133,10 @@ def _weight_files(folder: Path) -> tuple[list[str], dict[str, str]]:
 
 
 def _inside(index: Path, name: object) -> str:
-    """Check a file name of an index. The index comes with a download, so the name may not lead out of the folder.
+    """Check a file name in an index. The index may be downloaded, so names must not point outside the folder.
 
-    Symbolic links in the folder are followed: the cache of the Hugging Face hub consists of them, and the text of a
-    download cannot create them.
+    Symbolic links in the folder are followed: the cache of the Hugging Face hub uses them, and the text of a download
+    cannot create them.
     """
     good = isinstance(name, str) and "\0" not in name and len(name) <= _MAX_NAME and name.endswith(".safetensors")
     if not isinstance(name, str) or not good or PurePath(name).is_absolute() or ".." in PurePath(name).parts:
@@ -152,7 +152,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         if not path.is_file():  # reading a pipe would wait for a writer
             raise FileNotFoundError("no such file")
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:  # RecursionError: thousands of brackets
+    except (OSError, ValueError, RecursionError) as error:  # RecursionError: thousands of nested brackets
         raise ConfigError(f"{printable(path)}: not a readable JSON file ({printable(error)}); check it") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{printable(path)}: expected a JSON object, got {type(content).__name__}")

@@ -1,4 +1,4 @@
-"""The Llama family on graphrt's operators: one step over static buffers, with fused weights loaded in place."""
+"""The Llama family on graphrt's operators: a step on static buffers, with fused weights loaded in place."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class WeightSource(Protocol):
 
 
 class TensorSource:
-    """A WeightSource of tensors in memory."""
+    """A WeightSource for tensors in memory."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = tensors
@@ -79,12 +79,12 @@ class LlamaLayer(nn.Module):
 
 
 class LlamaModel(nn.Module):
-    """Map a step to logits. Weights are uninitialised until `load_weights`.
+    """Computes the logits of a step. Weights are uninitialised until `load_weights`.
 
-    Capture-safe: every shape depends on the step's padded size only, and the host reads nothing from the device.
+    Capture-safe: all shapes depend only on the step's padded size, and the host reads nothing from the device.
 
     Args:
-        max_positions: rows of the rotation table. No sequence may be longer. Defaults to the model's own limit.
+        max_positions: rows of the rotation table, which limit the sequence length. Defaults to the model's limit.
     """
 
     cos_sin: torch.Tensor
@@ -117,12 +117,12 @@ class LlamaModel(nn.Module):
 
     @property
     def streamed_bytes(self) -> int:
-        """Bytes of weights that every step reads: all weights except an embedding that is not also the head."""
+        """Bytes of weights that each step reads: all weights except an embedding that is not also the head."""
         looked_up = {id(self.embedding)} - {id(self.head)}
         return sum(weight.nbytes for weight in self.parameters() if id(weight) not in looked_up)
 
     def forward(self, step: Step) -> torch.Tensor:
-        """Return logits [padded_reqs, vocab_size] of the tokens at `step.logits_indices`.
+        """Return the logits [padded_reqs, vocab_size] of the tokens at `step.logits_indices`.
 
         Capture-safe.
         """
@@ -148,12 +148,12 @@ class LlamaModel(nn.Module):
         return functional.linear(step.attend(index, q, k, v, rotary=rotary).flatten(1), layer.o, layer.o_bias)
 
     def load_weights(self, source: WeightSource | Mapping[str, torch.Tensor]) -> None:
-        """Copy a checkpoint into the weights in place. Addresses stay, so captured graphs see the new values.
+        """Copy a checkpoint into the weights in place. Addresses do not change, so captured graphs use the new values.
 
-        Tensors are found by their Hugging Face names and read one at a time.
+        Tensors are looked up by their Hugging Face names and read one at a time.
 
         Raises:
-            ConfigError: see `check_weights`. No weight has changed then.
+            ConfigError: see `check_weights`. In this case, no weight has changed.
         """
         checkpoint = TensorSource(source) if isinstance(source, Mapping) else source
         self.check_weights(checkpoint)
@@ -162,11 +162,11 @@ class LlamaModel(nn.Module):
                 checkpoint.copy_into(name, target)
 
     def check_weights(self, checkpoint: WeightSource) -> None:
-        """Check the names and shapes of a checkpoint's tensors. A model on the meta device can do it without memory.
+        """Check the names and shapes of a checkpoint's tensors. A model on the meta device needs no memory for this.
 
         Raises:
-            ConfigError: if tensors are missing, unknown or of another shape, or the checkpoint has a head and the model
-                has none.
+            ConfigError: if tensors are missing, unknown or of the wrong shape, or the checkpoint has a head and the
+                model has none.
         """
         targets, shapes = self.weight_targets(), checkpoint.shapes()
         ignored = {"lm_head.weight"} if self.config.tie_word_embeddings else set()
@@ -191,7 +191,7 @@ class LlamaModel(nn.Module):
             )
 
     def weight_targets(self) -> dict[str, torch.Tensor]:
-        """Return the destination of each tensor of a Hugging Face checkpoint: views of the weights by tensor name."""
+        """Return the destination of each Hugging Face checkpoint tensor: views of the weights by tensor name."""
         config = self.config
         heads = (config.num_q_heads, config.num_kv_heads, config.num_kv_heads)
         rows = [count * config.head_dim for count in heads]

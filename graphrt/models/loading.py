@@ -1,4 +1,4 @@
-"""`load_model`: a model for a runtime, from a folder, a hub id, a GGUF file or a shape with dummy weights."""
+"""`load_model`: load a model from a folder, a hub id or a GGUF file, or create a shape with dummy weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class LoadedModel:
     """A model with its weights.
 
     Attributes:
-        tokenizer_source: folder or GGUF file with the model's tokenizer. None for dummy weights.
+        tokenizer_source: folder or GGUF file that contains the tokenizer. None for dummy weights.
     """
 
     model: LlamaModel
@@ -47,23 +47,23 @@ def load_model(
     max_positions: int | None = None,
     seed: int = 0,
 ) -> LoadedModel:
-    """Load a model of the Llama family.
+    """Load a Llama-family model.
 
     Names, shapes and files are checked before memory is allocated. Weights are then copied tensor by tensor.
 
     Args:
-        source: a Hugging Face folder or hub id, or a .gguf file. For dummy weights: "dummy:<shape>" with a name of
+        source: a Hugging Face folder or hub id, or a .gguf file. For dummy weights: "dummy:<shape>" with a name in
             SHAPES, or a ModelConfig.
-        device: where the model runs.
+        device: device on which the model runs.
         dtype: "auto" means the checkpoint's dtype on CUDA (bfloat16 for GGUF) and float32 on a CPU.
-        max_positions: rows of the rotation table, the longest sequence. Defaults to the model's own limit.
+        max_positions: rows of the rotation table, which limit the sequence length. Defaults to the model's limit.
         seed: seed of dummy weights.
 
     Raises:
-        ConfigError: if an argument has another type, a file is missing, corrupt or inconsistent, or a package is
+        ConfigError: if an argument has the wrong type, a file is missing, corrupt or inconsistent, or a package is
             missing.
         UnsupportedError: if graphrt does not implement the model.
-        CapacityError: if weights and rotation table do not fit the free memory.
+        CapacityError: if the weights and rotation table do not fit in free memory.
     """
     device = resolve_device(device)
     if dtype != "auto" and dtype not in COMPUTE_DTYPES:
@@ -101,7 +101,7 @@ def load_model(
 
 @torch.no_grad()
 def _fill_dummy_weights(model: LlamaModel, seed: int) -> None:
-    """Overwrite all weights in place with seeded noise that keeps activations near 1 and finite in every dtype.
+    """Overwrite all weights in place with seeded noise that keeps activations near 1, and finite in every dtype.
 
     Matrices have standard deviation 1 / sqrt(columns), so a product keeps the scale of its input.
     """
@@ -114,7 +114,7 @@ def _fill_dummy_weights(model: LlamaModel, seed: int) -> None:
 
 
 def make_runtime(model: LlamaModel, config: RuntimeConfig, *, page_size: int = 16, **options: Any) -> Runtime:
-    """Return a runtime of `model` on its device, with one KV group per distinct window. `options` are Runtime's."""
+    """Return a runtime for `model` on its device, with one KV group per distinct window. Runtime takes `options`."""
     attention = model.config.attention_specs(model.dtype)
     groups = model.config.kv_groups(page_size, KVLayout.NHD, model.dtype)
     vocab_size = model.config.vocab_size
@@ -122,11 +122,11 @@ def make_runtime(model: LlamaModel, config: RuntimeConfig, *, page_size: int = 1
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Return the bytes that could be allocated on `device` now, or None if unknown."""
+    """Return the bytes that can currently be allocated on `device`, or None if unknown."""
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
-    # SC_AVPHYS_PAGES would leave out the page cache, which is reclaimable and often most of the memory.
+    # SC_AVPHYS_PAGES excludes the page cache, which is reclaimable and often most of the memory.
     if device.type != "cpu" or not _MEMINFO.is_file():
         return None
     found = re.findall(r"^(?:MemAvailable|SwapFree): +(\d+) kB$", _MEMINFO.read_text(), re.MULTILINE)
@@ -134,10 +134,10 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def resolve_source(source: str | Path) -> Path:
-    """Return the folder or .gguf file that `source` names. A hub id is downloaded first.
+    """Return the folder or .gguf file that `source` specifies. A hub id is downloaded first.
 
     Raises:
-        ConfigError: if `source` names none of these.
+        ConfigError: if `source` is none of these.
     """
     expected = f"model: expected a folder, a .gguf file, a hub id such as org/name or {DUMMY_PREFIX}<shape>"
     path = check_path(expected, source)

@@ -1,4 +1,4 @@
-"""Import of the optional packages that only models need."""
+"""Import optional packages that only models need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rotary position embedding: inverse frequencies for every scaling type, and the table of cosines and sines."""
+"""Rotary position embedding: inverse frequencies for all scaling types, and the table of cosines and sines."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from graphrt.kernels.checks import check_int_field, shown
 from graphrt.kernels.errors import ConfigError
 from graphrt.models.fields import MAX_EXTENT, FieldReader
 
-_ROWS_AT_ONCE = 1 << 16  # bounds the temporaries of a table
+_ROWS_AT_ONCE = 1 << 16  # limits the temporary memory when computing a table
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """How positions become angles. The names are those of `rope_parameters` in a Hugging Face config.json.
+    """The mapping of positions to angles. Names are those of `rope_parameters` in a Hugging Face config.json.
 
     Attributes:
-        original_positions: context length of the training before the context was extended.
-        attention_factor: factor of cosines and sines. None means the default of `kind`.
-        freq_factors: divisor of each inverse frequency (a GGUF file's `rope_freqs.weight`). Empty means none.
+        original_positions: training context length before the context was extended.
+        attention_factor: factor for cosines and sines. None means the default of `kind`.
+        freq_factors: divisors of the inverse frequencies (a GGUF file's `rope_freqs.weight`). Empty means none.
     """
 
     kind: str = "default"
@@ -57,9 +57,9 @@ class RopeConfig:
     def inverse_frequencies(
         self, rotary_dim: int, trained_positions: int, max_positions: int
     ) -> tuple[torch.Tensor, float]:
-        """Return the angle per position of each pair, and the factor of cosines and sines.
+        """Return the angle per position of each pair, and the factor for cosines and sines.
 
-        A captured step cannot switch tables by sequence length, so the types that depend on it are resolved once:
+        A captured step cannot switch tables by sequence length, so types that depend on it are resolved once:
         `dynamic` for max(max_positions, trained_positions), `longrope` with its long factors if max_positions exceeds
         the original length.
 
@@ -67,7 +67,7 @@ class RopeConfig:
             float32 [rotary_dim / 2] on the CPU, and the factor.
 
         Raises:
-            ConfigError: if a list of factors has another length than rotary_dim / 2.
+            ConfigError: if the length of a factor list is not rotary_dim / 2.
         """
         pairs = {"short_factor": self.short_factor, "long_factor": self.long_factor, "freq_factors": self.freq_factors}
         for name, values in pairs.items():
@@ -95,7 +95,7 @@ class RopeConfig:
     def cos_sin(
         self, rotary_dim: int, trained_positions: int, max_positions: int, device: torch.device
     ) -> torch.Tensor:
-        """Return float32 [max_positions, rotary_dim]: the cosines of each position's angles, then the sines."""
+        """Return float32 [max_positions, rotary_dim]: the cosines, then the sines, of each position's angles."""
         inverse, scale = self.inverse_frequencies(rotary_dim, trained_positions, max_positions)
         inverse = inverse.to(device)
         table = torch.empty((max_positions, rotary_dim), dtype=torch.float32, device=device)
@@ -130,7 +130,7 @@ class RopeConfig:
         return inverse / self.factor * ramp + inverse * (1 - ramp)
 
     def _default_attention_factor(self) -> float:
-        """Return the factor of a type for which the file states none."""
+        """Return the factor for a type if the file specifies none."""
 
         def magnitude(scale: float) -> float:
             return 1.0 if self.factor <= 1 else 0.1 * scale * math.log(self.factor) + 1.0
@@ -145,7 +145,7 @@ class RopeConfig:
 
 
 def rope_parameters(model: FieldReader) -> Mapping[str, Any]:
-    """Return the rotation parameters of a config.json. A non-empty `rope_scaling`, the older name, has priority."""
+    """Return the rotation parameters of a config.json. A non-empty `rope_scaling` (older name) takes precedence."""
     return model.mapping("rope_scaling") or model.mapping("rope_parameters")
 
 
@@ -193,7 +193,7 @@ def rope_from_gguf(
 ) -> RopeConfig:
     """Read the `rope.*` keys of a GGUF file by the rules of llama.cpp.
 
-    A missing type means "linear" and a missing factor, or 0, means 1. Older files call the factor `scale_linear`.
+    A missing type means "linear"; a missing or zero factor means 1. Older files call the factor `scale_linear`.
     `freq_factors` is the tensor `rope_freqs.weight`, if the file has one.
     """
     prefix = f"{architecture}.rope."
@@ -217,5 +217,5 @@ def rope_from_gguf(
         rope = RopeConfig("linear", factor=factor, **common)
     else:
         rope = RopeConfig(**common)
-    # llama.cpp multiplies its own factor with the file's.
+    # llama.cpp multiplies its default factor with the file's.
     return rope if attention == 1.0 else replace(rope, attention_factor=attention * rope._default_attention_factor())

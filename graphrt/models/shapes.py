@@ -11,13 +11,13 @@ from graphrt.models.rope import RopeConfig
 
 
 def _llama3(factor: float) -> dict[str, Any]:
-    """Return the options that all sizes of Llama 3.1 and 3.2 share. Smaller sizes extend the context by more."""
+    """Return the common options of all sizes of Llama 3.1 and 3.2. Smaller sizes extend the context by more."""
     rope = RopeConfig("llama3", 500_000.0, factor, 8192, low_freq_factor=1.0, high_freq_factor=4.0)
     return {"rms_norm_eps": 1e-5, "rope": rope, "eos_ids": (128_001, 128_008, 128_009)}
 
 
 _TIED: dict[str, Any] = {"tie_word_embeddings": True}
-# The numbers: vocab_size, hidden_size, intermediate_size, num_layers, num_q_heads, num_kv_heads, head_dim,
+# The numbers are vocab_size, hidden_size, intermediate_size, num_layers, num_q_heads, num_kv_heads, head_dim,
 # max_position_embeddings.
 SHAPES: dict[str, ModelConfig] = {
     "llama-3.1-8b": ModelConfig("llama", 128_256, 4096, 14_336, 32, 32, 8, 128, 131_072, **_llama3(8.0)),
@@ -39,7 +39,7 @@ SHAPES: dict[str, ModelConfig] = {
 
 
 def shape_config(name: str) -> ModelConfig:
-    """Return the shape of a well-known model. Raises ConfigError if `name` is not in SHAPES."""
+    """Return the shape of a well-known model. Raises: ConfigError: if `name` is not in SHAPES."""
     if name not in SHAPES:
         raise ConfigError(f"shape: expected one of {', '.join(SHAPES)}, got {shown(name)}")
     return SHAPES[name]

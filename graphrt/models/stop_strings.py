@@ -1,4 +1,4 @@
-"""Stop strings: end a streamed text before the first of some strings."""
+"""Stop strings: end a streamed text before the first occurrence of any of them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from graphrt.kernels.errors import ConfigError
 
 
 class StopStrings:
-    """Cut a streamed text at the stop string that is complete first. The result does not depend on the pieces.
+    """Truncate a streamed text at the first complete stop string. The result does not depend on how it is split.
 
         stop = StopStrings(["\\n\\n", "User:"])
-        stop.push("Fine. Us")     # "Fine. ": "Us" may begin "User:"
+        stop.push("Fine. Us")     # "Fine. ", because "Us" may start "User:"
         stop.push("er: and")      # "", and stop.stopped is True
 
-    A session sees tokens, not text. The caller must release the request when `stopped` becomes True.
+    A session has tokens, not text, so the caller must release the request when `stopped` becomes True.
 
     Args:
         stops: non-empty strings.
@@ -34,12 +34,12 @@ class StopStrings:
                 raise ConfigError(f"stop: expected non-empty strings, got {shown(stop)}; leave it out")
         self.stopped = False
         self._stops, self._held = tuple(stops), ""
-        self._early = 0  # characters of the held text in which no stop string ends
+        self._early = 0  # leading characters of the buffered text in which no stop string ends
 
     def push(self, piece: str, *, early: bool = False) -> str:
-        """Return the text that may be shown with one more piece: no part of a stop string, nor what may become one.
+        """Add a piece, and return the text that can be shown: no part of a stop string or of a possible one.
 
-        early   no stop string ends in this piece, as before `min_tokens`; one may begin in it
+        early   ignore stop strings that end in this piece, as before `min_tokens`; one may start in it
 
         Raises: ConfigError: if `piece` is not a string.
         """
@@ -65,6 +65,6 @@ class StopStrings:
         return shown_now
 
     def finish(self) -> str:
-        """Return the text that was held back, if the text ended without a stop string."""
+        """Return the text that was held back if the text ended without a stop string."""
         held, self._held = self._held, ""
         return held

@@ -1,4 +1,4 @@
-"""Text to token ids and back, with the tokenizer and chat template of a model."""
+"""Convert text to token ids and back, with the tokenizer and chat template of a model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from graphrt.models.gguf_tokenizer import gguf_tokenizer
 from graphrt.models.packages import require
 
 _END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "<end_of_turn>", "</s>")
-"""End of a text or turn in the formats of the Llama family. Configs often name only one of a model's."""
+"""End of a text or turn in the formats of the Llama family. Configs often list only one of them."""
 
 _INCOMPLETE = "\ufffd"
 _MAX_TOKEN = (1 << 31) - 1
@@ -36,9 +36,9 @@ class Tokenizer:
 
     Args:
         backend: a fast tokenizer of `transformers`.
-        chat_template: Jinja source for prompts that are messages. None means the backend's own template, if any.
+        chat_template: Jinja source for chat prompts. None means the backend's template, if any.
         eos_ids: end-of-text ids. Special tokens with well-known names are added.
-        bos_id: first token of every chat prompt, added where the template does not write it.
+        bos_id: first token of every chat prompt, added if the template does not write it.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Tokenizer:
         bos_id: int | None = None,
     ) -> None:
         template = backend.chat_template if chat_template is None else chat_template
-        if isinstance(template, dict):  # templates by name: transformers takes "default" where there are no tools
+        if isinstance(template, dict):  # templates by name: transformers uses "default" if there are no tools
             template = template.get("default", template)
         if template is not None and not isinstance(template, str | dict):
             raise ConfigError(f"chat_template: expected Jinja source or None, got {shown(template)}; pass its text")
@@ -66,7 +66,7 @@ class Tokenizer:
     def special_id(self, text: str) -> int | None:
         """Return the id of the special token whose text is exactly `text`, or None.
 
-        `decode` leaves special tokens out, so such a text never appears in it.
+        `decode` omits special tokens, so such a text never appears in its result.
         """
         return self._special.get(text)
 
@@ -75,7 +75,7 @@ class Tokenizer:
 
         Args:
             text: the prompt.
-            chat: whether `text` is a user message to be answered, or a text to be continued.
+            chat: whether `text` is a user message to answer; otherwise, it is a text to continue.
 
         Raises:
             ConfigError: if `check_prompt` rejects the text, if the model has no chat template, or if the template
@@ -102,19 +102,19 @@ class Tokenizer:
                 tokenize=False,
                 add_generation_prompt=True,
             )
-        except Exception as error:  # a program that came with the model, and may raise anything
+        except Exception as error:  # the template is a program from the model and may raise anything
             raise ConfigError(
                 f"chat template: cannot render a user message: {type(error).__name__}: {printable(error)}; "
                 "pass chat=False (--raw)"
             ) from error
-        # The template has written the special tokens that the model expects.
+        # The template has already written the special tokens that the model expects.
         ids = list(_guarded("tokenizer", lambda: self._backend(rendered, add_special_tokens=False).input_ids))
         if not ids:
             raise ConfigError("chat template: renders a user message as an empty string; pass chat=False (--raw)")
         return ids if self._bos_id is None or ids[0] == self._bos_id else [self._bos_id, *ids]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids, without special tokens.
+        """Return the text of token ids, excluding special tokens.
 
         Raises:
             ConfigError: if `ids` is not a sequence of token ids.
@@ -129,11 +129,11 @@ class Tokenizer:
 
 
 class TokenStream:
-    """Decode one sequence as it grows.
+    """Decode one sequence incrementally.
 
-    The texts of `push` and `finish` join to the text of the whole sequence, and no text ends inside a character. Each
-    call decodes a short window again: some tokenizers give a token another text at the start of a sequence, so a token
-    is decoded together with the tokens before it.
+    The results of `push` and `finish` concatenate to the text of the whole sequence, and none ends inside a character.
+    Each call decodes a short window again: some tokenizers decode a token differently at the start of a sequence, so a
+    token is decoded together with the preceding tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -142,7 +142,7 @@ class TokenStream:
         self._shown = 0  # tokens of the window whose text was returned
 
     def push(self, token: int) -> str:
-        """Return the text that one more token completes. It is empty inside a character.
+        """Add a token, and return the text that it completes. The text is empty inside a character.
 
         Raises:
             ConfigError: if `token` is not a token id.
@@ -156,7 +156,7 @@ class TokenStream:
         return text
 
     def finish(self) -> str:
-        """Return the rest: replacement characters if the sequence ended inside a character, else nothing."""
+        """Return the remaining text: replacement characters if the sequence ended inside a character, else ""."""
         text = self._pending()
         self._window, self._shown = [], 0
         return text
@@ -171,7 +171,7 @@ def load_tokenizer(source: Path, eos_ids: Sequence[int] = ()) -> Tokenizer:
 
     Args:
         source: the folder or file.
-        eos_ids: further end-of-text ids, such as those of the model's config.
+        eos_ids: additional end-of-text ids, such as those in the model's config.
 
     Raises:
         ConfigError: if `source` has no readable tokenizer, or a package is missing.
@@ -198,12 +198,12 @@ def load_tokenizer(source: Path, eos_ids: Sequence[int] = ()) -> Tokenizer:
 
 
 def _guarded(what: str, call: Callable[[], _T]) -> _T:
-    """Return `call()`. Any error that damaged tokenizer files cause becomes a ConfigError that starts with `what`."""
+    """Return `call()`. Errors caused by damaged tokenizer files become a ConfigError that starts with `what`."""
     try:
         return call()
     except GraphRTError:
         raise
-    except BaseException as error:  # transformers and tokenizers raise many kinds, and Rust panics are no Exception
+    except BaseException as error:  # transformers and tokenizers raise many kinds, and Rust panics are not Exceptions
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise ConfigError(f"{what}: {type(error).__name__}: {printable(error)}; download it again") from error

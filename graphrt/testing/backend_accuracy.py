@@ -1,4 +1,4 @@
-"""Accuracy of a backend: an error against float64 of at most twice that of plain torch in the same dtype."""
+"""Accuracy of a backend: its error against float64 is at most twice that of plain torch in the same dtype."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from graphrt.testing.numerics import assert_accurate, attention_oracle, keys_see
 
 E4M3 = torch.float8_e4m3fn
 _E4M3_MAX = 448.0
-_FP8_LSE_FLOOR = 2**-10  # sums of fp8 products have about 14 bits, in addition to the rounding of queries
+_FP8_LSE_FLOOR = 2**-10  # sums of fp8 products have about 14 bits, and queries are also rounded
 
 
 @dataclass(frozen=True, slots=True)
 class DenseRow:
-    """One request of a step in one layer, on the host: queries of the new tokens, and all dequantised keys and values.
+    """One request of a step in one layer, on the host: queries of the new tokens, all dequantised keys and values.
 
     q   [query_len, num_q_heads, head_dim]
     k   [seq_len, num_kv_heads, head_dim]     [encoder_len, ...] in a cross layer
-    v   [seq_len, num_kv_heads, v_head_dim]   as k
+    v   [seq_len, num_kv_heads, v_head_dim]   like k
     """
 
     q: torch.Tensor
@@ -39,13 +39,13 @@ def check_rows(
     *,
     quantised_queries: bool,
 ) -> None:
-    """Check that the results of packed requests are accurate, and that padding tokens have their agreed values.
+    """Check that the results of packed requests are accurate, and that padding tokens have the required values.
 
     out      [padded_tokens, num_q_heads, v_head_dim]
     lse      [padded_tokens, num_q_heads]  float32; None if it was not requested
     rows     the requests
-    options  options of the layer. The window of a layer that is not causal extends to both sides
-    quantised_queries   allow for queries and probabilities that are rounded to e4m3
+    options  options of the layer. The window of a non-causal layer extends to both sides
+    quantised_queries   allow queries and probabilities that are rounded to e4m3
 
     Raises:
         AssertionError: if a result is wrong.
@@ -106,9 +106,9 @@ def _oracle(row: DenseRow, options: AttentionOptions, dtype: torch.dtype) -> tup
 
 
 def _oracle_in_e4m3(row: DenseRow, options: AttentionOptions) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute attention as kernels with fp8 products do, otherwise in float64.
+    """Compute attention in float64, except for the rounding in kernels with fp8 products.
 
-    Queries are rounded to e4m3 with a scale per request and KV head, and so are probabilities. Supports windows, chunks
+    Queries and probabilities are rounded to e4m3, with a scale per request and KV head. Supports windows, chunks
     and sinks.
     """
     heads, (query_len, seq_len) = row.k.shape[1], (row.q.shape[0], row.k.shape[0])

@@ -1,8 +1,8 @@
-"""A test suite for attention backends, which any package can run against its own backend.
+"""A test suite for attention backends, which any package can run on its backend.
 
-Each case builds the backend, captures a step and replays it with other requests. A case fails if a replay is not
+Each case builds the backend, captures a step and replays it with different requests. A case fails if a replay is not
 bitwise equal to the eager step, if the error of a result against float64 is more than twice that of plain torch in the
-same dtype, or if padding, stale metadata or NaN reach an output. The class attributes decide which cases there are.
+same dtype, or if padding, stale metadata or NaN reach an output. The class attributes determine the cases.
 
 With pytest, one test per case:
 
@@ -48,7 +48,7 @@ class ContractCase:
     """One test of one backend.
 
     feature   the feature under test
-    device    the device
+    device    the device under test
     what      "steps": capture with some requests, replay with others. "batch invariance": a request alone, and in full
               batches. "capture twice": allocate and capture again, as after a failure
     brief     fewer steps, for slow kernels such as interpreted ones
@@ -91,7 +91,7 @@ class ContractReport:
 
     @property
     def ok(self) -> bool:
-        """Whether at least one case ran, and none failed."""
+        """Whether at least one case ran and none failed."""
         return bool(self.passed) and not self.failed
 
     def __str__(self) -> str:
@@ -109,14 +109,14 @@ def contract_cases(
     features: Iterable[str] | None = None,
     brief: bool = False,
 ) -> list[ContractCase]:
-    """Return every case for a backend.
+    """Return all cases for a backend.
 
-    devices    device types; None: all that the class declares
-    features   ids of the features to check; None: all that the class declares
+    devices    device types; None: all types that the class declares
+    features   ids of the features to check; None: all features that the class declares
     brief      run fewer steps in each case
 
     Raises:
-        ConfigError: if a class attribute is missing or wrong, if the class does not declare a device, or if a feature
+        ConfigError: if a class attribute is missing or wrong, the class does not declare a device, or a feature
             is unknown.
     """
     check_declaration(backend)
@@ -151,11 +151,11 @@ def check_backend(
     brief: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> ContractReport:
-    """Run every case, and return a report. Arguments are those of `contract_cases`.
+    """Run all cases and return a report. For the other arguments, see `contract_cases`.
 
     progress   called with one line per case
 
-    Any exception of a case counts as its failure, and the other cases still run.
+    Any exception in a case counts as a failure; the other cases still run.
     """
     passed, failed, skipped = [], [], []
     for case in contract_cases(backend, devices=devices, features=features, brief=brief):
@@ -178,7 +178,7 @@ def check_backend(
 
 
 def steps_of(rig: Rig) -> dict[str, Rows]:
-    """Return the requests of every step: longer than at capture, ragged, on page boundaries, fewer, and none.
+    """Return the requests of each step: longer than at capture, ragged, on page boundaries, fewer, and none.
 
     Encoder lengths vary too: one page, fewer than queries, the longest, 0, and one page plus a token.
     """
@@ -192,7 +192,7 @@ def steps_of(rig: Rig) -> dict[str, Rows]:
 
 
 def _whole_sequences(rig: Rig) -> dict[str, _Lengths]:
-    """Return requests with all of their tokens in the step, as encoder layers need."""
+    """Return requests with all their tokens in the step, as encoder layers require."""
     tokens, longest, query_len = rig.descriptor.padded_tokens, rig.metadata.max_seq_len, rig.feature.query_len
     lengths: dict[str, tuple[int, ...]] = {"longest": (query_len,) * ROWS, "shrunk": (query_len,) * 2, "none": ()}
     if rig.feature.mixed:
@@ -218,7 +218,7 @@ def _cached_steps(rig: Rig) -> dict[str, _Lengths]:
         "none": (),
     }
     size = next((spec.attention_chunk_size for spec in rig.context.attention if spec.attention_chunk_size), None)
-    if size is not None:  # the last token of a chunk, and the first of the next one, which sees only itself
+    if size is not None:  # the last token of a chunk, and the first of the next, which sees only itself
         lengths["borders"] = tuple(min(n, longest) for n in (size, size + 1, 2 * size, 2 * size + 1))
     return {name: tuple((max(n, query_len), query_len) for n in rows) for name, rows in lengths.items()}
 
@@ -226,9 +226,9 @@ def _cached_steps(rig: Rig) -> dict[str, _Lengths]:
 def check_steps(
     backend: type[AttentionBackend], feature: Feature, device: torch.device, *, brief: bool = False
 ) -> None:
-    """Capture without requests, as a runtime does, and again with the longest requests; replay all steps each time.
+    """Capture without requests, like a runtime, and again with the longest requests; replay all steps each time.
 
-    brief   only the first capture, and few steps
+    brief   only the first capture and few steps
     """
     for captured_with in ("none",) if brief else ("none", "longest"):
         with open_rigs(backend, feature, device) as (rig,):
@@ -247,16 +247,16 @@ def _check_steps(rig: Rig, captured_with: str, *, brief: bool) -> None:
         _check_step(rig, name, sequences)
         if brief or name in ("boundary", "none"):
             continue
-        # The same requests in another order and in other pages: results must not depend on the position in the batch.
+        # The same requests in a different order and different pages: results must not depend on batch positions.
         _check_step(rig, f"{name}, permuted", sequences[::-1])
 
 
 def check_batch_invariance(
     backend: type[AttentionBackend], feature: Feature, device: torch.device, *, brief: bool = False
 ) -> None:
-    """Check that a request alone, and as the last of full batches of several sizes, gives bitwise equal results.
+    """Check that a request gives bitwise equal results alone and as the last of full batches of several sizes.
 
-    Mixed steps are compared at one size only.
+    Mixed steps are compared at only one size.
 
     brief   only one sequence length
     """
@@ -284,9 +284,9 @@ def check_batch_invariance(
 def check_retry(
     backend: type[AttentionBackend], feature: Feature, device: torch.device, *, brief: bool = False
 ) -> None:
-    """Allocate and capture twice, as after a failed capture.
+    """Allocate and capture twice, like after a failed capture.
 
-    The tensors of the first attempt are overwritten with garbage, but kept alive: the second graph must not read them.
+    The tensors of the first attempt are kept alive but overwritten with garbage: the second graph must not read them.
 
     brief   one step after each capture
     """
@@ -324,7 +324,7 @@ def _check_step(rig: Rig, name: str, sequences: list[DenseSequence]) -> list[tor
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check a backend by its name, or by `module:Class`. Exits with 1 if a case fails, or if no case could run."""
+    """Check a backend, given as a name or `module:Class`. Exits with 1 if a case fails or no case could run."""
     parser = argparse.ArgumentParser(prog="python -m graphrt.testing.backend_contract", description=main.__doc__)
     parser.add_argument("backend", help="a name that graphrt env lists, or module:Class")
     parser.add_argument("--device", action="append", help="cpu or cuda (default: all that the class declares)")

@@ -1,4 +1,4 @@
-"""The features that the backend test suite covers, one at a time, with the layers and caches that use them.
+"""The features that the backend test suite covers one at a time, with layers and caches that use them.
 
 To cover another capability, add a line to FEATURES. A feature needs a capability if its layers have an option of that
 name, or if the feature has a true field or property of that name; see `Feature.needs`.
@@ -22,30 +22,30 @@ from graphrt.spec import AttentionKind, AttentionSpec, KVCacheSpec
 ROWS = 4
 SEED = 0
 FLAGS = tuple(field.name for field in fields(Capabilities) if field.type == "bool")
-"""The capabilities that are bools. The others are tuples, and the longest query."""
+"""The boolean capabilities. The others are tuples and the longest query."""
 
 
 @dataclass(frozen=True)
 class Feature:
-    """One feature under test. Fields with their default leave the choice to what the backend declares.
+    """One feature under test. Default field values are replaced according to the backend's declarations.
 
     id               name of the feature
     layers           options of each layer, by the names of AttentionSpec, and:
-                     "alibi": True         with slopes
-                     "v_head_dim": 0.5     the declared head size that is closest to this fraction of head_dim
-                     "group": 1            KV group of the layer; 0 if left out
-    same             options for backends that need equal layers
+                     "alibi": True         use ALiBi slopes
+                     "v_head_dim": 0.5     the declared head size closest to this fraction of head_dim
+                     "group": 1            KV group of the layer; default 0
+    same             options for backends that require equal layers
     dtype            dtype of the layers; None: bfloat16 on CUDA, float32 on CPU
-    kv_dtype         dtype of the cache; None: that of the layers
+    kv_dtype         dtype of the cache; None: the layers' dtype
     layout           layout of pages; None: NHD
     query_len        new tokens per request
     mixed            use a mixed batch instead of a decode batch
-    prefill          the backend serves the prefill part of a mixed step; requests with one new token are in the other
+    prefill          the backend runs the prefill part of a mixed step; requests with one new token are in the decode
                      part
     page_size        tokens per page; 0: 16 on CUDA, 4 on CPU
-    page_sizes       page size of each KV group as a fraction of page_size, rounded to a declared size. (): no layer has
+    page_sizes       page size of each KV group as a multiple of page_size, rounded to a declared size. (): no layer has
                      a cache
-    drops_pages      KV groups free the pages that their layers do not see: block tables hold null pages instead
+    drops_pages      KV groups free pages that their layers do not see: block tables contain null pages instead
     head_dim         head size; 0: 128 on CUDA, 16 on CPU
     num_queries_per_kv   query heads per KV head; 0: 4 on CUDA, 2 on CPU
     lse              request and check the log-sum-exp
@@ -92,12 +92,12 @@ class Feature:
 
     @property
     def encoder_attention(self) -> bool:
-        """Whether there is an encoder layer. Requests then have all their tokens in one step."""
+        """Whether there is an encoder layer. If so, requests have all their tokens in one step."""
         return any(layer.get("kind") is AttentionKind.ENCODER for layer in self.layers)
 
     @property
     def needs(self) -> frozenset[str]:
-        """The bools of Capabilities that a backend must declare: options of a layer, and true fields of the feature."""
+        """The boolean Capabilities that a backend must declare: layer options, and true fields of the feature."""
         options = {name for layer in self.layers for name in layer}
         needed = {name for name in FLAGS if name in options or getattr(self, name, False)}
         return frozenset(needed - {"mixed"} if self.prefill else needed)  # a prefill part is not a whole mixed step
@@ -107,7 +107,7 @@ WINDOW = {"sliding_window": 5}
 CHUNKS = {"attention_chunk_size": 6}  # starts within a page of 4 or 16
 ALIBI = {"alibi": True}
 _SCALE = {"softmax_scale": 0.3}
-_GROUP = {"group": 1, "num_kv_heads": 1}  # with another number of heads
+_GROUP = {"group": 1, "num_kv_heads": 1}  # with a different number of heads
 _CROSS = {"kind": AttentionKind.CROSS}
 _ENCODER = {"kind": AttentionKind.ENCODER}
 _NEAR = _ENCODER | WINDOW
@@ -130,7 +130,7 @@ FEATURES = {
         Feature("num_queries_per_kv-3", num_queries_per_kv=3),
         Feature("one-pool", one_pool=True),
         Feature("null-page-last", null_page_last=True),
-        Feature("splits", layers=({},), page_size=32),  # several tiles per request, split and merged, also on CPU
+        Feature("splits", layers=({},), page_size=32),  # several tiles per request, split and merged, also on a CPU
         Feature("query_len", query_len=3, lse=True),
         Feature("mixed", mixed=True, lse=True),
         Feature("mixed-window", layers=(WINDOW, {}), same=(WINDOW, WINDOW), mixed=True),
@@ -142,7 +142,7 @@ FEATURES = {
         Feature("mixed-attention_chunk_size", layers=(CHUNKS,), drops_pages=True, mixed=True),
         Feature("chunks-of-many-tiles", layers=({"attention_chunk_size": 330},), lse=True, longest=640),
         Feature("window-pages", layers=(WINDOW,), drops_pages=True),
-        # The last layer reads the cache of the first, after a layer of another group.
+        # The last layer reads the cache of the first, after a layer of a different group.
         Feature("kv_groups", layers=({}, _GROUP, {"kv_shared_with": 0}), page_sizes=(1, 2), lse=True),
         Feature("mixed-kv_groups", layers=({}, {"group": 1}), page_sizes=(1, 0.5), mixed=True),
         Feature(
@@ -169,9 +169,9 @@ FEATURES = {
 
 
 def declared_features(cls: type[AttentionBackend], device: torch.device) -> list[Feature]:
-    """Return every feature that a class declares for a device, and a plain case per dtype, head size and page size.
+    """Return all features that a class declares for a device, and a plain case per dtype, head size and page size.
 
-    Features ask for the log-sum-exp only if the class declares it.
+    Features request the log-sum-exp only if the class declares it.
     """
     have = cls.capabilities
     sized = [Feature(f"dtype-{str(dtype).removeprefix('torch.')}", dtype=dtype) for dtype in have.dtypes]
@@ -195,7 +195,7 @@ def _few(sizes: tuple[int, ...]) -> list[int]:
 
 
 def declares(cls: type[AttentionBackend], feature: Feature, device: torch.device) -> bool:
-    """Return whether a class declares a feature. Its case then runs, or is skipped with the `unsupported_reasons`."""
+    """Return whether a class declares a feature. If so, its case runs or is skipped with `unsupported_reasons`."""
     have = cls.capabilities
     dtype, stored = dtypes_of(have, feature, device)
     return (
@@ -214,7 +214,7 @@ def declares(cls: type[AttentionBackend], feature: Feature, device: torch.device
 
 
 def dtypes_of(have: Capabilities, feature: Feature, device: torch.device) -> tuple[torch.dtype, torch.dtype]:
-    """Return the dtypes of layers and cache: those of the feature, else common ones that the backend declares."""
+    """Return the dtypes of layers and cache: from the feature, else common dtypes that the backend declares."""
     usual = torch.bfloat16 if device.type == "cuda" else torch.float32
     equal = [dtype for dtype in have.dtypes if dtype in have.kv_dtypes] or list(have.dtypes)
     dtype = feature.dtype or (usual if usual in equal else equal[0])
@@ -222,7 +222,7 @@ def dtypes_of(have: Capabilities, feature: Feature, device: torch.device) -> tup
 
 
 def contexts_of(cls: type[AttentionBackend], feature: Feature, device: torch.device, rows: int) -> list[BackendContext]:
-    """Return the contexts to build the backend for: with the feature's layers, and with equal layers."""
+    """Return the contexts for which to build the backend: with the feature's layers, and with equal layers."""
     have, cuda = cls.capabilities, device.type == "cuda"
     kv_heads, queries_per_kv = 2, feature.num_queries_per_kv or (4 if cuda else 2)
     dtype, stored = dtypes_of(have, feature, device)
@@ -295,8 +295,8 @@ def _group(
     *,
     drops_pages: bool,
 ) -> KVCacheSpec:
-    """Return the spec of a KV group: `cache` with the heads of the group's layers, and with their window or chunks if
-    pages are dropped."""
+    """Return the spec of a KV group: `cache` with its layers' heads and, if pages are dropped, their window or
+    chunks."""
     owners = [at for at, spec in enumerate(specs) if spec.is_cached and spec.kv_shared_with is None]
     own = [cache_layer for cache_layer, at in enumerate(owners) if layers[at].get("group", 0) == number]
     spec = specs[owners[own[0]]]

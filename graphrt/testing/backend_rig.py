@@ -1,4 +1,4 @@
-"""A backend with static tensors, called as the runtime calls it: one captured size, one step after another."""
+"""A backend with static tensors, called like in the runtime: one captured size, one step after another."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from graphrt.testing.numerics import bits_of, keys_seen
 
 NAN = float("nan")
 FINITE = 100.0
-"""Value in the null page if pages are dropped. A kernel may read it, but it must not affect results."""
+"""Value in the null page if pages are dropped. Kernels may read it, but it must not affect results."""
 
 UNWRITTEN = 777.0
 Rows = tuple[tuple[int, int, int], ...]
@@ -36,10 +36,10 @@ Rows = tuple[tuple[int, int, int], ...]
 
 @dataclass
 class DenseSequence:
-    """One request of a step, dense and on the host.
+    """One request of a step, dense, on the host.
 
-    q, k, v   queries, stored keys and stored values of every layer. A layer with kv_shared_with has those of its
-              source, a cross layer those of the encoder
+    q, k, v   queries, stored keys and stored values of every layer. For a layer with kv_shared_with, those of its
+              source; for a cross layer, those of the encoder
     """
 
     seq_len: int
@@ -56,9 +56,9 @@ class DenseSequence:
 
 @dataclass
 class Rig:
-    """A backend, the static tensors of one descriptor, and the requests that were written last.
+    """A backend, the static tensors of one descriptor, and the most recently written requests.
 
-    `write` replaces upload and refresh. `replayed` and `eager` run the step, and return the output of every layer, then
+    `write` replaces upload and refresh. `replayed` and `eager` run the step and return the output of every layer, then
     the log-sum-exp of every layer, on the host. `check` compares these with float64.
     """
 
@@ -102,7 +102,7 @@ class Rig:
         return row
 
     def write(self, sequences: Sequence[DenseSequence]) -> None:
-        """Write the requests of the next step, in random pages, with NaN in everything that must not be read.
+        """Write the requests of the next step to random pages, with NaN wherever the backend must not read.
 
         For a prefill part, requests with one new token come first and belong to the decode part.
         """
@@ -155,7 +155,7 @@ class Rig:
     ) -> tuple[list[int], list[list[int]]]:
         """Write one KV group: block table, slots, and the caches of its layers.
 
-        Returns the index of the first page of each request, and its page ids.
+        Returns the index of each request's first page, and its page ids.
         """
         meta, kv = self.metadata, self.context.kv_groups[group]
         null_page = kv.null_page
@@ -193,7 +193,7 @@ class Rig:
         return first_pages, owned
 
     def step(self) -> torch.Tensor:
-        """Run the step, under capture or eagerly."""
+        """Run the step, eagerly or under capture."""
         self.backend.schedule(self.metadata)
         for index, (layer, q, out) in enumerate(zip(self.layers, self.q, self.out, strict=True)):
             sinks, lse = self.sinks[index], self.lse[index] if self.lse else None
@@ -205,7 +205,7 @@ class Rig:
         return self.out[-1]
 
     def capture(self) -> None:
-        """Capture the step if the backend supports it; otherwise only `eager` can run."""
+        """Capture the step if the backend supports it; otherwise, only `eager` can run."""
         if self.backend.graph_unsupported_reason(self.descriptor) is not None:
             return
         recorder = self.recorder = make_recorder(self.context.device)
@@ -219,7 +219,7 @@ class Rig:
         self._synchronize()
 
     def replayed(self) -> list[torch.Tensor]:
-        """Run one step by the graph, and return the results."""
+        """Run one step with the graph, and return the results."""
         assert self.graph is not None, "replayed() without a graph"
         assert self.batch is not None, "replayed() before write()"
         self._poison()
@@ -228,7 +228,7 @@ class Rig:
         return self._results()
 
     def eager(self) -> list[torch.Tensor]:
-        """Run one step by the same calls outside of the graph, and return the results."""
+        """Run one step with the same calls outside the graph, and return the results."""
         assert self.batch is not None, "eager() before write()"
         self._poison()
         self.backend.plan_capture(self.descriptor)
@@ -244,7 +244,7 @@ class Rig:
             raise AssertionError(f"{self.backend.name}, {name}: wrote to the {first} tokens of the decode part")
         for index, layer in enumerate(self.layers):
             quantised = self.backend.quantises_queries and layer.k_cache.dtype == E4M3
-            window = layer.spec.sliding_window or 0  # options() leaves out the window of an encoder layer
+            window = layer.spec.sliding_window or 0  # options() omits the window of an encoder layer
             check_rows(
                 f"{self.backend.name}, {name}, layer {index}",
                 results[index][first:],
@@ -264,7 +264,7 @@ class Rig:
             self.graph = None
 
     def close(self) -> None:
-        """Close the backend, and raise AssertionError if it still holds tensors."""
+        """Close the backend, and raise AssertionError if it still references tensors."""
         self.drop_graph()
         self.backend.close()
         left = tensors_in(self.backend)
@@ -300,7 +300,7 @@ class Rig:
 
 
 def spoil(tensor: torch.Tensor) -> None:
-    """Overwrite with garbage: NaN, or a wrong integer that is within bounds."""
+    """Overwrite a tensor with garbage: NaN, or wrong integers within bounds."""
     tensor.fill_(NAN if tensor.is_floating_point() else 7)
 
 
@@ -308,7 +308,7 @@ def spoil(tensor: torch.Tensor) -> None:
 def open_rigs(
     backend_class: type[AttentionBackend], feature: Feature, device: torch.device, sizes: Sequence[int] = (ROWS,)
 ) -> Iterator[list[Rig]]:
-    """Yield a rig per batch size, and close all at the end. After an error, only their graphs are dropped."""
+    """Yield one rig per batch size, and close all at the end. After an error, only drop their graphs."""
     rigs: list[Rig] = []
     try:
         for rows in sizes:
@@ -339,7 +339,7 @@ def make_rig(backend_class: type[AttentionBackend], feature: Feature, device: to
         raise unittest.SkipTest(f"backend {backend_class.name}: {'; '.join(reasons[0])}")
     rng = torch.Generator().manual_seed(SEED)
     layers = _layers(context, rows, rng, feature)
-    # Values that bfloat16 can represent, because some kernels round sinks to it.
+    # Use values that bfloat16 can represent, because some kernels round sinks to it.
     sinks = [
         torch.randn(spec.num_q_heads, generator=rng, device="cpu").bfloat16().float().to(device) if spec.sinks else None
         for spec in context.attention
@@ -366,7 +366,7 @@ def make_rig(backend_class: type[AttentionBackend], feature: Feature, device: to
     q, new_kv, out, lse = [], [], [], []
     for spec in context.attention:
         heads, kv_heads, dtype = spec.num_q_heads, spec.num_kv_heads, spec.dtype
-        # Slices of one qkv tensor, as in a model.
+        # Slice one qkv tensor, as in a model.
         parts = [(heads, spec.head_dim), (kv_heads, spec.head_dim), (kv_heads, spec.value_dim)]
         sizes = [math.prod(part) for part in parts]
         qkv = make(padded, sum(sizes), dtype=dtype).split(sizes, 1)
@@ -392,8 +392,8 @@ def _oldest_kept(kv: KVCacheSpec, sequence: DenseSequence) -> int:
 def _layers(context: BackendContext, rows: int, rng: torch.Generator, feature: Feature) -> list[AttentionLayer]:
     """Return the layers with their caches.
 
-    Page ids of one group are valid in the caches of all others, so that a backend that mixes them up reads wrong
-    values, not out of bounds.
+    Page ids of one group are valid in the caches of all others, so that a backend that confuses groups reads wrong
+    values instead of reading out of bounds.
     """
     num_pages = 1 + rows * max((context.max_pages(group) for group in range(len(context.kv_groups))), default=0)
     layers: list[AttentionLayer] = []
@@ -451,7 +451,7 @@ def _dense(sequence: DenseSequence, layer: AttentionLayer) -> DenseRow:
 
 
 def tensors_in(backend: AttentionBackend) -> list[str]:
-    """Return the names of tensors in the attributes of a backend, in containers, and in objects of its package."""
+    """Return the names of the tensors in a backend's attributes, including containers and objects of its package."""
     package = type(backend).__module__.split(".")[0]
     seen: set[int] = set()
 

@@ -1,4 +1,4 @@
-"""Canaries: guard bytes before and after a static buffer, in one storage, that no kernel may write.
+"""Canaries: guard bytes before and after a static buffer, in the same storage, that no kernel may write.
 
     canaries = Canaries()
     positions = canaries.full("positions", (8,), torch.int64, device, 0)
@@ -6,8 +6,8 @@
     for broken in canaries.broken():
         print(broken)
 
-The guards hold the poison of the buffer's dtype. A kernel that reads beyond its buffer reads NaN or a large negative
-number. A kernel that writes beyond it is reported with the offset of the write.
+The guards contain the poison of the buffer's dtype. A kernel that reads beyond its buffer reads NaN or a large negative
+number. Writes beyond a buffer are reported with their offset.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class BrokenCanary:
     """A guard that was written to.
 
     name        name of the buffer
-    is_after    whether it is the guard after the buffer
-    offset      bytes from the buffer to the first changed element: from its end, or back from its start
+    is_after    whether the guard is after the buffer
+    offset      bytes between the buffer and the first changed element: from its end, or back from its start
     count       number of changed elements
     """
 
@@ -52,7 +52,7 @@ class _Guarded:
 
 
 class Canaries:
-    """Static buffers with guards, by name, on any device. Capture-safe: it runs no code inside a step."""
+    """Static buffers with guards, by name, on any device. Capture-safe: runs no code inside a step."""
 
     def __init__(self) -> None:
         self._guarded: dict[str, _Guarded] = {}
@@ -61,7 +61,7 @@ class Canaries:
     def full(
         self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str, value: float = 0
     ) -> torch.Tensor:
-        """Return a contiguous buffer filled with `value`, with a guard of 256 bytes on each side."""
+        """Return a contiguous buffer filled with `value`, with a 256-byte guard on each side."""
         size = dtype.itemsize
         guard, count = GUARD_BYTES // size, math.prod(shape)
         if dtype.is_complex:
@@ -74,7 +74,7 @@ class Canaries:
         return buffer
 
     def broken(self) -> list[BrokenCanary]:
-        """Return the guards that were written to since they were created or repaired. Waits for the device."""
+        """Return the guards that were written to since creation or repair. Waits for the device."""
         found = []
         for name, kept in self._guarded.items():
             front, back = kept.whole[: kept.guard] != kept.bits, kept.whole[-kept.guard :] != kept.bits

@@ -1,22 +1,22 @@
-"""Watch the captures of a process for waits, memory outside of the pool, compilations and launches on other streams.
+"""Watch a process's captures for waits, memory outside the pool, compilations and launches on other streams.
 
     with CaptureWatch() as watch:
         with torch.cuda.graph(graph):
             step()
     print(watch.captures, *watch.faults, sep="\\n")
 
-It sees captures by `torch.cuda.CUDAGraph` (`torch.cuda.graph`, `make_graphed_callables`, cudagraph trees, graphrt) and,
-on a CPU, by graphrt's op trace. The marker `capture_safe` of graphrt.testing.pytest_plugin uses it.
+It watches captures by `torch.cuda.CUDAGraph` (`torch.cuda.graph`, `make_graphed_callables`, cudagraph trees, graphrt)
+and, on a CPU, by graphrt's op trace. The marker `capture_safe` of graphrt.testing.pytest_plugin uses it.
 
-| rule | on CUDA | on a CPU, by the op trace |
+| rule | on CUDA | on a CPU (op trace) |
 |---|---|---|
 | sync | a torch op that waits, `synchronize()` of a device, stream or event | a value read on the host; a tensor created from host values, which would wait on a device |
-| allocate | memory outside of the graph's pool | nothing: an op trace owns the result of each op |
+| allocate | memory outside the graph's pool | nothing: an op trace owns the result of each op |
 | compile | a kernel loaded by Triton or graphrt, a frame compiled by torch.compile | the same; an interpreted kernel is not compiled |
-| stream | a torch op or a Triton kernel on a stream that does not capture | nothing: there are no streams |
+| stream | a torch op or a Triton kernel on a stream that is not capturing | nothing: there are no streams |
 
-Not seen: launches, allocations and waits of code that calls the driver without torch and Triton, such as a C++
-extension, and kernels loaded by Inductor's static launcher. Of an op inside a custom op, only a wait is seen.
+Not detected: launches, allocations and waits of code that calls the driver without torch and Triton, such as a C++
+extension, and kernels loaded by Inductor's static launcher. For an op inside a custom op, only waits are detected.
 """  # noqa: E501  rows of a table
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class CaptureFault:
     capture  number of the capture, starting at 1
     rule     "sync", "allocate", "compile" or "stream"
     what     the op, kernel, call or memory
-    where    file and line of the first caller outside of torch, Triton and graphrt's checks, or "" if unknown
+    where    file and line of the first caller outside torch, Triton and graphrt's checks, or "" if unknown
     """
 
     capture: int
@@ -93,10 +93,10 @@ class CaptureFault:
 class CaptureWatch:
     """Watch every capture of the process inside a `with` block. `faults` lists the broken rules.
 
-    An op that waits raises in the capture, as on CUDA. Other faults are only recorded.
+    An op that waits raises an error in the capture, as on CUDA. Other faults are only recorded.
 
     Args:
-        allowed: the reason why captures may break a rule, by rule.
+        allowed: by rule, the reason why captures may break it.
 
     Raises:
         ConfigError: if a rule is unknown, or a reason is not a non-empty string.
@@ -136,7 +136,7 @@ class CaptureWatch:
 
     def _capture_begin(self, begin: Callable[..., None], graph: Any, *args: Any, **kwargs: Any) -> None:
         begin(graph, *args, **kwargs)
-        # After begin(): the first capture_begin allocates the generator's state and waits for the device.
+        # Do this after begin(): the first capture_begin allocates the generator's state and waits for the device.
         capture = self._new_capture(graph)
         capture.before = _live_blocks(allocator_rows())
         capture.sync_mode = torch.cuda.get_sync_debug_mode()
@@ -149,7 +149,7 @@ class CaptureWatch:
         if capture is None:
             return end(graph)
         self._close(capture)
-        end(graph)  # if it raises, there is no graph and no pool
+        end(graph)  # if this raises, there is no graph and no pool
         self._check_memory(capture, tuple(graph.pool()))
 
     def _capture_op_trace(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -180,14 +180,14 @@ class CaptureWatch:
 
     def _close(self, capture: _Capture) -> None:
         self._open.remove(capture)
-        if capture.mode is not None and _get_current_dispatch_mode() is capture.mode:  # else the caller left another
+        if capture.mode is not None and _get_current_dispatch_mode() is capture.mode:  # else another mode is on top
             capture.mode.__exit__(None, None, None)
         capture.undo.close()
         if capture.sync_mode is not None:
             _set_sync_mode(capture.sync_mode)
 
     def _current(self) -> _Capture | None:
-        """Return the capture of this thread. Autograd threads belong to the capture whose stream they use."""
+        """Return this thread's capture. Autograd threads belong to the capture whose stream they use."""
         mine = [c for c in self._open if c.thread == threading.get_ident()]
         if not mine and self._open and self._open[-1].graph is not None and torch.cuda.is_current_stream_capturing():
             mine = self._open
@@ -228,7 +228,7 @@ class CaptureWatch:
             self._note(capture, "stream", f"Triton kernel {metadata.get().get('name', '')} on another stream")
 
     def op(self, capture: _Capture, func: Any, tensors: list[torch.Tensor], results: list[torch.Tensor]) -> None:
-        """Check a torch op after it ran."""
+        """Check a torch op after it has run."""
         name = str(func)
         if capture.graph is None:
             if name.startswith("aten.lift_fresh") and any(t.dim() for t in results):
@@ -250,7 +250,7 @@ class CaptureWatch:
             self._note(capture, "sync", f"{func} ({str(error).splitlines()[0]})")
 
     def _check_memory(self, capture: _Capture, pool: tuple[int, ...]) -> None:
-        """Compare the results of ops, and the live blocks, with the segments of the pool."""
+        """Compare op results and live blocks with the segments of the pool."""
         segments = allocator_rows()
         own = [(s["address"], s["address"] + s["total_size"]) for s in segments if _pool_of(s) == pool]
         told = set()
@@ -283,7 +283,7 @@ class CaptureWatch:
 class _Capture:
     """A capture in progress. `graph` is None for an op trace.
 
-    before  address and size of each block that was live at its start
+    before  address and size of each block that was live at the start of the capture
     made    memory allocated by ops: address, op, caller
     """
 
@@ -298,7 +298,7 @@ class _Capture:
 
 
 class _OpWatch(TorchDispatchMode):
-    """Passes every op of a capture to the watch. torch.compile still compiles, and compiled code runs, inside it."""
+    """Passes every op of a capture to the watch. torch.compile still compiles inside it, and compiled code runs."""
 
     def __init__(self, watch: CaptureWatch, capture: _Capture) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
@@ -326,7 +326,7 @@ class _OpWatch(TorchDispatchMode):
 
 
 def _plain_tensors(tree: Any) -> list[torch.Tensor]:
-    """Return the tensors of a tree, except those of subclasses, which may have no memory."""
+    """Return the tensors of a tree, except subclasses, which may have no memory."""
     return [leaf for leaf in tree_leaves(tree) if type(leaf) in (torch.Tensor, torch.nn.Parameter)]
 
 
@@ -345,7 +345,7 @@ def _pool_of(segment: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _live_blocks(segments: Sequence[Any], pool: tuple[int, ...] | None = None) -> set[tuple[int, int]]:
-    """Return address and size of every block in use, except those of a pool."""
+    """Return the address and size of every block in use, except those in `pool`."""
     return {
         (address, block["size"])
         for segment, block, address in blocks_of(segments)
@@ -354,12 +354,12 @@ def _live_blocks(segments: Sequence[Any], pool: tuple[int, ...] | None = None) -
 
 
 def _caller() -> str:
-    """Return file and line of the code that called torch."""
+    """Return the file and line of the code that called torch."""
     return _first_foreign(traceback.walk_stack(sys._getframe(1)))
 
 
 def _first_foreign(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """Return file and line of the first frame outside of the libraries, or ""."""
+    """Return the file and line of the first frame outside the libraries, or ""."""
     for frame, line in frames:
         name = frame.f_code.co_filename
         if name not in _OWN_FILES and not name.startswith(_OWN_FOLDERS) and not name.startswith("<"):

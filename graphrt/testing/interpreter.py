@@ -1,6 +1,6 @@
-"""Run programs under the Triton interpreter in random order, and check that they access only the launch's tensors.
+"""Run Triton programs in the interpreter in random order, and check that they access only the launch's tensors.
 
-Fixes of the interpreter itself are in kernels/interpreter.py.
+Fixes for the interpreter itself are in kernels/interpreter.py.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import torch
 from triton.runtime.errors import InterpreterError
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
-_Storages = dict[int, tuple[int, str]]  # by start address: end address, and names of the arguments in it
+_Storages = dict[int, tuple[int, str]]  # by start address: end address and names of the arguments in it
 
-# The builder's methods for all memory accesses: a description, and the indices of the pointers and the mask.
+# The builder's memory access methods: a description, and the argument indices of the pointers and the mask.
 _ACCESSES: dict[str, tuple[str, int, int | None]] = {
     "create_masked_load": ("a load", 0, 1),
     "create_masked_store": ("a store", 0, 2),
@@ -35,9 +35,9 @@ _ACCESSES: dict[str, tuple[str, int, int | None]] = {
 
 @contextmanager
 def shuffled_programs(seed: int = 0) -> Iterator[None]:
-    """Let the interpreter run the programs of each launch in random order, one after another.
+    """Make the interpreter run the programs of each launch in random order, one after another.
 
-    By default they run in the order of their ids, which hides races. Kernels whose programs wait for each other do not
+    By default they run in id order, which hides races. Kernels whose programs wait for each other never
     finish.
     """
     set_grid_dim, set_grid_idx = InterpreterBuilder.set_grid_dim, InterpreterBuilder.set_grid_idx
@@ -59,14 +59,14 @@ def shuffled_programs(seed: int = 0) -> Iterator[None]:
 
 @contextmanager
 def checked_addresses() -> Iterator[None]:
-    """Let a launch raise if a load, a store or an atomic accesses memory outside of the launch's tensors.
+    """Make a launch raise an error if a load, store or atomic accesses memory outside the launch's tensors.
 
-    By default the interpreter accesses any address, where a device may fail. Masked lanes may point anywhere. All other
-    lanes must point to the storage of a tensor argument, including tensors in tuples. A pointer that a kernel computes
-    from an integer may point to any live tensor. Only one thread may launch at a time.
+    By default the interpreter accesses any address, where a device could fail. Masked lanes may point anywhere. All
+    other lanes must point to the storage of a tensor argument, including tensors in tuples. A pointer that a kernel
+    computes from an integer may point to any live tensor. Only one thread may launch at a time.
 
     Raises:
-        AssertionError: from the launch, with the kernel, the nearest argument and the line.
+        AssertionError: in the launch, with the kernel, the nearest argument and the line.
     """
     start, call = GridExecutor._init_args_hst, GridExecutor.__call__
     make_pointer = InterpreterBuilder.create_int_to_ptr
@@ -120,7 +120,7 @@ def checked_addresses() -> Iterator[None]:
 
 
 class _Memory:
-    """The storages that one launch may access: those of its tensor arguments."""
+    """The storages of a launch's tensor arguments, which it may access."""
 
     def __init__(self, kernel: str, storages: _Storages) -> None:
         self._kernel, self._storages = kernel, storages
@@ -130,12 +130,12 @@ class _Memory:
     def outside(
         self, addresses: npt.NDArray[np.uint64], mask: npt.ArrayLike | None, size: int
     ) -> npt.NDArray[np.uint64]:
-        """Return the unmasked addresses whose `size` bytes are not inside one storage: [any]."""
+        """Return the unmasked addresses, [any], whose `size` bytes are not inside one storage."""
         if not addresses.size or self._in_one(addresses, size):
             return addresses[:0]
         used = addresses.ravel()
         if mask is not None:
-            # Descriptors of triton 3.6 pass an array instead of a handle.
+            # Descriptors in Triton 3.6 pass an array instead of a handle.
             used = used[np.asarray(mask).ravel().astype(np.bool_, copy=False)]
             if not used.size or self._in_one(used, size):
                 return used[:0]
@@ -143,7 +143,7 @@ class _Memory:
         return used[(used >= ends) | (ends - used < size)]  # a sum could wrap around
 
     def admit(self, addresses: npt.NDArray[Any]) -> None:
-        """Also allow the storages of live tensors that hold these addresses."""
+        """Also allow the storages of live tensors that contain these addresses."""
         for address in (int(value) for value in addresses):
             if address < self._ends[bisect_right(self._starts, address) - 1]:
                 continue
@@ -155,7 +155,7 @@ class _Memory:
             self._sort()
 
     def complaint(self, what: str, outside: npt.NDArray[np.uint64], size: int, program: tuple[int, ...]) -> str:
-        """Return the error text for addresses outside."""
+        """Return the error text for the addresses in `outside`."""
         address, text = int(outside[0]), "; the launch has no tensor"
         if self._storages:
             gap = {begin: max(begin - address, address + size - end) for begin, (end, _) in self._storages.items()}
@@ -172,7 +172,7 @@ class _Memory:
         return high + size <= self._ends[bisect_right(self._starts, low) - 1]
 
     def _sort(self) -> None:
-        # An empty first storage: every address has a storage that starts before it.
+        # Start with an empty storage, so that every address has a storage that starts before it.
         self._starts, self._ends = [0], [0]
         for begin, (end, _) in sorted(self._storages.items()):
             self._starts.append(begin)
@@ -181,7 +181,7 @@ class _Memory:
 
 
 def _line() -> str:
-    """Return file and line of the innermost frame outside of Triton and this file."""
+    """Return the file and line of the innermost frame outside Triton and this file."""
     frame = sys._getframe()
     while frame.f_back and frame.f_globals.get("__name__", "").startswith(("triton.", __name__)):
         frame = frame.f_back

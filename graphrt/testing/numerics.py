@@ -12,12 +12,12 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a tensor as signed integers of the same size, in the same memory."""
+    """Return a view of a tensor's elements as signed integers of the same size."""
     return tensor.view(INTEGERS[tensor.element_size()])
 
 
 def assert_bitwise_equal(actual: torch.Tensor, expected: torch.Tensor, *, name: str = "tensor") -> None:
-    """Assert that two tensors hold the same bits. NaN equals the same NaN, and 0.0 differs from -0.0.
+    """Assert that two tensors have the same bits. A NaN equals the same NaN; 0.0 differs from -0.0.
 
     Raises:
         AssertionError: with the coordinate and both values of the first element that differs.
@@ -42,7 +42,7 @@ def assert_close(
     The comparison is in float64, so the dtypes may differ.
 
     Raises:
-        AssertionError: with the first element that is NaN or infinite in one tensor only, or the largest error.
+        AssertionError: with the first element that is NaN or infinite in only one tensor, or with the largest error.
     """
     _check_alike(actual, expected, name, same_dtype=False)
     have, want = actual.detach().cpu().double(), expected.detach().cpu().double()
@@ -90,8 +90,8 @@ def keys_seen(
 ) -> torch.Tensor:
     """Return the mask of the keys that each of a sequence's last tokens sees: [query_len, seq_len] bool, on the CPU.
 
-    0 disables window and chunks. A window holds the keys at a smaller distance, on both sides unless `causal`. The
-    token at position p sees keys of its chunk only, starting at p // attention_chunk_size * attention_chunk_size.
+    0 disables window and chunks. A window contains the keys at a smaller distance, on both sides unless `causal`. The
+    token at position p sees only keys of its chunk, starting at p // attention_chunk_size * attention_chunk_size.
     """
     at = torch.arange(seq_len - query_len, seq_len, device="cpu")[:, None]
     where = torch.arange(seq_len, device="cpu")
@@ -118,12 +118,12 @@ def attention_oracle(
     sinks: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute attention of one sequence by its definition, on the CPU and in `dtype`. Returns out and lse.
+    """Compute the attention of one sequence by definition, on the CPU in `dtype`. Returns out and lse.
 
     q              [query_len, num_q_heads, head_dim]     any dtype   token i is at position seq_len - query_len + i
     k              [seq_len, num_kv_heads, head_dim]      any dtype   dequantized, finite; consecutive query heads
                                                                       share a KV head
-    v              [seq_len, num_kv_heads, v_head_dim]    any dtype   as k
+    v              [seq_len, num_kv_heads, v_head_dim]    any dtype   like k
     alibi_slopes   [num_q_heads]                          any dtype   like sinks; options as in AttentionOptions
     out            [query_len, num_q_heads, v_head_dim]   dtype       zeros for tokens that see nothing
     lse            [query_len, num_q_heads]               dtype       natural log of the denominator; -inf if it is 0
@@ -144,7 +144,7 @@ def attention_oracle(
     if sinks is not None:
         extra = sinks.detach().cpu().to(dtype)[None, :, None].expand(query_len, -1, -1)
         logits = torch.cat((logits, extra), dim=2)
-    # A token that sees nothing has a NaN softmax. NaN of the inputs must still show.
+    # The softmax of a token that sees nothing is NaN. NaN in the inputs must still reach the result.
     weights = torch.where(seen[:, None], torch.softmax(logits, 2)[..., :seq_len], 0.0)
     out = torch.einsum("tkgs,skd->tkgd", weights.unflatten(1, (num_kv_heads, -1)), v)
     return out.flatten(1, 2), torch.logsumexp(logits, 2)

@@ -1,4 +1,4 @@
-"""Poison: values that no step writes, placed in buffers between replays to find elements that were not rewritten."""
+"""Poison: values that no step writes, placed in buffers between replays to find elements that are not rewritten."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from graphrt.kernels.errors import UnsupportedError
 from graphrt.kernels.metadata.buffers import BufferKind, StaticBuffers
 from graphrt.testing.numerics import bits_of
 
-# Floats get a quiet NaN, with a payload if the format has one: it distinguishes an unwritten element from a NaN that a
+# Floats get a quiet NaN, with a payload if the format has one, to distinguish an unwritten element from a NaN that a
 # kernel computed.
 _FLOAT_BITS = {
     torch.float64: 0x7FF8DEADDEADDEAD,
@@ -21,7 +21,7 @@ _FLOAT_BITS = {
     torch.float8_e5m2fnuz: -0x80,
     torch.float8_e8m0fnu: -1,
 }
-# Integers get bytes 0xa5: in signed types a large negative number, which is not a valid id, length, slot or token.
+# Integers get bytes 0xa5: in signed types, a large negative number that is not a valid id, length, slot or token.
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64)
 
 
@@ -41,12 +41,12 @@ def poison_derived(buffers: StaticBuffers) -> None:
 
 
 def poisoned(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a bool mask of the elements that hold the poison, with the shape and device of `tensor`."""
+    """Return a bool mask of the elements that contain poison, with the shape and device of `tensor`."""
     return bits_of(tensor) == poison_bits(tensor.dtype)
 
 
 def has_poison(dtype: torch.dtype) -> bool:
-    """Return whether a dtype has poison."""
+    """Return whether a dtype has a poison value."""
     return dtype in _FLOAT_BITS or dtype in _INTEGERS
 
 

@@ -1,19 +1,19 @@
-"""A pytest plugin for CUDA graphs: two fixtures and a marker. pytest loads it if graphrt is installed.
+"""A pytest plugin for CUDA graphs with two fixtures and a marker. pytest loads it if graphrt is installed.
 
     def test_step(graph_audit):
-        graph_audit(graph, memory)                     fails if the graph holds memory without an owner
+        graph_audit(graph, memory)                     fails if the graph uses memory without an owner
 
     def test_replays(graph_verify):
         graph_verify(step, make_inputs)                fails if replays differ from eager runs
 
     @pytest.mark.capture_safe
-    def test_capture():                                fails if a capture waits, allocates outside of its pool,
+    def test_capture():                                fails if a capture waits, allocates outside its pool,
         ...                                            compiles a kernel, or launches on another stream
 
     @pytest.mark.capture_safe(compile="the autotuner runs here on purpose")
 
-The marker watches all captures of the test's body. graphrt.testing.capture_watch describes what each rule sees.
-Captures in fixtures are not watched, and a marked test without a capture warns.
+The marker watches all captures in the test's body. graphrt.testing.capture_watch describes what each rule detects.
+Captures in fixtures are not watched. A marked test without a capture emits a warning.
 
 The plugin imports only pytest until a fixture or the marker is used. `-p no:graphrt.testing.pytest_plugin` disables it.
 """

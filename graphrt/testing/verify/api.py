@@ -1,4 +1,4 @@
-"""`verify`: run a captured step eagerly, padded and as a graph, and find where the results differ and why."""
+"""`verify`: run a step eagerly, padded and as a graph, and find where and why the results differ."""
 
 from __future__ import annotations
 
@@ -42,22 +42,22 @@ def verify(
     pad: Mapping[str, float] | None = None,
     state: Mapping[str, torch.Tensor] | None = None,
 ) -> VerifyReport:
-    """Run a step eagerly, padded and as a graph over several cases, and report which results differ and why.
+    """Run a step eagerly, padded and as a graph in several cases, and report which results differ and why.
 
     Args:
-        step: a function that takes the names of make_inputs, or a `Subject`.
+        step: a function that takes the inputs as keyword arguments, or a `Subject`.
         make_inputs: maps a case number to its inputs. A tensor may be smaller in some cases than in others: the graph
             has buffers for the largest extents. Tensors, arrays, dicts and lists are copied, so they may be reused.
-        cases: how many cases, or their numbers. Let lengths shrink, grow and fall on page boundaries.
-        captures: cases at which to capture, one graph each. Default: the first, the last and the middle one.
+        cases: the number of cases, or a list of case numbers. Lengths should shrink, grow and fall on page boundaries.
+        captures: cases at which to capture, one graph each. Default: the first, last and middle case.
         eager: the oracle. It takes the arguments of `step`, or the inputs of a `Subject`. Default: `step` itself on
-            tensors of exact size, or the subject's own `eager`.
-        tolerance: of padded against exact results: |a - b| <= tolerance * (1 + |b|). 0 compares bits. Default: by
+            tensors of exact size, or the subject's `eager`.
+        tolerance: for padded against exact results: |a - b| <= tolerance * (1 + |b|). 0 compares bits. Default: by
             dtype. Replays are always compared with eager runs bit by bit.
-        pad: by name of an input of a plain function: the value that your code writes after a smaller input. Other
+        pad: for a plain function: by input name, the value that your code writes after a smaller input. Other
             inputs keep arbitrary values there.
-        state: of a plain function: tensors by name that persist from step to step, such as a KV cache. If pad rows may
-            write to a part of one, pass a view of the rest.
+        state: for a plain function: tensors by name that persist between steps, such as a KV cache. If pad rows may
+            write to part of a tensor, pass a view of the rest.
 
     Returns:
         The report. Faults of the step are findings, not exceptions.
@@ -66,8 +66,8 @@ def verify(
         ConfigError: if an argument is invalid, the oracle or the step returns nothing, or torch's CUDA allocator is
             not the native one.
 
-    The caller's tensors and Python values are restored before the function returns. On CUDA the unused memory of
-    torch's allocator is filled with poison, and with it the results of other graphs that were not copied yet. Works in
+    The caller's tensors and Python values are restored before the function returns. On CUDA, unused memory of
+    torch's allocator is filled with poison, including results of other graphs that have not been copied. Works in
     inference mode. Not capture-safe.
     """
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Find the cause of a wrong result by counterfactuals: restore one thing, run again, and compare the results."""
+"""Find the cause of a wrong result by counterfactuals: restore one value, run again, and compare the results."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from graphrt.testing.verify.runs import OTHER_SEED, POISONED, Case, Contents, Fi
 
 POOL = "memory pool"
 _MOST_TRIED = 40
-_TIMES = 3  # a run that must be repeatable is repeated so often
+_TIMES = 3  # number of repetitions of a run that must be deterministic
 _ADVICE = (
     "fill it in place with copy_()",
     "keep it in a tensor that refresh() fills",
     "choose on the device, or capture a graph for each",
 )
-"""For tensors, for numbers and other data, and for objects and functions."""
+"""Advice for tensors, for numbers and other data, and for objects and functions."""
 _T = TypeVar("_T")
 
 
@@ -43,10 +43,10 @@ class Captured:
     case         the case at which it was captured
     launch       launches the graph and returns its outputs
     host         Python values after the capture
-    fill_memory  fills memory that the step must not read before it writes it. 0 also fills the next launch's results
-    buffers      the buffers at capture. They stay alive: the memory of a replaced buffer, which the graph still reads,
-                 could otherwise hold values that are out of range as indices
-    memory       the memory of all tensors that the step had at capture
+    fill_memory  fills memory that the step must write before it reads. 0 also fills the next launch's results
+    buffers      the buffers at capture. They are kept alive: the memory of a replaced buffer, which the graph still
+                 reads, could otherwise contain values that are out of range as indices
+    memory       memory of all the step's tensors at capture
     """
 
     case: Case
@@ -59,7 +59,7 @@ class Captured:
 
 @dataclass(frozen=True)
 class _Revert:
-    """A value that can be set back to what it was at capture: inputs, or Python values by path."""
+    """A value that can be reset to its value at capture: inputs, or Python values by path."""
 
     name: str
     because: str
@@ -79,7 +79,7 @@ class Blamer:
         self._runs, self._reference, self._written = runs, reference, written
 
     def explain(self, graph: Captured, case: Case, value: Fill, contents: Contents, got: Outcome) -> Blame:
-        """Return why a replay that started with `contents` gave `got`."""
+        """Return why a replay that started with `contents` produced `got`."""
         runs, (clean, expected) = self._runs, self._reference[case.name]
         suspects = [
             name
@@ -113,7 +113,7 @@ class Blamer:
         fixed = again(every)
         if runs.same(case, fixed, expected):
             cause = least(every, lambda names: runs.same(case, again(names), expected))
-            # If the eager step is right with these contents, a frozen value makes the graph read them.
+            # If the eager step is correct with these contents, a frozen value makes the graph read them.
             immune = set(cause) <= set(suspects) and runs.same(case, runs.eager(case, contents), expected)
             if immune and (found := self._frozen(graph, case, contents, got)):
                 return found
@@ -121,7 +121,7 @@ class Blamer:
         return self._frozen(graph, case, clean, fixed) or self._unexplained(graph, case)
 
     def _frozen(self, graph: Captured, case: Case, contents: Contents, got: Outcome) -> Blame | None:
-        """Return the values of the capture with which an eager run gives what the graph gave."""
+        """Return the values from capture with which an eager run reproduces the graph's result."""
         runs = self._runs
         reverts = [*self._host(graph, case, contents), *self._scalars(graph, case)]
 
@@ -177,11 +177,11 @@ class Blamer:
             "and audit() those without an owner"
         )
         if moved:
-            text = f"{', '.join(moved)} are other tensors than at capture, whose memory may have been freed; {text}"
+            text = f"{', '.join(moved)} are different tensors than at capture, whose memory may have been freed; {text}"
         return Blame("graph", moved, text)
 
     def _moved(self, graph: Captured, case: Case) -> tuple[str, ...]:
-        """Return the paths that lead to another tensor than at capture."""
+        """Return the paths whose tensors differ from those at capture."""
         self._runs.target.refresh(case.inputs)
         return tuple(c.path for c in graph.host.changed(*self._runs.target.root) if c.is_tensor)
 
@@ -211,9 +211,9 @@ class Blamer:
         return f"[{first}{', ...' if len(values) > 3 else ''}], its old contents"
 
     def trespasser(self, case: Case, wrong: Difference) -> Blame:
-        """Return the elements of an index buffer that direct a write to unowned state.
+        """Return the elements of an index buffer that cause a write to unowned state.
 
-        All elements of one value are replaced by another value of the buffer. If the write is gone, they are the cause.
+        All elements with one value get another value of the buffer. If this stops the write, they are the cause.
         """
         runs = self._runs
         clean = self._reference[case.name][0]
@@ -228,13 +228,13 @@ class Blamer:
             outcome = runs.eager(case, clean.but({name: torch.where(mask, other, clean[name])}))
             if not outcome.error and runs.trespasses(case, outcome) is None:
                 held_value = "negative, an index from the end" if value < 0 else f"{value}"
-                because = f"{region(name, mask)} is {held_value}, and directs a write to unowned state; mask such rows"
+                because = f"{region(name, mask)} is {held_value}, and causes a write to unowned state; mask such rows"
                 return Blame("unowned", (name, wrong.output), because)
         text = "the step writes there; check which index the pad rows use"
         return Blame("unowned", (wrong.output,), text)
 
     def carried(self, case: Case, start: HostValues, once: Outcome) -> Blame | None:
-        """Return the Python values that a run changes and the next one uses: with those of `start` it gives `once`."""
+        """Return the Python values that a run changes and the next uses: with those of `start`, it produces `once`."""
         runs = self._runs
         changes = start.changed(*runs.target.root, entries=True)
         clean, _ = self._reference[case.name]
@@ -252,9 +252,9 @@ class Blamer:
         return Blame("determinism", chosen, because)
 
     def remembered(self, case: Case, start: HostValues) -> Blame | None:
-        """Return the Python values of earlier cases that change a result: with those of `start` it is another one.
+        """Return the Python values of earlier cases that change a result: with those of `start`, it differs.
 
-        The trial uses other random numbers, because a number that was drawn once and kept is from an earlier case too.
+        The trial uses other random numbers, because a number drawn once and kept is also from an earlier case.
         """
         runs = self._runs
         changes = start.changed(*runs.target.root, entries=True)
@@ -265,18 +265,18 @@ class Blamer:
 
         if not changes or (wanted := fresh(changes)).error:
             return None
-        # Several times: the result of a counter may be right by chance.
+        # Try several times, because a counter's result may be correct by chance.
         if all(runs.same(case, fresh(()), wanted) for _ in range(_TIMES)):
             return None
         if not runs.same(case, fresh(changes), wanted):
-            return None  # the step does not repeat, so these values are not the cause
+            return None  # the step is not deterministic, so these values are not the cause
         chosen = least(changes[:_MOST_TRIED], lambda some: runs.same(case, fresh(some), wanted))
         because = "; ".join(c.text for c in chosen)
         because += ": computed for an earlier case and used again; recompute it in refresh(), or in the captured step"
         return Blame("history", tuple(c.name for c in chosen), because)
 
     def remembered_by_functions(self, cases: Sequence[Case]) -> tuple[Case, Blame] | None:
-        """Return the `functools` caches that change a result. Their entries are cleared and not restored."""
+        """Return the `functools` caches that change a result. Their entries are cleared, not restored."""
         runs = self._runs
         functions = caches(*runs.target.root)
         for case in cases if functions else ():
@@ -290,7 +290,7 @@ class Blamer:
         return None
 
     def unlike_inputs(self, case: Case) -> Blame | None:
-        """Return a buffer that does not hold the input of its name."""
+        """Return a buffer whose contents differ from the input of the same name."""
         clean = self._reference[case.name][0]
         for name, value in case.named.items():
             buffer = clean.get(name)
@@ -302,7 +302,7 @@ class Blamer:
                 return Blame("padding", (name,), f"{because}; allocate it for the largest case")
             mask = differing(buffer[part], value.to(buffer.device, buffer.dtype))
             if bool(mask.any()):
-                because = f"{region(name, mask)} does not hold the values of inputs['{name}']; copy them in refresh()"
+                because = f"{region(name, mask)} does not have the values of inputs['{name}']; copy them in refresh()"
                 return Blame("padding", (name,), because)
         return None
 
@@ -313,7 +313,7 @@ def _with_inputs(inputs: Any, other: Any) -> Any:
 
 
 def least(items: Sequence[_T], enough: Callable[[Sequence[_T]], bool]) -> list[_T]:
-    """Return one item that is enough, or a small subset, given that all items together are."""
+    """Return one sufficient item, or a small sufficient subset. All items together must be sufficient."""
     return next(([item] for item in items if enough([item])), None) or _shrunk(items, enough)
 
 

@@ -1,4 +1,4 @@
-"""Compare tensors: which elements differ, the first one that does, and the part of a tensor that a mask covers."""
+"""Compare tensors: find which elements differ and the first one that does, and describe the part a mask covers."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Difference:
     Attributes:
         output: name of the tensor: an output, or "state NAME".
         at: coordinate of the element.
-        got, expected: its value in the run under test and in the reference run.
-        count, total: number of elements that differ, and number of elements compared.
+        got, expected: values in the run under test and in the reference run.
+        count, total: number of differing elements and of compared elements.
     """
 
     output: str
@@ -40,7 +40,7 @@ class Difference:
 
 
 def differing(have: torch.Tensor, want: torch.Tensor, tolerance: float = 0.0) -> torch.Tensor:
-    """Return a bool mask of the elements that differ. Two NaN are equal.
+    """Return a bool mask of the elements that differ. NaN equals NaN.
 
     Args:
         have, want: tensors of equal shape and dtype.
@@ -50,7 +50,7 @@ def differing(have: torch.Tensor, want: torch.Tensor, tolerance: float = 0.0) ->
     if have.is_complex():
         a, b = (torch.view_as_real(t.resolve_conj()) for t in (have, want))
         wrong = differing(a, b, tolerance).any(-1)
-        if tolerance:  # a rounding error is relative to the modulus, not to the smaller of both parts
+        if tolerance:  # rounding errors are relative to the modulus, not to the smaller part
             wrong &= ~_near(have.to(torch.complex128), want.to(torch.complex128), tolerance)
         return wrong
     if not have.is_floating_point():
@@ -70,7 +70,7 @@ def _is_nan(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def same_bits(have: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> bool:
-    """Return whether two lists of tensors are equal bit by bit, with one comparison per device."""
+    """Return whether two lists of tensors are bitwise equal, using one comparison per device."""
     if any((a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device) for a, b in zip(have, want, strict=True)):
         return False
     devices = {tensor.device for tensor in have}
@@ -108,7 +108,7 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 @functools.cache
 def _is_copied(dtype: torch.dtype) -> bool:
-    """Return whether torch copies values of a dtype. It does not for dtypes of less than eight bits."""
+    """Return whether torch can copy values of a dtype. It cannot for dtypes of fewer than eight bits."""
     if dtype.itemsize > 1:
         return True
     try:
@@ -128,7 +128,7 @@ def first_difference(
 ) -> Difference | None:
     """Return the first element in which two tensors of equal shape and dtype differ, or None.
 
-    `counted` is a bool mask of the elements to compare. None compares all of them.
+    `counted` is a bool mask of the elements to compare; None compares all.
     """
     wrong = differing(have, want, tolerance)
     if counted is not None:
@@ -142,7 +142,7 @@ def first_difference(
 
 
 def region(name: str, mask: torch.Tensor) -> str:
-    """Return the index range that a mask covers, such as "positions[5:8]", or the bare name for the whole tensor."""
+    """Return the range that a mask covers, such as "positions[5:8]"; for the whole tensor, only the name."""
     if mask.dim() == 0 or bool(mask.all()) or not bool(mask.any()):
         return name
     parts = []

@@ -17,7 +17,7 @@ _MOST_NAMED = 6
 
 
 Row = tuple[str, object, str, str]
-"""The name of a check, whether it ran, what it did, and why it did not run or what it could not see."""
+"""A check's name, whether it ran, what it did, and why it did not run or what it could not detect."""
 
 
 def coverage(v: Verification, graphs: GraphChecks, captures: Sequence[str]) -> tuple[dict[str, str], dict[str, str]]:
@@ -26,7 +26,7 @@ def coverage(v: Verification, graphs: GraphChecks, captures: Sequence[str]) -> t
     done = {name: what for name, ran, what, _ in rows if ran}
     left = {name: why_not for name, ran, _, why_not in rows if not ran and why_not}
     if v.unrepeatable:
-        return {}, left | dict.fromkeys(done, "the step does not repeat, so nothing can be compared")
+        return {}, left | dict.fromkeys(done, "the step is not deterministic, so nothing can be compared")
     return done, left
 
 
@@ -58,7 +58,7 @@ def _of_graphs(v: Verification, graphs: GraphChecks, captures: Sequence[str]) ->
 
 
 def _of_oracle(v: Verification) -> Iterator[Row]:
-    """An oracle counts for a case if it returned any element."""
+    """Report on the oracle, which counts as run in a case if it returned any element."""
     exact = {
         name: found
         for name, found in v.exact.items()
@@ -79,7 +79,7 @@ def _of_oracle(v: Verification) -> Iterator[Row]:
 
 
 def _fewer_rows(v: Verification, name: str) -> dict[str, str]:
-    """Describe the outputs of which the oracle returns fewer rows than the inputs and the step have."""
+    """Describe the outputs for which the oracle returns fewer rows than the inputs and the step have."""
     case, found = v.cases[name], {}
     rows = min((len(t) for t in case.named.values() if isinstance(t, torch.Tensor) and t.dim()), default=0)
     for output, exact in v.exact[name].outputs.items():
@@ -123,7 +123,7 @@ def _of_state(v: Verification) -> Iterator[Row]:
 
 
 def _unvaried(cases: Mapping[str, Case]) -> str:
-    """Return the inputs that are equal in all of several cases."""
+    """Return the inputs that are equal in all cases, if there are several."""
     first, *others = (case.named for case in cases.values()) if len(cases) > 1 else ({},)
     return ", ".join(
         name for name in first if all(name in other and same(first[name], other[name]) for other in others)

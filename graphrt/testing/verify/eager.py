@@ -1,4 +1,4 @@
-"""The eager checks of `verify`: what `refresh` writes, padded against exact results, and what persists between runs."""
+"""The eager checks of `verify`: what `refresh` writes, padded against exact results, what persists between runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from graphrt.testing.verify.subject import PlainSubject, copied_inputs, named_ou
 from graphrt.testing.verify.unreset import find_unreset
 from graphrt.testing.verify.verification import SURELY, Verification
 
-_MOST_VALUES = 8  # values of an integer buffer that are tried in its pad rows
+_MOST_VALUES = 8  # values of an integer buffer to try in its pad rows
 _Pair = tuple[str, torch.Tensor | None, torch.Tensor, torch.Tensor | None]
 REFRESH_READS = Blame("", (), "refresh() reads what it should write")
 
@@ -31,12 +31,12 @@ class EagerChecks:
         self._v = verification
 
     def prepare(self) -> None:
-        """Learn which buffers and which of their elements refresh() writes for each case."""
+        """Find which buffers, and which of their elements, refresh() writes in each case."""
         target, runs = self._v.target, self._v.runs
         known = set(runs.storages)
         for index, case in enumerate(list(self._v.cases.values())):
             refresh = partial(target.refresh, case.inputs)
-            try:  # two cases show the numbers that it recomputes
+            try:  # two cases show which numbers it recomputes
                 during = partial(runs.note_refreshed, refresh) if index < 2 else refresh
                 found = written_tensors(*target.root, during)
             except Exception as error:
@@ -60,13 +60,13 @@ class EagerChecks:
     def _record(
         self, path: str, tensor: torch.Tensor, tensors: dict[str, torch.Tensor], first: dict[str, torch.Tensor]
     ) -> None:
-        """Add an unnamed tensor and its first contents."""
+        """Add an unnamed tensor and its initial contents."""
         name = path if tensors.get(path, tensor) is tensor else f"{path} ({len(tensors)})"
         contents = self._v.host.contents(tensor)
         tensors[name], first[name] = tensor, tensor.clone() if contents is None else contents
 
     def _find_hidden(self, case: Case) -> None:
-        """Find the unnamed tensors that run() changes in place: they are restored before each run.
+        """Find the unnamed tensors that run() changes in place, which are restored before each run.
 
         If only the first of two runs changes a tensor, the tensor is treated as a cache that this run filled. Its
         contents are kept, because Python values may mark it as filled.
@@ -101,7 +101,7 @@ class EagerChecks:
                 runs.filled[path] = (tensor, tensor.clone() if contents is None else contents)
 
     def _survey(self, case: Case) -> dict[str, torch.Tensor]:
-        """Return masks of the elements of each buffer that refresh() writes: those that are equal after two fills."""
+        """Return masks of the buffer elements that refresh() writes: those that are equal after two different fills."""
         runs, before = self._v.runs, self._v.runs.contents()
         results = []
         for value in POISONED:
@@ -125,10 +125,10 @@ class EagerChecks:
         return written
 
     def check(self) -> None:
-        """Run the oracle and the padded step of each case, compare them, and find what persists between runs.
+        """Run the oracle and the padded step in each case, compare them, and find what persists between runs.
 
         Raises:
-            ConfigError: if the oracle returns nothing, or `real` names something that no case returns.
+            ConfigError: if the oracle returns nothing, or `real` has a name that no case returns.
         """
         self._run_oracles()
         self._run_references()
@@ -170,7 +170,7 @@ class EagerChecks:
             self._v.check_canaries(case, "", "an eager run")
 
     def _learn_shapes(self, case: Case) -> None:
-        """Get the exact shapes of outputs that the oracle does not return, by running the step on exact tensors."""
+        """Run the step on exact tensors to get the shapes of outputs that the oracle does not return."""
         runs, subject = self._v.runs, self._v.target.subject
         if not isinstance(subject, PlainSubject):
             return
@@ -182,9 +182,9 @@ class EagerChecks:
         runs.restore_state()
 
     def _check_memory(self) -> None:
-        """Find what persists between runs: Python values, caches of functions, and unnamed tensors."""
+        """Find what persists between runs: Python values, function caches and unnamed tensors."""
         cases = list(self._v.cases.values())
-        text = "the eager result is another one without the Python values of earlier cases"
+        text = "the eager result differs without the Python values of earlier cases"
         for case in cases:
             if blame := self._v.blamer.remembered(case, self._v.host):
                 self._v.find(blame.check, case, "", text, blame)
@@ -201,7 +201,7 @@ class EagerChecks:
                 exact = target.eager(case.inputs)
         except Exception as error:
             return Outcome(error=raised(error))
-        # An oracle may update the state as the step should. Then the state is compared as well.
+        # An oracle may update the state like the step should. If so, the state is also compared.
         changes = {name: changed(runs.state[name], t) for name, t in target.state.items()}
         exact |= {f"state {n}": t for n, t in target.state.items() if len(changes[n][0])}
         exact = {name: t.clone() for name, t in exact.items()}
@@ -230,10 +230,10 @@ class EagerChecks:
             self._v.find("padding", case, "", "the padded step differs from the exact one", blame, wrong)
 
     def _pad_values(self, case: Case, exact: Outcome, wrong: Difference, padded: Outcome) -> Blame | None:
-        """Return the buffer whose pad values cause a wrong result, although the caller's code writes them.
+        """Return the buffer whose pad values, written by the caller's code, cause a wrong result.
 
-        With other pad values the first wrong element is right. If only one buffer is padded, or the oracle is the step
-        itself, it is enough that the results change.
+        With other pad values, the first wrong element is correct. If only one buffer is padded, or the oracle is the
+        step itself, a change of the results is enough.
         """
         runs = self._v.runs
         contents = self._v.reference[case.name][0]
@@ -244,7 +244,7 @@ class EagerChecks:
                 tails[name] = torch.ones_like(buffer, dtype=torch.bool)
                 tails[name][tuple(slice(0, n) for n in value.shape)] = False
         tails = {name: tail for name, tail in tails.items() if bool(tail.any())}
-        if wrong.output.startswith("state "):  # integers first: they are the indices of writes
+        if wrong.output.startswith("state "):  # integers first, because they index writes
             tails = dict(sorted(tails.items(), key=lambda item: contents[item[0]].is_floating_point()))
         changing = []
         for name, tail in tails.items():
@@ -258,7 +258,7 @@ class EagerChecks:
         return self._spoils(changing[0], tails[changing[0]]) if is_sure else None
 
     def _others(self, name: str, values: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield other contents of a buffer: poison, and each value of an integer buffer, as it may be an index."""
+        """Yield other contents for a buffer: poison and, for integers (possible indices), each value in the buffer."""
         for value in POISONED:
             other = values.clone()
             self._v.runs.fill(name, other, value)
@@ -272,7 +272,7 @@ class EagerChecks:
         return Blame("padding", (name,), because)
 
     def _is_right(self, case: Case, exact: Outcome, outcome: Outcome, wrong: Difference) -> bool:
-        """Return whether the element that was wrong agrees with the oracle in another outcome."""
+        """Return whether the wrong element agrees with the oracle in another outcome."""
         for name, have, want, _ in self._pairs(case, exact, outcome):
             if name == wrong.output and have is not None and have.shape == want.shape:
                 return not bool(differing(have, want, self._v.tolerance(want.dtype))[wrong.at].any())
@@ -290,7 +290,7 @@ class EagerChecks:
         return None
 
     def _pairs(self, case: Case, exact: Outcome, padded: Outcome) -> Iterator[_Pair]:
-        """Yield each output and state tensor: its name, the padded one cut to its real part, the exact one, a mask."""
+        """Yield name, real part of the padded tensor, exact tensor and mask of each output and state tensor."""
         for name, want in exact.outputs.items():
             have = padded.outputs.get(name)
             if name.startswith("state "):

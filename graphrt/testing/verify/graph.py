@@ -1,4 +1,4 @@
-"""The graph checks of `verify`: capture at a case, then replay every case after every fill of the buffers."""
+"""The graph checks of `verify`: capture at one case, then replay every case after every fill of the buffers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from graphrt.testing.verify.runs import POISONED, Case, Contents, Fill
 from graphrt.testing.verify.subject import Output
 from graphrt.testing.verify.verification import SURELY, Verification
 
-_MOST_EXPLAINED = 8  # wrong replays of one graph whose cause is searched; the others are counted
+_MOST_EXPLAINED = 8  # wrong replays per graph whose cause is searched; further ones are counted
 _KEY = BatchDescriptor.decode(1)
 
 
@@ -32,9 +32,9 @@ class GraphChecks:
     """Capture and replay.
 
     seconds     duration of the captures
-    unwritten   number of uninitialised allocations that held poison
-    pool_bytes  largest size of the inactive blocks that held poison
-    in_flight   number of replays that were queued on stalled streams
+    unwritten   number of uninitialised allocations filled with poison
+    pool_bytes  largest size of the inactive blocks filled with poison
+    in_flight   number of replays queued on stalled streams
     """
 
     def __init__(self, verification: Verification) -> None:
@@ -44,7 +44,7 @@ class GraphChecks:
         self.seconds, self.unwritten, self.pool_bytes, self.in_flight = 0.0, 0, 0, 0
 
     def check(self, name: str) -> None:
-        """Capture at a case, then replay every case after every fill. The captured case is the last one."""
+        """Capture at a case, then replay every case after every fill; the captured case comes last."""
         case = self._v.cases.get(name)
         if case is None or not self._v.reference:
             return
@@ -61,7 +61,7 @@ class GraphChecks:
         order = list(self._v.cases.values())
         at = order.index(case)
         order = [*order[at + 1 :], *order[: at + 1]]
-        if at == len(order) - 1:  # captured at the last: reversed, so that each case has another neighbour
+        if at == len(order) - 1:  # for the last capture, reverse the order, so that neighbours differ
             order = [*reversed(order[:-1]), case]
         explained, wrong = 0, set[str]()
         for value in (Fill.PREVIOUS, Fill.HIGH, Fill.LOW):
@@ -77,10 +77,10 @@ class GraphChecks:
             self.in_flight += 2 * len(order)
 
     def _forget(self, case: Case, stack: ExitStack) -> None:
-        """Hold the Python values from before any case until the stack closes.
+        """Restore the Python values from before any case, until the stack closes.
 
-        A server captures before it has seen other cases, so what grows with a case grows after the capture. If the
-        captured case gives another result from there, another check reports it, and the values stay.
+        A server captures before it has seen other cases, so values that grow with cases grow after the capture. If the
+        captured case then gives a different result, another check reports it, and the values are not restored.
         """
         target, runs = self._v.target, self._v.runs
         if target.capture is not None:
@@ -118,13 +118,13 @@ class GraphChecks:
             if "CUDA error" in str(error) and not isinstance(error, CaptureError):
                 raise
             text = str(error).removeprefix(f"{_KEY}: ") + own_line(error)
-            because = "a graph holds kernel launches, numbers and addresses: compute with tensors on the device"
+            because = "a graph contains kernel launches, numbers and addresses: compute with tensors on the device"
             self._v.find("capture", case, case.name, f"the step cannot be captured: {text}", Blame("", (), because))
             return None
         self.unwritten += memory.count
         poisoned = {n: t for n, t in static.items() if n not in runs.old}
 
-        fills_results = [True]  # whether the next launch finds poison in its results
+        fills_results = [True]  # whether to poison the results of the next launch
 
         def fill_memory(byte: int) -> None:
             fills_results[0] = byte != 0
@@ -142,14 +142,14 @@ class GraphChecks:
             return launch()
 
         host = HostValues.take(*target.root)
-        # Aliases: the caller may change the memory of its own tensor with set_(), or its shape with resize_().
+        # Use aliases: the caller may change its tensor's memory with set_() or its shape with resize_().
         named = {name: tensor.detach() for name, tensor in target.subject.buffers.items()}
         tensors = (at.value for at in locations(*target.root) if isinstance(at.value, torch.Tensor))
         memory_at_capture = CapturedMemory(tensors)
         return Captured(case, launched, host, fill_memory, target.found | named, memory_at_capture)
 
     def _record(self, contents: Contents, step: Callable[[], torch.Tensor]) -> CapturedGraph:
-        """Warm up and capture, as servers do."""
+        """Warm up and capture, like a server."""
         runs = self._v.runs
         if self._recorder is None:
             self._recorder = make_recorder(self._v.target.device)
@@ -214,7 +214,7 @@ class GraphChecks:
 
 
 def _is_captured(name: str, tensor: torch.Tensor, graph: Captured) -> bool:
-    """Return whether a buffer has the memory and the layout that it had at capture."""
+    """Return whether a buffer has the same memory and layout as at capture."""
     captured = graph.buffers.get(name)
     if captured is None:
         return False

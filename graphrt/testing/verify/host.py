@@ -1,8 +1,8 @@
-"""Record the Python values that a step can read, notice which of them changed, and restore them.
+"""Record the Python values that a step can read, detect which ones changed, and restore them.
 
 A CUDA graph keeps the Python values that the step had at capture. `HostValues.take(step, "step")` records them,
-`changed()` lists those that differ now, and `assigned()` restores old ones for a block, so that an eager run shows what
-they would have done. `HostValues` holds values, addresses and weak references, so it keeps no tensor alive.
+`changed()` lists values that differ now, and `assigned()` restores old values in a block, so that an eager run shows
+their effect. `HostValues` stores values, addresses and weak references, so it keeps no tensor alive.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Items:
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """A tensor, without keeping it alive, and a copy of its contents if it is small."""
+    """A tensor that is not kept alive, and a copy of its contents if it is small."""
 
     address: int
     shape: tuple[int, ...]
@@ -57,7 +57,7 @@ class Change(NamedTuple):
     """A value that differs from the recorded one.
 
     `old` can be assigned at `path`; it is None for a tensor that was too large to copy. The report shows `name` and
-    `text`. `tensor` is the recorded tensor if it was replaced by another one and is still alive.
+    `text`. `tensor` is the recorded tensor if it was replaced and is still alive.
     """
 
     path: str
@@ -85,19 +85,19 @@ def same(old: Any, new: Any) -> bool:
         return len(old) == len(new) and all(same(*pair) for pair in zip(old, new, strict=True))
     try:
         return bool(old == new or (old != old and new != new))
-    except Exception:  # the __eq__ of the caller's class
+    except Exception:  # raised by __eq__ of the caller's class
         return False
 
 
 def is_value(value: Any) -> bool:
-    """Return whether a recorded value is data that a tensor could hold: numbers, strings and containers of them."""
+    """Return whether a recorded value is data that a tensor could store: numbers, strings and containers of these."""
     if isinstance(value, (torch.Tensor, type(None))):
         return False
     return is_leaf(value) or isinstance(value, (dict, _Keys, Drawn, _Items))
 
 
 class HostValues:
-    """The values within reach of a step at one moment."""
+    """The values reachable from a step at one moment."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         self._values = values
@@ -106,7 +106,7 @@ class HostValues:
     def take(cls, root: Any, name: str) -> HostValues:
         values, room = dict[str, Any](), [_MOST_COPIED]
         for path, value, _ in locations(root, name):
-            with suppress(TypeError):  # an object that takes no weak reference: only its own locations count
+            with suppress(TypeError):  # the object does not support weak references: only its own locations count
                 values[path] = _recorded(value, room)
         return cls(values)
 
@@ -116,9 +116,9 @@ class HostValues:
         return next((old.contents for old in every if old.tensor() is tensor), None)
 
     def changed(self, root: Any, name: str, *, entries: bool = False) -> list[Change]:
-        """Return the values that differ from the recorded ones: data first, then objects and functions.
+        """Return the values that differ from the recorded values: data first, then objects and functions.
 
-        With `entries`, also return dicts and objects that got new entries, and no tensor that was too large to copy.
+        With `entries`, also return dicts and objects with new entries, but exclude tensors that were too large to copy.
         """
         found, objects = [], []
         for path, new, put in locations(root, name):
@@ -134,7 +134,7 @@ class HostValues:
                 continue
             elif isinstance(old, _Tensor):
                 if not (isinstance(new, torch.Tensor) and (old.address, old.shape) == (new.data_ptr(), new.shape)):
-                    text = f"{path} is another tensor than at capture; the graph reads the memory of the old one"
+                    text = f"{path} is a different tensor than at capture; the graph reads the memory of the old one"
                     found.append(Change(path, path, old.contents, text, True, old.tensor()))
             elif isinstance(old, weakref.ref):
                 if (kept := old()) is not None and kept is not new:
@@ -146,7 +146,7 @@ class HostValues:
 
 
 def _recorded(value: Any, room: list[int]) -> Any:
-    """Return the part of a value to record. `room` holds the bytes that tensor copies may still take."""
+    """Return the part of a value to record. `room` contains the bytes left for tensor copies."""
     if isinstance(value, torch.Tensor):
         return _Tensor(value.data_ptr(), tuple(value.shape), _copied(value, room), weakref.ref(value))
     if isinstance(value, dict):
@@ -166,7 +166,7 @@ def _copied(tensor: torch.Tensor, room: list[int]) -> torch.Tensor | None:
 
 @contextmanager
 def assigned(root: Any, name: str, values: Mapping[str, Any]) -> Iterator[None]:
-    """Hold old values (`Change.old`) at their paths until the block ends."""
+    """Assign old values (`Change.old`) to their paths within the block."""
     with ExitStack() as stack:
         for location in list(locations(root, name)) if values else ():
             if location.path in values:
@@ -175,7 +175,7 @@ def assigned(root: Any, name: str, values: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _assign(location: Location, old: Any) -> Callable[[], object]:
-    """Put an old value into a location, and return the function that undoes it.
+    """Assign an old value to a location, and return a function that undoes it.
 
     Containers are changed in place, because other objects may share them.
     """
@@ -215,7 +215,7 @@ def _fill(container: Any, items: Any) -> None:
 
 @contextmanager
 def unchanged(root: Any, name: str) -> Iterator[None]:
-    """Undo what the block does to the Python values: the objects in each location, and the items of containers."""
+    """Undo the block's changes to Python values: the objects in each location, and the items of containers."""
     before = list(locations(root, name))
     containers = [each.value for each in before if isinstance(each.value, (dict, *IN_PLACE))]
     items = [(each, dict(each) if isinstance(each, dict) else copy.copy(each)) for each in containers]
@@ -243,7 +243,7 @@ def written_tensors(root: Any, name: str, during: Callable[[], object]) -> dict[
     """Return the tensors, by path, that `during` changes in place."""
     room = [_MOST_COPIED]
     tensors = [(path, value) for path, value, _ in locations(root, name) if isinstance(value, torch.Tensor)]
-    # `.data` and kernels write without a version. Tensors of inference mode have none.
+    # Writes through `.data` and by kernels do not change the version. Inference tensors have no version.
     before = [(path, tensor, _version(tensor), _copied(tensor, room)) for path, tensor in tensors]
     during()
     found = {path: tensor for path, tensor, version, _ in before if version != _version(tensor)}
@@ -258,7 +258,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def values_at(root: Any, name: str, paths: Collection[str] | None = None) -> dict[str, Any]:
-    """Return the immutable values and the tensors by path, all of them or those at `paths`."""
+    """Return the immutable values and the tensors by path: all, or only those at `paths`."""
     return {
         path: value
         for path, value, _ in (locations(root, name) if paths is None or paths else ())
@@ -267,12 +267,12 @@ def values_at(root: Any, name: str, paths: Collection[str] | None = None) -> dic
 
 
 def torch_generators(root: Any, name: str) -> list[torch.Generator]:
-    """Return the torch generators within reach."""
+    """Return the reachable torch generators."""
     return [value for _, value, _ in locations(root, name) if isinstance(value, torch.Generator)]
 
 
 def caches(root: Any, name: str) -> list[tuple[str, Any]]:
-    """Return the functions with a non-empty `functools` cache within reach, except those of installed packages."""
+    """Return the reachable functions with a non-empty `functools` cache, except those of installed packages."""
     cached, home = functools._lru_cache_wrapper, Home.of(root)
     found = [(path, value) for path, value, _ in locations(root, name) if isinstance(value, cached)]
     return [(path, f) for path, f in found if home.has(f.__module__) and f.cache_info().currsize]

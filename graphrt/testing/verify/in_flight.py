@@ -1,7 +1,7 @@
-"""Queue replays without waiting on a stalled stream, as in a server whose host runs ahead of the device.
+"""Queue replays on a stalled stream without waiting, as in a server whose host runs ahead of the device.
 
-This exposes host memory that is overwritten before the device has read it, and copies on another stream that the launch
-does not wait for.
+This exposes host memory that is overwritten before the device has read it, and copies on another stream for which the
+launch does not wait.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from graphrt.testing.verify.runs import SEED, Case, Contents, Outcome, one_seed
 from graphrt.testing.verify.verification import Verification
 
 _CYCLES = 40_000_000
-"""About 20 ms: longer than the host takes to queue all replays."""
+"""About 20 ms, which is longer than the host takes to queue all replays."""
 _MAIN, _SIDE = "the main stream is stalled", "the other streams are stalled"
 
 
 class _StalledStreams(TorchDispatchMode):
-    """Stall every stream other than the main one before the first op of refresh() on it."""
+    """Stall every stream other than the main one before refresh() runs its first op on it."""
 
     def __init__(self, main: torch.cuda.Stream) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
@@ -45,7 +45,7 @@ def flight_findings(
 ) -> list[VerifyFinding]:
     """Queue every case without waiting, once with the main stream stalled and once with the side streams stalled.
 
-    Cases in `known`, whose replays are already known to be wrong, are queued and not compared.
+    Cases in `known`, whose replays are already known to be wrong, are queued but not compared.
     """
     found = (_queue(v, graph, order, known, stalled) for stalled in (_MAIN, _SIDE))
     return [finding for finding in found if finding is not None]
@@ -67,7 +67,7 @@ def _queue(
             else:
                 with _StalledStreams(torch.cuda.current_stream(device)):
                     target.refresh(case.inputs)
-            contents = runs.contents()  # in stream order: as the graph will find them
+            contents = runs.contents()  # in stream order, as the graph reads them
             runs.replays += 1
             torch.manual_seed(SEED)  # as before every other run
             outputs = target.named(graph.launch())

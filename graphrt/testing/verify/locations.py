@@ -1,6 +1,6 @@
-"""Find the Python values that a step can read, by path.
+"""Find the Python values that a step can read, with their paths.
 
-The search follows attributes, containers, closures, and the functions and globals of the step's own package. It does
+The search follows attributes, containers, closures, and the functions and globals of the step's package. It does
 not enter installed packages, generators, iterators or C code.
 """
 
@@ -25,7 +25,7 @@ import torch
 from graphrt.testing.verify.compare import has_memory
 
 _MOST_LOCATIONS, _DEEPEST = 50_000, 24
-_WHOLE = 256  # a dict of this many numbers or strings is one value
+_WHOLE = 256  # a dict of at least this many numbers or strings is one value
 _FOREIGN = frozenset(
     {"builtins", "torch", "numpy", "triton", "cuda", "threading", "logging", "typing", "abc", "random", "enum"}
 )
@@ -36,13 +36,13 @@ _SCALARS = (
     int, float, bool, str, bytes, complex, type(None), range, slice, enum.Enum, torch.dtype, torch.device, np.generic,
 )  # fmt: skip
 IN_PLACE = (list, set, collections.deque, np.ndarray, bytearray)
-_NEVER_LEAVES = frozenset({dict, type, types.FunctionType, types.MethodType})  # a quick answer for most values
+_NEVER_LEAVES = frozenset({dict, type, types.FunctionType, types.MethodType})  # fast path for most values
 
 
 class Location(NamedTuple):
-    """A place that holds a value. `put` replaces the value, and is None if the place is read-only.
+    """The location of a value. `put` replaces the value; None if the location is read-only.
 
-    A path that ends with a dot leads to the attributes of an object as a dict.
+    A path that ends with a dot refers to an object's attributes as a dict.
     """
 
     path: str
@@ -52,7 +52,7 @@ class Location(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """The state of a random generator of Python."""
+    """The state of a Python random generator."""
 
     state: bytes
 
@@ -62,7 +62,7 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """The module and package of a step. Of graphrt, the first sub-package counts as the package."""
+    """The module and package of a step. Within graphrt, the first sub-package counts as the package."""
 
     module: str
     package: str
@@ -74,7 +74,7 @@ class Home:
         return cls(module, _package_of(module))
 
     def has(self, module: str | None) -> bool:
-        """Return whether a module belongs to the step's package, or is not an installed one."""
+        """Return whether a module belongs to the step's package or is not installed."""
         if module == self.module or _package_of(module or "") == self.package:
             return True
         file, top = getattr(sys.modules.get(module or ""), "__file__", None), (module or "").split(".")[0]
@@ -87,9 +87,9 @@ def _package_of(module: str) -> str:
 
 
 def locations(root: Any, name: str, left_out: list[str] | None = None) -> Iterator[Location]:
-    """Yield every location within reach of an object or function, the nearest first, each path once.
+    """Yield every location reachable from an object or function, nearest first, each path once.
 
-    Paths that are too many or too deep, and tensors without their own memory, are appended to `left_out`.
+    Excess or too deep paths, and tensors without their own memory, are appended to `left_out`.
     """
     left = [] if left_out is None else left_out
     home = Home.of(root)
@@ -116,7 +116,7 @@ def locations(root: Any, name: str, left_out: list[str] | None = None) -> Iterat
 
 
 def unreached(root: Any, name: str) -> list[str]:
-    """Return the paths that `locations` leaves out."""
+    """Return the paths that `locations` omits."""
     left: list[str] = []
     collections.deque(locations(root, name, left), maxlen=0)
     return list(dict.fromkeys(left))
@@ -165,7 +165,7 @@ def _children(value: Any, path: str, home: Home) -> Iterator[Location]:
 
 
 def _of_classes(kinds: Collection[type], path: str, known: Collection[str]) -> Iterator[Location]:
-    """Yield the attributes and functions of classes, except names that the object itself has."""
+    """Yield the attributes and functions of classes, except names that the object itself defines."""
     found = set(known)
     for kind in kinds:
         for key, item in list(vars(kind).items()) if kind.__module__.split(".")[0] not in _FOREIGN else ():
@@ -178,7 +178,7 @@ def _of_classes(kinds: Collection[type], path: str, known: Collection[str]) -> I
 
 
 def _of_function(function: types.FunctionType, path: str, home: Home) -> Iterator[Location]:
-    """Yield what a function closes over, its defaults, and the globals that its code names, by their bare names."""
+    """Yield a function's closure variables, its defaults, and the globals that its code uses, by their bare names."""
     for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         if key == "__class__":  # of super()
             continue
@@ -207,12 +207,12 @@ def _names_in(code: types.CodeType) -> list[str]:
 
 
 def _is_data(item: Any) -> bool:
-    """Return whether an attribute of a class or module is data, not code."""
+    """Return whether an attribute of a class or module is data rather than code."""
     return is_leaf(item) or isinstance(item, (list, tuple, dict)) or _is_own_object(item)
 
 
 def _is_own_object(value: Any) -> bool:
-    """Return whether a value is an instance of a Python class outside of the packages that are never searched."""
+    """Return whether a value is an instance of a Python class outside the packages that are never searched."""
     if isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType, functools._lru_cache_wrapper)):
         return False
     module = type(value).__module__
@@ -220,14 +220,14 @@ def _is_own_object(value: Any) -> bool:
 
 
 def is_fixed(value: Any) -> bool:
-    """Return whether a value is immutable data: a number, a string, or a tuple of them."""
+    """Return whether a value is immutable data: a number, a string, or a tuple of these."""
     if isinstance(value, (tuple, frozenset)):
         return all(isinstance(item, _SCALARS) for item in value)
     return isinstance(value, _SCALARS)
 
 
 def is_leaf(value: Any) -> bool:
-    """Return whether a value is compared as a whole and has no locations inside."""
+    """Return whether a value is compared as a whole and contains no locations."""
     if isinstance(value, dict):
         return len(value) >= _WHOLE and all(isinstance(item, _SCALARS) for item in value.values())
     if type(value) in _NEVER_LEAVES:

@@ -1,8 +1,8 @@
-"""Poison memory that a step must not read before it writes it.
+"""Poison memory that a step must write before it reads.
 
-On CUDA this is every inactive block of torch's allocator, also in the graph's private pool, so a tensor that was
-captured by its address and then freed reads as NaN. The memory of `torch.empty` is filled by a node of the graph:
-it is often the memory of an intermediate, which the graph has already overwritten when `empty` returns it.
+On CUDA this is every inactive block of torch's allocator, including the graph's private pool, so a tensor that was
+captured by address and then freed reads as NaN. A graph node fills the memory of `torch.empty`, because
+it is often reused from an intermediate that the graph has overwritten before `empty` returns it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from graphrt.capture.op_trace import UNWRITTEN_FACTORIES
 from graphrt.kernels.errors import ReplayError
 from graphrt.testing.verify.compare import has_memory
 
-_UNWRITTEN = UNWRITTEN_FACTORIES - {"aten::lift_fresh"}  # whose values were written before
+_UNWRITTEN = UNWRITTEN_FACTORIES - {"aten::lift_fresh"}  # its values were written before
 NAN_BYTE = 0xFF
-"""NaN in every float format, -1 in integers."""
+"""NaN in all float formats, -1 in integers."""
 
 
 class _Unwritten(TorchDispatchMode):
-    """Call a function with each uninitialised allocation of the step that runs inside."""
+    """Call a function with each uninitialised allocation of the step that runs inside the mode."""
 
     def __init__(self, got: Callable[[torch.UntypedStorage], object]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
@@ -45,7 +45,7 @@ class _Unwritten(TorchDispatchMode):
 
 
 class _UnwrittenOnCuda(_Unwritten):
-    """Let compiled functions run compiled inside the mode. It does not see their allocations."""
+    """Let compiled functions run inside the mode, which does not detect their allocations."""
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -61,7 +61,7 @@ def _watching(device: torch.device, got: Callable[[torch.UntypedStorage], object
 
 
 class UnwrittenInGraph:
-    """Let a graph fill each uninitialised allocation of the step inside `watch`, right after it.
+    """Make a graph fill each uninitialised allocation of the step inside `watch` right after it.
 
     `count` is the number of allocations.
     """
@@ -81,15 +81,15 @@ class UnwrittenInGraph:
         return len(self._filled)
 
     def fill(self, byte: int) -> None:
-        """Set the byte for the following launches."""
+        """Set the fill byte for subsequent launches."""
         self._byte.fill_(byte)
 
 
 @contextlib.contextmanager
 def zeroed(device: torch.device) -> Iterator[None]:
-    """Fill uninitialised memory with zeros, so that an eager run that reads it gives the same result each time.
+    """Fill uninitialised memory with zeros, so that eager runs that read it are deterministic.
 
-    On a CPU, functions of torch.compile run uncompiled, as they do in an op trace.
+    On a CPU, compiled functions run uncompiled, as in an op trace.
     """
     with contextlib.ExitStack() as stack:
         if device.type == "cuda":
@@ -108,7 +108,7 @@ def storage_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def inactive_blocks(device: torch.device) -> list[tuple[int, int]]:
-    """Return address and size in bytes of each unused block of torch's allocator on a CUDA device."""
+    """Return the address and size in bytes of each unused block of torch's allocator on a CUDA device."""
     return [
         (address, block["size"])
         for segment, block, address in blocks_of(allocator_rows())
@@ -117,10 +117,10 @@ def inactive_blocks(device: torch.device) -> list[tuple[int, int]]:
 
 
 class CapturedMemory:
-    """Keeps the memory of the tensors that a step has at capture, and poisons it once the step has dropped them.
+    """Keeps the memory of the step's tensors at capture, and poisons it once the step has dropped them.
 
-    The allocator could otherwise give the memory to a tensor that a later refresh() creates. The graph would then read
-    the right values by chance.
+    Otherwise the allocator could reuse the memory for a tensor created by a later refresh(). The graph would then read
+    correct values by chance.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:

@@ -21,13 +21,13 @@ class VerifyFinding:
 
     Attributes:
         check: name of the check that found it: a key of `VerifyReport.checked`.
-        case: name of the case, or "" if the finding belongs to no single case.
+        case: name of the case, or "" if the finding does not belong to a single case.
         captured: name of the case at which the graph was captured, or "" for an eager run.
         text: what happened.
         difference: the first element that differs, or None if nothing was compared.
         blamed: names of the buffers, arguments, Python values or memory that cause it.
         because: what is stale or frozen in them, and how to fix it.
-        repeats: number of further replays with the same check and the same cause.
+        repeats: number of further replays with the same check and cause.
     """
 
     check: str
@@ -56,15 +56,15 @@ class VerifyFinding:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """The result of `verify`. `str()` prints all of it.
+    """The result of `verify`. `str()` returns the whole report.
 
     Attributes:
         name: name of the step.
-        findings: the faults, in the order in which they were found.
-        checked: what each check that ran did, by the name of the check.
-        not_checked: why a check did not run, or what it could not see, by name.
+        findings: the faults, in the order of detection.
+        checked: what each check did, by name, for checks that ran.
+        not_checked: why a check did not run, or what it could not detect, by name.
         eager_runs, replays: number of runs.
-        seconds: duration, including captures. `check_seconds` excludes captures.
+        seconds: duration in seconds, including captures. `check_seconds` excludes captures.
     """
 
     name: str
@@ -83,7 +83,7 @@ class VerifyReport:
 
     @property
     def blamed(self) -> tuple[str, ...]:
-        """The causes of all findings, each name once."""
+        """The causes of all findings, without duplicates."""
         return tuple(dict.fromkeys(name for finding in self.findings for name in finding.blamed))
 
     def raise_if_any(self) -> None:

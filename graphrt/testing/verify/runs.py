@@ -1,4 +1,4 @@
-"""Run a step eagerly and as a graph, from one state and with chosen contents in the buffers."""
+"""Run a step eagerly and as a graph, from the same state and with given buffer contents."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ SEED, OTHER_SEED = 1234, 4321
 class Contents(dict[str, torch.Tensor]):
     """The contents of every buffer at the start of a step.
 
-    `host` holds the numbers and the buffer references that `refresh` left in Python, by path. An example is the index
-    of the buffer that it filled, where two buffers are used in turn.
+    `host` contains the numbers and buffer references that `refresh` left in Python, by path. An example is the index
+    of the filled buffer if two buffers alternate.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], host: Mapping[str, Any] | None = None) -> None:
@@ -35,19 +35,19 @@ class Contents(dict[str, torch.Tensor]):
         self.host = host or {}
 
     def but(self, tensors: Mapping[str, torch.Tensor]) -> Contents:
-        """Return a copy with other contents of some buffers."""
+        """Return a copy with different contents for some buffers."""
         return Contents({**self, **tensors}, self.host)
 
 
 class Fill(str, Enum):
     """The contents of the buffers before `refresh` writes to them.
 
-    INITIAL    as when `verify` was called
-    PREVIOUS   as the previous case left them
+    INITIAL    the values when `verify` was called
+    PREVIOUS   the values that the previous case left
     HIGH       NaN, and the largest integer that the buffer has held
     LOW        large floats, and the smallest integer that the buffer has held
 
-    Poison in integers stays in the range that was seen. On a device, an index out of range ends the process.
+    Poison in integers stays in the observed range: on a device, an out-of-range index would end the process.
     """
 
     INITIAL = "their initial values"
@@ -88,7 +88,7 @@ class Case:
             check_part("real", name, known[name], index)
 
     def counted(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return a mask of the elements of an output, or of "state NAME", that are compared. None means all."""
+        """Return a mask of the elements to compare of an output or of "state NAME". None means all."""
         index = self.real.get(name.removeprefix("state "))
         if index is None:
             shape = self.exact_shapes.get(name)
@@ -103,8 +103,8 @@ class Outcome:
     """The results of a run.
 
     outputs  copies of the outputs
-    changes  of each state tensor: flat indices of the elements that the run changed, and their new values
-    error    the exception that was raised, or ""
+    changes  for each state tensor: flat indices of the elements that the run changed, and their new values
+    error    the exception text, or ""
     """
 
     outputs: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -116,12 +116,12 @@ class Runs:
     """Run a target, and count its runs.
 
     ranges     smallest and largest value of each integer buffer so far
-    rewritten  names of the buffers that `refresh` writes to in every case
+    rewritten  names of the buffers to which `refresh` writes in every case
     refreshed  paths of the numbers and buffer references that `refresh` changes in Python
-    initial    first contents of the buffers; `state` and `hidden` hold those of the other tensors
-    filled     tensors that the first run filled and later runs only read, with their first contents
-    kept       names of the hidden tensors that a run finds as the previous run left them
-    old        outputs in memory that existed before the run, with the name of the tensor where it is known
+    initial    initial contents of the buffers; those of other tensors are in `state` and `hidden`
+    filled     tensors that the first run filled and later runs only read, with their initial contents
+    kept       names of the hidden tensors that are not restored between runs
+    old        outputs in memory that existed before the run, with the name of the tensor if known
     """
 
     def __init__(self, target: Target) -> None:
@@ -151,7 +151,7 @@ class Runs:
             generator.set_state(state)
 
     def contents(self) -> Contents:
-        """Return a copy of the buffers, and what `refresh` left in Python."""
+        """Return a copy of the buffers, and the values that `refresh` left in Python."""
         host = self._of_buffers(values_at(*self.target.root, self.refreshed))  # keeps no other tensor alive
         return Contents({name: t.clone() for name, t in self.target.buffers.items()}, host)
 
@@ -162,12 +162,12 @@ class Runs:
                 tensor.copy_(contents[name])
 
     def numbers_of(self, contents: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
-        """Hold in Python what `refresh` left there together with these contents."""
+        """Assign the Python values that `refresh` left together with these contents."""
         host = contents.host if isinstance(contents, Contents) else {}
         return assigned(*self.target.root, self._of_buffers(host))
 
     def _of_buffers(self, host: Mapping[str, Any]) -> dict[str, Any]:
-        """Drop the tensors that are not buffers: their contents at that moment are unknown."""
+        """Drop tensors that are not buffers, because their contents at that moment are unknown."""
         now = {tensor.untyped_storage().data_ptr() for tensor in self.target.buffers.values()}
         return {
             path: value
@@ -176,22 +176,22 @@ class Runs:
         }
 
     def note_refreshed(self, refresh: Callable[[], object]) -> None:
-        """Refresh, and learn which numbers and tensor references that changes in Python."""
+        """Refresh, and record which numbers and tensor references this changes in Python."""
         before = values_at(*self.target.root)
         refresh()
         after = values_at(*self.target.root)
         for path in before.keys() & after.keys():
             old, new = before[path], after[path]
             is_other = old is not new if isinstance(old, torch.Tensor) else not same(old, new)
-            # Items of containers move: another object may be at such a path in a later run.
+            # Container items move, so a path may refer to a different object in a later run.
             if is_other and isinstance(old, torch.Tensor) == isinstance(new, torch.Tensor) and "[" not in path:
                 self.refreshed |= {path}
 
     @contextmanager
     def as_at_first(self, values: Mapping[str, Any]) -> Iterator[None]:
-        """Hold old Python values, and with them the first contents of the unnamed tensors that depend on them.
+        """Restore old Python values, and the initial contents of the unnamed tensors that depend on them.
 
-        An example is a dict of the lengths for which tensors of a cache were filled.
+        An example is a dict of the lengths for which cache tensors were filled.
         """
         every = [(t, self.initial[name]) for name, t in self.target.found.items()] + [*self.filled.values()]
         tensors = [(tensor, first) for tensor, first in every if tensor.shape == first.shape]
@@ -218,7 +218,7 @@ class Runs:
         fill(tensor, value, self.ranges.get(name, (0.0, 0.0)))
 
     def enter(self, case: Case, value: Fill) -> Contents:
-        """Restore the state, fill the buffers, refresh them, and return what they hold then."""
+        """Restore the state, fill the buffers, refresh them, and return their contents."""
         self.restore_state()
         self._fill_all(self.rewritten, value)
         self.target.refresh(case.inputs)
@@ -232,7 +232,7 @@ class Runs:
 
     @property
     def storages(self) -> dict[int, str]:
-        """Names of all buffers, state and hidden tensors by the address of their storage."""
+        """Return the names of all buffers, state and hidden tensors by storage address."""
         target = self.target
         tensors = {**target.buffers, **target.state, **target.hidden}
         return {tensor.untyped_storage().data_ptr(): name for name, tensor in tensors.items()}
@@ -260,19 +260,19 @@ class Runs:
         before: Callable[[], object] | None = None,
         seed: int = SEED,
     ) -> Outcome:
-        """Run a body once, from the first state. An exception of refresh() or of the body is an outcome.
+        """Run a body once, from the initial state. An exception in refresh() or the body is an outcome.
 
         Args:
             case: the case.
-            body: what to run.
+            body: the function to run.
             contents: contents of the buffers.
-            entered: `enter` was just called, and the buffers hold `contents`.
-            put: write `contents` to the buffers for the run. False keeps what refresh() leaves there.
-            inputs: inputs for refresh() in place of the case's. The buffers hold `contents` all the same.
+            entered: `enter` was just called, so the buffers contain `contents`.
+            put: write `contents` to the buffers for the run. False keeps the values from refresh().
+            inputs: inputs for refresh() instead of the case's. The buffers still contain `contents`.
             host: Python values by path, for the duration of the run.
-            earlier: Python values by path that refresh() finds already. Its changes to them are undone.
+            earlier: Python values by path, assigned before refresh(). Its changes to them are undone.
             unowned: poison for unowned parts of the state, except the tensors in `skip`.
-            before: called last before the body.
+            before: called right before the body.
             seed: seed of torch's random numbers.
         """
         root = self.target.root
@@ -296,7 +296,7 @@ class Runs:
                 stack.enter_context(one_seed(self.target.device, seed))
                 raw = self.target.named(body())
             except Exception as error:
-                if "CUDA error" in str(error):  # the context is lost, and every later call fails as well
+                if "CUDA error" in str(error):  # the context is lost, so every later call also fails
                     raise
                 return Outcome(error=raised(error))
             outputs = {name: t.clone() for name, t in raw.items()}
@@ -307,7 +307,7 @@ class Runs:
         return Outcome(outputs, changes)
 
     def _put_for(self, stack: ExitStack, contents: Contents) -> None:
-        """Write contents to the buffers. Buffers that refresh() may skip in some case get their own back at the end."""
+        """Write contents to the buffers. At the end, restore buffers that refresh() may skip in some cases."""
         skipped = {n: t for n, t in self.target.buffers.items() if n not in self.rewritten | self.target.derived}
         stack.callback(self.put, {name: tensor.clone() for name, tensor in skipped.items()})
         self.put(contents)
@@ -328,7 +328,7 @@ class Runs:
             address = tensor.untyped_storage().data_ptr()
             if address in named or (last is not None and last.untyped_storage().data_ptr() == address):
                 self.old[name] = named.get(address, "")
-        self._last = self._raw  # alive until the next run, which then cannot get the same memory
+        self._last = self._raw  # kept alive until the next run, so that it cannot get the same memory
         return outcome
 
     def _poison_unowned(self, case: Case, value: Fill | None, skip: frozenset[str]) -> dict[str, torch.Tensor]:
@@ -347,7 +347,7 @@ class Runs:
         return start
 
     def difference(self, case: Case, have: Outcome, want: Outcome) -> Difference | None:
-        """Return the first compared element in which two runs of a case differ. Errors are ignored."""
+        """Return the first compared element in which two runs of a case differ, ignoring errors."""
         for name, expected in want.outputs.items():
             found = have.outputs.get(name)
             if found is None or found.shape != expected.shape or found.dtype != expected.dtype:
@@ -384,7 +384,7 @@ class Runs:
         return None
 
     def same(self, case: Case, have: Outcome, want: Outcome) -> bool:
-        """Return whether two runs gave equal results, or raised the same error."""
+        """Return whether two runs gave equal results or raised the same error."""
         if have.error or want.error:
             return have.error == want.error
         return self.difference(case, have, want) is None
@@ -396,7 +396,7 @@ def _flat(changes: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> list[torc
 
 def _span(tensor: torch.Tensor) -> tuple[float, float]:
     """Return the smallest and the largest value of integers."""
-    wide = tensor.dtype in (torch.uint16, torch.uint32, torch.uint64)  # torch has no min and max for them
+    wide = tensor.dtype in (torch.uint16, torch.uint32, torch.uint64)  # torch has no min and max for these
     values = tensor.double() if wide else tensor
     return float(values.min()), float(values.max())
 
@@ -424,13 +424,13 @@ def masked(tensor: torch.Tensor, index: Any) -> torch.Tensor:
 
 
 def changed(before: torch.Tensor, after: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the flat indices of the elements that differ, and their new values. Two NaN are equal."""
+    """Return the flat indices of the elements that differ, and their new values. NaN equals NaN."""
     indices = differing(after, before).flatten().nonzero().flatten()
     return indices, after.flatten()[indices]
 
 
 def fill(tensor: torch.Tensor, value: Fill, span: tuple[float, float]) -> None:
-    """Write poison in place. `span` is the smallest and the largest value for integers."""
+    """Write poison in place. `span` is the smallest and largest value for integers."""
     if tensor.is_conj():
         tensor = tensor.conj()  # the same memory without the lazy conjugation
     if tensor.is_complex():
@@ -438,7 +438,7 @@ def fill(tensor: torch.Tensor, value: Fill, span: tuple[float, float]) -> None:
     elif tensor.dtype == torch.bool:
         tensor.fill_(value is Fill.HIGH)
     elif not tensor.is_floating_point():
-        most = min(torch.iinfo(tensor.dtype).max, torch.iinfo(torch.int64).max)  # fill_() takes no more
+        most = min(torch.iinfo(tensor.dtype).max, torch.iinfo(torch.int64).max)  # fill_() accepts at most int64
         tensor.fill_(min(int(span[1] if value is Fill.HIGH else span[0]), most))
     elif value is Fill.HIGH:
         poison(tensor)
@@ -452,16 +452,16 @@ class _Passing(TorchFunctionMode):
 
 
 def as_recorded(device: torch.device) -> AbstractContextManager[object]:
-    """Let torch choose the same kernels as in an op trace.
+    """Make torch choose the same kernels as in an op trace.
 
-    Under a dispatch mode it does not use some fused ones, such as those of `torch.nn.TransformerEncoderLayer`.
+    Under a dispatch mode, torch avoids some fused kernels, such as those of `torch.nn.TransformerEncoderLayer`.
     """
     return nullcontext() if device.type == "cuda" else _Passing()
 
 
 @contextmanager
 def one_seed(device: torch.device, seed: int = SEED) -> Iterator[None]:
-    """Seed torch's default generators for a block, and restore the caller's state."""
+    """Seed torch's default generators within a block, then restore the caller's state."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield

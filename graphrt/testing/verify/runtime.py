@@ -1,4 +1,4 @@
-"""Verify the graphs of a captured `ReplayManager` against its eager steps, and against another backend.
+"""Verify the graphs of a captured `ReplayManager` against its eager steps and against another backend.
 
     report = verify_runtime(manager)
     report = verify_runtime(manager, oracle=other)     # e.g. backend="torch_reference", with the same KVCache
@@ -27,7 +27,7 @@ from graphrt.testing.verify.api import verify
 from graphrt.testing.verify.report import VerifyReport
 
 _COUNTERS = frozenset({"cursor", "step_counter", "last_writers", "write_conflicts", "loop_condition", "order"})
-"""Persistent buffers that count launches and steps. The host counts as well, so they are not restored between runs."""
+"""Persistent buffers that count launches and steps. The host also counts, so they are not restored between runs."""
 
 
 class RuntimeSubject:
@@ -39,7 +39,7 @@ class RuntimeSubject:
 
     def __init__(self, manager: ReplayManager, model: object = None, oracle: ReplayManager | None = None) -> None:
         self.manager, self.oracle = manager, oracle
-        # Not the manager: its own Python values count launches.
+        # Do not search the manager: its Python values count launches.
         self.host = (manager._program.model if model is None else model, "model")
         self.batch = Batch.empty()
         self.faults: dict[tuple[int, int], str] = {}
@@ -54,7 +54,7 @@ class RuntimeSubject:
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
-        """The derived buffers. Each step rewrites them from the packed step inputs, so they may hold poison."""
+        """The derived buffers. Each step rewrites them from the packed step inputs, so they may contain poison."""
         return {name: t for name, t in self.manager.buffers.named(BufferKind.DERIVED) if t.numel()}
 
     @staticmethod
@@ -84,7 +84,7 @@ class RuntimeSubject:
         return {"logits": _results(self.oracle.replay(inputs["batch"], eager=True))["logits"]}
 
     def real(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Compare all pages except the null page, to which pad rows write."""
+        """Return the part to compare: all pages except the null page, to which pad rows write."""
         device, masks = self.manager.kv_cache.device, []
         for num_pages, null_page in self.manager.kv_cache.pools:
             masks.append(torch.ones(num_pages, dtype=torch.bool, device=device))
@@ -92,14 +92,14 @@ class RuntimeSubject:
         return {name: masks[pool] for name, pool in self._pools().items()}
 
     def unowned(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return every page that the batch does not list, except the null page. With several pools, none."""
+        """Return all pages that the batch does not list, except the null page; none if there are several pools."""
         cache = self.manager.kv_cache
         if len(cache.pools) != 1:
             return {}
         ((num_pages, null_page),) = cache.pools
         free = np.ones(num_pages, np.bool_)
         free[null_page] = free[inputs["batch"].page_ids] = False
-        # Indices, not a mask: a mask makes the host wait for the device, once per tensor.
+        # Use indices, because a mask makes the host wait for the device once per tensor.
         return dict.fromkeys(self._pools(), torch.from_numpy(np.flatnonzero(free)).to(cache.device))
 
     def _pools(self) -> dict[str, int]:
@@ -123,15 +123,15 @@ def verify_runtime(
     """Verify a captured manager over batches. See `graphrt.testing.verify.verify`.
 
     Args:
-        manager: the manager. Call this on its stream, with no step in flight.
-        batches: steps that can run in any order: literal tokens, and complete page lists. Default: generated batches,
+        manager: the manager. Call this function on its stream, with no step in flight.
+        batches: steps that can run in any order, with literal tokens and full page lists. Default: generated batches,
             for which the cache is filled with random values.
-        model: object to search for numbers and tensors that a graph may have frozen. Default: the manager's model.
-        vocab_size: bound of generated tokens. Default: the manager's.
+        model: object to search for values that a graph may have frozen. Default: the manager's model.
+        vocab_size: upper bound of generated tokens. Default: the manager's vocabulary size.
         oracle: a captured manager with the same model, config and KVCache, but with another backend and
             `use_graphs=False`. Its eager logits are the reference.
         count, seed: number and seed of generated batches.
-        tolerance: of logits against the oracle's.
+        tolerance: tolerance of logits against those of the oracle.
 
     Returns:
         The report. Requests that the device rejected are listed in `not_checked`.
@@ -186,7 +186,7 @@ def _check_batches(manager: ReplayManager, batches: object) -> None:
     """Check the caller's batches.
 
     Raises:
-        ConfigError: if there are none, one is not a Batch, or a page is outside of the cache.
+        ConfigError: if there are none, one is not a Batch, or a page is outside the cache.
     """
     given = check_sequence("batches", batches, of="batches", error=ConfigError)
     if not given:
@@ -203,7 +203,7 @@ def _check_batches(manager: ReplayManager, batches: object) -> None:
 
 
 def generated_batches(manager: ReplayManager, *, vocab_size: int, count: int, seed: int) -> list[Batch]:
-    """Return ragged batches that shrink and grow, with lengths at, before and after page boundaries.
+    """Return ragged batches that shrink and grow, with lengths before, at and after page boundaries.
 
     They are decode steps of 1 to max_num_reqs requests in any order and, if the config allows them, mixed steps.
 
@@ -245,7 +245,7 @@ def generated_batches(manager: ReplayManager, *, vocab_size: int, count: int, se
 
 
 def _results(handle: StepHandle) -> dict[str, torch.Tensor]:
-    """Return logits, tokens and faults of a step, in the order of the batch."""
+    """Return the logits, tokens and faults of a step in batch order."""
     handle.wait()
     logits = handle.logits(copy=True)
     faults = [(fault.index, int(fault.code)) for fault in handle.faults]

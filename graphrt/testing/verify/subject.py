@@ -17,35 +17,35 @@ from graphrt.testing.verify.arguments import check_subject, check_tensor
 from graphrt.testing.verify.compare import same_bits
 
 Inputs = Mapping[str, Any]
-"""The inputs of one case: tensors and numbers by name. A `Subject` may take any other object."""
+"""The inputs of a case: tensors and numbers by name. A `Subject` may take any other object."""
 
 Output = torch.Tensor | Sequence[Any] | Mapping[str, Any] | None
-"""The results of a step: tensors, also in tuples, lists and dicts."""
+"""The results of a step: tensors, or tuples, lists and dicts of them."""
 
 
 class Subject(Protocol):
     """A captured step together with the host code that fills its static buffers.
 
-    buffers            the static tensors by name, as they are now: `refresh` writes them, the graph reads them
-    refresh(inputs)    the host code before a launch. Equal inputs must leave equal contents in the buffers; call an
-                       allocator that assigns pages in turn from make_inputs instead
-    run()              the captured body. Returns a tensor, several tensors, or a dict of tensors. If it returns None,
-                       its results are the buffers that it changes
+    buffers            the current static tensors by name: `refresh` writes them, the graph reads them
+    refresh(inputs)    the host code before a launch. Equal inputs must produce equal buffer contents, so call an
+                       allocator that assigns successive pages in make_inputs instead
+    run()              the captured body. Returns a tensor, several tensors, or a dict of tensors; if None, its results
+                       are the buffers that it changes
 
     Optional attributes and methods:
 
-    state              tensors by name that persist from step to step, such as a KV cache. They are restored before each
+    state              tensors by name that persist between steps, such as a KV cache. They are restored before each
                        run and compared after it
     derived            names of buffers that `run` overwrites before it reads them
     eager(inputs)      the oracle: the same computation without padding, static buffers or a graph. It starts from the
                        same `state` as `run`, and may update the state as the step should
-    real(inputs)       the part of each output and state tensor that is compared, as an index: {"out": slice(0, n)}.
-                       Without it, the shapes of the oracle's outputs decide, and all of the state is compared
+    real(inputs)       the part of each output and state tensor to compare, as an index: {"out": slice(0, n)}.
+                       By default, determined by the shapes of the oracle's outputs; all of the state is compared
     unowned(inputs)    the part of each state tensor that the step must not read or write: {"kv": free_pages}
-    capture(inputs)    capture by the caller's own code after refresh(inputs). Returns a function that launches the
+    capture(inputs)    captures with the caller's own code after refresh(inputs). Returns a function that launches the
                        graph and returns its outputs
     canaries           the `Canaries` from which the buffers were allocated
-    host               (object, name): where to search for Python values that a graph may have frozen, and its name in
+    host               (object, name): object to search for Python values that a graph may have frozen, and its name in
                        the report. The default is (self, "self")
     """
 
@@ -58,7 +58,7 @@ class Subject(Protocol):
 
 
 class Target:
-    """A subject with defaults for its optional parts.
+    """A subject with defaults for its optional members.
 
     Attributes:
         found: buffers that `refresh` writes and that the caller did not name.
@@ -95,7 +95,7 @@ class Target:
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
-        """The buffers as they are now."""
+        """The current buffers."""
         return {**self.subject.buffers, **self.found}
 
     @property
@@ -116,13 +116,13 @@ class Target:
         return self.named(self.subject.run())
 
     def named(self, result: Output) -> dict[str, torch.Tensor]:
-        """Return the results of a run or a launch by name: the buffers that it changes if it returned nothing."""
+        """Return the results of a run or launch by name; if it returned None, the buffers that it changes."""
         found = named_outputs(result)
         return found or {name: tensor for name, tensor in self.buffers.items() if name in self.results}
 
     @property
     def device(self) -> torch.device:
-        """The CUDA device of the buffers and the state, or the CPU."""
+        """The CUDA device of the buffers and state, or the CPU."""
         tensors = [*self.buffers.values(), *self.state.values()]
         return next((t.device for t in tensors if t.is_cuda), torch.device("cpu"))
 
@@ -155,8 +155,8 @@ def _parts(what: str, method: Callable[[Inputs], Any] | None, inputs: Inputs) ->
 class PlainSubject:
     """A plain function with one static buffer for each input that is a tensor in some case.
 
-    A buffer has the largest extents of its input. A smaller input is copied to its beginning. The rest is `pad[name]`
-    if given, and otherwise keeps its old contents.
+    A buffer has the largest extents of its input. A smaller input is copied to its start. The rest is `pad[name]`
+    if given; otherwise it keeps its old contents.
     """
 
     def __init__(
@@ -221,11 +221,11 @@ class PlainSubject:
         return self._eager(self.step, inputs)
 
     def oracle(self, function: Callable[..., Output]) -> Callable[[Inputs], Output]:
-        """Wrap the caller's own oracle, a function of the same arguments."""
+        """Wrap the caller's oracle, a function of the same arguments."""
         return lambda inputs: self._eager(function, inputs)
 
     def _eager(self, function: Callable[..., Output], inputs: Inputs) -> dict[str, torch.Tensor]:
-        """Run a function on copies. Inputs that it changes in place are results as well."""
+        """Run a function on copies of the inputs. Inputs that it changes in place are also results."""
         own = {name: v.clone() if isinstance(v, torch.Tensor) else v for name, v in inputs.items()}
         before = {name: v.clone() for name, v in own.items() if isinstance(v, torch.Tensor)}
         result = {name: t.clone() for name, t in named_outputs(function(**own)).items()}
@@ -250,19 +250,19 @@ def name_of(step: Any) -> str:
 
 
 def copied_inputs(inputs: Any) -> Any:
-    """Copy the tensors, arrays, dicts, lists and tuples of inputs, because the step or its caller may change them."""
+    """Copy the tensors, arrays, dicts, lists and tuples of inputs, because the step or caller may change them."""
     return tree_map(_copied, inputs)
 
 
 def _copied(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        with torch.inference_mode(value.is_inference()):  # keep version counters where there are any
+        with torch.inference_mode(value.is_inference()):  # keep version counters if there are any
             return value.detach().clone()
     return value.copy() if isinstance(value, np.ndarray) else value
 
 
 def named_outputs(result: Any) -> dict[str, torch.Tensor]:
-    """Return the tensors of a step's result by name: "out", or "out[0]", "out[1]", ..., or the keys of a dict.
+    """Return the tensors in a step's result by name: "out", or "out[0]", "out[1]", ..., or the keys of a dict.
 
     Dicts and tuples may be nested, as in "out[1][0]". None values are skipped.
     """
@@ -289,12 +289,12 @@ def _collect(named: dict[str, torch.Tensor], value: Any, name: str, *, is_all: b
 
 
 def is_plain(step: Any) -> bool:
-    """Return whether a step is a plain function, not an object with host code."""
+    """Return whether a step is a plain function rather than an object with host code."""
     return callable(step) and not (hasattr(step, "refresh") and hasattr(step, "run"))
 
 
 def check_takes(step: Callable[..., Any], inputs: Inputs) -> None:
-    """Check that a step takes the inputs of a case.
+    """Check that a step accepts the inputs of a case.
 
     Raises:
         ConfigError: if it does not.

@@ -1,6 +1,6 @@
-"""Find tensors outside of `state` that carry a value from one run into the results of a later one.
+"""Find tensors outside `state` that carry a value from one run into the results of a later run.
 
-Such tensors are restored before every other run. Here they are not, as in a server.
+Other checks restore such tensors before every run. This check does not, as in a server.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from graphrt.testing.verify.verification import Verification
 
 
 def find_unreset(v: Verification) -> None:
-    """Run cases of 8, 3 and 5 rows in the order 8, 8, 3, 5, 3, 8 without restoring the unnamed tensors in between.
+    """Run cases of 8, 3 and 5 rows in the order 8, 8, 3, 5, 3, 8 without restoring unnamed tensors in between.
 
-    So each case follows a larger and a smaller one, and one follows itself. Each must repeat its first result.
+    Each case thus follows a larger and a smaller one, and one follows itself. Each must repeat its first result.
     """
     runs, reference, cases = v.runs, v.reference, list(v.cases.values())
     names = list(runs.target.hidden)
@@ -40,17 +40,17 @@ def find_unreset(v: Verification) -> None:
         return
     chosen = next(([n] for n in names if spoiled([n])), names)
     found = spoiled(chosen)
-    if found is None:  # the step does not repeat, which is another finding
+    if found is None:  # the step is not deterministic, which is a separate finding
         return
     case, outcome = found
     left = {name: runs.target.hidden[name].clone() for name in chosen}
     clean, expected = reference[case.name]
-    runs.eager(case, clean)  # from the first contents: what still differs was left by other runs
+    runs.eager(case, clean)  # start from the initial contents: remaining differences are from other runs
     parts = ", ".join(region(name, differing(left[name], runs.target.hidden[name])) for name in chosen)
     because = (
-        f"{parts} still holds values of earlier runs, and the step reads them; write or mask them in each captured "
+        f"{parts} still contains values of earlier runs, and the step reads them; write or mask them in each captured "
         "step. If they should persist from step to step, name the tensor in state"
     )
     wrong = None if outcome.error else runs.difference(case, outcome, expected)
-    text = "the step gives another result after other runs, because an unnamed tensor persists"
+    text = "the step gives a different result after other runs, because an unnamed tensor persists"
     v.find("determinism", case, "", text, Blame("", tuple(chosen), because), wrong)

@@ -1,4 +1,4 @@
-"""What the checks of one `verify` call share: the target, its cases, the reference runs, and the findings."""
+"""The shared data of the checks in one `verify` call: target, cases, reference runs and findings."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from graphrt.testing.verify.subject import Inputs, Target
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 SURELY = 3
-"""How often a wrong run is repeated. Values that change from run to run may be equal by chance."""
-_NO_REPEAT = "the step does not repeat: the same run, twice in a row, gives two results"
+"""Number of repetitions of a wrong run. Values that change between runs may be equal by chance."""
+_NO_REPEAT = "the step is not deterministic: two identical runs in a row gave different results"
 _NO_REPEAT_BECAUSE = (
     "it uses a value that is neither a tensor nor a Python value within reach: a clock, an iterator, a racing write, "
     "or a write through `.data` to a tensor larger than 1 MiB; let refresh() write that value to a tensor. Nothing "
@@ -30,11 +30,11 @@ class Verification:
     """One call of `verify`.
 
     host          Python values before anything ran
-    reference     of each case: contents of the buffers after `refresh`, and the outcome of the padded eager run
-    exact         of each case: the outcome of the oracle
-    written       of each case and buffer: a mask of the elements that `refresh` writes
+    reference     for each case: buffer contents after `refresh`, and the outcome of the padded eager run
+    exact         for each case: the outcome of the oracle
+    written       for each case and buffer: a mask of the elements that `refresh` writes
     trespassed    whether the step writes to unowned state, so that poison there would only repeat the finding
-    unrepeatable  whether the step gives two results twice in a row, so that nothing else can be compared
+    unrepeatable  whether two identical runs in a row differ, so that nothing else can be compared
     """
 
     def __init__(self, target: Target, inputs: Mapping[str, Inputs], tolerance: float | None) -> None:
@@ -54,7 +54,7 @@ class Verification:
 
     @property
     def changing(self) -> list[str]:
-        """Numbers of the inputs that differ between cases."""
+        """Names of number inputs that differ between cases."""
         values: dict[str, list[object]] = {}
         for case in self.cases.values():
             for name, value in case.named.items():
@@ -64,17 +64,17 @@ class Verification:
 
     @property
     def has_results(self) -> bool:
-        """Whether there is anything to compare. True if no case ran."""
+        """Whether there are results to compare. True if no case ran."""
         outcomes = [outcome for _, outcome in self.reference.values()]
         return bool(self.target.state) or not outcomes or any(outcome.outputs for outcome in outcomes)
 
     def tolerance(self, dtype: torch.dtype) -> float:
-        """Return the tolerance of padded results against exact ones."""
+        """Return the tolerance for comparing padded with exact results."""
         real = dtype.to_real() if dtype.is_complex else dtype
         return _TOLERANCES.get(real, 0.0) if self._tolerance is None else self._tolerance
 
     def check_canaries(self, case: Case, captured: str, what: str) -> None:
-        """Report and repair the guards that a run wrote to."""
+        """Report and repair the guards to which a run wrote."""
         for broken in self.target.canaries.broken() if self.target.canaries is not None else ():
             because = "the step writes beyond its buffer: check its grid, its mask and the number of columns"
             text = f"{what} wrote beyond a buffer: {broken}"
@@ -90,7 +90,7 @@ class Verification:
         self.add(VerifyFinding(check, case.name, captured, text, wrong, blamed, because))
 
     def add(self, finding: VerifyFinding) -> None:
-        """Add a finding. One of the same check and cause as an earlier one is counted and not listed again."""
+        """Add a finding. If an earlier one has the same check and cause, only count it."""
         for index, old in enumerate(self.findings):
             if (old.check, old.blamed) == (finding.check, finding.blamed) and (old.blamed or old.text == finding.text):
                 self.findings[index] = replace(old, repeats=old.repeats + 1)
@@ -98,7 +98,7 @@ class Verification:
         self.findings.append(finding)
 
     def repeats(self, case: Case, times: int = 1) -> bool:
-        """Return whether the step gives the same result twice in a row. Otherwise report that it does not."""
+        """Return whether two identical runs in a row give the same result. Add a finding if not."""
         contents, expected = self.reference[case.name]
         for _ in range(times):
             start = HostValues.take(*self.target.root)
@@ -118,7 +118,7 @@ class Verification:
         return True
 
     def count_again(self) -> None:
-        """Count one more wrong replay whose cause is not searched."""
+        """Count a wrong replay whose cause is not searched."""
         if self.findings:
             self.findings[-1] = replace(self.findings[-1], repeats=self.findings[-1].repeats + 1)
 

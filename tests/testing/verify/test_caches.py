@@ -146,6 +146,6 @@ def test_tensors_in_turn_are_blamed_unless_they_are_copied_to_one_buffer() -> No
     report = verify(Turns(copies=False), inputs)
     assert {finding.check for finding in report.findings} == {"graph"}, str(report)
     assert "self.current" in report.blamed
-    assert "self.current is another tensor than at capture" in str(report)
+    assert "self.current is a different tensor than at capture" in str(report)
     report = verify(Turns(copies=True), inputs)
     assert report.ok, str(report)
