@@ -210,7 +210,7 @@ __device__ __forceinline__ bool only_biased(const Row &r, int token) {
          !(r.seen && has_bit(r.seen, token));
 }
 
-// Visit each changed token and its processed logit in one thread, always in the same order.
+// Visit each changed token with its processed logit, one thread per token, always in the same order.
 template <typename Visit> __device__ __forceinline__ void for_changed(const Team &t, const Row &r, Visit visit) {
   if (!r.processes) return;
   if (r.num_changed >= 0) {
