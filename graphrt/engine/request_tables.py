@@ -270,7 +270,7 @@ class RequestTables:
                 self._write(self.tensors[name], stale, initial)
                 stated.difference_update(stale)
         self._biased.difference_update(ids)
-        self.left.difference_update(ids)  # not clear(): the garbage collector may have released a request meanwhile
+        self.left.difference_update(ids)  # not clear(): garbage collection may release requests here
 
     def _write_between_steps(self, write: Callable[[StaticBuffers], None]) -> None:
         def cleared(buffers: StaticBuffers) -> None:

@@ -137,7 +137,7 @@ def test_fastest_supported_backend_is_selected(monkeypatch: pytest.MonkeyPatch, 
 
 @pytest.mark.usefixtures("backends")
 def test_static_order_of_backends_that_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They rank after those that are, and torch_reference last, whatever the table says."""
+    """They rank after measured backends. torch_reference is always last."""
     use(monkeypatch, table(steady=(1.0, 1.0), torch_reference=(0.1, 0.1)))
     only = "steady: the only supported backend of those measured on a made-up device"
     assert select_backend(context())[1] == only

@@ -126,7 +126,7 @@ def test_hot_sequences_are_the_same_however_often_they_are_preempted() -> None:
 @pytest.mark.parametrize("fault", [False, True], ids=["closed", "fault"])
 @pytest.mark.parametrize("at", range(1, 40, 4))
 def test_a_generator_that_ends_early_gives_everything_back(at: int, fault: bool) -> None:
-    """Wherever it stands, also while sequences wait with their pages on the host: closed, or at logits of NaN."""
+    """At any step, also while preempted sequences have pages on the host: after close(), and after NaN logits."""
     model, runtime = tight()
     events = TextGenerator(runtime).generate(prompts_of([10, 9, 12, 5]), SamplingParams(20))
     for _ in range(at):

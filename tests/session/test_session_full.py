@@ -40,7 +40,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
 
 
 def check_lengths(planned: list[Batch]) -> None:
-    """Each request of each step begins a sequence, or goes on where its step before ended."""
+    """In each step, a request either begins a sequence or continues from its previous step."""
     lengths: dict[int, int] = {}
     for batch in planned:
         for req_index, end, new in zip(batch.req_indices, batch.seq_lens, batch.query_lens, strict=True):
