@@ -31,35 +31,42 @@ from graphrt.replay import ReplayManager
 
 def measure(model: LlamaModel, repeats: int, **sizes: Any) -> dict[str, Any]:
     """Capture one kind of sizes several times. Return the costs by name."""
-    seconds, config, device = [], model.config, model.device
-    spec = config.kv_groups(16, KVLayout.NHD, torch.bfloat16)
-    for _ in range(repeats + 1):
-        gc.collect()
-        torch.cuda.empty_cache()
-        cache = KVCache.allocate(spec, 64, device)
-        free = torch.cuda.mem_get_info(device)[0]
-        manager = ReplayManager(
-            model,
-            cache,
-            config.attention_specs(torch.bfloat16),
-            vocab_size=config.vocab_size,
-            config=RuntimeConfig(max_num_reqs=256, max_num_tokens=2048, max_seq_len=8192, **sizes),
-        )
-        manager.capture()
-        torch.cuda.empty_cache()
-        nbytes = free - torch.cuda.mem_get_info(device)[0]
-        graphs = manager.stats().graphs
-        seconds.append(manager.stats().capture_seconds)
-        manager.close()
+    runs = [capture(model, **sizes) for _ in range(repeats + 1)]
+    seconds = [run.pop("seconds") for run in runs]
     return {
-        "graphs": len(graphs),
         "first_seconds": seconds[0],
         "seconds": median(seconds[1:]),
         "seconds_all": seconds[1:],
-        "mib_per_graph": nbytes / len(graphs) / (1 << 20),
-        "pool_mib": sum(g.pool_bytes for g in graphs) / (1 << 20),
-        "driver_mib": sum(g.driver_bytes for g in graphs) / (1 << 20),
-        "nodes": max(g.nodes for g in graphs),
+        **runs[-1],
+    }
+
+
+def capture(model: LlamaModel, **sizes: Any) -> dict[str, Any]:
+    """Capture one kind of sizes once, in a new manager that is gone afterwards. Return the costs by name."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    config, device = model.config, model.device
+    cache = KVCache.allocate(config.kv_groups(16, KVLayout.NHD, torch.bfloat16), 64, device)
+    free = torch.cuda.mem_get_info(device)[0]
+    manager = ReplayManager(
+        model,
+        cache,
+        config.attention_specs(torch.bfloat16),
+        vocab_size=config.vocab_size,
+        config=RuntimeConfig(max_num_reqs=256, max_num_tokens=2048, max_seq_len=8192, **sizes),
+    )
+    manager.capture()
+    torch.cuda.empty_cache()
+    nbytes = free - torch.cuda.mem_get_info(device)[0]
+    stats = manager.stats()
+    manager.close()
+    return {
+        "seconds": stats.capture_seconds,
+        "graphs": len(stats.graphs),
+        "mib_per_graph": nbytes / len(stats.graphs) / (1 << 20),
+        "pool_mib": sum(g.pool_bytes for g in stats.graphs) / (1 << 20),
+        "driver_mib": sum(g.driver_bytes for g in stats.graphs) / (1 << 20),
+        "nodes": max(g.nodes for g in stats.graphs),
     }
 
 
