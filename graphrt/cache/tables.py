@@ -14,7 +14,7 @@ from graphrt.batch import Int32Array
 from graphrt.kernels.cache.copy import Pages
 from graphrt.spec import KVCacheSpec
 
-Slots = npt.NDArray[np.int64]
+Rows = npt.NDArray[np.int64]
 
 
 class PageSource(Protocol):
@@ -29,100 +29,103 @@ class PageSource(Protocol):
 
 
 class Tables:
-    """The pages of every slot in one KV group: page `from_[slot]` of its sequence up to page `to[slot]`, exclusive.
+    """The page table of one KV group, with one row per request index.
 
+    Row r contains pages `from_[r]` up to `to[r]`, exclusive, of its sequence.
     A sequence's pages are allocated as its length grows, and freed when the window has passed them. Steps that read and
     write pages run in order of submission, so the next step may reuse a freed page. Each sequence that shares a page
     holds one reference to it.
     """
 
-    def __init__(self, group: KVCacheSpec, source: PageSource, slots: int, longest: int) -> None:
+    def __init__(self, group: KVCacheSpec, source: PageSource, rows: int, longest: int) -> None:
         self.group, self._source = group, source
-        self._pages = np.zeros((slots, group.pages_for(longest)), np.int32)
+        self._pages = np.zeros((rows, group.pages_for(longest)), np.int32)
         self._flat = self._pages.reshape(-1)
-        self.from_ = np.zeros(slots, np.int64)
-        self.to = np.zeros(slots, np.int64)
-        self._listed = np.zeros(slots, np.int64)  # pages of a slot up to this one were listed to the device
+        self.from_ = np.zeros(rows, np.int64)
+        self.to = np.zeros(rows, np.int64)
+        self._listed = np.zeros(rows, np.int64)  # the pages before this position were listed to the device
 
-    def free_passed(self, slots: Slots, positions: npt.NDArray[np.int64]) -> None:
+    def free_passed(self, rows: Rows, positions: npt.NDArray[np.int64]) -> None:
         """Free the pages that no token from `positions` on attends to."""
         if self.group.sliding_window is None and self.group.attention_chunk_size is None:
             return
         # A page can be freed once the window has passed its last token. Most steps free none.
-        near = positions - self.from_[slots] * self.group.page_size >= self.group.page_size
-        for slot, position in zip(slots[near].tolist(), positions[near].tolist(), strict=True):
-            first, seen = int(self.from_[slot]), min(self.group.first_page_seen(position), int(self.to[slot]))
+        near = positions - self.from_[rows] * self.group.page_size >= self.group.page_size
+        for row, position in zip(rows[near].tolist(), positions[near].tolist(), strict=True):
+            first, seen = int(self.from_[row]), min(self.group.first_page_seen(position), int(self.to[row]))
             if seen > first:
-                passed = np.array(self._pages[slot, first:seen])
-                self.from_[slot] = seen  # first: a page lost by an interrupt here is freed when the session closes
+                passed = np.array(self._pages[row, first:seen])
+                self.from_[row] = seen  # before the free: a page that an interrupt loses is freed with the session
                 self._source.free(passed)
 
-    def more(self, slots: Slots, seq_lens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the number of additional pages that each slot needs for `seq_lens` tokens."""
+    def more(self, rows: Rows, seq_lens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the number of pages that each row lacks for `seq_lens` tokens."""
         needed = (seq_lens + (self.group.page_size - 1)) // self.group.page_size
-        lacks: npt.NDArray[np.int64] = np.maximum(needed - self.to[slots], 0)
+        lacks: npt.NDArray[np.int64] = np.maximum(needed - self.to[rows], 0)
         return lacks
 
-    def grow_by(self, slots: Slots, more: npt.NDArray[np.int64]) -> None:
-        """Allocate `more` pages for each slot. Raises: CapacityError: if fewer pages are free. An error changes
+    def grow_by(self, rows: Rows, more: npt.NDArray[np.int64]) -> None:
+        """Allocate `more` pages for each row. Raises: CapacityError: if too few pages are free. An error changes
         nothing."""
         if count := int(more.sum()):
-            first = self.to[slots]
-            places = self._places(slots, first, more)
+            first = self.to[rows]
+            places = self._places(rows, first, more)
             self._flat[places] = self._source.take(count)
-            self.to[slots] = first + more
+            self.to[rows] = first + more
 
     def list_new(
-        self, slots: Slots, wanted: npt.NDArray[np.bool_] | bool = True
+        self, rows: Rows, wanted: npt.NDArray[np.bool_] | bool = True
     ) -> tuple[Int32Array, npt.NDArray[np.int64], Int32Array]:
         """Return the pages that no step has listed yet; call `submitted` once a step lists them.
 
-        wanted   [slots] bool, the slots whose pages are listed
+        wanted   [rows] bool, the rows whose pages are listed
 
-        Returns position of each slot's first new page, number of its new pages, and the ids of all new pages.
+        Returns, per row, the position of the first new page and the number of new pages, then all ids.
         """
-        first = np.maximum(self._listed[slots], self.from_[slots])
-        counts = (self.to[slots] - first) * wanted
-        return first.astype(np.int32), counts, self._flat[self._places(slots, first, counts)]
+        first = np.maximum(self._listed[rows], self.from_[rows])
+        counts = (self.to[rows] - first) * wanted
+        return first.astype(np.int32), counts, self._flat[self._places(rows, first, counts)]
 
-    def submitted(self, slots: Slots) -> None:
-        self._listed[slots] = self.to[slots]
+    def submitted(self, rows: Rows) -> None:
+        self._listed[rows] = self.to[rows]
 
-    def _places(self, slots: Slots, first: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> Slots:
-        """Return the indices in `_flat` of pages `first` to `first + counts` of each slot, slot by slot."""
+    def _places(self, rows: Rows, first: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> Rows:
+        """Return the indices in `_flat` of pages `first` to `first + counts` of each row, row by row."""
         ends = counts.cumsum()
-        # Index of page n of all listed pages, minus n, is constant within a slot.
-        offsets = slots * self._pages.shape[1] + first - (ends - counts)
-        places: Slots = np.repeat(offsets, counts)
+        # Index of page n of all listed pages, minus n, is constant within a row.
+        offsets = rows * self._pages.shape[1] + first - (ends - counts)
+        places: Rows = np.repeat(offsets, counts)
         return places + np.arange(len(places))
 
-    def pages(self, slot: int) -> Int32Array:
-        """Return a copy of a slot's page ids."""
-        return np.array(self._pages[slot, self.from_[slot] : self.to[slot]])
+    def pages(self, row: int) -> Int32Array:
+        """Return a copy of a row's page ids."""
+        return np.array(self._pages[row, self.from_[row] : self.to[row]])
 
-    def append(self, slot: int, pages: Int32Array) -> None:
-        end = int(self.to[slot]) + len(pages)
-        self._pages[slot, self.to[slot] : end] = pages
-        self.to[slot] = end
+    def append(self, row: int, pages: Int32Array) -> None:
+        end = int(self.to[row]) + len(pages)
+        self._pages[row, self.to[row] : end] = pages
+        self.to[row] = end
 
     @property
     def width(self) -> int:
         """Pages of the longest sequence."""
         return self._pages.shape[1]
 
-    def place(self, slot: int, first: int, pages: Sequence[int] | Int32Array) -> None:
-        """Fill an empty slot with pages that it owns, the first of them at position `first` of its sequence."""
-        self._pages[slot, first : first + len(pages)] = pages
-        self.from_[slot] = self._listed[slot] = first
-        self.to[slot] = first + len(pages)
+    def place(self, row: int, first: int, pages: Sequence[int] | Int32Array) -> None:
+        """Fill an empty row with its own pages. The first page is at position `first` of the sequence."""
+        self._pages[row, first : first + len(pages)] = pages
+        self.from_[row] = self._listed[row] = first
+        self.to[row] = first + len(pages)
 
     def can_share(self, donor: int, length: int) -> bool:
-        """Return True if a slot still has all pages that the token after its first `length` tokens attends to."""
+        """Return True if a row still has every page that a token at position `length` attends to."""
         return bool(self.from_[donor] <= self.group.first_page_seen(length))
 
-    def share(self, donor: int, slot: int, length: int) -> tuple[int, int] | None:
-        """Share the pages of the first `length` tokens of `donor` with an empty slot; return a pair of pages to
-        copy."""
+    def share(self, donor: int, row: int, length: int) -> tuple[int, int] | None:
+        """Share the pages of the first `length` tokens of `donor` with an empty row.
+
+        Returns the source and target of the page to copy; None if the last shared page is full.
+        """
         first, full = self.group.first_page_seen(length), length // self.group.page_size
         pages = self._pages[donor, first:full].tolist()
         self._source.share(pages)
@@ -131,87 +134,87 @@ class Tables:
             (own,) = self._source.take(1).tolist()
             copied = int(self._pages[donor, full]), own
             pages.append(own)
-        self.place(slot, first, pages)
+        self.place(row, first, pages)
         return copied
 
-    def num_own_pages(self, slot: int, length: int, most: int) -> int:
-        """Return the number of a fork's own pages: pages for up to `most` tokens, except the full pages of the first
-        `length` tokens, which it shares."""
-        end = min(self.group.pages_for(most), int(self.to[slot]))
-        return max(0, end - max(length // self.group.page_size, int(self.from_[slot])))
+    def num_own_pages(self, row: int, length: int, most: int) -> int:
+        """Return how many pages for up to `most` tokens a fork of a row must own. It shares the full pages of the first
+        `length` tokens."""
+        end = min(self.group.pages_for(most), int(self.to[row]))
+        return max(0, end - max(length // self.group.page_size, int(self.from_[row])))
 
-    def fork(self, slot: int, new: int, length: int, own: Sequence[int]) -> list[tuple[int, int]]:
-        """Share the full pages of the first `length` tokens of `slot` with the empty slot `new`, and append the pages
+    def fork(self, row: int, new: int, length: int, own: Sequence[int]) -> list[tuple[int, int]]:
+        """Share the full pages of the first `length` tokens of `row` with the empty row `new`, then append the pages
         `own`.
 
-        Returns pairs of pages to copy, source and target.
+        Returns the source and target of each page to copy.
         """
-        first = int(self.from_[slot])
+        first = int(self.from_[row])
         full = max(length // self.group.page_size, first)
-        shared = self._pages[slot, first:full].tolist()
+        shared = self._pages[row, first:full].tolist()
         self._source.share(shared)
         self.place(new, first, [*shared, *own])
-        return list(zip(self._pages[slot, full : full + len(own)].tolist(), own, strict=True))
+        return list(zip(self._pages[row, full : full + len(own)].tolist(), own, strict=True))
 
-    def cut(self, slot: int, length: int) -> None:
-        """Free the pages after a slot's first `length` tokens."""
-        end = min(max(self.group.pages_for(length), int(self.from_[slot])), int(self.to[slot]))
-        pages = np.array(self._pages[slot, end : self.to[slot]])
-        self.to[slot] = end
+    def cut(self, row: int, length: int) -> None:
+        """Free the pages after a row's first `length` tokens."""
+        end = min(max(self.group.pages_for(length), int(self.from_[row])), int(self.to[row]))
+        pages = np.array(self._pages[row, end : self.to[row]])
+        self.to[row] = end
         self._source.free(pages)
 
-    def forget(self, slot: int) -> None:
-        """Empty a slot without freeing its pages."""
-        self.from_[slot] = self.to[slot] = self._listed[slot] = 0
+    def forget(self, row: int) -> None:
+        """Empty a row without freeing its pages."""
+        self.from_[row] = self.to[row] = self._listed[row] = 0
 
-    def release(self, slot: int) -> None:
-        """Free every page of a slot."""
-        pages = self.pages(slot)
-        self.forget(slot)
+    def release(self, row: int) -> None:
+        """Free every page of a row."""
+        pages = self.pages(row)
+        self.forget(row)
         self._source.free(pages)
 
 
 class PrefixIndex:
-    """An index of slots by their first tokens. Each block of tokens is hashed together with all earlier blocks.
+    """Finds requests with a common prefix. Each block of tokens is hashed together with all earlier blocks.
 
-    Tokens are hashed once, when a slot is added. Different tokens may have equal hashes: compare tokens before sharing
-    pages.
+    Tokens are hashed once, when a request is added. Different tokens may have equal hashes, so compare tokens before
+    sharing pages.
     """
 
     def __init__(self, block: int) -> None:
         self._block = block
-        self._keys: dict[int, list[int]] = {}  # by slot
-        self._slots: dict[int, dict[int, None]] = {}  # by key, in the order in which slots were added
+        self._keys: dict[int, list[int]] = {}  # by request index
+        self._indices: dict[int, dict[int, None]] = {}  # by key, in the order in which requests were added
 
-    def add(self, slot: int, tokens: Int32Array) -> None:
-        """Add a slot after all others."""
-        key, keys, words = 0, self._keys.setdefault(slot, []), tokens.tobytes()
+    def add(self, req_index: int, tokens: Int32Array) -> None:
+        """Add a request after all others."""
+        key, keys, words = 0, self._keys.setdefault(req_index, []), tokens.tobytes()
         wide = self._block * tokens.itemsize
         for end in range(wide, len(words) + 1, wide):
             key = hash((key, words[end - wide : end]))
             keys.append(key)
-            if (slots := self._slots.get(key)) is None:
-                self._slots[key] = {slot: None}
+            if (indices := self._indices.get(key)) is None:
+                self._indices[key] = {req_index: None}
             else:
-                slots[slot] = None
+                indices[req_index] = None
 
-    def remove(self, slot: int) -> None:
-        """Remove a slot. Nothing happens if it is not in the index."""
-        for key in self._keys.pop(slot, ()):
-            if slots := self._slots.get(key):
-                slots.pop(slot, None)
-                if not slots:
-                    del self._slots[key]
+    def remove(self, req_index: int) -> None:
+        """Remove a request. Nothing happens if it was not added."""
+        for key in self._keys.pop(req_index, ()):
+            if indices := self._indices.get(key):
+                indices.pop(req_index, None)
+                if not indices:
+                    del self._indices[key]
 
-    def find(self, slot: int, most: int) -> tuple[int, list[int]]:
-        """Return the number of tokens, in whole blocks and at most `most`, that a slot has in common with others, and
-        those others that were added earlier."""
-        keys = self._keys[slot][: most // self._block]
-        # A slot that has a key has all keys before it.
-        count = bisect.bisect_left(keys, True, key=lambda key: len(self._slots[key]) == 1)
+    def find(self, req_index: int, most: int) -> tuple[int, list[int]]:
+        """Return the length of the longest prefix that a request shares with others, and the requests among them that
+        were added earlier. The length is in whole blocks, and at most `most`."""
+        keys = self._keys[req_index][: most // self._block]
+        # A request with this key also has all earlier keys.
+        count = bisect.bisect_left(keys, True, key=lambda key: len(self._indices[key]) == 1)
         if not count:
             return 0, []
-        return count * self._block, list(itertools.takewhile(slot.__ne__, self._slots[keys[count - 1]]))
+        return count * self._block, list(itertools.takewhile(req_index.__ne__, self._indices[keys[count - 1]]))
 
 
 def common_prefix(a: Int32Array, b: Int32Array, most: int) -> int:

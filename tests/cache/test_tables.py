@@ -1,4 +1,4 @@
-"""Tables of pages, many slots at a time, against lists that are kept slot by slot."""
+"""Tables of pages, many rows at a time, against lists that are kept row by row."""
 
 from __future__ import annotations
 
@@ -13,46 +13,46 @@ from graphrt.cache.tables import Tables
 from graphrt.kernels.errors import CapacityError
 from graphrt.spec import KVCacheSpec
 
-SLOTS, SIZE, LONGEST = 5, 4, 40
+ROWS, SIZE, LONGEST = 5, 4, 40
 SPEC = KVCacheSpec(1, 1, 8, SIZE, dtype=torch.float32)
-slots_and_lengths = st.dictionaries(st.integers(0, SLOTS - 1), st.integers(0, LONGEST), min_size=1)
+rows_and_lengths = st.dictionaries(st.integers(0, ROWS - 1), st.integers(0, LONGEST), min_size=1)
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["grow", "list", "release"]), slots_and_lengths), max_size=12))
-def test_slots_grow_and_list_as_one_by_one(calls: list[tuple[str, dict[int, int]]]) -> None:
+@given(st.lists(st.tuples(st.sampled_from(["grow", "list", "release"]), rows_and_lengths), max_size=12))
+def test_rows_grow_and_list_as_one_by_one(calls: list[tuple[str, dict[int, int]]]) -> None:
     allocator = PageAllocator(30, null_page=7)
-    tables = Tables(SPEC, allocator, SLOTS, LONGEST)
-    have: list[list[int]] = [[] for _ in range(SLOTS)]
-    listed = [0] * SLOTS
+    tables = Tables(SPEC, allocator, ROWS, LONGEST)
+    have: list[list[int]] = [[] for _ in range(ROWS)]
+    listed = [0] * ROWS
     for what, of in calls:
-        slots, lengths = np.array(list(of), np.int64), np.array(list(of.values()), np.int64)
+        rows, lengths = np.array(list(of), np.int64), np.array(list(of.values()), np.int64)
         if what == "grow":
-            more = {slot: max(0, -(-length // SIZE) - len(have[slot])) for slot, length in of.items()}
-            assert tables.more(slots, lengths).sum() == sum(more.values())
+            more = {row: max(0, -(-length // SIZE) - len(have[row])) for row, length in of.items()}
+            assert tables.more(rows, lengths).sum() == sum(more.values())
             if sum(more.values()) > allocator.num_free:
                 with pytest.raises(CapacityError, match="free finished sequences"):
-                    tables.grow_by(slots, tables.more(slots, lengths))
+                    tables.grow_by(rows, tables.more(rows, lengths))
             else:
-                tables.grow_by(slots, tables.more(slots, lengths))
-                for slot, count in more.items():
-                    pages = tables.pages(slot).tolist()
-                    assert pages[: len(have[slot])] == have[slot]
-                    assert len(pages) == len(have[slot]) + count
-                    have[slot] = pages
+                tables.grow_by(rows, tables.more(rows, lengths))
+                for row, count in more.items():
+                    pages = tables.pages(row).tolist()
+                    assert pages[: len(have[row])] == have[row]
+                    assert len(pages) == len(have[row]) + count
+                    have[row] = pages
         elif what == "list":
             for _ in range(2):  # nothing is listed before it was submitted
-                firsts, counts, pages = tables.list_new(slots)
-                assert firsts.tolist() == [listed[slot] for slot in of]
-                assert counts.tolist() == [len(have[slot]) - listed[slot] for slot in of]
-                assert pages.tolist() == [page for slot in of for page in have[slot][listed[slot] :]]
-            tables.submitted(slots)
-            for slot in of:
-                listed[slot] = len(have[slot])
+                firsts, counts, pages = tables.list_new(rows)
+                assert firsts.tolist() == [listed[row] for row in of]
+                assert counts.tolist() == [len(have[row]) - listed[row] for row in of]
+                assert pages.tolist() == [page for row in of for page in have[row][listed[row] :]]
+            tables.submitted(rows)
+            for row in of:
+                listed[row] = len(have[row])
         else:
-            for slot in of:
-                tables.release(slot)
-                have[slot], listed[slot] = [], 0
+            for row in of:
+                tables.release(row)
+                have[row], listed[row] = [], 0
         owned = [page for pages in have for page in pages]
         assert len(set(owned)) == len(owned) == 29 - allocator.num_free
         assert not {7} & set(owned)

@@ -388,7 +388,7 @@ def test_prefixes_against_a_comparison_of_all_pairs(sequences: list[list[int]], 
         assert index.find(slot, most) == (best, want)
     for slot in alive:
         index.remove(slot)
-    assert not index._slots
+    assert not index._indices
 
 
 def test_packers_are_warm_when_a_session_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
