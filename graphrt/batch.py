@@ -33,12 +33,12 @@ _FIELDS = {"sample": layout.REQ_SAMPLE} | {name: layout.REQ_COPIED + at for at, 
 class Request:
     """One request of a step, for callers that prefer objects to arrays; see `Batch.from_requests`.
 
-    req_index    index of the persistent request state, 0 to max_num_reqs - 1; a request keeps its index until it ends
+    req_index    index of the persistent request state, 0 to max_num_reqs - 1; a request keeps it until it finishes
     tokens       the new tokens. [TOKEN_FROM_DEVICE] is the request's last sampled token; other tokens may follow it
     seq_len      KV tokens including `tokens`
     pages        page ids, in order; with several KV groups, one list per group. (): no pages in any group
     first_page   page index of `pages[0]` in the sequence; with several KV groups, one index per group
-    sample       sample a token after the last of `tokens`; False for a prompt chunk that is not the last one
+    sample       sample a token after the last of `tokens`; False for a prompt chunk that another chunk follows
 
     Each other field is the request's value in the Batch field with the plural name.
     """
@@ -87,35 +87,36 @@ class Batch:
     frequency_penalties   [n]  float32  subtracted once per occurrence of the token in the output; default 0: off
     prompt_lens   [n]       int32    position where the output starts, for these two penalties; default 0: all tokens
                                      are output
-    token_masks   [n]       int32    number of the mask of allowed tokens, which
+    token_masks   [n]       int32    number of a token mask that
                                      `ReplayManager.request_tables.set_token_masks` has set; default -1: none
-    logprobs      [n]       int32    return log-probabilities of one token and of this number of most likely tokens; see
+    logprobs      [n]       int32    return log-probabilities of one token and of this many most likely tokens; see
                                      `StepHandle.logprobs()`; default -1: none
     logprob_tokens   [n]    int32    the token to include in `logprobs`, such as the next prompt token; default -1: the
                                      sampled token
     encoder_lens  [n]       int32    tokens that each request's encoder wrote for cross layers; default 0: no encoder
 
-    **Page lists.** A list that starts at page 0 contains all pages of its request. A list that starts at a later page,
-    or is empty, keeps the earlier pages of previous steps. So a running request lists only new pages, and a step
-    without new pages has no lists: `Batch(req_indices=[0, 1], seq_lens=[5, 9])`. A request that starts a sequence
+    **Page lists.** A list that starts at page 0 contains all pages of its request. If a list starts at a later page, or
+    is empty, the request keeps the earlier pages of previous steps. So a running request lists only new pages, and a
+    step without new pages has no lists: `Batch(req_indices=[0, 1], seq_lens=[5, 9])`. A request that starts a sequence
     (seq_len == query_len) drops the pages that its index had before.
 
-    With G KV groups (see KVCacheSpec) each request has G lists, ordered by group: page_indptr is [G * n + 1],
+    With G KV groups (see KVCacheSpec) each request has G lists, ordered by group. Then page_indptr is [G * n + 1], and
     first_pages [G * n]. A list of a windowed group may start at the first page inside the window; earlier pages are not
     read. If a running request lists from page 0 in a group that is not a cross group, it may be a new sequence with a
-    cached prefix: it drops its pages in all groups, and must list its pages in every group.
+    cached prefix. It then drops its pages in all groups, and must list its pages in every group.
 
     A list of a cross group contains the pages that the request's encoder wrote. Requests may share these pages. A
     request has the same encoder_len in every step. A different value is a fault, unless the request lists from page 0
     or starts a sequence. With encoder_len 0 and no encoder pages, cross layers return zeros.
 
-    **Penalties.** Pass a request's penalties in every step of its sequence, from the first token on: tokens of a step
-    without penalties are not counted. For a cached prefix, call `RequestTables.record_prefix` before the first step.
+    **Penalties.** Pass a request's penalties in every step of its sequence, from the first token on, because tokens of
+    a step without penalties are not counted. For a cached prefix, call `RequestTables.record_prefix` before the first
+    step.
 
-    Encoder-only models have no KV groups: their batches list no pages, and each request is a whole sequence.
+    Encoder-only models have no KV groups. Their batches list no pages, and each request is a whole sequence.
 
     Arguments may be any array-like host values. Arrays of these dtypes are not copied; lists are converted, at 13 ns
-    per value. The device checks page ids, page counts, and that no two requests write the same slot.
+    per value. The device checks page ids, page counts, and that no two requests write the same KV slot.
 
     Raises: ShapeError: if an argument has the wrong type, rank, length or value. The message names the argument.
     """
@@ -190,17 +191,22 @@ class Batch:
             )
         tokens = np.full(num_tokens, TOKEN_FROM_DEVICE, np.int32) if tokens is None else _int32("tokens", tokens)
         if len(tokens) != num_tokens:
-            raise ShapeError(f"batch.tokens: expected {num_tokens} tokens, the sum of query_lens, got {len(tokens)}")
+            raise ShapeError(
+                f"batch.tokens: expected {num_tokens} tokens, the sum of query_lens, got {len(tokens)}; pass one token "
+                "per new position"
+            )
         page_ids, page_indptr = _int32("page_ids", page_ids), _int32("page_indptr", page_indptr)
         listed, lists = len(page_ids), len(page_indptr) - 1
         if lists < 0 or (lists % n if n else lists):
             raise ShapeError(
-                f"batch.page_indptr: expected {n + 1} values, or G x {n} + 1 with G KV groups, got {lists + 1}"
+                f"batch.page_indptr: expected {n + 1} values, or G x {n} + 1 with G KV groups, got {lists + 1}; pass "
+                "the prefix sum of the list lengths"
             )
         if page_indptr[0] != 0 or page_indptr[-1] != listed or bool((page_indptr[1:] < page_indptr[:-1]).any()):
             raise ShapeError(
                 f"batch.page_indptr: expected non-decreasing values from 0 to len(page_ids)={listed}, got "
-                f"{len(page_indptr)} values from {page_indptr[0]} to {page_indptr[-1]}"
+                f"{len(page_indptr)} values from {page_indptr[0]} to {page_indptr[-1]}; pass the prefix sum of the "
+                "list lengths"
             )
         values = {name: copied_values(name, given[name], n) for name in COPIED}
         stated = {name: value for name, value in values.items() if given[name] is not None}
@@ -235,7 +241,7 @@ class Batch:
 
     @classmethod
     def from_requests(cls, requests: Sequence[Request]) -> Batch:
-        """Make a batch of Request objects. Easier to read than arrays, but two microseconds per request slower.
+        """Return a batch of Request objects. Takes two microseconds per request longer than arrays.
 
         Raises: ShapeError: if a field has a wrong value; the message names the request and the field.
         """
@@ -407,7 +413,7 @@ def _int32(name: str, values: Any, length: int | None = None) -> Int32Array:
 def _not_negative(values: Any, length: int) -> Int32Array:
     pages = _int32("first_pages", values, length)
     if length and pages.min() < 0:
-        raise ShapeError(f"batch.first_pages: expected page indices >= 0, got {pages.min()}; 0 is the first page")
+        raise ShapeError(f"batch.first_pages: expected page indices >= 0, got {pages.min()}; pass 0 for the first page")
     return pages
 
 
@@ -444,13 +450,13 @@ def _list(index: int, name: str, values: Any) -> Any:
     scalar = isinstance(values, np.ndarray) and values.ndim == 0
     if scalar or isinstance(values, (str, bytes)) or not isinstance(values, (Sequence, np.ndarray)):
         got = "an array of one number" if scalar else type(values).__name__
-        none = "[TOKEN_FROM_DEVICE] is the request's last token" if name == "tokens" else "() lists no page"
+        none = "pass [TOKEN_FROM_DEVICE] for the last token" if name == "tokens" else "pass () to list no page"
         raise ShapeError(f"requests[{index}].{name}: expected a list or array of ints, got {got}; {none}")
     return values
 
 
 def _concatenate(lists: list[Sequence[int] | Int32Array]) -> npt.ArrayLike:
-    """Concatenate all lists: NumPy joins arrays, a C loop joins lists."""
+    """Concatenate all lists, using NumPy for arrays and a C loop for lists."""
     if lists and all(isinstance(values, np.ndarray) and values.ndim == 1 for values in lists):
         return np.concatenate(lists)
     joined = array("i")

@@ -129,11 +129,12 @@ def host_array(name: str, values: Any, dtype: Any, length: int | None = None) ->
         raise ShapeError(f"batch.{name}: expected {np.dtype(dtype).name} values, got {array.dtype}; convert them")
     if array.ndim != 1 or (length is not None and len(array) != length):
         want = "one dimension" if length is None else f"shape [{length}]"
-        raise ShapeError(f"batch.{name}: expected {want}, got shape {list(array.shape)}")
+        raise ShapeError(f"batch.{name}: expected {want}, got shape {list(array.shape)}; pass one value per request")
     if array.dtype != dtype and array.size and np.issubdtype(dtype, np.integer):
         info = np.iinfo(dtype)
         for value in (array.min(), array.max()):
             if value < info.min or value > info.max:
-                raise ShapeError(f"batch.{name}: expected values that fit {np.dtype(dtype).name}, got {value}")
+                kind = np.dtype(dtype).name
+                raise ShapeError(f"batch.{name}: expected values that fit {kind}, got {value}; pass smaller numbers")
     with np.errstate(all="ignore"):  # a temperature beyond float32 becomes infinite, which check_ranges rejects
         return np.ascontiguousarray(array, dtype=dtype)

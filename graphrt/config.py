@@ -1,4 +1,4 @@
-"""Configuration of a runtime: frozen, and fully checked at construction."""
+"""Configuration of a runtime, which is frozen, and fully checked at construction."""
 
 from __future__ import annotations
 
@@ -77,11 +77,12 @@ class RuntimeConfig:
     prefill_backend name of the backend for the prefill part of mixed steps, while `backend` serves the decode part.
                     "none": `backend` serves whole mixed steps. None: the faster choice, as measured
     use_graphs      False: run every step eagerly; `stats()` counts these steps with the reason
-    check_weights   before each step, check the address of one weight or cache tensor, and look up four names of the
-                    model, in rotation. The first step, and every step with GRAPHRT_DEBUG=1, checks all tensors that
+    check_weights   before each step, check the address of one weight or cache tensor, and what four names in the model
+                    refer to, in rotation. The first step, and every step with GRAPHRT_DEBUG=1, checks all tensors that
                     graphs use
-    shadow_every    every this many launches, run one step also eagerly, and compare results and state bitwise.
-                    Differences are in `stats().shadow_differences`, with a RuntimeWarning. 0: never
+    shadow_every    number of launches from one shadow step to the next; 0: never. A shadow step also runs eagerly, and
+                    results and state are compared bitwise. Differences are in `stats().shadow_differences`, and cause
+                    a RuntimeWarning
     mixed_batches   False: `replay` accepts only batches in which every request has `query_len` new tokens. No mixed
                     graphs are captured, and backends without mixed batches can be used
     max_encoder_len  maximum encoder tokens per request; determines the width of block tables of cross groups.

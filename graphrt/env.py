@@ -26,7 +26,7 @@ def cache_dir() -> Path:
     folder = os.environ.get("GRAPHRT_CACHE")
     try:
         if folder is None:
-            # The XDG specification: an empty or relative value counts as unset.
+            # By the XDG specification, an empty or relative value counts as unset.
             base = Path(os.environ.get("XDG_CACHE_HOME", ""))
             return (base if base.is_absolute() else Path.home() / ".cache") / "graphrt"
         path = Path(folder).expanduser().absolute()
@@ -39,7 +39,7 @@ def cache_dir() -> Path:
 
 
 def debug() -> bool:
-    """Return whether GRAPHRT_DEBUG is 1: every step is checked in full, and memory growth and kernels loaded after
+    """Return whether GRAPHRT_DEBUG is 1. Every step is then checked in full, and memory growth and kernels loaded after
     capture raise errors."""
     value = os.environ.get("GRAPHRT_DEBUG", "0")
     if value not in ("0", "1"):

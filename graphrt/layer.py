@@ -1,4 +1,4 @@
-"""The attention layer for modules that do not take a Step: it maps query, key and value to the output.
+"""The attention layer for modules that do not take a Step. It maps query, key and value to the output.
 
 The operator finds its layer by a number that is unique in the process. While a step runs, its manager binds the step to
 the layers of the model. There is no other global state.
@@ -79,7 +79,7 @@ def _run_rotary(
     _run(query, key, value, sinks, output, layer, Rotary(cos_sin, q_norm, k_norm, norm_eps))
 
 
-# SymInt, not int: with a dynamic number, blocks that are compiled separately share one compilation.
+# SymInt, not int, because with a dynamic number, blocks that are compiled separately share one compilation.
 _attention_layer = define_composite(
     "attention_layer(Tensor query, Tensor? key, Tensor? value, Tensor? sinks, Tensor(a!) output, SymInt layer) -> ()",
     _run,

@@ -1,4 +1,4 @@
-"""Attention metadata of a step: views of the static buffers at the size of one graph."""
+"""Attention metadata of a step, as views of the static buffers at the size of one graph."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class StepMetadata:
         max_pages: Sequence[int],
         decode_len: int = 0,
     ) -> StepMetadata:
-        """Return the metadata of static buffers that are already cut to the size of `descriptor`.
+        """Return the metadata of static buffers that are already sliced to the size of `descriptor`.
 
         max_pages   width of the block table of each KV group; empty without groups
         decode_len  new tokens per request of the decode part; 0 for a step with one part
@@ -100,5 +100,5 @@ class StepMetadata:
         return replace(whole, parts=(decodes, prompts))
 
     def kv_lens(self, kind: AttentionKind) -> torch.Tensor:
-        """Return [padded_reqs] int32: the number of KV tokens of each request that layers of a kind read."""
+        """Return how many KV tokens of each request the layers of a kind read, [padded_reqs] int32."""
         return self.encoder_lens if kind is AttentionKind.CROSS else self.seq_lens

@@ -1,4 +1,4 @@
-"""The replay manager: capture a graph per batch size once, then replay one graph per step."""
+"""The replay manager, which captures one graph per batch size, then replays one graph per step."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class ReplayManager:
             "config", RuntimeConfig() if config is None else config, RuntimeConfig, advice="pass a RuntimeConfig"
         ).resolve()
         device = kv_cache.device
-        recorder = make_recorder(device)  # first: it checks the allocator
+        recorder = make_recorder(device)  # first, because it checks torch's allocator
         model_layers = ModelLayers(model)
         specs = model_layers.resolve(attention, len(kv_cache.group_of))
         locations = kv_locations(specs, kv_cache.groups)
@@ -233,8 +233,8 @@ class ReplayManager:
     def replay(self, batch: Batch, *, eager: bool = False, descriptor: BatchDescriptor | None = None) -> StepHandle:
         """Submit one decode step, and return its handle. Waits only if `config.most_in_flight` launches are in flight.
 
-        eager       run the step outside of a graph, on the same static buffers. It changes state and KV like any step:
-                    submitting a batch twice runs two steps. Use `compare` to run one step both ways
+        eager       run the step outside of a graph, on the same static buffers. It changes state and KV like any step,
+                    so submitting a batch twice runs two steps. Use `compare` to run one step both ways
         descriptor  run at this captured size instead of the smallest one that fits, so that all ranks of a group use
                     one size; an idle rank submits `Batch.empty()`
 
@@ -254,10 +254,10 @@ class ReplayManager:
             # 1 check the batch, and choose the captured size that serves it
             target = self._dispatch("replay", batch, descriptor)
             why_eager = "requested by the caller" if eager else target.why_eager
-            # 2 write the batch to an entry of the input ring that no launch in flight uses
+            # 2 write the batch to an input slot that no launch in flight uses
             slot, step = self.queue.slot()
             batch.write_inputs(slot.inputs, step, self._num_groups)
-            # 3 launch the graph, which reads the entry
+            # 3 launch the graph, which reads the input slot
             self.queue.launch(slot, target.descriptor, batch.num_reqs, batch, why_eager)
             # 4 return a handle, which waits for this step only
             handle = self._handle(step, batch, target.descriptor, why_eager, slot)
@@ -355,8 +355,8 @@ class ReplayManager:
     def record(self, launches: int = 1, *, max_bytes: int = 1 << 30) -> Recording:
         """Record the next launches for a replay bundle; see graphrt.bundle.bundle. Each launch waits for the device.
 
-        max_bytes   most host memory of the recording. A launch that needs more raises CapacityError, does not run, and
-                    ends the recording
+        max_bytes   maximum host memory of the recording. A launch that needs more raises CapacityError, does not run,
+                    and ends the recording
 
         Raises ReplayError while another recording is active (`stop()` it, or run its launches), ConfigError if a number
         is below 1, and CaptureError before `capture()` and after `close()`.

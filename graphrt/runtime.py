@@ -37,7 +37,7 @@ from graphrt.sampling import sample_tokens
 from graphrt.spec import MAX_PAGES, AttentionSpec, KVCacheSpec
 from graphrt.step import Model, Sampler
 
-_TRIAL_PAGES = 2  # the null page and one more: trial captures run padding only
+_TRIAL_PAGES = 2  # the null page and one more, because trial captures run only padding
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class MemoryPlan:
 
     pool_pages       pages of each pool, including null pages
     free_before      free memory before sizing, with the weights loaded
-    reserved         memory that stays free: (1 - memory_utilization) of the device
+    reserved         memory that stays free, (1 - memory_utilization) of the device
     predicted_graphs predicted memory of graphs, buffers and activations, from trial captures
     kv_bytes         memory of the KV cache
     predicted_free   predicted free memory after `capture()`
@@ -90,9 +90,9 @@ class Runtime:
                         `kv_groups()` of all layers, with pages of 16 tokens. The scales of an fp8 cache are in
                         `kv_cache`, and are 1 until the caller fills them in place
     device              device of the cache and of all steps; None: CUDA if available, else CPU
-    num_pages           pages of each pool, as one number or one per pool; or "auto": as many as fit, with the graphs,
-                        into `memory_utilization` of the device memory, but at most the pages that `max_num_reqs`
-                        sequences of `max_seq_len` can use
+    num_pages           pages of each pool, as one number or one per pool. "auto": as many as fit, together with the
+                        graphs, into `memory_utilization` of the device memory, but at most the pages that
+                        `max_num_reqs` sequences of `max_seq_len` can use
     memory_utilization  fraction of the device memory that "auto" may use, in (0, 1]
     allocate_kv         called with kv_spec, the pages of each pool and the device; returns the KVCache. Pass your own
                         function to use your own KV tensors. With "auto" on a GPU it is called twice, first for a

@@ -9,7 +9,7 @@ from graphrt.step import Step
 
 
 def sample_tokens(logits: torch.Tensor, step: Step) -> torch.Tensor:
-    """Sample one token per request: argmax at temperature 0, else a draw from softmax(logits / temperature).
+    """Sample one token per request, by argmax at temperature 0, else by a draw from softmax(logits / temperature).
 
     Logits are processed in this order: token mask, logit bias and `min_tokens`, penalties, temperature, min-p, top-k,
     top-p.

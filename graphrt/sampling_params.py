@@ -39,7 +39,7 @@ class SamplingParams:
     frequency_penalty   subtracted once per occurrence of the token in the output; 0 is off
     logit_bias          values by token id that are added to logits; -inf forbids a token. At most
                         RuntimeConfig.max_logit_bias tokens
-    logprobs            return log-probabilities of each sampled token and of this number of most likely tokens; None
+    logprobs            return log-probabilities of each sampled token and of this many most likely tokens; None
                         returns none. They are computed from the model's logits, before all processing. At most
                         RuntimeConfig.max_logprobs
     prompt_logprobs     the same for each prompt token except the first. The prompt then runs one token per step

@@ -1,4 +1,4 @@
-"""Specs of a model's attention layers and KV cache: frozen, and checked at construction."""
+"""Specs of a model's attention layers and KV cache, which are frozen, and checked at construction."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class AttentionSpec:
     v_head_dim       size of the heads of values and outputs; None: head_dim
     kv_shared_with   index of an earlier layer whose keys and values this layer reads; it then writes none
     logits_softcap   cap * tanh(logits / cap) before the softmax; None: off
-    alibi_slopes     one slope per query head: adds -slope * distance to the logits after the softcap; None: off
+    alibi_slopes     one slope per query head; adds -slope * distance to the logits after the softcap; None: off
     alibi_sqrt       adds -slope * sqrt(distance) instead
     sinks            whether the layer has learned sinks, which `Step.attend` takes: one logit per query head
     kind             which keys and values the layer attends to; see AttentionKind. A cross layer has no window, chunks
@@ -99,7 +99,7 @@ class AttentionSpec:
         if self.num_q_heads % self.num_kv_heads:
             raise ConfigError(
                 f"AttentionSpec.num_q_heads: expected a multiple of num_kv_heads={self.num_kv_heads}, got "
-                f"{self.num_q_heads}; every KV head serves the same number of query heads"
+                f"{self.num_q_heads}; pass a multiple, since all KV heads serve equally many query heads"
             )
         if not isinstance(self.dtype, torch.dtype) or self.dtype not in COMPUTE_DTYPES:
             raise ConfigError(
@@ -170,8 +170,8 @@ class AttentionSpec:
 class KVCacheSpec:
     """The paged KV cache of a model whose layers are alike, or of one KV group.
 
-    A KV group is a set of layers that share a block table: they have equal heads and keep the same tokens. Models whose
-    layers differ have several groups; `kv_groups` derives them from the layers' specs.
+    A KV group is a set of layers that share a block table. The layers have equal heads and keep the same tokens. Models
+    whose layers differ have several groups; `kv_groups` derives these from the layers' specs.
 
     num_layers  number of layers
     num_kv_heads, head_dim   number and size of the KV heads
@@ -217,7 +217,10 @@ class KVCacheSpec:
         check_int_field(self, "pool", 0, _MOST, advice="number pools from 0")
         check_bool_field(self, "cross", advice="pass whether an encoder writes the pages")
         if self.cross and (self.sliding_window or self.attention_chunk_size):
-            raise ConfigError("KVCacheSpec.cross: expected False with a window or chunks; cross layers see all tokens")
+            raise ConfigError(
+                "KVCacheSpec.cross: expected False with a window or chunks, got True; leave these out, since cross "
+                "layers see all tokens"
+            )
         if not isinstance(self.dtype, torch.dtype) or self.dtype not in KV_DTYPES:
             raise ConfigError(f"KVCacheSpec.dtype: expected one of {KV_DTYPES}, got {shown(self.dtype)}; pass one")
         check_instance("KVCacheSpec.layout", self.layout, KVLayout, advice="pass KVLayout.NHD or KVLayout.HND")
@@ -283,7 +286,7 @@ class KVCacheSpec:
         return seen // self.page_size
 
     def most_pages(self, num_tokens: int, new_tokens: int) -> int:
-        """Return the maximum pages of a sequence of up to `num_tokens` tokens, in steps of up to `new_tokens`."""
+        """Return the most pages that a sequence of up to `num_tokens` tokens has, if a step adds up to `new_tokens`."""
         total = self.pages_for(num_tokens)
         kept = self.sliding_window or self.attention_chunk_size
         if kept is None:

@@ -122,7 +122,7 @@ class Step:
         """Write K and V of this step to the cache, and attend to all cached tokens, causally.
 
         A cross layer writes nothing, and attends to all encoder outputs of the request (see `KVCache.write`). An
-        encoder layer has no cache: each token attends to the tokens of its request in this step, before and after it.
+        encoder layer has no cache. Each token attends to the tokens of its request in this step, before and after it.
 
         Call a layer that writes K and V once per step, and before the layers that share its KV. Other layers may be
         called again, for example if all layers of an encoder share one spec.
@@ -189,7 +189,7 @@ class Step:
             self._written.add(layer)
         elif rotary is not None:
             self._rotate(q, rotary)
-            if k is not None:  # an encoder layer: do not modify the caller's tensor
+            if k is not None:  # an encoder layer must not modify the caller's tensor
                 k = k.clone()
                 self._rotate(k, replace(rotary, q_norm=rotary.k_norm))
         if k is None or v is None or target.writes:

@@ -1,4 +1,4 @@
-"""Overlap check of a cache's K and V tensors: views of one pool may interleave, but must not share elements."""
+"""Overlap check of a cache's K and V tensors. Views of one pool may interleave, but must not share elements."""
 
 from __future__ import annotations
 

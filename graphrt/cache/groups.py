@@ -15,7 +15,7 @@ from graphrt.kernels.types import KVLayout
 from graphrt.spec import AttentionSpec, KVCacheSpec
 
 _MAX_PADDING = 1.25
-"""Kinds of layers whose counts differ by at most this factor get one group each; smaller groups are padded."""
+"""If the layer counts of all kinds differ by at most this factor, each kind gets one group; smaller ones are padded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,8 @@ class KVLocation:
     """Where an attention layer finds its keys and values.
 
     group        KV group
-    cache_layer  layer of the cache, where only layers with their own KV are counted
-    writes       whether steps write them; False if an earlier layer or an encoder does
+    cache_layer  index of the cache layer; only layers with their own KV are counted
+    writes       whether the layer writes them in a step; False if an earlier layer or an encoder writes them
     """
 
     group: int
@@ -50,11 +50,11 @@ def kv_groups(
     Layers with equal heads, window and chunk size are of one kind. A kind with more layers than the smallest kind is
     split into groups of that size. A page then has the same number of bytes in each group, and the pages of all groups
     come from one pool. Groups with a window keep only the pages of the window. Cross layers are a separate kind.
-    Encoder layers have no KV cache: a model with only encoder layers has no groups.
+    Encoder layers have no KV cache, so a model with only encoder layers has no groups.
 
     attention   the spec of every layer, in order; layers with kv_shared_with store no KV
-    page_size   tokens per page of the kind with the most bytes per token. If the bytes of another kind divide these,
-                its pages hold proportionally more tokens; otherwise it gets its own pool
+    page_size   tokens per page of the kind with the most bytes per token. If the bytes per token of another kind divide
+                this number of bytes, its pages hold proportionally more tokens; otherwise the kind gets its own pool
     layout      memory layout of a page
     dtype       dtype of the cache; None: the dtype of the layers
     null_page   page id that padding requests read, which no sequence may own

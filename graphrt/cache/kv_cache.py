@@ -37,15 +37,15 @@ class KVCache:
                         A view in NHD order; an HND cache has permuted strides. v may have another head size
     k_scales, v_scales  per layer [num_kv_heads], or [1] if passed that way        float32, on `device`.
                         Scales of an fp8 cache: key = stored value * k_scale; 1.0 unless given. Fill them in place with
-                        calibrated values before the first step: stored values are not converted later. Must be finite
-                        and not 0 at `capture()`. Empty if no group is fp8
+                        calibrated values before the first step, because stored values are not converted later. Must be
+                        finite and not 0 at `capture()`. Empty if no group is fp8
     num_pages   total pages of all pools
     pool_pages  pages of each pool, including the null page
 
-    Make a cache with `allocate`, or from tensors that the caller owns: `KVCache(spec, k, v)`. Such tensors need a last
-    stride of 1. Other strides are arbitrary, but no two elements may overlap. They may be views of shared memory, such
-    as K and V of one pool. Groups that share page ids may share the memory of a page. Graphs contain the addresses, so
-    the tensors must not be freed or moved while a runtime uses them.
+    Make a cache by `allocate`, or from tensors that the caller owns: `KVCache(spec, k, v)`. Such tensors need a last
+    stride of 1. Other strides are arbitrary, but no two elements may overlap. The tensors may be views of shared
+    memory, such as K and V of one pool. Groups that share page ids may share the memory of a page. Graphs contain the
+    addresses, so the tensors must not be freed or moved while a runtime uses them.
 
     Layers with `AttentionSpec.kv_shared_with` and encoder layers are not counted here. A model with only encoder layers
     has a cache without groups: `KVCache.allocate((), (), device)`.
@@ -72,7 +72,8 @@ class KVCache:
         layers = len(self.group_of)
         if len(k) != layers or len(v) != layers:
             raise ConfigError(
-                f"KVCache: expected {layers} K and V tensors, one per layer, got {len(k)} and {len(v)}; pass all"
+                f"KVCache: expected {layers} K and V tensors, one per layer, got {len(k)} and {len(v)}; pass one of "
+                "each per layer"
             )
         pages = dict[int, int]()
         if layers:
@@ -116,7 +117,7 @@ class KVCache:
             if null_pages.setdefault(spec.pool, spec.null_page) != spec.null_page:
                 raise ConfigError(
                     f"KVCacheSpec.null_page: expected {null_pages[spec.pool]}, as in another group of pool "
-                    f"{spec.pool}, got {spec.null_page}; groups of one pool share page ids"
+                    f"{spec.pool}, got {spec.null_page}; pass the same page, since groups of one pool share page ids"
                 )
         self.k = tuple(k)
         self.v = tuple(v)
@@ -171,7 +172,7 @@ class KVCache:
         return sum(count * bytes_per_page(specs) for count, specs in zip(self.pool_pages, of_pool, strict=True))
 
     def named_tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """Return name and tensor of every layer's K, V and scales: the tensors whose addresses graphs contain."""
+        """Return name and tensor of every layer's K, V and scales. Graphs contain the addresses of these tensors."""
         for layer, pair in enumerate(zip(self.k, self.v, strict=True)):
             for name, tensor in zip("kv", pair, strict=True):
                 yield f"kv_cache.{name}[{layer}]", tensor
@@ -257,7 +258,7 @@ class KVCache:
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
         """Write keys and values of packed tokens to one layer, for example encoder outputs for a cross layer.
 
-        layer   layer of the cache: layers of the model without their own KV are not counted
+        layer   index of the cache layer; layers of the model without their own KV are not counted
         k       [tokens, num_kv_heads, head_dim]     float16, bfloat16 or float32, on the device; divided by k_scales in
                 an fp8 cache
         v       [tokens, num_kv_heads, v_head_dim]   dtype of k
@@ -265,7 +266,7 @@ class KVCache:
 
         One launch on the current stream, without a sync. Steps that read the values must run after it: use the stream
         of the manager, or an event. Capture-safe: the device reads `slots`, so a captured encoder can write to
-        different pages in each replay. Slots are not checked on the device.
+        different pages in each replay. The device does not check the slots.
 
         Raises:
             ShapeError: if a tensor does not match the layer. Nothing is written.
@@ -365,7 +366,7 @@ def _scales(
     if given is None:
         if not any(spec.dtype in FP8_DTYPES for spec in layers):
             return ()
-        # Separate tensors, not rows of one: kernels are specialised on whether an address is a multiple of 16.
+        # Separate tensors, not rows of one, because kernels are specialised on whether an address is a multiple of 16.
         with torch.inference_mode(False):  # callers may fill them outside of inference mode
             return tuple(torch.ones(spec.num_kv_heads, dtype=torch.float32, device=device) for spec in layers)
     if len(check_sequence(name, given, of="tensors, one per layer")) != len(layers):

@@ -23,14 +23,14 @@ class PageAllocator:
     interrupts it. It computes the new state, and stores it without a call instruction in between, provided that the
     state has not changed in the meantime.
 
-    Raises: ConfigError: for pages without an owner, and for page ids that are not ints. An error changes nothing.
+    Raises: ConfigError: if a page has no owner, or a page id is not an int. An error changes nothing.
     """
 
     def __init__(self, num_pages: int, null_page: int = 0) -> None:
         self.num_pages = check_int("PageAllocator.num_pages", num_pages, 2, MAX_PAGES, advice="pass the cache's")
         advice = "pass KVCache.null_page"
         self.null_page = check_int("PageAllocator.null_page", null_page, 0, self.num_pages - 1, advice=advice)
-        # A stack: the pages freed last are allocated first, since they may still be in the L2 cache.
+        # A stack, so that the pages freed last are allocated first. These may still be in the L2 cache.
         self._freed = np.empty(0, np.int32)
         self._owners = np.zeros(min(self.num_pages, 1024), np.int32)  # by page; grows with `untouched`
         # Pages on the stack, the first page that was never allocated, and pages with owners. A new tuple per change.
@@ -47,7 +47,7 @@ class PageAllocator:
         return int(self._owners[page]) if page < len(self._owners) else 0
 
     def owners_of(self, pages: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-        """Return the number of owners of each page: `owners` without checks, for pages in range."""
+        """Return the number of owners of each page. Unlike `owners`, does not check that pages are in range."""
         owners = self._owners
         known = pages < len(owners)
         return owners[pages] if known.all() else np.where(known, owners[np.where(known, pages, 0)], 0)
@@ -55,7 +55,7 @@ class PageAllocator:
     def allocate(self, count: int) -> list[int]:
         """Return `count` pages with one owner each.
 
-        Raises: CapacityError: if fewer are free. An error changes nothing.
+        Raises: CapacityError: if too few pages are free. An error changes nothing.
         """
         pages: list[int] = self.take(count).tolist()
         return pages

@@ -178,7 +178,7 @@ class SwapSpace:
     def swap_in(self, swapped: SwappedPages, pages: Sequence[Pages]) -> SwapArrival:
         """Copy pages back to the device, and free their host memory. `swapped` cannot be used again.
 
-        pages   per KV group, as many as were swapped out; each has exactly one owner, which stays its owner
+        pages   per KV group, as many pages as were swapped out. Each page has exactly one owner, and keeps it
 
         Raises:
             ConfigError: if the number of pages differs, if a page does not have exactly one owner, or if `swapped` was
@@ -191,7 +191,8 @@ class SwapSpace:
         self._own(swapped, "swap_in")
         if tuple(map(len, ids)) != swapped.counts:
             raise ConfigError(
-                f"swap_in: expected swapped.counts={swapped.counts} pages per KV group, got {tuple(map(len, ids))}"
+                f"swap_in: expected swapped.counts={swapped.counts} pages per KV group, got {tuple(map(len, ids))}; "
+                "allocate swapped.counts pages"
             )
         with self._link.session() as link:
             for group, _, device_pages, at, nbytes in self._pieces(ids, link):
@@ -225,7 +226,7 @@ class SwapSpace:
         return allocator.num_free >= count
 
     def close(self) -> None:
-        """Free all pages and the host memory. Pages in the space are lost. A second call does nothing.
+        """Free all pages and the host memory. The contents of pages in the space are lost. A second call does nothing.
 
         Later work on the stream of the steps waits for running copies; the host does not wait.
         """
@@ -302,7 +303,7 @@ class SwapSpace:
 
 
 class _Link:
-    """Two side streams and two staging buffers: kernels fill or drain one buffer while the other one is copied.
+    """Two side streams and two staging buffers. Kernels fill or drain one buffer while the other one is copied.
 
     main   the stream that steps run on; None on CPU, where every call runs immediately
     """
@@ -323,7 +324,7 @@ class _Link:
             ready = self.main.record_event()
         for stream in (self._kernels, self._copies):
             stream.wait_event(ready)
-        # Recorded for every piece: a wait covers the most recent record. Never queried.
+        # Recorded again for every piece, because a wait covers the most recent record. Never queried.
         self._submitted, *self._filled = (torch.cuda.Event() for _ in range(3))
         self._drained = [torch.cuda.Event() for _ in range(2)]
 

@@ -52,7 +52,7 @@ class BatchDelta:
         return len(self.order)
 
     def write(self, out: Int32Array, step: int, steps: int, loops: bool, new_order: bool) -> None:
-        """Pack the delta into a slot of the input ring; see kernels/metadata/step_inputs.py."""
+        """Pack the delta into an input slot; see kernels/metadata/step_inputs.py."""
         kind = layout.DELTA | (layout.LOOPS if loops else 0)
         at, n, listed = layout.HEADER_SIZE, len(self.order), 0
         if new_order:

@@ -70,7 +70,7 @@ class StepGraphs:
     ) -> torch.Tensor:
         """Queue steps of one size on the current stream, and return the logits of the last one.
 
-        batch   for backends that plan on the host; None if only the device knows its values
+        batch   the batch, for backends that plan on the host; None if its values are only on the device
         loops   run all steps in one launch, which ends early if all requests are finished
         """
         if eager:
@@ -109,7 +109,7 @@ class StepGraphs:
         vars(self).pop("_program", None)
 
     def _drop(self) -> None:
-        # All graphs are freed together: they share the pool and a cuBLAS workspace.
+        # All graphs are freed together, because they share the pool and a cuBLAS workspace.
         for graph in (*self._loops.values(), *self._graphs.values()):
             graph.close()
         self._loops.clear()

@@ -86,11 +86,11 @@ class Guards:
         self._lock.poll()
 
     def audit(self, descriptor: BatchDescriptor) -> Audit:
-        """Audit the graph of a size. The only pinned memory that it may access are the input ring and output rings."""
+        """Audit the graph of a size. It may access pinned memory only in the input ring and the output rings."""
         allowed = []
         for name, tensor in self._program.buffers.named(BufferKind.INPUT, BufferKind.OUTPUT):
             if tensor.is_pinned():
-                written = "a slot is written after its previous launch has finished"
+                written = "an input slot is written after its previous launch has finished"
                 reason = written if name == "input_ring" else "results of each step"
                 allowed.append(Allowed(reason, region=name))
         return audit(self._graphs.graph(descriptor), self.memory(descriptor), allowed=allowed)

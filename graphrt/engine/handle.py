@@ -1,4 +1,4 @@
-"""Results of submitted steps: handles that wait for their own step only."""
+"""Handles of submitted steps. Reading the results of a handle waits for its own step only."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _FAULT_TEXT = {
     FaultCode.PAGE_OUT_OF_RANGE: "page {value} is the null page or outside the cache",
     FaultCode.TOKEN_OUT_OF_RANGE: "token {value} is outside the vocabulary",
     FaultCode.DUPLICATE_REQUEST: "req_index {value} is used by another request of the batch too",
-    FaultCode.DUPLICATE_PAGE: "page {value} is written twice: it is listed twice, or by another request too",
-    FaultCode.NO_LAST_TOKEN: "req_index {value} has no last token to continue from: its sequence has sampled none",
+    FaultCode.DUPLICATE_PAGE: "page {value} would be written twice, since it is listed twice or by another request too",
+    FaultCode.NO_LAST_TOKEN: "req_index {value} has no last token, since its sequence has sampled none",
     FaultCode.BAD_ENCODER_LEN: "encoder_len {value} is negative, longer than max_encoder_len, or 0 with listed pages",
-    FaultCode.ENCODER_LEN_CHANGED: "encoder_len {value} differs from that of the sequence; pass the same one in every "
-    "step, or list the encoder's pages from page 0 with another one",
-    FaultCode.NO_TOKEN_OFFERED: "no token can be sampled: all logits are NaN, -inf or forbidden by its token mask or "
-    "logit bias, or the sampler returned -1",
+    FaultCode.ENCODER_LEN_CHANGED: "encoder_len {value} differs from that of the sequence; pass the same length in "
+    "every step, or list the encoder's pages from page 0 to change it",
+    FaultCode.NO_TOKEN_OFFERED: "no token can be sampled, since all logits are NaN, -inf or forbidden by its token "
+    "mask or logit bias, or the sampler returned -1",
     FaultCode.SAMPLE_OUT_OF_RANGE: "the sampler returned {value}, which is outside the vocabulary",
 }
 _WROTE_NOTHING = "the request wrote nothing and can be submitted again"
@@ -248,7 +248,7 @@ class InFlight:
     def _collect(self) -> None:
         """Copy the results from the rings, after the launch has finished and before its ring entries are reused.
 
-        Several threads may run this at once, and a signal handler may interrupt it: the first call that finishes
+        Several threads may run this at once, and a signal handler may interrupt it. The first call that finishes
         copying stores its results, and others discard their copies.
         """
         rings, n = self._rings, self.num_reqs
@@ -266,11 +266,11 @@ class InFlight:
         if not arrived:
             error = ReplayError(
                 f"step {self.step}: the device did not report this step (its ring entry contains step "
-                f"{rings.steps[self.step % rings.depth]}); the launch failed, or other code wrote the buffers: close "
-                "the runtime"
+                f"{rings.steps[self.step % rings.depth]}), because the launch failed or other code wrote the buffers; "
+                "close the runtime"
             )
         elif np.count_nonzero(codes):
-            # At most one fault per request: a faulty request does not run in later steps of the launch.
+            # At most one fault per request, because a faulty request does not run in later steps of the launch.
             steps = zip(codes, rings.values[at, :n], strict=True)
             faults = [fault for step_codes, values in steps for fault in _request_faults(step_codes, values)]
             error = StepFaultError(self.step + int(codes.any(1).argmax()), faults)
@@ -280,7 +280,7 @@ class InFlight:
 
     @property
     def error(self) -> ReplayError | None:
-        """The exception that `tokens()` raises, or None: a StepFaultError if requests are faulty. Waits."""
+        """The exception that `tokens()` raises, such as a StepFaultError if requests are faulty, or None. Waits."""
         self.wait()
         return self._error
 
@@ -303,7 +303,7 @@ class InFlight:
 
 
 class StepHandle(InFlight):
-    """One submitted step of a batch: `steps` is 1."""
+    """One submitted step of a batch; `steps` is 1."""
 
     __slots__ = ("_owner", "_sampled")
 
@@ -398,7 +398,7 @@ class Launch(InFlight):
         slot = self._slot
         if slot is not None:
             inputs = slot.inputs
-            if self._slot is slot:  # no call instruction up to the write, so no other launch can get the slot
+            if self._slot is slot:  # no call instruction up to the write, so no other launch can get the input slot
                 inputs[HEADER_STOP] = 1
 
     def arrived(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:

@@ -1,4 +1,4 @@
-"""The words of a slot of the input ring, by name. kernels/metadata/step_inputs.py defines the layout."""
+"""The input words of one launch, by name. kernels/metadata/step_inputs.py defines the layout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from graphrt.kernels.metadata import step_inputs as layout
 
 @dataclass(frozen=True, slots=True)
 class LaunchInputs:
-    """A copy of the words of a slot that a launch uses. Raises: ShapeError: if they are not valid."""
+    """The input words of one launch, copied from its input slot. Raises: ShapeError: if the words are not valid."""
 
     words: Int32Array
     groups: int
@@ -63,7 +63,7 @@ class LaunchInputs:
 
     @property
     def inputs_end(self) -> int:
-        """Number of words of the step's inputs. In a slot with KEEP, stop conditions follow them."""
+        """Number of words of the step's inputs. With the flag KEEP, stop conditions follow them."""
         return self._pages_at + int(self.words[layout.HEADER_NUM_PAGES])
 
     @property
@@ -77,7 +77,7 @@ class LaunchInputs:
 
     @property
     def lists(self) -> npt.NDArray[np.int32]:
-        """[groups, PAGE_FIELDS, num_reqs]: the page list of each KV group and request; zeros if no page is listed."""
+        """The page list of each KV group and request, [groups, PAGE_FIELDS, num_reqs]; zeros if no page is listed."""
         if self.is_delta and not self.kind & layout.LISTS:
             return np.zeros((self.groups, layout.PAGE_FIELDS, self.num_reqs), np.int32)
         count = layout.list_fields(self.groups) * self.num_reqs
@@ -95,7 +95,7 @@ class LaunchInputs:
         return self.words[layout.HEADER_SIZE : layout.HEADER_SIZE + self.num_reqs]  # the first field
 
     def rows(self, field: int) -> Int32Array:
-        """Return a field of the requests of a full slot, [num_reqs]; see REQ_*."""
+        """Return a field of the requests of a full entry, [num_reqs]; see REQ_*."""
         assert not self.is_delta, "a delta has no request fields"
         at = layout.HEADER_SIZE + field * self.num_reqs
         return self.words[at : at + self.num_reqs]
@@ -115,14 +115,14 @@ class LaunchInputs:
         return found
 
     def write(self, out: Int32Array, step: int) -> None:
-        """Write the words into a slot, for steps numbered from `step`, each as a separate launch."""
+        """Write the words into an input slot, for steps numbered from `step`, each as a separate launch."""
         out[: len(self.words)] = self.words
         kind = self.kind & ~layout.LOOPS
         listed = int(self.words[layout.HEADER_NUM_PAGES])
         layout.write_header(out, step, self.num_reqs, self.num_tokens, listed, kind, self.steps)
 
     def batch(self) -> Batch:
-        """Return the request indices, lengths and pages of a full slot, for a backend that plans on the host."""
+        """Return the request indices, lengths and pages of a full entry, for a backend that plans on the host."""
         lists, pages = self.lists, {}
         if len(self.pages):
             indptr = np.concatenate((lists[:, layout.PAGE_START].reshape(-1), [len(self.pages)]))

@@ -1,4 +1,4 @@
-"""Queues launches on the steps' stream. Each launch uses a slot of the input ring, and has numbers for its steps.
+"""Queues launches on the steps' stream. Each launch uses one input slot, and its steps are numbered.
 
 A shadow, which also runs a step eagerly, and a recording for a replay bundle can observe each launch.
 """
@@ -53,9 +53,9 @@ class LaunchQueue:
         return self._ring.waits
 
     def slot(self, steps: int = 1) -> tuple[StagingSlot, int]:
-        """Return a slot that no launch in flight uses, and the number of the next launch's first step."""
-        # After a failed launch, step numbers are skipped, so two launches in flight could share a ring entry. If the
-        # launch was interrupted, the event of its slot may not have been recorded.
+        """Return an input slot that no launch in flight uses, and the number of the next launch's first step."""
+        # After a failed launch, step numbers are skipped, so two launches in flight could share an entry of the output
+        # rings. If the launch was interrupted, the event of its input slot may not have been recorded.
         if self.next_step != self._follows:
             self.synchronize()
         slot, first = self._ring.acquire(self.launches), self.next_step
@@ -63,7 +63,7 @@ class LaunchQueue:
         return slot, first
 
     def can_loop(self, descriptor: BatchDescriptor, why_eager: str) -> bool:
-        """Return True if several steps of the next launch run in one launch of a graph."""
+        """Return True if one graph launch can run several steps."""
         return not why_eager and self._graphs.can_loop(descriptor) and not self._is_shadowed(why_eager)
 
     def launch(
@@ -77,7 +77,7 @@ class LaunchQueue:
         loops: bool = False,
         flag: ChangeFlag | None = None,
     ) -> None:
-        """Queue the steps whose inputs are in `slot`. If that fails, the next launch uses the same slot."""
+        """Queue the steps whose inputs are in `slot`. If that fails, the next launch uses the same input slot."""
         on_stream = self._on_stream
         on_stream.enter()
         try:
@@ -138,7 +138,7 @@ class LaunchQueue:
     def try_out(
         self, slot: StagingSlot, descriptor: BatchDescriptor, batch: Batch, undo: StepUndo, *, eager: bool
     ) -> torch.Tensor:
-        """Queue a step, undo its effects, including the use of its slot, and return a copy of its logits."""
+        """Queue a step, undo its effects, including the use of its input slot, and return a copy of its logits."""
         in_flight, off_graph = slot.in_flight(self._on_stream.stream), self._graphs.off_graph()
         with self._on_stream, torch.inference_mode(), in_flight, off_graph, undo.undone(descriptor):
             self._logits = self._graphs.run(descriptor, batch, eager=eager)
@@ -147,7 +147,7 @@ class LaunchQueue:
         return logits
 
     def logits(self, descriptor: BatchDescriptor, num_reqs: int) -> torch.Tensor:
-        """Return logits of the last step in the order of its batch. They are a copy if the step reordered requests."""
+        """Return logits of the last step in the order of its batch; a copy if the step reordered requests."""
         if not self._program.decode_len(descriptor):
             return self._logits[:num_reqs]
         return self._logits.index_select(0, self._program.buffers.buffer_rows[:num_reqs])
@@ -178,13 +178,13 @@ class LaunchQueue:
             self._on_stream.stream.synchronize()
 
     def restart(self) -> None:
-        """Start with the first slot again, as the device does after a reset. Every launch must have finished."""
-        self.next_step += 1  # skip a number: the logits of the last step are no longer valid
+        """Start with the first input slot again, as the device does after a reset. Every launch must have finished."""
+        self.next_step += 1  # skip a number, because the logits of the last step are no longer valid
         self.launches = 0
         self.resets += 1
 
     def close(self) -> None:
-        """Drop slots, copies and logits. Every launch must have finished. May be called twice."""
+        """Drop input slots, copies and logits. Every launch must have finished. May be called twice."""
         self.poll_shadow()
         self._ring.close()
         self._shadow = self._recording = None

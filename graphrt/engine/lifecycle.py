@@ -74,7 +74,7 @@ class OnStream:
 
     def __init__(self, stream: torch.cuda.Stream | None, name: str) -> None:
         self.stream, self._name = stream, name
-        # Compare raw handles: building a Stream object takes ten microseconds.
+        # Compare raw handles, because building a Stream object takes ten microseconds.
         self._index, self._handle = (0, 0) if stream is None else (stream.device.index, stream.cuda_stream)
         self._previous: list[torch.cuda.Stream | None] = []
 

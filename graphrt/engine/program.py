@@ -87,7 +87,7 @@ class StepProgram:
                 asked = torch.where(b.logprob_tokens >= 0, b.logprob_tokens, tokens.int())
                 write_logprobs(b, asked, token_logprobs(logits, asked, b.logprobs, max_top=columns - 1))
             write_outputs(b, tokens, vocab_size=self.vocab_size)
-        except BaseException:  # the step can be submitted again: do not count its tokens twice
+        except BaseException:  # the step can be submitted again, so do not count its tokens twice
             capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
             if penalties is not None and not capturing:
                 record_tokens(*inputs, penalties, take_back=True)
@@ -118,7 +118,7 @@ class StepProgram:
         if descriptor not in self._views:
             if len(self._views) >= _MOST_VIEWS:
                 self._views.clear()
-            with torch.inference_mode(False):  # like the buffers, in any mode of the first caller
+            with torch.inference_mode(False):  # views of the same mode as the buffers, for any first caller
                 buffers = self.buffers.cut(descriptor.padded_reqs, descriptor.padded_tokens)
                 of_size = (descriptor, self.max_seq_len, self.max_pages, self.decode_len(descriptor))
                 self._views[descriptor] = buffers, StepMetadata.of(buffers, *of_size)

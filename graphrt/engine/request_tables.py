@@ -126,7 +126,7 @@ class RequestTables:
             lists[at, 2] = length if stops else 0
 
         def write(buffers: StaticBuffers) -> None:
-            self._biased.update(ids)  # first: if the write is interrupted, the next one covers these requests too
+            self._biased.update(ids)  # before the write: if it is interrupted, the next one covers these requests too
             self._write(buffers.bias_tokens, ids, torch.from_numpy(tokens))
             self._write(buffers.bias_values, ids, torch.from_numpy(values))
             self._write(buffers.bias_lists, ids, torch.from_numpy(lists))
@@ -242,14 +242,14 @@ class RequestTables:
         self._write_between_steps(count)
 
     def _write_state(self, name: str, ids: list[int], rows: torch.Tensor, buffers: StaticBuffers) -> None:
-        self._stated[name].update(ids)  # first, as in set_logit_bias
+        self._stated[name].update(ids)  # before the write, as in set_logit_bias
         self._write(self.tensors[name], ids, rows)
 
     def copy(self, source: int, target: int) -> None:
         """Copy the request tensors of one request index to another, within ReplayManager.between_steps. The caller
         copies the static buffers."""
         for name, tensor in self.tensors.items():
-            self._stated[name].add(target)  # first, as in set_logit_bias
+            self._stated[name].add(target)  # before the write, as in set_logit_bias
             tensor[target].copy_(tensor[source])
         for indices in (self._biased, *self._stated.values()):
             (indices.add if source in indices else indices.discard)(target)

@@ -1,7 +1,7 @@
-"""Shadow steps: some steps also run eagerly, from the same state as their graph, and the results are compared.
+"""Shadow steps, which run both eagerly and as a graph, from the same state, and compare the results.
 
     state ──> eager step ──> result      copied, then undone
-    state ──> graph      ──> result      kept: the shadow changes nothing
+    state ──> graph      ──> result      kept, so a shadow step changes nothing
                                └─ compared on the device; the host reads one flag at a later step
 
 A server can detect wrong graphs while it serves. All work is queued on the stream of the steps.

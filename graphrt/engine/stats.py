@@ -56,7 +56,7 @@ class ShadowDifference:
 class Stats:
     """Counters of a runtime since its construction.
 
-    recorder         what captures graphs: "cuda-graph", or on CPU the op trace
+    recorder         name of the recorder that captures the steps: "cuda-graph" or "op trace (CPU)"
     backend          attention backend
     backend_reason   why it was selected
     replays          steps that replayed a graph, by descriptor

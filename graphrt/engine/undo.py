@@ -1,4 +1,4 @@
-"""Undo a step: copy the state that it will change, and restore it after the step, on the stream of the steps.
+"""Undo a step. The state that it changes is copied before it and restored after it, on the stream of the steps.
 
 undo = StepUndo(program)
 with undo.undone(descriptor) as slots:      # the step's entry of the input ring must be the next one
@@ -103,7 +103,7 @@ class StepUndo:
         }
         self._copies.take(state)
         try:
-            # The refresh computes the slots that the step writes.
+            # The refresh computes the KV slots that the step writes.
             mappings = self._program.refresh(descriptor).metadata.slot_mappings
             slots = [
                 mapping.where(mapping >= 0, null) for mapping, null in zip(mappings, self._null_slots, strict=True)
@@ -119,13 +119,13 @@ class StepUndo:
             self._copies.restore(state)
 
     def state(self, descriptor: BatchDescriptor) -> dict[str, torch.Tensor]:
-        """Return the tensors that a step writes, except the cache, in execution order: request state is last."""
+        """Return the tensors that a step writes, except the cache, in execution order. Request state is last."""
         of_step, of_rows = self._program.view(descriptor).buffers.once(_changed)
         given = {f"request tensor {name}": tensor for name, tensor in self._program.request_tensors.items()}
         return of_step | given | of_rows
 
     def written(self, slots: Slots) -> dict[str, torch.Tensor]:
-        """Return a copy of the cache in these slots, [tokens, bytes] uint8 per KV group."""
+        """Return a copy of the cache in these KV slots, [tokens, bytes] uint8 per KV group."""
         return {
             f"kv of group {group}": packer.gather(at)
             for group, (packer, at) in enumerate(zip(self._packers, slots, strict=True))
@@ -150,13 +150,13 @@ class _SlotPacker:
         self._packer = PagePacker(tensors)
 
     def gather(self, slots: torch.Tensor) -> torch.Tensor:
-        """Return [slots, bytes per slot] uint8."""
+        """Return the bytes of KV slots, [slots, bytes per slot] uint8."""
         block = torch.empty(len(slots) * self._packer.page_bytes, dtype=torch.uint8, device=slots.device)
         self._packer.pack(self._pages(slots), block)
         return block.view(len(slots), -1)
 
     def scatter(self, slots: torch.Tensor, block: torch.Tensor) -> None:
-        """Write back the result of `gather`. A slot that occurs twice has the same bytes twice."""
+        """Write back the result of `gather`. A KV slot that occurs twice has the same bytes twice."""
         self._packer.unpack(self._pages(slots), block.view(-1))
 
     def _pages(self, slots: torch.Tensor) -> torch.Tensor:

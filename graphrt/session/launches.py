@@ -1,4 +1,4 @@
-"""The launches of a session that are not collected yet, and how their results update its requests."""
+"""The launches of a session that are not collected yet, and the update of its requests from their results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PendingLaunch:
 
     requests  the request of each column
     promised  tokens by which the launch raised `most` of each request: one number, or [columns]
-    known     [columns], how many of these do not depend on whether a token was sampled; None: none
+    known     [columns], how many of these tokens do not depend on whether a token was sampled; None: none
     forks     requests that were forked while the launch was in flight, with the column that they share
     early     [columns], number of tokens that each request has already received; empty: none
     """
@@ -75,7 +75,7 @@ class Launches:
             pending.launch.wait()
 
     def collect(self, wait: bool) -> list[tuple[SessionRequest, list[int]]]:
-        """Return each request with new tokens, and the tokens: of finished launches, or with `wait` of all launches.
+        """Return each request with new tokens, and these tokens. With `wait`, wait for all launches first.
 
         Raises: StepFaultError: if requests are faulty. The next call returns the tokens.
         """
@@ -160,7 +160,7 @@ class Launches:
         return map(list.extend, [self._collected.setdefault(request, []) for request in requests], new)
 
     def _take_arrived(self, pending: PendingLaunch) -> None:
-        """Take the tokens that have arrived from a running launch, except those that finish a request."""
+        """Take the tokens that have arrived from a running launch, except tokens that finish a request."""
         tokens, ends = pending.launch.arrived()
         running = (tokens >= 0) & (ends == int(FinishReason.RUNNING))
         counts, arrived = running.cumprod(0).sum(0).tolist(), tokens.T.tolist()

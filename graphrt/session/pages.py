@@ -1,4 +1,5 @@
-"""The pages of a session's requests: allocated ahead of their steps, and freed when a window has passed them."""
+"""The pages of a session's requests, which are allocated before the steps need them, and freed after a window has
+passed them."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ from graphrt.session.requests import Ids
 from graphrt.spec import KVCacheSpec
 
 _AHEAD = 256
-"""Tokens for which requests get pages in advance, if these take at most half of the free pages; otherwise a quarter of
-this number, and so on. A step that lists pages takes fifteen times as much host time as others."""
+"""Tokens for which requests get pages in advance, if these take at most half of the free pages, otherwise a quarter of
+this number, and so on. A step that lists pages takes fifteen times as much host time as other steps."""
 
 
 class ExternalPages:
@@ -68,14 +69,14 @@ class ExternalPages:
 
 
 def _page_ids(given: object, pools: Sequence[PageLease | ExternalPages], of: str) -> list[Int32Array]:
-    """Return the checked page ids that a caller passes, a list per KV group or pool."""
+    """Return the checked page ids that a caller passes, as one list per KV group or pool."""
     lists = check_sequence("pages", given, len(pools), of=f"lists of page ids, one per {of}")
     found = []
     for pool, values in zip(pools, lists, strict=True):
         last, null = pool.num_pages - 1, pool.null_page
         ids = check_ints("pages", values, 0, last, advice="pass pages of the cache", error=ShapeError)
         if null in ids:
-            raise ShapeError(f"pages: {null} is the null page, which no request may own, got {shown(ids.tolist())}")
+            raise ShapeError(f"pages: expected no null page ({null}), got {shown(ids.tolist())}; remove it")
         found.append(ids.astype(np.int32))
     return found
 
@@ -108,7 +109,7 @@ def check_pages(
 
 
 class SessionPages:
-    """The page tables of a session: a table per KV group, with a slot per request index."""
+    """The page tables of a session, one per KV group, with one row per request index."""
 
     def __init__(
         self, groups: Sequence[KVCacheSpec], pools: Sequence[PageLease | ExternalPages], num_indices: int, longest: int
@@ -201,7 +202,7 @@ class SessionPages:
             table.submitted(ids)
 
     def listed(self, ids: Ids) -> tuple[Int32Array, Int32Array, Int32Array]:
-        """Return the pages that no launch has listed, in the form of a Batch: first_pages, page_indptr, page_ids."""
+        """Return the pages that no launch has listed, as first_pages, page_indptr and page_ids of a Batch."""
         firsts, counts, pages = zip(*(table.list_new(ids) for table in self.tables), strict=True)
         page_indptr = np.zeros(len(self.tables) * len(ids) + 1, np.int32)
         np.cumsum(np.concatenate(counts), out=page_indptr[1:])
@@ -210,8 +211,8 @@ class SessionPages:
     def delta(
         self, ids: Ids, continuing: npt.NDArray[np.bool_]
     ) -> tuple[npt.NDArray[np.int32], Int32Array] | tuple[None, None]:
-        """Return the same pages in the form of a BatchDelta: lists and pages. A request that does not continue lists
-        none, as the device would skip them."""
+        """Return the same pages as lists and pages of a BatchDelta. A request that does not continue lists no pages,
+        because the device would skip them."""
         lists, every, start = np.empty((len(self.tables), PAGE_FIELDS, len(ids)), np.int32), [], 0
         for fields, table in zip(lists, self.tables, strict=True):
             fields[PAGE_FIRST], counts, pages = table.list_new(ids, continuing)
@@ -221,7 +222,7 @@ class SessionPages:
         return (lists.reshape(-1, len(ids)), np.concatenate(every)) if start else (None, None)
 
     def fork_needs(self, req_index: int, length: int, most: int) -> list[int]:
-        """Return the number of pages of each pool that a fork of a request with `length` to `most` tokens needs."""
+        """Return how many pages of each pool a fork needs, if its request has `length` to `most` tokens."""
         return by_pool(self._groups, (table.num_own_pages(req_index, length, most) for table in self.tables))
 
     def check_fork(self, req_index: int, length: int, most: int, given: object) -> list[Int32Array]:
@@ -277,15 +278,18 @@ class SessionPages:
                 yield group, ([pair[0]], [pair[1]])
 
     def check_append(self, req_index: int, given: object) -> list[Int32Array]:
-        """Check the pages that the caller appends to a request, and return them by KV group. `given`: a list per group,
-        or the list of the only group."""
+        """Check the pages that the caller appends to a request, and return them by KV group.
+
+        given   one list per group, or the list of the only group
+        """
         pools = [self._pools[table.group.pool] for table in self.tables]
         pages = _page_ids([given] if len(pools) == 1 else given, pools, "KV group")
         for group, (table, more) in enumerate(zip(self.tables, pages, strict=True)):
             room = table.width - int(table.to[req_index])
             if len(more) > room:
                 raise CapacityError(
-                    f"pages: expected at most {room} more of KV group {group}, up to max_seq_len, got {len(more)}"
+                    f"pages: expected at most {room} more of KV group {group}, got {len(more)}; raise max_seq_len, or "
+                    "append fewer pages"
                 )
         for number, pool in enumerate(self._external):
             of_pool = [ids for ids, group in zip(pages, self._groups, strict=True) if group.pool == number]
@@ -326,9 +330,9 @@ class SessionPages:
 
 
 class Ledger:
-    """The pages and request indices of a session: one lease per pool, or none with external pages.
+    """The pages and request indices that a session holds, as one lease per pool, or none with external pages.
 
-    Taking a page or an index and recording it is one step, which no exception in a signal handler can split. So `close`
+    A page or an index is taken and recorded in one step, which no exception in a signal handler can split. So `close`
     returns everything, no matter where a call was interrupted, and can itself be repeated.
     """
 

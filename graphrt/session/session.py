@@ -78,7 +78,7 @@ class DecodeSession:
         self._updates, self._has_updates = TableUpdates(), False
         self._resets = self._manager.queue.resets
         self._closed = False
-        # Load the kernels that `fork` launches: the first use of a kernel waits for steps in flight.
+        # Load the kernels that `fork` launches, because the first use of a kernel waits for steps in flight.
         for group in range(len(groups)):
             runtime.kv_cache.packer(group).warm_up()
         self._manager.between_steps(lambda buffers: buffers.copy_request_state(0, 0))
@@ -128,7 +128,7 @@ class DecodeSession:
             return request
 
     def start(self, request: SessionRequest, known: Int32Array, start: int, values: RequestValues) -> None:
-        """Assign a request index, and start with known tokens. The KV cache already has the first `start`."""
+        """Assign a request index, and start with known tokens. The KV cache already has the first `start` of them."""
         request.req_index = at = self._ledger.take_index()
         self._manager.request_tables.left.discard(at)  # `begin` overwrites the state of the last request there
         self._has_updates = True
@@ -151,8 +151,8 @@ class DecodeSession:
         Full pages are shared; a partly filled page is copied on the device. Pages that `request` has for later tokens
         are not shared. Both requests get the tokens of launches in flight.
 
-        seed   of the new request; by default that of `request`, so that both sample the same tokens
-        pages  with external_pages=True, a list per pool, of as many pages as `fork_needs` returns
+        seed   seed of the new request; by default that of `request`, so that both sample the same tokens
+        pages  with external_pages=True, one list per pool, with as many pages as `fork_needs` returns
 
         Raises: ConfigError: if the request belongs to another session, or has prompt tokens left. ShapeError: if
         `pages` are not pages of the cache. CapacityError: if no request index or page is free. ReplayError: during a
@@ -176,7 +176,7 @@ class DecodeSession:
             )  # fmt: skip
 
             def copy(buffers: StaticBuffers) -> None:
-                self.table.flag.changing = True  # not earlier: the manager may reject the call
+                self.table.flag.changing = True  # not earlier, because the manager may reject the call
                 fork.req_index = to = self._ledger.take_index()
                 self._manager.request_tables.left.discard(to)  # it is overwritten here
                 buffers.copy_request_state(at, to)
@@ -201,10 +201,10 @@ class DecodeSession:
     def append_pages(
         self, request: SessionRequest, pages: Int32Array | Sequence[int] | Sequence[Sequence[int]]
     ) -> None:
-        """Append pages to a request, with external_pages=True. Later launches may write to them.
+        """Append pages to a request. Requires external_pages=True. Later launches may write to the pages.
 
-        pages  page ids of the cache, a list of ints; with several KV groups a list of lists, one per group. Nothing
-               else may write to them. A request needs `group.pages_for(tokens)` pages in total
+        pages  page ids of the cache, a list of ints; with several KV groups a list of lists, one per group. No other
+               code may write to these pages. A request needs `group.pages_for(tokens)` pages in total
 
         Raises: ConfigError: if the session allocates its pages; see also `release`. ShapeError: if they are not pages
         of the cache, or in use until `pop_freed_pages` returns them. CapacityError: if the request would have more
@@ -218,9 +218,9 @@ class DecodeSession:
                 self.pages.append(request.req_index, checked)
 
     def pop_freed_pages(self) -> list[list[int]]:
-        """Return the pages of each pool that were freed since the last call, with external_pages=True: pages of
-        released requests, and pages that windows have passed.
+        """Return the pages of each pool that were freed since the last call. Requires external_pages=True.
 
+        Pages are freed when their request is released, or when a window has passed them.
         They may be reused immediately, because launches run in order. A shared page is returned once, after the last
         request that uses it has freed it. After `close()` the caller owns all pages.
 
@@ -385,7 +385,9 @@ class DecodeSession:
         self._check_open(call)
         check_instance("request", request, SessionRequest, advice="pass what add() or fork() returned")
         if self.table.requests.get(request.req_index) is not request:
-            raise ConfigError(f"{call}: the request was released, or belongs to another session")
+            raise ConfigError(
+                f"{call}: the request was released, or belongs to another session; pass a live request of this session"
+            )
 
     def _check_external(self, call: str) -> None:
         if not self.pages.are_external:

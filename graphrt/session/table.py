@@ -126,7 +126,7 @@ class RequestTable:
         return bool(self.prefills) or bool(len(self.order))
 
     def begin(self, request: SessionRequest, known: Int32Array, start: int) -> None:
-        """Add a request with known tokens. The KV cache already has the first `start`."""
+        """Add a request with known tokens. The KV cache already has the first `start` of them."""
         at, params = request.req_index, request.params
         self.requests[at] = request
         self.reached[at] = self.most[at] = start
@@ -143,7 +143,7 @@ class RequestTable:
         self.prefills[at] = start
 
     def fork(self, request: SessionRequest, fork: SessionRequest, seed: int) -> None:
-        """Add a request that continues as `request` does, with another seed."""
+        """Add a request that continues from the state of `request`, but with another seed."""
         at, to = request.req_index, fork.req_index
         self.requests[to] = fork
         for indices in (self.asking, self.many_stops):
@@ -202,7 +202,8 @@ class RequestTable:
         return steps
 
     def is_live(self, request: SessionRequest) -> bool:
-        """Return True if launches in flight may add tokens to a request: it is not released or finished."""
+        """Return True if launches in flight may add tokens to a request, that is, if it is neither released nor
+        finished."""
         in_table = self.requests.get(request.req_index) is request or request in self.detached
         return in_table and not request.finish_reason
 
