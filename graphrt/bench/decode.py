@@ -98,7 +98,7 @@ def check_batches(batches: Sequence[int]) -> tuple[int, ...]:
 
     Raises: ConfigError: if there are none, or one is not an int >= 1."""
     if not isinstance(batches, Sequence) or not batches:
-        raise ConfigError(f"batches: expected one or more sizes, got {batches!r}")
+        raise ConfigError(f"batches: expected one or more sizes, got {batches!r}; pass a list of sizes")
     return tuple(sorted({check_int("batches", batch, 1, advice="pass numbers of sequences") for batch in batches}))
 
 
@@ -265,7 +265,7 @@ class _Loop:
         return rounds[1:]  # the first round warms up
 
     def host_seconds(self, steps: int) -> list[float]:
-        """Return the host seconds of single `replay()` calls with a free ring slot. The first round is a warm-up."""
+        """Return the host seconds of single `replay()` calls with a free input slot. The first round is a warm-up."""
         wanted = _HOST_STEPS if self._runtime.device.type == "cuda" else steps
         rounds = []
         for _ in range(1 + -(-wanted // steps)):

@@ -1,4 +1,4 @@
-"""Baseline of the decode benchmark: `transformers` decodes the same model shape on the same device.
+"""Baseline of the decode benchmark, in which `transformers` decodes the same model shape on the same device.
 
 It runs in a separate process, which has all of the device's memory and can be stopped after a time limit. Results
 measured before the limit are kept. Two modes are timed:
@@ -35,7 +35,7 @@ STATIC_BATCHES = (1, 32)
 """Batches that are also timed with compilation, which takes about a minute each."""
 
 LIMIT_SECONDS = 140
-"""Time limit in seconds for all cells of one shape: two shapes then finish within six minutes."""
+"""Time limit in seconds for all cells of one shape, so that two shapes finish within six minutes."""
 
 _WARM_UP_STEPS = 5  # compilation, capture, first replay
 _ROUNDS, _STEPS = 5, 10
@@ -45,7 +45,7 @@ _MARK = "decode_transformers: "  # prefix of result lines
 
 @dataclass(frozen=True, slots=True)
 class BaselineTime:
-    """One mode at one batch size. `reason` is why times are missing.
+    """One mode at one batch size. `reason` says why times are missing.
 
     ms, ms_spread   milliseconds per step: median over several rounds, and maximum minus minimum
     """

@@ -54,7 +54,7 @@ class Workload:
         check_int("least", self.least, 1, self.most, advice="pass the shortest prompt and output")
 
     def make(self, vocab_size: int) -> tuple[list[list[int]], list[SamplingParams]]:
-        """Return the prompts and their parameters: no stop tokens, seeds 0, 1, 2 and so on."""
+        """Return the prompts and their parameters, without stop tokens and with the seeds 0, 1, 2 and so on."""
         draw, last = random.Random(self.seed), min(_TOKENS, vocab_size - 1)
         prompts = [
             [draw.randint(0, last) for _ in range(draw.randint(self.least, self.most))] for _ in range(self.requests)
@@ -204,7 +204,7 @@ def bench_serve(
     """Capture all sizes, submit all prompts at once, and time the workload.
 
     rows          maximum number of concurrent sequences
-    step_tokens   maximum number of new tokens per step: the chunk size of prompts
+    step_tokens   maximum number of new tokens per step, which is the chunk size of prompts
 
     Raises: ConfigError: if a size is invalid. CapacityError: if weights and pages do not fit.
     """

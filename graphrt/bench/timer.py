@@ -55,13 +55,14 @@ def rotations(bytes_per_call: int, device: torch.device) -> int:
 def time_calls(calls: Sequence[Callable[[], object]], *, device: torch.device, num_samples: int = 50) -> Timing:
     """Time calls that do the same work on different buffers. A sample is the mean over one replay of all calls.
 
-    On CUDA, each call must be capturable: it runs once eagerly, then inside a graph. On a CPU, a sample is one run of
+    On CUDA, each call must be capturable. It runs once eagerly, then inside a graph. On a CPU, a sample is one run of
     all calls, timed by the host.
 
     Raises: ConfigError: if `calls` is empty.
     """
     if not calls or num_samples < 1:
-        raise ConfigError(f"time_calls: expected calls and samples, got {len(calls)} calls and {num_samples} samples")
+        counts = f"{len(calls)} calls and {num_samples} samples"
+        raise ConfigError(f"time_calls: expected calls and samples, got {counts}; pass at least one of each")
     sample = _cuda_samples if device.type == "cuda" else _cpu_samples
     p20, median, p80 = np.percentile(sample(calls, num_samples, device), [20, 50, 80]) * 1e6
     return Timing(float(median), float(p20), float(p80))

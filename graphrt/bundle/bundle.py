@@ -177,7 +177,7 @@ class Bundle:
 
     @property
     def opened_config(self) -> RuntimeConfig:
-        """The config of the manager that runs the launches: it captures only their sizes."""
+        """The config of the manager that runs the launches, which captures only their sizes."""
         sizes = {launch.descriptor for launch in self.launches}
         return replace(
             self.config,

@@ -40,7 +40,7 @@ _MOST_JSON = 16 << 20
 
 
 def checked_target(path: str | Path) -> str:
-    """Return the file to write for `path`: symbolic links are followed, and kept."""
+    """Return the file to write for `path`. Symbolic links are followed, and kept."""
     check_instance("path", path, (str, Path), advice="pass the name of a file")
     try:
         target = Path(os.path.realpath(path))
@@ -56,7 +56,7 @@ def checked_target(path: str | Path) -> str:
 
 
 def write_file(path: str | Path, meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write a file. A symbolic link is kept, its target is replaced. Raises: ConfigError: if it cannot be written."""
+    """Write a file. A symbolic link is kept, and its target is replaced. Raises: ConfigError: if writing fails."""
     target = checked_target(path)
     safetensors = require("safetensors", "to write bundles")
     save = require("safetensors.torch", "to write bundles").save_file

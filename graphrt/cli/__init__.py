@@ -1,4 +1,4 @@
-"""The command-line tool `graphrt`, based on the library: one file per command."""
+"""The command-line tool `graphrt`, based on the library, with one file per command."""
 
 from __future__ import annotations
 

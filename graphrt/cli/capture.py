@@ -143,7 +143,7 @@ def _decode_size(option: str, rows: int | None, runtime: Runtime) -> BatchDescri
         if rows in (None, size.padded_reqs):
             return size
     sizes = ", ".join(str(size.padded_reqs) for size in decodes)
-    raise ConfigError(f"{option}: expected one of the sizes {sizes}, got {rows}")
+    raise ConfigError(f"{option}: expected one of the sizes {sizes}, got {rows}; choose one of these")
 
 
 def _show_graph(options: CaptureOptions, runtime: Runtime, chosen: BatchDescriptor) -> None:

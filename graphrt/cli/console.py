@@ -16,7 +16,7 @@ _PIPE_WIDTH = 120
 
 
 class _Log:
-    """Standard error that ignores write errors: a log that cannot be written must not end the command."""
+    """Standard error that ignores write errors, because a log that cannot be written must not end the command."""
 
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError):

@@ -31,7 +31,7 @@ from graphrt.runtime import Runtime, resolve_device
 from graphrt.sampling_params import SamplingParams
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_CPU_CHUNK = 64  # on a CPU, a mixed graph is not faster than an eager chunk: capture only one small size
+_CPU_CHUNK = 64  # on a CPU, a mixed graph is not faster than an eager chunk, so capture only one small size
 _MOST_POSITIONS = 1 << 20
 
 
@@ -45,7 +45,9 @@ def run(options: GenerateOptions) -> None:
     log = make_console(stderr=True)
     device = resolve_device(options.device)
     if options.dtype != "auto" and options.dtype not in _DTYPES:
-        raise ConfigError(f"--dtype: expected auto, {', '.join(_DTYPES)}, got {options.dtype!r}")
+        raise ConfigError(
+            f"--dtype: expected auto, float32, bfloat16 or float16, got {options.dtype!r}; choose one of these"
+        )
     params = sampling_params(
         options, options.max_new_tokens, stop_ids=options.stop_id or (), min_tokens=options.min_tokens
     )

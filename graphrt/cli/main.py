@@ -64,7 +64,7 @@ def main() -> None:
 
 def _fail(kind: str, text: str) -> None:
     if sys.stderr is not None:
-        with contextlib.suppress(OSError):  # standard error cannot be written: the exit code still reports it
+        with contextlib.suppress(OSError):  # standard error cannot be written, but the exit code still reports it
             print(f"{kind}: {text}", file=sys.stderr, flush=True)
     sys.exit(1)
 

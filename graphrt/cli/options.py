@@ -1,4 +1,4 @@
-"""The options of each command: one dataclass per command declares names, ranges, defaults and help texts.
+"""The options of each command. One dataclass per command declares names, ranges, defaults and help texts.
 
 This file imports neither torch nor the library, so that `graphrt --help` responds immediately.
 """
@@ -204,7 +204,7 @@ def add_command(app: typer.Typer, name: str, options: Callable[..., Any]) -> Non
     """Add a command with the options of a dataclass in this file. Its code is `run` in graphrt.cli.<name>."""
 
     def call(**values: Any) -> None:
-        with importing():  # import only when the command runs: torch and the library take seconds
+        with importing():  # import only when the command runs, because torch and the library take seconds
             module = importlib.import_module(f"graphrt.cli.{name}")
         try:
             module.run(options(**values))

@@ -42,7 +42,9 @@ def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
     for name, tokens in (("--logit-bias", params.logit_bias), ("--stop-id", params.stop_ids)):
         for token in tokens:
             if token >= vocab_size:
-                raise ConfigError(f"{name}: expected token ids below the vocabulary's {vocab_size}, got {token}")
+                raise ConfigError(
+                    f"{name}: expected token ids below the vocabulary's {vocab_size}, got {token}; pass other ids"
+                )
 
 
 def check_length(prompts: Sequence[Sequence[int]], max_new_tokens: int, positions: int) -> None:

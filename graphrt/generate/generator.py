@@ -60,7 +60,7 @@ class TextGenerator:
 
     runtime     a captured runtime; several generators may share it
     swap_bytes  pinned host memory for one `generate` call, if the cache cannot hold all its sequences at once. Pages
-                that do not fit are recomputed; 0: all pages. If the host cannot allocate the memory, a RuntimeWarning
+                that do not fit are recomputed; 0: all are. If the host cannot allocate the memory, a RuntimeWarning
                 states the reason once, and all pages are recomputed
 
     stats  see GenerationStats
@@ -112,7 +112,7 @@ class TextGenerator:
         return state
 
     def _swap_space(self, prompts: Sequence[PromptState], session: DecodeSession) -> SwapSpace | None:
-        """Return host memory for pages of preempted requests; None if all that can run at once have pages."""
+        """Return host memory for pages of preempted requests; None if all requests that run at once have pages."""
         runtime, most_running = self._runtime, self._runtime.config.max_num_reqs
         if not (self._swap_bytes and prompts):
             return None
@@ -146,8 +146,9 @@ class TextGenerator:
                     prompt, *_ = [*scheduler.running.values(), *scheduler.queue]
                     pages = " + ".join(str(allocator.num_free) for allocator in self._runtime.allocators)
                     raise CapacityError(
-                        f"prompts[{prompt.index}]: other users of the runtime hold its pages or request indices: "
-                        f"{len(self._runtime.free_req_indices)} request indices and {pages} pages are free; wait"
+                        f"prompts[{prompt.index}]: other users of the runtime hold the pages or request indices that "
+                        f"it needs ({len(self._runtime.free_req_indices)} request indices and {pages} pages are free); "
+                        "wait until more are free"
                     )
                 if in_flight and (len(in_flight) > 1 or not launches):
                     launch = in_flight.popleft()

@@ -1,9 +1,9 @@
 """Decides which prompts are in the next launch: admission, shared prefixes, and preemption if pages run out.
 
 Prompts are served in order. Pages are allocated as a sequence grows. If they run out, the request of the last prompt is
-preempted: it frees its request index and its pages, and waits at the head of the queue. Its pages move to a SwapSpace,
-or are recomputed from its tokens. The request of the first prompt is never preempted, so it finishes, and the next one
-becomes the first. A request waits only for pages and prefixes of earlier prompts, so requests cannot deadlock.
+preempted. It frees its request index and its pages, and waits at the head of the queue. Its pages move to a SwapSpace,
+or are recomputed from its tokens. The request of the first prompt is never preempted, so it finishes, and the next
+prompt becomes the first. A request waits only for pages and prefixes of earlier prompts, so requests cannot deadlock.
 
 The session owns the requests and their pages; this file decides what happens to them.
 """
@@ -69,7 +69,7 @@ class PromptState:
 
     @property
     def length_limit(self) -> int:
-        """Largest number of KV tokens: the last sampled token is never written."""
+        """Largest number of KV tokens. The last sampled token is not written to the cache."""
         return len(self.prompt) + self.params.max_new_tokens - 1
 
     @property
@@ -112,7 +112,7 @@ class Scheduler:
         self.by_request: dict[SessionRequest, PromptState] = {}
         self._page_unit = math.lcm(*(group.page_size for group in self._groups))
         self._largest_page = max(group.page_size for group in self._groups)
-        # Prefixes are compared by half pages, or by whole small pages: shorter prefixes are not worth a copy.
+        # Prefixes are compared by half pages, or by whole small pages, because shorter ones are not worth a copy.
         self._prefixes = PrefixIndex(max(min(8, self._largest_page), self._largest_page // 2))
         self._promised: dict[int, list[int]] = {}  # pages of each pool that are reserved for admitted requests
         self._all_promised = [0] * len(runtime.allocators)  # their sum
@@ -138,7 +138,7 @@ class Scheduler:
         return prompt.request is not None and self._session.launches.contain(prompt.request)
 
     def _needs_to_start(self, prompt: PromptState) -> list[int]:
-        """Return the pages of each pool that a prompt needs to start: for a new prompt, those of its first chunk. A
+        """Return the pages of each pool that a prompt needs to start. A new prompt needs those of its first chunk. A
         preempted prompt needs all that it had, or it would soon be preempted again."""
         length = prompt.num_tokens
         first = length if prompt.was_preempted else min(length, self._longest_chunk)
@@ -188,8 +188,8 @@ class Scheduler:
     # -- the next launch
 
     def launch(self) -> tuple[Launch, ...]:
-        """Launch the next steps: requests that decode first, then prefills as far as tokens and pages allow. Returns no
-        launch if no request can continue."""
+        """Launch the next steps, with the requests that decode, and prefills as far as tokens and pages allow. Returns
+        no launch if no request can continue."""
         if self._space is not None:
             self._space.collect()
         steps = self._steps()
@@ -209,7 +209,7 @@ class Scheduler:
         return launches
 
     def _steps(self) -> int:
-        """Return the number of steps of the next launch: several if no prefill has tokens left.
+        """Return the number of steps of the next launch, which is 1 while a prefill has tokens left.
 
         A prompt in the queue waits until a request finishes, so a launch ends when the first request reaches its limit.
         If a request finishes earlier, at a stop token, a few steps run without it."""
@@ -236,8 +236,8 @@ class Scheduler:
     def _share_prefixes(self) -> set[int]:
         """Let new requests share pages of earlier ones with a common prefix, before windows free these pages.
 
-        Returns the requests whose prefill is paused: their pages are still moving, an earlier request computes their
-        prefix, or the step has no tokens left for them.
+        Returns the requests whose prefill is paused, because their pages are still moving, an earlier request computes
+        their prefix, or the step has no tokens left for them.
         """
         held, budget = set[int](), self._runtime.config.max_num_tokens - len(self._table.order)
         alone = not len(self._table.order)  # a launch of one request waits for its pages on the device
@@ -270,7 +270,7 @@ class Scheduler:
             missing = common - self._shareable(donor, ready) if ready < common else 0
             if missing >= self._page_unit and self._longest_chunk > 1:
                 return True
-            # Equal hashes are a hint only: compare tokens before pages are shared.
+            # Equal hashes are only a hint, so compare tokens before pages are shared.
             ready = min(ready, common_prefix(known, self._table.known[donor], len(known) - 1))
             if length := self._shareable(donor, ready):
                 pages, copied = self._preemption.share(req_index, donor, length)
@@ -282,8 +282,8 @@ class Scheduler:
         return waits
 
     def _shareable(self, donor: int, ready: int) -> int:
-        """Return how many of a donor's first `ready` tokens a new request shares: full pages, and part of one if this
-        saves more than half a page."""
+        """Return how many of a donor's first `ready` tokens a new request shares. These fill whole pages, and also part
+        of a page if this saves more than half a page."""
         full = ready - ready % self._page_unit
         partly = [ready] if 2 * (ready - full) > self._largest_page else []
         for length in (*partly, full):
@@ -362,8 +362,8 @@ class Scheduler:
             self._space.drop(preempted.swapped)
 
     def release_finished(self) -> None:
-        """Free indices and pages of finished requests. A step in flight may still write there: it runs before any step
-        that reuses them."""
+        """Free indices and pages of finished requests. A step in flight may still write there, but it runs before any
+        step that reuses them."""
         for req_index in [req_index for req_index, prompt in self.running.items() if prompt.finished]:
             self._preemption.release(self._leave(req_index))
         for prompt in itertools.takewhile(lambda prompt: prompt.was_preempted, self.queue):

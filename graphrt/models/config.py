@@ -107,17 +107,17 @@ class ModelConfig:
         if self.num_q_heads % self.num_kv_heads:
             raise ConfigError(
                 f"ModelConfig.num_q_heads: expected a multiple of num_kv_heads={self.num_kv_heads}, "
-                f"got {self.num_q_heads}"
+                f"got {self.num_q_heads}; pass a multiple, since all KV heads serve equally many query heads"
             )
         if self.rotary_dim % 2 or not 4 <= self.rotary_dim <= self.head_dim:
             raise ConfigError(
                 f"ModelConfig.rotary_dim: expected an even number from 4 to head_dim={self.head_dim}, "
-                f"got {self.rotary_dim}"
+                f"got {self.rotary_dim}; pass 0 to rotate whole heads"
             )
         if len(self.sliding_windows) != self.num_layers:
             raise ConfigError(
                 f"ModelConfig.sliding_windows: expected {self.num_layers} values, one per layer, "
-                f"got {len(self.sliding_windows)}"
+                f"got {len(self.sliding_windows)}; pass None for layers without a window"
             )
 
     @property

@@ -38,7 +38,7 @@ _ROTATED = re.compile(r"self_attn\.[qk]_proj\.")
 
 
 class GGUFSource:
-    """The tensors of a GGUF file with their Hugging Face names and layout."""
+    """The tensors of a GGUF file, under their Hugging Face names and in that layout."""
 
     def __init__(self, path: Path) -> None:
         self._gguf = require("gguf", "to read GGUF files")
@@ -51,7 +51,8 @@ class GGUFSource:
         self.config = ModelConfig.from_gguf(self._file.metadata, shapes, freq_factors)
         if freq_factors and shapes[_FREQ_FACTORS] != (self.config.head_dim // 2,):
             raise ConfigError(
-                f"{_FREQ_FACTORS}: expected {self.config.head_dim // 2} values, got {list(shapes[_FREQ_FACTORS])}"
+                f"{_FREQ_FACTORS}: expected {self.config.head_dim // 2} values, got {list(shapes[_FREQ_FACTORS])}; "
+                "convert the model again"
             )
         self._stored = {_hf_name(name): name for name in shapes if name != _FREQ_FACTORS}
         # In this architecture, llama.cpp rotates adjacent pairs of dimensions, and its files reorder q and k for this.

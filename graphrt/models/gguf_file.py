@@ -1,7 +1,7 @@
 """The table of contents of a GGUF file, with every length checked against the file size.
 
-The package `gguf` dequantises, but its reader trusts the lengths in the file: on a truncated or corrupt file it loops
-or returns short arrays. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+The package `gguf` dequantises, but its reader trusts the lengths in the file. On a truncated or corrupt file the reader
+loops or returns short arrays. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ def read_gguf(path: Path) -> GGUFFile:
     if version not in _VERSIONS:
         # In a big-endian file, the version is in the upper half.
         raise UnsupportedError(
-            f"{printable(path)}: expected little-endian GGUF of version 2 or 3, got version {version:#x}"
+            f"{printable(path)}: expected little-endian GGUF of version 2 or 3, got version {version:#x}; convert the "
+            "file with a current llama.cpp"
         )
     num_tensors, num_pairs = cursor.count(_SMALLEST_TENSOR), cursor.count(_SMALLEST_PAIR)
     metadata: dict[str, Any] = {}
@@ -110,7 +111,8 @@ def _read_tensors(cursor: _Cursor, count: int, alignment: Any, gguf: Any) -> dic
         sizes = gguf.GGML_QUANT_SIZES.get(quantization)
         if sizes is None:
             raise UnsupportedError(
-                f"{printable(cursor.path)}: the package gguf does not know quantisation {quantization} of {shown(name)}"
+                f"{printable(cursor.path)}: the package gguf does not know quantisation {quantization} of "
+                f"{shown(name)}; upgrade gguf"
             )
         block, block_bytes = sizes
         cursor.check(name not in tensors, f"the tensor {shown(name)} occurs twice")

@@ -94,7 +94,8 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def download(repo_id: str) -> Path:
-    """Download a model from the Hugging Face hub into its cache: weights only if the config is supported."""
+    """Download a model from the Hugging Face hub into its cache. Weights are downloaded only if the config is
+    supported."""
     hub = require("huggingface_hub", "to download models")
     patterns = ["*.json", "*.txt", "*.jinja", "*.model"]
     try:
@@ -135,8 +136,8 @@ def _weight_files(folder: Path) -> tuple[list[str], dict[str, str]]:
 def _inside(index: Path, name: object) -> str:
     """Check a file name in an index. The index may be downloaded, so names must not point outside the folder.
 
-    Symbolic links in the folder are followed: the cache of the Hugging Face hub uses them, and the text of a download
-    cannot create them.
+    Symbolic links in the folder are followed, because the cache of the Hugging Face hub uses them, and the text of a
+    download cannot create them.
     """
     good = isinstance(name, str) and "\0" not in name and len(name) <= _MAX_NAME and name.endswith(".safetensors")
     if not isinstance(name, str) or not good or PurePath(name).is_absolute() or ".." in PurePath(name).parts:
@@ -155,5 +156,5 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:  # RecursionError: thousands of nested brackets
         raise ConfigError(f"{printable(path)}: not a readable JSON file ({printable(error)}); check it") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{printable(path)}: expected a JSON object, got {type(content).__name__}")
+        raise ConfigError(f"{printable(path)}: expected a JSON object, got {type(content).__name__}; check it")
     return content

@@ -1,4 +1,4 @@
-"""The Llama family on graphrt's operators: a step on static buffers, with fused weights loaded in place."""
+"""The Llama family on graphrt's operators, with fused weights that are loaded in place."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class WeightSource(Protocol):
-    """A checkpoint: tensors by their Hugging Face names, read one at a time."""
+    """A checkpoint, whose tensors are read one at a time by their Hugging Face names."""
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Return the shape of every tensor, from the checkpoint's table of contents."""
@@ -117,7 +117,7 @@ class LlamaModel(nn.Module):
 
     @property
     def streamed_bytes(self) -> int:
-        """Bytes of weights that each step reads: all weights except an embedding that is not also the head."""
+        """Bytes of weights that each step reads. An embedding that is not also the head is not counted."""
         looked_up = {id(self.embedding)} - {id(self.head)}
         return sum(weight.nbytes for weight in self.parameters() if id(weight) not in looked_up)
 
@@ -191,7 +191,7 @@ class LlamaModel(nn.Module):
             )
 
     def weight_targets(self) -> dict[str, torch.Tensor]:
-        """Return the destination of each Hugging Face checkpoint tensor: views of the weights by tensor name."""
+        """Return a view of the weights for each tensor of a Hugging Face checkpoint, by name."""
         config = self.config
         heads = (config.num_q_heads, config.num_kv_heads, config.num_kv_heads)
         rows = [count * config.head_dim for count in heads]

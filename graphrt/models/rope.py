@@ -45,13 +45,15 @@ class RopeConfig:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ConfigError(f"RopeConfig.kind: expected one of {', '.join(KINDS)}, got {shown(self.kind)}")
+            raise ConfigError(
+                f"RopeConfig.kind: expected one of {', '.join(KINDS)}, got {shown(self.kind)}; choose one of these"
+            )
         needed = {"yarn": 1, "llama3": 1, "longrope": 2}.get(self.kind, 0)
         check_int_field(self, "original_positions", needed, MAX_EXTENT, advice="pass the length before the extension")
         if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
             raise ConfigError(
                 f"RopeConfig.high_freq_factor: expected more than low_freq_factor={self.low_freq_factor}, "
-                f"got {self.high_freq_factor}"
+                f"got {self.high_freq_factor}; pass the factors of the model"
             )
 
     def inverse_frequencies(
@@ -72,7 +74,9 @@ class RopeConfig:
         pairs = {"short_factor": self.short_factor, "long_factor": self.long_factor, "freq_factors": self.freq_factors}
         for name, values in pairs.items():
             if len(values) != rotary_dim // 2 and (values or (self.kind == "longrope" and name != "freq_factors")):
-                raise ConfigError(f"RopeConfig.{name}: expected {rotary_dim // 2} values, got {len(values)}")
+                raise ConfigError(
+                    f"RopeConfig.{name}: expected {rotary_dim // 2} values, got {len(values)}; pass one per pair"
+                )
         theta = self.theta
         if self.kind == "dynamic":
             stretch = self.factor * max(max_positions, trained_positions) / trained_positions - (self.factor - 1)
@@ -95,7 +99,7 @@ class RopeConfig:
     def cos_sin(
         self, rotary_dim: int, trained_positions: int, max_positions: int, device: torch.device
     ) -> torch.Tensor:
-        """Return float32 [max_positions, rotary_dim]: the cosines, then the sines, of each position's angles."""
+        """Return the cosines, then the sines, of each position's angles, float32 [max_positions, rotary_dim]."""
         inverse, scale = self.inverse_frequencies(rotary_dim, trained_positions, max_positions)
         inverse = inverse.to(device)
         table = torch.empty((max_positions, rotary_dim), dtype=torch.float32, device=device)

@@ -41,5 +41,5 @@ SHAPES: dict[str, ModelConfig] = {
 def shape_config(name: str) -> ModelConfig:
     """Return the shape of a well-known model. Raises: ConfigError: if `name` is not in SHAPES."""
     if name not in SHAPES:
-        raise ConfigError(f"shape: expected one of {', '.join(SHAPES)}, got {shown(name)}")
+        raise ConfigError(f"shape: expected one of {', '.join(SHAPES)}, got {shown(name)}; choose one of these")
     return SHAPES[name]

@@ -1,4 +1,4 @@
-"""The default model, SmolLM2-135M-Instruct: a small chat model that a PyPI package contains as one GGUF file."""
+"""The default model, SmolLM2-135M-Instruct, a small chat model that a PyPI package contains as one GGUF file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stop strings: end a streamed text before the first occurrence of any of them."""
+"""Stop strings, which end a streamed text before the first occurrence of any of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from graphrt.kernels.errors import ConfigError
 
 
 class StopStrings:
-    """Truncate a streamed text at the first complete stop string. The result does not depend on how it is split.
+    """Truncate a streamed text at the first complete stop string. The result does not depend on how the text is split.
 
         stop = StopStrings(["\\n\\n", "User:"])
         stop.push("Fine. Us")     # "Fine. ", because "Us" may start "User:"
@@ -37,7 +37,7 @@ class StopStrings:
         self._early = 0  # leading characters of the buffered text in which no stop string ends
 
     def push(self, piece: str, *, early: bool = False) -> str:
-        """Add a piece, and return the text that can be shown: no part of a stop string or of a possible one.
+        """Add a piece, and return the text that can be shown. This text contains no part of a possible stop string.
 
         early   ignore stop strings that end in this piece, as before `min_tokens`; one may start in it
 

@@ -132,8 +132,8 @@ class TokenStream:
     """Decode one sequence incrementally.
 
     The results of `push` and `finish` concatenate to the text of the whole sequence, and none ends inside a character.
-    Each call decodes a short window again: some tokenizers decode a token differently at the start of a sequence, so a
-    token is decoded together with the preceding tokens.
+    Each call decodes a short window again, because some tokenizers decode a token differently at the start of a
+    sequence. A token is therefore decoded together with the preceding tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -156,7 +156,8 @@ class TokenStream:
         return text
 
     def finish(self) -> str:
-        """Return the remaining text: replacement characters if the sequence ended inside a character, else ""."""
+        """Return the remaining text, which is replacement characters if the sequence ended inside a character, else
+        ""."""
         text = self._pending()
         self._window, self._shown = [], 0
         return text
@@ -211,5 +212,5 @@ def _guarded(what: str, call: Callable[[], _T]) -> _T:
 
 def _check_ids(name: str, ids: Sequence[int]) -> list[int]:
     if not isinstance(ids, Iterable) or isinstance(ids, str | bytes):
-        raise ConfigError(f"{name}: expected a sequence of token ids, got {shown(ids)}")
+        raise ConfigError(f"{name}: expected a sequence of token ids, got {shown(ids)}; pass a list of ints")
     return [check_int(name, token, 0, _MAX_TOKEN, advice="pass token ids") for token in ids]
