@@ -365,7 +365,7 @@ class Batch:
         pages_at, end = tokens_at + num_tokens, tokens_at + num_tokens + listed
         rows = out[layout.HEADER_SIZE : tokens_at].reshape(fields, n)
         rows[layout.REQ_INDEX], rows[layout.REQ_SEQ_LEN] = self.req_indices, self.seq_lens
-        rows[layout.REQ_QUERY_START :] = _defaults(n, fields)  # one copy: most steps pass few arguments
+        rows[layout.REQ_QUERY_START :] = _defaults(n, fields)  # one copy, since most steps pass few arguments
         for name in self._stated:
             if name in _FIELDS:
                 rows[_FIELDS[name]] = getattr(self, name).view(np.int32)
@@ -393,7 +393,7 @@ def _ones(n: int) -> Int32Array:
 
 @functools.lru_cache(maxsize=8)
 def _defaults(n: int, fields: int) -> npt.NDArray[np.int32]:
-    """Return the default fields of n requests, from REQ_QUERY_START on: one sampled token each, no pages."""
+    """Return the default fields of n requests, from REQ_QUERY_START on, for one sampled token each and no pages."""
     rows = np.zeros((fields, n), np.int32)
     rows[layout.REQ_QUERY_START] = np.arange(n)
     rows[layout.REQ_QUERY_LEN] = rows[layout.REQ_SAMPLE] = 1

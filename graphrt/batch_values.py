@@ -76,7 +76,7 @@ _pads: dict[str, Values] = {name: np.empty(0, _ON_HOST[spec.dtype]) for name, sp
 
 
 def copied_values(name: str, values: Any, length: int) -> Values:
-    """Return a copied field of `length` requests: `values`, or if None, the read-only defaults that batches share.
+    """Return a copied field of `length` requests from `values`, or if None, the read-only defaults that batches share.
 
     Raises: ShapeError.
     """

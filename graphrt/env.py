@@ -30,7 +30,7 @@ def cache_dir() -> Path:
             base = Path(os.environ.get("XDG_CACHE_HOME", ""))
             return (base if base.is_absolute() else Path.home() / ".cache") / "graphrt"
         path = Path(folder).expanduser().absolute()
-        good = bool(folder) and (not path.exists() or path.is_dir())  # exists() first: another process may create it
+        good = bool(folder) and (not path.exists() or path.is_dir())  # exists() first, as another process may create it
     except (OSError, RuntimeError) as error:  # name too long, no permission, no such user, no home
         raise ConfigError(f"GRAPHRT_CACHE: expected a folder, got {folder!r} ({error}); specify a folder") from error
     if not good:

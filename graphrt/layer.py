@@ -100,7 +100,7 @@ class Attention(torch.nn.Module):
     sinks           [num_q_heads], a logit per query head. A Parameter is registered as `<layer>.sinks`. A plain tensor
                     becomes a buffer that is not in the state_dict
     kind            AttentionKind.CROSS reads encoder outputs in the cache, and takes no key and value.
-                    AttentionKind.ENCODER has no cache: tokens of a request attend to each other in both directions
+                    AttentionKind.ENCODER has no cache; tokens of a request attend to each other in both directions
     kv_shared_with  name of an earlier layer whose keys and values this layer reads; it then takes no key and value
     dtype           dtype of queries, keys, values and output; None: torch's default dtype. `module.to(dtype)` changes
                     it

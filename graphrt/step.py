@@ -48,7 +48,7 @@ class Step:
     step. Any other value that varies between steps must be in a tensor too, because graphs contain Python numbers as
     constants. A model or sampler with state per request, such as an adapter index, declares it in
     `RuntimeConfig.request_tensors` and reads `request_state(name)`. It may also index its own tensor
-    [max_num_reqs, ...] by `req_indices`. Do not rely on the order of the batch: in mixed steps with two parts, decode
+    [max_num_reqs, ...] by `req_indices`. Do not rely on the order of the batch. In mixed steps with two parts, decode
     requests come first.
     """
 
@@ -82,7 +82,8 @@ class Step:
         if name not in self.request_tensors:
             known = ", ".join(self.request_tensors) or "none"
             raise ConfigError(
-                f"request_state: expected a name of RuntimeConfig.request_tensors ({known}), got {name!r}"
+                f"request_state: expected a name of RuntimeConfig.request_tensors ({known}), got {name!r}; declare it "
+                "there"
             )
         return self.request_tensors[name][self.req_indices.long()]  # -1 selects the last row, for padding
 

@@ -48,7 +48,7 @@ class AttentionLayer:
     k_cache, v_cache   [num_pages, page_size, num_kv_heads, head_dim]  last stride 1, other strides arbitrary. An HND
                        cache is also passed as this view, with the strides of its layout. v_cache may have another head
                        size. Empty in an encoder layer
-    group              KV group of the layer: `metadata.block_tables[group]` contains its page ids
+    group              KV group of the layer; `metadata.block_tables[group]` contains its page ids
     writes             whether a step writes keys and values of this layer. False if an earlier layer or an encoder
                        writes what the layer reads, or if it has no cache
     k_scale, v_scale   [1] or [num_kv_heads]  float32  scales of an fp8 cache: key = stored value * k_scale; None: 1
@@ -81,7 +81,7 @@ class AttentionLayer:
 
         sinks   [num_q_heads] float32: the sinks of this call, which the model owns
 
-        The options of an encoder layer have no window, because its window extends to both sides: see
+        The options of an encoder layer have no window, because its window extends to both sides; see
         `prompt_attention`.
         """
         causal = self.spec.kind is AttentionKind.DECODER
@@ -108,7 +108,7 @@ class AttentionBackend(ABC):
     # 1 What a class declares.
 
     name: ClassVar[str]
-    """The name that users select it by: an identifier, equal to the name of its entry point."""
+    """The name by which users select the backend, an identifier that equals the name of its entry point."""
     capabilities: ClassVar[Capabilities]
     """What the backend supports. The runtime enforces every field."""
     graph_support: ClassVar[GraphSupport]
@@ -159,8 +159,8 @@ class AttentionBackend(ABC):
 
     @classmethod
     def prefill_class(cls) -> type[AttentionBackend] | None:
-        """Return the class that serves the prefill part of mixed steps under this name: this class, another, or
-        None."""
+        """Return the class that serves the prefill part of mixed steps under this name, which may be this class or
+        another; None if there is none."""
         return cls if cls.capabilities.prefill else None
 
     # 3 An instance, before the first step. Overriding methods call super().
@@ -201,7 +201,7 @@ class AttentionBackend(ABC):
         return {}
 
     def held(self) -> dict[str, torch.Tensor]:
-        """Return, by name, every other tensor of the backend that graphs address: written once, or before a step."""
+        """Return, by name, every other tensor of the backend that graphs address, written once or before a step."""
         return {}
 
     # 4 The methods of a step. The first two run on the host, the last two are recorded.
@@ -227,8 +227,8 @@ class AttentionBackend(ABC):
     def schedule(self, metadata: StepMetadata) -> None:  # noqa: B027
         """Record the work that is done once per step, such as a schedule that all layers share.
 
-        Must be capture-safe: depend only on the descriptor and the contents of tensors, and read no tensor on the
-        host. Python code here runs once, at capture.
+        Must be capture-safe, that is, depend only on the descriptor and the contents of tensors, and read no tensor on
+        the host. Python code here runs once, at capture.
         """
 
     @abstractmethod
@@ -242,7 +242,7 @@ class AttentionBackend(ABC):
         sinks: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> None:
-        """Record the attention of one layer: the queries of this step over the paged cache.
+        """Record the attention of one layer, from the queries of this step to the paged cache.
 
         The cache already contains the keys and values of this step. Must be capture-safe, like `schedule`.
 
@@ -254,12 +254,12 @@ class AttentionBackend(ABC):
                                                          the softmax denominator, including the sink. Padding tokens
                                                          get -inf, or the sink
 
-        Decoder layers are causal: token i of a request sees positions 0 to seq_len - query_len + i, its own
-        `metadata.positions`. Cross layers are not: every token sees positions 0 to encoder_len - 1, and its output is
-        zero if encoder_len is 0. `layer.options(sinks)` has the other options.
+        Decoder layers are causal. Token i of a request sees positions 0 to seq_len - query_len + i, which is its own
+        position in `metadata.positions`. Cross layers are not causal. Every token sees positions 0 to encoder_len - 1,
+        and its output is zero if encoder_len is 0. `layer.options(sinks)` has the other options.
 
         Keys and values beyond the `seq_len` of a request, in the null page and in pages of other requests may be NaN.
-        None of them may reach an output: mask values as well as scores, since zero times NaN is NaN. The block table
+        None of these may reach an output. Mask values as well as scores, since zero times NaN is NaN. The block table
         has null pages for pages entirely before the window or chunk of a request. If a KV group frees such pages, its
         null page has finite numbers. A tile that starts before the window may then read it without masking values.
 

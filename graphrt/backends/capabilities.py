@@ -45,13 +45,13 @@ class Capabilities:
     lse              `run` can write the log-sum-exp. With other backends, a model that needs it raises in its first
                      step, which runs in `capture()`
     batch_invariant  the result of a request does not depend on other requests; see below
-    kv_groups        layers of several KV groups, each with its own block table: `metadata.block_tables[layer.group]`
-    v_head_dim       value heads of another size than the key heads: `AttentionSpec.v_head_dim`
+    kv_groups        layers of several KV groups, each with its own block table, `metadata.block_tables[layer.group]`
+    v_head_dim       value heads of another size than the key heads, `AttentionSpec.v_head_dim`
     attention_chunk_size   layers with `AttentionSpec.attention_chunk_size`
     prefill          the prefill part of mixed steps, while another backend serves the decode part; see
                      `AttentionBackend.run`
-    cross_attention      layers that attend to encoder outputs: not causal, with lengths `metadata.encoder_lens`
-    encoder_attention    bidirectional layers over the tokens of the step, without a cache: `run_encoder`
+    cross_attention      layers that attend to encoder outputs, not causally, with lengths `metadata.encoder_lens`
+    encoder_attention    bidirectional layers over the tokens of the step, without a cache; see `run_encoder`
 
     `batch_invariant` is a guarantee per kind of graph. With `RuntimeConfig(batch_invariant=True)`, the result of a
     request is bitwise equal in all decode graphs of one query_len, for any graph size, position in the batch and other
@@ -102,7 +102,7 @@ class Capabilities:
     def unsupported_reasons(self, context: BackendContext) -> list[str]:
         """Return a sentence for each thing that `context` needs and these capabilities lack.
 
-        `lse` is not part of a context: `Step.attend` checks it.
+        `lse` is not part of a context; `Step.attend` checks it.
         """
         reasons = []
         if context.device.type not in self.devices:
@@ -191,7 +191,7 @@ class BackendContext:
     max_num_reqs     maximum number of requests in one step
     max_num_tokens   maximum number of new tokens in one step
     max_seq_len      longest sequence, in tokens; see `max_pages`
-    max_query_len    maximum new tokens per request in a decode batch: `RuntimeConfig.query_len`
+    max_query_len    maximum new tokens per request in a decode batch, `RuntimeConfig.query_len`
     batch_invariant  see Capabilities and RuntimeConfig
     mixed_batches    whether steps occur in which requests differ in their number of new tokens; see RuntimeConfig
     prefill          whether the backend serves only the prefill part of these steps
@@ -223,7 +223,7 @@ class BackendContext:
 
     @property
     def layers(self) -> Iterator[tuple[AttentionSpec, KVCacheSpec, int]]:
-        """For every layer that has a cache: its spec, the spec of its KV group, and the number of that group."""
+        """Yield the spec of every layer that has a cache, the spec of its KV group, and the number of that group."""
         assert self.group_of is not None, "set at construction"
         for spec, group in zip(self.attention, self.group_of, strict=True):
             if group is not None:
@@ -231,7 +231,7 @@ class BackendContext:
 
 
 def listing(values: Sequence[object]) -> str:
-    """Format values as errors and docs/backends.md show them: a long run of multiples as its step and its ends."""
+    """Format values as errors and docs/backends.md show them. A long run of multiples becomes its step and its ends."""
     if len(values) > 4 and isinstance(first := values[0], int) and isinstance(last := values[-1], int):
         step = (last - first) // (len(values) - 1)
         if step > 0 and first % step == 0 and tuple(values) == tuple(range(first, last + 1, step)):

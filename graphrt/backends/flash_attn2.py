@@ -1,4 +1,4 @@
-"""FlashAttention 2: the host chooses the number of KV splits from shapes, so a graph fixes it at capture."""
+"""FlashAttention 2, whose host code chooses the number of KV splits from shapes, so a graph fixes it at capture."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class FlashAttention2Backend(PeerBackend):
     therefore correct for any lengths, though not the fastest for ragged ones.
 
     Mixed batches have no graph, because the grid depends on the query length. NaN in the tail of a page does not reach
-    outputs: the kernel clears a V tile beyond the length of a request. It returns early for a length of 0.
+    outputs, because the kernel clears a V tile beyond the length of a request. It returns early for a length of 0.
 
     The head sizes are those of the tested forward-only wheel. A build without one raises in its first call.
     """
@@ -82,7 +82,7 @@ class FlashAttention2Backend(PeerBackend):
         sinks: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> None:
-        """Attend with the kernel and its combine. Capture-safe in decode steps: splits depend only on shapes."""
+        """Attend with the kernel and its combine. Capture-safe in decode steps, since splits depend only on shapes."""
         spec = layer.spec
         options: dict[str, Any] = {
             "softmax_scale": spec.scale,

@@ -1,4 +1,4 @@
-"""FlashAttention 3: its scheduler runs on the device, at the start of the graph, once per step."""
+"""FlashAttention 3, whose scheduler runs on the device, at the start of the graph, once per step."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ MAX_SPLITS = 32
 """Maximum number of KV splits per request. The scheduler uses fewer if they suffice."""
 WORKSPACE_BYTES = 512 << 20
 """Maximum bytes for the partial results of one call. 2,048 tokens of 32 heads of 128 at 32 splits would take 1.1 GB."""
-_TOKENS_PER_SPLIT = 64  # the smallest tile of keys: splits of fewer tokens would be empty
+_TOKENS_PER_SPLIT = 64  # the smallest tile of keys; splits of fewer tokens would be empty
 _QUERIES_OF_TILE, _MULTIPROCESSORS = 128, 132  # of an H100 or H200; the kernels run on no other GPU
 _E4M3_MAX = 448.0
 _SMALLEST_AMAX = 2.0**-40  # attention cannot tell smaller queries from zero
 
 _ScheduleKey = tuple[int, int, int, int, int]
-"""Layers with an equal key share a schedule: query heads, KV heads, head_dim, window, page size."""
+"""Query heads, KV heads, head_dim, window and page size. Layers with an equal key share a schedule."""
 
 
 class FlashAttention3Backend(PeerBackend):
@@ -37,10 +37,10 @@ class FlashAttention3Backend(PeerBackend):
     lengths of that step. Both calls get the same `num_splits` and the same longest length, the width of the block
     table. With different values they would use different layouts of the schedule.
 
-    A length of 0 costs nothing. NaN in the tail of a page does not reach outputs: the kernel loads V by predicated
-    copies, which write zeros beyond the length of a request. Its TMA path would load whole pages with their tails. It
-    takes that path for long queries and large pages, unless a left padding is given. Such calls therefore pass a left
-    padding of zeros.
+    A length of 0 costs nothing. NaN in the tail of a page does not reach outputs, because the kernel loads V by
+    predicated copies, which write zeros beyond the length of a request. Its TMA path would load whole pages with their
+    tails. The kernel takes that path for long queries and large pages, unless a left padding is given. Such calls
+    therefore pass a left padding of zeros.
 
     An fp8 cache needs fp8 queries. They are scaled per request and KV head by the power of two that brings their
     largest element below 448, with a relative error of up to 2^-4 per element. The kernel also rounds the probabilities
@@ -271,5 +271,5 @@ def _window(spec: AttentionSpec) -> tuple[int, int]:
 
 
 def _max_query_len(descriptor: BatchDescriptor) -> int:
-    """Return the longest query that a graph must allow: in a mixed batch one request may have every token."""
+    """Return the longest query that a graph must allow. In a mixed batch one request may have all tokens."""
     return descriptor.query_len or descriptor.padded_tokens

@@ -1,4 +1,4 @@
-"""FlashInfer: the host plans the schedule before every step, from the lengths in the batch."""
+"""FlashInfer, whose host code plans the schedule before every step, from the lengths in the batch."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ class FlashInferBackend(PeerBackend):
     after that upload, so the host runs at most one step ahead.
 
     Padding requests are planned as one token in the null page, because this kernel has read out of bounds for length 0.
-    Their output is zeroed. NaN in the tail of a page does not reach outputs: V is loaded with zeros beyond the length
-    of a request.
+    Their output is zeroed. NaN in the tail of a page does not reach outputs, because V is loaded with zeros beyond the
+    length of a request.
     """
 
     name: ClassVar[str] = "flashinfer"
@@ -182,7 +182,7 @@ class FlashInferBackend(PeerBackend):
         sinks: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> None:
-        """Attend with the plan. Capture-safe in decode steps: the device reads the plan.
+        """Attend with the plan. Capture-safe in decode steps, because the device reads the plan.
 
         The wrappers take the scales of the cache as Python numbers, which would be constants in a graph. The key scale
         is therefore multiplied into the queries, and the value scale into the output, on the device.
@@ -313,9 +313,9 @@ class FlashInferBackend(PeerBackend):
         return wrapper
 
     def _workspace_bytes(self) -> int:
-        """Return the bytes for the partial results of the largest step: a tile of queries per query head and program.
+        """Return the bytes for partial results of the largest step, with one query tile per query head and program.
 
-        An estimate suffices: plan() raises if the workspace is too small.
+        An estimate suffices, because plan() raises if the workspace is too small.
         """
         spec, device = self._spec, self.context.device
         sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else _CPU_SMS
@@ -335,7 +335,7 @@ class FlashInferBackend(PeerBackend):
 
 
 def _scaled(x: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Write x [tokens, num_q_heads, head_dim] times a scale [1] or [num_kv_heads] to `out`: float32, rounded once."""
+    """Write x [tokens, num_q_heads, head_dim] times a scale [1] or [num_kv_heads] to `out`, rounded once."""
     heads = scale.shape[0]
     torch.mul(x.unflatten(1, (heads, -1)), scale.view(-1, 1, 1), out=out.unflatten(1, (heads, -1)))
     return out

@@ -131,6 +131,6 @@ class PeerBackend(AttentionBackend):
             copy_live(sums[:, None], live, lse[:, None], fill=float("-inf"), first=first)
 
     def live(self, tokens: int) -> torch.Tensor:
-        """Return [tokens] bool: True for tokens of the step that are not padding."""
+        """Return which tokens of the step are not padding, [tokens] bool."""
         assert self._live is not None, "allocate() makes it"
         return self._live[:tokens]

@@ -14,11 +14,11 @@ from graphrt.kernels.attention.prompt_native import runs_prompt_kernel
 from graphrt.kernels.attention.prompt_plan import PromptPlan
 from graphrt.kernels.attention.prompt_schedule import schedule_prompt
 
-INTERPRETER_SMS = 4  # splits also work on CPU, but into few programs: an interpreted program takes milliseconds
+INTERPRETER_SMS = 4  # few, because an interpreted program takes milliseconds
 
 
 class PromptKind(NamedTuple):
-    """Layers of an equal kind share a plan and its schedule. Windows may differ: each tile computes its own.
+    """Layers of an equal kind share a plan and its schedule. Windows may differ, because each tile computes its own.
 
     native   whether the CUDA kernel may serve these layers on devices that run it
     """

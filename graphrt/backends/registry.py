@@ -1,4 +1,4 @@
-"""The known backends, and selection among them: by name, or by capability and measured time."""
+"""The known backends, and selection among them by name, or by capability and measured time."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Standing:
     unsupported_reasons   every reason why it cannot serve the context; empty if it can
     by_name               why automatic selection skips it although it can, or None
     rank                  1 for the backend that is selected by default, then 2, ...; None if skipped
-    relative              its measured time relative to the fastest that can serve; None in static order
+    relative              its measured time relative to the fastest backend that can serve; None in static order
     """
 
     name: str
@@ -129,8 +129,8 @@ class Standing:
 def select_backend(context: BackendContext, name: str | None = None) -> tuple[type[AttentionBackend], str]:
     """Return the backend for `context`, and why it was selected.
 
-    With a name it is the named backend. Without one it is the first of `standings`: the fastest supported backend of
-    the measured table (see ranking.py), else the first supported backend in static order.
+    With a name it is the named backend. Without a name it is the first of `standings`, which is the fastest supported
+    backend of the measured table (see ranking.py), else the first supported backend in static order.
 
     Raises:
         ConfigError: if the name is unknown.
@@ -167,8 +167,9 @@ def select_prefill(
 ) -> tuple[type[AttentionBackend] | None, str]:
     """Return the class that serves the prefill part of mixed steps, and why; None: `decode` serves whole steps.
 
-    With a name it is the named backend. Without one it is the fastest combination of the measured table for a runtime
-    of this size. If the table was measured on another GPU, or the layers are not 16-bit, `decode` serves whole steps.
+    With a name it is the named backend. Without a name it is the fastest combination in the measured table for a
+    runtime of this size. If the table was measured on another GPU, or the layers are not 16-bit, `decode` serves whole
+    steps.
 
     Raises:
         ConfigError: if the name is unknown.

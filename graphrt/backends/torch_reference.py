@@ -1,4 +1,4 @@
-"""Attention in plain torch: the default on CPU, and an eager reference on CUDA."""
+"""Attention in plain torch, which is the default on CPU, and an eager reference on CUDA."""
 
 from __future__ import annotations
 

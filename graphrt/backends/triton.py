@@ -41,7 +41,7 @@ class _Sizes(NamedTuple):
 
 
 class _ScheduleKey(NamedTuple):
-    """Layers with an equal key share a work list. KV groups may differ: a work list contains no page ids."""
+    """Layers with an equal key share a work list. KV groups may differ, because a work list contains no page ids."""
 
     sizes: _Sizes
     sliding_window: int
@@ -234,7 +234,7 @@ class TritonBackend(AttentionBackend):
 
 
 class TritonPrefill(AttentionBackend):
-    """The prompt kernel as the prefill part of mixed steps: CUDA on Hopper, Triton elsewhere.
+    """The prompt kernel for the prefill part of mixed steps, in CUDA on Hopper and in Triton elsewhere.
 
     One launch per layer. The device computes a schedule per kind of layer at the start of the step.
     """

@@ -1,4 +1,4 @@
-"""Mixed steps in two parts: one backend serves decode requests, another one serves prefill requests.
+"""Mixed steps in two parts. One backend serves decode requests, and another one serves prefill requests.
 
     tokens of a mixed step      d d d d p p p p p p p p . .        d decode, p prefill, . padding
     decode part                 d d d d - - - - - - - -            a decode batch; writes zeros to padding (-)
@@ -37,7 +37,7 @@ class TwoPartBackend(AttentionBackend):
         self.prefill = prefill(prefill_context(context))
         have, have_prefill = decode.capabilities, prefill.capabilities
         both = replace(have, mixed=True, lse=have.lse and have_prefill.lse)
-        self.capabilities = both  # type: ignore[misc]  # differs per instance: each combines two classes
+        self.capabilities = both  # type: ignore[misc]  # differs per instance, which combines two classes
         self.name = f"{decode.name}+{prefill.name}"  # type: ignore[misc]
         self.seq_len_fill = decode.seq_len_fill  # type: ignore[misc]
         self.decode_len = context.max_query_len
@@ -114,12 +114,12 @@ class TwoPartBackend(AttentionBackend):
 
 
 def decode_context(context: BackendContext) -> BackendContext:
-    """Return the context of the decode part: steps in which all requests have the same number of new tokens."""
+    """Return the context of the decode part, in which all requests have the same number of new tokens."""
     return replace(context, mixed_batches=False)
 
 
 def prefill_context(context: BackendContext) -> BackendContext:
-    """Return the context of the prefill part: the other requests of mixed steps."""
+    """Return the context of the prefill part, which has the other requests of mixed steps."""
     return replace(context, prefill=True)
 
 

@@ -46,7 +46,7 @@ from graphrt.sampling import sample_tokens
 from graphrt.spec import AttentionSpec, KVCacheSpec
 from graphrt.step import Model, Sampler
 
-_HOST_CYCLES = 1_000_000  # device cycles, half a millisecond: longer than the host takes for a launch
+_HOST_CYCLES = 1_000_000  # device cycles, half a millisecond, which is longer than the host takes for a launch
 
 
 @dataclass(frozen=True, slots=True)
@@ -416,7 +416,8 @@ def _read_launch(
     def numbers(name: str, dtype: torch.dtype, dims: int) -> Any:
         tensor = tensors[at + name]
         if tensor.dtype != dtype or tensor.dim() != dims:
-            raise ShapeError(f"bundle: expected {name} of {dims} dimensions and {dtype}, got {tensor.dtype}")
+            found = f"{tensor.dim()} and {tensor.dtype}"
+            raise ShapeError(f"bundle: expected {name} of {dims} dimensions and {dtype}, got {found}; record it again")
         return tensor.numpy().copy()
 
     descriptor = check_instance(

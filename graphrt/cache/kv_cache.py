@@ -264,7 +264,7 @@ class KVCache:
         v       [tokens, num_kv_heads, v_head_dim]   dtype of k
         slots   [tokens] int64 on the device, from `slots`; a token with slot -1 is not written
 
-        One launch on the current stream, without a sync. Steps that read the values must run after it: use the stream
+        One launch on the current stream, without a sync. Steps that read the values must run after it. Use the stream
         of the manager, or an event. Capture-safe: the device reads `slots`, so a captured encoder can write to
         different pages in each replay. The device does not check the slots.
 

@@ -316,7 +316,7 @@ class _Link:
             self._buffers = [torch.empty(staged_bytes, dtype=torch.uint8, device=device)]
             return
         self.main, self._device = torch.cuda.current_stream(device) if main is None else main, device
-        # Lowest priority: if steps run at a higher one, these kernels use idle multiprocessors.
+        # Lowest priority, so that these kernels use idle multiprocessors if steps run at a higher one.
         self._kernels, self._copies = (torch.cuda.Stream(device, priority=0) for _ in range(2))
         with torch.cuda.stream(self.main):  # allocated on this stream, which waits for the others in `close`
             self._buffers = [torch.empty(staged_bytes, dtype=torch.uint8, device=device) for _ in range(2)]

@@ -55,7 +55,7 @@ class Tables:
             first, seen = int(self.from_[row]), min(self.group.first_page_seen(position), int(self.to[row]))
             if seen > first:
                 passed = np.array(self._pages[row, first:seen])
-                self.from_[row] = seen  # before the free: a page that an interrupt loses is freed with the session
+                self.from_[row] = seen  # before the free, so a page that an interrupt loses is freed with the session
                 self._source.free(passed)
 
     def more(self, rows: Rows, seq_lens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

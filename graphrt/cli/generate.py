@@ -138,7 +138,7 @@ def _stream(
     With a single prompt, the answer is printed while it is generated; with several prompts, each answer is printed when
     complete. Log-probabilities are printed to `log` at the end, one line per token.
 
-    A stop string ends an answer, but not the request: further tokens are dropped until all requests have finished. In
+    A stop string ends an answer, but not the request. Further tokens are dropped until all requests have finished. In
     the first `min_tokens` tokens no stop string ends an answer.
     """
     streams, stops = [tokenizer.stream() for _ in ids], [StopStrings(stop) for _ in ids]

@@ -155,7 +155,7 @@ def _request_faults(codes: npt.NDArray[np.int32], values: npt.NDArray[np.int64])
 
 
 class LogitsOwner(Protocol):
-    """The owner of the logits of the latest step: a ReplayManager."""
+    """The owner of the logits of the latest step, which is a ReplayManager."""
 
     def latest_logits(self, handle: InFlight, copy: bool) -> torch.Tensor: ...
 
@@ -176,7 +176,7 @@ class Rings:
         self.depth = len(self.steps)
 
     def entries(self, step: int, count: int) -> slice | npt.NDArray[np.int64]:
-        """Return the entries of `count` steps: a slice if they are contiguous, else indices."""
+        """Return the entries of `count` steps, as a slice if they are contiguous, else as indices."""
         first = step % self.depth
         if first + count <= self.depth:
             return slice(first, first + count)

@@ -38,7 +38,7 @@ def wrong_state(state: State, needed: State, call: str) -> CaptureError:
 
 
 class Exclusive:
-    """Admit one call at a time: `with exclusive:` raises ReplayError during another call, and never waits.
+    """Admit one call at a time. `with exclusive:` raises ReplayError during another call, and never waits.
 
     An exception in a signal handler, such as KeyboardInterrupt, can be raised after every call instruction and at the
     entry of every Python function. It must not leave the lock held. So `__exit__` is the C method of a lock, and
@@ -104,7 +104,7 @@ class OnStream:
 
 
 def stream_on(device: torch.device, stream: object) -> torch.cuda.Stream | None:
-    """Return the stream that steps run on: the given or the current one on CUDA, None on a CPU."""
+    """Return the stream that steps run on, which is the given or the current one on CUDA, and None on a CPU."""
     if device.type != "cuda":
         if stream is not None:
             raise ConfigError(f"stream: expected None with a cache on {device}, got {shown(stream)}; leave it out")

@@ -32,7 +32,7 @@ from graphrt.step import Model, Sampler, Step
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _TOKENS = (torch.int32, torch.int64)
-_MOST_VIEWS = 256  # sizes whose views are cached: eager batches may have any size
+_MOST_VIEWS = 256  # maximum of sizes whose views are cached, because eager batches may have any size
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ def page_groups(kv_cache: KVCache, max_seq_len: int, max_encoder_len: int) -> tu
                 max_encoder_len=max_encoder_len if spec.cross else 0,
             )
         )
-    # Without KV groups: one group, in which no request needs a page and no page is written.
+    # Without KV groups, add one group in which no request needs a page and no page is written.
     return tuple(groups) or (PageGroup(page_size=1, num_pages=1, null_page=0, max_pages=1, max_encoder_len=1),)
 
 

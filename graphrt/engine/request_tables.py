@@ -126,7 +126,7 @@ class RequestTables:
             lists[at, 2] = length if stops else 0
 
         def write(buffers: StaticBuffers) -> None:
-            self._biased.update(ids)  # before the write: if it is interrupted, the next one covers these requests too
+            self._biased.update(ids)  # before the write, so that the next write covers these if this one is interrupted
             self._write(buffers.bias_tokens, ids, torch.from_numpy(tokens))
             self._write(buffers.bias_values, ids, torch.from_numpy(values))
             self._write(buffers.bias_lists, ids, torch.from_numpy(lists))
@@ -270,7 +270,7 @@ class RequestTables:
                 self._write(self.tensors[name], stale, initial)
                 stated.difference_update(stale)
         self._biased.difference_update(ids)
-        self.left.difference_update(ids)  # not clear(): garbage collection may release requests here
+        self.left.difference_update(ids)  # not clear(), because garbage collection may release requests here
 
     def _write_between_steps(self, write: Callable[[StaticBuffers], None]) -> None:
         def cleared(buffers: StaticBuffers) -> None:

@@ -20,7 +20,7 @@ from graphrt.kernels.cache.copy import PagePacker
 from graphrt.kernels.metadata.buffers import BufferKind, StaticBuffers
 
 _LISTED = (torch.int32, torch.int64, torch.float32, torch.float16, torch.bfloat16, torch.uint8)  # copied in batches
-_ALIGNMENT = 16  # bytes: copies begin at words of any dtype
+_ALIGNMENT = 16  # bytes, so that copies begin at words of any dtype
 
 Slots = Sequence[torch.Tensor]
 """Per KV group, the KV slot of each new token, [padded_tokens] int64; a slot of the null page for padding."""

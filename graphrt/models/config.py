@@ -139,7 +139,7 @@ class ModelConfig:
     def kv_groups(
         self, page_size: int, layout: KVLayout, dtype: torch.dtype, *, null_page: int | Literal["last"] = 0
     ) -> tuple[KVCacheSpec, ...]:
-        """Return the KV cache groups of the model: one group per distinct window."""
+        """Return the KV cache groups of the model, one per distinct window."""
         layers = self.attention_specs(torch.float32)
         return kv_groups(layers, page_size=page_size, layout=layout, dtype=dtype, null_page=null_page)
 

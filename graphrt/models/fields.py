@@ -33,7 +33,8 @@ class FieldReader:
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
         if not isinstance(values, Mapping):
-            raise ConfigError(f"{where}: expected an object of names and values, got {type(values).__name__}")
+            got = type(values).__name__
+            raise ConfigError(f"{where}: expected an object of names and values, got {got}; pass a dict")
         self.where = where
         self.problems: list[str] = []
         self.reasons: list[str] = []

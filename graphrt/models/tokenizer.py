@@ -49,7 +49,7 @@ class Tokenizer:
         bos_id: int | None = None,
     ) -> None:
         template = backend.chat_template if chat_template is None else chat_template
-        if isinstance(template, dict):  # templates by name: transformers uses "default" if there are no tools
+        if isinstance(template, dict):  # templates by name; transformers uses "default" if there are no tools
             template = template.get("default", template)
         if template is not None and not isinstance(template, str | dict):
             raise ConfigError(f"chat_template: expected Jinja source or None, got {shown(template)}; pass its text")

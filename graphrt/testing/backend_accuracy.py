@@ -1,4 +1,4 @@
-"""Accuracy of a backend: its error against float64 is at most twice that of plain torch in the same dtype."""
+"""Check the accuracy of a backend. Its error against float64 must be at most twice that of torch in the same dtype."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _FP8_LSE_FLOOR = 2**-10  # sums of fp8 products have about 14 bits, and queries 
 
 @dataclass(frozen=True, slots=True)
 class DenseRow:
-    """One request of a step in one layer, on the host: queries of the new tokens, all dequantised keys and values.
+    """One request of a step in one layer, on the host, with queries of the new tokens, and all keys and values.
 
     q   [query_len, num_q_heads, head_dim]
-    k   [seq_len, num_kv_heads, head_dim]     [encoder_len, ...] in a cross layer
+    k   [seq_len, num_kv_heads, head_dim]     dequantised; [encoder_len, ...] in a cross layer
     v   [seq_len, num_kv_heads, v_head_dim]   like k
     """
 

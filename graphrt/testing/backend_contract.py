@@ -247,7 +247,7 @@ def _check_steps(rig: Rig, captured_with: str, *, brief: bool) -> None:
         _check_step(rig, name, sequences)
         if brief or name in ("boundary", "none"):
             continue
-        # The same requests in a different order and different pages: results must not depend on batch positions.
+        # The same requests in a different order and different pages, since results must not depend on batch positions.
         _check_step(rig, f"{name}, permuted", sequences[::-1])
 
 
@@ -284,9 +284,10 @@ def check_batch_invariance(
 def check_retry(
     backend: type[AttentionBackend], feature: Feature, device: torch.device, *, brief: bool = False
 ) -> None:
-    """Allocate and capture twice, like after a failed capture.
+    """Allocate and capture twice, as after a failed capture.
 
-    The tensors of the first attempt are kept alive but overwritten with garbage: the second graph must not read them.
+    The tensors of the first attempt are kept alive but overwritten with garbage, because the second graph must not read
+    them.
 
     brief   one step after each capture
     """

@@ -45,7 +45,7 @@ class Feature:
     page_size        tokens per page; 0: 16 on CUDA, 4 on CPU
     page_sizes       page size of each KV group as a multiple of page_size, rounded to a declared size. (): no layer has
                      a cache
-    drops_pages      KV groups free pages that their layers do not see: block tables contain null pages instead
+    drops_pages      KV groups free pages that their layers do not see; block tables contain null pages instead
     head_dim         head size; 0: 128 on CUDA, 16 on CPU
     num_queries_per_kv   query heads per KV head; 0: 4 on CUDA, 2 on CPU
     lse              request and check the log-sum-exp
@@ -214,7 +214,7 @@ def declares(cls: type[AttentionBackend], feature: Feature, device: torch.device
 
 
 def dtypes_of(have: Capabilities, feature: Feature, device: torch.device) -> tuple[torch.dtype, torch.dtype]:
-    """Return the dtypes of layers and cache: from the feature, else common dtypes that the backend declares."""
+    """Return the dtypes of layers and cache, from the feature, else common dtypes that the backend declares."""
     usual = torch.bfloat16 if device.type == "cuda" else torch.float32
     equal = [dtype for dtype in have.dtypes if dtype in have.kv_dtypes] or list(have.dtypes)
     dtype = feature.dtype or (usual if usual in equal else equal[0])
@@ -222,7 +222,7 @@ def dtypes_of(have: Capabilities, feature: Feature, device: torch.device) -> tup
 
 
 def contexts_of(cls: type[AttentionBackend], feature: Feature, device: torch.device, rows: int) -> list[BackendContext]:
-    """Return the contexts for which to build the backend: with the feature's layers, and with equal layers."""
+    """Return the contexts for which to build the backend, one with the feature's layers, and one with equal layers."""
     have, cuda = cls.capabilities, device.type == "cuda"
     kv_heads, queries_per_kv = 2, feature.num_queries_per_kv or (4 if cuda else 2)
     dtype, stored = dtypes_of(have, feature, device)
@@ -295,7 +295,7 @@ def _group(
     *,
     drops_pages: bool,
 ) -> KVCacheSpec:
-    """Return the spec of a KV group: `cache` with its layers' heads and, if pages are dropped, their window or
+    """Return the spec of a KV group, `cache` with the heads of its layers and, if pages are dropped, their window or
     chunks."""
     owners = [at for at, spec in enumerate(specs) if spec.is_cached and spec.kv_shared_with is None]
     own = [cache_layer for cache_layer, at in enumerate(owners) if layers[at].get("group", 0) == number]

@@ -1,4 +1,4 @@
-"""A backend with static tensors, called like in the runtime: one captured size, one step after another."""
+"""A backend with static tensors, called as in the runtime, at one captured size, one step after another."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ class Rig:
     def _write_pages(
         self, group: int, sequences: Sequence[DenseSequence], starts: Sequence[int], positions: torch.Tensor
     ) -> tuple[list[int], list[list[int]]]:
-        """Write one KV group: block table, slots, and the caches of its layers.
+        """Write one KV group: block table, KV slots, and the caches of its layers.
 
         Returns the index of each request's first page, and its page ids.
         """

@@ -1,4 +1,4 @@
-"""Canaries: guard bytes before and after a static buffer, in the same storage, that no kernel may write.
+"""Canaries, which are guard bytes before and after a static buffer, in the same storage, that no kernel may write.
 
     canaries = Canaries()
     positions = canaries.full("positions", (8,), torch.int64, device, 0)
@@ -30,7 +30,7 @@ class BrokenCanary:
 
     name        name of the buffer
     is_after    whether the guard is after the buffer
-    offset      bytes between the buffer and the first changed element: from its end, or back from its start
+    offset      bytes from the end of the buffer to the first changed element, or back from its start
     count       number of changed elements
     """
 

@@ -11,9 +11,9 @@ and, on a CPU, by graphrt's op trace. The marker `capture_safe` of graphrt.testi
 | rule | on CUDA | on a CPU (op trace) |
 |---|---|---|
 | sync | a torch op that waits, `synchronize()` of a device, stream or event | a value read on the host; a tensor created from host values, which would wait on a device |
-| allocate | memory outside the graph's pool | nothing: an op trace owns the result of each op |
+| allocate | memory outside the graph's pool | nothing, because an op trace owns the result of each op |
 | compile | a kernel loaded by Triton or graphrt, a frame compiled by torch.compile | the same; an interpreted kernel is not compiled |
-| stream | a torch op or a Triton kernel on a stream that is not capturing | nothing: there are no streams |
+| stream | a torch op or a Triton kernel on a stream that is not capturing | nothing, because there are no streams |
 
 Not detected: launches, allocations and waits of code that calls the driver without torch and Triton, such as a C++
 extension, and kernels loaded by Inductor's static launcher. For an op inside a custom op, only waits are detected.
@@ -48,11 +48,11 @@ from graphrt.kernels.native import nvrtc
 ADVICE = {
     "sync": "expected a capture that never waits for the device, got {}; keep the value on the device, or read it "
     "after the replay",
-    "allocate": "expected all memory of a capture in its pool, got {}; replays keep using it after it is freed: "
-    "allocate it before the capture, or on a stream that captures",
+    "allocate": "expected all memory of a capture in its pool, got {}; replays would keep using it after it is freed, "
+    "so allocate it before the capture, or on a stream that captures",
     "compile": "expected kernels that are loaded before the capture, got {}; run the step once before",
-    "stream": "expected every launch on a stream that captures, got {}; it ran once, now, and no replay repeats it: "
-    "let that stream wait for the captured one first",
+    "stream": "expected every launch on a stream that captures, got {}; no replay repeats this launch, so let its "
+    "stream wait for the captured one first",
 }
 """The error text of each rule, with advice."""
 
@@ -136,7 +136,7 @@ class CaptureWatch:
 
     def _capture_begin(self, begin: Callable[..., None], graph: Any, *args: Any, **kwargs: Any) -> None:
         begin(graph, *args, **kwargs)
-        # Do this after begin(): the first capture_begin allocates the generator's state and waits for the device.
+        # After begin(), because the first capture_begin allocates the generator's state and waits for the device.
         capture = self._new_capture(graph)
         capture.before = _live_blocks(allocator_rows())
         capture.sync_mode = torch.cuda.get_sync_debug_mode()

@@ -65,7 +65,7 @@ def assert_close(
 
 
 def error_bound(plain: torch.Tensor, exact: torch.Tensor) -> float:
-    """Return the error bound of a kernel: twice the error of plain torch in its dtype, plus 1e-5.
+    """Return the error bound of a kernel, which is twice the error of plain torch in its dtype, plus 1e-5.
 
     plain   any shape, the kernel's dtype   result of plain torch
     exact   same shape, float64             result in float64 for the same rounded inputs
@@ -88,7 +88,7 @@ def assert_accurate(actual: torch.Tensor, *, plain: torch.Tensor, exact: torch.T
 def keys_seen(
     query_len: int, seq_len: int, causal: bool = True, sliding_window: int = 0, attention_chunk_size: int = 0
 ) -> torch.Tensor:
-    """Return the mask of the keys that each of a sequence's last tokens sees: [query_len, seq_len] bool, on the CPU.
+    """Return the mask of the keys that each of a sequence's last tokens sees, [query_len, seq_len] bool on the CPU.
 
     0 disables window and chunks. A window contains the keys at a smaller distance, on both sides unless `causal`. The
     token at position p sees only keys of its chunk, starting at p // attention_chunk_size * attention_chunk_size.

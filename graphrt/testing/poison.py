@@ -1,4 +1,4 @@
-"""Poison: values that no step writes, placed in buffers between replays to find elements that are not rewritten."""
+"""Poison is a value that no step writes. It fills buffers between replays to find elements that are not rewritten."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FLOAT_BITS = {
     torch.float8_e5m2fnuz: -0x80,
     torch.float8_e8m0fnu: -1,
 }
-# Integers get bytes 0xa5: in signed types, a large negative number that is not a valid id, length, slot or token.
+# Integers get bytes 0xa5, in signed types a large negative number, and not a valid id, length, KV slot or token.
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64)
 
 

@@ -1,4 +1,5 @@
-"""A pytest plugin for CUDA graphs with two fixtures and a marker. pytest loads it if graphrt is installed.
+"""A pytest plugin with two fixtures and a marker for testing CUDA graphs. pytest loads it automatically if graphrt is
+installed.
 
     def test_step(graph_audit):
         graph_audit(graph, memory)                     fails if the graph uses memory without an owner

@@ -46,17 +46,17 @@ def verify(
 
     Args:
         step: a function that takes the inputs as keyword arguments, or a `Subject`.
-        make_inputs: maps a case number to its inputs. A tensor may be smaller in some cases than in others: the graph
-            has buffers for the largest extents. Tensors, arrays, dicts and lists are copied, so they may be reused.
+        make_inputs: maps a case number to its inputs. A tensor may be smaller in some cases than in others, because the
+            graph has buffers for the largest extents. Tensors, arrays, dicts and lists are copied and may be reused.
         cases: the number of cases, or a list of case numbers. Lengths should shrink, grow and fall on page boundaries.
         captures: cases at which to capture, one graph each. Default: the first, last and middle case.
         eager: the oracle. It takes the arguments of `step`, or the inputs of a `Subject`. Default: `step` itself on
             tensors of exact size, or the subject's `eager`.
-        tolerance: for padded against exact results: |a - b| <= tolerance * (1 + |b|). 0 compares bits. Default: by
-            dtype. Replays are always compared with eager runs bit by bit.
-        pad: for a plain function: by input name, the value that your code writes after a smaller input. Other
+        tolerance: allowed difference of padded from exact results, |a - b| <= tolerance * (1 + |b|). 0 compares bits.
+            Default: by dtype. Replays are always compared with eager runs bit by bit.
+        pad: for a plain function, the values by input name that your code writes after a smaller input. Other
             inputs keep arbitrary values there.
-        state: for a plain function: tensors by name that persist between steps, such as a KV cache. If pad rows may
+        state: for a plain function, tensors by name that persist between steps, such as a KV cache. If pad rows may
             write to part of a tensor, pass a view of the rest.
 
     Returns:

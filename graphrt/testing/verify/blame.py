@@ -1,4 +1,4 @@
-"""Find the cause of a wrong result by counterfactuals: restore one value, run again, and compare the results."""
+"""Find the cause of a wrong result. Restore one value, run again, and compare the results."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Captured:
     launch       launches the graph and returns its outputs
     host         Python values after the capture
     fill_memory  fills memory that the step must write before it reads. 0 also fills the next launch's results
-    buffers      the buffers at capture. They are kept alive: the memory of a replaced buffer, which the graph still
-                 reads, could otherwise contain values that are out of range as indices
+    buffers      the buffers at capture. They are kept alive, because the graph still reads the memory of a replaced
+                 buffer, which could otherwise contain values that are out of range as indices
     memory       memory of all the step's tensors at capture
     """
 
@@ -234,7 +234,8 @@ class Blamer:
         return Blame("unowned", (wrong.output,), text)
 
     def carried(self, case: Case, start: HostValues, once: Outcome) -> Blame | None:
-        """Return the Python values that a run changes and the next uses: with those of `start`, it produces `once`."""
+        """Return the Python values that a run changes and the next run uses. With those of `start`, the next run
+        produces `once`."""
         runs = self._runs
         changes = start.changed(*runs.target.root, entries=True)
         clean, _ = self._reference[case.name]
@@ -246,13 +247,14 @@ class Blamer:
             return None
         chosen = tuple(c.name for c in least(changes[:_MOST_TRIED], enough))
         because = (
-            f"each run changes {', '.join(chosen)}, and the next run uses it: a replay runs no Python, so the graph "
-            "has the value of its capture; keep it in a tensor that run() changes in place, or change it in refresh()"
+            f"each run changes {', '.join(chosen)}, and the next run uses it, but a replay runs no Python, so the "
+            "graph has the value of its capture; keep it in a tensor that run() changes in place, or change it in "
+            "refresh()"
         )
         return Blame("determinism", chosen, because)
 
     def remembered(self, case: Case, start: HostValues) -> Blame | None:
-        """Return the Python values of earlier cases that change a result: with those of `start`, it differs.
+        """Return the Python values of earlier cases that change a result. With those of `start`, the result differs.
 
         The trial uses other random numbers, because a number drawn once and kept is also from an earlier case.
         """

@@ -1,4 +1,4 @@
-"""Compare tensors: find which elements differ and the first one that does, and describe the part a mask covers."""
+"""Compare tensors, find all elements that differ and the first of them, and describe the part that a mask covers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Difference:
     """The first element in which two results differ.
 
     Attributes:
-        output: name of the tensor: an output, or "state NAME".
+        output: name of the tensor, which is an output or "state NAME".
         at: coordinate of the element.
         got, expected: values in the run under test and in the reference run.
         count, total: number of differing elements and of compared elements.

@@ -45,7 +45,7 @@ def _of_graphs(v: Verification, graphs: GraphChecks, captures: Sequence[str]) ->
     why_not = "no replay ran" if cuda else why_not
     yield "memory pool", graphs.pool_bytes if cuda else graphs.unwritten, f"poison in {what}", why_not
     what = f"{graphs.in_flight} replays queued on stalled streams"
-    yield "in flight", graphs.in_flight, what, "needs CUDA: an op trace runs at once"
+    yield "in flight", graphs.in_flight, what, "needs CUDA, because an op trace runs synchronously"
     if same_in_all := _unvaried(v.cases):
         text = f"equal in every case, so no result shows whether a graph froze them: {same_in_all}"
         yield "inputs", False, "", text

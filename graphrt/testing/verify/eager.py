@@ -101,7 +101,7 @@ class EagerChecks:
                 runs.filled[path] = (tensor, tensor.clone() if contents is None else contents)
 
     def _survey(self, case: Case) -> dict[str, torch.Tensor]:
-        """Return masks of the buffer elements that refresh() writes: those that are equal after two different fills."""
+        """Return masks of the buffer elements that refresh() writes, which are equal after two different fills."""
         runs, before = self._v.runs, self._v.runs.contents()
         results = []
         for value in POISONED:

@@ -118,7 +118,7 @@ class GraphChecks:
             if "CUDA error" in str(error) and not isinstance(error, CaptureError):
                 raise
             text = str(error).removeprefix(f"{_KEY}: ") + own_line(error)
-            because = "a graph contains kernel launches, numbers and addresses: compute with tensors on the device"
+            because = "a graph contains kernel launches, numbers and addresses; compute with tensors on the device"
             self._v.find("capture", case, case.name, f"the step cannot be captured: {text}", Blame("", (), because))
             return None
         self.unwritten += memory.count
@@ -142,7 +142,7 @@ class GraphChecks:
             return launch()
 
         host = HostValues.take(*target.root)
-        # Use aliases: the caller may change its tensor's memory with set_() or its shape with resize_().
+        # Use aliases, because the caller may change its tensor's memory by set_() or its shape by resize_().
         named = {name: tensor.detach() for name, tensor in target.subject.buffers.items()}
         tensors = (at.value for at in locations(*target.root) if isinstance(at.value, torch.Tensor))
         memory_at_capture = CapturedMemory(tensors)

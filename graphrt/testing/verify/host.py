@@ -106,7 +106,7 @@ class HostValues:
     def take(cls, root: Any, name: str) -> HostValues:
         values, room = dict[str, Any](), [_MOST_COPIED]
         for path, value, _ in locations(root, name):
-            with suppress(TypeError):  # the object does not support weak references: only its own locations count
+            with suppress(TypeError):  # the object does not support weak references, so only its own locations count
                 values[path] = _recorded(value, room)
         return cls(values)
 
@@ -116,7 +116,7 @@ class HostValues:
         return next((old.contents for old in every if old.tensor() is tensor), None)
 
     def changed(self, root: Any, name: str, *, entries: bool = False) -> list[Change]:
-        """Return the values that differ from the recorded values: data first, then objects and functions.
+        """Return the values that differ from the recorded values, with data first, then objects and functions.
 
         With `entries`, also return dicts and objects with new entries, but exclude tensors that were too large to copy.
         """
@@ -215,7 +215,7 @@ def _fill(container: Any, items: Any) -> None:
 
 @contextmanager
 def unchanged(root: Any, name: str) -> Iterator[None]:
-    """Undo the block's changes to Python values: the objects in each location, and the items of containers."""
+    """Undo the block's changes to Python values, in each location and in the items of containers."""
     before = list(locations(root, name))
     containers = [each.value for each in before if isinstance(each.value, (dict, *IN_PLACE))]
     items = [(each, dict(each) if isinstance(each, dict) else copy.copy(each)) for each in containers]
@@ -258,7 +258,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def values_at(root: Any, name: str, paths: Collection[str] | None = None) -> dict[str, Any]:
-    """Return the immutable values and the tensors by path: all, or only those at `paths`."""
+    """Return the immutable values and the tensors by path, either all or only those at `paths`."""
     return {
         path: value
         for path, value, _ in (locations(root, name) if paths is None or paths else ())
@@ -283,7 +283,7 @@ def _entry(path: str, key: Any) -> str:
 
 
 def _named(value: Any) -> str:
-    """Describe a value: data by its text, a function by its name, an object by its class."""
+    """Describe data by its text, a function by its name, and any other object by its class."""
     if isinstance(value, torch.Tensor):
         return "a tensor"
     if is_leaf(value) or isinstance(value, Drawn):

@@ -90,10 +90,10 @@ def _queue(
                 blamed.append(name)
                 because.append(f"{region(name, other)} does not hold this case's values when the launch starts")
         advice = (
-            "the host overwrites memory that the device has not read yet: use one buffer per launch in flight, each "
+            "the host overwrites memory that the device has not read yet; use one buffer per launch in flight, each "
             "with an event"
             if stalled == _MAIN
-            else "the launch does not wait for a copy on another stream: record an event there, and wait for it"
+            else "the launch does not wait for a copy on another stream; record an event there, and wait for it"
         )
         text = f"the replay differs when several launches are queued and {stalled}"
         return VerifyFinding(

@@ -20,7 +20,7 @@ class VerifyFinding:
     """One fault of the step.
 
     Attributes:
-        check: name of the check that found it: a key of `VerifyReport.checked`.
+        check: name of the check that found it, a key of `VerifyReport.checked`.
         case: name of the case, or "" if the finding does not belong to a single case.
         captured: name of the case at which the graph was captured, or "" for an eager run.
         text: what happened.

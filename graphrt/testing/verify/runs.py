@@ -47,7 +47,7 @@ class Fill(str, Enum):
     HIGH       NaN, and the largest integer that the buffer has held
     LOW        large floats, and the smallest integer that the buffer has held
 
-    Poison in integers stays in the observed range: on a device, an out-of-range index would end the process.
+    Poison in integers stays in the observed range, because an out-of-range index on a device would end the process.
     """
 
     INITIAL = "their initial values"
@@ -412,7 +412,8 @@ def check_part(what: str, name: str, tensor: torch.Tensor, index: Any) -> None:
     except (IndexError, TypeError, RuntimeError, ValueError) as error:
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(
-            f"{what}[{name!r}]: expected an index of a tensor of shape {list(tensor.shape)}, got {shown(index)}: {why}"
+            f"{what}[{name!r}]: expected an index of a tensor of shape {list(tensor.shape)}, got {shown(index)} "
+            f"({why}); return a valid index"
         ) from error
 
 

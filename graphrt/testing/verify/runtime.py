@@ -39,7 +39,7 @@ class RuntimeSubject:
 
     def __init__(self, manager: ReplayManager, model: object = None, oracle: ReplayManager | None = None) -> None:
         self.manager, self.oracle = manager, oracle
-        # Do not search the manager: its Python values count launches.
+        # Do not search the manager, because its Python values count launches.
         self.host = (manager._program.model if model is None else model, "model")
         self.batch = Batch.empty()
         self.faults: dict[tuple[int, int], str] = {}
@@ -84,7 +84,7 @@ class RuntimeSubject:
         return {"logits": _results(self.oracle.replay(inputs["batch"], eager=True))["logits"]}
 
     def real(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the part to compare: all pages except the null page, to which pad rows write."""
+        """Return the part to compare, which is all pages except the null page, to which pad rows write."""
         device, masks = self.manager.kv_cache.device, []
         for num_pages, null_page in self.manager.kv_cache.pools:
             masks.append(torch.ones(num_pages, dtype=torch.bool, device=device))

@@ -26,7 +26,7 @@ Output = torch.Tensor | Sequence[Any] | Mapping[str, Any] | None
 class Subject(Protocol):
     """A captured step together with the host code that fills its static buffers.
 
-    buffers            the current static tensors by name: `refresh` writes them, the graph reads them
+    buffers            the current static tensors by name; `refresh` writes them, and the graph reads them
     refresh(inputs)    the host code before a launch. Equal inputs must produce equal buffer contents, so call an
                        allocator that assigns successive pages in make_inputs instead
     run()              the captured body. Returns a tensor, several tensors, or a dict of tensors; if None, its results
@@ -37,11 +37,11 @@ class Subject(Protocol):
     state              tensors by name that persist between steps, such as a KV cache. They are restored before each
                        run and compared after it
     derived            names of buffers that `run` overwrites before it reads them
-    eager(inputs)      the oracle: the same computation without padding, static buffers or a graph. It starts from the
-                       same `state` as `run`, and may update the state as the step should
+    eager(inputs)      the oracle, which is the same computation without padding, static buffers or a graph. It starts
+                       from the same `state` as `run`, and may update the state as the step should
     real(inputs)       the part of each output and state tensor to compare, as an index: {"out": slice(0, n)}.
                        By default, determined by the shapes of the oracle's outputs; all of the state is compared
-    unowned(inputs)    the part of each state tensor that the step must not read or write: {"kv": free_pages}
+    unowned(inputs)    the part of each state tensor that the step must not read or write, as in {"kv": free_pages}
     capture(inputs)    captures with the caller's own code after refresh(inputs). Returns a function that launches the
                        graph and returns its outputs
     canaries           the `Canaries` from which the buffers were allocated

@@ -45,7 +45,7 @@ def find_unreset(v: Verification) -> None:
     case, outcome = found
     left = {name: runs.target.hidden[name].clone() for name in chosen}
     clean, expected = reference[case.name]
-    runs.eager(case, clean)  # start from the initial contents: remaining differences are from other runs
+    runs.eager(case, clean)  # start from the initial contents, so remaining differences are from other runs
     parts = ", ".join(region(name, differing(left[name], runs.target.hidden[name])) for name in chosen)
     because = (
         f"{parts} still contains values of earlier runs, and the step reads them; write or mask them in each captured "
