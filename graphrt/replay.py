@@ -34,6 +34,7 @@ from graphrt.engine.recording import Recording
 from graphrt.engine.request_tables import RequestTables
 from graphrt.engine.shadow import StepComparison, StepResult, compare_results
 from graphrt.engine.stats import Stats
+from graphrt.engine.traffic import FORCED
 from graphrt.engine.undo import StepUndo
 from graphrt.kernels.checks import check_bool, check_callable, check_instance, check_int, check_named_tensors, shown
 from graphrt.kernels.errors import CaptureError, ReplayError, ShapeError, UnsupportedError
@@ -253,7 +254,7 @@ class ReplayManager:
             self.request_tables.clear_left()  # a session may have released a request index of this batch
             # 1 check the batch, and choose the captured size that serves it
             target = self._dispatch("replay", batch, descriptor)
-            why_eager = "requested by the caller" if eager else target.why_eager
+            why_eager = FORCED if eager else target.why_eager
             # 2 write the batch to an input slot that no launch in flight uses
             slot, step = self.queue.slot()
             batch.write_inputs(slot.inputs, step, self._num_groups)
@@ -261,7 +262,7 @@ class ReplayManager:
             self.queue.launch(slot, target.descriptor, batch.num_reqs, batch, why_eager)
             # 4 return a handle, which waits for this step only
             handle = self._handle(step, batch, target.descriptor, why_eager, slot)
-            self._stats.count(target.descriptor, batch.num_tokens, why_eager, eager)
+            self._stats.count(target.descriptor, batch.num_tokens, why_eager)
             return handle
 
     def _dispatch(self, call: str, batch: Batch, descriptor: BatchDescriptor | None) -> Dispatch:
@@ -302,13 +303,13 @@ class ReplayManager:
         """
         with self._exclusive:
             target = self._dispatch("begin", batch, None)
-            why_eager = "requested by the caller" if eager else target.why_eager
+            why_eager = FORCED if eager else target.why_eager
             queue = self.queue
             slot, step = queue.slot()
             ends.write(slot.inputs, batch.write_inputs(slot.inputs, step, self._num_groups))
             self._order = None
             queue.launch(slot, target.descriptor, batch.num_reqs, batch, why_eager, flag=ends.flag)
-            self._stats.count(target.descriptor, batch.num_tokens, why_eager, eager)
+            self._stats.count(target.descriptor, batch.num_tokens, why_eager)
             asks, ids = batch.asks_logprobs, batch.req_indices
             return Launch(step, 1, batch.num_reqs, target.descriptor, why_eager, slot, queue.rings, asks, ids)
 
@@ -324,14 +325,14 @@ class ReplayManager:
             self._guards.before_step()
             queue, order, num_reqs = self.queue, delta.order, len(delta.order)
             target = self._dispatcher.dispatch(num_reqs, num_reqs, True)
-            descriptor, why_eager = target.descriptor, "requested by the caller" if eager else target.why_eager
+            descriptor, why_eager = target.descriptor, FORCED if eager else target.why_eager
             loops = steps > 1 and queue.can_loop(descriptor, why_eager)
             slot, step = queue.slot(steps)
             delta.write(slot.inputs, step, steps, loops, order is not self._order)
             self._order = None
             queue.launch(slot, descriptor, num_reqs, None, why_eager, steps, loops, delta.flag)
             self._order = order
-            self._stats.count(descriptor, num_reqs, why_eager, eager, steps)
+            self._stats.count(descriptor, num_reqs, why_eager, steps)
             return Launch(step, steps, num_reqs, descriptor, why_eager, slot, queue.rings, delta.logprobs, order)
 
     def replay_words(self, words: LaunchInputs, descriptor: BatchDescriptor) -> Launch:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.capture.graph import GraphReport
+from graphrt.engine.traffic import FORCED, Served, advise, write_trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +56,13 @@ class ShadowDifference:
 
 @dataclass(slots=True)
 class Stats:
-    """Counters of a runtime since its construction.
+    """Counters of a runtime since its construction. Other threads may read them while steps run.
 
     recorder         name of the recorder that captures the steps: "cuda-graph" or "op trace (CPU)"
     backend          attention backend
     backend_reason   why it was selected
-    replays          steps that replayed a graph, by descriptor
-    eager_steps      steps that ran without a graph, by reason; those of `replay(eager=True)` are not counted
+    steps            all steps, by the size they ran at, the tokens of their batch, and the reason if no graph ran
     ring_waits       how often a step waited for an entry of the input ring
-    real_tokens      tokens of all batches
-    padded_tokens    tokens of all graphs, including padding
     graphs           one report per captured graph
     capture_seconds  duration of `capture()`
     shadow_steps     steps that ran as a graph and eagerly; see RuntimeConfig.shadow_every
@@ -77,11 +76,8 @@ class Stats:
     recorder: str
     backend: str
     backend_reason: str
-    replays: Counter[BatchDescriptor] = field(default_factory=Counter)
-    eager_steps: Counter[str] = field(default_factory=Counter)
+    steps: Counter[Served] = field(default_factory=Counter)
     ring_waits: int = 0
-    real_tokens: int = 0
-    padded_tokens: int = 0
     graphs: tuple[GraphReport, ...] = ()
     capture_seconds: float = 0.0
     shadow_steps: int = 0
@@ -89,21 +85,54 @@ class Stats:
     late_kernels: Counter[str] = field(default_factory=Counter)
     late_bytes: Counter[str] = field(default_factory=Counter)
 
-    def count(self, descriptor: BatchDescriptor, num_tokens: int, why_eager: str, forced: bool, steps: int = 1) -> None:
+    def count(self, descriptor: BatchDescriptor, num_tokens: int, why_eager: str, steps: int = 1) -> None:
         """Count steps of `num_tokens` tokens each."""
-        if not why_eager:
-            self.replays[descriptor] += steps
-        elif not forced:
-            self.eager_steps[why_eager] += steps
-        self.real_tokens += steps * num_tokens
-        self.padded_tokens += steps * descriptor.padded_tokens
+        self.steps[descriptor, num_tokens, why_eager] += steps
+
+    @property
+    def replays(self) -> Counter[BatchDescriptor]:
+        """Steps that replayed a graph, by descriptor."""
+        found: Counter[BatchDescriptor] = Counter()
+        for (descriptor, _, why_eager), steps in list(self.steps.items()):
+            if not why_eager:
+                found[descriptor] += steps
+        return found
+
+    @property
+    def eager_steps(self) -> Counter[str]:
+        """Steps that ran without a graph, by reason; those of `replay(eager=True)` are not counted."""
+        found: Counter[str] = Counter()
+        for (_, _, why_eager), steps in list(self.steps.items()):
+            if why_eager not in ("", FORCED):
+                found[why_eager] += steps
+        return found
+
+    @property
+    def real_tokens(self) -> int:
+        """Tokens of all batches."""
+        return sum(steps * tokens for (_, tokens, _), steps in list(self.steps.items()))
+
+    @property
+    def padded_tokens(self) -> int:
+        """Tokens of all steps, including padding."""
+        return sum(steps * descriptor.padded_tokens for (descriptor, _, _), steps in list(self.steps.items()))
 
     @property
     def pad_waste(self) -> float:
         """Fraction of computed tokens that were padding."""
-        return 1 - self.real_tokens / self.padded_tokens if self.padded_tokens else 0.0
+        padded = self.padded_tokens
+        return 1 - self.real_tokens / padded if padded else 0.0
 
     @property
     def graph_bytes(self) -> int:
         """Device memory of all graphs, including their pool."""
         return sum(g.nbytes for g in self.graphs)
+
+    @property
+    def advice(self) -> tuple[str, ...]:
+        """Sentences about traffic that is mostly padding or runs eagerly, each with the size to capture."""
+        return advise(dict(self.steps), [graph.descriptor for graph in self.graphs])
+
+    def write_trace(self, path: str | Path) -> None:
+        """Write the sizes of all batches as a text file, which `graphrt plan --trace` reads."""
+        write_trace(path, dict(self.steps))

@@ -23,6 +23,7 @@ from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.capture.graph import GraphReport
 from graphrt.capture.op_trace import OpTrace
 from graphrt.engine.stats import Stats
+from graphrt.engine.traffic import FORCED
 from graphrt.kernels.attention import operators, work_list
 from graphrt.kernels.attention.arguments import HEAD_DIMS
 from graphrt.kernels.attention.native import NATIVE_PAGE_MULTIPLE
@@ -357,9 +358,9 @@ def test_counters_start_at_zero() -> None:
     assert (stats.ring_waits, stats.real_tokens, stats.padded_tokens, stats.capture_seconds) == (0, 0, 0, 0.0)
     assert (stats.replays, stats.eager_steps, stats.graphs, stats.graph_bytes) == ({}, {}, (), 0)
     key = BatchDescriptor.decode(4)
-    for reason, forced in (("", False), ("why", False), ("asked", True), ("", True), ("", False)):
-        stats.count(key, 3, reason, forced)
+    for tokens, reason, steps in ((3, "", 1), (3, "why", 1), (3, FORCED, 1), (2, "", 2)):
+        stats.count(key, tokens, reason, steps)
     assert (stats.replays, stats.eager_steps) == ({key: 3}, {"why": 1})
-    assert (stats.real_tokens, stats.padded_tokens, stats.pad_waste) == (15, 20, 0.25)
+    assert (stats.real_tokens, stats.padded_tokens, stats.pad_waste) == (13, 20, 0.35)
     stats.graphs = (GraphReport(key, 1.0, 100, 20, 5), GraphReport(key, 1.0, 3, 4, 5))
     assert stats.graph_bytes == 127
