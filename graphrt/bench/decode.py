@@ -149,7 +149,7 @@ def bench_decode(
         stats = runtime.stats()
         results = []
         for batch in batches:
-            loop = _Loop(runtime, batch, context, sampling)
+            loop = DecodeLoop(runtime, batch, context, sampling)
             replay, host = loop.step_seconds(steps), loop.host_seconds(steps)
             p20, host_us, p80 = np.percentile(host, [20, 50, 80]) * 1e6
             kv_bytes = batch * kv_bytes_read(attention, kv_groups, context + steps // 2)
@@ -211,7 +211,7 @@ def kv_bytes_read(attention: Sequence[AttentionSpec], kv_groups: Sequence[KVCach
     return total
 
 
-class _Loop:
+class DecodeLoop:
     """Decodes `batch` sequences from `context` tokens on. Tokens are fed back on the device."""
 
     def __init__(self, runtime: Runtime, batch: int, context: int, sampling: SamplingParams) -> None:
@@ -251,7 +251,7 @@ class _Loop:
             **self._sampling,
         )
 
-    def step_seconds(self, steps: int) -> list[float]:
+    def step_seconds(self, steps: int, *, eager: bool = False) -> list[float]:
         """Return the seconds per step of several rounds. The host submits as far ahead as the ring allows."""
         rounds = []
         for _ in range(_ROUNDS + 1):
@@ -259,7 +259,7 @@ class _Loop:
             synchronize(self._runtime.device)
             start = time.perf_counter()
             for batch in batches:
-                last = self._runtime.replay(batch)
+                last = self._runtime.replay(batch, eager=eager)
             last.tokens()
             rounds.append((time.perf_counter() - start) / steps)
         return rounds[1:]  # the first round warms up

@@ -78,6 +78,7 @@ class ServeReport:
     steps           number of steps, in `launches` launches
     weight_bytes    bytes of weights read by one step
     kv_bytes        bytes of KV read by all decode steps
+    advice          `Stats.advice` after the run
     """
 
     model: str
@@ -100,6 +101,7 @@ class ServeReport:
     read_tb_s: float
     preemptions: int
     capture_seconds: float
+    advice: tuple[str, ...]
 
     @property
     def tokens_per_s(self) -> float:
@@ -265,6 +267,7 @@ def bench_serve(
             read_tb_s=bandwidth / 1e12,
             preemptions=generator.stats.preemptions,
             capture_seconds=stats.capture_seconds,
+            advice=stats.advice,
         )
 
 

@@ -23,7 +23,7 @@ from graphrt.capture.inspect.page import write_page
 from graphrt.capture.inspect.view import GraphView
 from graphrt.cli.console import capture_with_bar, make_console
 from graphrt.cli.options import CaptureOptions
-from graphrt.cli.values import named_source
+from graphrt.cli.values import check_step_tokens, named_source
 from graphrt.config import RuntimeConfig
 from graphrt.engine.stats import Stats
 from graphrt.kernels.errors import ConfigError
@@ -36,11 +36,7 @@ from graphrt.session.session import DecodeSession
 def run(options: CaptureOptions) -> None:
     """Capture; the last line of standard output is one JSON object."""
     source = named_source("capture", options.shape, options.model)
-    if options.step_tokens < options.rows:
-        raise ConfigError(
-            f"--step-tokens: expected at least --rows, {options.rows}, got {options.step_tokens}; raise it, or lower "
-            "--rows"
-        )
+    check_step_tokens(options.rows, options.step_tokens)
     _check_files(options)
     for name in ("prompt", "after", "launches") if options.record is None else ():
         if getattr(options, name) != getattr(CaptureOptions(), name):

@@ -189,6 +189,8 @@ def _print_stats(log: Console, stats: Stats, tokens: int, seconds: float) -> Non
     table.add_row("replays", ", ".join(sorted(f"{d}: {n}" for d, n in stats.replays.items())) or "none")
     table.add_row("eager steps", ", ".join(f"{n} ({why})" for why, n in stats.eager_steps.items()) or "none")
     table.add_row("padding", f"{stats.pad_waste:.1%} of computed tokens")
+    for advice in stats.advice:
+        table.add_row("sizes", advice)
     table.add_row("ring waits", str(stats.ring_waits))
     for report in stats.graphs:
         table.add_row(

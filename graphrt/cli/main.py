@@ -1,4 +1,4 @@
-"""The command line: `graphrt generate`, `capture`, `replay`, `bench decode`, `bench serve` and `env`."""
+"""The command line: `graphrt generate`, `capture`, `replay`, `bench decode`, `bench serve`, `plan` and `env`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from graphrt.cli.options import (
     DecodeOptions,
     EnvOptions,
     GenerateOptions,
+    PlanOptions,
     ReplayOptions,
     ServeOptions,
     add_command,
@@ -96,4 +97,5 @@ add_command(app, "capture", CaptureOptions)
 add_command(app, "replay", ReplayOptions)
 add_command(bench_app, "decode", DecodeOptions)
 add_command(bench_app, "serve", ServeOptions)
+add_command(app, "plan", PlanOptions)
 add_command(app, "env", EnvOptions)

@@ -194,6 +194,35 @@ class ReplayOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """Propose capture sizes for a trace of batch sizes, and compare them with the default sizes.
+
+    Step times and graph memory are measured with --shape or --model, read with --measured, or else assumed.
+    """
+
+    trace: Annotated[
+        str, typer.Option(metavar="FILE", help="Lines such as `decode 12` or `mixed 512 40`: see docs/embedding.md.")
+    ]
+    memory: Annotated[float, typer.Option(min=0, metavar="GiB", help="Most device memory of all graphs.")]
+    rows: Annotated[int, typer.Option(min=1, help="RuntimeConfig.max_num_reqs.")] = 256
+    step_tokens: Annotated[int, typer.Option(min=1, help="RuntimeConfig.max_num_tokens.")] = 2048
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Steps from one capture to the next; default: as many as in the trace.")
+    ] = None
+    measured: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Last lines of `graphrt bench decode` and `graphrt capture`, from anywhere."),
+    ] = None
+    shape: Annotated[str | None, typer.Option(help="Measure here: a shape with dummy weights.")] = None
+    model: Annotated[str | None, typer.Option(help="Measure here: a folder, hub id or .gguf file.")] = None
+    context: Annotated[int, typer.Option(min=2, help="KV tokens per sequence in the measurement.")] = 1024
+    page_size: _PageSize = 16
+    backend: _Backend = None
+    device: _Device = None
+    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON instead of a table.")] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EnvOptions:
     """Print the environment, and which attention backends can run here and why."""
 

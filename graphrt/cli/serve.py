@@ -54,6 +54,7 @@ def _print(report: ServeReport) -> None:
         ("preemptions", f"{report.preemptions}"),
         ("device busy", f"{report.busy_share:.1%}"),
         ("of floor", f"{report.share_of_floor:.1%}"),
+        *(("sizes", advice) for advice in report.advice),
     ):
         table.add_row(name, value)
     console = make_console()

@@ -24,6 +24,14 @@ def named_source(command: str, shape: str | None, model: str | None) -> str | Mo
     raise ConfigError(f"{command}: expected one of --shape and --model, got {got}; specify one")
 
 
+def check_step_tokens(rows: int, step_tokens: int) -> None:
+    """Raise ConfigError unless a step has room for a token of each request."""
+    if step_tokens < rows:
+        raise ConfigError(
+            f"--step-tokens: expected at least --rows, {rows}, got {step_tokens}; raise it, or lower --rows"
+        )
+
+
 def sampling_params(
     options: SamplingOptions, max_new_tokens: int = 1, *, stop_ids: Collection[int] = (), min_tokens: int = 0
 ) -> SamplingParams:

@@ -87,7 +87,7 @@ def _capture_size(descriptor: BatchDescriptor) -> int:
 
 
 def _batch_size(descriptor: BatchDescriptor, tokens: int) -> int:
-    """Return the size that a batch needs. An empty batch needs 1: it runs with the smallest graph."""
+    """Return the size that a batch needs. An empty batch needs 1, since it runs with the smallest graph."""
     return max(1, tokens // descriptor.query_len if descriptor.kind is GraphKind.DECODE else tokens)
 
 

@@ -7,8 +7,13 @@ import re
 import sys
 
 import pytest
+from rich.console import Console
 
+from graphrt.capture.descriptor import BatchDescriptor
+from graphrt.capture.graph import GraphReport
+from graphrt.cli.generate import _print_stats
 from graphrt.cli.values import check_length
+from graphrt.engine.stats import Stats
 from graphrt.kernels.errors import CapacityError
 from graphrt.models.smollm import default_model_path
 from graphrt.models.tokenizer import load_tokenizer
@@ -31,6 +36,17 @@ def test_generate_answers_alone_in_a_batch_and_without_graphs(graphrt) -> None:
     assert (code, eager) == (0, alone)
     assert "graphs are switched off" in log
     assert "captured" not in log
+
+
+def test_statistics_name_the_size_that_is_missing() -> None:
+    size = BatchDescriptor.decode(64)
+    stats = Stats("a recorder", "a backend", "a reason", graphs=(GraphReport(size, 1.0, 0, 0, 5),))
+    stats.count(size, 33, "", 100)
+    text = io.StringIO()
+    _print_stats(Console(file=text, width=200), stats, 100, 1.0)
+    assert "sizes" in text.getvalue()
+    assert stats.advice[0] in text.getvalue()
+    assert "capture 33" in stats.advice[0]
 
 
 def test_generate_samples_by_seed(graphrt) -> None:
