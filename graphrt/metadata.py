@@ -23,7 +23,7 @@ class StepMetadata:
     query_start_loc   [padded_reqs + 1]  int32  prefix sum of query lengths; repeats its last value in padding requests
     positions         [padded_tokens]    int64  position of each new token in its sequence; 0 in padding tokens
     block_tables      per KV group [padded_reqs, max_pages]  int32  page ids; unused entries (after a request's last
-                                                page, before the first one that it reads, in padding) are the null page
+                                                page, before the first page that it reads, in padding) are the null page
     slot_mappings     per KV group [padded_tokens]           int64  flat KV slot of each new token; -1 in padding
                                                 tokens, and everywhere in cross groups
     encoder_lens      [padded_reqs]      int32  encoder tokens of each request; 0 in padding requests

@@ -234,8 +234,8 @@ class ReplayManager:
     def replay(self, batch: Batch, *, eager: bool = False, descriptor: BatchDescriptor | None = None) -> StepHandle:
         """Submit one decode step, and return its handle. Waits only if `config.most_in_flight` launches are in flight.
 
-        eager       run the step outside of a graph, on the same static buffers. It changes state and KV like any step,
-                    so submitting a batch twice runs two steps. Use `compare` to run one step both ways
+        eager       run the step outside of a graph, on the same static buffers. The step changes state and KV like any
+                    other, so submitting a batch twice runs two steps. Use `compare` to run one step both ways
         descriptor  run at this captured size instead of the smallest one that fits, so that all ranks of a group use
                     one size; an idle rank submits `Batch.empty()`
 

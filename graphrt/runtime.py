@@ -81,7 +81,7 @@ class Runtime:
 
     manager           the ReplayManager
     allocators        page allocator of each pool; `allocator` if there is one pool
-    free_req_indices  request indices that no sequence uses: pop one for a new sequence, and append it when the sequence
+    free_req_indices  request indices that no sequence uses; pop one for a new sequence, and append it when the sequence
                       is finished
     stream            stream of the steps; None on CPU
 

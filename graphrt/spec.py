@@ -255,7 +255,7 @@ class KVCacheSpec:
 
     @property
     def page_shape(self) -> tuple[int, int, int, int]:
-        """(page_size, num_kv_heads, head_dim, value_dim)."""
+        """Sizes of a page, (page_size, num_kv_heads, head_dim, value_dim)."""
         return self.page_size, self.num_kv_heads, self.head_dim, self.value_dim
 
     @property

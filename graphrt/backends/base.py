@@ -242,7 +242,7 @@ class AttentionBackend(ABC):
         sinks: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> None:
-        """Record the attention of one layer, from the queries of this step to the paged cache.
+        """Record the attention of one layer. The queries of this step attend to the paged cache.
 
         The cache already contains the keys and values of this step. Must be capture-safe, like `schedule`.
 

@@ -18,10 +18,10 @@ class FlashAttention2Backend(PeerBackend):
     """`flash_attn_with_kvcache` for decode batches, `flash_attn_varlen_func` for mixed batches, which run eagerly.
 
     The library chooses the number of splits from shapes that do not change between replays. The number in a graph is
-    therefore correct for any lengths, though not the fastest for ragged ones.
+    therefore correct for any lengths, though not the fastest for ragged batches.
 
     Mixed batches have no graph, because the grid depends on the query length. NaN in the tail of a page does not reach
-    outputs, because the kernel clears a V tile beyond the length of a request. It returns early for a length of 0.
+    outputs, because the kernel clears a V tile beyond the length of a request. The kernel returns early for length 0.
 
     The head sizes are those of the tested forward-only wheel. A build without one raises in its first call.
     """

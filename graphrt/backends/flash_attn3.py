@@ -42,8 +42,8 @@ class FlashAttention3Backend(PeerBackend):
     tails. The kernel takes that path for long queries and large pages, unless a left padding is given. Such calls
     therefore pass a left padding of zeros.
 
-    An fp8 cache needs fp8 queries. They are scaled per request and KV head by the power of two that brings their
-    largest element below 448, with a relative error of up to 2^-4 per element. The kernel also rounds the probabilities
+    An fp8 cache needs fp8 queries. These are scaled per request and KV head by the power of two that brings the largest
+    element below 448. The relative error is up to 2^-4 per element. The kernel also rounds the probabilities
     to e4m3. Sinks are rounded to bfloat16, which the kernel takes. docs/backends.md lists the errors and limits.
     """
 
@@ -228,7 +228,7 @@ class FlashAttention3Backend(PeerBackend):
     def _left_padding(self, descriptor: BatchDescriptor, spec: AttentionSpec, page_size: int) -> torch.Tensor | None:
         """Return zeros if the kernel might load whole pages by TMA, else None.
 
-        It may do so with pages of at least 64 tokens and more than 64 queries per KV head.
+        The kernel may do so for pages of at least 64 tokens and more than 64 queries per KV head.
         """
         if page_size < 64 or _max_query_len(descriptor) * spec.num_queries_per_kv <= 64:
             return None

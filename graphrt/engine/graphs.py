@@ -68,7 +68,7 @@ class StepGraphs:
     def run(
         self, descriptor: BatchDescriptor, batch: Batch | None, eager: bool, steps: int = 1, loops: bool = False
     ) -> torch.Tensor:
-        """Queue steps of one size on the current stream, and return the logits of the last one.
+        """Queue steps of one size on the current stream, and return the logits of the last step.
 
         batch   the batch, for backends that plan on the host; None if its values are only on the device
         loops   run all steps in one launch, which ends early if all requests are finished

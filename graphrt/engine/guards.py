@@ -86,7 +86,7 @@ class Guards:
         self._lock.poll()
 
     def audit(self, descriptor: BatchDescriptor) -> Audit:
-        """Audit the graph of a size. It may access pinned memory only in the input ring and the output rings."""
+        """Audit the graph of a size, which may access pinned memory only in the input ring and the output rings."""
         allowed = []
         for name, tensor in self._program.buffers.named(BufferKind.INPUT, BufferKind.OUTPUT):
             if tensor.is_pinned():

@@ -69,7 +69,7 @@ class StepLogprobs:
     def joined(
         cls, launches: Sequence[StepLogprobs | None], places: npt.NDArray[np.int64] | None = None
     ) -> StepLogprobs:
-        """Concatenate the steps of launches of the same requests; `places`: positions of the requests to select."""
+        """Concatenate the steps of launches with the same requests, for the requests at positions `places`."""
         asked = [launch for launch in launches if launch is not None]
         parts = zip(*((part._ranks, part._logprobs, part._tokens) for part in asked), strict=True)
         arrays = [np.concatenate(part) for part in parts]

@@ -41,8 +41,8 @@ class Exclusive:
     """Admit one call at a time. `with exclusive:` raises ReplayError during another call, and never waits.
 
     An exception in a signal handler, such as KeyboardInterrupt, can be raised after every call instruction and at the
-    entry of every Python function. It must not leave the lock held. So `__exit__` is the C method of a lock, and
-    `__enter__` runs no call instruction after it has the lock. `thread` is the thread of the last call.
+    entry of every Python function. Such an exception must not leave the lock held. So `__exit__` is the C method of a
+    lock, and `__enter__` runs no call instruction after it has the lock. `thread` is the thread of the last call.
     """
 
     __slots__ = ("__exit__", "_advice", "_attempts", "_owner", "is_entered", "thread")

@@ -61,9 +61,9 @@ class RopeConfig:
     ) -> tuple[torch.Tensor, float]:
         """Return the angle per position of each pair, and the factor for cosines and sines.
 
-        A captured step cannot switch tables by sequence length, so types that depend on it are resolved once:
-        `dynamic` for max(max_positions, trained_positions), `longrope` with its long factors if max_positions exceeds
-        the original length.
+        A captured step cannot switch tables by sequence length, so types that depend on the length are resolved once.
+        `dynamic` uses max(max_positions, trained_positions), and `longrope` uses its long factors if max_positions
+        exceeds the original length.
 
         Returns:
             float32 [rotary_dim / 2] on the CPU, and the factor.

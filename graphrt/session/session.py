@@ -220,9 +220,9 @@ class DecodeSession:
     def pop_freed_pages(self) -> list[list[int]]:
         """Return the pages of each pool that were freed since the last call. Requires external_pages=True.
 
-        Pages are freed when their request is released, or when a window has passed them.
-        They may be reused immediately, because launches run in order. A shared page is returned once, after the last
-        request that uses it has freed it. After `close()` the caller owns all pages.
+        Pages are freed when their request is released, or when a window has passed them. They may be reused
+        immediately, because launches run in order. A shared page is returned once, after the last request that uses it
+        has freed it. After `close()` the caller owns all pages.
 
         Raises: ConfigError: if the session allocates its pages.
         """
@@ -294,7 +294,7 @@ class DecodeSession:
         While prompts have tokens left, each step is a separate launch, which computes chunks of prompts together with
         the requests that decode. After that, one launch runs up to `RuntimeConfig.launch_steps` steps. A request that
         finishes during a launch runs as padding in its later steps. A request without a page for its next token waits
-        until it gets one.
+        until it gets a page.
 
         Returns: the launches, in order; none if no request can continue.
 

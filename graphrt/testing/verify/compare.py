@@ -108,7 +108,7 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 @functools.cache
 def _is_copied(dtype: torch.dtype) -> bool:
-    """Return whether torch can copy values of a dtype. It cannot for dtypes of fewer than eight bits."""
+    """Return whether torch can copy values of a dtype, which is not the case for dtypes of fewer than eight bits."""
     if dtype.itemsize > 1:
         return True
     try:

@@ -36,7 +36,7 @@ class EagerChecks:
         known = set(runs.storages)
         for index, case in enumerate(list(self._v.cases.values())):
             refresh = partial(target.refresh, case.inputs)
-            try:  # two cases show which numbers it recomputes
+            try:  # two cases show which numbers refresh() recomputes
                 during = partial(runs.note_refreshed, refresh) if index < 2 else refresh
                 found = written_tensors(*target.root, during)
             except Exception as error:

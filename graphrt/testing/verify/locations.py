@@ -1,7 +1,7 @@
 """Find the Python values that a step can read, with their paths.
 
-The search follows attributes, containers, closures, and the functions and globals of the step's package. It does
-not enter installed packages, generators, iterators or C code.
+The search follows attributes, containers, closures, and the functions and globals of the step's package. The search
+does not enter installed packages, generators, iterators or C code.
 """
 
 from __future__ import annotations

@@ -270,7 +270,7 @@ class Runs:
             put: write `contents` to the buffers for the run. False keeps the values from refresh().
             inputs: inputs for refresh() instead of the case's. The buffers still contain `contents`.
             host: Python values by path, for the duration of the run.
-            earlier: Python values by path, assigned before refresh(). Its changes to them are undone.
+            earlier: Python values by path, assigned before refresh(), whose changes to them are undone.
             unowned: poison for unowned parts of the state, except the tensors in `skip`.
             before: called right before the body.
             seed: seed of torch's random numbers.

@@ -1,6 +1,6 @@
 """Find tensors outside `state` that carry a value from one run into the results of a later run.
 
-Other checks restore such tensors before every run. This check does not, as in a server.
+Other checks restore such tensors before every run. This check does not restore them, as in a server.
 """
 
 from __future__ import annotations
