@@ -55,5 +55,5 @@ def allocator_rows(pool: tuple[int, int] | None = None) -> Sequence[Mapping[str,
 
 
 def _num_allocations(device: torch.device) -> int:
-    """Return the number of blocks that the caching allocator has allocated so far; it never decreases."""
+    """Return how many blocks the caching allocator has ever allocated."""
     return int(torch.cuda.memory_stats(device).get("allocation.all.allocated", 0))

@@ -22,7 +22,7 @@ class GraphKind(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class BatchDescriptor:
-    """Immutable key of a captured graph: its batch shape.
+    """Immutable key of a captured graph, which is its batch shape.
 
     padded_reqs     number of requests, including padding
     padded_tokens   number of tokens, including padding; padded_reqs * query_len in a decode graph
@@ -36,8 +36,8 @@ class BatchDescriptor:
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        # Compute the hash once: every step looks up a descriptor, and hashing four fields takes longer than a
-        # launch. It covers only ints: string hashes differ between processes, and ranks exchange descriptors.
+        # Compute the hash once, because every step looks up a descriptor and hashing four fields takes longer than a
+        # launch. Hash only ints, because string hashes differ between processes and ranks exchange descriptors.
         check_instance("BatchDescriptor.kind", self.kind, GraphKind, advice="use BatchDescriptor.decode or mixed")
         for name, least in (("padded_reqs", 1), ("padded_tokens", 1), ("query_len", 0)):
             check_int_field(self, name, least, advice="use BatchDescriptor.decode or mixed")

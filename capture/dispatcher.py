@@ -94,7 +94,7 @@ class Dispatcher:
         return table[size - 1]
 
     def captured(self) -> tuple[BatchDescriptor, ...]:
-        """Return the sizes to capture: mixed before decode, largest first, so that graphs reuse memory."""
+        """Return the sizes to capture, mixed before decode and largest first, so that graphs reuse memory."""
         keys = {d.descriptor: None for d in (*reversed(self._mixed), *reversed(self._decode)) if not d.why_eager}
         return tuple(keys)
 
@@ -117,7 +117,7 @@ class Dispatcher:
                 why = "graphs are switched off (use_graphs=False)"
             elif index == len(sizes):
                 largest = sizes[-1] if sizes else 0
-                why = f"no {kind} graph for {n} {unit}: the largest captured is {largest}"
+                why = f"no {kind} graph for {n} {unit}; the largest captured size is {largest}"
             elif (reason := self._graph_unsupported_reason(descriptor)) is not None:
                 why = reason
             table.append(Dispatch(descriptor, why))

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 _FROZEN_BY_PYTHON = 1000
 """Python 3.12 counts 375 immortal objects as frozen, even after `gc.unfreeze()`. A caller's `gc.freeze()` freezes all
-objects: more than 4,000 in an interpreter without imports."""
+objects, which are more than 4,000 in an interpreter without imports."""
 
 
 @contextmanager

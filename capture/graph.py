@@ -19,7 +19,7 @@ StepFunction = Callable[[], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class GraphReport:
-    """Cost of capturing one graph. For a loop: the additional cost of building it.
+    """Cost of capturing one graph; for a loop, the additional cost of building the loop.
 
     seconds       wall time
     pool_bytes    growth of the memory pool shared by all graphs
@@ -35,7 +35,7 @@ class GraphReport:
 
     @property
     def nbytes(self) -> int:
-        """Device memory of the graph: pool plus driver."""
+        """Device memory of the graph, in the pool and in the driver."""
         return self.pool_bytes + self.driver_bytes
 
 
@@ -49,7 +49,7 @@ class CapturedGraph(Protocol):
     output: torch.Tensor
 
     def launch(self) -> None:
-        """Run the step on the current stream, with the memory addresses of the capture.
+        """Run the step on the current stream, using the memory addresses of the capture.
 
         Raises:
             CaptureError: if a loop is closed.
@@ -70,12 +70,13 @@ class Recorder(Protocol):
     streams: tuple[torch.cuda.Stream, ...]
 
     def session(self) -> AbstractContextManager[None]:
-        """Return a context for a series of captures: garbage collection is off and the capture stream is current."""
+        """Return a context for captures, in which garbage collection is off and the capture stream is current."""
 
     def warm_up(self, step: StepFunction, prepare: Callable[[], None]) -> None:
         """Run a step once without capturing it, so that libraries create their handles and workspaces.
 
-        A CPU runs one too, although it needs none, so that a step whose first run differs fails as on CUDA.
+        An op trace needs no such run. It makes one nevertheless, so that a step whose first run differs fails as on
+        CUDA.
         """
 
     def capture(self, step: StepFunction, descriptor: BatchDescriptor, prepare: Callable[[], None]) -> CapturedGraph:
@@ -95,18 +96,18 @@ class Recorder(Protocol):
 
         graph       a graph of this recorder. It can still be launched separately, and closed before the loop
         condition   int32 [1] on the recorder's device. The step writes it, and the loop reads it after each run. Its
-                    value before a launch is ignored: the step runs at least once
+                    value before a launch is ignored, because the step runs at least once
 
         **The step must count its runs and stop at a limit.** On CUDA, a loop whose step never writes 0 occupies the
-        device forever; on a CPU it raises ReplayError.
+        device forever. On a CPU such a loop raises ReplayError.
 
         A loop needs driver memory for its copy of the nodes, but no pool memory. It shares the memory of its step, so
-        all graphs and loops of a recorder must run on one stream. The step must not draw from torch's generators: each
-        run would draw the same numbers.
+        all graphs and loops of a recorder must run on one stream. The step must not draw from torch's generators,
+        because each run would draw the same numbers.
 
         Raises:
-            CaptureError: if `graph` is closed or of another recorder kind, or has nodes that a loop cannot contain:
-                events, host functions, allocations, conditional nodes.
+            CaptureError: if `graph` is closed, was captured by another kind of recorder, or has nodes that a loop
+                cannot contain: events, host functions, allocations, conditional nodes.
             ShapeError: if `condition` has the wrong shape, dtype or device.
         """
 
@@ -144,7 +145,7 @@ def loop_closed(call: str) -> CaptureError:
 
 
 def ordinary(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on the same memory that can be modified outside `torch.inference_mode`."""
+    """Return a tensor that shares the memory of `tensor` and can be modified outside `torch.inference_mode`."""
     if not tensor.is_inference():
         return tensor
     with torch.inference_mode(False):

@@ -24,7 +24,7 @@ class PointerGuard:
     """Stores the addresses and layouts of named tensors, and raises ReplayError if one has changed.
 
     guard = PointerGuard(named)            before the capture
-    guard.remember(tensors_by_name)        after it: a function that looks up other tensors that graphs read
+    guard.remember(look_up)                after the capture; `look_up` returns further tensors that graphs read
     guard.check_next()                     before each launch
 
     `check` detects a tensor whose storage was replaced (`p.data = ...`, `module.to(...)`, `set_`), a tensor that was
@@ -53,7 +53,7 @@ class PointerGuard:
         self._remembered: dict[str, _Place] = {}
 
     def remember(self, look_up: Callable[[], NamedTensors]) -> None:
-        """Make `check` look up these names again: each must still refer to its current memory."""
+        """Make `check` call `look_up` again and verify that each name still refers to its current memory."""
         self._look_up = look_up
         self._remembered = {name: _place(tensor) for name, tensor in look_up()}
 
@@ -65,8 +65,10 @@ class PointerGuard:
         _check_names(self._remembered.items(), self._look_up())
 
     def check_next(self) -> None:
-        """Check one tensor, in turn; the first call checks all tensors. Raises: see `check`, on each call until all
-        tensors are valid."""
+        """Check one tensor, in turn; the first call checks all tensors.
+
+        Raises: see `check`. After an error, each call checks all tensors until all are valid.
+        """
         if not self._all_due:
             tensor, address = self._next_turn()
             if tensor.data_ptr() == address:
@@ -83,7 +85,7 @@ class PointerGuard:
 class NameWatch:
     """Detects parameters, buffers and submodules of a module that were replaced by other objects.
 
-    A replaced parameter has not moved: the graph still reads the old one, which lives as long as it is referenced.
+    PointerGuard does not detect a replaced parameter, because the old one has not moved and the graph still reads it.
     `module.weight = Parameter(...)` and `load_state_dict(..., assign=True)` replace parameters.
 
     model   a module; for any other model there are no names to watch

@@ -42,13 +42,13 @@ class CaptureLock:
         lock.poll(), lock.grown           Counter({"graph pool": 2097152})
 
     doing    called when a kernel is loaded, on the thread that loads it
-    memory   function that returns the current bytes, by name, for each memory that must not grow
+    memory   by name, functions that return the current bytes of memory that must not grow
     strict   raise ReplayError for a kernel loaded in a graph step, and for memory that grew
 
     kernels  loads by kernel name and `Doing`. All variants of a Triton kernel have the same name
     grown    growth in bytes by name, as of the last `poll`
 
-    A load is not always a compilation: Triton may read the kernel from disk. Kernels of torch and CUDA libraries are
+    A load is not always a compilation, as Triton may read the kernel from disk. Kernels of torch and CUDA libraries are
     not counted. A garbage-collected lock is released.
     """
 
@@ -107,8 +107,7 @@ class CaptureLock:
         for name, num in self.grown.most_common(1 if self._strict else 0):
             raise ReplayError(
                 f"{name}: expected {self._before[name]} bytes as after capture(), got {self._before[name] + num}; no "
-                "step may allocate there: look for a capture that was abandoned, or for another capture into the same "
-                "pool"
+                "step may allocate there, so look for an abandoned capture, or for another capture into the same pool"
             )
 
     def release(self) -> None:

@@ -1,14 +1,14 @@
-"""Many steps in one launch: a CUDA graph with a WHILE node that repeats a captured step while a condition is true.
+"""Many steps in one launch, by a CUDA graph whose WHILE node repeats a captured step while a condition is true.
 
     parent graph
       WHILE node                     its handle is 1 at the start of every launch
         body: child graph            a clone of the captured step; the step writes the condition
               loop_condition         one thread: handle = (condition != 0)
 
-The graph is built with driver calls: torch has WHILE nodes only from 2.14 on, and graphrt supports 2.11. The step is
-captured separately first, so allocator, pool and capture errors are the same as for any graph, and the step can also be
-launched once. Torch's generators are not updated: a step that draws from one would draw the same numbers in every run.
-The steps of graphrt use counter-based random numbers instead (`graphrt/sampling.py`).
+The graph is built by driver calls, because torch has WHILE nodes only from 2.14 on and graphrt supports 2.11. The step
+is captured separately first, so allocator, pool and capture errors are the same as for any graph, and the step can also
+be launched once. Torch's generators are not updated, so a step that draws from one would draw the same numbers in every
+run. The steps of graphrt use counter-based random numbers instead (`graphrt/sampling.py`).
 
 A step that never writes 0 occupies the device forever, and no call stops it. The step must count its runs and stop at a
 limit.
@@ -99,7 +99,7 @@ class CudaGraphLoop:
         return step.pool()  # type: ignore[no-any-return]
 
     def raw_conditionals(self) -> dict[int, tuple[str, tuple[Any, ...]]]:
-        """Return the kind and bodies of the WHILE node by handle: drivers before 13.2 cannot be queried."""
+        """Return the kind and bodies of the WHILE node by handle, because drivers before 13.2 do not list them."""
         self._check_open("raw_conditionals()")
         return self._conditionals
 
@@ -165,6 +165,6 @@ def _fill(graph: Any, step: Any, function: Any, condition: int) -> tuple[Any, An
 
 
 def _destroy(executable: Any, graph: Any, *kept: Any) -> None:
-    """Free both; the finalizer then drops `kept`. Errors are ignored: they occur only if the context is lost."""
+    """Free both; the finalizer then drops `kept`. Ignore errors, because they occur only if the context is lost."""
     driver.cuGraphExecDestroy(executable)
     driver.cuGraphDestroy(graph)

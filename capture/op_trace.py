@@ -41,9 +41,9 @@ UNWRITTEN_FACTORIES = frozenset(
         "aten::lift_fresh",  # torch.tensor: values are written before any op is dispatched
     }
 )  # fmt: skip
-"""Ops that return uninitialized memory: a launch skips them."""
+"""Ops that a launch skips, because they return uninitialized memory."""
 MAX_RUNS = 1 << 20
-"""Number of runs after which a loop on a CPU raises ReplayError. On CUDA it would run forever."""
+"""Number of runs after which a loop on a CPU raises ReplayError. On CUDA the loop would run forever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class OpTrace:
                 entry.run()
 
     def copy(self) -> OpTrace:
-        """Return a trace with the same ops on the same memory, which is closed independently."""
+        """Return a second trace of the same ops and memory. Closing one of the two leaves the other open."""
         return OpTrace(self._entries, self.output, self.report, self._made)
 
     def close(self) -> None:
@@ -113,7 +113,7 @@ class OpTrace:
 
 
 class OpTraceLoop:
-    """A substitute for a CUDA graph with a WHILE node: a launch repeats a trace while condition[0] is not 0."""
+    """A substitute for a CUDA graph with a WHILE node. A launch repeats a trace while condition[0] is not 0."""
 
     def __init__(self, step: OpTrace, condition: torch.Tensor) -> None:
         start = time.perf_counter()
@@ -129,7 +129,7 @@ class OpTraceLoop:
 
     @property
     def condition(self) -> torch.Tensor:
-        """The condition, read after every run: int32 [1]."""
+        """The condition, int32 [1], which a launch reads after every run."""
         return self._condition
 
     def launch(self) -> None:
@@ -140,7 +140,7 @@ class OpTraceLoop:
                 return
         raise ReplayError(
             f"condition: expected 0 after at most {MAX_RUNS} runs, got {self._condition.item()}; count the runs in the "
-            "step and stop at a bound, as on CUDA the loop would never end"
+            "step and stop at a limit, because on CUDA the loop would never end"
         )
 
     def close(self) -> None:
@@ -187,7 +187,7 @@ class OpTraceRecorder:
         return OpTraceLoop(check_loop(OpTrace, graph, condition, torch.device("cpu")), condition)
 
     def pool_bytes(self) -> int:
-        """Return 0, because there is no pool: a trace owns the results of its ops."""
+        """Return 0. An op trace has no pool; it owns the results of its ops."""
         return 0
 
     def close(self) -> None:
@@ -260,7 +260,7 @@ class _OpTraceWriter(TorchDispatchMode):
 
 @contextlib.contextmanager
 def _uncompiled() -> Iterator[None]:
-    """Run compiled functions eagerly: compiled kernels are not dispatched as ops, so the trace would miss them."""
+    """Run compiled functions eagerly. Compiled kernels are not dispatched as ops, so the trace would miss them."""
     if "torch._dynamo" not in sys.modules:  # no function is compiled, and the import takes seconds
         yield
         return
@@ -270,7 +270,7 @@ def _uncompiled() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _kernels_of_op_trace(writer: _OpTraceWriter) -> Iterator[None]:
-    """Append Triton kernels that the step launches directly: interpreted kernels are not dispatched as ops."""
+    """Append Triton kernels that the step launches directly, because these are not dispatched as ops."""
     interpreter = sys.modules.get("triton.runtime.interpreter")
     if interpreter is None:
         yield
@@ -289,7 +289,7 @@ def _kernels_of_op_trace(writer: _OpTraceWriter) -> Iterator[None]:
 
 
 def _python_of(func: Any) -> Callable[..., Any] | None:
-    """Return the device-independent function of a `torch.library.custom_op`: a graph contains the ops it calls."""
+    """Return the device-independent function of a `torch.library.custom_op`. A graph contains the ops that it calls."""
     op = custom_ops.OPDEFS.get(func._schema.name)
     return None if op is None or "cpu" in op._backend_fns else op._backend_fns.get(None)
 

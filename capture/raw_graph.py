@@ -17,9 +17,12 @@ _CHILD = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_GRAPH
 
 
 def check(result: tuple[Any, ...], error: type[GraphRTError] = CaptureError) -> tuple[Any, ...]:
-    """Return the result of a driver call; its first element is the status. Raise `error` if the call failed."""
+    """Return the result of a driver call. Raise `error` if its first element, the status, is not 0."""
     if result[0] != 0:
-        raise error(f"CUDA driver: a call failed with {result[0]!r}")
+        raise error(
+            f"CUDA: a call returned {result[0].name}; the traceback shows the call, but an earlier kernel may have "
+            "caused the error"
+        )
     return result
 
 
@@ -71,8 +74,8 @@ def node_types(graph: Any) -> frozenset[Any]:
 class LaunchEvent:
     """An event recorded after a launch.
 
-    torch creates the event and waits for it. A driver call records it in a third of the time of `Event.record`. Record
-    it while the stream's device is current.
+    torch creates the event and waits for it. A driver call records it, in a third of the time of `Event.record`. Call
+    `record` while the stream's device is current.
     """
 
     __slots__ = ("_event", "_handle", "_raw_stream", "_stream")

@@ -1,7 +1,7 @@
 """Capture steps as CUDA graphs in one memory pool, on one capture stream.
 
-`torch.cuda.graph` synchronizes, empties the allocator's cache and collects garbage for every graph: 35 graphs take tens
-of seconds. The recorder calls `capture_begin` and `capture_end` itself, and collects garbage once for all graphs.
+`torch.cuda.graph` synchronizes, empties the allocator's cache and collects garbage for every graph, so 35 graphs take
+tens of seconds. The recorder calls `capture_begin` and `capture_end` itself, and collects garbage once for all graphs.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from graphrt.kernels.errors import CaptureError
 
 # cuBLAS keeps one workspace per stream for the lifetime of the process, shared by graphs captured on that stream. Every
 # open recorder therefore has its own capture stream; a closed recorder passes its stream to the next one. The stream is
-# not from torch's pool: torch assigns its 32 streams round-robin, so other code may multiply matrices on the same
-# stream.
+# not from torch's pool, because torch assigns its 32 streams round-robin and other code may multiply matrices on the
+# same stream.
 _idle_streams: dict[torch.device, list[torch.cuda.Stream]] = {}
 
 
@@ -176,7 +176,7 @@ class CudaGraphRecorder:
         return graph, _borrow(output)
 
     def _abort(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a capture whose step raised. Errors when ending it are ignored: the step's error is raised."""
+        """End a capture whose step raised. Errors from ending it are ignored, so that the step's error is raised."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # warns that the graph is empty
@@ -203,7 +203,7 @@ def _reset_generator() -> None:
 
 
 def make_recorder(device: torch.device) -> Recorder:
-    """Return a recorder for `device`: CUDA graphs on CUDA, op traces on a CPU."""
+    """Return a recorder for `device`, which captures CUDA graphs on CUDA and op traces on a CPU."""
     return CudaGraphRecorder(device) if device.type == "cuda" else OpTraceRecorder()
 
 
@@ -252,8 +252,8 @@ class _DeviceMemory:
 def _borrow(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor that shares the memory without owning it.
 
-    If graphs owned their outputs, smaller graphs could not reuse the memory: for 35 sizes, the logits of a vocabulary
-    of 128k tokens take more than a gigabyte.
+    If graphs owned their outputs, smaller graphs could not reuse the memory. For 35 sizes, the logits of a vocabulary
+    of 128k tokens would take more than a gigabyte.
     """
     with torch.inference_mode(False):
         return torch.as_tensor(_DeviceMemory(tensor), device=tensor.device).view(tensor.dtype)

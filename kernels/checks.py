@@ -1,4 +1,4 @@
-"""Argument checks of public functions: one call each, with errors that name the expected and the actual value."""
+"""Argument checks of public functions. A check is one call; its error names the expected and the actual value."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from graphrt.kernels.errors import ConfigError, GraphRTError, ShapeError
 
 _T = TypeVar("_T")
-_MOST_PASSED = 4096  # cached geometries per check: more than a runtime has sizes and layers
+_MOST_PASSED = 4096  # cached geometries per check, more than a runtime has sizes and layers
 _LONGEST_SHOWN = 80  # characters of a value in an error
 
 FLOAT32_TINY, FLOAT32_MAX = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
@@ -32,7 +32,7 @@ def check_tensor(
     device: torch.device | None = None,
 ) -> None:
     """Raise ShapeError unless `tensor` is dense and has the given shape (None matches any extent), dtype and device."""
-    # A step makes hundreds of these checks: on success, each attribute is read once and nothing is built.
+    # A step makes hundreds of these checks, so on success each attribute is read once and nothing is built.
     if (
         isinstance(tensor, torch.Tensor)
         and tensor.layout is torch.strided
@@ -108,7 +108,7 @@ def once_per_geometry(check: Callable[..., None]) -> Callable[..., None]:
     """Decorate `check`, a function of tensors and hashable values, so that it runs once per geometry.
 
     The geometry of a tensor is its shape, strides, dtype and device; `check` may read nothing else. Failures are
-    not cached: the same arguments raise again. Under torch.compile, `check` runs on every call.
+    not cached, so the same arguments raise again. Under torch.compile, `check` runs on every call.
     """
     passed: set[tuple[Any, ...]] = set()
 
@@ -349,7 +349,7 @@ def _listed(
 
 
 def is_finite(value: object) -> bool:
-    """Whether `value` is a finite Python or NumPy number, not a bool."""
+    """Return whether `value` is a finite Python or NumPy number, not a bool."""
     if not isinstance(value, Real) or isinstance(value, bool):
         return False
     try:

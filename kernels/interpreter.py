@@ -171,7 +171,7 @@ def _indexed_by_item(patch_tensor: Callable[..., None]) -> Callable[..., None]:
 
 
 def _is_bfloat16(value: Any) -> bool:
-    """Whether `value` contains bfloat16 bits. The dtype is not enough: a comparison has its operands' dtype."""
+    """Return whether `value` contains bfloat16 bits. A comparison has its operands' dtype, so check the data too."""
     return isinstance(value, _Handle) and value.dtype.scalar == tl.bfloat16 and value.data.dtype == np.uint16
 
 

@@ -18,8 +18,8 @@ import torch
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-_ALIGNMENT = 16  # bytes: Triton compiles a different variant for unaligned addresses
-_MOST_KNOWN = 4096  # cached launches per kernel: more than a runtime has sizes
+_ALIGNMENT = 16  # in bytes; Triton compiles a different variant for unaligned addresses
+_MOST_KNOWN = 4096  # cached launches per kernel, more than a runtime has sizes
 
 _Pointer = torch.Tensor | None
 _Values = Callable[[tuple[Any, ...]], tuple[Any, ...]]
@@ -27,12 +27,12 @@ _Values = Callable[[tuple[Any, ...]], tuple[Any, ...]]
 
 @cache
 def overlaps(device: torch.device) -> bool:
-    """Whether kernels on `device` support programmatic dependent launch (`launch_pdl`)."""
+    """Return whether kernels on `device` support programmatic dependent launch (`launch_pdl`)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 class KernelLauncher:
-    """Launcher of one kernel: `launcher(grid, *args, **named)` replaces `kernel[grid](*args, **named)`.
+    """Launcher of one kernel. `launcher(grid, *args, **named)` replaces `kernel[grid](*args, **named)`.
 
     kernel   a `triton.jit` function; names of pointers end in `_ptr`, names of tuples of pointers in `ptrs`
     args     all arguments except constexprs, which are passed by name, as are Triton's options

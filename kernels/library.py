@@ -1,7 +1,7 @@
 """Register graphrt's operators, and choose between the Triton kernel and the PyTorch reference.
 
 Every kernel is launched through a `torch.library` operator. A CUDA capture thus records the launch, and the op trace
-on a CPU records one operator with its arguments. The module uses `torch.library.Library` directly:
+on a CPU records one operator with its arguments. The module uses `torch.library.Library` directly, because
 `torch.library.custom_op` takes several microseconds more per call, and a capture makes 10,000 calls.
 
 CUDA tensors use the Triton kernel. CPU tensors use the PyTorch reference or, inside `interpreted()`, the Triton kernel
@@ -102,5 +102,5 @@ def interpreted() -> Iterator[None]:
 
 
 def cpu_runs_triton() -> bool:
-    """Whether CPU tensors currently use interpreted Triton kernels."""
+    """Return whether CPU tensors currently use interpreted Triton kernels."""
     return _cpu_runs_triton

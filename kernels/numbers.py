@@ -35,7 +35,7 @@ def converted(name: str, value: object, dtype: torch.dtype, error: type[GraphRTE
     except (TypeError, ValueError, RuntimeError, OverflowError) as cause:
         raise error(f"{name}: expected numbers of {dtype}, got {shown(value)}; pass numbers") from cause
     if tensor is None:
-        raise error(f"{name}: expected numbers of {dtype}, got {shown(value)}; pass some that fit")
+        raise error(f"{name}: expected numbers of {dtype}, got {shown(value)}; pass numbers that {dtype} can represent")
     return tensor
 
 

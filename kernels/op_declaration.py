@@ -10,8 +10,8 @@
     scale = DeclaredOp("scale", ScaleCall, triton_impl=launch_scale, reference=scale_reference)
     scale(ScaleCall(x, out, None, 2.0))      # registered as scale(Tensor x, Tensor(a!) out, Tensor? bias, float factor)
 
-Both implementations take the dataclass. A field may be a dataclass itself: its fields become operator arguments. A
-frozen dataclass with a property `ints` and a class method `from_ints` is passed as one list of ints; equal lists give
+Both implementations take the dataclass. A field may be a dataclass itself; its fields then become operator arguments. A
+frozen dataclass with a property `ints` and a class method `from_ints` is passed as one list of ints. Equal lists give
 the same object.
 """
 
@@ -36,7 +36,7 @@ Written = Annotated[torch.Tensor, "written"]
 _LEAVES = {torch.Tensor: "Tensor", int: "int", float: "float", bool: "bool", list[int]: "int[]"}
 
 _MOST_KEPT = 4096
-"""Cached objects made from ints: more than the plans of a runtime."""
+"""Cached objects made from ints, more than the plans of a runtime."""
 
 Call = TypeVar("Call")
 

@@ -1,4 +1,4 @@
-"""Integer helpers for launches: Triton's functions of the same names take several microseconds per host call."""
+"""Integer helpers for launches. Triton's functions of the same names take several microseconds per host call."""
 
 from __future__ import annotations
 

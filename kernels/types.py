@@ -60,7 +60,7 @@ class RequestStatus(IntEnum):
 
     INVALID = -2  # the refresh found a fault; treated as a pad request
     PAD = -1  # no request
-    LIVE = 0  # unfinished prefill chunk: writes KV and attends, but does not sample
+    LIVE = 0  # unfinished prefill chunk, which writes KV and attends but does not sample
     SAMPLES = 1  # a token is sampled from its last position
 
 

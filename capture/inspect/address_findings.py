@@ -11,7 +11,7 @@ import numpy as np
 from graphrt.capture.inspect.findings import Finding, FindingKind
 from graphrt.capture.inspect.lookup import Lookup
 from graphrt.capture.inspect.memory import Owner, Region
-from graphrt.capture.inspect.scan import Slot
+from graphrt.capture.inspect.scan import ArgumentRef
 from graphrt.capture.inspect.view import Node, NodeKind, Operand, Place
 
 _LONGEST_STRUCT = 256  # bytes; a longer argument may be a list of tensors with unused entries
@@ -40,21 +40,22 @@ def registered(region: Region | None) -> bool:
 def findings_in_words(lookup: Lookup) -> Iterator[AddressFinding]:
     """Yield findings in the arguments of kernels. A scanned word without a region is a number."""
     words = lookup.words
-    bad = np.array([_is_invalid(region) for region in lookup.regions] + [False], np.bool_)  # -1 is the last
+    # A word without a region has the index -1, which selects the last element.
+    bad = np.array([_is_invalid(region) for region in lookup.regions] + [False], np.bool_)
     unmapped = words.exact & (lookup.holder < 0) & (words.value != 0)
     for index in np.flatnonzero(bad[lookup.holder] | unmapped).tolist():
         at, holder = int(words.at[index]), int(lookup.holder[index])
-        slot, offset = words.slot_at(at)
+        ref, offset = words.argument_at(at)
         region = lookup.regions[holder] if holder >= 0 else None
         finding = _finding(
-            lookup, slot.place, slot.node, where_in(slot, offset), int(words.value[index]), region,
+            lookup, ref.place, ref.node, where_in(ref, offset), int(words.value[index]), region,
             certain=bool(words.exact[index]),
         )  # fmt: skip
-        yield AddressFinding(finding, at=at, in_tensor_list=len(slot.argument.data) > _LONGEST_STRUCT)
+        yield AddressFinding(finding, at=at, in_tensor_list=len(ref.argument.data) > _LONGEST_STRUCT)
 
 
 def findings_in_operands(lookup: Lookup, owners: Counter[Owner]) -> Iterator[AddressFinding]:
-    """Yield the first invalid byte of each operand of copies, fills and ops. Counts operands in `owners`."""
+    """Yield a finding at the first invalid byte of each operand, and count valid operands in `owners`."""
     for place, node in lookup.view.walk():
         if node.kind in (NodeKind.ALLOC, NodeKind.FREE):
             continue  # these nodes define memory
@@ -66,10 +67,10 @@ def findings_in_operands(lookup: Lookup, owners: Counter[Owner]) -> Iterator[Add
                 yield AddressFinding(finding)
 
 
-def where_in(slot: Slot, offset: int) -> str:
-    """Return a position in an argument as text: "argument 3 'x', byte 16"."""
-    name = f" {slot.argument.name!r}" if slot.argument.name else ""
-    return f"argument {slot.index}{name}, byte {offset}"
+def where_in(ref: ArgumentRef, offset: int) -> str:
+    """Return a position in an argument as text, such as "argument 3 'x', byte 16"."""
+    name = f" {ref.argument.name!r}" if ref.argument.name else ""
+    return f"argument {ref.index}{name}, byte {offset}"
 
 
 def _is_invalid(region: Region) -> bool:
@@ -118,7 +119,7 @@ def _finding(
     if registered(after) and after is not None:
         kind, text = FindingKind.OVERRUN, (
             f"byte {address - after.address} is past the end of {after.owner.value} {after.name!r} with {after.nbytes} "
-            "bytes; register all memory that the step uses, or pass the step a view that ends where it may work"
+            "bytes; register all memory that the step uses, or pass the step a smaller view"
         )  # fmt: skip
     elif region is None:
         kind, text = FindingKind.UNMAPPED, (

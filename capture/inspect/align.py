@@ -60,7 +60,7 @@ def _common(a: Sequence[Label], b: Sequence[Label]) -> list[tuple[int, int]]:
 
 
 def _goes_down(reach: Sequence[int], middle: int, diagonal: int, edits: int) -> bool:
-    """Return whether the last edit on the path to a diagonal inserts a name of `b`; otherwise it deletes one of `a`."""
+    """Return whether the last edit on the path to a diagonal inserts a name of `b`, rather than deleting one of `a`."""
     return diagonal == -edits or (
         diagonal != edits and reach[middle + diagonal - 1] < reach[middle + diagonal + 1]
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Audit a captured graph: every address in its nodes must be in memory that stays valid.
+"""Audit a captured graph, that is, check that every address in its nodes is in memory that stays valid.
 
     memory = memory_of(static={"x": x, "y": y}, weights=model, pool=graph)
     report = audit(graph, memory)
@@ -6,8 +6,8 @@
     report.raise_if_any()
 
 Valid memory is registered static buffers, weights, the cache, the graph's own pool and library memory. Any other
-address is a finding with node, argument and owner: unregistered memory, a freed block, bytes past the end of a
-buffer, host memory that every replay accesses again.
+address is a finding: unregistered memory, a freed block, bytes past the end of a buffer, or host memory that every
+replay accesses again. A finding names the node, the argument and the owner of the memory.
 
 The positions of addresses are known in arguments of Triton kernels and in operands of copies. In arguments of other
 kernels any word may be an address, and a stale word in the padding of a struct may look like one. Such findings are not
@@ -65,7 +65,7 @@ def audit(
     allowed  deliberate exceptions. The report lists each one with its reason and number of matches
     waits    name patterns of kernels that execute griddepcontrol.wait before they access memory of earlier kernels.
              Kernels of cuBLAS, FlashAttention 3 and graphrt are known; any other early launch is a finding
-    driver   returns the region of an address that is not in the map; None: the CUDA driver, if available
+    driver   returns the region of an address that is not in the map; None: ask the CUDA driver, if available
 
     Launches no work and does not synchronize. Do not call it during a capture.
 
@@ -95,14 +95,14 @@ def audit_twice(
 
     - A real address is at the same position in both captures; a stale word is not and is dropped. Other findings become
       certain if both captures agree. Lists in arguments of kernels for many tensors (foreach, fused optimizers) are an
-      exception: unused entries contain stack data, which is often equal in both captures.
-    - An address in the first capture's pool is hidden state: memory that the step keeps between captures.
+      exception, because unused entries contain stack data, which is often equal in both captures.
+    - An address in the first capture's pool is hidden state, that is, memory that the step keeps between captures.
     - A registered address, number or copy length that differs is frozen in the graph. twice.py lists which numbers
       are compared; numbers within structs are not.
     - If the nodes differ, the step does something once and skips it later.
 
-    Library memory looks like hidden state: cuBLAS allocates a workspace in the pool of the first capture, unless
-    its stream already has one. Call `with_blas_workspaces` (blas.py) in `memory` to identify it.
+    Library memory looks like hidden state, because cuBLAS allocates a workspace in the pool of the first capture
+    unless its stream already has one. Call `with_blas_workspaces` (blas.py) in `memory` to identify workspaces.
 
     Raises:
         ConfigError: if an argument has the wrong type, or if both captures use the same pool.
@@ -132,7 +132,7 @@ def _check_exceptions(allowed: object, waits: object) -> None:
     for exception in check_sequence("allowed", allowed, of="Allowed", error=ConfigError):
         check_instance("allowed", exception, Allowed, advice="pass Allowed(reason, region=...)")
     if isinstance(waits, str) or not isinstance(waits, Collection) or not all(isinstance(one, str) for one in waits):
-        raise ConfigError(f"waits: expected a list of name patterns, got {shown(waits)}")
+        raise ConfigError(f"waits: expected a list of name patterns, got {shown(waits)}; pass a list such as ['gemm*']")
 
 
 def _report(lookup: Lookup, first: Lookup | None, allowed: Sequence[Allowed], waits: Collection[str]) -> Audit:
@@ -175,7 +175,7 @@ def _of_node(place: Place, node: Node, kind: FindingKind, text: str) -> Finding:
 
 
 def _registered_but_freed(lookup: Lookup) -> Iterator[Finding]:
-    """Yield findings for registered memory in freed blocks, such as a dropped output, which may be reused."""
+    """Yield findings for registered memory in freed blocks, such as that of a dropped output."""
     freed = MemoryMap(r for r in lookup.memory.regions if not r.live and r.owner in (Owner.POOL, Owner.ALLOCATOR))
     for region in filter(registered, lookup.memory.regions):
         block = next((held for _, held in freed.ranges(region.address, region.nbytes) if held is not None), None)
@@ -193,7 +193,7 @@ def _registered_but_freed(lookup: Lookup) -> Iterator[Finding]:
 def _first_user(lookup: Lookup, region: Region) -> tuple[Place, str]:
     """Return the place and name of the first node that accesses a region; empty if no node does."""
     held = np.flatnonzero((lookup.words.value >= region.address) & (lookup.words.value < region.end))
-    by_word = lookup.words.slot_at(int(lookup.words.at[held[0]]))[0].place if len(held) else None
+    by_word = lookup.words.argument_at(int(lookup.words.at[held[0]]))[0].place if len(held) else None
     for place, node in lookup.view.walk():
         by_operand = any(o.address < region.end and region.address < o.address + o.nbytes for o in node.operands)
         if by_operand or place == by_word:

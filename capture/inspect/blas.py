@@ -2,8 +2,8 @@
 
 torch allocates one workspace for cuBLAS and one for cuBLASLt per thread and stream, on first use, and keeps them until
 the process ends. If a step ran on the capture stream before its capture, its matrix products use workspaces outside the
-graph's pool. These stay valid, but an audit cannot distinguish them from other allocations. Probes find them: a product
-with known operands points to no other memory except the library's.
+graph's pool. These stay valid, but an audit cannot distinguish them from other allocations. Probes find them, because
+a product with known operands accesses no other memory except the library's.
 
 The same applies to the seed and offset that torch's generator keeps for graphs that draw from it.
 """
@@ -33,7 +33,7 @@ def with_blas_workspaces(memory: MemoryMap, streams: Iterable[torch.cuda.Stream]
     memory   process memory map from `memory_of`, with the blocks of torch's allocator
     streams  streams on which graphs were captured; empty: the default stream of torch.cuda.graph
 
-    Captures a few small products per stream with torch.cuda.graph, which synchronizes and empties the allocator's
+    Captures a few small products per stream using torch.cuda.graph, which synchronizes and empties the allocator's
     cache, so call it after `memory_of`. Workspaces that no probe uses are not found. If the capture allocated its
     workspace in its own pool, this call is not needed.
     """

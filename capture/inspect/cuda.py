@@ -1,4 +1,4 @@
-"""Read a captured CUDA graph into a GraphView with driver calls.
+"""Read a captured CUDA graph into a GraphView, using driver calls.
 
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph):
@@ -291,7 +291,7 @@ class _EdgeReader:
 
 
 def _function(params: Any, triton: TritonKernels) -> _Function:
-    """Return the kernel function of a node. Raises: CaptureError: if the driver accepts neither of its two handles."""
+    """Return the kernel function of a node. Raises: CaptureError: if the driver rejects both of the node's handles."""
     handle, name_of, info_of = params.kern, driver.cuKernelGetName, driver.cuKernelGetParamInfo
     if not int(handle) or int(name_of(handle)[0]) != 0:
         handle, name_of, info_of = params.func, driver.cuFuncGetName, driver.cuFuncGetParamInfo

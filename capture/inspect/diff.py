@@ -333,7 +333,7 @@ def _extents(extents: tuple[int, int, int] | None) -> str:
 
 
 def _word(length: int) -> int:
-    """Return the size of the numbers to compare in an argument: all of it if at most 8 bytes, else 4 bytes."""
+    """Return the number of bytes to compare as one value: the size of the argument if it is at most 8, else 4."""
     return length if length <= 8 else 4
 
 

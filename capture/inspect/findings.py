@@ -20,7 +20,7 @@ class FindingKind(str, Enum):
     """Kind of a finding.
 
     FOREIGN        an allocation that is neither registered nor in the graph's pool
-    FREED          a freed block: its next owner overwrites what the graph reads
+    FREED          a freed block, whose next owner overwrites what the graph reads
     OVERRUN        bytes past the end of registered memory. Overruns within the graph's pool are not detected, because
                    blocks are split during the capture and their ends at a launch are unknown
     UNMAPPED       an address outside all known memory
@@ -74,10 +74,10 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """A deliberate exception: findings that match all patterns are not reported.
+    """A deliberate exception. Findings that match all its patterns are not reported.
 
         Allowed("written only after the event of the last copy", region="staging.*")
-        Allowed("waits: its first instruction is griddepcontrol.wait", node="rms_norm*", kind=FindingKind.EARLY_START)
+        Allowed("its first instruction is griddepcontrol.wait", node="rms_norm*", kind=FindingKind.EARLY_START)
 
     reason   why the exception is correct; included in the report
     region   `fnmatch` pattern of the region's name, case-sensitive

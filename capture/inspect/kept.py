@@ -25,7 +25,7 @@ def kept_graphs() -> Iterator[list[torch.cuda.CUDAGraph]]:
     can be nested.
     """
     cls: Any = torch.cuda.CUDAGraph
-    before = vars(cls).get("__init__")  # torch's class inherits it
+    before = vars(cls).get("__init__")  # None if torch's class inherits __init__
     init, made = cls.__init__, []
 
     def keep(self: torch.cuda.CUDAGraph, keep_graph: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""Find the region of each address in a graph: in the memory map, the graph's allocations, then the driver."""
+"""Find the region of each address in a graph. Search the map, then the graph's allocations, then ask the driver."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Lookup:
             if region is not None:
                 yield start, region
                 continue
-            # A gap in the map: another region may contain all of it or only its start.
+            # Another region may contain all of a gap in the map, or only its start.
             stop = next((at for at, held in self.memory.ranges(start, end - start) if held is not None), end)
             while start < stop:
                 known = self._made.find(start) or self._ask(start)

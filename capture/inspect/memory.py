@@ -25,7 +25,7 @@ class Owner(str, Enum):
     CACHE      keys and values
     POOL       a block of the graph's memory pool
     ALLOCATOR  another block of torch's allocator, which may be freed
-    LIBRARY    an allocation known to the driver but not to torch: workspaces and state of libraries
+    LIBRARY    an allocation known to the driver but not to torch, such as workspaces and state of libraries
     HOST       pinned host memory
     """
 
@@ -89,7 +89,7 @@ class MemoryMap:
             address = self._cuts[at] if at < len(self._cuts) else end
 
     def before(self, address: int) -> Region | None:
-        """Return the region that ends where the part around an address starts; None if there is none."""
+        """Return the region directly before the gap or region that contains an address; None if there is none."""
         return self._held(bisect.bisect_right(self._cuts, address) - 2)
 
     def _held(self, at: int) -> Region | None:

@@ -22,8 +22,8 @@ _IDENTITY = re.compile(r" at 0x[0-9a-fA-F]+")
 def view_of_op_trace(op_trace: OpTrace) -> GraphView:
     """Return the view of an op trace: one OP node per op, and one ALLOC node per uninitialized allocation.
 
-    Edges are data dependencies: from the last op that wrote a byte to all ops that read or overwrite it, and from its
-    readers to the next op that writes it. A tensor covers all bytes from its first to its last.
+    Edges are data dependencies. They lead from the last op that wrote a byte to all ops that read or overwrite the
+    byte, and from its readers to the next op that writes it. A tensor covers all bytes from its first to its last.
 
     The view keeps no memory alive; the trace may be closed afterwards.
 
@@ -34,7 +34,7 @@ def view_of_op_trace(op_trace: OpTrace) -> GraphView:
         raise graph_closed()
     made = [(one.before, _made_node(one)) for one in op_trace.made]
     ops = [(index, _node(entry)) for index, entry in enumerate(op_trace.entries)]
-    nodes = [node for _, node in sorted(made + ops, key=lambda one: one[0])]  # stable: an allocation precedes its op
+    nodes = [node for _, node in sorted(made + ops, key=lambda one: one[0])]  # stable, so an allocation precedes its op
     flow = _Flow()
     for node in nodes:
         flow.add(node)
@@ -43,7 +43,7 @@ def view_of_op_trace(op_trace: OpTrace) -> GraphView:
 
 
 def view_of_loop(loop: OpTraceLoop) -> GraphView:
-    """Return the view of a loop: one node whose body is the view of its step. Raises: CaptureError if closed."""
+    """Return the view of a loop, one node whose body is the view of its step. Raises: CaptureError if closed."""
     condition = Operand("condition", loop.condition.data_ptr(), loop.condition.nbytes)
     body = view_of_op_trace(loop.step)
     return GraphView((Node(NodeKind.CONDITIONAL, "while", operands=(condition,), bodies=(body,)),), (), "op trace")

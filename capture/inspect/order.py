@@ -15,7 +15,7 @@ from graphrt.kernels.errors import CaptureError
 def topological_order(count: int, edges: Sequence[tuple[int, int]]) -> list[int]:
     """Return the indices of all nodes, each after its dependencies and otherwise in order.
 
-    edges    (source, target): the target waits for the source
+    edges    (source, target); the target waits for the source
 
     Raises:
         CaptureError: if the edges have a cycle.
@@ -35,5 +35,5 @@ def topological_order(count: int, edges: Sequence[tuple[int, int]]) -> list[int]
             if not waits[target]:
                 heapq.heappush(ready, target)
     if len(order) != count:
-        raise CaptureError(f"edges: there is a cycle among {count - len(order)} nodes; the graph is not valid")
+        raise CaptureError(f"edges: there is a cycle among {count - len(order)} nodes; capture the graph again")
     return order

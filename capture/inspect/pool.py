@@ -43,14 +43,14 @@ def memory_of(
     pool      pool of the graph: a torch.cuda.CUDAGraph, a torch.cuda.MemPool, the id of a pool, an op trace or a loop
     snapshot  rows of `torch.cuda.memory_snapshot()`; None: the current ones, if CUDA is in use
 
-    A static buffer covers the bytes from its first element to its last: a graph that is passed a view must not access
-    the rest of the storage. Weights and caches cover their whole storages: models fuse, tie and slice them, and
-    the storage stays allocated.
+    A static buffer covers the bytes from its first element to its last, so a graph that is passed a view must not
+    access the rest of the storage. Weights and caches cover their whole storages, because models fuse, tie and slice
+    them and the storage stays allocated.
 
-    **Call it right after the capture.** Later, the allocator may have returned freed memory to the driver, and an
-    address in it cannot be distinguished from a number.
+    **Call `memory_of` right after the capture.** Later, the allocator may have returned freed memory to the driver. An
+    address in such memory cannot be distinguished from a number.
 
-    It does not synchronize. Do not call it during a capture.
+    `memory_of` does not synchronize. Do not call it during a capture.
 
     Raises:
         ConfigError: if an argument has no named tensors, or a tensor without memory; if `pool` is not a pool; or if
@@ -82,7 +82,7 @@ def memory_of(
 
 
 def _blocks(rows: Iterable[Mapping[str, Any]], pool: PoolId | None) -> Iterator[Region]:
-    """Yield one region per block of torch's allocator: POOL if its segment is in `pool`, else ALLOCATOR.
+    """Yield one region per block of torch's allocator, with owner POOL if its segment is in `pool`, else ALLOCATOR.
 
     A block in state "active_pending_free" has no owner and is not live, although another stream still uses it. If
     torch.cuda.memory._record_memory_history() is enabled, the name includes the line that allocated the block.
@@ -105,14 +105,14 @@ def blocks_of(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, 
 
 
 def _made_at(block: Mapping[str, Any]) -> str:
-    """Return where a block was allocated: the innermost line outside torch."""
+    """Return the innermost line outside torch that allocated a block."""
     frames = [f for f in block.get("frames", ()) if str(f["filename"]).endswith(".py")]
     frame = next((f for f in frames if "/torch/" not in str(f["filename"])), None)
     return f", allocated at {frame['filename']}:{frame['line']} in {frame['name']}" if frame else ""
 
 
 def _op_trace_regions(op_trace: OpTrace) -> Iterator[Region]:
-    """Yield the memory of an op trace: POOL if the trace allocated it, ALLOCATOR if it existed before.
+    """Yield the memory of an op trace, with owner POOL if the trace allocated it, else ALLOCATOR.
 
     Unlike a CUDA graph, a trace keeps memory from before the capture alive. Such memory is live only if tensors other
     than the trace's own refer to its storage.

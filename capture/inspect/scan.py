@@ -1,7 +1,7 @@
 """Find words in a graph's kernel arguments that may be addresses, at every byte offset of all arguments at once.
 
-Structs passed by value have pointers at any offset; packed structs may misalign them. Each argument is thus read as
-eight overlapping sequences of little-endian words. For arguments with known pointers, only these are used.
+Structs passed by value have pointers at any offset, even at unaligned ones. The scan therefore reads each argument as
+eight overlapping sequences of little-endian words. If the pointers of an argument are known, it uses only those.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LOWEST, HIGHEST = 1 << 32, (1 << 48) - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class ArgumentRef:
     """An argument of a kernel: place of the node, the node, and index of the argument."""
 
     place: Place
@@ -60,12 +60,12 @@ class Words:
     aligned: npt.NDArray[np.bool_]
     looked_at: int
 
-    def slot_at(self, at: int) -> tuple[Slot, int]:
+    def argument_at(self, at: int) -> tuple[ArgumentRef, int]:
         """Return the argument that contains a byte of `data`, and the byte's offset in it."""
         index = int(np.searchsorted(self.starts, at, side="right")) - 1
         of = int(np.searchsorted(self.firsts, index, side="right")) - 1
         place, node = self.nodes[of]
-        return Slot(place, node, index - int(self.firsts[of])), int(at - self.starts[index])
+        return ArgumentRef(place, node, index - int(self.firsts[of])), int(at - self.starts[index])
 
     def only(self, kept: npt.NDArray[np.bool_]) -> Words:
         """Return the words for which `kept` [n] is True."""
@@ -118,7 +118,7 @@ def _candidates(data: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.int64], npt
     places, values = [], []
     for first in range(WORD):
         words = np.frombuffer(data, "<u8", (len(data) - first) // WORD, first)
-        # One comparison is enough: a negative difference wraps around to a large value.
+        # One comparison is enough, because a negative difference wraps around to a large value.
         found = np.flatnonzero(words - np.uint64(LOWEST) <= np.uint64(HIGHEST - LOWEST))
         places.append(found * WORD + first)
         values.append(words[found])

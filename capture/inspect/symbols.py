@@ -1,7 +1,7 @@
-"""Addresses in a form that is equal in two captures of the same step: region name and offset.
+"""Addresses as region name and offset, which are equal in two captures of the same step.
 
 Addresses in a memory pool differ between captures, as do allocations of a graph. These regions are compared by
-order of first use instead of name.
+order of first use instead of by name.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def no_addresses(node: Node, is_address: IsAddress) -> Iterator[tuple[int, int, 
             end = _DIVIDERS + tensors * _STRIDES
             following = range(-(-end // WORD) * WORD, length, WORD)[:_NEAR]
             if end != length and not any(is_address(index, at) for at in following):
-                end = _DIVIDERS + _STRIDES  # unknown layout: at least one tensor
+                end = _DIVIDERS + _STRIDES  # if the layout is unknown, at least one tensor
             yield index, 0, end
 
 

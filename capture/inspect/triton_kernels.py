@@ -22,7 +22,7 @@ _SCRATCH = ("global_scratch", "profile_scratch")
 """Pointers that Triton's launcher appends to the arguments."""
 
 _WRAPPERS = 8
-"""Maximum number of nested autotuners and heuristics around a kernel, each with the next in `fn`."""
+"""Maximum number of nested autotuners and heuristics around a kernel. The attribute `fn` of each is the next one."""
 
 
 class TritonKernels:

@@ -113,9 +113,9 @@ def _moved_words(first: Lookup, second: Lookup) -> Iterator[Finding]:
     for index in np.flatnonzero(named[second.holder] & (earlier != words.value)).tolist():
         before, now = first.find(int(earlier[index])), second.regions[int(second.holder[index])]
         if before is not None and registered(before):
-            slot, offset = words.slot_at(int(words.at[index]))
+            ref, offset = words.argument_at(int(words.at[index]))
             address = int(words.value[index])
-            yield _moved(slot.place, slot.node, where_in(slot, offset), address, int(earlier[index]), before, now)
+            yield _moved(ref.place, ref.node, where_in(ref, offset), address, int(earlier[index]), before, now)
 
 
 def _moved_operands(first: Lookup, second: Lookup) -> Iterator[Finding]:

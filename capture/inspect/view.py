@@ -159,7 +159,7 @@ class GraphView:
                 raise ConfigError(f"format: expected {FORMAT}, got {shown(values['format'])}; write the file again")
             return _graph_from_json(values)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
-            raise ConfigError(f"graph: not the result of to_json(), {shown(error)}; the file is damaged") from error
+            raise ConfigError(f"graph: not the result of to_json(), {shown(error)}; write the file again") from error
 
 
 def place_name(place: Place) -> str:
@@ -176,7 +176,7 @@ def _graph_to_json(view: GraphView) -> dict[str, Any]:
 
 
 def _node_to_json(node: Node) -> dict[str, Any]:
-    """Return a node without its empty fields: most nodes use few."""
+    """Return a node without its empty fields, because most nodes use few."""
     values: dict[str, Any] = {"kind": node.kind.value, "name": node.name}
     lists: dict[str, Any] = {
         "arguments": [[a.offset, a.data.hex(), a.name, a.pointers] for a in node.arguments],
@@ -195,7 +195,7 @@ def _graph_from_json(values: Mapping[str, Any]) -> GraphView:
     nodes = tuple(map(_node_from_json, values["nodes"]))
     edges = tuple(Edge(source, target, bool(early)) for source, target, early in values["edges"])
     if any(not (0 <= edge.source < edge.target < len(nodes)) for edge in edges):
-        raise ConfigError("edges: an edge does not lead from a node to a later one; the file is damaged")
+        raise ConfigError("edges: an edge does not lead from a node to a later one; write the file again")
     return GraphView(nodes, edges, values["origin"])
 
 

@@ -28,7 +28,7 @@ _LOG2E = math.log2(math.e)
 
 
 def logit_constants(softmax_scale: float, logits_softcap: float) -> tuple[float, float]:
-    """Return the two constants with which the kernels convert `q . k` to logits in units of log 2.
+    """Return the two constants that the kernels use to convert `q . k` to logits in units of log 2.
 
     Without softcap the logit is `factor * qk`. With softcap, `cap * tanh(scale * qk / cap)` is computed as
     `cap * (1 - 2 / (exp2(factor * qk) + 1))`. The first value is the factor, the second is the cap.
@@ -130,7 +130,7 @@ def check_triton_head_dim(name: str, head_dim: int) -> None:
 def compiled_types(
     dtype: torch.dtype, kv_dtype: torch.dtype, constexprs: dict[str, object], *, options: bool
 ) -> dict[str, str]:
-    """Return the types of an attention kernel's arguments. Without `options`, their pointers are None constexprs."""
+    """Return the types of an attention kernel's arguments. Without `options`, optional pointers are None constexprs."""
     optional = ("lse_ptr", "k_scale_ptr", "v_scale_ptr", "slopes_ptr", "sinks_ptr")
     if not options:
         constexprs |= dict.fromkeys(optional)

@@ -1,4 +1,4 @@
-"""The attention kernel: one launch per layer, for decode requests, mixed batches and contiguous K and V.
+"""The attention kernel, with one launch per layer for decode requests, mixed batches and contiguous K and V.
 
 A query is one new token in one query head. The queries of a request that share a KV head are numbered
 `token * num_queries_per_kv + head`, so that K and V are read once for all of them. BLOCK_M consecutive queries form a
@@ -75,7 +75,7 @@ def _write_output(
     token = (first_token + query // NUM_QUERIES_PER_KV).to(tl.int64)
     head = kv_head * NUM_QUERIES_PER_KV + query % NUM_QUERIES_PER_KV
     mask = m < num_queries
-    # A sink is an extra logit without a value: it changes only the sum of weights.
+    # A sink is an extra logit without a value, so it changes only the sum of weights.
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head, mask=mask, other=float("-inf")) * _LOG2E
         new_top = tl.maximum(top, sink)
@@ -411,7 +411,7 @@ def attend_kernel(
                     new_top = tl.maximum(top, tl.max(logits, 1))
                 else:
                     new_top = tl.maximum(top, tl.reshape(tl.max(logits, 1, keep_dims=True) * factor, [BLOCK_M]))
-                base = tl.where(new_top == float("-inf"), 0.0, new_top)  # no key seen so far: -inf - -inf is NaN
+                base = tl.where(new_top == float("-inf"), 0.0, new_top)  # if no key was seen, -inf - -inf is NaN
                 rescale = tl.exp2(top - base)
                 if SCALED:
                     probabilities = tl.exp2(logits - base[:, None])
@@ -433,7 +433,7 @@ def attend_kernel(
                 )
                 top = new_top
 
-        # 3. The split covers the whole query tile: write the output.
+        # 3. If the split covers the whole query tile, write the output.
         total = weights
         if BLOCK_M == 16:
             total = tl.sum(weights, 1)
@@ -478,7 +478,7 @@ def attend_kernel(
                     step = partial_step * MERGE_GROUP_SIZE
                     counter = max_partials + first_partial
                 if is_last:
-                    # All threads must store before one of them counts the arrival, visible to the whole device.
+                    # All threads must have stored before one of them counts the arrival for the whole device.
                     tl.debug_barrier()
                     counter_ptr = counters_ptr + counter * num_kv_heads + kv_head
                     arrived = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
@@ -493,7 +493,7 @@ def attend_kernel(
                             num_queries, kv_head, num_kv_heads, V_HEAD_DIM, BLOCK_V, PARTIAL_M, MERGE_SPLITS,
                         )  # fmt: skip
                         if (level == 0) & (num_merge_groups > 1):
-                            # Several warps may load the same values: none may still be reading the partial result.
+                            # Several warps may load the same values, so wait until none reads the partial result.
                             tl.debug_barrier()
                             _store_partial(
                                 partial_out_ptr, partial_lse_ptr, to_partial, merged, merged_top, merged_total, merge_m,

@@ -60,7 +60,7 @@ def _merge_attention_kernel(
     lse_b_ptrs = lse_b_ptr + token * stride_lse_b_token + heads * stride_lse_b_head
     lse_a = tl.load(lse_a_ptrs, mask=in_heads, other=float("-inf"))
     lse_b = tl.load(lse_b_ptrs, mask=in_heads, other=float("-inf"))
-    # Do not read a side that saw no key: it may contain NaN, and a weight of 0 times NaN is NaN.
+    # Do not read a side that saw no key, because it may contain NaN, and a weight of 0 times NaN is NaN.
     mask_a = mask & (lse_a != float("-inf"))[:, None]
     mask_b = mask & (lse_b != float("-inf"))[:, None]
     out_a_ptrs = out_a_ptr + (token * stride_out_a_token + heads * stride_out_a_head)[:, None] + d[None, :]
@@ -68,13 +68,13 @@ def _merge_attention_kernel(
     out_a = tl.load(out_a_ptrs, mask=mask_a, other=0.0).to(tl.float32)
     out_b = tl.load(out_b_ptrs, mask=mask_b, other=0.0).to(tl.float32)
     top = tl.maximum(lse_a, lse_b)
-    top = tl.where(top == float("-inf"), 0.0, top)  # neither side saw a key: -inf - -inf is NaN
+    top = tl.where(top == float("-inf"), 0.0, top)  # if neither side saw a key, -inf - -inf is NaN
     weight_a = tl.exp(lse_a - top)
     weight_b = tl.exp(lse_b - top)
     total = weight_a + weight_b
     divisor = tl.where(total == 0.0, 1.0, total)
     merged = out_a * (weight_a / divisor)[:, None] + out_b * (weight_b / divisor)[:, None]
-    # Outputs may alias inputs, and several warps may load the same value: store only after all warps have loaded.
+    # Outputs may alias inputs, and several warps may load the same value, so store only after all warps have loaded.
     tl.debug_barrier()
     out_ptrs = out_ptr + (token * stride_out_token + heads * stride_out_head)[:, None] + d[None, :]
     tl.store(out_ptrs, merged.to(out_ptr.dtype.element_ty), mask=mask)

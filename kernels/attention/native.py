@@ -72,7 +72,7 @@ def native_unsupported_reason(call: AttentionCall) -> str | None:
 def native_variant(
     plan: AttentionPlan, options: AttentionOptions, dtype: torch.dtype, kv_dtype: torch.dtype, page_size: int
 ) -> NativeVariant:
-    """Return the variant for a call with a plan that was made for the CUDA kernel."""
+    """Return the variant for a call whose plan was made for the CUDA kernel."""
     # 1: a window. 2: chunks. Chunks that start at KV tile boundaries need no mask, because the work list starts there.
     window = 1 if options.sliding_window else 2 if plan.masks_chunks(options.attention_chunk_size) else 0
     alibi = 0 if options.alibi_slopes is None else 1 + options.alibi_sqrt

@@ -73,7 +73,7 @@ _launch_kernel = KernelLauncher(attend_kernel)
 
 
 def _launch(call: AttentionCall) -> None:
-    """Launch the Triton kernel: one program per KV head and work partition."""
+    """Launch the Triton kernel, with one program per KV head and work partition."""
     plan, options, workspace = call.plan, call.options, call.workspace
     paged = call.seq_lens is not None
     logit_factor, logit_cap = logit_constants(options.softmax_scale, options.logits_softcap)
@@ -158,12 +158,12 @@ def paged_attention(
     out                [num_tokens, num_q_heads, v_head_dim]              dtype of q, written
     block_table        [num_reqs, max_pages]                              int32
     seq_lens           [num_reqs]  including the new tokens; 0: zeros     int32
-    work_list          written by `schedule_attention` in this step, with the same plan, seq_lens and window or chunks
+    work_list          written by `schedule_attention` in this step, from the same plan, seq_lens and window or chunks
     query_start_loc    [num_reqs + 1]  for plans without query_len        int32
     lse                [num_tokens, num_q_heads]  natural log of the softmax's denominator, sinks included   float32,
                        written. For a token that sees no key it is the sink, or -inf without sinks
-    pdl                programmatic dependent launch: start before the previous kernel has finished, and wait on the
-                       device
+    pdl                programmatic dependent launch; the kernel starts before the previous one has finished, and waits
+                       on the device
 
     Padding tokens (from query_start_loc[-1] on) get zeros and a log-sum-exp of -inf.
 

@@ -1,4 +1,4 @@
-"""The options of an attention layer beyond softmax(q k) v: one frozen dataclass for all kernels."""
+"""The options of an attention layer beyond softmax(q k) v, as one frozen dataclass for all kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from graphrt.kernels.errors import ShapeError
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 MAX_WINDOW = 1 << 30
-"""Largest sliding window and chunk: the kernels add positions and windows in int32."""
+"""Largest sliding window and chunk, because the kernels add positions and windows in int32."""
 
 
 @dataclass(frozen=True, slots=True)

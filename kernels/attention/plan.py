@@ -1,7 +1,7 @@
-"""The values of an attention call that are fixed at capture: a plan of four parts, and sizes derived from it.
+"""The values of an attention call that are fixed at capture, as a plan of four parts and sizes derived from it.
 
-`plan_shape.py` defines the captured sizes, `plan_schedule.py` the partitioning of work, `plan_tile.py` the sizes of
-query tiles and KV tiles, and `plan_native.py` the blocks of the CUDA kernel. `workspace.py` allocates scratch memory.
+`plan_shape.py` defines the padded and head sizes, `plan_schedule.py` the partitions, `plan_tile.py` the sizes of query
+tiles and KV tiles, and `plan_native.py` the blocks of the CUDA kernel. `workspace.py` allocates scratch memory.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class AttentionPlan:
 
     @cached_property
     def ints(self) -> list[int]:
-        """All fields of the plan as one list, for operator arguments; excludes those of `native` if it is None."""
+        """All fields of the plan as one list, for operator arguments; without those of `native` if `native` is None."""
         parts = (self.shape, self.schedule, self.tile, self.native)
         return [value for part in parts if part is not None for value in astuple(part)]
 
@@ -193,12 +193,12 @@ class AttentionPlan:
 
     @cached_property
     def splits_at(self) -> int:
-        """Offset of the KV splits in the work list, in words."""
+        """Offset in the work list, in words, of the KV splits."""
         return (self.schedule.num_partitions + 1) * PARTITION_WORDS
 
     @cached_property
     def zeros_at(self) -> int:
-        """Offset of the query tiles that see no KV in the work list, in words."""
+        """Offset in the work list, in words, of the query tiles that see no KV."""
         return self.splits_at + self.max_split_entries * SPLIT_WORDS
 
     @cached_property
@@ -267,7 +267,7 @@ class AttentionPlan:
 
     @cached_property
     def merge_group_size(self) -> int:
-        """Partial results per merge group. If there are more, each group is merged first, then the groups' results."""
+        """Partial results per merge group. With more partial results, first each group is merged, then the groups."""
         if self.native is not None:
             return NATIVE_MERGE_GROUP_SIZE
         return max(_MIN_MERGE_GROUP_SIZE, self.merge_splits)

@@ -1,4 +1,4 @@
-"""The part of a plan for the CUDA decode kernel: its blocks, their shared memory, and its clusters."""
+"""Launch parameters of the CUDA decode kernel: blocks, their shared memory, and clusters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STATIC_SHARED_BYTES = 256
 compiler's report."""
 
 _MAX_QUERIES = 16
-"""Largest query tile, in queries: two N sides of an mma. Larger ones use the Triton kernel. Not measured."""
+"""Largest query tile, in queries, which is two N sides of an mma. Larger ones use the Triton kernel. Not measured."""
 
 _MAX_SUMS = 960
 """Limit of octets of queries x (2 v_head_dim + head_dim). A warp keeps the sums in 8 times v_head_dim registers per
@@ -46,8 +46,8 @@ _MANY_Q_TILES = 2
 Measured: docs/dev/log.md "Two blocks for heads of 64"; the bound is not measured."""
 
 _MIN_Q_TILE_COST = 6
-"""Minimum cost of a query tile with one partition per warp: the KV tiles that a warp could read in the time of a query
-tile with one KV tile. Measured: docs/dev/log.md "Least cost of a unit"."""
+"""Minimum cost of a query tile in plans with one partition per warp, in KV tiles. A warp could read this many in the
+time of a query tile with one KV tile. Measured: docs/dev/log.md "Least cost of a unit"."""
 
 _CLUSTER_Q_TILE_BYTES = 28 << 10
 """Bytes of K and V that each warp of a partition could read in the time that an additional query tile costs. Measured:
@@ -57,12 +57,12 @@ _CLUSTER = 8
 """Blocks per cluster for a single request. Measured: docs/dev/log.md "Clusters for one row"."""
 
 _CLUSTER_SHARE = 0.9
-"""Maximum share of the multiprocessors that clusters use: 15 clusters of 8 fit on 132. Measured: docs/dev/log.md
+"""Maximum share of the multiprocessors that clusters use. 15 clusters of 8 fit on 132. Measured: docs/dev/log.md
 "Clusters for one row"."""
 
 _CLUSTER_PARTITION_TOKENS = 2048
-"""Smallest partition of a single request, in tokens: merging another partition would cost more than idle
-multiprocessors. Measured: docs/dev/log.md "Fewer parts for short rows"; the number itself is not measured."""
+"""Smallest partition of a single request, in tokens. Merging more partitions would cost more than idle multiprocessors.
+Measured: docs/dev/log.md "Fewer parts for short rows"; the number itself is not measured."""
 
 _CLUSTER_MIN_PARTITIONS = 32
 """Minimum partitions per KV head for several requests to use clusters. Measured: docs/dev/log.md "Clusters of two"; the
@@ -110,7 +110,7 @@ def plan_for_native(
     warps_and_blocks = [(8, 1), (4, 1)]
     many = num_q_tiles >= _MANY_Q_TILES * (num_sms // shape.num_kv_heads)
     if many and max(shape.head_dim, shape.v_head_dim) <= 64 and queries <= 8:
-        warps_and_blocks.insert(0, (8, 2))  # KV tiles are small: one block would not hide the memory latency
+        warps_and_blocks.insert(0, (8, 2))  # KV tiles are small, so one block would not hide the latency
     size = functools.partial(native_shared_bytes, shape, kv_dtype, cluster=cluster)
     native = _blocks(warps_and_blocks, native_tile_bytes(shape, kv_dtype), size)
     if native is None:
@@ -160,7 +160,7 @@ def native_tile_bytes(shape: PlanShape, kv_dtype: torch.dtype) -> int:
 
 
 def native_shared_bytes(shape: PlanShape, kv_dtype: torch.dtype, warps: int, stages: int, cluster: int) -> int:
-    """Return a block's dynamic shared memory in bytes: KV tiles, partial results, exchange buffers of a cluster."""
+    """Return a block's dynamic shared memory in bytes: KV tiles, partial results, and a cluster's exchange buffers."""
     queries, v_head_dim = shape.queries_per_req, shape.v_head_dim
     partial_bytes = 4 * queries * (v_head_dim + 6)
     exchange_bytes = 16 * (-(-queries * v_head_dim // 2 // cluster) + queries) * cluster + 16 if cluster > 1 else 0
@@ -189,7 +189,7 @@ def _cluster(shape: PlanShape, fixed_splits: bool, num_q_tiles: int, num_sms: in
     merges are expensive, and one of these holds:
 
     - clusters of two leave query tiles unsplit;
-    - they halve a large number of splits.
+    - clusters of two halve a large number of splits.
 
     Otherwise, more partitions of one block each were faster.
     """

@@ -1,4 +1,4 @@
-"""The part of a plan that partitions the work: the number of partitions, and the cost of a query tile.
+"""How an attention plan partitions the work: the number of partitions, and the cost of a query tile.
 
 docs/attention.md shows an example.
 """
@@ -53,7 +53,7 @@ class SchedulePlan:
 
 
 def decode_partitions(num_warps: int, num_kv_heads: int, num_sms: int) -> int:
-    """Return the partitions per KV head of a Triton decode plan: one per concurrently running program."""
+    """Return the partitions per KV head of a Triton decode plan, one per concurrently running program."""
     return round_partitions(max(1, _WARPS_PER_SM // num_warps) * num_sms // num_kv_heads)
 
 

@@ -1,4 +1,4 @@
-"""The part of a plan with the captured sizes: requests, tokens and heads."""
+"""The shape of an attention plan: padded requests and tokens, query length, heads and head sizes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_QUERY_LEN = 16
 """Maximum new tokens per request of a decode plan. `AttentionPlan.varlen` supports more. Not measured."""
 
 _MIN_BLOCK_D = 16
-"""Minimum lanes: each side of a tensor core product needs at least 16 elements. A limit of Triton, not measured."""
+"""Minimum lanes, because each side of a tensor core product needs at least 16 elements. A limit of Triton."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class PlanShape:
 
     num_reqs            requests of the batch, including padding
     num_tokens          tokens of q, including padding
-    query_len           new tokens per request; 0: any number, from query_start_loc
+    query_len           new tokens per request; 0: any number, given by query_start_loc
     num_queries_per_kv  query heads per KV head
     num_kv_heads        KV heads
     head_dim            head size of Q and K
@@ -63,7 +63,7 @@ class PlanShape:
         if num_kv_heads < 1 or num_q_heads < 1 or num_q_heads % num_kv_heads:
             raise ShapeError(
                 f"num_q_heads: expected a multiple of num_kv_heads={num_kv_heads}, got {num_q_heads}; "
-                "each KV head serves the same number of query heads"
+                "choose head counts so that each KV head serves the same number of query heads"
             )
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
         check_triton_head_dim("head_dim", head_dim)

@@ -1,4 +1,4 @@
-"""The part of a plan with the sizes of query tiles, KV tiles, and programs of the Triton kernel."""
+"""The tile sizes of an attention plan: query tiles, KV tiles, and programs of the Triton kernel."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from graphrt.kernels.attention.plan_shape import PlanShape
 from graphrt.kernels.sizes import next_power_of_two
 
 MIN_BLOCK_M = 16
-"""Smallest query tile, in queries: a tensor core product needs at least 16. A limit of Triton, not measured."""
+"""Smallest query tile, in queries, because a tensor core product needs at least 16. A limit of Triton."""
 
 _ODD_BLOCK_N = 32
-"""Maximum tokens of a KV tile if heads are loaded element by element: each element needs a register for its address. A
-test reads the compiler's report. Not measured on a device."""
+"""Maximum tokens of a KV tile if heads are loaded element by element, because each element needs a register for its
+address. A test reads the compiler's report. Not measured on a device."""
 
 _FEW_SPLITS = 8
-"""KV splits per query tile of up to 4 queries. With more splits, merging costs more than one-warp programs gain, so
-programs have four warps. Measured: docs/dev/log.md "One warp and tiles of 16 tokens"; the bound itself is not
-measured."""
+"""Maximum KV splits per query tile of up to 4 queries for programs of one warp. With more splits, merging costs more
+than such programs gain, so programs have four warps. Measured: docs/dev/log.md "One warp and tiles of 16 tokens"; the
+bound itself is not measured."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ _launch_kernel = KernelLauncher(prompt_kernel)
 
 
 def _launch(call: PromptCall) -> None:
-    """Launch the Triton kernel: one program per KV head and query tile, for the maximum query tiles of the plan."""
+    """Launch the Triton kernel, with one program per KV head and query tile, for the plan's maximum of query tiles."""
     plan, options, table = call.plan, call.options, call.block_table
     logit_factor, logit_cap = logit_constants(options.softmax_scale, options.logits_softcap)
     k_strides, v_strides = ((0, *t.stride()[:2]) if table is None else t.stride()[:3] for t in (call.k, call.v))
@@ -119,8 +119,9 @@ def prompt_attention(
                   contain the K and V of the new tokens
                   [kv_tokens, num_kv_heads, head_dim]  without block_table: K and V of the requests, packed
                   dtype of q, or fp8; any strides, last one 1
-    schedule      written by `schedule_prompt` in this step, with the same plan: from `seq_lens` with block_table, from
-                  `kv_start_loc` (`seq_lens_are_starts`) without. Calls that share it must run one after another
+    schedule      written by `schedule_prompt` in this step from the same plan. With block_table it is written from
+                  `seq_lens`, otherwise from `kv_start_loc` (`seq_lens_are_starts`). Calls that share a schedule must
+                  run one after another
     options       causal, sliding_window and all other options, as for `paged_attention`
     block_table   [num_reqs, max_pages]   int32
     window        (left, right), without options.causal: positions before and after its own that a token sees;

@@ -1,4 +1,4 @@
-"""The Triton kernel for prefills: one program per query tile and KV head, in order of decreasing work.
+"""The Triton kernel for prefills, with one program per query tile and KV head, in order of decreasing work.
 
 A query is one new token in one query head. The queries of a request that share a KV head are numbered
 `token * num_queries_per_kv + head`, and BLOCK_M of them form a query tile. Each program does the following:
@@ -158,7 +158,7 @@ def prompt_kernel(
                 v_offsets = (kv_start + keys) * stride_v_slot
             k_ptrs = k_ptr + k_offsets[:, None] + d[None, :]
             v_ptrs = v_ptr + v_offsets[:, None] + d[None, :]
-            # Mask loads: K and V that the query tile does not see may be NaN, and a weight of 0 times NaN is NaN.
+            # Mask loads, because K and V that the query tile does not see may be NaN, and 0 times NaN is NaN.
             if part != 1:
                 mask = ((keys >= seen_from) & (keys < seen_to))[:, None] & in_dim
                 k = tl.load(k_ptrs, mask=mask, other=0.0)
@@ -188,7 +188,7 @@ def prompt_kernel(
                 peaks *= factor
                 logits *= factor
             new_top = tl.maximum(top, tl.reshape(peaks, [BLOCK_M]))
-            base = tl.where(new_top == float("-inf"), 0.0, new_top)  # no key seen so far: -inf - -inf is NaN
+            base = tl.where(new_top == float("-inf"), 0.0, new_top)  # if no key was seen, -inf - -inf is NaN
             rescale = tl.exp2(top - base)
             weights = tl.exp2(logits - base[:, None])
             total = total * rescale + tl.sum(weights, 1)
@@ -199,7 +199,7 @@ def prompt_kernel(
             acc = tl.dot(weights.to(DOT_DTYPE), v.to(DOT_DTYPE), acc * rescale[:, None], input_precision="ieee")
             top = new_top
 
-    # 4. The output. A sink is an extra logit without a value: it changes only the sum of weights.
+    # 4. The output. A sink is an extra logit without a value, so it changes only the sum of weights.
     if sinks_ptr is not None:
         if req >= 0:  # padding has no sinks
             sink = tl.load(sinks_ptr + head, mask=is_query, other=float("-inf")) * _LOG2E

@@ -21,7 +21,7 @@ _NUM_THREADS = 384
 _MOST_STAGES = 8
 _VARIABLE_BYTES = 384  # for barriers and other variables in shared memory
 _QUERY_STAGES_UP_TO = 192
-"""Largest head_dim for which two stages of queries fit in shared memory. With one, the next query tile waits."""
+"""Largest head_dim for which two stages of queries fit in shared memory. With one stage, the next query tile waits."""
 
 _ALIGNMENT = 16  # bytes
 
@@ -43,7 +43,7 @@ _PARAMS_BYTES = -(-ctypes.sizeof(_Params) // 64) * 64
 
 
 def runs_prompt_kernel(device: torch.device) -> bool:
-    """Return whether the CUDA kernel runs on `device`: it needs compute capability 9.0 (Hopper)."""
+    """Return whether the CUDA kernel runs on `device`. It requires compute capability 9.0 (Hopper)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == _CAPABILITY
 
 
@@ -65,7 +65,7 @@ def prompt_unsupported_reason(call: PromptCall) -> str | None:
 
 
 def _block_n(head_dim: int) -> int:
-    """Return the tokens per KV tile: two tiles must fit in shared memory, and the weights in registers."""
+    """Return the tokens per KV tile, so that two tiles fit in shared memory and the weights fit in registers."""
     return 128 if head_dim <= 2 * _PANEL else 64
 
 

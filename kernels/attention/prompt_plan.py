@@ -18,7 +18,7 @@ PROMPT_HEAD_DIMS = range(16, 257, 8)
 """Supported head sizes of K and V."""
 
 NATIVE_BLOCK_M = 128
-"""Queries per query tile of the CUDA kernel: two warpgroups of 64 queries each."""
+"""Queries per query tile of the CUDA kernel, in two warpgroups of 64 queries each."""
 
 _FLOAT32_BLOCK_M = 16  # float32 products run without tensor cores and keep their operands in registers
 
@@ -67,7 +67,7 @@ class PromptPlan:
 
     @property
     def max_q_tiles(self) -> int:
-        """Maximum query tiles per KV head: each request, and the padding, may end with an incomplete one."""
+        """Maximum query tiles per KV head. Each request, and the padding, may end with an incomplete query tile."""
         return self.num_tokens * self.num_queries_per_kv // self.block_m + min(self.num_reqs + 1, self.num_tokens)
 
     @property
@@ -93,8 +93,8 @@ class PromptPlan:
         """Make a plan for the prefills of a batch.
 
         num_sms   streaming multiprocessors of the device
-        native    the device runs the CUDA kernel, see `runs_prompt_kernel`. The CUDA kernel is
-                  then used if it supports the dtypes
+        native    whether the device runs the CUDA kernel, see `runs_prompt_kernel`. The plan then uses the CUDA kernel
+                  if the kernel supports the dtypes
 
         Raises: ShapeError: if a size is not a positive int, or num_q_heads is not a multiple of num_kv_heads.
         """
@@ -109,7 +109,7 @@ class PromptPlan:
         if num_q_heads % num_kv_heads:
             raise ShapeError(
                 f"num_q_heads: expected a multiple of num_kv_heads={num_kv_heads}, got {num_q_heads}; "
-                "each KV head serves the same number of query heads"
+                "choose head counts so that each KV head serves the same number of query heads"
             )
         stored = kv_dtype or dtype
         serves = native and dtype.itemsize == 2 and stored == dtype

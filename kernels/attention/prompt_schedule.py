@@ -1,4 +1,4 @@
-"""The schedule of prefills: a list of query tiles, ordered by decreasing work.
+"""The schedule of prefills, which is a list of query tiles in order of decreasing work.
 
 The device writes it once per step, for all layers with the same number of query heads per KV head. Their windows
 may differ, because the kernels derive the KV tiles of each query tile.
@@ -84,8 +84,8 @@ def prompt_schedule_kernel(
 ):
     q_tiles = tl.program_id(0) * Q_TILES + tl.arange(0, Q_TILES)
 
-    # 1. The request of each query tile: query tiles are numbered request by request, so it is the number of requests
-    # whose query tiles end before this one.
+    # 1. The request of each query tile. Query tiles are numbered request by request, so its index is the number of
+    # requests whose query tiles end before this one.
     req = tl.zeros([Q_TILES], tl.int32)
     begin_q_tile = tl.zeros([Q_TILES], tl.int32)
     total = 0
@@ -109,8 +109,8 @@ def prompt_schedule_kernel(
     if CAUSAL:
         end = seq_len - query_len + tl.minimum(((index + 1) * BLOCK_M - 1) // NUM_QUERIES_PER_KV, query_len - 1)
 
-    # 3. Its rank: after query tiles that see more positions, those of earlier requests that see as many, and later ones
-    # of its own request.
+    # 3. The rank of each query tile. It follows query tiles that see more positions, query tiles of earlier requests
+    # that see as many, and later query tiles of its own request.
     rank = num_q_tiles - 1 - index
     for first in tl.range(0, num_reqs + 1, REQS, num_stages=1):
         reqs = first + tl.arange(0, REQS)
@@ -212,7 +212,7 @@ def schedule_prompt(
     *,
     seq_lens_are_starts: bool = False,
 ) -> None:
-    """Write the prefill schedule for `prompt_attention` with the same plan.
+    """Write the prefill schedule that `prompt_attention` reads in the same step, with the same plan.
 
     seq_lens          [num_reqs]  keys of each request, including those of the new tokens           int32
                       [num_reqs + 1]  with seq_lens_are_starts: first key of each packed request    int32

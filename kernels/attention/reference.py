@@ -116,7 +116,7 @@ def _attend(
     chunk = call.options.attention_chunk_size
     for req, (start, end, seq_len) in enumerate(reqs):
         if start < end:
-            # Do not read positions before the first one seen: another request may own their pages by now.
+            # Do not read positions before the first one seen, because another request may own their pages by now.
             position = seq_len - end + start
             first_seen = max(0, position) // chunk * chunk if chunk else max(0, position - left)
             keys, values = keys_and_values(req, first_seen, seq_len)
@@ -152,7 +152,7 @@ def _attend_req(
     start += blind
     if start == end:
         return
-    # Copy q: rounding in matrix products may depend on operand alignment, and so on the request's place in q.
+    # Copy q, because rounding in matrix products may depend on alignment, and so on the request's place in q.
     q = call.q[start:end].clone()
     keys, values = keys.transpose(0, 1), values.transpose(0, 1)
     if keys.dtype in FP8_DTYPES:
@@ -186,7 +186,7 @@ def _attend_req(
             logits -= slopes * (distance.sqrt() if options.alibi_sqrt else distance)
         if mask is not None:
             logits.masked_fill_(~mask, float("-inf"))
-        # Subtract the largest logit first: exp(logits - lse) would include the rounding error of a large lse.
+        # Subtract the largest logit first, because exp(logits - lse) would include the rounding error of a large lse.
         top = logits.amax(-1, keepdim=True)
         if options.sinks is not None:
             sinks = options.sinks.view(num_kv_heads, num_queries_per_kv, 1, 1)
@@ -247,7 +247,7 @@ def attention_reference(
     lse                [padded_tokens, num_q_heads]  natural log of the softmax's denominator, sinks included   float32,
                        written. -inf for padding tokens, and without sinks for tokens that see no key
 
-    Capture-safe: on CPU, where the op trace records one op. Not on CUDA: it reads lengths on the host.
+    Capture-safe: on CPU, where the op trace records one op. Not on CUDA, because it reads lengths on the host.
 
     Raises: ShapeError.
     """

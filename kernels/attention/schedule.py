@@ -1,4 +1,4 @@
-"""The schedule kernel: it writes the work list of a step, which work_list.py describes.
+"""The schedule kernel, which writes the work list of a step. work_list.py describes the list.
 
 Every program of the grid does the same four steps and writes its own share of the list:
 
@@ -7,7 +7,7 @@ Every program of the grid does the same four steps and writes its own share of t
    at or before a partition boundary is the index of the query tile containing it. In the same pass, each program writes
    its share of the first splits and of the zeros.
 3. Partitions: given the query tile at its boundary, one division gives the first split of a partition.
-4. Only with fixed splits: each program writes all splits of its own few query tiles.
+4. Fixed splits: if splits are fixed, each program writes all splits of its own few query tiles.
 
 In steps 1 and 2, query tiles are the second dimension and partitions the first dimension of one 2D shape. Values thus
 never change layout, which would cost a barrier and a round trip through shared memory. In step 3 partitions are lanes.
@@ -112,7 +112,7 @@ def _num_fixed_splits(kv_tiles, FIXED_SPLITS: tl.constexpr, MIN_SPLIT_TILES: tl.
 
 @triton.jit
 def _entries(kv_tiles, FIXED_SPLITS: tl.constexpr, MIN_SPLIT_TILES: tl.constexpr):
-    """Return the entries of query tiles in the splits area: all splits if fixed, otherwise only the first."""
+    """Return the entries of query tiles in the splits area, which are all splits if fixed, otherwise only the first."""
     if FIXED_SPLITS > 0:
         return _num_fixed_splits(kv_tiles, FIXED_SPLITS, MIN_SPLIT_TILES)
     else:
@@ -147,7 +147,7 @@ def _store_split(ptrs, mask, req, first_query, begin, end, seq_len, first_token,
 
 @triton.jit
 def _cost(kv_tiles, q_tile_overhead, min_q_tile_cost):
-    """Return a query tile's cost in KV tiles: overhead and KV tiles. Query tiles that see no KV cost nothing."""
+    """Return a query tile's cost in KV tiles, including the overhead. Query tiles that see no KV cost nothing."""
     return tl.where(kv_tiles > 0, tl.maximum(kv_tiles + q_tile_overhead, min_q_tile_cost), 0)
 
 
@@ -384,8 +384,8 @@ def schedule_kernel(
             if FIXED_SPLITS > 0:
                 own_entry += _entries_before(own, base + lanes, entries)
 
-    # Step 3: the words of the partitions. Partitions are lanes here: in the first dimension, each thread would process
-    # all of them.
+    # Step 3: the words of the partitions. Partitions are lanes here, because in the first dimension each thread would
+    # process all of them.
     lane = tl.arange(0, PARTITION_LANES)[None, :]
     mine = tl.arange(0, PARTITION_BLOCK)[:, None] == lane
     partition_q_tile = _as_lanes(partition_q_tile, mine)

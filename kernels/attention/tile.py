@@ -56,7 +56,7 @@ def soft_cap(logits, logit_cap):
 
 @triton.jit
 def query_exponent(q):
-    """Return a power of two per query, [BLOCK_M, 1], at least its largest magnitude: q / it fits in float16."""
+    """Return a power of two per query, [BLOCK_M, 1], so that the query divided by it fits in float16."""
     peak = tl.max(tl.abs(q), 1)
     return tl.exp2(tl.minimum(tl.ceil(tl.log2(tl.maximum(peak, 1e-30))), 127.0))[:, None]
 
@@ -78,7 +78,7 @@ def merge_partials(
     PARTIAL_M: tl.constexpr,
     MERGE_SPLITS: tl.constexpr,
 ):
-    """Merge partial results of the queries `m`: sum them with weights exp2(log-sum-exp), in the order of the splits.
+    """Merge the partial results of queries `m`, weighted by exp2(log-sum-exp), in the order of the splits.
 
     first_partial   index of the first partial result; the i-th one after it is next_partial + i * partial_step
     num_partials    number of partial results; MERGE_SPLITS are loaded at a time

@@ -75,7 +75,7 @@ _MIN_Q_TILE_BLOCK, _MAX_Q_TILE_BLOCK = 32, 2048
 blocks" (4096 spill)."""
 
 _MAX_ENTRIES = 1 << 14
-"""Maximum entries per block of query tiles: the kernel counts them in 15 bits."""
+"""Maximum entries per block of query tiles, because the kernel counts them in 15 bits."""
 
 
 def _search_levels(num_reqs: int) -> int:
@@ -156,7 +156,7 @@ def schedule_attention(
     attention_chunk_size: int = 0,
     seq_lens_are_starts: bool = False,
 ) -> None:
-    """Write the work list of one step. Layers with the same plan and the same window or chunk size may share it.
+    """Write the work list of one step. Layers with the same plan and the same window or chunk size may share the list.
 
     plan             the plan of the captured size
     seq_lens         [num_reqs]      int32  KV tokens of each request; 0: its outputs are zeros

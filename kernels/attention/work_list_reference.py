@@ -1,4 +1,4 @@
-"""Plain Python reference of the work list: loops over the linearized work instead of closed forms."""
+"""Plain Python reference of the work list, using loops over the linearized work instead of closed forms."""
 
 from __future__ import annotations
 

@@ -17,12 +17,12 @@ class AttentionWorkspace:
     """Scratch memory that layers and graphs share if they run one after another.
 
     Concurrent calls need separate workspaces, because each would read the other's words. A block that waits for a word
-    that never arrives aborts the kernel after about ten seconds, as does one with a work list of another plan.
+    that never arrives aborts the kernel after about ten seconds. A work list of another plan also causes this.
 
     partial_out   [*] float32  partial results of split query tiles; used only within one call
     partial_lse   [*] float32  log-sum-exps of partial results, in units of log 2
-    counters      [*] int32    arrival counters, and the fix-up buffer between blocks. All words are 0 between calls:
-                               the kernels reset them, unless a launch was aborted
+    counters      [*] int32    arrival counters, and the fix-up buffer between blocks. All words are 0 between calls,
+                               because the kernels reset them, unless a launch was aborted
     """
 
     partial_out: Written

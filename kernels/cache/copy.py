@@ -25,7 +25,7 @@ Pages = Sequence[int] | npt.NDArray[np.integer] | torch.Tensor
 """Page ids: a list, an array or a host tensor of any int dtype."""
 
 # Launch parameters, which a packer reads at construction. Decode steps run concurrently, and their blocks need whole
-# multiprocessors: a short launch on all multiprocessors delays a step less than a long one on a few.
+# multiprocessors, so a short launch on all multiprocessors delays a step less than a long launch on a few.
 _BLOCK = 1024
 """Words (of up to 8 bytes) that a program copies per iteration."""
 
@@ -103,7 +103,7 @@ class PagePacker:
             check_tensor(name, tensor, shape=(None,) * 4, device=tensors[0].device if index else None)
             check_not_empty(name, tensor)
             check_no_overlap(name, tensor)
-            # View fp8 as bytes: torch does not support indexed copies of fp8.
+            # View fp8 as bytes, because torch does not support indexed copies of fp8.
             bits = tensor.detach().view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor.detach()
             extents = zip(tensor.stride()[1:], tensor.shape[1:], (1, 2, 3), strict=True)
             views.append(view := bits.permute(0, *(dim for _, _, dim in sorted(extents, reverse=True))))
@@ -130,7 +130,7 @@ class PagePacker:
         pages  [n]               int64  device; in range, may repeat
         out    [n * page_bytes]  uint8  device; its address is a multiple of 16
 
-        Not capture-safe: page ids change. Runs on the current stream without waiting.
+        Not capture-safe, because page ids change. Runs on the current stream without waiting.
         """
         self._move(pages, out, pack=True)
 
@@ -144,7 +144,7 @@ class PagePacker:
         src_pages   may repeat; all are read before any page is written
         dst_pages   distinct
 
-        Not capture-safe: page ids are host values. Runs on the current stream without waiting.
+        Not capture-safe, because page ids are host values. Runs on the current stream without waiting.
         Raises: ShapeError: if the lists differ in length, a page is out of range, or `dst_pages` repeats a page.
         """
         advice = "pass allocated pages"

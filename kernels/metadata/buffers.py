@@ -1,4 +1,4 @@
-"""The static buffers: every tensor, other than weights and KV, whose address a graph may contain.
+"""The static buffers, which are all tensors, other than weights and KV, whose addresses a graph may contain.
 
 Each buffer is declared once, in `StaticBuffers`. The declared shape defines the view that a graph uses. The declared
 writer and readers define the arguments of `unpack`, `refresh` and `write_outputs`. `scripts/make_docs.py` generates
@@ -20,14 +20,14 @@ from graphrt.kernels.errors import CapacityError
 
 
 class BufferKind(str, Enum):
-    """Where a buffer is allocated, and what may change it when.
+    """Where a buffer is allocated, what may change it, and when.
 
     CONSTANT    written once, at allocation
     INPUT       pinned host memory that the graph reads; one entry per launch in flight
     PERSISTENT  kept across replays: request state indexed by req_index, and counters
     DERIVED     rewritten by every refresh for all padded requests. A test may poison it between replays, once the host
-                has read the step's logits: `logits()` reads `buffer_rows` to restore the batch order
-    CARRIED     sized by the padded requests like DERIVED, but too large to rewrite: a refresh writes only the
+                has read the step's logits, because `logits()` reads `buffer_rows` to restore the batch order
+    CARRIED     sized by the padded requests like DERIVED, but too large to rewrite, so a refresh writes only the
                 elements that differ from the previous step
     OUTPUT      pinned host memory that the graph writes; one entry per step in flight
     """
@@ -47,7 +47,7 @@ ON_HOST = (BufferKind.INPUT, BufferKind.OUTPUT)
 
 HEADER_SIZE = 8  # words in the header of a ring entry and of the step inputs
 HEADER_COPIES = 32  # headers in a ring entry, one per program of `unpack`; see step_inputs.py
-_ENTRY_ALIGNMENT = 32  # words: ring entries start at cache lines of the device
+_ENTRY_ALIGNMENT = 32  # in words; ring entries start at cache lines of the device
 
 CURSOR_ENTRY = 0  # number of finished entries of the input ring
 CURSOR_STEP = 1  # number of steps of the current entry that have run
@@ -87,12 +87,12 @@ class BufferSpec:
 
 @dataclass(frozen=True, slots=True)
 class PageGroup:
-    """Parameters of one KV group: the layers that share a page table.
+    """Parameters of one KV group, that is, of the layers that share a page table.
 
     page_size   tokens per page
     num_pages   pages in the pool; groups of one pool share page ids
     null_page   id of the pool's page that is never allocated
-    max_pages   columns of the table: pages of the longest sequence
+    max_pages   columns of the table, as many as the longest sequence has pages
     window      tokens that a query sees, including itself; 0: all
     chunk       attention chunk size in tokens; a query sees only its own chunk; 0: all tokens
     writers_at  offset of the pool's pages in `last_writers`
@@ -360,7 +360,7 @@ class StaticBuffers:
     @classmethod
     @torch.inference_mode(False)
     def allocate(cls, capacity: Capacity, device: torch.device) -> StaticBuffers:
-        """Allocate all buffers for `capacity`: INPUT and OUTPUT buffers in host memory, all others on `device`.
+        """Allocate all buffers for `capacity`, INPUT and OUTPUT buffers in host memory, all others on `device`.
 
         For a CUDA device the host memory is pinned.
         Raises: CapacityError: if an allocation fails.
@@ -388,7 +388,7 @@ class StaticBuffers:
         return cls(**tensors)
 
     def cut(self, padded_reqs: int, padded_tokens: int) -> StaticBuffers:
-        """Return the views for a graph of this size: DERIVED and CARRIED buffers are sliced, all others are whole."""
+        """Return the views for a graph of this size. DERIVED and CARRIED buffers are sliced, all others are whole."""
         extents = {"reqs": padded_reqs, "reqs_plus_one": padded_reqs + 1, "tokens": padded_tokens}
         views = {}
         for name, spec in self.specs().items():
@@ -398,7 +398,7 @@ class StaticBuffers:
         return StaticBuffers(**views)
 
     def once(self, compute: Callable[[StaticBuffers], _Result]) -> _Result:
-        """Return `compute(self)`, cached after the first call: the tensors and their shapes never change."""
+        """Return `compute(self)`, cached after the first call. The tensors and their shapes never change."""
         if compute not in self._results:
             self._results[compute] = compute(self)
         result: _Result = self._results[compute]
@@ -415,7 +415,10 @@ class StaticBuffers:
                 yield name, getattr(self, name)
 
     def reset(self) -> None:
-        """Fill every buffer with its initial value, for example after an aborted launch. The device must be idle."""
+        """Fill all buffers except CONSTANT ones with their initial values, for example after an aborted launch.
+
+        The device must be idle.
+        """
         for name, tensor in self.named():
             if self.specs()[name].kind is not BufferKind.CONSTANT:
                 tensor.fill_(self.specs()[name].initial)
@@ -428,7 +431,7 @@ class StaticBuffers:
     def clear_request_state(self, req_indices: torch.Tensor) -> None:
         """Reset the persistent state of `req_indices`, [n] int64, to the initial values, on the current stream.
 
-        `mask_words` is not reset: requests refer to masks by index, so a mask is not the state of one request.
+        `mask_words` is not reset. Requests refer to masks by index, so a mask is not the state of one request.
         """
         for name, tensor, dim in self._by_req_index():
             if name != "mask_words" and tensor.numel():
@@ -441,7 +444,7 @@ class StaticBuffers:
                 yield name, tensor, shape.index("req_indices")
 
     def snapshot(self) -> dict[str, torch.Tensor]:
-        """Return copies of the PERSISTENT and CARRIED buffers: the state that a step passes to the next."""
+        """Return copies of the PERSISTENT and CARRIED buffers, the state that a step passes to the next."""
         kept = self.named(BufferKind.PERSISTENT, BufferKind.CARRIED)
         return {name: tensor.clone() for name, tensor in kept}
 

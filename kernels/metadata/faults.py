@@ -21,7 +21,7 @@ _DUPLICATE_PAGE = tl.constexpr(int(FaultCode.DUPLICATE_PAGE))
 def first_bad_page(pages_ptr, skipped, page_count, num_pages, null_page, PAGE_BLOCK: tl.constexpr):
     """Return the index of the first listed page that is the null page or outside the pool; NOWHERE if there is none.
 
-    The first `skipped` pages are not checked: the request no longer reads them, so they may be null or reused pages.
+    The first `skipped` pages are not checked. The request no longer reads them, so they may be null or reused pages.
     """
     first = tl.full([PAGE_BLOCK], NOWHERE, tl.int32)
     for base in tl.range(skipped, page_count, PAGE_BLOCK, loop_unroll_factor=4):  # four loads in flight

@@ -1,4 +1,4 @@
-"""Write the log-probabilities of a step to the output rings, before `write_outputs` publishes the ring entry."""
+"""Write the log-probabilities of a step to the output rings, before `write_outputs` completes the ring entry."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def _list_pages_kernel(table_ptr, indptr_ptr, indices_ptr, stride_table, table_w
     if first < count:
         columns = first + tl.arange(0, BLOCK)
         at = start + columns
-        # indptr is an unchecked argument: mask every write outside the buffer.
+        # indptr is an unchecked argument, so mask every write outside the buffer.
         mask = (columns < count) & (at >= 0) & (at < capacity)
         pages = tl.load(table_ptr + row.to(tl.int64) * stride_table + columns, mask=mask, other=0)
         tl.store(indices_ptr + at, pages, mask=mask)

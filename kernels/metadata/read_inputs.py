@@ -71,7 +71,7 @@ def as_declared(word, ptr):
 
 @triton.jit
 def has_request(req_index, allows_empty):
-    """Whether a batch position holds a request. In sessions, finished and waiting requests are NO_REQUEST."""
+    """Return whether a batch position holds a request. In sessions, finished and waiting requests are NO_REQUEST."""
     return (allows_empty == 0) | (req_index != _NO_REQUEST)
 
 
@@ -94,7 +94,7 @@ def find_buffer_row(
     """Return the buffer row of batch position `row`, its first token there, and the number of decode requests.
 
     With DECODE_LEN 0 the buffers have the batch order. Otherwise requests with DECODE_LEN new tokens come first, then
-    all others; both keep their order. Every program counts the requests itself: there are few.
+    all others; both keep their order. Every program counts the requests itself, because there are few.
     """
     buffer_row = row
     first_token = token_start(inputs_ptr, row, num_reqs, num_tokens, listed_reqs, QUERY_LEN)

@@ -19,7 +19,7 @@ _PAGE_FIELDS = tl.constexpr(layout.PAGE_FIELDS)
 PAGE_SIZE = tl.constexpr([f.name for f in fields(PageGroup)].index("page_size"))
 MAX_PAGES = tl.constexpr([f.name for f in fields(PageGroup)].index("max_pages"))
 MAX_ENCODER_LEN = tl.constexpr([f.name for f in fields(PageGroup)].index("max_encoder_len"))
-_MAX_COLUMNS = tl.constexpr(1 << 30)  # columns: the sum of two still fits in int32
+_MAX_COLUMNS = tl.constexpr(1 << 30)  # columns; the sum of two still fits in int32
 
 
 @triton.jit
@@ -47,7 +47,7 @@ def first_seen_page(first_position, page_size, window, chunk):
 
 @triton.jit
 def pages_at(columns, mask, pages_ptr, first, count, table_ptr):
-    """Load page ids at `columns` of a request's table: listed pages from the inputs, the others from the table."""
+    """Load the page ids of a request at `columns`, listed pages from the inputs, the others from its table."""
     listed = mask & (columns >= first) & (columns < first + count)
     new = tl.load(pages_ptr + (columns - first), mask=listed, other=0)
     kept = tl.load(table_ptr + columns, mask=mask & (listed == 0), other=0)
@@ -97,7 +97,7 @@ def row_pages(
 def lists_page_0(
     rows_ptr, is_row, page_groups_ptr, listed_reqs, listed_pages, GROUPS: tl.constexpr, GROUP_BLOCK: tl.constexpr
 ):
-    """Whether a request lists pages from page 0 in a self-attention group, which voids its tables in all groups."""
+    """Return whether a request lists pages from page 0 in a self-attention group, which voids all its tables."""
     groups = tl.arange(0, GROUP_BLOCK)
     in_use = groups < GROUPS
     max_encoder_len = tl.load(page_groups_ptr + groups * GROUP_FIELDS + MAX_ENCODER_LEN, mask=in_use, other=1)

@@ -188,7 +188,7 @@ def refresh_reference(b: Any) -> None:
 
     valid = np.array([row for row in requests if row not in faults], np.int64)
     rows, at = step.rows[:, valid], buffer_rows[valid]
-    # Pass an int: NumPy looks up __array__ on an enum member's class and discards exceptions raised there.
+    # Pass an int, because NumPy looks up __array__ on an enum member's class and discards exceptions raised there.
     b.req_status.numpy()[buffer_rows[list(faults)]] = int(RequestStatus.INVALID)
     samples, live = int(RequestStatus.SAMPLES), int(RequestStatus.LIVE)
     b.req_status.numpy()[at] = np.where(rows[layout.REQ_SAMPLE] != 0, samples, live)
@@ -236,7 +236,7 @@ def _first_seen_page(step: _StepInputs, row: int, group: PageGroup) -> int:
 
 
 def _keeps_pages(step: _StepInputs, row: int, groups: list[PageGroup]) -> bool:
-    """Whether the tables of the request index belong to this sequence.
+    """Return whether the tables of the request index belong to this sequence.
 
     They do not if the sequence starts in this step, or if it lists pages from page 0 in a self-attention group.
     """
@@ -283,7 +283,7 @@ def _check_tokens(step: _StepInputs, row: int, last: Any, vocab_size: int) -> tu
     starts_sequence = step.field(layout.REQ_SEQ_LEN, row) == step.field(layout.REQ_QUERY_LEN, row)
     tokens = step.row_tokens(row).copy()
     if tokens[0] == TOKEN_FROM_DEVICE:
-        # A sequence that starts in this step has no last token: the stored one belongs to a previous sequence.
+        # A sequence that starts in this step has no last token; the stored one belongs to a previous sequence.
         if starts_sequence or last[req_index] < 0:
             return int(FaultCode.NO_LAST_TOKEN), req_index
         tokens[0] = last[req_index]

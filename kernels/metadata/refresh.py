@@ -1,4 +1,4 @@
-"""The operator after `unpack` in every graph: derive all buffers from the step inputs and the persistent state.
+"""The operator after `unpack` in every graph, which derives all buffers from the step inputs and persistent state.
 
 Two kernels, with one program per padded request and KV group:
 
@@ -6,10 +6,10 @@ Two kernels, with one program per padded request and KV group:
     write   Writes the derived buffers including their pads, the page tables, and the final fault of each request.
             In a mixed step with separate decode attention, decode requests get the first buffer rows.
 
-Running the same inputs again reports no conflicts: each request then replaces only its own writer ids.
+Running the same inputs again reports no conflicts, because each request then replaces only its own writer ids.
 
-The inputs may list all pages of a request, only the new ones, or none: `page_table` keeps the pages of every request
-index, and `page_spans` stores which of its columns belong to the current sequence.
+The inputs may list all pages of a request, only the new ones, or none, because `page_table` keeps the pages of every
+request index. `page_spans` stores which columns of the table belong to the current sequence.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _FEW_PROGRAMS = 128  # up to this many programs, each runs on its own multiproce
 _WIDE_BLOCK = 1024  # columns or tokens per iteration of a 4-warp program
 _NARROW_BLOCK = 64  # the same for a 1-warp program; 2,048 of these run at once on an H200
 _ROW_BLOCK = 128  # requests counted per iteration to find a program's buffer row
-_MAX_SPILL = 8  # bytes: one pointer, in mixed graphs with several KV groups
+_MAX_SPILL = 8  # bytes of one pointer, in mixed graphs with several KV groups
 _MAX_PROGRAMS = 1024  # limit when splitting a request's columns and tokens over several programs
 
 _TOKEN_FROM_DEVICE = tl.constexpr(TOKEN_FROM_DEVICE)
@@ -124,7 +124,7 @@ def _check_rows_kernel(
     page_size, num_pages, null_page, max_pages, window, chunk, writers_at, max_encoder_len = read_group(
         ptrs.page_groups, group
     )
-    if OVERLAPS:  # the second kernel may start: it waits for this one, which waits for `unpack`
+    if OVERLAPS:  # the second kernel may start, because it waits for this one, which waits for `unpack`
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     step, num_reqs, num_tokens, allows_empty, listed_reqs, listed_tokens, listed_pages = read_header(
@@ -132,7 +132,7 @@ def _check_rows_kernel(
     )
     check_at = group * stride_check + row
     spans_ptr = ptrs.new_spans + 4 * check_at
-    # Issue all loads before the first store: a store waits for its value and delays every later instruction.
+    # Issue all loads before the first store, because a store waits for its value and delays every later instruction.
     held_from = tl.load(ptrs.table_from + check_at)
     held_to = tl.load(ptrs.table_to + check_at)
     is_row = row < num_reqs
@@ -154,7 +154,7 @@ def _check_rows_kernel(
     elif GROUPS > 1:
         listed = lists_page_0(rows_ptr, is_row, ptrs.page_groups, listed_reqs, listed_pages, GROUPS, GROUP_BLOCK)
         from_start = listed != 0
-    # Save the table's old span here: the programs of the second kernel overwrite it concurrently.
+    # Save the table's old span here, because the programs of the second kernel overwrite it concurrently.
     tl.store(spans_ptr + 2, held_from)
     tl.store(spans_ptr + 3, held_to)
     if (is_row & has_request(req_index, allows_empty)) == 0:
@@ -177,18 +177,18 @@ def _check_rows_kernel(
     held = tl.where(is_cross, encoder_len, seq_len)
 
     # The known columns of the table: those of a complete list, or the known columns plus the new ones. A sequence that
-    # starts in this step, or that lists pages from page 0, has no known columns: they belong to a previous sequence.
+    # starts in this step, or that lists pages from page 0, has no known columns; they belong to a previous sequence.
     state = group * num_req_indices + tl.where(index_ok, req_index, 0)
     has_past = index_ok & length_ok & (seq_len > query_len)
     continues = has_past & (from_start == 0)
     tag = step % 0xFFFFFFFF + 1  # never 0, the initial value of last_writers
     req_writer = (tag << 32) | (row.to(tl.int64) << 16)
     mark = ((step + 1) << 16) | 0xFFFF
-    # This applies despite other faults: only one request per step may use the state of a request index.
+    # This applies despite other faults, because only one request per step may use the state of a request index.
     is_writer = index_ok & (group == 0)
     writer_ptr = ptrs.last_writers + first_req_writer + req_index
     previous = tl.atomic_xchg(writer_ptr, req_writer, mask=is_writer, sem="relaxed")
-    # Tokens are the same in all groups: only the programs of the first group check them.
+    # Tokens are the same in all groups, so only the programs of the first group check them.
     last_token = tl.load(ptrs.last_token + req_index, mask=has_past, other=_NO_TOKEN)
     checked_tokens = tl.where(length_ok & (group == 0), query_len, 0)
     last_encoder_len = tl.load(ptrs.last_encoder_len + req_index, mask=continues, other=0)
@@ -370,7 +370,7 @@ def _write_buffers_kernel(
         for i in tl.static_range(len(COPIED_PADS)):
             word = tl.where(valid, copied[i], COPIED_PADS[i])
             tl.store(copied_ptrs[i] + buffer_row, as_declared(word, copied_ptrs[i]))
-        # A faulty request that starts a sequence samples nothing: void the last token of the previous sequence.
+        # A faulty request that starts a sequence samples nothing, so void the last token of the previous sequence.
         voids = real & (code != 0) & (seq_len == query_len) & (named_index >= 0) & (named_index < num_req_indices)
         tl.store(ptrs.void_req_indices + buffer_row, tl.where(voids, named_index, -1))
         value = fault_value(
@@ -493,8 +493,8 @@ def refresh(
     seq_len_fill  `seq_lens` value of pad and invalid requests that the attention backend requires
     decode_len    for a mixed graph with separate decode attention: requests with `decode_len` new tokens come first in
                   the buffers, then all others; both keep their batch order. 0: the buffers have the batch order
-    tables        [groups, req_indices, pages_per_req]  int32  device; page tables that the caller owns, read as if
-                  each request listed all its pages; the lists in the inputs are ignored. None: use the lists
+    tables        [groups, req_indices, pages_per_req]  int32  device; page tables that the caller owns. They are read
+                  as if each request listed all its pages, and the lists in the inputs are ignored. None: use the lists
 
     A faulty request is treated as a pad request with status INVALID. This includes every request that shares its
     request index or a written page with another one. Its page table does not change. Requests and tokens beyond the

@@ -1,4 +1,4 @@
-"""Layout of the step inputs that the host sends to the device: packed int32 words in an input ring entry.
+"""Layout of the step inputs that the host sends to the device, as packed int32 words in an entry of the input ring.
 
 An entry contains either all inputs of one step (full) or only the changes (a batch delta):
 
@@ -14,7 +14,7 @@ An entry contains either all inputs of one step (full) or only the changes (a ba
             pages    [num_pages_listed]
 
 On the device, `unpack` expands either kind to the `inputs` buffer, which has the layout of a full entry without stop
-conditions. Sections have no gaps: every offset follows from the counts in the header and the number of KV groups.
+conditions. Sections have no gaps, so every offset follows from the counts in the header and the number of KV groups.
 
 An entry starts with HEADER_COPIES - 1 copies of its header, one for each extra program of `unpack`. Programs that
 read the same words of host memory wait for each other, for 0.12 us each on an H200.
@@ -45,7 +45,7 @@ INPUTS_AT = HEADER_SIZE * (HEADER_COPIES - 1)  # offset of the last header in an
 FULL = 0
 DELTA = 1
 NEW_ORDER = 2
-KEEP = 4  # in a full entry: the device keeps request values and stop conditions for later deltas
+KEEP = 4  # in a full entry; the device keeps request values and stop conditions for later deltas
 LOOPS = 8  # all steps run in one launch, which ends early if no request continues
 LISTS = 16  # some requests get pages
 
@@ -56,7 +56,7 @@ REQ_QUERY_LEN = 3  # new tokens of the request
 REQ_SAMPLE = 4  # 1: sample after the last token; 0: an unfinished prefill chunk
 REQ_COPIED = 5  # first of the 32-bit values that the refresh copies to the buffers of COPIED, in that order
 REQ_ENCODER_LEN = REQ_COPIED + COPIED.index("encoder_lens")  # tokens that the request's encoder wrote
-REQ_PAGES = REQ_COPIED + len(COPIED)  # first of the page lists: PAGE_FIELDS fields per KV group, group after group
+REQ_PAGES = REQ_COPIED + len(COPIED)  # first of the page lists, with PAGE_FIELDS fields per KV group, group after group
 
 PAGE_FIRST = 0  # index in the sequence of the first listed page
 PAGE_START = 1  # start of the list in `pages`
@@ -84,7 +84,7 @@ def write_header(
     steps: int = 1,
 ) -> None:
     """Write a header to the first words of `out`, with HEADER_STOP 0."""
-    # Pass the array itself: `out.data` would create another memoryview.
+    # Pass the array itself, because `out.data` would create another memoryview.
     _HEADER.pack_into(out, 0, step, num_reqs, num_tokens, num_pages, kind, steps, 0)  # type: ignore[arg-type]
 
 

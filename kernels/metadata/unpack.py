@@ -1,4 +1,4 @@
-"""The first operator of every graph: expand an entry of the input ring to the step inputs on the device.
+"""The first operator of every graph, which expands an entry of the input ring to the step inputs on the device.
 
 The host writes an entry to pinned memory, then launches a graph. The cursor on the device selects the entry:
 
@@ -6,7 +6,7 @@ The host writes an entry to pinned memory, then launches a graph. The cursor on 
     batch delta   every request continues by one token. A position is NO_REQUEST if its request has finished or waits
                   for a page for its next token
 
-Several steps may use one entry: the first applies its delta, and in the others all requests continue.
+Several steps may use one entry. The first step reads the entry's changes; in later steps all requests continue.
 Lengths, last tokens and sampling values of continuing requests are on the device, so the host need not know them and
 may be several launches ahead.
 """
@@ -84,7 +84,7 @@ _CURSOR_KIND = tl.constexpr(CURSOR_KIND)
 def _from_host(ptr, mask, other):
     """Load words that the host wrote before the launch.
 
-    Ordinary loads are safe: L1 has no stale lines when a kernel starts. Volatile loads do not coalesce. Loads that
+    Ordinary loads are safe, as L1 has no stale lines when a kernel starts. Volatile loads do not coalesce. Loads that
     bypass L1 (.cg) take 3.6 times as long on words that do not start at a multiple of 64 bytes. Triton 3.6 ignores .cv;
     later versions compile it, but that is unmeasured.
     """
@@ -229,7 +229,7 @@ def _unpack_kernel(
     BLOCK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    if OVERLAPS:  # the refresh may start now: it waits for this kernel to finish
+    if OVERLAPS:  # the refresh may start now, because it waits for this kernel to finish
         tl.extra.cuda.gdc_launch_dependents()
     # In an entry's first step, read this program's copy of the header; in later steps, read the header from the cursor.
     entry = tl.load(ptrs.cursor)
@@ -401,7 +401,7 @@ def unpack_reference(b: Any) -> None:
 
 
 def _has_pages(b: Any, req_index: int, length: int, lists: Any, groups: list[list[int]]) -> bool:
-    """Whether a request has a page for its next token in every self-attention group."""
+    """Return whether a request has a page for its next token in every self-attention group."""
     for g, words in enumerate(groups):
         group = PageGroup(*words)
         first, _, count = lists[layout.PAGE_FIELDS * g :][: layout.PAGE_FIELDS].tolist()

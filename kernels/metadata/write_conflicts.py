@@ -1,4 +1,4 @@
-"""Device helpers that detect write conflicts: in one step, two requests with one request index or two writes to a page.
+"""Device helpers that detect write conflicts of a step: two requests with one request index, or two writes to a page.
 
 `last_writers` holds a writer id for each page and request index: step tag (32 bits), batch position (16 bits) and, for
 a page, its index among the pages that the request writes (16 bits). A request stores its own id by an atomic exchange.
@@ -14,13 +14,13 @@ import triton.language as tl
 
 @triton.jit
 def _conflicts(previous, writer):
-    """Whether `previous` is another writer id of the same step."""
+    """Return whether `previous` is another writer id of the same step."""
     return (previous != writer) & ((previous >> 32) == (writer >> 32))
 
 
 @triton.jit
 def mark_req_conflict(previous, writer, is_writer, write_conflicts_ptr, mark):
-    """Mark both requests if `previous`, which `writer` replaced at a request index, is of the same step."""
+    """Mark both requests if `writer` replaced a writer id of the same step, `previous`, at a request index."""
     hit = is_writer & _conflicts(previous, writer)
     tl.atomic_max(write_conflicts_ptr + ((writer >> 16) & 0xFFFF), mark, mask=hit, sem="relaxed")
     tl.atomic_max(write_conflicts_ptr + ((previous >> 16) & 0xFFFF), mark, mask=hit, sem="relaxed")

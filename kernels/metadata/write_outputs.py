@@ -1,4 +1,4 @@
-"""The last operator of every graph: store tokens and faults for the next step, and report them to the host.
+"""The last operator of every graph, which stores tokens and faults for the next step and reports them to the host.
 
 The next step reads a request's token from `last_token`, its length from `req_seq_lens` and its finish reason from
 `finish_reasons`. The host reads the results of a step from one entry of each output ring: the step number, then for
@@ -89,7 +89,7 @@ def _write_outputs_kernel(
     entry = step % ring_depth
     input_entry = tl.load(ptrs.cursor + _CURSOR_ENTRY)
     # The host may set this word while the entry's steps run. A volatile load rereads it in every step (Triton 3.6
-    # ignores .cv). Only one lane loads it: volatile loads of one word are not merged, and each crosses PCIe.
+    # ignores .cv). Only one lane loads it, because volatile loads of one word are not merged and each crosses PCIe.
     lanes = tl.arange(0, BLOCK)
     stop_ptr = ptrs.input_ring + (input_entry % input_entries) * stride_input_ring + _STOP_AT
     stop = tl.load(stop_ptr + lanes * 0, mask=lanes == 0, other=0, volatile=True)
@@ -109,14 +109,14 @@ def _write_outputs_kernel(
         seq_len = tl.load(ptrs.seq_lens + buffer_row, mask=live, other=0)
         tracked_reqs = tl.where((kind & _KEEPS_STATE) != 0, num_reqs, 0)
         named_index = tl.load(ptrs.inputs + _INPUT_REQ_INDICES + rows, mask=mask & (rows < tracked_reqs), other=-1)
-        # Issue all loads before the first store: a store waits for its value and delays every later instruction.
+        # Issue all loads before the first store, because a store waits for its value and delays later instructions.
         limit = tl.load(ptrs.length_limits + req_index, mask=live, other=0)
         stops = ()
         for i in tl.static_range(NUM_STOP_TOKENS):
             stops += (tl.load(ptrs.stop_tokens + i * num_req_indices + req_index, mask=live, other=_NO_TOKEN),)  # type: ignore[assignment]
         token = tl.zeros([BLOCK], tl.int64) + _NO_TOKEN
         if ptrs.tokens is not None:
-            # Check a sample before narrowing it: truncated to 32 bits, 2**32 + 5 would pass as token 5.
+            # Check a sample before narrowing it, because 2**32 + 5 truncated to 32 bits would pass as token 5.
             token = tl.load(ptrs.tokens + buffer_row, mask=mask, other=_NO_TOKEN).to(tl.int64)
             void_index = tl.load(ptrs.void_req_indices + buffer_row, mask=mask, other=-1)
             samples = status == _SAMPLES
@@ -124,9 +124,9 @@ def _write_outputs_kernel(
             code = tl.where(bad, tl.where(token == _NO_TOKEN, _NO_TOKEN_OFFERED, _SAMPLE_OUT_OF_RANGE), code)
             value = tl.where(bad, token, value)
             token = tl.where(samples & (bad == 0), token, _NO_TOKEN)
-            # Write the last token of every live request: an unfinished prefill voids that of the previous sequence.
+            # Write the last token of every live request, so that an unfinished prefill voids the previous sequence's.
             tl.store(ptrs.last_token + req_index, token.to(tl.int32), mask=live)
-            # The two stores may run in either order: if a request is faulty, no other with its index is live.
+            # The two stores may run in either order, because no live request has the request index of a faulty one.
             tl.store(ptrs.last_token + void_index, tl.zeros([BLOCK], tl.int32) + _NO_TOKEN, mask=void_index >= 0)
         tl.store(ptrs.token_ring + entry * stride_tokens + rows, token.to(tl.int32), mask=mask)
         tl.store(ptrs.fault_code_ring + entry * stride_codes + rows, code, mask=mask)

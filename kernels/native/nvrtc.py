@@ -25,7 +25,7 @@ _MIN_CAPABILITY = (9, 0)  # clusters, programmatic dependent launch
 _OPTIONS = ("--std=c++17", "--ptxas-options=-v")
 
 MIN_SHARED_BYTES = 227 << 10
-"""Shared memory per block that plans require, in bytes: sm_90 and sm_100 have it, sm_120 does not."""
+"""Shared memory per block that plans require, in bytes. sm_90 and sm_100 have this much, sm_120 does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class NativeVariant:
 
 
 def runs_native(device: torch.device) -> bool:
-    """Return whether `device` runs these kernels: compute capability 9.0 or newer, 227 KB of shared memory."""
+    """Return whether `device` runs these kernels. They require compute capability 9.0 and 227 KB of shared memory."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < _MIN_CAPABILITY:
         return False
     attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
@@ -219,7 +219,7 @@ def _compiler_version() -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _relaxed_capture() -> Iterator[None]:
-    """Allow module loads during a capture: they use no stream, but need this thread's relaxed capture mode."""
+    """Allow module loads during a capture. They use no stream but require relaxed capture mode in this thread."""
     relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     outer = _check(driver.cuThreadExchangeStreamCaptureMode(relaxed))
     try:
@@ -230,7 +230,10 @@ def _relaxed_capture() -> Iterator[None]:
 
 def _check(result: tuple[Any, ...]) -> Any:
     if int(result[0]) != 0:
-        raise GraphRTError(f"cuda: the driver returned {result[0]!r}; check the inputs of the call and the device")
+        raise GraphRTError(
+            f"CUDA: a call returned {result[0].name}; the traceback shows the call, but an earlier kernel may have "
+            "caused the error"
+        )
     if len(result) <= 2:
         return result[1] if len(result) == 2 else None
     return result[1:]

@@ -43,7 +43,7 @@ def _copy_live_kernel(
             return
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < width
-    # Do not read pad tokens: the kernel may not have written them.
+    # Do not read pad tokens, because the kernel may not have written them.
     live = tl.load(live_ptr + token).to(tl.int32)
     read = at < live * width
     from_at = at

@@ -17,7 +17,7 @@ from graphrt.kernels.ops.reference import add_rms_norm_reference, rms_norm_refer
 from graphrt.kernels.sizes import next_power_of_two
 
 MAX_HIDDEN_SIZE = 16384
-"""Largest hidden size: a program keeps the whole token in registers."""
+"""Largest hidden size, because a program keeps the whole token in registers."""
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 

@@ -1,23 +1,24 @@
-"""Sampling inside the graph: one token per row of logits.
+"""Sample one token per row of logits, inside the graph.
 
     sample(logits, temperatures, seeds, seq_lens)                                          # greedy and temperature
     sample(logits, temperatures, seeds, seq_lens, truncation=Truncation(top_k, top_p, min_p))
 
 A draw from softmax(logits / temperature) is the argmax of logits + temperature * Gumbel noise (Gumbel-max). The noise
 comes from Philox, a counter-based generator, at (seed, vocabulary index, position). Equal logits thus give equal tokens
-regardless of batch position and padding, and steps share no generator state. The highest noise of 32
-neighbours is drawn first, so that one word can exclude all of them; see `noise_reference`.
+regardless of batch position and padding, and steps share no generator state. The highest noise of 32 neighbours is
+drawn first, so that one random word can exclude all 32; see `noise_reference`.
 
 Logits are processed in vLLM's order, in float32: token mask, bias, penalties, temperature, min-p, top-k, top-p. A row
 without these options costs as much as greedy or temperature sampling.
 
-    sample_split      concurrent with the first pass, if rows may have mask, bias or penalties: the changed tokens
+    sample_split      finds the changed tokens, concurrently with the first pass, if rows may have any
     sample_chunks     first pass: reads each logit once and writes the highest of 32 neighbours
-    sample_rows       second pass: rows that keep all tokens, or truncate by min-p only
-    sample_truncated  third pass, if rows may truncate: rows with top-k or top-p
+    sample_rows       second pass: samples rows that keep all tokens, or truncate by min-p only
+    sample_truncated  third pass, if rows may truncate: samples rows with top-k or top-p
 
-sample_split and sample_truncated are CUDA C++ (`sampling_native.py`). On other devices, Triton kernels replace both,
-and programs of the first pass find the changed tokens.
+Changed tokens are those whose logits a mask, a bias or penalties change. sample_split and sample_truncated are CUDA C++
+(`sampling_native.py`). On other devices, Triton kernels replace both, and programs of the first pass find the changed
+tokens.
 
 Most penalties lower logits. If only such penalties change a row, and top-k keeps few tokens, the model's logit bounds
 each processed logit. The first pass then includes all tokens, and `sample_split` skips the row. The third pass lists
@@ -46,7 +47,7 @@ from graphrt.kernels.ops.sampling_truncated import LIST, sample_truncated_kernel
 from graphrt.kernels.sizes import ceil_div, next_power_of_two
 
 MAX_VOCAB_SIZE = 1 << 20
-"""Largest vocabulary of `sample`: one program compares the results of all parts of a row."""
+"""Largest vocabulary of `sample`, because one program compares the results of all parts of a row."""
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _DTYPES_OF_ROWS = {
@@ -57,7 +58,7 @@ _CHUNK_WARPS = 4
 _ROW_WARPS = 8
 _ROW_REGISTERS = 128  # two rows per multiprocessor
 _CHUNK_FRAME = 8  # bytes of stack frame that the first pass reserves but never uses if it reads bits early
-_ROW_SPILL = 1024  # spilled bytes: registers of loops that most rows skip
+_ROW_SPILL = 1024  # spilled bytes, in loops that most rows skip
 _CHUNKS = 2  # chunks per tile of the first pass if there are more than _PROGRAMS chunks
 _PROGRAMS = 2048
 _MAX_GROUPS = 4096  # per row; larger vocabularies have larger groups
@@ -73,7 +74,7 @@ class Truncation:
     min_p  [rows]  float32  keep tokens with at least min_p times the highest probability; off if 0 or less, or NaN;
                             values above 1 count as 1
 
-    Tokens with equal logits are kept or dropped together: ties at a bound are kept.
+    Tokens with equal logits are kept or dropped together, so ties at a bound are kept.
     """
 
     top_k: torch.Tensor
@@ -83,15 +84,15 @@ class Truncation:
 
 @dataclass(frozen=True, slots=True)
 class LogitBias:
-    """Values added to the logits of some tokens: persistent, indexed by request index.
+    """Values added to the logits of some tokens, in persistent tensors indexed by request index.
 
-    A request has two lists. The second one applies only to its first tokens, so that `min_tokens` can forbid stop
-    tokens in them.
+    A request has two lists. The second one applies only to the request's first tokens, so that `min_tokens` can forbid
+    stop tokens in them.
 
     tokens  [max_reqs, 2, n]  int32    both lists, strictly ascending; tokens outside the vocabulary are ignored
     values  [max_reqs, 2, n]  float32  -inf and NaN forbid the token
-    lists   [max_reqs, 3]     int32    the sizes of the first and the second list, and a length: the second list applies
-                                       while `seq_lens` is below it, else the first
+    lists   [max_reqs, 3]     int32    the sizes of the first and the second list, and a length. The second list applies
+                                       while `seq_lens` is below this length, else the first
     """
 
     tokens: torch.Tensor
@@ -121,7 +122,7 @@ class TokenMask:
 
 
 def _group_size(vocab: int) -> int:
-    """Return the size of a group: adjacent tokens that share a highest logit and a bound on their noise."""
+    """Return the size of a group, the adjacent tokens for which the passes keep one highest logit and noise bound."""
     smallest: int = next_power_of_two(ceil_div(vocab, _MAX_GROUPS))
     return max(NOISE_GROUP, smallest)
 
@@ -153,7 +154,7 @@ def _sample_triton(*tensors: torch.Tensor | None) -> torch.Tensor:
     ptrs = inputs._replace(**unread)
     processes = not {"seen", "bias_tokens", "mask_words"} <= unread.keys()
     split = plain_words = None
-    changed_best, changed_mass = group_best, group_mass  # placeholders: no row has changed tokens
+    changed_best, changed_mass = group_best, group_mass  # placeholders, because no row has changed tokens
     if processes and native:
         split = SplitRows.allocate(rows, groups, group, device)
         changed_best = split.best
@@ -219,7 +220,7 @@ def sample(
     logits        [rows, vocab]  float16, bfloat16 or float32  device; rows may be strided; not written
     temperatures  [rows]         float32  0 (or less, or NaN): argmax, the lowest index of equal logits
     seeds         [rows]         int64    key of the row's random numbers
-    seq_lens      [rows]         int32    position of the draw: equal seeds and positions draw equal noise. Also
+    seq_lens      [rows]         int32    position of the draw; equal seeds and positions draw equal noise. Also
                                           selects the bias list
     req_indices   [rows]         int32    request index of each row, for penalties and bias; neither applies if it is
                                           out of range, such as -1 in padding

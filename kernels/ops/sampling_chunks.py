@@ -3,9 +3,9 @@
 For greedy rows it writes only the best group of each tile, which is fifty times less.
 
 A program reads a tile of one row. It issues all loads before it waits for any, and takes two to five instructions per
-token: more would take longer than the read itself. So it leaves out the tokens that mask, bias and penalties change.
-Other programs of the same launch, or a concurrent kernel (`sampling_native.py`), find these by their bits and process
-them.
+token, because more would take longer than the read itself. So it leaves out the tokens that mask, bias and penalties
+change. Other programs of the same launch, or a concurrent kernel (`sampling_native.py`), find these by their bits and
+process them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def sample_chunks_kernel(
     GROUP: tl.constexpr,
     CHUNKS: tl.constexpr,  # of a tile
     CHANGED_WORDS: tl.constexpr,  # 0: a concurrent kernel finds the changed tokens
-    PROCESSES: tl.constexpr,  # some row may
+    PROCESSES: tl.constexpr,  # whether rows may have changed tokens
     OVERLAPS: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -73,7 +73,7 @@ def sample_chunks_kernel(
     if ptrs.top_k is not None:
         # top-p without top-k and min-p needs the mass of all tokens
         weighs = (heat > 0) & (top_p < 1) & (top_k == 0) & (min_p == 0)
-    leaves_out = False  # changed tokens
+    leaves_out = False  # whether the tile's result excludes changed tokens
     if PROCESSES:
         leaves_out = source[1][2] != 0
         if CHANGED_WORDS == 0 and ptrs.top_k is not None:
@@ -103,8 +103,8 @@ def sample_chunks_kernel(
                 CHANGED_WORDS,
             )
     if OVERLAPS and PROCESSES and CHANGED_WORDS == 0:
-        # The next kernel waits for this one only, so this one waits for sample_split. Only the last program does: a
-        # waiting program blocks others from its multiprocessor.
+        # The next kernel waits for this one only, so this one waits for sample_split. Only the last program waits,
+        # because a waiting program blocks others from its multiprocessor.
         if (row == tl.num_programs(0) - 1) & (part == tl.num_programs(1) - 1):
             tl.extra.cuda.gdc_wait()
 
@@ -113,7 +113,7 @@ def sample_chunks_kernel(
 def _load_tile(row_ptr, first, vocab_size, tile: tl.constexpr):
     """Return [words, 32] logits of a tile, -inf beyond the vocabulary. Only the last tile has a mask.
 
-    No other program reads them: they are evicted first, and data that all rows use stays in the cache.
+    No other program reads them, so they are evicted first, and data that all rows use stays in the cache.
     """
     tokens = first + tl.arange(0, tile // WORD)[:, None] * WORD + tl.arange(0, 32)[None, :]
     if (first >= 0) & (first + tile <= vocab_size):

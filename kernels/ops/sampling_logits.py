@@ -13,7 +13,7 @@ SAMPLE_CHUNK = 2048
 CHUNK = tl.constexpr(SAMPLE_CHUNK)
 WORD = tl.constexpr(32)  # tokens of a word of bits, and of a group of the noise
 NOWHERE = tl.constexpr(1 << 30)  # larger than every token id
-LATE_TOP_K = tl.constexpr(1280)  # largest top-k of rows processed late: the third pass lists up to 2,048 tokens
+LATE_TOP_K = tl.constexpr(1280)  # largest top-k of rows processed late; the third pass lists up to 2,048 tokens
 _NO_ENTRY = tl.constexpr((1 << 31) - 1)  # placeholder beyond the end of a list
 MAX_HEAT = tl.constexpr(MAX_TEMPERATURE)
 assert NOISE_GROUP == 32, "kernels read bits by groups of the noise"
@@ -122,7 +122,10 @@ def row_options(row, ptrs, vocab_size):
 
 @triton.jit
 def picks_tiles(source, heat):
-    """Return whether the first pass writes only the best group of each tile: for greedy rows without changed tokens."""
+    """Return whether the first pass writes only the best group of each tile.
+
+    True for greedy rows without changed tokens.
+    """
     return (heat <= 0) & (source[1][2] == 0)
 
 
@@ -130,8 +133,8 @@ def picks_tiles(source, heat):
 def processes_late(source, top_k, truncates):
     """Return whether the third pass lists a row's changed tokens first and then processes them.
 
-    This needs a small top-k, and no changes except penalties that raise no logit: the model's logit is then an
-    upper bound of the processed logit.
+    This needs a small top-k, and no changes except penalties that raise no logit. The model's logit is then an upper
+    bound of the processed logit.
     """
     _, _, _, _, num_masked, _, num_biases, _, num_penalised, repetition, presence, frequency = source[1]
     only_penalties = (num_penalised > 0) & (num_masked == 0) & (num_biases == 0)
@@ -210,7 +213,7 @@ def _process(source, tokens, logits, seen):
     _, vocab_size, _, _, _, bias_at, num_biases, state_row, _, repetition, presence, frequency = values
     if num_biases > 0:
         logits += _bias(tokens, pointers.bias_tokens + bias_at, pointers.bias_values + bias_at, num_biases)
-    # Read counts only for tokens that have occurred: few of a large vocabulary.
+    # Read counts only for tokens that have occurred, which are few of a large vocabulary.
     counts = tl.load(pointers.counts + state_row * vocab_size + tokens, mask=seen, other=0)
     # Division is slow for 0, infinities and NaN, so lanes that need no quotient divide 1.
     dividend = tl.where(seen & (logits > 0), logits, 1.0)
@@ -233,14 +236,14 @@ def bits_of(source, words):
 
 @triton.jit
 def has_bit(words):
-    """Return [words, 32]: whether each bit of each word is set."""
-    bits = tl.full([32], 1, tl.int32) << tl.arange(0, 32)  # constants: one instruction per token
+    """Return whether each bit of each word is set, as [words, 32]."""
+    bits = tl.full([32], 1, tl.int32) << tl.arange(0, 32)  # constants, so a token takes one instruction
     return (words[:, None] & bits[None, :]) != 0
 
 
 @triton.jit
 def place_of_bit(bit):
-    """Return the index of a single bit: the exponent of the power of two."""
+    """Return the index of a single bit, which is the exponent of the power of two."""
     return (bit.to(tl.uint32, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
 
 
@@ -322,7 +325,7 @@ def _biased_bits(words, bias_tokens_row_ptr, num_biases):
 
 @triton.jit
 def _bias(tokens, bias_tokens_row_ptr, bias_values_row_ptr, num_biases):
-    """Return the bias of each token, or 0: a binary search in the row's ascending list for all tokens at once."""
+    """Return the bias of each token, or 0, by a binary search in the row's ascending list for all tokens at once."""
     at = tl.zeros_like(tokens)
     length = num_biases
     while length > 1:
@@ -342,7 +345,7 @@ def rate_of(heat):
 
 @triton.jit
 def weight(logits, best, rate):
-    """Return exp((logit - best) / heat): unnormalized probabilities. The best is 1, even if its logit is infinite."""
+    """Return exp((logit - best) / heat), an unnormalized probability. It is 1 for the best logit, even if infinite."""
     below = tl.where(logits >= best, 0.0, (logits - best) * rate)
     return tl.where(logits > float("-inf"), tl.exp2(below), 0.0)
 
@@ -375,12 +378,13 @@ def min_p_floor(best, heat, min_p):
 
 @triton.jit
 def largest_reaching(values, amounts, need, low, high, until):
-    """Narrow keys [low, high): the amounts of values from key `low` on reach `need`, those from `high` on do not.
+    """Narrow the key range [low, high), which contains the largest key that reaches `need`.
 
-    The arguments must satisfy this. The search divides the range by five until it has at most `until` keys; if `until`
-    is 1, `low` is the largest such key. Four sums at once need as many barriers and shuffles as one, which dominate the
-    time. Each step also moves the bounds to existing values, which are few: only one key in 65,536 is a bfloat16 value.
-    Sums of non-negative floats in a fixed order are monotone, so the result is exact.
+    A key reaches `need` if the amounts of all values from this key on sum to `need` or more. `low` must reach `need`,
+    and `high` must not. The search divides the range by five until it has at most `until` keys; if `until` is 1, `low`
+    is the largest key that reaches `need`. Four sums at once need as many barriers and shuffles as one, which dominate
+    the time. Each step also moves the bounds to existing values, which are few, because only one key in 65,536 is a
+    bfloat16 value. Sums of non-negative floats in a fixed order are monotone, so the result is exact.
     """
     while high - low > until:
         fifth = (high - low + 4) // 5

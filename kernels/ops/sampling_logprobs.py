@@ -80,8 +80,8 @@ def _token_logprobs_kernel(
         real = (token >= 0) & (token < vocab_size)
         logits_row_ptr = logits_ptr + row.to(tl.int64) * stride_logits
         logit = _possible_logits(logits_row_ptr, tl.where(real, token, vocab_size), vocab_size)
-        # One pass: a lane reads the tokens of one residue modulo LANES. It keeps their best, their mass relative to the
-        # best, and the number of tokens that rank before the given one.
+        # In one pass, a lane reads the tokens of one residue modulo LANES. It keeps their best, their mass relative to
+        # the best, and the number of tokens that rank before the given one.
         lanes = tl.arange(0, LANES)
         lane_best = tl.full([LANES], float("-inf"), tl.float32)
         lane_tokens = tl.full([LANES], NOWHERE, tl.int32)

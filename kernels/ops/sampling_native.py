@@ -1,13 +1,13 @@
 """The CUDA kernels of sampling (native/sample_split.cu, native/sample_truncated.cu): variants and launches.
 
-    sample_split      concurrent with the first pass: the tokens that mask, bias and penalties change, except in rows
-                      that process them late
-    sample_chunks     the first pass, excluding these tokens
-    sample_rows       the second pass: rows that keep all tokens or truncate by min-p only
-    sample_truncated  the third pass: rows with top-k or top-p
+    sample_split      processes the tokens that mask, bias and penalties change, except in rows that process them late;
+                      runs concurrently with the first pass
+    sample_chunks     first pass: reads all other tokens
+    sample_rows       second pass: samples rows that keep all tokens or truncate by min-p only
+    sample_truncated  third pass: samples rows with top-k or top-p
 
-They draw the same tokens as the Triton kernels for other devices. They build lists and histograms in shared
-memory, which Triton cannot address.
+sample_split and sample_truncated draw the same tokens as the Triton kernels for other devices. They build lists and
+histograms in shared memory, which Triton cannot address.
 """
 
 from __future__ import annotations

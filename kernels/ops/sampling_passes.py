@@ -200,7 +200,7 @@ def _guesses(source, low, high, best, rate, share):
 
 @triton.jit
 def _narrow(low, high, key, amount, need):
-    """Narrow a threshold's bounds by one key: the threshold is at or above it if `amount` reaches `need`."""
+    """Narrow a threshold's bounds by one key. The threshold is at or above the key if `amount` reaches `need`."""
     reaches = amount >= need
     return (
         tl.where(reaches, tl.maximum(low, key), low),
@@ -220,7 +220,7 @@ def _amounts_from(source, plain_words_row_ptr, key_a, key_b, key_c, best, rate):
     amounts = (zeros, zeros, zeros)
     lanes = tl.arange(0, _PASS // _SIDE)[:, None] * _SIDE + tl.arange(0, _SIDE)[None, :]
     full = vocab_size // _PASS
-    for part in tl.range(0, full, num_stages=_STAGES):  # no mask: this loop takes most of the time
+    for part in tl.range(0, full, num_stages=_STAGES):  # no mask, because this loop takes most of the time
         logits = tl.load(row_ptr + part * _PASS + lanes).to(tl.float32)
         logits = _plain_only(source, plain_words_row_ptr, part, logits)
         amounts = _with_amounts(amounts, logits, bounds, at_best)

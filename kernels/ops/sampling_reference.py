@@ -1,4 +1,4 @@
-"""Reference of `sampling*.py` in plain torch, for any device: one sort per row instead of searches."""
+"""Reference of `sampling*.py` in plain torch, for any device, using one sort per row instead of searches."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def philox4x32(
 
 
 def _multiply32(x: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the low and high 32 bits of x * factor, by halves of the factor: each product fits in int64."""
+    """Return the low and high 32 bits of x * factor, by halves of the factor, so that each product fits in int64."""
     low = x * (factor & 0xFFFF)
     high = x * (factor >> 16)
     middle = (low >> 16) + high
@@ -58,12 +58,12 @@ def exponential_reference(words: torch.Tensor, bits: int = 32) -> torch.Tensor:
 
 
 def noise_reference(seeds: torch.Tensor, seq_lens: torch.Tensor, vocab: int) -> torch.Tensor:
-    """Return Gumbel noise (float32, [rows, vocab]) at (seed, vocabulary index, position): -log of exponential variates.
+    """Return Gumbel noise (float32, [rows, vocab]) at (seed, vocabulary index, position), -log of exponential variates.
 
-    In each group of 32 neighbours the least variate is drawn first, from a separate word: the minimum of 32 independent
-    variates is an exponential variate divided by 32. The word's lowest five bits select the token that has it. All
-    other variates exceed it by independent exponential variates, because the distribution is memoryless. One word can
-    thus exclude a whole group, and the noise of all tokens is still independent.
+    In each group of 32 neighbours the least variate is drawn first, from a separate word. It is an exponential variate
+    divided by 32, as is the minimum of 32 independent variates. The word's lowest five bits select the token that has
+    the least variate. All other variates exceed it by independent exponential variates, because the distribution is
+    memoryless. One word can thus exclude a whole group, and the noise of all tokens is still independent.
     """
     device, positions = seeds.device, seq_lens[:, None].long() & _MASK32
     groups = -(-vocab // NOISE_GROUP)

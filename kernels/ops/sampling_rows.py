@@ -1,7 +1,7 @@
 """Second pass of sampling, one program per row: the best token, or a draw among all tokens or those min-p keeps.
 
 Rows with top-k or top-p are sampled by `sampling_truncated.py`, so that other rows do not need its registers. That pass
-runs concurrently: it may start once this pass has waited for the first pass.
+runs concurrently. It may start once this pass has waited for the first pass.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def sample_rows_kernel(
     heat, _, _, min_p, truncates = row_options(row, ptrs, vocab_size)
     if OVERLAPS:
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()  # after the wait: the next pass also reads the first pass's output
+        tl.extra.cuda.gdc_launch_dependents()  # after the wait, because the next pass also reads the first one's output
     if ptrs.top_k is not None:
         if truncates:
             return
@@ -82,7 +82,7 @@ def sample_rows_kernel(
 
 @triton.jit
 def _best_token(source, group, GROUP: tl.constexpr):
-    """Return the token with the highest logit, the lowest id on ties: it is in the lowest of the best groups."""
+    """Return the token with the highest logit, or the lowest id on ties. It is in the lowest of the best groups."""
     per_group: tl.constexpr = GROUP // WORD
     tokens, logits = logits_of_words(source, group * per_group + tl.arange(0, per_group))
     logits = tl.reshape(logits, [GROUP])

@@ -26,9 +26,9 @@ def state_words(vocab_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PenaltyState:
-    """Token history of each sequence: persistent, indexed by request index.
+    """Token history of each sequence, in persistent tensors indexed by request index.
 
-    seen    [max_reqs, ceil(vocab / 32)]  int32  bit t % 32 of word t // 32: token t is in the prompt or the output
+    seen    [max_reqs, ceil(vocab / 32)]  int32  bit t % 32 of word t // 32 is set if prompt or output have token t
     counts  [max_reqs, vocab]             int32  number of times each token is in the output
 
     `sample` reads the bits of rows with penalties, and the counts of tokens whose bits are set. With top-k, it usually
@@ -40,7 +40,7 @@ class PenaltyState:
 
     @classmethod
     def allocate(cls, max_reqs: int, vocab_size: int, device: torch.device) -> PenaltyState:
-        """Allocate empty state: 4.125 bytes per request index and vocabulary entry."""
+        """Allocate empty state, which takes 4.125 bytes per request index and vocabulary entry."""
         return cls(
             torch.zeros((max_reqs, state_words(vocab_size)), dtype=torch.int32, device=device),
             torch.zeros((max_reqs, vocab_size), dtype=torch.int32, device=device),
@@ -100,7 +100,7 @@ def _record_tokens_kernel(
     start = tl.maximum(tl.load(query_start_loc_ptr + row), 0)
     end = tl.minimum(tl.load(query_start_loc_ptr + row + 1), num_tokens)
     if (penalised & (req_index >= 0) & (req_index < state_rows)) & (start < end):
-        # Each program owns a slice of the vocabulary: clearing and counting need no synchronization between programs.
+        # Each program owns a slice of the vocabulary, so programs need no synchronization to clear and count.
         words = (vocab_size + 31) // 32
         per_slice = tl.cdiv(words, tl.num_programs(1))
         first_word = tl.program_id(1) * per_slice
@@ -176,14 +176,14 @@ def record_tokens(
     seq_lens         [rows]      int32  length of each sequence including these tokens, which gives their positions
     req_indices      [rows]      int32  distinct; a row is skipped if it is out of range, such as -1 in padding
     prompt_lens      [rows]      int32  tokens from this position on are output tokens, which are counted
-    take_back        undo a call with the same arguments for a failed step: its output tokens are counted once less.
-                     Their bits stay set, because the repeated step has the same tokens
+    take_back        undo an earlier call with the same arguments, for a failed step, by subtracting its counts. Bits
+                     stay set, because the repeated step has the same tokens
 
     Example: a prompt of 3 tokens in one step, then one token per step. The first call clears the state, because its
     first token has position 0, and records the prompt. Each later call counts one output token.
 
-    Rows without penalties are skipped: tokens from before penalties are enabled are not recorded. Record a cached
-    prefix with a separate call, before the first step.
+    Rows without penalties are skipped, so tokens from before penalties are enabled are not recorded. Record a cached
+    prefix by a separate call, before the first step.
     Capture-safe: the grid depends on shapes only. Raises: ShapeError.
     """
     check_tensor("req_indices", req_indices, shape=(None,), dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Third pass of sampling, one program per row with top-k or top-p: a draw among the kept tokens.
+"""Third pass of sampling: draw among the kept tokens of each row with top-k or top-p, one program per row.
 
 A group's highest logit and highest noise bound the scores of its tokens, so a draw reads few groups: first some with
 the highest bounds, then all groups whose bounds reach the best score found in these.
@@ -47,7 +47,7 @@ _NO_TOKEN = tl.constexpr(NO_TOKEN)
 _WORDS = tl.constexpr(128)  # words of tokens whose logits are read in parallel
 _BIT_WORDS = tl.constexpr(512)  # words whose bits are listed in parallel
 _CHANGED_WORDS = tl.constexpr(256)  # words whose changed tokens are processed in parallel
-_SHORT = tl.constexpr(256)  # tokens of a short list, one per thread: enough for most values of top-k
+_SHORT = tl.constexpr(256)  # tokens of a short list, one per thread, enough for most values of top-k
 _DRAWN = tl.constexpr(256)  # tokens whose noise is drawn in parallel
 _FLOOR_KEYS = tl.constexpr(1 << 16)  # the floor is only a bound and need not be exact
 _SURE = tl.constexpr(1.0001)  # margin for rounding in bounds on masses
@@ -191,8 +191,8 @@ def _list_plain(
 def _list_groups(group_ptrs, group_best, floor, LIST: tl.constexpr):
     """List the groups that reach the floor. Return their number and the initial length of the token list.
 
-    Each of them has a token that reaches the floor. If there are more than LIST, the token list is already too long: no
-    group is listed, and the number is 0.
+    Each of them has a token that reaches the floor. If there are more than LIST groups, the token list is already too
+    long, so no group is listed and the returned number is 0.
     """
     chosen = (group_best >= floor) & (group_best > float("-inf"))
     count = tl.sum(chosen.to(tl.int32), 0)
@@ -278,7 +278,7 @@ def _list_changed(source, group_ptrs, group_best, floor, row_list, length, GROUP
 
 @triton.jit
 def _threshold_of_list(row_list, length, low, options, lanes: tl.constexpr):
-    """Return the lowest key that is kept. Top-k is applied first: top-p is a share of the mass that top-k keeps."""
+    """Return the lowest key that is kept. Top-k is applied first; top-p is a share of the mass that top-k keeps."""
     best, total, rate, top_k, top_p, min_p = options
     at = tl.arange(0, lanes)
     logits = tl.load(row_list[1] + at, mask=at < length, other=float("-inf"))

@@ -200,7 +200,7 @@ def test_runtime_without_mixed_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = build(NEEDS["mixed"], mixed_batches=False, decode_sizes=(2,), query_len=2)
     manager.capture()
     assert [str(descriptor) for descriptor in manager.descriptors] == ["decode[2 x 2]"]
-    for rows, why in ((1, ""), (2, ""), (3, "no decode graph for 3 requests: the largest captured is 2")):
+    for rows, why in ((1, ""), (2, ""), (3, "no decode graph for 3 requests; the largest captured size is 2")):
         assert manager.replay(batch(*(2,) * rows)).why_eager == why
     manager.replay(batch(2, 2), eager=True).tokens()
     assert sent

@@ -80,9 +80,9 @@ def test_the_scan_equals_a_search_of_every_offset() -> None:
         if LOWEST <= (word := struct.unpack_from("<Q", argument.data, offset)[0]) <= HIGHEST
     ]
     found = scan(view)
-    slots = [found.slot_at(int(at)) for at in found.at]
+    refs = [found.argument_at(int(at)) for at in found.at]
     values = found.value.tolist()
-    assert [(s.place, s.index, o, v) for (s, o), v in zip(slots, values, strict=True)] == expected
+    assert [(ref.place, ref.index, o, v) for (ref, o), v in zip(refs, values, strict=True)] == expected
     assert len(expected) > 20
     assert found.looked_at == sum(max(len(blob) - 7, 0) for blob in blobs)
 

@@ -112,9 +112,9 @@ def test_a_batch_over_capacity_raises(reqs: int, tokens: int, uniform: bool) -> 
     ("changes", "batch", "descriptor", "why"),
     [
         ({"decode_sizes": (4,)}, (5, 5, True), BatchDescriptor.decode(5),
-         "no decode graph for 5 requests: the largest captured is 4"),
+         "no decode graph for 5 requests; the largest captured size is 4"),
         ({"mixed_sizes": ()}, (2, 20, False), BatchDescriptor.mixed(20, 10),
-         "no mixed graph for 20 tokens: the largest captured is 0"),
+         "no mixed graph for 20 tokens; the largest captured size is 0"),
         ({"mixed_sizes": (5, 40)}, (2, 5, False), BatchDescriptor.mixed(5, 5), ""),
         ({"max_num_reqs": 64}, (3, 12, False), BatchDescriptor.mixed(16, 16), ""),
         ({"use_graphs": False}, (2, 2, True), BatchDescriptor.decode(2),

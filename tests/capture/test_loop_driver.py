@@ -45,7 +45,7 @@ def test_driver_calls_of_a_loop_from_construction_to_close(fake: FakeDriver) -> 
     fake.calls.clear()
     loop.launch()
     fake.failing = "cuGraphLaunch"
-    with pytest.raises(ReplayError, match=r"CUDA driver: a call failed with .*INVALID_VALUE"):
+    with pytest.raises(ReplayError, match=r"CUDA: a call returned CUDA_ERROR_INVALID_VALUE"):
         loop.launch()
     kept = weakref.ref(template)
     del template
@@ -63,7 +63,7 @@ def test_driver_calls_of_a_loop_from_construction_to_close(fake: FakeDriver) -> 
 @pytest.mark.parametrize("failing", ["cuGraphAddNode", "cuGraphAddChildGraphNode", "cuGraphInstantiate"])
 def test_a_failed_construction_frees_the_graph(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
     fake.failing = failing
-    with pytest.raises(CaptureError, match=r"decode\[1\]: the step cannot be looped: CUDA driver: .*INVALID_VALUE"):
+    with pytest.raises(CaptureError, match=r"decode\[1\]: the step cannot be looped: CUDA: .*INVALID_VALUE"):
         graph_of(Template(KERNEL)).loop(ints(CPU))
     assert fake.calls[-2:] == [failing, "cuGraphDestroy"]
     missing = mock.Mock(side_effect=ConfigError("nvrtc: NVIDIA's run-time compiler is missing"))

@@ -61,10 +61,10 @@ def test_stats_count_replays_reasons_padding_and_graphs(device: torch.device) ->
     stats = rig.manager.stats()
     assert {str(k): v for k, v in stats.replays.items()} == {"decode[2]": 1}
     assert stats.eager_steps == {
-        "no decode graph for 5 requests: the largest captured is 4": 1,
-        "no mixed graph for 3 tokens: the largest captured is 0": 1,
+        "no decode graph for 5 requests; the largest captured size is 4": 1,
+        "no mixed graph for 3 tokens; the largest captured size is 0": 1,
     }
-    assert eager.why_eager == "no decode graph for 5 requests: the largest captured is 4"
+    assert eager.why_eager == "no decode graph for 5 requests; the largest captured size is 4"
     assert (stats.real_tokens, stats.padded_tokens) == (1 + 5 + 3 + 1, 2 + 5 + 3 + 2)
     assert [str(g.descriptor) for g in stats.graphs] == ["decode[4]", "decode[2]"]
     assert all(g.nodes > 10 and g.seconds > 0 for g in stats.graphs)
