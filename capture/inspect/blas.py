@@ -90,7 +90,7 @@ def _operands(rows: int, depth: int, columns: int) -> dict[str, tuple[int, ...]]
 
 
 def _products(static: Mapping[str, torch.Tensor]) -> None:
-    """Run each product without a bias, for which torch uses cuBLAS, and with a bias, for which it uses cuBLASLt."""
+    """Run each product without a bias, for which torch uses cuBLAS, and with a bias, for which torch uses cuBLASLt."""
     tensors = iter(static.values())
     for x, w, bias, y in zip(tensors, tensors, tensors, tensors, strict=True):
         torch.mm(x, w, out=y)

@@ -297,7 +297,7 @@ def _sources_text(view: GraphView, sources: list[tuple[int, bool]], node: int) -
 
 
 def _groups(nodes: Sequence[NodeDiff]) -> Iterator[list[str]]:
-    """Yield the lines of each group of nodes with the same differences."""
+    """Yield the text lines of each group of nodes whose differences are equal."""
     groups: dict[tuple[object, ...], list[NodeDiff]] = {}
     for node in nodes:
         key = (node.name, node.before is None, node.after is None, node.changes)

@@ -102,5 +102,5 @@ def _is_calculator(data: bytes) -> bool:
 
 
 def _is_divider(size: int, multiplier: int, shift: int) -> bool:
-    """Return whether n // size == (n + (n * multiplier >> 32)) >> shift for all n, with the smallest shift."""
+    """Return whether n // size == (n + (n * multiplier >> 32)) >> shift for all n, and for no smaller shift."""
     return size > 0 and shift == (size - 1).bit_length() and multiplier == (((1 << shift) - size << 32) // size) + 1

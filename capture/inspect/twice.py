@@ -1,8 +1,8 @@
 """Compare two captures of the same step to find addresses, and what the step keeps or freezes.
 
-It compares arguments of kernels with a signature, 4-byte arguments, copy lengths, and number arguments of ops in
-an op trace. It does not compare numbers within structs, such as the factor of `torch.mul(x, 2.0)` on CUDA, because
-structs contain uninitialized bytes. `verify` finds such numbers by comparing results.
+The comparison covers arguments of kernels that have a signature, 4-byte arguments, copy lengths, and number arguments
+of ops in an op trace. It does not cover numbers within structs, such as the factor of `torch.mul(x, 2.0)` on CUDA,
+because structs contain uninitialized bytes. `verify` finds such numbers by comparing results.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ def _check_q_side(
 def check_query_starts(
     query_start_loc: torch.Tensor | None, num_reqs: int, query_len: int, device: torch.device
 ) -> None:
-    """Raise ShapeError unless query_start_loc is [num_reqs + 1], or None for a plan with a fixed query_len."""
+    """Raise ShapeError unless query_start_loc is [num_reqs + 1], or None for a plan whose query_len is fixed."""
     if (query_start_loc is None) != (query_len > 0):
         want, got = ("None", "a tensor") if query_len else ("a tensor", "None")
         raise ShapeError(

@@ -58,7 +58,7 @@ def _load_reqs(
 def _q_tiles_beyond(
     end, query_len, seq_len, num_q_tiles, NUM_QUERIES_PER_KV: tl.constexpr, BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr
 ):
-    """Return the number of query tiles of a request that see a position of at least `end`."""
+    """Return how many query tiles of a request see a position of at least `end`."""
     if CAUSAL:
         # Query tile j ends with the token of query (j + 1) * BLOCK_M - 1 or with the last token of the request.
         token = end - (seq_len - query_len)

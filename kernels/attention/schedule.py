@@ -106,7 +106,7 @@ def _quotient(n, divisor):
 
 @triton.jit
 def _num_fixed_splits(kv_tiles, FIXED_SPLITS: tl.constexpr, MIN_SPLIT_TILES: tl.constexpr):
-    """Return the number of KV splits of a query tile with fixed splits."""
+    """Return the number of KV splits of a query tile if splits are fixed."""
     return tl.minimum((kv_tiles + MIN_SPLIT_TILES - 1) // MIN_SPLIT_TILES, FIXED_SPLITS)
 
 
@@ -241,7 +241,7 @@ def _place_block(
 
 @triton.jit
 def _entries_before(own, q_tile, entries):
-    """Return the entries of the query tiles of a block that precede each of `own`."""
+    """Return, for each query tile in `own`, the entries of a block's query tiles before it."""
     return _sum_q_tiles(tl.where(q_tile < own, entries, 0))
 
 

@@ -35,7 +35,7 @@ def tile_pages(table_row_ptr, tile_start, lanes, kv_end, PAGE_SIZE: tl.constexpr
 
 @triton.jit
 def tile_offsets(pages, tile_start, lanes, stride_page, stride_slot, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the offset in a cache (int64 [BLOCK_N]) of each position of a KV tile with page ids `pages`."""
+    """Return the cache offset, int64 [BLOCK_N], of each position of a KV tile, given its page ids `pages`."""
     if PAGE_SIZE % BLOCK_N == 0:
         slots = tile_start % PAGE_SIZE + lanes
     else:

@@ -51,7 +51,7 @@ class NativeVariant:
 
 
 def runs_native(device: torch.device) -> bool:
-    """Return whether `device` runs these kernels. They require compute capability 9.0 and 227 KB of shared memory."""
+    """Return whether `device` runs these kernels (compute capability 9.0 or newer, 227 KB of shared memory)."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < _MIN_CAPABILITY:
         return False
     attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
