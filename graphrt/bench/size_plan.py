@@ -1,4 +1,4 @@
-"""Capture sizes for a trace of batch sizes: those with the least expected time whose graphs fit a memory limit."""
+"""Capture sizes for a trace of batch sizes, with the least expected time among those that fit a memory limit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOST_CANDIDATES = 512  # the plan takes the cube of this number of operations
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Milliseconds of a step by its size: linear between the points, and beyond the last as between the last two.
+    """Milliseconds of a step by its size, interpolated between the points, and extrapolated from the last two.
 
     sizes   ascending
     ms      never decreasing
@@ -47,7 +47,7 @@ class StepCosts:
     """Costs of one kind of batch.
 
     graph         time of a step with a graph of a size
-    eager         time of a step without a graph, if it is above that of the graph
+    eager         time of a step without a graph, if it is above the time of the graph
     capture_ms    time to capture a graph
     graph_bytes   device memory of each graph besides the pool that all graphs share
     pool_bytes    bytes of this pool per request or token of the largest graph
@@ -68,7 +68,7 @@ Costs = Mapping[GraphKind, StepCosts]
 
 @dataclass(frozen=True, slots=True)
 class Assessment:
-    """What a trace costs with some capture sizes.
+    """Costs of a trace with some capture sizes.
 
     graphs           number of graphs
     padding          share of the tokens of all steps that are padding; requests of decode batches count as tokens
@@ -87,7 +87,7 @@ class Assessment:
 
 
 def assess(sizes: Mapping[GraphKind, Sequence[int]], trace: Trace, costs: Costs) -> Assessment:
-    """Return what a trace costs with capture sizes, which are ascending."""
+    """Return the costs of a trace with capture sizes, which are ascending."""
     steps = eager = real = padded = 0
     ms = 0.0
     for kind, batches in trace.items():
@@ -155,10 +155,10 @@ def plan_sizes(
 ) -> CaptureSizes:
     """Return the capture sizes with the least time for `steps` steps like those of the trace, and for their capture.
 
-    A batch runs with the smallest graph that has room for it, or eagerly if none has. The plan is exact, except that
-    token counts are rounded up to multiples of 16, and to fewer than 512 candidates.
+    A batch runs with the smallest graph that has room for it, or eagerly if no graph has. The plan is exact, except
+    that token counts are rounded up to multiples of 16, and to fewer than 512 candidates.
 
-    memory_bytes    most device memory of all graphs
+    memory_bytes    maximum device memory of all graphs
     """
     share = sum(batches.total() for batches in trace.values()) / steps
     limits = {GraphKind.DECODE: max_num_reqs, GraphKind.MIXED: max_num_tokens}

@@ -1,4 +1,4 @@
-"""Costs of steps and graphs for `graphrt plan`: measured here, read from results of other commands, or assumed."""
+"""Costs of steps and graphs for `graphrt plan`, measured here, read from results of other commands, or assumed."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ _ASSUMED_MEMORY = {  # milliseconds to capture a graph, its bytes, bytes of the 
 
 
 def assumed_costs() -> Costs:
-    """Return a linear model with figures of Llama 3.1 8B on an H200."""
+    """Return a linear model of Llama 3.1 8B on an H200."""
     return _costs(_ASSUMED_GRAPH, _ASSUMED_NODES, _ASSUMED_MEMORY)
 
 
 def read_costs(path: str | Path) -> tuple[Costs, str]:
     """Read costs from JSON lines of `graphrt bench decode` and `graphrt capture`, and return where each comes from.
 
-    Step times are those of `bench decode`; time and memory of graphs are those of `capture`. The figures of a missing
-    result are assumed. Lines that are not JSON, such as the tables of these commands, are skipped.
+    Step times are from `bench decode`; time and memory of graphs are from `capture`. The costs of a missing result are
+    assumed. Lines that are not JSON, such as the tables of these commands, are skipped.
 
-    Raises: ConfigError: if the file cannot be read, or has neither result or a damaged one.
+    Raises: ConfigError: if the file cannot be read, has no result, or has a damaged one.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
@@ -134,15 +134,15 @@ def _mixed_seconds(runtime: Runtime, tokens: int, context: int, *, eager: bool) 
 
 
 def _costs(graph: Curve, nodes: int, memory: dict[GraphKind, tuple[float, float, float]]) -> Costs:
-    """Return costs in which both kinds have the step times of `graph`, and an eager step takes the host's time too."""
+    """Return costs in which both kinds have the step times of `graph`, and an eager step also takes host time."""
     eager = Curve(graph.sizes, tuple(ms + nodes * _NODE_MS for ms in graph.ms))
     return {kind: StepCosts(graph, eager, *memory[kind]) for kind in GraphKind}
 
 
 def _memory(graphs: Sequence[GraphReport]) -> dict[GraphKind, tuple[float, float, float]]:
-    """Return for each kind the milliseconds to capture a graph, its bytes, and those of the pool per request or token.
+    """Return for each kind the milliseconds to capture a graph, its bytes, and pool bytes per request or token.
 
-    The largest graph is captured first, and the others use its pool. What the pool grows by later is theirs.
+    The largest graph is captured first, and the others use its pool. Later growth of the pool counts as theirs.
     """
     first = max(graphs, key=lambda graph: graph.descriptor.padded_tokens)
     found = {}

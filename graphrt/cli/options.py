@@ -201,9 +201,9 @@ class PlanOptions:
     """
 
     trace: Annotated[
-        str, typer.Option(metavar="FILE", help="Lines such as `decode 12` or `mixed 512 40`: see docs/embedding.md.")
+        str, typer.Option(metavar="FILE", help="Lines such as `decode 12` or `mixed 512 40`; see docs/embedding.md.")
     ]
-    memory: Annotated[float, typer.Option(min=0, metavar="GiB", help="Most device memory of all graphs.")]
+    memory: Annotated[float, typer.Option(min=0, metavar="GiB", help="Maximum device memory of all graphs.")]
     rows: Annotated[int, typer.Option(min=1, help="RuntimeConfig.max_num_reqs.")] = 256
     step_tokens: Annotated[int, typer.Option(min=1, help="RuntimeConfig.max_num_tokens.")] = 2048
     steps: Annotated[

@@ -83,7 +83,7 @@ def _costs(options: PlanOptions) -> tuple[Costs, str]:
 
 
 def _notes(options: PlanOptions, trace: Trace, planned: CaptureSizes) -> Iterator[str]:
-    """Yield what the proposal does not cover."""
+    """Yield a sentence for each kind of batch that the proposal does not cover."""
     for kind, limit in ((GraphKind.DECODE, options.rows), (GraphKind.MIXED, options.step_tokens)):
         largest = max(planned[kind], default=0)
         if not trace[kind]:

@@ -61,7 +61,7 @@ class Stats:
     recorder         name of the recorder that captures the steps: "cuda-graph" or "op trace (CPU)"
     backend          attention backend
     backend_reason   why it was selected
-    steps            all steps, by the size they ran at, the tokens of their batch, and the reason if no graph ran
+    steps            all steps, by captured size, tokens of the batch, and the reason if no graph ran
     ring_waits       how often a step waited for an entry of the input ring
     graphs           one report per captured graph
     capture_seconds  duration of `capture()`

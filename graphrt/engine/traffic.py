@@ -1,4 +1,4 @@
-"""The batch sizes that a runtime served: advice about its capture sizes, and trace files for `graphrt plan`."""
+"""Advice on capture sizes from the batch sizes that a runtime served, and trace files for `graphrt plan`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from graphrt.kernels.checks import shown
 from graphrt.kernels.errors import ConfigError
 
 Served = tuple[BatchDescriptor, int, str]
-"""The size that a step ran at, the tokens of its batch, and why it ran eagerly; "" if a graph ran."""
+"""The size that a step ran at, the tokens of its batch, and why the step ran eagerly; "" if a graph ran."""
 Trace = dict[GraphKind, Counter[int]]
 """Steps by the size of their batches: requests of decode batches, new tokens of mixed batches."""
 
@@ -27,7 +27,7 @@ _HEAD = "# kind, size (requests of a decode batch, new tokens of a mixed batch),
 
 
 def advise(steps: Mapping[Served, int], captured: Iterable[BatchDescriptor]) -> tuple[str, ...]:
-    """Return a sentence for each kind of batch that was often padded or often ran eagerly. It names a size to capture.
+    """Return a sentence for each kind of batch that was often padded or often ran eagerly, with a size to capture.
 
     A kind has no advice if fewer than 100 of its steps ran, or if no graph of it is captured.
     """
@@ -97,7 +97,7 @@ def _range(sizes: Iterable[int]) -> str:
 
 
 def write_trace(path: str | Path, steps: Mapping[Served, int]) -> None:
-    """Write the sizes of all steps as a text file: a line per kind and size, with the number of steps."""
+    """Write the sizes of all steps as a text file, with one line per kind and size, and the number of steps."""
     trace: Trace = {kind: Counter() for kind in GraphKind}
     for (descriptor, tokens, _), count in steps.items():
         trace[descriptor.kind][_batch_size(descriptor, tokens)] += count
@@ -106,7 +106,7 @@ def write_trace(path: str | Path, steps: Mapping[Served, int]) -> None:
 
 
 def read_trace(path: str | Path, max_num_reqs: int, max_num_tokens: int) -> Trace:
-    """Read a trace: lines of a kind, a size and a number of steps, by default 1. Text after # is skipped.
+    """Read a trace. Each line has a kind, a size and a number of steps, by default 1. Text after # is skipped.
 
     Raises: ConfigError: if the file cannot be read, has no steps, or has a line with another format or a size above the
     maximum of its kind.
