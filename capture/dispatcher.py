@@ -9,10 +9,16 @@ from dataclasses import dataclass
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
 from graphrt.kernels.errors import CapacityError, ConfigError
 
+NOT_CAPTURED = "its graph is captured at its first use"
+"""`why_eager` of a size that `RuntimeConfig.lazy_capture` has not captured yet."""
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class Dispatch:
-    """The size to which a batch is padded. `why_eager` is empty if a graph of this size is captured."""
+    """The size to which a batch is padded; all batches of one size share the object.
+
+    why_eager   empty if a graph of this size is captured. NOT_CAPTURED becomes empty, or the reason of a failed capture
+    """
 
     descriptor: BatchDescriptor
     why_eager: str
@@ -23,6 +29,7 @@ class Dispatcher:
 
     decode_sizes, mixed_sizes   sorted sizes to capture, up to the maxima; may be empty
     graph_unsupported_reason    returns why the backend cannot capture a descriptor, or None
+    lazy                        capture only the largest size of each kind before the first step
     """
 
     def __init__(
@@ -35,11 +42,12 @@ class Dispatcher:
         mixed_sizes: Sequence[int],
         graph_unsupported_reason: Callable[[BatchDescriptor], str | None],
         use_graphs: bool,
+        lazy: bool = False,
     ) -> None:
         self.max_num_reqs = max_num_reqs
         self.max_num_tokens = max_num_tokens
         self.query_len = query_len
-        self._use_graphs = use_graphs
+        self._use_graphs, self._lazy = use_graphs, lazy
         self._graph_unsupported_reason = graph_unsupported_reason
         self._decode = self._table(
             decode_sizes, max_num_reqs, lambda n: BatchDescriptor.decode(n, query_len), "decode", "requests"
@@ -94,7 +102,8 @@ class Dispatcher:
         return table[size - 1]
 
     def captured(self) -> tuple[BatchDescriptor, ...]:
-        """Return the sizes to capture, mixed before decode and largest first, so that graphs reuse memory."""
+        """Return the sizes that have a graph, or that `capture()` captures, mixed before decode and largest first, so
+        that graphs reuse memory."""
         keys = {d.descriptor: None for d in (*reversed(self._mixed), *reversed(self._decode)) if not d.why_eager}
         return tuple(keys)
 
@@ -107,7 +116,7 @@ class Dispatcher:
         unit: str,
     ) -> list[Dispatch]:
         """Return one entry per batch size; entry n - 1 is for size n."""
-        table = []
+        table, shared = [], dict[BatchDescriptor, Dispatch]()
         for n in range(1, maximum + 1):
             index = bisect_left(sizes, n)
             padded = sizes[index] if index < len(sizes) else n
@@ -120,5 +129,8 @@ class Dispatcher:
                 why = f"no {kind} graph for {n} {unit}; the largest captured size is {largest}"
             elif (reason := self._graph_unsupported_reason(descriptor)) is not None:
                 why = reason
-            table.append(Dispatch(descriptor, why))
+            table.append(shared.setdefault(descriptor, Dispatch(descriptor, why)))
+        if self._lazy:
+            for dispatch in [of_size for of_size in shared.values() if not of_size.why_eager][:-1]:
+                dispatch.why_eager = NOT_CAPTURED
         return table

@@ -21,8 +21,8 @@ def older_objects_set_aside() -> Iterator[None]:
     if gc.get_freeze_count() > _FROZEN_BY_PYTHON:
         yield
         return
-    gc.freeze()
     try:
+        gc.freeze()
         yield
     finally:
         gc.unfreeze()

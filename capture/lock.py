@@ -7,9 +7,10 @@ kernels call when they load a kernel, so a step that loads none has no overhead.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 
 import triton
@@ -109,6 +110,16 @@ class CaptureLock:
                 f"{name}: expected {self._before[name]} bytes as after capture(), got {self._before[name] + num}; no "
                 "step may allocate there, so look for an abandoned capture, or for another capture into the same pool"
             )
+
+    @contextlib.contextmanager
+    def growing(self) -> Iterator[None]:
+        """Return a context in which memory may grow, for a capture after `engage()`."""
+        start = {name: measure() for name, measure in self._measures.items()}
+        try:
+            yield
+        finally:
+            for name, before in start.items():
+                self._before[name] += self._measures[name]() - before
 
     def release(self) -> None:
         """Remove the hooks and keep the counters. Does nothing if the lock is not engaged."""

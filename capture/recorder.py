@@ -117,8 +117,8 @@ class CudaGraphRecorder:
         # Freeing a Triton kernel or a tensor during a capture can invalidate it, so collect garbage only now.
         gc.collect()
         was_enabled = gc.isenabled()
-        gc.disable()
         try:
+            gc.disable()
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with older_objects_set_aside(), torch.cuda.stream(self._stream):  # some code calls gc.collect() itself
                 yield
@@ -164,27 +164,28 @@ class CudaGraphRecorder:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         with _kernel_loads_allowed(), torch.inference_mode():
-            # thread_local: CUDA calls of other threads neither invalidate this capture nor become part of it.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
+            try:  # around all calls: a signal handler may raise after any of them
+                # thread_local: CUDA calls of other threads neither invalidate this capture nor become part of it.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 output = step()
+                graph.capture_end()
             except BaseException:
                 self._abort(graph)
                 raise
-            graph.capture_end()
         self._living.add(graph)
         return graph, _borrow(output)
 
     def _abort(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a capture whose step raised. Errors from ending it are ignored, so that the step's error is raised."""
+        """End a capture that raised, even if it had not begun or had ended. Errors of this function are ignored."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # warns that the graph is empty
                 graph.capture_end()
         except RuntimeError:
-            # After an invalidated capture, the allocator would still allocate from the unusable pool.
-            torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
-            self._pool = torch.cuda.graph_pool_handle()
+            with contextlib.suppress(RuntimeError):  # raised if the allocator does not allocate from the pool
+                # After an invalidated capture, it would still allocate from the unusable pool.
+                torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+                self._pool = torch.cuda.graph_pool_handle()
             with contextlib.suppress(RuntimeError):
                 _reset_generator()
 
@@ -223,9 +224,9 @@ def _kernel_loads_allowed() -> Iterator[None]:
     def after_load(*args: Any, **kwargs: Any) -> None:
         check(driver.cuThreadExchangeStreamCaptureMode(outer.pop()))
 
-    hooks.kernel_load_start_hook.add(before_load)
-    hooks.kernel_load_end_hook.add(after_load)
     try:
+        hooks.kernel_load_start_hook.add(before_load)
+        hooks.kernel_load_end_hook.add(after_load)
         yield
     finally:
         hooks.kernel_load_start_hook.remove(before_load)

@@ -77,6 +77,9 @@ class RuntimeConfig:
     prefill_backend name of the backend for the prefill part of mixed steps, while `backend` serves the decode part.
                     "none": `backend` serves whole mixed steps. None: the faster choice, as measured
     use_graphs      False: run every step eagerly; `stats()` counts these steps with the reason
+    lazy_capture    `capture()` captures only the largest size of each kind, whose memory the others reuse. A step of
+                    another size first captures it, once, on the thread that submits steps. If that fails, this and all
+                    later steps of the size run eagerly, and `stats()` counts them with the reason
     check_weights   before each step, check the address of one weight or cache tensor, and what four names in the model
                     refer to, in rotation. The first step, and every step with GRAPHRT_DEBUG=1, checks all tensors that
                     graphs use
@@ -114,6 +117,7 @@ class RuntimeConfig:
     backend: str | None = None
     prefill_backend: str | None = None
     use_graphs: bool = True
+    lazy_capture: bool = False
     check_weights: bool = True
     shadow_every: int = 0
     mixed_batches: bool = True
@@ -155,7 +159,10 @@ class RuntimeConfig:
         for name in ("backend", "prefill_backend"):
             if (chosen := getattr(self, name)) is not None:
                 check_instance(f"RuntimeConfig.{name}", chosen, str, advice="pass a name, or None to select one")
-        for name in ("use_graphs", "check_weights", "batch_invariant", "mixed_batches", "penalties", "token_masks"):
+        for name in (
+            "use_graphs", "lazy_capture", "check_weights", "batch_invariant", "mixed_batches", "penalties",
+            "token_masks",
+        ):  # fmt: skip
             check_bool_field(self, name, advice="pass a bool")
         check_int_field(self, "max_logit_bias", 0, _MAX_BIAS, advice="pass 0 without biases")
         if self.max_logprobs is not None:

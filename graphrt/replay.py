@@ -14,7 +14,7 @@ from graphrt.batch import Batch
 from graphrt.cache.groups import kv_locations
 from graphrt.cache.kv_cache import KVCache
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
-from graphrt.capture.dispatcher import Dispatch, Dispatcher
+from graphrt.capture.dispatcher import NOT_CAPTURED, Dispatch, Dispatcher
 from graphrt.capture.graph import CapturedGraph, GraphReport, ordinary
 from graphrt.capture.guard import named_weights
 from graphrt.capture.inspect.findings import Audit
@@ -26,6 +26,7 @@ from graphrt.engine.batch_delta import BatchDelta, StopConditions
 from graphrt.engine.graphs import StepGraphs
 from graphrt.engine.guards import Guards
 from graphrt.engine.handle import InFlight, Launch, StepHandle
+from graphrt.engine.late_capture import LateCapture
 from graphrt.engine.launch_inputs import LaunchInputs
 from graphrt.engine.launch_queue import LaunchQueue
 from graphrt.engine.lifecycle import Exclusive, OnStream, State, stream_on, wrong_state
@@ -138,6 +139,7 @@ class ReplayManager:
             mixed_sizes=config.mixed_sizes,
             graph_unsupported_reason=self._backend.graph_unsupported_reason,
             use_graphs=config.use_graphs,
+            lazy=config.lazy_capture,
         )
         self._stats = Stats(self._graphs.name, self._backend.name, chosen.reason)
         self._guards = Guards(
@@ -145,6 +147,7 @@ class ReplayManager:
             weights=None if weights is None else named, page_tables=page_tables, check_weights=config.check_weights,
         )  # fmt: skip
         self.queue = LaunchQueue(self._program, self._graphs, self._stats, config, self._on_stream)
+        self._capture_late = LateCapture(self.queue, self._graphs, self._guards, self._stats)
         self._launch_steps = config.launch_steps
         self._order: object = None  # the BatchDelta.order that is on the device
         self._state = State.NEW
@@ -175,7 +178,7 @@ class ReplayManager:
 
     @property
     def descriptors(self) -> tuple[BatchDescriptor, ...]:
-        """The captured sizes, largest first."""
+        """The captured sizes, largest first. With `lazy_capture` a size is added at its first use."""
         return self._dispatcher.captured()
 
     def graph(self, descriptor: BatchDescriptor) -> CapturedGraph:
@@ -196,7 +199,7 @@ class ReplayManager:
         return self._guards.audit(descriptor)
 
     def capture(self, progress: Callable[[GraphReport], None] | None = None) -> None:
-        """Capture one graph per size.
+        """Capture one graph per size, or per kind with `lazy_capture`.
 
         progress   called with the report of each graph
 
@@ -255,6 +258,8 @@ class ReplayManager:
             # 1 check the batch, and choose the captured size that serves it
             target = self._dispatch("replay", batch, descriptor)
             why_eager = FORCED if eager else target.why_eager
+            if why_eager is NOT_CAPTURED:
+                why_eager = self._capture_late(target)
             # 2 write the batch to an input slot that no launch in flight uses
             slot, step = self.queue.slot()
             batch.write_inputs(slot.inputs, step, self._num_groups)
@@ -304,6 +309,8 @@ class ReplayManager:
         with self._exclusive:
             target = self._dispatch("begin", batch, None)
             why_eager = FORCED if eager else target.why_eager
+            if why_eager is NOT_CAPTURED:
+                why_eager = self._capture_late(target)
             queue = self.queue
             slot, step = queue.slot()
             ends.write(slot.inputs, batch.write_inputs(slot.inputs, step, self._num_groups))
@@ -326,6 +333,8 @@ class ReplayManager:
             queue, order, num_reqs = self.queue, delta.order, len(delta.order)
             target = self._dispatcher.dispatch(num_reqs, num_reqs, True)
             descriptor, why_eager = target.descriptor, FORCED if eager else target.why_eager
+            if why_eager is NOT_CAPTURED:
+                why_eager = self._capture_late(target)
             loops = steps > 1 and queue.can_loop(descriptor, why_eager)
             slot, step = queue.slot(steps)
             delta.write(slot.inputs, step, steps, loops, order is not self._order)
@@ -379,8 +388,9 @@ class ReplayManager:
         with self._exclusive:
             self.request_tables.clear_left()
             target = self._dispatch("compare", batch, descriptor)
-            if target.why_eager:
-                raise ReplayError(f"compare: this batch has no graph ({target.why_eager}); pass a batch that has one")
+            why_eager = self._capture_late(target) if target.why_eager is NOT_CAPTURED else target.why_eager
+            if why_eager:
+                raise ReplayError(f"compare: this batch has no graph ({why_eager}); pass a batch that has one")
             self.queue.drain()
             undo, size, results = StepUndo(self._program), target.descriptor, []
             for why_eager in ("", "compared with its graph"):

@@ -50,7 +50,8 @@ class MemoryPlan:
     predicted_graphs predicted memory of graphs, buffers and activations, from trial captures
     kv_bytes         memory of the KV cache
     predicted_free   predicted free memory after `capture()`
-    actual_free      measured free memory after `capture()`; None before it, and on CPU
+    actual_free      measured free memory after `capture()`; None before it, and on CPU. With `lazy_capture`, later
+                     captures take a part of it
     """
 
     pool_pages: tuple[int, ...]

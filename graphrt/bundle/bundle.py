@@ -185,6 +185,7 @@ class Bundle:
             mixed_sizes=tuple(size.padded_tokens for size in sizes if size.kind is GraphKind.MIXED),
             loop_sizes=(),
             use_graphs=True,
+            lazy_capture=False,
             ring_depth=2,
             launch_steps=max(launch.words.steps for launch in self.launches),
         )

@@ -37,23 +37,46 @@ class StepGraphs:
         """Capture all sizes, and loops around the decode graphs of `loop_sizes`. After an error, no graph remains."""
         try:
             with self._recorder.session():
-                # A compiled model may compile, load and tune kernels at any size, which a capture forbids. So each size
-                # runs once before its capture.
-                every_size, warm = is_compiled(self._program.model), set[GraphKind]()
                 for descriptor in descriptors:
-                    step = partial(self._program.run, descriptor)
-                    prepare = partial(self._program.backend.plan_capture, descriptor)
-                    if every_size or descriptor.kind not in warm:
-                        warm.add(descriptor.kind)
-                        self._recorder.warm_up(step, prepare)
-                    graph = self._graphs[descriptor] = self._recorder.capture(step, descriptor, prepare)
-                    if descriptor.kind is GraphKind.DECODE and descriptor.padded_reqs in self._loop_sizes:
-                        self._loops[descriptor] = self._recorder.loop(graph, self._program.buffers.loop_condition)
+                    self._capture(descriptor, partial(self._program.backend.plan_capture, descriptor))
                     if progress is not None:
-                        progress(graph.report)
+                        progress(self._graphs[descriptor].report)
         except BaseException:
             self._drop()
             raise
+
+    def capture_late(self, descriptor: BatchDescriptor, before_run: Callable[[], None]) -> None:
+        """Capture one more size. Warm-up runs are queued after earlier work of the current stream, and their draws from
+        torch's generator are undone. After an error the other graphs remain, and the call can be repeated.
+
+        before_run   called before each run of the step, to make it read an entry without requests
+        """
+        device = self._program.kv_cache.device
+        random = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index]
+        state = random.get_state()
+
+        def prepare() -> None:
+            before_run()
+            self._program.backend.plan_capture(descriptor)
+
+        try:
+            with self.off_graph(), torch.inference_mode(), self._recorder.session():
+                self._capture(descriptor, prepare)
+        finally:
+            random.set_state(state)
+
+    def _capture(self, descriptor: BatchDescriptor, prepare: Callable[[], None]) -> None:
+        """Capture a size, and a loop around it if it is a decode size of `loop_sizes`."""
+        program, recorder = self._program, self._recorder
+        if descriptor not in self._graphs:  # an interrupt may have come after the graph and before its loop
+            step = partial(program.run, descriptor)
+            # A compiled model may compile, load and tune kernels at any size, which a capture forbids. So each size
+            # runs once before its capture.
+            if is_compiled(program.model) or descriptor.kind not in {size.kind for size in self._graphs}:
+                recorder.warm_up(step, prepare)
+            self._graphs[descriptor] = recorder.capture(step, descriptor, prepare)
+        if descriptor.kind is GraphKind.DECODE and descriptor.padded_reqs in self._loop_sizes:
+            self._loops[descriptor] = recorder.loop(self._graphs[descriptor], program.buffers.loop_condition)
 
     def graph(self, descriptor: BatchDescriptor) -> CapturedGraph:
         """Return the graph of a size. Raises: ConfigError if the size is not captured."""

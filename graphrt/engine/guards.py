@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -67,6 +68,14 @@ class Guards:
         self._pointers.remember(self._everything)
         self._remember_names()
         self._lock.engage()
+
+    @contextlib.contextmanager
+    def late_capture(self) -> Iterator[None]:
+        """Return a context for a capture between steps. Raises: ReplayError: if a tensor has moved."""
+        self._pointers.check()
+        with self._lock.growing():
+            yield
+        self._pointers.remember(self._everything)
 
     def before_step(self) -> None:
         """Run the checks that are due. Raises: ReplayError: if a tensor moved, or kernels or memory were added."""

@@ -23,7 +23,7 @@ from graphrt.engine.stats import Stats
 from graphrt.engine.undo import StepUndo
 from graphrt.kernels.errors import ReplayError
 from graphrt.kernels.metadata.buffers import CURSOR_ENTRY, CURSOR_STEP
-from graphrt.kernels.metadata.step_inputs import HEADER_COPIES, HEADER_SIZE
+from graphrt.kernels.metadata.step_inputs import HEADER_COPIES, HEADER_SIZE, write_header
 
 
 class LaunchQueue:
@@ -54,13 +54,33 @@ class LaunchQueue:
 
     def slot(self, steps: int = 1) -> tuple[StagingSlot, int]:
         """Return an input slot that no launch in flight uses, and the number of the next launch's first step."""
-        # After a failed launch, step numbers are skipped, so two launches in flight could share an entry of the output
-        # rings. If the launch was interrupted, the event of its input slot may not have been recorded.
+        # After a failed launch or a capture, step numbers are skipped, so two launches in flight could share an entry
+        # of the output rings. If it was interrupted, the event of its input slot may not have been recorded, and its
+        # steps may have moved the cursor.
         if self.next_step != self._follows:
             self.synchronize()
+            with self._on_stream:
+                self._rewind()
         slot, first = self._ring.acquire(self.launches), self.next_step
         self.next_step += steps
         return slot, first
+
+    def capture(self, descriptor: BatchDescriptor) -> None:
+        """Capture the graph of a size, after the launches in flight. An error changes no state that later steps read.
+
+        Warm-up runs read a step without requests, which the next launch replaces. Its number is skipped: a handle that
+        polls its own number must not find it before its step has run.
+        """
+        slot, step = self.slot()
+        write_header(slot.inputs, step, 0, 0, 0)
+        with OnStream(self._on_stream.stream, "graphrt.capture"), slot.in_flight(self._on_stream.stream):
+            self._graphs.capture_late(descriptor, self._rewind)
+
+    def _rewind(self) -> None:
+        """Let the next step on the current stream read the input slot of the next launch."""
+        cursor = self._program.buffers.cursor
+        cursor[CURSOR_ENTRY].fill_(self.launches)
+        cursor[CURSOR_STEP].fill_(0)
 
     def can_loop(self, descriptor: BatchDescriptor, why_eager: str) -> bool:
         """Return True if one graph launch can run several steps."""
@@ -94,8 +114,6 @@ class LaunchQueue:
             self._follows = self.next_step
             self.launches += 1
         except BaseException as error:
-            self._program.buffers.cursor[CURSOR_ENTRY] = self.launches
-            self._program.buffers.cursor[CURSOR_STEP] = 0
             if flag is not None and steps == 1 and isinstance(error, Exception) and not self._has_run(slot):
                 flag.changing = False
             raise
@@ -172,10 +190,11 @@ class LaunchQueue:
         self._ring.drain()
 
     def synchronize(self) -> None:
-        """Wait for all work on the steps' stream, including interrupted launches, and collect all results."""
+        """Wait for all work of steps and captures, including interrupted ones, and collect all results."""
         self._ring.drain()
         if self._on_stream.stream is not None:
-            self._on_stream.stream.synchronize()
+            for stream in (self._on_stream.stream, *self._graphs.streams):
+                stream.synchronize()
 
     def restart(self) -> None:
         """Start with the first input slot again, as the device does after a reset. Every launch must have finished."""

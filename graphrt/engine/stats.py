@@ -64,13 +64,13 @@ class Stats:
     steps            all steps, by captured size, tokens of the batch, and the reason if no graph ran
     ring_waits       how often a step waited for an entry of the input ring
     graphs           one report per captured graph
-    capture_seconds  duration of `capture()`
+    capture_seconds  duration of `capture()`, and of captures at first use
     shadow_steps     steps that ran as a graph and eagerly; see RuntimeConfig.shadow_every
     shadow_differences  the first 16 shadow steps that differed
     late_kernels     kernels that were compiled or loaded after `capture()` on the thread that submits steps, by name
                      and activity. "in a graph step" is always an error. "outside the graphs" (eager, shadow steps,
-                     writes of request tables) and "between calls" cost time that a warm-up would save
-    late_bytes       bytes by which the memory pool of the graphs has grown after `capture()`
+                     captures, writes of request tables) and "between calls" cost time that a warm-up would save
+    late_bytes       bytes by which the memory pool of the graphs has grown, except in captures
     """
 
     recorder: str

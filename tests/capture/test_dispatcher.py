@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind, default_decode_sizes, default_mixed_sizes
-from graphrt.capture.dispatcher import Dispatcher
+from graphrt.capture.dispatcher import NOT_CAPTURED, Dispatcher
 from graphrt.kernels.errors import CapacityError, ConfigError
 
 EIGHTS = tuple(range(8, 257, 8))
@@ -153,3 +153,19 @@ def test_a_given_size_must_fit_the_batch_and_be_one_that_batches_are_padded_to()
     for descriptor in (*unknown, *(BatchDescriptor.mixed(*sizes) for sizes in ((16, 9), (41, 10), (15, 10)))):
         with pytest.raises(ConfigError, match="is not a size that this runtime pads to"):
             dispatcher.at(descriptor, 1, 1, uniform=True)
+
+
+# -- captures at first use
+
+
+def test_a_lazy_dispatcher_captures_the_largest_size_of_each_kind_that_can_be_captured() -> None:
+    refuses = lambda size: "too large" if size.padded_reqs == 10 and size.kind is GraphKind.DECODE else None  # noqa: E731
+    lazy = make(lazy=True, graph_unsupported_reason=refuses)
+    assert [str(size) for size in lazy.captured()] == ["mixed[40 tokens, 10]", "decode[4]"]
+    reasons = [lazy.dispatch(n, n, True).why_eager for n in range(1, 11)]
+    assert reasons == [NOT_CAPTURED] * 2 + [""] * 2 + ["too large"] * 6
+    three, four = lazy.dispatch(2, 12, False), lazy.dispatch(2, 16, False)
+    assert three is four is lazy.at(four.descriptor, 1, 1, True), "batches of a size share its object"
+    four.why_eager = ""
+    assert str(lazy.captured()[1]) == "mixed[16 tokens, 10]"
+    assert not make(lazy=True, use_graphs=False).captured()

@@ -140,6 +140,58 @@ def test_the_generator_can_draw_after_an_invalidated_capture(monkeypatch: pytest
     assert (made._pool, Invalidated.begun, Invalidated.capturing) == ((0, 3), 2, False)
 
 
+class Interrupted:
+    """A CUDAGraph during whose calls a signal handler may raise. Only a capture that is open can be ended."""
+
+    is_open, at, allocates = False, "", False
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        pass
+
+    def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
+        Interrupted.is_open = Interrupted.allocates = True
+        self.handle_signal("begin")
+
+    def capture_end(self) -> None:
+        if not self.is_open:
+            raise RuntimeError("CUDA error: operation not permitted when stream is not capturing")
+        Interrupted.is_open = Interrupted.allocates = False
+        self.handle_signal("end")
+
+    @classmethod
+    def handle_signal(cls, where: str) -> None:
+        at, cls.at = cls.at, "" if cls.at == where else cls.at
+        if at == where:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("at", ["begin", "step", "end"])
+def test_an_interrupted_capture_is_ended(monkeypatch: pytest.MonkeyPatch, at: str) -> None:
+    def end_allocation(*of: object) -> None:
+        if not Interrupted.allocates:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        Interrupted.allocates = False
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Interrupted)
+    monkeypatch.setattr(recorder, "check_capture_allocator", lambda device: None)
+    monkeypatch.setattr(recorder, "_borrow", lambda output: output)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end_allocation, raising=False)
+    monkeypatch.setitem(recorder._idle_streams, CUDA, [object()])
+    made, output = recorder.CudaGraphRecorder(CUDA), torch.ones(1)
+
+    def step() -> torch.Tensor:
+        Interrupted.handle_signal("step")
+        return output
+
+    Interrupted.at = at
+    with pytest.raises(KeyboardInterrupt):
+        made._capture(step)
+    assert (Interrupted.is_open, Interrupted.allocates) == (False, False)
+    assert made._capture(step)[1] is output
+
+
 # -- on a GPU only
 
 

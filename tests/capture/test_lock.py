@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Iterator
@@ -129,6 +130,20 @@ def test_memory_that_grows_is_counted_by_name() -> None:
     lock.check()
     strict.check()
     assert lock.grown == strict.grown == {}
+
+
+def test_a_capture_may_grow_memory_and_hides_no_other_growth() -> None:
+    held = {"graph pool": 100}
+    lock = CaptureLock(lambda: Doing.BETWEEN, {"graph pool": lambda: held["graph pool"]}, strict=False)
+    lock.engage()
+    held["graph pool"] += 5
+    with contextlib.suppress(LookupError), lock.growing():
+        held["graph pool"] += 60
+        raise LookupError
+    held["graph pool"] += 1
+    lock.check()
+    assert lock.grown == {"graph pool": 6}
+    lock.release()
 
 
 def test_release_is_idempotent_and_a_collected_lock_is_released() -> None:

@@ -43,7 +43,7 @@ def toy_runtime(generator: random.Random, device: torch.device) -> Runtime:
     config = {
         "max_seq_len": MAX_LEN, "loop_sizes": generator.choice([(), (1, 2, 4)]), "max_num_tokens": 32,
         "mixed_sizes": (8, 32), "ring_depth": generator.choice([2, 3, 8]), "penalties": True, "max_logit_bias": 2,
-        "max_logprobs": 3,
+        "max_logprobs": 3, "lazy_capture": generator.choice([False, True]),
     }  # fmt: skip
     return captured(device=device, num_pages=generator.choice([24, 70]), **config)
 
@@ -60,7 +60,8 @@ def layered_runtime(generator: random.Random, device: torch.device) -> tuple[Lay
         for layer, (sight, pool, size) in enumerate(zip(sights, pools, sizes, strict=False))
     ]
     num_pages = [generator.choice([30, 60]) for _ in range(1 + groups[-1].pool)]
-    return build(specs, groups, num_pages, device, loop_sizes=generator.choice([(), (2, 4)]))
+    options = {"loop_sizes": generator.choice([(), (2, 4)]), "lazy_capture": generator.choice([False, True])}
+    return build(specs, groups, num_pages, device, **options)
 
 
 class Blocks:

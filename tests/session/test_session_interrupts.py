@@ -23,6 +23,7 @@ import pytest
 import torch
 
 from graphrt.batch import Batch
+from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.generate.generator import TextGenerator
 from graphrt.kernels.errors import CaptureError, ReplayError
 from graphrt.runtime import Runtime
@@ -83,8 +84,8 @@ def assert_all_returned(runtime: Runtime) -> None:
 class Served:
     """A runtime with a session that calls interrupt, and another one whose request continues throughout."""
 
-    def __init__(self) -> None:
-        self.runtime = captured()
+    def __init__(self, **config: Any) -> None:
+        self.runtime = captured(**config)
         self.expected = greedy(LivelyModel(CPU), PROMPT, COUNT)
         self.others = greedy(LivelyModel(CPU), OTHER, 50)
         self.witness = DecodeSession(self.runtime)
@@ -183,6 +184,30 @@ def test_an_exception_at_any_point_of_a_call(served: Served, name: str) -> None:
         except KeyboardInterrupt:
             raised = True
         assert raised or at.count < number, f"{name}: the exception at event {number} was swallowed"
+
+
+def test_an_exception_at_any_point_of_a_capture_at_first_use() -> None:
+    """The call captures a mixed size, and a decode size with a loop. Later calls capture what is missing."""
+    sizes = {"decode_sizes": (1, 2, 6), "loop_sizes": (2,), "mixed_sizes": (4, 5, 6, 16), "lazy_capture": True}
+    late = {BatchDescriptor.mixed(5, 5), BatchDescriptor.decode(2)}
+    events = 0
+    for _ in range(1 + 40):
+        served = Served(**sizes)
+        served.begin()
+        assert late.isdisjoint(served.runtime.manager.descriptors)
+        number = random.randint(1, events) if events else -1
+        with contextlib.suppress(KeyboardInterrupt), AtEvent(number, interrupt) as at:
+            CALLS["run_many"](served)
+        events = events or at.count
+        served.check()
+        served.begin()
+        CALLS["run_many"](served)
+        served.check()
+        assert late <= set(served.runtime.manager.descriptors)
+        assert not served.runtime.stats().eager_steps
+        served.witness.close()
+        assert_all_returned(served.runtime)
+        served.runtime.close()
 
 
 def quietly(call: Callable[[], object]) -> Callable[[], object]:
