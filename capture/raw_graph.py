@@ -74,8 +74,8 @@ def node_types(graph: Any) -> frozenset[Any]:
 class LaunchEvent:
     """An event recorded after a launch.
 
-    torch creates the event and waits for it. A driver call records it, in a third of the time of `Event.record`. Call
-    `record` while the stream's device is current.
+    torch creates the event and waits for it. A driver call records the event, which takes a third of the time of
+    `Event.record`. Call `record` while the stream's device is current.
     """
 
     __slots__ = ("_event", "_handle", "_raw_stream", "_stream")

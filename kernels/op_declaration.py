@@ -62,7 +62,10 @@ class DeclaredOp(Generic[Call]):
         build: Callable[[tuple[Any, ...]], Call] = eval(f"lambda values: {source}", classes)  # as in dataclasses
         names = [path.rsplit(".", 1)[-1] if not path.endswith(".ints") else path.split(".")[-2] for path in paths]
         if len(names) < 2 or len(set(names)) != len(names):
-            raise TypeError(f"{arguments.__name__}: expected at least two fields with different names, got {names}")
+            raise TypeError(
+                f"{arguments.__name__}: expected at least two fields with different names, got {names}; "
+                "add or rename fields"
+            )
         self.schema = f"{name}({', '.join(_arguments(names, types_of))}) -> ()"
         self._values: Callable[[Call], tuple[object, ...]] = operator.attrgetter(*paths)
         self._op: Any = define_op(
@@ -124,7 +127,10 @@ def _kind(name: str, hint: Any) -> str:
     if hint == Written:
         return "Tensor!"
     if hint not in _LEAVES:
-        raise TypeError(f"{name}: expected a tensor, int, float, bool, list[int] or a dataclass of these, got {hint}")
+        raise TypeError(
+            f"{name}: expected a tensor, int, float, bool, list[int] or a dataclass of these, got {hint}; "
+            "change the annotation"
+        )
     return _LEAVES[hint]
 
 

@@ -93,9 +93,9 @@ def audit_twice(
 
     The other arguments are those of `audit`. Two captures show more than one:
 
-    - A real address is at the same position in both captures; a stale word is not and is dropped. Other findings become
-      certain if both captures agree. Lists in arguments of kernels for many tensors (foreach, fused optimizers) are an
-      exception, because unused entries contain stack data, which is often equal in both captures.
+    - A real address is at the same position in both captures. A stale word is not, so it is dropped. Other findings
+      become certain if both captures agree. Lists in arguments of kernels for many tensors (foreach, fused optimizers)
+      are an exception, because unused entries contain stack data, which is often equal in both captures.
     - An address in the first capture's pool is hidden state, that is, memory that the step keeps between captures.
     - A registered address, number or copy length that differs is frozen in the graph. twice.py lists which numbers
       are compared; numbers within structs are not.
@@ -150,7 +150,7 @@ def _report(lookup: Lookup, first: Lookup | None, allowed: Sequence[Allowed], wa
 
 
 def _nodes(view: GraphView, waits: tuple[str, ...], at: Place = ()) -> Iterator[Finding]:
-    """Yield findings about nodes as a whole."""
+    """Yield findings about whole nodes."""
     early = {edge.target: edge.source for edge in view.edges if edge.programmatic}
     for index, node in enumerate(view.nodes):
         place = (*at, index)

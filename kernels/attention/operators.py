@@ -59,7 +59,7 @@ def _constexprs(plan: AttentionPlan, options: AttentionOptions, kv_dtype: torch.
 def _stride_unit(kv_strides: Sequence[int], others: Sequence[int]) -> int:
     """Return the unit in which strides are passed to the kernel: 1, 2, 4 or 8 elements.
 
-    Triton specializes on strides that are multiples of 16. If those of K and V are not, as with heads of 72, the unit
+    Triton specializes on strides that are multiples of 16. If K and V have others, as for heads of 72, the unit
     must tell the compiler their alignment; otherwise it loads element by element.
     """
     common = math.gcd(*kv_strides)

@@ -83,7 +83,7 @@ def _is_odd(shape: PlanShape, kv_dtype: torch.dtype) -> bool:
 
 
 def _max_block_m(block_d: int, dtype: torch.dtype) -> int:
-    """Return the maximum queries per query tile whose sums fit in registers."""
+    """Return the largest number of queries per query tile for which the sums fit in registers."""
     if dtype == torch.float32:
         return MIN_BLOCK_M
     return 64 if block_d <= 128 else 32 if block_d <= 256 else MIN_BLOCK_M

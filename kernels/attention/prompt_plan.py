@@ -123,7 +123,7 @@ class PromptPlan:
 
 
 def _triton_tile(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """Return block_m, block_n, warps and stages; docs/dev/log.md "Tiles of varlen" measured them."""
+    """Return block_m, block_n, warps and stages. Measured: docs/dev/log.md "Tiles of varlen"."""
     block_d = next_power_of_two(head_dim)
     if dtype == torch.float32:
         return _FLOAT32_BLOCK_M, *((32, 4) if block_d <= 64 else (16, 8)), 3

@@ -46,7 +46,7 @@ def _bad_tokens(tokens_ptr, index, query_len, last_token, vocab_size):
 def first_bad_token(tokens_ptr, query_len, last_token, vocab_size, QUERY_LEN: tl.constexpr, TOKEN_BLOCK: tl.constexpr):
     """Return the index of the first token outside the vocabulary; NOWHERE if there is none.
 
-    `last_token` replaces the first token if it is TOKEN_FROM_DEVICE.
+    If the first token is TOKEN_FROM_DEVICE, `last_token` replaces it.
     """
     lanes = tl.arange(0, TOKEN_BLOCK)
     first = _bad_tokens(tokens_ptr, lanes, query_len, last_token, vocab_size)

@@ -86,7 +86,7 @@ def _from_host(ptr, mask, other):
 
     Ordinary loads are safe, as L1 has no stale lines when a kernel starts. Volatile loads do not coalesce. Loads that
     bypass L1 (.cg) take 3.6 times as long on words that do not start at a multiple of 64 bytes. Triton 3.6 ignores .cv;
-    later versions compile it, but that is unmeasured.
+    later versions compile .cv, which was not measured.
     """
     return tl.load(ptr, mask=mask, other=other)
 
@@ -252,8 +252,8 @@ def _unpack_kernel(
         steps = tl.load(ptrs.cursor + _CURSOR_STEPS).to(tl.int32)
         kind = tl.load(ptrs.cursor + _CURSOR_KIND).to(tl.int32)
 
-    # An entry whose counts exceed its own size, or that of the inputs, is treated as empty, as is a full entry in any
-    # step but its first.
+    # Treat an entry as empty if its counts exceed the size of the entry or of the inputs, or if a full entry is past
+    # its first step.
     delta = (kind & _DELTA) != 0
     new_order = first_step & ((kind & _NEW_ORDER) != 0)
     keep = (kind & _KEEP) != 0

@@ -20,7 +20,7 @@ def _conflicts(previous, writer):
 
 @triton.jit
 def mark_req_conflict(previous, writer, is_writer, write_conflicts_ptr, mark):
-    """Mark both requests if `writer` replaced a writer id of the same step, `previous`, at a request index."""
+    """Mark both requests if `previous`, the id that `writer` replaced at a request index, is of the same step."""
     hit = is_writer & _conflicts(previous, writer)
     tl.atomic_max(write_conflicts_ptr + ((writer >> 16) & 0xFFFF), mark, mask=hit, sem="relaxed")
     tl.atomic_max(write_conflicts_ptr + ((previous >> 16) & 0xFFFF), mark, mask=hit, sem="relaxed")

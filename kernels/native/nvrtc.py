@@ -38,7 +38,7 @@ class NativeVariant:
     num_threads   threads per block
     shared_bytes  dynamic shared memory per block
     cluster       blocks per cluster, along the second dimension of the grid
-    arch_specific it uses instructions of only one compute capability, such as sm_90a
+    arch_specific whether the variant uses instructions of only one compute capability, such as sm_90a
     """
 
     source: str

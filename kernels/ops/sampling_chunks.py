@@ -1,6 +1,6 @@
 """First pass of sampling, over all logits: the highest logit of each group of tokens, and its mass for top-p.
 
-For greedy rows it writes only the best group of each tile, which is fifty times less.
+For greedy rows this pass writes only the best group of each tile, which is fifty times less.
 
 A program reads a tile of one row. It issues all loads before it waits for any, and takes two to five instructions per
 token, because more would take longer than the read itself. So it leaves out the tokens that mask, bias and penalties

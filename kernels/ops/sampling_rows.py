@@ -1,7 +1,7 @@
-"""Second pass of sampling, one program per row: the best token, or a draw among all tokens or those min-p keeps.
+"""Second pass of sampling: pick the best token, or draw among all tokens or those that min-p keeps.
 
-Rows with top-k or top-p are sampled by `sampling_truncated.py`, so that other rows do not need its registers. That pass
-runs concurrently. It may start once this pass has waited for the first pass.
+A program samples one row. Rows with top-k or top-p are sampled by `sampling_truncated.py`, so that other rows do not
+need its registers. That pass runs concurrently. It may start once this pass has waited for the first pass.
 """
 
 from __future__ import annotations

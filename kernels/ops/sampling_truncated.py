@@ -4,7 +4,7 @@ A group's highest logit and highest noise bound the scores of its tokens, so a d
 the highest bounds, then all groups whose bounds reach the best score found in these.
 
 min-p, top-k and top-p each keep all tokens from some logit on, so a row keeps the tokens at or above one threshold. The
-groups' highest logits give a lower bound of it, the floor. The tokens that reach the floor are usually a short list:
+groups' highest logits give the floor, a lower bound of the threshold. Few tokens usually reach the floor:
 
     groups at the floor       17  40  41  55 ...      found by their highest logits
     bits of their words       ...0100100, ...0001     tokens that reach the floor: 64 bytes read per group
@@ -278,7 +278,7 @@ def _list_changed(source, group_ptrs, group_best, floor, row_list, length, GROUP
 
 @triton.jit
 def _threshold_of_list(row_list, length, low, options, lanes: tl.constexpr):
-    """Return the lowest key that is kept. Top-k is applied first; top-p is a share of the mass that top-k keeps."""
+    """Return the lowest key to keep. Top-k is applied first, because top-p is a share of the mass that top-k keeps."""
     best, total, rate, top_k, top_p, min_p = options
     at = tl.arange(0, lanes)
     logits = tl.load(row_list[1] + at, mask=at < length, other=float("-inf"))
