@@ -315,19 +315,20 @@ def _measure_graphs(
     """Return the predicted bytes of buffers and all graphs, by capturing and dropping the largest graph of each kind.
 
     Graphs share a memory pool, so the largest graph of each kind counts once. The driver memory of that graph is
-    assumed for every other size of its kind, which overestimates small sizes with fewer nodes.
+    assumed for every other size of its kind, and for every loop, which overestimates small sizes with fewer nodes.
     """
     resolved = config.resolve()
     sizes = {GraphKind.DECODE: resolved.decode_sizes or (), GraphKind.MIXED: resolved.mixed_sizes or ()}
-    trial = replace(config, decode_sizes=sizes[GraphKind.DECODE][-1:], mixed_sizes=sizes[GraphKind.MIXED][-1:])
+    loops = {GraphKind.DECODE: set(config.loop_sizes), GraphKind.MIXED: set[int]()}
     before = torch.cuda.mem_get_info(device)[0]
-    manager = build(trial, (_TRIAL_PAGES,) * pools)
+    manager = build(replace(config, lazy_capture=True), (_TRIAL_PAGES,) * pools)
     try:
         manager.capture()
         torch.cuda.empty_cache()
         predicted = before - torch.cuda.mem_get_info(device)[0]
         for report in manager.stats().graphs:
-            predicted += report.driver_bytes * (len(sizes[report.descriptor.kind]) - 1)
+            kind, measured = report.descriptor.kind, {report.descriptor.padded_reqs}
+            predicted += report.driver_bytes * (len(sizes[kind]) - 1 + len(loops[kind] - measured))
     finally:
         manager.close()
         del manager

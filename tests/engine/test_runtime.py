@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from graphrt.batch import Batch
 from graphrt.cache.kv_cache import KVCache
+from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.config import RuntimeConfig
 from graphrt.engine.lifecycle import State
 from graphrt.generate.generator import TextGenerator
@@ -25,7 +27,9 @@ from tests.support.toy import HEAD_DIM, HEADS, KV_HEADS, LAYERS, VOCAB, LivelyMo
 MIB = 1 << 20
 
 
-def build(device: torch.device, *, max_seq_len: int = 64, head_dim: int = HEAD_DIM, **options) -> Runtime:
+def build(
+    device: torch.device, *, max_seq_len: int = 64, head_dim: int = HEAD_DIM, config: dict | None = None, **options
+) -> Runtime:
     dtype = torch.float32
     return Runtime(
         ToyModel(device, dtype, head_dim),
@@ -33,7 +37,7 @@ def build(device: torch.device, *, max_seq_len: int = 64, head_dim: int = HEAD_D
         KVCacheSpec(LAYERS, KV_HEADS, head_dim, 16, KVLayout.HND, dtype),
         vocab_size=VOCAB,
         device=device,
-        config=RuntimeConfig(max_num_reqs=4, max_num_tokens=16, max_seq_len=max_seq_len),
+        config=RuntimeConfig(max_num_reqs=4, max_num_tokens=16, max_seq_len=max_seq_len, **(config or {})),
         **options,
     )
 
@@ -246,14 +250,23 @@ def test_runtime_built_in_a_torch_mode(mode: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.alone
-def test_auto_predicts_free_memory_within_256_mib() -> None:
+@pytest.mark.parametrize("lazy", [False, True], ids=["captured ahead", "captured at first use"])
+def test_auto_predicts_free_memory_within_256_mib(lazy: bool) -> None:
     """With a cache bounded by memory, not by use."""
     device = torch.device("cuda", 0)
     build(device).close()
     free, total = torch.cuda.mem_get_info(device)
-    runtime = build(device, max_seq_len=1 << 24, head_dim=64, memory_utilization=1 - (free - (6 << 30)) / total)
+    config = {"decode_sizes": (1, 2, 4), "loop_sizes": (1, 2), "mixed_sizes": (8, 16), "lazy_capture": lazy}
+    share = 1 - (free - (6 << 30)) / total
+    runtime = build(device, max_seq_len=1 << 24, head_dim=64, memory_utilization=share, config=config)
     runtime.capture()
     plan = runtime.memory_plan
+    if lazy:
+        for size in (BatchDescriptor.mixed(8, 4), *(BatchDescriptor.decode(n) for n in (1, 2))):
+            assert runtime.replay(Batch.empty(), descriptor=size).why_eager == ""
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        plan = replace(plan, actual_free=torch.cuda.mem_get_info(device)[0])
     assert plan.num_pages < 1 + 4 * (1 << 20), "bounded by memory"
     assert plan.kv_bytes > 3 << 30
     assert abs(plan.actual_free - plan.predicted_free) < 256 * MIB, plan

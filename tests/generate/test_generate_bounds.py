@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
+
 import pytest
 import torch
 
+from graphrt.config import RuntimeConfig
+from graphrt.engine.stats import Stats
 from graphrt.generate.generator import Event, TextGenerator
 from graphrt.kernels.errors import CapacityError
-from graphrt.runtime import Runtime, _plan_memory
+from graphrt.replay import ReplayManager
+from graphrt.runtime import Runtime, _measure_graphs, _plan_memory
 from graphrt.sampling_params import SamplingParams
 from tests.support import toy
 from tests.support.toy import HEAD_DIM, KV_HEADS, LAYERS, ToyModel, make_runtime
@@ -184,6 +189,33 @@ def test_a_plan_of_a_device_leaves_room_for_graphs(monkeypatch: pytest.MonkeyPat
     assert (plan.free_before, plan.reserved, plan.predicted_graphs) == (free, 10 * PAGE_BYTES, graphs)
     assert (plan.num_pages, plan.kv_bytes) == (6, 6 * PAGE_BYTES)
     assert plan.predicted_free == free - graphs - 6 * PAGE_BYTES - 8 * 6
+
+
+@pytest.mark.parametrize("loop_sizes", [(), (1, 2), (1, 3)])
+def test_trial_captures_count_all_graphs_and_loops(
+    monkeypatch: pytest.MonkeyPatch, loop_sizes: tuple[int, ...]
+) -> None:
+    """The largest size of each kind is captured, and its bytes count for the other graphs and loops of its kind."""
+    free = iter([5000, 3000])
+    config = RuntimeConfig(3, 16, 24, decode_sizes=(1, 2, 3), mixed_sizes=(8, 16), loop_sizes=loop_sizes)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free), 9000))
+
+    def build(config: RuntimeConfig, pages: tuple[int, ...]) -> ReplayManager:
+        assert pages == (2, 2)
+        manager = toy.make_runtime(CPU, num_pages=4, config=asdict(config)).manager
+        stats = manager.stats()
+
+        def measured() -> Stats:
+            driver_bytes = {"decode[3]": 10, "mixed[16 tokens, 3]": 100}
+            stats.graphs = tuple(replace(g, driver_bytes=driver_bytes[str(g.descriptor)]) for g in stats.graphs)
+            return stats
+
+        manager.stats = measured
+        return manager
+
+    others = 2 + len(set(loop_sizes) - {3})
+    assert _measure_graphs(build, config, torch.device("cuda", 0), 2) == 2000 + 100 + 10 * others
 
 
 def test_rows_are_handed_out_from_the_lowest() -> None:
