@@ -99,9 +99,8 @@ def lists_page_0(
 ):
     """Return whether a request lists pages from page 0 in a self-attention group, which voids all its tables."""
     groups = tl.arange(0, GROUP_BLOCK)
-    in_use = groups < GROUPS
-    max_encoder_len = tl.load(page_groups_ptr + groups * GROUP_FIELDS + MAX_ENCODER_LEN, mask=in_use, other=1)
     in_use = groups < tl.where(is_row, GROUPS, 0)
+    max_encoder_len = tl.load(page_groups_ptr + groups * GROUP_FIELDS + MAX_ENCODER_LEN, mask=in_use, other=1)
     fields_ptr = rows_ptr + (_REQ_PAGES + _PAGE_FIELDS * groups) * listed_reqs
     first = tl.load(fields_ptr + _PAGE_FIRST * listed_reqs, mask=in_use, other=1)
     start = tl.load(fields_ptr + _PAGE_START * listed_reqs, mask=in_use, other=0)

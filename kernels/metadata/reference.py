@@ -108,10 +108,7 @@ class _StepInputs:
     def _table_row(self, table: Int32Array, group: PageGroup, row: int) -> Int32Array:
         """Return the pages of the tokens that a request holds, from the table that the caller owns."""
         held = self.field(layout.REQ_ENCODER_LEN if group.max_encoder_len else layout.REQ_SEQ_LEN, row)
-        req_index = self.field(layout.REQ_INDEX, row)
-        if held <= 0 or not 0 <= req_index < len(table):
-            return self.pages[:0]
-        return table[req_index, : min(-(-held // group.page_size), group.max_pages)]
+        return table[self.field(layout.REQ_INDEX, row), : min(-(-held // group.page_size), group.max_pages)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +161,10 @@ def refresh_reference(b: Any) -> None:
         fault = _check_row(step, row, last, b.max_seq_len)
         keeps = not fault[0] and _keeps_pages(step, row, groups)
         for g, group in enumerate(groups):
-            table = tables[g, row] = _table(step, g, row, group, b, bool(fault[0]), keeps)
-            checks[g, row] = fault if fault[0] else table.fault
+            checks[g, row] = fault
+            if not fault[0]:
+                tables[g, row] = _table(step, g, row, group, b, keeps)
+                checks[g, row] = tables[g, row].fault
         if not checks[0, row][0]:
             checks[0, row] = _check_tokens(step, row, last, b.vocab_size)
         for g in range(len(groups)):
@@ -246,11 +245,9 @@ def _keeps_pages(step: _StepInputs, row: int, groups: list[PageGroup]) -> bool:
     return not any(first == 0 and len(listed) for first, listed in own)
 
 
-def _table(step: _StepInputs, g: int, row: int, group: PageGroup, b: Any, faulty: bool, keeps: bool) -> _Table:
+def _table(step: _StepInputs, g: int, row: int, group: PageGroup, b: Any, keeps: bool) -> _Table:
     """Return the table of a request with valid index and lengths: kept pages, overwritten by listed pages."""
     first, listed = step.row_pages(g, row)
-    if faulty:
-        return _Table((0, 0), listed[:0], (0, 0))
     seq_len, req_index = step.field(layout.REQ_SEQ_LEN, row), step.field(layout.REQ_INDEX, row)
     held = step.field(layout.REQ_ENCODER_LEN, row) if group.max_encoder_len else seq_len
     if group.max_encoder_len and not bool(len(listed)) <= held <= group.max_encoder_len:
