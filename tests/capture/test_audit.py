@@ -325,6 +325,7 @@ def test_the_report_groups_nodes_that_share_a_buffer() -> None:
         '  foreign allocation (may be a number): node 12 kernel: argument 0, byte 0: "block of torch'
     )
     assert lines[4:] == ["  not read: node 13 odd: driver too old"]
+    assert str(run(*nodes[:9])).endswith("and at 8 more: node 1, 2, 3, 4, 5, 6, 7, 8")
     lines = str(run(*(kernel(words(NOWHERE + 8 * i), pointers=[(0,)]) for i in range(33)))).splitlines()
     assert len(lines) == 1 + 20 + 1, "findings without a name are grouped by address"
     assert lines[-1] == "  and 13 more kinds or buffers: see .findings"

@@ -165,6 +165,8 @@ def test_two_captures_need_two_pools_and_functions() -> None:
         audit_twice(graph(), lambda view: memory)
     with pytest.raises(ConfigError, match="memory: expected a callable"):
         audit_twice(graph, memory)
+    with pytest.raises(ConfigError, match="waits: expected a list of name patterns"):
+        audit_twice(lambda: pytest.fail("captured"), lambda view: memory, waits="x")
 
 
 def test_the_first_graph_is_kept_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

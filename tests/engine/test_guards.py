@@ -146,6 +146,7 @@ def test_replaced_parameters_and_buffers_are_found_while_steps_run(case: str) ->
     norm.weight = torch.nn.Parameter(norm.weight.detach())  # a new object with the same memory
     for _ in range(60):
         assert manager.replay(Batch(**BATCH)).tokens().tolist() == first
+    assert not manager._guards._names.changed(), "the new object is known: later steps check no more than before"
     change(model)
     with pytest.raises(ReplayError, match=name):
         _ = [manager.replay(Batch(**BATCH)).tokens() for _ in range(60)]

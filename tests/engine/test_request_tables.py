@@ -344,11 +344,11 @@ def test_cached_prefix_is_counted_for_penalties(device: torch.device) -> None:
     """The pages of a sequence without penalties serve a sequence with penalties."""
     runtime = runtime_of(device)
     model = runtime.manager._program.model
-    prompt = [3, 1, 4, 1, 5, 9, 2, 6]
+    prompt = [32, 1, 4, 1, 5, 9, 2, 6]  # the step would sample its first token if that were not counted
     first = {"seq_lens": [8], "query_lens": [8], "tokens": prompt, "page_indptr": [0, 2], "page_ids": [1, 2]}
     runtime.replay(Batch(req_indices=[0], **first)).tokens()
     logits = model.oracle([*prompt, 3])
-    logits[[3, 1, 4, 5, 9, 2, 6]] = -math.inf
+    logits[[3, *prompt]] = -math.inf
     tables = runtime.manager.request_tables
     tables.record_prefix(0, [1] * 64, prompt_len=2**31 - 1)
     tables.record_prefix(2, [])

@@ -333,6 +333,7 @@ def test_corrupt_headers(op_device: torch.device) -> None:
     rig.run(words)  # one request too many
     rig.check(expect((GOOD, ALSO), rig.sizes, {}, 1))
     for word, value in (
+        (layout.HEADER_NUM_REQS, 16),
         (layout.HEADER_NUM_REQS, 10**6),
         (layout.HEADER_NUM_REQS, 2**31 - 1),
         (layout.HEADER_NUM_REQS, -1),

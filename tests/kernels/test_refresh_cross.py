@@ -22,7 +22,8 @@ from graphrt.testing.poison import poison
 OWN = PageGroup(page_size=4, num_pages=32, null_page=0, max_pages=5)
 CROSS = PageGroup(page_size=2, num_pages=32, null_page=0, max_pages=6, max_encoder_len=11)
 WINDOW = replace(OWN, window=3)
-GROUPS = {"own_first": (OWN, CROSS), "cross_first": (CROSS, WINDOW), "two_crosses": (CROSS, OWN, CROSS)}
+CHUNKS = replace(OWN, chunk=4)
+GROUPS = {"own_first": (OWN, CROSS), "cross_first": (CROSS, WINDOW), "two_crosses": (CROSS, CHUNKS, CROSS)}
 ROWS, TOKENS, MAX_SEQ_LEN = 4, 8, 20
 
 
@@ -77,14 +78,17 @@ class Rig:
             sequence = known[request.req_index] if ok else Sequence(0, 0, [[] for _ in self.groups])
             for g, spec in enumerate(self.groups):
                 pages = sequence.pages[g]
-                first = max(0, request.seq_len - count + 1 - spec.window) // spec.page_size if spec.window and ok else 0
+                position, first = request.seq_len - count, 0
+                if ok and (spec.window or spec.chunk):
+                    seen = position - position % spec.chunk if spec.chunk else max(0, position + 1 - spec.window)
+                    first = seen // spec.page_size
                 want = [spec.null_page] * first + pages[first:] + [spec.null_page] * (spec.max_pages - len(pages))
                 assert b.block_table[g, index, : spec.max_pages].tolist() == want, (g, index)
                 holds = (first, len(pages)) if pages else (2**30, 0)
                 assert (int(b.table_from[g, index]), int(b.table_to[g, index])) == holds, (g, index)
                 slots = [-1] * count
                 if ok and not spec.max_encoder_len:
-                    places = range(request.seq_len - count, request.seq_len)
+                    places = range(position, request.seq_len)
                     slots = [pages[p // spec.page_size] * spec.page_size + p % spec.page_size for p in places]
                 assert b.slot_mapping[g, at : at + count].tolist() == slots
             at += count

@@ -114,10 +114,11 @@ def test_a_fault_behind_a_stop_token_that_the_host_alone_knows(
 def test_preempted_requests_resume(swaps: bool, launches: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Preempted while its launches are in flight. Another request uses its index and its pages meanwhile."""
     slow_device(monkeypatch)
-    runtime, model = captured(max_num_reqs=1, max_num_tokens=8), LivelyModel(CPU)
+    runtime, model = captured(max_num_reqs=2, max_num_tokens=8), LivelyModel(CPU)
     with DecodeSession(runtime) as session:
         space = SwapSpace(runtime.kv_cache, session.leases, 1 << 20) if swaps else None
         preemption = Preemption(runtime, session)
+        neighbor = session.add(PROMPTS[2], SamplingParams(max_new_tokens=20))
         request = session.add(PROMPTS[1], SamplingParams(max_new_tokens=15))
         for _ in range(launches):
             session.run(2)
@@ -129,6 +130,9 @@ def test_preempted_requests_resume(swaps: bool, launches: int, monkeypatch: pyte
         other = session.add(PROMPTS[0], SamplingParams(max_new_tokens=4))
         finish(session)
         assert other.tokens == greedy(model, PROMPTS[0], 4)
+        assert neighbor.tokens == greedy(model, PROMPTS[2], 20)
+        table = session.table
+        assert table.reached.tolist() == table.most.tolist() == table.limits.tolist(), "of requests in the table only"
         session.release(other)
         assert len(request.tokens) == max(0, length - len(PROMPTS[1]) + 1)
         assert not session.launches.contain(request)
@@ -144,7 +148,7 @@ def test_preempted_requests_resume(swaps: bool, launches: int, monkeypatch: pyte
             assert space.num_free_bytes == 1 << 20
             space.close()
     assert runtime.allocator.num_free == 59
-    assert runtime.free_req_indices == [0]
+    assert sorted(runtime.free_req_indices) == [0, 1]
 
 
 @pytest.mark.parametrize("way", ["detach", "release"])
