@@ -15,6 +15,7 @@ Not fixed: atomics on bfloat16, inline assembly and libdevice calls, which the i
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -64,8 +65,9 @@ def install() -> None:
         setattr(builder, name, _computed_in_float32(getattr(builder, name)))
     builder.create_dot = _dot_in_float32(builder.create_dot)
     triton_interpreter.ReduceOps.sum = _sum_in_float32(triton_interpreter.ReduceOps.sum)
+    triton_interpreter._get_np_dtype = _looked_up(triton_interpreter._get_np_dtype)
     triton_interpreter._patch_lang_tensor = _indexed_by_item(triton_interpreter._patch_lang_tensor)
-    triton_interpreter._patch_lang = _restored_as_a_whole(triton_interpreter._patch_lang)
+    triton_interpreter._patch_lang = _changed_once(triton_interpreter._patch_lang)
     builder.get_bf16 = lambda self, value: self.cast_impl(self.get_fp32(value), tl.bfloat16)
     # Programs run one after another, so these functions do nothing. Triton loads its package `cuda` twice: as an
     # attribute of the parent package, and as a separate object in sys.modules.
@@ -74,28 +76,38 @@ def install() -> None:
             setattr(module, name, _no_op)
 
 
-def _restored_as_a_whole(patch_lang: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Make a launch undo all its changes to Triton's language, including those for functions that the kernel calls.
+def _changed_once(patch_lang: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Make a launch change Triton's language once, and undo all its changes.
 
-    Triton undoes only the changes for the kernel itself, so the process could no longer compile kernels.
+    Triton repeats the changes in each call of a function, which takes more time than most functions. It undoes only the
+    changes for the kernel itself, so the process could no longer compile kernels.
     """
-    restores: list[Callable[[], None]] = []  # for the kernel, then for each function it called
+    restores: dict[frozenset[str], Callable[[], None]] = {}  # by the changed modules
 
     def patch(fn: Any) -> Any:
+        modules = _language_modules(fn)
+        if modules in restores:
+            return triton_interpreter._LangPatchScope()
         scope = patch_lang(fn)
         if scope is None:  # a Triton version that restores nothing
             return None
         at = len(restores)
-        restores.append(scope.restore)
+        restores[modules] = scope.restore
 
         def restore() -> None:
             while len(restores) > at:
-                restores.pop()()
+                restores.popitem()[1]()
 
         scope.restore = restore
         return scope
 
     return patch
+
+
+@functools.cache
+def _language_modules(fn: Any) -> frozenset[str]:
+    """Return which of Triton's modules the globals of a function name, which `_patch_lang` changes."""
+    return frozenset(module.__name__ for module in (tl, tl.core) if any(v is module for v in fn.__globals__.values()))
 
 
 def convert_float(data: Any, source: Any, target: Any, rounding: object = None) -> Any:
@@ -111,6 +123,16 @@ def convert_float(data: Any, source: Any, target: Any, rounding: object = None) 
         values = torch.where(values.isinf(), values, clamped) if target == tl.float8e5 else clamped
     converted = values.to(_FLOAT_DTYPES[target])
     return converted.view(_BITS[converted.element_size()]).numpy().reshape(np.shape(data))
+
+
+def _looked_up(numpy_dtype: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Look the NumPy dtype of scalars up. Triton builds the table of all dtypes in each call, several times an op."""
+    of_scalar = functools.cache(numpy_dtype)
+
+    def look_up(dtype: Any) -> Any:
+        return numpy_dtype(dtype) if isinstance(dtype.scalar, tl.pointer_type) else of_scalar(dtype.scalar)
+
+    return look_up
 
 
 def _rounding_cast(cast: Callable[..., Any]) -> Callable[..., Any]:
