@@ -28,6 +28,7 @@ sys.meta_path[sys.meta_path.index(PathFinder)] = _WithoutLayerFolders
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # a process per core: threads of one would take the others' time
+    os.environ["OMP_NUM_THREADS"] = "1"  # the same for the processes that tests start
 
 CUDA = torch.cuda.is_available()
 INTERPRETED = not CUDA and "GRAPHRT_TEST_COMPILED" not in os.environ
@@ -55,6 +56,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(skip)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Deal the tests out one after another at the end: by default a process gets its last ones in a block."""
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
