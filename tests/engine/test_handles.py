@@ -232,6 +232,6 @@ def test_handle_of_an_unreported_step_raises(device: torch.device) -> None:
         with pytest.raises(ReplayError, match=f"step {handle.step}: .* contains step {handle.step + wrong}\\)"):
             handle.tokens()
         assert type(handle.error) is ReplayError
-        with pytest.raises(ReplayError, match=f"step {handle.step}: .* contains step {handle.step + wrong}\\);"):
+        with pytest.raises(ReplayError, match=f"step {handle.step}: .* contains step {handle.step + wrong}\\)"):
             handle.faults  # noqa: B018
     assert rig.manager.replay(one(3)).tokens().tolist() == [greedy(rig, 3)]
