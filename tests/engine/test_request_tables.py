@@ -238,7 +238,7 @@ WRONG = [
     ("session.add([1], SamplingParams(logit_bias={61: 1.0}))", ConfigError, "params.logit_bias: expected"),
     ("session.add([1], state={'own': [1.0]})", ShapeError, r"own: expected shape \[2\], got \[1\]"),
     ("session.add([1], state={'own': [1e300, 0]})", ShapeError, r"own: expected numbers of torch.float32, got \[1e"),
-    ("session.add([1], state={'id': 1.5})", ShapeError, "id: expected numbers of torch.int32, got 1.5; pass some that"),
+    ("session.add([1], state={'id': 1.5})", ShapeError, "id: expected numbers of torch.int32, got 1.5; pass numbers"),
     ("session.add([1], state={'id': 2**31})", ShapeError, "id: expected numbers of torch.int32, got 2147483648; pass"),
     ("session.add([1], state=[1])", ConfigError, r"state: expected Mapping, got \[1\]; pass a dict"),
     ("tables.set_state([{'own': [1, 2]}])", ConfigError, "states: expected Mapping"),
