@@ -18,6 +18,8 @@ import torch
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from graphrt.kernels.compile_ahead import compile_threads
+
 _ALIGNMENT = 16  # in bytes; Triton compiles a different variant for unaligned addresses
 _MOST_KNOWN = 4096  # cached launches per kernel, more than a runtime has sizes
 
@@ -41,7 +43,8 @@ class KernelLauncher:
     tensor are equal, so the cache does not depend on how Triton specializes arguments. Triton's global settings take
     effect at the first launch of each kind.
 
-    Capture-safe. Under the interpreter, every launch goes through Triton.
+    Capture-safe. Under the interpreter, every launch goes through Triton. In a `compiling_ahead` block, a launch only
+    starts the compilation of its kernel.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -58,6 +61,9 @@ class KernelLauncher:
     def __call__(self, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
         if not _is_compiled(self._kernel):
             self._kernel[grid](*args, **named)
+            return
+        if compile_threads() is not None:
+            self._kernel.run(*args, grid=grid, warmup=True, **named)
             return
         device, pointers = driver.active.get_current_device(), self._pointers(args)
         if self._has_tuples:

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from graphrt.kernels.checks import check_tensor
 from graphrt.kernels.compile_spec import CompileSpec
+from graphrt.kernels.launcher import KernelLauncher
 from graphrt.kernels.metadata.arguments import call_class, pass_operands, pointer_types, pointers
 from graphrt.kernels.metadata.buffers import StaticBuffers
 from graphrt.kernels.op_declaration import DeclaredOp
@@ -58,11 +59,14 @@ def _write_logprobs_kernel(
         tl.store(ptrs.logprob_token_ring + at + 1 + lanes, token, mask=mask)
 
 
+_launch_kernel = KernelLauncher(_write_logprobs_kernel)
+
+
 def _launch(c: Any) -> None:
     top = c.top_tokens.shape[1]
-    _write_logprobs_kernel[(c.tokens.shape[0],)](
-        pointers(_Pointers, c), top, c.rank_ring.shape[0], c.logprob_ring.stride(0), c.rank_ring.stride(0),
-        TOP=next_power_of_two(max(top, 1)), num_warps=_NUM_WARPS,
+    _launch_kernel(
+        (c.tokens.shape[0],), pointers(_Pointers, c), top, c.rank_ring.shape[0], c.logprob_ring.stride(0),
+        c.rank_ring.stride(0), TOP=next_power_of_two(max(top, 1)), num_warps=_NUM_WARPS,
     )  # fmt: skip
 
 

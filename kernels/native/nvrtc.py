@@ -18,6 +18,7 @@ import torch
 from cuda.bindings import driver, nvrtc
 from triton.runtime.cache import get_cache_manager
 
+from graphrt.kernels.compile_ahead import compile_threads, compiled
 from graphrt.kernels.errors import ConfigError, GraphRTError
 
 _FOLDER = Path(__file__).resolve().parent
@@ -115,11 +116,15 @@ def launch(
 ) -> None:
     """Launch on the current stream of `device`, with one struct as parameter.
 
-    Capture-safe: if the first launch of a variant is in a capture, its module is loaded in relaxed capture mode.
+    Capture-safe: if the first launch of a variant is in a capture, its module is loaded in relaxed capture mode. In a
+    `compiling_ahead` block, a launch only starts the compilation of its variant.
 
     Raises: see `compile_variant`, and GraphRTError: if the driver rejects the launch.
     """
     index = _index(device)
+    if (threads := compile_threads()) is not None:
+        threads.load_once((variant, index), functools.partial(load, variant, index))
+        return
     config = _config(variant, grid, raw_stream(index), pdl)
     with contextlib.nullcontext() if torch.cuda.current_device() == index else torch.cuda.device(index):
         function = load(variant, index)
@@ -201,6 +206,7 @@ def _cached_cubin(variant: NativeVariant, arch: str) -> bytes:
     if found is not None:
         return Path(found).read_bytes()
     cubin, _ = compile_variant(variant, arch)
+    compiled.append(variant.entry)
     cache.put(cubin, name)
     return cubin
 

@@ -35,7 +35,7 @@ import torch
 from graphrt.kernels.checks import check_contiguous, check_tensor, check_unit_stride
 from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import ShapeError
-from graphrt.kernels.launcher import overlaps
+from graphrt.kernels.launcher import KernelLauncher, overlaps
 from graphrt.kernels.library import define_op
 from graphrt.kernels.ops.sampling_chunks import CHANGED_WORDS, sample_chunks_kernel
 from graphrt.kernels.ops.sampling_logits import SAMPLE_CHUNK
@@ -127,6 +127,10 @@ def _group_size(vocab: int) -> int:
     return max(NOISE_GROUP, smallest)
 
 
+_launch_chunks, _launch_rows = KernelLauncher(sample_chunks_kernel), KernelLauncher(sample_rows_kernel)
+_launch_truncated = KernelLauncher(sample_truncated_kernel)
+
+
 def _sample_triton(*tensors: torch.Tensor | None) -> torch.Tensor:
     inputs = SampleInputs(*tensors)  # type: ignore[arg-type]
     logits = inputs.logits
@@ -169,14 +173,14 @@ def _sample_triton(*tensors: torch.Tensor | None) -> torch.Tensor:
     early = overlaps(device)
     if split is not None:
         launch_native("sample_split", ptrs, sizes, group_best, group_mass, split, out, group)
-    sample_chunks_kernel[(rows, programs)](
-        ptrs, group_best, group_mass, plain_words, changed_best, changed_mass, list_groups, *sizes, GROUP=group,
-        CHUNKS=chunks, CHANGED_WORDS=0 if native else CHANGED_WORDS, PROCESSES=processes, OVERLAPS=early,
+    _launch_chunks(
+        (rows, programs), ptrs, group_best, group_mass, plain_words, changed_best, changed_mass, list_groups, *sizes,
+        GROUP=group, CHUNKS=chunks, CHANGED_WORDS=0 if native else CHANGED_WORDS, PROCESSES=processes, OVERLAPS=early,
         num_warps=_CHUNK_WARPS, launch_pdl=early and split is not None,
     )  # fmt: skip
     wide = max(next_power_of_two(groups), 32)
-    sample_rows_kernel[(rows,)](
-        ptrs, group_best, changed_best, list_groups, out, *sizes, GROUPS=wide, GROUP=group,
+    _launch_rows(
+        (rows,), ptrs, group_best, changed_best, list_groups, out, *sizes, GROUPS=wide, GROUP=group,
         TILES=next_power_of_two(tiles), CHUNKS=chunks, OVERLAPS=early, num_warps=_ROW_WARPS, maxnreg=_ROW_REGISTERS,
         launch_pdl=early,
     )  # fmt: skip
@@ -186,8 +190,8 @@ def _sample_triton(*tensors: torch.Tensor | None) -> torch.Tensor:
         list_words = torch.empty((rows, LIST * group // 32), dtype=torch.int32, device=device)
         list_tokens = torch.empty((rows, LIST), dtype=torch.int32, device=device)
         list_logits = torch.empty((rows, LIST), dtype=torch.float32, device=device)
-        sample_truncated_kernel[(rows,)](
-            ptrs, group_best, group_mass, plain_words, changed_best, changed_mass, list_groups, list_words,
+        _launch_truncated(
+            (rows,), ptrs, group_best, group_mass, plain_words, changed_best, changed_mass, list_groups, list_words,
             list_tokens, list_logits, out, *sizes, GROUPS=wide, GROUP=group, LIST=LIST, OVERLAPS=early,
             num_warps=_ROW_WARPS, maxnreg=_ROW_REGISTERS, launch_pdl=early,
         )  # fmt: skip

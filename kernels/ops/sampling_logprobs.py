@@ -11,6 +11,7 @@ import triton.language as tl
 from graphrt.kernels.checks import check_int, check_tensor, check_unit_stride
 from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import ShapeError
+from graphrt.kernels.launcher import KernelLauncher
 from graphrt.kernels.op_declaration import DeclaredOp, Written
 from graphrt.kernels.ops.sampling_logits import NOWHERE, best_of
 from graphrt.kernels.ops.sampling_reference import token_logprobs_reference
@@ -139,14 +140,17 @@ class _Call:
     top_logprobs: Written
 
 
+_launch_kernel = KernelLauncher(_token_logprobs_kernel)
+
+
 def _launch(call: _Call) -> None:
     rows, vocab = call.logits.shape
     if rows == 0:
         return
     max_top = call.top_tokens.shape[1]
-    _token_logprobs_kernel[(rows,)](
-        call.logits, call.tokens, call.wanted, call.logprobs, call.ranks, call.top_tokens, call.top_logprobs, vocab,
-        call.logits.stride(0), max_top, LANES=_LANES, CHUNKS=next_power_of_two(ceil_div(vocab, _LANES)),
+    _launch_kernel(
+        (rows,), call.logits, call.tokens, call.wanted, call.logprobs, call.ranks, call.top_tokens, call.top_logprobs,
+        vocab, call.logits.stride(0), max_top, LANES=_LANES, CHUNKS=next_power_of_two(ceil_div(vocab, _LANES)),
         TOP=next_power_of_two(max(max_top, 1)), num_warps=_NUM_WARPS,
     )  # fmt: skip
 

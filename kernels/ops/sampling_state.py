@@ -10,6 +10,7 @@ import triton.language as tl
 
 from graphrt.kernels.checks import check_contiguous, check_tensor, check_unit_stride
 from graphrt.kernels.compile_spec import CompileSpec
+from graphrt.kernels.launcher import KernelLauncher
 from graphrt.kernels.op_declaration import DeclaredOp, Written
 from graphrt.kernels.ops.sampling_logits import penalties_of
 from graphrt.kernels.ops.sampling_reference import record_tokens_reference
@@ -146,13 +147,16 @@ class _Call:
     amount: int
 
 
+_launch_kernel = KernelLauncher(_record_tokens_kernel)
+
+
 def _launch(call: _Call) -> None:
     if not call.req_indices.shape[0]:
         return
-    _record_tokens_kernel[(call.req_indices.shape[0], _SLICES)](
-        call.tokens, call.query_start_loc, call.seq_lens, call.req_indices, call.prompt_lens, call.repetition,
-        call.presence, call.frequency, call.seen, call.counts, call.tokens.shape[0], *call.counts.shape, call.amount,
-        BLOCK=_BLOCK, num_warps=_NUM_WARPS,
+    _launch_kernel(
+        (call.req_indices.shape[0], _SLICES), call.tokens, call.query_start_loc, call.seq_lens, call.req_indices,
+        call.prompt_lens, call.repetition, call.presence, call.frequency, call.seen, call.counts, call.tokens.shape[0],
+        *call.counts.shape, call.amount, BLOCK=_BLOCK, num_warps=_NUM_WARPS,
     )  # fmt: skip
 
 

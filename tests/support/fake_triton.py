@@ -19,31 +19,40 @@ class FakeTriton:
     """`launch(block)` runs the launch path of a kernel: look-up, compilation, load. Each block size is a variant.
 
     launched   block sizes, in order
+    launches   grids of all launches, of any kernel
     """
 
     def __init__(self) -> None:
         self.launched: list[int] = []
-        self._compiled: list[Any] = []
-        self._kernel = JITFunction(add_one)  # with TRITON_INTERPRET=1, triton.jit returns another type
+        self.launches: list[tuple[int, ...]] = []
+        self._functions: list[JITFunction[Any]] = []
+        self.kernel = self.new_kernel()
+
+    def new_kernel(self) -> JITFunction[Any]:
+        self._functions.append(JITFunction(add_one))  # with TRITON_INTERPRET=1, triton.jit returns another type
+        return self._functions[-1]
 
     def launch(self, block: int) -> None:
-        self._compiled.append(self._kernel[(1,)](torch.zeros(8), 8, BLOCK=block))
+        self.kernel[(1,)](torch.zeros(8), 8, BLOCK=block)
         self.launched.append(block)
 
     def forget(self) -> None:
         """Drop module handles, so that freed kernels do not ask the real driver to unload them."""
-        for kernel in self._compiled:
-            kernel.module = None
+        for function in self._functions:
+            for kernels, *_ in function.device_caches.values():
+                for kernel in kernels.values():
+                    kernel.module = None
 
 
 @contextlib.contextmanager
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTriton]:
     """Make the fake driver the active one."""
+    fake = FakeTriton()
     active = SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", 90, 32),
         get_current_device=lambda: 0,
         get_current_stream=lambda device: 0,
-        launcher_cls=lambda source, metadata: lambda *arguments: None,
+        launcher_cls=lambda source, metadata: lambda x, y, z, *arguments: fake.launches.append((x, y, z)),
         utils=SimpleNamespace(
             get_device_properties=lambda device: {"max_shared_mem": 232448},
             load_binary=lambda name, kernel, shared, device: (1, 2, 16, 0, 1024),
@@ -51,9 +60,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTriton]:
         ),
     )
     monkeypatch.setattr(driver, "_active", active)
-    triton = FakeTriton()
-    yield triton
-    triton.forget()
+    yield fake
+    fake.forget()
 
 
 def add_one(x, n, BLOCK: tl.constexpr):
