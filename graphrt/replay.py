@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
@@ -22,6 +23,7 @@ from graphrt.capture.inspect.memory import MemoryMap
 from graphrt.capture.recorder import make_recorder
 from graphrt.capture.staging import StagingSlot
 from graphrt.config import RuntimeConfig
+from graphrt.engine.ahead import compile_ahead
 from graphrt.engine.batch_delta import BatchDelta, StopConditions
 from graphrt.engine.graphs import StepGraphs
 from graphrt.engine.guards import Guards
@@ -38,6 +40,7 @@ from graphrt.engine.stats import Stats
 from graphrt.engine.traffic import FORCED
 from graphrt.engine.undo import StepUndo
 from graphrt.kernels.checks import check_bool, check_callable, check_instance, check_int, check_named_tensors, shown
+from graphrt.kernels.compile_ahead import compiled, counting_compilations
 from graphrt.kernels.errors import CaptureError, ReplayError, ShapeError, UnsupportedError
 from graphrt.kernels.metadata.buffers import StaticBuffers
 from graphrt.kernels.ops.sampling import MAX_VOCAB_SIZE
@@ -125,9 +128,6 @@ class ReplayManager:
             max_pages=tuple(group.max_pages for group in groups[: self._num_groups]), model_layers=model_layers,
             page_tables=check_page_tables(page_tables, self._buffers), request_tensors=self.request_tables.tensors,
         )  # fmt: skip
-        with self._on_stream, torch.inference_mode():
-            # Fill the buffers with padding requests, which are valid, and load Triton's first kernel before capture.
-            self._program.refresh(BatchDescriptor.mixed(config.max_num_tokens, config.max_num_reqs))
         self._graphs = StepGraphs(self._program, recorder, config.loop_sizes)
         assert config.decode_sizes is not None, "resolve() sets the sizes"
         assert config.mixed_sizes is not None, "resolve() sets the sizes"
@@ -221,15 +221,20 @@ class ReplayManager:
             self.kv_cache.check_contents()
             start = time.perf_counter()
             self._guards.before_capture()
-            with OnStream(self._stream, "graphrt.capture"), torch.inference_mode():
+            with OnStream(self._stream, "graphrt.capture"), torch.inference_mode(), counting_compilations():
                 with torch.inference_mode(False):  # `reset` may write these tensors outside of inference mode
                     self._backend.allocate()
+                if self._device.type == "cuda":
+                    compile_ahead(self._program, self._dispatcher.captured())
+                # Fill the buffers with padding requests, which are valid.
+                self._program.refresh(BatchDescriptor.mixed(self.config.max_num_tokens, self.config.max_num_reqs))
                 self._graphs.capture(self._dispatcher.captured(), progress)
             if self._stream is not None:
                 self._stream.synchronize()
             self._buffers.step_ring.fill_(-1)  # remove the outputs of warm-up steps
             self._buffers.cursor.zero_()
             self._stats.graphs = self._graphs.reports
+            self._stats.compiled_kernels = Counter(compiled)
             self._stats.capture_seconds = time.perf_counter() - start
             self._guards.after_capture()
             self._state = State.CAPTURED

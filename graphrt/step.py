@@ -244,7 +244,10 @@ class Step:
 
 Model = Callable[[Step], torch.Tensor]
 """Maps a step to logits [padded_reqs, vocab_size]; runs in inference mode, captured once per size. Without a sampler
-the result may have any width, for example that of the pooled embeddings of an encoder."""
+the result may have any width, for example that of the pooled embeddings of an encoder.
+
+A model may have a method `ahead_model()`, which returns a model that launches the same kernels, but fewer times, and
+keeps no results. `capture` runs it to compile them side by side; nothing writes its inputs and outputs then."""
 
 Sampler = Callable[[torch.Tensor, Step], torch.Tensor]
 """Maps logits [padded_reqs, vocab_size] to token ids [padded_reqs] int32 or int64; captured with the model."""

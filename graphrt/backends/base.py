@@ -187,6 +187,13 @@ class AttentionBackend(ABC):
         """Return a reason against a graph of this size that `graph_support` cannot express, or None."""
         return None
 
+    def compiles_ahead(self, descriptor: BatchDescriptor) -> bool:
+        """Return whether `schedule` and `run` launch kernels at this size only by `KernelLauncher` and `native.nvrtc`.
+
+        `capture` then calls them in a `compiling_ahead` block, where these launches compile kernels and write nothing.
+        """
+        return False
+
     def allocate(self) -> None:  # noqa: B027  a backend without buffers needs none
         """Allocate every buffer that graphs will address, for the largest sizes of the context.
 

@@ -120,6 +120,9 @@ class TritonBackend(AttentionBackend):
         """Skip the backend on CPU, where the kernels are interpreted."""
         return "interpreted on CPU, thousands of times slower" if context.device.type == "cpu" else None
 
+    def compiles_ahead(self, descriptor: BatchDescriptor) -> bool:
+        return type(self) is TritonBackend  # a subclass may launch other kernels
+
     def allocate(self) -> None:
         """Allocate one work list per kind of layer and the split-KV workspace, for the largest sizes."""
         context = self.context
@@ -260,6 +263,9 @@ class TritonPrefill(AttentionBackend):
     @classmethod
     def extra_unsupported_reasons(cls, context: BackendContext) -> list[str]:
         return TritonBackend.extra_unsupported_reasons(context)
+
+    def compiles_ahead(self, descriptor: BatchDescriptor) -> bool:
+        return type(self) is TritonPrefill
 
     def allocate(self) -> None:
         """Allocate one schedule per kind of layer, for the largest size."""

@@ -49,6 +49,10 @@ class TwoPartBackend(AttentionBackend):
         reason = self.decode.graph_unsupported_reason(BatchDescriptor.decode(rows, self.decode_len)) if rows else None
         return reason or self.prefill.graph_unsupported_reason(descriptor)
 
+    def compiles_ahead(self, descriptor: BatchDescriptor) -> bool:
+        decodes = self.decode.compiles_ahead(descriptor)
+        return decodes and (descriptor.kind is GraphKind.DECODE or self.prefill.compiles_ahead(descriptor))
+
     def allocate(self) -> None:
         self.decode.allocate()
         self.prefill.allocate()

@@ -60,6 +60,7 @@ def run(options: CaptureOptions) -> None:
         result: dict[str, Any] = {
             "name": "capture", **provenance(), "model": options.shape or options.model, "backend": stats.backend,
             "recorder": stats.recorder, "capture_seconds": stats.capture_seconds,
+            "compiled_kernels": stats.compiled_kernels.total(),
             "graphs": [
                 {
                     "size": str(report.descriptor), "seconds": report.seconds, "pool_bytes": report.pool_bytes,

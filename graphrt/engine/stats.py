@@ -65,6 +65,7 @@ class Stats:
     ring_waits       how often a step waited for an entry of the input ring
     graphs           one report per captured graph
     capture_seconds  duration of `capture()`, and of captures at first use
+    compiled_kernels kernels, by name, that captures of this process compiled because Triton's cache did not have them
     shadow_steps     steps that ran as a graph and eagerly; see RuntimeConfig.shadow_every
     shadow_differences  the first 16 shadow steps that differed
     late_kernels     kernels that were compiled or loaded after `capture()` on the thread that submits steps, by name
@@ -80,6 +81,7 @@ class Stats:
     ring_waits: int = 0
     graphs: tuple[GraphReport, ...] = ()
     capture_seconds: float = 0.0
+    compiled_kernels: Counter[str] = field(default_factory=Counter)
     shadow_steps: int = 0
     shadow_differences: tuple[ShadowDifference, ...] = ()
     late_kernels: Counter[str] = field(default_factory=Counter)

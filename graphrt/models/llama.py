@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
@@ -146,6 +147,12 @@ class LlamaModel(nn.Module):
         q, k, v = qkv.split_with_sizes((config.num_q_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
         rotary = Rotary(self.cos_sin, layer.q_norm, layer.k_norm, config.rms_norm_eps)
         return functional.linear(step.attend(index, q, k, v, rotary=rotary).flatten(1), layer.o, layer.o_bias)
+
+    def ahead_model(self) -> LlamaModel:
+        """Return the model with its first layer only, which launches the kernels of all layers; see `Model`."""
+        model = copy.copy(self)
+        model._modules = {**self._modules, "layers": self.layers[:1]}
+        return model
 
     def load_weights(self, source: WeightSource | Mapping[str, torch.Tensor]) -> None:
         """Copy a checkpoint into the weights in place. Addresses do not change, so captured graphs use the new values.

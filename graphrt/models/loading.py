@@ -11,6 +11,7 @@ import torch
 
 from graphrt.config import RuntimeConfig
 from graphrt.kernels.checks import check_int, shown
+from graphrt.kernels.compile_ahead import hash_triton
 from graphrt.kernels.errors import CapacityError, ConfigError
 from graphrt.kernels.types import KVLayout
 from graphrt.models.config import ModelConfig
@@ -68,6 +69,8 @@ def load_model(
     device = resolve_device(device)
     if dtype != "auto" and dtype not in COMPUTE_DTYPES:
         raise ConfigError(f"dtype: expected 'auto' or one of {COMPUTE_DTYPES}, got {shown(dtype)}; pass one of these")
+    if device.type == "cuda":
+        hash_triton()  # a runtime needs the hash before its first kernel
     check_int("seed", seed, 0, (1 << 64) - 1, advice="pass the seed of the dummy weights")
 
     def build(config: ModelConfig) -> LlamaModel:

@@ -140,7 +140,7 @@ def test_buffers_have_the_extents_of_the_configuration_and_hold_pads() -> None:
     assert (shapes["last_token"], shapes["last_writers"]) == ([3], [11 + 3])
     assert (shapes["token_ring"], shapes["step_ring"], shapes["input_ring"][0]) == ([6 * 64, 3], [6 * 64], 6)
     assert shapes["inputs"] == [8 + 3 * 21 + 7 + 3 * 13]
-    buffers = make_rig(CPU, capture=False).manager.buffers
+    buffers = make_rig(CPU).manager.buffers
     assert buffers.slot_mapping.unique().tolist() == buffers.req_indices.unique().tolist() == [-1]
     assert buffers.req_status.unique().tolist() == [int(RequestStatus.PAD)]
 

@@ -1,0 +1,97 @@
+"""Compile the kernels of a step at all sizes before the first of them runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+
+from graphrt.backends.base import AttentionBackend, AttentionLayer
+from graphrt.backends.capabilities import GraphSupport
+from graphrt.capture.descriptor import BatchDescriptor
+from graphrt.engine.program import StepProgram
+from graphrt.kernels.compile_ahead import compiling_ahead
+from graphrt.metadata import StepMetadata
+from graphrt.sampling import sample_tokens
+from graphrt.step import Step
+
+
+def compile_ahead(program: StepProgram, descriptors: Iterable[BatchDescriptor]) -> None:
+    """Compile and load the kernels of a step at these sizes side by side.
+
+    Runs the step with launches that compile kernels and write nothing. A model could keep what it computes from results
+    that were never written. So instead of the model, this calls its `ahead_model()`, if it has that method, and the
+    attention of all layers. A custom sampler, and backends without `compiles_ahead`, are not called either: their
+    kernels are compiled by the first run of the step.
+    """
+    own = replace(
+        program,
+        model=_AheadModel(program),
+        sampler=program.sampler if program.sampler in (None, sample_tokens) else _any_tokens,
+    )
+    others = replace(own, backend=_NoAttention(program.backend))
+    with compiling_ahead(program.kv_cache.device):
+        for descriptor in descriptors:
+            (own if program.backend.compiles_ahead(descriptor) else others).run(descriptor)
+
+
+def _any_tokens(logits: torch.Tensor, step: Step) -> torch.Tensor:
+    """Stand in for a custom sampler. Most return the int64 indices of torch."""
+    return torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+
+
+class _NoAttention(AttentionBackend):
+    """Stands in for a backend whose kernels cannot be compiled ahead."""
+
+    name, graph_support = "none", GraphSupport.ALWAYS
+
+    def __init__(self, backend: AttentionBackend) -> None:
+        super().__init__(backend.context)
+        self.capabilities, self.decode_len = backend.capabilities, backend.decode_len  # type: ignore[misc]
+        self.seq_len_fill = backend.seq_len_fill  # type: ignore[misc]
+
+    def run(
+        self,
+        layer: AttentionLayer,
+        q: torch.Tensor,
+        metadata: StepMetadata,
+        out: torch.Tensor,
+        *,
+        sinks: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+    ) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class _AheadModel:
+    """Stands in for the model: attention of each kind of layer, on uninitialized tensors, and `ahead_model()`."""
+
+    program: StepProgram
+
+    def __call__(self, step: Step) -> torch.Tensor:
+        layers = {(layer.spec, layer.group): layer for layer in step.layers}
+        for layer in layers.values():
+            _attend(layer, step)
+        ahead_model = getattr(self.program.model, "ahead_model", None)
+        if ahead_model is not None:
+            logits: torch.Tensor = ahead_model()(step)
+            return logits
+        dtype, device = (step.layers[0].spec.dtype if step.layers else torch.float32), self.program.kv_cache.device
+        return torch.empty(step.descriptor.padded_reqs, self.program.vocab_size, dtype=dtype, device=device)
+
+
+def _attend(layer: AttentionLayer, step: Step) -> None:
+    spec, tokens, device = layer.spec, step.descriptor.padded_tokens, step.positions.device
+
+    def empty(heads: int, dim: int) -> torch.Tensor:
+        return torch.empty(tokens, heads, dim, dtype=spec.dtype, device=device)
+
+    q, out = empty(spec.num_q_heads, spec.head_dim), empty(spec.num_q_heads, spec.value_dim)
+    sinks = torch.empty(spec.num_q_heads, dtype=torch.float32, device=device) if spec.sinks else None
+    if spec.is_cached:
+        step.backend.run(layer, q, step.metadata, out, sinks=sinks)
+    elif not isinstance(step.backend, _NoAttention):
+        k, v = empty(spec.num_kv_heads, spec.head_dim), empty(spec.num_kv_heads, spec.value_dim)
+        step.backend.run_encoder(layer, q, k, v, step.metadata, out, sinks=sinks)

@@ -1,0 +1,66 @@
+"""Which kernels of a step are compiled before it runs, and what is not called for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from graphrt import RuntimeConfig, load_model
+from graphrt.engine.ahead import compile_ahead
+from graphrt.models.loading import make_runtime
+from graphrt.runtime import Runtime
+from tests.support.cli import TINY
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_step_compiles_no_kernel_after_all_were_compiled_ahead(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "tests.support.ahead_program"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    assert found["late"] == []
+    assert found["launched"] == 0
+    assert found["ahead"] > 15
+    assert found["ran"] > 3 * 15  # three sizes
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    model = load_model(TINY, device="cpu").model
+    with make_runtime(model, RuntimeConfig(max_num_reqs=2, max_num_tokens=8, max_seq_len=32)) as made:
+        yield made
+
+
+def refuse(*arguments: object, **named: object) -> Any:
+    raise AssertionError("called ahead")
+
+
+def test_models_samplers_and_backends_that_may_keep_results_are_not_called(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = runtime.manager._program
+    for name in ("schedule", "run", "plan_capture"):
+        monkeypatch.setattr(program.backend, name, refuse)
+    compile_ahead(replace(program, model=refuse, sampler=refuse), runtime.manager.descriptors)
+    compile_ahead(replace(program, model=refuse, sampler=None), runtime.manager.descriptors)
+
+
+def test_the_first_layer_of_a_llama_stands_for_all_layers(runtime: Runtime) -> None:
+    model = runtime.manager._program.model
+    first = model.ahead_model()
+    assert (len(first.layers), len(model.layers)) == (1, TINY.num_layers)
+    assert first.layers[0] is model.layers[0]
+    assert first.head is model.head
