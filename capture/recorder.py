@@ -114,8 +114,7 @@ class CudaGraphRecorder:
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
-        # Freeing a Triton kernel or a tensor during a capture can invalidate it, so collect garbage only now.
-        gc.collect()
+        # Collecting garbage during a capture can free a Triton kernel or a tensor, which invalidates the capture.
         was_enabled = gc.isenabled()
         try:
             gc.disable()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import warnings
 import weakref
@@ -287,6 +288,7 @@ def _plan_memory(
         free = total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
         predicted = 0
     else:
+        gc.collect()  # tensors in garbage occupy memory, and a collection during the trial would change the result
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
         predicted = _measure_graphs(build, config, device, len(pools))
