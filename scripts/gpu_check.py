@@ -51,6 +51,7 @@ JOBS: dict[str, list[list[str]]] = {
     "groups": [[PYTHON, "-m", "scripts.bench_groups"]],
     "swap": [[PYTHON, "-m", "scripts.bench_swap"]],
     "capture": [[PYTHON, "-m", "scripts.bench_capture"]],
+    "start": [[PYTHON, "-m", "scripts.bench_start"]],
     "host": [[PYTHON, "-m", "scripts.bench_host"]],
     "loop": [[PYTHON, "-m", "scripts.bench_loop"]],
     "graph_checks": [[PYTHON, "-m", "scripts.bench_graph_checks"]],

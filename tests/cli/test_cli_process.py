@@ -131,11 +131,25 @@ def test_an_ascii_terminal(tmp_path) -> None:
     assert b"[1] Gr\\xf6\\xdfe" in done.stdout
 
 
-def test_help_needs_no_torch() -> None:
-    code = (
-        "import sys; sys.modules['torch'] = None; sys.argv = ['graphrt', 'generate', '--help']\n"
-        "from graphrt.cli.main import main; main()"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "--prompts" in done.stdout
+# What each line may not load. `python -X importtime` names a module when its import ends.
+HEAVY = {"torch", "triton", "transformers", "tokenizers", "safetensors", "gguf", "huggingface_hub", "jinja2"}
+LOADS = {
+    ("-m", "graphrt", "--help"): HEAVY | {"numpy"},
+    ("-m", "graphrt", "--version"): HEAVY | {"numpy"},
+    ("-m", "graphrt", "generate", "--help"): HEAVY | {"numpy"},
+    ("-m", "graphrt", "generate", SKY, "--seed", "-1"): HEAVY | {"numpy"},
+    ("-m", "graphrt", "bench", "prefill"): HEAVY | {"numpy"},
+    ("-c", "import graphrt"): HEAVY | {"numpy", "typer", "rich"},
+    ("-c", "from graphrt import Runtime, TextGenerator, load_model, load_tokenizer"): (
+        HEAVY - {"torch", "triton"} | {"torch._dynamo", "torch._inductor", "sympy", "pytest", "typer", "rich"}
+    ),
+}
+
+
+@pytest.mark.parametrize("line", LOADS, ids=" ".join)
+def test_packages_are_loaded_only_when_used(line: tuple[str, ...]) -> None:
+    command = [sys.executable, "-X", "importtime", *line]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    loaded = {row.rsplit("|", 1)[-1].strip() for row in done.stderr.splitlines() if row.startswith("import time:")}
+    assert "graphrt" in loaded
+    assert loaded & LOADS[line] == set()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 
 import pytest
 import torch
 
 from graphrt.models.loading import load_model
-from scripts import bench_loop, bench_sampling, bench_swap
+from scripts import bench_loop, bench_sampling, bench_start, bench_swap
 from scripts.bench_graph_checks import bench_audit, bench_shadow, bench_verify, capture
 from tests.scripts.test_bench_decode import TINY
 from tests.support import cli
@@ -63,3 +64,46 @@ def test_swaps() -> None:
     assert (steps["steps"], steps["swapped_pages"]) == (2 * bench_swap.ROUNDS, 4)
     assert steps["swap_gb_s"] > 0
     assert steps["median_ratio"] > 0
+
+
+PHASES = ["python", "import_torch", "import_graphrt", "context", "model", "runtime", "capture", "first_token"]
+
+
+def test_a_start_by_phases() -> None:
+    before = time.time()
+    found = bench_start.start(cli.TINY, "cpu", 2, before)
+    assert list(found)[: len(PHASES)] == PHASES
+    assert all(found[name] >= 0 for name in PHASES)
+    assert sum(found[name] for name in PHASES[:-1]) == pytest.approx(found["ready"])
+    assert found["ready"] + found["first_token"] <= time.time() - before
+    assert found["graphs"] > 1
+    assert (found["compile"], found["late_kernels"]) == (0, 0)  # a CPU compiles nothing
+
+
+def test_starts_with_an_empty_and_with_a_filled_cache(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """New processes that count the files of the kernel cache instead of starting a runtime."""
+    code = (
+        "import json, os, pathlib; cache = pathlib.Path(os.environ['TRITON_CACHE_DIR'])\n"
+        "found = len(list(cache.iterdir())); (cache / str(found)).touch()\n"
+        "print('a log'); print(json.dumps({'ready': float(found), 'compiled_kernels': 0}))"
+    )
+    real = bench_start.subprocess.run
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **options: object) -> object:
+        commands.append(command)
+        return real([sys.executable, "-c", code], **options)
+
+    monkeypatch.setattr(bench_start.subprocess, "run", run)
+    monkeypatch.setattr(bench_start.sys, "argv", ["bench_start", "--shapes", "a,b", "--repeats", "3", "--rows", "7"])
+    monkeypatch.setattr("graphrt.bench.environment.provenance", lambda: {"gpu": "none"})
+    bench_start.main()
+    report = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    expected = [("a", "empty", 0), ("a", "filled", 2), ("b", "empty", 0), ("b", "filled", 2)]
+    assert [(row["shape"], row["cache"], row["ready"]) for row in report["results"]] == expected
+    assert (report["name"], len(commands)) == ("start", 8)
+    assert commands[0][1:-1] == [
+        "-m", "scripts.bench_start", "--shapes", "a", "--device", "cuda:0", "--rows", "7", "--begun"
+    ]  # fmt: skip
