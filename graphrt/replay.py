@@ -224,11 +224,7 @@ class ReplayManager:
             with OnStream(self._stream, "graphrt.capture"), torch.inference_mode(), counting_compilations():
                 with torch.inference_mode(False):  # `reset` may write these tensors outside of inference mode
                     self._backend.allocate()
-                if self._device.type == "cuda":
-                    compile_ahead(self._program, self._dispatcher.captured())
-                # Fill the buffers with padding requests, which are valid.
-                self._program.refresh(BatchDescriptor.mixed(self.config.max_num_tokens, self.config.max_num_reqs))
-                self._graphs.capture(self._dispatcher.captured(), progress)
+                self._graphs.capture(self._dispatcher.captured(), self._prepare, progress)
             if self._stream is not None:
                 self._stream.synchronize()
             self._buffers.step_ring.fill_(-1)  # remove the outputs of warm-up steps
@@ -238,6 +234,12 @@ class ReplayManager:
             self._stats.capture_seconds = time.perf_counter() - start
             self._guards.after_capture()
             self._state = State.CAPTURED
+
+    def _prepare(self) -> None:
+        """Compile the kernels of all sizes, and fill the buffers with padding requests, which are valid."""
+        if self._device.type == "cuda":
+            compile_ahead(self._program, self._dispatcher.captured())
+        self._program.refresh(BatchDescriptor.mixed(self.config.max_num_tokens, self.config.max_num_reqs))
 
     def replay(self, batch: Batch, *, eager: bool = False, descriptor: BatchDescriptor | None = None) -> StepHandle:
         """Submit one decode step, and return its handle. Waits only if `config.most_in_flight` launches are in flight.

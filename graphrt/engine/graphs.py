@@ -32,11 +32,18 @@ class StepGraphs:
         return tuple(graph.report for graph in self._graphs.values())
 
     def capture(
-        self, descriptors: Sequence[BatchDescriptor], progress: Callable[[GraphReport], None] | None = None
+        self,
+        descriptors: Sequence[BatchDescriptor],
+        begin: Callable[[], None],
+        progress: Callable[[GraphReport], None] | None = None,
     ) -> None:
-        """Capture all sizes, and loops around the decode graphs of `loop_sizes`. After an error, no graph remains."""
+        """Capture all sizes, and loops around the decode graphs of `loop_sizes`. After an error, no graph remains.
+
+        begin   called first, on the capture stream, so that cuBLAS needs a workspace for this stream only
+        """
         try:
             with self._recorder.session():
+                begin()
                 for descriptor in descriptors:
                     self._capture(descriptor, partial(self._program.backend.plan_capture, descriptor))
                     if progress is not None:
