@@ -101,11 +101,15 @@ class Dispatcher:
             )
         return table[size - 1]
 
-    def captured(self) -> tuple[BatchDescriptor, ...]:
+    def captured(self, *, late: bool = False) -> tuple[BatchDescriptor, ...]:
         """Return the sizes that have a graph, or that `capture()` captures, mixed before decode and largest first, so
-        that graphs reuse memory."""
-        keys = {d.descriptor: None for d in (*reversed(self._mixed), *reversed(self._decode)) if not d.why_eager}
-        return tuple(keys)
+        that graphs reuse memory.
+
+        late   add the sizes that are captured at their first use
+        """
+        reasons = ("", NOT_CAPTURED) if late else ("",)
+        sizes = (*reversed(self._mixed), *reversed(self._decode))
+        return tuple({d.descriptor: None for d in sizes if d.why_eager in reasons})
 
     def _table(
         self,

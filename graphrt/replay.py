@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
@@ -23,7 +22,6 @@ from graphrt.capture.inspect.memory import MemoryMap
 from graphrt.capture.recorder import make_recorder
 from graphrt.capture.staging import StagingSlot
 from graphrt.config import RuntimeConfig
-from graphrt.engine.ahead import compile_ahead
 from graphrt.engine.batch_delta import BatchDelta, StopConditions
 from graphrt.engine.graphs import StepGraphs
 from graphrt.engine.guards import Guards
@@ -40,7 +38,7 @@ from graphrt.engine.stats import Stats
 from graphrt.engine.traffic import FORCED
 from graphrt.engine.undo import StepUndo
 from graphrt.kernels.checks import check_bool, check_callable, check_instance, check_int, check_named_tensors, shown
-from graphrt.kernels.compile_ahead import compiled, counting_compilations
+from graphrt.kernels.compile_ahead import compiled
 from graphrt.kernels.errors import CaptureError, ReplayError, ShapeError, UnsupportedError
 from graphrt.kernels.metadata.buffers import StaticBuffers
 from graphrt.kernels.ops.sampling import MAX_VOCAB_SIZE
@@ -221,25 +219,19 @@ class ReplayManager:
             self.kv_cache.check_contents()
             start = time.perf_counter()
             self._guards.before_capture()
-            with OnStream(self._stream, "graphrt.capture"), torch.inference_mode(), counting_compilations():
+            with OnStream(self._stream, "graphrt.capture"), torch.inference_mode():
                 with torch.inference_mode(False):  # `reset` may write these tensors outside of inference mode
                     self._backend.allocate()
-                self._graphs.capture(self._dispatcher.captured(), self._prepare, progress)
+                self._graphs.capture(self._dispatcher.captured(), self._dispatcher.captured(late=True), progress)
             if self._stream is not None:
                 self._stream.synchronize()
             self._buffers.step_ring.fill_(-1)  # remove the outputs of warm-up steps
             self._buffers.cursor.zero_()
             self._stats.graphs = self._graphs.reports
-            self._stats.compiled_kernels = Counter(compiled)
+            self._stats.compiled_kernels.update(compiled)
             self._stats.capture_seconds = time.perf_counter() - start
             self._guards.after_capture()
             self._state = State.CAPTURED
-
-    def _prepare(self) -> None:
-        """Compile the kernels of all sizes, and fill the buffers with padding requests, which are valid."""
-        if self._device.type == "cuda":
-            compile_ahead(self._program, self._dispatcher.captured())
-        self._program.refresh(BatchDescriptor.mixed(self.config.max_num_tokens, self.config.max_num_reqs))
 
     def replay(self, batch: Batch, *, eager: bool = False, descriptor: BatchDescriptor | None = None) -> StepHandle:
         """Submit one decode step, and return its handle. Waits only if `config.most_in_flight` launches are in flight.

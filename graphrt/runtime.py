@@ -323,6 +323,7 @@ def _measure_graphs(
     sizes = {GraphKind.DECODE: resolved.decode_sizes or (), GraphKind.MIXED: resolved.mixed_sizes or ()}
     loops = {GraphKind.DECODE: set(config.loop_sizes), GraphKind.MIXED: set[int]()}
     before = torch.cuda.mem_get_info(device)[0]
+    # The trial captures the largest sizes, and compiles the kernels of all.
     manager = build(replace(config, lazy_capture=True), (_TRIAL_PAGES,) * pools)
     try:
         manager.capture()

@@ -45,8 +45,9 @@ def start(source: str | ModelConfig, device_name: str, rows: int, begun: float) 
     import torch
 
     ends["import_torch"] = time.time()
-    from graphrt import RuntimeConfig, SamplingParams, TextGenerator, load_model, replay
+    from graphrt import RuntimeConfig, SamplingParams, TextGenerator, load_model
     from graphrt.bench.timer import synchronize
+    from graphrt.engine import graphs
     from graphrt.models.loading import make_runtime
 
     ends["import_graphrt"] = time.time()
@@ -57,7 +58,7 @@ def start(source: str | ModelConfig, device_name: str, rows: int, begun: float) 
     model = load_model(source, device=device).model
     synchronize(device)
     ends["model"] = time.time()
-    ahead, compile_seconds = replay.compile_ahead, 0.0
+    ahead, compile_seconds = graphs.compile_ahead, 0.0
 
     def timed(*arguments: Any) -> None:
         nonlocal compile_seconds
@@ -65,7 +66,7 @@ def start(source: str | ModelConfig, device_name: str, rows: int, begun: float) 
         ahead(*arguments)
         compile_seconds += time.time() - before
 
-    replay.compile_ahead = timed
+    graphs.compile_ahead = timed
     try:
         tokens = max(rows, 2048 if device.type == "cuda" else _PROMPT)
         config = RuntimeConfig(max_num_reqs=rows, max_num_tokens=tokens, max_seq_len=min(8192, len(model.cos_sin)))
@@ -77,7 +78,7 @@ def start(source: str | ModelConfig, device_name: str, rows: int, begun: float) 
             ends["first_token"] = time.time()
             stats = runtime.stats()
     finally:
-        replay.compile_ahead = ahead
+        graphs.compile_ahead = ahead
     times = [begun, *ends.values()]
     seconds = {name: end - last for (name, end), last in zip(ends.items(), times[:-1], strict=True)}
     return {

@@ -11,8 +11,10 @@ import torch
 from graphrt.batch import Batch
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
 from graphrt.capture.graph import CapturedGraph, GraphReport, Recorder
+from graphrt.engine.ahead import compile_ahead
 from graphrt.engine.program import StepProgram
 from graphrt.engine.step_model import is_compiled
+from graphrt.kernels.compile_ahead import counting_compilations
 from graphrt.kernels.errors import ConfigError
 
 
@@ -34,16 +36,20 @@ class StepGraphs:
     def capture(
         self,
         descriptors: Sequence[BatchDescriptor],
-        begin: Callable[[], None],
+        every_size: Sequence[BatchDescriptor],
         progress: Callable[[GraphReport], None] | None = None,
     ) -> None:
         """Capture all sizes, and loops around the decode graphs of `loop_sizes`. After an error, no graph remains.
 
-        begin   called first, on the capture stream, so that cuBLAS needs a workspace for this stream only
+        every_size   sizes whose kernels are compiled first: `descriptors`, and those of later captures
         """
         try:
-            with self._recorder.session():
-                begin()
+            with self._recorder.session(), counting_compilations():
+                # On the capture stream, so that cuBLAS needs a workspace for this stream only.
+                if self._program.kv_cache.device.type == "cuda":
+                    compile_ahead(self._program, every_size)
+                buffers = self._program.buffers  # filled with padding requests, which are valid
+                self._program.refresh(BatchDescriptor.mixed(len(buffers.input_ids), len(buffers.req_indices)))
                 for descriptor in descriptors:
                     self._capture(descriptor, partial(self._program.backend.plan_capture, descriptor))
                     if progress is not None:

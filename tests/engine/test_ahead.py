@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from graphrt import RuntimeConfig, load_model
+from graphrt.capture.descriptor import BatchDescriptor, GraphKind
 from graphrt.engine.ahead import compile_ahead
+from graphrt.engine.graphs import StepGraphs
 from graphrt.models.loading import make_runtime
 from graphrt.runtime import Runtime
 from tests.support.cli import TINY
@@ -56,6 +58,18 @@ def test_models_samplers_and_backends_that_may_keep_results_are_not_called(
         monkeypatch.setattr(program.backend, name, refuse)
     compile_ahead(replace(program, model=refuse, sampler=refuse), runtime.manager.descriptors)
     compile_ahead(replace(program, model=refuse, sampler=None), runtime.manager.descriptors)
+
+
+def test_kernels_of_sizes_that_are_captured_at_first_use_are_compiled_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = RuntimeConfig(max_num_reqs=4, max_num_tokens=8, max_seq_len=32, lazy_capture=True, decode_sizes=(1, 2, 4))
+    given: list[tuple[list[BatchDescriptor], ...]] = []
+    monkeypatch.setattr(StepGraphs, "capture", lambda self, *sizes: given.append(tuple(map(list, sizes[:2]))))
+    with make_runtime(load_model(TINY, device="cpu").model, config) as made:
+        made.capture()
+    ((captured, every),) = given
+    assert [size.kind for size in captured] == [GraphKind.MIXED, GraphKind.DECODE]
+    assert [size.padded_reqs for size in every if size.kind is GraphKind.DECODE] == [4, 2, 1]
+    assert set(captured) < set(every)
 
 
 def test_the_first_layer_of_a_llama_stands_for_all_layers(runtime: Runtime) -> None:
