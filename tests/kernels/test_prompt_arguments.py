@@ -95,7 +95,7 @@ def test_unsupported_head_size_raises() -> None:
 WRONG_PLANS: dict[str, tuple[dict[str, Any], str]] = {
     "reqs": ({"num_reqs": 0}, "num_reqs: expected an int >= 1, got 0"),
     "tokens": ({"num_tokens": 0}, "num_tokens: expected an int >= 1, got 0"),
-    "heads": ({"num_q_heads": 3}, "num_q_heads: expected a multiple of num_kv_heads=2, got 3; each KV head"),
+    "heads": ({"num_q_heads": 3}, "num_q_heads: expected a multiple of num_kv_heads=2, got 3; choose head counts"),
     "sms": ({"num_sms": 0}, "num_sms: expected an int >= 1, got 0"),
 }
 
