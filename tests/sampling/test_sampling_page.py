@@ -24,7 +24,7 @@ def run(*kinds: str) -> dict:
 def test_the_page_runs() -> None:
     names = run("")
     assert len(names["plain"].tokens) == 20
-    first, second = names["rows"]
+    first, second = names["requests"]
     assert first.tokens != second.tokens, "two adapters"
 
 
@@ -35,8 +35,8 @@ def test_the_grammar_holds() -> None:
     names: dict = {}
     exec(compile(f"{BLOCKS[0][1]}\n{blocks[0]}", "docs/sampling.md", "exec"), names)
     assert re.fullmatch(r'\{"name": "[a-z]{3,8}", "age": [1-9][0-9]?\}', names["text"])
-    assert names["row"].tokens[-1] == 128
+    assert names["request"].tokens[-1] == 128
     free = names["free"].tokens
-    assert len(free) >= len(names["row"].tokens)
-    assert free != names["row"].tokens
+    assert len(free) >= len(names["request"].tokens)
+    assert free != names["request"].tokens
     names["runtime"].close()
