@@ -21,7 +21,7 @@ _Place = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
 
 
 class PointerGuard:
-    """Stores the addresses and layouts of named tensors, and raises ReplayError if one has changed.
+    """Stores the addresses and layouts of named tensors, and raises ReplayError if an address or a layout has changed.
 
     guard = PointerGuard(named)            before the capture
     guard.remember(look_up)                after the capture; `look_up` returns further tensors that graphs read

@@ -86,12 +86,12 @@ class CudaGraphLoop:
         self._launcher.launch()
 
     def raw_cuda_graph(self) -> int:
-        """Return the handle of the parent graph, not of its executable. Raises: CaptureError if closed."""
+        """Return the handle of the parent graph, not of its executable. Raises: CaptureError: if closed."""
         self._check_open("raw_cuda_graph()")
         return int(self._graph)
 
     def pool(self) -> tuple[int, int]:
-        """Return the id of the step's memory pool. Raises: CaptureError if closed."""
+        """Return the id of the step's memory pool. Raises: CaptureError: if closed."""
         self._check_open("pool()")
         held = self._release.peek()
         assert held is not None, "_check_open saw it alive"

@@ -43,7 +43,7 @@ class Launcher:
             self._context = int(check(driver.cuCtxGetCurrent())[1])
 
     def launch(self) -> None:
-        """Launch the graph once. Raises: ReplayError if the driver rejects the launch."""
+        """Launch the graph once. Raises: ReplayError: if the driver rejects the launch."""
         failed, context = driver.cuCtxGetCurrent()
         if not failed and int(context) == self._context:
             result = driver.cuGraphLaunch(self._executable, raw_stream(self._index))

@@ -74,11 +74,11 @@ class CudaGraph:
         return CudaGraphLoop(self._graph, condition, self.output, self.report)
 
     def raw_cuda_graph(self) -> int:
-        """Return the handle of the graph, not of its executable. Raises: CaptureError if closed."""
+        """Return the handle of the graph, not of its executable. Raises: CaptureError: if closed."""
         return self._open().raw_cuda_graph()
 
     def pool(self) -> tuple[int, int]:
-        """Return the id of the memory pool, shared by all graphs of a recorder. Raises: CaptureError if closed."""
+        """Return the id of the memory pool, shared by all graphs of a recorder. Raises: CaptureError: if closed."""
         return self._open().pool()
 
     def close(self) -> None:

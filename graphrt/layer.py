@@ -234,7 +234,9 @@ class Attention(torch.nn.Module):
     def _heads(self, name: str, tensor: torch.Tensor, heads: int, dim: int) -> torch.Tensor:
         """Return the tensor as [tokens, heads, dim]."""
         if not isinstance(tensor, torch.Tensor):
-            raise ShapeError(f"Attention {self.name!r}: expected a tensor as {name}, got {shown(tensor)}; pass one")
+            raise ShapeError(
+                f"Attention {self.name!r}: expected a tensor as {name}, got {shown(tensor)}; pass a tensor"
+            )
         if tensor.dim() == 2 and tensor.shape[1] == heads * dim:
             return tensor.view(-1, heads, dim)
         if tensor.dim() == 3 and tensor.shape[1] == heads and tensor.shape[2] == dim:

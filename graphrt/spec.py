@@ -103,7 +103,7 @@ class AttentionSpec:
             )
         if not isinstance(self.dtype, torch.dtype) or self.dtype not in COMPUTE_DTYPES:
             raise ConfigError(
-                f"AttentionSpec.dtype: expected one of {COMPUTE_DTYPES}, got {shown(self.dtype)}; pass one"
+                f"AttentionSpec.dtype: expected one of {COMPUTE_DTYPES}, got {shown(self.dtype)}; pass one of these"
             )
         for name, default in (("softmax_scale", "head_dim ** -0.5"), ("logits_softcap", "off")):
             if (value := getattr(self, name)) is not None:
@@ -222,7 +222,9 @@ class KVCacheSpec:
                 "layers see all tokens"
             )
         if not isinstance(self.dtype, torch.dtype) or self.dtype not in KV_DTYPES:
-            raise ConfigError(f"KVCacheSpec.dtype: expected one of {KV_DTYPES}, got {shown(self.dtype)}; pass one")
+            raise ConfigError(
+                f"KVCacheSpec.dtype: expected one of {KV_DTYPES}, got {shown(self.dtype)}; pass one of these"
+            )
         check_instance("KVCacheSpec.layout", self.layout, KVLayout, advice="pass KVLayout.NHD or KVLayout.HND")
         if not (isinstance(self.null_page, str) and self.null_page == "last"):
             check_int_field(self, "null_page", 0, MAX_PAGES - 1, advice='pass a page id, or "last"')

@@ -90,8 +90,8 @@ def check_no_overlap(name: str, tensor: torch.Tensor) -> None:
     for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if extent > 1 and stride <= span:
             raise ShapeError(
-                f"{name}: elements share memory, strides {list(tensor.stride())} for shape {list(tensor.shape)}; the "
-                "tensor is written, so pass one that was not made by expand()"
+                f"{name}: elements may share memory (strides {list(tensor.stride())} for shape {list(tensor.shape)}); "
+                "the kernel writes this tensor, so pass a tensor not made by expand()"
             )
         span += (extent - 1) * stride
 

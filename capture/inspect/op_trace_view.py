@@ -43,7 +43,7 @@ def view_of_op_trace(op_trace: OpTrace) -> GraphView:
 
 
 def view_of_loop(loop: OpTraceLoop) -> GraphView:
-    """Return the view of a loop, one node whose body is the view of its step. Raises: CaptureError if closed."""
+    """Return the view of a loop, one node whose body is the view of its step. Raises: CaptureError: if closed."""
     condition = Operand("condition", loop.condition.data_ptr(), loop.condition.nbytes)
     body = view_of_op_trace(loop.step)
     return GraphView((Node(NodeKind.CONDITIONAL, "while", operands=(condition,), bodies=(body,)),), (), "op trace")

@@ -1,7 +1,8 @@
 """Measured times of each backend by batch size and context length. The registry ranks backends by them.
 
 `ranking.json` in this folder contains the times. `scripts/make_docs.py` generates it from the committed results of
-`scripts/bench_backends.py` and `scripts/bench_mixed.py`. Without results it is empty, and the static order applies.
+`scripts/bench_backends.py` and `scripts/bench_mixed.py`. Without results it is empty, and the order of preference
+applies.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def check_declaration(cls: object) -> None:
     """Check the class attributes and methods of a backend class.
 
     Raises:
-        ConfigError: if one is missing or wrong.
+        ConfigError: if a class attribute or method is missing or wrong.
     """
     if not (isinstance(cls, type) and issubclass(cls, AttentionBackend)):
         raise ConfigError(f"backend: expected a subclass of AttentionBackend, got {shown(cls)}; derive from it")
@@ -81,7 +81,10 @@ def check_declaration(cls: object) -> None:
 
 
 def backend_names() -> list[str]:
-    """Return all known backends in order of preference: built-in, installed, registered, then torch_reference."""
+    """Return all known backends in order of preference: built-in, installed, registered, then torch_reference.
+
+    Measured times, where a device has them, replace this order; see `standings`.
+    """
     preferred = [name for name in _BUILTIN if name != _LAST_RESORT]
     return list(dict.fromkeys([*preferred, *_third_party(), *_registered, _LAST_RESORT]))
 
@@ -116,7 +119,7 @@ class Standing:
     unsupported_reasons   every reason why it cannot serve the context; empty if it can
     by_name               why automatic selection skips it although it can, or None
     rank                  1 for the backend that is selected by default, then 2, ...; None if skipped
-    relative              its measured time relative to the fastest backend that can serve; None in static order
+    relative              its measured time relative to the fastest backend that can serve; None in order of preference
     """
 
     name: str
@@ -130,7 +133,7 @@ def select_backend(context: BackendContext, name: str | None = None) -> tuple[ty
     """Return the backend for `context`, and why it was selected.
 
     With a name it is the named backend. Without a name it is the first of `standings`, which is the fastest supported
-    backend of the measured table (see ranking.py), else the first supported backend in static order.
+    backend of the measured table (see ranking.py), else the first supported backend in order of preference.
 
     Raises:
         ConfigError: if the name is unknown.
@@ -215,7 +218,7 @@ def unsupported_reasons(name: str, context: BackendContext) -> list[str]:
 
 
 def standings(context: BackendContext, *, stop_at_the_first: bool = False) -> list[Standing]:
-    """Return all known backends, in static order, with their ranks or the reasons against them.
+    """Return all known backends, in order of preference, with their ranks or the reasons against them.
 
     Backends with a measured time are considered first, since the fastest of them is selected. With `stop_at_the_first`
     the others are considered only until one is supported, because importing a backend takes seconds.

@@ -143,7 +143,8 @@ def kv_locations(attention: Sequence[AttentionSpec], groups: Sequence[KVCacheSpe
         source = index if spec.kv_shared_with is None else spec.kv_shared_with
         if source not in number or source > index:
             raise ConfigError(
-                f"attention[{index}].kv_shared_with: layer {source} is not an earlier layer with its own KV; pass one"
+                f"attention[{index}].kv_shared_with: layer {source} is not an earlier layer with its own KV; pass the "
+                "index of such a layer"
             )
         location = KVLocation(group_of[number[source]], number[source], source == index and not spec.is_cross)
         _check_fit(f"attention[{index}]", spec, groups[location.group])

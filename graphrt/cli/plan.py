@@ -27,7 +27,7 @@ _ASSUMED = (
 
 
 def run(options: PlanOptions) -> None:
-    """Print a proposal as arguments of RuntimeConfig and a table, or all results as one line of JSON."""
+    """Print the proposed sizes as RuntimeConfig arguments, and a table; with --json, one line of JSON instead."""
     check_step_tokens(options.rows, options.step_tokens)
     trace = read_trace(options.trace, options.rows, options.step_tokens)
     total = sum(batches.total() for batches in trace.values())

@@ -92,7 +92,7 @@ class StepGraphs:
             self._loops[descriptor] = recorder.loop(self._graphs[descriptor], program.buffers.loop_condition)
 
     def graph(self, descriptor: BatchDescriptor) -> CapturedGraph:
-        """Return the graph of a size. Raises: ConfigError if the size is not captured."""
+        """Return the graph of a size. Raises: ConfigError: if the size is not captured."""
         if descriptor not in self._graphs:
             raise ConfigError(f"descriptor: {descriptor} is not a captured size; choose one of `descriptors`")
         return self._graphs[descriptor]

@@ -87,7 +87,7 @@ class Guards:
             self._lock.check()
 
     def check_names(self, model: torch.nn.Module) -> None:
-        """Check the weights of `model` and the cache. Raises: ReplayError if one moved or changed."""
+        """Check the weights of `model` and the cache. Raises: ReplayError: if one of these moved or changed."""
         self._pointers.check_names((*named_weights(model), *self._tables_and_cache()))
 
     def poll(self) -> None:

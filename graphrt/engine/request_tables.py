@@ -152,7 +152,7 @@ class RequestTables:
             values = words if isinstance(words, torch.Tensor) else torch.from_numpy(np.array(words))
         except (TypeError, ValueError) as error:
             raise ShapeError(
-                f"{name}: expected an array of {count} words of 32 bits, got {shown(words)}; pass one"
+                f"{name}: expected an array of {count} words of 32 bits, got {shown(words)}; pass such an array"
             ) from error
         dense = values.layout is torch.strided and values.device.type == "cpu"
         if tuple(values.shape) != (count,) or values.dtype not in _WORDS or not dense:

@@ -121,7 +121,7 @@ class FieldReader:
                 self.unsupported(f"{key} {shown(value)}")
 
     def refuse_unread(self, prefix: str, irrelevant: Collection[str]) -> None:
-        """Record each key that starts with `prefix` as unsupported if it was never read and is not `irrelevant`."""
+        """Record each unread key that starts with `prefix` as unsupported, unless `irrelevant` has the rest of it."""
         for key in self._values:
             if key.startswith(prefix) and key not in self._read and key.removeprefix(prefix) not in irrelevant:
                 self.unsupported(f"the key {printable(key)}, whose meaning is not known")

@@ -88,8 +88,8 @@ def read_gguf(path: Path) -> GGUFFile:
         metadata[key] = cursor.value(cursor.scalar("I"))
     if metadata.get("split.count", 1) != 1:
         raise UnsupportedError(
-            f"{printable(path)}: the file is one part of {shown(metadata['split.count'])}; "
-            "merge the parts with gguf-split"
+            f"{printable(path)}: the file is one of {shown(metadata['split.count'])} parts; "
+            "merge the parts with llama-gguf-split --merge"
         )
     tensors = _read_tensors(cursor, num_tensors, metadata.get("general.alignment", 32), gguf)
     return GGUFFile(path, metadata, tensors, content)

@@ -14,7 +14,7 @@ from graphrt.kernels.op_declaration import Written
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """One call over the paged cache or over contiguous K and V; see `paged_attention` for the tensors.
+    """Arguments of one call over the paged cache or over contiguous K and V; see `paged_attention` for the tensors.
 
     table      paged: the block table; contiguous: kv_start_loc
     starts     query_start_loc; None: each request has plan.shape.query_len new tokens

@@ -20,7 +20,7 @@ from graphrt.kernels.sizes import ceil_div, next_power_of_two
 
 _MAX_HEAD_DIM = 1024
 _TILE_ELEMENTS = 1024
-"""Elements of each side that a program processes, unless one head has more. Not measured."""
+"""Elements of each input that a program processes, unless one head has more. Not measured."""
 
 _NUM_WARPS = 4
 """Warps of a program. Not measured."""

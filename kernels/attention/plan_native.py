@@ -22,7 +22,7 @@ STATIC_SHARED_BYTES = 256
 compiler's report."""
 
 _MAX_QUERIES = 16
-"""Largest query tile, in queries, which is two N sides of an mma. Larger ones use the Triton kernel. Not measured."""
+"""Largest query tile, in queries, twice the N = 8 of an mma. Larger ones use the Triton kernel. Not measured."""
 
 _MAX_SUMS = 960
 """Limit of octets of queries x (2 v_head_dim + head_dim). A warp keeps the sums in 8 times v_head_dim registers per

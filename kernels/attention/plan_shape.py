@@ -16,7 +16,7 @@ MAX_QUERY_LEN = 16
 """Maximum new tokens per request of a decode plan. `AttentionPlan.varlen` supports more. Not measured."""
 
 _MIN_BLOCK_D = 16
-"""Minimum lanes, because each side of a tensor core product needs at least 16 elements. A limit of Triton."""
+"""Minimum lanes, because each dimension of a tensor core product needs at least 16 elements. A limit of Triton."""
 
 
 @dataclass(frozen=True, slots=True)

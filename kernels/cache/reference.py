@@ -11,7 +11,7 @@ from graphrt.kernels.op_declaration import Written
 
 @dataclass(frozen=True, slots=True)
 class WriteKVCall:
-    """One call; see `write_kv` for the tensors."""
+    """Arguments of one `write_kv` call; see `write_kv` and `Rotary` for the tensors."""
 
     q: Written
     k: torch.Tensor

@@ -243,7 +243,7 @@ def sample(
     if not 1 <= vocab <= MAX_VOCAB_SIZE:
         raise ShapeError(f"logits: expected a vocabulary of 1 to {MAX_VOCAB_SIZE}, got {vocab}; use your own sampler")
     if req_indices is None and (penalties is not None or bias is not None):
-        raise ShapeError("req_indices: penalties and bias need a tensor of request indices, got None; pass one")
+        raise ShapeError("req_indices: penalties and bias need a tensor of request indices, got None; pass req_indices")
     inputs = SampleInputs(logits, temperatures, seeds, seq_lens, req_indices)
     if truncation is not None:
         inputs = inputs._replace(top_k=truncation.top_k, top_p=truncation.top_p, min_p=truncation.min_p)

@@ -64,7 +64,7 @@ class Penalties:
     state: PenaltyState
 
     def checked(self, rows: int, vocab: int, device: torch.device) -> dict[str, torch.Tensor]:
-        """Return the tensors by name. Raises: ShapeError: if one has the wrong shape, dtype or device."""
+        """Return the tensors by name. Raises: ShapeError: if a tensor has the wrong shape, dtype or device."""
         of_rows = {"repetition": self.repetition, "presence": self.presence, "frequency": self.frequency}
         for name, tensor in of_rows.items():
             check_tensor(name, tensor, shape=(rows,), dtype=torch.float32, device=device)

@@ -216,7 +216,7 @@ REFUSED = {
     "sinks-stride": (SINKS, {"sinks": torch.zeros(8)[::2]}, ShapeError, "sinks: expected stride 1"),
     "lse-shape": (PLAIN, {"lse": torch.zeros(3, 2)}, ShapeError, r"lse: expected shape \[3, 4\], got \[3, 2\]"),
     "lse-dtype": (PLAIN, {"lse": torch.zeros(3, 4).double()}, ShapeError, "lse: expected dtype float32, got float64"),
-    "lse-expanded": (PLAIN, {"lse": torch.zeros(1, 4).expand(3, 4)}, ShapeError, "lse: elements share memory"),
+    "lse-expanded": (PLAIN, {"lse": torch.zeros(1, 4).expand(3, 4)}, ShapeError, "lse: elements may share memory"),
     "lse-stride": (PLAIN, {"lse": torch.zeros(4, 3).t()}, ShapeError, "lse: expected stride 1"),
 }
 

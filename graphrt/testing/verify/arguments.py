@@ -68,7 +68,7 @@ def check_subject(subject: Any) -> None:
     """Check the attributes and methods of a `Subject`.
 
     Raises:
-        ConfigError: if one has a wrong type.
+        ConfigError: if an attribute or method has the wrong type.
     """
     check_tensors("buffers", subject.buffers)
     for name in ("refresh", "run"):

@@ -77,7 +77,7 @@ class GraphChecks:
             self.in_flight += 2 * len(order)
 
     def _forget(self, case: Case, stack: ExitStack) -> None:
-        """Restore the Python values from before any case, until the stack closes.
+        """Restore the initial Python values, from before any case ran, until the stack closes.
 
         A server captures before it has seen other cases, so values that grow with cases grow after the capture. If the
         captured case then gives a different result, another check reports it, and the values are not restored.
