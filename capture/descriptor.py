@@ -63,6 +63,11 @@ class BatchDescriptor:
         """Return the key of the mixed graph for `padded_tokens` packed tokens of at most `padded_reqs` requests."""
         return cls(GraphKind.MIXED, padded_reqs, padded_tokens, 0)
 
+    @property
+    def size(self) -> int:
+        """The number by which sizes of this kind are configured: requests of a decode graph, tokens of a mixed one."""
+        return self.padded_reqs if self.kind is GraphKind.DECODE else self.padded_tokens
+
     def __str__(self) -> str:
         if self.kind is GraphKind.MIXED:
             return f"mixed[{self.padded_tokens} tokens, {self.padded_reqs}]"

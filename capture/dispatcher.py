@@ -88,7 +88,7 @@ class Dispatcher:
             CapacityError: if the batch does not fit `descriptor`.
         """
         table = self._decode if descriptor.kind is GraphKind.DECODE else self._mixed
-        size = descriptor.padded_reqs if descriptor.kind is GraphKind.DECODE else descriptor.padded_tokens
+        size = descriptor.size
         if size > len(table) or table[size - 1].descriptor != descriptor:
             raise ConfigError(
                 f"descriptor: {descriptor} is not a size that this runtime pads to; choose one of `descriptors`"

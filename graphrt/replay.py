@@ -14,7 +14,7 @@ from graphrt.batch import Batch
 from graphrt.cache.groups import kv_locations
 from graphrt.cache.kv_cache import KVCache
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
-from graphrt.capture.dispatcher import NOT_CAPTURED, Dispatch, Dispatcher
+from graphrt.capture.dispatcher import Dispatch, Dispatcher
 from graphrt.capture.graph import CapturedGraph, GraphReport, ordinary
 from graphrt.capture.guard import named_weights
 from graphrt.capture.inspect.findings import Audit
@@ -145,7 +145,7 @@ class ReplayManager:
             weights=None if weights is None else named, page_tables=page_tables, check_weights=config.check_weights,
         )  # fmt: skip
         self.queue = LaunchQueue(self._program, self._graphs, self._stats, config, self._on_stream)
-        self._capture_late = LateCapture(self.queue, self._graphs, self._guards, self._stats)
+        self._why_eager = LateCapture(self.queue, self._graphs, self._guards, self._stats)
         self._launch_steps = config.launch_steps
         self._order: object = None  # the BatchDelta.order that is on the device
         self._state = State.NEW
@@ -256,9 +256,7 @@ class ReplayManager:
             self.request_tables.clear_left()  # a session may have released a request index of this batch
             # 1 check the batch, and choose the captured size that serves it
             target = self._dispatch("replay", batch, descriptor)
-            why_eager = FORCED if eager else target.why_eager
-            if why_eager is NOT_CAPTURED:
-                why_eager = self._capture_late(target)
+            why_eager = FORCED if eager else self._why_eager(target)
             # 2 write the batch to an input slot that no launch in flight uses
             slot, step = self.queue.slot()
             batch.write_inputs(slot.inputs, step, self._num_groups)
@@ -307,9 +305,7 @@ class ReplayManager:
         """
         with self._exclusive:
             target = self._dispatch("begin", batch, None)
-            why_eager = FORCED if eager else target.why_eager
-            if why_eager is NOT_CAPTURED:
-                why_eager = self._capture_late(target)
+            why_eager = FORCED if eager else self._why_eager(target)
             queue = self.queue
             slot, step = queue.slot()
             ends.write(slot.inputs, batch.write_inputs(slot.inputs, step, self._num_groups))
@@ -331,9 +327,7 @@ class ReplayManager:
             self._guards.before_step()
             queue, order, num_reqs = self.queue, delta.order, len(delta.order)
             target = self._dispatcher.dispatch(num_reqs, num_reqs, True)
-            descriptor, why_eager = target.descriptor, FORCED if eager else target.why_eager
-            if why_eager is NOT_CAPTURED:
-                why_eager = self._capture_late(target)
+            descriptor, why_eager = target.descriptor, FORCED if eager else self._why_eager(target)
             loops = steps > 1 and queue.can_loop(descriptor, why_eager)
             slot, step = queue.slot(steps)
             delta.write(slot.inputs, step, steps, loops, order is not self._order)
@@ -387,7 +381,7 @@ class ReplayManager:
         with self._exclusive:
             self.request_tables.clear_left()
             target = self._dispatch("compare", batch, descriptor)
-            why_eager = self._capture_late(target) if target.why_eager is NOT_CAPTURED else target.why_eager
+            why_eager = self._why_eager(target)
             if why_eager:
                 raise ReplayError(f"compare: this batch has no graph ({why_eager}); pass a batch that has one")
             self.queue.drain()

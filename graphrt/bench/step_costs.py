@@ -16,6 +16,7 @@ from graphrt.bench.timer import synchronize
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind, default_mixed_sizes
 from graphrt.capture.graph import GraphReport
 from graphrt.config import RuntimeConfig
+from graphrt.engine.traffic import read_lines
 from graphrt.kernels.errors import ConfigError
 from graphrt.kernels.types import KVLayout
 from graphrt.models.llama import LlamaModel
@@ -37,9 +38,15 @@ _ASSUMED_MEMORY = {  # milliseconds to capture a graph, its bytes, bytes of the 
 }
 
 
-def assumed_costs() -> Costs:
-    """Return a linear model of Llama 3.1 8B on an H200."""
-    return _costs(_ASSUMED_GRAPH, _ASSUMED_NODES, _ASSUMED_MEMORY)
+def assumed_costs() -> tuple[Costs, str]:
+    """Return a linear model of Llama 3.1 8B on an H200, and a sentence that describes it."""
+    (first, last), (low, high) = _ASSUMED_GRAPH.sizes, _ASSUMED_GRAPH.ms
+    source = (
+        f"assumed, not measured: {low} ms + {(high - low) / (last - first):.3f} ms per token for a step, "
+        f"{_ASSUMED_NODES * _NODE_MS:.1f} ms more if it is eager, and the graphs of llama-3.1-8b on an H200; measure "
+        "with --shape or --model, or pass --measured"
+    )
+    return _costs(_ASSUMED_GRAPH, _ASSUMED_NODES, _ASSUMED_MEMORY), source
 
 
 def read_costs(path: str | Path) -> tuple[Costs, str]:
@@ -50,13 +57,9 @@ def read_costs(path: str | Path) -> tuple[Costs, str]:
 
     Raises: ConfigError: if the file cannot be read, has no result, or has a damaged one.
     """
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--measured: {str(path)!r:.200} cannot be read ({error}); check the path") from error
     graph, nodes, memory = _ASSUMED_GRAPH, _ASSUMED_NODES, _ASSUMED_MEMORY
     times, graphs = "assumed", "assumed"
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_lines("--measured", path), 1):
         if not line.startswith("{"):
             continue
         try:

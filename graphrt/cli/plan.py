@@ -20,11 +20,6 @@ from graphrt.kernels.errors import ConfigError
 from graphrt.models.loading import load_model
 from graphrt.runtime import resolve_device
 
-_ASSUMED = (
-    "assumed, not measured: 4.6 ms + 0.038 ms per token for a step, 7.3 ms more if it is eager, and the graphs of "
-    "llama-3.1-8b on an H200; measure with --shape or --model, or pass --measured"
-)
-
 
 def run(options: PlanOptions) -> None:
     """Print the proposed sizes as RuntimeConfig arguments, and a table; with --json, one line of JSON instead."""
@@ -65,7 +60,7 @@ def run(options: PlanOptions) -> None:
 def _costs(options: PlanOptions) -> tuple[Costs, str]:
     """Return the costs, and a sentence about their source."""
     if options.shape is None and options.model is None:
-        return (assumed_costs(), _ASSUMED) if options.measured is None else read_costs(options.measured)
+        return assumed_costs() if options.measured is None else read_costs(options.measured)
     if options.measured is not None:
         raise ConfigError("--measured: leave it out to measure --shape or --model here, or pass it alone")
     source, device = named_source("plan", options.shape, options.model), resolve_device(options.device)

@@ -12,7 +12,6 @@ from graphrt.backends.capabilities import GraphSupport
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.engine.program import StepProgram
 from graphrt.kernels.compile_ahead import compiling_ahead
-from graphrt.metadata import StepMetadata
 from graphrt.sampling import sample_tokens
 from graphrt.step import Step
 
@@ -37,12 +36,12 @@ def compile_ahead(program: StepProgram, descriptors: Iterable[BatchDescriptor]) 
 
 
 def _any_tokens(logits: torch.Tensor, step: Step) -> torch.Tensor:
-    """Stand in for a custom sampler. Most return the int64 indices of torch."""
+    """Replace a custom sampler. Most return the int64 indices of torch."""
     return torch.empty(len(logits), dtype=torch.int64, device=logits.device)
 
 
 class _NoAttention(AttentionBackend):
-    """Stands in for a backend whose kernels cannot be compiled ahead."""
+    """Replaces a backend whose kernels cannot be compiled ahead."""
 
     name, graph_support = "none", GraphSupport.ALWAYS
 
@@ -51,22 +50,13 @@ class _NoAttention(AttentionBackend):
         self.capabilities, self.decode_len = backend.capabilities, backend.decode_len  # type: ignore[misc]
         self.seq_len_fill = backend.seq_len_fill  # type: ignore[misc]
 
-    def run(
-        self,
-        layer: AttentionLayer,
-        q: torch.Tensor,
-        metadata: StepMetadata,
-        out: torch.Tensor,
-        *,
-        sinks: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-    ) -> None:
+    def run(self, *arguments: object, **options: object) -> None:
         pass
 
 
 @dataclass(frozen=True, slots=True)
 class _AheadModel:
-    """Stands in for the model: attention of each kind of layer, on uninitialized tensors, and `ahead_model()`."""
+    """Replaces the model by attention of each kind of layer, on uninitialized tensors, and its `ahead_model()`."""
 
     program: StepProgram
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from graphrt.capture.dispatcher import Dispatch
+from graphrt.capture.dispatcher import NOT_CAPTURED, Dispatch
 from graphrt.engine.graphs import StepGraphs
 from graphrt.engine.guards import Guards
 from graphrt.engine.launch_queue import LaunchQueue
@@ -22,8 +22,14 @@ class LateCapture:
     stats: Stats
 
     def __call__(self, target: Dispatch) -> str:
-        """Capture a size. Return "", or why all its steps run eagerly if the capture failed. An interrupt leaves
-        `target` unchanged. Raises: ReplayError: if a tensor that graphs read has moved."""
+        """Return why a step of this size runs eagerly; "" if it has a graph. Capture the graph if that is still to do.
+
+        After a failed capture, all steps of the size run eagerly. An interrupt leaves `target` unchanged.
+
+        Raises: ReplayError: if a tensor that graphs read has moved.
+        """
+        if target.why_eager is not NOT_CAPTURED:
+            return target.why_eager
         start = time.perf_counter()
         with self.guards.late_capture():
             try:

@@ -34,7 +34,7 @@ def advise(steps: Mapping[Served, int], captured: Iterable[BatchDescriptor]) -> 
     found: list[str] = []
     sizes: dict[GraphKind, set[int]] = {kind: set() for kind in GraphKind}
     for descriptor in captured:
-        sizes[descriptor.kind].add(_capture_size(descriptor))
+        sizes[descriptor.kind].add(descriptor.size)
     for kind, graphs in sizes.items():
         of_kind = {key: count for key, count in steps.items() if key[0].kind is kind and key[2] != FORCED}
         if graphs and sum(of_kind.values()) >= _MANY_STEPS:
@@ -62,7 +62,7 @@ def _padding_advice(kind: GraphKind, steps: Mapping[Served, int], captured: set[
     sizes: dict[int, Counter[int]] = {}  # steps by graph, and by size of the batch
     for (descriptor, tokens, why_eager), count in steps.items():
         if not why_eager:
-            sizes.setdefault(_capture_size(descriptor), Counter())[_batch_size(descriptor, tokens)] += count
+            sizes.setdefault(descriptor.size, Counter())[_batch_size(descriptor, tokens)] += count
     padded = sum(graph * of.total() for graph, of in sizes.items())
     padding = sum((graph - size) * count for graph, of in sizes.items() for size, count in of.items())
     if not padding or padding < _MUCH_PADDING * padded:
@@ -80,10 +80,6 @@ def _padding_advice(kind: GraphKind, steps: Mapping[Served, int], captured: set[
         f"{padding / padded:.0%} of the tokens of {kind.value} graphs were padding: {served.total()} steps of "
         f"{_range(served)} ran with the graph of {graph}; capture {best}, to save {saved / padding:.0%} of the padding"
     ]
-
-
-def _capture_size(descriptor: BatchDescriptor) -> int:
-    return descriptor.padded_reqs if descriptor.kind is GraphKind.DECODE else descriptor.padded_tokens
 
 
 def _batch_size(descriptor: BatchDescriptor, tokens: int) -> int:
@@ -105,22 +101,26 @@ def write_trace(path: str | Path, steps: Mapping[Served, int]) -> None:
     Path(path).write_text(_HEAD + "".join(lines), encoding="utf-8")
 
 
+def read_lines(name: str, path: str | Path) -> list[str]:
+    """Return the lines of a text file. Raises: ConfigError: if it cannot be read. Errors start with `name`."""
+    try:
+        return Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{name}: {str(path)!r:.200} cannot be read ({error}); check the path") from error
+
+
 def read_trace(path: str | Path, max_num_reqs: int, max_num_tokens: int) -> Trace:
     """Read a trace. Each line has a kind, a size and a number of steps, by default 1. Text after # is skipped.
 
     Raises: ConfigError: if the file cannot be read, has no steps, or has a line with another format or a size above the
     maximum of its kind.
     """
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"trace: {str(path)!r:.200} cannot be read ({error}); check the path") from error
     limits = {
         GraphKind.DECODE: (max_num_reqs, "max_num_reqs (--rows)"),
         GraphKind.MIXED: (max_num_tokens, "max_num_tokens (--step-tokens)"),
     }
     trace: Trace = {kind: Counter() for kind in GraphKind}
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_lines("trace", path), 1):
         if not (text := line.partition("#")[0].strip()):
             continue
         if (fields := _LINE.fullmatch(text)) is None:

@@ -277,7 +277,7 @@ def failing(rig: Rig, name: str, error: BaseException) -> Counter[str]:
         size = str(step.report.descriptor if name == "loop" else step.args[0])
         calls[size] += 1
         if size == "decode[2]":
-            if name == "capture":  # after a run whose results nobody may see
+            if name == "capture":  # after a run, whose results must not appear anywhere
                 rest[1]()
                 step()
             raise error

@@ -87,13 +87,13 @@ def test_curves() -> None:
 
 def test_mixed_sizes_are_multiples_of_16_up_to_the_maximum() -> None:
     trace = {DECODE: Counter({5: 1000}), MIXED: Counter({5: 1000, 90: 1000, 95: 1000, 99: 1000})}
-    plan = plan_sizes(trace, assumed_costs(), memory_bytes=1e9, max_num_reqs=8, max_num_tokens=99, steps=1e9)
+    plan = plan_sizes(trace, assumed_costs()[0], memory_bytes=1e9, max_num_reqs=8, max_num_tokens=99, steps=1e9)
     assert plan == {DECODE: (5,), MIXED: (16, 96, 99)}
 
 
 def test_a_large_runtime_is_planned_with_few_candidates() -> None:
     trace = {DECODE: Counter(dict.fromkeys(range(1, 2049), 1)), MIXED: Counter(dict.fromkeys(range(1, 8193), 1))}
-    plan = plan_sizes(trace, assumed_costs(), memory_bytes=1e12, max_num_reqs=2048, max_num_tokens=8192, steps=1e9)
+    plan = plan_sizes(trace, assumed_costs()[0], memory_bytes=1e12, max_num_reqs=2048, max_num_tokens=8192, steps=1e9)
     assert plan == {DECODE: tuple(range(4, 2049, 4)), MIXED: tuple(range(16, 8193, 16))}
 
 
@@ -118,7 +118,7 @@ def test_costs_of_results(tmp_path: Path) -> None:
         assert [costs[kind].eager_ms(n) for n in (1, 6)] == [3.0, 9.0], "20 us for each of 100 nodes"
     path.write_text(json.dumps(capture))
     assert read_costs(path)[1] == "step times: assumed; graphs: n on cpu"
-    assert read_costs(path)[0][DECODE].graph == assumed_costs()[DECODE].graph
+    assert read_costs(path)[0][DECODE].graph == assumed_costs()[0][DECODE].graph
     for text, error in (
         ("", "--measured: .* has no result; write the last lines of `graphrt bench decode`"),
         ("\n{", "--measured: line 2 is no result of `graphrt bench decode`"),

@@ -1,6 +1,6 @@
 """Compile the kernels of a step for sm_90 without a GPU, run the step with launches that do nothing, and print both.
 
-A process of its own, without the Triton interpreter. The step runs on CPU tensors; a fake driver stands for the device.
+A process of its own, without the Triton interpreter. The step runs on CPU tensors; a fake driver replaces the device.
 The last line is JSON: the number of kernels compiled ahead, the number of launches then, and the names of kernels that
 the step compiled afterwards, and the launches that this took.
 """
