@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -40,6 +40,7 @@ class Event:
     finished         True in the last event of the prompt
     logprob          of the token, with `SamplingParams.logprobs`
     prompt_logprobs  in the first event, with `SamplingParams.prompt_logprobs`: one per prompt token except the first
+    stop_token       the stop token at which the prompt finished, if `token` is None
     """
 
     prompt: int
@@ -47,6 +48,11 @@ class Event:
     finished: bool
     logprob: TokenLogprob | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    stop_token: int | None = None
+
+
+EndsPrompt = Callable[[int, int], bool]
+"""Called with the index of a prompt and each of its new tokens, in order. True finishes the prompt at this token."""
 
 
 class TextGenerator:
@@ -79,7 +85,11 @@ class TextGenerator:
         self.stats = GenerationStats()
 
     def generate(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams],
+        *,
+        ends: EndsPrompt | None = None,
     ) -> Generator[Event, None, None]:
         """Yield tokens of all prompts as they arrive. The last event of each prompt has `finished` set.
 
@@ -88,6 +98,8 @@ class TextGenerator:
 
         prompts  token ids from 0 to vocab_size - 1, at least one per prompt: lists, arrays or host tensors
         params   one for all prompts, or one per prompt
+        ends     called with the index of a prompt and its new token, except a stop token. If it returns True, this
+                 token is the prompt's last: for ends that only the host sees, such as a stop string
 
         Raises: ShapeError: if a prompt is empty or not a list of token ids. CapacityError: if the cache is too small
         for a prompt even without others. ConfigError: if `params` are wrong. CaptureError: if the runtime is not
@@ -102,7 +114,7 @@ class TextGenerator:
         if isinstance(params, SamplingParams):
             params = [params] * len(prompts)
         check_sequence("params", params, len(prompts), of="SamplingParams, one per prompt")
-        return self._run([self._checked(i, p, s) for i, (p, s) in enumerate(zip(prompts, params, strict=True))])
+        return self._run([self._checked(i, p, s) for i, (p, s) in enumerate(zip(prompts, params, strict=True))], ends)
 
     def _checked(self, index: int, prompt: Prompt, params: SamplingParams) -> PromptState:
         name, params_name = f"prompts[{index}]", f"params[{index}]"
@@ -131,7 +143,7 @@ class TextGenerator:
             warnings.warn(f"preempted requests are recomputed: {error}", RuntimeWarning, stacklevel=2)
             return None
 
-    def _run(self, prompts: list[PromptState]) -> Generator[Event, None, None]:
+    def _run(self, prompts: list[PromptState], ends: EndsPrompt | None) -> Generator[Event, None, None]:
         space: SwapSpace | None = None
         session = DecodeSession(self._runtime)
         try:
@@ -154,9 +166,9 @@ class TextGenerator:
                     launch = in_flight.popleft()
                     if launch.steps > 1 and not launch.done():
                         for _ in launch:  # each step as it arrives
-                            yield from _collect(session, scheduler)
+                            yield from _collect(session, scheduler, ends)
                     launch.wait()
-                    yield from _collect(session, scheduler)
+                    yield from _collect(session, scheduler, ends)
                     scheduler.release_finished()
         finally:
             try:
@@ -166,7 +178,7 @@ class TextGenerator:
                 session.close()
 
 
-def _collect(session: DecodeSession, scheduler: Scheduler) -> Iterator[Event]:
+def _collect(session: DecodeSession, scheduler: Scheduler, ends: EndsPrompt | None) -> Iterator[Event]:
     """Yield an event per collected token, and then raise a fault by the index of its prompt."""
     fault = None
     while True:
@@ -176,11 +188,17 @@ def _collect(session: DecodeSession, scheduler: Scheduler) -> Iterator[Event]:
         except StepFaultError as error:
             fault = fault or error
     for request, tokens in found:
-        yield from _events(scheduler.by_request[request], request, tokens)
+        for event in _events(scheduler.by_request[request], request, tokens):
+            if ends is not None and event.token is not None and ends(event.prompt, event.token):
+                scheduler.finish(request)
+                yield replace(event, finished=True)
+                break
+            yield event
     if fault is not None:
         prompts = scheduler.by_request.items()
         faulty = sorted(prompt.index for request, prompt in prompts if request.finish_reason is FinishReason.FAULT)
-        raise StepFaultError(fault.step, fault.faults, faulty)
+        if faulty:  # not if `ends` finished these prompts before the fault
+            raise StepFaultError(fault.step, fault.faults, faulty)
 
 
 def _events(prompt: PromptState, request: SessionRequest, tokens: list[int]) -> Iterator[Event]:
@@ -191,7 +209,7 @@ def _events(prompt: PromptState, request: SessionRequest, tokens: list[int]) -> 
     of_prompt = tuple(request.prompt_logprobs) if is_first else None
     for index, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
         if index == last and request.finish_reason is FinishReason.STOP_TOKEN:
-            yield Event(prompt.index, None, True, None, of_prompt)
+            yield Event(prompt.index, None, True, None, of_prompt, token)
         else:
             yield Event(prompt.index, token, index == last, logprob, of_prompt)
         of_prompt = None

@@ -23,6 +23,7 @@ from graphrt.cache.swap import SwapArrival, SwappedPages, SwapSpace
 from graphrt.cache.tables import PrefixIndex, common_prefix
 from graphrt.engine.handle import Launch
 from graphrt.kernels.metadata.buffers import StaticBuffers
+from graphrt.kernels.types import FinishReason
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
 from graphrt.session.pages import by_pool, pages_needed
@@ -360,6 +361,12 @@ class Scheduler:
         preempted, prompt.preempted = prompt.preempted, None
         if preempted is not None and preempted.swapped is not None and self._space is not None:
             self._space.drop(preempted.swapped)
+
+    def finish(self, request: SessionRequest) -> None:
+        """Finish a request at its last collected token. Later tokens and faults of launches in flight are dropped."""
+        with self._table.flag:
+            request.finish_reason = FinishReason.STOP_TOKEN
+            self._table.finish([request])
 
     def release_finished(self) -> None:
         """Free indices and pages of finished requests. A step in flight may still write there, but it runs before any

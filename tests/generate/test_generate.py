@@ -191,7 +191,7 @@ def test_a_fault_of_a_request_that_has_ended_does_not_end_the_others() -> None:
     runtime = captured(model)
     params = [SamplingParams(4, stop_ids=[model.bad]), SamplingParams(8)]
     events = list(TextGenerator(runtime).generate([[5, 6], [9]], params))
-    assert [event for event in events if event.prompt == 0] == [Event(0, None, True)]
+    assert [event for event in events if event.prompt == 0] == [Event(0, None, True, stop_token=model.bad)]
     assert [event.token for event in events if event.prompt == 1] == greedy(model, [9], 8)
     assert model.bad not in greedy(model, [9], 8)
 
@@ -240,6 +240,48 @@ def test_launches_take_several_steps_while_others_wait_for_a_request(monkeypatch
     assert len(launched) < sum(launched) / 2
     # Four rows are never idle while somebody waits: all steps together are few more than the tokens ask for.
     assert runtime.stats().replays.total() <= sum(counts) / 4 + 20
+
+
+@pytest.mark.parametrize("slow", [False, True], ids=["fast", "slow"])
+@pytest.mark.parametrize("num_pages", [60, 12], ids=["pages", "preempted"])
+def test_prompts_end_at_tokens_that_the_caller_chooses(
+    num_pages: int, slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request ends with its prompt: its index is free again, and the device computes few more of its tokens."""
+    if slow:
+        slow_device(monkeypatch)
+    runtime = captured(num_pages=num_pages)
+    model, cuts = LivelyModel(CPU), [20, 1, 14, 2, 11, 20, 3, 16, 12, 8]
+    prompts = [[n, 2, 3] for n in range(10)]
+    want = [greedy(model, prompt, 20) for prompt in prompts]
+    seen: list[list[int]] = [[] for _ in prompts]
+
+    def ends(prompt: int, token: int) -> bool:
+        seen[prompt].append(token)
+        return len(seen[prompt]) == cuts[prompt]
+
+    generator = TextGenerator(runtime)
+    events = list(generator.generate(prompts, SamplingParams(20), ends=ends))
+    for index, cut in enumerate(cuts):
+        mine = [event for event in events if event.prompt == index]
+        assert [event.token for event in mine] == seen[index] == want[index][:cut]
+        assert [event.finished for event in mine] == [False] * (cut - 1) + [True]
+    assert (generator.stats.preemptions > 0) == (num_pages == 12)
+    if num_pages == 60:
+        assert runtime.stats().real_tokens < sum(cuts) + 3 * len(cuts) + 2 * 8 * len(cuts)
+    monkeypatch.undo()
+    assert_idle_and_right(runtime)
+
+
+def test_a_fault_after_a_token_that_the_caller_chose_as_the_last_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_device(monkeypatch)  # both tokens are collected together
+    model = Wild(CPU)
+    (model.bad,) = greedy(model, [5, 6], 1)
+    runtime = captured(model)
+    events = TextGenerator(runtime).generate([[5, 6], [9]], SamplingParams(8), ends=lambda _, token: token == model.bad)
+    got = [(event.prompt, event.token, event.finished) for event in events]
+    assert [found for found in got if found[0] == 0] == [(0, model.bad, True)]
+    assert [token for prompt, token, _ in got if prompt == 1] == greedy(model, [9], 8)
 
 
 def test_prompts_without_mixed_batches() -> None:

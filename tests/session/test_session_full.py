@@ -105,7 +105,7 @@ def test_a_fault_behind_a_stop_token_that_the_host_alone_knows(
     events = list(TextGenerator(runtime).generate([[5, 6], calm], params))
     cut = full.index(model.bad)
     assert [event.token for event in events if event.prompt == 0] == [*full[:cut], None]
-    assert [event for event in events if event.prompt == 0][-1] == Event(0, None, True)
+    assert [event for event in events if event.prompt == 0][-1] == Event(0, None, True, stop_token=model.bad)
     assert [event.token for event in events if event.prompt == 1] == greedy(model, calm, 8)
 
 
