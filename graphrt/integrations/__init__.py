@@ -1,0 +1,1 @@
+"""Adapters that run graphrt inside other libraries."""

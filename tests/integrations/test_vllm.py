@@ -1,0 +1,296 @@
+"""The attention backend for vLLM over vLLM's tensors, in the Triton interpreter, with a stand-in of vLLM's classes."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from graphrt.integrations import vllm as plugin
+from graphrt.kernels.library import interpreted
+from tests.support.attention_cases import (
+    BF16,
+    E4M3,
+    E5M2,
+    F16,
+    NAN,
+    Case,
+    Problem,
+    assert_accurate,
+    by_id,
+    make_problem,
+)
+
+STANDIN = Path(__file__).resolve().parent.parent / "support" / "vllm_standin"
+CPU = torch.device("cpu")
+NAMES = {None: "auto", E4M3: "fp8", E5M2: "fp8_e5m2"}
+
+RAGGED = ((70, 1), (1, 1), (33, 1), (16, 1), (17, 1))
+MIXED = (*RAGGED, (40, 9), (20, 20), (65, 2))
+SPECULATIVE = ((70, 3), (3, 3), (33, 3))
+PADDED = (*RAGGED, *((0, 1),) * 3)
+CASES = [
+    Case("decode", RAGGED, BF16),
+    Case("decode-padded-to-a-capture-size", PADDED, F16, num_kv_heads=2),
+    Case("decode-window", PADDED, BF16, window=20, layout="HND", gqa=7),
+    Case("decode-fp8", PADDED, BF16, E4M3, num_kv_heads=2, page_size=32),
+    Case("decode-options", PADDED, F16, softcap=3.0, alibi="sqrt", sinks=True),
+    Case("speculative", SPECULATIVE, BF16),
+    Case("speculative-padded", (*SPECULATIVE, (0, 3), (0, 3)), BF16, window=9, sinks=True),
+    Case("mixed", MIXED, BF16),
+    Case("mixed-options", MIXED, F16, window=12, softcap=3.0, alibi="linear", sinks=True, gqa=1, num_kv_heads=2),
+    Case("mixed-fp8-e5m2", MIXED, BF16, E5M2, layout="HND", page_size=48),
+    Case("mixed-heads-of-264", ((70, 1), (20, 3)), BF16, head_dim=264, gqa=1, sinks=True),
+    Case("mixed-drafts", (*SPECULATIVE, (20, 2), (40, 9)), BF16),
+    Case("prompts", ((20, 20), (1, 1), (50, 30)), BF16, sinks=True),
+    Case("one-token", ((1, 1),), BF16),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def backend() -> Iterator[Any]:
+    sys.path.insert(0, str(STANDIN))
+    yield importlib.import_module("graphrt.integrations.vllm.backend")
+    sys.path.remove(str(STANDIN))
+    for name in [name for name in sys.modules if name.split(".")[0] == "vllm" or name == f"{plugin.__name__}.backend"]:
+        del sys.modules[name]
+
+
+@dataclass
+class Group:
+    """A builder and a layer of the case's kind, as vLLM makes them."""
+
+    layer: Any
+    builder: Any
+
+    @classmethod
+    def of(cls, backend: Any, case: Case, *, drafts: int = 0) -> Group:
+        from vllm.config import VllmConfig
+        from vllm.config.compilation import CompilationConfig
+        from vllm.config.model import ModelConfig
+        from vllm.config.scheduler import SchedulerConfig
+        from vllm.config.speculative import SpeculativeConfig
+        from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+        from vllm.v1.kv_cache_interface import AttentionSpec
+
+        options = make_problem(
+            replace(case, reqs=((1, 1),), pad_tokens=0), torch.Generator().manual_seed(1), CPU
+        ).options
+        layer = AttentionLayerBase()
+        layer._k_scale, layer._v_scale = (
+            torch.ones(()) if s is None else s[0] for s in (options.k_scale, options.v_scale)
+        )
+        layer.impl = backend.GraphrtBackend.get_impl_cls()(
+            case.num_kv_heads * case.gqa, case.head_dim, case.head_dim**-0.5, case.num_kv_heads,
+            None if options.alibi_slopes is None else options.alibi_slopes.tolist(), case.window or None,
+            NAMES[case.kv_dtype], case.softcap or None, sinks=options.sinks, use_alibi_sqrt=options.alibi_sqrt,
+        )  # fmt: skip
+        layer.impl.process_weights_after_loading(case.dtype)
+        config = VllmConfig(
+            ModelConfig(case.dtype),
+            SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=8),
+            CompilationConfig(8, {"layer": layer}),
+            SpeculativeConfig(drafts) if drafts else None,
+        )
+        spec = AttentionSpec(case.page_size, case.num_kv_heads, case.head_dim)
+        return cls(layer, backend.GraphrtBackend.get_builder_cls()(spec, ["layer"], config, CPU))
+
+    def run(self, problem: Problem, kv_cache: torch.Tensor, metadata: Any) -> torch.Tensor:
+        problem.out.fill_(NAN)
+        with interpreted():
+            returned = self.layer.impl.forward(self.layer, problem.q, None, None, kv_cache, metadata, problem.out)
+        assert returned is problem.out
+        return problem.out.clone()
+
+
+def problem_of(case: Case, seed: int = 0) -> Problem:
+    """A problem whose options are those of the case's layer, whatever the seed of its tensors."""
+    first = make_problem(replace(case, reqs=((1, 1),), pad_tokens=0), torch.Generator().manual_seed(1), CPU)
+    problem = make_problem(case, torch.Generator().manual_seed(seed), CPU)
+    old, new = problem.options, first.options
+    for dense, scale, other in ((0, old.k_scale, new.k_scale), (1, old.v_scale, new.v_scale)):
+        if scale is not None:
+            problem.dense = [
+                tuple(x / scale * other if at == dense else x for at, x in enumerate(pair)) for pair in problem.dense
+            ]
+    problem.options = new
+    return problem
+
+
+def in_vllms_layout(backend: Any, problem: Problem) -> torch.Tensor:
+    """The K and V of a problem in a tensor that is shaped and permuted as vLLM does."""
+    from vllm.v1.attention.backends import utils
+
+    case = problem.case
+    utils.layout = case.layout
+    shape = backend.GraphrtBackend.get_kv_cache_shape(
+        problem.k_cache.shape[0], case.page_size, case.num_kv_heads, case.head_dim
+    )
+    order = backend.GraphrtBackend.get_kv_cache_stride_order()
+    cache = torch.empty([shape[dim] for dim in order], dtype=case.stored).permute(
+        [order.index(dim) for dim in range(4)]
+    )
+    assert cache.shape == shape
+    assert cache.is_contiguous() is (case.layout == "HND" or case.num_kv_heads == 1)
+    cache.copy_(torch.cat([problem.k_cache.float(), problem.v_cache.float()], -1).transpose(1, 2).to(case.stored))
+    return cache if case.kv_dtype is None else cache.view(torch.uint8)
+
+
+def common_of(problem: Problem) -> Any:
+    """The metadata that vLLM passes. Padding requests of a full graph have no tokens in query_start_loc."""
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    reqs = problem.case.reqs
+    starts = [0, *itertools.accumulate(length if seq_len else 0 for seq_len, length in reqs)]
+    starts = torch.tensor(starts, dtype=torch.int32)
+    return CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=problem.seq_lens,
+        num_reqs=len(reqs),
+        num_actual_tokens=problem.q.shape[0],
+        max_query_len=max(length for _, length in reqs),
+        max_seq_len=1 << 20,
+        block_table_tensor=problem.block_table,
+        slot_mapping=torch.zeros(problem.q.shape[0], dtype=torch.int64),
+    )
+
+
+@pytest.mark.parametrize("case", by_id(CASES))
+def test_steps_equal_dense_attention(case: Case, backend: Any) -> None:
+    group = Group.of(backend, case, drafts=2 if case.reqs[0][1] == 3 else 0)
+    problem = problem_of(case)
+    with interpreted():
+        metadata = group.builder.build(0, common_of(problem))
+    assert_accurate(replace(problem, lse=None), group.run(problem, in_vllms_layout(backend, problem), metadata))
+
+
+def test_query_lens_choose_the_kernels(backend: Any) -> None:
+    """Decodes come first; a request with another number of new tokens ends them."""
+    of = backend.StepShape
+    for drafts, head_dim, reqs, shape in (
+        (0, 64, RAGGED, of(5, 5, 5, 1)),
+        (0, 64, PADDED, of(8, 8, 8, 1)),
+        (0, 64, MIXED, of(8, 36, 5, 1)),
+        (0, 264, MIXED, of(8, 36, 8, 0)),
+        (0, 64, ((20, 20), (9, 1)), of(2, 21, 0, 0)),
+        (2, 64, SPECULATIVE, of(3, 9, 3, 3)),
+        (2, 64, RAGGED, of(5, 5, 5, 1)),
+        (2, 64, ((9, 3), (9, 3), (9, 1), (9, 3)), of(4, 10, 2, 3)),
+        (2, 64, ((9, 9), (9, 1)), of(2, 10, 0, 0)),
+        (16, 64, ((40, 17), (50, 17)), of(2, 34, 2, 0)),  # more new tokens than a decode plan serves
+    ):
+        case = Case("", reqs, BF16, head_dim=head_dim)
+        builder = Group.of(backend, case, drafts=drafts).builder
+        assert builder._shape(common_of(problem_of(case))) == shape
+    assert builder.get_cudagraph_support(None, None).name == "UNIFORM_BATCH"
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+def test_a_replay_reads_the_buffers_of_its_own_step(padding: int, backend: Any) -> None:
+    """A graph keeps the metadata of its capture. Each step rewrites inputs and schedules in place, for both groups."""
+    reqs = ((200, 1), (1, 1), (90, 1), (33, 1), (7, 1))
+    case = Case("", (*reqs[: 5 - padding], *((0, 1),) * padding), BF16, window=40, num_kv_heads=2)
+    groups = [Group.of(backend, case), Group.of(backend, case)]
+    step, other = problem_of(case, 1), problem_of(case, 2)
+    static = replace(
+        step,
+        q=step.q.clone(),
+        block_table=torch.zeros(5, 16, dtype=torch.int32),
+        seq_lens=torch.ones(5, dtype=torch.int32),
+    )
+    table = static.block_table.clone()
+    with interpreted():
+        captured = [
+            group.builder.build_for_cudagraph_capture(replace(common_of(static), block_table_tensor=own))
+            for group, own in zip(groups, (static.block_table, table), strict=True)
+        ]
+    for problem in (step, other):
+        static.seq_lens.copy_(problem.seq_lens)
+        static.q.copy_(problem.q)
+        for own in (static.block_table, table):
+            own.zero_()[:, : problem.block_table.shape[1]] = problem.block_table
+        common = common_of(problem)
+        common = replace(common, seq_lens=static.seq_lens, block_table_tensor=static.block_table)
+        with interpreted():
+            first = groups[0].builder.build(0, common)
+            groups[1].builder.update_block_table(first, table, common.slot_mapping)
+        for group, metadata in zip(groups, captured, strict=True):
+            cache = in_vllms_layout(backend, problem)
+            run = replace(problem, q=static.q, out=static.out, lse=None)
+            assert_accurate(run, group.run(run, cache, metadata))
+
+
+def test_new_tokens_are_stored_at_their_slots(backend: Any) -> None:
+    for case in (Case("", RAGGED, BF16, num_kv_heads=2), Case("", RAGGED, BF16, E4M3, layout="HND")):
+        group, problem = Group.of(backend, case), problem_of(case)
+        cache = in_vllms_layout(backend, problem)
+        before, group.layer._k_scale, group.layer._v_scale = cache.clone(), torch.tensor(0.5), torch.tensor(2.0)
+        new = torch.arange(4 * case.num_kv_heads * 64).view(4, case.num_kv_heads, 64).remainder(8).to(case.dtype)
+        slots = torch.tensor([5, 2 * 16 + 3, -1])  # shorter than the padded keys
+        group.layer.impl.do_kv_cache_update(group.layer, new, 2 * new, cache, slots)
+        quantized = case.kv_dtype is not None
+        stored = cache.view(case.stored).float()
+        for at, (page, slot) in ((0, (0, 5)), (1, (2, 3))):
+            torch.testing.assert_close(stored[page, :, slot, :64], new[at].float() / (0.5 if quantized else 1))
+            torch.testing.assert_close(stored[page, :, slot, 64:], 2 * new[at].float() / (2 if quantized else 1))
+            before[page, :, slot] = cache[page, :, slot]
+        assert torch.equal(cache.view(torch.uint8), before.view(torch.uint8))
+
+
+def test_a_memory_profile_writes_zeros(backend: Any) -> None:
+    group = Group.of(backend, CASES[0])
+    out = torch.full((3, 4, 64), NAN)
+    assert not group.layer.impl.forward(group.layer, out, None, None, torch.empty(0), None, out).any()
+
+
+def test_what_the_kernels_lack_is_refused(backend: Any) -> None:
+    from vllm.platforms.interface import DeviceCapability
+
+    cls = backend.GraphrtBackend
+    assert cls.get_name() == "CUSTOM"
+    assert [size for size in (8, 16, 20, 48, 64, 80, 128, 256, 512, 520) if cls.supports_head_size(size)] == [
+        8, 16, 48, 64, 80, 128, 256, 512,
+    ]  # fmt: skip
+    assert [cls.supports_dtype(dtype) for dtype in (F16, BF16, torch.float32)] == [True, True, False]
+    dtypes = ("auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8_per_token_head", "nvfp4", "fp8_ds_mla")
+    assert [cls.supports_kv_cache_dtype(dtype) for dtype in dtypes] == [True] * 5 + [False] * 3
+    assert [cls.supports_block_size(size) for size in (8, 16, 48, 100)] == [False, True, True, False]
+    assert [cls.supports_compute_capability(DeviceCapability(*at)) for at in ((8, 9), (9, 0), (10, 0))] == [
+        False, True, True,
+    ]  # fmt: skip
+    assert [cls.supports_attn_type(kind) for kind in ("decoder", "encoder_only")] == [True, False]
+    assert not cls.is_mla()
+    assert not cls.supports_device_cpu_query_lens_mismatch()
+    combination = (64, BF16, "float16", 16, False, False, False, False, DeviceCapability(9, 0))
+    assert "float16 differs" in cls.supports_combination(*combination)
+    assert cls.supports_combination(64, BF16, "fp8", *combination[3:]) is None
+
+
+@pytest.mark.parametrize(
+    ("version", "registered"),
+    [("0.25.1", False), ("0.26.0+cu130", True), ("0.33.0", True), ("0.34.0", False), ("1.0", False)],
+)
+def test_unsupported_versions_are_named(
+    version: str, registered: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from vllm.v1.attention.backends import registry
+
+    registry.registered.clear()
+    monkeypatch.setattr(plugin, "version", lambda name: version)
+    plugin.register()
+    path = {registry.AttentionBackendEnum.CUSTOM: "graphrt.integrations.vllm.backend.GraphrtBackend"}
+    assert registry.registered == (path if registered else {})
+    assert (f"supports vLLM 0.26 to 0.33, got {version}" in caplog.text) is not registered
+
+
+def test_the_entry_point_is_the_function() -> None:
+    text = (Path(plugin.__file__).resolve().parents[3] / "pyproject.toml").read_text()
+    assert '[project.entry-points."vllm.general_plugins"]\ngraphrt = "graphrt.integrations.vllm:register"' in text

@@ -1,0 +1,8 @@
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass
+class ModelConfig:
+    dtype: torch.dtype

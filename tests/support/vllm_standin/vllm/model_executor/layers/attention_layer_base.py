@@ -1,0 +1,2 @@
+class AttentionLayerBase:
+    impl: object

@@ -1,0 +1,5 @@
+layout = "NHD"
+
+
+def get_kv_cache_layout():
+    return layout
