@@ -56,7 +56,7 @@ class Bundle:
     config      config of the recorded manager
     attention   the spec of every layer
     groups      the KV groups, with null page 0
-    scales      scales of an fp8 cache, by the names of KVCache.named_tensors
+    scales      scales of an fp8 cache, under the names of KVCache.named_tensors
     samples     whether the manager had a sampler
     tables      whether the caller owned the page tables
     model       a description of the model, such as {"shape": ...}: JSON values
@@ -77,11 +77,11 @@ class Bundle:
     @classmethod
     def of(cls, recording: Recording, model: Mapping[str, Any] | None = None) -> Bundle:
         """Return a bundle of the launches recorded so far. Raises: ConfigError: if there are none."""
-        check_instance("recording", recording, Recording, advice="pass what manager.record() returned")
+        check_instance("recording", recording, Recording, advice="pass a recording that manager.record() returned")
         if model is not None:
             check_instance("model", model, Mapping, advice="pass a dict like {'shape': 'llama-3.2-1b'}")
         if not recording.launches:
-            raise ConfigError("recording: has no launches; submit the steps to be recorded")
+            raise ConfigError("recording: has no launches; submit the steps to record first")
         program, cache = recording.program, recording.program.kv_cache
         device = cache.device
         versions = {
@@ -166,7 +166,7 @@ class Bundle:
 
         model     the recorded model, on `device`; None: CUDA if available
         sampler   ignored if the recorded manager had none
-        backend   attention backend to use instead of the recorded one; "" for any
+        backend   attention backend to use instead of the recorded backend; "" selects one automatically
         compare   True for `run`, which also runs each launch eagerly; False for `time`
 
         Raises: ConfigError: if `compare` is not a bool; the errors of ReplayManager if the model does not match the
@@ -224,7 +224,9 @@ class Bundle:
                 if spec.kind in (BufferKind.INPUT, BufferKind.OUTPUT)
             )
             if (free := free_memory(torch.device("cpu"))) is not None and on_host > free:
-                raise CapacityError(f"bundle: its host buffers take {on_host} bytes, but {free} are free; free memory")
+                raise CapacityError(
+                    f"bundle: its host buffers take {on_host} bytes, but only {free} are free; free host memory"
+                )
             words = launch.words
             rows, tokens = launch.descriptor.padded_reqs, launch.descriptor.padded_tokens
             fits = (
@@ -269,8 +271,9 @@ class LaunchReplay:
 
     difference      difference between the graph and the eager step; None if they are bitwise equal
     tokens, logits  results of the graph: [steps, num_reqs] int32 on the host, and [num_reqs, vocab] of the last step
-    tokens_equal    whether the tokens equal the recorded ones
-    logits_distance largest difference between its logits and the recorded ones; infinite if only one is NaN
+    tokens_equal    whether the tokens equal the recorded tokens
+    logits_distance largest difference between its logits and the recorded logits; infinite if only one of two values is
+    NaN
     """
 
     index: int
@@ -324,7 +327,7 @@ class BundleReplays:
 
     @property
     def manager(self) -> ReplayManager:
-        """The manager, for audits and tests."""
+        """The manager that runs the launches, for audits and tests."""
         return self._manager
 
     def run(self, index: int = 0) -> LaunchReplay:

@@ -49,7 +49,9 @@ def checked_target(path: str | Path) -> str:
         if target.exists() and not target.is_file():
             raise ConfigError(f"bundle: {str(path)!r} is a pipe or a device; specify a regular file, or a new one")
         if not target.parent.is_dir():
-            raise ConfigError(f"bundle: the folder {str(target.parent)!r} does not exist; create it, or name another")
+            raise ConfigError(
+                f"bundle: the folder {str(target.parent)!r} does not exist; create it, or specify another folder"
+            )
     except (OSError, ValueError) as error:  # a name that the system rejects
         raise ConfigError(f"bundle: {str(path)!r:.200} cannot be written ({error}); specify another file") from error
     return str(target)
@@ -92,7 +94,7 @@ def read_file(path: str | Path) -> tuple[Any, dict[str, torch.Tensor]]:
     except (OSError, safetensors.SafetensorError, ValueError, RuntimeError, MemoryError) as error:
         what = str(error) or type(error).__name__
         raise ConfigError(
-            f"bundle: {path} is not a bundle, or damaged ({what}); copy it again, or record one"
+            f"bundle: {path} is not a bundle, or is damaged ({what}); copy it again, or record a new bundle"
         ) from error
 
 

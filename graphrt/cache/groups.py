@@ -64,7 +64,7 @@ def kv_groups(
     """
     page_size = check_int("page_size", page_size, 1, 1024, advice="16 is usual")
     if dtype is not None:
-        check_instance("dtype", dtype, torch.dtype, advice="pass None to use that of the layers")
+        check_instance("dtype", dtype, torch.dtype, advice="pass None to use the dtype of the layers")
     check_sequence("attention", attention, of="AttentionSpec per layer", error=ConfigError)
     for index, spec in enumerate(attention):
         check_instance(f"attention[{index}]", spec, AttentionSpec, advice="pass one spec per layer")
@@ -76,7 +76,9 @@ def kv_groups(
     if attention and not any(spec.is_cached for spec in attention):
         return ()
     if not kinds:
-        raise ConfigError("attention: every layer reads the KV of another one; leave out kv_shared_with of the first")
+        raise ConfigError(
+            "attention: every layer reads the KV of another layer; omit kv_shared_with in the first layer"
+        )
     fewest, most = min(map(len, kinds.values())), max(map(len, kinds.values()))
     size = most if most <= _MAX_PADDING * fewest else fewest
     largest = max(_token_bytes(owners[layers[0]], dtype) for layers in kinds.values())
@@ -132,7 +134,7 @@ def kv_locations(attention: Sequence[AttentionSpec], groups: Sequence[KVCacheSpe
     if len(owners) != len(group_of):
         raise ConfigError(
             f"attention: expected {len(group_of)} layers with their own KV, as in the cache, got {len(owners)} among "
-            f"{len(attention)}; pass the specs that the cache was made for"
+            f"{len(attention)}; pass the specs that the cache was built for"
         )
     number = {index: at for at, index in enumerate(owners)}
     locations: list[KVLocation | None] = []
@@ -163,7 +165,7 @@ def cache_layer_groups(groups: Sequence[KVCacheSpec]) -> tuple[int, ...]:
         for layer in group.layers:
             if layer in found:
                 raise ConfigError(
-                    f"groups[{index}].layers: layer {layer} is in group {found[layer]} too; list each layer once"
+                    f"groups[{index}].layers: layer {layer} is also in group {found[layer]}; list each layer once"
                 )
             found[layer] = index
     if sorted(found) != list(range(len(found))):
@@ -199,11 +201,12 @@ def check_encoder_len(groups: Sequence[KVCacheSpec], max_encoder_len: int | None
     crosses = any(group.cross for group in groups)
     if crosses and max_encoder_len is None:
         raise ConfigError(
-            "RuntimeConfig.max_encoder_len: required for cross layers; pass the most tokens of a request's encoder"
+            "RuntimeConfig.max_encoder_len: required for cross layers; pass the maximum number of encoder tokens of "
+            "a request"
         )
     if not crosses and max_encoder_len is not None:
         raise ConfigError(
-            f"RuntimeConfig.max_encoder_len: expected None without cross layers, got {max_encoder_len}; leave it out"
+            f"RuntimeConfig.max_encoder_len: expected None without cross layers, got {max_encoder_len}; omit it"
         )
     return max_encoder_len or 0
 

@@ -35,14 +35,14 @@ class KVCache:
     group_of    [layers] group of each layer
     k, v                per layer [num_pages, page_size, num_kv_heads, head_dim]  dtype of its group, on `device`.
                         A view in NHD order; an HND cache has permuted strides. v may have another head size
-    k_scales, v_scales  per layer [num_kv_heads], or [1] if passed that way        float32, on `device`.
+    k_scales, v_scales  per layer [num_kv_heads], or [1] if passed in that shape   float32, on `device`.
                         Scales of an fp8 cache: key = stored value * k_scale; 1.0 unless given. Fill them in place with
                         calibrated values before the first step, because stored values are not converted later. Must be
                         finite and not 0 at `capture()`. Empty if no group is fp8
     num_pages   total pages of all pools
     pool_pages  pages of each pool, including the null page
 
-    Make a cache by `allocate`, or from tensors that the caller owns: `KVCache(spec, k, v)`. Such tensors need a last
+    Create a cache with `allocate`, or from your own tensors with `KVCache(spec, k, v)`. Such tensors need a last
     stride of 1. Other strides are arbitrary, but no two elements may overlap. The tensors may be views of shared
     memory, such as K and V of one pool. Groups that share page ids may share the memory of a page. Graphs contain the
     addresses, so the tensors must not be freed or moved while a runtime uses them.
@@ -72,8 +72,8 @@ class KVCache:
         layers = len(self.group_of)
         if len(k) != layers or len(v) != layers:
             raise ConfigError(
-                f"KVCache: expected {layers} K and V tensors, one per layer, got {len(k)} and {len(v)}; pass one of "
-                "each per layer"
+                f"KVCache: expected {layers} K and V tensors, one per layer, got {len(k)} and {len(v)}; pass one K "
+                f"and one V tensor per layer"
             )
         pages = dict[int, int]()
         if layers:
@@ -117,7 +117,7 @@ class KVCache:
             if null_pages.setdefault(spec.pool, spec.null_page) != spec.null_page:
                 raise ConfigError(
                     f"KVCacheSpec.null_page: expected {null_pages[spec.pool]}, as in another group of pool "
-                    f"{spec.pool}, got {spec.null_page}; pass the same page, since groups of one pool share page ids"
+                    f"{spec.pool}, got {spec.null_page}; pass the same page, because groups of one pool share page ids"
                 )
         self.k = tuple(k)
         self.v = tuple(v)
@@ -248,7 +248,8 @@ class KVCache:
             )
         if len(found) * size < num_tokens:
             raise ShapeError(
-                f"pages: expected at least {group.pages_for(num_tokens)} for {num_tokens} tokens, got {len(found)}; "
+                f"pages: expected at least {group.pages_for(num_tokens)} pages for {num_tokens} tokens, got "
+                f"{len(found)}; "
                 "allocate more"
             )
         positions = torch.arange(num_tokens, device="cpu")
@@ -301,7 +302,8 @@ def check_groups(groups: KVCacheSpec | Sequence[KVCacheSpec]) -> tuple[KVCacheSp
 
 
 def pages_of_pools(num_pages: int | Sequence[int], groups: Sequence[KVCacheSpec], advice: str) -> tuple[int, ...]:
-    """Return the pages of each pool, given as one number or one per pool. Raises: ConfigError: if it is neither."""
+    """Return the pages of each pool, given as one number or one per pool. Raises: ConfigError: if it is neither of
+    these."""
     pools = len({spec.pool for spec in groups})
     counts = list(num_pages) if isinstance(num_pages, (list, tuple)) else [num_pages] * pools
     if len(counts) != pools:
@@ -355,7 +357,8 @@ def _zeros(shape: tuple[int, int, int], device: torch.device) -> torch.Tensor:
     except RuntimeError as error:
         cause = error
     raise CapacityError(
-        f"num_pages: {shape[1]} pages of {nbytes // shape[1]} bytes do not fit into the memory of {device}; lower it"
+        f"num_pages: {shape[1]} pages of {nbytes // shape[1]} bytes do not fit into the memory of {device}; lower "
+        f"num_pages"
     ) from cause
 
 

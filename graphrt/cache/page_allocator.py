@@ -17,17 +17,19 @@ class PageAllocator:
     """Allocates page ids with reference counts. Host-side only; the null page is never allocated.
 
     Pages are reference counted: `allocate` returns pages with one owner each, `share` adds an owner (for a common
-    prompt prefix, which is then read-only), `free` removes an owner and frees the page of the last one.
+    prompt prefix, which is then read-only), and `free` removes an owner. A page without owners is free.
 
     Each call changes the allocator completely or not at all, even if a signal handler, a finalizer or another thread
-    interrupts it. It computes the new state, and stores it without a call instruction in between, provided that the
-    state has not changed in the meantime.
+    interrupts it. A call computes the new state, and stores it only if the old state has not changed since. Python runs
+    no call instruction between the comparison and the store.
 
     Raises: ConfigError: if a page has no owner, or a page id is not an int. An error changes nothing.
     """
 
     def __init__(self, num_pages: int, null_page: int = 0) -> None:
-        self.num_pages = check_int("PageAllocator.num_pages", num_pages, 2, MAX_PAGES, advice="pass the cache's")
+        self.num_pages = check_int(
+            "PageAllocator.num_pages", num_pages, 2, MAX_PAGES, advice="pass the cache's num_pages"
+        )
         advice = "pass KVCache.null_page"
         self.null_page = check_int("PageAllocator.null_page", null_page, 0, self.num_pages - 1, advice=advice)
         # A stack, so that the pages freed last are allocated first. These may still be in the L2 cache.
@@ -63,7 +65,8 @@ class PageAllocator:
     def take(self, count: int, held: npt.NDArray[np.int32] | None = None) -> npt.NDArray[np.int32]:
         """Like `allocate`, but return an array [count].
 
-        held   [num_pages] int32, how often a holder owns each page; updated together with the allocator, see PageLease
+        held   [num_pages] int32, number of references of the holder to each page; updated with the allocator, see
+        PageLease
         """
         count = check_int("count", count, 0, advice="pass the number of pages")
         while True:
@@ -71,7 +74,8 @@ class PageAllocator:
             num_freed, untouched, num_owned = state
             if count > (free := self.num_pages - 1 - num_owned):
                 raise CapacityError(
-                    f"pages: {shown(count)} requested, {free} of {self.num_pages - 1} are free; free finished sequences"
+                    f"pages: {shown(count)} requested, but only {free} of {self.num_pages - 1} are free; free "
+                    f"finished sequences"
                 )
             again = min(count, num_freed)
             pages = np.empty(count, np.int64)  # as an index, twice as fast as int32

@@ -69,7 +69,7 @@ class SwapSpace:
     No call blocks the host. Copies run on two side streams, through two staging buffers on the device, after all steps
     submitted so far. On CPU the same calls copy immediately.
 
-    kv_cache     the cache
+    kv_cache     the cache that contains the pages
     allocators   the page allocator of each pool. `swap_out` takes over one reference to each page. `collect` and
                  `reclaim` free this reference after the copy
     nbytes       bytes of host memory
@@ -93,7 +93,7 @@ class SwapSpace:
     ) -> None:
         check_instance("kv_cache", kv_cache, KVCache, advice="pass the runtime's")
         if not kv_cache.groups:
-            raise ConfigError("kv_cache: has no KV groups, so there are no pages to swap; do not build a SwapSpace")
+            raise ConfigError("kv_cache: has no KV groups and so no pages to swap; do not build a SwapSpace")
         pools = len(kv_cache.pool_pages)
         check_sequence("allocators", allocators, pools, of="PageAllocators, one per pool", error=ConfigError)
         for pool, allocator in enumerate(allocators):
@@ -106,7 +106,7 @@ class SwapSpace:
                 )
         nbytes = check_int("nbytes", nbytes, 1, 1 << 50, advice="pass the bytes of host memory")
         if stream is not None:
-            check_instance("stream", stream, torch.cuda.Stream, advice="leave it out for the current stream")
+            check_instance("stream", stream, torch.cuda.Stream, advice="omit it to use the current stream")
         self._groups, self._allocators = kv_cache.groups, tuple(allocators)
         self._packers = [kv_cache.packer(group) for group in range(len(kv_cache.groups))]
         staged = max(_STAGED_BYTES, *(packer.page_bytes for packer in self._packers))
@@ -117,7 +117,7 @@ class SwapSpace:
             self._host = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         except RuntimeError as error:
             raise CapacityError(
-                f"nbytes: cannot allocate {nbytes} bytes of host memory ({_first_line(error)}); lower it"
+                f"nbytes: cannot allocate {nbytes} bytes of host memory ({_first_line(error)}); lower nbytes"
             ) from error
         try:
             self._link = _Link(kv_cache.device, stream, staged, most)
@@ -159,7 +159,8 @@ class SwapSpace:
         extents = self._memory.take(needed := self.bytes_of(counts))
         if extents is None:
             raise CapacityError(
-                f"swap_out: the pages need {needed} bytes, {self.num_free_bytes} are free; drop or swap in others"
+                f"swap_out: the pages need {needed} bytes, but only {self.num_free_bytes} are free; drop pages or "
+                f"swap them in"
             )
         going = []
         try:
@@ -226,7 +227,7 @@ class SwapSpace:
         return allocator.num_free >= count
 
     def close(self) -> None:
-        """Free all pages and the host memory. The contents of pages in the space are lost. A second call does nothing.
+        """Free all pages and the host memory. The contents of swapped-out pages are lost. A second call does nothing.
 
         Later work on the stream of the steps waits for running copies; the host does not wait.
         """
@@ -257,10 +258,10 @@ class SwapSpace:
 
     def _own(self, swapped: SwappedPages, call: str) -> None:
         self._open(call)
-        check_instance("swapped", swapped, SwappedPages, advice="pass what swap_out() returned")
+        check_instance("swapped", swapped, SwappedPages, advice="pass pages that swap_out() returned")
         if swapped._space is not self:
             why = "were swapped in or dropped before" if swapped._space is None else "belong to another SwapSpace"
-            raise ConfigError(f"{call}: these pages {why}; pass what swap_out() of this space returned, once")
+            raise ConfigError(f"{call}: these pages {why}; pass pages that swap_out() of this space returned, once")
 
     def _checked(self, pages: Sequence[Pages], owners: int | None = None) -> list[PageIds]:
         """Return the checked page ids of each group: each listed once, with `owners` owners (None: at least one)."""
@@ -303,7 +304,7 @@ class SwapSpace:
 
 
 class _Link:
-    """Two side streams and two staging buffers. Kernels fill or drain one buffer while the other one is copied.
+    """Two side streams and two staging buffers. Kernels fill or drain one buffer while the other is copied.
 
     main   the stream that steps run on; None on CPU, where every call runs immediately
     """
@@ -449,7 +450,7 @@ class HostMemory:
         return sum(size for _, size in self._free)
 
     def take(self, nbytes: int) -> list[Extent] | None:
-        """Allocate extents of `nbytes` bytes in total, as few as possible; return None if fewer bytes are free."""
+        """Allocate as few extents as possible, of `nbytes` bytes in total. Return None if fewer bytes are free."""
         if nbytes > self.num_free:
             return None
         fitting = [extent for extent in self._free if extent[1] >= nbytes]

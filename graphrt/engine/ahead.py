@@ -1,4 +1,4 @@
-"""Compile the kernels of a step at all sizes before the first of them runs."""
+"""Compile the kernels of a step at all sizes before the step first runs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from graphrt.step import Step
 def compile_ahead(program: StepProgram, descriptors: Iterable[BatchDescriptor]) -> None:
     """Compile and load the kernels of a step at these sizes side by side.
 
-    Runs the step with launches that compile kernels and write nothing. A model could keep what it computes from results
-    that were never written. So instead of the model, this calls its `ahead_model()`, if it has that method, and the
-    attention of all layers. A custom sampler, and backends without `compiles_ahead`, are not called either: their
-    kernels are compiled by the first run of the step.
+    Runs the step with launches that compile kernels but write nothing. A model could store values that it computes from
+    unwritten results. So its `ahead_model()`, if it has that method, and the attention of all layers run in its place.
+    Custom samplers, and backends without `compiles_ahead`, are not called. Their kernels are compiled when the step
+    first runs.
     """
     own = replace(
         program,
@@ -56,7 +56,7 @@ class _NoAttention(AttentionBackend):
 
 @dataclass(frozen=True, slots=True)
 class _AheadModel:
-    """Replaces the model by attention of each kind of layer, on uninitialized tensors, and its `ahead_model()`."""
+    """Runs attention of each kind of layer, on uninitialized tensors, and the model's `ahead_model()`."""
 
     program: StepProgram
 

@@ -13,11 +13,11 @@ from graphrt.kernels.metadata import step_inputs as layout
 
 @dataclass(eq=False, slots=True)
 class ChangeFlag:
-    """Tells whether a change of a session is incomplete. `with flag:` sets `changing` during a change.
+    """Marks an incomplete change of a session. `with flag:` sets `changing` during a change.
 
-    If an exception interrupts the change, the flag stays set, and the session can only be collected and closed.
-    LaunchQueue sets the flag before it queues steps. If they did not run, it resets the flag. Otherwise the session
-    resets the flag after recording the launch.
+    If an exception interrupts the change, the flag stays set, and the session accepts only `collect` and `close`.
+    LaunchQueue sets the flag before it queues steps, and resets it if they did not run. If they ran, the session resets
+    the flag after it has recorded the launch.
     """
 
     changing: bool = False
@@ -34,7 +34,7 @@ class ChangeFlag:
 class BatchDelta:
     """Requests that continue by one token per step, each from its last token.
 
-    order     [num_reqs] request indices. Sent only if it is not the array object that was sent last
+    order     [num_reqs] request indices. Sent only if it is not the same array object as in the previous delta
     lists     [3 x groups, num_reqs] int32, the new pages of each KV group: position of the first page in the sequence,
               start of the list in `pages`, number of pages. None: no request gets new pages
     pages     [listed] int32; None if `lists` is None

@@ -41,7 +41,7 @@ class StepGraphs:
     ) -> None:
         """Capture all sizes, and loops around the decode graphs of `loop_sizes`. After an error, no graph remains.
 
-        every_size   sizes whose kernels are compiled first: `descriptors`, and those of later captures
+        every_size   sizes whose kernels are compiled first: `descriptors`, and sizes that are captured later
         """
         try:
             with self._recorder.session(), counting_compilations():
@@ -59,10 +59,10 @@ class StepGraphs:
             raise
 
     def capture_late(self, descriptor: BatchDescriptor, before_run: Callable[[], None]) -> None:
-        """Capture one more size. Warm-up runs are queued after earlier work of the current stream, and their draws from
-        torch's generator are undone. After an error the other graphs remain, and the call can be repeated.
+        """Capture one more size. Warm-up runs are queued after earlier work of the current stream. The state of torch's
+        random generator is restored after them. After an error the other graphs remain, and the call can be repeated.
 
-        before_run   called before each run of the step, to make it read an entry without requests
+        before_run   called before each run of the step, so that the run reads an input entry without requests
         """
         device = self._program.kv_cache.device
         random = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index]
@@ -81,7 +81,7 @@ class StepGraphs:
     def _capture(self, descriptor: BatchDescriptor, prepare: Callable[[], None]) -> None:
         """Capture a size, and a loop around it if it is a decode size of `loop_sizes`."""
         program, recorder = self._program, self._recorder
-        if descriptor not in self._graphs:  # an interrupt may have come after the graph and before its loop
+        if descriptor not in self._graphs:  # an interrupt may have come between graph and loop
             step = partial(program.run, descriptor)
             # A compiled model may compile, load and tune kernels at any size, which a capture forbids. So each size
             # runs once before its capture.

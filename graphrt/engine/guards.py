@@ -28,12 +28,13 @@ NamedTensor = tuple[str, torch.Tensor]
 class Guards:
     """The pointer guard and the capture lock of one manager.
 
-    The first step checks all tensors that graphs read, by name: address, shape, strides and dtype. Later steps compare
-    the addresses of a few weights and cache tensors, and a few names of the model, if `check_weights` is set. A name
-    that now refers to another object causes a full check. With GRAPHRT_DEBUG=1 every step checks all tensors and names,
-    and raises for kernels loaded after capture and for memory growth.
+    The first step checks all tensors that graphs read, by name: address, shape, strides and dtype. If `check_weights`
+    is set, each later step compares the addresses of a few weights and cache tensors. It also looks up a few weights of
+    the model by name. If a name refers to another tensor than before, the step runs the full check. With
+    GRAPHRT_DEBUG=1 every step checks all tensors and names, and raises for kernels loaded after capture and for memory
+    growth.
 
-    weights   named tensors passed by the caller; None: those of the model, looked up again at each full check
+    weights   named tensors passed by the caller; None: the weights of the model, looked up again at each full check
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Guards:
             self._lock.check()
 
     def check_names(self, model: torch.nn.Module) -> None:
-        """Check the weights of `model` and the cache. Raises: ReplayError: if one of these moved or changed."""
+        """Check the weights of `model` and the cache. Raises: ReplayError: if a tensor moved or changed."""
         self._pointers.check_names((*named_weights(model), *self._tables_and_cache()))
 
     def poll(self) -> None:

@@ -20,19 +20,19 @@ from graphrt.kernels.metadata.step_inputs import HEADER_STOP
 from graphrt.kernels.types import FAULT_GROUP_SHIFT, FaultCode
 
 _FAULT_TEXT = {
-    FaultCode.REQ_INDEX_OUT_OF_RANGE: "req_index {value} is not in 0 to max_num_reqs - 1",
+    FaultCode.REQ_INDEX_OUT_OF_RANGE: "req_index {value} is outside 0 to max_num_reqs - 1",
     FaultCode.BAD_LENGTH: "seq_len {value} is shorter than query_len, or longer than max_seq_len",
-    FaultCode.LENGTH_EXCEEDS_PAGES: "a length of {value} exceeds the pages that were listed",
+    FaultCode.LENGTH_EXCEEDS_PAGES: "a length of {value} needs more pages than were listed",
     FaultCode.PAGE_OUT_OF_RANGE: "page {value} is the null page or outside the cache",
     FaultCode.TOKEN_OUT_OF_RANGE: "token {value} is outside the vocabulary",
-    FaultCode.DUPLICATE_REQUEST: "req_index {value} is used by another request of the batch too",
-    FaultCode.DUPLICATE_PAGE: "page {value} would be written twice, since it is listed twice or by another request too",
-    FaultCode.NO_LAST_TOKEN: "req_index {value} has no last token, since its sequence has sampled none",
+    FaultCode.DUPLICATE_REQUEST: "req_index {value} is also used by another request of the batch",
+    FaultCode.DUPLICATE_PAGE: "page {value} would be written twice, because it is listed twice or by two requests",
+    FaultCode.NO_LAST_TOKEN: "req_index {value} has no last token, because its sequence has not sampled a token",
     FaultCode.BAD_ENCODER_LEN: "encoder_len {value} is negative, longer than max_encoder_len, or 0 with listed pages",
-    FaultCode.ENCODER_LEN_CHANGED: "encoder_len {value} differs from that of the sequence; pass the same length in "
-    "every step, or list the encoder's pages from page 0 to change it",
-    FaultCode.NO_TOKEN_OFFERED: "no token can be sampled, since all logits are NaN, -inf or forbidden by its token "
-    "mask or logit bias, or the sampler returned -1",
+    FaultCode.ENCODER_LEN_CHANGED: "encoder_len {value} differs from the earlier steps of the sequence; pass the "
+    "same length in every step, or list the encoder's pages from page 0 to change it",
+    FaultCode.NO_TOKEN_OFFERED: "no token can be sampled, because all logits are NaN, -inf or forbidden by its token "
+    "mask or logit bias, or because the sampler returned -1",
     FaultCode.SAMPLE_OUT_OF_RANGE: "the sampler returned {value}, which is outside the vocabulary",
 }
 _WROTE_NOTHING = "the request wrote nothing and can be submitted again"
@@ -76,7 +76,7 @@ class StepLogprobs:
         return cls(*(arrays if places is None else (array[:, places] for array in arrays)))
 
     def at(self, step: int, row: int) -> TokenLogprob | None:
-        """Return the TokenLogprob of one request; None if it needs none, or has no token."""
+        """Return the TokenLogprob of one request; None if it did not ask for log-probabilities or has no token."""
         if not (rank := int(self._ranks[step, row])):
             return None
         token, *best = self._tokens[step, row].tolist()
@@ -190,7 +190,7 @@ class InFlight:
     steps        maximum number of steps; a launch that loops on the device stops early when no request continues
     num_reqs     number of requests
     descriptor   the size that it ran at
-    why_eager    empty if it replayed a graph, else the reason why not
+    why_eager    reason why the launch ran eagerly; empty if it replayed a graph
     req_indices  [num_reqs] request index of each column, in launches of a session; else None
     """
 
@@ -229,14 +229,15 @@ class InFlight:
         return slot is None or slot.is_done()
 
     def wait(self) -> None:
-        """Wait for this launch; later launches continue. May be called from any thread."""
+        """Wait for this launch only. May be called from any thread."""
         slot = self._slot
         if slot is not None:
             slot.wait()
 
     @property
     def num_arrived(self) -> int:
-        """Number of steps whose results have arrived, without waiting. They arrive in order while the launch runs."""
+        """Number of steps whose results have arrived, without waiting. Results arrive in order while the launch
+        runs."""
         rings, step = self._rings, self.step
         if rings is None:
             return len(self._tokens)
@@ -280,13 +281,13 @@ class InFlight:
 
     @property
     def error(self) -> ReplayError | None:
-        """The exception that `tokens()` raises, such as a StepFaultError if requests are faulty, or None. Waits."""
+        """The exception that `tokens()` raises, such as a StepFaultError, or None. Waits for this launch."""
         self.wait()
         return self._error
 
     @property
     def faults(self) -> tuple[RequestFault, ...]:
-        """The faults of all requests, in batch order. Waits. Raises: ReplayError: if the step was not reported."""
+        """The faults of all requests, in batch order. Waits for this launch. Raises: ReplayError: see `tokens`."""
         error = self.error
         if error is None:
             return ()
@@ -295,7 +296,7 @@ class InFlight:
         raise error
 
     def _arrived(self, raise_on_fault: bool) -> npt.NDArray[np.int32]:
-        """Return the tokens [steps, num_reqs] of the steps that ran. Waits, and raises as `tokens` does."""
+        """Return the tokens [steps, num_reqs] of the steps that ran. Waits for this launch. Raises: see `tokens`."""
         error = self.error
         if error is not None and (raise_on_fault or not isinstance(error, StepFaultError)):
             raise error
@@ -324,14 +325,15 @@ class StepHandle(InFlight):
 
     @property
     def results(self) -> npt.NDArray[np.int32]:
-        """[num_reqs] int32 tokens, even if there are faults or no sampler. Waits. Raises ReplayError, see `tokens`."""
+        """The tokens, [num_reqs] int32, despite faults or a missing sampler. Waits for this step. Raises ReplayError,
+        see `tokens`."""
         tokens: npt.NDArray[np.int32] = self._arrived(False)[0]
         return tokens
 
     def tokens(self, *, raise_on_fault: bool = True) -> npt.NDArray[np.int32]:
         """Return the sampled token of each request.
 
-        raise_on_fault   False: return the tokens of the other requests if some are faulty
+        raise_on_fault   if False, return the tokens even if some requests are faulty
 
         Returns [num_reqs] int32 on the host, read-only; -1 for requests that sample nothing or are faulty. Waits for
         this step only. May be called at any time and from any thread, even after later steps.
@@ -348,7 +350,7 @@ class StepHandle(InFlight):
         return tokens
 
     def logprobs(self) -> list[TokenLogprob | None]:
-        """Return the log-probabilities of each request; None for requests that need none, or have no token.
+        """Return a TokenLogprob per request; None for a request that did not ask for it or has no token.
 
         Waits for this step only, like `tokens`. Raises: ReplayError: if the device did not report the step.
         """
@@ -358,8 +360,8 @@ class StepHandle(InFlight):
     def logits(self, *, copy: bool = False) -> torch.Tensor:
         """Return the logits [num_reqs, vocab_size] on the device, ordered after the step on the current stream.
 
-        copy   return a copy. Otherwise the logits are in memory that the graphs share, and valid until the next step is
-               submitted. Mixed steps with two parts always return a copy, because they reorder requests
+        copy   return a copy. Otherwise the logits are in memory that the graphs share, and are valid until the next
+        step is submitted. Mixed steps with two parts always return a copy, because they reorder requests
 
         Call it before the next step is submitted, on the thread that submits steps.
 
@@ -382,7 +384,8 @@ class Launch(InFlight):
     __slots__ = ()
 
     def tokens(self, *, raise_on_fault: bool = True) -> npt.NDArray[np.int32]:
-        """Return the sampled tokens, [steps that ran, num_reqs] int32 on the host, read-only; -1: none. Waits.
+        """Return the sampled tokens, [steps that ran, num_reqs] int32 on the host, read-only; -1: no token. Waits for
+        the launch.
 
         Raises: StepFaultError: if requests are faulty and `raise_on_fault` is True. ReplayError: if the device did not
         report the launch.
@@ -392,8 +395,8 @@ class Launch(InFlight):
     def stop(self) -> None:
         """End the launch early, after the step that is running. At least its first step runs.
 
-        Its requests continue with the next launch. Steps already queued run as padding. Any thread and any signal
-        handler may call it. A launch that has finished is not changed.
+        Its requests continue with the next launch. Steps already queued run as padding. May be called from any thread
+        and from a signal handler. Has no effect on a finished launch.
         """
         slot = self._slot
         if slot is not None:
@@ -402,8 +405,8 @@ class Launch(InFlight):
                 inputs[HEADER_STOP] = 1
 
     def arrived(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """Return tokens and FinishReasons of the steps that have arrived, [steps, num_reqs] int32 each, without
-        waiting."""
+        """Return tokens and FinishReasons of the steps whose results have arrived, [steps, num_reqs] int32 each. Does
+        not wait."""
         rings = self._rings
         if rings is None:
             return self._tokens, self._ends
@@ -413,12 +416,13 @@ class Launch(InFlight):
         return (tokens, ends) if self._rings is rings else (self._tokens, self._ends)
 
     def ends(self) -> npt.NDArray[np.int32]:
-        """Return the FinishReason of each request after each step, [steps that ran, num_reqs] int32. Waits."""
+        """Return the FinishReason of each request after each step, [steps that ran, num_reqs] int32. Waits for the
+        launch."""
         self.wait()
         return self._ends
 
     def logprobs(self) -> StepLogprobs | None:
-        """Return log-probabilities of each request after each step; None if no request needs any. Waits."""
+        """Return the log-probabilities of all steps; None if no request asked for them. Waits for the launch."""
         self.wait()
         return self._logprobs
 

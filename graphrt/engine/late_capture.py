@@ -22,7 +22,7 @@ class LateCapture:
     stats: Stats
 
     def __call__(self, target: Dispatch) -> str:
-        """Return why a step of this size runs eagerly; "" if it has a graph. Capture the graph if that is still to do.
+        """Capture the graph of a size if it has none. Return "", or the reason why steps of the size run eagerly.
 
         After a failed capture, all steps of the size run eagerly. An interrupt leaves `target` unchanged.
 

@@ -55,8 +55,8 @@ class LaunchQueue:
     def slot(self, steps: int = 1) -> tuple[StagingSlot, int]:
         """Return an input slot that no launch in flight uses, and the number of the next launch's first step."""
         # After a failed launch or a capture, step numbers are skipped, so two launches in flight could share an entry
-        # of the output rings. If it was interrupted, the event of its input slot may not have been recorded, and its
-        # steps may have moved the cursor.
+        # of the output rings. If that launch was interrupted, the event of its input slot may not have been recorded,
+        # and its steps may have moved the cursor.
         if self.next_step != self._follows:
             self.synchronize()
             with self._on_stream:
@@ -68,8 +68,8 @@ class LaunchQueue:
     def capture(self, descriptor: BatchDescriptor) -> None:
         """Capture the graph of a size, after the launches in flight. An error changes no state that later steps read.
 
-        Warm-up runs read a step without requests, which the next launch replaces. Its number is skipped: a handle that
-        polls its own number must not find it before its step has run.
+        Warm-up runs read inputs without requests, which the next launch replaces. Their step number is skipped, so that
+        no handle polls for it and finds it before its own step has run.
         """
         slot, step = self.slot()
         write_header(slot.inputs, step, 0, 0, 0)

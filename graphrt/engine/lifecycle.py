@@ -60,7 +60,9 @@ class Exclusive:
             if entered:
                 self.thread = thread
                 return
-            raise ReplayError(f"{self._owner}: one call at a time, and another one is in progress; {self._advice}")
+            raise ReplayError(
+                f"{self._owner}: expected one call at a time, but another call is in progress; {self._advice}"
+            )
 
 
 class OnStream:
@@ -104,14 +106,17 @@ class OnStream:
 
 
 def stream_on(device: torch.device, stream: object) -> torch.cuda.Stream | None:
-    """Return the stream that steps run on, which is the given or the current one on CUDA, and None on a CPU."""
+    """Return the stream that steps run on: the given or the current stream on CUDA, and None on a CPU."""
     if device.type != "cuda":
         if stream is not None:
-            raise ConfigError(f"stream: expected None with a cache on {device}, got {shown(stream)}; leave it out")
+            raise ConfigError(f"stream: expected None with a cache on {device}, got {shown(stream)}; omit it")
         return None
     if stream is None:
         return torch.cuda.current_stream(device)
-    chosen = check_instance("stream", stream, torch.cuda.Stream, advice="leave it out for the current stream")
+    chosen = check_instance("stream", stream, torch.cuda.Stream, advice="omit it to use the current stream")
     if chosen.device != device:
-        raise ConfigError(f"stream: expected one on {device}, the cache's, got one on {chosen.device}; make it there")
+        raise ConfigError(
+            f"stream: expected a stream on {device}, the device of the cache, got one on "
+            f"{chosen.device}; create it there"
+        )
     return chosen

@@ -70,7 +70,8 @@ class StepProgram:
         width = None if self.sampler is None else self.vocab_size
         if width is not None and isinstance(logits, torch.Tensor) and logits.dim() == 2 and logits.shape[1] != width:
             raise ShapeError(
-                f"logits: expected vocab_size={width} per request, got {logits.shape[1]}; pass that as vocab_size"
+                f"logits: expected vocab_size={width} per request, got {logits.shape[1]}; pass that number as "
+                f"vocab_size"
             )
         check_tensor("logits", logits, shape=(rows, width), dtype=_FLOATS, device=device)
         if self.sampler is None:
@@ -110,7 +111,8 @@ class StepProgram:
         return step
 
     def decode_len(self, descriptor: BatchDescriptor) -> int:
-        """Return the new tokens per request of the decode part at this size; 0 if the step has one part."""
+        """Return the number of new tokens per request of the decode part at this size; 0 if the step has only one
+        part."""
         return self.backend.decode_len if descriptor.kind is GraphKind.MIXED else 0
 
     def view(self, descriptor: BatchDescriptor) -> Step:

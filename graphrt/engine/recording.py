@@ -127,7 +127,8 @@ class Recording:
         )
 
     def after(self, step: int, logits: torch.Tensor) -> None:
-        """Record the results of a launch. `step` is the number of its first step, `logits` are those of its last."""
+        """Record the results of a launch. `step` is the number of its first step, `logits` are the logits of its last
+        step."""
         if self.done:
             return
         begun, self._begun = self._begun, None

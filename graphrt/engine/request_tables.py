@@ -99,10 +99,10 @@ class RequestTables:
         """Set values to add to the logits of tokens, by request index.
 
         biases   values by token; -inf forbids a token, None or {}: no bias
-        banned   tokens that are also forbidden while `seq_lens` is below a length. For `min_tokens`: the stop tokens,
-                 and prompt length + min_tokens
+        banned   pairs of tokens and a length; the tokens are also forbidden while `seq_lens` is below the length. For
+        `min_tokens`, pass the stop tokens, and prompt length + min_tokens
 
-        A request may have RuntimeConfig.max_logit_bias different tokens in both together.
+        Both together may name at most RuntimeConfig.max_logit_bias different tokens per request.
         """
         by_req = {
             at: ({} if bias is None else bias, _NOTHING_BANNED) for at, bias in self._by_request("biases", biases)
@@ -204,7 +204,7 @@ class RequestTables:
         return checked
 
     def set_state(self, states: Mapping[int, RequestValues]) -> None:
-        """Set the request tensors of requests, by request index. Tensors that are left out get their initial value."""
+        """Set the request tensors of requests, by request index. Omitted tensors get their initial values."""
         checked = {at: self.check_state(values) for at, values in self._by_request("states", states)}
         for name, spec in self._specs.items():
             stated = self._stated[name]
@@ -221,9 +221,9 @@ class RequestTables:
 
         tokens       the first tokens of the sequence, at most `max_seq_len`; the next step of the request starts after
                      them
-        prompt_len   as in Batch.prompt_lens: tokens from this position on are output
+        prompt_len   see Batch.prompt_lens; tokens from this position on count as output
 
-        Raises: CapacityError: if there are more tokens. See also RequestTables.
+        Raises: CapacityError: if there are more than `max_seq_len` tokens. See also RequestTables.
         """
         self._check_index(req_index)
         self._config.check_needs("record_prefix", (("penalties", 1),))
@@ -255,7 +255,8 @@ class RequestTables:
             (indices.add if source in indices else indices.discard)(target)
 
     def clear_left(self) -> None:
-        """Clear the state of request indices that sessions released. Only the manager calls it, within its calls."""
+        """Clear the state of request indices that sessions released. Only the manager may call it, during its own
+        calls."""
         if self.left:
             with self._within_call() as buffers:
                 self._clear_left(buffers)

@@ -44,7 +44,8 @@ class Shadow:
     def run(self, step: int, descriptor: BatchDescriptor, batch: Batch | None, num_reqs: int) -> torch.Tensor:
         """Run a step eagerly, undo it, replay its graph, and return the logits of the graph.
 
-        The step's entry of the input ring must be the next one. An error of the eager step changes no state.
+        The next entry of the input ring must contain the inputs of the step. An error of the eager step changes no
+        state.
         """
         self.poll()  # the previous comparison still uses the copies
         with torch.inference_mode(), self._graphs.off_graph():  # caches may be inference tensors

@@ -60,7 +60,7 @@ class Stats:
 
     recorder         name of the recorder that captures the steps: "cuda-graph" or "op trace (CPU)"
     backend          attention backend
-    backend_reason   why it was selected
+    backend_reason   why this backend was selected
     steps            all steps, by captured size, tokens of the batch, and the reason if no graph ran
     ring_waits       how often a step waited for an entry of the input ring
     graphs           one report per captured graph
@@ -93,7 +93,7 @@ class Stats:
 
     @property
     def replays(self) -> Counter[BatchDescriptor]:
-        """Steps that replayed a graph, by descriptor."""
+        """Number of steps that replayed a graph, by descriptor."""
         found: Counter[BatchDescriptor] = Counter()
         for (descriptor, _, why_eager), steps in list(self.steps.items()):
             if not why_eager:
@@ -102,7 +102,7 @@ class Stats:
 
     @property
     def eager_steps(self) -> Counter[str]:
-        """Steps that ran without a graph, by reason; those of `replay(eager=True)` are not counted."""
+        """Number of steps that ran without a graph, by reason. Steps of `replay(eager=True)` are not counted."""
         found: Counter[str] = Counter()
         for (_, _, why_eager), steps in list(self.steps.items()):
             if why_eager not in ("", FORCED):
@@ -111,12 +111,12 @@ class Stats:
 
     @property
     def real_tokens(self) -> int:
-        """Tokens of all batches."""
+        """Number of tokens of all batches, without padding."""
         return sum(steps * tokens for (_, tokens, _), steps in list(self.steps.items()))
 
     @property
     def padded_tokens(self) -> int:
-        """Tokens of all steps, including padding."""
+        """Number of tokens of all steps, including padding."""
         return sum(steps * descriptor.padded_tokens for (descriptor, _, _), steps in list(self.steps.items()))
 
     @property
@@ -127,12 +127,13 @@ class Stats:
 
     @property
     def graph_bytes(self) -> int:
-        """Device memory of all graphs, including their pool."""
+        """Device memory of all graphs in bytes, including their pool."""
         return sum(g.nbytes for g in self.graphs)
 
     @property
     def advice(self) -> tuple[str, ...]:
-        """Sentences about traffic that is mostly padding or runs eagerly, each with the size to capture."""
+        """Advice about batches that were often padded or ran eagerly: one sentence per kind, with the size to
+        capture."""
         return advise(dict(self.steps), [graph.descriptor for graph in self.graphs])
 
     def write_trace(self, path: str | Path) -> None:

@@ -19,7 +19,8 @@ class StepModel(torch.nn.Module):
         self.module, self.head = module, head
 
     def forward(self, step: Step) -> torch.Tensor:
-        """Return the logits [padded_reqs, vocab_size]. Raises: ShapeError: if hidden states are wrong."""
+        """Return the logits [padded_reqs, vocab_size]. Raises: ShapeError: if the module returns wrong hidden
+        states."""
         mark_varying(step.input_ids, step.positions)
         hidden: torch.Tensor = self.module(step.input_ids, step.positions)
         tokens = step.descriptor.padded_tokens

@@ -29,7 +29,7 @@ _HEAD = "# kind, size (requests of a decode batch, new tokens of a mixed batch),
 def advise(steps: Mapping[Served, int], captured: Iterable[BatchDescriptor]) -> tuple[str, ...]:
     """Return a sentence for each kind of batch that was often padded or often ran eagerly, with a size to capture.
 
-    A kind has no advice if fewer than 100 of its steps ran, or if no graph of it is captured.
+    Gives no advice on a kind with fewer than 100 steps, or without a captured graph.
     """
     found: list[str] = []
     sizes: dict[GraphKind, set[int]] = {kind: set() for kind in GraphKind}
@@ -53,8 +53,8 @@ def _eager_advice(kind: GraphKind, steps: Mapping[Served, int], largest: int) ->
         return []
     are = "is" if len(sizes) == 1 else "are"
     return [
-        f"{share:.0%} of {kind.value} steps ran without a graph: {_range(sizes)} {are} above the largest captured, "
-        f"{largest}; capture {max(sizes)}"
+        f"{share:.0%} of {kind.value} steps ran without a graph: {_range(sizes)} {are} above the largest captured "
+        f"size, {largest}; capture {max(sizes)}"
     ]
 
 

@@ -1,7 +1,7 @@
 """Undo a step. The state that it changes is copied before it and restored after it, on the stream of the steps.
 
 undo = StepUndo(program)
-with undo.undone(descriptor) as slots:      # the step's entry of the input ring must be the next one
+with undo.undone(descriptor) as slots:      # the next entry of the input ring has the inputs of the step
     ...                                     # run the step, copy its results
                                             # request state, derived buffers and cache are restored, even after an error
 """

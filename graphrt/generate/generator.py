@@ -33,12 +33,12 @@ _UNFINISHED = (FinishReason.RUNNING, FinishReason.FAULT)  # a fault is raised, a
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One new token of one prompt, or its end.
+    """One new token of a prompt, or the end of the prompt.
 
     prompt           index of the prompt
     token            None if the prompt finished at a stop token, without a new token
     finished         True in the last event of the prompt
-    logprob          of the token, with `SamplingParams.logprobs`
+    logprob          log-probability of the token, with `SamplingParams.logprobs`
     prompt_logprobs  in the first event, with `SamplingParams.prompt_logprobs`: one per prompt token except the first
     stop_token       the stop token at which the prompt finished, if `token` is None
     """
@@ -66,8 +66,8 @@ class TextGenerator:
 
     runtime     a captured runtime; several generators may share it
     swap_bytes  pinned host memory for one `generate` call, if the cache cannot hold all its sequences at once. Pages
-                that do not fit are recomputed; 0: all are. If the host cannot allocate the memory, a RuntimeWarning
-                states the reason once, and all pages are recomputed
+                that do not fit are recomputed; with 0, all pages are. If the host cannot allocate the memory, a
+                RuntimeWarning states the reason once, and all pages are recomputed
 
     stats  see GenerationStats
 
@@ -93,8 +93,8 @@ class TextGenerator:
     ) -> Generator[Event, None, None]:
         """Yield tokens of all prompts as they arrive. The last event of each prompt has `finished` set.
 
-        All prompts are checked before the first step. At the end, after an error, and when the generator is closed, it
-        waits for steps in flight, and returns request indices and pages.
+        All prompts are checked before the first step. When the generator ends, fails or is closed, it waits for steps
+        in flight and frees its request indices and pages.
 
         prompts  token ids from 0 to vocab_size - 1, at least one per prompt: lists, arrays or host tensors
         params   one for all prompts, or one per prompt
@@ -102,11 +102,11 @@ class TextGenerator:
                  token is the prompt's last: for ends that only the host sees, such as a stop string
 
         Raises: ShapeError: if a prompt is empty or not a list of token ids. CapacityError: if the cache is too small
-        for a prompt even without others. ConfigError: if `params` are wrong. CaptureError: if the runtime is not
-        captured. All of these are raised before any step. Later: CapacityError: if other users of the runtime hold the
-        pages that the first prompt needs. StepFaultError: if prompts had a fault, for example logits that are all NaN,
-        after the events of all tokens that had arrived; `prompts` lists them. ReplayError: if a request gets no token.
-        CaptureError: after a `reset()`.
+        for a single prompt. ConfigError: if `params` are wrong. CaptureError: if the runtime is not
+        captured. These errors are raised before any step. Errors raised later: CapacityError: if other users of the
+        runtime hold the pages that the first prompt needs. StepFaultError: if prompts had a fault, such as logits that
+        are all NaN; its `prompts` lists them. All tokens that had arrived are yielded first. ReplayError: if a request
+        gets no token. CaptureError: after a `reset()`.
         """
         if self._runtime.state is not State.CAPTURED:
             raise wrong_state(self._runtime.state, State.CAPTURED, "generate")

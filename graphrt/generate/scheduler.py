@@ -2,10 +2,11 @@
 
 Prompts are served in order. Pages are allocated as a sequence grows. If they run out, the request of the last prompt is
 preempted. It frees its request index and its pages, and waits at the head of the queue. Its pages move to a SwapSpace,
-or are recomputed from its tokens. The request of the first prompt is never preempted, so it finishes, and the next
-prompt becomes the first. A request waits only for pages and prefixes of earlier prompts, so requests cannot deadlock.
+or are recomputed from its tokens. The request of the first prompt is never preempted, so it always finishes. The next
+prompt then becomes the first. A request waits only for pages and prefixes of earlier prompts, so requests cannot
+deadlock.
 
-The session owns the requests and their pages; this file decides what happens to them.
+The session owns the requests and their pages; this file decides when they run.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from graphrt.session.requests import NO_INDEX, Ids, SessionRequest
 from graphrt.session.session import DecodeSession
 
 _QUIET_STEPS = 8
-"""Maximum number of steps in a launch. With 8 the host has an eighth of the work, and a sequence that finishes at a
-stop token is replaced at most two launches later."""
+"""Maximum number of steps in a launch. With 8, the host does an eighth of the work. A sequence that finishes at a stop
+token is replaced at most two launches later."""
 
 
 @dataclass(slots=True)
@@ -139,8 +140,8 @@ class Scheduler:
         return prompt.request is not None and self._session.launches.contain(prompt.request)
 
     def _needs_to_start(self, prompt: PromptState) -> list[int]:
-        """Return the pages of each pool that a prompt needs to start. A new prompt needs those of its first chunk. A
-        preempted prompt needs all that it had, or it would soon be preempted again."""
+        """Return the pages of each pool that a prompt needs to start. A new prompt needs the pages of its first chunk.
+        A preempted prompt needs all pages that it had, or it would soon be preempted again."""
         length = prompt.num_tokens
         first = length if prompt.was_preempted else min(length, self._longest_chunk)
         if prompt.preempted is None or prompt.preempted.swapped is None:
@@ -283,8 +284,8 @@ class Scheduler:
         return waits
 
     def _shareable(self, donor: int, ready: int) -> int:
-        """Return how many of a donor's first `ready` tokens a new request shares. These fill whole pages, and also part
-        of a page if this saves more than half a page."""
+        """Return how many of a donor's first `ready` tokens a new request shares. The tokens fill whole pages, and part
+        of another page if sharing it saves more than half a page."""
         full = ready - ready % self._page_unit
         partly = [ready] if 2 * (ready - full) > self._largest_page else []
         for length in (*partly, full):
@@ -342,7 +343,7 @@ class Scheduler:
             self._stats.recomputed_tokens += length
 
     def _leave(self, req_index: int) -> SessionRequest:
-        """Remove a request from those that run, and return it."""
+        """Remove a request from the running requests, and return it."""
         self._prefixes.remove(req_index)
         self._begun(req_index)
         request = self.running.pop(req_index).request

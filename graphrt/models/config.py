@@ -107,7 +107,7 @@ class ModelConfig:
         if self.num_q_heads % self.num_kv_heads:
             raise ConfigError(
                 f"ModelConfig.num_q_heads: expected a multiple of num_kv_heads={self.num_kv_heads}, "
-                f"got {self.num_q_heads}; pass a multiple, since all KV heads serve equally many query heads"
+                f"got {self.num_q_heads}; all KV heads serve the same number of query heads, so pass a multiple"
             )
         if self.rotary_dim % 2 or not 4 <= self.rotary_dim <= self.head_dim:
             raise ConfigError(
@@ -122,7 +122,7 @@ class ModelConfig:
 
     @property
     def num_parameters(self) -> int:
-        """Number of weights. A tied output head is counted once."""
+        """Number of weights. An output head that is tied to the embedding is not counted twice."""
         heads = (2 * self.num_q_heads + 2 * self.num_kv_heads) * self.head_dim
         layer = self.hidden_size * (heads + 3 * self.intermediate_size + 2)
         layer += self.qkv_bias * (self.num_q_heads + 2 * self.num_kv_heads) * self.head_dim

@@ -121,7 +121,8 @@ class FieldReader:
                 self.unsupported(f"{key} {shown(value)}")
 
     def refuse_unread(self, prefix: str, irrelevant: Collection[str]) -> None:
-        """Record each unread key that starts with `prefix` as unsupported, unless `irrelevant` has the rest of it."""
+        """Record each unread key that starts with `prefix` as unsupported, unless `irrelevant` contains the rest of the
+        key."""
         for key in self._values:
             if key.startswith(prefix) and key not in self._read and key.removeprefix(prefix) not in irrelevant:
                 self.unsupported(f"the key {printable(key)}, whose meaning is not known")
@@ -170,7 +171,10 @@ def check_path(name: str, path: str | Path) -> Path:
     except (FileNotFoundError, NotADirectoryError):
         pass
     except (OSError, RuntimeError, ValueError) as error:
-        raise ConfigError(f"{name}: {shown(str(path))} is not a usable path ({printable(error)}); check it") from error
+        raise ConfigError(
+            f"{name}: {shown(str(path))} is not a usable path ({printable(error)}); pass an existing "
+            f"path that you may read"
+        ) from error
     return expanded
 
 

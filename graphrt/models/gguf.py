@@ -38,7 +38,7 @@ _ROTATED = re.compile(r"self_attn\.[qk]_proj\.")
 
 
 class GGUFSource:
-    """The tensors of a GGUF file, under their Hugging Face names and in that layout."""
+    """The tensors of a GGUF file, with the names and the layout of a Hugging Face checkpoint."""
 
     def __init__(self, path: Path) -> None:
         self._gguf = require("gguf", "to read GGUF files")

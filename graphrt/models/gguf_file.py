@@ -72,7 +72,9 @@ def read_gguf(path: Path) -> GGUFFile:
         ) from error
     cursor = _Cursor(content, path)
     if cursor.take(4) != b"GGUF":
-        raise ConfigError(f"{printable(path)}: not a GGUF file, it starts with {content[:4]!r}; check the download")
+        raise ConfigError(
+            f"{printable(path)}: not a GGUF file, because it starts with {content[:4]!r}; download it again"
+        )
     version = cursor.scalar("I")
     if version not in _VERSIONS:
         # In a big-endian file, the version is in the upper half.
@@ -159,7 +161,7 @@ class _Cursor:
         """Read a number of items of at least `smallest` bytes each."""
         value: int = self.scalar("Q")
         left = self.size - self.position
-        self.check(value * smallest <= left, f"it counts {value} items where {left} bytes are left")
+        self.check(value * smallest <= left, f"it lists {value} items, but only {left} bytes are left")
         return value
 
     def string(self) -> str:

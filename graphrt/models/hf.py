@@ -74,7 +74,10 @@ class SafetensorsSource:
 
     def _add(self, name: str, opened: Any, file: str) -> None:
         if name in self._where:
-            raise ConfigError(f"{file}: the tensor {shown(name)} is in another file too; download the index with it")
+            raise ConfigError(
+                f"{file}: the tensor {shown(name)} is also in another file; download the index file of "
+                f"the checkpoint too"
+            )
         content = opened.get_slice(name)
         if content.get_dtype() not in _STORED:
             raise UnsupportedError(
@@ -86,7 +89,7 @@ class SafetensorsSource:
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """Read the model's config from config.json, and its end-of-text tokens also from generation_config.json."""
+    """Read the model's config from config.json, and further end-of-text tokens from generation_config.json."""
     generation = folder / "generation_config.json"
     return ModelConfig.from_hf(
         _read_json(folder / "config.json"), _read_json(generation) if os.path.exists(generation) else None
@@ -154,7 +157,9 @@ def _read_json(path: Path) -> dict[str, Any]:
             raise FileNotFoundError("no such file")
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:  # RecursionError: thousands of nested brackets
-        raise ConfigError(f"{printable(path)}: not a readable JSON file ({printable(error)}); check it") from error
+        raise ConfigError(
+            f"{printable(path)}: not a readable JSON file ({printable(error)}); download it again"
+        ) from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{printable(path)}: expected a JSON object, got {type(content).__name__}; check it")
+        raise ConfigError(f"{printable(path)}: expected a JSON object, got {type(content).__name__}; download it again")
     return content

@@ -118,7 +118,7 @@ class LlamaModel(nn.Module):
 
     @property
     def streamed_bytes(self) -> int:
-        """Bytes of weights that each step reads. An embedding that is not also the head is not counted."""
+        """Bytes of weights that each step reads. The embedding is counted only if it is also the output head."""
         looked_up = {id(self.embedding)} - {id(self.head)}
         return sum(weight.nbytes for weight in self.parameters() if id(weight) not in looked_up)
 

@@ -1,4 +1,4 @@
-"""`load_model`: load a model from a folder, a hub id or a GGUF file, or create a shape with dummy weights."""
+"""Load a model from a folder, a hub id or a GGUF file, or create a model with dummy weights."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def resolve_source(source: str | Path) -> Path:
     """Return the folder or .gguf file that `source` specifies. A hub id is downloaded first.
 
     Raises:
-        ConfigError: if `source` is none of these.
+        ConfigError: if `source` is not a folder, a .gguf file or a hub id.
     """
     expected = f"model: expected a folder, a .gguf file, a hub id such as org/name or {DUMMY_PREFIX}<shape>"
     path = check_path(expected, source)

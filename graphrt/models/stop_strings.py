@@ -21,7 +21,7 @@ class StopStrings:
         stops: non-empty strings.
 
     Attributes:
-        stopped: whether a stop string was found. `push` then returns "".
+        stopped: whether a stop string was found. From then on, `push` returns "".
 
     Raises:
         ConfigError: if `stops` is not a sequence of non-empty strings.
@@ -31,15 +31,15 @@ class StopStrings:
         check_sequence("stop", stops, of="strings", error=ConfigError)
         for stop in stops:
             if not isinstance(stop, str) or not stop:
-                raise ConfigError(f"stop: expected non-empty strings, got {shown(stop)}; leave it out")
+                raise ConfigError(f"stop: expected non-empty strings, got {shown(stop)}; remove this string")
         self.stopped = False
         self._stops, self._held = tuple(stops), ""
         self._early = 0  # leading characters of the buffered text in which no stop string ends
 
     def push(self, piece: str, *, early: bool = False) -> str:
-        """Add a piece, and return the text that can be shown. This text contains no part of a possible stop string.
+        """Add a piece, and return the text that can be shown. The text contains no part of a possible stop string.
 
-        early   ignore stop strings that end in this piece, as before `min_tokens`; one may start in it
+        early   ignore stop strings that end in this piece, as before `min_tokens`. A stop string may still start in it
 
         Raises: ConfigError: if `piece` is not a string.
         """
@@ -65,6 +65,6 @@ class StopStrings:
         return shown_now
 
     def finish(self) -> str:
-        """Return the text that was held back if the text ended without a stop string."""
+        """Return the text that `push` has not returned yet. Call it if the text ends without a stop string."""
         held, self._held = self._held, ""
         return held

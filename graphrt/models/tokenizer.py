@@ -131,7 +131,7 @@ class Tokenizer:
 class TokenStream:
     """Decode one sequence incrementally.
 
-    The results of `push` and `finish` concatenate to the text of the whole sequence, and none ends inside a character.
+    The results of `push` and `finish` concatenate to the text of the whole sequence. No result ends inside a character.
     Each call decodes a short window again, because some tokenizers decode a token differently at the start of a
     sequence. A token is therefore decoded together with the preceding tokens.
     """
@@ -142,7 +142,7 @@ class TokenStream:
         self._shown = 0  # tokens of the window whose text was returned
 
     def push(self, token: int) -> str:
-        """Add a token, and return the text that it completes. The text is empty inside a character.
+        """Add a token, and return the text that it completes, which is empty within a character.
 
         Raises:
             ConfigError: if `token` is not a token id.

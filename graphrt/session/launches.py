@@ -59,7 +59,7 @@ class Launches:
         self.pending: deque[PendingLaunch] = deque()
         self.must_advance = False
         self._table = table
-        self._collected: dict[SessionRequest, list[int]] = {}  # what the next collect() returns
+        self._collected: dict[SessionRequest, list[int]] = {}  # the result of the next collect()
 
     def join(self, fork: SessionRequest, request: SessionRequest) -> None:
         """Let a fork receive the tokens of its request from launches in flight."""

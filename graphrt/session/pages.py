@@ -98,7 +98,7 @@ def by_pool(groups: Sequence[KVCacheSpec], counts: Iterable[int]) -> list[int]:
 def check_pages(
     name: str, length: int, groups: Sequence[KVCacheSpec], pools: Sequence[PageAllocator | PageLease | ExternalPages]
 ) -> None:
-    """Raise CapacityError if the pools cannot hold even this one sequence, prefilled one token at a time."""
+    """Raise CapacityError if the pools are too small for this sequence alone, prefilled one token at a time."""
     needs = pages_needed(groups, length, 1)
     for index, (need, pool) in enumerate(zip(needs, pools, strict=True)):
         if need > (pages := pool.num_pages - 1):
@@ -190,11 +190,13 @@ class SessionPages:
     def none_left(self) -> CapacityError:
         """Return the error to raise if no request of a step has a page for its next token."""
         if self.are_external:
-            return CapacityError("run: no request has a page for its next token; append_pages() to a running request")
+            return CapacityError(
+                "run: no request has a page for its next token; call append_pages() for a running request"
+            )
         free = " + ".join(str(pool.num_free) for pool in self._pools)
         return CapacityError(
-            f"run: no request has a page for its next token, and {free} pages are free; collect(), and release() a "
-            "finished request, or one to preempt"
+            f"run: no request has a page for its next token, and {free} pages are free; collect(), then release() a "
+            f"finished request, or preempt a request"
         )
 
     def submitted(self, ids: Ids) -> None:
@@ -288,7 +290,8 @@ class SessionPages:
             room = table.width - int(table.to[req_index])
             if len(more) > room:
                 raise CapacityError(
-                    f"pages: expected at most {room} more of KV group {group}, got {len(more)}; raise max_seq_len, or "
+                    f"pages: expected at most {room} more pages of KV group {group}, got {len(more)}; raise "
+                    f"max_seq_len, or "
                     "append fewer pages"
                 )
         for number, pool in enumerate(self._external):

@@ -49,7 +49,7 @@ class DecodeSession:
 
     If the backend plans on the host, or `query_len` is not 1, each step is a separate launch with all inputs.
 
-    runtime         a captured runtime with a sampler. Several sessions and other users may share it
+    runtime         a captured runtime with a sampler. Several sessions and other callers may share it
     external_pages  your block manager allocates the pages, not the runtime's allocators. `append_pages` adds pages to
                     requests, and `pop_freed_pages` returns pages that are no longer needed
 
@@ -128,7 +128,8 @@ class DecodeSession:
             return request
 
     def start(self, request: SessionRequest, known: Int32Array, start: int, values: RequestValues) -> None:
-        """Assign a request index, and start with known tokens. The KV cache already has the first `start` of them."""
+        """Assign a request index, and start with known tokens. The KV cache already contains the first `start`
+        tokens."""
         request.req_index = at = self._ledger.take_index()
         self._manager.request_tables.left.discard(at)  # `begin` overwrites the state of the last request there
         self._has_updates = True
@@ -289,7 +290,7 @@ class DecodeSession:
     # -- steps
 
     def run(self, steps: int = 1, *, eager: bool = False) -> tuple[Launch, ...]:
-        """Launch the next steps. Waits only while the config's `most_in_flight` launches are in flight.
+        """Launch the next steps. Waits only while `RuntimeConfig.most_in_flight` launches are in flight.
 
         While prompts have tokens left, each step is a separate launch, which computes chunks of prompts together with
         the requests that decode. After that, one launch runs up to `RuntimeConfig.launch_steps` steps. A request that
@@ -299,7 +300,8 @@ class DecodeSession:
         Returns: the launches, in order; none if no request can continue.
 
         Raises: CapacityError: if no request has a page for its next token; earlier launches of the call stay in flight.
-        See also ReplayManager.replay. If a step that may have run fails, the session can only be collected and closed.
+        See also ReplayManager.replay. If a step fails that may already have run, the session accepts only `collect` and
+        `close`.
         """
         table = self.table
         with self._exclusive:
@@ -377,13 +379,15 @@ class DecodeSession:
         if self._manager.state is not State.CAPTURED:
             raise wrong_state(self._manager.state, State.CAPTURED, call)
         if self._resets != self._manager.queue.resets:
-            raise CaptureError(f"{call}: reset() has dropped the requests of this session; close() it")
+            raise CaptureError(f"{call}: reset() has dropped the requests of this session; close() the session")
         if self.table.flag.changing and not changed_in_part:
-            raise CaptureError(f"{call}: an earlier call was interrupted; collect() what has finished, and close()")
+            raise CaptureError(
+                f"{call}: an earlier call was interrupted; collect() the finished tokens, then close() the session"
+            )
 
     def _check_own(self, request: SessionRequest, call: str) -> None:
         self._check_open(call)
-        check_instance("request", request, SessionRequest, advice="pass what add() or fork() returned")
+        check_instance("request", request, SessionRequest, advice="pass a request that add() or fork() returned")
         if self.table.requests.get(request.req_index) is not request:
             raise ConfigError(
                 f"{call}: the request was released, or belongs to another session; pass a live request of this session"
@@ -397,14 +401,14 @@ class DecodeSession:
 def check_request(
     runtime: Runtime, prompt: Prompt, params: SamplingParams | None, name: str, params_name: str
 ) -> tuple[Int32Array, SamplingParams]:
-    """Return a prompt as an array, and its params; by default greedy, up to the longest sequence.
+    """Return a prompt as an array, and its params. The default params are greedy and have no limit but `max_seq_len`.
 
     Raises an error that names the argument if the runtime cannot run them.
     """
     longest, last = runtime.config.max_seq_len, runtime.vocab_size - 1
     tokens = check_ints(name, prompt, 0, last, advice="pass token ids of the vocabulary")
     if not len(tokens):
-        raise ShapeError(f"{name}: expected at least 1 token, got 0; begin with the model's first token")
+        raise ShapeError(f"{name}: expected at least 1 token, got 0; start with the BOS token of the model")
     if params is None:
         params = SamplingParams(max_new_tokens=max(1, longest + 1 - len(tokens)))
     check_instance(params_name, params, SamplingParams, advice="pass SamplingParams(...)")

@@ -44,7 +44,8 @@ class SamplingValues:
             self._used[name] = self.arrays[name]
 
     def ask_logprobs(self, at: int, count: int | None, token: int = -1) -> None:
-        """Request log-probabilities of the next sampled token, or of a given token; None requests none."""
+        """Request log-probabilities of the next sampled token, or of a given token; None requests no
+        log-probabilities."""
         self.put("logprobs", at, -1 if count is None else count)
         self.put("logprob_tokens", at, token)
 
@@ -72,7 +73,7 @@ class SamplingValues:
 
 
 class RequestTable:
-    """What the host knows about the requests of a session.
+    """The host's copy of the state of a session's requests.
 
     Lengths are KV tokens, by request index. The last sampled token is not in the cache yet, so a request with a prompt
     of 3 tokens and max_new_tokens=30 has the limit 3 + 30 - 1. An example, with pages for all tokens:
@@ -126,7 +127,7 @@ class RequestTable:
         return bool(self.prefills) or bool(len(self.order))
 
     def begin(self, request: SessionRequest, known: Int32Array, start: int) -> None:
-        """Add a request with known tokens. The KV cache already has the first `start` of them."""
+        """Add a request with known tokens. The KV cache already contains the first `start` tokens."""
         at, params = request.req_index, request.params
         self.requests[at] = request
         self.reached[at] = self.most[at] = start

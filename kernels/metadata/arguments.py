@@ -94,7 +94,9 @@ def pass_operands(operator: str, b: StaticBuffers) -> list[torch.Tensor]:
             check_contiguous(name, tensor)
         columns = least.get(str(spec.shape[-1]), 1)
         if tensor.shape[-1] < columns or tensor.shape[0] < 1:
-            raise ShapeError(f"{name}: expected at least {columns} columns, got shape {list(tensor.shape)}; enlarge it")
+            raise ShapeError(
+                f"{name}: expected at least {columns} columns, got shape {list(tensor.shape)}; pass a wider tensor"
+            )
     return [getattr(b, name) for name in operands(operator)]
 
 
@@ -116,6 +118,6 @@ def refresh_operands(b: StaticBuffers) -> list[torch.Tensor]:
     if b.block_table.stride(1) != b.block_table.shape[2]:
         raise ShapeError(
             f"block_table: expected rows of {b.block_table.shape[2]} columns, got stride {b.block_table.stride(1)}; "
-            "copy it"
+            f"pass a contiguous copy"
         )
     return passed

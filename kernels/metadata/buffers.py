@@ -119,16 +119,16 @@ class PageGroup:
 class Capacity:
     """The sizes for which static buffers are allocated."""
 
-    reqs: int  # most requests in a step
-    tokens: int  # most new tokens in a step
+    reqs: int  # maximum requests in a step
+    tokens: int  # maximum new tokens in a step
     req_indices: int  # number of request indices, each with its own persistent state
     inputs: int  # int32 words in the largest step inputs
-    ring: int  # launches in flight
+    ring: int  # maximum launches in flight
     page_groups: tuple[PageGroup, ...]  # the KV groups, in order
-    launch_steps: int = 1  # most steps of a launch
+    launch_steps: int = 1  # maximum steps of a launch
     counted_tokens: int = 0  # vocabulary size if requests may have penalties, else 0
     masked_tokens: int = 0  # vocabulary size if requests may have token masks, else 0
-    bias_entries: int = 0  # most logit biases of a request
+    bias_entries: int = 0  # maximum logit biases of a request
     logprob_columns: int = 0  # log-probabilities per request and step: of one token, then of the top tokens
 
     @property
@@ -139,7 +139,7 @@ class Capacity:
 
     @property
     def entries(self) -> int:
-        """Steps in flight."""
+        """Maximum number of steps in flight."""
         return self.ring * self.launch_steps
 
     @property

@@ -95,8 +95,8 @@ def write_logprobs(buffers: StaticBuffers, tokens: torch.Tensor, result: TokenLo
     tokens    [padded_reqs]  int32  device; the token of each request: sampled, or given as `logprob_tokens`
     result    the result of `token_logprobs` for `tokens`, with the number of top tokens that the rings store
 
-    A request that did not request log-probabilities gets rank 0 and no other values. So does a request without a token,
-    which neither samples nor gives one.
+    A request that asked for no log-probabilities, or that has neither a sampled nor a given token, gets rank 0 and no
+    other values.
 
     Capture-safe: the kernel selects the ring entry on the device.
     Raises: ShapeError: if `tokens` or `result` does not match the buffers.

@@ -141,7 +141,7 @@ def test_other_files_raise(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="path: expected str or Path, got None"):
         Bundle.load(None)  # type: ignore[arg-type]
     path.write_bytes(b"\x80\x04pickle")
-    with pytest.raises(ConfigError, match="is not a bundle, or damaged"):
+    with pytest.raises(ConfigError, match="is not a bundle, or is damaged"):
         Bundle.load(path)
     save_file({"x": torch.zeros(1)}, path)
     with pytest.raises(ConfigError, match=f"expected a {FORMAT}, got another safetensors file"):

@@ -19,7 +19,7 @@ WRITES: dict[str, tuple[Callable[[KVCache], Any], type[Exception], str]] = {
     "null_page": (lambda c: c.slots([1, 0], 5), ShapeError, "or the null page"),
     "twice": (lambda c: c.slots([1, 1], 5), ShapeError, r"\[1, 1\] lists a page twice"),
     "outside": (lambda c: c.slots([1, 9], 5), ShapeError, r"pages\[1\]: expected an int from 0 to 8, got 9"),
-    "too_few": (lambda c: c.slots([1], 5), ShapeError, "pages: expected at least 2 for 5 tokens, got 1"),
+    "too_few": (lambda c: c.slots([1], 5), ShapeError, "pages: expected at least 2 pages for 5 tokens, got 1"),
     "layer": (lambda c: c.slots([1], 1, layer=1), ConfigError, "layer: expected an int from 0 to 0"),
     "tokens": (lambda c: c.slots([1], -1), ConfigError, "num_tokens"),
     "heads": (lambda c: c.write(0, *torch.zeros(2, 3, 4, 16), c.slots([1], 3)), ShapeError, "k_cache"),

@@ -278,7 +278,7 @@ def test_pages_of_a_pool_have_equal_bytes() -> None:
 
 
 WRONG_GROUPS: dict[str, tuple[Any, Any, str]] = {
-    "layer_in_two": ([KVCacheSpec(1, 2, 16, layers=(0,))] * 2, (FULL, FULL), "layer 0 is in group 0 too"),
+    "layer_in_two": ([KVCacheSpec(1, 2, 16, layers=(0,))] * 2, (FULL, FULL), "layer 0 is also in group 0"),
     "layer_missing": (
         [KVCacheSpec(1, 2, 16, layers=(0,)), KVCacheSpec(1, 2, 16, layers=(2,))], (FULL, FULL),
         r"expected layers 0 to 1, got \[0, 2\]"

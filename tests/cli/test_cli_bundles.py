@@ -121,7 +121,7 @@ def test_errors_are_one_line(graphrt, bundle: Path, tmp_path: Path, monkeypatch:
     nothing = tmp_path / "nothing.bundle"
     nothing.write_bytes(b"no bundle")
     for arguments, text in (
-        (("replay", nothing), "nothing.bundle is not a bundle, or damaged"),
+        (("replay", nothing), "nothing.bundle is not a bundle, or is damaged"),
         (("replay", bundle, "--shape", "tiny", "--model", "x"), "replay: expected one of --shape and --model"),
         (("replay", bundle, "--time", "--device", "cpu"), "--time: requires a CUDA device, got cpu; leave it out"),
         (("replay", bundle, "--shape", "other", "--device", "cpu"), "replay: the attention layers or the vocabulary"),

@@ -80,7 +80,7 @@ def test_faults_of_cross_groups_name_request_value_and_group() -> None:
     ):
         handle = runtime.replay(Batch.from_requests([good, row]))
         assert [(f.index, f.code, f.value, f.group) for f in handle.faults] == [(1, code, value, 1)]
-    with pytest.raises(StepFaultError, match=r"a length of 9 exceeds the pages .* in KV group 1"):
+    with pytest.raises(StepFaultError, match=r"a length of 9 needs more pages .* in KV group 1"):
         raise runtime.replay(Batch.from_requests([Request(0, [1], 1, ([1], [2, 3]), encoder_len=9)])).error
     batch = Batch.from_requests([good])
     batch.encoder_lens[0] = -2  # after it was checked: the device finds it
@@ -105,7 +105,7 @@ def test_changed_encoder_len_is_a_fault(device: torch.device) -> None:
     forgotten = runtime.replay(Batch.from_requests([other, Request(0, [1], 2, ([], []))]))
     with pytest.raises(
         StepFaultError,
-        match=r"batch position 1: ENCODER_LEN_CHANGED: .* 0 differs from that of the sequence; pass the same",
+        match=r"batch position 1: ENCODER_LEN_CHANGED: .* 0 differs from the earlier steps of the sequence; pass",
     ):
         raise forgotten.error
     hit = runtime.replay(
@@ -136,7 +136,7 @@ def test_batch_without_pages_continues_in_every_group(specs: tuple[AttentionSpec
     runtime = served(list(specs), kv_groups(specs, page_size=4), 9 if lens else None)
     runtime.capture()
     begins = Batch(req_indices=[0], seq_lens=[1], tokens=[1], encoder_lens=lens)
-    with pytest.raises(StepFaultError, match="batch position 0: LENGTH_EXCEEDS_PAGES: a length of 1 exceeds"):
+    with pytest.raises(StepFaultError, match="batch position 0: LENGTH_EXCEEDS_PAGES: a length of 1 needs more"):
         raise runtime.replay(begins).error
     lists = {"page_indptr": range(len(specs) + 1), "page_ids": [4, 5][: len(specs)]}
     both = [

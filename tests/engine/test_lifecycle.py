@@ -290,7 +290,11 @@ def test_the_stream_of_a_manager(monkeypatch: pytest.MonkeyPatch) -> None:
     assert entry.stream_on(CUDA_1, own) is own
     assert entry.stream_on(CPU, None) is None
     for device, stream, text in (
-        (CUDA_1, Stream(torch.device("cuda", 0)), "expected one on cuda:1, the cache's, got one on cuda:0"),
+        (
+            CUDA_1,
+            Stream(torch.device("cuda", 0)),
+            "expected a stream on cuda:1, the device of the cache, got one on cuda:0",
+        ),
         (CUDA_1, SimpleNamespace(device=CUDA_1), "expected Stream, got"),
         (CPU, own, "expected None with a cache on cpu"),
     ):

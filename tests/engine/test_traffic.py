@@ -42,7 +42,7 @@ ADVICE = {
     ),
     "eager": (
         {(D(64), 64, ""): 88, (D(65), 65, "no graph"): 7, (D(99), 99, "no graph"): 5},
-        "12% of decode steps ran without a graph: sizes 65 to 99 are above the largest captured, 64; capture 99",
+        "12% of decode steps ran without a graph: sizes 65 to 99 are above the largest captured size, 64; capture 99",
     ),
     "few-steps": ({(D(64), 33, ""): 99}, None),
     "little-padding": ({(D(64), 45, ""): 100}, None),

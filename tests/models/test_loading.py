@@ -105,7 +105,9 @@ def test_the_index_names_the_file_of_a_tensor_that_two_shards_hold(tmp_path, nam
     write_index(tmp_path, dict.fromkeys(tensors, f"{named}.safetensors") | {"unused": f"{other}.safetensors"})
     check_logits(load_model(tmp_path, device="cpu").model, oracle)
     write_index(tmp_path, {"a": "first.safetensors", "b": "second.safetensors"})
-    with pytest.raises(ConfigError, match=r"second\.safetensors: the tensor 'model\.norm\.weight' is in another file"):
+    with pytest.raises(
+        ConfigError, match=r"second\.safetensors: the tensor 'model\.norm\.weight' is also in another file"
+    ):
         load_model(tmp_path, device="cpu")
 
 

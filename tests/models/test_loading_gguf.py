@@ -234,10 +234,10 @@ def test_a_flipped_byte_in_the_header_is_refused_or_harmless(intact):
 
 
 DAMAGE = [
-    (0, b"GGML", ConfigError, "it starts with b'GGML'; check the download"),
+    (0, b"GGML", ConfigError, "because it starts with b'GGML'; download it again"),
     (4, b"\x09\0\0\0", UnsupportedError, "version 0x9"),
     (4, b"\0\0\0\x03", UnsupportedError, "little-endian.*0x3000000"),
-    *((place, b"\xff" * 8, ConfigError, "it counts 18446744073709551615 items") for place in (8, 16, 24)),
+    *((place, b"\xff" * 8, ConfigError, "it lists 18446744073709551615 items") for place in (8, 16, 24)),
 ]
 """Numbers of tensors and keys, and the length of a key, at bytes 8, 16 and 24."""
 

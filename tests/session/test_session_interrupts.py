@@ -270,7 +270,8 @@ def test_a_call_during_another_call_names_the_rule() -> None:
         assert request.tokens == greedy(LivelyModel(CPU), PROMPT, 6)
     assert len(errors) == 10
     assert all(
-        error.startswith("DecodeSession: one call at a time, and another one is in progress; call") for error in errors
+        error.startswith("DecodeSession: expected one call at a time, but another call is in progress; call")
+        for error in errors
     )
 
 

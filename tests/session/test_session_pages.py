@@ -125,7 +125,7 @@ def test_wrong_pages_are_refused() -> None:
         for pages in ([0], [40], [-1], [3, 3], ["x"], [1.5], 7, [9]):
             with pytest.raises(ShapeError, match="pages"):
                 session.append_pages(request, pages)
-        with pytest.raises(CapacityError, match="pages: expected at most 16 more of KV group 0"):
+        with pytest.raises(CapacityError, match="pages: expected at most 16 more pages of KV group 0"):
             session.append_pages(request, list(range(1, 18)))
         session.release(other)
         with pytest.raises(ShapeError, match=r"pages: \[9\] are in use .* call pop_freed_pages\(\) first"):
