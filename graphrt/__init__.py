@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from graphrt.engine.handle import StepHandle as StepHandle
     from graphrt.engine.step_model import as_step_model as as_step_model
     from graphrt.generate.generator import TextGenerator as TextGenerator
+    from graphrt.integrations.transformers.runtime import from_transformers as from_transformers
     from graphrt.kernels.errors import CapacityError as CapacityError
     from graphrt.kernels.errors import CaptureError as CaptureError
     from graphrt.kernels.errors import ConfigError as ConfigError
@@ -58,6 +59,7 @@ _NAMES = {
     "engine.handle": ("StepFaultError", "StepHandle"),
     "engine.step_model": ("as_step_model",),
     "generate.generator": ("TextGenerator",),
+    "integrations.transformers.runtime": ("from_transformers",),
     "kernels.errors": (
         "CapacityError", "CaptureError", "ConfigError", "GraphRTError", "ReplayError", "ShapeError", "UnsupportedError",
     ),

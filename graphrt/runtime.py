@@ -86,6 +86,8 @@ class Runtime:
     free_req_indices  request indices that no sequence uses; pop one for a new sequence, and append it when the sequence
                       is finished
     stream            stream of the steps; None on CPU
+    kv_boundary       length limit above which requests have other KV than shorter ones, so that TextGenerator shares no
+                      prefix between the two; None, the default: KV depends on the tokens before it only
 
     model, attention, vocab_size, config, sampler, stream, weights   as for ReplayManager
     kv_spec             shape and dtype of the cache, or of each KV group, as `kv_groups()` returns them; None:
@@ -151,6 +153,7 @@ class Runtime:
                 weights=named,
             )
 
+        self.kv_boundary: int | None = None
         self.memory_plan: MemoryPlan | None = None
         if given is None:
             self.memory_plan = _plan_memory(build, self.config, groups, self.device, memory_utilization)

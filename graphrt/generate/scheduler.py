@@ -262,6 +262,8 @@ class Scheduler:
             return False  # the step that computes a token counts it, or returns its log-probability
         common, donors = self._prefixes.find(req_index, len(known) - 1)
         for donor in donors:
+            if not self._same_kv(req_index, donor):
+                continue
             if not self._session.pages.can_share(donor, len(self._table.known[donor])):
                 self._prefixes.remove(donor)  # its window has passed the prefix
                 continue
@@ -282,6 +284,12 @@ class Scheduler:
                 self._stats.copied_pages += copied
                 return False
         return waits
+
+    def _same_kv(self, req_index: int, other: int) -> bool:
+        """Return whether two requests have equal keys and values for equal tokens."""
+        boundary = self._runtime.kv_boundary
+        first, second = (self.running[index].length_limit for index in (req_index, other))
+        return boundary is None or (first > boundary) == (second > boundary)
 
     def _shareable(self, donor: int, ready: int) -> int:
         """Return how many of a donor's first `ready` tokens a new request shares. The tokens fill whole pages, and part

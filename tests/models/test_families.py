@@ -17,10 +17,10 @@ from graphrt.config import RuntimeConfig
 from graphrt.engine.batch_delta import BatchDelta, StopConditions
 from graphrt.engine.handle import Launch
 from graphrt.generate.generator import TextGenerator
+from graphrt.integrations.transformers.runtime import host
 from graphrt.runtime import Runtime
-from tests.support.family_adapter import Hosted
 from tests.support.layered import Watch, generate
-from tests.support.model_fixtures import PROMPT, SIZES, make_oracle
+from tests.support.model_fixtures import PROMPT, make_oracle
 
 PROMPTS = [PROMPT[:7], [*PROMPT, 7, 64, 29], [50]]
 """Of 7, 19 and 1 tokens. With NEW_TOKENS more, prompts and decodes cross windows, chunks and pages."""
@@ -175,12 +175,12 @@ def check(name: str, prompts: list[list[int]], count: int, backend: str) -> tupl
             tensor[1:] = float("nan")
         return cache
 
-    hosted, rows = Hosted(make_model(name)), len(prompts)
+    (hosted, vocab_size), rows = host(make_model(name), MAX_LEN), len(prompts)
     config = RuntimeConfig(
         rows, 16, MAX_LEN, launch_steps=1, decode_sizes=(2, rows), mixed_sizes=(16,), backend=backend
     )
     runtime = Runtime(
-        hosted, hosted.specs, kv_groups(hosted.specs, page_size=PAGE), vocab_size=SIZES["vocab_size"], device="cpu",
+        hosted, hosted.specs, kv_groups(hosted.specs, page_size=PAGE), vocab_size=vocab_size, device="cpu",
         num_pages=FAMILIES[name].owned + 1, config=config, allocate_kv=allocate,
     )  # fmt: skip
     runtime.capture()

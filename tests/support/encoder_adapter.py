@@ -9,9 +9,9 @@ import transformers
 from transformers import AttentionInterface
 from transformers.models.bart.modeling_bart import eager_attention_forward
 
+from graphrt.integrations.transformers.host import NoCache
 from graphrt.spec import AttentionKind, AttentionSpec
 from graphrt.step import Step
-from tests.support.family_adapter import NoCache
 
 HEADS, WIDTH, VOCAB = 4, 64, 97
 OWN, CROSS, ENCODER = (
@@ -92,8 +92,9 @@ class HostedBart(torch.nn.Module):
     def forward(self, step: Step) -> torch.Tensor:
         ids = step.input_ids[None]
         nothing = self.model.model.shared.weight[:1][None]  # stands for what the encoder wrote, which no layer looks at
+        before = step.positions - torch.arange(len(step.positions), device=step.positions.device)
         out = self.model.model.decoder(
-            ids, torch.ones_like(ids), nothing, past_key_values=NoCache(step.positions), use_cache=False, step=step
+            ids, torch.ones_like(ids), nothing, past_key_values=NoCache(before), use_cache=False, step=step
         )
         hidden = out.last_hidden_state[0, step.logits_indices]
         return self.model.lm_head(hidden) + self.model.final_logits_bias

@@ -39,7 +39,7 @@ PROMPT = [5, 17, 3, 88, 41, 9, 60, 17, 3, 2, 70, 33, 96, 0, 12, 54]
 
 def make_oracle(architecture: str, **options) -> transformers.PreTrainedModel:
     """A model of `transformers` with random weights that are large enough to change the logits."""
-    model_class = getattr(transformers, f"{architecture}ForCausalLM")
+    model_class = getattr(transformers, f"{architecture}{'LMHeadModel' if architecture == 'GPT2' else 'ForCausalLM'}")
     config = model_class.config_class(**(SIZES | options), attn_implementation="eager")
     model = model_class(config).eval()
     generator = torch.Generator().manual_seed(3)

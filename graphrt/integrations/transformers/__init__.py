@@ -1,0 +1,1 @@
+"""Decoders of Hugging Face `transformers`, unmodified: runtime.py has `from_transformers`."""

@@ -1,0 +1,232 @@
+"""Calls a decoder of `transformers` on the packed tokens of a step. The only file that imports `transformers`.
+
+Every layer calls `_attention` instead of its own attention function. What the call does depends on the `Calls` of the
+forward pass: a step attends to the paged cache, and the run on the meta device records the layer. The caller's model is
+changed only during a forward pass.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+import torch
+
+from graphrt.integrations.transformers.experts import dense_experts
+from graphrt.integrations.transformers.rotary import RotaryTable
+from graphrt.models.packages import require
+from graphrt.spec import AttentionSpec
+from graphrt.step import Step
+
+ATTENTION = "graphrt"
+RECORDING = "graphrt_recording"
+"""Names of the same attention function. `transformers` builds masks for the second one only."""
+_EXPERTS = "graphrt"
+
+
+class Calls(Protocol):
+    """What the attention layers of one forward pass do."""
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        options: dict[str, Any],
+    ) -> torch.Tensor:
+        """Return [tokens, num_q_heads, v_head_dim] for q, k and v of [tokens, heads, size]."""
+
+    def mask(self, predicate: Callable[..., Any]) -> torch.Tensor | None:
+        """Return what the layers get as a mask; called only under the name RECORDING."""
+
+    def exceeds(self, length: int) -> torch.Tensor:
+        """Return whether each token's request may have more than `length` tokens, bool [tokens]."""
+
+
+_CALLS: ContextVar[Calls] = ContextVar("graphrt_transformers_calls")
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function, as `transformers` calls it, with tensors of [1, heads, tokens, size]."""
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return _CALLS.get().attend(module, q, k, v, attention_mask, options)[None], None
+
+
+def _mask(*, mask_function: Callable[..., Any], **_: Any) -> torch.Tensor | None:
+    return _CALLS.get().mask(mask_function)
+
+
+@functools.cache
+def package() -> Any:
+    """Import `transformers` and register the attention function. Raises: ConfigError: if it is missing."""
+    transformers = require("transformers", "for from_transformers")
+    for name in (ATTENTION, RECORDING):
+        transformers.AttentionInterface.register(name, _attention)
+    transformers.AttentionMaskInterface.register(RECORDING, _mask)
+    require("transformers.integrations.moe", "for from_transformers").ExpertsInterface.register(_EXPERTS, dense_experts)
+    return transformers
+
+
+class NoCache:
+    """The cache that the layers get: it stores nothing.
+
+    length  the length that it reports: a tensor [tokens], so that index + length is the position of each token in its
+            own sequence, or 0 for models that need a number
+    """
+
+    def __init__(self, length: torch.Tensor | int) -> None:
+        self._length = length
+
+    def get_seq_length(self, layer: int = 0) -> torch.Tensor | int:
+        return self._length
+
+    def get_query_offset(self, layer: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer: int = 0) -> tuple[int, int]:
+        return query_length, 0
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"the layers need {name!r} of their cache, but graphrt caches keys and values only")
+
+    def update(self, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return k, v
+
+
+class HostedModel(torch.nn.Module):
+    """A decoder of `transformers` as a model of graphrt.
+
+    specs   one per call of the attention function, in the order of the calls
+    tables  the rotary modules that are replaced by tables
+    places  whether the cache reports the place of each token, as a tensor
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.specs: list[AttentionSpec] = []
+        self.tables: dict[torch.nn.Module, RotaryTable] = {}
+        self.places = True
+        parameters = inspect.signature(model.forward).parameters
+        self._cache_name = next((name for name in ("cache", "past_key_values") if name in parameters), None)
+        self._keeps_logits = "logits_to_keep" in parameters
+        self._configs = _configs(model)
+
+    def forward(self, step: Step) -> torch.Tensor:
+        """Return the logits [padded_reqs, vocab_size]."""
+        return self.run(StepCalls(step, self.specs), step.input_ids, step.positions, step.logits_indices)
+
+    def run(
+        self, calls: Calls, ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, *, name: str = ATTENTION
+    ) -> torch.Tensor:
+        """Return the logits of the tokens at `keep`."""
+        options: dict[str, Any] = {}
+        if self._cache_name is not None:
+            before = positions - torch.arange(len(positions), device=positions.device) if self.places else 0
+            options[self._cache_name] = NoCache(before)
+        if self._keeps_logits:
+            options["logits_to_keep"] = keep
+        with self._hosting(name, ids.device), _bound(calls):
+            found = self.model(input_ids=ids[None], position_ids=positions[None], use_cache=False, **options)
+        logits: torch.Tensor = found.logits[0]
+        return logits if self._keeps_logits else logits[keep]
+
+    @contextmanager
+    def _hosting(self, name: str, device: torch.device) -> Iterator[None]:
+        """Set the implementations of attention and experts, and the tables, in the caller's model; then undo it."""
+        saved = [(config, dict(vars(config))) for config in self._configs]
+        try:
+            for config in self._configs:
+                fields = vars(config)
+                fields["_attn_implementation_internal"] = name
+                fields["pad_token_id"] = None  # of padded batches; some models look for it on the host
+                if fields.get("_experts_implementation_internal") in (None, "eager", "grouped_mm"):
+                    fast = device.type == "cuda" and _has_grouped_mm(self.model.dtype, device)
+                    fields["_experts_implementation_internal"] = "grouped_mm" if fast else _EXPERTS
+            for module, table in self.tables.items():
+                vars(module)["forward"] = functools.partial(table, _CALLS)
+            yield
+        finally:
+            for module in self.tables:
+                vars(module).pop("forward", None)
+            for config, fields in saved:
+                vars(config).clear()
+                vars(config).update(fields)
+
+
+class StepCalls:
+    """Attention over the paged cache of a step."""
+
+    def __init__(self, step: Step, specs: list[AttentionSpec]) -> None:
+        self._step, self._specs, self._layer = step, specs, 0
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        options: dict[str, Any],
+    ) -> torch.Tensor:
+        layer, sinks = self._layer, options.get("s_aux")
+        spec = self._specs[layer]
+        self._layer += 1
+        q, k, v = (_ready(x, spec.dtype) for x in (q, k, v))
+        new = (k, v) if spec.kv_shared_with is None else (None, None)
+        return self._step.attend(layer, q, *new, sinks=None if sinks is None else sinks.float())
+
+    def mask(self, predicate: Callable[..., Any]) -> torch.Tensor | None:
+        return None
+
+    def exceeds(self, length: int) -> torch.Tensor:
+        step = self._step
+        request = step.req_indices.long().clamp(min=0)
+        limits = torch.maximum(step.metadata.seq_lens, step.buffers.length_limits[request]) > length
+        tokens = torch.arange(len(step.positions), device=step.positions.device)
+        row = torch.searchsorted(step.metadata.query_start_loc.long(), tokens, right=True) - 1
+        return limits[row.clamp(0, len(limits) - 1)]
+
+
+def _ready(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    x = x.to(dtype)
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+@contextmanager
+def _bound(calls: Calls) -> Iterator[None]:
+    token = _CALLS.set(calls)
+    try:
+        yield
+    finally:
+        _CALLS.reset(token)
+
+
+def _has_grouped_mm(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether `grouped_mm` is one kernel. Otherwise torch reads the group sizes on the host."""
+    return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _configs(model: Any) -> list[Any]:
+    """Return all configs that modules of the model refer to, and the configs inside these."""
+    kind, found = package().PreTrainedConfig, dict[int, Any]()
+    pending = [module.config for module in model.modules() if isinstance(getattr(module, "config", None), kind)]
+    while pending:
+        config = pending.pop()
+        if id(config) not in found:
+            found[id(config)] = config
+            pending += [value for value in vars(config).values() if isinstance(value, kind)]
+    return list(found.values())

@@ -1,0 +1,134 @@
+"""`from_transformers`: a decoder of `transformers` as a captured runtime."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+
+from graphrt.cache.groups import kv_groups
+from graphrt.config import RuntimeConfig
+from graphrt.engine.step_model import is_compiled
+from graphrt.integrations.transformers.discovery import discover
+from graphrt.integrations.transformers.host import HostedModel, package
+from graphrt.integrations.transformers.probe import check_independence
+from graphrt.kernels.checks import check_instance
+from graphrt.kernels.errors import ConfigError, UnsupportedError
+from graphrt.runtime import Runtime
+from graphrt.spec import KVCacheSpec
+
+
+class TransformersRuntime(Runtime):
+    """A Runtime over a decoder of `transformers`; `from_transformers` builds it.
+
+    model      the model passed to `from_transformers`
+    tokenizer  its tokenizer, or None
+    """
+
+    model: Any
+    tokenizer: Any
+
+
+def from_transformers(
+    model: Any,
+    tokenizer: Any = None,
+    *,
+    config: RuntimeConfig | None = None,
+    num_pages: int | Sequence[int] | Literal["auto"] = "auto",
+    memory_utilization: float = 0.9,
+    page_size: int = 16,
+    kv_dtype: torch.dtype | None = None,
+) -> TransformersRuntime:
+    """Return a captured runtime for a causal language model of `transformers`.
+
+        model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-8B", dtype=torch.bfloat16, device_map="cuda")
+        runtime = graphrt.from_transformers(model)
+
+    The layers are learned by one run on the meta device, and checked by a run of seven tokens. The model keeps its
+    attention implementation and its config, so that it can also be used without graphrt.
+
+    model               a PreTrainedModel in eval mode, with all weights on one device
+    tokenizer           kept as `runtime.tokenizer`, for text prompts
+    config              capacities and options; None: up to 256 requests and 2,048 tokens a step (8 and 64 on a CPU),
+                        and sequences as long as the model and the device memory allow
+    num_pages           as for Runtime
+    memory_utilization  as for Runtime
+    page_size           as for `kv_groups`
+    kv_dtype            dtype of the KV cache; None: the dtype of the keys
+
+    Raises:
+        ConfigError: if `transformers` is missing, or an argument is wrong.
+        UnsupportedError: if a graph cannot contain the model, with the file and line to blame.
+        CapacityError: if the cache does not fit into the memory of the device.
+    """
+    check_instance("model", model, package().PreTrainedModel, advice="pass what from_pretrained() returned")
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    longest = limit if isinstance(limit, int) else 4096
+    if config is not None and config.max_seq_len > longest:
+        raise ConfigError(
+            f"config.max_seq_len: expected at most {longest}, the positions of this model, got {config.max_seq_len}"
+        )
+    hosted, vocab_size = host(model, longest if config is None else config.max_seq_len)
+    groups = kv_groups(hosted.specs, page_size=page_size, dtype=kv_dtype)
+    if config is None:
+        config = default_config(groups, longest, model.device, memory_utilization)
+    runtime = TransformersRuntime(
+        hosted,
+        hosted.specs,
+        groups,
+        vocab_size=vocab_size,
+        device=model.device,
+        config=config,
+        num_pages=num_pages,
+        memory_utilization=memory_utilization,
+    )
+    runtime.model, runtime.tokenizer = model, tokenizer
+    runtime.kv_boundary = next((of.boundary for of in hosted.tables.values() if of.boundary), None)
+    try:
+        runtime.capture()
+    except BaseException:
+        runtime.close()
+        raise
+    return runtime
+
+
+def host(model: Any, max_seq_len: int) -> tuple[HostedModel, int]:
+    """Return a decoder of `transformers` as a model of graphrt, with its specs, and its vocabulary size.
+
+    Raises: see `from_transformers`.
+    """
+    if model.config.is_encoder_decoder:
+        raise UnsupportedError(
+            f"{type(model).__name__}: an encoder-decoder model; docs/embedding.md shows a model with cross layers"
+        )
+    if model.training:
+        raise ConfigError("model: expected eval mode, got training mode; call model.eval()")
+    if is_compiled(model):
+        raise ConfigError("model: expected an uncompiled model; pass it before model.compile()")
+    hosted = HostedModel(model)
+    vocab_size = discover(hosted, max_seq_len)
+    check_independence(hosted, max_seq_len, vocab_size)
+    return hosted, vocab_size
+
+
+def default_config(
+    groups: tuple[KVCacheSpec, ...], longest: int, device: torch.device, memory_utilization: float
+) -> RuntimeConfig:
+    """Return the capacities of a runtime whose user named none."""
+    on_cuda = device.type == "cuda"
+    config = RuntimeConfig() if on_cuda else RuntimeConfig(max_num_reqs=8, max_num_tokens=64)
+    if on_cuda:
+        free, total = torch.cuda.mem_get_info(device)
+    else:
+        free = total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    budget = (free - (1 - memory_utilization) * total) / 2  # half of it, since graphs and activations need memory too
+
+    def nbytes(length: int) -> int:
+        return sum(group.bytes_per_page * group.most_pages(length, config.max_num_tokens) for group in groups)
+
+    while longest > 1024 and nbytes(longest) > budget:
+        longest //= 2
+    return replace(config, max_seq_len=longest)
