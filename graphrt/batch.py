@@ -109,9 +109,8 @@ class Batch:
     request has the same encoder_len in every step. A different value is a fault, unless the request lists from page 0
     or starts a sequence. With encoder_len 0 and no encoder pages, cross layers return zeros.
 
-    **Penalties.** Pass a request's penalties in every step of its sequence, from the first token on, because tokens of
-    a step without penalties are not counted. For a cached prefix, call `RequestTables.record_prefix` before the first
-    step.
+    **Penalties.** They apply to all tokens of the sequence, also if the request steps back to an earlier position. For
+    a cached prefix, call `RequestTables.record_prefix` before the first step.
 
     Encoder-only models have no KV groups. Their batches list no pages, and each request is a whole sequence.
 

@@ -92,8 +92,8 @@ class RuntimeConfig:
                     Required if the model has cross layers, else None
     batch_invariant select only backends whose result for a request does not depend on other requests, bitwise. Matrix
                     products of the model may still differ in their last bits between graph sizes
-    penalties       allow repetition, presence and frequency penalties. Costs 4.125 bytes of device memory per request
-                    index and vocabulary entry, and one kernel per step
+    penalties       allow repetition, presence and frequency penalties. Costs two kernels per step, and device memory
+                    per request index: 4.125 bytes per vocabulary entry, and 4 bytes per token of `max_seq_len`
     max_logit_bias  maximum tokens with a logit bias per request; each costs 8 bytes of device memory per request index
     max_logprobs    maximum top tokens per request whose log-probabilities are returned, up to 1,024. 0: only the
                     sampled token, None: no log-probabilities. Costs four kernels per step, and 8 bytes of pinned host

@@ -93,7 +93,7 @@ class Step:
         b = self.buffers
         if not b.penalty_counts.shape[1]:
             return None
-        state = PenaltyState(b.penalty_seen, b.penalty_counts)
+        state = PenaltyState(b.penalty_seen, b.penalty_counts, b.token_history, b.counted_lens)
         return Penalties(b.repetition_penalties, b.presence_penalties, b.frequency_penalties, state)
 
     @property

@@ -64,7 +64,7 @@ class Inputs:
         repetition = case.get("record", 1.2 if on else 1.0)
         self.penalties = None
         if on or "options" in case or "record" in case:
-            state = PenaltyState.allocate(rows, vocab, device)
+            state = PenaltyState.allocate(rows, vocab, 1001, device)
             penalties = Penalties(column(1.2), column(0.0), column(0.0), state)
             tokens = torch.randint(0, vocab, (rows * 1000,), generator=generator, device=device)
             starts = torch.arange(0, rows * 1000 + 1, 1000, dtype=torch.int32, device=device)

@@ -78,21 +78,14 @@ class StepProgram:
             write_outputs(step.buffers, None, vocab_size=self.vocab_size)
             return logits
         m, b, penalties = step.metadata, step.buffers, step.penalties
-        inputs = b.input_ids, m.query_start_loc, m.seq_lens, b.req_indices, b.prompt_lens
         if penalties is not None:
-            record_tokens(*inputs, penalties)
-        try:
-            tokens = self.sampler(logits, step)
-            check_tensor("the sampler's tokens", tokens, shape=(rows,), dtype=_TOKENS, device=device)
-            if columns := self.buffers.logprob_ring.shape[2]:
-                asked = torch.where(b.logprob_tokens >= 0, b.logprob_tokens, tokens.int())
-                write_logprobs(b, asked, token_logprobs(logits, asked, b.logprobs, max_top=columns - 1))
-            write_outputs(b, tokens, vocab_size=self.vocab_size)
-        except BaseException:  # the step can be submitted again, so do not count its tokens twice
-            capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-            if penalties is not None and not capturing:
-                record_tokens(*inputs, penalties, take_back=True)
-            raise
+            record_tokens(b.input_ids, m.query_start_loc, m.seq_lens, b.req_indices, b.prompt_lens, penalties)
+        tokens = self.sampler(logits, step)
+        check_tensor("the sampler's tokens", tokens, shape=(rows,), dtype=_TOKENS, device=device)
+        if columns := self.buffers.logprob_ring.shape[2]:
+            asked = torch.where(b.logprob_tokens >= 0, b.logprob_tokens, tokens.int())
+            write_logprobs(b, asked, token_logprobs(logits, asked, b.logprobs, max_top=columns - 1))
+        write_outputs(b, tokens, vocab_size=self.vocab_size)
         return logits
 
     def refresh(self, descriptor: BatchDescriptor) -> Step:

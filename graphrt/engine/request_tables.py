@@ -236,7 +236,8 @@ class RequestTables:
         def count(buffers: StaticBuffers) -> None:
             arrays = (ids, bounds, row, np.ones(1, np.float32))
             tokens, starts, words, on = (self._moved(torch.from_numpy(x)) for x in arrays)
-            state = PenaltyState(buffers.penalty_seen, buffers.penalty_counts)
+            b = buffers
+            state = PenaltyState(b.penalty_seen, b.penalty_counts, b.token_history, b.counted_lens)
             record_tokens(tokens, starts, starts[1:], words[:1], words[1:], Penalties(on, on, on, state))
 
         self._write_between_steps(count)
@@ -362,6 +363,7 @@ def sampling_extents(config: RuntimeConfig, vocab_size: int) -> dict[str, int]:
     """Return the extents of the static buffers for sampling options; 0 for options that are off."""
     return {
         "counted_tokens": vocab_size if config.penalties else 0,
+        "history": config.max_seq_len if config.penalties else 0,
         "masked_tokens": vocab_size if config.token_masks else 0,
         "bias_entries": config.max_logit_bias,
         "logprob_columns": 0 if config.max_logprobs is None else 1 + config.max_logprobs,

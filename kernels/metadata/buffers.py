@@ -127,6 +127,7 @@ class Capacity:
     page_groups: tuple[PageGroup, ...]  # the KV groups, in order
     launch_steps: int = 1  # maximum steps of a launch
     counted_tokens: int = 0  # vocabulary size if requests may have penalties, else 0
+    history: int = 0  # most tokens of a sequence if the device keeps them, else 0
     masked_tokens: int = 0  # vocabulary size if requests may have token masks, else 0
     bias_entries: int = 0  # maximum logit biases of a request
     logprob_columns: int = 0  # log-probabilities per request and step: of one token, then of the top tokens
@@ -257,6 +258,10 @@ class StaticBuffers:
     penalty_counts: torch.Tensor = _persistent(
         ("req_indices", "counted_tokens"), torch.int32, "record_tokens", "sampling"
     )
+    token_history: torch.Tensor = _persistent(
+        ("req_indices", "history"), torch.int32, "record_tokens", "record_tokens", initial=-1
+    )
+    counted_lens: torch.Tensor = _persistent(("req_indices",), torch.int32, "record_tokens", "record_tokens")
     bias_tokens: torch.Tensor = _persistent(("req_indices", 2, "bias_entries"), torch.int32, "host", "sampling")
     bias_values: torch.Tensor = _persistent(("req_indices", 2, "bias_entries"), torch.float32, "host", "sampling")
     bias_lists: torch.Tensor = _persistent(("req_indices", 3), torch.int32, "host", "sampling")

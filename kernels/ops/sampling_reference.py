@@ -216,23 +216,29 @@ def kept_reference(processed: torch.Tensor, heat: float, top_k: int, top_p: floa
 
 def record_tokens_reference(c: Any) -> None:
     """Reference of `graphrt::record_tokens`."""
-    tokens, seen, counts, vocab = c.tokens, c.seen, c.counts, c.counts.shape[1]
+    tokens, seen, counts, (max_reqs, vocab) = c.tokens, c.seen, c.counts, c.counts.shape
     factors, offsets, slopes = effective_penalties(c.repetition, c.presence, c.frequency)
     starts = c.query_start_loc.tolist()
     for row, req_index in enumerate(c.req_indices.tolist()):
         penalised = bool(factors[row] != 1) or bool(offsets[row] != 0) or bool(slopes[row] != 0)
         start, end = max(starts[row], 0), min(starts[row + 1], len(tokens))
-        if not (0 <= req_index < len(seen) and penalised and start < end):
+        if not (0 <= req_index < max_reqs and start < end):
             continue
         first = int(c.seq_lens[row]) - (end - start)
-        if first == 0 and c.amount > 0:
-            seen[req_index] = 0
-            counts[req_index] = 0
-        bits = unpacked_bits(seen[req_index], 32 * seen.shape[1])
-        for position, token in enumerate(tokens[start:end].tolist(), first):
-            if 0 <= token < vocab:
-                bits[token] = True
-                counts[req_index, token] += c.amount * int(position >= int(c.prompt_lens[row]))
+        history, counted = c.history[req_index], int(c.lens[req_index])
+        new = tokens[start : min(end, start + len(history) - first)]
+        history[first : first + len(new)] = torch.where((new >= 0) & (new < 2**31), new, NO_TOKEN)
+        if not penalised:
+            c.lens[req_index] = 0 if first < counted else counted
+            continue
+        c.lens[req_index] = first + end - start
+        prompt_len = int(c.prompt_lens[row])
+        known = torch.cat((history[:first].long(), tokens[start:end]))
+        valid = (known >= 0) & (known < vocab)
+        output = valid & (torch.arange(len(known), device=known.device) >= prompt_len)
+        counts[req_index] = torch.bincount(known[output], minlength=vocab).int()
+        bits = torch.zeros(32 * seen.shape[1], dtype=torch.bool, device=seen.device)
+        bits[known[valid]] = True
         places = torch.arange(32, device=seen.device)
         words = (bits.view(-1, 32).long() << places).sum(1)
         seen[req_index] = torch.where(words < 2**31, words, words - 2**32).int()

@@ -1,4 +1,9 @@
-"""Token history of each sequence for penalties, on the device, indexed by request index."""
+"""Tokens of each sequence, and their counts for penalties, on the device, indexed by request index.
+
+The counts are a function of the tokens: those of `history[:lens]`. So a request may step back, for example because its
+last tokens were drafts that a caller rejected, and a failed step may be repeated. The next step first removes the
+counts of all tokens from its first position on.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +19,7 @@ from graphrt.kernels.launcher import KernelLauncher
 from graphrt.kernels.op_declaration import DeclaredOp, Written
 from graphrt.kernels.ops.sampling_logits import penalties_of
 from graphrt.kernels.ops.sampling_reference import record_tokens_reference
+from graphrt.kernels.types import NO_TOKEN
 
 _SLICES = 8  # programs per row, each with a part of the vocabulary
 _BLOCK = 1024
@@ -27,24 +33,30 @@ def state_words(vocab_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PenaltyState:
-    """Token history of each sequence, in persistent tensors indexed by request index.
+    """Tokens of each sequence and their counts, in persistent tensors indexed by request index.
 
-    seen    [max_reqs, ceil(vocab / 32)]  int32  bit t % 32 of word t // 32 is set if prompt or output have token t
-    counts  [max_reqs, vocab]             int32  number of times each token is in the output
+    seen     [max_reqs, ceil(vocab / 32)]  int32  bit t % 32 of word t // 32 is set if prompt or output have token t
+    counts   [max_reqs, vocab]             int32  number of times each token is in the output
+    history  [max_reqs, max_len]           int32  token at each position; NO_TOKEN where none was recorded
+    lens     [max_reqs]                    int32  `seen` and `counts` are those of so many tokens of `history`
 
     `sample` reads the bits of rows with penalties, and the counts of tokens whose bits are set. With top-k, it usually
-    reads only the counts of tokens that may be kept. `record_tokens` writes both tensors.
+    reads only the counts of tokens that may be kept. `record_tokens` writes all four tensors.
     """
 
     seen: torch.Tensor
     counts: torch.Tensor
+    history: torch.Tensor
+    lens: torch.Tensor
 
     @classmethod
-    def allocate(cls, max_reqs: int, vocab_size: int, device: torch.device) -> PenaltyState:
-        """Allocate empty state, which takes 4.125 bytes per request index and vocabulary entry."""
+    def allocate(cls, max_reqs: int, vocab_size: int, max_len: int, device: torch.device) -> PenaltyState:
+        """Allocate empty state: 4.125 bytes per request index and vocabulary entry, and 4 per position."""
         return cls(
             torch.zeros((max_reqs, state_words(vocab_size)), dtype=torch.int32, device=device),
             torch.zeros((max_reqs, vocab_size), dtype=torch.int32, device=device),
+            torch.full((max_reqs, max_len), NO_TOKEN, dtype=torch.int32, device=device),
+            torch.zeros(max_reqs, dtype=torch.int32, device=device),
         )
 
 
@@ -77,7 +89,30 @@ class Penalties:
         return {**of_rows, "seen": seen, "counts": counts}
 
 
-@triton.jit(do_not_specialize=["num_tokens", "state_rows", "vocab_size", "amount"])
+@triton.jit
+def _change_counts(
+    history_ptr, seen_ptr, counts_ptr, start, end, prompt_len, first_token, end_token, SIGN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Add (SIGN 1) or remove (-1) the tokens at positions `start` to `end` of one sequence, of a vocabulary slice.
+
+    Removing a token clears its bit once its count is 0. The caller sets the bits of prompt tokens again.
+    """
+    for base in range(start, end, BLOCK):
+        positions = base + tl.arange(0, BLOCK)
+        token = tl.load(history_ptr + positions, mask=positions < end, other=-1)
+        mine = (token >= first_token) & (token < end_token)
+        token = tl.where(mine, token, 0)
+        bit = tl.full([BLOCK], 1, tl.int32) << (token % 32)  # a token may occur several times in a block
+        change = tl.where(positions >= prompt_len, SIGN, 0)
+        before = tl.atomic_add(counts_ptr + token, change, mask=mine, sem="relaxed")
+        if SIGN > 0:
+            tl.atomic_or(seen_ptr + token // 32, bit, mask=mine, sem="relaxed")
+        else:
+            tl.atomic_and(seen_ptr + token // 32, ~bit, mask=mine & (before + change == 0), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["num_tokens", "state_rows", "vocab_size", "max_len"])
 def _record_tokens_kernel(
     tokens_ptr,
     query_start_loc_ptr,
@@ -89,10 +124,12 @@ def _record_tokens_kernel(
     frequency_ptr,
     seen_ptr,
     counts_ptr,
+    history_ptr,
+    counted_ptr,
     num_tokens,
     state_rows,
     vocab_size,
-    amount,  # 1 adds the tokens, -1 removes them
+    max_len,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -112,14 +149,31 @@ def _record_tokens_kernel(
         counts_row_ptr = counts_ptr + req_index.to(tl.int64) * vocab_size
         lanes = tl.arange(0, BLOCK)
         first_position = tl.load(seq_lens_ptr + row) - (end - start)
-        if (first_position == 0) & (amount > 0):
+        prompt_len = tl.load(prompt_lens_ptr + row)
+        history_row_ptr = history_ptr + req_index.to(tl.int64) * max_len
+        known_to = tl.minimum(first_position, max_len)
+        counted = tl.where(first_position == 0, 0, tl.load(counted_ptr + req_index))
+        if counted == 0:  # a new sequence, or one whose penalties were off
             zeros = tl.zeros([BLOCK], tl.int32)
             for at in range(first_word, end_word, BLOCK):
                 tl.store(seen_row_ptr + at + lanes, zeros, mask=at + lanes < end_word)
             for at in range(first_token, end_token, BLOCK):
                 tl.store(counts_row_ptr + at + lanes, zeros, mask=at + lanes < end_token)
             tl.debug_barrier()  # threads count in words that others have cleared
-        prompt_len = tl.load(prompt_lens_ptr + row)
+        _change_counts(
+            history_row_ptr, seen_row_ptr, counts_row_ptr, counted, known_to, prompt_len, first_token, end_token, 1,
+            BLOCK,
+        )  # fmt: skip
+        if counted > first_position:
+            _change_counts(
+                history_row_ptr, seen_row_ptr, counts_row_ptr, known_to, tl.minimum(counted, max_len), prompt_len,
+                first_token, end_token, -1, BLOCK,
+            )  # fmt: skip
+            tl.debug_barrier()  # threads set bits that others have cleared
+            _change_counts(
+                history_row_ptr, seen_row_ptr, counts_row_ptr, 0, tl.minimum(known_to, prompt_len), prompt_len,
+                first_token, end_token, 1, BLOCK,
+            )  # fmt: skip
         for at in range(start, end, BLOCK):
             token = tl.load(tokens_ptr + at + lanes, mask=at + lanes < end, other=-1)
             mine = (token >= first_token) & (token < end_token)
@@ -128,8 +182,46 @@ def _record_tokens_kernel(
             bit = tl.full([BLOCK], 1, tl.int32) << (token % 32)
             tl.atomic_or(seen_row_ptr + token // 32, bit, mask=mine, sem="relaxed")
             is_output = first_position + (at - start) + lanes >= prompt_len
-            change = tl.full([BLOCK], 0, tl.int32) + amount
-            tl.atomic_add(counts_row_ptr + token, change, mask=mine & is_output, sem="relaxed")
+            one = tl.full([BLOCK], 1, tl.int32)
+            tl.atomic_add(counts_row_ptr + token, one, mask=mine & is_output, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["num_tokens", "state_rows", "max_len"])
+def _record_history_kernel(
+    tokens_ptr,
+    query_start_loc_ptr,
+    seq_lens_ptr,
+    req_indices_ptr,
+    repetition_ptr,
+    presence_ptr,
+    frequency_ptr,
+    history_ptr,
+    counted_ptr,
+    num_tokens,
+    state_rows,
+    max_len,
+    BLOCK: tl.constexpr,
+):
+    """Store the tokens of a step, after their counts: the counts of replaced tokens are removed before."""
+    row = tl.program_id(0)
+    req_index = tl.load(req_indices_ptr + row)
+    _, _, _, penalised = penalties_of(row, repetition_ptr, presence_ptr, frequency_ptr)
+    start = tl.maximum(tl.load(query_start_loc_ptr + row), 0)
+    end = tl.minimum(tl.load(query_start_loc_ptr + row + 1), num_tokens)
+    if ((req_index >= 0) & (req_index < state_rows)) & (start < end):
+        seq_len = tl.load(seq_lens_ptr + row)
+        first_position = seq_len - (end - start)
+        counted = tl.load(counted_ptr + req_index)
+        # Without penalties nothing was counted. If counted tokens are replaced, their counts cannot be removed later.
+        kept = tl.where(first_position < counted, 0, counted)
+        tl.store(counted_ptr + req_index, tl.where(penalised, seq_len, kept))
+        for at in range(start, end, BLOCK):
+            source = at + tl.arange(0, BLOCK)
+            position = first_position + source - start
+            mask = (source < end) & (position >= 0) & (position < max_len)
+            token = tl.load(tokens_ptr + source, mask=mask, other=0)
+            token = tl.where((token >= 0) & (token < (1 << 31)), token, -1).to(tl.int32)
+            tl.store(history_ptr + req_index.to(tl.int64) * max_len + position, token, mask=mask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,19 +236,26 @@ class _Call:
     frequency: torch.Tensor
     seen: Written
     counts: Written
-    amount: int
+    history: Written
+    lens: Written
 
 
-_launch_kernel = KernelLauncher(_record_tokens_kernel)
+_launch_counts, _launch_history = KernelLauncher(_record_tokens_kernel), KernelLauncher(_record_history_kernel)
 
 
 def _launch(call: _Call) -> None:
-    if not call.req_indices.shape[0]:
+    rows, num_tokens, max_len = call.req_indices.shape[0], call.tokens.shape[0], call.history.shape[1]
+    if not rows:
         return
-    _launch_kernel(
-        (call.req_indices.shape[0], _SLICES), call.tokens, call.query_start_loc, call.seq_lens, call.req_indices,
-        call.prompt_lens, call.repetition, call.presence, call.frequency, call.seen, call.counts, call.tokens.shape[0],
-        *call.counts.shape, call.amount, BLOCK=_BLOCK, num_warps=_NUM_WARPS,
+    of_step = call.tokens, call.query_start_loc, call.seq_lens, call.req_indices
+    penalties = call.repetition, call.presence, call.frequency
+    _launch_counts(
+        (rows, _SLICES), *of_step, call.prompt_lens, *penalties, call.seen, call.counts, call.history, call.lens,
+        num_tokens, *call.counts.shape, max_len, BLOCK=_BLOCK, num_warps=_NUM_WARPS,
+    )  # fmt: skip
+    _launch_history(
+        (rows,), *of_step, *penalties, call.history, call.lens, num_tokens, call.counts.shape[0], max_len,
+        BLOCK=_BLOCK, num_warps=_NUM_WARPS,
     )  # fmt: skip
 
 
@@ -170,8 +269,6 @@ def record_tokens(
     req_indices: torch.Tensor,
     prompt_lens: torch.Tensor,
     penalties: Penalties,
-    *,
-    take_back: bool = False,
 ) -> None:
     """Record the tokens of a step in the state of its requests, before `sample` of that step.
 
@@ -180,14 +277,13 @@ def record_tokens(
     seq_lens         [rows]      int32  length of each sequence including these tokens, which gives their positions
     req_indices      [rows]      int32  distinct; a row is skipped if it is out of range, such as -1 in padding
     prompt_lens      [rows]      int32  tokens from this position on are output tokens, which are counted
-    take_back        undo an earlier call with the same arguments, for a failed step, by subtracting its counts. Bits
-                     stay set, because the repeated step has the same tokens
 
     Example: a prompt of 3 tokens in one step, then one token per step. The first call clears the state, because its
-    first token has position 0, and records the prompt. Each later call counts one output token.
+    first token has position 0, and records the prompt. Each later call counts one output token. If a call starts at an
+    earlier position than the last one ended, it first removes the tokens from this position on.
 
-    Rows without penalties are skipped, so tokens from before penalties are enabled are not recorded. Record a cached
-    prefix by a separate call, before the first step.
+    Tokens of rows without penalties are stored, and counted once the row has penalties. Record a cached prefix by a
+    separate call, before the first step.
     Capture-safe: the grid depends on shapes only. Raises: ShapeError.
     """
     check_tensor("req_indices", req_indices, shape=(None,), dtype=torch.int32)
@@ -202,13 +298,20 @@ def record_tokens(
     counts = penalties.state.counts
     check_tensor("state.counts", counts, shape=(None, None))
     of_rows = penalties.checked(rows, counts.shape[1], device)
-    _op(_Call(tokens, query_start_loc, seq_lens, req_indices, prompt_lens, **of_rows, amount=-1 if take_back else 1))
+    history, lens = penalties.state.history, penalties.state.lens
+    check_tensor("state.history", history, shape=(counts.shape[0], None), dtype=torch.int32, device=device)
+    check_tensor("state.lens", lens, shape=(counts.shape[0],), dtype=torch.int32, device=device)
+    check_contiguous("state.history", history)
+    check_contiguous("state.lens", lens)
+    _op(_Call(tokens, query_start_loc, seq_lens, req_indices, prompt_lens, **of_rows, history=history, lens=lens))
 
 
 def compile_variants() -> list[CompileSpec]:
-    """Return the only variant."""
+    """Return the variant of each kernel."""
     floats = ("repetition_ptr", "presence_ptr", "frequency_ptr")
     types = {"tokens_ptr": "*i64", **dict.fromkeys(floats, "*fp32")}
+    kernels = {"record_tokens": _record_tokens_kernel, "record_history": _record_history_kernel}
     return [
-        CompileSpec("record_tokens", _record_tokens_kernel, types, {"BLOCK": _BLOCK}, _NUM_WARPS, 3, max_registers=128)
+        CompileSpec(name, kernel, types, {"BLOCK": _BLOCK}, _NUM_WARPS, 3, max_registers=128)
+        for name, kernel in kernels.items()
     ]

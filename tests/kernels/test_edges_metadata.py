@@ -251,11 +251,11 @@ def write(tokens: torch.Tensor, **others: torch.Tensor) -> None:
 
 def record(**tensors: torch.Tensor) -> None:
     ones = torch.ones(2)
-    record_tokens(**tensors, penalties=Penalties(ones, ones, ones, PenaltyState.allocate(2, 8, CPU)))
+    record_tokens(**tensors, penalties=Penalties(ones, ones, ones, PenaltyState.allocate(2, 8, 9, CPU)))
 
 
 def sample_options() -> dict[str, torch.Tensor]:
-    state, bias, sets = PenaltyState.allocate(4, 40, CPU), LogitBias.allocate(4, 3, CPU), truncation(3, CPU)
+    state, bias, sets = PenaltyState.allocate(4, 40, 9, CPU), LogitBias.allocate(4, 3, CPU), truncation(3, CPU)
     arguments = zip(("logits", "temperatures", "seeds", "seq_lens"), sampled(torch.zeros(3, 40), 0.0), strict=True)
     return {
         **dict(arguments), "req_indices": ints(3), "repetition": torch.ones(3), "presence": torch.ones(3),
@@ -266,7 +266,7 @@ def sample_options() -> dict[str, torch.Tensor]:
 
 
 def sample_with_options(**t: torch.Tensor) -> None:
-    state = PenaltyState(t["state.seen"], t["state.counts"])
+    state = replace(PenaltyState.allocate(4, 40, 9, CPU), seen=t["state.seen"], counts=t["state.counts"])
     sample(
         t["logits"], t["temperatures"], t["seeds"], t["seq_lens"], req_indices=t["req_indices"],
         truncation=Truncation(t["top_k"], t["top_p"], t["min_p"]),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -188,7 +191,7 @@ def test_the_second_bias_list_applies_below_its_length(
 def test_state_counts_the_tokens_of_steps(kernel_device: torch.device, rng: torch.Generator) -> None:
     """Prompts in chunks, tokens one by one, a row that ends and another that takes its id, against Python's Counter."""
     vocab, max_rows = 70, 5
-    state = PenaltyState.allocate(max_rows, vocab, kernel_device)
+    state = PenaltyState.allocate(max_rows, vocab, 40, kernel_device)
     state.seen.fill_(-1)
     state.counts.fill_(9)  # of sequences that ended
     prompts = {4: torch.randint(0, vocab, (23,), generator=rng).tolist(), 1: [69, 69, 0]}
@@ -233,38 +236,49 @@ def test_state_counts_the_tokens_of_steps(kernel_device: torch.device, rng: torc
     assert torch.equal(state.seen, before[1])
 
 
-def test_take_back_undoes_a_failed_step(kernel_device: torch.device) -> None:
-    """Of a step that begins a sequence, and of one that goes on, with a token that stands three times. A row without
-    penalties was not counted."""
-    state = PenaltyState.allocate(3, 40, kernel_device)
+def test_counts_follow_a_request_that_steps_back(op_device: torch.device, rng: torch.Generator) -> None:
+    """Random steps of three sequences: forward, back into the output or the prompt, from the start, and without
+    penalties, after which all tokens are counted. Counts and bits are those of the sequence's tokens."""
+    vocab, longest, pick = 70, 60, random.Random(int(torch.randint(1 << 30, (1,), generator=rng)))
+    state = PenaltyState.allocate(4, vocab, longest, op_device)
+    state.seen.fill_(-1)
     state.counts.fill_(9)  # of sequences that ended
-    on, off = torch.tensor([1.5, 1.0], device=kernel_device), torch.zeros(2, device=kernel_device)
-    on_device = lambda *values: torch.tensor(values, dtype=I32, device=kernel_device)  # noqa: E731
-
-    def record(tokens: list[int], length: int, **how: bool) -> None:
+    sequences: list[list[int]] = [[], [], []]
+    prompt_lens = [0, 7, 20]
+    checked = 0
+    for _ in range(60):
+        rows, on, ends = pick.sample(range(3), pick.randint(1, 3)), [], []
+        new: list[list[int]] = []
+        for row in rows:
+            sequence = sequences[row]
+            start = pick.choice([len(sequence), len(sequence), max(0, len(sequence) - pick.randint(1, 9)), 0])
+            start = 0 if start > longest - 8 else start
+            new.append([pick.randrange(vocab) for _ in range(pick.randint(1, 30 if start == 0 else 6))])
+            sequences[row] = sequence[:start] + new[-1]
+            ends.append(len(sequences[row]))
+            on.append(pick.choice([1.5, 1.5, 1.0]))
+        zero = torch.zeros(len(rows), device=op_device)
+        int32 = partial(torch.tensor, dtype=I32, device=op_device)
         record_tokens(
-            torch.tensor([*tokens, 8], device=kernel_device), on_device(0, len(tokens), len(tokens) + 1),
-            on_device(length, 1), on_device(2, 0), on_device(1, 0), Penalties(on, off, off, state), **how,
+            torch.tensor([token for tokens in new for token in tokens], device=op_device),
+            int32([0, *itertools.accumulate(map(len, new))]), int32(ends), int32([row + 1 for row in rows]),
+            int32([prompt_lens[row] for row in rows]),
+            Penalties(torch.tensor(on, device=op_device), zero, zero, state),
         )  # fmt: skip
-
-    def counts() -> list[list[int]]:
-        assert bool((state.counts[:2] == 9).all())
-        return [[token, int(state.counts[2, token])] for token in state.counts[2].nonzero().flatten().tolist()]
-
-    for tokens, length, expected in (([3, 3, 4], 3, [[3, 1], [4, 1]]), ([4, 39, 39, 39], 7, [[3, 1], [4, 2], [39, 3]])):
-        before = counts() if length > 3 else []
-        record(tokens, length)
-        assert counts() == expected
-        record(tokens, length, take_back=True)
-        assert counts() == before
-        record(tokens, length)
-        assert counts() == expected
-    assert set(unpacked_bits(state.seen[2].cpu(), 40).nonzero().flatten().tolist()) == {3, 4, 39}
+        for row, penalty in zip(rows, on, strict=True):
+            assert state.history[row + 1, : len(sequences[row])].tolist() == sequences[row]
+            if penalty > 1:
+                output = Counter(sequences[row][prompt_lens[row] :])
+                assert state.counts[row + 1].tolist() == [output[token] for token in range(vocab)]
+                bits = unpacked_bits(state.seen[row + 1].cpu(), vocab)
+                assert set(bits.nonzero().flatten().tolist()) == set(sequences[row])
+                checked += 1
+    assert checked > 60
 
 
 def test_records_out_of_range_are_ignored(kernel_device: torch.device) -> None:
     """Padding, request indices and tokens out of range, and starts beyond the tokens change nothing."""
-    state = PenaltyState.allocate(3, 40, kernel_device)
+    state = PenaltyState.allocate(3, 40, 9, kernel_device)
     ones = torch.full((5,), 2.0, device=kernel_device)
     record_tokens(
         torch.tensor([-1, 40, 2**40, 7], device=kernel_device),
@@ -279,7 +293,7 @@ def test_records_out_of_range_are_ignored(kernel_device: torch.device) -> None:
 
 
 def penalties_of(vocab: int) -> Penalties:
-    return Penalties(torch.ones(2), torch.ones(2), torch.ones(2), PenaltyState.allocate(2, vocab, CPU))
+    return Penalties(torch.ones(2), torch.ones(2), torch.ones(2), PenaltyState.allocate(2, vocab, 9, CPU))
 
 
 NONE = torch.zeros(2, dtype=I32)

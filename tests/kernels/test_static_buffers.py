@@ -28,6 +28,7 @@ def test_bytes_and_shapes_of_the_buffers() -> None:
         "req_values": (13, 6),
         "top_ks": (3,), "top_ps": (3,), "min_ps": (3,), "repetition_penalties": (3,), "presence_penalties": (3,),
         "frequency_penalties": (3,), "prompt_lens": (3,), "penalty_seen": (6, 0), "penalty_counts": (6, 0),
+        "token_history": (6, 0), "counted_lens": (6,),
         "logprobs": (3,), "logprob_tokens": (3,), "rank_ring": (2, 3), "logprob_ring": (2, 3, 0),
         "logprob_token_ring": (2, 3, 0), "token_masks": (3,),
         "bias_tokens": (6, 2, 0), "bias_values": (6, 2, 0), "bias_lists": (6, 3), "mask_words": (6, 0),
@@ -61,7 +62,10 @@ def test_initial_contents_and_pads_of_the_declarations() -> None:
     assert {"temperatures": "0", "step_counter": "one value", "last_token": "untouched"}.items() <= {
         name: spec.pad for name, spec in specs.items()
     }.items()
-    unknown = ("last_token", "step_counter", "step_ring", "token_ring", "fault_value_ring", "order", "stop_tokens")
+    unknown = (
+        "last_token", "step_counter", "step_ring", "token_ring", "fault_value_ring", "order", "stop_tokens",
+        "token_history",
+    )  # fmt: skip
     expected = dict.fromkeys(unknown, -1) | {"table_to": 1 << 30}  # the first launch clears every table
     assert {name: spec.initial for name, spec in specs.items() if spec.initial} == expected
 

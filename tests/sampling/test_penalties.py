@@ -8,6 +8,7 @@ import torch
 from graphrt.batch import Batch
 from graphrt.generate.generator import TextGenerator
 from graphrt.kernels.errors import UnsupportedError
+from graphrt.kernels.ops.sampling_reference import unpacked_bits
 from graphrt.kernels.types import TOKEN_FROM_DEVICE
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
@@ -97,6 +98,35 @@ def test_mixed_steps_reorder_requests(device: torch.device) -> None:
         finish(session, 3)
         want = [greedy_output(model_of(runtime), prompt, each) for prompt, each in zip(prompts, params, strict=True)]
         assert [row.tokens for row in rows] == want
+
+
+def test_rejected_drafts_are_not_counted(device: torch.device) -> None:
+    """A caller that verifies three drafts per step and goes back to the first wrong one gets the tokens, counts and
+    bits of plain decoding."""
+    params = SamplingParams(12, repetition_penalty=1.3, frequency_penalty=4.0, presence_penalty=1.0)
+    values = {
+        "repetition_penalties": [1.3], "presence_penalties": [1.0], "frequency_penalties": [4.0],
+        "prompt_lens": [len(PROMPT)], "req_indices": [2],
+    }  # fmt: skip
+    pages = {"page_indptr": [0, 10], "page_ids": range(1, 11)}
+    runtime = runtime_of(device, query_len=4, max_num_tokens=32)
+    want, buffers = greedy_output(model_of(runtime), PROMPT, params), runtime.manager.buffers
+    prompt = {"seq_lens": [len(PROMPT)], "query_lens": [len(PROMPT)], "tokens": PROMPT}
+    output = [int(runtime.replay(Batch(**prompt, **pages, **values)).tokens()[0])]
+    assert output == want[:1]
+    for accepted in (0, 2, 1, 3, 0):
+        start = len(PROMPT) + len(output) - 1
+        drafts = [*want[len(output) : len(output) + accepted], 7, 7, 7][:3]
+        runtime.replay(Batch(seq_lens=[start + 4], query_lens=[4], tokens=[output[-1], *drafts], **values))
+        output = want[: len(output) + accepted]
+        # The step that computes the token after the accepted ones: it steps back over the rejected drafts.
+        last = {"seq_lens": [start + accepted + 1], "query_lens": [1], "tokens": [output[-1]]}
+        output.append(int(runtime.replay(Batch(**last, **values)).tokens()[0]))
+        assert output == want[: len(output)]
+        counts = torch.bincount(torch.tensor(output[:-1]), minlength=VOCAB)
+        assert buffers.penalty_counts[2].tolist() == counts.tolist()
+        seen = unpacked_bits(buffers.penalty_seen[2].cpu(), VOCAB)
+        assert set(seen.nonzero().flatten().tolist()) == {*PROMPT, *output[:-1]}
 
 
 def test_a_preempted_sequence_counts_its_tokens_once(device: torch.device) -> None:

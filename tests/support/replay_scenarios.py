@@ -122,6 +122,14 @@ def penalty_scenario() -> None:
                 logits[list(known)] = float("-inf")
             assert token == int(logits.argmax()), f"{options} at length {length}"
             sequence.tokens.append(token)
+    for sequence in sequences:  # back into the prompt, with other tokens from there on
+        sequence.tokens[2:], sequence.cached = [7, 7], 2
+    rows = [rig.row(s, **o) for s, o in zip(sequences, asked, strict=True)]
+    rig.manager.replay(Batch.from_requests(rows)).tokens()
+    for sequence, options in zip(sequences, asked, strict=True):
+        output = torch.tensor(sequence.tokens[int(options.get("prompt_len", 0)) :])
+        counts = rig.manager.buffers.penalty_counts[sequence.req_index]
+        assert torch.equal(counts, torch.bincount(output, minlength=VOCAB).int())
 
 
 def mask_scenario() -> None:

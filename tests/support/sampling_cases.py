@@ -44,7 +44,7 @@ def penalties_with(
 ) -> tuple[Penalties, torch.Tensor]:
     """Penalties and row ids of rows whose prompt and output tokens are given, entered in one step."""
     rows = len(sequences)
-    state = PenaltyState.allocate(rows + 3, vocab, device)
+    state = PenaltyState.allocate(rows + 3, vocab, 1024, device)
     req_indices = torch.tensor([rows + 1 - r for r in range(rows)], dtype=I32, device=device)
     penalties = Penalties(
         column(repetition, rows, F32, device), column(presence, rows, F32, device),
