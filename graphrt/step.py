@@ -13,6 +13,7 @@ from graphrt.kernels.cache.write import Rotary, write_kv
 from graphrt.kernels.checks import check_instance, check_int, check_no_overlap, check_tensor, check_unit_stride
 from graphrt.kernels.errors import ConfigError, ShapeError, UnsupportedError
 from graphrt.kernels.metadata.buffers import StaticBuffers
+from graphrt.kernels.ops.linear import Normed, linear_rope_write
 from graphrt.kernels.ops.sampling import LogitBias, TokenMask
 from graphrt.kernels.ops.sampling_state import Penalties, PenaltyState
 from graphrt.metadata import StepMetadata
@@ -112,8 +113,8 @@ class Step:
         self,
         layer: int,
         q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
+        k: torch.Tensor | None = None,
+        v: torch.Tensor | None = None,
         *,
         rotary: Rotary | None = None,
         sinks: torch.Tensor | None = None,
@@ -130,8 +131,9 @@ class Step:
 
         layer  index of the layer
         q      [padded_tokens, num_q_heads, head_dim]      rotated in place if `rotary` is given; must not overlap k
-        k      [padded_tokens, num_kv_heads, head_dim]     may be a slice of a qkv tensor, as may q and v; None for
-                                                           cross layers and layers with kv_shared_with
+        k      [padded_tokens, num_kv_heads, head_dim]     may be a slice of a qkv tensor, as may q and v; None after
+                                                           `linear_rope_write`, for cross layers and layers with
+                                                           kv_shared_with
         v      [padded_tokens, num_kv_heads, v_head_dim]   None if k is None
         rotary norm and rotary embedding to apply to q and k, or None
         sinks  [num_q_heads]                 float32       required if the spec has sinks; finite or -inf
@@ -156,13 +158,15 @@ class Step:
         layer = check_int("layer", layer, 0, last, advice="pass the index of an attention layer", error=ShapeError)
         target, tokens = self.layers[layer], self.descriptor.padded_tokens
         spec, device = target.spec, self.positions.device
-        takes_kv = target.writes or not spec.is_cached
+        writes = target.writes and not (k is None and layer in self._written)
+        takes_kv = writes or not spec.is_cached
         check_tensor("q", q, shape=(tokens, spec.num_q_heads, spec.head_dim), dtype=spec.dtype, device=device)
         for name, tensor, dim in (("k", k, spec.head_dim), ("v", v, spec.value_dim)):
             if (tensor is None) == takes_kv:
                 raise ShapeError(
                     f"{name}: expected {'a tensor' if takes_kv else 'None'} for layer {layer}, got "
-                    f"{'None' if takes_kv else 'a tensor'}; pass None only for cross layers and kv_shared_with"
+                    f"{'None' if takes_kv else 'a tensor'}; pass None only after linear_rope_write, and for cross "
+                    "layers and kv_shared_with"
                 )
             if tensor is not None:
                 check_tensor(name, tensor, shape=(tokens, spec.num_kv_heads, dim), dtype=spec.dtype, device=device)
@@ -171,18 +175,11 @@ class Step:
             check_tensor("out", out, shape=(tokens, spec.num_q_heads, spec.value_dim), dtype=spec.dtype, device=device)
             if not out.is_contiguous():
                 raise ShapeError(f"out: not contiguous (strides {list(out.stride())}); pass a contiguous tensor")
-        if rotary is not None:
-            check_instance("rotary", rotary, Rotary, advice="pass Rotary(...)", error=ShapeError)
-            check_tensor("rotary.cos_sin", rotary.cos_sin, shape=(None, None))
-        if rotary is not None and rotary.cos_sin.shape[0] < self.metadata.max_seq_len:
-            raise ShapeError(
-                f"rotary.cos_sin: expected at least max_seq_len={self.metadata.max_seq_len} rows, one per position, "
-                f"got {rotary.cos_sin.shape[0]}; make the table longer, or lower RuntimeConfig.max_seq_len"
-            )
-        self._check_order(layer)
+        self._check_rotary(rotary)
+        self._check_order(layer, writes)
         if out is None:
             out = torch.empty(tokens, spec.num_q_heads, spec.value_dim, dtype=q.dtype, device=device)
-        if target.writes and k is not None and v is not None:  # never None if the layer writes
+        if writes and k is not None and v is not None:  # never None if the layer writes
             write_kv(
                 q, k, v, target.k_cache, target.v_cache, self.metadata.slot_mappings[target.group], self.positions,
                 rotary=rotary, k_scale=target.k_scale, v_scale=target.v_scale,
@@ -193,20 +190,69 @@ class Step:
             if k is not None:  # an encoder layer must not modify the caller's tensor
                 k = k.clone()
                 self._rotate(k, replace(rotary, q_norm=rotary.k_norm))
-        if k is None or v is None or target.writes:
+        if k is None or v is None or writes:
             self.backend.run(target, q, self.metadata, out, sinks=sinks, lse=lse)
         else:
             self.backend.run_encoder(target, q, k, v, self.metadata, out, sinks=sinks, lse=lse)
         return out
+
+    def linear_rope_write(
+        self,
+        layer: int,
+        x: torch.Tensor | Normed,
+        weight: torch.Tensor,
+        *,
+        rotary: Rotary | None = None,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Compute queries, keys and values of a layer, and write keys and values to the cache; `attend` comes next.
+
+        layer    index of a layer that writes keys and values
+        x        [padded_tokens, depth]  or a Normed
+        weight   [(num_q_heads + num_kv_heads) * head_dim + num_kv_heads * v_head_dim, depth]
+        returns  the queries [padded_tokens, num_q_heads, head_dim], rotated
+
+        Other arguments, and what runs, are described at `graphrt.kernels.ops.linear.linear_rope_write`. Capture-safe.
+
+        Raises:
+            ShapeError: if a tensor does not match the layer.
+            UnsupportedError: if the layer was written before in this step.
+        """
+        last = len(self.layers) - 1
+        layer = check_int("layer", layer, 0, last, advice="pass the index of an attention layer", error=ShapeError)
+        target = self.layers[layer]
+        if not target.writes:
+            raise ShapeError(f"layer: layer {layer} writes no keys and values; compute its queries with linear()")
+        spec = target.spec
+        rows = (spec.num_q_heads + spec.num_kv_heads) * spec.head_dim + spec.num_kv_heads * spec.value_dim
+        check_tensor("weight", weight, shape=(rows, None), dtype=spec.dtype, device=self.positions.device)
+        self._check_rotary(rotary)
+        self._check_order(layer, True)
+        q = linear_rope_write(
+            x, weight, target.k_cache, target.v_cache, self.metadata.slot_mappings[target.group], self.positions,
+            rotary=rotary, bias=bias, k_scale=target.k_scale, v_scale=target.v_scale,
+        )  # fmt: skip
+        self._written.add(layer)
+        return q
 
     def _rotate(self, x: torch.Tensor, rotary: Rotary) -> None:
         """Apply norm and rotary embedding to [padded_tokens, heads, head_dim] in place, without a KV write."""
         none, positions = x[:, :0], self.positions
         write_kv(x, none, none, none[:, None], none[:, None], positions, positions, rotary=replace(rotary, k_norm=None))
 
-    def _check_order(self, layer: int) -> None:
+    def _check_rotary(self, rotary: Rotary | None) -> None:
+        if rotary is not None:
+            check_instance("rotary", rotary, Rotary, advice="pass Rotary(...)", error=ShapeError)
+            check_tensor("rotary.cos_sin", rotary.cos_sin, shape=(None, None))
+        if rotary is not None and rotary.cos_sin.shape[0] < self.metadata.max_seq_len:
+            raise ShapeError(
+                f"rotary.cos_sin: expected at least max_seq_len={self.metadata.max_seq_len} rows, one per position, "
+                f"got {rotary.cos_sin.shape[0]}; make the table longer, or lower RuntimeConfig.max_seq_len"
+            )
+
+    def _check_order(self, layer: int, writes: bool) -> None:
         source = self.layers[layer].spec.kv_shared_with
-        if layer in self._written:
+        if writes and layer in self._written:
             raise UnsupportedError(
                 f"layer: second attend() for layer {layer} in one step, which would overwrite the keys and values of "
                 "the first; give each attention layer of the model its own index"

@@ -23,6 +23,7 @@ from graphrt.kernels.attention.prompt import prompt_attention
 from graphrt.kernels.attention.prompt_plan import PROMPT_HEAD_DIMS
 from graphrt.kernels.attention.work_list import schedule_attention
 from graphrt.kernels.attention.workspace import AttentionWorkspace
+from graphrt.kernels.launcher import overlaps
 from graphrt.kernels.library import INTERPRETER_AVAILABLE, interpreted
 from graphrt.kernels.native.nvrtc import nvrtc_fault, runs_native
 from graphrt.metadata import StepMetadata
@@ -207,6 +208,7 @@ class TritonBackend(AttentionBackend):
                 layer.options(sinks),
                 query_start_loc=metadata.query_start_loc if metadata.descriptor.kind is GraphKind.MIXED else None,
                 lse=lse,
+                pdl=overlaps(q.device),
             )
 
     def run_encoder(

@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from graphrt.kernels.cache.write import Rotary
 from graphrt.kernels.errors import ConfigError
-from graphrt.kernels.ops.activation import silu_mul
-from graphrt.kernels.ops.norm import add_rms_norm, rms_norm
+from graphrt.kernels.ops.linear import Normed, linear, linear_add, linear_silu_mul
+from graphrt.kernels.ops.norm import rms_norm
 from graphrt.models.config import ModelConfig
 from graphrt.models.fields import printable
 
@@ -129,24 +129,17 @@ class LlamaModel(nn.Module):
         """
         eps = self.config.rms_norm_eps
         residual = functional.embedding(step.input_ids, self.embedding)
-        hidden = residual
-        for index, layer in enumerate(self.layers):
-            assert isinstance(layer, LlamaLayer), "layers holds LlamaLayer only"
-            norm = layer.attention_norm
-            hidden = add_rms_norm(residual, hidden, norm, eps) if index else rms_norm(residual, norm, eps)
-            hidden = self._attention(index, layer, hidden, step)
-            hidden = add_rms_norm(residual, hidden, layer.mlp_norm, eps)
-            gate_up = functional.linear(hidden, layer.gate_up, layer.gate_up_bias)
-            hidden = functional.linear(silu_mul(gate_up), layer.down, layer.down_bias)
-        residual, hidden = (x.index_select(0, step.logits_indices) for x in (residual, hidden))
-        return functional.linear(add_rms_norm(residual, hidden, self.norm, eps), self.head)
-
-    def _attention(self, index: int, layer: LlamaLayer, hidden: torch.Tensor, step: Step) -> torch.Tensor:
-        config = self.config
-        qkv = functional.linear(hidden, layer.qkv, layer.qkv_bias).view(len(hidden), -1, config.head_dim)
-        q, k, v = qkv.split_with_sizes((config.num_q_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
-        rotary = Rotary(self.cos_sin, layer.q_norm, layer.k_norm, config.rms_norm_eps)
-        return functional.linear(step.attend(index, q, k, v, rotary=rotary).flatten(1), layer.o, layer.o_bias)
+        layers = [layer for layer in self.layers if isinstance(layer, LlamaLayer)]
+        x = Normed(rms_norm(residual, layers[0].attention_norm, eps))
+        for index, layer in enumerate(layers):
+            rotary = Rotary(self.cos_sin, layer.q_norm, layer.k_norm, eps)
+            q = step.linear_rope_write(index, x, layer.qkv, rotary=rotary, bias=layer.qkv_bias)
+            attended = step.attend(index, q).flatten(1)
+            x = linear_add(attended, layer.o, residual, layer.mlp_norm, eps, bias=layer.o_bias)
+            gated = linear_silu_mul(x, layer.gate_up, bias=layer.gate_up_bias)
+            norm = layers[index + 1].attention_norm if index + 1 < len(layers) else self.norm
+            x = linear_add(gated, layer.down, residual, norm, eps, bias=layer.down_bias)
+        return linear(x, self.head, rows=step.logits_indices)
 
     def ahead_model(self) -> LlamaModel:
         """Return the model with its first layer only, which launches the kernels of all layers; see `Model`."""

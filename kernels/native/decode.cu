@@ -163,6 +163,7 @@ decode_attention(const __grid_constant__ Params p) {
   cluster_arrive();  // other blocks' exchange buffers are ready once all blocks have arrived
   bool cluster_ready = false;
 #endif
+  let_next_kernel_start();
   wait_for_earlier_kernels();
 
   // 1. The work partition.

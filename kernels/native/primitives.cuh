@@ -114,6 +114,15 @@ __device__ __forceinline__ float reciprocal(float x) {
   return r;
 }
 
+// 16 bytes that a step reads once, and that no kernel of a step writes: weights. L2 evicts them first.
+__device__ __forceinline__ int4 load_once(const void *at) {
+  i64 policy;
+  int4 r;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;\n" : "=l"(policy));
+  asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4], %5;\n"
+               : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(at), "l"(policy));
+  return r;
+}
 __device__ __forceinline__ void prefetch(const void *at) { asm volatile("prefetch.global.L1 [%0];\n" ::"l"(at)); }
 // Add to a word of shared memory if `holds`, without a branch.
 __device__ __forceinline__ void add_shared_if(bool holds, u32 *at, u32 x) {

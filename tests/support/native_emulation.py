@@ -28,6 +28,7 @@ injected: tuple[str, str] | None = None
 """A bug to inject: text of the sources, and its replacement."""
 launches = itertools.count()
 """Numbers of launches, which seed the execution order of each launch."""
+_late: list[tuple[torch.Tensor, torch.Tensor]] = []
 _DYNAMIC = re.compile(r"  extern __shared__ __align__\(\d+\) char memory\[\];\n")
 """The declaration of shared memory. In emulation `memory` points to that of the running block."""
 _INSTRUCTIONS = Path(__file__).resolve().parent / "emulation"
@@ -43,8 +44,10 @@ def install(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
 
 
 @functools.cache
-def _build(variant: NativeVariant, bug: tuple[str, str] | None) -> Callable[..., bytes | None]:
-    """Compile a variant and return the entry of its shared library, which stays loaded without its folder."""
+def _build(
+    variant: NativeVariant, bug: tuple[str, str] | None
+) -> tuple[Callable[..., bytes | None], Callable[..., None]]:
+    """Compile a variant. Return `run` and `write_late` of its shared library, which stays loaded without its folder."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         texts = {path.name: path.read_text() for path in (*_SOURCES.glob("*.cuh"), _SOURCES / variant.source)}
@@ -69,9 +72,15 @@ def _build(variant: NativeVariant, bug: tuple[str, str] | None) -> Callable[...,
         macros = [f"-D{key}={value}" for key, value in (sizes | dict(variant.macros)).items()]
         flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-w", "-ffp-contract=off", "-U_FORTIFY_SOURCE"]
         subprocess.run([COMPILER, *flags, *macros, str(main), "-o", str(library)], check=True)
-        run = ctypes.CDLL(str(library)).run
-    run.restype = ctypes.c_char_p
-    return run
+        loaded = ctypes.CDLL(str(library))
+    loaded.run.restype = ctypes.c_char_p
+    return loaded
+
+
+def write_late(tensor: torch.Tensor) -> None:
+    """Let a contiguous tensor arrive when the next launch waits for earlier kernels. Until then its bytes are 0xff."""
+    _late.append((tensor, tensor.clone()))
+    tensor.view(torch.uint8).fill_(0xFF)
 
 
 def emulated_launch(
@@ -99,8 +108,12 @@ def emulated_launch(
     buffer = ctypes.create_string_buffer(ctypes.sizeof(params) + 64)  # the struct may be aligned to 64 bytes
     at = -(-ctypes.addressof(buffer) // 64) * 64
     ctypes.memmove(at, ctypes.byref(params), ctypes.sizeof(params))
-    run = _build(variant, injected)
-    fault = run(ctypes.c_void_p(at), *grid, (ctypes.c_int * count)(*clusters), count, at_a_time, seed)
+    library = _build(variant, injected)
+    late = [_late.pop() for _ in range(len(_late))]
+    for tensor, value in late:
+        addresses = (ctypes.c_void_p(t.data_ptr()) for t in (tensor, value))
+        library.write_late(*addresses, ctypes.c_long(value.nbytes))
+    fault = library.run(ctypes.c_void_p(at), *grid, (ctypes.c_int * count)(*clusters), count, at_a_time, seed)
     assert fault is None, fault.decode()
 
 

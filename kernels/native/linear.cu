@@ -1,0 +1,292 @@
+// The product of a few tokens with a weight matrix, and the elementwise work that follows it in a decoder layer:
+//
+//   out[token, row] = sum over k of weight[row, k] * x[token, k]
+//
+// A decode step is bound by reading the weights, so everything serves one purpose: keep loads of weights in flight.
+//
+// 1. A warp loads weights from memory into the registers of the lanes that multiply them. mma.sync takes 16 rows of
+//    weights as its first operand and 8 tokens as its second. A lane reads 16 bytes of a row at a time: 8 neighbours of
+//    k, which it takes from x in the same order, so that the order of k within a step of 32 does not matter.
+// 2. The warps of a block share a tile of TILE_ROWS rows: they split k. Their sums meet in shared memory and are added
+//    in the order of the warps, so that results do not depend on how blocks run.
+// 3. A block starts to load its weights before it waits for the earlier kernels of the step, since no kernel of a step
+//    writes weights. With more tiles than blocks, it loads the first weights of its next tile before it ends a tile.
+//
+// RMSNorm is folded in. The kernel that writes x also writes squares of the vector that it belongs to, one sum per tile.
+// x then holds residual * gain, and the sums over k are multiplied with 1 / rms, which is one number per token.
+//
+// Compile-time macros: END (below), TOKEN_TILES (of 8 tokens), ROW_TILES (of 16 rows), WARPS, UNROLL (steps of 32 in
+// flight per warp), EVEN (k is a multiple of 32 * WARPS * UNROLL), HEAD_DIM and HALF (ROPE_WRITE: half the rotated
+// dims), PAGE_SIZE, PARAMS_BYTES, Q_BF16 (1)
+
+#include "primitives.cuh"
+
+#define PLAIN 0       // out = sums
+#define ADD 1         // residual += sums; out = residual * gain; squares_out = sums of squares of the residual
+#define SILU_MUL 2    // out = silu(sums of row) * sums of width + row
+#define ROPE_WRITE 3  // queries are rotated and go to out; keys are rotated and go to the cache, as do values
+
+#define THREADS (32 * WARPS)
+#define TILE_ROWS (16 * ROW_TILES)
+#define GROUPS (2 * ROW_TILES)  // of 8 rows
+#define TILE_TOKENS (8 * TOKEN_TILES)
+#define PITCH (TILE_ROWS + 4)  // of sums in shared memory
+// SILU_MUL and ROPE_WRITE combine two rows, which are half a tile apart in the tile.
+#define PAIRED (END == SILU_MUL || END == ROPE_WRITE)
+#define TILE_WIDTH (PAIRED ? TILE_ROWS / 2 : TILE_ROWS)  // outputs of a token
+#define PER_THREAD ((TILE_WIDTH * TILE_TOKENS + THREADS - 1) / THREADS)
+#define LINE (UNROLL % 2 ? 1 : 2)  // a warp takes so many neighbouring steps: 128 bytes of a row
+#define X_AHEAD (UNROLL % 4 ? UNROLL : TOKEN_TILES == 1 ? 4 : 2)  // steps of x in flight
+
+struct Params {
+  const u16 *weight;     // [rows, depth]
+  const u16 *bias;       // [rows]; or null
+  const u16 *x;          // [rows of x, depth]
+  const i64 *x_rows;     // [tokens]: row of x of each token; null: its index
+  const float *squares;  // [rows of x, parts]; null: x needs no norm
+  u16 *out;              // [tokens, width]
+  u16 *residual;         // ADD: [tokens, width]
+  const u16 *gain;       // ADD: [width]
+  float *squares_out;    // ADD: [tokens, tiles]
+  u16 *k_cache, *v_cache;        // ROPE_WRITE, as the rest
+  const i64 *slots, *positions;  // [tokens]
+  const float *cos_sin;          // [positions, 2 * HALF]
+  i64 x_stride, out_stride, residual_stride;
+  i64 k_page, k_slot, k_head, v_page, v_slot, v_head;  // strides of the cache
+  int tokens, width, depth, tiles, parts;
+  int steps;  // of 32, that a warp takes of each tile
+  int num_q_heads, num_kv_heads;
+  float inverse_width, eps;
+};
+static_assert(sizeof(Params) == PARAMS_BYTES, "linear_native.py has the same fields");
+
+// The rows of a tile: two runs of TILE_ROWS / 2.
+struct Tile {
+  int low, high;
+  int head;      // ROPE_WRITE
+  bool rotates;  // ROPE_WRITE: the runs are rotated into each other
+};
+
+__device__ __forceinline__ Tile tile_at(const Params &p, int index) {
+#if END == ROPE_WRITE
+  const int per_head = HEAD_DIM / TILE_ROWS, of_head = index % per_head, head = index / per_head;
+  const int num_rotated = head < p.num_q_heads + p.num_kv_heads ? HALF / TILE_WIDTH : 0;  // tiles of the head
+  const bool rotates = of_head < num_rotated;
+  const int low = head * HEAD_DIM + (rotates ? of_head * TILE_WIDTH : (of_head - num_rotated) * TILE_ROWS +
+                                                                          2 * num_rotated * TILE_WIDTH);
+  return {low, low + (rotates ? HALF : TILE_WIDTH), head, rotates};
+#else
+  const int low = index * TILE_WIDTH;
+  return {low, END == SILU_MUL ? p.width + low : low + TILE_ROWS / 2, 0, false};
+#endif
+}
+
+// What the end of a tile needs besides the sums, loaded while the sums are computed.
+struct Operands {
+  float bias_low, bias_high;
+  float residual, gain;
+  float cos, sin;
+  i64 slot;
+};
+
+__device__ __forceinline__ Operands operands_at(const Params &p, const Tile &tile, int token, int row) {
+  Operands r = {};
+  if (token >= p.tokens) return r;
+  if (p.bias) {
+    r.bias_low = from_query(p.bias[tile.low + row]);
+    if (PAIRED) r.bias_high = from_query(p.bias[tile.high + row]);
+  }
+#if END == ADD
+  r.residual = from_query(p.residual[token * p.residual_stride + tile.low + row]);
+  r.gain = from_query(p.gain[tile.low + row]);
+#elif END == ROPE_WRITE
+  if (tile.head >= p.num_q_heads) r.slot = p.slots[token];
+  if (tile.rotates) {
+    const float *angles = p.cos_sin + p.positions[token] * (2 * HALF) + tile.low % HEAD_DIM + row;
+    r.cos = angles[0];
+    r.sin = angles[HALF];
+  }
+#endif
+  return r;
+}
+
+__device__ __forceinline__ u16 rounded(float x) { return (u16)pack_output(x, 0.0f); }
+
+#if END == ROPE_WRITE
+// Store the outputs of two rows of a head: queries in `out`, keys and values in the token's slot.
+__device__ __forceinline__ void store_heads(const Params &p, const Tile &tile, int token, int row, i64 slot, float low,
+                                            float high) {
+  const int of_keys = tile.head - p.num_q_heads, of_values = of_keys - p.num_kv_heads;
+  u16 *to;
+  if (of_keys < 0) {
+    to = p.out + token * p.out_stride + tile.head * HEAD_DIM;
+  } else {
+    if (slot < 0) return;
+    const i64 page = slot / PAGE_SIZE, offset = slot % PAGE_SIZE;
+    to = of_values < 0 ? p.k_cache + page * p.k_page + offset * p.k_slot + of_keys * p.k_head
+                       : p.v_cache + page * p.v_page + offset * p.v_slot + of_values * p.v_head;
+  }
+  to[tile.low % HEAD_DIM + row] = rounded(low);
+  to[tile.high % HEAD_DIM + row] = rounded(high);
+}
+#endif
+
+extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS) linear(const __grid_constant__ Params p) {
+  extern __shared__ __align__(128) char memory[];
+  float *const sums_of_warps = reinterpret_cast<float *>(memory);           // [WARPS, TILE_TOKENS, PITCH]
+  float *const scale = sums_of_warps + WARPS * TILE_TOKENS * PITCH;         // [TILE_TOKENS]
+  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+  const int of_group = lane / 4, of_step = lane % 4 * 8;  // the lane's row of 8, or token of 8; its first k of a step
+  const int depth = p.depth, all_steps = depth / 32;
+
+  // Steps of a warp are LINE neighbours, then those that follow the other warps' neighbours.
+  const auto step_at = [&](int i) { return warp * LINE + i * WARPS; };  // i: a multiple of LINE
+  const auto ahead_by = [&](int u) { return u / LINE * (LINE * WARPS) + u % LINE; };
+  int4 weights[UNROLL][GROUPS];
+  const i64 rows_8 = 8 * (i64)depth;
+  // What the lane reads of a tile, from its i-th step on: of both runs of rows.
+  struct Source {
+    const u16 *low, *high;
+    int step;
+  };
+  const auto source_at = [&](const Tile &tile, int i) {
+    const i64 column = step_at(i) * 32 + of_step;
+    return Source{p.weight + (tile.low + of_group) * (i64)depth + column,
+                  p.weight + (tile.high + of_group) * (i64)depth + column, step_at(i)};
+  };
+  const auto load_weights = [&](const Source &from, int u) {
+#pragma unroll
+    for (int group = 0; group < GROUPS; ++group) {
+      const u16 *at = group < ROW_TILES ? from.low + group * rows_8 : from.high + (group - ROW_TILES) * rows_8;
+      if (EVEN || from.step + ahead_by(u) < all_steps) weights[u][group] = load_once(at + ahead_by(u) * 32);
+      else weights[u][group] = make_int4(0, 0, 0, 0);
+    }
+  };
+
+  // 1. The first weights, before anything that an earlier kernel writes.
+  int index = blockIdx.x;
+  Tile tile = tile_at(p, index);
+#pragma unroll
+  for (int u = 0; u < UNROLL; ++u) load_weights(source_at(tile, 0), u);
+  let_next_kernel_start();
+  wait_for_earlier_kernels();
+
+  // 2. x, and the scale of each token.
+  const u16 *x_of[TOKEN_TILES];  // the lane's tokens; the first one in place of those beyond the last
+#pragma unroll
+  for (int j = 0; j < TOKEN_TILES; ++j) {
+    const int token = 8 * j + of_group < p.tokens ? 8 * j + of_group : 0;
+    x_of[j] = p.x + (p.x_rows ? p.x_rows[token] : token) * p.x_stride + step_at(0) * 32 + of_step;
+  }
+  int4 x[X_AHEAD][TOKEN_TILES];
+  const auto load_x = [&](int slot, int i, int u) {
+#pragma unroll
+    for (int j = 0; j < TOKEN_TILES; ++j) {
+      const int4 *at = reinterpret_cast<const int4 *>(x_of[j] + (i * WARPS + ahead_by(u)) * 32);
+      if (EVEN || step_at(i) + ahead_by(u) < all_steps) x[slot][j] = *at;
+      else x[slot][j] = make_int4(0, 0, 0, 0);
+    }
+  };
+#pragma unroll
+  for (int u = 0; u < X_AHEAD; ++u) load_x(u, 0, u);
+  for (int token = warp; token < TILE_TOKENS; token += WARPS) {
+    float mean = 0.0f;
+    if (p.squares && token < p.tokens) {
+      const float *squares = p.squares + (p.x_rows ? p.x_rows[token] : token) * p.parts;
+      for (int i = lane; i < p.parts; i += 32) mean += squares[i];
+      for (int lanes = 16; lanes > 0; lanes /= 2) mean += __shfl_xor_sync(0xffffffffu, mean, lanes);
+      mean *= p.inverse_width;
+    }
+    if (lane == 0) scale[token] = p.squares ? rsqrtf(mean + p.eps) : 1.0f;
+  }
+
+  float sums[ROW_TILES][TOKEN_TILES][4] = {};
+  for (; index < p.tiles; index += gridDim.x) {
+    const bool is_last = index + (int)gridDim.x >= p.tiles;
+    const Tile next_tile = tile_at(p, is_last ? index : index + gridDim.x);
+    Operands operands[PER_THREAD];
+#pragma unroll
+    for (int n = 0; n < PER_THREAD; ++n) {
+      const int element = thread + n * THREADS;
+      operands[n] = operands_at(p, tile, element / TILE_WIDTH, element % TILE_WIDTH);
+    }
+    // 3. The sums of the warp. Registers are filled again as soon as they have been used.
+    for (int i = 0; i < p.steps; i += UNROLL) {
+      const bool ends = i + UNROLL >= p.steps, loads = !ends || !is_last;
+      const int next_i = ends ? 0 : i + UNROLL;
+      const Source next = ends ? source_at(next_tile, 0) : source_at(tile, next_i);
+#pragma unroll
+      for (int u = 0; u < UNROLL; ++u) {
+#pragma unroll
+        for (int r = 0; r < ROW_TILES; ++r) {
+          const int4 &low = weights[u][2 * r], &high = weights[u][2 * r + 1];
+          const u32 first[4] = {(u32)low.x, (u32)high.x, (u32)low.y, (u32)high.y};
+          const u32 second[4] = {(u32)low.z, (u32)high.z, (u32)low.w, (u32)high.w};
+#pragma unroll
+          for (int j = 0; j < TOKEN_TILES; ++j) {
+            const int4 &tokens = x[u % X_AHEAD][j];
+            multiply(sums[r][j], first, {(u32)tokens.x, (u32)tokens.y});
+            multiply(sums[r][j], second, {(u32)tokens.z, (u32)tokens.w});
+          }
+        }
+        if (loads) load_weights(next, u);
+        if (u + X_AHEAD < UNROLL) load_x(u % X_AHEAD, i, u + X_AHEAD);
+        else if (loads) load_x(u % X_AHEAD, next_i, u + X_AHEAD - UNROLL);
+      }
+    }
+    // 4. The sums of the block.
+#pragma unroll
+    for (int r = 0; r < ROW_TILES; ++r)
+#pragma unroll
+      for (int j = 0; j < TOKEN_TILES; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int token = 8 * j + lane % 4 * 2 + i % 2, row = 16 * r + 8 * (i / 2) + of_group;
+          sums_of_warps[(warp * TILE_TOKENS + token) * PITCH + row] = sums[r][j][i];
+          sums[r][j][i] = 0.0f;
+        }
+    __syncthreads();
+    const auto sum_at = [&](int token, int row) {
+      float sum = 0.0f;
+#pragma unroll
+      for (int w = 0; w < WARPS; ++w) sum += sums_of_warps[(w * TILE_TOKENS + token) * PITCH + row];
+      return sum * scale[token];
+    };
+
+    // 5. The end of the tile.
+#pragma unroll
+    for (int n = 0; n < PER_THREAD; ++n) {
+      const int element = thread + n * THREADS, token = element / TILE_WIDTH, row = element % TILE_WIDTH;
+      if (element >= TILE_WIDTH * TILE_TOKENS) break;  // whole warps
+      const bool live = token < p.tokens;
+      const Operands &o = operands[n];
+      const float low = sum_at(token, row) + o.bias_low;
+#if END == PLAIN
+      if (live) p.out[token * p.out_stride + tile.low + row] = rounded(low);
+#elif END == SILU_MUL
+      const float high = sum_at(token, TILE_WIDTH + row) + o.bias_high;
+      if (live) p.out[token * p.out_stride + tile.low + row] = rounded(low / (1.0f + __expf(-low)) * high);
+#elif END == ROPE_WRITE
+      float high = sum_at(token, TILE_WIDTH + row) + o.bias_high, turned = low;
+      if (tile.rotates) {
+        turned = low * o.cos - high * o.sin;
+        high = high * o.cos + low * o.sin;
+      }
+      if (live) store_heads(p, tile, token, row, o.slot, turned, high);
+#else
+      float square = 0.0f;
+      if (live) {
+        const u16 total = rounded(o.residual + low);
+        const float residual = from_query(total);
+        p.residual[token * p.residual_stride + tile.low + row] = total;
+        p.out[token * p.out_stride + tile.low + row] = rounded(residual * o.gain);
+        square = residual * residual;
+      }
+      for (int lanes = TILE_WIDTH / 2; lanes > 0; lanes /= 2) square += __shfl_xor_sync(0xffffffffu, square, lanes);
+      if (live && row == 0) p.squares_out[(i64)token * p.tiles + index] = square;
+#endif
+    }
+    tile = next_tile;
+    if (!is_last) __syncthreads();  // all threads have read the sums
+  }
+}

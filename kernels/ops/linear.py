@@ -1,0 +1,289 @@
+"""The products of a decoder layer, with what follows them: for model authors.
+
+A Llama layer is four products, and one kernel each if the step has few tokens:
+
+    q = linear_rope_write(x, qkv, ...)                 rotary embedding, and the write of keys and values
+    x = linear_add(attended, o, residual, gain, eps)   the residual addition, and most of RMSNorm
+    h = linear_silu_mul(x, gate_up)                    SwiGLU
+    x = linear_add(h, down, residual, next_gain, eps)
+
+Each chooses between the CUDA kernel of native/linear.cu and the product of PyTorch with graphrt's kernels after it, by
+`linear_plan`. The kernel computes at most 16 tokens, in bfloat16. Both ways give equal values up to rounding, and a
+given number of tokens always takes the same way, so that a replay equals the eager step.
+
+RMSNorm is divided: the product before it multiplies with the gain and sums squares, the product after it divides by the
+root of their mean. `Normed` holds what lies between.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional
+
+from graphrt.kernels.cache.write import Rotary, write_kv
+from graphrt.kernels.checks import check_tensor, check_unit_stride, once_per_geometry
+from graphrt.kernels.errors import ShapeError
+from graphrt.kernels.op_declaration import DeclaredOp
+from graphrt.kernels.ops.activation import silu_mul
+from graphrt.kernels.ops.linear_call import MAX_TOKENS, STEP, End, LinearCall, LinearPlan
+from graphrt.kernels.ops.linear_native import linear_native
+from graphrt.kernels.ops.linear_plans import linear_plan
+from graphrt.kernels.ops.linear_reference import linear_reference
+from graphrt.kernels.ops.norm import add_rms_norm
+
+_op = DeclaredOp("linear", LinearCall, triton_impl=linear_native, reference=linear_reference)
+
+_ALIGNMENT = 16  # bytes of one load
+
+
+class Normed(NamedTuple):
+    """The input of a product: a vector per token, after RMSNorm or before its division.
+
+    x        [tokens, width]  the vector after RMSNorm if `squares` is None, else the vector multiplied with the gain
+    squares  [tokens, parts]  float32  sums of squares of parts of the vector before the gain
+    eps      added to the mean square
+    """
+
+    x: torch.Tensor
+    squares: torch.Tensor | None = None
+    eps: float = 0.0
+
+    def finished(self) -> torch.Tensor:
+        """Return the vector after RMSNorm [tokens, width], for operators that do not take a Normed."""
+        if self.squares is None:
+            return self.x
+        mean = self.squares.sum(1, keepdim=True) / self.x.shape[1]
+        return (self.x.float() * torch.rsqrt(mean + self.eps)).to(self.x.dtype)
+
+
+def linear(
+    x: torch.Tensor | Normed,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    rows: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return x @ weight.T + bias.
+
+    x            [rows of x, depth]  float16, bfloat16 or float32  device; rows may be strided; or a Normed
+    weight       [out, depth]        x's dtype  device
+    bias         [out]               x's dtype  device
+    rows         [tokens]            int64      device; rows of x to multiply, as `step.logits_indices`; None: all
+    returns      [tokens, out]       x's dtype, contiguous
+
+    Products are summed in float32. With a Normed, sums are divided by the root mean square before the bias is added.
+    Capture-safe: the launch depends on shapes only. `rows` must be valid, which only the device could check.
+    Raises: ShapeError: if a tensor does not fit the others.
+    """
+    x = _checked(x, weight, bias)
+    tokens = len(x.x) if rows is None else len(rows)
+    if rows is not None:
+        check_tensor("rows", rows, shape=(None,), dtype=torch.int64, device=weight.device)
+    plan = _plan(x.x, tokens, weight, End.PLAIN)
+    if plan is None:
+        vectors = x.finished()
+        return functional.linear(vectors if rows is None else vectors.index_select(0, rows), weight, bias)
+    out = torch.empty(tokens, len(weight), dtype=weight.dtype, device=weight.device)
+    _op(_call(x, weight, bias, out, End.PLAIN, plan, rows=rows))
+    return out
+
+
+def linear_add(
+    x: torch.Tensor | Normed,
+    weight: torch.Tensor,
+    residual: torch.Tensor,
+    gain: torch.Tensor,
+    eps: float,
+    *,
+    bias: torch.Tensor | None = None,
+) -> Normed:
+    """Add x @ weight.T + bias to `residual` in place, and return the RMSNorm of the sum.
+
+    x         [tokens, depth]  float16, bfloat16 or float32  device; or a Normed
+    weight    [width, depth]   x's dtype  device
+    residual  [tokens, width]  x's dtype  device; changed in place
+    gain      [width]          x's dtype  device; weight of the norm
+    eps       added to the mean square
+    bias      [width]
+    returns   a Normed [tokens, width] for the next product
+
+    Capture-safe, and raises, as `linear`.
+    """
+    x = _checked(x, weight, bias)
+    tokens = len(x.x)
+    _check_residual(x.x, weight, residual, gain)
+    plan = _plan(x.x, tokens, weight, End.ADD)
+    if plan is None or len(weight) % STEP:  # the next product could not take it up
+        product = functional.linear(x.finished(), weight, bias)
+        return Normed(add_rms_norm(residual, product, gain, eps))
+    out = torch.empty(tokens, len(weight), dtype=weight.dtype, device=weight.device)
+    squares = torch.empty(tokens, len(weight) // plan.rows, dtype=torch.float32, device=weight.device)
+    _op(_call(x, weight, bias, out, End.ADD, plan, residual=residual, gain=gain, squares_out=squares))
+    return Normed(out, squares, eps)
+
+
+def linear_silu_mul(
+    x: torch.Tensor | Normed,
+    weight: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return silu(gate) * up, where x @ weight.T + bias holds gate, then up.
+
+    x        [tokens, depth]      float16, bfloat16 or float32  device; or a Normed
+    weight   [2 * width, depth]   x's dtype  device
+    bias     [2 * width]
+    returns  [tokens, width]      x's dtype, contiguous
+
+    Capture-safe, and raises, as `linear`.
+    """
+    x = _checked(x, weight, bias)
+    if len(weight) % 2:
+        raise ShapeError(f"weight: expected an even number of rows, got {len(weight)}; concatenate gate and up")
+    plan = _plan(x.x, len(x.x), weight, End.SILU_MUL)
+    if plan is None:
+        return silu_mul(functional.linear(x.finished(), weight, bias))
+    out = torch.empty(len(x.x), len(weight) // 2, dtype=weight.dtype, device=weight.device)
+    _op(_call(x, weight, bias, out, End.SILU_MUL, plan))
+    return out
+
+
+def linear_rope_write(
+    x: torch.Tensor | Normed,
+    weight: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    rotary: Rotary | None = None,
+    bias: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Multiply with the joint weight of queries, keys and values; rotate, store keys and values, return the queries.
+
+    x        [tokens, depth]  float16, bfloat16 or float32  device; or a Normed
+    weight   [(num_q_heads + num_kv_heads) * head_dim + num_kv_heads * v_head_dim, depth]  x's dtype  device
+    bias     one value per row of `weight`
+    returns  [tokens, num_q_heads, head_dim]  x's dtype; a slice of a larger tensor if keys and values were separate
+
+    Other arguments as in `write_kv`. Norms of queries and keys, fp8 caches, and values of another head size than keys
+    take the product of PyTorch and `write_kv`, or the kernel and `write_kv`.
+
+    Capture-safe, and raises, as `linear` and `write_kv`.
+    """
+    x = _checked(x, weight, bias)
+    num_kv_heads, head_dim, v_head_dim = *k_cache.shape[2:], v_cache.shape[3]
+    kv_rows = num_kv_heads * head_dim, num_kv_heads * v_head_dim
+    q_rows = len(weight) - sum(kv_rows)
+    if q_rows <= 0 or q_rows % head_dim:
+        raise ShapeError(
+            f"weight: expected rows for query heads of {head_dim} dims and {num_kv_heads} KV heads, got {len(weight)}; "
+            "concatenate the weights of queries, keys and values"
+        )
+    plan = None
+    if head_dim == v_head_dim and k_cache.dtype == weight.dtype and (rotary is None or not _has_norms(rotary)):
+        plan = _plan(x.x, len(x.x), weight, End.ROPE_WRITE, head_dim, 0 if rotary is None else rotary.cos_sin.shape[1])
+    if plan is None:
+        qkv = linear(x, weight, bias)
+        dims = (head_dim, head_dim, v_head_dim)
+        parts = qkv.split_with_sizes((q_rows, *kv_rows), 1)
+        q, k, v = (part.view(len(qkv), -1, dim) for part, dim in zip(parts, dims, strict=True))
+        write_kv(q, k, v, k_cache, v_cache, slot_mapping, positions, rotary=rotary, k_scale=k_scale, v_scale=v_scale)
+        return q
+    out = torch.empty(len(x.x), q_rows, dtype=weight.dtype, device=weight.device)
+    cos_sin = None if rotary is None else rotary.cos_sin
+    _check_cache(x.x, k_cache, v_cache, slot_mapping, positions, cos_sin)
+    _op(
+        _call(
+            x, weight, bias, out, End.ROPE_WRITE, plan,
+            k_cache=k_cache, v_cache=v_cache, slots=slot_mapping, positions=positions, cos_sin=cos_sin,
+        )
+    )  # fmt: skip
+    return out.view(len(out), -1, head_dim)
+
+
+def _has_norms(rotary: Rotary) -> bool:
+    return rotary.q_norm is not None or rotary.k_norm is not None
+
+
+def _plan(
+    x: torch.Tensor, tokens: int, weight: torch.Tensor, end: End, head_dim: int = 0, rotary_dim: int = 0
+) -> LinearPlan | None:
+    """Return how the kernel computes a product; None: PyTorch computes it."""
+    rows, depth = weight.shape
+    if weight.dtype is not torch.bfloat16 or not 1 <= tokens <= MAX_TOKENS or depth % STEP:
+        return None
+    if not weight.is_contiguous() or (weight.data_ptr() | x.data_ptr() | 2 * x.stride(0)) % _ALIGNMENT:
+        return None
+    return linear_plan(weight.device, tokens, end, rows, depth, head_dim, rotary_dim)
+
+
+def _call(
+    x: Normed,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    end: End,
+    plan: LinearPlan,
+    *,
+    rows: torch.Tensor | None = None,
+    **tensors: torch.Tensor | None,
+) -> LinearCall:
+    names = ("residual", "gain", "squares_out", "k_cache", "v_cache", "slots", "positions", "cos_sin")
+    return LinearCall(
+        x.x, weight, bias, rows, x.squares, out, **{name: tensors.get(name) for name in names},
+        eps=x.eps, end=int(end), plan=plan,
+    )  # fmt: skip
+
+
+def _checked(x: torch.Tensor | Normed, weight: torch.Tensor, bias: torch.Tensor | None) -> Normed:
+    normed = x if isinstance(x, Normed) else Normed(x)
+    _check_product(normed.x, weight, bias)
+    return normed
+
+
+@once_per_geometry
+def _check_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    check_tensor("weight", weight, shape=(None, None), dtype=(torch.float16, torch.bfloat16, torch.float32))
+    check_tensor("x", x, shape=(None, weight.shape[1]), dtype=weight.dtype, device=weight.device)
+    check_unit_stride("x", x)
+    if bias is not None:
+        check_tensor("bias", bias, shape=(weight.shape[0],), dtype=weight.dtype, device=weight.device)
+        check_unit_stride("bias", bias)
+
+
+@once_per_geometry
+def _check_residual(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, gain: torch.Tensor) -> None:
+    width = weight.shape[0]
+    check_tensor("residual", residual, shape=(x.shape[0], width), dtype=weight.dtype, device=weight.device)
+    check_tensor("gain", gain, shape=(width,), dtype=weight.dtype, device=weight.device)
+    check_unit_stride("residual", residual)
+    check_unit_stride("gain", gain)
+
+
+@once_per_geometry
+def _check_cache(
+    x: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor | None,
+) -> None:
+    tokens, device = x.shape[0], x.device
+    check_tensor("k_cache", k_cache, shape=(None, None, None, None), dtype=x.dtype, device=device)
+    check_tensor("v_cache", v_cache, shape=tuple(k_cache.shape), dtype=x.dtype, device=device)
+    named = {"k_cache": k_cache, "v_cache": v_cache, "slot_mapping": slot_mapping, "positions": positions}
+    for name in ("slot_mapping", "positions"):
+        check_tensor(name, named[name], shape=(tokens,), dtype=torch.int64, device=device)
+    if cos_sin is not None:
+        check_tensor("rotary.cos_sin", cos_sin, shape=(None, None), dtype=torch.float32, device=device)
+        named["rotary.cos_sin"] = cos_sin
+        if not cos_sin.is_contiguous():
+            raise ShapeError("rotary.cos_sin: not contiguous; pass a contiguous table")
+    for name, tensor in named.items():
+        check_unit_stride(name, tensor)

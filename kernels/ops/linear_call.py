@@ -1,0 +1,107 @@
+"""Products of few tokens: how one is computed, and its arguments, declared once for operator, kernel and reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+
+from graphrt.kernels.op_declaration import Written
+
+MAX_TOKENS = 16
+"""Most tokens of a product that the kernel computes."""
+
+STEP = 32
+"""Elements of k that a warp multiplies at a time. The depth of a product must be a multiple of it."""
+
+
+class End(IntEnum):
+    """What follows the product, as the macro END of native/linear.cu."""
+
+    PLAIN = 0
+    ADD = 1
+    SILU_MUL = 2
+    ROPE_WRITE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class LinearPlan:
+    """How a block computes a tile of rows.
+
+    row_tiles   tiles of 16 rows of a block's tile
+    warps       warps of a block, which split k
+    unroll      steps of 32 elements of k in flight per warp
+    persistent  as many blocks as run concurrently take the tiles in turn; else each tile has a block
+    """
+
+    row_tiles: int
+    warps: int
+    unroll: int
+    persistent: bool
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile."""
+        return 16 * self.row_tiles
+
+    @property
+    def ints(self) -> list[int]:
+        """The plan as an argument of an operator."""
+        return [self.row_tiles, self.warps, self.unroll, int(self.persistent)]
+
+    @classmethod
+    def from_ints(cls, values: list[int]) -> LinearPlan:
+        """Return the plan with these `ints`."""
+        row_tiles, warps, unroll, persistent = values
+        return cls(row_tiles, warps, unroll, bool(persistent))
+
+
+@dataclass(frozen=True, slots=True)
+class LinearCall:
+    """One product and what follows it. Tensors are of the weight's dtype unless noted; absent ones are None.
+
+    x            [rows of x, depth]; rows may be strided
+    weight       [rows, depth]  contiguous
+    bias         [rows]
+    x_rows       [tokens]  int64  the row of x of each token; None: its index
+    squares      [rows of x, parts]  float32  sums of squares of the vector before its gain; None: x needs no norm
+    out          [tokens, width]; ROPE_WRITE: the queries
+    residual     ADD: [tokens, rows]  the product is added to it
+    gain         ADD: [rows]  out = residual * gain
+    squares_out  ADD: [tokens, rows / plan.rows]  float32  sums of squares of the residual, one per tile
+    k_cache, v_cache  ROPE_WRITE: [num_pages, page_size, num_kv_heads, head_dim]  last stride 1
+    slots, positions  ROPE_WRITE: [tokens]  int64
+    cos_sin      ROPE_WRITE: [max_positions, rotary_dim]  float32, contiguous; None: nothing is rotated
+    eps          added to the mean square
+    end          an End
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    x_rows: torch.Tensor | None
+    squares: torch.Tensor | None
+    out: Written
+    residual: Written | None
+    gain: torch.Tensor | None
+    squares_out: Written | None
+    k_cache: Written | None
+    v_cache: Written | None
+    slots: torch.Tensor | None
+    positions: torch.Tensor | None
+    cos_sin: torch.Tensor | None
+    eps: float
+    end: int
+    plan: LinearPlan
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens."""
+        return self.out.shape[0]
+
+    @property
+    def num_q_heads(self) -> int:
+        """ROPE_WRITE: query heads, whose rows come first."""
+        assert self.k_cache is not None, "ROPE_WRITE has a cache"
+        return self.out.shape[1] // self.k_cache.shape[3]

@@ -1,0 +1,105 @@
+"""The CUDA kernel of products with few tokens (native/linear.cu): supported calls, variants and launch."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+
+from graphrt.kernels.native.nvrtc import NativeVariant, launch
+from graphrt.kernels.ops.linear_call import STEP, End, LinearCall, LinearPlan
+from graphrt.kernels.sizes import ceil_div
+
+_GROUP = 8  # rows of weights, or tokens, of one mma
+_WARPS_PER_SM = 16  # with 128 registers per thread
+
+
+class _Params(ctypes.Structure):
+    """`Params` of native/linear.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weight", "bias", "x", "x_rows", "squares", "out", "residual", "gain")),
+        *((name, ctypes.c_void_p) for name in ("squares_out", "k_cache", "v_cache", "slots", "positions", "cos_sin")),
+        *((name, ctypes.c_longlong) for name in ("x_stride", "out_stride", "residual_stride")),
+        *((name, ctypes.c_longlong) for name in ("k_page", "k_slot", "k_head", "v_page", "v_slot", "v_head")),
+        *((name, ctypes.c_int) for name in ("tokens", "width", "depth", "tiles", "parts", "steps")),
+        *((name, ctypes.c_int) for name in ("num_q_heads", "num_kv_heads")),
+        *((name, ctypes.c_float) for name in ("inverse_width", "eps")),
+    )
+
+
+def linear_native(call: LinearCall) -> None:
+    """Launch the kernel. In a capture, weights are loaded before the previous kernel of the stream has finished."""
+    plan, end, k_cache, v_cache = call.plan, End(call.end), call.k_cache, call.v_cache
+    rows, depth = call.weight.shape
+    tiles = rows // plan.rows
+    pointers = [call.weight, call.bias, call.x, call.x_rows, call.squares, call.out, call.residual, call.gain]
+    pointers += [call.squares_out, k_cache, v_cache, call.slots, call.positions, call.cos_sin]
+    params = _Params(
+        *(0 if t is None else t.data_ptr() for t in pointers),
+        call.x.stride(0),
+        call.out.stride(0),
+        0 if call.residual is None else call.residual.stride(0),
+        *((0,) * 6 if k_cache is None or v_cache is None else (*k_cache.stride()[:3], *v_cache.stride()[:3])),
+        call.tokens,
+        rows // 2 if end is End.SILU_MUL else rows,
+        depth,
+        tiles,
+        0 if call.squares is None else call.squares.shape[1],
+        ceil_div(depth // STEP, plan.warps * plan.unroll) * plan.unroll,
+        0 if k_cache is None else call.num_q_heads,
+        0 if k_cache is None else k_cache.shape[2],
+        1.0 / depth,
+        call.eps,
+    )
+    half = 0 if call.cos_sin is None else call.cos_sin.shape[1] // 2
+    head_dim, page_size = (plan.rows, 1) if k_cache is None else (k_cache.shape[3], k_cache.shape[1])
+    variant = _variant(plan, end, call.tokens, depth, head_dim, half, page_size)
+    blocks = min(tiles, _num_sms(call.x.device) * _WARPS_PER_SM // plan.warps) if plan.persistent else tiles
+    launch(variant, (blocks, 1), params, call.x.device, pdl=_is_capturing(call.x.device))
+
+
+def _is_capturing(device: torch.device) -> bool:
+    """Outside of a capture, the previous kernel of the stream may be a copy into the weights."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+@functools.cache
+def _num_sms(device: torch.device) -> int:
+    return 1 if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.lru_cache(maxsize=1024)
+def _variant(
+    plan: LinearPlan, end: End, tokens: int, depth: int, head_dim: int, half: int, page_size: int
+) -> NativeVariant:
+    token_tiles = ceil_div(tokens, _GROUP)
+    macros = {
+        "END": int(end),
+        "EVEN": int(depth % (STEP * plan.warps * plan.unroll) == 0),
+        "HALF": half,
+        "HEAD_DIM": head_dim,
+        "KV_FP8": 0,
+        "PAGE_SIZE": page_size,
+        "PARAMS_BYTES": ctypes.sizeof(_Params),
+        "Q_BF16": 1,
+        "ROW_TILES": plan.row_tiles,
+        "TOKEN_TILES": token_tiles,
+        "UNROLL": plan.unroll,
+        "WARPS": plan.warps,
+    }
+    shared = 4 * _GROUP * token_tiles * (plan.warps * (plan.rows + 4) + 1)
+    return NativeVariant("linear.cu", "linear", tuple(macros.items()), 32 * plan.warps, shared)
+
+
+def native_variants() -> dict[str, NativeVariant]:
+    """Return the variants that a test compiles without a GPU: every end, both sizes, even and uneven depths."""
+    plans = {"narrow": LinearPlan(1, 16, 8, False), "wide": LinearPlan(2, 16, 4, True)}
+    return {
+        f"{end.name.lower()}_{name}_{tokens}_{depth}": _variant(plan, end, tokens, depth, 128, 64, 16)
+        for end in End
+        for name, plan in plans.items()
+        for tokens in (1, 16)
+        for depth in (4096, 2880)
+    }

@@ -1,0 +1,78 @@
+"""Which products of few tokens the CUDA kernel computes, and how: a table of measured plans for each kind of device.
+
+`scripts/bench_linear.py` measures the plans; `linear_plans.json` in this folder holds the fastest. A product of another
+size takes the plan of the nearest measured one. Devices that are not in the table use the products of PyTorch.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from dataclasses import dataclass
+from importlib.resources import files
+
+import torch
+
+from graphrt.kernels.native.nvrtc import nvrtc_fault, runs_native
+from graphrt.kernels.ops.linear_call import End, LinearPlan
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredPlan:
+    """The fastest plan of a product: tokens, what follows it, rows and depth of the weight."""
+
+    tokens: int
+    end: End
+    rows: int
+    depth: int
+    plan: LinearPlan
+
+
+@functools.cache
+def load_plans() -> dict[str, tuple[MeasuredPlan, ...]]:
+    """Return the measured plans by the name of the device."""
+    text = files("graphrt.kernels.ops").joinpath("linear_plans.json").read_text(encoding="utf-8")
+    return {
+        device: tuple(
+            MeasuredPlan(t, End[end], rows, depth, LinearPlan.from_ints(p)) for t, end, rows, depth, p in plans
+        )
+        for device, plans in json.loads(text).items()
+    }
+
+
+@functools.cache
+def device_plans(device: torch.device) -> tuple[MeasuredPlan, ...]:
+    """Return the measured plans of a device; none if it uses PyTorch. A CPU follows the H200, with the reference."""
+    if device.type == "cpu":
+        return load_plans()["NVIDIA H200"]
+    if not runs_native(device) or nvrtc_fault() is not None:
+        return ()
+    return load_plans().get(torch.cuda.get_device_name(device), ())
+
+
+@functools.lru_cache(maxsize=4096)
+def linear_plan(
+    device: torch.device, tokens: int, end: End, rows: int, depth: int, head_dim: int, rotary_dim: int
+) -> LinearPlan | None:
+    """Return the plan of a product; None: PyTorch computes it.
+
+    tokens                number of tokens, at most MAX_TOKENS
+    rows, depth           of the weight
+    head_dim, rotary_dim  of ROPE_WRITE: heads, and what tiles rotate, must divide into tiles
+    """
+
+    def fits(plan: LinearPlan) -> bool:
+        if end is End.ROPE_WRITE and (head_dim % plan.rows or rotary_dim % plan.rows):
+            return False
+        return rows % plan.rows == 0
+
+    known = [m for m in device_plans(device) if m.end is end and fits(m.plan)]
+    if not known:
+        return None
+    size = min((m.tokens for m in known if m.tokens >= tokens), default=max(m.tokens for m in known))
+
+    def distance(measured: MeasuredPlan) -> float:
+        return abs(math.log(measured.rows / rows)) + abs(math.log(measured.depth / depth))
+
+    return min((m for m in known if m.tokens == size), key=distance).plan
