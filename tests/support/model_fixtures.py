@@ -102,15 +102,21 @@ class DenseStep:
         for row, new in rows.items():
             runner.tokens[row] = runner.tokens.get(row, []) + new
 
-    def attend(self, layer, q, k, v, *, rotary):
-        q = self._rotate(q, rotary.q_norm, rotary)
-        k = self._rotate(k, rotary.k_norm, rotary)
+    def linear_rope_write(self, layer, x, weight, *, rotary, bias):
+        config = self.runner.model.config
+        counts = (config.num_q_heads, config.num_kv_heads, config.num_kv_heads)
+        qkv = functional.linear(x.finished(), weight, bias).view(len(x.x), -1, config.head_dim)
+        q, k, self._v = qkv.split_with_sizes(counts, 1)
+        self._k = self._rotate(k, rotary.k_norm, rotary)
+        return self._rotate(q, rotary.q_norm, rotary)
+
+    def attend(self, layer, q):
         out = torch.zeros_like(q)
         first = 0
         for row, count in self.rows:
             span = slice(first, first + count)
             first += count
-            keys, values = self.runner.append(layer, row, k[span], v[span])
+            keys, values = self.runner.append(layer, row, self._k[span], self._v[span])
             out[span] = self._dense(q[span], keys, values, self.runner.windows[layer])
         return out
 
