@@ -5,19 +5,22 @@
 // A decode step is bound by reading the weights, so everything serves one purpose: keep loads of weights in flight.
 //
 // 1. A warp loads weights from memory into the registers of the lanes that multiply them. mma.sync takes 16 rows of
-//    weights as its first operand and 8 tokens as its second. A lane reads 16 bytes of a row at a time: 8 neighbours of
-//    k, which it takes from x in the same order, so that the order of k within a step of 32 does not matter.
+//    weights as its first operand and 8 tokens as its second. A lane reads 16 bytes of a row at a time: neighbours of k,
+//    which it takes from x in the same order, so that the order of k within a step of 64 bytes does not matter.
 // 2. The warps of a block share a tile of TILE_ROWS rows: they split k. Their sums meet in shared memory and are added
 //    in the order of the warps, so that results do not depend on how blocks run.
 // 3. A block starts to load its weights before it waits for the earlier kernels of the step, since no kernel of a step
 //    writes weights. With more tiles than blocks, it loads the first weights of its next tile before it ends a tile.
 //
+// Quantised weights are widened to bfloat16 in registers. A weight of 8 bits is e4m3, with one scale per row, which the
+// end of a tile applies. A weight of 4 bits is (q - zero) * scale, with a scale and a zero for each row and GROUP of k.
+//
 // RMSNorm is folded in. The kernel that writes x also writes squares of the vector that it belongs to, one sum per tile.
 // x then holds residual * gain, and the sums over k are multiplied with 1 / rms, which is one number per token.
 //
-// Compile-time macros: END (below), TOKEN_TILES (of 8 tokens), ROW_TILES (of 16 rows), WARPS, UNROLL (steps of 32 in
-// flight per warp), EVEN (k is a multiple of 32 * WARPS * UNROLL), HEAD_DIM and HALF (ROPE_WRITE: half the rotated
-// dims), PAGE_SIZE, PARAMS_BYTES, Q_BF16 (1)
+// Compile-time macros: END (below), BITS (of a weight: 16, 8 or 4), GROUP (4 bits), TOKEN_TILES (of 8 tokens), ROW_TILES
+// (of 16 rows), WARPS, UNROLL (steps in flight per warp), EVEN (k is a multiple of STEP * WARPS * UNROLL), HEAD_DIM and
+// HALF (ROPE_WRITE: half the rotated dims), PAGE_SIZE, PARAMS_BYTES, Q_BF16 (1)
 
 #include "primitives.cuh"
 
@@ -35,11 +38,17 @@
 #define PAIRED (END == SILU_MUL || END == ROPE_WRITE)
 #define TILE_WIDTH (PAIRED ? TILE_ROWS / 2 : TILE_ROWS)  // outputs of a token
 #define PER_THREAD ((TILE_WIDTH * TILE_TOKENS + THREADS - 1) / THREADS)
-#define LINE (UNROLL % 2 ? 1 : 2)  // a warp takes so many neighbouring steps: 128 bytes of a row
-#define X_AHEAD (UNROLL % 4 ? UNROLL : TOKEN_TILES == 1 ? 4 : 2)  // steps of x in flight
+#define STEP_BYTES 64                // of a row, in one load of 4 lanes
+#define EIGHTS (16 / BITS)           // a lane's k of a step, in eighths: so many loads of x
+#define STEP (32 * EIGHTS)           // k of a step
+#define LINE (UNROLL % 2 ? 1 : 2)    // a warp takes so many neighbouring steps: 128 bytes of a row
+#define X_LOADS (UNROLL * EIGHTS)    // of a token, while UNROLL steps are multiplied
+#define X_AHEAD (X_LOADS % 4 ? X_LOADS : TOKEN_TILES == 1 ? 4 : 2)  // loads of x in flight
 
 struct Params {
-  const u16 *weight;     // [rows, depth]
+  const char *weight;    // [rows, row_bytes]
+  const void *scale;     // 8 bits: float32 [rows]; 4 bits: bfloat16 [rows, depth / GROUP]; 16 bits: null
+  const unsigned char *zero;  // 4 bits: [rows, depth / GROUP]
   const u16 *bias;       // [rows]; or null
   const u16 *x;          // [rows of x, depth]
   const i64 *x_rows;     // [tokens]: row of x of each token; null: its index
@@ -53,8 +62,8 @@ struct Params {
   const float *cos_sin;          // [positions, 2 * HALF]
   i64 x_stride, out_stride, residual_stride;
   i64 k_page, k_slot, k_head, v_page, v_slot, v_head;  // strides of the cache
-  int tokens, width, depth, tiles, parts;
-  int steps;  // of 32, that a warp takes of each tile
+  int tokens, width, depth, row_bytes, tiles, parts;
+  int steps;  // that a warp takes of each tile
   int num_q_heads, num_kv_heads;
   float inverse_width, eps;
 };
@@ -83,6 +92,7 @@ __device__ __forceinline__ Tile tile_at(const Params &p, int index) {
 
 // What the end of a tile needs besides the sums, loaded while the sums are computed.
 struct Operands {
+  float scale_low, scale_high;  // 8 bits
   float bias_low, bias_high;
   float residual, gain;
   float cos, sin;
@@ -92,6 +102,10 @@ struct Operands {
 __device__ __forceinline__ Operands operands_at(const Params &p, const Tile &tile, int token, int row) {
   Operands r = {};
   if (token >= p.tokens) return r;
+#if BITS == 8
+  r.scale_low = static_cast<const float *>(p.scale)[tile.low + row];
+  if (PAIRED) r.scale_high = static_cast<const float *>(p.scale)[tile.high + row];
+#endif
   if (p.bias) {
     r.bias_low = from_query(p.bias[tile.low + row]);
     if (PAIRED) r.bias_high = from_query(p.bias[tile.high + row]);
@@ -109,6 +123,8 @@ __device__ __forceinline__ Operands operands_at(const Params &p, const Tile &til
 #endif
   return r;
 }
+
+__device__ __forceinline__ float of_row(float sum, float scale) { return BITS == 8 ? sum * scale : sum; }
 
 __device__ __forceinline__ u16 rounded(float x) { return (u16)pack_output(x, 0.0f); }
 
@@ -131,35 +147,95 @@ __device__ __forceinline__ void store_heads(const Params &p, const Tile &tile, i
 }
 #endif
 
+// What a lane reads of a row in a step.
+struct Weights {
+  int4 bytes;
+#if BITS == 4
+  u16 scale;
+  unsigned char zero;
+#endif
+};
+
+// Return 8 weights as pairs of bfloat16, in the order of k: those of `eighth` of the lane's k.
+struct Eight { u32 pairs[4]; };
+__device__ __forceinline__ Eight widened(const Weights &w, int eighth) {
+  const u32 words[4] = {(u32)w.bytes.x, (u32)w.bytes.y, (u32)w.bytes.z, (u32)w.bytes.w};
+#if BITS == 16
+  return {words[0], words[1], words[2], words[3]};
+#elif BITS == 8
+  // As bits of a bfloat16, sign, exponent and mantissa of an e4m3 are 2^-120 of its value, subnormal numbers too.
+  Eight r;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const u32 bytes = __byte_perm(words[2 * eighth + i / 2], 0, i % 2 ? 0x3424 : 0x1404);  // in the upper halves
+    r.pairs[i] = multiply_pair(masked_or(bytes >> 4, 0x07f007f0, bytes & 0x80008000), 0x7b807b80);
+  }
+  return r;
+#else
+  // As the last bits of the bfloat16 128, q is 128 + q.
+  const u32 zero = (0x4300u | w.zero) * 0x10001u, scale = w.scale * 0x10001u;
+  Eight r;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const u32 q = masked_or(words[eighth] >> (4 * i), 0x000f000f, 0x43004300);
+    r.pairs[i] = multiply_pair(subtract_pair(q, zero), scale);
+  }
+  return r;
+#endif
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS) linear(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) char memory[];
   float *const sums_of_warps = reinterpret_cast<float *>(memory);           // [WARPS, TILE_TOKENS, PITCH]
   float *const scale = sums_of_warps + WARPS * TILE_TOKENS * PITCH;         // [TILE_TOKENS]
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-  const int of_group = lane / 4, of_step = lane % 4 * 8;  // the lane's row of 8, or token of 8; its first k of a step
-  const int depth = p.depth, all_steps = depth / 32;
+  const int of_group = lane / 4;                // the lane's row of 8, or token of 8
+  const int of_step = lane % 4 * (8 * EIGHTS);  // its first k of a step
+  const int all_steps = p.depth / STEP;
 
   // Steps of a warp are LINE neighbours, then those that follow the other warps' neighbours.
   const auto step_at = [&](int i) { return warp * LINE + i * WARPS; };  // i: a multiple of LINE
   const auto ahead_by = [&](int u) { return u / LINE * (LINE * WARPS) + u % LINE; };
-  int4 weights[UNROLL][GROUPS];
-  const i64 rows_8 = 8 * (i64)depth;
+  Weights weights[UNROLL][GROUPS];
+  const i64 rows_8 = 8 * (i64)p.row_bytes;
   // What the lane reads of a tile, from its i-th step on: of both runs of rows.
   struct Source {
-    const u16 *low, *high;
+    const char *low, *high;
     int step;
+#if BITS == 4
+    int low_row, high_row;
+#endif
   };
   const auto source_at = [&](const Tile &tile, int i) {
-    const i64 column = step_at(i) * 32 + of_step;
-    return Source{p.weight + (tile.low + of_group) * (i64)depth + column,
-                  p.weight + (tile.high + of_group) * (i64)depth + column, step_at(i)};
+    const int column = step_at(i) * STEP_BYTES + lane % 4 * 16;
+    Source from;
+    from.low = p.weight + (tile.low + of_group) * (i64)p.row_bytes + column;
+    from.high = p.weight + (tile.high + of_group) * (i64)p.row_bytes + column;
+    from.step = step_at(i);
+#if BITS == 4
+    from.low_row = tile.low + of_group;
+    from.high_row = tile.high + of_group;
+#endif
+    return from;
   };
   const auto load_weights = [&](const Source &from, int u) {
+    const int step = from.step + ahead_by(u);
 #pragma unroll
     for (int group = 0; group < GROUPS; ++group) {
-      const u16 *at = group < ROW_TILES ? from.low + group * rows_8 : from.high + (group - ROW_TILES) * rows_8;
-      if (EVEN || from.step + ahead_by(u) < all_steps) weights[u][group] = load_once(at + ahead_by(u) * 32);
-      else weights[u][group] = make_int4(0, 0, 0, 0);
+      const int rows = group % ROW_TILES;  // below the run's first, in eights
+      const char *at = (group < ROW_TILES ? from.low : from.high) + rows * rows_8;
+      Weights &w = weights[u][group];
+      if (!EVEN && step >= all_steps) {
+        w = {};
+        continue;
+      }
+      w.bytes = load_once(at + ahead_by(u) * STEP_BYTES);
+#if BITS == 4
+      const int row = (group < ROW_TILES ? from.low_row : from.high_row) + 8 * rows;
+      const i64 of_scales = row * (i64)(p.depth / GROUP) + (step * STEP + of_step) / GROUP;
+      w.scale = static_cast<const u16 *>(p.scale)[of_scales];
+      w.zero = p.zero[of_scales];
+#endif
     }
   };
 
@@ -176,19 +252,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS) linear(const _
 #pragma unroll
   for (int j = 0; j < TOKEN_TILES; ++j) {
     const int token = 8 * j + of_group < p.tokens ? 8 * j + of_group : 0;
-    x_of[j] = p.x + (p.x_rows ? p.x_rows[token] : token) * p.x_stride + step_at(0) * 32 + of_step;
+    x_of[j] = p.x + (p.x_rows ? p.x_rows[token] : token) * p.x_stride + step_at(0) * STEP + of_step;
   }
   int4 x[X_AHEAD][TOKEN_TILES];
-  const auto load_x = [&](int slot, int i, int u) {
+  const auto load_x = [&](int slot, int i, int load) {
+    const int u = load / EIGHTS, eighth = load % EIGHTS;
 #pragma unroll
     for (int j = 0; j < TOKEN_TILES; ++j) {
-      const int4 *at = reinterpret_cast<const int4 *>(x_of[j] + (i * WARPS + ahead_by(u)) * 32);
-      if (EVEN || step_at(i) + ahead_by(u) < all_steps) x[slot][j] = *at;
+      const u16 *at = x_of[j] + (i * WARPS + ahead_by(u)) * STEP + 8 * eighth;
+      if (EVEN || step_at(i) + ahead_by(u) < all_steps) x[slot][j] = *reinterpret_cast<const int4 *>(at);
       else x[slot][j] = make_int4(0, 0, 0, 0);
     }
   };
 #pragma unroll
-  for (int u = 0; u < X_AHEAD; ++u) load_x(u, 0, u);
+  for (int load = 0; load < X_AHEAD; ++load) load_x(load, 0, load);
   for (int token = warp; token < TILE_TOKENS; token += WARPS) {
     float mean = 0.0f;
     if (p.squares && token < p.tokens) {
@@ -216,22 +293,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS) linear(const _
       const int next_i = ends ? 0 : i + UNROLL;
       const Source next = ends ? source_at(next_tile, 0) : source_at(tile, next_i);
 #pragma unroll
-      for (int u = 0; u < UNROLL; ++u) {
+      for (int load = 0; load < X_LOADS; ++load) {
+        const int u = load / EIGHTS, eighth = load % EIGHTS;
 #pragma unroll
         for (int r = 0; r < ROW_TILES; ++r) {
-          const int4 &low = weights[u][2 * r], &high = weights[u][2 * r + 1];
-          const u32 first[4] = {(u32)low.x, (u32)high.x, (u32)low.y, (u32)high.y};
-          const u32 second[4] = {(u32)low.z, (u32)high.z, (u32)low.w, (u32)high.w};
+          const Eight low = widened(weights[u][2 * r], eighth), high = widened(weights[u][2 * r + 1], eighth);
 #pragma unroll
           for (int j = 0; j < TOKEN_TILES; ++j) {
-            const int4 &tokens = x[u % X_AHEAD][j];
-            multiply(sums[r][j], first, {(u32)tokens.x, (u32)tokens.y});
-            multiply(sums[r][j], second, {(u32)tokens.z, (u32)tokens.w});
+            const int4 &tokens = x[load % X_AHEAD][j];
+            multiply(sums[r][j], {low.pairs[0], high.pairs[0], low.pairs[1], high.pairs[1]},
+                     {(u32)tokens.x, (u32)tokens.y});
+            multiply(sums[r][j], {low.pairs[2], high.pairs[2], low.pairs[3], high.pairs[3]},
+                     {(u32)tokens.z, (u32)tokens.w});
           }
         }
-        if (loads) load_weights(next, u);
-        if (u + X_AHEAD < UNROLL) load_x(u % X_AHEAD, i, u + X_AHEAD);
-        else if (loads) load_x(u % X_AHEAD, next_i, u + X_AHEAD - UNROLL);
+        if (loads && eighth == EIGHTS - 1) load_weights(next, u);
+        if (load + X_AHEAD < X_LOADS) load_x(load % X_AHEAD, i, load + X_AHEAD);
+        else if (loads) load_x(load % X_AHEAD, next_i, load + X_AHEAD - X_LOADS);
       }
     }
     // 4. The sums of the block.
@@ -260,14 +338,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS) linear(const _
       if (element >= TILE_WIDTH * TILE_TOKENS) break;  // whole warps
       const bool live = token < p.tokens;
       const Operands &o = operands[n];
-      const float low = sum_at(token, row) + o.bias_low;
+      const float low = of_row(sum_at(token, row), o.scale_low) + o.bias_low;
 #if END == PLAIN
       if (live) p.out[token * p.out_stride + tile.low + row] = rounded(low);
 #elif END == SILU_MUL
-      const float high = sum_at(token, TILE_WIDTH + row) + o.bias_high;
+      const float high = of_row(sum_at(token, TILE_WIDTH + row), o.scale_high) + o.bias_high;
       if (live) p.out[token * p.out_stride + tile.low + row] = rounded(low / (1.0f + __expf(-low)) * high);
 #elif END == ROPE_WRITE
-      float high = sum_at(token, TILE_WIDTH + row) + o.bias_high, turned = low;
+      float high = of_row(sum_at(token, TILE_WIDTH + row), o.scale_high) + o.bias_high, turned = low;
       if (tile.rotates) {
         turned = low * o.cos - high * o.sin;
         high = high * o.cos + low * o.sin;

@@ -97,6 +97,23 @@ __device__ __forceinline__ u32 pack_output(float low, float high) {
 #endif
   return r;
 }
+// Two bfloat16 numbers at a time. Subnormal numbers are not flushed.
+__device__ __forceinline__ u32 multiply_pair(u32 x, u32 y) {
+  u32 r;
+  asm("mul.rn.bf16x2 %0, %1, %2;\n" : "=r"(r) : "r"(x), "r"(y));
+  return r;
+}
+__device__ __forceinline__ u32 subtract_pair(u32 x, u32 y) {
+  u32 r;
+  asm("sub.rn.bf16x2 %0, %1, %2;\n" : "=r"(r) : "r"(x), "r"(y));
+  return r;
+}
+// (x & mask) | bits in one instruction, also where mask and bits are constants.
+__device__ __forceinline__ u32 masked_or(u32 x, u32 mask, u32 bits) {
+  u32 r;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;\n" : "=r"(r) : "r"(x), "r"(mask), "r"(bits));
+  return r;
+}
 // 2^x, log2(x) and 1 / x, with the accuracy of the instructions.
 __device__ __forceinline__ float power2(float x) {
   float r;

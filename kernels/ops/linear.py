@@ -27,7 +27,7 @@ from graphrt.kernels.checks import check_tensor, check_unit_stride, once_per_geo
 from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.op_declaration import DeclaredOp
 from graphrt.kernels.ops.activation import silu_mul
-from graphrt.kernels.ops.linear_call import MAX_TOKENS, STEP, End, LinearCall, LinearPlan
+from graphrt.kernels.ops.linear_call import MAX_TOKENS, STEP_BYTES, End, LinearCall, LinearPlan
 from graphrt.kernels.ops.linear_native import linear_native
 from graphrt.kernels.ops.linear_plans import linear_plan
 from graphrt.kernels.ops.linear_reference import linear_reference
@@ -121,7 +121,7 @@ def linear_add(
     tokens = len(x.x)
     _check_residual(x.x, weight, residual, gain)
     plan = _plan(x.x, tokens, weight, End.ADD)
-    if plan is None or len(weight) % STEP:  # the next product could not take it up
+    if plan is None or 2 * len(weight) % STEP_BYTES:  # the next product could not take it up
         product = functional.linear(x.finished(), weight, bias)
         return Normed(add_rms_norm(residual, product, gain, eps))
     out = torch.empty(tokens, len(weight), dtype=weight.dtype, device=weight.device)
@@ -221,7 +221,7 @@ def _plan(
 ) -> LinearPlan | None:
     """Return how the kernel computes a product; None: PyTorch computes it."""
     rows, depth = weight.shape
-    if weight.dtype is not torch.bfloat16 or not 1 <= tokens <= MAX_TOKENS or depth % STEP:
+    if weight.dtype is not torch.bfloat16 or not 1 <= tokens <= MAX_TOKENS or 2 * depth % STEP_BYTES:
         return None
     if not weight.is_contiguous() or (weight.data_ptr() | x.data_ptr() | 2 * x.stride(0)) % _ALIGNMENT:
         return None
@@ -241,7 +241,7 @@ def _call(
 ) -> LinearCall:
     names = ("residual", "gain", "squares_out", "k_cache", "v_cache", "slots", "positions", "cos_sin")
     return LinearCall(
-        x.x, weight, bias, rows, x.squares, out, **{name: tensors.get(name) for name in names},
+        x.x, weight, None, None, bias, rows, x.squares, out, **{name: tensors.get(name) for name in names},
         eps=x.eps, end=int(end), plan=plan,
     )  # fmt: skip
 

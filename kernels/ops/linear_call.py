@@ -12,8 +12,8 @@ from graphrt.kernels.op_declaration import Written
 MAX_TOKENS = 16
 """Most tokens of a product that the kernel computes."""
 
-STEP = 32
-"""Elements of k that a warp multiplies at a time. The depth of a product must be a multiple of it."""
+STEP_BYTES = 64
+"""Bytes of a row of the weight that a warp multiplies at a time. The bytes of a row must be a multiple of it."""
 
 
 class End(IntEnum):
@@ -31,7 +31,7 @@ class LinearPlan:
 
     row_tiles   tiles of 16 rows of a block's tile
     warps       warps of a block, which split k
-    unroll      steps of 32 elements of k in flight per warp
+    unroll      steps of 64 bytes of a row in flight per warp
     persistent  as many blocks as run concurrently take the tiles in turn; else each tile has a block
     """
 
@@ -62,7 +62,9 @@ class LinearCall:
     """One product and what follows it. Tensors are of the weight's dtype unless noted; absent ones are None.
 
     x            [rows of x, depth]; rows may be strided
-    weight       [rows, depth]  contiguous
+    weight       [rows, depth]  contiguous; float8_e4m3fn with `scale`; uint8 [rows, depth / 2] with `scale` and `zero`
+    scale        8 bits: [rows]  float32; 4 bits: [rows, groups]; contiguous; else None
+    zero         4 bits: [rows, groups]  uint8, contiguous; else None
     bias         [rows]
     x_rows       [tokens]  int64  the row of x of each token; None: its index
     squares      [rows of x, parts]  float32  sums of squares of the vector before its gain; None: x needs no norm
@@ -79,6 +81,8 @@ class LinearCall:
 
     x: torch.Tensor
     weight: torch.Tensor
+    scale: torch.Tensor | None
+    zero: torch.Tensor | None
     bias: torch.Tensor | None
     x_rows: torch.Tensor | None
     squares: torch.Tensor | None
@@ -94,6 +98,16 @@ class LinearCall:
     eps: float
     end: int
     plan: LinearPlan
+
+    @property
+    def bits(self) -> int:
+        """Bits of a weight: 16, 8 or 4."""
+        return 4 if self.zero is not None else 8 * self.weight.element_size()
+
+    @property
+    def depth(self) -> int:
+        """Elements of k."""
+        return self.x.shape[1]
 
     @property
     def tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""The CUDA kernel of products with few tokens (native/linear.cu): supported calls, variants and launch."""
+"""The CUDA kernel of products with few tokens (native/linear.cu): variants and launch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import functools
 import torch
 
 from graphrt.kernels.native.nvrtc import NativeVariant, launch
-from graphrt.kernels.ops.linear_call import STEP, End, LinearCall, LinearPlan
+from graphrt.kernels.ops.linear_call import STEP_BYTES, End, LinearCall, LinearPlan
 from graphrt.kernels.sizes import ceil_div
 
 _GROUP = 8  # rows of weights, or tokens, of one mma
@@ -19,12 +19,13 @@ class _Params(ctypes.Structure):
     """`Params` of native/linear.cu."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("weight", "bias", "x", "x_rows", "squares", "out", "residual", "gain")),
+        *((name, ctypes.c_void_p) for name in ("weight", "scale", "zero", "bias", "x", "x_rows", "squares", "out")),
+        *((name, ctypes.c_void_p) for name in ("residual", "gain")),
         *((name, ctypes.c_void_p) for name in ("squares_out", "k_cache", "v_cache", "slots", "positions", "cos_sin")),
         *((name, ctypes.c_longlong) for name in ("x_stride", "out_stride", "residual_stride")),
         *((name, ctypes.c_longlong) for name in ("k_page", "k_slot", "k_head", "v_page", "v_slot", "v_head")),
-        *((name, ctypes.c_int) for name in ("tokens", "width", "depth", "tiles", "parts", "steps")),
-        *((name, ctypes.c_int) for name in ("num_q_heads", "num_kv_heads")),
+        *((name, ctypes.c_int) for name in ("tokens", "width", "depth", "row_bytes", "tiles", "parts")),
+        *((name, ctypes.c_int) for name in ("steps", "num_q_heads", "num_kv_heads")),
         *((name, ctypes.c_float) for name in ("inverse_width", "eps")),
     )
 
@@ -32,10 +33,12 @@ class _Params(ctypes.Structure):
 def linear_native(call: LinearCall) -> None:
     """Launch the kernel. In a capture, weights are loaded before the previous kernel of the stream has finished."""
     plan, end, k_cache, v_cache = call.plan, End(call.end), call.k_cache, call.v_cache
-    rows, depth = call.weight.shape
+    rows, depth = len(call.weight), call.depth
+    row_bytes = depth * call.bits // 8
     tiles = rows // plan.rows
-    pointers = [call.weight, call.bias, call.x, call.x_rows, call.squares, call.out, call.residual, call.gain]
-    pointers += [call.squares_out, k_cache, v_cache, call.slots, call.positions, call.cos_sin]
+    pointers = [call.weight, call.scale, call.zero, call.bias, call.x, call.x_rows, call.squares, call.out]
+    pointers += [call.residual, call.gain, call.squares_out]
+    pointers += [k_cache, v_cache, call.slots, call.positions, call.cos_sin]
     params = _Params(
         *(0 if t is None else t.data_ptr() for t in pointers),
         call.x.stride(0),
@@ -45,9 +48,10 @@ def linear_native(call: LinearCall) -> None:
         call.tokens,
         rows // 2 if end is End.SILU_MUL else rows,
         depth,
+        row_bytes,
         tiles,
         0 if call.squares is None else call.squares.shape[1],
-        ceil_div(depth // STEP, plan.warps * plan.unroll) * plan.unroll,
+        ceil_div(row_bytes // STEP_BYTES, plan.warps * plan.unroll) * plan.unroll,
         0 if k_cache is None else call.num_q_heads,
         0 if k_cache is None else k_cache.shape[2],
         1.0 / depth,
@@ -55,7 +59,8 @@ def linear_native(call: LinearCall) -> None:
     )
     half = 0 if call.cos_sin is None else call.cos_sin.shape[1] // 2
     head_dim, page_size = (plan.rows, 1) if k_cache is None else (k_cache.shape[3], k_cache.shape[1])
-    variant = _variant(plan, end, call.tokens, depth, head_dim, half, page_size)
+    group = 0 if call.zero is None else depth // call.zero.shape[1]
+    variant = _variant(plan, end, call.tokens, call.bits, group, row_bytes, head_dim, half, page_size)
     blocks = min(tiles, _num_sms(call.x.device) * _WARPS_PER_SM // plan.warps) if plan.persistent else tiles
     launch(variant, (blocks, 1), params, call.x.device, pdl=_is_capturing(call.x.device))
 
@@ -72,12 +77,22 @@ def _num_sms(device: torch.device) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def _variant(
-    plan: LinearPlan, end: End, tokens: int, depth: int, head_dim: int, half: int, page_size: int
+    plan: LinearPlan,
+    end: End,
+    tokens: int,
+    bits: int,
+    group: int,
+    row_bytes: int,
+    head_dim: int,
+    half: int,
+    page_size: int,
 ) -> NativeVariant:
     token_tiles = ceil_div(tokens, _GROUP)
     macros = {
+        "BITS": bits,
         "END": int(end),
-        "EVEN": int(depth % (STEP * plan.warps * plan.unroll) == 0),
+        "EVEN": int(row_bytes % (STEP_BYTES * plan.warps * plan.unroll) == 0),
+        "GROUP": group,
         "HALF": half,
         "HEAD_DIM": head_dim,
         "KV_FP8": 0,
@@ -97,9 +112,11 @@ def native_variants() -> dict[str, NativeVariant]:
     """Return the variants that a test compiles without a GPU: every end, both sizes, even and uneven depths."""
     plans = {"narrow": LinearPlan(1, 16, 8, False), "wide": LinearPlan(2, 16, 4, True)}
     return {
-        f"{end.name.lower()}_{name}_{tokens}_{depth}": _variant(plan, end, tokens, depth, 128, 64, 16)
+        f"{end.name.lower()}_{name}_{tokens}_{bits}_{depth}": _variant(
+            plan, end, tokens, bits, 128 if bits == 4 else 0, depth * bits // 8, 128, 64, 16
+        )
         for end in End
         for name, plan in plans.items()
         for tokens in (1, 16)
-        for depth in (4096, 2880)
+        for bits, depth in ((16, 4096), (16, 2880), (8, 4096), (4, 4096))
     }

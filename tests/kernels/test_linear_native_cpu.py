@@ -36,6 +36,8 @@ class Case:
     gather: bool = False
     head_dim: int = 32
     half: int = 16
+    bits: int = 16
+    group: int = 32
 
 
 CASES = [
@@ -55,6 +57,12 @@ CASES = [
     Case("rope_write_wide", End.ROPE_WRITE, bias=True, rows=64 * 5, head_dim=64, half=32, plan=WIDE),
     Case("rope_write_part", End.ROPE_WRITE, rows=64 * 4, head_dim=64, half=8, plan=TURNS),
     Case("write_without_rotation", End.ROPE_WRITE, rows=32 * 6, half=0),
+    Case("fp8", bits=8, tokens=9, depth=512, bias=True),
+    Case("fp8_add_in_turns", End.ADD, bits=8, plan=TURNS, rows=320, depth=576, squares=True),
+    Case("fp8_silu_mul", End.SILU_MUL, bits=8, rows=128, plan=WIDE, gather=True),
+    Case("int4", bits=4, tokens=9, depth=1024),
+    Case("int4_groups_of_64", End.ADD, bits=4, group=64, plan=TURNS, rows=320, depth=640),
+    Case("int4_groups_of_128", End.ROPE_WRITE, bits=4, group=128, rows=32 * 6, depth=768, plan=WIDE, bias=True),
 ]  # fmt: skip
 
 
@@ -62,6 +70,17 @@ CASES = [
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_native, "launch", native_emulation.emulated_launch)
     monkeypatch.setattr(native_emulation, "launches", itertools.count())
+
+
+def int4(rows: int, depth: int, group: int, rng: torch.Generator) -> tuple[torch.Tensor, ...]:
+    """Return 4-bit weights, packed in the order 0 2 4 6 1 3 5 7 from the lowest bits, with scales, zeros and values."""
+    q = torch.randint(16, (rows, depth), generator=rng, device="cpu", dtype=torch.int32)
+    zero = torch.randint(16, (rows, depth // group), generator=rng, device="cpu", dtype=torch.uint8)
+    scale = (torch.rand(rows, depth // group, generator=rng, device="cpu") * depth**-0.5 / 4).to(BF16)
+    words = sum(q.view(rows, -1, 8)[..., k].long() << 4 * i for i, k in enumerate((0, 2, 4, 6, 1, 3, 5, 7)))
+    data = words.to(torch.uint32).view(torch.uint8).view(rows, -1)
+    values = (q.view(rows, -1, group) - zero[..., None].int()) * scale[..., None].double()
+    return data, scale, zero, values.to(BF16).view(rows, depth)
 
 
 def check(case: Case, rng: torch.Generator) -> None:
@@ -73,7 +92,16 @@ def check(case: Case, rng: torch.Generator) -> None:
     end, tokens, rows = case.end, case.tokens, case.rows
     bias = normal(rows) if case.bias else None
     padded = torch.full((rows * case.depth + 4096,), torch.nan, dtype=BF16, device="cpu")  # reads past the end give NaN
-    weight = padded[: rows * case.depth].view(rows, -1).copy_(normal(rows, case.depth) * case.depth**-0.5)
+    values = normal(rows, case.depth) * case.depth**-0.5
+    if case.bits == 16:
+        weight, scale, zero = padded[: rows * case.depth].view(rows, -1).copy_(values), None, None
+    elif case.bits == 8:
+        scale, zero = torch.rand(rows, generator=rng, device="cpu") / 448, None
+        weight = values.div(values.abs().amax() / 448).to(torch.float8_e4m3fn)
+        weight[0, :4] = torch.tensor([448.0, -448.0, 2**-9, -(2**-9)]).to(weight.dtype)
+        values = weight.double() * scale.double()[:, None]
+    else:
+        weight, scale, zero, values = int4(rows, case.depth, case.group, rng)
     x_rows = torch.randperm(tokens + 2, generator=rng, device="cpu")[:tokens] if case.gather else None
     x = normal(tokens + 2 if case.gather else tokens, case.depth)
     squares = normal(len(x), 7, dtype=torch.float32).square() * case.depth if case.squares else None
@@ -91,7 +119,7 @@ def check(case: Case, rng: torch.Generator) -> None:
     cache = (*(c[1:] for c in written), slots.clone(), positions.clone(), cos_sin)
     # float64
     rowed = x if x_rows is None else x[x_rows]
-    want = rowed.double() @ weight.double().T
+    want = rowed.double() @ values.double().T
     if squares is not None:
         used = squares if x_rows is None else squares[x_rows]
         want *= (used.double().sum(1, keepdim=True) / case.depth + 1e-5).rsqrt()
@@ -104,7 +132,7 @@ def check(case: Case, rng: torch.Generator) -> None:
             native_emulation.write_late(tensor)
     adds, writes = end is End.ADD, end is End.ROPE_WRITE
     call = LinearCall(
-        x, weight, bias, x_rows, squares, out, out_residual if adds else None, gain if adds else None,
+        x, weight, scale, zero, bias, x_rows, squares, out, out_residual if adds else None, gain if adds else None,
         squares_out if adds else None, *(cache if writes else (None,) * 5),
         eps=1e-5, end=int(end), plan=case.plan,
     )  # fmt: skip
@@ -149,7 +177,7 @@ BUGS = {
     "sums_not_reset": ("          sums[r][j][i] = 0.0f;\n", "", "nine_tokens_in_turns"),
     "sums_overwritten": ("    if (!is_last) __syncthreads();", "    ", "add_wide_in_turns"),
     "sums_read_too_early": ("    __syncthreads();\n    const auto sum_at", "    const auto sum_at", "plain"),
-    "depth_not_bounded": ("if (EVEN || from.step + ahead_by(u) < all_steps)", "if (true)", "uneven_depth"),
+    "depth_not_bounded": ("if (!EVEN && step >= all_steps)", "if (false)", "uneven_depth"),
     "row_not_gathered": ("(p.x_rows ? p.x_rows[token] : token) * p.x_stride", "token * p.x_stride", "gathered"),
     "squares_not_gathered": ("(p.x_rows ? p.x_rows[token] : token) *", "token *", "gathered"),
     "padded_slot_written": ("    if (slot < 0) return;\n", "", "rope_write"),
@@ -157,6 +185,12 @@ BUGS = {
     "rotated_the_other_way": ("low * o.cos - high * o.sin", "low * o.cos + high * o.sin", "rope_write"),
     "rest_of_a_head_shifted": ("2 * num_rotated * TILE_WIDTH", "0", "rope_write_part"),
     "gain_of_the_old_residual": ("rounded(residual * o.gain)", "rounded(o.residual * o.gain)", "add"),
+    "subnormal_fp8_lost": ("masked_or(bytes >> 4, 0x07f007f0", "masked_or(bytes >> 4, 0x07800780", "fp8"),
+    "bytes_swapped": ("0x3424 : 0x1404", "0x1404 : 0x3424", "fp8"),
+    "scale_of_another_row": ("[tile.high + row];\n#endif", "[tile.low + row];\n#endif", "fp8_silu_mul"),
+    "zero_of_the_first_group": ("w.zero = p.zero[of_scales]", "w.zero = p.zero[0]", "int4"),
+    "group_of_the_first_lane": ("(step * STEP + of_step) / GROUP", "step * STEP / GROUP", "int4_groups_of_64"),
+    "x_of_the_first_eighth": ("* STEP + 8 * eighth;", "* STEP;", "int4"),
     "bias_of_the_gate_twice": ("p.bias[tile.high + row]", "p.bias[tile.low + row]", "silu_mul_wide"),
 }  # fmt: skip
 

@@ -222,6 +222,13 @@ inline u32 pack_output(float low, float high) { return to_bfloat(low) | (u32)to_
 inline float from_query(u16 x) { return from_half(x); }
 inline u32 pack_output(float low, float high) { return to_half(low) | (u32)to_half(high) << 16; }
 #endif
+inline u32 masked_or(u32 x, u32 mask, u32 bits) { return (x & mask) | bits; }
+inline u32 multiply_pair(u32 x, u32 y) {
+  return to_bfloat(from_bfloat(x) * from_bfloat(y)) | (u32)to_bfloat(from_bfloat(x >> 16) * from_bfloat(y >> 16)) << 16;
+}
+inline u32 subtract_pair(u32 x, u32 y) {
+  return to_bfloat(from_bfloat(x) - from_bfloat(y)) | (u32)to_bfloat(from_bfloat(x >> 16) - from_bfloat(y >> 16)) << 16;
+}
 #if Q_BF16 && !KV_FP8
 inline float from_factor(u16 x) { return from_bfloat(x); }
 inline u32 pack(float low, float high) { return to_bfloat(low) | (u32)to_bfloat(high) << 16; }
