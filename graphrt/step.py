@@ -14,6 +14,7 @@ from graphrt.kernels.checks import check_instance, check_int, check_no_overlap, 
 from graphrt.kernels.errors import ConfigError, ShapeError, UnsupportedError
 from graphrt.kernels.metadata.buffers import StaticBuffers
 from graphrt.kernels.ops.linear import Normed, linear_rope_write
+from graphrt.kernels.ops.quantized import Weight, check_weight
 from graphrt.kernels.ops.sampling import LogitBias, TokenMask
 from graphrt.kernels.ops.sampling_state import Penalties, PenaltyState
 from graphrt.metadata import StepMetadata
@@ -200,7 +201,7 @@ class Step:
         self,
         layer: int,
         x: torch.Tensor | Normed,
-        weight: torch.Tensor,
+        weight: Weight,
         *,
         rotary: Rotary | None = None,
         bias: torch.Tensor | None = None,
@@ -209,7 +210,7 @@ class Step:
 
         layer    index of a layer that writes keys and values
         x        [padded_tokens, depth]  or a Normed
-        weight   [(num_q_heads + num_kv_heads) * head_dim + num_kv_heads * v_head_dim, depth]
+        weight   [(num_q_heads + num_kv_heads) * head_dim + num_kv_heads * v_head_dim, depth]  or a quantised weight
         returns  the queries [padded_tokens, num_q_heads, head_dim], rotated
 
         Other arguments, and what runs, are described at `graphrt.kernels.ops.linear.linear_rope_write`. Capture-safe.
@@ -225,7 +226,7 @@ class Step:
             raise ShapeError(f"layer: layer {layer} writes no keys and values; compute its queries with linear()")
         spec = target.spec
         rows = (spec.num_q_heads + spec.num_kv_heads) * spec.head_dim + spec.num_kv_heads * spec.value_dim
-        check_tensor("weight", weight, shape=(rows, None), dtype=spec.dtype, device=self.positions.device)
+        check_weight("weight", weight, rows=rows, dtype=spec.dtype, device=self.positions.device)
         self._check_rotary(rotary)
         self._check_order(layer, True)
         q = linear_rope_write(

@@ -7,9 +7,10 @@ A Llama layer is four products, and one kernel each if the step has few tokens:
     h = linear_silu_mul(x, gate_up)                    SwiGLU
     x = linear_add(h, down, residual, next_gain, eps)
 
-Each chooses between the CUDA kernel of native/linear.cu and the product of PyTorch with graphrt's kernels after it, by
-`linear_plan`. The kernel computes at most 16 tokens, in bfloat16. Both ways give equal values up to rounding, and a
-given number of tokens always takes the same way, so that a replay equals the eager step.
+`linear_plan` chooses between the CUDA kernel of native/linear.cu and a product with graphrt's kernels after it. The
+CUDA kernel computes at most 16 tokens, in bfloat16. The other products are those of PyTorch, or `quantized_product` for
+quantised weights. Both ways give equal values up to rounding, and a given number of tokens always takes the same way,
+so that a replay equals the eager step.
 
 RMSNorm is divided: the product before it multiplies with the gain and sums squares, the product after it divides by the
 root of their mean. `Normed` holds what lies between.
@@ -32,6 +33,8 @@ from graphrt.kernels.ops.linear_native import linear_native
 from graphrt.kernels.ops.linear_plans import linear_plan
 from graphrt.kernels.ops.linear_reference import linear_reference
 from graphrt.kernels.ops.norm import add_rms_norm
+from graphrt.kernels.ops.quantized import QuantizedWeight, Weight, check_weight
+from graphrt.kernels.ops.quantized_product import quantized_product
 
 
 def _run(call: LinearCall) -> None:
@@ -66,7 +69,7 @@ class Normed(NamedTuple):
 
 def linear(
     x: torch.Tensor | Normed,
-    weight: torch.Tensor,
+    weight: Weight,
     bias: torch.Tensor | None = None,
     *,
     rows: torch.Tensor | None = None,
@@ -74,7 +77,7 @@ def linear(
     """Return x @ weight.T + bias.
 
     x            [rows of x, depth]  float16, bfloat16 or float32  device; rows may be strided; or a Normed
-    weight       [out, depth]        x's dtype  device
+    weight       [out, depth]        x's dtype  device; or a quantised weight
     bias         [out]               x's dtype  device
     rows         [tokens]            int64      device; rows of x to multiply, as `step.logits_indices`; None: all
     returns      [tokens, out]       x's dtype, contiguous
@@ -90,15 +93,15 @@ def linear(
     plan = _plan(x.x, tokens, weight, End.PLAIN)
     if plan is None:
         vectors = x.finished()
-        return functional.linear(vectors if rows is None else vectors.index_select(0, rows), weight, bias)
-    out = torch.empty(tokens, len(weight), dtype=weight.dtype, device=weight.device)
+        return _product(vectors if rows is None else vectors.index_select(0, rows), weight, bias)
+    out = torch.empty(tokens, weight.shape[0], dtype=weight.dtype, device=weight.device)
     _op(_call(x, weight, bias, out, End.PLAIN, plan, rows=rows))
     return out
 
 
 def linear_add(
     x: torch.Tensor | Normed,
-    weight: torch.Tensor,
+    weight: Weight,
     residual: torch.Tensor,
     gain: torch.Tensor,
     eps: float,
@@ -108,7 +111,7 @@ def linear_add(
     """Add x @ weight.T + bias to `residual` in place, and return the RMSNorm of the sum.
 
     x         [tokens, depth]  float16, bfloat16 or float32  device; or a Normed
-    weight    [width, depth]   x's dtype  device
+    weight    [width, depth]   x's dtype  device; or a quantised weight
     residual  [tokens, width]  x's dtype  device; changed in place
     gain      [width]          x's dtype  device; weight of the norm
     eps       added to the mean square
@@ -118,47 +121,47 @@ def linear_add(
     Capture-safe, and raises, as `linear`.
     """
     x = _checked(x, weight, bias)
-    tokens = len(x.x)
-    _check_residual(x.x, weight, residual, gain)
+    tokens, width = len(x.x), weight.shape[0]
+    _check_residual(x.x, width, residual, gain)
     plan = _plan(x.x, tokens, weight, End.ADD)
-    if plan is None or 2 * len(weight) % STEP_BYTES:  # the next product could not take it up
-        product = functional.linear(x.finished(), weight, bias)
-        return Normed(add_rms_norm(residual, product, gain, eps))
-    out = torch.empty(tokens, len(weight), dtype=weight.dtype, device=weight.device)
-    squares = torch.empty(tokens, len(weight) // plan.rows, dtype=torch.float32, device=weight.device)
+    if plan is None or 2 * width % STEP_BYTES:  # the next product could not take it up
+        return Normed(add_rms_norm(residual, _product(x.finished(), weight, bias), gain, eps))
+    out = torch.empty(tokens, width, dtype=weight.dtype, device=weight.device)
+    squares = torch.empty(tokens, width // plan.rows, dtype=torch.float32, device=weight.device)
     _op(_call(x, weight, bias, out, End.ADD, plan, residual=residual, gain=gain, squares_out=squares))
     return Normed(out, squares, eps)
 
 
 def linear_silu_mul(
     x: torch.Tensor | Normed,
-    weight: torch.Tensor,
+    weight: Weight,
     *,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return silu(gate) * up, where x @ weight.T + bias holds gate, then up.
 
     x        [tokens, depth]      float16, bfloat16 or float32  device; or a Normed
-    weight   [2 * width, depth]   x's dtype  device
+    weight   [2 * width, depth]   x's dtype  device; or a quantised weight
     bias     [2 * width]
     returns  [tokens, width]      x's dtype, contiguous
 
     Capture-safe, and raises, as `linear`.
     """
     x = _checked(x, weight, bias)
-    if len(weight) % 2:
-        raise ShapeError(f"weight: expected an even number of rows, got {len(weight)}; concatenate gate and up")
+    rows = weight.shape[0]
+    if rows % 2:
+        raise ShapeError(f"weight: expected an even number of rows, got {rows}; concatenate gate and up")
     plan = _plan(x.x, len(x.x), weight, End.SILU_MUL)
     if plan is None:
-        return silu_mul(functional.linear(x.finished(), weight, bias))
-    out = torch.empty(len(x.x), len(weight) // 2, dtype=weight.dtype, device=weight.device)
+        return silu_mul(_product(x.finished(), weight, bias))
+    out = torch.empty(len(x.x), rows // 2, dtype=weight.dtype, device=weight.device)
     _op(_call(x, weight, bias, out, End.SILU_MUL, plan))
     return out
 
 
 def linear_rope_write(
     x: torch.Tensor | Normed,
-    weight: torch.Tensor,
+    weight: Weight,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
@@ -172,7 +175,8 @@ def linear_rope_write(
     """Multiply with the joint weight of queries, keys and values; rotate, store keys and values, return the queries.
 
     x        [tokens, depth]  float16, bfloat16 or float32  device; or a Normed
-    weight   [(num_q_heads + num_kv_heads) * head_dim + num_kv_heads * v_head_dim, depth]  x's dtype  device
+    weight   [(num_q_heads + num_kv_heads) * head_dim + num_kv_heads * v_head_dim, depth]  x's dtype  device; or a
+             quantised weight
     bias     one value per row of `weight`
     returns  [tokens, num_q_heads, head_dim]  x's dtype; a slice of a larger tensor if keys and values were separate
 
@@ -184,10 +188,11 @@ def linear_rope_write(
     x = _checked(x, weight, bias)
     num_kv_heads, head_dim, v_head_dim = *k_cache.shape[2:], v_cache.shape[3]
     kv_rows = num_kv_heads * head_dim, num_kv_heads * v_head_dim
-    q_rows = len(weight) - sum(kv_rows)
+    q_rows = weight.shape[0] - sum(kv_rows)
     if q_rows <= 0 or q_rows % head_dim:
         raise ShapeError(
-            f"weight: expected rows for query heads of {head_dim} dims and {num_kv_heads} KV heads, got {len(weight)}; "
+            f"weight: expected rows for query heads of {head_dim} dims and {num_kv_heads} KV heads, got "
+            f"{weight.shape[0]}; "
             "concatenate the weights of queries, keys and values"
         )
     plan = None
@@ -216,21 +221,29 @@ def _has_norms(rotary: Rotary) -> bool:
     return rotary.q_norm is not None or rotary.k_norm is not None
 
 
+def _product(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return x @ weight.T + bias [tokens, rows] without the CUDA kernel."""
+    if isinstance(weight, QuantizedWeight):
+        return quantized_product(x, weight, bias)
+    return functional.linear(x, weight, bias)
+
+
 def _plan(
-    x: torch.Tensor, tokens: int, weight: torch.Tensor, end: End, head_dim: int = 0, rotary_dim: int = 0
+    x: torch.Tensor, tokens: int, weight: Weight, end: End, head_dim: int = 0, rotary_dim: int = 0
 ) -> LinearPlan | None:
-    """Return how the kernel computes a product; None: PyTorch computes it."""
+    """Return how the kernel computes a product; None: `_product` computes it."""
     rows, depth = weight.shape
-    if weight.dtype is not torch.bfloat16 or not 1 <= tokens <= MAX_TOKENS or 2 * depth % STEP_BYTES:
+    bits, data = (weight.bits, weight.data) if isinstance(weight, QuantizedWeight) else (16, weight)
+    if weight.dtype is not torch.bfloat16 or not 1 <= tokens <= MAX_TOKENS or depth * bits // 8 % STEP_BYTES:
         return None
-    if not weight.is_contiguous() or (weight.data_ptr() | x.data_ptr() | 2 * x.stride(0)) % _ALIGNMENT:
+    if not data.is_contiguous() or (data.data_ptr() | x.data_ptr() | 2 * x.stride(0)) % _ALIGNMENT:
         return None
-    return linear_plan(weight.device, tokens, end, rows, depth, head_dim, rotary_dim)
+    return linear_plan(weight.device, tokens, bits, end, rows, depth, head_dim, rotary_dim)
 
 
 def _call(
     x: Normed,
-    weight: torch.Tensor,
+    weight: Weight,
     bias: torch.Tensor | None,
     out: torch.Tensor,
     end: End,
@@ -240,33 +253,35 @@ def _call(
     **tensors: torch.Tensor | None,
 ) -> LinearCall:
     names = ("residual", "gain", "squares_out", "k_cache", "v_cache", "slots", "positions", "cos_sin")
+    data, scale, zero = weight.tensors() if isinstance(weight, QuantizedWeight) else (weight, None, None)
     return LinearCall(
-        x.x, weight, None, None, bias, rows, x.squares, out, **{name: tensors.get(name) for name in names},
+        x.x, data, scale, zero, bias, rows, x.squares, out, **{name: tensors.get(name) for name in names},
         eps=x.eps, end=int(end), plan=plan,
     )  # fmt: skip
 
 
-def _checked(x: torch.Tensor | Normed, weight: torch.Tensor, bias: torch.Tensor | None) -> Normed:
+def _checked(x: torch.Tensor | Normed, weight: Weight, bias: torch.Tensor | None) -> Normed:
     normed = x if isinstance(x, Normed) else Normed(x)
-    _check_product(normed.x, weight, bias)
+    check_weight("weight", weight)
+    _check_product(normed.x, weight.shape, weight.dtype, weight.device, bias)
     return normed
 
 
 @once_per_geometry
-def _check_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    check_tensor("weight", weight, shape=(None, None), dtype=(torch.float16, torch.bfloat16, torch.float32))
-    check_tensor("x", x, shape=(None, weight.shape[1]), dtype=weight.dtype, device=weight.device)
+def _check_product(
+    x: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, bias: torch.Tensor | None
+) -> None:
+    check_tensor("x", x, shape=(None, shape[1]), dtype=dtype, device=device)
     check_unit_stride("x", x)
     if bias is not None:
-        check_tensor("bias", bias, shape=(weight.shape[0],), dtype=weight.dtype, device=weight.device)
+        check_tensor("bias", bias, shape=(shape[0],), dtype=dtype, device=device)
         check_unit_stride("bias", bias)
 
 
 @once_per_geometry
-def _check_residual(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, gain: torch.Tensor) -> None:
-    width = weight.shape[0]
-    check_tensor("residual", residual, shape=(x.shape[0], width), dtype=weight.dtype, device=weight.device)
-    check_tensor("gain", gain, shape=(width,), dtype=weight.dtype, device=weight.device)
+def _check_residual(x: torch.Tensor, width: int, residual: torch.Tensor, gain: torch.Tensor) -> None:
+    check_tensor("residual", residual, shape=(x.shape[0], width), dtype=x.dtype, device=x.device)
+    check_tensor("gain", gain, shape=(width,), dtype=x.dtype, device=x.device)
     check_unit_stride("residual", residual)
     check_unit_stride("gain", gain)
 

@@ -1,7 +1,8 @@
 """Which products of few tokens the CUDA kernel computes, and how: a table of measured plans for each kind of device.
 
 `scripts/bench_linear.py` measures the plans; `linear_plans.json` in this folder holds the fastest. A product of another
-size takes the plan of the nearest measured one. Devices that are not in the table use the products of PyTorch.
+size takes the plan of the nearest measured one with as many bits per weight. Without one, the device uses the products
+of PyTorch, and `quantized_product` for quantised weights.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from graphrt.kernels.ops.linear_call import End, LinearPlan
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPlan:
-    """The fastest plan of a product: tokens, what follows it, rows and depth of the weight."""
+    """The fastest plan of a product: tokens, bits per weight, what follows it, rows and depth of the weight."""
 
     tokens: int
+    bits: int
     end: End
     rows: int
     depth: int
@@ -35,7 +37,8 @@ def load_plans() -> dict[str, tuple[MeasuredPlan, ...]]:
     text = files("graphrt.kernels.ops").joinpath("linear_plans.json").read_text(encoding="utf-8")
     return {
         device: tuple(
-            MeasuredPlan(t, End[end], rows, depth, LinearPlan.from_ints(p)) for t, end, rows, depth, p in plans
+            MeasuredPlan(t, bits, End[end], rows, depth, LinearPlan.from_ints(p))
+            for t, bits, end, rows, depth, p in plans
         )
         for device, plans in json.loads(text).items()
     }
@@ -53,11 +56,12 @@ def device_plans(device: torch.device) -> tuple[MeasuredPlan, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def linear_plan(
-    device: torch.device, tokens: int, end: End, rows: int, depth: int, head_dim: int, rotary_dim: int
+    device: torch.device, tokens: int, bits: int, end: End, rows: int, depth: int, head_dim: int, rotary_dim: int
 ) -> LinearPlan | None:
-    """Return the plan of a product; None: PyTorch computes it.
+    """Return the plan of a product; None: the CUDA kernel does not compute it.
 
     tokens                number of tokens, at most MAX_TOKENS
+    bits                  of a weight: 16, 8 or 4
     rows, depth           of the weight
     head_dim, rotary_dim  of ROPE_WRITE: heads, and what tiles rotate, must divide into tiles
     """
@@ -67,7 +71,7 @@ def linear_plan(
             return False
         return rows % plan.rows == 0
 
-    known = [m for m in device_plans(device) if m.end is end and fits(m.plan)]
+    known = [m for m in device_plans(device) if m.bits == bits and m.end is end and fits(m.plan)]
     if not known:
         return None
     size = min((m.tokens for m in known if m.tokens >= tokens), default=max(m.tokens for m in known))

@@ -203,9 +203,10 @@ def test_plans() -> None:
     """Measured sizes take their own plan, others that of the nearest; devices that were not measured have none."""
     cpu = torch.device("cpu")
     for measured in load_plans()["NVIDIA H200"]:
-        found = linear_plan(cpu, measured.tokens, measured.end, measured.rows, measured.depth, 128, 128)
+        found = linear_plan(cpu, measured.tokens, measured.bits, measured.end, measured.rows, measured.depth, 128, 128)
         assert found == measured.plan
-    assert linear_plan(cpu, 16, End.ADD, 4096, 4100, 0, 0) == linear_plan(cpu, 16, End.ADD, 4096, 4096, 0, 0)
-    assert linear_plan(cpu, 1, End.ADD, 4100, 4096, 0, 0) is None, "no tile divides the rows"
-    assert linear_plan(cpu, 1, End.ROPE_WRITE, 4096, 4096, 80, 24) is None, "no tile divides what is rotated"
+    assert linear_plan(cpu, 16, 16, End.ADD, 4096, 4100, 0, 0) == linear_plan(cpu, 16, 16, End.ADD, 4096, 4096, 0, 0)
+    assert linear_plan(cpu, 1, 16, End.ADD, 4100, 4096, 0, 0) is None, "no tile divides the rows"
+    assert linear_plan(cpu, 1, 16, End.ROPE_WRITE, 4096, 4096, 80, 24) is None, "no tile divides what is rotated"
+    assert linear_plan(cpu, 1, 8, End.ADD, 4096, 4096, 0, 0) is None, "weights of 8 bits were not measured"
     assert device_plans(torch.device("meta")) == ()
