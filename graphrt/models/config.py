@@ -13,6 +13,7 @@ from graphrt.kernels.checks import check_int_field, shown
 from graphrt.kernels.errors import ConfigError
 from graphrt.kernels.types import KVLayout
 from graphrt.models.fields import FieldReader
+from graphrt.models.quantization import Quantization, quantization_from_hf
 from graphrt.models.rope import RopeConfig, rope_from_gguf, rope_from_hf, rope_parameters
 from graphrt.spec import AttentionSpec, KVCacheSpec
 
@@ -27,7 +28,6 @@ _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torc
 
 # All other keys of a config.json are applied below or not read by the classes of transformers.
 _HF_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "quantization_config": (),
     "compression_config": (),
     "is_causal": (True,),
     "per_layer_config": (),
@@ -73,6 +73,7 @@ class ModelConfig:
         qk_norm: whether each query and key head is RMS-normalised before the rotation.
         dtype: dtype of the checkpoint.
         eos_ids: tokens that end a text.
+        quantization: how the matrices are held, or None for tensors.
     """
 
     architecture: str
@@ -95,6 +96,7 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     dtype: torch.dtype = torch.bfloat16
     eos_ids: tuple[int, ...] = ()
+    quantization: Quantization | None = None
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_q_heads", "num_kv_heads")
@@ -182,6 +184,7 @@ class ModelConfig:
             "mlp_bias": architecture == "llama" and fields.flag("mlp_bias"),
             "tie_word_embeddings": fields.flag("tie_word_embeddings"),
             "dtype": _hf_dtype(fields),
+            "quantization": quantization_from_hf(fields),
         }
         fields.problems += end.problems
         fields.reasons += end.reasons

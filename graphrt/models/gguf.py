@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from graphrt.kernels.errors import ConfigError, UnsupportedError
+from graphrt.kernels.ops.quantized import Weight
 from graphrt.models.config import ModelConfig
 from graphrt.models.fields import printable
 from graphrt.models.gguf_file import GGUFFile, read_gguf
@@ -40,6 +41,8 @@ _ROTATED = re.compile(r"self_attn\.[qk]_proj\.")
 class GGUFSource:
     """The tensors of a GGUF file, with the names and the layout of a Hugging Face checkpoint."""
 
+    quantization = None  # tensors are dequantised
+
     def __init__(self, path: Path) -> None:
         self._gguf = require("gguf", "to read GGUF files")
         self._file: GGUFFile = read_gguf(path)
@@ -66,7 +69,8 @@ class GGUFSource:
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: self._file.tensors[stored].shape for name, stored in self._stored.items()}
 
-    def copy_into(self, name: str, target: torch.Tensor) -> None:
+    def copy_into(self, name: str, target: Weight) -> None:
+        assert isinstance(target, torch.Tensor), "check_weights refuses tensors for quantised weights"
         stored = self._stored[name]
         if target.dim() == 1:
             rows = torch.from_numpy(self._dequantize(stored, 0, 1)[0])

@@ -13,12 +13,16 @@ import torch
 
 from graphrt.kernels.checks import shown
 from graphrt.kernels.errors import ConfigError, UnsupportedError
+from graphrt.kernels.ops.quantized import Weight
 from graphrt.models.config import ModelConfig
 from graphrt.models.fields import printable
 from graphrt.models.packages import require
+from graphrt.models.packing import PackedWeights
+from graphrt.models.quantization import Quantization
 
 _MAX_NAME = 255
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_QUANTIZED = ("F8_E4M3", "I32")
 _STORED = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _ROWS_COMPARED = 1024
@@ -29,13 +33,14 @@ class SafetensorsSource:
 
     As in transformers, a head that differs from the embedding is kept even if config.json declares them tied, and the
     stored dtype is used if config.json specifies none. If an index specifies the file of a tensor, copies of the tensor
-    in other files are ignored.
+    in other files are ignored. A module is quantised if its tensors are, whatever the lists of quantization_config say.
     """
 
     def __init__(self, folder: Path) -> None:
         self.config = read_config(folder)
         safetensors = require("safetensors", "to read weights")
-        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._shapes: Mapping[str, tuple[int, ...]] = {}
+        self._dtypes: dict[str, str] = {}
         self._where: dict[str, Any] = {}
         files, index = _weight_files(folder)
         for file in files:
@@ -49,6 +54,14 @@ class SafetensorsSource:
             for name in opened.keys():  # noqa: SIM118  not a mapping
                 if index.get(name, file) == file:
                     self._add(name, opened, printable(folder / file))
+        self._shapes = {name: tuple(self._where[name].get_slice(name).get_shape()) for name in self._where}
+        self._packed: PackedWeights | None = None
+        if self.config.quantization is not None:
+            self._packed = PackedWeights(self.config.quantization, self._shapes, self._dtypes, self._read)
+            self._shapes = self._packed.shapes
+            plain = {name for name, shape in self._shapes.items() if len(shape) == 2} - self._packed.names
+            quantization = replace(self.config.quantization, plain=frozenset(n.removesuffix(".weight") for n in plain))
+            self.config = replace(self.config, quantization=quantization)
         if self.config.tie_word_embeddings and self.has_own_head():
             self.config = replace(self.config, tie_word_embeddings=False)
         raw = _read_json(folder / "config.json")
@@ -56,21 +69,42 @@ class SafetensorsSource:
             stored = _STORED[self._where[_EMBEDDING].get_slice(_EMBEDDING).get_dtype()]
             self.config = replace(self.config, dtype=torch.float32 if stored == torch.float64 else stored)
 
+    @property
+    def quantization(self) -> Quantization | None:
+        """How the weights are quantised."""
+        return self.config.quantization
+
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes
 
-    def copy_into(self, name: str, target: torch.Tensor) -> None:
-        target.copy_(self._where[name].get_tensor(name))
+    def copy_into(self, name: str, target: Weight) -> None:
+        if not self._is_packed(name):
+            assert isinstance(target, torch.Tensor), "check_weights refuses tensors for quantised weights"
+            target.copy_(self._read(name))
+            return
+        assert self._packed is not None, "a packed weight was found"
+        weight = self._packed.weight(name, target.dtype, target.device)
+        if isinstance(target, torch.Tensor):
+            target.copy_(weight.dequantized())
+        else:
+            target.copy_(weight)
 
     def has_own_head(self) -> bool:
         shapes = [self._shapes.get(name) for name in (_EMBEDDING, _HEAD)]
         if None in shapes:
             return False
-        if shapes[0] != shapes[1] or not shapes[0]:
+        if shapes[0] != shapes[1] or not shapes[0] or self._is_packed(_HEAD):
             return True
         embedding, head = (self._where[name].get_slice(name) for name in (_EMBEDDING, _HEAD))
         pieces = (slice(first, first + _ROWS_COMPARED) for first in range(0, shapes[0][0], _ROWS_COMPARED))
         return not all(torch.equal(embedding[piece].double(), head[piece].double()) for piece in pieces)
+
+    def _read(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._where[name].get_tensor(name)
+        return tensor
+
+    def _is_packed(self, name: str) -> bool:
+        return self._packed is not None and name in self._packed.names
 
     def _add(self, name: str, opened: Any, file: str) -> None:
         if name in self._where:
@@ -78,14 +112,14 @@ class SafetensorsSource:
                 f"{file}: the tensor {shown(name)} is also in another file; download the index file of "
                 f"the checkpoint too"
             )
-        content = opened.get_slice(name)
-        if content.get_dtype() not in _STORED:
+        dtype = opened.get_slice(name).get_dtype()
+        supported = (*_STORED, *(() if self.config.quantization is None else _QUANTIZED))
+        if dtype not in supported:
             raise UnsupportedError(
-                f"{file}: {shown(name)} has dtype {content.get_dtype()} (supported: {', '.join(_STORED)}); "
-                "use a checkpoint that is not quantised, or a GGUF file"
+                f"{file}: {shown(name)} has dtype {dtype} (supported: {', '.join(supported)}); "
+                "use a checkpoint that is not quantised in this way, or a GGUF file"
             )
-        self._shapes[name] = tuple(content.get_shape())
-        self._where[name] = opened
+        self._dtypes[name], self._where[name] = dtype, opened
 
 
 def read_config(folder: Path) -> ModelConfig:

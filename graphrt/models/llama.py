@@ -4,60 +4,28 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 from graphrt.kernels.cache.write import Rotary
-from graphrt.kernels.errors import ConfigError
 from graphrt.kernels.ops.linear import Normed, linear, linear_add, linear_silu_mul
 from graphrt.kernels.ops.norm import rms_norm
+from graphrt.kernels.ops.quantized import Weight
 from graphrt.models.config import ModelConfig
-from graphrt.models.fields import printable
+from graphrt.models.quantization import empty_weight
+from graphrt.models.weights import TensorSource, WeightSource, check_weights
 
 if TYPE_CHECKING:
     from graphrt.step import Step
 
 
-class WeightSource(Protocol):
-    """A checkpoint, whose tensors are read one at a time by their Hugging Face names."""
-
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Return the shape of every tensor, from the checkpoint's table of contents."""
-        ...
-
-    def copy_into(self, name: str, target: torch.Tensor) -> None:
-        """Copy one tensor into `target`, converting its dtype and device."""
-        ...
-
-    def has_own_head(self) -> bool:
-        """Return whether the checkpoint has an output head that differs from its embedding."""
-        ...
-
-
-class TensorSource:
-    """A WeightSource for tensors in memory."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._tensors = tensors
-
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
-
-    def copy_into(self, name: str, target: torch.Tensor) -> None:
-        target.copy_(self._tensors[name])
-
-    def has_own_head(self) -> bool:
-        embedding, head = (self._tensors.get(f"{name}.weight") for name in ("model.embed_tokens", "lm_head"))
-        return embedding is not None and head is not None and not torch.equal(embedding, head.to(embedding))
-
-
 class LlamaLayer(nn.Module):
     """The weights of one layer: q, k and v in one matrix, gate and up in another."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         hidden, intermediate, dim = config.hidden_size, config.intermediate_size, config.head_dim
         qkv_rows = (config.num_q_heads + 2 * config.num_kv_heads) * dim
@@ -65,17 +33,21 @@ class LlamaLayer(nn.Module):
         def weight(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
 
+        def matrix(modules: list[str], rows: int, depth: int) -> Weight:
+            names = [f"model.layers.{index}.{module}_proj" for module in modules]
+            return empty_weight(config.quantization, names, (rows, depth), dtype, device)
+
         self.attention_norm = weight(hidden)
-        self.qkv = weight(qkv_rows, hidden)
+        self.qkv = matrix(["self_attn.q", "self_attn.k", "self_attn.v"], qkv_rows, hidden)
         self.qkv_bias = weight(qkv_rows) if config.qkv_bias else None
         self.q_norm = weight(dim) if config.qk_norm else None
         self.k_norm = weight(dim) if config.qk_norm else None
-        self.o = weight(hidden, config.num_q_heads * dim)
+        self.o = matrix(["self_attn.o"], hidden, config.num_q_heads * dim)
         self.o_bias = weight(hidden) if config.o_bias else None
         self.mlp_norm = weight(hidden)
-        self.gate_up = weight(2 * intermediate, hidden)
+        self.gate_up = matrix(["mlp.gate", "mlp.up"], 2 * intermediate, hidden)
         self.gate_up_bias = weight(2 * intermediate) if config.mlp_bias else None
-        self.down = weight(hidden, intermediate)
+        self.down = matrix(["mlp.down"], hidden, intermediate)
         self.down_bias = weight(hidden) if config.mlp_bias else None
 
 
@@ -100,11 +72,10 @@ class LlamaModel(nn.Module):
         self.register_buffer("cos_sin", table, persistent=False)
         shape = (config.vocab_size, config.hidden_size)
         self.embedding = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
-        self.layers = nn.ModuleList(LlamaLayer(config, dtype, device) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(LlamaLayer(config, i, dtype, device) for i in range(config.num_layers))
         self.norm = nn.Parameter(torch.empty(config.hidden_size, dtype=dtype, device=device), requires_grad=False)
-        self.head = self.embedding
-        if not config.tie_word_embeddings:
-            self.head = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+        quantization, tied = config.quantization, config.tie_word_embeddings
+        self.head: Weight = self.embedding if tied else empty_weight(quantization, ["lm_head"], shape, dtype, device)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -165,37 +136,17 @@ class LlamaModel(nn.Module):
         """Check the names and shapes of a checkpoint's tensors. A model on the meta device needs no memory for this.
 
         Raises:
-            ConfigError: if tensors are missing, unknown or of the wrong shape, or the checkpoint has a head and the
-                model has none.
+            ConfigError: if tensors are missing, unknown or of the wrong shape, if the checkpoint has a head and the
+                model has none, or if the model's weights are quantised otherwise.
         """
-        targets, shapes = self.weight_targets(), checkpoint.shapes()
-        ignored = {"lm_head.weight"} if self.config.tie_word_embeddings else set()
-        unknown = [n for n in shapes if n not in targets and n not in ignored and "rotary_emb." not in n]
-        missing = [name for name in targets if name not in shapes]
-        misshaped = [
-            f"{name} {list(shapes[name])} instead of {list(target.shape)}"
-            for name, target in targets.items()
-            if name in shapes and tuple(shapes[name]) != tuple(target.shape)
-        ]
-        found = {"missing": missing, "unknown": unknown, "of another shape": misshaped}
-        if any(found.values()):
-            text = "; ".join(f"{len(names)} {kind}: {_listing(names)}" for kind, names in found.items() if names)
-            raise ConfigError(
-                f"weights: expected the {len(targets)} tensors of this {self.config.architecture} model, got {text}; "
-                "use the config that belongs to the checkpoint"
-            )
-        if self.config.tie_word_embeddings and checkpoint.has_own_head():
-            raise ConfigError(
-                "weights: lm_head.weight differs from model.embed_tokens.weight, and this model uses one tensor for "
-                "both; build the model with tie_word_embeddings=False"
-            )
+        check_weights(self.config, self.weight_targets(), checkpoint)
 
-    def weight_targets(self) -> dict[str, torch.Tensor]:
-        """Return a view of the weights for each tensor of a Hugging Face checkpoint, by name."""
+    def weight_targets(self) -> dict[str, Weight]:
+        """Return the destination of each Hugging Face checkpoint tensor: views of the weights by tensor name."""
         config = self.config
         heads = (config.num_q_heads, config.num_kv_heads, config.num_kv_heads)
         rows = [count * config.head_dim for count in heads]
-        targets: dict[str, torch.Tensor | None] = {
+        targets: dict[str, Weight | None] = {
             "model.embed_tokens.weight": self.embedding,
             "model.norm.weight": self.norm,
             "lm_head.weight": None if config.tie_word_embeddings else self.head,
@@ -218,9 +169,5 @@ class LlamaModel(nn.Module):
                     targets.update(zip(names, qkv.split(rows), strict=True))
                 if gate_up is not None:
                     names = [prefix + f"mlp.{x}_proj.{kind}" for x in ("gate", "up")]
-                    targets.update(zip(names, gate_up.chunk(2), strict=True))
+                    targets.update(zip(names, gate_up.split([config.intermediate_size] * 2), strict=True))
         return {name: target for name, target in targets.items() if target is not None}
-
-
-def _listing(names: list[str], most: int = 6) -> str:
-    return printable(", ".join(names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")

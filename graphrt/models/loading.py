@@ -13,6 +13,7 @@ from graphrt.config import RuntimeConfig
 from graphrt.kernels.checks import check_int, shown
 from graphrt.kernels.compile_ahead import hash_triton
 from graphrt.kernels.errors import CapacityError, ConfigError
+from graphrt.kernels.ops.quantized import QuantizedWeight
 from graphrt.kernels.types import KVLayout
 from graphrt.models.config import ModelConfig
 from graphrt.models.fields import MAX_EXTENT, check_path
@@ -53,8 +54,8 @@ def load_model(
     Names, shapes and files are checked before memory is allocated. Weights are then copied tensor by tensor.
 
     Args:
-        source: a Hugging Face folder or hub id, or a .gguf file. For dummy weights: "dummy:<shape>" with a name in
-            SHAPES, or a ModelConfig.
+        source: a Hugging Face folder or hub id, or a .gguf file. For dummy weights: "dummy:<shape>" with a name of
+            `shape_config`, or a ModelConfig.
         device: device on which the model runs.
         dtype: "auto" means the checkpoint's dtype on CUDA (bfloat16 for GGUF) and float32 on a CPU.
         max_positions: rows of the rotation table, which limit the sequence length. Defaults to the model's limit.
@@ -77,7 +78,7 @@ def load_model(
         chosen = dtype if dtype != "auto" else config.dtype if device.type == "cuda" else torch.float32
         positions = config.max_position_embeddings if max_positions is None else max_positions
         check_int("max_positions", positions, 1, MAX_EXTENT, advice="pass the longest sequence, or None")
-        weights, table = config.num_parameters * chosen.itemsize, positions * config.rotary_dim * 4
+        weights, table = _weight_bytes(config, chosen), positions * config.rotary_dim * 4
         free = free_memory(device)
         if free is not None and weights + table > free:
             raise CapacityError(
@@ -102,6 +103,11 @@ def load_model(
     return LoadedModel(model, checkpoint.config, path)
 
 
+def _weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    model = LlamaModel(config, dtype=dtype, device=torch.device("meta"), max_positions=1)
+    return sum(weight.nbytes for weight in model.parameters())
+
+
 @torch.no_grad()
 def _fill_dummy_weights(model: LlamaModel, seed: int) -> None:
     """Overwrite all weights in place with seeded noise that keeps activations near 1, and finite in every dtype.
@@ -109,11 +115,15 @@ def _fill_dummy_weights(model: LlamaModel, seed: int) -> None:
     Matrices have standard deviation 1 / sqrt(columns), so a product keeps the scale of its input.
     """
     generator = torch.Generator(model.device).manual_seed(seed)
-    for name, weight in model.named_parameters():
-        if weight.dim() == 2:
-            weight.normal_(std=weight.shape[1] ** -0.5, generator=generator)
-        else:
-            weight.fill_(0.0 if name.endswith("bias") else 1.0)
+    for module in model.modules():
+        if isinstance(module, QuantizedWeight):
+            module.fill_with_noise(module.shape[1] ** -0.5, generator)
+            continue
+        for name, weight in module.named_parameters(recurse=False):
+            if weight.dim() == 2:
+                weight.normal_(std=weight.shape[1] ** -0.5, generator=generator)
+            else:
+                weight.fill_(0.0 if name.endswith("bias") else 1.0)
 
 
 def make_runtime(model: LlamaModel, config: RuntimeConfig, *, page_size: int = 16, **options: Any) -> Runtime:

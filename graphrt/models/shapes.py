@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from graphrt.kernels.checks import shown
 from graphrt.kernels.errors import ConfigError
 from graphrt.models.config import ModelConfig
+from graphrt.models.quantization import Quantization
 from graphrt.models.rope import RopeConfig
 
 
@@ -16,6 +18,7 @@ def _llama3(factor: float) -> dict[str, Any]:
     return {"rms_norm_eps": 1e-5, "rope": rope, "eos_ids": (128_001, 128_008, 128_009)}
 
 
+_HEAD = frozenset(("lm_head",))
 _TIED: dict[str, Any] = {"tie_word_embeddings": True}
 # The numbers are vocab_size, hidden_size, intermediate_size, num_layers, num_q_heads, num_kv_heads, head_dim,
 # max_position_embeddings.
@@ -38,8 +41,23 @@ SHAPES: dict[str, ModelConfig] = {
 """Well-known models by name. Mistral is version 0.1, which has a sliding window."""
 
 
+_QUANTIZATIONS = {"fp8": Quantization(8, plain=_HEAD), "int4": Quantization(4, 128, plain=_HEAD)}
+
+
 def shape_config(name: str) -> ModelConfig:
-    """Return the shape of a well-known model. Raises: ConfigError: if `name` is not in SHAPES."""
+    """Return the shape of a well-known model: a name in SHAPES.
+
+    With the suffix -fp8 or -int4, its matrices are quantised, except the head: fp8 with a scale per row, or int4 with
+    one per 128 inputs.
+
+    Raises: ConfigError: if there is no such shape.
+    """
+    base, _, suffix = name.rpartition("-")
+    if base in SHAPES and suffix in _QUANTIZATIONS:
+        return replace(SHAPES[base], quantization=_QUANTIZATIONS[suffix])
     if name not in SHAPES:
-        raise ConfigError(f"shape: expected one of {', '.join(SHAPES)}, got {shown(name)}; choose one of these")
+        raise ConfigError(
+            f"shape: expected one of {', '.join(SHAPES)}, with the suffix -fp8 or -int4 if quantised, got "
+            f"{shown(name)}; choose one of these"
+        )
     return SHAPES[name]

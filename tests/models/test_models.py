@@ -239,7 +239,7 @@ def test_all_unsupported_missing_and_malformed_options_are_listed():
         "model_type": "mixtral",
         "architectures": ["MixtralForCausalLM"],
         "hidden_act": "gelu",
-        "quantization_config": {"quant_method": "awq"},
+        "quantization_config": {"quant_method": "bitnet"},
         "layer_types": ["chunked_attention"] * 3,
         "rope_scaling": {"rope_type": "mrope"},
         "torch_dtype": "float8_e4m3fn",

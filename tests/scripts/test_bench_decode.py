@@ -20,6 +20,7 @@ from graphrt.kernels.types import KVLayout
 from graphrt.models.config import ModelConfig
 from graphrt.models.llama import LlamaModel
 from graphrt.models.loading import load_model
+from graphrt.models.quantization import Quantization
 from graphrt.models.rope import RopeConfig
 from graphrt.models.shapes import SHAPES
 from scripts import make_docs
@@ -52,6 +53,18 @@ def test_report() -> None:
     record = json.loads(json.dumps(report.to_json()))
     assert record["baselines"] == []
     assert record["results"][0]["share_of_floor"] == first.floor_ms / first.replay_ms
+
+
+@pytest.mark.parametrize(
+    ("quantization", "bits"), [(Quantization(8), 8), (Quantization(4, 32), 4)], ids=["fp8", "int4"]
+)
+def test_the_floor_counts_the_bytes_of_quantised_weights(quantization: Quantization, bits: int) -> None:
+    sizes = {"hidden_size": 64, "num_q_heads": 8, "quantization": replace(quantization, plain=frozenset(("lm_head",)))}
+    model = load_model(replace(TINY, **sizes), device=CPU).model
+    layer, matrices = model.layers[0], 64 * (64 + 2 * 16 + 64) + 3 * 64 * 64
+    scales = 4 * (64 + 2 * 16 + 64 + 3 * 64) if bits == 8 else matrices // 32 * (4 + 1)
+    assert sum(weight.nbytes for weight in layer.parameters()) == matrices * bits // 8 + scales + 2 * 64 * 4
+    assert model.streamed_bytes == 2 * sum(w.nbytes for w in layer.parameters()) + 4 * 64 * (97 + 1)
 
 
 @pytest.mark.gpu

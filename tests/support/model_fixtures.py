@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 from torch.nn import functional
 
+from graphrt.kernels.ops.linear import linear
 from graphrt.models.llama import LlamaModel
 
 # To learn whether a package called `kernels` is installed, transformers imports it, once, and in a checkout finds the
@@ -105,7 +106,7 @@ class DenseStep:
     def linear_rope_write(self, layer, x, weight, *, rotary, bias):
         config = self.runner.model.config
         counts = (config.num_q_heads, config.num_kv_heads, config.num_kv_heads)
-        qkv = functional.linear(x.finished(), weight, bias).view(len(x.x), -1, config.head_dim)
+        qkv = linear(x, weight, bias).view(len(x.x), -1, config.head_dim)
         q, k, self._v = qkv.split_with_sizes(counts, 1)
         self._k = self._rotate(k, rotary.k_norm, rotary)
         return self._rotate(q, rotary.q_norm, rotary)

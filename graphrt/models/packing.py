@@ -1,0 +1,121 @@
+"""Quantised weights of safetensors files: AWQ, GPTQ, and fp8 with one scale per matrix or row.
+
+A module stores these tensors in place of `weight` [rows, depth]. A word of 32 bits holds 8 values of 4 bits, the first
+one in its lowest bits:
+
+    awq   qweight [depth, rows / 8]  8 rows of a word in the order 0 2 4 6 1 3 5 7; qzeros likewise
+    gptq  qweight [depth / 8, rows]  8 neighbours of k; qzeros [groups, rows / 8] in order, minus 1 in the first version
+          g_idx   [depth]            group of each k, which must be k / group
+    both  qzeros  [groups, rows / 8] and scales [groups, rows]
+    fp8   weight  [rows, depth]      float8_e4m3fn; weight_scale: one, or one per row; input_scale: not used
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from graphrt.kernels.errors import ConfigError, UnsupportedError
+from graphrt.kernels.ops.quantized import NIBBLE_ORDER, Fp8Weight, Int4Weight, QuantizedWeight, nibbles
+from graphrt.models.fields import printable
+from graphrt.models.quantization import Quantization
+
+Shape = tuple[int, ...]
+
+_ONE_IN_EACH_NIBBLE = 0x11111111
+
+
+class PackedWeights:
+    """The quantised weights among the tensors of a checkpoint, by their names as if they were not quantised.
+
+    shapes   of all tensors of the checkpoint
+    dtypes   of all tensors, as safetensors names them
+    read     returns a tensor
+
+    Attributes:
+        shapes: the checkpoint's shapes with one `weight` in place of the tensors of each quantised module.
+        names: the quantised ones among them.
+
+    Raises:
+        ConfigError: if a module's tensors do not belong together.
+        UnsupportedError: if weights were reordered by activation (`desc_act`).
+    """
+
+    def __init__(
+        self,
+        quantization: Quantization,
+        shapes: Mapping[str, Shape],
+        dtypes: Mapping[str, str],
+        read: Callable[[str], torch.Tensor],
+    ) -> None:
+        self._quantization, self._read = quantization, read
+        is_fp8 = quantization.bits == 8
+        marker = ".weight" if is_fp8 else ".qweight"
+        of_module = ("weight_scale", "input_scale") if is_fp8 else ("qweight", "qzeros", "scales", "g_idx")
+        self.shapes, self.names = dict(shapes), set[str]()
+        for name, dtype in dtypes.items():
+            if not name.endswith(marker) or (is_fp8 and dtype != "F8_E4M3"):
+                continue
+            module = name.removesuffix(marker)
+            parts = {part: self.shapes.pop(f"{module}.{part}", None) for part in of_module}
+            self._check(module, shapes[name], parts)
+            self.names.add(f"{module}.weight")
+            self.shapes[f"{module}.weight"] = self._shape(shapes[name])
+
+    def weight(self, name: str, dtype: torch.dtype, device: torch.device) -> QuantizedWeight:
+        """Read a quantised weight for activations of `dtype`, and convert it on `device`."""
+        module = name.removesuffix(".weight")
+
+        def read(part: str) -> torch.Tensor:
+            return self._read(f"{module}.{part}").to(device)
+
+        if self._quantization.bits == 8:
+            data = read("weight")
+            return Fp8Weight(data, read("weight_scale").float().flatten().expand(len(data)).contiguous(), dtype)
+        packing = self._quantization.packing
+        values, zeros = nibbles(read("qweight")), read("qzeros")
+        if packing == "gptq":
+            zeros += _ONE_IN_EACH_NIBBLE  # carries as the subtraction did
+        zeros = nibbles(zeros)
+        if packing == "awq":
+            values, zeros = values[..., _INVERSE], zeros[..., _INVERSE]
+            values = values.flatten(1).t().contiguous()
+        else:
+            values = values.transpose(0, 1).flatten(1)
+        return Int4Weight.pack(values, read("scales").t().to(dtype), zeros.flatten(1).t())
+
+    def _shape(self, stored: Shape) -> Shape:
+        """Return [rows, depth] for the stored shape of a weight."""
+        if self._quantization.bits == 8:
+            return stored
+        first, second = stored
+        return (8 * second, first) if self._quantization.packing == "awq" else (second, 8 * first)
+
+    def _check(self, module: str, stored: Shape, parts: Mapping[str, Shape | None]) -> None:
+        if len(stored) != 2:
+            raise ConfigError(f"{printable(module)}: expected a quantised matrix, got shape {list(stored)}")
+        rows, depth = self._shape(stored)
+        wanted: dict[str, list[Shape | None]]
+        if self._quantization.bits == 8:
+            wanted = {"weight_scale": [(), (1,), (1, 1), (rows,), (rows, 1)]}
+        else:
+            groups = depth // self._quantization.group
+            wanted = {"qzeros": [(groups, rows // 8)], "scales": [(groups, rows)], "g_idx": [None, (depth,)]}
+        for part, shapes in wanted.items():
+            if parts[part] not in shapes:
+                found = "nothing" if parts[part] is None else f"shape {list(parts[part] or ())}"
+                raise ConfigError(
+                    f"{printable(module)}.{part}: expected shape {list(shapes[-1] or ())} for a weight "
+                    f"[{rows}, {depth}], got {found}; use the config that belongs to the checkpoint"
+                )
+        if parts.get("g_idx") is not None:
+            groups_of_k = torch.arange(depth, dtype=torch.int32, device="cpu") // self._quantization.group
+            if not torch.equal(self._read(f"{module}.g_idx").int(), groups_of_k):
+                raise UnsupportedError(
+                    f"{printable(module)}.g_idx: graphrt does not implement weights that are reordered by activation "
+                    "(quantization_config: desc_act); use a checkpoint with desc_act=false"
+                )
+
+
+_INVERSE = [NIBBLE_ORDER.index(i) for i in range(8)]

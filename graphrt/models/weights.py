@@ -1,0 +1,95 @@
+"""Copy a checkpoint into the weights of a model, after a check of names and shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+
+from graphrt.kernels.errors import ConfigError
+from graphrt.kernels.ops.quantized import QuantizedWeight, Weight
+from graphrt.models.config import ModelConfig
+from graphrt.models.fields import printable
+from graphrt.models.quantization import Quantization
+
+
+class WeightSource(Protocol):
+    """A checkpoint: tensors by their Hugging Face names, read one at a time."""
+
+    @property
+    def quantization(self) -> Quantization | None:
+        """How the checkpoint's weights are quantised."""
+        ...
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Return the shape of every tensor, from the checkpoint's table of contents."""
+        ...
+
+    def copy_into(self, name: str, target: Weight) -> None:
+        """Copy one tensor into `target`, converting its dtype and device. A quantised target takes a quantised weight;
+        a tensor takes either."""
+        ...
+
+    def has_own_head(self) -> bool:
+        """Return whether the checkpoint has an output head that differs from its embedding."""
+        ...
+
+
+class TensorSource:
+    """A WeightSource for tensors in memory."""
+
+    quantization = None
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+
+    def copy_into(self, name: str, target: Weight) -> None:
+        assert not isinstance(target, QuantizedWeight), "check_weights refuses tensors for quantised weights"
+        target.copy_(self._tensors[name])
+
+    def has_own_head(self) -> bool:
+        embedding, head = (self._tensors.get(f"{name}.weight") for name in ("model.embed_tokens", "lm_head"))
+        return embedding is not None and head is not None and not torch.equal(embedding, head.to(embedding))
+
+
+def check_weights(config: ModelConfig, targets: Mapping[str, Weight], checkpoint: WeightSource) -> None:
+    """Check the names and shapes of a checkpoint's tensors.
+
+    Raises:
+        ConfigError: if tensors are missing, unknown or of the wrong shape, if the checkpoint has a head and the model
+            has none, or if the model's weights are quantised otherwise.
+    """
+    shapes = checkpoint.shapes()
+    ignored = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    unknown = [n for n in shapes if n not in targets and n not in ignored and "rotary_emb." not in n]
+    missing = [name for name in targets if name not in shapes]
+    misshaped = [
+        f"{name} {list(shapes[name])} instead of {list(target.shape)}"
+        for name, target in targets.items()
+        if name in shapes and tuple(shapes[name]) != tuple(target.shape)
+    ]
+    found = {"missing": missing, "unknown": unknown, "of another shape": misshaped}
+    if any(found.values()):
+        text = "; ".join(f"{len(names)} {kind}: {_listing(names)}" for kind, names in found.items() if names)
+        raise ConfigError(
+            f"weights: expected the {len(targets)} tensors of this {config.architecture} model, got {text}; "
+            "use the config that belongs to the checkpoint"
+        )
+    if config.tie_word_embeddings and checkpoint.has_own_head():
+        raise ConfigError(
+            "weights: lm_head.weight differs from model.embed_tokens.weight, and this model uses one tensor for "
+            "both; build the model with tie_word_embeddings=False"
+        )
+    if config.quantization not in (None, checkpoint.quantization):
+        raise ConfigError(
+            f"weights: expected weights of {config.quantization.bits} bits that are quantised like the model's, got "
+            "others; build the model with the config of the checkpoint"
+        )
+
+
+def _listing(names: list[str], most: int = 6) -> str:
+    return printable(", ".join(names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
