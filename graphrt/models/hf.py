@@ -57,7 +57,7 @@ class SafetensorsSource:
         self._shapes = {name: tuple(self._where[name].get_slice(name).get_shape()) for name in self._where}
         self._packed: PackedWeights | None = None
         if self.config.quantization is not None:
-            self._packed = PackedWeights(self.config.quantization, self._shapes, self._dtypes, self._read)
+            self._packed = PackedWeights(self.config, self.config.quantization, self._shapes, self._dtypes, self._read)
             self._shapes = self._packed.shapes
             plain = {name for name, shape in self._shapes.items() if len(shape) == 2} - self._packed.names
             quantization = replace(self.config.quantization, plain=frozenset(n.removesuffix(".weight") for n in plain))

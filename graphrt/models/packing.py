@@ -6,7 +6,8 @@ one in its lowest bits:
     awq   qweight [depth, rows / 8]  8 rows of a word in the order 0 2 4 6 1 3 5 7; qzeros likewise
     gptq  qweight [depth / 8, rows]  8 neighbours of k; qzeros [groups, rows / 8] in order, minus 1 in the first version
           g_idx   [depth]            group of each k, which must be k / group
-    both  qzeros  [groups, rows / 8] and scales [groups, rows]
+          bias    [rows]             zeros, in models without biases too
+    both  scales  [groups, rows]
     fp8   weight  [rows, depth]      float8_e4m3fn; weight_scale: one, or one per row; input_scale: not used
 """
 
@@ -18,6 +19,7 @@ import torch
 
 from graphrt.kernels.errors import ConfigError, UnsupportedError
 from graphrt.kernels.ops.quantized import NIBBLE_ORDER, Fp8Weight, Int4Weight, QuantizedWeight, nibbles
+from graphrt.models.config import ModelConfig
 from graphrt.models.fields import printable
 from graphrt.models.quantization import Quantization
 
@@ -29,6 +31,7 @@ _ONE_IN_EACH_NIBBLE = 0x11111111
 class PackedWeights:
     """The quantised weights among the tensors of a checkpoint, by their names as if they were not quantised.
 
+    config   of the model
     shapes   of all tensors of the checkpoint
     dtypes   of all tensors, as safetensors names them
     read     returns a tensor
@@ -44,6 +47,7 @@ class PackedWeights:
 
     def __init__(
         self,
+        config: ModelConfig,
         quantization: Quantization,
         shapes: Mapping[str, Shape],
         dtypes: Mapping[str, str],
@@ -60,6 +64,9 @@ class PackedWeights:
             module = name.removesuffix(marker)
             parts = {part: self.shapes.pop(f"{module}.{part}", None) for part in of_module}
             self._check(module, shapes[name], parts)
+            bias = f"{module}.bias"
+            if bias in shapes and not _has_bias(config, module) and not read(bias).any():
+                del self.shapes[bias]
             self.names.add(f"{module}.weight")
             self.shapes[f"{module}.weight"] = self._shape(shapes[name])
 
@@ -74,10 +81,8 @@ class PackedWeights:
             data = read("weight")
             return Fp8Weight(data, read("weight_scale").float().flatten().expand(len(data)).contiguous(), dtype)
         packing = self._quantization.packing
-        values, zeros = nibbles(read("qweight")), read("qzeros")
-        if packing == "gptq":
-            zeros += _ONE_IN_EACH_NIBBLE  # carries as the subtraction did
-        zeros = nibbles(zeros)
+        one = _ONE_IN_EACH_NIBBLE if packing == "gptq" else 0  # carries as the subtraction did
+        values, zeros = nibbles(read("qweight")), nibbles(read("qzeros") + one)
         if packing == "awq":
             values, zeros = values[..., _INVERSE], zeros[..., _INVERSE]
             values = values.flatten(1).t().contiguous()
@@ -116,6 +121,14 @@ class PackedWeights:
                     f"{printable(module)}.g_idx: graphrt does not implement weights that are reordered by activation "
                     "(quantization_config: desc_act); use a checkpoint with desc_act=false"
                 )
+
+
+def _has_bias(config: ModelConfig, module: str) -> bool:
+    """Whether the model has a bias in a module such as "model.layers.0.mlp.down_proj"."""
+    name = module.rpartition(".")[2].removesuffix("_proj")
+    if name in ("q", "k", "v"):
+        return config.qkv_bias
+    return config.o_bias if name == "o" else config.mlp_bias and name != "lm_head"
 
 
 _INVERSE = [NIBBLE_ORDER.index(i) for i in range(8)]

@@ -62,6 +62,7 @@ def gptq(q: torch.Tensor, zero: torch.Tensor, scale: torch.Tensor, *, offset: in
         "qzeros": words(zero.t() - offset),
         "scales": scale.t().contiguous(),
         "g_idx": torch.arange(depth, dtype=torch.int32) // (depth // zero.shape[1]),
+        "bias": torch.zeros(len(q), dtype=torch.float16),
     }
 
 
@@ -138,6 +139,7 @@ CASES = {
     "gptq": of_int4(GPTQ, gptq),
     "gptq-symmetric": of_int4(GPTQ | {"sym": True, "checkpoint_format": "gptq"}, gptq, 128, True),
     "gptq-v2": of_int4(GPTQ | {"checkpoint_format": "gptq_v2", "desc_act": True}, gptq_v2),
+    "gptq-biases": of_int4(GPTQ, gptq, options={"attention_bias": True}),
     "gptq-head": of_int4(GPTQ | {"lm_head": True}, gptq, plain=(), options={"vocab_size": 104}),
     "gptq-tied": of_int4(GPTQ, gptq, options={"tie_word_embeddings": True}),
     "gptq-skips": of_int4(GPTQ | {"dynamic": {"-:.*down.*": {}}}, gptq, plain=("lm_head", "down_proj")),
@@ -163,7 +165,8 @@ def save(folder: Path, case: Case, **options: Any) -> nn.Module:
             and f"{name}.weight" in tensors
         ):
             stored, values = case.quantize(tensors.pop(f"{name}.weight"))
-            tensors |= {f"{name}.{part}": tensor.contiguous() for part, tensor in stored.items()}
+            parts = {f"{name}.{part}": tensor.contiguous() for part, tensor in stored.items()}
+            tensors |= {part: tensor for part, tensor in parts.items() if part not in tensors}
             module.double().weight.data = values
     save_file(tensors, folder / "model.safetensors")
     edit_json(folder / "config.json", quantization_config=case.config)
@@ -297,6 +300,7 @@ DAMAGED: dict[str, tuple[str, dict[str, Callable[[torch.Tensor], torch.Tensor | 
     "permuted": ("gptq", {f"{OUT}.g_idx": lambda t: t.flip(0)}, rf"{OUT}\.g_idx: .*desc_act"),
     "no scales": ("awq", {f"{OUT}.scales": lambda t: None}, rf"{OUT}\.scales: expected shape .* got nothing"),
     "zeros of other groups": ("awq", {f"{OUT}.qzeros": lambda t: t[:2]}, rf"{OUT}\.qzeros: expected shape \[4, 16\]"),
+    "a bias": ("gptq", {f"{OUT}.bias": lambda t: t + 1}, rf"1 unknown: {OUT}\.bias"),
     "no scale": ("fp8", {f"{OUT}.weight_scale": lambda t: None}, rf"{OUT}\.weight_scale: expected .* got nothing"),
     "blocks": ("fp8", {f"{OUT}.weight_scale": lambda t: t.expand(2, 2)}, r"weight_scale: .* got shape \[2, 2\]"),
     "another module": ("fp8", {"extra.input_scale": lambda t: torch.ones(1)}, r"1 unknown: extra\.input_scale"),
