@@ -114,7 +114,7 @@ class GenerateOptions(PromptOptions):
 class DecodeOptions(SamplingOptions):
     """Measure milliseconds per decode step against the memory floor and a baseline. The last line is JSON."""
 
-    shape: Annotated[str | None, typer.Option(help="Shape with dummy weights, e.g. llama-3.1-8b.")] = None
+    shape: Annotated[str | None, typer.Option(help="Shape with dummy weights, e.g. llama-3.1-8b-fp8.")] = None
     model: Annotated[str | None, typer.Option(help="A real model instead: folder, hub id or .gguf file.")] = None
     batch: Annotated[str, typer.Option(help="Comma-separated batch sizes.")] = "1,8,32"
     context: Annotated[int, typer.Option(min=1, help="KV tokens per sequence before the first timed step.")] = 1024

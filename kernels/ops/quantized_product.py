@@ -106,18 +106,19 @@ class _Tiles:
 
 
 def _tiles(tokens: int, group: int, itemsize: int) -> _Tiles:
-    """Return the tiles for a number of tokens. Few tokens read weights, so tiles of rows are small and many."""
-    wide = 2 if itemsize == 4 else 1  # float32 takes twice the registers and the shared memory
-    depth = min(128 // wide, group or 128)
-    if tokens <= 16:
-        return _Tiles(16, 32, depth, 4, 5)
+    """Return the tiles for a number of tokens. A tile of int4 has one group, or a part of one.
+
+    For few tokens, reading the weights takes the time, so there are many small tiles of rows.
+    """
+    parts = 2 if itemsize == 4 else 1  # float32 takes twice the registers and shared memory
+    deep, flat = min(128 // parts, group or 128), min(64 // parts, group or 64)
     if tokens <= 32:
-        return _Tiles(32, 32, depth, 4, 5)
+        return _Tiles(16 if tokens <= 16 else 32, 32, deep, 4, 5)
     if tokens <= 64:
-        return _Tiles(64, 64, depth // 2 if depth == 128 else depth, 4, 4)
+        return _Tiles(64, 64, flat, 4, 4)
     if tokens <= 256:
-        return _Tiles(128 // wide, 64, min(64 // wide, depth), 4, 4)
-    return _Tiles(128 // wide, 128 // wide, min(64 // wide, depth), 8, 3)
+        return _Tiles(128 // parts, 64, flat, 4, 4)
+    return _Tiles(128 // parts, 128 // parts, flat, 8, 3)
 
 
 _launch_kernel = KernelLauncher(_product_kernel)
@@ -164,7 +165,8 @@ def compile_variants() -> list[CompileSpec]:
     """Return variants of every format and size of tiles, and of other dtypes."""
     specs = []
     cases = [("bf16", group, tokens) for group in (0, 32, 64, 128) for tokens in (16, 32, 64, 256, 512)]
-    cases += [("fp16", 128, 16), ("fp16", 0, 512), ("fp32", 0, 16), ("fp32", 128, 512)]
+    cases += [("fp16", 128, 16), ("fp16", 0, 512)]
+    cases += [("fp32", group, tokens) for group in (0, 128) for tokens in (16, 64, 256, 512)]
     for kind, group, tokens in cases:
         tiles = _tiles(tokens, group, 4 if kind == "fp32" else 2)
         types = dict.fromkeys(("x_ptr", "bias_ptr", "out_ptr"), f"*{kind}")
