@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional
 
 from graphrt.kernels.ops.linear_call import End, LinearCall
+from graphrt.kernels.ops.quantized import dequantized
 
 
 def linear_reference(call: LinearCall) -> None:
@@ -14,7 +15,8 @@ def linear_reference(call: LinearCall) -> None:
     if call.x_rows is not None:
         x = x[call.x_rows]
         squares = None if squares is None else squares[call.x_rows]
-    sums = functional.linear(x.float(), _weights(call))
+    weight = call.weight.float() if call.scale is None else dequantized(call.weight, call.scale, call.zero)
+    sums = functional.linear(x.float(), weight)
     if squares is not None:
         sums *= torch.rsqrt(squares.sum(1, keepdim=True) / x.shape[1] + call.eps)
     if call.bias is not None:
@@ -34,18 +36,6 @@ def linear_reference(call: LinearCall) -> None:
         call.squares_out.copy_(residual.square().view(len(residual), -1, call.plan.rows).sum(2))
     else:
         _rope_write(call, sums)
-
-
-def _weights(call: LinearCall) -> torch.Tensor:
-    """Return the weights in float32."""
-    if call.scale is None:
-        return call.weight.float()
-    if call.zero is None:
-        return call.weight.float() * call.scale[:, None]
-    words = call.weight.view(torch.int32)
-    shifts = torch.tensor([0, 16, 4, 20, 8, 24, 12, 28], dtype=torch.int32, device=words.device)  # in the order of k
-    quantised = (words[:, :, None] >> shifts & 15).view(len(words), call.zero.shape[1], -1)
-    return ((quantised - call.zero[:, :, None]) * call.scale[:, :, None]).to(call.x.dtype).float().flatten(1)
 
 
 def _rope_write(call: LinearCall, sums: torch.Tensor) -> None:

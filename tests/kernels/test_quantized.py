@@ -11,6 +11,7 @@ from torch import nn
 from graphrt.kernels.errors import GraphRTError, ShapeError, UnsupportedError
 from graphrt.kernels.ops import linear as operators
 from graphrt.kernels.ops.linear import Normed, linear, linear_add, linear_rope_write, linear_silu_mul
+from graphrt.kernels.ops.linear_call import LinearPlan
 from graphrt.kernels.ops.quantized import Fp8Weight, Int4Weight, QuantizedWeight, concatenate
 from graphrt.testing.numerics import assert_accurate
 
@@ -116,12 +117,23 @@ def test_the_nibbles_of_a_word() -> None:
     assert torch.equal(weight.dequantized(), q.float())
 
 
-@pytest.mark.parametrize("tokens", [3, 20])
+@pytest.mark.parametrize(("tokens", "is_planned"), [(3, False), (3, True), (20, True)])
 @pytest.mark.parametrize("group", [0, 32])
-def test_operators(group: int, tokens: int, rng: torch.Generator, device: torch.device) -> None:
-    """A quantised weight gives the result of a tensor with its values."""
+def test_operators(
+    group: int,
+    tokens: int,
+    is_planned: bool,
+    rng: torch.Generator,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A quantised weight gives the result of a tensor with its values. With a plan, few tokens take the CUDA kernel."""
     case = Case("any", group, tokens)
-    hidden, heads, kv_heads, dim = 64, 4, 2, 16
+    hidden, heads, kv_heads, dim = 128, 4, 2, 16
+    bits_of_calls: list[int] = []
+    launch = operators._op
+    monkeypatch.setattr(operators, "_op", lambda call: (bits_of_calls.append(call.bits), launch(call)))
+    monkeypatch.setattr(operators, "linear_plan", lambda *_: LinearPlan(1, 4, 2, False) if is_planned else None)
 
     def weight(rows: int, depth: int) -> tuple[QuantizedWeight, torch.Tensor]:
         quantized, values = make(case, rows, depth, rng)
@@ -146,10 +158,12 @@ def test_operators(group: int, tokens: int, rng: torch.Generator, device: torch.
         q = linear_rope_write(x.to(dtype), qkv, k, v, slots, positions)
         return [total, normed.finished(), gated, q, k, v]
 
+    ours = run(o, gate_up, qkv, BF16)
+    assert bits_of_calls == ([4 if group else 8] * 3 if is_planned and tokens == 3 else [])
     exact = run(o_values, gate_up_values, qkv_values, F32)
     plain = run(o_values.to(BF16), gate_up_values.to(BF16), qkv_values.to(BF16), BF16)
-    for ours, ordinary, right in zip(run(o, gate_up, qkv, BF16), plain, exact, strict=True):
-        assert_accurate(ours, plain=ordinary, exact=right.double())
+    for found, ordinary, right in zip(ours, plain, exact, strict=True):
+        assert_accurate(found, plain=ordinary, exact=right.double())
 
 
 def test_a_measured_plan_of_another_format_is_not_taken(rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
