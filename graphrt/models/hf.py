@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any
@@ -33,7 +33,7 @@ class SafetensorsSource:
 
     As in transformers, a head that differs from the embedding is kept even if config.json declares them tied, and the
     stored dtype is used if config.json specifies none. If an index specifies the file of a tensor, copies of the tensor
-    in other files are ignored. A module is quantised if its tensors are, whatever the lists of quantization_config say.
+    in other files are ignored. A module is quantised if its tensors are; the lists of quantization_config are not read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -60,13 +60,15 @@ class SafetensorsSource:
             self._packed = PackedWeights(self.config, self.config.quantization, self._shapes, self._dtypes, self._read)
             self._shapes = self._packed.shapes
             plain = {name for name, shape in self._shapes.items() if len(shape) == 2} - self._packed.names
+            for name in sorted(self._shapes.keys() - self._packed.names):
+                self._check_dtype(name, _STORED)
             quantization = replace(self.config.quantization, plain=frozenset(n.removesuffix(".weight") for n in plain))
             self.config = replace(self.config, quantization=quantization)
         if self.config.tie_word_embeddings and self.has_own_head():
             self.config = replace(self.config, tie_word_embeddings=False)
         raw = _read_json(folder / "config.json")
-        if raw.get("dtype") is None and raw.get("torch_dtype") is None and _EMBEDDING in self._where:
-            stored = _STORED[self._where[_EMBEDDING].get_slice(_EMBEDDING).get_dtype()]
+        if raw.get("dtype") is None and raw.get("torch_dtype") is None and self._dtypes.get(_EMBEDDING) in _STORED:
+            stored = _STORED[self._dtypes[_EMBEDDING]]
             self.config = replace(self.config, dtype=torch.float32 if stored == torch.float64 else stored)
 
     @property
@@ -110,16 +112,18 @@ class SafetensorsSource:
         if name in self._where:
             raise ConfigError(
                 f"{file}: the tensor {shown(name)} is also in another file; download the index file of "
-                f"the checkpoint too"
+                "the checkpoint too"
             )
-        dtype = opened.get_slice(name).get_dtype()
-        supported = (*_STORED, *(() if self.config.quantization is None else _QUANTIZED))
+        self._dtypes[name], self._where[name] = opened.get_slice(name).get_dtype(), opened
+        self._check_dtype(name, _STORED if self.config.quantization is None else (*_STORED, *_QUANTIZED), file)
+
+    def _check_dtype(self, name: str, supported: Collection[str], file: str = "weights") -> None:
+        dtype = self._dtypes[name]
         if dtype not in supported:
             raise UnsupportedError(
                 f"{file}: {shown(name)} has dtype {dtype} (supported: {', '.join(supported)}); "
                 "use a checkpoint that is not quantised in this way, or a GGUF file"
             )
-        self._dtypes[name], self._where[name] = dtype, opened
 
 
 def read_config(folder: Path) -> ModelConfig:

@@ -63,7 +63,7 @@ class PackedWeights:
                 continue
             module = name.removesuffix(marker)
             parts = {part: self.shapes.pop(f"{module}.{part}", None) for part in of_module}
-            self._check(module, shapes[name], parts)
+            self._check(module, shapes[name], parts, dtypes)
             bias = f"{module}.bias"
             if bias in shapes and not _has_bias(config, module) and not read(bias).any():
                 del self.shapes[bias]
@@ -97,7 +97,7 @@ class PackedWeights:
         first, second = stored
         return (8 * second, first) if self._quantization.packing == "awq" else (second, 8 * first)
 
-    def _check(self, module: str, stored: Shape, parts: Mapping[str, Shape | None]) -> None:
+    def _check(self, module: str, stored: Shape, parts: Mapping[str, Shape | None], dtypes: Mapping[str, str]) -> None:
         if len(stored) != 2:
             raise ConfigError(f"{printable(module)}: expected a quantised matrix, got shape {list(stored)}")
         rows, depth = self._shape(stored)
@@ -114,6 +114,11 @@ class PackedWeights:
                     f"{printable(module)}.{part}: expected shape {list(shapes[-1] or ())} for a weight "
                     f"[{rows}, {depth}], got {found}; use the config that belongs to the checkpoint"
                 )
+        packed = () if self._quantization.bits == 8 else ("qweight", "qzeros")
+        if any(dtypes[f"{module}.{part}"] != "I32" for part in packed):
+            raise ConfigError(
+                f"{printable(module)}: expected int32 in {' and '.join(packed)}; quantise the model again"
+            )
         if parts.get("g_idx") is not None:
             groups_of_k = torch.arange(depth, dtype=torch.int32, device="cpu") // self._quantization.group
             if not torch.equal(self._read(f"{module}.g_idx").int(), groups_of_k):

@@ -94,8 +94,8 @@ def _group(fields: FieldReader) -> int:
 
 def _awq(fields: FieldReader) -> Quantization:
     gemm, bits = ("gemm", "GEMM"), (4,)
-    fields.refuse({"version": gemm, "format": gemm, "bits": bits, "w_bit": bits})
-    fields.refuse({"zero_point": (True,), "desc_act": (False,)})
+    fields.refuse({"version": gemm, "format": gemm, "checkpoint_format": gemm, "bits": bits, "w_bit": bits})
+    fields.refuse({"zero_point": (True,), "desc_act": (False,), "pack_dtype": ("int32",), "method": ("awq",)})
     if fields.get("backend") == "llm-awq":
         fields.unsupported("backend 'llm-awq', which stores weights in another order")
     return Quantization(4, _group(fields), packing="awq")
@@ -104,7 +104,7 @@ def _awq(fields: FieldReader) -> Quantization:
 def _gptq(fields: FieldReader) -> Quantization:
     formats = ("gptq", "gptq_v2")
     fields.refuse({"checkpoint_format": formats, "format": formats, "bits": (4,), "pack_dtype": ("int32",)})
-    fields.refuse({"is_marlin_format": (False,), "adapter": (), "rotation": ()})
+    fields.refuse({"is_marlin_format": (False,), "adapter": (), "rotation": (), "method": ("gptq",)})
     for pattern in fields.mapping("dynamic"):
         if not pattern.startswith("-:"):  # with the prefix, it names modules that are not quantised
             fields.unsupported(f"dynamic {shown(pattern)}")
