@@ -46,6 +46,7 @@ JOBS: dict[str, list[list[str]]] = {
         ["compute-sanitizer", "--tool", "racecheck", *SANITIZED, "--only", "many,one,two_clusters,pairs"],
     ],
     "attention": [[PYTHON, "-m", "scripts.bench_attention"]],
+    "linear": [[PYTHON, "-m", "scripts.bench_linear"]],
     "backends": [[PYTHON, "-m", "scripts.bench_backends"]],
     "mixed": [[PYTHON, "-m", "scripts.bench_mixed"]],
     "groups": [[PYTHON, "-m", "scripts.bench_groups"]],

@@ -21,14 +21,17 @@ from graphrt.kernels.ops.linear_call import End, LinearPlan
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPlan:
-    """The fastest plan of a product: tokens, bits per weight, what follows it, rows and depth of the weight."""
+    """The fastest plan of a product: tokens, bits per weight, what follows it, rows and depth of the weight.
+
+    plan   None: a product without the CUDA kernel is faster
+    """
 
     tokens: int
     bits: int
     end: End
     rows: int
     depth: int
-    plan: LinearPlan
+    plan: LinearPlan | None
 
 
 @functools.cache
@@ -37,7 +40,7 @@ def load_plans() -> dict[str, tuple[MeasuredPlan, ...]]:
     text = files("graphrt.kernels.ops").joinpath("linear_plans.json").read_text(encoding="utf-8")
     return {
         device: tuple(
-            MeasuredPlan(t, bits, End[end], rows, depth, LinearPlan.from_ints(p))
+            MeasuredPlan(t, bits, End[end], rows, depth, None if p is None else LinearPlan.from_ints(p))
             for t, bits, end, rows, depth, p in plans
         )
         for device, plans in json.loads(text).items()
@@ -66,7 +69,9 @@ def linear_plan(
     head_dim, rotary_dim  of ROPE_WRITE: heads, and what tiles rotate, must divide into tiles
     """
 
-    def fits(plan: LinearPlan) -> bool:
+    def fits(plan: LinearPlan | None) -> bool:
+        if plan is None:
+            return True
         if end is End.ROPE_WRITE and (head_dim % plan.rows or rotary_dim % plan.rows):
             return False
         return rows % plan.rows == 0

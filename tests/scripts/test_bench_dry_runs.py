@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
+from graphrt.kernels.ops import linear
+from graphrt.kernels.ops.linear_call import LinearPlan
 from graphrt.models.loading import load_model
-from scripts import bench_loop, bench_sampling, bench_start, bench_swap
+from scripts import bench_linear, bench_loop, bench_sampling, bench_start, bench_swap
 from scripts.bench_graph_checks import bench_audit, bench_shadow, bench_verify, capture
 from tests.scripts.test_bench_decode import TINY
 from tests.support import cli
@@ -107,3 +110,24 @@ def test_starts_with_an_empty_and_with_a_filled_cache(
     assert commands[0][1:-1] == [
         "-m", "scripts.bench_start", "--shapes", "a", "--device", "cuda:0", "--rows", "7", "--begun"
     ]  # fmt: skip
+
+
+def test_plans_of_products(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    table = tmp_path / "plans.json"
+    table.write_text(json.dumps({"NVIDIA H200": [[1, 16, "ADD", 64, 64, [1, 16, 8, 1]]]}))
+    monkeypatch.setattr(linear, "linear_plan", linear.linear_plan)  # the benchmark replaces it
+    monkeypatch.setattr(
+        bench_linear, "candidates", lambda bits: [LinearPlan(1, 4, 2, False), LinearPlan(2, 4, 2, True)]
+    )
+    options = ["--device", "cpu", "--shapes", "smollm2-135m", "--tokens", "3", "--bits", "16", "--samples", "1"]
+    monkeypatch.setattr(sys, "argv", ["bench_linear.py", *options, "--write", str(table)])
+    bench_linear.main()
+    layer, head = json.loads(capsys.readouterr().out.strip().splitlines()[-1])["results"]
+    assert [plan[:3] for plan in layer["plans"]] == [
+        ["SILU_MUL", 3072, 576], ["ADD", 576, 1536], ["ROPE_WRITE", 960, 576], ["ADD", 576, 576]
+    ]  # fmt: skip
+    assert [plan[:3] for plan in head["plans"]] == [["PLAIN", 49_152, 576]]
+    assert all(result[name] > 0 for result in (layer, head) for name in ("floor_us", "separate_us", "fused_us"))
+    tables = json.loads(table.read_text())
+    assert tables["NVIDIA H200"] == [[1, 16, "ADD", 64, 64, [1, 16, 8, 1]]]
+    assert [row[:2] for row in tables["cpu"]] == [[3, 16]] * 5
