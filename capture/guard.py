@@ -1,14 +1,19 @@
-"""Detect tensors that moved or changed after capture. A graph continues to read the old address with the old shape."""
+"""Detect weights that a step writes, and tensors that moved or changed after capture.
+
+A graph continues to read the old address with the old shape. Its kernels may load parameters early, before the step's
+earlier kernels have finished.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
-from graphrt.kernels.errors import ReplayError
+from graphrt.kernels.errors import CaptureError, ReplayError
 
 _NAMES_A_TURN = 4
 """Names checked per step. Each check touches cache lines that are cold if the host works between steps. A tensor takes
@@ -145,6 +150,28 @@ def _changed(name: str, captured: _Place, current: _Place | None) -> ReplayError
 def _layout(place: _Place) -> str:
     _, shape, strides, dtype = place
     return f"{str(dtype).removeprefix('torch.')} {list(shape)} with strides {list(strides)}"
+
+
+@contextlib.contextmanager
+def parameters_unwritten(model: object) -> Iterator[None]:
+    """Return a context for the capture of a step. Writes through `.data` and by Triton kernels are not detected.
+
+    Raises: CaptureError: if the step wrote a parameter of the model.
+    """
+    before = _versions(model)
+    yield
+    for name, version in _versions(model).items():
+        if version != before.get(name, version):
+            raise CaptureError(
+                f"{name}: the step writes this parameter, and kernels of the step may load parameters before the write "
+                "has finished; keep what a step writes in a buffer (register_buffer)"
+            )
+
+
+def _versions(model: object) -> dict[str, int]:
+    """Return how often each parameter was written in place. Parameters made in inference mode have no such number."""
+    named = model.named_parameters() if isinstance(model, torch.nn.Module) else ()
+    return {name: parameter._version for name, parameter in named if not parameter.is_inference()}
 
 
 def named_weights(model: object) -> Iterator[tuple[str, torch.Tensor]]:

@@ -27,17 +27,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from graphrt.capture.inspect.address_findings import findings_in_operands, findings_in_words, registered
+from graphrt.capture.inspect.address_findings import findings_in_operands, findings_in_words, registered, where_in
 from graphrt.capture.inspect.cuda import inspect_graph
 from graphrt.capture.inspect.driver_memory import LookUp, driver_memory
 from graphrt.capture.inspect.findings import Allowed, Audit, Finding, FindingKind, without_allowed
 from graphrt.capture.inspect.lookup import Lookup
 from graphrt.capture.inspect.memory import MemoryMap, Owner, Region
 from graphrt.capture.inspect.pool import memory_of
+from graphrt.capture.inspect.scan import WORD, ArgumentRef
 from graphrt.capture.inspect.twice import compare
 from graphrt.capture.inspect.view import GraphView, Node, NodeKind, Place
 from graphrt.kernels.checks import check_callable, check_instance, check_sequence, shown
 from graphrt.kernels.errors import ConfigError
+from graphrt.kernels.ops.linear_native import EARLY_ADDRESSES
 
 __all__ = ["Allowed", "Audit", "Finding", "FindingKind", "audit", "audit_twice", "memory_of"]
 
@@ -48,6 +50,9 @@ _WAIT = (
     "linear",
 )  # fmt: skip
 """Kernels of cuBLAS, FlashAttention 3 and graphrt that are launched early and wait on the device."""
+
+_EARLY_ADDRESSES = {"linear": EARLY_ADDRESSES}
+"""Those that load from some memory before they wait: where the first argument holds its addresses, in bytes."""
 
 
 def audit(
@@ -65,7 +70,8 @@ def audit(
     memory   the map that `memory_of` returned right after the capture
     allowed  deliberate exceptions. The report lists each one with its reason and number of matches
     waits    name patterns of kernels that execute griddepcontrol.wait before they access memory of earlier kernels.
-             Kernels of cuBLAS, FlashAttention 3 and graphrt are known; any other early launch is a finding
+             Kernels of cuBLAS, FlashAttention 3 and graphrt are known; any other early launch is a finding, as is a
+             load before the wait that is not from a weight
     driver   returns the region of an address that is not in the map; None: ask the CUDA driver, if available
 
     Launches no work and does not synchronize. Do not call it during a capture.
@@ -141,7 +147,7 @@ def _report(lookup: Lookup, first: Lookup | None, allowed: Sequence[Allowed], wa
     lookup.count(owners)
     found = [*findings_in_words(lookup), *findings_in_operands(lookup, owners)]
     findings = [one.finding for one in found] if first is None else compare(first, lookup, found)
-    findings += _nodes(lookup.view, (*_WAIT, *waits))
+    findings += _nodes(lookup, lookup.view, (*_WAIT, *waits))
     findings.sort(key=lambda finding: finding.place)  # stable, so the order within a node is kept
     findings += _registered_but_freed(lookup)
     left, allowances = without_allowed(findings, allowed)
@@ -150,7 +156,7 @@ def _report(lookup: Lookup, first: Lookup | None, allowed: Sequence[Allowed], wa
     return Audit(left, len(walked), lookup.words.looked_at, dict(owners), allowances, unread)
 
 
-def _nodes(view: GraphView, waits: tuple[str, ...], at: Place = ()) -> Iterator[Finding]:
+def _nodes(lookup: Lookup, view: GraphView, waits: tuple[str, ...], at: Place = ()) -> Iterator[Finding]:
     """Yield findings about whole nodes."""
     early = {edge.target: edge.source for edge in view.edges if edge.programmatic}
     for index, node in enumerate(view.nodes):
@@ -167,8 +173,27 @@ def _nodes(view: GraphView, waits: tuple[str, ...], at: Place = ()) -> Iterator[
                 f"this kernel may start before {view.nodes[early[index]].name!r} has finished; execute "
                 "griddepcontrol.wait first and name the kernel in waits=, or launch it without PDL",
             )  # fmt: skip
+        if index in early:
+            yield from _early_loads(lookup, place, node)
         for which, body in enumerate(node.bodies):
-            yield from _nodes(body, waits, (*place, which))
+            yield from _nodes(lookup, body, waits, (*place, which))
+
+
+def _early_loads(lookup: Lookup, place: Place, node: Node) -> Iterator[Finding]:
+    """Yield findings for memory that a kernel loads before it waits, and that is not known to be a weight."""
+    data = node.arguments[0].data if node.arguments else b""  # of a node that could not be read
+    for at in _EARLY_ADDRESSES.get(node.name, ()):
+        address = int.from_bytes(data[at : at + WORD], "little")
+        region = lookup.find(address)
+        if address == 0 or (region is not None and region.owner is Owner.WEIGHT):
+            continue
+        owner, name = (region.owner, region.name) if region else (None, "")
+        yield Finding(
+            place, node.name, where_in(ArgumentRef(place, node, 0), at), address, owner, name,
+            "the kernel loads this memory before it waits for earlier kernels, which may write it; name it as a weight "
+            "in memory_of() if no step writes it, or pass the operator a tensor that is no nn.Parameter",
+            FindingKind.EARLY_START,
+        )  # fmt: skip
 
 
 def _of_node(place: Place, node: Node, kind: FindingKind, text: str) -> Finding:

@@ -26,7 +26,8 @@ class FindingKind(str, Enum):
     UNMAPPED       an address outside all known memory
     HOST_MEMORY    host memory, which every replay accesses again
     HOST_FUNCTION  a host function, whose memory an audit cannot see
-    EARLY_START    a kernel that may start before an earlier kernel has finished and is not known to wait
+    EARLY_START    a kernel that may start before an earlier kernel has finished and is not known to wait, or that loads
+                   memory before it waits which is not a weight
     HIDDEN_STATE   memory allocated by an earlier capture of the same step
     CHANGED        a value or registered address that differs between two captures of the same step
     """

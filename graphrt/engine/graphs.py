@@ -11,6 +11,7 @@ import torch
 from graphrt.batch import Batch
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
 from graphrt.capture.graph import CapturedGraph, GraphReport, Recorder
+from graphrt.capture.guard import parameters_unwritten
 from graphrt.engine.ahead import compile_ahead
 from graphrt.engine.program import StepProgram
 from graphrt.engine.step_model import is_compiled
@@ -87,7 +88,9 @@ class StepGraphs:
             # runs once before its capture.
             if is_compiled(program.model) or descriptor.kind not in {size.kind for size in self._graphs}:
                 recorder.warm_up(step, prepare)
-            self._graphs[descriptor] = recorder.capture(step, descriptor, prepare)
+            with parameters_unwritten(program.model):
+                graph = recorder.capture(step, descriptor, prepare)
+            self._graphs[descriptor] = graph
         if descriptor.kind is GraphKind.DECODE and descriptor.padded_reqs in self._loop_sizes:
             self._loops[descriptor] = recorder.loop(self._graphs[descriptor], program.buffers.loop_condition)
 

@@ -255,7 +255,7 @@ def _call(
     data, scale, zero = weight.tensors() if isinstance(weight, QuantizedWeight) else (weight, None, None)
     return LinearCall(
         x.x, data, scale, zero, bias, rows, x.squares, out, **{name: tensors.get(name) for name in names},
-        eps=x.eps, end=int(end), plan=plan,
+        eps=x.eps, end=int(end), plan=plan, early=isinstance(data, torch.nn.Parameter),
     )  # fmt: skip
 
 

@@ -77,6 +77,7 @@ class LinearCall:
     cos_sin      ROPE_WRITE: [max_positions, rotary_dim]  float32, contiguous; None: nothing is rotated
     eps          added to the mean square
     end          an End
+    early        load the weight before earlier kernels of a captured step have finished, which must not write it
     """
 
     x: torch.Tensor
@@ -98,6 +99,7 @@ class LinearCall:
     eps: float
     end: int
     plan: LinearPlan
+    early: bool
 
     @property
     def bits(self) -> int:

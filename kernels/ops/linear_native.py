@@ -30,8 +30,12 @@ class _Params(ctypes.Structure):
     )
 
 
+EARLY_ADDRESSES = tuple(int(getattr(_Params, name).offset) for name in ("weight", "scale", "zero"))
+"""Where the kernel's argument holds the addresses that it loads from before it waits for earlier kernels, in bytes."""
+
+
 def linear_native(call: LinearCall) -> None:
-    """Launch the kernel. In a capture, weights are loaded before the previous kernel of the stream has finished."""
+    """Launch the kernel."""
     plan, end, k_cache, v_cache = call.plan, End(call.end), call.k_cache, call.v_cache
     rows, depth = len(call.weight), call.depth
     row_bytes = depth * call.bits // 8
@@ -62,11 +66,11 @@ def linear_native(call: LinearCall) -> None:
     group = 0 if call.zero is None else depth // call.zero.shape[1]
     variant = _variant(plan, end, call.tokens, call.bits, group, row_bytes, head_dim, half, page_size)
     blocks = min(tiles, _num_sms(call.x.device) * _WARPS_PER_SM // plan.warps) if plan.persistent else tiles
-    launch(variant, (blocks, 1), params, call.x.device, pdl=_is_capturing(call.x.device))
+    launch(variant, (blocks, 1), params, call.x.device, pdl=call.early and _is_capturing(call.x.device))
 
 
 def _is_capturing(device: torch.device) -> bool:
-    """Outside of a capture, the previous kernel of the stream may be a copy into the weights."""
+    """Outside of a capture, the previous work of the stream may be a copy into the weights."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -109,14 +113,14 @@ def _variant(
 
 
 def native_variants() -> dict[str, NativeVariant]:
-    """Return the variants that a test compiles without a GPU: every end, both sizes, even and uneven depths."""
-    plans = {"narrow": LinearPlan(1, 16, 8, False), "wide": LinearPlan(2, 16, 4, True)}
+    """Return the variants that a test compiles without a GPU: every end, with one and 16 tokens, and even and uneven
+    depths."""
     return {
-        f"{end.name.lower()}_{name}_{tokens}_{bits}_{depth}": _variant(
-            plan, end, tokens, bits, 128 if bits == 4 else 0, depth * bits // 8, 128, 64, 16
+        f"{end.name.lower()}_{tokens}_{bits}_{depth}": _variant(
+            LinearPlan(row_tiles, 16, unroll if bits == 16 else unroll // 2, persistent),
+            end, tokens, bits, 128 if bits == 4 else 0, depth * bits // 8, 128, 64, 16,
         )
         for end in End
-        for name, plan in plans.items()
-        for tokens in (1, 16)
+        for tokens, row_tiles, unroll, persistent in ((1, 1, 8, False), (16, 2, 4, True))
         for bits, depth in ((16, 4096), (16, 2880), (8, 4096), (4, 4096))
-    }
+    }  # fmt: skip

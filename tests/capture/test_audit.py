@@ -218,6 +218,23 @@ def test_graphrt_kernels_that_wait_are_known(name: str) -> None:
     assert run(kernel(name="norm"), kernel(name=name), edges=(Edge(0, 1, programmatic=True),)).ok
 
 
+def test_loads_before_the_wait_must_be_from_weights() -> None:
+    """A product loads its weight, the scale and the zeros early: the first three words of its argument."""
+
+    def product(*early: int) -> list[tuple[FindingKind, str, str]]:
+        nodes = (kernel(name="norm"), kernel(words(*early, X.address, POOL.address), name="linear"))
+        findings = run(*nodes, edges=(Edge(0, 1, programmatic=True),)).findings
+        assert run(*nodes, edges=(Edge(0, 1),)).ok, "ordered after the earlier kernel"
+        return [(finding.kind, finding.where, finding.region) for finding in findings]
+
+    assert product(WEIGHT.address, 0, 0) == []
+    assert product(WEIGHT.address, WEIGHT.address + 64, WEIGHT.end - 1) == []
+    early, where = FindingKind.EARLY_START, "argument 0, byte "
+    assert product(POOL.address, 0, 0) == [(early, where + "0", POOL.name)], "computed in the step"
+    assert product(WEIGHT.address, X.address, 0) == [(early, where + "8", X.name)]
+    assert product(WEIGHT.address, 0, X.address) == [(early, where + "16", X.name)]
+
+
 def test_bodies_are_audited() -> None:
     body = GraphView((kernel(words(X.address)), kernel(words(GONE.address), name="late")), (Edge(0, 1, True),))
     report = run(kernel(words(X.address)), Node(NodeKind.CONDITIONAL, "while", bodies=(graph(), body)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import threading
 import weakref
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from graphrt.capture import guard
 from graphrt.capture.op_trace import OpTrace, OpTraceRecorder
 from graphrt.config import RequestTensor
 from graphrt.engine import undo
-from graphrt.kernels.errors import ReplayError
+from graphrt.kernels.errors import CaptureError, ReplayError
 from graphrt.step import Step
 from tests.engine.test_shadow import everything
 from tests.support.steps import assert_works
@@ -177,6 +178,34 @@ def test_a_moved_weight_is_found_within_one_round_of_checks(device: torch.device
             _ = [manager.replay(Batch(**BATCH)) for _ in range(turns)]
         weights[name].data = kept
         manager.replay(Batch(**BATCH)).tokens()
+
+
+class WritingModel(ToyModel):
+    """Writes a parameter and a buffer in steps of one request."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU, torch.float32)
+        self.register_buffer("steps", torch.zeros(1))
+
+    def forward(self, step: Step) -> torch.Tensor:
+        self.steps.add_(1)
+        if len(step.logits_indices) == 1:
+            self.out[1][0].mul_(2)
+        return super().forward(step)
+
+
+def test_a_step_that_writes_a_parameter_is_not_captured() -> None:
+    """Kernels may load parameters before the write has finished. Eager steps run in order."""
+    sizes = {"decode_sizes": (1, 2), "mixed_sizes": ()}
+    error = r"out\.1: the step writes this parameter, .*keep what a step writes in a buffer"
+    with pytest.raises(CaptureError, match=f"^{error}"):
+        make_rig(CPU, model=WritingModel(), **sizes)
+    rig = make_rig(CPU, model=WritingModel(), lazy_capture=True, **sizes)
+    single = {"req_indices": [0], "seq_lens": [1], "tokens": [3], "page_indptr": [0, 1], "page_ids": [5]}
+    handle = rig.manager.replay(Batch(**single))
+    assert re.search(error, handle.why_eager)
+    assert handle.tokens().tolist() == [int(rig.model.oracle([3]).argmax())]
+    step(rig)
 
 
 def test_names_are_not_watched_without_check_weights() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from graphrt.kernels.native import nvrtc
 from graphrt.kernels.native.nvrtc import NativeVariant
 from graphrt.kernels.ops import linear_native
 from graphrt.kernels.ops.linear_call import End, LinearCall, LinearPlan
@@ -134,7 +136,7 @@ def check(case: Case, rng: torch.Generator) -> None:
     call = LinearCall(
         x, weight, scale, zero, bias, x_rows, squares, out, out_residual if adds else None, gain if adds else None,
         squares_out if adds else None, *(cache if writes else (None,) * 5),
-        eps=1e-5, end=int(end), plan=case.plan,
+        eps=1e-5, end=int(end), plan=case.plan, early=True,
     )  # fmt: skip
     linear_native.linear_native(call)
     close = {"rtol": 2**-7, "atol": 2**-7}
@@ -169,9 +171,23 @@ def test_case(case: Case, rng: torch.Generator) -> None:
 
 
 BY_ID = {case.id: case for case in CASES}
+WAIT = "  wait_for_earlier_kernels();\n"
+SOURCE = (Path(nvrtc.__file__).parent / "linear.cu").read_text()
+
+
+def waits_after(text: str) -> tuple[str, str]:
+    """Move the wait after a later text of the source."""
+    end = SOURCE.index(text, SOURCE.index(WAIT)) + len(text)
+    passed = SOURCE[SOURCE.index(WAIT) : end]
+    return passed, passed.removeprefix(WAIT) + WAIT
+
+
 # Text of the source, the wrong text that replaces it, and a case that must notice.
 BUGS = {
-    "x_read_before_the_wait": ("  let_next_kernel_start();\n  wait_for_earlier_kernels();\n", "", "plain"),
+    "no_wait": (WAIT, "", "plain"),
+    "one_warp_waits": (WAIT, f"  if (warp == 0) {WAIT}", "plain"),
+    "x_read_before_the_wait": (*waits_after("load_x(load, 0, load);\n"), "plain"),
+    "rows_of_x_read_before_the_wait": (*waits_after("+ step_at(0) * STEP + of_step;\n  }\n"), "gathered"),
     "tokens_of_the_next_tile_missing": ("else if (loads) load_x(", "else if (!ends) load_x(", "nine_tokens_in_turns"),
     "weights_of_the_same_tile_again": ("source_at(next_tile, 0)", "source_at(tile, 0)", "nine_tokens_in_turns"),
     "sums_not_reset": ("          sums[r][j][i] = 0.0f;\n", "", "nine_tokens_in_turns"),

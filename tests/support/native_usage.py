@@ -1,18 +1,37 @@
-"""Resources that CUDA kernels use on a multiprocessor, compiled without a GPU."""
+"""What CUDA kernels use of a multiprocessor, and load before they wait, compiled without a GPU."""
 
 from __future__ import annotations
 
+import functools
 import re
+import subprocess
+from collections import Counter
+from pathlib import Path
+
+import triton
 
 from graphrt.kernels.native.nvrtc import NativeVariant, compile_variant
+
+_compile = functools.lru_cache(maxsize=1)(compile_variant)
 
 
 def compiled_within(variant: NativeVariant, most_spilled: int) -> tuple[int, str]:
     """Compile a variant that may spill `most_spilled` bytes; return its registers and the assembler's report."""
-    cubin, log = compile_variant(variant)
+    cubin, log = _compile(variant)
     assert cubin.startswith(b"\x7fELF")
     assert max(int(n) for n in re.findall(r"(\d+) bytes spill", log)) <= most_spilled, log
     return int(re.search(r"Used (\d+) registers", log).group(1)), log
+
+
+def accesses_before_the_wait(variant: NativeVariant, folder: Path) -> Counter[str]:
+    """Return the instructions that access device memory before griddepcontrol.wait, which is ACQBULK, by name."""
+    path = folder / "kernel.cubin"
+    path.write_bytes(_compile(variant)[0])
+    command = [triton.knobs.nvidia.nvdisasm.path, "-c", str(path)]
+    code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "ACQBULK" in code, "the kernel does not wait"
+    before = code[: code.index("ACQBULK")]
+    return Counter(re.findall(r"\b(?:LDG|LD|STG|ST|ATOM|ATOMG|RED|REDG|LDGSTS|UBLKCP|UTMALDG)\b[.\w]*", before))
 
 
 def assert_fits(variant: NativeVariant, blocks: int, registers: int, static: int = 0) -> None:

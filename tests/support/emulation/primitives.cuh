@@ -70,7 +70,7 @@ inline u32 __byte_perm(u32 x, u32 y, u32 selector) {
 // Contexts, barriers
 
 constexpr int STACK_BYTES = 256 << 10, NUM_THREADS = 32 * WARPS, GUARD_BYTES = 4096;  // after SHARED_BYTES
-constexpr int MAX_ROUNDS = 50000;  // without progress
+constexpr int MAX_ROUNDS = 50000, LATE_ROUNDS = 64;  // without progress: a deadlock; earlier kernels finish
 
 struct Copy { u32 to; const char *from; int bytes; };
 struct Warp { long arrived = 0; unsigned char brought[2][32][32]; };
@@ -306,11 +306,15 @@ inline int4 load_once(const void *at) {
   if ((uintptr_t)at % 16) fault = "a load of 16 bytes is not aligned";
   return *(const int4 *)at;
 }
-// What earlier kernels write arrives when a thread waits for them. Before, a kernel must read weights only.
+// What earlier kernels write arrives once all threads that run wait for it, directly or for other threads. A thread
+// that reads it without waiting, or before its own wait, reads what was there before.
 struct Late { char *at; const char *value; long bytes; };
 std::vector<Late> late;
 extern "C" void write_late(char *at, const char *value, long bytes) { late.push_back({at, value, bytes}); }
 inline void wait_for_earlier_kernels() {
+  while (!late.empty()) yield();
+}
+inline void finish_earlier_kernels() {
   for (const Late &write : late) memcpy(write.at, write.value, write.bytes);
   late.clear();
 }
@@ -517,6 +521,7 @@ const char *run_grid(const P *params, int grid_x, int grid_y, const int *order, 
       }
     live.remove_if(has_ended);
     rounds = progress == before ? rounds + 1 : 0;
+    if (rounds == LATE_ROUNDS) finish_earlier_kernels();
     if (rounds == MAX_ROUNDS) fault = "deadlock: threads wait for each other";
   }
   for (Mail &mail : mails) deliver(mail, mail.words.size());
