@@ -41,6 +41,7 @@ from graphrt.kernels.checks import check_bool, check_callable, check_instance, c
 from graphrt.kernels.compile_ahead import compiled
 from graphrt.kernels.errors import CaptureError, ReplayError, ShapeError, UnsupportedError
 from graphrt.kernels.metadata.buffers import StaticBuffers
+from graphrt.kernels.ops.linear_plans import device_plans
 from graphrt.kernels.ops.sampling import MAX_VOCAB_SIZE
 from graphrt.layer import ModelLayers
 from graphrt.sampling import sample_tokens
@@ -139,7 +140,7 @@ class ReplayManager:
             use_graphs=config.use_graphs,
             lazy=config.lazy_capture,
         )
-        self._stats = Stats(self._graphs.name, self._backend.name, chosen.reason)
+        self._stats = Stats(self._graphs.name, self._backend.name, chosen.reason, device_plans(device).reason)
         self._guards = Guards(
             self._program, self._graphs, self._exclusive, self._stats,
             weights=None if weights is None else named, page_tables=page_tables, check_weights=config.check_weights,

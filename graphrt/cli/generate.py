@@ -186,6 +186,7 @@ def _print_stats(log: Console, stats: Stats, tokens: int, seconds: float) -> Non
     table = Table(show_header=False, box=None)
     table.add_row("tokens", f"{tokens} in {seconds:.2f} s, {tokens / seconds:.1f} per second, prompts included")
     table.add_row("backend", stats.backend_reason)
+    table.add_row("products", stats.products)
     table.add_row("replays", ", ".join(sorted(f"{d}: {n}" for d, n in stats.replays.items())) or "none")
     table.add_row("eager steps", ", ".join(f"{n} ({why})" for why, n in stats.eager_steps.items()) or "none")
     table.add_row("padding", f"{stats.pad_waste:.1%} of computed tokens")

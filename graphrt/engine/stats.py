@@ -61,6 +61,7 @@ class Stats:
     recorder         name of the recorder that captures the steps: "cuda-graph" or "op trace (CPU)"
     backend          attention backend
     backend_reason   why this backend was selected
+    products         how products of few tokens (`linear` and its relatives) run on this device, and with which plans
     steps            all steps, by captured size, tokens of the batch, and the reason if no graph ran
     ring_waits       how often a step waited for an entry of the input ring
     graphs           one report per captured graph
@@ -77,6 +78,7 @@ class Stats:
     recorder: str
     backend: str
     backend_reason: str
+    products: str
     steps: Counter[Served] = field(default_factory=Counter)
     ring_waits: int = 0
     graphs: tuple[GraphReport, ...] = ()

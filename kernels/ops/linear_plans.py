@@ -1,8 +1,10 @@
 """Which products of few tokens the CUDA kernel computes, and how: a table of measured plans for each kind of device.
 
-`scripts/bench_linear.py` measures the plans; `linear_plans.json` in this folder holds the fastest. A product of another
-size takes the plan of the nearest measured one with as many bits per weight. Without one, the device uses the products
-of PyTorch, and `quantized_product` for quantised weights.
+`scripts/bench_linear.py` measures the plans, and `linear_plans.json` in this folder holds the fastest. A product of
+another size takes the plan of the nearest measured product with as many bits per weight. The table holds measured plans
+only. Without a plan, PyTorch computes the product, and `quantized_product` that of a quantised weight.
+
+Measured so far: bfloat16 weights on an H200. There are no plans for fp8 and int4 weights, or for other devices.
 """
 
 from __future__ import annotations
@@ -12,11 +14,14 @@ import json
 import math
 from dataclasses import dataclass
 from importlib.resources import files
+from typing import NamedTuple
 
 import torch
 
 from graphrt.kernels.native.nvrtc import nvrtc_fault, runs_native
-from graphrt.kernels.ops.linear_call import End, LinearPlan
+from graphrt.kernels.ops.linear_call import MAX_TOKENS, End, LinearPlan
+
+_CPU_FOLLOWS = "NVIDIA H200"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +52,26 @@ def load_plans() -> dict[str, tuple[MeasuredPlan, ...]]:
     }
 
 
+class DevicePlans(NamedTuple):
+    """The measured plans of a device, and which they are, or why there are none."""
+
+    plans: tuple[MeasuredPlan, ...]
+    reason: str
+
+
 @functools.cache
-def device_plans(device: torch.device) -> tuple[MeasuredPlan, ...]:
-    """Return the measured plans of a device; none if it uses PyTorch. A CPU follows the H200, with the reference."""
+def device_plans(device: torch.device) -> DevicePlans:
+    """Return the measured plans of a device; none if all its products are PyTorch's."""
     if device.type == "cpu":
-        return load_plans()["NVIDIA H200"]
-    if not runs_native(device) or nvrtc_fault() is not None:
-        return ()
-    return load_plans().get(torch.cuda.get_device_name(device), ())
+        return DevicePlans(load_plans()[_CPU_FOLLOWS], f"reference on a CPU, with the plans of {_CPU_FOLLOWS}")
+    if not runs_native(device):
+        return DevicePlans((), "PyTorch: this device does not run the CUDA kernel (compute capability 9.0 or newer)")
+    if (fault := nvrtc_fault()) is not None:
+        return DevicePlans((), f"PyTorch: {fault}")
+    name = torch.cuda.get_device_name(device)
+    if (plans := load_plans().get(name)) is None:
+        return DevicePlans((), f"PyTorch: no plans were measured on {name}; run scripts/bench_linear.py --write")
+    return DevicePlans(plans, f"CUDA kernel for at most {MAX_TOKENS} tokens, with the plans of {name}")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -76,7 +93,7 @@ def linear_plan(
             return False
         return rows % plan.rows == 0
 
-    known = [m for m in device_plans(device) if m.bits == bits and m.end is end and fits(m.plan)]
+    known = [m for m in device_plans(device).plans if m.bits == bits and m.end is end and fits(m.plan)]
     if not known:
         return None
     size = min((m.tokens for m in known if m.tokens >= tokens), default=max(m.tokens for m in known))

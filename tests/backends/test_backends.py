@@ -353,8 +353,9 @@ def test_each_graph_is_closed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_counters_start_at_zero() -> None:
-    stats = Stats("a recorder", "a backend", "a reason")
-    assert (stats.recorder, stats.backend, stats.backend_reason) == ("a recorder", "a backend", "a reason")
+    stats = Stats("a recorder", "a backend", "a reason", "products")
+    assert (stats.recorder, stats.backend) == ("a recorder", "a backend")
+    assert (stats.backend_reason, stats.products) == ("a reason", "products")
     assert (stats.ring_waits, stats.real_tokens, stats.padded_tokens, stats.capture_seconds) == (0, 0, 0, 0.0)
     assert (stats.replays, stats.eager_steps, stats.graphs, stats.graph_bytes) == ({}, {}, (), 0)
     key = BatchDescriptor.decode(4)

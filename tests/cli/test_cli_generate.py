@@ -40,7 +40,7 @@ def test_generate_answers_alone_in_a_batch_and_without_graphs(graphrt) -> None:
 
 def test_statistics_name_the_size_that_is_missing() -> None:
     size = BatchDescriptor.decode(64)
-    stats = Stats("a recorder", "a backend", "a reason", graphs=(GraphReport(size, 1.0, 0, 0, 5),))
+    stats = Stats("a recorder", "a backend", "a reason", "products", graphs=(GraphReport(size, 1.0, 0, 0, 5),))
     stats.count(size, 33, "", 100)
     text = io.StringIO()
     _print_stats(Console(file=text, width=200), stats, 100, 1.0)

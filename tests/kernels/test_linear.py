@@ -11,9 +11,10 @@ from torch.nn import functional
 from graphrt.kernels.cache.write import Rotary
 from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.ops import linear as operators
+from graphrt.kernels.ops import linear_plans
 from graphrt.kernels.ops.linear import Normed, linear, linear_add, linear_rope_write, linear_silu_mul
 from graphrt.kernels.ops.linear_call import MAX_TOKENS, End
-from graphrt.kernels.ops.linear_plans import device_plans, linear_plan, load_plans
+from graphrt.kernels.ops.linear_plans import DevicePlans, device_plans, linear_plan, load_plans
 from graphrt.kernels.ops.norm import rms_norm
 from graphrt.testing.numerics import assert_accurate
 
@@ -200,7 +201,7 @@ def test_wrong_tensors_raise(change: dict[str, torch.Tensor], message: str) -> N
 
 
 def test_plans() -> None:
-    """Measured sizes take their own plan, others that of the nearest; devices that were not measured have none."""
+    """Measured sizes take their own plan, others that of the nearest."""
     cpu = torch.device("cpu")
     for measured in load_plans()["NVIDIA H200"]:
         found = linear_plan(cpu, measured.tokens, measured.bits, measured.end, measured.rows, measured.depth, 128, 128)
@@ -209,4 +210,25 @@ def test_plans() -> None:
     assert linear_plan(cpu, 1, 16, End.ADD, 4100, 4096, 0, 0) is None, "no tile divides the rows"
     assert linear_plan(cpu, 1, 16, End.ROPE_WRITE, 4096, 4096, 80, 24) is None, "no tile divides what is rotated"
     assert linear_plan(cpu, 1, 8, End.ADD, 4096, 4096, 0, 0) is None, "weights of 8 bits were not measured"
-    assert device_plans(torch.device("meta")) == ()
+
+
+def test_devices_without_measured_plans_use_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`Stats.products` has the reason."""
+    fault: str | None = None
+    name = "NVIDIA H200"
+    monkeypatch.setattr(linear_plans, "runs_native", lambda device: device.index == 0)
+    monkeypatch.setattr(linear_plans, "nvrtc_fault", lambda: fault)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+
+    def found(index: int) -> DevicePlans:
+        return device_plans.__wrapped__(torch.device("cuda", index))
+
+    assert found(0) == (load_plans()[name], "CUDA kernel for at most 16 tokens, with the plans of NVIDIA H200")
+    assert found(1) == ((), "PyTorch: this device does not run the CUDA kernel (compute capability 9.0 or newer)")
+    name = "NVIDIA Z1"
+    reason = "PyTorch: no plans were measured on NVIDIA Z1; run scripts/bench_linear.py --write"
+    assert found(0) == ((), reason)
+    monkeypatch.setattr(linear_plans, "device_plans", found)
+    assert linear_plan.__wrapped__(0, 1, 16, End.ADD, 4096, 4096, 0, 0) is None
+    fault = "nvrtc: missing"
+    assert found(0) == ((), "PyTorch: nvrtc: missing")
