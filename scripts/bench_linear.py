@@ -72,12 +72,7 @@ def plan_of_thread(
 ) -> LinearPlan | None:
     """Replace `linear_plan`: the plan under test."""
     plan: LinearPlan | None = _local.plans.get((end, rows, depth))
-    return plan if plan is not None and fits(plan, end, rows, head_dim, rotary_dim) else None
-
-
-def fits(plan: LinearPlan, end: End, rows: int, head_dim: int, rotary_dim: int) -> bool:
-    """Return whether tiles divide the rows, and the heads and rotated dims of ROPE_WRITE."""
-    return rows % plan.rows == 0 and (end is not End.ROPE_WRITE or not (head_dim % plan.rows or rotary_dim % plan.rows))
+    return plan if plan is not None and plan.fits(end, rows, head_dim, rotary_dim) else None
 
 
 class Layer:
@@ -138,7 +133,7 @@ def search(
     heads: tuple[int, int], device: torch.device,
 ) -> None:  # fmt: skip
     """Find the fastest plan of each product. `heads`: head size, and rotated dims."""
-    options = {key: [p for p in candidates(found.bits) if fits(p, key[0], key[1], *heads)] for key in products}
+    options = {key: [p for p in candidates(found.bits) if p.fits(*key[:2], *heads)] for key in products}
     most = max(map(len, options.values()))
 
     def compile_plans(index: int) -> None:

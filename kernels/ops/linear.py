@@ -8,12 +8,15 @@ A Llama layer is four products, and one kernel each if the step has few tokens:
     x = linear_add(h, down, residual, next_gain, eps)
 
 `linear_plan` chooses between the CUDA kernel of native/linear.cu and a product with graphrt's kernels after it. The
-CUDA kernel computes at most 16 tokens, in bfloat16. The other products are those of PyTorch, or `quantized_product` for
-quantised weights. Both ways give equal values up to rounding, and a given number of tokens always takes the same way,
-so that a replay equals the eager step.
+CUDA kernel computes at most 16 tokens, in bfloat16. All other products are those of PyTorch, or `quantized_product` for
+quantised weights. Both give equal values up to rounding. The choice depends only on shapes, dtypes and alignment, so a
+replay equals the eager step.
 
-RMSNorm is divided: the product before it multiplies with the gain and sums squares, the product after it divides by the
-root of their mean. `Normed` holds what lies between.
+In a capture, the kernel loads weights that are parameters before earlier kernels of the step have finished, so a step
+must not write a parameter. Other tensors are loaded in order.
+
+RMSNorm is divided: the product before it multiplies with the gain and sums squares, and the product after it divides by
+the root of their mean. `Normed` holds the intermediate result.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ from graphrt.kernels.ops.quantized_product import quantized_product
 
 
 def _run(call: LinearCall) -> None:
-    """Launch the kernel; on a CPU, which an interpreter of Triton may stand for, compute the reference."""
+    """Launch the kernel. On a CPU compute the reference, also if Triton kernels are interpreted."""
     (linear_native if call.x.is_cuda else linear_reference)(call)
 
 

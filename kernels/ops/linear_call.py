@@ -45,6 +45,11 @@ class LinearPlan:
         """Rows of a tile."""
         return 16 * self.row_tiles
 
+    def fits(self, end: End, rows: int, head_dim: int, rotary_dim: int) -> bool:
+        """Return whether tiles divide the rows of a weight, and the heads and rotated dims of ROPE_WRITE."""
+        divided = (rows, head_dim, rotary_dim) if end is End.ROPE_WRITE else (rows,)
+        return not any(count % self.rows for count in divided)
+
     @property
     def ints(self) -> list[int]:
         """The plan as an argument of an operator."""

@@ -85,15 +85,12 @@ def linear_plan(
     rows, depth           of the weight
     head_dim, rotary_dim  of ROPE_WRITE: heads, and what tiles rotate, must divide into tiles
     """
-
-    def fits(plan: LinearPlan | None) -> bool:
-        if plan is None:
-            return True
-        if end is End.ROPE_WRITE and (head_dim % plan.rows or rotary_dim % plan.rows):
-            return False
-        return rows % plan.rows == 0
-
-    known = [m for m in device_plans(device).plans if m.bits == bits and m.end is end and fits(m.plan)]
+    known = [
+        measured
+        for measured in device_plans(device).plans
+        if (measured.bits, measured.end) == (bits, end)
+        and (measured.plan is None or measured.plan.fits(end, rows, head_dim, rotary_dim))
+    ]
     if not known:
         return None
     size = min((m.tokens for m in known if m.tokens >= tokens), default=max(m.tokens for m in known))
