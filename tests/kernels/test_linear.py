@@ -162,6 +162,17 @@ def test_products_of_few_tokens_are_one_operator(rng: torch.Generator, monkeypat
     assert calls[1:] == [End.PLAIN], "the product, before norm, rotation and write"
 
 
+def test_only_parameters_are_loaded_before_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step may have computed any other tensor, such as a parametrized weight."""
+    early: list[bool] = []
+    monkeypatch.setattr(operators, "_op", lambda call: early.append(call.early))
+    x, weight = torch.zeros(1, 64, dtype=BF16), torch.nn.Parameter(torch.zeros(64, 64, dtype=BF16))
+    with torch.inference_mode():
+        for each in (weight, weight * 1, weight.data, weight[:32]):
+            linear(x, each)
+    assert early == [True, False, False, False]
+
+
 def test_a_result_does_not_depend_on_other_tokens(rng: torch.Generator, device: torch.device) -> None:
     draw = Draw(Case("any"), rng, device)
     x, weight = draw.normal(MAX_TOKENS, HIDDEN), draw.weight(2 * HIDDEN, HIDDEN)
