@@ -172,6 +172,6 @@ def test_operators_declare_the_arguments_that_they_write(monkeypatch: pytest.Mon
         return layer(q, k, v)
 
     with monkeypatch.context() as patched:  # the checks call an operator several times
-        patched.setattr(graphrt.step.Step, "_check_order", lambda step, layer: None)
+        patched.setattr(graphrt.step.Step, "_check_order", lambda step, layer, writes: None)
         runtime_of(OneLayer(CPU, check), None, use_graphs=False).replay(rows([3], [3])).tokens()
     assert [list(result.values()) for result in checked] == [["SUCCESS"]] * 4
