@@ -2,7 +2,7 @@
 
     python -m scripts.bench_linear                                        # 1, 8 and 16 tokens, 16 to 4 bits
     python -m scripts.bench_linear --shapes llama-3.1-8b --tokens 1 --bits 16
-    python -m scripts.bench_linear --write kernels/ops/linear_plans.json  # replace the plans of this kind of device
+    python -m scripts.bench_linear --write kernels/ops/linear_plans.json  # replace the plans of these products
 
 The products of a layer run one after the other, as in a step without attention, on the weights of several layers, so
 that none is in L2. Each product in turn tries every plan, and the product without the CUDA kernel, while the others
@@ -190,8 +190,10 @@ def table(found: Sequence[Found]) -> list[list[Any]]:
 
 
 def write_table(path: Path, device_name: str, plans: list[list[Any]]) -> None:
-    """Replace the plans of a kind of device."""
-    tables = json.loads(path.read_text()) | {device_name: plans}
+    """Replace the plans of the measured products of a kind of device."""
+    tables = json.loads(path.read_text())
+    measured = [plan[:5] for plan in plans]
+    tables[device_name] = [plan for plan in tables.get(device_name, []) if plan[:5] not in measured] + plans
     parts = [
         f" {json.dumps(name)}: [\n" + ",\n".join(f"  {json.dumps(plan)}" for plan in rows) + "\n ]"
         for name, rows in tables.items()

@@ -114,7 +114,8 @@ def test_starts_with_an_empty_and_with_a_filled_cache(
 
 def test_plans_of_products(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     table = tmp_path / "plans.json"
-    table.write_text(json.dumps({"NVIDIA H200": [[1, 16, "ADD", 64, 64, [1, 16, 8, 1]]]}))
+    other, older = [1, 16, "ADD", 64, 64, [1, 16, 8, 1]], [3, 16, "ADD", 576, 576, [1, 8, 1, 0]]
+    table.write_text(json.dumps({"NVIDIA H200": [other], "cpu": [other, older]}))
     monkeypatch.setattr(linear, "linear_plan", linear.linear_plan)  # the benchmark replaces it
     monkeypatch.setattr(
         bench_linear, "candidates", lambda bits: [LinearPlan(1, 4, 2, False), LinearPlan(2, 4, 2, True)]
@@ -129,5 +130,6 @@ def test_plans_of_products(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert [plan[:3] for plan in head["plans"]] == [["PLAIN", 49_152, 576]]
     assert all(result[name] > 0 for result in (layer, head) for name in ("floor_us", "separate_us", "fused_us"))
     tables = json.loads(table.read_text())
-    assert tables["NVIDIA H200"] == [[1, 16, "ADD", 64, 64, [1, 16, 8, 1]]]
-    assert [row[:2] for row in tables["cpu"]] == [[3, 16]] * 5
+    assert (tables["NVIDIA H200"], tables["cpu"][0]) == ([other], other)
+    assert [row[:2] for row in tables["cpu"][1:]] == [[3, 16]] * 5, "the older plan was replaced"
+    assert older not in tables["cpu"]
