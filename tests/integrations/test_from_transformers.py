@@ -152,6 +152,29 @@ def test_rows_take_the_rotary_factors_of_their_own_length() -> None:
     assert answers(model)[0][0] == expected[0][0]
 
 
+def test_known_modules_are_replaced_and_named() -> None:
+    """All of Llama's are. Gemma 2 scales by 1 + weight, and has another activation. HunYuan has norms between rotation
+    and attention, and GLM rotates neighbours."""
+    model = make_model("Llama")
+    expected = answers(model)
+    runtime = check(model, expected)
+    norms = {f"model.layers.{i}.{name}_layernorm" for i in range(3) for name in ("input", "post_attention")}
+    mlps = {f"model.layers.{i}.mlp" for i in range(3)}
+    layers = {f"model.layers.{i}.self_attn": "write_kv" for i in range(3)}
+    expected_norms = dict.fromkeys(norms | {"model.norm"}, "rms_norm")
+    assert runtime.fused == expected_norms | dict.fromkeys(mlps, "silu_mul") | layers
+    runtime.close()
+    with graphrt.from_transformers(model, config=CONFIG, fuse=False) as runtime:
+        assert not runtime.fused
+    for name, operators in (
+        ("Gemma2", {"write_kv"}),
+        ("HunYuanDenseV1", {"rms_norm", "silu_mul"}),
+        ("Glm", {"rms_norm", "silu_mul"}),
+    ):
+        with graphrt.from_transformers(make_model(name, **FAMILIES.get(name, {})), config=CONFIG) as runtime:
+            assert set(runtime.fused.values()) == operators
+
+
 def state_of(model: Any) -> Any:
     """What the caller can see of a model: names and addresses of its tensors, attributes of its modules, its config."""
     attributes = {name: {k: id(v) for k, v in vars(module).items()} for name, module in model.named_modules()}

@@ -79,12 +79,12 @@ def discover(hosted: HostedModel, max_seq_len: int) -> int:
             what = f"values are read on the host ({error})" if "meta tensor" in str(error) else f"{error}"
             raise refuse(model, f"the run on the meta device failed at {_place_of_error(error)}: {what}") from error
     if not recorder.layers:
-        where = f"; attention is computed at {watch.mixing}" if watch.mixing else ""
+        where = f"attention is computed at {watch.mixing}" if watch.mixing else f"see {place(type(model).forward)}"
         raise refuse(
-            model, f"no layer calls the attention function of AttentionInterface{where}; change the attention module "
+            model, f"no layer calls the attention function of AttentionInterface; {where}. Change the attention module "
             "to call it"
         )  # fmt: skip
-    hosted.specs = recorder.specs(model)
+    hosted.specs, hosted.attention_modules = recorder.specs(model), recorder.modules
     return logits.shape[-1]
 
 
@@ -110,6 +110,7 @@ class _Recorder:
         self.layers: list[tuple[AttentionSpec, Callable[..., Any], int | None, str]] = []
         self._keys: list[tuple[Any, ...]] = []  # memory of K and V of each layer
         self._alive: list[torch.Tensor] = []
+        self.modules: list[torch.nn.Module] = []
 
     def mask(self, predicate: Callable[..., Any]) -> torch.Tensor:
         with _disable_current_modes():
@@ -146,6 +147,7 @@ class _Recorder:
         source = next((i for i, key in enumerate(self._keys) if key == (_memory(k), _memory(v))), None)
         self._keys.append((_memory(k), _memory(v)))
         self._alive += (k, v)
+        self.modules.append(module)
         spec = AttentionSpec(
             num_q_heads=q.shape[1],
             num_kv_heads=k.shape[1],

@@ -18,6 +18,8 @@ import torch
 
 from graphrt.integrations.transformers.experts import dense_experts
 from graphrt.integrations.transformers.rotary import RotaryTable
+from graphrt.kernels.cache.write import Rotary
+from graphrt.kernels.errors import UnsupportedError
 from graphrt.models.packages import require
 from graphrt.spec import AttentionSpec
 from graphrt.step import Step
@@ -111,6 +113,10 @@ class HostedModel(torch.nn.Module):
 
     specs   one per call of the attention function, in the order of the calls
     tables  the rotary modules that are replaced by tables
+    fused   the operators that replace other modules; see fuse.py
+    rotations, namespaces   rotary modules that only name a table for the kernel, and the Python modules whose function
+                            `apply_rotary_pos_emb` leaves the rotation to the kernel; see rotation.py
+    attention_modules       the modules that call the attention function
     places  whether the cache reports the place of each token, as a tensor
     """
 
@@ -119,6 +125,10 @@ class HostedModel(torch.nn.Module):
         self.model = model
         self.specs: list[AttentionSpec] = []
         self.tables: dict[torch.nn.Module, RotaryTable] = {}
+        self.fused: dict[torch.nn.Module, Callable[[torch.Tensor], torch.Tensor]] = {}
+        self.rotations: dict[torch.nn.Module, Callable[..., Any]] = {}
+        self.namespaces: list[Any] = []
+        self.attention_modules: list[torch.nn.Module] = []
         self.places = True
         parameters = inspect.signature(model.forward).parameters
         self._cache_name = next((name for name in ("cache", "past_key_values") if name in parameters), None)
@@ -146,8 +156,11 @@ class HostedModel(torch.nn.Module):
 
     @contextmanager
     def _hosting(self, name: str, device: torch.device) -> Iterator[None]:
-        """Set the implementations of attention and experts, and the tables, in the caller's model; then undo it."""
+        """Set the implementations of attention and experts, and replace modules, for one forward pass."""
+        tables: dict[torch.nn.Module, Callable[..., Any]] = {**self.tables, **self.rotations}
+        replaced = {module: functools.partial(table, _CALLS) for module, table in tables.items()} | self.fused
         saved = [(config, dict(vars(config))) for config in self._configs]
+        rotates = [(space, space.apply_rotary_pos_emb) for space in self.namespaces]
         try:
             for config in self._configs:
                 fields = vars(config)
@@ -156,21 +169,62 @@ class HostedModel(torch.nn.Module):
                 if fields.get("_experts_implementation_internal") in (None, "eager", "grouped_mm"):
                     fast = device.type == "cuda" and _has_grouped_mm(self.model.dtype, device)
                     fields["_experts_implementation_internal"] = "grouped_mm" if fast else _EXPERTS
-            for module, table in self.tables.items():
-                vars(module)["forward"] = functools.partial(table, _CALLS)
+            for module, forward in replaced.items():
+                vars(module)["forward"] = forward
+            for space, function in rotates:
+                space.apply_rotary_pos_emb = functools.partial(_rotate, function)
             yield
         finally:
-            for module in self.tables:
+            for space, function in rotates:
+                space.apply_rotary_pos_emb = function
+            for module in replaced:
                 vars(module).pop("forward", None)
             for config, fields in saved:
                 vars(config).clear()
                 vars(config).update(fields)
 
 
-class StepCalls:
+def _rotate(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    calls: Any = _CALLS.get(None)  # None in another thread
+    return function(*args, **options) if calls is None else calls.rotate(*args, **options)
+
+
+class Rotating:
+    """Keeps queries and keys as they are where a layer rotates them, for the attention function to rotate.
+
+    rotated   queries and keys of the layer that comes next
+    """
+
+    def __init__(self) -> None:
+        self._offered: list[tuple[torch.Tensor, Rotary]] = []
+        self._rotary: Rotary | None = None
+        self.rotated: tuple[torch.Tensor, ...] = ()
+
+    def offer(self, cos: torch.Tensor, rotary: Rotary) -> None:
+        """Name a table by the tensor that the layers get for it."""
+        self._offered.append((cos, rotary))
+
+    def rotate(
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, **_: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stand for `apply_rotary_pos_emb`."""
+        self._rotary = next((rotary for name, rotary in self._offered if name is cos), None)
+        if self._rotary is None:
+            raise UnsupportedError("apply_rotary_pos_emb: the model changed what its rotary module returned")
+        self.rotated = q, k
+        return q, k
+
+    def take_rotary(self) -> Rotary | None:
+        """Return the table of the layer, once."""
+        rotary, self._rotary = self._rotary, None
+        return rotary
+
+
+class StepCalls(Rotating):
     """Attention over the paged cache of a step."""
 
     def __init__(self, step: Step, specs: list[AttentionSpec]) -> None:
+        super().__init__()
         self._step, self._specs, self._layer = step, specs, 0
 
     def attend(
@@ -187,7 +241,8 @@ class StepCalls:
         self._layer += 1
         q, k, v = (_ready(x, spec.dtype) for x in (q, k, v))
         new = (k, v) if spec.kv_shared_with is None else (None, None)
-        return self._step.attend(layer, q, *new, sinks=None if sinks is None else sinks.float())
+        sinks = None if sinks is None else sinks.float()
+        return self._step.attend(layer, q, *new, rotary=self.take_rotary(), sinks=sinks)
 
     def mask(self, predicate: Callable[..., Any]) -> torch.Tensor | None:
         return None

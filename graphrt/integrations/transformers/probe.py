@@ -60,7 +60,7 @@ def _run(hosted: HostedModel, trial: int, other: bool, max_seq_len: int, vocab_s
     hooks = [module.register_forward_hook(note) for module in hosted.model.modules()]
     try:
         with torch.no_grad():
-            logits = hosted.run(_OwnTokens(on_device[1]), *on_device)
+            logits = hosted.run(OwnTokens(on_device[1]), *on_device)
     finally:
         for hook in hooks:
             hook.remove()
@@ -92,11 +92,11 @@ def _blamed(model: torch.nn.Module, found: torch.nn.Module) -> str:
     return f"{type(found).__name__} at {place(type(found).forward)}"
 
 
-class _OwnTokens:
+class OwnTokens:
     """Attention that returns values of the token itself, which show its query, key and value."""
 
     def __init__(self, positions: torch.Tensor) -> None:
-        self._positions = positions
+        self.positions = positions
 
     def attend(
         self,
@@ -115,7 +115,7 @@ class _OwnTokens:
         return None
 
     def exceeds(self, length: int) -> torch.Tensor:
-        return self._positions >= length
+        return self.positions >= length
 
 
 def _fitted(x: torch.Tensor, size: int) -> torch.Tensor:

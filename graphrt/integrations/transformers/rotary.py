@@ -37,7 +37,8 @@ class RotaryTable:
         key = (extra, tuple(sorted(named.items())))
         if key not in self._tables:  # in the dry run
             with _disable_current_modes(), torch.no_grad():
-                self._tables[key] = self._build(x.dtype, extra, named)
+                short = self.build(x.dtype, extra, named, self.boundary)
+                self._tables[key] = short, self.build(x.dtype, extra, named) if self.boundary else None
         short, long = self._tables[key]
         positions = position_ids[0]
         if x.is_meta:
@@ -49,17 +50,15 @@ class RotaryTable:
         first, second = positions.clamp(max=self.boundary - 1), positions
         return type(short)(torch.where(exceeds, b[:, second], a[:, first]) for a, b in zip(short, long, strict=True))
 
-    def _build(self, dtype: torch.dtype, extra: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
+    def build(self, dtype: torch.dtype, extra: tuple[Any, ...], named: dict[str, Any], most: int | None = None) -> Any:
+        """Return what the module computes for all positions, or for the first `most`; the module is unchanged."""
         module = self._module
         attributes = dict(vars(module))
         buffers = {name: (buffer, buffer.clone()) for name, buffer in module._buffers.items() if buffer is not None}
         try:
-            positions = torch.arange(self._length, device=self._device)[None]
             x = torch.empty(1, 1, 1, dtype=dtype, device=self._device)
-            if self.boundary is None:
-                return self._forward(x, positions, *extra, **named), None
-            short = self._forward(x, positions[:, : self.boundary], *extra, **named)
-            return short, self._forward(x, positions, *extra, **named)
+            positions = torch.arange(most or self._length, device=self._device)
+            return self._forward(x, positions[None], *extra, **named)
         finally:
             vars(module).clear()
             vars(module).update(attributes)
@@ -69,7 +68,11 @@ class RotaryTable:
 
 def is_rotary(module: torch.nn.Module) -> bool:
     """Return whether a module computes something from positions only: it has no parameters, and takes position ids."""
-    return "position_ids" in inspect.signature(module.forward).parameters and not any(True for _ in module.parameters())
+    return (
+        "forward" not in vars(module)
+        and "position_ids" in inspect.signature(module.forward).parameters
+        and not any(True for _ in module.parameters())
+    )
 
 
 def rope_types(module: torch.nn.Module) -> set[str]:

@@ -13,8 +13,10 @@ from graphrt.cache.groups import kv_groups
 from graphrt.config import RuntimeConfig
 from graphrt.engine.step_model import is_compiled
 from graphrt.integrations.transformers.discovery import discover
+from graphrt.integrations.transformers.fuse import find_fused
 from graphrt.integrations.transformers.host import HostedModel, package
 from graphrt.integrations.transformers.probe import check_independence
+from graphrt.integrations.transformers.rotation import find_rotation
 from graphrt.kernels.checks import check_instance
 from graphrt.kernels.errors import ConfigError, UnsupportedError
 from graphrt.runtime import Runtime
@@ -26,10 +28,12 @@ class TransformersRuntime(Runtime):
 
     model      the model passed to `from_transformers`
     tokenizer  its tokenizer, or None
+    fused      the operator that replaces a module in steps, by the module's name
     """
 
     model: Any
     tokenizer: Any
+    fused: dict[str, str]
 
 
 def from_transformers(
@@ -41,6 +45,7 @@ def from_transformers(
     memory_utilization: float = 0.9,
     page_size: int = 16,
     kv_dtype: torch.dtype | None = None,
+    fuse: bool = True,
 ) -> TransformersRuntime:
     """Return a captured runtime for a causal language model of `transformers`.
 
@@ -58,6 +63,8 @@ def from_transformers(
     memory_utilization  as for Runtime
     page_size           as for `kv_groups`
     kv_dtype            dtype of the KV cache; None: the dtype of the keys
+    fuse                replace norms, gated MLPs and rotary embeddings by graphrt's operators, where these compute the
+                        same on random input; `runtime.fused` names them
 
     Raises:
         ConfigError: if `transformers` is missing, or an argument is wrong.
@@ -66,12 +73,14 @@ def from_transformers(
     """
     check_instance("model", model, package().PreTrainedModel, advice="pass what from_pretrained() returned")
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    longest = limit if isinstance(limit, int) else 4096
+    longest = limit if isinstance(limit, int) and limit > 0 else 4096
     if config is not None and config.max_seq_len > longest:
         raise ConfigError(
             f"config.max_seq_len: expected at most {longest}, the positions of this model, got {config.max_seq_len}"
         )
-    hosted, vocab_size = host(model, longest if config is None else config.max_seq_len)
+    most = longest if config is None else config.max_seq_len
+    hosted, vocab_size = host(model, most)
+    fused = find_fused(hosted) | find_rotation(hosted, most, vocab_size) if fuse else {}
     groups = kv_groups(hosted.specs, page_size=page_size, dtype=kv_dtype)
     if config is None:
         config = default_config(groups, longest, model.device, memory_utilization)
@@ -85,7 +94,7 @@ def from_transformers(
         num_pages=num_pages,
         memory_utilization=memory_utilization,
     )
-    runtime.model, runtime.tokenizer = model, tokenizer
+    runtime.model, runtime.tokenizer, runtime.fused = model, tokenizer, fused
     runtime.kv_boundary = next((of.boundary for of in hosted.tables.values() if of.boundary), None)
     try:
         runtime.capture()

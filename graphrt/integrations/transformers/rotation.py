@@ -1,0 +1,110 @@
+"""Rotates queries and keys in the kernel that writes the cache, instead of in the modules of a decoder."""
+
+from __future__ import annotations
+
+import sys
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from graphrt.integrations.transformers.host import HostedModel, Rotating
+from graphrt.integrations.transformers.probe import OwnTokens
+from graphrt.integrations.transformers.rotary import RotaryTable, is_rotary
+from graphrt.kernels.cache.write import Rotary, write_kv
+from graphrt.kernels.errors import GraphRTError
+
+
+class _UnlikeError(Exception):
+    """The model rotates in another way than the kernel."""
+
+
+class RotarySource:
+    """Replaces a rotary module by a table for the kernel. What it returns only names the table."""
+
+    def __init__(self, module: torch.nn.Module, length: int, device: torch.device) -> None:
+        self._table = RotaryTable(module, length, None, device)
+        self._made: dict[Any, tuple[torch.Tensor, Rotary]] = {}
+
+    def __call__(
+        self, calls: ContextVar[Any], x: torch.Tensor, position_ids: torch.Tensor, *extra: Any, **named: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        key = (extra, tuple(sorted(named.items())))
+        if key not in self._made:  # in the check
+            found = self._table.build(x.dtype, extra, named)
+            halves = [part[0].float().chunk(2, dim=-1) for part in found] if isinstance(found, tuple) else []
+            if len(halves) != 2 or not all(torch.equal(*pair) for pair in halves):
+                raise _UnlikeError
+            self._made[key] = found[0][:, :1], Rotary(torch.cat([pair[0] for pair in halves], -1))
+        first, rotary = self._made[key]
+        cos = first.expand(1, position_ids.shape[1], -1)
+        calls.get().offer(cos, rotary)
+        return cos, cos
+
+
+def find_rotation(hosted: HostedModel, max_seq_len: int, vocab_size: int) -> dict[str, str]:
+    """Let the kernel rotate, if seven tokens get the same logits then. Return the operator of each attention module.
+
+    The function that rotates queries and keys is replaced in the module that defines the attention layers. Every layer
+    must pass its result to the attention function unchanged.
+    """
+    model = hosted.model
+    namespaces = {sys.modules[type(module).__module__] for module in hosted.attention_modules}
+    namespaces = {space for space in namespaces if hasattr(space, "apply_rotary_pos_emb")}
+    rotary = [module for module in model.modules() if is_rotary(module)]
+    if not namespaces or not rotary or hosted.tables:
+        return {}
+    device = model.device
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    ids, positions = (
+        torch.randint(most, (7,), generator=generator, device="cpu").to(device) for most in (vocab_size, max_seq_len)
+    )
+    keep = torch.arange(7, device=device)
+    with torch.no_grad():
+        expected = hosted.run(OwnTokens(positions), ids, positions, keep).float()
+        hosted.rotations = {module: RotarySource(module, max_seq_len, device) for module in rotary}
+        hosted.namespaces = sorted(namespaces, key=lambda space: space.__name__)
+        try:
+            found = hosted.run(_RotatedTokens(positions), ids, positions, keep).float()
+            bound = 1e-4 if model.dtype == torch.float32 else 0.05
+            if bool(((found - expected).norm(dim=1) <= bound * expected.norm(dim=1)).all()):
+                names = {module: name for name, module in model.named_modules()}
+                return {names[module]: "write_kv" for module in hosted.attention_modules}
+        except (_UnlikeError, GraphRTError, RuntimeError, TypeError):
+            pass
+    hosted.rotations, hosted.namespaces = {}, []
+    return {}
+
+
+class _RotatedTokens(Rotating, OwnTokens):
+    """Attention that rotates with the kernel, and returns values of the token itself."""
+
+    def __init__(self, positions: torch.Tensor) -> None:
+        OwnTokens.__init__(self, positions)
+        Rotating.__init__(self)
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        options: dict[str, Any],
+    ) -> torch.Tensor:
+        rotated = self.rotated
+        rotary = self.take_rotary()
+        if rotary is not None:
+            if [x.data_ptr() for x in (q, k)] != [x.data_ptr() for x in rotated]:
+                raise _UnlikeError
+            q, k = (self._rotate(x.contiguous().clone(), rotary) for x in (q, k))
+        return super().attend(module, q, k, v, mask, options)
+
+    def _rotate(self, x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+        none = x[:, :0]
+        write_kv(
+            x, none, none, none[:, None], none[:, None], self.positions, self.positions,
+            rotary=replace(rotary, k_norm=None),
+        )  # fmt: skip
+        return x
