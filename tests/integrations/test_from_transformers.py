@@ -15,13 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import graphrt
 from graphrt.integrations.transformers.experts import dense_experts
 from graphrt.integrations.transformers.masks import Reach, reach_of
 from graphrt.integrations.transformers.runtime import TransformersRuntime
 from tests.models.test_families import Recorder
-from tests.support.model_fixtures import PROMPT, make_oracle
+from tests.support.model_fixtures import PROMPT, SIZES, make_oracle, randomize
 
 PROMPTS = [PROMPT[:7], [*PROMPT, 7, 64, 29]]
 NEW_TOKENS, MAX_LEN = 4, 24
@@ -119,6 +120,20 @@ def test_tokens_and_logits_equal_transformers(name: str) -> None:
     model = make_model(name, **FAMILIES[name])
     expected = answers(model)
     check(model, expected).close()
+
+
+def test_text_of_a_multimodal_model() -> None:
+    """Its forward pass looks for image tokens, and needs the padding token of the config."""
+    text = SIZES | {"head_dim": 16, "pad_token_id": 0, "eos_token_id": None, "query_pre_attn_scalar": 4} | WINDOWS
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14}
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_id=96, boi_token_id=95,
+        eoi_token_id=94, eos_token_id=None, attn_implementation="eager",
+    )  # fmt: skip
+    model = transformers.Gemma3ForConditionalGeneration(config).eval()
+    randomize(model)
+    check(model, answers(model)).close()
 
 
 @pytest.mark.gpu

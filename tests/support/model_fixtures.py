@@ -43,12 +43,17 @@ def make_oracle(architecture: str, **options) -> transformers.PreTrainedModel:
     model_class = getattr(transformers, f"{architecture}{'LMHeadModel' if architecture == 'GPT2' else 'ForCausalLM'}")
     config = model_class.config_class(**(SIZES | options), attn_implementation="eager")
     model = model_class(config).eval()
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            noise = torch.randn(weight.shape, generator=generator)
-            weight.copy_(1 + 0.2 * noise if "norm" in name else 1.5 * noise / max(weight.shape[-1], 1) ** 0.5)
+    randomize(model)
     return model
+
+
+@torch.no_grad()
+def randomize(model: torch.nn.Module) -> None:
+    """Set random weights that are large enough to change the logits."""
+    generator = torch.Generator().manual_seed(3)
+    for name, weight in model.named_parameters():
+        noise = torch.randn(weight.shape, generator=generator)
+        weight.copy_(1 + 0.2 * noise if "norm" in name else 1.5 * noise / max(weight.shape[-1], 1) ** 0.5)
 
 
 def save_oracle(folder: Path, architecture: str, **options) -> transformers.PreTrainedModel:

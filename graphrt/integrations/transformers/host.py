@@ -28,6 +28,7 @@ ATTENTION = "graphrt"
 RECORDING = "graphrt_recording"
 """Names of the same attention function. `transformers` builds masks for the second one only."""
 _EXPERTS = "graphrt"
+_PADDING_CHECK = "warn_if_padding_and_no_attention_mask"
 
 
 class Calls(Protocol):
@@ -134,6 +135,7 @@ class HostedModel(torch.nn.Module):
         self._cache_name = next((name for name in ("cache", "past_key_values") if name in parameters), None)
         self._keeps_logits = "logits_to_keep" in parameters
         self._configs = _configs(model)
+        self._models = [module for module in model.modules() if hasattr(module, _PADDING_CHECK)]
 
     def forward(self, step: Step) -> torch.Tensor:
         """Return the logits [padded_reqs, vocab_size]."""
@@ -165,12 +167,13 @@ class HostedModel(torch.nn.Module):
             for config in self._configs:
                 fields = vars(config)
                 fields["_attn_implementation_internal"] = name
-                fields["pad_token_id"] = None  # of padded batches; some models look for it on the host
                 if fields.get("_experts_implementation_internal") in (None, "eager", "grouped_mm"):
                     fast = device.type == "cuda" and _has_grouped_mm(self.model.dtype, device)
                     fields["_experts_implementation_internal"] = "grouped_mm" if fast else _EXPERTS
             for module, forward in replaced.items():
                 vars(module)["forward"] = forward
+            for module in self._models:
+                vars(module)[_PADDING_CHECK] = lambda *_: None  # looks for padding on the host
             for space, function in rotates:
                 space.apply_rotary_pos_emb = functools.partial(_rotate, function)
             yield
@@ -179,6 +182,8 @@ class HostedModel(torch.nn.Module):
                 space.apply_rotary_pos_emb = function
             for module in replaced:
                 vars(module).pop("forward", None)
+            for module in self._models:
+                vars(module).pop(_PADDING_CHECK, None)
             for config, fields in saved:
                 vars(config).clear()
                 vars(config).update(fields)
