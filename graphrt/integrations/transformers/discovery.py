@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import traceback
@@ -57,27 +58,9 @@ def discover(hosted: HostedModel, max_seq_len: int) -> int:
                 )  # fmt: skip
             if (boundary := long_boundary(module)) is not None:
                 hosted.tables[module] = RotaryTable(module, max_seq_len, boundary, device)
-    while True:
-        tokens = next(count for count in _TOKENS if count <= max_seq_len)
-        recorder, watch = _Recorder(tokens, max_seq_len), _Watch(tokens)
-        try:
-            with _on_meta(model, hosted.tables, device), torch.no_grad(), _Constants(), watch:
-                ids = torch.zeros(tokens, dtype=torch.int64, device="meta")
-                logits = hosted.run(recorder, ids, ids.clone(), ids[:1].clone(), name=RECORDING)
-            break
-        except _BlockedError as error:
-            module = error.module
-            if module is None or not is_rotary(module) or module in hosted.tables:
-                raise refuse(model, str(error)) from None
-            hosted.tables[module] = RotaryTable(module, max_seq_len, long_boundary(module), device)
-        except GraphRTError:
-            raise
-        except Exception as error:
-            if hosted.places:  # a tensor as the length of the cache, where the model needs a number
-                hosted.places = False
-                continue
-            what = f"values are read on the host ({error})" if "meta tensor" in str(error) else f"{error}"
-            raise refuse(model, f"the run on the meta device failed at {_place_of_error(error)}: {what}") from error
+    while (found := _try_run(hosted, max_seq_len, device)) is None:
+        pass
+    recorder, watch, vocab_size = found
     if not recorder.layers:
         where = f"attention is computed at {watch.mixing}" if watch.mixing else f"see {place(type(model).forward)}"
         raise refuse(
@@ -85,7 +68,34 @@ def discover(hosted: HostedModel, max_seq_len: int) -> int:
             "to call it"
         )  # fmt: skip
     hosted.specs, hosted.attention_modules = recorder.specs(model), recorder.modules
-    return logits.shape[-1]
+    return vocab_size
+
+
+def _try_run(hosted: HostedModel, max_seq_len: int, device: torch.device) -> tuple[_Recorder, _Watch, int] | None:
+    """Run the model on the meta device once. Return what was found, or None after a change that may help."""
+    model = hosted.model
+    tokens = next(count for count in _TOKENS if count <= max_seq_len)
+    recorder, watch = _Recorder(tokens, max_seq_len), _Watch(tokens)
+    try:
+        with _on_meta(model, hosted.tables, device), torch.no_grad(), _Constants(), watch:
+            ids = torch.zeros(tokens, dtype=torch.int64, device="meta")
+            logits = hosted.run(recorder, ids, ids.clone(), ids[:1].clone(), name=RECORDING)
+        return recorder, watch, logits.shape[-1]
+    except GraphRTError:
+        raise
+    except _BlockedError as error:
+        module = error.module
+        if module is not None and is_rotary(module) and module not in hosted.tables:
+            hosted.tables[module] = RotaryTable(module, max_seq_len, long_boundary(module), device)
+            return None
+        if not hosted.places:
+            raise refuse(model, str(error)) from None
+    except Exception as error:
+        if not hosted.places:
+            what = f"values are read on the host ({error})" if "meta tensor" in str(error) else f"{error}"
+            raise refuse(model, f"the run on the meta device failed at {_place_of_error(error)}: {what}") from error
+    hosted.places = False  # the model may need a number as the length of the cache, not a tensor
+    return None
 
 
 def refuse(model: Any, text: str) -> UnsupportedError:
@@ -94,10 +104,7 @@ def refuse(model: Any, text: str) -> UnsupportedError:
 
 def place(function: Any) -> str:
     """Return the file and line of a function."""
-    code = function.__code__ if hasattr(function, "__code__") else function.__wrapped__.__code__
-    while hasattr(function, "__wrapped__"):
-        function = function.__wrapped__
-        code = function.__code__
+    code = inspect.unwrap(function).__code__
     return f"{code.co_filename}:{code.co_firstlineno}"
 
 
