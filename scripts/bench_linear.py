@@ -112,9 +112,10 @@ class Layer:
 
 
 def make_weight(rows: int, depth: int, bits: int, device: torch.device) -> Weight:
-    """Return a random weight."""
+    """Return a random weight, which is a parameter, because the kernel loads only these early."""
     if bits == 16:
-        return torch.randn(rows, depth, dtype=torch.bfloat16, device=device).mul_(depth**-0.5)
+        values = torch.randn(rows, depth, dtype=torch.bfloat16, device=device).mul_(depth**-0.5)
+        return torch.nn.Parameter(values, requires_grad=False)
     if bits == 8:
         weight: QuantizedWeight = Fp8Weight.empty(rows, depth, torch.bfloat16, device)
     else:

@@ -31,12 +31,12 @@ TURNS = 10_000
 
 
 def schedule_and_attend(plan: AttentionPlan, layers: tuple[Problem, Problem]) -> None:
-    """One schedule for two layers that share a workspace."""
+    """One schedule for two layers that share a workspace. Their kernels start early, as in a step."""
     workspace, work_list = layers[0].scratch(plan)
     schedule_attention(plan, layers[0].seq_lens, work_list, **layers[0].case.spans)
     for layer in layers:
         tensors = (layer.q, layer.k_cache, layer.v_cache, layer.block_table, layers[0].seq_lens)
-        paged_attention(*tensors, layer.out, plan, work_list, workspace, layer.options)
+        paged_attention(*tensors, layer.out, plan, work_list, workspace, layer.options, pdl=True)
 
 
 def capture(layers: tuple[Problem, Problem]) -> torch.cuda.CUDAGraph:

@@ -116,6 +116,8 @@ def test_plans_of_products(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     table = tmp_path / "plans.json"
     other, older = [1, 16, "ADD", 64, 64, [1, 16, 8, 1]], [3, 16, "ADD", 576, 576, [1, 8, 1, 0]]
     table.write_text(json.dumps({"NVIDIA H200": [other], "cpu": [other, older]}))
+    early, run = set(), linear._op
+    monkeypatch.setattr(linear, "_op", lambda call: (early.add(call.early), run(call)))
     monkeypatch.setattr(linear, "linear_plan", linear.linear_plan)  # the benchmark replaces it
     monkeypatch.setattr(
         bench_linear, "candidates", lambda bits: [LinearPlan(1, 4, 2, False), LinearPlan(2, 4, 2, True)]
@@ -133,3 +135,4 @@ def test_plans_of_products(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert (tables["NVIDIA H200"], tables["cpu"][0]) == ([other], other)
     assert [row[:2] for row in tables["cpu"][1:]] == [[3, 16]] * 5, "the older plan was replaced"
     assert older not in tables["cpu"]
+    assert early == {True}, "weights are loaded as in a model"
