@@ -5,16 +5,18 @@ from __future__ import annotations
 import importlib
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from graphrt.backends.triton import kernels_on
 from graphrt.integrations import vllm as plugin
-from graphrt.kernels.library import interpreted
+from graphrt.kernels.attention.options import AttentionOptions
 from tests.support.attention_cases import (
     BF16,
     E4M3,
@@ -30,6 +32,7 @@ from tests.support.attention_cases import (
 
 STANDIN = Path(__file__).resolve().parent.parent / "support" / "vllm_standin"
 CPU = torch.device("cpu")
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 NAMES = {None: "auto", E4M3: "fp8", E5M2: "fp8_e5m2"}
 
 RAGGED = ((70, 1), (1, 1), (33, 1), (16, 1), (17, 1))
@@ -71,7 +74,7 @@ class Group:
     builder: Any
 
     @classmethod
-    def of(cls, backend: Any, case: Case, *, drafts: int = 0) -> Group:
+    def of(cls, backend: Any, case: Case, *, drafts: int = 0, device: torch.device = CPU) -> Group:
         from vllm.config import VllmConfig
         from vllm.config.compilation import CompilationConfig
         from vllm.config.model import ModelConfig
@@ -80,18 +83,17 @@ class Group:
         from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
         from vllm.v1.kv_cache_interface import AttentionSpec
 
-        options = make_problem(
-            replace(case, reqs=((1, 1),), pad_tokens=0), torch.Generator().manual_seed(1), CPU
-        ).options
+        options = layer_options(case, device)
         layer = AttentionLayerBase()
         layer._k_scale, layer._v_scale = (
-            torch.ones(()) if s is None else s[0] for s in (options.k_scale, options.v_scale)
+            torch.ones((), device=device) if s is None else s[0] for s in (options.k_scale, options.v_scale)
         )
-        layer.impl = backend.GraphrtBackend.get_impl_cls()(
-            case.num_kv_heads * case.gqa, case.head_dim, case.head_dim**-0.5, case.num_kv_heads,
-            None if options.alibi_slopes is None else options.alibi_slopes.tolist(), case.window or None,
-            NAMES[case.kv_dtype], case.softcap or None, sinks=options.sinks, use_alibi_sqrt=options.alibi_sqrt,
-        )  # fmt: skip
+        with torch.device(device):
+            layer.impl = backend.GraphrtBackend.get_impl_cls()(
+                case.num_kv_heads * case.gqa, case.head_dim, case.head_dim**-0.5, case.num_kv_heads,
+                None if options.alibi_slopes is None else options.alibi_slopes.tolist(), case.window or None,
+                NAMES[case.kv_dtype], case.softcap or None, sinks=options.sinks, use_alibi_sqrt=options.alibi_sqrt,
+            )  # fmt: skip
         layer.impl.process_weights_after_loading(case.dtype)
         config = VllmConfig(
             ModelConfig(case.dtype),
@@ -100,28 +102,41 @@ class Group:
             SpeculativeConfig(drafts) if drafts else None,
         )
         spec = AttentionSpec(case.page_size, case.num_kv_heads, case.head_dim)
-        return cls(layer, backend.GraphrtBackend.get_builder_cls()(spec, ["layer"], config, CPU))
+        return cls(layer, backend.GraphrtBackend.get_builder_cls()(spec, ["layer"], config, device))
 
-    def run(self, problem: Problem, kv_cache: torch.Tensor, metadata: Any) -> torch.Tensor:
-        problem.out.fill_(NAN)
-        with interpreted():
+    def run(self, problem: Problem, kv_cache: torch.Tensor, metadata: Any) -> None:
+        with kernels_on(problem.q.device):
             returned = self.layer.impl.forward(self.layer, problem.q, None, None, kv_cache, metadata, problem.out)
         assert returned is problem.out
-        return problem.out.clone()
+
+    def capture(self, problem: Problem, kv_cache: torch.Tensor, metadata: Any) -> Callable[[], None]:
+        """Return the replay of a CUDA graph; on a CPU, of a call that keeps the metadata, as a graph does."""
+        if problem.q.device.type == "cpu":
+            return partial(self.run, problem, kv_cache, metadata)
+        self.run(problem, kv_cache, metadata)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.run(problem, kv_cache, metadata)
+        return graph.replay
 
 
-def problem_of(case: Case, seed: int = 0) -> Problem:
-    """A problem whose options are those of the case's layer, whatever the seed of its tensors."""
-    first = make_problem(replace(case, reqs=((1, 1),), pad_tokens=0), torch.Generator().manual_seed(1), CPU)
-    problem = make_problem(case, torch.Generator().manual_seed(seed), CPU)
-    old, new = problem.options, first.options
-    for dense, scale, other in ((0, old.k_scale, new.k_scale), (1, old.v_scale, new.v_scale)):
-        if scale is not None:
-            problem.dense = [
-                tuple(x / scale * other if at == dense else x for at, x in enumerate(pair)) for pair in problem.dense
-            ]
-    problem.options = new
+def layer_options(case: Case, device: torch.device) -> AttentionOptions:
+    """The options of a case's layer, which its steps share."""
+    return make_problem(replace(case, reqs=((1, 1),)), torch.Generator().manual_seed(1), device).options
+
+
+def problem_of(case: Case, seed: int = 0, device: torch.device = CPU) -> Problem:
+    """A step of random tensors with the options of the case's layer."""
+    problem = make_problem(replace(case, lse=False), torch.Generator().manual_seed(seed), device)
+    old, problem.options = problem.options, layer_options(case, device)
+    if case.kv_dtype is not None:
+        ratios = [new / own for new, own in zip(scales(problem.options), scales(old), strict=True)]
+        problem.dense = [(k * ratios[0].cpu(), v * ratios[1].cpu()) for k, v in problem.dense]
     return problem
+
+
+def scales(options: AttentionOptions) -> list[torch.Tensor]:
+    return [scale.double() for scale in (options.k_scale, options.v_scale) if scale is not None]
 
 
 def in_vllms_layout(backend: Any, problem: Problem) -> torch.Tensor:
@@ -134,7 +149,7 @@ def in_vllms_layout(backend: Any, problem: Problem) -> torch.Tensor:
         problem.k_cache.shape[0], case.page_size, case.num_kv_heads, case.head_dim
     )
     order = backend.GraphrtBackend.get_kv_cache_stride_order()
-    cache = torch.empty([shape[dim] for dim in order], dtype=case.stored).permute(
+    cache = torch.empty([shape[dim] for dim in order], dtype=case.stored, device=problem.q.device).permute(
         [order.index(dim) for dim in range(4)]
     )
     assert cache.shape == shape
@@ -149,27 +164,31 @@ def common_of(problem: Problem) -> Any:
 
     reqs = problem.case.reqs
     starts = [0, *itertools.accumulate(length if seq_len else 0 for seq_len, length in reqs)]
-    starts = torch.tensor(starts, dtype=torch.int32)
+    starts_cpu = torch.tensor(starts, dtype=torch.int32)
     return CommonAttentionMetadata(
-        query_start_loc=starts,
-        query_start_loc_cpu=starts,
+        query_start_loc=starts_cpu.to(problem.q.device),
+        query_start_loc_cpu=starts_cpu,
         seq_lens=problem.seq_lens,
         num_reqs=len(reqs),
         num_actual_tokens=problem.q.shape[0],
         max_query_len=max(length for _, length in reqs),
         max_seq_len=1 << 20,
         block_table_tensor=problem.block_table,
-        slot_mapping=torch.zeros(problem.q.shape[0], dtype=torch.int64),
+        slot_mapping=torch.zeros(problem.q.shape[0], dtype=torch.int64, device=problem.q.device),
     )
 
 
+@DEVICES
 @pytest.mark.parametrize("case", by_id(CASES))
-def test_steps_equal_dense_attention(case: Case, backend: Any) -> None:
-    group = Group.of(backend, case, drafts=2 if case.reqs[0][1] == 3 else 0)
-    problem = problem_of(case)
-    with interpreted():
+def test_steps_equal_dense_attention(case: Case, device: str, backend: Any) -> None:
+    at = torch.device(device)
+    group = Group.of(backend, case, drafts=2 if case.reqs[0][1] == 3 else 0, device=at)
+    problem = problem_of(case, device=at)
+    with kernels_on(at):
         metadata = group.builder.build(0, common_of(problem))
-    assert_accurate(replace(problem, lse=None), group.run(problem, in_vllms_layout(backend, problem), metadata))
+    problem.out.fill_(NAN)
+    group.run(problem, in_vllms_layout(backend, problem), metadata)
+    assert_accurate(problem, problem.out.cpu())
 
 
 def test_query_lens_choose_the_kernels(backend: Any) -> None:
@@ -193,39 +212,38 @@ def test_query_lens_choose_the_kernels(backend: Any) -> None:
     assert builder.get_cudagraph_support(None, None).name == "UNIFORM_BATCH"
 
 
+@DEVICES
 @pytest.mark.parametrize("padding", [0, 3])
-def test_a_replay_reads_the_buffers_of_its_own_step(padding: int, backend: Any) -> None:
+def test_a_replay_reads_the_buffers_of_its_own_step(padding: int, device: str, backend: Any) -> None:
     """A graph keeps the metadata of its capture. Each step rewrites inputs and schedules in place, for both groups."""
+    at = torch.device(device)
     reqs = ((200, 1), (1, 1), (90, 1), (33, 1), (7, 1))
     case = Case("", (*reqs[: 5 - padding], *((0, 1),) * padding), BF16, window=40, num_kv_heads=2)
-    groups = [Group.of(backend, case), Group.of(backend, case)]
-    step, other = problem_of(case, 1), problem_of(case, 2)
+    groups = [Group.of(backend, case, device=at) for _ in range(2)]
+    steps = [problem_of(case, seed, at) for seed in (1, 2)]
     static = replace(
-        step,
-        q=step.q.clone(),
-        block_table=torch.zeros(5, 16, dtype=torch.int32),
-        seq_lens=torch.ones(5, dtype=torch.int32),
-    )
-    table = static.block_table.clone()
-    with interpreted():
-        captured = [
-            group.builder.build_for_cudagraph_capture(replace(common_of(static), block_table_tensor=own))
-            for group, own in zip(groups, (static.block_table, table), strict=True)
-        ]
-    for problem in (step, other):
-        static.seq_lens.copy_(problem.seq_lens)
-        static.q.copy_(problem.q)
-        for own in (static.block_table, table):
-            own.zero_()[:, : problem.block_table.shape[1]] = problem.block_table
-        common = common_of(problem)
-        common = replace(common, seq_lens=static.seq_lens, block_table_tensor=static.block_table)
-        with interpreted():
-            first = groups[0].builder.build(0, common)
-            groups[1].builder.update_block_table(first, table, common.slot_mapping)
-        for group, metadata in zip(groups, captured, strict=True):
-            cache = in_vllms_layout(backend, problem)
-            run = replace(problem, q=static.q, out=static.out, lse=None)
-            assert_accurate(run, group.run(run, cache, metadata))
+        steps[0], q=steps[0].q.clone(), out=steps[0].out.clone(), seq_lens=torch.ones_like(steps[0].seq_lens),
+        block_table=torch.zeros_like(steps[0].block_table),
+    )  # fmt: skip
+    tables, cache = [static.block_table, static.block_table.clone()], in_vllms_layout(backend, steps[0])
+    replays = []
+    for group, table in zip(groups, tables, strict=True):
+        with kernels_on(at):
+            metadata = group.builder.build_for_cudagraph_capture(replace(common_of(static), block_table_tensor=table))
+        replays.append(group.capture(static, cache, metadata))
+    for step in (*steps, steps[0]):
+        static.seq_lens.copy_(step.seq_lens)
+        static.q.copy_(step.q)
+        cache.copy_(in_vllms_layout(backend, step))
+        for table in tables:
+            table.copy_(step.block_table)
+        with kernels_on(at):
+            first = groups[0].builder.build(0, common_of(static))
+            groups[1].builder.update_block_table(first, tables[1], first.slot_mapping)
+        for replay in replays:
+            static.out.fill_(NAN)
+            replay()
+            assert_accurate(step, static.out.cpu())
 
 
 def test_new_tokens_are_stored_at_their_slots(backend: Any) -> None:
