@@ -44,6 +44,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "CodeGen": {"rotary_dim": 8, "n_ctx": 64},
     "Cohere": {"logit_scale": 0.5},
     "DeepseekV2": EXPERTS | LATENTS,
+    "DeepseekV3": EXPERTS | LATENTS,
     "Ernie4_5": {},
     "Exaone4": WINDOWS,
     "GPT2": {"pad_token_id": 0},
