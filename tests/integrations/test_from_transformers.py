@@ -171,21 +171,21 @@ def test_rows_take_the_rotary_factors_of_their_own_length() -> None:
 def test_known_modules_are_replaced_and_named() -> None:
     """All of Llama's are. Gemma 2 scales by 1 + weight, and has another activation. HunYuan has norms between rotation
     and attention, and GLM rotates neighbours."""
-    model = make_model("Llama")
+    model = make_model("Llama", tie_word_embeddings=True)
     expected = answers(model)
     runtime = check(model, expected)
-    norms = {f"model.layers.{i}.{name}_layernorm" for i in range(3) for name in ("input", "post_attention")}
-    mlps = {f"model.layers.{i}.mlp" for i in range(3)}
-    layers = {f"model.layers.{i}.self_attn": "write_kv" for i in range(3)}
-    expected_norms = dict.fromkeys(norms | {"model.norm"}, "rms_norm")
-    assert runtime.fused == expected_norms | dict.fromkeys(mlps, "silu_mul") | layers
+    layer = {"input_layernorm": "rms_norm", "post_attention_layernorm": "rms_norm", "self_attn": "write_kv"}
+    layer |= {"mlp": "linear_silu_mul"} | {f"self_attn.{name}_proj": "linear" for name in "qkvo"}
+    layers = {f"model.layers.{i}.{name}": operator for i in range(3) for name, operator in layer.items()}
+    layers |= {f"model.layers.{i}.mlp.down_proj": "linear" for i in range(3)}
+    assert runtime.fused == layers | {"model.norm": "rms_norm", "lm_head": "linear"}
     runtime.close()
     with graphrt.from_transformers(model, config=CONFIG, fuse=False) as runtime:
         assert not runtime.fused
     for name, operators in (
-        ("Gemma2", {"write_kv"}),
-        ("HunYuanDenseV1", {"rms_norm", "silu_mul"}),
-        ("Glm", {"rms_norm", "silu_mul"}),
+        ("Gemma2", {"linear", "write_kv"}),
+        ("HunYuanDenseV1", {"linear", "linear_silu_mul", "rms_norm"}),
+        ("Glm", {"linear", "linear_silu_mul", "rms_norm"}),
     ):
         with graphrt.from_transformers(make_model(name, **FAMILIES.get(name, {})), config=CONFIG) as runtime:
             assert set(runtime.fused.values()) == operators
@@ -199,13 +199,22 @@ def state_of(model: Any) -> Any:
 
 
 def test_model_is_unchanged_and_still_runs_by_itself() -> None:
+    """`fuse` moves weights, and changes nothing else."""
     model = make_model("Qwen3Moe", **FAMILIES["Qwen3Moe"])
     expected, before = answers(model), state_of(model)
+    values = {name: x.clone() for name, x in model.state_dict().items()}
+    with graphrt.from_transformers(model, config=CONFIG, fuse=False):
+        assert state_of(model) == before
     runtime = check(model, expected)
-    assert state_of(model) == before
+    assert state_of(model)[::2] == before[::2]
+    torch.testing.assert_close(model.state_dict(), values, atol=0, rtol=0)
     assert answers(model)[0][0] == expected[0][0]
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight.mul_(-1)  # in place, as a new checkpoint is loaded
+    fresh = answers(model)
+    events = graphrt.TextGenerator(runtime).generate(PROMPTS[:1], graphrt.SamplingParams(max_new_tokens=NEW_TOKENS))
+    assert [event.token for event in events] == fresh[0][0] != expected[0][0]
     runtime.close()
-    assert state_of(model) == before
 
 
 def double(model: Any) -> None:

@@ -1,17 +1,20 @@
-"""Replaces norms and gated MLPs by graphrt's operators, where these compute the same on random input."""
+"""Replaces norms, gated MLPs and linear layers by graphrt's operators, where these compute the same on random input."""
 
 from __future__ import annotations
 
 import inspect
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
 from graphrt.integrations.transformers.host import HostedModel
+from graphrt.integrations.transformers.probe import OwnTokens, agree, sample_tokens
 from graphrt.kernels.errors import GraphRTError
-from graphrt.kernels.ops.activation import silu_mul
+from graphrt.kernels.ops.linear import linear, linear_silu_mul
 from graphrt.kernels.ops.norm import rms_norm
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
@@ -19,21 +22,23 @@ _ROUNDING = 8
 """Allowed difference of results, in units of the last place of the largest one."""
 
 
-def find_fused(hosted: HostedModel) -> dict[str, str]:
+def find_fused(hosted: HostedModel, max_seq_len: int, vocab_size: int) -> dict[str, str]:
     """Set `hosted.fused`, and return the operator of each module that is replaced, by name.
 
     A module is found by its weights: one vector, or the two or three linear layers of a gated MLP. It is replaced if
-    its operator gives the same on random input. Modules of equal class, shapes and constants are tried once. Modules
-    with hooks are left alone.
+    its operator gives the same on random input. Modules of equal class, shapes and constants are tried once. Linear
+    layers are always replaced. Those of one module that get the same tensor become one product, and their weights are
+    then next to each other in memory. Modules with hooks are left alone. At the end, seven tokens must get the same
+    logits as before; otherwise nothing is replaced.
     """
+    names = {module: name for name, module in hosted.model.named_modules()}
+    uses = Counter(id(weight) for _, weight in hosted.model.named_parameters(remove_duplicate=False))
     tried: dict[Any, int | None] = {}  # index of the candidate that computes the same
-    found = {}
-    for name, module in hosted.model.named_modules():
-        if module in hosted.tables or module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
-            continue
+    found, joined = {}, set[torch.nn.Module]()
+    sample = sample_tokens(hosted.model, max_seq_len, vocab_size)
+    expected, linears, others = _called(hosted, sample)
+    for module in others:
         candidates = list(_candidates(module))
-        if not candidates:
-            continue
         shapes = tuple((key, tuple(weight.shape), weight.dtype) for key, weight in module.named_parameters())
         constants = tuple(value for value in vars(module).values() if isinstance(value, float))
         key = (type(module), shapes, constants)
@@ -41,24 +46,75 @@ def find_fused(hosted: HostedModel) -> dict[str, str]:
             equal = (index for index, (_, forward, width) in enumerate(candidates) if _same(module, forward, width))
             tried[key] = next(equal, None)
         if (index := tried[key]) is not None:
-            found[name], hosted.fused[module], _ = candidates[index]
-    return found
+            name, forward, _ = candidates[index]
+            if isinstance(forward, _GatedMLP):
+                if any(uses[id(weight)] > 1 for weight in module.parameters()):
+                    continue
+                joined.update(forward.first.join())
+            hosted.fused[module], found[names[module]] = forward, name
+    groups: dict[Any, list[torch.nn.Linear]] = {}
+    for module, x in linears.items():
+        if module not in joined:
+            kind = (names[module].rpartition(".")[0], id(x), module.bias is None, module.weight.dtype)
+            groups.setdefault(kind if uses[id(module.weight)] == 1 else module, []).append(module)
+    for group in groups.values():
+        products = _Products(group)
+        if len(group) > 1:
+            products.join()
+        for module, forward in zip(group, products.forwards(), strict=True):
+            hosted.fused[module], found[names[module]] = forward, "linear"
+    try:
+        with torch.no_grad():
+            if agree(hosted.run(OwnTokens(sample[1]), *sample), expected):
+                return found
+    except (GraphRTError, RuntimeError):
+        pass
+    hosted.fused.clear()
+    return {}
+
+
+def _called(
+    hosted: HostedModel, sample: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, dict[torch.nn.Linear, torch.Tensor], list[torch.nn.Module]]:
+    """Run a few tokens. Return the logits, the inputs of linear layers, and the other modules."""
+    linears, others = dict[torch.nn.Linear, torch.Tensor](), list[torch.nn.Module]()
+
+    def note(module: Any, args: tuple[Any, ...]) -> None:
+        if type(module) is not torch.nn.Linear:
+            others.append(module)
+        elif args and type(module.weight) is torch.nn.Parameter:
+            linears[module] = args[0]
+
+    plain = (
+        module for module in hosted.model.modules()
+        if not (module in hosted.tables or module._forward_hooks or module._forward_pre_hooks)
+        and "forward" not in vars(module)
+    )  # fmt: skip
+    hooks = [module.register_forward_pre_hook(note) for module in list(plain)]
+    try:
+        with torch.no_grad():
+            logits = hosted.run(OwnTokens(sample[1]), *sample)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return logits, linears, others
 
 
 def _candidates(module: torch.nn.Module) -> Iterator[tuple[str, Forward, int]]:
     """Yield operators that may compute what a module does, with the width of its input."""
     own, children = dict(module.named_parameters(recurse=False)), list(module.children())
-    if len(own) == 1 and not children and len(inspect.signature(module.forward).parameters) == 1:
+    if len(inspect.signature(module.forward).parameters) != 1:
+        return
+    if len(own) == 1 and not children:
         ((name, weight),) = own.items()
         if weight.dim() == 1:
             for eps in {value for value in vars(module).values() if isinstance(value, float)}:
                 yield "rms_norm", _Norm(module, name, eps), len(weight)
     linears = [child for child in children if type(child) is torch.nn.Linear]
-    if own or not 2 <= len(linears) <= 3 or len(inspect.signature(module.forward).parameters) != 1:
-        return
-    for *first, down in itertools.permutations(linears):
-        if sum(linear.out_features for linear in first) == 2 * down.in_features:
-            yield "silu_mul", _GatedMLP(first, down), first[0].in_features
+    if not own and 2 <= len(linears) <= 3:
+        for *first, down in itertools.permutations(linears):
+            if sum(layer.out_features for layer in first) == 2 * down.in_features:
+                yield "linear_silu_mul", _GatedMLP(first, down), first[0].in_features
 
 
 class _Norm:
@@ -71,25 +127,61 @@ class _Norm:
         return rms_norm(x.reshape(-1, x.shape[-1]), weight, self._eps).view(x.shape)
 
 
+class _Products:
+    """Linear layers with the same input, as one product after `join`."""
+
+    def __init__(self, layers: list[torch.nn.Linear]) -> None:
+        self._layers = layers
+        self._joined: tuple[torch.Tensor, torch.Tensor | None] | None = None
+        self._input: torch.Tensor | None = None
+        self._parts: list[torch.Tensor] = []
+
+    @property
+    def weights(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight and bias of the product."""
+        if len(self._layers) == 1:
+            return self._layers[0].weight, self._layers[0].bias
+        if self._joined is not None:
+            return self._joined
+        biases = [layer.bias.detach() for layer in self._layers if layer.bias is not None]
+        weight = torch.nn.Parameter(torch.cat([layer.weight.detach() for layer in self._layers]), requires_grad=False)
+        return weight, torch.cat(biases) if biases else None
+
+    def join(self) -> list[torch.nn.Linear]:
+        """Move the weights of the layers next to each other. The layers keep their parameters, with equal values."""
+        self._joined = weight, bias = self.weights
+        sizes = [layer.out_features for layer in self._layers]
+        for layer, rows in zip(self._layers, weight.split(sizes), strict=True):
+            layer.weight.data = rows
+        if bias is not None:
+            for layer, rows in zip(self._layers, bias.split(sizes), strict=True):
+                layer.bias.data = rows
+        return self._layers
+
+    def forwards(self) -> list[Forward]:
+        """Return the forward of each layer. The first that gets a tensor computes the product for all."""
+        return [partial(self._part, index) for index in range(len(self._layers))]
+
+    def _part(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        if x is not self._input:
+            out = linear(x.reshape(-1, x.shape[-1]), *self.weights).view(*x.shape[:-1], -1)
+            self._input = x
+            self._parts = list(out.split([layer.out_features for layer in self._layers], dim=-1))
+        part = self._parts[index]
+        if index == len(self._layers) - 1:
+            self._input, self._parts = None, []
+        return part
+
+
 class _GatedMLP:
-    """down(silu(gate) * up), with the gate and the up projection next to each other in memory."""
+    """down(silu(gate) * up)"""
 
     def __init__(self, first: list[torch.nn.Linear], down: torch.nn.Linear) -> None:
-        self._first, self._down = first, down
+        self.first, self._down = _Products(first), down
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        if len(self._first) == 1:
-            gate_up = self._first[0](rows)
-        else:
-            width = self._down.in_features
-            gate_up = rows.new_empty(len(rows), 2 * width)
-            for linear, out in zip(self._first, (gate_up[:, :width], gate_up[:, width:]), strict=True):
-                if linear.bias is None:
-                    torch.mm(rows, linear.weight.t(), out=out)
-                else:
-                    torch.addmm(linear.bias, rows, linear.weight.t(), out=out)
-        result: torch.Tensor = self._down(silu_mul(gate_up))
+        weight, bias = self.first.weights
+        result: torch.Tensor = self._down(linear_silu_mul(x.reshape(-1, x.shape[-1]), weight, bias=bias))
         return result.view(*x.shape[:-1], -1)
 
 

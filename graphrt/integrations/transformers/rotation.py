@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from graphrt.integrations.transformers.host import HostedModel, Rotating
-from graphrt.integrations.transformers.probe import OwnTokens
+from graphrt.integrations.transformers.probe import OwnTokens, agree, sample_tokens
 from graphrt.integrations.transformers.rotary import RotaryTable, is_rotary
 from graphrt.kernels.cache.write import Rotary, write_kv
 from graphrt.kernels.errors import GraphRTError
@@ -56,19 +56,13 @@ def find_rotation(hosted: HostedModel, max_seq_len: int, vocab_size: int) -> dic
     if not namespaces or not rotary or hosted.tables:
         return {}
     device = model.device
-    generator = torch.Generator(device="cpu").manual_seed(0)
-    ids, positions = (
-        torch.randint(most, (7,), generator=generator, device="cpu").to(device) for most in (vocab_size, max_seq_len)
-    )
-    keep = torch.arange(7, device=device)
+    sample = sample_tokens(model, max_seq_len, vocab_size)
     with torch.no_grad():
-        expected = hosted.run(OwnTokens(positions), ids, positions, keep).float()
+        expected = hosted.run(OwnTokens(sample[1]), *sample)
         hosted.rotations = {module: RotarySource(module, max_seq_len, device) for module in rotary}
         hosted.namespaces = sorted(namespaces, key=lambda space: space.__name__)
         try:
-            found = hosted.run(_RotatedTokens(positions), ids, positions, keep).float()
-            bound = 1e-4 if model.dtype == torch.float32 else 0.05
-            if bool(((found - expected).norm(dim=1) <= bound * expected.norm(dim=1)).all()):
+            if agree(hosted.run(_RotatedTokens(sample[1]), *sample), expected):
                 names = {module: name for name, module in model.named_modules()}
                 return {names[module]: "write_kv" for module in hosted.attention_modules}
         except (_UnlikeError, GraphRTError, RuntimeError, TypeError):

@@ -63,8 +63,9 @@ def from_transformers(
     memory_utilization  as for Runtime
     page_size           as for `kv_groups`
     kv_dtype            dtype of the KV cache; None: the dtype of the keys
-    fuse                replace norms, gated MLPs and rotary embeddings by graphrt's operators, where these compute the
-                        same on random input; `runtime.fused` names them
+    fuse                replace norms, gated MLPs, linear layers and rotary embeddings by graphrt's operators, where
+                        these compute the same on random input; `runtime.fused` names them. Weights of linear layers
+                        with the same input move next to each other in memory, and keep their values and names
 
     Raises:
         ConfigError: if `transformers` is missing, or an argument is wrong.
@@ -80,7 +81,7 @@ def from_transformers(
         )
     most = longest if config is None else config.max_seq_len
     hosted, vocab_size = host(model, most)
-    fused = find_fused(hosted) | find_rotation(hosted, most, vocab_size) if fuse else {}
+    fused = find_fused(hosted, most, vocab_size) | find_rotation(hosted, most, vocab_size) if fuse else {}
     groups = kv_groups(hosted.specs, page_size=page_size, dtype=kv_dtype)
     if config is None:
         config = default_config(groups, longest, model.device, memory_utilization)
