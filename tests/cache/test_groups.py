@@ -317,7 +317,7 @@ def test_only_layers_that_write_take_keys() -> None:
     _, runtime = build((FULL, SHARES_0), KVCacheSpec(1, 2, 16, 4, dtype=F32), 8, CPU)
     step = runtime.manager._program.view(runtime.manager.descriptors[0])
     q = torch.zeros(step.descriptor.padded_tokens, 4, 16)
-    with pytest.raises(ShapeError, match=r"k: expected None for layer 1, got a tensor; pass None only for cross"):
+    with pytest.raises(ShapeError, match=r"k: expected None for layer 1, got a tensor; pass None only after"):
         step.attend(1, q, q[:, :2], q[:, :2])
     with pytest.raises(ShapeError, match=r"k: expected a tensor for layer 0, got None"):
         step.attend(0, q, None, None)
