@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from graphrt.capture.host_reads import reads_host, tensors_in
-from graphrt.integrations.transformers.host import RECORDING, HostedModel
+from graphrt.integrations.transformers.host import RECORDING, HostedModel, LayerCall
 from graphrt.integrations.transformers.masks import reach_of
 from graphrt.integrations.transformers.rotary import RotaryTable, is_rotary, long_boundary, rope_types
 from graphrt.kernels.errors import ConfigError, GraphRTError, UnsupportedError
@@ -128,15 +128,8 @@ class _Recorder:
     def exceeds(self, length: int) -> torch.Tensor:
         return torch.zeros(self.tokens, dtype=torch.bool, device="meta")
 
-    def attend(
-        self,
-        module: torch.nn.Module,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: torch.Tensor | None,
-        options: dict[str, Any],
-    ) -> torch.Tensor:
+    def attend(self, call: LayerCall) -> torch.Tensor:
+        module, q, k, v, mask, options = call
         where = _place_of_frame()
         if getattr(module, "is_causal", True) is False or options.get("is_causal", True) is False:
             raise _BlockedError(f"the layer at {where} is not causal", module)

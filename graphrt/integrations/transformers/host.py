@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -31,19 +31,28 @@ _EXPERTS = "graphrt"
 _PADDING_CHECK = "warn_if_padding_and_no_attention_mask"
 
 
+class LayerCall(NamedTuple):
+    """A call of the attention function.
+
+    module   the attention module
+    q, k, v  [tokens, heads, size]
+    mask     what `Calls.mask` returned, or None
+    options  the other arguments
+    """
+
+    module: torch.nn.Module
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    mask: torch.Tensor | None
+    options: dict[str, Any]
+
+
 class Calls(Protocol):
     """What the attention layers of one forward pass do."""
 
-    def attend(
-        self,
-        module: torch.nn.Module,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: torch.Tensor | None,
-        options: dict[str, Any],
-    ) -> torch.Tensor:
-        """Return [tokens, num_q_heads, v_head_dim] for q, k and v of [tokens, heads, size]."""
+    def attend(self, call: LayerCall) -> torch.Tensor:
+        """Return the output of a layer [tokens, num_q_heads, v_head_dim]."""
 
     def mask(self, predicate: Callable[..., Any]) -> torch.Tensor | None:
         """Return what the layers get as a mask; called only under the name RECORDING."""
@@ -65,7 +74,7 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     """The attention function, as `transformers` calls it, with tensors of [1, heads, tokens, size]."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return _CALLS.get().attend(module, q, k, v, attention_mask, options)[None], None
+    return _CALLS.get().attend(LayerCall(module, q, k, v, attention_mask, options))[None], None
 
 
 def _mask(*, mask_function: Callable[..., Any], **_: Any) -> torch.Tensor | None:
@@ -212,7 +221,7 @@ class Rotating:
     def rotate(
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, **_: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stand for `apply_rotary_pos_emb`."""
+        """Replace `apply_rotary_pos_emb`: return q and k unchanged, and note the table."""
         self._rotary = next((rotary for name, rotary in self._offered if name is cos), None)
         if self._rotary is None:
             raise UnsupportedError("apply_rotary_pos_emb: the model changed what its rotary module returned")
@@ -232,19 +241,11 @@ class StepCalls(Rotating):
         super().__init__()
         self._step, self._specs, self._layer = step, specs, 0
 
-    def attend(
-        self,
-        module: torch.nn.Module,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: torch.Tensor | None,
-        options: dict[str, Any],
-    ) -> torch.Tensor:
-        layer, sinks = self._layer, options.get("s_aux")
+    def attend(self, call: LayerCall) -> torch.Tensor:
+        layer, sinks = self._layer, call.options.get("s_aux")
         spec = self._specs[layer]
         self._layer += 1
-        q, k, v = (_ready(x, spec.dtype) for x in (q, k, v))
+        q, k, v = (_ready(x, spec.dtype) for x in (call.q, call.k, call.v))
         new = (k, v) if spec.kv_shared_with is None else (None, None)
         sinks = None if sinks is None else sinks.float()
         return self._step.attend(layer, q, *new, rotary=self.take_rotary(), sinks=sinks)

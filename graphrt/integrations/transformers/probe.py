@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from graphrt.integrations.transformers.discovery import place, refuse
-from graphrt.integrations.transformers.host import HostedModel
+from graphrt.integrations.transformers.host import HostedModel, LayerCall
 
 _TRIALS = 3
 
@@ -114,18 +114,10 @@ class OwnTokens:
     def __init__(self, positions: torch.Tensor) -> None:
         self.positions = positions
 
-    def attend(
-        self,
-        module: torch.nn.Module,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: torch.Tensor | None,
-        options: dict[str, Any],
-    ) -> torch.Tensor:
-        heads, size = q.shape[1], v.shape[2]
-        k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
-        return v + sum(_fitted(x, size).to(v.dtype) for x in (q, k))
+    def attend(self, call: LayerCall) -> torch.Tensor:
+        heads, size = call.q.shape[1], call.v.shape[2]
+        k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (call.k, call.v))
+        return v + sum(_fitted(x, size).to(v.dtype) for x in (call.q, k))
 
     def mask(self, predicate: Callable[..., Any]) -> torch.Tensor | None:
         return None

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from graphrt.integrations.transformers.host import HostedModel, Rotating
+from graphrt.integrations.transformers.host import HostedModel, LayerCall, Rotating
 from graphrt.integrations.transformers.probe import OwnTokens, agree, sample_tokens
 from graphrt.integrations.transformers.rotary import RotaryTable, is_rotary
 from graphrt.kernels.cache.write import Rotary, write_kv
@@ -78,22 +78,15 @@ class _RotatedTokens(Rotating, OwnTokens):
         OwnTokens.__init__(self, positions)
         Rotating.__init__(self)
 
-    def attend(
-        self,
-        module: torch.nn.Module,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: torch.Tensor | None,
-        options: dict[str, Any],
-    ) -> torch.Tensor:
+    def attend(self, call: LayerCall) -> torch.Tensor:
         rotated = self.rotated
         rotary = self.take_rotary()
         if rotary is not None:
-            if [x.data_ptr() for x in (q, k)] != [x.data_ptr() for x in rotated]:
+            if [x.data_ptr() for x in (call.q, call.k)] != [x.data_ptr() for x in rotated]:
                 raise _UnlikeError
-            q, k = (self._rotate(x.contiguous().clone(), rotary) for x in (q, k))
-        return super().attend(module, q, k, v, mask, options)
+            q, k = (self._rotate(x.contiguous().clone(), rotary) for x in (call.q, call.k))
+            call = call._replace(q=q, k=k)
+        return super().attend(call)
 
     def _rotate(self, x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
         none = x[:, :0]
