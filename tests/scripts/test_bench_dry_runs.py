@@ -13,7 +13,7 @@ import torch
 from graphrt.kernels.ops import linear
 from graphrt.kernels.ops.linear_call import LinearPlan
 from graphrt.models.loading import load_model
-from scripts import bench_linear, bench_loop, bench_sampling, bench_start, bench_swap
+from scripts import bench_linear, bench_loop, bench_sampling, bench_start, bench_swap, bench_transformers
 from scripts.bench_graph_checks import bench_audit, bench_shadow, bench_verify, capture
 from tests.scripts.test_bench_decode import TINY
 from tests.support import cli
@@ -36,6 +36,15 @@ def test_audits_verification_and_shadows_are_timed() -> None:
     assert 6 <= shadow["shadow_steps"] <= 8
     assert shadow["differences"] == []
     assert shadow["step_ms"] > 0
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_steps_of_transformers_models(fuse: bool) -> None:
+    found = bench_transformers.time_hosted(TINY, CPU, [1, 2], 16, 2, fuse=fuse)
+    assert all(ms > 0 for ms in found["ms"].values())
+    assert list(found["ms"]) == [1, 2]
+    layers = TINY.num_layers
+    assert found["fused"].get("write_kv", 0) == (layers if fuse else 0)
 
 
 def test_loops() -> None:
