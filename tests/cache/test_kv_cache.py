@@ -241,7 +241,7 @@ def test_allocator_equals_a_counting_model(operations: list[tuple[str, int]]) ->
     for verb, n in operations:
         free = 8 - len(owned)
         if verb == "allocate" and n > free:
-            with pytest.raises(CapacityError, match=f"{n} requested, {free} of 8 are free"):
+            with pytest.raises(CapacityError, match=f"{n} requested, but only {free} of 8 are free"):
                 allocator.allocate(n)
         elif verb == "allocate":
             owned |= dict.fromkeys(allocator.allocate(n), 1)

@@ -199,7 +199,7 @@ def test_full_and_closed_space_raise() -> None:
     world = World(nbytes=4 * 1024 + 100)
     pages = world.allocate(4, 1, 0)
     assert world.space.bytes_of((4, 1, 0)) == 5 * 4 * 2 * (16 + 16) * 4
-    with pytest.raises(CapacityError, match=r"swap_out: the pages need 5120 bytes, 4196 are free"):
+    with pytest.raises(CapacityError, match=r"swap_out: the pages need 5120 bytes, but only 4196 are free"):
         world.space.swap_out(pages)
     assert world.num_free == [14, 19]
     swapped = world.space.swap_out([pages[0][:2], [], []])

@@ -124,7 +124,7 @@ def test_a_refused_fork_changes_nothing() -> None:
         before = (list(runtime.free_req_indices), runtime.allocator.num_free, list(session.requests))
 
         def refused(_: object) -> None:
-            with pytest.raises(ReplayError, match="ReplayManager: one call at a time"):
+            with pytest.raises(ReplayError, match="ReplayManager: expected one call at a time"):
                 session.fork(request)
 
         runtime.manager.between_steps(refused)

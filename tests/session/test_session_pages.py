@@ -132,7 +132,7 @@ def test_wrong_pages_are_refused() -> None:
             session.append_pages(request, [9])
         assert session.pop_freed_pages() == [[9]]
         session.append_pages(request, [])
-        with pytest.raises(CapacityError, match="run: no request has a page for its next token; append"):
+        with pytest.raises(CapacityError, match="run: no request has a page for its next token; call append"):
             session.run()
         session.append_pages(request, [3, 4])
         with pytest.raises(ShapeError, match=r"pages: \[4\] are in use"):
