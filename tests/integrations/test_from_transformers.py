@@ -242,6 +242,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "Mpt": ({"d_model": 48, "n_heads": 6, "n_layers": 2}, r"attention is computed at .*modeling_mpt\.py:\d+"),
     "Falcon": ({}, r"copies values from the host at .*modeling_falcon\.py:\d+"),
     "Lfm2": (HYBRID, r"modeling_lfm2\.py:\d+: .* caches keys and values only"),
+    "Moshi": ({"sliding_window": 8, "ffn_dim": 64}, r"modeling_moshi\.py:\d+ sees all tokens, .* keeps only 8"),
     "Gemma3": ({"use_bidirectional_attention": True}, r"modeling_gemma3\.py:\d+ is not causal"),
     "Llama": (
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},

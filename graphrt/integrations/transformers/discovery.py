@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from graphrt.capture.host_reads import reads_host, tensors_in
-from graphrt.integrations.transformers.host import RECORDING, HostedModel, LayerCall
-from graphrt.integrations.transformers.masks import reach_of
+from graphrt.integrations.transformers.host import RECORDING, HostedModel, LayerCall, package
+from graphrt.integrations.transformers.masks import Reach, reach_of
 from graphrt.integrations.transformers.rotary import RotaryTable, is_rotary, long_boundary, rope_types
 from graphrt.kernels.errors import ConfigError, GraphRTError, UnsupportedError
 from graphrt.spec import AttentionSpec
@@ -165,7 +165,8 @@ class _Recorder:
     def specs(self, model: Any) -> list[AttentionSpec]:
         """Return the specs of the layers. Raises: UnsupportedError: if a layer sees anything else than a window."""
         specs = []
-        for spec, predicate, window, where in self.layers:
+        own = package().DynamicCache(config=model.config).layers
+        for module, (spec, predicate, window, where) in zip(self.modules, self.layers, strict=True):
             reach = reach_of(predicate, self._max_seq_len)
             if reach is None:
                 raise refuse(model, f"the layer at {where} is not causal, or sees neither a window nor a chunk")
@@ -175,6 +176,12 @@ class _Recorder:
                     model,
                     f"the layer at {where} passes sliding_window={window}, but its mask has {reach.sliding_window}",
                 )
+            kept = getattr(own[index], "sliding_window", None) if (index := _index(module)) < len(own) else None
+            if reach == Reach() and kept is not None and kept < self._max_seq_len:
+                raise refuse(
+                    model, f"the layer at {where} sees all tokens, but the cache of transformers keeps only {kept}; "
+                    f"correct the model's config, or pass RuntimeConfig(max_seq_len={kept})"
+                )  # fmt: skip
             specs.append(
                 replace(spec, sliding_window=reach.sliding_window, attention_chunk_size=reach.attention_chunk_size)
             )
@@ -276,6 +283,12 @@ def _device(model: Any) -> torch.device:
 
 def _memory(x: torch.Tensor) -> tuple[Any, ...]:
     return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride()
+
+
+def _index(module: torch.nn.Module) -> int:
+    """Return the index of a layer in the caches of transformers; one that is too large if the module has none."""
+    index: Any = getattr(module, "layer_idx", None)
+    return index if isinstance(index, int) else 1 << 30
 
 
 def _view_of(mask: torch.Tensor | None, marker: torch.Tensor) -> bool:
