@@ -49,7 +49,7 @@ def from_transformers(
 ) -> TransformersRuntime:
     """Return a captured runtime for a causal language model of `transformers`.
 
-        model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-8B", dtype=torch.bfloat16, device_map="cuda")
+        model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-8B", dtype=torch.bfloat16).cuda()
         runtime = graphrt.from_transformers(model)
 
     The layers are learned by one run on the meta device, and checked by a run of seven tokens. The model keeps its
@@ -79,12 +79,14 @@ def from_transformers(
         raise ConfigError(
             f"config.max_seq_len: expected at most {longest}, the positions of this model, got {config.max_seq_len}"
         )
-    most = longest if config is None else config.max_seq_len
-    hosted, vocab_size = host(model, most)
-    fused = find_fused(hosted, most, vocab_size) | find_rotation(hosted, most, vocab_size) if fuse else {}
+    hosted, vocab_size = host(model, longest if config is None else config.max_seq_len)
     groups = kv_groups(hosted.specs, page_size=page_size, dtype=kv_dtype)
     if config is None:
         config = default_config(groups, longest, model.device, memory_utilization)
+    fused: dict[str, str] = {}
+    if fuse:
+        fused = find_fused(hosted, config.max_seq_len, vocab_size)
+        fused |= find_rotation(hosted, config.max_seq_len, vocab_size)
     runtime = TransformersRuntime(
         hosted,
         hosted.specs,
