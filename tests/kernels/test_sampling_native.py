@@ -27,7 +27,16 @@ from tests.kernels import (
 )  # fmt: skip
 from tests.support import native_emulation
 from tests.support.native_usage import assert_fits, compiled_within
-from tests.support.sampling_cases import F32, I32, arguments, biases, penalties_with, token_mask, truncation
+from tests.support.sampling_cases import (
+    F32,
+    I32,
+    arguments,
+    biases,
+    penalties_with,
+    reference_ops,
+    token_mask,
+    truncation,
+)  # fmt: skip
 
 for module in (
     test_edges_sampling, test_sampling, test_sampling_distribution, test_sampling_penalties, test_sampling_truncation
@@ -106,8 +115,7 @@ def check_against_reference(
         ).tolist()  # fmt: skip
 
     result = draw(device, logits.to(device) if device.type == "cuda" else logits)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("graphrt.kernels.library._cpu_runs_triton", False)
+    with reference_ops():
         assert result == draw(CPU, logits)
 
 
@@ -164,7 +172,8 @@ def at_row_ids(
     sequences: list[tuple[list[int], list[int]]], vocab: int, device: torch.device, *amounts: float
 ) -> Penalties:
     """Penalties of sequences that are found at the row ids 0, 1, 2 and so on."""
-    penalties, req_indices = penalties_with(sequences, vocab, device, *amounts)
+    with reference_ops():  # other tests check the kernel that records tokens, which takes the interpreter long
+        penalties, req_indices = penalties_with(sequences, vocab, device, *amounts)
     for tensor in (penalties.state.seen, penalties.state.counts):
         tensor[: len(sequences)] = tensor[req_indices.long()].clone()
     return penalties

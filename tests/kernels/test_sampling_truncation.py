@@ -10,7 +10,18 @@ from graphrt.kernels.ops.sampling import sample
 from graphrt.kernels.ops.sampling_logits import SAMPLE_CHUNK
 from graphrt.kernels.ops.sampling_reference import kept_reference, noise_reference, sample_reference
 from graphrt.kernels.types import NO_TOKEN
-from tests.support.sampling_cases import F32, I32, INF, arguments, column, drawn, penalties_with, truncation, warped
+from tests.support.sampling_cases import (
+    F32,
+    I32,
+    INF,
+    arguments,
+    column,
+    drawn,
+    penalties_with,
+    reference_ops,
+    truncation,
+    warped,
+)  # fmt: skip
 
 NAN = float("nan")
 CPU = torch.device("cpu")
@@ -200,9 +211,10 @@ def test_sizes_of_the_kernels_change_nothing(
     if penalised:
         sequences = [(list(range(r, vocab, 16)), [5, 6]) for r in range(rows)]
         repetition = [1.0, 1.0, 1.0, 1.5, 1.5, 1.5]
-        processed["penalties"], processed["req_indices"] = penalties_with(
-            sequences, vocab, kernel_device, repetition, 0.01, 0.2
-        )
+        with reference_ops():
+            processed["penalties"], processed["req_indices"] = penalties_with(
+                sequences, vocab, kernel_device, repetition, 0.01, 0.2
+            )
     args = arguments(logits.to(kernel_device), [0.0, 0.0, 1.0, 1.0, 0.7, 0.5])
     options = truncation(rows, kernel_device, top_k=[0, 0, 0, 40, 2500, 0], top_p=[1.0, 1.0, 0.97, 0.9, 0.9, 1.0])
     expected = sample(*args, truncation=options, **processed).tolist()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import itertools
 import random
 import re
@@ -12,13 +13,13 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from triton.runtime.cache import get_cache_manager
 
 from graphrt.kernels.native import nvrtc
 from graphrt.kernels.native.nvrtc import NativeVariant
@@ -33,6 +34,8 @@ _DYNAMIC = re.compile(r"  extern __shared__ __align__\(\d+\) char memory\[\];\n"
 """The declaration of shared memory. In emulation `memory` points to that of the running block."""
 _INSTRUCTIONS = Path(__file__).resolve().parent / "emulation"
 _SOURCES = Path(nvrtc.__file__).resolve().parent
+_FLAGS = ["-std=c++17", "-Og", "-fPIC", "-shared", "-w", "-ffp-contract=off", "-U_FORTIFY_SOURCE"]
+"""With -O1, compilation takes a third longer than all launches of the tests save."""
 
 
 def install(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
@@ -44,35 +47,33 @@ def install(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
 
 
 @functools.cache
-def _build(
-    variant: NativeVariant, bug: tuple[str, str] | None
-) -> tuple[Callable[..., bytes | None], Callable[..., None]]:
-    """Compile a variant. Return `run` and `write_late` of its shared library, which stays loaded without its folder."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        texts = {path.name: path.read_text() for path in (*_SOURCES.glob("*.cuh"), _SOURCES / variant.source)}
-        if bug is not None:
-            if not any(bug[0] in path.read_text() for path in _SOURCES.glob("*.cu*")):
-                raise LookupError(f"the sources do not contain {bug[0]!r}")
-            texts = {name: text.replace(*bug) for name, text in texts.items()}
-        texts[variant.source], declared = _DYNAMIC.subn("", texts[variant.source])
-        assert declared == 1
-        texts |= {path.name: path.read_text() for path in _INSTRUCTIONS.glob("*.cuh")}  # replace the device's
-        for file_name, text in texts.items():
-            (folder / file_name).write_text(text)
-        main = folder / "main.cpp"
-        main.write_text(
-            f'#include "{variant.source}"\n'
-            "}  // namespace\n"
-            'extern "C" const char *run(const Params *p, int x, int y, const int *order, int count, int at_a_time, '
-            "int seed) { return run_grid(p, x, y, order, count, at_a_time, seed); }\n"
-        )
-        library = folder / "kernel.so"
-        sizes = {"WARPS": variant.num_threads // 32, "SHARED_BYTES": variant.shared_bytes, "ENTRY": variant.entry}
-        macros = [f"-D{key}={value}" for key, value in (sizes | dict(variant.macros)).items()]
-        flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-w", "-ffp-contract=off", "-U_FORTIFY_SOURCE"]
-        subprocess.run([COMPILER, *flags, *macros, str(main), "-o", str(library)], check=True)
-        loaded = ctypes.CDLL(str(library))
+def _build(variant: NativeVariant, bug: tuple[str, str] | None) -> ctypes.CDLL:
+    """Load the library of a variant, with `run` and `write_late`. Triton's cache keeps it for other processes."""
+    texts = {path.name: path.read_text() for path in (*_SOURCES.glob("*.cuh"), _SOURCES / variant.source)}
+    if bug is not None:
+        if not any(bug[0] in path.read_text() for path in _SOURCES.glob("*.cu*")):
+            raise LookupError(f"the sources do not contain {bug[0]!r}")
+        texts = {name: text.replace(*bug) for name, text in texts.items()}
+    texts[variant.source], declared = _DYNAMIC.subn("", texts[variant.source])
+    assert declared == 1
+    texts |= {path.name: path.read_text() for path in _INSTRUCTIONS.glob("*.cuh")}  # replace the device's
+    texts["main.cpp"] = (
+        f'#include "{variant.source}"\n'
+        "}  // namespace\n"
+        'extern "C" const char *run(const Params *p, int x, int y, const int *order, int count, int at_a_time, '
+        "int seed) { return run_grid(p, x, y, order, count, at_a_time, seed); }\n"
+    )
+    sizes = {"WARPS": variant.num_threads // 32, "SHARED_BYTES": variant.shared_bytes, "ENTRY": variant.entry}
+    command = [COMPILER, *_FLAGS, *(f"-D{key}={value}" for key, value in (sizes | dict(variant.macros)).items())]
+    cache = get_cache_manager(hashlib.sha256(repr((sorted(texts.items()), command)).encode()).hexdigest())
+    library = cache.get_file("kernel.so")
+    if library is None:
+        with tempfile.TemporaryDirectory() as folder:
+            for name, text in texts.items():
+                Path(folder, name).write_text(text)
+            subprocess.run([*command, "main.cpp", "-o", "kernel.so"], cwd=folder, check=True)
+            library = cache.put(Path(folder, "kernel.so").read_bytes(), "kernel.so")
+    loaded = ctypes.CDLL(library)
     loaded.run.restype = ctypes.c_char_p
     return loaded
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
+import pytest
 import torch
 
 from graphrt.generate.generator import TextGenerator
@@ -18,6 +20,14 @@ from tests.support.toy import ToyModel
 F32, I32 = torch.float32, torch.int32
 INF = float("inf")
 OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+
+
+@contextmanager
+def reference_ops() -> Iterator[None]:
+    """Run operators on a CPU as their references in the block."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("graphrt.kernels.library._cpu_runs_triton", False)
+        yield
 
 
 def column(values: list[float] | float, rows: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

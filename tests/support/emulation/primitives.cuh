@@ -16,8 +16,6 @@
 #include <cstring>
 #include <deque>
 #include <list>
-#include <memory>
-#include <random>
 #include <vector>
 
 namespace {  // the file that includes the kernel's source closes it
@@ -76,12 +74,15 @@ struct Copy { u32 to; const char *from; int bytes; };
 struct Warp { long arrived = 0; unsigned char brought[2][32][32]; };
 struct Thread {
   int x;
-  std::unique_ptr<char[]> stack;
+  char *stack = nullptr;
   ucontext_t begin;
   jmp_buf at;  // where it resumes, once `runs` is set
   bool runs = false, done = false;
   long collectives = 0, block_barriers = 0, cluster_arrivals = 0;
+  const long *awaited = nullptr;  // until it reaches `target`, the thread waits
+  long target;
   std::deque<std::vector<Copy>> groups = std::deque<std::vector<Copy>>(1);  // the last one is open
+  ~Thread() { free(stack); }
 };
 struct Word { u32 *at, value; };
 struct alignas(1024) Line { char bytes[1024]; };
@@ -111,7 +112,13 @@ Thread *current;
 struct { int x, y; } blockIdx, gridDim;
 #define threadIdx (*current)
 jmp_buf scheduler;
-std::minstd_rand chance;
+struct Chance {  // std::minstd_rand; the compiler takes long to read <random>
+  typedef u32 result_type;
+  u32 state;
+  static constexpr u32 min() { return 1; }
+  static constexpr u32 max() { return 2147483646; }
+  u32 operator()() { return state = (unsigned long long)state * 48271 % 2147483647; }
+} chance;
 long progress;  // counts actions; waiting and polling do not count
 const char *fault;  // a detected fault, or null
 
@@ -120,6 +127,12 @@ struct Hooks { void (*start)() = [] {}, (*pass)() = [] {}, (*end)() = [] {}; } h
 
 inline void yield() {
   if (!_setjmp(current->at)) _longjmp(scheduler, 1);
+}
+inline void wait_until(const long &count, long target) {
+  if (count >= target) return;
+  current->awaited = &count, current->target = target;
+  yield();
+  current->awaited = nullptr;
 }
 
 template <typename T> struct Lanes {
@@ -134,7 +147,7 @@ template <typename T> inline Lanes<T> exchange(T mine) {
   const long number = ++current->collectives;
   memcpy(warp.brought[number % 2][current->x % 32], &mine, sizeof(T));
   ++warp.arrived;
-  while (warp.arrived < 32 * number) yield();
+  wait_until(warp.arrived, 32 * number);
   return {warp.brought[number % 2]};
 }
 inline void __syncwarp() { exchange(0); }
@@ -176,7 +189,7 @@ inline u32 __reduce_min_sync(u32, u32 x) {
 inline void __syncthreads() {
   const long number = ++current->block_barriers;
   ++running->arrived;
-  while (running->arrived < NUM_THREADS * number) yield();
+  wait_until(running->arrived, NUM_THREADS * number);
   ++progress;
 }
 
@@ -404,7 +417,7 @@ inline void cluster_arrive() {
 }
 inline void cluster_wait() {
   running->cluster->met = true;
-  while (running->cluster->arrived < (long)NUM_THREADS * CLUSTER * current->cluster_arrivals) yield();
+  wait_until(running->cluster->arrived, (long)NUM_THREADS * CLUSTER * current->cluster_arrivals);
   ++progress;
 }
 
@@ -420,14 +433,14 @@ template <typename P> void enter() {
   while (true) yield();
 }
 
-std::vector<std::unique_ptr<char[]>> stacks;  // of finished threads, for reuse
+std::vector<char *> stacks;  // of finished threads, for reuse
 template <typename P> void prepare(Thread &thread, int x) {
   thread.x = x;
-  if (stacks.empty()) stacks.emplace_back(new char[STACK_BYTES]);
-  thread.stack = std::move(stacks.back());
+  if (stacks.empty()) stacks.push_back((char *)malloc(STACK_BYTES));
+  thread.stack = stacks.back();
   stacks.pop_back();
   getcontext(&thread.begin);
-  thread.begin.uc_stack.ss_sp = thread.stack.get();
+  thread.begin.uc_stack.ss_sp = thread.stack;
   thread.begin.uc_stack.ss_size = STACK_BYTES;
   thread.begin.uc_link = nullptr;
   makecontext(&thread.begin, (void (*)())enter<P>, 0);
@@ -455,6 +468,7 @@ inline void run_pass(Block &block) {
   memcpy(__start_shared_variables, block.variables.data(), VARIABLE_BYTES);
   for (Thread &thread : block.threads) {
     if (thread.done || (!all && block.slow >> thread.x / 32 & 1)) continue;
+    if (thread.awaited && *thread.awaited < thread.target) continue;
     resume(thread);
     block.left -= thread.done;
   }
@@ -465,8 +479,8 @@ inline void run_pass(Block &block) {
 // Run clusters of blocks in the order of `order`, `at_a_time` of them concurrently. Return a detected fault, or null.
 template <typename P>
 const char *run_grid(const P *params, int grid_x, int grid_y, const int *order, int count, int at_a_time, int seed) {
-  chance.seed(seed + 1);
-  chance.discard(8);  // the first numbers of neighbouring seeds are similar
+  chance.state = seed + 1;
+  for (int i = 0; i < 8; ++i) chance();  // the first numbers of neighbouring seeds are similar
   params_of_launch<P> = params;
   gridDim = {grid_x, grid_y};
   fault = nullptr;
@@ -503,7 +517,7 @@ const char *run_grid(const P *params, int grid_x, int grid_y, const int *order, 
       for (int i = 0; i < GUARD_BYTES; ++i)
         if (block.memory()[SHARED_BYTES + i] != (char)0xff) fault = "a block stores past its shared memory";
       post(block.sent);
-      for (Thread &thread : block.threads) stacks.push_back(std::move(thread.stack));
+      for (Thread &thread : block.threads) stacks.push_back(thread.stack), thread.stack = nullptr;
     }
     return true;
   };

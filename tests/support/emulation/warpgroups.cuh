@@ -32,7 +32,7 @@ inline void barrier_arrive(int barrier, int count) {
 inline void barrier_sync(int barrier, int count) {
   const long before = named_barriers[barrier].count;
   barrier_arrive(barrier, count);
-  while (named_barriers[barrier].count == before) yield();
+  wait_until(named_barriers[barrier].count, before + 1);
 }
 template <int COUNT> inline void dealloc_registers() {}
 template <int COUNT> inline void alloc_registers() {}
