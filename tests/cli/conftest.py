@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from graphrt.models import shapes
+from graphrt.models.loading import LoadedModel, load_model
+from graphrt.models.smollm import default_model_path
 from tests.support.cli import TINY, call
+from tests.support.default_model import default_model
 
 
 @pytest.fixture
 def graphrt(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> Callable[..., tuple[int, str, str]]:
-    """`graphrt(*arguments)` returns the exit code, standard output and standard error. The shape "tiny" is known."""
+    """`graphrt(*arguments)` returns the exit code, standard output and standard error. The shape "tiny" is known.
+
+    `generate` loads the default model once. Tests of `load_model` and of the command in its own process load it again.
+    """
     monkeypatch.setitem(shapes.SHAPES, "tiny", TINY)
+
+    def load(source: Path, **options: object) -> LoadedModel:
+        return default_model() if source == default_model_path() else load_model(source, **options)
+
+    monkeypatch.setattr("graphrt.cli.generate.load_model", load)
     return lambda *arguments: call(monkeypatch, capfd, *map(str, arguments))
 
 

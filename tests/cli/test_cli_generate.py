@@ -50,7 +50,7 @@ def test_statistics_name_the_size_that_is_missing() -> None:
 
 
 def test_generate_samples_by_seed(graphrt) -> None:
-    options = ("--device", "cpu", "--max-new-tokens", "8", "--temperature", "1.5")
+    options = ("--device", "cpu", "--no-graphs", "--max-new-tokens", "8", "--temperature", "1.5")
     first, again, other = (graphrt("generate", SKY, *options, "--seed", seed)[1] for seed in ("1", "1", "2"))
     assert first == again
     assert first != other
@@ -60,7 +60,7 @@ def test_generate_samples_by_seed(graphrt) -> None:
 
 
 def test_generate_takes_penalties_biases_and_log_probabilities(graphrt) -> None:
-    options = ("--device", "cpu", "--max-new-tokens", "12")
+    options = ("--device", "cpu", "--no-graphs", "--max-new-tokens", "12")
     _, plain, log = graphrt("generate", SKY, *options, "--logprobs", "2")
     lines = [line for line in log.split("\n") if line.startswith("[1] token ")]
     assert len(lines) == 12
@@ -81,7 +81,7 @@ def test_generate_takes_penalties_biases_and_log_probabilities(graphrt) -> None:
 
 
 def test_generate_ends_answers_where_it_is_told(graphrt) -> None:
-    options = ("--device", "cpu", "--max-new-tokens", "16")
+    options = ("--device", "cpu", "--no-graphs", "--max-new-tokens", "16")
     _, plain, log = graphrt("generate", SKY, *options, "--logprobs", "0")
     ids = [line.split()[2].rstrip(":") for line in log.split("\n") if line.startswith("[1] token ")]
     words = plain.split()
@@ -103,7 +103,7 @@ def tokens_of(log: str) -> int:
 
 def test_stop_and_end_tokens(graphrt) -> None:
     """A special token as a stop text is a stop token; min_tokens postpones end tokens, stop tokens and stop texts."""
-    options = ("--device", "cpu", "--max-new-tokens", "32", "--stats")
+    options = ("--device", "cpu", "--no-graphs", "--max-new-tokens", "32", "--stats")
     code, plain, log = graphrt("generate", "Say hi.", *options)
     assert code == 0
     assert tokens_of(log) < 28

@@ -11,11 +11,11 @@ from graphrt.engine.handle import Launch, StepFaultError
 from graphrt.generate.generator import Event, TextGenerator
 from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, ReplayError, ShapeError
 from graphrt.kernels.types import TOKEN_FROM_DEVICE, KVLayout
-from graphrt.models.loading import load_model
 from graphrt.models.smollm import default_model_path
 from graphrt.models.tokenizer import load_tokenizer
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
+from tests.support.default_model import default_model, default_oracle
 from tests.support.toy import VOCAB, LivelyModel, Wild, captured, greedy, make_runtime, slow_device
 
 NEW_TOKENS = 64
@@ -29,34 +29,25 @@ PROMPTS = (
 
 
 @pytest.fixture(scope="module")
-def smollm():
-    path = default_model_path()  # offline this raises, and the tests fail: nothing else shows that the tokens are right
-    return load_model(path, device="cpu", dtype=torch.float32), load_tokenizer(path), path
-
-
-@pytest.fixture(scope="module")
-def expected(smollm) -> tuple[list[list[int]], list[list[int]]]:
-    """Prompt ids, and what transformers' generate answers to each prompt alone."""
-    from transformers import AutoModelForCausalLM
-
-    _, tokenizer, path = smollm
-    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+def prompts() -> list[list[int]]:
+    tokenizer = load_tokenizer(default_model_path())
     ids = [tokenizer.encode_prompt(text, chat=i > 0) for i, text in enumerate(PROMPTS)]
-    answers = []
-    for prompt in ids:
-        with torch.no_grad():
-            out = model.generate(
-                torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.int64), do_sample=False,
-                max_new_tokens=NEW_TOKENS, eos_token_id=-1, pad_token_id=0,
-            )  # fmt: skip
-        answers.append(out[0, len(prompt) :].tolist())
     assert len({len(p) for p in ids}) == len(PROMPTS), "prompts of different lengths"
-    assert all(len(a) == NEW_TOKENS for a in answers)
-    return ids, answers
+    return ids
 
 
-def build(smollm, page_size: int, rows: int, **config) -> Runtime:
-    loaded = smollm[0]
+def best_tokens(prompt: list[int], answer: list[int]) -> list[int]:
+    """By transformers, the best token after the prompt and each part of an answer.
+
+    It is the answer itself if the answer is transformers' greedy one, and else differs from it.
+    """
+    with torch.no_grad():
+        logits = default_oracle()(torch.tensor([prompt + answer])).logits[0]
+    return logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+
+
+def build(page_size: int, rows: int, **config) -> Runtime:
+    loaded = default_model()
     settings = {"max_num_reqs": rows, "max_num_tokens": 128, "max_seq_len": 512, "mixed_sizes": (64,)} | config
     runtime = Runtime(
         loaded.model,
@@ -80,33 +71,40 @@ def run(runtime: Runtime, prompts: list[list[int]], params: SamplingParams | lis
 
 
 @pytest.mark.parametrize("page_size", [16, 64])
-def test_tokens_equal_transformers(smollm, expected, page_size: int) -> None:
-    """Alone, and as one ragged batch: prompts longer than the token budget run in chunks, beside decoding requests."""
-    ids, answers = expected
-    runtime = build(smollm, page_size, rows=1)
-    for prompt, answer in zip(ids, answers, strict=True):
-        assert run(runtime, [prompt], SamplingParams(NEW_TOKENS)) == [answer]
-    assert runtime.allocator.num_free == runtime.allocator.num_pages - 1, "all pages were given back"
-    runtime = build(smollm, page_size, rows=5, decode_sizes=(2, 5))
-    assert run(runtime, ids, SamplingParams(NEW_TOKENS)) == answers
+def test_tokens_equal_transformers(prompts, page_size: int) -> None:
+    """As one ragged batch: prompts longer than the token budget run in chunks, beside decoding requests."""
+    runtime = build(page_size, rows=5, decode_sizes=(2, 5))
+    answers = run(runtime, prompts, SamplingParams(NEW_TOKENS))
+    assert answers == [best_tokens(*pair) for pair in zip(prompts, answers, strict=True)]
+    assert all(len(answer) == NEW_TOKENS for answer in answers)
     assert sum(runtime.stats().replays.values()) >= NEW_TOKENS
+    assert runtime.allocator.num_free == runtime.allocator.num_pages - 1, "all pages were given back"
 
 
-def test_two_generators_share_a_runtime_and_an_abandoned_one_gives_back(smollm, expected) -> None:
-    ids, answers = expected
-    runtime = build(smollm, 16, rows=2)
-    first = TextGenerator(runtime).generate([ids[1]], SamplingParams(6))
-    second = TextGenerator(runtime).generate([ids[2]], SamplingParams(6))
+def test_tokens_of_prompts_alone_equal_transformers(prompts) -> None:
+    runtime = build(16, rows=1)
+    for prompt in prompts:
+        [answer] = run(runtime, [prompt], SamplingParams(8))
+        assert answer == best_tokens(prompt, answer)
+    assert runtime.allocator.num_free == runtime.allocator.num_pages - 1, "all pages were given back"
+
+
+def test_two_generators_share_a_runtime_and_an_abandoned_one_gives_back(prompts) -> None:
+    runtime = build(16, rows=2)
+    first = TextGenerator(runtime).generate([prompts[1]], SamplingParams(6))
+    second = TextGenerator(runtime).generate([prompts[2]], SamplingParams(6))
     mixed = [(next(first).token, next(second).token) for _ in range(6)]
-    assert [list(x) for x in zip(*mixed, strict=True)] == [answers[1][:6], answers[2][:6]]
+    for prompt, answer in zip(prompts[1:3], zip(*mixed, strict=True), strict=True):
+        assert list(answer) == best_tokens(prompt, list(answer))
     first.close()
     second.close()
-    abandoned = TextGenerator(runtime).generate(ids[:2], SamplingParams(NEW_TOKENS))
+    abandoned = TextGenerator(runtime).generate(prompts[:2], SamplingParams(NEW_TOKENS))
     next(abandoned)
     with pytest.raises(CapacityError, match=r"0 request indices and \d+ pages are free"):
-        next(TextGenerator(runtime).generate([ids[3]], SamplingParams(4)))
+        next(TextGenerator(runtime).generate([prompts[3]], SamplingParams(4)))
     abandoned.close()
-    assert run(runtime, [ids[3]], SamplingParams(4)) == [answers[3][:4]]
+    [answer] = run(runtime, [prompts[3]], SamplingParams(4))
+    assert answer == best_tokens(prompts[3], answer)
     assert runtime.allocator.num_free == runtime.allocator.num_pages - 1
     assert sorted(runtime.free_req_indices) == [0, 1]
 

@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 
 from graphrt.kernels.errors import ConfigError
 from graphrt.models import smollm
-from graphrt.models.loading import load_model
 from graphrt.models.smollm import default_model_path
 from graphrt.models.tokenizer import load_tokenizer
+from tests.support.default_model import default_model, default_oracle
 from tests.support.model_fixtures import DenseRunner, oracle_logits
 
 CONTENT = b"GGUF and so on"
@@ -29,16 +28,13 @@ def smollm2() -> Path:
     return default_model_path()
 
 
-def test_logits_of_the_default_model_equal_transformers(smollm2):
-    loaded = load_model(smollm2, device="cpu")
+def test_logits_of_the_default_model_equal_transformers():
+    loaded = default_model()
     tokenizer = load_tokenizer(loaded.tokenizer_source, loaded.config.eos_ids)
     prompt = tokenizer.encode_prompt("The capital of France is Paris, and the capital of Italy", chat=False)
     prompt = (prompt * 2)[:20]
-    oracle = transformers.AutoModelForCausalLM.from_pretrained(
-        smollm2.parent, gguf_file=smollm2.name, dtype=torch.float32, attn_implementation="eager"
-    )
     logits = DenseRunner(loaded.model).all_logits(prompt, 17)
-    torch.testing.assert_close(logits, oracle_logits(oracle.eval(), prompt)[16:], atol=1e-3, rtol=0)
+    torch.testing.assert_close(logits, oracle_logits(default_oracle(), prompt)[16:], atol=1e-3, rtol=0)
     assert loaded.config.tie_word_embeddings
     assert loaded.config.num_parameters == 134_515_008
 
