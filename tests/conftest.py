@@ -47,6 +47,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)  # what -m and -k leave is dealt out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if wrong := [item.nodeid for item in items if "alone" in item.keywords and "gpu" not in item.keywords]:
+        raise pytest.UsageError(f"marked alone but not gpu, so scripts/gpu_check.py runs them in no process: {wrong}")
     if (shard := config.getoption("--shard")) is not None:
         chosen = in_shard([item.nodeid for item in items], *shard)
         config.hook.pytest_deselected(items=[item for item, kept in zip(items, chosen, strict=True) if not kept])

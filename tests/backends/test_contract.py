@@ -20,7 +20,10 @@ from tests.support import fake_packages, mocks
 ON_CUDA = ("triton", "flash_attn3", "flash_attn2", "flashinfer", "torch_reference")
 FAKES = {name: fake_packages.on_cpu(backend_class(name)) for name in fake_packages.PACKAGES}
 
-IN_OTHERS = ("mixed-kv_groups", "cross_attention", "cross_attention-query_len", "mixed-cross_attention-kv_groups")
+IN_OTHERS = (
+    "mixed-kv_groups", "cross_attention", "cross_attention-query_len", "mixed-cross_attention-kv_groups", "window",
+    "mixed-window", "alibi",
+)  # fmt: skip
 """Features whose parts are in others: the interpreter would take seconds for each."""
 
 

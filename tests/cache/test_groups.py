@@ -48,7 +48,7 @@ MODELS: dict[str, tuple[AttentionSpec, ...]] = {
 }
 
 
-INTERPRETED = ("two_windows", "shared", "two_geometries", "chunks_beside_windows", "any_head_sizes")  # seconds each
+INTERPRETED = ("shared", "two_geometries", "any_head_sizes")  # seconds each; with windows, chunks and sharing
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def test_shadow_steps_change_no_results(
     """Tokens, request state and cache, in every bit, including a step with a fault."""
     backend = backend if device.type == "cpu" else "triton"  # the reference has no graph on CUDA
     found = []
-    for every in (0, 1, 2):
+    for every in (0, 1) if device.type == "cpu" and backend == "triton" else (0, 1, 2):  # interpreted: seconds each
         rig = make_rig(device, layout=layout, kv_dtype=kv_dtype, fill=0.0, backend=backend, shadow_every=every)
         tokens = drive(rig)
         handle = rig.manager.replay(prompt(1, 1 << 20))

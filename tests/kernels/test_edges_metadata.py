@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -175,11 +174,15 @@ INTERESTING = (SMALLEST, -1, 0, 2, 5, 7, LARGEST)
 def test_kernel_and_reference_agree_on_every_wrong_field(
     kernel_device: torch.device, field: int, batch: Sequence[Request]
 ) -> None:
-    """Requests with correct fields, which share nothing with the wrong one, get their usual results."""
+    """Requests with correct fields, which share nothing with the wrong one, get their usual results.
+
+    Each value is at two positions, one in each batch.
+    """
     sizes = Sizes() if batch is DECODE_BATCH else MIXED
     kernel, reference = Rig(sizes, kernel_device), Rig(sizes, CPU)
     plain = expect(batch, sizes, {}, 0)
-    for step, (position, value) in enumerate(itertools.product((1, 2), INTERESTING)):  # step numbers must grow
+    for step, value in enumerate(INTERESTING):  # step numbers must grow
+        position = 1 + (step + (batch is MIXED_BATCH)) % 2
         if field == QUERY_START and not (value <= 6 if position == 1 else value >= 1):
             continue  # the tokens of two requests overlap: either may be written
         words = with_fields(pack(batch, step), (field, position, value))

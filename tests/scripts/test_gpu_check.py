@@ -159,10 +159,3 @@ def test_all_of_the_gpu_tier_is_asked_for() -> None:
     assert [command[-1] for command in beside] == ["1/3", "2/3", "3/3"]
     assert {command[command.index("-m", 3) + 1] for command in beside} == {"gpu and not alone"}
     assert alone[-1] == "gpu and alone"
-
-
-def test_tests_that_need_the_device_alone_are_gpu_tests() -> None:
-    """`alone` without `gpu` would be in no process."""
-    options = ["-m", "alone and not gpu", "--collect-only", "-q", "-p", "no:cacheprovider"]
-    result = subprocess.run([sys.executable, "-m", "pytest", *options], cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == pytest.ExitCode.NO_TESTS_COLLECTED, result.stdout + result.stderr
