@@ -5,6 +5,7 @@ Its bugs:
 - It stores bfloat16 values as bits in uint16 arrays. `tl.dot` and some arithmetic silently compute with these bits.
 - Its float conversions truncate, whereas the hardware rounds to nearest even.
 - It decodes the NaN of e4m3 as 480.
+- It computes an overflow check of integer arithmetic and ignores the result, in half of the time of a launch.
 - In Triton 3.6, `range` over kernel values converts a one-element array to an int, which recent NumPy rejects.
 
 After `install()`, floats convert as in torch. bfloat16 arithmetic is computed in float32 and rounded once, as in
@@ -24,6 +25,7 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter as triton_interpreter
 
 from graphrt.kernels.errors import UnsupportedError
@@ -68,12 +70,24 @@ def install() -> None:
     triton_interpreter._get_np_dtype = _looked_up(triton_interpreter._get_np_dtype)
     triton_interpreter._patch_lang_tensor = _indexed_by_item(triton_interpreter._patch_lang_tensor)
     triton_interpreter._patch_lang = _changed_once(triton_interpreter._patch_lang)
+    check = TritonSemantic.binary_op_sanitize_overflow_impl
+    TritonSemantic.binary_op_sanitize_overflow_impl = _only_with_debug(check)
     builder.get_bf16 = lambda self, value: self.cast_impl(self.get_fp32(value), tl.bfloat16)
     # Programs run one after another, so these functions do nothing. Triton loads its package `cuda` twice: as an
     # attribute of the parent package, and as a separate object in sys.modules.
     for module in (tl.extra.cuda, sys.modules["triton.language.extra.cuda"]):
         for name in ("gdc_wait", "gdc_launch_dependents"):
             setattr(module, name, _no_op)
+
+
+def _only_with_debug(check: Callable[..., None]) -> Callable[..., None]:
+    """Skip the overflow check of integer arithmetic where Triton would compute it and then ignore its result."""
+
+    def checked(self: Any, *arguments: Any) -> None:
+        if self.builder.options.debug:
+            check(self, *arguments)
+
+    return checked
 
 
 def _changed_once(patch_lang: Callable[[Any], Any]) -> Callable[[Any], Any]:
