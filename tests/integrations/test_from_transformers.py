@@ -159,12 +159,17 @@ def test_grouped_mm_is_captured_on_a_gpu() -> None:
     assert tokens[0] == tokens[1]
 
 
-def test_rows_take_the_rotary_factors_of_their_own_length() -> None:
-    """The second prompt is longer than the original maximum, 12, and the first stays below it."""
-    model = make_model("Phi3", rope_parameters=LONG, original_max_position_embeddings=12)
-    expected, kept = answers(model), model.model.rotary_emb.inv_freq.clone()
+@pytest.mark.parametrize("name", ["Phi3", "Phimoe"])
+def test_rows_take_the_rotary_factors_of_their_own_length(name: str) -> None:
+    """The second prompt is longer than the original maximum, 12, and the first stays below it. Phimoe also scales, by
+    the length that it reads on the host."""
+    options = {"rope_parameters": LONG, "original_max_position_embeddings": 12}
+    if name == "Phimoe":
+        options = EXPERTS | options | {"rope_parameters": LONG | {"short_mscale": 1.1, "long_mscale": 1.3}}
+    model = make_model(name, **options)
+    expected, kept = answers(model), {key: x.clone() for key, x in model.named_buffers()}
     check(model, expected).close()
-    assert torch.equal(model.model.rotary_emb.inv_freq, kept)
+    assert all(torch.equal(x, kept[key]) for key, x in model.named_buffers())
     assert answers(model)[0][0] == expected[0][0]
 
 
