@@ -1,6 +1,6 @@
 """Plans of products with few tokens: the fastest for each product of a decoder layer, and what they save.
 
-    python -m scripts.bench_linear                                        # 1, 8 and 16 tokens, 16 to 4 bits
+    python -m scripts.bench_linear                                        # 1 to 64 tokens, 16 to 4 bits
     python -m scripts.bench_linear --shapes llama-3.1-8b --tokens 1 --bits 16
     python -m scripts.bench_linear --write kernels/ops/linear_plans.json  # replace the plans of these products
 
@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ from graphrt.bench.timer import measure_read_bandwidth, rotations, time_calls
 from graphrt.kernels.cache.write import Rotary
 from graphrt.kernels.ops import linear as operators
 from graphrt.kernels.ops.linear import Normed, linear, linear_add, linear_rope_write, linear_silu_mul
-from graphrt.kernels.ops.linear_call import End, LinearPlan
+from graphrt.kernels.ops.linear_call import STEP_BYTES, End, LinearPlan
+from graphrt.kernels.ops.linear_native import blocks_per_sm
 from graphrt.kernels.ops.linear_plans import linear_plan
 from graphrt.kernels.ops.quantized import Fp8Weight, Int4Weight, QuantizedWeight, Weight
 from graphrt.models.config import ModelConfig
@@ -54,17 +56,32 @@ class Found:
     plans: dict[Key, LinearPlan | None] = field(default_factory=dict)
 
 
-def candidates(bits: int) -> list[LinearPlan]:
-    """Return the plans whose weights in flight fit into registers."""
-    most, unrolls = {16: (8, (2, 4, 8)), 8: (4, (2, 4)), 4: (4, (1, 2, 4))}[bits]
-    return [
-        LinearPlan(row_tiles, warps, unroll, persistent)
-        for row_tiles in (1, 2)
-        for warps in (8, 16)
-        for unroll in unrolls
-        if row_tiles * unroll <= most
-        for persistent in (False, True)
-    ]
+def candidates(key: Key, tokens: int, bits: int, heads: tuple[int, int], num_sms: int) -> list[LinearPlan]:
+    """Return the plans to try for a product. `heads`: head size, and rotated dims.
+
+    Weights in flight fit into registers and cover the latency of memory. Where warps share x, every warp has work, and
+    most multiprocessors have a block.
+    """
+    end, rows, depth = key
+    steps = depth * bits // 8 // STEP_BYTES
+    found = []
+    for row_warps, row_tiles, warps, unroll, cluster, persistent in product(
+        (1, 4, 8), (1, 2), (8, 16), (2, 4, 8), (1, 2, 4, 8), (False, True)
+    ):
+        plan = LinearPlan(row_tiles, warps, unroll, persistent, row_warps, cluster)
+        blocks_at_once = num_sms * blocks_per_sm(plan, tokens, bits)
+        blocks = rows // plan.rows * cluster
+        in_flight = 2**10 * row_tiles * unroll * warps * blocks_per_sm(plan, tokens, bits)  # bytes per multiprocessor
+        if not plan.fits(end, rows, *heads) or not 2**16 <= in_flight <= 2**17:
+            continue
+        if row_warps == 1:
+            useful = tokens <= 16 and cluster == 1 and (not persistent or blocks > blocks_at_once)
+        else:
+            spread = 0.7 * num_sms <= blocks and (cluster == 1 or blocks <= 2 * blocks_at_once)
+            useful = spread and not persistent and steps >= plan.k_parts * unroll
+        if useful:
+            found.append(plan)
+    return found
 
 
 def plan_of_thread(
@@ -134,7 +151,8 @@ def search(
     heads: tuple[int, int], device: torch.device,
 ) -> None:  # fmt: skip
     """Find the fastest plan of each product. `heads`: head size, and rotated dims."""
-    options = {key: [p for p in candidates(found.bits) if p.fits(*key[:2], *heads)] for key in products}
+    sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    options = {key: candidates(key, found.tokens, found.bits, heads, sms) for key in products}
     most = max(map(len, options.values()))
 
     def compile_plans(index: int) -> None:
@@ -194,7 +212,8 @@ def write_table(path: Path, device_name: str, plans: list[list[Any]]) -> None:
     """Replace the plans of the measured products of a kind of device."""
     tables = json.loads(path.read_text())
     measured = [plan[:5] for plan in plans]
-    tables[device_name] = [plan for plan in tables.get(device_name, []) if plan[:5] not in measured] + plans
+    kept = [plan for plan in tables.get(device_name, []) if plan[:5] not in measured]
+    tables[device_name] = sorted(kept + plans, key=lambda plan: plan[:2])
     parts = [
         f" {json.dumps(name)}: [\n" + ",\n".join(f"  {json.dumps(plan)}" for plan in rows) + "\n ]"
         for name, rows in tables.items()
@@ -205,7 +224,7 @@ def write_table(path: Path, device_name: str, plans: list[list[Any]]) -> None:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--shapes", default="llama-3.1-8b,llama-3.2-1b,qwen3-0.6b")
-    parser.add_argument("--tokens", default="1,8,16")
+    parser.add_argument("--tokens", default="1,8,16,32,64")
     parser.add_argument("--bits", default="16,8,4")
     parser.add_argument("--samples", type=int, default=15)
     parser.add_argument("--write", type=Path, help="the file of plans to change")

@@ -7,8 +7,10 @@
 // 1. A warp loads weights from memory into the registers of the lanes that multiply them. mma.sync takes 16 rows of
 //    weights as its first operand and 8 tokens as its second. A lane reads 16 bytes of a row at a time: neighbours of k,
 //    which it takes from x in the same order, so that the order of k within a step of 64 bytes does not matter.
-// 2. The warps of a block share a tile of TILE_ROWS rows: they split k. Their sums meet in shared memory and are added
-//    in the order of the warps, so that results do not depend on how blocks run.
+// 2. A tile has TILE_ROWS rows. ROW_WARPS warps of a block take different rows of it and read the same x, which the L1
+//    cache holds for them. The other warps, and the blocks of a cluster, split k. Sums of warps meet in shared memory.
+//    Each block of a cluster then adds the sums of all blocks for its tokens. All sums are added in a fixed order, so
+//    that results do not depend on how blocks run.
 // 3. A block starts to load its weights before it waits for the earlier kernels of the step, since no kernel of a step
 //    writes weights. With more tiles than blocks, it loads the first weights of its next tile before it ends a tile.
 //
@@ -19,8 +21,9 @@
 // x then holds residual * gain, and the sums over k are multiplied with 1 / rms, which is one number per token.
 //
 // Compile-time macros: END (below), BITS (of a weight: 16, 8 or 4), GROUP (4 bits), TOKEN_TILES (of 8 tokens), ROW_TILES
-// (of 16 rows), WARPS, UNROLL (steps in flight per warp), EVEN (k is a multiple of STEP * WARPS * UNROLL), HEAD_DIM and
-// HALF (ROPE_WRITE: half the rotated dims), PAGE_SIZE, PARAMS_BYTES, Q_BF16 (1)
+// (of 16 rows), WARPS, ROW_WARPS, CLUSTER (blocks that split k), BLOCKS (per multiprocessor), UNROLL (steps in flight per
+// warp), EVEN (k is a multiple of STEP * K_PARTS * UNROLL), HEAD_DIM and HALF (ROPE_WRITE: half the rotated dims),
+// PAGE_SIZE, PARAMS_BYTES, Q_BF16 (1)
 
 #include "primitives.cuh"
 
@@ -30,20 +33,27 @@
 #define ROPE_WRITE 3  // queries are rotated and go to out; keys are rotated and go to the cache, as do values
 
 #define THREADS (32 * WARPS)
-#define TILE_ROWS (16 * ROW_TILES)
+#define K_WARPS (WARPS / ROW_WARPS)
+#define K_PARTS (K_WARPS * CLUSTER)
+#define WARP_ROWS (16 * ROW_TILES)
+#define TILE_ROWS (WARP_ROWS * ROW_WARPS)
 #define GROUPS (2 * ROW_TILES)  // of 8 rows
 #define TILE_TOKENS (8 * TOKEN_TILES)
+#define BLOCK_TOKENS (TILE_TOKENS / CLUSTER)  // whose ends a block of a cluster computes: rank, rank + CLUSTER, ...
+#define TOKENS_PER_WARP ((BLOCK_TOKENS + WARPS - 1) / WARPS)  // whose scale a warp computes
+#define SQUARE_ROWS (TILE_ROWS < 32 ? TILE_ROWS : 32)  // of a sum of squares
 #define PITCH (TILE_ROWS + 4)  // of sums in shared memory
 // SILU_MUL and ROPE_WRITE combine two rows, which are half a tile apart in the tile.
 #define PAIRED (END == SILU_MUL || END == ROPE_WRITE)
 #define TILE_WIDTH (PAIRED ? TILE_ROWS / 2 : TILE_ROWS)  // outputs of a token
-#define PER_THREAD ((TILE_WIDTH * TILE_TOKENS + THREADS - 1) / THREADS)
+#define PER_THREAD ((TILE_WIDTH * BLOCK_TOKENS + THREADS - 1) / THREADS)
+#define OPERANDS_EARLY (PER_THREAD <= 2)  // else the sums need their registers
 #define STEP_BYTES 64                // of a row, in one load of 4 lanes
 #define EIGHTS (16 / BITS)           // a lane's k of a step, in eighths: so many loads of x
 #define STEP (32 * EIGHTS)           // k of a step
 #define LINE (UNROLL % 2 ? 1 : 2)    // a warp takes so many neighbouring steps: 128 bytes of a row
 #define X_LOADS (UNROLL * EIGHTS)    // of a token, while UNROLL steps are multiplied
-#define X_AHEAD (X_LOADS % 4 ? X_LOADS : TOKEN_TILES == 1 ? 4 : 2)  // loads of x in flight
+#define X_AHEAD (X_LOADS % 4 ? X_LOADS : TOKEN_TILES == 1 ? 4 : TOKEN_TILES < 4 ? 2 : 1)  // loads in flight
 
 struct Params {
   const char *weight;    // [rows, row_bytes]
@@ -56,24 +66,27 @@ struct Params {
   u16 *out;              // [tokens, width]
   u16 *residual;         // ADD: [tokens, width]
   const u16 *gain;       // ADD: [width]
-  float *squares_out;    // ADD: [tokens, tiles]
+  float *squares_out;    // ADD: [tokens, width / SQUARE_ROWS]
   u16 *k_cache, *v_cache;        // ROPE_WRITE, as the rest
   const i64 *slots, *positions;  // [tokens]
   const float *cos_sin;          // [positions, 2 * HALF]
   i64 x_stride, out_stride, residual_stride;
   i64 k_page, k_slot, k_head, v_page, v_slot, v_head;  // strides of the cache
   int tokens, width, depth, row_bytes, tiles, parts;
-  int steps;  // that a warp takes of each tile
+  int steps;  // that a warp takes of its rows of a tile
   int num_q_heads, num_kv_heads;
   float inverse_width, eps;
 };
 static_assert(sizeof(Params) == PARAMS_BYTES, "linear_native.py has the same fields");
+static_assert(END != ADD || TILE_WIDTH * BLOCK_TOKENS % 32 == 0, "whole warps add squares");
 
 // The rows of a tile: two runs of TILE_ROWS / 2.
 struct Tile {
   int low, high;
   int head;      // ROPE_WRITE
   bool rotates;  // ROPE_WRITE: the runs are rotated into each other
+
+  __device__ __forceinline__ int row(int i) const { return i < TILE_ROWS / 2 ? low + i : high + i - TILE_ROWS / 2; }
 };
 
 __device__ __forceinline__ Tile tile_at(const Params &p, int index) {
@@ -90,11 +103,11 @@ __device__ __forceinline__ Tile tile_at(const Params &p, int index) {
 #endif
 }
 
-// What the end of a tile needs besides the sums, loaded while the sums are computed.
+// What the end of a tile needs besides the sums, loaded before they are complete.
 struct Operands {
   float scale_low, scale_high;  // 8 bits
   float bias_low, bias_high;
-  float residual, gain;
+  u32 residual_gain;  // as 16 bits each, in one register
   float cos, sin;
   i64 slot;
 };
@@ -111,8 +124,7 @@ __device__ __forceinline__ Operands operands_at(const Params &p, const Tile &til
     if (PAIRED) r.bias_high = from_query(p.bias[tile.high + row]);
   }
 #if END == ADD
-  r.residual = from_query(p.residual[token * p.residual_stride + tile.low + row]);
-  r.gain = from_query(p.gain[tile.low + row]);
+  r.residual_gain = p.residual[token * p.residual_stride + tile.low + row] | (u32)p.gain[tile.low + row] << 16;
 #elif END == ROPE_WRITE
   if (tile.head >= p.num_q_heads) r.slot = p.slots[token];
   if (tile.rotates) {
@@ -184,21 +196,29 @@ __device__ __forceinline__ Eight widened(const Weights &w, int eighth) {
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS) linear(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) char memory[];
-  float *const sums_of_warps = reinterpret_cast<float *>(memory);           // [WARPS, TILE_TOKENS, PITCH]
-  float *const scale = sums_of_warps + WARPS * TILE_TOKENS * PITCH;         // [TILE_TOKENS]
+  float *const sums_of_warps = reinterpret_cast<float *>(memory);           // [K_WARPS, TILE_TOKENS, PITCH]
+  float *const scale = sums_of_warps + K_WARPS * TILE_TOKENS * PITCH;       // [BLOCK_TOKENS]
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+  const int row_of_warp = warp % ROW_WARPS * WARP_ROWS, k_warp = warp / ROW_WARPS;
+#if CLUSTER > 1
+  const int rank = blockIdx.y, k_part = rank * K_WARPS + k_warp;
+  float *const sums_of_blocks = scale + TILE_TOKENS;  // [CLUSTER, BLOCK_TOKENS, TILE_ROWS]
+  i64 *const arrived = reinterpret_cast<i64 *>(sums_of_blocks + TILE_TOKENS * TILE_ROWS);
+#else
+  const int rank = 0, k_part = k_warp;
+#endif
   const int of_group = lane / 4;                // the lane's row of 8, or token of 8
   const int of_step = lane % 4 * (8 * EIGHTS);  // its first k of a step
   const int all_steps = p.depth / STEP;
 
-  // Steps of a warp are LINE neighbours, then those that follow the other warps' neighbours.
-  const auto step_at = [&](int i) { return warp * LINE + i * WARPS; };  // i: a multiple of LINE
-  const auto ahead_by = [&](int u) { return u / LINE * (LINE * WARPS) + u % LINE; };
+  // Steps of a warp are LINE neighbours, then those that follow the neighbours of the other parts of k.
+  const auto step_at = [&](int i) { return k_part * LINE + i * K_PARTS; };  // i: a multiple of LINE
+  const auto ahead_by = [&](int u) { return u / LINE * (LINE * K_PARTS) + u % LINE; };
   Weights weights[UNROLL][GROUPS];
   const i64 rows_8 = 8 * (i64)p.row_bytes;
-  // What the lane reads of a tile, from its i-th step on: of both runs of rows.
+  // What the lane reads of a tile, from its i-th step on: of both halves of its warp's rows.
   struct Source {
     const char *low, *high;
     int step;
@@ -209,12 +229,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS) linear(const _
   const auto source_at = [&](const Tile &tile, int i) {
     const int column = step_at(i) * STEP_BYTES + lane % 4 * 16;
     Source from;
-    from.low = p.weight + (tile.low + of_group) * (i64)p.row_bytes + column;
-    from.high = p.weight + (tile.high + of_group) * (i64)p.row_bytes + column;
+    const int low = tile.row(row_of_warp) + of_group, high = tile.row(row_of_warp + WARP_ROWS / 2) + of_group;
+    from.low = p.weight + low * (i64)p.row_bytes + column;
+    from.high = p.weight + high * (i64)p.row_bytes + column;
     from.step = step_at(i);
 #if BITS == 4
-    from.low_row = tile.low + of_group;
-    from.high_row = tile.high + of_group;
+    from.low_row = low;
+    from.high_row = high;
 #endif
     return from;
   };
@@ -244,37 +265,57 @@ extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS) linear(const _
   Tile tile = tile_at(p, index);
 #pragma unroll
   for (int u = 0; u < UNROLL; ++u) load_weights(source_at(tile, 0), u);
+#if CLUSTER > 1
+  const int own_tokens = (p.tokens - rank + CLUSTER - 1) / CLUSTER;
+  if (thread == 0) {
+    init_barrier(arrived);
+    fence_barrier_init();
+    expect_bytes(arrived, own_tokens * CLUSTER * TILE_ROWS * (int)sizeof(float));
+  }
+  cluster_arrive();
+#endif
   let_next_kernel_start();
   wait_for_earlier_kernels();
 
   // 2. x, and the scale of each token.
-  const u16 *x_of[TOKEN_TILES];  // the lane's tokens; the first one in place of those beyond the last
+  int x_of[TOKEN_TILES];  // offsets of the lane's tokens; of the first in place of those beyond the last
 #pragma unroll
   for (int j = 0; j < TOKEN_TILES; ++j) {
     const int token = 8 * j + of_group < p.tokens ? 8 * j + of_group : 0;
-    x_of[j] = p.x + (p.x_rows ? p.x_rows[token] : token) * p.x_stride + step_at(0) * STEP + of_step;
+    x_of[j] = (int)((p.x_rows ? p.x_rows[token] : token) * p.x_stride) + step_at(0) * STEP + of_step;
   }
   int4 x[X_AHEAD][TOKEN_TILES];
   const auto load_x = [&](int slot, int i, int load) {
     const int u = load / EIGHTS, eighth = load % EIGHTS;
 #pragma unroll
     for (int j = 0; j < TOKEN_TILES; ++j) {
-      const u16 *at = x_of[j] + (i * WARPS + ahead_by(u)) * STEP + 8 * eighth;
+      const u16 *at = p.x + (x_of[j] + (i * K_PARTS + ahead_by(u)) * STEP + 8 * eighth);
       if (EVEN || step_at(i) + ahead_by(u) < all_steps) x[slot][j] = *reinterpret_cast<const int4 *>(at);
       else x[slot][j] = make_int4(0, 0, 0, 0);
     }
   };
 #pragma unroll
   for (int load = 0; load < X_AHEAD; ++load) load_x(load, 0, load);
-  for (int token = warp; token < TILE_TOKENS; token += WARPS) {
-    float mean = 0.0f;
-    if (p.squares && token < p.tokens) {
-      const float *squares = p.squares + (p.x_rows ? p.x_rows[token] : token) * p.parts;
-      for (int i = lane; i < p.parts; i += 32) mean += squares[i];
-      for (int lanes = 16; lanes > 0; lanes /= 2) mean += __shfl_xor_sync(0xffffffffu, mean, lanes);
-      mean *= p.inverse_width;
+  if (p.squares) {
+    float means[TOKENS_PER_WARP] = {};
+    for (int part = lane; part < p.parts; part += 4 * 32) {
+#pragma unroll
+      for (int n = 0; n < TOKENS_PER_WARP; ++n) {
+        const int token = (n * WARPS + warp) * CLUSTER + rank;
+        if (token >= p.tokens) break;
+        const float *squares = p.squares + (p.x_rows ? p.x_rows[token] : token) * p.parts;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) means[n] += part + 32 * i < p.parts ? squares[part + 32 * i] : 0.0f;
+      }
     }
-    if (lane == 0) scale[token] = p.squares ? rsqrtf(mean + p.eps) : 1.0f;
+#pragma unroll
+    for (int n = 0; n < TOKENS_PER_WARP; ++n) {
+      for (int lanes = 16; lanes > 0; lanes /= 2) means[n] += __shfl_xor_sync(0xffffffffu, means[n], lanes);
+      const int i = n * WARPS + warp;
+      if (lane == 0 && i < BLOCK_TOKENS) scale[i] = rsqrtf(means[n] * p.inverse_width + p.eps);
+    }
+  } else if (thread < BLOCK_TOKENS) {
+    scale[thread] = 1.0f;
   }
 
   float sums[ROW_TILES][TOKEN_TILES][4] = {};
@@ -282,11 +323,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS) linear(const _
     const bool is_last = index + (int)gridDim.x >= p.tiles;
     const Tile next_tile = tile_at(p, is_last ? index : index + gridDim.x);
     Operands operands[PER_THREAD];
+    const auto load_operands = [&] {
 #pragma unroll
-    for (int n = 0; n < PER_THREAD; ++n) {
-      const int element = thread + n * THREADS;
-      operands[n] = operands_at(p, tile, element / TILE_WIDTH, element % TILE_WIDTH);
-    }
+      for (int n = 0; n < PER_THREAD; ++n) {
+        const int element = thread + n * THREADS;
+        operands[n] = operands_at(p, tile, element / TILE_WIDTH * CLUSTER + rank, element % TILE_WIDTH);
+      }
+    };
+    if (OPERANDS_EARLY) load_operands();
     // 3. The sums of the warp. Registers are filled again as soon as they have been used.
     for (int i = 0; i < p.steps; i += UNROLL) {
       const bool ends = i + UNROLL >= p.steps, loads = !ends || !is_last;
@@ -319,33 +363,54 @@ extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS) linear(const _
       for (int j = 0; j < TOKEN_TILES; ++j)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const int token = 8 * j + lane % 4 * 2 + i % 2, row = 16 * r + 8 * (i / 2) + of_group;
-          sums_of_warps[(warp * TILE_TOKENS + token) * PITCH + row] = sums[r][j][i];
+          const int token = 8 * j + lane % 4 * 2 + i % 2, row = row_of_warp + 16 * r + 8 * (i / 2) + of_group;
+          sums_of_warps[(k_warp * TILE_TOKENS + token) * PITCH + row] = sums[r][j][i];
           sums[r][j][i] = 0.0f;
         }
+    if (!OPERANDS_EARLY) load_operands();
     __syncthreads();
-    const auto sum_at = [&](int token, int row) {
+    const auto sum_of_block = [&](int token, int row) {
       float sum = 0.0f;
 #pragma unroll
-      for (int w = 0; w < WARPS; ++w) sum += sums_of_warps[(w * TILE_TOKENS + token) * PITCH + row];
-      return sum * scale[token];
+      for (int w = 0; w < K_WARPS; ++w) sum += sums_of_warps[(w * TILE_TOKENS + token) * PITCH + row];
+      return sum;
     };
+#if CLUSTER > 1
+    cluster_wait();
+    for (int pair = thread; pair < p.tokens * (TILE_ROWS / 2); pair += THREADS) {
+      const int token = pair / (TILE_ROWS / 2), row = pair % (TILE_ROWS / 2) * 2;
+      float *const at = sums_of_blocks + (rank * BLOCK_TOKENS + token / CLUSTER) * TILE_ROWS + row;
+      store_remote(shared_address(at), shared_address(arrived), token % CLUSTER, sum_of_block(token, row),
+                   sum_of_block(token, row + 1));
+    }
+    wait_for_bytes(arrived, 0);
+    const auto sum_at = [&](int i, int row) {  // of the block's i-th token
+      float sum = 0.0f;
+#pragma unroll
+      for (int block = 0; block < CLUSTER; ++block)
+        sum += sums_of_blocks[(block * BLOCK_TOKENS + i) * TILE_ROWS + row];
+      return sum * scale[i];
+    };
+#else
+    const auto sum_at = [&](int token, int row) { return sum_of_block(token, row) * scale[token]; };
+#endif
 
     // 5. The end of the tile.
 #pragma unroll
     for (int n = 0; n < PER_THREAD; ++n) {
-      const int element = thread + n * THREADS, token = element / TILE_WIDTH, row = element % TILE_WIDTH;
-      if (element >= TILE_WIDTH * TILE_TOKENS) break;  // whole warps
+      const int element = thread + n * THREADS, i = element / TILE_WIDTH, row = element % TILE_WIDTH;
+      if (element >= TILE_WIDTH * BLOCK_TOKENS) break;
+      const int token = i * CLUSTER + rank;
       const bool live = token < p.tokens;
       const Operands &o = operands[n];
-      const float low = of_row(sum_at(token, row), o.scale_low) + o.bias_low;
+      const float low = of_row(sum_at(i, row), o.scale_low) + o.bias_low;
 #if END == PLAIN
       if (live) p.out[token * p.out_stride + tile.low + row] = rounded(low);
 #elif END == SILU_MUL
-      const float high = of_row(sum_at(token, TILE_WIDTH + row), o.scale_high) + o.bias_high;
+      const float high = of_row(sum_at(i, TILE_WIDTH + row), o.scale_high) + o.bias_high;
       if (live) p.out[token * p.out_stride + tile.low + row] = rounded(low / (1.0f + __expf(-low)) * high);
 #elif END == ROPE_WRITE
-      float high = of_row(sum_at(token, TILE_WIDTH + row), o.scale_high) + o.bias_high, turned = low;
+      float high = of_row(sum_at(i, TILE_WIDTH + row), o.scale_high) + o.bias_high, turned = low;
       if (tile.rotates) {
         turned = low * o.cos - high * o.sin;
         high = high * o.cos + low * o.sin;
@@ -354,14 +419,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS) linear(const _
 #else
       float square = 0.0f;
       if (live) {
-        const u16 total = rounded(o.residual + low);
+        const u16 total = rounded(from_query((u16)o.residual_gain) + low);
         const float residual = from_query(total);
         p.residual[token * p.residual_stride + tile.low + row] = total;
-        p.out[token * p.out_stride + tile.low + row] = rounded(residual * o.gain);
+        p.out[token * p.out_stride + tile.low + row] = rounded(residual * from_query(o.residual_gain >> 16));
         square = residual * residual;
       }
-      for (int lanes = TILE_WIDTH / 2; lanes > 0; lanes /= 2) square += __shfl_xor_sync(0xffffffffu, square, lanes);
-      if (live && row == 0) p.squares_out[(i64)token * p.tiles + index] = square;
+      for (int lanes = SQUARE_ROWS / 2; lanes > 0; lanes /= 2) square += __shfl_xor_sync(0xffffffffu, square, lanes);
+      if (live && row % SQUARE_ROWS == 0)
+        p.squares_out[((i64)token * p.width + tile.low + row) / SQUARE_ROWS] = square;
 #endif
     }
     tile = next_tile;

@@ -8,7 +8,7 @@ A Llama layer is four products, and one kernel each if the step has few tokens:
     x = linear_add(h, down, residual, next_gain, eps)
 
 `linear_plan` chooses between the CUDA kernel of native/linear.cu and a product with graphrt's kernels after it. The
-CUDA kernel computes at most 16 tokens, in bfloat16. All other products are those of PyTorch, or `quantized_product` for
+CUDA kernel computes at most 64 tokens, in bfloat16. All other products are those of PyTorch, or `quantized_product` for
 quantised weights. Both give equal values up to rounding. The choice depends only on shapes, dtypes and alignment, so a
 replay equals the eager step.
 
@@ -130,7 +130,7 @@ def linear_add(
     if plan is None or 2 * width % STEP_BYTES:  # the next product could not take it up
         return Normed(add_rms_norm(residual, _product(x.finished(), weight, bias), gain, eps))
     out = torch.empty(tokens, width, dtype=weight.dtype, device=weight.device)
-    squares = torch.empty(tokens, width // plan.rows, dtype=torch.float32, device=weight.device)
+    squares = torch.empty(tokens, width // plan.square_rows, dtype=torch.float32, device=weight.device)
     _op(_call(x, weight, bias, out, End.ADD, plan, residual=residual, gain=gain, squares_out=squares))
     return Normed(out, squares, eps)
 

@@ -9,7 +9,7 @@ import torch
 
 from graphrt.kernels.op_declaration import Written
 
-MAX_TOKENS = 16
+MAX_TOKENS = 64
 """Most tokens of a product that the kernel computes."""
 
 STEP_BYTES = 64
@@ -29,21 +29,35 @@ class End(IntEnum):
 class LinearPlan:
     """How a block computes a tile of rows.
 
-    row_tiles   tiles of 16 rows of a block's tile
-    warps       warps of a block, which split k
+    row_tiles   tiles of 16 rows of a warp
+    warps       warps of a block
     unroll      steps of 64 bytes of a row in flight per warp
     persistent  as many blocks as run concurrently take the tiles in turn; else each tile has a block
+    row_warps   warps of a block that take different rows and read the same x; the others split k
+    cluster     blocks of a cluster, which split k of a tile; 1 if persistent
     """
 
     row_tiles: int
     warps: int
     unroll: int
     persistent: bool
+    row_warps: int = 1
+    cluster: int = 1
 
     @property
     def rows(self) -> int:
         """Rows of a tile."""
-        return 16 * self.row_tiles
+        return 16 * self.row_tiles * self.row_warps
+
+    @property
+    def k_parts(self) -> int:
+        """Warps of a cluster that split k."""
+        return self.warps // self.row_warps * self.cluster
+
+    @property
+    def square_rows(self) -> int:
+        """Rows of a sum of squares."""
+        return min(self.rows, 32)
 
     def fits(self, end: End, rows: int, head_dim: int, rotary_dim: int) -> bool:
         """Return whether tiles divide the rows of a weight, and the heads and rotated dims of ROPE_WRITE."""
@@ -53,13 +67,13 @@ class LinearPlan:
     @property
     def ints(self) -> list[int]:
         """The plan as an argument of an operator."""
-        return [self.row_tiles, self.warps, self.unroll, int(self.persistent)]
+        return [self.row_tiles, self.warps, self.unroll, int(self.persistent), self.row_warps, self.cluster]
 
     @classmethod
     def from_ints(cls, values: list[int]) -> LinearPlan:
         """Return the plan with these `ints`."""
-        row_tiles, warps, unroll, persistent = values
-        return cls(row_tiles, warps, unroll, bool(persistent))
+        row_tiles, warps, unroll, persistent, row_warps, cluster = values
+        return cls(row_tiles, warps, unroll, bool(persistent), row_warps, cluster)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +90,7 @@ class LinearCall:
     out          [tokens, width]; ROPE_WRITE: the queries
     residual     ADD: [tokens, rows]  the product is added to it
     gain         ADD: [rows]  out = residual * gain
-    squares_out  ADD: [tokens, rows / plan.rows]  float32  sums of squares of the residual, one per tile
+    squares_out  ADD: [tokens, rows / plan.square_rows]  float32  sums of squares of the residual
     k_cache, v_cache  ROPE_WRITE: [num_pages, page_size, num_kv_heads, head_dim]  last stride 1
     slots, positions  ROPE_WRITE: [tokens]  int64
     cos_sin      ROPE_WRITE: [max_positions, rotary_dim]  float32, contiguous; None: nothing is rotated

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from dataclasses import replace
 
 import torch
 
@@ -12,7 +13,6 @@ from graphrt.kernels.ops.linear_call import STEP_BYTES, End, LinearCall, LinearP
 from graphrt.kernels.sizes import ceil_div
 
 _GROUP = 8  # rows of weights, or tokens, of one mma
-_WARPS_PER_SM = 16  # with 128 registers per thread
 
 
 class _Params(ctypes.Structure):
@@ -55,7 +55,7 @@ def linear_native(call: LinearCall) -> None:
         row_bytes,
         tiles,
         0 if call.squares is None else call.squares.shape[1],
-        ceil_div(row_bytes // STEP_BYTES, plan.warps * plan.unroll) * plan.unroll,
+        ceil_div(row_bytes // STEP_BYTES, plan.k_parts * plan.unroll) * plan.unroll,
         0 if k_cache is None else call.num_q_heads,
         0 if k_cache is None else k_cache.shape[2],
         1.0 / depth,
@@ -65,8 +65,21 @@ def linear_native(call: LinearCall) -> None:
     head_dim, page_size = (plan.rows, 1) if k_cache is None else (k_cache.shape[3], k_cache.shape[1])
     group = 0 if call.zero is None else depth // call.zero.shape[1]
     variant = _variant(plan, end, call.tokens, call.bits, group, row_bytes, head_dim, half, page_size)
-    blocks = min(tiles, _num_sms(call.x.device) * _WARPS_PER_SM // plan.warps) if plan.persistent else tiles
-    launch(variant, (blocks, 1), params, call.x.device, pdl=call.early and _is_capturing(call.x.device))
+    blocks = tiles
+    if plan.persistent:
+        blocks = min(tiles, _num_sms(call.x.device) * blocks_per_sm(plan, call.tokens, call.bits))
+    pdl = call.early and _is_capturing(call.x.device)
+    launch(variant, (blocks, plan.cluster), params, call.x.device, pdl=pdl)
+
+
+def blocks_per_sm(plan: LinearPlan, tokens: int, bits: int) -> int:
+    """Return how many blocks have room in the registers of a multiprocessor, by an estimate; 0: too many are needed."""
+    token_tiles = ceil_div(tokens, _GROUP)
+    x_ahead = 4 if token_tiles == 1 else 2 if token_tiles < 4 else 1
+    weights = plan.unroll * 2 * plan.row_tiles * (6 if bits == 4 else 4)
+    needed = 38 + weights + 5 * token_tiles * (plan.row_tiles + x_ahead)
+    most = 144 if plan.warps == 16 else 128  # larger blocks spill a few
+    return (16 if needed <= most else 8 if needed <= 255 else 0) // plan.warps
 
 
 def _is_capturing(device: torch.device) -> bool:
@@ -94,8 +107,10 @@ def _variant(
     token_tiles = ceil_div(tokens, _GROUP)
     macros = {
         "BITS": bits,
+        "BLOCKS": blocks_per_sm(plan, tokens, bits),
+        "CLUSTER": plan.cluster,
         "END": int(end),
-        "EVEN": int(row_bytes % (STEP_BYTES * plan.warps * plan.unroll) == 0),
+        "EVEN": int(row_bytes % (STEP_BYTES * plan.k_parts * plan.unroll) == 0),
         "GROUP": group,
         "HALF": half,
         "HEAD_DIM": head_dim,
@@ -104,23 +119,33 @@ def _variant(
         "PARAMS_BYTES": ctypes.sizeof(_Params),
         "Q_BF16": 1,
         "ROW_TILES": plan.row_tiles,
+        "ROW_WARPS": plan.row_warps,
         "TOKEN_TILES": token_tiles,
         "UNROLL": plan.unroll,
         "WARPS": plan.warps,
     }
-    shared = 4 * _GROUP * token_tiles * (plan.warps * (plan.rows + 4) + 1)
-    return NativeVariant("linear.cu", "linear", tuple(macros.items()), 32 * plan.warps, shared)
+    shared = 4 * _GROUP * token_tiles * (plan.warps // plan.row_warps * (plan.rows + 4) + 1)
+    if plan.cluster > 1:
+        shared += 4 * _GROUP * token_tiles * plan.rows + 8
+    return NativeVariant("linear.cu", "linear", tuple(macros.items()), 32 * plan.warps, shared, plan.cluster)
 
 
 def native_variants() -> dict[str, NativeVariant]:
-    """Return the variants that a test compiles without a GPU: every end, with one and 16 tokens, and even and uneven
+    """Return the variants that a test compiles without a GPU: every end, with 1 to 64 tokens, and even and uneven
     depths."""
+    plans = {
+        1: LinearPlan(1, 16, 8, False),
+        16: LinearPlan(2, 16, 4, True),
+        32: LinearPlan(1, 8, 4, False, 4, 2),
+        64: LinearPlan(1, 8, 4, False, 8, 4),
+    }
     return {
         f"{end.name.lower()}_{tokens}_{bits}_{depth}": _variant(
-            LinearPlan(row_tiles, 16, unroll if bits == 16 else unroll // 2, persistent),
+            replace(plan, unroll=plan.unroll if bits == 16 else plan.unroll // 2),
             end, tokens, bits, 128 if bits == 4 else 0, depth * bits // 8, 128, 64, 16,
         )
         for end in End
-        for tokens, row_tiles, unroll, persistent in ((1, 1, 8, False), (16, 2, 4, True))
+        for tokens, plan in plans.items()
         for bits, depth in ((16, 4096), (16, 2880), (8, 4096), (4, 4096))
+        if tokens <= 16 or (bits, depth) == (16, 4096)
     }  # fmt: skip

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from graphrt.kernels.native.nvrtc import nvrtc_fault, runs_native
-from graphrt.kernels.ops.linear_call import MAX_TOKENS, End, LinearPlan
+from graphrt.kernels.ops.linear_call import End, LinearPlan
 
 _CPU_FOLLOWS = "NVIDIA H200"
 
@@ -71,7 +71,8 @@ def device_plans(device: torch.device) -> DevicePlans:
     name = torch.cuda.get_device_name(device)
     if (plans := load_plans().get(name)) is None:
         return DevicePlans((), f"PyTorch: no plans were measured on {name}; run scripts/bench_linear.py --write")
-    return DevicePlans(plans, f"CUDA kernel for at most {MAX_TOKENS} tokens, with the plans of {name}")
+    most = max(plan.tokens for plan in plans)
+    return DevicePlans(plans, f"CUDA kernel for at most {most} tokens, with the plans of {name}")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -80,7 +81,7 @@ def linear_plan(
 ) -> LinearPlan | None:
     """Return the plan of a product; None: the CUDA kernel does not compute it.
 
-    tokens                number of tokens, at most MAX_TOKENS
+    tokens                number of tokens
     bits                  of a weight: 16, 8 or 4
     rows, depth           of the weight
     head_dim, rotary_dim  of ROPE_WRITE: heads, and what tiles rotate, must divide into tiles
@@ -88,12 +89,13 @@ def linear_plan(
     known = [
         measured
         for measured in device_plans(device).plans
-        if (measured.bits, measured.end) == (bits, end)
+        if measured.tokens >= tokens
+        and (measured.bits, measured.end) == (bits, end)
         and (measured.plan is None or measured.plan.fits(end, rows, head_dim, rotary_dim))
     ]
     if not known:
         return None
-    size = min((m.tokens for m in known if m.tokens >= tokens), default=max(m.tokens for m in known))
+    size = min(m.tokens for m in known)
 
     def distance(measured: MeasuredPlan) -> float:
         return abs(math.log(measured.rows / rows)) + abs(math.log(measured.depth / depth))

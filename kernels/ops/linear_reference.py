@@ -33,7 +33,7 @@ def linear_reference(call: LinearCall) -> None:
         call.residual.copy_(call.residual.float() + sums)
         residual = call.residual.float()
         call.out.copy_(residual * call.gain.float())
-        call.squares_out.copy_(residual.square().view(len(residual), -1, call.plan.rows).sum(2))
+        call.squares_out.copy_(residual.square().view(len(residual), -1, call.plan.square_rows).sum(2))
     else:
         _rope_write(call, sums)
 

@@ -20,7 +20,7 @@ from graphrt.testing.numerics import assert_accurate
 
 BF16, F32 = torch.bfloat16, torch.float32
 EPS = 1e-5
-HIDDEN, HEADS, KV_HEADS, DIM, PAGES, PAGE_SIZE = 256, 4, 2, 64, 6, 8
+HIDDEN, HEADS, KV_HEADS, DIM, PAGES, PAGE_SIZE = 256, 4, 2, 64, 9, 8
 ROWS = (HEADS + 2 * KV_HEADS) * DIM
 
 
@@ -42,8 +42,8 @@ class Case:
 CASES = [
     Case("one_token", tokens=1),
     Case("bias", bias=True),
-    Case("sixteen_tokens", tokens=MAX_TOKENS),
-    Case("seventeen_tokens", tokens=MAX_TOKENS + 1, fused=False),
+    Case("sixteen_tokens", tokens=16),
+    Case("more_tokens_than_measured", tokens=MAX_TOKENS + 1, fused=False),
     Case("float32", dtype=F32, fused=False),
     Case("float16", dtype=torch.float16, bias=True, fused=False),
     Case("uneven_depth", hidden=HIDDEN + 32),

@@ -19,7 +19,7 @@ from tests.support import native_emulation
 pytestmark = pytest.mark.skipif(native_emulation.COMPILER is None, reason="needs the C++ compiler g++")
 
 BF16 = torch.bfloat16
-PAGES, PAGE_SIZE = 5, 4
+PAGES, PAGE_SIZE = 11, 4
 
 
 NARROW, WIDE, TURNS = LinearPlan(1, 4, 2, False), LinearPlan(2, 2, 4, False), LinearPlan(1, 4, 4, True)
@@ -59,6 +59,12 @@ CASES = [
     Case("rope_write_wide", End.ROPE_WRITE, bias=True, rows=64 * 5, head_dim=64, half=32, plan=WIDE),
     Case("rope_write_part", End.ROPE_WRITE, rows=64 * 4, head_dim=64, half=8, plan=TURNS),
     Case("write_without_rotation", End.ROPE_WRITE, rows=32 * 6, half=0),
+    Case("row_warps", tokens=20, plan=LinearPlan(1, 4, 2, False, 2), rows=96),
+    Case("row_warps_in_turns", End.ADD, tokens=33, plan=LinearPlan(1, 4, 4, True, 4), squares=True, rows=320),
+    Case("cluster", tokens=3, plan=LinearPlan(1, 2, 4, False, 2, 4), depth=576, squares=True, gather=True),
+    Case("cluster_add", End.ADD, tokens=21, plan=LinearPlan(2, 4, 2, False, 2, 2), rows=128, bias=True, depth=512),
+    Case("cluster_silu_mul", End.SILU_MUL, tokens=9, plan=LinearPlan(1, 4, 2, False, 4, 8), rows=128, depth=1024),
+    Case("cluster_rope_write", End.ROPE_WRITE, tokens=40, plan=LinearPlan(1, 4, 1, False, 2, 2), rows=192, bias=True),
     Case("fp8", bits=8, tokens=9, depth=512, bias=True),
     Case("fp8_add_in_turns", End.ADD, bits=8, plan=TURNS, rows=320, depth=576, squares=True),
     Case("fp8_silu_mul", End.SILU_MUL, bits=8, rows=128, plan=WIDE, gather=True),
@@ -128,7 +134,7 @@ def check(case: Case, rng: torch.Generator) -> None:
     want += 0 if bias is None else bias.double()
     # Inputs from earlier kernels hold NaN, and invalid indices, until the kernel waits.
     out, out_residual = torch.full((tokens, width), torch.nan, dtype=BF16, device="cpu"), residual.clone()
-    squares_out = torch.full((tokens, rows // case.plan.rows), torch.nan, device="cpu")
+    squares_out = torch.full((tokens, rows // case.plan.square_rows), torch.nan, device="cpu")
     for tensor in (x, x_rows, squares, out_residual, cache[2], cache[3]):
         if tensor is not None:
             native_emulation.write_late(tensor)
@@ -192,7 +198,7 @@ BUGS = {
     "weights_of_the_same_tile_again": ("source_at(next_tile, 0)", "source_at(tile, 0)", "nine_tokens_in_turns"),
     "sums_not_reset": ("          sums[r][j][i] = 0.0f;\n", "", "nine_tokens_in_turns"),
     "sums_overwritten": ("    if (!is_last) __syncthreads();", "    ", "add_wide_in_turns"),
-    "sums_read_too_early": ("    __syncthreads();\n    const auto sum_at", "    const auto sum_at", "plain"),
+    "sums_read_too_early": ("    __syncthreads();\n    const auto sum_of", "    const auto sum_of", "plain"),
     "depth_not_bounded": ("if (!EVEN && step >= all_steps)", "if (false)", "uneven_depth"),
     "row_not_gathered": ("(p.x_rows ? p.x_rows[token] : token) * p.x_stride", "token * p.x_stride", "gathered"),
     "squares_not_gathered": ("(p.x_rows ? p.x_rows[token] : token) *", "token *", "gathered"),
@@ -200,13 +206,20 @@ BUGS = {
     "values_rotated": ("p.num_q_heads + p.num_kv_heads ? HALF", "1000 ? HALF", "rope_write"),
     "rotated_the_other_way": ("low * o.cos - high * o.sin", "low * o.cos + high * o.sin", "rope_write"),
     "rest_of_a_head_shifted": ("2 * num_rotated * TILE_WIDTH", "0", "rope_write_part"),
-    "gain_of_the_old_residual": ("rounded(residual * o.gain)", "rounded(o.residual * o.gain)", "add"),
+    "gain_of_the_old_residual": ("rounded(residual *", "rounded(low *", "add"),
     "subnormal_fp8_lost": ("masked_or(bytes >> 4, 0x07f007f0", "masked_or(bytes >> 4, 0x07800780", "fp8"),
     "bytes_swapped": ("0x3424 : 0x1404", "0x1404 : 0x3424", "fp8"),
     "scale_of_another_row": ("[tile.high + row];\n#endif", "[tile.low + row];\n#endif", "fp8_silu_mul"),
     "zero_of_the_first_group": ("w.zero = p.zero[of_scales]", "w.zero = p.zero[0]", "int4"),
     "group_of_the_first_lane": ("(step * STEP + of_step) / GROUP", "step * STEP / GROUP", "int4_groups_of_64"),
-    "x_of_the_first_eighth": ("* STEP + 8 * eighth;", "* STEP;", "int4"),
+    "x_of_the_first_eighth": ("* STEP + 8 * eighth);", "* STEP);", "int4"),
+    "rows_of_the_first_warp": ("tile.row(row_of_warp) + of_group", "tile.row(0) + of_group", "row_warps"),
+    "x_of_another_part_of_k": ("(i * K_PARTS + ahead_by(u)) * STEP", "(i * K_WARPS + ahead_by(u)) * STEP", "cluster"),
+    "blocks_do_not_split_k": ("k_part = rank * K_WARPS + k_warp;", "k_part = k_warp;", "cluster_add"),
+    "blocks_not_met": ("    cluster_wait();\n", "", "cluster_silu_mul"),
+    "sums_not_awaited": ("    wait_for_bytes(arrived, 0);\n", "", "cluster_add"),
+    "sums_of_the_first_block": ("sums_of_blocks[(block *", "sums_of_blocks[(0 *", "cluster_add"),
+    "ends_of_the_first_tokens": ("i * CLUSTER + rank;\n      const bool", "i;\n      const bool", "cluster_rope_write"),
     "bias_of_the_gate_twice": ("p.bias[tile.high + row]", "p.bias[tile.low + row]", "silu_mul_wide"),
 }  # fmt: skip
 

@@ -127,7 +127,7 @@ def test_operators(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A quantised weight gives the result of a tensor with its values. With a plan, few tokens take the CUDA kernel."""
+    """A quantised weight gives the result of a tensor with its values. With a plan, it takes the CUDA kernel."""
     case = Case("any", group, tokens)
     hidden, heads, kv_heads, dim = 128, 4, 2, 16
     bits_of_calls: list[int] = []
@@ -159,7 +159,7 @@ def test_operators(
         return [total, normed.finished(), gated, q, k, v]
 
     ours = run(o, gate_up, qkv, BF16)
-    assert bits_of_calls == ([4 if group else 8] * 3 if is_planned and tokens == 3 else [])
+    assert bits_of_calls == ([4 if group else 8] * 3 if is_planned else [])
     exact = run(o_values, gate_up_values, qkv_values, F32)
     plain = run(o_values.to(BF16), gate_up_values.to(BF16), qkv_values.to(BF16), BF16)
     for found, ordinary, right in zip(ours, plain, exact, strict=True):

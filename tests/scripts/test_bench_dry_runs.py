@@ -123,13 +123,13 @@ def test_starts_with_an_empty_and_with_a_filled_cache(
 
 def test_plans_of_products(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     table = tmp_path / "plans.json"
-    other, older = [1, 16, "ADD", 64, 64, [1, 16, 8, 1]], [3, 16, "ADD", 576, 576, [1, 8, 1, 0]]
+    other, older = [1, 16, "ADD", 64, 64, [1, 16, 8, 1, 1, 1]], [3, 16, "ADD", 576, 576, [1, 8, 1, 0, 1, 1]]
     table.write_text(json.dumps({"NVIDIA H200": [other], "cpu": [other, older]}))
     early, run = set(), linear._op
     monkeypatch.setattr(linear, "_op", lambda call: (early.add(call.early), run(call)))
     monkeypatch.setattr(linear, "linear_plan", linear.linear_plan)  # the benchmark replaces it
     monkeypatch.setattr(
-        bench_linear, "candidates", lambda bits: [LinearPlan(1, 4, 2, False), LinearPlan(2, 4, 2, True)]
+        bench_linear, "candidates", lambda *_: [LinearPlan(1, 4, 2, False), LinearPlan(1, 4, 2, False, 2, 2)]
     )
     options = ["--device", "cpu", "--shapes", "smollm2-135m", "--tokens", "3", "--bits", "16", "--samples", "1"]
     monkeypatch.setattr(sys, "argv", ["bench_linear.py", *options, "--write", str(table)])

@@ -103,7 +103,7 @@ def emulated_launch(
     clusters = list(range(grid[0] * grid[1] // variant.cluster))
     random.Random(seed).shuffle(clusters)
     macros = dict(variant.macros)
-    if macros.get("CLUSTER") == 1 and not macros["FIXED_SPLITS"]:
+    if macros.get("FIXED_SPLITS") == 0 and macros["CLUSTER"] == 1:
         clusters.sort(key=lambda block: block % grid[1])
     count, at_a_time = len(clusters), 1 if seed % 2 or variant.arch_specific else 2 * grid[0] + 4
     buffer = ctypes.create_string_buffer(ctypes.sizeof(params) + 64)  # the struct may be aligned to 64 bytes
