@@ -65,7 +65,7 @@ class BatchDescriptor:
 
     @property
     def size(self) -> int:
-        """The number by which sizes of this kind are configured: requests of a decode graph, tokens of a mixed one."""
+        """The number that selects the size in a config: requests for a decode graph, tokens for a mixed graph."""
         return self.padded_reqs if self.kind is GraphKind.DECODE else self.padded_tokens
 
     def __str__(self) -> str:
@@ -77,7 +77,7 @@ class BatchDescriptor:
 def default_decode_sizes(max_num_reqs: int) -> tuple[int, ...]:
     """Return the default batch sizes of decode graphs: 1, 2, 4, multiples of 8 to 256, then of 16, and the maximum."""
     if max_num_reqs < 1:
-        raise ConfigError(f"max_num_reqs: expected at least 1, got {max_num_reqs}; raise it")
+        raise ConfigError(f"max_num_reqs: expected at least 1, got {max_num_reqs}; pass a larger number")
     sizes = [1, 2, 4, *range(8, 257, 8), *range(272, max_num_reqs + 1, 16)]
     return tuple(sorted({s for s in sizes if s <= max_num_reqs} | {max_num_reqs}))
 
@@ -85,7 +85,7 @@ def default_decode_sizes(max_num_reqs: int) -> tuple[int, ...]:
 def default_mixed_sizes(max_num_tokens: int) -> tuple[int, ...]:
     """Return the default token counts of mixed graphs: 64, 128, 256 and so on, and the maximum."""
     if max_num_tokens < 1:
-        raise ConfigError(f"max_num_tokens: expected at least 1, got {max_num_tokens}; raise it")
+        raise ConfigError(f"max_num_tokens: expected at least 1, got {max_num_tokens}; pass a larger number")
     sizes, size = [], 64
     while size < max_num_tokens:
         sizes.append(size)

@@ -17,7 +17,7 @@ NOT_CAPTURED = "its graph is captured at its first use"
 class Dispatch:
     """The size to which a batch is padded; all batches of one size share the object.
 
-    why_eager   empty if a graph of this size is captured. NOT_CAPTURED becomes empty, or the reason of a failed capture
+    why_eager   empty if a graph of this size is captured, else the reason why not. A late capture replaces NOT_CAPTURED
     """
 
     descriptor: BatchDescriptor
@@ -102,7 +102,7 @@ class Dispatcher:
         return table[size - 1]
 
     def captured(self, *, late: bool = False) -> tuple[BatchDescriptor, ...]:
-        """Return the sizes that have a graph, or that `capture()` captures, mixed before decode and largest first, so
+        """Return the sizes that have a graph, or get one in `capture()`: mixed before decode, and largest first, so
         that graphs reuse memory.
 
         late   add the sizes that are captured at their first use

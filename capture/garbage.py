@@ -16,7 +16,8 @@ def older_objects_set_aside() -> Iterator[None]:
     """Freeze all existing objects, so that a collection in the block visits only objects made in the block.
 
     A full collection takes tenths of a second once torch and Triton are loaded. If the caller has already called
-    `gc.freeze()`, this collects the younger objects instead, which are few. A freeze in the block ends with the block.
+    `gc.freeze()`, this collects the few younger objects instead. The end of the block also undoes a freeze that code in
+    the block made.
     """
     if gc.get_freeze_count() > _FROZEN_BY_PYTHON:
         gc.collect()

@@ -75,8 +75,8 @@ class Recorder(Protocol):
     def warm_up(self, step: StepFunction, prepare: Callable[[], None]) -> None:
         """Run a step once without capturing it, so that libraries create their handles and workspaces.
 
-        An op trace needs no such run. It makes one nevertheless, so that a step whose first run differs fails as on
-        CUDA.
+        An op trace does not need this run. It runs the step nevertheless, so that a step whose first run differs fails
+        as on CUDA.
         """
 
     def capture(self, step: StepFunction, descriptor: BatchDescriptor, prepare: Callable[[], None]) -> CapturedGraph:

@@ -90,10 +90,10 @@ class PointerGuard:
 class NameWatch:
     """Detects parameters, buffers and submodules of a module that were replaced by other objects.
 
-    PointerGuard does not detect a replaced parameter, because the old one has not moved and the graph still reads it.
-    `module.weight = Parameter(...)` and `load_state_dict(..., assign=True)` replace parameters.
+    PointerGuard does not detect a replaced parameter, because the graph still reads the old parameter, which has not
+    moved. `module.weight = Parameter(...)` and `load_state_dict(..., assign=True)` replace parameters.
 
-    model   a module; for any other model there are no names to watch
+    model   a module; a model of any other type has no names to watch
 
     any     whether there are names to watch
     """
@@ -128,7 +128,7 @@ def _place(tensor: torch.Tensor) -> _Place:
 
 
 def _changed(name: str, captured: _Place, current: _Place | None) -> ReplayError:
-    """Return the error for a tensor that differs from the captured one."""
+    """Return the error for a tensor that differs from the captured tensor."""
     if current is None:
         return ReplayError(
             f"{name}: the tensor captured at address {captured[0]:#x} is gone; restore it, or close this runtime and "
@@ -175,7 +175,7 @@ def _versions(model: object) -> dict[str, int]:
 
 
 def named_weights(model: object) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the parameters and buffers of a Module; nothing for any other model."""
+    """Yield the parameters and buffers of a Module. Yield nothing for a model of another type."""
     if isinstance(model, torch.nn.Module):
         yield from model.named_parameters()
         yield from model.named_buffers()

@@ -2,7 +2,7 @@
 
 Compiling a kernel during serving blocks the host for a third of a second; loading one from Triton's disk cache takes a
 few milliseconds. A step that replays a graph must do neither. The lock uses the hooks that Triton and the native
-kernels call when they load a kernel, so a step that loads none has no overhead.
+kernels call when they load a kernel, so a step that loads no kernel has no overhead.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class CaptureLock:
     kernels  loads by kernel name and `Doing`. All variants of a Triton kernel have the same name
     grown    growth in bytes by name, as of the last `poll`
 
-    A load is not always a compilation, as Triton may read the kernel from disk. Kernels of torch and CUDA libraries are
-    not counted. A garbage-collected lock is released.
+    A load is not always a compilation, because Triton may read the kernel from its disk cache. Kernels of torch and
+    CUDA libraries are not counted. A garbage-collected lock is released.
     """
 
     def __init__(self, doing: Callable[[], Doing], memory: Mapping[str, Callable[[], int]], *, strict: bool) -> None:
@@ -107,8 +107,9 @@ class CaptureLock:
         self.poll()
         for name, num in self.grown.most_common(1 if self._strict else 0):
             raise ReplayError(
-                f"{name}: expected {self._before[name]} bytes as after capture(), got {self._before[name] + num}; no "
-                "step may allocate there, so look for an abandoned capture, or for another capture into the same pool"
+                f"{name}: expected {self._before[name]} bytes as after capture(), got {self._before[name] + num}; "
+                f"steps must not allocate there; look for an abandoned capture, or for another capture into the same "
+                f"pool"
             )
 
     @contextlib.contextmanager

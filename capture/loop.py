@@ -1,4 +1,4 @@
-"""Many steps in one launch, by a CUDA graph whose WHILE node repeats a captured step while a condition is true.
+"""Run many steps in one launch: a WHILE node of a CUDA graph repeats a captured step while a condition is true.
 
     parent graph
       WHILE node                     its handle is 1 at the start of every launch
@@ -7,8 +7,8 @@
 
 The graph is built by driver calls, because torch has WHILE nodes only from 2.14 on and graphrt supports 2.11. The step
 is captured separately first, so allocator, pool and capture errors are the same as for any graph, and the step can also
-be launched once. Torch's generators are not updated, so a step that draws from one would draw the same numbers in every
-run. The steps of graphrt use counter-based random numbers instead (`graphrt/sampling.py`).
+be launched once. Torch's generators are not updated, so a step that draws from them would draw the same numbers in
+every run. The steps of graphrt use counter-based random numbers instead (`graphrt/sampling.py`).
 
 A step that never writes 0 occupies the device forever, and no call stops it. The step must count its runs and stop at a
 limit.

@@ -204,7 +204,7 @@ class _OpTraceWriter(TorchDispatchMode):
         self.refused: CaptureError | None = None  # the first error, even if the step caught it
 
     def refuse(self, text: str) -> CaptureError:
-        """Return the error for an operation that a graph cannot contain, and store the first one."""
+        """Return the error for an operation that a graph cannot contain, and store the first such error."""
         error = CaptureError(text)
         self.refused = self.refused or error
         return error

@@ -21,7 +21,7 @@ def check(result: tuple[Any, ...], error: type[GraphRTError] = CaptureError) -> 
     if result[0] != 0:
         raise error(
             f"CUDA: a call returned {result[0].name}; the traceback shows the call, but an earlier kernel may have "
-            "caused the error"
+            f"caused the error; rerun with CUDA_LAUNCH_BLOCKING=1 to find it"
         )
     return result
 

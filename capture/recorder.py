@@ -203,7 +203,7 @@ def _reset_generator() -> None:
 
 
 def make_recorder(device: torch.device) -> Recorder:
-    """Return a recorder for `device`, which captures CUDA graphs on CUDA and op traces on a CPU."""
+    """Return a recorder for `device`, which captures CUDA graphs on a GPU and op traces on a CPU."""
     return CudaGraphRecorder(device) if device.type == "cuda" else OpTraceRecorder()
 
 

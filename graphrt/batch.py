@@ -69,13 +69,14 @@ class Batch:
     """The input of one step: n requests in any order, as host arrays. n may be 0, as in an idle rank's dummy step.
 
     req_indices   [n]       int32    index of each request's persistent state; all different
-    seq_lens      [n]       int32    KV tokens including those of this step
+    seq_lens      [n]       int32    KV tokens including the new tokens of this step
     query_lens    [n]       int32    new tokens of each request, >= 1; default 1
     tokens        [sum]     int32    token ids; TOKEN_FROM_DEVICE, the default, is the request's last sampled token
     page_indptr   [n + 1]   int32    request i lists page_ids[page_indptr[i] : page_indptr[i + 1]]
     page_ids      [listed]  int32    page ids of all requests; default: no pages in any group
     first_pages   [n]       int32    page index, in the sequence, of each request's first listed page; default 0
-    sample        [n]       int32    1: sample after the request's last token (default); 0: more of the prompt follows
+    sample        [n]       int32    1: sample after the request's last token (default); 0: the prompt continues in a
+    later step
     temperatures  [n]       float32  default 0: greedy
     seeds         [n]       uint32   seeds of the requests' random numbers; default 0
     top_ks        [n]       int32    keep the k most likely tokens; default 0: all
@@ -86,7 +87,7 @@ class Batch:
     presence_penalties    [n]  float32  subtracted from the logits of tokens in the output; default 0: off
     frequency_penalties   [n]  float32  subtracted once per occurrence of the token in the output; default 0: off
     prompt_lens   [n]       int32    position where the output starts, for these two penalties; default 0: all tokens
-                                     are output
+    count as output
     token_masks   [n]       int32    number of a token mask that
                                      `ReplayManager.request_tables.set_token_masks` has set; default -1: none
     logprobs      [n]       int32    return log-probabilities of one token and of this many most likely tokens; see
@@ -181,8 +182,8 @@ class Batch:
             num_tokens = int(query_lens.sum())
             if n and int(query_lens.min()) < 1:
                 raise ShapeError(
-                    f"batch.query_lens: expected >= 1 new token per request, got {int(query_lens.min())}; leave out "
-                    "requests without new tokens"
+                    f"batch.query_lens: expected >= 1 new token per request, got {int(query_lens.min())}; omit "
+                    f"requests without new tokens"
                 )
         if num_tokens > MAX_TOKENS:
             raise ShapeError(
@@ -240,7 +241,7 @@ class Batch:
 
     @classmethod
     def from_requests(cls, requests: Sequence[Request]) -> Batch:
-        """Return a batch of Request objects. Takes two microseconds per request longer than arrays.
+        """Return a batch of Request objects. Takes two microseconds more per request than a batch of arrays.
 
         Raises: ShapeError: if a field has a wrong value; the message names the request and the field.
         """
@@ -302,7 +303,7 @@ class Batch:
         """Check the batch against a config.
 
         Raises: UnsupportedError: if a request needs an option that the config does not enable; ShapeError: if a value
-        of `logprob_tokens` is outside of the vocabulary.
+        of `logprob_tokens` is outside the vocabulary.
         """
         config.check_needs("batch", self.needs)
         if "logprob_tokens" in self._stated and len(over := np.flatnonzero(self.logprob_tokens >= vocab_size)):
@@ -330,14 +331,14 @@ class Batch:
         if n and self.seq_lens.item(row) > max_seq_len:
             raise CapacityError(
                 f"batch.seq_lens: expected at most max_seq_len={max_seq_len}, got {self.seq_lens[row]} for request "
-                f"{row}; end that sequence, or build the runtime with a larger max_seq_len"
+                f"{row}; finish that sequence, or build the runtime with a larger max_seq_len"
             )
         row = int(self.encoder_lens.argmax()) if n and "encoder_lens" in self._stated else 0
         if n and self.encoder_lens.item(row) > max_encoder_len:
             raise CapacityError(
                 f"batch.encoder_lens: expected at most max_encoder_len={max_encoder_len}, got {self.encoder_lens[row]} "
                 f"for request {row}; "
-                + ("raise it" if max_encoder_len else "the model has no cross layers, leave encoder_lens out")
+                + ("raise it" if max_encoder_len else "the model has no cross layers, so omit encoder_lens")
             )
         if whole and not np.array_equal(self.query_lens, self.seq_lens):
             row = int((self.query_lens != self.seq_lens).argmax())
@@ -353,7 +354,7 @@ class Batch:
             )
 
     def write_inputs(self, out: Int32Array, step: int, groups: int) -> int:
-        """Pack the batch into `out`, for a runtime of `groups` KV groups, and return the number of words used.
+        """Pack the batch into `out`, for a runtime with `groups` KV groups. Return the number of words used.
 
         kernels/metadata/step_inputs.py defines the layout.
         """

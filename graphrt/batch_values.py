@@ -120,13 +120,13 @@ def host_array(name: str, values: Any, dtype: Any, length: int | None = None) ->
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ShapeError(
             f"batch.{name}: NumPy cannot make a one-dimensional {np.dtype(dtype).name} array of this "
-            f"{type(values).__name__} ({error}); convert it"
+            f"{type(values).__name__} ({error}); pass an array of numbers"
         ) from error
     if array.size == 0 and array.dtype.kind == "f":
         array = array.astype(dtype)  # NumPy converts () to float64
     allowed = "iuf" if np.issubdtype(dtype, np.floating) else "biu"
     if array.dtype.kind not in allowed:
-        raise ShapeError(f"batch.{name}: expected {np.dtype(dtype).name} values, got {array.dtype}; convert them")
+        raise ShapeError(f"batch.{name}: expected {np.dtype(dtype).name} values, got {array.dtype}; convert the array")
     if array.ndim != 1 or (length is not None and len(array) != length):
         want = "one dimension" if length is None else f"shape [{length}]"
         raise ShapeError(f"batch.{name}: expected {want}, got shape {list(array.shape)}; pass one value per request")

@@ -33,7 +33,7 @@ class RequestTensor:
     name      name for `Step.request_state`
     shape     shape of one request's value; () is a number
     dtype     float64, float32, float16, bfloat16, float8_e4m3fn, float8_e5m2, int64 to int8, uint8 or bool
-    initial   value of requests that set none, and of padding requests
+    initial   value of padding requests, and of requests that set no value
 
     Raises: ConfigError: if `dtype` is another dtype or cannot represent `initial`, or if a field has the wrong type.
     """
@@ -73,16 +73,16 @@ class RuntimeConfig:
                     the host. With `shadow_every` the limit is doubled, because an eager step is such a pause
     launch_steps    maximum number of steps in one launch of a DecodeSession
     loop_sizes      decode sizes that can run many steps in one graph launch; other sizes are launched step by step
-    backend         name of the attention backend; None: GRAPHRT_BACKEND, else the fastest supported one
+    backend         name of the attention backend; None: GRAPHRT_BACKEND, else the fastest supported backend
     prefill_backend name of the backend for the prefill part of mixed steps, while `backend` serves the decode part.
                     "none": `backend` serves whole mixed steps. None: the faster choice, as measured
     use_graphs      False: run every step eagerly; `stats()` counts these steps with the reason
-    lazy_capture    `capture()` captures only the largest size of each kind, whose memory the others reuse. A step of
-                    another size first captures it, once, on the thread that submits steps. If that fails, this and all
-                    later steps of the size run eagerly, and `stats()` counts them with the reason
-    check_weights   before each step, check the address of one weight or cache tensor, and what four names in the model
-                    refer to, in rotation. The first step, and every step with GRAPHRT_DEBUG=1, checks all tensors that
-                    graphs use
+    lazy_capture    `capture()` captures only the largest size of each kind, whose memory the other sizes reuse. A step
+                    of another size first captures it, once, on the thread that submits steps. If that fails, this and
+                    all later steps of the size run eagerly, and `stats()` counts them with the reason
+    check_weights   before each step, check the address of one weight or cache tensor, and that four names in the model
+                    refer to the same objects, in rotation. The first step, and every step with GRAPHRT_DEBUG=1, checks
+                    all tensors that graphs use
     shadow_every    number of launches from one shadow step to the next; 0: never. A shadow step also runs eagerly, and
                     results and state are compared bitwise. Differences are in `stats().shadow_differences`, and cause
                     a RuntimeWarning
@@ -130,7 +130,7 @@ class RuntimeConfig:
     request_tensors: tuple[RequestTensor, ...] = ()
 
     def __post_init__(self) -> None:
-        check_int_field(self, "max_num_reqs", 1, MAX_REQS, advice="pass the most requests of one step")
+        check_int_field(self, "max_num_reqs", 1, MAX_REQS, advice="pass the maximum number of requests in one step")
         check_int_field(self, "max_num_tokens", 1, MAX_TOKENS, advice="longer prompts run in chunks")
         check_int_field(self, "max_seq_len", 1, _MAX_LENGTH, advice="pass the length of the longest prompt plus output")
         if self.max_encoder_len is not None:
@@ -142,8 +142,8 @@ class RuntimeConfig:
         if self.max_num_reqs * self.query_len > self.max_num_tokens:
             raise ConfigError(
                 f"RuntimeConfig.max_num_tokens: expected at least max_num_reqs x query_len = "
-                f"{self.max_num_reqs * self.query_len}, got {self.max_num_tokens}; raise it, so that a full decode "
-                "step fits"
+                f"{self.max_num_reqs * self.query_len}, got {self.max_num_tokens}; raise max_num_tokens, so that a "
+                f"full decode step fits"
             )
         for name, most, advice in (
             ("decode_sizes", self.max_num_reqs, "pass a tuple of sizes"),
@@ -177,18 +177,18 @@ class RuntimeConfig:
         object.__setattr__(self, "request_tensors", tuple(self.request_tensors))
         if self.prefill_backend is not None and not self.mixed_batches:
             raise ConfigError(
-                f"RuntimeConfig.prefill_backend: expected None with mixed_batches=False, got {self.prefill_backend!r}; "
-                "leave it out, since there is no prefill"
+                f"RuntimeConfig.prefill_backend: expected None with mixed_batches=False, got "
+                f"{self.prefill_backend!r}; omit it, because there is no prefill"
             )
         if self.mixed_sizes and not self.mixed_batches:
             raise ConfigError(
                 f"RuntimeConfig.mixed_sizes: expected () or None with mixed_batches=False, got {self.mixed_sizes}; "
-                "leave it out, or allow mixed batches"
+                f"omit it, or set mixed_batches=True"
             )
 
     @property
     def most_in_flight(self) -> int:
-        """Maximum number of launches in flight before the next one waits; see `ring_depth`."""
+        """Maximum number of launches in flight before the next launch waits; see `ring_depth`."""
         return 2 * self.ring_depth if self.shadow_every else self.ring_depth
 
     def check_needs(self, what: str, needs: Iterable[Need]) -> None:
@@ -201,12 +201,12 @@ class RuntimeConfig:
             if (-1 if value is None else int(value)) < least:
                 wanted = f"{name}=True" if isinstance(value, bool) else f"{name}={least}"
                 raise UnsupportedError(
-                    f"{what}: needs a runtime with {wanted}, this one has {name}={value}; build it with "
+                    f"{what}: needs a runtime with {wanted}, but this runtime has {name}={value}; build it with "
                     f"RuntimeConfig({wanted})"
                 )
 
     def resolve(self) -> RuntimeConfig:
-        """Return a config with None replaced by the default sizes and the backend of the environment."""
+        """Return a config in which the default sizes, and the backend of the environment, replace None."""
         mixed = self.mixed_sizes
         if mixed is None:
             mixed = default_mixed_sizes(self.max_num_tokens) if self.mixed_batches else ()

@@ -9,11 +9,12 @@ from graphrt.kernels.errors import ConfigError
 
 
 def backend() -> str | None:
-    """Return GRAPHRT_BACKEND, the attention backend of configurations without one; None if unset."""
+    """Return GRAPHRT_BACKEND, the attention backend for configs that specify none; None if unset."""
     name = os.environ.get("GRAPHRT_BACKEND")
     if name is not None and not name.isidentifier():
         raise ConfigError(
-            f"GRAPHRT_BACKEND: expected the name of a backend, got {name!r}; `graphrt env` lists them, or unset it"
+            f"GRAPHRT_BACKEND: expected the name of a backend, got {name!r}; pass a name that `graphrt env` lists, "
+            f"or unset the variable"
         )
     return name
 
@@ -34,7 +35,7 @@ def cache_dir() -> Path:
     except (OSError, RuntimeError) as error:  # name too long, no permission, no such user, no home
         raise ConfigError(f"GRAPHRT_CACHE: expected a folder, got {folder!r} ({error}); specify a folder") from error
     if not good:
-        raise ConfigError(f"GRAPHRT_CACHE: expected a folder, got {folder!r}; specify a folder, or unset it")
+        raise ConfigError(f"GRAPHRT_CACHE: expected a folder, got {folder!r}; specify a folder, or unset the variable")
     return path
 
 
@@ -43,5 +44,5 @@ def debug() -> bool:
     capture raise errors."""
     value = os.environ.get("GRAPHRT_DEBUG", "0")
     if value not in ("0", "1"):
-        raise ConfigError(f"GRAPHRT_DEBUG: expected 0 or 1, got {value!r}; set it to 1, or unset it")
+        raise ConfigError(f"GRAPHRT_DEBUG: expected 0 or 1, got {value!r}; set it to 1, or unset the variable")
     return value == "1"

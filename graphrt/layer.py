@@ -162,8 +162,8 @@ class Attention(torch.nn.Module):
         )
         if kv_shared_with is not None and not self._spec.is_cached:
             raise ConfigError(
-                f"Attention.kv_shared_with: expected None in {kind.value} attention, got {kv_shared_with!r}; leave it "
-                "out, since the layer has no cache"
+                f"Attention.kv_shared_with: expected None in {kind.value} attention, got {kv_shared_with!r}; omit "
+                f"it, because the layer has no cache"
             )
         self.kv_shared_with = kv_shared_with
         self._dtype = self._spec.dtype
@@ -320,7 +320,7 @@ class ModelLayers:
     def bound_to(self, step: Step) -> Iterator[None]:
         """Bind a step to the layers while it runs.
 
-        Raises: ReplayError: if another thread or an enclosing call has bound another step to one of them.
+        Raises: ReplayError: if another thread or an enclosing call has bound another step to a layer.
         """
         with ExitStack() as stack:
             for index, layer in enumerate(self._layers):
@@ -344,7 +344,8 @@ class ModelLayers:
         if attention is None:
             if not self.specs:
                 raise ConfigError(
-                    "attention: required, since the model has no graphrt.Attention layers; pass one spec per layer, or "
+                    "attention: required, because the model has no graphrt.Attention layers; pass one spec per "
+                    "layer, or "
                     "use graphrt.Attention, with as_step_model() for a module that does not take a Step"
                 )
             return self.specs
@@ -361,12 +362,12 @@ class ModelLayers:
         else:
             specs = tuple(check_sequence("attention", attention, of="AttentionSpec per layer", error=ConfigError))
             for index, spec in enumerate(specs):
-                advice = "pass one spec per layer, or one for all"
+                advice = "pass one spec per layer, or one spec for all layers"
                 check_instance(f"attention[{index}]", spec, AttentionSpec, advice=advice)
         if self.specs and self.specs != specs:
             raise ConfigError(
                 f"attention: expected the specs of the model's {len(self.specs)} graphrt.Attention layers, got "
-                f"{len(specs)} others; leave attention out"
+                f"{len(specs)} other specs; omit attention"
             )
         return specs
 

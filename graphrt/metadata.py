@@ -18,8 +18,8 @@ class StepMetadata:
 
     descriptor        the captured size
     max_seq_len       longest sequence of the runtime; the same at capture and at every replay
-    seq_lens          [padded_reqs]      int32  KV tokens including those of this step; `seq_len_fill` of the backend in
-                                                padding requests
+    seq_lens          [padded_reqs]      int32  KV tokens including the new tokens of this step; `seq_len_fill` of the
+    backend in padding requests
     query_start_loc   [padded_reqs + 1]  int32  prefix sum of query lengths; repeats its last value in padding requests
     positions         [padded_tokens]    int64  position of each new token in its sequence; 0 in padding tokens
     block_tables      per KV group [padded_reqs, max_pages]  int32  page ids; unused entries (after a request's last
@@ -42,7 +42,7 @@ class StepMetadata:
 
     The decode part is a decode batch of min(padded_reqs, padded_tokens // decode_len) requests with `decode_len` tokens
     each. Prefill requests occupy its padding, so only `seq_lens` and `query_start_loc` contain padding values there. In
-    both parts, `encoder_lens`, `block_tables`, `slot_mappings` and `positions` are those of the whole step.
+    both parts, `encoder_lens`, `block_tables`, `slot_mappings` and `positions` cover the whole step.
     """
 
     descriptor: BatchDescriptor

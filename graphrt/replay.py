@@ -60,7 +60,7 @@ class ReplayManager:
 
     model       maps a Step to logits [padded_reqs, vocab_size]
     kv_cache    the cache; may consist of tensors that the caller owns
-    attention   the spec of every layer, or one spec for all; None: those of the model's `Attention` layers
+    attention   the spec of every layer, or one spec for all layers; None: the specs of the model's `Attention` layers
     vocab_size  width of the logits; at most 2 ** 20 with the built-in sampler
     config      capacities and options
     sampler     maps logits and Step to tokens, in the graph; None: the caller samples from `handle.logits()`
@@ -72,7 +72,7 @@ class ReplayManager:
     `request_tables` writes per-request state: logit biases, token masks and request tensors.
 
     Call `capture()` once, then `replay(batch)` per step, then `close()`. Steps run in inference mode. A concurrent or
-    nested call raises ReplayError. Any thread may read tokens; only the thread that submits steps may read logits.
+    nested call raises ReplayError. Any thread may read tokens. Only the thread that submits steps may read logits.
 
     Raises:
         ConfigError: if an argument has the wrong type, or arguments do not match.
@@ -238,9 +238,9 @@ class ReplayManager:
         """Submit one decode step, and return its handle. Waits only if `config.most_in_flight` launches are in flight.
 
         eager       run the step outside of a graph, on the same static buffers. The step changes state and KV like any
-                    other, so submitting a batch twice runs two steps. Use `compare` to run one step both ways
-        descriptor  run at this captured size instead of the smallest one that fits, so that all ranks of a group use
-                    one size; an idle rank submits `Batch.empty()`
+        other step, so submitting a batch twice runs two steps. Use `compare` to run one step both ways
+        descriptor  run at this captured size instead of the smallest size that fits, so that all ranks of a group use
+        the same size; an idle rank submits `Batch.empty()`
 
         Raises:
             ShapeError: if `batch` is not a Batch, or if an encoder model gets a partial sequence.
@@ -269,7 +269,7 @@ class ReplayManager:
             return handle
 
     def _dispatch(self, call: str, batch: Batch, descriptor: BatchDescriptor | None) -> Dispatch:
-        """Run all checks on the host; return the size that serves the batch, or the reason why none does."""
+        """Run all checks on the host. Return the size that serves the batch, or the reason why no size does."""
         self._require(_CAPTURED, call)
         check_instance("batch", batch, Batch, advice="use Batch(...) or Batch.from_requests", error=ShapeError)
         config, num_reqs, num_tokens = self.config, len(batch.req_indices), len(batch.tokens)
@@ -291,7 +291,7 @@ class ReplayManager:
             )
         if descriptor is None:
             return self._dispatcher.dispatch(num_reqs, num_tokens, uniform)
-        check_instance("descriptor", descriptor, BatchDescriptor, advice="take one of manager.descriptors")
+        check_instance("descriptor", descriptor, BatchDescriptor, advice="pass one of manager.descriptors")
         if descriptor.kind is GraphKind.MIXED and not config.mixed_batches:
             raise UnsupportedError(
                 f"descriptor: expected a decode size with mixed_batches=False, got {descriptor}; pass a decode size"
@@ -368,7 +368,7 @@ class ReplayManager:
         with self._exclusive:
             self._require(State.CAPTURED, "record")
             launches = check_int("launches", launches, 1, advice="pass the number of launches")
-            max_bytes = check_int("max_bytes", max_bytes, 1, advice="pass the bytes that the host can spare")
+            max_bytes = check_int("max_bytes", max_bytes, 1, advice="pass the maximum bytes of host memory")
             return self.queue.record(launches, max_bytes)
 
     def compare(self, batch: Batch, *, descriptor: BatchDescriptor | None = None) -> StepComparison:
@@ -384,7 +384,7 @@ class ReplayManager:
             target = self._dispatch("compare", batch, descriptor)
             why_eager = self._why_eager(target)
             if why_eager:
-                raise ReplayError(f"compare: this batch has no graph ({why_eager}); pass a batch that has one")
+                raise ReplayError(f"compare: this batch has no graph ({why_eager}); pass a batch that has a graph")
             self.queue.drain()
             undo, size, results = StepUndo(self._program), target.descriptor, []
             for why_eager in ("", "compared with its graph"):
@@ -402,7 +402,7 @@ class ReplayManager:
 
     def between_steps(self, work: Callable[[StaticBuffers], _T]) -> _T:
         """Call `work` with the static buffers. Work that it queues on the current stream runs after all earlier
-        launches and before all later ones. Returns the result of `work`.
+        launches and before all later launches. Returns the result of `work`.
 
         Raises: CaptureError: in the wrong state. ReplayError: during another call.
         """

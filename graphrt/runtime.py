@@ -38,7 +38,7 @@ from graphrt.sampling import sample_tokens
 from graphrt.spec import MAX_PAGES, AttentionSpec, KVCacheSpec
 from graphrt.step import Model, Sampler
 
-_TRIAL_PAGES = 2  # the null page and one more, because trial captures run only padding
+_TRIAL_PAGES = 2  # the null page and one other page, because trial captures run only padding
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class MemoryPlan:
 
 
 KVGroups = KVCacheSpec | Sequence[KVCacheSpec]
-"""One spec if all layers are alike, else the spec of every KV group, as `kv_groups()` returns them."""
+"""One spec if all layers are alike, else one spec per KV group. `kv_groups()` returns these specs."""
 
 AllocateKV = Callable[[KVGroups, Sequence[int], torch.device], KVCache]
 """Allocates a KV cache with the given number of pages in each pool, on a device."""
@@ -91,8 +91,8 @@ class Runtime:
 
     model, attention, vocab_size, config, sampler, stream, weights   as for ReplayManager
     kv_spec             shape and dtype of the cache, or of each KV group, as `kv_groups()` returns them; None:
-                        `kv_groups()` of all layers, with pages of 16 tokens. The scales of an fp8 cache are in
-                        `kv_cache`, and are 1 until the caller fills them in place
+                        `kv_groups()` of all layers, with pages of 16 tokens. The scales of an fp8 cache are tensors of
+                        `kv_cache`. They are 1 until the caller fills them in place
     device              device of the cache and of all steps; None: CUDA if available, else CPU
     num_pages           pages of each pool, as one number or one per pool. "auto": as many as fit, together with the
                         graphs, into `memory_utilization` of the device memory, but at most the pages that
@@ -165,7 +165,7 @@ class Runtime:
         self.vocab_size = int(vocab_size)
         self.allocators = tuple(PageAllocator(count, null) for count, null in self._manager.kv_cache.pools)
         self.free_req_indices = list(range(self.config.max_num_reqs - 1, -1, -1))
-        text = "Runtime: dropped without close(), so its memory is freed when Python collects garbage; close() it"
+        text = "Runtime: dropped without close(), so its memory is freed at the next garbage collection; call close()"
         self._dropped = weakref.finalize(self, warnings.warn, text, ResourceWarning, stacklevel=2)
         self._dropped.atexit = False
 
@@ -254,7 +254,7 @@ def check_decoder(runtime: Runtime) -> None:
         raise ConfigError("runtime: the model has cross layers or no KV cache; submit batches to replay() yourself")
     if not config.mixed_batches and config.query_len != 1:
         raise ConfigError(
-            f"runtime: expected query_len=1 with mixed_batches=False, got {config.query_len}; allow mixed batches"
+            f"runtime: expected query_len=1 with mixed_batches=False, got {config.query_len}; set mixed_batches=True"
         )
 
 
@@ -269,7 +269,10 @@ def _checked_cache(
         ("device", device, cache.device),
     ):
         if want != got:
-            raise ConfigError(f"allocate_kv: expected a cache with {name} {want}, got {got}; use its arguments")
+            raise ConfigError(
+                f"allocate_kv: expected a cache with {name} {want}, got {got}; build the cache from "
+                f"the arguments of the call"
+            )
     return cache
 
 

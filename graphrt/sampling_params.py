@@ -39,14 +39,14 @@ class SamplingParams:
     frequency_penalty   subtracted once per occurrence of the token in the output; 0 is off
     logit_bias          values by token id that are added to logits; -inf forbids a token. At most
                         RuntimeConfig.max_logit_bias tokens
-    logprobs            return log-probabilities of each sampled token and of this many most likely tokens; None
-                        returns none. They are computed from the model's logits, before all processing. At most
+    logprobs            return log-probabilities of each sampled token and of this many most likely tokens; None returns
+                        no log-probabilities. They are computed from the model's logits, before all processing. At most
                         RuntimeConfig.max_logprobs
     prompt_logprobs     the same for each prompt token except the first. The prompt then runs one token per step
 
     Logits are processed in vLLM's order: token mask, bias and `min_tokens`, penalties, temperature, min-p, top-k,
-    top-p. Tokens with the same logit as the last token that top-k or top-p keeps are kept too, except for top_k=1,
-    which keeps the lowest token id. Penalties need a runtime with `RuntimeConfig(penalties=True)`.
+    top-p. Top-k and top-p also keep tokens whose logit equals that of the last kept token. With top_k=1, only the
+    lowest of these token ids is kept. Penalties need a runtime with `RuntimeConfig(penalties=True)`.
 
     Raises: ConfigError: if a value has the wrong type or is out of range.
     """
@@ -68,7 +68,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name, least, most, advice in (
-            ("max_new_tokens", 1, _MAX_NEW_TOKENS, "pass the most tokens that may follow the prompt"),
+            ("max_new_tokens", 1, _MAX_NEW_TOKENS, "pass the maximum number of output tokens"),
             ("seed", 0, _MAX_SEED, "take it modulo 2 ** 32"),
             ("top_k", 0, _MAX_NEW_TOKENS, "0 keeps all tokens"),
         ):

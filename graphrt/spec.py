@@ -59,11 +59,11 @@ class AttentionSpec:
     num_q_heads, num_kv_heads, head_dim   numbers of heads, and head size; num_q_heads is a multiple of num_kv_heads
     dtype            dtype of queries, keys, values and outputs: float16, bfloat16 or float32
     softmax_scale    factor of the logits; None: head_dim ** -0.5
-    sliding_window   a query sees tokens at a distance below it, 1 to 2 ** 30; None: all. With 3, a decoder query sees
-                     itself and two tokens before it; an encoder query also sees two tokens after it
+    sliding_window   a query sees the tokens at a distance below this number, 1 to 2 ** 30; None: all. With 3, a decoder
+                     query sees itself and two tokens before it; an encoder query also sees two tokens after it
     attention_chunk_size   a query sees the tokens of its own chunk up to itself; None: all
     v_head_dim       size of the heads of values and outputs; None: head_dim
-    kv_shared_with   index of an earlier layer whose keys and values this layer reads; it then writes none
+    kv_shared_with   index of an earlier layer whose keys and values this layer reads, without writing its own
     logits_softcap   cap * tanh(logits / cap) before the softmax; None: off
     alibi_slopes     one slope per query head; adds -slope * distance to the logits after the softcap; None: off
     alibi_sqrt       adds -slope * sqrt(distance) instead
@@ -99,7 +99,7 @@ class AttentionSpec:
         if self.num_q_heads % self.num_kv_heads:
             raise ConfigError(
                 f"AttentionSpec.num_q_heads: expected a multiple of num_kv_heads={self.num_kv_heads}, got "
-                f"{self.num_q_heads}; pass a multiple, since all KV heads serve equally many query heads"
+                f"{self.num_q_heads}; all KV heads serve the same number of query heads, so pass a multiple"
             )
         if not isinstance(self.dtype, torch.dtype) or self.dtype not in COMPUTE_DTYPES:
             raise ConfigError(
@@ -114,12 +114,17 @@ class AttentionSpec:
         for name in ("alibi_sqrt", "sinks"):
             check_bool_field(self, name, advice="pass tensors to Step.attend instead")
         self._check_alibi()
-        check_instance("AttentionSpec.kind", self.kind, AttentionKind, advice="pass AttentionKind.DECODER or another")
+        check_instance(
+            "AttentionSpec.kind",
+            self.kind,
+            AttentionKind,
+            advice="pass an AttentionKind, such as AttentionKind.DECODER",
+        )
         for name in _MEANINGLESS.get(self.kind, ()):
             if getattr(self, name) is not None:
                 raise ConfigError(
                     f"AttentionSpec.{name}: expected None in {self.kind.value} attention, got "
-                    f"{shown(getattr(self, name))}; leave it out"
+                    f"{shown(getattr(self, name))}; omit it"
                 )
 
     def _check_alibi(self) -> None:
@@ -152,7 +157,7 @@ class AttentionSpec:
 
     @property
     def value_dim(self) -> int:
-        """Size of the value heads: v_head_dim, or head_dim if that is None."""
+        """Size of the value heads: v_head_dim, or head_dim if it is None."""
         return self.head_dim if self.v_head_dim is None else self.v_head_dim
 
     @property
@@ -162,7 +167,7 @@ class AttentionSpec:
 
     @property
     def scale(self) -> float:
-        """The softmax scale: softmax_scale, or its default if that is None."""
+        """The softmax scale: softmax_scale, or its default if it is None."""
         return self.softmax_scale if self.softmax_scale is not None else self.head_dim**-0.5
 
 
@@ -177,7 +182,7 @@ class KVCacheSpec:
     num_kv_heads, head_dim   number and size of the KV heads
     page_size   tokens per page, 1 to 1024; fixed in captured graphs
     layout      NHD or HND, the dimension order in a page
-    dtype       dtype of stored keys and values: float16, bfloat16 or float32 (usually that of the layers), or
+    dtype       dtype of stored keys and values: float16, bfloat16 or float32 (usually the dtype of the layers), or
                 float8_e4m3fn or float8_e5m2 with scales; see KVCache
     null_page   page that no sequence owns; padding requests and the unused ends of block tables refer to it. "last" is
                 the last page of the cache, for allocators that allocate page 0. In the specs of a KVCache it is an int
@@ -218,7 +223,7 @@ class KVCacheSpec:
         check_bool_field(self, "cross", advice="pass whether an encoder writes the pages")
         if self.cross and (self.sliding_window or self.attention_chunk_size):
             raise ConfigError(
-                "KVCacheSpec.cross: expected False with a window or chunks, got True; leave these out, since cross "
+                "KVCacheSpec.cross: expected False with a window or chunks, got True; omit them, because cross "
                 "layers see all tokens"
             )
         if not isinstance(self.dtype, torch.dtype) or self.dtype not in KV_DTYPES:
@@ -252,7 +257,7 @@ class KVCacheSpec:
 
     @property
     def value_dim(self) -> int:
-        """Size of the value heads: v_head_dim, or head_dim if that is None."""
+        """Size of the value heads: v_head_dim, or head_dim if it is None."""
         return self.head_dim if self.v_head_dim is None else self.v_head_dim
 
     @property
@@ -288,7 +293,8 @@ class KVCacheSpec:
         return seen // self.page_size
 
     def most_pages(self, num_tokens: int, new_tokens: int) -> int:
-        """Return the most pages that a sequence of up to `num_tokens` tokens has, if a step adds up to `new_tokens`."""
+        """Return the maximum number of pages of a sequence of up to `num_tokens` tokens, if a step adds up to
+        `new_tokens`."""
         total = self.pages_for(num_tokens)
         kept = self.sliding_window or self.attention_chunk_size
         if kept is None:

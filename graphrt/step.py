@@ -1,4 +1,4 @@
-"""The step as a model sees it: its inputs, and attention over the paged cache."""
+"""The step that a model receives: its inputs, and attention over the paged cache."""
 
 from __future__ import annotations
 
@@ -39,19 +39,18 @@ class Step:
     positions       [padded_tokens] int64    position of each token in its sequence; 0 in padding tokens
     logits_indices  [padded_reqs]   int64    index of the token whose hidden state gives the request's logits, or 0
     req_indices     [padded_reqs]   int32    request index; -1 in padding and invalid requests, so clamp it first
-    req_status      [padded_reqs]   int32    RequestStatus: padding, runs, or runs and is sampled
+    req_status      [padded_reqs]   int32    RequestStatus: padding, invalid, running, or running and sampled
     temperatures    [padded_reqs]   float32  sampling temperatures; 0 is greedy
     top_ks          [padded_reqs]   int32    0 keeps all tokens
     top_ps          [padded_reqs]   float32  1 keeps all tokens
     min_ps          [padded_reqs]   float32  0 keeps all tokens
     seeds           [padded_reqs]   int64    sampling seeds
 
-    All tensors are views of static buffers on the device, so a graph that reads them sees the values of every later
-    step. Any other value that varies between steps must be in a tensor too, because graphs contain Python numbers as
-    constants. A model or sampler with state per request, such as an adapter index, declares it in
-    `RuntimeConfig.request_tensors` and reads `request_state(name)`. It may also index its own tensor
-    [max_num_reqs, ...] by `req_indices`. Do not rely on the order of the batch. In mixed steps with two parts, decode
-    requests come first.
+    All tensors are views of static buffers on the device, so a replayed graph reads the values of the current step. Any
+    other value that varies between steps must be in a tensor too, because graphs contain Python numbers as constants. A
+    model or sampler with state per request, such as an adapter index, declares it in `RuntimeConfig.request_tensors`
+    and reads `request_state(name)`. It may also index its own tensor [max_num_reqs, ...] by `req_indices`. Do not rely
+    on the order of the batch. In mixed steps with two parts, decode requests come first.
     """
 
     descriptor: BatchDescriptor
@@ -248,7 +247,7 @@ class Step:
         if rotary is not None and rotary.cos_sin.shape[0] < self.metadata.max_seq_len:
             raise ShapeError(
                 f"rotary.cos_sin: expected at least max_seq_len={self.metadata.max_seq_len} rows, one per position, "
-                f"got {rotary.cos_sin.shape[0]}; make the table longer, or lower RuntimeConfig.max_seq_len"
+                f"got {rotary.cos_sin.shape[0]}; build a longer table, or lower RuntimeConfig.max_seq_len"
             )
 
     def _check_order(self, layer: int, writes: bool) -> None:

@@ -1,4 +1,4 @@
-"""Argument checks of public functions. A check is one call; its error names the expected and the actual value."""
+"""Argument checks of public functions. A check is one call. Its error names the expected and the actual value."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def check_contiguous(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_no_overlap(name: str, tensor: torch.Tensor) -> None:
-    """Raise ShapeError if elements of an output `tensor` may share memory, as after expand()."""
+    """Raise ShapeError if elements of an output `tensor` may share memory, as expand() makes them do."""
     if tensor.is_contiguous():
         return
     span = 0  # distance from first to last element, over the dimensions with smaller strides
@@ -140,7 +140,7 @@ def once_per_geometry(check: Callable[..., None]) -> Callable[..., None]:
 def check_not_empty(name: str, tensor: torch.Tensor) -> None:
     """Raise ShapeError if `tensor` has no elements."""
     if tensor.numel() == 0:
-        raise ShapeError(f"{name}: the tensor is empty, got shape {list(tensor.shape)}; pass one with elements")
+        raise ShapeError(f"{name}: the tensor is empty, got shape {list(tensor.shape)}; pass a tensor with elements")
 
 
 def shown(value: object) -> str:
@@ -243,7 +243,7 @@ def check_sequence(
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes, bytearray)):
         raise error(f"{name}: expected a list or tuple of {of}, got {shown(value)}; pass a list")
     if length is not None and len(value) != length:
-        raise error(f"{name}: expected {length} {of}, got {len(value)}; pass one of each")
+        raise error(f"{name}: expected {length} {of}, got {len(value)}; pass one item for each")
     return value
 
 
@@ -269,12 +269,15 @@ def check_device(name: str, value: object) -> torch.device:
     if index is None and count:
         index = torch.cuda.current_device()
     if index is None or index >= count:
-        raise ConfigError(f"{name}: expected one of {count} CUDA devices, got {shown(value)}; pass another, or 'cpu'")
+        raise ConfigError(
+            f"{name}: expected one of {count} CUDA devices, got {shown(value)}; pass the index of an "
+            f"existing device, or 'cpu'"
+        )
     return torch.device("cuda", index)
 
 
 def check_named_tensors(name: str, value: object) -> tuple[tuple[str, torch.Tensor], ...]:
-    """Return `value` as a tuple of (name, tensor) pairs. Raises: ConfigError: if it has any other item."""
+    """Return `value` as a tuple of (name, tensor) pairs. Raises: ConfigError: if an item is not such a pair."""
     advice = "pass pairs such as those of Module.named_parameters()"
     if not isinstance(value, Iterable) or isinstance(value, (str, bytes, bytearray, np.ndarray, torch.Tensor)):
         raise ConfigError(f"{name}: expected pairs of a name and a tensor, got {shown(value)}; {advice}")

@@ -23,7 +23,7 @@ import torch
 import triton
 from triton.runtime.cache import triton_key
 
-_MOST_THREADS = 8  # more would wait for Python's lock
+_MOST_THREADS = 8  # more threads would wait for Python's lock
 
 _active: ContextVar[CompileThreads | None] = ContextVar("compile_threads", default=None)
 
@@ -59,17 +59,17 @@ class CompileThreads:
 
 
 def compile_threads() -> CompileThreads | None:
-    """Return the threads of the current `compiling_ahead` block; None outside of such a block."""
+    """Return the threads of the current `compiling_ahead` block; None outside such a block."""
     return _active.get()
 
 
 @contextlib.contextmanager
 def compiling_ahead(device: torch.device) -> Iterator[None]:
-    """In the block, launches of this thread compile and load their kernel in other threads, and launch nothing.
+    """Make launches of this thread in the block only compile and load their kernels, in other threads.
 
-    The block waits for all kernels at its end. It applies to launches of `KernelLauncher` and of `native.nvrtc`, whose
-    outputs keep their contents. Errors of compilers are ignored: the first launch after the block raises them. Not for
-    use during a capture.
+    The block waits for all kernels at its end. It affects launches of `KernelLauncher` and of `native.nvrtc`, which
+    write no outputs in the block. Compiler errors are ignored, because the first launch after the block raises them. Do
+    not use it during a capture.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
     threads = ThreadPoolExecutor(
@@ -91,8 +91,8 @@ def compiling_ahead(device: torch.device) -> Iterator[None]:
 def hash_triton() -> Thread:
     """Start a thread that hashes Triton's files, and return it; later calls return the same thread.
 
-    Every key of Triton's cache contains this hash of 0.5 GB, which takes 0.3 to 1 s. Hashing does not hold Python's
-    lock, so start it early.
+    Every key of Triton's cache contains this hash. Hashing the 0.5 GB of files takes 0.3 to 1 s. Hashing does not hold
+    Python's lock, so start it early.
     """
     thread = Thread(target=triton_key, name="graphrt-hash-triton", daemon=True)
     thread.start()
@@ -101,7 +101,7 @@ def hash_triton() -> Thread:
 
 @contextlib.contextmanager
 def counting_compilations() -> Iterator[None]:
-    """Append the names of kernels compiled in the block to `compiled`. Triton's own listener is called too."""
+    """Append the names of kernels compiled in the block to `compiled`. An installed Triton listener is still called."""
     outer = triton.knobs.compilation.listener
 
     def listener(*, src: Any, cache_hit: bool, **more: Any) -> None:

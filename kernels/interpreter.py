@@ -140,7 +140,7 @@ def convert_float(data: Any, source: Any, target: Any, rounding: object = None) 
 
 
 def _looked_up(numpy_dtype: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Look the NumPy dtype of scalars up. Triton builds the table of all dtypes in each call, several times an op."""
+    """Look up the NumPy dtype of scalars. Triton builds the table of all dtypes in each call, several times per op."""
     of_scalar = functools.cache(numpy_dtype)
 
     def look_up(dtype: Any) -> Any:

@@ -42,7 +42,7 @@ def early_start(device: torch.device) -> Mapping[str, bool]:
 class KernelLauncher:
     """Launcher of one kernel. `launcher(grid, *args, **named)` replaces `kernel[grid](*args, **named)`.
 
-    kernel   a `triton.jit` function; names of pointers end in `_ptr`, names of tuples of pointers in `ptrs`
+    kernel   a `triton.jit` function; names of pointers end with `_ptr`, names of tuples of pointers with `ptrs`
     args     all arguments except constexprs, which are passed by name, as are Triton's options
 
     Two launches share a compiled kernel if their grid, numbers, named arguments, dtypes and the alignment of each

@@ -38,7 +38,7 @@ def registered(region: Region | None) -> bool:
 
 
 def findings_in_words(lookup: Lookup) -> Iterator[AddressFinding]:
-    """Yield findings in the arguments of kernels. A scanned word without a region is a number."""
+    """Yield findings in the arguments of kernels. A scanned word without a region counts as a number."""
     words = lookup.words
     # A word without a region has the index -1, which selects the last element.
     bad = np.array([_is_invalid(region) for region in lookup.regions] + [False], np.bool_)
@@ -123,8 +123,8 @@ def _finding(
         )  # fmt: skip
     elif region is None:
         kind, text = FindingKind.UNMAPPED, (
-            "neither the map nor the driver knows this address, so its tensor was freed; keep the tensor alive as long "
-            "as the graph, or pass the tensor, or the graph as pool=, to memory_of()"
+            "neither the map nor the driver knows this address, so its tensor was freed; keep the tensor alive as "
+            "long as the graph, or register it: pass the tensor, or pool=graph, to memory_of()"
         )  # fmt: skip
     elif not region.live:
         kind, text = FindingKind.FREED, (
@@ -134,7 +134,7 @@ def _finding(
     else:
         kind, text = FindingKind.FOREIGN, (
             f"{region.name!r} of {region.nbytes} bytes is neither registered nor in the graph's pool, so it may be "
-            "freed; name it in memory_of(), or allocate it during the capture"
+            f"freed; pass it to memory_of(), or allocate it during the capture"
         )  # fmt: skip
     owner, name = (region.owner, region.name) if region else (None, "")
     return Finding(place, node.name, where, address, owner, name, text, kind, certain)

@@ -17,9 +17,9 @@ _MOST_EDITS = 2000
 
 
 def aligned(a: Sequence[Label], b: Sequence[Label]) -> Iterator[tuple[int | None, int | None]]:
-    """Yield pairs of indices, in the order of both lists; None for a node without a match.
+    """Yield pairs of matching indices, in the order of both lists. A node without a match is paired with None.
 
-    Nodes between those that match by name are matched in order if they are of the same kind.
+    Between nodes that match by name, the remaining nodes of the same kind are matched in order.
     """
     first = next((at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     rest = min(len(a), len(b)) - first
@@ -60,7 +60,8 @@ def _common(a: Sequence[Label], b: Sequence[Label]) -> list[tuple[int, int]]:
 
 
 def _goes_down(reach: Sequence[int], middle: int, diagonal: int, edits: int) -> bool:
-    """Return whether the last edit on the path to a diagonal inserts a name of `b`, rather than deleting one of `a`."""
+    """Return whether the last edit on the path to a diagonal inserts a name of `b`, rather than deleting a name of
+    `a`."""
     return diagonal == -edits or (
         diagonal != edits and reach[middle + diagonal - 1] < reach[middle + diagonal + 1]
     )  # fmt: skip

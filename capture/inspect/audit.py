@@ -68,7 +68,7 @@ def audit(
     graph    a GraphView, or an argument of `inspect_graph`: a torch.cuda.CUDAGraph(keep_graph=True), its raw handle, a
              graph of a graphrt recorder, an op trace
     memory   the map that `memory_of` returned right after the capture
-    allowed  deliberate exceptions. The report lists each one with its reason and number of matches
+    allowed  deliberate exceptions. The report lists each exception with its reason and number of matches
     waits    name patterns of kernels that execute griddepcontrol.wait before they access memory of earlier kernels.
              Kernels of cuBLAS, FlashAttention 3 and graphrt are known; any other early launch is a finding, as is a
              load before the wait that is not from a weight
@@ -98,14 +98,14 @@ def audit_twice(
     capture  captures the step and returns the graph. It is called twice; the first graph is kept until the end
     memory   returns the memory map of a graph; called right after each capture
 
-    The other arguments are those of `audit`. Two captures show more than one:
+    The other arguments are those of `audit`. Two captures show more than a single capture:
 
     - A real address is at the same position in both captures. A stale word is not, so it is dropped. Other findings
       become certain if both captures agree. Lists in arguments of kernels for many tensors (foreach, fused optimizers)
       are an exception, because unused entries contain stack data, which is often equal in both captures.
     - An address in the first capture's pool is hidden state, that is, memory that the step keeps between captures.
-    - A registered address, number or copy length that differs is frozen in the graph. twice.py lists which numbers
-      are compared; numbers within structs are not.
+    - A registered address, number or copy length that differs is frozen in the graph. Numbers within structs are not
+      compared; twice.py lists the numbers that are.
     - If the nodes differ, the step does something once and skips it later.
 
     Library memory looks like hidden state, because cuBLAS allocates a workspace in the pool of the first capture
@@ -126,7 +126,7 @@ def audit_twice(
 
 
 def _lookup(graph: Any, memory: MemoryMap, driver: LookUp | None) -> Lookup:
-    check_instance("memory", memory, MemoryMap, advice="pass what memory_of() returns")
+    check_instance("memory", memory, MemoryMap, advice="pass the map that memory_of() returns")
     view = graph if isinstance(graph, GraphView) else inspect_graph(graph)
     if driver is None:
         of_cuda = view.origin == "cuda" and torch.cuda.is_available()
@@ -201,7 +201,7 @@ def _of_node(place: Place, node: Node, kind: FindingKind, text: str) -> Finding:
 
 
 def _registered_but_freed(lookup: Lookup) -> Iterator[Finding]:
-    """Yield findings for registered memory in freed blocks, such as that of a dropped output."""
+    """Yield findings for registered memory in freed blocks, such as the memory of a dropped output."""
     freed = MemoryMap(r for r in lookup.memory.regions if not r.live and r.owner in (Owner.POOL, Owner.ALLOCATOR))
     for region in filter(registered, lookup.memory.regions):
         block = next((held for _, held in freed.ranges(region.address, region.nbytes) if held is not None), None)

@@ -5,8 +5,8 @@
         step()
     view = inspect_graph(graph)
 
-Arguments are copied from the driver's memory, which is never written and to which views do not refer. Only arguments of
-Triton kernels have names (`triton_kernels.py`).
+Arguments are copied from the driver's memory, so views do not refer to this memory, and never write it. Only arguments
+of Triton kernels have names (`triton_kernels.py`).
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ def inspect_graph(graph: Any) -> GraphView:
     except GraphRTError:
         raise
     except RuntimeError as error:  # raised by the bindings if there is no driver
-        raise CaptureError(f"CUDA driver: not available: {str(error).splitlines()[0]}; install it") from error
+        raise CaptureError(
+            f"CUDA driver: not available ({str(error).splitlines()[0]}); install the NVIDIA driver"
+        ) from error
 
 
 def _handle(graph: Any) -> Any:
@@ -76,13 +78,14 @@ def _handle(graph: Any) -> Any:
             raise
         except RuntimeError as error:
             raise CaptureError(
-                f"graph: torch has not kept it, or its capture has not ended ({str(error).splitlines()[0]}); create it "
+                f"graph: torch has not kept the graph, or its capture has not ended ({str(error).splitlines()[0]}); "
+                f"create it "
                 "with torch.cuda.CUDAGraph(keep_graph=True) and capture first"
             ) from error
     if isinstance(graph, (driver.CUgraph, int)) and not isinstance(graph, bool) and int(graph):
         return graph
     raise ConfigError(
-        f"graph: expected a torch.cuda.CUDAGraph, the handle of one, or a graph of a recorder, got {shown(graph)}; "
+        f"graph: expected a torch.cuda.CUDAGraph, its raw handle, or a graph of a recorder, got {shown(graph)}; "
         "pass a captured graph"
     )
 
@@ -283,7 +286,7 @@ class _EdgeReader:
 
     def _ask(self, graph: Any, *arguments: Any) -> None:
         if self._get is None:
-            raise CaptureError("CUDA driver: it is older than CUDA 12.3 and cannot list edges; update it")
+            raise CaptureError("CUDA driver: versions before CUDA 12.3 cannot list edges; update the driver")
         check((driver.CUresult(self._get(int(graph), *arguments)),))
 
 

@@ -59,7 +59,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class NodeDiff:
-    """A node that differs, with its place in each graph; None for a graph without this node."""
+    """A node that differs, with its place in each graph. The place is None in a graph without this node."""
 
     before: Place | None
     after: Place | None

@@ -55,7 +55,7 @@ class Finding:
     region   name of the memory; "" if unknown
     text     the error, its reason, and how to fix it
     kind     see FindingKind
-    certain  False if the word may be a number; `audit_twice` decides
+    certain  False if the word may be a number instead of an address; `audit_twice` decides
     """
 
     place: Place
@@ -98,9 +98,9 @@ class Allowed:
         for name in ("reason", "region", "node"):
             check_instance(name, getattr(self, name), str, advice="pass a str")
         if not self.reason.strip():
-            raise ConfigError("reason: empty; write why the exception is correct")
+            raise ConfigError("reason: empty; state why the exception is correct")
         if self.region == self.node == "*" and self.kind is None:
-            raise ConfigError("allowed: the exception would allow every finding; give a region, a node or a kind")
+            raise ConfigError("allowed: the exception would allow every finding; pass a region, a node or a kind")
 
     def matches(self, finding: Finding) -> bool:
         """Return whether the exception applies to a finding."""
@@ -140,7 +140,7 @@ class Audit:
         return not self.findings
 
     def raise_if_any(self) -> None:
-        """Raise CaptureError, with the number of findings and the first certain one, if there are findings."""
+        """Raise CaptureError if there are findings. The message has their number and the first certain finding."""
         if self.findings:
             first = min(self.findings, key=lambda finding: not finding.certain)
             raise CaptureError(f"audit: expected no findings, got {len(self.findings)}; first finding: {first}")
@@ -172,8 +172,8 @@ def without_allowed(
 
 
 def _grouped(findings: Sequence[Finding]) -> list[str]:
-    """Return one line per kind and buffer, with its first finding, because many nodes use one buffer. Blocks of an
-    allocator have equal names, so they are grouped by address."""
+    """Return one line per kind and buffer, with the first finding of the line, because many nodes use one buffer.
+    Blocks of an allocator have equal names, so they are grouped by address."""
     groups: dict[object, list[Finding]] = {}
     for finding in findings:
         unnamed = finding.owner in (None, Owner.ALLOCATOR, Owner.POOL)

@@ -17,12 +17,12 @@ from graphrt.capture.inspect.view import GraphView, NodeKind, Operand
 
 
 class Lookup:
-    """A graph, and the region of each word in its arguments that may be an address.
+    """The words in a graph's kernel arguments that may be addresses, with the memory region of each word.
 
     view     the graph
     memory   the map
     driver   looks up all other memory
-    words    words of its kernels' arguments, except those in PyTorch's kernels known not to be addresses
+    words    words of its kernels' arguments, except words of PyTorch's kernels that are known not to be addresses
     regions  regions of the map, of the graph's allocations and of the driver
     holder   [n] int64: index in `regions` of each word; -1 if unknown
 

@@ -58,7 +58,7 @@ class Region:
 
 
 class MemoryMap:
-    """Regions by address. If several regions contain a byte, a lookup returns the first one in the list.
+    """Regions by address. If several regions contain a byte, a lookup returns the first of these regions in the list.
 
     regions   empty regions are dropped; the order matters only for overlaps
     """

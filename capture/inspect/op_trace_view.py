@@ -22,8 +22,9 @@ _IDENTITY = re.compile(r" at 0x[0-9a-fA-F]+")
 def view_of_op_trace(op_trace: OpTrace) -> GraphView:
     """Return the view of an op trace: one OP node per op, and one ALLOC node per uninitialized allocation.
 
-    Edges are data dependencies. They lead from the last op that wrote a byte to all ops that read or overwrite the
-    byte, and from its readers to the next op that writes it. A tensor covers all bytes from its first to its last.
+    Edges are data dependencies. An edge leads from the last op that wrote a byte to each op that reads or overwrites
+    the byte. Edges also lead from the readers of a byte to the next op that writes it. A tensor counts as all bytes
+    from its first byte to its last.
 
     The view keeps no memory alive; the trace may be closed afterwards.
 

@@ -46,7 +46,7 @@ def write_page(
     """Write a graph as one self-contained HTML file. An existing file is replaced.
 
     memory     map of the graph's memory, for the region names of pointers
-    findings   shown at their nodes and in a list
+    findings   findings to show at their nodes and in a list
 
     Does not use the device.
 
@@ -58,7 +58,7 @@ def write_page(
     check_instance("path", path, (str, Path), advice="pass a file name")
     check_instance("title", title, str, advice="pass a string")
     if memory is not None:
-        check_instance("memory", memory, MemoryMap, advice="pass what memory_of() returns")
+        check_instance("memory", memory, MemoryMap, advice="pass the map that memory_of() returns")
     places = {place for place, _ in view.walk()}
     if unknown := [finding.place for finding in findings if finding.place and finding.place not in places]:
         raise ConfigError(

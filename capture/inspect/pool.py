@@ -41,7 +41,7 @@ def memory_of(
     cache     keys and values
     library   memory of libraries, such as workspaces
     pool      pool of the graph: a torch.cuda.CUDAGraph, a torch.cuda.MemPool, the id of a pool, an op trace or a loop
-    snapshot  rows of `torch.cuda.memory_snapshot()`; None: the current ones, if CUDA is in use
+    snapshot  rows of `torch.cuda.memory_snapshot()`; None: the current rows, if CUDA is in use
 
     A static buffer covers the bytes from its first element to its last, so a graph that is passed a view must not
     access the rest of the storage. Weights and caches cover their whole storages, because models fuse, tie and slice
@@ -139,10 +139,10 @@ def _named(argument: str, values: Named) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(values, torch.nn.Module):
         values = (*values.named_parameters(), *values.named_buffers())
     if not isinstance(values, Iterable):
-        raise ConfigError(f"{argument}: expected tensors by name, got {shown(values)}; pass a dict or a module")
+        raise ConfigError(f"{argument}: expected named tensors, got {shown(values)}; pass a dict or a module")
     for pair in values.items() if isinstance(values, Mapping) else values:
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
-            raise ConfigError(f"{argument}: expected tensors by name, got {shown(pair)}; pass a dict or a module")
+            raise ConfigError(f"{argument}: expected named tensors, got {shown(pair)}; pass a dict or a module")
         name, value = pair
         listed = isinstance(value, (list, tuple))
         for label, tensor in ((f"{name}.{at}", one) for at, one in enumerate(value)) if listed else [(name, value)]:

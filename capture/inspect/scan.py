@@ -1,7 +1,7 @@
 """Find words in a graph's kernel arguments that may be addresses, at every byte offset of all arguments at once.
 
-Structs passed by value have pointers at any offset, even at unaligned ones. The scan therefore reads each argument as
-eight overlapping sequences of little-endian words. If the pointers of an argument are known, it uses only those.
+Structs passed by value have pointers at any offset, even at unaligned offsets. The scan therefore reads each argument
+as eight overlapping sequences of little-endian words. If the pointers of an argument are known, it uses only those.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class Symbols:
     def __init__(self, view: GraphView, memory: MemoryMap | None) -> None:
         check_instance("view", view, GraphView, advice="pass inspect_graph(graph)")
         if memory is not None:
-            check_instance("memory", memory, MemoryMap, advice="pass what memory_of() returns")
+            check_instance("memory", memory, MemoryMap, advice="pass the map that memory_of() returns")
         self._made = MemoryMap(_made(view))
         self._memory = memory or MemoryMap(())
 

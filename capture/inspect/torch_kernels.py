@@ -51,7 +51,8 @@ IsAddress = Callable[[int, int], bool]
 
 
 def no_addresses(node: Node, is_address: IsAddress) -> Iterator[tuple[int, int, int]]:
-    """Yield ranges of a kernel's arguments without addresses: index of the argument, first byte, and end.
+    """Yield the byte ranges of a kernel's arguments that contain no addresses: index of the argument, first byte, and
+    end.
 
     is_address  returns whether the argument at an index has an address of known memory at an offset
     """

@@ -1,7 +1,7 @@
 """Argument names of Triton kernels, and which arguments are pointers.
 
 A graph contains a kernel's name and bytes. Triton keeps the signature of each compiled kernel with its function, and
-functions are looked up by name in all modules. Kernels that are not module attributes, such as those of torch.compile
+functions are looked up by name in all modules. Kernels that are not module attributes, such as kernels of torch.compile
 and of closures, have no argument names.
 """
 
@@ -22,7 +22,8 @@ _SCRATCH = ("global_scratch", "profile_scratch")
 """Pointers that Triton's launcher appends to the arguments."""
 
 _WRAPPERS = 8
-"""Maximum number of nested autotuners and heuristics around a kernel. The attribute `fn` of each is the next one."""
+"""Maximum number of nested autotuners and heuristics around a kernel. The attribute `fn` of each holds the next
+object."""
 
 
 class TritonKernels:

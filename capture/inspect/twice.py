@@ -1,4 +1,4 @@
-"""Compare two captures of the same step to find addresses, and what the step keeps or freezes.
+"""Compare two captures of the same step to find addresses, state that the step keeps, and values that it freezes.
 
 The comparison covers arguments of kernels that have a signature, 4-byte arguments, copy lengths, and number arguments
 of ops in an op trace. It does not cover numbers within structs, such as the factor of `torch.mul(x, 2.0)` on CUDA,
@@ -72,13 +72,13 @@ def _first_difference(first: Lookup, second: Lookup) -> Finding | None:
     place, node = longer[min(len(ours), len(theirs))]
     return _changed(
         place if longer is ours else (), node, "", 0,
-        f"the captures differ, {len(theirs)} nodes in the first and {len(ours)} in the second; {node.name!r} is in one "
-        "only, so the step computes something once and skips it later",
+        f"the captures differ, {len(theirs)} nodes in the first and {len(ours)} in the second; {node.name!r} is in "
+        f"one capture only, so the step computes something once and skips it later",
     )  # fmt: skip
 
 
 def _hidden_or_same(first: Lookup, finding: Finding) -> Finding:
-    """Return the finding; as hidden state if the address is in the first capture's pool."""
+    """Return the finding, with the kind HIDDEN_STATE if the address is in the first capture's pool."""
     if not _in_pool(first.memory.find(finding.address)):
         return finding
     text = (

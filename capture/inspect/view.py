@@ -81,7 +81,7 @@ class Operand:
 class Node:
     """One node.
 
-    name        demangled name of the kernel, or name of the op; else the kind of work
+    name        demangled name of the kernel, or name of the op; for other nodes, the kind of work
     symbol      mangled name of the kernel
     grid        number of blocks in x, y, z; None if no kernel is launched
     block       number of threads in x, y, z; None if no kernel is launched
@@ -91,7 +91,7 @@ class Node:
     scalars     name and value: the non-tensor arguments of an op, value and extents of a memset, extents of a multi-row
                 copy, or number of an event in this graph
     bodies      graphs of a child graph node or of a conditional node
-    remark      parts that could not be read, and why; "" if there are none
+    remark      parts that could not be read, and the reasons; "" if everything was read
     """
 
     kind: NodeKind
@@ -176,7 +176,7 @@ def _graph_to_json(view: GraphView) -> dict[str, Any]:
 
 
 def _node_to_json(node: Node) -> dict[str, Any]:
-    """Return a node without its empty fields, because most nodes use few."""
+    """Return a node without its empty fields, because most nodes use few fields."""
     values: dict[str, Any] = {"kind": node.kind.value, "name": node.name}
     lists: dict[str, Any] = {
         "arguments": [[a.offset, a.data.hex(), a.name, a.pointers] for a in node.arguments],
@@ -195,7 +195,7 @@ def _graph_from_json(values: Mapping[str, Any]) -> GraphView:
     nodes = tuple(map(_node_from_json, values["nodes"]))
     edges = tuple(Edge(source, target, bool(early)) for source, target, early in values["edges"])
     if any(not (0 <= edge.source < edge.target < len(nodes)) for edge in edges):
-        raise ConfigError("edges: an edge does not lead from a node to a later one; write the file again")
+        raise ConfigError("edges: an edge does not lead to a later node; write the file again")
     return GraphView(nodes, edges, values["origin"])
 
 

@@ -111,7 +111,7 @@ def check_query_starts(
         want, got = ("None", "a tensor") if query_len else ("a tensor", "None")
         raise ShapeError(
             f"query_start_loc: expected {want} for a plan with query_len={query_len}, got {got}; "
-            "AttentionPlan.varlen makes a plan without query_len"
+            "make a plan without query_len by AttentionPlan.varlen"
         )
     if query_start_loc is not None:
         check_tensor("query_start_loc", query_start_loc, shape=(num_reqs + 1,), dtype=torch.int32, device=device)

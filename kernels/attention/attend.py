@@ -15,8 +15,8 @@ stream-K. A partition boundary within a query tile splits its KV. Each program d
    query tile has many splits, splits are merged within merge groups first, then the results of the groups.
 5. It writes zeros to its share of the query tiles that see no KV.
 
-Merges add in split order, so the result does not depend on the order of arrival. No program waits for
-another one, so the grid may exceed what the device runs concurrently.
+Merges add in split order, so the result does not depend on the order of arrival. No program waits for another program,
+so the grid may exceed the number of programs that the device runs concurrently.
 
 Split-KV attention: Flash-Decoding (Dao et al. 2023). Equal partitions across requests: stream-K (Osama et al. 2023) and
 LeanAttention (Sanovar et al. 2024).
@@ -141,7 +141,7 @@ def _write_zeros(
 ):
     """Write zeros to query tiles that see no KV: padding requests, padding tokens, tokens before position 0.
 
-    begin, end   this program's share of them
+    begin, end   this program's share of these query tiles
     """
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_V)

@@ -1,7 +1,7 @@
 """Format a schedule as text: the plan, the work range of each query tile, and the KV splits of each partition.
 
-`scripts/print_schedule.py` prints it for any sequence lengths, without a GPU. The numbers are read from a work list
-that `schedule_attention` wrote, so they are the numbers that the kernels use.
+`scripts/print_schedule.py` prints this text for any sequence lengths, without a GPU. The numbers are read from a work
+list that `schedule_attention` wrote, so they are the numbers that the kernels use.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class ListedSplit:
 
     req                       index of the request in the batch
     first_query               first query of its query tile, within the request
-    tile_begin, tile_end      its KV tiles, excluding tile_end
-    split_index, num_splits   its index within the query tile, and the number of KV splits of the query tile
+    tile_begin, tile_end      KV tiles of the split, excluding tile_end
+    split_index, num_splits   index of the split within the query tile, and the number of KV splits of the query tile
     """
 
     req: int

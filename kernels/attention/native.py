@@ -44,9 +44,9 @@ class _Params(ctypes.Structure):
 
 
 def native_unsupported_reason(call: AttentionCall) -> str | None:
-    """Return why the kernel cannot run a call although the plan was made for it; None if it can.
+    """Return why the kernel cannot run a call whose plan was made for it; None if it can.
 
-    A plan does not include dtypes, page sizes and addresses, so a call may differ from those assumed by the plan. The
+    A plan assumes dtypes, page sizes and addresses, but does not fix them, so a call may differ from the plan. The
     Triton kernel then runs with the same plan and work list. Its results are correct, but it is slower than with its
     own plan.
     """
@@ -134,7 +134,7 @@ def native_attention(call: AttentionCall) -> None:
         if words.data_ptr() % _PAIR:
             raise ShapeError(
                 f"workspace.{name}: expected an address that is a multiple of {_PAIR}, got {words.data_ptr():#x}; "
-                "make it with AttentionWorkspace.allocate"
+                "create the workspace with AttentionWorkspace.allocate"
             )
     logit_factor, logit_cap = logit_constants(options.softmax_scale, options.logits_softcap)
     pointers = [call.q, call.k, call.v, call.table, call.work_list, call.out, call.lse]

@@ -59,8 +59,8 @@ def _constexprs(plan: AttentionPlan, options: AttentionOptions, kv_dtype: torch.
 def _stride_unit(kv_strides: Sequence[int], others: Sequence[int]) -> int:
     """Return the unit in which strides are passed to the kernel: 1, 2, 4 or 8 elements.
 
-    Triton specializes on strides that are multiples of 16. If K and V have others, as for heads of 72, the unit
-    must tell the compiler their alignment; otherwise it loads element by element.
+    Triton specializes on strides that are multiples of 16. For other strides of K and V, such as those of heads of 72,
+    the unit tells the compiler their alignment. Without it, the compiler would load element by element.
     """
     common = math.gcd(*kv_strides)
     strides = (common, *others)
@@ -162,8 +162,8 @@ def paged_attention(
     query_start_loc    [num_reqs + 1]  for plans without query_len        int32
     lse                [num_tokens, num_q_heads]  natural log of the softmax's denominator, sinks included   float32,
                        written. For a token that sees no key it is the sink, or -inf without sinks
-    pdl                programmatic dependent launch; the kernel starts before the previous one has finished, and waits
-                       on the device
+    pdl                programmatic dependent launch; the kernel starts before the previous kernel has finished, and
+    waits on the device
 
     Padding tokens (from query_start_loc[-1] on) get zeros and a log-sum-exp of -inf.
 

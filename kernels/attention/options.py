@@ -16,7 +16,8 @@ MAX_WINDOW = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """Options of an attention call. A captured graph bakes in the numbers and reads the tensors at every replay.
+    """Options of an attention call. A captured graph contains the numbers as constants, and reads the tensors at every
+    replay.
 
     softmax_scale    factor of q . k
     causal           token i of a request sees positions 0 to seq_len - query_len + i; otherwise all positions
@@ -69,10 +70,12 @@ def check_options(
     """Raise ShapeError unless the options are valid for these heads and this cache."""
     scale, softcap = options.softmax_scale, options.logits_softcap
     if not (is_finite(scale) and scale > 0):
-        raise ShapeError(f"softmax_scale: expected a finite number > 0, got {scale!r}; head_dim ** -0.5 is usual")
+        raise ShapeError(
+            f"softmax_scale: expected a finite number > 0, got {scale!r}; use head_dim ** -0.5, the usual value"
+        )
     check_span(options.sliding_window, options.attention_chunk_size, options.causal)
     if not (is_finite(softcap) and softcap >= 0):
-        raise ShapeError(f"logits_softcap: expected a finite number >= 0, got {softcap!r}; 0.0 switches it off")
+        raise ShapeError(f"logits_softcap: expected a finite number >= 0, got {softcap!r}; pass 0.0 for no softcap")
     if options.alibi_sqrt and options.alibi_slopes is None:
         raise ShapeError("alibi_sqrt: expected alibi_slopes, got None; pass the slopes")
     for name in ("alibi_slopes", "sinks"):
@@ -86,7 +89,7 @@ def check_options(
             continue
         if kv_dtype not in FP8_DTYPES:
             raise ShapeError(
-                f"{name}: expected None with a {kv_dtype} cache, got a tensor; scales belong to fp8 caches"
+                f"{name}: expected None with a {kv_dtype} cache, got a tensor; pass scales only with fp8 caches"
             )
         check_tensor(name, tensor, shape=(None,), dtype=torch.float32, device=device)
         _check_dense(name, tensor)
@@ -98,7 +101,7 @@ def check_options(
 
 
 def check_span(sliding_window: int, attention_chunk_size: int, causal: bool) -> None:
-    """Raise ShapeError unless the sliding window and chunk size are valid; 0 disables either."""
+    """Raise ShapeError unless the sliding window and chunk size are valid. 0 means no window or no chunks."""
     spans = {"sliding_window": sliding_window, "attention_chunk_size": attention_chunk_size}
     for name, size in spans.items():
         check_int(name, size, 0, MAX_WINDOW, advice="0 switches it off", error=ShapeError)

@@ -1,4 +1,4 @@
-"""The values of an attention call that are fixed at capture, as a plan of four parts and sizes derived from it.
+"""The plan of an attention call: the values that are fixed at capture, in four parts, and sizes derived from them.
 
 `plan_shape.py` defines the padded and head sizes, `plan_schedule.py` the partitions, `plan_tile.py` the sizes of query
 tiles and KV tiles, and `plan_native.py` the blocks of the CUDA kernel. `workspace.py` allocates scratch memory.
@@ -41,7 +41,7 @@ _MIN_MERGE_GROUP_SIZE = 8
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """The values of an attention call that are fixed at capture. Make a plan with `decode` or `varlen`.
+    """The values of an attention call that are fixed at capture. Create a plan with `decode` or `varlen`.
 
     Derived values are cached properties, because every layer of a step reads them.
 
@@ -80,7 +80,8 @@ class AttentionPlan:
         num_sms          streaming multiprocessors of the device
         batch_invariant  split each request only by its own length, so that its result does not depend on other requests
         native           plan for the CUDA kernel if it supports the shape; requires a device for which `runs_native` is
-                         true. The Triton kernel is also correct with such a plan, but slower than with its own
+                         true. The Triton kernel also gives correct results with such a plan, but is slower than with
+                         its own plan
 
         Raises: ShapeError: if query_len is not from 1 to 16, num_reqs or num_sms is less than 1, num_q_heads is not a
         multiple of num_kv_heads, or a dtype is not supported. UnsupportedError: if head_dim or v_head_dim is not
@@ -132,7 +133,8 @@ class AttentionPlan:
 
     @cached_property
     def ints(self) -> list[int]:
-        """All fields of the plan as one list, for operator arguments; without those of `native` if `native` is None."""
+        """All fields of the plan as one list, for operator arguments. The fields of `native` are omitted if `native` is
+        None."""
         parts = (self.shape, self.schedule, self.tile, self.native)
         return [value for part in parts if part is not None for value in astuple(part)]
 
@@ -157,7 +159,8 @@ class AttentionPlan:
 
     @cached_property
     def partition_per_warp(self) -> bool:
-        """Whether each warp of the CUDA kernel has its own partition; otherwise the warps of a cluster share one."""
+        """Whether each warp of the CUDA kernel has its own partition; otherwise the warps of a cluster share a
+        partition."""
         return self.native is not None and partition_per_warp(self.schedule, self.native)
 
     @cached_property
@@ -219,9 +222,9 @@ class AttentionPlan:
     def max_partials(self) -> int:
         """Partial results in global memory per KV head; 0 if query tiles are never split.
 
-        A partition has two: one for a query tile that began in an earlier partition, and one for a query tile that
-        continues in the next one. With one partition per warp, only the Triton kernel uses them; blocks of the CUDA
-        kernel send their partial results through the fix-up buffer instead.
+        A partition has two partial results: one for a query tile that began in an earlier partition, and one for a
+        query tile that continues in the next partition. With one partition per warp, only the Triton kernel uses them;
+        blocks of the CUDA kernel send their partial results through the fix-up buffer instead.
         """
         fixed = self.schedule.fixed_splits
         if fixed:
@@ -240,7 +243,7 @@ class AttentionPlan:
 
     @cached_property
     def partial_lses(self) -> int:
-        """Log-sum-exps of partial results. The CUDA kernel stores those of merge groups separately."""
+        """Log-sum-exps of partial results. The CUDA kernel stores the log-sum-exps of merge groups separately."""
         return self.partial_queries * (2 if self.native is not None and not self.partition_per_warp else 1)
 
     @cached_property

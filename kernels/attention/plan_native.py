@@ -22,7 +22,7 @@ STATIC_SHARED_BYTES = 256
 compiler's report."""
 
 _MAX_QUERIES = 16
-"""Largest query tile, in queries, twice the N = 8 of an mma. Larger ones use the Triton kernel. Not measured."""
+"""Largest query tile, in queries, twice the N = 8 of an mma. Larger query tiles use the Triton kernel. Not measured."""
 
 _MAX_SUMS = 960
 """Limit of octets of queries x (2 v_head_dim + head_dim). A warp keeps the sums in 8 times v_head_dim registers per
@@ -78,7 +78,7 @@ class NativePlan:
 
     warps          warps per block
     stages         KV tiles per warp in shared memory, including the one in use
-    cluster        blocks that share a partition; 1: no clusters
+    cluster        number of blocks that share a partition; 1: no clusters
     blocks_per_sm  blocks that share a multiprocessor
     """
 
@@ -139,7 +139,7 @@ def plan_for_native(
 
 
 def partition_per_warp(schedule: SchedulePlan, native: NativePlan) -> bool:
-    """Return whether each warp has its own partition. Otherwise all warps of a cluster share one."""
+    """Return whether each warp has its own partition. Otherwise all warps of a cluster share a partition."""
     return native.cluster == 1 and not schedule.fixed_splits
 
 

@@ -18,8 +18,8 @@ _WARPS_PER_SM = 8
 Not measured separately."""
 
 _VARLEN_WAVES = 2
-"""Partitions per concurrently running program in mixed batches. A single wave would leave multiprocessors idle at the
-end. Measured: docs/dev/log.md "Varlen in two waves"."""
+"""Partitions per concurrently running program in mixed batches. With a single wave, multiprocessors would be idle at
+the end. Measured: docs/dev/log.md "Varlen in two waves"."""
 
 _ROUND_PARTITIONS = 16
 """The number of partitions is rounded down to a multiple of this, so that batches of round sizes have fewer splits.
@@ -63,7 +63,7 @@ def varlen_partitions(num_warps: int, num_kv_heads: int, num_sms: int) -> int:
 
 
 def round_partitions(partitions: int) -> int:
-    """Round `partitions` down to a multiple of 16, unless that drops too many."""
+    """Round `partitions` down to a multiple of 16, unless rounding drops too many."""
     partitions = max(1, partitions)
     rounded = partitions // _ROUND_PARTITIONS * _ROUND_PARTITIONS
     return rounded if partitions - rounded <= _MOST_ROUNDED_OFF * partitions else partitions

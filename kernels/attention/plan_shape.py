@@ -58,7 +58,8 @@ class PlanShape:
         """
         if num_reqs < 1 or num_tokens < 1:
             raise ShapeError(
-                f"plan: expected at least 1 request and 1 token, got {num_reqs} and {num_tokens}; pad the batch"
+                f"plan: expected at least 1 request and 1 token, got {num_reqs} and {num_tokens}; pad the batch to "
+                f"at least one request"
             )
         if num_kv_heads < 1 or num_q_heads < 1 or num_q_heads % num_kv_heads:
             raise ShapeError(
@@ -92,7 +93,8 @@ class PlanShape:
 
 
 def check_dtypes(dtype: torch.dtype, kv_dtype: torch.dtype | None) -> torch.dtype:
-    """Return the cache dtype, by default that of the queries. Raises: ShapeError: if either is not supported."""
+    """Return the cache dtype, by default the dtype of the queries. Raises: ShapeError: if either dtype is not
+    supported."""
     if dtype not in ATTENTION_DTYPES:
         raise ShapeError(f"dtype: expected one of {ATTENTION_DTYPES}, got {dtype}; convert q with .to()")
     if kv_dtype not in (None, dtype, *FP8_DTYPES):

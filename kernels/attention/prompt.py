@@ -118,7 +118,7 @@ def prompt_attention(
     k, v          [num_pages, page_size, num_kv_heads, head_dim]  with block_table: the requests' pages, which already
                   contain the K and V of the new tokens
                   [kv_tokens, num_kv_heads, head_dim]  without block_table: K and V of the requests, packed
-                  dtype of q, or fp8; any strides, last one 1
+                  dtype of q, or fp8; any strides, the last 1
     schedule      written by `schedule_prompt` in this step from the same plan. With block_table it is written from
                   `seq_lens`, otherwise from `kv_start_loc` (`seq_lens_are_starts`). Calls that share a schedule must
                   run one after another
@@ -133,8 +133,8 @@ def prompt_attention(
     The kernel writes tokens from query_start_loc[0] on, and zeros to padding tokens (from query_start_loc[-1] on). It
     does not write tokens before query_start_loc[0]; a decode kernel may write them first.
 
-    Keys and values that no token of the request sees may be NaN. Guarantees about pages and lengths are those of
-    `paged_attention`. Packed keys need a kv_start_loc that does not decrease and ends at kv_tokens or less.
+    Keys and values that no token of the request sees may be NaN. The caller must guarantee valid pages and lengths, as
+    for `paged_attention`. Packed keys need a kv_start_loc that does not decrease and ends at kv_tokens or less.
 
     Capture-safe: one launch, no sync, no allocation; the grid depends only on the plan.
 

@@ -13,7 +13,7 @@ from graphrt.kernels.op_declaration import Written
 
 @dataclass(frozen=True, slots=True)
 class PromptCall:
-    """Arguments of one `prompt_attention` call; see there for the tensors.
+    """Arguments of one `prompt_attention` call; see `prompt_attention` for the tensors.
 
     block_table   None: K and V are packed
     schedule      its header has counters that the CUDA kernel uses and resets

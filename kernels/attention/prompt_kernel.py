@@ -3,7 +3,8 @@
 A query is one new token in one query head. The queries of a request that share a KV head are numbered
 `token * num_queries_per_kv + head`, and BLOCK_M of them form a query tile. Each program does the following:
 
-1. It reads its query tile from the schedule. It exits if there is none, because the grid covers the padded sizes.
+1. It reads its query tile from the schedule. It exits if it has no query tile, because the grid covers the padded
+   sizes.
 2. It loads the queries.
 3. It runs the online softmax over the KV tiles that the query tile sees, in three loops: KV tiles that start before the
    window of some query, KV tiles that every query sees completely and that need no mask, and KV tiles that end after

@@ -48,7 +48,7 @@ def runs_prompt_kernel(device: torch.device) -> bool:
 
 
 def prompt_unsupported_reason(call: PromptCall) -> str | None:
-    """Return why the CUDA kernel cannot run a call although the plan was made for it; None if it can."""
+    """Return why the CUDA kernel cannot run a call whose plan was made for it; None if it can."""
     if call.q.element_size() != 2 or call.k.dtype != call.q.dtype:
         return f"q is {call.q.dtype} and k is {call.k.dtype}"
     if call.block_table is not None and call.k.shape[1] % 16:
@@ -136,7 +136,7 @@ def encode_map(tensor: torch.Tensor, box_rows: int) -> bytes:
     if int(result) != 0:
         raise GraphRTError(
             f"k or v: TMA cannot load a tensor of shape {list(tensor.shape)} and strides {list(tensor.stride())} "
-            f"({result!r}); report this"
+            f"({result!r}); report this as a bug"
         )
     return ctypes.string_at(encoded.getPtr(), 128)
 

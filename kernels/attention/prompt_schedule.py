@@ -11,7 +11,7 @@ of query tiles, and two counters that are 0 between launches of the CUDA kernel.
                     token * num_queries_per_kv + head
     2 first_token   first new token of the request
     3 query_len     new tokens of the request
-    4 seq_len       keys of the request, including those of the new tokens
+    4 seq_len       keys of the request, including the keys of the new tokens
     5 kv_start      first key of the request in packed K and V; else 0
 """
 
@@ -214,7 +214,7 @@ def schedule_prompt(
 ) -> None:
     """Write the prefill schedule that `prompt_attention` reads in the same step, with the same plan.
 
-    seq_lens          [num_reqs]  keys of each request, including those of the new tokens           int32
+    seq_lens          [num_reqs]  keys of each request, including the keys of the new tokens        int32
                       [num_reqs + 1]  with seq_lens_are_starts: first key of each packed request    int32
     query_start_loc   [num_reqs + 1]  first new token of each request                               int32
     schedule          [plan.schedule_words] or longer                                               int32, written

@@ -1,6 +1,6 @@
 """The schedule kernel, which writes the work list of a step. work_list.py describes the list.
 
-Every program of the grid does the same four steps and writes its own share of the list:
+Every program of the grid runs the same four steps and writes its own share of the list:
 
 1. Cost: load all query tiles and sum their costs. The sum is the total work, which determines the partition size.
 2. Placement: a running sum gives the end of each query tile in the linearized work. The number of query tiles that end

@@ -7,9 +7,9 @@ docs/attention.md shows an example. The rules are as follows; sizes are in KV ti
   `q_tile_overhead` less, so that with equal overheads it costs only its KV tiles.
 - The query tiles are consecutive in the linearized work, each with its overhead first.
 - Query tiles that see no KV have no work. Their outputs are zeros, and the partitions share them equally.
-- The linearized work is divided into `num_partitions` equal work partitions, of which the last may be smaller. If they
-  would be smaller than `min_partition_tiles`, fewer are used. A partition boundary between the KV tiles of a query tile
-  splits it into KV splits.
+- The linearized work is divided into `num_partitions` equal work partitions, of which the last may be smaller. If
+  partitions would be smaller than `min_partition_tiles`, fewer partitions are used. A partition boundary between the KV
+  tiles of a query tile splits it into KV splits.
 - With fixed splits, a query tile is split only by its own length, and partitions have whole splits. The result of a
   request then does not depend on other requests.
 
@@ -27,14 +27,14 @@ The work list is int32, with three consecutive areas:
                4       seq_len
                5       first token of the request in q
                6       query_len
-               7       splits of the query tile | index of this one << 16
+               7       splits of the query tile | index of this split << 16
     zeros      [num_q_tiles, 3]
                0       first token of the request in q
                1       first query of the query tile within its request
                2       queries of the query tile, negative for padding tokens
 
 Unless splits are fixed, the splits area has only the first split of each query tile. Every other split is the first
-one of a partition, and is read from the partition's copy.
+split of a partition, and is read from the partition's copy.
 """
 
 from __future__ import annotations
@@ -167,8 +167,8 @@ def schedule_attention(
     seq_lens_are_starts  for `contiguous_attention`, with plans made by `AttentionPlan.varlen`
 
     The caller must guarantee valid seq_lens and query_start_loc, as described in `paged_attention` and
-    `contiguous_attention`; the runtime's refresh does. Otherwise the behavior of this and of attention calls that use
-    the list is undefined.
+    `contiguous_attention`; the runtime's refresh does. Otherwise the behavior of this call, and of attention calls that
+    use the list, is undefined.
 
     Capture-safe: one launch, no sync, no allocation; the grid depends only on the plan.
 

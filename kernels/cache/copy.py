@@ -86,9 +86,9 @@ class PagePacker:
     num_pages   pages per tensor
     page_bytes  bytes per page, summed over all tensors
 
-    A packed page has the page of each tensor in turn, in memory order. If pages are dense in every tensor, packing
-    takes one launch; otherwise, one or two per tensor. Work runs on the current stream of the tensors' device,
-    regardless of the current device.
+    A packed page contains the page of each tensor in turn, in memory order. If pages are dense in every tensor, packing
+    takes one launch; otherwise, it takes one or two launches per tensor. Work runs on the current stream of the
+    tensors' device, regardless of the current device.
 
     Raises: ShapeError: if `tensors` is empty, or a tensor has the wrong rank or device, is empty, or overlaps itself.
     """
@@ -141,7 +141,7 @@ class PagePacker:
     def copy(self, src_pages: Pages, dst_pages: Pages) -> None:
         """Copy page src_pages[i] to page dst_pages[i].
 
-        src_pages   may repeat; all are read before any page is written
+        src_pages   may repeat; all pages are read before any page is written
         dst_pages   distinct
 
         Not capture-safe, because page ids are host values. Runs on the current stream without waiting.
@@ -151,7 +151,9 @@ class PagePacker:
         src = check_ints("src_pages", src_pages, 0, self.num_pages - 1, advice=advice)
         dst = check_ints("dst_pages", dst_pages, 0, self.num_pages - 1, advice=advice)
         if len(src) != len(dst):
-            raise ShapeError(f"dst_pages: expected {len(src)} pages, one per source page, got {len(dst)}; pair them up")
+            raise ShapeError(
+                f"dst_pages: expected {len(src)} pages, one per source page, got {len(dst)}; pass one target per source"
+            )
         check_distinct("dst_pages", dst)
         if len(dst):
             block = torch.empty(len(src) * self.page_bytes, dtype=torch.uint8, device=self.device)

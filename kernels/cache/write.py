@@ -365,8 +365,8 @@ def check_kv_scale(
     check_tensor(name, scale, shape=(None,), dtype=torch.float32, device=device)
     if scale.shape[0] not in (1, num_kv_heads):
         raise ShapeError(
-            f"{name}: expected shape [1] or [{num_kv_heads}], got {list(scale.shape)}; pass one scale, or one per KV "
-            "head, not per query head"
+            f"{name}: expected shape [1] or [{num_kv_heads}], got {list(scale.shape)}; pass one scale, or one scale "
+            f"per KV head"
         )
     check_unit_stride(name, scale)
 

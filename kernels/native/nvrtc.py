@@ -26,7 +26,7 @@ _MIN_CAPABILITY = (9, 0)  # clusters, programmatic dependent launch
 _OPTIONS = ("--std=c++17", "--ptxas-options=-v")
 
 MIN_SHARED_BYTES = 227 << 10
-"""Shared memory per block that plans require, in bytes. sm_90 and sm_100 have this much, sm_120 does not."""
+"""Bytes of shared memory per block that plans require. sm_90 and sm_100 have this much, sm_120 does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def compile_variant(variant: NativeVariant, arch: str = "sm_90") -> tuple[bytes,
         _check(nvrtc.nvrtcGetProgramLog(program, log))
         text_of_log = log.decode(errors="replace").rstrip("\0")
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            raise GraphRTError(f"{variant.source}: does not compile for {arch}: {text_of_log}; report this")
+            raise GraphRTError(f"{variant.source}: does not compile for {arch}: {text_of_log}; report this as a bug")
         cubin = bytearray(_check(nvrtc.nvrtcGetCUBINSize(program)))
         _check(nvrtc.nvrtcGetCUBIN(program, cubin))
     finally:
@@ -225,7 +225,7 @@ def _compiler_version() -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _relaxed_capture() -> Iterator[None]:
-    """Allow module loads during a capture. They use no stream but require relaxed capture mode in this thread."""
+    """Allow module loads during a capture. They use no stream, but require relaxed capture mode in this thread."""
     relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     outer = _check(driver.cuThreadExchangeStreamCaptureMode(relaxed))
     try:
@@ -238,7 +238,7 @@ def _check(result: tuple[Any, ...]) -> Any:
     if int(result[0]) != 0:
         raise GraphRTError(
             f"CUDA: a call returned {result[0].name}; the traceback shows the call, but an earlier kernel may have "
-            "caused the error"
+            f"caused the error; rerun with CUDA_LAUNCH_BLOCKING=1 to find it"
         )
     if len(result) <= 2:
         return result[1] if len(result) == 2 else None

@@ -92,10 +92,11 @@ def copy_live(
     fill: float = 0.0,
     first: torch.Tensor | None = None,
 ) -> None:
-    """Copy the real tokens of `result` to `out`, and write `fill` to the others.
+    """Copy the real tokens of `result` to `out`, and write `fill` to the other tokens.
 
     result  [tokens, outer, inner]  float16, bfloat16 or float32  device; any strides
-    live    [tokens]                bool                          device; True for real tokens; others are not read
+    live    [tokens]                bool                          device; True for real tokens; other tokens are not
+    read
     out     [tokens, outer, inner]  result's dtype                device; written; last stride 1
     first   [1]                     int32                         device; tokens before it are not written; None: 0
 

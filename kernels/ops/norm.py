@@ -139,7 +139,9 @@ def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
     check_unit_stride("x", x)
     check_unit_stride("weight", weight)
     if not 1 <= x.shape[1] <= MAX_HIDDEN_SIZE:
-        raise UnsupportedError(f"x: expected a hidden size from 1 to {MAX_HIDDEN_SIZE}, got {x.shape[1]}; use torch")
+        raise UnsupportedError(
+            f"x: expected a hidden size from 1 to {MAX_HIDDEN_SIZE}, got {x.shape[1]}; use torch.nn.functional.rms_norm"
+        )
 
 
 def compile_variants() -> list[CompileSpec]:

@@ -86,8 +86,8 @@ class Truncation:
 class LogitBias:
     """Values added to the logits of some tokens, in persistent tensors indexed by request index.
 
-    A request has two lists. The second one applies only to the request's first tokens, so that `min_tokens` can forbid
-    stop tokens in them.
+    A request has two lists. The second list applies only to the request's first tokens, so that `min_tokens` can forbid
+    stop tokens among them.
 
     tokens  [max_reqs, 2, n]  int32    both lists, strictly ascending; tokens outside the vocabulary are ignored
     values  [max_reqs, 2, n]  float32  -inf and NaN forbid the token
@@ -230,7 +230,7 @@ def sample(
                                           out of range, such as -1 in padding
     returns       [rows]         int32    NO_TOKEN if no token can be sampled
 
-    Truncation, penalties, bias and token mask may be off in some rows; None turns them off in all. Truncation
+    Truncation, penalties, bias and token mask may be off in some rows; None turns them off in all rows. Truncation
     does not change the noise. NaN and -inf logits are never sampled.
     Capture-safe: no generator state; random numbers depend on seed, position and vocabulary index. A row's token does
     not depend on other rows or on their number.

@@ -1,11 +1,11 @@
 """First pass of sampling, over all logits: the highest logit of each group of tokens, and its mass for top-p.
 
-For greedy rows this pass writes only the best group of each tile, which is fifty times less.
+For greedy rows this pass writes only the best group of each tile, and so a fiftieth of the data.
 
-A program reads a tile of one row. It issues all loads before it waits for any, and takes two to five instructions per
-token, because more would take longer than the read itself. So it leaves out the tokens that mask, bias and penalties
-change. Other programs of the same launch, or a concurrent kernel (`sampling_native.py`), find these by their bits and
-process them.
+A program reads a tile of one row. It issues all loads before it waits for any load, and takes two to five instructions
+per token. More instructions would take longer than the read itself, so it skips the tokens that mask, bias and
+penalties change. Other programs of the same launch, or a concurrent kernel (`sampling_native.py`), find these by their
+bits and process them.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def sample_chunks_kernel(
                 CHANGED_WORDS,
             )
     if OVERLAPS and PROCESSES and CHANGED_WORDS == 0:
-        # The next kernel waits for this one only, so this one waits for sample_split. Only the last program waits,
-        # because a waiting program blocks others from its multiprocessor.
+        # The next kernel waits for this kernel only, so this kernel waits for sample_split. Only the last program
+        # waits, because a waiting program blocks others from its multiprocessor.
         if (row == tl.num_programs(0) - 1) & (part == tl.num_programs(1) - 1):
             tl.extra.cuda.gdc_wait()
 

@@ -274,7 +274,7 @@ def logits_of_words(source, words):
 def split_words(source, words):
     """Return the bits of unchanged tokens, of changed tokens, and of tokens that have occurred.
 
-    Tokens that the mask forbids are in neither of the first two.
+    Tokens that the mask forbids are neither unchanged nor changed tokens.
     """
     return split_bits(source, words, bits_of(source, words))
 

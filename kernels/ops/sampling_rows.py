@@ -1,4 +1,4 @@
-"""Second pass of sampling: pick the best token, or draw among all tokens or those that min-p keeps.
+"""Second pass of sampling: pick the best token, or draw among all tokens or the tokens that min-p keeps.
 
 A program samples one row. Rows with top-k or top-p are sampled by `sampling_truncated.py`, so that other rows do not
 need its registers. That pass runs concurrently. It may start once this pass has waited for the first pass.

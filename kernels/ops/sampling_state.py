@@ -64,10 +64,10 @@ class PenaltyState:
 class Penalties:
     """Penalties per row, as in vLLM and transformers, and the token history that they use.
 
-    repetition  [rows]  float32  divides positive logits of tokens in prompt or output, and multiplies the others;
-                                 off if 1, 0 or less, or not finite
+    repetition  [rows]  float32  divides positive logits of tokens in prompt or output, and multiplies their other
+                                 logits; off if 1, 0 or less, or not finite
     presence    [rows]  float32  subtracted from logits of tokens in the output; off if 0 or not finite
-    frequency   [rows]  float32  subtracted for each time the token is in the output; off if 0 or not finite
+    frequency   [rows]  float32  subtracted once per occurrence of the token in the output; off if 0 or not finite
     """
 
     repetition: torch.Tensor

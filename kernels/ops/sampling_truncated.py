@@ -1,7 +1,7 @@
 """Third pass of sampling: draw among the kept tokens of each row with top-k or top-p, one program per row.
 
-A group's highest logit and highest noise bound the scores of its tokens, so a draw reads few groups: first some with
-the highest bounds, then all groups whose bounds reach the best score found in these.
+A group's highest logit and highest noise bound the scores of its tokens, so a draw reads few groups: first some groups
+with the highest bounds, then all groups whose bounds reach the best score so far.
 
 min-p, top-k and top-p each keep all tokens from some logit on, so a row keeps the tokens at or above one threshold. The
 groups' highest logits give the floor, a lower bound of the threshold. Few tokens usually reach the floor:
@@ -191,8 +191,8 @@ def _list_plain(
 def _list_groups(group_ptrs, group_best, floor, LIST: tl.constexpr):
     """List the groups that reach the floor. Return their number and the initial length of the token list.
 
-    Each of them has a token that reaches the floor. If there are more than LIST groups, the token list is already too
-    long, so no group is listed and the returned number is 0.
+    Each of these groups has a token that reaches the floor. If there are more than LIST groups, the token list is
+    already too long, so no group is listed and the returned number is 0.
     """
     chosen = (group_best >= floor) & (group_best > float("-inf"))
     count = tl.sum(chosen.to(tl.int32), 0)

@@ -41,7 +41,7 @@ def read_sweep(x: torch.Tensor) -> torch.Tensor:
     """Read all of `x` once and return partial sums.
 
     x        [n]         float32  device
-    returns  [programs]  float32  device; their sum is that of `x`
+    returns  [programs]  float32  device; their sum is the sum of `x`
 
     Capture-safe: the grid is fixed.
     Raises: ShapeError: if `x` is not a 1-D float32 tensor.

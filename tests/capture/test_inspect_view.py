@@ -62,7 +62,7 @@ def test_json_round_trip(name: str) -> None:
 
 NODE = {"kind": "kernel", "name": "f"}
 NOT_A_VIEW = "graph: not the result of to_json"
-BACKWARDS = "edges: an edge does not lead from a node to a later one"
+BACKWARDS = "edges: an edge does not lead to a later node"
 INVALID: dict[str, tuple[Any, str]] = {
     "none": (None, NOT_A_VIEW),
     "list": ([], NOT_A_VIEW),
@@ -117,7 +117,7 @@ def test_arguments_of_wrong_types_raise(tmp_path: Path) -> None:
         ),
         "path: expected str or Path": (lambda: write_page(view, cast("Any", None), title="x"),),
         "title: expected str, got 3": (lambda: write_page(view, page, title=wrong),),
-        "expected tensors by name, got 3": (lambda: memory_of(static=wrong), lambda: memory_of(weights=wrong)),
+        "expected named tensors, got 3": (lambda: memory_of(static=wrong), lambda: memory_of(weights=wrong)),
     }  # fmt: skip
     for text, each in calls.items():
         for call in each:

@@ -122,7 +122,7 @@ def test_memory_that_grows_is_counted_by_name() -> None:
     lock.check()
     assert lock.grown == {"workspace": 5}
     assert lock.grown is grown, "a live counter"
-    with pytest.raises(ReplayError, match=r"^workspace: expected 7 bytes as after capture\(\), got 12; no step may"):
+    with pytest.raises(ReplayError, match=r"^workspace: expected 7 bytes as after capture\(\), got 12; steps must not"):
         strict.check()
     strict.poll()
     assert strict.grown == {"workspace": 5}

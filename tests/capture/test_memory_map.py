@@ -90,12 +90,12 @@ def emptied() -> torch.Tensor:
 
 
 INVALID = {
-    "bare": ({"static": [torch.zeros(1)]}, "static: expected tensors by name, got tensor"),
+    "bare": ({"static": [torch.zeros(1)]}, "static: expected named tensors, got tensor"),
     "number": ({"static": {"x": 3}}, "static: expected dense tensors, got <class 'int'> as 'x'"),
     "list": ({"cache": {"x": [3]}}, "cache: expected dense tensors, got <class 'int'> as 'x.0'"),
     "meta": ({"weights": {"x": torch.zeros(2, device="meta")}}, "weights: expected dense tensors"),
     "sparse": ({"static": {"x": torch.zeros(2).to_sparse()}}, "static: expected dense tensors"),
-    "key": ({"static": {7: torch.zeros(2)}}, "static: expected tensors by name"),
+    "key": ({"static": {7: torch.zeros(2)}}, "static: expected named tensors"),
     "lazy": ({"weights": {"w": torch.nn.LazyLinear(4).weight}}, "weights: 'w' of type UninitializedParameter has no"),
     "emptied": ({"library": {"w": emptied()}}, "library: 'w' of type Tensor has no memory"),
     "pool": ({"pool": "pool"}, "pool: expected a graph, a pool or its id, got 'pool'"),

@@ -267,7 +267,9 @@ def test_wrong_layer_arguments_raise() -> None:
     for model, text in models.items():
         with pytest.raises(ConfigError, match=text):
             attention_specs(model)
-        with pytest.raises(ConfigError, match=r"attention: required, since the model has no graphrt.Attention layers"):
+        with pytest.raises(
+            ConfigError, match=r"attention: required, because the model has no graphrt.Attention layers"
+        ):
             Runtime(model, vocab_size=VOCAB, device=CPU)
     with pytest.raises(ConfigError, match="module: expected Module"):
         graphrt.as_step_model(lambda ids, positions: ids)

@@ -185,7 +185,7 @@ WRONG: dict[str, tuple[dict, str]] = {
     "kv_spec-item": ({"kv_spec": [SPEC, None]}, r"groups\[1\]: expected KVCacheSpec, got None"),
     "kv_spec-none": ({"kv_spec": ()}, "attention: one spec for all layers needs a cache with layers"),
     "attention": ({"attention": "abc"}, "attention: expected a list or tuple of AttentionSpec"),
-    "attention-none": ({"attention": None}, "attention: required, since the model has no graphrt"),
+    "attention-none": ({"attention": None}, "attention: required, because the model has no graphrt"),
     "attention-count": (
         {"attention": [AttentionSpec(4, 2, 16, torch.float32)]},
         "attention: expected 2 layers with their own KV, as in the cache, got 1 among 1",

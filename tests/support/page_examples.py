@@ -28,7 +28,7 @@ FREED = (
     "long as the graph"
 )
 STRAY = (
-    "'block of 2 MiB' is neither registered nor in the graph's pool, so it may be freed; name it in memory_of(), or "
+    "'block of 2 MiB' is neither registered nor in the graph's pool, so it may be freed; pass it to memory_of(), or "
     "allocate it during the capture"
 )
 HOSTILE = [
