@@ -196,7 +196,7 @@ def test_comparing_a_step_counts_nothing(device: torch.device) -> None:
 def test_a_runtime_without_penalties_refuses_them(device: torch.device) -> None:
     runtime = make_runtime(device, num_pages=20)
     runtime.capture()
-    text = "needs a runtime with penalties=True, this one has penalties=False; build it with RuntimeConfig"
+    text = "needs a runtime with penalties=True, but this runtime has penalties=False; build it with RuntimeConfig"
     off = {"repetition_penalties": [1.0], "presence_penalties": [0.0]}
     pages = {"page_indptr": [0, 1], "page_ids": [1]}
     runtime.replay(Batch(req_indices=[0], seq_lens=[1], tokens=[1], **pages, **off)).tokens()
