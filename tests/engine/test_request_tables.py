@@ -203,9 +203,12 @@ def test_model_reads_request_state(device: torch.device) -> None:
 DISABLED = [
     (
         "tables.set_logit_bias({0: {3: 1.0}})",
-        r"logit_bias\[0\]: needs a runtime with max_logit_bias=1, this one has max_lo",
+        r"logit_bias\[0\]: needs a runtime with max_logit_bias=1, but this runtime has max_lo",
     ),
-    ("tables.set_token_masks({0: [0, 0]})", r"token_masks\[0\]: needs a runtime with token_masks=True, this one has"),
+    (
+        "tables.set_token_masks({0: [0, 0]})",
+        r"token_masks\[0\]: needs a runtime with token_masks=True, but this runtime has",
+    ),
     (
         "runtime.replay(Batch(req_indices=[0], seq_lens=[1], token_masks=[0]))",
         "batch: needs a runtime with token_masks=True",
@@ -231,7 +234,11 @@ WRONG = [
     ("tables.set_logit_bias({4: {1: 1.0}})", ConfigError, "req_index: expected"),
     ("tables.set_logit_bias({0: {61: 1.0}})", ConfigError, r"logit_bias\[0\]: expected"),
     ("tables.set_logit_bias({0: {1: math.nan}})", ConfigError, r"logit_bias\[0\]: expected a finite number"),
-    ("tables.set_logit_bias({0: dict.fromkeys(range(9), 1.0)})", UnsupportedError, "max_logit_bias=9, this one has"),
+    (
+        "tables.set_logit_bias({0: dict.fromkeys(range(9), 1.0)})",
+        UnsupportedError,
+        "max_logit_bias=9, but this runtime has",
+    ),
     ("tables.set_token_masks({0: [0, 0, 0]})", ShapeError, r"token_masks\[0\]: expected .*2\]? words of 32 bits"),
     ("session.set_token_mask(request, [1])", ShapeError, r"words: expected \[2\] words of 32 bits on the host"),
     ("session.set_token_mask(gone, None)", ConfigError, "set_token_mask: the request was released"),

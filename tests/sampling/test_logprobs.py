@@ -218,14 +218,18 @@ def test_refused(device: torch.device) -> None:
     runtime = runtime_of(device, max_logprobs=2)
     with DecodeSession(runtime) as session:
         for params in (SamplingParams(logprobs=3), SamplingParams(prompt_logprobs=3)):
-            with pytest.raises(UnsupportedError, match="params: needs a runtime with max_logprobs=3, this one has "):
+            with pytest.raises(
+                UnsupportedError, match="params: needs a runtime with max_logprobs=3, but this runtime has "
+            ):
                 session.add([1], params)
-    with pytest.raises(UnsupportedError, match="batch: needs a runtime with max_logprobs=9, this one has "):
+    with pytest.raises(UnsupportedError, match="batch: needs a runtime with max_logprobs=9, but this runtime has "):
         runtime.replay(Batch(req_indices=[0], seq_lens=[1], tokens=[1], logprobs=[9]))
-    with pytest.raises(UnsupportedError, match=r"params\[0\]: needs a runtime with max_logprobs=3, this one has "):
+    with pytest.raises(
+        UnsupportedError, match=r"params\[0\]: needs a runtime with max_logprobs=3, but this runtime has "
+    ):
         next(TextGenerator(runtime).generate([[1]], SamplingParams(prompt_logprobs=3)))
     none = runtime_of(device, max_logprobs=None)
-    with pytest.raises(UnsupportedError, match="batch: needs a runtime with max_logprobs=0, this one has "):
+    with pytest.raises(UnsupportedError, match="batch: needs a runtime with max_logprobs=0, but this runtime has "):
         none.replay(Batch(req_indices=[0], seq_lens=[1], tokens=[1], logprobs=[0]))
     with pytest.raises(ConfigError, match=r"RuntimeConfig.max_logprobs: expected"):
         runtime_of(device, max_logprobs=1025)

@@ -172,11 +172,11 @@ REFUSED: dict[str, tuple[Callable[[Runtime], object], type[Exception], str]] = {
         lambda runtime: DecodeSession(runtime).add(
             [1], SamplingParams(3, min_tokens=1, stop_ids={1, 2}, logit_bias={2: 1, 3: 1})
         ),
-        UnsupportedError, "params: needs a runtime with max_logit_bias=3, this one has max_logit_bias=2",
+        UnsupportedError, "params: needs a runtime with max_logit_bias=3, but this runtime has max_logit_bias=2",
     ),
     "too many tokens for a generator": (
         lambda runtime: TextGenerator(runtime).generate([[1]], SamplingParams(3, min_tokens=1, stop_ids={1, 2, 3})),
-        UnsupportedError, "max_logit_bias=3, this one has",
+        UnsupportedError, "max_logit_bias=3, but this runtime has",
     ),
     **{
         f"banned: {banned}": (
