@@ -41,7 +41,7 @@ from graphrt.spec import AttentionKind, AttentionSpec
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """One attention layer as `run` sees it: its spec, and its tensors in the KV cache.
+    """An attention layer that `run` receives: its spec, and its tensors in the KV cache.
 
     index              index of the layer in the model
     spec               heads, head size, dtype and options
@@ -266,7 +266,7 @@ class AttentionBackend(ABC):
         and its output is zero if encoder_len is 0. `layer.options(sinks)` has the other options.
 
         Keys and values beyond the `seq_len` of a request, in the null page and in pages of other requests may be NaN.
-        None of these may reach an output. Mask values as well as scores, since zero times NaN is NaN. The block table
+        None of these may reach an output. Mask values as well as scores, because zero times NaN is NaN. The block table
         has null pages for pages entirely before the window or chunk of a request. If a KV group frees such pages, its
         null page has finite numbers. A tile that starts before the window may then read it without masking values.
 
@@ -294,7 +294,7 @@ class AttentionBackend(ABC):
         k      [padded_tokens, num_kv_heads, head_dim]    last stride 1; any value in padding tokens
         v      [padded_tokens, num_kv_heads, v_head_dim]  last stride 1; any value in padding tokens
 
-        Requests start at `metadata.query_start_loc`. The other arguments are those of `run`.
+        Requests start at `metadata.query_start_loc`. For the other arguments see `run`.
 
         Raises:
             UnsupportedError: unless a subclass overrides it.

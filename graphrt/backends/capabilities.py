@@ -27,7 +27,7 @@ class GraphSupport(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a backend supports. The construction of a runtime that needs anything else raises UnsupportedError.
+    """What a backend supports. Building a runtime that needs anything else raises UnsupportedError.
 
     devices          device types: "cpu", "cuda"
     dtypes           dtypes of queries, keys, values and outputs
@@ -55,7 +55,8 @@ class Capabilities:
 
     `batch_invariant` is a guarantee per kind of graph. With `RuntimeConfig(batch_invariant=True)`, the result of a
     request is bitwise equal in all decode graphs of one query_len, for any graph size, position in the batch and other
-    requests. The same holds among all mixed steps. A decode step and a mixed step may still differ in their last bits.
+    requests. The same is true among all mixed steps. A decode step and a mixed step may still differ in their last
+    bits.
 
     Raises:
         ConfigError: if a field has the wrong type, or a tuple is empty.
@@ -100,7 +101,7 @@ class Capabilities:
                 check_bool_field(self, field.name, advice="say what the backend does")
 
     def unsupported_reasons(self, context: BackendContext) -> list[str]:
-        """Return a sentence for each thing that `context` needs and these capabilities lack.
+        """Return a sentence for each requirement of `context` that these capabilities do not meet.
 
         `lse` is not part of a context; `Step.attend` checks it.
         """

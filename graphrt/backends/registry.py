@@ -47,7 +47,7 @@ def register_backend(cls: type[AttentionBackend]) -> type[AttentionBackend]:
     """
     check_declaration(cls)
     if cls.name in _BUILTIN or _registered.get(cls.name, cls) is not cls:
-        raise ConfigError(f"register_backend: the name {cls.name!r} is taken; choose another")
+        raise ConfigError(f"register_backend: the name {cls.name!r} is taken; choose another name")
     _registered[cls.name] = cls
     return cls
 
@@ -74,7 +74,8 @@ def check_declaration(cls: object) -> None:
     ):
         if inspect.getattr_static(cls, final) is not inspect.getattr_static(AttentionBackend, final):
             raise ConfigError(
-                f"{own}.{final}: must not be overridden, since it enforces the class attributes; define {hook} instead"
+                f"{own}.{final}: must not be overridden, because it enforces the class attributes; define {hook} "
+                f"instead"
             )
     if inspect.isabstract(cls):
         raise ConfigError(f"{own}.run: not defined; define it")
@@ -106,8 +107,8 @@ def backend_class(name: str, what: str = "backend") -> type[AttentionBackend]:
     entry = _third_party().get(name)
     if entry is None:
         raise ConfigError(
-            f"{what}: expected one of {', '.join(backend_names())}, got {name!r}; choose one of them, or register "
-            "yours with graphrt.register_backend"
+            f"{what}: expected one of {', '.join(backend_names())}, got {name!r}; choose one of these, or register a "
+            f"backend with graphrt.register_backend"
         )
     return _load(entry)
 

@@ -93,7 +93,7 @@ def hf_config(config: ModelConfig) -> Any:
     if config.rotary_dim != config.head_dim:
         raise UnsupportedError(
             f"baseline: expected a model that rotates whole heads, got {config.rotary_dim} of {config.head_dim} "
-            "dimensions; leave --baseline out"
+            "dimensions; omit --baseline"
         )
     options: dict[str, Any] = {
         "vocab_size": config.vocab_size,
@@ -187,7 +187,9 @@ def time_cell(model: Any, way: str, batch: int, context: int) -> list[float]:
     transformers = require("transformers", "for the baseline")
     device = model.device
     if way == STATIC and device.type != "cuda":
-        raise UnsupportedError("static: expected a CUDA device, got a CPU; this baseline times CUDA graphs")
+        raise UnsupportedError(
+            "static: expected a CUDA device, got a CPU; run this baseline on a GPU, because it times CUDA graphs"
+        )
     if device.type == "cuda":
         torch.compiler.reset()  # otherwise, a second batch size would be compiled with dynamic shapes
         gc.collect()

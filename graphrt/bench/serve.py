@@ -212,7 +212,9 @@ def bench_serve(
     """
     rows = min(check_int("rows", rows, 1, _MOST_REQUESTS, advice="pass the concurrent sequences"), workload.requests)
     if step_tokens < rows:
-        raise ConfigError(f"step_tokens: expected at least {rows}, one token per request, got {step_tokens}; raise it")
+        raise ConfigError(
+            f"step_tokens: expected at least {rows}, one token per request, got {step_tokens}; raise step_tokens"
+        )
     longest, device, vocab_size = 2 * workload.most, model.device, model.config.vocab_size
     config = RuntimeConfig(
         max_num_reqs=rows,

@@ -62,7 +62,9 @@ def time_calls(calls: Sequence[Callable[[], object]], *, device: torch.device, n
     """
     if not calls or num_samples < 1:
         counts = f"{len(calls)} calls and {num_samples} samples"
-        raise ConfigError(f"time_calls: expected calls and samples, got {counts}; pass at least one of each")
+        raise ConfigError(
+            f"time_calls: expected calls and samples, got {counts}; pass at least one call and one sample"
+        )
     sample = _cuda_samples if device.type == "cuda" else _cpu_samples
     p20, median, p80 = np.percentile(sample(calls, num_samples, device), [20, 50, 80]) * 1e6
     return Timing(float(median), float(p20), float(p80))

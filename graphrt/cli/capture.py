@@ -117,7 +117,9 @@ def _check_files(options: CaptureOptions) -> None:
                 raise ConfigError(f"--{name}: {path!r} is a folder; specify a file in it")
             if not Path(path).parent.is_dir():
                 folder = str(Path(path).parent)
-                raise ConfigError(f"--{name}: the folder {folder!r} does not exist; create it, or name another")
+                raise ConfigError(
+                    f"--{name}: the folder {folder!r} does not exist; create it, or specify another folder"
+                )
         except (OSError, ValueError) as error:  # a name that the system rejects
             raise ConfigError(f"--{name}: {path!r:.200} cannot be written ({error}); specify another file") from error
     if options.record is not None:

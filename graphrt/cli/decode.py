@@ -29,7 +29,7 @@ def run(options: DecodeOptions) -> None:
     parts = [part.strip() for part in options.batch.split(",")]
     if not all(re.fullmatch("0*[1-9][0-9]{0,8}", part) for part in parts):
         raise ConfigError(
-            f"--batch: expected comma-separated numbers >= 1, got {options.batch!r}; specify some, as in 1,8,32"
+            f"--batch: expected comma-separated numbers >= 1, got {options.batch!r}; pass batch sizes such as 1,8,32"
         )
     batches = check_batches([int(part) for part in parts])
     source = named_source("bench decode", options.shape, options.model)

@@ -39,7 +39,7 @@ def run(options: GenerateOptions) -> None:
     """Generate and print. Text goes to standard output; progress and statistics go to standard error."""
     prompts = [*(options.prompts or ()), *_read_prompts(options.prompt_file)]
     if not prompts:
-        raise ConfigError("prompts: at least one is needed; pass it as an argument, or a file with --prompts")
+        raise ConfigError("prompts: expected at least one prompt; pass it as an argument, or in a file with --prompts")
     for prompt in prompts:
         check_prompt(prompt)
     log = make_console(stderr=True)

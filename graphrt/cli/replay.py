@@ -62,7 +62,7 @@ def run(options: ReplayOptions) -> None:
 def _load(options: ReplayOptions, bundle: Bundle, device: str) -> LoadedModel:
     """Load the model that the command specifies, or else the recorded model."""
     if options.shape is not None and options.model is not None:
-        raise ConfigError("replay: expected one of --shape and --model, got both; pass one")
+        raise ConfigError("replay: expected one of --shape and --model, got both; pass one of them")
     named = {"shape": options.shape, "model": options.model}
     if options.shape is None and options.model is None:
         named = dict(bundle.model)
@@ -80,7 +80,7 @@ def _load(options: ReplayOptions, bundle: Bundle, device: str) -> LoadedModel:
     loaded = load_model(source, device=device, dtype=dtype, max_positions=min(longest, 1 << 20), seed=seed)  # type: ignore[arg-type]  # checked there
     if loaded.config.attention_specs(dtype) != bundle.attention or loaded.config.vocab_size != bundle.vocab_size:
         raise ConfigError(
-            "replay: the attention layers or the vocabulary of this model differ from the recorded ones; pass the "
+            "replay: the attention layers or the vocabulary of this model differ from the recorded model; pass the "
             "recorded model with --shape or --model"
         )
     if longest > loaded.config.max_position_embeddings:

@@ -78,7 +78,9 @@ def _logit_bias(texts: Sequence[str]) -> dict[int, float]:
             if not re.fullmatch(r"\s*[0-9]+\s*", token):
                 raise ValueError("no token id")
             if int(token) in bias:
-                raise ConfigError(f"--logit-bias: token {token} is given twice, again in {text!r}; remove one")
+                raise ConfigError(
+                    f"--logit-bias: token {token} is given twice, again in {text!r}; pass each token once"
+                )
             bias[int(token)] = float(value)
         except ValueError as error:
             raise ConfigError(

@@ -125,8 +125,8 @@ def contract_cases(
     for kind in backend.capabilities.devices if devices is None else devices:
         if kind not in backend.capabilities.devices:
             raise ConfigError(
-                f"devices: {backend.name} supports {', '.join(backend.capabilities.devices)}, not {kind!r}; declare it "
-                "in capabilities, or leave it out"
+                f"devices: {backend.name} supports {', '.join(backend.capabilities.devices)}, not {kind!r}; declare "
+                f"the device in capabilities, or omit it"
             )
         device = torch.device("cuda", 0) if kind == "cuda" else torch.device(kind)
         for feature in declared_features(backend, device):
@@ -139,7 +139,7 @@ def contract_cases(
                 cases.append(ContractCase(backend, feature, device, _RETRY, brief))
     for name in wanted or ():
         if name not in FEATURES and name not in found:
-            raise ConfigError(f"features: expected some of {', '.join(found)}, got {name!r}; choose among them")
+            raise ConfigError(f"features: expected some of {', '.join(found)}, got {name!r}; choose one of these")
     return cases
 
 

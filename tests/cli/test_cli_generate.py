@@ -160,11 +160,11 @@ def test_prompts_of_a_file_and_of_standard_input(graphrt, tmp_path, monkeypatch)
 
 
 BAD_PROMPTS = {
-    "none": ((), None, "ConfigError: prompts: at least one is needed"),
+    "none": ((), None, "ConfigError: prompts: expected at least one prompt"),
     "empty": (("",), None, "ConfigError: prompt: expected some text, got ''"),
     "missing": (("--prompts", "/nowhere/file"), None, "'/nowhere/file' cannot be read ([Errno 2] No such file"),
     "folder": (("--prompts", "/"), None, "Is a directory: '/'); specify a file in it"),
-    "blank": (("--prompts", "-"), b"\n \n", "ConfigError: prompts: at least one is needed"),
+    "blank": (("--prompts", "-"), b"\n \n", "ConfigError: prompts: expected at least one prompt"),
     "latin-1": (("--prompts", "-"), "Größe".encode("latin-1"), "--prompts: '-' is not UTF-8"),
     "no input": (("--prompts", "-"), None, "ConfigError: --prompts: '-' cannot be read"),
 }

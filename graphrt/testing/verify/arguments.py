@@ -25,7 +25,9 @@ def check_cases(name: str, value: object) -> list[int]:
         raise ConfigError(f"{name}: the list is empty; specify at least one case")
     for index, number in enumerate(numbers):
         if not isinstance(number, Integral) or isinstance(number, bool):
-            raise ConfigError(f"{name}[{index}]: expected an int, got {shown(number)}; make_inputs takes the number")
+            raise ConfigError(
+                f"{name}[{index}]: expected an int, got {shown(number)}; pass the number that make_inputs takes"
+            )
     return [int(number) for number in numbers]
 
 

@@ -151,7 +151,9 @@ class EagerChecks:
             self._v.exact[case.name] = self._oracle(case)
         exact = [outcome for outcome in self._v.exact.values() if not outcome.error]
         if exact and not any(outcome.outputs for outcome in exact) and not self._v.target.is_own_oracle:
-            raise ConfigError("eager: the oracle returned nothing; return what the step returns, or leave it out")
+            raise ConfigError(
+                "eager: the oracle returned nothing; return the same results as the step, or omit the oracle"
+            )
 
     def _run_references(self) -> None:
         runs = self._v.runs

@@ -149,7 +149,7 @@ def verify_runtime(
         if given is not None and given.state is not State.CAPTURED:
             raise wrong_state(given.state, State.CAPTURED, name)
     if oracle is not None and oracle.kv_cache is not manager.kv_cache:
-        raise ConfigError("oracle: has another KVCache; build it with the manager's")
+        raise ConfigError("oracle: has another KVCache; build it with the KVCache of the manager")
     cache = manager.kv_cache
     tensors = [tensor for group in range(len(cache.groups)) for tensor in _tensors(cache, group)]
     before = [t.clone() for t in tensors]
@@ -190,7 +190,7 @@ def _check_batches(manager: ReplayManager, batches: object) -> None:
     """
     given = check_sequence("batches", batches, of="batches", error=ConfigError)
     if not given:
-        raise ConfigError("batches: the list is empty; leave it out for generated batches")
+        raise ConfigError("batches: the list is empty; omit it to generate batches")
     num_pages = max(pages for pages, _ in manager.kv_cache.pools)
     for index, batch in enumerate(given):
         check_instance(f"batches[{index}]", batch, Batch, advice="make it with Batch(...) or Batch.from_requests")
@@ -212,7 +212,9 @@ def generated_batches(manager: ReplayManager, *, vocab_size: int, count: int, se
     """
     cache, config = manager.kv_cache, manager.config
     if len(cache.groups) != 1:
-        raise ConfigError(f"batches: cannot generate them for a cache of {len(cache.groups)} KV groups; pass your own")
+        raise ConfigError(
+            f"batches: cannot generate them for a cache of {len(cache.groups)} KV groups; pass your own batches"
+        )
     rng = np.random.default_rng(seed)
     ((num_pages, null_page),) = cache.pools
     page_size = cache.groups[0].page_size
@@ -220,7 +222,8 @@ def generated_batches(manager: ReplayManager, *, vocab_size: int, count: int, se
     each = min(len(pages) // config.max_num_reqs, config.max_seq_len // page_size)
     if not each:
         raise ConfigError(
-            f"cache: expected at least one page per request, got {len(pages)} for {config.max_num_reqs}; add pages"
+            f"cache: expected at least one page per request, got {len(pages)} for {config.max_num_reqs} requests; "
+            f"add pages"
         )
     longest = each * page_size
     boundaries = [n + d for n in range(page_size, longest + 1, page_size) for d in (-1, 0, 1)]

@@ -186,7 +186,7 @@ class PlainSubject:
             if tensors := [inputs[name] for inputs in cases if isinstance(inputs[name], torch.Tensor)]:
                 self.buffers[name] = self._allocate(name, tensors)
             elif name in pad:
-                raise ConfigError(f"pad: {name} is not a tensor and is not padded; leave it out")
+                raise ConfigError(f"pad: {name} is not a tensor and is not padded; remove it from pad")
 
     def _allocate(self, name: str, values: Sequence[torch.Tensor]) -> torch.Tensor:
         for value in values:
@@ -194,7 +194,8 @@ class PlainSubject:
         kinds = {(v.dtype, v.device, v.dim()) for v in values}
         if len(kinds) > 1:
             raise ConfigError(
-                f"{name}: dtype, device or number of dimensions differ between cases: {kinds}; convert it"
+                f"{name}: dtype, device or number of dimensions differ between cases: {kinds}; return the same in "
+                f"every case"
             )
         shape = [max(v.shape[dim] for v in values) for dim in range(values[0].dim())]
         buffer = self.canaries.full(name, shape, values[0].dtype, values[0].device)
