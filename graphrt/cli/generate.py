@@ -159,7 +159,7 @@ def _stream(
                 delta += stops[at].finish()
             texts[at] += delta
             lines[at] += [f"prompt {_logprob_line(found)}" for found in event.prompt_logprobs or ()]
-            if event.logprob is not None:
+            if event.logprob is not None and event.token is not None:
                 lines[at].append(_logprob_line(event.logprob))
             if event.finished or stops[at].stopped:
                 left.discard(at)

@@ -38,7 +38,7 @@ class Event:
     prompt           index of the prompt
     token            None if the prompt finished at a stop token, without a new token
     finished         True in the last event of the prompt
-    logprob          log-probability of the token, with `SamplingParams.logprobs`
+    logprob          log-probability of the token or the stop token, with `SamplingParams.logprobs`
     prompt_logprobs  in the first event, with `SamplingParams.prompt_logprobs`: one per prompt token except the first
     stop_token       the stop token at which the prompt finished, if `token` is None
     """
@@ -209,7 +209,7 @@ def _events(prompt: PromptState, request: SessionRequest, tokens: list[int]) -> 
     of_prompt = tuple(request.prompt_logprobs) if is_first else None
     for index, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
         if index == last and request.finish_reason is FinishReason.STOP_TOKEN:
-            yield Event(prompt.index, None, True, None, of_prompt, token)
+            yield Event(prompt.index, None, True, logprob, of_prompt, token)
         else:
             yield Event(prompt.index, token, index == last, logprob, of_prompt)
         of_prompt = None

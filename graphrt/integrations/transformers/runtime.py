@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -12,8 +12,11 @@ import torch
 from graphrt.cache.groups import kv_groups
 from graphrt.config import RuntimeConfig
 from graphrt.engine.step_model import is_compiled
+from graphrt.integrations.transformers import generation
 from graphrt.integrations.transformers.discovery import discover
 from graphrt.integrations.transformers.fuse import find_fused
+from graphrt.integrations.transformers.generation import GeneratedToken, Generation, Prompts
+from graphrt.integrations.transformers.generation_config import own_needs
 from graphrt.integrations.transformers.host import HostedModel, package
 from graphrt.integrations.transformers.probe import check_independence
 from graphrt.integrations.transformers.rotation import find_rotation
@@ -34,6 +37,51 @@ class TransformersRuntime(Runtime):
     model: Any
     tokenizer: Any
     fused: dict[str, str]
+
+    def generate(
+        self, prompts: Prompts | None = None, generation_config: Any = None, *, streamer: Any = None, **options: Any
+    ) -> list[Generation]:
+        """Continue prompts as `model.generate` does, and return a result per sequence, in order.
+
+        Any number of prompts run with continuous batching. Each is computed alone, so no prompt needs padding.
+
+            results = runtime.generate(["Why is the sky blue?"], max_new_tokens=100, do_sample=True, top_p=0.9)
+            print(results[0].text)
+
+        prompts            texts, lists of token ids, or a padded batch [prompts, tokens]; None: pass `input_ids`
+        generation_config  a GenerationConfig; None: the model's own
+        streamer           an object with `put` and `end`, such as TextStreamer, for a single sequence
+        options            fields of GenerationConfig, which come before those of `generation_config`, and:
+          tokenizer          for texts and stop strings; by default the runtime's, or the one that the model's name has
+          attention_mask     0 for padding, like `prompts`; None: tokens that equal `pad_token_id` are padding, if they
+                             are not the end of a sequence
+          stopping_criteria  StoppingCriteria, called with the token ids [1, tokens] of a sequence, and None as scores
+          logprobs           return log-probabilities of each token and of this many most likely tokens, as in
+                             SamplingParams
+
+        docs/hosts.md lists the fields that are honoured. The random numbers of sequences come from torch's generator
+        for the CPU, so `torch.manual_seed` makes them repeatable.
+
+        Raises:
+            UnsupportedError: naming all fields that graphrt does not honour, with their values, or a field of
+                RuntimeConfig that the runtime was built without.
+            ConfigError: if an option is unknown or wrong, or no tokenizer is found.
+            ShapeError: if prompts are empty, or not lists of token ids.
+            CapacityError: if a prompt and its new tokens exceed `max_seq_len`. All of these are raised before any step.
+            See also TextGenerator.generate.
+        """
+        options.setdefault("tokenizer", self.tokenizer)
+        return generation.generate(self, self.model, prompts, generation_config, streamer, **options)
+
+    def generate_stream(
+        self, prompts: Prompts | None = None, generation_config: Any = None, **options: Any
+    ) -> Generator[GeneratedToken, None, None]:
+        """Yield the tokens of all sequences as they arrive. Arguments and errors are those of `generate`.
+
+        Requests and pages are returned at the end, after an error, and when the generator is closed.
+        """
+        options.setdefault("tokenizer", self.tokenizer)
+        return generation.stream(self, self.model, prompts, generation_config, **options)
 
 
 def from_transformers(
@@ -83,6 +131,7 @@ def from_transformers(
     groups = kv_groups(hosted.specs, page_size=page_size, dtype=kv_dtype)
     if config is None:
         config = default_config(groups, longest, model.device, memory_utilization)
+        config = replace(config, **own_needs(model, vocab_size))
     fused: dict[str, str] = {}
     if fuse:
         fused = find_fused(hosted, config.max_seq_len, vocab_size)
