@@ -362,8 +362,8 @@ class ReplayManager:
         max_bytes   maximum host memory of the recording. A launch that needs more raises CapacityError, does not run,
                     and ends the recording
 
-        Raises ReplayError while another recording is active (`stop()` it, or run its launches), ConfigError if a number
-        is below 1, and CaptureError before `capture()` and after `close()`.
+        Raises: ReplayError: while another recording is active; `stop()` it, or run its launches. ConfigError: if a
+        number is below 1. CaptureError: before `capture()` and after `close()`.
         """
         with self._exclusive:
             self._require(State.CAPTURED, "record")

@@ -52,8 +52,8 @@ def assumed_costs() -> tuple[Costs, str]:
 def read_costs(path: str | Path) -> tuple[Costs, str]:
     """Read costs from JSON lines of `graphrt bench decode` and `graphrt capture`, and return where each comes from.
 
-    Step times are from `bench decode`; time and memory of graphs are from `capture`. The costs of a missing result are
-    assumed. Lines that are not JSON, such as the tables of these commands, are skipped.
+    Step times are from `bench decode`; time and memory of graphs are from `capture`. Assumed values replace the costs
+    of a missing result. Lines that are not JSON, such as the tables of these commands, are skipped.
 
     Raises: ConfigError: if the file cannot be read, has no result, or has a damaged one.
     """

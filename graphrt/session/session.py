@@ -417,6 +417,6 @@ def check_request(
     if len(tokens) + params.max_new_tokens - 1 > longest:
         raise CapacityError(
             f"{name}: {len(tokens)} tokens and max_new_tokens={params.max_new_tokens} exceed max_seq_len={longest}; "
-            "shorten it, lower max_new_tokens or raise max_seq_len"
+            f"shorten the prompt, lower max_new_tokens or raise max_seq_len"
         )
     return tokens.astype(np.int32), params
