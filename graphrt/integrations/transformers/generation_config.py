@@ -153,7 +153,7 @@ class MergedConfig:
         most = longest - prompt_len
         if most < 1:
             raise CapacityError(
-                f"{name}: {prompt_len} tokens reach max_length={longest}; raise it, or pass max_new_tokens"
+                f"{name}: {prompt_len} tokens reach max_length={longest}; shorten it, or raise max_length"
             )
         least = config.min_new_tokens
         if least is None:
