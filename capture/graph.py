@@ -141,7 +141,7 @@ def graph_closed() -> CaptureError:
 
 def loop_closed(call: str) -> CaptureError:
     """Return the error for the use of a closed loop."""
-    return CaptureError(f"loop: {call} on a closed loop; make another one with loop()")
+    return CaptureError(f"loop: {call} on a closed loop; create another loop with loop()")
 
 
 def ordinary(tensor: torch.Tensor) -> torch.Tensor:

@@ -104,7 +104,7 @@ class Attention(torch.nn.Module):
     kv_shared_with  name of an earlier layer whose keys and values this layer reads; it then takes no key and value
     dtype           dtype of queries, keys, values and output; None: torch's default dtype. `module.to(dtype)` changes
                     it
-    Other arguments are those of AttentionSpec; `alibi_slopes` may also be a list or a tensor.
+    For the other arguments see AttentionSpec; `alibi_slopes` may also be a list or a tensor.
 
     A layer has no weights except sinks, and owns no cache, so several managers can use one model. Call a layer that
     writes keys and values once per step; call other layers, such as encoder layers, any number of times.

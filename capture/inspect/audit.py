@@ -98,7 +98,7 @@ def audit_twice(
     capture  captures the step and returns the graph. It is called twice; the first graph is kept until the end
     memory   returns the memory map of a graph; called right after each capture
 
-    The other arguments are those of `audit`. Two captures show more than a single capture:
+    For the other arguments see `audit`. Two captures show more than a single capture:
 
     - A real address is at the same position in both captures. A stale word is not, so it is dropped. Other findings
       become certain if both captures agree. Lists in arguments of kernels for many tensors (foreach, fused optimizers)

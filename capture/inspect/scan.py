@@ -41,7 +41,7 @@ class Words:
 
     nodes      nodes with arguments, and their places
     firsts     [nodes]  index of each node's first argument among all arguments
-    starts     start of each argument in `data`, and the end of the last one
+    starts     start of each argument in `data`, and the end of the last argument
     data       bytes of all arguments, then WORD zeros
     at         [n]  position of a word in `data`
     value      [n]  the word

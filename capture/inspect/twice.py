@@ -25,7 +25,8 @@ _NUMBER_BYTES = 4
 
 
 def compare(first: Lookup, second: Lookup, found: list[AddressFinding]) -> list[Finding]:
-    """Return the findings about the second capture. `found`: the findings from its own addresses.
+    """Return the findings about the second capture. `found` contains the findings from the addresses of the second
+    capture.
 
     Raises:
         ConfigError: if both captures use the same pool.

@@ -110,7 +110,7 @@ class AttentionBackend(ABC):
     name: ClassVar[str]
     """The name by which users select the backend, an identifier that equals the name of its entry point."""
     capabilities: ClassVar[Capabilities]
-    """What the backend supports. The runtime enforces every field."""
+    """The capabilities of the backend. The runtime enforces every field."""
     graph_support: ClassVar[GraphSupport]
     """Which batches can be captured. The runtime enforces it."""
     seq_len_fill: ClassVar[int] = 0

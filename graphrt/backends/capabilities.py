@@ -27,7 +27,7 @@ class GraphSupport(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a backend supports. Building a runtime that needs anything else raises UnsupportedError.
+    """The features that a backend supports. Building a runtime that needs anything else raises UnsupportedError.
 
     devices          device types: "cpu", "cuda"
     dtypes           dtypes of queries, keys, values and outputs
@@ -183,7 +183,7 @@ _FLAG_OF_OPTION = {
 
 @dataclass(frozen=True, slots=True)
 class BackendContext:
-    """What a backend is built for: the model's layers, the cache, the capacities and the device.
+    """The requirements that a backend is built for: the model's layers, the cache, the capacities and the device.
 
     attention        the spec of every layer, in order
     kv_groups        the spec of every KV group: one if all layers are alike, none if all are encoder layers

@@ -23,7 +23,8 @@ class FlashAttention2Backend(PeerBackend):
     Mixed batches have no graph, because the grid depends on the query length. NaN in the tail of a page does not reach
     outputs, because the kernel clears a V tile beyond the length of a request. The kernel returns early for length 0.
 
-    The head sizes are those of the tested forward-only wheel. A build without one raises in its first call.
+    The supported head sizes are the head sizes of the tested forward-only wheel. A build without a head size raises in
+    its first call.
     """
 
     name: ClassVar[str] = "flash_attn2"

@@ -233,7 +233,7 @@ class FlashInferBackend(PeerBackend):
         if layout != self._layouts.setdefault(rows, layout):
             raise ReplayError(
                 f"plan of {rows} requests: expected the layout {self._layouts[rows]} of the captured plan, got "
-                f"{layout}; the layout of plans depends on lengths in this version of flashinfer, please report it"
+                f"{layout}; the layout of plans depends on lengths in this version of flashinfer; report this as a bug"
             )
 
     def _layout(self, wrapper: Any) -> tuple[int, ...]:
@@ -299,7 +299,7 @@ class FlashInferBackend(PeerBackend):
         return host[: n + 1], host[n + 1 : 2 * n + 1], host[2 * n + 1 : 3 * n + 2]
 
     def _share(self, wrapper: Any) -> Any:
-        """Let a wrapper use the plan memory of the first one, which saves 8 MB on the device and 8 MB pinned.
+        """Let a wrapper use the plan memory of the first wrapper, which saves 8 MB on the device and 8 MB pinned.
 
         The event of `_Buffers.slot` then guards every wrapper. No public API shares the pinned half.
         """

@@ -24,7 +24,7 @@ class Package:
 
     module         name of the module to import
     install        pip command that installs it
-    distributions  names of its distributions; the first one found gives the version
+    distributions  names of its distributions; the first distribution found gives the version
     minimum        oldest version (major, minor) that works; a build without version metadata is accepted
     names          functions and classes that the module must have
     """

@@ -1,4 +1,4 @@
-"""Mixed steps in two parts. One backend serves decode requests, and another one serves prefill requests.
+"""Mixed steps in two parts. One backend serves decode requests, and another backend serves prefill requests.
 
     tokens of a mixed step      d d d d p p p p p p p p . .        d decode, p prefill, . padding
     decode part                 d d d d - - - - - - - -            a decode batch; writes zeros to padding (-)
@@ -23,7 +23,8 @@ from graphrt.metadata import StepMetadata
 
 
 class TwoPartBackend(AttentionBackend):
-    """A decode backend, and another backend for the prefill part of mixed steps. The first one serves decode steps."""
+    """A decode backend, and another backend for the prefill part of mixed steps. The decode backend serves decode
+    steps."""
 
     name: ClassVar[str] = "two_parts"
     graph_support: ClassVar[GraphSupport] = GraphSupport.ALWAYS

@@ -99,7 +99,7 @@ def provenance() -> dict[str, Any]:
     """Return device, versions, command, and the state of the git checkout (None outside a checkout).
 
     tree                 git tree hash of the current files, excluding ignored files
-    uncommitted_changes  whether this tree differs from that of the commit
+    uncommitted_changes  whether this tree differs from the tree of the commit
     """
     report = environment_report()
     tree = tree_of_files(Path(__file__).resolve().parent)

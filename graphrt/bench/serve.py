@@ -139,9 +139,9 @@ class LaunchTimer:
     """Context manager that counts a manager's launches and measures the device's idle time between them.
 
     On CUDA, an event is recorded before and after each launch. Idle time is the time between the end of one launch and
-    the start of the next. If a launch ends before the host prepares the next one, the preparation also counts as idle.
-    The share is exact except for launches that end during the preparation. On a CPU, steps run inside the launching
-    call and all other time is idle.
+    the start of the next. If a launch ends before the host prepares the next launch, the preparation also counts as
+    idle. The share is exact except for launches that end during the preparation. On a CPU, steps run inside the
+    launching call and all other time is idle.
     """
 
     def __init__(self, manager: ReplayManager, stream: torch.cuda.Stream | None) -> None:

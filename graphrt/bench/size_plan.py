@@ -1,4 +1,4 @@
-"""Capture sizes for a trace of batch sizes, with the least expected time among those that fit a memory limit."""
+"""Capture sizes for a trace of batch sizes, with the least expected time among all choices that fit a memory limit."""
 
 from __future__ import annotations
 
@@ -153,7 +153,8 @@ class _Kind:
 def plan_sizes(
     trace: Trace, costs: Costs, *, memory_bytes: float, max_num_reqs: int, max_num_tokens: int, steps: float
 ) -> CaptureSizes:
-    """Return the capture sizes with the least time for `steps` steps like those of the trace, and for their capture.
+    """Return the capture sizes with the least time for `steps` steps like the steps of the trace, and for their
+    capture.
 
     A batch runs with the smallest graph that has room for it, or eagerly if no graph has. The plan is exact, except
     that token counts are rounded up to multiples of 16, and to fewer than 512 candidates.

@@ -73,7 +73,8 @@ def read_costs(path: str | Path) -> tuple[Costs, str]:
                 graphs = f"{record['model']} on {record['gpu'] or 'cpu'}"
         except (ValueError, LookupError, TypeError) as error:
             raise ConfigError(
-                f"--measured: line {number} is no result of `graphrt bench decode` or `graphrt capture` ({error!r}); "
+                f"--measured: line {number} is not a result of `graphrt bench decode` or `graphrt capture` "
+                f"({error!r}); "
                 "write their last lines to the file again"
             ) from error
     if times == graphs == "assumed":

@@ -47,7 +47,7 @@ def checked_target(path: str | Path) -> str:
         if target.is_dir():
             raise ConfigError(f"bundle: {str(path)!r} is a folder; specify a file in it")
         if target.exists() and not target.is_file():
-            raise ConfigError(f"bundle: {str(path)!r} is a pipe or a device; specify a regular file, or a new one")
+            raise ConfigError(f"bundle: {str(path)!r} is a pipe or a device; specify a regular file, or a new file")
         if not target.parent.is_dir():
             raise ConfigError(
                 f"bundle: the folder {str(target.parent)!r} does not exist; create it, or specify another folder"

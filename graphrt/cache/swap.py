@@ -254,7 +254,7 @@ class SwapSpace:
 
     def _open(self, call: str) -> None:
         if self._closed:
-            raise CaptureError(f"{call}: this SwapSpace was closed; build a new one")
+            raise CaptureError(f"{call}: this SwapSpace was closed; build a new SwapSpace")
 
     def _own(self, swapped: SwappedPages, call: str) -> None:
         self._open(call)

@@ -32,8 +32,12 @@ class State(str, Enum):
 
 def wrong_state(state: State, needed: State, call: str) -> CaptureError:
     """Return the error of a call that needs a manager in another state."""
-    needs = {State.NEW: "build a new one", State.CAPTURED: "call capture() first", State.CLOSED: "call close() first"}
-    advice = "it was closed, build a new one" if state is State.CLOSED else needs[needed]
+    needs = {
+        State.NEW: "build a new manager",
+        State.CAPTURED: "call capture() first",
+        State.CLOSED: "call close() first",
+    }
+    advice = "it was closed, build a new manager" if state is State.CLOSED else needs[needed]
     return CaptureError(f"{call}: expected state '{needed.value}', got '{state.value}'; {advice}")
 
 

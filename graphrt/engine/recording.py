@@ -58,7 +58,7 @@ class Recording:
 
     recording = manager.record(100)
     ...                                     # keep serving
-    recording.stop()                        # `launches` contains those that ran
+    recording.stop()                        # `launches` contains the launches that ran
     """
 
     config: RuntimeConfig
@@ -153,7 +153,7 @@ def _pages_seen(
     groups: Sequence[KVCacheSpec],
     program: StepProgram,
 ) -> list[npt.NDArray[np.int64]]:
-    """Return the pages that a launch can read, by KV group, sorted; write those that it lists into `table`."""
+    """Return the pages that a launch can read, by KV group, sorted; write the listed pages into `table`."""
     n, req_indices = words.num_reqs, words.order
     if req_indices is None:
         req_indices = state["order"].numpy()[:n]

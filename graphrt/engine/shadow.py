@@ -125,7 +125,8 @@ class StepComparison:
     descriptor       size of both runs
     graph, eager     results of each run
     differing_rows   requests of the batch whose tokens, faults or logits differ in any bit; NaN equals NaN
-    max_difference   [num_reqs] float32 on the host: largest difference of a request's logits; NaN if only one has NaN
+    max_difference   [num_reqs] float32 on the host: largest difference of a request's logits; NaN if only one run has
+    NaN
     """
 
     descriptor: BatchDescriptor

@@ -40,8 +40,8 @@ class ShadowDifference:
     """A shadow step in which the graph and the eager step wrote different values, from the same state.
 
     step, descriptor   number and size of the step
-    tensors            tensors that differ, in the order in which a step writes them, so that the first one is closest
-                       to the cause
+    tensors            tensors that differ, in the order in which a step writes them, so that the first tensor is
+    closest to the cause
     """
 
     step: int

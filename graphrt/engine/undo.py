@@ -133,7 +133,7 @@ class StepUndo:
 
 
 def _changed(buffers: StaticBuffers) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Return the buffers that are valid within a step, and those that keep state between steps."""
+    """Return the buffers that are valid within a step, and the buffers that keep state between steps."""
     return dict(buffers.named(BufferKind.DERIVED, BufferKind.CARRIED)), dict(buffers.named(BufferKind.PERSISTENT))
 
 

@@ -2,7 +2,7 @@
 
 Requests stay on the device (session.py). Chunks of prompts run together with the requests that decode, one step per
 launch. Once all running prompts are computed, a launch has several steps, whose tokens arrive while it is running. Each
-launch is submitted before the previous one is collected, so the device never waits for the host. A request that
+launch is submitted before the previous launch is collected, so the device never waits for the host. A request that
 finishes at a stop token is replaced a few launches later.
 """
 

@@ -254,7 +254,7 @@ class Scheduler:
         return held
 
     def _waits_for_prefix(self, req_index: int) -> bool:
-        """Return True if a new request must wait for an earlier one to compute its prefix. Otherwise it shares the
+        """Return True if a new request must wait for an earlier request to compute its prefix. Otherwise it shares the
         computed pages."""
         known, waits = self._table.known[req_index], False
         params = self.running[req_index].params

@@ -21,7 +21,7 @@ _MAX_TEXT = 2000
 
 
 class FieldReader:
-    """Read typed values from a flat mapping, and collect problems instead of stopping at the first one.
+    """Read typed values from a flat mapping, and collect problems instead of stopping at the first problem.
 
     Attributes:
         problems: missing or malformed values.

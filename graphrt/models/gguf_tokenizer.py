@@ -101,7 +101,7 @@ def gguf_tokenizer(metadata: Mapping[str, Any], where: str) -> GGUFTokenizer:
     """Build the tokenizer from a GGUF file's metadata.
 
     Raises:
-        UnsupportedError: if a vocabulary, pre-tokenizer or key is not implemented, with its name.
+        UnsupportedError: if a vocabulary, pre-tokenizer or key is not implemented; the message names it.
         ConfigError: if a key is missing or malformed.
     """
     transformers = require("transformers", "for tokenizers")

@@ -19,7 +19,7 @@ KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """The mapping of positions to angles. Names are those of `rope_parameters` in a Hugging Face config.json.
+    """The mapping of positions to angles. Names are as in `rope_parameters` of a Hugging Face config.json.
 
     Attributes:
         original_positions: training context length before the context was extended.

@@ -47,8 +47,8 @@ _QUANTIZATIONS = {"fp8": Quantization(8, plain=_HEAD), "int4": Quantization(4, 1
 def shape_config(name: str) -> ModelConfig:
     """Return the shape of a well-known model: a name in SHAPES.
 
-    With the suffix -fp8 or -int4, its matrices are quantised, except the head: fp8 with a scale per row, or int4 with
-    one per 128 inputs.
+    With the suffix -fp8 or -int4, its matrices are quantised, except the head: fp8 with a scale per row, or int4 with a
+    scale per 128 inputs.
 
     Raises: ConfigError: if there is no such shape.
     """

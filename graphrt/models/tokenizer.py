@@ -172,7 +172,7 @@ def load_tokenizer(source: Path, eos_ids: Sequence[int] = ()) -> Tokenizer:
 
     Args:
         source: the folder or file.
-        eos_ids: additional end-of-text ids, such as those in the model's config.
+        eos_ids: additional end-of-text ids, such as the ids in the model's config.
 
     Raises:
         ConfigError: if `source` has no readable tokenizer, or a package is missing.

@@ -88,7 +88,7 @@ def pages_needed(groups: Sequence[KVCacheSpec], length: int, new_tokens: int) ->
 
 
 def by_pool(groups: Sequence[KVCacheSpec], counts: Iterable[int]) -> list[int]:
-    """Return the page counts of each pool, from those of each KV group."""
+    """Return the page counts of each pool, from the page counts of each KV group."""
     sums = [0] * len({group.pool for group in groups})
     for group, count in zip(groups, counts, strict=True):
         sums[group.pool] += int(count)
@@ -252,8 +252,8 @@ class SessionPages:
     def fork(
         self, req_index: int, new: int, length: int, most: int, given: Sequence[Int32Array]
     ) -> Iterator[tuple[int, tuple[list[int], list[int]]]]:
-        """Share the full pages of the first `length` tokens of a request with a new one, and add the new request's own
-        pages.
+        """Share the full pages of the first `length` tokens of a request with a new request, and add the new request's
+        own pages.
 
         Yields by KV group the source and target pages to copy. `given` is what `check_fork` returned.
         """

@@ -181,7 +181,7 @@ class RequestTable:
         self.no_delta, self.quiet = BatchDelta(order, logprobs=bool(self.asking), flag=self.flag), 0
 
     def remove_from_order(self, indices: Sequence[int]) -> None:
-        """Remove requests from those that decode."""
+        """Remove requests from the requests that decode."""
         kept = self.order[~np.isin(self.order, indices)]
         if len(kept) < len(self.order):
             self.reorder(kept)

@@ -460,7 +460,7 @@ class StaticBuffers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers, including those in host memory."""
+        """Bytes of all buffers, including buffers in host memory."""
         return sum(t.numel() * t.element_size() for _, t in self.named())
 
 

@@ -95,7 +95,7 @@ class _StepInputs:
         return self.tokens[self.starts[row] : self.starts[row + 1]]
 
     def row_pages(self, group: int, row: int) -> tuple[int, Int32Array]:
-        """Return the listed pages, preceded by the index of the first one in the sequence."""
+        """Return the listed pages, preceded by the index of the first listed page in the sequence."""
         if self.tables is not None:
             return 0, self._table_row(self.tables[group], self.groups[group], row)
         at = layout.REQ_PAGES + layout.PAGE_FIELDS * group

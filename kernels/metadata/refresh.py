@@ -496,7 +496,7 @@ def refresh(
                   as if each request listed all its pages, and the lists in the inputs are ignored. None: use the lists
 
     A faulty request is treated as a pad request with status INVALID. This includes every request that shares its
-    request index or a written page with another one. Its page table does not change. Requests and tokens beyond the
+    request index or a written page with another request. Its page table does not change. Requests and tokens beyond the
     captured size are ignored. Step numbers must increase; running the same inputs again changes nothing.
 
     Capture-safe: the grid depends on the captured size; the kernels read all varying values on the device.

@@ -16,13 +16,13 @@ without these options costs as much as greedy or temperature sampling.
     sample_rows       second pass: samples rows that keep all tokens, or truncate by min-p only
     sample_truncated  third pass, if rows may truncate: samples rows with top-k or top-p
 
-Changed tokens are those whose logits a mask, a bias or penalties change. sample_split and sample_truncated are CUDA C++
-(`sampling_native.py`). On other devices, Triton kernels replace both, and programs of the first pass find the changed
-tokens.
+Changed tokens are tokens whose logits a mask, a bias or penalties change. sample_split and sample_truncated are CUDA
+C++ (`sampling_native.py`). On other devices, Triton kernels replace both, and programs of the first pass find the
+changed tokens.
 
 Most penalties lower logits. If only such penalties change a row, and top-k keeps few tokens, the model's logit bounds
 each processed logit. The first pass then includes all tokens, and `sample_split` skips the row. The third pass lists
-slightly more than k tokens and processes those that have occurred; see `processes_late`.
+slightly more than k tokens and processes the tokens that have occurred; see `processes_late`.
 """
 
 from __future__ import annotations

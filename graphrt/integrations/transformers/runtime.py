@@ -178,7 +178,7 @@ def host(model: Any, max_seq_len: int) -> tuple[HostedModel, int]:
 def default_config(
     groups: tuple[KVCacheSpec, ...], longest: int, device: torch.device, memory_utilization: float
 ) -> RuntimeConfig:
-    """Return the capacities of a runtime whose user named none."""
+    """Return the default capacities of a runtime."""
     on_cuda = device.type == "cuda"
     config = RuntimeConfig() if on_cuda else RuntimeConfig(max_num_reqs=8, max_num_tokens=64)
     if on_cuda:

@@ -218,7 +218,7 @@ class GraphrtMetadataBuilder(AttentionMetadataBuilder[GraphrtMetadata]):  # type
 
 
 class GraphrtImpl(AttentionImpl[GraphrtMetadata]):  # type: ignore[misc]
-    """One layer. It keeps its options; the schedules are the builder's, and the KV cache is vLLM's."""
+    """One layer. It stores its options. The builder owns the schedules, and vLLM owns the KV cache."""
 
     supports_dcp = False
 

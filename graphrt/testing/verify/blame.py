@@ -181,7 +181,7 @@ class Blamer:
         return Blame("graph", moved, text)
 
     def _moved(self, graph: Captured, case: Case) -> tuple[str, ...]:
-        """Return the paths whose tensors differ from those at capture."""
+        """Return the paths whose tensors differ from the tensors at capture."""
         self._runs.target.refresh(case.inputs)
         return tuple(c.path for c in graph.host.changed(*self._runs.target.root) if c.is_tensor)
 

@@ -258,7 +258,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def values_at(root: Any, name: str, paths: Collection[str] | None = None) -> dict[str, Any]:
-    """Return the immutable values and the tensors by path, either all or only those at `paths`."""
+    """Return the immutable values and the tensors by path, either all or only the values at `paths`."""
     return {
         path: value
         for path, value, _ in (locations(root, name) if paths is None or paths else ())

@@ -455,7 +455,7 @@ class _Passing(TorchFunctionMode):
 def as_recorded(device: torch.device) -> AbstractContextManager[object]:
     """Make torch choose the same kernels as in an op trace.
 
-    Under a dispatch mode, torch avoids some fused kernels, such as those of `torch.nn.TransformerEncoderLayer`.
+    Under a dispatch mode, torch avoids some fused kernels, such as the kernels of `torch.nn.TransformerEncoderLayer`.
     """
     return nullcontext() if device.type == "cuda" else _Passing()
 

@@ -3,7 +3,7 @@
     report = verify_runtime(manager)
     report = verify_runtime(manager, oracle=other)     # e.g. backend="torch_reference", with the same KVCache
 
-The graphs are those that the manager captured. The KV cache and the state of its requests are restored afterwards.
+It verifies the graphs that the manager captured. The KV cache and the state of its requests are restored afterwards.
 """
 
 from __future__ import annotations

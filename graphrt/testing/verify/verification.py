@@ -90,7 +90,7 @@ class Verification:
         self.add(VerifyFinding(check, case.name, captured, text, wrong, blamed, because))
 
     def add(self, finding: VerifyFinding) -> None:
-        """Add a finding. If an earlier one has the same check and cause, only count it."""
+        """Add a finding. If an earlier finding has the same check and cause, only count the new finding."""
         for index, old in enumerate(self.findings):
             if (old.check, old.blamed) == (finding.check, finding.blamed) and (old.blamed or old.text == finding.text):
                 self.findings[index] = replace(old, repeats=old.repeats + 1)
