@@ -12,7 +12,7 @@ from graphrt.kernels.errors import ConfigError
 class GraphKind(str, Enum):
     """The kind of batch that a graph runs.
 
-    DECODE   every request has `query_len` new tokens
+    DECODE   every request has `query_len` new tokens; if this is more than 1, the last of them may be missing
     MIXED    prefill chunks and decode tokens of any lengths, packed
     """
 
@@ -62,6 +62,11 @@ class BatchDescriptor:
     def mixed(cls, padded_tokens: int, padded_reqs: int) -> BatchDescriptor:
         """Return the key of the mixed graph for `padded_tokens` packed tokens of at most `padded_reqs` requests."""
         return cls(GraphKind.MIXED, padded_reqs, padded_tokens, 0)
+
+    @property
+    def positions(self) -> int:
+        """Tokens that a request may sample in a step: one per token of a decode graph, one in a mixed graph."""
+        return max(self.query_len, 1)
 
     @property
     def size(self) -> int:

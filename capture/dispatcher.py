@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
 from graphrt.kernels.errors import CapacityError, ConfigError
@@ -37,7 +38,7 @@ class Dispatcher:
         *,
         max_num_reqs: int,
         max_num_tokens: int,
-        query_len: int,
+        query_lens: Sequence[int],
         decode_sizes: Sequence[int],
         mixed_sizes: Sequence[int],
         graph_unsupported_reason: Callable[[BatchDescriptor], str | None],
@@ -46,12 +47,14 @@ class Dispatcher:
     ) -> None:
         self.max_num_reqs = max_num_reqs
         self.max_num_tokens = max_num_tokens
-        self.query_len = query_len
         self._use_graphs, self._lazy = use_graphs, lazy
         self._graph_unsupported_reason = graph_unsupported_reason
-        self._decode = self._table(
-            decode_sizes, max_num_reqs, lambda n: BatchDescriptor.decode(n, query_len), "decode", "requests"
-        )
+        self._decode = {
+            query_len: self._table(
+                decode_sizes, max_num_reqs, partial(BatchDescriptor.decode, query_len=query_len), "decode", "requests"
+            )
+            for query_len in query_lens
+        }
         self._mixed = self._table(
             mixed_sizes,
             max_num_tokens,
@@ -68,36 +71,37 @@ class Dispatcher:
                 f"{num_reqs} requests and {num_tokens} tokens; split it, or raise max_num_reqs / max_num_tokens"
             )
 
-    def dispatch(self, num_reqs: int, num_tokens: int, uniform: bool) -> Dispatch:
+    def dispatch(self, num_reqs: int, num_tokens: int, query_len: int) -> Dispatch:
         """Return the smallest size with room for a batch.
 
-        uniform   whether every request has exactly `query_len` new tokens
+        query_len   the decode graphs that can run the batch, one of `query_lens`; 0: only mixed graphs can
 
         Raises: see check_room().
         """
         if num_reqs > self.max_num_reqs or num_tokens > self.max_num_tokens:
             self.check_room(num_reqs, num_tokens)
-        # An empty batch is uniform and is padded to the smallest size.
-        return self._decode[num_reqs - 1 if num_reqs else 0] if uniform else self._mixed[num_tokens - 1]
+        # An empty batch is padded to the smallest decode size.
+        return self._decode[query_len][num_reqs - 1 if num_reqs else 0] if query_len else self._mixed[num_tokens - 1]
 
-    def at(self, descriptor: BatchDescriptor, num_reqs: int, num_tokens: int, uniform: bool) -> Dispatch:
+    def at(self, descriptor: BatchDescriptor, num_reqs: int, num_tokens: int, query_len: int) -> Dispatch:
         """Return the dispatch of `descriptor` for a batch, even if a smaller size has room.
 
         Raises:
             ConfigError: if the runtime never pads to `descriptor`.
             CapacityError: if the batch does not fit `descriptor`.
         """
-        table = self._decode if descriptor.kind is GraphKind.DECODE else self._mixed
+        is_decode = descriptor.kind is GraphKind.DECODE
+        table = self._decode.get(descriptor.query_len, []) if is_decode else self._mixed
         size = descriptor.size
         if size > len(table) or table[size - 1].descriptor != descriptor:
             raise ConfigError(
                 f"descriptor: {descriptor} is not a size that this runtime pads to; choose one of `descriptors`"
             )
         fits = num_reqs <= descriptor.padded_reqs and num_tokens <= descriptor.padded_tokens
-        if not fits or (descriptor.kind is GraphKind.DECODE and not uniform):
+        if not fits or (is_decode and not 0 < query_len <= descriptor.query_len):
             raise CapacityError(
                 f"descriptor: {descriptor} does not fit {num_reqs} requests and {num_tokens} tokens"
-                f"{'' if uniform else ' of unequal query lengths'}; choose a larger or a mixed size"
+                f"{'' if query_len else ' of unequal query lengths'}; choose a larger or a mixed size"
             )
         return table[size - 1]
 
@@ -108,7 +112,10 @@ class Dispatcher:
         late   add the sizes that are captured at their first use
         """
         reasons = ("", NOT_CAPTURED) if late else ("",)
-        sizes = (*reversed(self._mixed), *reversed(self._decode))
+        decode = [
+            size for query_len in sorted(self._decode, reverse=True) for size in reversed(self._decode[query_len])
+        ]
+        sizes = (*reversed(self._mixed), *decode)
         return tuple({d.descriptor: None for d in sizes if d.why_eager in reasons})
 
     def _table(

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from graphrt.layer import Attention as Attention
     from graphrt.models.loading import load_model as load_model
     from graphrt.models.tokenizer import load_tokenizer as load_tokenizer
+    from graphrt.proposer import ngram_drafts as ngram_drafts
     from graphrt.replay import ReplayManager as ReplayManager
     from graphrt.runtime import Runtime as Runtime
     from graphrt.sampling_params import SamplingParams as SamplingParams
@@ -67,6 +68,7 @@ _NAMES = {
     "layer": ("Attention",),
     "models.loading": ("load_model",),
     "models.tokenizer": ("load_tokenizer",),
+    "proposer": ("ngram_drafts",),
     "replay": ("ReplayManager",),
     "runtime": ("Runtime",),
     "sampling_params": ("SamplingParams",),

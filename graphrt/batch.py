@@ -16,7 +16,7 @@ import numpy.typing as npt
 from graphrt.batch_values import check_ranges, copied_values, host_array, needs_of, singular
 from graphrt.config import Need, RuntimeConfig
 from graphrt.kernels.checks import shown
-from graphrt.kernels.errors import CapacityError, ShapeError
+from graphrt.kernels.errors import CapacityError, ShapeError, UnsupportedError
 from graphrt.kernels.metadata import step_inputs as layout
 from graphrt.kernels.metadata.arguments import MAX_REQS, MAX_TOKENS
 from graphrt.kernels.metadata.buffers import COPIED, COPIED_PAD_WORDS
@@ -38,7 +38,8 @@ class Request:
     seq_len      KV tokens including `tokens`
     pages        page ids, in order; with several KV groups, one list per group. (): no pages in any group
     first_page   page index of `pages[0]` in the sequence; with several KV groups, one index per group
-    sample       sample a token after the last of `tokens`; False for a prompt chunk that another chunk follows
+    sample       sample a token after the last of `tokens`; False for a prompt chunk that another chunk follows;
+                 1 + d if the last d of `tokens` are drafts, see Batch
 
     Each other field is the request's value in the Batch field with the plural name.
     """
@@ -47,7 +48,7 @@ class Request:
     tokens: Sequence[int] | Int32Array
     seq_len: int
     pages: Sequence[int] | Int32Array | Sequence[Sequence[int] | Int32Array] = ()
-    sample: bool = True
+    sample: int = True
     temperature: float = 0.0
     seed: int = 0
     first_page: int | Sequence[int] = 0
@@ -76,7 +77,9 @@ class Batch:
     page_ids      [listed]  int32    page ids of all requests; default: no pages in any group
     first_pages   [n]       int32    page index, in the sequence, of each request's first listed page; default 0
     sample        [n]       int32    1: sample after the request's last token (default); 0: the prompt continues in a
-    later step
+                                     later step;
+                                     1 + d: the last d tokens are drafts, which are accepted while they equal the
+                                     sampled tokens
     temperatures  [n]       float32  default 0: greedy
     seeds         [n]       uint32   seeds of the requests' random numbers; default 0
     top_ks        [n]       int32    keep the k most likely tokens; default 0: all
@@ -215,6 +218,12 @@ class Batch:
         else:
             sample = stated["sample"] = _int32("sample", sample, n)
         check_ranges(stated)
+        if "sample" in stated and (sample > query_lens).any():
+            row = int((sample > query_lens).argmax())
+            raise ShapeError(
+                f"batch.sample: expected at most {query_lens[row]} for request {row}, its new tokens, got "
+                f"{sample[row]}; pass 1, or 1 + the number of drafts among its tokens"
+            )
         arrays: dict[str, Any] = dict(
             values,
             req_indices=req_indices,
@@ -289,15 +298,28 @@ class Batch:
         """Whether any request needs log-probabilities."""
         return bool(self.needs) and any(name == "max_logprobs" for name, _ in self.needs)
 
-    def is_uniform(self, query_len: int) -> bool:
-        """Return whether every request has exactly `query_len` new tokens."""
+    def decode_query_len(self, most_drafts: int) -> int:
+        """Return the query_len of the decode graphs that can run the batch: 1, or 1 + `most_drafts`; 0 if none can.
+
+        Raises: UnsupportedError: if a request has too many drafts, or has drafts together with a longer prompt.
+        """
         n = self.num_reqs
-        if self.num_tokens != query_len * n:
-            return False
-        if n == 0 or "query_lens" not in self._stated:
-            return True
-        # The sum is correct, so if no request is longer, none is shorter.
-        return bool(self.query_lens.item(self.query_lens.argmax()) == query_len)
+        drafts = int(self.sample.max()) - 1 if n and "sample" in self._stated else 0
+        if self.num_tokens == n and drafts <= 0:
+            return 1
+        if drafts > most_drafts:
+            raise UnsupportedError(
+                f"batch.sample: expected at most {most_drafts} drafts per request, got {drafts}; build the runtime "
+                f"with RuntimeConfig(num_speculative_tokens={drafts})"
+            )
+        if most_drafts and int(self.query_lens.max()) <= 1 + most_drafts:
+            return 1 + most_drafts
+        if drafts > 0:
+            raise UnsupportedError(
+                f"batch.query_lens: expected at most {1 + most_drafts} new tokens in a batch with drafts, got "
+                f"{int(self.query_lens.max())}; submit the prompt in another batch, or without drafts"
+            )
+        return 0
 
     def check_needs(self, config: RuntimeConfig, vocab_size: int) -> None:
         """Check the batch against a config.

@@ -52,7 +52,7 @@ _RANGES = {
     "logprob_tokens": _Range(lambda v: (v >= -1).all(), "token ids, or -1", "use -1 for the sampled token"),
     "token_masks": _Range(lambda v: (v >= -1).all(), "mask numbers, or -1", "-1 is no mask"),
     "encoder_lens": _Range(lambda v: v.min() >= 0, "lengths >= 0", "0 is no encoder"),
-    "sample": _Range(lambda v: v.min() >= 0 and v.max() <= 1, "0 or 1", "0: more of the prompt follows"),
+    "sample": _Range(lambda v: v.min() >= 0, "numbers >= 0", "0: more of the prompt follows"),
 }
 
 

@@ -18,6 +18,7 @@ from graphrt.kernels.ops.sampling_logprobs import MAX_TOP
 _MAX_LENGTH = 1 << 30  # positions, and sums of a few positions, are int32 on the device
 _MAX_RING = 1024
 _MAX_BIAS = 1 << 16
+_MAX_DRAFTS = 63
 
 Need = tuple[str, int]
 """A field of RuntimeConfig, and the lowest value that some requests need (for a bool, 1 means True)."""
@@ -66,7 +67,8 @@ class RuntimeConfig:
     max_num_tokens  maximum number of new tokens in one step (prefill chunks and decode together), up to 65,536
     max_seq_len     KV tokens of the longest sequence: prompt and output, except the last sampled token, whose KV is
                     never written. Determines the width of the block table
-    query_len       new tokens per request in decode graphs: 1, or 1 + K with speculation
+    num_speculative_tokens  maximum drafts K of a request in one step, up to 63; 0: no speculation. Each decode size has
+                    a second graph, of 1 + K tokens per request
     decode_sizes    numbers of requests to capture decode graphs for; None: the default sizes, (): no decode graph
     mixed_sizes     numbers of tokens to capture mixed graphs for; None: the default sizes, (): no mixed graph
     ring_depth      maximum number of launches in flight before `replay` waits. A larger value hides longer pauses of
@@ -86,8 +88,9 @@ class RuntimeConfig:
     shadow_every    number of launches from one shadow step to the next; 0: never. A shadow step also runs eagerly, and
                     results and state are compared bitwise. Differences are in `stats().shadow_differences`, and cause
                     a RuntimeWarning
-    mixed_batches   False: `replay` accepts only batches in which every request has `query_len` new tokens. No mixed
-                    graphs are captured, and backends without mixed batches can be used
+    mixed_batches   False: `replay` accepts only batches in which every request has one new token, or up to
+                    1 + num_speculative_tokens. No mixed graphs are captured, and backends without mixed batches can be
+                    used
     max_encoder_len  maximum encoder tokens per request; determines the width of block tables of cross groups.
                     Required if the model has cross layers, else None
     batch_invariant select only backends whose result for a request does not depend on other requests, bitwise. Matrix
@@ -108,7 +111,7 @@ class RuntimeConfig:
     max_num_reqs: int = 256
     max_num_tokens: int = 2048
     max_seq_len: int = 4096
-    query_len: int = 1
+    num_speculative_tokens: int = 0
     decode_sizes: tuple[int, ...] | None = None
     mixed_sizes: tuple[int, ...] | None = None
     ring_depth: int = 8
@@ -135,15 +138,14 @@ class RuntimeConfig:
         check_int_field(self, "max_seq_len", 1, _MAX_LENGTH, advice="pass the length of the longest prompt plus output")
         if self.max_encoder_len is not None:
             check_int_field(self, "max_encoder_len", 1, _MAX_LENGTH, advice="pass None without cross layers")
-        check_int_field(self, "query_len", 1, MAX_TOKENS, advice="pass 1 without speculation")
+        check_int_field(self, "num_speculative_tokens", 0, _MAX_DRAFTS, advice="pass 0 without speculation")
         check_int_field(self, "ring_depth", 2, _MAX_RING, advice="pass 8, the default")
         check_int_field(self, "launch_steps", 1, _MAX_RING, advice="pass 1 without DecodeSession.run(n)")
         check_int_field(self, "shadow_every", 0, _MAX_LENGTH, advice="pass 256, or 0 for no shadow steps")
-        if self.max_num_reqs * self.query_len > self.max_num_tokens:
+        if (least := self.max_num_reqs * (1 + self.num_speculative_tokens)) > self.max_num_tokens:
             raise ConfigError(
-                f"RuntimeConfig.max_num_tokens: expected at least max_num_reqs x query_len = "
-                f"{self.max_num_reqs * self.query_len}, got {self.max_num_tokens}; raise max_num_tokens, so that a "
-                f"full decode step fits"
+                f"RuntimeConfig.max_num_tokens: expected at least max_num_reqs x (1 + num_speculative_tokens) = "
+                f"{least}, got {self.max_num_tokens}; raise max_num_tokens, so that a full decode step fits"
             )
         for name, most, advice in (
             ("decode_sizes", self.max_num_reqs, "pass a tuple of sizes"),
@@ -185,6 +187,11 @@ class RuntimeConfig:
                 f"RuntimeConfig.mixed_sizes: expected () or None with mixed_batches=False, got {self.mixed_sizes}; "
                 f"omit it, or set mixed_batches=True"
             )
+
+    @property
+    def query_lens(self) -> tuple[int, ...]:
+        """Most new tokens per request of the decode graphs: 1, and 1 + num_speculative_tokens."""
+        return (1, 1 + self.num_speculative_tokens) if self.num_speculative_tokens else (1,)
 
     @property
     def most_in_flight(self) -> int:

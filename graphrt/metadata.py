@@ -17,9 +17,9 @@ class StepMetadata:
     """Attention metadata of one captured size. Every tensor is a view of StaticBuffers, which each step rewrites.
 
     descriptor        the captured size
-    max_seq_len       longest sequence of the runtime; the same at capture and at every replay
-    seq_lens          [padded_reqs]      int32  KV tokens including the new tokens of this step; `seq_len_fill` of the
-    backend in padding requests
+    max_seq_len       longest sequence of the runtime, and its drafts; the same at capture and at every replay
+    seq_lens          [padded_reqs]      int32  KV tokens including the new tokens of this step, and missing drafts,
+                                                which are padding; `seq_len_fill` of the backend in padding requests
     query_start_loc   [padded_reqs + 1]  int32  prefix sum of query lengths; repeats its last value in padding requests
     positions         [padded_tokens]    int64  position of each new token in its sequence; 0 in padding tokens
     block_tables      per KV group [padded_reqs, max_pages]  int32  page ids; unused entries (after a request's last

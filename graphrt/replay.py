@@ -44,6 +44,7 @@ from graphrt.kernels.metadata.buffers import StaticBuffers
 from graphrt.kernels.ops.linear_plans import device_plans
 from graphrt.kernels.ops.sampling import MAX_VOCAB_SIZE
 from graphrt.layer import ModelLayers
+from graphrt.proposer import Proposer, check_proposer
 from graphrt.sampling import sample_tokens
 from graphrt.spec import AttentionSpec
 from graphrt.step import Model, Sampler
@@ -66,6 +67,7 @@ class ReplayManager:
     sampler     maps logits and Step to tokens, in the graph; None: the caller samples from `handle.logits()`
     stream      stream of all steps; None: the current stream. Graphs share memory, so all steps run on one stream
     weights     named tensors that must not move; None: parameters and buffers of the model, if it is a Module
+    proposer    maps a Step to drafts for the next step; needs num_speculative_tokens. None: only callers send drafts
     page_tables [groups, max_num_reqs, pages_per_request] int32 on the device, contiguous: block tables that the caller
                 owns, by request index. With one group, the first dimension may be omitted. Each step reads these
                 tables, and batches list no pages
@@ -90,6 +92,7 @@ class ReplayManager:
         sampler: Sampler | None = sample_tokens,
         stream: torch.cuda.Stream | None = None,
         weights: Iterable[tuple[str, torch.Tensor]] | None = None,
+        proposer: Proposer | None = None,
         page_tables: torch.Tensor | None = None,
     ) -> None:
         check_callable("model", model, advice="pass a function of a Step, or a torch.nn.Module")
@@ -112,12 +115,14 @@ class ReplayManager:
         self._stream = stream_on(device, stream)
         self._kv_cache: KVCache | None = kv_cache
         self._backend = chosen.make()
-        self._num_groups = len(kv_cache.groups)
+        check_proposer(proposer, config, samples=sampler is not None, plans_on_host=self.plans_on_host)
+        self._num_groups, self.proposes = len(kv_cache.groups), proposer is not None
         self._whole_rows = not all(spec.is_cached for spec in specs)
         self._device = device
         self._on_stream = OnStream(self._stream, "graphrt.replay")
         self._exclusive = Exclusive("ReplayManager", "submit steps from one thread, and not from inside a model")
-        groups = page_groups(kv_cache, config.max_seq_len, config.max_encoder_len or 0)
+        longest = config.max_seq_len + config.num_speculative_tokens  # with missing drafts, which are padding
+        groups = page_groups(kv_cache, longest, config.max_encoder_len or 0)
         capacity = capacity_of(config, groups, vocab_size)
         self._inputs_words, self._buffers = capacity.inputs, StaticBuffers.allocate(capacity, device)
         self.request_tables = RequestTables(config, vocab_size, device, self.between_steps, self._on_steps_stream)
@@ -125,7 +130,8 @@ class ReplayManager:
             model=model, sampler=sampler, backend=self._backend, layers=attention_layers(specs, locations, kv_cache),
             kv_cache=kv_cache, buffers=self._buffers, vocab_size=vocab_size, max_seq_len=config.max_seq_len,
             max_pages=tuple(group.max_pages for group in groups[: self._num_groups]), model_layers=model_layers,
-            page_tables=check_page_tables(page_tables, self._buffers), request_tensors=self.request_tables.tensors,
+            proposer=proposer, page_tables=check_page_tables(page_tables, self._buffers),
+            request_tensors=self.request_tables.tensors,
         )  # fmt: skip
         self._graphs = StepGraphs(self._program, recorder, config.loop_sizes)
         assert config.decode_sizes is not None, "resolve() sets the sizes"
@@ -133,7 +139,7 @@ class ReplayManager:
         self._dispatcher = Dispatcher(
             max_num_reqs=config.max_num_reqs,
             max_num_tokens=config.max_num_tokens,
-            query_len=config.query_len,
+            query_lens=config.query_lens,
             decode_sizes=config.decode_sizes,
             mixed_sizes=config.mixed_sizes,
             graph_unsupported_reason=self._backend.graph_unsupported_reason,
@@ -282,21 +288,21 @@ class ReplayManager:
         if batch.needs:
             batch.check_needs(config, self._program.vocab_size)
         self._guards.before_step()
-        uniform = batch.is_uniform(config.query_len)
-        if not (uniform or config.mixed_batches):
+        query_len = batch.decode_query_len(config.num_speculative_tokens)
+        if not (query_len or config.mixed_batches):
             raise UnsupportedError(
-                f"batch: expected {config.query_len} new tokens in every request, got "
+                f"batch: expected at most {config.query_lens[-1]} new tokens in every request, got "
                 f"{shown(batch.query_lens.tolist())}; compute prompts elsewhere, or build the runtime with "
                 "RuntimeConfig(mixed_batches=True)"
             )
         if descriptor is None:
-            return self._dispatcher.dispatch(num_reqs, num_tokens, uniform)
+            return self._dispatcher.dispatch(num_reqs, num_tokens, query_len)
         check_instance("descriptor", descriptor, BatchDescriptor, advice="pass one of manager.descriptors")
         if descriptor.kind is GraphKind.MIXED and not config.mixed_batches:
             raise UnsupportedError(
                 f"descriptor: expected a decode size with mixed_batches=False, got {descriptor}; pass a decode size"
             )
-        return self._dispatcher.at(descriptor, num_reqs, num_tokens, uniform)
+        return self._dispatcher.at(descriptor, num_reqs, num_tokens, query_len)
 
     def begin(self, batch: Batch, ends: StopConditions, *, eager: bool = False) -> Launch:
         """Submit one step as `replay` does, and keep the requests on the device, so that `advance` can continue them.
@@ -316,9 +322,10 @@ class ReplayManager:
             asks, ids = batch.asks_logprobs, batch.req_indices
             return Launch(step, 1, batch.num_reqs, target.descriptor, why_eager, slot, queue.rings, asks, ids)
 
-    def advance(self, delta: BatchDelta, *, steps: int = 1, eager: bool = False) -> Launch:
-        """Continue the requests of `begin` by up to `steps` tokens each. Waits only if `most_in_flight` launches are in
-        flight.
+    def advance(self, delta: BatchDelta, *, steps: int = 1, eager: bool = False, query_len: int = 1) -> Launch:
+        """Continue the requests of `begin` by `steps` steps. Waits only if `most_in_flight` launches are in flight.
+
+        query_len   1 + num_speculative_tokens to verify drafts, else 1
 
         Raises: see `replay`; nothing is written then. If a step raises, earlier steps may have run; see ChangeFlag.
         """
@@ -327,7 +334,7 @@ class ReplayManager:
             self._require(_CAPTURED, "advance")
             self._guards.before_step()
             queue, order, num_reqs = self.queue, delta.order, len(delta.order)
-            target = self._dispatcher.dispatch(num_reqs, num_reqs, True)
+            target = self._dispatcher.dispatch(num_reqs, num_reqs * query_len, query_len)
             descriptor, why_eager = target.descriptor, FORCED if eager else self._why_eager(target)
             loops = steps > 1 and queue.can_loop(descriptor, why_eager)
             slot, step = queue.slot(steps)
@@ -335,7 +342,7 @@ class ReplayManager:
             self._order = None
             queue.launch(slot, descriptor, num_reqs, None, why_eager, steps, loops, delta.flag)
             self._order = order
-            self._stats.count(descriptor, num_reqs, why_eager, steps)
+            self._stats.count(descriptor, num_reqs * query_len, why_eager, steps)
             return Launch(step, steps, num_reqs, descriptor, why_eager, slot, queue.rings, delta.logprobs, order)
 
     def replay_words(self, words: LaunchInputs, descriptor: BatchDescriptor) -> Launch:

@@ -33,6 +33,7 @@ from graphrt.kernels.checks import (
 )
 from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError
 from graphrt.layer import ModelLayers
+from graphrt.proposer import Proposer
 from graphrt.replay import ReplayManager
 from graphrt.sampling import sample_tokens
 from graphrt.spec import MAX_PAGES, AttentionSpec, KVCacheSpec
@@ -89,7 +90,7 @@ class Runtime:
     kv_boundary       length limit above which requests have other KV than shorter ones, so that TextGenerator shares no
                       prefix between the two; None, the default: KV depends on the tokens before it only
 
-    model, attention, vocab_size, config, sampler, stream, weights   as for ReplayManager
+    model, attention, vocab_size, config, sampler, stream, weights, proposer   as for ReplayManager
     kv_spec             shape and dtype of the cache, or of each KV group, as `kv_groups()` returns them; None:
                         `kv_groups()` of all layers, with pages of 16 tokens. The scales of an fp8 cache are tensors of
                         `kv_cache`. They are 1 until the caller fills them in place
@@ -124,6 +125,7 @@ class Runtime:
         sampler: Sampler | None = sample_tokens,
         stream: torch.cuda.Stream | None = None,
         weights: Iterable[tuple[str, torch.Tensor]] | None = None,
+        proposer: Proposer | None = None,
         allocate_kv: AllocateKV = KVCache.allocate,
     ) -> None:
         if kv_spec is None:
@@ -151,6 +153,7 @@ class Runtime:
                 sampler=sampler,
                 stream=stream,
                 weights=named,
+                proposer=proposer,
             )
 
         self.kv_boundary: int | None = None
@@ -244,18 +247,13 @@ class Runtime:
 def check_decoder(runtime: Runtime) -> None:
     """Check that a runtime can decode one token per request and step.
 
-    Raises: ConfigError: if it has no sampler, if the model has cross or encoder layers, or if it has no mixed batches
-    and query_len is not 1.
+    Raises: ConfigError: if it has no sampler, or if the model has cross or encoder layers.
     """
-    config, groups = runtime.config, runtime.kv_cache.groups
+    groups = runtime.kv_cache.groups
     if not runtime.samples:
         raise ConfigError("runtime: has no sampler; pass sampler= to Runtime")
     if not groups or any(group.cross for group in groups):
         raise ConfigError("runtime: the model has cross layers or no KV cache; submit batches to replay() yourself")
-    if not config.mixed_batches and config.query_len != 1:
-        raise ConfigError(
-            f"runtime: expected query_len=1 with mixed_batches=False, got {config.query_len}; set mixed_batches=True"
-        )
 
 
 def _checked_cache(

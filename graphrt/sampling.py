@@ -26,7 +26,7 @@ def sample_tokens(logits: torch.Tensor, step: Step) -> torch.Tensor:
         logits,
         step.temperatures,
         step.seeds,
-        step.metadata.seq_lens,
+        step.sample_lens,
         req_indices=step.req_indices,
         truncation=kept,
         penalties=step.penalties,

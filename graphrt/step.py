@@ -37,7 +37,9 @@ class Step:
 
     input_ids       [padded_tokens] int64    token ids; 0 in padding tokens
     positions       [padded_tokens] int64    position of each token in its sequence; 0 in padding tokens
-    logits_indices  [padded_reqs]   int64    index of the token whose hidden state gives the request's logits, or 0
+    logits_indices  [rows]          int64    index of the token whose hidden state gives a row of the logits, or 0.
+                                             rows is padded_reqs, times query_len in a graph with drafts
+    sample_lens     [padded_reqs]   int32    number of tokens before the one that is sampled
     req_indices     [padded_reqs]   int32    request index; -1 in padding and invalid requests, so clamp it first
     req_status      [padded_reqs]   int32    RequestStatus: padding, invalid, running, or running and sampled
     temperatures    [padded_reqs]   float32  sampling temperatures; 0 is greedy
@@ -64,6 +66,7 @@ class Step:
     input_ids = _Buffer()
     positions = _Buffer()
     logits_indices = _Buffer()
+    sample_lens = _Buffer()
     req_indices = _Buffer()
     req_status = _Buffer()
     temperatures = _Buffer()
@@ -91,9 +94,12 @@ class Step:
     @property
     def penalties(self) -> Penalties | None:
         """Penalties of each request, and the token counts of each sequence; None without RuntimeConfig.penalties."""
+        return self.token_counts if self.buffers.penalty_counts.shape[1] else None
+
+    @property
+    def token_counts(self) -> Penalties:
+        """The same, with tokens only and no counts without RuntimeConfig.penalties."""
         b = self.buffers
-        if not b.penalty_counts.shape[1]:
-            return None
         state = PenaltyState(b.penalty_seen, b.penalty_counts, b.token_history, b.counted_lens)
         return Penalties(b.repetition_penalties, b.presence_penalties, b.frequency_penalties, state)
 
@@ -244,9 +250,10 @@ class Step:
         if rotary is not None:
             check_instance("rotary", rotary, Rotary, advice="pass Rotary(...)", error=ShapeError)
             check_tensor("rotary.cos_sin", rotary.cos_sin, shape=(None, None))
-        if rotary is not None and rotary.cos_sin.shape[0] < self.metadata.max_seq_len:
+        positions = self.metadata.max_seq_len - self.buffers.drafts.shape[1]  # missing drafts are at position 0
+        if rotary is not None and rotary.cos_sin.shape[0] < positions:
             raise ShapeError(
-                f"rotary.cos_sin: expected at least max_seq_len={self.metadata.max_seq_len} rows, one per position, "
+                f"rotary.cos_sin: expected at least max_seq_len={positions} rows, one per position, "
                 f"got {rotary.cos_sin.shape[0]}; build a longer table, or lower RuntimeConfig.max_seq_len"
             )
 

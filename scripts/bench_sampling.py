@@ -69,7 +69,7 @@ class Inputs:
             tokens = torch.randint(0, vocab, (rows * 1000,), generator=generator, device=device)
             starts = torch.arange(0, rows * 1000 + 1, 1000, dtype=torch.int32, device=device)
             lengths, prompts = column(1000, torch.int32), column(800, torch.int32)
-            record_tokens(tokens, starts, lengths, self.req_indices, prompts, penalties)
+            record_tokens(tokens, starts, starts[1:].long() - 1, lengths, self.req_indices, prompts, penalties)
             self.penalties = Penalties(column(repetition), column(0.3 * on), column(0.2 * on), state)
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         self.starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
@@ -82,7 +82,8 @@ def our_call(case: dict[str, float], x: Inputs) -> Callable[[], object]:
     if "record" in case:
         assert x.penalties is not None, "a case of records has penalties"
         penalties = x.penalties
-        return lambda: record_tokens(x.tokens, x.starts, x.seq_lens, x.req_indices, x.req_indices, penalties)
+        rows = x.starts[:-1].long()
+        return lambda: record_tokens(x.tokens, x.starts, rows, x.seq_lens, x.req_indices, x.req_indices, penalties)
     plain = not {"options", "top_k", "top_p", "min_p", "penalties"} & case.keys()
     return lambda: sample(
         x.logits, x.temperatures, x.seeds, x.seq_lens, req_indices=None if plain else x.req_indices,

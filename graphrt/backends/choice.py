@@ -78,9 +78,9 @@ def get_attn_backend(
         device=check_device("device", device),
         max_num_reqs=config.max_num_reqs,
         max_num_tokens=config.max_num_tokens,
-        max_seq_len=config.max_seq_len,
+        max_seq_len=config.max_seq_len + config.num_speculative_tokens,
         max_encoder_len=check_encoder_len(groups, config.max_encoder_len),
-        max_query_len=config.query_len,
+        max_query_len=config.query_lens[-1],
         batch_invariant=config.batch_invariant,
         mixed_batches=config.mixed_batches,
     )

@@ -41,7 +41,7 @@ class TwoPartBackend(AttentionBackend):
         self.capabilities = both  # type: ignore[misc]  # differs per instance, which combines two classes
         self.name = f"{decode.name}+{prefill.name}"  # type: ignore[misc]
         self.seq_len_fill = decode.seq_len_fill  # type: ignore[misc]
-        self.decode_len = context.max_query_len
+        self.decode_len = 1
 
     def extra_graph_unsupported_reason(self, descriptor: BatchDescriptor) -> str | None:
         if descriptor.kind is GraphKind.DECODE:

@@ -40,6 +40,7 @@ from graphrt.kernels.checks import check_bool, check_instance, check_int
 from graphrt.kernels.errors import CapacityError, ConfigError, ShapeError
 from graphrt.kernels.metadata.buffers import BufferKind, StaticBuffers
 from graphrt.models.loading import free_memory
+from graphrt.proposer import Proposer
 from graphrt.replay import ReplayManager
 from graphrt.runtime import resolve_device
 from graphrt.sampling import sample_tokens
@@ -159,6 +160,7 @@ class Bundle:
         *,
         device: torch.device | str | None = None,
         sampler: Sampler = sample_tokens,
+        proposer: Proposer | None = None,
         backend: str | None = None,
         compare: bool = True,
     ) -> BundleReplays:
@@ -166,6 +168,7 @@ class Bundle:
 
         model     the recorded model, on `device`; None: CUDA if available
         sampler   ignored if the recorded manager had none
+        proposer  that of the recorded manager. A launch of several steps needs it for the drafts of its later steps
         backend   attention backend to use instead of the recorded backend; "" selects one automatically
         compare   True for `run`, which also runs each launch eagerly; False for `time`
 
@@ -173,7 +176,8 @@ class Bundle:
         bundle.
         """
         compare = check_bool("compare", compare, advice="False for time()")
-        return BundleReplays(self, model, resolve_device(device), sampler if self.samples else None, backend, compare)
+        sampling = sampler if self.samples else None, proposer
+        return BundleReplays(self, model, resolve_device(device), *sampling, backend, compare)
 
     @property
     def opened_config(self) -> RuntimeConfig:
@@ -301,6 +305,7 @@ class BundleReplays:
         model: Model,
         device: torch.device,
         sampler: Sampler | None,
+        proposer: Proposer | None,
         backend: str | None,
         compare: bool,
     ) -> None:
@@ -315,7 +320,7 @@ class BundleReplays:
         self._tables = torch.zeros_like(bundle.launches[0].state["page_table"], device=device)
         self._manager = ReplayManager(
             model, cache, bundle.attention, vocab_size=bundle.vocab_size, config=config, sampler=sampler,
-            page_tables=self._tables if bundle.tables else None,
+            proposer=proposer, page_tables=self._tables if bundle.tables else None,
         )  # fmt: skip
         try:
             self._manager.capture()

@@ -12,6 +12,7 @@ from graphrt.backends.capabilities import GraphSupport
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.engine.program import StepProgram
 from graphrt.kernels.compile_ahead import compiling_ahead
+from graphrt.proposer import ngram_drafts
 from graphrt.sampling import sample_tokens
 from graphrt.step import Step
 
@@ -21,13 +22,14 @@ def compile_ahead(program: StepProgram, descriptors: Iterable[BatchDescriptor]) 
 
     Runs the step with launches that compile kernels but write nothing. A model could store values that it computes from
     unwritten results. So its `ahead_model()`, if it has that method, and the attention of all layers run in its place.
-    Custom samplers, and backends without `compiles_ahead`, are not called. Their kernels are compiled when the step
-    first runs.
+    Custom samplers and proposers, and backends without `compiles_ahead`, are not called. Their kernels are compiled
+    when the step first runs.
     """
     own = replace(
         program,
         model=_AheadModel(program),
         sampler=program.sampler if program.sampler in (None, sample_tokens) else _any_tokens,
+        proposer=program.proposer if program.proposer in (None, ngram_drafts) else _any_drafts,
     )
     others = replace(own, backend=_NoAttention(program.backend))
     with compiling_ahead(program.kv_cache.device):
@@ -38,6 +40,11 @@ def compile_ahead(program: StepProgram, descriptors: Iterable[BatchDescriptor]) 
 def _any_tokens(logits: torch.Tensor, step: Step) -> torch.Tensor:
     """Replace a custom sampler. Most return the int64 indices of torch."""
     return torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+
+
+def _any_drafts(step: Step) -> torch.Tensor:
+    """Replace a custom proposer."""
+    return torch.empty_like(step.buffers.drafts[: step.descriptor.padded_reqs])
 
 
 class _NoAttention(AttentionBackend):
@@ -69,7 +76,7 @@ class _AheadModel:
             logits: torch.Tensor = ahead_model()(step)
             return logits
         dtype, device = (step.layers[0].spec.dtype if step.layers else torch.float32), self.program.kv_cache.device
-        return torch.empty(step.descriptor.padded_reqs, self.program.vocab_size, dtype=dtype, device=device)
+        return torch.empty(len(step.logits_indices), self.program.vocab_size, dtype=dtype, device=device)
 
 
 def _attend(layer: AttentionLayer, step: Step) -> None:

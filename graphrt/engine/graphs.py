@@ -86,7 +86,7 @@ class StepGraphs:
             step = partial(program.run, descriptor)
             # A compiled model may compile, load and tune kernels at any size, which a capture forbids. So each size
             # runs once before its capture.
-            if is_compiled(program.model) or descriptor.kind not in {size.kind for size in self._graphs}:
+            if is_compiled(program.model) or descriptor.query_len not in {size.query_len for size in self._graphs}:
                 recorder.warm_up(step, prepare)
             with parameters_unwritten(program.model):
                 graph = recorder.capture(step, descriptor, prepare)

@@ -161,9 +161,14 @@ class LogitsOwner(Protocol):
 
 
 class Rings:
-    """The result rings that the device writes, as host arrays with one entry per step in flight."""
+    """The result rings that the device writes, as host arrays with one entry per step in flight.
 
-    __slots__ = ("codes", "depth", "ends", "logprob_tokens", "logprobs", "ranks", "steps", "tokens", "values")
+    positions   most tokens of a request in a step; tokens and log-probabilities have a row for each
+    """
+
+    __slots__ = (
+        "codes", "depth", "ends", "logprob_tokens", "logprobs", "positions", "ranks", "steps", "tokens", "values",
+    )  # fmt: skip
 
     def __init__(self, buffers: StaticBuffers) -> None:
         self.steps, self.tokens, self.ends = (
@@ -173,7 +178,7 @@ class Rings:
         self.ranks, self.logprobs, self.logprob_tokens = (
             ring.numpy() for ring in (buffers.rank_ring, buffers.logprob_ring, buffers.logprob_token_ring)
         )
-        self.depth = len(self.steps)
+        self.depth, self.positions = len(self.steps), int(self.tokens.shape[1])
 
     def entries(self, step: int, count: int) -> slice | npt.NDArray[np.int64]:
         """Return the entries of `count` steps, as a slice if they are contiguous, else as indices."""
@@ -181,6 +186,12 @@ class Rings:
         if first + count <= self.depth:
             return slice(first, first + count)
         return np.arange(step, step + count) % self.depth
+
+    def rows(self, ring: npt.NDArray[Any], at: slice | npt.NDArray[np.int64], num_reqs: int) -> npt.NDArray[Any]:
+        """Return a copy of a ring with positions, [steps x positions, num_reqs, ...]."""
+        found: npt.NDArray[Any] = np.array(ring[at, :, :num_reqs])
+        rows: npt.NDArray[Any] = found.reshape(found.shape[0] * self.positions, *found.shape[2:])
+        return rows
 
 
 class InFlight:
@@ -192,10 +203,12 @@ class InFlight:
     descriptor   the size that it ran at
     why_eager    reason why the launch ran eagerly; empty if it replayed a graph
     req_indices  [num_reqs] request index of each column, in launches of a session; else None
+    positions    most tokens of a request in a step: 1 + num_speculative_tokens
     """
 
     __slots__ = (
         "_asks_logprobs", "_ends", "_error", "_logprobs", "_rings", "_slot", "_tokens", "descriptor", "num_reqs",
+        "positions",
         "req_indices", "step", "steps", "why_eager",
     )  # fmt: skip
 
@@ -218,6 +231,7 @@ class InFlight:
         self.descriptor, self.why_eager, self.req_indices = descriptor, why_eager, req_indices
         self._slot: StagingSlot | None = slot
         self._rings: Rings | None = rings
+        self.positions = rings.positions
         self._error: ReplayError | None = None
         self._asks_logprobs = asks_logprobs
         self._logprobs: StepLogprobs | None = None
@@ -240,7 +254,7 @@ class InFlight:
         runs."""
         rings, step = self._rings, self.step
         if rings is None:
-            return len(self._tokens)
+            return len(self._ends)
         if self.steps == 1:
             return int(rings.steps.item(step % rings.depth) == step)
         arrived = rings.steps[rings.entries(step, self.steps)] == np.arange(step, step + self.steps)
@@ -257,13 +271,13 @@ class InFlight:
             return
         arrived = self.num_arrived
         at = rings.entries(self.step, arrived)
-        tokens, ends, codes = (ring[at, :n].copy() for ring in (rings.tokens, rings.ends, rings.codes))
+        tokens, ends, codes = rings.rows(rings.tokens, at, n), rings.ends[at, :n].copy(), rings.codes[at, :n].copy()
         tokens.flags.writeable = ends.flags.writeable = False  # sessions read them later
         logprobs: StepLogprobs | None = None
         error: ReplayError | None = None
         if self._asks_logprobs:
             logprob_rings = (rings.ranks, rings.logprobs, rings.logprob_tokens)
-            logprobs = StepLogprobs(*(ring[at, :n].copy() for ring in logprob_rings))
+            logprobs = StepLogprobs(*(rings.rows(ring, at, n) for ring in logprob_rings))
         if not arrived:
             error = ReplayError(
                 f"step {self.step}: the device did not report this step (its ring entry contains step "
@@ -296,7 +310,8 @@ class InFlight:
         raise error
 
     def _arrived(self, raise_on_fault: bool) -> npt.NDArray[np.int32]:
-        """Return the tokens [steps, num_reqs] of the steps that ran. Waits for this launch. Raises: see `tokens`."""
+        """Return the tokens [steps x positions, num_reqs] of the steps that ran. Waits for this launch. Raises: see
+        `tokens`."""
         error = self.error
         if error is not None and (raise_on_fault or not isinstance(error, StepFaultError)):
             raise error
@@ -325,18 +340,22 @@ class StepHandle(InFlight):
 
     @property
     def results(self) -> npt.NDArray[np.int32]:
-        """The tokens, [num_reqs] int32, despite faults or a missing sampler. Waits for this step. Raises ReplayError,
-        see `tokens`."""
-        tokens: npt.NDArray[np.int32] = self._arrived(False)[0]
-        return tokens
+        """The tokens, as `tokens` returns them, despite faults or a missing sampler. Waits for this step. Raises
+        ReplayError, see `tokens`."""
+        return self._by_request(self._arrived(False))
+
+    def _by_request(self, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        by_request: npt.NDArray[np.int32] = tokens[0] if self.positions == 1 else tokens.T
+        return by_request
 
     def tokens(self, *, raise_on_fault: bool = True) -> npt.NDArray[np.int32]:
         """Return the sampled token of each request.
 
         raise_on_fault   if False, return the tokens even if some requests are faulty
 
-        Returns [num_reqs] int32 on the host, read-only; -1 for requests that sample nothing or are faulty. Waits for
-        this step only. May be called at any time and from any thread, even after later steps.
+        Returns [num_reqs] int32 on the host, read-only; -1 for requests that sample nothing or are faulty. With
+        `num_speculative_tokens`, [num_reqs, 1 + num_speculative_tokens]: the accepted drafts and the token after them,
+        then -1. Waits for this step only. May be called at any time and from any thread, even after later steps.
 
         Raises:
             StepFaultError: if a request is faulty and `raise_on_fault` is True.
@@ -346,11 +365,11 @@ class StepHandle(InFlight):
         raise_on_fault = check_bool("raise_on_fault", raise_on_fault, advice="pass a bool")
         if not self._sampled:
             raise ReplayError("tokens: this runtime has no sampler; read logits() instead")
-        tokens: npt.NDArray[np.int32] = self._arrived(raise_on_fault)[0]
-        return tokens
+        return self._by_request(self._arrived(raise_on_fault))
 
     def logprobs(self) -> list[TokenLogprob | None]:
-        """Return a TokenLogprob per request; None for a request that did not ask for it or has no token.
+        """Return a TokenLogprob per request; None for a request that did not ask for it or has no token. With
+        `num_speculative_tokens`, those of the first token.
 
         Waits for this step only, like `tokens`. Raises: ReplayError: if the device did not report the step.
         """
@@ -359,6 +378,8 @@ class StepHandle(InFlight):
 
     def logits(self, *, copy: bool = False) -> torch.Tensor:
         """Return the logits [num_reqs, vocab_size] on the device, ordered after the step on the current stream.
+
+        If the step ran in a graph with drafts, [1 + num_speculative_tokens, num_reqs, vocab_size].
 
         copy   return a copy. Otherwise the logits are in memory that the graphs share, and are valid until the next
         step is submitted. Mixed steps with two parts always return a copy, because they reorder requests
@@ -387,6 +408,8 @@ class Launch(InFlight):
         """Return the sampled tokens, [steps that ran, num_reqs] int32 on the host, read-only; -1: no token. Waits for
         the launch.
 
+        With `num_speculative_tokens`, each step has 1 + num_speculative_tokens rows.
+
         Raises: StepFaultError: if requests are faulty and `raise_on_fault` is True. ReplayError: if the device did not
         report the launch.
         """
@@ -405,13 +428,13 @@ class Launch(InFlight):
                 inputs[HEADER_STOP] = 1
 
     def arrived(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """Return tokens and FinishReasons of the steps whose results have arrived, [steps, num_reqs] int32 each. Does
-        not wait."""
+        """Return tokens [steps x positions, num_reqs] and FinishReasons [steps, num_reqs], int32, of the steps whose
+        results have arrived. Does not wait."""
         rings = self._rings
         if rings is None:
             return self._tokens, self._ends
         at, n = rings.entries(self.step, self.num_arrived), self.num_reqs
-        tokens, ends = rings.tokens[at, :n].copy(), rings.ends[at, :n].copy()
+        tokens, ends = rings.rows(rings.tokens, at, n), rings.ends[at, :n].copy()
         # Another thread may have collected the launch by now, and a later launch may have written its ring entries.
         return (tokens, ends) if self._rings is rings else (self._tokens, self._ends)
 
@@ -427,7 +450,8 @@ class Launch(InFlight):
         return self._logprobs
 
     def __iter__(self) -> Iterator[npt.NDArray[np.int32]]:
-        """Iterate over the tokens of the steps, [num_reqs] int32 each, as they arrive."""
+        """Iterate over the tokens of the steps, [num_reqs] int32 each, as they arrive; with `num_speculative_tokens`,
+        [1 + num_speculative_tokens, num_reqs]."""
         for index in range(self.steps):
             while self.num_arrived <= index and not self.done():
                 time.sleep(_POLL_SECONDS)
@@ -435,5 +459,7 @@ class Launch(InFlight):
                 return
             rings = self._rings
             if rings is not None:
-                tokens = rings.tokens[(self.step + index) % rings.depth, : self.num_reqs].copy()
-            yield self._tokens[index] if self._rings is None else tokens  # may have been collected, as in `arrived`
+                tokens = rings.tokens[(self.step + index) % rings.depth, :, : self.num_reqs].copy()
+            if self._rings is None:  # may have been collected, as in `arrived`
+                tokens = self._tokens[index * self.positions : (index + 1) * self.positions]
+            yield tokens if self.positions > 1 else tokens[0]

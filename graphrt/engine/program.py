@@ -22,11 +22,13 @@ from graphrt.kernels.metadata.logprobs import write_logprobs
 from graphrt.kernels.metadata.refresh import refresh
 from graphrt.kernels.metadata.step_inputs import inputs_size
 from graphrt.kernels.metadata.unpack import unpack
+from graphrt.kernels.metadata.write_drafts import write_drafts
 from graphrt.kernels.metadata.write_outputs import write_outputs
 from graphrt.kernels.ops.sampling_logprobs import token_logprobs
 from graphrt.kernels.ops.sampling_state import record_tokens
 from graphrt.layer import ModelLayers
 from graphrt.metadata import StepMetadata
+from graphrt.proposer import Proposer
 from graphrt.spec import AttentionSpec
 from graphrt.step import Model, Sampler, Step
 
@@ -49,6 +51,7 @@ class StepProgram:
     max_seq_len: int
     max_pages: tuple[int, ...]  # width of the block table of each KV group
     model_layers: ModelLayers
+    proposer: Proposer | None = None
     page_tables: torch.Tensor | None = None  # owned by the caller
     request_tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     _views: dict[BatchDescriptor, tuple[StaticBuffers, StepMetadata]] = field(
@@ -56,7 +59,8 @@ class StepProgram:
     )
 
     def run(self, descriptor: BatchDescriptor) -> torch.Tensor:
-        """Run the step at one size, and return the logits [padded_reqs, vocab_size]; without a sampler, any width.
+        """Run the step at one size, and return the logits [positions x padded_reqs, vocab_size]; without a sampler,
+        any width.
 
         Capture-safe: the device reads all values that vary between steps from the static buffers.
 
@@ -66,32 +70,56 @@ class StepProgram:
         self.backend.schedule(step.metadata)
         with self.model_layers.bound_to(step):
             logits = self.model(step)
-        rows, device = descriptor.padded_reqs, self.kv_cache.device
+        reqs, positions, device = descriptor.padded_reqs, descriptor.positions, self.kv_cache.device
         width = None if self.sampler is None else self.vocab_size
         if width is not None and isinstance(logits, torch.Tensor) and logits.dim() == 2 and logits.shape[1] != width:
             raise ShapeError(
                 f"logits: expected vocab_size={width} per request, got {logits.shape[1]}; pass that number as "
                 f"vocab_size"
             )
-        check_tensor("logits", logits, shape=(rows, width), dtype=_FLOATS, device=device)
+        check_tensor("logits", logits, shape=(reqs * positions, width), dtype=_FLOATS, device=device)
         if self.sampler is None:
             write_outputs(step.buffers, None, vocab_size=self.vocab_size)
             return logits
-        m, b, penalties = step.metadata, step.buffers, step.penalties
-        if penalties is not None:
-            record_tokens(b.input_ids, m.query_start_loc, m.seq_lens, b.req_indices, b.prompt_lens, penalties)
-        tokens = self.sampler(logits, step)
-        check_tensor("the sampler's tokens", tokens, shape=(rows,), dtype=_TOKENS, device=device)
-        if columns := self.buffers.logprob_ring.shape[2]:
-            asked = torch.where(b.logprob_tokens >= 0, b.logprob_tokens, tokens.int())
-            write_logprobs(b, asked, token_logprobs(logits, asked, b.logprobs, max_top=columns - 1))
-        write_outputs(b, tokens, vocab_size=self.vocab_size)
+        for position, of_position in enumerate(logits.view(positions, reqs, -1)):
+            self._sample(step, of_position, position, position == positions - 1)
+        if self.proposer is not None:
+            write_drafts(step.buffers, self.proposer(step), vocab_size=self.vocab_size)
         return logits
+
+    def _sample(self, step: Step, logits: torch.Tensor, position: int, last: bool) -> None:
+        """Sample one token of each request that has come to this position, and store the tokens."""
+        b, reqs, device = step.buffers, step.descriptor.padded_reqs, self.kv_cache.device
+        assert self.sampler is not None, "the caller checks it"
+        if self.buffers.token_history.shape[1]:
+            self._record(step, position)
+        tokens = self.sampler(logits, step)
+        check_tensor("the sampler's tokens", tokens, shape=(reqs,), dtype=_TOKENS, device=device)
+        if columns := self.buffers.logprob_ring.shape[3]:
+            asked = torch.where(b.logprob_tokens >= 0, b.logprob_tokens, tokens.int()) if not position else tokens.int()
+            result = token_logprobs(logits, asked, b.logprobs, max_top=columns - 1)
+            write_logprobs(b, asked, result, position=position, last=last)
+        write_outputs(b, tokens, vocab_size=self.vocab_size, position=position)
+
+    def _record(self, step: Step, position: int) -> None:
+        """Record the tokens before this position, of the step or one accepted draft, in the request state."""
+        b = step.buffers
+        last = b.logits_indices.view(-1, len(b.req_indices))[position]
+        if not position:
+            record_tokens(
+                b.input_ids, b.query_start_loc, last, b.sample_lens, b.req_indices, b.prompt_lens, step.token_counts
+            )
+        elif step.penalties is not None:  # `write_outputs` has stored the draft itself
+            rows = torch.arange(len(last) + 1, dtype=torch.int32, device=last.device)
+            accepted = b.req_indices.where(b.drafts_left >= 0, -1)
+            record_tokens(
+                b.input_ids[last], rows, rows[:-1].long(), b.sample_lens, accepted, b.prompt_lens, step.token_counts
+            )
 
     def refresh(self, descriptor: BatchDescriptor) -> Step:
         """Compute the derived buffers of one size from the input ring. Capture-safe, like `run`."""
         step = self.view(descriptor)
-        unpack(step.buffers)
+        unpack(step.buffers, max(descriptor.query_len, 1))
         refresh(
             step.buffers,
             max_seq_len=self.max_seq_len,
@@ -114,8 +142,9 @@ class StepProgram:
             if len(self._views) >= _MOST_VIEWS:
                 self._views.clear()
             with torch.inference_mode(False):  # views of the same mode as the buffers, for any first caller
-                buffers = self.buffers.cut(descriptor.padded_reqs, descriptor.padded_tokens)
-                of_size = (descriptor, self.max_seq_len, self.max_pages, self.decode_len(descriptor))
+                buffers = self.buffers.cut(descriptor.padded_reqs, descriptor.padded_tokens, descriptor.positions)
+                longest = self.max_seq_len + self.buffers.drafts.shape[1]  # drafts that are missing are padding
+                of_size = (descriptor, longest, self.max_pages, self.decode_len(descriptor))
                 self._views[descriptor] = buffers, StepMetadata.of(buffers, *of_size)
         buffers, metadata = self._views[descriptor]
         return Step(

@@ -136,7 +136,7 @@ class Recording:
         on_host = _copied(logits)  # waits for the device, so the rings are written
         at = self.rings.entries(step, begun.words.steps)
         ran = self.rings.steps[at] == np.arange(step, step + begun.words.steps)  # a loop may have ended early
-        tokens = self.rings.tokens[at, : begun.words.num_reqs][ran].copy()
+        tokens = self.rings.rows(self.rings.tokens, at, begun.words.num_reqs)[ran.repeat(self.rings.positions)]
         words = begun.words.with_steps(int(ran.sum()))
         self.launches.append(replace(begun, words=words, tokens=tokens, logits=on_host))
 
@@ -166,7 +166,7 @@ def _pages_seen(
             room[:] = pages[: len(room)]
     of_rows = state["req_seq_lens"].numpy()[np.where(known, req_indices, 0)].astype(np.int64)
     if words.is_delta:
-        starts, ends = of_rows, of_rows + words.steps
+        starts, ends = of_rows, of_rows + words.steps * (1 + program.buffers.drafts.shape[1])
     else:
         new, ends = words.rows(layout.REQ_QUERY_LEN).astype(np.int64), words.rows(layout.REQ_SEQ_LEN).astype(np.int64)
         ends = np.where(ends == layout.SEQ_LEN_FROM_DEVICE, of_rows + new, ends)

@@ -20,6 +20,7 @@ from graphrt.kernels.errors import CapacityError, ConfigError, ShapeError
 from graphrt.kernels.metadata.buffers import COPIED, StaticBuffers
 from graphrt.kernels.numbers import converted
 from graphrt.kernels.ops.sampling_state import Penalties, PenaltyState, record_tokens, state_words
+from graphrt.kernels.types import NO_TOKEN
 
 MaskWords = Sequence[int] | npt.NDArray[Any] | torch.Tensor
 """[ceil(vocab_size / 32)] words of 32 bits on the host. Token t is allowed if bit t % 32 of word t // 32 is set."""
@@ -216,8 +217,31 @@ class RequestTables:
             self._write_between_steps(partial(self._write_state, name, ids, rows))
             stated.difference_update([at for at in ids if name not in checked[at]])
 
+    def set_drafts(self, drafts: Mapping[int, Sequence[int] | npt.NDArray[Any]]) -> None:
+        """Set the tokens that requests verify in the next step of a session, after their last token, by request index.
+
+        A draft is accepted while it equals the token that is sampled, so drafts change no tokens. A proposer replaces
+        the drafts after that step. Raises: UnsupportedError: with more than num_speculative_tokens drafts.
+        """
+        by_req = self._by_request("drafts", drafts)
+        self.write_drafts({at: self.check_drafts(f"drafts[{at}]", tokens) for at, tokens in by_req})
+
+    def check_drafts(self, name: str, tokens: object) -> torch.Tensor:
+        """Return checked drafts as [num_speculative_tokens] int32 on the host, padded with -1."""
+        ids = check_ints(name, tokens, 0, self._vocab_size - 1, advice="pass token ids of the vocabulary")
+        self._config.check_needs(name, (("num_speculative_tokens", len(ids)),))
+        padded = torch.full((self._config.num_speculative_tokens,), NO_TOKEN, dtype=torch.int32, device="cpu")
+        padded[: len(ids)] = torch.from_numpy(ids)
+        return padded
+
+    def write_drafts(self, drafts: Mapping[int, torch.Tensor]) -> None:
+        """Set drafts that `check_drafts` returned."""
+        if drafts:
+            ids, rows = list(drafts), torch.stack(list(drafts.values()))
+            self._write_between_steps(lambda buffers: self._write(buffers.drafts, ids, rows))
+
     def record_prefix(self, req_index: int, tokens: Sequence[int] | npt.NDArray[Any], prompt_len: int = 0) -> None:
-        """Count tokens that no step computes, such as a cached prefix, for the penalties of a request.
+        """Store tokens that no step computes, such as a cached prefix, for the penalties and drafts of a request.
 
         tokens       the first tokens of the sequence, at most `max_seq_len`; the next step of the request starts after
                      them
@@ -226,7 +250,8 @@ class RequestTables:
         Raises: CapacityError: if there are more than `max_seq_len` tokens. See also RequestTables.
         """
         self._check_index(req_index)
-        self._config.check_needs("record_prefix", (("penalties", 1),))
+        if not self._config.num_speculative_tokens:
+            self._config.check_needs("record_prefix", (("penalties", 1),))
         ids = check_ints("tokens", tokens, 0, self._vocab_size - 1, advice="pass token ids of the vocabulary")
         if len(ids) > (most := self._config.max_seq_len):
             raise CapacityError(f"tokens: expected at most max_seq_len={most}, got {len(ids)}; raise max_seq_len")
@@ -234,11 +259,11 @@ class RequestTables:
         bounds, row = np.array([0, len(ids)], np.int32), np.array([req_index, prompt_len], np.int32)
 
         def count(buffers: StaticBuffers) -> None:
-            arrays = (ids, bounds, row, np.ones(1, np.float32))
-            tokens, starts, words, on = (self._moved(torch.from_numpy(x)) for x in arrays)
+            arrays = (ids, bounds, row, np.ones(1, np.float32), np.array([len(ids) - 1]))
+            tokens, starts, words, on, last = (self._moved(torch.from_numpy(x)) for x in arrays)
             b = buffers
             state = PenaltyState(b.penalty_seen, b.penalty_counts, b.token_history, b.counted_lens)
-            record_tokens(tokens, starts, starts[1:], words[:1], words[1:], Penalties(on, on, on, state))
+            record_tokens(tokens, starts, last, starts[1:], words[:1], words[1:], Penalties(on, on, on, state))
 
         self._write_between_steps(count)
 
@@ -334,6 +359,7 @@ class TableUpdates:
     states: dict[int, RequestValues] = field(default_factory=dict)
     masks: dict[int, torch.Tensor] = field(default_factory=dict)
     switched: dict[int, int] = field(default_factory=dict)
+    drafts: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def begin(
         self, at: int, bias: Mapping[int, float], banned: tuple[Collection[int], int] | None, values: RequestValues
@@ -346,7 +372,7 @@ class TableUpdates:
 
     def drop(self, at: int) -> None:
         """Drop the changes of a released request."""
-        for delta in (self.biases, self.banned, self.states, self.masks, self.switched):
+        for delta in (self.biases, self.banned, self.states, self.masks, self.switched, self.drafts):
             delta.pop(at, None)
 
     def write(self, tables: RequestTables) -> None:
@@ -355,7 +381,8 @@ class TableUpdates:
         tables.set_state(self.states)
         tables.write_masks(self.masks)
         tables.switch_masks(self.switched)
-        for delta in (self.biases, self.banned, self.states, self.masks, self.switched):
+        tables.write_drafts(self.drafts)
+        for delta in (self.biases, self.banned, self.states, self.masks, self.switched, self.drafts):
             delta.clear()
 
 
@@ -363,7 +390,8 @@ def sampling_extents(config: RuntimeConfig, vocab_size: int) -> dict[str, int]:
     """Return the extents of the static buffers for sampling options; 0 for options that are off."""
     return {
         "counted_tokens": vocab_size if config.penalties else 0,
-        "history": config.max_seq_len if config.penalties else 0,
+        "history": config.max_seq_len + 1 if config.penalties or config.num_speculative_tokens else 0,
+        "drafts": config.num_speculative_tokens,
         "masked_tokens": vocab_size if config.token_masks else 0,
         "bias_entries": config.max_logit_bias,
         "logprob_columns": 0 if config.max_logprobs is None else 1 + config.max_logprobs,

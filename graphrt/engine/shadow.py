@@ -79,6 +79,8 @@ class Shadow:
     ) -> None:
         """Copy the results of a step in execution order, so that the first difference is closest to its cause."""
         rows = logits[:num_reqs]
+        if descriptor.positions > 1:
+            rows = logits.view(descriptor.positions, descriptor.padded_reqs, -1)[:, :num_reqs]
         if self._program.decode_len(descriptor):
             rows = logits.index_select(0, self._program.buffers.buffer_rows[:num_reqs])
         state = self._undo.state(descriptor)
@@ -151,9 +153,11 @@ class StepComparison:
 
 
 def compare_results(descriptor: BatchDescriptor, graph: StepResult, eager: StepResult) -> StepComparison:
-    ours, theirs = graph.logits.float(), eager.logits.float()
+    # By request, if the step had several positions.
+    of_graph, of_eager = (result.logits.movedim(-2, 0).flatten(1) for result in (graph, eager))
+    ours, theirs = of_graph.float(), of_eager.float()
     # Equal bits, or NaN in both. Signs are compared too, because 0 == -0.
-    same = (graph.logits.signbit() == eager.logits.signbit()) & (ours == theirs) | (ours.isnan() & theirs.isnan())
+    same = (of_graph.signbit() == of_eager.signbit()) & (ours == theirs) | (ours.isnan() & theirs.isnan())
     distance = torch.where(same, 0.0, (ours - theirs).abs())
     rows = range(len(graph.tokens))
     at = [{fault.index: fault for fault in result.faults} for result in (graph, eager)]
@@ -161,6 +165,6 @@ def compare_results(descriptor: BatchDescriptor, graph: StepResult, eager: StepR
     differing = tuple(
         row
         for row in rows
-        if not equal[row] or graph.tokens[row] != eager.tokens[row] or at[0].get(row) != at[1].get(row)
+        if not equal[row] or (graph.tokens[row] != eager.tokens[row]).any() or at[0].get(row) != at[1].get(row)
     )
     return StepComparison(descriptor, graph, eager, differing, distance.amax(-1).cpu().numpy())

@@ -69,6 +69,8 @@ class Stats:
     compiled_kernels kernels, by name, that captures of this process compiled because Triton's cache did not have them
     shadow_steps     steps that ran as a graph and eagerly; see RuntimeConfig.shadow_every
     shadow_differences  the first 16 shadow steps that differed
+    tokens_per_step  collected steps of a request in graphs for drafts, by the tokens that they yielded: 1 if no draft
+                     was accepted
     late_kernels     kernels that were compiled or loaded after `capture()` on the thread that submits steps, by name
                      and activity. "in a graph step" is always an error. "outside the graphs" (eager, shadow steps,
                      captures, writes of request tables) and "between calls" cost time that a warm-up would save
@@ -86,6 +88,7 @@ class Stats:
     compiled_kernels: Counter[str] = field(default_factory=Counter)
     shadow_steps: int = 0
     shadow_differences: tuple[ShadowDifference, ...] = ()
+    tokens_per_step: Counter[int] = field(default_factory=Counter)
     late_kernels: Counter[str] = field(default_factory=Counter)
     late_bytes: Counter[str] = field(default_factory=Counter)
 

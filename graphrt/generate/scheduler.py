@@ -109,6 +109,7 @@ class Scheduler:
         self._table, self._preemption = session.table, Preemption(runtime, session)
         self._groups = runtime.kv_cache.groups
         self._longest_chunk = longest_chunk(runtime)
+        self._new_tokens = runtime.config.query_lens[-1] if runtime.manager.proposes else 1  # most per step and request
         self.queue = deque(prompts)
         self.running: dict[int, PromptState] = {}
         self.by_request: dict[SessionRequest, PromptState] = {}
@@ -206,8 +207,9 @@ class Scheduler:
             self._begun(req_index)
         # All steps of these requests are launched. Later users of their indices and pages follow on the stream.
         ids = self._table.order
-        for req_index in ids[self._table.steps_left(ids) <= 0].tolist():
-            self._preemption.detach(self._leave(req_index))
+        if self._new_tokens == 1:  # with drafts, the end of a request is known once it is collected
+            for req_index in ids[self._table.tokens_left(ids) <= 0].tolist():
+                self._preemption.detach(self._leave(req_index))
         return launches
 
     def _steps(self) -> int:
@@ -222,17 +224,17 @@ class Scheduler:
         if self.queue:
             if self._in_flight(self.queue[0]):
                 return 1  # it resumes with the next result
-            most = max(1, min(most, int(self._table.steps_left(ids).min())))
+            most = max(1, min(most, -(-int(self._table.tokens_left(ids).min()) // self._new_tokens)))
         if most <= self._table.quiet:
             return most
-        steps = min(most, int(self._table.steps_left(ids).max()))
+        steps = max(1, min(most, -(-int(self._table.tokens_left(ids).max()) // self._new_tokens)))
         return steps if self._fit(ids, steps) else 1
 
     def _fit(self, ids: Ids, steps: int) -> bool:
         """Return True if there are pages for the next steps of requests, including pages that are moving to the
         host."""
-        more = np.minimum(steps, self._table.steps_left(ids))
-        needs = self._session.pages.missing(ids, self._table.most[ids] + more)
+        lengths = np.minimum(self._table.most[ids] + steps * self._new_tokens, self._table.limits[ids])
+        needs = self._session.pages.missing(ids, lengths)
         return all(self._reclaim(pool, need) for pool, need in enumerate(needs))
 
     def _share_prefixes(self) -> set[int]:
@@ -419,7 +421,7 @@ class Preemption:
         self._table.catch_up()
         # A swap that is still running could write to such a page after a step has reused it.
         here = ids[[req_index not in self.arriving for req_index in ids.tolist()]] if self.arriving else ids
-        self._pages.free_passed(here, self._table.most[here])
+        self._pages.free_passed(here, self._table.least[here])
 
     def share(self, req_index: int, donor: int, length: int) -> tuple[int, int]:
         """Share the pages of the first `length` tokens of `donor` with a request that has no pages and starts with the
@@ -437,6 +439,7 @@ class Preemption:
 
         copied = self._runtime.manager.between_steps(copy)  # after the launch that wrote the pages
         self._table.reached[req_index] = self._table.most[req_index] = self._table.prefills[req_index] = length
+        self._session.record(req_index, self._table.known[req_index][:length])
         return sum(map(len, self._pages.pages(req_index))), copied
 
     def preempt(self, request: SessionRequest, space: SwapSpace | None) -> Preempted:
@@ -471,11 +474,12 @@ class Preemption:
         """Assign an index and pages to a preempted request again. It continues with the next launches, or once it has
         `arrived`. Raises: CapacityError: if no request index or page is free."""
         known = np.concatenate((request.prompt, np.array(request.tokens, np.int32)))
-        assert preempted.length < len(known), "all launches of the request were collected, and it has not finished"
+        start = min(preempted.length, len(known) - 1)  # with drafts, fewer tokens than it could have at preemption
         self._table.detached.discard(request)
         if not preempted.length:
             request.prompt_logprobs.clear()  # its prompt is recomputed
-        self._session.start(request, known, preempted.length, self._runtime.manager.request_tables.check_state({}))
+        self._session.start(request, known, start, self._runtime.manager.request_tables.check_state({}))
+        self._session.record(request.req_index, known[:start])
         if preempted.swapped is not None and space is not None:
             pages = self._pages.place(request.req_index, preempted.first_places, preempted.swapped.counts)
             self.arriving[request.req_index] = space.swap_in(preempted.swapped, pages)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice, repeat, starmap
@@ -25,7 +25,8 @@ class PendingLaunch:
     """A launch that is not collected yet.
 
     requests  the request of each column
-    promised  tokens by which the launch raised `most` of each request: one number, or [columns]
+    promised  tokens by which the launch raised `most` of each request: one number, or [columns]. With drafts, a step
+              may yield fewer
     known     [columns], how many of these tokens do not depend on whether a token was sampled; None: none
     forks     requests that were forked while the launch was in flight, with the column that they share
     early     [columns], number of tokens that each request has already received; empty: none
@@ -55,10 +56,10 @@ class Launches:
     one step that no signal can split. With `must_advance` an unfinished request without a token is an error.
     """
 
-    def __init__(self, table: RequestTable) -> None:
+    def __init__(self, table: RequestTable, tokens_per_step: Counter[int]) -> None:
         self.pending: deque[PendingLaunch] = deque()
         self.must_advance = False
-        self._table = table
+        self._table, self._tokens_per_step = table, tokens_per_step
         self._collected: dict[SessionRequest, list[int]] = {}  # the result of the next collect()
 
     def join(self, fork: SessionRequest, request: SessionRequest) -> None:
@@ -141,6 +142,8 @@ class Launches:
             self._add(requests, new),
             starmap(self.pending.popleft, repeat((), len(taken))),
         )
+        if first.launch.descriptor.query_len > 1:
+            self._count_accepted(first.launch.positions, requests, sampled)
         if columns is not None and (detached := ids == NO_INDEX).any():
             ids, advanced, lost = ids[~detached], advanced[~detached], lost[~detached]
         table.reached[ids] += advanced
@@ -153,6 +156,15 @@ class Launches:
             self._check_advanced(taken)
         return faults
 
+    def _count_accepted(
+        self, positions: int, requests: Sequence[SessionRequest], sampled: npt.NDArray[np.bool_]
+    ) -> None:
+        """Count the tokens that each request got in each step."""
+        counts = sampled.reshape(len(sampled) // positions, positions, len(requests)).sum(1)
+        for request, steps in zip(requests, (counts > 0).sum(0).tolist(), strict=True):
+            request.verify_steps += steps
+        self._tokens_per_step.update(counts[counts > 0].tolist())
+
     def _add(self, requests: Sequence[SessionRequest], new: list[list[int]]) -> Iterable[Any]:
         """Return the calls that add tokens to the result of the next collect()."""
         if not self._collected:
@@ -162,8 +174,10 @@ class Launches:
     def _take_arrived(self, pending: PendingLaunch) -> None:
         """Take the tokens that have arrived from a running launch, except tokens that finish a request."""
         tokens, ends = pending.launch.arrived()
-        running = (tokens >= 0) & (ends == int(FinishReason.RUNNING))
-        counts, arrived = running.cumprod(0).sum(0).tolist(), tokens.T.tolist()
+        by_step = tokens.reshape(len(ends), pending.launch.positions, tokens.shape[1]) >= 0
+        running = by_step[:, 0] & (ends == int(FinishReason.RUNNING))
+        counts = (running.cumprod(0) * by_step.sum(1)).sum(0).tolist()
+        arrived = [[token for token in column if token >= 0] for column in tokens.T.tolist()]
         before = pending.early or [0] * len(counts)
         columns, requests, _ = self._live(pending)
         new: list[list[int]] = []
@@ -206,7 +220,7 @@ class Launches:
             if pending.known is not None:
                 continue
             sampled = (pending.launch.tokens(raise_on_fault=False) >= 0).sum(0)
-            for column in np.flatnonzero(sampled < pending.promised).tolist():
+            for column in np.flatnonzero(sampled < np.minimum(pending.promised, pending.launch.steps)).tolist():
                 if self._table.is_live(pending.requests[column]):
                     raise ReplayError(
                         f"request {pending.ids[column]}: launch {pending.launch.step} has {sampled[column]} tokens, "

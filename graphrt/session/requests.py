@@ -33,6 +33,7 @@ class SessionRequest:
     finish_reason    why the request finished; RUNNING until the end is collected, also after an earlier release
     logprobs         with SamplingParams.logprobs, one per token
     prompt_logprobs  with SamplingParams.prompt_logprobs, one per prompt token except the first
+    verify_steps     collected steps that could verify drafts, and yielded tokens
     """
 
     req_index: int
@@ -42,6 +43,7 @@ class SessionRequest:
     finish_reason: FinishReason = FinishReason.RUNNING
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    verify_steps: int = 0
 
 
 def split_logprobs(

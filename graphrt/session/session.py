@@ -47,7 +47,7 @@ class DecodeSession:
     CaptureError. `collect` still returns the tokens of launches in flight, and `close` returns all pages and request
     indices. End a session with `close()`, or use it in a `with` block.
 
-    If the backend plans on the host, or `query_len` is not 1, each step is a separate launch with all inputs.
+    If the backend plans on the host, each step is a separate launch with all inputs.
 
     runtime         a captured runtime with a sampler. Several sessions and other callers may share it
     external_pages  your block manager allocates the pages, not the runtime's allocators. `append_pages` adds pages to
@@ -55,8 +55,8 @@ class DecodeSession:
 
     table, pages, launches  parts of the session that schedulers in this package use
 
-    Raises: ConfigError: if the runtime has no sampler, its model has cross or encoder layers, or its query_len is not 1
-    without mixed batches. CaptureError: if the runtime is not captured.
+    Raises: ConfigError: if the runtime has no sampler, or its model has cross or encoder layers. CaptureError: if the
+    runtime is not captured.
     """
 
     def __init__(self, runtime: Runtime, *, external_pages: bool = False) -> None:
@@ -72,8 +72,8 @@ class DecodeSession:
         self._ledger = Ledger(runtime, external_pages=external_pages)
         external = [ExternalPages(*pool) for pool in runtime.kv_cache.pools] if external_pages else []
         self.pages = SessionPages(groups, external or self._ledger.pages, config.max_num_reqs, config.max_seq_len)
-        self.table = RequestTable(config.max_num_reqs)
-        self.launches = Launches(self.table)
+        self.table = RequestTable(config.max_num_reqs, has_drafts=config.num_speculative_tokens > 0)
+        self.launches = Launches(self.table, self._manager.stats().tokens_per_step)
         self._steps = StepLauncher(self._manager, self.table, self.pages, self.launches)
         self._updates, self._has_updates = TableUpdates(), False
         self._resets = self._manager.queue.resets
@@ -260,6 +260,23 @@ class DecodeSession:
                     self._updates.switched[at] = now
                     self.table.sampling.put("token_masks", at, now)
 
+    def set_drafts(self, request: SessionRequest, tokens: Prompt) -> None:
+        """Set the tokens that you expect after the last sampled one. The next step of the request verifies them.
+
+        A draft is accepted while it equals the token that is sampled, so drafts change no tokens, only how many a step
+        yields. Drafts are dropped after that step. They are not verified in a step that also computes a prompt.
+
+        tokens  at most RuntimeConfig.num_speculative_tokens token ids
+
+        Raises: ConfigError: see `release`. ShapeError: if they are not token ids. UnsupportedError: if there are more.
+        """
+        with self._exclusive:
+            self._check_own(request, "set_drafts")
+            drafts = self._manager.request_tables.check_drafts("tokens", tokens)
+            with self.table.flag:
+                self._has_updates = True
+                self._updates.drafts[request.req_index] = drafts
+
     def release(self, request: SessionRequest) -> None:
         """Free a request, finished or not, and its pages.
 
@@ -273,6 +290,11 @@ class DecodeSession:
             with self.table.flag:
                 self.remove(request)
 
+    def record(self, req_index: int, tokens: Int32Array) -> None:
+        """Store tokens of a request that no step computes, so that drafts are looked up in them too."""
+        if self._manager.proposes and len(tokens):
+            self._manager.request_tables.record_prefix(req_index, tokens)
+
     def remove(self, request: SessionRequest) -> None:
         """Free a request's index and its pages. Launches in flight run before steps that reuse the pages."""
         at = request.req_index
@@ -284,6 +306,7 @@ class DecodeSession:
     def _write_updates(self) -> None:
         """Write updates for the next launch to the request tables. An interrupted write is repeated."""
         if self._has_updates:
+            self._steps.has_drafts |= bool(self._updates.drafts)
             self._updates.write(self._manager.request_tables)
             self._has_updates = False
 

@@ -27,28 +27,36 @@ class StepLauncher:
         self._manager, self._table, self._pages, self._launches = manager, table, pages, launches
         self._budget = config.max_num_tokens
         self._chunk = config.max_num_tokens if config.mixed_batches else 1
-        self._in_full = config.query_len != 1 or manager.plans_on_host is not None
+        self._in_full = manager.plans_on_host is not None
+        self._most_new = config.query_lens[-1]
+        self._usual_new = self._most_new if manager.proposes else 1
+        self.has_drafts = False  # the caller has set drafts, which the next step verifies
 
     def launch(self, steps: int, eager: bool) -> Launch | None:
         """Launch one step with all inputs, or up to `steps` steps of the requests that decode. Returns None if all
         requests are at their limits. Raises: CapacityError: if no request has a page for its next token."""
         full = self._in_full or not self._table.prefills.keys() <= self._table.held
-        return self._full_step(eager) if full else self._decode(steps, eager)
+        if full:
+            return self._full_step(eager)
+        verifies, self.has_drafts = self.has_drafts, False
+        if verifies and self._usual_new == 1:
+            return self._decode(1, eager, self._most_new)
+        return self._decode(steps, eager, self._usual_new)
 
     def launch_quietly(self, steps: int, eager: bool) -> Launch:
         """Launch steps for which the device needs no new pages, and in which no request can reach its limit."""
-        table = self._table
-        launch = self._manager.advance(table.no_delta, steps=steps, eager=eager)
-        self._launches.pending.append(PendingLaunch(launch, table.order_requests, table.order, steps))
+        table, tokens = self._table, steps * self._usual_new
+        launch = self._manager.advance(table.no_delta, steps=steps, eager=eager, query_len=self._usual_new)
+        self._launches.pending.append(PendingLaunch(launch, table.order_requests, table.order, tokens))
         table.quiet -= steps
-        table.ahead += steps
+        table.ahead += tokens
         table.flag.changing = False
         return launch
 
-    def _decode(self, steps: int, eager: bool) -> Launch | None:
-        """Launch steps of the requests that decode."""
-        table = self._table
-        if steps <= table.quiet:
+    def _decode(self, steps: int, eager: bool, new: int) -> Launch | None:
+        """Launch steps of the requests that decode, with up to `new` tokens per step."""
+        table, tokens = self._table, steps * new
+        if steps <= table.quiet and new == self._usual_new:
             return self.launch_quietly(steps, eager)
         table.catch_up()
         ids = table.order
@@ -57,17 +65,21 @@ class StepLauncher:
         if not short.any():
             return None
         self._pages.free_passed(ids, table.reached[ids])
-        self._pages.reserve(ids[short], before[short], limits[short], steps)
-        ends = np.minimum(limits, self._pages.room(ids))  # a request waits at the end of its pages
-        continuing = before < ends
+        self._pages.reserve(ids[short], before[short], limits[short], tokens)
+        room = self._pages.room(ids)
+        ends = np.minimum(limits, room)  # a request waits at the end of its pages
+        # With drafts, `before` is a bound. The device may continue there, or wait and ignore the pages that are listed
+        # for it, which are then listed again.
+        continuing = before < ends if self._most_new == 1 else np.ones(len(ids), np.bool_)
+        listed = continuing if self._most_new == 1 else before < room
         lists, pages = self._pages.delta(ids, continuing)
         delta = replace(table.no_delta, lists=lists, pages=pages)
-        after = np.minimum(before + steps, ends)
-        launch = self._manager.advance(delta, steps=steps, eager=eager)
+        after = np.minimum(before + steps, ends) if self._most_new == 1 else before + tokens
+        launch = self._manager.advance(delta, steps=steps, eager=eager, query_len=new)
         self._launches.pending.append(PendingLaunch(launch, table.order_requests, ids, after - before))
-        self._pages.submitted(ids[continuing])
+        self._pages.submitted(ids[listed])
         table.most[ids] = after
-        table.quiet = int((ends - after).min())
+        table.quiet = max(0, int((ends - after).min()) // self._usual_new)
         table.flag.changing = False
         return launch
 

@@ -96,16 +96,18 @@ class RequestTable:
                     so it is replaced, never changed
     order_requests  the requests of `order`
     reached         length after the launches that were collected
-    most            longest possible length after all launches; `collect` lowers it if a request finished early
-    ahead           steps of the requests in `order` that `most` does not include yet
+    most            longest possible length after all launches; `collect` lowers it if a request finished early, or if
+                    drafts were rejected. With drafts it may exceed the limit
+    ahead           tokens of the requests in `order` that `most` does not include yet
     quiet           steps that can be launched before a request of `order` reaches its limit or the end of its pages
+    least           lowest possible length after all launches, as far as was collected: `most`, or with drafts `reached`
     limits          length at which a request finishes
     asking          request indices that need log-probabilities
     many_stops      request indices with more stop tokens than the device knows
     flag            tells whether a change of this table is incomplete
     """
 
-    def __init__(self, num_indices: int) -> None:
+    def __init__(self, num_indices: int, *, has_drafts: bool = False) -> None:
         self.requests: dict[int, SessionRequest] = {}
         self.detached = set[SessionRequest]()
         self.prefills: dict[int, int] = {}
@@ -118,6 +120,7 @@ class RequestTable:
         self.many_stops, self.asking = set[int](), set[int]()
         self.quiet = self.ahead = 0
         self.reached, self.most, self.limits = (np.zeros(num_indices, np.int64) for _ in range(3))
+        self.least = self.reached if has_drafts else self.most
         self.sampling = SamplingValues(num_indices)
         self._stops = np.full((STOP_TOKENS, num_indices), NO_TOKEN, np.int32)
 
@@ -196,11 +199,11 @@ class RequestTable:
         self.catch_up()
         return int(self.most[req_index])
 
-    def steps_left(self, ids: Ids) -> Ids:
-        """Return the number of steps until each request reaches its limit."""
+    def tokens_left(self, ids: Ids) -> Ids:
+        """Return the number of tokens until each request reaches its limit; with drafts, at least so many."""
         self.catch_up()
-        steps: Ids = self.limits[ids] - self.most[ids]
-        return steps
+        tokens: Ids = np.maximum(self.limits[ids] - self.most[ids], 0)
+        return tokens
 
     def is_live(self, request: SessionRequest) -> bool:
         """Return True if launches in flight may add tokens to a request, that is, if it is neither released nor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import fields, make_dataclass
 from typing import Any
 
@@ -27,10 +28,13 @@ def operands(operator: str) -> tuple[str, ...]:
     return tuple(n for n, spec in StaticBuffers.specs().items() if spec.writer == operator or operator in spec.readers)
 
 
-def call_class(operator: str, **others: Any) -> type[Any]:
-    """Return a dataclass of an operator's arguments, for DeclaredOp: its buffers, then `others` (types by name)."""
-    specs = StaticBuffers.specs()
-    buffers = [(name, Written if specs[name].writer == operator else torch.Tensor) for name in operands(operator)]
+def call_class(operator: str, also_written: Sequence[str] = (), **others: Any) -> type[Any]:
+    """Return a dataclass of an operator's arguments, for DeclaredOp: its buffers, then `others` (types by name).
+
+    also_written   buffers of another writer that the operator changes
+    """
+    written = {*also_written, *(name for name, spec in StaticBuffers.specs().items() if spec.writer == operator)}
+    buffers = [(name, Written if name in written else torch.Tensor) for name in operands(operator)]
     return make_dataclass(f"{operator.capitalize()}Call", [*buffers, *others.items()], frozen=True, slots=True)
 
 
@@ -77,11 +81,15 @@ def pass_operands(operator: str, b: StaticBuffers) -> list[torch.Tensor]:
         "groups": groups, "groups_plus_one": groups + 1, "copied": len(COPIED), "req_indices": b.last_token.shape[0],
         "pages_per_req": b.block_table.shape[2],
     }  # fmt: skip
-    of_graph = {**everywhere, "reqs": reqs, "reqs_plus_one": reqs + 1, "tokens": tokens}
+    check_tensor("logits_indices", b.logits_indices, shape=(None,))
+    of_graph = {
+        **everywhere, "reqs": reqs, "reqs_plus_one": reqs + 1, "tokens": tokens,
+        "logits_rows": max(b.logits_indices.shape[0] // reqs, 1) * reqs if reqs else 0,
+    }  # fmt: skip
     of_runtime = {**everywhere, "entries": b.step_ring.shape[0]}
     least = {
         "inputs": layout.inputs_size(1, 0, 0, groups), "input_ring": layout.INPUTS_AT + layout.HEADER_SIZE,
-        "last_writers": b.last_token.shape[0] + 1, "reqs": reqs,
+        "last_writers": b.last_token.shape[0] + 1, "reqs": reqs, "history": 0, "drafts": 0,
     }  # fmt: skip
     for name in operands(operator):
         spec, tensor = StaticBuffers.specs()[name], getattr(b, name)

@@ -128,6 +128,7 @@ class Capacity:
     launch_steps: int = 1  # maximum steps of a launch
     counted_tokens: int = 0  # vocabulary size if requests may have penalties, else 0
     history: int = 0  # most tokens of a sequence if the device keeps them, else 0
+    drafts: int = 0  # most drafts of a request in a step
     masked_tokens: int = 0  # vocabulary size if requests may have token masks, else 0
     bias_entries: int = 0  # maximum logit biases of a request
     logprob_columns: int = 0  # log-probabilities per request and step: of one token, then of the top tokens
@@ -156,6 +157,15 @@ class Capacity:
     def allowed_words(self) -> int:
         """Words in a token mask with one bit per token."""
         return -(-self.masked_tokens // 32)
+
+    @property
+    def positions(self) -> int:
+        """Most tokens that a request samples in a step."""
+        return 1 + self.drafts
+
+    @property
+    def logits_rows(self) -> int:
+        return self.reqs * self.positions
 
     @property
     def reqs_plus_one(self) -> int:
@@ -238,7 +248,7 @@ class StaticBuffers:
         ("req_indices",), torch.int32, "write_outputs", "unpack", "write_outputs"
     )
     req_values: torch.Tensor = _persistent(("copied", "req_indices"), torch.int32, "unpack", "unpack")
-    length_limits: torch.Tensor = _persistent(("req_indices",), torch.int32, "unpack", "write_outputs")
+    length_limits: torch.Tensor = _persistent(("req_indices",), torch.int32, "unpack", "unpack", "write_outputs")
     stop_tokens: torch.Tensor = _persistent(
         (STOP_TOKENS, "req_indices"), torch.int32, "unpack", "write_outputs", initial=-1
     )
@@ -259,7 +269,10 @@ class StaticBuffers:
         ("req_indices", "counted_tokens"), torch.int32, "record_tokens", "sampling"
     )
     token_history: torch.Tensor = _persistent(
-        ("req_indices", "history"), torch.int32, "record_tokens", "record_tokens", initial=-1
+        ("req_indices", "history"), torch.int32, "record_tokens", "record_tokens", "unpack", "write_outputs", initial=-1
+    )
+    drafts: torch.Tensor = _persistent(
+        ("req_indices", "drafts"), torch.int32, "write_drafts", "unpack", "write_outputs", initial=-1
     )
     counted_lens: torch.Tensor = _persistent(("req_indices",), torch.int32, "record_tokens", "record_tokens")
     bias_tokens: torch.Tensor = _persistent(("req_indices", 2, "bias_entries"), torch.int32, "host", "sampling")
@@ -273,15 +286,14 @@ class StaticBuffers:
     table_from: torch.Tensor = _carried(("groups", "reqs"), "refresh", pad="2^30: the table holds no pages")
     table_to: torch.Tensor = _carried(("groups", "reqs"), "refresh", pad="0", initial=_ALL)
 
-    input_ids: torch.Tensor = _derived(("tokens",), torch.int64, "model", pad="0")
+    input_ids: torch.Tensor = _derived(("tokens",), torch.int64, "model", "write_outputs", pad="0")
     positions: torch.Tensor = _derived(("tokens",), torch.int64, "model", "KV write", pad="0")
     slot_mapping: torch.Tensor = _derived(
-        ("groups", "tokens"), torch.int64, "KV write", pad="-1 for pad tokens and for tokens of invalid requests"
-    )
+        ("groups", "tokens"), torch.int64, "KV write",
+        pad="-1 for pad tokens and for tokens of invalid requests; missing drafts have slots if their pages are known",
+    )  # fmt: skip
     query_start_loc: torch.Tensor = _derived(("reqs_plus_one",), torch.int32, "attention", pad="repeats the last value")
-    seq_lens: torch.Tensor = _derived(
-        ("reqs",), torch.int32, "write_outputs", "attention", "sampling", pad="the backend's `seq_len_fill`"
-    )
+    seq_lens: torch.Tensor = _derived(("reqs",), torch.int32, "attention", pad="the backend's `seq_len_fill`")
     buffer_rows: torch.Tensor = _derived(
         ("reqs",), torch.int32, "write_outputs", "write_logprobs", "host, for logits", pad="its own index"
     )
@@ -300,12 +312,17 @@ class StaticBuffers:
         "attention",
         pad="as query_start_loc; the first prefill token for decode requests",
     )
-    logits_indices: torch.Tensor = _derived(("reqs",), torch.int64, "model", pad="0")
-    req_indices: torch.Tensor = _derived(("reqs",), torch.int32, "write_outputs", "model", "sampling", pad="-1")
+    logits_indices: torch.Tensor = _derived(
+        ("logits_rows",), torch.int64, "model", "record_tokens", "write_outputs", pad="0"
+    )
+    sample_lens: torch.Tensor = _derived(("reqs",), torch.int32, "write_outputs", "record_tokens", "sampling", pad="0")
+    drafts_left: torch.Tensor = _derived(("reqs",), torch.int32, "write_outputs", "write_logprobs", pad="-1")
+    req_indices: torch.Tensor = _derived(
+        ("reqs",), torch.int32, "write_outputs", "write_drafts", "model", "sampling", pad="-1"
+    )
     req_status: torch.Tensor = _derived(
-        ("reqs",), torch.int32, "write_outputs", "write_logprobs", "model", "sampling",
-        pad="PAD (-1); INVALID (-2) after a fault",
-    )  # fmt: skip
+        ("reqs",), torch.int32, "model", "sampling", pad="PAD (-1); INVALID (-2) after a fault"
+    )
     new_spans: torch.Tensor = _derived(("groups", "reqs", 4), torch.int32, "refresh", pad="no new pages")
     check_code: torch.Tensor = _derived(("groups", "reqs"), torch.int32, "refresh", pad="0")
     check_value: torch.Tensor = _derived(("groups", "reqs"), torch.int64, "refresh", pad="0")
@@ -329,7 +346,7 @@ class StaticBuffers:
     logprob_tokens: torch.Tensor = _request_value(torch.int32, "token_logprobs", "write_logprobs", pad=-1)
 
     step_ring: torch.Tensor = _output(("entries",), torch.int64, pad="the step that wrote the entry")
-    token_ring: torch.Tensor = _output(("entries", "reqs"), torch.int32, pad="-1")
+    token_ring: torch.Tensor = _output(("entries", "positions", "reqs"), torch.int32, pad="-1")
     finish_reason_ring: torch.Tensor = _output(("entries", "reqs"), torch.int32, pad="0", initial=0)
     fault_code_ring: torch.Tensor = _output(("entries", "reqs"), torch.int32, pad="0", initial=0)
     fault_value_ring: torch.Tensor = _output(
@@ -337,15 +354,19 @@ class StaticBuffers:
     )
 
     rank_ring: torch.Tensor = _output(
-        ("entries", "reqs"), torch.int32, pad="0: no log-probabilities", initial=0, writer="write_logprobs"
+        ("entries", "positions", "reqs"),
+        torch.int32,
+        pad="0: no log-probabilities",
+        initial=0,
+        writer="write_logprobs",
     )
     logprob_ring: torch.Tensor = _output(
-        ("entries", "reqs", "logprob_columns"), torch.float32, pad="unchanged: valid where rank is not 0", initial=0,
-        writer="write_logprobs",
+        ("entries", "positions", "reqs", "logprob_columns"), torch.float32,
+        pad="unchanged: valid where rank is not 0", initial=0, writer="write_logprobs",
     )  # fmt: skip
     logprob_token_ring: torch.Tensor = _output(
-        ("entries", "reqs", "logprob_columns"), torch.int32, pad="unchanged: valid where rank is not 0", initial=0,
-        writer="write_logprobs",
+        ("entries", "positions", "reqs", "logprob_columns"), torch.int32,
+        pad="unchanged: valid where rank is not 0", initial=0, writer="write_logprobs",
     )  # fmt: skip
 
     @classmethod
@@ -392,9 +413,15 @@ class StaticBuffers:
         tensors["page_groups"].copy_(torch.tensor(words, dtype=torch.int32, device="cpu"))
         return cls(**tensors)
 
-    def cut(self, padded_reqs: int, padded_tokens: int) -> StaticBuffers:
-        """Return the views for a graph of this size. DERIVED and CARRIED buffers are sliced, all others are whole."""
-        extents = {"reqs": padded_reqs, "reqs_plus_one": padded_reqs + 1, "tokens": padded_tokens}
+    def cut(self, padded_reqs: int, padded_tokens: int, positions: int = 1) -> StaticBuffers:
+        """Return the views for a graph of this size. DERIVED and CARRIED buffers are sliced, all others are whole.
+
+        positions   tokens that a request may sample
+        """
+        extents = {
+            "reqs": padded_reqs, "reqs_plus_one": padded_reqs + 1, "tokens": padded_tokens,
+            "logits_rows": padded_reqs * positions,
+        }  # fmt: skip
         views = {}
         for name, spec in self.specs().items():
             views[name] = tensor = getattr(self, name)

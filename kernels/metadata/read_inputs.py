@@ -87,6 +87,27 @@ def token_start(inputs_ptr, row, num_reqs, num_tokens, listed_reqs, QUERY_LEN: t
 
 
 @triton.jit
+def token_range(
+    inputs_ptr, row, query_start, query_len, num_reqs, num_tokens, listed_reqs, QUERY_LEN: tl.constexpr
+):  # fmt: skip
+    """Return the first token of batch position `row` in the inputs, its end, and whether they match the request.
+
+    In a graph of QUERY_LEN > 1, a request has up to QUERY_LEN tokens in the inputs. In the buffers it has QUERY_LEN,
+    including padding, from `token_start` on.
+    """
+    if QUERY_LEN > 1:
+        matches = (query_start >= 0) & (query_len >= 0) & (query_len <= QUERY_LEN)
+        matches = matches & (query_start <= num_tokens - query_len)
+        start = tl.where(matches, query_start, 0)
+        end = start + tl.where(matches, query_len, 0)
+    else:
+        start = token_start(inputs_ptr, row, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
+        end = token_start(inputs_ptr, row + 1, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
+        matches = (query_start == start) & (query_len == end - start) & (end <= num_tokens)
+    return start, end, matches
+
+
+@triton.jit
 def find_buffer_row(
     inputs_ptr, row, num_reqs, num_tokens, listed_reqs, QUERY_LEN: tl.constexpr, DECODE_LEN: tl.constexpr,
     ROW_BLOCK: tl.constexpr,

@@ -25,7 +25,8 @@ _NOWHERE = 1 << 30  # first column of a table without pages
 
 @dataclass(frozen=True, slots=True)
 class _StepInputs:
-    """Parsed step inputs, truncated to the size of a graph. Tokens of request r are `starts[r] : starts[r + 1]`."""
+    """Parsed step inputs, truncated to the size of a graph. Tokens of request r are `starts[r] : starts[r + 1]`; with
+    query_len > 1 these are its places in the buffers, and it may have fewer tokens in the inputs."""
 
     step: int
     num_reqs: int
@@ -35,6 +36,7 @@ class _StepInputs:
     starts: Int64Array  # [num_reqs + 1]
     tokens: Int32Array
     pages: Int32Array
+    query_len: int = 0
     tables: Int32Array | None = None  # [groups, req_indices, pages_per_req], if the caller owns the page tables
     groups: Sequence[PageGroup] = ()
 
@@ -70,6 +72,7 @@ class _StepInputs:
             starts,
             words[tokens_at:pages_at],
             words[pages_at : pages_at + listed_pages],
+            query_len,
         )
 
     def buffer_layout(self, padded_reqs: int, decode_len: int) -> tuple[Int64Array, Int64Array, int]:
@@ -92,6 +95,9 @@ class _StepInputs:
         return int(self.rows[field, row])
 
     def row_tokens(self, row: int) -> Int32Array:
+        if self.query_len > 1:
+            start = self.field(layout.REQ_QUERY_START, row)
+            return self.tokens[start : start + self.field(layout.REQ_QUERY_LEN, row)]
         return self.tokens[self.starts[row] : self.starts[row + 1]]
 
     def row_pages(self, group: int, row: int) -> tuple[int, Int32Array]:
@@ -127,14 +133,15 @@ def refresh_reference(b: Any) -> None:
     step = _StepInputs.parse(b.inputs.numpy(), len(req_indices), len(input_ids), b.query_len, len(groups))
     if b.tables is not None:
         step = replace(step, tables=b.tables.numpy(), groups=groups)
-    last, last_encoder_len = b.last_token.numpy(), b.last_encoder_len.numpy()
+    last_token, last_encoder_len = b.last_token.numpy(), b.last_encoder_len.numpy()
     buffer_rows, starts, decodes = step.buffer_layout(len(req_indices), b.decode_len)
 
     # Fill all buffers with pads, then overwrite those of valid requests.
     copied = [(i, getattr(b, name), pad) for i, (name, pad) in enumerate(zip(COPIED, COPIED_PADS, strict=True))]
     for tensor, pad in (
         (input_ids, 0), (b.positions, 0), (b.slot_mapping, PAD_SLOT_ID), (b.seq_lens, b.seq_len_fill),
-        (b.logits_indices, 0), (req_indices, -1), (b.req_status, RequestStatus.PAD), (b.void_req_indices, -1),
+        (b.logits_indices, 0), (b.sample_lens, 0), (b.drafts_left, -1),
+        (req_indices, -1), (b.req_status, RequestStatus.PAD), (b.void_req_indices, -1),
         (b.new_spans, 0),
         (b.check_code, FaultCode.NONE), (b.check_value, 0), (b.fault_code, FaultCode.NONE), (b.fault_value, 0),
         (b.decode_seq_lens, b.seq_len_fill), (b.prompt_seq_lens, b.seq_len_fill),
@@ -158,7 +165,7 @@ def refresh_reference(b: Any) -> None:
     checks: dict[tuple[int, int], tuple[int, int]] = {}
     requests = step.requests()
     for row in requests:
-        fault = _check_row(step, row, last, b.max_seq_len)
+        fault = _check_row(step, row, last_token, b.max_seq_len)
         keeps = not fault[0] and _keeps_pages(step, row, groups)
         for g, group in enumerate(groups):
             checks[g, row] = fault
@@ -166,7 +173,7 @@ def refresh_reference(b: Any) -> None:
                 tables[g, row] = _table(step, g, row, group, b, keeps)
                 checks[g, row] = tables[g, row].fault
         if not checks[0, row][0]:
-            checks[0, row] = _check_tokens(step, row, last, b.vocab_size)
+            checks[0, row] = _check_tokens(step, row, last_token, b.vocab_size)
         for g in range(len(groups)):
             b.check_code[g, row], b.check_value[g, row] = checks[g, row]
             if not checks[g, row][0]:
@@ -182,7 +189,7 @@ def refresh_reference(b: Any) -> None:
             b.fault_code[buffer_row], b.fault_value[buffer_row] = code | g << FAULT_GROUP_SHIFT, value
             req_index = step.field(layout.REQ_INDEX, row)
             starts_sequence = step.field(layout.REQ_SEQ_LEN, row) == step.field(layout.REQ_QUERY_LEN, row)
-            if starts_sequence and 0 <= req_index < len(last):
+            if starts_sequence and 0 <= req_index < len(last_token):
                 b.void_req_indices[buffer_row] = req_index
 
     valid = np.array([row for row in requests if row not in faults], np.int64)
@@ -191,28 +198,40 @@ def refresh_reference(b: Any) -> None:
     b.req_status.numpy()[buffer_rows[list(faults)]] = int(RequestStatus.INVALID)
     samples, live = int(RequestStatus.SAMPLES), int(RequestStatus.LIVE)
     b.req_status.numpy()[at] = np.where(rows[layout.REQ_SAMPLE] != 0, samples, live)
-    b.seq_lens.numpy()[at] = rows[layout.REQ_SEQ_LEN]
+    lengths = rows[layout.REQ_QUERY_LEN]
+    padding = (b.query_len - lengths) if b.query_len > 1 else 0
+    kv_lens = rows[layout.REQ_SEQ_LEN] + padding
+    b.seq_lens.numpy()[at] = kv_lens
     last_encoder_len[rows[layout.REQ_INDEX]] = rows[layout.REQ_ENCODER_LEN]
     for lens, selected in ((b.decode_seq_lens, at < decodes), (b.prompt_seq_lens, at >= decodes)):
-        lens.numpy()[at[selected]] = rows[layout.REQ_SEQ_LEN, selected]
+        lens.numpy()[at[selected]] = kv_lens[selected]
     req_indices.numpy()[at] = rows[layout.REQ_INDEX]
-    b.logits_indices.numpy()[at] = starts[at + 1] - 1
+    last = starts[at] + lengths - 1
+    drafts = (rows[layout.REQ_SAMPLE] - 1).clip(0, lengths - 1) if b.query_len > 1 else np.zeros_like(lengths)
+    for position, indices in enumerate(b.logits_indices.numpy().reshape(-1, len(req_indices))):
+        indices[at] = last - drafts + np.minimum(position, drafts)
+    b.sample_lens.numpy()[at] = rows[layout.REQ_SEQ_LEN] - drafts
+    b.drafts_left.numpy()[at] = np.where(rows[layout.REQ_SAMPLE] != 0, drafts, -1)
     for i, tensor, _ in copied:
         words = rows[layout.REQ_COPIED + i]
         as_declared = {torch.float32: words.view(np.float32), torch.int64: words.view(np.uint32)}
         tensor.numpy()[at] = as_declared.get(tensor.dtype, words)
     ids, positions = input_ids.numpy(), b.positions.numpy()
     for row, buffer_row in zip(valid.tolist(), at.tolist(), strict=True):
-        span = slice(int(starts[buffer_row]), int(starts[buffer_row + 1]))
         tokens, req_index = step.row_tokens(row), step.field(layout.REQ_INDEX, row)
-        ids[span] = np.where(tokens == TOKEN_FROM_DEVICE, last[req_index], tokens)
+        span = slice(int(starts[buffer_row]), int(starts[buffer_row]) + len(tokens))
+        ids[span] = np.where(tokens == TOKEN_FROM_DEVICE, last_token[req_index], tokens)
         positions[span] = step.field(layout.REQ_SEQ_LEN, row) - len(tokens) + np.arange(len(tokens))
         for g, group in enumerate(groups):
             _write_table(step, g, row, buffer_row, group, tables[g, row], b)
             if group.max_encoder_len:
                 continue  # steps do not write the pages of an encoder
-            page = tables[g, row].pages[positions[span] // group.page_size].astype(np.int64)
-            b.slot_mapping.numpy()[g, span] = page * group.page_size + positions[span] % group.page_size
+            # Missing drafts are written too, as attention may read them with weight 0, and 0 x NaN is NaN.
+            places = step.field(layout.REQ_SEQ_LEN, row) - len(tokens) + np.arange(max(len(tokens), step.query_len))
+            places = places[places < min(tables[g, row].span[1], group.max_pages) * group.page_size]
+            page = tables[g, row].pages[places // group.page_size].astype(np.int64)
+            slots = page * group.page_size + places % group.page_size
+            b.slot_mapping.numpy()[g, span.start : span.start + len(slots)] = slots
 
 
 def _check_row(step: _StepInputs, row: int, last: Any, max_seq_len: int) -> tuple[int, int]:
@@ -222,6 +241,8 @@ def _check_row(step: _StepInputs, row: int, last: Any, max_seq_len: int) -> tupl
     if not 0 <= req_index < len(last):
         return int(FaultCode.REQ_INDEX_OUT_OF_RANGE), req_index
     in_place = start == step.starts[row] and start + query_len == step.starts[row + 1] <= step.num_tokens
+    if step.query_len > 1:
+        in_place = start >= 0 and query_len <= step.query_len and start + query_len <= step.num_tokens
     if not (in_place and 1 <= query_len <= seq_len <= max_seq_len):
         return int(FaultCode.BAD_LENGTH), seq_len
     return int(FaultCode.NONE), 0

@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from graphrt.kernels.checks import check_int
+from graphrt.kernels.checks import check_int, check_tensor
 from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.launcher import KernelLauncher, early_start
@@ -50,6 +50,7 @@ from graphrt.kernels.metadata.read_inputs import (
     find_buffer_row,
     has_request,
     read_header,
+    token_range,
     token_start,
 )
 from graphrt.kernels.metadata.read_pages import first_seen_page, lists_page_0, pages_at, read_group, row_pages, token_at
@@ -93,7 +94,7 @@ _Written = namedtuple(
     "page_groups inputs last_token last_encoder_len write_conflicts tables page_table page_spans table_from table_to "
     "new_spans check_code check_value fault_code fault_value step_counter input_ids positions slot_mapping "
     "query_start_loc seq_lens block_table buffer_rows decode_seq_lens prompt_seq_lens decode_start_loc "
-    "prompt_start_loc logits_indices req_indices req_status void_req_indices",
+    "prompt_start_loc logits_indices sample_lens drafts_left req_indices req_status void_req_indices",
 )
 """Buffers that the kernels read and write, in the order of their arguments."""
 
@@ -167,9 +168,7 @@ def _check_rows_kernel(
 
     # Later checks use values that earlier checks validate, so they are masked off where an earlier check failed.
     index_ok = (req_index >= 0) & (req_index < num_req_indices)
-    start = token_start(ptrs.inputs, row, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
-    end = token_start(ptrs.inputs, row + 1, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
-    in_place = (query_start == start) & (query_len == end - start) & (end <= num_tokens)
+    _, _, in_place = token_range(ptrs.inputs, row, query_start, query_len, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
     length_ok = in_place & (query_len >= 1) & (query_len <= seq_len) & (seq_len <= max_seq_len)
     # `held`: number of tokens whose pages the request needs, from its sequence or its encoder.
     encoder_ok = (encoder_len >= tl.where(page_count > 0, 1, 0)) & (encoder_len <= max_encoder_len)
@@ -296,6 +295,7 @@ def _write_buffers_kernel(
     seq_len = tl.load(rows_ptr + REQ_SEQ_LEN * listed_reqs, mask=is_row, other=0)
     sample = tl.load(rows_ptr + REQ_SAMPLE * listed_reqs, mask=is_row, other=0)
     encoder_len = tl.load(rows_ptr + REQ_ENCODER_LEN * listed_reqs, mask=is_row, other=0)
+    query_start = tl.load(rows_ptr + REQ_QUERY_START * listed_reqs, mask=is_row, other=0)
     query_len = tl.load(rows_ptr + REQ_QUERY_LEN * listed_reqs, mask=is_row, other=-1)
     copied = ()
     for i in tl.static_range(len(COPIED_PADS)):
@@ -309,8 +309,11 @@ def _write_buffers_kernel(
     span_from = tl.load(ptrs.new_spans + 4 * check_at)
     span_to = tl.load(ptrs.new_spans + 4 * check_at + 1)
     # Inputs are read at the batch position `row`; results are written to `buffer_row`.
-    start = token_start(ptrs.inputs, row, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
-    end = token_start(ptrs.inputs, row + 1, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
+    start, end, _ = token_range(ptrs.inputs, row, query_start, query_len, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
+    slots_end = end  # in the buffers, a request of a graph with drafts has QUERY_LEN tokens, including padding
+    if QUERY_LEN > 1:
+        slots_end = start + tl.where(is_row, QUERY_LEN, 0)
+    kv_len = seq_len + (slots_end - end)
     buffer_row, first_token, decodes = find_buffer_row(
         ptrs.inputs, row, num_reqs, num_tokens, listed_reqs, QUERY_LEN, DECODE_LEN, ROW_BLOCK
     )
@@ -363,7 +366,7 @@ def _write_buffers_kernel(
         tl.store(ptrs.table_to + buffer_at, used_to)
     if (part == 0) & (group == 0):
         status = tl.where(valid, tl.where(sample != 0, _SAMPLES, _LIVE), tl.where(real, _INVALID, _PAD))
-        tl.store(ptrs.seq_lens + buffer_row, tl.where(valid, seq_len, seq_len_fill))
+        tl.store(ptrs.seq_lens + buffer_row, tl.where(valid, kv_len, seq_len_fill))
         tl.store(ptrs.req_indices + buffer_row, req_index)
         tl.store(ptrs.req_status + buffer_row, status)
         tl.store(ptrs.last_encoder_len + req_index, encoder_len, mask=valid)
@@ -379,25 +382,38 @@ def _write_buffers_kernel(
         )  # fmt: skip
         tl.store(ptrs.fault_code + buffer_row, tl.where(real, code | (fault_group << _GROUP_SHIFT), 0))
         tl.store(ptrs.fault_value + buffer_row, tl.where(real, value, 0))
-        tl.store(ptrs.logits_indices + buffer_row, tl.where(valid, first_token + end - start - 1, 0).to(tl.int64))
+        last_index = first_token + end - start - 1
+        drafts = tl.zeros([], tl.int32)
+        if QUERY_LEN > 1:
+            # Logits row `position * padded_reqs + buffer_row` is of the request's last token, or of an earlier one if
+            # drafts follow it.
+            drafts = tl.minimum(tl.maximum(sample - 1, 0), tl.maximum(query_len - 1, 0))
+            at = last_index - drafts + tl.minimum(lanes, drafts)
+            logits_ptr = ptrs.logits_indices + lanes * padded_reqs + buffer_row
+            tl.store(logits_ptr, tl.where(valid, at, 0).to(tl.int64), mask=lanes < QUERY_LEN)
+        else:
+            tl.store(ptrs.logits_indices + buffer_row, tl.where(valid, last_index, 0).to(tl.int64))
+        tl.store(ptrs.sample_lens + buffer_row, tl.where(valid, seq_len - drafts, 0))
+        tl.store(ptrs.drafts_left + buffer_row, tl.where(valid & (sample != 0), drafts, -1))
         # For decode attention, prefill requests have no tokens, and vice versa. With DECODE_LEN 0 all are prefill.
         prompts_from = decodes * DECODE_LEN
         is_decode = buffer_row < decodes
         tl.store(ptrs.buffer_rows + row, buffer_row)
-        tl.store(ptrs.decode_seq_lens + buffer_row, tl.where(valid & is_decode, seq_len, seq_len_fill))
-        tl.store(ptrs.prompt_seq_lens + buffer_row, tl.where(valid & (is_decode == 0), seq_len, seq_len_fill))
+        tl.store(ptrs.decode_seq_lens + buffer_row, tl.where(valid & is_decode, kv_len, seq_len_fill))
+        tl.store(ptrs.prompt_seq_lens + buffer_row, tl.where(valid & (is_decode == 0), kv_len, seq_len_fill))
         tl.store(ptrs.query_start_loc + buffer_row, first_token)
         tl.store(ptrs.decode_start_loc + buffer_row, tl.minimum(first_token, prompts_from))
         tl.store(ptrs.prompt_start_loc + buffer_row, tl.maximum(first_token, prompts_from))
         if row == padded_reqs - 1:
-            tl.store(ptrs.query_start_loc + padded_reqs, end)
+            last_end = token_start(ptrs.inputs, row + 1, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
+            tl.store(ptrs.query_start_loc + padded_reqs, last_end)
             tl.store(ptrs.decode_start_loc + padded_reqs, prompts_from)
-            tl.store(ptrs.prompt_start_loc + padded_reqs, end)
+            tl.store(ptrs.prompt_start_loc + padded_reqs, last_end)
         if row == 0:
             tl.store(ptrs.step_counter, step)
 
     # The request's tokens, split over its programs of this group. Slots differ by group; group 0 writes the rest.
-    for base in range(start + part * TOKEN_BLOCK, end, num_parts * TOKEN_BLOCK):
+    for base in range(start + part * TOKEN_BLOCK, slots_end, num_parts * TOKEN_BLOCK):
         at = base + lanes
         if base != first_base:
             position, page, token = token_at(
@@ -405,9 +421,17 @@ def _write_buffers_kernel(
                 table_ptr,
             )  # fmt: skip
         writes = at < written_end
-        slot = tl.where(writes, page * page_size + position % page_size, _PAD_SLOT)
+        place = position
+        if QUERY_LEN > 1:
+            # Missing drafts are written too, as attention may read them with weight 0, and 0 x NaN is NaN.
+            place = seq_len - end + at
+            writes = (at < tl.where(written_end > start, slots_end, start)) & (place < used_to * page_size)
+            page = pages_at(place // page_size, writes, pages_ptr, first, page_count, table_ptr).to(tl.int64)
+        slot = tl.where(writes, page * page_size + place % page_size, _PAD_SLOT)
         to = first_token - start + at
-        written = (at < end) & (to >= 0) & (to < padded_tokens)  # in corrupt inputs the lengths may sum to more tokens
+        written = (
+            (at < slots_end) & (to >= 0) & (to < padded_tokens)
+        )  # in corrupt inputs the lengths may sum to more tokens
         tl.store(slots_ptr + to, slot, mask=written)
         if group == 0:
             token = tl.where((at < valid_end) & (token == _TOKEN_FROM_DEVICE), last_token, token)
@@ -467,6 +491,7 @@ def _constexprs(
 
 _Call = call_class(
     "refresh",
+    (),
     tables=torch.Tensor | None,
     **dict.fromkeys(("max_seq_len", "vocab_size", "query_len", "decode_len", "seq_len_fill"), int),
 )
@@ -488,7 +513,8 @@ def refresh(
     buffers       static buffers, cut to the captured size; docs/decode_step.md describes them
     max_seq_len   longest sequence; a longer request is a BAD_LENGTH fault
     vocab_size    token ids outside 0 .. vocab_size - 1 are a TOKEN_OUT_OF_RANGE fault
-    query_len     new tokens per request of a decode graph; 0 in a mixed graph
+    query_len     new tokens per request of a decode graph; 0 in a mixed graph. If it is more than 1, requests may
+                  have fewer tokens; padding follows them in the buffers, and `seq_lens` counts it
     seq_len_fill  `seq_lens` value of pad and invalid requests that the attention backend requires
     decode_len    for a mixed graph with separate decode attention: requests with `decode_len` new tokens come first in
                   the buffers, then all others; both keep their batch order. 0: the buffers have the batch order
@@ -513,6 +539,7 @@ def refresh(
         )
     if tables is not None:
         check_tables("tables", tables, buffers)
+    check_tensor("logits_indices", buffers.logits_indices, shape=(reqs * max(query_len, 1),))
     operands = buffers.once(refresh_operands)
     _op(_Call(*operands, tables, max_seq_len, vocab_size, query_len, decode_len, seq_len_fill))
 

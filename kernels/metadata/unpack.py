@@ -3,8 +3,9 @@
 The host writes an entry to pinned memory, then launches a graph. The cursor on the device selects the entry:
 
     full entry    its words are copied to `inputs`
-    batch delta   every request continues by one token. A position is NO_REQUEST if its request has finished or waits
-                  for a page for its next token
+    batch delta   every request continues by one token, and in a graph with drafts by its drafts, as many as its pages
+                  and its length limit allow. A position is NO_REQUEST if its request has finished or waits for a page
+                  for its next token
 
 Several steps may use one entry. The first step reads the entry's changes; in later steps all requests continue.
 Lengths, last tokens and sampling values of continuing requests are on the device, so the host need not know them and
@@ -39,7 +40,7 @@ from graphrt.kernels.metadata.buffers import (
 from graphrt.kernels.metadata.read_pages import GROUP_FIELDS, MAX_ENCODER_LEN, PAGE_SIZE
 from graphrt.kernels.op_declaration import DeclaredOp
 from graphrt.kernels.sizes import next_power_of_two
-from graphrt.kernels.types import TOKEN_FROM_DEVICE
+from graphrt.kernels.types import NO_TOKEN, TOKEN_FROM_DEVICE
 
 _PROGRAMS = layout.HEADER_COPIES
 _MIN_REQS = 8  # minimum requests per program
@@ -74,6 +75,7 @@ _NO_REQUEST = tl.constexpr(layout.NO_REQUEST)
 _SEQ_LEN_FROM_DEVICE = tl.constexpr(layout.SEQ_LEN_FROM_DEVICE)
 _TOKEN_FROM_DEVICE = tl.constexpr(TOKEN_FROM_DEVICE)
 _STOP_TOKENS = tl.constexpr(STOP_TOKENS)
+_NO_BOUND = tl.constexpr(1 << 40)  # tokens, where encoder pages limit no request
 _CURSOR_STEP = tl.constexpr(CURSOR_STEP)
 _CURSOR_NUM_REQS = tl.constexpr(CURSOR_NUM_REQS)
 _CURSOR_STEPS = tl.constexpr(CURSOR_STEPS)
@@ -148,11 +150,11 @@ def _store_request_values(
 
 @triton.jit
 def _advance_requests(
-    entry_ptr, ptrs, num_reqs, new_order, has_lists, num_req_indices, rows,
+    entry_ptr, ptrs, num_reqs, new_order, has_lists, num_req_indices, num_drafts, max_len, rows,
     REQ_FIELDS: tl.constexpr, GROUPS: tl.constexpr, GROUP_BLOCK: tl.constexpr, COPIED_VALUES: tl.constexpr,
-    COPIED_BLOCK: tl.constexpr,
+    COPIED_BLOCK: tl.constexpr, QUERY_LEN: tl.constexpr, DRAFT_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write requests of the step inputs that continue by one token, with the pages that the delta lists for them."""
+    """Write requests of the step inputs that continue by one token and drafts, with the pages that the delta lists."""
     mask = rows < num_reqs
     rows_ptr = ptrs.inputs + _HEADER_SIZE + rows
     # Lists have the same layout in the entry and in the inputs. Issue all loads from host memory before the first use.
@@ -171,7 +173,7 @@ def _advance_requests(
     req_index = tl.where(ordered, req_index, tl.load(ptrs.order + rows, mask=mask & (ordered == 0), other=-1))
 
     runs = mask & (req_index >= 0) & (req_index < num_req_indices)
-    seq_len = tl.load(ptrs.req_seq_lens + req_index, mask=runs, other=0) + 1
+    length = tl.load(ptrs.req_seq_lens + req_index, mask=runs, other=0)
     finished = tl.load(ptrs.finish_reasons + req_index, mask=runs, other=1) != 0
     # A request without a page for its token waits until it gets one. Encoder pages are always complete.
     group_ptrs = ptrs.page_groups + GROUP_FIELDS * groups
@@ -181,8 +183,21 @@ def _advance_requests(
     known_to = tl.load(spans_ptr + 1, mask=(groups < GROUPS) & runs[None, :], other=0)
     listed_to = tl.where(count > 0, first.to(tl.int64) + count, 0)
     pages_to = tl.maximum(known_to.to(tl.int64), listed_to)
-    has_page = crosses | (pages_to * page_size >= seq_len[None, :])
-    runs = runs & (finished == 0) & (tl.min(has_page.to(tl.int32), 0) > 0)
+    room = tl.min(tl.where(crosses, _NO_BOUND, pages_to * page_size - length[None, :]), 0)
+    runs = runs & (finished == 0) & (room > 0)
+    tokens_ptr = rows_ptr - rows + REQ_FIELDS * num_reqs + rows * QUERY_LEN
+    count_new = rows * 0 + 1
+    if QUERY_LEN > 1:
+        limit = tl.load(ptrs.length_limits + req_index, mask=runs, other=0)
+        most = tl.minimum(tl.where((limit > 0) & (limit < max_len), limit, max_len) - length, room)
+        ahead = tl.arange(0, DRAFT_BLOCK)[:, None]
+        wanted = (ahead < num_drafts) & (ahead < QUERY_LEN - 1) & runs[None, :]
+        drafts_ptr = ptrs.drafts + req_index[None, :].to(tl.int64) * num_drafts
+        draft = tl.load(drafts_ptr + ahead, mask=wanted, other=-1)
+        found = tl.min(tl.where(draft < 0, ahead, QUERY_LEN - 1), 0)
+        count_new = tl.maximum(tl.minimum(1 + found, most), 1).to(tl.int32)
+        tl.store(tokens_ptr[None, :] + 1 + ahead, draft, mask=(ahead < QUERY_LEN - 1) & mask[None, :])
+    seq_len = length + count_new
 
     values = tl.arange(0, COPIED_BLOCK)[:, None]
     kept = (values < COPIED_VALUES) & runs[None, :]
@@ -191,25 +206,27 @@ def _advance_requests(
     tl.store(values_ptr, value, mask=(values < COPIED_VALUES) & mask[None, :])
     tl.store(rows_ptr + _REQ_INDEX * num_reqs, tl.where(runs, req_index, _NO_REQUEST), mask=mask)
     tl.store(rows_ptr + _REQ_SEQ_LEN * num_reqs, seq_len, mask=mask)
-    tl.store(rows_ptr + _REQ_QUERY_START * num_reqs, rows, mask=mask)
-    tl.store(rows_ptr + _REQ_QUERY_LEN * num_reqs, rows * 0 + 1, mask=mask)
-    tl.store(rows_ptr + _REQ_SAMPLE * num_reqs, rows * 0 + 1, mask=mask)
+    tl.store(rows_ptr + _REQ_QUERY_START * num_reqs, rows * QUERY_LEN, mask=mask)
+    tl.store(rows_ptr + _REQ_QUERY_LEN * num_reqs, count_new, mask=mask)
+    tl.store(rows_ptr + _REQ_SAMPLE * num_reqs, count_new, mask=mask)
     fields_ptr = rows_ptr[None, :] + (_REQ_PAGES + _PAGE_FIELDS * groups) * num_reqs
     tl.store(fields_ptr, first, mask=in_use)
     tl.store(fields_ptr + num_reqs, start, mask=in_use)
     tl.store(fields_ptr + 2 * num_reqs, count, mask=in_use)
-    tl.store(rows_ptr + REQ_FIELDS * num_reqs, rows * 0 + _TOKEN_FROM_DEVICE, mask=mask)
+    tl.store(tokens_ptr, rows * 0 + _TOKEN_FROM_DEVICE, mask=mask)
 
 
 _Unpacked = namedtuple(
     "_Unpacked",
     "page_groups input_ring inputs cursor order req_seq_lens finish_reasons req_values length_limits stop_tokens "
-    "step_counter page_spans",
+    "step_counter page_spans drafts",
 )
 """Buffers that the kernel reads and writes, in the order of its arguments."""
 
 
-@triton.jit(do_not_specialize=["num_req_indices", "max_reqs", "inputs_words", "input_ring_words"])
+@triton.jit(
+    do_not_specialize=["num_req_indices", "max_reqs", "inputs_words", "input_ring_words", "num_drafts", "max_len"]
+)
 def _unpack_kernel(
     ptrs,
     num_entries,
@@ -218,6 +235,8 @@ def _unpack_kernel(
     inputs_words,
     input_ring_words,
     num_req_indices,
+    num_drafts,
+    max_len,
     REQ_FIELDS: tl.constexpr,
     FIELD_BLOCK: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -227,6 +246,8 @@ def _unpack_kernel(
     VALUE_BLOCK: tl.constexpr,
     REQ_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
+    QUERY_LEN: tl.constexpr,
+    DRAFT_BLOCK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     if OVERLAPS:  # the refresh may start now, because it waits for this kernel to finish
@@ -258,7 +279,7 @@ def _unpack_kernel(
     new_order = first_step & ((kind & _NEW_ORDER) != 0)
     keep = (kind & _KEEP) != 0
     reqs = num_reqs.to(tl.int64)
-    num_tokens = tl.where(delta, num_reqs, num_tokens)
+    num_tokens = tl.where(delta, num_reqs * QUERY_LEN, num_tokens)
     used = _HEADER_SIZE + REQ_FIELDS * reqs + num_tokens + num_pages
     has_lists = first_step & ((kind & _LISTS) != 0)
     delta_words = _HEADER_SIZE + tl.where(new_order, reqs, 0) + num_pages
@@ -284,11 +305,11 @@ def _unpack_kernel(
     rows = tl.program_id(0) * REQ_BLOCK + tl.arange(0, REQ_BLOCK)
     if delta:
         _advance_requests(
-            entry_ptr, ptrs, num_reqs, new_order, has_lists, num_req_indices, rows,
-            REQ_FIELDS, GROUPS, GROUP_BLOCK, COPIED_VALUES, COPIED_BLOCK,
+            entry_ptr, ptrs, num_reqs, new_order, has_lists, num_req_indices, num_drafts, max_len, rows,
+            REQ_FIELDS, GROUPS, GROUP_BLOCK, COPIED_VALUES, COPIED_BLOCK, QUERY_LEN, DRAFT_BLOCK,
         )  # fmt: skip
         pages_from = delta_words.to(tl.int32) - num_pages
-        pages_to = _HEADER_SIZE + (REQ_FIELDS + 1) * num_reqs
+        pages_to = _HEADER_SIZE + (REQ_FIELDS + QUERY_LEN) * num_reqs
         for base in range(tl.program_id(0) * BLOCK, num_pages, tl.num_programs(0) * BLOCK):
             at = base + tl.arange(0, BLOCK)
             page = _from_host(entry_ptr + pages_from + at, at < num_pages, 0)
@@ -321,8 +342,9 @@ def _unpack_triton(b: Any) -> None:
     _launch(
         (_PROGRAMS,),
         pointers(_Unpacked, b), b.input_ring.shape[0], b.input_ring.stride(0), min(b.padded_reqs, b.order.shape[0]),
-        b.inputs.shape[0], b.input_ring.shape[1] - layout.INPUTS_AT, num_req_indices,
-        **_tile_sizes(groups), REQ_BLOCK=req_block, BLOCK=_BLOCK, OVERLAPS=overlaps(b.inputs.device),
+        b.inputs.shape[0], b.input_ring.shape[1] - layout.INPUTS_AT, num_req_indices, b.drafts.shape[1],
+        b.token_history.shape[1] - 1, **_tile_sizes(groups), REQ_BLOCK=req_block, BLOCK=_BLOCK,
+        QUERY_LEN=b.query_len, DRAFT_BLOCK=next_power_of_two(b.query_len), OVERLAPS=overlaps(b.inputs.device),
         num_warps=_NUM_WARPS,
     )  # fmt: skip
 
@@ -347,7 +369,7 @@ def unpack_reference(b: Any) -> None:
     new_order = first_step and bool(kind & layout.NEW_ORDER)
     list_fields = layout.list_fields(len(groups)) if first_step and kind & layout.LISTS else 0
     if kind & layout.DELTA:
-        header[layout.HEADER_NUM_TOKENS] = header[layout.HEADER_NUM_REQS]
+        header[layout.HEADER_NUM_TOKENS] = header[layout.HEADER_NUM_REQS] * b.query_len
     counts = [layout.HEADER_NUM_REQS, layout.HEADER_NUM_TOKENS, layout.HEADER_NUM_PAGES]
     n, tokens, pages = (int(header[count]) for count in counts)
     used = layout.inputs_size(n, tokens, pages, len(groups))
@@ -386,39 +408,53 @@ def unpack_reference(b: Any) -> None:
     if list_fields:
         rows[layout.REQ_PAGES :] = entry[at : at + list_fields * n].reshape(list_fields, n)
         at += list_fields * n
-    rows[layout.REQ_QUERY_START], rows[layout.REQ_QUERY_LEN], rows[layout.REQ_SAMPLE] = np.arange(n), 1, 1
+    rows[layout.REQ_QUERY_START], rows[layout.REQ_QUERY_LEN] = np.arange(n) * b.query_len, 1
+    new_tokens = inputs[layout.HEADER_SIZE + req_fields * n :][: n * b.query_len].reshape(n, b.query_len)
+    new_tokens[:, 1:], new_tokens[:, 0] = NO_TOKEN, TOKEN_FROM_DEVICE
     for row in range(n):
         req_index = int(order[row])
         rows[layout.REQ_INDEX, row], rows[layout.REQ_SEQ_LEN, row] = layout.NO_REQUEST, 1
         if not 0 <= req_index < num_req_indices:
             continue
-        length = rows[layout.REQ_SEQ_LEN, row] = int(lens[req_index]) + 1
-        if b.finish_reasons[req_index] == 0 and _has_pages(b, req_index, length, rows[layout.REQ_PAGES :, row], groups):
+        length = int(lens[req_index])
+        room = _room(b, req_index, rows[layout.REQ_PAGES :, row], groups) - length
+        runs = b.finish_reasons[req_index] == 0 and room > 0
+        if runs:
             rows[layout.REQ_INDEX, row] = req_index
             rows[layout.REQ_COPIED : layout.REQ_COPIED + len(COPIED), row] = b.req_values[:, req_index]
-    inputs[layout.HEADER_SIZE + req_fields * n :][:n] = TOKEN_FROM_DEVICE
-    inputs[layout.HEADER_SIZE + (req_fields + 1) * n :][:pages] = entry[at : at + pages]
+        if runs and b.query_len > 1:
+            limit, longest = int(b.length_limits[req_index]), b.token_history.shape[1] - 1
+            drafts = b.drafts[req_index, : b.query_len - 1].numpy()
+            found = int((drafts >= 0).cumprod().sum())
+            most = min(limit if limit > 0 else longest, longest) - length
+            rows[layout.REQ_QUERY_LEN, row] = max(min(1 + found, most, room), 1)
+            new_tokens[row, 1 : 1 + len(drafts)] = drafts
+        rows[layout.REQ_SEQ_LEN, row] = length + rows[layout.REQ_QUERY_LEN, row]
+    rows[layout.REQ_SAMPLE] = rows[layout.REQ_QUERY_LEN]
+    inputs[layout.HEADER_SIZE + (req_fields + b.query_len) * n :][:pages] = entry[at : at + pages]
 
 
-def _has_pages(b: Any, req_index: int, length: int, lists: Any, groups: list[list[int]]) -> bool:
-    """Return whether a request has a page for its next token in every self-attention group."""
+def _room(b: Any, req_index: int, lists: Any, groups: list[list[int]]) -> int:
+    """Return the number of tokens that a request has pages for in every self-attention group."""
+    room: int = _NO_BOUND.value
     for g, words in enumerate(groups):
         group = PageGroup(*words)
         first, _, count = lists[layout.PAGE_FIELDS * g :][: layout.PAGE_FIELDS].tolist()
         pages_to = max(int(b.page_spans[g, req_index, 1]), first + count if count > 0 else 0)
-        if not group.max_encoder_len and pages_to * group.page_size < length:
-            return False
-    return True
+        if not group.max_encoder_len:
+            room = min(room, pages_to * group.page_size)
+    return room
 
 
-_Call = call_class("unpack", padded_reqs=int)
+_Call = call_class("unpack", padded_reqs=int, query_len=int)
 _op = DeclaredOp("unpack", _Call, triton_impl=_unpack_triton, reference=unpack_reference)
 
 
-def unpack(buffers: StaticBuffers) -> None:
+def unpack(buffers: StaticBuffers, query_len: int = 1) -> None:
     """Write the step inputs from the current entry of the input ring, and store the entry's request values.
 
-    buffers   static buffers, cut to the captured size; docs/decode_step.md describes them
+    buffers    static buffers, cut to the captured size; docs/decode_step.md describes them
+    query_len  most new tokens of a request that continues: its last sampled token, and drafts
 
     The cursor selects the entry and its step; `write_outputs` advances it. An entry with counts out of range, or with
     more requests than the graph was captured for, is treated as a step without requests.
@@ -426,19 +462,20 @@ def unpack(buffers: StaticBuffers) -> None:
     Capture-safe: the grid depends on the captured size; the kernel reads the entry and its counts on the device.
     Raises: ShapeError: if shapes, dtypes or devices of the tensors do not match.
     """
-    _op(_Call(*buffers.once(_operands), buffers.req_indices.shape[0]))
+    _op(_Call(*buffers.once(_operands), buffers.req_indices.shape[0], query_len))
 
 
 _operands = functools.partial(pass_operands, "unpack")
 
 
 def compile_variants() -> list[CompileSpec]:
-    """Return the variants for one KV group and for several."""
+    """Return the variants for one KV group and for several, without and with drafts."""
     specs = []
-    for groups in (1, 6):
+    for name, groups, query_len in (("1", 1, 1), ("6", 6, 1), ("drafts", 1, 4)):
         constexprs = {**_tile_sizes(groups), "REQ_BLOCK": _MIN_REQS, "BLOCK": _BLOCK, "OVERLAPS": True}
+        constexprs |= {"QUERY_LEN": query_len, "DRAFT_BLOCK": next_power_of_two(query_len)}
         types = {"ptrs": pointer_types(_Unpacked)}
         specs.append(
-            CompileSpec(f"unpack_{groups}", _unpack_kernel, types, constexprs, _NUM_WARPS, 3, divisible=("ptrs",))
+            CompileSpec(f"unpack_{name}", _unpack_kernel, types, constexprs, _NUM_WARPS, 3, divisible=("ptrs",))
         )
     return specs

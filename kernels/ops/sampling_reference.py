@@ -222,17 +222,17 @@ def record_tokens_reference(c: Any) -> None:
     starts = c.query_start_loc.tolist()
     for row, req_index in enumerate(c.req_indices.tolist()):
         penalised = bool(factors[row] != 1) or bool(offsets[row] != 0) or bool(slopes[row] != 0)
-        start, end = max(starts[row], 0), min(starts[row + 1], len(tokens))
+        start, end = max(starts[row], 0), min(int(c.last[row]) + 1, len(tokens))
         if not (0 <= req_index < max_reqs and start < end):
             continue
-        first = int(c.seq_lens[row]) - (end - start)
-        history, counted = c.history[req_index], int(c.lens[req_index])
+        first = int(c.lens[row]) - (end - start)
+        history, counted = c.history[req_index], int(c.counted_lens[req_index])
         new = tokens[start : min(end, start + len(history) - first)]
         history[first : first + len(new)] = torch.where((new >= 0) & (new < 2**31), new, NO_TOKEN)
         if not penalised:
-            c.lens[req_index] = 0 if first < counted else counted
+            c.counted_lens[req_index] = 0 if first < counted else counted
             continue
-        c.lens[req_index] = first + end - start
+        c.counted_lens[req_index] = first + end - start
         prompt_len = int(c.prompt_lens[row])
         known = torch.cat((history[:first].long(), tokens[start:end]))
         valid = (known >= 0) & (known < vocab)

@@ -116,7 +116,8 @@ def _change_counts(
 def _record_tokens_kernel(
     tokens_ptr,
     query_start_loc_ptr,
-    seq_lens_ptr,
+    last_ptr,
+    lens_ptr,
     req_indices_ptr,
     prompt_lens_ptr,
     repetition_ptr,
@@ -136,7 +137,7 @@ def _record_tokens_kernel(
     req_index = tl.load(req_indices_ptr + row)
     _, _, _, penalised = penalties_of(row, repetition_ptr, presence_ptr, frequency_ptr)
     start = tl.maximum(tl.load(query_start_loc_ptr + row), 0)
-    end = tl.minimum(tl.load(query_start_loc_ptr + row + 1), num_tokens)
+    end = tl.minimum(tl.load(last_ptr + row).to(tl.int32) + 1, num_tokens)
     if (penalised & (req_index >= 0) & (req_index < state_rows)) & (start < end):
         # Each program owns a slice of the vocabulary, so programs need no synchronization to clear and count.
         words = (vocab_size + 31) // 32
@@ -148,7 +149,7 @@ def _record_tokens_kernel(
         seen_row_ptr = seen_ptr + req_index.to(tl.int64) * words
         counts_row_ptr = counts_ptr + req_index.to(tl.int64) * vocab_size
         lanes = tl.arange(0, BLOCK)
-        first_position = tl.load(seq_lens_ptr + row) - (end - start)
+        first_position = tl.load(lens_ptr + row) - (end - start)
         prompt_len = tl.load(prompt_lens_ptr + row)
         history_row_ptr = history_ptr + req_index.to(tl.int64) * max_len
         known_to = tl.minimum(first_position, max_len)
@@ -190,7 +191,8 @@ def _record_tokens_kernel(
 def _record_history_kernel(
     tokens_ptr,
     query_start_loc_ptr,
-    seq_lens_ptr,
+    last_ptr,
+    lens_ptr,
     req_indices_ptr,
     repetition_ptr,
     presence_ptr,
@@ -207,9 +209,9 @@ def _record_history_kernel(
     req_index = tl.load(req_indices_ptr + row)
     _, _, _, penalised = penalties_of(row, repetition_ptr, presence_ptr, frequency_ptr)
     start = tl.maximum(tl.load(query_start_loc_ptr + row), 0)
-    end = tl.minimum(tl.load(query_start_loc_ptr + row + 1), num_tokens)
+    end = tl.minimum(tl.load(last_ptr + row).to(tl.int32) + 1, num_tokens)
     if ((req_index >= 0) & (req_index < state_rows)) & (start < end):
-        seq_len = tl.load(seq_lens_ptr + row)
+        seq_len = tl.load(lens_ptr + row)
         first_position = seq_len - (end - start)
         counted = tl.load(counted_ptr + req_index)
         # Without penalties nothing was counted. If counted tokens are replaced, their counts cannot be removed later.
@@ -228,7 +230,8 @@ def _record_history_kernel(
 class _Call:
     tokens: torch.Tensor
     query_start_loc: torch.Tensor
-    seq_lens: torch.Tensor
+    last: torch.Tensor
+    lens: torch.Tensor
     req_indices: torch.Tensor
     prompt_lens: torch.Tensor
     repetition: torch.Tensor
@@ -237,7 +240,7 @@ class _Call:
     seen: Written
     counts: Written
     history: Written
-    lens: Written
+    counted_lens: Written
 
 
 _launch_counts, _launch_history = KernelLauncher(_record_tokens_kernel), KernelLauncher(_record_history_kernel)
@@ -247,14 +250,15 @@ def _launch(call: _Call) -> None:
     rows, num_tokens, max_len = call.req_indices.shape[0], call.tokens.shape[0], call.history.shape[1]
     if not rows:
         return
-    of_step = call.tokens, call.query_start_loc, call.seq_lens, call.req_indices
+    of_step = call.tokens, call.query_start_loc, call.last, call.lens, call.req_indices
     penalties = call.repetition, call.presence, call.frequency
-    _launch_counts(
-        (rows, _SLICES), *of_step, call.prompt_lens, *penalties, call.seen, call.counts, call.history, call.lens,
-        num_tokens, *call.counts.shape, max_len, BLOCK=_BLOCK, num_warps=_NUM_WARPS,
-    )  # fmt: skip
+    if call.counts.shape[1]:
+        _launch_counts(
+            (rows, _SLICES), *of_step, call.prompt_lens, *penalties, call.seen, call.counts, call.history,
+            call.counted_lens, num_tokens, *call.counts.shape, max_len, BLOCK=_BLOCK, num_warps=_NUM_WARPS,
+        )  # fmt: skip
     _launch_history(
-        (rows,), *of_step, *penalties, call.history, call.lens, num_tokens, call.counts.shape[0], max_len,
+        (rows,), *of_step, *penalties, call.history, call.counted_lens, num_tokens, call.counts.shape[0], max_len,
         BLOCK=_BLOCK, num_warps=_NUM_WARPS,
     )  # fmt: skip
 
@@ -265,7 +269,8 @@ _op = DeclaredOp("record_tokens", _Call, triton_impl=_launch, reference=record_t
 def record_tokens(
     tokens: torch.Tensor,
     query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
+    last: torch.Tensor,
+    lens: torch.Tensor,
     req_indices: torch.Tensor,
     prompt_lens: torch.Tensor,
     penalties: Penalties,
@@ -273,8 +278,9 @@ def record_tokens(
     """Record the tokens of a step in the state of its requests, before `sample` of that step.
 
     tokens           [n]         int64  input ids of the step; tokens outside the vocabulary are ignored
-    query_start_loc  [rows + 1]  int32  row r has tokens query_start_loc[r] to query_start_loc[r + 1]
-    seq_lens         [rows]      int32  length of each sequence including these tokens, which gives their positions
+    query_start_loc  [rows + 1]  int32  row r has tokens from query_start_loc[r] on
+    last             [rows]      int64  index of the last token of each row; drafts may follow it
+    lens             [rows]      int32  length of each sequence including these tokens, which gives their positions
     req_indices      [rows]      int32  distinct; a row is skipped if it is out of range, such as -1 in padding
     prompt_lens      [rows]      int32  tokens from this position on are output tokens, which are counted
 
@@ -290,26 +296,28 @@ def record_tokens(
     rows, device = req_indices.shape[0], req_indices.device
     check_tensor("tokens", tokens, shape=(None,), dtype=torch.int64, device=device)
     check_tensor("query_start_loc", query_start_loc, shape=(rows + 1,), dtype=torch.int32, device=device)
-    check_tensor("seq_lens", seq_lens, shape=(rows,), dtype=torch.int32, device=device)
+    check_tensor("last", last, shape=(rows,), dtype=torch.int64, device=device)
+    check_tensor("lens", lens, shape=(rows,), dtype=torch.int32, device=device)
     check_tensor("prompt_lens", prompt_lens, shape=(rows,), dtype=torch.int32, device=device)
-    named = {"req_indices": req_indices, "tokens": tokens, "query_start_loc": query_start_loc, "seq_lens": seq_lens}
-    for name, tensor in {**named, "prompt_lens": prompt_lens}.items():
+    named = {"req_indices": req_indices, "tokens": tokens, "query_start_loc": query_start_loc, "last": last}
+    for name, tensor in {**named, "lens": lens, "prompt_lens": prompt_lens}.items():
         check_unit_stride(name, tensor)
     counts = penalties.state.counts
     check_tensor("state.counts", counts, shape=(None, None))
     of_rows = penalties.checked(rows, counts.shape[1], device)
-    history, lens = penalties.state.history, penalties.state.lens
+    history, counted = penalties.state.history, penalties.state.lens
     check_tensor("state.history", history, shape=(counts.shape[0], None), dtype=torch.int32, device=device)
-    check_tensor("state.lens", lens, shape=(counts.shape[0],), dtype=torch.int32, device=device)
+    check_tensor("state.lens", counted, shape=(counts.shape[0],), dtype=torch.int32, device=device)
     check_contiguous("state.history", history)
-    check_contiguous("state.lens", lens)
-    _op(_Call(tokens, query_start_loc, seq_lens, req_indices, prompt_lens, **of_rows, history=history, lens=lens))
+    check_contiguous("state.lens", counted)
+    of_step = tokens, query_start_loc, last, lens, req_indices, prompt_lens
+    _op(_Call(*of_step, **of_rows, history=history, counted_lens=counted))
 
 
 def compile_variants() -> list[CompileSpec]:
     """Return the variant of each kernel."""
     floats = ("repetition_ptr", "presence_ptr", "frequency_ptr")
-    types = {"tokens_ptr": "*i64", **dict.fromkeys(floats, "*fp32")}
+    types = {"tokens_ptr": "*i64", "last_ptr": "*i64", **dict.fromkeys(floats, "*fp32")}
     kernels = {"record_tokens": _record_tokens_kernel, "record_history": _record_history_kernel}
     return [
         CompileSpec(name, kernel, types, {"BLOCK": _BLOCK}, _NUM_WARPS, 3, max_registers=128)

@@ -51,7 +51,9 @@ NEEDS: dict[str, Needs] = {
     "head_dims": Needs((8, 24), "head_dim 16: supports 8, 24"),
     "page_sizes": Needs((3, 5), "page_size 4: supports 3, 5"),
     "layouts": Needs((KVLayout.NHD,), "layout HND: supports NHD", kv={"layout": KVLayout.HND}),
-    "max_query_len": Needs(2, "query_len 3: decodes at most 2 tokens per request", config={"query_len": 3}),
+    "max_query_len": Needs(
+        2, "query_len 3: decodes at most 2 tokens per request", config={"num_speculative_tokens": 2}
+    ),
     "sliding_window": Needs(False, "sliding_window 3: not supported", spec={"sliding_window": 3}),
     "logits_softcap": Needs(False, "logits_softcap 5.0: not supported", spec={"logits_softcap": 5.0}),
     "mixed": Needs(
@@ -177,7 +179,7 @@ def test_unsupported_graphs_run_eagerly(
 ) -> None:
     """Decode, then mixed; `stats()` says why."""
     monkeypatch.setattr(declare(monkeypatch), "graph_support", support)
-    manager = build(Needs(None, ""), query_len=query_len)
+    manager = build(Needs(None, ""), num_speculative_tokens=query_len - 1)
     manager.capture()
     reasons = [manager.replay(batch(*lens)).why_eager for lens in ((query_len,) * 2, (3, 1))]
     assert tuple(bool(reason) for reason in reasons) == eager
@@ -197,29 +199,29 @@ def test_runtime_without_mixed_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     cls, sent = declare(monkeypatch, mixed=False), []
     monkeypatch.setattr(cls, "plan_capture", lambda self, descriptor: sent.append(descriptor))
     monkeypatch.setattr(cls, "plan_replay", lambda self, descriptor, batch: sent.append(descriptor))
-    manager = build(NEEDS["mixed"], mixed_batches=False, decode_sizes=(2,), query_len=2)
+    manager = build(NEEDS["mixed"], mixed_batches=False, decode_sizes=(2,))
     manager.capture()
-    assert [str(descriptor) for descriptor in manager.descriptors] == ["decode[2 x 2]"]
+    assert [str(descriptor) for descriptor in manager.descriptors] == ["decode[2]"]
     for rows, why in ((1, ""), (2, ""), (3, "no decode graph for 3 requests; the largest captured size is 2")):
-        assert manager.replay(batch(*(2,) * rows)).why_eager == why
-    manager.replay(batch(2, 2), eager=True).tokens()
+        assert manager.replay(batch(*(1,) * rows)).why_eager == why
+    manager.replay(batch(1, 1), eager=True).tokens()
     assert sent
-    assert {descriptor.query_len for descriptor in sent} == {2}
+    assert {descriptor.query_len for descriptor in sent} == {1}
 
 
-@pytest.mark.parametrize("query_lens", [(3,), (1,), (2, 3), (1, 3), (3, 2, 1), (2, 2, 1)], ids=str)
+@pytest.mark.parametrize("query_lens", [(3,), (2, 3), (1, 3), (3, 2, 1)], ids=str)
 def test_mixed_batch_raises_before_writing(query_lens: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything is written: the next batch is served as if nothing had been. (1, 3) has as many tokens as two
     rows of 2."""
     declare(monkeypatch, mixed=False)
-    manager = build(NEEDS["mixed"], mixed_batches=False, query_len=2)
+    manager = build(NEEDS["mixed"], mixed_batches=False, num_speculative_tokens=1)
     manager.capture()
-    text = rf"batch: expected 2 new tokens in every request, got \[{', '.join(map(str, query_lens))}\]; compute prompts"
+    text = rf"batch: expected at most 2 new tokens in every request, got \[{', '.join(map(str, query_lens))}\]; compute"
     for eager in (False, True):
         with pytest.raises(UnsupportedError, match=text):
             manager.replay(batch(*query_lens), eager=eager)
     assert manager.stats().real_tokens == 0
     assert len(manager.replay(batch(2, 2)).tokens()) == 2
-    allowed = build(Needs(None, ""), backend="torch_reference", query_len=2)
+    allowed = build(Needs(None, ""), backend="torch_reference", num_speculative_tokens=1)
     allowed.capture()
     allowed.replay(batch(*query_lens)).tokens()

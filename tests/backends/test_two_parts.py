@@ -140,7 +140,7 @@ def test_model_sees_decode_requests_first(device: torch.device) -> None:
     groups = kv_groups(SPECS, page_size=8)
     model = Looks(SPECS, device)
     config = RuntimeConfig(
-        max_num_reqs=4, max_num_tokens=16, max_seq_len=MAX_LEN, use_graphs=False, query_len=2,
+        max_num_reqs=4, max_num_tokens=16, max_seq_len=MAX_LEN, use_graphs=False,
         backend="torch_reference", prefill_backend="torch_reference", decode_sizes=(4,), mixed_sizes=(16,),
     )  # fmt: skip
     runtime = Runtime(model, SPECS, groups, vocab_size=53, device=device, num_pages=80, config=config)
@@ -148,13 +148,13 @@ def test_model_sees_decode_requests_first(device: torch.device) -> None:
     seen.clear()
     pages = [[[1 + 4 * g + r] for g in range(len(groups))] for r in range(4)]
     rows = [
-        Request(3, [7], 1, pages[3]),
         Request(0, [1, 2], 2, pages[0]),
+        Request(3, [7], 1, pages[3]),
         Request(2, [3, 4, 5], 3, pages[2]),
-        Request(1, [6, 8], 2, pages[1]),
+        Request(1, [6], 1, pages[1]),
     ]
     runtime.replay(Batch.from_requests(rows)).tokens()
-    assert seen == [([0, 1, 3, 2], [1, 2, 6, 8, 7, 3, 4, 5, *[0] * 8])]
+    assert seen == [([3, 1, 0, 2], [7, 6, 1, 2, 3, 4, 5, *[0] * 9])]
     runtime.close()
 
 

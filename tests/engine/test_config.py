@@ -33,7 +33,7 @@ INTS = [
     (config, "max_num_reqs", 1, 1 << 16),
     (config, "max_num_tokens", 1, 1 << 16),
     (config, "max_seq_len", 1, 1 << 30),
-    (config, "query_len", 1, 1 << 16),
+    (config, "num_speculative_tokens", 0, 63),
     (config, "ring_depth", 2, 1024),
     (config, "launch_steps", 1, 1024),
     (config, "shadow_every", 0, 1 << 30),
@@ -100,7 +100,10 @@ def test_flags_take_bools_only(make: Callable[..., Any], field: str) -> None:
 
 
 WRONG: dict[str, tuple[Callable[[], object], str]] = {
-    "full step": (lambda: config(max_num_reqs=5, query_len=3, max_num_tokens=14), "max_num_reqs x query_len = 15, got"),
+    "full step": (
+        lambda: config(max_num_reqs=5, num_speculative_tokens=2, max_num_tokens=14),
+        r"max_num_reqs x \(1 \+ num_speculative_tokens\) = 15, got",
+    ),
     "decode size of 0": (lambda: config(decode_sizes=(0,)), r"decode_sizes\[0\]: expected an int from 1 to 1, got 0"),
     "decode size": (lambda: config(decode_sizes=(2,)), r"decode_sizes\[0\]: expected an int from 1 to 1, got 2"),
     "mixed size": (lambda: config(max_num_tokens=9, mixed_sizes=(10,)), r"mixed_sizes\[0\]: .* from 1 to 9, got 10"),
@@ -146,7 +149,7 @@ def test_wrong_fields_and_contradictions_raise(case: str) -> None:
 def test_defaults_of_the_config() -> None:
     default = RuntimeConfig()
     assert (default.max_num_reqs, default.max_num_tokens, default.max_seq_len) == (256, 2048, 4096)
-    assert (default.query_len, default.ring_depth, default.backend) == (1, 8, None)
+    assert (default.query_lens, default.ring_depth, default.backend) == ((1,), 8, None)
     assert (default.decode_sizes, default.mixed_sizes) == (None, None)
     assert (default.use_graphs, default.check_weights, default.mixed_batches) == (True, True, True)
     assert not default.batch_invariant
@@ -172,7 +175,7 @@ def test_resolve_replaces_none_by_defaults() -> None:
 
 
 def test_derived_values() -> None:
-    assert config(max_num_reqs=5, query_len=3, max_num_tokens=15).max_num_tokens == 15
+    assert config(max_num_reqs=5, num_speculative_tokens=2, max_num_tokens=15).max_num_tokens == 15
     assert (AttentionSpec(6, 2, 25).num_queries_per_kv, AttentionSpec(6, 2, 25).scale) == (3, 0.2)
     assert AttentionSpec(6, 2, 25, softmax_scale=0.3).scale == 0.3
     slopes = attention(alibi_slopes=(FLOAT32_MAX, -FLOAT32_MAX, *np.ones(2, np.float32))).alibi_slopes

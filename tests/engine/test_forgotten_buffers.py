@@ -22,6 +22,7 @@ from graphrt.session.session import DecodeSession
 from tests.engine import test_encoder_faults
 from tests.session.test_session import PROMPTS, alone, oracle
 from tests.support.replay_scenarios import (
+    draft_scenario,
     encoder_scenario,
     fault_scenario,
     logprob_scenario,
@@ -94,15 +95,18 @@ def parts_scenario() -> None:
     scenario(rig_of(two_parts=True))
 
 
-NOT_MISSED = ("last_writers", "write_conflicts", "counted_lens")
+NOT_MISSED = ("last_writers", "write_conflicts", "counted_lens", "req_status")
 """The first two are written and read by one refresh: contents of earlier steps are ignored, as they carry the step
-number. With a `counted_lens` of 0, a step counts the whole sequence again."""
+number. With a `counted_lens` of 0, a step counts the whole sequence again. Only models read `req_status`."""
 
 WRITTEN = {
     name: spec
     for name, spec in StaticBuffers.specs().items()
-    if (spec.kind in (BufferKind.DERIVED, BufferKind.CARRIED) and spec.readers != ("refresh",))
-    or (spec.kind in (BufferKind.PERSISTENT, BufferKind.OUTPUT) and spec.writer != "host" and name not in NOT_MISSED)
+    if name not in NOT_MISSED
+    and (
+        (spec.kind in (BufferKind.DERIVED, BufferKind.CARRIED) and spec.readers != ("refresh",))
+        or (spec.kind in (BufferKind.PERSISTENT, BufferKind.OUTPUT) and spec.writer != "host")
+    )
 }
 SCENARIOS: dict[Callable[[], None], tuple[str, ...]] = {
     encoder_len_scenario: ("last_encoder_len",),
@@ -115,6 +119,7 @@ SCENARIOS: dict[Callable[[], None], tuple[str, ...]] = {
         "frequency_penalties", "prompt_lens",
     ),
     mask_scenario: ("token_masks",),
+    draft_scenario: ("drafts", "drafts_left"),
     fault_scenario: ("fault_code", "fault_value", "fault_code_ring", "fault_value_ring"),
     logprob_scenario: ("logprobs", "logprob_tokens", "rank_ring", "logprob_ring", "logprob_token_ring"),
     parts_scenario: ("decode_seq_lens", "decode_start_loc", "prompt_seq_lens", "prompt_start_loc"),

@@ -138,7 +138,7 @@ def test_buffers_have_the_extents_of_the_configuration_and_hold_pads() -> None:
     assert shapes["block_table"] == shapes["page_table"] == [1, 3, 13], "50 tokens in pages of 4"
     assert shapes["query_start_loc"] == [4]
     assert (shapes["last_token"], shapes["last_writers"]) == ([3], [11 + 3])
-    assert (shapes["token_ring"], shapes["step_ring"], shapes["input_ring"][0]) == ([6 * 64, 3], [6 * 64], 6)
+    assert (shapes["token_ring"], shapes["step_ring"], shapes["input_ring"][0]) == ([6 * 64, 1, 3], [6 * 64], 6)
     assert shapes["inputs"] == [8 + 3 * 21 + 7 + 3 * 13]
     buffers = make_rig(CPU).manager.buffers
     assert buffers.slot_mapping.unique().tolist() == buffers.req_indices.unique().tolist() == [-1]
@@ -173,7 +173,7 @@ def test_a_runtime_hands_its_arguments_on(monkeypatch: pytest.MonkeyPatch) -> No
     assert given == {
         "model": model, "attention": AttentionSpec(HEADS, KV_HEADS, HEAD_DIM, torch.float32), "stream": stream,
         "sampler": sampler, "weights": tuple(named), "vocab_size": VOCAB, "config": made.config,
-        "groups": made.kv_cache.groups,
+        "groups": made.kv_cache.groups, "proposer": None,
     }  # fmt: skip
     assert made.vocab_size == VOCAB
 

@@ -73,9 +73,9 @@ def test_chunked_prefill_with_decode_requests(device: torch.device) -> None:
     step_both_ways(rig, Batch.from_requests([rig.row(rig.start(5, [1, 2, 3])), *(rig.row(s) for s in decoding)]))
 
 
-def test_decode_steps_with_query_len_three(device: torch.device) -> None:
-    """As speculation uses them: causal among the new tokens, logits of the last one."""
-    rig, rng = make_rig(device, query_len=3), random.Random(2)
+def test_decode_steps_of_three_given_tokens(device: torch.device) -> None:
+    """In the graph for drafts: causal among the new tokens, logits of the last one."""
+    rig, rng = make_rig(device, num_speculative_tokens=2), random.Random(2)
     sequences = [rig.start(i, p) for i, p in enumerate(prompts(rng, 3))]
     rig.prefill(*sequences)
     for _ in range(3):
@@ -163,15 +163,16 @@ COUNTS = [(2, 4), (4, 2), (3, 2, 4), (1, 5), (3, 3, 1, 5), (2, 2), (3, 3), (4, 4
 
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
-def test_requests_of_other_lengths_than_query_len_are_a_mixed_step(
-    device: torch.device, counts: tuple[int, ...]
-) -> None:
-    rig, rng = make_rig(device, query_len=3), random.Random(0)
+def test_requests_with_more_tokens_than_drafts_are_a_mixed_step(device: torch.device, counts: tuple[int, ...]) -> None:
+    rig, rng = make_rig(device, num_speculative_tokens=2), random.Random(0)
     sequences = [rig.start(i, [rng.randrange(VOCAB) for _ in range(n)]) for i, n in enumerate(counts)]
     batch = Batch.from_requests([rig.row(s) for s in sequences])
-    assert batch.is_uniform(3) == (counts == (3, 3))
+    query_len = 3 if max(counts) <= 3 else 0
+    assert batch.decode_query_len(2) == query_len
     handle = rig.manager.replay(batch)
-    assert handle.descriptor.kind is (GraphKind.DECODE if counts == (3, 3) else GraphKind.MIXED)
+    assert handle.descriptor.query_len == query_len
+    logits = handle.logits()[0] if query_len else handle.logits()
     for row, sequence in enumerate(sequences):
-        assert (handle.logits()[row].double().cpu() - rig.model.oracle(sequence.tokens)).abs().max() < 2e-4
-    assert handle.tokens().tolist() == [int(rig.model.oracle(s.tokens).argmax()) for s in sequences]
+        assert (logits[row].double().cpu() - rig.model.oracle(sequence.tokens)).abs().max() < 2e-4
+    want = [[int(rig.model.oracle(s.tokens).argmax()), -1, -1] for s in sequences]
+    assert handle.tokens().tolist() == want

@@ -68,14 +68,19 @@ def test_rings_of_the_smallest_width(op_device: torch.device) -> None:
         buffers = make_buffers(op_device, 3, 4)
         pinned = op_device.type == "cuda"
         whole = {
-            name: torch.full((depth + 2, width), -77, dtype=getattr(buffers, name).dtype, pin_memory=pinned)
+            name: torch.full(
+                (depth + 2, *getattr(buffers, name).shape[1:-1], width),
+                -77,
+                dtype=getattr(buffers, name).dtype,
+                pin_memory=pinned,
+            )
             for name in RINGS
         }
         whole["step_ring"] = torch.full((depth + 2,), -77, dtype=torch.int64, pin_memory=pinned)
         buffers = replace(buffers, **{name: ring[1:-1] for name, ring in whole.items()})
         buffers.last_token.copy_(torch.tensor([10, 11, 12, 13]))
-        buffers.req_indices.copy_(torch.tensor([2, 0, 3]))
-        buffers.req_status.copy_(torch.tensor([S.SAMPLES, S.LIVE, S.INVALID]))
+        buffers.req_indices.copy_(torch.tensor([2, 0, -1]))
+        buffers.drafts_left.copy_(torch.tensor([0, -1, -1]))
         buffers.fault_code.copy_(torch.tensor([0, 0, F.BAD_LENGTH]))
         buffers.fault_value.copy_(torch.tensor([0, 0, 2**40]))
         buffers.step_counter.fill_(step)
@@ -85,7 +90,7 @@ def test_rings_of_the_smallest_width(op_device: torch.device) -> None:
         expected = {name: torch.full_like(ring, -77).tolist() for name, ring in whole.items()}
         entry = 1 + step % depth
         expected["step_ring"][entry] = step
-        expected["token_ring"][entry][:3] = [21, NO_TOKEN, NO_TOKEN]
+        expected["token_ring"][entry][0][:3] = [21, NO_TOKEN, NO_TOKEN]
         expected["finish_reason_ring"][entry][:3] = [FinishReason.RUNNING, FinishReason.RUNNING, FinishReason.FAULT]
         expected["fault_code_ring"][entry][:3] = [0, 0, int(F.BAD_LENGTH)]
         expected["fault_value_ring"][entry][2] = 2**40
@@ -97,8 +102,9 @@ def test_rings_of_the_smallest_width(op_device: torch.device) -> None:
 @pytest.mark.parametrize(("depth", "width"), [(0, 3), (2, 2), (0, 0), (1, 0), (1, 3), (3, 3)])
 def test_a_ring_without_room(ring: str, depth: int, width: int) -> None:
     buffers = make_buffers(torch.device("cpu"), 3, 4, ring=2)
-    changes = {ring: getattr(buffers, ring).new_zeros(depth, width)}
+    inner = getattr(buffers, ring).shape[1:-1]  # of a ring with positions
+    changes = {ring: getattr(buffers, ring).new_zeros(depth, *inner, width)}
     if ring == "step_ring":  # defines the depth of the others
         changes = {name: getattr(buffers, name)[:0] for name in RINGS}
-    with pytest.raises(ShapeError, match=rf"^{ring}: expected .* got (shape )?\[(0|{depth}, {width})\]"):
+    with pytest.raises(ShapeError, match=rf"^{ring}: expected .* got (shape )?\[(0|{depth},( 1,)? {width})\]"):
         write_outputs(replace(buffers, **changes), torch.zeros(3, dtype=torch.int32), vocab_size=8)

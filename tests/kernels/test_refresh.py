@@ -40,6 +40,12 @@ VALID = [
     Case("decode_shared_prefix", (Request(0, [1], 6, [4, 5]), Request(1, [1], 6, [4, 6]), Request(2, [1], 7, [4, 7]))),
     Case("speculative", (Request(2, [LAST, 1, 2], 9, [1, 2, 3]), Request(0, [7, 8, 9], 3, [4])), SPEC),
     Case("speculative_no_requests", (), SPEC),
+    Case(
+        "speculative_fewer_tokens",
+        (Request(2, [LAST, 1], 9, [1, 2, 3], sample=2), ALSO, Request(6, [7, 8, 9], 40, range(20, 30), sample=3)),
+        SPEC,
+    ),
+    Case("speculative_prompts", (Request(1, [7, 8], 2, [4], sample=0), Request(4, [5, 6, 7], 3, [9], sample=2)), SPEC),
     Case("mixed", (GOOD, CHUNK, ALSO), MIXED),
     Case("mixed_full", (CHUNK, Request(4, range(9), 40, range(20, 30))), replace(MIXED, reqs=2)),
     Case("mixed_one_request", (Request(4, range(10, 23), 13, [8, 4, 2, 6]),), replace(MIXED, tokens=16)),
@@ -58,6 +64,7 @@ FAULTY = [
     Case(
         "other_query_len", (Request(0, [1, 2, 3], 5, [4, 5]), replace(GOOD, query_len=2)), SPEC, {1: (F.BAD_LENGTH, 7)}
     ),
+    Case("too_many_tokens", (Request(0, [1, 2, 3, 4], 5, [4, 5]), GOOD), SPEC, {0: (F.BAD_LENGTH, 5)}),
     Case("tokens_out_of_inputs", (CHUNK, replace(GOOD, query_len=2)), MIXED, {1: (F.BAD_LENGTH, 7)}),
     Case("misplaced_tokens", (CHUNK, replace(GOOD, query_len=2**31 - 1)), MIXED, {1: (F.BAD_LENGTH, 7)}),
     Case("too_few_pages", (Request(0, [1], 9, [4, 5]), GOOD), faults={0: (F.LENGTH_EXCEEDS_PAGES, 9)}),

@@ -206,6 +206,7 @@ def test_state_counts_the_tokens_of_steps(kernel_device: torch.device, rng: torc
         zero = torch.zeros(len(rows), device=kernel_device)
         record_tokens(
             torch.tensor(tokens, device=kernel_device), starts.int().to(kernel_device),
+            (starts[1:] - 1).to(kernel_device),
             torch.tensor([len(history[r]) for r, _ in rows], dtype=I32, device=kernel_device),
             torch.tensor([r for r, _ in rows], dtype=I32, device=kernel_device),
             torch.tensor([len(prompts.get(r, [])) for r, _ in rows], dtype=I32, device=kernel_device),
@@ -261,7 +262,9 @@ def test_counts_follow_a_request_that_steps_back(op_device: torch.device, rng: t
         int32 = partial(torch.tensor, dtype=I32, device=op_device)
         record_tokens(
             torch.tensor([token for tokens in new for token in tokens], device=op_device),
-            int32([0, *itertools.accumulate(map(len, new))]), int32(ends), int32([row + 1 for row in rows]),
+            int32([0, *itertools.accumulate(map(len, new))]),
+            torch.tensor(list(itertools.accumulate(map(len, new))), device=op_device) - 1, int32(ends),
+            int32([row + 1 for row in rows]),
             int32([prompt_lens[row] for row in rows]),
             Penalties(torch.tensor(on, device=op_device), zero, zero, state),
         )  # fmt: skip
@@ -283,6 +286,7 @@ def test_records_out_of_range_are_ignored(kernel_device: torch.device) -> None:
     record_tokens(
         torch.tensor([-1, 40, 2**40, 7], device=kernel_device),
         torch.tensor([0, 4, 4, 4, 9, 9], dtype=I32, device=kernel_device),
+        torch.tensor([3, 3, 3, 8, 8], device=kernel_device),
         torch.tensor([4, 1, 3, 5, 1], dtype=I32, device=kernel_device),
         torch.tensor([2, 0, 1, 3, -1], dtype=I32, device=kernel_device),
         torch.zeros(5, dtype=I32, device=kernel_device), Penalties(ones, ones, ones, state),
@@ -347,7 +351,7 @@ def test_large_state_in_a_graph(rng: torch.Generator) -> None:
 
     def step(which: Penalties) -> torch.Tensor:
         args[3].add_(1)
-        record_tokens(tokens, starts, args[3], req_indices, prompt_lens, which)
+        record_tokens(tokens, starts, starts[:-1].long(), args[3], req_indices, prompt_lens, which)
         out = sample(*args, truncation=options, penalties=which, req_indices=req_indices)
         tokens.copy_(out)
         return out

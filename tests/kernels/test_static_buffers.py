@@ -22,15 +22,15 @@ def test_bytes_and_shapes_of_the_buffers() -> None:
         "temperatures": (3,), "seeds": (3,), "new_spans": (2, 3, 4), "check_code": (2, 3), "check_value": (2, 3),
         "fault_code": (3,), "fault_value": (3,), "void_req_indices": (3,), "encoder_lens": (3,), "buffer_rows": (3,),
         "decode_seq_lens": (3,), "prompt_seq_lens": (3,), "decode_start_loc": (4,), "prompt_start_loc": (4,),
-        "step_ring": (2,), "token_ring": (2, 3), "finish_reason_ring": (2, 3),
+        "step_ring": (2,), "token_ring": (2, 1, 3), "finish_reason_ring": (2, 3),
         "fault_code_ring": (2, 3), "fault_value_ring": (2, 3), "last_encoder_len": (6,),
         "input_ring": (2, 384), "cursor": (5,), "order": (3,), "req_seq_lens": (6,), "finish_reasons": (6,),
         "req_values": (13, 6),
         "top_ks": (3,), "top_ps": (3,), "min_ps": (3,), "repetition_penalties": (3,), "presence_penalties": (3,),
         "frequency_penalties": (3,), "prompt_lens": (3,), "penalty_seen": (6, 0), "penalty_counts": (6, 0),
-        "token_history": (6, 0), "counted_lens": (6,),
-        "logprobs": (3,), "logprob_tokens": (3,), "rank_ring": (2, 3), "logprob_ring": (2, 3, 0),
-        "logprob_token_ring": (2, 3, 0), "token_masks": (3,),
+        "token_history": (6, 0), "counted_lens": (6,), "drafts": (6, 0), "sample_lens": (3,), "drafts_left": (3,),
+        "logprobs": (3,), "logprob_tokens": (3,), "rank_ring": (2, 1, 3), "logprob_ring": (2, 1, 3, 0),
+        "logprob_token_ring": (2, 1, 3, 0), "token_masks": (3,),
         "bias_tokens": (6, 2, 0), "bias_values": (6, 2, 0), "bias_lists": (6, 3), "mask_words": (6, 0),
         "length_limits": (6,), "stop_tokens": (8, 6), "loop_condition": (1,),
     }  # fmt: skip
@@ -64,7 +64,7 @@ def test_initial_contents_and_pads_of_the_declarations() -> None:
     }.items()
     unknown = (
         "last_token", "step_counter", "step_ring", "token_ring", "fault_value_ring", "order", "stop_tokens",
-        "token_history",
+        "token_history", "drafts",
     )  # fmt: skip
     expected = dict.fromkeys(unknown, -1) | {"table_to": 1 << 30}  # the first launch clears every table
     assert {name: spec.initial for name, spec in specs.items() if spec.initial} == expected

@@ -9,10 +9,8 @@ from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.metadata.buffers import Capacity, PageGroup, StaticBuffers
 from graphrt.kernels.metadata.logprobs import write_logprobs
 from graphrt.kernels.ops.sampling_logprobs import TokenLogprobs
-from graphrt.kernels.types import RequestStatus
 
 REQS, TOP, RING = 5, 3, 4
-SAMPLES, LIVE, PAD = (int(status) for status in (RequestStatus.SAMPLES, RequestStatus.LIVE, RequestStatus.PAD))
 
 
 def buffers_of(device: torch.device, columns: int = 1 + TOP) -> StaticBuffers:
@@ -40,39 +38,39 @@ def test_results_are_in_batch_order(kernel_device: torch.device, step: int) -> N
     buffers.step_counter.fill_(step)
     buffer_row_of = [1, 3, 4, 0, 2]
     buffers.buffer_rows.copy_(torch.tensor(buffer_row_of))
-    buffers.req_status.copy_(torch.tensor([SAMPLES, SAMPLES, LIVE, SAMPLES, LIVE]))
+    buffers.drafts_left.copy_(torch.tensor([0, 3, -1, 1, -1]))
     buffers.logprob_tokens.copy_(torch.tensor([-1, -1, 5, -1, -1]))
     tokens = torch.tensor([50, 51, 52, 53, 54], dtype=torch.int32, device=kernel_device)
     write_logprobs(buffers, tokens, result_of(kernel_device, [1, 2, 3, 0, 4]))
     if kernel_device.type == "cuda":
         torch.cuda.synchronize()  # the rings are host memory that the test reads without a stream
     entry = step % RING
-    assert buffers.rank_ring[entry, :REQS].tolist() == [2, 0, 0, 1, 3]
+    assert buffers.rank_ring[entry, 0, :REQS].tolist() == [2, 0, 0, 1, 3]
     for at in range(REQS):
         row, known = buffer_row_of[at], at in (0, 3, 4)
         want = [50 + row, *(100 + TOP * row + i for i in range(TOP))] if known else [-9] * (1 + TOP)
-        assert buffers.logprob_token_ring[entry, at].tolist() == want
+        assert buffers.logprob_token_ring[entry, 0, at].tolist() == want
         theirs = [-0.5 - row, *(-20.0 - TOP * row - i for i in range(TOP))] if known else [-9.0] * (1 + TOP)
-        assert buffers.logprob_ring[entry, at].tolist() == theirs
+        assert buffers.logprob_ring[entry, 0, at].tolist() == theirs
     others = [e for e in range(RING) if e != entry]
     for ring in (buffers.rank_ring, buffers.logprob_ring, buffers.logprob_token_ring):
         assert (ring[others] == -9).all()
-        assert (ring[entry, REQS:] == -9).all()
+        assert (ring[entry, :, REQS:] == -9).all()
 
 
-@pytest.mark.parametrize(("status", "top"), [(SAMPLES, 0), (PAD, TOP)], ids=["without_top_tokens", "pad"])
-def test_steps_of_one_status(kernel_device: torch.device, status: int, top: int) -> None:
+@pytest.mark.parametrize(("samples", "top"), [(True, 0), (False, TOP)], ids=["without_top_tokens", "pad"])
+def test_steps_of_one_status(kernel_device: torch.device, samples: bool, top: int) -> None:
     buffers = buffers_of(kernel_device, columns=1 + top)
     buffers.step_counter.fill_(2)
     buffers.buffer_rows.copy_(torch.arange(REQS))
-    buffers.req_status.fill_(status)
+    buffers.drafts_left.fill_(0 if samples else -1)
     buffers.logprob_tokens.fill_(-1)
     tokens = torch.arange(REQS, dtype=torch.int32, device=kernel_device)
     write_logprobs(buffers, tokens, result_of(kernel_device, [1] * REQS, top))
     if kernel_device.type == "cuda":
         torch.cuda.synchronize()
-    assert buffers.rank_ring[2, :REQS].tolist() == [int(status == SAMPLES)] * REQS
-    assert buffers.logprob_token_ring[2, :REQS, 0].tolist() == (list(range(REQS)) if status == SAMPLES else [-9] * REQS)
+    assert buffers.rank_ring[2, 0, :REQS].tolist() == [int(samples)] * REQS
+    assert buffers.logprob_token_ring[2, 0, :REQS, 0].tolist() == (list(range(REQS)) if samples else [-9] * REQS)
 
 
 def test_arguments_of_wrong_shape_raise() -> None:

@@ -55,7 +55,7 @@ VOID = {4: (2, 1), 6: (1, 7)}  # the batch position and request index of a seque
 
 def write(buffers: StaticBuffers, tokens: list[int] | torch.Tensor | None, vocab_size: int = 100) -> None:
     """Write the outputs, and wait: on CUDA the rings are host memory that the test reads without a stream."""
-    device = buffers.req_status.device
+    device = buffers.req_indices.device
     if isinstance(tokens, list):
         tokens = torch.tensor(tokens, device=device)
     write_outputs(buffers, tokens, vocab_size=vocab_size)
@@ -76,7 +76,7 @@ def test_steps(op_device: torch.device, dtype: torch.dtype) -> None:
         tokens, req_indices, status, faults, *_ = zip(*entries[-1:], *entries[:-1], strict=True)
         cut.step_counter.fill_(step)
         cut.req_indices.copy_(torch.tensor(req_indices))
-        cut.req_status.copy_(torch.tensor(status))
+        cut.drafts_left.copy_(torch.tensor([0 if s is S.SAMPLES else -1 for s in status]))
         cut.fault_code.copy_(torch.tensor([code for code, _ in faults]))
         cut.fault_value.copy_(torch.tensor([value for _, value in faults]))
         cut.void_req_indices.fill_(-1)
@@ -87,7 +87,7 @@ def test_steps(op_device: torch.device, dtype: torch.dtype) -> None:
         write(cut, torch.tensor(tokens, dtype=dtype, device=op_device), VOCAB)
         expected["step_ring"][at] = step
         for r, (_, i, s, _, found, code, value) in enumerate(entries):
-            expected["token_ring"][at][r] = found
+            expected["token_ring"][at][0][r] = found
             expected["fault_code_ring"][at][r] = code
             if code:
                 expected["fault_value_ring"][at][r] = value
@@ -131,10 +131,10 @@ def make_step(
     inputs[layout.HEADER_SIZE :][:n] = torch.arange(n)
     tensors = dict(buffers.named()) | {"inputs": inputs.to(device)}
     buffers = StaticBuffers(**tensors)
-    buffers.req_status.copy_(torch.tensor([int(s) for s in status]))
     buffers.req_indices.copy_(torch.tensor([i if s >= S.LIVE else -1 for i, s in enumerate(status)]))
     buffers.fault_code.copy_(torch.tensor([int(F.BAD_LENGTH) if s is S.INVALID else 0 for s in status]))
-    buffers.seq_lens.copy_(torch.arange(10, 10 + n))
+    buffers.sample_lens.copy_(torch.arange(10, 10 + n))
+    buffers.drafts_left.copy_(torch.tensor([0 if s is S.SAMPLES else -1 for s in status]))
     buffers.void_req_indices.fill_(-1)
     buffers.step_counter.fill_(1)
     for name in ("finish_reason_ring", "req_seq_lens", "finish_reasons", "loop_condition"):
@@ -152,8 +152,9 @@ def test_finish(op_device: torch.device) -> None:
     for r, (token, status, code, seq_len, limit, stops, end) in enumerate(FINISHED):
         at, req_index = buffer_rows[r], req_indices - 1 - r
         tokens[at] = token
-        buffers.buffer_rows[r], buffers.req_status[at], buffers.fault_code[at] = at, int(status), int(code)
-        buffers.seq_lens[at] = seq_len + r
+        buffers.buffer_rows[r], buffers.fault_code[at] = at, int(code)
+        buffers.sample_lens[at] = seq_len + r
+        buffers.drafts_left[at] = 0 if status is S.SAMPLES else -1
         buffers.req_indices[at] = req_index if status >= S.LIVE else -1
         buffers.length_limits[req_index] = limit + r if limit > 0 else limit
         buffers.stop_tokens[:, req_index] = torch.tensor(stops)
@@ -235,7 +236,7 @@ def test_stop(op_device: torch.device) -> None:
             expected = [entries + 1 + over, 0 if over else before + 1, num_reqs if counts else 2, 3, kind]
             assert buffers.cursor.tolist() == expected
             assert buffers.loop_condition.tolist() == [int(not over)]
-            assert buffers.token_ring[1].tolist() == [1, 2], "the step itself counts"
+            assert buffers.token_ring[1, 0].tolist() == [1, 2], "the step itself counts"
 
 
 def test_without_tokens(op_device: torch.device) -> None:
@@ -246,7 +247,7 @@ def test_without_tokens(op_device: torch.device) -> None:
     buffers.fault_value[2] = 17
     write(buffers, None)
     assert buffers.step_ring.tolist() == [UNTOUCHED, 1, UNTOUCHED]
-    assert buffers.token_ring[1].tolist() == [NO_TOKEN] * 3
+    assert buffers.token_ring[1, 0].tolist() == [NO_TOKEN] * 3
     assert buffers.fault_code_ring[1].tolist() == [0, 0, F.BAD_LENGTH]
     assert buffers.fault_value_ring[1].tolist() == [UNTOUCHED, UNTOUCHED, 17]
     assert buffers.last_token.tolist() == [100, 101, 102]
@@ -259,7 +260,7 @@ def test_without_tokens(op_device: torch.device) -> None:
 def test_one_of_many_requests_continues(kernel_device: torch.device, continuing: int) -> None:
     reqs = 600
     buffers = make_step(kernel_device, [S.SAMPLES] * reqs, kind=L, steps=2)
-    buffers.req_status[599 - continuing] = int(S.INVALID)
+    buffers.req_indices[599 - continuing], buffers.drafts_left[599 - continuing] = -1, -1
     buffers.fault_code[599 - continuing] = int(F.BAD_LENGTH)
     tokens = torch.arange(reqs, dtype=torch.int32, device=kernel_device)
     buffers.stop_tokens[3] = tokens
@@ -270,7 +271,7 @@ def test_one_of_many_requests_continues(kernel_device: torch.device, continuing:
     assert buffers.finish_reason_ring[1].tolist() == buffers.finish_reasons.tolist() == reasons
     want = tokens.tolist()
     want[599 - continuing] = NO_TOKEN
-    assert buffers.token_ring[1].tolist() == want
+    assert buffers.token_ring[1, 0].tolist() == want
     want[599 - continuing] = 100 + 599 - continuing  # the last token of a faulty request does not change
     assert buffers.last_token.tolist() == want
     assert buffers.cursor.tolist() == [0, 1, reqs, 2, L]
@@ -296,7 +297,7 @@ def test_step_number_is_stored_last(kernel_device: torch.device) -> None:
 
     with mock.patch.object(InterpreterBuilder, "create_atomic_rmw", look):
         write(buffers, torch.tensor([5, 0, 6], dtype=torch.int32, device=kernel_device))
-    expected = [[5, NO_TOKEN, 6], [GO, FAULT, STOP], [0, F.BAD_LENGTH, 0], [UNTOUCHED, 0, UNTOUCHED]]
+    expected = [[[5, NO_TOKEN, 6]], [GO, FAULT, STOP], [0, F.BAD_LENGTH, 0], [UNTOUCHED, 0, UNTOUCHED]]
     assert seen == [(expected, UNTOUCHED)]
     assert buffers.step_ring.tolist() == [UNTOUCHED, 1, UNTOUCHED]
 
@@ -306,8 +307,8 @@ def test_host_that_polls_sees_complete_steps() -> None:
     """While later steps run, the host finds all results of a step as soon as it finds the step number."""
     device, reqs, steps = torch.device("cuda"), 512, 200
     buffers = make_step(device, [S.SAMPLES] * reqs)
-    rings = {name: torch.full((steps, reqs), UNTOUCHED, dtype=getattr(buffers, name).dtype).pin_memory()
-             for name, _ in buffers.named(BufferKind.OUTPUT) if name != "step_ring"}  # fmt: skip
+    rings = {name: torch.full((steps, *ring.shape[1:]), UNTOUCHED, dtype=ring.dtype).pin_memory()
+             for name, ring in buffers.named(BufferKind.OUTPUT) if name != "step_ring"}  # fmt: skip
     rings["step_ring"] = torch.full((steps,), UNTOUCHED, dtype=torch.int64).pin_memory()
     buffers = StaticBuffers(**(dict(buffers.named()) | rings))
     tokens = [torch.full((reqs,), step, dtype=torch.int32, device=device) for step in range(steps)]
@@ -325,7 +326,7 @@ def test_host_that_polls_sees_complete_steps() -> None:
     for step in range(steps):
         while rings["step_ring"][step] != step:
             assert time.monotonic() < deadline
-        assert set(rings["token_ring"][step].tolist()) == {step}
+        assert set(rings["token_ring"][step, 0].tolist()) == {step}
         assert set(rings["finish_reason_ring"][step].tolist()) == {int(STOP) if step == 3 else int(GO)}
         assert set(rings["fault_code_ring"][step].tolist()) == {0}
     torch.cuda.synchronize()

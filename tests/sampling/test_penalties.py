@@ -109,10 +109,10 @@ def test_rejected_drafts_are_not_counted(device: torch.device) -> None:
         "prompt_lens": [len(PROMPT)], "req_indices": [2],
     }  # fmt: skip
     pages = {"page_indptr": [0, 10], "page_ids": range(1, 11)}
-    runtime = runtime_of(device, query_len=4, max_num_tokens=32)
+    runtime = runtime_of(device, num_speculative_tokens=3, max_num_tokens=32)
     want, buffers = greedy_output(model_of(runtime), PROMPT, params), runtime.manager.buffers
     prompt = {"seq_lens": [len(PROMPT)], "query_lens": [len(PROMPT)], "tokens": PROMPT}
-    output = [int(runtime.replay(Batch(**prompt, **pages, **values)).tokens()[0])]
+    output = [int(runtime.replay(Batch(**prompt, **pages, **values)).tokens()[0, 0])]
     assert output == want[:1]
     for accepted in (0, 2, 1, 3, 0):
         start = len(PROMPT) + len(output) - 1
@@ -121,7 +121,7 @@ def test_rejected_drafts_are_not_counted(device: torch.device) -> None:
         output = want[: len(output) + accepted]
         # The step that computes the token after the accepted ones: it steps back over the rejected drafts.
         last = {"seq_lens": [start + accepted + 1], "query_lens": [1], "tokens": [output[-1]]}
-        output.append(int(runtime.replay(Batch(**last, **values)).tokens()[0]))
+        output.append(int(runtime.replay(Batch(**last, **values)).tokens()[0, 0]))
         assert output == want[: len(output)]
         counts = torch.bincount(torch.tensor(output[:-1]), minlength=VOCAB)
         assert buffers.penalty_counts[2].tolist() == counts.tolist()

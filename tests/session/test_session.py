@@ -287,7 +287,7 @@ def alone(runtime: Runtime, request: SessionRequest) -> tuple[list[int], list[To
             page_indptr=[0, 16], page_ids=pages, **values,
         )  # fmt: skip
         handle = runtime.replay(batch)
-        out.append(int(handle.tokens()[0]))
+        out.append(int(handle.tokens().reshape(-1)[0]))
         logprobs += handle.logprobs()
     runtime.allocator.free(pages)
     return out, logprobs

@@ -80,14 +80,6 @@ def test_a_backend_that_plans_on_the_host_gets_every_length(
     assert runtime.allocator.num_free == 59
 
 
-def test_requests_of_one_token_where_decode_sizes_have_more() -> None:
-    runtime, model = captured(query_len=3, max_num_tokens=16), LivelyModel(CPU)
-    with DecodeSession(runtime) as session:
-        request = session.add(PROMPTS[0], SamplingParams(max_new_tokens=9))
-        finish(session, 2)
-        assert request.tokens == greedy(model, PROMPTS[0], 9)
-
-
 @pytest.mark.parametrize("launch_steps", [1, 64])
 def test_a_fault_behind_a_stop_token_that_the_host_alone_knows(
     launch_steps: int, monkeypatch: pytest.MonkeyPatch

@@ -10,6 +10,7 @@ import torch
 
 from graphrt.batch import Batch
 from graphrt.kernels.errors import CapacityError
+from graphrt.proposer import Proposer, ngram_drafts
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
 from graphrt.session.session import DecodeSession, SessionRequest
@@ -38,6 +39,12 @@ def some(generator: random.Random) -> dict[str, object]:
     return {name: value for name, value in options.items() if generator.random() < 0.3}
 
 
+def drafting(generator: random.Random) -> tuple[dict[str, int], Proposer | None]:
+    """Drafts of the device, of the caller, or none."""
+    most = generator.choice([0, 1, 3])
+    return {"num_speculative_tokens": most}, ngram_drafts if most and generator.random() < 0.7 else None
+
+
 def toy_runtime(generator: random.Random, device: torch.device) -> Runtime:
     """One with all options of sampling, few requests and few pages, whose free pages hold NaN."""
     config = {
@@ -45,7 +52,8 @@ def toy_runtime(generator: random.Random, device: torch.device) -> Runtime:
         "mixed_sizes": (8, 32), "ring_depth": generator.choice([2, 3, 8]), "penalties": True, "max_logit_bias": 2,
         "max_logprobs": 3, "lazy_capture": generator.choice([False, True]),
     }  # fmt: skip
-    return captured(device=device, num_pages=generator.choice([24, 70]), **config)
+    drafts, proposer = drafting(generator)
+    return captured(device=device, num_pages=generator.choice([24, 70]), proposer=proposer, **config | drafts)
 
 
 def layered_runtime(generator: random.Random, device: torch.device) -> tuple[LayeredModel, Runtime]:
@@ -61,7 +69,8 @@ def layered_runtime(generator: random.Random, device: torch.device) -> tuple[Lay
     ]
     num_pages = [generator.choice([30, 60]) for _ in range(1 + groups[-1].pool)]
     options = {"loop_sizes": generator.choice([(), (2, 4)]), "lazy_capture": generator.choice([False, True])}
-    return build(specs, groups, num_pages, device, **options)
+    drafts, proposer = drafting(generator)
+    return build(specs, groups, num_pages, device, proposer, **options | drafts)
 
 
 class Blocks:
@@ -112,7 +121,7 @@ def draw(
     now: list[SessionRequest],
 ) -> None:
     """One random thing that a server may do; `now` has the requests that were not released."""
-    actions = ["add", "add", "run", "run", "run", "collect", "fork", "release", "poison", "pages", "pages"]
+    actions = ["add", "add", "run", "run", "run", "collect", "fork", "release", "poison", "pages", "pages", "drafts"]
     what, runtime = generator.choice(actions), session._runtime
     request = generator.choice(now) if now else None
     if what == "add" and runtime.free_req_indices:
@@ -134,6 +143,9 @@ def draw(
         poison_derived(runtime.manager.buffers)
     elif request is None:
         pass
+    elif what == "drafts":
+        most = runtime.config.num_speculative_tokens
+        session.set_drafts(request, [generator.randrange(VOCAB) for _ in range(generator.randint(0, most))])
     elif what == "pages" and blocks is not None:
         blocks.give(generator, request)
     elif what == "fork" and runtime.free_req_indices and request.req_index not in session.table.prefills:
@@ -246,7 +258,7 @@ def test_requests_of_several_groups_say_what_the_oracle_says(
         if want and model.is_decided(prompt, want):
             assert request.tokens == want
             decided += len(want)
-    assert decided > 50, "most tokens are compared"
+    assert decided > 30, "most tokens are compared"
     runtime.close()
 
 

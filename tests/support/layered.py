@@ -19,6 +19,7 @@ from graphrt.engine.batch_delta import BatchDelta, StopConditions
 from graphrt.generate.generator import TextGenerator
 from graphrt.generate.scheduler import Scheduler
 from graphrt.kernels.metadata.step_inputs import SEQ_LEN_FROM_DEVICE
+from graphrt.proposer import Proposer
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
 from graphrt.spec import AttentionSpec, KVCacheSpec
@@ -222,6 +223,7 @@ def build(
     groups: Sequence[KVCacheSpec] | KVCacheSpec,
     num_pages: int | Sequence[int],
     device: torch.device,
+    proposer: Proposer | None = None,
     **config: Any,
 ) -> tuple[LayeredModel, Runtime]:
     """A captured runtime over a cache of NaN, with null pages of zeros."""
@@ -236,7 +238,7 @@ def build(
     defaults = {"max_num_reqs": 4, "max_num_tokens": 16, "max_seq_len": MAX_LEN, "decode_sizes": (2, 4)}
     runtime = Runtime(
         model, specs, groups, vocab_size=VOCAB, device=device, num_pages=num_pages, allocate_kv=allocate,
-        config=RuntimeConfig(**(defaults | {"mixed_sizes": (16,)} | config)),
+        proposer=proposer, config=RuntimeConfig(**(defaults | {"mixed_sizes": (16,)} | config)),
     )  # fmt: skip
     runtime.capture()
     return model, runtime

@@ -23,7 +23,7 @@ OUTPUTS = (
     "seq_lens", "block_table", "logits_indices", "req_indices", "req_status", "void_req_indices", "temperatures",
     "seeds", "encoder_lens", "top_ks", "top_ps", "min_ps", "repetition_penalties", "presence_penalties",
     "frequency_penalties", "prompt_lens", "token_masks", "logprobs", "logprob_tokens", "buffer_rows",
-    "decode_seq_lens", "prompt_seq_lens", "decode_start_loc", "prompt_start_loc",
+    "decode_seq_lens", "prompt_seq_lens", "decode_start_loc", "prompt_start_loc", "sample_lens", "drafts_left",
 )  # fmt: skip
 MORE: dict[str, tuple[float, float]] = {
     "repetition_penalties": (1.25, 1.0), "presence_penalties": (-0.5, 0.0), "frequency_penalties": (0.625, 0.0),
@@ -32,7 +32,8 @@ MORE: dict[str, tuple[float, float]] = {
 """Copied values without meaning for the refresh: value of request index 0 (each further index adds 1), and pad."""
 
 PADS: dict[str, float] = {
-    "fault_code": 0, "fault_value": 0, "logits_indices": 0, "req_indices": -1, "req_status": int(RequestStatus.PAD),
+    "fault_code": 0, "fault_value": 0, "sample_lens": 0, "drafts_left": -1, "req_indices": -1,
+    "req_status": int(RequestStatus.PAD),
     "void_req_indices": -1, "temperatures": 0.0, "seeds": 0, "encoder_lens": 0, "top_ks": 0, "top_ps": 1.0,
     "min_ps": 0.0,
 }  # fmt: skip
@@ -160,6 +161,7 @@ def expect(
         "decode_start_loc": [min(start, prompts_from) for start in bounds],
         "prompt_start_loc": [max(start, prompts_from) for start in bounds],
         "block_table": [[[s.null_page] * s.max_pages for _ in range(s.reqs)]],
+        "logits_indices": [0] * (s.reqs * max(s.query_len, 1)),
     }
     for at, r in enumerate(order):
         request = requests[r]
@@ -178,13 +180,24 @@ def expect(
             out["positions"][starts[at] + j] = position
             slot = request.pages[position // s.page_size] * s.page_size + position % s.page_size
             out["slot_mapping"][0][starts[at] + j] = slot
+        for j in range(len(request.tokens), query_lens[r]):  # missing drafts, as far as there are pages
+            place = request.seq_len - len(request.tokens) + j
+            if place < len(request.pages) * s.page_size:
+                slot = request.pages[place // s.page_size] * s.page_size + place % s.page_size
+                out["slot_mapping"][0][starts[at] + j] = slot
         for column, page in enumerate(request.pages):
             out["block_table"][0][at][column] = page
-        out["seq_lens"][at] = request.seq_len
-        out["decode_seq_lens" if r in decodes else "prompt_seq_lens"][at] = request.seq_len
+        kv_len = request.seq_len + query_lens[r] - len(request.tokens)  # including missing drafts
+        out["seq_lens"][at] = kv_len
+        out["decode_seq_lens" if r in decodes else "prompt_seq_lens"][at] = kv_len
+        drafts = max(request.sample - 1, 0) if s.query_len > 1 else 0
+        out["sample_lens"][at] = request.seq_len - drafts
+        out["drafts_left"][at] = drafts if request.sample else -1
         out["req_indices"][at] = request.req_index
         out["req_status"][at] = int(RequestStatus.SAMPLES if request.sample else RequestStatus.LIVE)
-        out["logits_indices"][at] = starts[at] + len(request.tokens) - 1
+        for position in range(max(s.query_len, 1)):
+            index = starts[at] + len(request.tokens) - 1 - drafts + min(position, drafts)
+            out["logits_indices"][position * s.reqs + at] = index
         out["temperatures"][at] = request.temperature
         out["seeds"][at] = request.seed & 0xFFFFFFFF
         out["encoder_lens"][at] = request.encoder_len
@@ -204,8 +217,9 @@ class Rig:
             reqs=requests, tokens=s.tokens, req_indices=len(LAST_TOKENS),
             inputs=layout.inputs_size(requests, 3 * s.tokens, requests * s.max_pages, 1), ring=s.ring,
             page_groups=(PageGroup(s.page_size, s.num_pages, s.null_page, s.max_pages),),
+            drafts=max(s.query_len - 1, 0),
         )  # fmt: skip
-        tensors = dict(StaticBuffers.allocate(capacity, device).cut(s.reqs, s.tokens).named())
+        tensors = dict(StaticBuffers.allocate(capacity, device).cut(s.reqs, s.tokens, max(s.query_len, 1)).named())
         tensors["last_token"] = torch.tensor(LAST_TOKENS, dtype=torch.int32, device=device)
         self.whole: dict[str, torch.Tensor] = {}
         for name in OUTPUTS:

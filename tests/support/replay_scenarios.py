@@ -10,12 +10,15 @@ import torch
 from graphrt.batch import Batch, Request
 from graphrt.cache.groups import kv_groups
 from graphrt.config import RuntimeConfig
-from graphrt.kernels.types import FaultCode
+from graphrt.kernels.types import FaultCode, FinishReason
+from graphrt.proposer import ngram_drafts
 from graphrt.runtime import Runtime
+from graphrt.sampling_params import SamplingParams
+from graphrt.session.session import DecodeSession
 from graphrt.spec import AttentionKind, AttentionSpec
 from graphrt.step import Step
 from graphrt.testing.poison import poison_derived
-from tests.support.toy import VOCAB, Rig, Sequence, make_rig
+from tests.support.toy import VOCAB, Rig, Sequence, captured, make_rig
 
 
 def prompts(rng: random.Random, count: int, low: int = 1, high: int = 7) -> list[list[int]]:
@@ -47,6 +50,9 @@ def step_both_ways(rig: Rig, batch: Batch) -> tuple[np.ndarray, torch.Tensor]:
     logits, tokens = handle.logits(copy=True), handle.tokens()
     assert torch.equal(logits, eager_logits), f"{handle.descriptor}: replay differs from eager"
     assert tokens.tolist() == eager_tokens.tolist()
+    if logits.dim() == 3:  # in a graph for drafts
+        assert not (tokens[:, 1:] >= 0).any()
+        logits, tokens = logits[0], tokens[:, 0]
     assert tokens.tolist() == logits.argmax(-1).tolist()
     return tokens, logits
 
@@ -130,6 +136,25 @@ def penalty_scenario() -> None:
         output = torch.tensor(sequence.tokens[int(options.get("prompt_len", 0)) :])
         counts = rig.manager.buffers.penalty_counts[sequence.req_index]
         assert torch.equal(counts, torch.bincount(output, minlength=VOCAB).int())
+
+
+def copies(step: Step) -> torch.Tensor:
+    """A model that counts from 11 to 16, again and again."""
+    logits = torch.zeros(len(step.logits_indices), VOCAB, device=step.input_ids.device)
+    following = step.input_ids[step.logits_indices] + 1
+    return logits.scatter(1, torch.where(following > 16, 11, following)[:, None], 1.0)
+
+
+def draft_scenario() -> None:
+    """A prompt in two chunks, then n-grams that are all accepted: four tokens a step."""
+    runtime = captured(copies, proposer=ngram_drafts, num_speculative_tokens=3)
+    with DecodeSession(runtime) as session:
+        request = session.add([11, 12, 13, 14, 15, 16] * 4, SamplingParams(17))
+        session.run(2)
+        session.run(4)
+        session.collect(wait=True)
+        assert request.tokens == ([11, 12, 13, 14, 15, 16] * 3)[:17]
+        assert request.finish_reason is FinishReason.LENGTH
 
 
 def mask_scenario() -> None:

@@ -64,8 +64,9 @@ def penalties_with(
     lengths = torch.tensor([len(prompt) + len(output) for prompt, output in sequences])
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     record_tokens(
-        torch.tensor(tokens, dtype=torch.int64, device=device), starts.int().to(device), lengths.int().to(device),
-        req_indices, torch.tensor([len(prompt) for prompt, _ in sequences], dtype=I32, device=device), penalties,
+        torch.tensor(tokens, dtype=torch.int64, device=device), starts.int().to(device),
+        (starts[1:] - 1).to(device), lengths.int().to(device), req_indices,
+        torch.tensor([len(prompt) for prompt, _ in sequences], dtype=I32, device=device), penalties,
     )  # fmt: skip
     return penalties, req_indices
 

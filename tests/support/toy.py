@@ -15,6 +15,7 @@ from graphrt.cache.page_allocator import PageAllocator
 from graphrt.config import RuntimeConfig
 from graphrt.engine.handle import Launch
 from graphrt.kernels.types import TOKEN_FROM_DEVICE, KVLayout
+from graphrt.proposer import Proposer
 from graphrt.replay import ReplayManager
 from graphrt.runtime import Runtime
 from graphrt.sampling import sample_tokens
@@ -137,7 +138,7 @@ class Rig:
     def prefill(self, *sequences: Sequence) -> np.ndarray:
         """Feed all tokens that are not cached in one step, and append the sampled tokens."""
         tokens = self.manager.replay(Batch.from_requests([self.row(s) for s in sequences])).tokens()
-        for sequence, token in zip(sequences, tokens.tolist(), strict=True):
+        for sequence, token in zip(sequences, tokens.reshape(len(sequences), -1)[:, 0].tolist(), strict=True):
             sequence.tokens.append(token)
         return tokens
 
@@ -196,10 +197,15 @@ def make_runtime(device: torch.device, *, model: object = None, config: dict | N
 
 
 def captured(
-    model: object = None, device: torch.device | str = "cpu", num_pages: int = 60, **config: object
+    model: object = None,
+    device: torch.device | str = "cpu",
+    num_pages: int = 60,
+    *,
+    proposer: Proposer | None = None,
+    **config: object,
 ) -> Runtime:
     """A captured runtime of `make_runtime` over a cache of NaN, except for its null page."""
-    runtime = make_runtime(torch.device(device), model=model, num_pages=num_pages, config=config)
+    runtime = make_runtime(torch.device(device), model=model, num_pages=num_pages, config=config, proposer=proposer)
     for _, tensor in runtime.kv_cache.named_tensors():
         tensor[1:] = float("nan")
     runtime.capture()

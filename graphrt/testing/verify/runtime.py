@@ -235,8 +235,8 @@ def generated_batches(manager: ReplayManager, *, vocab_size: int, count: int, se
         owned = rng.permutation(pages)
         for req in rng.permutation(config.max_num_reqs)[:num_reqs].tolist():
             length = int(rng.choice(boundaries) if rng.random() < 0.5 else rng.integers(1, longest + 1))
-            length = min(max(length, config.query_len), longest)
-            new = min(int(rng.integers(1, 6)), length) if mixed else config.query_len
+            length = min(max(length, config.query_lens[-1]), longest)
+            new = min(int(rng.integers(1, 6)), length) if mixed else config.query_lens[-1]
             if new > room:
                 break
             room -= new

@@ -1,0 +1,47 @@
+"""Proposers of drafts, captured together with the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from graphrt.config import RuntimeConfig
+from graphrt.kernels.checks import check_callable
+from graphrt.kernels.errors import ConfigError, UnsupportedError
+from graphrt.kernels.ops.ngrams import find_ngrams
+from graphrt.step import Step
+
+Proposer = Callable[[Step], torch.Tensor]
+"""Maps a step, after its tokens are sampled, to drafts [padded_reqs, num_speculative_tokens] int32, contiguous. A
+request has no draft from its first -1 on. Drafts change no tokens, only how many a step yields."""
+
+
+def check_proposer(
+    proposer: Proposer | None, config: RuntimeConfig, *, samples: bool, plans_on_host: str | None
+) -> None:
+    """Check whether a runtime can verify drafts.
+
+    plans_on_host   name of the backend if it plans each step on the host
+
+    Raises: ConfigError: if there is a proposer, but no sampler or no room for drafts. UnsupportedError: if the backend
+    needs exact lengths on the host.
+    """
+    if proposer is not None:
+        check_callable("proposer", proposer, advice="pass a function of a Step, or None")
+        if not (config.num_speculative_tokens and samples):
+            raise ConfigError("proposer: needs a sampler, and RuntimeConfig(num_speculative_tokens=...)")
+    if config.num_speculative_tokens and plans_on_host is not None:
+        raise UnsupportedError(
+            f"backend {plans_on_host}: plans each step on the host from exact lengths, which are not known with "
+            "drafts; use another backend, or num_speculative_tokens=0"
+        )
+
+
+def ngram_drafts(step: Step) -> torch.Tensor:
+    """Propose the tokens that followed the request's last tokens where these occurred before (prompt lookup).
+
+    Compares up to four tokens. Prefers the longest match, then the latest. Capture-safe.
+    """
+    b = step.buffers
+    return find_ngrams(b.token_history, b.sample_lens + 1, b.req_indices, b.drafts.shape[1])

@@ -1,0 +1,243 @@
+"""Sessions with drafts: the tokens and the state are those of plain decoding, for any drafts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from graphrt.batch import Batch
+from graphrt.kernels.errors import ConfigError, UnsupportedError
+from graphrt.kernels.library import interpreted
+from graphrt.kernels.types import FinishReason
+from graphrt.proposer import Proposer, ngram_drafts
+from graphrt.runtime import Runtime
+from graphrt.sampling_params import SamplingParams
+from graphrt.session.session import DecodeSession, SessionRequest
+from graphrt.step import Step
+from tests.support.replay_scenarios import copies
+from tests.support.toy import MAX_LEN, VOCAB, captured, finish
+
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5], [7, 7], [8, 2, 8, 2]]
+PARAMS = [
+    SamplingParams(40),
+    SamplingParams(27, temperature=0.8, seed=3, top_p=0.9),
+    SamplingParams(33, temperature=20.0, seed=5, stop_ids={1, 2}, logprobs=2),
+]
+PENALISED = [
+    SamplingParams(40, frequency_penalty=0.3, repetition_penalty=1.1),
+    SamplingParams(27, temperature=0.8, seed=3, presence_penalty=2.0, min_tokens=9, stop_ids={5, 11, 20}),
+    SamplingParams(33, temperature=20.0, seed=5, stop_ids={1, 2}, logit_bias={4: 3.0}, logprobs=0),
+]
+
+
+class Table:
+    """A proposer that looks drafts up by request index and position. -1 is a missing draft."""
+
+    def __init__(self, most: int, device: torch.device) -> None:
+        self.tokens = torch.full((4, MAX_LEN + most + 1), -1, dtype=torch.int32, device=device)
+        self.ahead = torch.arange(1, most + 1, device=device)
+
+    def __call__(self, step: Step) -> torch.Tensor:
+        places = (step.sample_lens[:, None] + self.ahead).clamp_max(self.tokens.shape[1] - 1)
+        return self.tokens[step.req_indices.long()[:, None], places]
+
+    def fill(self, requests: list[SessionRequest], pick: random.Random, right: float) -> None:
+        """Put in the tokens of finished requests, most of them wrong or missing if `right` is small."""
+        self.tokens.fill_(-1)
+        for request in requests:
+            drafts = [*request.prompt.tolist(), *request.tokens]
+            for at in range(len(drafts)):
+                if pick.random() >= right:
+                    drafts[at] = pick.choice([-1, (drafts[at] + 1) % VOCAB])
+            self.tokens[request.req_index, : len(drafts)] = torch.tensor(drafts, dtype=torch.int32)
+
+
+def run(
+    session: DecodeSession, params: list[SamplingParams], pick: random.Random | None = None
+) -> list[SessionRequest]:
+    """Run three requests, of which one starts later, and a fork; in random launches with `pick`."""
+    requests = [session.add(prompt, each) for prompt, each in zip(PROMPTS[:2], params, strict=False)]
+    session.run(3)
+    requests.append(session.add(PROMPTS[2], params[2]))
+    session.run(1)
+    requests.append(session.fork(requests[1]))
+    while session.running:
+        session.run(pick.randint(1, 9) if pick else 1)
+        session.collect(wait=pick is None or pick.random() < 0.5)
+    return requests
+
+
+def results(requests: list[SessionRequest]) -> list[object]:
+    return [(r.tokens, r.finish_reason, [(p.token, p.rank) for p in r.logprobs]) for r in requests]
+
+
+State = tuple[list[object], list[torch.Tensor]]
+
+
+def state_of(runtime: Runtime, session: DecodeSession, requests: list[SessionRequest]) -> State:
+    """What the device keeps of finished requests: lengths, last tokens and counts; and the keys and values."""
+    b, cache, state, kv = runtime.manager.buffers, runtime.kv_cache, list[object](), list[torch.Tensor]()
+    for request in requests:
+        at = request.req_index
+        length = int(b.req_seq_lens[at])
+        slots = torch.arange(length)
+        pages = torch.from_numpy(session.pages.pages(at)[0]).long()
+        kv += [tensor[pages[slots // 4], slots % 4].cpu() for tensor in (*cache.k, *cache.v)]
+        tokens = b.token_history[at, : length + 1].tolist()
+        state.append((length, tokens, b.penalty_counts[at].tolist(), b.penalty_seen[at].tolist()))
+    return state, kv
+
+
+@pytest.mark.parametrize("loop_sizes", [(), (1, 2, 4)], ids=["launch_by_launch", "loop"])
+@pytest.mark.parametrize("most", [1, 4])
+@pytest.mark.parametrize("params", [PARAMS, PENALISED], ids=["plain", "penalties"])
+def test_tokens_and_state_are_those_of_plain_decoding(
+    device: torch.device, params: list[SamplingParams], most: int, loop_sizes: tuple[int, ...]
+) -> None:
+    """Any acceptance pattern, and any split into launches: with stop tokens, length limits, a prompt and a fork."""
+    options = {"max_num_tokens": 32, "penalties": True, "max_logit_bias": 8, "max_logprobs": 2}
+    plain = captured(device=device, num_pages=80, **options)
+    with DecodeSession(plain) as session:
+        requests = run(session, params)
+        want, (state, kv) = results(requests), state_of(plain, session, requests)
+    table = Table(most, device)
+    runtime = captured(
+        device=device, num_pages=80, proposer=table, num_speculative_tokens=most, loop_sizes=loop_sizes, **options
+    )
+    for seed, right in enumerate((1.0, 0.8, 0.4, 0.0)):
+        pick = random.Random(seed)
+        table.fill(requests, pick, right)
+        with DecodeSession(runtime) as session:
+            found = run(session, params, pick)
+            assert [request.req_index for request in found] == [request.req_index for request in requests]
+            assert results(found) == want
+            found_state, found_kv = state_of(runtime, session, found)
+            assert found_state == state
+            for ours, theirs in zip(found_kv, kv, strict=True):
+                torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    plain.close()
+    runtime.close()
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_accepted_drafts_save_steps(device: torch.device, most: int) -> None:
+    """Of 1 + K tokens a step, if all drafts are right. Drafts of the caller are verified in one step each."""
+    plain = captured(device=device)
+    with DecodeSession(plain) as session:
+        request = session.add(PROMPTS[0], SamplingParams(25))
+        finish(session)
+        want = request.tokens
+        table = Table(most, device)
+        table.fill([request], random.Random(0), 1.0)
+    plain.close()
+    steps = -(-24 // (1 + most))
+    for proposer in (table, None):
+        runtime = captured(device=device, proposer=proposer, num_speculative_tokens=most, max_num_tokens=32)
+        with DecodeSession(runtime) as session:
+            request, launches = session.add(PROMPTS[0], SamplingParams(25)), 0
+            session.run(1)
+            while session.running:
+                session.collect(wait=True)
+                if proposer is None:
+                    session.set_drafts(request, want[len(request.tokens) :][:most])
+                session.run(1)
+                launches += 1
+                session.collect(wait=True)
+            assert (request.tokens, launches) == (want, steps)
+            assert request.verify_steps == steps
+            assert sum(n * count for n, count in runtime.stats().tokens_per_step.items()) == 24
+        runtime.close()
+
+
+def test_ngrams_are_found_in_prompt_and_output(device: torch.device) -> None:
+    """A model that repeats what is in its prompt: all drafts are accepted."""
+    pattern = [11, 12, 13, 14, 15, 16]
+    runtime = captured(copies, device=device, proposer=ngram_drafts, num_speculative_tokens=3, max_num_tokens=32)
+    with DecodeSession(runtime) as session:
+        request = session.add([*pattern, *pattern[:2]], SamplingParams(17))
+        session.run(1)
+        session.run(4)
+        session.collect(wait=True)
+        assert request.tokens == [*pattern[2:], *pattern, *pattern, 11][:17]
+        assert request.finish_reason is FinishReason.LENGTH
+    runtime.close()
+
+
+def test_replay_verifies_the_drafts_of_a_batch(device: torch.device) -> None:
+    """Plain requests, prompts and drafts in one step; counts of accepted tokens from the results."""
+    runtime = captured(device=device, num_speculative_tokens=2, max_num_tokens=32)
+    plain = captured(device=device)
+    with DecodeSession(plain) as session:
+        requests = [session.add(prompt, SamplingParams(9)) for prompt in PROMPTS]
+        finish(session)
+        want = [request.tokens for request in requests]
+    pages = {"page_indptr": [0, 5, 10, 15], "page_ids": range(1, 16), "req_indices": [0, 1, 2]}
+    lens = [len(prompt) for prompt in PROMPTS]
+    prompts = {"seq_lens": lens, "query_lens": lens, "tokens": [t for prompt in PROMPTS for t in prompt]}
+    first = runtime.replay(Batch(**prompts, **pages)).tokens()
+    assert first.tolist() == [[tokens[0], -1, -1] for tokens in want]
+    # Two right drafts, a wrong one, and none.
+    batch = Batch(
+        req_indices=[0, 1, 2], seq_lens=[lens[0] + 3, lens[1] + 2, lens[2] + 1], query_lens=[3, 2, 1], sample=[3, 2, 1],
+        tokens=[*want[0][:3], want[1][0], (want[1][1] + 1) % VOCAB, want[2][0]],
+    )  # fmt: skip
+    handle = runtime.replay(batch)
+    assert handle.descriptor.query_len == 3
+    assert handle.logits().shape == (3, 3, VOCAB)
+    assert handle.tokens().tolist() == [want[0][1:4], [want[1][1], -1, -1], [want[2][1], -1, -1]]
+    assert runtime.compare(batch).equal
+    buffers = runtime.manager.buffers
+    assert buffers.req_seq_lens[:3].tolist() == [lens[0] + 3, lens[1] + 1, lens[2] + 1]
+    with pytest.raises(UnsupportedError, match="at most 2 drafts per request, got 3"):
+        runtime.replay(Batch(req_indices=[0], seq_lens=[20], query_lens=[4], sample=[4], tokens=[1] * 4))
+    with pytest.raises(UnsupportedError, match="at most 3 new tokens in a batch with drafts, got 4"):
+        runtime.replay(Batch(req_indices=[0, 1], seq_lens=[20, 9], query_lens=[4, 2], sample=[1, 2], tokens=[1] * 6))
+    for each in (runtime, plain):
+        each.close()
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(ConfigError, match="proposer: needs a sampler, and RuntimeConfig"):
+        captured(proposer=ngram_drafts)
+    runtime = captured(num_speculative_tokens=2, max_num_tokens=32)
+    with DecodeSession(runtime) as session:
+        request = session.add([1, 2, 3], SamplingParams(5))
+        with pytest.raises(UnsupportedError, match="tokens: needs a runtime with num_speculative_tokens=3"):
+            session.set_drafts(request, [1, 2, 3])
+    runtime.close()
+
+
+@contextmanager
+def kernels_of(name: str) -> Iterator[None]:
+    if name == "reference":
+        yield
+        return
+    with interpreted():
+        yield
+
+
+def test_kernels_agree_with_the_reference() -> None:
+    """The same session on the references and on interpreted kernels: tokens, and all state that a step leaves."""
+    found = []
+    for name in ("reference", "interpreter"):
+        with kernels_of(name):
+            proposer: Proposer = ngram_drafts
+            runtime = captured(
+                proposer=proposer, num_speculative_tokens=3, max_num_tokens=16, penalties=True, max_logprobs=1,
+                backend="torch_reference", max_num_reqs=3, decode_sizes=(3,), mixed_sizes=(16,),
+            )  # fmt: skip
+            params = [SamplingParams(9, frequency_penalty=0.1), SamplingParams(7, logprobs=1), SamplingParams(5)]
+            with DecodeSession(runtime) as session:
+                requests = [session.add(prompt, each) for prompt, each in zip(PROMPTS, params, strict=True)]
+                finish(session, 4)
+                state = runtime.manager.buffers.snapshot()
+                skipped = ("last_writers", "write_conflicts")
+                found.append((results(requests), {n: t.tolist() for n, t in state.items() if n not in skipped}))
+            runtime.close()
+    assert found[0][0] == found[1][0]
+    for name, values in found[0][1].items():
+        assert found[1][1][name] == values, name
