@@ -27,6 +27,7 @@ from graphrt.models.shapes import SHAPES
 from graphrt.models.smollm import default_model_path
 from graphrt.models.stop_strings import StopStrings
 from graphrt.models.tokenizer import Tokenizer, check_prompt, load_tokenizer
+from graphrt.proposer import ngram_drafts
 from graphrt.runtime import Runtime, resolve_device
 from graphrt.sampling_params import SamplingParams
 
@@ -48,6 +49,8 @@ def run(options: GenerateOptions) -> None:
         raise ConfigError(
             f"--dtype: expected auto, float32, bfloat16 or float16, got {options.dtype!r}; choose one of these"
         )
+    if options.speculate not in (None, "ngram"):
+        raise ConfigError(f"--speculate: expected ngram, got {options.speculate!r}; leave it out for plain decoding")
     params = sampling_params(
         options, options.max_new_tokens, stop_ids=options.stop_id or (), min_tokens=options.min_tokens
     )
@@ -73,16 +76,19 @@ def run(options: GenerateOptions) -> None:
     stop = [text for text, index in special.items() if index is None]
     of_prompts = [replace(params, seed=(options.seed + i) % (1 << 32)) for i in range(len(prompts))]
     rows, cuda = min(len(ids), 256), device.type == "cuda"
+    drafts = options.drafts if options.speculate else 0
     config = RuntimeConfig(
         max_num_reqs=rows,
-        max_num_tokens=max(2048 if cuda else 512, rows),
+        max_num_tokens=max(2048 if cuda else 512, rows * (1 + drafts)),
         max_seq_len=longest,
+        num_speculative_tokens=drafts,
         mixed_sizes=None if cuda else (_CPU_CHUNK,),
         backend=options.backend,
         use_graphs=options.graphs,
         **config_fields(params),
     )
-    with make_runtime(loaded.model, config, page_size=options.page_size) as runtime:
+    proposer = ngram_drafts if drafts else None
+    with make_runtime(loaded.model, config, page_size=options.page_size, proposer=proposer) as runtime:
         capture_with_bar(runtime, log)
         start = time.perf_counter()
         count = _stream(prompts, runtime, tokenizer, ids, of_prompts, stop, log)
@@ -189,6 +195,10 @@ def _print_stats(log: Console, stats: Stats, tokens: int, seconds: float) -> Non
     table.add_row("products", stats.products)
     table.add_row("replays", ", ".join(sorted(f"{d}: {n}" for d, n in stats.replays.items())) or "none")
     table.add_row("eager steps", ", ".join(f"{n} ({why})" for why, n in stats.eager_steps.items()) or "none")
+    if stats.tokens_per_step:
+        steps = stats.tokens_per_step.total()
+        accepted = sum(tokens * count for tokens, count in stats.tokens_per_step.items()) / steps
+        table.add_row("drafts", f"{accepted:.2f} tokens per request and step, in {steps} steps")
     table.add_row("padding", f"{stats.pad_waste:.1%} of computed tokens")
     for advice in stats.advice:
         table.add_row("sizes", advice)

@@ -92,6 +92,11 @@ class GenerateOptions(PromptOptions):
     min_tokens: Annotated[
         int, typer.Option(min=0, help="In the first N tokens, do not sample end or stop tokens, and ignore --stop.")
     ] = 0
+    speculate: Annotated[
+        str | None,
+        typer.Option(metavar="ngram", help="Verify drafts from earlier text of the same prompt and answer: ngram."),
+    ] = None
+    drafts: Annotated[int, typer.Option(min=1, max=63, help="Maximum drafts per step, with --speculate.")] = 4
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Do not end an answer at the model's end tokens.")
     ] = False

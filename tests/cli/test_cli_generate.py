@@ -49,6 +49,14 @@ def test_statistics_name_the_size_that_is_missing() -> None:
     assert "capture 33" in stats.advice[0]
 
 
+def test_generate_verifies_ngrams(graphrt) -> None:
+    options = ("--device", "cpu", "--max-new-tokens", "12")
+    plain = graphrt("generate", SKY, *options)[1]
+    code, drafted, log = graphrt("generate", SKY, *options, "--speculate", "ngram", "--drafts", "2", "--stats")
+    assert (code, drafted) == (0, plain)
+    assert "tokens per request and step" in log
+
+
 def test_generate_samples_by_seed(graphrt) -> None:
     options = ("--device", "cpu", "--no-graphs", "--max-new-tokens", "8", "--temperature", "1.5")
     first, again, other = (graphrt("generate", SKY, *options, "--seed", seed)[1] for seed in ("1", "1", "2"))
