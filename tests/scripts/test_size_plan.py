@@ -121,9 +121,9 @@ def test_costs_of_results(tmp_path: Path) -> None:
     assert read_costs(path)[0][DECODE].graph == assumed_costs()[0][DECODE].graph
     for text, error in (
         ("", "--measured: .* has no result; write the last lines of `graphrt bench decode`"),
-        ("\n{", "--measured: line 2 is no result of `graphrt bench decode`"),
-        ('{"name": "decode"}', "--measured: line 1 is no result .*KeyError"),
-        (json.dumps(capture).replace("mixed[", "other["), "--measured: line 1 is no result .*other"),
+        ("\n{", "--measured: line 2 is not a result of `graphrt bench decode`"),
+        ('{"name": "decode"}', "--measured: line 1 is not a result .*KeyError"),
+        (json.dumps(capture).replace("mixed[", "other["), "--measured: line 1 is not a result .*other"),
     ):
         path.write_text(text)
         with pytest.raises(ConfigError, match=error):
