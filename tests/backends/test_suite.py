@@ -397,7 +397,7 @@ def test_cuda_case_is_skipped_without_a_device() -> None:
 
 
 def test_wrong_devices_and_features_raise() -> None:
-    with pytest.raises(ConfigError, match=r"devices: mock_host_plan supports cpu, not 'cuda'; declare it"):
+    with pytest.raises(ConfigError, match=r"devices: mock_host_plan supports cpu, not 'cuda'; declare the device"):
         contract_cases(mocks.HostPlan, devices=["cuda"])
     with pytest.raises(ConfigError, match="backend: expected a subclass of AttentionBackend, got <class 'int'>"):
         contract_cases(int)  # type: ignore[arg-type]  # what is tested
