@@ -65,7 +65,7 @@ def test_sizes_are_checked() -> None:
             Workload(**sizes)
     with pytest.raises(ConfigError, match="rows: expected an int from 1 to 65536, got 0"):
         bench(rows=0)
-    with pytest.raises(ConfigError, match="step_tokens: expected at least 2, one token per request, got 1; raise it"):
+    with pytest.raises(ConfigError, match="step_tokens: expected at least 2, one token per request, got 1; raise"):
         bench(step_tokens=1)
 
 
