@@ -241,6 +241,17 @@ def test_model_that_changed_after_capture_is_noticed(change: Callable[[Any], Non
             list(graphrt.TextGenerator(runtime).generate(PROMPTS[:1], graphrt.SamplingParams(max_new_tokens=18)))
 
 
+@pytest.mark.parametrize("tied", ["lm_head", "model.embed_tokens"])
+def test_tied_weights_that_part_after_capture_are_noticed_by_the_next_call(tied: str) -> None:
+    model = make_model("Llama", tie_word_embeddings=True)
+    with graphrt.from_transformers(model, config=CONFIG) as runtime:
+        module = model.get_submodule(tied)
+        module.weight = torch.nn.Parameter(module.weight + 1, requires_grad=False)
+        for call in (runtime.generate, runtime.generate_stream):
+            with pytest.raises(graphrt.ReplayError, match=rf"model\.{tied}\.weight: "):
+                call(PROMPTS[:1], max_new_tokens=1)
+
+
 HYBRID = {"layer_types": ["conv", F, "conv"], "conv_L_cache": 3, "block_multiple_of": 8}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "Bloom": ({}, r"no layer calls the attention function.*modeling_bloom\.py:\d+"),

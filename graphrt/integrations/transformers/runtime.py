@@ -37,6 +37,7 @@ class TransformersRuntime(Runtime):
     model: Any
     tokenizer: Any
     fused: dict[str, str]
+    _hosted: HostedModel
 
     def generate(
         self, prompts: Prompts | None = None, generation_config: Any = None, *, streamer: Any = None, **options: Any
@@ -67,9 +68,11 @@ class TransformersRuntime(Runtime):
                 RuntimeConfig that the runtime was built without.
             ConfigError: if an option is unknown or wrong, or no tokenizer is found.
             ShapeError: if prompts are empty, or not lists of token ids.
-            CapacityError: if a prompt and its new tokens exceed `max_seq_len`. All of these are raised before any step.
+            CapacityError: if a prompt and its new tokens exceed `max_seq_len`.
+            ReplayError: if a weight was moved or replaced since the capture. All of these are raised before any step.
             See also TextGenerator.generate.
         """
+        self.manager.check_weights(self._hosted)
         options.setdefault("tokenizer", self.tokenizer)
         return generation.generate(self, self.model, prompts, generation_config, streamer, **options)
 
@@ -80,6 +83,7 @@ class TransformersRuntime(Runtime):
 
         Requests and pages are returned at the end, after an error, and when the generator is closed.
         """
+        self.manager.check_weights(self._hosted)
         options.setdefault("tokenizer", self.tokenizer)
         return generation.stream(self, self.model, prompts, generation_config, **options)
 
@@ -146,7 +150,7 @@ def from_transformers(
         num_pages=num_pages,
         memory_utilization=memory_utilization,
     )
-    runtime.model, runtime.tokenizer, runtime.fused = model, tokenizer, fused
+    runtime.model, runtime.tokenizer, runtime.fused, runtime._hosted = model, tokenizer, fused, hosted
     runtime.kv_boundary = next((of.boundary for of in hosted.tables.values() if of.boundary), None)
     try:
         runtime.capture()
