@@ -277,6 +277,11 @@ def test_models_that_a_graph_cannot_contain_are_refused_with_the_line(name: str)
     assert state_of(model) == before
 
 
+def test_a_model_without_a_head_is_refused() -> None:
+    with pytest.raises(graphrt.UnsupportedError, match=r"LlamaModel: has no head.*AutoModelForCausalLM"):
+        graphrt.from_transformers(make_model("Llama").model, config=CONFIG)
+
+
 def reads_host(self: Any, x: torch.Tensor) -> torch.Tensor:
     return x * float(x.mean())
 

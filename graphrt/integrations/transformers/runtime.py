@@ -169,6 +169,10 @@ def host(model: Any, max_seq_len: int) -> tuple[HostedModel, int]:
         raise UnsupportedError(
             f"{type(model).__name__}: an encoder-decoder model; docs/embedding.md shows a model with cross layers"
         )
+    if model.get_output_embeddings() is None:
+        raise UnsupportedError(
+            f"{type(model).__name__}: has no head that gives logits of the vocabulary; load it by AutoModelForCausalLM"
+        )
     if model.training:
         raise ConfigError("model: expected eval mode, got training mode; call model.eval()")
     if is_compiled(model):
