@@ -91,24 +91,28 @@ class Penalties:
 
 @triton.jit
 def _change_counts(
-    history_ptr, seen_ptr, counts_ptr, start, end, prompt_len, first_token, end_token, SIGN: tl.constexpr,
+    sequence_ptr, seen_ptr, counts_ptr, start, end, prompt_len, first_token, end_token, SIGN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Add (SIGN 1) or remove (-1) the tokens at positions `start` to `end` of one sequence, of a vocabulary slice.
 
-    Removing a token clears its bit once its count is 0. The caller sets the bits of prompt tokens again.
+    `sequence_ptr` is the address of position 0. Removing a token clears its bit once its count is 0. The caller sets
+    the bits of prompt tokens again.
     """
     for base in range(start, end, BLOCK):
         positions = base + tl.arange(0, BLOCK)
-        token = tl.load(history_ptr + positions, mask=positions < end, other=-1)
+        token = tl.load(sequence_ptr + positions, mask=positions < end, other=-1)
         mine = (token >= first_token) & (token < end_token)
-        token = tl.where(mine, token, 0)
+        token = tl.where(mine, token, 0).to(tl.int32)
         bit = tl.full([BLOCK], 1, tl.int32) << (token % 32)  # a token may occur several times in a block
-        change = tl.where(positions >= prompt_len, SIGN, 0)
-        before = tl.atomic_add(counts_ptr + token, change, mask=mine, sem="relaxed")
+        is_output = positions >= prompt_len
         if SIGN > 0:
             tl.atomic_or(seen_ptr + token // 32, bit, mask=mine, sem="relaxed")
+            one = tl.full([BLOCK], 1, tl.int32)
+            tl.atomic_add(counts_ptr + token, one, mask=mine & is_output, sem="relaxed")
         else:
+            change = tl.where(is_output, -1, 0)
+            before = tl.atomic_add(counts_ptr + token, change, mask=mine, sem="relaxed")
             tl.atomic_and(seen_ptr + token // 32, ~bit, mask=mine & (before + change == 0), sem="relaxed")
 
 
@@ -175,16 +179,10 @@ def _record_tokens_kernel(
                 history_row_ptr, seen_row_ptr, counts_row_ptr, 0, tl.minimum(known_to, prompt_len), prompt_len,
                 first_token, end_token, 1, BLOCK,
             )  # fmt: skip
-        for at in range(start, end, BLOCK):
-            token = tl.load(tokens_ptr + at + lanes, mask=at + lanes < end, other=-1)
-            mine = (token >= first_token) & (token < end_token)
-            token = tl.where(mine, token, 0).to(tl.int32)
-            # A token may occur several times in a block.
-            bit = tl.full([BLOCK], 1, tl.int32) << (token % 32)
-            tl.atomic_or(seen_row_ptr + token // 32, bit, mask=mine, sem="relaxed")
-            is_output = first_position + (at - start) + lanes >= prompt_len
-            one = tl.full([BLOCK], 1, tl.int32)
-            tl.atomic_add(counts_row_ptr + token, one, mask=mine & is_output, sem="relaxed")
+        _change_counts(
+            tokens_ptr + (start - first_position), seen_row_ptr, counts_row_ptr, first_position,
+            first_position + (end - start), prompt_len, first_token, end_token, 1, BLOCK,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_tokens", "state_rows", "max_len"])
