@@ -69,9 +69,10 @@ def candidates(key: Key, tokens: int, bits: int, heads: tuple[int, int], num_sms
         (1, 4, 8), (1, 2), (8, 16), (2, 4, 8), (1, 2, 4, 8), (False, True)
     ):
         plan = LinearPlan(row_tiles, warps, unroll, persistent, row_warps, cluster)
-        blocks_at_once = num_sms * blocks_per_sm(plan, tokens, bits)
+        per_sm = blocks_per_sm(plan, tokens, bits)
+        blocks_at_once = num_sms * per_sm
         blocks = rows // plan.rows * cluster
-        in_flight = 2**10 * row_tiles * unroll * warps * blocks_per_sm(plan, tokens, bits)  # bytes per multiprocessor
+        in_flight = 2**10 * row_tiles * unroll * warps * per_sm  # bytes per multiprocessor
         if not plan.fits(end, rows, *heads) or not 2**16 <= in_flight <= 2**17:
             continue
         if row_warps == 1:

@@ -16,6 +16,7 @@ from graphrt.kernels.launcher import KernelLauncher
 from graphrt.kernels.metadata.arguments import call_class, pass_operands, pointer_types, pointers
 from graphrt.kernels.metadata.buffers import StaticBuffers
 from graphrt.kernels.op_declaration import DeclaredOp
+from graphrt.kernels.sizes import ceil_div
 
 _BLOCK = 128
 _Pointers = namedtuple("_Pointers", "req_indices drafts proposed")
@@ -39,7 +40,7 @@ _launch_kernel = KernelLauncher(_write_drafts_kernel)
 def _launch(c: Any) -> None:
     values = c.proposed.numel()
     _launch_kernel(
-        (-(-values // _BLOCK),), pointers(_Pointers, c), values, c.drafts.shape[1], c.vocab_size, BLOCK=_BLOCK,
+        (ceil_div(values, _BLOCK),), pointers(_Pointers, c), values, c.drafts.shape[1], c.vocab_size, BLOCK=_BLOCK,
         num_warps=4,
     )  # fmt: skip
 

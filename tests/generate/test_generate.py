@@ -72,13 +72,13 @@ def run(runtime: Runtime, prompts: list[list[int]], params: SamplingParams | lis
 
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_tokens_equal_transformers(prompts, page_size: int) -> None:
-    """As one ragged batch: prompts longer than the token budget run in chunks, beside decoding requests."""
+    """As one ragged batch: prompts longer than the token budget run in chunks, together with decoding requests."""
     runtime = build(page_size, rows=5, decode_sizes=(2, 5))
     answers = run(runtime, prompts, SamplingParams(NEW_TOKENS))
     assert answers == [best_tokens(*pair) for pair in zip(prompts, answers, strict=True)]
     assert all(len(answer) == NEW_TOKENS for answer in answers)
     assert sum(runtime.stats().replays.values()) >= NEW_TOKENS
-    assert runtime.allocator.num_free == runtime.allocator.num_pages - 1, "all pages were given back"
+    assert runtime.allocator.num_free == runtime.allocator.num_pages - 1, "all pages were freed"
 
 
 def test_tokens_of_prompts_alone_equal_transformers(prompts) -> None:
@@ -86,7 +86,7 @@ def test_tokens_of_prompts_alone_equal_transformers(prompts) -> None:
     for prompt in prompts:
         [answer] = run(runtime, [prompt], SamplingParams(8))
         assert answer == best_tokens(prompt, answer)
-    assert runtime.allocator.num_free == runtime.allocator.num_pages - 1, "all pages were given back"
+    assert runtime.allocator.num_free == runtime.allocator.num_pages - 1, "all pages were freed"
 
 
 def test_two_generators_share_a_runtime_and_an_abandoned_one_gives_back(prompts) -> None:
