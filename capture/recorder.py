@@ -35,6 +35,8 @@ _idle_streams: dict[torch.device, list[torch.cuda.Stream]] = {}
 
 def _own_stream(device: torch.device) -> torch.cuda.Stream:
     """Return a driver stream that torch assigns to no other user."""
+    if device in _idle_streams and not _idle_streams[device]:
+        gc.collect()  # a dropped runtime is part of reference cycles, and its stream is idle once they are collected
     if idle := _idle_streams.setdefault(device, []):
         torch.cuda.synchronize(device)  # graphs of a dropped recorder may still use its workspace
         return idle.pop()
