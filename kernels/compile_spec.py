@@ -20,7 +20,6 @@ class CompileSpec:
     max_spill       maximum spilled bytes per thread
     maxnreg         register limit per thread set at launch; None: no limit
     ptx             strings that the PTX must contain, because Triton ignores some hints
-    waits_first     whether the kernel must wait for earlier kernels before it accesses device memory
     """
 
     name: str
@@ -34,7 +33,6 @@ class CompileSpec:
     max_spill: int = 0
     maxnreg: int | None = None
     ptx: tuple[str, ...] = ()
-    waits_first: bool = False
 
     def types(self) -> dict[str, Any]:
         """Return the type of each argument of the kernel, in order."""

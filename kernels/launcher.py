@@ -10,7 +10,7 @@ Triton's binder inspects every argument of every launch, which takes longer than
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -31,12 +31,6 @@ _Values = Callable[[tuple[Any, ...]], tuple[Any, ...]]
 def overlaps(device: torch.device) -> bool:
     """Return whether kernels on `device` support programmatic dependent launch (`launch_pdl`)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-@cache
-def early_start(device: torch.device) -> Mapping[str, bool]:
-    """Return the launch options of a kernel that first waits for earlier kernels: its OVERLAPS, and `launch_pdl`."""
-    return dict.fromkeys(("OVERLAPS", "launch_pdl"), overlaps(device))
 
 
 class KernelLauncher:

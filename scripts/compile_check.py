@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -47,7 +46,6 @@ class Usage:
     seconds: float = 0.0
     error: str = ""
     missing: tuple[str, ...] = ()  # from the PTX
-    early: tuple[str, ...] = ()  # accesses before the wait, if the kernel must wait first
 
 
 def variant_modules() -> Iterator[str]:
@@ -67,9 +65,8 @@ def compile_variant(spec: CompileSpec, arch: int) -> Usage:
         return Usage(error=f"{type(error).__name__}: {str(error).strip()}")
     seconds = time.perf_counter() - start
     usage = resource_usage(compiled.asm["cubin"])
-    early = tuple(accesses_before_the_wait(compiled.asm["cubin"])) if spec.waits_first else ()
     missing = tuple(text for text in spec.ptx if text not in compiled.asm["ptx"])
-    return Usage(usage["REG"], usage["STACK"], usage["LOCAL"], compiled.metadata.shared, seconds, "", missing, early)
+    return Usage(usage["REG"], usage["STACK"], usage["LOCAL"], compiled.metadata.shared, seconds, missing=missing)
 
 
 def source_of(spec: CompileSpec) -> ASTSource:
@@ -94,21 +91,6 @@ def resource_usage(cubin: bytes) -> dict[str, int]:
     return {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", result.stdout + result.stderr)}
 
 
-def accesses_before_the_wait(cubin: bytes) -> Counter[str]:
-    """Return the instructions that access device memory before griddepcontrol.wait (ACQBULK), by name.
-
-    "no wait" is one of them if the kernel does not wait.
-    """
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
-        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    before, wait, _ = code.partition("ACQBULK")
-    found = Counter(re.findall(r"\b(?:LDG|LD|STG|ST|ATOM|ATOMG|RED|REDG|LDGSTS|UBLKCP|UTMALDG)\b[.\w]*", before))
-    return found if wait else found + Counter(["no wait"])
-
-
 def problems(spec: CompileSpec, usage: Usage) -> list[str]:
     """Return every problem of a variant: a compile error, exceeded bounds, missing PTX."""
     if usage.error:
@@ -121,7 +103,6 @@ def problems(spec: CompileSpec, usage: Usage) -> list[str]:
     if usage.shared > MAX_SHARED_BYTES:
         found.append(f"{usage.shared} bytes of shared memory, the device has {MAX_SHARED_BYTES}")
     found += [f"the PTX has no {text}" for text in usage.missing]
-    found += [f"before the wait for earlier kernels: {text}" for text in usage.early]
     return found
 
 

@@ -18,7 +18,7 @@ from graphrt.kernels.cache.reference import WriteKVCall, write_kv_reference
 from graphrt.kernels.checks import check_no_overlap, check_not_empty, check_tensor, check_unit_stride, once_per_geometry
 from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import ShapeError
-from graphrt.kernels.launcher import KernelLauncher, early_start
+from graphrt.kernels.launcher import KernelLauncher
 from graphrt.kernels.op_declaration import DeclaredOp
 from graphrt.kernels.sizes import next_power_of_two
 
@@ -168,11 +168,7 @@ def _write_kv_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
-    if OVERLAPS:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     # Second grid dimension: blocks of query heads, then blocks of KV heads.
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -240,7 +236,6 @@ def _write_kv_triton(call: WriteKVCall) -> None:
         0 if cos_sin is None else cos_sin.stride(0), _scale_stride(call.k_scale), _scale_stride(call.v_scale),
         PAGE_SIZE=page_size, HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim, HALF=rotary_dim // 2,
         HAS_Q_NORM=call.q_norm is not None, HAS_K_NORM=call.k_norm is not None, **tiling, num_warps=_NUM_WARPS,
-        **early_start(q.device),
     )  # fmt: skip
 
 
@@ -397,7 +392,6 @@ def compile_variants() -> list[CompileSpec]:
             "HAS_Q_NORM": has_norm,
             "HAS_K_NORM": has_norm,
             **_tiling(heads, head_dim, v_head_dim, rotary_dim),
-            "OVERLAPS": True,
         }
         types = {f"{x}_ptr": f"*{kind}" for x in ("q", "k", "v")}
         types |= {f"{x}_ptr": f"*{cache_kind}" for x in ("k_cache", "v_cache")}
@@ -414,9 +408,6 @@ def compile_variants() -> list[CompileSpec]:
         # Scale strides are 1 (one scale per head) or 0 (one in total), never a multiple of 16.
         divisible = ("*_ptr", "stride_*_token", "stride_*_head", "stride_*_page", "stride_*_slot", "stride_cos_sin")
         specs.append(
-            CompileSpec(
-                f"write_kv_{name}", _write_kv_kernel, types, constexprs, _NUM_WARPS, 3, divisible=divisible,
-                waits_first=True,
-            )
-        )  # fmt: skip
+            CompileSpec(f"write_kv_{name}", _write_kv_kernel, types, constexprs, _NUM_WARPS, 3, divisible=divisible)
+        )
     return specs

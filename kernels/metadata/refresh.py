@@ -24,7 +24,7 @@ import triton.language as tl
 from graphrt.kernels.checks import check_int, check_tensor
 from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import ShapeError
-from graphrt.kernels.launcher import KernelLauncher, early_start
+from graphrt.kernels.launcher import KernelLauncher, overlaps
 from graphrt.kernels.metadata import step_inputs as layout
 from graphrt.kernels.metadata.arguments import (
     MAX_TOKENS,
@@ -458,7 +458,8 @@ def _refresh_triton(b: Any) -> None:
     groups, padded_reqs, width = b.block_table.shape
     padded_tokens, req_indices = b.input_ids.shape[0], b.last_token.shape[0]
     num_warps, check, write = _constexprs(padded_reqs, groups, b.query_len, padded_tokens, width, b.decode_len)
-    options = {"num_warps": num_warps, **early_start(b.inputs.device)}
+    early = overlaps(b.inputs.device)
+    options = {"num_warps": num_warps, "OVERLAPS": early, "launch_pdl": early}
     _check_rows(
         (padded_reqs, groups),
         pointers(_Checked, b), b.inputs.shape[0], padded_reqs, padded_tokens, req_indices,

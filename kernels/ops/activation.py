@@ -9,7 +9,7 @@ import triton.language as tl
 from graphrt.kernels.checks import check_tensor, check_unit_stride
 from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import ShapeError
-from graphrt.kernels.launcher import KernelLauncher, early_start
+from graphrt.kernels.launcher import KernelLauncher
 from graphrt.kernels.library import define_op
 from graphrt.kernels.ops.reference import silu_mul_reference
 from graphrt.kernels.sizes import next_power_of_two
@@ -20,12 +20,7 @@ _NUM_WARPS = 4
 
 
 @triton.jit
-def _silu_mul_kernel(
-    gate_up_ptr, out_ptr, width, stride_gate_up, stride_out, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr
-):
-    if OVERLAPS:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+def _silu_mul_kernel(gate_up_ptr, out_ptr, width, stride_gate_up, stride_out, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     dims = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = dims < width
@@ -47,10 +42,7 @@ def _silu_mul_triton(gate_up: torch.Tensor) -> torch.Tensor:
         return out
     block = min(next_power_of_two(width), _MAX_BLOCK)
     grid = (tokens, -(-width // block))
-    _launch(
-        grid, gate_up, out, width, gate_up.stride(0), out.stride(0), BLOCK=block, num_warps=_NUM_WARPS,
-        **early_start(gate_up.device),
-    )  # fmt: skip
+    _launch(grid, gate_up, out, width, gate_up.stride(0), out.stride(0), BLOCK=block, num_warps=_NUM_WARPS)
     return out
 
 
@@ -88,8 +80,7 @@ def compile_variants() -> list[CompileSpec]:
         divisible = ("gate_up_ptr", "out_ptr", "width", "stride_gate_up", "stride_out")
         specs.append(
             CompileSpec(
-                f"silu_mul_{kind}", _silu_mul_kernel, types, {"BLOCK": _MAX_BLOCK, "OVERLAPS": True}, _NUM_WARPS, 3,
-                divisible=divisible, waits_first=True,
+                f"silu_mul_{kind}", _silu_mul_kernel, types, {"BLOCK": _MAX_BLOCK}, _NUM_WARPS, 3, divisible=divisible
             )
-        )  # fmt: skip
+        )
     return specs

@@ -11,7 +11,7 @@ import triton.language as tl
 from graphrt.kernels.checks import check_tensor, check_unit_stride, once_per_geometry
 from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.errors import UnsupportedError
-from graphrt.kernels.launcher import KernelLauncher, early_start
+from graphrt.kernels.launcher import KernelLauncher
 from graphrt.kernels.library import define_op
 from graphrt.kernels.ops.reference import add_rms_norm_reference, rms_norm_reference
 from graphrt.kernels.sizes import next_power_of_two
@@ -35,11 +35,7 @@ def _rms_norm_kernel(
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
-    if OVERLAPS:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, BLOCK)
     mask = dims < HIDDEN
@@ -74,7 +70,6 @@ def _launch(residual: torch.Tensor | None, x: torch.Tensor, weight: torch.Tensor
         (tokens,),
         residual, x, weight, out, eps, 0 if residual is None else residual.stride(0), x.stride(0), out.stride(0),
         HIDDEN=hidden, BLOCK=block, HAS_RESIDUAL=residual is not None, num_warps=_num_warps(block),
-        **early_start(x.device),
     )  # fmt: skip
     return out
 
@@ -155,7 +150,6 @@ def compile_variants() -> list[CompileSpec]:
     ):
         block = next_power_of_two(hidden)
         constexprs: dict[str, object] = {"HIDDEN": hidden, "BLOCK": block, "HAS_RESIDUAL": residual_kind is not None}
-        constexprs["OVERLAPS"] = True
         if residual_kind is None:
             constexprs["residual_ptr"] = None
         types = {f"{argument}_ptr": f"*{kind}" for argument in ("x", "weight", "out")}
@@ -163,7 +157,7 @@ def compile_variants() -> list[CompileSpec]:
         specs.append(
             CompileSpec(
                 f"rms_norm_{name}", _rms_norm_kernel, types, constexprs, _num_warps(block), 3,
-                divisible=("*_ptr", "stride_*"), waits_first=True,
+                divisible=("*_ptr", "stride_*"),
             )
         )  # fmt: skip
     return specs

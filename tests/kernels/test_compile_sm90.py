@@ -49,7 +49,6 @@ PROBLEMS = {
     "local": (Usage(local=16), ["spills: 0 bytes of stack, 16 of local memory, bound 0"]),
     "shared": (Usage(shared=232449), ["232449 bytes of shared memory, the device has 232448"]),
     "error": (Usage(error="CompilationError: no"), ["CompilationError: no"]),
-    "early": (Usage(early=("LDG.E",)), ["before the wait for earlier kernels: LDG.E"]),
     "missing": (Usage(missing=("ld.volatile.global.b32",)), ["the PTX has no ld.volatile.global.b32"]),
 }
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 import re
+import subprocess
+import tempfile
 from collections import Counter
 
+import triton
+
 from graphrt.kernels.native.nvrtc import NativeVariant, compile_variant
-from scripts import compile_check
 
 _compile = functools.lru_cache(maxsize=1)(compile_variant)
 
@@ -21,8 +24,15 @@ def compiled_within(variant: NativeVariant, most_spilled: int) -> tuple[int, str
 
 
 def accesses_before_the_wait(variant: NativeVariant) -> Counter[str]:
-    """Return the instructions that access device memory before the kernel waits for earlier kernels, by name."""
-    return compile_check.accesses_before_the_wait(_compile(variant)[0])
+    """Return the instructions that access device memory before griddepcontrol.wait, which is ACQBULK, by name."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(_compile(variant)[0])
+        file.flush()
+        command = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
+        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "ACQBULK" in code, "the kernel does not wait"
+    before = code[: code.index("ACQBULK")]
+    return Counter(re.findall(r"\b(?:LDG|LD|STG|ST|ATOM|ATOMG|RED|REDG|LDGSTS|UBLKCP|UTMALDG)\b[.\w]*", before))
 
 
 def assert_fits(variant: NativeVariant, blocks: int, registers: int, static: int = 0) -> None:
