@@ -163,7 +163,8 @@ decode_attention(const __grid_constant__ Params p) {
   cluster_arrive();  // other blocks' exchange buffers are ready once all blocks have arrived
   bool cluster_ready = false;
 #endif
-  let_next_kernel_start();
+  // The next kernel starts at the end. If the product after attention, and the one after that, start while attention
+  // runs, gate_up takes 26 us instead of 16 (Llama 3.2 1B on an H200).
   wait_for_earlier_kernels();
 
   // 1. The work partition.

@@ -274,7 +274,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear(const __gri
   }
   cluster_arrive();
 #endif
+#if END != ROPE_WRITE  // attention follows, which places its blocks worse beside those of a product
   let_next_kernel_start();
+#endif
   wait_for_earlier_kernels();
 
   // 2. x, and the scale of each token.

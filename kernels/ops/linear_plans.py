@@ -4,7 +4,8 @@
 another size takes the plan of the nearest measured product with as many bits per weight. The table holds measured plans
 only. Without a plan, PyTorch computes the product, and `quantized_product` that of a quantised weight.
 
-Measured so far: bfloat16 weights on an H200. There are no plans for fp8 and int4 weights, or for other devices.
+Measured so far: bfloat16, fp8 and int4 weights on an H200, at 1 to 64 tokens (at 64 no plan gained). There are no plans
+for other devices.
 """
 
 from __future__ import annotations

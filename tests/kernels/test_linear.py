@@ -220,7 +220,7 @@ def test_plans() -> None:
     assert linear_plan(cpu, 16, 16, End.ADD, 4096, 4100, 0, 0) == linear_plan(cpu, 16, 16, End.ADD, 4096, 4096, 0, 0)
     assert linear_plan(cpu, 1, 16, End.ADD, 4100, 4096, 0, 0) is None, "no tile divides the rows"
     assert linear_plan(cpu, 1, 16, End.ROPE_WRITE, 4096, 4096, 80, 24) is None, "no tile divides what is rotated"
-    assert linear_plan(cpu, 1, 8, End.ADD, 4096, 4096, 0, 0) is None, "weights of 8 bits were not measured"
+    assert linear_plan(cpu, 33, 16, End.ADD, 4096, 4096, 0, 0) is None, "no plan gains beyond 32 tokens"
 
 
 def test_devices_without_measured_plans_use_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +234,7 @@ def test_devices_without_measured_plans_use_pytorch(monkeypatch: pytest.MonkeyPa
     def found(index: int) -> DevicePlans:
         return device_plans.__wrapped__(torch.device("cuda", index))
 
-    assert found(0) == (load_plans()[name], "CUDA kernel for at most 16 tokens, with the plans of NVIDIA H200")
+    assert found(0) == (load_plans()[name], "CUDA kernel for at most 32 tokens, with the plans of NVIDIA H200")
     assert found(1) == ((), "PyTorch: this device does not run the CUDA kernel (compute capability 9.0 or newer)")
     name = "NVIDIA Z1"
     reason = "PyTorch: no plans were measured on NVIDIA Z1; run scripts/bench_linear.py --write"
