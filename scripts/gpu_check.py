@@ -34,7 +34,9 @@ from graphrt.bench.environment import OPTIONAL_PACKAGES, provenance
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = sys.executable
-DECODE = [PYTHON, "-m", "graphrt", "bench", "decode", "--json-only", "--baseline", "transformers"]
+BENCH = [PYTHON, "-m", "graphrt", "bench", "decode", "--json-only"]
+DECODE = [*BENCH, "--baseline", "transformers"]
+SPECULATE = [*BENCH, "--shape", "llama-3.1-8b", "--speculate", "ngram"]
 PYTEST = [PYTHON, "-m", "pytest", "-q", "-rfEs", "--durations=10"]
 TESTS = "tests"
 SANITIZE = "sanitize"
@@ -59,6 +61,10 @@ JOBS: dict[str, list[list[str]]] = {
     "sampling": [[PYTHON, "-m", "scripts.bench_sampling", "--rows", "256", "--vocab", "128256"]],
     "graph_bugs": [[PYTHON, "-m", "scripts.bug_catalogue"]],
     "serve": [[PYTHON, "-m", "graphrt", "bench", "serve", "--json-only"]],
+    "speculation": [
+        [*SPECULATE, "--batch", "1", "--drafts", "4"],
+        [*SPECULATE, "--batch", "32", "--drafts", "3"],
+    ],
     "decode": [
         [*DECODE, "--shape", "llama-3.1-8b", "--batch", "1,8,32,64,128,256", "--context", "1024"],
         [*DECODE, "--shape", "llama-3.2-1b", "--batch", "1,8,32,64,128,256", "--context", "1024"],

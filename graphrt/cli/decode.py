@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import re
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 
 import torch
 from rich.table import Table
@@ -14,6 +15,7 @@ from graphrt.bench.decode import DecodeReport, DecodeResult, bench_decode, check
 from graphrt.bench.decode_transformers import DYNAMIC, STATIC, BaselineTime, time_transformers
 from graphrt.bench.environment import provenance
 from graphrt.bench.sampling import described
+from graphrt.bench.speculation import SpeculationResult, bench_speculation, longest_sequence
 from graphrt.cli.console import make_console
 from graphrt.cli.options import DecodeOptions
 from graphrt.cli.values import check_vocabulary, named_source, sampling_params
@@ -37,21 +39,38 @@ def run(options: DecodeOptions) -> None:
         raise ConfigError(f"--baseline: expected transformers, got {options.baseline!r}; leave it out for no baseline")
     if options.baseline is not None:
         require("transformers", "for the baseline")
+    if options.speculate not in (None, "ngram"):
+        raise ConfigError(f"--speculate: expected ngram, got {options.speculate!r}; leave it out for plain decoding")
     params = sampling_params(options)
     device = resolve_device(options.device)
-    loaded = load_model(source, device=device, max_positions=options.context + options.steps)
+    longest = options.context + options.steps
+    if options.speculate is not None:
+        longest = longest_sequence(options.context, options.steps, options.drafts)
+    loaded = load_model(source, device=device, max_positions=longest)
     config, dtype = loaded.config, loaded.model.dtype
     check_vocabulary(params, config.vocab_size)
+    groups = config.kv_groups(options.page_size, KVLayout.NHD, dtype)
     report = bench_decode(
         options.shape or str(options.model),
         loaded.model,
-        config.kv_groups(options.page_size, KVLayout.NHD, dtype),
+        groups,
         batches=batches,
         context=options.context,
         steps=options.steps,
         backend=options.backend,
         sampling=params,
     )
+    drafts: list[SpeculationResult] = []
+    if options.speculate is not None:
+        drafts = bench_speculation(
+            loaded.model,
+            groups,
+            batches=batches,
+            context=options.context,
+            steps=options.steps,
+            num_drafts=options.drafts,
+            backend=options.backend,
+        )
     if options.baseline is not None:
         del loaded  # free the memory for the baseline
         gc.collect()
@@ -60,11 +79,12 @@ def run(options: DecodeOptions) -> None:
         times = time_transformers(config, batches=batches, context=options.context, device=device, dtype=dtype)
         report = replace(report, baselines=tuple(times))
     if not options.json_only:
-        _print(report)
-    print(json.dumps({"name": "decode", **provenance(), **report.to_json()}), flush=True)
+        _print(report, drafts)
+    record = {"name": "decode", **provenance(), **report.to_json(), "speculation": [asdict(r) for r in drafts]}
+    print(json.dumps(record), flush=True)
 
 
-def _print(report: DecodeReport) -> None:
+def _print(report: DecodeReport, drafts: Sequence[SpeculationResult]) -> None:
     console = make_console()
     how = described(report.sampling)
     title = f"decode, {report.model} on {report.device}, backend {report.backend}, {how}"
@@ -85,6 +105,13 @@ def _print(report: DecodeReport) -> None:
             f"{r.host_us:.0f} ({r.host_us_p20:.0f} - {r.host_us_p80:.0f})",
         )
     console.print(table)
+    for s in drafts:
+        console.print(
+            f"batch {s.batch}, {s.num_drafts} drafts by prompt lookup, ms per token: {s.plain_ms:.3f} without drafts, "
+            f"{s.accepted_ms:.3f} with all accepted ({s.accepted_ms / s.plain_ms:.2f} x), "
+            f"{s.rejected_ms:.3f} with none ({s.rejected_ms / s.plain_ms:.2f} x)",
+            soft_wrap=True,
+        )
     for time in report.baselines:
         if time.reason is not None:
             console.print(f"transformers, {time.way}, batch {time.batch}: {time.reason}", highlight=False, markup=False)

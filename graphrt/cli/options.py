@@ -130,6 +130,10 @@ class DecodeOptions(SamplingOptions):
     baseline: Annotated[
         str | None, typer.Option(help="transformers: also time greedy decoding of Hugging Face transformers.")
     ] = None
+    speculate: Annotated[
+        str | None, typer.Option(metavar="ngram", help="Also time drafts by prompt lookup, all and none accepted.")
+    ] = None
+    drafts: Annotated[int, typer.Option(min=1, max=63, help="Drafts per step, with --speculate.")] = 4
     json_only: _JsonOnly = False
 
 

@@ -1,0 +1,152 @@
+"""The speculation benchmark: time per token with drafts by prompt lookup against plain decoding."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import nn
+
+from graphrt.bench.decode import kv_memory
+from graphrt.config import RuntimeConfig
+from graphrt.models.llama import LlamaModel
+from graphrt.proposer import Proposer, ngram_drafts
+from graphrt.runtime import Runtime
+from graphrt.sampling_params import SamplingParams
+from graphrt.session.session import DecodeSession
+from graphrt.spec import KVCacheSpec
+from graphrt.step import Step
+
+_ROUNDS = 5
+_CYCLE = 32  # tokens that the predictable model repeats
+_STEPS_PER_LAUNCH = 16
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationResult:
+    """Milliseconds per token of a request, for one batch size; medians over several rounds.
+
+    plain_ms            plain decoding
+    accepted_ms         all drafts are accepted; prompt lookup finds them
+    rejected_ms         no draft is accepted
+    accepted_per_step   tokens per step where all drafts are accepted
+    """
+
+    batch: int
+    context: int
+    num_drafts: int
+    plain_ms: float
+    accepted_ms: float
+    rejected_ms: float
+    accepted_per_step: float
+
+
+class _Predictable(nn.Module):
+    """A model whose next token follows from the last one, at the cost of one small kernel per step."""
+
+    def __init__(self, model: LlamaModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, step: Step) -> torch.Tensor:
+        logits: torch.Tensor = self.model(step)
+        last = step.input_ids.index_select(0, step.logits_indices)
+        return logits.scatter_(1, ((last + 1) % _CYCLE).long().unsqueeze(1), 1e4)
+
+
+def _unlikely_drafts(step: Step) -> torch.Tensor:
+    """Propose a token that the predictable model never samples, after a lookup."""
+    return torch.full_like(ngram_drafts(step), _CYCLE)
+
+
+def longest_sequence(context: int, steps: int, num_drafts: int) -> int:
+    """Return the tokens of a request at the end of `bench_speculation`, including drafts."""
+    return context + (_ROUNDS + 2) * steps * (1 + num_drafts) + 1 + num_drafts
+
+
+def bench_speculation(
+    model: LlamaModel,
+    kv_groups: Sequence[KVCacheSpec],
+    *,
+    batches: Sequence[int],
+    context: int,
+    steps: int,
+    num_drafts: int,
+    backend: str | None = None,
+) -> list[SpeculationResult]:
+    """Time greedy decoding in sessions, `steps` steps per round, with and without `num_drafts` drafts per step.
+
+    The logits of the model are changed: its tokens repeat, and prompt lookup finds all of them.
+    """
+    results = []
+    for batch in batches:
+
+        def measure(drafts: int, proposer: Proposer | None, batch: int = batch) -> tuple[float, float]:
+            return _measure(model, kv_groups, batch, context, steps, drafts, proposer, backend)
+
+        plain_ms, _ = measure(0, None)
+        accepted_ms, accepted_per_step = measure(num_drafts, ngram_drafts)
+        rejected_ms, _ = measure(num_drafts, _unlikely_drafts)
+        results.append(
+            SpeculationResult(batch, context, num_drafts, plain_ms, accepted_ms, rejected_ms, accepted_per_step)
+        )
+    return results
+
+
+def _measure(
+    model: LlamaModel,
+    kv_groups: Sequence[KVCacheSpec],
+    batch: int,
+    context: int,
+    steps: int,
+    drafts: int,
+    proposer: Proposer | None,
+    backend: str | None,
+) -> tuple[float, float]:
+    """Return milliseconds per token of a request, and tokens per step."""
+    max_seq_len = longest_sequence(context, steps, drafts)
+    step_tokens = max(batch * (1 + drafts), min(batch * context, 1024))
+    config = RuntimeConfig(
+        max_num_reqs=batch,
+        max_num_tokens=step_tokens,
+        max_seq_len=max_seq_len,
+        decode_sizes=(batch,),
+        mixed_sizes=(step_tokens,),
+        loop_sizes=(batch,),
+        launch_steps=min(steps, _STEPS_PER_LAUNCH),
+        num_speculative_tokens=drafts,
+        backend=backend,
+    )
+    pages, _ = kv_memory(kv_groups, batch, 1, max_seq_len)
+    with Runtime(
+        _Predictable(model),
+        model.config.attention_specs(model.dtype),
+        kv_groups,
+        vocab_size=model.config.vocab_size,
+        device=model.device,
+        config=config,
+        num_pages=pages,
+        proposer=proposer,
+    ) as runtime:
+        runtime.capture()
+        with DecodeSession(runtime) as session:
+            prompt = [i % _CYCLE for i in range(context)]
+            requests = [session.add(prompt, SamplingParams(max_seq_len - context)) for _ in range(batch)]
+            while session.table.prefills:
+                session.run(1)
+
+            def run() -> float:
+                before, start = sum(len(r.tokens) for r in requests), time.perf_counter()
+                for at in range(0, steps, config.launch_steps):
+                    session.run(min(config.launch_steps, steps - at))
+                session.collect(wait=True)
+                return (time.perf_counter() - start) * batch / (sum(len(r.tokens) for r in requests) - before)
+
+            run()  # warms up
+            before = sum(len(r.tokens) for r in requests)
+            seconds = median(run() for _ in range(_ROUNDS))
+            per_step = (sum(len(r.tokens) for r in requests) - before) / (_ROUNDS * steps * batch)
+    return 1e3 * seconds, per_step
