@@ -33,6 +33,8 @@ class SpeculationResult:
     accepted_ms         all drafts are accepted; prompt lookup finds them
     rejected_ms         no draft is accepted
     accepted_per_step   tokens per step where all drafts are accepted
+    plain_host_us       host microseconds of one `DecodeSession.run` call, without drafts
+    host_us             the same with drafts
     """
 
     batch: int
@@ -42,6 +44,8 @@ class SpeculationResult:
     accepted_ms: float
     rejected_ms: float
     accepted_per_step: float
+    plain_host_us: float
+    host_us: float
 
 
 class _Predictable(nn.Module):
@@ -84,15 +88,14 @@ def bench_speculation(
     results = []
     for batch in batches:
 
-        def measure(drafts: int, proposer: Proposer | None, batch: int = batch) -> tuple[float, float]:
+        def measure(drafts: int, proposer: Proposer | None, batch: int = batch) -> tuple[float, float, float]:
             return _measure(model, kv_groups, batch, context, steps, drafts, proposer, backend)
 
-        plain_ms, _ = measure(0, None)
-        accepted_ms, accepted_per_step = measure(num_drafts, ngram_drafts)
-        rejected_ms, _ = measure(num_drafts, _unlikely_drafts)
-        results.append(
-            SpeculationResult(batch, context, num_drafts, plain_ms, accepted_ms, rejected_ms, accepted_per_step)
-        )
+        plain_ms, _, plain_host_us = measure(0, None)
+        accepted_ms, accepted_per_step, host_us = measure(num_drafts, ngram_drafts)
+        rejected_ms, _, _ = measure(num_drafts, _unlikely_drafts)
+        times = plain_ms, accepted_ms, rejected_ms, accepted_per_step, plain_host_us, host_us
+        results.append(SpeculationResult(batch, context, num_drafts, *times))
     return results
 
 
@@ -105,8 +108,8 @@ def _measure(
     drafts: int,
     proposer: Proposer | None,
     backend: str | None,
-) -> tuple[float, float]:
-    """Return milliseconds per token of a request, and tokens per step."""
+) -> tuple[float, float, float]:
+    """Return milliseconds per token of a request, tokens per step, and host microseconds per launch."""
     max_seq_len = longest_sequence(context, steps, drafts)
     step_tokens = max(batch * (1 + drafts), min(batch * context, 1024))
     config = RuntimeConfig(
@@ -138,15 +141,20 @@ def _measure(
             while session.table.prefills:
                 session.run(1)
 
+            hosts: list[float] = []
+
             def run() -> float:
                 before, start = sum(len(r.tokens) for r in requests), time.perf_counter()
                 for at in range(0, steps, config.launch_steps):
+                    before_run = time.perf_counter()
                     session.run(min(config.launch_steps, steps - at))
+                    hosts.append(time.perf_counter() - before_run)
                 session.collect(wait=True)
                 return (time.perf_counter() - start) * batch / (sum(len(r.tokens) for r in requests) - before)
 
             run()  # warms up
+            hosts.clear()
             before = sum(len(r.tokens) for r in requests)
             seconds = median(run() for _ in range(_ROUNDS))
             per_step = (sum(len(r.tokens) for r in requests) - before) / (_ROUNDS * steps * batch)
-    return 1e3 * seconds, per_step
+    return 1e3 * seconds, per_step, 1e6 * median(hosts)
