@@ -104,7 +104,7 @@ def from_transformers(
         model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-8B", dtype=torch.bfloat16).cuda()
         runtime = graphrt.from_transformers(model)
 
-    The layers are learned by one run on the meta device, and checked by a run of seven tokens. The model keeps its
+    The layers are learned by one run on the meta device, and checked by runs of 128 tokens. The model keeps its
     attention implementation and its config, so that it can also be used without graphrt.
 
     model               a PreTrainedModel in eval mode, with all weights on one device
