@@ -2,57 +2,57 @@
 //
 //   out[token, row] = sum over k of weight[row, k] * x[token, k]
 //
-// A decode step is bound by reading the weights, so everything serves one purpose: keep loads of weights in flight.
+// A decode step is bound by reading the weights, so the kernel keeps as many loads of weights in flight as it can.
 //
-// 1. A warp loads weights from memory into the registers of the lanes that multiply them. mma.sync takes 16 rows of
-//    weights as its first operand and 8 tokens as its second. A lane reads 16 bytes of a row at a time: neighbours of k,
-//    which it takes from x in the same order, so that the order of k within a step of 64 bytes does not matter.
-// 2. A tile has TILE_ROWS rows. ROW_WARPS warps of a block take different rows of it and read the same x, which the L1
-//    cache holds for them. The other warps, and the blocks of a cluster, split k. Sums of warps meet in shared memory.
-//    Each block of a cluster then adds the sums of all blocks for its tokens. All sums are added in a fixed order, so
-//    that results do not depend on how blocks run.
-// 3. A block starts to load its weights before it waits for the earlier kernels of the step, since no kernel of a step
-//    writes weights. With more tiles than blocks, it loads the first weights of its next tile before it ends a tile.
+// 1. Each lane loads its weights from memory into registers, where mma.sync multiplies them: 16 rows of weights are the
+//    first operand, and 8 tokens the second. A lane reads 16 adjacent bytes of a row, and x at the same k, so the order
+//    of k within a step of 64 bytes does not matter.
+// 2. A tile has TILE_ROWS rows. ROW_WARPS warps of a block take different rows of the tile and read the same x, so most
+//    of their reads of x hit L1. The other warps, and the blocks of a cluster, split k. The warps of a block add their
+//    sums through shared memory. Each block of a cluster then adds the sums of all blocks for its share of the tokens.
+//    The order of all additions is fixed, so results are deterministic.
+// 3. A block starts to load weights before it waits for the earlier kernels of the step, because no kernel of a step
+//    writes weights. A block with several tiles loads the first weights of its next tile before it finishes a tile.
 //
-// Quantised weights are widened to bfloat16 in registers. A weight of 8 bits is e4m3, with one scale per row, which the
-// end of a tile applies. A weight of 4 bits is (q - zero) * scale, with a scale and a zero for each row and GROUP of k.
+// Quantised weights are converted to bfloat16 in registers. 8-bit weights are e4m3 with a scale per row, which the
+// epilogue applies. A 4-bit weight is (q - zero) * scale, with a scale and a zero for each row and GROUP elements of k.
 //
-// RMSNorm is folded in. The kernel that writes x also writes squares of the vector that it belongs to, one sum per tile.
-// x then holds residual * gain, and the sums over k are multiplied with 1 / rms, which is one number per token.
+// RMSNorm is fused. The kernel that writes x stores residual * gain, and sums of squares of SQUARE_ROWS residuals each.
+// The next product multiplies its sums over k with 1 / rms of the token.
 //
-// Compile-time macros: END (below), BITS (of a weight: 16, 8 or 4), GROUP (4 bits), TOKEN_TILES (of 8 tokens), ROW_TILES
-// (of 16 rows), WARPS, ROW_WARPS, CLUSTER (blocks that split k), BLOCKS (per multiprocessor), UNROLL (steps in flight per
-// warp), EVEN (k is a multiple of STEP * K_PARTS * UNROLL), HEAD_DIM and HALF (ROPE_WRITE: half the rotated dims),
-// PAGE_SIZE, PARAMS_BYTES, Q_BF16 (1)
+// Compile-time macros: END (the epilogue, below), BITS (per weight: 16, 8 or 4), GROUP (with 4 bits), TOKEN_TILES (of 8
+// tokens), ROW_TILES (of 16 rows), WARPS, ROW_WARPS, CLUSTER (blocks that split k), BLOCKS (per multiprocessor), UNROLL
+// (steps in flight per warp), EVEN (k is a multiple of STEP * K_PARTS * UNROLL), HEAD_DIM and HALF (ROPE_WRITE: half the
+// rotated dims), PAGE_SIZE, PARAMS_BYTES, Q_BF16 (1)
 
 #include "primitives.cuh"
 
 #define PLAIN 0       // out = sums
 #define ADD 1         // residual += sums; out = residual * gain; squares_out = sums of squares of the residual
 #define SILU_MUL 2    // out = silu(sums of row) * sums of width + row
-#define ROPE_WRITE 3  // queries are rotated and go to out; keys are rotated and go to the cache, as do values
+#define ROPE_WRITE 3  // queries are rotated and stored in out; keys are rotated and stored in the cache, with values
 
 #define THREADS (32 * WARPS)
 #define K_WARPS (WARPS / ROW_WARPS)
 #define K_PARTS (K_WARPS * CLUSTER)
 #define WARP_ROWS (16 * ROW_TILES)
 #define TILE_ROWS (WARP_ROWS * ROW_WARPS)
-#define GROUPS (2 * ROW_TILES)  // of 8 rows
+#define GROUPS (2 * ROW_TILES)  // groups of 8 rows per warp
 #define TILE_TOKENS (8 * TOKEN_TILES)
-#define BLOCK_TOKENS (TILE_TOKENS / CLUSTER)  // whose ends a block of a cluster computes: rank, rank + CLUSTER, ...
-#define TOKENS_PER_WARP ((BLOCK_TOKENS + WARPS - 1) / WARPS)  // whose scale a warp computes
-#define SQUARE_ROWS (TILE_ROWS < 32 ? TILE_ROWS : 32)  // of a sum of squares
-#define PITCH (TILE_ROWS + 4)  // of sums in shared memory
-// SILU_MUL and ROPE_WRITE combine two rows, which are half a tile apart in the tile.
+#define BLOCK_TOKENS (TILE_TOKENS / CLUSTER)  // tokens whose outputs a block computes: rank, rank + CLUSTER, ...
+#define TOKENS_PER_WARP ((BLOCK_TOKENS + WARPS - 1) / WARPS)  // tokens whose 1 / rms a warp computes
+#define SQUARE_ROWS (TILE_ROWS < 32 ? TILE_ROWS : 32)  // rows per sum of squares
+#define PITCH (TILE_ROWS + 4)  // floats per token of the sums in shared memory
+// SILU_MUL and ROPE_WRITE combine two rows of a tile, which are half a tile apart.
 #define PAIRED (END == SILU_MUL || END == ROPE_WRITE)
-#define TILE_WIDTH (PAIRED ? TILE_ROWS / 2 : TILE_ROWS)  // outputs of a token
+#define TILE_WIDTH (PAIRED ? TILE_ROWS / 2 : TILE_ROWS)  // outputs per token and tile
 #define PER_THREAD ((TILE_WIDTH * BLOCK_TOKENS + THREADS - 1) / THREADS)
-#define OPERANDS_EARLY (PER_THREAD <= 2)  // else the sums need their registers
-#define STEP_BYTES 64                // of a row, in one load of 4 lanes
-#define EIGHTS (16 / BITS)           // a lane's k of a step, in eighths: so many loads of x
-#define STEP (32 * EIGHTS)           // k of a step
-#define LINE (UNROLL % 2 ? 1 : 2)    // a warp takes so many neighbouring steps: 128 bytes of a row
-#define X_LOADS (UNROLL * EIGHTS)    // of a token, while UNROLL steps are multiplied
+#define OPERANDS_EARLY (PER_THREAD <= 2)  // otherwise the sums need the registers
+#define STEP_BYTES 64                // bytes of a row that 4 lanes read with one load each
+#define EIGHTS (16 / BITS)           // a lane multiplies 8 * EIGHTS elements of k per step, 8 per load of x
+#define STEP (32 * EIGHTS)           // elements of k per step
+#define LINE (UNROLL % 2 ? 1 : 2)    // adjacent steps that a warp takes: 2 are 128 bytes of a row
+#define X_LOADS (UNROLL * EIGHTS)    // loads of x per token in UNROLL steps
 #define X_AHEAD (X_LOADS % 4 ? X_LOADS : TOKEN_TILES == 1 ? 4 : TOKEN_TILES < 4 ? 2 : 1)  // loads in flight
 
 struct Params {
@@ -73,18 +73,18 @@ struct Params {
   i64 x_stride, out_stride, residual_stride;
   i64 k_page, k_slot, k_head, v_page, v_slot, v_head;  // strides of the cache
   int tokens, width, depth, row_bytes, tiles, parts;
-  int steps;  // that a warp takes of its rows of a tile
+  int steps;  // steps of a warp per tile
   int num_q_heads, num_kv_heads;
   float inverse_width, eps;
 };
 static_assert(sizeof(Params) == PARAMS_BYTES, "linear_native.py has the same fields");
 static_assert(END != ADD || TILE_WIDTH * BLOCK_TOKENS % 32 == 0, "whole warps add squares");
 
-// The rows of a tile: two runs of TILE_ROWS / 2.
+// The rows of a tile: two ranges of TILE_ROWS / 2 adjacent rows, which start at `low` and `high`.
 struct Tile {
   int low, high;
   int head;      // ROPE_WRITE
-  bool rotates;  // ROPE_WRITE: the runs are rotated into each other
+  bool rotates;  // ROPE_WRITE: RoPE rotates each row of the first range with its counterpart in the second
 
   __device__ __forceinline__ int row(int i) const { return i < TILE_ROWS / 2 ? low + i : high + i - TILE_ROWS / 2; }
 };
@@ -103,11 +103,11 @@ __device__ __forceinline__ Tile tile_at(const Params &p, int index) {
 #endif
 }
 
-// What the end of a tile needs besides the sums, loaded before they are complete.
+// Inputs of the epilogue, loaded before the sums are complete.
 struct Operands {
   float scale_low, scale_high;  // 8 bits
   float bias_low, bias_high;
-  u32 residual_gain;  // as 16 bits each, in one register
+  u32 residual_gain;  // residual and gain, 16 bits each
   float cos, sin;
   i64 slot;
 };
@@ -159,7 +159,7 @@ __device__ __forceinline__ void store_heads(const Params &p, const Tile &tile, i
 }
 #endif
 
-// What a lane reads of a row in a step.
+// The weights that a lane reads from one row in one step.
 struct Weights {
   int4 bytes;
 #if BITS == 4
@@ -168,23 +168,24 @@ struct Weights {
 #endif
 };
 
-// Return 8 weights as pairs of bfloat16, in the order of k: those of `eighth` of the lane's k.
+// Return 8 of the weights as pairs of bfloat16 in the order of k, starting at 8 * `eighth`.
 struct Eight { u32 pairs[4]; };
 __device__ __forceinline__ Eight widened(const Weights &w, int eighth) {
   const u32 words[4] = {(u32)w.bytes.x, (u32)w.bytes.y, (u32)w.bytes.z, (u32)w.bytes.w};
 #if BITS == 16
   return {words[0], words[1], words[2], words[3]};
 #elif BITS == 8
-  // As bits of a bfloat16, sign, exponent and mantissa of an e4m3 are 2^-120 of its value, subnormal numbers too.
+  // The sign, exponent and mantissa bits of an e4m3 number, moved to the same fields of a bfloat16, give the number times
+  // 2^-120. This also holds for subnormal numbers.
   Eight r;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const u32 bytes = __byte_perm(words[2 * eighth + i / 2], 0, i % 2 ? 0x3424 : 0x1404);  // in the upper halves
+    const u32 bytes = __byte_perm(words[2 * eighth + i / 2], 0, i % 2 ? 0x3424 : 0x1404);  // upper bytes of both halves
     r.pairs[i] = multiply_pair(masked_or(bytes >> 4, 0x07f007f0, bytes & 0x80008000), 0x7b807b80);
   }
   return r;
 #else
-  // As the last bits of the bfloat16 128, q is 128 + q.
+  // The bfloat16 128 (0x4300) with q in its lowest bits is 128 + q.
   const u32 zero = (0x4300u | w.zero) * 0x10001u, scale = w.scale * 0x10001u;
   Eight r;
 #pragma unroll
@@ -209,16 +210,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear(const __gri
 #else
   const int rank = 0, k_part = k_warp;
 #endif
-  const int of_group = lane / 4;                // the lane's row of 8, or token of 8
-  const int of_step = lane % 4 * (8 * EIGHTS);  // its first k of a step
+  const int of_group = lane / 4;                // the lane's row in a group of 8 rows, or token in a group of 8 tokens
+  const int of_step = lane % 4 * (8 * EIGHTS);  // the lane's first k in a step
   const int all_steps = p.depth / STEP;
 
-  // Steps of a warp are LINE neighbours, then those that follow the neighbours of the other parts of k.
+  // The K_PARTS parts of k take LINE adjacent steps each, in turn.
   const auto step_at = [&](int i) { return k_part * LINE + i * K_PARTS; };  // i: a multiple of LINE
   const auto ahead_by = [&](int u) { return u / LINE * (LINE * K_PARTS) + u % LINE; };
   Weights weights[UNROLL][GROUPS];
   const i64 rows_8 = 8 * (i64)p.row_bytes;
-  // What the lane reads of a tile, from its i-th step on: of both halves of its warp's rows.
+  // Where the lane reads a tile from its i-th step on, in both halves of its warp's rows.
   struct Source {
     const char *low, *high;
     int step;
@@ -243,7 +244,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear(const __gri
     const int step = from.step + ahead_by(u);
 #pragma unroll
     for (int group = 0; group < GROUPS; ++group) {
-      const int rows = group % ROW_TILES;  // below the run's first, in eights
+      const int rows = group % ROW_TILES;  // groups of 8 rows before this one
       const char *at = (group < ROW_TILES ? from.low : from.high) + rows * rows_8;
       Weights &w = weights[u][group];
       if (!EVEN && step >= all_steps) {
@@ -260,7 +261,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear(const __gri
     }
   };
 
-  // 1. The first weights, before anything that an earlier kernel writes.
+  // 1. Load the first weights. Earlier kernels may still run.
   int index = blockIdx.x;
   Tile tile = tile_at(p, index);
 #pragma unroll
@@ -274,13 +275,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear(const __gri
   }
   cluster_arrive();
 #endif
-#if END != ROPE_WRITE  // attention follows, which places its blocks worse beside those of a product
+#if END != ROPE_WRITE  // attention follows; its blocks are distributed worse while blocks of a product still run
   let_next_kernel_start();
 #endif
   wait_for_earlier_kernels();
 
-  // 2. x, and the scale of each token.
-  int x_of[TOKEN_TILES];  // offsets of the lane's tokens; of the first in place of those beyond the last
+  // 2. Load x, and compute 1 / rms of each token.
+  int x_of[TOKEN_TILES];  // offsets of the lane's tokens; token 0 replaces tokens beyond the last
 #pragma unroll
   for (int j = 0; j < TOKEN_TILES; ++j) {
     const int token = 8 * j + of_group < p.tokens ? 8 * j + of_group : 0;
@@ -333,7 +334,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear(const __gri
       }
     };
     if (OPERANDS_EARLY) load_operands();
-    // 3. The sums of the warp. Registers are filled again as soon as they have been used.
+    // 3. Compute the sums of the warp. Reload registers as soon as they have been used.
     for (int i = 0; i < p.steps; i += UNROLL) {
       const bool ends = i + UNROLL >= p.steps, loads = !ends || !is_last;
       const int next_i = ends ? 0 : i + UNROLL;
@@ -358,7 +359,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear(const __gri
         else if (loads) load_x(load % X_AHEAD, next_i, load + X_AHEAD - X_LOADS);
       }
     }
-    // 4. The sums of the block.
+    // 4. Add the sums of all warps, and of all blocks of a cluster.
 #pragma unroll
     for (int r = 0; r < ROW_TILES; ++r)
 #pragma unroll
@@ -397,7 +398,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear(const __gri
     const auto sum_at = [&](int token, int row) { return sum_of_block(token, row) * scale[token]; };
 #endif
 
-    // 5. The end of the tile.
+    // 5. Run the epilogue.
 #pragma unroll
     for (int n = 0; n < PER_THREAD; ++n) {
       const int element = thread + n * THREADS, i = element / TILE_WIDTH, row = element % TILE_WIDTH;

@@ -1,22 +1,22 @@
-"""The products of a decoder layer, with what follows them: for model authors.
+"""The products of a decoder layer, fused with the elementwise work after them: for model authors.
 
-A Llama layer is four products, and one kernel each if the step has few tokens:
+A Llama layer has four products. In a step of few tokens, each is one kernel:
 
     q = linear_rope_write(x, qkv, ...)                 rotary embedding, and the write of keys and values
     x = linear_add(attended, o, residual, gain, eps)   the residual addition, and most of RMSNorm
     h = linear_silu_mul(x, gate_up)                    SwiGLU
     x = linear_add(h, down, residual, next_gain, eps)
 
-`linear_plan` chooses between the CUDA kernel of native/linear.cu and a product with graphrt's kernels after it. The
-CUDA kernel computes at most 64 tokens, in bfloat16. All other products are those of PyTorch, or `quantized_product` for
-quantised weights. Both give equal values up to rounding. The choice depends only on shapes, dtypes and alignment, so a
-replay equals the eager step.
+`linear_plan` chooses between the CUDA kernel of native/linear.cu and a separate product followed by graphrt's kernels.
+The CUDA kernel computes at most 64 tokens, in bfloat16. PyTorch computes all other products, or `quantized_product` if
+the weight is quantised. Both ways give equal values up to rounding. The choice depends only on shapes, dtypes and
+alignment, so a replay equals the eager step.
 
-In a capture, the kernel loads weights that are parameters before earlier kernels of the step have finished, so a step
-must not write a parameter. Other tensors are loaded in order.
+In a captured step, the kernel loads weights that are parameters before earlier kernels have finished, so a step must
+not write a parameter. It loads other tensors after these kernels.
 
-RMSNorm is divided: the product before it multiplies with the gain and sums squares, and the product after it divides by
-the root of their mean. `Normed` holds the intermediate result.
+RMSNorm is split between two products. The first multiplies with the gain and sums the squares. The second divides by
+the root mean square. `Normed` holds the intermediate result.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _ALIGNMENT = 16  # bytes of one load
 
 
 class Normed(NamedTuple):
-    """The input of a product: a vector per token, after RMSNorm or before its division.
+    """The input of a product: a vector per token, after RMSNorm, or before the division of RMSNorm.
 
     x        [tokens, width]  the vector after RMSNorm if `squares` is None, else the vector multiplied with the gain
     squares  [tokens, parts]  float32  sums of squares of parts of the vector before the gain
@@ -82,11 +82,11 @@ def linear(
     x            [rows of x, depth]  float16, bfloat16 or float32  device; rows may be strided; or a Normed
     weight       [out, depth]        x's dtype  device; or a quantised weight
     bias         [out]               x's dtype  device
-    rows         [tokens]            int64      device; rows of x to multiply, as `step.logits_indices`; None: all
+    rows         [tokens]            int64      device; rows of x to multiply, e.g. `step.logits_indices`; None: all
     returns      [tokens, out]       x's dtype, contiguous
 
     Products are summed in float32. With a Normed, sums are divided by the root mean square before the bias is added.
-    Capture-safe: the launch depends on shapes only. `rows` must be valid, which only the device could check.
+    Capture-safe: the launch depends on shapes only. Values of `rows` are not checked.
     Raises: ShapeError: if a tensor does not fit the others.
     """
     x = _checked(x, weight, bias)
@@ -121,13 +121,13 @@ def linear_add(
     bias      [width]
     returns   a Normed [tokens, width] for the next product
 
-    Capture-safe, and raises, as `linear`.
+    Capture-safe. Raises the same errors as `linear`.
     """
     x = _checked(x, weight, bias)
     tokens, width = len(x.x), weight.shape[0]
     _check_residual(x.x, width, residual, gain)
     plan = _plan(x.x, tokens, weight, End.ADD)
-    if plan is None or 2 * width % STEP_BYTES:  # the next product could not take it up
+    if plan is None or 2 * width % STEP_BYTES:  # the kernel cannot read rows of this width in the next product
         return Normed(add_rms_norm(residual, _product(x.finished(), weight, bias), gain, eps))
     out = torch.empty(tokens, width, dtype=weight.dtype, device=weight.device)
     squares = torch.empty(tokens, width // plan.square_rows, dtype=torch.float32, device=weight.device)
@@ -148,7 +148,7 @@ def linear_silu_mul(
     bias     [2 * width]
     returns  [tokens, width]      x's dtype, contiguous
 
-    Capture-safe, and raises, as `linear`.
+    Capture-safe. Raises the same errors as `linear`.
     """
     x = _checked(x, weight, bias)
     rows = weight.shape[0]
@@ -181,12 +181,12 @@ def linear_rope_write(
     weight   [(num_q_heads + num_kv_heads) * head_dim + num_kv_heads * v_head_dim, depth]  x's dtype  device; or a
              quantised weight
     bias     one value per row of `weight`
-    returns  [tokens, num_q_heads, head_dim]  x's dtype; a slice of a larger tensor if keys and values were separate
+    returns  [tokens, num_q_heads, head_dim]  x's dtype; a slice of the product if `write_kv` ran after it
 
-    Other arguments as in `write_kv`. Norms of queries and keys, fp8 caches, and values of another head size than keys
-    take the product of PyTorch and `write_kv`, or the kernel and `write_kv`.
+    Other arguments as in `write_kv`. With norms of queries and keys, an fp8 cache, or values of another head size than
+    keys, `write_kv` runs after the product.
 
-    Capture-safe, and raises, as `linear` and `write_kv`.
+    Capture-safe. Raises the same errors as `linear` and `write_kv`.
     """
     x = _checked(x, weight, bias)
     num_kv_heads, head_dim, v_head_dim = *k_cache.shape[2:], v_cache.shape[3]
@@ -233,7 +233,7 @@ def _product(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torc
 def _plan(
     x: torch.Tensor, tokens: int, weight: Weight, end: End, head_dim: int = 0, rotary_dim: int = 0
 ) -> LinearPlan | None:
-    """Return how the kernel computes a product; None: `_product` computes it."""
+    """Return the CUDA kernel's plan for a product; None: `_product` computes it."""
     rows, depth = weight.shape
     bits, data = (weight.bits, weight.data) if isinstance(weight, QuantizedWeight) else (16, weight)
     if weight.dtype is not torch.bfloat16 or not 1 <= tokens <= MAX_TOKENS or depth * bits // 8 % STEP_BYTES:

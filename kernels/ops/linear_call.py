@@ -1,4 +1,4 @@
-"""Products of few tokens: how one is computed, and its arguments, declared once for operator, kernel and reference."""
+"""Products of few tokens: the plan and the arguments of a call, declared once for operator, kernel and reference."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 from graphrt.kernels.op_declaration import Written
 
 MAX_TOKENS = 64
-"""Most tokens of a product that the kernel computes."""
+"""Maximum number of tokens for the CUDA kernel."""
 
 STEP_BYTES = 64
-"""Bytes of a row of the weight that a warp multiplies at a time. The bytes of a row must be a multiple of it."""
+"""Bytes of a weight row that a warp multiplies at a time. The size of a row must be a multiple of it."""
 
 
 class End(IntEnum):
-    """What follows the product, as the macro END of native/linear.cu."""
+    """The epilogue of the product: the macro END of native/linear.cu."""
 
     PLAIN = 0
     ADD = 1
@@ -29,12 +29,12 @@ class End(IntEnum):
 class LinearPlan:
     """How a block computes a tile of rows.
 
-    row_tiles   tiles of 16 rows of a warp
-    warps       warps of a block
+    row_tiles   tiles of 16 rows per warp
+    warps       warps per block
     unroll      steps of 64 bytes of a row in flight per warp
-    persistent  as many blocks as run concurrently take the tiles in turn; else each tile has a block
+    persistent  True: as many blocks as run concurrently process the tiles in turn; False: one block per tile
     row_warps   warps of a block that take different rows and read the same x; the others split k
-    cluster     blocks of a cluster, which split k of a tile; 1 if persistent
+    cluster     blocks per cluster, which split k of a tile; 1 if persistent
     """
 
     row_tiles: int
@@ -56,11 +56,11 @@ class LinearPlan:
 
     @property
     def square_rows(self) -> int:
-        """Rows of a sum of squares."""
+        """Rows per sum of squares."""
         return min(self.rows, 32)
 
     def fits(self, end: End, rows: int, head_dim: int, rotary_dim: int) -> bool:
-        """Return whether tiles divide the rows of a weight, and the heads and rotated dims of ROPE_WRITE."""
+        """Return whether tiles divide the rows of a weight, and with ROPE_WRITE also the heads and rotated dims."""
         divided = (rows, head_dim, rotary_dim) if end is End.ROPE_WRITE else (rows,)
         return not any(count % self.rows for count in divided)
 
@@ -78,7 +78,7 @@ class LinearPlan:
 
 @dataclass(frozen=True, slots=True)
 class LinearCall:
-    """One product and what follows it. Tensors are of the weight's dtype unless noted; absent ones are None.
+    """One product with its epilogue. Tensors have the dtype of x unless noted. Absent tensors are None.
 
     x            [rows of x, depth]; rows may be strided
     weight       [rows, depth]  contiguous; float8_e4m3fn with `scale`; uint8 [rows, depth / 2] with `scale` and `zero`
@@ -96,7 +96,7 @@ class LinearCall:
     cos_sin      ROPE_WRITE: [max_positions, rotary_dim]  float32, contiguous; None: nothing is rotated
     eps          added to the mean square
     end          an End
-    early        load the weight before earlier kernels of a captured step have finished, which must not write it
+    early        load the weight before earlier kernels of a captured step have finished; they must not write it
     """
 
     x: torch.Tensor
@@ -122,7 +122,7 @@ class LinearCall:
 
     @property
     def bits(self) -> int:
-        """Bits of a weight: 16, 8 or 4."""
+        """Bits per weight: 16, 8 or 4."""
         return 4 if self.zero is not None else 8 * self.weight.element_size()
 
     @property

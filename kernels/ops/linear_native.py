@@ -31,7 +31,7 @@ class _Params(ctypes.Structure):
 
 
 EARLY_ADDRESSES = tuple(int(getattr(_Params, name).offset) for name in ("weight", "scale", "zero"))
-"""Where the kernel's argument holds the addresses that it loads from before it waits for earlier kernels, in bytes."""
+"""Byte offsets, in the kernel's parameters, of the addresses that it reads before it waits for earlier kernels."""
 
 
 def linear_native(call: LinearCall) -> None:
@@ -73,17 +73,17 @@ def linear_native(call: LinearCall) -> None:
 
 
 def blocks_per_sm(plan: LinearPlan, tokens: int, bits: int) -> int:
-    """Return how many blocks have room in the registers of a multiprocessor, by an estimate; 0: too many are needed."""
+    """Estimate how many blocks fit into the registers of a multiprocessor; 0: a block needs too many."""
     token_tiles = ceil_div(tokens, _GROUP)
     x_ahead = 4 if token_tiles == 1 else 2 if token_tiles < 4 else 1
     weights = plan.unroll * 2 * plan.row_tiles * (6 if bits == 4 else 4)
     needed = 38 + weights + 5 * token_tiles * (plan.row_tiles + x_ahead)
-    most = 144 if plan.warps == 16 else 128  # larger blocks spill a few
+    most = 144 if plan.warps == 16 else 128  # blocks of 16 warps may spill a few
     return (16 if needed <= most else 8 if needed <= 255 else 0) // plan.warps
 
 
 def _is_capturing(device: torch.device) -> bool:
-    """Outside of a capture, the previous work of the stream may be a copy into the weights."""
+    """Outside of a capture, the weight must not be loaded early: the stream may still copy into it."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -131,8 +131,8 @@ def _variant(
 
 
 def native_variants() -> dict[str, NativeVariant]:
-    """Return the variants that a test compiles without a GPU: every end, with 1 to 64 tokens, and even and uneven
-    depths."""
+    """Return the variants that a test compiles without a GPU: every epilogue with 1 to 64 tokens, and depths with and
+    without a remainder."""
     plans = {
         1: LinearPlan(1, 16, 8, False),
         16: LinearPlan(2, 16, 4, True),

@@ -1,11 +1,11 @@
-"""Which products of few tokens the CUDA kernel computes, and how: a table of measured plans for each kind of device.
+"""Which products of few tokens the CUDA kernel computes, and how: a table of measured plans for each device.
 
 `scripts/bench_linear.py` measures the plans, and `linear_plans.json` in this folder holds the fastest. A product of
-another size takes the plan of the nearest measured product with as many bits per weight. The table holds measured plans
-only. Without a plan, PyTorch computes the product, and `quantized_product` that of a quantised weight.
+another size uses the plan of the nearest measured product with the same bits per weight. Without a plan, PyTorch
+computes the product, or `quantized_product` if the weight is quantised.
 
-Measured so far: bfloat16, fp8 and int4 weights on an H200, at 1 to 64 tokens (at 64 no plan gained). There are no plans
-for other devices.
+Measured so far: bfloat16, fp8 and int4 weights on an H200, at 1 to 64 tokens. At 64 tokens no plan was faster than
+PyTorch. There are no plans for other devices.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CPU_FOLLOWS = "NVIDIA H200"
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPlan:
-    """The fastest plan of a product: tokens, bits per weight, what follows it, rows and depth of the weight.
+    """The fastest plan of a product: tokens, bits per weight, epilogue, rows and depth of the weight.
 
     plan   None: a product without the CUDA kernel is faster
     """
@@ -54,7 +54,7 @@ def load_plans() -> dict[str, tuple[MeasuredPlan, ...]]:
 
 
 class DevicePlans(NamedTuple):
-    """The measured plans of a device, and which they are, or why there are none."""
+    """The measured plans of a device, and a sentence that says where they are from, or why there are none."""
 
     plans: tuple[MeasuredPlan, ...]
     reason: str
@@ -62,7 +62,7 @@ class DevicePlans(NamedTuple):
 
 @functools.cache
 def device_plans(device: torch.device) -> DevicePlans:
-    """Return the measured plans of a device; none if all its products are PyTorch's."""
+    """Return the measured plans of a device; no plans if PyTorch computes all products."""
     if device.type == "cpu":
         return DevicePlans(load_plans()[_CPU_FOLLOWS], f"reference on a CPU, with the plans of {_CPU_FOLLOWS}")
     if not runs_native(device):
@@ -83,9 +83,9 @@ def linear_plan(
     """Return the plan of a product; None: the CUDA kernel does not compute it.
 
     tokens                number of tokens
-    bits                  of a weight: 16, 8 or 4
+    bits                  per weight: 16, 8 or 4
     rows, depth           of the weight
-    head_dim, rotary_dim  of ROPE_WRITE: heads, and what tiles rotate, must divide into tiles
+    head_dim, rotary_dim  of ROPE_WRITE; must be multiples of the rows of a tile
     """
     known = [
         measured

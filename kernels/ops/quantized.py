@@ -1,6 +1,6 @@
 """Quantised weights of products: fp8 with a scale per row, and int4 with a scale and a zero per group of inputs.
 
-Products read them as they are stored, and multiply in the dtype of the activations, which are not quantised.
+Products read the quantised weights, and multiply in the dtype of the activations, which are not quantised.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ from graphrt.kernels.checks import check_contiguous, check_tensor
 from graphrt.kernels.errors import ShapeError, UnsupportedError
 
 GROUPS = (32, 64, 128)
-"""Supported sizes of a group of inputs with one scale."""
+"""Supported group sizes: inputs per scale."""
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 NIBBLE_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Inputs of a 32-bit word, from its lowest nibble. Nibbles i and i + 4, 16 bits apart, hold neighbours."""
+"""The input in each nibble of a 32-bit word, from the lowest. Nibbles i and i + 4, 16 bits apart, hold adjacent inputs.
+"""
 
 
 _Quantized = TypeVar("_Quantized", bound="QuantizedWeight")
 
 
 class QuantizedWeight(nn.Module):
-    """A weight [rows, depth] whose tensors are parameters of this module, so that a model owns them by name.
+    """A quantised weight [rows, depth]. Its tensors are parameters of this module, so `state_dict()` lists them.
 
-    Products take it in place of a tensor. `shape` is that of the weight, and `dtype` that of its products.
+    Products accept it in place of a tensor. `shape` is the shape of the weight, `dtype` the dtype of its products.
     """
 
     data: nn.Parameter
@@ -64,11 +65,11 @@ class QuantizedWeight(nn.Module):
         return self.data.device
 
     def dequantized(self) -> torch.Tensor:
-        """Return the values that products multiply: [rows, depth] float32."""
+        """Return the dequantised weight, as products use it: [rows, depth] float32."""
         return dequantized(*self.tensors())
 
     def split(self: _Quantized, rows: Sequence[int]) -> list[_Quantized]:
-        """Return weights of so many rows each, one after the other. They share the memory of this one."""
+        """Split the weight into weights with these numbers of rows, which share its memory."""
         parts = zip(*(tensor.split(list(rows)) for tensor in self.parameters()), strict=True)
         return [self._with(tensors) for tensors in parts]
 
@@ -125,7 +126,7 @@ class Fp8Weight(QuantizedWeight):
 class Int4Weight(QuantizedWeight):
     """Weights of 4 bits: w = (q - zero) * scale, rounded once to the dtype of the activations.
 
-    data     [rows, depth / 2]      uint8  device; contiguous. 8 neighbours of k are a little-endian word of 32 bits
+    data     [rows, depth / 2]      uint8  device; contiguous. 8 adjacent k are a little-endian word of 32 bits
                                            with the nibbles k0, k2, k4, k6, k1, k3, k5, k7 from the lowest (`pack`)
     scale    [rows, depth / group]  float16, bfloat16 or float32  device; contiguous. Its dtype is the activations'
     zero     [rows, depth / group]  uint8  device; contiguous. 0 to 15
@@ -163,7 +164,7 @@ class Int4Weight(QuantizedWeight):
 
     @classmethod
     def pack(cls, values: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> Int4Weight:
-        """Return the weight with the values q [rows, depth] uint8 of 0 to 15."""
+        """Return the weight for q [rows, depth] uint8 with values 0 to 15."""
         ordered = values.unflatten(1, (-1, 8))[..., NIBBLE_ORDER]
         data = ordered[..., 0::2] | ordered[..., 1::2] << 4
         return cls(data.flatten(1), scale.contiguous(), zero.contiguous())
@@ -173,7 +174,7 @@ class Int4Weight(QuantizedWeight):
 
     @property
     def group(self) -> int:
-        """Inputs with one scale."""
+        """Inputs per scale."""
         return self.shape[1] // self.scale.shape[1]
 
     @property
@@ -194,7 +195,7 @@ Weight = torch.Tensor | QuantizedWeight
 
 
 def concatenate(parts: Sequence[_Quantized]) -> _Quantized:
-    """Return one weight with the rows of all parts, which are of one kind; each row keeps its scale.
+    """Concatenate the rows of weights of one kind. Each row keeps its scales.
 
     Raises: ShapeError: if the parts differ in kind, depth, group, dtype or device.
     """
@@ -204,7 +205,7 @@ def concatenate(parts: Sequence[_Quantized]) -> _Quantized:
         alike = alike and (part.dtype, part.device) == (first.dtype, first.device)
         if not alike or part.scale.shape[1:] != first.scale.shape[1:]:
             raise ShapeError(
-                "parts: expected weights of one kind, depth, group, dtype and device; multiply with them separately"
+                "parts: weights differ in kind, depth, group, dtype or device; compute a separate product with each"
             )
     return first._with([torch.cat(tensors) for tensors in zip(*(p.parameters() for p in parts), strict=True)])
 
@@ -226,11 +227,11 @@ def nibbles(words: torch.Tensor) -> torch.Tensor:
 
 
 def check_group(group: int, depth: int) -> None:
-    """Raise UnsupportedError unless groups may have `group` inputs, and divide a depth."""
+    """Raise UnsupportedError unless `group` is a supported group size that divides `depth`."""
     if group not in GROUPS or depth % group:
         raise UnsupportedError(
-            f"group: expected one of {GROUPS} inputs per scale, which divides {depth} inputs, got {group}; use other "
-            "groups, or do not quantise this weight"
+            f"group: expected one of {GROUPS} that divides {depth} inputs, got {group}; use another group size, or "
+            "do not quantise this weight"
         )
 
 

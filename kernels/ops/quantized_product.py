@@ -1,10 +1,10 @@
-"""Products with quantised weights for any number of tokens, with weights dequantised in registers.
+"""Products of any number of tokens with quantised weights, which are dequantised in registers.
 
     out[token, row] = sum over k of x[token, k] * w[row, k] + bias[row]
 
-A program computes a tile of rows and tokens. Rows are the first operand of `tl.dot`, which the tensor cores take from
-registers, so that dequantised weights do not pass through shared memory. Sums are in float32, in the order of k: a
-result does not depend on how programs run, or on other tokens.
+A program computes a tile of rows and tokens. Rows are the first operand of `tl.dot`, which tensor cores read from
+registers, so dequantised weights do not pass through shared memory. Sums are in float32 and in the order of k, so the
+result of a token depends neither on other tokens nor on the order of programs.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _product_kernel(
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    # Tokens and rows beyond the last read the last one, and are not stored.
+    # Tokens and rows beyond the last one read the last one. Their results are not stored.
     x_ptrs = x_ptr + tl.minimum(tokens, num_tokens - 1).to(tl.int64)[None, :] * stride_x
     row = tl.minimum(rows, num_rows - 1).to(tl.int64)
     ks = tl.arange(0, DEPTH)
@@ -75,10 +75,10 @@ def _product_kernel(
         if GROUP:
             words = tl.load(data_ptr + row[:, None] * (depth // 8) + (first // 8 + tl.arange(0, DEPTH // 8))[None, :])
             scale, zero = next_scale.to(tl.float32), next_zero.to(tl.int32)
-            # Triton does not load these ahead, because they have less than 4 bytes.
+            # Triton does not prefetch loads of less than 4 bytes.
             of_group = row * (depth // GROUP) + tl.minimum(first + DEPTH, depth - 1) // GROUP
             next_scale, next_zero = tl.load(scale_ptr + of_group), tl.load(zero_ptr + of_group)
-            # Nibble n has the k with bits 2 and 1 like bits 1 and 0 of n, and bit 0 like bit 2 of n.
+            # Nibble n of a word holds k = 2 * (n % 4) + n // 4.
             even = tl.join(tl.join(words, words >> 8), tl.join(words >> 4, words >> 12))
             q = tl.reshape(tl.join(even, even >> 16) & 15, (ROWS, DEPTH)) - zero[:, None]
             weight = (q.to(tl.float32) * scale[:, None]).to(dtype)
@@ -96,7 +96,7 @@ def _product_kernel(
 
 @dataclass(frozen=True, slots=True)
 class _Tiles:
-    """Extents of a program's tiles, and launch options."""
+    """The tile of a program, and launch options."""
 
     tokens: int
     rows: int
@@ -108,7 +108,7 @@ class _Tiles:
 def _tiles(tokens: int, group: int, itemsize: int) -> _Tiles:
     """Return the tiles for a number of tokens. A tile of int4 has one group, or a part of one.
 
-    For few tokens, reading the weights takes the time, so there are many small tiles of rows.
+    With few tokens, reading the weights takes most of the time, so there are many small tiles of rows.
     """
     parts = 2 if itemsize == 4 else 1  # float32 takes twice the registers and shared memory
     deep, flat = min(128 // parts, group or 128), min(64 // parts, group or 64)

@@ -209,7 +209,7 @@ WRONG = {
     "zero": (lambda: Int4Weight(bytes_of(4, 32), torch.ones(4, 2), bytes_of(4, 1)), "zero: expected shape"),
     "parts": (
         lambda: concatenate([Int4Weight.empty(4, 64, g, BF16, torch.device("cpu")) for g in (32, 64)]),
-        "parts: expected weights of one kind",
+        "parts: weights differ in kind",
     ),
     "depth of x": (
         lambda: linear(torch.zeros(2, 31, dtype=BF16), Fp8Weight.empty(4, 32, BF16, torch.device("cpu"))),
