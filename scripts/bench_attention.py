@@ -2,11 +2,11 @@
 
     python -m scripts.bench_attention                                    # everything, with both peers
     python -m scripts.bench_attention --only uniform,ragged --quick
-    python -m scripts.bench_attention --device cpu --without-peers       # a dry run of tiny cells, times mean nothing
+    python -m scripts.bench_attention --device cpu --without-peers       # dry run of tiny cells, times have no meaning
 
 Every call runs inside a CUDA graph with its KV cache evicted from L2. A small kernel that depends on the call's output
-runs between two calls; the time of a graph of only these kernels is subtracted. 1/32 of the per-step schedule on the
-device is added, the share of one of 32 layers. FlashInfer plans on the host; that time is reported and not added. Each
+runs between two calls; the time of a graph of only these kernels is subtracted. 1/32 of the time of the schedule on the
+device is added, because 32 layers share it. FlashInfer plans on the host; its host time is reported but not added. Each
 output is checked before it is timed. The last line of standard output is one JSON object.
 """
 

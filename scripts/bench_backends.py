@@ -40,7 +40,7 @@ TINY_CELLS = [uniform_cell("backends", batch, context, **TINY) for batch in (1, 
 def choose(
     names: Sequence[str], cells: Sequence[Cell], device: torch.device
 ) -> tuple[dict[str, type[AttentionBackend]], dict[str, str]]:
-    """Return the backends that can serve the cells, and the reasons against the others."""
+    """Return the backends that can serve the cells, and the reasons why the others cannot."""
     chosen, refused = {}, {}
     for name in names:
         try:
@@ -61,8 +61,8 @@ def choose(
 def measure(
     cls: type[AttentionBackend], cells: Sequence[Cell], device: torch.device, num_samples: int
 ) -> dict[Cell, LayerTime]:
-    """Time one backend. A failing backend must not end the run of the others, but a device fault does: later results
-    would be unreliable."""
+    """Time one backend. Its failure does not end the run. A device fault does, because later results would be
+    unreliable."""
     times: dict[Cell, LayerTime] = {}
     rig = None
     for cell in cells:
@@ -73,7 +73,7 @@ def measure(
             raise
         except Exception as error:
             times[cell] = LayerTime(reason=reason_of(error))
-            if rig is None:  # it cannot be built
+            if rig is None:  # the backend cannot be built
                 return dict.fromkeys(cells, times[cell])
     if rig is not None:
         rig.close()
@@ -90,7 +90,7 @@ def run(arguments: Namespace) -> None:
     for name, reason in refused.items():
         console.print(f"not measured: {name}: {reason}", highlight=False, soft_wrap=True)
     if not backends:
-        raise ConfigError("bench_backends: expected a backend that runs here, got none; install one, or name another")
+        raise ConfigError("bench_backends: no backend can run here; install one, or name others with --only")
     measured: dict[str, dict[Cell, LayerTime]] = {}
     for name, cls in backends.items():
         measured[name] = measure(cls, cells, device, QUICK_SAMPLES if arguments.quick else SAMPLES)
@@ -140,7 +140,7 @@ def run(arguments: Namespace) -> None:
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--only", help="comma-separated backends; by default all that are known")
+    parser.add_argument("--only", help="comma-separated backends (default: all known backends)")
     parser.add_argument("--quick", action="store_true", help="fewer samples")
     try:
         run(parse(parser))

@@ -24,7 +24,7 @@ PAGE_SIZE = 16
 
 
 def microseconds(call: Callable[[], object], repeats: int = 50) -> float:
-    """Return the best time of several calls: other work on the machine can only add to it."""
+    """Return the shortest time of several calls. Other work on the machine can only lengthen a call."""
     times = []
     for _ in range(repeats):
         start = time.perf_counter()

@@ -42,7 +42,7 @@ def measure(model: LlamaModel, repeats: int, **sizes: Any) -> dict[str, Any]:
 
 
 def capture(model: LlamaModel, **sizes: Any) -> dict[str, Any]:
-    """Capture one kind of sizes once, in a new manager that is gone afterwards. Return the costs by name."""
+    """Capture one kind of sizes once, in a new manager that is closed afterwards. Return the costs by name."""
     gc.collect()
     torch.cuda.empty_cache()
     config, device = model.config, model.device

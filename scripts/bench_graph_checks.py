@@ -3,9 +3,9 @@
     python -m scripts.bench_graph_checks          # Llama 3.2 1B, 32 and 256 requests, a shadow every 256 launches
     python -m scripts.bench_graph_checks --shape llama-3.1-8b --rows 256 --every 64
 
-Audits are timed in parts: the walk over the graph, the memory map, and the check of each address. Another audit covers
-a graph of over 600 nodes: a model of the same shape with `--deep` layers. `verify_runtime` is timed as a whole,
-including copies of the KV cache, over eight generated batches.
+Audits are timed in parts: the walk over the graph, the memory map, and the check of each address. A graph of over 600
+nodes is audited too: a model of the same shape with `--deep` layers. `verify_runtime` is timed as a whole, including
+copies of the KV cache, over eight generated batches.
 
 Shadow steps are measured with two runtimes of the same weights, one with shadow steps and one without. Rounds of
 `--steps` steps alternate. The cost of shadows is the relative difference of the times.
@@ -37,7 +37,7 @@ from graphrt.session.session import DecodeSession
 from graphrt.testing.verify.runtime import verify_runtime
 from scripts.rigs.measure import make_parser, parse
 
-CONTEXT = 512  # tokens that rows have before the first timed step; the longest ones that are verified
+CONTEXT = 512  # tokens of each request before the first timed step, and the longest sequence that is verified
 MIXES = 8
 LATER = 3  # verifications after the first one, which loads kernels
 
@@ -92,9 +92,9 @@ def bench_audit(runtime: Runtime) -> dict[str, Any]:
         "findings": [str(finding) for finding in manager.audit(size).findings],
     }
     print(
-        f"{found['size']}: {found['nodes']} nodes audited in {found['whole_ms']:.1f} ms: walked in "
-        f"{found['walk_ms']:.1f}, {found['regions']} regions mapped in {found['map_ms']:.1f}, looked at in "
-        f"{found['audit_ms']:.1f}; {len(found['findings'])} findings",
+        f"{found['size']}: audit of {found['nodes']} nodes {found['whole_ms']:.1f} ms (graph walk "
+        f"{found['walk_ms']:.1f}, memory map of {found['regions']} regions {found['map_ms']:.1f}, check of addresses "
+        f"{found['audit_ms']:.1f}); {len(found['findings'])} findings",
         flush=True,
     )
     return found
@@ -158,13 +158,13 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--shape", default="llama-3.2-1b")
     parser.add_argument("--rows", default="32,256", help="comma-separated")
-    parser.add_argument("--every", type=int, default=256, help="launches from one shadow to the next")
-    parser.add_argument("--steps", type=int, default=512, help="steps of a round; a multiple of --every")
+    parser.add_argument("--every", type=int, default=256, help="launches per shadow step")
+    parser.add_argument("--steps", type=int, default=512, help="steps per round; a multiple of --every")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--deep", type=int, default=64, help="layers of the model whose long graph is audited")
+    parser.add_argument("--deep", type=int, default=64, help="layers of the model with the long graph")
     arguments = parse(parser)
     if arguments.every < 1 or arguments.steps < 1 or arguments.steps % arguments.every or arguments.rounds < 1:
-        parser.error("--steps: expected a multiple of --every, and all of them at least 1")
+        parser.error("--steps must be a multiple of --every, and --every, --steps and --rounds at least 1")
     device = resolve_device(arguments.device)
     shape = shape_config(arguments.shape)
     positions = min(shape.max_position_embeddings, 1 << 14)
@@ -188,7 +188,7 @@ def main() -> None:
             f"{arguments.every} launches ({shadow['share']:+.2%}, {shadow['ms_per_shadow']:.2f} ms each)",
             flush=True,
         )
-    del model  # the deep one gets the memory
+    del model  # free its memory for the deep model
     deep = replace(shape, num_layers=arguments.deep, sliding_windows=())
     model = load_model(deep, device=device, max_positions=positions).model
     with capture(model, int(arguments.rows.split(",")[0]), CONTEXT) as runtime:

@@ -9,12 +9,12 @@ refresh   microseconds from the input slot to the derived buffers, in graph repl
           tokens, with one, two, four and eight KV groups, all full or all but one with a window of 1,024. A step lists
           the pages of all requests in all groups ("full tables"), or passes the requests without pages ("tables that
           stay"). A session's step gives every 16th request a page in each group ("new pages"), or sends no change ("no
-          delta"). The time to the step inputs alone is printed too; the rest is spent on checks and writes. Then the
-          same with the attention schedules of one, two and three kinds of layers
+          delta"). The time until the step inputs are written is printed in parentheses; checks and writes of derived
+          buffers take the rest. Then the same with the attention schedules of one, two and three kinds of layers
 model     a model like Gemma 3 (five layers with a window of 1,024 per full layer, dummy weights), with groups from
           `kv_groups` and with one block table for all layers, alternating: bytes of the KV cache, and time per step
 cross     TB/s of one cross layer in a decode step, one query per request, over at least 128 MB of encoder KV; for
-          comparison a causal layer over the same number of tokens, and the bandwidth of a read-only sweep. The time of
+          comparison, a causal layer over the same number of tokens, and the bandwidth of a read-only sweep. The time of
           a small kernel between two calls is subtracted; the KV of a call is evicted from L2
 
 The last line of standard output is one JSON object.
@@ -103,7 +103,7 @@ class _Refresh:
         self._batch, self._groups, self._pages = batch, len(windows), pages[len(batch.page_ids) :]
 
     def put(self, what: str) -> None:
-        """Write a step into the next slot. Without write_outputs it remains the next step for every replay."""
+        """Write a step into the next input slot. Every replay reads this slot, because write_outputs does not run."""
         (slot, step), n = self.manager.queue.slot(), ROWS * self._groups
         if what == "full tables":
             self._batch.write_inputs(slot.inputs, step, self._groups)
@@ -121,7 +121,7 @@ class _Refresh:
                 delta = replace(delta, lists=None, pages=None)
             delta.write(slot.inputs, step, 1, False, False)
         with slot.in_flight(self.manager._stream):
-            pass  # copies of the header
+            pass  # entering the context writes the copies of the header
 
     def time(self, *, schedule: bool = False) -> Timing:
         """Time from the input slot to the derived buffers, optionally including the attention schedule."""
@@ -162,7 +162,7 @@ def bench_refresh(device: torch.device) -> dict[str, Any]:
         results.append(result)
         rig.close()
         shown = [f"{what} {result[what]['median_us']:.2f} ({result[what]['record_us']:.2f}) us" for what in STEPS]
-        print(f"refresh of {name} (its record): {', '.join(shown)}", flush=True)
+        print(f"refresh of {name} (step inputs alone): {', '.join(shown)}", flush=True)
     kinds = []
     for count in (1, 2, 3):
         windows = (None, WINDOW, 512)[:count]
@@ -260,7 +260,7 @@ def _attention_calls(cell: _CrossCell, kind: AttentionKind, device: torch.device
         page_ids=np.random.default_rng(0).permutation(cell.rows * per_row).astype(np.int32) + 1,
     )
     manager.replay(batch).tokens()
-    step = manager._program.view(BatchDescriptor.decode(cell.rows))  # as the replay left it
+    step = manager._program.view(BatchDescriptor.decode(cell.rows))  # with the buffers that the replay wrote
     step.backend.schedule(step.metadata)
     q = torch.randn(layers, cell.rows, cell.q_heads, cell.head_dim, dtype=cell.dtype, device=device)
     outs = torch.empty_like(q)

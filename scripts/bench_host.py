@@ -11,16 +11,16 @@ copies      as in small engines: one pinned tensor per field filled by NumPy, on
 Host time is measured in two ways:
 
 idle        a step is submitted to an idle device and timed, then the host waits for it
-steady      steps are submitted in bursts of `ring_depth` - 2 launches, as by a server ahead of its device. The first
-            step of a burst is not counted. `copies` waits for each step, so its steady time equals its idle time
+steady      steps are submitted in bursts of `ring_depth` - 2 launches, like a server that runs ahead of its device. The
+            first step of a burst is not counted. `copies` waits for each step, so its steady time equals its idle time
 
-Models have few layers and dummy weights. This does not affect the host: as many weights are guarded as in the whole
-model. `launch` is the share of the driver: one launch of the graph of `copies`, by the call that the others use.
+Models have few layers and dummy weights. Host times are those of the whole model, because as many weights are guarded.
+`launch` is the driver's share: one launch of the graph of `copies`, with the driver call that the other ways use.
 
 The gap is the interval of consecutive steps minus the time of the graph alone. Sequences grow with each step, and so do
-graph times. So the graph is timed before and after the interval, and the mean is subtracted. The last part measures the
-gap of a whole model: Llama 3.2 1B with one request, alone and with a second thread that is busy with Python, like the
-event loop of a server.
+graph times. Therefore the graph is timed before and after the interval, and the mean is subtracted. The last part
+measures the gap of a whole model: Llama 3.2 1B with one request, alone and with a second thread that is busy with
+Python, like the event loop of a server.
 
 Other programs may use the machine's cores, so the time of a step can double within a minute. Therefore all variants of
 a cell alternate in short rounds, and each round starts with new requests.
@@ -151,7 +151,7 @@ def in_turns(
 
 
 def measure_round(way: Any, runtime: Runtime, steps: int) -> dict[str, Any]:
-    """Run one round of a variant. Multi-step launches are a quarter as many."""
+    """Run one round of a variant. A round of multi-step launches has a quarter as many launches."""
     few = steps if way.steps == 1 else max(1, steps // 4)
     found: dict[str, Any] = dict(host_times(way, few))
     if isinstance(way, CopiesWay):

@@ -1,12 +1,12 @@
-"""Plans of products with few tokens: the fastest for each product of a decoder layer, and what they save.
+"""Find the fastest plan of each product of a decoder layer at few tokens, and the time that these plans save.
 
     python -m scripts.bench_linear                                        # 1 to 64 tokens, 16 to 4 bits
     python -m scripts.bench_linear --shapes llama-3.1-8b --tokens 1 --bits 16
     python -m scripts.bench_linear --write kernels/ops/linear_plans.json  # replace the plans of these products
 
-The products of a layer run one after the other, as in a step without attention, on the weights of several layers, so
-that none is in L2. Each product in turn tries every plan, and the product without the CUDA kernel, while the others
-keep their fastest. The output head is measured alone. The last line of standard output is one JSON object.
+The products of a layer run one after the other, as in a step without attention. They use the weights of several layers
+in rotation, so no weight is in L2. Each product in turn is timed with every plan and without the CUDA kernel, while the
+others use their fastest plan. The output head is measured alone. The last line of standard output is one JSON object.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from graphrt.models.shapes import SHAPES
 from scripts.rigs.measure import make_parser, parse
 
 Key = tuple[End, int, int]
-"""A product: what follows it, rows and depth of its weight."""
+"""A product: its epilogue, and rows and depth of its weight."""
 
 GROUP, PAGES, PAGE_SIZE = 128, 64, 16
 _local = threading.local()
@@ -45,13 +45,13 @@ _local = threading.local()
 
 @dataclass(slots=True)
 class Found:
-    """What was measured for one shape, number of tokens and format."""
+    """Results for one shape, number of tokens and number of bits per weight."""
 
     shape: str
     tokens: int
     bits: int
     floor_us: float
-    separate_us: float = 0.0  # of a layer, or of the head, without the CUDA kernel
+    separate_us: float = 0.0  # time of a layer, or of the head, without the CUDA kernel
     fused_us: float = 0.0
     plans: dict[Key, LinearPlan | None] = field(default_factory=dict)
 
@@ -59,8 +59,8 @@ class Found:
 def candidates(key: Key, tokens: int, bits: int, heads: tuple[int, int], num_sms: int) -> list[LinearPlan]:
     """Return the plans to try for a product. `heads`: head size, and rotated dims.
 
-    Weights in flight fit into registers and cover the latency of memory. Where warps share x, every warp has work, and
-    most multiprocessors have a block.
+    The weights in flight of each plan fit into registers and hide the latency of memory. In plans whose warps share x,
+    every warp has work, and most multiprocessors have a block.
     """
     end, rows, depth = key
     steps = depth * bits // 8 // STEP_BYTES
@@ -88,7 +88,7 @@ def candidates(key: Key, tokens: int, bits: int, heads: tuple[int, int], num_sms
 def plan_of_thread(
     device: torch.device, tokens: int, bits: int, end: End, rows: int, depth: int, head_dim: int, rotary_dim: int
 ) -> LinearPlan | None:
-    """Replace `linear_plan`: the plan under test."""
+    """Return the plan under test, in place of `linear_plan`."""
     plan: LinearPlan | None = _local.plans.get((end, rows, depth))
     return plan if plan is not None and plan.fits(end, rows, head_dim, rotary_dim) else None
 
@@ -130,7 +130,7 @@ class Layer:
 
 
 def make_weight(rows: int, depth: int, bits: int, device: torch.device) -> Weight:
-    """Return a random weight, which is a parameter, because the kernel loads only these early."""
+    """Return a random weight. It is a parameter, because the kernel loads only parameters early."""
     if bits == 16:
         values = torch.randn(rows, depth, dtype=torch.bfloat16, device=device).mul_(depth**-0.5)
         return torch.nn.Parameter(values, requires_grad=False)
@@ -173,7 +173,7 @@ def search(
         key: linear_plan(device, found.tokens, found.bits, *key, *heads) or (options[key] or [None])[0]
         for key in products
     }
-    # The second round asks again whether each kernel gains, now that the others are the fastest.
+    # The second round compares again, now that the other products use their fastest plans.
     for second in (False, True):
         for key in products:
             tried = {None, best[key]} if second else {None, *options[key]}
@@ -215,7 +215,7 @@ def table(found: Sequence[Found]) -> list[list[Any]]:
 
 
 def write_table(path: Path, device_name: str, plans: list[list[Any]]) -> None:
-    """Replace the plans of the measured products of a kind of device."""
+    """Replace the plans of the measured products on this device, and keep all others."""
     tables = json.loads(path.read_text())
     measured = [plan[:5] for plan in plans]
     kept = [plan for plan in tables.get(device_name, []) if plan[:5] not in measured]
@@ -233,7 +233,7 @@ def main() -> None:
     parser.add_argument("--tokens", default="1,8,16,32,64")
     parser.add_argument("--bits", default="16,8,4")
     parser.add_argument("--samples", type=int, default=15)
-    parser.add_argument("--write", type=Path, help="the file of plans to change")
+    parser.add_argument("--write", type=Path, help="file of plans to update")
     options = parse(parser)
     device = torch.device("cuda:0" if options.device == "cuda" else "cpu")
     operators.linear_plan = plan_of_thread  # type: ignore[assignment]

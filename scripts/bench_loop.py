@@ -81,8 +81,8 @@ def measure(device: torch.device, nodes: int, runs: int, samples: int) -> dict[s
 
 def line(row: dict[str, float]) -> str:
     return (
-        f"{row['nodes']:4.0f} nodes: {row['launches_us']:7.2f} us a run by {row['runs']:.0f} launches, "
-        f"{row['loop_us']:7.2f} us by a loop, {row['loop_launch_us']:5.1f} us of the host; made in "
+        f"{row['nodes']:4.0f} nodes: {row['launches_us']:7.2f} us per run with {row['runs']:.0f} launches, "
+        f"{row['loop_us']:7.2f} us with a loop, {row['loop_launch_us']:5.1f} us host time; created in "
         f"{row['loop_make_ms']:.1f} ms, {row['loop_bytes'] / (1 << 20):.1f} MiB"
     )
 

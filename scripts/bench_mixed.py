@@ -41,7 +41,7 @@ from scripts.rigs.measure import LayerTime, make_parser, parse, reason_of, time_
 NAMES = ("triton", "triton+triton", "triton+flash_attn3", "flash_attn3", "flash_attn3+flash_attn3")
 PAGE_SIZE, SAMPLES = 16, 20
 GOALS = {"triton+flash_attn3": 1.05, "triton+triton": 1.25}
-"""Times of the parts alone, at most, in the first cell."""
+"""Largest ratio to the time of the parts alone, in the first cell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ class Rig:
 
 
 def make(name: str, context: BackendContext) -> AttentionBackend:
-    """Return the backend or pair of a name. Raises: UnsupportedError or ValueError: with the reason, if it cannot
+    """Return the backend or pair with this name. Raises: UnsupportedError or ValueError: with the reason, if it cannot
     serve."""
     decode, _, prefill = name.partition("+")
     cls = backend_class(decode)

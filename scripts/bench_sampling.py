@@ -2,8 +2,8 @@
 
     python -m scripts.bench_sampling [--rows 1,16,256] [--vocab 128256,151936]
 
-Logits are bfloat16 and normally distributed: flat ones, of which top-p keeps most tokens, and peaked ones with four
-times the spread. Times are microseconds of one call. `torch` sorts, like vLLM's native path. Small batches are in the
+Logits are bfloat16 and normally distributed. Top-p keeps most tokens of flat logits. Peaked logits have four times the
+standard deviation. Times are microseconds of one call. `torch` sorts, like vLLM's native path. Small batches are in the
 L2 cache, as after a model's head. The last line is one JSON object.
 """
 
@@ -92,7 +92,7 @@ def our_call(case: dict[str, float], x: Inputs) -> Callable[[], object]:
 
 
 def torch_call(case: dict[str, float], x: Inputs) -> Callable[[], object] | None:
-    """Sample as an engine without kernels of its own, with existing dense counts."""
+    """Sample like an engine without its own kernels, which has dense counts already."""
     if "record" in case or "options" in case or case.get("logprobs", 0) < 0:
         return None
     top_k, top_p, min_p = (int(case.get("top_k", 0)), case.get("top_p", 1.0), case.get("min_p", 0.0))
@@ -103,7 +103,7 @@ def torch_call(case: dict[str, float], x: Inputs) -> Callable[[], object] | None
         if "logprobs" in case:
             return torch.topk(logits.log_softmax(-1), 20, dim=-1).values
         if counts is not None:
-            seen = counts > 0  # counts of output tokens; prompt bits are omitted, in favour of this variant
+            seen = counts > 0  # counts of output tokens; prompt bits are omitted, which favours this variant
             logits = torch.where(seen, torch.where(logits > 0, logits / 1.2, logits * 1.2), logits)
             logits = logits - 0.2 * counts - 0.3 * seen
         if case.get("temperature") == 0.0:

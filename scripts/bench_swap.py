@@ -130,7 +130,7 @@ def bench_link(runtime: Runtime, sizes_mb: tuple[int, ...]) -> list[dict[str, An
 
 
 class _Swaps:
-    """Sequences that are swapped out and in to other pages, one movement per step, as by a scheduler."""
+    """Sequences that are swapped out, and in to other pages, one swap per step, as a scheduler does."""
 
     def __init__(self, runtime: Runtime, space: SwapSpace, pages: int) -> None:
         self._space, self._allocator, self._count = space, runtime.allocator, pages
@@ -140,7 +140,7 @@ class _Swaps:
         self._turn = self.bytes_moved = 0
 
     def go_on(self) -> None:
-        """Swap in a sequence that is out, else swap out the next one. The host does not wait."""
+        """Swap in the sequence that is swapped out; if there is none, swap out the next one. The host does not wait."""
         self._space.collect()
         at = self._turn
         if self._outside is None:
@@ -168,7 +168,7 @@ class _Swaps:
 
 
 class _Steps:
-    """Decodes all requests from the context on. Tokens are fed back on the device."""
+    """Decodes all requests, starting at the context length. Tokens are fed back on the device."""
 
     def __init__(self, runtime: Runtime, batch: int, context: int) -> None:
         self._runtime, self._context = runtime, context

@@ -3,9 +3,10 @@
     python -m scripts.bench_vllm_plugin                      # needs vLLM and one GPU; the shape of Llama 3.1 8B
     python -m scripts.bench_vllm_plugin --cells 64x1024 --steps 32
 
-Each backend runs in a new process, with the same random weights, prompts and options of vLLM. Per cell, B requests of
-the context decode greedily. Prompts come from the prefix cache, so the milliseconds of a step are the difference of two
-calls of `generate` that differ in their number of tokens, divided by that difference; each call is the faster of two.
+Each backend runs in a new process, with the same random weights, prompts and options of vLLM. Per cell, B requests with
+the given context decode greedily. Prompts come from the prefix cache. Two calls of `generate` with different numbers of
+tokens are timed, each as the faster of two runs. The difference of the times, divided by the difference of the tokens,
+is the time of a step.
 
 Tokens are compared up to the first difference of a request. There, the margin between the two best logits of
 FlashAttention must be at most MARGIN. The last line of standard output is one JSON object.
@@ -27,7 +28,7 @@ from typing import Any
 BACKENDS = {"FLASH_ATTN": "vllm", "CUSTOM": "graphrt"}
 CELLS = ((64, 1024), (256, 1024), (64, 8192), (256, 8192))
 MARGIN = 0.25
-"""Largest margin at which tokens may differ: eight steps of a bfloat16 logit between 4 and 8, the size of the best."""
+"""Largest margin at which tokens may differ: 8 ULP of a bfloat16 logit between 4 and 8, where the best logits are."""
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -54,7 +55,7 @@ Tokens = list[list[tuple[int, float]]]
 
 
 def randomize(model: Any) -> None:
-    """Fill the weights so that logits are of the size of one, and attention weights are not equal. Same every time."""
+    """Fill the weights with seeded noise, so that logits are of order one and attention weights differ."""
     import torch
 
     for name, weight in model.named_parameters():

@@ -3,7 +3,7 @@
     python scripts/check_vllm_interface.py                    the installed vLLM
     python scripts/check_vllm_interface.py ~/src/vllm         a folder that contains the package vllm
 
-Nothing is imported: both sides are read as syntax trees. Checked are
+The script imports neither side; it reads both as syntax trees. It checks:
 
 overrides   the classes of backend.py define every abstract method of vLLM's class, and take all arguments that vLLM
             passes to a method
@@ -26,8 +26,8 @@ BACKEND = ROOT / "graphrt" / "integrations" / "vllm" / "backend.py"
 STANDIN = ROOT / "tests" / "support" / "vllm_standin"
 
 OLD = {"get_kv_cache_layout"}
-"""Names of the oldest supported version that newer ones lack. They have their own names for the layout, and call none
-of these."""
+"""Names that only older supported versions have. Newer versions have other names for the layout, and do not call these.
+"""
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -100,7 +100,7 @@ def override_faults(vllm: Path) -> Iterator[str]:
 
 
 def standin_faults(mine: ast.stmt, theirs: ast.stmt | None, name: str, file: dict[str, ast.stmt]) -> Iterator[str]:
-    """Yield the differences of one member of the stand-in; `file` is vLLM's."""
+    """Yield the differences of one member of the stand-in; `file` is the file of vLLM."""
     if theirs is None:
         if name.split(".")[-1] not in OLD:
             yield f"{name}: missing in vLLM"

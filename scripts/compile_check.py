@@ -45,7 +45,7 @@ class Usage:
     shared: int = 0
     seconds: float = 0.0
     error: str = ""
-    missing: tuple[str, ...] = ()  # from the PTX
+    missing: tuple[str, ...] = ()  # texts that the PTX must contain and lacks
 
 
 def variant_modules() -> Iterator[str]:
@@ -70,7 +70,7 @@ def compile_variant(spec: CompileSpec, arch: int) -> Usage:
 
 
 def source_of(spec: CompileSpec) -> ASTSource:
-    """Return the kernel with the types and the divisibility of its arguments; those in a tuple have a path each."""
+    """Return the kernel with the types and the divisibility of its arguments. Elements of a tuple have a path each."""
     types, constexprs = spec.types(), dict[Any, object](spec.constexprs)
     attributes = {}
     for at, (name, kind) in enumerate(types.items()):

@@ -180,10 +180,10 @@ def parse(command: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(JOBS), help="comma-separated jobs")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results")
-    parser.add_argument("--commit", help="the commit, where the files are a copy; with --tree")
-    parser.add_argument("--tree", help="tree hash of that commit, which the files are compared with")
-    parser.add_argument("--require", default="", help="comma-separated backends or packages that no skip may name")
-    parser.add_argument("--shards", type=int, default=6, help="processes that run tests side by side (default 6)")
+    parser.add_argument("--commit", help="commit of the files, if they are a copy without git; needs --tree")
+    parser.add_argument("--tree", help="tree hash of this commit; the files are compared with it")
+    parser.add_argument("--require", default="", help="comma-separated backends or packages; fail if a skip names one")
+    parser.add_argument("--shards", type=int, default=6, help="concurrent test processes (default: 6)")
     arguments = parser.parse_args(command)
     if unknown := [n for n in arguments.only.split(",") if n not in JOBS]:
         parser.error(f"unknown jobs {unknown}; choose from {list(JOBS)}")
@@ -192,9 +192,9 @@ def parse(command: Sequence[str] | None = None) -> argparse.Namespace:
     if unknown := [n for n in arguments.require.split(",") if arguments.require and n not in known]:
         parser.error(f"--require: expected names of {', '.join(known)}, got {unknown}")
     if bool(arguments.commit) != bool(arguments.tree):
-        parser.error("--commit and --tree: expected both or neither")
+        parser.error("--commit and --tree: pass both or neither")
     if arguments.require and TESTS not in arguments.only.split(","):
-        parser.error(f"--require: expected the job {TESTS} among --only, whose skips it is about")
+        parser.error(f"--require: it checks the skips of the job {TESTS}; add {TESTS} to --only")
     if arguments.shards < 1:
         parser.error(f"--shards: expected >= 1, got {arguments.shards}")
     return arguments

@@ -1,4 +1,4 @@
-"""Attention, KV writes and merges on exactly-sized memory, for compute-sanitizer; see gpu_check.py, job sanitize.
+"""Attention, KV writes and merges in allocations of exact size, for compute-sanitizer; see gpu_check.py, job sanitize.
 
     compute-sanitizer --tool memcheck --report-api-errors no python scripts/sanitize_attention.py
     compute-sanitizer --tool racecheck python scripts/sanitize_attention.py --only many,one,two_clusters,pairs

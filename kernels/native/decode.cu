@@ -13,7 +13,7 @@
 // 5. When all warps of the block have finished, they merge their partial results. If a query tile ends in this block,
 //    they write its output. If it continues in the next block, they send its partial result through global memory to
 //    the block where the query tile ends, or to the last block of its merge group. The receiving block waits for it.
-// 6. It writes zeros to its share of the query tiles that see no KV.
+// 6. The warp writes zeros to its share of the query tiles that see no KV.
 //
 // With clusters or fixed splits (COOPERATIVE) all warps of a cluster share a partition. In step 2 each warp takes every
 // WORKERS-th tile of a split. Steps 3 to 5 change: after each split the warps of a block merge through shared memory,
@@ -163,8 +163,8 @@ decode_attention(const __grid_constant__ Params p) {
   cluster_arrive();  // other blocks' exchange buffers are ready once all blocks have arrived
   bool cluster_ready = false;
 #endif
-  // The next kernel starts at the end. If the product after attention, and the one after that, start while attention
-  // runs, gate_up takes 26 us instead of 16 (Llama 3.2 1B on an H200).
+  // Do not let the next kernel start early. If the two products after attention start while attention runs, gate_up
+  // takes 26 us instead of 16 (Llama 3.2 1B on an H200).
   wait_for_earlier_kernels();
 
   // 1. The work partition.

@@ -22,8 +22,8 @@
 //
 // Compile-time macros: END (the epilogue, below), BITS (per weight: 16, 8 or 4), GROUP (with 4 bits), TOKEN_TILES (of 8
 // tokens), ROW_TILES (of 16 rows), WARPS, ROW_WARPS, CLUSTER (blocks that split k), BLOCKS (per multiprocessor), UNROLL
-// (steps in flight per warp), EVEN (k is a multiple of STEP * K_PARTS * UNROLL), HEAD_DIM and HALF (ROPE_WRITE: half the
-// rotated dims), PAGE_SIZE, PARAMS_BYTES, Q_BF16 (1)
+// (steps in flight per warp), EVEN (k is a multiple of STEP * K_PARTS * UNROLL), HEAD_DIM and HALF (ROPE_WRITE: half of
+// the rotated dims), PAGE_SIZE, PARAMS_BYTES, Q_BF16 (1)
 
 #include "primitives.cuh"
 
@@ -175,8 +175,8 @@ __device__ __forceinline__ Eight widened(const Weights &w, int eighth) {
 #if BITS == 16
   return {words[0], words[1], words[2], words[3]};
 #elif BITS == 8
-  // The sign, exponent and mantissa bits of an e4m3 number, moved to the same fields of a bfloat16, give the number times
-  // 2^-120. This also holds for subnormal numbers.
+  // The sign, exponent and mantissa bits of an e4m3 number, moved to the same fields of a bfloat16, give the number
+  // times 2^-120. This also holds for subnormal numbers.
   Eight r;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -210,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear(const __gri
 #else
   const int rank = 0, k_part = k_warp;
 #endif
-  const int of_group = lane / 4;                // the lane's row in a group of 8 rows, or token in a group of 8 tokens
+  const int of_group = lane / 4;                // the lane's row in 8 rows, and its token in 8 tokens
   const int of_step = lane % 4 * (8 * EIGHTS);  // the lane's first k in a step
   const int all_steps = p.depth / STEP;
 

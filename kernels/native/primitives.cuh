@@ -108,13 +108,13 @@ __device__ __forceinline__ u32 subtract_pair(u32 x, u32 y) {
   asm("sub.rn.bf16x2 %0, %1, %2;\n" : "=r"(r) : "r"(x), "r"(y));
   return r;
 }
-// (x & mask) | bits in one instruction, also where mask and bits are constants.
+// (x & mask) | bits in one instruction, even if mask and bits are constants.
 __device__ __forceinline__ u32 masked_or(u32 x, u32 mask, u32 bits) {
   u32 r;
   asm("lop3.b32 %0, %1, %2, %3, 0xea;\n" : "=r"(r) : "r"(x), "r"(mask), "r"(bits));
   return r;
 }
-// 2^x, log2(x) and 1 / x, with the accuracy of the instructions.
+// Approximate 2^x, log2(x) and 1 / x by one instruction each.
 __device__ __forceinline__ float power2(float x) {
   float r;
   asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(r) : "f"(x));
@@ -131,7 +131,7 @@ __device__ __forceinline__ float reciprocal(float x) {
   return r;
 }
 
-// 16 bytes that a step reads once, and that no kernel of a step writes: weights. L2 evicts them first.
+// Load 16 bytes of weights, which a step reads once and never writes. L2 evicts them first.
 __device__ __forceinline__ int4 load_once(const void *at) {
   i64 policy;
   int4 r;

@@ -99,17 +99,17 @@ __device__ __forceinline__ float exponential(float u) {  // -log(1 - u); a serie
   float series = __fmul_rn(u, __fmaf_rn(u, __fmaf_rn(u, __fmaf_rn(u, 0.25f, 0.3333333333333333f), 0.5f), 1.0f));
   return u < 0.015625f ? series : -logf(fmaxf(__fadd_rn(1.0f, -u), 2.9802322387695312e-08f));
 }
-// The least exponential variate of 32 neighbours, given their word.
+// The least exponential variate of a group of 32 adjacent tokens, given the word of the group.
 __device__ __forceinline__ float least_of(u32 word) {
   float u = __fmaf_rn((float)(word >> 5), 7.450580596923828e-09f, 3.725290298461914e-09f);
   return __fmul_rn(exponential(u), 0.03125f);
 }
-// How much a token's variate exceeds the least variate, if another token has the least.
+// The amount by which a token's variate exceeds the least variate, if another token has the least.
 __device__ __forceinline__ float above_least(const Row &r, int token) {
   u32 own = philox(r, token, 0).word[0];
   return exponential(__fmaf_rn((float)own, 2.3283064365386963e-10f, 1.1641532182693481e-10f));
 }
-// The word of a token's 32 neighbours.
+// The random word of the group of 32 adjacent tokens that contains `token`.
 __device__ __forceinline__ u32 word_at(const Row &r, int token) {
   Random random = philox(r, token / 128, 1);
   int at = token / 32 % 4;
@@ -118,7 +118,7 @@ __device__ __forceinline__ u32 word_at(const Row &r, int token) {
 __device__ __forceinline__ float score_of(const Row &r, float logit, float variate) {
   return __fmaf_rn(r.heat, -logf(variate), logit);
 }
-// Whether the token has the least variate of the 32 neighbours. Otherwise its variate exceeds the least one.
+// Whether the token has the least variate of its group.
 __device__ __forceinline__ bool is_own(u32 word, int token) { return (int)(word & 31) == token % 32; }
 __device__ __forceinline__ float drawn_score(const Row &r, int token, u32 word, float logit) {
   const float least = least_of(word);
@@ -277,7 +277,7 @@ __device__ __forceinline__ Row row_of(const Params &p, int at) {
     r.bias_tokens = p.bias_tokens + (2 * (i64)id + early) * p.bias_capacity;
     r.bias_values = p.bias_values + (2 * (i64)id + early) * p.bias_capacity;
   }
-  // Invalid penalties are off.
+  // Invalid penalties have no effect.
   r.repetition = repetition > 0.0f && repetition <= LARGEST ? repetition : 1.0f;
   r.presence = fabsf(presence) <= LARGEST ? presence : 0.0f;
   r.frequency = fabsf(frequency) <= LARGEST ? frequency : 0.0f;

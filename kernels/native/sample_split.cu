@@ -13,7 +13,8 @@
 //    among groups also get the highest changed logit of each group.
 //
 // Compile-time macros: WARPS, LOGIT_BYTES (2 or 4), Q_BF16 (of two bytes: bfloat16, else float16), GROUP (tokens of a
-// group, 32 to 256), CHANGED (changed tokens that are listed), LATE_TOP_K (most tokens of a row that is late), BLOCKS_PER_SM
+// group, 32 to 256), CHANGED (capacity of the list of changed tokens), LATE_TOP_K (largest top-k of a late row),
+// BLOCKS_PER_SM
 
 #include "sample_row.cuh"
 

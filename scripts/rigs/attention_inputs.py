@@ -99,7 +99,7 @@ class Inputs:
         q = torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(4))
         return cls(
             cell=cell,
-            q=q.to(cell.kv_dtype).to(torch.bfloat16),  # scale of fp8 values, if a side needs queries in fp8
+            q=q.to(cell.kv_dtype).to(torch.bfloat16),  # rounded to fp8 first, because some sides need fp8 queries
             k=k,
             v=v,
             block_table=table.to(device),

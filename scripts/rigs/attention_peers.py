@@ -267,6 +267,6 @@ def _require(module: str, extra: str) -> Any:
         return importlib.import_module(module)
     except (ImportError, OSError) as error:  # OSError: a linked library is missing
         raise UnsupportedError(
-            f'{module}: expected the package, got none ({error}); run pip install "graphrt[{extra}]", or pass '
+            f'{module}: import failed ({error}); run pip install "graphrt[{extra}]", or pass '
             "--without-peers to time graphrt alone"
         ) from error

@@ -23,7 +23,7 @@ _KV_BYTES_OF_SIZES = 128e6
 
 @dataclass(frozen=True, slots=True)
 class CellResult:
-    """All sides of one cell, by name. Host times of plans are reported, and count in no ratio."""
+    """All sides of one cell, by name. Host times of plans are reported, but no ratio includes them."""
 
     cell: Cell
     sides: dict[str, LayerTime]

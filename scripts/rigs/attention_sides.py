@@ -174,8 +174,8 @@ class GraphrtSide:
 def prepare_checked(side: Side, cell: Cell, inputs: Inputs) -> tuple[list[Prepared], str | None]:
     """Return the variants that the side can run, each checked once, or the reason why it cannot.
 
-    A side that refuses a cell or returns a wrong result must not end the run of the others. A device fault does: later
-    results would be unreliable.
+    If a side refuses a cell or returns a wrong result, the run continues with the others. A device fault ends the run,
+    because later results would be unreliable.
     """
     good, reason = [], None
     try:

@@ -10,7 +10,7 @@ import torch
 from graphrt.kernels.types import KVLayout
 
 LAYERS = 32
-"""Layers that share what is done once per step: this share of it counts in each layer's figure."""
+"""Layers that share the work done once per step. Each layer's time includes this fraction of it."""
 
 SEED = 0
 

@@ -196,7 +196,7 @@ class CopiesWay:
 
 
 Way = SessionWay | StatelessWay | CopiesWay
-"""Ways to submit steps of the same requests. A loop calls `prepare`, `submit` and `read`, and at last `wait`."""
+"""Ways to submit steps of the same requests. A loop calls `prepare`, `submit` and `read`, and finally `wait`."""
 
 
 def _table(runtime: Runtime, batch: int) -> np.ndarray:

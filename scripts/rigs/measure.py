@@ -1,4 +1,4 @@
-"""What the benchmarks share: options, times of a layer, the check of a result, and tables."""
+"""Shared parts of the benchmarks: options, times of a layer, the check of a result, and tables."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class LayerTime:
     schedule_us   device time of the schedule of a step, which all layers share
     host_us       host time of the plan of a step
     variant       the measured variant, if an implementation has several
-    ways          `device_us` of each variant; this one is the fastest. None with a single variant
+    ways          `device_us` of each variant, of which `variant` is the fastest. None with a single variant
     """
 
     run_us: float | None = None
@@ -143,4 +143,4 @@ def print_reasons(console: Console, cells: Iterable[tuple[str, Mapping[str, Laye
             if time.reason is not None:
                 missing.setdefault((name, time.reason), []).append(cell)
     for (name, reason), where in missing.items():
-        console.print(f"no figure of {name} for {', '.join(where)}: {reason}", highlight=False, soft_wrap=True)
+        console.print(f"no time of {name} for {', '.join(where)}: {reason}", highlight=False, soft_wrap=True)

@@ -200,7 +200,7 @@ def test_report(tmp_path):
     console.file.close()
     text = (tmp_path / "report").read_text()
     assert "…" not in text  # nothing is cut at the width of a pipe
-    assert "no figure of FlashInfer for uniform 1 x 8192: not here" in text
+    assert "no time of FlashInfer for uniform 1 x 8192: not here" in text
     assert "uniform and ragged: ratio of any cell" in text
     assert "the schedule alone" in text
     for cell in make_cells(PARTS):

@@ -153,7 +153,7 @@ def test_dry_run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[s
         assert "relative error" in cell["backends"]["wrong"]["reason"]
         assert not INTERPRETER_AVAILABLE or "reason" not in cell["backends"]["triton"]
     assert any("1 x 40" in line and "large_pages" in line for line in shown)
-    assert any(line.startswith("no figure of wrong for 1 x 8") for line in shown)
+    assert any(line.startswith("no time of wrong for 1 x 8") for line in shown)
     made = ranking_record({"gpu": "a device", "tree": "abc", "data": record}, None)
     assert {"large_pages", "torch_reference"} <= parse_ranking(made).names
 

@@ -98,8 +98,8 @@ def test_lines_of_processes_are_passed_on_whole(capfd: pytest.CaptureFixture[str
 WRONG_OPTIONS = {
     "--require flash_attn4": "--require: expected names of triton, flash_attn3, ",  # it would require nothing
     "--require flash_attn2,": "--require: expected names of triton, flash_attn3, ",
-    "--only backends --require triton": "--require: expected the job tests among --only",
-    "--commit abc": "--commit and --tree: expected both or neither",
+    "--only backends --require triton": "--require: it checks the skips of the job tests",
+    "--commit abc": "--commit and --tree: pass both or neither",
 }
 
 

@@ -26,7 +26,7 @@ function decodePage(page) {
   addGraph(model, page.graph, null, 0);
   for (const [place, where, address, owner, region, text] of page.findings) {
     const finding = { node: model.byPlace.get(place), where, address, owner, region, text };
-    finding.node?.findings.push(finding); // some are not about a node
+    finding.node?.findings.push(finding); // some findings have no node
     model.findings.push(finding);
   }
   groupByName(model);

@@ -7,7 +7,7 @@ function table(head, rows) {
   return el("table", el("thead", el("tr", headings)), el("tbody", rows));
 }
 
-/** A framed word. The leading space separates it when the text is copied or read aloud. */
+/** A word in a frame. The leading space separates it when the text is copied or read aloud. */
 const badge = (text, kind = "badge") => el("span", " ", el(`span.${kind}`, text));
 
 function regionName(region) {
@@ -176,7 +176,7 @@ const KEY_HELP = [
   ["↑ ↓", "next and previous node of the list"],
   ["Enter", "first match; first node of a body"],
   ["Esc", "clear node, search, filters"],
-  ["+ − 0", "zoom the order"],
+  ["+ − 0", "zoom in, zoom out, show the whole graph"],
 ].map(([key, what]) => [el("kbd", key), what]);
 
 function overviewParts() {
@@ -185,7 +185,7 @@ function overviewParts() {
     more = findings.length - cards.length;
   return [
     el("div.bar.sticky", el("h2", "No node selected")),
-    el("p.dim", "Select one in the order or in the list."),
+    el("p.dim", "Select a node in the picture or in the list."),
     cards.length &&
       section("Findings", findings.length, cards, more > 0 && el("p.dim", `and ${more} more: filter by findings`)),
     memory && section("Memory", countText(memory.regions.length, "region"), definitions(ownerRows(memory.regions))),
@@ -193,7 +193,7 @@ function overviewParts() {
   ];
 }
 
-/** Owner, and number and size of its regions. */
+/** For each owner, the number and size of its regions. */
 function ownerRows(regions) {
   return [...new Set(regions.map((region) => region.owner))].map((owner) => {
     const own = regions.filter((region) => region.owner === owner),

@@ -52,7 +52,7 @@ function layoutGraph(graph) {
   return (graph.layout = { column, lane, byLane, lanes: free.length, columns });
 }
 
-/** The strip. `on.select(node)` and `on.hover(node or null, event)` are called. */
+/** The picture of a graph, which calls `on.select(node)` and `on.hover(node or null, event)`. */
 function makeStrip(strip, on) {
   const state = { graph: null, from: 0, to: 1, shown: null, selected: null, hovered: null, layout: null };
   let theme = readTheme(),
@@ -112,11 +112,11 @@ function makeStrip(strip, on) {
       context.beginPath();
       context.moveTo(x0, y0);
       if (arc && y0 === y1 && x1 - x0 > gap + 2) {
-        // across the nodes in between
+        // arc over the nodes between source and target
         const top = y0 - thick / 2 - 5;
         context.bezierCurveTo(x0 + 8, top, x1 - 8, top, x1, y1);
       } else {
-        // along the lower of both lanes, below its boxes, and then across
+        // follow the lower of both lanes, below its boxes, and then cross to the other lane
         const far = Math.max(x1 - x0 - 24, 0),
           turn = y0 > y1 ? x0 + far : x0,
           until = y0 > y1 ? x1 : x1 - far;
