@@ -86,6 +86,15 @@ class PointerGuard:
         """Raise ReplayError if a captured name is missing in `named` or refers to a different tensor."""
         _check_names(zip(self._names, self._places, strict=True), named)
 
+    def check_new(self, named: NamedTensors) -> None:
+        """Raise ReplayError if a name in `named` was neither captured nor remembered."""
+        known = {*self._names, *self._remembered}
+        if new := next((name for name, _ in named if name not in known), None):
+            raise ReplayError(
+                f"{new}: graphs do not read this tensor, which was added after the capture; remove it, or close this "
+                "runtime and capture again"
+            )
+
 
 class NameWatch:
     """Detects parameters, buffers and submodules of a module that were replaced by other objects.

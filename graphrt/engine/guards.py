@@ -30,9 +30,11 @@ class Guards:
 
     The first step checks all tensors that graphs read, by name: address, shape, strides and dtype. If `check_weights`
     is set, each later step compares the addresses of a few weights and cache tensors. It also looks up a few weights of
-    the model by name. If a name refers to another tensor than before, the step runs the full check. With
-    GRAPHRT_DEBUG=1 every step checks all tensors and names, and raises for kernels loaded after capture and for memory
-    growth.
+    the model by name. If a name refers to another tensor than before, the step runs the full check. Tensors that were
+    added to the model, such as a bias, are errors too.
+
+    With GRAPHRT_DEBUG=1 every step checks all tensors and names, and raises for kernels loaded after capture and for
+    memory growth.
 
     weights   named tensors passed by the caller; None: the weights of the model, looked up again at each full check
     """
@@ -83,13 +85,16 @@ class Guards:
         self._pointers.check_next()
         if self._names.any and self._names.changed():
             self._pointers.check()  # passes if the new object has the same memory
+            self._pointers.check_new(named_weights(self._program.model))
             self._remember_names()
         if self._debug:
             self._lock.check()
 
     def check_names(self, model: torch.nn.Module) -> None:
-        """Check the weights of `model` and the cache. Raises: ReplayError: if a tensor moved or changed."""
+        """Check the weights of `model` and the cache. Raises: ReplayError: if a tensor moved, changed or was added."""
         self._pointers.check_names((*named_weights(model), *self._tables_and_cache()))
+        if self._weights is None:
+            self._pointers.check_new(named_weights(model))
 
     def poll(self) -> None:
         """Update the memory growth in `stats`."""

@@ -92,6 +92,11 @@ def test_remembered_names_are_looked_up_again() -> None:
     guard.check_names([*module.named_parameters(), ("new", torch.ones(1))])
     with pytest.raises(ReplayError, match=r"^bias: the tensor captured at address 0x.* is gone;"):
         guard.check_names([("weight", module.weight)])
+    guard.remember(lambda: [("later", torch.ones(1))])
+    guard.check_new([*module.named_parameters(), ("later", torch.ones(1))])
+    with pytest.raises(ReplayError, match=r"^new: graphs do not read this tensor, which was added after the capture;"):
+        guard.check_new([*module.named_parameters(), ("new", torch.ones(1))])
+    guard.remember(lambda: ())
     module.weight = torch.nn.Parameter(torch.zeros(2, 2))
     guard.check()  # the old parameter has not moved
     with pytest.raises(ReplayError, match=r"^weight: expected at address"):
