@@ -144,18 +144,19 @@ class _Products:
         if self._joined is not None:
             return self._joined
         biases = [layer.bias.detach() for layer in self._layers if layer.bias is not None]
-        weight = torch.nn.Parameter(torch.cat([layer.weight.detach() for layer in self._layers]), requires_grad=False)
-        return weight, torch.cat(biases) if biases else None
+        weight = _as_one([layer.weight.detach() for layer in self._layers])
+        return torch.nn.Parameter(weight, requires_grad=False), _as_one(biases) if biases else None
 
     def join(self) -> list[torch.nn.Linear]:
         """Move the weights of the layers next to each other. The layers keep their parameters, with equal values."""
-        self._joined = weight, bias = self.weights
         sizes = [layer.out_features for layer in self._layers]
-        for layer, rows in zip(self._layers, weight.split(sizes), strict=True):
-            layer.weight.data = rows
-        if bias is not None:
-            for layer, rows in zip(self._layers, bias.split(sizes), strict=True):
-                layer.bias.data = rows
+        with torch.inference_mode(self._layers[0].weight.is_inference()):  # the kind that they had
+            self._joined = weight, bias = self.weights
+            for layer, rows in zip(self._layers, weight.split(sizes), strict=True):
+                layer.weight.data = rows
+            if bias is not None:
+                for layer, rows in zip(self._layers, bias.split(sizes), strict=True):
+                    layer.bias.data = rows
         return self._layers
 
     def forwards(self) -> list[Forward]:
@@ -171,6 +172,16 @@ class _Products:
         if index == len(self._layers) - 1:
             self._input, self._parts = None, []
         return part
+
+
+def _as_one(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Return the rows of all parts as one tensor: a copy, unless another runtime has moved them next to each other."""
+    first, sizes = parts[0], [part.nbytes for part in parts]
+    places = [first.data_ptr() + before for before in itertools.accumulate(sizes[:-1], initial=0)]
+    shared = {part.untyped_storage().data_ptr() for part in parts}
+    if len(shared) > 1 or [part.data_ptr() for part in parts] != places or not all(p.is_contiguous() for p in parts):
+        return torch.cat(parts)
+    return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())
 
 
 class _GatedMLP:

@@ -2,13 +2,14 @@
 
 Every layer calls `_attention` instead of its own attention function. What the call does depends on the `Calls` of the
 forward pass: a step attends to the paged cache, and the run on the meta device records the layer. The caller's model is
-changed only during a forward pass.
+changed only during a forward pass, and only for the thread of that pass.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -19,7 +20,7 @@ import torch
 from graphrt.integrations.transformers.experts import dense_experts
 from graphrt.integrations.transformers.rotary import RotaryTable
 from graphrt.kernels.cache.write import Rotary
-from graphrt.kernels.errors import UnsupportedError
+from graphrt.kernels.errors import CaptureError, UnsupportedError
 from graphrt.models.packages import require
 from graphrt.spec import AttentionSpec
 from graphrt.step import Step
@@ -28,6 +29,7 @@ ATTENTION = "graphrt"
 RECORDING = "graphrt_recording"
 """Names of the same attention function. `transformers` builds masks for the second one only."""
 _EXPERTS = "graphrt"
+_IMPLEMENTATIONS = "_attn_implementation_internal", "_experts_implementation_internal"
 _PADDING_CHECK = "warn_if_padding_and_no_attention_mask"
 
 
@@ -62,6 +64,9 @@ class Calls(Protocol):
 
 
 _CALLS: ContextVar[Calls] = ContextVar("graphrt_transformers_calls")
+_FORCED: ContextVar[dict[str, str]] = ContextVar("graphrt_transformers_implementations")
+_HOSTING = threading.RLock()
+"""Held during a forward pass, so that two threads do not replace the same modules."""
 
 
 def _attention(
@@ -81,6 +86,45 @@ def _mask(*, mask_function: Callable[..., Any], **_: Any) -> torch.Tensor | None
     return _CALLS.get().mask(mask_function)
 
 
+class _Implementation:
+    """A field of all configs, with a value of its own in the thread that runs a forward pass."""
+
+    def __init__(self, field: str) -> None:
+        self._field = field
+
+    def __get__(self, config: Any, kind: type) -> Any:
+        if config is None:
+            return self
+        own = vars(config).get(self._field)
+        replaced = self._field == _IMPLEMENTATIONS[0] or own in (None, "eager", "grouped_mm")
+        return _FORCED.get({}).get(self._field, own) if replaced else own
+
+    def __set__(self, config: Any, value: Any) -> None:
+        vars(config)[self._field] = value
+
+
+def _in_pass(ours: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that is `ours` in the thread of a forward pass, and `otherwise` in other threads."""
+    return lambda *args, **options: (ours if _CALLS.get(None) else otherwise)(*args, **options)
+
+
+@contextmanager
+def reserved(model: Any) -> Iterator[None]:
+    """Return a context in which forward passes of other callers than HostedModel raise CaptureError."""
+
+    def refuse(*_: Any) -> None:
+        if _CALLS.get(None) is None:
+            raise CaptureError(
+                "model: expected no forward pass while from_transformers captures the model; wait until it returns"
+            )
+
+    hook = model.register_forward_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
 @functools.cache
 def package() -> Any:
     """Import `transformers` and register the attention function. Raises: ConfigError: if it is missing."""
@@ -89,6 +133,8 @@ def package() -> Any:
         transformers.AttentionInterface.register(name, _attention)
     transformers.AttentionMaskInterface.register(RECORDING, _mask)
     require("transformers.integrations.moe", "for from_transformers").ExpertsInterface.register(_EXPERTS, dense_experts)
+    for field in _IMPLEMENTATIONS:
+        setattr(transformers.PreTrainedConfig, field, _Implementation(field))
     return transformers
 
 
@@ -136,14 +182,13 @@ class HostedModel(torch.nn.Module):
         self.specs: list[AttentionSpec] = []
         self.tables: dict[torch.nn.Module, RotaryTable] = {}
         self.fused: dict[torch.nn.Module, Callable[[torch.Tensor], torch.Tensor]] = {}
-        self.rotations: dict[torch.nn.Module, Callable[..., Any]] = {}
+        self.rotations: dict[torch.nn.Module, Any] = {}
         self.namespaces: list[Any] = []
         self.attention_modules: list[torch.nn.Module] = []
         self.places = True
         parameters = inspect.signature(model.forward).parameters
         self._cache_name = next((name for name in ("cache", "past_key_values") if name in parameters), None)
         self._keeps_logits = "logits_to_keep" in parameters
-        self._configs = _configs(model)
         self._models = [module for module in model.modules() if hasattr(module, _PADDING_CHECK)]
 
     def forward(self, step: Step) -> torch.Tensor:
@@ -160,7 +205,7 @@ class HostedModel(torch.nn.Module):
             options[self._cache_name] = NoCache(before)
         if self._keeps_logits:
             options["logits_to_keep"] = keep
-        with self._hosting(name, ids.device), _bound(calls):
+        with _HOSTING, self._hosting(name, ids.device), _bound(_CALLS, calls):
             found = self.model(input_ids=ids[None], position_ids=positions[None], use_cache=False, **options)
         logits: torch.Tensor = found.logits[0]
         return logits if self._keeps_logits else logits[keep]
@@ -170,22 +215,18 @@ class HostedModel(torch.nn.Module):
         """Set the implementations of attention and experts, and replace modules, for one forward pass."""
         tables: dict[torch.nn.Module, Callable[..., Any]] = {**self.tables, **self.rotations}
         replaced = {module: functools.partial(table, _CALLS) for module, table in tables.items()} | self.fused
-        saved = [(config, dict(vars(config))) for config in self._configs]
+        fast = device.type == "cuda" and _has_grouped_mm(self.model.dtype, device)
+        forced = dict(zip(_IMPLEMENTATIONS, (name, "grouped_mm" if fast else _EXPERTS), strict=True))
         rotates = [(space, space.apply_rotary_pos_emb) for space in self.namespaces]
         try:
-            for config in self._configs:
-                fields = vars(config)
-                fields["_attn_implementation_internal"] = name
-                if fields.get("_experts_implementation_internal") in (None, "eager", "grouped_mm"):
-                    fast = device.type == "cuda" and _has_grouped_mm(self.model.dtype, device)
-                    fields["_experts_implementation_internal"] = "grouped_mm" if fast else _EXPERTS
             for module, forward in replaced.items():
-                vars(module)["forward"] = forward
-            for module in self._models:
-                vars(module)[_PADDING_CHECK] = lambda *_: None  # looks for padding on the host
+                vars(module)["forward"] = _in_pass(forward, module.forward)
+            for module in self._models:  # it looks for padding on the host
+                vars(module)[_PADDING_CHECK] = _in_pass(lambda *_: None, getattr(module, _PADDING_CHECK))
             for space, function in rotates:
-                space.apply_rotary_pos_emb = functools.partial(_rotate, function)
-            yield
+                space.apply_rotary_pos_emb = _in_pass(_rotate, function)
+            with _bound(_FORCED, forced):
+                yield
         finally:
             for space, function in rotates:
                 space.apply_rotary_pos_emb = function
@@ -193,14 +234,11 @@ class HostedModel(torch.nn.Module):
                 vars(module).pop("forward", None)
             for module in self._models:
                 vars(module).pop(_PADDING_CHECK, None)
-            for config, fields in saved:
-                vars(config).clear()
-                vars(config).update(fields)
 
 
-def _rotate(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    calls: Any = _CALLS.get(None)  # None in another thread
-    return function(*args, **options) if calls is None else calls.rotate(*args, **options)
+def _rotate(*args: Any, **options: Any) -> Any:
+    calls: Any = _CALLS.get()
+    return calls.rotate(*args, **options)
 
 
 class Rotating:
@@ -268,26 +306,14 @@ def _ready(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 @contextmanager
-def _bound(calls: Calls) -> Iterator[None]:
-    token = _CALLS.set(calls)
+def _bound(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    token = variable.set(value)
     try:
         yield
     finally:
-        _CALLS.reset(token)
+        variable.reset(token)
 
 
 def _has_grouped_mm(dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether `grouped_mm` is one kernel. Otherwise torch reads the group sizes on the host."""
     return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def _configs(model: Any) -> list[Any]:
-    """Return all configs that modules of the model refer to, and the configs inside these."""
-    kind, found = package().PreTrainedConfig, dict[int, Any]()
-    pending = [module.config for module in model.modules() if isinstance(getattr(module, "config", None), kind)]
-    while pending:
-        config = pending.pop()
-        if id(config) not in found:
-            found[id(config)] = config
-            pending += [value for value in vars(config).values() if isinstance(value, kind)]
-    return list(found.values())

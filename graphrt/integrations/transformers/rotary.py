@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 class RotaryTable:
@@ -30,15 +30,15 @@ class RotaryTable:
         self._module, self._length, self._device = module, length, device
         self.boundary = boundary if boundary is not None and boundary < length else None
         self._tables: dict[Any, tuple[Any, Any]] = {}
+        self._seen = self._values()
 
     def __call__(
         self, calls: ContextVar[Any], x: torch.Tensor, position_ids: torch.Tensor, *extra: Any, **named: Any
     ) -> Any:
-        key = (extra, tuple(sorted(named.items())))
+        key = (x.dtype, extra, tuple(sorted(named.items())))
         if key not in self._tables:  # in the dry run
             with _disable_current_modes(), torch.no_grad():
-                short = self.build(x.dtype, extra, named, self.boundary)
-                self._tables[key] = short, self.build(x.dtype, extra, named) if self.boundary else None
+                self._tables[key] = self._build_all(*key)
         short, long = self._tables[key]
         positions = position_ids[0]
         if x.is_meta:
@@ -49,6 +49,26 @@ class RotaryTable:
         exceeds = calls.get().exceeds(self.boundary)[None, :, None]
         first, second = positions.clamp(max=self.boundary - 1), positions
         return type(short)(torch.where(exceeds, b[:, second], a[:, first]) for a, b in zip(short, long, strict=True))
+
+    def rebuild(self) -> None:
+        """Compute the tables again, in place, if a buffer of the module has other values than before."""
+        if self.take_change():
+            for key, tables in self._tables.items():
+                for table, new in zip(tree_leaves(tables), tree_leaves(self._build_all(*key)), strict=True):
+                    if table is not None:
+                        table.copy_(new)
+
+    def take_change(self) -> bool:
+        """Return whether a buffer of the module has other values than at the previous call."""
+        seen, self._seen = self._seen, self._values()
+        return any(not torch.equal(old, new) for old, new in zip(seen, self._seen, strict=True))
+
+    def _values(self) -> list[torch.Tensor]:
+        return [buffer.clone() for buffer in self._module.buffers()]
+
+    def _build_all(self, dtype: torch.dtype, extra: tuple[Any, ...], named: tuple[tuple[str, Any], ...]) -> Any:
+        short = self.build(dtype, extra, dict(named), self.boundary)
+        return short, self.build(dtype, extra, dict(named)) if self.boundary else None
 
     def build(self, dtype: torch.dtype, extra: tuple[Any, ...], named: dict[str, Any], most: int | None = None) -> Any:
         """Return what the module computes for all positions, or for the first `most`; the module is unchanged."""

@@ -30,17 +30,28 @@ class RotarySource:
     def __call__(
         self, calls: ContextVar[Any], x: torch.Tensor, position_ids: torch.Tensor, *extra: Any, **named: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        key = (extra, tuple(sorted(named.items())))
+        key = (x.dtype, extra, tuple(sorted(named.items())))
         if key not in self._made:  # in the check
-            found = self._table.build(x.dtype, extra, named)
-            halves = [part[0].float().chunk(2, dim=-1) for part in found] if isinstance(found, tuple) else []
-            if len(halves) != 2 or not all(torch.equal(*pair) for pair in halves):
-                raise _UnlikeError
-            self._made[key] = found[0][:, :1], Rotary(torch.cat([pair[0] for pair in halves], -1))
+            self._made[key] = self._build(*key)
         first, rotary = self._made[key]
         cos = first.expand(1, position_ids.shape[1], -1)
         calls.get().offer(cos, rotary)
         return cos, cos
+
+    def rebuild(self) -> None:
+        """Compute the table again, in place, if a buffer of the module has other values than before."""
+        if self._table.take_change():
+            for key, (_, rotary) in self._made.items():
+                rotary.cos_sin.copy_(self._build(*key)[1].cos_sin)
+
+    def _build(
+        self, dtype: torch.dtype, extra: tuple[Any, ...], named: tuple[tuple[str, Any], ...]
+    ) -> tuple[torch.Tensor, Rotary]:
+        found = self._table.build(dtype, extra, dict(named))
+        halves = [part[0].float().chunk(2, dim=-1) for part in found] if isinstance(found, tuple) else []
+        if len(halves) != 2 or not all(torch.equal(*pair) for pair in halves):
+            raise _UnlikeError
+        return found[0][:, :1], Rotary(torch.cat([pair[0] for pair in halves], -1))
 
 
 def find_rotation(hosted: HostedModel, max_seq_len: int, vocab_size: int) -> dict[str, str]:

@@ -17,7 +17,7 @@ from graphrt.integrations.transformers.discovery import discover
 from graphrt.integrations.transformers.fuse import find_fused
 from graphrt.integrations.transformers.generation import GeneratedToken, Generation, Prompts
 from graphrt.integrations.transformers.generation_config import own_needs
-from graphrt.integrations.transformers.host import HostedModel, package
+from graphrt.integrations.transformers.host import HostedModel, package, reserved
 from graphrt.integrations.transformers.probe import check_independence
 from graphrt.integrations.transformers.rotation import find_rotation
 from graphrt.kernels.checks import check_instance
@@ -69,10 +69,11 @@ class TransformersRuntime(Runtime):
             ConfigError: if an option is unknown or wrong, or no tokenizer is found.
             ShapeError: if prompts are empty, or not lists of token ids.
             CapacityError: if a prompt and its new tokens exceed `max_seq_len`.
-            ReplayError: if a weight was moved or replaced since the capture. All of these are raised before any step.
+            ReplayError: if a weight or buffer was moved, replaced or added since the capture. All of these are raised
+                before any step.
             See also TextGenerator.generate.
         """
-        self.manager.check_weights(self._hosted)
+        self._follow_model()
         options.setdefault("tokenizer", self.tokenizer)
         return generation.generate(self, self.model, prompts, generation_config, streamer, **options)
 
@@ -83,9 +84,15 @@ class TransformersRuntime(Runtime):
 
         Requests and pages are returned at the end, after an error, and when the generator is closed.
         """
-        self.manager.check_weights(self._hosted)
+        self._follow_model()
         options.setdefault("tokenizer", self.tokenizer)
         return generation.stream(self, self.model, prompts, generation_config, **options)
+
+    def _follow_model(self) -> None:
+        """Check the weights and buffers, and rebuild tables whose buffers were changed in place."""
+        self.manager.check_weights(self._hosted)
+        for table in (*self._hosted.tables.values(), *self._hosted.rotations.values()):
+            table.rebuild()
 
 
 def from_transformers(
@@ -105,12 +112,14 @@ def from_transformers(
         runtime = graphrt.from_transformers(model)
 
     The layers are learned by one run on the meta device, and checked by runs of 128 tokens. The model keeps its
-    attention implementation and its config, so that it can also be used without graphrt.
+    attention implementation and its config, so that it can also be used without graphrt, and in other threads. Only
+    until this function returns, forward passes of other callers raise CaptureError.
 
     model               a PreTrainedModel in eval mode, with all weights on one device
     tokenizer           kept as `runtime.tokenizer`, for text prompts
     config              capacities and options; None: up to 256 requests and 2,048 tokens a step (8 and 64 on a CPU),
-                        and sequences as long as the model and the device memory allow
+                        and sequences as long as the model and the device memory allow. A RuntimeConfig replaces all
+                        of these, but a `max_seq_len` of 4,096, the default, is lowered to the positions of the model
     num_pages           as for Runtime
     memory_utilization  as for Runtime
     page_size           as for `kv_groups`
@@ -125,38 +134,46 @@ def from_transformers(
         CapacityError: if the cache does not fit into the memory of the device.
     """
     check_instance("model", model, package().PreTrainedModel, advice="pass what from_pretrained() returned")
+    if config is not None:
+        check_instance("config", config, RuntimeConfig, advice="pass None for capacities that fit the model")
+    if kv_dtype is not None:
+        check_instance("kv_dtype", kv_dtype, torch.dtype, advice="pass None for the dtype of the keys")
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     longest = limit if isinstance(limit, int) and limit > 0 else 4096
     if config is not None and config.max_seq_len > longest:
-        raise ConfigError(
-            f"config.max_seq_len: expected at most {longest}, the positions of this model, got {config.max_seq_len}"
+        if config.max_seq_len != RuntimeConfig().max_seq_len:
+            raise ConfigError(
+                f"config.max_seq_len: expected at most {longest}, the positions of this model, got {config.max_seq_len}"
+            )
+        config = replace(config, max_seq_len=longest)
+    # Weights that `fuse` moves stay normal tensors, so that the model can be trained.
+    with reserved(model), torch.inference_mode(False), torch.no_grad():
+        hosted, vocab_size = host(model, longest if config is None else config.max_seq_len)
+        groups = kv_groups(hosted.specs, page_size=page_size, dtype=kv_dtype)
+        if config is None:
+            config = default_config(groups, longest, model.device, memory_utilization)
+            config = replace(config, **own_needs(model, vocab_size))
+        fused: dict[str, str] = {}
+        if fuse:
+            fused = find_fused(hosted, config.max_seq_len, vocab_size)
+            fused |= find_rotation(hosted, config.max_seq_len, vocab_size)
+        runtime = TransformersRuntime(
+            hosted,
+            hosted.specs,
+            groups,
+            vocab_size=vocab_size,
+            device=model.device,
+            config=config,
+            num_pages=num_pages,
+            memory_utilization=memory_utilization,
         )
-    hosted, vocab_size = host(model, longest if config is None else config.max_seq_len)
-    groups = kv_groups(hosted.specs, page_size=page_size, dtype=kv_dtype)
-    if config is None:
-        config = default_config(groups, longest, model.device, memory_utilization)
-        config = replace(config, **own_needs(model, vocab_size))
-    fused: dict[str, str] = {}
-    if fuse:
-        fused = find_fused(hosted, config.max_seq_len, vocab_size)
-        fused |= find_rotation(hosted, config.max_seq_len, vocab_size)
-    runtime = TransformersRuntime(
-        hosted,
-        hosted.specs,
-        groups,
-        vocab_size=vocab_size,
-        device=model.device,
-        config=config,
-        num_pages=num_pages,
-        memory_utilization=memory_utilization,
-    )
-    runtime.model, runtime.tokenizer, runtime.fused, runtime._hosted = model, tokenizer, fused, hosted
-    runtime.kv_boundary = next((of.boundary for of in hosted.tables.values() if of.boundary), None)
-    try:
-        runtime.capture()
-    except BaseException:
-        runtime.close()
-        raise
+        runtime.model, runtime.tokenizer, runtime.fused, runtime._hosted = model, tokenizer, fused, hosted
+        runtime.kv_boundary = next((of.boundary for of in hosted.tables.values() if of.boundary), None)
+        try:
+            runtime.capture()
+        except BaseException:
+            runtime.close()
+            raise
     return runtime
 
 
