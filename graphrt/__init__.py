@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from graphrt.cache.swap import SwapSpace as SwapSpace
     from graphrt.config import RequestTensor as RequestTensor
     from graphrt.config import RuntimeConfig as RuntimeConfig
+    from graphrt.draft_model import DraftModel as DraftModel
     from graphrt.engine.handle import StepFaultError as StepFaultError
     from graphrt.engine.handle import StepHandle as StepHandle
     from graphrt.engine.step_model import as_step_model as as_step_model
@@ -57,6 +58,7 @@ _NAMES = {
     "cache.page_allocator": ("PageAllocator",),
     "cache.swap": ("SwapSpace",),
     "config": ("RequestTensor", "RuntimeConfig"),
+    "draft_model": ("DraftModel",),
     "engine.handle": ("StepFaultError", "StepHandle"),
     "engine.step_model": ("as_step_model",),
     "generate.generator": ("TextGenerator",),

@@ -19,6 +19,7 @@ from graphrt.cache.page_allocator import PageAllocator
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
 from graphrt.capture.graph import GraphReport
 from graphrt.config import RuntimeConfig
+from graphrt.draft_model import DraftModel
 from graphrt.engine.handle import StepHandle
 from graphrt.engine.lifecycle import State
 from graphrt.engine.shadow import StepComparison
@@ -91,7 +92,7 @@ class Runtime:
                       prefix between the two; None, the default: KV depends on the tokens before it only
 
     model, attention, vocab_size, config, sampler, stream, weights, proposer   as for ReplayManager
-    kv_spec             shape and dtype of the cache, or of each KV group, as `kv_groups()` returns them; None:
+    kv_spec             shape and dtype of the model's cache, or of each KV group, as `kv_groups()` returns them; None:
                         `kv_groups()` of all layers, with pages of 16 tokens. The scales of an fp8 cache are tensors of
                         `kv_cache`. They are 1 until the caller fills them in place
     device              device of the cache and of all steps; None: CUDA if available, else CPU
@@ -131,6 +132,8 @@ class Runtime:
         if kv_spec is None:
             kv_spec = kv_groups(ModelLayers(model).resolve(attention, None))
         groups = check_groups(kv_spec)
+        if isinstance(proposer, DraftModel):
+            groups = proposer.kv_groups(groups)
         check_callable("allocate_kv", allocate_kv, advice="pass a function like KVCache.allocate")
         check_number("memory_utilization", memory_utilization, FLOAT32_TINY, 1, advice="0.9 is usual")
         given: tuple[int, ...] | None = None

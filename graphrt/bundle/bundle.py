@@ -32,6 +32,7 @@ from graphrt.bundle.format import from_plain, read_file, reading, to_plain, writ
 from graphrt.cache.kv_cache import KVCache
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
 from graphrt.config import RuntimeConfig
+from graphrt.draft_model import DraftModel
 from graphrt.engine.launch_inputs import LaunchInputs
 from graphrt.engine.program import capacity_of, page_groups
 from graphrt.engine.recording import NOT_STATE, RecordedLaunch, Recording
@@ -90,10 +91,11 @@ class Bundle:
             "python": platform.python_version(), "backend": program.backend.name,
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
         }  # fmt: skip
+        drafting = len(program.proposer.specs) if isinstance(program.proposer, DraftModel) else 0
         return cls(
             tuple(recording.launches),
             recording.config,
-            tuple(layer.spec for layer in program.layers),
+            tuple(layer.spec for layer in program.layers[: len(program.layers) - drafting]),
             tuple(replace(group, null_page=0) for group in cache.groups),
             program.vocab_size,
             {name: t.cpu().clone() for name, t in cache.named_tensors() if "scale" in name},

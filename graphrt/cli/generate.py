@@ -18,6 +18,7 @@ from graphrt.cli.console import capture_with_bar, make_console
 from graphrt.cli.options import GenerateOptions
 from graphrt.cli.values import check_length, check_vocabulary, sampling_params
 from graphrt.config import RuntimeConfig
+from graphrt.draft_model import DraftModel
 from graphrt.engine.handle import TokenLogprob
 from graphrt.engine.stats import Stats
 from graphrt.generate.generator import TextGenerator
@@ -27,7 +28,7 @@ from graphrt.models.shapes import SHAPES
 from graphrt.models.smollm import default_model_path
 from graphrt.models.stop_strings import StopStrings
 from graphrt.models.tokenizer import Tokenizer, check_prompt, load_tokenizer
-from graphrt.proposer import ngram_drafts
+from graphrt.proposer import Proposer, ngram_drafts
 from graphrt.runtime import Runtime, resolve_device
 from graphrt.sampling_params import SamplingParams
 
@@ -49,8 +50,6 @@ def run(options: GenerateOptions) -> None:
         raise ConfigError(
             f"--dtype: expected auto, float32, bfloat16 or float16, got {options.dtype!r}; choose one of these"
         )
-    if options.speculate not in (None, "ngram"):
-        raise ConfigError(f"--speculate: expected ngram, got {options.speculate!r}; leave it out for plain decoding")
     params = sampling_params(
         options, options.max_new_tokens, stop_ids=options.stop_id or (), min_tokens=options.min_tokens
     )
@@ -87,13 +86,24 @@ def run(options: GenerateOptions) -> None:
         use_graphs=options.graphs,
         **config_fields(params),
     )
-    proposer = ngram_drafts if drafts else None
+    proposer = _proposer(options, device, longest, log)
     with make_runtime(loaded.model, config, page_size=options.page_size, proposer=proposer) as runtime:
         capture_with_bar(runtime, log)
         start = time.perf_counter()
         count = _stream(prompts, runtime, tokenizer, ids, of_prompts, stop, log)
         if options.stats:
             _print_stats(log, runtime.stats(), count, time.perf_counter() - start)
+
+
+def _proposer(options: GenerateOptions, device: torch.device, longest: int, log: Console) -> Proposer | None:
+    source = options.speculate
+    if source in (None, "ngram"):
+        return ngram_drafts if source else None
+    with log.status(f"loading {source}"):
+        loaded = load_model(source, device=device, dtype=_DTYPES.get(options.dtype, "auto"), max_positions=longest)
+    return DraftModel(
+        loaded.model, loaded.config.attention_specs(loaded.model.dtype), vocab_size=loaded.config.vocab_size
+    )
 
 
 def _read_prompts(name: str | None) -> list[str]:

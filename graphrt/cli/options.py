@@ -94,7 +94,11 @@ class GenerateOptions(PromptOptions):
     ] = 0
     speculate: Annotated[
         str | None,
-        typer.Option(metavar="ngram", help="Verify drafts from earlier text of the same prompt and answer: ngram."),
+        typer.Option(
+            metavar="ngram|MODEL",
+            help="Verify drafts: of earlier text of the same prompt and answer (ngram), or of a draft model with the "
+            "same tokenizer (a folder, .gguf file or hub id).",
+        ),
     ] = None
     drafts: Annotated[int, typer.Option(min=1, max=63, help="Maximum drafts per step, with --speculate.")] = 4
     ignore_eos: Annotated[

@@ -10,7 +10,7 @@ import torch
 
 from graphrt import env
 from graphrt.capture.descriptor import BatchDescriptor
-from graphrt.capture.guard import NameWatch, PointerGuard, named_weights
+from graphrt.capture.guard import NameWatch, PointerGuard
 from graphrt.capture.inspect.audit import Allowed, Audit, audit
 from graphrt.capture.inspect.blas import with_blas_workspaces
 from graphrt.capture.inspect.memory import MemoryMap
@@ -85,16 +85,16 @@ class Guards:
         self._pointers.check_next()
         if self._names.any and self._names.changed():
             self._pointers.check()  # passes if the new object has the same memory
-            self._pointers.check_new(named_weights(self._program.model))
+            self._pointers.check_new(self._program.weights(self._program.model))
             self._remember_names()
         if self._debug:
             self._lock.check()
 
     def check_names(self, model: torch.nn.Module) -> None:
         """Check the weights of `model` and the cache. Raises: ReplayError: if a tensor moved, changed or was added."""
-        self._pointers.check_names((*named_weights(model), *self._tables_and_cache()))
+        self._pointers.check_names((*self._program.weights(model), *self._tables_and_cache()))
         if self._weights is None:
-            self._pointers.check_new(named_weights(model))
+            self._pointers.check_new(self._program.weights(model))
 
     def poll(self) -> None:
         """Update the memory growth in `stats`."""
@@ -121,7 +121,7 @@ class Guards:
             *((f"backend's {name}", tensor) for name, tensor in self._of_backend()),
             *((name, tensor) for name, tensor in slopes.items() if tensor is not None),
         ]
-        weights = named_weights(program.model) if self._weights is None else self._weights
+        weights = program.weights(program.model) if self._weights is None else self._weights
         memory = memory_of(
             static=static, weights=weights, cache=program.kv_cache.named_tensors(), pool=self._graphs.graph(descriptor)
         )
@@ -146,7 +146,7 @@ class Guards:
         return Doing.OTHER_CALL if self._graphs.is_off_graph else Doing.GRAPH_STEP
 
     def _in_turns(self) -> Iterator[NamedTensor]:
-        yield from named_weights(self._program.model) if self._weights is None else self._weights
+        yield from self._program.weights(self._program.model) if self._weights is None else self._weights
         yield from self._tables_and_cache()
 
     def _tables_and_cache(self) -> Iterator[NamedTensor]:

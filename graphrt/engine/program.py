@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,7 +11,9 @@ from graphrt.backends.base import AttentionBackend, AttentionLayer
 from graphrt.cache.groups import KVLocation, longest_of
 from graphrt.cache.kv_cache import KVCache
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
+from graphrt.capture.guard import named_weights
 from graphrt.config import RuntimeConfig
+from graphrt.draft_model import DraftModel, slots_ahead
 from graphrt.engine.request_tables import sampling_extents
 from graphrt.kernels.attention.options import FP8_DTYPES
 from graphrt.kernels.checks import check_instance, check_tensor
@@ -115,6 +117,25 @@ class StepProgram:
             record_tokens(
                 b.input_ids[last], rows, rows[:-1].long(), b.sample_lens, accepted, b.prompt_lens, step.token_counts
             )
+
+    @property
+    def tokens_ahead(self) -> int:
+        """Most tokens after those of the step whose KV the proposer writes."""
+        return self.buffers.drafts.shape[1] if isinstance(self.proposer, DraftModel) else 0
+
+    def slots(self, step: Step) -> tuple[torch.Tensor, ...]:
+        """Return the KV slots that a refreshed step may write, by KV group; -1 for none."""
+        mappings = step.metadata.slot_mappings
+        if not (count := self.tokens_ahead):
+            return mappings
+        ahead = slots_ahead(step, step.descriptor.positions - 1 + count)  # from the first position that is sampled
+        return tuple(torch.cat((of, ahead[:, group].flatten())) for group, of in enumerate(mappings))
+
+    def weights(self, model: Model) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the weights of the model and of its draft model, if they are modules."""
+        yield from named_weights(model)
+        if isinstance(self.proposer, DraftModel):
+            yield from ((f"draft model's {name}", of) for name, of in named_weights(self.proposer.model))
 
     def refresh(self, descriptor: BatchDescriptor) -> Step:
         """Compute the derived buffers of one size from the input ring. Capture-safe, like `run`."""

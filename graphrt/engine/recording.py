@@ -171,6 +171,7 @@ def _pages_seen(
         new, ends = words.rows(layout.REQ_QUERY_LEN).astype(np.int64), words.rows(layout.REQ_SEQ_LEN).astype(np.int64)
         ends = np.where(ends == layout.SEQ_LEN_FROM_DEVICE, of_rows + new, ends)
         starts = ends - new
+    ends += program.tokens_ahead
     seen = []
     for index, spec in enumerate(groups):
         last = ends if not spec.cross else words.rows(layout.REQ_ENCODER_LEN).astype(np.int64)

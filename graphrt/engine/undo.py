@@ -23,7 +23,7 @@ _LISTED = (torch.int32, torch.int64, torch.float32, torch.float16, torch.bfloat1
 _ALIGNMENT = 16  # bytes, so that copies begin at words of any dtype
 
 Slots = Sequence[torch.Tensor]
-"""Per KV group, the KV slot of each new token, [padded_tokens] int64; a slot of the null page for padding."""
+"""Per KV group, the KV slots that a step may write, int64; a slot of the null page for padding."""
 
 
 class Copies:
@@ -104,7 +104,7 @@ class StepUndo:
         self._copies.take(state)
         try:
             # The refresh computes the KV slots that the step writes.
-            mappings = self._program.refresh(descriptor).metadata.slot_mappings
+            mappings = self._program.slots(self._program.refresh(descriptor))
             slots = [
                 mapping.where(mapping >= 0, null) for mapping, null in zip(mappings, self._null_slots, strict=True)
             ]

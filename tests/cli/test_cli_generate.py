@@ -57,6 +57,16 @@ def test_generate_verifies_ngrams(graphrt) -> None:
     assert "tokens per request and step" in log
 
 
+def test_generate_verifies_drafts_of_a_model(graphrt) -> None:
+    """The model itself drafts all of its tokens."""
+    options = ("--device", "cpu", "--max-new-tokens", "10", "--no-graphs")
+    plain = graphrt("generate", SKY, *options)[1]
+    model = ("--speculate", str(default_model_path()), "--drafts", "2", "--stats")
+    code, drafted, log = graphrt("generate", SKY, *options, *model)
+    assert (code, drafted) == (0, plain)
+    assert "3.00 tokens per request and step, in 3 steps" in log
+
+
 def test_generate_samples_by_seed(graphrt) -> None:
     options = ("--device", "cpu", "--no-graphs", "--max-new-tokens", "8", "--temperature", "1.5")
     first, again, other = (graphrt("generate", SKY, *options, "--seed", seed)[1] for seed in ("1", "1", "2"))

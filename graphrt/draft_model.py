@@ -1,0 +1,168 @@
+"""A draft model: a proposer with attention layers of its own, which runs in the launch of the model it drafts for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from graphrt.backends.base import AttentionLayer
+from graphrt.cache.groups import kv_groups
+from graphrt.capture.descriptor import BatchDescriptor
+from graphrt.kernels.checks import check_callable, check_int, check_tensor
+from graphrt.kernels.errors import ConfigError, UnsupportedError
+from graphrt.kernels.types import NO_TOKEN, RequestStatus
+from graphrt.layer import ModelLayers
+from graphrt.metadata import StepMetadata
+from graphrt.sampling import sample_tokens
+from graphrt.spec import AttentionKind, AttentionSpec, KVCacheSpec
+from graphrt.step import Model, Step
+
+
+class DraftModel:
+    """Proposes the tokens that a smaller model samples. Pass it as `proposer=` to Runtime.
+
+    The draft model has KV groups of its own in the runtime's cache. After the tokens of a step are sampled, it first
+    computes the tokens of the step, prompts included, so that its KV is that of the same tokens. Then it computes
+    `num_speculative_tokens` steps of one token per request. All of it is captured with the model.
+
+    A draft is sampled with the request's own parameters, seed and position, like the token that it is compared with. So
+    a draft model equal to the model drafts the sampled tokens at any temperature. Penalties count the tokens before the
+    step. Without a page for its KV, a token is not computed, and the request has no more drafts.
+
+    model       maps a Step to logits [padded_reqs, vocab_size]; called with other sizes than the step's
+    attention   the spec of every layer; None: the specs of the model's `Attention` layers
+    vocab_size  width of the logits; that of the runtime
+
+    Raises:
+        ConfigError: if an argument has the wrong type, or the model has no layers.
+        UnsupportedError: if a layer is not a decoder layer.
+    """
+
+    def __init__(self, model: Model, attention: Sequence[AttentionSpec] | None = None, *, vocab_size: int) -> None:
+        check_callable("model", model, advice="pass a function of a Step, or a torch.nn.Module")
+        self.model, self._model_layers = model, ModelLayers(model)
+        self.specs = self._model_layers.resolve(attention, None)
+        _check_decoder(self.specs)
+        self.vocab_size = check_int("vocab_size", vocab_size, 1, advice="pass the width of the draft model's logits")
+
+    def check_vocab_size(self, vocab_size: int) -> None:
+        """Raise ConfigError unless the draft model has the vocabulary of the model."""
+        if self.vocab_size != vocab_size:
+            raise ConfigError(
+                f"DraftModel.vocab_size: expected {vocab_size}, as in the model, got {self.vocab_size}; use a draft "
+                "model with the same tokenizer"
+            )
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Number of layers with KV of their own."""
+        return sum(spec.kv_shared_with is None for spec in self.specs)
+
+    def layers_after(self, specs: Sequence[AttentionSpec]) -> tuple[AttentionSpec, ...]:
+        """Return the layers of a runtime: those of its model, then those of the draft model.
+
+        Raises: UnsupportedError: if a layer is not a decoder layer.
+        """
+        own = (
+            spec if spec.kv_shared_with is None else replace(spec, kv_shared_with=spec.kv_shared_with + len(specs))
+            for spec in self.specs
+        )
+        _check_decoder(specs)
+        return *specs, *own
+
+    def kv_groups(self, groups: Sequence[KVCacheSpec]) -> tuple[KVCacheSpec, ...]:
+        """Return the KV groups of a runtime: those of its model, then those of the draft model, in pools of their own.
+
+        Runtime calls it. With ReplayManager, allocate the cache for the result. Pages have the size, the layout and the
+        null page of the model's first group.
+        """
+        layers, pools = sum(group.num_layers for group in groups), len({group.pool for group in groups})
+        if len(groups) == 1:
+            groups = [replace(groups[0], layers=tuple(range(layers)))]
+        like = groups[0]
+        own = kv_groups(self.specs, page_size=like.page_size, layout=like.layout, null_page=like.null_page)
+        return *groups, *(
+            replace(
+                group,
+                layers=tuple(layers + at for at in group.layers or range(group.num_layers)),
+                pool=pools + group.pool,
+            )
+            for group in own
+        )
+
+    def __call__(self, step: Step) -> torch.Tensor:
+        """Return drafts [padded_reqs, num_speculative_tokens] int32. Capture-safe.
+
+        Raises: ShapeError: if the model returns a wrong shape, dtype or device.
+        """
+        b, own = step.buffers, step.layers[-len(self.specs) :]
+        layers = tuple(replace(layer, spec=spec) for layer, spec in zip(own, self.specs, strict=True))
+        self._logits(replace(step, layers=layers))
+        slots = slots_ahead(step, b.drafts.shape[1])
+        fits = (slots >= 0).all(1) & (b.req_status == int(RequestStatus.SAMPLES))
+        tokens, drafts = b.last_token[b.req_indices.long()], []
+        for ahead, (of_groups, has_page) in enumerate(zip(slots, fits, strict=True)):
+            one = _next_step(step, layers, ahead, tokens, of_groups, has_page)
+            step.backend.schedule(one.metadata)
+            tokens = sample_tokens(self._logits(one), one).where(has_page, NO_TOKEN)
+            drafts.append(tokens)
+        return torch.stack(drafts, 1)
+
+    def _logits(self, step: Step) -> torch.Tensor:
+        with self._model_layers.bound_to(step):
+            logits = self.model(step)
+        check_tensor("the draft model's logits", logits, shape=(len(step.logits_indices), self.vocab_size))
+        return logits
+
+
+def _check_decoder(specs: Sequence[AttentionSpec]) -> None:
+    if others := {spec.kind.value for spec in specs} - {AttentionKind.DECODER.value}:
+        raise UnsupportedError(
+            f"attention: expected decoder layers with a draft model, got {', '.join(sorted(others))} layers; use "
+            "another proposer"
+        )
+
+
+def slots_ahead(step: Step, count: int) -> torch.Tensor:
+    """Return the KV slots of `count` tokens from `sample_lens` on, [count, groups, padded_reqs] int64.
+
+    -1 if a page is not known, and beyond `max_seq_len`.
+    """
+    b = step.buffers
+    positions = b.sample_lens + torch.arange(count, dtype=torch.int32, device=b.sample_lens.device)[:, None, None]
+    sizes = b.page_groups[:, :1]
+    columns = positions // sizes
+    known = (columns < b.table_to) & (positions < step.metadata.max_seq_len - b.drafts.shape[1])
+    at = columns.clamp_max(b.block_table.shape[2] - 1).long()
+    pages = b.block_table.gather(2, at.permute(1, 2, 0)).permute(2, 0, 1)
+    return torch.where(known, pages.long() * sizes + positions % sizes, -1)
+
+
+def _next_step(
+    step: Step,
+    layers: tuple[AttentionLayer, ...],
+    ahead: int,
+    tokens: torch.Tensor,
+    slots: torch.Tensor,
+    has_page: torch.Tensor,
+) -> Step:
+    """Return a step of one token per request, `ahead` positions after the sampled token; requests without a page are
+    padding."""
+    b, size = step.buffers, BatchDescriptor.decode(step.descriptor.padded_reqs)
+    positions = torch.where(has_page, b.sample_lens + ahead, 0)
+    rows = torch.arange(size.padded_reqs + 1, dtype=torch.int32, device=positions.device)
+    buffers = replace(
+        b,
+        input_ids=torch.where(has_page, tokens, 0).clamp_min(0).long(),
+        positions=positions.long(),
+        slot_mapping=torch.where(has_page, slots, -1),
+        query_start_loc=rows,
+        seq_lens=torch.where(has_page, positions + 1, step.backend.seq_len_fill),
+        logits_indices=rows[:-1].long(),
+        sample_lens=positions + 1,
+    )
+    widths = [table.shape[1] for table in step.metadata.block_tables]
+    metadata = StepMetadata.of(buffers, size, step.metadata.max_seq_len, widths)
+    return replace(step, descriptor=size, metadata=metadata, buffers=buffers, layers=layers)
