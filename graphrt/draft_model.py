@@ -15,6 +15,7 @@ from graphrt.kernels.errors import ConfigError, UnsupportedError
 from graphrt.kernels.types import NO_TOKEN, RequestStatus
 from graphrt.layer import ModelLayers
 from graphrt.metadata import StepMetadata
+from graphrt.proposer import Proposer
 from graphrt.sampling import sample_tokens
 from graphrt.spec import AttentionKind, AttentionSpec, KVCacheSpec
 from graphrt.step import Model, Step
@@ -46,19 +47,6 @@ class DraftModel:
         self.specs = self._model_layers.resolve(attention, None)
         _check_decoder(self.specs)
         self.vocab_size = check_int("vocab_size", vocab_size, 1, advice="pass the width of the draft model's logits")
-
-    def check_vocab_size(self, vocab_size: int) -> None:
-        """Raise ConfigError unless the draft model has the vocabulary of the model."""
-        if self.vocab_size != vocab_size:
-            raise ConfigError(
-                f"DraftModel.vocab_size: expected {vocab_size}, as in the model, got {self.vocab_size}; use a draft "
-                "model with the same tokenizer"
-            )
-
-    @property
-    def num_kv_layers(self) -> int:
-        """Number of layers with KV of their own."""
-        return sum(spec.kv_shared_with is None for spec in self.specs)
 
     def layers_after(self, specs: Sequence[AttentionSpec]) -> tuple[AttentionSpec, ...]:
         """Return the layers of a runtime: those of its model, then those of the draft model.
@@ -115,6 +103,25 @@ class DraftModel:
             logits = self.model(step)
         check_tensor("the draft model's logits", logits, shape=(len(step.logits_indices), self.vocab_size))
         return logits
+
+
+def resolve_layers(
+    model_layers: ModelLayers, attention: object, kv_layers: int, proposer: Proposer | None, vocab_size: int
+) -> tuple[AttentionSpec, ...]:
+    """Return the spec of every layer of a runtime whose cache has `kv_layers` layers.
+
+    Raises: ConfigError: see `ModelLayers.resolve`; if a draft model has another vocabulary. UnsupportedError: see
+    `DraftModel`.
+    """
+    if not isinstance(proposer, DraftModel):
+        return model_layers.resolve(attention, kv_layers)
+    if proposer.vocab_size != vocab_size:
+        raise ConfigError(
+            f"DraftModel.vocab_size: expected {vocab_size}, as in the model, got {proposer.vocab_size}; use a draft "
+            "model with the same tokenizer"
+        )
+    own = sum(spec.kv_shared_with is None for spec in proposer.specs)
+    return proposer.layers_after(model_layers.resolve(attention, kv_layers - own))
 
 
 def _check_decoder(specs: Sequence[AttentionSpec]) -> None:

@@ -22,7 +22,7 @@ from graphrt.capture.inspect.memory import MemoryMap
 from graphrt.capture.recorder import make_recorder
 from graphrt.capture.staging import StagingSlot
 from graphrt.config import RuntimeConfig
-from graphrt.draft_model import DraftModel
+from graphrt.draft_model import resolve_layers
 from graphrt.engine.batch_delta import BatchDelta, StopConditions
 from graphrt.engine.graphs import StepGraphs
 from graphrt.engine.guards import Guards
@@ -68,8 +68,7 @@ class ReplayManager:
     sampler     maps logits and Step to tokens, in the graph; None: the caller samples from `handle.logits()`
     stream      stream of all steps; None: the current stream. Graphs share memory, so all steps run on one stream
     weights     named tensors that must not move; None: parameters and buffers of the model, if it is a Module
-    proposer    maps a Step to drafts for the next step; needs num_speculative_tokens. None: only callers send drafts.
-                With a DraftModel, the cache has its `kv_groups` too
+    proposer    maps a Step to drafts for the next step, as a DraftModel does; needs num_speculative_tokens. None: none
     page_tables [groups, max_num_reqs, pages_per_request] int32 on the device, contiguous: block tables that the caller
                 owns, by request index. With one group, the first dimension may be omitted. Each step reads these
                 tables, and batches list no pages
@@ -104,13 +103,9 @@ class ReplayManager:
         self.config = config = check_instance(
             "config", RuntimeConfig() if config is None else config, RuntimeConfig, advice="pass a RuntimeConfig"
         ).resolve()
-        device = kv_cache.device
+        device, model_layers = kv_cache.device, ModelLayers(model)
         recorder = make_recorder(device)  # first, because it checks torch's allocator
-        model_layers = ModelLayers(model)
-        drafter = proposer if isinstance(proposer, DraftModel) else None
-        own_layers = len(kv_cache.group_of) - (drafter.num_kv_layers if drafter else 0)
-        specs = model_layers.resolve(attention, own_layers)
-        specs = drafter.layers_after(specs) if drafter else specs
+        specs = resolve_layers(model_layers, attention, len(kv_cache.group_of), proposer, vocab_size)
         locations = kv_locations(specs, kv_cache.groups)
         most = MAX_VOCAB_SIZE if sampler is sample_tokens else (1 << 31) - 1
         vocab_size = check_int("vocab_size", vocab_size, 1, most, advice="pass the width of the model's logits")
@@ -121,8 +116,6 @@ class ReplayManager:
         self._kv_cache: KVCache | None = kv_cache
         self._backend = chosen.make()
         check_proposer(proposer, config, samples=sampler is not None, plans_on_host=self.plans_on_host)
-        if drafter is not None:
-            drafter.check_vocab_size(vocab_size)
         self._num_groups, self.proposes = len(kv_cache.groups), proposer is not None
         self._whole_rows = not all(spec.is_cached for spec in specs)
         self._device = device
