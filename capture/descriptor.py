@@ -64,11 +64,6 @@ class BatchDescriptor:
         return cls(GraphKind.MIXED, padded_reqs, padded_tokens, 0)
 
     @property
-    def positions(self) -> int:
-        """Tokens that a request may sample in a step: one per token of a decode graph, one in a mixed graph."""
-        return max(self.query_len, 1)
-
-    @property
     def size(self) -> int:
         """The number that selects the size in a config: requests for a decode graph, tokens for a mixed graph."""
         return self.padded_reqs if self.kind is GraphKind.DECODE else self.padded_tokens

@@ -301,7 +301,7 @@ class Batch:
     def decode_query_len(self, most_drafts: int) -> int:
         """Return the query_len of the decode graphs that can run the batch: 1, or 1 + `most_drafts`; 0 if none can.
 
-        Raises: UnsupportedError: if a request has too many drafts, or has drafts together with a longer prompt.
+        Raises: UnsupportedError: if a request has too many drafts.
         """
         n = self.num_reqs
         drafts = int(self.sample.max()) - 1 if n and "sample" in self._stated else 0
@@ -312,14 +312,7 @@ class Batch:
                 f"batch.sample: expected at most {most_drafts} drafts per request, got {drafts}; build the runtime "
                 f"with RuntimeConfig(num_speculative_tokens={drafts})"
             )
-        if most_drafts and int(self.query_lens.max()) <= 1 + most_drafts:
-            return 1 + most_drafts
-        if drafts > 0:
-            raise UnsupportedError(
-                f"batch.query_lens: expected at most {1 + most_drafts} new tokens in a batch with drafts, got "
-                f"{int(self.query_lens.max())}; submit the prompt in another batch, or without drafts"
-            )
-        return 0
+        return 1 + most_drafts if most_drafts and int(self.query_lens.max()) <= 1 + most_drafts else 0
 
     def check_needs(self, config: RuntimeConfig, vocab_size: int) -> None:
         """Check the batch against a config.

@@ -68,7 +68,7 @@ class RuntimeConfig:
     max_seq_len     KV tokens of the longest sequence: prompt and output, except the last sampled token, whose KV is
                     never written. Determines the width of the block table
     num_speculative_tokens  maximum drafts K of a request in one step, up to 63; 0: no speculation. Each decode size has
-                    a second graph, of 1 + K tokens per request
+                    a second graph, of 1 + K tokens per request. Mixed graphs compute logits of 1 + K tokens per request
     decode_sizes    numbers of requests to capture decode graphs for; None: the default sizes, (): no decode graph
     mixed_sizes     numbers of tokens to capture mixed graphs for; None: the default sizes, (): no mixed graph
     ring_depth      maximum number of launches in flight before `replay` waits. A larger value hides longer pauses of

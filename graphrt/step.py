@@ -38,7 +38,8 @@ class Step:
     input_ids       [padded_tokens] int64    token ids; 0 in padding tokens
     positions       [padded_tokens] int64    position of each token in its sequence; 0 in padding tokens
     logits_indices  [rows]          int64    index of the token whose hidden state gives a row of the logits, or 0.
-                                             rows is padded_reqs, times query_len in a graph with drafts
+                                             rows is padded_reqs, times the most tokens that a request
+                                             samples in this graph: 1, or 1 + num_speculative_tokens
     sample_lens     [padded_reqs]   int32    number of tokens before the one that is sampled
     req_indices     [padded_reqs]   int32    request index; -1 in padding and invalid requests, so clamp it first
     req_status      [padded_reqs]   int32    RequestStatus: padding, invalid, running, or running and sampled

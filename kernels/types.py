@@ -13,6 +13,9 @@ TOKEN_FROM_DEVICE = -(1 << 31)
 It differs from NO_TOKEN, because -1 in a token list is a fault.
 """
 
+DRAFT_FROM_DEVICE = TOKEN_FROM_DEVICE + 1
+"""Placeholder in the token list of a session's batch for a draft that the device may have."""
+
 NO_TOKEN = -1
 """Result of a request that sampled nothing: a pad request, an unfinished prefill chunk, a faulty request."""
 

@@ -379,7 +379,7 @@ class StepHandle(InFlight):
     def logits(self, *, copy: bool = False) -> torch.Tensor:
         """Return the logits [num_reqs, vocab_size] on the device, ordered after the step on the current stream.
 
-        If the step ran in a graph with drafts, [1 + num_speculative_tokens, num_reqs, vocab_size].
+        If the step ran in a graph that verifies drafts, [1 + num_speculative_tokens, num_reqs, vocab_size].
 
         copy   return a copy. Otherwise the logits are in memory that the graphs share, and are valid until the next
         step is submitted. Mixed steps with two parts always return a copy, because they reorder requests

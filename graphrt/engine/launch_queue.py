@@ -165,15 +165,8 @@ class LaunchQueue:
         return logits
 
     def logits(self, descriptor: BatchDescriptor, num_reqs: int) -> torch.Tensor:
-        """Return logits of the last step in the order of its batch; a copy if the step reordered requests.
-
-        [num_reqs, vocab], or [query_len, num_reqs, vocab] if the step may verify drafts.
-        """
-        if descriptor.positions > 1:
-            return self._logits.view(descriptor.positions, descriptor.padded_reqs, -1)[:, :num_reqs]
-        if not self._program.decode_len(descriptor):
-            return self._logits[:num_reqs]
-        return self._logits.index_select(0, self._program.buffers.buffer_rows[:num_reqs])
+        """Return logits of the last step; see `StepProgram.logits_of`."""
+        return self._program.logits_of(self._logits, descriptor, num_reqs)
 
     def record(self, launches: int, max_bytes: int) -> Recording:
         """Record the next launches. Raises: ReplayError: if a recording is in progress."""

@@ -72,7 +72,7 @@ class StepProgram:
         self.backend.schedule(step.metadata)
         with self.model_layers.bound_to(step):
             logits = self.model(step)
-        reqs, positions, device = descriptor.padded_reqs, descriptor.positions, self.kv_cache.device
+        reqs, positions, device = descriptor.padded_reqs, self.positions(descriptor), self.kv_cache.device
         width = None if self.sampler is None else self.vocab_size
         if width is not None and isinstance(logits, torch.Tensor) and logits.dim() == 2 and logits.shape[1] != width:
             raise ShapeError(
@@ -128,7 +128,9 @@ class StepProgram:
         mappings = step.metadata.slot_mappings
         if not (count := self.tokens_ahead):
             return mappings
-        ahead = slots_ahead(step, step.descriptor.positions - 1 + count)  # from the first position that is sampled
+        ahead = slots_ahead(
+            step, self.positions(step.descriptor) - 1 + count
+        )  # from the first position that is sampled
         return tuple(torch.cat((of, ahead[:, group].flatten())) for group, of in enumerate(mappings))
 
     def weights(self, model: Model) -> Iterator[tuple[str, torch.Tensor]]:
@@ -140,7 +142,7 @@ class StepProgram:
     def refresh(self, descriptor: BatchDescriptor) -> Step:
         """Compute the derived buffers of one size from the input ring. Capture-safe, like `run`."""
         step = self.view(descriptor)
-        unpack(step.buffers, max(descriptor.query_len, 1))
+        unpack(step.buffers, self.positions(descriptor))
         refresh(
             step.buffers,
             max_seq_len=self.max_seq_len,
@@ -151,6 +153,20 @@ class StepProgram:
             tables=self.page_tables,
         )
         return step
+
+    def positions(self, descriptor: BatchDescriptor) -> int:
+        """Return the most tokens that a request samples in a step of this size."""
+        return descriptor.query_len or 1 + self.buffers.drafts.shape[1]
+
+    def logits_of(self, logits: torch.Tensor, descriptor: BatchDescriptor, num_reqs: int) -> torch.Tensor:
+        """Return the logits of a step in the order of its batch; a copy if the step reordered requests.
+
+        [num_reqs, vocab], or [positions, num_reqs, vocab] if the step may verify drafts.
+        """
+        rows = logits.view(self.positions(descriptor), descriptor.padded_reqs, -1)
+        if self.decode_len(descriptor):
+            rows = rows.index_select(1, self.buffers.buffer_rows[:num_reqs])
+        return rows[:, :num_reqs] if len(rows) > 1 else rows[0, :num_reqs]
 
     def decode_len(self, descriptor: BatchDescriptor) -> int:
         """Return the number of new tokens per request of the decode part at this size; 0 if the step has only one
@@ -163,7 +179,7 @@ class StepProgram:
             if len(self._views) >= _MOST_VIEWS:
                 self._views.clear()
             with torch.inference_mode(False):  # views of the same mode as the buffers, for any first caller
-                buffers = self.buffers.cut(descriptor.padded_reqs, descriptor.padded_tokens, descriptor.positions)
+                buffers = self.buffers.cut(descriptor.padded_reqs, descriptor.padded_tokens, self.positions(descriptor))
                 longest = self.max_seq_len + self.buffers.drafts.shape[1]  # drafts that are missing are padding
                 of_size = (descriptor, longest, self.max_pages, self.decode_len(descriptor))
                 self._views[descriptor] = buffers, StepMetadata.of(buffers, *of_size)

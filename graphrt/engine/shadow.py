@@ -78,11 +78,7 @@ class Shadow:
         self, copies: Copies, descriptor: BatchDescriptor, num_reqs: int, logits: torch.Tensor, slots: Slots
     ) -> None:
         """Copy the results of a step in execution order, so that the first difference is closest to its cause."""
-        rows = logits[:num_reqs]
-        if descriptor.positions > 1:
-            rows = logits.view(descriptor.positions, descriptor.padded_reqs, -1)[:, :num_reqs]
-        if self._program.decode_len(descriptor):
-            rows = logits.index_select(0, self._program.buffers.buffer_rows[:num_reqs])
+        rows = self._program.logits_of(logits, descriptor, num_reqs)
         state = self._undo.state(descriptor)
         last = {name: state.pop(name) for name, _ in self._program.buffers.named(BufferKind.PERSISTENT)}
         copies.take(state | self._undo.written(slots) | {"logits": rows} | last)

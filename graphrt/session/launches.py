@@ -142,8 +142,8 @@ class Launches:
             self._add(requests, new),
             starmap(self.pending.popleft, repeat((), len(taken))),
         )
-        if first.launch.descriptor.query_len > 1:
-            self._count_accepted(first.launch.positions, requests, sampled)
+        if first.launch.positions > 1:
+            self._count_accepted(first, requests, sampled, columns)
         if columns is not None and (detached := ids == NO_INDEX).any():
             ids, advanced, lost = ids[~detached], advanced[~detached], lost[~detached]
         table.reached[ids] += advanced
@@ -157,10 +157,20 @@ class Launches:
         return faults
 
     def _count_accepted(
-        self, positions: int, requests: Sequence[SessionRequest], sampled: npt.NDArray[np.bool_]
+        self,
+        first: PendingLaunch,
+        requests: Sequence[SessionRequest],
+        sampled: npt.NDArray[np.bool_],
+        columns: Ids | None,
     ) -> None:
-        """Count the tokens that each request got in each step."""
+        """Count the tokens that each request got in each step that could verify drafts."""
+        positions = first.launch.positions
         counts = sampled.reshape(len(sampled) // positions, positions, len(requests)).sum(1)
+        if first.known is not None:
+            verifies = (first.known == 0) & (first.promised > 1)
+            counts *= verifies if columns is None else verifies[columns]
+        elif first.launch.descriptor.query_len == 1:
+            return
         for request, steps in zip(requests, (counts > 0).sum(0).tolist(), strict=True):
             request.verify_steps += steps
         self._tokens_per_step.update(counts[counts > 0].tolist())

@@ -264,7 +264,7 @@ class DecodeSession:
         """Set the tokens that you expect after the last sampled one. The next step of the request verifies them.
 
         A draft is accepted while it equals the token that is sampled, so drafts change no tokens, only how many a step
-        yields. Drafts are dropped after that step. They are not verified in a step that also computes a prompt.
+        yields. Drafts are dropped after that step.
 
         tokens  at most RuntimeConfig.num_speculative_tokens token ids
 
@@ -306,7 +306,7 @@ class DecodeSession:
     def _write_updates(self) -> None:
         """Write updates for the next launch to the request tables. An interrupted write is repeated."""
         if self._has_updates:
-            self._steps.has_drafts |= bool(self._updates.drafts)
+            self._steps.with_drafts |= self._updates.drafts.keys()
             self._updates.write(self._manager.request_tables)
             self._has_updates = False
 

@@ -9,7 +9,7 @@ import numpy as np
 from graphrt.batch import Batch, Int32Array
 from graphrt.engine.handle import Launch
 from graphrt.kernels.metadata.step_inputs import SEQ_LEN_FROM_DEVICE
-from graphrt.kernels.types import TOKEN_FROM_DEVICE
+from graphrt.kernels.types import DRAFT_FROM_DEVICE, TOKEN_FROM_DEVICE
 from graphrt.replay import ReplayManager
 from graphrt.session.launches import Launches, PendingLaunch
 from graphrt.session.pages import SessionPages
@@ -30,16 +30,15 @@ class StepLauncher:
         self._in_full = manager.plans_on_host is not None
         self._most_new = config.query_lens[-1]
         self._usual_new = self._most_new if manager.proposes else 1
-        self.has_drafts = False  # the caller has set drafts, which the next step verifies
+        self.with_drafts = set[int]()  # requests for which the caller has set drafts, which the next step verifies
 
     def launch(self, steps: int, eager: bool) -> Launch | None:
         """Launch one step with all inputs, or up to `steps` steps of the requests that decode. Returns None if all
         requests are at their limits. Raises: CapacityError: if no request has a page for its next token."""
-        full = self._in_full or not self._table.prefills.keys() <= self._table.held
-        if full:
-            return self._full_step(eager)
-        verifies, self.has_drafts = self.has_drafts, False
-        if verifies and self._usual_new == 1:
+        with_drafts, self.with_drafts = self.with_drafts, set()
+        if self._in_full or not self._table.prefills.keys() <= self._table.held:
+            return self._full_step(eager, with_drafts)
+        if with_drafts and self._usual_new == 1:
             return self._decode(1, eager, self._most_new)
         return self._decode(steps, eager, self._usual_new)
 
@@ -83,8 +82,11 @@ class StepLauncher:
         table.flag.changing = False
         return launch
 
-    def _full_step(self, eager: bool) -> Launch | None:
-        """Launch one step with all inputs: the requests that decode, and prompts as far as tokens and pages allow."""
+    def _full_step(self, eager: bool, with_drafts: set[int]) -> Launch | None:
+        """Launch one step with all inputs: the requests that decode, and prompts as far as tokens and pages allow.
+
+        The host does not know how many drafts a request has, so it reserves tokens for the most drafts.
+        """
         table = self._table
         table.catch_up()
         decoding = table.order[table.most[table.order] < table.limits[table.order]]
@@ -92,13 +94,19 @@ class StepLauncher:
             return None
         self._pages.free_passed(decoding, table.reached[decoding])
         decoding = self._pages.with_pages(decoding, table.most[decoding] + 1)
-        chunks = self._chunks(self._budget - len(decoding))
+        new = np.full(len(decoding), self._usual_new, np.int64)
+        new[np.isin(decoding, list(with_drafts))] = self._most_new
+        if self._most_new > 1:  # the device drops drafts without pages
+            self._pages.with_pages(decoding, np.minimum(table.most[decoding] + new, table.limits[decoding]))
+        chunks = self._chunks(self._budget - int(new.sum()))
         ids = np.concatenate((decoding, np.fromiter(chunks, np.int64, len(chunks))))
         if not len(ids):
             raise self._pages.none_left()
         known = np.array([0] * len(decoding) + [len(chunk) for chunk in chunks.values()], np.int64)
         whole = [table.prefills[at] + len(chunk) == len(table.known[at]) for at, chunk in chunks.items()]
-        promised = np.maximum(known, 1)
+        promised = np.concatenate((new, known[len(decoding) :]))
+        places = np.full(int(new.sum()), DRAFT_FROM_DEVICE, np.int32)
+        places[new.cumsum() - new] = TOKEN_FROM_DEVICE
         seq_lens = table.most[ids] + promised
         if not self._in_full:  # the device also knows which requests have finished
             seq_lens[: len(decoding)] = SEQ_LEN_FROM_DEVICE
@@ -107,11 +115,11 @@ class StepLauncher:
             req_indices=ids.astype(np.int32),
             seq_lens=seq_lens.astype(np.int32),
             query_lens=promised.astype(np.int32),
-            tokens=np.concatenate((np.full(len(decoding), TOKEN_FROM_DEVICE, np.int32), *chunks.values())),
+            tokens=np.concatenate((places, *chunks.values())),
             page_indptr=page_indptr,
             page_ids=page_ids,
             first_pages=first_pages,
-            sample=np.array([1] * len(decoding) + whole, np.int32),
+            sample=np.concatenate((new, whole)).astype(np.int32),
             **table.sampling.of(ids),
         )
         requests = tuple(map(table.requests.__getitem__, ids.tolist()))

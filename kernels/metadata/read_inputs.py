@@ -88,23 +88,28 @@ def token_start(inputs_ptr, row, num_reqs, num_tokens, listed_reqs, QUERY_LEN: t
 
 @triton.jit
 def token_range(
-    inputs_ptr, row, query_start, query_len, num_reqs, num_tokens, listed_reqs, QUERY_LEN: tl.constexpr
+    inputs_ptr, row, query_start, query_len, num_reqs, num_tokens, listed_reqs, QUERY_LEN: tl.constexpr,
+    POSITIONS: tl.constexpr,
 ):  # fmt: skip
-    """Return the first token of batch position `row` in the inputs, its end, and whether they match the request.
+    """Return the first token of batch position `row` in the inputs, its end, the end of its places in the buffers, and
+    whether they match the request.
 
-    In a graph of QUERY_LEN > 1, a request has up to QUERY_LEN tokens in the inputs. In the buffers it has QUERY_LEN,
-    including padding, from `token_start` on.
+    In a graph for drafts, missing drafts are padding after the tokens of the request. With QUERY_LEN > 1, its places in
+    the buffers are QUERY_LEN from `token_start` on. In a mixed graph they are its places in the inputs.
     """
     if QUERY_LEN > 1:
         matches = (query_start >= 0) & (query_len >= 0) & (query_len <= QUERY_LEN)
         matches = matches & (query_start <= num_tokens - query_len)
         start = tl.where(matches, query_start, 0)
         end = start + tl.where(matches, query_len, 0)
+        places_end = start + tl.where(row < num_reqs, QUERY_LEN, 0)
     else:
         start = token_start(inputs_ptr, row, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
-        end = token_start(inputs_ptr, row + 1, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
-        matches = (query_start == start) & (query_len == end - start) & (end <= num_tokens)
-    return start, end, matches
+        places_end = token_start(inputs_ptr, row + 1, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
+        missing = places_end - start - query_len
+        matches = (query_start == start) & (missing >= 0) & (missing < POSITIONS) & (places_end <= num_tokens)
+        end = places_end - tl.where(matches, missing, 0)
+    return start, end, places_end, matches
 
 
 @triton.jit

@@ -25,8 +25,8 @@ _NOWHERE = 1 << 30  # first column of a table without pages
 
 @dataclass(frozen=True, slots=True)
 class _StepInputs:
-    """Parsed step inputs, truncated to the size of a graph. Tokens of request r are `starts[r] : starts[r + 1]`; with
-    query_len > 1 these are its places in the buffers, and it may have fewer tokens in the inputs."""
+    """Parsed step inputs, truncated to the size of a graph. The places of request r in the buffers, in batch order, are
+    `starts[r] : starts[r + 1]`. It may have fewer tokens in a graph for drafts."""
 
     step: int
     num_reqs: int
@@ -95,10 +95,8 @@ class _StepInputs:
         return int(self.rows[field, row])
 
     def row_tokens(self, row: int) -> Int32Array:
-        if self.query_len > 1:
-            start = self.field(layout.REQ_QUERY_START, row)
-            return self.tokens[start : start + self.field(layout.REQ_QUERY_LEN, row)]
-        return self.tokens[self.starts[row] : self.starts[row + 1]]
+        start = self.field(layout.REQ_QUERY_START, row)
+        return self.tokens[start : start + self.field(layout.REQ_QUERY_LEN, row)]
 
     def row_pages(self, group: int, row: int) -> tuple[int, Int32Array]:
         """Return the listed pages, preceded by the index of the first listed page in the sequence."""
@@ -135,6 +133,7 @@ def refresh_reference(b: Any) -> None:
         step = replace(step, tables=b.tables.numpy(), groups=groups)
     last_token, last_encoder_len = b.last_token.numpy(), b.last_encoder_len.numpy()
     buffer_rows, starts, decodes = step.buffer_layout(len(req_indices), b.decode_len)
+    places, positions = np.diff(step.starts), len(b.logits_indices) // len(req_indices)
 
     # Fill all buffers with pads, then overwrite those of valid requests.
     copied = [(i, getattr(b, name), pad) for i, (name, pad) in enumerate(zip(COPIED, COPIED_PADS, strict=True))]
@@ -165,7 +164,7 @@ def refresh_reference(b: Any) -> None:
     checks: dict[tuple[int, int], tuple[int, int]] = {}
     requests = step.requests()
     for row in requests:
-        fault = _check_row(step, row, last_token, b.max_seq_len)
+        fault = _check_row(step, row, last_token, b.max_seq_len, positions)
         keeps = not fault[0] and _keeps_pages(step, row, groups)
         for g, group in enumerate(groups):
             checks[g, row] = fault
@@ -199,15 +198,14 @@ def refresh_reference(b: Any) -> None:
     samples, live = int(RequestStatus.SAMPLES), int(RequestStatus.LIVE)
     b.req_status.numpy()[at] = np.where(rows[layout.REQ_SAMPLE] != 0, samples, live)
     lengths = rows[layout.REQ_QUERY_LEN]
-    padding = (b.query_len - lengths) if b.query_len > 1 else 0
-    kv_lens = rows[layout.REQ_SEQ_LEN] + padding
+    kv_lens = rows[layout.REQ_SEQ_LEN] + places[valid] - lengths
     b.seq_lens.numpy()[at] = kv_lens
     last_encoder_len[rows[layout.REQ_INDEX]] = rows[layout.REQ_ENCODER_LEN]
     for lens, selected in ((b.decode_seq_lens, at < decodes), (b.prompt_seq_lens, at >= decodes)):
         lens.numpy()[at[selected]] = kv_lens[selected]
     req_indices.numpy()[at] = rows[layout.REQ_INDEX]
     last = starts[at] + lengths - 1
-    drafts = (rows[layout.REQ_SAMPLE] - 1).clip(0, lengths - 1) if b.query_len > 1 else np.zeros_like(lengths)
+    drafts = (rows[layout.REQ_SAMPLE] - 1).clip(0, np.minimum(lengths, positions) - 1)
     for position, indices in enumerate(b.logits_indices.numpy().reshape(-1, len(req_indices))):
         indices[at] = last - drafts + np.minimum(position, drafts)
     b.sample_lens.numpy()[at] = rows[layout.REQ_SEQ_LEN] - drafts
@@ -227,20 +225,21 @@ def refresh_reference(b: Any) -> None:
             if group.max_encoder_len:
                 continue  # steps do not write the pages of an encoder
             # Missing drafts are written too, as attention may read them with weight 0, and 0 x NaN is NaN.
-            places = step.field(layout.REQ_SEQ_LEN, row) - len(tokens) + np.arange(max(len(tokens), step.query_len))
-            places = places[places < min(tables[g, row].span[1], group.max_pages) * group.page_size]
-            page = tables[g, row].pages[places // group.page_size].astype(np.int64)
-            slots = page * group.page_size + places % group.page_size
+            written = step.field(layout.REQ_SEQ_LEN, row) - len(tokens) + np.arange(places[row])
+            written = written[written < min(tables[g, row].span[1], group.max_pages) * group.page_size]
+            page = tables[g, row].pages[written // group.page_size].astype(np.int64)
+            slots = page * group.page_size + written % group.page_size
             b.slot_mapping.numpy()[g, span.start : span.start + len(slots)] = slots
 
 
-def _check_row(step: _StepInputs, row: int, last: Any, max_seq_len: int) -> tuple[int, int]:
+def _check_row(step: _StepInputs, row: int, last: Any, max_seq_len: int, positions: int) -> tuple[int, int]:
     """Return the first fault in a request's index and lengths, and its value."""
     req_index, seq_len = step.field(layout.REQ_INDEX, row), step.field(layout.REQ_SEQ_LEN, row)
     start, query_len = step.field(layout.REQ_QUERY_START, row), step.field(layout.REQ_QUERY_LEN, row)
     if not 0 <= req_index < len(last):
         return int(FaultCode.REQ_INDEX_OUT_OF_RANGE), req_index
-    in_place = start == step.starts[row] and start + query_len == step.starts[row + 1] <= step.num_tokens
+    missing, end = step.starts[row + 1] - start - query_len, step.starts[row + 1]
+    in_place = start == step.starts[row] and 0 <= missing < positions and end <= step.num_tokens
     if step.query_len > 1:
         in_place = start >= 0 and query_len <= step.query_len and start + query_len <= step.num_tokens
     if not (in_place and 1 <= query_len <= seq_len <= max_seq_len):

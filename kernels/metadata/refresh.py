@@ -118,6 +118,7 @@ def _check_rows_kernel(
     GROUP_BLOCK: tl.constexpr,
     TOKEN_BLOCK: tl.constexpr,
     PAGE_BLOCK: tl.constexpr,
+    POSITIONS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -168,7 +169,9 @@ def _check_rows_kernel(
 
     # Later checks use values that earlier checks validate, so they are masked off where an earlier check failed.
     index_ok = (req_index >= 0) & (req_index < num_req_indices)
-    _, _, in_place = token_range(ptrs.inputs, row, query_start, query_len, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
+    _, _, _, in_place = token_range(
+        ptrs.inputs, row, query_start, query_len, num_reqs, num_tokens, listed_reqs, QUERY_LEN, POSITIONS
+    )
     length_ok = in_place & (query_len >= 1) & (query_len <= seq_len) & (seq_len <= max_seq_len)
     # `held`: number of tokens whose pages the request needs, from its sequence or its encoder.
     encoder_ok = (encoder_len >= tl.where(page_count > 0, 1, 0)) & (encoder_len <= max_encoder_len)
@@ -275,6 +278,7 @@ def _write_buffers_kernel(
     ROW_BLOCK: tl.constexpr,
     TOKEN_BLOCK: tl.constexpr,
     TABLE_BLOCK: tl.constexpr,
+    POSITIONS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -309,10 +313,9 @@ def _write_buffers_kernel(
     span_from = tl.load(ptrs.new_spans + 4 * check_at)
     span_to = tl.load(ptrs.new_spans + 4 * check_at + 1)
     # Inputs are read at the batch position `row`; results are written to `buffer_row`.
-    start, end, _ = token_range(ptrs.inputs, row, query_start, query_len, num_reqs, num_tokens, listed_reqs, QUERY_LEN)
-    slots_end = end  # in the buffers, a request of a graph with drafts has QUERY_LEN tokens, including padding
-    if QUERY_LEN > 1:
-        slots_end = start + tl.where(is_row, QUERY_LEN, 0)
+    start, end, slots_end, _ = token_range(
+        ptrs.inputs, row, query_start, query_len, num_reqs, num_tokens, listed_reqs, QUERY_LEN, POSITIONS
+    )
     kv_len = seq_len + (slots_end - end)
     buffer_row, first_token, decodes = find_buffer_row(
         ptrs.inputs, row, num_reqs, num_tokens, listed_reqs, QUERY_LEN, DECODE_LEN, ROW_BLOCK
@@ -384,13 +387,13 @@ def _write_buffers_kernel(
         tl.store(ptrs.fault_value + buffer_row, tl.where(real, value, 0))
         last_index = first_token + end - start - 1
         drafts = tl.zeros([], tl.int32)
-        if QUERY_LEN > 1:
+        if POSITIONS > 1:
             # Logits row `position * padded_reqs + buffer_row` is of the request's last token, or of an earlier one if
             # drafts follow it.
-            drafts = tl.minimum(tl.maximum(sample - 1, 0), tl.maximum(query_len - 1, 0))
+            drafts = tl.minimum(tl.maximum(sample - 1, 0), tl.minimum(tl.maximum(query_len, 1), POSITIONS) - 1)
             at = last_index - drafts + tl.minimum(lanes, drafts)
             logits_ptr = ptrs.logits_indices + lanes * padded_reqs + buffer_row
-            tl.store(logits_ptr, tl.where(valid, at, 0).to(tl.int64), mask=lanes < QUERY_LEN)
+            tl.store(logits_ptr, tl.where(valid, at, 0).to(tl.int64), mask=lanes < POSITIONS)
         else:
             tl.store(ptrs.logits_indices + buffer_row, tl.where(valid, last_index, 0).to(tl.int64))
         tl.store(ptrs.sample_lens + buffer_row, tl.where(valid, seq_len - drafts, 0))
@@ -422,7 +425,7 @@ def _write_buffers_kernel(
             )  # fmt: skip
         writes = at < written_end
         place = position
-        if QUERY_LEN > 1:
+        if POSITIONS > 1:
             # Missing drafts are written too, as attention may read them with weight 0, and 0 x NaN is NaN.
             place = seq_len - end + at
             writes = (at < tl.where(written_end > start, slots_end, start)) & (place < used_to * page_size)
@@ -457,7 +460,10 @@ _check_rows, _write_buffers = KernelLauncher(_check_rows_kernel), KernelLauncher
 def _refresh_triton(b: Any) -> None:
     groups, padded_reqs, width = b.block_table.shape
     padded_tokens, req_indices = b.input_ids.shape[0], b.last_token.shape[0]
-    num_warps, check, write = _constexprs(padded_reqs, groups, b.query_len, padded_tokens, width, b.decode_len)
+    positions = b.logits_indices.shape[0] // padded_reqs
+    num_warps, check, write = _constexprs(
+        padded_reqs, groups, b.query_len, padded_tokens, width, b.decode_len, positions
+    )
     early = overlaps(b.inputs.device)
     options = {"num_warps": num_warps, "OVERLAPS": early, "launch_pdl": early}
     _check_rows(
@@ -476,14 +482,14 @@ def _refresh_triton(b: Any) -> None:
 
 
 def _constexprs(
-    reqs: int, groups: int, query_len: int, padded_tokens: int, width: int, decode_len: int
+    reqs: int, groups: int, query_len: int, padded_tokens: int, width: int, decode_len: int, positions: int
 ) -> tuple[int, dict[str, Any], dict[str, Any]]:
     """Return the number of warps, and the constexprs of both kernels."""
     num_warps, lanes = (4, _WIDE_BLOCK) if reqs * groups <= _FEW_PROGRAMS else (1, _NARROW_BLOCK)
-    columns, tokens = next_power_of_two(width), next_power_of_two(query_len or padded_tokens)
+    columns, tokens = next_power_of_two(width), next_power_of_two(max(query_len or padded_tokens, positions))
     both = {
         "QUERY_LEN": query_len, "REQ_FIELDS": layout.req_fields(groups), "GROUPS": groups,
-        "GROUP_BLOCK": next_power_of_two(groups), "TOKEN_BLOCK": min(tokens, lanes),
+        "GROUP_BLOCK": next_power_of_two(groups), "TOKEN_BLOCK": min(tokens, lanes), "POSITIONS": positions,
     }  # fmt: skip
     check = {**both, "PAGE_BLOCK": min(columns, 2 * lanes)}
     write = {**both, "COPIED_PADS": COPIED_PAD_WORDS, "DECODE_LEN": decode_len, "ROW_BLOCK": _ROW_BLOCK}
@@ -514,8 +520,7 @@ def refresh(
     buffers       static buffers, cut to the captured size; docs/decode_step.md describes them
     max_seq_len   longest sequence; a longer request is a BAD_LENGTH fault
     vocab_size    token ids outside 0 .. vocab_size - 1 are a TOKEN_OUT_OF_RANGE fault
-    query_len     new tokens per request of a decode graph; 0 in a mixed graph. If it is more than 1, requests may
-                  have fewer tokens; padding follows them in the buffers, and `seq_lens` counts it
+    query_len     new tokens per request of a decode graph; 0 in a mixed graph
     seq_len_fill  `seq_lens` value of pad and invalid requests that the attention backend requires
     decode_len    for a mixed graph with separate decode attention: requests with `decode_len` new tokens come first in
                   the buffers, then all others; both keep their batch order. 0: the buffers have the batch order
@@ -525,6 +530,10 @@ def refresh(
     A faulty request is treated as a pad request with status INVALID. This includes every request that shares its
     request index or a written page with another request. Its page table does not change. Requests and tokens beyond the
     captured size are ignored. Step numbers must increase; running the same inputs again changes nothing.
+
+    In a graph for drafts, `logits_indices` has several rows per request. Requests may then have fewer tokens than
+    `query_len`, or in a mixed graph than places in the inputs. Padding follows them in the buffers, and `seq_lens`
+    counts it.
 
     Capture-safe: the grid depends on the captured size; the kernels read all varying values on the device.
     Raises: ShapeError: if shapes, dtypes or devices of the tensors do not match, or if `decode_len` is set in a decode
@@ -540,24 +549,27 @@ def refresh(
         )
     if tables is not None:
         check_tables("tables", tables, buffers)
-    check_tensor("logits_indices", buffers.logits_indices, shape=(reqs * max(query_len, 1),))
+    if query_len:
+        check_tensor("logits_indices", buffers.logits_indices, shape=(reqs * query_len,))
     operands = buffers.once(refresh_operands)
     _op(_Call(*operands, tables, max_seq_len, vocab_size, query_len, decode_len, seq_len_fill))
 
 
 def compile_variants() -> list[CompileSpec]:
-    """Return the variants of both kernels for decode graphs (1 and 4 tokens per request) and mixed graphs."""
+    """Return the variants of both kernels for decode graphs (1 and 4 tokens per request) and mixed graphs, without and
+    with drafts."""
     copied = pointer_types(namedtuple("copied", COPIED))
     specs = []
-    for name, groups, rows, query_len, padded_tokens, max_pages, decode_len, tables in (
-        ("decode_1", 1, 256, 1, 256, 8192, 0, "constexpr"),
-        ("decode_1_tables", 1, 256, 1, 256, 8192, 0, "*i32"),
-        ("decode_4", 6, 256, 4, 1024, 512, 0, "constexpr"),
-        ("mixed", 1, 256, 0, 16384, 4096, 0, "constexpr"),
-        ("mixed_parts", 6, 256, 0, 16384, 4096, 1, "constexpr"),
-        ("mixed_tables", 6, 256, 0, 16384, 4096, 0, "*i32"),
+    for name, groups, rows, query_len, padded_tokens, max_pages, decode_len, positions, tables in (
+        ("decode_1", 1, 256, 1, 256, 8192, 0, 1, "constexpr"),
+        ("decode_1_tables", 1, 256, 1, 256, 8192, 0, 1, "*i32"),
+        ("decode_4", 6, 256, 4, 1024, 512, 0, 4, "constexpr"),
+        ("mixed", 1, 256, 0, 16384, 4096, 0, 1, "constexpr"),
+        ("mixed_parts", 6, 256, 0, 16384, 4096, 1, 1, "constexpr"),
+        ("mixed_drafts", 6, 256, 0, 16384, 4096, 1, 4, "constexpr"),
+        ("mixed_tables", 6, 256, 0, 16384, 4096, 0, 1, "*i32"),
     ):
-        num_warps, check, write = _constexprs(rows, groups, query_len, padded_tokens, max_pages, decode_len)
+        num_warps, check, write = _constexprs(rows, groups, query_len, padded_tokens, max_pages, decode_len, positions)
         for part, kernel, record, constexprs in (
             ("check_rows", _check_rows_kernel, _Checked, check),
             ("write_buffers", _write_buffers_kernel, _Written, write),

@@ -2,7 +2,7 @@
 
 The host writes an entry to pinned memory, then launches a graph. The cursor on the device selects the entry:
 
-    full entry    its words are copied to `inputs`
+    full entry    its words are copied to `inputs`. Drafts of the device replace the placeholders for drafts
     batch delta   every request continues by one token, and in a graph with drafts by its drafts, as many as its pages
                   and its length limit allow. A position is NO_REQUEST if its request has finished or waits for a page
                   for its next token
@@ -40,7 +40,7 @@ from graphrt.kernels.metadata.buffers import (
 from graphrt.kernels.metadata.read_pages import GROUP_FIELDS, MAX_ENCODER_LEN, PAGE_SIZE
 from graphrt.kernels.op_declaration import DeclaredOp
 from graphrt.kernels.sizes import next_power_of_two
-from graphrt.kernels.types import NO_TOKEN, TOKEN_FROM_DEVICE
+from graphrt.kernels.types import DRAFT_FROM_DEVICE, NO_TOKEN, TOKEN_FROM_DEVICE
 
 _PROGRAMS = layout.HEADER_COPIES
 _MIN_REQS = 8  # minimum requests per program
@@ -74,6 +74,7 @@ _STOP_FIELDS = tl.constexpr(layout.STOP_FIELDS)
 _NO_REQUEST = tl.constexpr(layout.NO_REQUEST)
 _SEQ_LEN_FROM_DEVICE = tl.constexpr(layout.SEQ_LEN_FROM_DEVICE)
 _TOKEN_FROM_DEVICE = tl.constexpr(TOKEN_FROM_DEVICE)
+_DRAFT_FROM_DEVICE = tl.constexpr(DRAFT_FROM_DEVICE)
 _STOP_TOKENS = tl.constexpr(STOP_TOKENS)
 _NO_BOUND = tl.constexpr(1 << 40)  # tokens, where encoder pages limit no request
 _CURSOR_STEP = tl.constexpr(CURSOR_STEP)
@@ -94,21 +95,57 @@ def _from_host(ptr, mask, other):
 
 
 @triton.jit
-def _copy_words(entry_ptr, inputs_ptr, words, BLOCK: tl.constexpr):
-    """Copy words of an entry to the step inputs, split over all programs."""
+def _copy_words(entry_ptr, inputs_ptr, words, num_tokens, BLOCK: tl.constexpr):
+    """Copy words of an entry to the step inputs, split over all programs. The first `num_tokens` of them are tokens;
+    placeholders for drafts are left out, because another program writes the drafts."""
     for base in range(tl.program_id(0) * BLOCK, words, tl.num_programs(0) * BLOCK):
         at = base + tl.arange(0, BLOCK)
-        tl.store(inputs_ptr + at, _from_host(entry_ptr + at, at < words, 0), mask=at < words)
+        word = _from_host(entry_ptr + at, at < words, 0)
+        is_draft = (at < num_tokens) & (word == _DRAFT_FROM_DEVICE)
+        tl.store(inputs_ptr + at, word, mask=(at < words) & (is_draft == 0))
+
+
+@triton.jit
+def _room(ptrs, groups, first, count, req_index, length, runs, num_req_indices, GROUPS: tl.constexpr):
+    """Return the number of tokens after `length` for which requests have pages, known pages or pages listed now."""
+    group_ptrs = ptrs.page_groups + GROUP_FIELDS * groups
+    page_size = tl.load(group_ptrs + PAGE_SIZE, mask=groups < GROUPS, other=1).to(tl.int64)
+    # Encoder pages are always complete.
+    crosses = tl.load(group_ptrs + MAX_ENCODER_LEN, mask=groups < GROUPS, other=1) > 0
+    spans_ptr = ptrs.page_spans + 2 * (groups * num_req_indices + req_index[None, :])
+    known_to = tl.load(spans_ptr + 1, mask=(groups < GROUPS) & runs[None, :], other=0)
+    listed_to = tl.where(count > 0, first.to(tl.int64) + count, 0)
+    pages_to = tl.maximum(known_to.to(tl.int64), listed_to)
+    return tl.min(tl.where(crosses, _NO_BOUND, pages_to * page_size - length[None, :]), 0)
+
+
+@triton.jit
+def _take_drafts(
+    ptrs, tokens_ptr, req_index, runs, places, length, limit, room, num_drafts, max_len, DRAFT_BLOCK: tl.constexpr
+):  # fmt: skip
+    """Write the drafts of requests to `places` places after their first tokens. Return the number of new tokens, as far
+    as pages and the length limit allow."""
+    ahead = tl.arange(0, DRAFT_BLOCK)[:, None]
+    has_place = ahead < places[None, :]
+    drafts_ptr = ptrs.drafts + req_index[None, :].to(tl.int64) * num_drafts
+    draft = tl.load(drafts_ptr + ahead, mask=has_place & (ahead < num_drafts) & runs[None, :], other=-1)
+    tl.store(tokens_ptr[None, :] + 1 + ahead, draft, mask=has_place)
+    found = tl.min(tl.where(draft < 0, ahead, DRAFT_BLOCK), 0)
+    most = tl.minimum(tl.where((limit > 0) & (limit < max_len), limit, max_len) - length, room)
+    return tl.maximum(tl.minimum(1 + found, most), 1).to(tl.int32)
 
 
 @triton.jit
 def _copy_requests(
-    entry_ptr, ptrs, num_reqs, num_req_indices, rows, REQ_FIELDS: tl.constexpr, FIELD_BLOCK: tl.constexpr
-):
+    entry_ptr, ptrs, stops_at, num_reqs, num_tokens, num_req_indices, num_drafts, max_len, rows,
+    REQ_FIELDS: tl.constexpr, FIELD_BLOCK: tl.constexpr, GROUPS: tl.constexpr, GROUP_BLOCK: tl.constexpr,
+    QUERY_LEN: tl.constexpr, DRAFT_BLOCK: tl.constexpr,
+):  # fmt: skip
     """Copy requests of a full entry to the step inputs.
 
     SEQ_LEN_FROM_DEVICE becomes the length on the device plus query_len. The request index becomes NO_REQUEST if the
-    sequence has finished.
+    sequence has finished. If such a request samples after more than one token, the others are places for its drafts;
+    its query_len becomes the number of tokens that it has.
     """
     mask = rows < num_reqs
     from_ptr = entry_ptr + _HEADER_SIZE + rows
@@ -119,10 +156,31 @@ def _copy_requests(
     fields = tl.arange(0, FIELD_BLOCK)[:, None]
     words = _from_host(from_ptr[None, :] + fields * num_reqs, (fields < REQ_FIELDS) & mask[None, :], 0)
     continues = mask & (seq_len == _SEQ_LEN_FROM_DEVICE) & (req_index >= 0) & (req_index < num_req_indices)
-    length = tl.load(ptrs.req_seq_lens + req_index, mask=continues, other=0) + query_len
+    length = tl.load(ptrs.req_seq_lens + req_index, mask=continues, other=0)
     finished = continues & (tl.load(ptrs.finish_reasons + req_index, mask=continues, other=0) != 0)
+    if QUERY_LEN > 1:
+        sample = _from_host(from_ptr + _REQ_SAMPLE * num_reqs, mask, 0)
+        query_start = _from_host(from_ptr + _REQ_QUERY_START * num_reqs, mask, 0)
+        limit = _from_host(entry_ptr + stops_at + rows + _STOP_LENGTH * num_reqs, mask, 0)
+        groups = tl.arange(0, GROUP_BLOCK)[:, None]
+        list_ptrs = from_ptr[None, :] + (_REQ_PAGES + _PAGE_FIELDS * groups) * num_reqs
+        in_use = (groups < GROUPS) & mask[None, :]
+        first = _from_host(list_ptrs, in_use, 0)
+        count = _from_host(list_ptrs + 2 * num_reqs, in_use, 0)
+        fits = (query_start >= 0) & (query_start <= num_tokens - query_len) & (query_len <= QUERY_LEN)
+        drafting = continues & (sample > 1) & fits
+        runs = drafting & (finished == 0)
+        room = _room(ptrs, groups, first, count, req_index, length, runs, num_req_indices, GROUPS)
+        tokens_ptr = ptrs.inputs + _HEADER_SIZE + REQ_FIELDS * num_reqs + query_start
+        places = tl.where(drafting, query_len - 1, 0)
+        count_new = _take_drafts(
+            ptrs, tokens_ptr, req_index, runs, places, length, limit, room, num_drafts, max_len, DRAFT_BLOCK
+        )
+        query_len = tl.where(drafting, count_new, query_len)
+        is_count = (fields == _REQ_QUERY_LEN) | (fields == _REQ_SAMPLE)
+        words = tl.where(is_count & drafting[None, :], query_len[None, :], words)
     words = tl.where((fields == _REQ_INDEX) & finished[None, :], _NO_REQUEST, words)
-    words = tl.where((fields == _REQ_SEQ_LEN) & continues[None, :], length[None, :], words)
+    words = tl.where((fields == _REQ_SEQ_LEN) & continues[None, :], (length + query_len)[None, :], words)
     tl.store(to_ptr[None, :] + fields * num_reqs, words, mask=(fields < REQ_FIELDS) & mask[None, :])
 
 
@@ -175,28 +233,17 @@ def _advance_requests(
     runs = mask & (req_index >= 0) & (req_index < num_req_indices)
     length = tl.load(ptrs.req_seq_lens + req_index, mask=runs, other=0)
     finished = tl.load(ptrs.finish_reasons + req_index, mask=runs, other=1) != 0
-    # A request without a page for its token waits until it gets one. Encoder pages are always complete.
-    group_ptrs = ptrs.page_groups + GROUP_FIELDS * groups
-    page_size = tl.load(group_ptrs + PAGE_SIZE, mask=groups < GROUPS, other=1).to(tl.int64)
-    crosses = tl.load(group_ptrs + MAX_ENCODER_LEN, mask=groups < GROUPS, other=1) > 0
-    spans_ptr = ptrs.page_spans + 2 * (groups * num_req_indices + req_index[None, :])
-    known_to = tl.load(spans_ptr + 1, mask=(groups < GROUPS) & runs[None, :], other=0)
-    listed_to = tl.where(count > 0, first.to(tl.int64) + count, 0)
-    pages_to = tl.maximum(known_to.to(tl.int64), listed_to)
-    room = tl.min(tl.where(crosses, _NO_BOUND, pages_to * page_size - length[None, :]), 0)
+    # A request without a page for its token waits until it gets one.
+    room = _room(ptrs, groups, first, count, req_index, length, runs, num_req_indices, GROUPS)
     runs = runs & (finished == 0) & (room > 0)
     tokens_ptr = rows_ptr - rows + REQ_FIELDS * num_reqs + rows * QUERY_LEN
     count_new = rows * 0 + 1
     if QUERY_LEN > 1:
         limit = tl.load(ptrs.length_limits + req_index, mask=runs, other=0)
-        most = tl.minimum(tl.where((limit > 0) & (limit < max_len), limit, max_len) - length, room)
-        ahead = tl.arange(0, DRAFT_BLOCK)[:, None]
-        wanted = (ahead < num_drafts) & (ahead < QUERY_LEN - 1) & runs[None, :]
-        drafts_ptr = ptrs.drafts + req_index[None, :].to(tl.int64) * num_drafts
-        draft = tl.load(drafts_ptr + ahead, mask=wanted, other=-1)
-        found = tl.min(tl.where(draft < 0, ahead, QUERY_LEN - 1), 0)
-        count_new = tl.maximum(tl.minimum(1 + found, most), 1).to(tl.int32)
-        tl.store(tokens_ptr[None, :] + 1 + ahead, draft, mask=(ahead < QUERY_LEN - 1) & mask[None, :])
+        places = tl.where(mask, QUERY_LEN - 1, 0)
+        count_new = _take_drafts(
+            ptrs, tokens_ptr, req_index, runs, places, length, limit, room, num_drafts, max_len, DRAFT_BLOCK
+        )
     seq_len = length + count_new
 
     values = tl.arange(0, COPIED_BLOCK)[:, None]
@@ -319,9 +366,13 @@ def _unpack_kernel(
         copied_from = _HEADER_SIZE
         if keep:
             copied_from = _HEADER_SIZE + REQ_FIELDS * num_reqs
-            _copy_requests(entry_ptr, ptrs, num_reqs, num_req_indices, rows, REQ_FIELDS, FIELD_BLOCK)
+            _copy_requests(
+                entry_ptr, ptrs, used, num_reqs, num_tokens, num_req_indices, num_drafts, max_len, rows, REQ_FIELDS,
+                FIELD_BLOCK, GROUPS, GROUP_BLOCK, QUERY_LEN, DRAFT_BLOCK,
+            )  # fmt: skip
             _store_request_values(entry_ptr, ptrs, used, num_reqs, num_req_indices, rows, COPIED_VALUES, VALUE_BLOCK)
-        _copy_words(entry_ptr + copied_from, ptrs.inputs + copied_from, used - copied_from, BLOCK)
+        places = tl.where(keep, num_tokens, 0)
+        _copy_words(entry_ptr + copied_from, ptrs.inputs + copied_from, used - copied_from, places, BLOCK)
 
 
 def _tile_sizes(groups: int) -> dict[str, int]:
@@ -397,6 +448,13 @@ def unpack_reference(b: Any) -> None:
             b.length_limits.numpy()[ids[known]] = stops[layout.STOP_LENGTH]
             b.stop_tokens.numpy()[:, ids[known]] = stops[layout.FIRST_STOP_TOKEN :]
             continuing = np.flatnonzero((rows[layout.REQ_SEQ_LEN] == layout.SEQ_LEN_FROM_DEVICE) & known)
+            new_tokens = inputs[layout.HEADER_SIZE + req_fields * n :][:tokens]
+            for row in continuing[rows[layout.REQ_SAMPLE, continuing] > 1].tolist():
+                start, query_len = (int(rows[f, row]) for f in (layout.REQ_QUERY_START, layout.REQ_QUERY_LEN))
+                if 0 <= start <= tokens - query_len and query_len <= b.query_len:
+                    places = new_tokens[start + 1 : start + query_len]
+                    count = _take_drafts_reference(b, int(ids[row]), rows[layout.REQ_PAGES :, row], groups, places)
+                    rows[layout.REQ_QUERY_LEN, row] = rows[layout.REQ_SAMPLE, row] = count
             rows[layout.REQ_SEQ_LEN, continuing] = lens[ids[continuing]] + rows[layout.REQ_QUERY_LEN, continuing]
             rows[layout.REQ_INDEX, continuing[b.finish_reasons.numpy()[ids[continuing]] != 0]] = layout.NO_REQUEST
         return
@@ -417,24 +475,32 @@ def unpack_reference(b: Any) -> None:
         if not 0 <= req_index < num_req_indices:
             continue
         length = int(lens[req_index])
-        room = _room(b, req_index, rows[layout.REQ_PAGES :, row], groups) - length
+        room = _room_reference(b, req_index, rows[layout.REQ_PAGES :, row], groups) - length
         runs = b.finish_reasons[req_index] == 0 and room > 0
         if runs:
             rows[layout.REQ_INDEX, row] = req_index
             rows[layout.REQ_COPIED : layout.REQ_COPIED + len(COPIED), row] = b.req_values[:, req_index]
         if runs and b.query_len > 1:
-            limit, longest = int(b.length_limits[req_index]), b.token_history.shape[1] - 1
-            drafts = b.drafts[req_index, : b.query_len - 1].numpy()
-            found = int((drafts >= 0).cumprod().sum())
-            most = min(limit if limit > 0 else longest, longest) - length
-            rows[layout.REQ_QUERY_LEN, row] = max(min(1 + found, most, room), 1)
-            new_tokens[row, 1 : 1 + len(drafts)] = drafts
+            lists, places = rows[layout.REQ_PAGES :, row], new_tokens[row, 1:]
+            rows[layout.REQ_QUERY_LEN, row] = _take_drafts_reference(b, req_index, lists, groups, places)
         rows[layout.REQ_SEQ_LEN, row] = length + rows[layout.REQ_QUERY_LEN, row]
     rows[layout.REQ_SAMPLE] = rows[layout.REQ_QUERY_LEN]
     inputs[layout.HEADER_SIZE + (req_fields + b.query_len) * n :][:pages] = entry[at : at + pages]
 
 
-def _room(b: Any, req_index: int, lists: Any, groups: list[list[int]]) -> int:
+def _take_drafts_reference(b: Any, req_index: int, lists: Any, groups: list[list[int]], places: Any) -> int:
+    """Write the drafts of a request to the places for them. Return the number of its new tokens."""
+    places[:] = NO_TOKEN
+    if b.finish_reasons[req_index]:
+        return 1
+    drafts, length = b.drafts[req_index].numpy()[: len(places)], int(b.req_seq_lens[req_index])
+    places[: len(drafts)] = drafts
+    limit, longest = int(b.length_limits[req_index]), b.token_history.shape[1] - 1
+    most: int = min(limit if limit > 0 else longest, longest, _room_reference(b, req_index, lists, groups)) - length
+    return max(min(1 + int((drafts >= 0).cumprod().sum()), most), 1)
+
+
+def _room_reference(b: Any, req_index: int, lists: Any, groups: list[list[int]]) -> int:
     """Return the number of tokens that a request has pages for in every self-attention group."""
     room: int = _NO_BOUND.value
     for g, words in enumerate(groups):

@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from graphrt.batch import Batch
+from graphrt.capture.descriptor import GraphKind
 from graphrt.kernels.errors import ConfigError, UnsupportedError
 from graphrt.kernels.library import interpreted
 from graphrt.kernels.types import FinishReason
 from graphrt.proposer import Proposer, ngram_drafts
-from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
 from graphrt.session.session import DecodeSession, SessionRequest
-from graphrt.step import Step
+from tests.support.drafts import Table, results, state_of
 from tests.support.replay_scenarios import copies
-from tests.support.toy import MAX_LEN, VOCAB, captured, finish
+from tests.support.toy import VOCAB, captured, finish
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5], [7, 7], [8, 2, 8, 2]]
 PARAMS = [
@@ -32,28 +32,6 @@ PENALISED = [
     SamplingParams(27, temperature=0.8, seed=3, presence_penalty=2.0, min_tokens=9, stop_ids={5, 11, 20}),
     SamplingParams(33, temperature=20.0, seed=5, stop_ids={1, 2}, logit_bias={4: 3.0}, logprobs=0),
 ]
-
-
-class Table:
-    """A proposer that looks drafts up by request index and position. -1 is a missing draft."""
-
-    def __init__(self, most: int, device: torch.device) -> None:
-        self.tokens = torch.full((4, MAX_LEN + most + 1), -1, dtype=torch.int32, device=device)
-        self.ahead = torch.arange(1, most + 1, device=device)
-
-    def __call__(self, step: Step) -> torch.Tensor:
-        places = (step.sample_lens[:, None] + self.ahead).clamp_max(self.tokens.shape[1] - 1)
-        return self.tokens[step.req_indices.long()[:, None], places]
-
-    def fill(self, requests: list[SessionRequest], pick: random.Random, right: float) -> None:
-        """Put in the tokens of finished requests, most of them wrong or missing if `right` is small."""
-        self.tokens.fill_(-1)
-        for request in requests:
-            drafts = [*request.prompt.tolist(), *request.tokens]
-            for at in range(len(drafts)):
-                if pick.random() >= right:
-                    drafts[at] = pick.choice([-1, (drafts[at] + 1) % VOCAB])
-            self.tokens[request.req_index, : len(drafts)] = torch.tensor(drafts, dtype=torch.int32)
 
 
 def run(
@@ -69,27 +47,6 @@ def run(
         session.run(pick.randint(1, 9) if pick else 1)
         session.collect(wait=pick is None or pick.random() < 0.5)
     return requests
-
-
-def results(requests: list[SessionRequest]) -> list[object]:
-    return [(r.tokens, r.finish_reason, [(p.token, p.rank) for p in r.logprobs]) for r in requests]
-
-
-State = tuple[list[object], list[torch.Tensor]]
-
-
-def state_of(runtime: Runtime, session: DecodeSession, requests: list[SessionRequest]) -> State:
-    """What the device keeps of finished requests: lengths, last tokens and counts; and the keys and values."""
-    b, cache, state, kv = runtime.manager.buffers, runtime.kv_cache, list[object](), list[torch.Tensor]()
-    for request in requests:
-        at = request.req_index
-        length = int(b.req_seq_lens[at])
-        slots = torch.arange(length)
-        pages = torch.from_numpy(session.pages.pages(at)[0]).long()
-        kv += [tensor[pages[slots // 4], slots % 4].cpu() for tensor in (*cache.k, *cache.v)]
-        tokens = b.token_history[at, : length + 1].tolist()
-        state.append((length, tokens, b.penalty_counts[at].tolist(), b.penalty_seen[at].tolist()))
-    return state, kv
 
 
 @pytest.mark.parametrize("loop_sizes", [(), (1, 2, 4)], ids=["launch_by_launch", "loop"])
@@ -194,8 +151,19 @@ def test_replay_verifies_the_drafts_of_a_batch(device: torch.device) -> None:
     assert buffers.req_seq_lens[:3].tolist() == [lens[0] + 3, lens[1] + 1, lens[2] + 1]
     with pytest.raises(UnsupportedError, match="at most 2 drafts per request, got 3"):
         runtime.replay(Batch(req_indices=[0], seq_lens=[20], query_lens=[4], sample=[4], tokens=[1] * 4))
-    with pytest.raises(UnsupportedError, match="at most 3 new tokens in a batch with drafts, got 4"):
-        runtime.replay(Batch(req_indices=[0, 1], seq_lens=[20, 9], query_lens=[4, 2], sample=[1, 2], tokens=[1] * 6))
+    # The first request starts again, in a step with the drafts of the others: none that is right, and two.
+    tokens = [*PROMPTS[0], want[1][1], (want[1][2] + 1) % VOCAB, *want[2][1:4]]
+    batch = Batch(
+        req_indices=[0, 1, 2], seq_lens=[lens[0], lens[1] + 3, lens[2] + 4], query_lens=[lens[0], 2, 3],
+        sample=[1, 2, 3], tokens=tokens, page_indptr=[0, 3, 3, 3], page_ids=[1, 2, 3],
+    )  # fmt: skip
+    comparison = runtime.compare(batch)
+    assert comparison.equal, comparison
+    handle = runtime.replay(batch)
+    assert (handle.descriptor.kind, handle.why_eager) == (GraphKind.MIXED, "")
+    assert handle.logits().shape == (3, 3, VOCAB)
+    assert handle.tokens().tolist() == [[want[0][0], -1, -1], [want[1][2], -1, -1], want[2][2:5]]
+    assert buffers.req_seq_lens[:3].tolist() == [lens[0], lens[1] + 2, lens[2] + 4]
     for each in (runtime, plain):
         each.close()
 
@@ -232,7 +200,9 @@ def test_kernels_agree_with_the_reference() -> None:
             )  # fmt: skip
             params = [SamplingParams(9, frequency_penalty=0.1), SamplingParams(7, logprobs=1), SamplingParams(5)]
             with DecodeSession(runtime) as session:
-                requests = [session.add(prompt, each) for prompt, each in zip(PROMPTS, params, strict=True)]
+                requests = [session.add(prompt, each) for prompt, each in zip(PROMPTS[1:], params[1:], strict=True)]
+                session.run(2)
+                requests.append(session.add(PROMPTS[0], params[0]))  # in mixed steps, in which the others have drafts
                 finish(session, 4)
                 state = runtime.manager.buffers.snapshot()
                 skipped = ("last_writers", "write_conflicts")

@@ -205,7 +205,8 @@ def _check_batches(manager: ReplayManager, batches: object) -> None:
 def generated_batches(manager: ReplayManager, *, vocab_size: int, count: int, seed: int) -> list[Batch]:
     """Return ragged batches that shrink and grow, with lengths before, at and after page boundaries.
 
-    They are decode steps of 1 to max_num_reqs requests in any order and, if the config allows them, mixed steps.
+    They are decode steps of 1 to max_num_reqs requests in any order and, if the config allows them, mixed steps and
+    drafts.
 
     Raises:
         ConfigError: if the cache has several KV groups, or fewer pages than requests.
@@ -242,7 +243,8 @@ def generated_batches(manager: ReplayManager, *, vocab_size: int, count: int, se
             room -= new
             mine = owned[req * each : req * each + -(-length // page_size)].tolist()
             tokens = rng.integers(0, vocab_size, new).tolist()
-            chosen.append(Request(req, tokens, length, tuple(mine)))
+            drafts = int(rng.integers(0, min(new, config.query_lens[-1])))
+            chosen.append(Request(req, tokens, length, tuple(mine), sample=1 + drafts))
         batches.append(Batch.from_requests(chosen))
     return batches
 
