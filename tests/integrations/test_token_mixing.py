@@ -9,8 +9,9 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import graphrt
+from graphrt.integrations.transformers.fuse import _GatedMLP, _same
 from graphrt.integrations.transformers.runtime import host
-from tests.integrations.test_from_transformers import make_model
+from tests.integrations.test_from_transformers import CONFIG, answers, check, make_model
 
 Change = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -63,3 +64,50 @@ def test_mixing_at_any_distance_is_refused_with_the_line(name: str, dtype: str) 
     line = Mixing.forward.__code__.co_firstlineno
     with pytest.raises(graphrt.UnsupportedError, match=rf"Mixing at \S+\.py:{line} gives a token other values"):
         host(model, 128)
+
+
+class Clamping(LlamaMLP):
+    """Differs from LlamaMLP for values that random input does not reach."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).clamp(-1e6, 1e6)
+
+
+class Scaling(LlamaMLP):
+    """Has the forward of LlamaMLP, and another call."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().__call__(x)
+
+
+def test_modules_with_code_of_their_own_are_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is one whose activation differs from that of the other layers."""
+    model = make_model("Llama", num_hidden_layers=5)
+    mlps = [layer.mlp for layer in model.model.layers]
+    mlps[1].__class__, mlps[2].__class__, mlps[3].act_fn = Clamping, Scaling, torch.nn.ReLU()
+    mlps[4].gate_proj.register_forward_hook(lambda module, args, output: output.clamp(-1e6, 1e6))
+    runtime = check(model, answers(model))
+    assert [name for name, operator in runtime.fused.items() if operator == "linear_silu_mul"] == ["model.layers.0.mlp"]
+    runtime.close()
+    original = LlamaMLP.forward
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: original(self, x).clamp(-1e6, 1e6))
+    with graphrt.from_transformers(make_model("Llama"), config=CONFIG) as runtime:
+        assert "linear_silu_mul" not in runtime.fused.values()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x, y: y,
+        lambda x, y: 2 * y if x.shape[1] > 10 else y,
+        lambda x, y: 2 * y if x.shape[1] == 1 else y,
+        lambda x, y: y.clamp(-9, 9),
+    ],
+    ids=["equal", "long", "single", "clamp"],
+)
+def test_comparison_covers_lengths_and_large_values(change: Change, request: pytest.FixtureRequest) -> None:
+    mlp = make_model("Llama").model.layers[0].mlp
+    forward = _GatedMLP([mlp.gate_proj, mlp.up_proj], mlp.down_proj)
+    original = mlp.forward
+    mlp.forward = lambda x: change(x, original(x))
+    assert _same(mlp, forward, 48) is (request.node.callspec.id == "equal")

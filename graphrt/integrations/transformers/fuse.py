@@ -26,9 +26,10 @@ def find_fused(hosted: HostedModel, max_seq_len: int, vocab_size: int) -> dict[s
     """Set `hosted.fused`, and return the operator of each module that is replaced, by name.
 
     A module is found by its weights: one vector, or the two or three linear layers of a gated MLP. It is replaced if
-    its operator gives the same on random input. Modules of equal class, shapes and constants are tried once. Linear
+    its operator gives the same on random input. Modules of equal classes, shapes and constants are tried once. Linear
     layers are always replaced. Those of one module that get the same tensor become one product, and their weights are
-    then next to each other in memory. Modules with hooks are left alone. At the end, seven tokens must get the same
+    then next to each other in memory. Modules with hooks, or with code that is neither transformers' nor
+    torch's, are left alone: they may differ for other input. At the end, seven tokens must get the same
     logits as before; otherwise nothing is replaced.
     """
     names = {module: name for name, module in hosted.model.named_modules()}
@@ -40,8 +41,8 @@ def find_fused(hosted: HostedModel, max_seq_len: int, vocab_size: int) -> dict[s
     for module in others:
         candidates = list(_candidates(module))
         shapes = tuple((key, tuple(weight.shape), weight.dtype) for key, weight in module.named_parameters())
-        constants = tuple(value for value in vars(module).values() if isinstance(value, float))
-        key = (type(module), shapes, constants)
+        constants = tuple((type(part), *filter(_is_constant, vars(part).values())) for part in module.modules())
+        key = (shapes, constants)
         if key not in tried:
             equal = (index for index, (_, forward, width) in enumerate(candidates) if _same(module, forward, width))
             tried[key] = next(equal, None)
@@ -85,12 +86,9 @@ def _called(
         elif args and type(module.weight) is torch.nn.Parameter:
             linears[module] = args[0]
 
-    plain = (
-        module for module in hosted.model.modules()
-        if not (module in hosted.tables or module._forward_hooks or module._forward_pre_hooks)
-        and "forward" not in vars(module)
-    )  # fmt: skip
-    hooks = [module.register_forward_pre_hook(note) for module in list(plain)]
+    changed = {module for module in hosted.model.modules() if module in hosted.tables or not _is_plain(module)}
+    plain = [module for module in hosted.model.modules() if changed.isdisjoint(module.modules())]
+    hooks = [module.register_forward_pre_hook(note) for module in plain]
     try:
         with torch.no_grad():
             logits = hosted.run(OwnTokens(sample[1]), *sample)
@@ -98,6 +96,17 @@ def _called(
         for hook in hooks:
             hook.remove()
     return logits, linears, others
+
+
+def _is_plain(module: torch.nn.Module) -> bool:
+    """Return whether a module runs the code of a class of transformers or torch, and nothing else."""
+    owners = type(module).__module__, getattr(type(module).forward, "__globals__", {}).get("__name__", "")
+    hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+    return not hooked and all(owner.partition(".")[0] in ("transformers", "torch") for owner in owners)
+
+
+def _is_constant(value: Any) -> bool:
+    return isinstance(value, float | bool) or callable(value)
 
 
 def _candidates(module: torch.nn.Module) -> Iterator[tuple[str, Forward, int]]:
@@ -197,16 +206,21 @@ class _GatedMLP:
 
 
 def _same(module: torch.nn.Module, forward: Forward, width: int) -> bool:
-    """Return whether a module and an operator give the same on random input of [1, 5, width]."""
+    """Return whether a module and an operator give the same on random input of 1, 7 and 128 tokens, of which the 7 have
+    large values."""
     weight = next(module.parameters())
     generator = torch.Generator(device="cpu").manual_seed(0)
-    x = (torch.randn(1, 5, width, generator=generator, device="cpu") + 0.5).to(weight.device, weight.dtype)
-    try:
-        with torch.no_grad():
-            expected, found = module(x), forward(x.clone())
-    except (GraphRTError, RuntimeError, TypeError):  # an input of another kind
-        return False
-    if not isinstance(expected, torch.Tensor) or expected.dtype != found.dtype or expected.shape != found.shape:
-        return False
-    bound = _ROUNDING * torch.finfo(found.dtype).eps * expected.abs().max()
-    return bool(((expected - found).abs() <= bound).all())
+    for count, scale in ((1, 1), (7, 16), (128, 1)):
+        x = (torch.randn(1, count, width, generator=generator, device="cpu") + 0.5) * scale
+        x = x.to(weight.device, weight.dtype)
+        try:
+            with torch.no_grad():
+                expected, found = module(x), forward(x.clone())
+        except (GraphRTError, RuntimeError, TypeError):  # an input of another kind
+            return False
+        if not isinstance(expected, torch.Tensor) or expected.dtype != found.dtype or expected.shape != found.shape:
+            return False
+        bound = _ROUNDING * torch.finfo(found.dtype).eps * expected.abs().max()
+        if not bool(((expected - found).abs() <= bound).all()):
+            return False
+    return True
