@@ -110,7 +110,7 @@ def assess(sizes: Mapping[GraphKind, Sequence[int]], trace: Trace, costs: Costs)
 
 
 class _Kind:
-    """The cheapest choices for the batches of one kind, by the number of graphs and the largest of them.
+    """The fastest choices of sizes for the batches of one kind, by number of graphs and largest graph.
 
     sizes   candidates, ascending: the sizes of the trace, rounded up
     ms      [k, j]: least time of the trace with k graphs, of which candidate j - 1 is the largest. j is 0 if k is 0
@@ -153,8 +153,7 @@ class _Kind:
 def plan_sizes(
     trace: Trace, costs: Costs, *, memory_bytes: float, max_num_reqs: int, max_num_tokens: int, steps: float
 ) -> CaptureSizes:
-    """Return the capture sizes with the least time for `steps` steps like the steps of the trace, and for their
-    capture.
+    """Return the capture sizes that minimize the time of one capture and of `steps` steps distributed as in the trace.
 
     A batch runs with the smallest graph that has room for it, or eagerly if no graph has. The plan is exact, except
     that token counts are rounded up to multiples of 16, and to fewer than 512 candidates.

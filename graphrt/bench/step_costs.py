@@ -146,7 +146,8 @@ def _costs(graph: Curve, nodes: int, memory: dict[GraphKind, tuple[float, float,
 def _memory(graphs: Sequence[GraphReport]) -> dict[GraphKind, tuple[float, float, float]]:
     """Return for each kind the milliseconds to capture a graph, its bytes, and pool bytes per request or token.
 
-    The largest graph is captured first, and the others use its pool. Later growth of the pool counts as theirs.
+    The largest graph is captured first, and the others use its pool. If they enlarge the pool, their own bytes include
+    the growth.
     """
     first = max(graphs, key=lambda graph: graph.descriptor.padded_tokens)
     found = {}

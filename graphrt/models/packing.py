@@ -1,10 +1,10 @@
 """Quantised weights of safetensors files: AWQ, GPTQ, and fp8 with one scale per matrix or row.
 
-A module stores these tensors in place of `weight` [rows, depth]. A word of 32 bits holds 8 values of 4 bits, the first
-one in its lowest bits:
+A module stores these tensors in place of `weight` [rows, depth]. A 32-bit word holds 8 values of 4 bits, the first one
+in its lowest bits:
 
     awq   qweight [depth, rows / 8]  8 rows of a word in the order 0 2 4 6 1 3 5 7; qzeros likewise
-    gptq  qweight [depth / 8, rows]  8 neighbours of k; qzeros [groups, rows / 8] in order, minus 1 in the first version
+    gptq  qweight [depth / 8, rows]  8 adjacent k; qzeros [groups, rows / 8] in order; format gptq stores zero - 1
           g_idx   [depth]            group of each k, which must be k / group
           bias    [rows]             zeros, in models without biases too
     both  scales  [groups, rows]
@@ -29,7 +29,7 @@ _ONE_IN_EACH_NIBBLE = 0x11111111
 
 
 class PackedWeights:
-    """The quantised weights among the tensors of a checkpoint, by their names as if they were not quantised.
+    """The quantised weights of a checkpoint, by the names that they would have without quantisation.
 
     config   of the model
     shapes   of all tensors of the checkpoint
@@ -81,7 +81,7 @@ class PackedWeights:
             data = read("weight")
             return Fp8Weight(data, read("weight_scale").float().flatten().expand(len(data)).contiguous(), dtype)
         packing = self._quantization.packing
-        one = _ONE_IN_EACH_NIBBLE if packing == "gptq" else 0  # carries as the subtraction did
+        one = _ONE_IN_EACH_NIBBLE if packing == "gptq" else 0  # adds to the whole word, as the subtraction did
         values, zeros = nibbles(read("qweight")), nibbles(read("qzeros") + one)
         if packing == "awq":
             values, zeros = values[..., _INVERSE], zeros[..., _INVERSE]
@@ -116,9 +116,7 @@ class PackedWeights:
                 )
         packed = () if self._quantization.bits == 8 else ("qweight", "qzeros")
         if any(dtypes[f"{module}.{part}"] != "I32" for part in packed):
-            raise ConfigError(
-                f"{printable(module)}: expected int32 in {' and '.join(packed)}; quantise the model again"
-            )
+            raise ConfigError(f"{printable(module)}: {' and '.join(packed)} must be int32; quantise the model again")
         if parts.get("g_idx") is not None:
             groups_of_k = torch.arange(depth, dtype=torch.int32, device="cpu") // self._quantization.group
             if not torch.equal(self._read(f"{module}.g_idx").int(), groups_of_k):

@@ -17,12 +17,12 @@ _DEFAULT_GROUP = 128
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """How the matrices of a model are held.
+    """How the weight matrices of a model are stored.
 
     Attributes:
         bits: 8 for an Fp8Weight, 4 for an Int4Weight.
-        group: number of inputs with one scale, for 4 bits.
-        plain: Hugging Face names of modules whose weight is a tensor, such as "lm_head".
+        group: number of inputs per scale, for 4 bits.
+        plain: Hugging Face names of modules whose weight is not quantised, such as "lm_head".
         packing: how a checkpoint stores quantised weights: awq, gptq, gptq_v2 or fp8. Not compared.
     """
 
@@ -39,7 +39,7 @@ def empty_weight(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Weight:
-    """Return an uninitialised weight with the rows of all `modules`, quantised if the weights of all modules are."""
+    """Return an uninitialised weight with the rows of all `modules`. It is quantised if all of them are."""
     if quantization is None or quantization.plain.intersection(modules):
         return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
     if quantization.bits == 8:
@@ -63,8 +63,8 @@ _IRRELEVANT = {
 def quantization_from_hf(fields: FieldReader) -> Quantization | None:
     """Read the quantization_config of a config.json; None if there is none.
 
-    Every key is applied, has no effect on the result, or is refused by name. Quantised activations are not applied:
-    products with the unquantised activations are closer to the model before its quantisation.
+    Every key is applied, has no effect on the result, or is refused by name. Activations are not quantised, because
+    products with unquantised activations are closer to the model before its quantisation.
     """
     reader = FieldReader(fields.mapping("quantization_config"), fields.where)
     if not fields.has("quantization_config") or fields.get("quantization_config") == {}:

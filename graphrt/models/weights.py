@@ -86,8 +86,8 @@ def check_weights(config: ModelConfig, targets: Mapping[str, Weight], checkpoint
         )
     if config.quantization not in (None, checkpoint.quantization):
         raise ConfigError(
-            f"weights: expected weights of {config.quantization.bits} bits that are quantised like the model's, got "
-            "others; build the model with the config of the checkpoint"
+            f"weights: the checkpoint is not quantised like the model, which has weights of {config.quantization.bits} "
+            "bits; build the model with the config of the checkpoint"
         )
 
 

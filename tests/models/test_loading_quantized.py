@@ -306,7 +306,7 @@ DAMAGED: dict[str, tuple[str, dict[str, Callable[[torch.Tensor], torch.Tensor | 
     "another module": ("fp8", {"extra.input_scale": lambda t: torch.ones(1)}, r"1 unknown: extra\.input_scale"),
     "scale of a tensor": ("fp8", {f"model.{V}.weight_scale": lambda t: torch.ones(1)}, rf"1 unknown: model\.{V}"),
     "a matrix": ("awq", {f"{OUT}.qweight": lambda t: t[0]}, "expected a quantised matrix"),
-    "no words": ("awq", {f"{OUT}.qweight": lambda t: t.float()}, "expected int32 in qweight and qzeros"),
+    "no words": ("awq", {f"{OUT}.qweight": lambda t: t.float()}, "qweight and qzeros must be int32"),
     "integers": ("awq", {"model.norm.weight": lambda t: t.int()}, r"'model\.norm\.weight' has dtype I32"),
     "another dtype": ("awq", {"extra": lambda t: torch.ones(4, dtype=torch.uint8)}, "'extra' has dtype U8"),
 }

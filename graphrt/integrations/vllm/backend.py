@@ -50,7 +50,7 @@ _STRIDE_ORDERS = {
 
 
 class GraphrtBackend(AttentionBackend):  # type: ignore[misc]
-    """What graphrt's kernels serve; vLLM refuses every other configuration with the reason."""
+    """The configurations that graphrt supports. vLLM refuses every other configuration with the reason."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", *_SAME, *_FP8]
@@ -130,7 +130,7 @@ class GraphrtBackend(AttentionBackend):  # type: ignore[misc]
 
 @dataclass
 class GraphrtMetadata(AttentionMetadata):  # type: ignore[misc]
-    """The inputs of all layers of a group in one step. Not frozen and without slots, because vLLM adds attributes.
+    """The inputs of all layers of a group in one step. Neither frozen nor slotted, because vLLM adds attributes.
 
     num_actual_tokens  tokens, including the padding of a full graph
     shape              which requests each kernel serves
