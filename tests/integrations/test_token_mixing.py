@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,6 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 import graphrt
 from graphrt.integrations.transformers.fuse import _GatedMLP, _same
-from graphrt.integrations.transformers.runtime import host
 from tests.integrations.test_from_transformers import CONFIG, answers, check, make_model
 
 Change = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -63,7 +63,7 @@ def test_mixing_at_any_distance_is_refused_with_the_line(name: str, dtype: str) 
     model.model.layers[1].mlp.__class__ = Mixing
     line = Mixing.forward.__code__.co_firstlineno
     with pytest.raises(graphrt.UnsupportedError, match=rf"Mixing at \S+\.py:{line} gives a token other values"):
-        host(model, 128)
+        graphrt.from_transformers(model, config=replace(CONFIG, max_seq_len=128))
 
 
 class Clamping(LlamaMLP):
