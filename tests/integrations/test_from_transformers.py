@@ -51,6 +51,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "GPTBigCode": {},
     "GPTJ": {"rotary_dim": 8},
     "GPTNeoX": {"rotary_pct": 0.5},
+    "Gemma3n": WINDOWS | {  # the sparsity of the first layer is a number that becomes a tensor in each forward pass
+        "head_dim": 8, "num_kv_shared_layers": 1, "vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8,
+        "laurel_rank": 8, "altup_num_inputs": 2, "intermediate_size": [64] * 3,
+        "activation_sparsity_pattern": [0.5, 0.0, 0.0],
+    },
     "Gemma4": WINDOWS | {
         "layer_types": [S, F, S, F], "num_hidden_layers": 4, "num_kv_shared_layers": 2, "head_dim": 8,
         "global_head_dim": 16, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97,
@@ -280,6 +285,29 @@ def test_models_that_a_graph_cannot_contain_are_refused_with_the_line(name: str)
 def test_a_model_without_a_head_is_refused() -> None:
     with pytest.raises(graphrt.UnsupportedError, match=r"LlamaModel: has no head.*AutoModelForCausalLM"):
         graphrt.from_transformers(make_model("Llama").model, config=CONFIG)
+
+
+def test_an_attention_function_of_the_caller_is_refused() -> None:
+    def halved(*args: Any, **options: Any) -> tuple[torch.Tensor, None]:
+        return transformers.AttentionInterface()["sdpa"](*args, **options)[0] * 0.5, None
+
+    transformers.AttentionInterface.register("halved", halved)
+    model = make_model("Llama")
+    model.set_attn_implementation("halved")
+    with pytest.raises(graphrt.UnsupportedError, match=r"halved of .*test_from_transformers.*set_attn_implementation"):
+        graphrt.from_transformers(model, config=CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"tokenizer": "Qwen/Qwen3-8B"}, "tokenizer: expected PreTrainedTokenizerBase, got 'Qwen"),
+        ({"fuse": "no"}, "fuse: expected True or False"),
+    ],
+)
+def test_arguments_of_the_wrong_type_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(graphrt.ConfigError, match=text):
+        graphrt.from_transformers(make_model("Llama"), config=CONFIG, **options)
 
 
 def reads_host(self: Any, x: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,8 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch.distributions import Distribution
+from torch.overrides import TorchFunctionMode
 
 from graphrt.integrations.transformers.experts import dense_experts
 from graphrt.integrations.transformers.rotary import RotaryTable
@@ -125,6 +127,23 @@ def reserved(model: Any) -> Iterator[None]:
         hook.remove()
 
 
+def check_attention_functions(model: Any) -> None:
+    """Check that no layer calls an attention function of the caller, which steps would replace.
+
+    Raises: UnsupportedError: if a function that is registered for the model is not one of `transformers`.
+    """
+    registered = require("transformers.modeling_utils", "for from_transformers").ALL_ATTENTION_FUNCTIONS
+    for name in {config._attn_implementation for m in model.modules() if (config := getattr(m, "config", None))}:
+        function = registered.get(name)
+        while isinstance(function, functools.partial):
+            function = function.func
+        if function is not None and not function.__module__.startswith("transformers."):
+            raise UnsupportedError(
+                f"model: its attention function is {function.__qualname__} of {function.__module__}, which a step "
+                "would replace by paged attention; choose one of transformers, as set_attn_implementation('sdpa') does"
+            )
+
+
 @functools.cache
 def package() -> Any:
     """Import `transformers` and register the attention function. Raises: ConfigError: if it is missing."""
@@ -205,7 +224,7 @@ class HostedModel(torch.nn.Module):
             options[self._cache_name] = NoCache(before)
         if self._keeps_logits:
             options["logits_to_keep"] = keep
-        with _HOSTING, self._hosting(name, ids.device), _bound(_CALLS, calls):
+        with _HOSTING, self._hosting(name, ids.device), _bound(_CALLS, calls), _FilledNumbers():
             found = self.model(input_ids=ids[None], position_ids=positions[None], use_cache=False, **options)
         logits: torch.Tensor = found.logits[0]
         return logits if self._keeps_logits else logits[keep]
@@ -218,7 +237,9 @@ class HostedModel(torch.nn.Module):
         fast = device.type == "cuda" and _has_grouped_mm(self.model.dtype, device)
         forced = dict(zip(_IMPLEMENTATIONS, (name, "grouped_mm" if fast else _EXPERTS), strict=True))
         rotates = [(space, space.apply_rotary_pos_emb) for space in self.namespaces]
+        validates = Distribution._validate_args
         try:
+            Distribution.set_default_validate_args(False)  # it reads values on the host
             for module, forward in replaced.items():
                 vars(module)["forward"] = _in_pass(forward, module.forward)
             for module in self._models:  # it looks for padding on the host
@@ -228,12 +249,23 @@ class HostedModel(torch.nn.Module):
             with _bound(_FORCED, forced):
                 yield
         finally:
+            Distribution.set_default_validate_args(validates)
             for space, function in rotates:
                 space.apply_rotary_pos_emb = function
             for module in replaced:
                 vars(module).pop("forward", None)
             for module in self._models:
                 vars(module).pop(_PADDING_CHECK, None)
+
+
+class _FilledNumbers(TorchFunctionMode):
+    """Makes `torch.tensor(number)` a fill on the device, because a graph cannot copy from the host."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        if func is torch.tensor and isinstance(args[0], bool | int | float):
+            return torch.full((), args[0], dtype=options.get("dtype"), device=options.get("device"))
+        return func(*args, **options)
 
 
 def _rotate(*args: Any, **options: Any) -> Any:

@@ -17,10 +17,10 @@ from graphrt.integrations.transformers.discovery import discover
 from graphrt.integrations.transformers.fuse import find_fused
 from graphrt.integrations.transformers.generation import GeneratedToken, Generation, Prompts
 from graphrt.integrations.transformers.generation_config import own_needs
-from graphrt.integrations.transformers.host import HostedModel, package, reserved
+from graphrt.integrations.transformers.host import HostedModel, check_attention_functions, package, reserved
 from graphrt.integrations.transformers.probe import check_independence
 from graphrt.integrations.transformers.rotation import find_rotation
-from graphrt.kernels.checks import check_instance
+from graphrt.kernels.checks import check_bool, check_instance
 from graphrt.kernels.errors import ConfigError, UnsupportedError
 from graphrt.runtime import Runtime
 from graphrt.spec import KVCacheSpec
@@ -138,6 +138,9 @@ def from_transformers(
         check_instance("config", config, RuntimeConfig, advice="pass None for capacities that fit the model")
     if kv_dtype is not None:
         check_instance("kv_dtype", kv_dtype, torch.dtype, advice="pass None for the dtype of the keys")
+    if tokenizer is not None:
+        check_instance("tokenizer", tokenizer, package().PreTrainedTokenizerBase, advice="load it with AutoTokenizer")
+    check_bool("fuse", fuse, advice="pass False to run the modules of the model")
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     longest = limit if isinstance(limit, int) and limit > 0 else 4096
     if config is not None and config.max_seq_len > longest:
@@ -194,6 +197,7 @@ def host(model: Any, max_seq_len: int) -> tuple[HostedModel, int]:
         raise ConfigError("model: expected eval mode, got training mode; call model.eval()")
     if is_compiled(model):
         raise ConfigError("model: expected an uncompiled model; pass it before model.compile()")
+    check_attention_functions(model)
     hosted = HostedModel(model)
     vocab_size = discover(hosted, max_seq_len)
     check_independence(hosted, max_seq_len, vocab_size)
