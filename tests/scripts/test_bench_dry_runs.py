@@ -52,7 +52,7 @@ def test_loops() -> None:
     assert (row["nodes"], row["runs"]) == (5, 7)
     assert all(row[name] > 0 for name in ("launches_us", "loop_us", "loop_launch_us", "loop_make_ms"))
     assert "   5 nodes: " in bench_loop.line(row)
-    assert " by 7 launches, " in bench_loop.line(row)
+    assert " per run with 7 launches, " in bench_loop.line(row)
 
 
 def test_sampling(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -197,6 +197,7 @@ class HostedModel(torch.nn.Module):
 
     def __init__(self, model: Any) -> None:
         super().__init__()
+        package()  # registers the attention function
         self.model = model
         self.specs: list[AttentionSpec] = []
         self.tables: dict[torch.nn.Module, RotaryTable] = {}
