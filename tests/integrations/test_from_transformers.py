@@ -310,6 +310,17 @@ def test_arguments_of_the_wrong_type_are_refused(options: dict[str, Any], text: 
         graphrt.from_transformers(make_model("Llama"), config=CONFIG, **options)
 
 
+def test_tensors_of_numbers_are_filled_on_the_device() -> None:
+    model = make_model("Llama")
+    mlp = model.model.layers[0].mlp
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return type(mlp).forward(mlp, x) * torch.tensor(2.0, device=x.device) + torch.tensor(data=1, device=x.device)
+
+    mlp.forward = forward
+    check(model, answers(model)).close()
+
+
 def reads_host(self: Any, x: torch.Tensor) -> torch.Tensor:
     return x * float(x.mean())
 

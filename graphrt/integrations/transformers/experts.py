@@ -27,7 +27,7 @@ def dense_experts(
         x = _linear(self, hidden, up[expert], "gate_up_proj_bias" if self.has_gate else "up_proj_bias", expert)
         x = self._apply_gate(x) if self.has_gate else self.act_fn(x)
         x = _linear(self, x, self.down_proj[expert], "down_proj_bias", expert)
-        if getattr(self, "has_post_expert_norm", False):  # transformers before 5.18 has no such norm
+        if getattr(self, "has_post_expert_norm", False):  # transformers 5.17 has no such norm
             x = self.post_expert_norm(x)
         weight = torch.where(top_k_index == expert, top_k_weights, 0).sum(-1, keepdim=True)
         total += x * weight.to(x.dtype)

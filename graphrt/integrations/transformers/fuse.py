@@ -28,9 +28,9 @@ def find_fused(hosted: HostedModel, max_seq_len: int, vocab_size: int) -> dict[s
     A module is found by its weights: one vector, or the two or three linear layers of a gated MLP. It is replaced if
     its operator gives the same on random input. Modules of equal classes, shapes and constants are tried once. Linear
     layers are always replaced. Those of one module that get the same tensor become one product, and their weights are
-    then next to each other in memory. Modules with hooks, or with code that is neither transformers' nor
-    torch's, are left alone: they may differ for other input. At the end, seven tokens must get the same
-    logits as before; otherwise nothing is replaced.
+    then next to each other in memory. Modules with hooks, or with code that is neither transformers' nor torch's, are
+    left alone: they may differ for other input. At the end, seven tokens must get the same logits as before; otherwise
+    nothing is replaced.
     """
     names = {module: name for name, module in hosted.model.named_modules()}
     uses = Counter(id(weight) for _, weight in hosted.model.named_parameters(remove_duplicate=False))

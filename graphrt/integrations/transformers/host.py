@@ -138,8 +138,9 @@ def check_attention_functions(model: Any) -> None:
         while isinstance(function, functools.partial):
             function = function.func
         if function is not None and not function.__module__.startswith("transformers."):
+            what = getattr(function, "__qualname__", type(function).__qualname__)
             raise UnsupportedError(
-                f"model: its attention function is {function.__qualname__} of {function.__module__}, which a step "
+                f"model: its attention function is {what} of {function.__module__}, which a step "
                 "would replace by paged attention; choose one of transformers, as set_attn_implementation('sdpa') does"
             )
 
@@ -264,8 +265,9 @@ class _FilledNumbers(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
-        if func is torch.tensor and isinstance(args[0], bool | int | float):
-            return torch.full((), args[0], dtype=options.get("dtype"), device=options.get("device"))
+        number = args[0] if args else options.get("data")
+        if func is torch.tensor and isinstance(number, bool | int | float):
+            return torch.full((), number, dtype=options.get("dtype"), device=options.get("device"))
         return func(*args, **options)
 
 
