@@ -32,7 +32,6 @@ from graphrt.bundle.format import from_plain, read_file, reading, to_plain, writ
 from graphrt.cache.kv_cache import KVCache
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
 from graphrt.config import RuntimeConfig
-from graphrt.draft_model import DraftModel
 from graphrt.engine.launch_inputs import LaunchInputs
 from graphrt.engine.program import capacity_of, page_groups
 from graphrt.engine.recording import NOT_STATE, RecordedLaunch, Recording
@@ -91,7 +90,7 @@ class Bundle:
             "python": platform.python_version(), "backend": program.backend.name,
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
         }  # fmt: skip
-        drafting = len(program.proposer.specs) if isinstance(program.proposer, DraftModel) else 0
+        drafting = 0 if program.draft_model is None else len(program.draft_model.specs)
         return cls(
             tuple(recording.launches),
             recording.config,

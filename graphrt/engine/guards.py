@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -121,9 +121,11 @@ class Guards:
             *((f"backend's {name}", tensor) for name, tensor in self._of_backend()),
             *((name, tensor) for name, tensor in slopes.items() if tensor is not None),
         ]
-        weights = program.weights(program.model) if self._weights is None else self._weights
         memory = memory_of(
-            static=static, weights=weights, cache=program.kv_cache.named_tensors(), pool=self._graphs.graph(descriptor)
+            static=static,
+            weights=self._named_weights(),
+            cache=program.kv_cache.named_tensors(),
+            pool=self._graphs.graph(descriptor),
         )
         # Warm-ups ran on the capture stream, so cuBLAS allocated its workspace for that stream.
         return with_blas_workspaces(memory, self._graphs.streams) if self._graphs.streams else memory
@@ -146,8 +148,11 @@ class Guards:
         return Doing.OTHER_CALL if self._graphs.is_off_graph else Doing.GRAPH_STEP
 
     def _in_turns(self) -> Iterator[NamedTensor]:
-        yield from self._program.weights(self._program.model) if self._weights is None else self._weights
+        yield from self._named_weights()
         yield from self._tables_and_cache()
+
+    def _named_weights(self) -> Iterable[NamedTensor]:
+        return self._program.weights(self._program.model) if self._weights is None else self._weights
 
     def _tables_and_cache(self) -> Iterator[NamedTensor]:
         if self._tables is not None:

@@ -119,25 +119,28 @@ class StepProgram:
             )
 
     @property
+    def draft_model(self) -> DraftModel | None:
+        """The proposer, if it is a draft model."""
+        return self.proposer if isinstance(self.proposer, DraftModel) else None
+
+    @property
     def tokens_ahead(self) -> int:
         """Most tokens after those of the step whose KV the proposer writes."""
-        return self.buffers.drafts.shape[1] if isinstance(self.proposer, DraftModel) else 0
+        return 0 if self.draft_model is None else self.buffers.drafts.shape[1]
 
     def slots(self, step: Step) -> tuple[torch.Tensor, ...]:
         """Return the KV slots that a refreshed step may write, by KV group; -1 for none."""
         mappings = step.metadata.slot_mappings
         if not (count := self.tokens_ahead):
             return mappings
-        ahead = slots_ahead(
-            step, self.positions(step.descriptor) - 1 + count
-        )  # from the first position that is sampled
+        ahead = slots_ahead(step, self.positions(step.descriptor) - 1 + count)  # from the first sampled position on
         return tuple(torch.cat((of, ahead[:, group].flatten())) for group, of in enumerate(mappings))
 
     def weights(self, model: Model) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the weights of the model and of its draft model, if they are modules."""
         yield from named_weights(model)
-        if isinstance(self.proposer, DraftModel):
-            yield from ((f"draft model's {name}", of) for name, of in named_weights(self.proposer.model))
+        if self.draft_model is not None:
+            yield from ((f"draft model's {name}", of) for name, of in named_weights(self.draft_model.model))
 
     def refresh(self, descriptor: BatchDescriptor) -> Step:
         """Compute the derived buffers of one size from the input ring. Capture-safe, like `run`."""
