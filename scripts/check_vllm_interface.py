@@ -1,4 +1,4 @@
-"""Compare vLLM's interface with what graphrt.integrations.vllm overrides, and with the stand-in that its tests use.
+"""Compare vLLM's interface with what graphrt.integrations.vllm overrides, and with the stub that its tests use.
 
     python scripts/check_vllm_interface.py                    the installed vLLM
     python scripts/check_vllm_interface.py ~/src/vllm         a folder that contains the package vllm
@@ -7,8 +7,8 @@ The script imports neither side; it reads both as syntax trees. It checks:
 
 overrides   the classes of backend.py define every abstract method of vLLM's class, and take all arguments that vLLM
             passes to a method
-stand-in    every function, class, method, enum member and dataclass field of tests/support/vllm_standin exists in the
-            same file of vLLM, and arguments that the stand-in lacks have a default
+stub        every function, class, method, enum member and dataclass field of tests/support/vllm_standin exists in the
+            same file of vLLM, and arguments that the stub lacks have a default
 
 Prints one line per difference and exits with 1 if there are any.
 """
@@ -100,14 +100,14 @@ def override_faults(vllm: Path) -> Iterator[str]:
 
 
 def standin_faults(mine: ast.stmt, theirs: ast.stmt | None, name: str, file: dict[str, ast.stmt]) -> Iterator[str]:
-    """Yield the differences of one member of the stand-in; `file` is the file of vLLM."""
+    """Yield the differences of one member of the stub; `file` is the file of vLLM."""
     if theirs is None:
         if name.split(".")[-1] not in OLD:
             yield f"{name}: missing in vLLM"
     elif isinstance(mine, ast.FunctionDef) and isinstance(theirs, ast.FunctionDef):
         takes, (want_args, required) = arguments(mine)[0], arguments(theirs)
         if takes != [arg for arg in want_args if arg in takes] or not required <= set(takes):
-            yield f"{name}: the stand-in takes {takes}, vLLM takes {want_args}"
+            yield f"{name}: the stub takes {takes}, vLLM takes {want_args}"
     elif isinstance(mine, ast.ClassDef) and isinstance(theirs, ast.ClassDef):
         inherited = in_bases(theirs, file)
         for member, node in members(mine.body).items():
@@ -116,7 +116,7 @@ def standin_faults(mine: ast.stmt, theirs: ast.stmt | None, name: str, file: dic
     elif isinstance(mine, ast.Assign) and isinstance(theirs, ast.Assign):
         have, want = ast.unparse(mine.value), ast.unparse(theirs.value)
         if name.rpartition(".")[2].isupper() and have != want:  # an enum member
-            yield f"{name}: {have} in the stand-in, {want} in vLLM"
+            yield f"{name}: {have} in the stub, {want} in vLLM"
 
 
 def interface_faults(vllm: Path) -> list[str]:
@@ -132,7 +132,7 @@ def interface_faults(vllm: Path) -> list[str]:
             continue
         theirs = read(vllm / where)
         for name, node in mine.items():
-            if name not in ("layout", "registered", "M"):  # the stand-in's own state
+            if name not in ("layout", "registered", "M"):  # the stub's own state
                 faults += [f"{where}: {fault}" for fault in standin_faults(node, theirs.get(name), name, theirs)]
     return faults
 

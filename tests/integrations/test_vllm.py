@@ -1,4 +1,4 @@
-"""The attention backend for vLLM over vLLM's tensors, in the Triton interpreter, with a stand-in of vLLM's classes."""
+"""The attention backend for vLLM over vLLM's tensors, in the Triton interpreter, with a stub of vLLM's classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The comparison of vLLM's interface names what changed. The stand-in serves as a version of vLLM."""
+"""The comparison of vLLM's interface names what changed. The stub serves as a version of vLLM."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def test_the_standin_equals_itself() -> None:
         ("v1/attention/backend.py", "fast_build=False", "fast_build=False, stage=0", "MetadataBuilder.build: takes"),
         ("v1/attention/backend.py", "def is_mla(", "def uses_mla(", "AttentionBackend.is_mla: missing in vLLM"),
         ("v1/attention/backend.py", "seq_lens: torch", "lengths: torch", "CommonAttentionMetadata.seq_lens: missing"),
-        ("v1/attention/backend.py", "UNIFORM_BATCH = 2", "UNIFORM_BATCH = 7", "2 in the stand-in, 7 in vLLM"),
+        ("v1/attention/backend.py", "UNIFORM_BATCH = 2", "UNIFORM_BATCH = 7", "2 in the stub, 7 in vLLM"),
         (
             "_custom_ops.py",
             "slot_mapping, kv",
             "slot_mapping, blocks, kv",
-            "reshape_and_cache_flash: the stand-in takes",
+            "reshape_and_cache_flash: the stub takes",
         ),
         (
             "v1/attention/backend.py",
