@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -261,7 +262,8 @@ HYBRID = {"layer_types": ["conv", F, "conv"], "conv_L_cache": 3, "block_multiple
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "Bloom": ({}, r"no layer calls the attention function.*modeling_bloom\.py:\d+"),
     "Mpt": ({"d_model": 48, "n_heads": 6, "n_layers": 2}, r"attention is computed at .*modeling_mpt\.py:\d+"),
-    "Falcon": ({}, r"copies values from the host at .*modeling_falcon\.py:\d+"),
+    "Falcon": ({}, r"copies values from the host at .*modeling_falcon\.py:\d+; keep the tensor in a buffer"),
+    "Roberta": ({"pad_token_id": 0}, r"modeling_roberta\.py:\d+ is not causal; set is_decoder=True"),
     "Lfm2": (HYBRID, r"modeling_lfm2\.py:\d+: .* caches keys and values only"),
     "Moshi": ({"sliding_window": 8, "ffn_dim": 64}, r"modeling_moshi\.py:\d+ sees all tokens, .* keeps only 8"),
     "Gemma3": ({"use_bidirectional_attention": True}, r"modeling_gemma3\.py:\d+ is not causal"),
@@ -282,9 +284,45 @@ def test_models_that_a_graph_cannot_contain_are_refused_with_the_line(name: str)
     assert state_of(model) == before
 
 
+def test_attention_module_of_the_docs_runs() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "hosts.md").read_text()
+    (block,) = (
+        block for block in re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE) if "XGLM" in block
+    )
+    model = make_model("XGLM", d_model=48, ffn_dim=64, num_layers=2, attention_heads=6, pad_token_id=0)
+    expected = answers(model)
+    with pytest.raises(graphrt.UnsupportedError, match=r"modeling_xglm\.py:\d+\. .* as docs/hosts\.md shows"):
+        graphrt.from_transformers(model, config=CONFIG)
+    exec(block, names := {"model": model, "graphrt": graphrt})
+    names["runtime"].close()
+    check(model, expected).close()
+
+
 def test_a_model_without_a_head_is_refused() -> None:
     with pytest.raises(graphrt.UnsupportedError, match=r"LlamaModel: has no head.*AutoModelForCausalLM"):
         graphrt.from_transformers(make_model("Llama").model, config=CONFIG)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_weights_without_a_meta_implementation_are_refused() -> None:
+    model = torch.ao.quantization.quantize_dynamic(make_model("Llama"), {torch.nn.Linear})
+    with pytest.raises(
+        graphrt.UnsupportedError, match=r"modeling_llama\.py:\d+: quantized::\w+ has no meta .*quantization$"
+    ):
+        graphrt.from_transformers(model, config=CONFIG)
+    with pytest.raises(graphrt.ConfigError, match=r"in the memory of one device, got \['meta'\]; load it by"):
+        graphrt.from_transformers(make_model("Llama").to("meta"), config=CONFIG)
+
+
+def test_forward_of_a_subclass_may_pass_arguments_by_name() -> None:
+    class Passing(transformers.LlamaForCausalLM):
+        def forward(self, input_ids: torch.Tensor, **options: Any) -> Any:
+            return super().forward(input_ids, **options)
+
+    model = make_model("Llama")
+    expected = answers(model)
+    model.__class__ = Passing
+    check(model, expected).close()
 
 
 def test_an_attention_function_of_the_caller_is_refused() -> None:
@@ -303,6 +341,10 @@ def test_an_attention_function_of_the_caller_is_refused() -> None:
     [
         ({"tokenizer": "Qwen/Qwen3-8B"}, "tokenizer: expected PreTrainedTokenizerBase, got 'Qwen"),
         ({"fuse": "no"}, "fuse: expected True or False"),
+        (
+            {"kv_dtype": torch.float16},
+            r"kv_dtype: expected fp8 or torch\.float32, the dtype of the keys, got .*pass None",
+        ),
     ],
 )
 def test_arguments_of_the_wrong_type_are_refused(options: dict[str, Any], text: str) -> None:
@@ -338,7 +380,7 @@ def counts_tokens(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 FAULTS = {
-    reads_host: "_local_scalar_dense.default reads values on the host",
+    reads_host: "_local_scalar_dense.default reads values on the host at",
     copies_from_host: "copies values from the host",
     mixes_tokens: "mixes tokens outside of the attention function",
     counts_tokens: "takes positions from the order of the tokens",

@@ -31,6 +31,8 @@ _UNUSED = frozenset(
     {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "layer_type"}
 )
 """Options of attention calls: those that the specs contain, and those that no attention function reads."""
+_KEEP = "keep the tensor in a buffer of the module (register_buffer)"
+_STAY = "compute with tensors on the device, such as torch.where"
 
 
 class _BlockedError(Exception):
@@ -65,7 +67,7 @@ def discover(hosted: HostedModel, max_seq_len: int) -> int:
         where = f"attention is computed at {watch.mixing}" if watch.mixing else f"see {place(type(model).forward)}"
         raise refuse(
             model, f"no layer calls the attention function of AttentionInterface; {where}. Change the attention module "
-            "to call it"
+            "to call it, as docs/hosts.md shows"
         )  # fmt: skip
     hosted.specs, hosted.attention_modules = recorder.specs(model), recorder.modules
     return vocab_size
@@ -92,7 +94,9 @@ def _try_run(hosted: HostedModel, max_seq_len: int, device: torch.device) -> tup
             raise refuse(model, str(error)) from None
     except Exception as error:
         if not hosted.places:
-            what = f"values are read on the host ({error})" if "meta tensor" in str(error) else f"{error}"
+            what = f"values are read on the host ({error}); {_STAY}" if "meta tensor" in str(error) else f"{error}"
+            if "fake impl" in what:
+                what = f"{what.partition(': ')[0]} has no meta implementation; load the model without quantization"
             raise refuse(model, f"the run on the meta device failed at {_place_of_error(error)}: {what}") from error
     hosted.places = False  # the model may need a number as the length of the cache, not a tensor
     return None
@@ -132,7 +136,9 @@ class _Recorder:
         module, q, k, v, mask, options = call
         where = _place_of_frame()
         if getattr(module, "is_causal", True) is False or options.get("is_causal", True) is False:
-            raise _BlockedError(f"the layer at {where} is not causal", module)
+            encoder = getattr(getattr(module, "config", None), "is_decoder", True) is False
+            advice = "; set is_decoder=True in the config of the model" if encoder else ""
+            raise _BlockedError(f"the layer at {where} is not causal{advice}", module)
         if not len(q) == len(k) == len(v) == self.tokens:
             raise _BlockedError(f"the layer at {where} attends to other tokens than those of its input", module)
         given = {name for name, value in options.items() if value is not None and value is not False}
@@ -208,15 +214,15 @@ class _Watch(TorchDispatchMode):
         if not tensors and "device" in kwargs and _builds_mask():
             return func(*args, **(kwargs | {"device": torch.device("cpu")}))  # a mask function is evaluated later
         if meta and reads_host(func, args, kwargs):
-            raise _blocked(f"{func} reads values on the host")
+            raise _blocked(f"{func} reads values on the host", _STAY)
         if meta and any(not t.is_meta and t.dim() for t in tensors):
-            raise _blocked(f"{func} uses a tensor that is on the host, or on another device than the model")
+            raise _blocked(f"{func} uses a tensor that is on the host, or on another device than the model", _KEEP)
         result = func(*args, **kwargs)
         outputs = tensors_in(result)
         if meta and any(not t.is_meta for t in outputs):
-            raise _blocked(f"{func} copies values to the host")
+            raise _blocked(f"{func} copies values to the host", _STAY)
         if func._schema.name in ("aten::_to_copy", "aten::copy_") and outputs[0].is_meta and not tensors[-1].is_meta:
-            raise _blocked(f"{func} copies values from the host")
+            raise _blocked(f"{func} copies values from the host", _KEEP)
         if self.mixing is None and any(list(t.shape).count(self._tokens) > 1 < self._tokens for t in outputs):
             self.mixing = _place_of_frame()
         return result
@@ -234,13 +240,13 @@ class _Constants(TorchFunctionMode):
         lists = any(isinstance(at, list) for at in (index if isinstance(index, tuple) else (index,)))
         made = name in ("tensor", "as_tensor", "new_tensor") and not isinstance(args[-1], torch.Tensor)
         if (lists or made) and result.is_meta:
-            raise _blocked(f"{name} copies values from the host")
+            raise _blocked(f"{name} copies values from the host", _KEEP)
         return result
 
 
-def _blocked(text: str) -> _BlockedError:
+def _blocked(text: str, advice: str) -> _BlockedError:
     frame = _frame()
-    return _BlockedError(f"{text} at {_text(frame)}", _module(frame))
+    return _BlockedError(f"{text} at {_text(frame)}; {advice}", _module(frame))
 
 
 @contextmanager
@@ -276,7 +282,8 @@ def _device(model: Any) -> torch.device:
     devices: set[torch.device] = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     if len(devices) != 1 or torch.device("meta") in devices:
         raise ConfigError(
-            f"model: expected all weights on one device, got {sorted(map(str, devices))}; load it without offloading"
+            f"model: expected all weights in the memory of one device, got {sorted(map(str, devices))}; load it by "
+            "from_pretrained, without offloading"
         )
     return devices.pop()
 

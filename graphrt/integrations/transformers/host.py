@@ -207,7 +207,7 @@ class HostedModel(torch.nn.Module):
         self.namespaces: list[Any] = []
         self.attention_modules: list[torch.nn.Module] = []
         self.places = True
-        parameters = inspect.signature(model.forward).parameters
+        parameters = _parameters(model)
         self._cache_name = next((name for name in ("cache", "past_key_values") if name in parameters), None)
         self._keeps_logits = "logits_to_keep" in parameters
         self._models = [module for module in model.modules() if hasattr(module, _PADDING_CHECK)]
@@ -258,6 +258,15 @@ class HostedModel(torch.nn.Module):
                 vars(module).pop("forward", None)
             for module in self._models:
                 vars(module).pop(_PADDING_CHECK, None)
+
+
+def _parameters(model: Any) -> set[str]:
+    """Return the arguments of forward. If it takes any by name, it may pass them to the forward of a base class."""
+    found = [inspect.signature(model.forward).parameters]
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in found[0].values()):
+        forwards = [vars(cls)["forward"] for cls in type(model).__mro__ if "forward" in vars(cls)]
+        found += [inspect.signature(forward).parameters for forward in forwards]
+    return set().union(*found)
 
 
 class _FilledNumbers(TorchFunctionMode):

@@ -20,6 +20,7 @@ from graphrt.integrations.transformers.generation_config import own_needs
 from graphrt.integrations.transformers.host import HostedModel, check_attention_functions, package, reserved
 from graphrt.integrations.transformers.probe import check_independence
 from graphrt.integrations.transformers.rotation import find_rotation
+from graphrt.kernels.attention.options import FP8_DTYPES
 from graphrt.kernels.checks import check_bool, check_instance
 from graphrt.kernels.errors import ConfigError, UnsupportedError
 from graphrt.runtime import Runtime
@@ -152,6 +153,8 @@ def from_transformers(
     # Weights that `fuse` moves stay normal tensors, so that the model can be trained.
     with reserved(model), torch.inference_mode(False), torch.no_grad():
         hosted, vocab_size = host(model, longest if config is None else config.max_seq_len)
+        if kv_dtype not in (None, keys := hosted.specs[0].dtype, *FP8_DTYPES):
+            raise ConfigError(f"kv_dtype: expected fp8 or {keys}, the dtype of the keys, got {kv_dtype}; pass None")
         groups = kv_groups(hosted.specs, page_size=page_size, dtype=kv_dtype)
         if config is None:
             config = default_config(groups, longest, model.device, memory_utilization)
