@@ -25,16 +25,16 @@ class DraftModel:
     """Proposes the tokens that a smaller model samples. Pass it as `proposer=` to Runtime.
 
     The draft model has KV groups of its own in the runtime's cache. After the tokens of a step are sampled, it first
-    computes the tokens of the step, prompts included, so that its KV is that of the same tokens. Then it computes
+    computes the tokens of the step, prompts included, so that its KV covers the same tokens. Then it computes
     `num_speculative_tokens` steps of one token per request. All of it is captured with the model.
 
     A draft is sampled with the request's own parameters, seed and position, like the token that it is compared with. So
-    a draft model equal to the model drafts the sampled tokens at any temperature. Penalties count the tokens before the
-    step. Without a page for its KV, a token is not computed, and the request has no more drafts.
+    a draft model that equals the model drafts exactly the sampled tokens, at any temperature. Penalties count the
+    tokens before the step. A token without a page for its KV is not computed, and ends the request's drafts.
 
-    model       maps a Step to logits [padded_reqs, vocab_size]; called with other sizes than the step's
+    model       maps a Step to logits [padded_reqs, vocab_size]; called with sizes that differ from the step's
     attention   the spec of every layer; None: the specs of the model's `Attention` layers
-    vocab_size  width of the logits; that of the runtime
+    vocab_size  width of the logits; must equal the runtime's
 
     Raises:
         ConfigError: if an argument has the wrong type, or the model has no layers.
@@ -110,7 +110,7 @@ def resolve_layers(
 ) -> tuple[AttentionSpec, ...]:
     """Return the spec of every layer of a runtime whose cache has `kv_layers` layers.
 
-    Raises: ConfigError: see `ModelLayers.resolve`; if a draft model has another vocabulary. UnsupportedError: see
+    Raises: ConfigError: see `ModelLayers.resolve`; or if the draft model's vocab_size differs. UnsupportedError: see
     `DraftModel`.
     """
     if not isinstance(proposer, DraftModel):
@@ -133,9 +133,9 @@ def _check_decoder(specs: Sequence[AttentionSpec]) -> None:
 
 
 def slots_ahead(step: Step, count: int) -> torch.Tensor:
-    """Return the KV slots of `count` tokens from `sample_lens` on, [count, groups, padded_reqs] int64.
+    """Return the KV slots of `count` tokens, starting at `sample_lens`, [count, groups, padded_reqs] int64.
 
-    -1 if a page is not known, and beyond `max_seq_len`.
+    -1 where the page is unknown or the position exceeds `max_seq_len`.
     """
     b = step.buffers
     positions = b.sample_lens + torch.arange(count, dtype=torch.int32, device=b.sample_lens.device)[:, None, None]

@@ -113,7 +113,7 @@ class Attention(torch.nn.Module):
 
     Raises:
         ConfigError: if a value is wrong; see AttentionSpec.
-        ShapeError: if `sinks` has another shape.
+        ShapeError: if `sinks` has the wrong shape.
     """
 
     sinks: torch.Tensor | None
@@ -366,8 +366,8 @@ class ModelLayers:
                 check_instance(f"attention[{index}]", spec, AttentionSpec, advice=advice)
         if self.specs and self.specs != specs:
             raise ConfigError(
-                f"attention: expected the specs of the model's {len(self.specs)} graphrt.Attention layers, got "
-                f"{len(specs)} other specs; omit attention"
+                f"attention: differs from the specs of the model's {len(self.specs)} graphrt.Attention layers; "
+                "omit attention"
             )
         return specs
 

@@ -14,7 +14,7 @@ from graphrt.step import Step
 
 Proposer = Callable[[Step], torch.Tensor]
 """Maps a step, after its tokens are sampled, to drafts [padded_reqs, num_speculative_tokens] int32, contiguous. A
-request has no draft from its first -1 on. Drafts change no tokens, only how many a step yields."""
+request's drafts end before its first -1. Drafts change no tokens, only how many a step yields."""
 
 
 def check_proposer(
@@ -24,8 +24,8 @@ def check_proposer(
 
     plans_on_host   name of the backend if it plans each step on the host
 
-    Raises: ConfigError: if there is a proposer, but no sampler or no room for drafts. UnsupportedError: if the backend
-    needs exact lengths on the host.
+    Raises: ConfigError: if a proposer has no sampler, or `num_speculative_tokens` is 0. UnsupportedError: if the
+    backend needs exact lengths on the host.
     """
     if proposer is not None:
         check_callable("proposer", proposer, advice="pass a function of a Step, or None")
@@ -39,7 +39,7 @@ def check_proposer(
 
 
 def ngram_drafts(step: Step) -> torch.Tensor:
-    """Propose the tokens that followed the request's last tokens where these occurred before (prompt lookup).
+    """Propose the tokens that followed an earlier occurrence of the request's last tokens (prompt lookup).
 
     Compares up to four tokens. Prefers the longest match, then the latest. Capture-safe.
     """

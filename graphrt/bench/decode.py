@@ -96,7 +96,7 @@ class DecodeReport:
 def check_batches(batches: Sequence[int]) -> tuple[int, ...]:
     """Return the distinct batch sizes in ascending order.
 
-    Raises: ConfigError: if there are none, or one is not an int >= 1."""
+    Raises: ConfigError: if there are none, or a size is not an int >= 1."""
     if not isinstance(batches, Sequence) or not batches:
         raise ConfigError(f"batches: expected one or more sizes, got {batches!r}; pass a list of sizes")
     return tuple(sorted({check_int("batches", batch, 1, advice="pass numbers of sequences") for batch in batches}))
@@ -121,7 +121,7 @@ def bench_decode(
     """
     batches = check_batches(batches)
     context = check_int("context", context, 1, _MAX_CONTEXT, advice="pass the tokens that each sequence already has")
-    steps = check_int("steps", steps, 1, _MAX_CONTEXT, advice="pass the steps of one round")
+    steps = check_int("steps", steps, 1, _MAX_CONTEXT, advice="pass the number of steps per round")
     max_seq_len = context + steps
     largest, sampling, device = max(batches), sampling or SamplingParams(), model.device
     attention = model.config.attention_specs(model.dtype)

@@ -74,7 +74,8 @@ class ServeReport:
     seconds         time from the first prompt submitted to the last token read by the host
     busy_seconds    part of this time in which the device ran steps; see LaunchTimer
     ttft_ms_*       time from the start to the first token of a prompt, percentiles over prompts
-    tpot_ms_*       time per output token: from the first token of a prompt to its last, divided by the tokens between
+    tpot_ms_*       time per output token: from the first token of a prompt to its last, divided by the number of tokens
+                    after the first
     steps           number of steps, in `launches` launches
     weight_bytes    bytes of weights read by one step
     kv_bytes        bytes of KV read by all decode steps

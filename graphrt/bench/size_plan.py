@@ -14,7 +14,7 @@ from graphrt.engine.traffic import Trace
 CaptureSizes = dict[GraphKind, tuple[int, ...]]
 
 _MIXED_MULTIPLE = 16  # tokens; products of a few tokens more or less take the same time
-_MOST_CANDIDATES = 512  # the plan takes the cube of this number of operations
+_MOST_CANDIDATES = 512  # planning takes time proportional to the cube of this number
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class StepCosts:
     graph         time of a step with a graph of a size
     eager         time of a step without a graph, if it is above the time of the graph
     capture_ms    time to capture a graph
-    graph_bytes   device memory of each graph besides the pool that all graphs share
+    graph_bytes   device memory of each graph, without the pool that all graphs share
     pool_bytes    bytes of this pool per request or token of the largest graph
     """
 
@@ -68,7 +68,7 @@ Costs = Mapping[GraphKind, StepCosts]
 
 @dataclass(frozen=True, slots=True)
 class Assessment:
-    """Costs of a trace with some capture sizes.
+    """Costs of a trace with given capture sizes.
 
     graphs           number of graphs
     padding          share of the tokens of all steps that are padding; requests of decode batches count as tokens
@@ -87,7 +87,7 @@ class Assessment:
 
 
 def assess(sizes: Mapping[GraphKind, Sequence[int]], trace: Trace, costs: Costs) -> Assessment:
-    """Return the costs of a trace with capture sizes, which are ascending."""
+    """Return the costs of a trace with these capture sizes, in ascending order."""
     steps = eager = real = padded = 0
     ms = 0.0
     for kind, batches in trace.items():
@@ -114,7 +114,7 @@ class _Kind:
 
     sizes   candidates, ascending: the sizes of the trace, rounded up
     ms      [k, j]: least time of the trace with k graphs, of which candidate j - 1 is the largest. j is 0 if k is 0
-    bytes   [k]: memory of k graphs besides the pool
+    bytes   [k]: memory of k graphs without the pool
     pool    [j]: bytes of the pool
     """
 
@@ -131,7 +131,7 @@ class _Kind:
         ms, self._before = np.full((n + 1, n + 1), np.inf), np.zeros((n + 1, n + 1), int)
         ms[0, 0] = 0.0
         for j, size in enumerate(self.sizes, 1):
-            # [k, i]: k graphs, the largest of candidate i - 1, and one of this size for the batches in between
+            # [k, i]: k graphs up to candidate i - 1, and a graph of this size for the larger batches
             options = ms[:-1, :j] + costs.graph(size) * (served[j] - served[:j])
             self._before[1:, j] = options.argmin(1)
             ms[1:, j] = options.min(1)
@@ -155,7 +155,7 @@ def plan_sizes(
 ) -> CaptureSizes:
     """Return the capture sizes that minimize the time of one capture and of `steps` steps distributed as in the trace.
 
-    A batch runs with the smallest graph that has room for it, or eagerly if no graph has. The plan is exact, except
+    A batch runs with the smallest graph that has room for it, or eagerly if no graph has. The plan is optimal, except
     that token counts are rounded up to multiples of 16, and to fewer than 512 candidates.
 
     memory_bytes    maximum device memory of all graphs
@@ -165,7 +165,7 @@ def plan_sizes(
     decode, mixed = (_Kind(kind, trace[kind], costs[kind], limits[kind], share) for kind in GraphKind)
     least, best = np.inf, CaptureSizes()
     for pool in np.union1d(decode.pool, mixed.pool):
-        # The cheapest pair of numbers of graphs, among choices whose largest graphs need no larger pool.
+        # Find the best numbers of graphs among the choices that fit in this pool.
         of_decode, of_mixed = (np.where(of.pool <= pool, of.ms, np.inf) for of in (decode, mixed))
         ms = of_decode.min(1)[:, None] + of_mixed.min(1)
         ms[pool + decode.bytes[:, None] + mixed.bytes > memory_bytes] = np.inf

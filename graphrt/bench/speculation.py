@@ -62,7 +62,7 @@ class _Predictable(nn.Module):
 
 
 def _unlikely_drafts(step: Step) -> torch.Tensor:
-    """Propose a token that the predictable model never samples, after a lookup."""
+    """Run the lookup, but propose a token that the predictable model never samples."""
     return torch.full_like(ngram_drafts(step), _CYCLE)
 
 
@@ -83,7 +83,7 @@ def bench_speculation(
 ) -> list[SpeculationResult]:
     """Time greedy decoding in sessions, `steps` steps per round, with and without `num_drafts` drafts per step.
 
-    The logits of the model are changed: its tokens repeat, and prompt lookup finds all of them.
+    The benchmark changes the model's logits so that its tokens repeat and prompt lookup finds all of them.
     """
     results = []
     for batch in batches:

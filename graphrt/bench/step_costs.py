@@ -50,12 +50,13 @@ def assumed_costs() -> tuple[Costs, str]:
 
 
 def read_costs(path: str | Path) -> tuple[Costs, str]:
-    """Read costs from JSON lines of `graphrt bench decode` and `graphrt capture`, and return where each comes from.
+    """Read costs from JSON lines of `graphrt bench decode` and `graphrt capture`, and return them with a sentence that
+    states their origin.
 
     Step times are from `bench decode`; time and memory of graphs are from `capture`. Assumed values replace the costs
     of a missing result. Lines that are not JSON, such as the tables of these commands, are skipped.
 
-    Raises: ConfigError: if the file cannot be read, has no result, or has a damaged one.
+    Raises: ConfigError: if the file cannot be read, or has no result or a damaged one.
     """
     graph, nodes, memory = _ASSUMED_GRAPH, _ASSUMED_NODES, _ASSUMED_MEMORY
     times, graphs = "assumed", "assumed"

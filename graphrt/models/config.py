@@ -73,7 +73,7 @@ class ModelConfig:
         qk_norm: whether each query and key head is RMS-normalised before the rotation.
         dtype: dtype of the checkpoint.
         eos_ids: tokens that end a text.
-        quantization: how the matrices are held, or None for tensors.
+        quantization: how the weight matrices are quantised, or None.
     """
 
     architecture: str
@@ -134,7 +134,7 @@ class ModelConfig:
         return self.num_layers * layer + embeddings + self.hidden_size
 
     def attention_specs(self, dtype: torch.dtype) -> tuple[AttentionSpec, ...]:
-        """Return the attention of every layer, in order."""
+        """Return the attention spec of every layer, in order."""
         heads = (self.num_q_heads, self.num_kv_heads, self.head_dim)
         return tuple(AttentionSpec(*heads, dtype, sliding_window=window) for window in self.sliding_windows)
 

@@ -102,7 +102,7 @@ class GGUFSource:
         return np.require(values, np.float32, "W")  # a float32 tensor is a view of the read-only file
 
     def _check_quantizations(self) -> None:
-        """Before weights are allocated, reject quantisations that gguf cannot dequantise."""
+        """Reject quantisations that gguf cannot dequantise, before weights are allocated."""
         kinds = {tensor.quantization for tensor in self._file.tensors.values()}
         unknown = []
         for kind in sorted(kinds):

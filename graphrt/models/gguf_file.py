@@ -99,7 +99,7 @@ def read_gguf(path: Path) -> GGUFFile:
 
 def _read_tensors(cursor: _Cursor, count: int, alignment: Any, gguf: Any) -> dict[str, GGUFTensor]:
     good = type(alignment) is int and alignment > 0 and alignment & (alignment - 1) == 0
-    cursor.check(good, f"general.alignment is {shown(alignment)}")
+    cursor.check(good, f"general.alignment is {shown(alignment)}, not a power of two")
     found: list[tuple[str, tuple[int, ...], int, int]] = []
     for _ in range(count):
         name = cursor.string()
@@ -118,7 +118,7 @@ def _read_tensors(cursor: _Cursor, count: int, alignment: Any, gguf: Any) -> dic
             )
         block, block_bytes = sizes
         cursor.check(name not in tensors, f"the tensor {shown(name)} occurs twice")
-        cursor.check(prod(shape) > 0 and shape[-1] % block == 0, f"{shown(name)} has shape {list(shape)}")
+        cursor.check(prod(shape) > 0 and shape[-1] % block == 0, f"{shown(name)} has the invalid shape {list(shape)}")
         num_bytes = prod(shape) // block * block_bytes
         end = start + offset + num_bytes
         cursor.check(
@@ -148,7 +148,7 @@ class _Cursor:
 
     def take(self, num_bytes: int) -> bytes:
         end = self.position + num_bytes
-        self.check(end <= self.size, f"it has {self.size} bytes, and at least {end} are needed")
+        self.check(end <= self.size, f"it has {self.size} bytes, but needs at least {end}")
         data = self._content[self.position : end]
         self.position = end
         return data
@@ -186,6 +186,6 @@ class _Cursor:
             size = struct.calcsize("<" + code)
             count = self.count(size)
             return list(struct.unpack(f"<{count}{code}", self.take(count * size)))
-        self.check(kind == _STRING, f"an array has the type {kind}")
+        self.check(kind == _STRING, f"an array has the unsupported type {kind}")
         read: Callable[[], str] = self.string
         return [read() for _ in range(self.count(8))]

@@ -132,7 +132,7 @@ def gguf_tokenizer(metadata: Mapping[str, Any], where: str) -> GGUFTokenizer:
         fields.problems.append(f"{_PREFIX}bos_token_id: missing, or not in {_PREFIX}tokens; the prompts need it")
     for key in ("add_eos_token", "add_sep_token"):
         if fields.flag(_PREFIX + key):
-            fields.unsupported(f"{_PREFIX}{key} true: a token after every prompt")
+            fields.unsupported(f"{_PREFIX}{key} true, which adds a token after every prompt")
     fields.refuse({f"{_PREFIX}suppress_tokens": ()})
     fields.refuse_unread(_PREFIX, _IRRELEVANT)
     fields.finish()
@@ -176,9 +176,7 @@ def _byte_level(fields: FieldReader, vocab: dict[str, int], types: Sequence[int]
         t for t, k in zip(vocab, types, strict=True) if k == _USER_DEFINED and not t.isascii() and alphabet > {*t}
     ]
     if misread:
-        fields.unsupported(
-            f"{_PREFIX}token_type of {shown(misread[0])}: user-defined, and spelled in the byte alphabet"
-        )
+        fields.unsupported(f"the user-defined token {shown(misread[0])}, which is spelled in the byte alphabet")
     key = f"{_PREFIX}merges"
     merges = [(m[: m.find(" ", 1)], m[m.find(" ", 1) + 1 :]) for m in fields.texts(key) if m.find(" ", 1) > 0]
     fields.expect(key, fields.has(key), "a list of merges")

@@ -147,7 +147,7 @@ def download(repo_id: str) -> Path:
         if isinstance(error, ConfigError | UnsupportedError):
             raise
         raise ConfigError(
-            f"{printable(repo_id)}: neither a folder, nor a .gguf file, nor a model that the Hugging Face hub delivers "
+            f"{printable(repo_id)}: not a folder, not a .gguf file, and not available from the Hugging Face hub "
             f"({type(error).__name__}: {printable(error).strip()}); check the name, or pass a path"
         ) from error
 

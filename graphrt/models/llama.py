@@ -113,7 +113,7 @@ class LlamaModel(nn.Module):
         return linear(x, self.head, rows=step.logits_indices)
 
     def ahead_model(self) -> LlamaModel:
-        """Return the model with its first layer only, which launches the kernels of all layers; see `Model`."""
+        """Return a model of the first layer only. It launches the same kernels as all layers; see `Model`."""
         model = copy.copy(self)
         model._modules = {**self._modules, "layers": self.layers[:1]}
         return model
@@ -137,7 +137,7 @@ class LlamaModel(nn.Module):
 
         Raises:
             ConfigError: if tensors are missing, unknown or of the wrong shape, if the checkpoint has a head and the
-                model has none, or if the model's weights are quantised otherwise.
+                model has none, or if the model's weights are quantised differently.
         """
         check_weights(self.config, self.weight_targets(), checkpoint)
 

@@ -127,7 +127,7 @@ def _fill_dummy_weights(model: LlamaModel, seed: int) -> None:
 
 
 def make_runtime(model: LlamaModel, config: RuntimeConfig, *, page_size: int = 16, **options: Any) -> Runtime:
-    """Return a runtime for `model` on its device, with one KV group per distinct window. Runtime takes `options`."""
+    """Return a runtime for `model` on its device, with one KV group per distinct window. `options` go to Runtime."""
     attention = model.config.attention_specs(model.dtype)
     groups = model.config.kv_groups(page_size, KVLayout.NHD, model.dtype)
     vocab_size = model.config.vocab_size

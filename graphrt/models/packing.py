@@ -38,10 +38,10 @@ class PackedWeights:
 
     Attributes:
         shapes: the checkpoint's shapes with one `weight` in place of the tensors of each quantised module.
-        names: the quantised ones among them.
+        names: names of the quantised weights.
 
     Raises:
-        ConfigError: if a module's tensors do not belong together.
+        ConfigError: if a module's tensors do not fit together.
         UnsupportedError: if weights were reordered by activation (`desc_act`).
     """
 

@@ -221,5 +221,5 @@ def rope_from_gguf(
         rope = RopeConfig("linear", factor=factor, **common)
     else:
         rope = RopeConfig(**common)
-    # llama.cpp multiplies its default factor with the file's.
+    # llama.cpp multiplies its default factor by the file's.
     return rope if attention == 1.0 else replace(rope, attention_factor=attention * rope._default_attention_factor())

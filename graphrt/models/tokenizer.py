@@ -142,7 +142,7 @@ class TokenStream:
         self._shown = 0  # tokens of the window whose text was returned
 
     def push(self, token: int) -> str:
-        """Add a token, and return the text that it completes, which is empty within a character.
+        """Add a token, and return the text that it completes, or "" while a character is incomplete.
 
         Raises:
             ConfigError: if `token` is not a token id.
@@ -199,7 +199,7 @@ def load_tokenizer(source: Path, eos_ids: Sequence[int] = ()) -> Tokenizer:
 
 
 def _guarded(what: str, call: Callable[[], _T]) -> _T:
-    """Return `call()`. Errors caused by damaged tokenizer files become a ConfigError that starts with `what`."""
+    """Return `call()`. Convert errors caused by damaged tokenizer files to a ConfigError that starts with `what`."""
     try:
         return call()
     except GraphRTError:

@@ -61,7 +61,7 @@ def check_weights(config: ModelConfig, targets: Mapping[str, Weight], checkpoint
 
     Raises:
         ConfigError: if tensors are missing, unknown or of the wrong shape, if the checkpoint has a head and the model
-            has none, or if the model's weights are quantised otherwise.
+            has none, or if the model's weights are quantised differently.
     """
     shapes = checkpoint.shapes()
     ignored = {"lm_head.weight"} if config.tie_word_embeddings else set()

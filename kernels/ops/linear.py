@@ -1,6 +1,6 @@
 """The products of a decoder layer, fused with the elementwise work after them: for model authors.
 
-A Llama layer has four products. In a step of few tokens, each is one kernel:
+A Llama layer has four products. In a step with few tokens, each is one kernel:
 
     q = linear_rope_write(x, qkv, ...)                 rotary embedding, and the write of keys and values
     x = linear_add(attended, o, residual, gain, eps)   the residual addition, and most of RMSNorm
@@ -13,9 +13,9 @@ the weight is quantised. Both ways give equal values up to rounding. The choice 
 alignment, so a replay equals the eager step.
 
 In a captured step, the kernel loads weights that are parameters before earlier kernels have finished, so a step must
-not write a parameter. It loads other tensors after these kernels.
+not write a parameter. It loads other tensors only after these kernels have finished.
 
-RMSNorm is split between two products. The first multiplies with the gain and sums the squares. The second divides by
+RMSNorm is split between two products. The first multiplies by the gain and sums the squares. The second divides by
 the root mean square. `Normed` holds the intermediate result.
 """
 
@@ -53,7 +53,7 @@ _ALIGNMENT = 16  # bytes of one load
 class Normed(NamedTuple):
     """The input of a product: a vector per token, after RMSNorm, or before the division of RMSNorm.
 
-    x        [tokens, width]  the vector after RMSNorm if `squares` is None, else the vector multiplied with the gain
+    x        [tokens, width]  the vector after RMSNorm if `squares` is None, else the vector multiplied by the gain
     squares  [tokens, parts]  float32  sums of squares of parts of the vector before the gain
     eps      added to the mean square
     """
@@ -175,7 +175,7 @@ def linear_rope_write(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Multiply with the joint weight of queries, keys and values; rotate, store keys and values, return the queries.
+    """Multiply by the joint weight of queries, keys and values; rotate, store keys and values, return the queries.
 
     x        [tokens, depth]  float16, bfloat16 or float32  device; or a Normed
     weight   [(num_q_heads + num_kv_heads) * head_dim + num_kv_heads * v_head_dim, depth]  x's dtype  device; or a
@@ -183,8 +183,8 @@ def linear_rope_write(
     bias     one value per row of `weight`
     returns  [tokens, num_q_heads, head_dim]  x's dtype; a slice of the product if `write_kv` ran after it
 
-    Other arguments as in `write_kv`. With norms of queries and keys, an fp8 cache, or values of another head size than
-    keys, `write_kv` runs after the product.
+    Other arguments as in `write_kv`. With norms of queries and keys, an fp8 cache, or values whose head size differs
+    from the keys', `write_kv` runs after the product.
 
     Capture-safe. Raises the same errors as `linear` and `write_kv`.
     """

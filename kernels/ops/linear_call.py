@@ -13,7 +13,7 @@ MAX_TOKENS = 64
 """Maximum number of tokens for the CUDA kernel."""
 
 STEP_BYTES = 64
-"""Bytes of a weight row that a warp multiplies at a time. The size of a row must be a multiple of it."""
+"""Bytes of a weight row that a warp multiplies at a time. The size of a row must be a multiple of this."""
 
 
 class End(IntEnum):

@@ -83,7 +83,8 @@ def blocks_per_sm(plan: LinearPlan, tokens: int, bits: int) -> int:
 
 
 def _is_capturing(device: torch.device) -> bool:
-    """Outside of a capture, the weight must not be loaded early: the stream may still copy into it."""
+    """Return whether the stream captures. Otherwise it may still copy into the weight, which must not be loaded
+    early."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -131,8 +132,8 @@ def _variant(
 
 
 def native_variants() -> dict[str, NativeVariant]:
-    """Return the variants that a test compiles without a GPU: every epilogue with 1 to 64 tokens, and depths with and
-    without a remainder."""
+    """Return the variants that a test compiles without a GPU: every epilogue with 1 to 64 tokens, with and without a
+    partial last iteration over k."""
     plans = {
         1: LinearPlan(1, 16, 8, False),
         16: LinearPlan(2, 16, 4, True),

@@ -4,8 +4,8 @@
 another size uses the plan of the nearest measured product with the same bits per weight. Without a plan, PyTorch
 computes the product, or `quantized_product` if the weight is quantised.
 
-Measured so far, on an H200: bfloat16 weights at 1 to 64 tokens, of which no plan was faster than PyTorch at 64, and fp8
-and int4 weights at 1 to 32 tokens. There are no plans for other devices.
+Measured so far, on an H200: bfloat16 weights at 1 to 64 tokens, and fp8 and int4 weights at 1 to 32 tokens. At 64
+tokens, no plan was faster than PyTorch. There are no plans for other devices.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def load_plans() -> dict[str, tuple[MeasuredPlan, ...]]:
 
 
 class DevicePlans(NamedTuple):
-    """The measured plans of a device, and a sentence that says where they are from, or why there are none."""
+    """The measured plans of a device, and a sentence that states their origin, or why there are none."""
 
     plans: tuple[MeasuredPlan, ...]
     reason: str

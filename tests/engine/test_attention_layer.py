@@ -286,7 +286,7 @@ def test_attention_argument_must_match_the_layers() -> None:
     for attention in (FULL, [FULL, FULL], None):
         Runtime(model, attention, groups, vocab_size=VOCAB, device=CPU, num_pages=9).close()
     for wrong in ([FULL, WINDOW], [FULL] * 3, [FULL]):
-        with pytest.raises(ConfigError, match=f"expected the specs of the model's 2 .* got {len(wrong)} other specs"):
+        with pytest.raises(ConfigError, match="differs from the specs of the model's 2 "):
             Runtime(model, wrong, vocab_size=VOCAB, device=CPU)
     with pytest.raises(ConfigError, match="kv_spec: required with one spec for all layers"):
         Runtime(model, FULL, vocab_size=VOCAB, device=CPU)

@@ -62,7 +62,7 @@ def test_mixing_at_any_distance_is_refused_with_the_line(name: str, dtype: str) 
 
     model.model.layers[1].mlp.__class__ = Mixing
     line = Mixing.forward.__code__.co_firstlineno
-    with pytest.raises(graphrt.UnsupportedError, match=rf"Mixing at \S+\.py:{line} gives a token other values"):
+    with pytest.raises(graphrt.UnsupportedError, match=rf"Mixing at \S+\.py:{line} gives a token different values"):
         graphrt.from_transformers(model, config=replace(CONFIG, max_seq_len=128))
 
 

@@ -187,7 +187,7 @@ REFUSED = {
     "separator": (byte_level(add_sep_token=True), "tokenizer.ggml.add_sep_token"),
     "unknown key": (byte_level(add_nonsense=True), "tokenizer.ggml.add_nonsense"),
     "forbidden tokens": (byte_level(suppress_tokens=[3]), "tokenizer.ggml.suppress_tokens"),
-    "text in the byte alphabet": (byte_level(("né", USER_DEFINED)), "token_type of 'né'"),
+    "text in the byte alphabet": (byte_level(("né", USER_DEFINED)), "the user-defined token 'né'"),
 }
 MALFORMED = {
     "no tokens": (byte_level(tokens=[]), "tokenizer.ggml.tokens: expected a list of tokens"),

@@ -46,7 +46,7 @@ class _BlockedError(Exception):
 def discover(hosted: HostedModel, max_seq_len: int) -> int:
     """Set the specs and the tables of a hosted model, and return its vocabulary size.
 
-    Runs the model on the meta device, without its weights. The model is unchanged afterwards, also after an error.
+    Runs the model on the meta device, without its weights. The model is unchanged afterwards, even after an error.
 
     Raises: UnsupportedError: if a graph cannot contain the model, with the file and line.
     """
@@ -140,16 +140,16 @@ class _Recorder:
             advice = "; set is_decoder=True in the config of the model" if encoder else ""
             raise _BlockedError(f"the layer at {where} is not causal{advice}", module)
         if not len(q) == len(k) == len(v) == self.tokens:
-            raise _BlockedError(f"the layer at {where} attends to other tokens than those of its input", module)
+            raise _BlockedError(f"the layer at {where} attends to tokens that are not in its input", module)
         given = {name for name, value in options.items() if value is not None and value is not False}
         if unknown := sorted(given - _HANDLED - _UNUSED):
             raise _BlockedError(
-                f"the layer at {where} passes {', '.join(unknown)}, which graphrt does not know", module
+                f"the layer at {where} passes {', '.join(unknown)}, which graphrt does not support", module
             )
         predicate = next((p for marker, p in self._masks if mask is marker or _view_of(mask, marker)), None)
         if predicate is None:
             kind = "no mask" if mask is None else "a mask of its own"
-            raise _BlockedError(f"the layer at {where} has {kind}, so what it sees is not known", module)
+            raise _BlockedError(f"the layer at {where} has {kind}, so graphrt cannot know which tokens it sees", module)
         source = next((i for i, key in enumerate(self._keys) if key == (_memory(k), _memory(v))), None)
         self._keys.append((_memory(k), _memory(v)))
         self._alive += (k, v)
@@ -169,7 +169,8 @@ class _Recorder:
         return v.new_zeros(self.tokens, q.shape[1], v.shape[2])
 
     def specs(self, model: Any) -> list[AttentionSpec]:
-        """Return the specs of the layers. Raises: UnsupportedError: if a layer sees anything else than a window."""
+        """Return the specs of the layers. Raises: UnsupportedError: if a layer sees anything other than a window or a
+        chunk."""
         specs = []
         own = package().DynamicCache(config=model.config).layers
         for module, (spec, predicate, window, where) in zip(self.modules, self.layers, strict=True):

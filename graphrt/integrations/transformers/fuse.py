@@ -1,4 +1,5 @@
-"""Replaces norms, gated MLPs and linear layers by graphrt's operators, where these compute the same on random input."""
+"""Replaces norms, gated MLPs and linear layers by graphrt's operators, where these compute the same result on random
+input."""
 
 from __future__ import annotations
 
@@ -25,12 +26,12 @@ _ROUNDING = 8
 def find_fused(hosted: HostedModel, max_seq_len: int, vocab_size: int) -> dict[str, str]:
     """Set `hosted.fused`, and return the operator of each module that is replaced, by name.
 
-    A module is found by its weights: one vector, or the two or three linear layers of a gated MLP. It is replaced if
-    its operator gives the same on random input. Modules of equal classes, shapes and constants are tried once. Linear
-    layers are always replaced. Those of one module that get the same tensor become one product, and their weights are
-    then next to each other in memory. Modules with hooks, or with code that is neither transformers' nor torch's, are
-    left alone: they may differ for other input. At the end, seven tokens must get the same logits as before; otherwise
-    nothing is replaced.
+    Modules are recognised by their weights: one vector, or the two or three linear layers of a gated MLP. A module is
+    replaced if its operator gives the same result on random input. Modules of equal classes, shapes and constants are
+    tried once. Linear layers are always replaced. Linear layers of one module with the same input become one product,
+    and their weights become adjacent in memory. Modules with hooks, or with code that is neither transformers' nor
+    torch's, are not replaced, because they may differ on other input. At the end, seven tokens must get the same logits
+    as before; otherwise nothing is replaced.
     """
     names = {module: name for name, module in hosted.model.named_modules()}
     uses = Counter(id(weight) for _, weight in hosted.model.named_parameters(remove_duplicate=False))
@@ -206,8 +207,8 @@ class _GatedMLP:
 
 
 def _same(module: torch.nn.Module, forward: Forward, width: int) -> bool:
-    """Return whether a module and an operator give the same on random input of 1, 7 and 128 tokens, of which the 7 have
-    large values."""
+    """Return whether a module and an operator give the same result on random input of 1, 7 and 128 tokens. The 7 tokens
+    have large values."""
     weight = next(module.parameters())
     generator = torch.Generator(device="cpu").manual_seed(0)
     for count, scale in ((1, 1), (7, 16), (128, 1)):

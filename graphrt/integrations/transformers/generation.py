@@ -52,7 +52,7 @@ class Generation:
     """A generated sequence.
 
     prompt_ids     tokens of the prompt, without padding
-    token_ids      the new tokens, with the token that ended the sequence
+    token_ids      the new tokens, including the token that ended the sequence
     text           text of the new tokens, without special tokens; None without a tokenizer
     finish_reason  as in GeneratedToken
     logprobs       one per new token, with `logprobs`
@@ -166,7 +166,7 @@ class _Call:
                 yield GeneratedToken(event.prompt, token, text, reason, event.logprob)
 
     def result(self, prompt: list[int], tokens: list[GeneratedToken]) -> Generation:
-        """Return a sequence of which all tokens have arrived."""
+        """Return a sequence whose tokens have all arrived."""
         ids = [token.token_id for token in tokens]
         return Generation(
             prompt,
@@ -180,7 +180,7 @@ class _Call:
 class _Ends:
     """Ends sequences that the device does not end: at stop strings, a time limit, and criteria of the caller.
 
-    active   whether there is any of these
+    active   whether the call has any of these
     reasons  the reason of each sequence that was ended
     """
 

@@ -142,7 +142,7 @@ class MergedConfig:
         positions   positions that the model was trained for, which limit the default length
         options     further fields of SamplingParams
 
-        Raises: CapacityError: if the prompt is as long as the whole sequence may be.
+        Raises: CapacityError: if the prompt leaves no room for a new token.
         """
         config = self.config
         longest = config.max_length

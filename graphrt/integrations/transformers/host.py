@@ -112,7 +112,7 @@ def _in_pass(ours: Callable[..., Any], otherwise: Callable[..., Any]) -> Callabl
 
 @contextmanager
 def reserved(model: Any) -> Iterator[None]:
-    """Return a context in which forward passes of other callers than HostedModel raise CaptureError."""
+    """Return a context in which forward passes by any caller except HostedModel raise CaptureError."""
 
     def refuse(*_: Any) -> None:
         if _CALLS.get(None) is None:
@@ -193,7 +193,7 @@ class HostedModel(torch.nn.Module):
     rotations, namespaces   rotary modules that only name a table for the kernel, and the Python modules whose function
                             `apply_rotary_pos_emb` leaves the rotation to the kernel; see rotation.py
     attention_modules       the modules that call the attention function
-    places  whether the cache reports the place of each token, as a tensor
+    places  whether the cache reports the position of each token, as a tensor
     """
 
     def __init__(self, model: Any) -> None:
@@ -288,7 +288,7 @@ def _rotate(*args: Any, **options: Any) -> Any:
 class Rotating:
     """Keeps queries and keys as they are where a layer rotates them, for the attention function to rotate.
 
-    rotated   queries and keys of the layer that comes next
+    rotated   queries and keys of the next layer
     """
 
     def __init__(self) -> None:
@@ -297,7 +297,7 @@ class Rotating:
         self.rotated: tuple[torch.Tensor, ...] = ()
 
     def offer(self, cos: torch.Tensor, rotary: Rotary) -> None:
-        """Name a table by the tensor that the layers get for it."""
+        """Register a table under the tensor that the layers get in its place."""
         self._offered.append((cos, rotary))
 
     def rotate(

@@ -24,7 +24,7 @@ def check_independence(hosted: HostedModel, max_seq_len: int, vocab_size: int) -
 
     Half of up to 128 tokens run twice, at other places among other tokens. Three of them also run alone. The attention
     function returns values of the token itself. Models with convolutions, recurrences, attention of their own or
-    positions by index give these tokens other logits. So do modules that treat a single token in another way.
+    positions by index give these tokens other logits. So do modules that treat a single token differently.
 
     In 16-bit dtypes, rounding may choose other experts. The check is less strict then: more than a quarter of the
     tokens must change by a tenth, or two of the three that run alone by a quarter.
@@ -48,7 +48,7 @@ def check_independence(hosted: HostedModel, max_seq_len: int, vocab_size: int) -
         else:
             return
     raise refuse(
-        hosted.model, f"{blamed} gives a token other values if other tokens run in the same step. It mixes tokens "
+        hosted.model, f"{blamed} gives a token different values if other tokens run in the same step. It mixes tokens "
         "outside of the attention function, takes positions from the order of the tokens, or depends on their number. "
         "Change its forward to depend on each token and its position id only"
     )  # fmt: skip

@@ -15,7 +15,7 @@ class RotaryTable:
     """The results of a rotary module for all positions.
 
     Modules with two sets of frequencies choose one by the longest sequence of the batch. With tables, each token takes
-    the set of its own request: the long one if the request may have more tokens than the model was trained for first.
+    the set of its own request: the long one if the request may exceed the length of the model's original training.
 
     module    a module without parameters, called with hidden states and position ids
     length    number of positions
@@ -51,7 +51,7 @@ class RotaryTable:
         return type(short)(torch.where(exceeds, b[:, second], a[:, first]) for a, b in zip(short, long, strict=True))
 
     def rebuild(self) -> None:
-        """Compute the tables again, in place, if a buffer of the module has other values than before."""
+        """Recompute the tables in place if a buffer of the module has changed."""
         if self.take_change():
             for key, tables in self._tables.items():
                 for table, new in zip(tree_leaves(tables), tree_leaves(self._build_all(*key)), strict=True):
@@ -59,7 +59,7 @@ class RotaryTable:
                         table.copy_(new)
 
     def take_change(self) -> bool:
-        """Return whether a buffer of the module has other values than at the previous call."""
+        """Return whether a buffer of the module has changed since the previous call."""
         seen, self._seen = self._seen, self._values()
         return any(not torch.equal(old, new) for old, new in zip(seen, self._seen, strict=True))
 
@@ -102,7 +102,7 @@ def rope_types(module: torch.nn.Module) -> set[str]:
 
 
 def long_boundary(module: torch.nn.Module) -> int | None:
-    """Return the length from which a rotary module uses a second set of frequencies; None if it has one set."""
+    """Return the length above which a rotary module uses a second set of frequencies; None if it has one set."""
     if "longrope" not in rope_types(module):
         return None
     config: Any = module.config

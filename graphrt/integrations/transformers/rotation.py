@@ -17,11 +17,11 @@ from graphrt.kernels.errors import GraphRTError
 
 
 class _UnlikeError(Exception):
-    """The model rotates in another way than the kernel."""
+    """The model rotates differently from the kernel."""
 
 
 class RotarySource:
-    """Replaces a rotary module by a table for the kernel. What it returns only names the table."""
+    """Replaces a rotary module by a table for the kernel. Its result only identifies the table."""
 
     def __init__(self, module: torch.nn.Module, length: int, device: torch.device) -> None:
         self._table = RotaryTable(module, length, None, device)
@@ -39,7 +39,7 @@ class RotarySource:
         return cos, cos
 
     def rebuild(self) -> None:
-        """Compute the table again, in place, if a buffer of the module has other values than before."""
+        """Recompute the table in place if a buffer of the module has changed."""
         if self._table.take_change():
             for key, (_, rotary) in self._made.items():
                 rotary.cos_sin.copy_(self._build(*key)[1].cos_sin)
@@ -55,7 +55,7 @@ class RotarySource:
 
 
 def find_rotation(hosted: HostedModel, max_seq_len: int, vocab_size: int) -> dict[str, str]:
-    """Let the kernel rotate, if seven tokens get the same logits then. Return the operator of each attention module.
+    """Let the kernel rotate, if seven tokens then get the same logits. Return the operator of each attention module.
 
     The function that rotates queries and keys is replaced in the module that defines the attention layers. Every layer
     must pass its result to the attention function unchanged.

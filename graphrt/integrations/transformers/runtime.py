@@ -53,10 +53,10 @@ class TransformersRuntime(Runtime):
         prompts            texts, lists of token ids, or a padded batch [prompts, tokens]; None: pass `input_ids`
         generation_config  a GenerationConfig; None: the model's own
         streamer           an object with `put` and `end`, such as TextStreamer, for a single sequence
-        options            fields of GenerationConfig, which come before those of `generation_config`, and:
-          tokenizer          for texts and stop strings; by default the runtime's, or the one that the model's name has
-          attention_mask     0 for padding, like `prompts`; None: tokens that equal `pad_token_id` are padding, if they
-                             are not the end of a sequence
+        options            fields of GenerationConfig, which override those of `generation_config`, and:
+          tokenizer          for texts and stop strings; by default the runtime's, or one loaded by the model's name
+          attention_mask     0 for padding, like `prompts`; None: tokens that equal `pad_token_id` are padding, unless
+                             this is an end-of-sequence token
           stopping_criteria  StoppingCriteria, called with the token ids [1, tokens] of a sequence, and None as scores
           logprobs           return log-probabilities of each token and of this many most likely tokens, as in
                              SamplingParams
@@ -65,8 +65,8 @@ class TransformersRuntime(Runtime):
         for the CPU, so `torch.manual_seed` makes them repeatable.
 
         Raises:
-            UnsupportedError: naming all fields that graphrt does not honour, with their values, or a field of
-                RuntimeConfig that the runtime was built without.
+            UnsupportedError: naming all fields that graphrt does not honour, with their values, or a field that needs
+                an option of RuntimeConfig.
             ConfigError: if an option is unknown or wrong, or no tokenizer is found.
             ShapeError: if prompts are empty, or not lists of token ids.
             CapacityError: if a prompt and its new tokens exceed `max_seq_len`.
@@ -113,8 +113,8 @@ def from_transformers(
         runtime = graphrt.from_transformers(model)
 
     The layers are learned by one run on the meta device, and checked by runs of 128 tokens. The model keeps its
-    attention implementation and its config, so that it can also be used without graphrt, and in other threads. Only
-    until this function returns, forward passes of other callers raise CaptureError.
+    attention implementation and its config, so that it can also be used without graphrt, and in other threads. Until
+    this function returns, forward passes by other callers raise CaptureError.
 
     model               a PreTrainedModel in eval mode, with all weights on one device
     tokenizer           kept as `runtime.tokenizer`, for text prompts
@@ -126,8 +126,8 @@ def from_transformers(
     page_size           as for `kv_groups`
     kv_dtype            dtype of the KV cache; None: the dtype of the keys
     fuse                replace norms, gated MLPs, linear layers and rotary embeddings by graphrt's operators, where
-                        these compute the same on random input; `runtime.fused` names them. Weights of linear layers
-                        with the same input move next to each other in memory, and keep their values and names
+                        these compute the same result on random input; `runtime.fused` names them. Weights of linear
+                        layers with the same input become adjacent in memory, and keep their values and names
 
     Raises:
         ConfigError: if `transformers` is missing, or an argument is wrong.
@@ -147,7 +147,8 @@ def from_transformers(
     if config is not None and config.max_seq_len > longest:
         if config.max_seq_len != RuntimeConfig().max_seq_len:
             raise ConfigError(
-                f"config.max_seq_len: expected at most {longest}, the positions of this model, got {config.max_seq_len}"
+                f"config.max_seq_len: expected at most {longest}, the positions of this model, got "
+                f"{config.max_seq_len}; lower it"
             )
         config = replace(config, max_seq_len=longest)
     # Weights that `fuse` moves stay normal tensors, so that the model can be trained.
@@ -190,7 +191,7 @@ def host(model: Any, max_seq_len: int) -> tuple[HostedModel, int]:
     """
     if model.config.is_encoder_decoder:
         raise UnsupportedError(
-            f"{type(model).__name__}: an encoder-decoder model; docs/embedding.md shows a model with cross layers"
+            f"{type(model).__name__}: is an encoder-decoder model; to embed its cross layers, see docs/embedding.md"
         )
     if model.get_output_embeddings() is None:
         raise UnsupportedError(

@@ -34,7 +34,7 @@ _MOST_PLANS = 1024  # cached plans per group; eager batches have any number of r
 
 
 class LayerKind(NamedTuple):
-    """Layers of an equal kind share a work list.
+    """Layers of the same kind share a work list.
 
     kv_dtype   fp8 dtype of the cache; None: the dtype of the queries
     """
