@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import graphrt
+from graphrt.integrations.transformers.discovery import discover
 from graphrt.integrations.transformers.fuse import _GatedMLP, _same
-from tests.integrations.test_from_transformers import CONFIG, answers, check, make_model
+from graphrt.integrations.transformers.host import HostedModel
+from graphrt.integrations.transformers.probe import _mixing, check_independence
+from tests.integrations.test_from_transformers import CONFIG, answers, check, make_model, state_of
 
 Change = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -49,10 +54,12 @@ MIXING: dict[str, Change] = {
     "capacity": limited,
     "only-one-token": lambda x, y: 2 * y if x.shape[1] == 1 else y,
     "more-than-50-tokens": lambda x, y: 2 * y if x.shape[1] > 50 else y,
+    "weak": lambda x, y: y - 0.03 * y.mean(1, keepdim=True),
 }  # fmt: skip
+IN_16_BITS = [(name, dtype) for dtype in ("bfloat16", "float16") for name in ("shift-100", "only-one-token", "weak")]
 
 
-@pytest.mark.parametrize(("name", "dtype"), [(name, "float32") for name in MIXING] + [("shift-100", "bfloat16")])
+@pytest.mark.parametrize(("name", "dtype"), [(name, "float32") for name in MIXING] + IN_16_BITS)
 def test_mixing_at_any_distance_is_refused_with_the_line(name: str, dtype: str) -> None:
     model = make_model("Llama", max_position_embeddings=128).to(getattr(torch, dtype))
 
@@ -64,6 +71,49 @@ def test_mixing_at_any_distance_is_refused_with_the_line(name: str, dtype: str) 
     line = Mixing.forward.__code__.co_firstlineno
     with pytest.raises(graphrt.UnsupportedError, match=rf"Mixing at \S+\.py:{line} gives a token different values"):
         graphrt.from_transformers(model, config=replace(CONFIG, max_seq_len=128))
+
+
+class FewRowsRoundMore(TorchDispatchMode):
+    """Rounds partial sums of products of few rows to the dtype of the inputs, as split-K kernels of GPUs do."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mm.default and len(args[0]) < 16:
+            return sum(func(x, y) for x, y in zip(args[0].split(16, 1), args[1].split(16), strict=True))
+        return func(*args, **(kwargs or {}))
+
+
+def test_rounding_that_changes_the_routing_is_accepted() -> None:
+    """The weights are large, and each token has one expert per layer."""
+    sizes = {"num_hidden_layers": 24, "num_local_experts": 16, "num_experts_per_tok": 1, "intermediate_size": 32}
+    model = make_model("Mixtral", **sizes)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.mul_(1 if "norm" in name else 4)
+    hosted = HostedModel(model.bfloat16())
+    discover(hosted, 64)
+    before = state_of(model)
+    with FewRowsRoundMore():
+        assert "Mixtral" in str(_mixing(hosted, 64, 97, alone=True)), "in bfloat16, it seems to mix tokens"
+        check_independence(hosted, 64, 97)
+    assert state_of(model) == before
+
+
+def test_modules_for_16_bits_only_are_compared_in_their_own_dtype() -> None:
+    model = make_model("Llama", max_position_embeddings=128).bfloat16()
+
+    class Narrow(LlamaMLP):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x.dtype != torch.bfloat16:
+                raise RuntimeError("expected bfloat16")
+            return super().forward(x)
+
+    model.model.layers[1].mlp.__class__ = Narrow
+    hosted = HostedModel(model)
+    discover(hosted, 128)
+    check_independence(hosted, 128, 97)
+    model.model.layers[2].mlp.forward = lambda x: shifted(60)(x, x)
+    with pytest.raises(graphrt.UnsupportedError, match="gives a token different values"):
+        check_independence(hosted, 128, 97)
 
 
 class Clamping(LlamaMLP):

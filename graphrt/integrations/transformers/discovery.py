@@ -6,9 +6,9 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from graphrt.capture.host_reads import reads_host, tensors_in
+from graphrt.integrations.transformers.float32 import replaced_tensors
 from graphrt.integrations.transformers.host import RECORDING, HostedModel, LayerCall, package
 from graphrt.integrations.transformers.masks import Reach, reach_of
 from graphrt.integrations.transformers.rotary import RotaryTable, is_rotary, long_boundary, rope_types
@@ -79,7 +80,9 @@ def _try_run(hosted: HostedModel, max_seq_len: int, device: torch.device) -> tup
     tokens = next(count for count in _TOKENS if count <= max_seq_len)
     recorder, watch = _Recorder(tokens, max_seq_len), _Watch(tokens)
     try:
-        with _on_meta(model, hosted.tables, device), torch.no_grad(), _Constants(), watch:
+        modules = [module for module in model.modules() if module not in hosted.tables]
+        empty = partial(_without_memory, device=device)
+        with replaced_tensors(modules, empty), torch.no_grad(), _Constants(), watch:
             ids = torch.zeros(tokens, dtype=torch.int64, device="meta")
             logits = hosted.run(recorder, ids, ids.clone(), ids[:1].clone(), name=RECORDING)
         return recorder, watch, logits.shape[-1]
@@ -250,33 +253,10 @@ def _blocked(text: str, advice: str) -> _BlockedError:
     return _BlockedError(f"{text} at {_text(frame)}; {advice}", _module(frame))
 
 
-@contextmanager
-def _on_meta(model: Any, kept: Any, device: torch.device) -> Iterator[None]:
-    """Give the modules parameters, buffers and tensor attributes without memory; then restore all attributes."""
-    made: dict[int, torch.Tensor] = {}
-    saved = []
-
-    def empty(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or value.device != device:
-            return value
-        if id(value) not in made:
-            like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-            made[id(value)] = torch.nn.Parameter(like, False) if isinstance(value, torch.nn.Parameter) else like
-        return made[id(value)]
-
-    try:
-        for module in model.modules():
-            if module in kept:
-                continue
-            fields = vars(module)
-            for holder in (fields, fields["_parameters"], fields["_buffers"]):
-                saved.append((holder, dict(holder)))
-                holder.update({name: empty(value) for name, value in holder.items()})
-        yield
-    finally:
-        for holder, values in reversed(saved):
-            holder.clear()
-            holder.update(values)
+def _without_memory(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if value.device != device:
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
 def _device(model: Any) -> torch.device:

@@ -215,6 +215,7 @@ def default_config(
     on_cuda = device.type == "cuda"
     config = RuntimeConfig() if on_cuda else RuntimeConfig(max_num_reqs=8, max_num_tokens=64)
     if on_cuda:
+        torch.cuda.empty_cache()  # memory of the checks
         free, total = torch.cuda.mem_get_info(device)
     else:
         free = total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

@@ -1,0 +1,92 @@
+"""Runs a 16-bit model with float32 values, and with the memory of one layer more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+
+@contextmanager
+def replaced_tensors(
+    modules: Iterable[torch.nn.Module], replace: Callable[[torch.Tensor], torch.Tensor]
+) -> Iterator[None]:
+    """Replace parameters, buffers and tensor attributes of modules; then restore all attributes."""
+    made: dict[int, torch.Tensor] = {}
+    saved = []
+
+    def replaced(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if id(value) not in made:
+            new = replace(value)
+            is_parameter = new is not value and isinstance(value, torch.nn.Parameter)
+            made[id(value)] = torch.nn.Parameter(new, False) if is_parameter else new
+        return made[id(value)]
+
+    try:
+        for module in modules:
+            fields = vars(module)
+            for holder in (fields, fields["_parameters"], fields["_buffers"]):
+                saved.append((holder, dict(holder)))
+                holder.update({name: replaced(value) for name, value in holder.items()})
+        yield
+    finally:
+        for holder, values in reversed(saved):
+            holder.clear()
+            holder.update(values)
+
+
+@contextmanager
+def in_float32(model: torch.nn.Module) -> Iterator[None]:
+    """Return a context in which a model computes as if it were loaded in float32, without TF32.
+
+    Each layer has float32 copies of its 16-bit tensors while it runs. What is outside of layers has them all the time.
+    """
+    matmul = torch.backends.cuda.matmul
+    precision = matmul.fp32_precision
+    layers = list(_layers(model))
+    inside = {module for layer in layers for module in layer.modules()}
+    try:
+        matmul.fp32_precision = "ieee"
+        with ExitStack() as stack:
+            for layer in layers:
+                stack.enter_context(_widened_while_it_runs(layer))
+            stack.enter_context(replaced_tensors([m for m in model.modules() if m not in inside], _widened))
+            yield
+    finally:
+        matmul.fp32_precision = precision
+
+
+def _layers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yield the modules in the outermost lists of modules."""
+    for child in module.children():
+        if isinstance(module, torch.nn.ModuleList) and not isinstance(child, torch.nn.ModuleList):
+            yield child
+        else:
+            yield from _layers(child)
+
+
+@contextmanager
+def _widened_while_it_runs(layer: torch.nn.Module) -> Iterator[None]:
+    running: list[Any] = []
+
+    def enter(*_: Any) -> None:
+        running.append(replaced_tensors(layer.modules(), _widened))
+        running[-1].__enter__()
+
+    def leave(*_: Any) -> None:
+        running.pop().__exit__(None, None, None)
+
+    hooks = layer.register_forward_pre_hook(enter), layer.register_forward_hook(leave, always_call=True)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _widened(value: torch.Tensor) -> torch.Tensor:
+    return value.detach().float() if value.dtype in (torch.float16, torch.bfloat16) else value
