@@ -10,6 +10,7 @@ import torch
 from graphrt.backends.base import AttentionLayer
 from graphrt.cache.groups import kv_groups
 from graphrt.capture.descriptor import BatchDescriptor
+from graphrt.config import RequestTensor, RuntimeConfig
 from graphrt.kernels.checks import check_callable, check_int, check_tensor
 from graphrt.kernels.errors import ConfigError, UnsupportedError
 from graphrt.kernels.types import NO_TOKEN, RequestStatus
@@ -19,6 +20,9 @@ from graphrt.proposer import Proposer
 from graphrt.sampling import sample_tokens
 from graphrt.spec import AttentionKind, AttentionSpec, KVCacheSpec
 from graphrt.step import Model, Step
+
+HIDDEN = "hidden states of the draft model"
+"""Name of the request tensor that keeps hidden states from one step to the next."""
 
 
 class DraftModel:
@@ -32,21 +36,37 @@ class DraftModel:
     a draft model that equals the model drafts exactly the sampled tokens, at any temperature. Penalties count the
     tokens before the step. A token without a page for its KV is not computed, and ends the request's drafts.
 
+    With `hidden_size` it is a head, such as EAGLE or MTP. Both models then call `step.keep_hidden`, and the head reads
+    `step.previous_hidden`: for each token, the hidden state that predicted it. This is the model's hidden state for
+    tokens of the sequence and the first draft, and the head's own for later drafts.
+
     model       maps a Step to logits [padded_reqs, vocab_size]; called with sizes that differ from the step's
     attention   the spec of every layer; None: the specs of the model's `Attention` layers
     vocab_size  width of the logits; must equal the runtime's
+    hidden_size width of the hidden states that the draft model reads, in the dtype of its first layer; None: it reads
+                tokens only
 
     Raises:
         ConfigError: if an argument has the wrong type, or the model has no layers.
         UnsupportedError: if a layer is not a decoder layer.
     """
 
-    def __init__(self, model: Model, attention: Sequence[AttentionSpec] | None = None, *, vocab_size: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        attention: Sequence[AttentionSpec] | None = None,
+        *,
+        vocab_size: int,
+        hidden_size: int | None = None,
+    ) -> None:
         check_callable("model", model, advice="pass a function of a Step, or a torch.nn.Module")
         self.model, self._model_layers = model, ModelLayers(model)
         self.specs = self._model_layers.resolve(attention, None)
         _check_decoder(self.specs)
         self.vocab_size = check_int("vocab_size", vocab_size, 1, advice="pass the width of the draft model's logits")
+        if hidden_size is not None:
+            check_int("hidden_size", hidden_size, 1, advice="pass the width that the model keeps, or None")
+        self.hidden_size = hidden_size
 
     def layers_after(self, specs: Sequence[AttentionSpec]) -> tuple[AttentionSpec, ...]:
         """Return the layers of a runtime: those of its model, then those of the draft model.
@@ -83,19 +103,23 @@ class DraftModel:
     def __call__(self, step: Step) -> torch.Tensor:
         """Return drafts [padded_reqs, num_speculative_tokens] int32. Capture-safe.
 
-        Raises: ShapeError: if the model returns a wrong shape, dtype or device.
+        Raises: ShapeError: if the model returns a wrong shape, dtype or device. ConfigError: if a model keeps no hidden
+        states, but `hidden_size` is set.
         """
         b, own = step.buffers, step.layers[-len(self.specs) :]
         layers = tuple(replace(layer, spec=spec) for layer, spec in zip(own, self.specs, strict=True))
-        self._logits(replace(step, layers=layers))
+        previous, hidden = (None, None) if self.hidden_size is None else hidden_of_last(step)
+        no_logits = replace(b, logits_indices=b.logits_indices[:0])
+        self._logits(replace(step, layers=layers, buffers=no_logits, previous_hidden=previous))
         slots = slots_ahead(step, b.drafts.shape[1])
         fits = (slots >= 0).all(1) & (b.req_status == int(RequestStatus.SAMPLES))
         tokens, drafts = b.last_token[b.req_indices.long()], []
         for ahead, (of_groups, has_page) in enumerate(zip(slots, fits, strict=True)):
-            one = _next_step(step, layers, ahead, tokens, of_groups, has_page)
+            one = replace(_next_step(step, layers, ahead, tokens, of_groups, has_page), previous_hidden=hidden)
             step.backend.schedule(one.metadata)
             tokens = sample_tokens(self._logits(one), one).where(has_page, NO_TOKEN)
             drafts.append(tokens)
+            hidden = None if hidden is None else one.hidden
         return torch.stack(drafts, 1)
 
     def _logits(self, step: Step) -> torch.Tensor:
@@ -122,6 +146,35 @@ def resolve_layers(
         )
     own = sum(spec.kv_shared_with is None for spec in proposer.specs)
     return proposer.layers_after(model_layers.resolve(attention, kv_layers - own))
+
+
+def with_draft_state(config: RuntimeConfig, proposer: Proposer | None) -> RuntimeConfig:
+    """Return the config of a runtime with this proposer: a head keeps hidden states in a request tensor."""
+    if not isinstance(proposer, DraftModel) or proposer.hidden_size is None:
+        return config
+    shape = 2 + config.num_speculative_tokens, proposer.hidden_size
+    kept = RequestTensor(HIDDEN, shape, proposer.specs[0].dtype)
+    return replace(config, request_tensors=tuple(dict.fromkeys((*config.request_tensors, kept))))
+
+
+def hidden_of_last(step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the hidden state of the token before each token of a step [padded_tokens, hidden_size], 0 at position 0,
+    and that of the last accepted token of each request [padded_reqs, hidden_size].
+
+    The first token of a request needs a state of an earlier step. So the states of all tokens that may be the last
+    accepted one are kept by position, modulo 2 + num_speculative_tokens.
+    """
+    b, kept = step.buffers, step.request_tensors[HIDDEN]
+    hidden, period = step.hidden.to(kept.dtype), kept.shape[1]
+    at = torch.arange(len(hidden), dtype=torch.int32, device=hidden.device)
+    rows = torch.searchsorted(b.query_start_loc[1:], at, right=True).clamp_max(len(b.req_indices) - 1)
+    starts = (b.query_start_loc[rows] == at)[:, None]
+    earlier = kept[b.req_indices[rows].long(), (b.positions - 1) % period]
+    previous = earlier.where(starts, hidden.roll(1, 0)).masked_fill((b.positions == 0)[:, None], 0)
+    reqs = b.req_indices.long()
+    sampled, of_sampled = b.logits_indices, reqs.repeat(len(b.logits_indices) // len(reqs))
+    kept[of_sampled, b.positions[sampled] % period] = hidden[sampled].masked_fill((of_sampled < 0)[:, None], 0)
+    return previous, kept[reqs, (b.sample_lens.long() - 1) % period]
 
 
 def _check_decoder(specs: Sequence[AttentionSpec]) -> None:

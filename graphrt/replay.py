@@ -22,7 +22,7 @@ from graphrt.capture.inspect.memory import MemoryMap
 from graphrt.capture.recorder import make_recorder
 from graphrt.capture.staging import StagingSlot
 from graphrt.config import RuntimeConfig
-from graphrt.draft_model import resolve_layers
+from graphrt.draft_model import resolve_layers, with_draft_state
 from graphrt.engine.batch_delta import BatchDelta, StopConditions
 from graphrt.engine.graphs import StepGraphs
 from graphrt.engine.guards import Guards
@@ -100,9 +100,9 @@ class ReplayManager:
         check_instance("kv_cache", kv_cache, KVCache, advice="wrap your tensors: KVCache(spec, k, v)")
         if sampler is not None:
             check_callable("sampler", sampler, advice="pass a function of logits and Step, or None")
-        self.config = config = check_instance(
-            "config", RuntimeConfig() if config is None else config, RuntimeConfig, advice="pass a RuntimeConfig"
-        ).resolve()
+        config = RuntimeConfig() if config is None else config
+        check_instance("config", config, RuntimeConfig, advice="pass a RuntimeConfig")
+        self.config = config = with_draft_state(config.resolve(), proposer)
         device, model_layers = kv_cache.device, ModelLayers(model)
         recorder = make_recorder(device)  # first, because it checks torch's allocator
         specs = resolve_layers(model_layers, attention, len(kv_cache.group_of), proposer, vocab_size)

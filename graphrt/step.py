@@ -48,6 +48,8 @@ class Step:
     top_ps          [padded_reqs]   float32  1 keeps all tokens
     min_ps          [padded_reqs]   float32  0 keeps all tokens
     seeds           [padded_reqs]   int64    sampling seeds
+    previous_hidden [padded_tokens, hidden_size]  in a draft model with `hidden_size`, else None: the hidden state of
+                                             the token before each token; 0 at position 0
 
     All tensors are views of static buffers on the device, so a replayed graph reads the values of the current step. Any
     other value that varies between steps must be in a tensor too, because graphs contain Python numbers as constants. A
@@ -62,7 +64,9 @@ class Step:
     backend: AttentionBackend
     layers: tuple[AttentionLayer, ...]
     request_tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    previous_hidden: torch.Tensor | None = None
     _written: set[int] = field(default_factory=set, init=False, repr=False, compare=False)  # layers, in this step
+    _kept: list[torch.Tensor | Normed] = field(default_factory=list, init=False, repr=False, compare=False)
 
     input_ids = _Buffer()
     positions = _Buffer()
@@ -91,6 +95,25 @@ class Step:
                 "there"
             )
         return self.request_tensors[name][self.req_indices.long()]  # -1 selects the last row, for padding
+
+    def keep_hidden(self, hidden: torch.Tensor | Normed) -> None:
+        """Offer the hidden states of the step's tokens to the proposer, which reads them as `step.hidden`.
+
+        hidden  [padded_tokens, width]  or a Normed; not copied, so the model must not change it later
+
+        Capture-safe. Raises: ShapeError: if it has another number of tokens.
+        """
+        states = hidden.x if isinstance(hidden, Normed) else hidden
+        check_tensor("hidden", states, shape=(self.descriptor.padded_tokens, None), device=self.positions.device)
+        self._kept[:] = [hidden]
+
+    @property
+    def hidden(self) -> torch.Tensor:
+        """The hidden states that the model kept, [padded_tokens, width]. Raises: ConfigError: if it kept none."""
+        if not self._kept:
+            raise ConfigError("hidden: the model kept no hidden states; call step.keep_hidden(...) in the model")
+        (kept,) = self._kept
+        return kept.finished() if isinstance(kept, Normed) else kept
 
     @property
     def penalties(self) -> Penalties | None:

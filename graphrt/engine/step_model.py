@@ -28,6 +28,7 @@ class StepModel(torch.nn.Module):
         rows = hidden[step.logits_indices]
         if self.head is None:
             return rows
+        step.keep_hidden(hidden)
         mark_varying(rows)
         return self.head(rows)
 

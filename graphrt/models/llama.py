@@ -110,6 +110,7 @@ class LlamaModel(nn.Module):
             gated = linear_silu_mul(x, layer.gate_up, bias=layer.gate_up_bias)
             norm = layers[index + 1].attention_norm if index + 1 < len(layers) else self.norm
             x = linear_add(gated, layer.down, residual, norm, eps, bias=layer.down_bias)
+        step.keep_hidden(x)
         return linear(x, self.head, rows=step.logits_indices)
 
     def ahead_model(self) -> LlamaModel:

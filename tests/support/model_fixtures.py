@@ -116,6 +116,9 @@ class DenseStep:
         self._k = self._rotate(k, rotary.k_norm, rotary)
         return self._rotate(q, rotary.q_norm, rotary)
 
+    def keep_hidden(self, hidden):
+        pass
+
     def attend(self, layer, q):
         out = torch.zeros_like(q)
         first = 0

@@ -49,6 +49,7 @@ class ToyModel(torch.nn.Module):
         for layer in range(LAYERS):
             q, k, v = self.project(layer, x)
             x = x + step.attend(layer, q, k, v).flatten(1) @ self.out[layer].t()
+        step.keep_hidden(x)
         return x[step.logits_indices] @ self.embed.t()
 
     def project(self, layer: int, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -57,6 +58,10 @@ class ToyModel(torch.nn.Module):
 
     def oracle(self, tokens: list[int]) -> torch.Tensor:
         """Logits after the last of `tokens`, dense and in float64 on the CPU."""
+        return self.hidden(tokens)[-1] @ self.embed.detach().double().cpu().t()
+
+    def hidden(self, tokens: list[int]) -> torch.Tensor:
+        """Hidden states of `tokens`, dense and in float64 on the CPU."""
         up = lambda w: w.detach().double().cpu()  # noqa: E731
         ids = torch.tensor(tokens)
         x = up(self.embed)[ids] + up(self.where)[: len(tokens)]
@@ -68,7 +73,7 @@ class ToyModel(torch.nn.Module):
             scores = torch.einsum("qhd,khd->hqk", q, k) * self.head_dim**-0.5
             p = scores.masked_fill(~mask, float("-inf")).softmax(-1)
             x = x + torch.einsum("hqk,khd->qhd", p, v).flatten(1) @ up(self.out[layer]).t()
-        return x[-1] @ up(self.embed).t()
+        return x
 
 
 class LivelyModel(ToyModel):
