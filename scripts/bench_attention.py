@@ -33,7 +33,6 @@ from scripts.rigs.attention_results import (
     CellResult,
     ScheduleTime,
     geometric_means,
-    goals,
     print_report,
 )
 from scripts.rigs.attention_schedule import make_schedules
@@ -102,8 +101,7 @@ def run(arguments: Namespace) -> None:
         if device.type == "cuda":
             torch.cuda.empty_cache()
     schedules = measure_schedules(device, num_samples) if SCHEDULE in parts else []
-    judged = goals(results, schedules)
-    print_report(console, results, schedules, judged)
+    print_report(console, results, schedules)
     record = {
         "name": "attention",
         **provenance(),
@@ -113,7 +111,6 @@ def run(arguments: Namespace) -> None:
         "seconds": round(time.perf_counter() - start, 1),
         "geometric_means": geometric_means(results),
         "schedules": [asdict(schedule) for schedule in schedules],
-        "goals": [goal.to_json() for goal in judged],
         "cells": [result.to_json() for result in results],
     }
     print(json.dumps(record), flush=True)

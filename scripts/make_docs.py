@@ -150,11 +150,9 @@ def attention_table() -> str:
     for mode in dict.fromkeys(schedule["mode"] for schedule in data["schedules"]):
         times = {schedule["rows"]: schedule["us"] for schedule in data["schedules"] if schedule["mode"] == mode}
         lines.append(f"| {mode} | {' | '.join(f'{times[n]:.2f}' for n in rows)} |")
-    lines += ["", "| goal | bound | measured | met |", "|---|---|---|---|"]
-    for goal in data["goals"]:
-        value = "" if goal["value"] is None else f"{goal['value']:.3g}"
-        sign, met = ">=" if goal["at_least"] else "<=", "yes" if goal["met"] else "no"
-        lines.append(f"| {goal['name']} | {sign} {goal['bound']:g} | {value} | {met} |")
+    means = data["geometric_means"]
+    lines += ["", f"| geometric mean of the ratios | {' | '.join(means)} |", "|" + "---|" * (len(means) + 1)]
+    lines.append(f"| to the best | {' | '.join(f'{mean:.3f}' for mean in means.values())} |")
     lines += [
         "",
         f"One {record['gpu']}, torch {record['torch']}, triton {record['triton']}; read bandwidth in the same run: "
