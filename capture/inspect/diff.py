@@ -1,7 +1,6 @@
 """Compare two captured graphs: nodes and edges, launch shapes, and arguments.
 
     print(diff(inspect_graph(of_two), inspect_graph(of_four), memory, memory))     # what depends on the batch size
-    fingerprint(view, memory) == fingerprint(again, memory)                        # two captures of one step
 
 There are three levels. Each includes the previous one:
 
@@ -19,12 +18,11 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from hashlib import blake2b
 from typing import Any
 
 from graphrt.capture.inspect.align import aligned
 from graphrt.capture.inspect.memory import MemoryMap
-from graphrt.capture.inspect.symbols import Pairing, Spot, Symbols
+from graphrt.capture.inspect.symbols import Pairing, Symbols
 from graphrt.capture.inspect.view import Argument, GraphView, Node, Operand, Place, place_name
 
 _LONGEST_NAME, _MOST_LINES, _MOST_PLACES = 96, 60, 8
@@ -108,15 +106,6 @@ class GraphDiff:
         return "\n".join([f"{before} nodes against {after}: {levels}", *lines])
 
 
-@dataclass(frozen=True, slots=True)
-class Fingerprint:
-    """Digests of a graph at the three levels, independent of the capture's memory pool."""
-
-    topology: str
-    launches: str
-    arguments: str
-
-
 def diff(a: GraphView, b: GraphView, memory_a: MemoryMap | None = None, memory_b: MemoryMap | None = None) -> GraphDiff:
     """Return the differences between two graphs.
 
@@ -129,48 +118,6 @@ def diff(a: GraphView, b: GraphView, memory_a: MemoryMap | None = None, memory_b
     """
     found = _Comparison(Symbols(a, memory_a), Symbols(b, memory_b))
     return GraphDiff(tuple(found.graphs(a, b, (), ())), (a.num_nodes, b.num_nodes))
-
-
-def fingerprint(view: GraphView, memory: MemoryMap | None = None) -> Fingerprint:
-    """Return digests that are equal for two graphs if and only if `diff` finds no difference at that level."""
-    symbols, numbers = Symbols(view, memory), dict[Any, int]()
-
-    def symbol(spot: Spot) -> tuple[object, ...]:
-        if spot.nameless:
-            return numbers.setdefault(spot.region, len(numbers)), spot.offset
-        return spot.region.name, spot.region.owner.value, spot.offset
-
-    def arguments(node: Node) -> object:
-        words = [
-            ([(at, symbol(spot)) for at, spot in spots], rest) for spots, rest in map(symbols.parts, node.arguments)
-        ]
-        operands = [
-            (o.role, symbol(spot) if (spot := symbols.find(o.address)) else o.address, o.nbytes, o.host, o.written)
-            for o in node.operands
-        ]
-        return words, operands, sorted(node.scalars)
-
-    levels: tuple[Callable[[Node], object], ...] = (_identity, _launch, arguments)
-    digests, seed = [], "edges" + repr(_all_edges(view))
-    for content in levels:
-        digest = blake2b(seed.encode(), digest_size=16)
-        for place, node in view.walk():
-            digest.update(repr((place, content(node))).encode())
-        digests.append(seed := digest.hexdigest())
-    return Fingerprint(*digests)
-
-
-def _identity(node: Node) -> object:
-    return node.kind.value, node.name, len(node.bodies)
-
-
-def _launch(node: Node) -> object:
-    return node.grid, node.block, node.shared_bytes, sorted(node.attributes.items())
-
-
-def _all_edges(view: GraphView) -> object:
-    edges = [(edge.source, edge.target, edge.programmatic) for edge in view.edges]
-    return edges, [[_all_edges(body) for body in node.bodies] for node in view.nodes if node.bodies]
 
 
 class _Comparison:

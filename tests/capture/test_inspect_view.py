@@ -12,7 +12,7 @@ import torch
 
 from graphrt.capture.inspect.audit import audit, memory_of
 from graphrt.capture.inspect.cuda import inspect_graph
-from graphrt.capture.inspect.diff import diff, fingerprint
+from graphrt.capture.inspect.diff import diff
 from graphrt.capture.inspect.order import topological_order
 from graphrt.capture.inspect.page import write_page
 from graphrt.capture.inspect.view import Argument, Edge, GraphView, Node, NodeKind, Operand
@@ -109,11 +109,11 @@ def test_arguments_of_wrong_types_raise(tmp_path: Path) -> None:
     view, wrong, page = every_kind(), cast("Any", 3), tmp_path / "page.html"
     calls = {
         r"view: expected GraphView, got 3; pass inspect_graph\(graph\)": (
-            lambda: diff(wrong, view), lambda: fingerprint(wrong), lambda: write_page(wrong, page, title="x"),
+            lambda: diff(wrong, view), lambda: write_page(wrong, page, title="x"),
         ),
         "memory: expected MemoryMap, got 3": (
-            lambda: diff(view, view, wrong), lambda: fingerprint(view, wrong),
-            lambda: write_page(view, page, title="x", memory=wrong), lambda: audit(view, wrong),
+            lambda: diff(view, view, wrong), lambda: write_page(view, page, title="x", memory=wrong),
+            lambda: audit(view, wrong),
         ),
         "path: expected str or Path": (lambda: write_page(view, cast("Any", None), title="x"),),
         "title: expected str, got 3": (lambda: write_page(view, page, title=wrong),),
