@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 import platform
-import statistics
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -46,8 +45,6 @@ from graphrt.runtime import resolve_device
 from graphrt.sampling import sample_tokens
 from graphrt.spec import AttentionSpec, KVCacheSpec
 from graphrt.step import Model, Sampler
-
-_HOST_CYCLES = 1_000_000  # device cycles, half a millisecond, which is longer than the host takes for a launch
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +160,6 @@ class Bundle:
         sampler: Sampler = sample_tokens,
         proposer: Proposer | None = None,
         backend: str | None = None,
-        compare: bool = True,
     ) -> BundleReplays:
         """Return a manager that can run the launches, with a cache of the pages that they read. Close it after use.
 
@@ -171,14 +167,11 @@ class Bundle:
         sampler   ignored if the recorded manager had none
         proposer  that of the recorded manager. A launch of several steps needs it for the drafts of its later steps
         backend   attention backend to use instead of the recorded backend; "" selects one automatically
-        compare   True for `run`, which also runs each launch eagerly; False for `time`
 
-        Raises: ConfigError: if `compare` is not a bool; the errors of ReplayManager if the model does not match the
-        bundle.
+        Raises: the errors of ReplayManager if the model does not match the bundle.
         """
-        compare = check_bool("compare", compare, advice="False for time()")
         sampling = sampler if self.samples else None, proposer
-        return BundleReplays(self, model, resolve_device(device), *sampling, backend, compare)
+        return BundleReplays(self, model, resolve_device(device), *sampling, backend)
 
     @property
     def opened_config(self) -> RuntimeConfig:
@@ -308,16 +301,15 @@ class BundleReplays:
         sampler: Sampler | None,
         proposer: Proposer | None,
         backend: str | None,
-        compare: bool,
     ) -> None:
-        self._bundle, self._compares = bundle, compare
+        self._bundle = bundle
         pools = [max(counts) for counts in zip(*(launch.pool_pages for launch in bundle.launches), strict=True)]
         cache = KVCache.allocate(bundle.groups, pools, device)
         for name, tensor in cache.named_tensors():
             if name in bundle.scales:
                 tensor.copy_(bundle.scales[name])
         backend = bundle.versions.get("backend") if backend is None else backend
-        config = replace(bundle.opened_config, shadow_every=1 if compare else 0, backend=backend or None)
+        config = replace(bundle.opened_config, shadow_every=1, backend=backend or None)
         self._tables = torch.zeros_like(bundle.launches[0].state["page_table"], device=device)
         self._manager = ReplayManager(
             model, cache, bundle.attention, vocab_size=bundle.vocab_size, config=config, sampler=sampler,
@@ -339,11 +331,9 @@ class BundleReplays:
     def run(self, index: int = 0) -> LaunchReplay:
         """Run a launch as a graph and eagerly, and wait for the device.
 
-        Raises: ConfigError: if `index` is out of range, or the bundle was opened with compare=False.
+        Raises: ConfigError: if `index` is out of range.
         """
         launch = self._launch(index)
-        if not self._compares:
-            raise ConfigError("run: the bundle was opened with compare=False, for time(); open it with compare=True")
         self._restore(launch)
         stats = self._manager.stats()
         stats.shadow_differences = ()  # stats keep the first few only
@@ -364,28 +354,6 @@ class BundleReplays:
             distances = (here - then).abs().masked_fill(alike, 0.0).nan_to_num(nan=math.inf, posinf=math.inf)
             largest = float(distances.max()) if here.numel() else 0.0
         return LaunchReplay(index, launch.descriptor, next(iter(differences), None), tokens, logits, same, largest)
-
-    def time(self, index: int = 0, repeats: int = 20) -> float:
-        """Return the median device time of a launch in milliseconds, over runs from its recorded state.
-
-        Raises: ConfigError: on a CPU, or if the bundle was opened with compare=True.
-        """
-        launch, manager, times = self._launch(index), self._manager, []
-        if self._compares or manager.kv_cache.device.type != "cuda":
-            raise ConfigError(
-                "time: requires a CUDA device and compare=False; open the bundle on a GPU with compare=False"
-            )
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        for _ in range(check_int("repeats", repeats, 1, advice="20 is usual") + 1):
-            self._restore(launch)
-            manager.between_steps(lambda buffers: torch.cuda._sleep(_HOST_CYCLES))  # lets the host get ahead
-            manager.between_steps(lambda buffers: begin.record())
-            found = manager.replay_words(launch.words, launch.descriptor)
-            manager.between_steps(lambda buffers: end.record())
-            found.wait()
-            end.synchronize()
-            times.append(begin.elapsed_time(end))
-        return float(statistics.median(times[1:]))  # the first run warms up
 
     def close(self) -> None:
         """Free the graphs, the buffers and the cache."""

@@ -202,7 +202,6 @@ class ReplayOptions:
     model: Annotated[str | None, typer.Option(help="A real model: folder, hub id or .gguf file.")] = None
     backend: Annotated[str | None, typer.Option(help="Attention backend; default: the recorded one.")] = None
     device: _Device = None
-    time: Annotated[bool, typer.Option("--time", help="Also measure the device time of each launch.")] = False
     json_only: _JsonOnly = False
 
 

@@ -1,4 +1,4 @@
-"""`graphrt replay`: run a replay bundle, compare graphs with eager steps, and time them."""
+"""`graphrt replay`: run a replay bundle, and compare graphs with eager steps."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ from graphrt.runtime import resolve_device
 def run(options: ReplayOptions) -> None:
     """Run a bundle; the last line of standard output is one JSON object. Exit with 1 if a graph differs."""
     bundle, device = Bundle.load(options.bundle), resolve_device(options.device)
-    if options.time and device.type != "cuda":
-        raise ConfigError(f"--time: requires a CUDA device, got {device}; leave it out")
     log = make_console(stderr=True)
     if not options.json_only:
         made = ", ".join(f"{name} {value}" for name, value in {**bundle.versions, **bundle.model}.items())
@@ -48,12 +46,6 @@ def run(options: ReplayOptions) -> None:
             )
             if not options.json_only:
                 print(found, flush=True)
-    if options.time:
-        with bundle.open(model, device=device, backend=options.backend, compare=False) as replays:
-            for launch in launches:
-                launch["ms"] = replays.time(launch["launch"])
-                if not options.json_only:
-                    print(f"launch {launch['launch']}: {launch['ms']:.3f} ms on the device", flush=True)
     print(json.dumps({"name": "replay", **provenance(), "recorded": bundle.versions, "launches": launches}), flush=True)
     if not all(launch["graph_is_eager"] for launch in launches):
         sys.exit(1)

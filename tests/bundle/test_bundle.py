@@ -248,13 +248,6 @@ def test_a_wrong_graph_is_reported(tmp_path: Path) -> None:
         found = replays.run()
     assert found.difference is None
     assert found.logits_distance == pytest.approx(0.5 * float(bundle.launches[0].logits.abs().max()))
-    with (
-        bundle.open(model, device=CPU, compare=False) as replays,
-        pytest.raises(ConfigError, match="run: the bundle was opened with compare=False"),
-    ):
-        replays.run(0)
-    with pytest.raises(ConfigError, match="compare: expected True or False, got 2"):
-        bundle.open(model, device=CPU, compare=2)  # type: ignore[arg-type]
 
 
 def test_a_launch_larger_than_max_bytes_is_not_run(device: torch.device) -> None:

@@ -123,7 +123,6 @@ def test_errors_are_one_line(graphrt, bundle: Path, tmp_path: Path, monkeypatch:
     for arguments, text in (
         (("replay", nothing), "nothing.bundle is not a bundle, or is damaged"),
         (("replay", bundle, "--shape", "tiny", "--model", "x"), "replay: expected one of --shape and --model"),
-        (("replay", bundle, "--time", "--device", "cpu"), "--time: requires a CUDA device, got cpu; leave it out"),
         (("replay", bundle, "--shape", "other", "--device", "cpu"), "replay: the attention layers or the vocabulary"),
         (("capture", "--device", "cpu"), "capture: expected one of --shape and --model, got none"),
         ((*CAPTURE, "--record", nothing, "--prompt", "60", "--after", "9"), "--context: expected at least 70, the sum"),
