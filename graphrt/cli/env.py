@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from rich.table import Table
 
 from graphrt import env
 from graphrt.backends.capabilities import BackendContext
-from graphrt.backends.registry import Standing, backend_class, select_backend, standings, unsupported_reasons
+from graphrt.backends.registry import Standing, backend_class, select_backend, standings
 from graphrt.bench.environment import environment_report
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.cli.console import make_console
@@ -45,12 +45,11 @@ def run(options: EnvOptions) -> None:
         table.add_column(heading, overflow="fold")
     for entry in report["backends"]["known"]:
         chosen = " (chosen)" if entry["name"] == report["backends"]["chosen"] else ""
-        served = [] if entry["other_page_size"] is None else [f"runs with a page size of {entry['other_page_size']}"]
         table.add_row(
             entry["name"] + chosen,
             entry["graph_support"],
             _rank(entry),
-            "\n".join(entry["unsupported_reasons"] + served),
+            "\n".join(entry["unsupported_reasons"]),
         )
     console.print(table)
     console.print(report["backends"]["reason"], highlight=False, soft_wrap=True)
@@ -92,11 +91,7 @@ def _backends() -> dict[str, Any]:
         max_seq_len=8192,
     )
     chosen, reason = _choice(context)
-    known = [
-        asdict(standing)
-        | {"graph_support": _graph_support(standing, context), "other_page_size": _other_page_size(standing, context)}
-        for standing in standings(context)
-    ]
+    known = [asdict(standing) | {"graph_support": _graph_support(standing, context)} for standing in standings(context)]
     return {"chosen": chosen, "reason": reason, "known": known}
 
 
@@ -108,18 +103,3 @@ def _choice(context: BackendContext) -> tuple[str | None, str]:
     except (ConfigError, UnsupportedError) as error:
         return None, str(error)
     return cls.name, reason if named is None else f"{reason}, by GRAPHRT_BACKEND"
-
-
-def _other_page_size(standing: Standing, context: BackendContext) -> int | None:
-    """Return the smallest page size with which the backend could run, if only the page size prevents it."""
-    if not standing.unsupported_reasons:
-        return None
-    try:
-        sizes = backend_class(standing.name).capabilities.page_sizes
-    except ConfigError:  # reported as a reason
-        return None
-    if sizes is None or all(group.page_size in sizes for group in context.kv_groups):
-        return None
-    groups = tuple(replace(group, page_size=min(sizes)) for group in context.kv_groups)
-    other = replace(context, kv_groups=groups)
-    return min(sizes) if not unsupported_reasons(standing.name, other) else None
