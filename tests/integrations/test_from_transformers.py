@@ -314,6 +314,15 @@ def test_weights_without_a_meta_implementation_are_refused() -> None:
         graphrt.from_transformers(make_model("Llama").to("meta"), config=CONFIG)
 
 
+def test_mask_without_a_cache_is_blamed_on_the_line_that_builds_it() -> None:
+    model = make_model("Llama")
+    model.forward = lambda input_ids, position_ids, use_cache: type(model).forward(
+        model, input_ids, position_ids=position_ids, use_cache=use_cache
+    )
+    with pytest.raises(graphrt.UnsupportedError, match=r"_local_scalar_dense.* at .*modeling_llama\.py:\d+; compute"):
+        graphrt.from_transformers(model, config=CONFIG)
+
+
 def test_forward_of_a_subclass_may_pass_arguments_by_name() -> None:
     class Passing(transformers.LlamaForCausalLM):
         def forward(self, input_ids: torch.Tensor, **options: Any) -> Any:

@@ -249,7 +249,7 @@ class _Constants(TorchFunctionMode):
 
 
 def _blocked(text: str, advice: str) -> _BlockedError:
-    frame = _frame()
+    frame = _caller(_frame()) if _builds_mask() else _frame()
     return _BlockedError(f"{text} at {_text(frame)}; {advice}", _module(frame))
 
 
@@ -291,14 +291,17 @@ def _frame() -> FrameType | None:
     return frame
 
 
+def _caller(frame: FrameType | None) -> FrameType | None:
+    """Return the innermost frame of a method of a module."""
+    while frame is not None and not isinstance(frame.f_locals.get("self"), torch.nn.Module):
+        frame = frame.f_back
+    return frame
+
+
 def _module(frame: FrameType | None) -> torch.nn.Module | None:
     """Return the innermost module whose method a frame is in."""
-    while frame is not None:
-        found = frame.f_locals.get("self")
-        if isinstance(found, torch.nn.Module):
-            return found
-        frame = frame.f_back
-    return None
+    caller = _caller(frame)
+    return None if caller is None else caller.f_locals["self"]
 
 
 def _text(frame: FrameType | None) -> str:
