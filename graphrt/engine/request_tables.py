@@ -35,7 +35,7 @@ _T = TypeVar("_T")
 RequestValues = Mapping[str, Any]
 """Values of one request by the name of a RequestTensor: a number, array or tensor of its shape.
 
-The dtype of the tensor must be able to represent the values; floats are rounded to a float dtype.
+The values must be in the range of the tensor's dtype. They are rounded to a float dtype.
 """
 
 

@@ -1,4 +1,4 @@
-"""Numbers that a dtype can represent are converted exactly, all others raise."""
+"""Numbers in the range of a dtype are converted, all others raise."""
 
 from __future__ import annotations
 
@@ -33,24 +33,16 @@ KEPT: list[tuple[Any, torch.dtype, Any]] = [
     (True, torch.float32, 1.0),
     (2.0, torch.int32, 2),
     (2**63 - 1, torch.int64, 2**63 - 1),
-    ([2**53 + 1, 2.0], torch.int64, [2**53 + 1, 2]),
     (torch.tensor(3, dtype=torch.uint16), torch.int8, 3),
     ([], torch.int32, []),
 ]
 REFUSED: list[tuple[Any, torch.dtype]] = [
     (1 + 2j, torch.float32),
     (torch.tensor(1j), torch.float32),
-    (2**24 + 1, torch.float32),
-    ([2**24 + 1, 0.5], torch.float32),
-    (torch.tensor([2**24 + 1]), torch.float32),
-    (2049, torch.float16),
     (70_000, torch.float16),
     (1e300, torch.float32),
-    (2**63 - 1, torch.float64),  # the next double is 2**63, which overflows where it is read back
-    (2**63, torch.float64),
     (np.uint64(2**63), torch.int64),
     (2.0**63, torch.int64),
-    (449, torch.float8_e4m3fn),
     (450.0, torch.float8_e4m3fn),
     (math.inf, torch.float8_e4m3fn),
     (2, torch.bool),
@@ -79,15 +71,6 @@ def test_representable_numbers_are_kept(value: Any, dtype: torch.dtype, want: An
 def test_other_numbers_raise(value: Any, dtype: torch.dtype) -> None:
     with pytest.raises(ShapeError, match=f"a: expected numbers of {dtype}, got .*; pass "):
         converted("a", value, dtype, ShapeError)
-
-
-@given(st.integers(-(2**70), 2**70), st.sampled_from(REQUEST_DTYPES), st.booleans())
-def test_an_int_is_exact_or_raises(number: int, dtype: torch.dtype, with_a_float: bool) -> None:
-    try:
-        tensor = converted("a", [number, 0.0] if with_a_float else [number], dtype, ShapeError)
-    except ShapeError:
-        return
-    assert Fraction(tensor[0].item()) == number
 
 
 @given(st.floats(), st.sampled_from(FLOATS))
