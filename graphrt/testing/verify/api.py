@@ -9,9 +9,9 @@ import torch
 
 from graphrt.capture.allocator import check_allocator
 from graphrt.capture.garbage import older_objects_set_aside
-from graphrt.kernels.checks import check_callable, check_instance, check_int, check_number
+from graphrt.kernels.checks import check_callable, check_instance, check_int, check_number, check_sequence
 from graphrt.kernels.errors import ConfigError
-from graphrt.testing.verify.arguments import check_cases, check_tensors
+from graphrt.testing.verify.arguments import check_tensors
 from graphrt.testing.verify.coverage import coverage
 from graphrt.testing.verify.eager import EagerChecks
 from graphrt.testing.verify.graph import GraphChecks
@@ -23,7 +23,6 @@ from graphrt.testing.verify.subject import (
     PlainSubject,
     Subject,
     Target,
-    check_takes,
     copied_inputs,
     is_plain,
     name_of,
@@ -74,23 +73,20 @@ def verify(
     check_callable("make_inputs", make_inputs, advice="pass a function of the case number")
     if isinstance(cases, int):
         cases = range(check_int("cases", cases, 1, advice="4 is usual"))
-    numbers = check_cases("cases", cases)
-    if captures is not None:
-        captures = check_cases("captures", captures)
+    elif not check_sequence("cases", cases, of="case numbers", error=ConfigError):
+        raise ConfigError("cases: the list is empty; specify at least one case")
     check_tensors("state", {} if state is None else state)
-    if eager is not None:
-        check_callable("eager", eager, advice="pass the oracle, or leave it out")
     if tolerance is not None:
         check_number("tolerance", tolerance, 0.0, advice="pass 0 to compare bits, or leave it out")
     with torch.inference_mode(), older_objects_set_aside():
-        inputs = {str(n): copied_inputs(make_inputs(n)) for n in numbers}
+        inputs = {str(n): copied_inputs(make_inputs(n)) for n in cases}
         target = _target(step, list(inputs.values()), eager, {} if pad is None else pad, state or {})
         if target.device.type == "cuda":
             check_allocator()
-        names = list(inputs) if captures is None else [str(n) for n in captures]
+        names = [str(n) for n in captures or inputs]
         if unknown := set(names) - set(inputs):
             raise ConfigError(f"captures: {sorted(unknown)} are not among the cases {list(inputs)}; add them to cases")
-        if captures is None:
+        if not captures:
             names = list(dict.fromkeys((names[0], names[-1], names[len(names) // 2])))
         with unchanged(*target.root):
             verification = Verification(target, inputs, tolerance)
@@ -122,8 +118,6 @@ def _target(
     state: Mapping[str, torch.Tensor],
 ) -> Target:
     if is_plain(step):
-        for values in cases:
-            check_takes(step, values)  # type: ignore[arg-type]
         step = PlainSubject(step, cases, pad, state)  # type: ignore[arg-type]
     elif check_instance("pad", pad, Mapping, advice="pass a dict by input name"):
         raise ConfigError("pad: only plain functions take it; let refresh() of the Subject write the pad values")

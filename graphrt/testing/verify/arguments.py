@@ -1,34 +1,14 @@
-"""Check the arguments of `verify` and the parts of a `Subject` before anything runs."""
+"""Check the tensors of `verify` before anything runs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from numbers import Integral
-from typing import Any
 
 import torch
 
-from graphrt.kernels.checks import check_callable, check_instance, check_no_overlap, check_sequence, shown
+from graphrt.kernels.checks import check_instance, check_no_overlap
 from graphrt.kernels.errors import ConfigError, ShapeError
-from graphrt.testing.canary import Canaries
 from graphrt.testing.poison import has_poison
-
-
-def check_cases(name: str, value: object) -> list[int]:
-    """Return case numbers.
-
-    Raises:
-        ConfigError: if `value` is not a non-empty sequence of ints.
-    """
-    numbers = check_sequence(name, value, of="case numbers", error=ConfigError)
-    if not numbers:
-        raise ConfigError(f"{name}: the list is empty; specify at least one case")
-    for index, number in enumerate(numbers):
-        if not isinstance(number, Integral) or isinstance(number, bool):
-            raise ConfigError(
-                f"{name}[{index}]: expected an int, got {shown(number)}; pass the number that make_inputs takes"
-            )
-    return [int(number) for number in numbers]
 
 
 def check_tensor(name: str, value: object) -> torch.Tensor:
@@ -64,24 +44,3 @@ def check_tensors(what: str, value: object) -> dict[str, torch.Tensor]:
         except ShapeError as error:
             raise ConfigError(str(error)) from error
     return dict(named)
-
-
-def check_subject(subject: Any) -> None:
-    """Check the attributes and methods of a `Subject`.
-
-    Raises:
-        ConfigError: if an attribute or method has the wrong type.
-    """
-    check_tensors("buffers", subject.buffers)
-    for name in ("refresh", "run"):
-        check_callable(name, getattr(subject, name), advice="make it a method")
-    for name in ("eager", "real", "unowned", "capture"):
-        if (part := getattr(subject, name, None)) is not None:
-            check_callable(name, part, advice="make it a method, or leave it out")
-    check_tensors("state", getattr(subject, "state", None) or {})
-    if (canaries := getattr(subject, "canaries", None)) is not None:
-        check_instance("canaries", canaries, Canaries, advice="allocate the buffers from a Canaries")
-    check_sequence("derived", getattr(subject, "derived", ()), of="names of buffers", error=ConfigError)
-    host = getattr(subject, "host", None)
-    if host is not None and not (isinstance(host, tuple) and len(host) == 2 and isinstance(host[1], str)):
-        raise ConfigError(f"host: expected an (object, name) tuple, got {shown(host)}; pass both")

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from graphrt.kernels.checks import shown
 from graphrt.kernels.errors import ConfigError
 from graphrt.testing.poison import poison
 from graphrt.testing.verify.compare import Difference, differing, first_difference, same_bits
@@ -74,18 +73,12 @@ class Case:
         return self.inputs if isinstance(self.inputs, Mapping) else {}
 
     def check_real(self, *tensors: Mapping[str, torch.Tensor]) -> None:
-        """Check the names and indices of `real`.
-
-        Raises:
-            ConfigError: if a name is not among `tensors`, or an index does not match its tensor.
-        """
+        """Raise ConfigError if a name of `real` is not among `tensors`."""
         known = {name: tensor for group in tensors for name, tensor in group.items()}
         if unknown := set(self.real) - set(known):
             raise ConfigError(
                 f"real: {sorted(map(str, unknown))} are neither outputs nor state; use names of {sorted(known)}"
             )
-        for name, index in self.real.items():
-            check_part("real", name, known[name], index)
 
     def counted(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return a mask of the elements to compare of an output or of "state NAME". None means all."""
@@ -399,22 +392,6 @@ def _span(tensor: torch.Tensor) -> tuple[float, float]:
     wide = tensor.dtype in (torch.uint16, torch.uint32, torch.uint64)  # torch has no min and max for these
     values = tensor.double() if wide else tensor
     return float(values.min()), float(values.max())
-
-
-def check_part(what: str, name: str, tensor: torch.Tensor, index: Any) -> None:
-    """Check an index of a tensor.
-
-    Raises:
-        ConfigError: if the index does not match the tensor's shape.
-    """
-    try:
-        masked(tensor, index)
-    except (IndexError, TypeError, RuntimeError, ValueError) as error:
-        why = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError(
-            f"{what}[{name!r}]: expected an index of a tensor of shape {list(tensor.shape)}, got {shown(index)} "
-            f"({why}); return a valid index"
-        ) from error
 
 
 def masked(tensor: torch.Tensor, index: Any) -> torch.Tensor:

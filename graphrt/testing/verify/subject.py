@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -13,7 +12,7 @@ from torch.utils._pytree import tree_map
 from graphrt.kernels.checks import check_instance, shown
 from graphrt.kernels.errors import ConfigError
 from graphrt.testing.canary import Canaries
-from graphrt.testing.verify.arguments import check_subject, check_tensor
+from graphrt.testing.verify.arguments import check_tensor, check_tensors
 from graphrt.testing.verify.compare import same_bits
 
 Inputs = Mapping[str, Any]
@@ -73,7 +72,7 @@ class Target:
                     f"step: {shown(subject)} is not callable and has no attribute {name}; pass a function, or an "
                     "object as described by graphrt.testing.verify.Subject"
                 )
-        check_subject(subject)
+        check_tensors("buffers", subject.buffers)
         self.subject = subject
         self._eager: Callable[[Inputs], Output] | None = getattr(subject, "eager", None)
         self.is_own_oracle = eager is None and isinstance(subject, PlainSubject)  # on tensors of exact size
@@ -89,7 +88,7 @@ class Target:
         self.results: frozenset[str] = frozenset()
         self._real = getattr(subject, "real", None)
         self._unowned = getattr(subject, "unowned", None)
-        self.state: dict[str, torch.Tensor] = dict(getattr(subject, "state", None) or {})
+        self.state = check_tensors("state", getattr(subject, "state", None) or {})
         if unknown := self.derived - set(self.buffers):
             raise ConfigError(f"derived: unknown buffers {sorted(unknown)}; use names of `buffers`")
 
@@ -292,21 +291,3 @@ def _collect(named: dict[str, torch.Tensor], value: Any, name: str, *, is_all: b
 def is_plain(step: Any) -> bool:
     """Return whether a step is a plain function rather than an object with host code."""
     return callable(step) and not (hasattr(step, "refresh") and hasattr(step, "run"))
-
-
-def check_takes(step: Callable[..., Any], inputs: Inputs) -> None:
-    """Check that a step accepts the inputs of a case.
-
-    Raises:
-        ConfigError: if it does not.
-    """
-    if not isinstance(inputs, Mapping) or not all(isinstance(name, str) for name in inputs):
-        raise ConfigError(f"make_inputs: expected arguments by name, got {shown(inputs)}; return a dict")
-    try:
-        inspect.signature(step).bind(**inputs)
-    except TypeError as error:
-        raise ConfigError(
-            f"make_inputs: {name_of(step)} does not accept the arguments: {error}; rename them"
-        ) from error
-    except ValueError:  # a builtin without a signature
-        return

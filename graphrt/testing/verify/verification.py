@@ -12,7 +12,7 @@ from graphrt.testing.verify.compare import Difference
 from graphrt.testing.verify.host import HostValues, same
 from graphrt.testing.verify.locations import is_fixed
 from graphrt.testing.verify.report import VerifyFinding
-from graphrt.testing.verify.runs import Case, Contents, Outcome, Runs, check_part
+from graphrt.testing.verify.runs import Case, Contents, Outcome, Runs
 from graphrt.testing.verify.subject import Inputs, Target
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
@@ -40,9 +40,6 @@ class Verification:
     def __init__(self, target: Target, inputs: Mapping[str, Inputs], tolerance: float | None) -> None:
         self.target, self._tolerance = target, tolerance
         self.cases = {name: Case(name, values, target.real(values)) for name, values in inputs.items()}
-        for values in inputs.values():
-            for name, index in target.unowned(values).items():
-                check_part("unowned", name, target.state[name], index)
         self.runs = Runs(target)
         self.host = HostValues.take(*target.root)
         self.findings: list[VerifyFinding] = []
