@@ -82,7 +82,7 @@ def _addresses_of_interpreted_kernels() -> Iterator[None]:
     if not INTERPRETED:
         yield
         return
-    from graphrt.testing.interpreter import checked_addresses
+    from tests.support.interpreter import checked_addresses
 
     with checked_addresses():
         yield
@@ -117,7 +117,7 @@ def _kernels_on(name: str) -> Iterator[torch.device]:
         yield torch.device("cuda")
         return
     from graphrt.kernels.library import interpreted
-    from graphrt.testing.interpreter import shuffled_programs
+    from tests.support.interpreter import shuffled_programs
 
     with interpreted(), shuffled_programs():
         yield torch.device("cpu")

@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, InterpreterError
 
 from graphrt.kernels.library import INTERPRETER_AVAILABLE
-from graphrt.testing.interpreter import checked_addresses
+from tests.support.interpreter import checked_addresses
 
 pytestmark = pytest.mark.skipif(not INTERPRETER_AVAILABLE, reason="compiled kernels are not checked")
 F32, I32 = torch.float32, torch.int32

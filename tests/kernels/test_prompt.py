@@ -19,7 +19,6 @@ from graphrt.kernels.attention.prompt_plan import PromptPlan
 from graphrt.kernels.attention.prompt_schedule import schedule_prompt
 from graphrt.kernels.attention.work_list import schedule_attention
 from graphrt.kernels.library import INTERPRETER_AVAILABLE, interpreted
-from graphrt.testing.interpreter import shuffled_programs
 from tests.support import native_emulation
 from tests.support.attention_cases import (
     BF16,
@@ -35,6 +34,7 @@ from tests.support.attention_cases import (
     make_problem,
     strided,
 )
+from tests.support.interpreter import shuffled_programs
 
 
 @pytest.fixture(

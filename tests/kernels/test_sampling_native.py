@@ -53,7 +53,7 @@ needs_compiler = pytest.mark.skipif(native_emulation.COMPILER is None, reason="n
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
     """A CPU on which `sample` takes the CUDA kernels, in every run of a test in the same orders."""
     from graphrt.kernels.library import interpreted
-    from graphrt.testing.interpreter import shuffled_programs
+    from tests.support.interpreter import shuffled_programs
 
     monkeypatch.setattr(sampling, "serves", lambda device: True)
     monkeypatch.setattr(sampling_native, "launch", native_emulation.emulated_launch)

@@ -18,7 +18,6 @@ from graphrt.bench import timer as bench
 from graphrt.kernels import interpreter
 from graphrt.kernels.errors import ConfigError, UnsupportedError
 from graphrt.testing import numerics
-from graphrt.testing.interpreter import shuffled_programs
 from graphrt.testing.numerics import (
     assert_accurate,
     assert_bitwise_equal,
@@ -28,6 +27,7 @@ from graphrt.testing.numerics import (
     keys_seen,
 )
 from graphrt.testing.poison import poison, poison_bits, poisoned
+from tests.support.interpreter import shuffled_programs
 
 NAN, INF = math.nan, math.inf
 
@@ -386,6 +386,6 @@ def test_timing_in_graph_replays():
 def test_testing_kit_needs_no_cuda():
     code = (
         "import sys; sys.modules['cuda'] = None\n"
-        "import graphrt.bench.timer, graphrt.testing.numerics, graphrt.testing.poison, graphrt.testing.interpreter"
+        "import graphrt.bench.timer, graphrt.testing.numerics, graphrt.testing.poison"
     )
     subprocess.run([sys.executable, "-c", code], cwd=Path(numerics.__file__).parents[2], check=True)
