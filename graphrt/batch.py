@@ -113,7 +113,7 @@ class Batch:
     request has the same encoder_len in every step. A different value is a fault, unless the request lists from page 0
     or starts a sequence. With encoder_len 0 and no encoder pages, cross layers return zeros.
 
-    **Penalties.** They apply to all tokens of the sequence, also if the request steps back to an earlier position. For
+    **Penalties.** They apply to all tokens of the sequence, even if the request steps back to an earlier position. For
     a cached prefix, call `RequestTables.record_prefix` before the first step.
 
     Encoder-only models have no KV groups. Their batches list no pages, and each request is a whole sequence.
@@ -221,8 +221,8 @@ class Batch:
         if "sample" in stated and (sample > query_lens).any():
             row = int((sample > query_lens).argmax())
             raise ShapeError(
-                f"batch.sample: expected at most {query_lens[row]} for request {row}, its new tokens, got "
-                f"{sample[row]}; pass 1, or 1 + the number of drafts among its tokens"
+                f"batch.sample: expected at most {query_lens[row]} for request {row}, the number of its new tokens, "
+                f"got {sample[row]}; pass 1, or 1 + the number of drafts among its tokens"
             )
         arrays: dict[str, Any] = dict(
             values,
@@ -333,8 +333,8 @@ class Batch:
     ) -> None:
         """Check the batch against the capacity of a runtime. Takes microseconds.
 
-        Raises: CapacityError: if a sequence or the page lists are too long; ShapeError: if the page lists are for
-        another number of KV groups, or with `whole`, if a request is not a whole sequence.
+        Raises: CapacityError: if a sequence or the page lists are too long; ShapeError: if the page lists are for a
+        different number of KV groups, or with `whole`, if a request is not a whole sequence.
         """
         n, listed = len(self.req_indices), len(self.page_ids)
         if listed and len(self.page_indptr) != groups * n + 1:
@@ -358,14 +358,15 @@ class Batch:
         if whole and not np.array_equal(self.query_lens, self.seq_lens):
             row = int((self.query_lens != self.seq_lens).argmax())
             raise ShapeError(
-                f"batch.query_lens: expected {self.seq_lens[row]} new tokens for request {row}, its seq_len, got "
+                f"batch.query_lens: expected {self.seq_lens[row]} new tokens for request {row}, which is its "
+                "seq_len, got "
                 f"{self.query_lens[row]}; encoder layers see the tokens of one step, so pass whole sequences"
             )
         words = layout.inputs_size(n, len(self.tokens), listed, max(groups, 1))
         if words > inputs_words:
             raise CapacityError(
-                f"batch.page_ids: expected at most {listed - (words - inputs_words)} pages listed in one step, "
-                f"got {listed}; list only the pages that seq_lens needs"
+                f"batch.page_ids: expected at most {listed - (words - inputs_words)} listed pages in one step, got "
+                f"{listed}; list only the pages that seq_lens needs"
             )
 
     def write_inputs(self, out: Int32Array, step: int, groups: int) -> int:

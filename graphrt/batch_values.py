@@ -119,7 +119,7 @@ def host_array(name: str, values: Any, dtype: Any, length: int | None = None) ->
         array = np.asarray(values)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ShapeError(
-            f"batch.{name}: NumPy cannot make a one-dimensional {np.dtype(dtype).name} array of this "
+            f"batch.{name}: NumPy cannot make a one-dimensional {np.dtype(dtype).name} array from this "
             f"{type(values).__name__} ({error}); pass an array of numbers"
         ) from error
     if array.size == 0 and array.dtype.kind == "f":

@@ -36,7 +36,7 @@ class RequestTensor:
     dtype     float64, float32, float16, bfloat16, float8_e4m3fn, float8_e5m2, int64 to int8, uint8 or bool
     initial   value of padding requests, and of requests that set no value
 
-    Raises: ConfigError: if `dtype` is another dtype or cannot represent `initial`, or if a field has the wrong type.
+    Raises: ConfigError: if `dtype` is not in this list or cannot represent `initial`, or if a field has the wrong type.
     """
 
     name: str
@@ -79,12 +79,12 @@ class RuntimeConfig:
     prefill_backend name of the backend for the prefill part of mixed steps, while `backend` serves the decode part.
                     "none": `backend` serves whole mixed steps. None: the faster choice, as measured
     use_graphs      False: run every step eagerly; `stats()` counts these steps with the reason
-    lazy_capture    `capture()` captures only the largest size of each kind, whose memory the other sizes reuse. A step
-                    of another size first captures it, once, on the thread that submits steps. If that fails, this and
+    lazy_capture    `capture()` captures only the largest size of each kind, whose memory the other sizes reuse. The
+                    first step of any other size captures it, on the thread that submits steps. If that fails, this and
                     all later steps of the size run eagerly, and `stats()` counts them with the reason
-    check_weights   before each step, check the address of one weight or cache tensor, and that four names in the model
-                    refer to the same objects, in rotation. The first step, and every step with GRAPHRT_DEBUG=1, checks
-                    all tensors that graphs use
+    check_weights   before each step, check the address of one weight or cache tensor, and whether four names in the
+                    model still refer to the same objects. Steps check them in turn. The first step, and every step with
+                    GRAPHRT_DEBUG=1, checks all tensors that graphs use
     shadow_every    number of launches from one shadow step to the next; 0: never. A shadow step also runs eagerly, and
                     results and state are compared bitwise. Differences are in `stats().shadow_differences`, and cause
                     a RuntimeWarning
@@ -190,7 +190,7 @@ class RuntimeConfig:
 
     @property
     def query_lens(self) -> tuple[int, ...]:
-        """Most new tokens per request of the decode graphs: 1, and 1 + num_speculative_tokens."""
+        """Maximum number of new tokens per request in each kind of decode graph: 1, and 1 + num_speculative_tokens."""
         return (1, 1 + self.num_speculative_tokens) if self.num_speculative_tokens else (1,)
 
     @property

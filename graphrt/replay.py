@@ -323,11 +323,11 @@ class ReplayManager:
             return Launch(step, 1, batch.num_reqs, target.descriptor, why_eager, slot, queue.rings, asks, ids)
 
     def advance(self, delta: BatchDelta, *, steps: int = 1, eager: bool = False, query_len: int = 1) -> Launch:
-        """Continue the requests of `begin` by `steps` steps. Waits only if `most_in_flight` launches are in flight.
+        """Continue the requests of `begin` for `steps` steps. Waits only if `most_in_flight` launches are in flight.
 
         query_len   1 + num_speculative_tokens to verify drafts, else 1
 
-        Raises: see `replay`; nothing is written then. If a step raises, earlier steps may have run; see ChangeFlag.
+        Raises: see `replay`; these errors change nothing. If a step raises, earlier steps may have run; see ChangeFlag.
         """
         steps = check_int("steps", steps, 1, self._launch_steps, advice="raise RuntimeConfig.launch_steps")
         with self._exclusive:
@@ -434,7 +434,8 @@ class ReplayManager:
         """Check that every parameter and buffer of `model` is still the tensor that was captured.
 
         Slower than the check before every step, but it checks all tensors, and finds replaced parameters. Raises
-        ReplayError if a tensor was moved or replaced, or was added without `weights=` of the manager.
+        ReplayError if a tensor was moved or replaced, or was added. The manager must have been built without
+        `weights=`.
         """
         check_instance("model", model, torch.nn.Module, advice="pass weights= to the manager for other models")
         with self._exclusive:

@@ -88,8 +88,8 @@ class Runtime:
     free_req_indices  request indices that no sequence uses; pop one for a new sequence, and append it when the sequence
                       is finished
     stream            stream of the steps; None on CPU
-    kv_boundary       length limit above which requests have other KV than shorter ones, so that TextGenerator shares no
-                      prefix between the two; None, the default: KV depends on the tokens before it only
+    kv_boundary       length limit above which a request's KV differs from that of shorter requests, so TextGenerator
+                      shares no prefix across it; None, the default: KV depends only on the preceding tokens
 
     model, attention, vocab_size, config, sampler, stream, weights, proposer   as for ReplayManager
     kv_spec             shape and dtype of the model's cache, or of each KV group, as `kv_groups()` returns them; None:

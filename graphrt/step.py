@@ -38,7 +38,7 @@ class Step:
     input_ids       [padded_tokens] int64    token ids; 0 in padding tokens
     positions       [padded_tokens] int64    position of each token in its sequence; 0 in padding tokens
     logits_indices  [rows]          int64    index of the token whose hidden state gives a row of the logits, or 0.
-                                             rows is padded_reqs, times the most tokens that a request
+                                             rows is padded_reqs, times the maximum number of tokens that a request
                                              samples in this graph: 1, or 1 + num_speculative_tokens
     sample_lens     [padded_reqs]   int32    number of tokens before the one that is sampled
     req_indices     [padded_reqs]   int32    request index; -1 in padding and invalid requests, so clamp it first
@@ -122,7 +122,7 @@ class Step:
 
     @property
     def token_counts(self) -> Penalties:
-        """The same, with tokens only and no counts without RuntimeConfig.penalties."""
+        """As `penalties`; without RuntimeConfig.penalties, it has only the tokens of each sequence, and no counts."""
         b = self.buffers
         state = PenaltyState(b.penalty_seen, b.penalty_counts, b.token_history, b.counted_lens)
         return Penalties(b.repetition_penalties, b.presence_penalties, b.frequency_penalties, state)
@@ -235,18 +235,18 @@ class Step:
         rotary: Rotary | None = None,
         bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Compute queries, keys and values of a layer, and write keys and values to the cache; `attend` comes next.
+        """Compute queries, keys and values of a layer, and write keys and values to the cache; call `attend` next.
 
         layer    index of a layer that writes keys and values
         x        [padded_tokens, depth]  or a Normed
         weight   [(num_q_heads + num_kv_heads) * head_dim + num_kv_heads * v_head_dim, depth]  or a quantised weight
         returns  the queries [padded_tokens, num_q_heads, head_dim], rotated
 
-        Other arguments, and what runs, are described at `graphrt.kernels.ops.linear.linear_rope_write`. Capture-safe.
+        Other arguments, and what runs, are described in `graphrt.kernels.ops.linear.linear_rope_write`. Capture-safe.
 
         Raises:
             ShapeError: if a tensor does not match the layer.
-            UnsupportedError: if the layer was written before in this step.
+            UnsupportedError: if this step has already written the layer.
         """
         last = len(self.layers) - 1
         layer = check_int("layer", layer, 0, last, advice="pass the index of an attention layer", error=ShapeError)
@@ -324,7 +324,8 @@ Model = Callable[[Step], torch.Tensor]
 the result may have any width, for example that of the pooled embeddings of an encoder.
 
 A model may have a method `ahead_model()`, which returns a model that launches the same kernels, but fewer times, and
-keeps no results. `capture` runs it to compile them side by side; nothing writes its inputs and outputs then."""
+keeps no results. `capture` runs it to compile them in parallel. No kernel runs then, so its inputs and outputs are
+undefined."""
 
 Sampler = Callable[[torch.Tensor, Step], torch.Tensor]
 """Maps logits [padded_reqs, vocab_size] to token ids [padded_reqs] int32 or int64; captured with the model."""

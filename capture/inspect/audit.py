@@ -11,7 +11,7 @@ replay accesses again. A finding names the node, the argument and the owner of t
 
 The positions of addresses are known in arguments of Triton kernels and in operands of copies. In arguments of other
 kernels any word may be an address, and a stale word in the padding of a struct may look like one. Such findings are not
-`certain`; `audit_twice` captures the step a second time and decides them. torch_kernels.py lists the bytes without
+`certain`; `audit_twice` captures the step a second time and resolves them. torch_kernels.py lists the bytes without
 addresses in structs of PyTorch's kernels.
 
 An audit of arguments cannot see addresses that a kernel loads from memory, indices, or the bytes that a kernel reads.
@@ -191,7 +191,7 @@ def _early_loads(lookup: Lookup, place: Place, node: Node) -> Iterator[Finding]:
         yield Finding(
             place, node.name, where_in(ArgumentRef(place, node, 0), at), address, owner, name,
             "the kernel loads this memory before it waits for earlier kernels, which may write it; name it as a weight "
-            "in memory_of() if no step writes it, or pass the operator a tensor that is no nn.Parameter",
+            "in memory_of() if no step writes it, or pass the operator a tensor that is not an nn.Parameter",
             FindingKind.EARLY_START,
         )  # fmt: skip
 

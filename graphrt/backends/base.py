@@ -46,8 +46,8 @@ class AttentionLayer:
     index              index of the layer in the model
     spec               heads, head size, dtype and options
     k_cache, v_cache   [num_pages, page_size, num_kv_heads, head_dim]  last stride 1, other strides arbitrary. An HND
-                       cache is also passed as this view, with the strides of its layout. v_cache may have another head
-                       size. Empty in an encoder layer
+                       cache is also passed as this view, with the strides of its layout. v_cache may have a different
+                       head size. Empty in an encoder layer
     group              KV group of the layer; `metadata.block_tables[group]` contains its page ids
     writes             whether a step writes keys and values of this layer. False if an earlier layer or an encoder
                        writes what the layer reads, or if it has no cache
@@ -72,8 +72,8 @@ class AttentionLayer:
         if (self.alibi_slopes is None) != (self.spec.alibi_slopes is None):
             have, want = ("None" if x is None else "a tensor" for x in (self.alibi_slopes, self.spec.alibi_slopes))
             raise ConfigError(
-                f"AttentionLayer.alibi_slopes: expected {want}, as spec.alibi_slopes says, got {have}; make the tensor "
-                "from spec.alibi_slopes"
+                f"AttentionLayer.alibi_slopes: expected {want}, as in spec.alibi_slopes, got {have}; make the tensor "
+                f"from spec.alibi_slopes"
             )
 
     def options(self, sinks: torch.Tensor | None = None) -> AttentionOptions:

@@ -46,7 +46,7 @@ class Capabilities:
                      step, which runs in `capture()`
     batch_invariant  the result of a request does not depend on other requests; see below
     kv_groups        layers of several KV groups, each with its own block table, `metadata.block_tables[layer.group]`
-    v_head_dim       value heads of another size than the key heads, `AttentionSpec.v_head_dim`
+    v_head_dim       value heads whose size differs from the key heads, `AttentionSpec.v_head_dim`
     attention_chunk_size   layers with `AttentionSpec.attention_chunk_size`
     prefill          the prefill part of mixed steps, while another backend serves the decode part; see
                      `AttentionBackend.run`
@@ -98,7 +98,7 @@ class Capabilities:
                         f"{shown(value)}; specify at least one"
                     )
             elif field.name != "max_query_len":
-                check_bool_field(self, field.name, advice="say what the backend does")
+                check_bool_field(self, field.name, advice="declare it")
 
     def unsupported_reasons(self, context: BackendContext) -> list[str]:
         """Return a sentence for each requirement of `context` that these capabilities do not meet.
@@ -121,7 +121,7 @@ class Capabilities:
             reasons += self._unsupported_by_layer(spec)
         for spec, kv in dict.fromkeys((spec, kv) for spec, kv, _ in context.layers):
             if kv.dtype not in (spec.dtype, *FP8_DTYPES):
-                reasons.append(f"dtype {spec.dtype} with KV dtype {kv.dtype}: must be equal, or the cache fp8")
+                reasons.append(f"dtype {spec.dtype} with KV dtype {kv.dtype}: must be equal, unless the cache is fp8")
         if context.prefill and not self.prefill:
             reasons.append(NO_PREFILL)
         if not context.prefill and context.max_query_len > self.max_query_len:
@@ -146,7 +146,7 @@ class Capabilities:
         if self.head_dims is not None and self.v_head_dim and spec.v_head_dim not in (None, *self.head_dims):
             reasons.append(f"v_head_dim {spec.v_head_dim}: supports {listing(self.head_dims)}")
         if spec.v_head_dim is not None and not self.v_head_dim:
-            reasons.append(f"v_head_dim {spec.v_head_dim}: supports that of the keys, {spec.head_dim}")
+            reasons.append(f"v_head_dim {spec.v_head_dim}: supports only the head size of the keys, {spec.head_dim}")
         for option, flag in _FLAG_OF_OPTION.items():
             value = getattr(spec, option)
             if value is not None and value is not False and not getattr(self, flag):

@@ -62,7 +62,7 @@ def get_attn_backend(
 
     Raises:
         ConfigError: if an argument has the wrong type, if layers and groups do not match, or if a name is unknown.
-        UnsupportedError: if no backend supports the layers; the text lists the reasons of each.
+        UnsupportedError: if no backend supports the layers; the message lists the reasons of each.
     """
     config = RuntimeConfig() if config is None else config
     config = check_instance("config", config, RuntimeConfig, advice="pass a RuntimeConfig").resolve()

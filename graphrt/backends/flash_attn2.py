@@ -1,4 +1,4 @@
-"""FlashAttention 2, whose host code chooses the number of KV splits from shapes, so a graph fixes it at capture."""
+"""FlashAttention 2, whose host code chooses the number of KV splits by shapes, so it is fixed at capture."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _E4M3_MAX = 448.0
 _SMALLEST_AMAX = 2.0**-40  # attention cannot tell smaller queries from zero
 
 _ScheduleKey = tuple[int, int, int, int, int]
-"""Query heads, KV heads, head_dim, window and page size. Layers with an equal key share a schedule."""
+"""Query heads, KV heads, head_dim, window and page size. Layers with the same key share a schedule."""
 
 
 class FlashAttention3Backend(PeerBackend):

@@ -146,7 +146,8 @@ class FlashInferBackend(PeerBackend):
     def plan_capture(self, descriptor: BatchDescriptor) -> None:
         """Make the wrapper of this size, compile its kernels, and plan requests of one token.
 
-        A graph has the address of the plan, not its contents. Mixed steps are never captured and need no plan here.
+        A graph contains the address of the plan, not its contents. Mixed steps are never captured and need no plan
+        here.
         """
         if descriptor.kind is GraphKind.DECODE:
             self._plan_decode(descriptor.padded_reqs, np.ones(descriptor.padded_reqs, np.int32))

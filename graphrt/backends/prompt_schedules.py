@@ -18,7 +18,7 @@ INTERPRETER_SMS = 4  # few, because an interpreted program takes milliseconds
 
 
 class PromptKind(NamedTuple):
-    """Layers of an equal kind share a plan and its schedule. Windows may differ, because each tile computes its own.
+    """Layers of the same kind share a plan and its schedule. Windows may differ, because each tile computes its own.
 
     native   whether the CUDA kernel may serve these layers on devices that run it
     """

@@ -57,8 +57,8 @@ class Ranking:
         """Return the geometric mean time of each backend relative to the fastest, in ascending order.
 
         The mean covers the sizes that a runtime of these capacities can use: batches up to max_num_reqs, and contexts
-        up to max_seq_len. A runtime below the smallest measured size is ranked by that size. A backend is left out if
-        it lacks a time that another has, because its mean would cover other sizes.
+        up to max_seq_len. A runtime below the smallest measured size is ranked by that size. A backend without a time
+        for a size that others have is left out, because its mean would cover different sizes.
         """
         wanted = list(dict.fromkeys(names))
         batch = max(max_num_reqs, min((cell.batch for cell in self.cells), default=0))

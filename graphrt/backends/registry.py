@@ -118,7 +118,7 @@ class Standing:
     """The rank of a backend for one context.
 
     unsupported_reasons   every reason why it cannot serve the context; empty if it can
-    by_name               why automatic selection skips it although it can, or None
+    by_name               why automatic selection skips it although it can serve the context, or None
     rank                  1 for the backend that is selected by default, then 2, ...; None if skipped
     relative              its measured time relative to the fastest backend that can serve; None in order of preference
     """
@@ -138,7 +138,7 @@ def select_backend(context: BackendContext, name: str | None = None) -> tuple[ty
 
     Raises:
         ConfigError: if the name is unknown.
-        UnsupportedError: if no backend supports the context; the text lists every reason.
+        UnsupportedError: if no backend supports the context; the message lists every reason.
     """
     if name is not None:
         what = "backend, by name or GRAPHRT_BACKEND" if name == env.backend() else "backend"
@@ -177,7 +177,7 @@ def select_prefill(
 
     Raises:
         ConfigError: if the name is unknown.
-        UnsupportedError: if the named backend cannot serve the part; the text lists every reason.
+        UnsupportedError: if the named backend cannot serve the part; the message lists every reason.
     """
     if not context.mixed_batches:
         return None, ""

@@ -42,7 +42,7 @@ class _Sizes(NamedTuple):
 
 
 class _ScheduleKey(NamedTuple):
-    """Layers with an equal key share a work list. KV groups may differ, because a work list contains no page ids."""
+    """Layers with the same key share a work list. KV groups may differ, because a work list contains no page ids."""
 
     sizes: _Sizes
     sliding_window: int
@@ -106,7 +106,9 @@ class TritonBackend(AttentionBackend):
             if spec.head_dim not in PROMPT_HEAD_DIMS:
                 reasons.append(f"head_dim {spec.head_dim} in encoder attention: supports {listing(PROMPT_HEAD_DIMS)}")
             if spec.v_head_dim is not None:
-                reasons.append(f"v_head_dim {spec.v_head_dim} in encoder attention: supports that of the keys")
+                reasons.append(
+                    f"v_head_dim {spec.v_head_dim} in encoder attention: supports only the head size of the keys"
+                )
         if context.device.type == "cuda" and torch.cuda.is_available() and runs_native(context.device):
             fault = nvrtc_fault()
             reasons += [] if fault is None else [fault]

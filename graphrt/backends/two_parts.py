@@ -136,7 +136,7 @@ def two_part_unsupported_reasons(
         return [NO_PREFILL]
     reasons = list(prefill.unsupported_reasons(prefill_context(context)))
     if not all(spec.is_cached for spec in context.attention):
-        reasons.append("encoder layers: steps with encoder layers hold whole sequences only")
+        reasons.append("encoder layers: steps with encoder layers contain whole sequences only")
     for part, cls in (("decode", decode), ("prefill", prefill)):
         if (cls.plan_capture, cls.plan_replay) != (AttentionBackend.plan_capture, AttentionBackend.plan_replay):
             reasons.append(f"{part} part {cls.name}: plans each step on the host, but the device reorders the requests")

@@ -165,7 +165,7 @@ class Bundle:
 
         model     the recorded model, on `device`; None: CUDA if available
         sampler   ignored if the recorded manager had none
-        proposer  that of the recorded manager. A launch of several steps needs it for the drafts of its later steps
+        proposer  the recorded manager's proposer. A launch of several steps needs it for the drafts of its later steps
         backend   attention backend to use instead of the recorded backend; "" selects one automatically
 
         Raises: the errors of ReplayManager if the model does not match the bundle.

@@ -34,7 +34,7 @@ class KVCache:
     groups      the spec of each KV group; one group if all layers are alike. null_page is always an int
     group_of    [layers] group of each layer
     k, v                per layer [num_pages, page_size, num_kv_heads, head_dim]  dtype of its group, on `device`.
-                        A view in NHD order; an HND cache has permuted strides. v may have another head size
+                        A view in NHD order; an HND cache has permuted strides. v may have a different head size
     k_scales, v_scales  per layer [num_kv_heads], or [1] if passed in that shape   float32, on `device`.
                         Scales of an fp8 cache: key = stored value * k_scale; 1.0 unless given. Fill them in place with
                         calibrated values before the first step, because stored values are not converted later. Must be

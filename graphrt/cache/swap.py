@@ -151,7 +151,7 @@ class SwapSpace:
             CapacityError: if the host memory is full.
             CaptureError: after `close()`.
 
-        Nothing has changed after an error.
+        An error changes nothing.
         """
         ids = self._checked(pages)
         self.collect()
@@ -186,7 +186,7 @@ class SwapSpace:
                 swapped in or dropped before, or belongs to another space.
             CaptureError: after `close()`.
 
-        Nothing has changed after an error.
+        An error changes nothing.
         """
         ids = self._checked(pages, owners=1)
         self._own(swapped, "swap_in")

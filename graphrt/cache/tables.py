@@ -46,7 +46,7 @@ class Tables:
         self._listed = np.zeros(rows, np.int64)  # the pages before this position were listed to the device
 
     def free_passed(self, rows: Rows, positions: npt.NDArray[np.int64]) -> None:
-        """Free the pages that no token from `positions` on attends to."""
+        """Free the pages that no token at or after `positions` attends to."""
         if self.group.sliding_window is None and self.group.attention_chunk_size is None:
             return
         # A page can be freed once the window has passed its last token. Most steps free none.
@@ -138,7 +138,7 @@ class Tables:
         return copied
 
     def num_own_pages(self, row: int, length: int, most: int) -> int:
-        """Return how many pages for up to `most` tokens a fork of a row must own. It shares the full pages of the first
+        """Return how many pages a fork of a row must own for up to `most` tokens. It shares the full pages of the first
         `length` tokens."""
         end = min(self.group.pages_for(most), int(self.to[row]))
         return max(0, end - max(length // self.group.page_size, int(self.from_[row])))

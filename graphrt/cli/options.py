@@ -30,12 +30,12 @@ class SamplingOptions:
     """Sampling options; see SamplingParams."""
 
     temperature: Annotated[float, _sampled("0 is greedy.")] = 0.0
-    top_k: Annotated[int, _sampled("Draw among the K most likely tokens; 0 means all.")] = 0
-    top_p: Annotated[float, _sampled("Draw among the most likely tokens with this total probability; 1 means all.")] = (
-        1.0
-    )
+    top_k: Annotated[int, _sampled("Sample among the K most likely tokens; 0 means all.")] = 0
+    top_p: Annotated[
+        float, _sampled("Sample among the most likely tokens with this total probability; 1 means all.")
+    ] = 1.0
     min_p: Annotated[
-        float, _sampled("Draw among tokens with at least this share of the top probability; 0 means all.")
+        float, _sampled("Sample among tokens with at least this share of the top probability; 0 means all.")
     ] = 0.0
     repetition_penalty: Annotated[
         float, _sampled("Above 1, makes tokens in the prompt and the output less likely; 1 is off.")
@@ -47,7 +47,8 @@ class SamplingOptions:
         _sampled("Added to the logit of token ID; -inf forbids the token. Repeatable.", metavar="ID=X"),
     ] = None
     logprobs: Annotated[
-        int | None, _sampled("Return log-probabilities of each token and the N most likely; generate prints them.")
+        int | None,
+        _sampled("Return log-probabilities of each token and of the N most likely tokens; generate prints them."),
     ] = None
 
 
@@ -56,7 +57,7 @@ class PromptOptions(SamplingOptions):
     """Sampling options of commands with prompts."""
 
     prompt_logprobs: Annotated[
-        int | None, _sampled("The same for prompt tokens after the first; the prompt runs one token per step.")
+        int | None, _sampled("As --logprobs, for prompt tokens after the first; the prompt runs one token per step.")
     ] = None
 
 
@@ -96,8 +97,8 @@ class GenerateOptions(PromptOptions):
         str | None,
         typer.Option(
             metavar="ngram|MODEL",
-            help="Verify drafts: of earlier text of the same prompt and answer (ngram), or of a draft model with the "
-            "same tokenizer (a folder, .gguf file or hub id).",
+            help="Verify drafts from earlier text of the same prompt and answer (ngram), or from a draft model with "
+            "the same tokenizer (a folder, .gguf file or hub id).",
         ),
     ] = None
     drafts: Annotated[int, typer.Option(min=1, max=63, help="Maximum drafts per step, with --speculate.")] = 4
@@ -124,7 +125,9 @@ class DecodeOptions(SamplingOptions):
     """Measure milliseconds per decode step against the memory floor and a baseline. The last line is JSON."""
 
     shape: Annotated[str | None, typer.Option(help="Shape with dummy weights, e.g. llama-3.1-8b-fp8.")] = None
-    model: Annotated[str | None, typer.Option(help="A real model instead: folder, hub id or .gguf file.")] = None
+    model: Annotated[str | None, typer.Option(help="A model with weights instead: folder, hub id or .gguf file.")] = (
+        None
+    )
     batch: Annotated[str, typer.Option(help="Comma-separated batch sizes.")] = "1,8,32"
     context: Annotated[int, typer.Option(min=1, help="KV tokens per sequence before the first timed step.")] = 1024
     steps: Annotated[int, typer.Option(min=1, help="Steps per round.")] = 50
@@ -135,7 +138,10 @@ class DecodeOptions(SamplingOptions):
         str | None, typer.Option(help="transformers: also time greedy decoding of Hugging Face transformers.")
     ] = None
     speculate: Annotated[
-        str | None, typer.Option(metavar="ngram", help="Also time drafts by prompt lookup, all and none accepted.")
+        str | None,
+        typer.Option(
+            metavar="ngram", help="ngram: also time drafts by prompt lookup, with all and with none accepted."
+        ),
     ] = None
     drafts: Annotated[int, typer.Option(min=1, max=63, help="Drafts per step, with --speculate.")] = 4
     json_only: _JsonOnly = False
@@ -164,7 +170,9 @@ class CaptureOptions:
     """Capture the graphs of a model, and print their costs and contents. The last line is JSON."""
 
     shape: Annotated[str | None, typer.Option(help="Shape with dummy weights, e.g. llama-3.2-1b.")] = None
-    model: Annotated[str | None, typer.Option(help="A real model instead: folder, hub id or .gguf file.")] = None
+    model: Annotated[str | None, typer.Option(help="A model with weights instead: folder, hub id or .gguf file.")] = (
+        None
+    )
     rows: Annotated[int, typer.Option(min=1, help="Maximum requests per step.")] = 64
     step_tokens: Annotated[int, typer.Option(min=1, help="Maximum new tokens per step.")] = 2048
     context: Annotated[int, typer.Option(min=2, help="Maximum tokens per sequence.")] = 4096
@@ -188,7 +196,7 @@ class CaptureOptions:
         str | None, typer.Option(metavar="FILE", help="Run random prompts and record launches in a replay bundle.")
     ] = None
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of each random prompt.")] = 64
-    after: Annotated[int, typer.Option(min=0, help="Steps before the recorded ones.")] = 8
+    after: Annotated[int, typer.Option(min=0, help="Steps before the recorded launches.")] = 8
     launches: Annotated[int, typer.Option(min=1, help="Launches to record.")] = 1
     json_only: _JsonOnly = False
 
@@ -199,8 +207,8 @@ class ReplayOptions:
 
     bundle: Annotated[str, typer.Argument(help="File written by `graphrt capture --record` or Bundle.save.")]
     shape: Annotated[str | None, typer.Option(help="Shape with dummy weights; default: the recorded model.")] = None
-    model: Annotated[str | None, typer.Option(help="A real model: folder, hub id or .gguf file.")] = None
-    backend: Annotated[str | None, typer.Option(help="Attention backend; default: the recorded one.")] = None
+    model: Annotated[str | None, typer.Option(help="A model with weights: folder, hub id or .gguf file.")] = None
+    backend: Annotated[str | None, typer.Option(help="Attention backend; default: the recorded backend.")] = None
     device: _Device = None
     json_only: _JsonOnly = False
 

@@ -62,7 +62,10 @@ def _costs(options: PlanOptions) -> tuple[Costs, str]:
     if options.shape is None and options.model is None:
         return assumed_costs() if options.measured is None else read_costs(options.measured)
     if options.measured is not None:
-        raise ConfigError("--measured: leave it out to measure --shape or --model here, or pass it alone")
+        raise ConfigError(
+            "--measured: cannot be combined with --shape or --model, which measure on this machine; "
+            "pass one of these options"
+        )
     source, device = named_source("plan", options.shape, options.model), resolve_device(options.device)
     model = load_model(source, device=device, max_positions=options.context + MEASURED_STEPS).model
     costs = measure_costs(

@@ -61,7 +61,8 @@ def _load(options: ReplayOptions, bundle: Bundle, device: str) -> LoadedModel:
     shape, model, seed = named.get("shape"), named.get("model"), named.get("seed", 0)
     if not isinstance(shape if model is None else model, str):
         raise ConfigError(
-            f"replay: the bundle does not name its model, but says {dict(bundle.model)}; pass --shape or --model, or "
+            f"replay: the bundle does not name its model, but describes it as {dict(bundle.model)}; pass --shape or "
+            f"--model, or "
             "open the bundle from Python with your own model: Bundle.load(path).open(model)"
         )
     source = shape_config(str(shape)) if model is None else str(model)

@@ -42,7 +42,7 @@ def _print(report: ServeReport) -> None:
     title = f"serve, {report.model} on {report.device}, backend {report.backend}"
     table = Table(title=title, title_justify="left", show_header=False)
     for name, value in (
-        ("requests", f"{report.workload.requests}, {report.rows} at once"),
+        ("requests", f"{report.workload.requests}, up to {report.rows} concurrent"),
         ("sampling", described(report.workload.sampling)),
         ("tokens in, out", f"{report.prompt_tokens:,}, {report.output_tokens:,}"),
         ("seconds", f"{report.seconds:.2f}"),
@@ -61,6 +61,6 @@ def _print(report: ServeReport) -> None:
     console.print(table)
     console.print(
         f"floor: bytes of weights per step and of KV per decoded token, over the measured read bandwidth of "
-        f"{report.read_tb_s:.2f} TB/s; without prompts. Busy: by events around each launch",
+        f"{report.read_tb_s:.2f} TB/s; excludes prompt computation. Busy: measured by events around each launch",
         soft_wrap=True,
     )

@@ -51,7 +51,7 @@ def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
         for token in tokens:
             if token >= vocab_size:
                 raise ConfigError(
-                    f"{name}: expected token ids below the vocabulary's {vocab_size}, got {token}; pass other ids"
+                    f"{name}: expected token ids below vocab_size={vocab_size}, got {token}; pass ids of the vocabulary"
                 )
 
 

@@ -18,7 +18,7 @@ from graphrt.step import Step
 
 
 def compile_ahead(program: StepProgram, descriptors: Iterable[BatchDescriptor]) -> None:
-    """Compile and load the kernels of a step at these sizes side by side.
+    """Compile and load the kernels of a step at these sizes in parallel.
 
     Runs the step with launches that compile kernels but write nothing. A model could store values that it computes from
     unwritten results. So its `ahead_model()`, if it has that method, and the attention of all layers run in its place.

@@ -30,7 +30,7 @@ class Guards:
 
     The first step checks all tensors that graphs read, by name: address, shape, strides and dtype. If `check_weights`
     is set, each later step compares the addresses of a few weights and cache tensors. It also looks up a few weights of
-    the model by name. If a name refers to another tensor than before, the step runs the full check. Tensors that were
+    the model by name. If a name now refers to a different tensor, the step runs the full check. Tensors that were
     added to the model, such as a bias, are errors too.
 
     With GRAPHRT_DEBUG=1 every step checks all tensors and names, and raises for kernels loaded after capture and for

@@ -163,7 +163,7 @@ class LogitsOwner(Protocol):
 class Rings:
     """The result rings that the device writes, as host arrays with one entry per step in flight.
 
-    positions   most tokens of a request in a step; tokens and log-probabilities have a row for each
+    positions   maximum number of tokens of a request in a step; tokens and log-probabilities have a row for each
     """
 
     __slots__ = (
@@ -203,7 +203,7 @@ class InFlight:
     descriptor   the size that it ran at
     why_eager    reason why the launch ran eagerly; empty if it replayed a graph
     req_indices  [num_reqs] request index of each column, in launches of a session; else None
-    positions    most tokens of a request in a step: 1 + num_speculative_tokens
+    positions    maximum number of tokens of a request in a step: 1 + num_speculative_tokens
     """
 
     __slots__ = (
@@ -340,8 +340,8 @@ class StepHandle(InFlight):
 
     @property
     def results(self) -> npt.NDArray[np.int32]:
-        """The tokens, as `tokens` returns them, despite faults or a missing sampler. Waits for this step. Raises
-        ReplayError, see `tokens`."""
+        """The tokens, as `tokens` returns them, even if requests are faulty or there is no sampler. Waits for this
+        step. Raises ReplayError, see `tokens`."""
         return self._by_request(self._arrived(False))
 
     def _by_request(self, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:

@@ -109,7 +109,8 @@ class LaunchInputs:
                 start, count = int(starts[row]), int(counts[row])
                 if start < 0 or count < 0 or start + count > len(pages):
                     raise ShapeError(
-                        f"words: expected lists within {len(pages)} pages, got {count} from {start} on; record it again"
+                        f"words: expected lists within {len(pages)} pages, got {count} pages from index {start}; "
+                        "record it again"
                     )
                 found.append((group, row, int(firsts[row]), pages[start : start + count]))
         return found

@@ -31,7 +31,7 @@ class State(str, Enum):
 
 
 def wrong_state(state: State, needed: State, call: str) -> CaptureError:
-    """Return the error of a call that needs a manager in another state."""
+    """Return the error for a call that needs a manager in a different state."""
     needs = {
         State.NEW: "build a new manager",
         State.CAPTURED: "call capture() first",

@@ -90,7 +90,7 @@ class StepProgram:
         return logits
 
     def _sample(self, step: Step, logits: torch.Tensor, position: int, last: bool) -> None:
-        """Sample one token of each request that has come to this position, and store the tokens."""
+        """Sample one token of each request that has reached this position, and store the tokens."""
         b, reqs, device = step.buffers, step.descriptor.padded_reqs, self.kv_cache.device
         assert self.sampler is not None, "the caller checks it"
         if self.buffers.token_history.shape[1]:
@@ -125,7 +125,7 @@ class StepProgram:
 
     @property
     def tokens_ahead(self) -> int:
-        """Most tokens after those of the step whose KV the proposer writes."""
+        """Maximum number of tokens after those of the step for which the proposer writes KV."""
         return 0 if self.draft_model is None else self.buffers.drafts.shape[1]
 
     def slots(self, step: Step) -> tuple[torch.Tensor, ...]:
@@ -158,7 +158,7 @@ class StepProgram:
         return step
 
     def positions(self, descriptor: BatchDescriptor) -> int:
-        """Return the most tokens that a request samples in a step of this size."""
+        """Return the maximum number of tokens that a request samples in a step of this size."""
         return descriptor.query_len or 1 + self.buffers.drafts.shape[1]
 
     def logits_of(self, logits: torch.Tensor, descriptor: BatchDescriptor, num_reqs: int) -> torch.Tensor:

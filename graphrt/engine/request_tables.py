@@ -103,7 +103,7 @@ class RequestTables:
         banned   pairs of tokens and a length; the tokens are also forbidden while `seq_lens` is below the length. For
         `min_tokens`, pass the stop tokens, and prompt length + min_tokens
 
-        Both together may name at most RuntimeConfig.max_logit_bias different tokens per request.
+        Together, they may name at most RuntimeConfig.max_logit_bias different tokens per request.
         """
         by_req = {
             at: ({} if bias is None else bias, _NOTHING_BANNED) for at, bias in self._by_request("biases", biases)

@@ -143,7 +143,7 @@ class StepComparison:
             return f"{self.descriptor}: {rows} requests, graph and eager step are bitwise equal"
         lines = [f"{self.descriptor}: {len(self.differing_rows)} of {rows} requests differ"]
         for row in self.differing_rows:
-            tokens = f"token {self.graph.tokens[row]} by the graph, {self.eager.tokens[row]} eagerly"
+            tokens = f"token {self.graph.tokens[row]} in the graph, {self.eager.tokens[row]} in the eager step"
             lines.append(f"  request {row}: {tokens}; logits differ by up to {self.max_difference[row]:.3g}")
         return "\n".join(lines)
 

@@ -30,9 +30,8 @@ class TensorDifference:
 
     def __str__(self) -> str:
         at = ", ".join(map(str, self.index))
-        return (
-            f"{self.name}[{at}] is {self.graph:g} by the graph, {self.eager:g} eagerly ({self.count} of {self.numel})"
-        )
+        values = f"{self.graph:g} in the graph, {self.eager:g} in the eager step"
+        return f"{self.name}[{at}] is {values} ({self.count} of {self.numel})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +60,7 @@ class Stats:
     recorder         name of the recorder that captures the steps: "cuda-graph" or "op trace (CPU)"
     backend          attention backend
     backend_reason   why this backend was selected
-    products         how products of few tokens (`linear` and its relatives) run on this device, and with which plans
+    products         how matrix products with few tokens (`linear` and similar) run on this device, and with which plans
     steps            all steps, by captured size, tokens of the batch, and the reason if no graph ran
     ring_waits       how often a step waited for an entry of the input ring
     graphs           one report per captured graph
@@ -69,8 +68,8 @@ class Stats:
     compiled_kernels kernels, by name, that captures of this process compiled because Triton's cache did not have them
     shadow_steps     steps that ran as a graph and eagerly; see RuntimeConfig.shadow_every
     shadow_differences  the first 16 shadow steps that differed
-    tokens_per_step  collected steps of a request in graphs for drafts, by the tokens that they yielded: 1 if no draft
-                     was accepted
+    tokens_per_step  number of collected steps in graphs that verify drafts, one per request, by the number of tokens
+                     that they yielded: 1 if no draft was accepted
     late_kernels     kernels that were compiled or loaded after `capture()` on the thread that submits steps, by name
                      and activity. "in a graph step" is always an error. "outside the graphs" (eager, shadow steps,
                      captures, writes of request tables) and "between calls" cost time that a warm-up would save

@@ -125,8 +125,8 @@ def read_trace(path: str | Path, max_num_reqs: int, max_num_tokens: int) -> Trac
             continue
         if (fields := _LINE.fullmatch(text)) is None:
             raise ConfigError(
-                f"trace: line {number}: expected decode or mixed, a size, and a number of steps or nothing, got "
-                f"{shown(text)}; write decode 12 for a step of 12 requests, or mixed 512 40 for 40 steps of 512 tokens"
+                f"trace: line {number}: expected KIND SIZE [STEPS], got {shown(text)}; write `decode 12` for a "
+                "step of 12 requests, or `mixed 512 40` for 40 steps of 512 tokens"
             )
         kind, size = GraphKind(fields[1]), int(fields[2])
         limit, name = limits[kind]

@@ -30,7 +30,7 @@ class SessionRequest:
     req_index        index of its state on the device, as in `Step.req_indices`
     prompt           [tokens] int32
     tokens           the tokens that were sampled and collected, including a token that finishes the request
-    finish_reason    why the request finished; RUNNING until the end is collected, also after an earlier release
+    finish_reason    why the request finished; RUNNING until the end is collected, even after an earlier release
     logprobs         with SamplingParams.logprobs, one per token
     prompt_logprobs  with SamplingParams.prompt_logprobs, one per prompt token except the first
     verify_steps     collected steps that could verify drafts, and yielded tokens

@@ -243,7 +243,7 @@ class DecodeSession:
         words  [ceil(vocab / 32)] of 32 bits on the host, as xgrammar and llguidance fill them. Token t is allowed if
                bit t % 32 of word t // 32 is set. None allows all tokens
 
-        Raises: ShapeError: if `words` has another shape. UnsupportedError: without RuntimeConfig.token_masks.
+        Raises: ShapeError: if `words` has the wrong shape. UnsupportedError: without RuntimeConfig.token_masks.
         ConfigError: see `release`.
         """
         with self._exclusive:

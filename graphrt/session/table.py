@@ -100,7 +100,7 @@ class RequestTable:
                     drafts were rejected. With drafts it may exceed the limit
     ahead           tokens of the requests in `order` that `most` does not include yet
     quiet           steps that can be launched before a request of `order` reaches its limit or the end of its pages
-    least           lowest possible length after all launches, as far as was collected: `most`, or with drafts `reached`
+    least           lowest possible length after all launches: `most`, or with drafts `reached`
     limits          length at which a request finishes
     asking          request indices that need log-probabilities
     many_stops      request indices with more stop tokens than the device knows
@@ -200,7 +200,7 @@ class RequestTable:
         return int(self.most[req_index])
 
     def tokens_left(self, ids: Ids) -> Ids:
-        """Return the number of tokens until each request reaches its limit; with drafts, at least so many."""
+        """Return the number of tokens until each request reaches its limit; with drafts, a lower bound."""
         self.catch_up()
         tokens: Ids = np.maximum(self.limits[ids] - self.most[ids], 0)
         return tokens

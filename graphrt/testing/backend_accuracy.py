@@ -18,7 +18,7 @@ _FP8_LSE_FLOOR = 2**-10  # sums of fp8 products have about 14 bits, and queries 
 
 @dataclass(frozen=True, slots=True)
 class DenseRow:
-    """One request of a step in one layer, on the host, with queries of the new tokens, and all keys and values.
+    """One request of a step in one layer, on the host: the queries of its new tokens, and all keys and values.
 
     q   [query_len, num_q_heads, head_dim]
     k   [seq_len, num_kv_heads, head_dim]     dequantised; [encoder_len, ...] in a cross layer

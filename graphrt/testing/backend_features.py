@@ -50,7 +50,7 @@ class Feature:
     num_queries_per_kv   query heads per KV head; 0: 4 on CUDA, 2 on CPU
     lse              request and check the log-sum-exp
     batch_invariant  check batch invariance
-    scale_per_head   fp8 caches have one scale per KV head; else one for all
+    scale_per_head   fp8 caches have one scale per KV head; else one scale for all heads
     null_page_last   the null page is the last page; else page 0
     one_pool         K and V are views of one pool, so that pages of a tensor are not adjacent
     longest          longest sequence on CUDA, in tokens; 0: 640

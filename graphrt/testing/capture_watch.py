@@ -52,7 +52,7 @@ ADVICE = {
     "so allocate it before the capture, or on a stream that captures",
     "compile": "expected kernels that are loaded before the capture, got {}; run the step once before",
     "stream": "expected every launch on a stream that captures, got {}; no replay repeats this launch, so let its "
-    "stream wait for the captured one first",
+    "stream wait for the capture stream first",
 }
 """The error text of each rule, with advice."""
 
@@ -107,7 +107,8 @@ class CaptureWatch:
         for rule, reason in self.allowed.items():
             if rule not in ADVICE or not isinstance(reason, str) or not reason:
                 raise ConfigError(
-                    f"allowed: expected {', '.join(ADVICE)}, each with a reason, got {rule}={reason!r}; give a reason"
+                    f"allowed: expected reasons by rule ({', '.join(ADVICE)}), got {rule}={reason!r}; pass a string "
+                    f"as the reason"
                 )
         self.captures = 0
         self.faults: list[CaptureFault] = []

@@ -29,7 +29,7 @@ def assert_bitwise_equal(actual: torch.Tensor, expected: torch.Tensor, *, name: 
         return
     at, count = first_index(differs), int(differs.sum())
     raise AssertionError(
-        f"{name}: expected equal bits, got {count} of {differs.numel()} elements that differ; the first is at {at}: "
+        f"{name}: expected equal bits, but {count} of {differs.numel()} elements differ; the first is at {at}: "
         f"got {have[at].item()!r} ({_hex(have[at])}), expected {want[at].item()!r} ({_hex(want[at])})"
     )
 
@@ -51,15 +51,15 @@ def assert_close(
     if not same_kind.all():
         at, count = first_index(~same_kind), int((~same_kind).sum())
         raise AssertionError(
-            f"{name}: expected NaN and infinities in the same places, got {count} of {have.numel()} elsewhere; "
+            f"{name}: expected NaN and infinities in the same places, but {count} of {have.numel()} elements differ; "
             f"the first is at {at}: got {have[at].item()}, expected {want[at].item()}"
         )
     excess = torch.where(both_finite, (have - want).abs() - (atol + rtol * want.abs()), -1.0)
     if have.numel() and excess.max() > 0:
         at, count = first_index(excess == excess.max()), int((excess > 0).sum())
         raise AssertionError(
-            f"{name}: expected an error of at most {atol:g} + {rtol:g} x |expected|, got {count} of {have.numel()} "
-            f"elements beyond it; the furthest is at {at}: got {have[at].item()}, expected {want[at].item()}, "
+            f"{name}: expected an error of at most {atol:g} + {rtol:g} x |expected|, but {count} of {have.numel()} "
+            f"elements exceed it; the largest is at {at}: got {have[at].item()}, expected {want[at].item()}, "
             f"error {abs(have[at].item() - want[at].item()):.3g}"
         )
 
@@ -90,8 +90,9 @@ def keys_seen(
 ) -> torch.Tensor:
     """Return the mask of the keys that each of a sequence's last tokens sees, [query_len, seq_len] bool on the CPU.
 
-    0 disables window and chunks. A window contains the keys at a smaller distance, on both sides unless `causal`. The
-    token at position p sees only keys of its chunk, starting at p // attention_chunk_size * attention_chunk_size.
+    0 disables window and chunks. A window contains the keys at a distance below its size, on both sides unless
+    `causal`. The token at position p sees only keys of its chunk, starting at p // attention_chunk_size *
+    attention_chunk_size.
     """
     at = torch.arange(seq_len - query_len, seq_len, device="cpu")[:, None]
     where = torch.arange(seq_len, device="cpu")

@@ -65,7 +65,7 @@ NEEDS: dict[str, Needs] = {
     "lse": Needs(False, "lse: backend lacking cannot write the log-sum-exp"),
     "batch_invariant": Needs(False, "batch_invariant: not supported", config={"batch_invariant": True}),
     "kv_groups": Needs(False, "2 KV groups: supports one", groups=((0, 2), (1,))),
-    "v_head_dim": Needs(False, "v_head_dim 8: supports that of the keys, 16", spec={"v_head_dim": 8}),
+    "v_head_dim": Needs(False, "v_head_dim 8: supports only the head size of the keys, 16", spec={"v_head_dim": 8}),
     "attention_chunk_size": Needs(False, "attention_chunk_size 3: not supported", spec={"attention_chunk_size": 3}),
     "cross_attention": Needs(
         False,
@@ -154,8 +154,8 @@ def test_kv_dtype_of_another_width_raises(monkeypatch: pytest.MonkeyPatch) -> No
     """For every backend. An fp8 cache works with layers of any dtype."""
     cls = declare(monkeypatch)
     for layers, stored, reasons in (
-        (F32, F16, ["dtype torch.float32 with KV dtype torch.float16: must be equal, or the cache fp8"]),
-        (F16, F32, ["dtype torch.float16 with KV dtype torch.float32: must be equal, or the cache fp8"]),
+        (F32, F16, ["dtype torch.float32 with KV dtype torch.float16: must be equal, unless the cache is fp8"]),
+        (F16, F32, ["dtype torch.float16 with KV dtype torch.float32: must be equal, unless the cache is fp8"]),
         (F16, F16, []),
         (F16, E4M3, []),
         (F32, torch.float8_e5m2, []),

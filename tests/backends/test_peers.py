@@ -230,7 +230,7 @@ REFUSALS = {
         FlashInferBackend,
         context(FULL, WINDOWED, device=CUDA, max_query_len=2, batch_invariant=True, kv_dtype=torch.float16),
         ["query_len 2: decodes at most 1 tokens per request", "batch_invariant: not supported",
-         "dtype torch.bfloat16 with KV dtype torch.float16: must be equal, or the cache fp8",
+         "dtype torch.bfloat16 with KV dtype torch.float16: must be equal, unless the cache is fp8",
          "sliding_window None, 7: must be equal, one plan serves all layers"],
     ),
 }  # fmt: skip

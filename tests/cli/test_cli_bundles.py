@@ -113,7 +113,7 @@ def test_a_graph_that_differs_ends_with_1(graphrt, bundle: Path, monkeypatch: py
     assert code == 1
     result = json.loads(out.splitlines()[-1])
     assert not any(launch["graph_is_eager"] for launch in result["launches"])
-    assert "by the graph" in result["launches"][0]["difference"]
+    assert "in the graph" in result["launches"][0]["difference"]
 
 
 def test_errors_are_one_line(graphrt, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -211,7 +211,7 @@ def test_bad_prompts(refused, monkeypatch, case) -> None:
         ((*ONE_TOKEN, "--stop", ""), "ConfigError: stop: expected non-empty strings, got ''"),
         ((*ONE_TOKEN, "--logit-bias", "x"), "ConfigError: --logit-bias: expected ID=X"),
         ((*ONE_TOKEN, "--logit-bias", "5=1", "--logit-bias", "5=2"), "token 5 is given twice, again in '5=2'"),
-        ((*ONE_TOKEN, "--logit-bias", f"{10**8}=1"), "--logit-bias: expected token ids below the vocabulary's "),
+        ((*ONE_TOKEN, "--logit-bias", f"{10**8}=1"), "--logit-bias: expected token ids below vocab_size="),
         ((*ONE_TOKEN, "--logprobs", "1025"), "--logprobs: expected at most 1024, got 1025"),
         ((*ONE_TOKEN, "--prompt-logprobs", "1025"), "--prompt-logprobs: expected at most 1024, got 1025"),
     ],

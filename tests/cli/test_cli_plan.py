@@ -108,7 +108,7 @@ def test_plans_with_results_and_measured(graphrt, tmp_path: Path) -> None:
         (("--memory", "1", "--step-tokens", "999"), "trace: line 3: expected at most 999 tokens, got 1000"),
         (("--memory", "1", "--step-tokens", "9"), "--step-tokens: expected at least --rows, 256, got 9; raise it"),
         (("--memory", "1", "--measured", "none"), "--measured: 'none' cannot be read"),
-        (("--memory", "1", "--measured", "x", "--shape", "tiny"), "--measured: leave it out to measure --shape"),
+        (("--memory", "1", "--measured", "x", "--shape", "tiny"), "--measured: cannot be combined with --shape"),
         (("--memory", "1", "--model", "x", "--shape", "tiny"), "plan: expected one of --shape and --model, got both"),
     ],
 )

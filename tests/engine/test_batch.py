@@ -63,7 +63,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "nan": ({"temperatures": [0, float("nan")]}, "batch.temperatures: expected finite numbers >= 0"),
     "negative temperature": ({"temperatures": [0, -1e-9]}, "batch.temperatures: expected finite numbers >= 0"),
     "above float32": ({"temperatures": [1e39, 0]}, "batch.temperatures: expected finite numbers >= 0"),
-    "sample": ({"sample": [0, 2]}, "batch.sample: expected at most 1 for request 1, its new tokens, got 2"),
+    "sample": (
+        {"sample": [0, 2]},
+        "batch.sample: expected at most 1 for request 1, the number of its new tokens, got 2",
+    ),
     "negative sample": ({"sample": [-1, 1]}, "batch.sample: expected numbers >= 0, got -1 for request 0"),
     "first page": ({"first_pages": [0, -1]}, "batch.first_pages: expected page indices >= 0, got -1"),
 }
@@ -87,7 +90,7 @@ ABOVE_CAPACITY: dict[str, tuple[dict[str, Any], str]] = {
     "length": ({"seq_lens": [1, 65]}, "batch.seq_lens: expected at most max_seq_len=64, got 65 for request 1"),
     "pages": (
         {"page_indptr": [0, 1, LONG_LIST], "page_ids": [1] * LONG_LIST},
-        f"batch.page_ids: expected at most {LONG_LIST - 1} pages listed in one step, got {LONG_LIST}",
+        f"batch.page_ids: expected at most {LONG_LIST - 1} listed pages in one step, got {LONG_LIST}",
     ),
 }
 

@@ -50,7 +50,7 @@ def test_compare_shows_a_frozen_number(device: torch.device) -> None:
     assert comparison.eager.tokens.tolist() == [int(exact.argmin())]
     assert comparison.max_difference[0] == pytest.approx(3 * float(exact.abs().max()), rel=1e-3)
     assert "1 of 1 requests differ" in str(comparison)
-    assert f"token {int(exact.argmax())} by the graph, {int(exact.argmin())} eagerly" in str(comparison)
+    assert f"token {int(exact.argmax())} in the graph, {int(exact.argmin())} in the eager step" in str(comparison)
 
 
 def test_faults_are_compared_and_not_raised(device: torch.device) -> None:

@@ -120,7 +120,9 @@ def test_changed_encoder_len_is_a_fault(device: torch.device) -> None:
 def test_encoder_models_need_whole_sequences_without_pages() -> None:
     runtime = served([ENCODER], None, None)
     runtime.capture()
-    with pytest.raises(ShapeError, match="query_lens: expected 5 new tokens for request 1, its seq_len, got 1"):
+    with pytest.raises(
+        ShapeError, match="query_lens: expected 5 new tokens for request 1, which is its seq_len, got 1"
+    ):
         runtime.replay(Batch.from_requests([Request(0, [1, 2], 2), Request(1, [3], 5)]))
     with pytest.raises(ShapeError, match="page_indptr: expected lists of 0 KV groups"):
         runtime.replay(Batch.from_requests([Request(0, [1, 2], 2, [3])]))

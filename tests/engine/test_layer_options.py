@@ -127,7 +127,7 @@ def test_slopes_are_float32_for_any_default_dtype() -> None:
 def test_slopes_must_match_the_spec() -> None:
     cache, _ = make_layers(PLAIN)
     for spec, slopes in ((ALIBI, None), (PLAIN, torch.tensor(SLOPES))):
-        with pytest.raises(ConfigError, match=r"alibi_slopes: expected .*, as spec.alibi_slopes says, got"):
+        with pytest.raises(ConfigError, match=r"alibi_slopes: expected .*, as in spec.alibi_slopes, got"):
             AttentionLayer(0, spec, cache.k[0], cache.v[0], alibi_slopes=slopes)
 
 

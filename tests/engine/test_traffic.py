@@ -100,14 +100,11 @@ def test_lines_of_a_trace(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        (
-            "decode 1\ndecode x",
-            "trace: line 2: expected decode or mixed, a size, and a number of steps or nothing, got",
-        ),
-        ("\n#\n12 40", "trace: line 3: expected decode or mixed"),
-        ("decode 0", "trace: line 1: expected decode or mixed"),
-        ("decode 1 0", "trace: line 1: expected decode or mixed"),
-        ("decode 1 2 3", "trace: line 1: expected decode or mixed"),
+        ("decode 1\ndecode x", r"trace: line 2: expected KIND SIZE \[STEPS\], got"),
+        ("\n#\n12 40", "trace: line 3: expected KIND SIZE"),
+        ("decode 0", "trace: line 1: expected KIND SIZE"),
+        ("decode 1 0", "trace: line 1: expected KIND SIZE"),
+        ("decode 1 2 3", "trace: line 1: expected KIND SIZE"),
         ("decode 8\ndecode 9", r"trace: line 2: expected at most 8 requests, got 9; raise max_num_reqs \(--rows\)"),
         ("mixed 17", r"trace: line 1: expected at most 16 tokens, got 17; raise max_num_tokens \(--step-tokens\)"),
         ("# nothing\n", "trace: '.*' has no steps; write a line per step, such as decode 12"),

@@ -163,8 +163,8 @@ class _Memory:
             end, names = self._storages[begin]
             text = f", byte {address - begin} of the storage of {names}, which has {end - begin} bytes"
         return (
-            f"{self._kernel}: expected every lane of {what} in the launch's tensors, got {len(outside)} outside in "
-            f"program {program} at {_line()}, the first at {address:#x}{text}; mask such lanes off"
+            f"{self._kernel}: expected every lane of {what} to be within the launch's tensors, got {len(outside)} "
+            f"outside in program {program} at {_line()}, the first at {address:#x}{text}; mask such lanes off"
         )
 
     def _in_one(self, addresses: npt.NDArray[np.uint64], size: int) -> bool:

@@ -68,7 +68,7 @@ CLOSE = {
     "within": ([1.0, 2.0], [1.1, 2.0], 0.2, None),
     "beyond": ([1.0, 2.0], [1.1, 2.5], 0.2, r"1 of 2 elements .* at \(1,\): got 2\.0, expected 2\.5, error 0\.5"),
     "nan-in-both": ([NAN, 1.0], [NAN, 1.0], 0.0, None),
-    "nan-in-one": ([NAN, 1.0], [1.0, 1.0], 9.0, r"1 of 2 elsewhere; the first is at \(0,\): got nan, expected 1\.0"),
+    "nan-in-one": ([NAN, 1.0], [1.0, 1.0], 9.0, r"differ; the first is at \(0,\): got nan, expected 1\.0"),
     "nan-expected": ([1.0, 1.0], [1.0, NAN], 9.0, r"at \(1,\): got 1\.0, expected nan"),
     "inf-in-both": ([INF, -INF], [INF, -INF], 0.0, None),
     "inf-sign": ([INF], [-INF], INF, "got inf, expected -inf"),

@@ -83,8 +83,8 @@ def test_a_rule_with_a_reason_and_tests_without_marker_or_capture_pass(run) -> N
 def test_wrong_arguments_of_the_marker_fail_the_test(run) -> None:
     for arguments, text in {
         "'compile'": "*capture_safe: expected keyword arguments, got ('compile',)*",
-        "compiles='x'": "capture_safe: allowed: expected sync, *, stream, each with a reason, got compiles='x'*",
-        "compile=''": "*allowed: expected *got compile=''; give a reason*",
+        "compiles='x'": "capture_safe: allowed: expected reasons by rule (sync, *, stream), got compiles='x'*",
+        "compile=''": "*allowed: expected *got compile=''; pass a string as the reason*",
     }.items():
         result = run(HEAD.replace("capture_safe", f"capture_safe({arguments})") + "        pass\n")
         assert result.ret == 1

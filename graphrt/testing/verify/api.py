@@ -95,7 +95,7 @@ def verify(
                 eagerly.prepare()
                 eagerly.check()
                 if not verification.has_results:
-                    raise ConfigError("step: no tensor is returned, and no buffer or state changes; return the results")
+                    raise ConfigError("step: returns no tensor, and changes no buffer or state; return the results")
                 for name in names:
                     if not verification.unrepeatable:
                         graphs.check(name)

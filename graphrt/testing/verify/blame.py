@@ -174,7 +174,7 @@ class Blamer:
         text = (
             "no single buffer, argument or Python value explains it; a Python value that changed before this call "
             "cannot be named; inspect_graph() of graphrt.capture.inspect.cuda lists the nodes with their addresses, "
-            "and audit() those without an owner"
+            "and audit() lists addresses without an owner"
         )
         if moved:
             text = f"{', '.join(moved)} are different tensors than at capture, whose memory may have been freed; {text}"
@@ -196,7 +196,7 @@ class Blamer:
         held = f"{region(name, mask)} holds {self._origin(name, case, have, mask)}"
         written = self._written[case.name].get(name)
         if written is not None and written.shape == mask.shape and bool(written[mask].all()):
-            return f"{held}: refresh() writes there what depends on earlier runs, not on the case alone"
+            return f"{held}: refresh() writes values there that depend on earlier runs, not only on the case"
         return f"{held}: {self._runs.target.why_unwritten}"
 
     def _origin(self, name: str, case: Case, have: torch.Tensor, mask: torch.Tensor) -> str:
@@ -234,7 +234,7 @@ class Blamer:
         return Blame("unowned", (wrong.output,), text)
 
     def carried(self, case: Case, start: HostValues, once: Outcome) -> Blame | None:
-        """Return the Python values that a run changes and the next run uses. With those of `start`, the next run
+        """Return the Python values that a run changes and the next run uses. With the values of `start`, the next run
         produces `once`."""
         runs = self._runs
         changes = start.changed(*runs.target.root, entries=True)
@@ -254,9 +254,10 @@ class Blamer:
         return Blame("determinism", chosen, because)
 
     def remembered(self, case: Case, start: HostValues) -> Blame | None:
-        """Return the Python values of earlier cases that change a result. With those of `start`, the result differs.
+        """Return the Python values of earlier cases that change a result. With the values of `start`, the result
+        differs.
 
-        The trial uses other random numbers, because a number drawn once and kept is also from an earlier case.
+        The trial uses different random numbers, because a number drawn once and kept is also from an earlier case.
         """
         runs = self._runs
         changes = start.changed(*runs.target.root, entries=True)

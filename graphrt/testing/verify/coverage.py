@@ -72,10 +72,10 @@ def _of_oracle(v: Verification) -> Iterator[Row]:
             "outputs",
             False,
             "",
-            f"the oracle does not return {', '.join(unknown)}: only replays of them are compared",
+            f"the oracle does not return {', '.join(unknown)}: only replays are compared for these",
         )
     if fewer := {output: text for case in exact for output, text in _fewer_rows(v, case).items()}:
-        yield "oracle", False, "", f"it returns {_some(list(fewer.values()))}: the others are not compared with it"
+        yield "oracle", False, "", f"it returns {_some(list(fewer.values()))}: the other rows are not compared with it"
 
 
 def _fewer_rows(v: Verification, name: str) -> dict[str, str]:

@@ -21,7 +21,7 @@ from graphrt.testing.verify.verification import SURELY, Verification
 
 _MOST_VALUES = 8  # values of an integer buffer to try in its pad rows
 _Pair = tuple[str, torch.Tensor | None, torch.Tensor, torch.Tensor | None]
-REFRESH_READS = Blame("", (), "refresh() reads what it should write")
+REFRESH_READS = Blame("", (), "refresh() reads elements that it should write")
 
 
 class EagerChecks:

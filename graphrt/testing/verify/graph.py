@@ -24,7 +24,7 @@ from graphrt.testing.verify.runs import POISONED, Case, Contents, Fill
 from graphrt.testing.verify.subject import Output
 from graphrt.testing.verify.verification import SURELY, Verification
 
-_MOST_EXPLAINED = 8  # wrong replays per graph whose cause is searched; further ones are counted
+_MOST_EXPLAINED = 8  # wrong replays per graph whose cause is searched; further wrong replays are only counted
 _KEY = BatchDescriptor.decode(1)
 
 
@@ -192,7 +192,7 @@ class GraphChecks:
         if moved:
             name = moved[0]
             shapes = [list(group[name].shape) for group in (graph.buffers, self._v.target.buffers) if name in group]
-            because = f"refresh() replaces {name} by another tensor, and the graph reads the old one; use copy_()"
+            because = f"refresh() replaces the tensor {name}, but the graph reads the old tensor; use copy_()"
             if len(shapes) == 2 and shapes[0] != shapes[1]:
                 because = f"refresh() gives {name} the shape {shapes[1]}, and the graph has {shapes[0]}; use copy_()"
             self._v.find("replaced", case, graph.case.name, text, Blame("", tuple(moved), because), wrong)

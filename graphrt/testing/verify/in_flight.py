@@ -88,7 +88,7 @@ def _queue(
             other = differing(have, want) & mask
             if bool(other.any()):
                 blamed.append(name)
-                because.append(f"{region(name, other)} does not hold this case's values when the launch starts")
+                because.append(f"{region(name, other)} does not contain this case's values when the launch starts")
         advice = (
             "the host overwrites memory that the device has not read yet; use one buffer per launch in flight, each "
             "with an event"

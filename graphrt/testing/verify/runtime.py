@@ -149,7 +149,7 @@ def verify_runtime(
         if given is not None and given.state is not State.CAPTURED:
             raise wrong_state(given.state, State.CAPTURED, name)
     if oracle is not None and oracle.kv_cache is not manager.kv_cache:
-        raise ConfigError("oracle: has another KVCache; build it with the KVCache of the manager")
+        raise ConfigError("oracle: uses a different KVCache; build it with the KVCache of the manager")
     cache = manager.kv_cache
     tensors = [tensor for group in range(len(cache.groups)) for tensor in _tensors(cache, group)]
     before = [t.clone() for t in tensors]
@@ -177,7 +177,7 @@ def verify_runtime(
         return report
     first = next(iter(subject.faults.values()))
     if len(subject.faults) == sum(batch.num_reqs for batch in steps):
-        raise ConfigError(f"batches: the device rejected every request, the first with: {first}; fix the batches")
+        raise ConfigError(f"batches: the device rejected every request, first: {first}; fix the batches")
     what = f"the device rejected {len(subject.faults)} requests, which wrote nothing; the first: {first}"
     return replace(report, not_checked={**report.not_checked, "rejected requests": what})
 

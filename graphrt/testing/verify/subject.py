@@ -193,8 +193,8 @@ class PlainSubject:
         kinds = {(v.dtype, v.device, v.dim()) for v in values}
         if len(kinds) > 1:
             raise ConfigError(
-                f"{name}: dtype, device or number of dimensions differ between cases: {kinds}; return the same in "
-                f"every case"
+                f"{name}: dtype, device or number of dimensions differ between cases: {kinds}; use the same in every "
+                f"case"
             )
         shape = [max(v.shape[dim] for v in values) for dim in range(values[0].dim())]
         buffer = self.canaries.full(name, shape, values[0].dtype, values[0].device)

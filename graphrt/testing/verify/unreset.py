@@ -16,7 +16,7 @@ from graphrt.testing.verify.verification import Verification
 def find_unreset(v: Verification) -> None:
     """Run cases of 8, 3 and 5 rows in the order 8, 8, 3, 5, 3, 8 without restoring unnamed tensors in between.
 
-    Each case thus follows a larger and a smaller one, and one follows itself. Each must repeat its first result.
+    Each case thus follows a larger and a smaller case, and one case follows itself. Each must repeat its first result.
     """
     runs, reference, cases = v.runs, v.reference, list(v.cases.values())
     names = list(runs.target.hidden)
@@ -48,8 +48,8 @@ def find_unreset(v: Verification) -> None:
     runs.eager(case, clean)  # start from the initial contents, so remaining differences are from other runs
     parts = ", ".join(region(name, differing(left[name], runs.target.hidden[name])) for name in chosen)
     because = (
-        f"{parts} still contains values of earlier runs, and the step reads them; write or mask them in each captured "
-        "step. If they should persist from step to step, name the tensor in state"
+        f"{parts} still contains values of earlier runs, and the step reads them; write or mask them in each "
+        f"captured step, or name the tensor in state if they should persist"
     )
     wrong = None if outcome.error else runs.difference(case, outcome, expected)
     text = "the step gives a different result after other runs, because an unnamed tensor persists"

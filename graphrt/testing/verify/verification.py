@@ -18,9 +18,9 @@ from graphrt.testing.verify.subject import Inputs, Target
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 SURELY = 3
 """Number of repetitions of a wrong run. Values that change between runs may be equal by chance."""
-_NO_REPEAT = "the step is not deterministic, since two identical runs in a row gave different results"
+_NO_REPEAT = "the step is not deterministic: two identical runs in a row gave different results"
 _NO_REPEAT_BECAUSE = (
-    "it uses a value that is neither a tensor nor a Python value within reach: a clock, an iterator, a racing write, "
+    "it uses a value that verify cannot restore: a clock, an iterator, a racing write, "
     "or a write through `.data` to a tensor larger than 1 MiB; let refresh() write that value to a tensor. Nothing "
     "else was compared"
 )

@@ -21,7 +21,7 @@ ARGUMENTS = {
     "captures": ({"captures": [9]}, r"captures: \['9'\] are not among the cases \['0', '1', '2', '3'\]"),
     "make_inputs": ({"make_inputs": 4}, "make_inputs: expected a callable, got 4"),
     "tolerance": ({"tolerance": float("nan")}, "tolerance: expected a finite number >= 0, got nan"),
-    "no result": ({"step": lambda x: None}, "step: no tensor is returned, and no buffer or state changes"),
+    "no result": ({"step": lambda x: None}, "step: returns no tensor, and changes no buffer or state"),
     "names of one case": (
         {
             "step": lambda **inputs: inputs["x"],

@@ -111,7 +111,7 @@ def test_a_buffer_overwritten_in_flight_is_blamed(waits: list[str]) -> None:
     assert "use one buffer per launch in flight" in found[0].because
     assert "the other streams are stalled" in found[1].text
     assert "stall" in waits
-    assert all(re.search(r"x.* does not hold this case's values", finding.because) for finding in found)
+    assert all(re.search(r"x.* does not contain this case's values", finding.because) for finding in found)
 
 
 @pytest.mark.usefixtures("waits")

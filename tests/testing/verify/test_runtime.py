@@ -167,12 +167,12 @@ def test_wrong_arguments_raise() -> None:
     bad = {
         r"manager: expected ReplayManager, got 3; of a Runtime, pass runtime\.manager": {"manager": 3},
         "oracle: expected ReplayManager, got 'eager'": {"oracle": "eager"},
-        "oracle: has another KVCache": {"oracle": oracle},
+        "oracle: uses a different KVCache": {"oracle": oracle},
         "batches: the list is empty": {"batches": []},
         "batches: expected a list": {"batches": 3},
         r"batches\[0\]: expected Batch": {"batches": [1]},
         r"batches\[0\].page_ids: expected 0 <= id": {"batches": [Batch(**row, page_indptr=[0, 1], page_ids=[9999])]},
-        "the device rejected every request, the first with: .* LENGTH_EXCEEDS_PAGES": {"batches": [Batch(**row)]},
+        "the device rejected every request, first: .* LENGTH_EXCEEDS_PAGES": {"batches": [Batch(**row)]},
         "seed: expected an int": {"seed": "a"},
         "vocab_size: expected an int from 1": {"vocab_size": 10**9},
     }
