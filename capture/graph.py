@@ -106,7 +106,7 @@ class Recorder(Protocol):
         because each run would draw the same numbers.
 
         Raises:
-            CaptureError: if `graph` is closed, was captured by another kind of recorder, or has nodes that a loop
+            CaptureError: if `graph` is closed, was captured by a different kind of recorder, or has nodes that a loop
                 cannot contain: events, host functions, allocations, conditional nodes.
             ShapeError: if `condition` has the wrong shape, dtype or device.
         """

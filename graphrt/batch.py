@@ -409,7 +409,7 @@ def _ones(n: int) -> Int32Array:
 
 @functools.lru_cache(maxsize=8)
 def _defaults(n: int, fields: int) -> npt.NDArray[np.int32]:
-    """Return the default fields of n requests, from REQ_QUERY_START on, for one sampled token each and no pages."""
+    """Return the default fields of n requests, starting at REQ_QUERY_START, for one sampled token each and no pages."""
     rows = np.zeros((fields, n), np.int32)
     rows[layout.REQ_QUERY_START] = np.arange(n)
     rows[layout.REQ_QUERY_LEN] = rows[layout.REQ_SAMPLE] = 1

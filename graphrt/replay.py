@@ -434,8 +434,7 @@ class ReplayManager:
         """Check that every parameter and buffer of `model` is still the tensor that was captured.
 
         Slower than the check before every step, but it checks all tensors, and finds replaced parameters. Raises
-        ReplayError if a tensor was moved or replaced, or was added. The manager must have been built without
-        `weights=`.
+        ReplayError if a tensor was moved, replaced or added. Only for managers built without `weights=`.
         """
         check_instance("model", model, torch.nn.Module, advice="pass weights= to the manager for other models")
         with self._exclusive:

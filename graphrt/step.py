@@ -101,7 +101,7 @@ class Step:
 
         hidden  [padded_tokens, width]  or a Normed; not copied, so the model must not change it later
 
-        Capture-safe. Raises: ShapeError: if it has another number of tokens.
+        Capture-safe. Raises: ShapeError: if the number of tokens differs.
         """
         states = hidden.x if isinstance(hidden, Normed) else hidden
         check_tensor("hidden", states, shape=(self.descriptor.padded_tokens, None), device=self.positions.device)

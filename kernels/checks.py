@@ -243,7 +243,7 @@ def check_sequence(
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes, bytearray)):
         raise error(f"{name}: expected a list or tuple of {of}, got {shown(value)}; pass a list")
     if length is not None and len(value) != length:
-        raise error(f"{name}: expected {length} {of}, got {len(value)}; pass one item for each")
+        raise error(f"{name}: expected {length} {of}, got {len(value)}; pass {length} items")
     return value
 
 

@@ -39,8 +39,8 @@ class FaultCode(IntEnum):
     """Fault of a request that the device detected. Its token is NO_TOKEN.
 
     Codes 1 to 10 are input faults, which the refresh detects. The request is then treated as a pad request and
-    nothing is written for it. If the step starts its sequence, the last token of its request index is voided. Codes
-    from 11 on are sampling faults, which `write_outputs` detects after the request's KV is written.
+    nothing is written for it. If the step starts its sequence, the last token of its request index is voided. Codes 11
+    and above are sampling faults, which `write_outputs` detects after the request's KV is written.
     """
 
     NONE = 0

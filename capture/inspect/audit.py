@@ -52,7 +52,8 @@ _WAIT = (
 """Kernels of cuBLAS, FlashAttention 3 and graphrt that are launched early and wait on the device."""
 
 _EARLY_ADDRESSES = {"linear": EARLY_ADDRESSES}
-"""Those that load from some memory before they wait: where the first argument holds its addresses, in bytes."""
+"""Kernels among these that load memory before they wait, with the byte offsets of its addresses in the first
+argument."""
 
 
 def audit(

@@ -107,7 +107,7 @@ def _page_json(view: GraphView, memory: MemoryMap | None, findings: Sequence[Fin
                   edges  three numbers each: source - source of the previous edge, target - source, programmatic
     memory    {"regions", "cuts"}, or null
                   regions  [name, owner, address, number of bytes, live], in the order of the map
-                  cuts     [address, region from this address on, -1: none], sorted
+                  cuts     [address, region starting at this address, -1: none], sorted
     findings  [place, where, address, owner, region, text]
     """
     kernels, launches = dict[_Row, int](), dict[_Row, int]()

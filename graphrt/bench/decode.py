@@ -113,7 +113,7 @@ def bench_decode(
     backend: str | None = None,
     sampling: SamplingParams | None = None,
 ) -> DecodeReport:
-    """Capture graphs for `batches`, and time decode steps from `context` tokens on, `steps` steps per round.
+    """Capture graphs for `batches`, and time decode steps, starting at `context` tokens, `steps` steps per round.
 
     sampling   parameters of all requests, with distinct seeds; None: greedy. Penalties apply to tokens of timed steps
 
@@ -186,7 +186,8 @@ def bench_decode(
 def kv_memory(
     kv_groups: Sequence[KVCacheSpec], rows: int, context: int, max_seq_len: int
 ) -> tuple[tuple[int, ...], int]:
-    """Return the pages per pool, including the null page, and their bytes, for requests that decode from `context` on.
+    """Return the pages per pool, including the null page, and their bytes, for requests that start to decode at
+    `context` tokens.
 
     Windowed groups have the pages of their window and of future tokens.
     """
@@ -212,7 +213,7 @@ def kv_bytes_read(attention: Sequence[AttentionSpec], kv_groups: Sequence[KVCach
 
 
 class DecodeLoop:
-    """Decodes `batch` sequences from `context` tokens on. Tokens are fed back on the device."""
+    """Decodes `batch` sequences, starting at `context` tokens. Tokens are fed back on the device."""
 
     def __init__(self, runtime: Runtime, batch: int, context: int, sampling: SamplingParams) -> None:
         self._runtime = runtime

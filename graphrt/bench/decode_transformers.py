@@ -180,7 +180,7 @@ def build_model(values: dict[str, Any], device: torch.device, dtype: torch.dtype
 
 @torch.no_grad()
 def time_cell(model: Any, way: str, batch: int, context: int) -> list[float]:
-    """Return the seconds per step of each round, from `context` cached tokens on.
+    """Return the seconds per step of each round, starting at `context` cached tokens.
 
     Raises: UnsupportedError: for the static mode on a CPU. Errors in the model propagate.
     """

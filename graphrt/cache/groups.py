@@ -53,8 +53,9 @@ def kv_groups(
     Encoder layers have no KV cache, so a model with only encoder layers has no groups.
 
     attention   the spec of every layer, in order; layers with kv_shared_with store no KV
-    page_size   tokens per page of the kind with the most bytes per token. If the bytes per token of another kind divide
-                this number of bytes, its pages hold proportionally more tokens; otherwise the kind gets its own pool
+    page_size   tokens per page of the kind with the most bytes per token. If the bytes per token of a different kind
+                divide this number of bytes, its pages hold proportionally more tokens; otherwise the kind gets its own
+                pool
     layout      memory layout of a page
     dtype       dtype of the cache; None: the dtype of the layers
     null_page   page id that padding requests read, which no sequence may own

@@ -188,7 +188,7 @@ def _pages_seen(
 def _renamed(
     pages: npt.NDArray[np.int32], ids: npt.NDArray[np.int64], count: int, null_page: int, stale: int | None = None
 ) -> npt.NDArray[np.int32]:
-    """Replace page ids by their index in `ids`, from 1 on; the null page becomes 0.
+    """Replace page ids with their index in `ids`, starting at 1; the null page becomes 0.
 
     Ids outside of the pool of `count` pages stay out of range. With `stale`, they and pages that are not in `ids` get
     this value. Without it, `ids` must contain all pages.

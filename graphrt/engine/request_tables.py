@@ -245,7 +245,7 @@ class RequestTables:
 
         tokens       the first tokens of the sequence, at most `max_seq_len`; the next step of the request starts after
                      them
-        prompt_len   see Batch.prompt_lens; tokens from this position on count as output
+        prompt_len   see Batch.prompt_lens; tokens at and after this position count as output
 
         Raises: CapacityError: if there are more than `max_seq_len` tokens. See also RequestTables.
         """

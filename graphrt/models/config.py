@@ -304,7 +304,7 @@ def _check_partial_rotation(fields: FieldReader, head_dim: int) -> None:
 def _hf_windows(architecture: str, layers: int, raw: Mapping[str, Any], fields: FieldReader) -> tuple[int | None, ...]:
     """Return the window of each layer.
 
-    Mistral has a window in every layer. Qwen has one in the layers from max_window_layers on, if enabled.
+    Mistral has a window in every layer. Qwen has one in layers max_window_layers and above, if enabled.
     """
     types = fields.texts("layer_types")
     unknown = sorted(set(types) - {"full_attention", "sliding_attention"})

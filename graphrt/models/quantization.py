@@ -97,7 +97,7 @@ def _awq(fields: FieldReader) -> Quantization:
     fields.refuse({"version": gemm, "format": gemm, "checkpoint_format": gemm, "bits": bits, "w_bit": bits})
     fields.refuse({"zero_point": (True,), "desc_act": (False,), "pack_dtype": ("int32",), "method": ("awq",)})
     if fields.get("backend") == "llm-awq":
-        fields.unsupported("backend 'llm-awq', which stores weights in another order")
+        fields.unsupported("backend 'llm-awq', which stores weights in a different order")
     return Quantization(4, _group(fields), packing="awq")
 
 

@@ -72,7 +72,7 @@ def check_weights(config: ModelConfig, targets: Mapping[str, Weight], checkpoint
         for name, target in targets.items()
         if name in shapes and tuple(shapes[name]) != tuple(target.shape)
     ]
-    found = {"missing": missing, "unknown": unknown, "of another shape": misshaped}
+    found = {"missing": missing, "unknown": unknown, "of the wrong shape": misshaped}
     if any(found.values()):
         text = "; ".join(f"{len(names)} {kind}: {_listing(names)}" for kind, names in found.items() if names)
         raise ConfigError(

@@ -312,7 +312,7 @@ class SessionPages:
         return [table.pages(req_index) for table in self.tables]
 
     def place(self, req_index: int, first_places: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
-        """Allocate `counts` pages of each KV group for a request without pages, from these positions on."""
+        """Allocate `counts` pages of each KV group for a request without pages, starting at these positions."""
         pages = []
         for table, first, count in zip(self.tables, first_places, counts, strict=True):
             pages.append(self._pools[table.group.pool].take(count).tolist())

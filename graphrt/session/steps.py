@@ -85,7 +85,7 @@ class StepLauncher:
     def _full_step(self, eager: bool, with_drafts: set[int]) -> Launch | None:
         """Launch one step with all inputs: the requests that decode, and prompts as far as tokens and pages allow.
 
-        The host does not know how many drafts a request has, so it reserves tokens for the most drafts.
+        The host does not know how many drafts a request has, so it reserves tokens for the maximum number of drafts.
         """
         table = self._table
         table.catch_up()

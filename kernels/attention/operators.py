@@ -165,7 +165,7 @@ def paged_attention(
     pdl                programmatic dependent launch; the kernel starts before the previous kernel has finished, and
     waits on the device
 
-    Padding tokens (from query_start_loc[-1] on) get zeros and a log-sum-exp of -inf.
+    Padding tokens (index query_start_loc[-1] and above) get zeros and a log-sum-exp of -inf.
 
     num_reqs, num_tokens and head sizes must match plan.shape. The kernel pads heads of any size up to MAX_HEAD_DIM,
     so no tensor needs padding. fp8 keys and values are multiplied as float16, or as float32 if q is float32. Their

@@ -14,8 +14,8 @@ from graphrt.kernels.attention.plan_tile import TilePlan
 from graphrt.kernels.native.nvrtc import MIN_SHARED_BYTES
 
 NATIVE_MERGE_GROUP_SIZE = 16
-"""Partial results per merge group; if there are more, each group is merged first. docs/dev/log.md "Letters between
-blocks" has requests that span two groups; the number is not measured."""
+"""Partial results per merge group; if there are more, each group is merged first. docs/dev/log.md "Partial results
+between blocks" has requests that span two groups; the number is not measured."""
 
 STATIC_SHARED_BYTES = 256
 """Largest static shared memory of a block in bytes, in addition to the dynamic memory of the launch. A test reads the
@@ -47,22 +47,22 @@ Measured: docs/dev/log.md "Two blocks for heads of 64"; the bound is not measure
 
 _MIN_Q_TILE_COST = 6
 """Minimum cost of a query tile in plans with one partition per warp, in KV tiles. A warp could read this many in the
-time of a query tile with one KV tile. Measured: docs/dev/log.md "Least cost of a unit"."""
+time of a query tile with one KV tile. Measured: docs/dev/log.md "Least cost of a query tile"."""
 
 _CLUSTER_Q_TILE_BYTES = 28 << 10
 """Bytes of K and V that each warp of a partition could read in the time that an additional query tile costs. Measured:
 docs/dev/log.md "Gap of seven tiles" (8 warps x 28 KB are 7 KV tiles of 64 tokens)."""
 
 _CLUSTER = 8
-"""Blocks per cluster for a single request. Measured: docs/dev/log.md "Clusters for one row"."""
+"""Blocks per cluster for a single request. Measured: docs/dev/log.md "Clusters for one request"."""
 
 _CLUSTER_SHARE = 0.9
 """Maximum share of the multiprocessors that clusters use. 15 clusters of 8 fit on 132. Measured: docs/dev/log.md
-"Clusters for one row"."""
+"Clusters for one request"."""
 
 _CLUSTER_PARTITION_TOKENS = 2048
 """Smallest partition of a single request, in tokens. Merging more partitions would cost more than idle multiprocessors.
-Measured: docs/dev/log.md "Fewer parts for short rows"; the number itself is not measured."""
+Measured: docs/dev/log.md "Fewer partitions for short requests"; the number itself is not measured."""
 
 _CLUSTER_MIN_PARTITIONS = 32
 """Minimum partitions per KV head for several requests to use clusters. Measured: docs/dev/log.md "Clusters of two"; the

@@ -23,11 +23,11 @@ the end. Measured: docs/dev/log.md "Varlen in two waves"."""
 
 _ROUND_PARTITIONS = 16
 """The number of partitions is rounded down to a multiple of this, so that batches of round sizes have fewer splits.
-Measured: docs/dev/log.md "Parts of a round number"."""
+Measured: docs/dev/log.md "Round partition counts"."""
 
 _MOST_ROUNDED_OFF = 1 / 16
 """Maximum share of the partitions that rounding may drop; otherwise the number is not rounded. Measured:
-docs/dev/log.md "Parts rounded less"."""
+docs/dev/log.md "Partition counts rounded less"."""
 
 
 @dataclass(frozen=True, slots=True)

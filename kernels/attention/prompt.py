@@ -130,8 +130,8 @@ def prompt_attention(
                   written. For a token that sees no key it is the sink, or -inf without sinks. For padding tokens it
                   is -inf
 
-    The kernel writes tokens from query_start_loc[0] on, and zeros to padding tokens (from query_start_loc[-1] on). It
-    does not write tokens before query_start_loc[0]; a decode kernel may write them first.
+    The kernel writes tokens query_start_loc[0] and above, and zeros to padding tokens (query_start_loc[-1] and above).
+    It does not write tokens before query_start_loc[0]; a decode kernel may write them first.
 
     Keys and values that no token of the request sees may be NaN. The caller must guarantee valid pages and lengths, as
     for `paged_attention`. Packed keys need a kv_start_loc that does not decrease and ends at kv_tokens or less.

@@ -6,7 +6,7 @@ may differ, because the kernels derive the KV tiles of each query tile.
 The layout in int32 words is a header of Q_TILE_WORDS, then Q_TILE_WORDS per query tile. The header has the number
 of query tiles, and two counters that are 0 between launches of the CUDA kernel. The words of a query tile are:
 
-    0 req           index of the request; -1: padding tokens (from query_start_loc[-1] on)
+    0 req           index of the request; -1: padding tokens (query_start_loc[-1] and above)
     1 first_query   the queries first_query to first_query + block_m - 1 of the request, numbered
                     token * num_queries_per_kv + head
     2 first_token   first new token of the request

@@ -24,7 +24,7 @@ def tile_pages(table_row_ptr, tile_start, lanes, kv_end, PAGE_SIZE: tl.constexpr
     table_row_ptr   the request's page ids in the block table
     tile_start      first position of the tile, a multiple of BLOCK_N
     lanes           arange(0, BLOCK_N)
-    kv_end          page ids of positions from kv_end on are not read; their lanes get page 0
+    kv_end          page ids of positions at and above kv_end are not read; their lanes get page 0
     """
     if PAGE_SIZE % BLOCK_N == 0:
         return tl.load(table_row_ptr + tile_start // PAGE_SIZE, mask=tile_start < kv_end, other=0)

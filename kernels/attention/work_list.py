@@ -59,19 +59,19 @@ _MAX_PROGRAMS = 64
 
 _MAX_PARTITION_BLOCK = 4
 """Maximum partitions per program; with more partitions there are more programs. Measured: docs/dev/log.md "No changes
-of layout", "Other shapes of the schedule kernel"."""
+of layout", "Other schedule kernel shapes"."""
 
 _OWN_Q_TILES = 4
-"""Query tiles per program that writes fixed splits. Measured: docs/dev/log.md "Segments of fixed splits"."""
+"""Query tiles per program that writes fixed splits. Measured: docs/dev/log.md "KV splits of fixed split mode"."""
 
 _Q_TILES_PER_WARP = 64
 """Query tiles per warp of a program; up to this many use one warp. Measured: docs/dev/log.md "No changes of layout"."""
 
 _MAX_NUM_WARPS, _MAX_FIXED_NUM_WARPS = 8, 4
-"""Maximum warps per program without and with fixed splits. Measured: docs/dev/log.md "Units in blocks"."""
+"""Maximum warps per program without and with fixed splits. Measured: docs/dev/log.md "Query tiles in blocks"."""
 
 _MIN_Q_TILE_BLOCK, _MAX_Q_TILE_BLOCK = 32, 2048
-"""Query tiles that a program processes at once; it processes more in a loop. Measured: docs/dev/log.md "Units in
+"""Query tiles that a program processes at once; it processes more in a loop. Measured: docs/dev/log.md "Query tiles in
 blocks" (4096 spill)."""
 
 _MAX_ENTRIES = 1 << 14

@@ -17,8 +17,8 @@ class AttentionWorkspace:
     """Scratch memory that layers and graphs share if they run one after another.
 
     Concurrent calls need separate workspaces, because each call would read the other's words. A block that waits for a
-    word that never arrives aborts the kernel after about ten seconds. A work list of another plan also causes such an
-    abort.
+    word that never arrives aborts the kernel after about ten seconds. A work list from a different plan also causes
+    such an abort.
 
     partial_out   [*] float32  partial results of split query tiles; used only within one call
     partial_lse   [*] float32  log-sum-exps of partial results, in units of log 2

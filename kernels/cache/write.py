@@ -267,7 +267,7 @@ def write_kv(
     k_cache       [num_pages, page_size, num_kv_heads, head_dim]  any float dtype or fp8  device; last stride 1
     v_cache       [num_pages, page_size, num_kv_heads, v_head_dim]  k_cache's dtype  device; last stride 1
     slot_mapping  [tokens]  int64  device; page * page_size + offset of each token. Tokens with slots < 0 are not stored
-    positions     [tokens]  int64  device; row of each token in rotary.cos_sin, also for pad tokens
+    positions     [tokens]  int64  device; row of each token in rotary.cos_sin, including pad tokens
     k_scale       [1] or [num_kv_heads]  float32  device; for fp8 caches: key = stored value * k_scale; > 0. None: 1
     v_scale       like k_scale, for the values
 

@@ -127,8 +127,8 @@ class Capacity:
     page_groups: tuple[PageGroup, ...]  # the KV groups, in order
     launch_steps: int = 1  # maximum steps of a launch
     counted_tokens: int = 0  # vocabulary size if requests may have penalties, else 0
-    history: int = 0  # most tokens of a sequence if the device keeps them, else 0
-    drafts: int = 0  # most drafts of a request in a step
+    history: int = 0  # maximum tokens of a sequence if the device keeps them, else 0
+    drafts: int = 0  # maximum drafts of a request in a step
     masked_tokens: int = 0  # vocabulary size if requests may have token masks, else 0
     bias_entries: int = 0  # maximum logit biases of a request
     logprob_columns: int = 0  # log-probabilities per request and step: of one token, then of the top tokens
@@ -160,7 +160,7 @@ class Capacity:
 
     @property
     def positions(self) -> int:
-        """Most tokens that a request samples in a step."""
+        """Maximum number of tokens that a request samples in a step."""
         return 1 + self.drafts
 
     @property

@@ -94,8 +94,8 @@ def token_range(
     """Return the first token of batch position `row` in the inputs, its end, the end of its places in the buffers, and
     whether they match the request.
 
-    In a graph for drafts, missing drafts are padding after the tokens of the request. With QUERY_LEN > 1, its places in
-    the buffers are QUERY_LEN from `token_start` on. In a mixed graph they are its places in the inputs.
+    In a graph for drafts, missing drafts are padding after the tokens of the request. With QUERY_LEN > 1, it has
+    QUERY_LEN places in the buffers, starting at `token_start`. In a mixed graph they are its places in the inputs.
     """
     if QUERY_LEN > 1:
         matches = (query_start >= 0) & (query_len >= 0) & (query_len <= QUERY_LEN)
@@ -117,7 +117,7 @@ def find_buffer_row(
     inputs_ptr, row, num_reqs, num_tokens, listed_reqs, QUERY_LEN: tl.constexpr, DECODE_LEN: tl.constexpr,
     ROW_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return the buffer row of batch position `row`, its first token there, and the number of decode requests.
+    """Return the buffer row of batch position `row`, the first token of that row, and the number of decode requests.
 
     With DECODE_LEN 0 the buffers have the batch order. Otherwise requests with DECODE_LEN new tokens come first, then
     all others; both keep their order. Every program counts the requests itself, because there are few.

@@ -520,7 +520,7 @@ def unpack(buffers: StaticBuffers, query_len: int = 1) -> None:
     """Write the step inputs from the current entry of the input ring, and store the entry's request values.
 
     buffers    static buffers, cut to the captured size; docs/decode_step.md describes them
-    query_len  most new tokens of a request that continues: its last sampled token, and drafts
+    query_len  maximum new tokens of a request that continues: its last sampled token, and drafts
 
     The cursor selects the entry and its step; `write_outputs` advances it. An entry with counts out of range, or with
     more requests than the graph was captured for, is treated as a step without requests.

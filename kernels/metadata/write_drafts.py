@@ -61,10 +61,10 @@ def write_drafts(buffers: StaticBuffers, proposed: torch.Tensor, *, vocab_size: 
     """Store the drafts that requests verify in their next step.
 
     buffers     static buffers, cut to the captured size and refreshed
-    proposed    [padded_reqs, drafts]  int32  device, contiguous; a request has no draft from its first -1 on, or from
-                the first token outside the vocabulary on
+    proposed    [padded_reqs, drafts]  int32  device, contiguous; a request's drafts end before its first -1, and before
+                its first token outside the vocabulary
 
-    Capture-safe. Raises: ShapeError: if `proposed` has another shape, dtype or device.
+    Capture-safe. Raises: ShapeError: if `proposed` has the wrong shape, dtype or device.
     """
     shape = buffers.req_indices.shape[0], buffers.drafts.shape[1]
     check_tensor("proposed", proposed, shape=shape, dtype=torch.int32, device=buffers.req_indices.device)

@@ -5,7 +5,7 @@
 // 3. reduce_sums    reduce the sums of weights over the lanes
 // 4. store_partial  store the warp's partial result in shared memory, to merge it with the other KV splits
 //
-// Products are transposed: an mma multiplies an M side of 16 with an N side of 8. Tokens are the M side and queries the
+// Products are transposed: an mma multiplies an M side of 16 by an N side of 8. Tokens are the M side and queries the
 // N side, so a query tile of up to 8 queries is padded to 8, not to 16. Queries are processed in octets, heads in steps
 // of 16 elements.
 

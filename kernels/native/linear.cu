@@ -18,7 +18,7 @@
 // epilogue applies. A 4-bit weight is (q - zero) * scale, with a scale and a zero for each row and GROUP elements of k.
 //
 // RMSNorm is fused. The kernel that writes x stores residual * gain, and sums of squares of SQUARE_ROWS residuals each.
-// The next product multiplies its sums over k with 1 / rms of the token.
+// The next product multiplies its sums over k by 1 / rms of the token.
 //
 // Compile-time macros: END (the epilogue, below), BITS (per weight: 16, 8 or 4), GROUP (with 4 bits), TOKEN_TILES (of 8
 // tokens), ROW_TILES (of 16 rows), WARPS, ROW_WARPS, CLUSTER (blocks that split k), BLOCKS (per multiprocessor), UNROLL

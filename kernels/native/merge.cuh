@@ -249,7 +249,7 @@ __device__ __forceinline__ void send_partial(const Pair (&result)[LANE_PAIRS], f
 // or has finished. CUDA does not guarantee this order, but the kernel relies on it.
 __device__ __forceinline__ void receive_partials(Pair (&result)[LANE_PAIRS], int first, int index, int groups,
                                                 int query, const Params &p, int kv_head, int lane) {
-  // Reaching the limit takes more than ten seconds. A work list of another plan causes it.
+  // Reaching the limit takes more than ten seconds. A work list from a different plan causes this.
   constexpr int AT_A_TIME = 8, MAX_POLLS = 1 << 24;
   const int member = index / MERGE_GROUP_SIZE * MERGE_GROUP_SIZE, count = groups + index - member;
 #pragma unroll 1

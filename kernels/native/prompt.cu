@@ -6,9 +6,9 @@
 //   warp 0         fetches query tiles and loads their keys into shared memory, as many tiles ahead as there are stages
 //   warp 1         loads their values
 //   warps 2 and 3  gather the queries of the next query tile, and write the output of query tiles that see no KV
-//   warps 4 to 11  two warpgroups; each multiplies 64 queries with the tiles and writes their output
+//   warps 4 to 11  two warpgroups; each multiplies 64 queries by the tiles and writes their output
 //
-// A warpgroup starts the product with the next tile's keys before it multiplies weights and values of the current tile,
+// A warpgroup starts to multiply the next tile's keys before it multiplies weights and values of the current tile,
 // so the tensor cores are busy while it computes the next weights. The next tile may be the first one of another query
 // tile: the pipeline drains only after the block's last query tile. The two warpgroups alternate on the tensor cores,
 // so that one computes weights during the products of the other (ping-pong). The KV tiles of a query tile are processed

@@ -41,7 +41,7 @@ from graphrt.kernels.ops.quantized_product import quantized_product
 
 
 def _run(call: LinearCall) -> None:
-    """Launch the kernel. On a CPU compute the reference, also if Triton kernels are interpreted."""
+    """Launch the kernel. On a CPU, compute the reference, even if Triton kernels are interpreted."""
     (linear_native if call.x.is_cuda else linear_reference)(call)
 
 

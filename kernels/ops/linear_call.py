@@ -1,4 +1,4 @@
-"""Products of few tokens: the plan and the arguments of a call, declared once for operator, kernel and reference."""
+"""Matrix products with few tokens: the plan and arguments of a call, declared once for operator, kernel, reference."""
 
 from __future__ import annotations
 

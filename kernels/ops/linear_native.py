@@ -1,4 +1,4 @@
-"""The CUDA kernel of products with few tokens (native/linear.cu): variants and launch."""
+"""The CUDA kernel of matrix products with few tokens (native/linear.cu): variants and launch."""
 
 from __future__ import annotations
 

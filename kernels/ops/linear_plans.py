@@ -1,7 +1,7 @@
-"""Which products of few tokens the CUDA kernel computes, and how: a table of measured plans for each device.
+"""Which matrix products with few tokens the CUDA kernel computes, and how: a table of measured plans for each device.
 
-`scripts/bench_linear.py` measures the plans, and `linear_plans.json` in this folder holds the fastest. A product of
-another size uses the plan of the nearest measured product with the same bits per weight. Without a plan, PyTorch
+`scripts/bench_linear.py` measures the plans, and `linear_plans.json` in this folder holds the fastest. A product of a
+different size uses the plan of the nearest measured product with the same bits per weight. Without a plan, PyTorch
 computes the product, or `quantized_product` if the weight is quantised.
 
 Measured so far, on an H200: bfloat16 weights at 1 to 64 tokens, and fp8 and int4 weights at 1 to 32 tokens. At 64

@@ -1,4 +1,4 @@
-"""Reference of products of few tokens in PyTorch, in float32."""
+"""Reference of matrix products with few tokens in PyTorch, in float32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafts by prompt lookup: the tokens that followed the last tokens of a sequence when they occurred before."""
+"""Drafts by prompt lookup: the tokens that followed an earlier occurrence of a sequence's last tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from graphrt.kernels.op_declaration import DeclaredOp, Written
 from graphrt.kernels.sizes import next_power_of_two
 
 LONGEST = 4
-"""Most tokens that are compared. A longer match is preferred, and among equal ones the latest."""
+"""Maximum number of tokens to compare. The longest match is preferred, then the latest."""
 
 _LONGEST = tl.constexpr(LONGEST)
 _BLOCK = 1024

@@ -90,7 +90,7 @@ class Fp8Weight(QuantizedWeight):
     scale    [rows]         float32        device; contiguous. One scale for a whole matrix is repeated for its rows
     dtype    float16, bfloat16 or float32: dtype of the activations
 
-    Raises: ShapeError: if a tensor has another shape, dtype or device.
+    Raises: ShapeError: if a tensor has the wrong shape, dtype or device.
     """
 
     bits = 8
@@ -133,7 +133,8 @@ class Int4Weight(QuantizedWeight):
 
     A group has 32, 64 or 128 inputs.
 
-    Raises: ShapeError: if a tensor has another shape, dtype or device. UnsupportedError: if groups have another size.
+    Raises: ShapeError: if a tensor has the wrong shape, dtype or device. UnsupportedError: if the group size
+    is not supported.
     """
 
     zero: nn.Parameter

@@ -2,7 +2,7 @@
 
 The counts are a function of the tokens: those of `history[:lens]`. So a request may step back, for example because its
 last tokens were drafts that a caller rejected, and a failed step may be repeated. The next step first removes the
-counts of all tokens from its first position on.
+counts of all tokens at and after its first position.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ def state_words(vocab_size: int) -> int:
 class PenaltyState:
     """Tokens of each sequence and their counts, in persistent tensors indexed by request index.
 
-    seen     [max_reqs, ceil(vocab / 32)]  int32  bit t % 32 of word t // 32 is set if prompt or output have token t
+    seen     [max_reqs, ceil(vocab / 32)]  int32  bit t % 32 of word t // 32 is set if the prompt or the output contains
+             token t
     counts   [max_reqs, vocab]             int32  number of times each token is in the output
     history  [max_reqs, max_len]           int32  token at each position; NO_TOKEN where none was recorded
-    lens     [max_reqs]                    int32  `seen` and `counts` are those of so many tokens of `history`
+    lens     [max_reqs]                    int32  number of tokens of `history` that `seen` and `counts` include
 
     `sample` reads the bits of rows with penalties, and the counts of tokens whose bits are set. With top-k, it usually
     reads only the counts of tokens that may be kept. `record_tokens` writes all four tensors.
@@ -276,15 +277,15 @@ def record_tokens(
     """Record the tokens of a step in the state of its requests, before `sample` of that step.
 
     tokens           [n]         int64  input ids of the step; tokens outside the vocabulary are ignored
-    query_start_loc  [rows + 1]  int32  row r has tokens from query_start_loc[r] on
+    query_start_loc  [rows + 1]  int32  row r's tokens start at query_start_loc[r]
     last             [rows]      int64  index of the last token of each row; drafts may follow it
     lens             [rows]      int32  length of each sequence including these tokens, which gives their positions
     req_indices      [rows]      int32  distinct; a row is skipped if it is out of range, such as -1 in padding
-    prompt_lens      [rows]      int32  tokens from this position on are output tokens, which are counted
+    prompt_lens      [rows]      int32  tokens at and after this position are output tokens, which are counted
 
     Example: a prompt of 3 tokens in one step, then one token per step. The first call clears the state, because its
     first token has position 0, and records the prompt. Each later call counts one output token. If a call starts at an
-    earlier position than the last one ended, it first removes the tokens from this position on.
+    earlier position than the last one ended, it first removes the tokens at and after this position.
 
     Tokens of rows without penalties are stored, and counted once the row has penalties. Record a cached prefix by a
     separate call, before the first step.

@@ -3,8 +3,8 @@
 A group's highest logit and highest noise bound the scores of its tokens, so a draw reads few groups: first some groups
 with the highest bounds, then all groups whose bounds reach the best score so far.
 
-min-p, top-k and top-p each keep all tokens from some logit on, so a row keeps the tokens at or above one threshold. The
-groups' highest logits give the floor, a lower bound of the threshold. Few tokens usually reach the floor:
+min-p, top-k and top-p each keep all tokens at or above some logit, so a row keeps the tokens at or above one threshold.
+The groups' highest logits give the floor, a lower bound of the threshold. Few tokens usually reach the floor:
 
     groups at the floor       17  40  41  55 ...      found by their highest logits
     bits of their words       ...0100100, ...0001     tokens that reach the floor: 64 bytes read per group

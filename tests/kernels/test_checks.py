@@ -97,7 +97,7 @@ def test_check_ints_raises(values, text: str) -> None:
         (lambda: checks.check_sequence("f", {1}, 2, of="pages"), r"f: expected .*got \{1\}"),
         (
             lambda: checks.check_sequence("f", [1], 2, of="pages"),
-            "f: expected .*2 pages, got 1; pass one item for each",
+            "f: expected .*2 pages, got 1; pass 2 items",
         ),
         (lambda: checks.check_int("f", 1, 0, 0, advice="do"), "f: expected an int from 0 to 0, got 1"),
         (lambda: checks.check_int("f", 2, 3, advice="do", error=ReplayError), "f: expected an int >= 3, got 2; do"),

@@ -216,7 +216,7 @@ BROKEN = {
     "missing layer": (config(num_hidden_layers=4), r"9 missing: model\.layers\.3.*and 3 more"),
     "wrong shape": (
         config(intermediate_size=32),
-        r"9 of another shape: model\.layers\.0\.mlp\.down_proj\.weight \[48, 64\] instead of \[48, 32\]",
+        r"9 of the wrong shape: model\.layers\.0\.mlp\.down_proj\.weight \[48, 64\] instead of \[48, 32\]",
     ),
     "truncated weights": (
         lambda d: (d / "model.safetensors").write_bytes((d / "model.safetensors").read_bytes()[:-1]),

@@ -284,7 +284,7 @@ def test_missing_unknown_and_misshaped_tensors_are_listed(tmp_path):
         load_model(path, device="cpu")
     assert "1 missing: model.layers.1.mlp.up_proj.weight" in str(caught.value)
     assert "1 unknown: blk.0.attn_sinks.weight" in str(caught.value)
-    assert "1 of another shape: model.norm.weight [32] instead of [64]" in str(caught.value)
+    assert "1 of the wrong shape: model.norm.weight [32] instead of [64]" in str(caught.value)
 
 
 def edit_metadata(path, key, value):

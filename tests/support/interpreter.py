@@ -206,7 +206,7 @@ def _tensors_of(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
     elif isinstance(value, tuple):
         for at, one in enumerate(value):
             yield from _tensors_of(f"{name}[{at}]", one)
-    elif hasattr(value, "base"):  # a descriptor of a tensor, or a tensor under another dtype
+    elif hasattr(value, "base"):  # a descriptor of a tensor, or a tensor viewed as a different dtype
         yield from _tensors_of(name, value.base)
 
 

@@ -1,4 +1,4 @@
-"""Replaces norms, gated MLPs and linear layers by graphrt's operators, where these compute the same result on random
+"""Replaces norms, gated MLPs and linear layers with graphrt's operators, where these compute the same result on random
 input."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def find_fused(hosted: HostedModel, max_seq_len: int, vocab_size: int) -> dict[s
     """
     names = {module: name for name, module in hosted.model.named_modules()}
     uses = Counter(id(weight) for _, weight in hosted.model.named_parameters(remove_duplicate=False))
-    tried: dict[Any, int | None] = {}  # index of the candidate that computes the same
+    tried: dict[Any, int | None] = {}  # index of the candidate that computes the same result
     found, joined = {}, set[torch.nn.Module]()
     sample = sample_tokens(hosted.model, max_seq_len, vocab_size)
     expected, linears, others = _called(hosted, sample)
@@ -217,7 +217,7 @@ def _same(module: torch.nn.Module, forward: Forward, width: int) -> bool:
         try:
             with torch.no_grad():
                 expected, found = module(x), forward(x.clone())
-        except (GraphRTError, RuntimeError, TypeError):  # an input of another kind
+        except (GraphRTError, RuntimeError, TypeError):  # a different kind of input
             return False
         if not isinstance(expected, torch.Tensor) or expected.dtype != found.dtype or expected.shape != found.shape:
             return False

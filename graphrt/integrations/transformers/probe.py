@@ -72,8 +72,8 @@ def sample_tokens(model: Any, max_seq_len: int, vocab_size: int) -> tuple[torch.
 
 
 def agree(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Return whether logits [tokens, vocab] are equal up to rounding for most tokens. Rounding may choose other experts
-    for a token."""
+    """Return whether logits [tokens, vocab] are equal up to rounding for most tokens. Rounding may choose different
+    experts for a token."""
     bound = 1e-4 if expected.dtype == torch.float32 else 0.05
     change = (found.float() - expected.float()).norm(dim=1) / expected.float().norm(dim=1).clamp(min=1e-30)
     return bool((change <= bound).sum() > len(change) // 2)

@@ -22,7 +22,7 @@ class RotaryTable:
     boundary  length above which the module uses its long set; None: it has one set
     device    device of the tables
 
-    boundary  None also if no sequence can be longer
+    boundary  also None if no sequence can be longer
     """
 
     def __init__(self, module: torch.nn.Module, length: int, boundary: int | None, device: torch.device) -> None:

@@ -21,7 +21,7 @@ class _UnlikeError(Exception):
 
 
 class RotarySource:
-    """Replaces a rotary module by a table for the kernel. Its result only identifies the table."""
+    """Replaces a rotary module with a table for the kernel. Its result only identifies the table."""
 
     def __init__(self, module: torch.nn.Module, length: int, device: torch.device) -> None:
         self._table = RotaryTable(module, length, None, device)

@@ -70,7 +70,7 @@ class GroupSchedules:
     kinds           of the layers
     dtype           of the queries
     page_size       tokens per page of the KV tensors
-    max_num_tokens  tokens of a step, including padding; also the most requests, because each has a token
+    max_num_tokens  tokens of a step, including padding; also the maximum number of requests, because each has a token
     max_query_len   new tokens per decode
     """
 

@@ -25,7 +25,8 @@ def check_tensor(name: str, value: object) -> torch.Tensor:
         raise ConfigError(f"{name}: the tensor is on the meta device and has no memory; move it to a device")
     if not (has_poison(tensor.dtype) or tensor.dtype == torch.bool or tensor.is_complex()):
         raise ConfigError(
-            f"{name}: torch cannot compare values of {tensor.dtype}; convert the tensor, or view it as another dtype"
+            f"{name}: torch cannot compare values of {tensor.dtype}; convert the tensor, or view it as a different "
+            f"dtype"
         )
     return tensor
 

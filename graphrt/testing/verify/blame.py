@@ -213,7 +213,7 @@ class Blamer:
     def trespasser(self, case: Case, wrong: Difference) -> Blame:
         """Return the elements of an index buffer that cause a write to unowned state.
 
-        All elements with one value get another value of the buffer. If this stops the write, they are the cause.
+        All elements with one value get a different value of the buffer. If this stops the write, they are the cause.
         """
         runs = self._runs
         clean = self._reference[case.name][0]
@@ -311,7 +311,7 @@ class Blamer:
 
 
 def _with_inputs(inputs: Any, other: Any) -> Any:
-    """Replace some inputs by name, or all of them if they are not mappings."""
+    """Replace the named inputs, or all inputs if they are not mappings."""
     return {**inputs, **other} if isinstance(inputs, Mapping) and isinstance(other, Mapping) else other
 
 
