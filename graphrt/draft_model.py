@@ -103,8 +103,8 @@ class DraftModel:
     def __call__(self, step: Step) -> torch.Tensor:
         """Return drafts [padded_reqs, num_speculative_tokens] int32. Capture-safe.
 
-        Raises: ShapeError: if the model returns a wrong shape, dtype or device. ConfigError: if a model keeps no hidden
-        states, but `hidden_size` is set.
+        Raises: ShapeError: if the model returns a wrong shape, dtype or device. ConfigError: if `hidden_size` is set,
+        but a model does not keep its hidden states.
         """
         b, own = step.buffers, step.layers[-len(self.specs) :]
         layers = tuple(replace(layer, spec=spec) for layer, spec in zip(own, self.specs, strict=True))
@@ -159,10 +159,10 @@ def with_draft_state(config: RuntimeConfig, proposer: Proposer | None) -> Runtim
 
 def hidden_of_last(step: Step) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the hidden state of the token before each token of a step [padded_tokens, hidden_size], 0 at position 0,
-    and that of the last accepted token of each request [padded_reqs, hidden_size].
+    and the hidden state of the last accepted token of each request [padded_reqs, hidden_size].
 
-    The first token of a request needs a state of an earlier step. So the states of all tokens that may be the last
-    accepted one are kept by position, modulo 2 + num_speculative_tokens.
+    The first token of a request needs a state of an earlier step. So the states of all tokens that may become the last
+    accepted token are kept by position, modulo 2 + num_speculative_tokens.
     """
     b, kept = step.buffers, step.request_tensors[HIDDEN]
     hidden, period = step.hidden.to(kept.dtype), kept.shape[1]

@@ -54,7 +54,7 @@ def no_addresses(node: Node, is_address: IsAddress) -> Iterator[tuple[int, int, 
     """Yield the byte ranges of a kernel's arguments that contain no addresses: index of the argument, first byte, and
     end.
 
-    is_address  returns whether the argument at an index has an address of known memory at an offset
+    is_address  returns whether the argument at an index contains an address of known memory at an offset
     """
     name, grid = node.name, node.grid
     if grid is None or not _OWN.search(name):

@@ -112,8 +112,8 @@ def read_lines(name: str, path: str | Path) -> list[str]:
 def read_trace(path: str | Path, max_num_reqs: int, max_num_tokens: int) -> Trace:
     """Read a trace. Each line has a kind, a size and a number of steps, by default 1. Text after # is skipped.
 
-    Raises: ConfigError: if the file cannot be read, has no steps, or has a line with another format or a size above the
-    maximum of its kind.
+    Raises: ConfigError: if the file cannot be read, has no steps, or has a line in the wrong format or with a size
+    above the maximum of its kind.
     """
     limits = {
         GraphKind.DECODE: (max_num_reqs, "max_num_reqs (--rows)"),

@@ -147,7 +147,7 @@ class RequestTable:
         self.prefills[at] = start
 
     def fork(self, request: SessionRequest, fork: SessionRequest, seed: int) -> None:
-        """Add a request that continues from the state of `request`, but with another seed."""
+        """Add a request that continues from the state of `request`, but with a different seed."""
         at, to = request.req_index, fork.req_index
         self.requests[to] = fork
         for indices in (self.asking, self.many_stops):

@@ -1,4 +1,4 @@
-"""Runs a 16-bit model with float32 values, and with the memory of one layer more."""
+"""Runs a 16-bit model with float32 values, using the additional memory of one layer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def replaced_tensors(
 def in_float32(model: torch.nn.Module) -> Iterator[None]:
     """Return a context in which a model computes as if it were loaded in float32, without TF32.
 
-    Each layer has float32 copies of its 16-bit tensors while it runs. What is outside of layers has them all the time.
+    Each layer has float32 copies of its 16-bit tensors while it runs. Modules outside of layers have them all the time.
     """
     matmul = torch.backends.cuda.matmul
     precision = matmul.fp32_precision

@@ -23,12 +23,13 @@ Tokens = tuple[Any, Any, Any]
 def check_independence(hosted: HostedModel, max_seq_len: int, vocab_size: int) -> None:
     """Check that a token's logits depend on other tokens through the attention function only.
 
-    Half of up to 128 tokens run twice, at other places among other tokens. Three of them also run alone. The attention
-    function returns values of the token itself. Models with convolutions, recurrences, attention of their own or
-    positions by index give these tokens other logits. So do modules that treat a single token differently.
+    Half of up to 128 tokens run twice, at different positions among different tokens. Three of them also run alone. The
+    attention function returns values of the token itself. Models with convolutions, recurrences, attention of their own
+    or positions by index give these tokens different logits. So do modules that treat a single token differently.
 
-    The model runs in float32, since rounding in 16 bits may choose other experts for a token, and so change it as much
-    as another neighbour. Kernels that support 16 bits only run in their own dtype, without the tokens that run alone.
+    The model runs in float32, because rounding in 16 bits may choose different experts for a token, which changes it as
+    much as a different neighbour. Kernels that support only 16 bits run in their own dtype, without the tokens that run
+    alone.
 
     Raises: UnsupportedError: if tokens change in each of several trials, with the module to blame.
     """
@@ -46,7 +47,7 @@ def check_independence(hosted: HostedModel, max_seq_len: int, vocab_size: int) -
 
 
 def _mixing(hosted: HostedModel, max_seq_len: int, vocab_size: int, *, alone: bool) -> str | None:
-    """Return the class and place of a module that gives tokens other values in each trial, or None."""
+    """Return the class and place of a module that gives tokens different values in each trial, or None."""
     blamed = None
     for trial in range(_TRIALS):
         first, second = _draw(trial, max_seq_len, vocab_size)

@@ -1,8 +1,8 @@
 """Poison memory that a step must write before it reads.
 
 On CUDA this is every inactive block of torch's allocator, including the graph's private pool, so a tensor that was
-captured by address and then freed reads as NaN. A graph node fills the memory of `torch.empty`, because
-it is often reused from an intermediate that the graph has overwritten before `empty` returns it.
+captured by address and then freed reads as NaN. A graph node fills the memory of `torch.empty`. This memory often
+belonged to an earlier intermediate of the same graph, which would overwrite poison from before the launch.
 """
 
 from __future__ import annotations
