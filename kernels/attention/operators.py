@@ -277,13 +277,15 @@ def _check_plan(
     heads = (shape.num_queries_per_kv * shape.num_kv_heads, shape.num_kv_heads)
     if q.shape[0] != shape.num_tokens or (q.shape[1], num_kv_heads) != heads or q.shape[2] != shape.head_dim:
         raise ShapeError(
-            f"q: expected {shape.num_tokens} tokens, {heads[0]} query and {heads[1]} KV heads of {shape.head_dim} as "
-            f"in the plan, got {q.shape[0]} tokens, {q.shape[1]} and {num_kv_heads} heads of {q.shape[2]}; make a plan "
+            f"q: expected {shape.num_tokens} tokens, {heads[0]} query and {heads[1]} KV heads of size "
+            f"{shape.head_dim} as in the plan, got {q.shape[0]} tokens, {q.shape[1]} and {num_kv_heads} heads of "
+            f"size {q.shape[2]}; make a plan "
             "for this shape"
         )
     if v_head_dim != shape.v_head_dim:
         raise ShapeError(
-            f"v: expected heads of {shape.v_head_dim} as in the plan, got {v_head_dim}; make a plan with v_head_dim"
+            f"v: expected head size {shape.v_head_dim} as in the plan, got {v_head_dim}; make a plan with this "
+            f"v_head_dim"
         )
     needed = {
         "work_list": (work_list, plan.work_list_words, torch.int32),

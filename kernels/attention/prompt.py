@@ -157,13 +157,14 @@ def prompt_attention(
     heads = (plan.num_tokens, plan.num_q_heads, plan.head_dim)
     if q.shape != heads or k.shape[-2] != plan.num_kv_heads:
         raise ShapeError(
-            f"q: expected {heads[0]} tokens, {heads[1]} query and {plan.num_kv_heads} KV heads of {heads[2]} as in the "
-            f"plan, got {q.shape[0]} tokens, {q.shape[1]} and {k.shape[-2]} heads of {q.shape[2]}; make a plan for "
+            f"q: expected {heads[0]} tokens, {heads[1]} query and {plan.num_kv_heads} KV heads of size {heads[2]} as "
+            f"in the plan, got {q.shape[0]} tokens, {q.shape[1]} and {k.shape[-2]} heads of size {q.shape[2]}; make "
+            f"a plan for "
             "this shape"
         )
     if v.shape[-1] != plan.head_dim:
         raise UnsupportedError(
-            f"v: expected heads of {plan.head_dim} as in q and k, got {v.shape[-1]}; use paged_attention"
+            f"v: expected head size {plan.head_dim} as in q and k, got {v.shape[-1]}; use paged_attention"
         )
     if plan.head_dim not in PROMPT_HEAD_DIMS:
         raise UnsupportedError(

@@ -194,8 +194,8 @@ def linear_rope_write(
     q_rows = weight.shape[0] - sum(kv_rows)
     if q_rows <= 0 or q_rows % head_dim:
         raise ShapeError(
-            f"weight: expected rows for query heads of {head_dim} dims and {num_kv_heads} KV heads, got "
-            f"{weight.shape[0]}; concatenate the weights of queries, keys and values"
+            f"weight: expected rows for query heads of size {head_dim} and for {num_kv_heads} KV heads, got "
+            f"{weight.shape[0]} rows; concatenate the weights of queries, keys and values"
         )
     plan = None
     if head_dim == v_head_dim and k_cache.dtype == weight.dtype and (rotary is None or not _has_norms(rotary)):

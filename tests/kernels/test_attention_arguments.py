@@ -117,7 +117,7 @@ def test_wrong_tensors_raise(call: str, wrong: str) -> None:
                     function(**valid | {name: replace(tensor, **{field: change(getattr(tensor, field))})})
 
 
-OTHER_SIZES = r"q: expected 2 tokens, 4 query and 2 KV heads of 32 as in the plan, got "
+OTHER_SIZES = r"q: expected 2 tokens, 4 query and 2 KV heads of size 32 as in the plan, got "
 # Invalid arguments for which both functions raise the same error.
 SHARED: list[Refused] = [
     ("out_shape", {"out": zeros(3, 4, 32)}, ShapeError, "out: expected shape"),
@@ -143,7 +143,12 @@ PAGED: list[Refused] = [
     ),
     ("plan_tokens", {"plan": decode_plan(query_len=2)}, ShapeError, "q: expected 4 tokens, .* got 2 tokens"),
     ("plan_heads", {"plan": decode_plan(num_kv_heads=4)}, ShapeError, "q: .* 4 query and 4 KV heads .* 4 and 2 heads"),
-    ("plan_head_dim", {"plan": decode_plan(64)}, ShapeError, "q: .* heads of 64 as in the plan, .* heads of 32"),
+    (
+        "plan_head_dim",
+        {"plan": decode_plan(64)},
+        ShapeError,
+        "q: .* heads of size 64 as in the plan, .* heads of size 32",
+    ),
     ("plan_reqs", {"plan": decode_plan(num_reqs=3)}, ShapeError, "seq_lens: expected 3 requests, got 2; use"),
     ("k_head_dim", {"k_cache": zeros(3, 8, 2, 16)}, ShapeError, "k_cache: expected shape"),
     ("v_head_dim", {"v_cache": zeros(3, 8, 2, 16)}, ShapeError, r"out: expected shape \[2, 4, 16\], got \[2, 4, 32\]"),
@@ -177,7 +182,12 @@ CONTIGUOUS: list[Refused] = [
     *SHARED,
     ("k_head_dim", {"k": zeros(6, 2, 16)}, ShapeError, r"k: expected shape \[\*, \*, 32\]"),
     ("v_head_dim", {"v": zeros(6, 2, 16)}, ShapeError, r"out: expected shape \[2, 4, 16\], got \[2, 4, 32\]"),
-    ("v_plan", {"v": zeros(6, 2, 16), "out": zeros(2, 4, 16)}, ShapeError, "v: expected heads of 32 as in .*, got 16;"),
+    (
+        "v_plan",
+        {"v": zeros(6, 2, 16), "out": zeros(2, 4, 16)},
+        ShapeError,
+        "v: expected head size 32 as in .*, got 16;",
+    ),
     ("v_shape", {"v": zeros(5, 2, 32)}, ShapeError, "v: expected shape"),
     ("heads_divide", dict.fromkeys(("k", "v"), zeros(6, 3, 32)), ShapeError, "q: expected a multiple of .* 3 KV heads"),
     ("no_kv_heads", dict.fromkeys(("k", "v"), zeros(6, 0, 32)), ShapeError, "q: expected a multiple of .* 0 KV heads"),

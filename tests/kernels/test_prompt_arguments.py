@@ -63,7 +63,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[GraphRTError], str]] = {
     ),
     "value_heads": (
         {"v": bf16(5, 16, 2, 32), "out": bf16(6, 4, 32)}, UnsupportedError,
-        "v: expected heads of 64 as in q and k, got 32",
+        "v: expected head size 64 as in q and k, got 32",
     ),
 }  # fmt: skip
 
