@@ -69,6 +69,10 @@ class RuntimeConfig:
                     never written. Determines the width of the block table
     num_speculative_tokens  maximum drafts K of a request in one step, up to 63; 0: no speculation. Each decode size has
                     a second graph, of 1 + K tokens per request. Mixed graphs compute logits of 1 + K tokens per request
+    rejection_sampling  accept a draft with probability min(1, p / q), where the model gives it the probability p, and
+                    the proposer q. Tokens have the model's distribution, but depend on the drafts. Costs device memory
+                    per request index: 4 bytes per draft and vocabulary entry. False: accept a draft if it equals the
+                    token that is sampled
     decode_sizes    numbers of requests to capture decode graphs for; None: the default sizes, (): no decode graph
     mixed_sizes     numbers of tokens to capture mixed graphs for; None: the default sizes, (): no mixed graph
     ring_depth      maximum number of launches in flight before `replay` waits. A larger value hides longer pauses of
@@ -112,6 +116,7 @@ class RuntimeConfig:
     max_num_tokens: int = 2048
     max_seq_len: int = 4096
     num_speculative_tokens: int = 0
+    rejection_sampling: bool = False
     decode_sizes: tuple[int, ...] | None = None
     mixed_sizes: tuple[int, ...] | None = None
     ring_depth: int = 8
@@ -163,7 +168,7 @@ class RuntimeConfig:
                 check_instance(f"RuntimeConfig.{name}", chosen, str, advice="pass a name, or None to select one")
         for name in (
             "use_graphs", "lazy_capture", "check_weights", "batch_invariant", "mixed_batches", "penalties",
-            "token_masks",
+            "token_masks", "rejection_sampling",
         ):  # fmt: skip
             check_bool_field(self, name, advice="pass a bool")
         check_int_field(self, "max_logit_bias", 0, _MAX_BIAS, advice="pass 0 without biases")
@@ -211,6 +216,14 @@ class RuntimeConfig:
                     f"{what}: needs a runtime with {wanted}, but this runtime has {name}={value}; build it with "
                     f"RuntimeConfig({wanted})"
                 )
+
+    def check_own_drafts(self, what: str) -> None:
+        """Raise UnsupportedError if drafts need probabilities, which callers cannot pass. `what` names the argument."""
+        if self.rejection_sampling:
+            raise UnsupportedError(
+                f"{what}: expected no drafts with rejection_sampling=True, because only a proposer returns their "
+                "probabilities; build the runtime with rejection_sampling=False"
+            )
 
     def resolve(self) -> RuntimeConfig:
         """Return a config in which the default sizes, and the backend of the environment, replace None."""

@@ -17,7 +17,7 @@ from graphrt.kernels.types import NO_TOKEN, RequestStatus
 from graphrt.layer import ModelLayers
 from graphrt.metadata import StepMetadata
 from graphrt.proposer import Proposer
-from graphrt.sampling import sample_tokens
+from graphrt.sampling import draw_draft, sample_tokens
 from graphrt.spec import AttentionKind, AttentionSpec, KVCacheSpec
 from graphrt.step import Model, Step
 
@@ -33,8 +33,9 @@ class DraftModel:
     `num_speculative_tokens` steps of one token per request. All of it is captured with the model.
 
     A draft is sampled with the request's own parameters, seed and position, like the token that it is compared with. So
-    a draft model that equals the model drafts exactly the sampled tokens, at any temperature. Penalties count the
-    tokens before the step. A token without a page for its KV is not computed, and ends the request's drafts.
+    a draft model that equals the model drafts exactly the sampled tokens, at any temperature. With
+    `RuntimeConfig.rejection_sampling`, the noise is another. Penalties count the tokens before the step. A token
+    without a page for its KV is not computed, and ends the request's drafts.
 
     With `hidden_size` it is a head, such as EAGLE or MTP. Both models then call `step.keep_hidden`, and the head reads
     `step.previous_hidden`: for each token, the hidden state that predicted it. This is the model's hidden state for
@@ -100,8 +101,9 @@ class DraftModel:
             for group in own
         )
 
-    def __call__(self, step: Step) -> torch.Tensor:
-        """Return drafts [padded_reqs, num_speculative_tokens] int32. Capture-safe.
+    def __call__(self, step: Step) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Return drafts [padded_reqs, num_speculative_tokens] int32; with `rejection_sampling`, also the
+        log-probabilities [padded_reqs, num_speculative_tokens, vocab_size] from which they were drawn. Capture-safe.
 
         Raises: ShapeError: if the model returns a wrong shape, dtype or device. ConfigError: if `hidden_size` is set,
         but a model does not keep its hidden states.
@@ -114,13 +116,19 @@ class DraftModel:
         slots = slots_ahead(step, b.drafts.shape[1])
         fits = (slots >= 0).all(1) & (b.req_status == int(RequestStatus.SAMPLES))
         tokens, drafts = b.last_token[b.req_indices.long()], []
+        logprobs: list[torch.Tensor] = []
         for ahead, (of_groups, has_page) in enumerate(zip(slots, fits, strict=True)):
             one = replace(_next_step(step, layers, ahead, tokens, of_groups, has_page), previous_hidden=hidden)
             step.backend.schedule(one.metadata)
-            tokens = sample_tokens(self._logits(one), one).where(has_page, NO_TOKEN)
+            if b.draft_logprobs.shape[2]:
+                tokens, of_draft = draw_draft(self._logits(one), one)
+                logprobs.append(of_draft)
+            else:
+                tokens = sample_tokens(self._logits(one), one)
+            tokens = tokens.where(has_page, NO_TOKEN)
             drafts.append(tokens)
             hidden = None if hidden is None else one.hidden
-        return torch.stack(drafts, 1)
+        return (torch.stack(drafts, 1), torch.stack(logprobs, 1)) if logprobs else torch.stack(drafts, 1)
 
     def _logits(self, step: Step) -> torch.Tensor:
         with self._model_layers.bound_to(step):

@@ -10,27 +10,36 @@ from graphrt.config import RuntimeConfig
 from graphrt.kernels.checks import check_callable
 from graphrt.kernels.errors import ConfigError, UnsupportedError
 from graphrt.kernels.ops.ngrams import find_ngrams
-from graphrt.step import Step
+from graphrt.sampling import sample_tokens
+from graphrt.step import Sampler, Step
 
-Proposer = Callable[[Step], torch.Tensor]
+Proposer = Callable[[Step], torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
 """Maps a step, after its tokens are sampled, to drafts [padded_reqs, num_speculative_tokens] int32, contiguous. A
-request's drafts end before its first -1. Drafts change no tokens, only how many a step yields."""
+request's drafts end before its first -1. Drafts change no tokens, only how many a step yields.
+
+With `RuntimeConfig.rejection_sampling`, it returns a pair: the drafts, and the log-probabilities from which each was
+drawn, [padded_reqs, num_speculative_tokens, vocab_size] float32, contiguous; see `graphrt.sampling.draw_draft`."""
 
 
 def check_proposer(
-    proposer: Proposer | None, config: RuntimeConfig, *, samples: bool, plans_on_host: str | None
+    proposer: Proposer | None, config: RuntimeConfig, *, sampler: Sampler | None, plans_on_host: str | None
 ) -> None:
     """Check whether a runtime can verify drafts.
 
     plans_on_host   name of the backend if it plans each step on the host
 
-    Raises: ConfigError: if a proposer has no sampler, or `num_speculative_tokens` is 0. UnsupportedError: if the
-    backend needs exact lengths on the host.
+    Raises: ConfigError: if a proposer has no sampler, or `num_speculative_tokens` is 0; if rejection sampling has no
+    proposer, or another sampler. UnsupportedError: if the backend needs exact lengths on the host.
     """
     if proposer is not None:
         check_callable("proposer", proposer, advice="pass a function of a Step, or None")
-        if not (config.num_speculative_tokens and samples):
+        if not (config.num_speculative_tokens and sampler is not None):
             raise ConfigError("proposer: needs a sampler, and RuntimeConfig(num_speculative_tokens=...)")
+    if config.rejection_sampling and (proposer is None or sampler is not sample_tokens):
+        raise ConfigError(
+            "rejection_sampling: needs the built-in sampler, and a proposer that returns log-probabilities; pass "
+            "proposer=DraftModel(...), or rejection_sampling=False"
+        )
     if config.num_speculative_tokens and plans_on_host is not None:
         raise UnsupportedError(
             f"backend {plans_on_host}: plans each step on the host from exact lengths, which are not known with "

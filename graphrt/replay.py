@@ -115,10 +115,9 @@ class ReplayManager:
         self._stream = stream_on(device, stream)
         self._kv_cache: KVCache | None = kv_cache
         self._backend = chosen.make()
-        check_proposer(proposer, config, samples=sampler is not None, plans_on_host=self.plans_on_host)
+        check_proposer(proposer, config, sampler=sampler, plans_on_host=self.plans_on_host)
         self._num_groups, self.proposes = len(kv_cache.groups), proposer is not None
-        self._whole_rows = not all(spec.is_cached for spec in specs)
-        self._device = device
+        self._device, self._whole_rows = device, not all(spec.is_cached for spec in specs)
         self._on_stream = OnStream(self._stream, "graphrt.replay")
         self._exclusive = Exclusive("ReplayManager", "submit steps from one thread, and not from inside a model")
         longest = config.max_seq_len + config.num_speculative_tokens  # with missing drafts, which are padding
@@ -287,6 +286,8 @@ class ReplayManager:
             raise ShapeError("batch.page_ids: must be empty with page_tables; write the page ids to your tables")
         if batch.needs:
             batch.check_needs(config, self._program.vocab_size)
+        if call != "begin" and batch.sample.max(initial=0) > 1:
+            config.check_own_drafts("batch.sample")
         self._guards.before_step()
         query_len = batch.decode_query_len(config.num_speculative_tokens)
         if not (query_len or config.mixed_batches):
@@ -389,8 +390,7 @@ class ReplayManager:
         with self._exclusive:
             self.request_tables.clear_left()
             target = self._dispatch("compare", batch, descriptor)
-            why_eager = self._why_eager(target)
-            if why_eager:
+            if why_eager := self._why_eager(target):
                 raise ReplayError(f"compare: this batch has no graph ({why_eager}); pass a batch that has a graph")
             self.queue.drain()
             undo, size, results = StepUndo(self._program), target.descriptor, []

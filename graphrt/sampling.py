@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from graphrt.kernels.ops.rejection import DRAFT_SEED, kept_logprobs, residual
 from graphrt.kernels.ops.sampling import Truncation, sample
 from graphrt.step import Step
 
@@ -21,15 +24,48 @@ def sample_tokens(logits: torch.Tensor, step: Step) -> torch.Tensor:
     change the draw. Logits may differ in their last bits between captured sizes. Capture-safe: random numbers come from
     a counter, not from torch's generator.
     """
-    kept = Truncation(step.top_ks, step.top_ps, step.min_ps)
-    return sample(
-        logits,
-        step.temperatures,
-        step.seeds,
-        step.sample_lens,
-        req_indices=step.req_indices,
-        truncation=kept,
-        penalties=step.penalties,
-        bias=step.logit_bias,
-        token_mask=step.token_mask,
-    )
+    return sample(logits, step.temperatures, step.seeds, step.sample_lens, **_options(step))
+
+
+def sampling_logprobs(logits: torch.Tensor, step: Step) -> torch.Tensor:
+    """Return the log-probabilities [padded_reqs, vocab] float32 from which `sample_tokens` draws. Capture-safe."""
+    return kept_logprobs(logits, step.temperatures, step.seeds, step.sample_lens, **_options(step))
+
+
+def verify_drafts(logits: torch.Tensor, step: Step, position: int) -> torch.Tensor:
+    """Accept the draft at `position`, or sample another token; requests without a draft sample as usual.
+
+    logits   [padded_reqs, vocab]  float16, bfloat16 or float32  device
+    returns  [padded_reqs]         int32                          device; the draft, if it is accepted
+
+    A token has the distribution of `sample_tokens`; see `graphrt.kernels.ops.rejection`. Capture-safe.
+    """
+    b = step.buffers
+    last = b.logits_indices.view(-1, len(b.req_indices))[position]
+    rest = residual(
+        sampling_logprobs(logits, step), b.draft_logprobs, b.input_ids, last, b.drafts_left, b.req_indices, b.seeds,
+        b.sample_lens, position=position,
+    )  # fmt: skip
+    return sample(rest, torch.ones_like(b.temperatures), b.seeds, b.sample_lens)
+
+
+def draw_draft(logits: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw a draft per request with its sampling parameters, for rejection sampling.
+
+    logits   [padded_reqs, vocab]  float16, bfloat16 or float32  device
+    returns  the drafts [padded_reqs] int32, and the log-probabilities [padded_reqs, vocab] float32
+
+    The noise is not that of the request's tokens, because a draft must not depend on it. Capture-safe.
+    """
+    logprobs = sampling_logprobs(logits, step)
+    return sample(logprobs, torch.ones_like(step.temperatures), step.seeds + DRAFT_SEED, step.sample_lens), logprobs
+
+
+def _options(step: Step) -> dict[str, Any]:
+    return {
+        "req_indices": step.req_indices,
+        "truncation": Truncation(step.top_ks, step.top_ps, step.min_ps),
+        "penalties": step.penalties,
+        "bias": step.logit_bias,
+        "token_mask": step.token_mask,
+    }

@@ -42,9 +42,11 @@ def _any_tokens(logits: torch.Tensor, step: Step) -> torch.Tensor:
     return torch.empty(len(logits), dtype=torch.int64, device=logits.device)
 
 
-def _any_drafts(step: Step) -> torch.Tensor:
+def _any_drafts(step: Step) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Replace a custom proposer."""
-    return torch.empty_like(step.buffers.drafts[: step.descriptor.padded_reqs])
+    b, reqs = step.buffers, step.descriptor.padded_reqs
+    drafts = torch.empty_like(b.drafts[:reqs])
+    return (drafts, torch.empty_like(b.draft_logprobs[:reqs])) if b.draft_logprobs.shape[2] else drafts
 
 
 class _NoAttention(AttentionBackend):

@@ -17,7 +17,7 @@ from graphrt.draft_model import DraftModel, slots_ahead
 from graphrt.engine.request_tables import sampling_extents
 from graphrt.kernels.attention.options import FP8_DTYPES
 from graphrt.kernels.checks import check_instance, check_tensor
-from graphrt.kernels.errors import ShapeError
+from graphrt.kernels.errors import ConfigError, ShapeError
 from graphrt.kernels.metadata.arguments import check_tables
 from graphrt.kernels.metadata.buffers import Capacity, PageGroup, StaticBuffers
 from graphrt.kernels.metadata.logprobs import write_logprobs
@@ -26,11 +26,13 @@ from graphrt.kernels.metadata.step_inputs import inputs_size
 from graphrt.kernels.metadata.unpack import unpack
 from graphrt.kernels.metadata.write_drafts import write_drafts
 from graphrt.kernels.metadata.write_outputs import write_outputs
+from graphrt.kernels.ops.rejection import store_draft_logprobs
 from graphrt.kernels.ops.sampling_logprobs import token_logprobs
 from graphrt.kernels.ops.sampling_state import record_tokens
 from graphrt.layer import ModelLayers
 from graphrt.metadata import StepMetadata
 from graphrt.proposer import Proposer
+from graphrt.sampling import verify_drafts
 from graphrt.spec import AttentionSpec
 from graphrt.step import Model, Sampler, Step
 
@@ -86,7 +88,7 @@ class StepProgram:
         for position, of_position in enumerate(logits.view(positions, reqs, -1)):
             self._sample(step, of_position, position, position == positions - 1)
         if self.proposer is not None:
-            write_drafts(step.buffers, self.proposer(step), vocab_size=self.vocab_size)
+            self._propose(step, self.proposer(step))
         return logits
 
     def _sample(self, step: Step, logits: torch.Tensor, position: int, last: bool) -> None:
@@ -95,13 +97,27 @@ class StepProgram:
         assert self.sampler is not None, "the caller checks it"
         if self.buffers.token_history.shape[1]:
             self._record(step, position)
-        tokens = self.sampler(logits, step)
+        rejects = self.buffers.draft_logprobs.shape[2] and not last
+        tokens = verify_drafts(logits, step, position) if rejects else self.sampler(logits, step)
         check_tensor("the sampler's tokens", tokens, shape=(reqs,), dtype=_TOKENS, device=device)
         if columns := self.buffers.logprob_ring.shape[3]:
             asked = torch.where(b.logprob_tokens >= 0, b.logprob_tokens, tokens.int()) if not position else tokens.int()
             result = token_logprobs(logits, asked, b.logprobs, max_top=columns - 1)
             write_logprobs(b, asked, result, position=position, last=last)
         write_outputs(b, tokens, vocab_size=self.vocab_size, position=position)
+
+    def _propose(self, step: Step, proposed: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Store drafts for the next step, with their log-probabilities for rejection sampling."""
+        b = step.buffers
+        drafts, logprobs = (proposed, None) if isinstance(proposed, torch.Tensor) else proposed
+        if b.draft_logprobs.shape[2]:
+            if logprobs is None:
+                raise ConfigError(
+                    "proposer: expected drafts and their log-probabilities with rejection_sampling=True, got drafts "
+                    "only; return both, or use rejection_sampling=False"
+                )
+            store_draft_logprobs(logprobs, b.req_indices, b.draft_logprobs)
+        write_drafts(b, drafts, vocab_size=self.vocab_size)
 
     def _record(self, step: Step, position: int) -> None:
         """Record the tokens before this position, of the step or one accepted draft, in the request state."""

@@ -221,7 +221,8 @@ class RequestTables:
         """Set the tokens that requests verify in the next step of a session, after their last token, by request index.
 
         A draft is accepted while it equals the token that is sampled, so drafts change no tokens. A proposer replaces
-        the drafts after that step. Raises: UnsupportedError: with more than num_speculative_tokens drafts.
+        the drafts after that step. Raises: UnsupportedError: with more than num_speculative_tokens drafts, and
+        with rejection_sampling.
         """
         by_req = self._by_request("drafts", drafts)
         self.write_drafts({at: self.check_drafts(f"drafts[{at}]", tokens) for at, tokens in by_req})
@@ -230,6 +231,7 @@ class RequestTables:
         """Return checked drafts as [num_speculative_tokens] int32 on the host, padded with -1."""
         ids = check_ints(name, tokens, 0, self._vocab_size - 1, advice="pass token ids of the vocabulary")
         self._config.check_needs(name, (("num_speculative_tokens", len(ids)),))
+        self._config.check_own_drafts(name)
         padded = torch.full((self._config.num_speculative_tokens,), NO_TOKEN, dtype=torch.int32, device="cpu")
         padded[: len(ids)] = torch.from_numpy(ids)
         return padded
@@ -392,6 +394,7 @@ def sampling_extents(config: RuntimeConfig, vocab_size: int) -> dict[str, int]:
         "counted_tokens": vocab_size if config.penalties else 0,
         "history": config.max_seq_len + 1 if config.penalties or config.num_speculative_tokens else 0,
         "drafts": config.num_speculative_tokens,
+        "draft_tokens": vocab_size if config.rejection_sampling else 0,
         "masked_tokens": vocab_size if config.token_masks else 0,
         "bias_entries": config.max_logit_bias,
         "logprob_columns": 0 if config.max_logprobs is None else 1 + config.max_logprobs,

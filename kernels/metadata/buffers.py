@@ -129,6 +129,7 @@ class Capacity:
     counted_tokens: int = 0  # vocabulary size if requests may have penalties, else 0
     history: int = 0  # maximum tokens of a sequence if the device keeps them, else 0
     drafts: int = 0  # maximum drafts of a request in a step
+    draft_tokens: int = 0  # vocabulary size if drafts are verified by rejection sampling, else 0
     masked_tokens: int = 0  # vocabulary size if requests may have token masks, else 0
     bias_entries: int = 0  # maximum logit biases of a request
     logprob_columns: int = 0  # log-probabilities per request and step: of one token, then of the top tokens
@@ -273,6 +274,9 @@ class StaticBuffers:
     )
     drafts: torch.Tensor = _persistent(
         ("req_indices", "drafts"), torch.int32, "write_drafts", "unpack", "write_outputs", initial=-1
+    )
+    draft_logprobs: torch.Tensor = _persistent(
+        ("req_indices", "drafts", "draft_tokens"), torch.float32, "store_draft_logprobs", "sampling"
     )
     counted_lens: torch.Tensor = _persistent(("req_indices",), torch.int32, "record_tokens", "record_tokens")
     bias_tokens: torch.Tensor = _persistent(("req_indices", 2, "bias_entries"), torch.int32, "host", "sampling")

@@ -237,6 +237,23 @@ def sample(
     Raises: ShapeError: if shapes, dtypes or devices of the tensors do not match, or the vocabulary is larger than
     MAX_VOCAB_SIZE.
     """
+    inputs = sample_inputs(logits, temperatures, seeds, seq_lens, req_indices, truncation, penalties, bias, token_mask)
+    result: torch.Tensor = _sample_op(*inputs)
+    return result
+
+
+def sample_inputs(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    seq_lens: torch.Tensor,
+    req_indices: torch.Tensor | None,
+    truncation: Truncation | None,
+    penalties: Penalties | None,
+    bias: LogitBias | None,
+    token_mask: TokenMask | None,
+) -> SampleInputs:
+    """Return the checked tensors of `sample`'s arguments. Raises: see `sample`."""
     check_tensor("logits", logits, shape=(None, None), dtype=_FLOATS)
     check_unit_stride("logits", logits)
     (rows, vocab), device = logits.shape, logits.device
@@ -266,8 +283,7 @@ def sample(
             check_unit_stride(name, tensor)
     if penalties is not None:
         inputs = inputs._replace(**penalties.checked(rows, vocab, device))
-    result: torch.Tensor = _sample_op(*inputs)
-    return result
+    return inputs
 
 
 def compile_variants() -> list[CompileSpec]:
