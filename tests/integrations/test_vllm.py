@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -244,6 +245,46 @@ def test_a_replay_reads_the_buffers_of_its_own_step(padding: int, device: str, b
             static.out.fill_(NAN)
             replay()
             assert_accurate(step, static.out.cpu())
+
+
+def test_layers_that_follow_the_construction_have_schedules(backend: Any) -> None:
+    """Drafters append layers to the builder's list. When vLLM sleeps, it discards tensors of the construction."""
+    case = Case("", MIXED, BF16)
+    group, other = Group.of(backend, case), Group.of(backend, replace(case, window=12))
+    assert "_schedules" not in vars(group.builder), "nothing is allocated before the first step"
+    group.builder.vllm_config.compilation_config.static_forward_context["draft"] = other.layer
+    group.builder.layer_names.append("draft")
+    metadata = None
+    for layer, window in ((group.layer, 0), (other.layer, 12)):
+        problem = problem_of(replace(case, window=window))
+        with kernels_on(CPU):
+            metadata = metadata or group.builder.build(0, common_of(problem))
+        Group(layer, group.builder).run(problem, in_vllms_layout(backend, problem), metadata)
+        assert_accurate(problem, problem.out)
+
+
+def test_query_lens_that_are_late_on_the_host_are_not_read(backend: Any) -> None:
+    """If prompts skip the layers with shared KV, vLLM copies query_start_loc without waiting. Its metadata class has
+    another __init__ then, and its query length may be a NumPy integer."""
+    case = Case("", MIXED, BF16)
+    group, problem = Group.of(backend, case), problem_of(case)
+    group.builder.vllm_config.cache_config.kv_sharing_fast_prefill = True
+    builder = type(group.builder)(group.builder.kv_cache_spec, ["layer"], group.builder.vllm_config, CPU)
+
+    class Own(backend.GraphrtMetadata):
+        def __init__(self, metadata: Any) -> None:
+            vars(self).update(vars(metadata), num_logits_indices=7)
+
+    late = torch.full_like(common_of(problem).query_start_loc_cpu, 1 << 30)
+    common = replace(common_of(problem), query_start_loc_cpu=late, max_query_len=np.int32(20))
+    with kernels_on(CPU):
+        metadata = builder.update_block_table(Own(builder.build(0, common)), problem.block_table, common.slot_mapping)
+    assert metadata.num_logits_indices == 7
+    group.run(problem, in_vllms_layout(backend, problem), metadata)
+    assert_accurate(problem, problem.out)
+    decodes = common_of(problem_of(Case("", RAGGED, BF16)))
+    with kernels_on(CPU):
+        assert builder.build(0, replace(decodes, max_query_len=np.int32(1))).shape == backend.StepShape(5, 5, 5, 1)
 
 
 def test_new_tokens_are_stored_at_their_slots(backend: Any) -> None:

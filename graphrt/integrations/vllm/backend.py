@@ -6,7 +6,9 @@ builder computes graphrt's schedules once per step, into buffers that all layers
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -161,16 +163,25 @@ class GraphrtMetadataBuilder(AttentionMetadataBuilder[GraphrtMetadata]):  # type
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
-        scheduler = vllm_config.scheduler_config
-        layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, layer_names)
+        self._late_query_lens = vllm_config.cache_config.kv_sharing_fast_prefill
+
+    @cached_property
+    def _schedules(self) -> GroupSchedules:
+        """The schedules of the group, allocated by the first `build`.
+
+        Drafters append layers to `layer_names` after the construction. Tensors of the construction would be in the
+        memory pool of the KV cache, which loses its contents when vLLM sleeps.
+        """
+        config, scheduler = self.vllm_config, self.vllm_config.scheduler_config
+        layers = get_layers_from_vllm_config(config, AttentionLayerBase, self.layer_names)
         # Drafters append tokens to a full batch.
         tokens = scheduler.max_num_batched_tokens + scheduler.max_num_seqs * self.reorder_batch_threshold
-        self._schedules = GroupSchedules(
+        return GroupSchedules(
             [layer.impl.kind for layer in layers.values()],
-            vllm_config.model_config.dtype,
-            kv_cache_spec.block_size,
-            device,
-            max_num_tokens=max(tokens, vllm_config.compilation_config.max_cudagraph_capture_size or 0),
+            config.model_config.dtype,
+            self.kv_cache_spec.block_size,
+            self.device,
+            max_num_tokens=max(tokens, config.compilation_config.max_cudagraph_capture_size or 0),
             max_query_len=self.reorder_batch_threshold,
         )
 
@@ -194,8 +205,10 @@ class GraphrtMetadataBuilder(AttentionMetadataBuilder[GraphrtMetadata]):  # type
         self, metadata: GraphrtMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
     ) -> GraphrtMetadata:
         """Return the metadata of another group of the same step. Writes this group's buffers, which graphs read."""
-        table = blk_table[: metadata.shape.num_reqs]
-        return self._written(replace(metadata, block_table=table, slot_mapping=slot_mapping, schedules=self._schedules))
+        changed = copy.copy(metadata)  # of a class of vLLM that has another __init__, if prompts skip layers
+        changed.block_table, changed.slot_mapping = blk_table[: metadata.shape.num_reqs], slot_mapping
+        changed.schedules = self._schedules
+        return self._written(changed)
 
     def _written(self, metadata: GraphrtMetadata) -> GraphrtMetadata:
         self._schedules.write(metadata.shape, metadata.seq_lens, metadata.query_start_loc)
@@ -203,12 +216,15 @@ class GraphrtMetadataBuilder(AttentionMetadataBuilder[GraphrtMetadata]):  # type
 
     def _shape(self, common: CommonAttentionMetadata) -> StepShape:
         """Return which requests each kernel serves. A full graph and its replays have the same shape."""
-        num_reqs, num_tokens, query_len = common.num_reqs, common.num_actual_tokens, common.max_query_len
+        num_reqs, num_tokens = common.num_reqs, common.num_actual_tokens
+        query_len = int(common.max_query_len)  # a NumPy integer in layers with chunks
         uniform = query_len <= self.reorder_batch_threshold and num_reqs * query_len == num_tokens
         if uniform and query_len <= MAX_QUERY_LEN:
             return StepShape(num_reqs, num_tokens, num_reqs, query_len)
         if uniform or not self._schedules.serves_prompts:
             return StepShape(num_reqs, num_tokens, num_reqs, 0)
+        if self._late_query_lens:  # vLLM may still be copying query_start_loc_cpu
+            return StepShape(num_reqs, num_tokens, 0, 0)
         query_lens = np.diff(common.query_start_loc_cpu[: num_reqs + 1].numpy())
         first = int(query_lens[0])
         if not 1 <= first <= min(self.reorder_batch_threshold, MAX_QUERY_LEN):

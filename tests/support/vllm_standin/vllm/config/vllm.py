@@ -1,5 +1,6 @@
 from dataclasses import dataclass, field
 
+from vllm.config.cache import CacheConfig
 from vllm.config.compilation import CompilationConfig
 from vllm.config.model import ModelConfig
 from vllm.config.scheduler import SchedulerConfig
@@ -12,6 +13,7 @@ class VllmConfig:
     scheduler_config: SchedulerConfig
     compilation_config: CompilationConfig = field(default_factory=CompilationConfig)
     speculative_config: SpeculativeConfig | None = None
+    cache_config: CacheConfig = field(default_factory=CacheConfig)
 
 
 def get_layers_from_vllm_config(vllm_config, layer_type, layer_names=None):

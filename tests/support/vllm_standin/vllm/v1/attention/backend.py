@@ -70,7 +70,8 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
 
     @abstractmethod
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
-        self.vllm_config = vllm_config
+        self.kv_cache_spec, self.layer_names = kv_cache_spec, layer_names
+        self.vllm_config, self.device = vllm_config, device
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config, kv_cache_spec):
