@@ -18,7 +18,7 @@ from graphrt.kernels.attention.options import FP8_DTYPES, AttentionOptions
 from graphrt.kernels.attention.plan import AttentionPlan
 from graphrt.kernels.attention.plan_native import NativePlan, native_shared_bytes, native_tile, serves_heads
 from graphrt.kernels.errors import ShapeError
-from graphrt.kernels.native.nvrtc import NativeVariant, launch
+from graphrt.kernels.native.nvrtc import SMALL_CARVEOUT, NativeVariant, launch
 
 NATIVE_PAGE_MULTIPLE = 16
 """The page size must be a multiple of this many tokens, so that each copy by a warp is within one page."""
@@ -114,8 +114,10 @@ def _variant(
         "WARPS": native.warps,
         "WINDOW": window,
     }
+    # The division for one block per multiprocessor, which is as many as the grid has
+    carveout = SMALL_CARVEOUT if native.blocks_per_sm == 1 else -1
     return NativeVariant(
-        "decode.cu", "decode_attention", tuple(macros.items()), 32 * native.warps, shared, native.cluster
+        "decode.cu", "decode_attention", tuple(macros.items()), 32 * native.warps, shared, native.cluster, carveout
     )
 
 

@@ -275,7 +275,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear(const __gri
   }
   cluster_arrive();
 #endif
-#if END != ROPE_WRITE  // attention follows, and an early start of it gains nothing at 1 request and loses at 8 and 16
+#if END != ROPE_WRITE  // attention follows, and an early start of it makes long contexts slower
   let_next_kernel_start();
 #endif
   wait_for_earlier_kernels();

@@ -25,6 +25,11 @@ _FOLDER = Path(__file__).resolve().parent
 _MIN_CAPABILITY = (9, 0)  # clusters, programmatic dependent launch
 _OPTIONS = ("--std=c++17", "--ptxas-options=-v")
 
+SMALL_CARVEOUT = 43
+"""`carveout` of kernels that overlap with products of few tokens: 98 KB of 228. A multiprocessor changes the division
+only when no block runs on it. The products read weights through L1, so they are slow on a multiprocessor that still has
+the division of an earlier kernel with more shared memory. Measured: docs/dev/log.md "One division of L1"."""
+
 MIN_SHARED_BYTES = 227 << 10
 """Bytes of shared memory per block that plans require. sm_90 and sm_100 have this much, sm_120 does not."""
 
@@ -39,6 +44,7 @@ class NativeVariant:
     num_threads   threads per block
     shared_bytes  dynamic shared memory per block
     cluster       blocks per cluster, along the second dimension of the grid
+    carveout      preferred percentage of a multiprocessor's L1 cache that is shared memory; -1: the driver's choice
     arch_specific whether the variant uses instructions of only one compute capability, such as sm_90a
     """
 
@@ -48,6 +54,7 @@ class NativeVariant:
     num_threads: int
     shared_bytes: int
     cluster: int = 1
+    carveout: int = -1
     arch_specific: bool = False
 
 
@@ -192,8 +199,12 @@ def _function(variant: NativeVariant, device_index: int) -> Any:
     with _relaxed_capture():
         module = _check(driver.cuModuleLoadData(cubin))
         function = _check(driver.cuModuleGetFunction(module, variant.entry.encode()))
-        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _check(driver.cuFuncSetAttribute(function, attribute, variant.shared_bytes))
+        attributes = driver.CUfunction_attribute
+        for attribute, value in (
+            (attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, variant.shared_bytes),
+            (attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, variant.carveout),
+        ):
+            _check(driver.cuFuncSetAttribute(function, attribute, value))
     return function
 
 

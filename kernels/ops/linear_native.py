@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from graphrt.kernels.native.nvrtc import NativeVariant, launch
+from graphrt.kernels.native.nvrtc import SMALL_CARVEOUT, NativeVariant, launch
 from graphrt.kernels.ops.linear_call import STEP_BYTES, End, LinearCall, LinearPlan
 from graphrt.kernels.sizes import ceil_div
 
@@ -128,7 +128,9 @@ def _variant(
     shared = 4 * _GROUP * token_tiles * (plan.warps // plan.row_warps * (plan.rows + 4) + 1)
     if plan.cluster > 1:
         shared += 4 * _GROUP * token_tiles * plan.rows + 8
-    return NativeVariant("linear.cu", "linear", tuple(macros.items()), 32 * plan.warps, shared, plan.cluster)
+    return NativeVariant(
+        "linear.cu", "linear", tuple(macros.items()), 32 * plan.warps, shared, plan.cluster, SMALL_CARVEOUT
+    )
 
 
 def native_variants() -> dict[str, NativeVariant]:
