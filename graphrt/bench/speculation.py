@@ -49,7 +49,7 @@ class SpeculationResult:
 
 
 class _Predictable(nn.Module):
-    """A model whose next token follows from the last one, at the cost of one small kernel per step."""
+    """A model whose last token determines the next token, at the cost of one small kernel per step."""
 
     def __init__(self, model: LlamaModel) -> None:
         super().__init__()

@@ -40,7 +40,7 @@ The values must be in the range of the tensor's dtype. They are rounded to a flo
 
 
 class RequestTables:
-    """Writes per-request state on the stream of the steps, after all earlier launches and before all later ones.
+    """Writes per-request state on the stream of the steps, after all earlier launches and before all later launches.
 
         manager.request_tables.set_logit_bias({3: {42: -5.0, 7: 2.0}})  # request index 3
         manager.request_tables.set_token_masks({0: words})              # requests with Batch.token_masks 0

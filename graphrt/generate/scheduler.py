@@ -238,7 +238,7 @@ class Scheduler:
         return all(self._reclaim(pool, need) for pool, need in enumerate(needs))
 
     def _share_prefixes(self) -> set[int]:
-        """Let new requests share pages of earlier ones with a common prefix, before windows free these pages.
+        """Let new requests share pages of earlier requests with a common prefix, before windows free these pages.
 
         Returns the requests whose prefill is paused, because their pages are still moving, an earlier request computes
         their prefix, or the step has no tokens left for them.

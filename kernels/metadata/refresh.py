@@ -8,7 +8,7 @@ Two kernels, with one program per padded request and KV group:
 
 Running the same inputs again reports no conflicts, because each request then replaces only its own writer ids.
 
-The inputs may list all pages of a request, only the new ones, or none, because `page_table` keeps the pages of every
+The inputs may list all pages of a request, only its new pages, or none, because `page_table` keeps the pages of every
 request index. `page_spans` stores which columns of the table belong to the current sequence.
 """
 

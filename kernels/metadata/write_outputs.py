@@ -1,4 +1,4 @@
-"""Stores the tokens and faults of a step for the next one, and reports them to the host.
+"""Stores the tokens and faults of a step for the next step, and reports them to the host.
 
 A graph with drafts samples at 1 + K positions of each request, one after another. This operator runs after each of
 them. A request continues to the next position if its next draft equals the token that was sampled, and if neither a
@@ -310,7 +310,7 @@ def write_outputs(buffers: StaticBuffers, tokens: torch.Tensor | None, *, vocab_
                 graph. Tokens are then NO_TOKEN, and `last_token` does not change
     vocab_size  a sampled token outside 0 .. vocab_size - 1 is a fault, and voids the request's last token
     position    number of tokens that a request has sampled before in this step. A graph with drafts calls this for
-                each of its positions in order; the call for the last one completes the step
+                each of its positions in order; the call for the last position completes the step
 
     Capture-safe: the kernel selects the ring entry on the device, by the step counter.
     Raises: ShapeError: if shapes, dtypes or devices of the tensors do not match.

@@ -284,8 +284,8 @@ def record_tokens(
     prompt_lens      [rows]      int32  tokens at and after this position are output tokens, which are counted
 
     Example: a prompt of 3 tokens in one step, then one token per step. The first call clears the state, because its
-    first token has position 0, and records the prompt. Each later call counts one output token. If a call starts at an
-    earlier position than the last one ended, it first removes the tokens at and after this position.
+    first token has position 0, and records the prompt. Each later call counts one output token. If a call starts before
+    the position where the previous call ended, it first removes the tokens at and after this position.
 
     Tokens of rows without penalties are stored, and counted once the row has penalties. Record a cached prefix by a
     separate call, before the first step.

@@ -184,7 +184,8 @@ class _Recorder:
             if limited not in (None, reach.sliding_window):
                 raise refuse(
                     model,
-                    f"the layer at {where} passes sliding_window={window}, but its mask has {reach.sliding_window}",
+                    f"the layer at {where} passes sliding_window={window}, but the window of its mask is "
+                    f"{reach.sliding_window}",
                 )
             kept = getattr(own[index], "sliding_window", None) if (index := _index(module)) < len(own) else None
             if reach == Reach() and kept is not None and kept < self._max_seq_len:

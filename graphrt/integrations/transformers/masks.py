@@ -29,8 +29,8 @@ class Reach:
 def reach_of(predicate: Callable[..., Any], length: int) -> Reach | None:
     """Return what a mask function lets a token of a sequence up to `length` tokens see; None if it is something else.
 
-    The first token that does not see token 0 gives the size. That token sees a single later one in a window, and only
-    itself in a chunk. A grid of positions then confirms the answer.
+    The first token that does not see token 0 gives the size. In a window, that token still sees token 1. In a chunk, it
+    sees only itself. A grid of positions then confirms the answer.
 
     predicate  maps batch, head, query and key positions to bool
     """
