@@ -254,7 +254,7 @@ def capacity_of(config: RuntimeConfig, groups: Sequence[PageGroup], vocab_size: 
 
 
 def check_page_tables(tables: torch.Tensor | None, buffers: StaticBuffers) -> torch.Tensor | None:
-    """Return the caller's page tables with a dimension of KV groups. Raises: ShapeError: if they have the wrong
+    """Return the caller's page tables, with a first dimension for KV groups. Raises: ShapeError: if they have the wrong
     shape."""
     if tables is None:
         return None

@@ -89,7 +89,7 @@ def _package_of(module: str) -> str:
 def locations(root: Any, name: str, left_out: list[str] | None = None) -> Iterator[Location]:
     """Yield every location reachable from an object or function, nearest first, each path once.
 
-    Excess or too deep paths, and tensors without their own memory, are appended to `left_out`.
+    Paths beyond the limits of number and depth, and tensors without their own memory, are appended to `left_out`.
     """
     left = [] if left_out is None else left_out
     home = Home.of(root)
