@@ -21,9 +21,9 @@ def compile_ahead(program: StepProgram, descriptors: Iterable[BatchDescriptor]) 
     """Compile and load the kernels of a step at these sizes in parallel.
 
     Runs the step with launches that compile kernels but write nothing. A model could store values that it computes from
-    unwritten results. So its `ahead_model()`, if it has that method, and the attention of all layers run in its place.
-    Custom samplers and proposers, and backends without `compiles_ahead`, are not called. Their kernels are compiled
-    when the step first runs.
+    unwritten results. So its `ahead_model()` runs in its place, if it has this method, and so does the attention of all
+    layers. Custom samplers and proposers, and backends without `compiles_ahead`, are not called. Their kernels are
+    compiled when the step first runs.
     """
     own = replace(
         program,
