@@ -153,11 +153,6 @@ class AttentionBackend(ABC):
         return []
 
     @classmethod
-    def why_only_by_name(cls, context: BackendContext) -> str | None:
-        """Return why automatic selection skips the backend for `context` although it is supported, or None."""
-        return None
-
-    @classmethod
     def prefill_class(cls) -> type[AttentionBackend] | None:
         """Return the class that serves the prefill part of mixed steps under this name, which may be this class or
         another; None if there is none."""

@@ -118,14 +118,12 @@ class Standing:
     """The rank of a backend for one context.
 
     unsupported_reasons   every reason why it cannot serve the context; empty if it can
-    by_name               why automatic selection skips it although it can serve the context, or None
-    rank                  1 for the backend that is selected by default, then 2, ...; None if skipped
+    rank                  1 for the backend that is selected by default, then 2, ...; None if it cannot serve
     relative              its measured time relative to the fastest backend that can serve; None in order of preference
     """
 
     name: str
     unsupported_reasons: list[str]
-    by_name: str | None = None
     rank: int | None = None
     relative: float | None = None
 
@@ -149,7 +147,7 @@ def select_backend(context: BackendContext, name: str | None = None) -> tuple[ty
             )
         return cls, f"{name}: chosen by name"
     found = standings(context, stop_at_the_first=True)
-    skipped = [f"{s.name} ({', '.join(s.unsupported_reasons) or s.by_name})" for s in found if s.rank is None]
+    skipped = [f"{s.name} ({', '.join(s.unsupported_reasons)})" for s in found if s.rank is None]
     chosen = next((s for s in found if s.rank == 1), None)
     if chosen is None:
         raise UnsupportedError(
@@ -224,12 +222,13 @@ def standings(context: BackendContext, *, stop_at_the_first: bool = False) -> li
     Backends with a measured time are considered first, since the fastest of them is selected. With `stop_at_the_first`
     the others are considered only until one is supported, because importing a backend takes seconds.
     """
-    names = backend_names()
+    # On a CPU, kernels of Triton are interpreted, which takes thousands of times as long as any other backend.
+    names = sorted(backend_names(), key=lambda name: context.device.type == "cpu" and name == "triton")
     ranking = load_ranking() if context.device.type == "cuda" else Ranking()  # measured on GPUs only
     measured = [name for name in names if name in ranking.names and name != _LAST_RESORT]
     found = {name: _standing(name, context) for name in measured}
     relative = ranking.relative_times(
-        [name for name in measured if _serves(found[name])],
+        [name for name in measured if not found[name].unsupported_reasons],
         max_num_reqs=context.max_num_reqs,
         max_seq_len=context.max_seq_len,
     )
@@ -239,17 +238,13 @@ def standings(context: BackendContext, *, stop_at_the_first: bool = False) -> li
             break
         if name not in found:
             found[name] = _standing(name, context)
-        if _serves(found[name]) and name not in relative:
+        if not found[name].unsupported_reasons and name not in relative:
             order.append(name)
     return [
         replace(found[name], rank=order.index(name) + 1 if name in order else None, relative=relative.get(name))
         for name in names
         if name in found
     ]
-
-
-def _serves(standing: Standing) -> bool:
-    return not standing.unsupported_reasons and standing.by_name is None
 
 
 def _standing(name: str, context: BackendContext) -> Standing:
@@ -262,9 +257,7 @@ def _standing(name: str, context: BackendContext) -> Standing:
     try:
         cls = backend_class(name)
         question = "unsupported_reasons"
-        reasons = cls.unsupported_reasons(context)
-        question = "why_only_by_name"
-        return Standing(name, reasons, None if reasons else cls.why_only_by_name(context))
+        return Standing(name, cls.unsupported_reasons(context))
     except (ConfigError, UnsupportedError) as error:
         return Standing(name, [str(error)])
     except Exception as error:

@@ -118,11 +118,6 @@ class TritonBackend(AttentionBackend):
     def prefill_class(cls) -> type[AttentionBackend]:
         return TritonPrefill
 
-    @classmethod
-    def why_only_by_name(cls, context: BackendContext) -> str | None:
-        """Skip the backend on CPU, where the kernels are interpreted."""
-        return "interpreted on CPU, thousands of times slower" if context.device.type == "cpu" else None
-
     def compiles_ahead(self, descriptor: BatchDescriptor) -> bool:
         return type(self) is TritonBackend  # a subclass may launch other kernels
 

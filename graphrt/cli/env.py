@@ -59,8 +59,6 @@ def _rank(entry: dict[str, Any]) -> str:
     """Return a backend's rank with its measured time relative to the fastest; "-" if it cannot run."""
     if entry["unsupported_reasons"]:
         return "-"
-    if entry["by_name"] is not None:
-        return f"by name only: {entry['by_name']}"
     measured = "" if entry["relative"] is None else f" ({entry['relative']:.2f} x the fastest)"
     return f"{entry['rank']}{measured}"
 

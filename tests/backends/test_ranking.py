@@ -126,12 +126,8 @@ def test_fastest_supported_backend_is_selected(monkeypatch: pytest.MonkeyPatch, 
     assert cls.name == "swift"
     assert explanation.startswith("swift: fastest of 3 supported backends (1.00; triton 2.00, steady 2.68 on")
     assert select_backend(context(page_size=256))[0].name == "large_pages"
-    on_cpu = "swift: first in order of preference that supports device cpu; not triton ("
+    on_cpu = "swift: first in order of preference that supports device cpu"
     assert select_backend(context("cpu"))[1].startswith(on_cpu), "the table applies to GPUs only"
-    monkeypatch.setattr(backends["swift"], "why_only_by_name", lambda context: "an experiment")
-    cls, explanation = select_backend(context(reqs=1))
-    assert cls.name == "triton"
-    assert "not swift (an experiment)" in explanation
     assert select_backend(context(reqs=1), "swift")[1] == "swift: chosen by name"
 
 
