@@ -479,21 +479,6 @@ class StaticBuffers:
             if "req_indices" in (shape := self.specs()[name].shape):
                 yield name, tensor, shape.index("req_indices")
 
-    def snapshot(self) -> dict[str, torch.Tensor]:
-        """Return copies of the PERSISTENT and CARRIED buffers, the state that a step passes to the next."""
-        kept = self.named(BufferKind.PERSISTENT, BufferKind.CARRIED)
-        return {name: tensor.clone() for name, tensor in kept}
-
-    def restore(self, snapshot: dict[str, torch.Tensor]) -> None:
-        """Copy a snapshot back into the buffers, in place."""
-        for name, tensor in snapshot.items():
-            getattr(self, name).copy_(tensor)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all buffers, including buffers in host memory."""
-        return sum(t.numel() * t.element_size() for _, t in self.named())
-
 
 COPIED = tuple(name for name, spec in StaticBuffers.specs().items() if spec.copied is not None)
 """Buffers that the refresh copies from the step inputs, in the order of the request fields."""

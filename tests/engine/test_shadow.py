@@ -12,6 +12,7 @@ from graphrt.backends.torch_reference import TorchReferenceBackend
 from graphrt.batch import Batch
 from graphrt.config import RequestTensor
 from graphrt.engine.undo import Copies
+from graphrt.kernels.metadata.buffers import BufferKind
 from graphrt.kernels.types import KVLayout
 from graphrt.replay import ReplayManager
 from graphrt.sampling_params import SamplingParams
@@ -31,7 +32,8 @@ def _warnings_are_errors() -> Iterator[None]:
 
 def everything(manager: ReplayManager) -> list[torch.Tensor]:
     """Bits of the request state and of the cache."""
-    cache, state = manager.kv_cache, manager.buffers.snapshot().values()
+    cache = manager.kv_cache
+    state = [tensor for _, tensor in manager.buffers.named(BufferKind.PERSISTENT, BufferKind.CARRIED)]
     return [t.contiguous().view(torch.uint8).clone() for t in (*state, *cache.k, *cache.v) if t.dim()]
 
 

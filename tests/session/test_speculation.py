@@ -13,6 +13,7 @@ from graphrt.batch import Batch
 from graphrt.capture.descriptor import GraphKind
 from graphrt.kernels.errors import ConfigError, UnsupportedError
 from graphrt.kernels.library import interpreted
+from graphrt.kernels.metadata.buffers import BufferKind
 from graphrt.kernels.types import FinishReason
 from graphrt.proposer import Proposer, ngram_drafts
 from graphrt.sampling_params import SamplingParams
@@ -204,9 +205,9 @@ def test_kernels_agree_with_the_reference() -> None:
                 session.run(2)
                 requests.append(session.add(PROMPTS[0], params[0]))  # in mixed steps, in which the others have drafts
                 finish(session, 4)
-                state = runtime.manager.buffers.snapshot()
+                state = runtime.manager.buffers.named(BufferKind.PERSISTENT, BufferKind.CARRIED)
                 skipped = ("last_writers", "write_conflicts")
-                found.append((results(requests), {n: t.tolist() for n, t in state.items() if n not in skipped}))
+                found.append((results(requests), {n: t.tolist() for n, t in state if n not in skipped}))
             runtime.close()
     assert found[0][0] == found[1][0]
     for name, values in found[0][1].items():
