@@ -122,17 +122,6 @@ class ModelConfig:
                 f"got {len(self.sliding_windows)}; pass None for layers without a window"
             )
 
-    @property
-    def num_parameters(self) -> int:
-        """Number of weights. An output head that is tied to the embedding is not counted twice."""
-        heads = (2 * self.num_q_heads + 2 * self.num_kv_heads) * self.head_dim
-        layer = self.hidden_size * (heads + 3 * self.intermediate_size + 2)
-        layer += self.qkv_bias * (self.num_q_heads + 2 * self.num_kv_heads) * self.head_dim
-        layer += self.o_bias * self.hidden_size + self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
-        layer += self.qk_norm * 2 * self.head_dim
-        embeddings = (1 if self.tie_word_embeddings else 2) * self.vocab_size * self.hidden_size
-        return self.num_layers * layer + embeddings + self.hidden_size
-
     def attention_specs(self, dtype: torch.dtype) -> tuple[AttentionSpec, ...]:
         """Return the attention spec of every layer, in order."""
         heads = (self.num_q_heads, self.num_kv_heads, self.head_dim)

@@ -167,12 +167,11 @@ class TokenStream:
         return self._tokenizer.decode(self._window)[len(before) :]
 
 
-def load_tokenizer(source: Path, eos_ids: Sequence[int] = ()) -> Tokenizer:
+def load_tokenizer(source: Path) -> Tokenizer:
     """Load the tokenizer of a Hugging Face folder or a GGUF file.
 
     Args:
         source: the folder or file.
-        eos_ids: additional end-of-text ids, such as the ids in the model's config.
 
     Raises:
         ConfigError: if `source` has no readable tokenizer, or a package is missing.
@@ -186,11 +185,11 @@ def load_tokenizer(source: Path, eos_ids: Sequence[int] = ()) -> Tokenizer:
             source, local_files_only=True, trust_remote_code=False, clean_up_tokenization_spaces=False
         )
         own = () if backend.eos_token_id is None else (backend.eos_token_id,)
-        return Tokenizer(backend, None, (*own, *eos_ids))
+        return Tokenizer(backend, None, own)
 
     def from_file() -> Tokenizer:
         found = gguf_tokenizer(read_gguf(source).metadata, printable(source))
-        return Tokenizer(found.backend, found.chat_template, (*found.eos_ids, *eos_ids), found.bos_id)
+        return Tokenizer(found.backend, found.chat_template, found.eos_ids, found.bos_id)
 
     if not source.is_file():
         return _guarded(f"{printable(source)}: cannot read a tokenizer", from_folder)

@@ -54,7 +54,6 @@ def test_every_weight_is_written_and_fused_in_order(folder):
     expected = torch.cat([stored[f"{attention}{x}_proj.weight"] for x in "qkv"])
     assert torch.equal(model.layers[1].qkv, expected)
     assert torch.equal(model.layers[1].gate_up, torch.cat([stored[f"{mlp}{x}_proj.weight"] for x in ("gate", "up")]))
-    assert sum(p.numel() for p in model.parameters()) == config.num_parameters
 
 
 def test_a_reload_keeps_addresses_and_a_refused_checkpoint_changes_no_weight(folder):

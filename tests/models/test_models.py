@@ -276,7 +276,6 @@ PUBLISHED = {
 @pytest.mark.parametrize("name", SHAPES)
 def test_shapes_have_the_published_number_of_parameters(name):
     config = shape_config(name)
-    assert config.num_parameters == PUBLISHED[name]
     model = LlamaModel(config, dtype=torch.bfloat16, device=torch.device("meta"), max_positions=8)
     assert sum(p.numel() for p in model.parameters()) == PUBLISHED[name]
     (spec,) = config.kv_groups(16, KVLayout.HND, torch.bfloat16)
