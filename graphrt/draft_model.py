@@ -110,7 +110,8 @@ class DraftModel:
         """
         b, own = step.buffers, step.layers[-len(self.specs) :]
         layers = tuple(replace(layer, spec=spec) for layer, spec in zip(own, self.specs, strict=True))
-        previous, hidden = (None, None) if self.hidden_size is None else hidden_of_last(step)
+        previous = None if self.hidden_size is None else _hidden_before(step)
+        hidden = None if self.hidden_size is None else step.state_after(HIDDEN)
         no_logits = replace(b, logits_indices=b.logits_indices[:0])
         self._logits(replace(step, layers=layers, buffers=no_logits, previous_hidden=previous))
         slots = slots_ahead(step, b.drafts.shape[1])
@@ -165,24 +166,15 @@ def with_draft_state(config: RuntimeConfig, proposer: Proposer | None) -> Runtim
     return replace(config, request_tensors=tuple(dict.fromkeys((*config.request_tensors, kept))))
 
 
-def hidden_of_last(step: Step) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the hidden state of the token before each token of a step [padded_tokens, hidden_size], 0 at position 0,
-    and the hidden state of the last accepted token of each request [padded_reqs, hidden_size].
-
-    The first token of a request needs a state of an earlier step. So the states of all tokens that may become the last
-    accepted token are kept by position, modulo 2 + num_speculative_tokens.
-    """
-    b, kept = step.buffers, step.request_tensors[HIDDEN]
-    hidden, period = step.hidden.to(kept.dtype), kept.shape[1]
+def _hidden_before(step: Step) -> torch.Tensor:
+    """Return the hidden state of the token before each token of a step [padded_tokens, hidden_size], and keep those of
+    this step."""
+    b, hidden = step.buffers, step.hidden.to(step.request_tensors[HIDDEN].dtype)
+    earlier = step.state_before(HIDDEN)
+    step.keep_state(HIDDEN, hidden)
     at = torch.arange(len(hidden), dtype=torch.int32, device=hidden.device)
-    rows = torch.searchsorted(b.query_start_loc[1:], at, right=True).clamp_max(len(b.req_indices) - 1)
-    starts = (b.query_start_loc[rows] == at)[:, None]
-    earlier = kept[b.req_indices[rows].long(), (b.positions - 1) % period]
-    previous = earlier.where(starts, hidden.roll(1, 0)).masked_fill((b.positions == 0)[:, None], 0)
-    reqs = b.req_indices.long()
-    sampled, of_sampled = b.logits_indices, reqs.repeat(len(b.logits_indices) // len(reqs))
-    kept[of_sampled, b.positions[sampled] % period] = hidden[sampled].masked_fill((of_sampled < 0)[:, None], 0)
-    return previous, kept[reqs, (b.sample_lens.long() - 1) % period]
+    rows = torch.searchsorted(b.query_start_loc[1:], at, right=True).clamp_max(len(earlier) - 1)
+    return earlier[rows].where((b.query_start_loc[rows] == at)[:, None], hidden.roll(1, 0))
 
 
 def _check_decoder(specs: Sequence[AttentionSpec]) -> None:

@@ -54,8 +54,9 @@ class Step:
     All tensors are views of static buffers on the device, so a replayed graph reads the values of the current step. Any
     other value that varies between steps must be in a tensor too, because graphs contain Python numbers as constants. A
     model or sampler with state per request, such as an adapter index, declares it in `RuntimeConfig.request_tensors`
-    and reads `request_state(name)`. It may also index its own tensor [max_num_reqs, ...] by `req_indices`. Do not rely
-    on the order of the batch. In mixed steps with two parts, decode requests come first.
+    and reads `request_state(name)`. State that steps advance follows rollbacks by `state_before` and `keep_state`. A
+    model may also index its own tensor [max_num_reqs, ...] by `req_indices`. Do not rely on the order of the batch. In
+    mixed steps with two parts, decode requests come first.
     """
 
     descriptor: BatchDescriptor
@@ -88,13 +89,50 @@ class Step:
 
         Raises: ConfigError: if there is no such tensor.
         """
+        return self._request_tensor("request_state", name)[self.req_indices.long()]  # -1 is the last row, for padding
+
+    def state_before(self, name: str) -> torch.Tensor:
+        """Return the state of each request before its first token in this step, [padded_reqs, ...].
+
+        name    a request tensor that `keep_state` writes, of shape (period, ...)
+
+        The state is that of the token before, or the initial value at position 0, in padding and in invalid requests.
+        Call it before `keep_state`. Capture-safe. Raises: ConfigError: if there is no such tensor.
+        """
+        tensor, reqs = self._request_tensor("state_before", name), self.req_indices.long()
+        first = self.positions[self.metadata.query_start_loc[:-1].clamp_max(len(self.positions) - 1)]
+        reqs = reqs.where(first > 0, -1)
+        return tensor[reqs, (first - 1) % tensor.shape[1]]
+
+    def keep_state(self, name: str, values: torch.Tensor) -> None:
+        """Keep the state after each token that may become the last accepted token of its request.
+
+        name    a request tensor of shape (period, ...); the state after position p is in row p % period. The period is
+                2 + num_speculative_tokens, or longer, so that callers of `replay` can step back further
+        values  [padded_tokens, ...]  the state after each token, in the dtype of the tensor
+
+        Capture-safe. Raises: ConfigError: if there is no such tensor.
+        """
+        tensor, ends = self._request_tensor("keep_state", name), self.logits_indices
+        reqs = self.req_indices.long().repeat(len(ends) // len(self.req_indices))
+        valid = (reqs >= 0).view(-1, *(1 for _ in tensor.shape[2:]))
+        tensor[reqs, self.positions[ends] % tensor.shape[1]] = values[ends].where(valid, tensor[-1, 0])
+
+    def state_after(self, name: str) -> torch.Tensor:
+        """Return the state after the last accepted token of each request, [padded_reqs, ...], for a proposer.
+
+        Capture-safe. Raises: ConfigError: if there is no such tensor.
+        """
+        tensor = self._request_tensor("state_after", name)
+        return tensor[self.req_indices.long(), (self.sample_lens.long() - 1) % tensor.shape[1]]
+
+    def _request_tensor(self, call: str, name: str) -> torch.Tensor:
         if name not in self.request_tensors:
             known = ", ".join(self.request_tensors) or "none"
             raise ConfigError(
-                f"request_state: expected a name of RuntimeConfig.request_tensors ({known}), got {name!r}; declare it "
-                "there"
+                f"{call}: expected a name of RuntimeConfig.request_tensors ({known}), got {name!r}; declare it there"
             )
-        return self.request_tensors[name][self.req_indices.long()]  # -1 selects the last row, for padding
+        return self.request_tensors[name]
 
     def keep_hidden(self, hidden: torch.Tensor | Normed) -> None:
         """Offer the hidden states of the step's tokens to the proposer, which reads them as `step.hidden`.
