@@ -219,7 +219,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear(const __gri
   const auto ahead_by = [&](int u) { return u / LINE * (LINE * K_PARTS) + u % LINE; };
   Weights weights[UNROLL][GROUPS];
   const i64 rows_8 = 8 * (i64)p.row_bytes;
-  // Where the lane reads a tile from its i-th step on, in both halves of its warp's rows.
+  // Where the lane reads a tile at its i-th step and later, in both halves of its warp's rows.
   struct Source {
     const char *low, *high;
     int step;

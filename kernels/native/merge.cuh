@@ -104,7 +104,7 @@ __device__ __forceinline__ Pair merge_shared(Values values, Stats stats) {
 struct PartialIndices {
   int first, next, step;
   __device__ __forceinline__ int of(int index) const { return index == 0 ? first : next + index * step; }
-  // Indices for the splits from `leader` on, and for the first split of every merge group.
+  // Indices for the splits starting at `leader`, and for the first split of every merge group.
   __device__ __forceinline__ PartialIndices from(int leader) const { return {of(leader), next + leader * step, step}; }
   __device__ __forceinline__ PartialIndices leaders() const { return {first, next, step * MERGE_GROUP_SIZE}; }
 };

@@ -145,9 +145,9 @@ __device__ __forceinline__ void best_of_all(Team &t, Found &mine) {
   t.turn ^= 1;
 }
 
-// Narrow keys [low, high): the amounts of keys from `low` on reach `need`, those from `high` on do not. The arguments
-// must satisfy this. The search divides the range by five until it has at most `until` keys; with 1, the result
-// is the largest such key.
+// Narrow keys [low, high): the amounts of keys at and above `low` reach `need`, and the amounts at and above `high` do
+// not. The arguments must satisfy this. The search divides the range by five until it has at most `until` keys; with 1,
+// the result is the largest such key.
 //
 // Each step also moves the bounds to existing keys: sums do not change between two keys. Sums in a fixed order are
 // monotone, so the result is exact.

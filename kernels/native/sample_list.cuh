@@ -65,9 +65,9 @@ __device__ __forceinline__ void add_from_above(const Team &t, const u32 *bins, u
 #pragma unroll
   for (int i = 0; i < N; ++i) sums[i] += above;
 }
-// Narrow the range [low, high) of a threshold to a bin: the amounts of the keys from the threshold on reach `need`. All
-// threads have added their amounts, with keys below `high`. Masses may lack up to `slack` units. Returns false if the
-// amounts do not certainly reach `need`.
+// Narrow the range [low, high) of a threshold to a bin: the amounts of the keys at and above the threshold reach
+// `need`. All threads have added their amounts, with keys below `high`. Masses may lack up to `slack` units. Returns
+// false if the amounts do not certainly reach `need`.
 __device__ __forceinline__ bool narrow_to_bin(Team &t, const Bins &bins, float need, float slack, u32 &low, u32 &high) {
   __syncthreads();
   const int first = BINS / 32 * t.lane;
@@ -100,7 +100,7 @@ __device__ __forceinline__ float min_p_floor(const Row &r, const Kept &kept, flo
 // is kept. The second bound needs the whole mass, so only rows without top-k and min-p use it.
 //
 // groups  number of groups that must reach the floor, by top-k
-// lowest  the key of the lowest group with a plain token: bins starting there are finer than bins from -inf on
+// lowest  the key of the lowest group with a plain token: bins that start there are finer than bins that start at -inf
 __device__ __forceinline__ float floor_of(Team &t, Shared &shared, const Row &r, const Kept &kept, int groups,
                                           u32 lowest, float best, float total) {
   const float floor = r.late ? NEG_INF : min_p_floor(r, kept, best);  // a late row's best logit is not known yet

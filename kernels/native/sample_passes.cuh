@@ -103,7 +103,7 @@ __device__ __forceinline__ Found best_score(Team &t, Shared &shared, const Row &
 // Thresholds of a whole row
 
 // Amounts of tokens by logit: counts if best and rate are 0, else masses. The threshold is the largest key in [low,
-// high) from which on the amounts reach `need`. `total`: the sum of all amounts that count.
+// high) for which the amounts at and above it reach `need`. `total`: the sum of all amounts that count.
 struct Sought {
   u32 low, high;
   float best, rate, need, total;
@@ -157,7 +157,7 @@ __device__ __forceinline__ FineBins fine_bins(const Team &t, Shared &shared, con
   __syncthreads();
   return bins;
 }
-// The highest bin from which on the amounts reach `need` units; -1 if the total does not.
+// The highest bin for which the amounts in it and above it reach `need` units; -1 if the total does not.
 __device__ __forceinline__ int bin_reaching(const Team &t, const FineBins &bins, float need) {
   constexpr int MINE = FINE / 32;
   u32 sums[MINE];
@@ -189,7 +189,7 @@ __device__ __forceinline__ u32 next_of_grid(u32 key) {
 
 // Estimate keys [low, high) around the threshold from a sample of approximately equidistant words. The mass above a
 // threshold may be in a few tokens that the sample misses, so the search uses the mass below it: the total of the
-// tokens from a key on, minus `need`.
+// tokens at and above a key, minus `need`.
 __device__ __forceinline__ void guess(Team &t, Shared &shared, const Row &r, const Sought &sought, u32 from, u32 &low,
                                       u32 &high) {
   constexpr int MINE = SAMPLED / THREADS;
@@ -286,7 +286,8 @@ __device__ __forceinline__ void add_row(const Team &t, const Row &r, const Sough
   if (t.thread < tail) add(logit_at(r, end + t.thread), !PROCESSES || has_bit(r.plain, end + t.thread));
   for_changed(t, r, [&](int, float x) { add(x, true); });
 }
-// A pass over the row with bins for the keys [low, high), which narrows the search. Returns the amount from `high` on.
+// A pass over the row with bins for the keys [low, high), which narrows the search. Returns the amount at and above
+// `high`.
 __device__ __forceinline__ float narrow_by_pass(Team &t, Shared &shared, const Row &r, Sought &sought, u32 low,
                                                 u32 high) {
   const FineBins bins = fine_bins(t, shared, sought, low, high, r.vocab);
@@ -320,9 +321,9 @@ __device__ __forceinline__ float narrow_by_pass(Team &t, Shared &shared, const R
 // and min-p keep, for top-p. DRAW: narrow the threshold until the drawn token is known to be kept.
 enum Phase { TOP_K, MASS, DRAW };
 
-// Draw among all kept tokens. The threshold need not be known exactly: a draw among all tokens from some key on is the
-// result if this key is at most the threshold and the drawn token is known to be kept. The bin that a pass leaves is so
-// narrow that the first draw usually is the result.
+// Draw among all kept tokens. The threshold need not be known exactly: a draw among all tokens at and above some key is
+// the result if this key is at most the threshold and the drawn token is known to be kept. The bin that a pass leaves
+// is so narrow that the first draw usually is the result.
 //
 // Not inlined, so that its registers do not affect other paths.
 __device__ __noinline__ Found draw_by_passes(Team t, Shared &shared, const Row r, const Kept kept, float floor,
@@ -331,7 +332,7 @@ __device__ __noinline__ Found draw_by_passes(Team t, Shared &shared, const Row r
   Phase phase = kept.top_p >= 1.0f ? DRAW : kept.top_k > 0 ? TOP_K : kept.min_p > 0.0f ? MASS : DRAW;
   Sought sought = {key_of(floor), end, finite(best), r.rate, kept.top_p * total, total};
   if (kept.top_k > 0) sought = {sought.low, end, 0.0f, 0.0f, (float)kept.top_k, (float)r.vocab};
-  u32 from = 0;  // `total` includes the tokens from this key on
+  u32 from = 0;  // `total` includes the tokens at and above this key
   bool guessed = false;
   while (true) {
     if (phase == TOP_K && sought.high - sought.low <= 1) {  // found

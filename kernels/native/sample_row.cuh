@@ -141,8 +141,8 @@ __device__ __forceinline__ float logit_at(const Row &r, int token) {  // the mod
 #endif
   return x > NEG_INF ? x : NEG_INF;
 }
-// Pieces of 16 bytes of raw logits, from some tokens on. All reads are issued before the first is used. Unaligned rows
-// are read logit by logit. The row's last tokens may not fill a piece.
+// Pieces of 16 bytes of raw logits, starting at the given tokens. All reads are issued before the first is used.
+// Unaligned rows are read logit by logit. The row's last tokens may not fill a piece.
 template <int K>
 __device__ __forceinline__ void read_pieces(const Row &r, const int (&tokens)[K], const bool (&wanted)[K],
                                             int4 (&pieces)[K]) {

@@ -26,7 +26,7 @@ struct Shared {
   int tokens[CHANGED];      // the changed tokens
 };
 
-// A thread's words of bits, from `first` on: tokens that penalties change, and tokens that only a bias may change.
+// A thread's words of bits, starting at `first`: tokens that penalties change, and tokens that only a bias may change.
 // Words beyond the last one are 0.
 __device__ __forceinline__ void read_bits(const Row &r, int first, u32 (&changed)[WORDS], u32 (&plain)[WORDS]) {
   u32 allowed[WORDS], occurred[WORDS];

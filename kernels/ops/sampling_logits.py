@@ -380,11 +380,11 @@ def min_p_floor(best, heat, min_p):
 def largest_reaching(values, amounts, need, low, high, until):
     """Narrow the key range [low, high), which contains the largest key that reaches `need`.
 
-    A key reaches `need` if the amounts of all values from this key on sum to `need` or more. `low` must reach `need`,
-    and `high` must not. The search divides the range by five until it has at most `until` keys; if `until` is 1, `low`
-    is the largest key that reaches `need`. Four sums at once need as many barriers and shuffles as one, which dominate
-    the time. Each step also moves the bounds to existing values, which are few, because only one key in 65,536 is a
-    bfloat16 value. Sums of non-negative floats in a fixed order are monotone, so the result is exact.
+    A key reaches `need` if the amounts of all values at and above this key sum to `need` or more. `low` must reach
+    `need`, and `high` must not. The search divides the range by five until it has at most `until` keys; if `until` is
+    1, `low` is the largest key that reaches `need`. Four sums at once need as many barriers and shuffles as one, which
+    dominate the time. Each step also moves the bounds to existing values, which are few, because only one key in 65,536
+    is a bfloat16 value. Sums of non-negative floats in a fixed order are monotone, so the result is exact.
     """
     while high - low > until:
         fifth = (high - low + 4) // 5

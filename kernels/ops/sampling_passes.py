@@ -57,7 +57,7 @@ def draw_by_passes(
     """Draw among all kept tokens of a row.
 
     The threshold is a key in [low, high) and need not be known exactly. The token with the best score among all tokens
-    from `low` on is the result once its logit is known to be kept. One pass over the row usually suffices.
+    at and above `low` is the result once its logit is known to be kept. One pass over the row usually suffices.
     """
     low = key_of(floor)
     by_count = top_k > 0
