@@ -1,4 +1,4 @@
-"""The speculation benchmark: time per token with drafts by prompt lookup against plain decoding."""
+"""The speculation benchmark: time per token with drafts, by prompt lookup or a draft model, against plain decoding."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import nn
 
 from graphrt.bench.decode import kv_memory
 from graphrt.config import RuntimeConfig
+from graphrt.draft_model import DraftModel
 from graphrt.models.llama import LlamaModel
 from graphrt.proposer import Proposer, ngram_drafts
 from graphrt.runtime import Runtime
@@ -30,7 +31,7 @@ class SpeculationResult:
     """Milliseconds per token of a request, for one batch size; medians over several rounds.
 
     plain_ms            plain decoding
-    accepted_ms         all drafts are accepted; prompt lookup finds them
+    accepted_ms         all drafts are accepted
     rejected_ms         no draft is accepted
     accepted_per_step   tokens per step where all drafts are accepted
     plain_host_us       host microseconds of one `DecodeSession.run` call, without drafts
@@ -49,21 +50,26 @@ class SpeculationResult:
 
 
 class _Predictable(nn.Module):
-    """A model whose last token determines the next token, at the cost of one small kernel per step."""
+    """A model that counts on by `ahead` from the last token, at the cost of one small kernel per step."""
 
-    def __init__(self, model: LlamaModel) -> None:
+    def __init__(self, model: LlamaModel, ahead: int = 1) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.ahead = model, ahead
 
     def forward(self, step: Step) -> torch.Tensor:
         logits: torch.Tensor = self.model(step)
         last = step.input_ids.index_select(0, step.logits_indices)
-        return logits.scatter_(1, ((last + 1) % _CYCLE).long().unsqueeze(1), 1e4)
+        return logits.scatter_(1, ((last + self.ahead) % _CYCLE).long().unsqueeze(1), 1e4)
 
 
 def _unlikely_drafts(step: Step) -> torch.Tensor:
     """Run the lookup, but propose a token that the predictable model never samples."""
     return torch.full_like(ngram_drafts(step), _CYCLE)
+
+
+def _drafter(model: LlamaModel, ahead: int) -> DraftModel:
+    config = model.config
+    return DraftModel(_Predictable(model, ahead), config.attention_specs(model.dtype), vocab_size=config.vocab_size)
 
 
 def longest_sequence(context: int, steps: int, num_drafts: int) -> int:
@@ -79,12 +85,18 @@ def bench_speculation(
     context: int,
     steps: int,
     num_drafts: int,
+    draft: LlamaModel | None = None,
     backend: str | None = None,
 ) -> list[SpeculationResult]:
     """Time greedy decoding in sessions, `steps` steps per round, with and without `num_drafts` drafts per step.
 
-    The benchmark changes the model's logits so that its tokens repeat and prompt lookup finds all of them.
+    draft   the draft model; None: prompt lookup
+
+    The benchmark changes the logits of the models so that the tokens repeat. Drafts are all right, or all wrong.
+
+    Raises: ConfigError: if the draft model has another vocabulary.
     """
+    right, wrong = (ngram_drafts, _unlikely_drafts) if draft is None else (_drafter(draft, 1), _drafter(draft, 2))
     results = []
     for batch in batches:
 
@@ -92,8 +104,8 @@ def bench_speculation(
             return _measure(model, kv_groups, batch, context, steps, drafts, proposer, backend)
 
         plain_ms, _, plain_host_us = measure(0, None)
-        accepted_ms, accepted_per_step, host_us = measure(num_drafts, ngram_drafts)
-        rejected_ms, _, _ = measure(num_drafts, _unlikely_drafts)
+        accepted_ms, accepted_per_step, host_us = measure(num_drafts, right)
+        rejected_ms, _, _ = measure(num_drafts, wrong)
         times = plain_ms, accepted_ms, rejected_ms, accepted_per_step, plain_host_us, host_us
         results.append(SpeculationResult(batch, context, num_drafts, *times))
     return results
@@ -123,7 +135,8 @@ def _measure(
         num_speculative_tokens=drafts,
         backend=backend,
     )
-    pages, _ = kv_memory(kv_groups, batch, 1, max_seq_len)
+    groups = proposer.kv_groups(kv_groups) if isinstance(proposer, DraftModel) else kv_groups
+    pages, _ = kv_memory(groups, batch, 1, max_seq_len)
     with Runtime(
         _Predictable(model),
         model.config.attention_specs(model.dtype),

@@ -39,8 +39,6 @@ def run(options: DecodeOptions) -> None:
         raise ConfigError(f"--baseline: expected transformers, got {options.baseline!r}; leave it out for no baseline")
     if options.baseline is not None:
         require("transformers", "for the baseline")
-    if options.speculate not in (None, "ngram"):
-        raise ConfigError(f"--speculate: expected ngram, got {options.speculate!r}; leave it out for plain decoding")
     params = sampling_params(options)
     device = resolve_device(options.device)
     longest = options.context + options.steps
@@ -49,6 +47,9 @@ def run(options: DecodeOptions) -> None:
     loaded = load_model(source, device=device, max_positions=longest)
     config, dtype = loaded.config, loaded.model.dtype
     check_vocabulary(params, config.vocab_size)
+    draft = None
+    if options.speculate not in (None, "ngram"):
+        draft = load_model(options.speculate, device=device, dtype=dtype, max_positions=longest).model
     groups = config.kv_groups(options.page_size, KVLayout.NHD, dtype)
     report = bench_decode(
         options.shape or str(options.model),
@@ -69,22 +70,24 @@ def run(options: DecodeOptions) -> None:
             context=options.context,
             steps=options.steps,
             num_drafts=options.drafts,
+            draft=draft,
             backend=options.backend,
         )
     if options.baseline is not None:
-        del loaded  # free the memory for the baseline
+        del loaded, draft  # free the memory for the baseline
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
         times = time_transformers(config, batches=batches, context=options.context, device=device, dtype=dtype)
         report = replace(report, baselines=tuple(times))
     if not options.json_only:
-        _print(report, drafts)
-    record = {"name": "decode", **provenance(), **report.to_json(), "speculation": [asdict(r) for r in drafts]}
+        _print(report, drafts, "prompt lookup" if options.speculate == "ngram" else options.speculate)
+    record = {"name": "decode", **provenance(), **report.to_json(), "speculate": options.speculate}
+    record["speculation"] = [asdict(r) for r in drafts]
     print(json.dumps(record), flush=True)
 
 
-def _print(report: DecodeReport, drafts: Sequence[SpeculationResult]) -> None:
+def _print(report: DecodeReport, drafts: Sequence[SpeculationResult], source: str | None) -> None:
     console = make_console()
     how = described(report.sampling)
     title = f"decode, {report.model} on {report.device}, backend {report.backend}, {how}"
@@ -107,7 +110,7 @@ def _print(report: DecodeReport, drafts: Sequence[SpeculationResult]) -> None:
     console.print(table)
     for s in drafts:
         console.print(
-            f"batch {s.batch}, {s.num_drafts} drafts by prompt lookup, ms per token: {s.plain_ms:.3f} without drafts, "
+            f"batch {s.batch}, {s.num_drafts} drafts by {source}, ms per token: {s.plain_ms:.3f} without drafts, "
             f"{s.accepted_ms:.3f} with all accepted ({s.accepted_ms / s.plain_ms:.2f} x), "
             f"{s.rejected_ms:.3f} with none ({s.rejected_ms / s.plain_ms:.2f} x)",
             soft_wrap=True,

@@ -140,7 +140,9 @@ class DecodeOptions(SamplingOptions):
     speculate: Annotated[
         str | None,
         typer.Option(
-            metavar="ngram", help="ngram: also time drafts by prompt lookup, with all and with none accepted."
+            metavar="ngram|MODEL",
+            help="Also time drafts, with all and with none accepted: by prompt lookup (ngram), or by a draft model (a "
+            "folder, .gguf file, hub id or dummy:SHAPE).",
         ),
     ] = None
     drafts: Annotated[int, typer.Option(min=1, max=63, help="Drafts per step, with --speculate.")] = 4

@@ -34,16 +34,28 @@ def test_bench_decode_ends_in_one_json_line(graphrt) -> None:
     assert record["baselines"] == []
 
 
-def test_bench_decode_with_drafts(graphrt) -> None:
-    """All drafts of the lookup are accepted, so a step yields 1 + K tokens; `accepted_per_step` shows it."""
-    sizes = ("--batch", "1", "--context", "40", "--steps", "1", "--speculate", "ngram", "--drafts", "3")
+@pytest.mark.parametrize(
+    ("source", "drafts", "shown"),
+    [("ngram", 3, "prompt lookup"), ("dummy:smollm2-135m", 1, "dummy:smollm2-135m")],
+    ids=["ngram", "draft_model"],
+)
+def test_bench_decode_with_drafts(graphrt, source: str, drafts: int, shown: str) -> None:
+    """All drafts are accepted, so a step yields 1 + K tokens; `accepted_per_step` shows it."""
+    sizes = ("--batch", "1", "--context", "40", "--steps", "1", "--speculate", source, "--drafts", str(drafts))
     arguments = ("bench", "decode", "--shape", "smollm2-135m", "--device", "cpu", *sizes)
     code, out, _ = graphrt(*arguments)
     assert code == 0
-    (found,) = json.loads(out.splitlines()[-1])["speculation"]
-    assert (found["batch"], found["context"], found["num_drafts"], found["accepted_per_step"]) == (1, 40, 3, 4.0)
+    record = json.loads(out.splitlines()[-1])
+    assert record["speculate"] == source
+    (found,) = record["speculation"]
+    assert (found["batch"], found["context"], found["num_drafts"], found["accepted_per_step"]) == (
+        1,
+        40,
+        drafts,
+        1 + drafts,
+    )
     assert 0 < found["accepted_ms"] < found["rejected_ms"]
-    assert "batch 1, 3 drafts by prompt lookup, ms per token" in out
+    assert f"batch 1, {drafts} drafts by {shown}, ms per token" in out
 
 
 def test_bench_serve_ends_in_one_json_line(graphrt) -> None:
@@ -64,7 +76,7 @@ ERRORS = [
     ("serve --least 9 --most 3", "least: expected an int from 1 to 3, got 9"),
     ("serve --shape smollm2-135m --device cpu --step-tokens 3", "step_tokens: expected at least 256"),
     ("serve --temperature -1", "temperature: expected a finite number >= 0, got -1.0"),
-    ("decode --shape smollm2-135m --speculate eagle", "--speculate: expected ngram, got 'eagle'"),
+    ("decode --shape smollm2-135m --device cpu --speculate dummy:llama-9000", "shape: expected one of llama-3.1-8b"),
     ("decode", "expected one of --shape and --model, got none"),
     ("decode --shape smollm2-135m --model x", "expected one of --shape and --model, got both"),
     ("decode --shape llama-9000", "shape: expected one of llama-3.1-8b"),
