@@ -182,7 +182,9 @@ def search(
             found.fused_us = times[best[key]]
     if found.separate_us <= found.fused_us:
         best, found.fused_us = dict.fromkeys(products), found.separate_us
-    found.plans = best
+    # Without a fused kernel, rope_write looks up a plan for a plain product of the same weight.
+    separate = [key for key, plan in best.items() if key[0] is End.ROPE_WRITE and plan is None]
+    found.plans = best | {(End.PLAIN, rows, depth): None for _, rows, depth in separate}
 
 
 def measure_shape(

@@ -243,3 +243,11 @@ def test_devices_without_measured_plans_use_pytorch(monkeypatch: pytest.MonkeyPa
     assert linear_plan.__wrapped__(0, 1, 16, End.ADD, 4096, 4096, 0, 0) is None
     fault = "nvrtc: missing"
     assert found(0) == ((), "PyTorch: nvrtc: missing")
+
+
+def test_products_without_a_fused_rope_write_have_plans_as_plain_products() -> None:
+    # `linear_rope_write` then calls `linear`, which would use the plan of a product of another size.
+    for plans in load_plans().values():
+        keys = {(p.end, p.tokens, p.bits, p.rows, p.depth): p.plan for p in plans}
+        separate = [key[1:] for key, plan in keys.items() if key[0] is End.ROPE_WRITE and plan is None]
+        assert [size for size in separate if (End.PLAIN, *size) not in keys] == []
