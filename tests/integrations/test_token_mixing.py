@@ -13,9 +13,10 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 import graphrt
 from graphrt.integrations.transformers.discovery import discover
-from graphrt.integrations.transformers.fuse import _GatedMLP, _same
+from graphrt.integrations.transformers.fuse import _GatedMLP, _same, find_fused
 from graphrt.integrations.transformers.host import HostedModel
-from graphrt.integrations.transformers.probe import _mixing, check_independence
+from graphrt.integrations.transformers.probe import OwnTokens, _mixing, agree, check_independence, sample_tokens
+from graphrt.integrations.transformers.rotation import find_rotation
 from tests.integrations.test_from_transformers import CONFIG, answers, check, make_model, state_of
 
 Change = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -114,6 +115,22 @@ def test_modules_for_16_bits_only_are_compared_in_their_own_dtype() -> None:
     model.model.layers[2].mlp.forward = lambda x: shifted(60)(x, x)
     with pytest.raises(graphrt.UnsupportedError, match="gives a token different values"):
         check_independence(hosted, 128, 97)
+
+
+def test_rounding_of_many_layers_does_not_keep_modules() -> None:
+    sizes = {"num_hidden_layers": 60, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    model = make_model("Llama", **sizes)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.mul_(1 if "norm" in name else 4)
+    hosted = HostedModel(model.bfloat16())
+    discover(hosted, 64)
+    sample = sample_tokens(model, 64, 97)
+    with torch.no_grad():
+        before = hosted.run(OwnTokens(sample[1]), *sample)
+        assert len(find_fused(hosted, 64, 97)) == 60 * 8 + 2
+        assert not agree(hosted.run(OwnTokens(sample[1]), *sample), before), "in bfloat16, the tokens seem to differ"
+    assert len(find_rotation(hosted, 64, 97)) == 60
 
 
 class Clamping(LlamaMLP):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from graphrt.integrations.transformers.host import HostedModel
-from graphrt.integrations.transformers.probe import OwnTokens, agree, sample_tokens
+from graphrt.integrations.transformers.probe import OwnTokens, agree, sample_logits, sample_tokens
 from graphrt.kernels.errors import GraphRTError
 from graphrt.kernels.ops.linear import linear, linear_silu_mul
 from graphrt.kernels.ops.norm import rms_norm
@@ -30,13 +30,13 @@ def find_fused(hosted: HostedModel, max_seq_len: int, vocab_size: int) -> dict[s
     replaced if its operator gives the same result on random input. Modules of equal classes, shapes and constants are
     tried once. Linear layers are always replaced. Linear layers of one module with the same input become one product,
     and their weights become adjacent in memory. Modules with hooks, or with code that is neither transformers' nor
-    torch's, are not replaced, because they may differ on other input. At the end, seven tokens must get the same logits
-    as before; otherwise nothing is replaced.
+    torch's, are not replaced, because they may differ on other input. At the end, seven tokens must get the same
+    float32 logits as before. Otherwise, nothing is replaced or moved.
     """
     names = {module: name for name, module in hosted.model.named_modules()}
     uses = Counter(id(weight) for _, weight in hosted.model.named_parameters(remove_duplicate=False))
     tried: dict[Any, int | None] = {}  # index of the candidate that computes the same result
-    found, joined = {}, set[torch.nn.Module]()
+    found, joins = {}, list[_Products]()
     sample = sample_tokens(hosted.model, max_seq_len, vocab_size)
     expected, linears, others = _called(hosted, sample)
     for module in others:
@@ -52,8 +52,9 @@ def find_fused(hosted: HostedModel, max_seq_len: int, vocab_size: int) -> dict[s
             if isinstance(forward, _GatedMLP):
                 if any(uses[id(weight)] > 1 for weight in module.parameters()):
                     continue
-                joined.update(forward.first.join())
+                joins.append(forward.first)
             hosted.fused[module], found[names[module]] = forward, name
+    joined = {layer for products in joins for layer in products.layers}
     groups: dict[Any, list[torch.nn.Linear]] = {}
     for module, x in linears.items():
         if module not in joined:
@@ -62,28 +63,30 @@ def find_fused(hosted: HostedModel, max_seq_len: int, vocab_size: int) -> dict[s
     for group in groups.values():
         products = _Products(group)
         if len(group) > 1:
-            products.join()
+            joins.append(products)
         for module, forward in zip(group, products.forwards(), strict=True):
             hosted.fused[module], found[names[module]] = forward, "linear"
     try:
-        with torch.no_grad():
-            if agree(hosted.run(OwnTokens(sample[1]), *sample), expected):
-                return found
+        unchanged = agree(sample_logits(hosted, OwnTokens, sample), expected)
     except (GraphRTError, RuntimeError):
-        pass
-    hosted.fused.clear()
-    return {}
+        unchanged = False
+    if not unchanged:
+        hosted.fused.clear()
+        return {}
+    for products in joins:
+        products.join()
+    return found
 
 
 def _called(
     hosted: HostedModel, sample: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, dict[torch.nn.Linear, torch.Tensor], list[torch.nn.Module]]:
     """Run a few tokens. Return the logits, the inputs of linear layers, and the other modules."""
-    linears, others = dict[torch.nn.Linear, torch.Tensor](), list[torch.nn.Module]()
+    linears, others = dict[torch.nn.Linear, torch.Tensor](), dict[torch.nn.Module, None]()
 
     def note(module: Any, args: tuple[Any, ...]) -> None:
         if type(module) is not torch.nn.Linear:
-            others.append(module)
+            others[module] = None
         elif args and type(module.weight) is torch.nn.Parameter:
             linears[module] = args[0]
 
@@ -91,12 +94,11 @@ def _called(
     plain = [module for module in hosted.model.modules() if changed.isdisjoint(module.modules())]
     hooks = [module.register_forward_pre_hook(note) for module in plain]
     try:
-        with torch.no_grad():
-            logits = hosted.run(OwnTokens(sample[1]), *sample)
+        logits = sample_logits(hosted, OwnTokens, sample)
     finally:
         for hook in hooks:
             hook.remove()
-    return logits, linears, others
+    return logits, linears, list(others)
 
 
 def _is_plain(module: torch.nn.Module) -> bool:
@@ -141,7 +143,7 @@ class _Products:
     """Linear layers with the same input, as one product after `join`."""
 
     def __init__(self, layers: list[torch.nn.Linear]) -> None:
-        self._layers = layers
+        self.layers = layers
         self._joined: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self._input: torch.Tensor | None = None
         self._parts: list[torch.Tensor] = []
@@ -149,37 +151,36 @@ class _Products:
     @property
     def weights(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Weight and bias of the product."""
-        if len(self._layers) == 1:
-            return self._layers[0].weight, self._layers[0].bias
+        if len(self.layers) == 1:
+            return self.layers[0].weight, self.layers[0].bias
         if self._joined is not None:
             return self._joined
-        biases = [layer.bias.detach() for layer in self._layers if layer.bias is not None]
-        weight = _as_one([layer.weight.detach() for layer in self._layers])
+        biases = [layer.bias.detach() for layer in self.layers if layer.bias is not None]
+        weight = _as_one([layer.weight.detach() for layer in self.layers])
         return torch.nn.Parameter(weight, requires_grad=False), _as_one(biases) if biases else None
 
-    def join(self) -> list[torch.nn.Linear]:
+    def join(self) -> None:
         """Move the weights of the layers next to each other. The layers keep their parameters, with equal values."""
-        sizes = [layer.out_features for layer in self._layers]
-        with torch.inference_mode(self._layers[0].weight.is_inference()):  # the kind that they had
+        sizes = [layer.out_features for layer in self.layers]
+        with torch.inference_mode(self.layers[0].weight.is_inference()):  # the kind that they had
             self._joined = weight, bias = self.weights
-            for layer, rows in zip(self._layers, weight.split(sizes), strict=True):
+            for layer, rows in zip(self.layers, weight.split(sizes), strict=True):
                 layer.weight.data = rows
             if bias is not None:
-                for layer, rows in zip(self._layers, bias.split(sizes), strict=True):
+                for layer, rows in zip(self.layers, bias.split(sizes), strict=True):
                     layer.bias.data = rows
-        return self._layers
 
     def forwards(self) -> list[Forward]:
         """Return the forward of each layer. The first that gets a tensor computes the product for all."""
-        return [partial(self._part, index) for index in range(len(self._layers))]
+        return [partial(self._part, index) for index in range(len(self.layers))]
 
     def _part(self, index: int, x: torch.Tensor) -> torch.Tensor:
         if x is not self._input:
             out = linear(x.reshape(-1, x.shape[-1]), *self.weights).view(*x.shape[:-1], -1)
             self._input = x
-            self._parts = list(out.split([layer.out_features for layer in self._layers], dim=-1))
+            self._parts = list(out.split([layer.out_features for layer in self.layers], dim=-1))
         part = self._parts[index]
-        if index == len(self._layers) - 1:
+        if index == len(self.layers) - 1:
             self._input, self._parts = None, []
         return part
 

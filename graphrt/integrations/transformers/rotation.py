@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from graphrt.integrations.transformers.host import HostedModel, LayerCall, Rotating
-from graphrt.integrations.transformers.probe import OwnTokens, agree, sample_tokens
+from graphrt.integrations.transformers.probe import OwnTokens, agree, sample_logits, sample_tokens
 from graphrt.integrations.transformers.rotary import RotaryTable, is_rotary
 from graphrt.kernels.cache.write import Rotary, write_kv
 from graphrt.kernels.errors import GraphRTError
@@ -68,16 +68,20 @@ def find_rotation(hosted: HostedModel, max_seq_len: int, vocab_size: int) -> dic
         return {}
     device = model.device
     sample = sample_tokens(model, max_seq_len, vocab_size)
-    with torch.no_grad():
-        expected = hosted.run(OwnTokens(sample[1]), *sample)
-        hosted.rotations = {module: RotarySource(module, max_seq_len, device) for module in rotary}
-        hosted.namespaces = sorted(namespaces, key=lambda space: space.__name__)
-        try:
-            if agree(hosted.run(_RotatedTokens(sample[1]), *sample), expected):
-                names = {module: name for name, module in model.named_modules()}
-                return {names[module]: "write_kv" for module in hosted.attention_modules}
-        except (_UnlikeError, GraphRTError, RuntimeError, TypeError):
-            pass
+    fused, hosted.fused = hosted.fused, {}  # without moved weights, which have no float32 copies
+    expected = sample_logits(hosted, OwnTokens, sample)
+    hosted.rotations = {module: RotarySource(module, max_seq_len, device) for module in rotary}
+    hosted.namespaces = sorted(namespaces, key=lambda space: space.__name__)
+    try:
+        with torch.no_grad():
+            hosted.run(_RotatedTokens(sample[1]), *sample)  # makes the tables of the model's dtype
+        if agree(sample_logits(hosted, _RotatedTokens, sample), expected):
+            names = {module: name for name, module in model.named_modules()}
+            return {names[module]: "write_kv" for module in hosted.attention_modules}
+    except (_UnlikeError, GraphRTError, RuntimeError, TypeError):
+        pass
+    finally:
+        hosted.fused = fused
     hosted.rotations, hosted.namespaces = {}, []
     return {}
 
