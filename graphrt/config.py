@@ -69,10 +69,10 @@ class RuntimeConfig:
                     never written. Determines the width of the block table
     num_speculative_tokens  maximum drafts K of a request in one step, up to 63; 0: no speculation. Each decode size has
                     a second graph, of 1 + K tokens per request. Mixed graphs compute logits of 1 + K tokens per request
-    rejection_sampling  accept a draft with probability min(1, p / q), where the model gives it the probability p, and
-                    the proposer q. Tokens have the model's distribution, but depend on the drafts. Costs device memory
-                    per request index: 4 bytes per draft and vocabulary entry. False: accept a draft if it equals the
-                    token that is sampled
+    rejection_sampling  accept a draft with probability min(1, p / q), where p and q are its probabilities in the model
+                    and the proposer. Tokens have the model's distribution, but depend on the drafts. Costs device
+                    memory per request index: 4 bytes per draft and vocabulary entry. False: accept a draft if it equals
+                    the token that is sampled
     decode_sizes    numbers of requests to capture decode graphs for; None: the default sizes, (): no decode graph
     mixed_sizes     numbers of tokens to capture mixed graphs for; None: the default sizes, (): no mixed graph
     ring_depth      maximum number of launches in flight before `replay` waits. A larger value hides longer pauses of

@@ -34,7 +34,7 @@ class DraftModel:
 
     A draft is sampled with the request's own parameters, seed and position, like the token that it is compared with. So
     a draft model that equals the model drafts exactly the sampled tokens, at any temperature. With
-    `RuntimeConfig.rejection_sampling`, the noise is another. Penalties count the tokens before the step. A token
+    `RuntimeConfig.rejection_sampling`, drafts use different noise. Penalties count the tokens before the step. A token
     without a page for its KV is not computed, and ends the request's drafts.
 
     With `hidden_size` it is a head, such as EAGLE or MTP. Both models then call `step.keep_hidden`, and the head reads

@@ -29,7 +29,7 @@ def check_proposer(
     plans_on_host   name of the backend if it plans each step on the host
 
     Raises: ConfigError: if a proposer has no sampler, or `num_speculative_tokens` is 0; if rejection sampling has no
-    proposer, or another sampler. UnsupportedError: if the backend needs exact lengths on the host.
+    proposer, or a custom sampler. UnsupportedError: if the backend needs exact lengths on the host.
     """
     if proposer is not None:
         check_callable("proposer", proposer, advice="pass a function of a Step, or None")

@@ -33,7 +33,7 @@ def sampling_logprobs(logits: torch.Tensor, step: Step) -> torch.Tensor:
 
 
 def verify_drafts(logits: torch.Tensor, step: Step, position: int) -> torch.Tensor:
-    """Accept the draft at `position`, or sample another token; requests without a draft sample as usual.
+    """Accept the draft at `position`, or sample a different token; requests without a draft sample as usual.
 
     logits   [padded_reqs, vocab]  float16, bfloat16 or float32  device
     returns  [padded_reqs]         int32                          device; the draft, if it is accepted
@@ -55,7 +55,8 @@ def draw_draft(logits: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Te
     logits   [padded_reqs, vocab]  float16, bfloat16 or float32  device
     returns  the drafts [padded_reqs] int32, and the log-probabilities [padded_reqs, vocab] float32
 
-    The noise is not that of the request's tokens, because a draft must not depend on it. Capture-safe.
+    The noise differs from the noise of the request's tokens, because a draft must not depend on that noise.
+    Capture-safe.
     """
     logprobs = sampling_logprobs(logits, step)
     return sample(logprobs, torch.ones_like(step.temperatures), step.seeds + DRAFT_SEED, step.sample_lens), logprobs

@@ -96,8 +96,8 @@ class Step:
 
         name    a request tensor that `keep_state` writes, of shape (period, ...)
 
-        The state is that of the token before, or the initial value at position 0, in padding and in invalid requests.
-        Call it before `keep_state`. Capture-safe. Raises: ConfigError: if there is no such tensor.
+        This is the state after the preceding token, or the initial value at position 0, in padding and in invalid
+        requests. Call it before `keep_state`. Capture-safe. Raises: ConfigError: if there is no such tensor.
         """
         tensor, reqs = self._request_tensor("state_before", name), self.req_indices.long()
         first = self.positions[self.metadata.query_start_loc[:-1].clamp_max(len(self.positions) - 1)]

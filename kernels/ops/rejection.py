@@ -3,9 +3,10 @@
     draft 8, drawn from q         p(8) = 0.3, q(8) = 0.5      accepted with probability min(1, p / q) = 0.6
     if it is rejected             a token drawn from max(p - q, 0), normalized
 
-The tokens then have the distribution p, whatever q is. `kept_logprobs` computes log p with the options of `sample`,
-`residual` the logits to sample from: those of the draft alone, of max(p - q, 0), or of p for requests without a draft.
-A draft must not be drawn with the noise that `sample` uses for these logits, so `DRAFT_SEED` is added to its seed.
+The tokens then have the distribution p for any q. `kept_logprobs` computes log p with the options of `sample`.
+`residual` computes the logits to sample from: of the draft alone, of max(p - q, 0), or of p for requests without a
+draft. A draft must not be drawn with the noise that `sample` uses for these logits, so `DRAFT_SEED` is added to its
+seed.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ _LEAST = tl.constexpr(1e-20)
 @triton.jit
 def _largest_reaching(row_ptr, vocab_size, best, rate, low, need, BY_MASS: tl.constexpr, BLOCK: tl.constexpr,
                       PROBES: tl.constexpr):  # fmt: skip
-    """Return the largest key from `low` on such that tokens with at least its logit reach `need`, by number or by mass.
+    """Return the largest key >= `low` such that tokens with at least its logit reach `need`, by number or by mass.
 
     `low` if none does. Sums of non-negative floats in a fixed order are monotone, so the search is exact.
     """
@@ -359,7 +360,7 @@ def residual(
     input_ids       [tokens]                    int64    the draft of a row is at `last + 1`
     last            [rows]                      int64    index of the token before the draft
     drafts_left     [rows]                      int32    a row without drafts keeps its log-probabilities
-    req_indices     [rows]                      int32    of `draft_logprobs`; a row is treated alike if it is -1
+    req_indices     [rows]                      int32    of `draft_logprobs`; -1 is treated like a row without drafts
     seeds, seq_lens [rows]                      int64, int32   of the random number that accepts a draft
     position        second index of `draft_logprobs`
 
