@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from graphrt.kernels.errors import CaptureError as CaptureError
     from graphrt.kernels.errors import ConfigError as ConfigError
     from graphrt.kernels.errors import GraphRTError as GraphRTError
+    from graphrt.kernels.errors import RankError as RankError
     from graphrt.kernels.errors import ReplayError as ReplayError
     from graphrt.kernels.errors import ShapeError as ShapeError
     from graphrt.kernels.errors import UnsupportedError as UnsupportedError
@@ -64,7 +65,8 @@ _NAMES = {
     "generate.generator": ("TextGenerator",),
     "integrations.transformers.runtime": ("from_transformers",),
     "kernels.errors": (
-        "CapacityError", "CaptureError", "ConfigError", "GraphRTError", "ReplayError", "ShapeError", "UnsupportedError",
+        "CapacityError", "CaptureError", "ConfigError", "GraphRTError", "RankError", "ReplayError", "ShapeError",
+        "UnsupportedError",
     ),
     "kernels.types": ("TOKEN_FROM_DEVICE", "FinishReason", "KVLayout"),
     "layer": ("Attention",),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from graphrt import env
@@ -224,6 +226,14 @@ class RuntimeConfig:
                 f"{what}: expected no drafts with rejection_sampling=True, because only a proposer returns their "
                 "probabilities; build the runtime with rejection_sampling=False"
             )
+
+    def too_many_tokens(self, query_lens: npt.NDArray[np.int32]) -> UnsupportedError:
+        """Return the error of a batch that needs `mixed_batches`."""
+        return UnsupportedError(
+            f"batch: expected at most {self.query_lens[-1]} new tokens in every request, got "
+            f"{shown(query_lens.tolist())}; compute prompts elsewhere, or build the runtime with "
+            "RuntimeConfig(mixed_batches=True)"
+        )
 
     def resolve(self) -> RuntimeConfig:
         """Return a config in which the default sizes, and the backend of the environment, replace None."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch import distributed as dist
 
 from graphrt.backends.choice import get_attn_backend
 from graphrt.batch import Batch
@@ -15,7 +16,7 @@ from graphrt.cache.groups import kv_locations
 from graphrt.cache.kv_cache import KVCache
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
 from graphrt.capture.dispatcher import Dispatch, Dispatcher
-from graphrt.capture.graph import CapturedGraph, GraphReport, ordinary
+from graphrt.capture.graph import CapturedGraph, GraphReport
 from graphrt.capture.guard import named_weights
 from graphrt.capture.inspect.findings import Audit
 from graphrt.capture.inspect.memory import MemoryMap
@@ -32,16 +33,18 @@ from graphrt.engine.launch_inputs import LaunchInputs
 from graphrt.engine.launch_queue import LaunchQueue
 from graphrt.engine.lifecycle import Exclusive, OnStream, State, stream_on, wrong_state
 from graphrt.engine.program import StepProgram, attention_layers, capacity_of, check_page_tables, page_groups
+from graphrt.engine.rank_calls import RankCalls, follower, refuse_ranks, reporting
 from graphrt.engine.recording import Recording
 from graphrt.engine.request_tables import RequestTables
 from graphrt.engine.shadow import StepComparison, StepResult, compare_results
 from graphrt.engine.stats import Stats
 from graphrt.engine.traffic import FORCED
 from graphrt.engine.undo import StepUndo
-from graphrt.kernels.checks import check_bool, check_callable, check_instance, check_int, check_named_tensors, shown
+from graphrt.kernels.checks import check_bool, check_callable, check_instance, check_int, check_named_tensors
 from graphrt.kernels.compile_ahead import compiled
 from graphrt.kernels.errors import CaptureError, ReplayError, ShapeError, UnsupportedError
 from graphrt.kernels.metadata.buffers import StaticBuffers
+from graphrt.kernels.ops.collectives import VocabShards
 from graphrt.kernels.ops.linear_plans import device_plans
 from graphrt.kernels.ops.sampling import MAX_VOCAB_SIZE
 from graphrt.layer import ModelLayers
@@ -72,6 +75,7 @@ class ReplayManager:
     page_tables [groups, max_num_reqs, pages_per_request] int32 on the device, contiguous: block tables that the caller
                 owns, by request index. With one group, the first dimension may be omitted. Each step reads these
                 tables, and batches list no pages
+    group       ranks that each hold a shard of the model; see docs/parallel.md. Rank 0 submits steps, others `follow`
     `request_tables` writes per-request state: logit biases, token masks and request tensors.
 
     Call `capture()` once, then `replay(batch)` per step, then `close()`. Steps run in inference mode. A concurrent or
@@ -95,6 +99,7 @@ class ReplayManager:
         weights: Iterable[tuple[str, torch.Tensor]] | None = None,
         proposer: Proposer | None = None,
         page_tables: torch.Tensor | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         check_callable("model", model, advice="pass a function of a Step, or a torch.nn.Module")
         check_instance("kv_cache", kv_cache, KVCache, advice="wrap your tensors: KVCache(spec, k, v)")
@@ -109,52 +114,46 @@ class ReplayManager:
         locations = kv_locations(specs, kv_cache.groups)
         most = MAX_VOCAB_SIZE if sampler is sample_tokens else (1 << 31) - 1
         vocab_size = check_int("vocab_size", vocab_size, 1, most, advice="pass the width of the model's logits")
-        self.vocab_size = vocab_size
         chosen = get_attn_backend(specs, kv_cache.groups, device, config=config)
         named = check_named_tensors("weights", named_weights(model) if weights is None else weights)
         self._stream = stream_on(device, stream)
         self._kv_cache: KVCache | None = kv_cache
         self._backend = chosen.make()
         check_proposer(proposer, config, sampler=sampler, plans_on_host=self.plans_on_host)
-        self._num_groups, self.proposes = len(kv_cache.groups), proposer is not None
-        self._device, self._whole_rows = device, not all(spec.is_cached for spec in specs)
+        self.vocab_size, self.proposes, self.has_ranks = vocab_size, proposer is not None, group is not None
+        self._num_groups, self._whole_rows = len(kv_cache.groups), not all(spec.is_cached for spec in specs)
         self._on_stream = OnStream(self._stream, "graphrt.replay")
         self._exclusive = Exclusive("ReplayManager", "submit steps from one thread, and not from inside a model")
         longest = config.max_seq_len + config.num_speculative_tokens  # with missing drafts, which are padding
         groups = page_groups(kv_cache, longest, config.max_encoder_len or 0)
         capacity = capacity_of(config, groups, vocab_size)
         self._inputs_words, self._buffers = capacity.inputs, StaticBuffers.allocate(capacity, device)
-        self.request_tables = RequestTables(config, vocab_size, device, self.between_steps, self._on_steps_stream)
+        self.request_tables = RequestTables(
+            config, vocab_size, device, self.between_steps, self._on_steps_stream, self.mirror
+        )
         self._program = StepProgram(
             model=model, sampler=sampler, backend=self._backend, layers=attention_layers(specs, locations, kv_cache),
             kv_cache=kv_cache, buffers=self._buffers, vocab_size=vocab_size, max_seq_len=config.max_seq_len,
             max_pages=tuple(group.max_pages for group in groups[: self._num_groups]), model_layers=model_layers,
             proposer=proposer, page_tables=check_page_tables(page_tables, self._buffers),
-            request_tensors=self.request_tables.tensors,
+            request_tensors=self.request_tables.tensors, shards=VocabShards.of(vocab_size, group),
         )  # fmt: skip
         self._graphs = StepGraphs(self._program, recorder, config.loop_sizes)
-        assert config.decode_sizes is not None, "resolve() sets the sizes"
-        assert config.mixed_sizes is not None, "resolve() sets the sizes"
         self._dispatcher = Dispatcher(
-            max_num_reqs=config.max_num_reqs,
-            max_num_tokens=config.max_num_tokens,
-            query_lens=config.query_lens,
-            decode_sizes=config.decode_sizes,
-            mixed_sizes=config.mixed_sizes,
-            graph_unsupported_reason=self._backend.graph_unsupported_reason,
-            use_graphs=config.use_graphs,
-            lazy=config.lazy_capture,
-        )
+            max_num_reqs=config.max_num_reqs, max_num_tokens=config.max_num_tokens, query_lens=config.query_lens,
+            decode_sizes=config.decode_sizes or (), mixed_sizes=config.mixed_sizes or (), use_graphs=config.use_graphs,
+            graph_unsupported_reason=self._backend.graph_unsupported_reason, lazy=config.lazy_capture,
+        )  # fmt: skip
         self._stats = Stats(self._graphs.name, self._backend.name, chosen.reason, device_plans(device).reason)
         self._guards = Guards(
             self._program, self._graphs, self._exclusive, self._stats,
             weights=None if weights is None else named, page_tables=page_tables, check_weights=config.check_weights,
         )  # fmt: skip
-        self.queue = LaunchQueue(self._program, self._graphs, self._stats, config, self._on_stream)
+        self._calls = None if group is None else RankCalls.connect(group, config, self._program, self)
+        self.queue = LaunchQueue(self._program, self._graphs, self._stats, config, self._on_stream, self._calls)
         self._why_eager = LateCapture(self.queue, self._graphs, self._guards, self._stats)
-        self._launch_steps = config.launch_steps
+        self._launch_steps, self._state = config.launch_steps, State.NEW
         self._order: object = None  # the BatchDelta.order that is on the device
-        self._state = State.NEW
 
     @property
     def kv_cache(self) -> KVCache:
@@ -225,7 +224,7 @@ class ReplayManager:
             self.kv_cache.check_contents()
             start = time.perf_counter()
             self._guards.before_capture()
-            with OnStream(self._stream, "graphrt.capture"), torch.inference_mode():
+            with reporting(self._calls), OnStream(self._stream, "graphrt.capture"), torch.inference_mode():
                 with torch.inference_mode(False):  # `reset` may write these tensors outside of inference mode
                     self._backend.allocate()
                 self._graphs.capture(self._dispatcher.captured(), self._dispatcher.captured(late=True), progress)
@@ -291,11 +290,7 @@ class ReplayManager:
         self._guards.before_step()
         query_len = batch.decode_query_len(config.num_speculative_tokens)
         if not (query_len or config.mixed_batches):
-            raise UnsupportedError(
-                f"batch: expected at most {config.query_lens[-1]} new tokens in every request, got "
-                f"{shown(batch.query_lens.tolist())}; compute prompts elsewhere, or build the runtime with "
-                "RuntimeConfig(mixed_batches=True)"
-            )
+            raise config.too_many_tokens(batch.query_lens)
         if descriptor is None:
             return self._dispatcher.dispatch(num_reqs, num_tokens, query_len)
         check_instance("descriptor", descriptor, BatchDescriptor, advice="pass one of manager.descriptors")
@@ -375,8 +370,7 @@ class ReplayManager:
         """
         with self._exclusive:
             self._require(State.CAPTURED, "record")
-            launches = check_int("launches", launches, 1, advice="pass the number of launches")
-            max_bytes = check_int("max_bytes", max_bytes, 1, advice="pass the maximum bytes of host memory")
+            refuse_ranks(self._calls, "record")
             return self.queue.record(launches, max_bytes)
 
     def compare(self, batch: Batch, *, descriptor: BatchDescriptor | None = None) -> StepComparison:
@@ -390,6 +384,7 @@ class ReplayManager:
         with self._exclusive:
             self.request_tables.clear_left()
             target = self._dispatch("compare", batch, descriptor)
+            refuse_ranks(self._calls, "compare")
             if why_eager := self._why_eager(target):
                 raise ReplayError(f"compare: this batch has no graph ({why_eager}); pass a batch that has a graph")
             self.queue.drain()
@@ -417,6 +412,21 @@ class ReplayManager:
             self._require(State.CAPTURED, "between_steps")
             with self._on_steps_stream() as buffers:
                 return work(buffers)
+
+    def mirror(self, function: Callable[..., _T], *arguments: Any) -> _T:
+        """Within `between_steps`, call a function on every rank: a method of the tables, cache or static buffers."""
+        if self._calls is not None:
+            self._calls.call(function, *arguments)
+        return function(*arguments)
+
+    def follow(self) -> None:
+        """Run what rank 0 launches, on another rank of the group, until rank 0 closes its manager.
+
+        Raises: RankError: if another rank fails. ConfigError: on rank 0. CaptureError: in the wrong state.
+        """
+        with self._exclusive:
+            self._require(State.CAPTURED, "follow")
+            follower(self._calls).follow(self.queue.follow, self._on_steps_stream)
 
     @contextlib.contextmanager
     def _on_steps_stream(self) -> Iterator[StaticBuffers]:
@@ -447,32 +457,21 @@ class ReplayManager:
         with self._exclusive:
             self._require(State.CAPTURED, "reset")
             self.queue.synchronize()
-            self.queue.restart()
             self._order = None
             with self._on_stream, self._graphs.off_graph():
-                self._buffers.reset()
-                self.request_tables.reset()
-                self._backend.reset()
+                self.mirror(self._reset)
+
+    def _reset(self) -> None:
+        self.queue.restart()
+        self._buffers.reset()
+        self.request_tables.reset()
+        self._backend.reset()
 
     def latest_logits(self, handle: InFlight, copy: bool) -> torch.Tensor:
         """Return the logits of a launch's last step, which must be the latest step; see `StepHandle.logits`."""
-        step, descriptor, num_reqs = handle.step + handle.steps - 1, handle.descriptor, handle.num_reqs
         with self._exclusive:
             self._require(State.CAPTURED, "logits")
-            latest = self.queue.next_step - 1
-            if step != latest:
-                raise ReplayError(f"logits: step {latest} has overwritten the logits of step {step}; pass copy=True")
-            moved = bool(self._program.decode_len(descriptor))
-            with self._on_stream:  # between this step and the next, which overwrites them
-                logits = ordinary(self.queue.logits(descriptor, num_reqs))
-                if copy and not moved:
-                    logits = logits.clone()
-            if self._stream is not None:
-                reader = torch.cuda.current_stream(self._device)
-                reader.wait_stream(self._stream)
-                if copy or moved:
-                    logits.record_stream(reader)
-            return logits
+            return self.queue.latest_logits(handle, copy)
 
     def close(self) -> None:
         """Wait for steps in flight, then free graphs and buffers. The caller owns the KV cache and the weights.
@@ -489,9 +488,10 @@ class ReplayManager:
             self.request_tables.close()
             self.queue.close()
             self._guards.close()
+            self._calls = None
             for name in ("_buffers", "_program"):  # already deleted if an earlier call was interrupted
                 vars(self).pop(name, None)
-            if self._device.type == "cuda":
+            if self._stream is not None:
                 torch.cuda.empty_cache()
             self._state = State.CLOSED
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
+from torch import distributed as dist
 
 from graphrt.batch import Batch
 from graphrt.cache.groups import check_encoder_len, kv_groups, longest_of
@@ -88,10 +89,11 @@ class Runtime:
     free_req_indices  request indices that no sequence uses; pop one for a new sequence, and append it when the sequence
                       is finished
     stream            stream of the steps; None on CPU
+    rank              rank of this process in `group`; 0 without a group
     kv_boundary       length limit above which a request's KV differs from that of shorter requests, so TextGenerator
                       shares no prefix across it; None, the default: KV depends only on the preceding tokens
 
-    model, attention, vocab_size, config, sampler, stream, weights, proposer   as for ReplayManager
+    model, attention, vocab_size, config, sampler, stream, weights, proposer, group   as for ReplayManager
     kv_spec             shape and dtype of the model's cache, or of each KV group, as `kv_groups()` returns them; None:
                         `kv_groups()` of all layers, with pages of 16 tokens. The scales of an fp8 cache are tensors of
                         `kv_cache`. They are 1 until the caller fills them in place
@@ -127,6 +129,7 @@ class Runtime:
         stream: torch.cuda.Stream | None = None,
         weights: Iterable[tuple[str, torch.Tensor]] | None = None,
         proposer: Proposer | None = None,
+        group: dist.ProcessGroup | None = None,
         allocate_kv: AllocateKV = KVCache.allocate,
     ) -> None:
         if kv_spec is None:
@@ -143,7 +146,7 @@ class Runtime:
         self.config = check_instance("config", config, RuntimeConfig, advice="pass a RuntimeConfig")
         check_encoder_len(groups, self.config.max_encoder_len)
         self.device = resolve_device(device)
-        self.samples = sampler is not None
+        self.samples, self.rank = sampler is not None, 0 if group is None else group.rank()
         named = None if weights is None else check_named_tensors("weights", weights)
 
         def build(config: RuntimeConfig, pages: tuple[int, ...]) -> ReplayManager:
@@ -157,6 +160,7 @@ class Runtime:
                 stream=stream,
                 weights=named,
                 proposer=proposer,
+                group=group,
             )
 
         self.kv_boundary: int | None = None
@@ -213,6 +217,10 @@ class Runtime:
     def compare(self, batch: Batch, *, descriptor: BatchDescriptor | None = None) -> StepComparison:
         """Run one step as a graph and eagerly, and restore what the step changed; see ReplayManager.compare."""
         return self._open("compare").compare(batch, descriptor=descriptor)
+
+    def follow(self) -> None:
+        """Run what rank 0 launches, until it closes its runtime; see ReplayManager.follow."""
+        self._open("follow").follow()
 
     def stats(self) -> Stats:
         """Return the counters; after `close()` their last values."""

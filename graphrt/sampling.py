@@ -8,6 +8,7 @@ import torch
 
 from graphrt.kernels.ops.rejection import DRAFT_SEED, kept_logprobs, residual
 from graphrt.kernels.ops.sampling import Truncation, sample
+from graphrt.kernels.ops.sampling_shards import sample_shards
 from graphrt.step import Step
 
 
@@ -17,14 +18,18 @@ def sample_tokens(logits: torch.Tensor, step: Step) -> torch.Tensor:
     Logits are processed in this order: token mask, logit bias and `min_tokens`, penalties, temperature, min-p, top-k,
     top-p.
 
-    logits   [padded_reqs, vocab]  float16, bfloat16 or float32  device
+    logits   [padded_reqs, vocab]  float16, bfloat16 or float32  device; with a group of ranks also the columns of this
+                                   rank, see `sample_shards`
     returns  [padded_reqs]         int32                          device
 
     The noise depends only on the request's seed and position. For equal logits, neither padding nor other requests
     change the draw. Logits may differ in their last bits between captured sizes. Capture-safe: random numbers come from
     a counter, not from torch's generator.
     """
-    return sample(logits, step.temperatures, step.seeds, step.sample_lens, **_options(step))
+    draws = step.temperatures, step.seeds, step.sample_lens
+    if step.shards is not None and logits.shape[1] != step.shards.vocab_size:
+        return sample_shards(logits, *draws, shards=step.shards, **_options(step))
+    return sample(logits, *draws, **_options(step))
 
 
 def sampling_logprobs(logits: torch.Tensor, step: Step) -> torch.Tensor:

@@ -13,6 +13,7 @@ from graphrt.kernels.cache.write import Rotary, write_kv
 from graphrt.kernels.checks import check_instance, check_int, check_no_overlap, check_tensor, check_unit_stride
 from graphrt.kernels.errors import ConfigError, ShapeError, UnsupportedError
 from graphrt.kernels.metadata.buffers import StaticBuffers
+from graphrt.kernels.ops.collectives import VocabShards
 from graphrt.kernels.ops.linear import Normed, linear_rope_write
 from graphrt.kernels.ops.quantized import Weight, check_weight
 from graphrt.kernels.ops.sampling import LogitBias, TokenMask
@@ -66,6 +67,7 @@ class Step:
     layers: tuple[AttentionLayer, ...]
     request_tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     previous_hidden: torch.Tensor | None = None
+    shards: VocabShards | None = None  # with a group of ranks, of which each has a part of the logits
     _written: set[int] = field(default_factory=set, init=False, repr=False, compare=False)  # layers, in this step
     _kept: list[torch.Tensor | Normed] = field(default_factory=list, init=False, repr=False, compare=False)
 

@@ -29,3 +29,17 @@ class CaptureError(GraphRTError):
 
 class ReplayError(GraphRTError):
     """A step with an invalid input or result: a device fault, a moved weight, an overwritten result."""
+
+
+class RankError(GraphRTError):
+    """Another rank of the process group exited, failed or stopped responding. The runtime can only be closed.
+
+    rank   the rank that failed first; -1 if it is not known, because it has never joined the group
+    """
+
+    def __init__(self, rank: int, text: str) -> None:
+        super().__init__(text)
+        self.rank = rank
+
+    def __reduce__(self) -> tuple[type[RankError], tuple[int, str]]:
+        return type(self), (self.rank, str(self))

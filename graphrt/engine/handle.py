@@ -14,7 +14,7 @@ import torch
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.capture.staging import StagingSlot
 from graphrt.kernels.checks import check_bool
-from graphrt.kernels.errors import ReplayError
+from graphrt.kernels.errors import ReplayError, UnsupportedError
 from graphrt.kernels.metadata.buffers import StaticBuffers
 from graphrt.kernels.metadata.step_inputs import HEADER_STOP
 from graphrt.kernels.types import FAULT_GROUP_SHIFT, FaultCode
@@ -164,13 +164,16 @@ class Rings:
     """The result rings that the device writes, as host arrays with one entry per step in flight.
 
     positions   maximum number of tokens of a request in a step; tokens and log-probabilities have a row for each
+    several_ranks  whether launches run on several ranks
     """
 
     __slots__ = (
-        "codes", "depth", "ends", "logprob_tokens", "logprobs", "positions", "ranks", "steps", "tokens", "values",
+        "codes", "depth", "ends", "logprob_tokens", "logprobs", "positions", "ranks", "several_ranks", "steps",
+        "tokens", "values",
     )  # fmt: skip
 
-    def __init__(self, buffers: StaticBuffers) -> None:
+    def __init__(self, buffers: StaticBuffers, *, several_ranks: bool = False) -> None:
+        self.several_ranks = several_ranks
         self.steps, self.tokens, self.ends = (
             ring.numpy() for ring in (buffers.step_ring, buffers.token_ring, buffers.finish_reason_ring)
         )
@@ -420,7 +423,11 @@ class Launch(InFlight):
 
         Its requests continue with the next launch. Steps already queued run as padding. May be called from any thread
         and from a signal handler. Has no effect on a finished launch.
+
+        Raises: UnsupportedError: with a group of ranks, which would end at different steps.
         """
+        if (rings := self._rings) is not None and rings.several_ranks:
+            raise UnsupportedError("stop: not supported with several ranks; run fewer steps per launch")
         slot = self._slot
         if slot is not None:
             inputs = slot.inputs

@@ -5,23 +5,27 @@ A shadow, which also runs a step eagerly, and a recording for a replay bundle ca
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from graphrt.batch import Batch
 from graphrt.capture.descriptor import BatchDescriptor
-from graphrt.capture.graph import NOTHING
+from graphrt.capture.graph import NOTHING, ordinary
 from graphrt.capture.staging import StagingRing, StagingSlot
 from graphrt.config import RuntimeConfig
 from graphrt.engine.batch_delta import ChangeFlag
 from graphrt.engine.graphs import StepGraphs
-from graphrt.engine.handle import Rings
+from graphrt.engine.handle import InFlight, Rings
 from graphrt.engine.lifecycle import OnStream
 from graphrt.engine.program import StepProgram
+from graphrt.engine.rank_calls import RankCalls
 from graphrt.engine.recording import Recording
 from graphrt.engine.shadow import Shadow
 from graphrt.engine.stats import Stats
 from graphrt.engine.undo import StepUndo
-from graphrt.kernels.errors import ReplayError
+from graphrt.kernels.checks import check_int
+from graphrt.kernels.errors import ReplayError, UnsupportedError
 from graphrt.kernels.metadata.buffers import CURSOR_ENTRY, CURSOR_STEP
 from graphrt.kernels.metadata.step_inputs import HEADER_COPIES, HEADER_SIZE, write_header
 
@@ -36,12 +40,14 @@ class LaunchQueue:
     """
 
     def __init__(
-        self, program: StepProgram, graphs: StepGraphs, stats: Stats, config: RuntimeConfig, on_stream: OnStream
-    ) -> None:
+        self, program: StepProgram, graphs: StepGraphs, stats: Stats, config: RuntimeConfig, on_stream: OnStream,
+        calls: RankCalls | None = None,
+    ) -> None:  # fmt: skip
+        self._calls = calls
         self._program, self._graphs, self._config, self._on_stream = program, graphs, config, on_stream
         buffers = program.buffers
         self._ring = StagingRing(buffers.input_ring, program.kv_cache.device, HEADER_SIZE, HEADER_COPIES)
-        self.rings = Rings(buffers)
+        self.rings = Rings(buffers, several_ranks=calls is not None)
         self._shadow = Shadow(program, graphs, stats) if config.shadow_every else None
         self._recording: Recording | None = None
         self._logits = NOTHING
@@ -99,6 +105,8 @@ class LaunchQueue:
     ) -> None:
         """Queue the steps whose inputs are in `slot`. If that fails, the next launch uses the same input slot."""
         on_stream = self._on_stream
+        if self._calls is not None:
+            self._calls.launch(slot.inputs, descriptor, why_eager, self.next_step - steps, loops)
         on_stream.enter()
         try:
             slot.begin()
@@ -114,11 +122,29 @@ class LaunchQueue:
             self._follows = self.next_step
             self.launches += 1
         except BaseException as error:
+            if self._calls is not None:
+                self._calls.ranks.fail(error)
             if flag is not None and steps == 1 and isinstance(error, Exception) and not self._has_run(slot):
                 flag.changing = False
             raise
         finally:
             on_stream.leave()
+
+    def follow(
+        self,
+        descriptor: BatchDescriptor,
+        num_reqs: int,
+        steps: int,
+        loops: bool,
+        why_eager: str,
+        first: int,
+        words: npt.NDArray[np.int32],
+    ) -> None:
+        """Queue a launch of rank 0."""
+        self.next_step = first
+        slot, _ = self.slot(steps)
+        slot.inputs[: len(words)] = words
+        self.launch(slot, descriptor, num_reqs, None, why_eager, steps, loops)
 
     def _has_run(self, slot: StagingSlot) -> bool:
         """Return True if the step of a launch that raised has written its results. Waits for the device."""
@@ -168,8 +194,29 @@ class LaunchQueue:
         """Return logits of the last step; see `StepProgram.logits_of`."""
         return self._program.logits_of(self._logits, descriptor, num_reqs)
 
+    def latest_logits(self, handle: InFlight, copy: bool) -> torch.Tensor:
+        """Return the logits of a launch's last step; see `StepHandle.logits`."""
+        step, descriptor, num_reqs = handle.step + handle.steps - 1, handle.descriptor, handle.num_reqs
+        if step != (latest := self.next_step - 1):
+            raise ReplayError(f"logits: step {latest} has overwritten the logits of step {step}; pass copy=True")
+        if self._program.splits_logits:
+            raise UnsupportedError("logits: each rank has logits of its own tokens; gather them, with max_logprobs=0")
+        moved, stream = bool(self._program.decode_len(descriptor)), self._on_stream.stream
+        with self._on_stream:  # between this step and the next, which overwrites them
+            logits = ordinary(self.logits(descriptor, num_reqs))
+            if copy and not moved:
+                logits = logits.clone()
+        if stream is not None:
+            reader = torch.cuda.current_stream(stream.device)
+            reader.wait_stream(stream)
+            if copy or moved:
+                logits.record_stream(reader)
+        return logits
+
     def record(self, launches: int, max_bytes: int) -> Recording:
-        """Record the next launches. Raises: ReplayError: if a recording is in progress."""
+        """Record the next launches. Raises: see `ReplayManager.record`."""
+        launches = check_int("launches", launches, 1, advice="pass the number of launches")
+        max_bytes = check_int("max_bytes", max_bytes, 1, advice="pass the maximum bytes of host memory")
         if (under_way := self._recording) is not None and not under_way.done:
             raise ReplayError(
                 f"record: a recording is in progress and has {len(under_way.launches)} of {under_way.count} launches; "
@@ -204,7 +251,9 @@ class LaunchQueue:
         """Drop input slots, copies and logits. Every launch must have finished. May be called twice."""
         self.poll_shadow()
         self._ring.close()
-        self._shadow = self._recording = None
+        if self._calls is not None:
+            self._calls.close()
+        self._shadow = self._recording = self._calls = None
         self._logits = NOTHING
         self.resets += 1
         for name in ("rings", "_program"):

@@ -26,13 +26,14 @@ from graphrt.kernels.metadata.step_inputs import inputs_size
 from graphrt.kernels.metadata.unpack import unpack
 from graphrt.kernels.metadata.write_drafts import write_drafts
 from graphrt.kernels.metadata.write_outputs import write_outputs
+from graphrt.kernels.ops.collectives import VocabShards, gather_logits
 from graphrt.kernels.ops.rejection import store_draft_logprobs
 from graphrt.kernels.ops.sampling_logprobs import token_logprobs
 from graphrt.kernels.ops.sampling_state import record_tokens
 from graphrt.layer import ModelLayers
 from graphrt.metadata import StepMetadata
 from graphrt.proposer import Proposer
-from graphrt.sampling import verify_drafts
+from graphrt.sampling import sample_tokens, verify_drafts
 from graphrt.spec import AttentionSpec
 from graphrt.step import Model, Sampler, Step
 
@@ -58,6 +59,7 @@ class StepProgram:
     proposer: Proposer | None = None
     page_tables: torch.Tensor | None = None  # owned by the caller
     request_tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    shards: VocabShards | None = None  # of the model's logits, if they do not have vocab_size columns
     _views: dict[BatchDescriptor, tuple[StaticBuffers, StepMetadata]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -76,6 +78,11 @@ class StepProgram:
             logits = self.model(step)
         reqs, positions, device = descriptor.padded_reqs, self.positions(descriptor), self.kv_cache.device
         width = None if self.sampler is None else self.vocab_size
+        if self.shards is not None and isinstance(logits, torch.Tensor) and logits.shape[-1] == self.shards.columns:
+            if self.splits_logits:
+                width = self.shards.columns
+            else:
+                logits = gather_logits(logits, self.shards)
         if width is not None and isinstance(logits, torch.Tensor) and logits.dim() == 2 and logits.shape[1] != width:
             raise ShapeError(
                 f"logits: expected vocab_size={width} per request, got {logits.shape[1]}; pass that number as "
@@ -133,6 +140,12 @@ class StepProgram:
             record_tokens(
                 b.input_ids[last], rows, rows[:-1].long(), b.sample_lens, accepted, b.prompt_lens, step.token_counts
             )
+
+    @property
+    def splits_logits(self) -> bool:
+        """Whether each rank has logits of its own tokens only, because nothing but `sample_tokens` reads them."""
+        b, own = self.buffers, self.sampler is not sample_tokens
+        return not (self.shards is None or own or b.logprob_ring.shape[3] or b.draft_logprobs.shape[2])
 
     @property
     def draft_model(self) -> DraftModel | None:
@@ -210,6 +223,7 @@ class StepProgram:
             backend=self.backend,
             layers=self.layers,
             request_tensors=self.request_tensors,
+            shards=self.shards,
         )
 
 

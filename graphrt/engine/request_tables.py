@@ -67,9 +67,10 @@ class RequestTables:
         device: torch.device,
         between_steps: Callable[[Callable[[StaticBuffers], None]], None],
         within_call: Callable[[], AbstractContextManager[StaticBuffers]],
+        mirror: Callable[..., None],
     ) -> None:
         self._config, self._vocab_size, self._device = config, vocab_size, device
-        self._between_steps, self._within_call = between_steps, within_call
+        self._between_steps, self._within_call, self._mirror = between_steps, within_call, mirror
         self._last = config.max_num_reqs - 1
         self._specs = {spec.name: spec for spec in config.request_tensors}
         self._biased, self.left = set[int](), set[int]()
@@ -128,9 +129,8 @@ class RequestTables:
 
         def write(buffers: StaticBuffers) -> None:
             self._biased.update(ids)  # before the write, so that the next write covers these if this one is interrupted
-            self._write(buffers.bias_tokens, ids, torch.from_numpy(tokens))
-            self._write(buffers.bias_values, ids, torch.from_numpy(values))
-            self._write(buffers.bias_lists, ids, torch.from_numpy(lists))
+            for name, rows in (("bias_tokens", tokens), ("bias_values", values), ("bias_lists", lists)):
+                self._mirror(self._write_buffer, buffers, name, ids, torch.from_numpy(rows))
             self._biased.difference_update([at for at, (bias, (stops, _)) in chosen.items() if not (bias or stops)])
 
         self._write_between_steps(write)
@@ -181,7 +181,9 @@ class RequestTables:
         """Set token masks that `mask_words` returned."""
         if masks:
             ids, words = list(masks), torch.stack(list(masks.values()))
-            self._write_between_steps(lambda buffers: self._write(buffers.mask_words, ids, words))
+            self._write_between_steps(
+                lambda buffers: self._mirror(self._write_buffer, buffers, "mask_words", ids, words)
+            )
 
     def check_state(self, values: RequestValues) -> dict[str, torch.Tensor]:
         """Return checked copies of the values as host tensors with the shapes and dtypes of the request tensors."""
@@ -240,7 +242,7 @@ class RequestTables:
         """Set drafts that `check_drafts` returned."""
         if drafts:
             ids, rows = list(drafts), torch.stack(list(drafts.values()))
-            self._write_between_steps(lambda buffers: self._write(buffers.drafts, ids, rows))
+            self._write_between_steps(lambda buffers: self._mirror(self._write_buffer, buffers, "drafts", ids, rows))
 
     def record_prefix(self, req_index: int, tokens: Sequence[int] | npt.NDArray[Any], prompt_len: int = 0) -> None:
         """Store tokens that no step computes, such as a cached prefix, for the penalties and drafts of a request.
@@ -260,22 +262,26 @@ class RequestTables:
         prompt_len = check_int("prompt_len", prompt_len, 0, _MOST_PROMPT, advice="pass the number of prompt tokens")
         bounds, row = np.array([0, len(ids)], np.int32), np.array([req_index, prompt_len], np.int32)
 
-        def count(buffers: StaticBuffers) -> None:
-            arrays = (ids, bounds, row, np.ones(1, np.float32), np.array([len(ids) - 1]))
-            tokens, starts, words, on, last = (self._moved(torch.from_numpy(x)) for x in arrays)
-            b = buffers
-            state = PenaltyState(b.penalty_seen, b.penalty_counts, b.token_history, b.counted_lens)
-            record_tokens(tokens, starts, last, starts[1:], words[:1], words[1:], Penalties(on, on, on, state))
+        self._write_between_steps(lambda buffers: self._mirror(self._count, buffers, ids, bounds, row))
 
-        self._write_between_steps(count)
+    def _count(self, b: StaticBuffers, ids: npt.NDArray[Any], bounds: npt.NDArray[Any], row: npt.NDArray[Any]) -> None:
+        arrays = (ids, bounds, row, np.ones(1, np.float32), np.array([len(ids) - 1]))
+        tokens, starts, words, on, last = (self._moved(torch.from_numpy(x)) for x in arrays)
+        state = PenaltyState(b.penalty_seen, b.penalty_counts, b.token_history, b.counted_lens)
+        record_tokens(tokens, starts, last, starts[1:], words[:1], words[1:], Penalties(on, on, on, state))
 
     def _write_state(self, name: str, ids: list[int], rows: torch.Tensor, buffers: StaticBuffers) -> None:
         self._stated[name].update(ids)  # before the write, as in set_logit_bias
-        self._write(self.tensors[name], ids, rows)
+        self._mirror(self._write_tensor, name, ids, rows)
 
-    def copy(self, source: int, target: int) -> None:
-        """Copy the request tensors of one request index to another, within ReplayManager.between_steps. The caller
-        copies the static buffers."""
+    def fork(self, buffers: StaticBuffers, source: int, target: int, seed: int, masked: bool) -> None:
+        """Copy the state of one request index to another, within ReplayManager.mirror; the copy has its own seed."""
+        buffers.copy_request_state(source, target)
+        # fill_ sends the number with the kernel. An assignment copies it from the host, and waits for the device.
+        buffers.req_values[COPIED.index("seeds"), target].fill_(int(np.uint32(seed).view(np.int32)))
+        if masked:
+            buffers.req_values[COPIED.index("token_masks"), target].fill_(target)
+        buffers.page_spans[:, target].zero_()  # the first step of the copy lists all its pages
         for name, tensor in self.tensors.items():
             self._stated[name].add(target)  # before the write, as in set_logit_bias
             tensor[target].copy_(tensor[source])
@@ -291,12 +297,12 @@ class RequestTables:
 
     def _clear_left(self, buffers: StaticBuffers) -> None:
         ids = sorted(self.left)
-        buffers.clear_request_state(self._moved(torch.tensor(ids, device="cpu")))
+        self._mirror(self._clear, buffers, ids)
         for name, stated in self._stated.items():
             if stale := [at for at in ids if at in stated]:
                 spec = self._specs[name]
                 initial = torch.full((len(stale), *spec.shape), spec.initial, dtype=spec.dtype, device="cpu")
-                self._write(self.tensors[name], stale, initial)
+                self._mirror(self._write_tensor, name, stale, initial)
                 stated.difference_update(stale)
         self._biased.difference_update(ids)
         self.left.difference_update(ids)  # not clear(), because garbage collection may release requests here
@@ -313,8 +319,7 @@ class RequestTables:
         """Set the mask number that later launches of a session use, by request index; -1: no mask."""
         if masks:
             ids, numbers = list(masks), torch.tensor(list(masks.values()), dtype=torch.int32, device="cpu")
-            index = COPIED.index("token_masks")
-            self._write_between_steps(lambda buffers: self._write(buffers.req_values[index], ids, numbers))
+            self._write_between_steps(lambda buffers: self._mirror(self._write_mask_numbers, buffers, ids, numbers))
 
     def reset(self) -> None:
         """Reset the request tensors to their initial values. The device must be idle."""
@@ -342,6 +347,18 @@ class RequestTables:
 
     def _check_index(self, at: object) -> None:
         check_int("req_index", at, 0, self._last, advice="pass a request index of the runtime")
+
+    def _clear(self, buffers: StaticBuffers, ids: list[int]) -> None:
+        buffers.clear_request_state(self._moved(torch.tensor(ids, device="cpu")))
+
+    def _write_buffer(self, buffers: StaticBuffers, name: str, ids: list[int], rows: torch.Tensor) -> None:
+        self._write(getattr(buffers, name), ids, rows)
+
+    def _write_mask_numbers(self, buffers: StaticBuffers, ids: list[int], numbers: torch.Tensor) -> None:
+        self._write(buffers.req_values[COPIED.index("token_masks")], ids, numbers)
+
+    def _write_tensor(self, name: str, ids: list[int], rows: torch.Tensor) -> None:
+        self._write(self.tensors[name], ids, rows)
 
     def _write(self, target: torch.Tensor, ids: list[int], rows: torch.Tensor) -> None:
         bits = _BITS[target.dtype.itemsize]  # index_copy_ does not support every dtype

@@ -66,8 +66,8 @@ class TextGenerator:
 
     runtime     a captured runtime; several generators may share it
     swap_bytes  pinned host memory for one `generate` call, if the cache cannot hold all its sequences at once. Pages
-                that do not fit are recomputed; with 0, all pages are. If the host cannot allocate the memory, a
-                RuntimeWarning states the reason once, and all pages are recomputed
+                that do not fit are recomputed; with 0, or with several ranks, all pages are. If the host cannot
+                allocate the memory, a RuntimeWarning states the reason once, and all pages are recomputed
 
     stats  see GenerationStats
 
@@ -126,7 +126,7 @@ class TextGenerator:
     def _swap_space(self, prompts: Sequence[PromptState], session: DecodeSession) -> SwapSpace | None:
         """Return host memory for pages of preempted requests; None if all requests that run at once have pages."""
         runtime, most_running = self._runtime, self._runtime.config.max_num_reqs
-        if not (self._swap_bytes and prompts):
+        if not (self._swap_bytes and prompts) or runtime.manager.has_ranks:
             return None
         groups, chunk = runtime.kv_cache.groups, longest_chunk(runtime)
         needs = np.array([pages_needed(groups, prompt.length_limit, chunk) for prompt in prompts])

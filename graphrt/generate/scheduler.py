@@ -16,6 +16,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -433,7 +434,7 @@ class Preemption:
         def copy(buffers: StaticBuffers) -> int:
             copied = 0
             for group, (sources, own) in self._pages.share(donor, req_index, length):
-                self._runtime.kv_cache.copy_pages(sources, own, group=group)
+                self._runtime.manager.mirror(partial(self._runtime.kv_cache.copy_pages, group=group), sources, own)
                 copied += 1
             return copied
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -27,7 +28,7 @@ from graphrt.engine.lifecycle import Exclusive, State, wrong_state
 from graphrt.engine.request_tables import MaskWords, RequestValues, TableUpdates
 from graphrt.kernels.checks import check_bool, check_instance, check_int, check_ints
 from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, ShapeError
-from graphrt.kernels.metadata.buffers import COPIED, StaticBuffers
+from graphrt.kernels.metadata.buffers import StaticBuffers
 from graphrt.runtime import Runtime, check_decoder
 from graphrt.sampling_params import SamplingParams
 from graphrt.session.launches import Launches
@@ -180,16 +181,10 @@ class DecodeSession:
                 self.table.flag.changing = True  # not earlier, because the manager may reject the call
                 fork.req_index = to = self._ledger.take_index()
                 self._manager.request_tables.left.discard(to)  # it is overwritten here
-                buffers.copy_request_state(at, to)
-                self._manager.request_tables.copy(at, to)
-                # fill_ sends the number with the kernel. An assignment copies it from the host, and waits for the
-                # device.
-                buffers.req_values[COPIED.index("seeds"), to].fill_(int(np.uint32(seed).view(np.int32)))
-                if self.table.sampling.arrays["token_masks"][at] >= 0:
-                    buffers.req_values[COPIED.index("token_masks"), to].fill_(to)
+                masked = bool(self.table.sampling.arrays["token_masks"][at] >= 0)
+                self._manager.mirror(self._manager.request_tables.fork, buffers, at, to, seed, masked)
                 for group, (sources, own) in self.pages.fork(at, to, *lengths, given):
-                    self._runtime.kv_cache.copy_pages(sources, own, group=group)
-                buffers.page_spans[:, to].zero_()  # the fork's first step lists all its pages
+                    self._manager.mirror(partial(self._runtime.kv_cache.copy_pages, group=group), sources, own)
 
             self._manager.between_steps(copy)
             self.table.fork(request, fork, seed)

@@ -24,6 +24,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import distributed as dist
 from torch.nn import functional
 
 from graphrt.kernels.cache.write import Rotary, write_kv
@@ -31,6 +32,7 @@ from graphrt.kernels.checks import check_tensor, check_unit_stride, once_per_geo
 from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.op_declaration import DeclaredOp
 from graphrt.kernels.ops.activation import silu_mul
+from graphrt.kernels.ops.collectives import all_reduce
 from graphrt.kernels.ops.linear_call import MAX_TOKENS, STEP_BYTES, End, LinearCall, LinearPlan
 from graphrt.kernels.ops.linear_native import linear_native
 from graphrt.kernels.ops.linear_plans import linear_plan
@@ -110,6 +112,7 @@ def linear_add(
     eps: float,
     *,
     bias: torch.Tensor | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> Normed:
     """Add x @ weight.T + bias to `residual` in place, and return the RMSNorm of the sum.
 
@@ -119,6 +122,7 @@ def linear_add(
     gain      [width]          x's dtype  device; weight of the norm
     eps       added to the mean square
     bias      [width]
+    group     ranks whose products are summed before the bias is added; each has a part of the depth
     returns   a Normed [tokens, width] for the next product
 
     Capture-safe. Raises the same errors as `linear`.
@@ -126,6 +130,9 @@ def linear_add(
     x = _checked(x, weight, bias)
     tokens, width = len(x.x), weight.shape[0]
     _check_residual(x.x, width, residual, gain)
+    if group is not None:
+        total = all_reduce(linear(x, weight), group)
+        return Normed(add_rms_norm(residual, total if bias is None else total + bias, gain, eps))
     plan = _plan(x.x, tokens, weight, End.ADD)
     if plan is None or 2 * width % STEP_BYTES:  # the kernel cannot read rows of this width in the next product
         return Normed(add_rms_norm(residual, _product(x.finished(), weight, bias), gain, eps))

@@ -173,7 +173,7 @@ def test_a_runtime_hands_its_arguments_on(monkeypatch: pytest.MonkeyPatch) -> No
     assert given == {
         "model": model, "attention": AttentionSpec(HEADS, KV_HEADS, HEAD_DIM, torch.float32), "stream": stream,
         "sampler": sampler, "weights": tuple(named), "vocab_size": VOCAB, "config": made.config,
-        "groups": made.kv_cache.groups, "proposer": None,
+        "groups": made.kv_cache.groups, "proposer": None, "group": None,
     }  # fmt: skip
     assert made.vocab_size == VOCAB
 

@@ -1,0 +1,203 @@
+"""The ranks of a process group on one host: messages from rank 0 to the others, and the detection of failed ranks.
+
+Ranks share a block of memory. Every wait for another rank polls, and checks in between whether a rank has failed: its
+process has ended, it has reported an error, or it has not arrived at a collective in time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import pickle
+import select
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import distributed as dist
+
+from graphrt.engine.shared_ring import SharedRing
+from graphrt.kernels.checks import check_instance
+from graphrt.kernels.errors import RankError, ReplayError, UnsupportedError
+from graphrt.kernels.ops import collectives
+
+HANG_SECONDS = 8.0
+"""How long a rank may be late at a collective of a step."""
+
+_CHECK_SECONDS = 0.05
+_SPIN_SECONDS, _SLEEP_SECONDS = 0.0005, 0.0001
+_EXIT_SECONDS = 2.0  # from the end of a connection to the end of its process
+_RING_BYTES = 1 << 22
+_TEXT_BYTES = 1024
+_LINE = 8  # int64 per cache line
+_ARRIVALS, _FAILED, _CULPRIT, _COUNTER = range(4)  # of a rank's line; the counter is that of the ring
+_ADVICE = "close the runtime, and start all ranks again"
+
+_of_group: dict[str, Ranks] = {}
+
+
+class Ranks:
+    """The ranks of one group.
+
+    rank, size   this rank, and the number of ranks
+    managers     number of managers that were built for the group
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.rank, self.size = group, group.rank(), group.size()
+        if "cpu:gloo" not in (backend := dist.get_backend_config(group)):
+            raise UnsupportedError(
+                f"group: expected a gloo group of CPU ranks, got {backend}; several GPUs are not implemented"
+            )
+        self.managers, self._hang_seconds = 0, HANG_SECONDS
+        self._memory, pids = self._shared_memory()
+        count = 1 + self.size
+        words = np.frombuffer(self._memory, np.int64, count * _LINE).reshape(count, _LINE)
+        texts = np.frombuffer(self._memory, np.uint8, self.size * _TEXT_BYTES, words.nbytes)
+        self._lines, self._texts = words[1:], texts.reshape(self.size, _TEXT_BYTES)
+        ring = np.frombuffer(self._memory, np.uint8, _RING_BYTES, words.nbytes + texts.nbytes)
+        # The first line has the bytes that rank 0 has written. Rank 0 does not read.
+        counters = words[:, _COUNTER]
+        counters[1] = np.iinfo(np.int64).max
+        self._ring = SharedRing(counters, ring, self.rank or None, self._until)
+        self._ended, self._rank_of_fd = select.poll(), dict[int, int]()
+        for rank, pid in enumerate(pids):
+            if rank != self.rank:
+                descriptor = os.pidfd_open(pid)
+                self._rank_of_fd[descriptor] = rank
+                self._ended.register(descriptor, select.POLLIN)
+        collectives.waits[group.group_name] = self._wait_for_collective
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> Ranks:
+        """Return the ranks of a group. All ranks make the first call together."""
+        check_instance("group", group, dist.ProcessGroup, advice="pass torch.distributed.group.WORLD, for example")
+        if group.group_name not in _of_group:
+            _of_group[group.group_name] = cls(group)
+        return _of_group[group.group_name]
+
+    def send(self, message: bytes) -> None:
+        """Send a message from rank 0. Waits only if a rank is far behind."""
+        if self.rank:
+            raise ReplayError(f"rank {self.rank}: expected this call on rank 0; call follow() on the other ranks")
+        self.check()
+        self._ring.send(message)
+
+    def receive(self) -> bytes:
+        """Wait for the next message of rank 0."""
+        return self._ring.receive()
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, by rank. Waits for all of them without a limit, unless one fails."""
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        self._hang_seconds = float("inf")
+        try:
+            sizes = collectives.gather(torch.tensor([len(data)], device="cpu"), self.group).flatten().tolist()
+            padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
+            padded[: len(data)] = data
+            every = collectives.gather(padded, self.group)
+        finally:
+            self._hang_seconds = HANG_SECONDS
+        return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(every, sizes, strict=True)]
+
+    @contextlib.contextmanager
+    def reporting(self) -> Iterator[None]:
+        """Return a context in which an error of this rank fails all ranks."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def fail(self, error: BaseException) -> None:
+        """Report an error of this rank to the others."""
+        if not isinstance(error, RankError):
+            self._report(self.rank, f"rank {self.rank} failed with {type(error).__name__}: {error}")
+
+    def check(self) -> None:
+        """Raise RankError if another rank has failed or ended."""
+        failed = self._lines[:, _FAILED].nonzero()[0]
+        if len(failed):
+            reporter = int(failed[0])
+            text = self._texts[reporter].tobytes().rstrip(b"\0").decode(errors="replace")
+            raise self._failure(int(self._lines[reporter, _CULPRIT]), text)
+        if ended := self._ended.poll(0):
+            rank = self._rank_of_fd[ended[0][0]]
+            raise self._failure(rank, f"the process of rank {rank} has ended")
+
+    def _failure(self, culprit: int, text: str) -> RankError:
+        self._report(culprit, text)
+        return RankError(culprit, f"{text}; {_ADVICE}")
+
+    def _report(self, culprit: int, text: str) -> None:
+        if not self._lines[self.rank, _FAILED]:
+            data = text.encode()[:_TEXT_BYTES]
+            self._texts[self.rank, : len(data)] = np.frombuffer(data, np.uint8)
+            self._lines[self.rank, _CULPRIT] = culprit
+            self._lines[self.rank, _FAILED] = 1
+
+    def _until(self, done: Callable[[], bool], hang_seconds: float = float("inf")) -> None:
+        """Wait for a condition. Raises RankError if a rank fails, or if a collective lacks a rank for so long."""
+        start = checked = time.monotonic()
+        while not done():
+            now = time.monotonic()
+            if now - checked > _CHECK_SECONDS:
+                checked = now
+                self.check()
+                if now - start > hang_seconds:
+                    self._check_arrivals(hang_seconds)
+            time.sleep(0 if now - start < _SPIN_SECONDS else _SLEEP_SECONDS)
+
+    def _check_arrivals(self, seconds: float) -> None:
+        arrivals = self._lines[:, _ARRIVALS]
+        late = (arrivals < arrivals[self.rank]).nonzero()[0]
+        if len(late):
+            rank = int(late[0])
+            raise self._failure(rank, f"rank {rank} did not arrive at a collective within {seconds:g} s")
+
+    def _wait_for_collective(self, work: dist.Work) -> None:
+        self._lines[self.rank, _ARRIVALS] += 1
+        try:
+            self._until(work.is_completed, self._hang_seconds)
+            work.wait()
+        except RankError:
+            raise
+        except RuntimeError as error:  # of the backend: a connection has ended, and its process ends soon
+            deadline = time.monotonic() + _EXIT_SECONDS
+            while time.monotonic() < deadline:
+                self.check()
+                time.sleep(_SLEEP_SECONDS)
+            raise self._failure(self.rank, f"a collective of rank {self.rank} failed: {error}") from error
+
+    def _shared_memory(self) -> tuple[mmap.mmap, list[int]]:
+        """Return memory that all ranks share, zeroed, and their process ids. Raises: UnsupportedError: on two hosts."""
+        size = (1 + self.size) * _LINE * 8 + self.size * _TEXT_BYTES + _RING_BYTES
+        path: list[str] = [""]
+        if not self.rank:
+            folder = "/dev/shm" if os.path.isdir("/dev/shm") else None  # memory, not a disk
+            descriptor, path[0] = tempfile.mkstemp(prefix="graphrt-ranks-", dir=folder)
+            os.ftruncate(descriptor, size)
+            os.close(descriptor)
+        pids: list[Any] = [None] * self.size
+        try:
+            dist.broadcast_object_list(path, group_src=0, group=self.group)
+            try:
+                with open(path[0], "r+b") as file:
+                    memory = mmap.mmap(file.fileno(), size)
+                found: int | None = os.getpid()
+            except OSError:
+                found = None
+            dist.all_gather_object(pids, found, group=self.group)
+        except RuntimeError as error:
+            raise RankError(-1, f"a rank has ended before it joined the group: {error}; {_ADVICE}") from error
+        finally:
+            if not self.rank:
+                Path(path[0]).unlink()  # the memory lives until all ranks have ended
+        if None in pids:
+            raise UnsupportedError(f"group: expected ranks on one host, but rank {pids.index(None)} is on another one")
+        return memory, pids

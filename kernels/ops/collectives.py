@@ -1,0 +1,111 @@
+"""Collectives inside a step, and the embedding whose vocabulary is split over ranks.
+
+Every rank sums in float32, in the order of the ranks. All ranks thus get the same bits, and a sum does not depend on
+the number of tokens. CPU tensors are exchanged by the process group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+from torch.nn import functional
+
+from graphrt.kernels.errors import UnsupportedError
+from graphrt.kernels.library import define_op
+from graphrt.kernels.sizes import ceil_div
+
+VOCAB_MULTIPLE = 32
+"""A rank has a multiple of this number of tokens, because words of token masks and groups of noise have 32 tokens."""
+
+waits: dict[str, Callable[[dist.Work], None]] = {}
+"""How to wait for a collective, by the name of the group. Missing groups wait without a limit."""
+
+
+class VocabShards(NamedTuple):
+    """Logits whose columns are split over the ranks of a group; see `vocab_part`."""
+
+    vocab_size: int
+    group: dist.ProcessGroup
+
+    @property
+    def columns(self) -> int:
+        """Number of columns of each rank, with padding."""
+        return vocab_part(self.vocab_size, 0, self.group.size())[2]
+
+    @classmethod
+    def of(cls, vocab_size: int, group: dist.ProcessGroup | None) -> VocabShards | None:
+        """Return the shards of a group; None without one."""
+        return None if group is None else cls(vocab_size, group)
+
+
+def vocab_part(vocab_size: int, rank: int, ranks: int) -> tuple[int, int, int]:
+    """Return the first token of a rank, the end of its tokens, and the number of its columns, which is equal on all
+    ranks. Columns after the last token are padding."""
+    columns = VOCAB_MULTIPLE * ceil_div(ceil_div(vocab_size, ranks), VOCAB_MULTIPLE)
+    first = min(rank * columns, vocab_size)
+    return first, min(first + columns, vocab_size), columns
+
+
+def cuda_unsupported(*args: object) -> torch.Tensor:
+    """Refuse CUDA tensors."""
+    raise UnsupportedError("group: ranks on CUDA are not implemented; use CPU tensors and a gloo group")
+
+
+def gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the tensors of all ranks [ranks, *x.shape], which have equal shapes. Not captured; see `all_gather`."""
+    out = x.new_empty((group.size(), *x.shape))
+    rows, own = out.view(torch.uint8).flatten(1), x.contiguous().flatten().view(torch.uint8)
+    work = dist.all_gather(list(rows.unbind()), own, group=group, async_op=True)
+    assert work is not None, "this rank is in the group"
+    waits.get(group.group_name, dist.Work.wait)(work)
+    return out
+
+
+_all_gather_op = define_op(
+    "all_gather(Tensor x, str group, int ranks) -> Tensor",
+    triton_impl=cuda_unsupported,
+    reference=lambda x, group, ranks: gather(x, _resolve_process_group(group)),
+    fake=lambda x, group, ranks: x.new_empty((ranks, *x.shape)),
+)
+
+
+def all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the tensors of all ranks [ranks, *x.shape], which have equal shapes. Capture-safe."""
+    gathered: torch.Tensor = _all_gather_op(x, group.group_name, group.size())
+    return gathered
+
+
+def all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the sum of the tensors of all ranks, summed in float32 in the order of the ranks. Capture-safe."""
+    first, *others = all_gather(x, group).unbind()
+    total = first.float()
+    for other in others:
+        total = total + other
+    return total.to(x.dtype)
+
+
+def gather_logits(logits: torch.Tensor, shards: VocabShards) -> torch.Tensor:
+    """Return the logits of the whole vocabulary [rows, vocab_size] from the columns of each rank. Capture-safe."""
+    gathered = all_gather(logits, shards.group)
+    return gathered.transpose(0, 1).flatten(1)[:, : shards.vocab_size].contiguous()
+
+
+def embedding(ids: torch.Tensor, weight: torch.Tensor, shards: VocabShards | None) -> torch.Tensor:
+    """Return the rows of `weight` at `ids`, whose vocabulary may be split over ranks.
+
+    ids      [tokens]          int64  device; tokens of the whole vocabulary
+    weight   [columns, width]  the rows of this rank's tokens; see `vocab_part`
+    returns  [tokens, width]   weight's dtype
+
+    Capture-safe.
+    """
+    if shards is None:
+        return functional.embedding(ids, weight)
+    first, end, _ = vocab_part(shards.vocab_size, shards.group.rank(), shards.group.size())
+    own = (ids >= first) & (ids < end)
+    rows = functional.embedding(torch.where(own, ids - first, 0), weight)
+    return all_reduce(rows * own[:, None], shards.group)
