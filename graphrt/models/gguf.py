@@ -16,6 +16,7 @@ from graphrt.models.config import ModelConfig
 from graphrt.models.fields import printable
 from graphrt.models.gguf_file import GGUFFile, read_gguf
 from graphrt.models.packages import require
+from graphrt.models.weights import Index
 
 _NAMES = {
     "token_embd": "model.embed_tokens",
@@ -69,19 +70,22 @@ class GGUFSource:
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: self._file.tensors[stored].shape for name, stored in self._stored.items()}
 
-    def copy_into(self, name: str, target: Weight) -> None:
+    def copy_into(self, name: str, target: Weight, index: Index = ()) -> None:
         assert isinstance(target, torch.Tensor), "check_weights refuses tensors for quantised weights"
         stored = self._stored[name]
         if target.dim() == 1:
-            rows = torch.from_numpy(self._dequantize(stored, 0, 1)[0])
+            rows = torch.from_numpy(self._dequantize(stored, 0, 1)[0])[index]
             target.copy_(self._in_halves(rows) if self._is_reordered(name) else rows)
             return
+        start = (index[0].start or 0) if index else 0
+        columns = index[1] if len(index) > 1 else slice(0, target.shape[1])
         step = max(1, _CHUNK_ELEMENTS // target.shape[1])
         if self._is_reordered(name):
             step = -(-step // self.config.head_dim) * self.config.head_dim  # reorder only whole heads
         for first in range(0, target.shape[0], step):
-            rows = torch.from_numpy(self._dequantize(stored, first, first + step))
-            target[first : first + step].copy_(self._in_halves(rows) if self._is_reordered(name) else rows)
+            last = min(first + step, target.shape[0])
+            rows = torch.from_numpy(self._dequantize(stored, start + first, start + last, columns))
+            target[first:last].copy_(self._in_halves(rows) if self._is_reordered(name) else rows)
 
     def has_own_head(self) -> bool:
         return "output.weight" in self._file.tensors
@@ -95,10 +99,19 @@ class GGUFSource:
         heads: torch.Tensor = rows.unflatten(0, (-1, head_dim))
         return heads[:, [*range(0, head_dim, 2), *range(1, head_dim, 2)]].flatten(0, 1)
 
-    def _dequantize(self, stored: str, first: int, last: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """Return the rows [first, last) of a tensor as float32."""
+    def _dequantize(
+        self, stored: str, first: int, last: int, columns: slice | None = None
+    ) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """Return the rows [first, last) of a tensor, and the columns of whole-number bounds, as float32."""
         kind = self._gguf.GGMLQuantizationType(self._file.tensors[stored].quantization)
-        values = self._gguf.dequantize(self._file.raw(stored)[first:last], kind)
+        raw = self._file.raw(stored)[first:last]
+        if columns is None:
+            values = self._gguf.dequantize(raw, kind)
+        else:  # only the blocks that contain the columns
+            size, nbytes = self._gguf.GGML_QUANT_SIZES[kind]
+            start, end = columns.start // size, -(-columns.stop // size)
+            blocks = self._gguf.dequantize(np.ascontiguousarray(raw[:, start * nbytes : end * nbytes]), kind)
+            values = blocks[:, columns.start - start * size : columns.stop - start * size]
         return np.require(values, np.float32, "W")  # a float32 tensor is a view of the read-only file
 
     def _check_quantizations(self) -> None:

@@ -19,6 +19,7 @@ from graphrt.models.fields import printable
 from graphrt.models.packages import require
 from graphrt.models.packing import PackedWeights
 from graphrt.models.quantization import Quantization
+from graphrt.models.weights import Index
 
 _MAX_NAME = 255
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -79,10 +80,10 @@ class SafetensorsSource:
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes
 
-    def copy_into(self, name: str, target: Weight) -> None:
+    def copy_into(self, name: str, target: Weight, index: Index = ()) -> None:
         if not self._is_packed(name):
             assert isinstance(target, torch.Tensor), "check_weights refuses tensors for quantised weights"
-            target.copy_(self._read(name))
+            target.copy_(self._where[name].get_slice(name)[index] if index else self._read(name))
             return
         assert self._packed is not None, "a packed weight was found"
         weight = self._packed.weight(name, target.dtype, target.device)

@@ -7,15 +7,17 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
+from torch import distributed as dist
 from torch import nn
-from torch.nn import functional
 
 from graphrt.kernels.cache.write import Rotary
+from graphrt.kernels.ops.collectives import VocabShards, embedding
 from graphrt.kernels.ops.linear import Normed, linear, linear_add, linear_silu_mul
 from graphrt.kernels.ops.norm import rms_norm
 from graphrt.kernels.ops.quantized import Weight
 from graphrt.models.config import ModelConfig
 from graphrt.models.quantization import empty_weight
+from graphrt.models.sharding import Sharding
 from graphrt.models.weights import TensorSource, WeightSource, check_weights
 
 if TYPE_CHECKING:
@@ -58,19 +60,30 @@ class LlamaModel(nn.Module):
 
     Args:
         max_positions: rows of the rotation table, which limit the sequence length. Defaults to the model's limit.
+        group: ranks that each hold a shard of the model; see `Sharding`.
+
+    Attributes:
+        config: the configuration of this rank's shard, `Sharding.config`.
     """
 
     cos_sin: torch.Tensor
 
     def __init__(
-        self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, max_positions: int | None = None
+        self,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_positions: int | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
-        self.config = config
+        self.group, self.sharding = group, Sharding.of(config, group)
+        self.config = config = self.sharding.config
         trained = config.max_position_embeddings
         table = config.rope.cos_sin(config.rotary_dim, trained, max_positions or trained, device)
         self.register_buffer("cos_sin", table, persistent=False)
-        shape = (config.vocab_size, config.hidden_size)
+        shape = (self.sharding.vocab_columns, config.hidden_size)
         self.embedding = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
         self.layers = nn.ModuleList(LlamaLayer(config, i, dtype, device) for i in range(config.num_layers))
         self.norm = nn.Parameter(torch.empty(config.hidden_size, dtype=dtype, device=device), requires_grad=False)
@@ -94,22 +107,23 @@ class LlamaModel(nn.Module):
         return sum(weight.nbytes for weight in self.parameters() if id(weight) not in looked_up)
 
     def forward(self, step: Step) -> torch.Tensor:
-        """Return the logits [padded_reqs, vocab_size] of the tokens at `step.logits_indices`.
+        """Return the logits [padded_reqs, vocab_size] of the tokens at `step.logits_indices`; with a group, the columns
+        of this rank.
 
         Capture-safe.
         """
-        eps = self.config.rms_norm_eps
-        residual = functional.embedding(step.input_ids, self.embedding)
+        eps, group = self.config.rms_norm_eps, self.group
+        residual = embedding(step.input_ids, self.embedding, VocabShards.of(self.config.vocab_size, group))
         layers = [layer for layer in self.layers if isinstance(layer, LlamaLayer)]
         x = Normed(rms_norm(residual, layers[0].attention_norm, eps))
         for index, layer in enumerate(layers):
             rotary = Rotary(self.cos_sin, layer.q_norm, layer.k_norm, eps)
             q = step.linear_rope_write(index, x, layer.qkv, rotary=rotary, bias=layer.qkv_bias)
             attended = step.attend(index, q).flatten(1)
-            x = linear_add(attended, layer.o, residual, layer.mlp_norm, eps, bias=layer.o_bias)
+            x = linear_add(attended, layer.o, residual, layer.mlp_norm, eps, bias=layer.o_bias, group=group)
             gated = linear_silu_mul(x, layer.gate_up, bias=layer.gate_up_bias)
             norm = layers[index + 1].attention_norm if index + 1 < len(layers) else self.norm
-            x = linear_add(gated, layer.down, residual, norm, eps, bias=layer.down_bias)
+            x = linear_add(gated, layer.down, residual, norm, eps, bias=layer.down_bias, group=group)
         step.keep_hidden(x)
         return linear(x, self.head, rows=step.logits_indices)
 
@@ -131,7 +145,7 @@ class LlamaModel(nn.Module):
         self.check_weights(checkpoint)
         with torch.no_grad():
             for name, target in self.weight_targets().items():
-                checkpoint.copy_into(name, target)
+                self.sharding.load(checkpoint, name, target)
 
     def check_weights(self, checkpoint: WeightSource) -> None:
         """Check the names and shapes of a checkpoint's tensors. A model on the meta device needs no memory for this.
@@ -140,10 +154,12 @@ class LlamaModel(nn.Module):
             ConfigError: if tensors are missing, unknown or of the wrong shape, if the checkpoint has a head and the
                 model has none, or if the model's weights are quantised differently.
         """
-        check_weights(self.config, self.weight_targets(), checkpoint)
+        shapes = {name: self.sharding.shape(name, target) for name, target in self.weight_targets().items()}
+        check_weights(self.config, shapes, checkpoint)
 
     def weight_targets(self) -> dict[str, Weight]:
-        """Return the destination of each Hugging Face checkpoint tensor: views of the weights by tensor name."""
+        """Return the destination of each Hugging Face checkpoint tensor, or of this rank's part of it: views of the
+        weights by tensor name."""
         config = self.config
         heads = (config.num_q_heads, config.num_kv_heads, config.num_kv_heads)
         rows = [count * config.head_dim for count in heads]

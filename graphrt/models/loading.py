@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import distributed as dist
 
 from graphrt.config import RuntimeConfig
+from graphrt.engine.ranks import Ranks
 from graphrt.kernels.checks import check_int, shown
 from graphrt.kernels.compile_ahead import hash_triton
 from graphrt.kernels.errors import CapacityError, ConfigError
@@ -48,6 +50,7 @@ def load_model(
     dtype: torch.dtype | Literal["auto"] = "auto",
     max_positions: int | None = None,
     seed: int = 0,
+    group: dist.ProcessGroup | None = None,
 ) -> LoadedModel:
     """Load a Llama-family model.
 
@@ -60,13 +63,18 @@ def load_model(
         dtype: "auto" means the checkpoint's dtype on CUDA (bfloat16 for GGUF) and float32 on a CPU.
         max_positions: rows of the rotation table, which limit the sequence length. Defaults to the model's limit.
         seed: seed of dummy weights.
+        group: ranks that share the model. Each calls this function, and reads and keeps only its shard. Dummy weights
+            of a shard are not those of the whole model.
 
     Raises:
         ConfigError: if an argument has the wrong type, a file is missing, corrupt or inconsistent, or a package is
             missing.
         UnsupportedError: if graphrt does not implement the model.
         CapacityError: if the weights and rotation table do not fit in free memory.
+        RankError: if another rank exits or fails.
     """
+    if group is not None:
+        Ranks.of(group)  # from here on, a rank that ends is noticed
     device = resolve_device(device)
     if dtype != "auto" and dtype not in COMPUTE_DTYPES:
         raise ConfigError(f"dtype: expected 'auto' or one of {COMPUTE_DTYPES}, got {shown(dtype)}; pass one of these")
@@ -78,7 +86,7 @@ def load_model(
         chosen = dtype if dtype != "auto" else config.dtype if device.type == "cuda" else torch.float32
         positions = config.max_position_embeddings if max_positions is None else max_positions
         check_int("max_positions", positions, 1, MAX_EXTENT, advice="pass the longest sequence, or None")
-        weights, table = _weight_bytes(config, chosen), positions * config.rotary_dim * 4
+        weights, table = _weight_bytes(config, chosen, group), positions * config.rotary_dim * 4
         free = free_memory(device)
         if free is not None and weights + table > free:
             raise CapacityError(
@@ -86,26 +94,27 @@ def load_model(
                 f"rotation table exceed the {free} bytes that are free on {device}; lower max_positions, or choose "
                 "a smaller model or dtype, or another device"
             )
-        return LlamaModel(config, dtype=chosen, device=device, max_positions=max_positions)
+        return LlamaModel(config, dtype=chosen, device=device, max_positions=max_positions, group=group)
 
     if isinstance(source, ModelConfig) or (isinstance(source, str) and source.startswith(DUMMY_PREFIX)):
         config = source if isinstance(source, ModelConfig) else shape_config(source.removeprefix(DUMMY_PREFIX))
         model = build(config)
-        _fill_dummy_weights(model, seed)
+        _fill_dummy_weights(model, seed + model.sharding.rank)
         return LoadedModel(model, config, None)
     path = resolve_source(source)
     checkpoint = GGUFSource(path) if path.is_file() else SafetensorsSource(path)
-    LlamaModel(checkpoint.config, dtype=torch.float32, device=torch.device("meta"), max_positions=1).check_weights(
-        checkpoint
-    )
+    _on_meta(checkpoint.config, torch.float32, group).check_weights(checkpoint)
     model = build(checkpoint.config)
     model.load_weights(checkpoint)
     return LoadedModel(model, checkpoint.config, path)
 
 
-def _weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    model = LlamaModel(config, dtype=dtype, device=torch.device("meta"), max_positions=1)
-    return sum(weight.nbytes for weight in model.parameters())
+def _on_meta(config: ModelConfig, dtype: torch.dtype, group: dist.ProcessGroup | None) -> LlamaModel:
+    return LlamaModel(config, dtype=dtype, device=torch.device("meta"), max_positions=1, group=group)
+
+
+def _weight_bytes(config: ModelConfig, dtype: torch.dtype, group: dist.ProcessGroup | None) -> int:
+    return sum(weight.nbytes for weight in _on_meta(config, dtype, group).parameters())
 
 
 @torch.no_grad()
@@ -130,8 +139,10 @@ def make_runtime(model: LlamaModel, config: RuntimeConfig, *, page_size: int = 1
     """Return a runtime for `model` on its device, with one KV group per distinct window. `options` go to Runtime."""
     attention = model.config.attention_specs(model.dtype)
     groups = model.config.kv_groups(page_size, KVLayout.NHD, model.dtype)
-    vocab_size = model.config.vocab_size
-    return Runtime(model, attention, groups, vocab_size=vocab_size, device=model.device, config=config, **options)
+    vocab_size, group = model.config.vocab_size, model.group
+    return Runtime(
+        model, attention, groups, vocab_size=vocab_size, device=model.device, config=config, group=group, **options
+    )
 
 
 def free_memory(device: torch.device) -> int | None:

@@ -13,6 +13,9 @@ from graphrt.models.config import ModelConfig
 from graphrt.models.fields import printable
 from graphrt.models.quantization import Quantization
 
+Index = tuple[slice, ...]
+"""A part of a tensor: the rows, and the columns of a matrix. () is the whole tensor."""
+
 
 class WeightSource(Protocol):
     """A checkpoint: tensors by their Hugging Face names, read one at a time."""
@@ -26,9 +29,9 @@ class WeightSource(Protocol):
         """Return the shape of every tensor, from the checkpoint's table of contents."""
         ...
 
-    def copy_into(self, name: str, target: Weight) -> None:
-        """Copy one tensor into `target`, converting its dtype and device. A quantised target takes a quantised weight;
-        a tensor takes either."""
+    def copy_into(self, name: str, target: Weight, index: Index = ()) -> None:
+        """Copy one tensor, or `tensor[index]`, into `target`, converting its dtype and device. A quantised target takes
+        a quantised weight; a tensor takes either."""
         ...
 
     def has_own_head(self) -> bool:
@@ -47,17 +50,17 @@ class TensorSource:
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
 
-    def copy_into(self, name: str, target: Weight) -> None:
+    def copy_into(self, name: str, target: Weight, index: Index = ()) -> None:
         assert not isinstance(target, QuantizedWeight), "check_weights refuses tensors for quantised weights"
-        target.copy_(self._tensors[name])
+        target.copy_(self._tensors[name][index])
 
     def has_own_head(self) -> bool:
         embedding, head = (self._tensors.get(f"{name}.weight") for name in ("model.embed_tokens", "lm_head"))
         return embedding is not None and head is not None and not torch.equal(embedding, head.to(embedding))
 
 
-def check_weights(config: ModelConfig, targets: Mapping[str, Weight], checkpoint: WeightSource) -> None:
-    """Check the names and shapes of a checkpoint's tensors.
+def check_weights(config: ModelConfig, expected: Mapping[str, tuple[int, ...]], checkpoint: WeightSource) -> None:
+    """Check the names of a checkpoint's tensors, and that they have the expected shapes.
 
     Raises:
         ConfigError: if tensors are missing, unknown or of the wrong shape, if the checkpoint has a head and the model
@@ -65,18 +68,18 @@ def check_weights(config: ModelConfig, targets: Mapping[str, Weight], checkpoint
     """
     shapes = checkpoint.shapes()
     ignored = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    unknown = [n for n in shapes if n not in targets and n not in ignored and "rotary_emb." not in n]
-    missing = [name for name in targets if name not in shapes]
+    unknown = [n for n in shapes if n not in expected and n not in ignored and "rotary_emb." not in n]
+    missing = [name for name in expected if name not in shapes]
     misshaped = [
-        f"{name} {list(shapes[name])} instead of {list(target.shape)}"
-        for name, target in targets.items()
-        if name in shapes and tuple(shapes[name]) != tuple(target.shape)
+        f"{name} {list(shapes[name])} instead of {list(shape)}"
+        for name, shape in expected.items()
+        if name in shapes and tuple(shapes[name]) != shape
     ]
     found = {"missing": missing, "unknown": unknown, "of the wrong shape": misshaped}
     if any(found.values()):
         text = "; ".join(f"{len(names)} {kind}: {_listing(names)}" for kind, names in found.items() if names)
         raise ConfigError(
-            f"weights: expected the {len(targets)} tensors of this {config.architecture} model, got {text}; "
+            f"weights: expected the {len(expected)} tensors of this {config.architecture} model, got {text}; "
             "use the config that belongs to the checkpoint"
         )
     if config.tie_word_embeddings and checkpoint.has_own_head():

@@ -186,6 +186,21 @@ def test_large_tensors_are_dequantised_in_parts(tmp_path, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), parts.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("kind", [Q.F32, Q.F16, Q.Q8_0])
+def test_a_rank_reads_its_part_of_each_tensor(tmp_path, kind):
+    """Three KV heads of 32 and one of zeros, and columns that start inside a block of 32."""
+    sizes = SIZES | {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 192, "intermediate_size": 160}
+    source = GGUFSource(write_gguf(tmp_path, make_oracle("Llama", **sizes), kind))
+    whole = LlamaModel(source.config, dtype=torch.float32, device=torch.device("cpu"))
+    whole.load_weights(source)
+    for name, tensor in whole.weight_targets().items():
+        rows = [slice(0, 96), slice(96, len(tensor))] if tensor.shape[0] >= 192 else [slice(None)]
+        for index in [(row,) for row in rows] + [(slice(None), slice(40, 100))] * (tensor.dim() == 2):
+            part = torch.empty_like(tensor[index])
+            source.copy_into(name, part, index)
+            assert torch.equal(part, tensor[index]), (name, index)
+
+
 def test_table_of_contents_equals_the_readers_of_gguf(tmp_path):
     path = write_gguf(tmp_path, make_oracle("Llama", **SIZES), Q.Q4_0)
     ours, theirs = read_gguf(path), gguf.GGUFReader(path)

@@ -1,0 +1,327 @@
+"""Ranks of a gloo group: tokens as of one process, and the end of all ranks after a failure of one."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import distributed as dist
+
+from graphrt.config import RequestTensor, RuntimeConfig
+from graphrt.engine import ranks as ranks_module
+from graphrt.engine.shared_ring import SharedRing
+from graphrt.generate.generator import TextGenerator
+from graphrt.kernels.errors import ConfigError, RankError, ReplayError, UnsupportedError
+from graphrt.kernels.ops.collectives import VocabShards, vocab_part
+from graphrt.kernels.ops.sampling import LogitBias, TokenMask, Truncation, sample
+from graphrt.kernels.ops.sampling_shards import sample_shards
+from graphrt.kernels.ops.sampling_state import Penalties, PenaltyState
+from graphrt.models.config import ModelConfig
+from graphrt.models.loading import load_model, make_runtime
+from graphrt.models.sharding import Sharding
+from graphrt.proposer import ngram_drafts
+from graphrt.runtime import Runtime
+from graphrt.sampling_params import SamplingParams
+from graphrt.session.session import DecodeSession
+from tests.support.rank_processes import run_ranks
+
+PROMPTS = [[5, 17, 3, 88, 41, 9, 60, 17, 3, 2, 70], [33], [96, 90, 12, 54, 7, 5, 17, 3], [5, 17, 3, 88, 41, 9, 60]]
+GREEDY = SamplingParams(max_new_tokens=20)
+SAMPLED = [
+    SamplingParams(max_new_tokens=20, temperature=1.2, seed=3),
+    SamplingParams(max_new_tokens=20, temperature=0.8, seed=4, top_k=9, presence_penalty=0.7),
+    SamplingParams(max_new_tokens=20, temperature=1.0, seed=5, top_p=0.8, logit_bias={7: 3.0, 80: 2.0}),
+    SamplingParams(max_new_tokens=20, temperature=1.5, seed=6, min_p=0.1, repetition_penalty=1.3, logprobs=1),
+]
+CONFIG = RuntimeConfig(
+    max_num_reqs=4, max_num_tokens=32, max_seq_len=48, decode_sizes=(2, 4), mixed_sizes=(32,), loop_sizes=(4,),
+    penalties=True, max_logit_bias=4, token_masks=True, request_tensors=(RequestTensor("shift"),),
+)  # fmt: skip
+TINY = ModelConfig("llama", 97, 48, 64, 2, 6, 3, 8, 64)
+
+
+def tokens_of(runtime: Runtime) -> dict[str, Any]:
+    """Tokens of rank 0 from a generator that preempts, and from a session with forks, masks and a reset."""
+    found: dict[str, Any] = {}
+    for name, params in (("greedy", [GREEDY] * 4), ("sampled", [*SAMPLED[:3], GREEDY])):
+        answers: list[list[int | None]] = [[] for _ in PROMPTS]
+        generator = TextGenerator(runtime)
+        for event in generator.generate(PROMPTS, params):
+            answers[event.prompt].append(event.token)
+        found[name] = answers
+    assert generator.stats.shared_tokens
+    assert generator.stats.preemptions
+    with DecodeSession(runtime) as session:
+        first = session.add(PROMPTS[0], SAMPLED[0], state={"shift": 1.0})
+        words = [0x5A5A5A5A] * 3 + [1]
+        session.set_token_mask(first, words)
+        session.run(3)
+        session.collect(wait=True)
+        other = session.fork(first, seed=8)
+        session.set_token_mask(first, None)
+        session.run(6)
+        session.collect(wait=True)
+        found["forked"] = first.tokens, other.tokens
+        assert all(words[token // 32] >> token % 32 & 1 for token in other.tokens)
+    runtime.manager.reset()
+    with DecodeSession(runtime) as session:
+        again = session.add(PROMPTS[0], SAMPLED[0])
+        session.run(2)
+        session.collect(wait=True)
+        assert again.tokens == found["sampled"][0][:2]
+        if runtime.manager.has_ranks:
+            launch = session.run(1)[0]
+            with pytest.raises(UnsupportedError, match="stop: not supported with several ranks"):
+                launch.stop()
+            with pytest.raises(UnsupportedError, match="logits of its own tokens"):
+                runtime.manager.latest_logits(launch, False)
+            with pytest.raises(UnsupportedError, match="record: not supported with several ranks"):
+                runtime.manager.record()
+            session.collect(wait=True)
+    return found
+
+
+def state_of(runtime: Runtime) -> str:
+    """Digest of the request state, which is equal on all ranks."""
+    b = runtime.manager.buffers
+    tensors = (
+        b.last_token,
+        b.req_seq_lens,
+        b.req_values,
+        b.penalty_counts,
+        b.token_history,
+        b.mask_words,
+        b.page_table,
+    )
+    return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
+
+
+def build(folder: Path, group: dist.ProcessGroup | None, config: RuntimeConfig, **options: Any) -> Runtime:
+    loaded = load_model(folder, device="cpu", dtype=torch.float32, group=group)
+    return make_runtime(loaded.model, config, page_size=4, **options)
+
+
+def decode(group: dist.ProcessGroup | None, folder: Path) -> dict[str, Any]:
+    found = {}
+    with build(folder, group, CONFIG, num_pages=24) as runtime:
+        runtime.capture()
+        if runtime.rank:
+            with pytest.raises(ReplayError, match="expected this call on rank 0; call follow"):
+                next(TextGenerator(runtime).generate(PROMPTS, GREEDY))
+            runtime.follow()
+        else:
+            found = tokens_of(runtime)
+        found["state"] = state_of(runtime)
+        nbytes = sum(weight.nbytes for weight in runtime.manager._program.model.parameters())
+    config = RuntimeConfig(
+        2, 24, 48, decode_sizes=(2,), mixed_sizes=(24,), num_speculative_tokens=3, max_logprobs=2, penalties=True
+    )
+    with build(folder, group, config, proposer=ngram_drafts) as runtime:
+        runtime.capture()
+        if runtime.rank:
+            runtime.follow()
+        else:
+            with DecodeSession(runtime) as session:
+                requests = [session.add(PROMPTS[at], params) for at, params in ((0, GREEDY), (2, SAMPLED[3]))]
+                while session.running:
+                    session.run(2)
+                    session.collect(wait=True)
+                found["drafts"] = [request.tokens for request in requests]
+                found["logprobs"] = [round(p.logprob, 3) for p in requests[1].logprobs if p is not None]
+    if group is not None:
+        check_sampling(group)
+        found["bytes"] = nbytes
+    return found
+
+
+def check_sampling(group: dist.ProcessGroup) -> None:
+    """Every option, on one row each and together, against the sampler of one process."""
+    rows, vocab, generator = 64, 333, torch.Generator().manual_seed(1)
+
+    def draw(low: float, high: float) -> torch.Tensor:
+        return low + (high - low) * torch.rand(rows, generator=generator)
+
+    def some(values: torch.Tensor, off: float) -> torch.Tensor:
+        return torch.where(torch.rand(rows, generator=generator) < 0.4, values, off)
+
+    logits = (3 * torch.randn(rows, vocab, generator=generator)).round(decimals=1)  # with ties
+    logits[0] = float("-inf")
+    logits[1, 5:] = float("nan")
+    logits[2] = 1.0
+    index = torch.arange(rows, dtype=torch.int32)
+    counts = torch.randint(0, 2, (rows, vocab), generator=generator, dtype=torch.int32)
+    state = PenaltyState.allocate(rows, vocab, 0, torch.device("cpu"))
+    state.counts.copy_(counts)
+    state.seen.random_(generator=generator)
+    bias = LogitBias.allocate(rows, 3, torch.device("cpu"))
+    bias.tokens.copy_(torch.tensor([1, 170, 332]))
+    bias.values.copy_(torch.tensor([2.0, float("-inf"), 5.0]))
+    bias.lists[::2] = torch.tensor([3, 2, 9])
+    words = torch.randint(-(2**31), 2**31 - 1, (4, -(-vocab // 32)), generator=generator, dtype=torch.int32)
+    arguments = some(draw(0.5, 1.5), 0), torch.arange(rows), index % 16
+    options: dict[str, Any] = {
+        "req_indices": index,
+        "truncation": Truncation(
+            some(draw(0, 40), 0).int(), some(draw(0, 1.1), 1).float(), some(draw(0, 0.3), 0).float()
+        ),
+        "penalties": Penalties(some(draw(0.8, 1.4), 1), some(draw(0, 1), 0), some(draw(0, 1), 0), state),
+        "bias": bias,
+        "token_mask": TokenMask(words, some(draw(0, 4), -1).int()),
+    }
+    first, end, columns = vocab_part(vocab, group.rank(), group.size())
+    own = torch.zeros(rows, columns)  # padding columns are never sampled
+    own[:, : end - first] = logits[:, first:end]
+    found = sample_shards(own, *arguments, shards=VocabShards(vocab, group), **options)
+    assert torch.equal(found, sample(logits, *arguments, **options))
+
+
+FAMILIES = {
+    "padded-heads": ("Llama", {"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 72}, 2),
+    "replicated-heads": ("Qwen3", {"head_dim": 8, "num_attention_heads": 8, "num_key_value_heads": 2}, 4),
+    "biases": ("Qwen2", {"tie_word_embeddings": True}, 2),
+}
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_tokens_are_those_of_one_process(tmp_path: Path, case: str) -> None:
+    from tests.support.model_fixtures import save_oracle
+
+    family, sizes, count = FAMILIES[case]
+    oracle = save_oracle(tmp_path, family, eos_token_id=None, **sizes)
+    expected = decode(None, tmp_path)
+    outcomes = run_ranks(tmp_path, decode, tmp_path, ranks=count)
+    assert [outcome.error for outcome in outcomes] == [None] * count
+    first, *others = (outcome.value for outcome in outcomes)
+    assert {other["state"] for other in others} == {first["state"]}
+    full = sum(weight.nbytes for weight in oracle.parameters())
+    assert max(outcome.value["bytes"] for outcome in outcomes) < 0.8 * full
+    for name, tokens in expected.items():
+        assert name == "state" or first[name] == tokens, name
+    for prompt, tokens in zip(PROMPTS, first["greedy"], strict=True):
+        ids = oracle.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False, pad_token_id=0)
+        assert ids[0, len(prompt) :].tolist() == tokens
+
+
+class Faulty(torch.nn.Module):
+    """A model that does something at one of its calls, on one rank."""
+
+    def __init__(self, model: torch.nn.Module, rank: int, call: int, act: str) -> None:
+        super().__init__()
+        self.model, self.rank, self.call, self.act = model, rank, call, act
+
+    def forward(self, step: Any) -> torch.Tensor:
+        self.call -= 1
+        if not self.call and self.model.group.rank() == self.rank:
+            if self.act == "raise":
+                raise ValueError("bad luck")
+            if self.act == "interrupt":
+                signal.raise_signal(signal.SIGINT)
+            if self.act == "hang":
+                time.sleep(3)
+            os.kill(os.getpid(), signal.SIGKILL)
+        logits: torch.Tensor = self.model(step)
+        return logits
+
+
+def fail(group: dist.ProcessGroup, act: str, rank: int, call: int) -> None:
+    ranks_module.HANG_SECONDS = 0.5
+    missing = act == "loading" and group.rank() == rank
+    model = load_model("./nowhere" if missing else TINY, device="cpu", group=group).model
+    changed = act == "config" and group.rank() == rank
+    config = RuntimeConfig(4 if changed else 2, 16, 48, use_graphs=act == "capture", backend="torch_reference")
+    specs = model.config.attention_specs(torch.float32)
+    with Runtime(
+        Faulty(model, rank, call, act), specs, vocab_size=97, device="cpu", config=config, group=group
+    ) as runtime:
+        runtime.capture()
+        if runtime.rank:
+            runtime.follow()
+        else:
+            list(TextGenerator(runtime).generate(PROMPTS, GREEDY))
+
+
+FAILURES = {  # what, on which rank, at which call of the model; the error there, and what the others say
+    "raises": ("raise", 1, 3, ValueError, "rank 1 failed with ValueError: bad luck"),
+    "first-raises": ("raise", 0, 3, ValueError, "rank 0 failed with ValueError: bad luck"),
+    "killed": ("kill", 1, 3, None, "the process of rank 1 has ended"),
+    "first-killed": ("kill", 0, 3, None, "the process of rank 0 has ended"),
+    "killed-in-capture": ("capture", 2, 2, None, "the process of rank 2 has ended"),
+    "hangs": ("hang", 1, 3, RankError, "rank 1 did not arrive at a collective within 0.5 s"),
+    "interrupted": ("interrupt", 0, 3, KeyboardInterrupt, "rank 0 failed with KeyboardInterrupt"),
+    "loading": ("loading", 1, 0, ConfigError, "the process of rank 1 has ended"),
+    "another-config": ("config", 1, 0, ConfigError, "rank 1 differs from rank 0 in config.max_num_reqs"),
+}
+
+
+@pytest.mark.parametrize("case", FAILURES)
+def test_failure_of_one_rank_ends_all(tmp_path: Path, case: str) -> None:
+    act, rank, call, error, text = FAILURES[case]
+    start, outcomes = time.monotonic(), run_ranks(tmp_path, fail, act, rank, call, ranks=3)
+    failed = outcomes.pop(rank)
+    assert isinstance(failed.error, error) if error and act != "hang" else failed.exit_code == -signal.SIGKILL
+    for outcome in outcomes:
+        assert isinstance(outcome.error, ConfigError if act == "config" else RankError), outcome
+        assert text in str(outcome.error)
+        assert outcome.exit_code == 0
+        assert act == "config" or outcome.error.rank == rank
+    assert time.monotonic() - start < 45
+    assert not list(Path("/dev/shm").glob("graphrt-ranks-*")), "the shared memory has no name once all ranks have it"
+
+
+def test_ring_carries_messages_larger_than_itself() -> None:
+    def wait(done: Callable[[], bool]) -> None:
+        while not done():
+            time.sleep(0)
+
+    counters, memory = np.zeros(3, np.int64), np.zeros(37, np.uint8)
+    writer, *readers = (SharedRing(counters, memory, reader, wait) for reader in (None, 0, 1))
+    messages = [bytes(range(256))[:size] for size in (0, 1, 28, 29, 30, 200, 37)]
+    with ThreadPoolExecutor(2) as pool:
+        received = [pool.submit(lambda r=reader: [r.receive() for _ in messages]) for reader in readers]
+        for message in messages:
+            writer.send(message)
+    assert [found.result() for found in received] == [messages] * 2
+
+
+def refusals(group: dist.ProcessGroup) -> list[str]:
+    model, found = load_model(TINY, device="cpu", group=group).model, []
+    for options in ({"lazy_capture": True}, {"shadow_every": 4, "lazy_capture": True}):
+        with pytest.raises(UnsupportedError) as error:
+            make_runtime(model, RuntimeConfig(2, 16, 48, **options))
+        found.append(str(error.value))
+    return found
+
+
+def test_options_without_ranks_are_refused(tmp_path: Path) -> None:
+    outcomes = run_ranks(tmp_path, refusals)
+    advice = "omit it, or use one rank"
+    wrong = ("lazy_capture", "lazy_capture, shadow_every")
+    expected = [f"group: several ranks do not support {what}; {advice}" for what in wrong]
+    assert [outcome.value for outcome in outcomes] == [expected] * 2
+
+
+class Group:
+    """Stands for a process group."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.rank, self.size = lambda: rank, lambda: ranks
+
+
+@pytest.mark.parametrize(("changes", "ranks", "text"), [
+    ({"num_q_heads": 6, "num_kv_heads": 3}, 4, "6 query and 3 KV heads cannot be dealt to 4 ranks"),
+    ({"num_q_heads": 6, "num_kv_heads": 2}, 4, "6 query and 2 KV heads cannot be dealt to 4 ranks"),
+    ({"vocab_size": 31}, 2, "a vocabulary of 31 is too small for 2 ranks"),
+])  # fmt: skip
+def test_model_that_cannot_be_split_is_refused(changes: dict[str, int], ranks: int, text: str) -> None:
+    with pytest.raises(UnsupportedError, match=text):
+        Sharding.of(replace(TINY, **changes), Group(0, ranks))
