@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import distributed as dist
 
 from graphrt.bench.sampling import config_fields
 from graphrt.cli.console import capture_with_bar, make_console
@@ -20,6 +21,7 @@ from graphrt.cli.values import check_length, check_vocabulary, sampling_params
 from graphrt.config import RuntimeConfig
 from graphrt.draft_model import DraftModel
 from graphrt.engine.handle import TokenLogprob
+from graphrt.engine.ranks import Ranks
 from graphrt.engine.stats import Stats
 from graphrt.generate.generator import TextGenerator
 from graphrt.kernels.errors import ConfigError
@@ -39,12 +41,18 @@ _MOST_POSITIONS = 1 << 20
 
 def run(options: GenerateOptions) -> None:
     """Generate and print. Text goes to standard output; progress and statistics go to standard error."""
-    prompts = [*(options.prompts or ()), *_read_prompts(options.prompt_file)]
+    group = _torchrun_group()
+    ranks = None if group is None else Ranks.of(group)
+    is_first = ranks is None or not ranks.rank
+    prompts = [*(options.prompts or ()), *_read_prompts(options.prompt_file)] if is_first else []
+    if ranks is not None:
+        prompts = ranks.exchange(prompts)[0]  # only one process can read standard input
     if not prompts:
         raise ConfigError("prompts: expected at least one prompt; pass it as an argument, or in a file with --prompts")
     for prompt in prompts:
         check_prompt(prompt)
     log = make_console(stderr=True)
+    log.quiet = not is_first
     device = resolve_device(options.device)
     if options.dtype != "auto" and options.dtype not in _DTYPES:
         raise ConfigError(
@@ -64,7 +72,9 @@ def run(options: GenerateOptions) -> None:
     positions = longest if longest <= _MOST_POSITIONS else None  # None: more than any model has, rejected below
     start = time.perf_counter()
     with log.status(f"loading {path.name}"):
-        loaded = load_model(path, device=device, dtype=_DTYPES.get(options.dtype, "auto"), max_positions=positions)
+        loaded = load_model(
+            path, device=device, dtype=_DTYPES.get(options.dtype, "auto"), max_positions=positions, group=group
+        )
     log.print(f"loaded {path.name} on {device} in {time.perf_counter() - start:.1f} s", highlight=False, markup=False)
     check_length(ids, options.max_new_tokens, loaded.config.max_position_embeddings)
     check_vocabulary(params, loaded.config.vocab_size)
@@ -89,10 +99,21 @@ def run(options: GenerateOptions) -> None:
     proposer = _proposer(options, device, longest, log)
     with make_runtime(loaded.model, config, page_size=options.page_size, proposer=proposer) as runtime:
         capture_with_bar(runtime, log)
+        if not is_first:
+            runtime.follow()
+            return
         start = time.perf_counter()
         count = _stream(prompts, runtime, tokenizer, ids, of_prompts, stop, log)
         if options.stats:
             _print_stats(log, runtime.stats(), count, time.perf_counter() - start)
+
+
+def _torchrun_group() -> dist.ProcessGroup | None:
+    """Return the group of the processes that torchrun has started; None for a single process."""
+    if not dist.is_torchelastic_launched():
+        return None
+    dist.init_process_group("gloo")
+    return dist.group.WORLD if dist.get_world_size() > 1 else None
 
 
 def _proposer(options: GenerateOptions, device: torch.device, longest: int, log: Console) -> Proposer | None:
