@@ -75,6 +75,8 @@ class RuntimeConfig:
                     and the proposer. Tokens have the model's distribution, but depend on the drafts. Costs device
                     memory per request index: 4 bytes per draft and vocabulary entry. False: accept a draft if it equals
                     the token that is sampled
+    tree_depth      maximum drafts of one path if the drafts of a request form a tree, up to num_speculative_tokens;
+                    0: they form a chain. A step samples up to 1 + tree_depth times
     decode_sizes    numbers of requests to capture decode graphs for; None: the default sizes, (): no decode graph
     mixed_sizes     numbers of tokens to capture mixed graphs for; None: the default sizes, (): no mixed graph
     ring_depth      maximum number of launches in flight before `replay` waits. A larger value hides longer pauses of
@@ -119,6 +121,7 @@ class RuntimeConfig:
     max_seq_len: int = 4096
     num_speculative_tokens: int = 0
     rejection_sampling: bool = False
+    tree_depth: int = 0
     decode_sizes: tuple[int, ...] | None = None
     mixed_sizes: tuple[int, ...] | None = None
     ring_depth: int = 8
@@ -146,6 +149,7 @@ class RuntimeConfig:
         if self.max_encoder_len is not None:
             check_int_field(self, "max_encoder_len", 1, _MAX_LENGTH, advice="pass None without cross layers")
         check_int_field(self, "num_speculative_tokens", 0, _MAX_DRAFTS, advice="pass 0 without speculation")
+        check_int_field(self, "tree_depth", 0, self.num_speculative_tokens, advice="pass 0 if drafts form chains")
         check_int_field(self, "ring_depth", 2, _MAX_RING, advice="pass 8, the default")
         check_int_field(self, "launch_steps", 1, _MAX_RING, advice="pass 1 without DecodeSession.run(n)")
         check_int_field(self, "shadow_every", 0, _MAX_LENGTH, advice="pass 256, or 0 for no shadow steps")
@@ -184,6 +188,11 @@ class RuntimeConfig:
         if len({tensor.name for tensor in self.request_tensors}) < len(self.request_tensors):
             raise ConfigError("RuntimeConfig.request_tensors: two tensors have the same name; rename one")
         object.__setattr__(self, "request_tensors", tuple(self.request_tensors))
+        if self.tree_depth and self.rejection_sampling:
+            raise ConfigError(
+                "RuntimeConfig.tree_depth: expected 0 with rejection_sampling=True, which verifies chains, got "
+                f"{self.tree_depth}; set one of them"
+            )
         if self.prefill_backend is not None and not self.mixed_batches:
             raise ConfigError(
                 f"RuntimeConfig.prefill_backend: expected None with mixed_batches=False, got "

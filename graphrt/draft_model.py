@@ -139,15 +139,24 @@ class DraftModel:
 
 
 def resolve_layers(
-    model_layers: ModelLayers, attention: object, kv_layers: int, proposer: Proposer | None, vocab_size: int
+    model_layers: ModelLayers,
+    attention: object,
+    kv_layers: int,
+    proposer: Proposer | None,
+    vocab_size: int,
+    tree_depth: int,
 ) -> tuple[AttentionSpec, ...]:
     """Return the spec of every layer of a runtime whose cache has `kv_layers` layers.
 
     Raises: ConfigError: see `ModelLayers.resolve`; or if the draft model's vocab_size differs. UnsupportedError: see
-    `DraftModel`.
+    `DraftModel`; or if drafts form trees, because a draft model proposes chains.
     """
     if not isinstance(proposer, DraftModel):
         return model_layers.resolve(attention, kv_layers)
+    if tree_depth:
+        raise UnsupportedError(
+            f"tree_depth: expected 0 with a draft model, which proposes chains, got {tree_depth}; set tree_depth=0"
+        )
     if proposer.vocab_size != vocab_size:
         raise ConfigError(
             f"DraftModel.vocab_size: expected {vocab_size}, as in the model, got {proposer.vocab_size}; use a draft "

@@ -27,6 +27,10 @@ class StepMetadata:
     slot_mappings     per KV group [padded_tokens]           int64  flat KV slot of each new token; -1 in padding
                                                 tokens, and everywhere in cross groups
     encoder_lens      [padded_reqs]      int32  encoder tokens of each request; 0 in padding requests
+    tree_masks        [padded_tokens]    int64  in a graph for drafts that form a tree, else None. Bit i of a token's
+                                                mask is set if token i of the request's step is the token itself or an
+                                                ancestor. A token sees these, and the tokens before the step. Its
+                                                position is that of token 0 plus the number of its ancestors
     parts             metadata of the decode part and of the prefill part, if mixed steps have two parts, else None. The
                       decode part is None in a graph that has no room for a decode request
 
@@ -53,6 +57,7 @@ class StepMetadata:
     block_tables: tuple[torch.Tensor, ...]
     slot_mappings: tuple[torch.Tensor, ...]
     encoder_lens: torch.Tensor
+    tree_masks: torch.Tensor | None = None
     parts: tuple[StepMetadata | None, StepMetadata] | None = None
 
     @classmethod
@@ -79,6 +84,7 @@ class StepMetadata:
             tuple(buffers.block_table[group, :, :width] for group, width in enumerate(max_pages)),
             buffers.slot_mapping.unbind()[:groups],
             buffers.encoder_lens,
+            buffers.tree_masks if len(buffers.tree_masks) else None,
         )
         if not decode_len:
             return whole

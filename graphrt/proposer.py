@@ -18,7 +18,11 @@ Proposer = Callable[[Step], torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
 request's drafts end before its first -1. Drafts change no tokens, only how many a step yields.
 
 With `RuntimeConfig.rejection_sampling`, it returns a pair: the drafts, and the log-probabilities from which each was
-drawn, [padded_reqs, num_speculative_tokens, vocab_size] float32, contiguous; see `graphrt.sampling.draw_draft`."""
+drawn, [padded_reqs, num_speculative_tokens, vocab_size] float32, contiguous; see `graphrt.sampling.draw_draft`.
+
+With `RuntimeConfig.tree_depth`, it may return drafts and their parents, of the same shape and dtype. Parent 0 is the
+last sampled token, parent i is draft i - 1, and parents come before their children. Steps that also compute prompts
+verify only the drafts before the first branch, so the best path should come first."""
 
 
 def check_proposer(

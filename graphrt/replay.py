@@ -110,7 +110,7 @@ class ReplayManager:
         self.config = config = with_draft_state(config.resolve(), proposer)
         device, model_layers = kv_cache.device, ModelLayers(model)
         recorder = make_recorder(device)  # first, because it checks torch's allocator
-        specs = resolve_layers(model_layers, attention, len(kv_cache.group_of), proposer, vocab_size)
+        specs = resolve_layers(model_layers, attention, len(kv_cache.group_of), proposer, vocab_size, config.tree_depth)
         locations = kv_locations(specs, kv_cache.groups)
         most = MAX_VOCAB_SIZE if sampler is sample_tokens else (1 << 31) - 1
         vocab_size = check_int("vocab_size", vocab_size, 1, most, advice="pass the width of the model's logits")

@@ -113,8 +113,12 @@ class Step:
                 2 + num_speculative_tokens, or longer, so that callers of `replay` can step back further
         values  [padded_tokens, ...]  the state after each token, in the dtype of the tensor
 
-        Capture-safe. Raises: ConfigError: if there is no such tensor.
+        Capture-safe. Raises: ConfigError: if there is no such tensor. UnsupportedError: if drafts form trees.
         """
+        if len(self.buffers.tree_masks):
+            raise UnsupportedError(
+                "keep_state: tokens of several branches have the same position; build the runtime with tree_depth=0"
+            )
         tensor, ends = self._request_tensor("keep_state", name), self.logits_indices
         reqs = self.req_indices.long().repeat(len(ends) // len(self.req_indices))
         valid = (reqs >= 0).view(-1, *(1 for _ in tensor.shape[2:]))

@@ -52,6 +52,7 @@ class Capabilities:
                      `AttentionBackend.run`
     cross_attention      layers that attend to encoder outputs, not causally, with lengths `metadata.encoder_lens`
     encoder_attention    bidirectional layers over the tokens of the step, without a cache; see `run_encoder`
+    tree_drafts          decode batches in which the drafts of a request form a tree; see `StepMetadata.tree_masks`
 
     `batch_invariant` is a guarantee per kind of graph. With `RuntimeConfig(batch_invariant=True)`, the result of a
     request is bitwise equal in all decode graphs of one query_len, for any graph size, position in the batch and other
@@ -83,6 +84,7 @@ class Capabilities:
     prefill: bool = False
     cross_attention: bool = False
     encoder_attention: bool = False
+    tree_drafts: bool = False
 
     def __post_init__(self) -> None:
         check_int_field(self, "max_query_len", 1, advice="1 is plain decode")
@@ -128,6 +130,8 @@ class Capabilities:
             reasons.append(
                 f"query_len {context.max_query_len}: decodes at most {self.max_query_len} tokens per request"
             )
+        if context.tree_drafts and not context.prefill:
+            reasons += self._unsupported_by_tree(context)
         if context.batch_invariant and not self.batch_invariant:
             reasons.append("batch_invariant: not supported")
         if context.mixed_batches and not context.prefill and not self.mixed:
@@ -135,6 +139,21 @@ class Capabilities:
                 "mixed batches: not supported, so prompts cannot run; choose another backend, or set "
                 "RuntimeConfig(mixed_batches=False) if prompts are computed elsewhere"
             )
+        return reasons
+
+    def _unsupported_by_tree(self, context: BackendContext) -> list[str]:
+        if not self.tree_drafts:
+            return ["tree_depth: drafts that form a tree are not supported"]
+        reasons = []
+        for spec in dict.fromkeys(context.attention):
+            for option in ("attention_chunk_size", "alibi_slopes"):
+                if getattr(spec, option) is not None:
+                    reasons.append(f"tree_depth with {option}: not supported")
+            if spec.sliding_window is not None and spec.sliding_window < context.max_query_len:
+                reasons.append(
+                    f"tree_depth with sliding_window {spec.sliding_window}: the window must be larger than the number "
+                    f"of drafts, {context.max_query_len - 1}"
+                )
         return reasons
 
     def _unsupported_by_layer(self, spec: AttentionSpec) -> list[str]:
@@ -197,6 +216,7 @@ class BackendContext:
     mixed_batches    whether steps occur in which requests differ in their number of new tokens; see RuntimeConfig
     prefill          whether the backend serves only the prefill part of these steps
     max_encoder_len  maximum encoder tokens of a request; 0 without cross layers
+    tree_drafts      whether drafts form trees in decode batches with max_query_len tokens per request
     """
 
     attention: tuple[AttentionSpec, ...]
@@ -211,6 +231,7 @@ class BackendContext:
     group_of: tuple[int | None, ...] | None = None
     prefill: bool = False
     max_encoder_len: int = 0
+    tree_drafts: bool = False
 
     def __post_init__(self) -> None:
         if self.group_of is None:

@@ -83,6 +83,7 @@ def get_attn_backend(
         max_query_len=config.query_lens[-1],
         batch_invariant=config.batch_invariant,
         mixed_batches=config.mixed_batches,
+        tree_drafts=config.tree_depth > 0,
     )
     named = config.prefill_backend not in (None, registry.ONE_PART)
     backend, reason = registry.select_backend(decode_context(context) if named else context, config.backend)

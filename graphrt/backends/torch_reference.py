@@ -41,6 +41,7 @@ class TorchReferenceBackend(AttentionBackend):
         prefill=True,
         cross_attention=True,
         encoder_attention=True,
+        tree_drafts=True,
     )
     graph_support: ClassVar[GraphSupport] = GraphSupport.ALWAYS
 
@@ -69,7 +70,7 @@ class TorchReferenceBackend(AttentionBackend):
             metadata.kv_lens(layer.spec.kind),
             metadata.query_start_loc,
             out,
-            layer.options(sinks),
+            layer.options(sinks, metadata.tree_masks),
             lse,
         )
 

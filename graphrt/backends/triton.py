@@ -161,6 +161,8 @@ class TritonBackend(AttentionBackend):
     def schedule(self, metadata: StepMetadata) -> None:
         """Compute the work lists, one launch per kind of layer. Capture-safe: lengths stay on the device."""
         mixed = metadata.descriptor.kind is GraphKind.MIXED
+        # The tokens of a tree are at most that many positions before those of a chain, so their windows begin earlier.
+        ahead = 0 if metadata.tree_masks is None else metadata.descriptor.query_len
         with kernels_on(metadata.seq_lens.device):
             for key, work_list in self._work_lists.items():
                 schedule_attention(
@@ -169,7 +171,7 @@ class TritonBackend(AttentionBackend):
                     work_list,
                     query_start_loc=metadata.query_start_loc if mixed else None,
                     causal=key.kind is AttentionKind.DECODER,
-                    sliding_window=key.sliding_window,
+                    sliding_window=key.sliding_window and key.sliding_window + ahead,
                     attention_chunk_size=key.attention_chunk_size,
                 )
             starts = metadata.query_start_loc
@@ -202,7 +204,7 @@ class TritonBackend(AttentionBackend):
                 self._plan(key, metadata.descriptor),
                 self._work_lists[key],
                 self._workspace,
-                layer.options(sinks),
+                layer.options(sinks, metadata.tree_masks),
                 query_start_loc=metadata.query_start_loc if metadata.descriptor.kind is GraphKind.MIXED else None,
                 lse=lse,
                 pdl=overlaps(q.device),
@@ -232,6 +234,8 @@ class TritonBackend(AttentionBackend):
         if descriptor.kind is GraphKind.MIXED:
             return AttentionPlan.varlen(descriptor.padded_reqs, descriptor.padded_tokens, **options)
         native = self._native and key.whole_tiles  # the Triton kernel has better plans
+        if self.context.tree_drafts and descriptor.query_len > 1:  # the CUDA kernel has no tree masks
+            native = False
         return AttentionPlan.decode(descriptor.padded_reqs, query_len=descriptor.query_len, native=native, **options)
 
 
@@ -251,6 +255,7 @@ class TritonPrefill(AttentionBackend):
         attention_chunk_size=False,
         cross_attention=False,
         encoder_attention=False,
+        tree_drafts=False,
     )
     graph_support: ClassVar[GraphSupport] = GraphSupport.ALWAYS
 

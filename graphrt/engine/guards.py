@@ -120,6 +120,7 @@ class Guards:
             *((f"request tensor {name}", tensor) for name, tensor in program.request_tensors.items()),
             *((f"backend's {name}", tensor) for name, tensor in self._of_backend()),
             *((name, tensor) for name, tensor in slopes.items() if tensor is not None),
+            *self._of_path_mover(),
         ]
         memory = memory_of(
             static=static,
@@ -168,6 +169,11 @@ class Guards:
             yield f"request tensor {name}", tensor
         for name, tensor in self._of_backend():
             yield f"backend {program.backend.name}: {name}", tensor
+        yield from self._of_path_mover()
+
+    def _of_path_mover(self) -> Iterator[NamedTensor]:
+        if (mover := self._program.path_mover) is not None:
+            yield "addresses of the KV cache", mover.table
 
     def _of_backend(self) -> Iterator[NamedTensor]:
         backend = self._program.backend

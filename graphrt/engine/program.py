@@ -16,10 +16,12 @@ from graphrt.config import RuntimeConfig
 from graphrt.draft_model import DraftModel, slots_ahead
 from graphrt.engine.request_tables import sampling_extents
 from graphrt.kernels.attention.options import FP8_DTYPES
+from graphrt.kernels.cache.path import PathMover
 from graphrt.kernels.checks import check_instance, check_tensor
 from graphrt.kernels.errors import ConfigError, ShapeError
 from graphrt.kernels.metadata.arguments import check_tables
 from graphrt.kernels.metadata.buffers import Capacity, PageGroup, StaticBuffers
+from graphrt.kernels.metadata.draft_tree import follow_tree, write_tree
 from graphrt.kernels.metadata.logprobs import write_logprobs
 from graphrt.kernels.metadata.refresh import refresh
 from graphrt.kernels.metadata.step_inputs import inputs_size
@@ -60,9 +62,14 @@ class StepProgram:
     page_tables: torch.Tensor | None = None  # owned by the caller
     request_tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     shards: VocabShards | None = None  # of the model's logits, if they do not have vocab_size columns
+    path_mover: PathMover | None = field(init=False, repr=False, compare=False)  # None: drafts form chains
     _views: dict[BatchDescriptor, tuple[StaticBuffers, StepMetadata]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+
+    def __post_init__(self) -> None:
+        mover = _path_mover(self.kv_cache) if len(self.buffers.path_rows) else None
+        object.__setattr__(self, "path_mover", mover)
 
     def run(self, descriptor: BatchDescriptor) -> torch.Tensor:
         """Run the step at one size, and return the logits [positions x padded_reqs, vocab_size]; without a sampler,
@@ -92,8 +99,15 @@ class StepProgram:
         if self.sampler is None:
             write_outputs(step.buffers, None, vocab_size=self.vocab_size)
             return logits
-        for position, of_position in enumerate(logits.view(positions, reqs, -1)):
-            self._sample(step, of_position, position, position == positions - 1)
+        if depth := self.tree_depth(descriptor):
+            self._sample(step, logits[:reqs], 0, False)
+            for position, rows in enumerate(step.buffers.path_rows.view(depth, reqs), 1):
+                self._sample(step, logits.index_select(0, rows), position, position == depth)
+            assert self.path_mover is not None, "made with the buffers of trees"
+            self.path_mover.move(step.buffers)
+        else:
+            for position, of_position in enumerate(logits.view(positions, reqs, -1)):
+                self._sample(step, of_position, position, position == positions - 1)
         if self.proposer is not None:
             self._propose(step, self.proposer(step))
         return logits
@@ -111,25 +125,30 @@ class StepProgram:
             asked = torch.where(b.logprob_tokens >= 0, b.logprob_tokens, tokens.int()) if not position else tokens.int()
             result = token_logprobs(logits, asked, b.logprobs, max_top=columns - 1)
             write_logprobs(b, asked, result, position=position, last=last)
+        if len(b.path_rows) and not last:
+            follow_tree(b, tokens, position)
         write_outputs(b, tokens, vocab_size=self.vocab_size, position=position)
 
     def _propose(self, step: Step, proposed: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> None:
-        """Store drafts for the next step, with their log-probabilities for rejection sampling."""
+        """Store drafts for the next step, with their log-probabilities for rejection sampling, or their parents."""
         b = step.buffers
-        drafts, logprobs = (proposed, None) if isinstance(proposed, torch.Tensor) else proposed
+        drafts, others = (proposed, None) if isinstance(proposed, torch.Tensor) else proposed
         if b.draft_logprobs.shape[2]:
-            if logprobs is None:
+            if others is None:
                 raise ConfigError(
                     "proposer: expected drafts and their log-probabilities with rejection_sampling=True, got drafts "
                     "only; return both, or use rejection_sampling=False"
                 )
-            store_draft_logprobs(logprobs, b.req_indices, b.draft_logprobs)
-        write_drafts(b, drafts, vocab_size=self.vocab_size)
+            store_draft_logprobs(others, b.req_indices, b.draft_logprobs)
+            others = None
+        write_drafts(b, drafts, others, vocab_size=self.vocab_size)
 
     def _record(self, step: Step, position: int) -> None:
         """Record the tokens before this position, of the step or one accepted draft, in the request state."""
         b = step.buffers
         last = b.logits_indices.view(-1, len(b.req_indices))[position]
+        if position and len(b.path_rows):
+            last = b.logits_indices[b.path_rows.view(-1, len(b.req_indices))[position - 1]]
         if not position:
             record_tokens(
                 b.input_ids, b.query_start_loc, last, b.sample_lens, b.req_indices, b.prompt_lens, step.token_counts
@@ -174,7 +193,7 @@ class StepProgram:
     def refresh(self, descriptor: BatchDescriptor) -> Step:
         """Compute the derived buffers of one size from the input ring. Capture-safe, like `run`."""
         step = self.view(descriptor)
-        unpack(step.buffers, self.positions(descriptor))
+        unpack(step.buffers, self.positions(descriptor), only_chains=not descriptor.query_len)
         refresh(
             step.buffers,
             max_seq_len=self.max_seq_len,
@@ -184,11 +203,17 @@ class StepProgram:
             decode_len=self.decode_len(descriptor),
             tables=self.page_tables,
         )
+        if self.tree_depth(descriptor):
+            write_tree(step.buffers)
         return step
 
     def positions(self, descriptor: BatchDescriptor) -> int:
-        """Return the maximum number of tokens that a request samples in a step of this size."""
+        """Return the maximum number of tokens of a request that have logits in a step of this size."""
         return descriptor.query_len or 1 + self.buffers.drafts.shape[1]
+
+    def tree_depth(self, descriptor: BatchDescriptor) -> int:
+        """Return the maximum accepted drafts of a request in a step of this size if drafts form trees, else 0."""
+        return len(self.buffers.path_rows) // len(self.buffers.req_indices) if descriptor.query_len > 1 else 0
 
     def logits_of(self, logits: torch.Tensor, descriptor: BatchDescriptor, num_reqs: int) -> torch.Tensor:
         """Return the logits of a step in the order of its batch; a copy if the step reordered requests.
@@ -211,7 +236,8 @@ class StepProgram:
             if len(self._views) >= _MOST_VIEWS:
                 self._views.clear()
             with torch.inference_mode(False):  # views of the same mode as the buffers, for any first caller
-                buffers = self.buffers.cut(descriptor.padded_reqs, descriptor.padded_tokens, self.positions(descriptor))
+                sizes = descriptor.padded_reqs, descriptor.padded_tokens, self.positions(descriptor)
+                buffers = self.buffers.cut(*sizes, self.tree_depth(descriptor))
                 longest = self.max_seq_len + self.buffers.drafts.shape[1]  # drafts that are missing are padding
                 of_size = (descriptor, longest, self.max_pages, self.decode_len(descriptor))
                 self._views[descriptor] = buffers, StepMetadata.of(buffers, *of_size)
@@ -278,6 +304,12 @@ def check_page_tables(tables: torch.Tensor | None, buffers: StaticBuffers) -> to
         tables = tables[None]
     check_tables("page_tables", tables, buffers)
     return tables
+
+
+def _path_mover(kv_cache: KVCache) -> PathMover:
+    """Return the mover of accepted drafts in all KV groups that steps write."""
+    written = (() if spec.cross else kv_cache.of_group(group) for group, spec in enumerate(kv_cache.groups))
+    return PathMover([[tensor for tensors in of_group for tensor in tensors] for of_group in written])
 
 
 def attention_layers(

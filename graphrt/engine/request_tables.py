@@ -229,20 +229,37 @@ class RequestTables:
         by_req = self._by_request("drafts", drafts)
         self.write_drafts({at: self.check_drafts(f"drafts[{at}]", tokens) for at, tokens in by_req})
 
-    def check_drafts(self, name: str, tokens: object) -> torch.Tensor:
-        """Return checked drafts as [num_speculative_tokens] int32 on the host, padded with -1."""
+    def check_drafts(self, name: str, tokens: object, parents: object = None) -> torch.Tensor:
+        """Return checked drafts, padded with -1, and their parents as [2, num_speculative_tokens] int32 on the host."""
         ids = check_ints(name, tokens, 0, self._vocab_size - 1, advice="pass token ids of the vocabulary")
         self._config.check_needs(name, (("num_speculative_tokens", len(ids)),))
         self._config.check_own_drafts(name)
-        padded = torch.full((self._config.num_speculative_tokens,), NO_TOKEN, dtype=torch.int32, device="cpu")
-        padded[: len(ids)] = torch.from_numpy(ids)
-        return padded
+        both = torch.full((2, self._config.num_speculative_tokens), NO_TOKEN, dtype=torch.int32, device="cpu")
+        both[0, : len(ids)] = torch.from_numpy(ids)
+        chain = torch.arange(both.shape[1], dtype=torch.int32, device="cpu")
+        both[1] = chain
+        if parents is not None:
+            self._config.check_needs("parents", (("tree_depth", 1),))
+            of_ids = torch.from_numpy(check_ints("parents", parents, 0, len(ids), advice="pass one parent per draft"))
+            if len(of_ids) != len(ids) or (of_ids > chain[: len(ids)]).any():
+                raise ShapeError(
+                    f"parents: expected one number per draft, and each parent before its draft, got "
+                    f"{shown(of_ids.tolist())}; pass 0 for the last sampled token, and i for draft i - 1"
+                )
+            both[1, : len(ids)] = of_ids
+        return both
 
     def write_drafts(self, drafts: Mapping[int, torch.Tensor]) -> None:
         """Set drafts that `check_drafts` returned."""
         if drafts:
-            ids, rows = list(drafts), torch.stack(list(drafts.values()))
-            self._write_between_steps(lambda buffers: self._mirror(self._write_buffer, buffers, "drafts", ids, rows))
+            ids, both = list(drafts), torch.stack(list(drafts.values()), 1)
+
+            def write(buffers: StaticBuffers) -> None:
+                self._mirror(self._write_buffer, buffers, "drafts", ids, both[0])
+                if self._config.tree_depth:
+                    self._mirror(self._write_buffer, buffers, "draft_parents", ids, both[1])
+
+            self._write_between_steps(write)
 
     def record_prefix(self, req_index: int, tokens: Sequence[int] | npt.NDArray[Any], prompt_len: int = 0) -> None:
         """Store tokens that no step computes, such as a cached prefix, for the penalties and drafts of a request.
@@ -412,6 +429,7 @@ def sampling_extents(config: RuntimeConfig, vocab_size: int) -> dict[str, int]:
         "history": config.max_seq_len + 1 if config.penalties or config.num_speculative_tokens else 0,
         "drafts": config.num_speculative_tokens,
         "draft_tokens": vocab_size if config.rejection_sampling else 0,
+        "tree_depth": config.tree_depth,
         "masked_tokens": vocab_size if config.token_masks else 0,
         "bias_entries": config.max_logit_bias,
         "logprob_columns": 0 if config.max_logprobs is None else 1 + config.max_logprobs,

@@ -255,19 +255,22 @@ class DecodeSession:
                     self._updates.switched[at] = now
                     self.table.sampling.put("token_masks", at, now)
 
-    def set_drafts(self, request: SessionRequest, tokens: Prompt) -> None:
+    def set_drafts(self, request: SessionRequest, tokens: Prompt, parents: Prompt | None = None) -> None:
         """Set the tokens that you expect after the last sampled one. The next step of the request verifies them.
 
         A draft is accepted while it equals the token that is sampled, so drafts change no tokens, only how many a step
         yields. Drafts are dropped after that step.
 
-        tokens  at most RuntimeConfig.num_speculative_tokens token ids
+        tokens   at most RuntimeConfig.num_speculative_tokens token ids
+        parents  one per token, for drafts that form a tree: 0 if the draft follows the last sampled token, i if it
+                 follows tokens[i - 1], which must come before it. None: each draft follows the one before it
 
-        Raises: ConfigError: see `release`. ShapeError: if they are not token ids. UnsupportedError: if there are more.
+        Raises: ConfigError: see `release`. ShapeError: if they are not token ids, or a parent is not before its draft.
+        UnsupportedError: if there are more tokens, or parents without RuntimeConfig.tree_depth.
         """
         with self._exclusive:
             self._check_own(request, "set_drafts")
-            drafts = self._manager.request_tables.check_drafts("tokens", tokens)
+            drafts = self._manager.request_tables.check_drafts("tokens", tokens, parents)
             with self.table.flag:
                 self._has_updates = True
                 self._updates.drafts[request.req_index] = drafts

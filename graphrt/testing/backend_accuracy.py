@@ -23,11 +23,13 @@ class DenseRow:
     q   [query_len, num_q_heads, head_dim]
     k   [seq_len, num_kv_heads, head_dim]     dequantised; [encoder_len, ...] in a cross layer
     v   [seq_len, num_kv_heads, v_head_dim]   like k
+    tree_masks  [query_len] int64, those of AttentionOptions, if the new tokens form a tree
     """
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
+    tree_masks: torch.Tensor | None = None
 
 
 def check_rows(
@@ -101,6 +103,7 @@ def _oracle(row: DenseRow, options: AttentionOptions, dtype: torch.dtype) -> tup
         alibi_slopes=options.alibi_slopes,
         alibi_sqrt=options.alibi_sqrt,
         sinks=options.sinks,
+        tree_masks=row.tree_masks,
         dtype=dtype,
     )
 

@@ -39,6 +39,7 @@ class Feature:
     kv_dtype         dtype of the cache; None: the layers' dtype
     layout           layout of pages; None: NHD
     query_len        new tokens per request
+    tree_drafts      the new tokens of each request form a tree
     mixed            use a mixed batch instead of a decode batch
     prefill          the backend runs the prefill part of a mixed step; requests with one new token are in the decode
                      part
@@ -63,6 +64,7 @@ class Feature:
     kv_dtype: torch.dtype | None = None
     layout: KVLayout | None = None
     query_len: int = 1
+    tree_drafts: bool = False
     mixed: bool = False
     prefill: bool = False
     page_size: int = 0
@@ -132,6 +134,8 @@ FEATURES = {
         Feature("null-page-last", null_page_last=True),
         Feature("splits", layers=({},), page_size=32),  # several tiles per request, split and merged, also on a CPU
         Feature("query_len", query_len=3, lse=True),
+        Feature("tree_drafts", query_len=5, tree_drafts=True, lse=True),
+        Feature("tree_drafts-window", ({"sliding_window": 9}, {}), query_len=8, tree_drafts=True),
         Feature("mixed", mixed=True, lse=True),
         Feature("mixed-window", layers=(WINDOW, {}), same=(WINDOW, WINDOW), mixed=True),
         Feature("mixed-fp8", kv_dtype=torch.float8_e4m3fn, mixed=True),
@@ -240,6 +244,9 @@ def contexts_of(cls: type[AttentionBackend], feature: Feature, device: torch.dev
         dtype=stored,
         null_page=last_page if feature.null_page_last else 0,
     )
+    max_num_tokens = max(
+        (640 if feature.encoder_attention else 64) if cuda else 12, max(ROWS, rows) * feature.query_len
+    )
     contexts = []
     for layers in (feature.layers, feature.same or feature.layers):
         plain = AttentionSpec(kv_heads * queries_per_kv, kv_heads, head_dim, dtype)
@@ -255,10 +262,11 @@ def contexts_of(cls: type[AttentionBackend], feature: Feature, device: torch.dev
                 group_of=tuple(None if x is None else x.group for x in kv_locations(specs, groups)),
                 device=device,
                 max_num_reqs=max(ROWS, rows),
-                max_num_tokens=(640 if feature.encoder_attention else 64) if cuda else 12,
+                max_num_tokens=max_num_tokens,
                 max_seq_len=max_seq_len,
                 max_query_len=feature.query_len,
                 batch_invariant=feature.batch_invariant,
+                tree_drafts=feature.tree_drafts,
                 mixed_batches=have.mixed or feature.prefill,
                 prefill=feature.prefill,
                 # Longer than a sequence, and not a multiple of the page size.

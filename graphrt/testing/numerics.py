@@ -86,17 +86,26 @@ def assert_accurate(actual: torch.Tensor, *, plain: torch.Tensor, exact: torch.T
 
 
 def keys_seen(
-    query_len: int, seq_len: int, causal: bool = True, sliding_window: int = 0, attention_chunk_size: int = 0
+    query_len: int,
+    seq_len: int,
+    causal: bool = True,
+    sliding_window: int = 0,
+    attention_chunk_size: int = 0,
+    tree_masks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the mask of the keys that each of a sequence's last tokens sees, [query_len, seq_len] bool on the CPU.
 
     0 disables window and chunks. A window contains the keys at a distance below its size, on both sides unless
     `causal`. The token at position p sees only keys of its chunk, starting at p // attention_chunk_size *
-    attention_chunk_size.
+    attention_chunk_size. `tree_masks` [query_len] int64 are those of AttentionOptions.
     """
     at = torch.arange(seq_len - query_len, seq_len, device="cpu")[:, None]
     where = torch.arange(seq_len, device="cpu")
     seen = where <= at if causal else torch.ones(query_len, seq_len, dtype=torch.bool, device="cpu")
+    if tree_masks is not None:
+        in_step = tree_masks.cpu()[:, None] >> torch.arange(query_len, device="cpu") & 1
+        seen[:, seq_len - query_len :] = in_step > 0
+        at = seq_len - query_len + in_step.sum(1, keepdim=True) - 1
     if sliding_window:
         seen = seen & ((where - at).abs() < sliding_window)
     if attention_chunk_size:
@@ -117,6 +126,7 @@ def attention_oracle(
     alibi_slopes: torch.Tensor | None = None,
     alibi_sqrt: bool = False,
     sinks: torch.Tensor | None = None,
+    tree_masks: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the attention of one sequence by definition, on the CPU in `dtype`. Returns out and lse.
@@ -132,7 +142,7 @@ def attention_oracle(
     q, k, v = (x.detach().cpu().to(dtype) for x in (q, k, v))
     query_len, seq_len, num_kv_heads = q.shape[0], k.shape[0], k.shape[1]
     at, where = torch.arange(seq_len - query_len, seq_len, device="cpu")[:, None], torch.arange(seq_len, device="cpu")
-    seen = keys_seen(query_len, seq_len, causal, sliding_window, attention_chunk_size)
+    seen = keys_seen(query_len, seq_len, causal, sliding_window, attention_chunk_size, tree_masks)
     by_kv_head = q.unflatten(1, (num_kv_heads, -1))  # [tokens, KV heads, group, head_dim]
     logits = softmax_scale * torch.einsum("tkgd,skd->tkgs", by_kv_head, k).flatten(1, 2)
     if logits_softcap:

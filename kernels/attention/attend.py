@@ -181,6 +181,7 @@ def attend_kernel(
     v_scale_ptr,
     slopes_ptr,
     sinks_ptr,
+    tree_masks_ptr,  # [tokens] or None: int64, bit i of a token's mask is set if it sees token i of its request
     splits_at,
     zeros_at,
     max_partials,
@@ -315,6 +316,11 @@ def attend_kernel(
 
         # The query tile sees keys from window_start, for its first token, to kv_end, for its last token.
         query_positions = seq_len - query_len + query // NUM_QUERIES_PER_KV
+        if tree_masks_ptr is not None:
+            masks = tl.load(tree_masks_ptr + token, mask=m < num_queries, other=0)
+            if HAS_WINDOW:  # the depth of a token in its tree is the number of its ancestors
+                seen = (masks[:, None] >> tl.arange(0, 64)[None, :]) & 1
+                query_positions = seq_len - query_len - 1 + tl.sum(seen, 1).to(tl.int32)
         first_position = seq_len - query_len + first_query // NUM_QUERIES_PER_KV
         kv_end = seq_len
         if CAUSAL:
@@ -324,6 +330,8 @@ def attend_kernel(
         window_start = 0
         if HAS_WINDOW:
             window_start = tl.maximum(first_position + 1 - span, 0)
+            if tree_masks_ptr is not None:  # the first token of a query tile may be an early one of its tree
+                window_start = tl.maximum(seq_len - query_len + 1 - span, 0)
         chunk_starts = query_positions  # of each query's chunk
         if HAS_CHUNKS:
             window_start = tl.maximum(first_position, 0) // span * span
@@ -399,7 +407,11 @@ def attend_kernel(
                     logits -= slopes[:, None] * distance
                 if part == 1:
                     visible = (positions < kv_end)[None, :]
-                    if CAUSAL:
+                    if tree_masks_ptr is not None:
+                        place = positions - (seq_len - query_len)  # in the step
+                        bit = tl.minimum(tl.maximum(place, 0), 63)
+                        visible &= (place < 0)[None, :] | (((masks[:, None] >> bit[None, :]) & 1) != 0)
+                    elif CAUSAL:
                         visible &= positions[None, :] <= query_positions[:, None]
                     if HAS_WINDOW:
                         visible &= positions[None, :] > query_positions[:, None] - span

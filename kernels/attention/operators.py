@@ -95,6 +95,7 @@ def _launch(call: AttentionCall) -> None:
         options.v_scale,
         options.alibi_slopes,
         options.sinks,
+        options.tree_masks,
         plan.splits_at,
         plan.zeros_at,
         plan.max_partials,
@@ -173,7 +174,7 @@ def paged_attention(
 
     Only the device could check the following, so the caller must guarantee it (the runtime's refresh does):
 
-    - the work list was written in this step;
+    - the work list was written in this step; with tree masks and a window, for a window of query_len more positions;
     - 0 <= seq_lens <= max_pages * page_size;
     - page ids are valid up to the page of the last token;
     - query_start_loc begins at 0, does not decrease and ends at num_tokens or less.
@@ -189,6 +190,8 @@ def paged_attention(
         workspace.partial_out, workspace.partial_lse, workspace.counters,
     )  # fmt: skip
     check_options(options, q.shape[1], k_cache.shape[2], k_cache.dtype, q.device)
+    if options.tree_masks is not None:
+        check_tensor("tree_masks", options.tree_masks, shape=(q.shape[0],))
     _attention(
         AttentionCall(
             q, k_cache, v_cache, block_table, query_start_loc, seq_lens, work_list, out, lse, workspace, options, plan,
@@ -320,6 +323,8 @@ def compile_variants() -> list[CompileSpec]:
         ("llama_fp8_many", bf16, e4m3, (128, 128), 4, 1, 256, 16, ""),
         ("small_heads", bf16, bf16, (64, 64), 3, 1, 1, 16, ""),
         ("speculative", bf16, bf16, (128, 128), 4, 5, 8, 16, ""),
+        ("tree", bf16, bf16, (128, 128), 4, 5, 8, 16, ""),
+        ("tree_window", bf16, bf16, (128, 128), 4, 16, 8, 16, "window"),
         ("packed_max", bf16, bf16, (128, 128), 16, 16, 8, 16, ""),
         ("gemma", bf16, bf16, (256, 256), 2, 1, 8, 16, "window"),
         ("gemma_speculative", bf16, e5m2, (256, 256), 8, 8, 8, 16, "window"),
@@ -372,7 +377,8 @@ def compile_variants() -> list[CompileSpec]:
             "STRIDE_UNIT": _stride_unit(sizes, sizes),
             "LAUNCH_PDL": False,
         }
-        types = compiled_types(dtype, kv_dtype, constexprs, options=bool(options))
+        tree = name.startswith("tree")
+        types = compiled_types(dtype, kv_dtype, constexprs, options=bool(options) and not tree, tree=tree)
         specs.append(
             CompileSpec(
                 f"attention_{name}",

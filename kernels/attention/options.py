@@ -32,6 +32,12 @@ class AttentionOptions:
                                                      The output of a head is NaN unless its sink is finite or -inf
     k_scale          [1] or [num_kv_heads]   float32  key = stored value * k_scale; for fp8 caches; None: 1
     v_scale          like k_scale, for values
+    tree_masks       [num_tokens]            int64    for paged calls with the same number of new tokens, at most 64, in
+                                                     each request. Bit i is set if the token sees new token i of its
+                                                     request: itself and earlier ones. The position of a token is that
+                                                     of new token 0 plus the number of new tokens that it sees before
+                                                     itself. Requires `causal`, and a window of at least as many
+                                                     positions as new tokens; excludes chunks and alibi_slopes
     """
 
     softmax_scale: float
@@ -44,6 +50,7 @@ class AttentionOptions:
     sinks: torch.Tensor | None = None
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
+    tree_masks: torch.Tensor | None = None
 
     @property
     def span(self) -> int:
@@ -78,6 +85,11 @@ def check_options(
         raise ShapeError(f"logits_softcap: expected a finite number >= 0, got {softcap!r}; pass 0.0 for no softcap")
     if options.alibi_sqrt and options.alibi_slopes is None:
         raise ShapeError("alibi_sqrt: expected alibi_slopes, got None; pass the slopes")
+    if options.tree_masks is not None:
+        check_tensor("tree_masks", options.tree_masks, shape=(None,), dtype=torch.int64, device=device)
+        _check_dense("tree_masks", options.tree_masks)
+        if not options.causal or options.attention_chunk_size or options.alibi_slopes is not None:
+            raise ShapeError("tree_masks: expected None without causal, with chunks or with alibi_slopes; pass None")
     for name in ("alibi_slopes", "sinks"):
         tensor: torch.Tensor | None = getattr(options, name)
         if tensor is not None:

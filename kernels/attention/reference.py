@@ -166,7 +166,9 @@ def _attend_req(
     num_queries_per_kv = num_q_heads // num_kv_heads
     tokens = torch.arange(seq_len - query_len, seq_len, device=q.device)[:, None]
     mask = None
-    if query_len > 1 and min(left, right) < MAX_WINDOW:
+    if options.tree_masks is not None:
+        mask = _tree_mask(options.tree_masks[start:end], keys.shape[1], left)
+    elif query_len > 1 and min(left, right) < MAX_WINDOW:
         distance = _distance(tokens, keys)
         mask = (distance <= left) & (distance >= -right)
         if options.attention_chunk_size:
@@ -200,6 +202,13 @@ def _attend_req(
             lse[start:end] = (top + total.log()).flatten(0, 1).squeeze(-1).t()
     by_token = result.reshape(num_kv_heads, num_queries_per_kv, query_len, -1).permute(2, 0, 1, 3)
     out[start:end] = by_token.flatten(1, 2).to(out.dtype)
+
+
+def _tree_mask(masks: torch.Tensor, num_keys: int, left: int) -> torch.Tensor:
+    """Return which of the last keys each token of a tree sees, [query_len, num_keys]."""
+    in_tree = masks[:, None] >> torch.arange(len(masks), device=masks.device) & 1
+    distance = in_tree.sum(1, keepdim=True) - 1 + torch.arange(num_keys - len(masks), 0, -1, device=masks.device)
+    return torch.cat((distance <= left, in_tree > 0), 1)
 
 
 def _needs_logits(options: AttentionOptions) -> bool:

@@ -89,7 +89,8 @@ def pass_operands(operator: str, b: StaticBuffers) -> list[torch.Tensor]:
     of_runtime = {**everywhere, "entries": b.step_ring.shape[0]}
     least = {
         "inputs": layout.inputs_size(1, 0, 0, groups), "input_ring": layout.INPUTS_AT + layout.HEADER_SIZE,
-        "last_writers": b.last_token.shape[0] + 1, "reqs": reqs, "history": 0, "drafts": 0,
+        "last_writers": b.last_token.shape[0] + 1, "reqs": reqs, "history": 0, "drafts": 0, "tree_drafts": 0,
+        "tree_tokens": 0, "path_rows": 0,
     }  # fmt: skip
     for name in operands(operator):
         spec, tensor = StaticBuffers.specs()[name], getattr(b, name)
@@ -101,7 +102,7 @@ def pass_operands(operator: str, b: StaticBuffers) -> list[torch.Tensor]:
         if "req_indices" in spec.shape:
             check_contiguous(name, tensor)
         columns = least.get(str(spec.shape[-1]), 1)
-        if tensor.shape[-1] < columns or tensor.shape[0] < 1:
+        if tensor.shape[-1] < columns or (tensor.dim() > 1 and tensor.shape[0] < 1):
             raise ShapeError(
                 f"{name}: expected at least {columns} columns, got shape {list(tensor.shape)}; pass a wider tensor"
             )

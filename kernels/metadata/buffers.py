@@ -130,6 +130,7 @@ class Capacity:
     history: int = 0  # maximum tokens of a sequence if the device keeps them, else 0
     drafts: int = 0  # maximum drafts of a request in a step
     draft_tokens: int = 0  # vocabulary size if drafts are verified by rejection sampling, else 0
+    tree_depth: int = 0  # maximum drafts of one path if drafts form trees; 0: they form chains
     masked_tokens: int = 0  # vocabulary size if requests may have token masks, else 0
     bias_entries: int = 0  # maximum logit biases of a request
     logprob_columns: int = 0  # log-probabilities per request and step: of one token, then of the top tokens
@@ -167,6 +168,18 @@ class Capacity:
     @property
     def logits_rows(self) -> int:
         return self.reqs * self.positions
+
+    @property
+    def tree_drafts(self) -> int:
+        return self.drafts if self.tree_depth else 0
+
+    @property
+    def tree_tokens(self) -> int:
+        return self.tokens if self.tree_depth else 0
+
+    @property
+    def path_rows(self) -> int:
+        return self.reqs * self.tree_depth
 
     @property
     def reqs_plus_one(self) -> int:
@@ -214,8 +227,8 @@ def _persistent(
     return _declare(BufferSpec(shape, dtype, BufferKind.PERSISTENT, writer, readers, pad, initial))
 
 
-def _derived(shape: tuple[str | int, ...], dtype: torch.dtype, *readers: str, pad: str) -> Any:
-    return _declare(BufferSpec(shape, dtype, BufferKind.DERIVED, "refresh", readers, pad))
+def _derived(shape: tuple[str | int, ...], dtype: torch.dtype, *readers: str, pad: str, writer: str = "refresh") -> Any:
+    return _declare(BufferSpec(shape, dtype, BufferKind.DERIVED, writer, readers, pad))
 
 
 def _carried(shape: tuple[str | int, ...], *readers: str, pad: str, initial: int = 0) -> Any:
@@ -240,7 +253,7 @@ class StaticBuffers:
 
     page_groups: torch.Tensor = _constant(("groups", len(fields(PageGroup))), torch.int32, "unpack", "refresh")
     input_ring: torch.Tensor = _words(("ring", "input_ring"), BufferKind.INPUT, "host", "unpack", "write_outputs")
-    inputs: torch.Tensor = _words(("inputs",), BufferKind.DERIVED, "unpack", "refresh", "write_outputs")
+    inputs: torch.Tensor = _words(("inputs",), BufferKind.DERIVED, "unpack", "refresh", "write_outputs", "write_tree")
 
     cursor: torch.Tensor = _persistent((CURSOR_SIZE,), torch.int64, "write_outputs", "unpack", pad="see CURSOR_ENTRY")
     order: torch.Tensor = _persistent(("reqs",), torch.int32, "unpack", "unpack", initial=-1)
@@ -278,6 +291,9 @@ class StaticBuffers:
     draft_logprobs: torch.Tensor = _persistent(
         ("req_indices", "drafts", "draft_tokens"), torch.float32, "store_draft_logprobs", "sampling"
     )
+    draft_parents: torch.Tensor = _persistent(
+        ("req_indices", "tree_drafts"), torch.int32, "write_drafts", "unpack", "write_tree"
+    )
     counted_lens: torch.Tensor = _persistent(("req_indices",), torch.int32, "record_tokens", "record_tokens")
     bias_tokens: torch.Tensor = _persistent(("req_indices", 2, "bias_entries"), torch.int32, "host", "sampling")
     bias_values: torch.Tensor = _persistent(("req_indices", 2, "bias_entries"), torch.float32, "host", "sampling")
@@ -290,8 +306,8 @@ class StaticBuffers:
     table_from: torch.Tensor = _carried(("groups", "reqs"), "refresh", pad="2^30: the table holds no pages")
     table_to: torch.Tensor = _carried(("groups", "reqs"), "refresh", pad="0", initial=_ALL)
 
-    input_ids: torch.Tensor = _derived(("tokens",), torch.int64, "model", "write_outputs", pad="0")
-    positions: torch.Tensor = _derived(("tokens",), torch.int64, "model", "KV write", pad="0")
+    input_ids: torch.Tensor = _derived(("tokens",), torch.int64, "model", "write_outputs", "follow_tree", pad="0")
+    positions: torch.Tensor = _derived(("tokens",), torch.int64, "model", "KV write", "write_tree", pad="0")
     slot_mapping: torch.Tensor = _derived(
         ("groups", "tokens"), torch.int64, "KV write",
         pad="-1 for pad tokens and for tokens of invalid requests; missing drafts have slots if their pages are known",
@@ -317,15 +333,23 @@ class StaticBuffers:
         pad="as query_start_loc; the first prefill token for decode requests",
     )
     logits_indices: torch.Tensor = _derived(
-        ("logits_rows",), torch.int64, "model", "record_tokens", "write_outputs", pad="0"
+        ("logits_rows",), torch.int64, "model", "record_tokens", "write_outputs", "write_tree", "follow_tree", pad="0"
     )
     sample_lens: torch.Tensor = _derived(("reqs",), torch.int32, "write_outputs", "record_tokens", "sampling", pad="0")
-    drafts_left: torch.Tensor = _derived(("reqs",), torch.int32, "write_outputs", "write_logprobs", pad="-1")
+    drafts_left: torch.Tensor = _derived(
+        ("reqs",), torch.int32, "write_outputs", "write_logprobs", "write_tree", "follow_tree", pad="-1"
+    )
     req_indices: torch.Tensor = _derived(
-        ("reqs",), torch.int32, "write_outputs", "write_drafts", "model", "sampling", pad="-1"
+        ("reqs",), torch.int32, "write_outputs", "write_drafts", "write_tree", "model", "sampling", pad="-1"
     )
     req_status: torch.Tensor = _derived(
         ("reqs",), torch.int32, "model", "sampling", pad="PAD (-1); INVALID (-2) after a fault"
+    )
+    tree_masks: torch.Tensor = _derived(
+        ("tree_tokens",), torch.int64, "follow_tree", "attention", pad="its own bit", writer="write_tree"
+    )
+    path_rows: torch.Tensor = _derived(
+        ("path_rows",), torch.int64, "write_outputs", "move_path", pad="0", writer="follow_tree"
     )
     new_spans: torch.Tensor = _derived(("groups", "reqs", 4), torch.int32, "refresh", pad="no new pages")
     check_code: torch.Tensor = _derived(("groups", "reqs"), torch.int32, "refresh", pad="0")
@@ -417,14 +441,16 @@ class StaticBuffers:
         tensors["page_groups"].copy_(torch.tensor(words, dtype=torch.int32, device="cpu"))
         return cls(**tensors)
 
-    def cut(self, padded_reqs: int, padded_tokens: int, positions: int = 1) -> StaticBuffers:
+    def cut(self, padded_reqs: int, padded_tokens: int, positions: int = 1, tree_depth: int = 0) -> StaticBuffers:
         """Return the views for a graph of this size. DERIVED and CARRIED buffers are sliced, all others are whole.
 
-        positions   tokens that a request may sample
+        positions   tokens of a request with logits
+        tree_depth  maximum accepted drafts of a request if drafts form trees, else 0
         """
         extents = {
             "reqs": padded_reqs, "reqs_plus_one": padded_reqs + 1, "tokens": padded_tokens,
-            "logits_rows": padded_reqs * positions,
+            "logits_rows": padded_reqs * positions, "path_rows": padded_reqs * tree_depth,
+            "tree_tokens": padded_tokens if tree_depth else 0,
         }  # fmt: skip
         views = {}
         for name, spec in self.specs().items():

@@ -128,7 +128,11 @@ def _take_drafts(
     ahead = tl.arange(0, DRAFT_BLOCK)[:, None]
     has_place = ahead < places[None, :]
     drafts_ptr = ptrs.drafts + req_index[None, :].to(tl.int64) * num_drafts
-    draft = tl.load(drafts_ptr + ahead, mask=has_place & (ahead < num_drafts) & runs[None, :], other=-1)
+    has_draft = has_place & (ahead < num_drafts) & runs[None, :]
+    draft = tl.load(drafts_ptr + ahead, mask=has_draft, other=-1)
+    if ptrs.draft_parents is not None:  # a tree ends at the first draft that does not follow the one before it
+        parents_ptr = ptrs.draft_parents + req_index[None, :].to(tl.int64) * num_drafts
+        draft = tl.where(tl.load(parents_ptr + ahead, mask=has_draft, other=0) == ahead, draft, -1)
     tl.store(tokens_ptr[None, :] + 1 + ahead, draft, mask=has_place)
     found = tl.min(tl.where(draft < 0, ahead, DRAFT_BLOCK), 0)
     most = tl.minimum(tl.where((limit > 0) & (limit < max_len), limit, max_len) - length, room)
@@ -266,7 +270,7 @@ def _advance_requests(
 _Unpacked = namedtuple(
     "_Unpacked",
     "page_groups input_ring inputs cursor order req_seq_lens finish_reasons req_values length_limits stop_tokens "
-    "step_counter page_spans drafts",
+    "step_counter page_spans drafts draft_parents",
 )
 """Buffers that the kernel reads and writes, in the order of its arguments."""
 
@@ -388,11 +392,13 @@ _launch = KernelLauncher(_unpack_kernel)
 
 
 def _unpack_triton(b: Any) -> None:
-    groups, num_req_indices = b.page_groups.shape[0], b.req_seq_lens.shape[0]
+    groups, num_req_indices, ptrs = b.page_groups.shape[0], b.req_seq_lens.shape[0], pointers(_Unpacked, b)
+    if not (b.only_chains and b.draft_parents.shape[1]):
+        ptrs = ptrs._replace(draft_parents=None)
     req_block = max(_MIN_REQS, next_power_of_two(-(-b.padded_reqs // _PROGRAMS)))
     _launch(
         (_PROGRAMS,),
-        pointers(_Unpacked, b), b.input_ring.shape[0], b.input_ring.stride(0), min(b.padded_reqs, b.order.shape[0]),
+        ptrs, b.input_ring.shape[0], b.input_ring.stride(0), min(b.padded_reqs, b.order.shape[0]),
         b.inputs.shape[0], b.input_ring.shape[1] - layout.INPUTS_AT, num_req_indices, b.drafts.shape[1],
         b.token_history.shape[1] - 1, **_tile_sizes(groups), REQ_BLOCK=req_block, BLOCK=_BLOCK,
         QUERY_LEN=b.query_len, DRAFT_BLOCK=next_power_of_two(b.query_len), OVERLAPS=overlaps(b.inputs.device),
@@ -494,6 +500,9 @@ def _take_drafts_reference(b: Any, req_index: int, lists: Any, groups: list[list
     if b.finish_reasons[req_index]:
         return 1
     drafts, length = b.drafts[req_index].numpy()[: len(places)], int(b.req_seq_lens[req_index])
+    if b.only_chains and b.draft_parents.shape[1]:
+        parents = b.draft_parents[req_index].numpy()[: len(places)]
+        drafts = np.where(parents == np.arange(len(parents)), drafts, NO_TOKEN)
     places[: len(drafts)] = drafts
     limit, longest = int(b.length_limits[req_index]), b.token_history.shape[1] - 1
     most: int = min(limit if limit > 0 else longest, longest, _room_reference(b, req_index, lists, groups)) - length
@@ -512,15 +521,16 @@ def _room_reference(b: Any, req_index: int, lists: Any, groups: list[list[int]])
     return room
 
 
-_Call = call_class("unpack", padded_reqs=int, query_len=int)
+_Call = call_class("unpack", padded_reqs=int, query_len=int, only_chains=bool)
 _op = DeclaredOp("unpack", _Call, triton_impl=_unpack_triton, reference=unpack_reference)
 
 
-def unpack(buffers: StaticBuffers, query_len: int = 1) -> None:
+def unpack(buffers: StaticBuffers, query_len: int = 1, *, only_chains: bool = False) -> None:
     """Write the step inputs from the current entry of the input ring, and store the entry's request values.
 
-    buffers    static buffers, cut to the captured size; docs/decode_step.md describes them
-    query_len  maximum new tokens of a request that continues: its last sampled token, and drafts
+    buffers      static buffers, cut to the captured size; docs/decode_step.md describes them
+    query_len    maximum new tokens of a request that continues: its last sampled token, and drafts
+    only_chains  the graph verifies no trees, so drafts end before the first branch
 
     The cursor selects the entry and its step; `write_outputs` advances it. An entry with counts out of range, or with
     more requests than the graph was captured for, is treated as a step without requests.
@@ -528,7 +538,7 @@ def unpack(buffers: StaticBuffers, query_len: int = 1) -> None:
     Capture-safe: the grid depends on the captured size; the kernel reads the entry and its counts on the device.
     Raises: ShapeError: if shapes, dtypes or devices of the tensors do not match.
     """
-    _op(_Call(*buffers.once(_operands), buffers.req_indices.shape[0], query_len))
+    _op(_Call(*buffers.once(_operands), buffers.req_indices.shape[0], query_len, only_chains))
 
 
 _operands = functools.partial(pass_operands, "unpack")
@@ -537,10 +547,10 @@ _operands = functools.partial(pass_operands, "unpack")
 def compile_variants() -> list[CompileSpec]:
     """Return the variants for one KV group and for several, without and with drafts."""
     specs = []
-    for name, groups, query_len in (("1", 1, 1), ("6", 6, 1), ("drafts", 1, 4)):
+    for name, groups, query_len in (("1", 1, 1), ("6", 6, 1), ("drafts", 1, 4), ("chains", 1, 4)):
         constexprs = {**_tile_sizes(groups), "REQ_BLOCK": _MIN_REQS, "BLOCK": _BLOCK, "OVERLAPS": True}
         constexprs |= {"QUERY_LEN": query_len, "DRAFT_BLOCK": next_power_of_two(query_len)}
-        types = {"ptrs": pointer_types(_Unpacked)}
+        types = {"ptrs": pointer_types(_Unpacked, draft_parents="*i32" if name == "chains" else "constexpr")}
         specs.append(
             CompileSpec(f"unpack_{name}", _unpack_kernel, types, constexprs, _NUM_WARPS, 3, divisible=("ptrs",))
         )

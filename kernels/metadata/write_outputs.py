@@ -2,7 +2,8 @@
 
 A graph with drafts samples at 1 + K positions of each request, one after another. This operator runs after each of
 them. A request continues to the next position if its next draft equals the token that was sampled, and if neither a
-stop token nor its length finishes it. So state, results and penalties never see a rejected draft.
+stop token nor its length finishes it. So state, results and penalties never see a rejected draft. If drafts form a
+tree, `follow_tree` has found the next draft.
 
 The next step reads a request's token from `last_token`, its length from `req_seq_lens` and its finish reason from
 `finish_reasons`. The host reads the results of a step from one entry of each output ring: the step number, then for
@@ -64,7 +65,7 @@ _CURSOR_KIND = tl.constexpr(CURSOR_KIND)
 _Reported = namedtuple(
     "_Reported",
     "tokens input_ring inputs cursor buffer_rows req_indices sample_lens drafts_left input_ids "
-    "logits_indices fault_code fault_value "
+    "logits_indices path_rows fault_code fault_value "
     "void_req_indices length_limits stop_tokens step_counter last_token req_seq_lens finish_reasons loop_condition "
     "token_history drafts step_ring token_ring finish_reason_ring fault_code_ring fault_value_ring",
 )
@@ -163,9 +164,13 @@ def _write_outputs_kernel(
         tl.store(history_ptr, token.to(tl.int32), mask=live & (token >= 0) & (seq_len < history_len))
         running = live & (token >= 0) & (reason == _RUNNING)
         if LAST == 0:
-            index = tl.load(ptrs.logits_indices + position * padded_reqs + buffer_row, mask=running, other=0)
-            draft = tl.load(ptrs.input_ids + index + 1, mask=running & (left > 0), other=_NO_TOKEN)
-            accepts = running & (left > 0) & (draft == token)
+            if ptrs.path_rows is None:
+                index = tl.load(ptrs.logits_indices + position * padded_reqs + buffer_row, mask=running, other=0)
+                draft = tl.load(ptrs.input_ids + index + 1, mask=running & (left > 0), other=_NO_TOKEN)
+                accepts = running & (left > 0) & (draft == token)
+            else:
+                next_row = tl.load(ptrs.path_rows + position * padded_reqs + buffer_row, mask=running, other=0)
+                accepts = running & (next_row > 0)
             tl.store(ptrs.sample_lens + buffer_row, seq_len + 1, mask=accepts)
             tl.store(ptrs.drafts_left + buffer_row, tl.where(accepts, left - 1, -1), mask=samples)
         else:
@@ -213,8 +218,11 @@ _launch = KernelLauncher(_write_outputs_kernel)
 
 
 def _write_outputs_triton(b: Any) -> None:
+    ptrs = pointers(_Reported, b)
+    if not len(b.path_rows):
+        ptrs = ptrs._replace(path_rows=None)
     _launch(
-        (1,), pointers(_Reported, b), b.req_indices.shape[0], b.last_token.shape[0], b.vocab_size, b.position,
+        (1,), ptrs, b.req_indices.shape[0], b.last_token.shape[0], b.vocab_size, b.position,
         b.token_ring.shape[1], b.token_history.shape[1], b.drafts.shape[1], b.input_ring.shape[0],
         b.input_ring.stride(0), b.step_ring.shape[0], b.token_ring.stride(0), b.token_ring.stride(1),
         b.finish_reason_ring.stride(0), b.fault_code_ring.stride(0), b.fault_value_ring.stride(0),
@@ -224,7 +232,8 @@ def _write_outputs_triton(b: Any) -> None:
 
 def _is_last(b: Any) -> bool:
     """Return whether a call is for the last position of its graph. Without a sampler there is only one call."""
-    return b.tokens is None or b.position == b.logits_indices.shape[0] // b.req_indices.shape[0] - 1
+    drafts = len(b.path_rows) or len(b.logits_indices) - len(b.req_indices)
+    return b.tokens is None or b.position * len(b.req_indices) == drafts
 
 
 def write_outputs_reference(b: Any) -> None:
@@ -275,8 +284,11 @@ def write_outputs_reference(b: Any) -> None:
     b.fault_value_ring[entry, reports] = torch.where(code[at] != 0, value[at], b.fault_value_ring[entry, reports])
     if not _is_last(b):
         running = live & (reasons_out == 0) & (tokens_out >= 0) & (b.drafts_left > 0)
-        index = b.logits_indices.view(-1, rows)[b.position]
-        accepts = running & (b.input_ids[(index + 1).clamp_max(len(b.input_ids) - 1)] == tokens_out)
+        if len(b.path_rows):
+            accepts = running & (b.path_rows.view(-1, rows)[b.position] > 0)
+        else:
+            index = b.logits_indices.view(-1, rows)[b.position]
+            accepts = running & (b.input_ids[(index + 1).clamp_max(len(b.input_ids) - 1)] == tokens_out)
         b.sample_lens.add_(accepts.int())
         b.drafts_left.copy_(torch.where(accepts, b.drafts_left - 1, NO_TOKEN))
         return
@@ -327,11 +339,14 @@ _operands = functools.partial(pass_operands, "write_outputs")
 
 
 def compile_variants() -> list[CompileSpec]:
-    """Return the variants for both token dtypes, for a step without tokens, and for the positions of drafts."""
+    """Return the variants for both token dtypes, for a step without tokens, and for the positions of drafts, also of
+    those that form a tree."""
     specs = []
     cases = {"i32": (1, 1), "i64": (1, 1), "none": (1, 1), "first": (1, 0), "next": (0, 0), "last": (0, 1)}
-    for name, (first, last) in cases.items():
-        types = {"ptrs": pointer_types(_Reported, tokens={"none": "constexpr", "i64": "*i64"}.get(name, "*i32"))}
+    for name, (first, last) in {**cases, "tree": (0, 0)}.items():
+        token_type = {"none": "constexpr", "i64": "*i64"}.get(name, "*i32")
+        path_type = "*i64" if name == "tree" else "constexpr"
+        types = {"ptrs": pointer_types(_Reported, tokens=token_type, path_rows=path_type)}
         constexprs = {"BLOCK": _REQ_BLOCK, "NUM_STOP_TOKENS": STOP_TOKENS, "FIRST": bool(first), "LAST": bool(last)}
         specs.append(
             CompileSpec(

@@ -74,6 +74,11 @@ NEEDS: dict[str, Needs] = {
         groups=((0, 1), (2,)),
         config={"max_encoder_len": 8},
     ),
+    "tree_drafts": Needs(
+        False,
+        "tree_depth: drafts that form a tree are not supported",
+        config={"num_speculative_tokens": 2, "tree_depth": 1},
+    ),
     "encoder_attention": Needs(
         False, "encoder attention: not supported", spec={"kind": AttentionKind.ENCODER}, groups=((0,), (1,))
     ),

@@ -104,6 +104,14 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         lambda: config(max_num_reqs=5, num_speculative_tokens=2, max_num_tokens=14),
         r"max_num_reqs x \(1 \+ num_speculative_tokens\) = 15, got",
     ),
+    "tree depth": (
+        lambda: config(num_speculative_tokens=2, tree_depth=3, max_num_tokens=9),
+        "an int from 0 to 2, got 3",
+    ),
+    "rejected trees": (
+        lambda: config(num_speculative_tokens=2, tree_depth=1, rejection_sampling=True, max_num_tokens=9),
+        "tree_depth: expected 0 with rejection_sampling=True, which verifies chains, got 1; set one of them",
+    ),
     "decode size of 0": (lambda: config(decode_sizes=(0,)), r"decode_sizes\[0\]: expected an int from 1 to 1, got 0"),
     "decode size": (lambda: config(decode_sizes=(2,)), r"decode_sizes\[0\]: expected an int from 1 to 1, got 2"),
     "mixed size": (lambda: config(max_num_tokens=9, mixed_sizes=(10,)), r"mixed_sizes\[0\]: .* from 1 to 9, got 10"),

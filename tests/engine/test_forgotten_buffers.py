@@ -30,6 +30,7 @@ from tests.support.replay_scenarios import (
     penalty_scenario,
     rig_of,
     scenario,
+    tree_scenario,
     truncation_scenario,
 )
 from tests.support.toy import captured, make_rig
@@ -120,6 +121,7 @@ SCENARIOS: dict[Callable[[], None], tuple[str, ...]] = {
     ),
     mask_scenario: ("token_masks",),
     draft_scenario: ("drafts", "drafts_left"),
+    tree_scenario: ("draft_parents", "tree_masks", "path_rows"),
     fault_scenario: ("fault_code", "fault_value", "fault_code_ring", "fault_value_ring"),
     logprob_scenario: ("logprobs", "logprob_tokens", "rank_ring", "logprob_ring", "logprob_token_ring"),
     parts_scenario: ("decode_seq_lens", "decode_start_loc", "prompt_seq_lens", "prompt_start_loc"),

@@ -29,7 +29,7 @@ def test_bytes_and_shapes_of_the_buffers() -> None:
         "top_ks": (3,), "top_ps": (3,), "min_ps": (3,), "repetition_penalties": (3,), "presence_penalties": (3,),
         "frequency_penalties": (3,), "prompt_lens": (3,), "penalty_seen": (6, 0), "penalty_counts": (6, 0),
         "token_history": (6, 0), "counted_lens": (6,), "drafts": (6, 0), "draft_logprobs": (6, 0, 0),
-        "sample_lens": (3,), "drafts_left": (3,),
+        "draft_parents": (6, 0), "tree_masks": (0,), "path_rows": (0,), "sample_lens": (3,), "drafts_left": (3,),
         "logprobs": (3,), "logprob_tokens": (3,), "rank_ring": (2, 1, 3), "logprob_ring": (2, 1, 3, 0),
         "logprob_token_ring": (2, 1, 3, 0), "token_masks": (3,),
         "bias_tokens": (6, 2, 0), "bias_values": (6, 2, 0), "bias_lists": (6, 3), "mask_words": (6, 0),

@@ -9,7 +9,7 @@ import torch
 
 from graphrt.batch import Batch
 from graphrt.config import RequestTensor
-from graphrt.kernels.errors import ConfigError
+from graphrt.kernels.errors import ConfigError, UnsupportedError
 from graphrt.proposer import Proposer
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
@@ -110,3 +110,5 @@ def test_callers_step_back(device: torch.device) -> None:
 def test_what_is_refused() -> None:
     with pytest.raises(ConfigError, match="state_before: expected a name of RuntimeConfig"):
         captured(Stateful(torch.device("cpu")))
+    with pytest.raises(UnsupportedError, match="keep_state: tokens of several branches have the same position"):
+        stateful(torch.device("cpu"), 2, tree_depth=2)

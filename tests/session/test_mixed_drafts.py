@@ -12,7 +12,7 @@ from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
 from graphrt.session.session import DecodeSession, SessionRequest
 from graphrt.spec import AttentionSpec, KVCacheSpec
-from tests.support.drafts import Table, results
+from tests.support.drafts import Table, TreeTable, results, tree
 from tests.support.layered import build
 from tests.support.toy import captured, finish
 
@@ -26,11 +26,12 @@ PARAMS = [
 ]
 
 
-def build_runtime(kind: str, device: torch.device, table: Table | None) -> Runtime:
+def build_runtime(kind: str, device: torch.device, table: Table | TreeTable | None, tree_depth: int = 0) -> Runtime:
     most = 0 if table is None else MOST
     options = {
         "max_num_tokens": 16,
         "num_speculative_tokens": most,
+        "tree_depth": tree_depth,
         "penalties": True,
         "max_logit_bias": 8,
         "max_logprobs": 1,
@@ -56,8 +57,9 @@ def state_of(runtime: Runtime, requests: list[SessionRequest]) -> list[object]:
     return state
 
 
+@pytest.mark.parametrize("tree_depth", [0, MOST], ids=["chains", "trees"])
 @pytest.mark.parametrize("kind", ["one_group", "groups", "two_parts"])
-def test_any_mix_of_requests_and_drafts(device: torch.device, kind: str) -> None:
+def test_any_mix_of_requests_and_drafts(device: torch.device, kind: str, tree_depth: int) -> None:
     """Prompts arrive at random, while others verify drafts of a proposer, and some of them drafts of the caller."""
     if device.type == "cuda" and kind == "two_parts":
         pytest.skip("the reference has no graph on CUDA")
@@ -66,8 +68,8 @@ def test_any_mix_of_requests_and_drafts(device: torch.device, kind: str) -> None
         requests = [session.add(*each) for each in zip(PROMPTS, PARAMS, strict=True)]
         finish(session)
         want, state = results(requests), state_of(plain, requests)
-    table = Table(MOST, device)
-    runtime, yielded = build_runtime(kind, device, table), list[int]()
+    table = (TreeTable if tree_depth else Table)(MOST, device)
+    runtime, yielded = build_runtime(kind, device, table, tree_depth), list[int]()
     for seed, right in enumerate((1.0, 0.9, 0.5, 0.0)):
         pick, waiting, found = random.Random(seed), list(zip(PROMPTS, PARAMS, strict=True)), list[SessionRequest]()
         table.fill(requests, pick, right)
@@ -78,7 +80,10 @@ def test_any_mix_of_requests_and_drafts(device: torch.device, kind: str) -> None
                 for request in found:
                     if not request.finish_reason and pick.random() < 0.2:
                         known = requests[request.req_index].tokens[len(request.tokens) :]
-                        session.set_drafts(request, known[: pick.randint(0, MOST)])
+                        drafts = known[: pick.randint(0, MOST)], None
+                        if tree_depth and pick.random() < 0.5:
+                            drafts = tree([*request.tokens[-1:], *known], MOST, pick, 0.7, bad=False)
+                        session.set_drafts(request, *drafts)
                 for launch in session.run(pick.randint(1, 3)):
                     if launch.descriptor.kind is GraphKind.MIXED:
                         yielded += (launch.tokens(raise_on_fault=False) >= 0).sum(0).tolist()
@@ -87,7 +92,8 @@ def test_any_mix_of_requests_and_drafts(device: torch.device, kind: str) -> None
             assert [request.req_index for request in found] == [request.req_index for request in requests]
             assert results(found) == want
             assert state_of(runtime, found) == state
-    assert {1, MOST, MOST + 1} <= set(yielded), "steps with prompts accept some or all drafts"
+    some = set() if tree_depth else {MOST}  # a tree often ends after one draft
+    assert {1, MOST + 1} | some <= set(yielded), "steps with prompts accept some or all drafts"
     plain.close()
     runtime.close()
 

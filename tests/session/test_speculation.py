@@ -11,15 +11,17 @@ import torch
 
 from graphrt.batch import Batch
 from graphrt.capture.descriptor import GraphKind
-from graphrt.kernels.errors import ConfigError, UnsupportedError
+from graphrt.kernels.errors import ConfigError, ShapeError, UnsupportedError
 from graphrt.kernels.library import interpreted
 from graphrt.kernels.metadata.buffers import BufferKind
 from graphrt.kernels.types import FinishReason
 from graphrt.proposer import Proposer, ngram_drafts
 from graphrt.sampling_params import SamplingParams
 from graphrt.session.session import DecodeSession, SessionRequest
-from tests.support.drafts import Table, results, state_of
-from tests.support.replay_scenarios import copies
+from graphrt.spec import AttentionSpec, KVCacheSpec
+from tests.support.drafts import Table, TreeTable, results, state_of
+from tests.support.layered import build
+from tests.support.replay_scenarios import branches, copies
 from tests.support.toy import VOCAB, captured, finish
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5], [7, 7], [8, 2, 8, 2]]
@@ -51,21 +53,22 @@ def run(
 
 
 @pytest.mark.parametrize("loop_sizes", [(), (1, 2, 4)], ids=["launch_by_launch", "loop"])
-@pytest.mark.parametrize("most", [1, 4])
+@pytest.mark.parametrize(("most", "tree_depth"), [(1, 0), (4, 0), (9, 4)], ids=["1", "4", "tree"])
 @pytest.mark.parametrize("params", [PARAMS, PENALISED], ids=["plain", "penalties"])
 def test_tokens_and_state_are_those_of_plain_decoding(
-    device: torch.device, params: list[SamplingParams], most: int, loop_sizes: tuple[int, ...]
+    device: torch.device, params: list[SamplingParams], most: int, tree_depth: int, loop_sizes: tuple[int, ...]
 ) -> None:
     """Any acceptance pattern, and any split into launches: with stop tokens, length limits, a prompt and a fork."""
-    options = {"max_num_tokens": 32, "penalties": True, "max_logit_bias": 8, "max_logprobs": 2}
+    options = {"max_num_tokens": 40, "penalties": True, "max_logit_bias": 8, "max_logprobs": 2}
     plain = captured(device=device, num_pages=80, **options)
     with DecodeSession(plain) as session:
         requests = run(session, params)
         want, (state, kv) = results(requests), state_of(plain, session, requests)
-    table = Table(most, device)
+    table = (TreeTable if tree_depth else Table)(most, device)
     runtime = captured(
-        device=device, num_pages=80, proposer=table, num_speculative_tokens=most, loop_sizes=loop_sizes, **options
-    )
+        device=device, num_pages=80, proposer=table, num_speculative_tokens=most, tree_depth=tree_depth,
+        loop_sizes=loop_sizes, **options,
+    )  # fmt: skip
     for seed, right in enumerate((1.0, 0.8, 0.4, 0.0)):
         pick = random.Random(seed)
         table.fill(requests, pick, right)
@@ -109,6 +112,35 @@ def test_accepted_drafts_save_steps(device: torch.device, most: int) -> None:
             assert request.verify_steps == steps
             assert sum(n * count for n, count in runtime.stats().tokens_per_step.items()) == 24
         runtime.close()
+
+
+def test_the_right_branch_of_a_tree_is_accepted(device: torch.device) -> None:
+    """Right drafts are the last child at every depth. With a chain of as many drafts, the depth is the limit."""
+    plain = captured(device=device)
+    with DecodeSession(plain) as session:
+        request = session.add(PROMPTS[0], SamplingParams(12))
+        finish(session)
+        want = request.tokens
+    plain.close()
+    runtime = captured(device=device, num_speculative_tokens=6, tree_depth=3, max_num_tokens=32)
+    with DecodeSession(runtime) as session:
+        request = session.add(PROMPTS[0], SamplingParams(12))
+        session.run(1)
+        session.collect(wait=True)
+        wrong = [(token + 1) % VOCAB for token in want]
+        branches = [wrong[1], want[1], wrong[2], want[2], wrong[3], want[3]]
+        for drafts, parents in ((branches, [0, 0, 2, 2, 4, 4]), (want[5:11], None)):
+            session.set_drafts(request, drafts, parents)
+            (launch,) = session.run(1)
+            assert (launch.tokens() >= 0).sum() == 4
+            session.collect(wait=True)
+        assert request.tokens == want[:9]
+        for drafts, parents in (([1, 2], [0]), ([1, 2], [0, 2]), ([1], [1])):
+            with pytest.raises(ShapeError, match="parents: expected one number per draft, and each parent before"):
+                session.set_drafts(request, drafts, parents)
+        finish(session)
+        assert request.tokens == want
+    runtime.close()
 
 
 def test_ngrams_are_found_in_prompt_and_output(device: torch.device) -> None:
@@ -177,7 +209,19 @@ def test_what_is_refused() -> None:
         request = session.add([1, 2, 3], SamplingParams(5))
         with pytest.raises(UnsupportedError, match="tokens: needs a runtime with num_speculative_tokens=3"):
             session.set_drafts(request, [1, 2, 3])
+        with pytest.raises(UnsupportedError, match="parents: needs a runtime with tree_depth=1"):
+            session.set_drafts(request, [1, 2], [0, 0])
     runtime.close()
+    with pytest.raises(UnsupportedError, match="parents: needs a runtime with tree_depth"):
+        captured(num_speculative_tokens=2, proposer=TreeTable(2, torch.device("cpu")), max_num_tokens=32)
+    for change, reason in (
+        ({"sliding_window": 2}, "tree_depth with sliding_window 2: the window must be larger than .* drafts, 2"),
+        ({"attention_chunk_size": 8}, "tree_depth with attention_chunk_size: not supported"),
+        ({"alibi_slopes": (0.5,) * 4}, "tree_depth with alibi_slopes: not supported"),
+    ):
+        spec, cache = AttentionSpec(4, 2, 16, torch.float32, **change), KVCacheSpec(1, 2, 16, 4, dtype=torch.float32)
+        with pytest.raises(UnsupportedError, match=reason):
+            build([spec], cache, 40, torch.device("cpu"), num_speculative_tokens=2, tree_depth=2)
 
 
 @contextmanager
@@ -189,15 +233,16 @@ def kernels_of(name: str) -> Iterator[None]:
         yield
 
 
-def test_kernels_agree_with_the_reference() -> None:
+@pytest.mark.parametrize(("proposer", "most", "tree_depth"), [(ngram_drafts, 3, 0), (branches, 4, 2)])
+def test_kernels_agree_with_the_reference(proposer: Proposer, most: int, tree_depth: int) -> None:
     """The same session on the references and on interpreted kernels: tokens, and all state that a step leaves."""
     found = []
     for name in ("reference", "interpreter"):
         with kernels_of(name):
-            proposer: Proposer = ngram_drafts
             runtime = captured(
-                proposer=proposer, num_speculative_tokens=3, max_num_tokens=16, penalties=True, max_logprobs=1,
-                backend="torch_reference", max_num_reqs=3, decode_sizes=(3,), mixed_sizes=(16,),
+                proposer=proposer, num_speculative_tokens=most, tree_depth=tree_depth, max_num_tokens=16,
+                penalties=True, max_logprobs=1, backend="torch_reference", max_num_reqs=3, decode_sizes=(3,),
+                mixed_sizes=(16,),
             )  # fmt: skip
             params = [SamplingParams(9, frequency_penalty=0.1), SamplingParams(7, logprobs=1), SamplingParams(5)]
             with DecodeSession(runtime) as session:

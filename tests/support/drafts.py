@@ -1,4 +1,4 @@
-"""Drafts of any quality, and what the device keeps of requests that verified them."""
+"""Drafts of any quality, as chains and as trees, and what the device keeps of requests that verified them."""
 
 from __future__ import annotations
 
@@ -32,6 +32,41 @@ class Table:
                 if pick.random() >= right:
                     drafts[at] = pick.choice([-1, (drafts[at] + 1) % VOCAB])
             self.tokens[request.req_index, : len(drafts)] = torch.tensor(drafts, dtype=torch.int32)
+
+
+class TreeTable:
+    """A proposer that looks up trees of any shape by request index and position. Some drafts or parents are bad."""
+
+    def __init__(self, most: int, device: torch.device) -> None:
+        self.trees = torch.full((4, MAX_LEN + 2, 2, most), -1, dtype=torch.int32, device=device)
+
+    def __call__(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, parents = self.trees[step.req_indices.long(), step.sample_lens.long()].unbind(1)
+        return tokens.contiguous(), parents.contiguous()
+
+    def fill(self, requests: list[SessionRequest], pick: random.Random, right: float) -> None:
+        """Hide the tokens of finished requests in random trees, fewer of them if `right` is small."""
+        self.trees.fill_(-1)
+        for request in requests:
+            known = [*request.prompt.tolist(), *request.tokens]
+            for at in range(len(known) - 1):
+                self.trees[request.req_index, at] = torch.tensor(tree(known[at:], self.trees.shape[3], pick, right))
+
+
+def tree(
+    known: list[int], most: int, pick: random.Random, right: float, bad: bool = True
+) -> tuple[list[int], list[int]]:
+    """Return drafts after known[0] and their parents, of which one path may be the known tokens."""
+    tokens, parents, last, following = list[int](), list[int](), 0, 1
+    for node in range(1, most + 1):
+        extends = following < len(known) and pick.random() < right
+        parent = last if extends else pick.randint(0, node - 1)
+        wrong = pick.choice([-1, VOCAB]) if bad and pick.random() < 0.1 else pick.randrange(50)
+        tokens.append(known[following] if extends else wrong)
+        parents.append(pick.choice([-1, node]) if bad and pick.random() < 0.02 else parent)
+        if extends and pick.random() < 0.9:  # else another draft may extend the path
+            last, following = node, following + 1
+    return tokens, parents
 
 
 def results(requests: list[SessionRequest]) -> list[object]:

@@ -157,6 +157,27 @@ def draft_scenario() -> None:
         assert request.finish_reason is FinishReason.LENGTH
 
 
+def branches(step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+    """The drafts of `ngram_drafts` as the second children of the tokens before them; the first are token 0."""
+    most = step.buffers.drafts.shape[1]
+    tokens = ngram_drafts(step).repeat_interleave(2, 1)[:, :most]
+    tokens[:, ::2] = 0
+    parents = torch.arange(most, dtype=torch.int32, device=tokens.device) // 2 * 2
+    return tokens.contiguous(), parents.expand_as(tokens).contiguous()
+
+
+def tree_scenario() -> None:
+    """A prompt, then six steps, in each of which two drafts are accepted and two are not."""
+    runtime = captured(copies, proposer=branches, num_speculative_tokens=4, tree_depth=2, max_num_tokens=32)
+    with DecodeSession(runtime) as session:
+        request = session.add([11, 12, 13, 14, 15, 16] * 4, SamplingParams(30))
+        session.run(2)
+        session.run(5)
+        session.collect(wait=True)
+        assert request.tokens == ([11, 12, 13, 14, 15, 16] * 4)[:19]
+    runtime.close()
+
+
 def mask_scenario() -> None:
     """Requests with a mask each, with the mask of another, and with none."""
     rig = make_rig(torch.device("cpu"), token_masks=True)

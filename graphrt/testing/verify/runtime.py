@@ -43,7 +43,7 @@ class RuntimeSubject:
         self.host = (manager._program.model if model is None else model, "model")
         self.batch = Batch.empty()
         self.faults: dict[tuple[int, int], str] = {}
-        self.derived = tuple(name for name, _ in manager.buffers.named(BufferKind.DERIVED))
+        self.derived = tuple(self.buffers)
         cache = manager.kv_cache
         self.state = {
             **{name: t for name, t in self._request_state(manager).items() if t.numel()},

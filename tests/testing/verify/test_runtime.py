@@ -37,8 +37,9 @@ def test_a_captured_manager_has_no_findings(device: torch.device) -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), "the cache is restored"
 
 
-def test_batches_with_drafts_have_no_findings(device: torch.device) -> None:
-    rig = rig_of(device, num_speculative_tokens=2)
+@pytest.mark.parametrize("tree_depth", [0, 2])
+def test_batches_with_drafts_have_no_findings(device: torch.device, tree_depth: int) -> None:
+    rig = rig_of(device, num_speculative_tokens=2, tree_depth=tree_depth)
     batches = generated_batches(rig.manager, vocab_size=VOCAB, count=6, seed=0)
     assert any(set(batch.sample) > {1} and max(batch.query_lens) > 3 for batch in batches), "drafts in a mixed step"
     report = verify_runtime(rig.manager, count=6)
