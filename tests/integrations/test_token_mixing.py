@@ -13,6 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 import graphrt
 from graphrt.integrations.transformers.discovery import discover
+from graphrt.integrations.transformers.float32 import in_float32
 from graphrt.integrations.transformers.fuse import _GatedMLP, _same, find_fused
 from graphrt.integrations.transformers.host import HostedModel
 from graphrt.integrations.transformers.probe import OwnTokens, _mixing, agree, check_independence, sample_tokens
@@ -131,6 +132,24 @@ def test_rounding_of_many_layers_does_not_keep_modules() -> None:
         assert len(find_fused(hosted, 64, 97)) == 60 * 8 + 2
         assert not agree(hosted.run(OwnTokens(sample[1]), *sample), before), "in bfloat16, the tokens seem to differ"
     assert len(find_rotation(hosted, 64, 97)) == 60
+
+
+def test_tf32_is_off_while_modules_are_compared() -> None:
+    """Either API of torch may have set it; it raises RuntimeError where the two differ."""
+    matmul = torch.backends.cuda.matmul
+    try:
+        for setting in ("highest", "medium", "fp32_precision"):
+            torch.set_float32_matmul_precision("highest" if setting == "fp32_precision" else setting)
+            if setting == "fp32_precision":
+                matmul.fp32_precision = "tf32"
+            before = matmul.fp32_precision
+            with in_float32(torch.nn.Linear(2, 2)):
+                assert not matmul.allow_tf32
+                assert matmul.fp32_precision == "ieee"
+            assert matmul.fp32_precision == before == ("ieee" if setting == "highest" else "tf32")
+            assert setting == "fp32_precision" or torch.get_float32_matmul_precision() == setting
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 class Clamping(LlamaMLP):

@@ -45,19 +45,37 @@ def in_float32(model: torch.nn.Module) -> Iterator[None]:
 
     Each layer has float32 copies of its 16-bit tensors while it runs. Modules outside of layers have them all the time.
     """
-    matmul = torch.backends.cuda.matmul
-    precision = matmul.fp32_precision
     layers = list(_layers(model))
     inside = {module for layer in layers for module in layer.modules()}
+    with ExitStack() as stack:
+        stack.enter_context(_without_tf32())
+        for layer in layers:
+            stack.enter_context(_widened_while_it_runs(layer))
+        stack.enter_context(replaced_tensors([m for m in model.modules() if m not in inside], _widened))
+        yield
+
+
+@contextmanager
+def _without_tf32() -> Iterator[None]:
+    """Return a context without TF32, set by the API that has set TF32, because products refuse a mix of both."""
+    matmul = torch.backends.cuda.matmul
+    if matmul.fp32_precision != "tf32":
+        yield
+        return
     try:
+        previous = torch.get_float32_matmul_precision()
+    except RuntimeError:  # `fp32_precision` was set
         matmul.fp32_precision = "ieee"
-        with ExitStack() as stack:
-            for layer in layers:
-                stack.enter_context(_widened_while_it_runs(layer))
-            stack.enter_context(replaced_tensors([m for m in model.modules() if m not in inside], _widened))
+        try:
             yield
+        finally:
+            matmul.fp32_precision = "tf32"
+        return
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
     finally:
-        matmul.fp32_precision = precision
+        torch.set_float32_matmul_precision(previous)
 
 
 def _layers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
