@@ -14,6 +14,7 @@
 
 #define NUM_QUERIES (QUERY_LEN * NUM_QUERIES_PER_KV)  // per query tile; a query is one new token in one query head
 #define OCTETS ((NUM_QUERIES + 7) / 8)     // groups of 8 queries
+#define BLOCK_M (NUM_QUERIES <= 16 ? 16 : 32)  // maximum queries per query tile in the plan
 #define HEAD_STEPS (HEAD_DIM / 16)         // steps of 16 elements along a head of Q or K
 #define V_STEPS (V_HEAD_DIM / 16)          // steps along a head of V and of the output
 #define ELEMENT (KV_FP8 ? 1 : 2)           // bytes of an element of K or V
@@ -43,7 +44,7 @@ struct Params {
   float logit_factor, logit_cap;
 };
 
-static_assert(HEAD_DIM % TILE == 0 && V_HEAD_DIM % TILE == 0 && BLOCK_N % TILE == 0 && STAGES >= 2 && NUM_QUERIES <= 16,
+static_assert(HEAD_DIM % TILE == 0 && V_HEAD_DIM % TILE == 0 && BLOCK_N % TILE == 0 && STAGES >= 2 && NUM_QUERIES <= 32,
               "the plan chooses other sizes");
 static_assert(4 * PARTIAL_FLOATS <= STAGES * STAGE_BYTES, "the last partial result of a warp overwrites its tiles");
 static_assert(sizeof(Params) == PARAMS_BYTES, "the struct of native.py and this one differ");

@@ -222,8 +222,8 @@ decode_attention(const __grid_constant__ Params p) {
 
     const bool is_split = s.num_splits > 1;
 #if FIXED_SPLITS
-    const int q_tiles_per_req = (s.query_len * NUM_QUERIES_PER_KV + 15) / 16;
-    const int first_partial = (s.req * q_tiles_per_req + s.first_query / 16) * FIXED_SPLITS;
+    const int q_tiles_per_req = (s.query_len * NUM_QUERIES_PER_KV + BLOCK_M - 1) / BLOCK_M;
+    const int first_partial = (s.req * q_tiles_per_req + s.first_query / BLOCK_M) * FIXED_SPLITS;
     const PartialIndices partials = {first_partial, first_partial, 1};
 #else
     const PartialIndices partials = partial_indices_of(partition - s.split_index);

@@ -96,6 +96,11 @@ CASES = [
     replace(BASE, id="fp8_scales", kv_dtype=E4M3, scale_per_head=True, num_kv_heads=3),
     replace(BASE, id="fp8_large_queries", kv_dtype=E5M2, qk_size=100.0),
     replace(BASE, id="speculative", reqs=decode((0, 1, 2, 4, 17, 65, 1260), 4)),
+    replace(BASE, id="speculative_of_20", reqs=decode((0, 1, 5, 17, 65, 1260), 5)),
+    replace(BASE, id="speculative_of_20_invariant", reqs=decode((5, 65, 1260), 5), batch_invariant=True),
+    replace(BASE, id="speculative_of_24_fp8", reqs=decode((6, 700), 6), kv_dtype=E4M3),
+    replace(BASE, id="speculative_of_32_head_dim_64", reqs=decode((8, 700), 8), head_dim=64),
+    replace(BASE, id="one_req_speculative_of_20", reqs=decode((777,), 5), num_sms=132),
     replace(BASE, id="speculative_full", reqs=decode((4, 17, 65, 260), 4), causal=False),
     replace(BASE, id="cross_speculative", reqs=decode((0, 1, 2, 3, 4, 30), 4), causal=False),
     replace(BASE, id="window", window=20, reqs=decode((*EDGES, 37))),  # one key of a KV tile is before the window
