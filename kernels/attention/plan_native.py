@@ -27,7 +27,7 @@ measured."""
 
 _MAX_SUMS = 1152
 """Limit of octets of queries x (2 v_head_dim + head_dim). A warp keeps the sums in 8 times v_head_dim registers per
-octet and the queries in 4 times head_dim. At the limit, some variants spill up to 64 bytes; a test reads the compiler's
+octet and the queries in 4 times head_dim. At the limit, some variants spill up to 96 bytes; a test reads the compiler's
 report. Not measured on a device."""
 
 _MAX_WIDTH = 256

@@ -27,7 +27,7 @@ LLAMA = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": BF16, "
 def test_variants_compile_within_their_bounds(name: str) -> None:
     variant = native_variants()[name]
     # 16 queries of wide heads, or 20 over fp8, with all options.
-    spilled = {"wide_gqa": 48, "wide_gqa_invariant": 96, "deepseek_wide": 48, "speculative_fp8": 64}.get(name, 0)
+    spilled = {"wide_gqa": 48, "wide_gqa_invariant": 96, "deepseek_wide": 48, "speculative_fp8": 96}.get(name, 0)
     registers, log = compiled_within(variant, spilled)
     static = int(re.search(r"(\d+) bytes smem", log).group(1))
     assert static <= STATIC_SHARED_BYTES
