@@ -27,7 +27,7 @@ from graphrt.kernels.errors import RankError, ReplayError, UnsupportedError
 from graphrt.kernels.ops import collectives
 
 HANG_SECONDS = 8.0
-"""How long a rank may be late at a collective of a step."""
+"""How long a rank may be late at a collective of a step, or stopped in it."""
 
 _CHECK_SECONDS = 0.05
 _SPIN_SECONDS, _SLEEP_SECONDS = 0.0005, 0.0001
@@ -35,7 +35,8 @@ _EXIT_SECONDS = 2.0  # from the end of a connection to the end of its process
 _RING_BYTES = 1 << 22
 _TEXT_BYTES = 1024
 _LINE = 8  # int64 per cache line
-_ARRIVALS, _FAILED, _CULPRIT, _COUNTER = range(4)  # of a rank's line; the counter is that of the ring
+# Of a rank's line. The counter is that of the ring, and the beat is when a waiting rank last checked the others.
+_ARRIVALS, _BEAT, _FAILED, _CULPRIT, _COUNTER = range(5)
 _ADVICE = "close the runtime, and start all ranks again"
 
 _of_group: dict[str, Ranks] = {}
@@ -148,19 +149,24 @@ class Ranks:
             now = time.monotonic()
             if now - checked > _CHECK_SECONDS:
                 checked = now
+                self._lines[self.rank, _BEAT] = time.monotonic_ns()
                 self.check()
                 if now - start > hang_seconds:
                     self._check_arrivals(hang_seconds)
             time.sleep(0 if now - start < _SPIN_SECONDS else _SLEEP_SECONDS)
 
     def _check_arrivals(self, seconds: float) -> None:
-        arrivals = self._lines[:, _ARRIVALS]
-        late = (arrivals < arrivals[self.rank]).nonzero()[0]
+        arrivals, beats = self._lines[:, _ARRIVALS], self._lines[:, _BEAT]
+        stopped = time.monotonic_ns() - beats > seconds * 1e9  # a rank that has arrived, unless it runs
+        late = ((arrivals < arrivals[self.rank]) | stopped).nonzero()[0]
         if len(late):
             rank = int(late[0])
-            raise self._failure(rank, f"rank {rank} did not arrive at a collective within {seconds:g} s")
+            raise self._failure(
+                rank, f"rank {rank} did not arrive at a collective, or stopped in it, for {seconds:g} s"
+            )
 
     def _wait_for_collective(self, work: dist.Work) -> None:
+        self._lines[self.rank, _BEAT] = time.monotonic_ns()
         self._lines[self.rank, _ARRIVALS] += 1
         try:
             self._until(work.is_completed, self._hang_seconds)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ from torch import distributed as dist
 
 from graphrt.config import RequestTensor, RuntimeConfig
 from graphrt.engine import ranks as ranks_module
+from graphrt.engine.ranks import Ranks
 from graphrt.engine.shared_ring import SharedRing
 from graphrt.generate.generator import TextGenerator
 from graphrt.kernels.errors import ConfigError, RankError, ReplayError, UnsupportedError
@@ -228,6 +230,10 @@ class Faulty(torch.nn.Module):
                 signal.raise_signal(signal.SIGINT)
             if self.act == "hang":
                 time.sleep(3)
+            if self.act == "stop":  # once it has arrived at the next collective
+                subprocess.Popen(["sh", "-c", f"sleep 3; kill -9 {os.getpid()}"])
+                Ranks.of(self.model.group)._until = lambda *_: signal.raise_signal(signal.SIGSTOP)
+                return self.model(step)
             os.kill(os.getpid(), signal.SIGKILL)
         logits: torch.Tensor = self.model(step)
         return logits
@@ -256,7 +262,8 @@ FAILURES = {  # what, on which rank, at which call of the model; the error there
     "killed": ("kill", 1, 3, None, "the process of rank 1 has ended"),
     "first-killed": ("kill", 0, 3, None, "the process of rank 0 has ended"),
     "killed-in-capture": ("capture", 2, 2, None, "the process of rank 2 has ended"),
-    "hangs": ("hang", 1, 3, RankError, "rank 1 did not arrive at a collective within 0.5 s"),
+    "hangs": ("hang", 1, 3, None, "rank 1 did not arrive at a collective, or stopped in it, for 0.5 s"),
+    "stopped": ("stop", 1, 3, None, "rank 1 did not arrive at a collective, or stopped in it, for 0.5 s"),
     "interrupted": ("interrupt", 0, 3, KeyboardInterrupt, "rank 0 failed with KeyboardInterrupt"),
     "loading": ("loading", 1, 0, ConfigError, "the process of rank 1 has ended"),
     "another-config": ("config", 1, 0, ConfigError, "rank 1 differs from rank 0 in config.max_num_reqs"),
@@ -268,7 +275,7 @@ def test_failure_of_one_rank_ends_all(tmp_path: Path, case: str) -> None:
     act, rank, call, error, text = FAILURES[case]
     start, outcomes = time.monotonic(), run_ranks(tmp_path, fail, act, rank, call, ranks=3)
     failed = outcomes.pop(rank)
-    assert isinstance(failed.error, error) if error and act != "hang" else failed.exit_code == -signal.SIGKILL
+    assert isinstance(failed.error, error) if error else failed.exit_code == -signal.SIGKILL
     for outcome in outcomes:
         assert isinstance(outcome.error, ConfigError if act == "config" else RankError), outcome
         assert text in str(outcome.error)
