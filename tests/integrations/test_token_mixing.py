@@ -118,19 +118,22 @@ def test_modules_for_16_bits_only_are_compared_in_their_own_dtype() -> None:
         check_independence(hosted, 128, 97)
 
 
-def test_rounding_of_many_layers_does_not_keep_modules() -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_rounding_of_many_layers_does_not_keep_modules(device: str) -> None:
     sizes = {"num_hidden_layers": 60, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
     model = make_model("Llama", **sizes)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             weight.mul_(1 if "norm" in name else 4)
-    hosted = HostedModel(model.bfloat16())
+    hosted = HostedModel(model.bfloat16().to(device))
     discover(hosted, 64)
+    check_independence(hosted, 64, 97)
     sample = sample_tokens(model, 64, 97)
     with torch.no_grad():
         before = hosted.run(OwnTokens(sample[1]), *sample)
         assert len(find_fused(hosted, 64, 97)) == 60 * 8 + 2
-        assert not agree(hosted.run(OwnTokens(sample[1]), *sample), before), "in bfloat16, the tokens seem to differ"
+        seem_equal = agree(hosted.run(OwnTokens(sample[1]), *sample), before)
+        assert device == "cuda" or not seem_equal, "in bfloat16, rounding is larger than the comparison allows"
     assert len(find_rotation(hosted, 64, 97)) == 60
 
 
