@@ -12,7 +12,7 @@ from graphrt.integrations.transformers.discovery import place, refuse
 from graphrt.integrations.transformers.float32 import in_float32
 from graphrt.integrations.transformers.host import Calls, HostedModel, LayerCall
 
-_TRIALS, _ALONE = 3, 3
+_TRIALS, _ALONE = 3, 7
 _MOST_TOKENS = 128
 _SHOWN = 4  # tokens whose values are compared module by module
 
@@ -23,9 +23,10 @@ Tokens = tuple[Any, Any, Any]
 def check_independence(hosted: HostedModel, max_seq_len: int, vocab_size: int) -> None:
     """Check that a token's logits depend on other tokens through the attention function only.
 
-    Half of up to 128 tokens run twice, at different positions among different tokens. Three of them also run alone. The
+    Half of up to 128 tokens run twice, at different positions among different tokens. Seven of them also run alone. The
     attention function returns values of the token itself. Models with convolutions, recurrences, attention of their own
-    or positions by index give these tokens different logits. So do modules that treat a single token differently.
+    or positions by index give these tokens other logits. So do modules that treat a single token differently, and
+    change most of the seven.
 
     The model runs in float32, because rounding in 16 bits may choose different experts for a token, which changes it as
     much as a different neighbour. Kernels that support only 16 bits run in their own dtype, without the tokens that run
@@ -52,8 +53,9 @@ def _mixing(hosted: HostedModel, max_seq_len: int, vocab_size: int, *, alone: bo
     for trial in range(_TRIALS):
         first, second = _draw(trial, max_seq_len, vocab_size)
         ids, positions, rows = first
-        single = [(ids[[row]], positions[[row]], np.zeros(1, dtype=np.int64)) for row in rows[:_ALONE]]
-        compared = [(first, [second], len(rows) // 32), ((ids, positions, rows[:_ALONE]), single, 1)]
+        some = rows[:_ALONE]
+        single = [(ids[[row]], positions[[row]], np.zeros(1, dtype=np.int64)) for row in some]
+        compared = [(first, [second], len(rows) // 32), ((ids, positions, some), single, len(some) // 2)]
         for before, after, most in compared if alone else compared[:1]:
             changed = _changed(_logits(hosted, [before]), _logits(hosted, after))
             if changed.sum() > most:
