@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,6 +22,9 @@ from graphrt.models.weights import TensorSource, WeightSource, check_weights
 
 if TYPE_CHECKING:
     from graphrt.step import Step
+
+Product = tuple[Weight, torch.Tensor | None]
+"""Weight and bias of a linear layer."""
 
 
 class LlamaLayer(nn.Module):
@@ -51,6 +54,40 @@ class LlamaLayer(nn.Module):
         self.gate_up_bias = weight(2 * intermediate) if config.mlp_bias else None
         self.down = matrix(["mlp.down"], hidden, intermediate)
         self.down_bias = weight(hidden) if config.mlp_bias else None
+
+    def products(self) -> tuple[Product, ...]:
+        """Return weights and biases, in the order of the products."""
+        return (
+            (self.qkv, self.qkv_bias),
+            (self.o, self.o_bias),
+            (self.gate_up, self.gate_up_bias),
+            (self.down, self.down_bias),
+        )
+
+
+def run_layer(
+    step: Step,
+    index: int,
+    x: Normed,
+    residual: torch.Tensor,
+    products: Sequence[Product],
+    gains: tuple[torch.Tensor, torch.Tensor],
+    rotary: Rotary | None,
+    eps: float,
+    group: dist.ProcessGroup | None = None,
+) -> Normed:
+    """Add attention, then a gated MLP, to `residual` in place, and return the norm of the sum for the next layer.
+
+    x         the norm of `residual`
+    products  weights and biases of qkv, o, gate_up and down
+    gains     weights of the norm before the MLP, and of the norm of the result
+    """
+    qkv, o, gate_up, down = products
+    q = step.linear_rope_write(index, x, qkv[0], rotary=rotary, bias=qkv[1])
+    attended = step.attend(index, q).flatten(1)
+    x = linear_add(attended, o[0], residual, gains[0], eps, bias=o[1], group=group)
+    gated = linear_silu_mul(x, gate_up[0], bias=gate_up[1])
+    return linear_add(gated, down[0], residual, gains[1], eps, bias=down[1], group=group)
 
 
 class LlamaModel(nn.Module):
@@ -118,12 +155,8 @@ class LlamaModel(nn.Module):
         x = Normed(rms_norm(residual, layers[0].attention_norm, eps))
         for index, layer in enumerate(layers):
             rotary = Rotary(self.cos_sin, layer.q_norm, layer.k_norm, eps)
-            q = step.linear_rope_write(index, x, layer.qkv, rotary=rotary, bias=layer.qkv_bias)
-            attended = step.attend(index, q).flatten(1)
-            x = linear_add(attended, layer.o, residual, layer.mlp_norm, eps, bias=layer.o_bias, group=group)
-            gated = linear_silu_mul(x, layer.gate_up, bias=layer.gate_up_bias)
             norm = layers[index + 1].attention_norm if index + 1 < len(layers) else self.norm
-            x = linear_add(gated, layer.down, residual, norm, eps, bias=layer.down_bias, group=group)
+            x = run_layer(step, index, x, residual, layer.products(), (layer.mlp_norm, norm), rotary, eps, group)
         step.keep_hidden(x)
         return linear(x, self.head, rows=step.logits_indices)
 

@@ -180,20 +180,18 @@ def test_rows_take_the_rotary_factors_of_their_own_length(name: str) -> None:
 
 
 def test_known_modules_are_replaced_and_named() -> None:
-    """All of Llama's are. Gemma 2 scales by 1 + weight, and has another activation. HunYuan has norms between rotation
-    and attention, and GLM rotates neighbours."""
+    """Llama's layers are. Exaone 4 has its norms after attention and MLP. Gemma 2 scales by 1 + weight, and has another
+    activation. HunYuan has norms between rotation and attention, and GLM rotates neighbours."""
     model = make_model("Llama", tie_word_embeddings=True)
     expected = answers(model)
     runtime = check(model, expected)
-    layer = {"input_layernorm": "rms_norm", "post_attention_layernorm": "rms_norm", "self_attn": "write_kv"}
-    layer |= {"mlp": "linear_silu_mul"} | {f"self_attn.{name}_proj": "linear" for name in "qkvo"}
-    layers = {f"model.layers.{i}.{name}": operator for i in range(3) for name, operator in layer.items()}
-    layers |= {f"model.layers.{i}.mlp.down_proj": "linear" for i in range(3)}
+    layers = {f"model.layers.{i}": "decoder_layer" for i in range(3)}
     assert runtime.fused == layers | {"model.norm": "rms_norm", "lm_head": "linear"}
     runtime.close()
     with graphrt.from_transformers(model, config=CONFIG, fuse=False) as runtime:
         assert not runtime.fused
     for name, operators in (
+        ("Exaone4", {"linear", "linear_silu_mul", "rms_norm", "write_kv"}),
         ("Gemma2", {"linear", "write_kv"}),
         ("HunYuanDenseV1", {"linear", "linear_silu_mul", "rms_norm"}),
         ("Glm", {"linear", "linear_silu_mul", "rms_norm"}),

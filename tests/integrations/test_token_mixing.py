@@ -14,8 +14,9 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 import graphrt
 from graphrt.integrations.transformers.discovery import discover
 from graphrt.integrations.transformers.float32 import in_float32
-from graphrt.integrations.transformers.fuse import _GatedMLP, _same, find_fused
+from graphrt.integrations.transformers.fuse import GatedMLP, _same, find_fused
 from graphrt.integrations.transformers.host import HostedModel
+from graphrt.integrations.transformers.layers import find_layers
 from graphrt.integrations.transformers.probe import OwnTokens, _mixing, agree, check_independence, sample_tokens
 from graphrt.integrations.transformers.rotation import find_rotation
 from tests.integrations.test_from_transformers import CONFIG, answers, check, make_model, state_of
@@ -135,6 +136,7 @@ def test_rounding_of_many_layers_does_not_keep_modules(device: str) -> None:
         seem_equal = agree(hosted.run(OwnTokens(sample[1]), *sample), before)
         assert device == "cuda" or not seem_equal, "in bfloat16, rounding is larger than the comparison allows"
     assert len(find_rotation(hosted, 64, 97)) == 60
+    assert len(find_layers(hosted, 64, 97)) == 60
 
 
 def test_tf32_is_off_while_modules_are_compared() -> None:
@@ -176,12 +178,13 @@ def test_modules_with_code_of_their_own_are_not_replaced(monkeypatch: pytest.Mon
     mlps[1].__class__, mlps[2].__class__, mlps[3].act_fn = Clamping, Scaling, torch.nn.ReLU()
     mlps[4].gate_proj.register_forward_hook(lambda module, args, output: output.clamp(-1e6, 1e6))
     runtime = check(model, answers(model))
-    assert [name for name, operator in runtime.fused.items() if operator == "linear_silu_mul"] == ["model.layers.0.mlp"]
+    assert [name for name, operator in runtime.fused.items() if operator == "decoder_layer"] == ["model.layers.0"]
+    assert "linear_silu_mul" not in runtime.fused.values()
     runtime.close()
     original = LlamaMLP.forward
     monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: original(self, x).clamp(-1e6, 1e6))
     with graphrt.from_transformers(make_model("Llama"), config=CONFIG) as runtime:
-        assert "linear_silu_mul" not in runtime.fused.values()
+        assert {"decoder_layer", "linear_silu_mul"}.isdisjoint(runtime.fused.values())
 
 
 @pytest.mark.parametrize(
@@ -196,7 +199,7 @@ def test_modules_with_code_of_their_own_are_not_replaced(monkeypatch: pytest.Mon
 )
 def test_comparison_covers_lengths_and_large_values(change: Change, request: pytest.FixtureRequest) -> None:
     mlp = make_model("Llama").model.layers[0].mlp
-    forward = _GatedMLP([mlp.gate_proj, mlp.up_proj], mlp.down_proj)
+    forward = GatedMLP([mlp.gate_proj, mlp.up_proj], mlp.down_proj)
     original = mlp.forward
     mlp.forward = lambda x: change(x, original(x))
     assert _same(mlp, forward, 48) is (request.node.callspec.id == "equal")

@@ -44,7 +44,7 @@ def test_steps_of_transformers_models(fuse: bool) -> None:
     assert all(ms > 0 for ms in found["ms"].values())
     assert list(found["ms"]) == [1, 2]
     layers = TINY.num_layers
-    assert found["fused"].get("write_kv", 0) == (layers if fuse else 0)
+    assert found["fused"].get("decoder_layer", 0) == (layers if fuse else 0)
 
 
 def test_loops() -> None:

@@ -7,7 +7,6 @@ import inspect
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ def find_fused(hosted: HostedModel, max_seq_len: int, vocab_size: int) -> dict[s
     names = {module: name for name, module in hosted.model.named_modules()}
     uses = Counter(id(weight) for _, weight in hosted.model.named_parameters(remove_duplicate=False))
     tried: dict[Any, int | None] = {}  # index of the candidate that computes the same result
-    found, joins = {}, list[_Products]()
+    found, joins = {}, list[Products]()
     sample = sample_tokens(hosted.model, max_seq_len, vocab_size)
     expected, linears, others = _called(hosted, sample)
     for module in others:
@@ -49,7 +48,7 @@ def find_fused(hosted: HostedModel, max_seq_len: int, vocab_size: int) -> dict[s
             tried[key] = next(equal, None)
         if (index := tried[key]) is not None:
             name, forward, _ = candidates[index]
-            if isinstance(forward, _GatedMLP):
+            if isinstance(forward, GatedMLP):
                 if any(uses[id(weight)] > 1 for weight in module.parameters()):
                     continue
                 joins.append(forward.first)
@@ -61,7 +60,7 @@ def find_fused(hosted: HostedModel, max_seq_len: int, vocab_size: int) -> dict[s
             kind = (names[module].rpartition(".")[0], id(x), module.bias is None, module.weight.dtype)
             groups.setdefault(kind if uses[id(module.weight)] == 1 else module, []).append(module)
     for group in groups.values():
-        products = _Products(group)
+        products = Products(group)
         if len(group) > 1:
             joins.append(products)
         for module, forward in zip(group, products.forwards(), strict=True):
@@ -90,7 +89,7 @@ def _called(
         elif args and type(module.weight) is torch.nn.Parameter:
             linears[module] = args[0]
 
-    changed = {module for module in hosted.model.modules() if module in hosted.tables or not _is_plain(module)}
+    changed = {module for module in hosted.model.modules() if module in hosted.tables or not is_plain(module)}
     plain = [module for module in hosted.model.modules() if changed.isdisjoint(module.modules())]
     hooks = [module.register_forward_pre_hook(note) for module in plain]
     try:
@@ -101,7 +100,7 @@ def _called(
     return logits, linears, list(others)
 
 
-def _is_plain(module: torch.nn.Module) -> bool:
+def is_plain(module: torch.nn.Module) -> bool:
     """Return whether a module runs the code of a class of transformers or torch, and nothing else."""
     owners = type(module).__module__, getattr(type(module).forward, "__globals__", {}).get("__name__", "")
     hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
@@ -121,25 +120,29 @@ def _candidates(module: torch.nn.Module) -> Iterator[tuple[str, Forward, int]]:
         ((name, weight),) = own.items()
         if weight.dim() == 1:
             for eps in {value for value in vars(module).values() if isinstance(value, float)}:
-                yield "rms_norm", _Norm(module, name, eps), len(weight)
+                yield "rms_norm", Norm(module, name, eps), len(weight)
     linears = [child for child in children if type(child) is torch.nn.Linear]
     if not own and 2 <= len(linears) <= 3:
         for *first, down in itertools.permutations(linears):
             if sum(layer.out_features for layer in first) == 2 * down.in_features:
-                yield "linear_silu_mul", _GatedMLP(first, down), first[0].in_features
+                yield "linear_silu_mul", GatedMLP(first, down), first[0].in_features
 
 
-class _Norm:
+class Norm:
     def __init__(self, module: torch.nn.Module, name: str, eps: float) -> None:
-        self._weights, self._name, self._eps = module._parameters, name, eps
+        self._weights, self._name, self.eps = module._parameters, name, eps
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x.reshape(-1, x.shape[-1]), self.weight, self.eps).view(x.shape)
+
+    @property
+    def weight(self) -> torch.Tensor:
         weight = self._weights[self._name]
         assert weight is not None, "the norm had a weight"
-        return rms_norm(x.reshape(-1, x.shape[-1]), weight, self._eps).view(x.shape)
+        return weight
 
 
-class _Products:
+class Products:
     """Linear layers with the same input, as one product after `join`."""
 
     def __init__(self, layers: list[torch.nn.Linear]) -> None:
@@ -172,9 +175,9 @@ class _Products:
 
     def forwards(self) -> list[Forward]:
         """Return the forward of each layer. The first that gets a tensor computes the product for all."""
-        return [partial(self._part, index) for index in range(len(self.layers))]
+        return [Part(self, index) for index in range(len(self.layers))]
 
-    def _part(self, index: int, x: torch.Tensor) -> torch.Tensor:
+    def part(self, index: int, x: torch.Tensor) -> torch.Tensor:
         if x is not self._input:
             out = linear(x.reshape(-1, x.shape[-1]), *self.weights).view(*x.shape[:-1], -1)
             self._input = x
@@ -183,6 +186,16 @@ class _Products:
         if index == len(self.layers) - 1:
             self._input, self._parts = None, []
         return part
+
+
+class Part:
+    """The forward of one of the layers of `products`."""
+
+    def __init__(self, products: Products, index: int) -> None:
+        self.products, self._index = products, index
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.products.part(self._index, x)
 
 
 def _as_one(parts: list[torch.Tensor]) -> torch.Tensor:
@@ -195,34 +208,42 @@ def _as_one(parts: list[torch.Tensor]) -> torch.Tensor:
     return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())
 
 
-class _GatedMLP:
+class GatedMLP:
     """down(silu(gate) * up)"""
 
     def __init__(self, first: list[torch.nn.Linear], down: torch.nn.Linear) -> None:
-        self.first, self._down = _Products(first), down
+        self.first, self.down = Products(first), down
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         weight, bias = self.first.weights
-        result: torch.Tensor = self._down(linear_silu_mul(x.reshape(-1, x.shape[-1]), weight, bias=bias))
+        result: torch.Tensor = self.down(linear_silu_mul(x.reshape(-1, x.shape[-1]), weight, bias=bias))
         return result.view(*x.shape[:-1], -1)
 
 
 def _same(module: torch.nn.Module, forward: Forward, width: int) -> bool:
-    """Return whether a module and an operator give the same result on random input of 1, 7 and 128 tokens. The 7 tokens
-    have large values."""
-    weight = next(module.parameters())
-    generator = torch.Generator(device="cpu").manual_seed(0)
-    for count, scale in ((1, 1), (7, 16), (128, 1)):
-        x = (torch.randn(1, count, width, generator=generator, device="cpu") + 0.5) * scale
-        x = x.to(weight.device, weight.dtype)
+    """Return whether a module and an operator give the same result on random input."""
+    for x in samples(width, next(module.parameters())):
         try:
             with torch.no_grad():
                 expected, found = module(x), forward(x.clone())
         except (GraphRTError, RuntimeError, TypeError):  # a different kind of input
             return False
-        if not isinstance(expected, torch.Tensor) or expected.dtype != found.dtype or expected.shape != found.shape:
-            return False
-        bound = _ROUNDING * torch.finfo(found.dtype).eps * expected.abs().max()
-        if not bool(((expected - found).abs() <= bound).all()):
+        if not same_values(found, expected):
             return False
     return True
+
+
+def samples(width: int, weight: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield random input of 1, 7 and 128 tokens, with the dtype and device of a weight. The 7 have large values."""
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    for count, scale in ((1, 1), (7, 16), (128, 1)):
+        x = (torch.randn(1, count, width, generator=generator, device="cpu") + 0.5) * scale
+        yield x.to(weight.device, weight.dtype)
+
+
+def same_values(found: torch.Tensor, expected: Any) -> bool:
+    """Return whether a result equals what a module returned, up to rounding."""
+    if not isinstance(expected, torch.Tensor) or expected.dtype != found.dtype or expected.shape != found.shape:
+        return False
+    bound = _ROUNDING * torch.finfo(found.dtype).eps * expected.abs().max()
+    return bool(((expected - found).abs() <= bound).all())

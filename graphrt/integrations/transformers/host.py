@@ -192,6 +192,8 @@ class HostedModel(torch.nn.Module):
     fused   the operators that replace other modules; see fuse.py
     rotations, namespaces   rotary modules that only name a table for the kernel, and the Python modules whose function
                             `apply_rotary_pos_emb` leaves the rotation to the kernel; see rotation.py
+    rotaries    the table of each attention module, or None, by the module and its dtype, if the kernel rotates
+    layers      whole layers that are replaced; see layers.py
     attention_modules       the modules that call the attention function
     places  whether the cache reports the position of each token, as a tensor
     """
@@ -205,6 +207,8 @@ class HostedModel(torch.nn.Module):
         self.fused: dict[torch.nn.Module, Callable[[torch.Tensor], torch.Tensor]] = {}
         self.rotations: dict[torch.nn.Module, Any] = {}
         self.namespaces: list[Any] = []
+        self.rotaries: dict[tuple[torch.nn.Module, torch.dtype], Rotary | None] = {}
+        self.layers: dict[torch.nn.Module, Any] = {}
         self.attention_modules: list[torch.nn.Module] = []
         self.places = True
         parameters = _parameters(model)
@@ -234,7 +238,7 @@ class HostedModel(torch.nn.Module):
     @contextmanager
     def _hosting(self, name: str, device: torch.device) -> Iterator[None]:
         """Set the implementations of attention and experts, and replace modules, for one forward pass."""
-        tables: dict[torch.nn.Module, Callable[..., Any]] = {**self.tables, **self.rotations}
+        tables: dict[torch.nn.Module, Callable[..., Any]] = {**self.tables, **self.rotations, **self.layers}
         replaced = {module: functools.partial(table, _CALLS) for module, table in tables.items()} | self.fused
         fast = device.type == "cuda" and _has_grouped_mm(self.model.dtype, device)
         forced = dict(zip(_IMPLEMENTATIONS, (name, "grouped_mm" if fast else _EXPERTS), strict=True))
@@ -289,12 +293,14 @@ class Rotating:
     """Keeps queries and keys as they are where a layer rotates them, for the attention function to rotate.
 
     rotated   queries and keys of the next layer
+    carried   what a replaced layer returned, the norm that it computed for the next layer, and the weight of this norm
     """
 
     def __init__(self) -> None:
         self._offered: list[tuple[torch.Tensor, Rotary]] = []
         self._rotary: Rotary | None = None
         self.rotated: tuple[torch.Tensor, ...] = ()
+        self.carried: tuple[Any, Any, Any] = None, None, None
 
     def offer(self, cos: torch.Tensor, rotary: Rotary) -> None:
         """Register a table under the tensor that the layers get in its place."""
@@ -331,6 +337,11 @@ class StepCalls(Rotating):
         new = (k, v) if spec.kv_shared_with is None else (None, None)
         sinks = None if sinks is None else sinks.float()
         return self._step.attend(layer, q, *new, rotary=self.take_rotary(), sinks=sinks)
+
+    def next_layer(self) -> tuple[Step, int]:
+        """Return the step, and the index of the next layer, which calls its operators instead of `attend`."""
+        self._layer += 1
+        return self._step, self._layer - 1
 
     def mask(self, predicate: Callable[..., Any]) -> torch.Tensor | None:
         return None

@@ -66,10 +66,12 @@ def _mixing(hosted: HostedModel, max_seq_len: int, vocab_size: int, *, alone: bo
     return blamed
 
 
-def sample_tokens(model: Any, max_seq_len: int, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return seven random token ids and positions, and their indices, on the device of the model."""
+def sample_tokens(
+    model: Any, max_seq_len: int, vocab_size: int, count: int = 7
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return random token ids and positions, and their indices, on the device of the model."""
     rng = np.random.default_rng(0)
-    values = rng.integers(0, vocab_size, 7), rng.integers(0, max_seq_len, 7), np.arange(7)
+    values = rng.integers(0, vocab_size, count), rng.integers(0, max_seq_len, count), np.arange(count)
     ids, positions, keep = (torch.from_numpy(x).to(model.device) for x in values)
     return ids, positions, keep
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from contextvars import ContextVar
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,28 +75,34 @@ def find_rotation(hosted: HostedModel, max_seq_len: int, vocab_size: int) -> dic
     hosted.namespaces = sorted(namespaces, key=lambda space: space.__name__)
     try:
         with torch.no_grad():
-            hosted.run(_RotatedTokens(sample[1]), *sample)  # makes the tables of the model's dtype
-        if agree(sample_logits(hosted, _RotatedTokens, sample), expected):
+            hosted.run(RotatedTokens(sample[1], hosted.rotaries), *sample)  # makes the tables of the model's dtype
+        if agree(sample_logits(hosted, partial(RotatedTokens, rotaries=hosted.rotaries), sample), expected):
             names = {module: name for name, module in model.named_modules()}
             return {names[module]: "write_kv" for module in hosted.attention_modules}
     except (_UnlikeError, GraphRTError, RuntimeError, TypeError):
         pass
     finally:
         hosted.fused = fused
-    hosted.rotations, hosted.namespaces = {}, []
+    hosted.rotations, hosted.namespaces, hosted.rotaries = {}, [], {}
     return {}
 
 
-class _RotatedTokens(Rotating, OwnTokens):
-    """Attention that rotates with the kernel, and returns values of the token itself."""
+class RotatedTokens(Rotating, OwnTokens):
+    """Attention that rotates with the kernel, and returns values of the token itself.
 
-    def __init__(self, positions: torch.Tensor) -> None:
+    rotaries  receives the table of each attention module, or None, by the module and its dtype
+    """
+
+    def __init__(
+        self, positions: torch.Tensor, rotaries: dict[tuple[torch.nn.Module, torch.dtype], Rotary | None]
+    ) -> None:
         OwnTokens.__init__(self, positions)
         Rotating.__init__(self)
+        self._rotaries = rotaries
 
     def attend(self, call: LayerCall) -> torch.Tensor:
         rotated = self.rotated
-        rotary = self.take_rotary()
+        rotary = self._rotaries[call.module, call.q.dtype] = self.take_rotary()
         if rotary is not None:
             if [x.data_ptr() for x in (call.q, call.k)] != [x.data_ptr() for x in rotated]:
                 raise _UnlikeError

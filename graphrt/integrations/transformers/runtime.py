@@ -18,6 +18,7 @@ from graphrt.integrations.transformers.fuse import find_fused
 from graphrt.integrations.transformers.generation import GeneratedToken, Generation, Prompts
 from graphrt.integrations.transformers.generation_config import own_needs
 from graphrt.integrations.transformers.host import HostedModel, check_attention_functions, package, reserved
+from graphrt.integrations.transformers.layers import find_layers
 from graphrt.integrations.transformers.probe import check_independence
 from graphrt.integrations.transformers.rotation import find_rotation
 from graphrt.kernels.attention.options import FP8_DTYPES
@@ -164,6 +165,9 @@ def from_transformers(
         if fuse:
             fused = find_fused(hosted, config.max_seq_len, vocab_size)
             fused |= find_rotation(hosted, config.max_seq_len, vocab_size)
+            layers = find_layers(hosted, config.max_seq_len, vocab_size)
+            inside = tuple(f"{name}." for name in layers)
+            fused = {name: operator for name, operator in fused.items() if not name.startswith(inside)} | layers
         runtime = TransformersRuntime(
             hosted,
             hosted.specs,
