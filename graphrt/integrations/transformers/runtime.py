@@ -126,9 +126,10 @@ def from_transformers(
     memory_utilization  as for Runtime
     page_size           as for `kv_groups`
     kv_dtype            dtype of the KV cache; None: the dtype of the keys
-    fuse                replace norms, gated MLPs, linear layers and rotary embeddings by graphrt's operators, where
-                        these compute the same result on random input; `runtime.fused` names them. Weights of linear
-                        layers with the same input become adjacent in memory, and keep their values and names
+    fuse                replace norms, gated MLPs, linear layers, rotary embeddings and whole decoder layers by
+                        graphrt's operators, where these compute the same result on random input; `runtime.fused` names
+                        them. Weights of linear layers with the same input become adjacent in memory, and keep their
+                        values and names
 
     Raises:
         ConfigError: if `transformers` is missing, or an argument is wrong.
