@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -10,11 +11,12 @@ import torch
 from graphrt.backends.base import AttentionBackend, AttentionLayer
 from graphrt.backends.capabilities import GraphSupport
 from graphrt.capture.descriptor import BatchDescriptor
+from graphrt.draft_model import DraftModel
 from graphrt.engine.program import StepProgram
 from graphrt.kernels.compile_ahead import compiling_ahead
-from graphrt.proposer import ngram_drafts
+from graphrt.proposer import Proposer, ngram_drafts
 from graphrt.sampling import sample_tokens
-from graphrt.step import Step
+from graphrt.step import Model, Step
 
 
 def compile_ahead(program: StepProgram, descriptors: Iterable[BatchDescriptor]) -> None:
@@ -22,19 +24,32 @@ def compile_ahead(program: StepProgram, descriptors: Iterable[BatchDescriptor]) 
 
     Runs the step with launches that compile kernels but write nothing. A model could store values that it computes from
     unwritten results. So its `ahead_model()` runs in its place, if it has this method, and so does the attention of all
-    layers. Custom samplers and proposers, and backends without `compiles_ahead`, are not called. Their kernels are
-    compiled when the step first runs.
+    layers. The same applies to a draft model. Custom samplers and proposers, and backends without `compiles_ahead`, are
+    not called. Their kernels are compiled when the step first runs.
     """
     own = replace(
         program,
-        model=_AheadModel(program),
+        model=_AheadModel(program.model, program.vocab_size),
         sampler=program.sampler if program.sampler in (None, sample_tokens) else _any_tokens,
-        proposer=program.proposer if program.proposer in (None, ngram_drafts) else _any_drafts,
+        proposer=_proposer(program),
     )
     others = replace(own, backend=_NoAttention(program.backend))
     with compiling_ahead(program.kv_cache.device):
         for descriptor in descriptors:
             (own if program.backend.compiles_ahead(descriptor) else others).run(descriptor)
+
+
+def _proposer(program: StepProgram) -> Proposer | None:
+    if program.draft_model is not None:
+        return _ahead_drafts(program.draft_model)
+    return program.proposer if program.proposer in (None, ngram_drafts) else _any_drafts
+
+
+def _ahead_drafts(draft: DraftModel) -> DraftModel:
+    """Return a draft model that keeps no hidden states, and runs the draft model's `ahead_model()`."""
+    result = copy.copy(draft)
+    result.model, result.hidden_size = _AheadModel(draft.model, draft.vocab_size, draft.hidden_size), None
+    return result
 
 
 def _any_tokens(logits: torch.Tensor, step: Step) -> torch.Tensor:
@@ -67,18 +82,23 @@ class _NoAttention(AttentionBackend):
 class _AheadModel:
     """Runs attention of each kind of layer, on uninitialized tensors, and the model's `ahead_model()`."""
 
-    program: StepProgram
+    model: Model
+    vocab_size: int
+    hidden_size: int | None = None  # of a draft model
 
     def __call__(self, step: Step) -> torch.Tensor:
         layers = {(layer.spec, layer.group): layer for layer in step.layers}
         for layer in layers.values():
             _attend(layer, step)
-        ahead_model = getattr(self.program.model, "ahead_model", None)
+        dtype, device = (step.layers[0].spec.dtype if step.layers else torch.float32), step.positions.device
+        ahead_model = getattr(self.model, "ahead_model", None)
         if ahead_model is not None:
+            if self.hidden_size is not None:
+                previous = torch.empty(len(step.positions), self.hidden_size, dtype=dtype, device=device)
+                step = replace(step, previous_hidden=previous)
             logits: torch.Tensor = ahead_model()(step)
             return logits
-        dtype, device = (step.layers[0].spec.dtype if step.layers else torch.float32), self.program.kv_cache.device
-        return torch.empty(len(step.logits_indices), self.program.vocab_size, dtype=dtype, device=device)
+        return torch.empty(len(step.logits_indices), self.vocab_size, dtype=dtype, device=device)
 
 
 def _attend(layer: AttentionLayer, step: Step) -> None:

@@ -154,11 +154,9 @@ class StepProgram:
                 b.input_ids, b.query_start_loc, last, b.sample_lens, b.req_indices, b.prompt_lens, step.token_counts
             )
         elif step.penalties is not None:  # `write_outputs` has stored the draft itself
-            rows = torch.arange(len(last) + 1, dtype=torch.int32, device=last.device)
+            starts = torch.nn.functional.pad(last.int(), (0, 1))  # the last element is not read
             accepted = b.req_indices.where(b.drafts_left >= 0, -1)
-            record_tokens(
-                b.input_ids[last], rows, rows[:-1].long(), b.sample_lens, accepted, b.prompt_lens, step.token_counts
-            )
+            record_tokens(b.input_ids, starts, last, b.sample_lens, accepted, b.prompt_lens, step.token_counts)
 
     @property
     def splits_logits(self) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import torch
 import graphrt.backends.triton as triton_backend
 from graphrt.cache.kv_cache import KVCache
 from graphrt.config import RuntimeConfig
+from graphrt.draft_model import DraftModel
 from graphrt.engine.ahead import compile_ahead
 from graphrt.kernels import library
 from graphrt.kernels.compile_ahead import compiled, counting_compilations
@@ -36,12 +38,18 @@ def main() -> None:
         patch.setattr(torch.cuda, "set_device", lambda index: None)
         model = load_model(TINY, device="cpu", dtype=torch.bfloat16).model
         config = RuntimeConfig(
-            max_num_reqs=4, max_num_tokens=32, max_seq_len=64, decode_sizes=(1, 4), mixed_sizes=(32,), max_logprobs=2,
-            penalties=True, backend="triton",
+            max_num_reqs=4, max_num_tokens=32, max_seq_len=64, decode_sizes=(4,), mixed_sizes=(32,), max_logprobs=2,
+            penalties=True, backend="triton", num_speculative_tokens=2, rejection_sampling=True,
         )  # fmt: skip
-        cache = KVCache.allocate(TINY.kv_groups(16, KVLayout.NHD, torch.bfloat16), 8, torch.device("cpu"))
+        shape = replace(TINY, hidden_size=64)
+        draft = DraftModel(
+            load_model(shape, device="cpu", dtype=torch.bfloat16).model, shape.attention_specs(torch.bfloat16),
+            vocab_size=shape.vocab_size,
+        )  # fmt: skip
+        groups = draft.kv_groups(TINY.kv_groups(16, KVLayout.NHD, torch.bfloat16))
+        cache = KVCache.allocate(groups, (8, 8), torch.device("cpu"))
         specs = TINY.attention_specs(torch.bfloat16)
-        manager = ReplayManager(model, cache, specs, vocab_size=TINY.vocab_size, config=config)
+        manager = ReplayManager(model, cache, specs, vocab_size=TINY.vocab_size, config=config, proposer=draft)
         manager._backend.allocate()
         sizes = manager.descriptors
         with torch.inference_mode(), counting_compilations():
