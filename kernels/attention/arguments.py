@@ -128,16 +128,13 @@ def check_triton_head_dim(name: str, head_dim: int) -> None:
 
 
 def compiled_types(
-    dtype: torch.dtype, kv_dtype: torch.dtype, constexprs: dict[str, object], *, options: bool, tree: bool = False
+    dtype: torch.dtype, kv_dtype: torch.dtype, constexprs: dict[str, object], *, options: bool
 ) -> dict[str, str]:
-    """Return the types of an attention kernel's arguments. Without `options` and `tree`, optional pointers are None
-    constexprs."""
+    """Return the types of an attention kernel's arguments. Without `options`, optional pointers are None constexprs."""
     optional = ("lse_ptr", "k_scale_ptr", "v_scale_ptr", "slopes_ptr", "sinks_ptr")
     if not options:
         constexprs |= dict.fromkeys(optional)
-    if not tree:
-        constexprs["tree_masks_ptr"] = None
     types = dict.fromkeys((*optional, "partial_out_ptr", "partial_lse_ptr"), "*fp32")
     types |= dict.fromkeys(("q_ptr", "out_ptr"), f"*{TRITON_DTYPES[dtype]}")
-    types |= dict.fromkeys(("k_ptr", "v_ptr"), f"*{TRITON_DTYPES[kv_dtype]}") | {"tree_masks_ptr": "*i64"}
+    types |= dict.fromkeys(("k_ptr", "v_ptr"), f"*{TRITON_DTYPES[kv_dtype]}")
     return types | dict.fromkeys(("logit_factor", "logit_cap"), "fp32")

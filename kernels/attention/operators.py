@@ -378,7 +378,11 @@ def compile_variants() -> list[CompileSpec]:
             "LAUNCH_PDL": False,
         }
         tree = name.startswith("tree")
-        types = compiled_types(dtype, kv_dtype, constexprs, options=bool(options) and not tree, tree=tree)
+        types = compiled_types(dtype, kv_dtype, constexprs, options=bool(options) and not tree)
+        if tree:
+            types["tree_masks_ptr"] = "*i64"
+        else:
+            constexprs["tree_masks_ptr"] = None
         specs.append(
             CompileSpec(
                 f"attention_{name}",

@@ -28,6 +28,7 @@ from tests.support.replay_scenarios import (
     logprob_scenario,
     mask_scenario,
     penalty_scenario,
+    rejection_scenario,
     rig_of,
     scenario,
     tree_scenario,
@@ -121,6 +122,7 @@ SCENARIOS: dict[Callable[[], None], tuple[str, ...]] = {
     ),
     mask_scenario: ("token_masks",),
     draft_scenario: ("drafts", "drafts_left"),
+    rejection_scenario: ("draft_logprobs",),
     tree_scenario: ("draft_parents", "tree_masks", "path_rows"),
     fault_scenario: ("fault_code", "fault_value", "fault_code_ring", "fault_value_ring"),
     logprob_scenario: ("logprobs", "logprob_tokens", "rank_ring", "logprob_ring", "logprob_token_ring"),
@@ -136,7 +138,10 @@ def test_a_lost_write_fails_a_scenario(field: str, monkeypatch: pytest.MonkeyPat
 
     def forgetful(*args: Any, **options: Any) -> None:
         penalties = {"penalty_seen": "seen", "penalty_counts": "counts", "token_history": "history"}
-        target = getattr(args[-1].state, penalties[field]) if field in penalties else getattr(args[0], field)
+        if field in penalties:
+            target = getattr(args[-1].state, penalties[field])
+        else:
+            target = args[2] if writer == "store_draft_logprobs" else getattr(args[0], field)
         before = target.clone()
         real(*args, **options)
         target.copy_(before)

@@ -157,6 +157,32 @@ def draft_scenario() -> None:
         assert request.finish_reason is FinishReason.LENGTH
 
 
+def even(step: Step) -> torch.Tensor:
+    """A model whose next token is any of 11 to 16, with equal probabilities."""
+    tokens = torch.arange(VOCAB, device=step.input_ids.device)
+    logits = torch.where((tokens >= 11) & (tokens <= 16), 0.0, float("-inf"))
+    return logits.expand(len(step.logits_indices), -1).contiguous()
+
+
+def elevens(step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+    """Drafts that are always 11, with the log-probabilities of `even`."""
+    drafts = torch.full_like(step.buffers.drafts[: step.descriptor.padded_reqs], 11)
+    logprobs = even(step)[:1].log_softmax(1)
+    return drafts, logprobs.expand(*drafts.shape, -1).contiguous()
+
+
+def rejection_scenario() -> None:
+    """Drafts have the probability with which they were drawn, so all are accepted: four tokens a step."""
+    runtime = captured(even, proposer=elevens, num_speculative_tokens=3, rejection_sampling=True)
+    with DecodeSession(runtime) as session:
+        request = session.add([11], SamplingParams(17, temperature=1.0, seed=5))
+        session.run(5)
+        session.collect(wait=True)
+        assert len(request.tokens) == 17
+        assert all(token == 11 for at, token in enumerate(request.tokens) if at % 4)
+    runtime.close()
+
+
 def branches(step: Step) -> tuple[torch.Tensor, torch.Tensor]:
     """The drafts of `ngram_drafts` as the second children of the tokens before them; the first are token 0."""
     most = step.buffers.drafts.shape[1]
