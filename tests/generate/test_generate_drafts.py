@@ -1,17 +1,27 @@
-"""TextGenerator with drafts: the tokens of plain decoding, also with few pages, windows and shared prefixes."""
+"""TextGenerator with drafts of every source: the tokens of plain decoding, also with few pages."""
 
 from __future__ import annotations
+
+import random
 
 import pytest
 import torch
 
+from graphrt.cache.groups import kv_groups
+from graphrt.draft_model import DraftModel
+from graphrt.engine.stats import Stats
 from graphrt.generate.generator import TextGenerator
-from graphrt.proposer import ngram_drafts
+from graphrt.proposer import Proposer, ngram_drafts
 from graphrt.sampling_params import SamplingParams
-from graphrt.spec import AttentionSpec, KVCacheSpec
-from tests.support.layered import build, prompts_of
+from graphrt.spec import AttentionSpec
+from graphrt.step import Step
+from tests.support.drafts import ByHistory
+from tests.support.layered import MAX_LEN, WIDTH, LayeredModel, build, prompts_of
+from tests.support.layered import VOCAB as LAYERED_VOCAB
 from tests.support.sampling_cases import generated
-from tests.support.toy import VOCAB, captured
+from tests.support.toy import captured
+
+MOST = 4
 
 
 @pytest.mark.parametrize("num_pages", [80, 17], ids=["many_pages", "preemption"])
@@ -36,22 +46,69 @@ def test_tokens_are_those_of_plain_decoding(device: torch.device, num_pages: int
     assert found[1] == found[2] == found[0]
 
 
-@pytest.mark.parametrize("num_pages", [120, 26], ids=["many_pages", "preemption"])
-def test_windows_free_only_pages_that_no_token_needs(device: torch.device, num_pages: int) -> None:
-    specs = [AttentionSpec(4, 2, 16, torch.float32, sliding_window=6), AttentionSpec(4, 2, 16, torch.float32)]
-    groups = [
-        KVCacheSpec(1, 2, 16, 4, dtype=torch.float32, layers=(0,), sliding_window=6),
-        KVCacheSpec(1, 2, 16, 4, dtype=torch.float32, layers=(1,)),
+class Drafter(LayeredModel):
+    """Drafts the tokens of an equal model, except at positions that 5 divides, and after a token that the hidden state
+    before it did not predict."""
+
+    def forward(self, step: Step) -> torch.Tensor:
+        logits, ends = super().forward(step), step.logits_indices
+        wrong = step.positions[ends] % 5 == 0
+        if step.previous_hidden is not None:
+            wrong |= (step.previous_hidden @ self.embed.t()).argmax(1)[ends] != step.input_ids[ends]
+        return torch.where(wrong[:, None], logits.roll(1, 1), logits)
+
+
+@pytest.fixture(scope="module")
+def plain_tokens() -> dict[torch.device, list[list[int]]]:
+    """Tokens without drafts, by device."""
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("source", "swap_bytes"),
+    [("ngram", 0), ("chain", 0), ("tree", 0), ("tree", 1 << 20), ("draft_model", 0), ("head", 0), ("head", 1 << 20)],
+)
+def test_every_source_with_all_features(
+    device: torch.device, source: str, swap_bytes: int, plain_tokens: dict[torch.device, list[list[int]]]
+) -> None:
+    """Windows, shared KV, fp8 KV, preemption, shared prefixes, stop tokens, penalties, temperatures, loops, shadows."""
+    specs = [
+        AttentionSpec(4, 2, 16, torch.float32, sliding_window=6),
+        AttentionSpec(4, 2, 16, torch.float32),
+        AttentionSpec(4, 2, 16, torch.float32, kv_shared_with=1),
     ]
-    prompts = prompts_of([3, 9, 14, 2, 11])
-    prompts = [[token % VOCAB for token in prompt] for prompt in prompts]
-    found = []
-    for most in (0, 3):
+    groups = kv_groups(specs, page_size=4, dtype=torch.float8_e4m3fn)
+    common = prompts_of([8])[0]
+    prompts = [*(common + tail for tail in prompts_of([3, 9, 14, 2])), *prompts_of([5, 11], seed=1)]
+    params = [
+        SamplingParams(25, stop_ids={7}),
+        SamplingParams(25, temperature=0.8, seed=3, frequency_penalty=0.3, min_tokens=5, stop_ids={1, 2, 3}),
+    ] * 3
+
+    def run(proposer: Proposer | None, **options: int) -> tuple[list[list[int]], Stats]:
         _, runtime = build(
-            specs, groups, num_pages, device, ngram_drafts if most else None, num_speculative_tokens=most
-        )
-        generator = TextGenerator(runtime, swap_bytes=1 << 20)
-        found.append(generated(generator, prompts, [SamplingParams(25)] * len(prompts)))
-        assert bool(generator.stats.preemptions) == (num_pages == 26)
+            specs, groups, 30, device, proposer, loop_sizes=(2, 4), penalties=True, max_logit_bias=3, shadow_every=8,
+            max_num_tokens=4 * (1 + MOST), **options,
+        )  # fmt: skip
+        generator = TextGenerator(runtime, swap_bytes=swap_bytes)
+        tokens, stats = generated(generator, prompts, params), runtime.stats()
+        assert generator.stats.preemptions
+        assert generator.stats.shared_tokens
+        assert stats.shadow_steps
+        assert not stats.shadow_differences
         runtime.close()
-    assert found[1] == found[0]
+        return tokens, stats
+
+    if device not in plain_tokens:
+        plain_tokens[device] = run(None)[0]
+    want = plain_tokens[device]
+    known = [prompt + tokens for prompt, tokens in zip(prompts, want, strict=True)]
+    proposer: Proposer = ngram_drafts
+    if source in ("chain", "tree"):
+        proposer = ByHistory(known, MOST, source == "tree", MAX_LEN, random.Random(0), device)
+    elif source != "ngram":
+        width = WIDTH if source == "head" else None
+        proposer = DraftModel(Drafter(specs, device), specs, vocab_size=LAYERED_VOCAB, hidden_size=width)
+    tokens, stats = run(proposer, num_speculative_tokens=MOST, tree_depth=3 if source == "tree" else 0)
+    assert tokens == want
+    assert source == "ngram" or stats.tokens_per_step[4 if source == "tree" else 1 + MOST] > 1

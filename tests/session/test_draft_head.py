@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from graphrt.draft_model import HIDDEN, DraftModel
-from graphrt.generate.generator import TextGenerator
 from graphrt.kernels.errors import ConfigError
 from graphrt.sampling_params import SamplingParams
 from graphrt.session.session import DecodeSession
@@ -14,7 +13,6 @@ from graphrt.spec import AttentionSpec
 from graphrt.step import Step
 from tests.session.test_draft_model import SPEC, kv_of
 from tests.session.test_speculation import PARAMS, PROMPTS, results, run
-from tests.support.sampling_cases import generated
 from tests.support.toy import HEAD_DIM, HEADS, KV_HEADS, LAYERS, VOCAB, LivelyModel, captured, finish
 
 WIDTH = HEADS * HEAD_DIM
@@ -154,19 +152,6 @@ def test_replay_equals_the_eager_step(device: torch.device) -> None:
     assert not stats.shadow_differences
     assert runtime.manager.request_tables.tensors[HIDDEN][-1].eq(0).all()  # the row of padding
     runtime.close()
-
-
-def test_preemption_and_shared_prefixes(device: torch.device) -> None:
-    """A TextGenerator swaps KV, and requests share the KV of a prefix."""
-    model = Counting(device)
-    prompts = [[*range(8), last] for last in range(5)]
-    found = []
-    for proposer, most in ((None, 0), (head_of(model, 4), 3)):
-        runtime = captured(model, device, 40, proposer=proposer, num_speculative_tokens=most, max_num_tokens=32)
-        generator = TextGenerator(runtime, swap_bytes=1 << 20)
-        found.append(generated(generator, prompts, [SamplingParams(25)] * len(prompts)))
-        runtime.close()
-    assert found[1] == found[0]
 
 
 def test_a_model_that_keeps_no_hidden_states_is_refused(device: torch.device) -> None:

@@ -40,7 +40,7 @@ def build_runtime(kind: str, device: torch.device, table: Table | TreeTable | No
         return captured(device=device, num_pages=80, proposer=table, **options)
     specs = [AttentionSpec(4, 2, 16, torch.float32, sliding_window=6), AttentionSpec(4, 2, 16, torch.float32)]
     groups = [
-        KVCacheSpec(1, 2, 16, 4, dtype=torch.float32, layers=(0,), sliding_window=6),
+        KVCacheSpec(1, 2, 16, 4, dtype=torch.float8_e4m3fn, layers=(0,), sliding_window=6),
         KVCacheSpec(1, 2, 16, 4, dtype=torch.float32, layers=(1,)),
     ]
     parts = {"backend": "torch_reference", "prefill_backend": "torch_reference"} if kind == "two_parts" else {}

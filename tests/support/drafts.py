@@ -69,6 +69,30 @@ def tree(
     return tokens, parents
 
 
+class ByHistory:
+    """A proposer that finds its drafts by the tokens so far, so that they follow a request to other indices."""
+
+    def __init__(
+        self, known: list[list[int]], most: int, is_tree: bool, length: int, pick: random.Random, device: torch.device
+    ) -> None:
+        self.is_tree = is_tree
+        self.known = torch.full((len(known), length), -1, dtype=torch.int32)
+        self.trees = torch.full((len(known), length, 2, most), -1, dtype=torch.int32)
+        for of, tokens in enumerate(known):
+            self.known[of, : len(tokens)] = torch.tensor(tokens)
+            for at in range(len(tokens) - 1):
+                self.trees[of, at] = torch.tensor(tree(tokens[at:], most, pick, 0.8 if is_tree else 1.0))
+        self.known, self.trees = self.known.to(device), self.trees.to(device)
+
+    def __call__(self, step: Step) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        history = step.buffers.token_history[step.req_indices.long(), : self.known.shape[1]]
+        later = torch.arange(history.shape[1], device=history.device) > step.sample_lens[:, None]
+        same = (history[:, None] == self.known) | later[:, None]
+        found = self.trees[same.all(2).int().argmax(1), step.sample_lens.long().clamp_max(self.known.shape[1] - 1)]
+        tokens, parents = (part.contiguous() for part in found.unbind(1))
+        return (tokens, parents) if self.is_tree else tokens
+
+
 def results(requests: list[SessionRequest]) -> list[object]:
     return [(r.tokens, r.finish_reason, [(p.token, p.rank) for p in r.logprobs]) for r in requests]
 

@@ -56,6 +56,7 @@ class LayeredModel(torch.nn.Module):
                 k = (x @ self.k[layer].t()).view(-1, spec.num_kv_heads, spec.head_dim)
                 v = (x @ self.v[layer].t()).view(-1, spec.num_kv_heads, spec.value_dim)
             x = x + 0.5 * step.attend(layer, q, k, v).flatten(1) @ self.out[layer].t()
+        step.keep_hidden(x)
         return x[step.logits_indices] @ self.embed.t()
 
     def oracle(self, tokens: Sequence[int]) -> torch.Tensor:
