@@ -59,10 +59,20 @@ def gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the tensors of all ranks [ranks, *x.shape], which have equal shapes. Not captured; see `all_gather`."""
     out = x.new_empty((group.size(), *x.shape))
     rows, own = out.view(torch.uint8).flatten(1), x.contiguous().flatten().view(torch.uint8)
-    work = dist.all_gather(list(rows.unbind()), own, group=group, async_op=True)
+    _wait(dist.all_gather(list(rows.unbind()), own, group=group, async_op=True), group)
+    return out
+
+
+def _exchange(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    out = torch.empty_like(x)
+    received, sent = (tensor.view(torch.uint8).flatten() for tensor in (out, x))
+    _wait(dist.all_to_all_single(received, sent, group=group, async_op=True), group)
+    return out
+
+
+def _wait(work: dist.Work | None, group: dist.ProcessGroup) -> None:
     assert work is not None, "this rank is in the group"
     waits.get(group.group_name, dist.Work.wait)(work)
-    return out
 
 
 _all_gather_op = define_op(
@@ -77,6 +87,24 @@ def all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the tensors of all ranks [ranks, *x.shape], which have equal shapes. Capture-safe."""
     gathered: torch.Tensor = _all_gather_op(x, group.group_name, group.size())
     return gathered
+
+
+_all_to_all_op = define_op(
+    "all_to_all(Tensor x, str group) -> Tensor",
+    triton_impl=cuda_unsupported,
+    reference=lambda x, group: _exchange(x, _resolve_process_group(group)),
+    fake=lambda x, group: torch.empty_like(x),
+)
+
+
+def all_to_all(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Send x[r] to each rank r, and return what they sent, in the order of the ranks. Capture-safe.
+
+    x        [ranks, ...]  contiguous; of equal shape on all ranks
+    returns  [ranks, ...]  dtype of x
+    """
+    received: torch.Tensor = _all_to_all_op(x, group.group_name)
+    return received
 
 
 def all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import HashStore
 
 import graphrt.kernels
 from graphrt.kernels.ops.activation import silu_mul
-from graphrt.kernels.ops.collectives import VocabShards, all_gather
+from graphrt.kernels.ops.collectives import VocabShards, all_gather, all_to_all
 from graphrt.kernels.ops.norm import add_rms_norm, rms_norm
 from graphrt.kernels.ops.rejection import kept_logprobs
 from graphrt.kernels.ops.sampling import Truncation, sample
@@ -49,6 +49,7 @@ CALLS: dict[str, tuple[Callable[..., torch.Tensor], list[torch.Tensor]]] = {
     "graphrt::sample_shards": (sample_of_one, DRAWS),
     "graphrt::kept_logprobs": (kept_logprobs, DRAWS),
     "graphrt::all_gather": (lambda x: all_gather(x, group()), [zeros(3, 8)]),
+    "graphrt::all_to_all": (lambda x: all_to_all(x, group()), [zeros(1, 3, 8)]),
     "graphrt::rms_norm": (lambda x, w: rms_norm(x, w, 1e-5), [zeros(3, 8), zeros(8)]),
     "graphrt::add_rms_norm": (
         lambda r, x, w: add_rms_norm(r, x, w, 1e-5),
