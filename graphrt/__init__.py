@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from graphrt.kernels.types import FinishReason as FinishReason
     from graphrt.kernels.types import KVLayout as KVLayout
     from graphrt.layer import Attention as Attention
+    from graphrt.models.loading import load_draft_model as load_draft_model
     from graphrt.models.loading import load_model as load_model
     from graphrt.models.tokenizer import load_tokenizer as load_tokenizer
     from graphrt.proposer import ngram_drafts as ngram_drafts
@@ -70,7 +71,7 @@ _NAMES = {
     ),
     "kernels.types": ("TOKEN_FROM_DEVICE", "FinishReason", "KVLayout"),
     "layer": ("Attention",),
-    "models.loading": ("load_model",),
+    "models.loading": ("load_draft_model", "load_model"),
     "models.tokenizer": ("load_tokenizer",),
     "proposer": ("ngram_drafts",),
     "replay": ("ReplayManager",),

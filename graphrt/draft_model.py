@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -39,13 +39,16 @@ class DraftModel:
 
     With `hidden_size` it is a head, such as EAGLE or MTP. Both models then call `step.keep_hidden`, and the head reads
     `step.previous_hidden`: for each token, the hidden state that predicted it. This is the model's hidden state for
-    tokens of the sequence and the first draft, and the head's own for later drafts.
+    tokens of the sequence and the first draft, and the head's own for later drafts. EAGLE-3 reads the inputs of several
+    layers of the model, side by side, and `combine` maps them to one state per token.
 
     model       maps a Step to logits [padded_reqs, vocab_size]; called with sizes that differ from the step's
     attention   the spec of every layer; None: the specs of the model's `Attention` layers
     vocab_size  width of the logits; must equal the runtime's
     hidden_size width of the hidden states that the draft model reads, in the dtype of its first layer; None: it reads
                 tokens only
+    hidden_layers  layers of the model whose inputs are read, ascending; (): the states that give the logits
+    combine     maps what the model kept to [padded_tokens, hidden_size]; None: it has this width. Capture-safe
 
     Raises:
         ConfigError: if an argument has the wrong type, or the model has no layers.
@@ -59,6 +62,8 @@ class DraftModel:
         *,
         vocab_size: int,
         hidden_size: int | None = None,
+        hidden_layers: Sequence[int] = (),
+        combine: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         check_callable("model", model, advice="pass a function of a Step, or a torch.nn.Module")
         self.model, self._model_layers = model, ModelLayers(model)
@@ -67,7 +72,7 @@ class DraftModel:
         self.vocab_size = check_int("vocab_size", vocab_size, 1, advice="pass the width of the draft model's logits")
         if hidden_size is not None:
             check_int("hidden_size", hidden_size, 1, advice="pass the width that the model keeps, or None")
-        self.hidden_size = hidden_size
+        self.hidden_size, self.hidden_layers, self.combine = hidden_size, tuple(hidden_layers), combine
 
     def layers_after(self, specs: Sequence[AttentionSpec]) -> tuple[AttentionSpec, ...]:
         """Return the layers of a runtime: those of its model, then those of the draft model.
@@ -110,7 +115,8 @@ class DraftModel:
         """
         b, own = step.buffers, step.layers[-len(self.specs) :]
         layers = tuple(replace(layer, spec=spec) for layer, spec in zip(own, self.specs, strict=True))
-        previous = None if self.hidden_size is None else _hidden_before(step)
+        previous = None if self.hidden_size is None else self._hidden_before(step)
+        step = replace(step, hidden_layers=())
         hidden = None if self.hidden_size is None else step.state_after(HIDDEN)
         no_logits = replace(b, logits_indices=b.logits_indices[:0])
         self._logits(replace(step, layers=layers, buffers=no_logits, previous_hidden=previous))
@@ -130,6 +136,17 @@ class DraftModel:
             drafts.append(tokens)
             hidden = None if hidden is None else one.hidden
         return (torch.stack(drafts, 1), torch.stack(logprobs, 1)) if logprobs else torch.stack(drafts, 1)
+
+    def _hidden_before(self, step: Step) -> torch.Tensor:
+        """Return the hidden state of the token before each token of a step [padded_tokens, hidden_size], and keep those
+        of this step."""
+        b, hidden = step.buffers, step.hidden
+        hidden = (hidden if self.combine is None else self.combine(hidden)).to(step.request_tensors[HIDDEN].dtype)
+        earlier = step.state_before(HIDDEN)
+        step.keep_state(HIDDEN, hidden)
+        at = torch.arange(len(hidden), dtype=torch.int32, device=hidden.device)
+        rows = torch.searchsorted(b.query_start_loc[1:], at, right=True).clamp_max(len(earlier) - 1)
+        return earlier[rows].where((b.query_start_loc[rows] == at)[:, None], hidden.roll(1, 0))
 
     def _logits(self, step: Step) -> torch.Tensor:
         with self._model_layers.bound_to(step):
@@ -173,17 +190,6 @@ def with_draft_state(config: RuntimeConfig, proposer: Proposer | None) -> Runtim
     shape = 2 + config.num_speculative_tokens, proposer.hidden_size
     kept = RequestTensor(HIDDEN, shape, proposer.specs[0].dtype)
     return replace(config, request_tensors=tuple(dict.fromkeys((*config.request_tensors, kept))))
-
-
-def _hidden_before(step: Step) -> torch.Tensor:
-    """Return the hidden state of the token before each token of a step [padded_tokens, hidden_size], and keep those of
-    this step."""
-    b, hidden = step.buffers, step.hidden.to(step.request_tensors[HIDDEN].dtype)
-    earlier = step.state_before(HIDDEN)
-    step.keep_state(HIDDEN, hidden)
-    at = torch.arange(len(hidden), dtype=torch.int32, device=hidden.device)
-    rows = torch.searchsorted(b.query_start_loc[1:], at, right=True).clamp_max(len(earlier) - 1)
-    return earlier[rows].where((b.query_start_loc[rows] == at)[:, None], hidden.roll(1, 0))
 
 
 def _check_decoder(specs: Sequence[AttentionSpec]) -> None:

@@ -68,8 +68,9 @@ class Step:
     request_tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     previous_hidden: torch.Tensor | None = None
     shards: VocabShards | None = None  # with a group of ranks, of which each has a part of the logits
+    hidden_layers: tuple[int, ...] = ()  # of the model, whose inputs the proposer reads
     _written: set[int] = field(default_factory=set, init=False, repr=False, compare=False)  # layers, in this step
-    _kept: list[torch.Tensor | Normed] = field(default_factory=list, init=False, repr=False, compare=False)
+    _kept: dict[int | None, torch.Tensor | Normed] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     input_ids = _Buffer()
     positions = _Buffer()
@@ -140,24 +141,35 @@ class Step:
             )
         return self.request_tensors[name]
 
-    def keep_hidden(self, hidden: torch.Tensor | Normed) -> None:
-        """Offer the hidden states of the step's tokens to the proposer, which reads them as `step.hidden`.
+    def keep_hidden(self, hidden: torch.Tensor | Normed, *, before: int | None = None) -> None:
+        """Offer hidden states of the step's tokens to the proposer, which reads them as `step.hidden`.
 
-        hidden  [padded_tokens, width]  or a Normed; not copied, so the model must not change it later
+        hidden  [padded_tokens, width]  or a Normed
+        before  the layer that these states are the input of, or the number of layers for the output of the last layer;
+                they are copied if the proposer reads them. None: the states that give the logits; they are not copied,
+                so the model must not change them later
 
         Capture-safe. Raises: ShapeError: if the number of tokens differs.
         """
         states = hidden.x if isinstance(hidden, Normed) else hidden
         check_tensor("hidden", states, shape=(self.descriptor.padded_tokens, None), device=self.positions.device)
-        self._kept[:] = [hidden]
+        if before in self.hidden_layers:
+            self._kept[before] = (hidden.finished() if isinstance(hidden, Normed) else hidden).clone()
+        elif before is None:
+            self._kept[None] = hidden
 
     @property
     def hidden(self) -> torch.Tensor:
-        """The hidden states that the model kept, [padded_tokens, width]. Raises: ConfigError: if it kept none."""
-        if not self._kept:
-            raise ConfigError("hidden: the model kept no hidden states; call step.keep_hidden(...) in the model")
-        (kept,) = self._kept
-        return kept.finished() if isinstance(kept, Normed) else kept
+        """The hidden states that the model kept, [padded_tokens, width], or those before each of `hidden_layers`, side
+        by side. Raises: ConfigError: if it kept none."""
+        names = self.hidden_layers or (None,)
+        if missing := [name for name in names if name not in self._kept]:
+            what, argument = ("", "") if missing == [None] else (f" before layers {missing}", ", before=layer")
+            raise ConfigError(
+                f"hidden: the model kept no hidden states{what}; call step.keep_hidden(...{argument}) in the model"
+            )
+        states = [kept.finished() if isinstance(kept, Normed) else kept for kept in map(self._kept.__getitem__, names)]
+        return states[0] if len(states) == 1 else torch.cat(states, 1)
 
     @property
     def penalties(self) -> Penalties | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
 from graphrt.session.session import DecodeSession
 from graphrt.spec import KVCacheSpec
-from graphrt.step import Step
+from graphrt.step import Model, Step
 
 _ROUNDS = 5
 _CYCLE = 32  # tokens that the predictable model repeats
@@ -52,7 +53,7 @@ class SpeculationResult:
 class _Predictable(nn.Module):
     """A model that counts on by `ahead` from the last token, at the cost of one small kernel per step."""
 
-    def __init__(self, model: LlamaModel, ahead: int = 1) -> None:
+    def __init__(self, model: Model, ahead: int = 1) -> None:
         super().__init__()
         self.model, self.ahead = model, ahead
 
@@ -67,9 +68,10 @@ def _unlikely_drafts(step: Step) -> torch.Tensor:
     return torch.full_like(ngram_drafts(step), _CYCLE)
 
 
-def _drafter(model: LlamaModel, ahead: int) -> DraftModel:
-    config = model.config
-    return DraftModel(_Predictable(model, ahead), config.attention_specs(model.dtype), vocab_size=config.vocab_size)
+def _drafter(draft: DraftModel, ahead: int) -> DraftModel:
+    result = copy.copy(draft)
+    result.model = _Predictable(draft.model, ahead)
+    return result
 
 
 def longest_sequence(context: int, steps: int, num_drafts: int) -> int:
@@ -85,7 +87,7 @@ def bench_speculation(
     context: int,
     steps: int,
     num_drafts: int,
-    draft: LlamaModel | None = None,
+    draft: DraftModel | None = None,
     backend: str | None = None,
 ) -> list[SpeculationResult]:
     """Time greedy decoding in sessions, `steps` steps per round, with and without `num_drafts` drafts per step.

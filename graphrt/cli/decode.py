@@ -21,7 +21,7 @@ from graphrt.cli.options import DecodeOptions
 from graphrt.cli.values import check_vocabulary, named_source, sampling_params
 from graphrt.kernels.errors import ConfigError
 from graphrt.kernels.types import KVLayout
-from graphrt.models.loading import load_model
+from graphrt.models.loading import load_draft_model, load_model
 from graphrt.models.packages import require
 from graphrt.runtime import resolve_device
 
@@ -49,7 +49,7 @@ def run(options: DecodeOptions) -> None:
     check_vocabulary(params, config.vocab_size)
     draft = None
     if options.speculate not in (None, "ngram"):
-        draft = load_model(options.speculate, device=device, dtype=dtype, max_positions=longest).model
+        draft = load_draft_model(options.speculate, loaded.model)
     groups = config.kv_groups(options.page_size, KVLayout.NHD, dtype)
     report = bench_decode(
         options.shape or str(options.model),

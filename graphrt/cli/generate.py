@@ -19,13 +19,13 @@ from graphrt.cli.console import capture_with_bar, make_console
 from graphrt.cli.options import GenerateOptions
 from graphrt.cli.values import check_length, check_vocabulary, sampling_params
 from graphrt.config import RuntimeConfig
-from graphrt.draft_model import DraftModel
 from graphrt.engine.handle import TokenLogprob
 from graphrt.engine.ranks import Ranks
 from graphrt.engine.stats import Stats
 from graphrt.generate.generator import TextGenerator
 from graphrt.kernels.errors import ConfigError
-from graphrt.models.loading import DUMMY_PREFIX, load_model, make_runtime, resolve_source
+from graphrt.models.llama import LlamaModel
+from graphrt.models.loading import DUMMY_PREFIX, load_draft_model, load_model, make_runtime, resolve_source
 from graphrt.models.shapes import SHAPES
 from graphrt.models.smollm import default_model_path
 from graphrt.models.stop_strings import StopStrings
@@ -96,7 +96,7 @@ def run(options: GenerateOptions) -> None:
         use_graphs=options.graphs,
         **config_fields(params),
     )
-    proposer = _proposer(options, device, longest, log)
+    proposer = _proposer(options.speculate, loaded.model, log)
     with make_runtime(loaded.model, config, page_size=options.page_size, proposer=proposer) as runtime:
         capture_with_bar(runtime, log)
         if not is_first:
@@ -116,15 +116,11 @@ def _torchrun_group() -> dist.ProcessGroup | None:
     return dist.group.WORLD if dist.get_world_size() > 1 else None
 
 
-def _proposer(options: GenerateOptions, device: torch.device, longest: int, log: Console) -> Proposer | None:
-    source = options.speculate
-    if source in (None, "ngram"):
+def _proposer(source: str | None, model: LlamaModel, log: Console) -> Proposer | None:
+    if source is None or source == "ngram":
         return ngram_drafts if source else None
     with log.status(f"loading {source}"):
-        loaded = load_model(source, device=device, dtype=_DTYPES.get(options.dtype, "auto"), max_positions=longest)
-    return DraftModel(
-        loaded.model, loaded.config.attention_specs(loaded.model.dtype), vocab_size=loaded.config.vocab_size
-    )
+        return load_draft_model(source, model)
 
 
 def _read_prompts(name: str | None) -> list[str]:

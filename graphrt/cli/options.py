@@ -98,7 +98,7 @@ class GenerateOptions(PromptOptions):
         typer.Option(
             metavar="ngram|MODEL",
             help="Verify drafts from earlier text of the same prompt and answer (ngram), or from a draft model with "
-            "the same tokenizer (a folder, .gguf file or hub id).",
+            "the same tokenizer or an EAGLE head (a folder, .gguf file or hub id).",
         ),
     ] = None
     drafts: Annotated[int, typer.Option(min=1, max=63, help="Maximum drafts per step, with --speculate.")] = 4
@@ -141,8 +141,8 @@ class DecodeOptions(SamplingOptions):
         str | None,
         typer.Option(
             metavar="ngram|MODEL",
-            help="Also time drafts, with all and with none accepted: by prompt lookup (ngram), or by a draft model (a "
-            "folder, .gguf file, hub id or dummy:SHAPE).",
+            help="Also time drafts, with all and with none accepted: by prompt lookup (ngram), or by a draft model or "
+            "an EAGLE head (a folder, .gguf file, hub id or dummy:SHAPE).",
         ),
     ] = None
     drafts: Annotated[int, typer.Option(min=1, max=63, help="Drafts per step, with --speculate.")] = 4

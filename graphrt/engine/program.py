@@ -248,6 +248,7 @@ class StepProgram:
             layers=self.layers,
             request_tensors=self.request_tensors,
             shards=self.shards,
+            hidden_layers=() if self.draft_model is None else self.draft_model.hidden_layers,
         )
 
 

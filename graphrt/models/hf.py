@@ -25,6 +25,7 @@ _MAX_NAME = 255
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _QUANTIZED = ("F8_E4M3", "I32")
 _STORED = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
+_TOKEN_MAPS = ("d2t", "t2d")  # of a head that drafts some tokens only; integers and bools
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _ROWS_COMPARED = 1024
 
@@ -35,10 +36,12 @@ class SafetensorsSource:
     As in transformers, a head that differs from the embedding is kept even if config.json declares them tied, and the
     stored dtype is used if config.json specifies none. If an index specifies the file of a tensor, copies of the tensor
     in other files are ignored. A module is quantised if its tensors are; the lists of quantization_config are not read.
+
+    config  the config, if config.json is not that of a model
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.config = read_config(folder)
+    def __init__(self, folder: Path, config: ModelConfig | None = None) -> None:
+        self.config = read_config(folder) if config is None else config
         safetensors = require("safetensors", "to read weights")
         self._shapes: Mapping[str, tuple[int, ...]] = {}
         self._dtypes: dict[str, str] = {}
@@ -67,7 +70,7 @@ class SafetensorsSource:
             self.config = replace(self.config, quantization=quantization)
         if self.config.tie_word_embeddings and self.has_own_head():
             self.config = replace(self.config, tie_word_embeddings=False)
-        raw = _read_json(folder / "config.json")
+        raw = read_json(folder / "config.json")
         if raw.get("dtype") is None and raw.get("torch_dtype") is None and self._dtypes.get(_EMBEDDING) in _STORED:
             stored = _STORED[self._dtypes[_EMBEDDING]]
             self.config = replace(self.config, dtype=torch.float32 if stored == torch.float64 else stored)
@@ -120,7 +123,7 @@ class SafetensorsSource:
 
     def _check_dtype(self, name: str, supported: Collection[str], file: str = "weights") -> None:
         dtype = self._dtypes[name]
-        if dtype not in supported:
+        if dtype not in supported and name not in _TOKEN_MAPS:
             raise UnsupportedError(
                 f"{file}: {shown(name)} has dtype {dtype} (supported: {', '.join(supported)}); "
                 "use a checkpoint that is not quantised in this way, or a GGUF file"
@@ -131,8 +134,14 @@ def read_config(folder: Path) -> ModelConfig:
     """Read the model's config from config.json, and further end-of-text tokens from generation_config.json."""
     generation = folder / "generation_config.json"
     return ModelConfig.from_hf(
-        _read_json(folder / "config.json"), _read_json(generation) if os.path.exists(generation) else None
+        read_json(folder / "config.json"), read_json(generation) if os.path.exists(generation) else None
     )
+
+
+def is_eagle(folder: Path) -> bool:
+    """Return whether the model in a folder is an EAGLE or EAGLE-3 head."""
+    raw = read_json(folder / "config.json")
+    return "draft_vocab_size" in raw or "eagle" in f"{raw.get('architectures')} {raw.get('model_type')}".lower()
 
 
 def download(repo_id: str) -> Path:
@@ -142,7 +151,8 @@ def download(repo_id: str) -> Path:
     patterns = ["*.json", "*.txt", "*.jinja", "*.model"]
     try:
         folder = Path(hub.snapshot_download(repo_id, allow_patterns=patterns))
-        read_config(folder)
+        if not is_eagle(folder):
+            read_config(folder)
         return Path(hub.snapshot_download(repo_id, allow_patterns=[*patterns, "*.safetensors"]))
     except (OSError, ValueError, hub.errors.HfHubHTTPError) as error:
         if isinstance(error, ConfigError | UnsupportedError):
@@ -161,7 +171,7 @@ def _weight_files(folder: Path) -> tuple[list[str], dict[str, str]]:
     index = folder / _INDEX
     names, weight_map = [_SINGLE], {}
     if os.path.exists(index) and not os.path.isfile(folder / _SINGLE):
-        found = _read_json(index).get("weight_map")
+        found = read_json(index).get("weight_map")
         if not isinstance(found, dict) or not found:
             raise ConfigError(f"{printable(index)}: weight_map is missing or empty; download it again")
         weight_map = {tensor: _inside(index, name) for tensor, name in found.items()}
@@ -190,7 +200,8 @@ def _inside(index: Path, name: object) -> str:
     return name
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file. Raises: ConfigError: if the file is missing or has something else."""
     try:
         if not path.is_file():  # reading a pipe would wait for a writer
             raise FileNotFoundError("no such file")

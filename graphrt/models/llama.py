@@ -28,9 +28,14 @@ Product = tuple[Weight, torch.Tensor | None]
 
 
 class LlamaLayer(nn.Module):
-    """The weights of one layer: q, k and v in one matrix, gate and up in another."""
+    """The weights of one layer: q, k and v in one matrix, gate and up in another.
 
-    def __init__(self, config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device) -> None:
+    qkv_inputs  columns of the matrix of q, k and v, if not hidden_size
+    """
+
+    def __init__(
+        self, config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device, *, qkv_inputs: int = 0
+    ) -> None:
         super().__init__()
         hidden, intermediate, dim = config.hidden_size, config.intermediate_size, config.head_dim
         qkv_rows = (config.num_q_heads + 2 * config.num_kv_heads) * dim
@@ -43,7 +48,7 @@ class LlamaLayer(nn.Module):
             return empty_weight(config.quantization, names, (rows, depth), dtype, device)
 
         self.attention_norm = weight(hidden)
-        self.qkv = matrix(["self_attn.q", "self_attn.k", "self_attn.v"], qkv_rows, hidden)
+        self.qkv = matrix(["self_attn.q", "self_attn.k", "self_attn.v"], qkv_rows, qkv_inputs or hidden)
         self.qkv_bias = weight(qkv_rows) if config.qkv_bias else None
         self.q_norm = weight(dim) if config.qk_norm else None
         self.k_norm = weight(dim) if config.qk_norm else None
@@ -63,6 +68,30 @@ class LlamaLayer(nn.Module):
             (self.gate_up, self.gate_up_bias),
             (self.down, self.down_bias),
         )
+
+    def weight_targets(self, config: ModelConfig, prefix: str) -> dict[str, Weight]:
+        """Return the destination of each Hugging Face checkpoint tensor of the layer, by its name after `prefix`."""
+        heads = (config.num_q_heads, config.num_kv_heads, config.num_kv_heads)
+        rows = [count * config.head_dim for count in heads]
+        targets: dict[str, Weight | None] = {
+            "input_layernorm.weight": self.attention_norm,
+            "post_attention_layernorm.weight": self.mlp_norm,
+            "self_attn.q_norm.weight": self.q_norm,
+            "self_attn.k_norm.weight": self.k_norm,
+        }
+        for kind, qkv, o, gate_up, down in (
+            ("weight", self.qkv, self.o, self.gate_up, self.down),
+            ("bias", self.qkv_bias, self.o_bias, self.gate_up_bias, self.down_bias),
+        ):
+            targets[f"self_attn.o_proj.{kind}"] = o
+            targets[f"mlp.down_proj.{kind}"] = down
+            if qkv is not None:
+                names = [f"self_attn.{x}_proj.{kind}" for x in "qkv"]
+                targets.update(zip(names, qkv.split(rows), strict=True))
+            if gate_up is not None:
+                names = [f"mlp.{x}_proj.{kind}" for x in ("gate", "up")]
+                targets.update(zip(names, gate_up.split([config.intermediate_size] * 2), strict=True))
+        return {prefix + name: target for name, target in targets.items() if target is not None}
 
 
 def run_layer(
@@ -154,9 +183,11 @@ class LlamaModel(nn.Module):
         layers = [layer for layer in self.layers if isinstance(layer, LlamaLayer)]
         x = Normed(rms_norm(residual, layers[0].attention_norm, eps))
         for index, layer in enumerate(layers):
+            step.keep_hidden(residual, before=index)
             rotary = Rotary(self.cos_sin, layer.q_norm, layer.k_norm, eps)
             norm = layers[index + 1].attention_norm if index + 1 < len(layers) else self.norm
             x = run_layer(step, index, x, residual, layer.products(), (layer.mlp_norm, norm), rotary, eps, group)
+        step.keep_hidden(residual, before=len(layers))
         step.keep_hidden(x)
         return linear(x, self.head, rows=step.logits_indices)
 
@@ -193,31 +224,10 @@ class LlamaModel(nn.Module):
     def weight_targets(self) -> dict[str, Weight]:
         """Return the destination of each Hugging Face checkpoint tensor, or of this rank's part of it: views of the
         weights by tensor name."""
-        config = self.config
-        heads = (config.num_q_heads, config.num_kv_heads, config.num_kv_heads)
-        rows = [count * config.head_dim for count in heads]
-        targets: dict[str, Weight | None] = {
-            "model.embed_tokens.weight": self.embedding,
-            "model.norm.weight": self.norm,
-            "lm_head.weight": None if config.tie_word_embeddings else self.head,
-        }
+        targets: dict[str, Weight] = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm}
+        if not self.config.tie_word_embeddings:
+            targets["lm_head.weight"] = self.head
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, LlamaLayer), "layers holds LlamaLayer only"
-            prefix = f"model.layers.{index}."
-            targets[prefix + "input_layernorm.weight"] = layer.attention_norm
-            targets[prefix + "post_attention_layernorm.weight"] = layer.mlp_norm
-            targets[prefix + "self_attn.q_norm.weight"] = layer.q_norm
-            targets[prefix + "self_attn.k_norm.weight"] = layer.k_norm
-            for kind, qkv, o, gate_up, down in (
-                ("weight", layer.qkv, layer.o, layer.gate_up, layer.down),
-                ("bias", layer.qkv_bias, layer.o_bias, layer.gate_up_bias, layer.down_bias),
-            ):
-                targets[prefix + f"self_attn.o_proj.{kind}"] = o
-                targets[prefix + f"mlp.down_proj.{kind}"] = down
-                if qkv is not None:
-                    names = [prefix + f"self_attn.{x}_proj.{kind}" for x in "qkv"]
-                    targets.update(zip(names, qkv.split(rows), strict=True))
-                if gate_up is not None:
-                    names = [prefix + f"mlp.{x}_proj.{kind}" for x in ("gate", "up")]
-                    targets.update(zip(names, gate_up.split([config.intermediate_size] * 2), strict=True))
-        return {name: target for name, target in targets.items() if target is not None}
+            targets |= layer.weight_targets(self.config, f"model.layers.{index}.")
+        return targets

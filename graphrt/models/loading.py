@@ -11,6 +11,7 @@ import torch
 from torch import distributed as dist
 
 from graphrt.config import RuntimeConfig
+from graphrt.draft_model import DraftModel
 from graphrt.engine.ranks import Ranks
 from graphrt.kernels.checks import check_int, shown
 from graphrt.kernels.compile_ahead import hash_triton
@@ -18,9 +19,10 @@ from graphrt.kernels.errors import CapacityError, ConfigError
 from graphrt.kernels.ops.quantized import QuantizedWeight
 from graphrt.kernels.types import KVLayout
 from graphrt.models.config import ModelConfig
+from graphrt.models.eagle import load_eagle
 from graphrt.models.fields import MAX_EXTENT, check_path
 from graphrt.models.gguf import GGUFSource
-from graphrt.models.hf import SafetensorsSource, download
+from graphrt.models.hf import SafetensorsSource, download, is_eagle
 from graphrt.models.llama import LlamaModel
 from graphrt.models.shapes import shape_config
 from graphrt.runtime import Runtime, resolve_device
@@ -107,6 +109,26 @@ def load_model(
     model = build(checkpoint.config)
     model.load_weights(checkpoint)
     return LoadedModel(model, checkpoint.config, path)
+
+
+def load_draft_model(source: str | Path, model: LlamaModel) -> DraftModel:
+    """Load a draft model, or an EAGLE or EAGLE-3 head, for `model`; pass it as `proposer=` to Runtime.
+
+    It has the dtype and device of `model`, and takes sequences of the same length. The folder of a head has a
+    config.json with an architecture such as LlamaForCausalLMEagle3 or EagleLlamaForCausalLM, and safetensors files. A
+    head without an embedding or lm_head shares those of `model`.
+
+    Args:
+        source: see `load_model`. A head is in a folder, or on the hub.
+
+    Raises: ConfigError, UnsupportedError, CapacityError: see `load_model`.
+    """
+    if not str(source).startswith(DUMMY_PREFIX):
+        source = resolve_source(source)
+        if source.is_dir() and is_eagle(source):
+            return load_eagle(source, model)
+    draft = load_model(source, device=model.device, dtype=model.dtype, max_positions=len(model.cos_sin)).model
+    return DraftModel(draft, draft.config.attention_specs(draft.dtype), vocab_size=draft.config.vocab_size)
 
 
 def _on_meta(config: ModelConfig, dtype: torch.dtype, group: dist.ProcessGroup | None) -> LlamaModel:

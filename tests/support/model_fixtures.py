@@ -116,7 +116,7 @@ class DenseStep:
         self._k = self._rotate(k, rotary.k_norm, rotary)
         return self._rotate(q, rotary.q_norm, rotary)
 
-    def keep_hidden(self, hidden):
+    def keep_hidden(self, hidden, *, before=None):
         pass
 
     def attend(self, layer, q):
