@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+import graphrt
 from graphrt.backends.triton import kernels_on
 from graphrt.integrations import vllm as plugin
 from graphrt.kernels.attention.options import AttentionOptions
@@ -205,11 +206,13 @@ def test_query_lens_choose_the_kernels(backend: Any) -> None:
         (2, 64, RAGGED, of(5, 5, 5, 1)),
         (2, 64, ((9, 3), (9, 3), (9, 1), (9, 3)), of(4, 10, 2, 3)),
         (2, 64, ((9, 9), (9, 1)), of(2, 10, 0, 0)),
+        (1, 64, ((9, 1), (9, 2), (9, 1), (9, 2)), of(4, 8, 1, 1)),  # 6 tokens, padded to as many as 4 drafts have
         (16, 64, ((40, 17), (50, 17)), of(2, 34, 2, 0)),  # more new tokens than a decode plan serves
     ):
         case = Case("", reqs, BF16, head_dim=head_dim)
         builder = Group.of(backend, case, drafts=drafts).builder
-        assert builder._shape(common_of(problem_of(case))) == shape
+        common = replace(common_of(problem_of(case)), num_actual_tokens=shape.num_tokens)
+        assert builder._shape(common) == shape
     assert builder.get_cudagraph_support(None, None).name == "UNIFORM_BATCH"
 
 
@@ -331,6 +334,30 @@ def test_what_the_kernels_lack_is_refused(backend: Any) -> None:
     combination = (64, BF16, "float16", 16, False, False, False, False, DeviceCapability(9, 0))
     assert "float16 differs" in cls.supports_combination(*combination)
     assert cls.supports_combination(64, BF16, "fp8", *combination[3:]) is None
+
+
+def test_masks_that_vllm_does_not_validate_raise(backend: Any) -> None:
+    """DiffusionGemma and prefix LMs are not causal. vLLM 0.26 validates neither R-SWA nor context parallelism."""
+    case = Case("", RAGGED, BF16)
+    builder, common = Group.of(backend, case).builder, common_of(problem_of(case))
+    for field, value, name in (
+        ("causal", False, "non-causal"),
+        ("causal", common.seq_lens > 0, "non-causal"),
+        ("rswa_prefix_lens", common.seq_lens, "R-SWA"),
+        ("dcp_local_seq_lens", common.seq_lens, "context parallelism"),
+    ):
+        with pytest.raises(graphrt.UnsupportedError, match=name):
+            builder.build(0, replace(common, **{field: value}))
+
+
+def test_reloaded_sinks_keep_their_address(backend: Any) -> None:
+    """Captured graphs read the float32 copy."""
+    impl = Group.of(backend, Case("", RAGGED, BF16, sinks=True)).layer.impl
+    before = impl._options.sinks
+    impl.sinks = torch.full_like(impl.sinks, 3.0, dtype=BF16)
+    impl.process_weights_after_loading(BF16)
+    assert impl._options.sinks is before
+    assert before.unique().tolist() == [3.0]
 
 
 @pytest.mark.parametrize(

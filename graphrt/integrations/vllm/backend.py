@@ -32,6 +32,7 @@ from graphrt.kernels.attention.arguments import MAX_HEAD_DIM
 from graphrt.kernels.attention.native import NATIVE_PAGE_MULTIPLE
 from graphrt.kernels.attention.options import AttentionOptions
 from graphrt.kernels.attention.plan_shape import MAX_QUERY_LEN
+from graphrt.kernels.errors import UnsupportedError
 from graphrt.kernels.native.nvrtc import nvrtc_fault
 
 if TYPE_CHECKING:
@@ -189,6 +190,7 @@ class GraphrtMetadataBuilder(AttentionMetadataBuilder[GraphrtMetadata]):  # type
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> GraphrtMetadata:
         common, num_reqs = common_attn_metadata, common_attn_metadata.num_reqs
+        _check_mask(common)
         return self._written(
             GraphrtMetadata(
                 common.num_actual_tokens,
@@ -219,18 +221,37 @@ class GraphrtMetadataBuilder(AttentionMetadataBuilder[GraphrtMetadata]):  # type
         num_reqs, num_tokens = common.num_reqs, common.num_actual_tokens
         query_len = int(common.max_query_len)  # a NumPy integer in layers with chunks
         uniform = query_len <= self.reorder_batch_threshold and num_reqs * query_len == num_tokens
+        query_lens = None
+        if not self._late_query_lens:  # vLLM may still be copying query_start_loc_cpu
+            query_lens = np.diff(common.query_start_loc_cpu[: num_reqs + 1].numpy())
+            # With padding, the product also holds for some mixed steps of breakable graphs.
+            uniform = uniform and bool(((query_lens == query_len) | (query_lens == 0)).all())
         if uniform and query_len <= MAX_QUERY_LEN:
             return StepShape(num_reqs, num_tokens, num_reqs, query_len)
         if uniform or not self._schedules.serves_prompts:
             return StepShape(num_reqs, num_tokens, num_reqs, 0)
-        if self._late_query_lens:  # vLLM may still be copying query_start_loc_cpu
+        if query_lens is None:
             return StepShape(num_reqs, num_tokens, 0, 0)
-        query_lens = np.diff(common.query_start_loc_cpu[: num_reqs + 1].numpy())
         first = int(query_lens[0])
         if not 1 <= first <= min(self.reorder_batch_threshold, MAX_QUERY_LEN):
             return StepShape(num_reqs, num_tokens, 0, 0)
         others = np.flatnonzero(query_lens != first)
         return StepShape(num_reqs, num_tokens, int(others[0]) if others.size else num_reqs, first)
+
+
+def _check_mask(common: CommonAttentionMetadata) -> None:
+    """Raise UnsupportedError for masks that `validate_configuration` of some versions does not know."""
+    found = {
+        "non-causal attention": common.causal is not True,
+        "a reference sliding window (R-SWA)": common.rswa_prefix_lens is not None,
+        "decode context parallelism": common.dcp_local_seq_lens is not None,
+    }
+    if any(found.values()):
+        names = " and ".join(name for name, present in found.items() if present)
+        raise UnsupportedError(
+            f"attention backend CUSTOM: expected causal attention over the whole KV cache, got {names}; "
+            "start vLLM without --attention-backend CUSTOM"
+        )
 
 
 class GraphrtImpl(AttentionImpl[GraphrtMetadata]):  # type: ignore[misc]
@@ -268,9 +289,17 @@ class GraphrtImpl(AttentionImpl[GraphrtMetadata]):  # type: ignore[misc]
         )
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Convert the sinks, which the checkpoint has in the model's dtype, to float32."""
-        if self.sinks is not None:
-            self._options = replace(self._options, sinks=self.sinks.detach().float().contiguous())
+        """Convert the sinks, which the checkpoint has in the model's dtype, to float32.
+
+        vLLM calls this again when it reloads weights. Graphs read the tensor of the first call.
+        """
+        if self.sinks is None:
+            return
+        sinks = self.sinks.detach().float().contiguous()
+        if self._options.sinks is None:
+            self._options = replace(self._options, sinks=sinks)
+        else:
+            self._options.sinks.copy_(sinks)
 
     def forward(
         self,

@@ -54,6 +54,9 @@ class CommonAttentionMetadata:
     max_seq_len: int
     block_table_tensor: torch.Tensor
     slot_mapping: torch.Tensor
+    causal: bool | torch.Tensor = True
+    dcp_local_seq_lens: torch.Tensor | None = None
+    rswa_prefix_lens: torch.Tensor | None = None
 
 
 M = TypeVar("M")
