@@ -217,8 +217,18 @@ class HostedModel(torch.nn.Module):
         self._models = [module for module in model.modules() if hasattr(module, _PADDING_CHECK)]
 
     def forward(self, step: Step) -> torch.Tensor:
-        """Return the logits [padded_reqs, vocab_size]."""
-        return self.run(StepCalls(step, self.specs), step.input_ids, step.positions, step.logits_indices)
+        """Return the logits [padded_reqs, vocab_size], and keep the hidden states that the base model returns."""
+        calls = StepCalls(step, self.specs)
+
+        def keep(_: Any, __: Any, output: Any) -> None:
+            if _CALLS.get(None) is calls and hasattr(output, "last_hidden_state"):
+                step.keep_hidden(output.last_hidden_state[0])
+
+        hook = self.model.base_model.register_forward_hook(keep)
+        try:
+            return self.run(calls, step.input_ids, step.positions, step.logits_indices)
+        finally:
+            hook.remove()
 
     def run(
         self, calls: Calls, ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, *, name: str = ATTENTION

@@ -24,6 +24,7 @@ from graphrt.integrations.transformers.rotation import find_rotation
 from graphrt.kernels.attention.options import FP8_DTYPES
 from graphrt.kernels.checks import check_bool, check_instance
 from graphrt.kernels.errors import ConfigError, UnsupportedError
+from graphrt.proposer import Proposer
 from graphrt.runtime import Runtime
 from graphrt.spec import KVCacheSpec
 
@@ -107,6 +108,7 @@ def from_transformers(
     page_size: int = 16,
     kv_dtype: torch.dtype | None = None,
     fuse: bool = True,
+    proposer: Proposer | None = None,
 ) -> TransformersRuntime:
     """Return a captured runtime for a causal language model of `transformers`.
 
@@ -130,6 +132,8 @@ def from_transformers(
                         graphrt's operators, where these compute the same result on random input; `runtime.fused` names
                         them. Weights of linear layers with the same input become adjacent in memory, and keep their
                         values and names
+    proposer            as for Runtime, with RuntimeConfig.num_speculative_tokens. A head reads the last hidden states
+                        of the base model
 
     Raises:
         ConfigError: if `transformers` is missing, or an argument is wrong.
@@ -178,6 +182,7 @@ def from_transformers(
             config=config,
             num_pages=num_pages,
             memory_utilization=memory_utilization,
+            proposer=proposer,
         )
         runtime.model, runtime.tokenizer, runtime.fused, runtime._hosted = model, tokenizer, fused, hosted
         runtime.kv_boundary = next((of.boundary for of in hosted.tables.values() if of.boundary), None)
