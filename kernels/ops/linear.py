@@ -32,6 +32,7 @@ from graphrt.kernels.checks import check_tensor, check_unit_stride, once_per_geo
 from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.op_declaration import DeclaredOp
 from graphrt.kernels.ops.activation import silu_mul
+from graphrt.kernels.ops.all_reduce import inbox_for
 from graphrt.kernels.ops.collectives import all_reduce
 from graphrt.kernels.ops.linear_call import MAX_TOKENS, STEP_BYTES, End, LinearCall, LinearPlan
 from graphrt.kernels.ops.linear_native import linear_native
@@ -131,7 +132,10 @@ def linear_add(
     tokens, width = len(x.x), weight.shape[0]
     _check_residual(x.x, width, residual, gain)
     if group is not None:
-        total = all_reduce(linear(x, weight), group)
+        partial = linear(x, weight)
+        if (inbox := inbox_for(group, partial, residual)) is not None:
+            return Normed(inbox.add_norm(partial, residual, gain, eps, bias))
+        total = all_reduce(partial, group)
         return Normed(add_rms_norm(residual, total if bias is None else total + bias, gain, eps))
     plan = _plan(x.x, tokens, weight, End.ADD)
     if plan is None or 2 * width % STEP_BYTES:  # the kernel cannot read rows of this width in the next product

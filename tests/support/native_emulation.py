@@ -62,6 +62,10 @@ def _build(variant: NativeVariant, bug: tuple[str, str] | None) -> ctypes.CDLL:
         "}  // namespace\n"
         'extern "C" const char *run(const Params *p, int x, int y, const int *order, int count, int at_a_time, '
         "int seed) { return run_grid(p, x, y, order, count, at_a_time, seed); }\n"
+        "#ifdef RANKS\n"
+        'extern "C" const char *run_ranks(const Params *const *p, const int *blocks, const int *counts, int ranks, '
+        "int seed) { return run_streams(p, blocks, counts, ranks, seed); }\n"
+        "#endif\n"
     )
     sizes = {"WARPS": variant.num_threads // 32, "SHARED_BYTES": variant.shared_bytes, "ENTRY": variant.entry}
     command = [COMPILER, *_FLAGS, *(f"-D{key}={value}" for key, value in (sizes | dict(variant.macros)).items())]
@@ -116,6 +120,44 @@ def emulated_launch(
         library.write_late(*addresses, ctypes.c_long(value.nbytes))
     fault = library.run(ctypes.c_void_p(at), *grid, (ctypes.c_int * count)(*clusters), count, at_a_time, seed)
     assert fault is None, fault.decode()
+
+
+class Ranks:
+    """Runs the launches of several ranks concurrently, where `launch` is `Ranks.launch`.
+
+    Ranks call their operators one after another, as their hosts would; `run` then runs all launches.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.launches: list[list[tuple[ctypes.Structure, int]]] = [[] for _ in range(ranks)]
+        self.rank = 0  # of the next launches
+        self.variant: NativeVariant | None = None  # of all launches
+
+    def launch(
+        self,
+        variant: NativeVariant,
+        grid: tuple[int, int],
+        params: ctypes.Structure,
+        device: torch.device,
+        *,
+        pdl: bool = False,
+    ) -> None:
+        assert self.variant in (None, variant)
+        self.variant = variant
+        self.launches[self.rank].append((params, grid[0]))
+
+    def run(self, seed: int) -> None:
+        """Run all launches, in an order derived from the seed. Raises: AssertionError: see `emulated_launch`."""
+        every = [launch for launches in self.launches for launch in launches]
+        counts = [len(launches) for launches in self.launches]
+        addresses = (ctypes.c_void_p * len(every))(*(ctypes.addressof(params) for params, _ in every))
+        blocks = (ctypes.c_int * len(every))(*(count for _, count in every))
+        assert self.variant is not None
+        library = _build(self.variant, injected)
+        library.run_ranks.restype = ctypes.c_char_p
+        fault = library.run_ranks(addresses, blocks, (ctypes.c_int * len(counts))(*counts), len(counts), seed)
+        self.launches = [[] for _ in counts]
+        assert fault is None, fault.decode()
 
 
 def emulated_map(tensor: torch.Tensor, box_rows: int) -> bytes:

@@ -89,7 +89,7 @@ struct alignas(1024) Line { char bytes[1024]; };
 struct Cluster;
 struct Block {
   int x, y, delay;
-  bool is_late;
+  bool is_late, lets_next_start = false;
   Cluster *cluster;
   std::vector<Line> shared;
   std::vector<char> variables;
@@ -122,8 +122,12 @@ struct Chance {  // std::minstd_rand; the compiler takes long to read <random>
 long progress;  // counts actions; waiting and polling do not count
 const char *fault;  // a detected fault, or null
 
-// What another header adds to the emulation: called when a block starts, after each of its passes, and when it ends.
-struct Hooks { void (*start)() = [] {}, (*pass)() = [] {}, (*end)() = [] {}; } hooks;
+// What another header adds to the emulation: called when a block starts, after each of its passes, and when it ends;
+// and whether an earlier kernel of the running block's stream has not finished.
+struct Hooks {
+  void (*start)() = [] {}, (*pass)() = [] {}, (*end)() = [] {};
+  bool (*waits)() = [] { return false; };
+} hooks;
 
 inline void yield() {
   if (!_setjmp(current->at)) _longjmp(scheduler, 1);
@@ -325,13 +329,13 @@ struct Late { char *at; const char *value; long bytes; };
 std::vector<Late> late;
 extern "C" void write_late(char *at, const char *value, long bytes) { late.push_back({at, value, bytes}); }
 inline void wait_for_earlier_kernels() {
-  while (!late.empty()) yield();
+  while (!late.empty() || hooks.waits()) yield();
 }
 inline void finish_earlier_kernels() {
   for (const Late &write : late) memcpy(write.at, write.value, write.bytes);
   late.clear();
 }
-inline void let_next_kernel_start() {}
+inline void let_next_kernel_start() { running->lets_next_start = true; }
 inline int count_arrival(int *at) { return (*at)++; }
 inline int atomicAdd(int *at, int x) { return (*at += x) - x; }
 inline u32 atomicAdd(u32 *at, u32 x) { return (*at += x) - x; }
@@ -476,32 +480,50 @@ inline void run_pass(Block &block) {
   memcpy(block.variables.data(), __start_shared_variables, VARIABLE_BYTES);
 }
 
+// Prepare the blocks of a cluster.
+template <typename P> void start(Cluster &cluster, int index, int grid_y) {
+  for (int rank = 0; rank < CLUSTER; ++rank) {
+    Block &block = cluster.blocks[rank];
+    block.x = index / (grid_y / CLUSTER);
+    block.y = index % (grid_y / CLUSTER) * CLUSTER + rank;
+    block.cluster = &cluster;
+    block.shared.resize((SHARED_BYTES + GUARD_BYTES) / sizeof(Line) + 1);
+    memset(block.memory(), 0xff, SHARED_BYTES + GUARD_BYTES);
+    block.variables.assign(VARIABLE_BYTES, (char)0xff);
+    block.delay = chance() % 2 ? chance() % 1024 : 0;
+    block.is_late = rank > 0 && chance() % 2;
+    for (int i = 0; i < NUM_THREADS; ++i) prepare<P>(block.threads[i], i);
+    hooks.start();
+  }
+}
+
+inline bool has_ended(Cluster &cluster) {
+  for (const Block &block : cluster.blocks)
+    if (block.left > 0) return false;
+  for (Block &block : cluster.blocks) {
+    hooks.end();
+    for (int i = 0; i < GUARD_BYTES; ++i)
+      if (block.memory()[SHARED_BYTES + i] != (char)0xff) fault = "a block stores past its shared memory";
+    post(block.sent);
+    for (Thread &thread : block.threads) stacks.push_back(thread.stack), thread.stack = nullptr;
+  }
+  return true;
+}
+
+inline void seed_chance(int seed) {
+  chance.state = seed + 1;
+  for (int i = 0; i < 8; ++i) chance();  // the first numbers of neighbouring seeds are similar
+}
+
 // Run clusters of blocks in the order of `order`, `at_a_time` of them concurrently. Return a detected fault, or null.
 template <typename P>
 const char *run_grid(const P *params, int grid_x, int grid_y, const int *order, int count, int at_a_time, int seed) {
-  chance.state = seed + 1;
-  for (int i = 0; i < 8; ++i) chance();  // the first numbers of neighbouring seeds are similar
+  seed_chance(seed);
   params_of_launch<P> = params;
   gridDim = {grid_x, grid_y};
   fault = nullptr;
   mails.clear();
   std::list<Cluster> live;
-  const auto start = [&](int index) {
-    Cluster &cluster = live.emplace_back();
-    for (int rank = 0; rank < CLUSTER; ++rank) {
-      Block &block = cluster.blocks[rank];
-      block.x = index / (grid_y / CLUSTER);
-      block.y = index % (grid_y / CLUSTER) * CLUSTER + rank;
-      block.cluster = &cluster;
-      block.shared.resize((SHARED_BYTES + GUARD_BYTES) / sizeof(Line) + 1);
-      memset(block.memory(), 0xff, SHARED_BYTES + GUARD_BYTES);
-      block.variables.assign(VARIABLE_BYTES, (char)0xff);
-      block.delay = chance() % 2 ? chance() % 1024 : 0;
-      block.is_late = rank > 0 && chance() % 2;
-      for (int i = 0; i < NUM_THREADS; ++i) prepare<P>(block.threads[i], i);
-      hooks.start();
-    }
-  };
   // Late blocks start once another block waits for them or should have.
   const auto may_start = [](const Block &block) {
     if (!block.is_late || block.cluster->met) return true;
@@ -509,21 +531,9 @@ const char *run_grid(const P *params, int grid_x, int grid_y, const int *order, 
       if (!other.is_late && other.left > 0) return false;
     return true;
   };
-  const auto has_ended = [](Cluster &cluster) {
-    for (const Block &block : cluster.blocks)
-      if (block.left > 0) return false;
-    for (Block &block : cluster.blocks) {
-      hooks.end();
-      for (int i = 0; i < GUARD_BYTES; ++i)
-        if (block.memory()[SHARED_BYTES + i] != (char)0xff) fault = "a block stores past its shared memory";
-      post(block.sent);
-      for (Thread &thread : block.threads) stacks.push_back(thread.stack), thread.stack = nullptr;
-    }
-    return true;
-  };
   int next = 0, rounds = 0;
   for (long before = progress; (next < count || !live.empty()) && !fault; before = progress) {
-    while ((int)live.size() < at_a_time && next < count) start(order[next++]);
+    while ((int)live.size() < at_a_time && next < count) start<P>(live.emplace_back(), order[next++], grid_y);
     for (Mail &mail : mails)
       if (mail.asked) deliver(mail, 1 + chance() % (mail.words.size() / 8 + 1));
     mails.remove_if([](const Mail &mail) { return mail.words.empty(); });

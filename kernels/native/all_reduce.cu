@@ -1,0 +1,192 @@
+// Exchange a few tokens between the GPUs of one host, each of which runs one rank:
+//
+//   SUM     out = sum of x over ranks
+//   NORM    residual += sum of x over ranks, plus bias; out = RMSNorm of the residual
+//   GATHER  out[rank] = records of 8 bytes of each rank
+//
+// 1. Every rank has an inbox with two halves, which calls use in turn. A half has a region for each sender. A rank
+//    stores its x in the inboxes of all other ranks, and then polls its own. No flags are needed: all words of an inbox
+//    are NOT_ARRIVED except those that have arrived. A rank never sends this word: as two 16-bit floats it is two NaNs,
+//    which are replaced by two other NaNs. GATHER sends 16 bits per word.
+// 2. The thread that has read a word makes it NOT_ARRIVED again, so calls may have any sizes.
+// 3. Sums are float32, in the order of ranks. All ranks get the same bits, whatever the number of tokens.
+//
+// Why two halves need no barrier. Say rank A stores words of call n + 2 in rank B's inbox. A has finished call n + 1,
+// so words of B's call n + 1 had arrived, and B had started that call. A kernel stores only after the earlier kernels of
+// its stream have finished, so B had finished call n: it had read, and had reset, the words of call n, which were in the
+// same half. And A is never further ahead: it starts call n + 3 only after it got B's words of call n + 2.
+//
+// A rank that waits for TIMEOUT nanoseconds stores the number of a missing rank in `fault`. It then waits no more, and
+// words that have not arrived count as NaN. The inboxes of all ranks must be reset after that.
+//
+// Compile-time macros: RANKS, WARPS, PARAMS_BYTES, Q_BF16 (else float16), TIMEOUT
+
+#include "primitives.cuh"
+#include "peers.cuh"
+
+#define SUM 0
+#define NORM 1
+#define GATHER 2
+#define THREADS (32 * WARPS)
+#define OTHER_NANS 0x7fff7fffu  // sent instead of NOT_ARRIVED
+
+// In this GPU's memory. The last block to load `calls` counts the call.
+struct State {
+  u32 calls;
+  int blocks_started;
+  int fault;  // 0, or 1 + a rank whose words have not arrived in time
+};
+
+struct Params {
+  int4 *inboxes[RANKS];  // of all ranks: [2, RANKS, capacity]
+  State *state;
+  const char *x;    // [tokens, width]; GATHER: [records, 2] words
+  const u16 *bias;  // NORM: [width]; or null
+  u16 *residual;    // NORM: [tokens, width]
+  const u16 *gain;  // NORM: [width]
+  char *out;        // [tokens, width]; GATHER: [RANKS, records, 2] words
+  int capacity;     // units of a sender in half an inbox. A unit has 16 bytes
+  int units;        // of all tokens, or records. A block has a token, or THREADS records
+  int block_units;
+  int rank, mode;
+  float inverse_width, eps;
+};
+static_assert(sizeof(Params) == PARAMS_BYTES, "all_reduce.py has the same fields");
+
+struct Unit { u32 words[4]; };
+__device__ __forceinline__ Unit as_unit(int4 x) { return {(u32)x.x, (u32)x.y, (u32)x.z, (u32)x.w}; }
+__device__ __forceinline__ Unit load_unit(const void *at, i64 index) {
+  return as_unit(static_cast<const int4 *>(at)[index]);
+}
+__device__ __forceinline__ int4 as_int4(const Unit &x) {
+  return make_int4((int)x.words[0], (int)x.words[1], (int)x.words[2], (int)x.words[3]);
+}
+__device__ __forceinline__ void store_unit(void *at, i64 index, const Unit &x) {
+  static_cast<int4 *>(at)[index] = as_int4(x);
+}
+__device__ __forceinline__ bool has_arrived(const Unit &x) {
+  return x.words[0] != NOT_ARRIVED && x.words[1] != NOT_ARRIVED && x.words[2] != NOT_ARRIVED &&
+         x.words[3] != NOT_ARRIVED;
+}
+__device__ __forceinline__ float low(u32 pair) { return from_query((u16)pair); }
+__device__ __forceinline__ float high(u32 pair) { return from_query((u16)(pair >> 16)); }
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) all_reduce(const __grid_constant__ Params p) {
+  extern __shared__ __align__(16) char memory[];
+  float *const squares_of_warps = reinterpret_cast<float *>(memory);  // [WARPS]
+  const int thread = threadIdx.x, token = blockIdx.x;
+  const int at = token * p.block_units + thread;
+  const bool live = thread < p.block_units && at < p.units;
+
+  wait_for_earlier_kernels();
+  const u32 calls = __ldcg(&p.state->calls);
+  bool failed = __ldcg(&p.state->fault) != 0;
+
+  // 1. Send the thread's unit to all other ranks.
+  Unit own = {}, residual = {}, gain = {}, bias = {};
+  int4 *inbox = nullptr;
+  if (live) {
+    if (p.mode == GATHER) {
+      const u32 *record = reinterpret_cast<const u32 *>(p.x) + 2 * at;
+      own = {record[0] & 0xffff, record[0] >> 16, record[1] & 0xffff, record[1] >> 16};
+    } else {
+      own = load_unit(p.x, at);
+    }
+    if (p.mode == NORM) {
+      residual = load_unit(p.residual, at);
+      gain = load_unit(p.gain, thread);
+      if (p.bias) bias = load_unit(p.bias, thread);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (own.words[i] == NOT_ARRIVED) own.words[i] = OTHER_NANS;
+    const i64 half = (i64)(calls % 2) * RANKS * p.capacity + at;
+    inbox = p.inboxes[p.rank] + half;
+#pragma unroll
+    for (int i = 1; i < RANKS; ++i)  // ranks start with different receivers
+      store_peer(p.inboxes[(p.rank + i) % RANKS] + half + (i64)p.rank * p.capacity, as_int4(own));
+  }
+  let_next_kernel_start();
+  __syncthreads();  // all threads of the block have loaded `calls`
+  const int started = thread == 0 ? atomicAdd(&p.state->blocks_started, 1) : -1;  // waits for nothing yet
+
+  // 2. Receive the unit of every rank.
+  Unit units[RANKS] = {};
+  if (live) {
+    const i64 start = global_time();
+    for (int polls = 1;; ++polls) {
+      int missing = -1;
+#pragma unroll
+      for (int r = 0; r < RANKS; ++r) {
+        units[r] = r == p.rank ? own : as_unit(load_arriving(inbox + (i64)r * p.capacity));
+        if (!has_arrived(units[r])) missing = r;
+      }
+      if (missing < 0 || failed) break;
+      if (polls % 64 == 0 && global_time() - start > TIMEOUT) {
+        p.state->fault = 1 + missing;
+        failed = true;
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < RANKS; ++r)
+      if (r != p.rank) store_not_arrived(inbox + (i64)r * p.capacity);
+  }
+  if (started == (int)gridDim.x - 1) {
+    p.state->blocks_started = 0;
+    p.state->calls = calls + 1;
+  }
+
+  // 3. Add them, and the residual.
+  float x[8] = {};
+  float square = 0.0f;
+  if (live && p.mode != GATHER) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float sums[2] = {low(units[0].words[i]), high(units[0].words[i])};
+#pragma unroll
+      for (int r = 1; r < RANKS; ++r) {
+        sums[0] += low(units[r].words[i]);
+        sums[1] += high(units[r].words[i]);
+      }
+      u32 pair = pack_output(sums[0], sums[1]);
+      if (p.mode == NORM) {
+        if (p.bias) pair = pack_output(low(pair) + low(bias.words[i]), high(pair) + high(bias.words[i]));
+        pair = pack_output(low(residual.words[i]) + low(pair), high(residual.words[i]) + high(pair));
+      }
+      own.words[i] = pair;
+      x[2 * i] = low(pair);
+      x[2 * i + 1] = high(pair);
+      square += x[2 * i] * x[2 * i];
+      square += x[2 * i + 1] * x[2 * i + 1];
+    }
+    if (p.mode == NORM) store_unit(p.residual, at, own);
+  }
+
+  // 4. Add the squares of the block's token.
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes /= 2) square += __shfl_xor_sync(0xffffffffu, square, lanes);
+  if (thread % 32 == 0) squares_of_warps[thread / 32] = square;
+  __syncthreads();
+  if (!live) return;
+  if (p.mode == GATHER) {
+    u32 *const out = reinterpret_cast<u32 *>(p.out);
+#pragma unroll
+    for (int r = 0; r < RANKS; ++r) {
+      out[2 * (r * p.units + at)] = units[r].words[0] | units[r].words[1] << 16;
+      out[2 * (r * p.units + at) + 1] = units[r].words[2] | units[r].words[3] << 16;
+    }
+    return;
+  }
+  if (p.mode == NORM) {
+    float squares = 0.0f;
+#pragma unroll
+    for (int warp = 0; warp < WARPS; ++warp) squares += squares_of_warps[warp];
+    const float scale = rsqrtf(squares * p.inverse_width + p.eps);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const u32 pair = pack_output(x[2 * i] * scale, x[2 * i + 1] * scale);
+      own.words[i] = pack_output(low(pair) * low(gain.words[i]), high(pair) * high(gain.words[i]));
+    }
+  }
+  store_unit(p.out, at, own);
+}
