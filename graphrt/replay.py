@@ -23,6 +23,7 @@ from graphrt.capture.inspect.memory import MemoryMap
 from graphrt.capture.recorder import make_recorder
 from graphrt.capture.staging import StagingSlot
 from graphrt.config import RuntimeConfig
+from graphrt.context_parallel import backend_specs
 from graphrt.draft_model import resolve_layers, with_draft_state
 from graphrt.engine.batch_delta import BatchDelta, StopConditions
 from graphrt.engine.graphs import StepGraphs
@@ -114,11 +115,10 @@ class ReplayManager:
         locations = kv_locations(specs, kv_cache.groups)
         most = MAX_VOCAB_SIZE if sampler is sample_tokens else (1 << 31) - 1
         vocab_size = check_int("vocab_size", vocab_size, 1, most, advice="pass the width of the model's logits")
-        chosen = get_attn_backend(specs, kv_cache.groups, device, config=config)
+        chosen = get_attn_backend(backend_specs(specs, kv_cache.groups), kv_cache.groups, device, config=config)
         named = check_named_tensors("weights", named_weights(model) if weights is None else weights)
-        self._stream = stream_on(device, stream)
+        self._stream, self._backend = stream_on(device, stream), chosen.make()
         self._kv_cache: KVCache | None = kv_cache
-        self._backend = chosen.make()
         check_proposer(proposer, config, sampler=sampler, plans_on_host=self.plans_on_host)
         self.vocab_size, self.proposes, self.has_ranks = vocab_size, proposer is not None, group is not None
         self._num_groups, self._whole_rows = len(kv_cache.groups), not all(spec.is_cached for spec in specs)
@@ -126,7 +126,7 @@ class ReplayManager:
         self._exclusive = Exclusive("ReplayManager", "submit steps from one thread, and not from inside a model")
         longest = config.max_seq_len + config.num_speculative_tokens  # with missing drafts, which are padding
         groups = page_groups(kv_cache, longest, config.max_encoder_len or 0)
-        capacity = capacity_of(config, groups, vocab_size)
+        capacity = capacity_of(config, groups, vocab_size, interleaves=chosen.context.context_parallel)
         self._inputs_words, self._buffers = capacity.inputs, StaticBuffers.allocate(capacity, device)
         self.request_tables = RequestTables(
             config, vocab_size, device, self.between_steps, self._on_steps_stream, self.mirror

@@ -13,7 +13,7 @@ import pickle
 import select
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,12 @@ import numpy as np
 import torch
 from torch import distributed as dist
 
+from graphrt.context_parallel import ContextParallel
 from graphrt.engine.shared_ring import SharedRing
 from graphrt.kernels.checks import check_instance
-from graphrt.kernels.errors import RankError, ReplayError, UnsupportedError
+from graphrt.kernels.errors import ConfigError, RankError, ReplayError, UnsupportedError
 from graphrt.kernels.ops import collectives
+from graphrt.spec import KVCacheSpec
 
 HANG_SECONDS = 8.0
 """How long a rank may be late at a collective of a step, or stopped in it."""
@@ -56,6 +58,7 @@ class Ranks:
                 f"group: expected a gloo group of CPU ranks, got {backend}; several GPUs are not implemented"
             )
         self.managers, self._hang_seconds = 0, HANG_SECONDS
+        self._subgroups = dict[int, dist.ProcessGroup]()
         self._memory, pids = self._shared_memory()
         count = 1 + self.size
         words = np.frombuffer(self._memory, np.int64, count * _LINE).reshape(count, _LINE)
@@ -81,6 +84,18 @@ class Ranks:
         if group.group_name not in _of_group:
             _of_group[group.group_name] = cls(group)
         return _of_group[group.group_name]
+
+    def subgroup(self, size: int) -> dist.ProcessGroup:
+        """Return the group of `size` consecutive ranks that this rank belongs to. All ranks call it together."""
+        if size == self.size:
+            return self.group
+        if size not in self._subgroups:
+            starts = range(0, self.size, size)
+            global_ranks = [dist.get_global_rank(self.group, rank) for rank in range(self.size)]
+            groups = [dist.new_group(global_ranks[start : start + size]) for start in starts]
+            self._subgroups[size] = own = groups[self.rank // size]
+            collectives.waits[own.group_name] = self._wait_for_collective
+        return self._subgroups[size]
 
     def send(self, message: bytes) -> None:
         """Send a message from rank 0. Waits only if a rank is far behind."""
@@ -207,3 +222,19 @@ class Ranks:
         if None in pids:
             raise UnsupportedError(f"group: expected ranks on one host, but rank {pids.index(None)} is on another one")
         return memory, pids
+
+
+def context_of(kv_groups: Sequence[KVCacheSpec], group: dist.ProcessGroup | None) -> ContextParallel | None:
+    """Return the ranks that share the KV of each request; None if every rank keeps all tokens.
+
+    Raises: ConfigError: if the ranks of `group` cannot be divided by context_parallel_size.
+    """
+    size = kv_groups[0].context_parallel_size if kv_groups else 1
+    if size == 1:
+        return None
+    if group is None or group.size() % size:
+        ranks = "no group" if group is None else f"{group.size()} ranks"
+        raise ConfigError(
+            f"context_parallel_size: expected a divisor of the number of ranks, got {size} with {ranks}; pass group="
+        )
+    return ContextParallel(Ranks.of(group).subgroup(size), kv_groups[0].interleave_size)

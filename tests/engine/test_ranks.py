@@ -110,12 +110,12 @@ def state_of(runtime: Runtime) -> str:
 
 def build(folder: Path, group: dist.ProcessGroup | None, config: RuntimeConfig, **options: Any) -> Runtime:
     loaded = load_model(folder, device="cpu", dtype=torch.float32, group=group)
-    return make_runtime(loaded.model, config, page_size=4, **options)
+    return make_runtime(loaded.model, config, **({"page_size": 4} | options))
 
 
-def decode(group: dist.ProcessGroup | None, folder: Path) -> dict[str, Any]:
+def decode(group: dist.ProcessGroup | None, folder: Path, **options: Any) -> dict[str, Any]:
     found = {}
-    with build(folder, group, CONFIG, num_pages=24) as runtime:
+    with build(folder, group, CONFIG, num_pages=24, **options) as runtime:
         runtime.capture()
         if runtime.rank:
             with pytest.raises(ReplayError, match="expected this call on rank 0; call follow"):
@@ -125,10 +125,11 @@ def decode(group: dist.ProcessGroup | None, folder: Path) -> dict[str, Any]:
             found = tokens_of(runtime)
         found["state"] = state_of(runtime)
         nbytes = sum(weight.nbytes for weight in runtime.manager._program.model.parameters())
+        found["kv_bytes"] = runtime.kv_cache.nbytes
     config = RuntimeConfig(
         2, 24, 48, decode_sizes=(2,), mixed_sizes=(24,), num_speculative_tokens=3, max_logprobs=2, penalties=True
     )
-    with build(folder, group, config, proposer=ngram_drafts) as runtime:
+    with build(folder, group, config, proposer=ngram_drafts, **options) as runtime:
         runtime.capture()
         if runtime.rank:
             runtime.follow()
@@ -187,10 +188,18 @@ def check_sampling(group: dist.ProcessGroup) -> None:
     assert torch.equal(found, sample(logits, *arguments, **options))
 
 
-FAMILIES = {
+def decode_interleaved(group: dist.ProcessGroup, folder: Path, size: int, interleave_size: int) -> dict[str, Any]:
+    """Decode with pages of 4 tokens, of which each rank stores 4 / size."""
+    options = {"context_parallel_size": size, "interleave_size": interleave_size}
+    return decode(group, folder, page_size=4 // size, **options)
+
+
+FAMILIES = {  # architecture, its sizes, ranks; ranks that share the KV of a request, and interleave_size
     "padded-heads": ("Llama", {"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 72}, 2),
     "replicated-heads": ("Qwen3", {"head_dim": 8, "num_attention_heads": 8, "num_key_value_heads": 2}, 4),
     "biases": ("Qwen2", {"tie_word_embeddings": True}, 2),
+    "interleaved": ("Llama", {"num_key_value_heads": 1}, 2, 2, 1),
+    "interleaved-heads": ("Qwen3", {"head_dim": 8, "num_attention_heads": 8, "num_key_value_heads": 2}, 4, 2, 2),
 }
 
 
@@ -198,15 +207,19 @@ FAMILIES = {
 def test_tokens_are_those_of_one_process(tmp_path: Path, case: str) -> None:
     from tests.support.model_fixtures import save_oracle
 
-    family, sizes, count = FAMILIES[case]
+    family, sizes, count, *interleaved = FAMILIES[case]
     oracle = save_oracle(tmp_path, family, eos_token_id=None, **sizes)
     expected = decode(None, tmp_path)
-    outcomes = run_ranks(tmp_path, decode, tmp_path, ranks=count)
+    function = decode_interleaved if interleaved else decode
+    outcomes = run_ranks(tmp_path, function, tmp_path, *interleaved, ranks=count)
     assert [outcome.error for outcome in outcomes] == [None] * count
     first, *others = (outcome.value for outcome in outcomes)
     assert {other["state"] for other in others} == {first["state"]}
     full = sum(weight.nbytes for weight in oracle.parameters())
     assert max(outcome.value["bytes"] for outcome in outcomes) < 0.8 * full
+    kv_bytes = expected.pop("kv_bytes")
+    if interleaved:
+        assert count * first["kv_bytes"] == kv_bytes, "no rank stores what another one has"
     for name, tokens in expected.items():
         assert name == "state" or first[name] == tokens, name
     for prompt, tokens in zip(PROMPTS, first["greedy"], strict=True):
@@ -306,6 +319,9 @@ def refusals(group: dist.ProcessGroup) -> list[str]:
         with pytest.raises(UnsupportedError) as error:
             make_runtime(model, RuntimeConfig(2, 16, 48, **options))
         found.append(str(error.value))
+    text = "expected a divisor of the 1 ranks that hold the same KV head, got 2"
+    with pytest.raises(ConfigError, match=text):
+        make_runtime(model, RuntimeConfig(2, 16, 48), context_parallel_size=2)
     return found
 
 
