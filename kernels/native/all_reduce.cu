@@ -111,16 +111,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) all_reduce(const __grid
   const int started = thread == 0 ? atomicAdd(&p.state->blocks_started, 1) : -1;  // waits for nothing yet
 
   // 2. Receive the unit of every rank.
-  Unit units[RANKS] = {};
+  Unit units[RANKS];
+#pragma unroll
+  for (int r = 0; r < RANKS; ++r)
+    units[r] = r == p.rank ? own : Unit{NOT_ARRIVED, NOT_ARRIVED, NOT_ARRIVED, NOT_ARRIVED};
   if (live) {
     const i64 start = global_time();
     for (int polls = 1;; ++polls) {
+#pragma unroll
+      for (int r = 0; r < RANKS; ++r)
+        if (!has_arrived(units[r])) units[r] = as_unit(load_arriving(inbox + (i64)r * p.capacity));
       int missing = -1;
 #pragma unroll
-      for (int r = 0; r < RANKS; ++r) {
-        units[r] = r == p.rank ? own : as_unit(load_arriving(inbox + (i64)r * p.capacity));
+      for (int r = 0; r < RANKS; ++r)
         if (!has_arrived(units[r])) missing = r;
-      }
       if (missing < 0 || failed) break;
       if (polls % 64 == 0 && global_time() - start > TIMEOUT) {
         p.state->fault = 1 + missing;
