@@ -181,6 +181,8 @@ def work(rank: int, options: Namespace, folder: str) -> None:
     assert group is not None, "initialised above"
     every = [int(tokens) for tokens in options.tokens.split(",")]
     inbox = Inbox.allocate(group, max(every), options.width, device) if on_cuda else None
+    if on_cuda and inbox is None:
+        raise RuntimeError("the GPUs cannot access each other's memory; use GPUs that NVLink connects")
     rows = []
     for tokens in every:
         cell = make_cell(group, device, tokens, options.width, inbox)

@@ -147,13 +147,16 @@ class Inbox:
         return inbox
 
     @classmethod
-    def allocate(cls, group: dist.ProcessGroup, tokens: int, width: int, device: torch.device) -> Inbox:
-        """Allocate the inboxes of a group for `tokens` tokens of `width` 16-bit values. A collective call on the host;
-        not allowed during a capture. Set TORCH_SYMM_MEM_DISABLE_MULTICAST=1 before the process's first call: torch
-        otherwise creates a multicast object, which the kernel does not use and some hosts refuse.
+    def allocate(cls, group: dist.ProcessGroup, tokens: int, width: int, device: torch.device) -> Inbox | None:
+        """Allocate the inboxes of a group for `tokens` tokens of `width` 16-bit values. Return None on all ranks if
+        there are more than MAX_RANKS, or if their GPUs cannot access each other's memory.
 
-        Raises: RuntimeError: from torch, if the GPUs cannot access each other's memory.
+        A collective call on the host, with `device` as current device; not allowed during a capture. Set
+        TORCH_SYMM_MEM_DISABLE_MULTICAST=1 before the process's first call: torch otherwise creates a multicast object,
+        which the kernel does not use and some hosts refuse.
         """
+        if group.size() > MAX_RANKS or not peers_reachable(group, device):
+            return None
         from torch.distributed import _symmetric_memory as symmetric_memory  # slow to import
 
         ranks, capacity = group.size(), ceil_div(2 * tokens * width, UNIT_BYTES)
@@ -231,6 +234,25 @@ class Inbox:
     ) -> torch.Tensor:
         _op(AllReduceCall(x, residual, bias, gain, out, self.memory, self.state, self.addresses, self.rank, eps))
         return out
+
+
+def peers_reachable(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return whether each rank has a GPU of its own, and can access the memory of all others. All ranks return the
+    same. A rank must see the GPUs of all ranks. A collective call on the host."""
+
+    def gathered(value: object) -> list[object]:
+        every: list[object] = [None] * group.size()
+        dist.all_gather_object(every, value, group=group)
+        return every
+
+    uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
+    own = torch.cuda.current_device() if device.index is None else device.index
+    used = gathered(uuids[own])
+    access = all(
+        uuid == uuids[own] or (uuid in uuids and torch.cuda.can_device_access_peer(own, uuids.index(str(uuid))))
+        for uuid in used
+    )
+    return all(gathered(access and len(set(used)) == len(used)))
 
 
 inboxes: dict[str, Inbox] = {}

@@ -216,6 +216,28 @@ def test_tensors_that_do_not_fit() -> None:
         assert not inbox.fits(fitting, other)
 
 
+@pytest.mark.parametrize(
+    ("used", "access", "reachable"),
+    [("abc", "abc", True), ("abc", "ab", False), ("abx", "abcx", False), ("abb", "abc", False)],
+    ids=["all", "no_access", "not_visible", "shared"],
+)
+def test_peers_are_reachable(used: str, access: str, reachable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks use the GPUs `used`. This rank uses GPU b, and sees a, b and c."""
+    answers: list[object] = []
+
+    def all_gather_object(every: list[object], value: object, group: object) -> None:
+        every[:] = list(used) if isinstance(value, str) else [value] * len(used)
+        answers.append(value)
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="abc"[index]))
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, other: "abc"[other] in access)
+    monkeypatch.setattr(dist, "all_gather_object", all_gather_object)
+    group = SimpleNamespace(size=lambda: len(used))
+    assert all_reduce.peers_reachable(group, torch.device("cuda", 1)) is reachable
+    assert answers == ["b", reachable]
+
+
 @pytest.mark.parametrize("name", native_variants())
 def test_variants_compile_within_their_bounds(name: str) -> None:
     """A block fits a multiprocessor, and accesses no memory before it waits for earlier kernels."""
@@ -236,6 +258,7 @@ def check_on_gpu(rank: int, ranks: int, folder: str) -> None:
     dist.init_process_group(init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
     group = dist.group.WORLD
     inbox = Inbox.allocate(group, TOKENS, WIDTH, device)
+    assert inbox is not None, "the GPUs cannot access each other's memory"
     rng = torch.Generator(device).manual_seed(0)  # all ranks draw the numbers of all ranks
 
     def normal(*shape: int) -> torch.Tensor:
