@@ -13,7 +13,7 @@ import torch
 
 from graphrt.batch import Batch
 from graphrt.bench.decode_transformers import BaselineTime
-from graphrt.bench.sampling import config_fields, stated_sampling
+from graphrt.bench.sampling import stated_sampling
 from graphrt.bench.timer import measure_read_bandwidth, synchronize
 from graphrt.cache.groups import kv_locations
 from graphrt.cache.kv_cache import bytes_per_page
@@ -23,7 +23,7 @@ from graphrt.kernels.errors import CapacityError, ConfigError
 from graphrt.models.llama import LlamaModel
 from graphrt.models.loading import free_memory
 from graphrt.runtime import Runtime
-from graphrt.sampling_params import SamplingParams
+from graphrt.sampling_params import SamplingParams, config_fields
 from graphrt.session.table import SamplingValues
 from graphrt.spec import AttentionSpec, KVCacheSpec
 

@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.table import Table
 from torch import distributed as dist
 
-from graphrt.bench.sampling import config_fields
 from graphrt.cli.console import capture_with_bar, make_console
 from graphrt.cli.options import GenerateOptions
 from graphrt.cli.values import check_length, check_vocabulary, sampling_params
@@ -32,7 +31,7 @@ from graphrt.models.stop_strings import StopStrings
 from graphrt.models.tokenizer import Tokenizer, check_prompt, load_tokenizer
 from graphrt.proposer import Proposer, ngram_drafts
 from graphrt.runtime import Runtime, resolve_device
-from graphrt.sampling_params import SamplingParams
+from graphrt.sampling_params import SamplingParams, config_fields
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CPU_CHUNK = 64  # on a CPU, a mixed graph is not faster than an eager chunk, so capture only one small size
