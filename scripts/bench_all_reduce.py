@@ -182,7 +182,7 @@ def work(rank: int, options: Namespace, folder: str) -> None:
     every = [int(tokens) for tokens in options.tokens.split(",")]
     inbox = Inbox.allocate(group, max(every), options.width, device) if on_cuda else None
     if on_cuda and inbox is None:
-        raise RuntimeError("the GPUs cannot access each other's memory; use GPUs that NVLink connects")
+        raise RuntimeError("these GPUs cannot run the kernel, or access each other's memory")
     rows = []
     for tokens in every:
         cell = make_cell(group, device, tokens, options.width, inbox)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import distributed as dist
 
-from graphrt.kernels.native.nvrtc import SMALL_CARVEOUT, NativeVariant, launch
+from graphrt.kernels.native.nvrtc import SMALL_CARVEOUT, NativeVariant, launch, nvrtc_fault, runs_native
 from graphrt.kernels.op_declaration import DeclaredOp, Written
 from graphrt.kernels.sizes import ceil_div
 
@@ -149,13 +149,13 @@ class Inbox:
     @classmethod
     def allocate(cls, group: dist.ProcessGroup, tokens: int, width: int, device: torch.device) -> Inbox | None:
         """Allocate the inboxes of a group for `tokens` tokens of `width` 16-bit values. Return None on all ranks if
-        there are more than MAX_RANKS, or if their GPUs cannot access each other's memory.
+        there are more than MAX_RANKS, or if a GPU cannot run the kernel or access the memory of the others.
 
         A collective call on the host, with `device` as current device; not allowed during a capture. Set
         TORCH_SYMM_MEM_DISABLE_MULTICAST=1 before the process's first call: torch otherwise creates a multicast object,
         which the kernel does not use and some hosts refuse.
         """
-        if group.size() > MAX_RANKS or not peers_reachable(group, device):
+        if group.size() > MAX_RANKS or not can_share(group, device):
             return None
         from torch.distributed import _symmetric_memory as symmetric_memory  # slow to import
 
@@ -236,9 +236,9 @@ class Inbox:
         return out
 
 
-def peers_reachable(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return whether each rank has a GPU of its own, and can access the memory of all others. All ranks return the
-    same. A rank must see the GPUs of all ranks. A collective call on the host."""
+def can_share(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return whether each rank has a GPU of its own that runs the kernel and can access the memory of all others. All
+    ranks return the same. A rank must see the GPUs of all ranks. A collective call on the host."""
 
     def gathered(value: object) -> list[object]:
         every: list[object] = [None] * group.size()
@@ -248,11 +248,16 @@ def peers_reachable(group: dist.ProcessGroup, device: torch.device) -> bool:
     uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
     own = torch.cuda.current_device() if device.index is None else device.index
     used = gathered(uuids[own])
-    access = all(
-        uuid == uuids[own] or (uuid in uuids and torch.cuda.can_device_access_peer(own, uuids.index(str(uuid))))
-        for uuid in used
+    able = (
+        len(set(used)) == len(used)
+        and runs_native(device)
+        and nvrtc_fault() is None
+        and all(
+            uuid == uuids[own] or (uuid in uuids and torch.cuda.can_device_access_peer(own, uuids.index(str(uuid))))
+            for uuid in used
+        )
     )
-    return all(gathered(access and len(set(used)) == len(used)))
+    return all(gathered(able))
 
 
 inboxes: dict[str, Inbox] = {}

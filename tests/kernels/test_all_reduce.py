@@ -217,11 +217,19 @@ def test_tensors_that_do_not_fit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("used", "access", "reachable"),
-    [("abc", "abc", True), ("abc", "ab", False), ("abx", "abcx", False), ("abb", "abc", False)],
-    ids=["all", "no_access", "not_visible", "shared"],
+    ("used", "access", "native", "able"),
+    [
+        ("abc", "abc", True, True),
+        ("abc", "abc", False, False),
+        ("abc", "ab", True, False),
+        ("abx", "abcx", True, False),
+        ("abb", "abc", True, False),
+    ],
+    ids=["able", "old_gpu", "no_access", "not_visible", "shared_gpu"],
 )
-def test_peers_are_reachable(used: str, access: str, reachable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_ranks_can_share(
+    used: str, access: str, native: bool, able: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ranks use the GPUs `used`. This rank uses GPU b, and sees a, b and c."""
     answers: list[object] = []
 
@@ -233,9 +241,10 @@ def test_peers_are_reachable(used: str, access: str, reachable: bool, monkeypatc
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="abc"[index]))
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, other: "abc"[other] in access)
     monkeypatch.setattr(dist, "all_gather_object", all_gather_object)
+    monkeypatch.setattr(all_reduce, "runs_native", lambda device: native)
     group = SimpleNamespace(size=lambda: len(used))
-    assert all_reduce.peers_reachable(group, torch.device("cuda", 1)) is reachable
-    assert answers == ["b", reachable]
+    assert all_reduce.can_share(group, torch.device("cuda", 1)) is able
+    assert answers == ["b", able]
 
 
 @pytest.mark.parametrize("name", native_variants())
@@ -258,7 +267,7 @@ def check_on_gpu(rank: int, ranks: int, folder: str) -> None:
     dist.init_process_group(init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
     group = dist.group.WORLD
     inbox = Inbox.allocate(group, TOKENS, WIDTH, device)
-    assert inbox is not None, "the GPUs cannot access each other's memory"
+    assert inbox is not None, "the GPUs cannot run the kernel or access each other's memory"
     rng = torch.Generator(device).manual_seed(0)  # all ranks draw the numbers of all ranks
 
     def normal(*shape: int) -> torch.Tensor:
