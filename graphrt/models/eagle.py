@@ -26,12 +26,14 @@ from graphrt.models.weights import check_weights
 if TYPE_CHECKING:
     from graphrt.step import Step
 
-_NESTED = ("model", "transformer_layer_config")  # keys that may hold the config of the layer
+_SPECULATORS = "transformer_layer_config"
+_NESTED = ("model", _SPECULATORS)  # keys that may hold the config of the layer
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "add_para_norm": (False,),
     "logit_scale": (1.0,),
     "norm_before_fc": (False,),
     "quantization_config": (),
+    "use_sliding_window": (False,),
 }
 _EAGLE_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "parallel_draft_step": (1,),
@@ -81,7 +83,7 @@ class EagleConfig:
         eagle.refuse_unread("", ())
         eagle.finish()
         draft_vocab_size = fields.integer("draft_vocab_size", layer.vocab_size, most=layer.vocab_size)
-        norm_before_residual = fields.flag("norm_before_residual")
+        norm_before_residual = fields.flag("norm_before_residual", _SPECULATORS in raw)
         fields.finish()
         return cls(layer, draft_vocab_size, layers, norm_before_residual)
 

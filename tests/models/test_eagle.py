@@ -97,7 +97,7 @@ class Oracle:
         if self.is_3:
             normed = self.norm(hidden, p + "hidden_norm.weight")
             x = torch.cat((self.norm(embedded, p + "input_layernorm.weight"), normed), 1)
-            residual = normed if self.config.get("norm_before_residual") else hidden
+            residual = normed if "transformer_layer_config" in self.config else hidden
         else:
             x = residual = torch.cat((embedded, hidden), 1) @ self.of["fc.weight"].T + self.of["fc.bias"]
         q, k, v = (
@@ -146,7 +146,7 @@ def captured(model: LlamaModel, head: Path | None, most: int = 3, **options: Any
 
 
 SPECULATORS = {"architectures": ["Eagle3Speculator"], "transformer_layer_config": SIZES_3, "draft_vocab_size": 30}
-SPECULATORS |= {"norm_before_residual": True, "eagle_aux_hidden_state_layer_ids": [0, 5, LAYERS]}
+SPECULATORS |= {"eagle_aux_hidden_state_layer_ids": [0, 5, LAYERS]}
 CASES = {
     "eagle3": (EAGLE3, head_tensors(EAGLE3, "midlayer."), (2, 4, 5)),
     "speculators": (SPECULATORS, head_tensors(EAGLE3, "layers.0.", "embed_tokens.weight", "t2d"), (0, 5, LAYERS)),
@@ -158,7 +158,10 @@ CASES = {
 }
 
 
-def test_layer_ids_of_sglang_count_from_the_first_output() -> None:
+def test_options_of_config_json() -> None:
+    """Layer ids of SGLang count from the output of the first layer."""
+    for config, value in ((EAGLE3, False), (EAGLE3 | {"norm_before_residual": True}, True), (SPECULATORS, True)):
+        assert EagleConfig.from_hf(config, LAYERS).norm_before_residual == value
     ids = {"eagle_aux_hidden_state_layer_ids": [1, 3, 6]}
     assert EagleConfig.from_hf(EAGLE3 | {"eagle_config": ids}, LAYERS).hidden_layers == (2, 4, 7)
     assert EagleConfig.from_hf(EAGLE3 | ids, LAYERS).hidden_layers == (1, 3, 6)
@@ -246,6 +249,7 @@ REFUSED = {
     "scale": ({"logit_scale": 0.5}, {}, UnsupportedError, "does not implement logit_scale 0.5"),
     "option": ({"eagle_config": {"new_norm": True}}, {}, UnsupportedError, "the key new_norm, whose meaning"),
     "window": ({"layer_types": ["sliding_attention"]}, {}, UnsupportedError, "layer_types 'sliding_attention'"),
+    "windows": ({"use_sliding_window": True}, {}, UnsupportedError, "does not implement use_sliding_window True"),
 }  # fmt: skip
 
 
@@ -256,6 +260,21 @@ def test_what_is_refused(tmp_path: Path, target: tuple[transformers.PreTrainedMo
     head = save_head(tmp_path, EAGLE3 | changes, changed)
     with pytest.raises(error, match=message):
         load_draft_model(head, target[1])
+
+
+def test_heads_of_the_hub(
+    tmp_path: Path, target: tuple[transformers.PreTrainedModel, LlamaModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The config of a head, which is not that of a model, does not end the download."""
+    head, calls = save_head(tmp_path, *CASES["eagle3"][:2]), list[str]()
+
+    def snapshot_download(repo_id: str, *, allow_patterns: list[str]) -> str:
+        calls.append(repo_id)
+        return str(head)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    assert load_draft_model("org/head", target[1]).hidden_layers == (2, 4, 5)
+    assert calls == ["org/head"] * 2
 
 
 def test_heads_of_other_models_are_refused(
