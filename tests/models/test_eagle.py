@@ -119,9 +119,9 @@ class Oracle:
         hook.remove()
         if self.is_3:
             hidden = torch.cat([(*states, *last)[at] for at in self.layers], 2) @ self.of["fc.weight"].T
-        hidden = torch.cat((torch.zeros(1, WIDTH), hidden[0]))
+        hidden = hidden[0]
         for _ in range(most):
-            state = self.layer([*tokens, *found], hidden)[-1:]
+            state = self.layer([*tokens[1:], *found], hidden)[-1:]
             hidden = torch.cat((hidden, state))
             draft = int(((self.norm(state, "norm.weight") if self.is_3 else state) @ self.lm_head.T).argmax())
             found.append(draft + int(self.of["d2t"][draft]) if "d2t" in self.of else draft)
@@ -249,6 +249,7 @@ REFUSED = {
     "scale": ({"logit_scale": 0.5}, {}, UnsupportedError, "does not implement logit_scale 0.5"),
     "option": ({"eagle_config": {"new_norm": True}}, {}, UnsupportedError, "the key new_norm, whose meaning"),
     "window": ({"layer_types": ["sliding_attention"]}, {}, UnsupportedError, "layer_types 'sliding_attention'"),
+    "biases": ({"attention_bias": True}, {}, UnsupportedError, "does not implement biases of queries, keys and values"),
     "windows": ({"use_sliding_window": True}, {}, UnsupportedError, "does not implement use_sliding_window True"),
 }  # fmt: skip
 
