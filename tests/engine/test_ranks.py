@@ -196,7 +196,6 @@ def decode_interleaved(group: dist.ProcessGroup, folder: Path, size: int, interl
 
 FAMILIES = {  # architecture, its sizes, ranks; ranks that share the KV of a request, and interleave_size
     "padded-heads": ("Llama", {"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 72}, 2),
-    "replicated-heads": ("Qwen3", {"head_dim": 8, "num_attention_heads": 8, "num_key_value_heads": 2}, 4),
     "biases": ("Qwen2", {"tie_word_embeddings": True}, 2),
     "interleaved": ("Llama", {"num_key_value_heads": 1}, 2, 2, 1),
     "interleaved-heads": ("Qwen3", {"head_dim": 8, "num_attention_heads": 8, "num_key_value_heads": 2}, 4, 2, 2),

@@ -15,6 +15,7 @@ from graphrt.kernels.ops.linear_call import LinearPlan
 from graphrt.models.loading import load_model
 from scripts import (
     bench_all_reduce,
+    bench_context_parallel,
     bench_linear,
     bench_loop,
     bench_sampling,
@@ -72,6 +73,29 @@ def test_all_reduce(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     rows = [(row["name"], row["ranks"], row["tokens"], row["norm"]) for row in report["rows"]]
     assert rows == [("gloo", 1, tokens, norm) for tokens in (1, 3) for norm in (False, True)]
     assert all(0 < row["p20_us"] <= row["us"] <= row["p80_us"] for row in report["rows"])
+
+
+def test_context_parallel(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    options = [
+        "--device",
+        "cpu",
+        "--ranks",
+        "1",
+        "--reqs",
+        "2",
+        "--tokens",
+        "1,70",
+        "--head-dim",
+        "8",
+        "--samples",
+        "2",
+    ]
+    monkeypatch.setattr(sys, "argv", ["bench_context_parallel.py", *options])
+    monkeypatch.setattr(torch.multiprocessing, "spawn", lambda work, arguments, nprocs: work(0, *arguments))
+    bench_context_parallel.main()
+    report = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert [(row["reqs"], row["tokens"], row["ranks"]) for row in report["rows"]] == [(2, 1, 1), (2, 70, 1)]
+    assert all(row["us"] > 0 and row["one_us"] > 0 and row["error"] < 1e-5 for row in report["rows"])
 
 
 def test_sampling(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
