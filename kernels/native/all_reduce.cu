@@ -16,10 +16,11 @@
 // its stream have finished, so B had finished call n: it had read, and had reset, the words of call n, which were in the
 // same half. And A is never further ahead: it starts call n + 3 only after it got B's words of call n + 2.
 //
-// A rank that waits for TIMEOUT nanoseconds stores the number of a missing rank in `fault`. It then waits no more, and
-// words that have not arrived count as NaN. The inboxes of all ranks must be reset after that.
+// A rank that has waited for `limit_ms` stores the number of a missing rank in `fault`; the host may do so earlier. While
+// `fault` is set, calls do not wait, and words that have not arrived count as NaN. After that the inboxes of all ranks
+// must be reset.
 //
-// Compile-time macros: RANKS, WARPS, PARAMS_BYTES, Q_BF16 (else float16), TIMEOUT
+// Compile-time macros: RANKS, WARPS, PARAMS_BYTES, Q_BF16 (else float16)
 
 #include "primitives.cuh"
 #include "peers.cuh"
@@ -35,6 +36,7 @@ struct State {
   u32 calls;
   int blocks_started;
   int fault;  // 0, or 1 + a rank whose words have not arrived in time
+  int limit_ms;
 };
 
 struct Params {
@@ -126,9 +128,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) all_reduce(const __grid
       for (int r = 0; r < RANKS; ++r)
         if (!has_arrived(units[r])) missing = r;
       if (missing < 0 || failed) break;
-      if (polls % 64 == 0 && global_time() - start > TIMEOUT) {
-        p.state->fault = 1 + missing;
-        failed = true;
+      if (polls % 64 == 0) {
+        failed = *const_cast<volatile int *>(&p.state->fault) != 0;
+        if (!failed && global_time() - start > p.state->limit_ms * 1000000ll) p.state->fault = 1 + missing;
       }
     }
 #pragma unroll

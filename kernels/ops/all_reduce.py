@@ -24,11 +24,7 @@ UNIT_BYTES = 16
 MAX_RANKS, MAX_WIDTH = 8, 8192
 """Largest number of ranks, and of values per token, because a block has one thread for 8 values."""
 
-TIMEOUT_SECONDS = 8
-"""How long a call waits for the words of other ranks."""
-
-_STATE_WORDS = 4  # `State` of native/all_reduce.cu: calls, finished blocks, fault
-_FAULT = 2
+_STATE_WORDS, _FAULT, _LIMIT_MS = 4, 2, 3  # of `State` in native/all_reduce.cu
 _SUM, _NORM, _GATHER = range(3)
 
 
@@ -99,7 +95,6 @@ def _variant(ranks: int, warps: int, bfloat16: bool) -> NativeVariant:
         "PARAMS_BYTES": ctypes.sizeof(_params_type(ranks)),
         "Q_BF16": int(bfloat16),
         "RANKS": ranks,
-        "TIMEOUT": TIMEOUT_SECONDS * 10**9,
         "WARPS": warps,
     }
     return NativeVariant(
@@ -130,19 +125,24 @@ class Inbox:
 
     memory     [2, ranks, capacity, 4]  int32  all words are -1, except those that have arrived for the next call
     state      [4]                      int32  `State` of native/all_reduce.cu
+    faults     [ranks]                  int32  pinned host memory; the fault of each missing rank
     addresses  of `memory` of each rank, in this process
     rank       of this process
     """
 
     memory: torch.Tensor
     state: torch.Tensor
+    faults: torch.Tensor
     addresses: list[int]
     rank: int
 
     @classmethod
     def of_local(cls, memory: torch.Tensor, addresses: list[int], rank: int) -> Inbox:
         """Return the inbox in `memory`, and clear it. No rank may use it before all ranks have cleared theirs."""
-        inbox = cls(memory, torch.empty(_STATE_WORDS, dtype=torch.int32, device=memory.device), addresses, rank)
+        state = torch.empty(_STATE_WORDS, dtype=torch.int32, device=memory.device)
+        faults = torch.arange(1, 1 + len(addresses), dtype=torch.int32, device="cpu")
+        inbox = cls(memory, state, faults.pin_memory() if memory.is_cuda else faults, addresses, rank)
+        inbox.wait_at_most(600)
         inbox.clear()
         return inbox
 
@@ -167,9 +167,19 @@ class Inbox:
         return inbox
 
     def clear(self) -> None:
-        """Forget all calls, and words that have arrived."""
+        """Forget all calls, missing ranks, and words that have arrived."""
         self.memory.fill_(-1)
-        self.state.zero_()
+        self.state[:_LIMIT_MS].zero_()
+
+    def wait_at_most(self, seconds: float) -> None:
+        """Set how long calls wait for other ranks, captured ones too. It is 600 seconds at first, because ranks compile
+        kernels for different times."""
+        self.state[_LIMIT_MS] = round(1000 * seconds)
+
+    def abort(self, rank: int) -> None:
+        """End the waits of running and later calls as if `rank` were missing. Does not wait for any stream."""
+        with torch.cuda.stream(torch.cuda.Stream(self.state.device)):  # a copy needs no multiprocessor
+            self.state[_FAULT].copy_(self.faults[rank], non_blocking=True)
 
     def reset(self, group: dist.ProcessGroup) -> None:
         """Clear the inboxes of all ranks, for example after aborted launches. A collective call on the host."""
@@ -180,7 +190,7 @@ class Inbox:
         dist.barrier(group)
 
     def missing_rank(self) -> int | None:
-        """Return a rank that a call has awaited for TIMEOUT_SECONDS in vain; None: there is none. Synchronizes.
+        """Return a rank that a call has awaited in vain, or the rank of `abort`; None: there is none. Synchronizes.
 
         Once a rank is missing, results are NaN and calls no longer wait, until `reset`.
         """
