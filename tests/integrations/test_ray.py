@@ -73,8 +73,8 @@ def test_rows_of_an_actor_that_dies_are_answered_by_another(monkeypatch: pytest.
                     os.kill(os.getpid(), signal.SIGKILL)
             return {**found, "pid": [os.getpid()] * len(batch["id"])}
 
-    params = SamplingParams(max_new_tokens=10)
-    rows = [{"id": i, "prompt": f"Name {i + 2} fruits."} for i in range(12)]
+    params = SamplingParams(max_new_tokens=8)
+    rows = [{"id": i, "prompt": f"Name {i + 2} fruits."} for i in range(6)]
     for name, value in {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}.items():
         monkeypatch.setenv(name, value)  # neither a file in the home folder, nor a report to Ray
     with tempfile.TemporaryDirectory(prefix="ray-") as folder:  # its path is short enough for Ray's sockets
@@ -84,7 +84,7 @@ def test_rows_of_an_actor_that_dies_are_answered_by_another(monkeypatch: pytest.
             answers = ray.data.from_items(rows, override_num_blocks=6).map_batches(
                 Mortal,
                 fn_constructor_kwargs={"params": params, "config": CONFIG, "device": "cpu"},
-                batch_size=2,
+                batch_size=1,
                 num_cpus=1,
                 compute=ray.data.ActorPoolStrategy(size=2, max_concurrent_calls_per_actor=2),
             )
@@ -92,7 +92,7 @@ def test_rows_of_an_actor_that_dies_are_answered_by_another(monkeypatch: pytest.
         finally:
             ray.shutdown()
         killed, *lost = map(int, Path(folder, "lost").read_text().split())
-    assert sorted(row["id"] for row in found) == list(range(12))
+    assert sorted(row["id"] for row in found) == list(range(6))
     assert all(row["pid"] != killed for row in found if row["id"] in lost)
     tokenizer, loaded = load_tokenizer(default_model_path()), default_model()
     prompts = [tokenizer.encode_prompt(row["prompt"], chat=True) for row in rows]
@@ -106,7 +106,7 @@ def test_rows_of_an_actor_that_dies_are_answered_by_another(monkeypatch: pytest.
         assert row["prompt"] == rows[row["id"]]["prompt"]
         assert list(row["generated_tokens"]) == expected[row["id"]]
         assert row["generated_text"] == tokenizer.decode(expected[row["id"]])
-        assert row["finish_reason"] == ("length" if len(expected[row["id"]]) == 10 else "stop")
+        assert row["finish_reason"] == ("length" if len(expected[row["id"]]) == 8 else "stop")
 
 
 def test_batches_share_steps_and_tokens_equal_transformers(folder, device: torch.device) -> None:
