@@ -15,6 +15,7 @@ from graphrt.batch import Batch
 from graphrt.cache.groups import kv_locations
 from graphrt.cache.kv_cache import KVCache
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
+from graphrt.capture.device_wait import empty_cache, wait_for
 from graphrt.capture.dispatcher import Dispatch, Dispatcher
 from graphrt.capture.graph import CapturedGraph, GraphReport
 from graphrt.capture.guard import named_weights
@@ -34,7 +35,7 @@ from graphrt.engine.launch_inputs import LaunchInputs
 from graphrt.engine.launch_queue import LaunchQueue
 from graphrt.engine.lifecycle import Exclusive, OnStream, State, stream_on, wrong_state
 from graphrt.engine.program import StepProgram, attention_layers, capacity_of, check_page_tables, page_groups
-from graphrt.engine.rank_calls import RankCalls, follower, refuse_ranks, reporting
+from graphrt.engine.rank_calls import RankCalls, capturing, follower, refuse_ranks
 from graphrt.engine.recording import Recording
 from graphrt.engine.request_tables import RequestTables
 from graphrt.engine.shadow import StepComparison, StepResult, compare_results
@@ -43,7 +44,7 @@ from graphrt.engine.traffic import FORCED
 from graphrt.engine.undo import StepUndo
 from graphrt.kernels.checks import check_bool, check_callable, check_instance, check_int, check_named_tensors
 from graphrt.kernels.compile_ahead import compiled
-from graphrt.kernels.errors import CaptureError, ReplayError, ShapeError, UnsupportedError
+from graphrt.kernels.errors import CaptureError, RankError, ReplayError, ShapeError, UnsupportedError
 from graphrt.kernels.metadata.buffers import StaticBuffers
 from graphrt.kernels.ops.collectives import VocabShards
 from graphrt.kernels.ops.linear_plans import device_plans
@@ -224,12 +225,11 @@ class ReplayManager:
             self.kv_cache.check_contents()
             start = time.perf_counter()
             self._guards.before_capture()
-            with reporting(self._calls), OnStream(self._stream, "graphrt.capture"), torch.inference_mode():
+            with capturing(self._calls), OnStream(self._stream, "graphrt.capture"), torch.inference_mode():
                 with torch.inference_mode(False):  # `reset` may write these tensors outside of inference mode
                     self._backend.allocate()
                 self._graphs.capture(self._dispatcher.captured(), self._dispatcher.captured(late=True), progress)
-            if self._stream is not None:
-                self._stream.synchronize()
+                wait_for(self._stream)
             self._buffers.step_ring.fill_(-1)  # remove the outputs of warm-up steps
             self._buffers.cursor.zero_()
             self._stats.graphs = self._graphs.reports
@@ -481,7 +481,8 @@ class ReplayManager:
         with self._exclusive:
             if self._state is State.CLOSED:
                 return
-            self.queue.synchronize()
+            with contextlib.suppress(RankError):  # steps in flight have ended, or wait for a rank that has failed
+                self.queue.synchronize()
             self.stats()
             self._graphs.close()
             self._backend.close()
@@ -491,8 +492,7 @@ class ReplayManager:
             self._calls = None
             for name in ("_buffers", "_program"):  # already deleted if an earlier call was interrupted
                 vars(self).pop(name, None)
-            if self._stream is not None:
-                torch.cuda.empty_cache()
+            empty_cache(self.kv_cache.device)
             self._state = State.CLOSED
 
     def _require(self, state: State, call: str) -> None:

@@ -166,9 +166,10 @@ class StepProgram:
 
     @property
     def splits_logits(self) -> bool:
-        """Whether each rank has logits of its own tokens only, because nothing but `sample_tokens` reads them."""
-        b, own = self.buffers, self.sampler is not sample_tokens
-        return not (self.shards is None or own or b.logprob_ring.shape[3] or b.draft_logprobs.shape[2])
+        """Whether each rank has logits of its own tokens only, because nothing but `sample_tokens` reads them. A CUDA
+        graph cannot choose the requests whose logits ranks exchange, so on GPUs all logits are gathered."""
+        b, own, on_cuda = self.buffers, self.sampler is not sample_tokens, self.kv_cache.device.type == "cuda"
+        return not (self.shards is None or own or on_cuda or b.logprob_ring.shape[3] or b.draft_logprobs.shape[2])
 
     @property
     def draft_model(self) -> DraftModel | None:
