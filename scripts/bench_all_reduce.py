@@ -71,8 +71,8 @@ class Cell:
             dist.all_reduce(self.x, group=self.group)
             return self.x
 
-        return {
-            "graphrt": partial(self.inbox.sum, self.x),
+        own = {"graphrt": partial(self.inbox.sum, self.x)} if self.inbox.fits(self.x) else {}
+        return own | {
             "torch one_shot": lambda: operators.one_shot_all_reduce(self.x, "sum", name),
             "torch two_shot": lambda: operators.two_shot_all_reduce_(self.x, "sum", name),
             "nccl": nccl,
@@ -179,12 +179,11 @@ def work(rank: int, options: Namespace, folder: str) -> None:
     )
     group = dist.group.WORLD
     assert group is not None, "initialised above"
-    every = [int(tokens) for tokens in options.tokens.split(",")]
-    inbox = Inbox.allocate(group, max(every), options.width, device) if on_cuda else None
+    inbox = Inbox.allocate(group, device) if on_cuda else None
     if on_cuda and inbox is None:
         raise RuntimeError("these GPUs cannot run the kernel, or access each other's memory")
     rows = []
-    for tokens in every:
+    for tokens in map(int, options.tokens.split(",")):
         cell = make_cell(group, device, tokens, options.width, inbox)
         for name in cell.sums():
             if options.only and options.only not in name:

@@ -24,6 +24,9 @@ UNIT_BYTES = 16
 MAX_RANKS, MAX_WIDTH = 8, 8192
 """Largest number of ranks, and of values per token, because a block has one thread for 8 values."""
 
+MAX_BYTES = 2 << 20
+"""Most bytes that a rank sends in a call: 256 tokens of 4096 values."""
+
 _STATE_WORDS, _FAULT, _LIMIT_MS = 4, 2, 3  # of `State` in native/all_reduce.cu
 _SUM, _NORM, _GATHER = range(3)
 
@@ -147,9 +150,9 @@ class Inbox:
         return inbox
 
     @classmethod
-    def allocate(cls, group: dist.ProcessGroup, tokens: int, width: int, device: torch.device) -> Inbox | None:
-        """Allocate the inboxes of a group for `tokens` tokens of `width` 16-bit values. Return None on all ranks if
-        there are more than MAX_RANKS, or if a GPU cannot run the kernel or access the memory of the others.
+    def allocate(cls, group: dist.ProcessGroup, device: torch.device) -> Inbox | None:
+        """Allocate the inboxes of a group, 4 MiB per rank on each GPU. Return None on all ranks if there are more than
+        MAX_RANKS, or if a GPU cannot run the kernel or access the memory of the others.
 
         A collective call on the host, with `device` as current device; not allowed during a capture. Set
         TORCH_SYMM_MEM_DISABLE_MULTICAST=1 before the process's first call: torch otherwise creates a multicast object,
@@ -159,8 +162,8 @@ class Inbox:
             return None
         from torch.distributed import _symmetric_memory as symmetric_memory  # slow to import
 
-        ranks, capacity = group.size(), ceil_div(2 * tokens * width, UNIT_BYTES)
-        memory = symmetric_memory.empty(2, ranks, capacity, UNIT_BYTES // 4, dtype=torch.int32, device=device)
+        shape = (2, group.size(), MAX_BYTES // UNIT_BYTES, UNIT_BYTES // 4)
+        memory = symmetric_memory.empty(*shape, dtype=torch.int32, device=device)
         addresses = [int(address) for address in symmetric_memory.rendezvous(memory, group).buffer_ptrs]
         inbox = cls.of_local(memory, addresses, group.rank())
         inbox.reset(group)

@@ -268,7 +268,7 @@ def check_on_gpu(rank: int, ranks: int, folder: str) -> None:
     torch.cuda.set_device(device)
     dist.init_process_group(init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
     group = dist.group.WORLD
-    inbox = Inbox.allocate(group, TOKENS, WIDTH, device)
+    inbox = Inbox.allocate(group, device)
     assert inbox is not None, "the GPUs cannot run the kernel or access each other's memory"
     rng = torch.Generator(device).manual_seed(0)  # all ranks draw the numbers of all ranks
 
