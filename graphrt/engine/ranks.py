@@ -30,6 +30,7 @@ from graphrt.engine.shared_ring import SharedRing
 from graphrt.kernels.checks import check_instance
 from graphrt.kernels.errors import ConfigError, RankError, ReplayError, UnsupportedError
 from graphrt.kernels.ops import collectives
+from graphrt.kernels.ops.all_reduce import Inbox, inboxes
 from graphrt.spec import KVCacheSpec
 
 CUDA_BACKENDS = "cpu:gloo,cuda:nccl"
@@ -115,11 +116,14 @@ class Ranks:
         return self._subgroups[size]
 
     def connect(self, device: torch.device) -> None:
-        """On a GPU, let NCCL connect all groups in a first collective, which a capture forbids."""
+        """On a GPU, let NCCL connect all groups in a first collective, and share memory. A capture forbids both."""
         if device.type == "cuda":
             for group in (self.group, *self._subgroups.values()):
                 collectives.gather(torch.zeros(1, device=device), group)
             device_wait.wait_for(torch.cuda.current_stream(device))
+            name = self.group.group_name
+            if name not in inboxes and (inbox := Inbox.allocate(self.group, device)) is not None:
+                inboxes[name] = inbox
 
     def send(self, message: bytes) -> None:
         """Send a message from rank 0. Waits only if a rank is far behind."""
@@ -211,6 +215,8 @@ class Ranks:
                 for group in (self.group, *self._subgroups.values()):
                     nccl = group._get_backend(torch.device("cuda"))
                     threading.Thread(target=nccl.abort, daemon=True).start()
+                if (inbox := inboxes.get(self.group.group_name)) is not None:  # not in this thread, which may capture
+                    threading.Thread(target=inbox.abort, args=(culprit,), daemon=True).start()
 
     def _until(self, done: Callable[[], bool], hang_seconds: float = float("inf"), stops: bool = True) -> None:
         """Wait for a condition. Raises RankError if a rank fails, or is so late at a collective or a launch.

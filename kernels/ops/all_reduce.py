@@ -119,6 +119,11 @@ _op = DeclaredOp(
 )
 
 
+def inbox_words(ranks: int, max_bytes: int) -> int:
+    """Return the number of int32 in an inbox for calls in which each rank sends at most `max_bytes`."""
+    return 2 * ranks * max_bytes // 4 + _STATE_WORDS
+
+
 @dataclass(frozen=True, slots=True)
 class Inbox:
     """Memory of one rank into which all ranks of a group write, and the operators that use it.
@@ -140,11 +145,13 @@ class Inbox:
     rank: int
 
     @classmethod
-    def of_local(cls, memory: torch.Tensor, addresses: list[int], rank: int) -> Inbox:
-        """Return the inbox in `memory`, and clear it. No rank may use it before all ranks have cleared theirs."""
-        state = torch.empty(_STATE_WORDS, dtype=torch.int32, device=memory.device)
-        faults = torch.arange(1, 1 + len(addresses), dtype=torch.int32, device="cpu")
-        inbox = cls(memory, state, faults.pin_memory() if memory.is_cuda else faults, addresses, rank)
+    def of_words(cls, words: torch.Tensor, addresses: list[int], rank: int) -> Inbox:
+        """Return the inbox in memory of `inbox_words` words, and clear it. No rank may use it before all ranks have
+        cleared theirs."""
+        ranks = len(addresses)
+        faults = torch.arange(1, 1 + ranks, dtype=torch.int32, device="cpu")
+        memory = words[:-_STATE_WORDS].view(2, ranks, -1, UNIT_BYTES // 4)
+        inbox = cls(memory, words[-_STATE_WORDS:], faults.pin_memory() if words.is_cuda else faults, addresses, rank)
         inbox.wait_at_most(600)
         inbox.clear()
         return inbox
@@ -162,10 +169,10 @@ class Inbox:
             return None
         from torch.distributed import _symmetric_memory as symmetric_memory  # slow to import
 
-        shape = (2, group.size(), MAX_BYTES // UNIT_BYTES, UNIT_BYTES // 4)
-        memory = symmetric_memory.empty(*shape, dtype=torch.int32, device=device)
-        addresses = [int(address) for address in symmetric_memory.rendezvous(memory, group).buffer_ptrs]
-        inbox = cls.of_local(memory, addresses, group.rank())
+        count = inbox_words(group.size(), MAX_BYTES)
+        words = symmetric_memory.empty(count, dtype=torch.int32, device=device)
+        addresses = [int(address) for address in symmetric_memory.rendezvous(words, group).buffer_ptrs]
+        inbox = cls.of_words(words, addresses, group.rank())
         inbox.reset(group)
         return inbox
 

@@ -17,6 +17,7 @@ from graphrt.config import RuntimeConfig
 from graphrt.engine.ranks import CUDA_BACKENDS, Ranks
 from graphrt.generate.generator import TextGenerator
 from graphrt.kernels.errors import RankError
+from graphrt.kernels.ops.all_reduce import inboxes
 from graphrt.kernels.ops.collectives import all_gather, all_reduce, all_to_all
 from graphrt.models.loading import load_model, make_runtime
 from graphrt.sampling_params import SamplingParams
@@ -34,9 +35,12 @@ def on_gpus(folder: Path, function: Any, *arguments: Any) -> list[Outcome]:
     return run_ranks(folder, function, *arguments, backend=CUDA_BACKENDS, seconds=300)
 
 
-def collectives(group: dist.ProcessGroup) -> None:
+def collectives(group: dist.ProcessGroup, shares: bool) -> None:
     """Replays of a graph with all collectives, against sums on the CPU, while one rank is late at random."""
     ranks, device = Ranks.of(group), torch.device("cuda", group.rank())
+    if shares:
+        ranks.connect(device)
+        assert group.group_name in inboxes
     x = torch.empty(5, 96, dtype=torch.bfloat16, device=device)
     y = torch.empty(2, 3, dtype=torch.int32, device=device)
 
@@ -63,8 +67,9 @@ def collectives(group: dist.ProcessGroup) -> None:
     ranks.exchange(None)
 
 
-def test_collectives_in_a_graph(tmp_path: Path) -> None:
-    assert [outcome.error for outcome in on_gpus(tmp_path, collectives)] == [None, None]
+@pytest.mark.parametrize("shares", [False, True], ids=["nccl", "shared_memory"])
+def test_collectives_in_a_graph(tmp_path: Path, shares: bool) -> None:
+    assert [outcome.error for outcome in on_gpus(tmp_path, collectives, shares)] == [None, None]
 
 
 @pytest.mark.parametrize("case", ["padded-heads", "biases"])

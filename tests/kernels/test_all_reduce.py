@@ -14,7 +14,7 @@ from torch import distributed as dist
 
 from graphrt.kernels.ops import all_reduce, collectives
 from graphrt.kernels.ops import linear as operators
-from graphrt.kernels.ops.all_reduce import MAX_WIDTH, Inbox, native_variants
+from graphrt.kernels.ops.all_reduce import MAX_WIDTH, Inbox, inbox_words, native_variants
 from graphrt.kernels.ops.linear import linear, linear_add
 from graphrt.kernels.ops.norm import add_rms_norm
 from tests.support import native_emulation
@@ -37,6 +37,11 @@ def norm_of(residual: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
     return wide / (wide.square().mean(1, keepdim=True) + EPS).sqrt() * gain.double()
 
 
+def empty_words(ranks: int, capacity: int) -> torch.Tensor:
+    """Memory of an inbox for `capacity` units of 16 bytes."""
+    return torch.empty(inbox_words(ranks, 16 * capacity), dtype=torch.int32, device="cpu")
+
+
 @dataclass
 class Emulated:
     """Inboxes of several ranks on the CPU. Operators are queued until `run`."""
@@ -49,10 +54,9 @@ class Emulated:
     def __post_init__(self) -> None:
         self.queues = native_emulation.Ranks(self.ranks)
         self.monkeypatch.setattr(all_reduce, "launch", self.queues.launch)
-        shape = (2, self.ranks, self.capacity, 4)
-        memories = [torch.empty(shape, dtype=torch.int32, device="cpu") for _ in range(self.ranks)]
-        addresses = [memory.data_ptr() for memory in memories]
-        self.inboxes = [Inbox.of_local(memory, addresses, rank) for rank, memory in enumerate(memories)]
+        words = [empty_words(self.ranks, self.capacity) for _ in range(self.ranks)]
+        addresses = [one.data_ptr() for one in words]
+        self.inboxes = [Inbox.of_words(one, addresses, rank) for rank, one in enumerate(words)]
         for inbox in self.inboxes:
             inbox.wait_at_most(8)
 
@@ -208,12 +212,11 @@ def test_operators_of_a_group_use_its_inbox(rng: torch.Generator, monkeypatch: p
 
 
 def test_tensors_that_do_not_fit() -> None:
-    memory = torch.empty(2, 2, 64, 4, dtype=torch.int32, device="cpu")
-    inbox = Inbox.of_local(memory, [0, 0], 0)
+    inbox = Inbox.of_words(empty_words(2, 64), [0, 0], 0)
     fitting = torch.zeros(2, 256, dtype=BF16, device="cpu")
     assert inbox.fits(fitting, fitting.half())
     wide = torch.zeros(1, MAX_WIDTH + 8, dtype=BF16, device="cpu")
-    assert not Inbox.of_local(torch.empty(2, 2, 2048, 4, dtype=torch.int32, device="cpu"), [0, 0], 0).fits(wide)
+    assert not Inbox.of_words(empty_words(2, 2048), [0, 0], 0).fits(wide)
     for other in (fitting.float(), fitting[:0], fitting.repeat(2, 1), fitting[:, :252], fitting[:, ::2]):
         assert not inbox.fits(fitting, other)
 
