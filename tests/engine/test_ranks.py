@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
+from graphrt.bench.decode_ranks import rank_report
 from graphrt.capture import device_wait
 from graphrt.capture.staging import StagingSlot
 from graphrt.config import RequestTensor, RuntimeConfig
@@ -381,6 +382,18 @@ def test_options_without_ranks_are_refused(tmp_path: Path) -> None:
     advice = "omit it, or use one rank"
     expected = [f"group: several ranks do not support shadow_every; {advice}"]
     assert [outcome.value for outcome in outcomes] == [expected] * 2
+
+
+def bench(group: dist.ProcessGroup) -> list[float]:
+    timed = {"batches": [1, 3], "context": 9, "steps": 2, "sampling": SamplingParams(presence_penalty=0.5)}
+    report = rank_report(group, torch.device("cpu"), TINY, 4, 16, timed)
+    return [] if report is None else [result.replay_ms for result in report.results]
+
+
+def test_bench_of_several_ranks(tmp_path: Path) -> None:
+    first, other = run_ranks(tmp_path, bench)
+    assert (first.error, other.error, other.value) == (None, None, [])
+    assert len(first.value) == 2
 
 
 class Group:
