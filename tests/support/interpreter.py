@@ -181,9 +181,10 @@ class _Memory:
 
 
 def _line() -> str:
-    """Return the file and line of the innermost frame outside Triton and this file."""
+    """Return the file and line of the innermost frame outside Triton, its fixes and this file."""
     frame = sys._getframe()
-    while frame.f_back and frame.f_globals.get("__name__", "").startswith(("triton.", __name__)):
+    others = ("triton.", "graphrt.kernels.interpreter", __name__)
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith(others):
         frame = frame.f_back
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
