@@ -121,23 +121,23 @@ def tokens_of(log: str) -> int:
 
 def test_stop_and_end_tokens(graphrt) -> None:
     """A special token as a stop text is a stop token; min_tokens postpones end tokens, stop tokens and stop texts."""
-    options = ("--device", "cpu", "--no-graphs", "--max-new-tokens", "32", "--stats")
-    code, plain, log = graphrt("generate", "Say hi.", *options)
+    options = ("--device", "cpu", "--no-graphs", "--max-new-tokens", "16", "--stats")
+    code, plain, log = graphrt("generate", "Hello", *options)
     assert code == 0
-    assert tokens_of(log) < 28
-    code, forced, log = graphrt("generate", "Say hi.", *options, "--min-tokens", "28")
+    assert tokens_of(log) < 13
+    code, forced, log = graphrt("generate", "Hello", *options, "--min-tokens", "13")
     assert code == 0
-    assert 28 <= tokens_of(log) <= 32
+    assert 13 <= tokens_of(log) <= 16
     assert forced.startswith(plain.rstrip("\n"))
-    code, _, log = graphrt("generate", "Say hi.", *options, "--ignore-eos")
-    assert (code, tokens_of(log)) == (0, 32)
-    code, stopped, _ = graphrt("generate", "Say hi.", *options, "--ignore-eos", "--stop", "<|im_end|>")
+    code, _, log = graphrt("generate", "Hello", *options, "--ignore-eos")
+    assert (code, tokens_of(log)) == (0, 16)
+    code, stopped, _ = graphrt("generate", "Hello", *options, "--ignore-eos", "--stop", "<|im_end|>")
     assert (code, stopped) == (0, plain)
     word = plain.split()[2]
-    code, stopped, log = graphrt("generate", "Say hi.", *options, "--stop", word)
+    code, stopped, log = graphrt("generate", "Hello", *options, "--stop", word)
     assert (code, stopped.rstrip()) == (0, plain[: plain.index(word)].rstrip())
     early = str(tokens_of(log))  # the stop text ends in this token
-    code, stopped, _ = graphrt("generate", "Say hi.", *options, "--stop", word, "--min-tokens", early)
+    code, stopped, _ = graphrt("generate", "Hello", *options, "--stop", word, "--min-tokens", early)
     assert code == 0
     assert stopped.startswith(plain[: plain.index(word) + len(word)])
 
