@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from graphrt.capture import device_wait
 from graphrt.capture.raw_graph import LaunchEvent
 
 
@@ -93,8 +94,9 @@ class StagingSlot:
         """
         if self.is_free:
             return
-        if self._running is not None and self._event is not None:
-            self._event.synchronize()
+        # With ranks, also ask about a launch that is done: after a failure its results are wrong.
+        if self._event is not None and (self._running is not None or device_wait.watch is not None):
+            device_wait.wait_for(self._event)
         on_done = self.on_done  # read before the query, because a launch is queued before its `on_done` is set
         if on_done is not None and self.is_done():
             on_done()

@@ -46,3 +46,14 @@ def debug() -> bool:
     if value not in ("0", "1"):
         raise ConfigError(f"GRAPHRT_DEBUG: expected 0 or 1, got {value!r}; set it to 1, or unset the variable")
     return value == "1"
+
+
+def set_nccl_defaults() -> None:
+    """Set NCCL_GRAPH_MIXING_SUPPORT to 0, NCCL_NVLS_ENABLE to 0 and TORCH_SYMM_MEM_DISABLE_MULTICAST to 1 if unset.
+
+    NCCL reads them when a group first exchanges CUDA tensors. With graph mixing, captured collectives record events,
+    which a loop cannot contain. The others turn NVLink multicast off.
+    """
+    os.environ.setdefault("NCCL_GRAPH_MIXING_SUPPORT", "0")
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")

@@ -31,6 +31,10 @@ class StepMetadata:
                                                 mask is set if token i of the request's step is the token itself or an
                                                 ancestor. A token sees these, and the tokens before the step. Its
                                                 position is that of token 0 plus the number of its ancestors
+    kv_limits         [padded_tokens]    int32  if each rank stores only some keys of a request, in a graph with several
+                                                tokens per request, else None. A token sees the first kv_limits keys
+                                                of its request on this rank, or none at 0. `seq_lens` then counts the
+                                                keys on this rank, and may be 0 in a request that is not padding
     parts             metadata of the decode part and of the prefill part, if mixed steps have two parts, else None. The
                       decode part is None in a graph that has no room for a decode request
 
@@ -58,6 +62,7 @@ class StepMetadata:
     slot_mappings: tuple[torch.Tensor, ...]
     encoder_lens: torch.Tensor
     tree_masks: torch.Tensor | None = None
+    kv_limits: torch.Tensor | None = None
     parts: tuple[StepMetadata | None, StepMetadata] | None = None
 
     @classmethod
@@ -85,6 +90,7 @@ class StepMetadata:
             buffers.slot_mapping.unbind()[:groups],
             buffers.encoder_lens,
             buffers.tree_masks if len(buffers.tree_masks) else None,
+            buffers.kv_limits if len(buffers.kv_limits) and descriptor.query_len != 1 else None,
         )
         if not decode_len:
             return whole

@@ -15,6 +15,7 @@ from graphrt.batch import Batch
 from graphrt.cache.groups import kv_locations
 from graphrt.cache.kv_cache import KVCache
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
+from graphrt.capture.device_wait import empty_cache, wait_for
 from graphrt.capture.dispatcher import Dispatch, Dispatcher
 from graphrt.capture.graph import CapturedGraph, GraphReport
 from graphrt.capture.guard import named_weights
@@ -23,6 +24,7 @@ from graphrt.capture.inspect.memory import MemoryMap
 from graphrt.capture.recorder import make_recorder
 from graphrt.capture.staging import StagingSlot
 from graphrt.config import RuntimeConfig
+from graphrt.context_parallel import backend_specs
 from graphrt.draft_model import resolve_layers, with_draft_state
 from graphrt.engine.batch_delta import BatchDelta, StopConditions
 from graphrt.engine.graphs import StepGraphs
@@ -33,7 +35,7 @@ from graphrt.engine.launch_inputs import LaunchInputs
 from graphrt.engine.launch_queue import LaunchQueue
 from graphrt.engine.lifecycle import Exclusive, OnStream, State, stream_on, wrong_state
 from graphrt.engine.program import StepProgram, attention_layers, capacity_of, check_page_tables, page_groups
-from graphrt.engine.rank_calls import RankCalls, follower, refuse_ranks, reporting
+from graphrt.engine.rank_calls import RankCalls, capturing, follower, refuse_ranks
 from graphrt.engine.recording import Recording
 from graphrt.engine.request_tables import RequestTables
 from graphrt.engine.shadow import StepComparison, StepResult, compare_results
@@ -42,7 +44,7 @@ from graphrt.engine.traffic import FORCED
 from graphrt.engine.undo import StepUndo
 from graphrt.kernels.checks import check_bool, check_callable, check_instance, check_int, check_named_tensors
 from graphrt.kernels.compile_ahead import compiled
-from graphrt.kernels.errors import CaptureError, ReplayError, ShapeError, UnsupportedError
+from graphrt.kernels.errors import CaptureError, RankError, ReplayError, ShapeError, UnsupportedError
 from graphrt.kernels.metadata.buffers import StaticBuffers
 from graphrt.kernels.ops.collectives import VocabShards
 from graphrt.kernels.ops.linear_plans import device_plans
@@ -114,11 +116,10 @@ class ReplayManager:
         locations = kv_locations(specs, kv_cache.groups)
         most = MAX_VOCAB_SIZE if sampler is sample_tokens else (1 << 31) - 1
         vocab_size = check_int("vocab_size", vocab_size, 1, most, advice="pass the width of the model's logits")
-        chosen = get_attn_backend(specs, kv_cache.groups, device, config=config)
+        chosen = get_attn_backend(backend_specs(specs, kv_cache.groups), kv_cache.groups, device, config=config)
         named = check_named_tensors("weights", named_weights(model) if weights is None else weights)
-        self._stream = stream_on(device, stream)
+        self._stream, self._backend = stream_on(device, stream), chosen.make()
         self._kv_cache: KVCache | None = kv_cache
-        self._backend = chosen.make()
         check_proposer(proposer, config, sampler=sampler, plans_on_host=self.plans_on_host)
         self.vocab_size, self.proposes, self.has_ranks = vocab_size, proposer is not None, group is not None
         self._num_groups, self._whole_rows = len(kv_cache.groups), not all(spec.is_cached for spec in specs)
@@ -126,7 +127,7 @@ class ReplayManager:
         self._exclusive = Exclusive("ReplayManager", "submit steps from one thread, and not from inside a model")
         longest = config.max_seq_len + config.num_speculative_tokens  # with missing drafts, which are padding
         groups = page_groups(kv_cache, longest, config.max_encoder_len or 0)
-        capacity = capacity_of(config, groups, vocab_size)
+        capacity = capacity_of(config, groups, vocab_size, interleaves=chosen.context.context_parallel)
         self._inputs_words, self._buffers = capacity.inputs, StaticBuffers.allocate(capacity, device)
         self.request_tables = RequestTables(
             config, vocab_size, device, self.between_steps, self._on_steps_stream, self.mirror
@@ -224,12 +225,11 @@ class ReplayManager:
             self.kv_cache.check_contents()
             start = time.perf_counter()
             self._guards.before_capture()
-            with reporting(self._calls), OnStream(self._stream, "graphrt.capture"), torch.inference_mode():
+            with capturing(self._calls), OnStream(self._stream, "graphrt.capture"), torch.inference_mode():
                 with torch.inference_mode(False):  # `reset` may write these tensors outside of inference mode
                     self._backend.allocate()
                 self._graphs.capture(self._dispatcher.captured(), self._dispatcher.captured(late=True), progress)
-            if self._stream is not None:
-                self._stream.synchronize()
+                wait_for(self._stream)
             self._buffers.step_ring.fill_(-1)  # remove the outputs of warm-up steps
             self._buffers.cursor.zero_()
             self._stats.graphs = self._graphs.reports
@@ -481,7 +481,8 @@ class ReplayManager:
         with self._exclusive:
             if self._state is State.CLOSED:
                 return
-            self.queue.synchronize()
+            with contextlib.suppress(RankError):  # steps in flight have ended, or wait for a rank that has failed
+                self.queue.synchronize()
             self.stats()
             self._graphs.close()
             self._backend.close()
@@ -491,8 +492,7 @@ class ReplayManager:
             self._calls = None
             for name in ("_buffers", "_program"):  # already deleted if an earlier call was interrupted
                 vars(self).pop(name, None)
-            if self._stream is not None:
-                torch.cuda.empty_cache()
+            empty_cache(self.kv_cache.device)
             self._state = State.CLOSED
 
     def _require(self, state: State, call: str) -> None:

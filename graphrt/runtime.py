@@ -18,11 +18,13 @@ from graphrt.cache.groups import check_encoder_len, kv_groups, longest_of
 from graphrt.cache.kv_cache import KVCache, bytes_per_page, check_groups, pages_of_pools
 from graphrt.cache.page_allocator import PageAllocator
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
+from graphrt.capture.device_wait import empty_cache
 from graphrt.capture.graph import GraphReport
 from graphrt.config import RuntimeConfig
 from graphrt.draft_model import DraftModel
 from graphrt.engine.handle import StepHandle
 from graphrt.engine.lifecycle import State
+from graphrt.engine.ranks import Ranks
 from graphrt.engine.shadow import StepComparison
 from graphrt.engine.stats import Stats
 from graphrt.kernels.checks import (
@@ -166,7 +168,7 @@ class Runtime:
         self.kv_boundary: int | None = None
         self.memory_plan: MemoryPlan | None = None
         if given is None:
-            self.memory_plan = _plan_memory(build, self.config, groups, self.device, memory_utilization)
+            self.memory_plan = _plan_memory(build, self.config, groups, self.device, memory_utilization, group)
             given = self.memory_plan.pool_pages
         self._manager: ReplayManager | None = build(self.config, given)
         on_cuda = self.device.type == "cuda"
@@ -239,8 +241,7 @@ class Runtime:
         self._manager.forget_cache()
         self._manager = None
         self._dropped.detach()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        empty_cache(self.device)
 
     def __enter__(self) -> Runtime:
         self._open("with")
@@ -291,6 +292,7 @@ def _plan_memory(
     groups: tuple[KVCacheSpec, ...],
     device: torch.device,
     utilization: float,
+    group: dist.ProcessGroup | None,
 ) -> MemoryPlan:
     pools = sorted({spec.pool for spec in groups})
     of_pool = [[spec for spec in groups if spec.pool == pool] for pool in pools]
@@ -309,6 +311,8 @@ def _plan_memory(
         predicted = _measure_graphs(build, config, device, len(pools))
     reserved = int((1 - utilization) * total)
     budget = free - reserved - predicted
+    if group is not None:
+        budget = min(Ranks.of(group).exchange(budget))  # all ranks have equally many pages of equal sizes
     # Every pool gets the same fraction of the pages that it can use, so that no pool fills up long before the others.
     most = sum(count * nbytes for count, nbytes in zip(useful, page_bytes, strict=True))
     left = budget - sum(page_bytes)
@@ -350,7 +354,7 @@ def _measure_graphs(
     finally:
         manager.close()
         del manager
-        torch.cuda.empty_cache()
+        empty_cache(device)
     return predicted
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
+from typing import Any
 
 from graphrt.config import Need
 from graphrt.kernels.checks import FLOAT32_MAX, FLOAT32_TINY, check_int, check_number, shown
@@ -130,3 +131,11 @@ class SamplingParams:
         asked = [count for count in (self.logprobs, self.prompt_logprobs) if count is not None]
         changed = self.logit_bias.keys() | self.stop_ids if self.min_tokens else self.logit_bias
         return (*penalties, ("max_logit_bias", len(changed)), *(("max_logprobs", count) for count in asked))
+
+
+def config_fields(params: SamplingParams) -> dict[str, Any]:
+    """Return the RuntimeConfig fields that these parameters need."""
+    most: dict[str, int] = {}
+    for name, least in params.needs:
+        most[name] = max(least, most.get(name, least))
+    return most | {"penalties": "penalties" in most}

@@ -195,6 +195,9 @@ class KVCacheSpec:
     pool        groups of the same pool share page ids and memory; a page belongs to one group at a time
     cross       the pages contain encoder outputs, `encoder_len` tokens per request. Steps do not write to these pages,
                 so requests may share them
+    context_parallel_size  ranks over which the tokens of each page are interleaved; see docs/parallel.md. Each rank
+                stores `page_size` tokens of a page, so pages of equal id hold `page_tokens` tokens together
+    interleave_size        consecutive tokens that one rank stores; divides page_size
 
     Raises: ConfigError: if a field has the wrong type or is out of range, or if fields contradict each other.
     """
@@ -212,6 +215,8 @@ class KVCacheSpec:
     layers: tuple[int, ...] | None = None
     pool: int = 0
     cross: bool = False
+    context_parallel_size: int = 1
+    interleave_size: int = 1
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim"):
@@ -225,6 +230,18 @@ class KVCacheSpec:
             raise ConfigError(
                 "KVCacheSpec.cross: expected False with a window or chunks, got True; omit them, because cross "
                 "layers see all tokens"
+            )
+        check_int_field(self, "context_parallel_size", 1, _MOST, advice="pass the number of ranks, or 1")
+        check_int_field(self, "interleave_size", 1, 1024, advice="pass 1, or page_size")
+        if self.page_size % self.interleave_size:
+            raise ConfigError(
+                f"KVCacheSpec.interleave_size: expected a divisor of page_size={self.page_size}, got "
+                f"{self.interleave_size}; pass 1, or page_size"
+            )
+        if self.context_parallel_size > 1 and (self.cross or self.sliding_window or self.attention_chunk_size):
+            raise ConfigError(
+                f"KVCacheSpec.context_parallel_size: expected 1 with a window, chunks or cross, got "
+                f"{self.context_parallel_size}; only groups whose layers see all tokens can be interleaved"
             )
         if not isinstance(self.dtype, torch.dtype) or self.dtype not in KV_DTYPES:
             raise ConfigError(
@@ -261,8 +278,13 @@ class KVCacheSpec:
         return self.head_dim if self.v_head_dim is None else self.v_head_dim
 
     @property
+    def page_tokens(self) -> int:
+        """Tokens of a sequence per page: page_size tokens on each of context_parallel_size ranks."""
+        return self.page_size * self.context_parallel_size
+
+    @property
     def page_shape(self) -> tuple[int, int, int, int]:
-        """Sizes of a page, (page_size, num_kv_heads, head_dim, value_dim)."""
+        """Sizes of a page on this rank, (page_size, num_kv_heads, head_dim, value_dim)."""
         return self.page_size, self.num_kv_heads, self.head_dim, self.value_dim
 
     @property
@@ -281,7 +303,7 @@ class KVCacheSpec:
         Raises: ConfigError: if `num_tokens` is not an int >= 0.
         """
         num_tokens = check_int("num_tokens", num_tokens, 0, advice="pass the number of tokens in the cache")
-        return -(-num_tokens // self.page_size)
+        return -(-num_tokens // self.page_tokens)
 
     def first_page_seen(self, position: int) -> int:
         """Return the index of the first page that a token at `position` sees; earlier pages can be freed."""
@@ -290,7 +312,7 @@ class KVCacheSpec:
             seen = max(0, position + 1 - self.sliding_window)
         if self.attention_chunk_size is not None:
             seen = position - position % self.attention_chunk_size
-        return seen // self.page_size
+        return seen // self.page_tokens
 
     def most_pages(self, num_tokens: int, new_tokens: int) -> int:
         """Return the maximum number of pages of a sequence of up to `num_tokens` tokens, if a step adds up to
@@ -301,8 +323,8 @@ class KVCacheSpec:
             return total
         held = kept + new_tokens - 1  # from the oldest token that the first new token sees
         # A window can begin at any token of a page, a chunk of 6 only at every second token of a page of 4.
-        begins = math.gcd(self.attention_chunk_size, self.page_size) if self.attention_chunk_size else 1
-        return min(total, self.pages_for(held + self.page_size - begins))
+        begins = math.gcd(self.attention_chunk_size, self.page_tokens) if self.attention_chunk_size else 1
+        return min(total, self.pages_for(held + self.page_tokens - begins))
 
 
 def _check_value_size(spec: AttentionSpec | KVCacheSpec) -> None:

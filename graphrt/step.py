@@ -9,6 +9,7 @@ import torch
 
 from graphrt.backends.base import AttentionBackend, AttentionLayer
 from graphrt.capture.descriptor import BatchDescriptor
+from graphrt.context_parallel import ContextParallel
 from graphrt.kernels.cache.write import Rotary, write_kv
 from graphrt.kernels.checks import check_instance, check_int, check_no_overlap, check_tensor, check_unit_stride
 from graphrt.kernels.errors import ConfigError, ShapeError, UnsupportedError
@@ -69,6 +70,7 @@ class Step:
     previous_hidden: torch.Tensor | None = None
     shards: VocabShards | None = None  # with a group of ranks, of which each has a part of the logits
     hidden_layers: tuple[int, ...] = ()  # of the model, whose inputs the proposer reads
+    context: ContextParallel | None = None  # if ranks share the KV of each request
     _written: set[int] = field(default_factory=set, init=False, repr=False, compare=False)  # layers, in this step
     _kept: dict[int | None, torch.Tensor | Normed] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -276,7 +278,9 @@ class Step:
             if k is not None:  # an encoder layer must not modify the caller's tensor
                 k = k.clone()
                 self._rotate(k, replace(rotary, q_norm=rotary.k_norm))
-        if k is None or v is None or writes:
+        if self.context is not None:
+            self.context.attend(self.backend, target, q, self.metadata, out, sinks=sinks, lse=lse)
+        elif k is None or v is None or writes:
             self.backend.run(target, q, self.metadata, out, sinks=sinks, lse=lse)
         else:
             self.backend.run_encoder(target, q, k, v, self.metadata, out, sinks=sinks, lse=lse)

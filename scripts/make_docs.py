@@ -45,9 +45,9 @@ def buffers_table() -> str:
 def backends_table() -> str:
     lines = [
         "| backend | devices | dtypes | KV dtypes | head dims | page sizes | layouts | query_len | window | softcap "
-        "| ALiBi | ALiBi sqrt | sinks | chunks | V head dim | KV groups | cross | encoder | trees | lse "
-        "| batch-invariant | mixed | graphs | pad seq_len |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| ALiBi | ALiBi sqrt | sinks | chunks | V head dim | KV groups | cross | encoder | trees "
+        "| context parallel | lse | batch-invariant | mixed | graphs | pad seq_len |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for backend in map(backend_class, backend_names()):
         c = backend.capabilities
@@ -62,7 +62,7 @@ def backends_table() -> str:
             *("yes" if x else "no" for x in (c.sliding_window, c.logits_softcap, c.alibi)),
             *("yes" if x else "no" for x in (c.alibi_sqrt, c.sinks, c.attention_chunk_size, c.v_head_dim, c.kv_groups)),
             *("yes" if x else "no" for x in (c.cross_attention, c.encoder_attention, c.tree_drafts)),
-            *("yes" if x else "no" for x in (c.lse, c.batch_invariant, c.mixed)),
+            *("yes" if x else "no" for x in (c.context_parallel, c.lse, c.batch_invariant, c.mixed)),
             backend.graph_support.name,
             str(backend.seq_len_fill),
         ]

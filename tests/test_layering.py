@@ -60,8 +60,9 @@ def import_faults(path: str, source: str) -> list[str]:
 
 ROOMS = (
     "kernels", "capture", "env", "config", "spec", "sampling_params", "batch_values", "batch", "cache", "metadata",
-    "backends", "step", "layer", "sampling", "proposer", "draft_model", "engine", "replay", "runtime", "session",
-    "models", "generate", "integrations", "bundle", "testing", "graph_checks", "bench", "cli", "__main__",
+    "backends", "context_parallel", "step", "layer", "sampling", "proposer", "draft_model", "engine", "replay",
+    "runtime", "session", "models", "generate", "integrations", "bundle", "testing", "graph_checks", "bench", "cli",
+    "__main__",
 )  # fmt: skip
 """Sub-packages and modules of graphrt, lowest first. A file imports from its own room and from those before it."""
 

@@ -76,16 +76,22 @@ class AttentionLayer:
                 f"from spec.alibi_slopes"
             )
 
-    def options(self, sinks: torch.Tensor | None = None, tree_masks: torch.Tensor | None = None) -> AttentionOptions:
+    def options(
+        self,
+        sinks: torch.Tensor | None = None,
+        tree_masks: torch.Tensor | None = None,
+        kv_limits: torch.Tensor | None = None,
+    ) -> AttentionOptions:
         """Return the layer's options in the form that the kernels take.
 
         sinks       [num_q_heads] float32: the sinks of this call, which the model owns
         tree_masks  `StepMetadata.tree_masks`; only decoder layers use it
+        kv_limits   `StepMetadata.kv_limits`, which replace the causal mask
 
         The options of an encoder layer have no window, because its window extends to both sides; see
         `prompt_attention`.
         """
-        causal = self.spec.kind is AttentionKind.DECODER
+        causal = self.spec.kind is AttentionKind.DECODER and kv_limits is None
         return AttentionOptions(
             softmax_scale=self.spec.scale,
             causal=causal,
@@ -98,6 +104,7 @@ class AttentionLayer:
             k_scale=self.k_scale,
             v_scale=self.v_scale,
             tree_masks=tree_masks if causal else None,
+            kv_limits=kv_limits,
         )
 
 
@@ -260,8 +267,9 @@ class AttentionBackend(ABC):
 
         Decoder layers are causal. Token i of a request sees positions 0 to seq_len - query_len + i, which is its own
         position in `metadata.positions`. With `metadata.tree_masks`, it sees the tokens before the step, and only those
-        of the step that its mask has. Cross layers are not causal. Every token sees positions 0 to encoder_len - 1,
-        and its output is zero if encoder_len is 0. `layer.options(sinks)` has the other options.
+        of the step that its mask has. With `metadata.kv_limits`, token t sees the first kv_limits[t] keys. Cross layers
+        are not causal. Every token sees positions 0 to encoder_len - 1, and its output is zero if encoder_len is 0.
+        `layer.options(sinks)` has the other options.
 
         Keys and values beyond the `seq_len` of a request, in the null page and in pages of other requests may be NaN.
         None of these may reach an output. Mask values as well as scores, because zero times NaN is NaN. The block table

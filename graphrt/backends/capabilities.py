@@ -53,6 +53,7 @@ class Capabilities:
     cross_attention      layers that attend to encoder outputs, not causally, with lengths `metadata.encoder_lens`
     encoder_attention    bidirectional layers over the tokens of the step, without a cache; see `run_encoder`
     tree_drafts          decode batches in which the drafts of a request form a tree; see `StepMetadata.tree_masks`
+    context_parallel     a rank stores only some keys of each request; see `StepMetadata.kv_limits`. Requires lse
 
     `batch_invariant` is a guarantee per kind of graph. With `RuntimeConfig(batch_invariant=True)`, the result of a
     request is bitwise equal in all decode graphs of one query_len, for any graph size, position in the batch and other
@@ -85,6 +86,7 @@ class Capabilities:
     cross_attention: bool = False
     encoder_attention: bool = False
     tree_drafts: bool = False
+    context_parallel: bool = False
 
     def __post_init__(self) -> None:
         check_int_field(self, "max_query_len", 1, advice="1 is plain decode")
@@ -132,6 +134,8 @@ class Capabilities:
             )
         if context.tree_drafts and not context.prefill:
             reasons += self._unsupported_by_tree(context)
+        if context.context_parallel and not self.context_parallel:
+            reasons.append("context_parallel_size: not supported")
         if context.batch_invariant and not self.batch_invariant:
             reasons.append("batch_invariant: not supported")
         if context.mixed_batches and not context.prefill and not self.mixed:
@@ -144,7 +148,7 @@ class Capabilities:
     def _unsupported_by_tree(self, context: BackendContext) -> list[str]:
         if not self.tree_drafts:
             return ["tree_depth: drafts that form a tree are not supported"]
-        reasons = []
+        reasons = ["tree_depth with context_parallel_size: not supported"] if context.context_parallel else []
         for spec in dict.fromkeys(context.attention):
             for option in ("attention_chunk_size", "alibi_slopes"):
                 if getattr(spec, option) is not None:
@@ -217,6 +221,7 @@ class BackendContext:
     prefill          whether the backend serves only the prefill part of these steps
     max_encoder_len  maximum encoder tokens of a request; 0 without cross layers
     tree_drafts      whether drafts form trees in decode batches with max_query_len tokens per request
+    context_parallel whether a rank stores only some keys of each request; the layers have the query heads of all ranks
     """
 
     attention: tuple[AttentionSpec, ...]
@@ -232,6 +237,7 @@ class BackendContext:
     prefill: bool = False
     max_encoder_len: int = 0
     tree_drafts: bool = False
+    context_parallel: bool = False
 
     def __post_init__(self) -> None:
         if self.group_of is None:

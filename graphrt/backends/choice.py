@@ -84,6 +84,7 @@ def get_attn_backend(
         batch_invariant=config.batch_invariant,
         mixed_batches=config.mixed_batches,
         tree_drafts=config.tree_depth > 0,
+        context_parallel=any(kv.context_parallel_size > 1 for kv in groups),
     )
     named = config.prefill_backend not in (None, registry.ONE_PART)
     backend, reason = registry.select_backend(decode_context(context) if named else context, config.backend)

@@ -42,6 +42,7 @@ class TorchReferenceBackend(AttentionBackend):
         cross_attention=True,
         encoder_attention=True,
         tree_drafts=True,
+        context_parallel=True,
     )
     graph_support: ClassVar[GraphSupport] = GraphSupport.ALWAYS
 
@@ -70,7 +71,7 @@ class TorchReferenceBackend(AttentionBackend):
             metadata.kv_lens(layer.spec.kind),
             metadata.query_start_loc,
             out,
-            layer.options(sinks, metadata.tree_masks),
+            layer.options(sinks, metadata.tree_masks, metadata.kv_limits),
             lse,
         )
 

@@ -170,7 +170,7 @@ class TritonBackend(AttentionBackend):
                     metadata.kv_lens(key.kind),
                     work_list,
                     query_start_loc=metadata.query_start_loc if mixed else None,
-                    causal=key.kind is AttentionKind.DECODER,
+                    causal=key.kind is AttentionKind.DECODER and metadata.kv_limits is None,
                     sliding_window=key.sliding_window and key.sliding_window + ahead,
                     attention_chunk_size=key.attention_chunk_size,
                 )
@@ -204,7 +204,7 @@ class TritonBackend(AttentionBackend):
                 self._plan(key, metadata.descriptor),
                 self._work_lists[key],
                 self._workspace,
-                layer.options(sinks, metadata.tree_masks),
+                layer.options(sinks, metadata.tree_masks, metadata.kv_limits),
                 query_start_loc=metadata.query_start_loc if metadata.descriptor.kind is GraphKind.MIXED else None,
                 lse=lse,
                 pdl=overlaps(q.device),
@@ -234,7 +234,8 @@ class TritonBackend(AttentionBackend):
         if descriptor.kind is GraphKind.MIXED:
             return AttentionPlan.varlen(descriptor.padded_reqs, descriptor.padded_tokens, **options)
         native = self._native and key.whole_tiles  # the Triton kernel has better plans
-        if self.context.tree_drafts and descriptor.query_len > 1:  # the CUDA kernel has no tree masks
+        # The CUDA kernel has no masks for trees and limits.
+        if (self.context.tree_drafts or self.context.context_parallel) and descriptor.query_len > 1:
             native = False
         return AttentionPlan.decode(descriptor.padded_reqs, query_len=descriptor.query_len, native=native, **options)
 
@@ -256,6 +257,7 @@ class TritonPrefill(AttentionBackend):
         cross_attention=False,
         encoder_attention=False,
         tree_drafts=False,
+        context_parallel=False,
     )
     graph_support: ClassVar[GraphSupport] = GraphSupport.ALWAYS
 

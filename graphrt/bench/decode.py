@@ -13,7 +13,7 @@ import torch
 
 from graphrt.batch import Batch
 from graphrt.bench.decode_transformers import BaselineTime
-from graphrt.bench.sampling import config_fields, stated_sampling
+from graphrt.bench.sampling import stated_sampling
 from graphrt.bench.timer import measure_read_bandwidth, synchronize
 from graphrt.cache.groups import kv_locations
 from graphrt.cache.kv_cache import bytes_per_page
@@ -23,7 +23,7 @@ from graphrt.kernels.errors import CapacityError, ConfigError
 from graphrt.models.llama import LlamaModel
 from graphrt.models.loading import free_memory
 from graphrt.runtime import Runtime
-from graphrt.sampling_params import SamplingParams
+from graphrt.sampling_params import SamplingParams, config_fields
 from graphrt.session.table import SamplingValues
 from graphrt.spec import AttentionSpec, KVCacheSpec
 
@@ -117,34 +117,14 @@ def bench_decode(
 
     sampling   parameters of all requests, with distinct seeds; None: greedy. Penalties apply to tokens of timed steps
 
-    Raises: ConfigError: if a size is not an int >= 1. CapacityError: if the KV cache exceeds free memory.
+    Raises: see `decode_runtime`.
     """
-    batches = check_batches(batches)
-    context = check_int("context", context, 1, _MAX_CONTEXT, advice="pass the tokens that each sequence already has")
-    steps = check_int("steps", steps, 1, _MAX_CONTEXT, advice="pass the number of steps per round")
-    max_seq_len = context + steps
-    largest, sampling, device = max(batches), sampling or SamplingParams(), model.device
+    batches, sampling, device = check_batches(batches), sampling or SamplingParams(), model.device
     attention = model.config.attention_specs(model.dtype)
-    config = RuntimeConfig(
-        max_num_reqs=largest,
-        max_num_tokens=max(largest, 64),
-        max_seq_len=max_seq_len,
-        mixed_sizes=(),
-        backend=backend,
-        **config_fields(sampling),
-    )
-    pages, needed = kv_memory(kv_groups, largest, context, max_seq_len)
-    free = free_memory(device)
-    if free is not None and needed > free:
-        raise CapacityError(
-            f"batches: expected a KV cache of at most {free} bytes, the memory that is free on {device}, got {needed} "
-            f"bytes for {largest} sequences of {max_seq_len} tokens; lower the largest batch or the context"
-        )
-    bandwidth = measure_read_bandwidth(device)
-    vocab_size = model.config.vocab_size
-    with Runtime(
-        model, attention, kv_groups, vocab_size=vocab_size, device=device, config=config, num_pages=pages
+    with decode_runtime(
+        model, kv_groups, batches=batches, context=context, steps=steps, backend=backend, sampling=sampling
     ) as runtime:
+        bandwidth = measure_read_bandwidth(device)
         runtime.capture()
         stats = runtime.stats()
         results = []
@@ -181,6 +161,46 @@ def bench_decode(
             results=tuple(results),
             sampling=sampling,
         )
+
+
+def decode_runtime(
+    model: LlamaModel,
+    kv_groups: Sequence[KVCacheSpec],
+    *,
+    batches: Sequence[int],
+    context: int,
+    steps: int,
+    backend: str | None = None,
+    sampling: SamplingParams | None = None,
+) -> Runtime:
+    """Return a runtime for `bench_decode`.
+
+    Raises: ConfigError: if a size is not an int >= 1. CapacityError: if the KV cache exceeds free memory.
+    """
+    context = check_int("context", context, 1, _MAX_CONTEXT, advice="pass the tokens that each sequence already has")
+    steps = check_int("steps", steps, 1, _MAX_CONTEXT, advice="pass the number of steps per round")
+    max_seq_len = context + steps
+    largest, sampling, device = max(batches), sampling or SamplingParams(), model.device
+    attention = model.config.attention_specs(model.dtype)
+    config = RuntimeConfig(
+        max_num_reqs=largest,
+        max_num_tokens=max(largest, 64),
+        max_seq_len=max_seq_len,
+        mixed_sizes=(),
+        backend=backend,
+        **config_fields(sampling),
+    )
+    pages, needed = kv_memory(kv_groups, largest, context, max_seq_len)
+    free = free_memory(device)
+    if free is not None and needed > free:
+        raise CapacityError(
+            f"batches: expected a KV cache of at most {free} bytes, the memory that is free on {device}, got {needed} "
+            f"bytes for {largest} sequences of {max_seq_len} tokens; lower the largest batch or the context"
+        )
+    return Runtime(
+        model, attention, kv_groups, vocab_size=model.config.vocab_size, device=device, config=config, num_pages=pages,
+        group=model.group,
+    )  # fmt: skip
 
 
 def kv_memory(

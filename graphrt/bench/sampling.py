@@ -1,4 +1,4 @@
-"""Sampling parameters of benchmarks: the RuntimeConfig fields they need, and their format in reports."""
+"""Sampling parameters of benchmarks, as reports state them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,6 @@ def stated_sampling(params: SamplingParams) -> dict[str, Any]:
     if "logit_bias" in stated:  # JSON has no infinity
         stated["logit_bias"] = {str(token): str(value) for token, value in params.logit_bias.items()}
     return stated
-
-
-def config_fields(params: SamplingParams) -> dict[str, Any]:
-    """Return the RuntimeConfig fields that these parameters need."""
-    most: dict[str, int] = {}
-    for name, least in params.needs:
-        most[name] = max(least, most.get(name, least))
-    return most | {"penalties": "penalties" in most}
 
 
 def described(params: SamplingParams) -> str:

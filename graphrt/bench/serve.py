@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from graphrt.bench.decode import kv_bytes_read, kv_memory
-from graphrt.bench.sampling import config_fields, stated_sampling
+from graphrt.bench.sampling import stated_sampling
 from graphrt.bench.timer import measure_read_bandwidth
 from graphrt.config import RuntimeConfig
 from graphrt.engine.handle import Launch
@@ -24,7 +24,7 @@ from graphrt.models.llama import LlamaModel
 from graphrt.models.loading import make_runtime
 from graphrt.replay import ReplayManager
 from graphrt.runtime import Runtime
-from graphrt.sampling_params import SamplingParams
+from graphrt.sampling_params import SamplingParams, config_fields
 
 _MOST_REQUESTS = 1 << 16
 _MAX_LENGTH = 1 << 20

@@ -39,6 +39,8 @@ def kv_groups(
     layout: KVLayout = KVLayout.NHD,
     dtype: torch.dtype | None = None,
     null_page: int | Literal["last"] = 0,
+    context_parallel_size: int = 1,
+    interleave_size: int = 1,
 ) -> tuple[KVCacheSpec, ...]:
     """Return the KV groups of a model's layers, for `Runtime` and `KVCache.allocate`; one group if all are alike.
 
@@ -59,6 +61,7 @@ def kv_groups(
     layout      memory layout of a page
     dtype       dtype of the cache; None: the dtype of the layers
     null_page   page id that padding requests read, which no sequence may own
+    context_parallel_size, interleave_size   as in KVCacheSpec, for all groups
 
     Raises: ConfigError: if `attention` is not a non-empty sequence of AttentionSpec, if no layer has its own KV, or if
     kv_shared_with does not name a matching earlier layer.
@@ -107,6 +110,8 @@ def kv_groups(
                     layers=of_group,
                     pool=pool,
                     cross=spec.is_cross,
+                    context_parallel_size=context_parallel_size,
+                    interleave_size=interleave_size,
                 )
             )
     if len(groups) == 1:

@@ -23,7 +23,7 @@ from graphrt.kernels.checks import (
     check_unit_stride,
     shown,
 )
-from graphrt.kernels.errors import CapacityError, ConfigError, ShapeError
+from graphrt.kernels.errors import CapacityError, ConfigError, ShapeError, UnsupportedError
 from graphrt.kernels.types import KVLayout
 from graphrt.spec import MAX_PAGES, KVCacheSpec
 
@@ -237,9 +237,12 @@ class KVCache:
             ShapeError: if `pages` is not a list of int, is too short, or lists a page twice, the null page or a page
             out of range.
             ConfigError: if there is no such layer, or num_tokens < 0.
+            UnsupportedError: if the group has context_parallel_size > 1.
         """
         group = self.groups[self.group_of[self._checked_layer(layer)]]
         num_tokens = check_int("num_tokens", num_tokens, 0, advice="pass the tokens to write")
+        if group.context_parallel_size > 1:
+            raise UnsupportedError("slots: not supported with context_parallel_size > 1; only steps write such a cache")
         last, size = self.pool_pages[group.pool] - 1, group.page_size
         found = check_ints("pages", pages, 0, last, advice="pass allocated pages", error=ShapeError)
         if group.null_page in found.tolist() or len(set(found.tolist())) < len(found):

@@ -50,7 +50,7 @@ class Tables:
         if self.group.sliding_window is None and self.group.attention_chunk_size is None:
             return
         # A page can be freed once the window has passed its last token. Most steps free none.
-        near = positions - self.from_[rows] * self.group.page_size >= self.group.page_size
+        near = positions - self.from_[rows] * self.group.page_tokens >= self.group.page_tokens
         for row, position in zip(rows[near].tolist(), positions[near].tolist(), strict=True):
             first, seen = int(self.from_[row]), min(self.group.first_page_seen(position), int(self.to[row]))
             if seen > first:
@@ -60,7 +60,7 @@ class Tables:
 
     def more(self, rows: Rows, seq_lens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the number of pages that each row lacks for `seq_lens` tokens."""
-        needed = (seq_lens + (self.group.page_size - 1)) // self.group.page_size
+        needed = (seq_lens + (self.group.page_tokens - 1)) // self.group.page_tokens
         lacks: npt.NDArray[np.int64] = np.maximum(needed - self.to[rows], 0)
         return lacks
 
@@ -126,11 +126,11 @@ class Tables:
 
         Returns the source and target of the page to copy; None if the last shared page is full.
         """
-        first, full = self.group.first_page_seen(length), length // self.group.page_size
+        first, full = self.group.first_page_seen(length), length // self.group.page_tokens
         pages = self._pages[donor, first:full].tolist()
         self._source.share(pages)
         copied = None
-        if length % self.group.page_size:
+        if length % self.group.page_tokens:
             (own,) = self._source.take(1).tolist()
             copied = int(self._pages[donor, full]), own
             pages.append(own)
@@ -141,7 +141,7 @@ class Tables:
         """Return how many pages a fork of a row must own for up to `most` tokens. It shares the full pages of the first
         `length` tokens."""
         end = min(self.group.pages_for(most), int(self.to[row]))
-        return max(0, end - max(length // self.group.page_size, int(self.from_[row])))
+        return max(0, end - max(length // self.group.page_tokens, int(self.from_[row])))
 
     def fork(self, row: int, new: int, length: int, own: Sequence[int]) -> list[tuple[int, int]]:
         """Share the full pages of the first `length` tokens of `row` with the empty row `new`, then append the pages
@@ -150,7 +150,7 @@ class Tables:
         Returns the source and target of each page to copy.
         """
         first = int(self.from_[row])
-        full = max(length // self.group.page_size, first)
+        full = max(length // self.group.page_tokens, first)
         shared = self._pages[row, first:full].tolist()
         self._source.share(shared)
         self.place(new, first, [*shared, *own])

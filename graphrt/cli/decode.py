@@ -7,11 +7,13 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 from rich.table import Table
 
 from graphrt.bench.decode import DecodeReport, DecodeResult, bench_decode, check_batches
+from graphrt.bench.decode_ranks import RankResult, bench_ranks
 from graphrt.bench.decode_transformers import DYNAMIC, STATIC, BaselineTime, time_transformers
 from graphrt.bench.environment import provenance
 from graphrt.bench.sampling import described
@@ -51,43 +53,42 @@ def run(options: DecodeOptions) -> None:
     if options.speculate not in (None, "ngram"):
         draft = load_draft_model(options.speculate, loaded.model)
     groups = config.kv_groups(options.page_size, KVLayout.NHD, dtype)
-    report = bench_decode(
-        options.shape or str(options.model),
-        loaded.model,
-        groups,
-        batches=batches,
-        context=options.context,
-        steps=options.steps,
-        backend=options.backend,
-        sampling=params,
-    )
+    timed: dict[str, Any] = {
+        "batches": batches, "context": options.context, "steps": options.steps, "backend": options.backend,
+    }  # fmt: skip
+    report = bench_decode(options.shape or str(options.model), loaded.model, groups, **timed, sampling=params)
     drafts: list[SpeculationResult] = []
     if options.speculate is not None:
         drafts = bench_speculation(
             loaded.model,
             groups,
-            batches=batches,
-            context=options.context,
-            steps=options.steps,
             num_drafts=options.drafts,
             draft=draft,
-            backend=options.backend,
+            **timed,
         )
+    del loaded, draft  # free the memory for the baseline and the ranks
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    several: list[RankResult] = []
+    if options.tp > 1:
+        several = bench_ranks(
+            report, source, options.tp, device=device, page_size=options.page_size, max_positions=longest,
+            options={**timed, "sampling": params},
+        )  # fmt: skip
     if options.baseline is not None:
-        del loaded, draft  # free the memory for the baseline
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
         times = time_transformers(config, batches=batches, context=options.context, device=device, dtype=dtype)
         report = replace(report, baselines=tuple(times))
     if not options.json_only:
-        _print(report, drafts, "prompt lookup" if options.speculate == "ngram" else options.speculate)
+        _print(report, drafts, "prompt lookup" if options.speculate == "ngram" else options.speculate, several)
     record = {"name": "decode", **provenance(), **report.to_json(), "speculate": options.speculate}
-    record["speculation"] = [asdict(r) for r in drafts]
+    record["speculation"], record["ranks"] = [asdict(r) for r in drafts], [asdict(r) for r in several]
     print(json.dumps(record), flush=True)
 
 
-def _print(report: DecodeReport, drafts: Sequence[SpeculationResult], source: str | None) -> None:
+def _print(
+    report: DecodeReport, drafts: Sequence[SpeculationResult], source: str | None, several: Sequence[RankResult]
+) -> None:
     console = make_console()
     how = described(report.sampling)
     title = f"decode, {report.model} on {report.device}, backend {report.backend}, {how}"
@@ -113,6 +114,12 @@ def _print(report: DecodeReport, drafts: Sequence[SpeculationResult], source: st
             f"batch {s.batch}, {s.num_drafts} drafts by {source}, ms per token: {s.plain_ms:.3f} without drafts, "
             f"{s.accepted_ms:.3f} with all accepted ({s.accepted_ms / s.plain_ms:.2f} x), "
             f"{s.rejected_ms:.3f} with none ({s.rejected_ms / s.plain_ms:.2f} x)",
+            soft_wrap=True,
+        )
+    for of in several:
+        console.print(
+            f"batch {of.batch}, {of.ranks} ranks: {of.replay_ms:.3f} ms ({of.replay_ratio:.2f} x one rank), host "
+            f"{of.host_us:.0f} us ({of.host_ratio:.2f} x)",
             soft_wrap=True,
         )
     for time in report.baselines:

@@ -14,13 +14,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import distributed as dist
 
-from graphrt.bench.sampling import config_fields
 from graphrt.cli.console import capture_with_bar, make_console
 from graphrt.cli.options import GenerateOptions
 from graphrt.cli.values import check_length, check_vocabulary, sampling_params
 from graphrt.config import RuntimeConfig
 from graphrt.engine.handle import TokenLogprob
-from graphrt.engine.ranks import Ranks
+from graphrt.engine.ranks import CUDA_BACKENDS, Ranks
 from graphrt.engine.stats import Stats
 from graphrt.generate.generator import TextGenerator
 from graphrt.kernels.errors import ConfigError
@@ -32,7 +31,7 @@ from graphrt.models.stop_strings import StopStrings
 from graphrt.models.tokenizer import Tokenizer, check_prompt, load_tokenizer
 from graphrt.proposer import Proposer, ngram_drafts
 from graphrt.runtime import Runtime, resolve_device
-from graphrt.sampling_params import SamplingParams
+from graphrt.sampling_params import SamplingParams, config_fields
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CPU_CHUNK = 64  # on a CPU, a mixed graph is not faster than an eager chunk, so capture only one small size
@@ -41,7 +40,8 @@ _MOST_POSITIONS = 1 << 20
 
 def run(options: GenerateOptions) -> None:
     """Generate and print. Text goes to standard output; progress and statistics go to standard error."""
-    group = _torchrun_group()
+    device = resolve_device(options.device)
+    group, device = _torchrun_group(device)
     ranks = None if group is None else Ranks.of(group)
     is_first = ranks is None or not ranks.rank
     prompts = [*(options.prompts or ()), *_read_prompts(options.prompt_file)] if is_first else []
@@ -53,7 +53,6 @@ def run(options: GenerateOptions) -> None:
         check_prompt(prompt)
     log = make_console(stderr=True)
     log.quiet = not is_first
-    device = resolve_device(options.device)
     if options.dtype != "auto" and options.dtype not in _DTYPES:
         raise ConfigError(
             f"--dtype: expected auto, float32, bfloat16 or float16, got {options.dtype!r}; choose one of these"
@@ -108,12 +107,16 @@ def run(options: GenerateOptions) -> None:
             _print_stats(log, runtime.stats(), count, time.perf_counter() - start)
 
 
-def _torchrun_group() -> dist.ProcessGroup | None:
-    """Return the group of the processes that torchrun has started; None for a single process."""
+def _torchrun_group(device: torch.device) -> tuple[dist.ProcessGroup | None, torch.device]:
+    """Return the group of the processes that torchrun has started, None for a single process, and the device of this
+    process: on CUDA, each rank has the GPU of its local rank."""
     if not dist.is_torchelastic_launched():
-        return None
-    dist.init_process_group("gloo")
-    return dist.group.WORLD if dist.get_world_size() > 1 else None
+        return None, device
+    if device.type == "cuda":
+        device = resolve_device(f"cuda:{dist.get_node_local_rank()}")
+        torch.cuda.set_device(device)
+    dist.init_process_group(CUDA_BACKENDS if device.type == "cuda" else "gloo")
+    return dist.group.WORLD if dist.get_world_size() > 1 else None, device
 
 
 def _proposer(source: str | None, model: LlamaModel, log: Console) -> Proposer | None:

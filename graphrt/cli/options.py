@@ -146,6 +146,7 @@ class DecodeOptions(SamplingOptions):
         ),
     ] = None
     drafts: Annotated[int, typer.Option(min=1, max=63, help="Drafts per step, with --speculate.")] = 4
+    tp: Annotated[int, typer.Option(min=1, help="Also time this number of ranks, which split the model.")] = 1
     json_only: _JsonOnly = False
 
 

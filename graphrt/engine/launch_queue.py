@@ -11,6 +11,7 @@ import torch
 
 from graphrt.batch import Batch
 from graphrt.capture.descriptor import BatchDescriptor
+from graphrt.capture.device_wait import wait_for
 from graphrt.capture.graph import NOTHING, ordinary
 from graphrt.capture.staging import StagingRing, StagingSlot
 from graphrt.config import RuntimeConfig
@@ -44,6 +45,8 @@ class LaunchQueue:
         calls: RankCalls | None = None,
     ) -> None:  # fmt: skip
         self._calls = calls
+        if calls is not None:
+            calls.add_part("queue", self)
         self._program, self._graphs, self._config, self._on_stream = program, graphs, config, on_stream
         buffers = program.buffers
         self._ring = StagingRing(buffers.input_ring, program.kv_cache.device, HEADER_SIZE, HEADER_COPIES)
@@ -77,6 +80,8 @@ class LaunchQueue:
         Warm-up runs read inputs without requests, which the next launch replaces. Their step number is skipped, so that
         no handle polls for it and finds it before its own step has run.
         """
+        if self._calls is not None and not self._calls.follows:
+            self._calls.call(self.capture, descriptor)
         slot, step = self.slot()
         write_header(slot.inputs, step, 0, 0, 0)
         with OnStream(self._on_stream.stream, "graphrt.capture"), slot.in_flight(self._on_stream.stream):
@@ -121,6 +126,8 @@ class LaunchQueue:
                 slot.end(on_stream.stream)
             self._follows = self.next_step
             self.launches += 1
+            if self._calls is not None:
+                self._calls.ranks.arrive()
         except BaseException as error:
             if self._calls is not None:
                 self._calls.ranks.fail(error)
@@ -239,7 +246,7 @@ class LaunchQueue:
         self._ring.drain()
         if self._on_stream.stream is not None:
             for stream in (self._on_stream.stream, *self._graphs.streams):
-                stream.synchronize()
+                wait_for(stream)
 
     def restart(self) -> None:
         """Start with the first input slot again, as the device does after a reset. Every launch must have finished."""

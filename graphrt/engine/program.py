@@ -13,7 +13,9 @@ from graphrt.cache.kv_cache import KVCache
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
 from graphrt.capture.guard import named_weights
 from graphrt.config import RuntimeConfig
+from graphrt.context_parallel import ContextParallel
 from graphrt.draft_model import DraftModel, slots_ahead
+from graphrt.engine.ranks import context_of
 from graphrt.engine.request_tables import sampling_extents
 from graphrt.kernels.attention.options import FP8_DTYPES
 from graphrt.kernels.cache.path import PathMover
@@ -22,6 +24,7 @@ from graphrt.kernels.errors import ConfigError, ShapeError
 from graphrt.kernels.metadata.arguments import check_tables
 from graphrt.kernels.metadata.buffers import Capacity, PageGroup, StaticBuffers
 from graphrt.kernels.metadata.draft_tree import follow_tree, write_tree
+from graphrt.kernels.metadata.localize_kv import localize_kv
 from graphrt.kernels.metadata.logprobs import write_logprobs
 from graphrt.kernels.metadata.refresh import refresh
 from graphrt.kernels.metadata.step_inputs import inputs_size
@@ -63,6 +66,7 @@ class StepProgram:
     request_tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     shards: VocabShards | None = None  # of the model's logits, if they do not have vocab_size columns
     path_mover: PathMover | None = field(init=False, repr=False, compare=False)  # None: drafts form chains
+    context: ContextParallel | None = field(init=False, repr=False, compare=False)  # None: ranks share no KV
     _views: dict[BatchDescriptor, tuple[StaticBuffers, StepMetadata]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -70,6 +74,8 @@ class StepProgram:
     def __post_init__(self) -> None:
         mover = _path_mover(self.kv_cache) if len(self.buffers.path_rows) else None
         object.__setattr__(self, "path_mover", mover)
+        context = context_of(self.kv_cache.groups, None if self.shards is None else self.shards.group)
+        object.__setattr__(self, "context", context)
 
     def run(self, descriptor: BatchDescriptor) -> torch.Tensor:
         """Run the step at one size, and return the logits [positions x padded_reqs, vocab_size]; without a sampler,
@@ -160,9 +166,10 @@ class StepProgram:
 
     @property
     def splits_logits(self) -> bool:
-        """Whether each rank has logits of its own tokens only, because nothing but `sample_tokens` reads them."""
-        b, own = self.buffers, self.sampler is not sample_tokens
-        return not (self.shards is None or own or b.logprob_ring.shape[3] or b.draft_logprobs.shape[2])
+        """Whether each rank has logits of its own tokens only, because nothing but `sample_tokens` reads them. A CUDA
+        graph cannot choose the requests whose logits ranks exchange, so on GPUs all logits are gathered."""
+        b, own, on_cuda = self.buffers, self.sampler is not sample_tokens, self.kv_cache.device.type == "cuda"
+        return not (self.shards is None or own or on_cuda or b.logprob_ring.shape[3] or b.draft_logprobs.shape[2])
 
     @property
     def draft_model(self) -> DraftModel | None:
@@ -203,6 +210,9 @@ class StepProgram:
         )
         if self.tree_depth(descriptor):
             write_tree(step.buffers)
+        if (context := self.context) is not None:
+            ranks, rank = context.group.size(), context.group.rank()
+            localize_kv(step.buffers, ranks=ranks, rank=rank, interleave_size=context.interleave_size)
         return step
 
     def positions(self, descriptor: BatchDescriptor) -> int:
@@ -249,6 +259,7 @@ class StepProgram:
             request_tensors=self.request_tensors,
             shards=self.shards,
             hidden_layers=() if self.draft_model is None else self.draft_model.hidden_layers,
+            context=self.context,
         )
 
 
@@ -263,7 +274,7 @@ def page_groups(kv_cache: KVCache, max_seq_len: int, max_encoder_len: int) -> tu
         assert isinstance(spec.null_page, int), "resolved by the cache"
         groups.append(
             PageGroup(
-                page_size=spec.page_size,
+                page_size=spec.page_tokens,
                 num_pages=kv_cache.pool_pages[spec.pool],
                 null_page=spec.null_page,
                 max_pages=spec.pages_for(longest_of(spec, max_seq_len, max_encoder_len)),
@@ -277,7 +288,9 @@ def page_groups(kv_cache: KVCache, max_seq_len: int, max_encoder_len: int) -> tu
     return tuple(groups) or (PageGroup(page_size=1, num_pages=1, null_page=0, max_pages=1, max_encoder_len=1),)
 
 
-def capacity_of(config: RuntimeConfig, groups: Sequence[PageGroup], vocab_size: int) -> Capacity:
+def capacity_of(
+    config: RuntimeConfig, groups: Sequence[PageGroup], vocab_size: int, *, interleaves: bool = False
+) -> Capacity:
     """Return the extents of a runtime's static buffers, with room for the longest page list of every request."""
     rows, tokens = config.max_num_reqs, config.max_num_tokens
     return Capacity(
@@ -288,6 +301,7 @@ def capacity_of(config: RuntimeConfig, groups: Sequence[PageGroup], vocab_size: 
         ring=config.most_in_flight,
         page_groups=tuple(groups),
         launch_steps=config.launch_steps,
+        interleaves=interleaves,
         **sampling_extents(config, vocab_size),
     )
 

@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import io
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -23,7 +23,7 @@ from graphrt.capture.descriptor import BatchDescriptor, GraphKind
 from graphrt.config import RuntimeConfig
 from graphrt.engine.launch_inputs import LaunchInputs
 from graphrt.engine.program import StepProgram
-from graphrt.engine.ranks import Ranks
+from graphrt.engine.ranks import CUDA_BACKENDS, Ranks
 from graphrt.kernels.checks import shown
 from graphrt.kernels.errors import ConfigError, RankError, UnsupportedError
 
@@ -38,6 +38,7 @@ class RankCalls:
     """The calls of one manager on all ranks of a group.
 
     ranks     the ranks of the group
+    follows   whether this rank repeats what rank 0 does
     groups    number of KV groups, which the layout of the words depends on
     parts     objects that every rank has, by name; in arguments, each rank uses its own
     """
@@ -45,7 +46,7 @@ class RankCalls:
     def __init__(self, ranks: Ranks, groups: int, parts: Mapping[str, object]) -> None:
         self.ranks, self._groups, self._parts = ranks, groups, dict(parts)
         self._names = {id(part): name for name, part in parts.items()}
-        self._follows = False
+        self.follows = False
         # Rank 0 may close a manager that the other ranks did not follow. Its messages must not reach the next one.
         ranks.managers += 1
         self._number = ranks.managers
@@ -57,18 +58,23 @@ class RankCalls:
         Raises: ConfigError: on every rank, with the rank and the values that differ. RankError: if a rank ends before.
         UnsupportedError: for options that ranks do not implement.
         """
-        _check_options(config, program)
         ranks, cache = Ranks.of(group), program.kv_cache
+        _check_options(config, program, ranks)
         _check_equal(ranks, config, program)
+        ranks.connect(cache.device)
         parts = {"manager": manager, "tables": manager.request_tables, "kv_cache": cache, "buffers": program.buffers}
         return cls(ranks, len(cache.groups), parts)
+
+    def add_part(self, name: str, part: object) -> None:
+        """Add an object that every rank has."""
+        self._parts[name], self._names[id(part)] = part, name
 
     def launch(
         self, inputs: np.ndarray[Any, np.dtype[np.int32]], size: BatchDescriptor, why: str, first: int, loops: bool
     ) -> None:
         """Send a launch from rank 0, before it is queued there. Raises: ReplayError: on other ranks, unless they
         follow."""
-        if self._follows:
+        if self.follows:
             return
         found = LaunchInputs(inputs, self._groups)
         key = (size.kind.value, size.padded_reqs, size.padded_tokens, size.query_len)
@@ -95,7 +101,7 @@ class RankCalls:
         launch          queues a launch
         between_steps   returns a context for writes between two launches
         """
-        self._follows = True
+        self.follows = True
         with self.ranks.reporting():
             while True:
                 number, kind, content = pickle.loads(self.ranks.receive())
@@ -131,9 +137,14 @@ class _Unpickler(pickle.Unpickler):
         return self._parts[name]
 
 
-def reporting(calls: RankCalls | None) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which an error of this rank fails all ranks, if there are several."""
-    return contextlib.nullcontext() if calls is None else calls.ranks.reporting()
+@contextlib.contextmanager
+def capturing(calls: RankCalls | None) -> Iterator[None]:
+    """Return a context in which an error of this rank fails all ranks, if there are several, and ranks may be late."""
+    if calls is None:
+        yield
+        return
+    with calls.ranks.reporting(), calls.ranks.patient():
+        yield
 
 
 def follower(calls: RankCalls | None) -> RankCalls:
@@ -149,11 +160,11 @@ def refuse_ranks(calls: RankCalls | None, call: str) -> None:
         raise UnsupportedError(f"{call}: not supported with several ranks; use a runtime without a group")
 
 
-def _check_options(config: RuntimeConfig, program: StepProgram) -> None:
+def _check_options(config: RuntimeConfig, program: StepProgram, ranks: Ranks) -> None:
     """Raise UnsupportedError for options that ranks do not implement. The message lists all."""
+    lacks_nccl = program.kv_cache.device.type == "cuda" and not ranks.on_cuda
     wrong = {
-        f"device {program.kv_cache.device} (several GPUs are not implemented)": program.kv_cache.device.type != "cpu",
-        "lazy_capture": config.lazy_capture,
+        f"CUDA without NCCL (call init_process_group('{CUDA_BACKENDS}'))": lacks_nccl,
         "shadow_every": bool(config.shadow_every),
         "page_tables": program.page_tables is not None,
     }

@@ -1,7 +1,8 @@
 """The ranks of a process group on one host: messages from rank 0 to the others, and the detection of failed ranks.
 
 Ranks share a block of memory. Every wait for another rank polls, and checks in between whether a rank has failed: its
-process has ended, it has reported an error, or it has not arrived at a collective in time.
+process has ended, it has reported an error, or it has not arrived at a collective or queued a launch in time. Waits for
+a GPU poll too, because a kernel may wait for another rank.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import os
 import pickle
 import select
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +23,32 @@ import numpy as np
 import torch
 from torch import distributed as dist
 
+from graphrt import env
+from graphrt.capture import device_wait
+from graphrt.context_parallel import ContextParallel
 from graphrt.engine.shared_ring import SharedRing
 from graphrt.kernels.checks import check_instance
-from graphrt.kernels.errors import RankError, ReplayError, UnsupportedError
+from graphrt.kernels.errors import ConfigError, RankError, ReplayError, UnsupportedError
 from graphrt.kernels.ops import collectives
+from graphrt.kernels.ops.all_reduce import Inbox, inboxes
+from graphrt.spec import KVCacheSpec
+
+CUDA_BACKENDS = "cpu:gloo,cuda:nccl"
+"""Backends of a group of GPUs. Ranks exchange by gloo at start, and by NCCL in a step."""
 
 HANG_SECONDS = 8.0
-"""How long a rank may be late at a collective of a step, or stopped in it."""
+"""How long a rank may be late at a collective of a step or at a launch, or stopped in a collective."""
 
 _CHECK_SECONDS = 0.05
-_SPIN_SECONDS, _SLEEP_SECONDS = 0.0005, 0.0001
+_SPIN_SECONDS = {False: 0.0005, True: 0.02}  # without and with GPUs, with which a rank has cores of its own
+_SLEEP_SECONDS = 0.0001
 _EXIT_SECONDS = 2.0  # from the end of a connection to the end of its process
+_ABORT_SECONDS = 2.0  # from the abort of NCCL to the end of its kernels
 _RING_BYTES = 1 << 22
 _TEXT_BYTES = 1024
 _LINE = 8  # int64 per cache line
-# Of a rank's line. The counter is that of the ring, and the beat is when a waiting rank last checked the others.
+# Of a rank's line. Arrivals are collectives and launches. The counter is that of the ring, and the beat is when a
+# waiting rank last checked the others.
 _ARRIVALS, _BEAT, _FAILED, _CULPRIT, _COUNTER = range(5)
 _ADVICE = "close the runtime, and start all ranks again"
 
@@ -46,6 +59,7 @@ class Ranks:
     """The ranks of one group.
 
     rank, size   this rank, and the number of ranks
+    on_cuda      whether the group has NCCL, so that models may run on GPUs
     managers     number of managers that were built for the group
     """
 
@@ -53,9 +67,14 @@ class Ranks:
         self.group, self.rank, self.size = group, group.rank(), group.size()
         if "cpu:gloo" not in (backend := dist.get_backend_config(group)):
             raise UnsupportedError(
-                f"group: expected a gloo group of CPU ranks, got {backend}; several GPUs are not implemented"
+                f"group: expected gloo for CPU tensors, got {backend}; call init_process_group('gloo'), or "
+                f"init_process_group('{CUDA_BACKENDS}') on GPUs"
             )
+        self.on_cuda = "cuda:nccl" in backend
+        if self.on_cuda:
+            env.set_nccl_defaults()
         self.managers, self._hang_seconds = 0, HANG_SECONDS
+        self._subgroups = dict[int, dist.ProcessGroup]()
         self._memory, pids = self._shared_memory()
         count = 1 + self.size
         words = np.frombuffer(self._memory, np.int64, count * _LINE).reshape(count, _LINE)
@@ -73,6 +92,8 @@ class Ranks:
                 self._rank_of_fd[descriptor] = rank
                 self._ended.register(descriptor, select.POLLIN)
         collectives.waits[group.group_name] = self._wait_for_collective
+        if self.on_cuda:
+            device_wait.watch = self.wait_for_device
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Ranks:
@@ -81,6 +102,28 @@ class Ranks:
         if group.group_name not in _of_group:
             _of_group[group.group_name] = cls(group)
         return _of_group[group.group_name]
+
+    def subgroup(self, size: int) -> dist.ProcessGroup:
+        """Return the group of `size` consecutive ranks that this rank belongs to. All ranks call it together."""
+        if size == self.size:
+            return self.group
+        if size not in self._subgroups:
+            starts = range(0, self.size, size)
+            global_ranks = [dist.get_global_rank(self.group, rank) for rank in range(self.size)]
+            groups = [dist.new_group(global_ranks[start : start + size]) for start in starts]
+            self._subgroups[size] = own = groups[self.rank // size]
+            collectives.waits[own.group_name] = self._wait_for_collective
+        return self._subgroups[size]
+
+    def connect(self, device: torch.device) -> None:
+        """On a GPU, let NCCL connect all groups in a first collective, and share memory. A capture forbids both."""
+        if device.type == "cuda":
+            for group in (self.group, *self._subgroups.values()):
+                collectives.gather(torch.zeros(1, device=device), group)
+            device_wait.wait_for(torch.cuda.current_stream(device))
+            name = self.group.group_name
+            if name not in inboxes and (inbox := Inbox.allocate(self.group, device)) is not None:
+                inboxes[name] = inbox
 
     def send(self, message: bytes) -> None:
         """Send a message from rank 0. Waits only if a rank is far behind."""
@@ -96,15 +139,37 @@ class Ranks:
     def exchange(self, value: Any) -> list[Any]:
         """Return the values of all ranks, by rank. Waits for all of them without a limit, unless one fails."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        self._hang_seconds = float("inf")
-        try:
+        with self.patient():
             sizes = collectives.gather(torch.tensor([len(data)], device="cpu"), self.group).flatten().tolist()
             padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
             padded[: len(data)] = data
             every = collectives.gather(padded, self.group)
+        return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(every, sizes, strict=True)]
+
+    @contextlib.contextmanager
+    def patient(self) -> Iterator[None]:
+        """Return a context in which ranks may be late, for example because they compile kernels."""
+        self._hang_seconds = float("inf")
+        try:
+            yield
         finally:
             self._hang_seconds = HANG_SECONDS
-        return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(every, sizes, strict=True)]
+
+    def arrive(self) -> None:
+        """Count a collective or a launch of this rank, so that the others notice when it is late."""
+        self._lines[self.rank, _ARRIVALS] += 1
+
+    def wait_for_device(self, done: Callable[[], bool]) -> None:
+        """Wait for queued work. Raises: RankError: if a rank has failed, even if the work is done, because its results
+        may be wrong. After a failure, waits at most 2 s for collectives that were aborted."""
+        if self._has_failed:
+            deadline = time.monotonic() + _ABORT_SECONDS
+            while not done() and time.monotonic() < deadline:
+                time.sleep(_SLEEP_SECONDS)
+            self.check()
+        self._until(done, self._hang_seconds, stops=False)
+        if self._has_failed:
+            self.check()
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
@@ -135,15 +200,29 @@ class Ranks:
         self._report(culprit, text)
         return RankError(culprit, f"{text}; {_ADVICE}")
 
+    @property
+    def _has_failed(self) -> bool:
+        """Whether this rank has failed, or knows that another has."""
+        return bool(self._lines[self.rank, _FAILED])
+
     def _report(self, culprit: int, text: str) -> None:
-        if not self._lines[self.rank, _FAILED]:
+        if not self._has_failed:
             data = text.encode()[:_TEXT_BYTES]
             self._texts[self.rank, : len(data)] = np.frombuffer(data, np.uint8)
             self._lines[self.rank, _CULPRIT] = culprit
             self._lines[self.rank, _FAILED] = 1
+            if self.on_cuda:  # kernels that wait for other ranks end at once; the calls return once graphs are freed
+                for group in (self.group, *self._subgroups.values()):
+                    nccl = group._get_backend(torch.device("cuda"))
+                    threading.Thread(target=nccl.abort, daemon=True).start()
+                if (inbox := inboxes.get(self.group.group_name)) is not None:  # not in this thread, which may capture
+                    threading.Thread(target=inbox.abort, args=(culprit,), daemon=True).start()
 
-    def _until(self, done: Callable[[], bool], hang_seconds: float = float("inf")) -> None:
-        """Wait for a condition. Raises RankError if a rank fails, or if a collective lacks a rank for so long."""
+    def _until(self, done: Callable[[], bool], hang_seconds: float = float("inf"), stops: bool = True) -> None:
+        """Wait for a condition. Raises RankError if a rank fails, or is so late at a collective or a launch.
+
+        stops   a rank that has arrived must also run, as in a collective of the host
+        """
         start = checked = time.monotonic()
         while not done():
             now = time.monotonic()
@@ -152,22 +231,24 @@ class Ranks:
                 self._lines[self.rank, _BEAT] = time.monotonic_ns()
                 self.check()
                 if now - start > hang_seconds:
-                    self._check_arrivals(hang_seconds)
-            time.sleep(0 if now - start < _SPIN_SECONDS else _SLEEP_SECONDS)
+                    self._check_arrivals(hang_seconds, stops)
+            time.sleep(0 if now - start < _SPIN_SECONDS[self.on_cuda] else _SLEEP_SECONDS)
 
-    def _check_arrivals(self, seconds: float) -> None:
+    def _check_arrivals(self, seconds: float, stops: bool) -> None:
         arrivals, beats = self._lines[:, _ARRIVALS], self._lines[:, _BEAT]
-        stopped = time.monotonic_ns() - beats > seconds * 1e9  # a rank that has arrived, unless it runs
+        stopped = stops & (time.monotonic_ns() - beats > seconds * 1e9)  # a rank that has arrived, unless it runs
         late = ((arrivals < arrivals[self.rank]) | stopped).nonzero()[0]
         if len(late):
             rank = int(late[0])
             raise self._failure(
-                rank, f"rank {rank} did not arrive at a collective, or stopped in it, for {seconds:g} s"
+                rank, f"rank {rank} did not arrive at a collective or launch, or stopped in it, for {seconds:g} s"
             )
 
-    def _wait_for_collective(self, work: dist.Work) -> None:
+    def _wait_for_collective(self, work: dist.Work | None) -> None:
         self._lines[self.rank, _BEAT] = time.monotonic_ns()
-        self._lines[self.rank, _ARRIVALS] += 1
+        self.arrive()
+        if work is None:  # the stream waits
+            return
         try:
             self._until(work.is_completed, self._hang_seconds)
             work.wait()
@@ -207,3 +288,19 @@ class Ranks:
         if None in pids:
             raise UnsupportedError(f"group: expected ranks on one host, but rank {pids.index(None)} is on another one")
         return memory, pids
+
+
+def context_of(kv_groups: Sequence[KVCacheSpec], group: dist.ProcessGroup | None) -> ContextParallel | None:
+    """Return the ranks that share the KV of each request; None if every rank keeps all tokens.
+
+    Raises: ConfigError: if the ranks of `group` cannot be divided by context_parallel_size.
+    """
+    size = kv_groups[0].context_parallel_size if kv_groups else 1
+    if size == 1:
+        return None
+    if group is None or group.size() % size:
+        ranks = "no group" if group is None else f"{group.size()} ranks"
+        raise ConfigError(
+            f"context_parallel_size: expected a divisor of the number of ranks, got {size} with {ranks}; pass group="
+        )
+    return ContextParallel(Ranks.of(group).subgroup(size), kv_groups[0].interleave_size)

@@ -178,7 +178,7 @@ def _pages_seen(
         found = [np.concatenate(listed[index])] if listed[index] else []
         for row in np.flatnonzero(known).tolist():
             first = 0 if spec.cross else spec.first_page_seen(max(0, int(starts[row])))
-            found.append(table[index, req_indices[row], first : -(-max(0, int(last[row])) // spec.page_size)])
+            found.append(table[index, req_indices[row], first : -(-max(0, int(last[row])) // spec.page_tokens)])
         ids = np.unique(np.concatenate(found)).astype(np.int64) if found else np.empty(0, np.int64)
         count = program.kv_cache.pool_pages[spec.pool]
         seen.append(ids[(ids >= 0) & (ids < count) & (ids != spec.null_page)])

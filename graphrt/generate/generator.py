@@ -8,6 +8,7 @@ finishes at a stop token is replaced a few launches later.
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -53,6 +54,10 @@ class Event:
 
 EndsPrompt = Callable[[int, int], bool]
 """Called with the index of a prompt and each of its new tokens, in order. True finishes the prompt at this token."""
+
+Arrivals = Callable[[bool], Sequence[tuple[Prompt, SamplingParams]] | None]
+"""Returns the prompts that have arrived, each with its params, or None if no more will arrive. The argument is True if
+all earlier prompts have finished; the call may then wait for the next prompt."""
 
 
 class TextGenerator:
@@ -108,13 +113,34 @@ class TextGenerator:
         are all NaN; its `prompts` lists them. All tokens that had arrived are yielded first. ReplayError: if a request
         gets no token. CaptureError: after a `reset()`.
         """
-        if self._runtime.state is not State.CAPTURED:
-            raise wrong_state(self._runtime.state, State.CAPTURED, "generate")
+        self._check_captured("generate")
         check_sequence("prompts", prompts, of="prompts, each a list of token ids")
         if isinstance(params, SamplingParams):
             params = [params] * len(prompts)
         check_sequence("params", params, len(prompts), of="SamplingParams, one per prompt")
         return self._run([self._checked(i, p, s) for i, (p, s) in enumerate(zip(prompts, params, strict=True))], ends)
+
+    def serve(self, arrivals: Arrivals) -> Generator[Event, None, None]:
+        """Yield tokens of prompts that arrive while other prompts run. A new prompt joins the next launch.
+
+        Prompts are numbered in the order of their arrival. Preempted requests are recomputed. An error ends all
+        prompts, so call `check` before a prompt arrives.
+
+        arrivals  called before each launch, by the thread that runs the generator. After it has returned None, the
+                  generator ends when all prompts have finished
+
+        Raises: see `generate`. A wrong prompt raises when it arrives.
+        """
+        self._check_captured("serve")
+        return self._run([], None, arrivals)
+
+    def check(self, prompt: Prompt, params: SamplingParams, index: int = 0) -> None:
+        """Raise the error that `generate` raises for a prompt. The text has its index. Any thread may call this."""
+        self._checked(index, prompt, params)
+
+    def _check_captured(self, call: str) -> None:
+        if self._runtime.state is not State.CAPTURED:
+            raise wrong_state(self._runtime.state, State.CAPTURED, call)
 
     def _checked(self, index: int, prompt: Prompt, params: SamplingParams) -> PromptState:
         name, params_name = f"prompts[{index}]", f"params[{index}]"
@@ -143,14 +169,27 @@ class TextGenerator:
             warnings.warn(f"preempted requests are recomputed: {error}", RuntimeWarning, stacklevel=2)
             return None
 
-    def _run(self, prompts: list[PromptState], ends: EndsPrompt | None) -> Generator[Event, None, None]:
+    def _run(
+        self, prompts: list[PromptState], ends: EndsPrompt | None, arrivals: Arrivals | None = None
+    ) -> Generator[Event, None, None]:
         space: SwapSpace | None = None
         session = DecodeSession(self._runtime)
         try:
             space = self._swap_space(prompts, session)
             scheduler = Scheduler(prompts, self._runtime, session, space, self.stats)
             in_flight: deque[Launch] = deque()
-            while scheduler.queue or scheduler.running or in_flight:
+            indices = itertools.count(len(prompts))
+
+            def is_busy() -> bool:
+                return bool(scheduler.queue or scheduler.running or in_flight)
+
+            while arrivals is not None or is_busy():
+                if arrivals is not None:
+                    arrived = arrivals(not is_busy())
+                    scheduler.queue.extend(self._checked(next(indices), *prompt) for prompt in arrived or ())
+                    arrivals = arrivals if arrived is not None else None
+                    if not is_busy():
+                        continue
                 scheduler.admit()
                 launches = scheduler.launch()
                 in_flight.extend(launches)
@@ -191,9 +230,12 @@ def _collect(session: DecodeSession, scheduler: Scheduler, ends: EndsPrompt | No
         for event in _events(scheduler.by_request[request], request, tokens):
             if ends is not None and event.token is not None and ends(event.prompt, event.token):
                 scheduler.finish(request)
-                yield replace(event, finished=True)
-                break
+                event = replace(event, finished=True)
+            if event.finished:
+                del scheduler.by_request[request]
             yield event
+            if event.finished:
+                break
     if fault is not None:
         prompts = scheduler.by_request.items()
         faulty = sorted(prompt.index for request, prompt in prompts if request.finish_reason is FinishReason.FAULT)

@@ -114,8 +114,8 @@ class Scheduler:
         self.queue = deque(prompts)
         self.running: dict[int, PromptState] = {}
         self.by_request: dict[SessionRequest, PromptState] = {}
-        self._page_unit = math.lcm(*(group.page_size for group in self._groups))
-        self._largest_page = max(group.page_size for group in self._groups)
+        self._page_unit = math.lcm(*(group.page_tokens for group in self._groups))
+        self._largest_page = max(group.page_tokens for group in self._groups)
         # Prefixes are compared by half pages, or by whole small pages, because shorter ones are not worth a copy.
         self._prefixes = PrefixIndex(max(min(8, self._largest_page), self._largest_page // 2))
         self._promised: dict[int, list[int]] = {}  # pages of each pool that are reserved for admitted requests
@@ -305,7 +305,7 @@ class Scheduler:
             if length == full:
                 return full
             # Pages for the copy, and for the next token of each running request.
-            copied = (length % group.page_size > 0 for group in self._groups)
+            copied = (length % group.page_tokens > 0 for group in self._groups)
             own = by_pool(self._groups, (copies + len(self.running) for copies in copied))
             if all(n <= allocator.num_free for n, allocator in zip(own, self._runtime.allocators, strict=True)):
                 return length

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,12 +27,15 @@ from graphrt.models.weights import check_weights
 if TYPE_CHECKING:
     from graphrt.step import Step
 
-_NESTED = ("model", "transformer_layer_config")  # keys that may hold the config of the layer
+_SPECULATORS = "transformer_layer_config"
+_NESTED = ("model", _SPECULATORS)  # keys that may hold the config of the layer
+_LEAST_SHARE = 1e-6  # so that 0 / 0 is 0, and rounding of the lse is not amplified without bound
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "add_para_norm": (False,),
     "logit_scale": (1.0,),
     "norm_before_fc": (False,),
     "quantization_config": (),
+    "use_sliding_window": (False,),
 }
 _EAGLE_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "parallel_draft_step": (1,),
@@ -70,6 +74,8 @@ class EagleConfig:
         layer = ModelConfig.from_hf(flat | {"architectures": None, "num_hidden_layers": 1})
         fields = FieldReader(flat, "config.json")
         fields.refuse(_UNSUPPORTED)
+        if layer.qkv_bias:  # the key of token 0 must be 0
+            fields.unsupported("biases of queries, keys and values")
         if "sliding_attention" in fields.texts("layer_types"):
             fields.unsupported("layer_types 'sliding_attention'")
         eagle = FieldReader(fields.mapping("eagle_config"), "config.json: eagle_config")
@@ -81,7 +87,7 @@ class EagleConfig:
         eagle.refuse_unread("", ())
         eagle.finish()
         draft_vocab_size = fields.integer("draft_vocab_size", layer.vocab_size, most=layer.vocab_size)
-        norm_before_residual = fields.flag("norm_before_residual")
+        norm_before_residual = fields.flag("norm_before_residual", _SPECULATORS in raw)
         fields.finish()
         return cls(layer, draft_vocab_size, layers, norm_before_residual)
 
@@ -144,15 +150,17 @@ class EagleHead(nn.Module):
         layer, eps, hidden = self.layer, self.config.layer.rms_norm_eps, step.previous_hidden
         embedded = embedding(step.input_ids, self.embedding, self.shards)
         assert hidden is not None, "the proposer of a head has a hidden_size"
+        has_hidden = (step.positions > 0)[:, None]  # for token 0, the input of the layer is 0; see `_attend`
         if self.hidden_norm is None:
-            x = residual = linear(torch.cat((embedded, hidden), 1), self.fc, self.fc_bias)
+            x = residual = linear(torch.cat((embedded, hidden), 1), self.fc, self.fc_bias) * has_hidden
         else:
             normed = rms_norm(hidden, self.hidden_norm, eps)
             residual = normed if self.config.norm_before_residual else hidden.clone()
-            x = torch.cat((rms_norm(embedded, layer.attention_norm, eps), normed), 1)
+            x = torch.cat((rms_norm(embedded * has_hidden, layer.attention_norm, eps), normed), 1)
         rotary = Rotary(self.cos_sin, layer.q_norm, layer.k_norm, eps)
         gains = layer.mlp_norm, self.norm
-        result = run_layer(step, 0, Normed(x), residual, layer.products(), gains, rotary, eps)
+        attend = partial(_attend, step)
+        result = run_layer(step, 0, Normed(x), residual, layer.products(), gains, rotary, eps, attend=attend)
         step.keep_hidden(residual)
         logits = linear(result if self.combines else residual, self.head, rows=step.logits_indices)
         if self.token_ids is None:
@@ -186,6 +194,17 @@ class EagleHead(nn.Module):
         else:
             del targets[self.prefix + "input_layernorm.weight"]
         return {name: target for name, target in targets.items() if target is not None}
+
+
+def _attend(step: Step, q: torch.Tensor) -> torch.Tensor:
+    """Return attention to all tokens except token 0, for which EAGLE has no hidden state.
+
+    The key and the value of token 0 are 0, so it adds exp(0) to the softmax denominator, and nothing to the sum.
+    """
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    out = step.attend(0, q, lse=lse)
+    share = -torch.expm1(-lse)  # of the other tokens; 0 in the row of token 0
+    return (out / share.clamp_min(_LEAST_SHARE)[..., None]).to(out.dtype)
 
 
 def load_eagle(folder: Path, model: LlamaModel) -> DraftModel:

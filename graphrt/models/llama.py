@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -104,17 +104,19 @@ def run_layer(
     rotary: Rotary | None,
     eps: float,
     group: dist.ProcessGroup | None = None,
+    attend: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Normed:
     """Add attention, then a gated MLP, to `residual` in place, and return the norm of the sum for the next layer.
 
     x         the norm of `residual`
     products  weights and biases of qkv, o, gate_up and down
     gains     weights of the norm before the MLP, and of the norm of the result
+    attend    maps queries to the output of attention; None: `step.attend`
     """
     qkv, o, gate_up, down = products
     q = step.linear_rope_write(index, x, qkv[0], rotary=rotary, bias=qkv[1])
-    attended = step.attend(index, q).flatten(1)
-    x = linear_add(attended, o[0], residual, gains[0], eps, bias=o[1], group=group)
+    attended = step.attend(index, q) if attend is None else attend(q)
+    x = linear_add(attended.flatten(1), o[0], residual, gains[0], eps, bias=o[1], group=group)
     gated = linear_silu_mul(x, gate_up[0], bias=gate_up[1])
     return linear_add(gated, down[0], residual, gains[1], eps, bias=down[1], group=group)
 

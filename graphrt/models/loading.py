@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import distributed as dist
 
+from graphrt.cache.groups import kv_groups
 from graphrt.config import RuntimeConfig
 from graphrt.draft_model import DraftModel
 from graphrt.engine.ranks import Ranks
@@ -17,7 +18,6 @@ from graphrt.kernels.checks import check_int, shown
 from graphrt.kernels.compile_ahead import hash_triton
 from graphrt.kernels.errors import CapacityError, ConfigError
 from graphrt.kernels.ops.quantized import QuantizedWeight
-from graphrt.kernels.types import KVLayout
 from graphrt.models.config import ModelConfig
 from graphrt.models.eagle import load_eagle
 from graphrt.models.fields import MAX_EXTENT, check_path
@@ -157,10 +157,35 @@ def _fill_dummy_weights(model: LlamaModel, seed: int) -> None:
                 weight.fill_(0.0 if name.endswith("bias") else 1.0)
 
 
-def make_runtime(model: LlamaModel, config: RuntimeConfig, *, page_size: int = 16, **options: Any) -> Runtime:
-    """Return a runtime for `model` on its device, with one KV group per distinct window. `options` go to Runtime."""
+def make_runtime(
+    model: LlamaModel,
+    config: RuntimeConfig,
+    *,
+    page_size: int = 16,
+    context_parallel_size: int = 1,
+    interleave_size: int = 1,
+    **options: Any,
+) -> Runtime:
+    """Return a runtime for `model` on its device, with one KV group per distinct window.
+
+    Args:
+        page_size: as for `kv_groups`, as are context_parallel_size and interleave_size.
+        options: go to Runtime.
+
+    Raises: ConfigError: if the ranks that would share the KV of a request do not hold the same KV heads.
+    """
     attention = model.config.attention_specs(model.dtype)
-    groups = model.config.kv_groups(page_size, KVLayout.NHD, model.dtype)
+    if model.sharding.kv_copies % context_parallel_size:
+        raise ConfigError(
+            f"context_parallel_size: expected a divisor of the {model.sharding.kv_copies} ranks that hold the same KV "
+            f"head, got {context_parallel_size}; use more ranks, or a model with fewer KV heads"
+        )
+    groups = kv_groups(
+        attention,
+        page_size=page_size,
+        context_parallel_size=context_parallel_size,
+        interleave_size=interleave_size,
+    )
     vocab_size, group = model.config.vocab_size, model.group
     return Runtime(
         model, attention, groups, vocab_size=vocab_size, device=model.device, config=config, group=group, **options

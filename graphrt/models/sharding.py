@@ -79,6 +79,11 @@ class Sharding:
         )
         return cls(config, shard, rank, ranks, columns)
 
+    @property
+    def kv_copies(self) -> int:
+        """Number of consecutive ranks that hold the same KV heads."""
+        return max(1, self.ranks // self.full.num_kv_heads)
+
     def part(self, name: str) -> Part | None:
         """Return the part of a checkpoint tensor that this rank holds; None: all of it."""
         *_, module, kind = name.split(".")
@@ -96,7 +101,7 @@ class Sharding:
             first = self.rank * heads
         elif module in ("k_proj", "v_proj"):
             heads, size, unit = config.num_kv_heads, full.num_kv_heads, full.head_dim
-            first = self.rank * heads // max(1, self.ranks // size)
+            first = self.rank * heads // self.kv_copies
         else:
             return None
         by_columns = module in ("o_proj", "down_proj")

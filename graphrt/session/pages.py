@@ -129,7 +129,7 @@ class SessionPages:
 
     def room(self, ids: Ids) -> Ids:
         """Return the number of tokens that each request has pages for."""
-        rooms = (table.to[ids] * table.group.page_size for table in self.tables)
+        rooms = (table.to[ids] * table.group.page_tokens for table in self.tables)
         return functools.reduce(np.minimum, rooms)
 
     def reserve(self, ids: Ids, lengths: Ids, limits: Ids, steps: int) -> None:
@@ -163,7 +163,7 @@ class SessionPages:
         """Allocate pages for the next `count` tokens of one request, or fewer, and return how many tokens fit."""
         while count and not self._grow(ids, ids * 0 + start + count):
             # Reduce the count to the last token before a page boundary of some group.
-            sizes = (table.group.page_size for table in self.tables)
+            sizes = (table.group.page_tokens for table in self.tables)
             count = max(0, max((start + count - 1) // size * size for size in sizes) - start)
         return count
 

@@ -24,12 +24,27 @@ class DenseRow:
     k   [seq_len, num_kv_heads, head_dim]     dequantised; [encoder_len, ...] in a cross layer
     v   [seq_len, num_kv_heads, v_head_dim]   like k
     tree_masks  [query_len] int64, those of AttentionOptions, if the new tokens form a tree
+    kv_limits   [query_len] int32, those of AttentionOptions, if each token sees only some keys
     """
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     tree_masks: torch.Tensor | None = None
+    kv_limits: torch.Tensor | None = None
+
+
+def random_tree(query_len: int, rng: torch.Generator) -> torch.Tensor:
+    """Return the masks of tokens of which each follows a random earlier one."""
+    masks = 1 << torch.arange(query_len, device="cpu")
+    for token in range(1, query_len):
+        masks[token] |= masks[int(torch.randint(token, (1,), generator=rng, device="cpu"))]
+    return masks
+
+
+def tree_depths(masks: torch.Tensor) -> torch.Tensor:
+    """Return the number of ancestors of each token."""
+    return (masks[:, None] >> torch.arange(len(masks), device="cpu") & 1).sum(1) - 1
 
 
 def check_rows(
@@ -104,6 +119,7 @@ def _oracle(row: DenseRow, options: AttentionOptions, dtype: torch.dtype) -> tup
         alibi_sqrt=options.alibi_sqrt,
         sinks=options.sinks,
         tree_masks=row.tree_masks,
+        kv_limits=row.kv_limits,
         dtype=dtype,
     )
 

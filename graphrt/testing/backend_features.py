@@ -40,6 +40,7 @@ class Feature:
     layout           layout of pages; None: NHD
     query_len        new tokens per request
     tree_drafts      the new tokens of each request form a tree
+    context_parallel a token sees only the first keys of its request, and those may be fewer than the new tokens
     mixed            use a mixed batch instead of a decode batch
     prefill          the backend runs the prefill part of a mixed step; requests with one new token are in the decode
                      part
@@ -65,6 +66,7 @@ class Feature:
     layout: KVLayout | None = None
     query_len: int = 1
     tree_drafts: bool = False
+    context_parallel: bool = False
     mixed: bool = False
     prefill: bool = False
     page_size: int = 0
@@ -136,6 +138,8 @@ FEATURES = {
         Feature("query_len", query_len=3, lse=True),
         Feature("tree_drafts", query_len=5, tree_drafts=True, lse=True),
         Feature("tree_drafts-window", ({"sliding_window": 9}, {}), query_len=8, tree_drafts=True),
+        Feature("context_parallel", query_len=3, context_parallel=True, lse=True),
+        Feature("mixed-context_parallel", mixed=True, context_parallel=True, lse=True),
         Feature("mixed", mixed=True, lse=True),
         Feature("mixed-window", layers=(WINDOW, {}), same=(WINDOW, WINDOW), mixed=True),
         Feature("mixed-fp8", kv_dtype=torch.float8_e4m3fn, mixed=True),
@@ -267,6 +271,7 @@ def contexts_of(cls: type[AttentionBackend], feature: Feature, device: torch.dev
                 max_query_len=feature.query_len,
                 batch_invariant=feature.batch_invariant,
                 tree_drafts=feature.tree_drafts,
+                context_parallel=feature.context_parallel,
                 mixed_batches=have.mixed or feature.prefill,
                 prefill=feature.prefill,
                 # Longer than a sequence, and not a multiple of the page size.

@@ -21,7 +21,7 @@ from graphrt.capture.recorder import make_recorder
 from graphrt.kernels.types import PAD_SLOT_ID, KVLayout
 from graphrt.metadata import StepMetadata
 from graphrt.spec import AttentionSpec, KVCacheSpec
-from graphrt.testing.backend_accuracy import E4M3, DenseRow, check_rows
+from graphrt.testing.backend_accuracy import E4M3, DenseRow, check_rows, random_tree, tree_depths
 from graphrt.testing.backend_features import ROWS, SEED, Feature, contexts_of
 from graphrt.testing.numerics import bits_of, keys_seen
 
@@ -41,6 +41,7 @@ class DenseSequence:
     q, k, v   queries, stored keys and stored values of every layer. For a layer with kv_shared_with, those of its
               source; for a cross layer, those of the encoder
     tree_masks   [query_len] int64; None: the new tokens form a chain
+    kv_limits    [query_len] int32; None: a token sees the keys up to itself
     """
 
     seq_len: int
@@ -50,6 +51,7 @@ class DenseSequence:
     k: list[torch.Tensor]
     v: list[torch.Tensor]
     tree_masks: torch.Tensor | None = None
+    kv_limits: torch.Tensor | None = None
 
     def length_in(self, kv: KVCacheSpec) -> int:
         """Return the number of tokens of the request in a KV group."""
@@ -94,7 +96,10 @@ class Rig:
 
         row = DenseSequence(seq_len, query_len, encoder_len, [], [], [])
         if self.feature.tree_drafts:
-            row.tree_masks = _random_tree(query_len, self.rng)
+            row.tree_masks = random_tree(query_len, self.rng)
+        if self.feature.context_parallel:
+            limits = torch.randint(seq_len + 1, (query_len,), generator=self.rng, device="cpu", dtype=torch.int32)
+            row.kv_limits = limits.sort().values
         for layer in self.layers:
             spec, length = layer.spec, encoder_len if layer.spec.is_cross else seq_len
             row.q.append(random(query_len, spec.num_q_heads, spec.head_dim, dtype=spec.dtype))
@@ -129,11 +134,13 @@ class Rig:
         meta.positions.copy_(positions)
         if meta.tree_masks is not None:
             meta.tree_masks.fill_(1)
-            for start, sequence in zip(starts, sequences, strict=False):
-                assert sequence.tree_masks is not None, "of this feature"
-                end = start + sequence.query_len
-                meta.tree_masks[start:end] = sequence.tree_masks.to(meta.tree_masks.device)
-                meta.positions[start:end] = _depths(sequence.tree_masks).to(meta.positions.device) + positions[start]
+        for start, sequence in zip(starts, sequences, strict=False):
+            here = slice(start, start + sequence.query_len)
+            if meta.tree_masks is not None and sequence.tree_masks is not None:
+                meta.tree_masks[here] = sequence.tree_masks.to(meta.tree_masks.device)
+                meta.positions[here] = (tree_depths(sequence.tree_masks) + positions[start]).to(meta.positions.device)
+            if meta.kv_limits is not None and sequence.kv_limits is not None:
+                meta.kv_limits[here] = sequence.kv_limits.to(meta.kv_limits.device)
         padding = [0] * (len(meta.encoder_lens) - len(rows))
         meta.encoder_lens.copy_(torch.tensor([*encoder_lens, *padding], device="cpu"))
         meta.query_start_loc.copy_(torch.tensor([*starts, *ends], device="cpu").clamp(min=self.decodes))
@@ -374,6 +381,7 @@ def make_rig(backend_class: type[AttentionBackend], feature: Feature, device: to
         positions=make(padded, dtype=torch.int64),
         max_seq_len=context.max_seq_len,
         tree_masks=make(padded, dtype=torch.int64) if feature.tree_drafts else None,
+        kv_limits=make(padded, dtype=torch.int32) if feature.context_parallel else None,
     )
     q, new_kv, out, lse = [], [], [], []
     for spec in context.attention:
@@ -459,19 +467,7 @@ def _dense(sequence: DenseSequence, layer: AttentionLayer) -> DenseRow:
         stored[layer.index] if scale is None else stored[layer.index].double() * scale.cpu().double()[:, None]
         for stored, scale in ((sequence.k, layer.k_scale), (sequence.v, layer.v_scale))
     )
-    return DenseRow(sequence.q[layer.index], k, v, sequence.tree_masks)
-
-
-def _random_tree(query_len: int, rng: torch.Generator) -> torch.Tensor:
-    """Return the masks of tokens of which each follows a random earlier one."""
-    masks = 1 << torch.arange(query_len, device="cpu")
-    for token in range(1, query_len):
-        masks[token] |= masks[int(torch.randint(token, (1,), generator=rng, device="cpu"))]
-    return masks
-
-
-def _depths(masks: torch.Tensor) -> torch.Tensor:
-    return (masks[:, None] >> torch.arange(len(masks), device="cpu") & 1).sum(1) - 1
+    return DenseRow(sequence.q[layer.index], k, v, sequence.tree_masks, sequence.kv_limits)
 
 
 def tensors_in(backend: AttentionBackend) -> list[str]:

@@ -92,12 +92,14 @@ def keys_seen(
     sliding_window: int = 0,
     attention_chunk_size: int = 0,
     tree_masks: torch.Tensor | None = None,
+    kv_limits: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the mask of the keys that each of a sequence's last tokens sees, [query_len, seq_len] bool on the CPU.
 
     0 disables window and chunks. A window contains the keys at a distance below its size, on both sides unless
     `causal`. The token at position p sees only keys of its chunk, starting at p // attention_chunk_size *
-    attention_chunk_size. `tree_masks` [query_len] int64 are those of AttentionOptions.
+    attention_chunk_size. `tree_masks` [query_len] int64 and `kv_limits` [query_len] int32 are those
+    of AttentionOptions.
     """
     at = torch.arange(seq_len - query_len, seq_len, device="cpu")[:, None]
     where = torch.arange(seq_len, device="cpu")
@@ -106,6 +108,8 @@ def keys_seen(
         in_step = tree_masks.cpu()[:, None] >> torch.arange(query_len, device="cpu") & 1
         seen[:, seq_len - query_len :] = in_step > 0
         at = seq_len - query_len + in_step.sum(1, keepdim=True) - 1
+    if kv_limits is not None:
+        seen = where < kv_limits.cpu()[:, None]
     if sliding_window:
         seen = seen & ((where - at).abs() < sliding_window)
     if attention_chunk_size:
@@ -127,6 +131,7 @@ def attention_oracle(
     alibi_sqrt: bool = False,
     sinks: torch.Tensor | None = None,
     tree_masks: torch.Tensor | None = None,
+    kv_limits: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the attention of one sequence by definition, on the CPU in `dtype`. Returns out and lse.
@@ -142,7 +147,7 @@ def attention_oracle(
     q, k, v = (x.detach().cpu().to(dtype) for x in (q, k, v))
     query_len, seq_len, num_kv_heads = q.shape[0], k.shape[0], k.shape[1]
     at, where = torch.arange(seq_len - query_len, seq_len, device="cpu")[:, None], torch.arange(seq_len, device="cpu")
-    seen = keys_seen(query_len, seq_len, causal, sliding_window, attention_chunk_size, tree_masks)
+    seen = keys_seen(query_len, seq_len, causal, sliding_window, attention_chunk_size, tree_masks, kv_limits)
     by_kv_head = q.unflatten(1, (num_kv_heads, -1))  # [tokens, KV heads, group, head_dim]
     logits = softmax_scale * torch.einsum("tkgd,skd->tkgs", by_kv_head, k).flatten(1, 2)
     if logits_softcap:

@@ -182,6 +182,7 @@ def attend_kernel(
     slopes_ptr,
     sinks_ptr,
     tree_masks_ptr,  # [tokens] or None: int64, bit i of a token's mask is set if it sees token i of its request
+    kv_limits_ptr,  # [tokens] or None: int32, number of keys that a token sees
     splits_at,
     zeros_at,
     max_partials,
@@ -321,6 +322,8 @@ def attend_kernel(
             if HAS_WINDOW:  # the depth of a token in its tree is the number of its ancestors
                 seen = (masks[:, None] >> tl.arange(0, 64)[None, :]) & 1
                 query_positions = seq_len - query_len - 1 + tl.sum(seen, 1).to(tl.int32)
+        if kv_limits_ptr is not None:
+            kv_limits = tl.load(kv_limits_ptr + token, mask=m < num_queries, other=0)
         first_position = seq_len - query_len + first_query // NUM_QUERIES_PER_KV
         kv_end = seq_len
         if CAUSAL:
@@ -413,6 +416,8 @@ def attend_kernel(
                         visible &= (place < 0)[None, :] | (((masks[:, None] >> bit[None, :]) & 1) != 0)
                     elif CAUSAL:
                         visible &= positions[None, :] <= query_positions[:, None]
+                    if kv_limits_ptr is not None:
+                        visible &= positions[None, :] < kv_limits[:, None]
                     if HAS_WINDOW:
                         visible &= positions[None, :] > query_positions[:, None] - span
                     if HAS_CHUNKS:

@@ -44,7 +44,7 @@ def _constexprs(plan: AttentionPlan, options: AttentionOptions, kv_dtype: torch.
         "ALIBI_SQRT": options.alibi_sqrt,
         "IS_FP8": kv_dtype in FP8_DTYPES,
         "FIXED_SPLITS": plan.schedule.fixed_splits,
-        "SKIP_MASKS": plan.shape.query_len == 0,
+        "SKIP_MASKS": plan.shape.query_len == 0 and options.kv_limits is None,
         "BLOCK_M": plan.tile.block_m,
         "BLOCK_N": plan.tile.block_n,
         "BLOCK_D": plan.shape.block_d,
@@ -96,6 +96,7 @@ def _launch(call: AttentionCall) -> None:
         options.alibi_slopes,
         options.sinks,
         options.tree_masks,
+        options.kv_limits,
         plan.splits_at,
         plan.zeros_at,
         plan.max_partials,
@@ -190,8 +191,9 @@ def paged_attention(
         workspace.partial_out, workspace.partial_lse, workspace.counters,
     )  # fmt: skip
     check_options(options, q.shape[1], k_cache.shape[2], k_cache.dtype, q.device)
-    if options.tree_masks is not None:
-        check_tensor("tree_masks", options.tree_masks, shape=(q.shape[0],))
+    for name, tensor in (("tree_masks", options.tree_masks), ("kv_limits", options.kv_limits)):
+        if tensor is not None:
+            check_tensor(name, tensor, shape=(q.shape[0],))
     _attention(
         AttentionCall(
             q, k_cache, v_cache, block_table, query_start_loc, seq_lens, work_list, out, lse, workspace, options, plan,
@@ -331,6 +333,8 @@ def compile_variants() -> list[CompileSpec]:
         ("odd_head_dim", fp16, e5m2, (80, 80), 7, 1, 8, 48, "window"),
         ("fp32", fp32, fp32, (64, 64), 4, 1, 8, 16, "window"),
         ("fp32_large", fp32, fp32, (256, 256), 8, 8, 8, 16, ""),
+        ("limits", bf16, bf16, (128, 128), 16, 0, 64, 16, ""),
+        ("limits_speculative", bf16, bf16, (128, 128), 16, 5, 8, 16, ""),
         ("varlen", bf16, bf16, (128, 128), 4, 0, 64, 16, ""),
         ("varlen_options", fp16, e4m3, (128, 128), 4, 0, 64, 16, "window"),
         ("varlen_gemma", bf16, bf16, (256, 256), 2, 0, 64, 16, "window"),
@@ -370,6 +374,9 @@ def compile_variants() -> list[CompileSpec]:
             logits_softcap=float(bool(options)),
             alibi_sqrt=bool(options),
         )
+        tree, limits = name.startswith("tree"), name.startswith("limits")
+        if limits:
+            chosen = AttentionOptions(1.0, causal=False, kv_limits=torch.empty(0, dtype=torch.int32, device="cpu"))
         constexprs: dict[str, object] = {
             **_constexprs(plan, chosen, kv_dtype),
             "PAGE_SIZE": page_size or 1,
@@ -377,12 +384,15 @@ def compile_variants() -> list[CompileSpec]:
             "STRIDE_UNIT": _stride_unit(sizes, sizes),
             "LAUNCH_PDL": False,
         }
-        tree = name.startswith("tree")
         types = compiled_types(dtype, kv_dtype, constexprs, options=bool(options) and not tree)
         if tree:
             types["tree_masks_ptr"] = "*i64"
         else:
             constexprs["tree_masks_ptr"] = None
+        if limits:
+            types["kv_limits_ptr"] = "*i32"
+        else:
+            constexprs["kv_limits_ptr"] = None
         specs.append(
             CompileSpec(
                 f"attention_{name}",

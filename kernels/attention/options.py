@@ -38,6 +38,8 @@ class AttentionOptions:
                                                      of new token 0 plus the number of new tokens that it sees before
                                                      itself. Requires `causal`, and a window of at least as many
                                                      positions as new tokens; excludes chunks and alibi_slopes
+    kv_limits        [num_tokens]            int32    for paged calls: a token sees the first kv_limits keys of its
+                                                     request. Excludes `causal`, alibi_slopes and tree_masks
     """
 
     softmax_scale: float
@@ -51,6 +53,7 @@ class AttentionOptions:
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
     tree_masks: torch.Tensor | None = None
+    kv_limits: torch.Tensor | None = None
 
     @property
     def span(self) -> int:
@@ -90,6 +93,11 @@ def check_options(
         _check_dense("tree_masks", options.tree_masks)
         if not options.causal or options.attention_chunk_size or options.alibi_slopes is not None:
             raise ShapeError("tree_masks: expected None without causal, with chunks or with alibi_slopes; pass None")
+    if options.kv_limits is not None:
+        check_tensor("kv_limits", options.kv_limits, shape=(None,), dtype=torch.int32, device=device)
+        _check_dense("kv_limits", options.kv_limits)
+        if options.causal or options.alibi_slopes is not None or options.tree_masks is not None:
+            raise ShapeError("kv_limits: expected None with causal, alibi_slopes or tree_masks; pass None")
     for name in ("alibi_slopes", "sinks"):
         tensor: torch.Tensor | None = getattr(options, name)
         if tensor is not None:

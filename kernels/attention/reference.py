@@ -168,6 +168,8 @@ def _attend_req(
     mask = None
     if options.tree_masks is not None:
         mask = _tree_mask(options.tree_masks[start:end], keys.shape[1], left)
+    elif options.kv_limits is not None:
+        mask = torch.arange(seq_len, device=q.device) < options.kv_limits[start:end, None]
     elif query_len > 1 and min(left, right) < MAX_WINDOW:
         distance = _distance(tokens, keys)
         mask = (distance <= left) & (distance >= -right)
@@ -193,11 +195,12 @@ def _attend_req(
         if options.sinks is not None:
             sinks = options.sinks.view(num_kv_heads, num_queries_per_kv, 1, 1)
             top = torch.maximum(top, sinks)
+        top = top.where(top != float("-inf"), 0.0)  # of a token that sees no key
         weights = logits.sub_(top).exp_()
         total = weights.sum(-1, keepdim=True)
         if options.sinks is not None:
             total += (sinks - top).exp()
-        result = weights.flatten(1, 2) @ values.float() / total.flatten(1, 2)
+        result = weights.flatten(1, 2) @ values.float() / total.where(total != 0.0, 1.0).flatten(1, 2)
         if lse is not None:
             lse[start:end] = (top + total.log()).flatten(0, 1).squeeze(-1).t()
     by_token = result.reshape(num_kv_heads, num_queries_per_kv, query_len, -1).permute(2, 0, 1, 3)
@@ -213,7 +216,8 @@ def _tree_mask(masks: torch.Tensor, num_keys: int, left: int) -> torch.Tensor:
 
 def _needs_logits(options: AttentionOptions) -> bool:
     """Return whether an option is not in torch's scaled_dot_product_attention, which is much faster on CPU."""
-    return options.logits_softcap > 0 or options.alibi_slopes is not None or options.sinks is not None
+    tensors = options.alibi_slopes, options.sinks, options.kv_limits
+    return options.logits_softcap > 0 or any(tensor is not None for tensor in tensors)
 
 
 def _dequantised(stored: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:

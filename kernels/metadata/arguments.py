@@ -84,7 +84,7 @@ def pass_operands(operator: str, b: StaticBuffers) -> list[torch.Tensor]:
     check_tensor("logits_indices", b.logits_indices, shape=(None,))
     of_graph = {
         **everywhere, "reqs": reqs, "reqs_plus_one": reqs + 1, "tokens": tokens,
-        "logits_rows": max(b.logits_indices.shape[0] // reqs, 1) * reqs if reqs else 0,
+        "interleaved_tokens": tokens, "logits_rows": max(b.logits_indices.shape[0] // reqs, 1) * reqs if reqs else 0,
     }  # fmt: skip
     of_runtime = {**everywhere, "entries": b.step_ring.shape[0]}
     least = {

@@ -89,7 +89,7 @@ class BufferSpec:
 class PageGroup:
     """Parameters of one KV group, that is, of the layers that share a page table.
 
-    page_size   tokens per page
+    page_size   tokens per page, of all ranks that store a part of it
     num_pages   pages in the pool; groups of one pool share page ids
     null_page   id of the pool's page that is never allocated
     max_pages   columns of the table, as many as the longest sequence has pages
@@ -128,6 +128,7 @@ class Capacity:
     launch_steps: int = 1  # maximum steps of a launch
     counted_tokens: int = 0  # vocabulary size if requests may have penalties, else 0
     history: int = 0  # maximum tokens of a sequence if the device keeps them, else 0
+    interleaves: bool = False  # whether the KV of each request is interleaved over ranks
     drafts: int = 0  # maximum drafts of a request in a step
     draft_tokens: int = 0  # vocabulary size if drafts are verified by rejection sampling, else 0
     tree_depth: int = 0  # maximum drafts of one path if drafts form trees; 0: they form chains
@@ -176,6 +177,10 @@ class Capacity:
     @property
     def tree_tokens(self) -> int:
         return self.tokens if self.tree_depth else 0
+
+    @property
+    def interleaved_tokens(self) -> int:
+        return self.tokens if self.interleaves else 0
 
     @property
     def path_rows(self) -> int:
@@ -307,13 +312,17 @@ class StaticBuffers:
     table_to: torch.Tensor = _carried(("groups", "reqs"), "refresh", pad="0", initial=_ALL)
 
     input_ids: torch.Tensor = _derived(("tokens",), torch.int64, "model", "write_outputs", "follow_tree", pad="0")
-    positions: torch.Tensor = _derived(("tokens",), torch.int64, "model", "KV write", "write_tree", pad="0")
+    positions: torch.Tensor = _derived(
+        ("tokens",), torch.int64, "model", "KV write", "write_tree", "localize_kv", pad="0"
+    )
     slot_mapping: torch.Tensor = _derived(
-        ("groups", "tokens"), torch.int64, "KV write",
+        ("groups", "tokens"), torch.int64, "KV write", "localize_kv",
         pad="-1 for pad tokens and for tokens of invalid requests; missing drafts have slots if their pages are known",
     )  # fmt: skip
     query_start_loc: torch.Tensor = _derived(("reqs_plus_one",), torch.int32, "attention", pad="repeats the last value")
-    seq_lens: torch.Tensor = _derived(("reqs",), torch.int32, "attention", pad="the backend's `seq_len_fill`")
+    seq_lens: torch.Tensor = _derived(
+        ("reqs",), torch.int32, "attention", "localize_kv", pad="the backend's `seq_len_fill`"
+    )
     buffer_rows: torch.Tensor = _derived(
         ("reqs",), torch.int32, "write_outputs", "write_logprobs", "host, for logits", pad="its own index"
     )
@@ -347,6 +356,9 @@ class StaticBuffers:
     )
     tree_masks: torch.Tensor = _derived(
         ("tree_tokens",), torch.int64, "follow_tree", "attention", pad="its own bit", writer="write_tree"
+    )
+    kv_limits: torch.Tensor = _derived(
+        ("interleaved_tokens",), torch.int32, "attention", pad="as at position 0", writer="localize_kv"
     )
     path_rows: torch.Tensor = _derived(
         ("path_rows",), torch.int64, "write_outputs", "move_path", pad="0", writer="follow_tree"
@@ -450,7 +462,7 @@ class StaticBuffers:
         extents = {
             "reqs": padded_reqs, "reqs_plus_one": padded_reqs + 1, "tokens": padded_tokens,
             "logits_rows": padded_reqs * positions, "path_rows": padded_reqs * tree_depth,
-            "tree_tokens": padded_tokens if tree_depth else 0,
+            "tree_tokens": padded_tokens if tree_depth else 0, "interleaved_tokens": padded_tokens,
         }  # fmt: skip
         views = {}
         for name, spec in self.specs().items():

@@ -16,10 +16,11 @@
 // its stream have finished, so B had finished call n: it had read, and had reset, the words of call n, which were in the
 // same half. And A is never further ahead: it starts call n + 3 only after it got B's words of call n + 2.
 //
-// A rank that waits for TIMEOUT nanoseconds stores the number of a missing rank in `fault`. It then waits no more, and
-// words that have not arrived count as NaN. The inboxes of all ranks must be reset after that.
+// A rank that has waited for `limit_ms` stores the number of a missing rank in `fault`; the host may do so earlier. While
+// `fault` is set, calls do not wait, and words that have not arrived count as NaN. After that the inboxes of all ranks
+// must be reset.
 //
-// Compile-time macros: RANKS, WARPS, PARAMS_BYTES, Q_BF16 (else float16), TIMEOUT
+// Compile-time macros: RANKS, WARPS, PARAMS_BYTES, Q_BF16 (else float16)
 
 #include "primitives.cuh"
 #include "peers.cuh"
@@ -35,6 +36,7 @@ struct State {
   u32 calls;
   int blocks_started;
   int fault;  // 0, or 1 + a rank whose words have not arrived in time
+  int limit_ms;
 };
 
 struct Params {
@@ -111,20 +113,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) all_reduce(const __grid
   const int started = thread == 0 ? atomicAdd(&p.state->blocks_started, 1) : -1;  // waits for nothing yet
 
   // 2. Receive the unit of every rank.
-  Unit units[RANKS] = {};
+  Unit units[RANKS];
+#pragma unroll
+  for (int r = 0; r < RANKS; ++r)
+    units[r] = r == p.rank ? own : Unit{NOT_ARRIVED, NOT_ARRIVED, NOT_ARRIVED, NOT_ARRIVED};
   if (live) {
     const i64 start = global_time();
     for (int polls = 1;; ++polls) {
+#pragma unroll
+      for (int r = 0; r < RANKS; ++r)
+        if (!has_arrived(units[r])) units[r] = as_unit(load_arriving(inbox + (i64)r * p.capacity));
       int missing = -1;
 #pragma unroll
-      for (int r = 0; r < RANKS; ++r) {
-        units[r] = r == p.rank ? own : as_unit(load_arriving(inbox + (i64)r * p.capacity));
+      for (int r = 0; r < RANKS; ++r)
         if (!has_arrived(units[r])) missing = r;
-      }
       if (missing < 0 || failed) break;
-      if (polls % 64 == 0 && global_time() - start > TIMEOUT) {
-        p.state->fault = 1 + missing;
-        failed = true;
+      if (polls % 64 == 0) {
+        failed = *const_cast<volatile int *>(&p.state->fault) != 0;
+        if (!failed && global_time() - start > p.state->limit_ms * 1000000ll) p.state->fault = 1 + missing;
       }
     }
 #pragma unroll

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import distributed as dist
 
-from graphrt.kernels.native.nvrtc import SMALL_CARVEOUT, NativeVariant, launch
+from graphrt.kernels.native.nvrtc import SMALL_CARVEOUT, NativeVariant, launch, nvrtc_fault, runs_native
 from graphrt.kernels.op_declaration import DeclaredOp, Written
 from graphrt.kernels.sizes import ceil_div
 
@@ -24,11 +24,10 @@ UNIT_BYTES = 16
 MAX_RANKS, MAX_WIDTH = 8, 8192
 """Largest number of ranks, and of values per token, because a block has one thread for 8 values."""
 
-TIMEOUT_SECONDS = 8
-"""How long a call waits for the words of other ranks."""
+MAX_BYTES = 2 << 20
+"""Most bytes that a rank sends in a call: 256 tokens of 4096 values."""
 
-_STATE_WORDS = 4  # `State` of native/all_reduce.cu: calls, finished blocks, fault
-_FAULT = 2
+_STATE_WORDS, _FAULT, _LIMIT_MS = 4, 2, 3  # of `State` in native/all_reduce.cu
 _SUM, _NORM, _GATHER = range(3)
 
 
@@ -99,7 +98,6 @@ def _variant(ranks: int, warps: int, bfloat16: bool) -> NativeVariant:
         "PARAMS_BYTES": ctypes.sizeof(_params_type(ranks)),
         "Q_BF16": int(bfloat16),
         "RANKS": ranks,
-        "TIMEOUT": TIMEOUT_SECONDS * 10**9,
         "WARPS": warps,
     }
     return NativeVariant(
@@ -121,6 +119,11 @@ _op = DeclaredOp(
 )
 
 
+def inbox_words(ranks: int, max_bytes: int) -> int:
+    """Return the number of int32 in an inbox for calls in which each rank sends at most `max_bytes`."""
+    return 2 * ranks * max_bytes // 4 + _STATE_WORDS
+
+
 @dataclass(frozen=True, slots=True)
 class Inbox:
     """Memory of one rank into which all ranks of a group write, and the operators that use it.
@@ -130,43 +133,63 @@ class Inbox:
 
     memory     [2, ranks, capacity, 4]  int32  all words are -1, except those that have arrived for the next call
     state      [4]                      int32  `State` of native/all_reduce.cu
+    faults     [ranks]                  int32  pinned host memory; the fault of each missing rank
     addresses  of `memory` of each rank, in this process
     rank       of this process
     """
 
     memory: torch.Tensor
     state: torch.Tensor
+    faults: torch.Tensor
     addresses: list[int]
     rank: int
 
     @classmethod
-    def of_local(cls, memory: torch.Tensor, addresses: list[int], rank: int) -> Inbox:
-        """Return the inbox in `memory`, and clear it. No rank may use it before all ranks have cleared theirs."""
-        inbox = cls(memory, torch.empty(_STATE_WORDS, dtype=torch.int32, device=memory.device), addresses, rank)
+    def of_words(cls, words: torch.Tensor, addresses: list[int], rank: int) -> Inbox:
+        """Return the inbox in memory of `inbox_words` words, and clear it. No rank may use it before all ranks have
+        cleared theirs."""
+        ranks = len(addresses)
+        faults = torch.arange(1, 1 + ranks, dtype=torch.int32, device="cpu")
+        memory = words[:-_STATE_WORDS].view(2, ranks, -1, UNIT_BYTES // 4)
+        inbox = cls(memory, words[-_STATE_WORDS:], faults.pin_memory() if words.is_cuda else faults, addresses, rank)
+        inbox.wait_at_most(600)
         inbox.clear()
         return inbox
 
     @classmethod
-    def allocate(cls, group: dist.ProcessGroup, tokens: int, width: int, device: torch.device) -> Inbox:
-        """Allocate the inboxes of a group for `tokens` tokens of `width` 16-bit values. A collective call on the host;
-        not allowed during a capture. Set TORCH_SYMM_MEM_DISABLE_MULTICAST=1 before the process's first call: torch
-        otherwise creates a multicast object, which the kernel does not use and some hosts refuse.
+    def allocate(cls, group: dist.ProcessGroup, device: torch.device) -> Inbox | None:
+        """Allocate the inboxes of a group, 4 MiB per rank on each GPU. Return None on all ranks if there are more than
+        MAX_RANKS, or if a GPU cannot run the kernel or access the memory of the others.
 
-        Raises: RuntimeError: from torch, if the GPUs cannot access each other's memory.
+        A collective call on the host, with `device` as current device; not allowed during a capture. Set
+        TORCH_SYMM_MEM_DISABLE_MULTICAST=1 before the process's first call: torch otherwise creates a multicast object,
+        which the kernel does not use and some hosts refuse.
         """
+        if group.size() > MAX_RANKS or not can_share(group, device):
+            return None
         from torch.distributed import _symmetric_memory as symmetric_memory  # slow to import
 
-        ranks, capacity = group.size(), ceil_div(2 * tokens * width, UNIT_BYTES)
-        memory = symmetric_memory.empty(2, ranks, capacity, UNIT_BYTES // 4, dtype=torch.int32, device=device)
-        addresses = [int(address) for address in symmetric_memory.rendezvous(memory, group).buffer_ptrs]
-        inbox = cls.of_local(memory, addresses, group.rank())
+        count = inbox_words(group.size(), MAX_BYTES)
+        words = symmetric_memory.empty(count, dtype=torch.int32, device=device)
+        addresses = [int(address) for address in symmetric_memory.rendezvous(words, group).buffer_ptrs]
+        inbox = cls.of_words(words, addresses, group.rank())
         inbox.reset(group)
         return inbox
 
     def clear(self) -> None:
-        """Forget all calls, and words that have arrived."""
+        """Forget all calls, missing ranks, and words that have arrived."""
         self.memory.fill_(-1)
-        self.state.zero_()
+        self.state[:_LIMIT_MS].zero_()
+
+    def wait_at_most(self, seconds: float) -> None:
+        """Set how long calls wait for other ranks, captured ones too. It is 600 seconds at first, because ranks compile
+        kernels for different times."""
+        self.state[_LIMIT_MS] = round(1000 * seconds)
+
+    def abort(self, rank: int) -> None:
+        """End the waits of running and later calls as if `rank` were missing. Does not wait for any stream."""
+        with torch.cuda.stream(torch.cuda.Stream(self.state.device)):  # a copy needs no multiprocessor
+            self.state[_FAULT].copy_(self.faults[rank], non_blocking=True)
 
     def reset(self, group: dist.ProcessGroup) -> None:
         """Clear the inboxes of all ranks, for example after aborted launches. A collective call on the host."""
@@ -177,7 +200,7 @@ class Inbox:
         dist.barrier(group)
 
     def missing_rank(self) -> int | None:
-        """Return a rank that a call has awaited for TIMEOUT_SECONDS in vain; None: there is none. Synchronizes.
+        """Return a rank that a call has awaited in vain, or the rank of `abort`; None: there is none. Synchronizes.
 
         Once a rank is missing, results are NaN and calls no longer wait, until `reset`.
         """
@@ -231,6 +254,30 @@ class Inbox:
     ) -> torch.Tensor:
         _op(AllReduceCall(x, residual, bias, gain, out, self.memory, self.state, self.addresses, self.rank, eps))
         return out
+
+
+def can_share(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return whether each rank has a GPU of its own that runs the kernel and can access the memory of all others. All
+    ranks return the same. A rank must see the GPUs of all ranks. A collective call on the host."""
+
+    def gathered(value: object) -> list[object]:
+        every: list[object] = [None] * group.size()
+        dist.all_gather_object(every, value, group=group)
+        return every
+
+    uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
+    own = torch.cuda.current_device() if device.index is None else device.index
+    used = gathered(uuids[own])
+    able = (
+        len(set(used)) == len(used)
+        and runs_native(device)
+        and nvrtc_fault() is None
+        and all(
+            uuid == uuids[own] or (uuid in uuids and torch.cuda.can_device_access_peer(own, uuids.index(str(uuid))))
+            for uuid in used
+        )
+    )
+    return all(gathered(able))
 
 
 inboxes: dict[str, Inbox] = {}

@@ -1,20 +1,20 @@
 """Collectives inside a step, and the embedding whose vocabulary is split over ranks.
 
 Every rank sums in float32, in the order of the ranks. All ranks thus get the same bits, and a sum does not depend on
-the number of tokens. CPU tensors are exchanged by the process group.
+the number of tokens. CPU tensors are exchanged by gloo, and the host waits for them. CUDA tensors are exchanged by NCCL
+on the current stream, which can be captured.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.nn import functional
 
-from graphrt.kernels.errors import UnsupportedError
 from graphrt.kernels.library import define_op
 from graphrt.kernels.ops.all_reduce import inbox_for
 from graphrt.kernels.sizes import ceil_div
@@ -22,8 +22,12 @@ from graphrt.kernels.sizes import ceil_div
 VOCAB_MULTIPLE = 32
 """A rank has a multiple of this number of tokens, because words of token masks and groups of noise have 32 tokens."""
 
-waits: dict[str, Callable[[dist.Work], None]] = {}
-"""How to wait for a collective, by the name of the group. Missing groups wait without a limit."""
+waits: dict[str, Callable[[dist.Work | None], None]] = {}
+"""Called after a collective was queued, by the name of the group, with the work that the host waits for; None: a stream
+waits. The host waits without a limit in other groups."""
+
+# torch 2.13 has renamed the function.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class VocabShards(NamedTuple):
@@ -51,35 +55,36 @@ def vocab_part(vocab_size: int, rank: int, ranks: int) -> tuple[int, int, int]:
     return first, min(first + columns, vocab_size), columns
 
 
-def cuda_unsupported(*args: object) -> torch.Tensor:
-    """Refuse CUDA tensors."""
-    raise UnsupportedError("group: ranks on CUDA are not implemented; use CPU tensors and a gloo group")
-
-
 def gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the tensors of all ranks [ranks, *x.shape], which have equal shapes. Not captured; see `all_gather`."""
+    """Return the tensors of all ranks [ranks, *x.shape], which have equal shapes. Not an operator; see `all_gather`."""
     out = x.new_empty((group.size(), *x.shape))
-    rows, own = out.view(torch.uint8).flatten(1), x.contiguous().flatten().view(torch.uint8)
-    _wait(dist.all_gather(list(rows.unbind()), own, group=group, async_op=True), group)
+    gathered, own = (tensor.contiguous().flatten().view(torch.uint8) for tensor in (out, x))
+    _wait(_all_gather_single(gathered, own, group=group, async_op=not x.is_cuda), group)
     return out
 
 
-def _exchange(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    out = torch.empty_like(x)
+def _exchange(x: torch.Tensor, group_name: Any) -> torch.Tensor:
+    out, group = torch.empty_like(x), _resolve_process_group(group_name)
     received, sent = (tensor.view(torch.uint8).flatten() for tensor in (out, x))
-    _wait(dist.all_to_all_single(received, sent, group=group, async_op=True), group)
+    _wait(dist.all_to_all_single(received, sent, group=group, async_op=not x.is_cuda), group)
     return out
 
 
 def _wait(work: dist.Work | None, group: dist.ProcessGroup) -> None:
-    assert work is not None, "this rank is in the group"
-    waits.get(group.group_name, dist.Work.wait)(work)
+    if (wait := waits.get(group.group_name)) is not None:
+        wait(work)
+    elif work is not None:
+        work.wait()
+
+
+def _gather(x: torch.Tensor, group_name: Any, ranks: int) -> torch.Tensor:
+    return gather(x, _resolve_process_group(group_name))
 
 
 _all_gather_op = define_op(
     "all_gather(Tensor x, str group, int ranks) -> Tensor",
-    triton_impl=cuda_unsupported,
-    reference=lambda x, group, ranks: gather(x, _resolve_process_group(group)),
+    triton_impl=_gather,
+    reference=_gather,
     fake=lambda x, group, ranks: x.new_empty((ranks, *x.shape)),
 )
 
@@ -92,8 +97,8 @@ def all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 _all_to_all_op = define_op(
     "all_to_all(Tensor x, str group) -> Tensor",
-    triton_impl=cuda_unsupported,
-    reference=lambda x, group: _exchange(x, _resolve_process_group(group)),
+    triton_impl=_exchange,
+    reference=_exchange,
     fake=lambda x, group: torch.empty_like(x),
 )
 

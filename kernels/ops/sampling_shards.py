@@ -13,7 +13,7 @@ import torch
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
 from graphrt.kernels.library import define_op
-from graphrt.kernels.ops.collectives import VocabShards, cuda_unsupported, gather, vocab_part
+from graphrt.kernels.ops.collectives import VocabShards, gather, vocab_part
 from graphrt.kernels.ops.sampling import LogitBias, TokenMask, Truncation
 from graphrt.kernels.ops.sampling_reference import (
     MAX_TEMPERATURE,
@@ -81,7 +81,7 @@ def _drawn(inputs: SampleInputs) -> tuple[torch.Tensor, torch.Tensor]:
 _arguments = (f"Tensor{'?' if name in SampleInputs._field_defaults else ''} {name}" for name in SampleInputs._fields)
 _op = define_op(
     f"sample_shards({', '.join(_arguments)}, int vocab_size, str group) -> Tensor",
-    triton_impl=cuda_unsupported,
+    triton_impl=_sample_shards,
     reference=_sample_shards,
     fake=lambda logits, *others: logits.new_empty((logits.shape[0],), dtype=torch.int32),
 )

@@ -19,7 +19,7 @@ from graphrt.backends.torch_reference import TorchReferenceBackend
 from graphrt.batch import Batch, Request
 from graphrt.cache.kv_cache import KVCache
 from graphrt.config import RuntimeConfig
-from graphrt.kernels.errors import UnsupportedError
+from graphrt.kernels.errors import ConfigError, UnsupportedError
 from graphrt.kernels.types import KVLayout
 from graphrt.replay import ReplayManager
 from graphrt.spec import AttentionKind, AttentionSpec, KVCacheSpec
@@ -128,9 +128,13 @@ def declare(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> type[TorchRefere
     return register_backend(type("Lacking", (TorchReferenceBackend,), attributes))
 
 
-@pytest.mark.parametrize("name", [each.name for each in fields(Capabilities) if each.name != "prefill"])
+ELSEWHERE = ("prefill", "context_parallel")
+"""test_two_parts.py covers `prefill`, and test_ranks.py covers context parallel with several processes."""
+
+
+@pytest.mark.parametrize("name", [each.name for each in fields(Capabilities) if each.name not in ELSEWHERE])
 def test_missing_capability_raises(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a name, another backend is selected. test_two_parts.py covers `prefill`."""
+    """Without a name, another backend is selected."""
     needs = NEEDS[name]
     declare(monkeypatch)
     build(needs, lse=name == "lse").capture()  # with everything declared it serves
@@ -144,6 +148,26 @@ def test_missing_capability_raises(name: str, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(UnsupportedError, match=needs.refusal):
         build(needs)
     assert build(needs, backend=None).stats().backend == "torch_reference"
+
+
+def test_backend_without_context_parallel_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    interleaved = Needs(None, "", kv={"context_parallel_size": 2})
+    declare(monkeypatch, context_parallel=False)
+    with pytest.raises(UnsupportedError, match="context_parallel_size: not supported"):
+        build(interleaved)
+    declare(monkeypatch)
+    with pytest.raises(UnsupportedError, match="tree_depth with context_parallel_size: not supported"):
+        build(interleaved, num_speculative_tokens=2, tree_depth=1)
+    for spec, reason in (
+        ({"sliding_window": 3}, "sliding_window"),
+        ({"attention_chunk_size": 3, "alibi_slopes": SLOPES}, "attention_chunk_size, alibi_slopes"),
+        ({"kind": AttentionKind.ENCODER}, "cross and encoder layers"),
+    ):
+        needs = replace(interleaved, spec=spec, groups=((0, 1),) if "kind" in spec else ())
+        with pytest.raises(UnsupportedError, match=f"context_parallel_size: not supported with {reason}; omit it"):
+            build(needs)
+    with pytest.raises(ConfigError, match="divisor of the number of ranks, got 2 with no group; pass group="):
+        build(interleaved)
 
 
 def test_bounds_of_query_len_and_sizes_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,7 +163,7 @@ class Liar(TorchReferenceBackend):
     after: Callable[[Any, Call], None] = lambda self, call: None
 
     def run(self, layer, q, metadata, out, *, sinks=None, lse=None):
-        starts, options = metadata.query_start_loc, layer.options(sinks, metadata.tree_masks)
+        starts, options = metadata.query_start_loc, layer.options(sinks, metadata.tree_masks, metadata.kv_limits)
         table = metadata.block_tables[layer.group]
         lens = metadata.kv_lens(layer.spec.kind)
         call = Call(q, layer.k_cache, layer.v_cache, table, lens, starts, out, options, lse)
@@ -267,6 +267,8 @@ LIES: dict[str, tuple[str, dict[str, Any]]] = {
     "query_len": ("query_len", ONE_TOKEN_PER_ROW),
     "tree": ("tree_drafts", without(tree_masks=None)),
     "tree-window": ("tree_drafts-window", without(tree_masks=None)),
+    "limits": ("context_parallel", without(kv_limits=None)),
+    "limits-mixed": ("mixed-context_parallel", without(kv_limits=None, causal=True)),
     "mixed": ("mixed", ONE_TOKEN_PER_ROW),
     "heads": ("plain", given(q=heads_in_another_order)),
     "num_queries_per_kv": ("num_queries_per_kv-3", given(q=heads_in_another_order)),

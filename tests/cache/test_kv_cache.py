@@ -156,6 +156,18 @@ def test_null_page_may_be_the_last() -> None:
         KVCache.allocate(KVCacheSpec(1, 1, 8, null_page=9), 9, CPU)
 
 
+def test_page_of_several_ranks() -> None:
+    spec = KVCacheSpec(1, 2, 8, 4, context_parallel_size=3, interleave_size=2)
+    assert [spec.pages_for(tokens) for tokens in (0, 1, 12, 13)] == [0, 1, 1, 2]
+    assert KVCache.allocate(spec, 5, CPU).k[0].shape == (5, 4, 2, 8)
+    for changes, text in (
+        ({"interleave_size": 3}, "interleave_size: expected a divisor of page_size="),
+        ({"context_parallel_size": 2, "sliding_window": 3}, "context_parallel_size: expected 1 with a window"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            KVCacheSpec(1, 2, 8, **changes)
+
+
 SPEC = KVCacheSpec(2, 2, 8, 4, dtype=torch.float32)
 K = [torch.zeros(6, 4, 2, 8) for _ in range(2)]
 V = [torch.zeros(6, 4, 2, 8) for _ in range(2)]

@@ -13,12 +13,16 @@ import pytest
 import torch
 
 from graphrt.batch import Batch
+from graphrt.cache.kv_cache import KVCache
+from graphrt.context_parallel import ContextParallel
 from graphrt.engine import program
+from graphrt.kernels.attention import context_parallel
 from graphrt.kernels.errors import GraphRTError
 from graphrt.kernels.metadata.buffers import BufferKind, StaticBuffers
 from graphrt.kernels.types import FaultCode
 from graphrt.sampling_params import SamplingParams
 from graphrt.session.session import DecodeSession
+from graphrt.spec import KVCacheSpec
 from tests.engine import test_encoder_faults
 from tests.session.test_session import PROMPTS, alone, oracle
 from tests.support.replay_scenarios import (
@@ -34,7 +38,7 @@ from tests.support.replay_scenarios import (
     tree_scenario,
     truncation_scenario,
 )
-from tests.support.toy import captured, make_rig
+from tests.support.toy import HEAD_DIM, KV_HEADS, LAYERS, captured, make_rig
 
 CPU = torch.device("cpu")
 
@@ -97,6 +101,28 @@ def parts_scenario() -> None:
     scenario(rig_of(two_parts=True))
 
 
+def interleaved_scenario() -> None:
+    """Two ranks, of which the other one has none of the first 32 tokens of a sequence."""
+
+    class First:
+        rank, size = staticmethod(lambda: 0), staticmethod(lambda: 2)
+
+    def answer(x: torch.Tensor, group: object) -> torch.Tensor:
+        of_other = x[0].clone()
+        of_other[..., -4:].view(torch.float32).fill_(float("-inf"))
+        return torch.stack((x[0], of_other))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(program, "context_of", lambda *_: ContextParallel(First(), 32))
+        patch.setattr(context_parallel, "all_gather", lambda x, group: torch.stack((x, x)))
+        patch.setattr(context_parallel, "all_to_all", answer)
+        spec = KVCacheSpec(
+            LAYERS, KV_HEADS, HEAD_DIM, 32, dtype=torch.float32, context_parallel_size=2, interleave_size=32
+        )
+        cache = KVCache.allocate(spec, 20, CPU)
+        scenario(make_rig(CPU, cache=cache, page_size=32, num_pages=20))
+
+
 NOT_MISSED = ("last_writers", "write_conflicts", "counted_lens", "req_status")
 """The first two are written and read by one refresh: contents of earlier steps are ignored, as they carry the step
 number. With a `counted_lens` of 0, a step counts the whole sequence again. Only models read `req_status`."""
@@ -126,6 +152,7 @@ SCENARIOS: dict[Callable[[], None], tuple[str, ...]] = {
     tree_scenario: ("draft_parents", "tree_masks", "path_rows"),
     fault_scenario: ("fault_code", "fault_value", "fault_code_ring", "fault_value_ring"),
     logprob_scenario: ("logprobs", "logprob_tokens", "rank_ring", "logprob_ring", "logprob_token_ring"),
+    interleaved_scenario: ("kv_limits",),
     parts_scenario: ("decode_seq_lens", "decode_start_loc", "prompt_seq_lens", "prompt_start_loc"),
 }  # fmt: skip
 SCENARIO_OF = {name: run for run, names in SCENARIOS.items() for name in names}

@@ -18,6 +18,9 @@ import pytest
 import torch
 from torch import distributed as dist
 
+from graphrt.bench.decode_ranks import rank_report
+from graphrt.capture import device_wait
+from graphrt.capture.staging import StagingSlot
 from graphrt.config import RequestTensor, RuntimeConfig
 from graphrt.engine import ranks as ranks_module
 from graphrt.engine.ranks import Ranks
@@ -35,7 +38,7 @@ from graphrt.proposer import ngram_drafts
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
 from graphrt.session.session import DecodeSession
-from tests.support.rank_processes import run_ranks
+from tests.support.rank_processes import Outcome, run_ranks
 
 PROMPTS = [[5, 17, 3, 88, 41, 9, 60, 17, 3, 2, 70], [33], [96, 90, 12, 54, 7, 5, 17, 3], [5, 17, 3, 88, 41, 9, 60]]
 GREEDY = SamplingParams(max_new_tokens=20)
@@ -85,8 +88,9 @@ def tokens_of(runtime: Runtime) -> dict[str, Any]:
             launch = session.run(1)[0]
             with pytest.raises(UnsupportedError, match="stop: not supported with several ranks"):
                 launch.stop()
-            with pytest.raises(UnsupportedError, match="logits of its own tokens"):
-                runtime.manager.latest_logits(launch, False)
+            if runtime.device.type == "cpu":
+                with pytest.raises(UnsupportedError, match="logits of its own tokens"):
+                    runtime.manager.latest_logits(launch, False)
             with pytest.raises(UnsupportedError, match="record: not supported with several ranks"):
                 runtime.manager.record()
             session.collect(wait=True)
@@ -105,17 +109,23 @@ def state_of(runtime: Runtime) -> str:
         b.mask_words,
         b.page_table,
     )
-    return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
+    return hashlib.sha256(b"".join(tensor.cpu().numpy().tobytes() for tensor in tensors)).hexdigest()
+
+
+def device_of(group: dist.ProcessGroup | None) -> torch.device:
+    """A GPU in a group of GPUs, else the CPU."""
+    on_cuda = group is not None and "nccl" in dist.get_backend_config(group)
+    return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
 
 
 def build(folder: Path, group: dist.ProcessGroup | None, config: RuntimeConfig, **options: Any) -> Runtime:
-    loaded = load_model(folder, device="cpu", dtype=torch.float32, group=group)
-    return make_runtime(loaded.model, config, page_size=4, **options)
+    loaded = load_model(folder, device=device_of(group), dtype=torch.float32, group=group)
+    return make_runtime(loaded.model, config, **({"page_size": 4} | options))
 
 
-def decode(group: dist.ProcessGroup | None, folder: Path) -> dict[str, Any]:
+def decode(group: dist.ProcessGroup | None, folder: Path, **options: Any) -> dict[str, Any]:
     found = {}
-    with build(folder, group, CONFIG, num_pages=24) as runtime:
+    with build(folder, group, CONFIG, num_pages=24, **options) as runtime:
         runtime.capture()
         if runtime.rank:
             with pytest.raises(ReplayError, match="expected this call on rank 0; call follow"):
@@ -125,10 +135,12 @@ def decode(group: dist.ProcessGroup | None, folder: Path) -> dict[str, Any]:
             found = tokens_of(runtime)
         found["state"] = state_of(runtime)
         nbytes = sum(weight.nbytes for weight in runtime.manager._program.model.parameters())
+        found["kv_bytes"] = runtime.kv_cache.nbytes
     config = RuntimeConfig(
-        2, 24, 48, decode_sizes=(2,), mixed_sizes=(24,), num_speculative_tokens=3, max_logprobs=2, penalties=True
-    )
-    with build(folder, group, config, proposer=ngram_drafts) as runtime:
+        2, 24, 48, decode_sizes=(1, 2), mixed_sizes=(24,), num_speculative_tokens=3, max_logprobs=2, penalties=True,
+        lazy_capture=True,
+    )  # fmt: skip
+    with build(folder, group, config, proposer=ngram_drafts, **options) as runtime:
         runtime.capture()
         if runtime.rank:
             runtime.follow()
@@ -141,7 +153,8 @@ def decode(group: dist.ProcessGroup | None, folder: Path) -> dict[str, Any]:
                 found["drafts"] = [request.tokens for request in requests]
                 found["logprobs"] = [round(p.logprob, 3) for p in requests[1].logprobs if p is not None]
     if group is not None:
-        check_sampling(group)
+        if device_of(group).type == "cpu":
+            check_sampling(group)
         found["bytes"] = nbytes
     return found
 
@@ -187,10 +200,17 @@ def check_sampling(group: dist.ProcessGroup) -> None:
     assert torch.equal(found, sample(logits, *arguments, **options))
 
 
-FAMILIES = {
+def decode_interleaved(group: dist.ProcessGroup, folder: Path, size: int, interleave_size: int) -> dict[str, Any]:
+    """Decode with pages of 4 tokens, of which each rank stores 4 / size."""
+    options = {"context_parallel_size": size, "interleave_size": interleave_size}
+    return decode(group, folder, page_size=4 // size, **options)
+
+
+FAMILIES = {  # architecture, its sizes, ranks; ranks that share the KV of a request, and interleave_size
     "padded-heads": ("Llama", {"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 72}, 2),
-    "replicated-heads": ("Qwen3", {"head_dim": 8, "num_attention_heads": 8, "num_key_value_heads": 2}, 4),
     "biases": ("Qwen2", {"tie_word_embeddings": True}, 2),
+    "interleaved": ("Llama", {"num_key_value_heads": 1}, 2, 2, 1),
+    "interleaved-heads": ("Qwen3", {"head_dim": 8, "num_attention_heads": 8, "num_key_value_heads": 2}, 4, 2, 2),
 }
 
 
@@ -198,17 +218,25 @@ FAMILIES = {
 def test_tokens_are_those_of_one_process(tmp_path: Path, case: str) -> None:
     from tests.support.model_fixtures import save_oracle
 
-    family, sizes, count = FAMILIES[case]
+    family, sizes, count, *interleaved = FAMILIES[case]
     oracle = save_oracle(tmp_path, family, eos_token_id=None, **sizes)
     expected = decode(None, tmp_path)
-    outcomes = run_ranks(tmp_path, decode, tmp_path, ranks=count)
-    assert [outcome.error for outcome in outcomes] == [None] * count
+    function = decode_interleaved if interleaved else decode
+    outcomes = run_ranks(tmp_path, function, tmp_path, *interleaved, ranks=count)
+    kv_bytes = expected.pop("kv_bytes")
+    check_tokens(oracle, expected, outcomes)
+    if interleaved:
+        assert count * outcomes[0].value["kv_bytes"] == kv_bytes, "no rank stores what another one has"
+
+
+def check_tokens(oracle: Any, expected: dict[str, Any], outcomes: list[Outcome]) -> None:
+    assert [outcome.error for outcome in outcomes] == [None] * len(outcomes)
     first, *others = (outcome.value for outcome in outcomes)
     assert {other["state"] for other in others} == {first["state"]}
     full = sum(weight.nbytes for weight in oracle.parameters())
     assert max(outcome.value["bytes"] for outcome in outcomes) < 0.8 * full
     for name, tokens in expected.items():
-        assert name == "state" or first[name] == tokens, name
+        assert name in ("state", "kv_bytes") or first[name] == tokens, name
     for prompt, tokens in zip(PROMPTS, first["greedy"], strict=True):
         ids = oracle.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False, pad_token_id=0)
         assert ids[0, len(prompt) :].tolist() == tokens
@@ -229,7 +257,7 @@ class Faulty(torch.nn.Module):
             if self.act == "interrupt":
                 signal.raise_signal(signal.SIGINT)
             if self.act == "hang":
-                time.sleep(3)
+                time.sleep(4 * ranks_module.HANG_SECONDS)
             if self.act == "stop":  # once it has arrived at the next collective
                 subprocess.Popen(["sh", "-c", f"sleep 3; kill -9 {os.getpid()}"])
                 Ranks.of(self.model.group)._until = lambda *_: signal.raise_signal(signal.SIGSTOP)
@@ -240,14 +268,16 @@ class Faulty(torch.nn.Module):
 
 
 def fail(group: dist.ProcessGroup, act: str, rank: int, call: int) -> None:
-    ranks_module.HANG_SECONDS = 0.5
+    if device_of(group).type == "cpu":  # on a GPU, ranks compile kernels for different times
+        ranks_module.HANG_SECONDS = 0.5
     missing = act == "loading" and group.rank() == rank
-    model = load_model("./nowhere" if missing else TINY, device="cpu", group=group).model
+    device = device_of(group)
+    model = load_model("./nowhere" if missing else TINY, device=device, dtype=torch.float32, group=group).model
     changed = act == "config" and group.rank() == rank
     config = RuntimeConfig(4 if changed else 2, 16, 48, use_graphs=act == "capture", backend="torch_reference")
     specs = model.config.attention_specs(torch.float32)
     with Runtime(
-        Faulty(model, rank, call, act), specs, vocab_size=97, device="cpu", config=config, group=group
+        Faulty(model, rank, call, act), specs, vocab_size=97, device=device, config=config, num_pages=20, group=group
     ) as runtime:
         runtime.capture()
         if runtime.rank:
@@ -262,8 +292,8 @@ FAILURES = {  # what, on which rank, at which call of the model; the error there
     "killed": ("kill", 1, 3, None, "the process of rank 1 has ended"),
     "first-killed": ("kill", 0, 3, None, "the process of rank 0 has ended"),
     "killed-in-capture": ("capture", 2, 2, None, "the process of rank 2 has ended"),
-    "hangs": ("hang", 1, 3, None, "rank 1 did not arrive at a collective, or stopped in it, for 0.5 s"),
-    "stopped": ("stop", 1, 3, None, "rank 1 did not arrive at a collective, or stopped in it, for 0.5 s"),
+    "hangs": ("hang", 1, 3, None, "rank 1 did not arrive at a collective or launch, or stopped in it, for 0.5 s"),
+    "stopped": ("stop", 1, 3, None, "rank 1 did not arrive at a collective or launch, or stopped in it, for 0.5 s"),
     "interrupted": ("interrupt", 0, 3, KeyboardInterrupt, "rank 0 failed with KeyboardInterrupt"),
     "loading": ("loading", 1, 0, ConfigError, "the process of rank 1 has ended"),
     "another-config": ("config", 1, 0, ConfigError, "rank 1 differs from rank 0 in config.max_num_reqs"),
@@ -285,6 +315,41 @@ def test_failure_of_one_rank_ends_all(tmp_path: Path, case: str) -> None:
     assert not list(Path("/dev/shm").glob("graphrt-ranks-*")), "the shared memory has no name once all ranks have it"
 
 
+class Never:
+    """An event of a GPU whose kernel waits for another rank forever."""
+
+    def query(self) -> bool:
+        return False
+
+
+def wait_for_gpu(group: dist.ProcessGroup, act: str) -> None:
+    ranks_module.HANG_SECONDS = 0.5
+    ranks = Ranks.of(group)
+    if group.rank():
+        if act == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1.5)
+        return
+    device_wait.watch, slot = ranks.wait_for_device, StagingSlot.allocate(4, torch.device("cpu"))
+    slot._event, slot.on_done = Never(), lambda: None
+    if act == "late":
+        ranks.arrive()
+    try:
+        slot.wait()
+    finally:
+        with pytest.raises(RankError):  # results of a launch that is done may be wrong
+            ranks.wait_for_device(lambda: True)
+
+
+@pytest.mark.parametrize(("act", "text"), [
+    ("kill", "the process of rank 1 has ended"), ("late", "rank 1 did not arrive at a collective or launch"),
+])  # fmt: skip
+def test_failure_ends_the_wait_for_a_gpu(tmp_path: Path, act: str, text: str) -> None:
+    first, _ = run_ranks(tmp_path, wait_for_gpu, act)
+    assert isinstance(first.error, RankError)
+    assert text in str(first.error)
+
+
 def test_ring_carries_messages_larger_than_itself() -> None:
     def wait(done: Callable[[], bool]) -> None:
         while not done():
@@ -302,19 +367,33 @@ def test_ring_carries_messages_larger_than_itself() -> None:
 
 def refusals(group: dist.ProcessGroup) -> list[str]:
     model, found = load_model(TINY, device="cpu", group=group).model, []
-    for options in ({"lazy_capture": True}, {"shadow_every": 4, "lazy_capture": True}):
+    for options in ({"shadow_every": 4},):
         with pytest.raises(UnsupportedError) as error:
             make_runtime(model, RuntimeConfig(2, 16, 48, **options))
         found.append(str(error.value))
+    text = "expected a divisor of the 1 ranks that hold the same KV head, got 2"
+    with pytest.raises(ConfigError, match=text):
+        make_runtime(model, RuntimeConfig(2, 16, 48), context_parallel_size=2)
     return found
 
 
 def test_options_without_ranks_are_refused(tmp_path: Path) -> None:
     outcomes = run_ranks(tmp_path, refusals)
     advice = "omit it, or use one rank"
-    wrong = ("lazy_capture", "lazy_capture, shadow_every")
-    expected = [f"group: several ranks do not support {what}; {advice}" for what in wrong]
+    expected = [f"group: several ranks do not support shadow_every; {advice}"]
     assert [outcome.value for outcome in outcomes] == [expected] * 2
+
+
+def bench(group: dist.ProcessGroup) -> list[float]:
+    timed = {"batches": [1, 3], "context": 9, "steps": 2, "sampling": SamplingParams(presence_penalty=0.5)}
+    report = rank_report(group, torch.device("cpu"), TINY, 4, 16, timed)
+    return [] if report is None else [result.replay_ms for result in report.results]
+
+
+def test_bench_of_several_ranks(tmp_path: Path) -> None:
+    first, other = run_ranks(tmp_path, bench)
+    assert (first.error, other.error, other.value) == (None, None, [])
+    assert len(first.value) == 2
 
 
 class Group:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -9,12 +12,14 @@ import torch
 from graphrt.config import RuntimeConfig
 from graphrt.engine.handle import Launch, StepFaultError
 from graphrt.generate.generator import Event, TextGenerator
+from graphrt.generate.scheduler import PromptState
 from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, ReplayError, ShapeError
 from graphrt.kernels.types import TOKEN_FROM_DEVICE, KVLayout
 from graphrt.models.smollm import default_model_path
 from graphrt.models.tokenizer import load_tokenizer
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
+from graphrt.session.requests import SessionRequest
 from tests.support.default_model import default_model, default_oracle
 from tests.support.toy import VOCAB, LivelyModel, Wild, captured, greedy, make_runtime, slow_device
 
@@ -269,6 +274,50 @@ def test_prompts_end_at_tokens_that_the_caller_chooses(
         assert runtime.stats().real_tokens < sum(cuts) + 3 * len(cuts) + 2 * 8 * len(cuts)
     monkeypatch.undo()
     assert_idle_and_right(runtime)
+
+
+@pytest.mark.parametrize("num_pages", [60, 12])
+def test_prompts_arrive_while_others_run(num_pages: int) -> None:
+    """Every second launch, or when all have finished; with few pages also while preempted prompts wait. Nothing of
+    finished prompts is kept."""
+    runtime = captured(num_pages=num_pages)
+    generator = TextGenerator(runtime)
+    prompts = [[5 + i, 6, 7 * i % 50] * (1 + i % 3) for i in range(9)]
+    lengths = [12, 3, 20, 7, 9, 16, 1, 5, 8]
+    waves = iter([[0, 1], [2], [3, 4, 5], "idle", [6, 7], "idle", [8]])
+    answers: list[list[int | None]] = [[] for _ in prompts]
+    calls, wave = itertools.count(), next(waves, None)
+
+    def alive() -> int:
+        return sum(type(value) in (PromptState, SessionRequest) for value in gc.get_objects())
+
+    before = alive()
+
+    def arrivals(idle: bool) -> list[tuple[list[int], SamplingParams]] | None:
+        nonlocal wave
+        if idle:
+            assert alive() <= before
+        if wave is None or (wave == "idle" and not idle) or (next(calls) % 2 and not idle):
+            return None if wave is None else []
+        arrived, wave = wave, next(waves, None)
+        return [] if arrived == "idle" else [(prompts[i], SamplingParams(lengths[i])) for i in arrived]
+
+    for event in generator.serve(arrivals):
+        answers[event.prompt].append(event.token)
+    model = LivelyModel(CPU)
+    assert answers == [greedy(model, prompt, count) for prompt, count in zip(prompts, lengths, strict=True)]
+    assert (generator.stats.preemptions > 0) == (num_pages == 12)
+    assert_idle_and_right(runtime)
+
+
+def test_a_wrong_prompt_that_arrives_ends_the_others(toy: Runtime) -> None:
+    generator = TextGenerator(toy)
+    with pytest.raises(CapacityError, match=r"prompts\[7\]: 1 tokens and max_new_tokens=9999"):
+        generator.check([5], SamplingParams(9999), 7)
+    waves = iter([[([5], SamplingParams(9))], [([6], SamplingParams(9999))]])
+    with pytest.raises(CapacityError, match=r"prompts\[1\]: 1 tokens and max_new_tokens=9999"):
+        list(generator.serve(lambda idle: next(waves)))
+    assert_idle_and_right(toy)
 
 
 def test_a_fault_after_a_token_that_the_caller_chose_as_the_last_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:

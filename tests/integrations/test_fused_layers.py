@@ -112,13 +112,45 @@ def test_layers_may_run_twice_and_in_any_order(order: list[int]) -> None:
         assert sequence[len(prompt) :] == logits.argmax(1)[len(prompt) - 1 : -1].tolist()
 
 
-def test_results_that_the_model_uses_again_keep_layers_as_they_are() -> None:
-    """The result of the first layer, which the next ones would change in place, is added at the end."""
+def test_results_that_code_of_the_caller_uses_again_are_not_changed() -> None:
+    """The result of the first layer is added at the end."""
     model = make_model("Llama")
     program, kept = Program(model.model.layers), list[torch.Tensor]()
     keep, add = lambda x, **_: kept.append(x) or x, lambda x, **_: x + kept[-1]
     program.choose = lambda layers: [layers[0], keep, *layers[1:], add]
     model.model.layers = program
     with check(model, answers(model)) as runtime:
-        assert not replaced(runtime)
-        assert "linear_silu_mul" in runtime.fused.values()
+        assert len(replaced(runtime)) == 3
+
+
+class Steered(torch.nn.Module):
+    """A layer whose result is changed in place."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.register_buffer("direction", torch.zeros(48))
+
+    def forward(self, *args: Any, **options: Any) -> torch.Tensor:
+        return self.layer(*args, **options).add_(self.direction)
+
+
+def test_results_that_change_in_place_have_another_norm() -> None:
+    """At first, the change is zero."""
+    model = make_model("Llama")
+    model.model.layers[1] = Steered(model.model.layers[1])
+    with graphrt.from_transformers(model, config=CONFIG) as runtime:
+        assert len(replaced(runtime)) == 3
+        model.model.layers[1].direction.copy_(torch.linspace(-3, 3, 48))
+        found = [result.token_ids for result in runtime.generate(PROMPTS, max_new_tokens=NEW_TOKENS)]
+    assert found == [tokens for tokens, _ in answers(model)]
+
+
+def test_hooks_of_all_modules_keep_all_modules() -> None:
+    model = make_model("Llama")
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(lambda *_: None)
+    try:
+        with graphrt.from_transformers(model, config=CONFIG) as runtime:
+            assert set(runtime.fused.values()) == {"write_kv"}
+    finally:
+        hook.remove()

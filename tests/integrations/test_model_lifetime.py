@@ -161,6 +161,22 @@ def test_capture_in_inference_mode_leaves_a_model_that_can_be_trained() -> None:
     runtime.close()
 
 
+@pytest.mark.parametrize("graphs", [True, False])
+def test_training_mode_changes_no_tokens(graphs: bool) -> None:
+    """Captured steps run as at the capture. Eager steps would apply dropout."""
+    model = make_model("GPT2", pad_token_id=0)
+    with graphrt.from_transformers(model, config=replace(CONFIG, use_graphs=graphs)) as runtime:
+        expected = tokens_of(runtime)
+        model.train()
+        if graphs:
+            assert tokens_of(runtime) == expected
+        else:
+            with pytest.raises(graphrt.ConfigError, match="eval mode"):
+                tokens_of(runtime)
+        model.eval()
+        assert tokens_of(runtime) == expected
+
+
 @pytest.mark.parametrize("fuse", [True, False])
 def test_model_built_in_inference_mode(fuse: bool) -> None:
     with torch.inference_mode():

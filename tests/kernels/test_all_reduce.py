@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import distributed as dist
 
 from graphrt.kernels.ops import all_reduce, collectives
 from graphrt.kernels.ops import linear as operators
-from graphrt.kernels.ops.all_reduce import MAX_WIDTH, Inbox, native_variants
+from graphrt.kernels.ops.all_reduce import MAX_WIDTH, Inbox, inbox_words, native_variants
 from graphrt.kernels.ops.linear import linear, linear_add
 from graphrt.kernels.ops.norm import add_rms_norm
 from tests.support import native_emulation
 from tests.support.native_usage import accesses_before_the_wait, assert_fits, compiled_within
-from tests.support.rank_processes import run_ranks
 
 BF16, EPS = torch.bfloat16, 1e-5
 needs_compiler = pytest.mark.skipif(native_emulation.COMPILER is None, reason="needs the C++ compiler g++")
@@ -37,6 +37,11 @@ def norm_of(residual: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
     return wide / (wide.square().mean(1, keepdim=True) + EPS).sqrt() * gain.double()
 
 
+def empty_words(ranks: int, capacity: int) -> torch.Tensor:
+    """Memory of an inbox for `capacity` units of 16 bytes."""
+    return torch.empty(inbox_words(ranks, 16 * capacity), dtype=torch.int32, device="cpu")
+
+
 @dataclass
 class Emulated:
     """Inboxes of several ranks on the CPU. Operators are queued until `run`."""
@@ -49,10 +54,11 @@ class Emulated:
     def __post_init__(self) -> None:
         self.queues = native_emulation.Ranks(self.ranks)
         self.monkeypatch.setattr(all_reduce, "launch", self.queues.launch)
-        shape = (2, self.ranks, self.capacity, 4)
-        memories = [torch.empty(shape, dtype=torch.int32, device="cpu") for _ in range(self.ranks)]
-        addresses = [memory.data_ptr() for memory in memories]
-        self.inboxes = [Inbox.of_local(memory, addresses, rank) for rank, memory in enumerate(memories)]
+        words = [empty_words(self.ranks, self.capacity) for _ in range(self.ranks)]
+        addresses = [one.data_ptr() for one in words]
+        self.inboxes = [Inbox.of_words(one, addresses, rank) for rank, one in enumerate(words)]
+        for inbox in self.inboxes:
+            inbox.wait_at_most(8)
 
     def call(self, name: str, *each: list[torch.Tensor], **kwargs: Any) -> list[torch.Tensor]:
         """Queue an operator on all ranks; every argument has a tensor per rank."""
@@ -159,7 +165,7 @@ def test_bits_do_not_depend_on_the_number_of_tokens_or_lost_words(
 
 @needs_compiler
 def test_a_rank_that_makes_no_call_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other ranks do not wait again until all ranks have cleared their inboxes."""
+    """The other ranks do not wait again until all ranks have cleared their inboxes."""
     emulated = Emulated(3, 32, monkeypatch)
     x = [torch.ones(1, 256, dtype=BF16, device="cpu") for _ in range(3)]
     outs = []
@@ -206,14 +212,44 @@ def test_operators_of_a_group_use_its_inbox(rng: torch.Generator, monkeypatch: p
 
 
 def test_tensors_that_do_not_fit() -> None:
-    memory = torch.empty(2, 2, 64, 4, dtype=torch.int32, device="cpu")
-    inbox = Inbox.of_local(memory, [0, 0], 0)
+    inbox = Inbox.of_words(empty_words(2, 64), [0, 0], 0)
     fitting = torch.zeros(2, 256, dtype=BF16, device="cpu")
     assert inbox.fits(fitting, fitting.half())
     wide = torch.zeros(1, MAX_WIDTH + 8, dtype=BF16, device="cpu")
-    assert not Inbox.of_local(torch.empty(2, 2, 2048, 4, dtype=torch.int32, device="cpu"), [0, 0], 0).fits(wide)
+    assert not Inbox.of_words(empty_words(2, 2048), [0, 0], 0).fits(wide)
     for other in (fitting.float(), fitting[:0], fitting.repeat(2, 1), fitting[:, :252], fitting[:, ::2]):
         assert not inbox.fits(fitting, other)
+
+
+@pytest.mark.parametrize(
+    ("used", "access", "native", "able"),
+    [
+        ("abc", "abc", True, True),
+        ("abc", "abc", False, False),
+        ("abc", "ab", True, False),
+        ("abx", "abcx", True, False),
+        ("abb", "abc", True, False),
+    ],
+    ids=["able", "old_gpu", "no_access", "not_visible", "shared_gpu"],
+)
+def test_which_ranks_can_share(
+    used: str, access: str, native: bool, able: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks use the GPUs `used`. This rank uses GPU b, and sees a, b and c."""
+    answers: list[object] = []
+
+    def all_gather_object(every: list[object], value: object, group: object) -> None:
+        every[:] = list(used) if isinstance(value, str) else [value] * len(used)
+        answers.append(value)
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="abc"[index]))
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, other: "abc"[other] in access)
+    monkeypatch.setattr(dist, "all_gather_object", all_gather_object)
+    monkeypatch.setattr(all_reduce, "runs_native", lambda device: native)
+    group = SimpleNamespace(size=lambda: len(used))
+    assert all_reduce.can_share(group, torch.device("cuda", 1)) is able
+    assert answers == ["b", able]
 
 
 @pytest.mark.parametrize("name", native_variants())
@@ -228,13 +264,15 @@ def test_variants_compile_within_their_bounds(name: str) -> None:
 REPLAYS, CALLS, TOKENS, WIDTH = 500, 16, 64, 4096
 
 
-def check_on_gpu(group: Any) -> None:
+def check_on_gpu(rank: int, ranks: int, folder: str) -> None:
     """Compare eager calls, and replays of captured calls beside delays of one rank, with sums of the same numbers."""
-    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
-    rank, ranks = group.rank(), group.size()
+    os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    inbox = Inbox.allocate(group, TOKENS, WIDTH, device)
+    dist.init_process_group(init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
+    group = dist.group.WORLD
+    inbox = Inbox.allocate(group, device)
+    assert inbox is not None, "the GPUs cannot run the kernel or access each other's memory"
     rng = torch.Generator(device).manual_seed(0)  # all ranks draw the numbers of all ranks
 
     def normal(*shape: int) -> torch.Tensor:
@@ -270,6 +308,19 @@ def check_on_gpu(group: Any) -> None:
     assert inbox.missing_rank() is None
     inbox.reset(group)
     assert torch.equal(inbox.sum(x[0, 0, rank]), sum_of(list(x[0, 0])))
+    for seconds in (0.5, 600.0):
+        if rank == 0:  # the other ranks make no call
+            inbox.wait_at_most(seconds)
+            out = inbox.sum(x[0, 0, 0])
+            if seconds == 600:
+                inbox.abort(ranks - 1)
+            assert inbox.missing_rank() == ranks - 1
+            assert out.isnan().all()
+        inbox.reset(group)
+        assert torch.equal(inbox.sum(x[0, 0, rank]), sum_of(list(x[0, 0])))
+    torch.cuda.synchronize()
+    dist.barrier(group)
+    dist.destroy_process_group()
 
 
 @pytest.mark.gpu
@@ -278,6 +329,4 @@ def check_on_gpu(group: Any) -> None:
 def test_ranks_on_gpus(ranks: int, tmp_path: Path) -> None:
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} CUDA devices")
-    for rank, outcome in enumerate(run_ranks(tmp_path, check_on_gpu, ranks=ranks)):
-        assert outcome.error is None, f"rank {rank}: {outcome.error!r}"
-        assert outcome.exit_code == 0
+    torch.multiprocessing.spawn(check_on_gpu, (ranks, str(tmp_path)), nprocs=ranks)

@@ -97,7 +97,7 @@ class Oracle:
         if self.is_3:
             normed = self.norm(hidden, p + "hidden_norm.weight")
             x = torch.cat((self.norm(embedded, p + "input_layernorm.weight"), normed), 1)
-            residual = normed if self.config.get("norm_before_residual") else hidden
+            residual = normed if "transformer_layer_config" in self.config else hidden
         else:
             x = residual = torch.cat((embedded, hidden), 1) @ self.of["fc.weight"].T + self.of["fc.bias"]
         q, k, v = (
@@ -119,9 +119,9 @@ class Oracle:
         hook.remove()
         if self.is_3:
             hidden = torch.cat([(*states, *last)[at] for at in self.layers], 2) @ self.of["fc.weight"].T
-        hidden = torch.cat((torch.zeros(1, WIDTH), hidden[0]))
+        hidden = hidden[0]
         for _ in range(most):
-            state = self.layer([*tokens, *found], hidden)[-1:]
+            state = self.layer([*tokens[1:], *found], hidden)[-1:]
             hidden = torch.cat((hidden, state))
             draft = int(((self.norm(state, "norm.weight") if self.is_3 else state) @ self.lm_head.T).argmax())
             found.append(draft + int(self.of["d2t"][draft]) if "d2t" in self.of else draft)
@@ -137,7 +137,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[transformers.PreTr
 
 def captured(model: LlamaModel, head: Path | None, most: int = 3, **options: Any) -> Runtime:
     config = RuntimeConfig(
-        max_num_reqs=4, max_num_tokens=32, max_seq_len=56, num_speculative_tokens=most if head else 0, **options
+        max_num_reqs=4, max_num_tokens=16, max_seq_len=56, num_speculative_tokens=most if head else 0, **options
     )
     proposer = load_draft_model(head, model) if head else None
     runtime = make_runtime(model, config, page_size=4, num_pages=80, proposer=proposer)
@@ -146,7 +146,7 @@ def captured(model: LlamaModel, head: Path | None, most: int = 3, **options: Any
 
 
 SPECULATORS = {"architectures": ["Eagle3Speculator"], "transformer_layer_config": SIZES_3, "draft_vocab_size": 30}
-SPECULATORS |= {"norm_before_residual": True, "eagle_aux_hidden_state_layer_ids": [0, 5, LAYERS]}
+SPECULATORS |= {"eagle_aux_hidden_state_layer_ids": [0, 5, LAYERS]}
 CASES = {
     "eagle3": (EAGLE3, head_tensors(EAGLE3, "midlayer."), (2, 4, 5)),
     "speculators": (SPECULATORS, head_tensors(EAGLE3, "layers.0.", "embed_tokens.weight", "t2d"), (0, 5, LAYERS)),
@@ -158,7 +158,10 @@ CASES = {
 }
 
 
-def test_layer_ids_of_sglang_count_from_the_first_output() -> None:
+def test_options_of_config_json() -> None:
+    """Layer ids of SGLang count from the output of the first layer."""
+    for config, value in ((EAGLE3, False), (EAGLE3 | {"norm_before_residual": True}, True), (SPECULATORS, True)):
+        assert EagleConfig.from_hf(config, LAYERS).norm_before_residual == value
     ids = {"eagle_aux_hidden_state_layer_ids": [1, 3, 6]}
     assert EagleConfig.from_hf(EAGLE3 | {"eagle_config": ids}, LAYERS).hidden_layers == (2, 4, 7)
     assert EagleConfig.from_hf(EAGLE3 | ids, LAYERS).hidden_layers == (1, 3, 6)
@@ -173,13 +176,13 @@ def test_drafts_equal_a_forward_pass_in_float64(
     head = save_head(tmp_path, config, tensors)
     oracle = Oracle(hf, SIZES_3 | config, tensors)
     oracle.layers = layers
-    runtime, prompts, compared = captured(model, head), [PROMPT[:9], PROMPT[4:7]], list[int]()
+    runtime, prompts, compared = captured(model, head), [PROMPT[:14], PROMPT[4:7]], list[int]()
     with DecodeSession(runtime) as session:
         requests = [session.add(prompt, SamplingParams(20)) for prompt in prompts]
-        for _ in range(4):
+        for _ in range(5):
             session.run(1)
             session.collect(wait=True)
-            for request in requests:
+            for request in (request for request in requests if request.tokens):  # the second prompt is in two chunks
                 tokens = [*request.prompt.tolist(), *request.tokens]
                 found = runtime.manager.buffers.drafts[request.req_index].tolist()
                 known = [draft for draft in found if draft >= 0]  # a draft without a page is missing
@@ -246,6 +249,8 @@ REFUSED = {
     "scale": ({"logit_scale": 0.5}, {}, UnsupportedError, "does not implement logit_scale 0.5"),
     "option": ({"eagle_config": {"new_norm": True}}, {}, UnsupportedError, "the key new_norm, whose meaning"),
     "window": ({"layer_types": ["sliding_attention"]}, {}, UnsupportedError, "layer_types 'sliding_attention'"),
+    "biases": ({"attention_bias": True}, {}, UnsupportedError, "does not implement biases of queries, keys and values"),
+    "windows": ({"use_sliding_window": True}, {}, UnsupportedError, "does not implement use_sliding_window True"),
 }  # fmt: skip
 
 
@@ -256,6 +261,21 @@ def test_what_is_refused(tmp_path: Path, target: tuple[transformers.PreTrainedMo
     head = save_head(tmp_path, EAGLE3 | changes, changed)
     with pytest.raises(error, match=message):
         load_draft_model(head, target[1])
+
+
+def test_heads_of_the_hub(
+    tmp_path: Path, target: tuple[transformers.PreTrainedModel, LlamaModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The config of a head, which is not that of a model, does not end the download."""
+    head, calls = save_head(tmp_path, *CASES["eagle3"][:2]), list[str]()
+
+    def snapshot_download(repo_id: str, *, allow_patterns: list[str]) -> str:
+        calls.append(repo_id)
+        return str(head)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    assert load_draft_model("org/head", target[1]).hidden_layers == (2, 4, 5)
+    assert calls == ["org/head"] * 2
 
 
 def test_heads_of_other_models_are_refused(

@@ -13,7 +13,16 @@ import torch
 from graphrt.kernels.ops import linear
 from graphrt.kernels.ops.linear_call import LinearPlan
 from graphrt.models.loading import load_model
-from scripts import bench_linear, bench_loop, bench_sampling, bench_start, bench_swap, bench_transformers
+from scripts import (
+    bench_all_reduce,
+    bench_context_parallel,
+    bench_linear,
+    bench_loop,
+    bench_sampling,
+    bench_start,
+    bench_swap,
+    bench_transformers,
+)
 from scripts.bench_graph_checks import bench_audit, bench_shadow, bench_verify, capture
 from tests.scripts.test_bench_decode import TINY
 from tests.support import cli
@@ -53,6 +62,40 @@ def test_loops() -> None:
     assert all(row[name] > 0 for name in ("launches_us", "loop_us", "loop_launch_us", "loop_make_ms"))
     assert "   5 nodes: " in bench_loop.line(row)
     assert " per run with 7 launches, " in bench_loop.line(row)
+
+
+def test_all_reduce(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--device", "cpu", "--ranks", "1", "--tokens", "1,3", "--width", "64", "--calls", "2", "--samples", "2"]
+    monkeypatch.setattr(sys, "argv", ["bench_all_reduce.py", *options])
+    monkeypatch.setattr(torch.multiprocessing, "spawn", lambda work, arguments, nprocs: work(0, *arguments))
+    bench_all_reduce.main()
+    report = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    rows = [(row["name"], row["ranks"], row["tokens"], row["norm"]) for row in report["rows"]]
+    assert rows == [("gloo", 1, tokens, norm) for tokens in (1, 3) for norm in (False, True)]
+    assert all(0 < row["p20_us"] <= row["us"] <= row["p80_us"] for row in report["rows"])
+
+
+def test_context_parallel(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    options = [
+        "--device",
+        "cpu",
+        "--ranks",
+        "1",
+        "--reqs",
+        "2",
+        "--tokens",
+        "1,70",
+        "--head-dim",
+        "8",
+        "--samples",
+        "2",
+    ]
+    monkeypatch.setattr(sys, "argv", ["bench_context_parallel.py", *options])
+    monkeypatch.setattr(torch.multiprocessing, "spawn", lambda work, arguments, nprocs: work(0, *arguments))
+    bench_context_parallel.main()
+    report = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert [(row["reqs"], row["tokens"], row["ranks"]) for row in report["rows"]] == [(2, 1, 1), (2, 70, 1)]
+    assert all(row["us"] > 0 and row["one_us"] > 0 and row["error"] < 1e-5 for row in report["rows"])
 
 
 def test_sampling(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -268,7 +268,7 @@ def test_equal_to_the_stateless_path_bit_by_bit(device: torch.device) -> None:
 
 def alone(runtime: Runtime, request: SessionRequest) -> tuple[list[int], list[TokenLogprob | None]]:
     """What the stateless path samples for the same prompt and parameters, one token a step, and how likely it is."""
-    req_index, pages = runtime.free_req_indices[-1], runtime.allocator.allocate(16)
+    req_index, pages = runtime.free_req_indices[-1], [pool.allocate(16) for pool in runtime.allocators]
     tokens, params = request.prompt.tolist(), request.params
     runtime.manager.request_tables.set_logit_bias({req_index: params.logit_bias})
     values = {
@@ -284,12 +284,13 @@ def alone(runtime: Runtime, request: SessionRequest) -> tuple[list[int], list[To
         new = tokens if not out else out[-1:]
         batch = Batch(
             req_indices=[req_index], seq_lens=[len(tokens) + len(out)], query_lens=[len(new)], tokens=new,
-            page_indptr=[0, 16], page_ids=pages, **values,
+            page_indptr=range(0, 16 * len(pages) + 1, 16), page_ids=[page for ids in pages for page in ids], **values,
         )  # fmt: skip
         handle = runtime.replay(batch)
         out.append(int(handle.tokens().reshape(-1)[0]))
         logprobs += handle.logprobs()
-    runtime.allocator.free(pages)
+    for pool, ids in zip(runtime.allocators, pages, strict=True):
+        pool.free(ids)
     return out, logprobs
 
 

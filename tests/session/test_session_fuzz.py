@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from graphrt.batch import Batch
+from graphrt.draft_model import DraftModel
 from graphrt.kernels.errors import CapacityError
 from graphrt.proposer import Proposer, ngram_drafts
 from graphrt.runtime import Runtime
@@ -17,13 +18,16 @@ from graphrt.session.session import DecodeSession, SessionRequest
 from graphrt.spec import AttentionSpec, KVCacheSpec
 from graphrt.testing.poison import poison_derived
 from tests.session.test_session import PROMPTS, alone, oracle
-from tests.support.layered import VOCAB, LayeredModel, build
-from tests.support.toy import MAX_LEN, captured, finish, slow_device
+from tests.support.layered import VOCAB, WIDTH, LayeredModel, build
+from tests.support.replay_scenarios import branches
+from tests.support.toy import LAYERS, MAX_LEN, LivelyModel, captured, finish, slow_device
+from tests.support.toy import VOCAB as TOY_VOCAB
 
 STEPS = 10_000
 LATE = 3_000_000  # cycles: almost two milliseconds
 VERY_LATE = 600_000_000  # and 350, while the host submits all that a test submits, and compiles what is new
 WINDOW, CHUNK = 6, 8
+SOURCES = ("none", "caller", "ngram", "draft_model", "caller_tree", "ngram_tree", "head")
 OWNERS = pytest.mark.parametrize("external_pages", [False, True], ids=["own_pages", "external_pages"])
 
 
@@ -39,37 +43,46 @@ def some(generator: random.Random) -> dict[str, object]:
     return {name: value for name, value in options.items() if generator.random() < 0.3}
 
 
-def drafting(generator: random.Random) -> tuple[dict[str, int], Proposer | None]:
-    """Drafts of the device, of the caller, or none."""
-    most = generator.choice([0, 1, 3])
-    return {"num_speculative_tokens": most}, ngram_drafts if most and generator.random() < 0.7 else None
+def drafting(generator: random.Random, source: str, draft: DraftModel) -> tuple[dict[str, int], Proposer | None]:
+    """Options of a runtime, and its proposer; None: the caller sends drafts. In trees or chains."""
+    if source == "none":
+        return {}, None
+    most = generator.choice([1, 3])
+    options = {"num_speculative_tokens": most, "tree_depth": generator.randint(1, most) if "tree" in source else 0}
+    return options, {"ngram": ngram_drafts, "ngram_tree": branches, "draft_model": draft, "head": draft}.get(source)
 
 
-def toy_runtime(generator: random.Random, device: torch.device) -> Runtime:
+def toy_runtime(generator: random.Random, device: torch.device, source: str) -> Runtime:
     """One with all options of sampling, few requests and few pages, whose free pages hold NaN."""
     config = {
         "max_seq_len": MAX_LEN, "loop_sizes": generator.choice([(), (1, 2, 4)]), "max_num_tokens": 32,
         "mixed_sizes": (8, 32), "ring_depth": generator.choice([2, 3, 8]), "penalties": True, "max_logit_bias": 2,
         "max_logprobs": 3, "lazy_capture": generator.choice([False, True]),
     }  # fmt: skip
-    drafts, proposer = drafting(generator)
+    specs, width = [AttentionSpec(4, 2, 16, torch.float32)] * LAYERS, 64 if source == "head" else None
+    draft = DraftModel(LivelyModel(device), specs, vocab_size=TOY_VOCAB, hidden_size=width)
+    drafts, proposer = drafting(generator, source, draft)
     return captured(device=device, num_pages=generator.choice([24, 70]), proposer=proposer, **config | drafts)
 
 
-def layered_runtime(generator: random.Random, device: torch.device) -> tuple[LayeredModel, Runtime]:
+def layered_runtime(generator: random.Random, device: torch.device, source: str) -> tuple[LayeredModel, Runtime]:
     """Two or three groups of different sight, in one pool or in two, of pages of different sizes where they are two."""
-    sights = generator.choice(
-        [({"sliding_window": WINDOW}, {}), ({"attention_chunk_size": CHUNK}, {}, {"sliding_window": WINDOW}), ({}, {})]
-    )
+    choices = [({"sliding_window": WINDOW}, {}), ({}, {})]
+    if "tree" not in source:
+        choices.append(({"attention_chunk_size": CHUNK}, {}, {"sliding_window": WINDOW}))
+    sights = generator.choice(choices)
     specs = [AttentionSpec(4, 2, 16, torch.float32, **sight) for sight in sights]
     pools, sizes = generator.choice([((0, 0, 0), (4, 4, 4)), ((0, 1, 1), (2, 4, 4))])
     groups = [
         KVCacheSpec(1, 2, 16, size, dtype=torch.float32, layers=(layer,), pool=pool, **sight)
         for layer, (sight, pool, size) in enumerate(zip(sights, pools, sizes, strict=False))
     ]
-    num_pages = [generator.choice([30, 60]) for _ in range(1 + groups[-1].pool)]
+    width = WIDTH if source == "head" else None
+    draft = DraftModel(LayeredModel(specs, device), specs, vocab_size=VOCAB, hidden_size=width)
+    pools = draft.kv_groups(groups) if source in ("draft_model", "head") else groups
+    num_pages = [generator.choice([30, 60]) for _ in {group.pool for group in pools}]
     options = {"loop_sizes": generator.choice([(), (2, 4)]), "lazy_capture": generator.choice([False, True])}
-    drafts, proposer = drafting(generator)
+    drafts, proposer = drafting(generator, source, draft)
     return build(specs, groups, num_pages, device, proposer, **options | drafts)
 
 
@@ -145,7 +158,9 @@ def draw(
         pass
     elif what == "drafts":
         most = runtime.config.num_speculative_tokens
-        session.set_drafts(request, [generator.randrange(VOCAB) for _ in range(generator.randint(0, most))])
+        drafts = [generator.randrange(VOCAB) for _ in range(generator.randint(0, most))]
+        parents = [generator.randint(0, at) for at in range(len(drafts))] if runtime.config.tree_depth else None
+        session.set_drafts(request, drafts, parents)
     elif what == "pages" and blocks is not None:
         blocks.give(generator, request)
     elif what == "fork" and runtime.free_req_indices and request.req_index not in session.table.prefills:
@@ -230,28 +245,28 @@ def check_requests(runtime: Runtime, requests: list[SessionRequest]) -> None:
 
 
 @OWNERS
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("source", SOURCES)
 def test_requests_sample_what_they_sample_alone(
-    device: torch.device, seed: int, external_pages: bool, monkeypatch: pytest.MonkeyPatch
+    device: torch.device, source: str, external_pages: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Any interleaving of add, fork, release, run and collect, any split of steps into launches, few pages. Launches
     have ended at once, or are in flight until the host waits for them, with tokens that are there already."""
-    generator = random.Random(seed)
-    if seed % 2:
+    generator = random.Random(SOURCES.index(source) + 10 * external_pages)
+    if generator.random() < 0.5:
         slow_device(monkeypatch)
-    runtime = toy_runtime(generator, device)
+    runtime = toy_runtime(generator, device, source)
     check_requests(runtime, serve(generator, runtime, 100, external_pages=external_pages))
 
 
 @OWNERS
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("source", SOURCES)
 def test_requests_of_several_groups_say_what_the_oracle_says(
-    device: torch.device, seed: int, external_pages: bool, monkeypatch: pytest.MonkeyPatch
+    device: torch.device, source: str, external_pages: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    generator, decided = random.Random(seed), 0
+    generator, decided = random.Random(SOURCES.index(source) + 10 * external_pages), 0
     if generator.random() < 0.7:
         slow_device(monkeypatch)
-    model, runtime = layered_runtime(generator, device)
+    model, runtime = layered_runtime(generator, device, source)
     for request in serve(generator, runtime, 200, external_pages=external_pages):
         prompt = request.prompt.tolist()
         want = model.greedy(prompt, len(request.tokens))
@@ -266,7 +281,7 @@ def test_requests_of_several_groups_say_what_the_oracle_says(
 def test_ten_thousand_steps_of_whatever_a_server_does() -> None:
     generator, device, steps, tokens = random.Random(15), torch.device("cuda"), 0, 0
     while steps < STEPS:
-        runtime = toy_runtime(generator, device)
+        runtime = toy_runtime(generator, device, generator.choice(SOURCES))
         requests = serve(generator, runtime, 1500, late=0.05)
         steps += runtime.manager.queue.next_step
         check_requests(runtime, requests)

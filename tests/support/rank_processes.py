@@ -1,4 +1,4 @@
-"""Runs a function in several processes of a gloo group, and returns what each has returned or raised."""
+"""Runs a function in several processes of a group, and returns what each has returned or raised."""
 
 from __future__ import annotations
 
@@ -27,12 +27,19 @@ class Outcome:
     exit_code: int | None = None
 
 
-def run_ranks(folder: Path, function: Callable[..., Any], *arguments: Any, ranks: int = 2) -> list[Outcome]:
-    """Call function(group, *arguments) on every rank. `folder` is for the rendezvous. Fails after a minute."""
+def run_ranks(
+    folder: Path,
+    function: Callable[..., Any],
+    *arguments: Any,
+    ranks: int = 2,
+    backend: str = "gloo",
+    seconds: int = 60,
+) -> list[Outcome]:
+    """Call function(group, *arguments) on every rank. `folder` is for the rendezvous."""
     pipes, processes = [], []
     for rank in range(ranks):
         receiver, sender = _context.Pipe(duplex=False)
-        task = (sender, str(folder / "rendezvous"), rank, ranks, function, arguments)
+        task = (sender, str(folder / "rendezvous"), backend, rank, ranks, function, arguments)
         processes.append(_context.Process(target=_work, args=task))
         pipes.append(receiver)
         processes[-1].start()
@@ -40,7 +47,7 @@ def run_ranks(folder: Path, function: Callable[..., Any], *arguments: Any, ranks
     outcomes = []
     for process, receiver in zip(processes, pipes, strict=True):
         try:
-            outcome = receiver.recv() if receiver.poll(60) else Outcome(error=TimeoutError("a rank has not ended"))
+            outcome = receiver.recv() if receiver.poll(seconds) else Outcome(error=TimeoutError("a rank has not ended"))
         except EOFError:
             outcome = Outcome()
         process.join(5)
@@ -51,9 +58,19 @@ def run_ranks(folder: Path, function: Callable[..., Any], *arguments: Any, ranks
     return outcomes
 
 
-def _work(sender: Any, path: str, rank: int, ranks: int, function: Callable[..., Any], arguments: tuple[Any, ...]):
+def _work(
+    sender: Any,
+    path: str,
+    backend: str,
+    rank: int,
+    ranks: int,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=ranks)
+    if "cuda" in backend:
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, init_method=f"file://{path}", rank=rank, world_size=ranks)
     outcome, start = Outcome(), time.monotonic()
     try:
         outcome.value = function(dist.group.WORLD, *arguments)

@@ -102,9 +102,21 @@ def _called(
 
 def is_plain(module: torch.nn.Module) -> bool:
     """Return whether a module runs the code of a class of transformers or torch, and nothing else."""
+    every = torch.nn.modules.module
+    hooks = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        every._global_forward_hooks,
+        every._global_forward_pre_hooks,
+    )
+    return not any(hooks) and runs_library_code(module)
+
+
+def runs_library_code(module: torch.nn.Module) -> bool:
+    """Return whether `forward` is that of a class of transformers or torch; hooks may change its input and output."""
     owners = type(module).__module__, getattr(type(module).forward, "__globals__", {}).get("__name__", "")
-    hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
-    return not hooked and all(owner.partition(".")[0] in ("transformers", "torch") for owner in owners)
+    known = all(owner.partition(".")[0] in ("transformers", "torch") for owner in owners)
+    return known and "forward" not in vars(module)
 
 
 def _is_constant(value: Any) -> bool:

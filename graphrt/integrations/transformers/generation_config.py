@@ -16,7 +16,7 @@ import torch
 from graphrt.integrations.transformers.host import package
 from graphrt.kernels.checks import shown
 from graphrt.kernels.errors import CapacityError, ConfigError, GraphRTError, UnsupportedError
-from graphrt.sampling_params import SamplingParams
+from graphrt.sampling_params import SamplingParams, config_fields
 
 HONOURED = frozenset(
     {
@@ -184,8 +184,7 @@ def own_needs(model: Any, vocab_size: int) -> dict[str, Any]:
     """Return the fields of RuntimeConfig that the model's own generation config needs."""
     try:
         merged = MergedConfig.of(model, None, {}, vocab_size)
-        needs = dict(merged.sampling_params("prompt", 1, None).needs)
-        return needs | {"penalties": "penalties" in needs}
+        return config_fields(merged.sampling_params("prompt", 1, None))
     except (AttributeError, GraphRTError, ValueError):  # `generate` reports it, and the model may run without it
         return {}
 

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from graphrt.integrations.transformers.experts import dense_experts
 from graphrt.integrations.transformers.rotary import RotaryTable
 from graphrt.kernels.cache.write import Rotary
-from graphrt.kernels.errors import CaptureError, UnsupportedError
+from graphrt.kernels.errors import CaptureError, ConfigError, UnsupportedError
 from graphrt.models.packages import require
 from graphrt.spec import AttentionSpec
 from graphrt.step import Step
@@ -127,6 +127,12 @@ def reserved(model: Any) -> Iterator[None]:
         hook.remove()
 
 
+def check_eval(model: Any) -> None:
+    """Raise ConfigError if the model is in training mode, in which dropout is random."""
+    if model.training:
+        raise ConfigError("model: expected eval mode, got training mode; call model.eval()")
+
+
 def check_attention_functions(model: Any) -> None:
     """Check that no layer calls an attention function of the caller, which steps would replace.
 
@@ -217,7 +223,11 @@ class HostedModel(torch.nn.Module):
         self._models = [module for module in model.modules() if hasattr(module, _PADDING_CHECK)]
 
     def forward(self, step: Step) -> torch.Tensor:
-        """Return the logits [padded_reqs, vocab_size], and keep the hidden states that the base model returns."""
+        """Return the logits [padded_reqs, vocab_size], and keep the hidden states that the base model returns.
+
+        Raises: see `check_eval`.
+        """
+        check_eval(self.model)
         calls = StepCalls(step, self.specs)
 
         def keep(_: Any, __: Any, output: Any) -> None:

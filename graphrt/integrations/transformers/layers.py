@@ -12,7 +12,16 @@ from typing import Any, TypeVar
 
 import torch
 
-from graphrt.integrations.transformers.fuse import GatedMLP, Norm, Part, Products, is_plain, same_values, samples
+from graphrt.integrations.transformers.fuse import (
+    GatedMLP,
+    Norm,
+    Part,
+    Products,
+    is_plain,
+    runs_library_code,
+    same_values,
+    samples,
+)
 from graphrt.integrations.transformers.host import HostedModel, LayerCall
 from graphrt.integrations.transformers.probe import OwnTokens, Tokens, agree, sample_logits, sample_tokens
 from graphrt.integrations.transformers.rotation import RotatedTokens
@@ -30,15 +39,15 @@ _PAGE = 16  # any size, since the check has pages of its own
 class FusedLayer:
     """h = x + attention(norm(x)); h + mlp(norm(h))
 
-    A layer computes the norm of the next layer too. The next layer uses it if its input is the result of this layer.
-    Only then does it change its input in place.
+    A layer computes the norm of the layer `after` it too. That layer uses it if its input is the result of this layer.
+    Only then does it change its input in place. If no layer is known to follow, others may change the result.
 
     norms   before attention and MLP
     heads   norms of queries and keys, or none
     products  qkv, o, gate and up, down
     rotaries  the table of the rotation, or None, by dtype
     spec    of the first call of the attention function
-    after   the next layer
+    after   the layer that transformers calls next; the layer itself if that is unknown
     """
 
     def __init__(
@@ -72,7 +81,7 @@ class FusedLayer:
         products = [product.weights for product in self.products]
         x = run_layer(step, index, x, residual, products, (second.weight, gain), rotary, first.eps)
         result = residual.view(hidden.shape)
-        calls.carried = result, x, gain
+        calls.carried = (None, None, None) if self.after is self else (result, x, gain)
         return result
 
 
@@ -98,9 +107,10 @@ def find_layers(hosted: HostedModel, max_seq_len: int, vocab_size: int) -> dict[
         weight = next(iter(layers.values())).norms[0].weight
         for x in samples(len(weight), weight):
             layers = _equal(plain, layers, x, sample_tokens(hosted.model, max_seq_len, vocab_size, x.shape[1]))
-        for before, after in pairwise(layers.values()):
-            if after.norms[0].eps == before.norms[0].eps:
-                before.after = after
+        for before, after in pairwise(layers):
+            follows = _follows(hosted.model, names[before], names[after])
+            if follows and layers[after].norms[0].eps == layers[before].norms[0].eps:
+                layers[before].after = layers[after]
     expected = sample_logits(plain, OwnTokens, sample)
     plain.layers = layers
     try:
@@ -114,6 +124,15 @@ def find_layers(hosted: HostedModel, max_seq_len: int, vocab_size: int) -> dict[
                 products.join()
     hosted.layers = layers
     return {names[module]: "decoder_layer" for module in layers}
+
+
+def _follows(model: torch.nn.Module, before: str, after: str) -> bool:
+    """Return whether two layers are neighbours in a list that only code of transformers calls. Code of the caller could
+    change the result of the first layer in place before the second gets it."""
+    path, _, index = before.rpartition(".")
+    owners = [model, *(model.get_submodule(".".join(path.split(".")[:end])) for end in range(1, path.count(".") + 2))]
+    follows = index.isdigit() and after == f"{path}.{int(index) + 1}"
+    return follows and all(map(runs_library_code, owners))
 
 
 def _layer(hosted: HostedModel, module: torch.nn.Module, attention: torch.nn.Module) -> FusedLayer | None:

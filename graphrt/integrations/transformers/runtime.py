@@ -17,7 +17,13 @@ from graphrt.integrations.transformers.discovery import discover
 from graphrt.integrations.transformers.fuse import find_fused
 from graphrt.integrations.transformers.generation import GeneratedToken, Generation, Prompts
 from graphrt.integrations.transformers.generation_config import own_needs
-from graphrt.integrations.transformers.host import HostedModel, check_attention_functions, package, reserved
+from graphrt.integrations.transformers.host import (
+    HostedModel,
+    check_attention_functions,
+    check_eval,
+    package,
+    reserved,
+)
 from graphrt.integrations.transformers.layers import find_layers
 from graphrt.integrations.transformers.probe import check_independence
 from graphrt.integrations.transformers.rotation import find_rotation
@@ -207,8 +213,7 @@ def host(model: Any, max_seq_len: int) -> tuple[HostedModel, int]:
         raise UnsupportedError(
             f"{type(model).__name__}: has no head that gives logits of the vocabulary; load it by AutoModelForCausalLM"
         )
-    if model.training:
-        raise ConfigError("model: expected eval mode, got training mode; call model.eval()")
+    check_eval(model)
     if is_compiled(model):
         raise ConfigError("model: expected an uncompiled model; pass it before model.compile()")
     check_attention_functions(model)

@@ -1,0 +1,116 @@
+"""The decode benchmark on several ranks of one host, each in a process of its own, compared with one rank."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from graphrt.bench.decode import DecodeReport, bench_decode, decode_runtime
+from graphrt.engine.ranks import CUDA_BACKENDS
+from graphrt.kernels.errors import ConfigError, GraphRTError, RankError
+from graphrt.kernels.types import KVLayout
+from graphrt.models.config import ModelConfig
+from graphrt.models.loading import load_model
+
+_EXIT_SECONDS = 15
+
+
+@dataclass(frozen=True, slots=True)
+class RankResult:
+    """Times of one batch size on several ranks, and their ratios to one rank in the same run."""
+
+    batch: int
+    ranks: int
+    replay_ms: float
+    replay_ratio: float
+    host_us: float
+    host_ratio: float
+
+
+def bench_ranks(
+    one: DecodeReport,
+    source: str | ModelConfig,
+    ranks: int,
+    *,
+    device: torch.device,
+    page_size: int,
+    max_positions: int,
+    options: Mapping[str, Any],
+) -> list[RankResult]:
+    """Run the benchmark of `one` on several ranks. Rank r runs on GPU r, or all ranks on the CPU.
+
+    source, max_positions   of `load_model`
+    options                 of `bench_decode`
+
+    Raises: ConfigError: if there are fewer GPUs than ranks. RankError: if a rank ends. The errors of rank 0.
+    """
+    if device.type == "cuda" and ranks > torch.cuda.device_count():
+        raise ConfigError(f"--tp: expected at most {torch.cuda.device_count()} GPUs, got {ranks}; lower it")
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    with tempfile.TemporaryDirectory() as folder:
+        processes = []
+        for rank in range(ranks):
+            of_rank = (None if rank else sender, f"file://{folder}/rendezvous", rank, ranks, device.type)
+            processes.append(context.Process(target=_run, args=(*of_rank, source, page_size, max_positions, options)))
+            processes[-1].start()
+        sender.close()
+        try:
+            several = receiver.recv()
+        except EOFError:
+            raise RankError(0, "the process of rank 0 has ended; see its output above") from None
+        finally:
+            for process in processes:
+                process.join(_EXIT_SECONDS)
+                process.kill()
+    if isinstance(several, GraphRTError):
+        raise several
+    return [
+        RankResult(s.batch, ranks, s.replay_ms, s.replay_ms / o.replay_ms, s.host_us, s.host_us / o.host_us)
+        for o, s in zip(one.results, several.results, strict=True)
+    ]
+
+
+def _run(sender: Connection | None, rendezvous: str, rank: int, ranks: int, kind: str, *arguments: Any) -> None:
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
+    dist.init_process_group(
+        CUDA_BACKENDS if kind == "cuda" else "gloo", init_method=rendezvous, rank=rank, world_size=ranks
+    )
+    world: Any = dist.group.WORLD
+    outcome: object
+    try:
+        outcome = rank_report(world, device, *arguments)
+    except GraphRTError as error:
+        outcome = error
+    if sender is not None:
+        sender.send(outcome)
+
+
+def rank_report(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    source: str | ModelConfig,
+    page_size: int,
+    max_positions: int,
+    options: Mapping[str, Any],
+) -> DecodeReport | None:
+    """Run the benchmark as one rank of a group. Rank 0 returns the report."""
+    model = load_model(source, device=device, max_positions=max_positions, group=group).model
+    groups = model.config.kv_groups(page_size, KVLayout.NHD, model.dtype)
+    if group.rank():
+        with decode_runtime(model, groups, **options) as runtime:
+            runtime.capture()
+            runtime.follow()
+        return None
+    return bench_decode(str(source), model, groups, **options)

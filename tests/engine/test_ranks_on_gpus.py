@@ -1,0 +1,121 @@
+"""Ranks on two GPUs: collectives in graphs, tokens as of one process, and the end of all ranks after a failure."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from graphrt.config import RuntimeConfig
+from graphrt.engine.ranks import CUDA_BACKENDS, Ranks
+from graphrt.generate.generator import TextGenerator
+from graphrt.kernels.errors import RankError
+from graphrt.kernels.ops.all_reduce import inboxes
+from graphrt.kernels.ops.collectives import all_gather, all_reduce, all_to_all
+from graphrt.models.loading import load_model, make_runtime
+from graphrt.sampling_params import SamplingParams
+from tests.engine.test_ranks import FAILURES, FAMILIES, PROMPTS, TINY, check_tokens, decode, fail
+from tests.support.model_fixtures import save_oracle
+from tests.support.rank_processes import Outcome, run_ranks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+
+
+def on_gpus(folder: Path, function: Any, *arguments: Any) -> list[Outcome]:
+    return run_ranks(folder, function, *arguments, backend=CUDA_BACKENDS, seconds=300)
+
+
+def collectives(group: dist.ProcessGroup, shares: bool) -> None:
+    """Replays of a graph with all collectives, against sums on the CPU, while one rank is late at random."""
+    ranks, device = Ranks.of(group), torch.device("cuda", group.rank())
+    if shares:
+        ranks.connect(device)
+        assert group.group_name in inboxes
+    x = torch.empty(5, 96, dtype=torch.bfloat16, device=device)
+    y = torch.empty(2, 3, dtype=torch.int32, device=device)
+
+    def step() -> tuple[torch.Tensor, ...]:
+        return all_reduce(x, group), all_gather(y, group), all_to_all(y, group)
+
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            total, gathered, exchanged = step()
+        for seed in range(1000):
+            parts = [torch.randn(5, 96, generator=torch.Generator().manual_seed(2 * seed + r)) for r in (0, 1)]
+            x.copy_(parts[group.rank()])
+            y.fill_(2 * seed + group.rank())
+            if seed % 7 == 3 * group.rank():
+                torch.cuda._sleep(1_000_000)
+            graph.replay()
+            first, second = (part.bfloat16().float() for part in parts)
+            assert torch.equal(total.cpu(), (first + second).bfloat16()), seed
+            assert gathered[:, 0, 0].tolist() == [2 * seed, 2 * seed + 1]
+            assert exchanged[:, 0].tolist() == [2 * seed, 2 * seed + 1]
+    ranks.exchange(None)
+
+
+@pytest.mark.parametrize("shares", [False, True], ids=["nccl", "shared_memory"])
+def test_collectives_in_a_graph(tmp_path: Path, shares: bool) -> None:
+    assert [outcome.error for outcome in on_gpus(tmp_path, collectives, shares)] == [None, None]
+
+
+@pytest.mark.parametrize("case", ["padded-heads", "biases"])
+def test_tokens_are_those_of_one_process(tmp_path: Path, case: str) -> None:
+    """The generator, sessions, loops, drafts, captures at first use, forks and masks of the test on a CPU."""
+    family, sizes, _ = FAMILIES[case]
+    oracle = save_oracle(tmp_path, family, eos_token_id=None, **sizes)
+    check_tokens(oracle, decode(None, tmp_path), on_gpus(tmp_path, decode, tmp_path))
+
+
+def replay_until_killed(group: dist.ProcessGroup, graphs: bool) -> float:
+    """Kill rank 1 while rank 0 replays and waits. Return the free memory of rank 0 after that, as a share."""
+    device = torch.device("cuda", group.rank())
+    model = load_model(TINY, device=device, dtype=torch.bfloat16, group=group).model
+    runtime = make_runtime(model, RuntimeConfig(4, 32, 4096, use_graphs=graphs))
+    runtime.capture()
+    if runtime.rank:
+        subprocess.Popen(["sh", "-c", f"sleep 2; kill -9 {os.getpid()}"])
+        runtime.follow()
+    generator, start = TextGenerator(runtime), time.monotonic()
+    with pytest.raises(RankError) as error:
+        list(generator.generate(PROMPTS * 10_000, SamplingParams(max_new_tokens=2000)))
+    assert error.value.rank == 1
+    assert time.monotonic() - start < 12
+    runtime.close()
+    assert time.monotonic() - start < 16
+    del model, runtime, generator
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return free / total
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_killed_rank_ends_replays_and_frees_memory(tmp_path: Path, graphs: bool) -> None:
+    first, second = on_gpus(tmp_path, replay_until_killed, graphs)
+    assert (second.exit_code, first.exit_code, first.error) == (-signal.SIGKILL, 0, None)
+    assert first.value > 0.9
+
+
+@pytest.mark.parametrize("case", ["raises", "first-raises", "killed", "killed-in-capture", "hangs", "another-config"])
+def test_failure_of_one_rank_ends_all(tmp_path: Path, case: str) -> None:
+    act, rank, call, error, text = FAILURES[case]
+    rank, start = min(rank, 1), time.monotonic()
+    outcomes = on_gpus(tmp_path, fail, act, rank, call)
+    failed, other = outcomes[rank], outcomes[1 - rank]
+    assert isinstance(failed.error, error) if error else failed.exit_code == -signal.SIGKILL
+    assert text.replace("rank 2", "rank 1").replace("for 0.5 s", "for 8 s") in str(other.error)
+    assert other.exit_code == 0
+    assert time.monotonic() - start < 120
