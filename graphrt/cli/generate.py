@@ -96,7 +96,13 @@ def run(options: GenerateOptions) -> None:
         **config_fields(params),
     )
     proposer = _proposer(options.speculate, loaded.model, log)
-    with make_runtime(loaded.model, config, page_size=options.page_size, proposer=proposer) as runtime:
+    with make_runtime(
+        loaded.model,
+        config,
+        page_size=options.page_size,
+        context_parallel_size=options.context_parallel_size,
+        proposer=proposer,
+    ) as runtime:
         capture_with_bar(runtime, log)
         if not is_first:
             runtime.follow()

@@ -113,6 +113,9 @@ class GenerateOptions(PromptOptions):
     device: _Device = None
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto"
     page_size: _PageSize = 16
+    context_parallel_size: Annotated[
+        int, typer.Option(min=1, help="Ranks of torchrun that share the KV of each request; 1 means none.")
+    ] = 1
     chat: Annotated[
         bool | None, typer.Option("--chat/--raw", help="Apply the model's chat template; default: if there is one.")
     ] = None

@@ -213,6 +213,7 @@ def test_bad_prompts(refused, monkeypatch, case) -> None:
         ((*ONE_TOKEN, "--logit-bias", "5=1", "--logit-bias", "5=2"), "token 5 is given twice, again in '5=2'"),
         ((*ONE_TOKEN, "--logit-bias", f"{10**8}=1"), "--logit-bias: expected token ids below vocab_size="),
         ((*ONE_TOKEN, "--logprobs", "1025"), "--logprobs: expected at most 1024, got 1025"),
+        ((*ONE_TOKEN, "--context-parallel-size", "2"), "context_parallel_size: expected a divisor of the 1 ranks"),
         ((*ONE_TOKEN, "--prompt-logprobs", "1025"), "--prompt-logprobs: expected at most 1024, got 1025"),
     ],
     ids=lambda x: x[-1][:20] if isinstance(x, tuple) else None,
