@@ -5,8 +5,8 @@
 
 A layer gathers queries over heads, attends to the keys of its rank, and merges the partial outputs of all ranks. A
 graph has the schedule of a step and `--layers` such layers, each with its own KV. Times are microseconds per layer, of
-the slowest rank. One rank alone first runs the same layers over all keys. Outputs are compared. NVLink multicast is
-off. The last line of standard output is one JSON object.
+the slowest rank, with exchanges by NCCL and over shared memory. One rank alone first runs the same layers over all
+keys. Outputs are compared. NVLink multicast is off. The last line of standard output is one JSON object.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from graphrt.backends.registry import backend_class
 from graphrt.bench.environment import provenance
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.context_parallel import ContextParallel, backend_specs
+from graphrt.kernels.ops.all_reduce import Inbox, inboxes
 from graphrt.kernels.sizes import ceil_div
 from graphrt.metadata import StepMetadata
 from graphrt.spec import AttentionSpec, KVCacheSpec
@@ -129,8 +130,10 @@ def samples_of(step: Callable[[], object], options: Namespace, together: Callabl
     return times
 
 
-def compare(options: Namespace, tokens: int, device: torch.device, group: dist.ProcessGroup) -> dict[str, object]:
-    """Time both sides at one length, and compare their outputs. A collective call."""
+def compare(
+    options: Namespace, tokens: int, device: torch.device, group: dist.ProcessGroup, inbox: Inbox | None
+) -> list[dict[str, object]]:
+    """Time all sides at one length, and compare their outputs. A collective call."""
     flag = torch.zeros(1, device=device)
     context = ContextParallel(group, 1)
     alone: list[object] = [None, None]
@@ -145,14 +148,21 @@ def compare(options: Namespace, tokens: int, device: torch.device, group: dist.P
     assert isinstance(one_us, float), "sent by rank 0"
     heads = side.q.shape[1]
     own = expected[:, group.rank() * heads : (group.rank() + 1) * heads].float()
-    error = float((side.step().cpu().float() - own).norm() / own.norm())
-    if not error <= TOLERANCE:  # also False for NaN
-        raise AssertionError(f"expected a relative error of at most {TOLERANCE}, got {error:.3g}")
-    times = samples_of(side.step, options, lambda: dist.all_reduce(flag, group=group))
-    every = [0.0] * group.size()
-    dist.all_gather_object(every, median(times), group=group)
-    row = {"tokens": tokens, "reqs": options.reqs, "ranks": group.size(), "one_us": one_us, "us": max(every)}
-    return row | {"ratio": max(every) / one_us, "error": error}
+    rows: list[dict[str, object]] = []
+    names = ["gloo"] if device.type == "cpu" else ["nccl"] if inbox is None else ["nccl", "shared memory"]
+    for name in names:
+        if inbox is not None and name == "shared memory":
+            inboxes[group.group_name] = inbox
+        error = float((side.step().cpu().float() - own).norm() / own.norm())
+        if not error <= TOLERANCE:  # also False for NaN
+            raise AssertionError(f"{name}: expected a relative error of at most {TOLERANCE}, got {error:.3g}")
+        times = samples_of(side.step, options, lambda: dist.all_reduce(flag, group=group))
+        inboxes.pop(group.group_name, None)
+        every = [0.0] * group.size()
+        dist.all_gather_object(every, median(times), group=group)
+        row = {"exchange": name, "tokens": tokens, "reqs": options.reqs, "ranks": group.size(), "one_us": one_us}
+        rows.append(row | {"us": max(every), "ratio": max(every) / one_us, "error": error})
+    return rows
 
 
 def work(rank: int, options: Namespace, folder: str) -> None:
@@ -168,12 +178,13 @@ def work(rank: int, options: Namespace, folder: str) -> None:
     dist.init_process_group(backends, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=options.ranks)
     group = dist.group.WORLD
     assert group is not None, "initialised above"
-    rows = []
+    inbox = Inbox.allocate(group, device) if on_cuda else None
+    rows: list[dict[str, object]] = []
     with torch.inference_mode():
         for tokens in map(int, options.tokens.split(",")):
-            rows.append(row := compare(options, tokens, device, group))
-            if rank == 0:
-                text = "{reqs} x {tokens}: {us:.1f} us, one rank alone {one_us:.1f} us, ratio {ratio:.3f}"
+            rows += (new := compare(options, tokens, device, group, inbox))
+            for row in new if rank == 0 else ():
+                text = "{reqs} x {tokens}, {exchange}: {us:.1f} us, one rank alone {one_us:.1f} us, ratio {ratio:.3f}"
                 print(text.format(**row), flush=True)
     if rank == 0:
         print(json.dumps({"name": "context_parallel", **provenance(), "rows": rows}), flush=True)

@@ -120,10 +120,10 @@ class Ranks:
         if device.type == "cuda":
             for group in (self.group, *self._subgroups.values()):
                 collectives.gather(torch.zeros(1, device=device), group)
-            device_wait.wait_for(torch.cuda.current_stream(device))
-            name = self.group.group_name
-            if name not in inboxes and (inbox := Inbox.allocate(self.group, device)) is not None:
-                inboxes[name] = inbox
+                device_wait.wait_for(torch.cuda.current_stream(device))
+                name = group.group_name
+                if name not in inboxes and (inbox := Inbox.allocate(group, device)) is not None:
+                    inboxes[name] = inbox
 
     def send(self, message: bytes) -> None:
         """Send a message from rank 0. Waits only if a rank is far behind."""
@@ -215,8 +215,9 @@ class Ranks:
                 for group in (self.group, *self._subgroups.values()):
                     nccl = group._get_backend(torch.device("cuda"))
                     threading.Thread(target=nccl.abort, daemon=True).start()
-                if (inbox := inboxes.get(self.group.group_name)) is not None:  # not in this thread, which may capture
-                    threading.Thread(target=inbox.abort, args=(culprit,), daemon=True).start()
+                    if (inbox := inboxes.get(group.group_name)) is not None:  # not in this thread, which may capture
+                        missing = culprit % group.size()
+                        threading.Thread(target=inbox.abort, args=(missing,), daemon=True).start()
 
     def _until(self, done: Callable[[], bool], hang_seconds: float = float("inf"), stops: bool = True) -> None:
         """Wait for a condition. Raises RankError if a rank fails, or is so late at a collective or a launch.

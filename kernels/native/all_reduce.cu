@@ -4,40 +4,18 @@
 //   NORM    residual += sum of x over ranks, plus bias; out = RMSNorm of the residual
 //   GATHER  out[rank] = records of 8 bytes of each rank
 //
-// 1. Every rank has an inbox with two halves, which calls use in turn. A half has a region for each sender. A rank
-//    stores its x in the inboxes of all other ranks, and then polls its own. No flags are needed: all words of an inbox
-//    are NOT_ARRIVED except those that have arrived. A rank never sends this word: as two 16-bit floats it is two NaNs,
-//    which are replaced by two other NaNs. GATHER sends 16 bits per word.
-// 2. The thread that has read a word makes it NOT_ARRIVED again, so calls may have any sizes.
-// 3. Sums are float32, in the order of ranks. All ranks get the same bits, whatever the number of tokens.
-//
-// Why two halves need no barrier. Say rank A stores words of call n + 2 in rank B's inbox. A has finished call n + 1,
-// so words of B's call n + 1 had arrived, and B had started that call. A kernel stores only after the earlier kernels of
-// its stream have finished, so B had finished call n: it had read, and had reset, the words of call n, which were in the
-// same half. And A is never further ahead: it starts call n + 3 only after it got B's words of call n + 2.
-//
-// A rank that has waited for `limit_ms` stores the number of a missing rank in `fault`; the host may do so earlier. While
-// `fault` is set, calls do not wait, and words that have not arrived count as NaN. After that the inboxes of all ranks
-// must be reset.
+// inbox.cuh describes the exchange. GATHER sends 16 bits per word. Sums are float32, in the order of ranks. All ranks get
+// the same bits, whatever the number of tokens.
 //
 // Compile-time macros: RANKS, WARPS, PARAMS_BYTES, Q_BF16 (else float16)
 
 #include "primitives.cuh"
-#include "peers.cuh"
+#include "inbox.cuh"
 
 #define SUM 0
 #define NORM 1
 #define GATHER 2
 #define THREADS (32 * WARPS)
-#define OTHER_NANS 0x7fff7fffu  // sent instead of NOT_ARRIVED
-
-// In this GPU's memory. The last block to load `calls` counts the call.
-struct State {
-  u32 calls;
-  int blocks_started;
-  int fault;  // 0, or 1 + a rank whose words have not arrived in time
-  int limit_ms;
-};
 
 struct Params {
   int4 *inboxes[RANKS];  // of all ranks: [2, RANKS, capacity]
@@ -54,24 +32,6 @@ struct Params {
   float inverse_width, eps;
 };
 static_assert(sizeof(Params) == PARAMS_BYTES, "all_reduce.py has the same fields");
-
-struct Unit { u32 words[4]; };
-__device__ __forceinline__ Unit as_unit(int4 x) { return {(u32)x.x, (u32)x.y, (u32)x.z, (u32)x.w}; }
-__device__ __forceinline__ Unit load_unit(const void *at, i64 index) {
-  return as_unit(static_cast<const int4 *>(at)[index]);
-}
-__device__ __forceinline__ int4 as_int4(const Unit &x) {
-  return make_int4((int)x.words[0], (int)x.words[1], (int)x.words[2], (int)x.words[3]);
-}
-__device__ __forceinline__ void store_unit(void *at, i64 index, const Unit &x) {
-  static_cast<int4 *>(at)[index] = as_int4(x);
-}
-__device__ __forceinline__ bool has_arrived(const Unit &x) {
-  return x.words[0] != NOT_ARRIVED && x.words[1] != NOT_ARRIVED && x.words[2] != NOT_ARRIVED &&
-         x.words[3] != NOT_ARRIVED;
-}
-__device__ __forceinline__ float low(u32 pair) { return from_query((u16)pair); }
-__device__ __forceinline__ float high(u32 pair) { return from_query((u16)(pair >> 16)); }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) all_reduce(const __grid_constant__ Params p) {
   extern __shared__ __align__(16) char memory[];
@@ -99,9 +59,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) all_reduce(const __grid
       gain = load_unit(p.gain, thread);
       if (p.bias) bias = load_unit(p.bias, thread);
     }
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      if (own.words[i] == NOT_ARRIVED) own.words[i] = OTHER_NANS;
+    own = sendable(own);
     const i64 half = (i64)(calls % 2) * RANKS * p.capacity + at;
     inbox = p.inboxes[p.rank] + half;
 #pragma unroll
@@ -114,29 +72,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) all_reduce(const __grid
 
   // 2. Receive the unit of every rank.
   Unit units[RANKS];
-#pragma unroll
-  for (int r = 0; r < RANKS; ++r)
-    units[r] = r == p.rank ? own : Unit{NOT_ARRIVED, NOT_ARRIVED, NOT_ARRIVED, NOT_ARRIVED};
-  if (live) {
-    const i64 start = global_time();
-    for (int polls = 1;; ++polls) {
-#pragma unroll
-      for (int r = 0; r < RANKS; ++r)
-        if (!has_arrived(units[r])) units[r] = as_unit(load_arriving(inbox + (i64)r * p.capacity));
-      int missing = -1;
-#pragma unroll
-      for (int r = 0; r < RANKS; ++r)
-        if (!has_arrived(units[r])) missing = r;
-      if (missing < 0 || failed) break;
-      if (polls % 64 == 0) {
-        failed = *const_cast<volatile int *>(&p.state->fault) != 0;
-        if (!failed && global_time() - start > p.state->limit_ms * 1000000ll) p.state->fault = 1 + missing;
-      }
-    }
-#pragma unroll
-    for (int r = 0; r < RANKS; ++r)
-      if (r != p.rank) store_not_arrived(inbox + (i64)r * p.capacity);
-  }
+  receive(p, live, units, own, inbox, failed);
   if (started == (int)gridDim.x - 1) {
     p.state->blocks_started = 0;
     p.state->calls = calls + 1;

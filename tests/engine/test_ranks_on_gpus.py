@@ -16,12 +16,22 @@ from torch import distributed as dist
 from graphrt.config import RuntimeConfig
 from graphrt.engine.ranks import CUDA_BACKENDS, Ranks
 from graphrt.generate.generator import TextGenerator
+from graphrt.kernels.attention.context_parallel import gather_queries, reduce_scatter_attention
 from graphrt.kernels.errors import RankError
 from graphrt.kernels.ops.all_reduce import inboxes
 from graphrt.kernels.ops.collectives import all_gather, all_reduce, all_to_all
 from graphrt.models.loading import load_model, make_runtime
 from graphrt.sampling_params import SamplingParams
-from tests.engine.test_ranks import FAILURES, FAMILIES, PROMPTS, TINY, check_tokens, decode, fail
+from tests.engine.test_ranks import (
+    FAILURES,
+    FAMILIES,
+    PROMPTS,
+    TINY,
+    check_tokens,
+    decode,
+    decode_interleaved,
+    fail,
+)
 from tests.support.model_fixtures import save_oracle
 from tests.support.rank_processes import Outcome, run_ranks
 
@@ -72,12 +82,55 @@ def test_collectives_in_a_graph(tmp_path: Path, shares: bool) -> None:
     assert [outcome.error for outcome in on_gpus(tmp_path, collectives, shares)] == [None, None]
 
 
-@pytest.mark.parametrize("case", ["padded-heads", "biases"])
+def exchanges(group: dist.ProcessGroup) -> None:
+    """Replays of a graph that exchanges heads of all ranks over shared memory, while one rank is late at random."""
+    ranks, rank, device = Ranks.of(group), group.rank(), torch.device("cuda", group.rank())
+    ranks.connect(device)
+    assert group.group_name in inboxes
+    rng, tokens, heads = torch.Generator(device).manual_seed(0), 16, 8  # all ranks draw the numbers of all ranks
+    shape = (500, 2, tokens, 2 * heads)
+    partial = torch.randn(*shape, 128, generator=rng, device=device, dtype=torch.bfloat16)
+    lses, sinks = torch.randn(shape, generator=rng, device=device), torch.randn(heads, generator=rng, device=device)
+    own, own_lse = partial[0, rank].clone(), lses[0, rank].clone()
+    out, lse = own.new_empty(tokens, heads, 128), torch.empty(tokens, heads, device=device)
+
+    def step() -> torch.Tensor:
+        reduce_scatter_attention(own, own_lse, 1, group, out, lse=lse, sinks=sinks)
+        return gather_queries(out, 1, group)
+
+    stream, wrong = torch.cuda.Stream(device), torch.zeros((), dtype=torch.int64, device=device)
+    mine = slice(rank * heads, (rank + 1) * heads)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            gathered = step()
+        for turn in range(len(partial)):
+            own.copy_(partial[turn, rank])
+            own_lse.copy_(lses[turn, rank])
+            if turn % 7 == 3 * rank:
+                torch.cuda._sleep(1_000_000)
+            graph.replay()
+            total = torch.logaddexp(lses[turn].logsumexp(0), sinks.repeat(2))
+            want = ((lses[turn] - total).exp()[..., None] * partial[turn].float()).sum(0)
+            wrong += ((gathered.float() - want).abs() > 0.01 * want.abs() + 0.01).any()
+            wrong += ((lse - total[:, mine]).abs() > 1e-4).any()
+        assert int(wrong) == 0
+    ranks.exchange(None)
+
+
+def test_exchanges_in_a_graph(tmp_path: Path) -> None:
+    assert [outcome.error for outcome in on_gpus(tmp_path, exchanges)] == [None, None]
+
+
+@pytest.mark.parametrize("case", ["padded-heads", "biases", "interleaved"])
 def test_tokens_are_those_of_one_process(tmp_path: Path, case: str) -> None:
     """The generator, sessions, loops, drafts, captures at first use, forks and masks of the test on a CPU."""
-    family, sizes, _ = FAMILIES[case]
+    family, sizes, _, *interleaved = FAMILIES[case]
     oracle = save_oracle(tmp_path, family, eos_token_id=None, **sizes)
-    check_tokens(oracle, decode(None, tmp_path), on_gpus(tmp_path, decode, tmp_path))
+    function = decode_interleaved if interleaved else decode
+    check_tokens(oracle, decode(None, tmp_path), on_gpus(tmp_path, function, tmp_path, *interleaved))
 
 
 def replay_until_killed(group: dist.ProcessGroup, graphs: bool) -> float:

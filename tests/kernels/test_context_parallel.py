@@ -7,11 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from graphrt.kernels.attention import context_parallel
+from graphrt.kernels.attention import context_parallel, exchange_native
 from graphrt.kernels.attention.context_parallel import gather_queries, reduce_scatter_attention
+from graphrt.kernels.attention.exchange_native import native_variants
 from graphrt.kernels.metadata.buffers import Capacity, PageGroup, StaticBuffers
 from graphrt.kernels.metadata.localize_kv import localize_kv
+from graphrt.kernels.ops import all_reduce
 from graphrt.testing.numerics import assert_close, attention_oracle
+from tests.kernels.test_all_reduce import Emulated, needs_compiler
+from tests.support import native_emulation
+from tests.support.native_usage import accesses_before_the_wait, assert_fits, compiled_within
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
@@ -94,5 +99,70 @@ def test_ranks_together_attend_to_all_keys(
 class Group:
     """Stands for a process group of three ranks."""
 
+    group_name = "three"
+
     def size(self) -> int:
         return 3
+
+
+def check_exchanges(calls: int, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Gather queries and merge partial outputs in turn, with changing sizes, against the operators above."""
+    ranks, most, dim = 3, 5, 16
+    emulated = Emulated(ranks, 2 * most * 4 * dim // 8, monkeypatch)
+    monkeypatch.setattr(exchange_native, "launch", emulated.queues.launch)
+    kept, gathers, merges = [], [], []
+    for call in range(calls):
+        tokens, kv_heads = 1 + call % most, 1 + call % 2
+        heads = 4 // kv_heads
+        q = torch.randn(ranks, tokens, kv_heads, heads, dim, generator=rng).to(BF16)
+        partial = torch.randn(ranks, tokens, kv_heads, ranks, heads, dim, generator=rng).to(BF16)
+        lses = 3 * torch.randn(ranks, tokens, kv_heads, ranks, heads, generator=rng)
+        lses[torch.rand(lses.shape, generator=rng) < 0.3] = float("-inf")
+        partial[lses == float("-inf")] = 0
+        sinks = torch.randn(ranks, kv_heads * heads, generator=rng) if call % 3 else None
+        for rank in range(ranks):
+            emulated.queues.rank = rank
+            monkeypatch.setitem(all_reduce.inboxes, "three", emulated.inboxes[rank])
+            own = q[rank].flatten(1, 2), partial[rank].flatten(1, 3), lses[rank].flatten(1, 3)
+            kept.append(own)
+            gathers.append((gather_queries(own[0], kv_heads, Group()), q.permute(1, 2, 0, 3, 4).flatten(1, 3)))
+            out, lse = torch.empty_like(own[0]), torch.empty(tokens, 6)[:, : kv_heads * heads]
+            of_rank = None if sinks is None else sinks[rank]
+            reduce_scatter_attention(*own[1:], kv_heads, Group(), out, lse=lse, sinks=of_rank)
+            merges.append((out, lse, partial[:, :, :, rank].flatten(2, 3), lses[:, :, :, rank].flatten(2, 3), of_rank))
+            kept.append((of_rank,))
+    emulated.run(seed)
+    assert all(torch.equal(found, want) for found, want in gathers)
+    for out, lse, outs, lses, of_rank in merges:
+        total = lses.logsumexp(0) if of_rank is None else torch.logaddexp(lses.logsumexp(0), of_rank)
+        weights = (lses - total.where(total != float("-inf"), 0.0)).exp()[..., None]
+        torch.testing.assert_close(out.float(), (weights * outs.float()).sum(0), rtol=2**-7, atol=2**-8)
+        torch.testing.assert_close(lse, total, rtol=1e-5, atol=1e-5)
+
+
+BUGS = {
+    "one_half": ("(i64)(calls % 2) * RANKS * p.capacity", "0"),
+    "words_not_reset": ("if (r != p.rank) store_not_arrived(", "if (false) store_not_arrived("),
+    "lse_of_another_head": ("row_of(to)]), 0, 0, 0", "row_of(p.rank)]), 0, 0, 0"),
+}
+
+
+@needs_compiler
+def test_exchanges_of_ranks_that_stall(rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_exchanges(100, rng, monkeypatch, seed=0)
+
+
+@needs_compiler
+@pytest.mark.parametrize("bug", BUGS)
+def test_bugs_of_exchanges_are_detected(bug: str, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_emulation, "injected", BUGS[bug])
+    with pytest.raises(AssertionError):
+        check_exchanges(30, rng, monkeypatch, seed=0)
+
+
+@pytest.mark.parametrize("name", native_variants())
+def test_variants_compile_within_their_bounds(name: str) -> None:
+    variant = native_variants()[name]
+    registers, _ = compiled_within(variant, 0)
+    assert_fits(variant, 1, registers)
+    assert not accesses_before_the_wait(variant)

@@ -1,0 +1,83 @@
+// Inboxes: memory of one GPU into which the other ranks of the host write, and which the GPU polls.
+//
+// 1. Every rank has an inbox with two halves, which calls use in turn. A half has a region for each sender. A rank
+//    stores units of 16 bytes in the inboxes of the other ranks, and then polls its own. No flags are needed: all words
+//    of an inbox are NOT_ARRIVED except those that have arrived. A rank never sends this word: as a float, or as two
+//    16-bit floats, it is NaN, and other NaNs replace it.
+// 2. The thread that has read a word makes it NOT_ARRIVED again, so calls may have any sizes.
+//
+// Why two halves need no barrier. Say rank A stores words of call n + 2 in rank B's inbox. A has finished call n + 1,
+// so words of B's call n + 1 had arrived, and B had started that call. A kernel stores only after the earlier kernels of
+// its stream have finished, so B had finished call n: it had read, and had reset, the words of call n, which were in the
+// same half. And A is never further ahead: it starts call n + 3 only after it got B's words of call n + 2.
+//
+// A rank that has waited for `limit_ms` stores the number of a missing rank in `fault`; the host may do so earlier. While
+// `fault` is set, calls do not wait, and words that have not arrived count as NaN. After that the inboxes of all ranks
+// must be reset.
+//
+// Compile-time macro: RANKS
+
+#include "peers.cuh"
+
+#define OTHER_NANS 0x7fff7fffu  // sent instead of NOT_ARRIVED
+
+// In this GPU's memory. The last block to load `calls` counts the call.
+struct State {
+  u32 calls;
+  int blocks_started;
+  int fault;  // 0, or 1 + a rank whose words have not arrived in time
+  int limit_ms;
+};
+
+struct Unit { u32 words[4]; };
+__device__ __forceinline__ Unit as_unit(int4 x) { return {(u32)x.x, (u32)x.y, (u32)x.z, (u32)x.w}; }
+__device__ __forceinline__ Unit load_unit(const void *at, i64 index) {
+  return as_unit(static_cast<const int4 *>(at)[index]);
+}
+__device__ __forceinline__ int4 as_int4(const Unit &x) {
+  return make_int4((int)x.words[0], (int)x.words[1], (int)x.words[2], (int)x.words[3]);
+}
+__device__ __forceinline__ void store_unit(void *at, i64 index, const Unit &x) {
+  static_cast<int4 *>(at)[index] = as_int4(x);
+}
+__device__ __forceinline__ Unit sendable(Unit x) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    if (x.words[i] == NOT_ARRIVED) x.words[i] = OTHER_NANS;
+  return x;
+}
+__device__ __forceinline__ bool has_arrived(const Unit &x) {
+  return x.words[0] != NOT_ARRIVED && x.words[1] != NOT_ARRIVED && x.words[2] != NOT_ARRIVED &&
+         x.words[3] != NOT_ARRIVED;
+}
+__device__ __forceinline__ float low(u32 pair) { return from_query((u16)pair); }
+__device__ __forceinline__ float high(u32 pair) { return from_query((u16)(pair >> 16)); }
+
+// If `live`, receive a unit of each rank from inbox[rank * p.capacity], and reset these words. `own` is this rank's unit.
+template <typename P>
+__device__ __forceinline__ void receive(const P &p, bool live, Unit (&units)[RANKS], const Unit &own, int4 *inbox,
+                                        bool &failed) {
+#pragma unroll
+  for (int r = 0; r < RANKS; ++r)
+    units[r] = r == p.rank ? own : Unit{NOT_ARRIVED, NOT_ARRIVED, NOT_ARRIVED, NOT_ARRIVED};
+  if (live) {
+    const i64 start = global_time();
+    for (int polls = 1;; ++polls) {
+#pragma unroll
+      for (int r = 0; r < RANKS; ++r)
+        if (!has_arrived(units[r])) units[r] = as_unit(load_arriving(inbox + (i64)r * p.capacity));
+      int missing = -1;
+#pragma unroll
+      for (int r = 0; r < RANKS; ++r)
+        if (!has_arrived(units[r])) missing = r;
+      if (missing < 0 || failed) break;
+      if (polls % 64 == 0) {
+        failed = *const_cast<volatile int *>(&p.state->fault) != 0;
+        if (!failed && global_time() - start > p.state->limit_ms * 1000000ll) p.state->fault = 1 + missing;
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < RANKS; ++r)
+      if (r != p.rank) store_not_arrived(inbox + (i64)r * p.capacity);
+  }
+}
