@@ -114,9 +114,13 @@ class PackedWeights:
                     f"{printable(module)}.{part}: expected shape {list(shapes[-1] or ())} for a weight "
                     f"[{rows}, {depth}], got {found}; use the config that belongs to the checkpoint"
                 )
-        packed = () if self._quantization.bits == 8 else ("qweight", "qzeros")
+        packed, scale = ((), "weight_scale") if self._quantization.bits == 8 else (("qweight", "qzeros"), "scales")
         if any(dtypes[f"{module}.{part}"] != "I32" for part in packed):
             raise ConfigError(f"{printable(module)}: {' and '.join(packed)} must be int32; quantise the model again")
+        if (dtype := dtypes[f"{module}.{scale}"]) not in ("F16", "BF16", "F32", "F64"):
+            raise UnsupportedError(
+                f"{printable(module)}.{scale}: expected floats of 16 to 64 bits, got {dtype}; use another checkpoint"
+            )
         if parts.get("g_idx") is not None:
             groups_of_k = torch.arange(depth, dtype=torch.int32, device="cpu") // self._quantization.group
             if not torch.equal(self._read(f"{module}.g_idx").int(), groups_of_k):

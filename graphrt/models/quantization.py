@@ -110,7 +110,7 @@ def _gptq(fields: FieldReader) -> Quantization:
             fields.unsupported(f"dynamic {shown(pattern)}")
     fields.get("desc_act")  # the permutation is in g_idx
     fields.get("backend")
-    packing = fields.get("checkpoint_format", fields.get("format", "gptq"))
+    packing = fields.get("checkpoint_format") or fields.get("format") or "gptq"
     return Quantization(4, _group(fields), packing=packing)
 
 

@@ -136,7 +136,7 @@ CASES = {
     "awq-some-plain": of_int4(
         AWQ | {"modules_to_not_convert": [DOWN, V]}, awq, plain=("lm_head", DOWN, V), options={"attention_bias": True}
     ),
-    "gptq": of_int4(GPTQ, gptq),
+    "gptq": of_int4(GPTQ | {"checkpoint_format": ""}, gptq),
     "gptq-symmetric": of_int4(GPTQ | {"sym": True, "checkpoint_format": "gptq"}, gptq, 128, True),
     "gptq-v2": of_int4(GPTQ | {"checkpoint_format": "gptq_v2", "desc_act": True}, gptq_v2),
     "gptq-biases": of_int4(GPTQ, gptq, options={"attention_bias": True}),
@@ -309,6 +309,12 @@ DAMAGED: dict[str, tuple[str, dict[str, Callable[[torch.Tensor], torch.Tensor | 
     "scale of a tensor": ("fp8", {f"model.{V}.weight_scale": lambda t: torch.ones(1)}, rf"1 unknown: model\.{V}"),
     "a matrix": ("awq", {f"{OUT}.qweight": lambda t: t[0]}, "expected a quantised matrix"),
     "no words": ("awq", {f"{OUT}.qweight": lambda t: t.float()}, "qweight and qzeros must be int32"),
+    "scales of integers": ("awq", {f"{OUT}.scales": lambda t: t.int()}, rf"{OUT}\.scales: expected floats .* got I32"),
+    "scales of fp8": (
+        "fp8",
+        {f"{OUT}.weight_scale": lambda t: t.to(torch.float8_e4m3fn)},
+        r"expected floats .* got F8_E4M3",
+    ),
     "integers": ("awq", {"model.norm.weight": lambda t: t.int()}, r"'model\.norm\.weight' has dtype I32"),
     "another dtype": ("awq", {"extra": lambda t: torch.ones(4, dtype=torch.uint8)}, "'extra' has dtype U8"),
 }
