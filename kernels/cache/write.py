@@ -324,14 +324,7 @@ def _check(
     named = {"q": q, "k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "slot_mapping": slot_mapping}
     named["positions"] = positions
     if rotates:
-        check_tensor("rotary.cos_sin", cos_sin, shape=(None, None), dtype=torch.float32, device=device)
-        rotary_dim = cos_sin.shape[1]
-        if rotary_dim % 2 or not 2 <= rotary_dim <= head_dim:
-            raise ShapeError(
-                f"rotary.cos_sin: expected an even width from 2 to head_dim={head_dim}, got {rotary_dim}; pass the "
-                "cosines of half the rotated dims, then their sines"
-            )
-        check_not_empty("rotary.cos_sin", cos_sin)
+        check_cos_sin(cos_sin, head_dim, device)
         check_no_overlap("q", q)
         named["rotary.cos_sin"] = cos_sin
         for name, weight in (("rotary.q_norm", q_norm), ("rotary.k_norm", k_norm)):
@@ -347,6 +340,18 @@ def _check(
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale is not None:
             check_kv_scale(name, scale, k_cache.dtype, k.shape[1], device)
+
+
+def check_cos_sin(cos_sin: torch.Tensor, head_dim: int, device: torch.device) -> None:
+    """Raise ShapeError unless `cos_sin` is a rotation table of heads of this size."""
+    check_tensor("rotary.cos_sin", cos_sin, shape=(None, None), dtype=torch.float32, device=device)
+    rotary_dim = cos_sin.shape[1]
+    if rotary_dim % 2 or not 2 <= rotary_dim <= head_dim:
+        raise ShapeError(
+            f"rotary.cos_sin: expected an even width from 2 to head_dim={head_dim}, got {rotary_dim}; pass the "
+            "cosines of half the rotated dims, then their sines"
+        )
+    check_not_empty("rotary.cos_sin", cos_sin)
 
 
 def check_kv_scale(

@@ -27,8 +27,8 @@ import torch
 from torch import distributed as dist
 from torch.nn import functional
 
-from graphrt.kernels.cache.write import Rotary, write_kv
-from graphrt.kernels.checks import check_tensor, check_unit_stride, once_per_geometry
+from graphrt.kernels.cache.write import Rotary, check_cos_sin, write_kv
+from graphrt.kernels.checks import check_no_overlap, check_not_empty, check_tensor, check_unit_stride, once_per_geometry
 from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.op_declaration import DeclaredOp
 from graphrt.kernels.ops.activation import silu_mul
@@ -119,7 +119,7 @@ def linear_add(
 
     x         [tokens, depth]  float16, bfloat16 or float32  device; or a Normed
     weight    [width, depth]   x's dtype  device; or a quantised weight
-    residual  [tokens, width]  x's dtype  device; changed in place
+    residual  [tokens, width]  x's dtype  device; changed in place, must not overlap x
     gain      [width]          x's dtype  device; weight of the norm
     eps       added to the mean square
     bias      [width]
@@ -140,6 +140,8 @@ def linear_add(
     plan = _plan(x.x, tokens, weight, End.ADD)
     if plan is None or 2 * width % STEP_BYTES:  # the kernel cannot read rows of this width in the next product
         return Normed(add_rms_norm(residual, _product(x.finished(), weight, bias), gain, eps))
+    if x.x.data_ptr() == residual.data_ptr():
+        raise ShapeError("residual: shares its memory with x, which the kernel reads; pass x.clone()")
     out = torch.empty(tokens, width, dtype=weight.dtype, device=weight.device)
     squares = torch.empty(tokens, width // plan.square_rows, dtype=torch.float32, device=weight.device)
     _op(_call(x, weight, bias, out, End.ADD, plan, residual=residual, gain=gain, squares_out=squares))
@@ -200,6 +202,8 @@ def linear_rope_write(
     Capture-safe. Raises the same errors as `linear` and `write_kv`.
     """
     x = _checked(x, weight, bias)
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        check_tensor(name, cache, shape=(None,) * 4)
     num_kv_heads, head_dim, v_head_dim = *k_cache.shape[2:], v_cache.shape[3]
     kv_rows = num_kv_heads * head_dim, num_kv_heads * v_head_dim
     q_rows = weight.shape[0] - sum(kv_rows)
@@ -210,12 +214,12 @@ def linear_rope_write(
         )
     plan = None
     if head_dim == v_head_dim and k_cache.dtype == weight.dtype and (rotary is None or not _has_norms(rotary)):
-        plan = _plan(x.x, len(x.x), weight, End.ROPE_WRITE, head_dim, 0 if rotary is None else rotary.cos_sin.shape[1])
+        plan = _plan(x.x, len(x.x), weight, End.ROPE_WRITE, head_dim, 0 if rotary is None else rotary.cos_sin.shape[-1])
     if plan is None:
         qkv = linear(x, weight, bias)
         dims = (head_dim, head_dim, v_head_dim)
         parts = qkv.split_with_sizes((q_rows, *kv_rows), 1)
-        q, k, v = (part.view(len(qkv), -1, dim) for part, dim in zip(parts, dims, strict=True))
+        q, k, v = (part.view(len(qkv), part.shape[1] // dim, dim) for part, dim in zip(parts, dims, strict=True))
         write_kv(q, k, v, k_cache, v_cache, slot_mapping, positions, rotary=rotary, k_scale=k_scale, v_scale=v_scale)
         return q
     out = torch.empty(len(x.x), q_rows, dtype=weight.dtype, device=weight.device)
@@ -296,6 +300,7 @@ def _check_residual(x: torch.Tensor, width: int, residual: torch.Tensor, gain: t
     check_tensor("residual", residual, shape=(x.shape[0], width), dtype=x.dtype, device=x.device)
     check_tensor("gain", gain, shape=(width,), dtype=x.dtype, device=x.device)
     check_unit_stride("residual", residual)
+    check_no_overlap("residual", residual)
     check_unit_stride("gain", gain)
 
 
@@ -315,9 +320,12 @@ def _check_cache(
     for name in ("slot_mapping", "positions"):
         check_tensor(name, named[name], shape=(tokens,), dtype=torch.int64, device=device)
     if cos_sin is not None:
-        check_tensor("rotary.cos_sin", cos_sin, shape=(None, None), dtype=torch.float32, device=device)
+        check_cos_sin(cos_sin, k_cache.shape[3], device)
         named["rotary.cos_sin"] = cos_sin
         if not cos_sin.is_contiguous():
             raise ShapeError("rotary.cos_sin: not contiguous; pass a contiguous table")
     for name, tensor in named.items():
         check_unit_stride(name, tensor)
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        check_not_empty(name, cache)
+        check_no_overlap(name, cache)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -209,6 +211,45 @@ def test_wrong_tensors_raise(change: dict[str, torch.Tensor], message: str) -> N
     tensors = {name: torch.zeros(shape) for name, shape in zeros.items()} | change
     with pytest.raises(ShapeError, match=message):
         linear_add(**tensors, eps=EPS)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=["fused", "separate"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda cache: {"k_cache": cache[0]}, r"k_cache: expected shape \[\*, \*, \*, \*\]"),
+        (lambda cache: {"v_cache": None}, "v_cache: expected a torch.Tensor"),
+        (lambda cache: {"v_cache": cache[:1].expand_as(cache)}, "v_cache: elements may share memory"),
+        (lambda _: {"rotary": Rotary(torch.zeros(8))}, r"rotary\.cos_sin: expected shape"),
+        (lambda _: {"rotary": Rotary(torch.zeros(8, 128))}, r"cos_sin: expected an even width .*=64, got 128"),
+    ],
+    ids=["cache", "none", "expanded", "table", "wide"],
+)
+def test_wrong_caches_raise(change: Callable[[torch.Tensor], dict[str, Any]], message: str, dtype: torch.dtype) -> None:
+    x, weight = torch.zeros(3, HIDDEN, dtype=dtype), torch.zeros(ROWS, HIDDEN, dtype=dtype)
+    cache, three = torch.zeros(PAGES, PAGE_SIZE, KV_HEADS, DIM, dtype=dtype), torch.arange(3)
+    tensors = {"k_cache": cache, "v_cache": cache.clone(), "slot_mapping": three, "positions": three} | change(cache)
+    with pytest.raises(ShapeError, match=message):
+        linear_rope_write(x, weight, **tensors)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=["fused", "separate"])
+def test_a_residual_that_shares_memory_raises(dtype: torch.dtype) -> None:
+    weight, gain = torch.zeros(64, 64, dtype=dtype), torch.zeros(64, dtype=dtype)
+    with pytest.raises(ShapeError, match="residual: elements may share memory"):
+        linear_add(torch.zeros(3, 64, dtype=dtype), weight, torch.zeros(1, 64, dtype=dtype).expand(3, 64), gain, EPS)
+    if dtype is BF16:  # other products end before the addition
+        x = torch.zeros(3, 64, dtype=dtype)
+        with pytest.raises(ShapeError, match=r"residual: .*pass x\.clone\(\)"):
+            linear_add(x, weight, x, gain, EPS)
+
+
+def test_no_tokens() -> None:
+    draw = Draw(Case("none", tokens=0), torch.Generator(), torch.device("cpu"))
+    cache, none = draw.normal(9, 8, KV_HEADS, DIM), torch.empty(0, dtype=torch.int64)
+    q = linear_rope_write(draw.normal(0, HIDDEN), draw.weight(ROWS, HIDDEN), cache, cache.clone(), none, none)
+    x = linear_add(q.flatten(1), draw.weight(HIDDEN, HEADS * DIM), draw.normal(0, HIDDEN), draw.normal(HIDDEN), EPS)
+    assert linear(linear_silu_mul(x, draw.weight(64, HIDDEN)), draw.weight(8, 32)).shape == (0, 8)
 
 
 def test_plans() -> None:
