@@ -47,7 +47,7 @@ __all__ = ["Allowed", "Audit", "Finding", "FindingKind", "audit", "audit_twice",
 _WAIT = (
     "nvjet_*", "*cublasLt::*", "*flash::FlashAttnFwd*", "sample_chunks_kernel", "sample_rows_kernel",
     "sample_truncated*", "_check_rows_kernel", "_write_buffers_kernel", "attend_kernel", "decode_attention",
-    "linear", "all_reduce",
+    "linear", "all_reduce", "exchange_heads",
 )  # fmt: skip
 """Kernels of cuBLAS, FlashAttention 3 and graphrt that are launched early and wait on the device."""
 

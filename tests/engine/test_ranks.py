@@ -56,7 +56,7 @@ TINY = ModelConfig("llama", 97, 48, 64, 2, 6, 3, 8, 64)
 
 
 def tokens_of(runtime: Runtime) -> dict[str, Any]:
-    """Tokens of rank 0 from a generator that preempts, and from a session with forks, masks and a reset."""
+    """Tokens of rank 0 from a generator that preempts, and from a session with forks, masks, chunks and a reset."""
     found: dict[str, Any] = {}
     for name, params in (("greedy", [GREEDY] * 4), ("sampled", [*SAMPLED[:3], GREEDY])):
         answers: list[list[int | None]] = [[] for _ in PROMPTS]
@@ -94,6 +94,11 @@ def tokens_of(runtime: Runtime) -> dict[str, Any]:
             with pytest.raises(UnsupportedError, match="record: not supported with several ranks"):
                 runtime.manager.record()
             session.collect(wait=True)
+        chunked = session.add([at % 97 for at in range(3, 43)], SamplingParams(max_new_tokens=6))  # in two chunks
+        while session.running:
+            session.run(1)
+            session.collect(wait=True)
+        found["chunked"] = chunked.tokens
     return found
 
 
