@@ -61,6 +61,9 @@ def _penalised(off: float) -> Callable[[Values], tuple[Need, ...]]:
 
 
 _NEEDS: dict[str, Callable[[Values], tuple[Need, ...]]] = {
+    "top_ks": lambda values: (("truncation", 1),) if (values > 0).any() else (),
+    "top_ps": lambda values: (("truncation", 1),) if (values < 1).any() else (),
+    "min_ps": lambda values: (("truncation", 1),) if (values > 0).any() else (),
     "repetition_penalties": _penalised(1),
     "presence_penalties": _penalised(0),
     "frequency_penalties": _penalised(0),

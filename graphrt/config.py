@@ -103,6 +103,7 @@ class RuntimeConfig:
                     Required if the model has cross layers, else None
     batch_invariant select only backends whose result for a request does not depend on other requests, bitwise. Matrix
                     products of the model may still differ in their last bits between graph sizes
+    truncation      allow top_k, top_p and min_p. With several GPUs, False saves the exchange of all logits in each step
     penalties       allow repetition, presence and frequency penalties. Costs two kernels per step, and device memory
                     per request index: 4.125 bytes per vocabulary entry, and 4 bytes per token of `max_seq_len`
     max_logit_bias  maximum tokens with a logit bias per request; each costs 8 bytes of device memory per request index
@@ -136,6 +137,7 @@ class RuntimeConfig:
     mixed_batches: bool = True
     batch_invariant: bool = False
     max_encoder_len: int | None = None
+    truncation: bool = True
     penalties: bool = False
     max_logit_bias: int = 0
     max_logprobs: int | None = None
@@ -174,7 +176,7 @@ class RuntimeConfig:
                 check_instance(f"RuntimeConfig.{name}", chosen, str, advice="pass a name, or None to select one")
         for name in (
             "use_graphs", "lazy_capture", "check_weights", "batch_invariant", "mixed_batches", "penalties",
-            "token_masks", "rejection_sampling",
+            "token_masks", "rejection_sampling", "truncation",
         ):  # fmt: skip
             check_bool_field(self, name, advice="pass a bool")
         check_int_field(self, "max_logit_bias", 0, _MAX_BIAS, advice="pass 0 without biases")

@@ -136,7 +136,7 @@ class ReplayManager:
             model=model, sampler=sampler, backend=self._backend, layers=attention_layers(specs, locations, kv_cache),
             kv_cache=kv_cache, buffers=self._buffers, vocab_size=vocab_size, max_seq_len=config.max_seq_len,
             max_pages=tuple(group.max_pages for group in groups[: self._num_groups]), model_layers=model_layers,
-            proposer=proposer, page_tables=check_page_tables(page_tables, self._buffers),
+            proposer=proposer, page_tables=check_page_tables(page_tables, self._buffers), truncation=config.truncation,
             request_tensors=self.request_tables.tensors, shards=VocabShards.of(vocab_size, group),
         )  # fmt: skip
         self._graphs = StepGraphs(self._program, recorder, config.loop_sizes)

@@ -116,6 +116,11 @@ class SamplingParams:
         """Whether any penalty is on, so that every computed token must be counted."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
+    @property
+    def truncated(self) -> bool:
+        """Whether top_k, top_p or min_p is on."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
     def banned(self, prompt_len: int, vocab_size: int) -> tuple[frozenset[int], int] | None:
         """Return the tokens that `min_tokens` forbids and the first sequence length that allows them, or None.
 
@@ -127,10 +132,11 @@ class SamplingParams:
     @property
     def needs(self) -> tuple[Need, ...]:
         """The fields of RuntimeConfig that this request needs, and their lowest values."""
-        penalties = (("penalties", 1),) if self.penalised else ()
+        on = {"truncation": self.truncated, "penalties": self.penalised}
+        options = [(name, 1) for name, is_on in on.items() if is_on]
         asked = [count for count in (self.logprobs, self.prompt_logprobs) if count is not None]
         changed = self.logit_bias.keys() | self.stop_ids if self.min_tokens else self.logit_bias
-        return (*penalties, ("max_logit_bias", len(changed)), *(("max_logprobs", count) for count in asked))
+        return (*options, ("max_logit_bias", len(changed)), *(("max_logprobs", count) for count in asked))
 
 
 def config_fields(params: SamplingParams) -> dict[str, Any]:
@@ -138,4 +144,4 @@ def config_fields(params: SamplingParams) -> dict[str, Any]:
     most: dict[str, int] = {}
     for name, least in params.needs:
         most[name] = max(least, most.get(name, least))
-    return most | {"penalties": "penalties" in most}
+    return most | {"penalties": "penalties" in most} | dict.fromkeys(most.keys() & {"truncation"}, True)

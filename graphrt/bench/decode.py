@@ -188,7 +188,7 @@ def decode_runtime(
         max_seq_len=max_seq_len,
         mixed_sizes=(),
         backend=backend,
-        **config_fields(sampling),
+        **config_fields(sampling) | {"truncation": sampling.truncated},
     )
     pages, needed = kv_memory(kv_groups, largest, context, max_seq_len)
     free = free_memory(device)

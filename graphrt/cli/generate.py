@@ -93,7 +93,7 @@ def run(options: GenerateOptions) -> None:
         mixed_sizes=None if cuda else (_CPU_CHUNK,),
         backend=options.backend,
         use_graphs=options.graphs,
-        **config_fields(params),
+        **config_fields(params) | {"truncation": params.truncated},
     )
     proposer = _proposer(options.speculate, loaded.model, log)
     with make_runtime(

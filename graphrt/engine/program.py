@@ -65,6 +65,7 @@ class StepProgram:
     page_tables: torch.Tensor | None = None  # owned by the caller
     request_tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     shards: VocabShards | None = None  # of the model's logits, if they do not have vocab_size columns
+    truncation: bool = True  # whether requests may have top-k, top-p or min-p
     path_mover: PathMover | None = field(init=False, repr=False, compare=False)  # None: drafts form chains
     context: ContextParallel | None = field(init=False, repr=False, compare=False)  # None: ranks share no KV
     _views: dict[BatchDescriptor, tuple[StaticBuffers, StepMetadata]] = field(
@@ -167,9 +168,10 @@ class StepProgram:
     @property
     def splits_logits(self) -> bool:
         """Whether each rank has logits of its own tokens only, because nothing but `sample_tokens` reads them. A CUDA
-        graph cannot choose the requests whose logits ranks exchange, so on GPUs all logits are gathered."""
-        b, own, on_cuda = self.buffers, self.sampler is not sample_tokens, self.kv_cache.device.type == "cuda"
-        return not (self.shards is None or own or on_cuda or b.logprob_ring.shape[3] or b.draft_logprobs.shape[2])
+        graph cannot choose the requests whose logits ranks exchange, so with truncation GPUs gather all logits."""
+        b, own = self.buffers, self.sampler is not sample_tokens
+        own |= self.truncation and self.kv_cache.device.type == "cuda"
+        return not (self.shards is None or own or b.logprob_ring.shape[3] or b.draft_logprobs.shape[2])
 
     @property
     def draft_model(self) -> DraftModel | None:

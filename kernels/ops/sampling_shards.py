@@ -2,7 +2,8 @@
 
 Mask, bias, penalties, temperature and noise of a token do not depend on other tokens. So each rank finds its best
 token, and ranks exchange 8 bytes per row: the score and the token. The result is the token that `sample` draws from all
-logits. Rows with top-k, top-p or min-p depend on all logits. For these rows only, ranks exchange processed logits.
+logits. Rows with top-k, top-p or min-p depend on all logits. For these rows only, ranks on CPUs exchange processed
+logits. The kernels for GPUs cannot choose the rows to exchange, so they do not accept these options.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import torch
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
 from graphrt.kernels.library import define_op
+from graphrt.kernels.ops.all_reduce import inboxes
 from graphrt.kernels.ops.collectives import VocabShards, gather, vocab_part
 from graphrt.kernels.ops.sampling import LogitBias, TokenMask, Truncation
+from graphrt.kernels.ops.sampling_best import best_of_columns, best_records
 from graphrt.kernels.ops.sampling_reference import (
     MAX_TEMPERATURE,
     SampleInputs,
@@ -57,6 +60,15 @@ def _sample_shards(*arguments: Any) -> torch.Tensor:
     return token
 
 
+def _sample_shards_triton(*arguments: Any) -> torch.Tensor:
+    *tensors, vocab_size, group_name = arguments
+    inputs, group = SampleInputs(*tensors), _resolve_process_group(group_name)
+    first, end, _ = vocab_part(vocab_size, group.rank(), group.size())
+    own = best_of_columns(inputs, first, end, vocab_size)
+    inbox = inboxes.get(group_name)
+    return best_records(gather(own, group) if inbox is None else inbox.gather(own), as_tokens=True)
+
+
 def _own(inputs: SampleInputs, first: int, end: int) -> SampleInputs:
     """Return the inputs of tokens `first` to `end`, which are numbered from 0."""
     words = slice(first // 32, -(-end // 32))
@@ -81,7 +93,7 @@ def _drawn(inputs: SampleInputs) -> tuple[torch.Tensor, torch.Tensor]:
 _arguments = (f"Tensor{'?' if name in SampleInputs._field_defaults else ''} {name}" for name in SampleInputs._fields)
 _op = define_op(
     f"sample_shards({', '.join(_arguments)}, int vocab_size, str group) -> Tensor",
-    triton_impl=_sample_shards,
+    triton_impl=_sample_shards_triton,
     reference=_sample_shards,
     fake=lambda logits, *others: logits.new_empty((logits.shape[0],), dtype=torch.int32),
 )
@@ -95,7 +107,7 @@ def sample_shards(
     *,
     shards: VocabShards,
     req_indices: torch.Tensor,
-    truncation: Truncation,
+    truncation: Truncation | None,
     penalties: Penalties | None = None,
     bias: LogitBias | None = None,
     token_mask: TokenMask | None = None,
@@ -105,11 +117,12 @@ def sample_shards(
     logits   [rows, columns]  the columns of this rank; see `vocab_part`
     returns  [rows]           int32  tokens of the whole vocabulary
 
-    Other arguments as in `sample`; masks, biases and penalties are those of the whole vocabulary. Capture-safe.
+    Other arguments as in `sample`; masks, biases and penalties are those of the whole vocabulary. GPUs ignore
+    `truncation`. Capture-safe.
     """
-    inputs = SampleInputs(
-        logits, temperatures, seeds, seq_lens, req_indices, truncation.top_k, truncation.top_p, truncation.min_p
-    )
+    inputs = SampleInputs(logits, temperatures, seeds, seq_lens, req_indices)
+    if truncation is not None:
+        inputs = inputs._replace(top_k=truncation.top_k, top_p=truncation.top_p, min_p=truncation.min_p)
     if penalties is not None:
         inputs = inputs._replace(**penalties.checked(len(logits), shards.vocab_size, logits.device))
     if bias is not None:

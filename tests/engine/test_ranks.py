@@ -27,8 +27,10 @@ from graphrt.engine.ranks import Ranks
 from graphrt.engine.shared_ring import SharedRing
 from graphrt.generate.generator import TextGenerator
 from graphrt.kernels.errors import ConfigError, RankError, ReplayError, UnsupportedError
+from graphrt.kernels.library import interpreted
 from graphrt.kernels.ops.collectives import VocabShards, vocab_part
 from graphrt.kernels.ops.sampling import LogitBias, TokenMask, Truncation, sample
+from graphrt.kernels.ops.sampling_reference import unpacked_bits
 from graphrt.kernels.ops.sampling_shards import sample_shards
 from graphrt.kernels.ops.sampling_state import Penalties, PenaltyState
 from graphrt.models.config import ModelConfig
@@ -158,8 +160,6 @@ def decode(group: dist.ProcessGroup | None, folder: Path, **options: Any) -> dic
                 found["drafts"] = [request.tokens for request in requests]
                 found["logprobs"] = [round(p.logprob, 3) for p in requests[1].logprobs if p is not None]
     if group is not None:
-        if device_of(group).type == "cpu":
-            check_sampling(group)
         found["bytes"] = nbytes
     return found
 
@@ -181,8 +181,8 @@ def check_sampling(group: dist.ProcessGroup) -> None:
     index = torch.arange(rows, dtype=torch.int32)
     counts = torch.randint(0, 2, (rows, vocab), generator=generator, dtype=torch.int32)
     state = PenaltyState.allocate(rows, vocab, 0, torch.device("cpu"))
-    state.counts.copy_(counts)
     state.seen.random_(generator=generator)
+    state.counts.copy_(counts * torch.stack([unpacked_bits(words, vocab) for words in state.seen]))
     bias = LogitBias.allocate(rows, 3, torch.device("cpu"))
     bias.tokens.copy_(torch.tensor([1, 170, 332]))
     bias.values.copy_(torch.tensor([2.0, float("-inf"), 5.0]))
@@ -203,6 +203,10 @@ def check_sampling(group: dist.ProcessGroup) -> None:
     own[:, : end - first] = logits[:, first:end]
     found = sample_shards(own, *arguments, shards=VocabShards(vocab, group), **options)
     assert torch.equal(found, sample(logits, *arguments, **options))
+    for chosen in ({"truncation": None, "req_indices": index}, options | {"truncation": None}):
+        with interpreted():  # the kernels for GPUs
+            found = sample_shards(own, *arguments, shards=VocabShards(vocab, group), **chosen)
+        assert torch.equal(found, sample(logits, *arguments, **chosen))
 
 
 def decode_interleaved(group: dist.ProcessGroup, folder: Path, size: int, interleave_size: int) -> dict[str, Any]:
@@ -353,6 +357,10 @@ def test_failure_ends_the_wait_for_a_gpu(tmp_path: Path, act: str, text: str) ->
     first, _ = run_ranks(tmp_path, wait_for_gpu, act)
     assert isinstance(first.error, RankError)
     assert text in str(first.error)
+
+
+def test_sampling_of_shards(tmp_path: Path) -> None:
+    assert [outcome.error for outcome in run_ranks(tmp_path, check_sampling, ranks=3)] == [None] * 3
 
 
 def test_ring_carries_messages_larger_than_itself() -> None:

@@ -213,6 +213,11 @@ DISABLED = [
         "runtime.replay(Batch(req_indices=[0], seq_lens=[1], token_masks=[0]))",
         "batch: needs a runtime with token_masks=True",
     ),
+    (
+        "runtime.replay(Batch(req_indices=[0], seq_lens=[1], top_ps=[0.5]))",
+        "batch: needs a runtime with truncation=True",
+    ),
+    ("session.add([1], SamplingParams(min_p=0.5))", "needs a runtime with truncation=True"),
     ("tables.record_prefix(0, [1, 2])", "record_prefix: needs a runtime with penalties=True"),
     ("session.add([1], SamplingParams(logit_bias={1: 1.0, 2: 1.0}))", "max_logit_bias=2"),
     ("session.add([1], state={'x': 1})", r"state: expected names of RuntimeConfig.request_tensors \(none\), got 'x'"),
@@ -221,7 +226,7 @@ DISABLED = [
 
 
 def test_options_that_the_config_does_not_enable_raise() -> None:
-    runtime = make_runtime(torch.device("cpu"), num_pages=20)
+    runtime = make_runtime(torch.device("cpu"), num_pages=20, truncation=False)
     runtime.capture()
     with DecodeSession(runtime) as session:
         names = {"session": session, "request": session.add([1]), "tables": runtime.manager.request_tables}
