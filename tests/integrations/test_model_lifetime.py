@@ -161,6 +161,18 @@ def test_capture_in_inference_mode_leaves_a_model_that_can_be_trained() -> None:
     runtime.close()
 
 
+@pytest.mark.parametrize("name", ["model.layers.1", "model.layers.1.mlp", "model.rotary_emb"])
+def test_forward_patched_after_capture_stays(name: str) -> None:
+    """Eager steps replace `forward` of the same modules."""
+    model = make_model("Llama")
+    with graphrt.from_transformers(model, config=replace(CONFIG, use_graphs=False)) as runtime:
+        module = model.get_submodule(name)
+        forward = module.forward
+        patch = module.forward = lambda *args, **options: forward(*args, **options)
+        tokens_of(runtime)
+        assert module.forward is patch
+
+
 @pytest.mark.parametrize("graphs", [True, False])
 def test_training_mode_changes_no_tokens(graphs: bool) -> None:
     """Captured steps run as at the capture. Eager steps would apply dropout."""

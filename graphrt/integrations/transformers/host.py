@@ -262,6 +262,7 @@ class HostedModel(torch.nn.Module):
         replaced = {module: functools.partial(table, _CALLS) for module, table in tables.items()} | self.fused
         fast = device.type == "cuda" and _has_grouped_mm(self.model.dtype, device)
         forced = dict(zip(_IMPLEMENTATIONS, (name, "grouped_mm" if fast else _EXPERTS), strict=True))
+        patched = {module: vars(module)["forward"] for module in replaced if "forward" in vars(module)}
         rotates = [(space, space.apply_rotary_pos_emb) for space in self.namespaces]
         validates = Distribution._validate_args
         try:
@@ -280,6 +281,8 @@ class HostedModel(torch.nn.Module):
                 space.apply_rotary_pos_emb = function
             for module in replaced:
                 vars(module).pop("forward", None)
+            for module, forward in patched.items():  # by the caller, after the capture
+                vars(module)["forward"] = forward
             for module in self._models:
                 vars(module).pop(_PADDING_CHECK, None)
 
