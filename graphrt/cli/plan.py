@@ -86,6 +86,11 @@ def _notes(options: PlanOptions, trace: Trace, planned: CaptureSizes) -> Iterato
         largest = max(planned[kind], default=0)
         if not trace[kind]:
             yield f"the trace has no {kind.value} steps; {kind.value}_sizes keeps its default, not counted above"
+        elif not largest:
+            yield (
+                f"{kind.value} batches will run eagerly: their graphs exceed --memory, or their capture takes longer "
+                "than they save; raise --memory, or --steps if the trace is a sample"
+            )
         elif largest < limit:
             yield f"{kind.value} batches of more than {largest} {UNITS[kind]} will run eagerly; add {limit} to avoid it"
 

@@ -5,7 +5,7 @@ Products read the quantised weights, and multiply in the dtype of the activation
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -88,7 +88,7 @@ class Fp8Weight(QuantizedWeight):
 
     data     [rows, depth]  float8_e4m3fn  device; contiguous
     scale    [rows]         float32        device; contiguous. One scale for a whole matrix is repeated for its rows
-    dtype    float16, bfloat16 or float32: dtype of the activations
+    dtype    float16, bfloat16 or float32: dtype of the activations. `to(dtype)` changes it, and keeps the tensors
 
     Raises: ShapeError: if a tensor has the wrong shape, dtype or device.
     """
@@ -99,10 +99,19 @@ class Fp8Weight(QuantizedWeight):
         super().__init__()
         check_tensor("data", data, shape=(None, None), dtype=torch.float8_e4m3fn)
         check_tensor("scale", scale, shape=(data.shape[0],), dtype=torch.float32, device=data.device)
+        self._set_dtype(dtype)
+        self._keep(data=data, scale=scale)
+
+    def _set_dtype(self, dtype: torch.dtype) -> None:
         if dtype not in _FLOATS:
             raise ShapeError(f"dtype: expected one of {_FLOATS}, got {dtype}; pass the dtype of the activations")
         self._dtype = dtype
-        self._keep(data=data, scale=scale)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Fp8Weight:
+        """Keep the dtypes of the tensors in `to()`, `half()` and so on. Only the activations get another dtype."""
+        self._set_dtype(fn(torch.empty(0, dtype=self._dtype, device=self.device)).dtype)
+        super()._apply(lambda tensor: fn(tensor.view(torch.uint8)).view(tensor.dtype), recurse)
+        return self
 
     @classmethod
     def empty(cls, rows: int, depth: int, dtype: torch.dtype, device: torch.device) -> Fp8Weight:

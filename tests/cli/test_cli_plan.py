@@ -69,6 +69,8 @@ def test_the_limits_of_a_plan(graphrt, trace: Path) -> None:
         result = json.loads(out)
         assert (code, result["decode_sizes"], result["mixed_sizes"]) == (0, *sizes), arguments
     assert result["proposal"]["eager"] == 1
+    out = graphrt("plan", "--trace", trace, "--memory", "1", "--steps", "1")[1]
+    assert "mixed batches will run eagerly: their graphs exceed --memory, or their capture takes longer" in out
 
 
 def test_a_kind_without_steps_keeps_its_default(graphrt, tmp_path: Path) -> None:

@@ -177,6 +177,21 @@ def test_a_measured_plan_of_another_format_is_not_taken(rng: torch.Generator, mo
     assert asked == [8, 4, 16]
 
 
+@pytest.mark.parametrize("kind", [fp8, int4], ids=["fp8", "int4"])
+def test_to_converts_the_dtype_of_the_products(kind, rng: torch.Generator) -> None:
+    """Of fp8 weights it keeps the tensors: in another dtype they would be larger, and their scales less exact."""
+    weight, values = kind(64, 128, F32, rng) if kind is fp8 else kind(64, 128, 32, F32, rng)
+    x, before = torch.randn(3, 128, generator=rng).to(BF16), [tensor.dtype for tensor in weight.parameters()]
+    model = nn.Sequential(weight).to("cpu", BF16)
+    assert model[0].dtype == BF16
+    assert kind is int4 or [tensor.dtype for tensor in weight.parameters()] == before
+    plain = nn.functional.linear(x, values.to(BF16))
+    assert_accurate(linear(x, model[0]), plain=plain, exact=x.double() @ values.t())
+    assert model.to("meta")[0].device.type == "meta"
+    with pytest.raises(ShapeError, match=r"dtype: .* got torch\.float64"):
+        fp8(4, 32, F32, rng)[0].double()
+
+
 def test_a_model_owns_the_tensors_by_name(rng: torch.Generator) -> None:
     model = nn.Module()
     model.o, _ = fp8(4, 32, BF16, rng)
