@@ -226,7 +226,7 @@ DISABLED = [
 
 
 def test_options_that_the_config_does_not_enable_raise() -> None:
-    runtime = make_runtime(torch.device("cpu"), num_pages=20, truncation=False)
+    runtime = make_runtime(torch.device("cpu"), num_pages=20, config={"truncation": False})
     runtime.capture()
     with DecodeSession(runtime) as session:
         names = {"session": session, "request": session.add([1]), "tables": runtime.manager.request_tables}
