@@ -109,7 +109,9 @@ def _attend(layer: AttentionLayer, step: Step) -> None:
 
     q, out = empty(spec.num_q_heads, spec.head_dim), empty(spec.num_q_heads, spec.value_dim)
     sinks = torch.empty(spec.num_q_heads, dtype=torch.float32, device=device) if spec.sinks else None
-    if spec.is_cached:
+    if step.context is not None:
+        step.context.attend(step.backend, layer, q, step.metadata, out, sinks=sinks, lse=None)
+    elif spec.is_cached:
         step.backend.run(layer, q, step.metadata, out, sinks=sinks)
     elif not isinstance(step.backend, _NoAttention):
         k, v = empty(spec.num_kv_heads, spec.head_dim), empty(spec.num_kv_heads, spec.value_dim)

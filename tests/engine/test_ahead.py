@@ -20,6 +20,7 @@ from graphrt.engine.graphs import StepGraphs
 from graphrt.models.loading import make_runtime
 from graphrt.runtime import Runtime
 from tests.support.cli import TINY
+from tests.support.toy import HEADS, first_of_two_ranks, make_rig
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -48,6 +49,16 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
 
 def refuse(*arguments: object, **named: object) -> Any:
     raise AssertionError("called ahead")
+
+
+def test_attention_has_the_query_heads_of_all_ranks(monkeypatch: pytest.MonkeyPatch, runtime: Runtime) -> None:
+    with first_of_two_ranks() as cache:
+        manager, heads = make_rig(torch.device("cpu"), cache=cache, page_size=32, capture=False).manager, set[int]()
+        backend = manager._program.backend
+        monkeypatch.setattr(backend, "compiles_ahead", lambda descriptor: True)
+        monkeypatch.setattr(backend, "run", lambda layer, q, *arguments, **named: heads.add(q.shape[1]))
+        compile_ahead(manager._program, manager.descriptors)
+    assert heads == {2 * HEADS}
 
 
 def test_models_samplers_and_backends_that_may_keep_results_are_not_called(

@@ -13,16 +13,12 @@ import pytest
 import torch
 
 from graphrt.batch import Batch
-from graphrt.cache.kv_cache import KVCache
-from graphrt.context_parallel import ContextParallel
 from graphrt.engine import program
-from graphrt.kernels.attention import context_parallel
 from graphrt.kernels.errors import GraphRTError
 from graphrt.kernels.metadata.buffers import BufferKind, StaticBuffers
 from graphrt.kernels.types import FaultCode
 from graphrt.sampling_params import SamplingParams
 from graphrt.session.session import DecodeSession
-from graphrt.spec import KVCacheSpec
 from tests.engine import test_encoder_faults
 from tests.session.test_session import PROMPTS, alone, oracle
 from tests.support.replay_scenarios import (
@@ -38,7 +34,7 @@ from tests.support.replay_scenarios import (
     tree_scenario,
     truncation_scenario,
 )
-from tests.support.toy import HEAD_DIM, KV_HEADS, LAYERS, captured, make_rig
+from tests.support.toy import captured, first_of_two_ranks, make_rig
 
 CPU = torch.device("cpu")
 
@@ -102,24 +98,8 @@ def parts_scenario() -> None:
 
 
 def interleaved_scenario() -> None:
-    """Two ranks, of which the other one has none of the first 32 tokens of a sequence."""
-
-    class First:
-        rank, size = staticmethod(lambda: 0), staticmethod(lambda: 2)
-
-    def answer(x: torch.Tensor, group: object) -> torch.Tensor:
-        of_other = x[0].clone()
-        of_other[..., -4:].view(torch.float32).fill_(float("-inf"))
-        return torch.stack((x[0], of_other))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(program, "context_of", lambda *_: ContextParallel(First(), 32))
-        patch.setattr(context_parallel, "all_gather", lambda x, group: torch.stack((x, x)))
-        patch.setattr(context_parallel, "all_to_all", answer)
-        spec = KVCacheSpec(
-            LAYERS, KV_HEADS, HEAD_DIM, 32, dtype=torch.float32, context_parallel_size=2, interleave_size=32
-        )
-        cache = KVCache.allocate(spec, 20, CPU)
+    """Ranks that share the KV of each request."""
+    with first_of_two_ranks() as cache:
         scenario(make_rig(CPU, cache=cache, page_size=32, num_pages=20))
 
 

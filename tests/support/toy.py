@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,7 +15,10 @@ from graphrt.batch import Batch, Request
 from graphrt.cache.kv_cache import KVCache
 from graphrt.cache.page_allocator import PageAllocator
 from graphrt.config import RuntimeConfig
+from graphrt.context_parallel import ContextParallel
+from graphrt.engine import program
 from graphrt.engine.handle import Launch
+from graphrt.kernels.attention import context_parallel
 from graphrt.kernels.types import TOKEN_FROM_DEVICE, KVLayout
 from graphrt.proposer import Proposer
 from graphrt.replay import ReplayManager
@@ -185,6 +190,30 @@ def make_rig(
     if capture:
         manager.capture()
     return Rig(model, manager, PageAllocator(num_pages), page_size)
+
+
+@contextlib.contextmanager
+def first_of_two_ranks() -> Iterator[KVCache]:
+    """A cache of 20 pages for rigs made within, which run as the first of two ranks that share the KV of each request.
+    The other rank has none of the first 32 tokens of a sequence."""
+
+    class First:
+        group_name = "first"
+        rank, size = staticmethod(lambda: 0), staticmethod(lambda: 2)
+
+    def answer(x: torch.Tensor, group: object) -> torch.Tensor:
+        of_other = x[0].clone()
+        of_other[..., -4:].view(torch.float32).fill_(float("-inf"))
+        return torch.stack((x[0], of_other))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(program, "context_of", lambda *_: ContextParallel(First(), 32))
+        patch.setattr(context_parallel, "all_gather", lambda x, group: torch.stack((x, x)))
+        patch.setattr(context_parallel, "all_to_all", answer)
+        spec = KVCacheSpec(
+            LAYERS, KV_HEADS, HEAD_DIM, 32, dtype=torch.float32, context_parallel_size=2, interleave_size=32
+        )
+        yield KVCache.allocate(spec, 20, "cpu")
 
 
 def make_runtime(device: torch.device, *, model: object = None, config: dict | None = None, **options) -> Runtime:
