@@ -8,7 +8,8 @@ in its lowest bits:
           g_idx   [depth]            group of each k, which must be k / group
           bias    [rows]             zeros, in models without biases too
     both  scales  [groups, rows]
-    fp8   weight  [rows, depth]      float8_e4m3fn; weight_scale: one, or one per row; input_scale: not used
+    fp8   weight  [rows, depth]      float8_e4m3fn; weight_scale: one, or one per row; input_scale: not used.
+                                     The names of transformers: weight_scale_inv, activation_scale
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from graphrt.models.quantization import Quantization
 Shape = tuple[int, ...]
 
 _ONE_IN_EACH_NIBBLE = 0x11111111
+_FP8_OF_TRANSFORMERS = ("weight_scale_inv", "activation_scale")
 
 
 class PackedWeights:
@@ -56,7 +58,11 @@ class PackedWeights:
         self._quantization, self._read = quantization, read
         is_fp8 = quantization.bits == 8
         marker = ".weight" if is_fp8 else ".qweight"
-        of_module = ("weight_scale", "input_scale") if is_fp8 else ("qweight", "qzeros", "scales", "g_idx")
+        of_module: tuple[str, ...] = ("scales", "qweight", "qzeros", "g_idx")
+        if is_fp8:
+            of_transformers = any(name.endswith(".weight_scale_inv") for name in shapes)
+            of_module = _FP8_OF_TRANSFORMERS if of_transformers else ("weight_scale", "input_scale")
+        self._scale = of_module[0]
         self.shapes, self.names = dict(shapes), set[str]()
         for name, dtype in dtypes.items():
             if not name.endswith(marker) or (is_fp8 and dtype != "F8_E4M3"):
@@ -79,7 +85,7 @@ class PackedWeights:
 
         if self._quantization.bits == 8:
             data = read("weight")
-            return Fp8Weight(data, read("weight_scale").float().flatten().expand(len(data)).contiguous(), dtype)
+            return Fp8Weight(data, read(self._scale).float().flatten().expand(len(data)).contiguous(), dtype)
         packing = self._quantization.packing
         one = _ONE_IN_EACH_NIBBLE if packing == "gptq" else 0  # adds to the whole word, as the subtraction did
         values, zeros = nibbles(read("qweight")), nibbles(read("qzeros") + one)
@@ -103,7 +109,7 @@ class PackedWeights:
         rows, depth = self._shape(stored)
         wanted: dict[str, list[Shape | None]]
         if self._quantization.bits == 8:
-            wanted = {"weight_scale": [(), (1,), (1, 1), (rows,), (rows, 1)]}
+            wanted = {self._scale: [(), (1,), (1, 1), (rows,), (rows, 1)]}
         else:
             groups = depth // self._quantization.group
             wanted = {"qzeros": [(groups, rows // 8)], "scales": [(groups, rows)], "g_idx": [None, (depth,)]}
@@ -114,12 +120,13 @@ class PackedWeights:
                     f"{printable(module)}.{part}: expected shape {list(shapes[-1] or ())} for a weight "
                     f"[{rows}, {depth}], got {found}; use the config that belongs to the checkpoint"
                 )
-        packed, scale = ((), "weight_scale") if self._quantization.bits == 8 else (("qweight", "qzeros"), "scales")
+        packed = () if self._quantization.bits == 8 else ("qweight", "qzeros")
         if any(dtypes[f"{module}.{part}"] != "I32" for part in packed):
             raise ConfigError(f"{printable(module)}: {' and '.join(packed)} must be int32; quantise the model again")
-        if (dtype := dtypes[f"{module}.{scale}"]) not in ("F16", "BF16", "F32", "F64"):
+        if (dtype := dtypes[f"{module}.{self._scale}"]) not in ("F16", "BF16", "F32", "F64"):
             raise UnsupportedError(
-                f"{printable(module)}.{scale}: expected floats of 16 to 64 bits, got {dtype}; use another checkpoint"
+                f"{printable(module)}.{self._scale}: expected floats of 16 to 64 bits, got {dtype}; "
+                "use another checkpoint"
             )
         if parts.get("g_idx") is not None:
             groups_of_k = torch.arange(depth, dtype=torch.int32, device="cpu") // self._quantization.group

@@ -91,6 +91,12 @@ def fp8(weight: torch.Tensor, strategy: str, extra: bool) -> tuple[Tensors, torc
     return stored | ({"input_scale": torch.tensor(0.01)} if extra else {}), data.double() * scale.double()
 
 
+def fp8_of_transformers(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    stored, values = fp8(weight, "tensor", extra=True)
+    names = {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
+    return {names.get(name, name): tensor for name, tensor in stored.items()}, values
+
+
 # Checkpoints
 
 
@@ -150,6 +156,9 @@ CASES = {
     "compressed-tensors-static": of_fp8(compressed("channel", format="naive-quantized"), "channel", extra=True),
     "fp8": of_fp8(FP8 | {"ignored_layers": ["lm_head", V]}, "tensor", plain=("lm_head", V)),
     "fp8-static": of_fp8(FP8 | {"activation_scheme": "static"}, "tensor", extra=True),
+    "fp8-transformers": Case(
+        FP8 | {"activation_scheme": "static", "weight_block_size": None, "dequantize": False}, fp8_of_transformers
+    ),
 }
 INT4 = [name for name in CASES if CASES[name].config["quant_method"] in ("awq", "gptq")]
 
@@ -305,6 +314,7 @@ DAMAGED: dict[str, tuple[str, dict[str, Callable[[torch.Tensor], torch.Tensor | 
     "a bias": ("gptq", {f"{OUT}.bias": lambda t: t + 1}, rf"1 unknown: {OUT}\.bias"),
     "no scale": ("fp8", {f"{OUT}.weight_scale": lambda t: None}, rf"{OUT}\.weight_scale: expected .* got nothing"),
     "blocks": ("fp8", {f"{OUT}.weight_scale": lambda t: t.expand(2, 2)}, r"weight_scale: .* got shape \[2, 2\]"),
+    "two scales": ("fp8", {f"{OUT}.weight_scale_inv": lambda t: torch.ones(1)}, "weight_scale_inv: .* got nothing"),
     "another module": ("fp8", {"extra.input_scale": lambda t: torch.ones(1)}, r"1 unknown: extra\.input_scale"),
     "scale of a tensor": ("fp8", {f"model.{V}.weight_scale": lambda t: torch.ones(1)}, rf"1 unknown: model\.{V}"),
     "a matrix": ("awq", {f"{OUT}.qweight": lambda t: t[0]}, "expected a quantised matrix"),
