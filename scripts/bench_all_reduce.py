@@ -26,7 +26,7 @@ from torch import distributed as dist
 from torch import multiprocessing
 
 from graphrt.bench.environment import provenance
-from graphrt.kernels.ops.all_reduce import Inbox
+from graphrt.kernels.ops.all_reduce import SymmetricBuffer
 from graphrt.kernels.ops.collectives import all_reduce
 from graphrt.kernels.ops.norm import add_rms_norm, rms_norm
 from scripts.rigs.measure import TOLERANCE, make_parser, parse, reason_of
@@ -59,11 +59,11 @@ class Cell:
     residual: torch.Tensor
     gain: torch.Tensor
     partials: list[torch.Tensor]
-    inbox: Inbox | None
+    buffer: SymmetricBuffer | None
 
     def sums(self) -> dict[str, Callable[[], torch.Tensor]]:
         """Return the implementations of the sum, by name."""
-        if self.inbox is None:
+        if self.buffer is None:
             return {"gloo": lambda: all_reduce(self.x, self.group)}
         operators, name = torch.ops.symm_mem, self.group.group_name
 
@@ -71,7 +71,7 @@ class Cell:
             dist.all_reduce(self.x, group=self.group)
             return self.x
 
-        own = {"graphrt": partial(self.inbox.sum, self.x)} if self.inbox.fits(self.x) else {}
+        own = {"graphrt": partial(self.buffer.sum, self.x)} if self.buffer.fits(self.x) else {}
         return own | {
             "torch one_shot": lambda: operators.one_shot_all_reduce(self.x, "sum", name),
             "torch two_shot": lambda: operators.two_shot_all_reduce_(self.x, "sum", name),
@@ -83,8 +83,8 @@ class Cell:
         run = self.sums()[name]
         if not norm:
             return run
-        if self.inbox is not None and name == "graphrt":
-            return partial(self.inbox.add_norm, self.x, self.residual, self.gain, EPS)
+        if self.buffer is not None and name == "graphrt":
+            return partial(self.buffer.add_norm, self.x, self.residual, self.gain, EPS)
         return lambda: add_rms_norm(self.residual, run(), self.gain, EPS)
 
     def check(self, name: str, call: Callable[[], torch.Tensor], norm: bool) -> None:
@@ -100,7 +100,9 @@ class Cell:
         self.x.zero_()  # sums in place stay finite
 
 
-def make_cell(group: dist.ProcessGroup, device: torch.device, tokens: int, width: int, inbox: Inbox | None) -> Cell:
+def make_cell(
+    group: dist.ProcessGroup, device: torch.device, tokens: int, width: int, buffer: SymmetricBuffer | None
+) -> Cell:
     """Draw the partial sums of all ranks, which are the same on every rank."""
     rng = torch.Generator("cpu").manual_seed(tokens)
     normal = partial(torch.randn, generator=rng, device="cpu")
@@ -112,7 +114,7 @@ def make_cell(group: dist.ProcessGroup, device: torch.device, tokens: int, width
 
         x = symmetric_memory.empty(tokens, width, dtype=torch.bfloat16, device=device)
         symmetric_memory.rendezvous(x, group)
-    return Cell(group, device, x, torch.empty_like(x), gain, partials, inbox)
+    return Cell(group, device, x, torch.empty_like(x), gain, partials, buffer)
 
 
 def samples_of(
@@ -179,12 +181,12 @@ def work(rank: int, options: Namespace, folder: str) -> None:
     )
     group = dist.group.WORLD
     assert group is not None, "initialised above"
-    inbox = Inbox.allocate(group, device) if on_cuda else None
-    if on_cuda and inbox is None:
+    buffer = SymmetricBuffer.allocate(group, device) if on_cuda else None
+    if on_cuda and buffer is None:
         raise RuntimeError("these GPUs cannot run the kernel, or access each other's memory")
     rows = []
     for tokens in map(int, options.tokens.split(",")):
-        cell = make_cell(group, device, tokens, options.width, inbox)
+        cell = make_cell(group, device, tokens, options.width, buffer)
         for name in cell.sums():
             if options.only and options.only not in name:
                 continue

@@ -31,7 +31,7 @@ from graphrt.backends.registry import backend_class
 from graphrt.bench.environment import provenance
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.context_parallel import ContextParallel, backend_specs
-from graphrt.kernels.ops.all_reduce import Inbox, inboxes
+from graphrt.kernels.ops.all_reduce import SymmetricBuffer, symmetric_buffers
 from graphrt.kernels.sizes import ceil_div
 from graphrt.metadata import StepMetadata
 from graphrt.spec import AttentionSpec, KVCacheSpec
@@ -131,7 +131,7 @@ def samples_of(step: Callable[[], object], options: Namespace, together: Callabl
 
 
 def compare(
-    options: Namespace, tokens: int, device: torch.device, group: dist.ProcessGroup, inbox: Inbox | None
+    options: Namespace, tokens: int, device: torch.device, group: dist.ProcessGroup, buffer: SymmetricBuffer | None
 ) -> list[dict[str, object]]:
     """Time all sides at one length, and compare their outputs. A collective call."""
     flag = torch.zeros(1, device=device)
@@ -149,15 +149,15 @@ def compare(
     heads = side.q.shape[1]
     own = expected[:, group.rank() * heads : (group.rank() + 1) * heads].float()
     rows: list[dict[str, object]] = []
-    names = ["gloo"] if device.type == "cpu" else ["nccl"] if inbox is None else ["nccl", "shared memory"]
+    names = ["gloo"] if device.type == "cpu" else ["nccl"] if buffer is None else ["nccl", "shared memory"]
     for name in names:
-        if inbox is not None and name == "shared memory":
-            inboxes[group.group_name] = inbox
+        if buffer is not None and name == "shared memory":
+            symmetric_buffers[group.group_name] = buffer
         error = float((side.step().cpu().float() - own).norm() / own.norm())
         if not error <= TOLERANCE:  # also False for NaN
             raise AssertionError(f"{name}: expected a relative error of at most {TOLERANCE}, got {error:.3g}")
         times = samples_of(side.step, options, lambda: dist.all_reduce(flag, group=group))
-        inboxes.pop(group.group_name, None)
+        symmetric_buffers.pop(group.group_name, None)
         every = [0.0] * group.size()
         dist.all_gather_object(every, median(times), group=group)
         row = {"exchange": name, "tokens": tokens, "reqs": options.reqs, "ranks": group.size(), "one_us": one_us}
@@ -178,11 +178,11 @@ def work(rank: int, options: Namespace, folder: str) -> None:
     dist.init_process_group(backends, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=options.ranks)
     group = dist.group.WORLD
     assert group is not None, "initialised above"
-    inbox = Inbox.allocate(group, device) if on_cuda else None
+    buffer = SymmetricBuffer.allocate(group, device) if on_cuda else None
     rows: list[dict[str, object]] = []
     with torch.inference_mode():
         for tokens in map(int, options.tokens.split(",")):
-            rows += (new := compare(options, tokens, device, group, inbox))
+            rows += (new := compare(options, tokens, device, group, buffer))
             for row in new if rank == 0 else ():
                 text = "{reqs} x {tokens}, {exchange}: {us:.1f} us, one rank alone {one_us:.1f} us, ratio {ratio:.3f}"
                 print(text.format(**row), flush=True)

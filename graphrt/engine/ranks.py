@@ -30,7 +30,7 @@ from graphrt.engine.shared_ring import SharedRing
 from graphrt.kernels.checks import check_instance
 from graphrt.kernels.errors import ConfigError, RankError, ReplayError, UnsupportedError
 from graphrt.kernels.ops import collectives
-from graphrt.kernels.ops.all_reduce import Inbox, inboxes
+from graphrt.kernels.ops.all_reduce import SymmetricBuffer, symmetric_buffers
 from graphrt.spec import KVCacheSpec
 
 CUDA_BACKENDS = "cpu:gloo,cuda:nccl"
@@ -122,8 +122,8 @@ class Ranks:
                 collectives.gather(torch.zeros(1, device=device), group)
                 device_wait.wait_for(torch.cuda.current_stream(device))
                 name = group.group_name
-                if name not in inboxes and (inbox := Inbox.allocate(group, device)) is not None:
-                    inboxes[name] = inbox
+                if name not in symmetric_buffers and (buffer := SymmetricBuffer.allocate(group, device)) is not None:
+                    symmetric_buffers[name] = buffer
 
     def send(self, message: bytes) -> None:
         """Send a message from rank 0. Waits only if a rank is far behind."""
@@ -215,9 +215,9 @@ class Ranks:
                 for group in (self.group, *self._subgroups.values()):
                     nccl = group._get_backend(torch.device("cuda"))
                     threading.Thread(target=nccl.abort, daemon=True).start()
-                    if (inbox := inboxes.get(group.group_name)) is not None:  # not in this thread, which may capture
-                        missing = culprit % group.size()
-                        threading.Thread(target=inbox.abort, args=(missing,), daemon=True).start()
+                    buffer, missing = symmetric_buffers.get(group.group_name), culprit % group.size()
+                    if buffer is not None:  # in a thread of its own, because this one may capture
+                        threading.Thread(target=buffer.abort, args=(missing,), daemon=True).start()
 
     def _until(self, done: Callable[[], bool], hang_seconds: float = float("inf"), stops: bool = True) -> None:
         """Wait for a condition. Raises RankError if a rank fails, or is so late at a collective or a launch.

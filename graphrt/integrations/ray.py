@@ -225,7 +225,7 @@ class _Engine:
 
     def __init__(self, runtime: Runtime) -> None:
         self.generator = TextGenerator(runtime)
-        self._inbox = queue.SimpleQueue[_Rows]()
+        self._queue = queue.SimpleQueue[_Rows]()
         self._running: dict[int, tuple[_Rows, int]] = {}  # by the index of a prompt: its batch, and its row there
         self._indices = itertools.count()
         threading.Thread(target=self._run, name="graphrt", daemon=True).start()
@@ -234,7 +234,7 @@ class _Engine:
         rows = _Rows(requests, [_Answer() for _ in requests], len(requests))
         rows.future.set_running_or_notify_cancel()  # a batch that is cancelled runs to its end
         if requests:
-            self._inbox.put(rows)
+            self._queue.put(rows)
         else:
             rows.future.set_result([])
         return rows.future
@@ -250,12 +250,12 @@ class _Engine:
             for rows in {rows for rows, _ in self._running.values()}:
                 rows.future.set_exception(error)
             while True:
-                self._inbox.get().future.set_exception(error)
+                self._queue.get().future.set_exception(error)
 
     def _arrivals(self, idle: bool) -> list[tuple[Any, SamplingParams]]:
         arrived: list[tuple[Any, SamplingParams]] = []
-        while idle or not self._inbox.empty():
-            rows, idle = self._inbox.get(), False
+        while idle or not self._queue.empty():
+            rows, idle = self._queue.get(), False
             self._running.update((next(self._indices), (rows, row)) for row in range(rows.left))
             arrived += rows.requests
         return arrived

@@ -6,7 +6,7 @@
     4 merge       weighted by the log-sum-exps, in the order of the ranks
 
 Steps 3 and 4 are a reduce-scatter whose sums are in the order of the ranks, so a token gets the same bits in any batch.
-GPUs whose group has an `Inbox` need one kernel for step 1, and one for steps 3 and 4; see exchange_native.py.
+GPUs whose group has a `SymmetricBuffer` need one kernel for step 1, and one for steps 3 and 4; see exchange_native.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import distributed as dist
 
 from graphrt.kernels.attention.arguments import TRITON_DTYPES
-from graphrt.kernels.attention.exchange_native import gather_heads, inbox_for_heads, merge_heads
+from graphrt.kernels.attention.exchange_native import gather_heads, merge_heads, symmetric_buffer_for_heads
 from graphrt.kernels.compile_spec import CompileSpec
 from graphrt.kernels.launcher import KernelLauncher
 from graphrt.kernels.op_declaration import DeclaredOp, Written
@@ -122,8 +122,8 @@ def gather_queries(q: torch.Tensor, num_kv_heads: int, group: dist.ProcessGroup)
     Capture-safe.
     """
     tokens, heads, head_dim = q.shape
-    if (inbox := inbox_for_heads(group, q, 1)) is not None:
-        return gather_heads(inbox, q, num_kv_heads)
+    if (buffer := symmetric_buffer_for_heads(group, q, 1)) is not None:
+        return gather_heads(buffer, q, num_kv_heads)
     every = all_gather(q, group).view(-1, tokens, num_kv_heads, heads // num_kv_heads, head_dim)
     return every.permute(1, 2, 0, 3, 4).reshape(tokens, -1, head_dim)
 
@@ -150,8 +150,8 @@ def reduce_scatter_attention(
 
     Capture-safe. Sums in float32, in the order of the ranks.
     """
-    if (inbox := inbox_for_heads(group, out, 2)) is not None:
-        merge_heads(inbox, partial, partial_lse, num_kv_heads, out, lse, sinks)
+    if (buffer := symmetric_buffer_for_heads(group, out, 2)) is not None:
+        merge_heads(buffer, partial, partial_lse, num_kv_heads, out, lse, sinks)
         return
     tokens, _, head_dim = out.shape
     sent = []

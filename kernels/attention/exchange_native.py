@@ -1,6 +1,6 @@
 """Exchange of query heads and partial outputs between GPUs of one host, in one kernel each without NCCL.
 
-GPUs write into each other's memory over NVLink: see native/exchange_heads.cu and `Inbox`.
+GPUs write into each other's memory over NVLink: see native/exchange_heads.cu and `SymmetricBuffer`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import distributed as dist
 
 from graphrt.kernels.native.nvrtc import SMALL_CARVEOUT, NativeVariant, launch
 from graphrt.kernels.op_declaration import DeclaredOp, Written
-from graphrt.kernels.ops.all_reduce import UNIT_BYTES, Inbox, inboxes
+from graphrt.kernels.ops.all_reduce import UNIT_BYTES, SymmetricBuffer, symmetric_buffers
 from graphrt.kernels.sizes import ceil_div
 
 _WARPS = 4  # not measured
@@ -31,9 +31,9 @@ class ExchangeCall:
     sinks      [heads]                        float32
     out        [tokens, ranks * heads, size]  the gathered queries; with `lses` [tokens, heads, size], merged outputs
     lse        [tokens, heads]                float32
-    inbox      [2, ranks, capacity, 4]        int32  written by all ranks
+    buffer     [2, ranks, capacity, 4]        int32  written by all ranks
     state      [4]                            int32
-    addresses  of the inboxes of all ranks
+    addresses  of the buffers of all ranks
     """
 
     x: torch.Tensor
@@ -41,7 +41,7 @@ class ExchangeCall:
     sinks: torch.Tensor | None
     out: Written
     lse: Written | None
-    inbox: Written
+    buffer: Written
     state: Written
     addresses: list[int]
     rank: int
@@ -55,7 +55,7 @@ def exchange_native(call: ExchangeCall) -> None:
     params = _params_type(ranks)(
         (ctypes.c_void_p * ranks)(*call.addresses),
         *(0 if tensor is None else tensor.data_ptr() for tensor in pointers),
-        call.inbox.shape[2],
+        call.buffer.shape[2],
         units,
         own.shape[2] * own.element_size() // UNIT_BYTES,
         own.shape[1] // call.num_kv_heads,
@@ -73,7 +73,7 @@ def _params_type(ranks: int) -> type[ctypes.Structure]:
     """Return `Params` of native/exchange_heads.cu."""
     ints = ("capacity", "units", "head_units", "heads", "num_kv_heads", "stride_lse", "rank", "mode")
     fields = (
-        ("inboxes", ctypes.c_void_p * ranks),
+        ("buffers", ctypes.c_void_p * ranks),
         *((name, ctypes.c_void_p) for name in ("state", "x", "lses", "sinks", "out", "lse")),
         *((name, ctypes.c_int) for name in ints),
     )
@@ -103,36 +103,36 @@ _op = DeclaredOp(
     "exchange_heads",
     ExchangeCall,
     triton_impl=exchange_native,
-    reference=exchange_native,  # tests emulate the launch on CPU tensors; other ranks on a CPU have no inbox
+    reference=exchange_native,  # tests emulate the launch on CPU tensors; other ranks on a CPU have no buffer
 )
 
 
-def inbox_for_heads(group: dist.ProcessGroup, x: torch.Tensor, places: int) -> Inbox | None:
-    """Return the inbox of a group if it has room for tensors like x [tokens, heads, size] of one rank.
+def symmetric_buffer_for_heads(group: dist.ProcessGroup, x: torch.Tensor, units: int) -> SymmetricBuffer | None:
+    """Return the buffer of a group if it has room for tensors like x [tokens, heads, size] of one rank.
 
-    places   16 bytes that are sent for each 16 bytes of x: 1 for queries, 2 for partial outputs
+    units   units that are sent for each unit of x: 1 for queries, 2 for partial outputs with their log-sum-exps
     """
-    inbox = inboxes.get(group.group_name)
+    buffer = symmetric_buffers.get(group.group_name)
     fits = (
-        inbox is not None
+        buffer is not None
         and x.dtype in (torch.bfloat16, torch.float16)
         and x.shape[2] * x.element_size() % UNIT_BYTES == 0
-        and 0 < places * x.nbytes <= inbox.memory[0, 0].nbytes
+        and 0 < units * x.nbytes <= buffer.memory[0, 0].nbytes
     )
-    return inbox if fits else None
+    return buffer if fits else None
 
 
-def gather_heads(inbox: Inbox, q: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+def gather_heads(buffer: SymmetricBuffer, q: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
     """Return the queries of all ranks; see `gather_queries`."""
     tokens, heads, size = q.shape
-    out = q.new_empty(tokens, len(inbox.addresses) * heads, size)
-    call = (q.contiguous(), None, None, out, None, inbox.memory, inbox.state, inbox.addresses, inbox.rank, num_kv_heads)
-    _op(ExchangeCall(*call))
+    out = q.new_empty(tokens, len(buffer.addresses) * heads, size)
+    memory = buffer.memory, buffer.state, buffer.addresses, buffer.rank, num_kv_heads
+    _op(ExchangeCall(q.contiguous(), None, None, out, None, *memory))
     return out
 
 
 def merge_heads(
-    inbox: Inbox,
+    buffer: SymmetricBuffer,
     partial: torch.Tensor,
     partial_lse: torch.Tensor,
     num_kv_heads: int,
@@ -141,5 +141,5 @@ def merge_heads(
     sinks: torch.Tensor | None,
 ) -> None:
     """Merge the partial outputs of all ranks; see `reduce_scatter_attention`."""
-    memory = inbox.memory, inbox.state, inbox.addresses, inbox.rank, num_kv_heads
+    memory = buffer.memory, buffer.state, buffer.addresses, buffer.rank, num_kv_heads
     _op(ExchangeCall(partial, partial_lse, sinks, out, lse, *memory))

@@ -4,13 +4,13 @@
 //   NORM    residual += sum of x over ranks, plus bias; out = RMSNorm of the residual
 //   GATHER  out[rank] = records of 8 bytes of each rank
 //
-// inbox.cuh describes the exchange. GATHER sends 16 bits per word. Sums are float32, in the order of ranks. All ranks get
-// the same bits, whatever the number of tokens.
+// symmetric_buffer.cuh describes the exchange. GATHER sends 16 bits per word. Sums are float32, in the order of ranks.
+// All ranks get the same bits, for any number of tokens.
 //
 // Compile-time macros: RANKS, WARPS, PARAMS_BYTES, Q_BF16 (else float16)
 
 #include "primitives.cuh"
-#include "inbox.cuh"
+#include "symmetric_buffer.cuh"
 
 #define SUM 0
 #define NORM 1
@@ -18,14 +18,14 @@
 #define THREADS (32 * WARPS)
 
 struct Params {
-  int4 *inboxes[RANKS];  // of all ranks: [2, RANKS, capacity]
+  int4 *buffers[RANKS];  // of all ranks: [2, RANKS, capacity]
   State *state;
   const char *x;    // [tokens, width]; GATHER: [records, 2] words
   const u16 *bias;  // NORM: [width]; or null
   u16 *residual;    // NORM: [tokens, width]
   const u16 *gain;  // NORM: [width]
   char *out;        // [tokens, width]; GATHER: [RANKS, records, 2] words
-  int capacity;     // units of a sender in half an inbox. A unit has 16 bytes
+  int capacity;     // units of a sender in half a buffer. A unit has 16 bytes
   int units;        // of all tokens, or records. A block has a token, or THREADS records
   int block_units;
   int rank, mode;
@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) all_reduce(const __grid
 
   // 1. Send the thread's unit to all other ranks.
   Unit own = {}, residual = {}, gain = {}, bias = {};
-  int4 *inbox = nullptr;
+  int4 *buffer = nullptr;
   if (live) {
     if (p.mode == GATHER) {
       const u32 *record = reinterpret_cast<const u32 *>(p.x) + 2 * at;
@@ -61,18 +61,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) all_reduce(const __grid
     }
     own = sendable(own);
     const i64 half = (i64)(calls % 2) * RANKS * p.capacity + at;
-    inbox = p.inboxes[p.rank] + half;
+    buffer = p.buffers[p.rank] + half;
 #pragma unroll
     for (int i = 1; i < RANKS; ++i)  // ranks start with different receivers
-      store_peer(p.inboxes[(p.rank + i) % RANKS] + half + (i64)p.rank * p.capacity, as_int4(own));
+      store_peer(p.buffers[(p.rank + i) % RANKS] + half + (i64)p.rank * p.capacity, as_int4(own));
   }
   let_next_kernel_start();
   __syncthreads();  // all threads of the block have loaded `calls`
-  const int started = thread == 0 ? atomicAdd(&p.state->blocks_started, 1) : -1;  // waits for nothing yet
+  const int started = thread == 0 ? atomicAdd(&p.state->blocks_started, 1) : -1;  // used after receive()
 
   // 2. Receive the unit of every rank.
   Unit units[RANKS];
-  receive(p, live, units, own, inbox, failed);
+  receive(p, live, units, own, buffer, failed);
   if (started == (int)gridDim.x - 1) {
     p.state->blocks_started = 0;
     p.state->calls = calls + 1;

@@ -4,26 +4,26 @@
 //   MERGE   a rank gets the partial outputs of its heads from all ranks, and merges them by their log-sum-exps
 //
 // A thread has 16 bytes of a head. In MERGE it also sends the log-sum-exp of the head, so it needs no other thread.
-// Merges are float32, in the order of ranks. inbox.cuh describes the exchange.
+// Merges are float32, in the order of ranks. symmetric_buffer.cuh describes the exchange.
 //
 // Compile-time macros: RANKS, WARPS, PARAMS_BYTES, Q_BF16 (else float16)
 
 #include "primitives.cuh"
-#include "inbox.cuh"
+#include "symmetric_buffer.cuh"
 
 #define GATHER 0
 #define MERGE 1
 #define THREADS (32 * WARPS)
 
 struct Params {
-  int4 *inboxes[RANKS];  // of all ranks: [2, RANKS, capacity]
+  int4 *buffers[RANKS];  // of all ranks: [2, RANKS, capacity]
   State *state;
   const char *x;       // GATHER: [tokens, KV heads, heads, size]; MERGE: [tokens, KV heads, RANKS, heads, size]
   const float *lses;   // MERGE: [tokens, KV heads, RANKS, heads]
   const float *sinks;  // MERGE: [KV heads, heads]; or null
   char *out;           // GATHER: [tokens, KV heads, RANKS, heads, size]; MERGE: [tokens, KV heads, heads, size]
   float *lse;          // MERGE: [tokens, KV heads, heads]; or null
-  int capacity;        // units of a sender in half an inbox. A unit has 16 bytes
+  int capacity;        // units of a sender in half a buffer. A unit has 16 bytes
   int units;           // of the heads of one rank in all tokens
   int head_units, heads, num_kv_heads, stride_lse;
   int rank, mode;
@@ -50,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) exchange_heads(const __
 #pragma unroll
     for (int i = 0; i < RANKS; ++i) {  // ranks start with different receivers
       const int to = (p.rank + 1 + i) % RANKS;
-      int4 *const place = p.inboxes[to] + half + (i64)p.rank * p.capacity;
+      int4 *const place = p.buffers[to] + half + (i64)p.rank * p.capacity;
       own = sendable(load_unit(p.x, p.mode == MERGE ? row_of(to) * p.head_units + unit : at));
       if (p.mode == MERGE) own_lse = sendable({__float_as_uint(p.lses[row_of(to)]), 0, 0, 0});
       if (i == RANKS - 1) break;  // to itself
@@ -64,9 +64,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) exchange_heads(const __
 
   // 2. Receive from all ranks.
   Unit units[RANKS], lses[RANKS];
-  int4 *const inbox = p.inboxes[p.rank] + half;
-  receive(p, live, units, own, inbox, failed);
-  receive(p, live && p.mode == MERGE, lses, own_lse, inbox + 1, failed);
+  int4 *const buffer = p.buffers[p.rank] + half;
+  receive(p, live, units, own, buffer, failed);
+  receive(p, live && p.mode == MERGE, lses, own_lse, buffer + 1, failed);
   if (started == (int)gridDim.x - 1) {
     p.state->blocks_started = 0;
     p.state->calls = calls + 1;

@@ -4,7 +4,7 @@
 
 #define NOT_ARRIVED 0xffffffffu  // a word that no rank sends
 
-// Store 16 bytes in another GPU's memory. Each word of 4 bytes arrives as a whole, and words arrive in any order.
+// Store 16 bytes in another GPU's memory. A word of 4 bytes is never torn, and words arrive in any order.
 __device__ __forceinline__ void store_peer(int4 *at, int4 x) {
   asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};\n"
                ::"l"(at), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");

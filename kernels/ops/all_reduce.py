@@ -1,8 +1,8 @@
 """Sums over the ranks of one host, with the residual addition and RMSNorm after them, in one kernel without NCCL.
 
-GPUs write into each other's memory over NVLink (native/all_reduce.cu). Each rank has an `Inbox` in memory that torch
-shares between processes. Calls with an inbox return the same bits as sums in `collectives`, in all ranks, except that
-an RMSNorm may differ by its order of additions.
+GPUs write into each other's memory over NVLink (native/all_reduce.cu). Each rank has a `SymmetricBuffer`, which torch
+allocates in memory that all ranks can access. Calls with a buffer return the same bits as sums in `collectives`, on all
+ranks. Only an RMSNorm may differ, because it adds in another order.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ UNIT_BYTES = 16
 """Bytes that a thread exchanges at a time."""
 
 MAX_RANKS, MAX_WIDTH = 8, 8192
-"""Largest number of ranks, and of values per token, because a block has one thread for 8 values."""
+"""Largest number of ranks, and of values per token. A block has one thread per 8 values of a token."""
 
 MAX_BYTES = 2 << 20
-"""Most bytes that a rank sends in a call: 256 tokens of 4096 values."""
+"""Most bytes that a rank sends in a call: 256 tokens of 4096 values of 16 bits."""
 
 _STATE_WORDS, _FAULT, _LIMIT_MS = 4, 2, 3  # of `State` in native/all_reduce.cu
 _SUM, _NORM, _GATHER = range(3)
@@ -40,9 +40,9 @@ class AllReduceCall:
     bias       [width]          added to the sum
     gain       [width]          of the norm
     out        [tokens, width]  the norm, or the sum; of records: [ranks, records, 2]  int32
-    inbox      [2, ranks, capacity, 4]  int32  written by all ranks
+    buffer     [2, ranks, capacity, 4]  int32  written by all ranks
     state      [4]              int32
-    addresses  of the inboxes of all ranks
+    addresses  of the buffers of all ranks
     """
 
     x: torch.Tensor
@@ -50,7 +50,7 @@ class AllReduceCall:
     bias: torch.Tensor | None
     gain: torch.Tensor | None
     out: Written
-    inbox: Written
+    buffer: Written
     state: Written
     addresses: list[int]
     rank: int
@@ -68,7 +68,7 @@ def all_reduce_native(call: AllReduceCall) -> None:
     params = _params_type(ranks)(
         (ctypes.c_void_p * ranks)(*call.addresses),
         *(0 if tensor is None else tensor.data_ptr() for tensor in pointers),
-        call.inbox.shape[2],
+        call.buffer.shape[2],
         units,
         block_units,
         call.rank,
@@ -83,7 +83,7 @@ def all_reduce_native(call: AllReduceCall) -> None:
 def _params_type(ranks: int) -> type[ctypes.Structure]:
     """Return `Params` of native/all_reduce.cu."""
     fields = (
-        ("inboxes", ctypes.c_void_p * ranks),
+        ("buffers", ctypes.c_void_p * ranks),
         *((name, ctypes.c_void_p) for name in ("state", "x", "bias", "residual", "gain", "out")),
         *((name, ctypes.c_int) for name in ("capacity", "units", "block_units", "rank", "mode")),
         *((name, ctypes.c_float) for name in ("inverse_width", "eps")),
@@ -115,21 +115,21 @@ _op = DeclaredOp(
     "peer_all_reduce",
     AllReduceCall,
     triton_impl=all_reduce_native,
-    reference=all_reduce_native,  # tests emulate the launch on CPU tensors; other ranks on a CPU have no inbox
+    reference=all_reduce_native,  # tests emulate the launch on CPU tensors; other ranks on a CPU have no buffer
 )
 
 
-def inbox_words(ranks: int, max_bytes: int) -> int:
-    """Return the number of int32 in an inbox for calls in which each rank sends at most `max_bytes`."""
+def buffer_words(ranks: int, max_bytes: int) -> int:
+    """Return the number of int32 in a buffer for calls in which each rank sends at most `max_bytes`."""
     return 2 * ranks * max_bytes // 4 + _STATE_WORDS
 
 
 @dataclass(frozen=True, slots=True)
-class Inbox:
+class SymmetricBuffer:
     """Memory of one rank into which all ranks of a group write, and the operators that use it.
 
-    All ranks must call the same operators in the same order, each on one stream. Operators are capture-safe: the launch
-    depends on shapes only, and memory holds the number of the call.
+    All ranks must call the same operators in the same order, each on one stream. Operators are capture-safe, because
+    the number of the call is in device memory.
 
     memory     [2, ranks, capacity, 4]  int32  all words are -1, except those that have arrived for the next call
     state      [4]                      int32  `State` of native/all_reduce.cu
@@ -145,20 +145,20 @@ class Inbox:
     rank: int
 
     @classmethod
-    def of_words(cls, words: torch.Tensor, addresses: list[int], rank: int) -> Inbox:
-        """Return the inbox in memory of `inbox_words` words, and clear it. No rank may use it before all ranks have
+    def of_words(cls, words: torch.Tensor, addresses: list[int], rank: int) -> SymmetricBuffer:
+        """Return the buffer in memory of `buffer_words` words, and clear it. No rank may use it before all ranks have
         cleared theirs."""
         ranks = len(addresses)
         faults = torch.arange(1, 1 + ranks, dtype=torch.int32, device="cpu")
         memory = words[:-_STATE_WORDS].view(2, ranks, -1, UNIT_BYTES // 4)
-        inbox = cls(memory, words[-_STATE_WORDS:], faults.pin_memory() if words.is_cuda else faults, addresses, rank)
-        inbox.wait_at_most(600)
-        inbox.clear()
-        return inbox
+        buffer = cls(memory, words[-_STATE_WORDS:], faults.pin_memory() if words.is_cuda else faults, addresses, rank)
+        buffer.wait_at_most(600)
+        buffer.clear()
+        return buffer
 
     @classmethod
-    def allocate(cls, group: dist.ProcessGroup, device: torch.device) -> Inbox | None:
-        """Allocate the inboxes of a group, 4 MiB per rank on each GPU. Return None on all ranks if there are more than
+    def allocate(cls, group: dist.ProcessGroup, device: torch.device) -> SymmetricBuffer | None:
+        """Allocate the buffers of a group, 4 MiB per rank on each GPU. Return None on all ranks if there are more than
         MAX_RANKS, or if a GPU cannot run the kernel or access the memory of the others.
 
         A collective call on the host, with `device` as current device; not allowed during a capture. Set
@@ -169,12 +169,12 @@ class Inbox:
             return None
         from torch.distributed import _symmetric_memory as symmetric_memory  # slow to import
 
-        count = inbox_words(group.size(), MAX_BYTES)
+        count = buffer_words(group.size(), MAX_BYTES)
         words = symmetric_memory.empty(count, dtype=torch.int32, device=device)
         addresses = [int(address) for address in symmetric_memory.rendezvous(words, group).buffer_ptrs]
-        inbox = cls.of_words(words, addresses, group.rank())
-        inbox.reset(group)
-        return inbox
+        buffer = cls.of_words(words, addresses, group.rank())
+        buffer.reset(group)
+        return buffer
 
     def clear(self) -> None:
         """Forget all calls, missing ranks, and words that have arrived."""
@@ -182,25 +182,25 @@ class Inbox:
         self.state[:_LIMIT_MS].zero_()
 
     def wait_at_most(self, seconds: float) -> None:
-        """Set how long calls wait for other ranks, captured ones too. It is 600 seconds at first, because ranks compile
-        kernels for different times."""
+        """Set how long calls wait for other ranks, including captured calls. The default is 600 seconds, because some
+        ranks may still compile kernels."""
         self.state[_LIMIT_MS] = round(1000 * seconds)
 
     def abort(self, rank: int) -> None:
-        """End the waits of running and later calls as if `rank` were missing. Does not wait for any stream."""
+        """Stop running and later calls from waiting, as if `rank` were missing. Does not wait for any stream."""
         with torch.cuda.stream(torch.cuda.Stream(self.state.device)):  # a copy needs no multiprocessor
             self.state[_FAULT].copy_(self.faults[rank], non_blocking=True)
 
     def reset(self, group: dist.ProcessGroup) -> None:
-        """Clear the inboxes of all ranks, for example after aborted launches. A collective call on the host."""
+        """Clear the buffers of all ranks, for example after aborted launches. A collective call on the host."""
         torch.cuda.synchronize(self.memory.device)
-        dist.barrier(group)  # no rank still sends
+        dist.barrier(group)  # no rank sends any more
         self.clear()
         torch.cuda.synchronize(self.memory.device)
         dist.barrier(group)
 
     def missing_rank(self) -> int | None:
-        """Return a rank that a call has awaited in vain, or the rank of `abort`; None: there is none. Synchronizes.
+        """Return the rank that a call did not receive from in time, or the rank of `abort`, or None. Synchronizes.
 
         Once a rank is missing, results are NaN and calls no longer wait, until `reset`.
         """
@@ -239,7 +239,7 @@ class Inbox:
     def gather(self, records: torch.Tensor) -> torch.Tensor:
         """Return the records [ranks, count, 2] of all ranks.
 
-        records  [count, 2]  int32  device; contiguous, at most the inbox's capacity
+        records  [count, 2]  int32  device; contiguous, at most the buffer's capacity
         """
         return self._run(records, records.new_empty(len(self.addresses), *records.shape))
 
@@ -280,11 +280,11 @@ def can_share(group: dist.ProcessGroup, device: torch.device) -> bool:
     return all(gathered(able))
 
 
-inboxes: dict[str, Inbox] = {}
-"""The inboxes of groups, by the name of the group. Ranks of a group without an inbox use the group's collectives."""
+symmetric_buffers: dict[str, SymmetricBuffer] = {}
+"""The buffers of groups, by the name of the group. Ranks of a group without a buffer use the group's collectives."""
 
 
-def inbox_for(group: dist.ProcessGroup, *tensors: torch.Tensor) -> Inbox | None:
-    """Return the inbox of a group if it accepts the tensors."""
-    inbox = inboxes.get(group.group_name)
-    return inbox if inbox is not None and inbox.fits(*tensors) else None
+def symmetric_buffer_for(group: dist.ProcessGroup, *tensors: torch.Tensor) -> SymmetricBuffer | None:
+    """Return the buffer of a group if it accepts the tensors."""
+    buffer = symmetric_buffers.get(group.group_name)
+    return buffer if buffer is not None and buffer.fits(*tensors) else None

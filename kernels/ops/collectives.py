@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # type: i
 from torch.nn import functional
 
 from graphrt.kernels.library import define_op
-from graphrt.kernels.ops.all_reduce import inbox_for
+from graphrt.kernels.ops.all_reduce import symmetric_buffer_for
 from graphrt.kernels.sizes import ceil_div
 
 VOCAB_MULTIPLE = 32
@@ -115,8 +115,8 @@ def all_to_all(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 def all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the sum of the tensors of all ranks, summed in float32 in the order of the ranks. Capture-safe."""
-    if (inbox := inbox_for(group, x)) is not None:
-        return inbox.sum(x)
+    if (buffer := symmetric_buffer_for(group, x)) is not None:
+        return buffer.sum(x)
     first, *others = all_gather(x, group).unbind()
     total = first.float()
     for other in others:

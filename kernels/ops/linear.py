@@ -32,7 +32,7 @@ from graphrt.kernels.checks import check_no_overlap, check_not_empty, check_tens
 from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.op_declaration import DeclaredOp
 from graphrt.kernels.ops.activation import silu_mul
-from graphrt.kernels.ops.all_reduce import inbox_for
+from graphrt.kernels.ops.all_reduce import symmetric_buffer_for
 from graphrt.kernels.ops.collectives import all_reduce
 from graphrt.kernels.ops.linear_call import MAX_TOKENS, STEP_BYTES, End, LinearCall, LinearPlan
 from graphrt.kernels.ops.linear_native import linear_native
@@ -133,8 +133,8 @@ def linear_add(
     _check_residual(x.x, width, residual, gain)
     if group is not None:
         partial = linear(x, weight)
-        if (inbox := inbox_for(group, partial, residual)) is not None:
-            return Normed(inbox.add_norm(partial, residual, gain, eps, bias))
+        if (buffer := symmetric_buffer_for(group, partial, residual)) is not None:
+            return Normed(buffer.add_norm(partial, residual, gain, eps, bias))
         total = all_reduce(partial, group)
         return Normed(add_rms_norm(residual, total if bias is None else total + bias, gain, eps))
     plan = _plan(x.x, tokens, weight, End.ADD)

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
 from graphrt.kernels.library import define_op
-from graphrt.kernels.ops.all_reduce import inboxes
+from graphrt.kernels.ops.all_reduce import symmetric_buffers
 from graphrt.kernels.ops.collectives import VocabShards, gather, vocab_part
 from graphrt.kernels.ops.sampling import LogitBias, TokenMask, Truncation
 from graphrt.kernels.ops.sampling_best import best_of_columns, best_records
@@ -65,8 +65,8 @@ def _sample_shards_triton(*arguments: Any) -> torch.Tensor:
     inputs, group = SampleInputs(*tensors), _resolve_process_group(group_name)
     first, end, _ = vocab_part(vocab_size, group.rank(), group.size())
     own = best_of_columns(inputs, first, end, vocab_size)
-    inbox = inboxes.get(group_name)
-    return best_records(gather(own, group) if inbox is None else inbox.gather(own), as_tokens=True)
+    buffer = symmetric_buffers.get(group_name)
+    return best_records(gather(own, group) if buffer is None else buffer.gather(own), as_tokens=True)
 
 
 def _own(inputs: SampleInputs, first: int, end: int) -> SampleInputs:

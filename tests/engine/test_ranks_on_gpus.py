@@ -18,7 +18,7 @@ from graphrt.engine.ranks import CUDA_BACKENDS, Ranks
 from graphrt.generate.generator import TextGenerator
 from graphrt.kernels.attention.context_parallel import gather_queries, reduce_scatter_attention
 from graphrt.kernels.errors import RankError
-from graphrt.kernels.ops.all_reduce import inboxes
+from graphrt.kernels.ops.all_reduce import symmetric_buffers
 from graphrt.kernels.ops.collectives import all_gather, all_reduce, all_to_all
 from graphrt.models.loading import load_model, make_runtime
 from graphrt.sampling_params import SamplingParams
@@ -50,7 +50,7 @@ def collectives(group: dist.ProcessGroup, shares: bool) -> None:
     ranks, device = Ranks.of(group), torch.device("cuda", group.rank())
     if shares:
         ranks.connect(device)
-        assert group.group_name in inboxes
+        assert group.group_name in symmetric_buffers
     x = torch.empty(5, 96, dtype=torch.bfloat16, device=device)
     y = torch.empty(2, 3, dtype=torch.int32, device=device)
 
@@ -86,7 +86,7 @@ def exchanges(group: dist.ProcessGroup) -> None:
     """Replays of a graph that exchanges heads of all ranks over shared memory, while one rank is late at random."""
     ranks, rank, device = Ranks.of(group), group.rank(), torch.device("cuda", group.rank())
     ranks.connect(device)
-    assert group.group_name in inboxes
+    assert group.group_name in symmetric_buffers
     rng, tokens, heads = torch.Generator(device).manual_seed(0), 16, 8  # all ranks draw the numbers of all ranks
     shape = (500, 2, tokens, 2 * heads)
     partial = torch.randn(*shape, 128, generator=rng, device=device, dtype=torch.bfloat16)

@@ -14,7 +14,7 @@ from torch import distributed as dist
 
 from graphrt.kernels.ops import all_reduce, collectives
 from graphrt.kernels.ops import linear as operators
-from graphrt.kernels.ops.all_reduce import MAX_WIDTH, Inbox, inbox_words, native_variants
+from graphrt.kernels.ops.all_reduce import MAX_WIDTH, SymmetricBuffer, buffer_words, native_variants
 from graphrt.kernels.ops.linear import linear, linear_add
 from graphrt.kernels.ops.norm import add_rms_norm
 from tests.support import native_emulation
@@ -38,13 +38,13 @@ def norm_of(residual: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
 
 
 def empty_words(ranks: int, capacity: int) -> torch.Tensor:
-    """Memory of an inbox for `capacity` units of 16 bytes."""
-    return torch.empty(inbox_words(ranks, 16 * capacity), dtype=torch.int32, device="cpu")
+    """Memory of a buffer for `capacity` units of 16 bytes."""
+    return torch.empty(buffer_words(ranks, 16 * capacity), dtype=torch.int32, device="cpu")
 
 
 @dataclass
 class Emulated:
-    """Inboxes of several ranks on the CPU. Operators are queued until `run`."""
+    """Symmetric buffers of several ranks on the CPU. Operators are queued until `run`."""
 
     ranks: int
     capacity: int
@@ -56,25 +56,25 @@ class Emulated:
         self.monkeypatch.setattr(all_reduce, "launch", self.queues.launch)
         words = [empty_words(self.ranks, self.capacity) for _ in range(self.ranks)]
         addresses = [one.data_ptr() for one in words]
-        self.inboxes = [Inbox.of_words(one, addresses, rank) for rank, one in enumerate(words)]
-        for inbox in self.inboxes:
-            inbox.wait_at_most(8)
+        self.buffers = [SymmetricBuffer.of_words(one, addresses, rank) for rank, one in enumerate(words)]
+        for buffer in self.buffers:
+            buffer.wait_at_most(8)
 
     def call(self, name: str, *each: list[torch.Tensor], **kwargs: Any) -> list[torch.Tensor]:
         """Queue an operator on all ranks; every argument has a tensor per rank."""
         outs = []
-        for rank, inbox in enumerate(self.inboxes):
+        for rank, buffer in enumerate(self.buffers):
             self.queues.rank = rank
             own = [tensors[rank] for tensors in each]
             self.inputs += own
-            outs.append(getattr(inbox, name)(*own, **kwargs))
+            outs.append(getattr(buffer, name)(*own, **kwargs))
         return outs
 
     def run(self, seed: int) -> None:
         self.queues.run(seed)
-        for inbox in self.inboxes:
-            assert inbox.missing_rank() is None
-            assert (inbox.memory == -1).all(), "words are left for the next call"
+        for buffer in self.buffers:
+            assert buffer.missing_rank() is None
+            assert (buffer.memory == -1).all(), "words are left for the next call"
 
 
 def check_calls(calls: int, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
@@ -111,7 +111,7 @@ def check_calls(calls: int, rng: torch.Generator, monkeypatch: pytest.MonkeyPatc
             assert torch.equal(out, want if normed is None else normed)
     for width, residual in residuals.items():
         assert all(torch.equal(one, first[width]) for one in residual)
-    assert all(int(inbox.state[0]) == calls for inbox in emulated.inboxes)
+    assert all(int(buffer.state[0]) == calls for buffer in emulated.buffers)
 
 
 @needs_compiler
@@ -165,24 +165,24 @@ def test_bits_do_not_depend_on_the_number_of_tokens_or_lost_words(
 
 @needs_compiler
 def test_a_rank_that_makes_no_call_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other ranks do not wait again until all ranks have cleared their inboxes."""
+    """The other ranks do not wait again until all ranks have cleared their buffers."""
     emulated = Emulated(3, 32, monkeypatch)
     x = [torch.ones(1, 256, dtype=BF16, device="cpu") for _ in range(3)]
     outs = []
     for emulated.queues.rank in (0, 2):
-        outs += [emulated.inboxes[emulated.queues.rank].sum(x[0]) for _ in range(3)]
+        outs += [emulated.buffers[emulated.queues.rank].sum(x[0]) for _ in range(3)]
     emulated.queues.run(0)
-    assert [inbox.missing_rank() for inbox in emulated.inboxes] == [1, None, 1]
+    assert [buffer.missing_rank() for buffer in emulated.buffers] == [1, None, 1]
     assert all(out.isnan().all() for out in outs)
-    for inbox in emulated.inboxes:
-        inbox.clear()
+    for buffer in emulated.buffers:
+        buffer.clear()
     outs = emulated.call("sum", x)
     emulated.run(0)
     assert all((out == 3).all() for out in outs)
 
 
 @needs_compiler
-def test_operators_of_a_group_use_its_inbox(rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_of_a_group_use_its_symmetric_buffer(rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks, tokens, width, depth = 3, 3, 256, 64
     emulated = Emulated(ranks, tokens * width // 8, monkeypatch)
 
@@ -197,9 +197,9 @@ def test_operators_of_a_group_use_its_inbox(rng: torch.Generator, monkeypatch: p
     monkeypatch.setattr(operators, "linear", kept_linear)
     gain, bias, residual = normal(width), normal(width), normal(tokens, width)
     residuals, outs, sums = [residual.clone() for _ in range(ranks)], [], []
-    for rank, inbox in enumerate(emulated.inboxes):
+    for rank, buffer in enumerate(emulated.buffers):
         emulated.queues.rank = rank
-        monkeypatch.setitem(all_reduce.inboxes, "emulated", inbox)
+        monkeypatch.setitem(all_reduce.symmetric_buffers, "emulated", buffer)
         group, x, weight = SimpleNamespace(group_name="emulated"), normal(tokens, depth), normal(width, depth)
         outs.append(linear_add(x, weight, residuals[rank], gain, EPS, bias=bias, group=group))
         sums.append(collectives.all_reduce(partials[rank], group))
@@ -212,13 +212,13 @@ def test_operators_of_a_group_use_its_inbox(rng: torch.Generator, monkeypatch: p
 
 
 def test_tensors_that_do_not_fit() -> None:
-    inbox = Inbox.of_words(empty_words(2, 64), [0, 0], 0)
+    buffer = SymmetricBuffer.of_words(empty_words(2, 64), [0, 0], 0)
     fitting = torch.zeros(2, 256, dtype=BF16, device="cpu")
-    assert inbox.fits(fitting, fitting.half())
+    assert buffer.fits(fitting, fitting.half())
     wide = torch.zeros(1, MAX_WIDTH + 8, dtype=BF16, device="cpu")
-    assert not Inbox.of_words(empty_words(2, 2048), [0, 0], 0).fits(wide)
+    assert not SymmetricBuffer.of_words(empty_words(2, 2048), [0, 0], 0).fits(wide)
     for other in (fitting.float(), fitting[:0], fitting.repeat(2, 1), fitting[:, :252], fitting[:, ::2]):
-        assert not inbox.fits(fitting, other)
+        assert not buffer.fits(fitting, other)
 
 
 @pytest.mark.parametrize(
@@ -271,8 +271,8 @@ def check_on_gpu(rank: int, ranks: int, folder: str) -> None:
     torch.cuda.set_device(device)
     dist.init_process_group(init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
     group = dist.group.WORLD
-    inbox = Inbox.allocate(group, device)
-    assert inbox is not None, "the GPUs cannot run the kernel or access each other's memory"
+    buffer = SymmetricBuffer.allocate(group, device)
+    assert buffer is not None, "the GPUs cannot run the kernel or access each other's memory"
     rng = torch.Generator(device).manual_seed(0)  # all ranks draw the numbers of all ranks
 
     def normal(*shape: int) -> torch.Tensor:
@@ -283,19 +283,19 @@ def check_on_gpu(rank: int, ranks: int, folder: str) -> None:
         x, residual = normal(ranks, tokens, WIDTH), normal(tokens, WIDTH)
         want_residual = residual.clone()
         want = add_rms_norm(want_residual, sum_of(list(x)) + bias, gain, EPS)
-        out = inbox.add_norm(x[rank], residual, gain, EPS, bias)
+        out = buffer.add_norm(x[rank], residual, gain, EPS, bias)
         assert torch.equal(residual, want_residual)
         torch.testing.assert_close(out, want, rtol=2**-6, atol=2**-8)
-        assert torch.equal(inbox.sum(x[rank]), sum_of(list(x)))
+        assert torch.equal(buffer.sum(x[rank]), sum_of(list(x)))
         records = x.view(torch.int32).flatten(1)[:, : 2 * tokens].reshape(ranks, tokens, 2)
-        assert torch.equal(inbox.gather(records[rank].contiguous()), records)
+        assert torch.equal(buffer.gather(records[rank].contiguous()), records)
     x = normal(2, CALLS, ranks, TOKENS, WIDTH)  # of two mixes
     own = x[0, :, rank].clone()
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            outs = [inbox.sum(own[call, : 1 + call * 4]) for call in range(CALLS)]
+            outs = [buffer.sum(own[call, : 1 + call * 4]) for call in range(CALLS)]
         wrong = torch.zeros((), dtype=torch.int64, device=device)
         delays = torch.Generator().manual_seed(rank)
         for turn in range(REPLAYS):
@@ -305,19 +305,19 @@ def check_on_gpu(rank: int, ranks: int, folder: str) -> None:
             for call, out in enumerate(outs):
                 wrong += (out != sum_of(list(x[turn % 2, call, :, : 1 + call * 4]))).any()
         assert int(wrong) == 0
-    assert inbox.missing_rank() is None
-    inbox.reset(group)
-    assert torch.equal(inbox.sum(x[0, 0, rank]), sum_of(list(x[0, 0])))
+    assert buffer.missing_rank() is None
+    buffer.reset(group)
+    assert torch.equal(buffer.sum(x[0, 0, rank]), sum_of(list(x[0, 0])))
     for seconds in (0.5, 600.0):
         if rank == 0:  # the other ranks make no call
-            inbox.wait_at_most(seconds)
-            out = inbox.sum(x[0, 0, 0])
+            buffer.wait_at_most(seconds)
+            out = buffer.sum(x[0, 0, 0])
             if seconds == 600:
-                inbox.abort(ranks - 1)
-            assert inbox.missing_rank() == ranks - 1
+                buffer.abort(ranks - 1)
+            assert buffer.missing_rank() == ranks - 1
             assert out.isnan().all()
-        inbox.reset(group)
-        assert torch.equal(inbox.sum(x[0, 0, rank]), sum_of(list(x[0, 0])))
+        buffer.reset(group)
+        assert torch.equal(buffer.sum(x[0, 0, rank]), sum_of(list(x[0, 0])))
     torch.cuda.synchronize()
     dist.barrier(group)
     dist.destroy_process_group()

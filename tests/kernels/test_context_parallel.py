@@ -122,7 +122,7 @@ def check_exchanges(calls: int, rng: torch.Generator, monkeypatch: pytest.Monkey
         sinks = torch.randn(ranks, kv_heads * heads, generator=rng) if call % 3 else None
         for rank in range(ranks):
             emulated.queues.rank = rank
-            monkeypatch.setitem(all_reduce.inboxes, "three", emulated.inboxes[rank])
+            monkeypatch.setitem(all_reduce.symmetric_buffers, "three", emulated.buffers[rank])
             own = q[rank].flatten(1, 2), partial[rank].flatten(1, 3), lses[rank].flatten(1, 3)
             kept.append(own)
             gathers.append((gather_queries(own[0], kv_heads, Group()), q.permute(1, 2, 0, 3, 4).flatten(1, 3)))

@@ -1,19 +1,20 @@
-// Inboxes: memory of one GPU into which the other ranks of the host write, and which the GPU polls.
+// Symmetric buffers. Every rank has a buffer of the same size on its GPU. The other ranks of the host write into it, and
+// its own GPU polls it.
 //
-// 1. Every rank has an inbox with two halves, which calls use in turn. A half has a region for each sender. A rank
-//    stores units of 16 bytes in the inboxes of the other ranks, and then polls its own. No flags are needed: all words
-//    of an inbox are NOT_ARRIVED except those that have arrived. A rank never sends this word: as a float, or as two
-//    16-bit floats, it is NaN, and other NaNs replace it.
-// 2. The thread that has read a word makes it NOT_ARRIVED again, so calls may have any sizes.
+// 1. A buffer has two halves, which calls use in turn. A half has a region for each sender. A rank stores units of 16
+//    bytes in the buffers of the other ranks, and then polls its own. No flags are needed: all words of a buffer are
+//    NOT_ARRIVED except those that have arrived. A rank never sends this word. As a float, or as two 16-bit floats, it
+//    is a NaN, and the sender replaces it by another NaN.
+// 2. The thread that reads a word resets it to NOT_ARRIVED, so the sizes of calls may differ.
 //
-// Why two halves need no barrier. Say rank A stores words of call n + 2 in rank B's inbox. A has finished call n + 1,
-// so words of B's call n + 1 had arrived, and B had started that call. A kernel stores only after the earlier kernels of
-// its stream have finished, so B had finished call n: it had read, and had reset, the words of call n, which were in the
-// same half. And A is never further ahead: it starts call n + 3 only after it got B's words of call n + 2.
+// Two halves need no barrier. Say rank A stores words of call n + 2 in rank B's buffer. A has finished call n + 1, so
+// it has received words of B's call n + 1, and B has started that call. A kernel stores only after the earlier kernels
+// of its stream have finished, so B has finished call n. B has thus read and reset the words of call n, which were in
+// the same half. A cannot be further ahead, because it starts call n + 3 only after it received B's words of call n + 2.
 //
-// A rank that has waited for `limit_ms` stores the number of a missing rank in `fault`; the host may do so earlier. While
-// `fault` is set, calls do not wait, and words that have not arrived count as NaN. After that the inboxes of all ranks
-// must be reset.
+// A rank that has waited for `limit_ms` stores the number of a missing rank in `fault`. The host may store it earlier.
+// While `fault` is set, calls do not wait, and words that have not arrived are read as NaN. The buffers of all ranks must
+// then be reset.
 //
 // Compile-time macro: RANKS
 
@@ -53,9 +54,10 @@ __device__ __forceinline__ bool has_arrived(const Unit &x) {
 __device__ __forceinline__ float low(u32 pair) { return from_query((u16)pair); }
 __device__ __forceinline__ float high(u32 pair) { return from_query((u16)(pair >> 16)); }
 
-// If `live`, receive a unit of each rank from inbox[rank * p.capacity], and reset these words. `own` is this rank's unit.
+// If `live`, receive a unit of each rank from buffer[rank * p.capacity], and reset these words. `own` is this rank's
+// unit.
 template <typename P>
-__device__ __forceinline__ void receive(const P &p, bool live, Unit (&units)[RANKS], const Unit &own, int4 *inbox,
+__device__ __forceinline__ void receive(const P &p, bool live, Unit (&units)[RANKS], const Unit &own, int4 *buffer,
                                         bool &failed) {
 #pragma unroll
   for (int r = 0; r < RANKS; ++r)
@@ -65,7 +67,7 @@ __device__ __forceinline__ void receive(const P &p, bool live, Unit (&units)[RAN
     for (int polls = 1;; ++polls) {
 #pragma unroll
       for (int r = 0; r < RANKS; ++r)
-        if (!has_arrived(units[r])) units[r] = as_unit(load_arriving(inbox + (i64)r * p.capacity));
+        if (!has_arrived(units[r])) units[r] = as_unit(load_arriving(buffer + (i64)r * p.capacity));
       int missing = -1;
 #pragma unroll
       for (int r = 0; r < RANKS; ++r)
@@ -78,6 +80,6 @@ __device__ __forceinline__ void receive(const P &p, bool live, Unit (&units)[RAN
     }
 #pragma unroll
     for (int r = 0; r < RANKS; ++r)
-      if (r != p.rank) store_not_arrived(inbox + (i64)r * p.capacity);
+      if (r != p.rank) store_not_arrived(buffer + (i64)r * p.capacity);
   }
 }
