@@ -1,4 +1,4 @@
-"""Waits of the host for a GPU. A kernel may wait for another GPU forever, so ranks replace the wait by a loop."""
+"""Waits of the host for a GPU. With several ranks, a kernel may wait for another GPU forever, so the host polls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 watch: Callable[[Callable[[], bool]], None] | None = None
-"""Waits until a condition is true, and raises if another rank has failed. None: the driver waits."""
+"""Polls until a condition is true, and raises if another rank has failed. None: wait in the driver."""
 
 
 class Waitable(Protocol):
@@ -32,7 +32,7 @@ def wait_for(work: Waitable | None) -> None:
 
 
 def empty_cache(device: torch.device) -> None:
-    """Free the cached memory of GPUs. Do nothing on a CPU, or while the current stream waits for a rank that has
-    failed, because the driver would wait too."""
+    """Free the cached memory of GPUs. With several ranks, do nothing while the current stream is busy: it may wait for
+    a failed rank, and the driver would wait with it."""
     if device.type == "cuda" and (watch is None or torch.cuda.current_stream(device).query()):
         torch.cuda.empty_cache()

@@ -55,10 +55,10 @@ class ContextParallel:
 
 
 def backend_specs(specs: Sequence[AttentionSpec], kv_groups: Sequence[KVCacheSpec]) -> Sequence[AttentionSpec]:
-    """Return the specs of the attention that a rank computes, from those of the model's layers.
+    """Return the specs of the attention that a rank computes, from the specs of the model's layers.
 
-    Raises: UnsupportedError: for layers whose mask or bias needs the positions of keys, and for KV groups that differ.
-    The message lists all reasons.
+    Raises: UnsupportedError: if the mask or bias of a layer needs the positions of keys, or if KV groups differ. The
+    message lists all reasons.
     """
     size = max((kv.context_parallel_size for kv in kv_groups), default=1)
     if size == 1:

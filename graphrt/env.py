@@ -52,7 +52,7 @@ def set_nccl_defaults() -> None:
     """Set NCCL_GRAPH_MIXING_SUPPORT to 0, NCCL_NVLS_ENABLE to 0 and TORCH_SYMM_MEM_DISABLE_MULTICAST to 1 if unset.
 
     NCCL reads them when a group first exchanges CUDA tensors. With graph mixing, captured collectives record events,
-    which a loop cannot contain. The others turn NVLink multicast off.
+    which a loop of steps cannot contain. The other two variables disable NVLink multicast.
     """
     os.environ.setdefault("NCCL_GRAPH_MIXING_SUPPORT", "0")
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")

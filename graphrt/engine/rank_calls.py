@@ -1,7 +1,7 @@
 """Repeats the launches and device writes of rank 0 on the other ranks of a group.
 
-Rank 0 alone schedules. It sends each launch, with the words of its input slot, before it queues the launch, and each
-function that writes device state between launches. The other ranks run both in the same order.
+Only rank 0 schedules. It sends each launch, with its packed step inputs, before it queues the launch. It also sends
+each call that writes device state between launches. The other ranks run both in the same order.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from graphrt.kernels.errors import ConfigError, RankError, UnsupportedError
 _LAUNCH, _CALL, _CLOSE = range(3)
 
 LaunchWords = Callable[[BatchDescriptor, int, int, bool, str, int, np.ndarray[Any, np.dtype[np.int32]]], None]
-"""Queues a launch: size, requests, steps, whether it loops, why it is eager, number of its first step, and its words.
-"""
+"""Queues a launch. Arguments: size, requests, steps, whether it loops, why it is eager, number of its first step, and
+its packed step inputs."""
 
 
 class RankCalls:
@@ -39,8 +39,8 @@ class RankCalls:
 
     ranks     the ranks of the group
     follows   whether this rank repeats what rank 0 does
-    groups    number of KV groups, which the layout of the words depends on
-    parts     objects that every rank has, by name; in arguments, each rank uses its own
+    groups    number of KV groups, which determines the layout of the step inputs
+    parts     objects that every rank has, by name; an argument that is one of them becomes the receiving rank's own
     """
 
     def __init__(self, ranks: Ranks, groups: int, parts: Mapping[str, object]) -> None:
@@ -53,7 +53,7 @@ class RankCalls:
 
     @classmethod
     def connect(cls, group: dist.ProcessGroup, config: RuntimeConfig, program: StepProgram, manager: Any) -> RankCalls:
-        """Return the calls of a manager, after a comparison with the managers of the other ranks.
+        """Compare a manager with those of the other ranks, and return its calls.
 
         Raises: ConfigError: on every rank, with the rank and the values that differ. RankError: if a rank ends before.
         UnsupportedError: for options that ranks do not implement.
@@ -139,7 +139,7 @@ class _Unpickler(pickle.Unpickler):
 
 @contextlib.contextmanager
 def capturing(calls: RankCalls | None) -> Iterator[None]:
-    """Return a context in which an error of this rank fails all ranks, if there are several, and ranks may be late."""
+    """Return a context without a time limit, in which an error of this rank fails all ranks. None: a single rank."""
     if calls is None:
         yield
         return

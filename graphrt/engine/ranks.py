@@ -1,8 +1,8 @@
 """The ranks of a process group on one host: messages from rank 0 to the others, and the detection of failed ranks.
 
 Ranks share a block of memory. Every wait for another rank polls, and checks in between whether a rank has failed: its
-process has ended, it has reported an error, or it has not arrived at a collective or queued a launch in time. Waits for
-a GPU poll too, because a kernel may wait for another rank.
+process has ended, it has reported an error, or it has not arrived at a collective or queued a launch in time. The host
+also polls while it waits for a GPU, because a kernel may wait for another rank.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ CUDA_BACKENDS = "cpu:gloo,cuda:nccl"
 """Backends of a group of GPUs. Ranks exchange by gloo at start, and by NCCL in a step."""
 
 HANG_SECONDS = 8.0
-"""How long a rank may be late at a collective of a step or at a launch, or stopped in a collective."""
+"""How long a rank may be late at a collective of a step or at a launch, or may stop inside a collective."""
 
 _CHECK_SECONDS = 0.05
-_SPIN_SECONDS = {False: 0.0005, True: 0.02}  # without and with GPUs, with which a rank has cores of its own
+_SPIN_SECONDS = {False: 0.0005, True: 0.02}  # without and with GPUs. With a GPU, a rank has cores of its own
 _SLEEP_SECONDS = 0.0001
 _EXIT_SECONDS = 2.0  # from the end of a connection to the end of its process
 _ABORT_SECONDS = 2.0  # from the abort of NCCL to the end of its kernels
@@ -116,7 +116,7 @@ class Ranks:
         return self._subgroups[size]
 
     def connect(self, device: torch.device) -> None:
-        """On a GPU, let NCCL connect all groups in a first collective, and share memory. A capture forbids both."""
+        """On GPUs, connect NCCL for all groups, and allocate symmetric buffers. A capture allows neither."""
         if device.type == "cuda":
             for group in (self.group, *self._subgroups.values()):
                 collectives.gather(torch.zeros(1, device=device), group)
@@ -126,7 +126,7 @@ class Ranks:
                     symmetric_buffers[name] = buffer
 
     def send(self, message: bytes) -> None:
-        """Send a message from rank 0. Waits only if a rank is far behind."""
+        """Send a message from rank 0. Waits only while the ring is full, because a rank has not read it."""
         if self.rank:
             raise ReplayError(f"rank {self.rank}: expected this call on rank 0; call follow() on the other ranks")
         self.check()
@@ -137,7 +137,7 @@ class Ranks:
         return self._ring.receive()
 
     def exchange(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, by rank. Waits for all of them without a limit, unless one fails."""
+        """Return the values of all ranks, by rank. Waits without a time limit. Raises: RankError: if a rank fails."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         with self.patient():
             sizes = collectives.gather(torch.tensor([len(data)], device="cpu"), self.group).flatten().tolist()
@@ -156,12 +156,14 @@ class Ranks:
             self._hang_seconds = HANG_SECONDS
 
     def arrive(self) -> None:
-        """Count a collective or a launch of this rank, so that the others notice when it is late."""
+        """Count a collective or a launch of this rank, so that other ranks can detect that it is late."""
         self._lines[self.rank, _ARRIVALS] += 1
 
     def wait_for_device(self, done: Callable[[], bool]) -> None:
-        """Wait for queued work. Raises: RankError: if a rank has failed, even if the work is done, because its results
-        may be wrong. After a failure, waits at most 2 s for collectives that were aborted."""
+        """Wait for queued work. After a failure, waits at most 2 s for the aborted collectives.
+
+        Raises: RankError: if a rank has failed. Finished work raises too, because its results may be wrong.
+        """
         if self._has_failed:
             deadline = time.monotonic() + _ABORT_SECONDS
             while not done() and time.monotonic() < deadline:
@@ -211,7 +213,7 @@ class Ranks:
             self._texts[self.rank, : len(data)] = np.frombuffer(data, np.uint8)
             self._lines[self.rank, _CULPRIT] = culprit
             self._lines[self.rank, _FAILED] = 1
-            if self.on_cuda:  # kernels that wait for other ranks end at once; the calls return once graphs are freed
+            if self.on_cuda:  # stops kernels that wait for other ranks. `abort` returns after graphs are freed
                 for group in (self.group, *self._subgroups.values()):
                     nccl = group._get_backend(torch.device("cuda"))
                     threading.Thread(target=nccl.abort, daemon=True).start()
@@ -220,9 +222,9 @@ class Ranks:
                         threading.Thread(target=buffer.abort, args=(missing,), daemon=True).start()
 
     def _until(self, done: Callable[[], bool], hang_seconds: float = float("inf"), stops: bool = True) -> None:
-        """Wait for a condition. Raises RankError if a rank fails, or is so late at a collective or a launch.
+        """Wait for a condition. Raises RankError if a rank fails, or is late by `hang_seconds`.
 
-        stops   a rank that has arrived must also run, as in a collective of the host
+        stops   also fail a rank that has arrived but no longer runs, as in a collective of the host
         """
         start = checked = time.monotonic()
         while not done():
