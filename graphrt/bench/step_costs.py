@@ -6,6 +6,7 @@ import json
 import re
 import time
 from collections.abc import Sequence
+from math import inf
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -66,7 +67,10 @@ def read_costs(path: str | Path) -> tuple[Costs, str]:
         try:
             record = json.loads(line)
             if record["name"] == "decode":
-                graph = Curve.of({int(r["batch"]): float(r["replay_ms"]) for r in record["results"]})
+                points = {int(r["batch"]): float(r["replay_ms"]) for r in record["results"]}
+                if len(points) < 2 or not all(0 < ms < inf for ms in points.values()):
+                    raise ValueError("a plan needs the times of two batch sizes, each above 0")
+                graph = Curve.of(points)
                 nodes = int(record["nodes_per_graph"])
                 times = f"{record['model']} on {record['device']}"
             elif record["name"] == "capture":

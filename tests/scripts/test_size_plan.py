@@ -122,6 +122,14 @@ def test_costs_of_results(tmp_path: Path) -> None:
     for text, error in (
         ("", "--measured: .* has no result; write the last lines of `graphrt bench decode`"),
         ("\n{", "--measured: line 2 is not a result of `graphrt bench decode`"),
+        *(
+            (json.dumps(decode | {"results": results}), "the times of two batch sizes, each above 0")
+            for results in (
+                [],
+                [{"batch": 4, "replay_ms": 5.0}],
+                [{"batch": n, "replay_ms": float("nan")} for n in (1, 2)],
+            )
+        ),
         ('{"name": "decode"}', "--measured: line 1 is not a result .*KeyError"),
         (json.dumps(capture).replace("mixed[", "other["), "--measured: line 1 is not a result .*other"),
     ):
