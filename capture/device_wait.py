@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
-watch: Callable[[Callable[[], bool]], None] | None = None
-"""Polls until a condition is true, and raises if another rank has failed. None: wait in the driver."""
+
+class Watch(Protocol):
+    """What the ranks of a group do while the host waits for a GPU."""
+
+    def wait_for_device(self, done: Callable[[], bool]) -> None:
+        """Wait until a condition is true. Raises: RankError: if a rank has failed."""
+
+    def poll(self) -> None:
+        """Raise RankError if a rank has failed. Called by code that waits in a loop of its own."""
+
+
+watch: Watch | None = None
+"""The ranks of a group of GPUs. None: wait in the driver."""
 
 
 class Waitable(Protocol):
@@ -28,7 +40,15 @@ def wait_for(work: Waitable | None) -> None:
     if watch is None:
         work.synchronize()
     else:
-        watch(work.query)
+        watch.wait_for_device(work.query)
+
+
+def wait_until(done: Callable[[], bool], poll_seconds: float) -> None:
+    """Wait until results have arrived in host memory. Raises: RankError: if a rank has failed."""
+    if watch is not None:
+        watch.wait_for_device(done)
+    while not done():
+        time.sleep(poll_seconds)
 
 
 def empty_cache(device: torch.device) -> None:

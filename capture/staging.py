@@ -85,6 +85,8 @@ class StagingSlot:
         # Compare after the query, because another thread may queue the next launch during it.
         if running is not None and self._event is not None and self._event.query() and self._running is running:
             self._running = None
+        if self._running is not None and device_wait.watch is not None:
+            device_wait.watch.poll()
         return self._running is None
 
     def wait(self) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from graphrt.capture.descriptor import BatchDescriptor
+from graphrt.capture.device_wait import wait_until
 from graphrt.capture.staging import StagingSlot
 from graphrt.kernels.checks import check_bool
 from graphrt.kernels.errors import ReplayError, UnsupportedError
@@ -456,12 +457,15 @@ class Launch(InFlight):
         self.wait()
         return self._logprobs
 
+    def _has_ended_or(self, index: int) -> bool:
+        """Return whether the launch has ended or the step at `index` has arrived."""
+        return self.num_arrived > index or self.done()
+
     def __iter__(self) -> Iterator[npt.NDArray[np.int32]]:
         """Iterate over the tokens of the steps, [num_reqs] int32 each, as they arrive; with `num_speculative_tokens`,
         [1 + num_speculative_tokens, num_reqs]."""
         for index in range(self.steps):
-            while self.num_arrived <= index and not self.done():
-                time.sleep(_POLL_SECONDS)
+            wait_until(partial(self._has_ended_or, index), _POLL_SECONDS)
             if self.num_arrived <= index:
                 return
             rings = self._rings

@@ -73,7 +73,7 @@ class Ranks:
         self.on_cuda = "cuda:nccl" in backend
         if self.on_cuda:
             env.set_nccl_defaults()
-        self.managers, self._hang_seconds = 0, HANG_SECONDS
+        self.managers, self._hang_seconds, self._polled = 0, HANG_SECONDS, 0.0
         self._subgroups = dict[int, dist.ProcessGroup]()
         self._memory, pids = self._shared_memory()
         count = 1 + self.size
@@ -93,7 +93,7 @@ class Ranks:
                 self._ended.register(descriptor, select.POLLIN)
         collectives.waits[group.group_name] = self._wait_for_collective
         if self.on_cuda:
-            device_wait.watch = self.wait_for_device
+            device_wait.watch = self
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Ranks:
@@ -171,6 +171,12 @@ class Ranks:
             self.check()
         self._until(done, self._hang_seconds, stops=False)
         if self._has_failed:
+            self.check()
+
+    def poll(self) -> None:
+        """Raise RankError if a rank has failed, as far as this rank knows or has looked in the last 50 ms."""
+        if self._has_failed or time.monotonic() - self._polled > _CHECK_SECONDS:
+            self._polled = time.monotonic()
             self.check()
 
     @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import signal
@@ -166,29 +167,29 @@ def decode(group: dist.ProcessGroup | None, folder: Path, **options: Any) -> dic
 
 def check_sampling(group: dist.ProcessGroup) -> None:
     """Every option, on one row each and together, against the sampler of one process."""
-    rows, vocab, generator = 64, 333, torch.Generator().manual_seed(1)
+    rows, vocab, generator, device = 64, 333, torch.Generator().manual_seed(1), device_of(group)
 
     def draw(low: float, high: float) -> torch.Tensor:
         return low + (high - low) * torch.rand(rows, generator=generator)
 
     def some(values: torch.Tensor, off: float) -> torch.Tensor:
-        return torch.where(torch.rand(rows, generator=generator) < 0.4, values, off)
+        return torch.where(torch.rand(rows, generator=generator) < 0.4, values, off).to(device)
 
     logits = (3 * torch.randn(rows, vocab, generator=generator)).round(decimals=1)  # with ties
     logits[0] = float("-inf")
     logits[1, 5:] = float("nan")
     logits[2] = 1.0
-    index = torch.arange(rows, dtype=torch.int32)
+    logits, index = logits.to(device), torch.arange(rows, dtype=torch.int32, device=device)
     counts = torch.randint(0, 2, (rows, vocab), generator=generator, dtype=torch.int32)
-    state = PenaltyState.allocate(rows, vocab, 0, torch.device("cpu"))
-    state.seen.random_(generator=generator)
-    state.counts.copy_(counts * torch.stack([unpacked_bits(words, vocab) for words in state.seen]))
-    bias = LogitBias.allocate(rows, 3, torch.device("cpu"))
+    state, bias = PenaltyState.allocate(rows, vocab, 0, device), LogitBias.allocate(rows, 3, device)
+    seen = torch.randint(-(2**31), 2**31 - 1, state.seen.shape, generator=generator, dtype=torch.int32)
+    state.seen.copy_(seen)
+    state.counts.copy_(counts * torch.stack([unpacked_bits(words, vocab) for words in seen]))
     bias.tokens.copy_(torch.tensor([1, 170, 332]))
     bias.values.copy_(torch.tensor([2.0, float("-inf"), 5.0]))
     bias.lists[::2] = torch.tensor([3, 2, 9])
     words = torch.randint(-(2**31), 2**31 - 1, (4, -(-vocab // 32)), generator=generator, dtype=torch.int32)
-    arguments = some(draw(0.5, 1.5), 0), torch.arange(rows), index % 16
+    arguments = some(draw(0.5, 1.5), 0), index.long(), index % 16
     options: dict[str, Any] = {
         "req_indices": index,
         "truncation": Truncation(
@@ -196,15 +197,17 @@ def check_sampling(group: dist.ProcessGroup) -> None:
         ),
         "penalties": Penalties(some(draw(0.8, 1.4), 1), some(draw(0, 1), 0), some(draw(0, 1), 0), state),
         "bias": bias,
-        "token_mask": TokenMask(words, some(draw(0, 4), -1).int()),
+        "token_mask": TokenMask(words.to(device), some(draw(0, 4), -1).int()),
     }
     first, end, columns = vocab_part(vocab, group.rank(), group.size())
-    own = torch.zeros(rows, columns)  # padding columns are never sampled
+    own = torch.zeros(rows, columns, device=device)  # padding columns are never sampled
     own[:, : end - first] = logits[:, first:end]
-    found = sample_shards(own, *arguments, shards=VocabShards(vocab, group), **options)
-    assert torch.equal(found, sample(logits, *arguments, **options))
+    on_cpu = device.type == "cpu"
+    if on_cpu:
+        found = sample_shards(own, *arguments, shards=VocabShards(vocab, group), **options)
+        assert torch.equal(found, sample(logits, *arguments, **options))
     for chosen in ({"truncation": None, "req_indices": index}, options | {"truncation": None}):
-        with interpreted():  # the kernels for GPUs
+        with interpreted() if on_cpu else contextlib.nullcontext():  # the kernels for GPUs
             found = sample_shards(own, *arguments, shards=VocabShards(vocab, group), **chosen)
         assert torch.equal(found, sample(logits, *arguments, **chosen))
 
@@ -335,15 +338,17 @@ def wait_for_gpu(group: dist.ProcessGroup, act: str) -> None:
     ranks_module.HANG_SECONDS = 0.5
     ranks = Ranks.of(group)
     if group.rank():
-        if act == "kill":
+        if act != "late":
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(1.5)
         return
-    device_wait.watch, slot = ranks.wait_for_device, StagingSlot.allocate(4, torch.device("cpu"))
-    slot._event, slot.on_done = Never(), lambda: None
+    device_wait.watch, slot = ranks, StagingSlot.allocate(4, torch.device("cpu"))
+    slot._event, slot.on_done, slot._running = Never(), lambda: None, object()
     if act == "late":
         ranks.arrive()
     try:
+        while act == "poll":
+            slot.is_done()
         slot.wait()
     finally:
         with pytest.raises(RankError):  # results of a launch that is done may be wrong
@@ -351,7 +356,9 @@ def wait_for_gpu(group: dist.ProcessGroup, act: str) -> None:
 
 
 @pytest.mark.parametrize(("act", "text"), [
-    ("kill", "the process of rank 1 has ended"), ("late", "rank 1 did not arrive at a collective or launch"),
+    ("kill", "the process of rank 1 has ended"),
+    ("poll", "the process of rank 1 has ended"),
+    ("late", "rank 1 did not arrive at a collective or launch"),
 ])  # fmt: skip
 def test_failure_ends_the_wait_for_a_gpu(tmp_path: Path, act: str, text: str) -> None:
     first, _ = run_ranks(tmp_path, wait_for_gpu, act)

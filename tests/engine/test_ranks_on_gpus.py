@@ -25,8 +25,11 @@ from graphrt.sampling_params import SamplingParams
 from tests.engine.test_ranks import (
     FAILURES,
     FAMILIES,
+    GREEDY,
     PROMPTS,
     TINY,
+    build,
+    check_sampling,
     check_tokens,
     decode,
     decode_interleaved,
@@ -131,6 +134,29 @@ def test_tokens_are_those_of_one_process(tmp_path: Path, case: str) -> None:
     oracle = save_oracle(tmp_path, family, eos_token_id=None, **sizes)
     function = decode_interleaved if interleaved else decode
     check_tokens(oracle, decode(None, tmp_path), on_gpus(tmp_path, function, tmp_path, *interleaved))
+
+
+def greedy(group: dist.ProcessGroup, folder: Path) -> list[list[int | None]]:
+    """Sample by the exchange of 8 bytes: eagerly with all options, and in graphs."""
+    check_sampling(group)
+    answers: list[list[int | None]] = [[] for _ in PROMPTS]
+    with build(folder, group, RuntimeConfig(4, 32, 48, truncation=False)) as runtime:
+        runtime.capture()
+        if runtime.rank:
+            runtime.follow()
+        else:
+            for event in TextGenerator(runtime).generate(PROMPTS, GREEDY):
+                answers[event.prompt].append(event.token)
+    return answers
+
+
+def test_sampling_without_truncation(tmp_path: Path) -> None:
+    oracle = save_oracle(tmp_path, "Llama", eos_token_id=None)
+    first, other = on_gpus(tmp_path, greedy, tmp_path)
+    assert (first.error, other.error) == (None, None)
+    for prompt, tokens in zip(PROMPTS, first.value, strict=True):
+        ids = oracle.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False, pad_token_id=0)
+        assert ids[0, len(prompt) :].tolist() == tokens
 
 
 def replay_until_killed(group: dist.ProcessGroup, graphs: bool) -> float:
