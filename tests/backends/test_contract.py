@@ -22,7 +22,7 @@ FAKES = {name: fake_packages.on_cpu(backend_class(name)) for name in fake_packag
 
 IN_OTHERS = (
     "mixed-kv_groups", "cross_attention", "cross_attention-query_len", "mixed-cross_attention-kv_groups", "window",
-    "mixed-window", "alibi",
+    "mixed-window", "mixed-fp8", "mixed-v_head_dim", "alibi",
 )  # fmt: skip
 """Features whose parts are in others: the interpreter would take seconds for each."""
 

@@ -24,7 +24,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTriton]:
         yield triton
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def hooks_are_restored():
     gc.collect()  # of managers of other tests
     before = [*HOOK.calls], [*nvrtc.load_hooks]

@@ -23,7 +23,7 @@ from graphrt.session.requests import SessionRequest
 from tests.support.default_model import default_model, default_oracle
 from tests.support.toy import VOCAB, LivelyModel, Wild, captured, greedy, make_runtime, slow_device
 
-NEW_TOKENS = 64
+NEW_TOKENS = 40
 PROMPTS = (
     "Hi",
     "Why is the sky blue?",

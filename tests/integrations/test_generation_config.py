@@ -214,18 +214,20 @@ def test_probabilities_equal_those_of_the_processors_of_transformers(name: str) 
 def test_samples_have_these_probabilities_and_follow_the_seed_of_torch() -> None:
     options: dict[str, Any] = {"do_sample": True, "top_k": 6, "temperature": 1.5, "max_new_tokens": 1}
     torch.manual_seed(11)
-    found = generate([PROMPTS[0]], num_return_sequences=1200, **options)
+    found = generate([PROMPTS[0]], num_return_sequences=600, **options)
     with torch.no_grad():
         logits = oracle()(torch.tensor([PROMPTS[0]])).logits[0, -1]
     want = their_probabilities(MergedConfig.of(oracle(), None, options, VOCAB), PROMPTS[0], 5, logits)
     counts = Counter(result.token_ids[0] for result in found)
     assert counts.keys() == set(want.nonzero()[:, 0].tolist())
     for token, count in counts.items():
-        mean = 1200 * want[token].item()
+        mean = 600 * want[token].item()
         assert abs(count - mean) < 5 * mean**0.5
-    torch.manual_seed(11)
-    again = generate([PROMPTS[0]], num_return_sequences=1200, **options)
-    assert [result.token_ids for result in again] == [result.token_ids for result in found]
+    pair = []
+    for _ in range(2):
+        torch.manual_seed(11)
+        pair.append([result.token_ids for result in generate([PROMPTS[0]], num_return_sequences=40, **options)])
+    assert pair[0] == pair[1]
 
 
 NOT_NEUTRAL: dict[str, Any] = {

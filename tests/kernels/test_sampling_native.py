@@ -179,8 +179,11 @@ def at_row_ids(
     return penalties
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, F32], ids=str)
-@pytest.mark.parametrize("most", [2048, 512, 64], ids=["lists", "some_passes", "passes"])
+@pytest.mark.parametrize(
+    ("most", "dtype"),
+    [(2048, torch.bfloat16), (512, F32), (64, torch.bfloat16)],
+    ids=["lists", "some_passes", "passes"],
+)
 @pytest.mark.parametrize("signs", SIGNS)
 def test_rows_with_penalties_only(
     native_device: torch.device, rng: torch.Generator, resize: Callable[[str, int], None], signs: str, most: int,

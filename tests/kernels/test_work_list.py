@@ -232,7 +232,7 @@ def test_many_reqs_of_fixed_splits(reqs):
 @pytest.mark.skipif(not INTERPRETER_AVAILABLE, reason="needs the Triton interpreter")
 @settings(max_examples=15, deadline=None)
 @given(
-    st.lists(st.integers(0, 3000), min_size=1, max_size=300),
+    st.lists(st.integers(0, 3000), min_size=1, max_size=120),
     st.integers(1, 40),
     st.integers(0, 200),
     st.booleans(),
