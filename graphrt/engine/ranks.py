@@ -245,12 +245,13 @@ class Ranks:
 
     def _check_arrivals(self, seconds: float, stops: bool) -> None:
         arrivals, beats = self._lines[:, _ARRIVALS], self._lines[:, _BEAT]
-        stopped = stops & (time.monotonic_ns() - beats > seconds * 1e9)  # a rank that has arrived, unless it runs
+        stopped = stops & (time.monotonic_ns() - beats > seconds * 1e9)  # arrived, but does not run
         late = ((arrivals < arrivals[self.rank]) | stopped).nonzero()[0]
         if len(late):
             rank = int(late[0])
             raise self._failure(
-                rank, f"rank {rank} did not arrive at a collective or launch, or stopped in it, for {seconds:g} s"
+                rank,
+                f"rank {rank} did not arrive at a collective or launch for {seconds:g} s, or stopped inside a collective",
             )
 
     def _wait_for_collective(self, work: dist.Work | None) -> None:
