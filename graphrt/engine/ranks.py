@@ -251,7 +251,7 @@ class Ranks:
             rank = int(late[0])
             raise self._failure(
                 rank,
-                f"rank {rank} did not arrive at a collective or launch for {seconds:g} s, or stopped inside a collective",
+                f"rank {rank} did not arrive at a collective or launch for {seconds:g} s, or stopped in a collective",
             )
 
     def _wait_for_collective(self, work: dist.Work | None) -> None:
