@@ -167,6 +167,7 @@ def _check_options(config: RuntimeConfig, program: StepProgram, ranks: Ranks) ->
         f"CUDA without NCCL (call init_process_group('{CUDA_BACKENDS}'))": lacks_nccl,
         "shadow_every": bool(config.shadow_every),
         "page_tables": program.page_tables is not None,
+        f"the backend {program.backend.name}, which plans on the host": program.backend.plans_on_host(),
     }
     if any(wrong.values()):
         listed = ", ".join(name for name, is_wrong in wrong.items() if is_wrong)

@@ -162,7 +162,7 @@ def test_sampling_without_truncation(tmp_path: Path) -> None:
 def replay_until_killed(group: dist.ProcessGroup, graphs: bool) -> float:
     """Kill rank 1 while rank 0 replays and waits. Return the free memory of rank 0 after that, as a share."""
     device = torch.device("cuda", group.rank())
-    model = load_model(TINY, device=device, dtype=torch.bfloat16, group=group).model
+    model = load_model(TINY, device=device, dtype=torch.bfloat16, max_positions=4096, group=group).model
     runtime = make_runtime(model, RuntimeConfig(4, 32, 4096, use_graphs=graphs))
     runtime.capture()
     if runtime.rank:
