@@ -39,16 +39,17 @@ class DraftModel:
 
     With `hidden_size` it is a head, such as EAGLE or MTP. Both models then call `step.keep_hidden`, and the head reads
     `step.previous_hidden`: for each token, the hidden state that predicted it. This is the model's hidden state for
-    tokens of the sequence and the first draft, and the head's own for later drafts. EAGLE-3 reads the inputs of several
-    layers of the model, side by side, and `combine` maps them to one state per token.
+    tokens of the sequence and the first draft, and the head's own for later drafts. An EAGLE-3 head reads the
+    concatenated inputs of several layers of the model, and `combine` maps them to one state per token.
 
     model       maps a Step to logits [padded_reqs, vocab_size]; called with sizes that differ from the step's
     attention   the spec of every layer; None: the specs of the model's `Attention` layers
     vocab_size  width of the logits; must equal the runtime's
     hidden_size width of the hidden states that the draft model reads, in the dtype of its first layer; None: it reads
                 tokens only
-    hidden_layers  layers of the model whose inputs are read, ascending; (): the states that give the logits
-    combine     maps what the model kept to [padded_tokens, hidden_size]; None: it has this width. Capture-safe
+    hidden_layers  ascending indices of the model's layers whose inputs are read; (): the states that give the logits
+    combine     maps the states that the model kept to [padded_tokens, hidden_size]. None: they have this width.
+                Must be capture-safe
 
     Raises:
         ConfigError: if an argument has the wrong type, or the model has no layers.

@@ -57,7 +57,7 @@ EndsPrompt = Callable[[int, int], bool]
 
 Arrivals = Callable[[bool], Sequence[tuple[Prompt, SamplingParams]] | None]
 """Returns the prompts that have arrived, each with its params, or None if no more will arrive. The argument is True if
-all earlier prompts have finished; the call may then wait for the next prompt."""
+all earlier prompts have finished. The call may then block until the next prompt."""
 
 
 class TextGenerator:
@@ -123,19 +123,19 @@ class TextGenerator:
     def serve(self, arrivals: Arrivals) -> Generator[Event, None, None]:
         """Yield tokens of prompts that arrive while other prompts run. A new prompt joins the next launch.
 
-        Prompts are numbered in the order of their arrival. Preempted requests are recomputed. An error ends all
-        prompts, so call `check` before a prompt arrives.
+        Prompts are numbered in the order of their arrival. Preempted requests are recomputed. An error ends the
+        generator and all its prompts, so validate each prompt with `check` first.
 
         arrivals  called before each launch, by the thread that runs the generator. After it has returned None, the
                   generator ends when all prompts have finished
 
-        Raises: see `generate`. A wrong prompt raises when it arrives.
+        Raises: see `generate`. An invalid prompt raises when it arrives.
         """
         self._check_captured("serve")
         return self._run([], None, arrivals)
 
     def check(self, prompt: Prompt, params: SamplingParams, index: int = 0) -> None:
-        """Raise the error that `generate` raises for a prompt. The text has its index. Any thread may call this."""
+        """Raise the error that `generate` would raise for a prompt. The text has `index`. Any thread may call this."""
         self._checked(index, prompt, params)
 
     def _check_captured(self, call: str) -> None:

@@ -1,7 +1,7 @@
 """Offline generation over a Ray Dataset: a class for `map_batches`, with one Runtime per actor.
 
-Ray Data calls an async class for several batches at once. Their prompts go to one thread, which runs them all with
-continuous batching. So the decode batch stays full when a batch is nearly done.
+Ray Data calls an async class for several batches at once. One thread runs the prompts of all batches with continuous
+batching, so the decode batch stays full while the last prompts of a batch run.
 """
 
 from __future__ import annotations
@@ -57,21 +57,23 @@ class BatchGenerator:
             compute=ray.data.ActorPoolStrategy(size=8, max_concurrent_calls_per_actor=8),
         )
 
-    A row needs a column `prompt`: a text, or token ids. It keeps all its columns, and gets `generated_tokens`, without
-    the stop token; `finish_reason`, "stop" or "length"; and `generated_text`, if the model has a tokenizer.
+    Each row needs a column `prompt`: a text, or token ids. The result has all columns of the row, and the new columns
+    `generated_tokens`, without the stop token; `finish_reason`, "stop" or "length"; and `generated_text`, if the model
+    has a tokenizer.
 
-    If `temperature` is above 0, the seed of a row is its column `seed`. Without this column, it is derived from
-    `params.seed` and the prompt, so equal prompts get equal answers. Either way, a row that runs again has its seed.
+    If `temperature` is above 0, the column `seed` has the seed of each row. Without this column, the seed is derived
+    from `params.seed` and the prompt, so equal prompts get equal answers. A retried row has the same seed.
 
-    If a rank of the actor fails, the actor exits, and Ray starts it again. Other errors are raised by all its batches.
+    If a rank of the actor fails, the actor exits, and Ray restarts it. Other errors of a step are raised by all batches
+    of the actor.
 
     model   as for `load_model`; None: SmolLM2-135M-Instruct
     params  for all rows. The end-of-sequence tokens of the model are added to `stop_ids`
     config  capacities and options; None: as for `from_transformers`, with the options that `params` need
     device  None: CUDA if available, else CPU. With `num_gpus=1`, each actor has its own GPU
     dtype   as for `load_model`
-    ranks   number of processes that share the model. The actor starts all but the first. Only on CPUs so far
-    chat    answer a text as a user message; None: if the model has a chat template
+    ranks   number of processes that run the model together. The actor starts the others. Only on CPUs so far
+    chat    whether a text is a user message; None: if the model has a chat template
 
     Raises: ConfigError: if an argument is wrong. See also `load_model` and Runtime.
     """
@@ -140,7 +142,7 @@ class BatchGenerator:
 
 @dataclass(frozen=True)
 class _Source:
-    """What all ranks of an actor load."""
+    """The arguments of `load_model` for all ranks of an actor."""
 
     model: str | Path | ModelConfig
     device: str | None
@@ -168,7 +170,7 @@ def _capture(loaded: LoadedModel, config: RuntimeConfig | None, group: dist.Proc
 
 
 def _start_ranks(count: int, source: _Source) -> dist.ProcessGroup:
-    """Start the other ranks, and return the group once all have joined."""
+    """Start the other ranks, wait until all have joined, and return the group."""
     store = TCPStore("127.0.0.1", 0, count, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
     processes = {
@@ -180,7 +182,7 @@ def _start_ranks(count: int, source: _Source) -> dist.ProcessGroup:
     while not store.check([_joined(rank) for rank in processes]):
         for rank, process in processes.items():
             if not process.is_alive():
-                raise RankError(rank, f"the process of rank {rank} has ended with code {process.exitcode} at its start")
+                raise RankError(rank, f"the process of rank {rank} exited early, with code {process.exitcode}")
         time.sleep(_POLL_SECONDS)
     return _join(store, 0, count)
 
@@ -245,7 +247,7 @@ class _Engine:
                 self._take(event)
         except RankError:
             traceback.print_exc()
-            os._exit(1)  # Ray takes it for a crash: it starts the actor again, and runs its tasks again
+            os._exit(1)  # Ray treats it as a crash: it restarts the actor, and retries its tasks
         except Exception as error:
             for rows in {rows for rows, _ in self._running.values()}:
                 rows.future.set_exception(error)

@@ -95,13 +95,13 @@ class EagleConfig:
 class EagleHead(nn.Module):
     """One layer that drafts from hidden states of a model. Weights are uninitialised until `load_eagle`.
 
-    EAGLE feeds the layer with `fc` of the token's embedding and the hidden state before it. EAGLE-3 has an `fc` that
-    combines the inputs of several layers of the model to one hidden state, and feeds the layer with norms of embedding
-    and hidden state, side by side. Only EAGLE-3 has a norm before lm_head.
+    In EAGLE, the input of the layer is `fc` of the token's embedding, concatenated with the previous hidden state. In
+    EAGLE-3, `fc` combines the inputs of several layers of the model to one hidden state. The input of the layer is then
+    the norm of the embedding, concatenated with the norm of this hidden state. Only EAGLE-3 has a norm before lm_head.
 
-    names   names of the checkpoint's tensors; embedding and lm_head that it lacks are the model's
+    names   names of the checkpoint's tensors. A missing embedding or lm_head is shared with the model
 
-    Raises: UnsupportedError: if it shares the lm_head of a model of several ranks.
+    Raises: UnsupportedError: if the head would share the lm_head of a model that is split over ranks.
     """
 
     cos_sin: torch.Tensor
@@ -130,7 +130,10 @@ class EagleHead(nn.Module):
         shared = self.embedding if layer.tie_word_embeddings else model.head
         self.head: Weight = weight(config.draft_vocab_size, width) if self._own_head else shared
         if model.group is not None and not self._own_head:
-            raise UnsupportedError("lm_head.weight: missing in the head, and each rank has a part of the model's")
+            raise UnsupportedError(
+                "lm_head.weight: missing in the head, and the model's is split over ranks; use a head with lm_head, or "
+                "one rank"
+            )
         self.shards = None if self._own_embedding else VocabShards.of(vocab_size, model.group)
         positions = len(model.cos_sin), device
         table = layer.rope.cos_sin(layer.rotary_dim, layer.max_position_embeddings, *positions)
@@ -140,8 +143,8 @@ class EagleHead(nn.Module):
             self.token_ids = torch.empty(config.draft_vocab_size, dtype=torch.int64, device=device)
 
     def combine(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return one hidden state per token [tokens, hidden_size], from those of several layers of the model, side by
-        side. Capture-safe."""
+        """Return one hidden state per token [tokens, hidden_size], from the concatenated states of several layers of
+        the model. Capture-safe."""
         return linear(hidden, self.fc, self.fc_bias)
 
     def forward(self, step: Step) -> torch.Tensor:
@@ -199,7 +202,7 @@ class EagleHead(nn.Module):
 def _attend(step: Step, q: torch.Tensor) -> torch.Tensor:
     """Return attention to all tokens except token 0, for which EAGLE has no hidden state.
 
-    The key and the value of token 0 are 0, so it adds exp(0) to the softmax denominator, and nothing to the sum.
+    The key and the value of token 0 are 0, so it adds exp(0) to the softmax denominator, and 0 to the sum of values.
     """
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     out = step.attend(0, q, lse=lse)
@@ -212,8 +215,8 @@ def load_eagle(folder: Path, model: LlamaModel) -> DraftModel:
 
     Raises:
         ConfigError: if a file is missing or corrupt, tensors are missing, unknown or of the wrong shape, or the head
-            is of another model.
-        UnsupportedError: if graphrt does not implement the head.
+            does not fit the model.
+        UnsupportedError: if graphrt does not support the head.
     """
     config = EagleConfig.from_hf(read_json(folder / "config.json"), len(model.layers))
     source = SafetensorsSource(folder, config.layer)
@@ -221,7 +224,7 @@ def load_eagle(folder: Path, model: LlamaModel) -> DraftModel:
     head = EagleHead(config, model, shapes)
     width, targets = config.layer.hidden_size, head.weight_targets()
     expected = {name: tuple(target.shape) for name, target in targets.items()}
-    if "t2d" in shapes:  # whether the head can draft each token, which d2t says too
+    if "t2d" in shapes:  # whether the head can draft each token. d2t implies it
         expected["t2d"] = (config.layer.vocab_size,)
     check_weights(config.layer, expected, source)
     layers, most = config.hidden_layers, len(model.layers)

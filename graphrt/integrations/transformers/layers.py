@@ -1,4 +1,4 @@
-"""Replaces decoder layers with the operators of graphrt's own Llama layer, where these compute the same result."""
+"""Replaces decoder layers by the operators of graphrt's own Llama layer, if the result is the same."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ from graphrt.models.llama import run_layer
 from graphrt.spec import AttentionSpec
 
 _Kind = TypeVar("_Kind", Norm, GatedMLP, Part)
-_PAGE = 16  # any size, since the check has pages of its own
+_PAGE = 16  # any size, since the check allocates its own pages
 
 
 class FusedLayer:
-    """h = x + attention(norm(x)); h + mlp(norm(h))
+    """Compute h = x + attention(norm(x)), then h + mlp(norm(h)).
 
-    A layer computes the norm of the layer `after` it too. That layer uses it if its input is the result of this layer.
-    Only then does it change its input in place. If no layer is known to follow, others may change the result.
+    A layer also computes the first norm of the next layer, `after`. The next layer uses this norm, and updates its
+    input in place, only if its input is the result of this layer.
 
-    norms   before attention and MLP
-    heads   norms of queries and keys, or none
+    norms     before attention and MLP
+    heads     norms of queries and keys, or none
     products  qkv, o, gate and up, down
     rotaries  the table of the rotation, or None, by dtype
-    spec    of the first call of the attention function
-    after   the layer that transformers calls next; the layer itself if that is unknown
+    spec      of the first call of the attention function
+    after     the layer that transformers calls next; the layer itself if the next layer is unknown
     """
 
     def __init__(
@@ -88,9 +88,9 @@ class FusedLayer:
 def find_layers(hosted: HostedModel, max_seq_len: int, vocab_size: int) -> dict[str, str]:
     """Set `hosted.layers`, and return the operator of each layer that is replaced, by name.
 
-    A layer is replaced if it consists of two norms, attention and a gated MLP whose operators are known, and if it
-    gives the same result on random input. At the end, seven tokens must get the same logits as before; otherwise no
-    layer is replaced. Modules with hooks, or with code that is neither transformers' nor torch's, are not replaced.
+    A layer is replaced if it consists of two norms, attention and a gated MLP whose operators are known, and if the
+    result is the same on random input. Finally, the logits of seven tokens must not change, or no layer is replaced.
+    Modules with hooks, or with code that is neither transformers' nor torch's, are not replaced.
     """
     rotating = {module for module, _ in hosted.rotaries}
     names, layers = dict[torch.nn.Module, str](), dict[torch.nn.Module, FusedLayer]()
@@ -127,8 +127,8 @@ def find_layers(hosted: HostedModel, max_seq_len: int, vocab_size: int) -> dict[
 
 
 def _follows(model: torch.nn.Module, before: str, after: str) -> bool:
-    """Return whether two layers are neighbours in a list that only code of transformers calls. Code of the caller could
-    change the result of the first layer in place before the second gets it."""
+    """Return whether two layers are adjacent in a list that only code of transformers calls. Other code could change
+    the result of the first layer in place before it calls the second."""
     path, _, index = before.rpartition(".")
     owners = [model, *(model.get_submodule(".".join(path.split(".")[:end])) for end in range(1, path.count(".") + 2))]
     follows = index.isdigit() and after == f"{path}.{int(index) + 1}"
