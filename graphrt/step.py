@@ -316,6 +316,7 @@ class Step:
         spec = target.spec
         rows = (spec.num_q_heads + spec.num_kv_heads) * spec.head_dim + spec.num_kv_heads * spec.value_dim
         check_weight("weight", weight, rows=rows, dtype=spec.dtype, device=self.positions.device)
+        check_tensor("x", x.x if isinstance(x, Normed) else x, shape=(self.descriptor.padded_tokens, weight.shape[1]))
         self._check_rotary(rotary)
         self._check_order(layer, True)
         q = linear_rope_write(

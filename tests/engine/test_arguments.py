@@ -204,6 +204,18 @@ def test_wrong_attend_argument_is_named(case: str) -> None:
         captured(attend(**changes))
 
 
+def test_the_tokens_of_a_product_are_checked() -> None:
+    rows = (HEADS + 2 * KV_HEADS) * HEAD_DIM
+
+    def model(step: Step) -> torch.Tensor:
+        hidden = torch.zeros(step.descriptor.padded_tokens, 8)
+        step.linear_rope_write(0, hidden[1:], torch.zeros(rows, 8))
+        return torch.zeros(step.descriptor.padded_reqs, VOCAB)
+
+    with pytest.raises(ShapeError, match=r"x: expected shape \[4, 8\], got \[3, 8\]"):
+        captured(model)
+
+
 def test_a_backend_that_cannot_serve_gives_all_reasons() -> None:
     spec = KVCacheSpec(LAYERS, KV_HEADS, 520, 4, dtype=torch.float32)
     attention = AttentionSpec(HEADS, KV_HEADS, 520, torch.bfloat16)
