@@ -147,9 +147,9 @@ class Step:
         """Offer hidden states of the step's tokens to the proposer, which reads them as `step.hidden`.
 
         hidden  [padded_tokens, width]  or a Normed
-        before  the layer that these states are the input of, or the number of layers for the output of the last layer;
-                they are copied if the proposer reads them. None: the states that give the logits; they are not copied,
-                so the model must not change them later
+        before  index of the layer whose input these states are, or the number of layers for the output of the last
+                layer. They are copied if the proposer reads them. None: the states that give the logits. They are not
+                copied, so the model must not change them later
 
         Capture-safe. Raises: ShapeError: if the number of tokens differs.
         """
@@ -162,8 +162,8 @@ class Step:
 
     @property
     def hidden(self) -> torch.Tensor:
-        """The hidden states that the model kept, [padded_tokens, width], or those before each of `hidden_layers`, side
-        by side. Raises: ConfigError: if it kept none."""
+        """The hidden states that the model kept [padded_tokens, width]: with `hidden_layers`, the concatenated inputs of
+        these layers. Raises: ConfigError: if the model kept none."""
         names = self.hidden_layers or (None,)
         if missing := [name for name in names if name not in self._kept]:
             what, argument = ("", "") if missing == [None] else (f" before layers {missing}", ", before=layer")

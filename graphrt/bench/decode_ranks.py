@@ -1,4 +1,4 @@
-"""The decode benchmark on several ranks of one host, each in a process of its own, compared with one rank."""
+"""The decode benchmark on several ranks of one host, compared with one rank. Each rank is a new process."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ def bench_ranks(
     Raises: ConfigError: if there are fewer GPUs than ranks. RankError: if a rank ends. The errors of rank 0.
     """
     if device.type == "cuda" and ranks > torch.cuda.device_count():
-        raise ConfigError(f"--tp: expected at most {torch.cuda.device_count()} GPUs, got {ranks}; lower it")
+        raise ConfigError(
+            f"--tp: expected at most {torch.cuda.device_count()}, the number of GPUs, got {ranks}; lower it"
+        )
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder:

@@ -114,7 +114,7 @@ class GenerateOptions(PromptOptions):
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto"
     page_size: _PageSize = 16
     context_parallel_size: Annotated[
-        int, typer.Option(min=1, help="Ranks of torchrun that share the KV of each request; 1 means none.")
+        int, typer.Option(min=1, help="Number of ranks that divide the KV of each request. Needs torchrun.")
     ] = 1
     chat: Annotated[
         bool | None, typer.Option("--chat/--raw", help="Apply the model's chat template; default: if there is one.")
@@ -149,7 +149,7 @@ class DecodeOptions(SamplingOptions):
         ),
     ] = None
     drafts: Annotated[int, typer.Option(min=1, max=63, help="Drafts per step, with --speculate.")] = 4
-    tp: Annotated[int, typer.Option(min=1, help="Also time this number of ranks, which split the model.")] = 1
+    tp: Annotated[int, typer.Option(min=1, help="Also time the model split over this number of ranks.")] = 1
     json_only: _JsonOnly = False
 
 

@@ -47,8 +47,8 @@ _ABORT_SECONDS = 2.0  # from the abort of NCCL to the end of its kernels
 _RING_BYTES = 1 << 22
 _TEXT_BYTES = 1024
 _LINE = 8  # int64 per cache line
-# Of a rank's line. Arrivals are collectives and launches. The counter is that of the ring, and the beat is when a
-# waiting rank last checked the others.
+# Indices in a rank's line. Arrivals count collectives and launches. The beat is the time when a waiting rank last
+# checked the others. The counter belongs to the ring.
 _ARRIVALS, _BEAT, _FAILED, _CULPRIT, _COUNTER = range(5)
 _ADVICE = "close the runtime, and start all ranks again"
 
@@ -174,7 +174,7 @@ class Ranks:
             self.check()
 
     def poll(self) -> None:
-        """Raise RankError if a rank has failed, as far as this rank knows or has looked in the last 50 ms."""
+        """Raise RankError if a rank has failed. Looks for failures of other ranks at most every 50 ms."""
         if self._has_failed or time.monotonic() - self._polled > _CHECK_SECONDS:
             self._polled = time.monotonic()
             self.check()

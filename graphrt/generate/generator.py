@@ -104,7 +104,7 @@ class TextGenerator:
         prompts  token ids from 0 to vocab_size - 1, at least one per prompt: lists, arrays or host tensors
         params   one for all prompts, or one per prompt
         ends     called with the index of a prompt and its new token, except a stop token. If it returns True, this
-                 token is the prompt's last. Use it for ends that only the host detects, such as a stop string
+                 token is the prompt's last. Use it for conditions that only the host detects, such as a stop string
 
         Raises: ShapeError: if a prompt is empty or not a list of token ids. CapacityError: if the cache is too small
         for a single prompt. ConfigError: if `params` are wrong. CaptureError: if the runtime is not

@@ -20,13 +20,13 @@ from graphrt.kernels.ops.all_reduce import symmetric_buffer_for
 from graphrt.kernels.sizes import ceil_div
 
 VOCAB_MULTIPLE = 32
-"""A rank has a multiple of this number of tokens, because words of token masks and groups of noise have 32 tokens."""
+"""The number of tokens per rank is a multiple of this: words of token masks and groups of noise have 32 tokens."""
 
 waits: dict[str, Callable[[dist.Work | None], None]] = {}
-"""Called after a collective was queued, by the name of the group, with the work that the host waits for; None: a stream
-waits. The host waits without a limit in other groups."""
+"""Functions that wait for a queued collective, by the name of the group. The argument is the work that the host waits
+for, or None if a stream waits. In groups without a function, the host waits without a time limit."""
 
-# torch 2.13 has renamed the function.
+# torch 2.13 renamed the function.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 

@@ -265,7 +265,7 @@ REPLAYS, CALLS, TOKENS, WIDTH = 500, 16, 64, 4096
 
 
 def check_on_gpu(rank: int, ranks: int, folder: str) -> None:
-    """Compare eager calls, and replays of captured calls beside delays of one rank, with sums of the same numbers."""
+    """Compare eager calls, and replays of captured calls while one rank is delayed, with sums of the same numbers."""
     os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
