@@ -162,8 +162,8 @@ class Step:
 
     @property
     def hidden(self) -> torch.Tensor:
-        """The hidden states that the model kept [padded_tokens, width]: with `hidden_layers`, the concatenated inputs of
-        these layers. Raises: ConfigError: if the model kept none."""
+        """The hidden states that the model kept [padded_tokens, width]; with `hidden_layers`, the concatenated inputs
+        of these layers. Raises: ConfigError: if the model kept none."""
         names = self.hidden_layers or (None,)
         if missing := [name for name in names if name not in self._kept]:
             what, argument = ("", "") if missing == [None] else (f" before layers {missing}", ", before=layer")

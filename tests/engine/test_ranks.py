@@ -298,7 +298,7 @@ def fail(group: dist.ProcessGroup, act: str, rank: int, call: int) -> None:
             list(TextGenerator(runtime).generate(PROMPTS, GREEDY))
 
 
-FAILURES = {  # what, on which rank, at which call of the model; the error there, and what the others say
+FAILURES = {  # act, rank, call of the model, error on this rank, and text of the error on the other ranks
     "raises": ("raise", 1, 3, ValueError, "rank 1 failed with ValueError: bad luck"),
     "first-raises": ("raise", 0, 3, ValueError, "rank 0 failed with ValueError: bad luck"),
     "killed": ("kill", 1, 3, None, "the process of rank 1 has ended"),

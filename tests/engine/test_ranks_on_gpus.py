@@ -1,4 +1,4 @@
-"""Ranks on two GPUs: collectives in graphs, tokens as of one process, and the end of all ranks after a failure."""
+"""Ranks on two GPUs: collectives in graphs, tokens equal to those of one process, and failures of a rank."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_sampling_without_truncation(tmp_path: Path) -> None:
 
 
 def replay_until_killed(group: dist.ProcessGroup, graphs: bool) -> float:
-    """Kill rank 1 while rank 0 replays and waits. Return the free memory of rank 0 after that, as a share."""
+    """Kill rank 1 while rank 0 replays and waits. Return the share of rank 0's memory that is free after that."""
     device = torch.device("cuda", group.rank())
     model = load_model(TINY, device=device, dtype=torch.bfloat16, max_positions=4096, group=group).model
     runtime = make_runtime(model, RuntimeConfig(4, 32, 4096, use_graphs=graphs))

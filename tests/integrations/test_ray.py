@@ -1,4 +1,4 @@
-"""Ray: rows of a dataset are answered once, also if an actor dies; batches share steps; ranks of an actor."""
+"""Ray: each row of a dataset is answered once, even if an actor dies; batches share steps; ranks of an actor."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_rows_of_an_actor_that_dies_are_answered_by_another(monkeypatch: pytest.
     import ray.data
 
     class Mortal(BatchGenerator):
-        """Adds the process that has answered a row. The first that has answered three batches kills itself."""
+        """Adds the process that answered each row. The first process that has answered three batches kills itself."""
 
         answered = 0
 
@@ -184,7 +184,7 @@ def test_a_wrong_batch_fails_alone_and_a_fault_fails_all(folder, monkeypatch: py
 
 
 def test_an_actor_exits_if_a_rank_fails(folder, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
-    """Ray then starts it again. A retry would go to the same actor."""
+    """Ray then restarts it. A retry would go to the same actor."""
     generator = BatchGenerator(folder[0], SamplingParams(20), config=CONFIG, device="cpu")
     codes = queue.SimpleQueue[int]()
 

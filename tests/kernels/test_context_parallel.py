@@ -97,7 +97,7 @@ def test_ranks_together_attend_to_all_keys(
 
 
 class Group:
-    """Stands for a process group of three ranks."""
+    """Replaces a process group of three ranks."""
 
     group_name = "three"
 
