@@ -1,4 +1,4 @@
-"""Attention over keys that are split over the ranks of a group, each of which has other query heads.
+"""Attention over keys that are split over the ranks of a group. Each rank has different query heads.
 
     1 gather      every rank gets the queries of all ranks
     2 attend      over the keys of this rank, which gives partial outputs of all heads, and their log-sum-exps

@@ -1,1 +1,1 @@
-"""Operators of decoder models, other than matrix products and attention: norms, activation, sampling."""
+"""Operators of decoder models other than attention: products, norms, activation, sampling and collectives."""

@@ -278,8 +278,8 @@ def test_prompts_end_at_tokens_that_the_caller_chooses(
 
 @pytest.mark.parametrize("num_pages", [60, 12])
 def test_prompts_arrive_while_others_run(num_pages: int) -> None:
-    """Prompts arrive at every second launch, or when all have finished. With few pages, they also arrive while preempted
-    prompts wait. The generator keeps no state of finished prompts."""
+    """Prompts arrive at every second launch, or when all have finished. With few pages, they also arrive while
+    preempted prompts wait. The generator keeps no state of finished prompts."""
     runtime = captured(num_pages=num_pages)
     generator = TextGenerator(runtime)
     prompts = [[5 + i, 6, 7 * i % 50] * (1 + i % 3) for i in range(9)]
