@@ -10,13 +10,13 @@ import torch
 
 
 class Watch(Protocol):
-    """What the ranks of a group do while the host waits for a GPU."""
+    """Checks for failed ranks while the host waits for a GPU."""
 
     def wait_for_device(self, done: Callable[[], bool]) -> None:
         """Wait until a condition is true. Raises: RankError: if a rank has failed."""
 
     def poll(self) -> None:
-        """Raise RankError if a rank has failed. Called by code that waits in a loop of its own."""
+        """Raise RankError if a rank has failed. For code that polls by itself."""
 
 
 watch: Watch | None = None

@@ -96,7 +96,7 @@ class StagingSlot:
         """
         if self.is_free:
             return
-        # With ranks, also ask about a launch that is done: after a failure its results are wrong.
+        # With several ranks, wait for a finished launch too: this raises after a failure, when results may be wrong.
         if self._event is not None and (self._running is not None or device_wait.watch is not None):
             device_wait.wait_for(self._event)
         on_done = self.on_done  # read before the query, because a launch is queued before its `on_done` is set

@@ -1,9 +1,9 @@
 // Exchange query heads, and partial outputs of attention, between ranks that share the KV of each request.
 //
-//   GATHER  out = the query heads of all ranks, those of a KV head side by side
-//   MERGE   a rank gets the partial outputs of its heads from all ranks, and merges them by their log-sum-exps
+//   GATHER  out = the query heads of all ranks; the heads of a KV head are adjacent
+//   MERGE   out = the outputs of this rank's heads, merged from the partial outputs and log-sum-exps of all ranks
 //
-// A thread has 16 bytes of a head. In MERGE it also sends the log-sum-exp of the head, so it needs no other thread.
+// A thread handles 16 bytes of a head. In MERGE it also sends the log-sum-exp of the head, so it needs no other thread.
 // Merges are float32, in the order of ranks. symmetric_buffer.cuh describes the exchange.
 //
 // Compile-time macros: RANKS, WARPS, PARAMS_BYTES, Q_BF16 (else float16)
