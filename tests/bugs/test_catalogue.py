@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from scripts.bug_catalogue import judge, table
+from scripts.bug_catalogue import judge, main, table
 from tests.bugs.all import CATALOGUE, Bug, Seen
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,9 +40,9 @@ def blocks(mark: str) -> list[str]:
     return re.findall(rf"<!-- {mark} -->\n^```(?:python)?\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
 
 
-def run_python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_python(source: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
+        [sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
         env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
     )  # fmt: skip
 
@@ -64,7 +64,7 @@ def test_the_examples_of_the_page_run_without_the_runtime() -> None:
         "used = {n.split('.')[1] for n in loaded}\n"
         "assert used <= {'capture', 'kernels', 'testing', 'graph_checks'}, used\n"
     )
-    result = run_python("-c", f"{plain}\n{runner}\n{check}")
+    result = run_python(f"{plain}\n{runner}\n{check}")
     assert result.returncode == 0, result.stderr
     said = " ".join(result.stdout.split())
     for line in shown.splitlines():
@@ -74,7 +74,7 @@ def test_the_examples_of_the_page_run_without_the_runtime() -> None:
 
 def test_the_example_of_a_manager_runs() -> None:
     (source,) = blocks("runtime")
-    result = run_python("-c", source, CUDA_VISIBLE_DEVICES="")
+    result = run_python(source, CUDA_VISIBLE_DEVICES="")
     assert result.returncode == 0, result.stderr
     assert "verify RuntimeSubject: ok" in result.stdout
 
@@ -104,9 +104,12 @@ def test_the_script_judges(case: str) -> None:
     assert bool(below) is bool(text)
 
 
-def test_the_script_prints_its_result() -> None:
-    result = run_python("-m", "scripts.bug_catalogue", "--only", "max_seq_len", "--device", "cpu")
-    assert result.returncode == 0, result.stdout + result.stderr
-    said = json.loads(result.stdout.splitlines()[-1])
+def test_the_script_prints_its_result(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["bug_catalogue", "--only", "max_seq_len", "--device", "cpu"])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    printed = capsys.readouterr().out
+    assert not caught.value.code, printed
+    said = json.loads(printed.splitlines()[-1])
     assert said["bugs"] == said["caught"] == 1
-    assert "a frozen max_seq_len" in result.stdout
+    assert "a frozen max_seq_len" in printed

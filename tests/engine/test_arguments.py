@@ -77,13 +77,12 @@ def test_mixed_sizes_need_mixed_batches(rig: Rig) -> None:
 def test_descriptors_are_equal_in_every_process() -> None:
     """Ranks send descriptors to each other: hashes of strings would differ."""
     code = "import pickle, sys; d = pickle.load(sys.stdin.buffer); print(hash(d))"
-    for seed in ("1", "2"):
-        sent = pickle.dumps(BatchDescriptor.mixed(64, 8))
-        result = subprocess.run(
-            [sys.executable, "-c", code], input=sent, capture_output=True, check=True,
-            env=os.environ | {"PYTHONHASHSEED": seed},
-        )  # fmt: skip
-        assert int(result.stdout) == hash(BatchDescriptor.mixed(64, 8))
+    sent = pickle.dumps(BatchDescriptor.mixed(64, 8))
+    result = subprocess.run(
+        [sys.executable, "-c", code], input=sent, capture_output=True, check=True,
+        env=os.environ | {"PYTHONHASHSEED": str(1 + hash("another") % 1000)},
+    )  # fmt: skip
+    assert int(result.stdout) == hash(BatchDescriptor.mixed(64, 8))
     for kind, reqs in (("decode", 1), (GraphKind.DECODE, "1"), (GraphKind.DECODE, 1.0), (GraphKind.MIXED, 0)):
         with pytest.raises(ConfigError, match=r"BatchDescriptor\.(kind|padded_reqs): expected"):
             BatchDescriptor(kind, reqs, 1)
