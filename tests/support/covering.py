@@ -19,9 +19,9 @@ def covering_array(factors: dict[str, list[Any]], seed: int = 0) -> list[dict[st
     }
     rows = []
     while missing:
-        best, covered = {}, set()
+        best, covered, left = {}, set(), sorted(missing)
         for _ in range(60):
-            a, x, b, y = rng.choice(sorted(missing))
+            a, x, b, y = rng.choice(left)
             row = {name: rng.randrange(len(values)) for name, values in factors.items()} | {a: x, b: y}
             hits = {pair for pair in _pairs(names, row) if pair in missing}
             if len(hits) > len(covered):
