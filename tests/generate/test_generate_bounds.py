@@ -185,7 +185,7 @@ def test_a_plan_of_a_device_leaves_room_for_graphs(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         "graphrt.runtime._measure_graphs", lambda *given: graphs if given == ("b", config, cuda, 1) else 0
     )
-    plan = _plan_memory("b", config, groups, cuda, 0.75)
+    plan = _plan_memory("b", config, groups, cuda, 0.75, None)
     assert (plan.free_before, plan.reserved, plan.predicted_graphs) == (free, 10 * PAGE_BYTES, graphs)
     assert (plan.num_pages, plan.kv_bytes) == (6, 6 * PAGE_BYTES)
     assert plan.predicted_free == free - graphs - 6 * PAGE_BYTES - 8 * 6
