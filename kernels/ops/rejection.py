@@ -28,6 +28,8 @@ from graphrt.kernels.ops.sampling_logits import (
     NOWHERE,
     WORD,
     exponential,
+    kernel_input_types,
+    kernel_inputs,
     key_of,
     logits_of_words,
     min_p_floor,
@@ -158,15 +160,9 @@ def _kept_triton(*tensors: torch.Tensor | None) -> torch.Tensor:
     rows, vocab = inputs.logits.shape
     out = torch.empty((rows, vocab), dtype=torch.float32, device=inputs.logits.device)
     words = torch.empty(1, dtype=torch.int32, device=out.device)
-    unread = {"seen": words, "counts": words, "bias_tokens": words, "bias_values": out, "mask_words": words}
-    ptrs = inputs._replace(**{name: t for name, t in unread.items() if getattr(inputs, name) is None})
-    state_rows, num_masks = (0 if t is None else t.shape[0] for t in (inputs.seen, inputs.mask_words))
-    bias_rows, _, bias_capacity = (0, 2, 0) if inputs.bias_tokens is None else inputs.bias_tokens.shape
+    ptrs, sizes = kernel_inputs(inputs, words, out)
     if rows:
-        _launch_kept(
-            (rows,), ptrs, out, vocab, inputs.logits.stride(0), state_rows, bias_rows, bias_capacity, num_masks,
-            BLOCK=_BLOCK, PROBES=_PROBES, num_warps=_NUM_WARPS,
-        )  # fmt: skip
+        _launch_kept((rows,), ptrs, out, *sizes, BLOCK=_BLOCK, PROBES=_PROBES, num_warps=_NUM_WARPS)
     return out
 
 
@@ -406,14 +402,9 @@ def store_draft_logprobs(proposed: torch.Tensor, req_indices: torch.Tensor, draf
 
 def compile_variants() -> list[CompileSpec]:
     """Return a variant of each kernel, and of `kept_logprobs` with no options and with all."""
-    floats = ("temperatures", "top_p", "min_p", "repetition", "presence", "frequency", "bias_values")
-    placeholders = ("seen", "counts", "bias_tokens", "bias_values", "mask_words")
     specs = []
     for everything in (False, True):
-        types: dict[str, Any] = {name: "*fp32" if name in floats else "*i32" for name in SampleInputs._fields}
-        types |= {"logits": "*bf16", "seeds": "*i64"}
-        if not everything:
-            types |= dict.fromkeys(SampleInputs._field_defaults.keys() - placeholders, "constexpr")
+        types: dict[str, Any] = kernel_input_types("bf16", everything=everything)
         specs.append(
             CompileSpec(
                 f"kept_logprobs{'_all' if everything else ''}", _kept_logprobs_kernel,

@@ -38,7 +38,7 @@ from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.launcher import KernelLauncher, overlaps
 from graphrt.kernels.library import define_op
 from graphrt.kernels.ops.sampling_chunks import CHANGED_WORDS, sample_chunks_kernel
-from graphrt.kernels.ops.sampling_logits import SAMPLE_CHUNK
+from graphrt.kernels.ops.sampling_logits import SAMPLE_CHUNK, kernel_input_types, kernel_inputs
 from graphrt.kernels.ops.sampling_native import GROUPS_MULTIPLE, SplitRows, launch_native, serves
 from graphrt.kernels.ops.sampling_reference import NOISE_GROUP, SampleInputs, sample_reference
 from graphrt.kernels.ops.sampling_rows import sample_rows_kernel
@@ -150,13 +150,9 @@ def _sample_triton(*tensors: torch.Tensor | None) -> torch.Tensor:
     list_groups = torch.empty((rows, groups), dtype=torch.int32, device=device)
     truncates = inputs.top_k is not None
     group_mass = torch.empty_like(group_best) if truncates else None
-    unread = {
-        "seen": list_groups, "counts": list_groups, "bias_tokens": list_groups, "bias_values": group_best,
-        "mask_words": list_groups,
-    }  # fmt: skip
-    unread = {name: placeholder for name, placeholder in unread.items() if getattr(inputs, name) is None}
-    ptrs = inputs._replace(**unread)
-    processes = not {"seen", "bias_tokens", "mask_words"} <= unread.keys()
+    ptrs, numbers = kernel_inputs(inputs, list_groups, group_best)
+    sizes = (*numbers, groups)
+    processes = any(tensor is not None for tensor in (inputs.seen, inputs.bias_tokens, inputs.mask_words))
     split = plain_words = None
     changed_best, changed_mass = group_best, group_mass  # placeholders, because no row has changed tokens
     if processes and native:
@@ -167,9 +163,6 @@ def _sample_triton(*tensors: torch.Tensor | None) -> torch.Tensor:
         changed_best = torch.empty_like(group_best)
         changed_mass = torch.empty_like(group_best) if truncates else None
         programs += ceil_div(groups * group // 32, CHANGED_WORDS)
-    state_rows, num_masks = (0 if t is None else t.shape[0] for t in (inputs.seen, inputs.mask_words))
-    bias_rows, _, bias_capacity = (0, 2, 0) if inputs.bias_tokens is None else inputs.bias_tokens.shape
-    sizes = (vocab, logits.stride(0), state_rows, bias_rows, bias_capacity, num_masks, groups)
     early = overlaps(device)
     if split is not None:
         launch_native("sample_split", ptrs, sizes, group_best, group_mass, split, out, group)
@@ -289,8 +282,6 @@ def sample_inputs(
 def compile_variants() -> list[CompileSpec]:
     """Return variants of all passes: with no options, with all, and the largest vocabulary, which needs the most."""
     specs = []
-    floats = ("temperatures", "top_p", "min_p", "repetition", "presence", "frequency", "bias_values")
-    placeholders = ("seen", "counts", "bias_tokens", "bias_values", "mask_words")
     float_ptrs = ("group_best_ptr", "group_mass_ptr", "changed_best_ptr", "changed_mass_ptr", "list_logits_ptr")
     optional = ("group_mass_ptr", "plain_words_ptr", "changed_mass_ptr", "list_words_ptr", "list_tokens_ptr",
                 "list_logits_ptr")  # fmt: skip
@@ -302,10 +293,7 @@ def compile_variants() -> list[CompileSpec]:
     cases += [("fp32", alone | {"truncated": sample_truncated_kernel}, True)]  # takes 15 s
     for kind, kernels, everything in cases:
         vocab = vocabularies[kind]
-        types: dict[str, Any] = {name: "*fp32" if name in floats else "*i32" for name in SampleInputs._fields}
-        types |= {"logits": f"*{kind}", "seeds": "*i64"}
-        if not everything:
-            types |= dict.fromkeys(SampleInputs._field_defaults.keys() - placeholders, "constexpr")
+        types: dict[str, Any] = kernel_input_types(kind, everything=everything)
         for part, kernel in kernels.items():
             constexprs: dict[str, object] = {} if everything else dict.fromkeys(optional)
             constexprs |= {

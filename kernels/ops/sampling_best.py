@@ -19,6 +19,8 @@ from graphrt.kernels.ops.sampling_logits import (
     SAMPLE_CHUNK,
     WORD,
     best_of,
+    kernel_input_types,
+    kernel_inputs,
     logits_of_words,
     noise_of_words,
     req_values,
@@ -99,17 +101,10 @@ def best_of_columns(inputs: SampleInputs, first: int, end: int, vocab_size: int)
     rows, words, tile = len(logits), ceil_div(end, 32) - ceil_div(first, 32), SAMPLE_CHUNK // 32
     tiles = max(1, ceil_div(words, tile))
     records = torch.empty((tiles, rows, 2), dtype=torch.int32, device=logits.device)
-    unread = {
-        "seen": records, "counts": records, "bias_tokens": records, "bias_values": inputs.temperatures,
-        "mask_words": records,
-    }  # fmt: skip
-    unread = {name: placeholder for name, placeholder in unread.items() if getattr(inputs, name) is None}
-    state_rows, num_masks = (0 if t is None else t.shape[0] for t in (inputs.seen, inputs.mask_words))
-    bias_rows, _, bias_capacity = (0, 2, 0) if inputs.bias_tokens is None else inputs.bias_tokens.shape
-    ptrs = inputs._replace(top_k=None, top_p=None, min_p=None, **unread)
+    ptrs, (_, *sizes) = kernel_inputs(inputs._replace(top_k=None, top_p=None, min_p=None), records, inputs.temperatures)
     _launch_tiles(
-        (rows, tiles), ptrs, records, ceil_div(first, 32), ceil_div(end, 32), vocab_size, logits.stride(0), state_rows,
-        bias_rows, bias_capacity, num_masks, WORDS=tile, num_warps=_WARPS,
+        (rows, tiles), ptrs, records, ceil_div(first, 32), ceil_div(end, 32), vocab_size, *sizes, WORDS=tile,
+        num_warps=_WARPS,
     )  # fmt: skip
     return best_records(records, as_tokens=False)
 
@@ -127,15 +122,10 @@ def best_records(records: torch.Tensor, *, as_tokens: bool) -> torch.Tensor:
 
 def compile_variants() -> list[CompileSpec]:
     """Return variants without options and with all, and of the selection."""
-    floats = ("temperatures", "repetition", "presence", "frequency", "bias_values")
-    off = ("top_k", "top_p", "min_p")
-    placeholders = ("seen", "counts", "bias_tokens", "bias_values", "mask_words")
+    off = dict.fromkeys(("top_k", "top_p", "min_p"), "constexpr")
     specs = []
     for kind, everything in (("bf16", False), ("fp32", True)):
-        types: dict[str, Any] = {name: "*fp32" if name in floats else "*i32" for name in SampleInputs._fields}
-        types |= {"logits": f"*{kind}", "seeds": "*i64", **dict.fromkeys(off, "constexpr")}
-        if not everything:
-            types |= dict.fromkeys(SampleInputs._field_defaults.keys() - placeholders, "constexpr")
+        types: dict[str, Any] = kernel_input_types(kind, everything=everything) | off
         specs.append(
             CompileSpec(
                 f"best_of_tiles_{kind}{'_all' if everything else ''}", best_of_tiles_kernel,

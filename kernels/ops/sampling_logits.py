@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
-from graphrt.kernels.ops.sampling_reference import MAX_TEMPERATURE, NOISE_GROUP
+from graphrt.kernels.ops.sampling_reference import MAX_TEMPERATURE, NOISE_GROUP, SampleInputs
 
 SAMPLE_CHUNK = 2048
 """Default number of tokens that a program processes in parallel."""
@@ -20,6 +21,31 @@ assert NOISE_GROUP == 32, "kernels read bits by groups of the noise"
 _MIN_HEAT = tl.constexpr(1e-30)  # below it, all logits except the best have weight 0
 _LOG2_E = tl.constexpr(1.4426950408889634)
 LARGEST = tl.constexpr(3.4028234663852886e38)  # largest finite float
+
+# Kernels see by sizes whether a row uses these tensors, so missing ones need an address too.
+_BY_SIZE = ("seen", "counts", "bias_tokens", "bias_values", "mask_words")
+_FLOATS = ("temperatures", "top_p", "min_p", "repetition", "presence", "frequency", "bias_values")
+
+
+def kernel_inputs(inputs: SampleInputs, ints: torch.Tensor, floats: torch.Tensor) -> tuple[SampleInputs, list[int]]:
+    """Return the first argument of a sampling kernel, and its sizes from `vocab_size` to `num_masks`; see `req_values`.
+
+    ints, floats  int32 and float32 tensors that replace missing tensors; they are not read
+    """
+    missing = {name: floats if name in _FLOATS else ints for name in _BY_SIZE if getattr(inputs, name) is None}
+    state_rows, num_masks = (0 if t is None else t.shape[0] for t in (inputs.seen, inputs.mask_words))
+    bias_rows, _, bias_capacity = (0, 2, 0) if inputs.bias_tokens is None else inputs.bias_tokens.shape
+    vocab, stride = inputs.logits.shape[1], inputs.logits.stride(0)
+    return inputs._replace(**missing), [vocab, stride, state_rows, bias_rows, bias_capacity, num_masks]
+
+
+def kernel_input_types(logits: str, *, everything: bool) -> dict[str, str]:
+    """Return the types of SampleInputs for a CompileSpec, with all options or with none."""
+    types = {name: "*fp32" if name in _FLOATS else "*i32" for name in SampleInputs._fields}
+    types |= {"logits": f"*{logits}", "seeds": "*i64"}
+    if not everything:
+        types |= dict.fromkeys(SampleInputs._field_defaults.keys() - {*_BY_SIZE}, "constexpr")
+    return types
 
 
 @triton.jit
