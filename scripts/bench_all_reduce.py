@@ -11,27 +11,23 @@ those of the slowest rank. NVLink multicast is off. The last line of standard ou
 from __future__ import annotations
 
 import json
-import os
-import tempfile
-import time
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
 
 import torch
 from torch import distributed as dist
-from torch import multiprocessing
 
 from graphrt.bench.environment import provenance
 from graphrt.kernels.ops.all_reduce import SymmetricBuffer
 from graphrt.kernels.ops.collectives import all_reduce
 from graphrt.kernels.ops.norm import add_rms_norm, rms_norm
-from scripts.rigs.measure import TOLERANCE, make_parser, parse, reason_of
+from scripts.rigs.measure import TOLERANCE, reason_of
+from scripts.rigs.ranks import make_ranks_parser, run_ranks, samples_of
 
-EPS, WARM_UPS = 1e-5, 3
+EPS = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,39 +113,6 @@ def make_cell(
     return Cell(group, device, x, torch.empty_like(x), gain, partials, buffer)
 
 
-def samples_of(
-    call: Callable[[], torch.Tensor], group: dist.ProcessGroup, device: torch.device, calls: int, samples: int
-) -> list[float]:
-    """Return microseconds per call. All ranks run the same number of calls."""
-    times = []
-    if device.type == "cpu":
-        for _ in range(samples):
-            dist.barrier(group)
-            start = time.perf_counter()
-            for _ in range(calls):
-                call()
-            times.append((time.perf_counter() - start) / calls * 1e6)
-        return times
-    graph, stream, together = torch.cuda.CUDAGraph(), torch.cuda.Stream(), torch.zeros(1, device=device)
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            for _ in range(calls):
-                call()
-        for sample in range(WARM_UPS + samples):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            dist.all_reduce(together, group=group)
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            if sample >= WARM_UPS:
-                times.append(start.elapsed_time(end) / calls * 1e3)
-    torch.cuda.current_stream().wait_stream(stream)
-    return times
-
-
 def measure(cell: Cell, options: Namespace, name: str, norm: bool) -> Row:
     """Check and time one implementation. A collective call."""
     ranks, (tokens, width) = cell.group.size(), cell.x.shape
@@ -157,7 +120,12 @@ def measure(cell: Cell, options: Namespace, name: str, norm: bool) -> Row:
     try:
         call = cell.call(name, norm)
         cell.check(name, call, norm)
-        times = sorted(samples_of(call, cell.group, cell.device, options.calls, options.samples))
+
+        def repeated() -> None:
+            for _ in range(options.calls):
+                call()
+
+        times = sorted(samples_of(repeated, cell.group, cell.device, options.samples, options.calls))
         at = [times[len(times) * percent // 100] for percent in (20, 80)]
         found = Row(name, ranks, tokens, width, norm, median(times), *at)
     except (AssertionError, RuntimeError) as error:
@@ -167,22 +135,10 @@ def measure(cell: Cell, options: Namespace, name: str, norm: bool) -> Row:
     return next((row for row in every if row.us is None), max(every, key=lambda row: row.us or 0.0))
 
 
-def work(rank: int, options: Namespace, folder: str) -> None:
+def work(options: Namespace, group: dist.ProcessGroup, device: torch.device) -> None:
     """Run one rank."""
-    on_cuda = options.device == "cuda"
-    device = torch.device("cuda", rank) if on_cuda else torch.device("cpu")
-    if on_cuda:
-        os.environ |= {
-            "NCCL_GRAPH_MIXING_SUPPORT": "0", "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-        }  # fmt: skip
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if on_cuda else "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=options.ranks
-    )
-    group = dist.group.WORLD
-    assert group is not None, "initialised above"
-    buffer = SymmetricBuffer.allocate(group, device) if on_cuda else None
-    if on_cuda and buffer is None:
+    buffer = SymmetricBuffer.allocate(group, device) if device.type == "cuda" else None
+    if device.type == "cuda" and buffer is None:
         raise RuntimeError("these GPUs cannot run the kernel, or access each other's memory")
     rows = []
     for tokens in map(int, options.tokens.split(",")):
@@ -192,29 +148,21 @@ def work(rank: int, options: Namespace, folder: str) -> None:
                 continue
             for norm in (False, True):
                 rows.append(row := measure(cell, options, name, norm))
-                if rank == 0:
+                if group.rank() == 0:
                     found = row.reason if row.us is None else f"{row.us:.2f} us ({row.p20_us:.2f} to {row.p80_us:.2f})"
                     print(f"{tokens:5} tokens, {name}{' + norm' if norm else ''}: {found}", flush=True)
-    if rank == 0:
+    if group.rank() == 0:
         results = [{key: value for key, value in asdict(row).items() if value is not None} for row in rows]
         print(json.dumps({"name": "all_reduce", **provenance(), "rows": results}), flush=True)
-    dist.barrier(group)
-    dist.destroy_process_group()
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("--ranks", type=int, default=2)
+    parser = make_ranks_parser(__doc__)
     parser.add_argument("--tokens", default="1,8,32,64,256")
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--calls", type=int, default=64, help="per graph")
-    parser.add_argument("--samples", type=int, default=15)
     parser.add_argument("--only", metavar="TEXT", help="implementations whose name contains TEXT")
-    options = parse(parser)
-    if options.device == "cuda" and torch.cuda.device_count() < options.ranks:
-        parser.error(f"--ranks: expected at most {torch.cuda.device_count()}, the number of GPUs, got {options.ranks}")
-    with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(work, (options, str(Path(folder))), nprocs=options.ranks)
+    run_ranks(parser, work)
 
 
 if __name__ == "__main__":

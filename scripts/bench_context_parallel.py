@@ -12,18 +12,12 @@ keys. Outputs are compared. NVLink multicast is off. The last line of standard o
 from __future__ import annotations
 
 import json
-import os
-import tempfile
-import time
 from argparse import Namespace
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 
 import torch
 from torch import distributed as dist
-from torch import multiprocessing
 
 from graphrt.backends.base import AttentionBackend, AttentionLayer
 from graphrt.backends.capabilities import BackendContext
@@ -35,9 +29,10 @@ from graphrt.kernels.ops.all_reduce import SymmetricBuffer, symmetric_buffers
 from graphrt.kernels.sizes import ceil_div
 from graphrt.metadata import StepMetadata
 from graphrt.spec import AttentionSpec, KVCacheSpec
-from scripts.rigs.measure import TOLERANCE, make_parser, parse
+from scripts.rigs.measure import TOLERANCE
+from scripts.rigs.ranks import make_ranks_parser, run_ranks, samples_of
 
-PAGE_SIZE, WARM_UPS = 64, 3
+PAGE_SIZE = 64
 
 
 @dataclass(slots=True)
@@ -102,44 +97,16 @@ class Side:
         return out
 
 
-def samples_of(step: Callable[[], object], options: Namespace, together: Callable[[], object]) -> list[float]:
-    """Return microseconds per layer of each replay; together() starts all ranks at the same time."""
-    times = []
-    if options.device == "cpu":
-        for _ in range(options.samples):
-            together()
-            start = time.perf_counter()
-            step()
-            times.append((time.perf_counter() - start) / options.layers * 1e6)
-        return times
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            step()
-        for sample in range(WARM_UPS + options.samples):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            together()
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            if sample >= WARM_UPS:
-                times.append(start.elapsed_time(end) / options.layers * 1e3)
-    return times
-
-
 def compare(
     options: Namespace, tokens: int, device: torch.device, group: dist.ProcessGroup, buffer: SymmetricBuffer | None
 ) -> list[dict[str, object]]:
     """Time all sides at one length, and compare their outputs. A collective call."""
-    flag = torch.zeros(1, device=device)
+    timing = device, options.samples, options.layers
     context = ContextParallel(group, 1)
     alone: list[object] = [None, None]
     if group.rank() == 0:
         side = Side.make(options, tokens, device, None)
-        alone = [side.step().cpu(), median(samples_of(side.step, options, lambda: None))]
+        alone = [side.step().cpu(), median(samples_of(side.step, None, *timing))]
         del side
     dist.broadcast_object_list(alone, 0, group=group)
     side = Side.make(options, tokens, device, context)
@@ -156,7 +123,7 @@ def compare(
         error = float((side.step().cpu().float() - own).norm() / own.norm())
         if not error <= TOLERANCE:  # also False for NaN
             raise AssertionError(f"{name}: expected a relative error of at most {TOLERANCE}, got {error:.3g}")
-        times = samples_of(side.step, options, lambda: dist.all_reduce(flag, group=group))
+        times = samples_of(side.step, group, *timing)
         symmetric_buffers.pop(group.group_name, None)
         every = [0.0] * group.size()
         dist.all_gather_object(every, median(times), group=group)
@@ -165,47 +132,28 @@ def compare(
     return rows
 
 
-def work(rank: int, options: Namespace, folder: str) -> None:
+def work(options: Namespace, group: dist.ProcessGroup, device: torch.device) -> None:
     """Run one rank."""
-    on_cuda = options.device == "cuda"
-    device = torch.device("cuda", rank) if on_cuda else torch.device("cpu")
-    if on_cuda:
-        os.environ |= {
-            "NCCL_GRAPH_MIXING_SUPPORT": "0", "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-        }  # fmt: skip
-        torch.cuda.set_device(device)
-    backends = "cpu:gloo,cuda:nccl" if on_cuda else "gloo"
-    dist.init_process_group(backends, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=options.ranks)
-    group = dist.group.WORLD
-    assert group is not None, "initialised above"
-    buffer = SymmetricBuffer.allocate(group, device) if on_cuda else None
+    buffer = SymmetricBuffer.allocate(group, device) if device.type == "cuda" else None
     rows: list[dict[str, object]] = []
     with torch.inference_mode():
         for tokens in map(int, options.tokens.split(",")):
             rows += (new := compare(options, tokens, device, group, buffer))
-            for row in new if rank == 0 else ():
+            for row in new if group.rank() == 0 else ():
                 text = "{reqs} x {tokens}, {exchange}: {us:.1f} us, one rank alone {one_us:.1f} us, ratio {ratio:.3f}"
                 print(text.format(**row), flush=True)
-    if rank == 0:
+    if group.rank() == 0:
         print(json.dumps({"name": "context_parallel", **provenance(), "rows": rows}), flush=True)
-    dist.barrier(group)
-    dist.destroy_process_group()
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("--ranks", type=int, default=2)
+    parser = make_ranks_parser(__doc__)
     parser.add_argument("--reqs", type=int, default=16)
     parser.add_argument("--tokens", default="1024,65536", help="KV tokens of each request")
     parser.add_argument("--heads", type=int, default=16, help="query heads of the KV head")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--layers", type=int, default=8, help="per graph")
-    parser.add_argument("--samples", type=int, default=15)
-    options = parse(parser)
-    if options.device == "cuda" and torch.cuda.device_count() < options.ranks:
-        parser.error(f"--ranks: expected at most {torch.cuda.device_count()}, the number of GPUs, got {options.ranks}")
-    with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(work, (options, str(Path(folder))), nprocs=options.ranks)
+    run_ranks(parser, work)
 
 
 if __name__ == "__main__":

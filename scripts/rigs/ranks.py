@@ -1,0 +1,90 @@
+"""Shared parts of the benchmarks on several ranks of one host: options, the group, and times of captured graphs."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Callable
+
+import torch
+from torch import distributed as dist
+from torch import multiprocessing
+
+from graphrt import env
+from graphrt.engine.ranks import CUDA_BACKENDS
+from scripts.rigs.measure import make_parser, parse
+
+_WARM_UPS = 3
+
+Work = Callable[[Namespace, dist.ProcessGroup, torch.device], None]
+"""What a rank does with the options."""
+
+
+def make_ranks_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the options --device, --ranks and --samples."""
+    parser = make_parser(description)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--samples", type=int, default=15)
+    return parser
+
+
+def run_ranks(parser: argparse.ArgumentParser, work: Work) -> None:
+    """Parse the options, and run `work` on every rank, in a new process and on a GPU of its own, or on the CPU."""
+    options = parse(parser)
+    if options.device == "cuda" and torch.cuda.device_count() < options.ranks:
+        parser.error(f"--ranks: expected at most {torch.cuda.device_count()}, the number of GPUs, got {options.ranks}")
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.spawn(_run, (options, f"file://{folder}/rendezvous", work), nprocs=options.ranks)
+
+
+def _run(rank: int, options: Namespace, rendezvous: str, work: Work) -> None:
+    on_cuda = options.device == "cuda"
+    device = torch.device("cuda", rank) if on_cuda else torch.device("cpu")
+    if on_cuda:
+        env.set_nccl_defaults()
+        torch.cuda.set_device(device)
+    backends = CUDA_BACKENDS if on_cuda else "gloo"
+    dist.init_process_group(backends, init_method=rendezvous, rank=rank, world_size=options.ranks)
+    group = dist.group.WORLD
+    assert group is not None, "initialised above"
+    work(options, group, device)
+    dist.barrier(group)
+    dist.destroy_process_group()
+
+
+def samples_of(
+    step: Callable[[], object], group: dist.ProcessGroup | None, device: torch.device, samples: int, parts: int
+) -> list[float]:
+    """Return microseconds of runs of `step`, divided by the number of its parts. On CUDA, a run is a graph replay.
+
+    group   whose ranks run the same steps, and start each run together; None: this rank is alone
+    """
+    times = []
+    if device.type == "cpu":
+        for _ in range(samples):
+            if group is not None:
+                dist.barrier(group)
+            start = time.perf_counter()
+            step()
+            times.append((time.perf_counter() - start) / parts * 1e6)
+        return times
+    graph, stream, flag = torch.cuda.CUDAGraph(), torch.cuda.Stream(), torch.zeros(1, device=device)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            step()
+        for sample in range(_WARM_UPS + samples):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            if group is not None:
+                dist.all_reduce(flag, group=group)
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            if sample >= _WARM_UPS:
+                times.append(begin.elapsed_time(end) / parts * 1e3)
+    torch.cuda.current_stream().wait_stream(stream)
+    return times
