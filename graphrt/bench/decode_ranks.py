@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
+from graphrt import env
 from graphrt.bench.decode import DecodeReport, bench_decode, decode_runtime
 from graphrt.engine.ranks import CUDA_BACKENDS
 from graphrt.kernels.errors import ConfigError, GraphRTError, RankError
@@ -80,19 +81,30 @@ def bench_ranks(
     ]
 
 
-def _run(sender: Connection | None, rendezvous: str, rank: int, ranks: int, kind: str, *arguments: Any) -> None:
+def join_group(rendezvous: str, rank: int, ranks: int, kind: str) -> tuple[dist.ProcessGroup, torch.device]:
+    """Return the group of all ranks, and the device of this one: the GPU of its number, or the CPU.
+
+    rendezvous  URL of a file in a folder that exists
+    kind        "cuda" or "cpu"
+    """
     device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
+        env.set_nccl_defaults()
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
     dist.init_process_group(
         CUDA_BACKENDS if kind == "cuda" else "gloo", init_method=rendezvous, rank=rank, world_size=ranks
     )
-    world: Any = dist.group.WORLD
+    assert dist.group.WORLD is not None, "the group was just initialised"
+    return dist.group.WORLD, device
+
+
+def _run(sender: Connection | None, rendezvous: str, rank: int, ranks: int, kind: str, *arguments: Any) -> None:
+    group, device = join_group(rendezvous, rank, ranks, kind)
     outcome: object
     try:
-        outcome = rank_report(world, device, *arguments)
+        outcome = rank_report(group, device, *arguments)
     except GraphRTError as error:
         outcome = error
     if sender is not None:

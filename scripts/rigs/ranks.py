@@ -12,8 +12,7 @@ import torch
 from torch import distributed as dist
 from torch import multiprocessing
 
-from graphrt import env
-from graphrt.engine.ranks import CUDA_BACKENDS
+from graphrt.bench.decode_ranks import join_group
 from scripts.rigs.measure import make_parser, parse
 
 _WARM_UPS = 3
@@ -40,15 +39,7 @@ def run_ranks(parser: argparse.ArgumentParser, work: Work) -> None:
 
 
 def _run(rank: int, options: Namespace, rendezvous: str, work: Work) -> None:
-    on_cuda = options.device == "cuda"
-    device = torch.device("cuda", rank) if on_cuda else torch.device("cpu")
-    if on_cuda:
-        env.set_nccl_defaults()
-        torch.cuda.set_device(device)
-    backends = CUDA_BACKENDS if on_cuda else "gloo"
-    dist.init_process_group(backends, init_method=rendezvous, rank=rank, world_size=options.ranks)
-    group = dist.group.WORLD
-    assert group is not None, "initialised above"
+    group, device = join_group(rendezvous, rank, options.ranks, options.device)
     work(options, group, device)
     dist.barrier(group)
     dist.destroy_process_group()
