@@ -55,6 +55,8 @@ def native_unsupported_reason(call: AttentionCall) -> str | None:
         return f"q is {call.q.dtype}"
     if call.k.shape[1] % NATIVE_PAGE_MULTIPLE:
         return f"the page size of {call.k.shape[1]} is not a multiple of {NATIVE_PAGE_MULTIPLE}"
+    if call.options.kv_limits is not None or (call.options.tree_masks is not None and plan.shape.query_len > 1):
+        return "it has no masks for trees and limits"
     tile = native_tile(call.k.dtype)
     if not serves_heads(plan.shape, call.k.dtype) or plan.tile.block_n % tile:
         return f"the plan was not made for a cache of {call.k.dtype}"
@@ -182,6 +184,7 @@ def native_variants() -> dict[str, NativeVariant]:
         "speculative_six": (bf16, bf16, 128, 4, 6, 32, 16, True),
         "speculative_fp8": (bf16, e4m3, 128, 4, 5, 32, 16, True),
         "speculative_small_heads": (bf16, bf16, 64, 4, 8, 32, 16, True),
+        "speculative_three_stages": (bf16, bf16, 96, 4, 8, 32, 16, False),
         "wide_gqa": (bf16, bf16, 160, 16, 1, 8, 16, True),
         "wide_gqa_invariant": (bf16, bf16, 160, 16, 1, 8, 16, True),
         "gemma": (bf16, bf16, 256, 2, 1, 8, 16, True),

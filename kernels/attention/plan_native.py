@@ -27,8 +27,8 @@ measured."""
 
 _MAX_SUMS = 1152
 """Limit of octets of queries x (2 v_head_dim + head_dim). A warp keeps the sums in 8 times v_head_dim registers per
-octet and the queries in 4 times head_dim. At the limit, some variants spill up to 96 bytes; a test reads the compiler's
-report. Not measured on a device."""
+octet and the queries in 4 times head_dim. Near the limit most variants spill, those without options up to 200 bytes. A
+test reads the compiler's report for some. Not measured on a device."""
 
 _MAX_WIDTH = 256
 """Largest head size. Queries and sums of larger heads would not fit in a warp's registers. Not measured."""
@@ -113,7 +113,11 @@ def plan_for_native(
     if many and max(shape.head_dim, shape.v_head_dim) <= 64 and queries <= 8:
         warps_and_blocks.insert(0, (8, 2))  # KV tiles are small, so one block would not hide the latency
     size = functools.partial(native_shared_bytes, shape, kv_dtype, cluster=cluster)
-    native = _blocks(warps_and_blocks, native_tile_bytes(shape, kv_dtype), size)
+    tile_bytes = native_tile_bytes(shape, kv_dtype)
+    min_stages = max(
+        2, -(-_partial_bytes(shape) // tile_bytes)
+    )  # the last partial result of a warp overwrites its tiles
+    native = _blocks(warps_and_blocks, tile_bytes, min_stages, size)
     if native is None:
         return None
     native = replace(native, cluster=cluster)
@@ -163,20 +167,24 @@ def native_tile_bytes(shape: PlanShape, kv_dtype: torch.dtype) -> int:
 def native_shared_bytes(shape: PlanShape, kv_dtype: torch.dtype, warps: int, stages: int, cluster: int) -> int:
     """Return a block's dynamic shared memory in bytes: KV tiles, partial results, and a cluster's exchange buffers."""
     queries, v_head_dim = shape.queries_per_req, shape.v_head_dim
-    partial_bytes = 4 * queries * (v_head_dim + 6)
     exchange_bytes = 16 * (-(-queries * v_head_dim // 2 // cluster) + queries) * cluster + 16 if cluster > 1 else 0
-    return warps * (stages * native_tile_bytes(shape, kv_dtype) + partial_bytes) + exchange_bytes
+    return warps * (stages * native_tile_bytes(shape, kv_dtype) + _partial_bytes(shape)) + exchange_bytes
+
+
+def _partial_bytes(shape: PlanShape) -> int:
+    """Return the bytes of a warp's partial result: padded sums, reference maxima and sums of weights."""
+    return 4 * shape.queries_per_req * (shape.v_head_dim + 6)
 
 
 def _blocks(
-    warps_and_blocks: list[tuple[int, int]], tile_bytes: int, size: Callable[[int, int], int]
+    warps_and_blocks: list[tuple[int, int]], tile_bytes: int, min_stages: int, size: Callable[[int, int], int]
 ) -> NativePlan | None:
-    """Return the first choice of warps and blocks with room for two stages, and as many stages as fit."""
+    """Return the first choice of warps and blocks with room for `min_stages`, and as many stages as fit."""
     for warps, blocks in warps_and_blocks:
         # A multiprocessor has 1 KB more shared memory than a block may use, and each block reserves 1 KB.
         room = (MIN_SHARED_BYTES + 1024) // blocks - 1024 - STATIC_SHARED_BYTES
         most = 2 if warps * blocks * tile_bytes >= _TWO_STAGES_FROM else _STAGES
-        fitting = [stages for stages in range(2, most + 1) if size(warps, stages) <= room]
+        fitting = [stages for stages in range(min_stages, most + 1) if size(warps, stages) <= room]
         if fitting:
             return NativePlan(warps, fitting[-1], blocks_per_sm=blocks)
     return None
