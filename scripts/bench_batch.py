@@ -23,10 +23,10 @@ from graphrt.kernels.types import TOKEN_FROM_DEVICE
 PAGE_SIZE = 16
 
 
-def microseconds(call: Callable[[], object], repeats: int = 50) -> float:
-    """Return the shortest time of several calls. Other work on the machine can only lengthen a call."""
+def microseconds(call: Callable[[], object]) -> float:
+    """Return the shortest time of 50 calls. Other work on the machine can only lengthen a call."""
     times = []
-    for _ in range(repeats):
+    for _ in range(50):
         start = time.perf_counter()
         call()
         times.append(time.perf_counter() - start)

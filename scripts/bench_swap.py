@@ -27,6 +27,7 @@ import torch
 
 from graphrt.batch import Batch
 from graphrt.bench.environment import provenance
+from graphrt.bench.timer import synchronize
 from graphrt.cache.page_allocator import PageAllocator
 from graphrt.cache.swap import SwapArrival, SwappedPages, SwapSpace
 from graphrt.cli.console import make_console
@@ -68,21 +69,16 @@ def plain_copies(nbytes: int, device: torch.device) -> tuple[float, float]:
     return tuple(nbytes / min(seconds(lambda a=a, b=b: a.copy_(b, non_blocking=True), device)) / 1e9 for a, b in ways)
 
 
-def seconds(call: Any, device: torch.device, repeats: int = 5) -> list[float]:
+def seconds(call: Any, device: torch.device) -> list[float]:
     """Return seconds from the call until its copies have finished. The first two calls are a warm-up."""
     found = []
-    for _ in range(2 + repeats):
+    for _ in range(7):
         synchronize(device)
         start = time.perf_counter()
         call()
         synchronize(device)
         found.append(time.perf_counter() - start)
     return found[2:]
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def bench_link(runtime: Runtime, sizes_mb: tuple[int, ...]) -> list[dict[str, Any]]:

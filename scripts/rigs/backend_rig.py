@@ -18,7 +18,7 @@ import torch
 from graphrt.backends.base import AttentionBackend, AttentionLayer
 from graphrt.backends.capabilities import BackendContext
 from graphrt.batch import Batch
-from graphrt.bench.timer import Call, rotations
+from graphrt.bench.timer import Call, rotations, synchronize
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.kernels.types import KVLayout
 from graphrt.metadata import StepMetadata
@@ -133,11 +133,11 @@ class Rig:
         batches = [self._batch(cell, inputs.row_pages, cell.longest - less) for less in range(shorter, -1, -1)]
         seconds = []
         for batch in [*batches[:2], *batches]:  # the first two load lazily loaded kernels
-            _synchronize(self.context.device)
+            synchronize(self.context.device)
             start = time.perf_counter()
             self._backend.plan_replay(inputs.metadata.descriptor, batch)
             seconds.append(time.perf_counter() - start)
-        _synchronize(self.context.device)
+        synchronize(self.context.device)
         return 1e6 * median(seconds[2:])
 
     def _batch(self, cell: Cell, row_pages: torch.Tensor, length: int) -> Batch:
@@ -185,8 +185,3 @@ class Rig:
         layers = [AttentionLayer(index, spec, cache(), cache()) for index in range(num_layers)]
         q = normal(num_layers, cell.batch, spec.num_q_heads, spec.head_dim)
         return _Inputs(metadata, layers, q, torch.full_like(q, float("nan")), row_pages)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from graphrt.batch import Batch
+from graphrt.bench.timer import synchronize
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.capture.recorder import CudaGraph, make_recorder
 from graphrt.engine.handle import Launch, StepHandle
@@ -169,23 +170,23 @@ class CopiesWay:
 
     def read(self) -> None:
         self._host_out.copy_(self._out, non_blocking=True)
-        _synchronize(self._runtime.device)
+        synchronize(self._runtime.device)
         self._tokens = self._host_out.numpy() % self._runtime.vocab_size
 
     wait = read
 
-    def launch_us(self, launches: int = 20) -> float | None:
+    def launch_us(self) -> float | None:
         """Return microseconds of one launch on an idle device, or None on a CPU."""
         if self._runtime.stream is None:
             return None
         self._graph.launch()  # the first launch goes through torch
         times = []
-        for _ in range(launches):
-            _synchronize(self._runtime.device)
+        for _ in range(20):
+            synchronize(self._runtime.device)
             start = time.perf_counter()
             self._graph.launch()
             times.append((time.perf_counter() - start) * 1e6)
-        _synchronize(self._runtime.device)
+        synchronize(self._runtime.device)
         return float(np.median(times))
 
     def close(self) -> None:
@@ -209,8 +210,3 @@ def _table(runtime: Runtime, batch: int) -> np.ndarray:
 def _pinned_like(tensor: torch.Tensor) -> torch.Tensor:
     pinned = tensor.device.type == "cuda"
     return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
