@@ -51,18 +51,19 @@ class ExchangeCall:
 def exchange_native(call: ExchangeCall) -> None:
     """Launch the kernel."""
     ranks, own = len(call.addresses), call.x if call.lses is None else call.out
-    units, pointers = own.nbytes // UNIT_BYTES, (call.state, call.x, call.lses, call.sinks, call.out, call.lse)
+    units = own.nbytes // UNIT_BYTES
     params = _params_type(ranks)(
         (ctypes.c_void_p * ranks)(*call.addresses),
-        *(0 if tensor is None else tensor.data_ptr() for tensor in pointers),
+        call.state.data_ptr(),
         call.buffer.shape[2],
         units,
+        call.rank,
+        _GATHER if call.lses is None else _MERGE,
+        *(0 if t is None else t.data_ptr() for t in (call.x, call.lses, call.sinks, call.out, call.lse)),
         own.shape[2] * own.element_size() // UNIT_BYTES,
         own.shape[1] // call.num_kv_heads,
         call.num_kv_heads,
         0 if call.lse is None else call.lse.stride(0),
-        call.rank,
-        _GATHER if call.lses is None else _MERGE,
     )
     variant = _variant(ranks, own.dtype is torch.bfloat16)
     launch(variant, (ceil_div(units, variant.num_threads), 1), params, own.device, pdl=True)
@@ -71,11 +72,12 @@ def exchange_native(call: ExchangeCall) -> None:
 @functools.cache
 def _params_type(ranks: int) -> type[ctypes.Structure]:
     """Return `Params` of native/exchange_heads.cu."""
-    ints = ("capacity", "units", "head_units", "heads", "num_kv_heads", "stride_lse", "rank", "mode")
     fields = (
         ("buffers", ctypes.c_void_p * ranks),
-        *((name, ctypes.c_void_p) for name in ("state", "x", "lses", "sinks", "out", "lse")),
-        *((name, ctypes.c_int) for name in ints),
+        ("state", ctypes.c_void_p),
+        *((name, ctypes.c_int) for name in ("capacity", "units", "rank", "mode")),
+        *((name, ctypes.c_void_p) for name in ("x", "lses", "sinks", "out", "lse")),
+        *((name, ctypes.c_int) for name in ("head_units", "heads", "num_kv_heads", "stride_lse")),
     )
     return type("_Params", (ctypes.Structure,), {"_fields_": fields})
 

@@ -7,28 +7,19 @@
 // symmetric_buffer.cuh describes the exchange. GATHER sends 16 bits per word. Sums are float32, in the order of ranks.
 // All ranks get the same bits, for any number of tokens.
 //
-// Compile-time macros: RANKS, WARPS, PARAMS_BYTES, Q_BF16 (else float16)
-
-#include "primitives.cuh"
 #include "symmetric_buffer.cuh"
 
 #define SUM 0
 #define NORM 1
 #define GATHER 2
-#define THREADS (32 * WARPS)
 
-struct Params {
-  int4 *buffers[RANKS];  // of all ranks: [2, RANKS, capacity]
-  State *state;
+struct Params : Exchange {  // a unit is 8 values, or a record
   const char *x;    // [tokens, width]; GATHER: [records, 2] words
   const u16 *bias;  // NORM: [width]; or null
   u16 *residual;    // NORM: [tokens, width]
   const u16 *gain;  // NORM: [width]
   char *out;        // [tokens, width]; GATHER: [RANKS, records, 2] words
-  int capacity;     // units of a sender in half a buffer. A unit has 16 bytes
-  int units;        // of all tokens, or records. A block has a token, or THREADS records
-  int block_units;
-  int rank, mode;
+  int block_units;  // a block has a token, or THREADS records
   float inverse_width, eps;
 };
 static_assert(sizeof(Params) == PARAMS_BYTES, "all_reduce.py has the same fields");

@@ -6,27 +6,18 @@
 // A thread handles 16 bytes of a head. In MERGE it also sends the log-sum-exp of the head, so it needs no other thread.
 // Merges are float32, in the order of ranks. symmetric_buffer.cuh describes the exchange.
 //
-// Compile-time macros: RANKS, WARPS, PARAMS_BYTES, Q_BF16 (else float16)
-
-#include "primitives.cuh"
 #include "symmetric_buffer.cuh"
 
 #define GATHER 0
 #define MERGE 1
-#define THREADS (32 * WARPS)
 
-struct Params {
-  int4 *buffers[RANKS];  // of all ranks: [2, RANKS, capacity]
-  State *state;
+struct Params : Exchange {  // `units` counts those of the heads of one rank in all tokens
   const char *x;       // GATHER: [tokens, KV heads, heads, size]; MERGE: [tokens, KV heads, RANKS, heads, size]
   const float *lses;   // MERGE: [tokens, KV heads, RANKS, heads]
   const float *sinks;  // MERGE: [KV heads, heads]; or null
   char *out;           // GATHER: [tokens, KV heads, RANKS, heads, size]; MERGE: [tokens, KV heads, heads, size]
   float *lse;          // MERGE: [tokens, KV heads, heads]; or null
-  int capacity;        // units of a sender in half a buffer. A unit has 16 bytes
-  int units;           // of the heads of one rank in all tokens
   int head_units, heads, num_kv_heads, stride_lse;
-  int rank, mode;
 };
 static_assert(sizeof(Params) == PARAMS_BYTES, "exchange_native.py has the same fields");
 

@@ -16,10 +16,12 @@
 // While `fault` is set, calls do not wait, and words that have not arrived are read as NaN. The buffers of all ranks must
 // then be reset.
 //
-// Compile-time macro: RANKS
+// Compile-time macros: RANKS, WARPS, PARAMS_BYTES, Q_BF16 (else float16)
 
+#include "primitives.cuh"
 #include "peers.cuh"
 
+#define THREADS (32 * WARPS)
 #define OTHER_NANS 0x7fff7fffu  // sent instead of NOT_ARRIVED
 
 // In this GPU's memory. The last block to load `calls` counts the call.
@@ -28,6 +30,14 @@ struct State {
   int blocks_started;
   int fault;  // 0, or 1 + a rank whose words have not arrived in time
   int limit_ms;
+};
+// The first parameters of every kernel.
+struct Exchange {
+  int4 *buffers[RANKS];  // of all ranks: [2, RANKS, capacity]
+  State *state;
+  int capacity;  // units of a sender in half a buffer
+  int units;     // that this rank sends
+  int rank, mode;
 };
 
 struct Unit { u32 words[4]; };
@@ -56,9 +66,8 @@ __device__ __forceinline__ float high(u32 pair) { return from_query((u16)(pair >
 
 // If `live`, receive a unit of each rank from buffer[rank * p.capacity], and reset these words. `own` is this rank's
 // unit.
-template <typename P>
-__device__ __forceinline__ void receive(const P &p, bool live, Unit (&units)[RANKS], const Unit &own, int4 *buffer,
-                                        bool &failed) {
+__device__ __forceinline__ void receive(const Exchange &p, bool live, Unit (&units)[RANKS], const Unit &own,
+                                        int4 *buffer, bool &failed) {
 #pragma unroll
   for (int r = 0; r < RANKS; ++r)
     units[r] = r == p.rank ? own : Unit{NOT_ARRIVED, NOT_ARRIVED, NOT_ARRIVED, NOT_ARRIVED};

@@ -64,15 +64,15 @@ def all_reduce_native(call: AllReduceCall) -> None:
     units, block_units = (len(x), 0) if mode == _GATHER else (x.nbytes // UNIT_BYTES, x.shape[1] * 2 // UNIT_BYTES)
     variant = _variant(ranks, 1 if mode == _GATHER else ceil_div(block_units, 32), x.dtype is not torch.float16)
     block_units = block_units or variant.num_threads
-    pointers = (call.state, x, call.bias, call.residual, call.gain, call.out)
     params = _params_type(ranks)(
         (ctypes.c_void_p * ranks)(*call.addresses),
-        *(0 if tensor is None else tensor.data_ptr() for tensor in pointers),
+        call.state.data_ptr(),
         call.buffer.shape[2],
         units,
-        block_units,
         call.rank,
         mode,
+        *(0 if t is None else t.data_ptr() for t in (x, call.bias, call.residual, call.gain, call.out)),
+        block_units,
         1.0 / x.shape[1],
         call.eps,
     )
@@ -84,8 +84,10 @@ def _params_type(ranks: int) -> type[ctypes.Structure]:
     """Return `Params` of native/all_reduce.cu."""
     fields = (
         ("buffers", ctypes.c_void_p * ranks),
-        *((name, ctypes.c_void_p) for name in ("state", "x", "bias", "residual", "gain", "out")),
-        *((name, ctypes.c_int) for name in ("capacity", "units", "block_units", "rank", "mode")),
+        ("state", ctypes.c_void_p),
+        *((name, ctypes.c_int) for name in ("capacity", "units", "rank", "mode")),
+        *((name, ctypes.c_void_p) for name in ("x", "bias", "residual", "gain", "out")),
+        ("block_units", ctypes.c_int),
         *((name, ctypes.c_float) for name in ("inverse_width", "eps")),
     )
     return type("_Params", (ctypes.Structure,), {"_fields_": fields})
