@@ -34,7 +34,7 @@ import numpy as np
 import torch
 
 from graphrt.batch import Batch
-from graphrt.bench.decode import bench_decode, kv_memory
+from graphrt.bench.decode import DecodeWork, bench_decode, kv_memory
 from graphrt.bench.environment import provenance
 from graphrt.bench.timer import Timing, measure_read_bandwidth, rotations, spaced_calls, spacer_calls, time_calls
 from graphrt.cache.groups import kv_groups
@@ -184,7 +184,7 @@ def bench_model(device: torch.device, batch: int, context: int, steps: int) -> d
     }
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
     for name in ("groups", "one_table", "groups", "one_table"):
-        report = bench_decode(name, model, sides[name], batches=[batch], context=context, steps=steps)
+        report = bench_decode(name, model, sides[name], DecodeWork([batch], context, steps))
         (result,) = report.results
         runs[name].append({"replay_ms": result.replay_ms, "floor_ms": result.floor_ms, "host_us": result.host_us})
         print(f"{name}: {result.replay_ms:.3f} ms per step, floor {result.floor_ms:.3f} ms", flush=True)

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from graphrt.bench.decode import DecodeLoop, bench_decode, kv_memory
+from graphrt.bench.decode import DecodeLoop, DecodeWork, bench_decode, kv_memory
 from graphrt.bench.decode_transformers import DYNAMIC, build_model, hf_config, time_transformers
 from graphrt.bench.environment import provenance
 from graphrt.cache.groups import kv_groups
@@ -65,7 +65,7 @@ def main() -> None:
     loaded = load_model(f"dummy:{arguments.shape}", device=device, max_positions=context + steps)
     config = replace(loaded.config, max_position_embeddings=context + steps)
     groups = config.kv_groups(_PAGE, KVLayout.NHD, loaded.model.dtype)
-    own = bench_decode(arguments.shape, loaded.model, groups, batches=batches, context=context, steps=steps)
+    own = bench_decode(arguments.shape, loaded.model, groups, DecodeWork(batches, context, steps))
     found: dict[str, Any] = {"own": {result.batch: result.replay_ms for result in own.results}}
     details = {"own": own.nodes_per_graph}
     del loaded

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -30,6 +30,31 @@ from graphrt.spec import AttentionSpec, KVCacheSpec
 _ROUNDS = 5
 _HOST_STEPS = 200  # minimum on CUDA; on a CPU one round is enough, because nothing runs concurrently
 _MAX_CONTEXT = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeWork:
+    """The steps to time, for each batch size: `steps` per round, of requests that start at `context` tokens.
+
+    batches    distinct batch sizes, which are sorted
+    sampling   parameters of all requests; seeds differ. Penalties apply to tokens of timed steps
+
+    Raises: ConfigError: if there is no batch size, or a number is not an int >= 1.
+    """
+
+    batches: Sequence[int]
+    context: int
+    steps: int
+    backend: str | None = None
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.batches, Sequence) or not self.batches:
+            raise ConfigError(f"batches: expected one or more sizes, got {self.batches!r}; pass a list of sizes")
+        sizes = {check_int("batches", batch, 1, advice="pass numbers of sequences") for batch in self.batches}
+        object.__setattr__(self, "batches", tuple(sorted(sizes)))
+        check_int("context", self.context, 1, _MAX_CONTEXT, advice="pass the tokens that each sequence already has")
+        check_int("steps", self.steps, 1, _MAX_CONTEXT, advice="pass the number of steps per round")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,43 +118,17 @@ class DecodeReport:
         return record
 
 
-def check_batches(batches: Sequence[int]) -> tuple[int, ...]:
-    """Return the distinct batch sizes in ascending order.
-
-    Raises: ConfigError: if there are none, or a size is not an int >= 1."""
-    if not isinstance(batches, Sequence) or not batches:
-        raise ConfigError(f"batches: expected one or more sizes, got {batches!r}; pass a list of sizes")
-    return tuple(sorted({check_int("batches", batch, 1, advice="pass numbers of sequences") for batch in batches}))
-
-
-def bench_decode(
-    name: str,
-    model: LlamaModel,
-    kv_groups: Sequence[KVCacheSpec],
-    *,
-    batches: Sequence[int],
-    context: int,
-    steps: int,
-    backend: str | None = None,
-    sampling: SamplingParams | None = None,
-) -> DecodeReport:
-    """Capture graphs for `batches`, and time decode steps, starting at `context` tokens, `steps` steps per round.
-
-    sampling   parameters of all requests, with distinct seeds; None: greedy. Penalties apply to tokens of timed steps
-
-    Raises: see `decode_runtime`.
-    """
-    batches, sampling, device = check_batches(batches), sampling or SamplingParams(), model.device
+def bench_decode(name: str, model: LlamaModel, kv_groups: Sequence[KVCacheSpec], work: DecodeWork) -> DecodeReport:
+    """Capture a graph for each batch size, and time decode steps. Raises: see `decode_runtime`."""
+    device, context, steps = model.device, work.context, work.steps
     attention = model.config.attention_specs(model.dtype)
-    with decode_runtime(
-        model, kv_groups, batches=batches, context=context, steps=steps, backend=backend, sampling=sampling
-    ) as runtime:
+    with decode_runtime(model, kv_groups, work) as runtime:
         bandwidth = measure_read_bandwidth(device)
         runtime.capture()
         stats = runtime.stats()
         results = []
-        for batch in batches:
-            loop = DecodeLoop(runtime, batch, context, sampling)
+        for batch in work.batches:
+            loop = DecodeLoop(runtime, batch, context, work.sampling)
             replay, host = loop.step_seconds(steps), loop.host_seconds(steps)
             p20, host_us, p80 = np.percentile(host, [20, 50, 80]) * 1e6
             kv_bytes = batch * kv_bytes_read(attention, kv_groups, context + steps // 2)
@@ -159,38 +158,23 @@ def bench_decode(
             decode_mib_per_graph=stats.graph_bytes / max(len(stats.graphs), 1) / (1 << 20),
             nodes_per_graph=max((g.nodes for g in stats.graphs), default=0),
             results=tuple(results),
-            sampling=sampling,
+            sampling=work.sampling,
         )
 
 
-def decode_runtime(
-    model: LlamaModel,
-    kv_groups: Sequence[KVCacheSpec],
-    *,
-    batches: Sequence[int],
-    context: int,
-    steps: int,
-    backend: str | None = None,
-    sampling: SamplingParams | None = None,
-) -> Runtime:
-    """Return a runtime for `bench_decode`.
-
-    Raises: ConfigError: if a size is not an int >= 1. CapacityError: if the KV cache exceeds free memory.
-    """
-    context = check_int("context", context, 1, _MAX_CONTEXT, advice="pass the tokens that each sequence already has")
-    steps = check_int("steps", steps, 1, _MAX_CONTEXT, advice="pass the number of steps per round")
-    max_seq_len = context + steps
-    largest, sampling, device = max(batches), sampling or SamplingParams(), model.device
+def decode_runtime(model: LlamaModel, kv_groups: Sequence[KVCacheSpec], work: DecodeWork) -> Runtime:
+    """Return a runtime for `bench_decode`. Raises: CapacityError: if the KV cache exceeds free memory."""
+    largest, max_seq_len, device = work.batches[-1], work.context + work.steps, model.device
     attention = model.config.attention_specs(model.dtype)
     config = RuntimeConfig(
         max_num_reqs=largest,
         max_num_tokens=max(largest, 64),
         max_seq_len=max_seq_len,
         mixed_sizes=(),
-        backend=backend,
-        **config_fields(sampling) | {"truncation": sampling.truncated},
+        backend=work.backend,
+        **config_fields(work.sampling) | {"truncation": work.sampling.truncated},
     )
-    pages, needed = kv_memory(kv_groups, largest, context, max_seq_len)
+    pages, needed = kv_memory(kv_groups, largest, work.context, max_seq_len)
     free = free_memory(device)
     if free is not None and needed > free:
         raise CapacityError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from torch import distributed as dist
 
 from graphrt import env
-from graphrt.bench.decode import DecodeReport, bench_decode, decode_runtime
+from graphrt.bench.decode import DecodeReport, DecodeWork, bench_decode, decode_runtime
 from graphrt.engine.ranks import CUDA_BACKENDS
 from graphrt.kernels.errors import ConfigError, GraphRTError, RankError
 from graphrt.kernels.types import KVLayout
@@ -39,16 +38,16 @@ def bench_ranks(
     one: DecodeReport,
     source: str | ModelConfig,
     ranks: int,
+    work: DecodeWork,
     *,
     device: torch.device,
     page_size: int,
     max_positions: int,
-    options: Mapping[str, Any],
 ) -> list[RankResult]:
     """Run the benchmark of `one` on several ranks. Rank r runs on GPU r, or all ranks on the CPU.
 
     source, max_positions   of `load_model`
-    options                 of `bench_decode`
+    work                    of `one`
 
     Raises: ConfigError: if there are fewer GPUs than ranks. RankError: if a rank ends. The errors of rank 0.
     """
@@ -62,7 +61,7 @@ def bench_ranks(
         processes = []
         for rank in range(ranks):
             of_rank = (None if rank else sender, f"file://{folder}/rendezvous", rank, ranks, device.type)
-            processes.append(context.Process(target=_run, args=(*of_rank, source, page_size, max_positions, options)))
+            processes.append(context.Process(target=_run, args=(*of_rank, source, page_size, max_positions, work)))
             processes[-1].start()
         sender.close()
         try:
@@ -117,14 +116,14 @@ def rank_report(
     source: str | ModelConfig,
     page_size: int,
     max_positions: int,
-    options: Mapping[str, Any],
+    work: DecodeWork,
 ) -> DecodeReport | None:
     """Run the benchmark as one rank of a group. Rank 0 returns the report."""
     model = load_model(source, device=device, max_positions=max_positions, group=group).model
     groups = model.config.kv_groups(page_size, KVLayout.NHD, model.dtype)
     if group.rank():
-        with decode_runtime(model, groups, **options) as runtime:
+        with decode_runtime(model, groups, work) as runtime:
             runtime.capture()
             runtime.follow()
         return None
-    return bench_decode(str(source), model, groups, **options)
+    return bench_decode(str(source), model, groups, work)

@@ -11,7 +11,7 @@ from statistics import median
 import torch
 from torch import nn
 
-from graphrt.bench.decode import kv_memory
+from graphrt.bench.decode import DecodeWork, kv_memory
 from graphrt.config import RuntimeConfig
 from graphrt.draft_model import DraftModel
 from graphrt.models.llama import LlamaModel
@@ -82,15 +82,11 @@ def longest_sequence(context: int, steps: int, num_drafts: int) -> int:
 def bench_speculation(
     model: LlamaModel,
     kv_groups: Sequence[KVCacheSpec],
-    *,
-    batches: Sequence[int],
-    context: int,
-    steps: int,
+    work: DecodeWork,
     num_drafts: int,
     draft: DraftModel | None = None,
-    backend: str | None = None,
 ) -> list[SpeculationResult]:
-    """Time greedy decoding in sessions, `steps` steps per round, with and without `num_drafts` drafts per step.
+    """Time greedy decoding in sessions, with and without `num_drafts` drafts per step.
 
     draft   the draft model; None: prompt lookup
 
@@ -100,30 +96,29 @@ def bench_speculation(
     """
     right, wrong = (ngram_drafts, _unlikely_drafts) if draft is None else (_drafter(draft, 1), _drafter(draft, 2))
     results = []
-    for batch in batches:
+    for batch in work.batches:
 
         def measure(drafts: int, proposer: Proposer | None, batch: int = batch) -> tuple[float, float, float]:
-            return _measure(model, kv_groups, batch, context, steps, drafts, proposer, backend)
+            return _measure(model, kv_groups, work, batch, drafts, proposer)
 
         plain_ms, _, plain_host_us = measure(0, None)
         accepted_ms, accepted_per_step, host_us = measure(num_drafts, right)
         rejected_ms, _, _ = measure(num_drafts, wrong)
         times = plain_ms, accepted_ms, rejected_ms, accepted_per_step, plain_host_us, host_us
-        results.append(SpeculationResult(batch, context, num_drafts, *times))
+        results.append(SpeculationResult(batch, work.context, num_drafts, *times))
     return results
 
 
 def _measure(
     model: LlamaModel,
     kv_groups: Sequence[KVCacheSpec],
+    work: DecodeWork,
     batch: int,
-    context: int,
-    steps: int,
     drafts: int,
     proposer: Proposer | None,
-    backend: str | None,
 ) -> tuple[float, float, float]:
     """Return milliseconds per token of a request, tokens per step, and host microseconds per launch."""
+    context, steps = work.context, work.steps
     max_seq_len = longest_sequence(context, steps, drafts)
     step_tokens = max(batch * (1 + drafts), min(batch * context, 1024))
     config = RuntimeConfig(
@@ -135,7 +130,7 @@ def _measure(
         loop_sizes=(batch,),
         launch_steps=min(steps, _STEPS_PER_LAUNCH),
         num_speculative_tokens=drafts,
-        backend=backend,
+        backend=work.backend,
     )
     groups = proposer.kv_groups(kv_groups) if isinstance(proposer, DraftModel) else kv_groups
     pages, _ = kv_memory(groups, batch, 1, max_seq_len)

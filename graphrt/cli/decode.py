@@ -7,12 +7,11 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import Any
 
 import torch
 from rich.table import Table
 
-from graphrt.bench.decode import DecodeReport, DecodeResult, bench_decode, check_batches
+from graphrt.bench.decode import DecodeReport, DecodeResult, DecodeWork, bench_decode
 from graphrt.bench.decode_ranks import RankResult, bench_ranks
 from graphrt.bench.decode_transformers import DYNAMIC, STATIC, BaselineTime, time_transformers
 from graphrt.bench.environment import provenance
@@ -35,13 +34,13 @@ def run(options: DecodeOptions) -> None:
         raise ConfigError(
             f"--batch: expected comma-separated numbers >= 1, got {options.batch!r}; pass batch sizes such as 1,8,32"
         )
-    batches = check_batches([int(part) for part in parts])
     source = named_source("bench decode", options.shape, options.model)
     if options.baseline not in (None, "transformers"):
         raise ConfigError(f"--baseline: expected transformers, got {options.baseline!r}; leave it out for no baseline")
     if options.baseline is not None:
         require("transformers", "for the baseline")
     params = sampling_params(options)
+    work = DecodeWork([int(part) for part in parts], options.context, options.steps, options.backend, params)
     device = resolve_device(options.device)
     longest = options.context + options.steps
     if options.speculate is not None:
@@ -53,19 +52,10 @@ def run(options: DecodeOptions) -> None:
     if options.speculate not in (None, "ngram"):
         draft = load_draft_model(options.speculate, loaded.model)
     groups = config.kv_groups(options.page_size, KVLayout.NHD, dtype)
-    timed: dict[str, Any] = {
-        "batches": batches, "context": options.context, "steps": options.steps, "backend": options.backend,
-    }  # fmt: skip
-    report = bench_decode(options.shape or str(options.model), loaded.model, groups, **timed, sampling=params)
+    report = bench_decode(options.shape or str(options.model), loaded.model, groups, work)
     drafts: list[SpeculationResult] = []
     if options.speculate is not None:
-        drafts = bench_speculation(
-            loaded.model,
-            groups,
-            num_drafts=options.drafts,
-            draft=draft,
-            **timed,
-        )
+        drafts = bench_speculation(loaded.model, groups, work, options.drafts, draft)
     del loaded, draft  # free the memory for the baseline and the ranks
     gc.collect()
     if device.type == "cuda":
@@ -73,11 +63,10 @@ def run(options: DecodeOptions) -> None:
     several: list[RankResult] = []
     if options.tp > 1:
         several = bench_ranks(
-            report, source, options.tp, device=device, page_size=options.page_size, max_positions=longest,
-            options={**timed, "sampling": params},
+            report, source, options.tp, work, device=device, page_size=options.page_size, max_positions=longest
         )  # fmt: skip
     if options.baseline is not None:
-        times = time_transformers(config, batches=batches, context=options.context, device=device, dtype=dtype)
+        times = time_transformers(config, batches=work.batches, context=work.context, device=device, dtype=dtype)
         report = replace(report, baselines=tuple(times))
     if not options.json_only:
         _print(report, drafts, "prompt lookup" if options.speculate == "ngram" else options.speculate, several)

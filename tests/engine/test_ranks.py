@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
+from graphrt.bench.decode import DecodeWork
 from graphrt.bench.decode_ranks import rank_report
 from graphrt.capture import device_wait
 from graphrt.capture.staging import StagingSlot
@@ -405,8 +406,8 @@ def test_options_without_ranks_are_refused(tmp_path: Path) -> None:
 
 
 def bench(group: dist.ProcessGroup) -> list[float]:
-    timed = {"batches": [1, 3], "context": 9, "steps": 2, "sampling": SamplingParams(presence_penalty=0.5)}
-    report = rank_report(group, torch.device("cpu"), TINY, 4, 16, timed)
+    work = DecodeWork([1, 3], 9, 2, sampling=SamplingParams(presence_penalty=0.5))
+    report = rank_report(group, torch.device("cpu"), TINY, 4, 16, work)
     return [] if report is None else [result.replay_ms for result in report.results]
 
 

@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from graphrt.bench import decode_transformers as baseline
-from graphrt.bench.decode import DecodeReport, bench_decode
+from graphrt.bench.decode import DecodeReport, DecodeWork, bench_decode
 from graphrt.kernels.errors import CapacityError, ConfigError, UnsupportedError
 from graphrt.kernels.types import KVLayout
 from graphrt.models.config import ModelConfig
@@ -42,8 +42,8 @@ def num_parameters(config: ModelConfig) -> int:
 def bench(**options: Any) -> DecodeReport:
     model = load_model(TINY, device=CPU).model
     groups = TINY.kv_groups(16, KVLayout.NHD, torch.float32)
-    sizes = {"batches": (1, 2), "context": 5, "steps": 2} | options
-    return bench_decode("tiny", model, groups, backend="torch_reference", **sizes)
+    work = DecodeWork(**{"batches": (1, 2), "context": 5, "steps": 2, "backend": "torch_reference"} | options)
+    return bench_decode("tiny", model, groups, work)
 
 
 def test_report() -> None:
@@ -76,7 +76,7 @@ def test_the_floor_counts_the_bytes_of_quantised_weights(quantization: Quantizat
 def test_host_time_is_of_many_steps() -> None:
     model = load_model("dummy:smollm2-135m", device="cuda", max_positions=64).model
     groups = model.config.kv_groups(16, KVLayout.NHD, model.dtype)
-    report = bench_decode("x", model, groups, batches=(1,), context=20, steps=30)
+    report = bench_decode("x", model, groups, DecodeWork((1,), 20, 30))
     assert report.results[0].host_steps >= 200
 
 
