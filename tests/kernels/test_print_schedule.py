@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from graphrt.kernels.attention.explain import parse_seq_lens
 from graphrt.kernels.errors import ConfigError
 from scripts import print_schedule
+from scripts.print_schedule import parse_seq_lens
 
 PAGE = Path(print_schedule.__file__).resolve().parent.parent / "docs" / "attention.md"
 
