@@ -365,7 +365,7 @@ def resolve_device(device: torch.device | str | None) -> torch.device:
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    resolved = check_device("device", device)
+    resolved = check_device(device)
     if resolved.type == "meta":
         raise ConfigError("device: the meta device cannot compute; pass cpu, cuda or cuda:N")
     return resolved

@@ -170,16 +170,16 @@ def check_instance(
     return value
 
 
-def check_callable(name: str, value: object, *, advice: str, error: type[GraphRTError] = ConfigError) -> None:
-    """Raise `error` unless `value` is callable."""
+def check_callable(name: str, value: object, *, advice: str) -> None:
+    """Raise ConfigError unless `value` is callable."""
     if not callable(value):
-        raise error(f"{name}: expected a callable, got {shown(value)}; {advice}")
+        raise ConfigError(f"{name}: expected a callable, got {shown(value)}; {advice}")
 
 
-def check_bool(name: str, value: object, *, advice: str, error: type[GraphRTError] = ConfigError) -> bool:
-    """Return `value` as a bool. Raises: `error`: unless it is a Python or NumPy bool."""
+def check_bool(name: str, value: object, *, advice: str) -> bool:
+    """Return `value` as a bool. Raises: ConfigError: unless it is a Python or NumPy bool."""
     if not isinstance(value, (bool, np.bool_)):
-        raise error(f"{name}: expected True or False, got {shown(value)}; {advice}")
+        raise ConfigError(f"{name}: expected True or False, got {shown(value)}; {advice}")
     return bool(value)
 
 
@@ -214,19 +214,11 @@ def check_int_field(owner: object, name: str, low: int, high: int | None = None,
     object.__setattr__(owner, name, value)
 
 
-def check_number(
-    name: str,
-    value: object,
-    low: float,
-    high: float = math.inf,
-    *,
-    advice: str,
-    error: type[GraphRTError] = ConfigError,
-) -> float:
-    """Return `value` as a float. Raises: `error`: unless it is a finite number (`is_finite`) from `low` to `high`."""
+def check_number(name: str, value: object, low: float, high: float = math.inf, *, advice: str) -> float:
+    """Return `value` as a float. Raises: ConfigError: unless it is a finite number from `low` to `high`."""
     if not (is_finite(value) and low <= float(value) <= high):  # type: ignore[arg-type]
         bounds = f">= {low:g}" if high >= FLOAT32_MAX else f"from {low:g} to {high:g}"
-        raise error(f"{name}: expected a finite number {bounds}, got {shown(value)}; {advice}")
+        raise ConfigError(f"{name}: expected a finite number {bounds}, got {shown(value)}; {advice}")
     return float(value)  # type: ignore[arg-type]
 
 
@@ -247,30 +239,27 @@ def check_sequence(
     return value
 
 
-def check_device(name: str, value: object) -> torch.device:
+def check_device(value: object) -> torch.device:
     """Return `value` as an available device; `cuda` gets the index of the current device.
 
     The meta device is accepted.
     Raises: ConfigError: if the device type is not supported, or the CUDA device does not exist.
     """
-    advice = "pass a supported device"
-    if not isinstance(value, (str, torch.device)):
-        raise ConfigError(f"{name}: expected cpu, cuda or cuda:N, got {shown(value)}; {advice}")
     try:
-        device = torch.device(value)
-    except RuntimeError as error:
-        raise ConfigError(f"{name}: expected cpu, cuda or cuda:N, got {shown(value)}; {advice}") from error
-    if device.type in ("cpu", "meta"):
-        return torch.device(device.type)
+        device = torch.device(value) if isinstance(value, (str, torch.device)) else None
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda", "meta"):
+        raise ConfigError(f"device: expected cpu, cuda or cuda:N, got {shown(value)}; pass a supported device")
     if device.type != "cuda":
-        raise ConfigError(f"{name}: expected cpu, cuda or cuda:N, got {shown(value)}; {advice}")
+        return torch.device(device.type)
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     index = device.index
     if index is None and count:
         index = torch.cuda.current_device()
     if index is None or index >= count:
         raise ConfigError(
-            f"{name}: expected one of {count} CUDA devices, got {shown(value)}; pass the index of an "
+            f"device: expected one of {count} CUDA devices, got {shown(value)}; pass the index of an "
             f"existing device, or 'cpu'"
         )
     return torch.device("cuda", index)

@@ -75,7 +75,7 @@ def get_attn_backend(
         attention=specs,
         kv_groups=groups,
         group_of=tuple(None if location is None else location.group for location in locations),
-        device=check_device("device", device),
+        device=check_device(device),
         max_num_reqs=config.max_num_reqs,
         max_num_tokens=config.max_num_tokens,
         max_seq_len=config.max_seq_len + config.num_speculative_tokens,

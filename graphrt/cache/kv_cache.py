@@ -141,7 +141,7 @@ class KVCache:
             CapacityError: if the cache does not fit into the memory of the device.
         """
         specs = check_groups(groups)
-        device = check_device("device", device)
+        device = check_device(device)
         counts = pages_of_pools(num_pages, specs, advice="the null page and at least one more")
         k: dict[int, torch.Tensor] = {}
         v: dict[int, torch.Tensor] = {}

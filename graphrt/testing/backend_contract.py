@@ -223,9 +223,7 @@ def _cached_steps(rig: Rig) -> dict[str, _Lengths]:
     return {name: tuple((max(n, query_len), query_len) for n in rows) for name, rows in lengths.items()}
 
 
-def check_steps(
-    backend: type[AttentionBackend], feature: Feature, device: torch.device, *, brief: bool = False
-) -> None:
+def check_steps(backend: type[AttentionBackend], feature: Feature, device: torch.device, *, brief: bool) -> None:
     """Capture without requests, like a runtime, and again with the longest requests; replay all steps each time.
 
     brief   only the first capture and few steps
@@ -252,7 +250,7 @@ def _check_steps(rig: Rig, captured_with: str, *, brief: bool) -> None:
 
 
 def check_batch_invariance(
-    backend: type[AttentionBackend], feature: Feature, device: torch.device, *, brief: bool = False
+    backend: type[AttentionBackend], feature: Feature, device: torch.device, *, brief: bool
 ) -> None:
     """Check that a request gives bitwise equal results alone and as the last of full batches of several sizes.
 
@@ -281,9 +279,7 @@ def check_batch_invariance(
                 assert_bitwise_equal(among, alone, name=f"{rig.backend.name}: a row of {seq_len} with others")
 
 
-def check_retry(
-    backend: type[AttentionBackend], feature: Feature, device: torch.device, *, brief: bool = False
-) -> None:
+def check_retry(backend: type[AttentionBackend], feature: Feature, device: torch.device, *, brief: bool) -> None:
     """Allocate and capture twice, as after a failed capture.
 
     The tensors of the first attempt are kept alive but overwritten with garbage, because the second graph must not read

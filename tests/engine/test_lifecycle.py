@@ -305,14 +305,14 @@ def test_the_stream_of_a_manager(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cuda_without_a_number_is_the_current_device(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("is_available", True), ("device_count", 2), ("current_device", 1)):
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    assert check_device("device", "cuda") == CUDA_1
-    assert check_device("device", "cuda:0") == torch.device("cuda", 0)
-    assert check_device("device", CUDA_1) == CUDA_1
+    assert check_device("cuda") == CUDA_1
+    assert check_device("cuda:0") == torch.device("cuda", 0)
+    assert check_device(CUDA_1) == CUDA_1
     with pytest.raises(ConfigError, match="device: expected one of 2 CUDA devices, got 'cuda:2'"):
-        check_device("device", "cuda:2")
+        check_device("cuda:2")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ConfigError, match="device: expected one of 0 CUDA devices, got 'cuda'"):
-        check_device("device", "cuda")
+        check_device("cuda")
 
 
 # -- runtimes that are dropped without close()
