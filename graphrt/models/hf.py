@@ -13,7 +13,7 @@ import torch
 
 from graphrt.kernels.checks import shown
 from graphrt.kernels.errors import ConfigError, UnsupportedError
-from graphrt.kernels.ops.quantized import Weight
+from graphrt.kernels.ops.quantized import Int4Weight, Weight
 from graphrt.models.config import ModelConfig
 from graphrt.models.fields import printable
 from graphrt.models.packages import require
@@ -86,14 +86,15 @@ class SafetensorsSource:
     def copy_into(self, name: str, target: Weight, index: Index = ()) -> None:
         if not self._is_packed(name):
             assert isinstance(target, torch.Tensor), "check_weights refuses tensors for quantised weights"
-            target.copy_(self._where[name].get_slice(name)[index] if index else self._read(name))
+            target.copy_(self._read(name, index))
             return
         assert self._packed is not None, "a packed weight was found"
-        weight = self._packed.weight(name, target.dtype, target.device)
         if isinstance(target, torch.Tensor):
-            target.copy_(weight.dequantized())
+            rows = self._packed.weight(name, target.dtype, target.device, index[:1]).dequantized()
+            target.copy_(rows[:, index[1]] if len(index) > 1 else rows)
         else:
-            target.copy_(weight)
+            group = target.group if isinstance(target, Int4Weight) else 0
+            target.copy_(self._packed.weight(name, target.dtype, target.device, index, group))
 
     def has_own_head(self) -> bool:
         shapes = [self._shapes.get(name) for name in (_EMBEDDING, _HEAD)]
@@ -105,8 +106,9 @@ class SafetensorsSource:
         pieces = (slice(first, first + _ROWS_COMPARED) for first in range(0, shapes[0][0], _ROWS_COMPARED))
         return not all(torch.equal(embedding[piece].double(), head[piece].double()) for piece in pieces)
 
-    def _read(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._where[name].get_tensor(name)
+    def _read(self, name: str, index: Index = ()) -> torch.Tensor:
+        file = self._where[name]
+        tensor: torch.Tensor = file.get_slice(name)[index] if index else file.get_tensor(name)
         return tensor
 
     def _is_packed(self, name: str) -> bool:

@@ -19,10 +19,12 @@ from collections.abc import Callable, Mapping
 import torch
 
 from graphrt.kernels.errors import ConfigError, UnsupportedError
-from graphrt.kernels.ops.quantized import NIBBLE_ORDER, Fp8Weight, Int4Weight, QuantizedWeight, nibbles
+from graphrt.kernels.ops.quantized import NIBBLE_ORDER, Fp8Weight, Int4Weight, QuantizedWeight, check_group, nibbles
+from graphrt.kernels.sizes import ceil_div
 from graphrt.models.config import ModelConfig
 from graphrt.models.fields import printable
 from graphrt.models.quantization import Quantization
+from graphrt.models.weights import Index
 
 Shape = tuple[int, ...]
 
@@ -36,7 +38,7 @@ class PackedWeights:
     config   of the model
     shapes   of all tensors of the checkpoint
     dtypes   of all tensors, as safetensors names them
-    read     returns a tensor
+    read     returns a tensor, or `tensor[index]`
 
     Attributes:
         shapes: the checkpoint's shapes with one `weight` in place of the tensors of each quantised module.
@@ -53,7 +55,7 @@ class PackedWeights:
         quantization: Quantization,
         shapes: Mapping[str, Shape],
         dtypes: Mapping[str, str],
-        read: Callable[[str], torch.Tensor],
+        read: Callable[[str, Index], torch.Tensor],
     ) -> None:
         self._quantization, self._read = quantization, read
         is_fp8 = quantization.bits == 8
@@ -71,30 +73,56 @@ class PackedWeights:
             parts = {part: self.shapes.pop(f"{module}.{part}", None) for part in of_module}
             self._check(module, shapes[name], parts, dtypes)
             bias = f"{module}.bias"
-            if bias in shapes and not _has_bias(config, module) and not read(bias).any():
+            if bias in shapes and not _has_bias(config, module) and not read(bias, ()).any():
                 del self.shapes[bias]
             self.names.add(f"{module}.weight")
             self.shapes[f"{module}.weight"] = self._shape(shapes[name])
 
-    def weight(self, name: str, dtype: torch.dtype, device: torch.device) -> QuantizedWeight:
-        """Read a quantised weight for activations of `dtype`, and convert it on `device`."""
-        module = name.removesuffix(".weight")
+    def weight(
+        self, name: str, dtype: torch.dtype, device: torch.device, index: Index = (), group: int = 0
+    ) -> QuantizedWeight:
+        """Read `weight[index]` of a quantised weight for activations of `dtype`, and convert it on `device`.
 
-        def read(part: str) -> torch.Tensor:
-            return self._read(f"{module}.{part}").to(device)
+        Only the words, scales and zeros of `index` are read.
+
+        Args:
+            group: group of the result, which divides the checkpoint's and the bounds of the columns. Scales and zeros
+                are repeated. 0: as in the checkpoint.
+        """
+        module, shape = name.removesuffix(".weight"), self.shapes[name]
+        parts = zip(shape, (*index, slice(None), slice(None)), strict=False)
+        rows, columns = (slice(*part.indices(size)[:2]) for size, part in parts)
+
+        def read(part: str, *where: slice) -> torch.Tensor:
+            return self._read(f"{module}.{part}", where).to(device)
 
         if self._quantization.bits == 8:
-            data = read("weight")
-            return Fp8Weight(data, read(self._scale).float().flatten().expand(len(data)).contiguous(), dtype)
-        packing = self._quantization.packing
+            scale = read(self._scale).float().flatten().expand(shape[0])
+            return Fp8Weight(read("weight", rows, columns).contiguous(), scale[rows].contiguous(), dtype)
+        packing, stored_group = self._quantization.packing, self._quantization.group
+        group = group or stored_group
+        words = slice(rows.start // 8, ceil_div(rows.stop, 8))
+        groups = slice(columns.start // stored_group, ceil_div(columns.stop, stored_group))
         one = _ONE_IN_EACH_NIBBLE if packing == "gptq" else 0  # adds to the whole word, as the subtraction did
-        values, zeros = nibbles(read("qweight")), nibbles(read("qzeros") + one)
+
+        def by_row(part: str, where: slice) -> torch.Tensor:
+            """Read words of 8 rows, and return their values [rows, columns or groups]."""
+            values = nibbles(read(part, where, words) + one)
+            values = (values[..., _INVERSE] if packing == "awq" else values).flatten(1)
+            return values.narrow(1, rows.start % 8, rows.stop - rows.start).t().contiguous()
+
         if packing == "awq":
-            values, zeros = values[..., _INVERSE], zeros[..., _INVERSE]
-            values = values.flatten(1).t().contiguous()
+            values = by_row("qweight", columns)
         else:
+            values = nibbles(read("qweight", slice(columns.start // 8, columns.stop // 8), rows))
             values = values.transpose(0, 1).flatten(1)
-        return Int4Weight.pack(values, read("scales").t().to(dtype), zeros.flatten(1).t())
+        scale, zero = (
+            stored.repeat_interleave(stored_group // group, 1).narrow(
+                1, columns.start % stored_group // group, values.shape[1] // group
+            )
+            for stored in (read("scales", groups, rows).t().to(dtype), by_row("qzeros", groups))
+        )
+        return Int4Weight.pack(values, scale, zero)
 
     def _shape(self, stored: Shape) -> Shape:
         """Return [rows, depth] for the stored shape of a weight."""
@@ -111,6 +139,7 @@ class PackedWeights:
         if self._quantization.bits == 8:
             wanted = {self._scale: [(), (1,), (1, 1), (rows,), (rows, 1)]}
         else:
+            check_group(self._quantization.group, depth)
             groups = depth // self._quantization.group
             wanted = {"qzeros": [(groups, rows // 8)], "scales": [(groups, rows)], "g_idx": [None, (depth,)]}
         for part, shapes in wanted.items():
@@ -130,7 +159,7 @@ class PackedWeights:
             )
         if parts.get("g_idx") is not None:
             groups_of_k = torch.arange(depth, dtype=torch.int32, device="cpu") // self._quantization.group
-            if not torch.equal(self._read(f"{module}.g_idx").int(), groups_of_k):
+            if not torch.equal(self._read(f"{module}.g_idx", ()).int(), groups_of_k):
                 raise UnsupportedError(
                     f"{printable(module)}.g_idx: graphrt does not implement weights that are reordered by activation "
                     "(quantization_config: desc_act); use a checkpoint with desc_act=false"

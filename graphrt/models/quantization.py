@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -21,7 +22,8 @@ class Quantization:
 
     Attributes:
         bits: 8 for an Fp8Weight, 4 for an Int4Weight.
-        group: number of inputs per scale, for 4 bits.
+        group: number of inputs per scale, for 4 bits. If it does not divide the inputs of a weight, as in some shards,
+            the weight has smaller groups, whose size is the greatest common divisor.
         plain: Hugging Face names of modules whose weight is not quantised, such as "lm_head".
         packing: how a checkpoint stores quantised weights: awq, gptq, gptq_v2 or fp8. Not compared.
     """
@@ -44,7 +46,7 @@ def empty_weight(
         return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
     if quantization.bits == 8:
         return Fp8Weight.empty(*shape, dtype, device)
-    return Int4Weight.empty(*shape, quantization.group, dtype, device)
+    return Int4Weight.empty(*shape, math.gcd(quantization.group, shape[1]), dtype, device)
 
 
 # Which modules are quantised is read from the checkpoint's tensors, not from these lists.

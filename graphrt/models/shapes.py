@@ -48,7 +48,7 @@ def shape_config(name: str) -> ModelConfig:
     """Return the shape of a well-known model: a name in SHAPES.
 
     With the suffix -fp8 or -int4, its matrices are quantised, except the head: fp8 with a scale per row, or int4 with a
-    scale per 128 inputs.
+    scale per 128 inputs. Where 128 does not divide the inputs, groups are smaller.
 
     Raises: ConfigError: if there is no such shape.
     """

@@ -2,12 +2,14 @@
 
 All ranks have weights of equal shapes. Where a dimension does not divide, the last ranks have zeros, which add exactly
 0 to every sum. Matrices of queries, keys, values, gate and up are split by rows, those of output and down by columns,
-embedding and head by tokens. Norms are not split.
+embedding and head by tokens. Norms are not split. Scales and zeros of quantised weights are split with them. The bounds
+of columns are multiples of a group; for the output, of a smaller group, whose scales are repeated (`empty_weight`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import NamedTuple
 
 import torch
@@ -15,12 +17,12 @@ from torch import distributed as dist
 
 from graphrt.kernels.errors import UnsupportedError
 from graphrt.kernels.ops.collectives import vocab_part
-from graphrt.kernels.ops.quantized import Weight
+from graphrt.kernels.ops.quantized import GROUPS, Weight
 from graphrt.kernels.sizes import ceil_div
 from graphrt.models.config import ModelConfig
 from graphrt.models.weights import WeightSource
 
-_INTERMEDIATE_MULTIPLE = 32  # rows of 64 bytes in bfloat16, which the kernels of products load whole
+_INTERMEDIATE_BITS = 512  # kernels of products load 64 bytes of a row; in int4, these are whole groups
 
 
 class Part(NamedTuple):
@@ -59,22 +61,28 @@ class Sharding:
         rank, ranks = group.rank(), group.size()
         kv_heads, queries = config.num_kv_heads, config.num_q_heads // config.num_kv_heads
         copies = max(1, ranks // kv_heads)  # ranks that hold the same KV head
+        per_rank, quantization = ceil_div(kv_heads, ranks), config.quantization
+        num_q_heads = per_rank * queries // copies
+        inputs = num_q_heads * config.head_dim  # of the attention output
         _, _, columns = vocab_part(config.vocab_size, rank, ranks)
         reasons = []
         if ranks > kv_heads and (ranks % kv_heads or queries % copies):
             reasons.append(f"{config.num_q_heads} query and {kv_heads} KV heads cannot be dealt to {ranks} ranks")
+        elif quantization is not None and quantization.bits == 4 and gcd(quantization.group, inputs) not in GROUPS:
+            reasons.append(
+                f"the attention output would have {inputs} inputs per rank, which are not whole groups of at least "
+                f"{min(GROUPS)} int4 weights"
+            )
         if ranks > 1 and config.vocab_size <= columns:
             reasons.append(f"a vocabulary of {config.vocab_size} is too small for {ranks} ranks")
-        if config.quantization is not None:
-            reasons.append("quantised safetensors cannot be split yet")
         if reasons:
             raise UnsupportedError(f"group: {'; '.join(reasons)}; use fewer ranks, or another checkpoint")
-        width = _INTERMEDIATE_MULTIPLE * ceil_div(ceil_div(config.intermediate_size, ranks), _INTERMEDIATE_MULTIPLE)
-        per_rank = ceil_div(kv_heads, ranks)
+        multiple = _INTERMEDIATE_BITS // (16 if quantization is None else quantization.bits)
+        width = multiple * ceil_div(ceil_div(config.intermediate_size, ranks), multiple)
         shard = replace(
             config,
             num_kv_heads=per_rank,
-            num_q_heads=per_rank * queries // copies,
+            num_q_heads=num_q_heads,
             intermediate_size=width if ranks > 1 else config.intermediate_size,
         )
         return cls(config, shard, rank, ranks, columns)
@@ -123,9 +131,12 @@ class Sharding:
         if part is None:
             checkpoint.copy_into(name, target)
             return
-        assert isinstance(target, torch.Tensor), "quantised weights are not split"
         count = part.end - part.first
-        target.narrow(part.dim, count, target.shape[part.dim] - count).zero_()
+        if isinstance(target, torch.Tensor):
+            target.narrow(part.dim, count, target.shape[part.dim] - count).zero_()
+            target = target.narrow(part.dim, 0, count)
+        else:
+            target.zero_()
         if count:
             index = (*[slice(None)] * part.dim, slice(part.first, part.end))
-            checkpoint.copy_into(name, target.narrow(part.dim, 0, count), index)
+            checkpoint.copy_into(name, target, index)

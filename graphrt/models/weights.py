@@ -30,8 +30,9 @@ class WeightSource(Protocol):
         ...
 
     def copy_into(self, name: str, target: Weight, index: Index = ()) -> None:
-        """Copy one tensor, or `tensor[index]`, into `target`, converting its dtype and device. A quantised target takes
-        a quantised weight; a tensor takes either."""
+        """Copy one tensor, or `tensor[index]`, into `target`, converting its dtype and device. A tensor takes a
+        quantised weight too. A quantised target takes only a quantised weight, which may have fewer rows and columns.
+        """
         ...
 
     def has_own_head(self) -> bool:

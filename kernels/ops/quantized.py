@@ -77,10 +77,15 @@ class QuantizedWeight(nn.Module):
         """Overwrite the weight in place with seeded noise of this standard deviation."""
         raise NotImplementedError
 
+    def zero_(self) -> None:
+        """Overwrite the weight in place with zeros."""
+        for tensor in self.parameters():
+            tensor.zero_()
+
     def copy_(self: _Quantized, source: _Quantized) -> None:
-        """Copy a weight of the same kind and shape into this one, converting its dtype and device."""
+        """Copy a weight of the same kind and group into the first rows and columns, converting its dtype and device."""
         for own, other in zip(self.parameters(), source.parameters(), strict=True):
-            own.copy_(other)
+            own[tuple(slice(size) for size in other.shape)].copy_(other)
 
 
 class Fp8Weight(QuantizedWeight):

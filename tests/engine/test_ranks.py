@@ -37,6 +37,7 @@ from graphrt.kernels.ops.sampling_shards import sample_shards
 from graphrt.kernels.ops.sampling_state import Penalties, PenaltyState
 from graphrt.models.config import ModelConfig
 from graphrt.models.loading import load_model, make_runtime
+from graphrt.models.quantization import Quantization
 from graphrt.models.sharding import Sharding
 from graphrt.proposer import ngram_drafts
 from graphrt.runtime import Runtime
@@ -428,6 +429,7 @@ class Group:
     ({"num_q_heads": 6, "num_kv_heads": 3}, 4, "6 query and 3 KV heads cannot be dealt to 4 ranks"),
     ({"num_q_heads": 6, "num_kv_heads": 2}, 4, "6 query and 2 KV heads cannot be dealt to 4 ranks"),
     ({"vocab_size": 31}, 2, "a vocabulary of 31 is too small for 2 ranks"),
+    ({"quantization": Quantization(4, 32)}, 3, "the attention output would have 16 inputs per rank"),
 ])  # fmt: skip
 def test_model_that_cannot_be_split_is_refused(changes: dict[str, int], ranks: int, text: str) -> None:
     with pytest.raises(UnsupportedError, match=text):

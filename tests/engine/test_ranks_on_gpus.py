@@ -35,6 +35,7 @@ from tests.engine.test_ranks import (
     decode_interleaved,
     fail,
 )
+from tests.models.test_loading_quantized import CASES, TOKENS, save
 from tests.support.model_fixtures import save_oracle
 from tests.support.rank_processes import Outcome, run_ranks
 
@@ -132,6 +133,14 @@ def test_tokens_are_those_of_one_process(tmp_path: Path, case: str) -> None:
     """The generator, sessions, loops, drafts, captures at first use, forks and masks of the test on a CPU."""
     family, sizes, _, *interleaved = FAMILIES[case]
     oracle = save_oracle(tmp_path, family, eos_token_id=None, **sizes)
+    function = decode_interleaved if interleaved else decode
+    check_tokens(oracle, decode(None, tmp_path), on_gpus(tmp_path, function, tmp_path, *interleaved))
+
+
+@pytest.mark.parametrize("case", TOKENS)
+def test_tokens_of_quantised_weights_are_those_of_one_process(tmp_path: Path, case: str) -> None:
+    name, sizes, *interleaved = TOKENS[case]
+    oracle = save(tmp_path, CASES[name], eos_token_id=None, **sizes).float()
     function = decode_interleaved if interleaved else decode
     check_tokens(oracle, decode(None, tmp_path), on_gpus(tmp_path, function, tmp_path, *interleaved))
 

@@ -25,6 +25,7 @@ from graphrt.models.hf import SafetensorsSource
 from graphrt.models.llama import LlamaModel
 from graphrt.models.loading import load_model, make_runtime
 from graphrt.sampling_params import SamplingParams
+from tests.engine.test_ranks import Group, check_tokens, decode, decode_interleaved
 from tests.support.model_fixtures import (
     PROMPT,
     SIZES,
@@ -34,6 +35,7 @@ from tests.support.model_fixtures import (
     oracle_logits,
     save_oracle,
 )
+from tests.support.rank_processes import run_ranks
 
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8}
 Tensors = dict[str, torch.Tensor]
@@ -143,6 +145,7 @@ CASES = {
         AWQ | {"modules_to_not_convert": [DOWN, V]}, awq, plain=("lm_head", DOWN, V), options={"attention_bias": True}
     ),
     "gptq": of_int4(GPTQ | {"checkpoint_format": ""}, gptq),
+    "gptq-64": of_int4(GPTQ, gptq, 64),
     "gptq-symmetric": of_int4(GPTQ | {"sym": True, "checkpoint_format": "gptq"}, gptq, 128, True),
     "gptq-v2": of_int4(GPTQ | {"checkpoint_format": "gptq_v2", "desc_act": True}, gptq_v2),
     "gptq-biases": of_int4(GPTQ, gptq, options={"attention_bias": True}),
@@ -214,6 +217,88 @@ def test_a_model_of_tensors_takes_the_dequantised_weights(tmp_path: Path, name: 
     ):
         quantised.load_weights(tensors)
     assert all(torch.equal(a, b) for a, b in zip(before, quantised.parameters(), strict=True))
+
+
+HEADS_OF_12 = {"num_attention_heads": 16, "head_dim": 12}  # bounds of key heads are inside of words
+SIX_HEADS = {"hidden_size": 192, "num_attention_heads": 6, "head_dim": 32}
+HALF_GROUPS = SIX_HEADS | {"num_key_value_heads": 6}  # 96 inputs of the attention output per rank
+PADDED = SIX_HEADS | {"num_key_value_heads": 3, "intermediate_size": 160}
+SHARDS: dict[str, tuple[str, dict[str, Any], int]] = {name: (name, {}, 2) for name in CASES}
+SHARDS |= {f"{name}, words": (name, HEADS_OF_12, 2) for name in ("awq", "gptq")}
+SHARDS |= {f"{name}, groups": (name, HALF_GROUPS, 2) for name in ("awq-64", "gptq-64")}
+SHARDS |= {f"{name}, padded": (name, PADDED, 2) for name in ("awq", "gptq-v2", "fp8", "compressed-tensors-channel")}
+SHARDS |= {f"{name}, 4 ranks": (name, {}, 4) for name in ("awq-64", "gptq-head", "gptq-symmetric", "fp8")}
+
+
+@pytest.mark.parametrize("case", SHARDS)
+def test_shards_are_slices_of_the_dequantised_weights(tmp_path: Path, case: str) -> None:
+    name, options, ranks = SHARDS[case]
+    oracle, source = save(tmp_path, CASES[name], **options), SafetensorsSource(tmp_path)
+    shards: list[dict[str, torch.Tensor]] = []
+    for rank in range(ranks):
+        model = LlamaModel(source.config, dtype=torch.float32, device=torch.device("cpu"), group=Group(rank, ranks))
+        for weight in model.parameters():
+            weight.view(torch.uint8).fill_(0xFF)  # padding must be written
+        model.load_weights(source)
+        targets = model.weight_targets().items()
+        shards.append({key: t.dequantized() if isinstance(t, QuantizedWeight) else t for key, t in targets})
+    for key, whole in oracle.float().state_dict().items():
+        if key not in shards[0]:
+            assert key == "lm_head.weight"
+            assert source.config.tie_word_embeddings
+            continue
+        parts, module = [shard[key] for shard in shards], key.split(".")[-2]
+        if "norm" in key or (key.endswith("bias") and module in ("o_proj", "down_proj")):
+            assert all(torch.equal(part, whole) for part in parts)
+            continue
+        assert len({part.shape for part in parts}) == 1
+        if module in ("k_proj", "v_proj"):
+            parts = parts[:: model.sharding.kv_copies]
+        dim = int(module in ("o_proj", "down_proj"))
+        values, padding = torch.cat(parts, dim).tensor_split([whole.shape[dim]], dim)
+        assert torch.equal(values, whole), key
+        assert not padding.any(), key
+
+
+def is_matrix(name: str, tensor: torch.Tensor) -> bool:
+    return "_proj." in name and tensor.dim() == 2
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq", "fp8"])
+def test_each_rank_reads_its_slices_only(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, CASES[name])
+    whole = sum(t.numel() for key, t in load_file(tmp_path / "model.safetensors").items() if is_matrix(key, t))
+    read, counts = SafetensorsSource._read, [0, 0]
+
+    def count(self: SafetensorsSource, key: str, *index: Any) -> torch.Tensor:
+        found = read(self, key, *index)
+        counts[rank] += found.numel() if is_matrix(key, found) else 0
+        return found
+
+    monkeypatch.setattr(SafetensorsSource, "_read", count)
+    for rank in range(2):
+        source = SafetensorsSource(tmp_path)
+        model = LlamaModel(source.config, dtype=torch.float32, device=torch.device("cpu"), group=Group(rank, 2))
+        model.load_weights(source)
+    assert counts == [whole // 2] * 2
+
+
+TOKENS = {  # case, its sizes; ranks that share the KV of a request, and interleave_size
+    "awq": ("awq", {"num_key_value_heads": 1}, 2, 1),
+    "gptq": ("gptq-64", HALF_GROUPS),
+    "fp8": ("compressed-tensors-channel", PADDED),
+}
+
+
+@pytest.mark.parametrize("case", TOKENS)
+def test_tokens_of_ranks_are_those_of_one_process(tmp_path: Path, case: str) -> None:
+    name, sizes, *interleaved = TOKENS[case]
+    oracle = save(tmp_path, CASES[name], eos_token_id=None, **sizes).float()
+    expected = decode(None, tmp_path)
+    function = decode_interleaved if interleaved else decode
+    outcomes = run_ranks(tmp_path, function, tmp_path, *interleaved)
+    del expected["kv_bytes"]
+    check_tokens(oracle, expected, outcomes)
 
 
 @pytest.mark.parametrize("name", ["gptq", "fp8"])
