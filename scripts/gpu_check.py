@@ -5,26 +5,23 @@
     python scripts/gpu_check.py --require triton             # fail if a test that names it was skipped
 
 Each job is a separate command, so that jobs do not share compiled kernels or memory: tests, compute-sanitizer (of the
-CUDA toolkit) and benchmarks. The tests spend most of their time on compiling kernels, so they run as `--shards`
-concurrent processes, followed by one process for those marked `alone`. `python -m pytest -m gpu` runs all of them in
-one process. A result holds the commands, the versions, the commit and tree (`--commit`, `--tree` for a copy of the
-files), and the JSON of the job. Exits with 1 if a job fails. An unfinished or failed job writes no result.
+CUDA toolkit) and benchmarks. The tests spend most of their time on compiling kernels, so they run in several processes,
+followed by one process for those marked `alone`. `python -m pytest -m gpu` runs all of them in one process. A result
+holds the commands, the versions, the commit and tree (`--commit`, `--tree` for a copy of the files), and the JSON of
+the job. Exits with 1 if a job fails. An unfinished or failed job writes no result.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import shlex
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +39,10 @@ TESTS = "tests"
 SANITIZE = "sanitize"
 SANITIZED = ["--error-exitcode", "9", PYTHON, "scripts/sanitize_attention.py"]
 JOBS: dict[str, list[list[str]]] = {
-    TESTS: [],  # see test_commands
+    TESTS: [
+        [*PYTEST, "-n", "6", "-m", "gpu and not alone"],
+        [*PYTEST, "-m", "gpu and alone"],
+    ],
     SANITIZE: [
         ["compute-sanitizer", "--tool", "memcheck", "--report-api-errors", "no", *SANITIZED],
         ["compute-sanitizer", "--tool", "racecheck", *SANITIZED, "--only", "many,one,two_clusters,pairs"],
@@ -72,7 +72,6 @@ JOBS: dict[str, list[list[str]]] = {
 }
 
 ORIGIN = ("gpu", "driver", "cuda", "torch", "triton", "packages", "python", "commit", "tree", "uncommitted_changes")
-_printing = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,73 +83,40 @@ class Outcome:
     summary: tuple[str, ...] = ()
 
 
-def run(command: Sequence[str], prefix: str = "", environment: dict[str, str] | None = None) -> tuple[int, str]:
-    """Return exit code and output of a command. Its lines are printed as they arrive, each with `prefix`."""
-    say(f"{prefix}$ {' '.join(command)}")
+def run(command: Sequence[str]) -> tuple[int, str]:
+    """Return exit code and output of a command. Its lines are printed as they arrive."""
+    print("$", *command, flush=True)
     try:
-        process = subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-        )
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     except OSError as error:  # the program is missing; the other jobs still run
-        say(f"{prefix}{error}")
+        print(error, flush=True)
         return 127, f"{error}\n"
     assert process.stdout is not None, "stdout is piped"
     lines = []
     for line in process.stdout:
         lines.append(line)
-        say(prefix + line.rstrip("\n"))
+        print(line, end="", flush=True)
     return process.wait(), "".join(lines)
 
 
-def say(line: str) -> None:
-    with _printing:  # one write, so that lines of several processes do not interleave
-        sys.stdout.write(line + "\n")
-        sys.stdout.flush()
-
-
-def test_commands(shards: int) -> tuple[list[list[str]], list[str]]:
-    """Return the commands that run concurrently, and the command that runs alone after them."""
-    shard = [*PYTEST, "-m", "gpu and not alone", "--shard"]
-    return [[*shard, f"{index}/{shards}"] for index in range(1, shards + 1)], [*PYTEST, "-m", "gpu and alone"]
-
-
-def run_tests(shards: int) -> Outcome:
-    """Run the GPU tests: concurrent shards, then the tests that need the device to themselves."""
-    concurrent, alone = test_commands(shards)
-    # Oracles run on the CPU; without a limit every process starts one thread per core.
-    threads = max(1, (os.cpu_count() or 1) // shards)
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
-    with ThreadPoolExecutor(shards) as pool:
-        runs = [pool.submit(run, command, f"[{i}] ", environment) for i, command in enumerate(concurrent, 1)]
-    results = [*(r.result() for r in runs), run(alone, "[alone] ")]
-    outputs = [output for _, output in results]
-    return Outcome([code for code, _ in results], tests_result(outputs), tuple(failures(outputs)))
-
-
-def tests_result(outputs: Sequence[str]) -> dict[str, Any]:
-    """Return the counts over all processes, and the reasons of skips."""
+def run_tests(commands: Sequence[Sequence[str]]) -> Outcome:
+    """Run each command. Return the counts over all commands, the reasons of skips, and the lines that name failures."""
+    results = [run(command) for command in commands]
     counts: Counter[str] = Counter()
     skips: list[set[str]] = []
-    for output in outputs:
+    failures: list[str] = []
+    for _, output in results:
         closing = [
             line for line in output.splitlines() if re.search(r"\d+ (passed|failed|skipped|errors?)\b.* in ", line)
         ]
         for number, word in re.findall(r"(\d+) (passed|failed|skipped|error)", closing[-1] if closing else ""):
             counts[word] += int(number)
         skips.append(set(re.findall(r"^SKIPPED \[\d+\] (.*)$", output, re.MULTILINE)))
-    # A module that skips itself does so in every process, but counts as one skip.
-    counts["skipped"] -= (len(outputs) - 1) * len(set.intersection(*skips))
-    return {"counts": {word: n for word, n in counts.items() if n}, "skips": sorted(set.union(*skips))}
-
-
-def failures(outputs: Sequence[str]) -> list[str]:
-    """Return every line that names a failed test, and the last lines of processes without a summary."""
-    lines = []
-    for output in outputs:
-        lines += re.findall(r"^(?:FAILED|ERROR) .*$", output, re.MULTILINE)
-        if not re.search(r" in \d+\.\d+s", output):
-            lines.append("ended without a summary: " + " | ".join(output.splitlines()[-3:]))
-    return lines
+        failures += re.findall(r"^(?:FAILED|ERROR) .*$", output, re.MULTILINE)
+    # A module that skips itself does so for every command, but counts as one skip.
+    counts["skipped"] -= (len(results) - 1) * len(set.intersection(*skips))
+    data = {"counts": {word: n for word, n in counts.items() if n}, "skips": sorted(set.union(*skips))}
+    return Outcome([code for code, _ in results], data, tuple(failures))
 
 
 def run_benchmark(commands: Sequence[Sequence[str]]) -> Outcome:
@@ -183,7 +149,6 @@ def parse(command: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--commit", help="commit of the files, if they are a copy without git; needs --tree")
     parser.add_argument("--tree", help="tree hash of this commit; the files are compared with it")
     parser.add_argument("--require", default="", help="comma-separated backends or packages; fail if a skip names one")
-    parser.add_argument("--shards", type=int, default=6, help="concurrent test processes (default: 6)")
     arguments = parser.parse_args(command)
     if unknown := [n for n in arguments.only.split(",") if n not in JOBS]:
         parser.error(f"unknown jobs {unknown}; choose from {list(JOBS)}")
@@ -195,8 +160,6 @@ def parse(command: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--commit and --tree: pass both or neither")
     if arguments.require and TESTS not in arguments.only.split(","):
         parser.error(f"--require: it checks the skips of the job {TESTS}; add {TESTS} to --only")
-    if arguments.shards < 1:
-        parser.error(f"--shards: expected >= 1, got {arguments.shards}")
     return arguments
 
 
@@ -216,28 +179,23 @@ def main() -> None:
     folder = arguments.out / gpu
     folder.mkdir(parents=True, exist_ok=True)
     required = [r for r in arguments.require.split(",") if r]
-    concurrent, alone = test_commands(arguments.shards)
-    commands = JOBS | {TESTS: [*concurrent, alone]}
     failed = []
     for name in names:
         start = time.time()
-        if name == TESTS:
-            outcome = run_tests(arguments.shards)
-        else:
-            outcome = (run_sanitizers if name == SANITIZE else run_benchmark)(commands[name])
+        outcome = {TESTS: run_tests, SANITIZE: run_sanitizers}.get(name, run_benchmark)(JOBS[name])
         for line in outcome.summary:
-            say(line)
+            print(line)
         missed = [r for r in required if name == TESTS and any(r in skip for skip in outcome.data["skips"])]
         if any(outcome.codes) or missed:
             failed.append(name)
-            say(f"{name}: FAILED (exit codes {outcome.codes}, required but skipped: {missed})")
+            print(f"{name}: FAILED (exit codes {outcome.codes}, required but skipped: {missed})")
             continue
-        shown = [shlex.join("python" if word == PYTHON else word for word in c) for c in commands[name]]
+        shown = [shlex.join("python" if word == PYTHON else word for word in c) for c in JOBS[name]]
         seconds = round(time.time() - start, 1)
         record = {**origin, "name": name, "commands": shown, "seconds": seconds, "data": outcome.data}
         (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
-        say(f"{name}: {seconds} s, written to {gpu}/{name}.json")
-    say(f"gpu_check: {len(names) - len(failed)} jobs passed, {len(failed)} failed: {failed}")
+        print(f"{name}: {seconds} s, written to {gpu}/{name}.json")
+    print(f"gpu_check: {len(names) - len(failed)} jobs passed, {len(failed)} failed: {failed}")
     sys.exit(bool(failed))
 
 

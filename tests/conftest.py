@@ -10,8 +10,6 @@ from importlib.machinery import PathFinder
 import pytest
 import torch
 
-from tests.support.sharding import in_shard, parse_shard
-
 
 class _WithoutLayerFolders(PathFinder):
     """Hides the names `kernels` and `capture`, which the checkout on the path would else give to its folders.
@@ -41,18 +39,9 @@ if INTERPRETED:
     install()  # some tests launch kernels by themselves
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--shard", type=parse_shard, metavar="I/N", help="run the I-th of N parts of the selected tests")
-
-
-@pytest.hookimpl(trylast=True)  # what -m and -k leave is dealt out
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if wrong := [item.nodeid for item in items if "alone" in item.keywords and "gpu" not in item.keywords]:
         raise pytest.UsageError(f"marked alone but not gpu, so scripts/gpu_check.py runs them in no process: {wrong}")
-    if (shard := config.getoption("--shard")) is not None:
-        chosen = in_shard([item.nodeid for item in items], *shard)
-        config.hook.pytest_deselected(items=[item for item, kept in zip(items, chosen, strict=True) if not kept])
-        items[:] = [item for item, kept in zip(items, chosen, strict=True) if kept]
     if not CUDA:
         skip = pytest.mark.skip(reason="needs a CUDA device")
         for item in items:

@@ -1,4 +1,4 @@
-"""The GPU tier in several processes: how tests are dealt out, and how their results are put together again."""
+"""The jobs of the GPU check: what is read from their outputs, and which options are refused."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from argparse import ArgumentTypeError
 from pathlib import Path
 
 import pytest
@@ -14,34 +13,8 @@ import pytest
 from scripts import gpu_check
 from tests.kernels import test_attention_peers
 from tests.support.peer_kit import PEERS
-from tests.support.sharding import in_shard, parse_shard
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.mark.parametrize(("tests", "count"), [(0, 2), (1, 1), (40, 6), (40, 50)])
-def test_every_test_is_in_exactly_one_shard(tests: int, count: int) -> None:
-    names = [f"tests/test_a.py::test_b[{i}]" for i in range(tests)]
-    shards = [in_shard(names, index, count) for index in range(1, count + 1)]
-    assert [sum(column) for column in zip(*shards, strict=True)] == [1] * tests
-    sizes = [sum(shard) for shard in shards]
-    assert max(sizes) - min(sizes) <= 1
-
-
-def test_values_of_a_parameter_are_spread_over_the_shards() -> None:
-    """Dealt in turn, every test of one value would be in one shard."""
-    names = [f"test_a[{i}-{value}]" for i in range(40) for value in ("fp8", *"abcde")]
-    of_value = [sum(chosen for name, chosen in zip(names, in_shard(names, i, 6), strict=True) if "fp8" in name)
-                for i in range(1, 7)]  # fmt: skip
-    assert sum(of_value) == 40
-    assert max(of_value) < 20
-
-
-@pytest.mark.parametrize("text", ["", "1", "0/6", "7/6", "a/b", "1/6/2"])
-def test_malformed_shards(text: str) -> None:
-    with pytest.raises(ArgumentTypeError, match=r"--shard: expected I/N with 1 <= I <= N, got"):
-        parse_shard(text)
-    assert parse_shard("6/6") == (6, 6)
 
 
 def run_pytest(folder: Path, *arguments: str) -> tuple[int, str]:
@@ -51,8 +24,8 @@ def run_pytest(folder: Path, *arguments: str) -> tuple[int, str]:
     return result.returncode, result.stdout + result.stderr
 
 
-def test_shards_of_a_run_and_what_they_come_to(tmp_path: Path) -> None:
-    """Three shards of what -m leaves; their outputs, and one of a fourth process, as gpu_check reads them."""
+def test_results_of_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests in two processes, and others in one, as gpu_check reads their outputs."""
     (tmp_path / "test_it.py").write_text(
         "import pytest\n"
         "@pytest.mark.parametrize('x', range(8))\n"
@@ -63,36 +36,24 @@ def test_shards_of_a_run_and_what_they_come_to(tmp_path: Path) -> None:
         "def test_b(): pass\n"
     )
     (tmp_path / "test_gone.py").write_text("import pytest\npytest.importorskip('no_such_package')\n")
-    options = ("-v", "-rfEs", "-m", "not slow")
-    runs = [run_pytest(tmp_path, *options, "--shard", f"{index}/3") for index in (1, 2, 3)]
-    ran = [re.findall(r"::(test_\w+\S*) (?:PASSED|FAILED|SKIPPED)", output) for _, output in runs]
-    assert sorted(name for names in ran for name in names) == [f"test_a[{x}]" for x in range(8)]
-    assert sorted(map(len, ran)) == [2, 3, 3]
-    assert sorted(code for code, _ in runs) == [0, 0, 1]
-    last = run_pytest(tmp_path, "-q", "-rfEs", "-m", "slow")
-    outputs = [output for _, output in (*runs, last)]
-    result = gpu_check.tests_result(outputs)
-    assert result["counts"] == {"passed": 7, "failed": 1, "skipped": 2}
-    assert len(result["skips"]) == 2
-    assert "could not import 'no_such_package'" in result["skips"][0]
-    assert "six needs flash-attn" in result["skips"][1]
-    (failure,) = gpu_check.failures(outputs)
+    runs = [
+        run_pytest(tmp_path, "-q", "-rfEs", *options) for options in (("-n", "2", "-m", "not slow"), ("-m", "slow"))
+    ]
+    monkeypatch.setattr(gpu_check, "run", lambda run: run)
+    outcome = gpu_check.run_tests(runs)
+    assert outcome.codes == [1, 0]
+    assert outcome.data["counts"] == {"passed": 7, "failed": 1, "skipped": 2}
+    first, second = outcome.data["skips"]
+    assert "could not import 'no_such_package'" in first
+    assert "six needs flash-attn" in second
+    (failure,) = outcome.summary
     assert re.fullmatch(r"FAILED test_it.py::test_a\[5\] - AssertionError: five.*", failure)
 
 
-def test_a_process_that_ends_without_a_summary_is_named() -> None:
-    (line,) = gpu_check.failures(["...\nFatal Python error: Segmentation fault\n", "3 passed in 1.00s\n"])
-    assert line == "ended without a summary: ... | Fatal Python error: Segmentation fault"
-
-
-def test_lines_of_processes_are_passed_on_whole(capfd: pytest.CaptureFixture[str]) -> None:
-    code = "import sys; [print('x' * 500) for _ in range(50)]; sys.stdout.write('no newline'); sys.exit(3)"
-    status, output = gpu_check.run([sys.executable, "-c", code], "[7] ")
-    printed = capfd.readouterr().out.splitlines()
-    assert status == 3
-    assert (
-        printed[1:] == ["[7] " + line for line in output.splitlines()] == ["[7] " + "x" * 500] * 50 + ["[7] no newline"]
-    )
+def test_output_is_printed_and_returned(capfd: pytest.CaptureFixture[str]) -> None:
+    command = [sys.executable, "-c", "print('first'); raise SystemExit(3)"]
+    assert gpu_check.run(command) == (3, "first\n")
+    assert capfd.readouterr().out.endswith("\nfirst\n")
 
 
 WRONG_OPTIONS = {
@@ -152,10 +113,3 @@ def test_skips_of_peers_name_the_backend(monkeypatch: pytest.MonkeyPatch) -> Non
         with pytest.raises(pytest.skip.Exception, match=f"^{backend}: "):
             test_attention_peers.package(module)
     assert {cls.package.module: cls.name for cls in PEERS} == test_attention_peers.BACKENDS
-
-
-def test_all_of_the_gpu_tier_is_asked_for() -> None:
-    beside, alone = gpu_check.test_commands(3)
-    assert [command[-1] for command in beside] == ["1/3", "2/3", "3/3"]
-    assert {command[command.index("-m", 3) + 1] for command in beside} == {"gpu and not alone"}
-    assert alone[-1] == "gpu and alone"
