@@ -58,7 +58,11 @@ def run(options: GenerateOptions) -> None:
             f"--dtype: expected auto, float32, bfloat16 or float16, got {options.dtype!r}; choose one of these"
         )
     params = sampling_params(
-        options, options.max_new_tokens, stop_ids=options.stop_id or (), min_tokens=options.min_tokens
+        options,
+        options.max_new_tokens,
+        stop_ids=options.stop_id or (),
+        min_tokens=options.min_tokens,
+        prompt_logprobs=options.prompt_logprobs,
     )
     StopStrings(options.stop or ())  # raises for an empty string before anything is loaded
     path = _model_path(options.model)

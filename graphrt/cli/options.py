@@ -53,18 +53,12 @@ class SamplingOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PromptOptions(SamplingOptions):
-    """Sampling options of commands with prompts."""
+class GenerateOptions(SamplingOptions):
+    """Generate text. Answers go to standard output, everything else to standard error."""
 
     prompt_logprobs: Annotated[
         int | None, _sampled("As --logprobs, for prompt tokens after the first; the prompt runs one token per step.")
     ] = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateOptions(PromptOptions):
-    """Generate text. Answers go to standard output, everything else to standard error."""
-
     prompts: Annotated[
         list[str] | None, typer.Argument(help="One or more prompts, decoded together as one ragged batch.")
     ] = None
@@ -154,7 +148,7 @@ class DecodeOptions(SamplingOptions):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServeOptions(PromptOptions):
+class ServeOptions(SamplingOptions):
     """Measure tokens per second for many prompts of random lengths. The last line is JSON."""
 
     shape: Annotated[str, typer.Option(help="Shape with dummy weights.")] = "qwen3-0.6b"

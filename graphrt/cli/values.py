@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import fields
 
-from graphrt.cli.options import PromptOptions, SamplingOptions
+from graphrt.cli.options import SamplingOptions
 from graphrt.kernels.errors import CapacityError, ConfigError
 from graphrt.kernels.ops.sampling_logprobs import MAX_TOP
 from graphrt.models.config import ModelConfig
@@ -33,13 +33,18 @@ def check_step_tokens(rows: int, step_tokens: int) -> None:
 
 
 def sampling_params(
-    options: SamplingOptions, max_new_tokens: int = 1, *, stop_ids: Collection[int] = (), min_tokens: int = 0
+    options: SamplingOptions,
+    max_new_tokens: int = 1,
+    *,
+    stop_ids: Collection[int] = (),
+    min_tokens: int = 0,
+    prompt_logprobs: int | None = None,
 ) -> SamplingParams:
     """Return the SamplingParams of a command, with seed 0. Raises: ConfigError."""
-    kind = PromptOptions if isinstance(options, PromptOptions) else SamplingOptions
-    values = {field.name: getattr(options, field.name) for field in fields(kind)}
+    values = {field.name: getattr(options, field.name) for field in fields(SamplingOptions)}
+    values["prompt_logprobs"] = prompt_logprobs
     for option, name in (("--logprobs", "logprobs"), ("--prompt-logprobs", "prompt_logprobs")):
-        if (count := values.get(name)) is not None and count > MAX_TOP:
+        if (count := values[name]) is not None and count > MAX_TOP:
             raise ConfigError(f"{option}: expected at most {MAX_TOP}, got {count}; request fewer tokens")
     values["logit_bias"] = _logit_bias(options.logit_bias or ())
     return SamplingParams(max_new_tokens, stop_ids=frozenset(stop_ids), min_tokens=min_tokens, **values)
