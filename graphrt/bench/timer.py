@@ -77,19 +77,20 @@ def _cuda_samples(calls: Sequence[Callable[[], object]], num_samples: int, devic
         with torch.cuda.stream(stream):
             for call in calls:  # compiles kernels and fills workspaces
                 call()
-            graph = _capture(calls, 1)
-            seconds = max(_replay_seconds(graph) for _ in range(_WARM_UP_REPLAYS))
+            graph = capture_calls(calls, 1)
+            seconds = max(replay_seconds(graph) for _ in range(_WARM_UP_REPLAYS))
             rounds = min(math.ceil(_MIN_REPLAY_SECONDS / seconds), max(_MAX_CALLS_PER_GRAPH // len(calls), 1))
             if rounds > 1:
-                graph = _capture(calls, rounds)
+                graph = capture_calls(calls, rounds)
                 for _ in range(_WARM_UP_REPLAYS):
                     graph.replay()
-            samples = [_replay_seconds(graph) / (rounds * len(calls)) for _ in range(num_samples)]
+            samples = [replay_seconds(graph) / (rounds * len(calls)) for _ in range(num_samples)]
         torch.cuda.current_stream().wait_stream(stream)
     return samples
 
 
-def _capture(calls: Sequence[Callable[[], object]], rounds: int) -> torch.cuda.CUDAGraph:
+def capture_calls(calls: Sequence[Callable[[], object]], rounds: int) -> torch.cuda.CUDAGraph:
+    """Return a graph of several rounds of calls, captured on the current stream."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
         for _ in range(rounds):
@@ -98,7 +99,8 @@ def _capture(calls: Sequence[Callable[[], object]], rounds: int) -> torch.cuda.C
     return graph
 
 
-def _replay_seconds(graph: torch.cuda.CUDAGraph) -> float:
+def replay_seconds(graph: torch.cuda.CUDAGraph) -> float:
+    """Return the device time of a replay on the current stream. Waits for it."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     graph.replay()

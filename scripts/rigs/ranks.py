@@ -13,6 +13,7 @@ from torch import distributed as dist
 from torch import multiprocessing
 
 from graphrt.bench.decode_ranks import join_group
+from graphrt.bench.timer import capture_calls, replay_seconds
 from scripts.rigs.measure import make_parser, parse
 
 _WARM_UPS = 3
@@ -61,21 +62,14 @@ def samples_of(
             step()
             times.append((time.perf_counter() - start) / parts * 1e6)
         return times
-    graph, stream, flag = torch.cuda.CUDAGraph(), torch.cuda.Stream(), torch.zeros(1, device=device)
+    stream, flag = torch.cuda.Stream(), torch.zeros(1, device=device)
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         step()
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            step()
-        for sample in range(_WARM_UPS + samples):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        graph = capture_calls([step], 1)
+        for _ in range(_WARM_UPS + samples):
             if group is not None:
                 dist.all_reduce(flag, group=group)
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            if sample >= _WARM_UPS:
-                times.append(begin.elapsed_time(end) / parts * 1e3)
+            times.append(replay_seconds(graph) / parts * 1e6)
     torch.cuda.current_stream().wait_stream(stream)
-    return times
+    return times[_WARM_UPS:]
