@@ -50,7 +50,7 @@ class EagerChecks:
                     known.add(address)
                     self._record(path, tensor, target.found, runs.initial)
             runs.note_ranges()
-            self._find_hidden(case)
+            self._find_hidden()
         for case in self._v.cases.values():
             with unchanged(*target.root):
                 self._v.written[case.name] = self._survey(case)
@@ -65,7 +65,7 @@ class EagerChecks:
         contents = self._v.host.contents(tensor)
         tensors[name], first[name] = tensor, tensor.clone() if contents is None else contents
 
-    def _find_hidden(self, case: Case) -> None:
+    def _find_hidden(self) -> None:
         """Find the unnamed tensors that run() changes in place, which are restored before each run.
 
         If only the first of two runs changes a tensor, the tensor is treated as a cache that this run filled. Its
