@@ -301,14 +301,8 @@ def _plan_memory(
     per_req = [sum(spec.most_pages(longest_of(spec, *lengths), chunk) for spec in specs) for specs in of_pool]
     useful = [min(config.max_num_reqs * count, MAX_PAGES - 1) for count in per_req]
     page_bytes = [bytes_per_page(specs) for specs in of_pool]
-    if device.type != "cuda":
-        free = total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-        predicted = 0
-    else:
-        gc.collect()  # tensors in garbage occupy memory, and a collection during the trial would change the result
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(device)
-        predicted = _measure_graphs(build, config, device, len(pools))
+    free, total = _memory(device)
+    predicted = _measure_graphs(build, config, device, len(pools)) if device.type == "cuda" else 0
     reserved = int((1 - utilization) * total)
     budget = free - reserved - predicted
     if group is not None:
@@ -325,6 +319,32 @@ def _plan_memory(
     kv_bytes = sum(count * nbytes for count, nbytes in zip(pages, page_bytes, strict=True))
     # The static buffers use another 8 bytes per page, to detect write conflicts.
     return MemoryPlan(pages, free, reserved, predicted, kv_bytes, free - predicted - kv_bytes - 8 * sum(pages))
+
+
+def _memory(device: torch.device) -> tuple[int, int]:
+    """Return the free and the total bytes of a GPU; on a CPU, half of the host's memory for both."""
+    if device.type != "cuda":
+        half = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+        return half, half
+    gc.collect()  # tensors in garbage occupy memory, and a collection during a trial capture would change the result
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)
+
+
+def default_config(
+    groups: Sequence[KVCacheSpec], longest: int, device: torch.device, memory_utilization: float
+) -> RuntimeConfig:
+    """Return the capacities of a runtime for a model of `longest` positions, as `from_transformers` has them."""
+    config = RuntimeConfig() if device.type == "cuda" else RuntimeConfig(max_num_reqs=8, max_num_tokens=64)
+    free, total = _memory(device)
+    budget = (free - (1 - memory_utilization) * total) / 2  # half of it, since graphs and activations need memory too
+
+    def nbytes(length: int) -> int:
+        return sum(group.bytes_per_page * group.most_pages(length, config.max_num_tokens) for group in groups)
+
+    while longest > 1024 and nbytes(longest) > budget:
+        longest //= 2
+    return replace(config, max_seq_len=longest)
 
 
 def _measure_graphs(

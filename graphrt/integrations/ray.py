@@ -30,7 +30,6 @@ from torch._C._distributed_c10d import TCPStore
 from graphrt.config import RuntimeConfig
 from graphrt.engine.ranks import Ranks
 from graphrt.generate.generator import Event, TextGenerator
-from graphrt.integrations.transformers.runtime import default_config
 from graphrt.kernels.checks import check_instance, check_int
 from graphrt.kernels.errors import ConfigError, RankError
 from graphrt.kernels.types import KVLayout
@@ -38,7 +37,7 @@ from graphrt.models.config import ModelConfig
 from graphrt.models.loading import LoadedModel, load_model, make_runtime
 from graphrt.models.smollm import default_model_path
 from graphrt.models.tokenizer import load_tokenizer
-from graphrt.runtime import Runtime, resolve_device
+from graphrt.runtime import Runtime, default_config, resolve_device
 from graphrt.sampling_params import SamplingParams, config_fields
 
 _PAGE_SIZE, _MEMORY_UTILIZATION = 16, 0.9

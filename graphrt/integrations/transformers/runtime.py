@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -31,8 +30,7 @@ from graphrt.kernels.attention.options import FP8_DTYPES
 from graphrt.kernels.checks import check_bool, check_instance
 from graphrt.kernels.errors import ConfigError, UnsupportedError
 from graphrt.proposer import Proposer
-from graphrt.runtime import Runtime
-from graphrt.spec import KVCacheSpec
+from graphrt.runtime import Runtime, default_config
 
 
 class TransformersRuntime(Runtime):
@@ -221,24 +219,3 @@ def host(model: Any, max_seq_len: int) -> tuple[HostedModel, int]:
     vocab_size = discover(hosted, max_seq_len)
     check_independence(hosted, max_seq_len, vocab_size)
     return hosted, vocab_size
-
-
-def default_config(
-    groups: tuple[KVCacheSpec, ...], longest: int, device: torch.device, memory_utilization: float
-) -> RuntimeConfig:
-    """Return the default capacities of a runtime."""
-    on_cuda = device.type == "cuda"
-    config = RuntimeConfig() if on_cuda else RuntimeConfig(max_num_reqs=8, max_num_tokens=64)
-    if on_cuda:
-        torch.cuda.empty_cache()  # memory of the checks
-        free, total = torch.cuda.mem_get_info(device)
-    else:
-        free = total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    budget = (free - (1 - memory_utilization) * total) / 2  # half of it, since graphs and activations need memory too
-
-    def nbytes(length: int) -> int:
-        return sum(group.bytes_per_page * group.most_pages(length, config.max_num_tokens) for group in groups)
-
-    while longest > 1024 and nbytes(longest) > budget:
-        longest //= 2
-    return replace(config, max_seq_len=longest)
