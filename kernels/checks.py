@@ -217,7 +217,8 @@ def check_int_field(owner: object, name: str, low: int, high: int | None = None,
 def check_number(name: str, value: object, low: float, high: float = math.inf, *, advice: str) -> float:
     """Return `value` as a float. Raises: ConfigError: unless it is a finite number from `low` to `high`."""
     if not (is_finite(value) and low <= float(value) <= high):  # type: ignore[arg-type]
-        bounds = f">= {low:g}" if high >= FLOAT32_MAX else f"from {low:g} to {high:g}"
+        too_large = is_finite(value) and float(value) > high  # type: ignore[arg-type]
+        bounds = f">= {low:g}" if high >= FLOAT32_MAX and not too_large else f"from {low:g} to {high:g}"
         raise ConfigError(f"{name}: expected a finite number {bounds}, got {shown(value)}; {advice}")
     return float(value)  # type: ignore[arg-type]
 

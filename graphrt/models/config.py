@@ -141,8 +141,8 @@ class ModelConfig:
         Every key is either applied as in the model classes of transformers or rejected.
 
         Raises:
-            UnsupportedError: if graphrt does not implement the model. The message lists all reasons.
-            ConfigError: if values are missing or malformed. The message lists all of them.
+            UnsupportedError: if graphrt does not implement the model. The message lists all reasons in a file.
+            ConfigError: if values are missing or malformed. The message lists all of them in a file.
         """
         fields = FieldReader(raw, "config.json")
         architecture = _hf_architecture(fields)
@@ -175,9 +175,8 @@ class ModelConfig:
             "dtype": _hf_dtype(fields),
             "quantization": quantization_from_hf(fields),
         }
-        fields.problems += end.problems
-        fields.reasons += end.reasons
         fields.finish()
+        end.finish()
         return cls(
             architecture=architecture,
             hidden_size=hidden,
@@ -293,7 +292,8 @@ def _check_partial_rotation(fields: FieldReader, head_dim: int) -> None:
 def _hf_windows(architecture: str, layers: int, raw: Mapping[str, Any], fields: FieldReader) -> tuple[int | None, ...]:
     """Return the window of each layer.
 
-    Mistral has a window in every layer. Qwen has one in layers max_window_layers and above, if enabled.
+    Without layer_types, Mistral has a window in every layer. Qwen has one in layers max_window_layers and above, if
+    enabled.
     """
     types = fields.texts("layer_types")
     unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
@@ -306,10 +306,8 @@ def _hf_windows(architecture: str, layers: int, raw: Mapping[str, Any], fields: 
             fields.unsupported("layer_types 'sliding_attention' without a sliding_window")
         return (None,) * layers
     window = fields.integer("sliding_window", 4096)
-    if architecture == "mistral":
-        return (window,) * layers
     if not types:
-        first = fields.integer("max_window_layers", 28, least=0)
+        first = 0 if architecture == "mistral" else fields.integer("max_window_layers", 28, least=0)
         return tuple(window if layer >= first else None for layer in range(layers))
     if len(types) != layers:
         fields.problems.append(f"layer_types: expected {layers} values, one per layer, got {len(types)}")

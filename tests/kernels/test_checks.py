@@ -103,6 +103,7 @@ def test_check_ints_raises(values, text: str) -> None:
         (lambda: checks.check_int("f", 2, 3, advice="do", error=ReplayError), "f: expected an int >= 3, got 2; do"),
         (lambda: checks.check_number("f", math.nan, 0, advice="do"), "f: expected a finite number >= 0, got nan; do"),
         (lambda: checks.check_number("f", -0.1, 0, advice="do"), "got -0.1"),
+        (lambda: checks.check_number("f", 1e39, 0, checks.FLOAT32_MAX, advice="do"), r"3\.40282e\+38, got 1e\+39"),
         (lambda: checks.check_number("f", 1.1, 0, 1, advice="do"), "a finite number from 0 to 1, got 1.1"),
         (lambda: checks.check_number("f", True, 0, 1, advice="do"), "got True"),
         (lambda: checks.check_named_tensors("w", "abc"), "w: expected pairs of a name and a tensor, got 'abc'"),

@@ -81,7 +81,7 @@ def test_values_of_another_type_are_refused_by_key(change: dict, text: str) -> N
 
 
 def test_a_generation_config_of_another_type_is_refused() -> None:
-    with pytest.raises(ConfigError, match="eos_token_id: expected token ids"):
+    with pytest.raises(ConfigError, match=r"^generation_config\.json: eos_token_id: expected token ids"):
         ModelConfig.from_hf(LLAMA, {"eos_token_id": {"a": 1}})
     with pytest.raises(ConfigError, match=r"generation_config\.json: expected an object of names and values"):
         ModelConfig.from_hf(LLAMA, [])  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassFieldValidationError
+from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from graphrt.kernels.errors import ConfigError, UnsupportedError
@@ -24,6 +25,7 @@ from tests.support.model_fixtures import (
     SIZES,
     DenseRunner,
     check_logits,
+    edit_json,
     make_oracle,
     oracle_logits,
     save_oracle,
@@ -71,6 +73,14 @@ MODELS = {
 def test_logits_equal_transformers(tmp_path, architecture, options):
     oracle = save_oracle(tmp_path, architecture, **options)
     assert oracle_logits(oracle, PROMPT).std() > 0.3, "logits too small to tell models apart"
+    check_logits(load_model(tmp_path, device="cpu").model, oracle)
+
+
+def test_layer_types_of_mistral_choose_the_layers_with_a_window(tmp_path):
+    """transformers loads such a folder as Ministral."""
+    oracle = save_oracle(tmp_path, "Ministral", head_dim=8, **LAYER_TYPES)
+    edit_json(tmp_path / "config.json", model_type="mistral", architectures=["MistralForCausalLM"])
+    assert type(AutoConfig.from_pretrained(tmp_path)) is type(oracle.config)
     check_logits(load_model(tmp_path, device="cpu").model, oracle)
 
 
@@ -207,7 +217,7 @@ def test_keys_that_change_nothing_other_names_and_two_lists_of_end_tokens():
 
 @pytest.mark.parametrize("key", ["suppress_tokens", "bad_words_ids", "forced_eos_token_id", "stop_strings"])
 def test_generation_keys_that_forbid_or_force_tokens_are_refused(key):
-    with pytest.raises(UnsupportedError, match=f"{key} .3"):
+    with pytest.raises(UnsupportedError, match=rf"^generation_config\.json: .*{key} .3"):
         ModelConfig.from_hf(SIZES | {"model_type": "llama"}, {key: [3]})
 
 
