@@ -151,7 +151,7 @@ class RuntimeConfig:
         if self.max_encoder_len is not None:
             check_int_field(self, "max_encoder_len", 1, _MAX_LENGTH, advice="pass None without cross layers")
         check_int_field(self, "num_speculative_tokens", 0, _MAX_DRAFTS, advice="pass 0 without speculation")
-        check_int_field(self, "tree_depth", 0, self.num_speculative_tokens, advice="pass 0 if drafts form chains")
+        check_int_field(self, "tree_depth", 0, self.num_speculative_tokens, advice="pass 0 for chains of drafts")
         check_int_field(self, "ring_depth", 2, _MAX_RING, advice="pass 8, the default")
         check_int_field(self, "launch_steps", 1, _MAX_RING, advice="pass 1 without DecodeSession.run(n)")
         check_int_field(self, "shadow_every", 0, _MAX_LENGTH, advice="pass 256, or 0 for no shadow steps")

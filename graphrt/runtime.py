@@ -148,7 +148,7 @@ class Runtime:
         self.config = check_instance("config", config, RuntimeConfig, advice="pass a RuntimeConfig")
         check_encoder_len(groups, self.config.max_encoder_len)
         self.device = resolve_device(device)
-        self.samples, self.rank = sampler is not None, 0 if group is None else group.rank()
+        self.samples, self.rank = sampler is not None, 0 if group is None else Ranks.of(group).rank
         named = None if weights is None else check_named_tensors("weights", weights)
 
         def build(config: RuntimeConfig, pages: tuple[int, ...]) -> ReplayManager:

@@ -69,7 +69,8 @@ def kv_groups(
     page_size = check_int("page_size", page_size, 1, 1024, advice="16 is usual")
     if dtype is not None:
         check_instance("dtype", dtype, torch.dtype, advice="pass None to use the dtype of the layers")
-    check_sequence("attention", attention, of="AttentionSpec per layer", error=ConfigError)
+    if not check_sequence("attention", attention, of="AttentionSpec per layer", error=ConfigError):
+        raise ConfigError("attention: expected at least 1 AttentionSpec, got none; pass one spec per layer")
     for index, spec in enumerate(attention):
         check_instance(f"attention[{index}]", spec, AttentionSpec, advice="pass one spec per layer")
     kinds: dict[tuple[object, ...], list[int]] = {}
@@ -77,7 +78,7 @@ def kv_groups(
     for number, spec in enumerate(owners):
         kind = (spec.num_kv_heads, spec.head_dim, spec.v_head_dim, spec.sliding_window, spec.attention_chunk_size)
         kinds.setdefault((*kind, spec.is_cross, spec.dtype if dtype is None else dtype), []).append(number)
-    if attention and not any(spec.is_cached for spec in attention):
+    if not any(spec.is_cached for spec in attention):
         return ()
     if not kinds:
         raise ConfigError(

@@ -277,8 +277,8 @@ class KVCache:
             ConfigError: if there is no such layer.
         """
         layer = self._checked_layer(layer)
-        for name, tensor in (("k", k), ("v", v)):
-            check_tensor(name, tensor, shape=(None, None, None))
+        for name, tensor, cache in (("k", k, self.k[layer]), ("v", v, self.v[layer])):
+            check_tensor(name, tensor, shape=(None, *cache.shape[2:]))
             check_unit_stride(name, tensor)
         scales = (self.k_scales[layer], self.v_scales[layer]) if self.k[layer].dtype in FP8_DTYPES else (None, None)
         write_kv(k[:, :0], k, v, self.k[layer], self.v[layer], slots, slots, k_scale=scales[0], v_scale=scales[1])

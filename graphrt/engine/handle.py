@@ -388,7 +388,8 @@ class StepHandle(InFlight):
         copy   return a copy. Otherwise the logits are in memory that the graphs share, and are valid until the next
         step is submitted. Mixed steps with two parts always return a copy, because they reorder requests
 
-        Call it before the next step is submitted, on the thread that submits steps.
+        Call it before the next step is submitted, on the thread that submits steps. Logits of faulty requests have no
+        meaning. This call does not wait for the step, so it raises no faults; read `faults`.
 
         Raises:
             ReplayError: if a later step was submitted, or another thread is submitting one.

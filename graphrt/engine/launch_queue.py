@@ -205,7 +205,10 @@ class LaunchQueue:
         """Return the logits of a launch's last step; see `StepHandle.logits`."""
         step, descriptor, num_reqs = handle.step + handle.steps - 1, handle.descriptor, handle.num_reqs
         if step != (latest := self.next_step - 1):
-            raise ReplayError(f"logits: step {latest} has overwritten the logits of step {step}; pass copy=True")
+            raise ReplayError(
+                f"logits: step {latest} has overwritten the logits of step {step}; "
+                "call logits(copy=True) before the next step"
+            )
         if self._program.splits_logits:
             raise UnsupportedError("logits: each rank has logits of its own tokens; gather them, with max_logprobs=0")
         moved, stream = bool(self._program.decode_len(descriptor)), self._on_stream.stream

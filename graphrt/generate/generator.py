@@ -20,7 +20,7 @@ from graphrt.cache.swap import SwapSpace
 from graphrt.engine.handle import Launch, StepFaultError, TokenLogprob
 from graphrt.engine.lifecycle import State, wrong_state
 from graphrt.generate.scheduler import GenerationStats, PromptState, Scheduler, longest_chunk
-from graphrt.kernels.checks import check_instance, check_int, check_sequence
+from graphrt.kernels.checks import check_callable, check_instance, check_int, check_sequence
 from graphrt.kernels.errors import CapacityError
 from graphrt.kernels.types import FinishReason
 from graphrt.runtime import Runtime, check_decoder
@@ -76,8 +76,8 @@ class TextGenerator:
 
     stats  see GenerationStats
 
-    Raises: ConfigError: if the runtime has no sampler, its query_len is not 1 without mixed batches, its model has
-    cross or encoder layers, or `swap_bytes` is negative. CaptureError: if the runtime was closed.
+    Raises: ConfigError: if the runtime has no sampler, its model has cross or encoder layers, or `swap_bytes` is
+    negative. CaptureError: if the runtime was closed.
     """
 
     def __init__(self, runtime: Runtime, *, swap_bytes: int = 4 << 30) -> None:
@@ -107,13 +107,15 @@ class TextGenerator:
                  token is the prompt's last. Use it for conditions that only the host detects, such as a stop string
 
         Raises: ShapeError: if a prompt is empty or not a list of token ids. CapacityError: if the cache is too small
-        for a single prompt. ConfigError: if `params` are wrong. CaptureError: if the runtime is not
-        captured. These errors are raised before any step. Errors raised later: CapacityError: if other users of the
-        runtime hold the pages that the first prompt needs. StepFaultError: if prompts had a fault, such as logits that
-        are all NaN; its `prompts` lists them. All tokens that had arrived are yielded first. ReplayError: if a request
-        gets no token. CaptureError: after a `reset()`.
+        for a single prompt. ConfigError: if `params` are wrong, or `ends` is not callable. CaptureError: if the runtime
+        is not captured. These errors are raised before any step. Errors raised later: CapacityError: if other users of
+        the runtime hold the pages that the first prompt needs. StepFaultError: if prompts had a fault, such as logits
+        that are all NaN; its `prompts` lists them. All tokens that had arrived are yielded first. ReplayError: if a
+        request gets no token. CaptureError: after a `reset()`.
         """
         self._check_captured("generate")
+        if ends is not None:
+            check_callable("ends", ends, advice="pass a function of a prompt's index and its new token, or None")
         check_sequence("prompts", prompts, of="prompts, each a list of token ids")
         if isinstance(params, SamplingParams):
             params = [params] * len(prompts)
@@ -129,9 +131,10 @@ class TextGenerator:
         arrivals  called before each launch, by the thread that runs the generator. After it has returned None, the
                   generator ends when all prompts have finished
 
-        Raises: see `generate`. An invalid prompt raises when it arrives.
+        Raises: see `generate`; ConfigError: if `arrivals` is not callable. An invalid prompt raises when it arrives.
         """
         self._check_captured("serve")
+        check_callable("arrivals", arrivals, advice="pass a function that returns the prompts that have arrived")
         return self._run([], None, arrivals)
 
     def check(self, prompt: Prompt, params: SamplingParams, index: int = 0) -> None:
@@ -186,7 +189,9 @@ class TextGenerator:
             while arrivals is not None or is_busy():
                 if arrivals is not None:
                     arrived = arrivals(not is_busy())
-                    scheduler.queue.extend(self._checked(next(indices), *prompt) for prompt in arrived or ())
+                    for prompt in check_sequence("arrivals", () if arrived is None else arrived, of="prompts"):
+                        check_sequence("arrivals", prompt, 2, of="items, a prompt and its SamplingParams")
+                        scheduler.queue.append(self._checked(next(indices), *prompt))
                     arrivals = arrivals if arrived is not None else None
                     if not is_busy():
                         continue

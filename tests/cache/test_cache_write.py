@@ -22,7 +22,11 @@ WRITES: dict[str, tuple[Callable[[KVCache], Any], type[Exception], str]] = {
     "too_few": (lambda c: c.slots([1], 5), ShapeError, "pages: expected at least 2 pages for 5 tokens, got 1"),
     "layer": (lambda c: c.slots([1], 1, layer=1), ConfigError, "layer: expected an int from 0 to 0"),
     "tokens": (lambda c: c.slots([1], -1), ConfigError, "num_tokens"),
-    "heads": (lambda c: c.write(0, *torch.zeros(2, 3, 4, 16), c.slots([1], 3)), ShapeError, "k_cache"),
+    "heads": (
+        lambda c: c.write(0, *torch.zeros(2, 3, 4, 16), c.slots([1], 3)),
+        ShapeError,
+        r"^k: expected shape \[\*, 2, 16\], got \[3, 4, 16\]",
+    ),
     "slots": (lambda c: c.write(0, *torch.zeros(2, 3, 2, 16), c.slots([1], 2)), ShapeError, "slot_mapping"),
     "slots_dtype": (lambda c: c.write(0, *torch.zeros(2, 2, 2, 16), c.slots([1], 2).int()), ShapeError, "slot_mapping"),
     "strides": (

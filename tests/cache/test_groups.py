@@ -306,6 +306,11 @@ WRONG_GROUPS: dict[str, tuple[Any, Any, str]] = {
 }  # fmt: skip
 
 
+def test_groups_of_no_layers_raise() -> None:
+    with pytest.raises(ConfigError, match="attention: expected at least 1 AttentionSpec, got none"):
+        kv_groups([], page_size=16)
+
+
 @pytest.mark.parametrize("name", WRONG_GROUPS)
 def test_groups_that_do_not_match_the_layers_raise(name: str) -> None:
     groups, specs, message = WRONG_GROUPS[name]

@@ -190,6 +190,7 @@ WRONG: dict[str, tuple[dict, str]] = {
         {"attention": [AttentionSpec(4, 2, 16, torch.float32)]},
         "attention: expected 2 layers with their own KV, as in the cache, got 1 among 1",
     ),
+    "group": ({"group": -100}, "group: expected ProcessGroup, got -100"),
     "vocab": ({"vocab_size": 61.0}, "vocab_size: expected an int from 1 to 1048576, got 61.0"),
     "pages": ({"num_pages": 1.5}, 'num_pages: expected an int from 2 to 2147483647, got 1.5; or pass "auto"'),
     "pages-of-pools": ({"num_pages": [5, 6]}, r"num_pages: expected one int, or a sequence of 1, one per pool"),

@@ -320,6 +320,20 @@ def test_a_wrong_prompt_that_arrives_ends_the_others(toy: Runtime) -> None:
     assert_idle_and_right(toy)
 
 
+@pytest.mark.parametrize("arrived", [5, [5], [([5], SamplingParams(9), 1)], "ab"], ids=str)
+def test_arrivals_that_are_no_prompts_with_params_are_refused(toy: Runtime, arrived: object) -> None:
+    with pytest.raises(ShapeError, match="arrivals: expected "):
+        list(TextGenerator(toy).serve(lambda idle: arrived))
+    assert_idle_and_right(toy)
+
+
+def test_functions_of_the_caller_are_checked_before_the_first_step(toy: Runtime) -> None:
+    with pytest.raises(ConfigError, match="arrivals: expected a callable, got None"):
+        TextGenerator(toy).serve(None)
+    with pytest.raises(ConfigError, match="ends: expected a callable, got 5"):
+        TextGenerator(toy).generate([[5]], SamplingParams(9), ends=5)
+
+
 def test_a_fault_after_a_token_that_the_caller_chose_as_the_last_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     slow_device(monkeypatch)  # both tokens are collected together
     model = Wild(CPU)
