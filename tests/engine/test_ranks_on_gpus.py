@@ -190,6 +190,7 @@ def replay_until_killed(group: dist.ProcessGroup, graphs: bool) -> float:
     return free / total
 
 
+@pytest.mark.alone  # other tests would take memory of the GPU, and time
 @pytest.mark.parametrize("graphs", [True, False])
 def test_killed_rank_ends_replays_and_frees_memory(tmp_path: Path, graphs: bool) -> None:
     first, second = on_gpus(tmp_path, replay_until_killed, graphs)

@@ -100,6 +100,7 @@ CASES = [
     replace(BASE, id="speculative_of_20_invariant", reqs=decode((5, 65, 1260), 5), batch_invariant=True),
     replace(BASE, id="speculative_of_24_fp8", reqs=decode((6, 700), 6), kv_dtype=E4M3),
     replace(BASE, id="speculative_of_32_head_dim_64", reqs=decode((8, 700), 8), head_dim=64),
+    replace(BASE, id="speculative_of_32_head_dim_96", reqs=decode((8, 700), 8), head_dim=96),
     replace(BASE, id="one_req_speculative_of_20", reqs=decode((777,), 5), num_sms=132),
     replace(BASE, id="speculative_full", reqs=decode((4, 17, 65, 260), 4), causal=False),
     replace(BASE, id="cross_speculative", reqs=decode((0, 1, 2, 3, 4, 30), 4), causal=False),
