@@ -139,12 +139,16 @@ class _Unpickler(pickle.Unpickler):
 
 @contextlib.contextmanager
 def capturing(calls: RankCalls | None) -> Iterator[None]:
-    """Return a context without a time limit, in which an error of this rank fails all ranks. None: a single rank."""
+    """Return a context without a time limit, in which an error of this rank fails all ranks. None: a single rank.
+
+    It ends on all ranks together, because a launch on the first rank has a time limit on the others.
+    """
     if calls is None:
         yield
         return
     with calls.ranks.reporting(), calls.ranks.patient():
         yield
+        calls.ranks.exchange(None)
 
 
 def follower(calls: RankCalls | None) -> RankCalls:

@@ -271,7 +271,7 @@ class Faulty(torch.nn.Module):
             if self.act == "interrupt":
                 signal.raise_signal(signal.SIGINT)
             if self.act == "hang":
-                time.sleep(4 * ranks_module.HANG_SECONDS)
+                time.sleep(max(2.0, 1.5 * ranks_module.HANG_SECONDS))
             if self.act == "stop":  # once it has arrived at the next collective
                 subprocess.Popen(["sh", "-c", f"sleep 3; kill -9 {os.getpid()}"])
                 Ranks.of(self.model.group)._until = lambda *_: signal.raise_signal(signal.SIGSTOP)
@@ -282,13 +282,13 @@ class Faulty(torch.nn.Module):
 
 
 def fail(group: dist.ProcessGroup, act: str, rank: int, call: int) -> None:
-    if device_of(group).type == "cpu":  # on a GPU, ranks compile kernels for different times
-        ranks_module.HANG_SECONDS = 0.5
+    device, backend = device_of(group), None  # on a GPU, ranks compile kernels for different times
+    if device.type == "cpu":
+        ranks_module.HANG_SECONDS, backend = 0.5, "torch_reference"
     missing = act == "loading" and group.rank() == rank
-    device = device_of(group)
     model = load_model("./nowhere" if missing else TINY, device=device, dtype=torch.float32, group=group).model
     changed = act == "config" and group.rank() == rank
-    config = RuntimeConfig(4 if changed else 2, 16, 48, use_graphs=act == "capture", backend="torch_reference")
+    config = RuntimeConfig(4 if changed else 2, 16, 48, use_graphs=act == "capture", backend=backend)
     specs = model.config.attention_specs(torch.float32)
     with Runtime(
         Faulty(model, rank, call, act), specs, vocab_size=97, device=device, config=config, num_pages=20, group=group
@@ -366,6 +366,25 @@ def test_failure_ends_the_wait_for_a_gpu(tmp_path: Path, act: str, text: str) ->
     first, _ = run_ranks(tmp_path, wait_for_gpu, act)
     assert isinstance(first.error, RankError)
     assert text in str(first.error)
+
+
+def capture_slowly(group: dist.ProcessGroup) -> list[int | None]:
+    """Rank 1 finishes its capture later than the time limit of a launch."""
+    ranks_module.HANG_SECONDS = 0.5
+    model = load_model(TINY, device="cpu", group=group).model
+    config = RuntimeConfig(2, 16, 48, decode_sizes=(2,), mixed_sizes=())
+    with make_runtime(model, config, num_pages=20) as runtime:
+        runtime.capture(lambda _: time.sleep(3 * runtime.rank))
+        if runtime.rank:
+            runtime.follow()
+            return []
+        return [event.token for event in TextGenerator(runtime).generate([[1, 2, 3]], SamplingParams(4))]
+
+
+def test_slow_capture_of_one_rank_has_no_time_limit(tmp_path: Path) -> None:
+    first, other = run_ranks(tmp_path, capture_slowly)
+    assert (first.error, other.error) == (None, None)
+    assert len(first.value) == 4
 
 
 def test_sampling_of_shards(tmp_path: Path) -> None:
