@@ -105,6 +105,7 @@ class EagleHead(nn.Module):
     """
 
     cos_sin: torch.Tensor
+    norm: torch.Tensor
     token_ids: torch.Tensor | None
 
     def __init__(self, config: EagleConfig, model: LlamaModel, names: Collection[str]) -> None:
@@ -121,7 +122,10 @@ class EagleHead(nn.Module):
         self.fc_bias = weight(width) if "fc.bias" in names else None
         self.layer = LlamaLayer(layer, 0, dtype, device, qkv_inputs=2 * width if self.combines else width)
         self.hidden_norm = weight(width) if self.combines else None
-        self.norm = weight(width) if self.combines else torch.ones(width, dtype=dtype, device=device)
+        if self.combines:
+            self.norm = weight(width)
+        else:
+            self.register_buffer("norm", torch.ones(width, dtype=dtype, device=device), persistent=False)
         same = width == of_model
         self._own_embedding = not same or "embed_tokens.weight" in names
         own_head = not same or config.draft_vocab_size < vocab_size or "lm_head.weight" in names

@@ -189,6 +189,8 @@ def test_drafts_equal_a_forward_pass_in_float64(
                 assert known == oracle.drafts(tokens, 3)[: len(known)]
                 compared.append(len(known))
         finish(session)
+    for size in runtime.manager.descriptors:
+        runtime.manager.audit(size).raise_if_any()
     runtime.close()
     assert sum(compared) > 18
     for prompt, request in zip(prompts, requests, strict=True):
