@@ -222,6 +222,12 @@ class HostedModel(torch.nn.Module):
         self._keeps_logits = "logits_to_keep" in parameters
         self._models = [module for module in model.modules() if hasattr(module, _PADDING_CHECK)]
 
+    def register_tables(self) -> None:
+        """Register the tables as buffers, so that guards and audits of graphs know their memory."""
+        tables = [tensor for of in (*self.tables.values(), *self.rotations.values()) for tensor in of.tensors()]
+        for index, table in enumerate(tables):
+            self.register_buffer(f"rotary_table_{index}", table, persistent=False)
+
     def forward(self, step: Step) -> torch.Tensor:
         """Return the logits [padded_reqs, vocab_size], and keep the hidden states that the base model returns.
 

@@ -50,6 +50,10 @@ class RotaryTable:
         first, second = positions.clamp(max=self.boundary - 1), positions
         return type(short)(torch.where(exceeds, b[:, second], a[:, first]) for a, b in zip(short, long, strict=True))
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the tables that steps read."""
+        return [table for table in tree_leaves(list(self._tables.values())) if table is not None]
+
     def rebuild(self) -> None:
         """Recompute the tables in place if a buffer of the module has changed."""
         if self.take_change():

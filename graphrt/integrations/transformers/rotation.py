@@ -39,6 +39,10 @@ class RotarySource:
         calls.get().offer(cos, rotary)
         return cos, cos
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the tables that steps read."""
+        return [rotary.cos_sin for _, rotary in self._made.values()]
+
     def rebuild(self) -> None:
         """Recompute the table in place if a buffer of the module has changed."""
         if self._table.take_change():

@@ -177,6 +177,7 @@ def from_transformers(
             layers = find_layers(hosted, config.max_seq_len, vocab_size)
             inside = tuple(f"{name}." for name in layers)
             fused = {name: operator for name, operator in fused.items() if not name.startswith(inside)} | layers
+        hosted.register_tables()
         runtime = TransformersRuntime(
             hosted,
             hosted.specs,
