@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
+from graphrt import env
+
 _context = multiprocessing.get_context("forkserver")
 # A process imports nothing that the server has imported; torch imports torch._dynamo in its first use of meta tensors.
 _context.set_forkserver_preload(["tests.engine.test_ranks", "torch._dynamo", "graphrt.backends.registry"])
@@ -35,8 +37,8 @@ def run_ranks(
     backend: str = "gloo",
     seconds: int = 60,
 ) -> list[Outcome]:
-    """Call function(group, *arguments) on every rank. `folder` is for the rendezvous."""
-    pipes, processes = [], []
+    """Call function(group, *arguments) on every rank, for at most `seconds`. `folder` is for the rendezvous."""
+    pipes, processes, end = [], [], time.monotonic() + seconds
     for rank in range(ranks):
         receiver, sender = _context.Pipe(duplex=False)
         task = (sender, str(folder / "rendezvous"), backend, rank, ranks, function, arguments)
@@ -47,10 +49,11 @@ def run_ranks(
     outcomes = []
     for process, receiver in zip(processes, pipes, strict=True):
         try:
-            outcome = receiver.recv() if receiver.poll(seconds) else Outcome(error=TimeoutError("a rank has not ended"))
+            arrived = receiver.poll(max(0, end - time.monotonic()))
+            outcome = receiver.recv() if arrived else Outcome(error=TimeoutError("a rank has not ended"))
         except EOFError:
             outcome = Outcome()
-        process.join(5)
+        process.join(30 if "cuda" in backend else 5)  # the driver frees the memory of a GPU
         process.kill()
         outcome.exit_code = process.exitcode
         outcomes.append(outcome)
@@ -69,6 +72,7 @@ def _work(
 ) -> None:
     torch.set_num_threads(1)
     if "cuda" in backend:
+        env.set_nccl_defaults()  # a function may use NCCL before it calls Ranks.of
         torch.cuda.set_device(rank)
     dist.init_process_group(backend, init_method=f"file://{path}", rank=rank, world_size=ranks)
     outcome, start = Outcome(), time.monotonic()
