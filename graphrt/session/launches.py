@@ -92,12 +92,13 @@ class Launches:
         return found
 
     def _finished(self, wait: bool) -> list[PendingLaunch]:
-        """Return the first launch, which has finished, and the finished launches after it with the same requests. They
-        are collected together."""
+        """Return the first launch, which has finished, and the finished launches after it with the same requests and
+        size. They are collected together."""
         first = self.pending[0]
         taken, requests = [first], first.requests
         for pending in islice(self.pending, 1, None):
-            if pending.requests is not requests or pending.forks or first.forks or not (wait or pending.launch.done()):
+            alike = pending.requests is requests and pending.launch.descriptor == first.launch.descriptor
+            if not alike or pending.forks or first.forks or not (wait or pending.launch.done()):
                 break
             taken.append(pending)
         return taken
@@ -173,6 +174,8 @@ class Launches:
             return
         for request, steps in zip(requests, (counts > 0).sum(0).tolist(), strict=True):
             request.verify_steps += steps
+        if columns is not None:  # a fork shares the column of its request
+            counts = counts[:, np.unique(columns, return_index=True)[1]]
         self._tokens_per_step.update(counts[counts > 0].tolist())
 
     def _add(self, requests: Sequence[SessionRequest], new: list[list[int]]) -> Iterable[Any]:

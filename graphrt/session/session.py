@@ -174,7 +174,7 @@ class DecodeSession:
             params = request.params if seed == request.params.seed else replace(request.params, seed=seed)
             fork = SessionRequest(
                 NO_INDEX, request.prompt, params, list(request.tokens), request.finish_reason,
-                list(request.logprobs), list(request.prompt_logprobs),
+                list(request.logprobs), list(request.prompt_logprobs), request.verify_steps,
             )  # fmt: skip
 
             def copy(buffers: StaticBuffers) -> None:

@@ -114,6 +114,39 @@ def test_accepted_drafts_save_steps(device: torch.device, most: int) -> None:
         runtime.close()
 
 
+@pytest.mark.parametrize("drafts_at", [0, 1])
+def test_plain_steps_are_not_counted_as_verifying(device: torch.device, drafts_at: int) -> None:
+    """Launches of the same requests are collected together: one step with two right drafts, and one without drafts. A
+    fork that shares a launch has the steps of its source, which the runtime counts once."""
+    plain = captured(device=device)
+    with DecodeSession(plain) as session:
+        request = session.add(PROMPTS[0], SamplingParams(25))
+        finish(session)
+        want = request.tokens
+    plain.close()
+    runtime = captured(device=device, num_speculative_tokens=3, max_num_tokens=32)
+    with DecodeSession(runtime) as session:
+        request = session.add(PROMPTS[0], SamplingParams(25))
+        session.run(1)
+        session.collect(wait=True)
+        for step in range(2):
+            if step == drafts_at:
+                session.set_drafts(request, want[1 + step :][:2])
+            session.run(1)
+        session.collect(wait=True)
+        assert request.tokens == want[:5]
+        assert request.verify_steps == 1
+        assert runtime.stats().tokens_per_step == {3: 1}
+        session.set_drafts(request, want[5:7])
+        session.run(1)
+        fork = session.fork(request)
+        session.collect(wait=True)
+        assert request.tokens == fork.tokens == want[:8]
+        assert request.verify_steps == fork.verify_steps == 2
+        assert runtime.stats().tokens_per_step == {3: 2}
+    runtime.close()
+
+
 def test_the_right_branch_of_a_tree_is_accepted(device: torch.device) -> None:
     """Right drafts are the last child at every depth. With a chain of as many drafts, the depth is the limit."""
     plain = captured(device=device)
