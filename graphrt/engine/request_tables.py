@@ -233,7 +233,8 @@ class RequestTables:
         """Return checked drafts, padded with -1, and their parents as [2, num_speculative_tokens] int32 on the host."""
         ids = check_ints(name, tokens, 0, self._vocab_size - 1, advice="pass token ids of the vocabulary")
         self._config.check_needs(name, (("num_speculative_tokens", len(ids)),))
-        self._config.check_own_drafts(name)
+        if len(ids):
+            self._config.check_own_drafts(name)
         both = torch.full((2, self._config.num_speculative_tokens), NO_TOKEN, dtype=torch.int32, device="cpu")
         both[0, : len(ids)] = torch.from_numpy(ids)
         chain = torch.arange(both.shape[1], dtype=torch.int32, device="cpu")

@@ -68,12 +68,12 @@ class DecodeSession:
         external_pages = check_bool("external_pages", external_pages, advice="pass a bool")
         config, groups = runtime.config, runtime.kv_cache.groups
         self._runtime, self._manager = runtime, runtime.manager
-        self._launch_steps = config.launch_steps
+        self._launch_steps, self._most_drafts = config.launch_steps, config.num_speculative_tokens
         self._exclusive = Exclusive("DecodeSession", "call a session from one thread, and not from inside its calls")
         self._ledger = Ledger(runtime, external_pages=external_pages)
         external = [ExternalPages(*pool) for pool in runtime.kv_cache.pools] if external_pages else []
         self.pages = SessionPages(groups, external or self._ledger.pages, config.max_num_reqs, config.max_seq_len)
-        self.table = RequestTable(config.max_num_reqs, has_drafts=config.num_speculative_tokens > 0)
+        self.table = RequestTable(config.max_num_reqs, has_drafts=self._most_drafts > 0)
         self.launches = Launches(self.table, self._manager.stats().tokens_per_step)
         self._steps = StepLauncher(self._manager, self.table, self.pages, self.launches)
         self._updates, self._has_updates = TableUpdates(), False
@@ -233,7 +233,8 @@ class DecodeSession:
         """Set the tokens that a request may sample in later launches.
 
         The mask applies to every step of a launch. A grammar, whose mask changes with each token, needs `run(1)` and
-        `collect(wait=True)` per token. The words are copied immediately, and take effect with the next launch.
+        `collect(wait=True)` per token. The words are copied immediately, and take effect with the next launch. They
+        replace the drafts of the request, so its next step yields one token, unless `set_drafts` follows.
 
         words  [ceil(vocab / 32)] of 32 bits on the host, as xgrammar and llguidance fill them. Token t is allowed if
                bit t % 32 of word t // 32 is set. None allows all tokens
@@ -251,6 +252,8 @@ class DecodeSession:
                 self._has_updates = True
                 if mask is not None:
                     self._updates.masks[at] = mask
+                    if self._most_drafts:
+                        self._updates.drafts[at] = self._manager.request_tables.check_drafts("drafts", ())
                 if now != before:
                     self._updates.switched[at] = now
                     self.table.sampling.put("token_masks", at, now)
@@ -304,7 +307,7 @@ class DecodeSession:
     def _write_updates(self) -> None:
         """Write updates for the next launch to the request tables. An interrupted write is repeated."""
         if self._has_updates:
-            self._steps.with_drafts |= self._updates.drafts.keys()
+            self._steps.with_drafts |= {at for at, (ids, _) in self._updates.drafts.items() if (ids >= 0).any()}
             self._updates.write(self._manager.request_tables)
             self._has_updates = False
 

@@ -147,6 +147,35 @@ def test_plain_steps_are_not_counted_as_verifying(device: torch.device, drafts_a
     runtime.close()
 
 
+@pytest.mark.parametrize("tree_depth", [0, 2])
+def test_a_mask_that_changes_with_each_token_holds_for_all_tokens(device: torch.device, tree_depth: int) -> None:
+    """As of a grammar. The repeated tokens of the prompt give drafts that the next mask forbids."""
+    allowed = [5, 6, 7], [10, 11]
+    masks = [[sum(1 << token for token in tokens), 0] for tokens in allowed]
+    found = []
+    for most in (0, 3):
+        proposer = (branches if tree_depth else ngram_drafts) if most else None
+        runtime = captured(
+            device=device, proposer=proposer, num_speculative_tokens=most, tree_depth=tree_depth if most else 0,
+            max_num_tokens=32, token_masks=True,
+        )  # fmt: skip
+        with DecodeSession(runtime) as session:
+            request = session.add([5, 10, 5, 10, 5, 10, 5], SamplingParams(16, temperature=20.0))
+            other = session.add([5, 10, 5, 10, 5, 10, 5], SamplingParams(16))
+            while not request.finish_reason:
+                session.set_token_mask(request, masks[len(request.tokens) % 2])
+                session.run(1)
+                session.collect(wait=True)
+            finish(session)
+            assert all(token in allowed[at % 2] for at, token in enumerate(request.tokens))
+            found.append((request.tokens, other.tokens))
+            session.set_token_mask(later := session.add([5], SamplingParams(9)), masks[0])
+            finish(session)
+            assert set(later.tokens) <= {5, 6, 7}
+        runtime.close()
+    assert found[1] == found[0]
+
+
 def test_the_right_branch_of_a_tree_is_accepted(device: torch.device) -> None:
     """Right drafts are the last child at every depth. With a chain of as many drafts, the depth is the limit."""
     plain = captured(device=device)
