@@ -38,10 +38,15 @@ def check_proposer(
     if proposer is not None:
         check_callable("proposer", proposer, advice="pass a function of a Step, or None")
         if not (config.num_speculative_tokens and sampler is not None):
-            raise ConfigError("proposer: needs a sampler, and RuntimeConfig(num_speculative_tokens=...)")
+            raise ConfigError(
+                "proposer: expected a runtime with a sampler, and num_speculative_tokens of at least 1, got "
+                f"{'no sampler' if sampler is None else f'num_speculative_tokens={config.num_speculative_tokens}'}; "
+                "pass sampler= and RuntimeConfig(num_speculative_tokens=...), or proposer=None"
+            )
     if config.rejection_sampling and (proposer is None or sampler is not sample_tokens):
         raise ConfigError(
-            "rejection_sampling: needs the built-in sampler, and a proposer that returns log-probabilities; pass "
+            "RuntimeConfig.rejection_sampling: expected the built-in sampler, and a proposer that returns "
+            f"log-probabilities, got {'no proposer' if proposer is None else 'another sampler'}; pass "
             "proposer=DraftModel(...), or rejection_sampling=False"
         )
     if config.num_speculative_tokens and plans_on_host is not None:

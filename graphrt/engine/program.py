@@ -19,7 +19,7 @@ from graphrt.engine.ranks import context_of
 from graphrt.engine.request_tables import sampling_extents
 from graphrt.kernels.attention.options import FP8_DTYPES
 from graphrt.kernels.cache.path import PathMover
-from graphrt.kernels.checks import check_instance, check_tensor
+from graphrt.kernels.checks import check_instance, check_tensor, shown
 from graphrt.kernels.errors import ConfigError, ShapeError
 from graphrt.kernels.metadata.arguments import check_tables
 from graphrt.kernels.metadata.buffers import Capacity, PageGroup, StaticBuffers
@@ -136,10 +136,16 @@ class StepProgram:
             follow_tree(b, tokens, position)
         write_outputs(b, tokens, vocab_size=self.vocab_size, position=position)
 
-    def _propose(self, step: Step, proposed: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> None:
+    def _propose(self, step: Step, proposed: object) -> None:
         """Store drafts for the next step, with their log-probabilities for rejection sampling, or their parents."""
         b = step.buffers
-        drafts, others = (proposed, None) if isinstance(proposed, torch.Tensor) else proposed
+        found = proposed if isinstance(proposed, tuple) else (proposed, None)
+        if len(found) != 2 or not isinstance(found[0], torch.Tensor):
+            raise ShapeError(
+                f"proposer: expected drafts {[*b.drafts.shape]} int32, or drafts and a second tensor, got "
+                f"{shown(proposed)}; see graphrt.proposer.Proposer"
+            )
+        drafts, others = found
         if b.draft_logprobs.shape[2]:
             if others is None:
                 raise ConfigError(

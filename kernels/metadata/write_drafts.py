@@ -86,7 +86,8 @@ def write_drafts(
     are given, but the buffers have no room for trees.
     """
     shape = buffers.req_indices.shape[0], buffers.drafts.shape[1]
-    for name, tensor in ({"proposed": proposed} | ({} if parents is None else {"parents": parents})).items():
+    tensors = {"the proposer's drafts": proposed} | ({} if parents is None else {"the proposer's parents": parents})
+    for name, tensor in tensors.items():
         check_tensor(name, tensor, shape=shape, dtype=torch.int32, device=buffers.req_indices.device)
         check_contiguous(name, tensor)
     if parents is not None and not buffers.draft_parents.shape[1]:

@@ -264,8 +264,14 @@ def test_replay_verifies_the_drafts_of_a_batch(device: torch.device) -> None:
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(ConfigError, match="proposer: needs a sampler, and RuntimeConfig"):
+    with pytest.raises(ConfigError, match=r"proposer: expected .* got num_speculative_tokens=0; pass"):
         captured(proposer=ngram_drafts)
+    drafting = {"num_speculative_tokens": 2, "max_num_tokens": 32}
+    for wrong in (None, [1, 2], (None, None), (torch.zeros(4, 2, dtype=torch.int32),) * 3):
+        with pytest.raises(ShapeError, match=r"proposer: expected drafts \[\d, 2\] int32, or drafts and a second"):
+            captured(proposer=lambda step, wrong=wrong: wrong, **drafting)
+    with pytest.raises(ShapeError, match=r"the proposer's drafts: expected dtype int32, got int64; convert it"):
+        captured(proposer=lambda step: ngram_drafts(step).long(), **drafting)
     runtime = captured(num_speculative_tokens=2, max_num_tokens=32)
     with DecodeSession(runtime) as session:
         request = session.add([1, 2, 3], SamplingParams(5))
