@@ -229,12 +229,12 @@ class Scheduler:
         if most <= self._table.quiet:
             return most
         steps = max(1, min(most, -(-int(self._table.tokens_left(ids).max()) // self._new_tokens)))
-        return steps if self._fit(ids, steps) else 1
+        return steps if self._fit(ids, steps * self._new_tokens) else 1
 
-    def _fit(self, ids: Ids, steps: int) -> bool:
-        """Return True if there are pages for the next steps of requests, including pages that are moving to the
+    def _fit(self, ids: Ids, tokens: int) -> bool:
+        """Return True if there are pages for the next tokens of requests, including pages that are moving to the
         host."""
-        lengths = np.minimum(self._table.most[ids] + steps * self._new_tokens, self._table.limits[ids])
+        lengths = np.minimum(self._table.most[ids] + tokens, self._table.limits[ids])
         needs = self._session.pages.missing(ids, lengths)
         return all(self._reclaim(pool, need) for pool, need in enumerate(needs))
 
@@ -320,10 +320,10 @@ class Scheduler:
             if first in self._table.prefills:
                 ids = np.append(ids, first)
             self._preemption.free_passed(ids)
-            if self._fit(ids, steps):
+            if self._fit(ids, steps * self._new_tokens):
                 return True
             if len(self.running) < 2:
-                return False
+                return self._fit(ids, 1)  # drafts without pages are dropped
             self._preempt(max(self.running, key=lambda req_index: self.running[req_index].index))
 
     def _reclaim(self, pool: int, need: int) -> bool:

@@ -13,6 +13,7 @@ from graphrt.engine.stats import Stats
 from graphrt.generate.generator import TextGenerator
 from graphrt.proposer import Proposer, ngram_drafts
 from graphrt.sampling_params import SamplingParams
+from graphrt.session.pages import pages_needed
 from graphrt.spec import AttentionSpec
 from graphrt.step import Step
 from tests.support.drafts import ByHistory
@@ -44,6 +45,25 @@ def test_tokens_are_those_of_plain_decoding(device: torch.device, num_pages: int
         assert generator.stats.shared_tokens
         runtime.close()
     assert found[1] == found[2] == found[0]
+
+
+@pytest.mark.parametrize("swap_bytes", [0, 1 << 20], ids=["recompute", "swap"])
+@pytest.mark.parametrize("source", ["ngram", "draft_model"])
+def test_drafts_need_no_more_pages_than_plain_decoding(device: torch.device, source: str, swap_bytes: int) -> None:
+    """As few pages as one prompt needs, of a layer that keeps fewer tokens than a step with all drafts has."""
+    specs = [AttentionSpec(4, 2, 16, torch.float32, sliding_window=6)]
+    groups, prompts, params = kv_groups(specs, page_size=4), prompts_of([9, 9]), [SamplingParams(30)] * 2
+    least, found = max(pages_needed(groups, 9 + 30 - 1, 1)), []
+    for most in (0, 8):
+        proposer: Proposer | None = ngram_drafts if most else None
+        if most and source == "draft_model":
+            proposer = DraftModel(LayeredModel(specs, device), specs, vocab_size=LAYERED_VOCAB)
+        _, runtime = build(
+            specs, groups, 1 + least, device, proposer, num_speculative_tokens=most, max_num_tokens=4 * 9
+        )
+        found.append(generated(TextGenerator(runtime, swap_bytes=swap_bytes), prompts, params))
+        runtime.close()
+    assert found[1] == found[0]
 
 
 class Drafter(LayeredModel):
