@@ -19,7 +19,7 @@ from graphrt.bench.sampling import described
 from graphrt.bench.speculation import SpeculationResult, bench_speculation, longest_sequence
 from graphrt.cli.console import make_console
 from graphrt.cli.options import DecodeOptions
-from graphrt.cli.values import check_vocabulary, named_source, sampling_params
+from graphrt.cli.values import check_vocabulary, draft_source, named_source, sampling_params
 from graphrt.kernels.errors import ConfigError
 from graphrt.kernels.types import KVLayout
 from graphrt.models.loading import load_draft_model, load_model
@@ -39,7 +39,7 @@ def run(options: DecodeOptions) -> None:
         raise ConfigError(f"--baseline: expected transformers, got {options.baseline!r}; leave it out for no baseline")
     if options.baseline is not None:
         require("transformers", "for the baseline")
-    params = sampling_params(options)
+    params, drafter = sampling_params(options), draft_source(options.speculate)
     work = DecodeWork([int(part) for part in parts], options.context, options.steps, options.backend, params)
     device = resolve_device(options.device)
     longest = options.context + options.steps
@@ -48,9 +48,7 @@ def run(options: DecodeOptions) -> None:
     loaded = load_model(source, device=device, max_positions=longest)
     config, dtype = loaded.config, loaded.model.dtype
     check_vocabulary(params, config.vocab_size)
-    draft = None
-    if options.speculate not in (None, "ngram"):
-        draft = load_draft_model(options.speculate, loaded.model)
+    draft = None if drafter is None else load_draft_model(drafter, loaded.model)
     groups = config.kv_groups(options.page_size, KVLayout.NHD, dtype)
     report = bench_decode(options.shape or str(options.model), loaded.model, groups, work)
     drafts: list[SpeculationResult] = []

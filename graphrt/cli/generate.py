@@ -16,14 +16,13 @@ from torch import distributed as dist
 
 from graphrt.cli.console import capture_with_bar, make_console
 from graphrt.cli.options import GenerateOptions
-from graphrt.cli.values import check_length, check_vocabulary, sampling_params
+from graphrt.cli.values import check_length, check_vocabulary, draft_source, sampling_params
 from graphrt.config import RuntimeConfig
 from graphrt.engine.handle import TokenLogprob
 from graphrt.engine.ranks import CUDA_BACKENDS, Ranks
 from graphrt.engine.stats import Stats
 from graphrt.generate.generator import TextGenerator
 from graphrt.kernels.errors import ConfigError
-from graphrt.models.llama import LlamaModel
 from graphrt.models.loading import DUMMY_PREFIX, load_draft_model, load_model, make_runtime, resolve_source
 from graphrt.models.shapes import SHAPES
 from graphrt.models.smollm import default_model_path
@@ -65,7 +64,7 @@ def run(options: GenerateOptions) -> None:
         prompt_logprobs=options.prompt_logprobs,
     )
     StopStrings(options.stop or ())  # raises for an empty string before anything is loaded
-    path = _model_path(options.model)
+    path, drafter = _model_path(options.model), draft_source(options.speculate)
     with log.status(f"loading the tokenizer of {path.name}"):
         tokenizer = load_tokenizer(path)
     chat = tokenizer.has_chat_template if options.chat is None else options.chat
@@ -99,7 +98,10 @@ def run(options: GenerateOptions) -> None:
         use_graphs=options.graphs,
         **config_fields(params) | {"truncation": params.truncated},
     )
-    proposer = _proposer(options.speculate, loaded.model, log)
+    proposer: Proposer | None = ngram_drafts if drafts else None
+    if drafter is not None:
+        with log.status(f"loading {drafter}"):
+            proposer = load_draft_model(drafter, loaded.model)
     with make_runtime(
         loaded.model,
         config,
@@ -127,13 +129,6 @@ def _torchrun_group(device: torch.device) -> tuple[dist.ProcessGroup | None, tor
         torch.cuda.set_device(device)
     dist.init_process_group(CUDA_BACKENDS if device.type == "cuda" else "gloo")
     return dist.group.WORLD if dist.get_world_size() > 1 else None, device
-
-
-def _proposer(source: str | None, model: LlamaModel, log: Console) -> Proposer | None:
-    if source is None or source == "ngram":
-        return ngram_drafts if source else None
-    with log.status(f"loading {source}"):
-        return load_draft_model(source, model)
 
 
 def _read_prompts(name: str | None) -> list[str]:

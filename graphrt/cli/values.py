@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import fields
+from pathlib import Path
 
 from graphrt.cli.options import SamplingOptions
+from graphrt.kernels.checks import shown
 from graphrt.kernels.errors import CapacityError, ConfigError
 from graphrt.kernels.ops.sampling_logprobs import MAX_TOP
 from graphrt.models.config import ModelConfig
+from graphrt.models.loading import DUMMY_PREFIX, resolve_source
 from graphrt.models.shapes import shape_config
 from graphrt.sampling_params import SamplingParams
 
@@ -22,6 +25,23 @@ def named_source(command: str, shape: str | None, model: str | None) -> str | Mo
         return model
     got = "none" if shape is None else "both"
     raise ConfigError(f"{command}: expected one of --shape and --model, got {got}; specify one")
+
+
+def draft_source(speculate: str | None) -> str | Path | None:
+    """Return the source of the draft model of --speculate; None: none, or ngram. Raises: ConfigError: if there is no
+    such model."""
+    if speculate is None or speculate == "ngram" or speculate.startswith(DUMMY_PREFIX):
+        return None if speculate == "ngram" else speculate
+    try:
+        path = resolve_source(speculate)
+    except ConfigError as error:
+        raise ConfigError(f"--speculate: expected ngram or a draft model, got {shown(speculate)}: {error}") from error
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ConfigError(
+            f"--speculate: the folder {str(path)!r} has no config.json; specify ngram, or a folder with config.json "
+            "and safetensors files"
+        )
+    return path
 
 
 def check_step_tokens(rows: int, step_tokens: int) -> None:

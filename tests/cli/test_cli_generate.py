@@ -201,6 +201,11 @@ def test_bad_prompts(refused, monkeypatch, case) -> None:
         (("--model", "/nowhere/model.gguf"), "ConfigError: model: expected a folder, a .gguf file"),
         (("--model", "x" * 5000), "ConfigError: model: expected a folder, a .gguf file, a hub id such as org/name"),
         (("--model", "dummy:smollm2-135m"), "leave --model out for SmolLM2-135M-Instruct"),
+        (
+            ("--speculate", "NGRAM"),
+            "--speculate: expected ngram or a draft model, got 'NGRAM': model: expected",
+        ),
+        (("--speculate", "/"), "--speculate: the folder '/' has no config.json; specify ngram, or a folder with"),
         (("--device", "tpu"), "ConfigError: device: expected cpu, cuda or cuda:N, got 'tpu'"),
         (("--device", "cuda:99"), "ConfigError: device: expected one of"),
         (("--dtype", "int3"), "ConfigError: --dtype: expected auto, float32"),
