@@ -144,6 +144,8 @@ class _Recorder:
             raise _BlockedError(f"the layer at {where} is not causal{advice}", module)
         if not len(q) == len(k) == len(v) == self.tokens:
             raise _BlockedError(f"the layer at {where} attends to tokens that are not in its input", module)
+        if options.get("dropout"):
+            raise _BlockedError(f"the layer at {where} drops values at random; call model.eval()", module)
         given = {name for name, value in options.items() if value is not None and value is not False}
         if unknown := sorted(given - _HANDLED - _UNUSED):
             raise _BlockedError(
