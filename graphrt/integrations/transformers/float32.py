@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -39,24 +39,29 @@ def replaced_tensors(
             holder.update(values)
 
 
-@contextmanager
-def in_float32(model: torch.nn.Module) -> Iterator[None]:
-    """Return a context in which a model computes as if it were loaded in float32, without TF32.
+def in_float32(model: torch.nn.Module) -> AbstractContextManager[None]:
+    """Return a context in which a model computes as if it were loaded in float32, without TF32."""
+    return replaced_by_layer(model, widened)
 
-    Each layer has float32 copies of its 16-bit tensors while it runs. Modules outside of layers have them all the time.
+
+@contextmanager
+def replaced_by_layer(model: torch.nn.Module, replace: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Return a context in which all tensors of a model are replaced, without TF32.
+
+    The tensors of a layer are replaced while it runs, and those of modules outside of layers all the time.
     """
     layers = list(_layers(model))
     inside = {module for layer in layers for module in layer.modules()}
     with ExitStack() as stack:
-        stack.enter_context(_without_tf32())
+        stack.enter_context(without_tf32())
         for layer in layers:
-            stack.enter_context(_widened_while_it_runs(layer))
-        stack.enter_context(replaced_tensors([m for m in model.modules() if m not in inside], _widened))
+            stack.enter_context(_replaced_while_it_runs(layer, replace))
+        stack.enter_context(replaced_tensors([m for m in model.modules() if m not in inside], replace))
         yield
 
 
 @contextmanager
-def _without_tf32() -> Iterator[None]:
+def without_tf32() -> Iterator[None]:
     """Return a context without TF32, set by the API that has set TF32, because products refuse a mix of both."""
     matmul = torch.backends.cuda.matmul
     if matmul.fp32_precision != "tf32":
@@ -88,11 +93,11 @@ def _layers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 @contextmanager
-def _widened_while_it_runs(layer: torch.nn.Module) -> Iterator[None]:
+def _replaced_while_it_runs(layer: torch.nn.Module, replace: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
     running: list[Any] = []
 
     def enter(*_: Any) -> None:
-        running.append(replaced_tensors(layer.modules(), _widened))
+        running.append(replaced_tensors(layer.modules(), replace))
         running[-1].__enter__()
 
     def leave(*_: Any) -> None:
@@ -106,5 +111,6 @@ def _widened_while_it_runs(layer: torch.nn.Module) -> Iterator[None]:
             hook.remove()
 
 
-def _widened(value: torch.Tensor) -> torch.Tensor:
+def widened(value: torch.Tensor) -> torch.Tensor:
+    """Return a float32 copy of a 16-bit tensor, and other tensors as they are."""
     return value.detach().float() if value.dtype in (torch.float16, torch.bfloat16) else value

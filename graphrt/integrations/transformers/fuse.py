@@ -11,41 +11,42 @@ from typing import Any
 
 import torch
 
+from graphrt.integrations.transformers.float32 import replaced_tensors, without_tf32
 from graphrt.integrations.transformers.host import HostedModel
 from graphrt.integrations.transformers.probe import OwnTokens, agree, sample_logits, sample_tokens
+from graphrt.integrations.transformers.trials import trials
 from graphrt.kernels.errors import GraphRTError
 from graphrt.kernels.ops.linear import linear, linear_silu_mul
 from graphrt.kernels.ops.norm import rms_norm
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
-_ROUNDING = 8
-"""Allowed difference of results, in units of the last place of the largest one."""
+_OF_ALL_MODULES = frozenset(vars(torch.nn.Module())) - {"training"}
 
 
 def find_fused(hosted: HostedModel, max_seq_len: int, vocab_size: int) -> dict[str, str]:
     """Set `hosted.fused`, and return the operator of each module that is replaced, by name.
 
     Modules are recognised by their weights: one vector, or the two or three linear layers of a gated MLP. A module is
-    replaced if its operator gives the same result on random input. Modules of equal classes, shapes and constants are
-    tried once. Linear layers are always replaced. Linear layers of one module with the same input become one product,
-    and their weights become adjacent in memory. Modules with hooks, or with code that is neither transformers' nor
-    torch's, are not replaced, because they may differ on other input. At the end, seven tokens must get the same
-    float32 logits as before. Otherwise, nothing is replaced or moved.
+    replaced if its operator gives the same result in all trials; see trials.py. Modules of equal classes, shapes and
+    attributes are tried once. Linear layers are always replaced. Linear layers of one module with the same input become
+    one product, and their weights become adjacent in memory. Modules with hooks, or with code that is neither
+    transformers' nor torch's, are not replaced, because they may differ on other input. At the end, seven tokens must
+    get the same float32 logits as before. Otherwise, nothing is replaced or moved.
     """
     names = {module: name for name, module in hosted.model.named_modules()}
     uses = Counter(id(weight) for _, weight in hosted.model.named_parameters(remove_duplicate=False))
     tried: dict[Any, int | None] = {}  # index of the candidate that computes the same result
     found, joins = {}, list[Products]()
     sample = sample_tokens(hosted.model, max_seq_len, vocab_size)
-    expected, linears, others = _called(hosted, sample)
-    for module in others:
+    expected = sample_logits(hosted, OwnTokens, sample)
+    linears, others = _called(hosted, sample)
+    for module, dtype in others.items():
         candidates = list(_candidates(module))
         shapes = tuple((key, tuple(weight.shape), weight.dtype) for key, weight in module.named_parameters())
-        constants = tuple((type(part), *filter(_is_constant, vars(part).values())) for part in module.modules())
-        key = (shapes, constants)
+        key = (dtype, shapes, tuple((type(part), *_attributes(part)) for part in module.modules()))
         if key not in tried:
-            equal = (index for index, (_, forward, width) in enumerate(candidates) if _same(module, forward, width))
-            tried[key] = next(equal, None)
+            same = (_same(module, forward, width, dtype) for _, forward, width in candidates)
+            tried[key] = next((index for index, equal in enumerate(same) if equal), None)
         if (index := tried[key]) is not None:
             name, forward, _ = candidates[index]
             if isinstance(forward, GatedMLP):
@@ -55,9 +56,9 @@ def find_fused(hosted: HostedModel, max_seq_len: int, vocab_size: int) -> dict[s
             hosted.fused[module], found[names[module]] = forward, name
     joined = {layer for products in joins for layer in products.layers}
     groups: dict[Any, list[torch.nn.Linear]] = {}
-    for module, x in linears.items():
+    for module, (x, version) in linears.items():
         if module not in joined:
-            kind = (names[module].rpartition(".")[0], id(x), module.bias is None, module.weight.dtype)
+            kind = (names[module].rpartition(".")[0], id(x), version, module.bias is None, module.weight.dtype)
             groups.setdefault(kind if uses[id(module.weight)] == 1 else module, []).append(module)
     for group in groups.values():
         products = Products(group)
@@ -79,25 +80,32 @@ def find_fused(hosted: HostedModel, max_seq_len: int, vocab_size: int) -> dict[s
 
 def _called(
     hosted: HostedModel, sample: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-) -> tuple[torch.Tensor, dict[torch.nn.Linear, torch.Tensor], list[torch.nn.Module]]:
-    """Run a few tokens. Return the logits, the inputs of linear layers, and the other modules."""
-    linears, others = dict[torch.nn.Linear, torch.Tensor](), dict[torch.nn.Module, None]()
+) -> tuple[dict[torch.nn.Linear, tuple[torch.Tensor, int]], dict[torch.nn.Module, torch.dtype]]:
+    """Run a few tokens. Return the inputs of linear layers and their versions, and the dtypes of other modules' inputs.
+
+    Modules whose inputs differ in dtype are left out.
+    """
+    linears = dict[torch.nn.Linear, tuple[torch.Tensor, int]]()
+    others = dict[torch.nn.Module, set[torch.dtype]]()
 
     def note(module: Any, args: tuple[Any, ...]) -> None:
+        if not args or not isinstance(args[0], torch.Tensor):
+            return
         if type(module) is not torch.nn.Linear:
-            others[module] = None
-        elif args and type(module.weight) is torch.nn.Parameter:
-            linears[module] = args[0]
+            others.setdefault(module, set()).add(args[0].dtype)
+        elif type(module.weight) is torch.nn.Parameter:
+            linears[module] = args[0], args[0]._version
 
     changed = {module for module in hosted.model.modules() if module in hosted.tables or not is_plain(module)}
     plain = [module for module in hosted.model.modules() if changed.isdisjoint(module.modules())]
     hooks = [module.register_forward_pre_hook(note) for module in plain]
     try:
-        logits = sample_logits(hosted, OwnTokens, sample)
+        with torch.no_grad():
+            hosted.run(OwnTokens(sample[1]), *sample)
     finally:
         for hook in hooks:
             hook.remove()
-    return logits, linears, list(others)
+    return linears, {module: next(iter(dtypes)) for module, dtypes in others.items() if len(dtypes) == 1}
 
 
 def is_plain(module: torch.nn.Module) -> bool:
@@ -113,20 +121,31 @@ def is_plain(module: torch.nn.Module) -> bool:
 
 
 def runs_library_code(module: torch.nn.Module) -> bool:
-    """Return whether `forward` is that of a class of transformers or torch; hooks may change its input and output."""
-    owners = type(module).__module__, getattr(type(module).forward, "__globals__", {}).get("__name__", "")
-    known = all(owner.partition(".")[0] in ("transformers", "torch") for owner in owners)
+    """Return whether `forward` is that of a class of transformers or torch, and so are the functions that are
+    attributes. Hooks may change input and output."""
+    functions = [value for value in vars(module).values() if callable(value)]
+    known = all(map(is_library_code, (type(module), type(module).forward, *functions)))
     return known and "forward" not in vars(module)
 
 
-def _is_constant(value: Any) -> bool:
-    return isinstance(value, float | bool) or callable(value)
+def is_library_code(function: Any) -> bool:
+    """Return whether transformers or torch define a function, a class, or the class of a callable object."""
+    owner = getattr(function, "__globals__", {}).get("__name__") or getattr(function, "__module__", None)
+    return (owner or type(function).__module__).partition(".")[0] in ("transformers", "torch", "builtins")
+
+
+def _attributes(module: torch.nn.Module) -> Iterator[Any]:
+    """Yield the attributes that a module has in addition to those of all modules: numbers and texts, and identities."""
+    for name, value in vars(module).items():
+        if name not in _OF_ALL_MODULES:
+            yield name, value if isinstance(value, bool | int | float | str) else id(value)
 
 
 def _candidates(module: torch.nn.Module) -> Iterator[tuple[str, Forward, int]]:
     """Yield operators that may compute what a module does, with the width of its input."""
     own, children = dict(module.named_parameters(recurse=False)), list(module.children())
-    if len(inspect.signature(module.forward).parameters) != 1:
+    unknown = [*module.buffers(), *(weight for weight in module.parameters() if type(weight) is not torch.nn.Parameter)]
+    if unknown or len(inspect.signature(module.forward).parameters) != 1:
         return
     if len(own) == 1 and not children:
         ((name, weight),) = own.items()
@@ -232,30 +251,15 @@ class GatedMLP:
         return result.view(*x.shape[:-1], -1)
 
 
-def _same(module: torch.nn.Module, forward: Forward, width: int) -> bool:
-    """Return whether a module and an operator give the same result on random input."""
-    for x in samples(width, next(module.parameters())):
+def _same(module: torch.nn.Module, forward: Forward, width: int, dtype: torch.dtype) -> bool:
+    """Return whether a module and an operator give the same result in all trials."""
+    eps = forward.eps if isinstance(forward, Norm) else 0.0
+    for trial in trials(width, dtype, next(module.parameters()).device, eps=eps, last_place=1):
         try:
-            with torch.no_grad():
-                expected, found = module(x), forward(x.clone())
+            with torch.no_grad(), without_tf32(), replaced_tensors(module.modules(), trial.replace):
+                expected, found = module(trial.x.clone()), forward(trial.x)
         except (GraphRTError, RuntimeError, TypeError):  # a different kind of input
             return False
-        if not same_values(found, expected):
+        if not trial.same(found, expected):
             return False
     return True
-
-
-def samples(width: int, weight: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield random input of 1, 7 and 128 tokens, with the dtype and device of a weight. The 7 have large values."""
-    generator = torch.Generator(device="cpu").manual_seed(0)
-    for count, scale in ((1, 1), (7, 16), (128, 1)):
-        x = (torch.randn(1, count, width, generator=generator, device="cpu") + 0.5) * scale
-        yield x.to(weight.device, weight.dtype)
-
-
-def same_values(found: torch.Tensor, expected: Any) -> bool:
-    """Return whether a result equals what a module returned, up to rounding."""
-    if not isinstance(expected, torch.Tensor) or expected.dtype != found.dtype or expected.shape != found.shape:
-        return False
-    bound = _ROUNDING * torch.finfo(found.dtype).eps * expected.abs().max()
-    return bool(((expected - found).abs() <= bound).all())

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from graphrt.integrations.transformers.float32 import replaced_by_layer
 from graphrt.integrations.transformers.fuse import (
     GatedMLP,
     Norm,
@@ -19,12 +20,11 @@ from graphrt.integrations.transformers.fuse import (
     Products,
     is_plain,
     runs_library_code,
-    same_values,
-    samples,
 )
 from graphrt.integrations.transformers.host import HostedModel, LayerCall
-from graphrt.integrations.transformers.probe import OwnTokens, Tokens, agree, sample_logits, sample_tokens
+from graphrt.integrations.transformers.probe import OwnTokens, agree, sample_logits, sample_tokens
 from graphrt.integrations.transformers.rotation import RotatedTokens
+from graphrt.integrations.transformers.trials import Trial, trials
 from graphrt.kernels.cache.write import Rotary
 from graphrt.kernels.errors import GraphRTError
 from graphrt.kernels.ops.linear import Normed, linear_rope_write
@@ -89,8 +89,8 @@ def find_layers(hosted: HostedModel, max_seq_len: int, vocab_size: int) -> dict[
     """Set `hosted.layers`, and return the operator of each layer that is replaced, by name.
 
     A layer is replaced if it consists of two norms, attention and a gated MLP whose operators are known, and if the
-    result is the same on random input. Finally, the logits of seven tokens must not change, or no layer is replaced.
-    Modules with hooks, or with code that is neither transformers' nor torch's, are not replaced.
+    result is the same in all trials; see trials.py. Finally, the logits of seven tokens must not change, or no layer is
+    replaced. Modules with hooks, or with code that is neither transformers' nor torch's, are not replaced.
     """
     rotating = {module for module, _ in hosted.rotaries}
     names, layers = dict[torch.nn.Module, str](), dict[torch.nn.Module, FusedLayer]()
@@ -104,9 +104,10 @@ def find_layers(hosted: HostedModel, max_seq_len: int, vocab_size: int) -> dict[
     plain.fused, plain.rotations, plain.namespaces = {}, {}, []
     sample = sample_tokens(hosted.model, max_seq_len, vocab_size)
     with torch.no_grad():
-        weight = next(iter(layers.values())).norms[0].weight
-        for x in samples(len(weight), weight):
-            layers = _equal(plain, layers, x, sample_tokens(hosted.model, max_seq_len, vocab_size, x.shape[1]))
+        weight = next(iter(layers.values())).products[0].layers[0].weight
+        for trial in trials(weight.shape[1], weight.dtype, weight.device):
+            ids, positions, keep = sample_tokens(hosted.model, max_seq_len, vocab_size, trial.x.shape[1])
+            layers = _equal(plain, layers, trial, (ids, positions * trial.rotates, keep))
         for before, after in pairwise(layers):
             follows = _follows(hosted.model, names[before], names[after])
             if follows and layers[after].norms[0].eps == layers[before].norms[0].eps:
@@ -147,7 +148,7 @@ def _layer(hosted: HostedModel, module: torch.nn.Module, attention: torch.nn.Mod
     products = list(dict.fromkeys(part.products for part in parts))
     unknown = [child for child in module.children() if not isinstance(child, torch.nn.Dropout)][4:]
     unknown += list(attention.children())[len(parts) + len(heads) :]
-    own = [*module.parameters(recurse=False), *attention.parameters(recurse=False)]
+    own = [*module.parameters(recurse=False), *attention.parameters(recurse=False), *module.buffers()]
     if unknown or own or (len(norms), len(mlps), len(products)) != (2, 1, 2) or len(heads) not in (0, 2):
         return None
     rotaries = {dtype: rotary for (at, dtype), rotary in hosted.rotaries.items() if at is attention}
@@ -161,24 +162,28 @@ def _layer(hosted: HostedModel, module: torch.nn.Module, attention: torch.nn.Mod
 
 
 def _equal(
-    plain: HostedModel, layers: dict[torch.nn.Module, FusedLayer], x: torch.Tensor, sample: Tokens
+    plain: HostedModel,
+    layers: dict[torch.nn.Module, FusedLayer],
+    trial: Trial,
+    sample: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> dict[torch.nn.Module, FusedLayer]:
-    """Return the layers whose operators give the same result for x as the modules."""
+    """Return the layers whose operators give the same result in a trial as the modules."""
     unequal = set[torch.nn.Module]()
 
     def check(module: torch.nn.Module, _: Any, expected: Any) -> None:
         layer = layers[module]
         try:
-            if same_values(layer.run(_LayerTokens(sample[1], [layer.spec]), x), expected):
+            if trial.same(layer.run(_LayerTokens(sample[1], [layer.spec]), trial.x), expected):
                 return
-        except (GraphRTError, RuntimeError):
+        except (GraphRTError, RuntimeError, KeyError):  # KeyError: no table of the rotation in this dtype
             pass
         unequal.add(module)
 
-    hooks = [module.register_forward_pre_hook(lambda _, args: (x, *args[1:])) for module in layers]
+    hooks = [module.register_forward_pre_hook(lambda _, args: (trial.x.clone(), *args[1:])) for module in layers]
     hooks += [module.register_forward_hook(check) for module in layers]
     try:
-        plain.run(OwnTokens(sample[1]), *sample)
+        with replaced_by_layer(plain.model, trial.replace):
+            plain.run(OwnTokens(sample[1]), *sample)
     except (GraphRTError, RuntimeError, TypeError):  # layers with a different kind of input
         return {}
     finally:

@@ -171,7 +171,7 @@ def _name(model: torch.nn.Module, found: torch.nn.Module) -> str:
 
 
 class OwnTokens:
-    """Attention that returns values of the token itself, which show its query, key and value."""
+    """Attention that returns values of the token itself, which show its query, key and value, and which is which."""
 
     def __init__(self, positions: torch.Tensor) -> None:
         self.positions = positions
@@ -179,7 +179,7 @@ class OwnTokens:
     def attend(self, call: LayerCall) -> torch.Tensor:
         heads, size = call.q.shape[1], call.v.shape[2]
         k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (call.k, call.v))
-        return v + sum(_fitted(x, size).to(v.dtype) for x in (call.q, k))
+        return v + 2 * _fitted(call.q, size).to(v.dtype) - 3 * _fitted(k, size).to(v.dtype)
 
     def mask(self, predicate: Callable[..., Any]) -> torch.Tensor | None:
         return None

@@ -5,16 +5,19 @@ from __future__ import annotations
 import sys
 from contextvars import ContextVar
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 
+from graphrt.integrations.transformers.fuse import is_library_code
 from graphrt.integrations.transformers.host import HostedModel, LayerCall, Rotating
-from graphrt.integrations.transformers.probe import OwnTokens, agree, sample_logits, sample_tokens
+from graphrt.integrations.transformers.probe import OwnTokens, sample_logits, sample_tokens
 from graphrt.integrations.transformers.rotary import RotaryTable, is_rotary
+from graphrt.integrations.transformers.trials import same_values
 from graphrt.kernels.cache.write import Rotary, write_kv
 from graphrt.kernels.errors import GraphRTError
+
+_Kept = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class _UnlikeError(Exception):
@@ -60,7 +63,8 @@ class RotarySource:
 
 
 def find_rotation(hosted: HostedModel, max_seq_len: int, vocab_size: int) -> dict[str, str]:
-    """Let the kernel rotate, if seven tokens then get the same logits. Return the operator of each attention module.
+    """Let the kernel rotate, if it gives the same queries and keys in float32. Return the operator of each attention
+    module.
 
     The function that rotates queries and keys is replaced in the module that defines the attention layers. Every layer
     must pass its result to the attention function unchanged.
@@ -68,27 +72,51 @@ def find_rotation(hosted: HostedModel, max_seq_len: int, vocab_size: int) -> dic
     model = hosted.model
     namespaces = {sys.modules[type(module).__module__] for module in hosted.attention_modules}
     namespaces = {space for space in namespaces if hasattr(space, "apply_rotary_pos_emb")}
+    if not all(is_library_code(space.apply_rotary_pos_emb) for space in namespaces):
+        return {}
     rotary = [module for module in model.modules() if is_rotary(module)]
     if not namespaces or not rotary or hosted.tables:
         return {}
     device = model.device
     sample = sample_tokens(model, max_seq_len, vocab_size)
     fused, hosted.fused = hosted.fused, {}  # without moved weights, which have no float32 copies
-    expected = sample_logits(hosted, OwnTokens, sample)
+    runs: list[_KeptCalls] = []  # the last one computes the logits, in float32 if all modules can
+
+    def keep(positions: torch.Tensor) -> _KeptCalls:
+        runs.append(_KeptCalls(positions))
+        return runs[-1]
+
+    def compare(positions: torch.Tensor) -> _ComparedTokens:
+        return _ComparedTokens(positions, hosted.rotaries, runs.pop(0).calls)
+
+    sample_logits(hosted, keep, sample)
     hosted.rotations = {module: RotarySource(module, max_seq_len, device) for module in rotary}
     hosted.namespaces = sorted(namespaces, key=lambda space: space.__name__)
     try:
         with torch.no_grad():
             hosted.run(RotatedTokens(sample[1], hosted.rotaries), *sample)  # makes the tables of the model's dtype
-        if agree(sample_logits(hosted, partial(RotatedTokens, rotaries=hosted.rotaries), sample), expected):
-            names = {module: name for name, module in model.named_modules()}
-            return {names[module]: "write_kv" for module in hosted.attention_modules}
+        sample_logits(hosted, compare, sample)
+        names = {module: name for name, module in model.named_modules()}
+        return {names[module]: "write_kv" for module in hosted.attention_modules}
     except (_UnlikeError, GraphRTError, RuntimeError, TypeError):
         pass
     finally:
         hosted.fused = fused
     hosted.rotations, hosted.namespaces, hosted.rotaries = {}, [], {}
     return {}
+
+
+class _KeptCalls(OwnTokens):
+    """Attention as in OwnTokens, which keeps the queries, the keys and the result of each call."""
+
+    def __init__(self, positions: torch.Tensor) -> None:
+        super().__init__(positions)
+        self.calls: list[_Kept] = []
+
+    def attend(self, call: LayerCall) -> torch.Tensor:
+        result = super().attend(call)
+        self.calls.append((call.q.clone(), call.k.clone(), result.clone()))
+        return result
 
 
 class RotatedTokens(Rotating, OwnTokens):
@@ -105,6 +133,9 @@ class RotatedTokens(Rotating, OwnTokens):
         self._rotaries = rotaries
 
     def attend(self, call: LayerCall) -> torch.Tensor:
+        return super().attend(self._rotated_call(call))
+
+    def _rotated_call(self, call: LayerCall) -> LayerCall:
         rotated = self.rotated
         rotary = self._rotaries[call.module, call.q.dtype] = self.take_rotary()
         if rotary is not None:
@@ -112,7 +143,7 @@ class RotatedTokens(Rotating, OwnTokens):
                 raise _UnlikeError
             q, k = (self._rotate(x.contiguous().clone(), rotary) for x in (call.q, call.k))
             call = call._replace(q=q, k=k)
-        return super().attend(call)
+        return call
 
     def _rotate(self, x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
         none = x[:, :0]
@@ -121,3 +152,23 @@ class RotatedTokens(Rotating, OwnTokens):
             rotary=replace(rotary, k_norm=None),
         )  # fmt: skip
         return x
+
+
+class _ComparedTokens(RotatedTokens):
+    """Raises _UnlikeError if rotated queries or keys differ from those of an earlier run.
+
+    kept  the calls of the earlier run, whose results are returned, so that rounding does not add up
+    """
+
+    def __init__(
+        self, positions: torch.Tensor, rotaries: Any, kept: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    ) -> None:
+        super().__init__(positions, rotaries)
+        self._kept = iter(kept)
+
+    def attend(self, call: LayerCall) -> torch.Tensor:
+        call = self._rotated_call(call)
+        q, k, result = next(self._kept)
+        if not (same_values(call.q, q) and same_values(call.k, k)):
+            raise _UnlikeError
+        return result
