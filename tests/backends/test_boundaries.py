@@ -85,8 +85,8 @@ def test_minimum_package_version(found: dict[str, str], refused: str | None, mon
     assert package.missing() == wanted
 
 
-def layers_with(other: AttentionSpec, at: int, plain: AttentionSpec = FULL) -> list[AttentionSpec]:
-    layers = [plain] * 3
+def layers_with(other: AttentionSpec, at: int) -> list[AttentionSpec]:
+    layers = [FULL] * 3
     layers[at] = other
     return layers
 

@@ -59,11 +59,11 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     return log
 
 
-def batch_of(seq_lens: list[int], page_size: int, query_lens: list[int] | None = None) -> Batch:
-    counts = [-(-n // page_size) for n in seq_lens]
+def batch_of(seq_lens: list[int]) -> Batch:
+    counts = [-(-n // 4) for n in seq_lens]
     indptr = torch.tensor([0, *counts]).cumsum(0).tolist()
     return Batch(
-        req_indices=range(len(seq_lens)), seq_lens=seq_lens, query_lens=query_lens, page_indptr=indptr,
+        req_indices=range(len(seq_lens)), seq_lens=seq_lens, page_indptr=indptr,
         page_ids=range(1, indptr[-1] + 1),
     )  # fmt: skip
 
@@ -81,7 +81,7 @@ def test_flashinfer_plans_on_the_host_and_lists_pages_on_the_device(
         assert getattr(wrappers[0], name) is getattr(wrappers[1], name), "shared"
     assert all(w.options["use_cuda_graph"] and w.options["use_tensor_cores"] for w in wrappers)
     flashinfer.clear()
-    backend.plan_replay(four, batch_of([9, 4, 1], 4))
+    backend.plan_replay(four, batch_of([9, 4, 1]))
     assert [kind for kind, _ in flashinfer] == ["wait", "plan", "end"], "guarded before and behind the upload"
     arguments, options, originals = flashinfer[1][1]
     indptr, indices, last_page_len = arguments[:3]
@@ -101,7 +101,7 @@ def test_flashinfer_plans_on_the_host_and_lists_pages_on_the_device(
     assert (lse[3:] == -math.inf).all()
     monkeypatch.setattr(FakeWrapper, "layout", (1, 2, 4))
     with pytest.raises(ReplayError, match=r"expected the layout \(1, 2, 3\) of the captured plan, got \(1, 2, 4\)"):
-        backend.plan_replay(four, batch_of([3, 3, 3], 4))
+        backend.plan_replay(four, batch_of([3, 3, 3]))
     backend.close()
     assert backend.tensors() == {}
 
@@ -154,7 +154,7 @@ def test_flashinfer_waits_for_the_upload_of_the_last_plan(
     monkeypatch.setattr(StagingSlot, "wait", lambda self: stream.run() if guarded else None)
     seen: list[list[int]] = []
     for lengths in ([9, 4, 1, 5], [1, 1, 1, 1], [16, 2, 8, 3]):
-        backend.plan_replay(four, batch_of(lengths, 4))
+        backend.plan_replay(four, batch_of(lengths))
         stream.queue.append(lambda: seen.append(offsets.tolist()))
     stream.run()
     wanted = [[0, 3, 4, 5, 7], [0, 1, 2, 3, 4], [0, 4, 5, 7, 8]]

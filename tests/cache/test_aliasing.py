@@ -28,14 +28,7 @@ def at(pool: torch.Tensor, offset: int) -> torch.Tensor:
 
 
 LINE = torch.zeros(2 * PAGES * SIZE * HEADS * DIM)
-PAIRS = torch.zeros(PAGES, 2, SIZE, HEADS, DIM)
 ROWS = torch.zeros(PAGES, SIZE, HEADS, 2 * DIM)
-SEPARATE = {
-    "halves of one pool": (at(LINE, 0), at(LINE, LINE.numel() // 2)),
-    "side by side in a page": (PAIRS[:, 0], PAIRS[:, 1]),
-    "side by side in a head": (ROWS[..., :DIM], ROWS[..., DIM:]),
-    "page by page": (PAIRS.view(2 * PAGES, SIZE, HEADS, DIM)[::2], PAIRS.view(2 * PAGES, SIZE, HEADS, DIM)[1::2]),
-}
 OVERLAPPING = {
     "one tensor": (LAYER := fresh(), LAYER),
     "a view": (LAYER, LAYER.view(-1).view(PAGES, SIZE, HEADS, DIM)),

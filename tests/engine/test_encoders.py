@@ -68,11 +68,9 @@ def nan_cache(*args: Any) -> KVCache:
     return cache
 
 
-def bart_runtime(
-    device: torch.device, specs: Any = None, dtype: torch.dtype = F32, **options: Any
-) -> tuple[HostedBart, Runtime]:
+def bart_runtime(device: torch.device, dtype: torch.dtype = F32, **options: Any) -> tuple[HostedBart, Runtime]:
     hosted = HostedBart(make_bart(device).to(dtype))
-    specs = hosted.specs if specs is None else specs
+    specs = hosted.specs
     defaults = {"decode_sizes": (2, 4), "mixed_sizes": (8, 16), "max_encoder_len": MAX_ENCODER_LEN}
     runtime = Runtime(
         hosted, specs, kv_groups(specs, page_size=PAGE), vocab_size=VOCAB, device=device, num_pages=60,
@@ -257,12 +255,11 @@ def embeddings() -> list[torch.Tensor]:
         return [model(torch.tensor([source])).last_hidden_state[0].mean(0) for source in SOURCES]
 
 
-def bert_runtime(device: torch.device, specs: Any = None, **options: Any) -> Runtime:
+def bert_runtime(device: torch.device, **options: Any) -> Runtime:
     hosted = HostedModernBert(make_modernbert(device))
     config = RuntimeConfig(**({"max_num_reqs": 4, "max_num_tokens": 40, "max_seq_len": 24, "decode_sizes": (2,)}
                               | {"mixed_sizes": (16, 40)} | options))  # fmt: skip
-    specs = hosted.specs if specs is None else specs
-    runtime = Runtime(hosted, specs, vocab_size=VOCAB, device=device, config=config, sampler=None)
+    runtime = Runtime(hosted, hosted.specs, vocab_size=VOCAB, device=device, config=config, sampler=None)
     runtime.capture()
     return runtime
 

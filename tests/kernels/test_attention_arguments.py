@@ -18,7 +18,7 @@ from graphrt.kernels.checks import check_no_overlap
 from graphrt.kernels.errors import CapacityError, ShapeError, UnsupportedError
 
 CPU, META = torch.device("cpu"), torch.device("meta")
-F16, F32, I32, I64 = torch.float16, torch.float32, torch.int32, torch.int64
+F16, F32, I32 = torch.float16, torch.float32, torch.int32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 Refused = tuple[str, dict[str, Any], type[Exception], str]

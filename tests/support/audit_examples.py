@@ -47,8 +47,8 @@ def copy(src: Operand, dst: Operand) -> Node:
     return Node(NodeKind.MEMCPY, "memcpy", operands=(src, dst))
 
 
-def op(*operands: Operand, name: str = "aten.add.Tensor", scalars: tuple[tuple[str, str], ...] = ()) -> Node:
-    return Node(NodeKind.OP, name, operands=operands, scalars=scalars)
+def op(*operands: Operand) -> Node:
+    return Node(NodeKind.OP, "aten.add.Tensor", operands=operands)
 
 
 def src(address: int, nbytes: int = 8, host: bool = False) -> Operand:
@@ -79,14 +79,14 @@ def segment(address: int, *blocks: tuple[int, str], pool: tuple[int, int] = (0, 
     }  # fmt: skip
 
 
-def realistic(num_nodes: int = 600, num_regions: int = 2000, seed: int = 0) -> tuple[GraphView, list[Region]]:
+def realistic() -> tuple[GraphView, list[Region]]:
     """A graph of the size of a decode step: 350 KB of arguments, with a few addresses per argument."""
-    rng = np.random.default_rng(seed)
-    starts = BASE + np.arange(num_regions) * (1 << 21)
+    rng = np.random.default_rng(0)
+    starts = BASE + np.arange(2000) * (1 << 21)
     owners = (Owner.WEIGHT, Owner.POOL, Owner.STATIC, Owner.LIBRARY)
     regions = [Region(f"r{i}", owners[i % 4], int(start), 1 << 20) for i, start in enumerate(starts)]
     nodes = []
-    for index in range(num_nodes):
+    for index in range(600):
         size = 2560 if index % 7 == 0 else 256  # a blob of cuBLASLt, a struct of an ATen kernel
         blob = rng.integers(0, 1 << 20, size // 4, dtype=np.uint32).astype("<u4").view(np.uint8)
         blob[rng.random(size) < 0.5] = 0
@@ -94,4 +94,4 @@ def realistic(num_nodes: int = 600, num_regions: int = 2000, seed: int = 0) -> t
             address = int(rng.choice(starts)) + int(rng.integers(0, 1 << 20))
             blob[8 * at : 8 * at + 8] = np.frombuffer(words(address), np.uint8)
         nodes.append(kernel(blob.tobytes(), words(7), name=f"kernel {index % 40}"))
-    return graph(*nodes, edges=tuple(Edge(i, i + 1) for i in range(num_nodes - 1))), regions
+    return graph(*nodes, edges=tuple(Edge(i, i + 1) for i in range(599))), regions

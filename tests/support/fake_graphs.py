@@ -120,20 +120,20 @@ class FakeGraphs:
             setattr(params, name, value)
         return self._add(graph, FakeNode(TYPES.CU_GRAPH_NODE_TYPE_MEMCPY, params), after)
 
-    def fill(self, graph, target, value, size, width, *, height=1, pitch=0, after=()) -> int:
+    def fill(self, graph, target, value, size, width, *, height=1, pitch=0) -> int:
         params = driver.CUDA_MEMSET_NODE_PARAMS()
         params.dst, params.value, params.elementSize = driver.CUdeviceptr(target), value, size
         params.width, params.height, params.pitch = width, height, pitch
-        return self._add(graph, FakeNode(TYPES.CU_GRAPH_NODE_TYPE_MEMSET, params), after)
+        return self._add(graph, FakeNode(TYPES.CU_GRAPH_NODE_TYPE_MEMSET, params), ())
 
     def other(self, graph, type_, params=None, *, after=()) -> int:
         """Add a node of another type, by name or number; `params` is the result of the call that reads it."""
         named = getattr(TYPES, f"CU_GRAPH_NODE_TYPE_{type_}") if isinstance(type_, str) else type_
         return self._add(graph, FakeNode(named, params), after)
 
-    def conditional(self, graph, kind: int, bodies: list[int], *, after=()) -> int:
+    def conditional(self, graph, kind: int, bodies: list[int]) -> int:
         params = types.SimpleNamespace(type=kind, size=len(bodies), phGraph_out=[driver.CUgraph(b) for b in bodies])
-        return self.other(graph, "CONDITIONAL", types.SimpleNamespace(conditional=params), after=after)
+        return self.other(graph, "CONDITIONAL", types.SimpleNamespace(conditional=params))
 
     def depend(self, graph, source, target, kind=0) -> None:
         self.graphs[graph].edges.append((source, target, kind))

@@ -87,8 +87,8 @@ def kernel(name: str, grid: tuple, block: int, *values: tuple, symbol: str = "",
 class DecodeStep:
     """A decode step of Llama 8B for 32 requests, with names and sizes as on a GPU."""
 
-    def __init__(self, layers: int = 32, rows: int = 32) -> None:
-        self.rows, self.nodes, self.edges = rows, [], []
+    def __init__(self, layers: int = 32) -> None:
+        self.rows, self.nodes, self.edges = 32, [], []
         self.regions: dict[str, Region] = {}
         self.tail: tuple[int, ...] = ()
         self.places = {Owner.HOST: 0x7F3A_1E00_0000, Owner.STATIC: 0x7F32_8000_0000, Owner.WEIGHT: 0x7F2C_0000_0000}
@@ -267,12 +267,12 @@ def hostile() -> Example:
     return Example(GraphView(nodes, edges, names[0]), memory, findings, " ".join(names[:12]))
 
 
-def screenshot(example: Example, path: Path, fragment: str, *, scheme: str = "light") -> None:
+def screenshot(example: Example, path: Path, fragment: str) -> None:
     """Take a screenshot of a page with a state after "#"."""
     with tempfile.TemporaryDirectory() as folder:
         example.write(Path(folder) / "graph.html")
         browser = Browser(Path(folder) / "profile")
-        with browser.page((Path(folder) / "graph.html").as_uri() + fragment, scheme=scheme) as page:
+        with browser.page((Path(folder) / "graph.html").as_uri() + fragment) as page:
             page.frame()
             path.write_bytes(base64.b64decode(page.call("Page.captureScreenshot")["data"]))
         browser.close()

@@ -84,8 +84,8 @@ class ToyModel(torch.nn.Module):
 class LivelyModel(ToyModel):
     """A toy model whose greedy tokens change from step to step: the plain one repeats the last token of its prompt."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__(device, dtype)
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device, torch.float32)
         for weight in (*self.qkv, *self.out):
             weight.data.mul_(4)
 
