@@ -83,7 +83,7 @@ ERRORS = [
         for batch, text in (("1,x", "1,x'"), ("1,", "1,'"), ("0", "0'"), ("9" * 5000, "9999"))
     ),
     ("decode --shape smollm2-135m --baseline vllm", "--baseline: expected transformers, got 'vllm'"),
-    (f"decode --shape smollm2-135m --context {10**12}", "ConfigError: max_positions: expected"),
+    (f"decode --shape smollm2-135m --context {10**12}", "ConfigError: context: expected an int from 1 to"),
     ("decode --shape smollm2-135m --device cpu --batch 65536 --context 99999", "CapacityError"),
     ("decode --shape smollm2-135m --device cpu --batch 999999", "RuntimeConfig.max_num_reqs: expected an int from 1"),
 ]
