@@ -34,7 +34,11 @@ def find_fused(hosted: HostedModel, max_seq_len: int, vocab_size: int) -> dict[s
     get the same float32 logits as before. Otherwise, nothing is replaced or moved.
     """
     names = {module: name for name, module in hosted.model.named_modules()}
-    uses = Counter(id(weight) for _, weight in hosted.model.named_parameters(remove_duplicate=False))
+    uses = Counter(weight.data_ptr() for _, weight in hosted.model.named_parameters(remove_duplicate=False))
+
+    def is_shared(module: torch.nn.Module) -> bool:
+        return any(uses[weight.data_ptr()] > 1 for weight in module.parameters())
+
     tried: dict[Any, int | None] = {}  # index of the candidate that computes the same result
     found, joins = {}, list[Products]()
     sample = sample_tokens(hosted.model, max_seq_len, vocab_size)
@@ -50,7 +54,7 @@ def find_fused(hosted: HostedModel, max_seq_len: int, vocab_size: int) -> dict[s
         if (index := tried[key]) is not None:
             name, forward, _ = candidates[index]
             if isinstance(forward, GatedMLP):
-                if any(uses[id(weight)] > 1 for weight in module.parameters()):
+                if is_shared(module):
                     continue
                 joins.append(forward.first)
             hosted.fused[module], found[names[module]] = forward, name
@@ -59,7 +63,7 @@ def find_fused(hosted: HostedModel, max_seq_len: int, vocab_size: int) -> dict[s
     for module, (x, version) in linears.items():
         if module not in joined:
             kind = (names[module].rpartition(".")[0], id(x), version, module.bias is None, module.weight.dtype)
-            groups.setdefault(kind if uses[id(module.weight)] == 1 else module, []).append(module)
+            groups.setdefault(module if is_shared(module) else kind, []).append(module)
     for group in groups.values():
         products = Products(group)
         if len(group) > 1:
