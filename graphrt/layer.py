@@ -339,7 +339,7 @@ class ModelLayers:
         attention       a spec per layer, one spec for all layers, or None for the model's own layers
         cache_layers    number of cache layers, if one spec is given; None if there is no cache yet
 
-        Raises: ConfigError: if there is no spec, if an item is not a spec, or if specs differ from the model's layers.
+        Raises: ConfigError: if there are no specs, an item is not a spec, or specs differ from the model's layers.
         """
         if attention is None:
             if not self.specs:
@@ -364,6 +364,8 @@ class ModelLayers:
             for index, spec in enumerate(specs):
                 advice = "pass one spec per layer, or one spec for all layers"
                 check_instance(f"attention[{index}]", spec, AttentionSpec, advice=advice)
+            if not specs:
+                raise ConfigError("attention: expected at least 1 AttentionSpec, got none; pass one spec per layer")
         if self.specs and self.specs != specs:
             raise ConfigError(
                 f"attention: differs from the specs of the model's {len(self.specs)} graphrt.Attention layers; "

@@ -63,7 +63,8 @@ def load_model(
             `shape_config`, or a ModelConfig.
         device: device on which the model runs.
         dtype: "auto" means the checkpoint's dtype on CUDA (bfloat16 for GGUF) and float32 on a CPU.
-        max_positions: rows of the rotation table, which limit the sequence length. Defaults to the model's limit.
+        max_positions: rows of the rotation table, which limit the sequence length. Defaults to the model's limit. A
+            model with rope_type "dynamic" or "longrope" has one set of frequencies: that of a sequence of this length.
         seed: seed of dummy weights.
         group: ranks that share the model. Each calls this function, and reads and keeps only its shard. Dummy weights
             of a shard are not those of the whole model.

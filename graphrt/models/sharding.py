@@ -67,7 +67,7 @@ class Sharding:
         _, _, columns = vocab_part(config.vocab_size, rank, ranks)
         reasons = []
         if ranks > kv_heads and (ranks % kv_heads or queries % copies):
-            reasons.append(f"{config.num_q_heads} query and {kv_heads} KV heads cannot be dealt to {ranks} ranks")
+            reasons.append(f"{config.num_q_heads} query and {kv_heads} KV heads cannot be divided among {ranks} ranks")
         elif quantization is not None and quantization.bits == 4 and gcd(quantization.group, inputs) not in GROUPS:
             reasons.append(
                 f"the attention output would have {inputs} inputs per rank, which are not whole groups of at least "

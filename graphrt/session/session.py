@@ -323,7 +323,8 @@ class DecodeSession:
 
         Returns: the launches, in order; none if no request can continue.
 
-        Raises: CapacityError: if no request has a page for its next token; earlier launches of the call stay in flight.
+        Raises: ConfigError: if `steps` is not an int above 0, or `eager` is not a bool.
+        CapacityError: if no request has a page for its next token; earlier launches of the call stay in flight.
         See also ReplayManager.replay. If a step fails that may already have run, the session accepts only `collect` and
         `close`.
         """

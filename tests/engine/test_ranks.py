@@ -445,8 +445,8 @@ class Group:
 
 
 @pytest.mark.parametrize(("changes", "ranks", "text"), [
-    ({"num_q_heads": 6, "num_kv_heads": 3}, 4, "6 query and 3 KV heads cannot be dealt to 4 ranks"),
-    ({"num_q_heads": 6, "num_kv_heads": 2}, 4, "6 query and 2 KV heads cannot be dealt to 4 ranks"),
+    ({"num_q_heads": 6, "num_kv_heads": 3}, 4, "6 query and 3 KV heads cannot be divided among 4 ranks"),
+    ({"num_q_heads": 6, "num_kv_heads": 2}, 4, "6 query and 2 KV heads cannot be divided among 4 ranks"),
     ({"vocab_size": 31}, 2, "a vocabulary of 31 is too small for 2 ranks"),
     ({"quantization": Quantization(4, 32)}, 3, "the attention output would have 16 inputs per rank"),
 ])  # fmt: skip

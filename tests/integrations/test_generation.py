@@ -166,7 +166,14 @@ WRONG: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "max_length": ([[1], [2] * 9], {"max_length": 9}, CapacityError, r"prompts\[1\]: 9 tokens reach max_length=9"),
     "mask": ([[1, 2]], {"attention_mask": [[1]]}, ShapeError, "attention_mask: expected one value per token"),
     "temperature": ([[1]], {"temperature": 0.0, "do_sample": True}, ConfigError, "pass do_sample=False"),
-    "greedy copies": ([[1]], {"num_return_sequences": 2}, ValueError, "num_return_sequences"),
+    "greedy copies": ([[1]], {"num_return_sequences": 2}, ConfigError, "generate: .*num_return_sequences"),
+    "no length": ([[1]], {"max_new_tokens": 0}, ConfigError, "generate: `max_new_tokens` must be greater than 0"),
+    "config": ([[1]], {"config": {}}, ConfigError, "generation_config: expected GenerationConfig, got"),
+    "end token": ([[1]], {"eos_token_id": "x"}, ConfigError, "generate: .*'str'; see GenerationConfig"),
+    "stop number": (
+        [[1]], {"stop_strings": 5, "tokenizer": byte_tokenizer()}, ConfigError, "stop_strings: expected a list or tuple"
+    ),
+    "criterion": ([[1]], {"stopping_criteria": 5}, ConfigError, "stopping_criteria: expected a list or tuple"),
     "top_p": ([[1]], {"top_p": 1.5, "do_sample": True}, ConfigError, "top_p"),
     "biases": (
         [[1]], {"suppress_tokens": [*range(40)]}, UnsupportedError, r"suppress_tokens=\[0, 1, .*max_logit_bias=40",

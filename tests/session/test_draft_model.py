@@ -204,6 +204,8 @@ def test_what_is_refused(device: torch.device) -> None:
     with pytest.raises(ShapeError, match="the draft model's logits"):
         captured(model, device, proposer=narrow, **options)
     cross = AttentionSpec(4, 2, 16, torch.float32, kind=AttentionKind.CROSS)
+    with pytest.raises(ConfigError, match="attention: expected at least 1 AttentionSpec, got none"):
+        DraftModel(model, [], vocab_size=VOCAB)
     for refused in (lambda: DraftModel(model, [cross], vocab_size=VOCAB), lambda: drafter(model).layers_after([cross])):
         with pytest.raises(UnsupportedError, match="expected decoder layers with a draft model, got cross layers"):
             refused()

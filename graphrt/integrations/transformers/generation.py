@@ -189,8 +189,13 @@ class _Ends:
     ) -> None:
         self.reasons: dict[int, str] = {}
         self._deadline = math.inf if config.max_time is None else time.monotonic() + config.max_time
+        if criteria is not None:
+            check_sequence("stopping_criteria", criteria, of="StoppingCriteria", error=ConfigError)
         self._criteria, self._texts = list(criteria or ()), None
         if config.stop_strings:
+            stops = [config.stop_strings] if isinstance(config.stop_strings, str) else config.stop_strings
+            for stop in check_sequence("stop_strings", stops, of="texts", error=ConfigError):
+                check_instance("stop_strings", stop, str, advice="pass texts")
             self._texts = package().StopStringCriteria(tokenizer, config.stop_strings)
             ends = self._texts.embedding_vec[:, self._texts.max_valid_positions * self._texts.num_stop_strings : -1]
             self._may_end = set((ends > 0).any(1).nonzero()[:, 0].tolist())  # tokens that contain the end of one

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from graphrt.integrations.transformers.host import package
-from graphrt.kernels.checks import shown
+from graphrt.kernels.checks import check_instance, shown
 from graphrt.kernels.errors import CapacityError, ConfigError, GraphRTError, UnsupportedError
 from graphrt.sampling_params import SamplingParams, config_fields
 
@@ -112,18 +112,23 @@ class MergedConfig:
         """Merge a GenerationConfig and the keyword arguments of a call, as `model.generate` does.
 
         Raises: UnsupportedError: naming all fields and arguments that graphrt cannot honour, and unknown arguments.
-        ConfigError: if `temperature` is not positive. ValueError: from `transformers`, for invalid values.
+        ConfigError: for values that `transformers` refuses, and if `temperature` is not positive.
         """
+        if given is not None:
+            check_instance("generation_config", given, package().GenerationConfig, advice="pass a GenerationConfig")
         lengths = options.get("max_length"), getattr(given, "max_length", None), model.generation_config.max_length
-        config, unused = model._prepare_generation_config(given, **options)
-        eos = [] if config.eos_token_id is None else torch.as_tensor(config.eos_token_id).flatten().tolist()
         words: dict[str, dict[tuple[int, ...], float]] = {"sequence_bias": {}, "bad_words_ids": {}}
-        if config.sequence_bias is not None:
-            words["sequence_bias"] = package().SequenceBiasLogitsProcessor(config.sequence_bias).sequence_bias
-        if config.bad_words_ids is not None:
-            words["bad_words_ids"] = (
-                package().NoBadWordsLogitsProcessor(config.bad_words_ids, eos or None).sequence_bias
-            )
+        try:
+            config, unused = model._prepare_generation_config(given, **options)
+            eos = [] if config.eos_token_id is None else torch.as_tensor(config.eos_token_id).flatten().tolist()
+            if config.sequence_bias is not None:
+                words["sequence_bias"] = package().SequenceBiasLogitsProcessor(config.sequence_bias).sequence_bias
+            if config.bad_words_ids is not None:
+                words["bad_words_ids"] = (
+                    package().NoBadWordsLogitsProcessor(config.bad_words_ids, eos or None).sequence_bias
+                )
+        except (TypeError, ValueError) as error:  # of transformers and torch
+            raise ConfigError(f"generate: {error}; see GenerationConfig") from error
         _refuse(model, config, words, unused)
         if config.do_sample and not config.temperature > 0:
             raise ConfigError(
@@ -185,7 +190,7 @@ def own_needs(model: Any, vocab_size: int) -> dict[str, Any]:
     try:
         merged = MergedConfig.of(model, None, {}, vocab_size)
         return config_fields(merged.sampling_params("prompt", 1, None))
-    except (AttributeError, GraphRTError, ValueError):  # `generate` reports it, and the model may run without it
+    except (AttributeError, GraphRTError):  # `generate` reports it, and the model may run without it
         return {}
 
 
