@@ -53,7 +53,7 @@ def _write_logprobs_kernel(
     stride_ranks_position = stride_ranks // positions
     ranks_ptr = ptrs.rank_ring + entry * stride_ranks + row
     tl.store(ranks_ptr + position * stride_ranks_position, rank)
-    for unused in range(position + 1, tl.where(last, positions, 0)):
+    for unused in range(position + 1, tl.where(last != 0, positions, 0)):
         tl.store(ranks_ptr + unused * stride_ranks_position, 0)
     if rank > 0:
         at = entry * stride_entry + position * stride_position + row * (1 + top)
