@@ -206,7 +206,8 @@ def _guarded(what: str, call: Callable[[], _T]) -> _T:
     except BaseException as error:  # transformers and tokenizers raise many kinds, and Rust panics are not Exceptions
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise ConfigError(f"{what}: {type(error).__name__}: {printable(error)}; download it again") from error
+        text = f"{what}: {type(error).__name__}: {printable(error)}"
+        raise ConfigError(f"{text}; copy all files of the tokenizer again") from error
 
 
 def _check_ids(name: str, ids: Sequence[int]) -> list[int]:

@@ -227,6 +227,11 @@ def test_damaged_tokenizer_files_are_refused(folder: Path, content: str) -> None
         load_tokenizer(folder)
 
 
+def test_a_folder_without_a_tokenizer_names_the_remedy(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read a tokenizer: (?s:.*); copy all files of the tokenizer again$"):
+        load_tokenizer(folder)
+
+
 def test_a_rust_panic_becomes_a_typed_error(folder: Path) -> None:
     """The panics of the package tokenizers are no Exception."""
     byte_tokenizer().save_pretrained(folder)
