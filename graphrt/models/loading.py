@@ -14,7 +14,7 @@ from graphrt.cache.groups import kv_groups
 from graphrt.config import RuntimeConfig
 from graphrt.draft_model import DraftModel
 from graphrt.engine.ranks import Ranks
-from graphrt.kernels.checks import check_int, shown
+from graphrt.kernels.checks import check_instance, check_int, shown
 from graphrt.kernels.compile_ahead import hash_triton
 from graphrt.kernels.errors import CapacityError, ConfigError
 from graphrt.kernels.ops.quantized import QuantizedWeight
@@ -124,6 +124,7 @@ def load_draft_model(source: str | Path, model: LlamaModel) -> DraftModel:
 
     Raises: ConfigError, UnsupportedError, CapacityError: see `load_model`.
     """
+    check_instance("model", model, LlamaModel, advice="pass the model of load_model(), or build a DraftModel yourself")
     if not str(source).startswith(DUMMY_PREFIX):
         source = resolve_source(source)
         if source.is_dir() and is_eagle(source):

@@ -59,6 +59,11 @@ def test_tokens_equal_transformers(tmp_path: Path, family: str, source: str) -> 
         assert max(steps) == steps.most_common(1)[0][0] == 4
 
 
+def test_draft_models_are_loaded_for_models_of_load_model() -> None:
+    with pytest.raises(graphrt.ConfigError, match=r"model: expected LlamaModel, got Llama.*build a Draft"):
+        graphrt.load_draft_model("dummy:smollm2-135m", make_oracle("Llama"))
+
+
 def test_inputs_of_layers_are_not_kept() -> None:
     draft = DraftModel(lambda step: step, [SPEC], vocab_size=97, hidden_size=48, hidden_layers=(1, 2))
     with pytest.raises(graphrt.ConfigError, match=r"the model kept no hidden states before layers \[1, 2\]"):
