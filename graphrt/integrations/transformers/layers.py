@@ -107,7 +107,7 @@ def find_layers(hosted: HostedModel, max_seq_len: int, vocab_size: int) -> dict[
         weight = next(iter(layers.values())).products[0].layers[0].weight
         for trial in trials(weight.shape[1], weight.dtype, weight.device):
             ids, positions, keep = sample_tokens(hosted.model, max_seq_len, vocab_size, trial.x.shape[1])
-            layers = _equal(plain, layers, trial, (ids, positions * trial.rotates, keep))
+            layers = _equal(plain, layers, trial, (ids, positions * trial.rotates, keep[:1]))
         for before, after in pairwise(layers):
             follows = _follows(hosted.model, names[before], names[after])
             if follows and layers[after].norms[0].eps == layers[before].norms[0].eps:
