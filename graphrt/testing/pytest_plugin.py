@@ -1,4 +1,11 @@
-"""A pytest plugin with a marker for tests that capture CUDA graphs. pytest loads it if graphrt is installed.
+"""A pytest plugin with two fixtures and a marker for testing CUDA graphs. pytest loads it automatically if graphrt is
+installed.
+
+    def test_step(graph_audit):
+        graph_audit(graph, memory)                     fails if the graph uses memory without an owner
+
+    def test_replays(graph_verify):
+        graph_verify(step, make_inputs)                fails if replays differ from eager runs
 
     @pytest.mark.capture_safe
     def test_capture():                                fails if a capture waits, allocates outside its pool,
@@ -9,12 +16,12 @@
 The marker watches all captures in the test's body. graphrt.testing.capture_watch describes what each rule detects.
 Captures in fixtures are not watched. A marked test without a capture emits a warning.
 
-The plugin imports only pytest until the marker is used. `-p no:graphrt.testing.pytest_plugin` disables it.
+The plugin imports only pytest until a fixture or the marker is used. `-p no:graphrt.testing.pytest_plugin` disables it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import pytest
@@ -57,3 +64,36 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
         text = f"{_MARKER}: the body of the test captures nothing; captures in fixtures are not watched"
         item.warn(pytest.PytestWarning(text))
     return result
+
+
+@pytest.fixture
+def graph_audit() -> Callable[..., Any]:
+    """Run `graphrt.graph_checks.audit`, fail the test if there are findings, and return the Audit."""
+
+    def audited(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        from graphrt.capture.inspect.audit import audit
+
+        return _without_findings(audit(*args, **kwargs))
+
+    return audited
+
+
+@pytest.fixture
+def graph_verify() -> Callable[..., Any]:
+    """Run `graphrt.graph_checks.verify`, fail the test if there are findings, and return the VerifyReport."""
+
+    def verified(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        from graphrt.testing.verify import verify
+
+        return _without_findings(verify(*args, **kwargs))
+
+    return verified
+
+
+def _without_findings(report: Any) -> Any:
+    __tracebackhide__ = True
+    if report.findings:
+        pytest.fail(str(report))
+    return report

@@ -1,4 +1,4 @@
-"""The pytest plugin: its marker fails a test whose capture breaks a rule."""
+"""The pytest plugin: its marker fails a test whose capture breaks a rule, and its fixtures fail it for findings."""
 
 from __future__ import annotations
 
@@ -90,6 +90,40 @@ def test_wrong_arguments_of_the_marker_fail_the_test(run) -> None:
         assert result.ret == 1
         result.stdout.fnmatch_lines([text])
         result.stdout.no_fnmatch_line("*capture_watch.py*")
+
+
+# -- fixtures
+
+
+REPORTS = """
+import sys, types
+
+class Report:
+    def __init__(self, *arguments, **options):
+        self.findings, self.text = arguments[0], f"report of {arguments} {options}"
+    def __str__(self):
+        return self.text
+
+sys.modules["graphrt.capture.inspect.audit"] = types.SimpleNamespace(audit=Report)
+sys.modules["graphrt.testing.verify"] = types.SimpleNamespace(verify=Report)
+"""
+
+
+@pytest.mark.parametrize("fixture", ["graph_audit", "graph_verify"])
+def test_findings_fail_the_test_with_the_report(pytester: pytest.Pytester, fixture: str) -> None:
+    pytester.makeconftest(REPORTS)
+    pytester.makepyfile(f"""
+        def test_clean({fixture}):
+            assert {fixture}((), 'memory', allowed={{1: 2}}).findings == ()
+
+        def test_found({fixture}):
+            {fixture}(('bad',), 'memory')
+    """)
+    result = pytester.runpytest_inprocess("-p", PLUGIN, "-p", "no:cacheprovider")
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(
+        ["*{*}(('bad',), 'memory')".replace("{*}", fixture), "*report of (('bad',), 'memory')*"]
+    )
 
 
 OTHERS = """
