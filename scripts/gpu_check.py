@@ -40,7 +40,7 @@ SANITIZE = "sanitize"
 SANITIZED = ["--error-exitcode", "9", PYTHON, "scripts/sanitize_attention.py"]
 JOBS: dict[str, list[list[str]]] = {
     TESTS: [
-        [*PYTEST, "-n", "6", "-m", "gpu and not alone"],
+        [*PYTEST, "-n", "16", "-m", "gpu and not alone"],
         [*PYTEST, "-m", "gpu and alone"],
     ],
     SANITIZE: [
