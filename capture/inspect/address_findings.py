@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -13,7 +14,22 @@ from graphrt.capture.inspect.memory import Owner, Region
 from graphrt.capture.inspect.scan import ArgumentRef
 from graphrt.capture.inspect.view import Node, NodeKind, Operand, Place
 
+_LONGEST_STRUCT = 256  # bytes; a longer argument may be a list of tensors with unused entries
 _REGISTERED = frozenset({Owner.STATIC, Owner.WEIGHT, Owner.CACHE})
+
+
+@dataclass(frozen=True, slots=True)
+class AddressFinding:
+    """A finding about one address, and the position of the address.
+
+    at              position of a word in the bytes of all arguments; -1 for an operand
+    in_tensor_list  whether the word may be in a fixed-length list with unused entries, as in kernels for many
+                    tensors
+    """
+
+    finding: Finding
+    at: int = -1
+    in_tensor_list: bool = False
 
 
 def registered(region: Region | None) -> bool:
@@ -21,23 +37,24 @@ def registered(region: Region | None) -> bool:
     return region is not None and region.owner in _REGISTERED
 
 
-def findings_in_words(lookup: Lookup) -> Iterator[Finding]:
+def findings_in_words(lookup: Lookup) -> Iterator[AddressFinding]:
     """Yield findings in the arguments of kernels. A scanned word without a region counts as a number."""
     words = lookup.words
     # A word without a region has the index -1, which selects the last element.
     bad = np.array([_is_invalid(region) for region in lookup.regions] + [False], np.bool_)
     unmapped = words.exact & (lookup.holder < 0) & (words.value != 0)
     for index in np.flatnonzero(bad[lookup.holder] | unmapped).tolist():
-        holder = int(lookup.holder[index])
-        ref, offset = words.argument_at(int(words.at[index]))
+        at, holder = int(words.at[index]), int(lookup.holder[index])
+        ref, offset = words.argument_at(at)
         region = lookup.regions[holder] if holder >= 0 else None
-        yield _finding(
+        finding = _finding(
             lookup, ref.place, ref.node, where_in(ref, offset), int(words.value[index]), region,
             certain=bool(words.exact[index]),
         )  # fmt: skip
+        yield AddressFinding(finding, at=at, in_tensor_list=len(ref.argument.data) > _LONGEST_STRUCT)
 
 
-def findings_in_operands(lookup: Lookup, owners: Counter[Owner]) -> Iterator[Finding]:
+def findings_in_operands(lookup: Lookup, owners: Counter[Owner]) -> Iterator[AddressFinding]:
     """Yield a finding at the first invalid byte of each operand, and count valid operands in `owners`."""
     for place, node in lookup.view.walk():
         if node.kind in (NodeKind.ALLOC, NodeKind.FREE):
@@ -47,7 +64,7 @@ def findings_in_operands(lookup: Lookup, owners: Counter[Owner]) -> Iterator[Fin
                 continue
             finding = _of_operand(lookup, owners, place, node, operand)
             if finding is not None:
-                yield finding
+                yield AddressFinding(finding)
 
 
 def where_in(ref: ArgumentRef, offset: int) -> str:

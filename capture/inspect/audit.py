@@ -11,7 +11,8 @@ replay accesses again. A finding names the node, the argument and the owner of t
 
 The positions of addresses are known in arguments of Triton kernels and in operands of copies. In arguments of other
 kernels any word may be an address, and a stale word in the padding of a struct may look like one. Such findings are not
-`certain`. torch_kernels.py lists the bytes without addresses in structs of PyTorch's kernels.
+`certain`; `audit_twice` captures the step a second time and resolves them. torch_kernels.py lists the bytes without
+addresses in structs of PyTorch's kernels.
 
 An audit of arguments cannot see addresses that a kernel loads from memory, indices, or the bytes that a kernel reads.
 """
@@ -19,7 +20,7 @@ An audit of arguments cannot see addresses that a kernel loads from memory, indi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -34,12 +35,13 @@ from graphrt.capture.inspect.lookup import Lookup
 from graphrt.capture.inspect.memory import MemoryMap, Owner, Region
 from graphrt.capture.inspect.pool import memory_of
 from graphrt.capture.inspect.scan import WORD, ArgumentRef
+from graphrt.capture.inspect.twice import compare
 from graphrt.capture.inspect.view import GraphView, Node, NodeKind, Place
-from graphrt.kernels.checks import check_instance, check_sequence, shown
+from graphrt.kernels.checks import check_callable, check_instance, check_sequence, shown
 from graphrt.kernels.errors import ConfigError
 from graphrt.kernels.ops.linear_native import EARLY_ADDRESSES
 
-__all__ = ["Allowed", "Audit", "Finding", "FindingKind", "audit", "memory_of"]
+__all__ = ["Allowed", "Audit", "Finding", "FindingKind", "audit", "audit_twice", "memory_of"]
 
 
 _WAIT = (
@@ -79,7 +81,49 @@ def audit(
         ConfigError: if an argument has the wrong type.
     """
     _check_exceptions(allowed, waits)
-    return _report(_lookup(graph, memory, driver), allowed, waits)
+    return _report(_lookup(graph, memory, driver), None, allowed, waits)
+
+
+def audit_twice(
+    capture: Callable[[], Any],
+    memory: Callable[[Any], MemoryMap],
+    *,
+    allowed: Sequence[Allowed] = (),
+    waits: Collection[str] = (),
+    driver: LookUp | None = None,
+) -> Audit:
+    """Capture a step twice, each time into a separate pool, and use the first capture to audit the second.
+
+        audit_twice(capture, lambda graph: memory_of(static=static, weights=model, pool=graph))
+
+    capture  captures the step and returns the graph. It is called twice; the first graph is kept until the end
+    memory   returns the memory map of a graph; called right after each capture
+
+    For the other arguments see `audit`. Two captures show more than a single capture:
+
+    - A real address is at the same position in both captures. A stale word is not, so it is dropped. Other findings
+      become certain if both captures agree. Lists in arguments of kernels for many tensors (foreach, fused optimizers)
+      are an exception, because unused entries contain stack data, which is often equal in both captures.
+    - An address in the first capture's pool is hidden state, that is, memory that the step keeps between captures.
+    - A registered address, number or copy length that differs is frozen in the graph. Numbers within structs are not
+      compared; twice.py lists the numbers that are.
+    - If the nodes differ, the step does something once and skips it later.
+
+    Library memory looks like hidden state, because cuBLAS allocates a workspace in the pool of the first capture
+    unless its stream already has one. Call `with_blas_workspaces` (blas.py) in `memory` to identify workspaces.
+
+    Raises:
+        ConfigError: if an argument has the wrong type, or if both captures use the same pool.
+    """
+    check_callable("capture", capture, advice="pass a function that captures the step and returns the graph")
+    check_callable("memory", memory, advice="pass a function of the graph, such as lambda g: memory_of(pool=g)")
+    _check_exceptions(allowed, waits)
+    graphs, lookups = [], []
+    for _ in range(2):
+        graphs.append(capture())  # keeps the first graph alive, so that the second cannot reuse its pool
+        lookups.append(_lookup(graphs[-1], memory(graphs[-1]), driver))
+    first, second = lookups
+    return _report(second, first, allowed, waits)
 
 
 def _lookup(graph: Any, memory: MemoryMap, driver: LookUp | None) -> Lookup:
@@ -99,10 +143,11 @@ def _check_exceptions(allowed: object, waits: object) -> None:
         raise ConfigError(f"waits: expected a list of name patterns, got {shown(waits)}; pass a list such as ['gemm*']")
 
 
-def _report(lookup: Lookup, allowed: Sequence[Allowed], waits: Collection[str]) -> Audit:
+def _report(lookup: Lookup, first: Lookup | None, allowed: Sequence[Allowed], waits: Collection[str]) -> Audit:
     owners = Counter[Owner](dict.fromkeys(Owner, 0))
     lookup.count(owners)
-    findings = [*findings_in_words(lookup), *findings_in_operands(lookup, owners)]
+    found = [*findings_in_words(lookup), *findings_in_operands(lookup, owners)]
+    findings = [one.finding for one in found] if first is None else compare(first, lookup, found)
     findings += _nodes(lookup, lookup.view, (*_WAIT, *waits))
     findings.sort(key=lambda finding: finding.place)  # stable, so the order within a node is kept
     findings += _registered_but_freed(lookup)

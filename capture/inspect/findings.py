@@ -28,6 +28,8 @@ class FindingKind(str, Enum):
     HOST_FUNCTION  a host function, whose memory an audit cannot see
     EARLY_START    a kernel that may start before an earlier kernel has finished and is not known to wait, or that loads
                    memory before it waits which is not a weight
+    HIDDEN_STATE   memory allocated by an earlier capture of the same step
+    CHANGED        a value or registered address that differs between two captures of the same step
     """
 
     FOREIGN = "foreign allocation"
@@ -37,6 +39,8 @@ class FindingKind(str, Enum):
     HOST_MEMORY = "host memory"
     HOST_FUNCTION = "host function"
     EARLY_START = "early start"
+    HIDDEN_STATE = "hidden state"
+    CHANGED = "changed between captures"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +55,7 @@ class Finding:
     region   name of the memory; "" if unknown
     text     the error, its reason, and how to fix it
     kind     see FindingKind
-    certain  False if the word may be a number instead of an address
+    certain  False if the word may be a number instead of an address; `audit_twice` decides
     """
 
     place: Place

@@ -73,6 +73,10 @@ class Words:
             self, at=self.at[kept], value=self.value[kept], exact=self.exact[kept], aligned=self.aligned[kept]
         )
 
+    def values_at(self, at: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+        """Return the words at positions [n] of `data`."""
+        return _values_at(self.data, at)
+
 
 def scan(view: GraphView) -> Words:
     """Return the words in all kernel arguments of a graph, including bodies."""

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from graphrt.capture.inspect.audit import Audit, FindingKind, audit, memory_of
+from graphrt.capture.inspect.audit import Audit, FindingKind, audit, audit_twice, memory_of
 from graphrt.capture.inspect.memory import Owner
-from graphrt.capture.op_trace import OpTraceRecorder
+from graphrt.capture.op_trace import OpTrace, OpTraceRecorder
 from tests.support.capture_rig import KEY, op_trace_of
 
 
@@ -57,13 +57,15 @@ class Rig(SimpleNamespace):
         }  # fmt: skip
 
 
-def test_a_correct_step_has_no_findings() -> None:
+def test_a_correct_step_has_no_findings_captured_once_or_twice() -> None:
     rig = Rig()
     report = run(rig.step, **rig.named())
     assert report.ok, str(report)
     for owner in (Owner.STATIC, Owner.WEIGHT, Owner.CACHE, Owner.POOL):
         assert report.counts[owner] > 0, owner
     assert report.counts[Owner.ALLOCATOR] == 0
+    report = audit_twice(lambda: op_trace_of(rig.step), lambda op_trace: memory_of(pool=op_trace, **rig.named()))
+    assert report.ok, str(report)
 
 
 @pytest.mark.parametrize("missing", ["static", "weights", "cache"])
@@ -99,6 +101,39 @@ def test_a_cached_tensor_that_is_freed_after_the_capture() -> None:
     loop = recorder.loop(recorder.capture(lambda: left.sub_(stray) * 2, KEY, lambda: None), left)
     (finding,) = audit(loop, memory_of(static={"left": left}, pool=loop)).findings
     assert (finding.place, finding.address) == ((0, 0, 0), stray.data_ptr()), "in the body of a loop"
+
+
+def test_hidden_state_is_found_by_two_captures_only() -> None:
+    x, kept = torch.ones(4), []
+
+    def step() -> torch.Tensor:
+        if not kept:
+            kept.append(x * 2)
+        return x + kept[0]
+
+    def memory(op_trace: OpTrace):
+        return memory_of(static={"x": x}, pool=op_trace)
+
+    first = op_trace_of(step)
+    assert audit(first, memory(first)).ok, "in the first capture it is memory of the pool"
+    kept.clear()
+    report = audit_twice(lambda: op_trace_of(step), memory)
+    assert [f.kind for f in report.findings] == [FindingKind.CHANGED, FindingKind.HIDDEN_STATE]
+    assert report.findings[1].address == kept[0].data_ptr()
+
+
+def test_a_row_chosen_on_the_host_is_reported_as_changed() -> None:
+    x, state = torch.ones(4, 2), [0]
+
+    def step() -> torch.Tensor:
+        state[0] += 1
+        return x[state[0]] * 2 + state[0]
+
+    report = audit_twice(lambda: op_trace_of(step), lambda op_trace: memory_of(static={"x": x}, pool=op_trace))
+    texts = [finding.text for finding in report.findings]
+    assert len(texts) == 2
+    assert "byte 8 of 'x' and then byte 16 of 'x'" in texts[0]
+    assert "captures, 1 and then 2" in texts[1]
 
 
 # -- graphrt's own step

@@ -11,8 +11,10 @@ import transformers
 
 from graphrt.backends.registry import backend_class
 from graphrt.capture.descriptor import BatchDescriptor
-from graphrt.capture.inspect.audit import Finding, audit, memory_of
+from graphrt.capture.graph import CapturedGraph, Recorder
+from graphrt.capture.inspect.audit import Audit, audit_twice, memory_of
 from graphrt.capture.inspect.blas import with_blas_workspaces
+from graphrt.capture.inspect.memory import MemoryMap
 from graphrt.capture.recorder import make_recorder
 from graphrt.testing.verify import Inputs, verify
 
@@ -38,20 +40,31 @@ def random(case: int, *shape: int, high: int = 97) -> torch.Tensor:
     return torch.randint(0, high, shape, generator=torch.Generator().manual_seed(case))
 
 
-def audited(step: Callable[[], Any], device: torch.device, **owned: Any) -> list[Finding]:
-    """Return the findings of an audit that are certainly about addresses."""
-    recorder = make_recorder(device)
-    with recorder.session(), torch.inference_mode():
-        recorder.warm_up(step, lambda: None)
-        graph = recorder.capture(step, BatchDescriptor.decode(ROWS), lambda: None)
+def audited(step: Callable[[], Any], device: torch.device, **owned: Any) -> Audit:
+    """Audit a step that is captured twice."""
+    recorders: list[Recorder] = []
+    graphs: list[CapturedGraph] = []
+
+    def capture() -> CapturedGraph:
+        recorder = make_recorder(device)  # each has its own pool
+        recorders.append(recorder)
+        with recorder.session(), torch.inference_mode():
+            recorder.warm_up(step, lambda: None)
+            graphs.append(recorder.capture(step, BatchDescriptor.decode(ROWS), lambda: None))
+        return graphs[-1]
+
+    def memory(graph: CapturedGraph) -> MemoryMap:
+        # Warm-ups ran on the capture streams: cuBLAS has workspaces there.
+        held, streams = memory_of(pool=graph, **owned), [stream for one in recorders for stream in one.streams]
+        return with_blas_workspaces(held, streams) if streams else held
+
     try:
-        memory = memory_of(pool=graph, **owned)
-        if recorder.streams:  # warm-ups ran on the capture streams: cuBLAS has workspaces there
-            memory = with_blas_workspaces(memory, recorder.streams)
-        return [finding for finding in audit(graph, memory).findings if finding.certain]
+        return audit_twice(capture, memory)
     finally:
-        graph.close()
-        recorder.close()
+        for graph in graphs:
+            graph.close()
+        for recorder in recorders:
+            recorder.close()
 
 
 def test_transformers_model(model: Any, device: torch.device) -> None:
@@ -70,7 +83,7 @@ def test_transformers_model(model: Any, device: torch.device) -> None:
     assert report.ok, str(report)
     static = make_inputs(0)
     found = audited(lambda: step(**static), device, static=static, weights=model)
-    assert not found
+    assert not found.findings, str(found)
 
 
 class StaticCacheDecode:
@@ -111,7 +124,7 @@ def test_transformers_static_cache(model: Any, device: torch.device) -> None:
     assert report.ok, str(report)
     assert {"state", "history"} <= set(report.checked)
     found = audited(step.run, device, static=step.buffers, weights=model, cache=step.state)
-    assert not found
+    assert not found.findings, str(found)
 
 
 def test_optimizer_step(device: torch.device) -> None:
@@ -135,7 +148,7 @@ def test_optimizer_step(device: torch.device) -> None:
     }
     grads = {f"gradient of {name}": weight.grad for name, weight in weights.items()}
     found = audited(step, device, static={"factor": factor}, weights=weights | grads | state)
-    assert not found
+    assert not [finding for finding in found.findings if finding.certain or device.type == "cpu"], str(found)
 
 
 @pytest.mark.gpu
@@ -164,4 +177,4 @@ def test_flash_attention_3_step() -> None:
     assert report.ok, str(report)
     static = make_inputs(0)
     found = audited(lambda: step(**static), device, static=static, cache={"k": k_cache, "v": v_cache})
-    assert not found
+    assert not found.findings, str(found)

@@ -47,8 +47,8 @@ def copy(src: Operand, dst: Operand) -> Node:
     return Node(NodeKind.MEMCPY, "memcpy", operands=(src, dst))
 
 
-def op(*operands: Operand) -> Node:
-    return Node(NodeKind.OP, "aten.add.Tensor", operands=operands)
+def op(*operands: Operand, scalars: tuple[tuple[str, str], ...] = ()) -> Node:
+    return Node(NodeKind.OP, "aten.add.Tensor", operands=operands, scalars=scalars)
 
 
 def src(address: int, nbytes: int = 8, host: bool = False) -> Operand:
