@@ -23,6 +23,9 @@ from graphrt.step import Model, Step
 
 HIDDEN = "hidden states of the draft model"
 """Name of the request tensor that keeps hidden states from one step to the next."""
+MOST_PADDING = 128
+"""Most tokens by which vocabularies of one tokenizer differ. Models pad them: Qwen2.5 0.5B to 151,936, and 7B to
+152,064. llama.cpp has the same bound."""
 
 
 class DraftModel:
@@ -44,7 +47,7 @@ class DraftModel:
 
     model       maps a Step to logits [padded_reqs, vocab_size]; called with sizes that differ from the step's
     attention   the spec of every layer; None: the specs of the model's `Attention` layers
-    vocab_size  width of the logits; must equal the runtime's
+    vocab_size  width of the logits; may differ from the runtime's by 128 tokens of padding, which are not drafted
     hidden_size width of the hidden states that the draft model reads, in the dtype of its first layer; None: it reads
                 tokens only
     hidden_layers  ascending indices of the model's layers whose inputs are read; (): the states that give the logits
@@ -119,14 +122,15 @@ class DraftModel:
         previous = None if self.hidden_size is None else self._hidden_before(step)
         step = replace(step, hidden_layers=())
         hidden = None if self.hidden_size is None else step.state_after(HIDDEN)
-        no_logits = replace(b, logits_indices=b.logits_indices[:0])
+        no_logits = replace(b, logits_indices=b.logits_indices[:0], input_ids=self._known(b.input_ids, step))
         self._logits(replace(step, layers=layers, buffers=no_logits, previous_hidden=previous))
         slots = slots_ahead(step, b.drafts.shape[1])
         fits = (slots >= 0).all(1) & (b.req_status == int(RequestStatus.SAMPLES))
         tokens, drafts = b.last_token[b.req_indices.long()], []
         logprobs: list[torch.Tensor] = []
         for ahead, (of_groups, has_page) in enumerate(zip(slots, fits, strict=True)):
-            one = replace(_next_step(step, layers, ahead, tokens, of_groups, has_page), previous_hidden=hidden)
+            known = self._known(tokens, step)
+            one = replace(_next_step(step, layers, ahead, known, of_groups, has_page), previous_hidden=hidden)
             step.backend.schedule(one.metadata)
             if b.draft_logprobs.shape[2]:
                 tokens, of_draft = draw_draft(self._logits(one), one)
@@ -149,11 +153,17 @@ class DraftModel:
         rows = torch.searchsorted(b.query_start_loc[1:], at, right=True).clamp_max(len(earlier) - 1)
         return earlier[rows].where((b.query_start_loc[rows] == at)[:, None], hidden.roll(1, 0))
 
+    def _known(self, tokens: torch.Tensor, step: Step) -> torch.Tensor:
+        """Return tokens of the model's vocabulary as tokens of the draft model's, which may have less padding."""
+        return tokens.clamp_max(self.vocab_size - 1) if self.vocab_size < step.vocab_size else tokens
+
     def _logits(self, step: Step) -> torch.Tensor:
+        """Return the logits [rows, step.vocab_size]; -inf for tokens that the draft model does not have."""
         with self._model_layers.bound_to(step):
             logits = self.model(step)
         check_tensor("the draft model's logits", logits, shape=(len(step.logits_indices), self.vocab_size))
-        return logits
+        more = step.vocab_size - self.vocab_size
+        return torch.nn.functional.pad(logits, (0, more), value=float("-inf")) if more else logits
 
 
 def resolve_layers(
@@ -166,7 +176,7 @@ def resolve_layers(
 ) -> tuple[AttentionSpec, ...]:
     """Return the spec of every layer of a runtime whose cache has `kv_layers` layers.
 
-    Raises: ConfigError: see `ModelLayers.resolve`; or if the draft model's vocab_size differs. UnsupportedError: see
+    Raises: ConfigError: see `ModelLayers.resolve`; or if the draft model has another vocabulary. UnsupportedError: see
     `DraftModel`; or if drafts form trees, because a draft model proposes chains.
     """
     if not isinstance(proposer, DraftModel):
@@ -175,10 +185,10 @@ def resolve_layers(
         raise UnsupportedError(
             f"tree_depth: expected 0 with a draft model, which proposes chains, got {tree_depth}; set tree_depth=0"
         )
-    if proposer.vocab_size != vocab_size:
+    if abs(proposer.vocab_size - vocab_size) > MOST_PADDING:
         raise ConfigError(
-            f"DraftModel.vocab_size: expected {vocab_size}, as in the model, got {proposer.vocab_size}; use a draft "
-            "model with the same tokenizer"
+            f"DraftModel.vocab_size: expected {vocab_size}, as in the model, or {MOST_PADDING} more or less, got "
+            f"{proposer.vocab_size}; use a draft model with the same tokenizer"
         )
     own = sum(spec.kv_shared_with is None for spec in proposer.specs)
     return proposer.layers_after(model_layers.resolve(attention, kv_layers - own))

@@ -50,6 +50,7 @@ class Step:
     top_ps          [padded_reqs]   float32  1 keeps all tokens
     min_ps          [padded_reqs]   float32  0 keeps all tokens
     seeds           [padded_reqs]   int64    sampling seeds
+    vocab_size      int                      width of the logits that are sampled
     previous_hidden [padded_tokens, hidden_size]  in a draft model with `hidden_size`, else None: the hidden state of
                                              the token before each token; 0 at position 0
 
@@ -66,6 +67,7 @@ class Step:
     buffers: StaticBuffers
     backend: AttentionBackend
     layers: tuple[AttentionLayer, ...]
+    vocab_size: int
     request_tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     previous_hidden: torch.Tensor | None = None
     shards: VocabShards | None = None  # with a group of ranks, of which each has a part of the logits

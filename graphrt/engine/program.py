@@ -264,6 +264,7 @@ class StepProgram:
             buffers=buffers,
             backend=self.backend,
             layers=self.layers,
+            vocab_size=self.vocab_size,
             request_tensors=self.request_tensors,
             shards=self.shards,
             hidden_layers=() if self.draft_model is None else self.draft_model.hidden_layers,

@@ -156,6 +156,7 @@ def make_step(spec: AttentionSpec, kv_dtype: torch.dtype = F32, backend: type[Re
         buffers=buffers,
         backend=backend(make_context(spec, kv_dtype=kv_dtype)),
         layers=layers,
+        vocab_size=8,
     )
 
 

@@ -17,11 +17,12 @@ from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
 from graphrt.session.session import DecodeSession, SessionRequest
 from graphrt.spec import AttentionKind, AttentionSpec
+from graphrt.step import Step
 from tests.session.test_speculation import PARAMS, PENALISED, PROMPTS, results, run
 from tests.support.layered import VOCAB as LAYERED_VOCAB
 from tests.support.layered import LayeredModel, build, prompts_of
 from tests.support.sampling_cases import generated
-from tests.support.toy import HEAD_DIM, HEADS, KV_HEADS, LAYERS, VOCAB, LivelyModel, ToyModel, captured, finish
+from tests.support.toy import HEAD_DIM, HEADS, KV_HEADS, LAYERS, VOCAB, LivelyModel, ToyModel, captured, finish, greedy
 
 MAX_PROMPT = 32
 SPEC = AttentionSpec(HEADS, KV_HEADS, HEAD_DIM, torch.float32)
@@ -113,6 +114,37 @@ def test_an_equal_model_drafts_every_token(device: torch.device, most: int) -> N
     runtime.close()
 
 
+class Padded(LivelyModel):
+    """LivelyModel with another number of rows in its embedding. Logits of rows that LivelyModel lacks are large."""
+
+    def __init__(self, device: torch.device, vocab_size: int) -> None:
+        super().__init__(device)
+        rows = self.embed.new_ones(max(0, vocab_size - VOCAB), self.embed.shape[1])
+        self.embed.data = torch.cat((self.embed.data[:vocab_size], rows))
+
+    def forward(self, step: Step) -> torch.Tensor:
+        logits = super().forward(step)
+        logits[:, VOCAB:] = 1e4
+        return logits
+
+
+@pytest.mark.parametrize("rejects", [False, True])
+@pytest.mark.parametrize("vocab_size", [50, 60, 64])
+def test_a_vocabulary_with_other_padding(device: torch.device, vocab_size: int, rejects: bool) -> None:
+    """Tokens that the draft model lacks are in the prompt, but not drafted. It drafts all others as the model does."""
+    model, most = LivelyModel(device), 3
+    draft = DraftModel(Padded(device, vocab_size), [SPEC] * LAYERS, vocab_size=vocab_size)
+    options = {"num_speculative_tokens": most, "max_num_tokens": 32, "rejection_sampling": rejects}
+    runtime = captured(model, device, proposer=draft, **options)
+    prompt = [3, VOCAB - 1, 4, 1, 5]
+    with DecodeSession(runtime) as session:
+        request = session.add(prompt, SamplingParams(41))
+        finish(session, 4)
+    assert request.tokens == greedy(LivelyModel(device), prompt, 41)
+    assert request.verify_steps <= (1 + -(-40 // (1 + most)) if vocab_size > VOCAB else 30)
+    runtime.close()
+
+
 def test_replay_equals_the_eager_step(device: torch.device) -> None:
     """Tokens, request state and KV of both models are compared, and restored by `compare`."""
     model = LivelyModel(device)
@@ -198,8 +230,9 @@ def test_moved_weights_of_the_draft_model_are_found(device: torch.device) -> Non
 def test_what_is_refused(device: torch.device) -> None:
     options = {"num_speculative_tokens": 2, "max_num_tokens": 32}
     model = LivelyModel(device)
-    with pytest.raises(ConfigError, match=r"DraftModel.vocab_size: expected 61, as in the model, got 60; use a draft"):
-        captured(model, device, proposer=DraftModel(model, [SPEC] * LAYERS, vocab_size=60), **options)
+    other = r"DraftModel.vocab_size: expected 61, as in the model, or 128 more or less, got 190; use a draft"
+    with pytest.raises(ConfigError, match=other):
+        captured(model, device, proposer=DraftModel(model, [SPEC] * LAYERS, vocab_size=190), **options)
     narrow = DraftModel(lambda step: model(step)[:, :60], [SPEC] * LAYERS, vocab_size=VOCAB)
     with pytest.raises(ShapeError, match="the draft model's logits"):
         captured(model, device, proposer=narrow, **options)
