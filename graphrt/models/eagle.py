@@ -223,6 +223,11 @@ def load_eagle(folder: Path, model: LlamaModel) -> DraftModel:
         UnsupportedError: if graphrt does not support the head.
     """
     config = EagleConfig.from_hf(read_json(folder / "config.json"), len(model.layers))
+    if config.layer.vocab_size != model.config.vocab_size:
+        raise ConfigError(
+            f"config.json: vocab_size: expected {model.config.vocab_size}, as in the model, got "
+            f"{config.layer.vocab_size}; use the head of this model"
+        )
     source = SafetensorsSource(folder, config.layer)
     shapes = source.shapes()
     head = EagleHead(config, model, shapes)
