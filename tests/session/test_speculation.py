@@ -52,6 +52,16 @@ def run(
     return requests
 
 
+def plain_request(device: torch.device, count: int) -> SessionRequest:
+    """The first prompt with its tokens, decoded without drafts."""
+    runtime = captured(device=device)
+    with DecodeSession(runtime) as session:
+        request = session.add(PROMPTS[0], SamplingParams(count))
+        finish(session)
+    runtime.close()
+    return request
+
+
 @pytest.mark.parametrize("loop_sizes", [(), (1, 2, 4)], ids=["launch_by_launch", "loop"])
 @pytest.mark.parametrize(("most", "tree_depth"), [(1, 0), (4, 0), (9, 4)], ids=["1", "4", "tree"])
 @pytest.mark.parametrize("params", [PARAMS, PENALISED], ids=["plain", "penalties"])
@@ -87,14 +97,10 @@ def test_tokens_and_state_are_those_of_plain_decoding(
 @pytest.mark.parametrize("most", [1, 3])
 def test_accepted_drafts_save_steps(device: torch.device, most: int) -> None:
     """Of 1 + K tokens a step, if all drafts are right. Drafts of the caller are verified in one step each."""
-    plain = captured(device=device)
-    with DecodeSession(plain) as session:
-        request = session.add(PROMPTS[0], SamplingParams(25))
-        finish(session)
-        want = request.tokens
-        table = Table(most, device)
-        table.fill([request], random.Random(0), 1.0)
-    plain.close()
+    request = plain_request(device, 25)
+    want = request.tokens
+    table = Table(most, device)
+    table.fill([request], random.Random(0), 1.0)
     steps = -(-24 // (1 + most))
     for proposer in (table, None):
         runtime = captured(device=device, proposer=proposer, num_speculative_tokens=most, max_num_tokens=32)
@@ -118,12 +124,7 @@ def test_accepted_drafts_save_steps(device: torch.device, most: int) -> None:
 def test_plain_steps_are_not_counted_as_verifying(device: torch.device, drafts_at: int) -> None:
     """Launches of the same requests are collected together: one step with two right drafts, and one without drafts. A
     fork that shares a launch has the steps of its source, which the runtime counts once."""
-    plain = captured(device=device)
-    with DecodeSession(plain) as session:
-        request = session.add(PROMPTS[0], SamplingParams(25))
-        finish(session)
-        want = request.tokens
-    plain.close()
+    want = plain_request(device, 25).tokens
     runtime = captured(device=device, num_speculative_tokens=3, max_num_tokens=32)
     with DecodeSession(runtime) as session:
         request = session.add(PROMPTS[0], SamplingParams(25))
@@ -178,12 +179,7 @@ def test_a_mask_that_changes_with_each_token_holds_for_all_tokens(device: torch.
 
 def test_the_right_branch_of_a_tree_is_accepted(device: torch.device) -> None:
     """Right drafts are the last child at every depth. With a chain of as many drafts, the depth is the limit."""
-    plain = captured(device=device)
-    with DecodeSession(plain) as session:
-        request = session.add(PROMPTS[0], SamplingParams(12))
-        finish(session)
-        want = request.tokens
-    plain.close()
+    want = plain_request(device, 12).tokens
     runtime = captured(device=device, num_speculative_tokens=6, tree_depth=3, max_num_tokens=32)
     with DecodeSession(runtime) as session:
         request = session.add(PROMPTS[0], SamplingParams(12))
