@@ -23,7 +23,7 @@ from graphrt.step import Model, Step
 
 HIDDEN = "hidden states of the draft model"
 """Name of the request tensor that keeps hidden states from one step to the next."""
-MOST_PADDING = 128
+_MOST_PADDING = 128
 """Most tokens by which vocabularies of one tokenizer differ. Models pad them: Qwen2.5 0.5B to 151,936, and 7B to
 152,064. llama.cpp has the same bound."""
 
@@ -185,9 +185,9 @@ def resolve_layers(
         raise UnsupportedError(
             f"tree_depth: expected 0 with a draft model, which proposes chains, got {tree_depth}; set tree_depth=0"
         )
-    if abs(proposer.vocab_size - vocab_size) > MOST_PADDING:
+    if abs(proposer.vocab_size - vocab_size) > _MOST_PADDING:
         raise ConfigError(
-            f"DraftModel.vocab_size: expected {vocab_size}, as in the model, or {MOST_PADDING} more or less, got "
+            f"DraftModel.vocab_size: expected {vocab_size}, as in the model, or {_MOST_PADDING} more or less, got "
             f"{proposer.vocab_size}; use a draft model with the same tokenizer"
         )
     own = sum(spec.kv_shared_with is None for spec in proposer.specs)

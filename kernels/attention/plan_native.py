@@ -12,6 +12,7 @@ from graphrt.kernels.attention.plan_schedule import SchedulePlan, round_partitio
 from graphrt.kernels.attention.plan_shape import PlanShape
 from graphrt.kernels.attention.plan_tile import TilePlan
 from graphrt.kernels.native.nvrtc import MIN_SHARED_BYTES
+from graphrt.kernels.sizes import ceil_div
 
 NATIVE_MERGE_GROUP_SIZE = 16
 """Partial results per merge group; if there are more, each group is merged first. docs/dev/log.md "Partial results
@@ -114,9 +115,7 @@ def plan_for_native(
         warps_and_blocks.insert(0, (8, 2))  # KV tiles are small, so one block would not hide the latency
     size = functools.partial(native_shared_bytes, shape, kv_dtype, cluster=cluster)
     tile_bytes = native_tile_bytes(shape, kv_dtype)
-    min_stages = max(
-        2, -(-_partial_bytes(shape) // tile_bytes)
-    )  # the last partial result of a warp overwrites its tiles
+    min_stages = max(2, ceil_div(_partial_bytes(shape), tile_bytes))  # a warp's partial result overwrites its tiles
     native = _blocks(warps_and_blocks, tile_bytes, min_stages, size)
     if native is None:
         return None

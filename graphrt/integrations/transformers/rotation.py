@@ -160,9 +160,7 @@ class _ComparedTokens(RotatedTokens):
     kept  the calls of the earlier run, whose results are returned, so that rounding does not add up
     """
 
-    def __init__(
-        self, positions: torch.Tensor, rotaries: Any, kept: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-    ) -> None:
+    def __init__(self, positions: torch.Tensor, rotaries: Any, kept: list[_Kept]) -> None:
         super().__init__(positions, rotaries)
         self._kept = iter(kept)
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from graphrt.integrations.transformers.float32 import widened
+from graphrt.kernels.sizes import ceil_div
 
 _ROUNDING = 8
 """Allowed difference of results, in units of the last place of the largest one."""
@@ -108,7 +109,7 @@ class _RandomWeights:
             return widened(value)
         self._count += 1
         block = torch.randn(_BLOCK, generator=torch.Generator(device="cpu").manual_seed(self._count), device="cpu")
-        values = block.to(value.device).repeat(-(-value.numel() // _BLOCK))[: value.numel()].view(value.shape)
+        values = block.to(value.device).repeat(ceil_div(value.numel(), _BLOCK))[: value.numel()].view(value.shape)
         return values.mul_(self._gain * (value.shape[-1] ** -0.5 if value.dim() > 1 else 1))
 
 
