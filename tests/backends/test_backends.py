@@ -179,6 +179,19 @@ def test_capabilities_of_our_backends(name: str) -> None:
     assert (cls.graph_support, cls.seq_len_fill) == (GraphSupport.ALWAYS, 0)
 
 
+def test_defaults_of_a_backend_and_its_context() -> None:
+    poor = ThirdParty.capabilities
+    assert not any(getattr(poor, flag) for flag in FLAGS)
+    smallest = BackendContext((SPEC,), context().kv_groups, CPU, 1, 1, 1)
+    assert (smallest.group_of, smallest.max_query_len, smallest.batch_invariant) == ((0,), 1, False)
+    assert (smallest.mixed_batches, smallest.prefill, smallest.max_encoder_len) == (True, False, 0)
+    assert [replace(smallest, max_seq_len=n).max_pages(0) for n in (1, 4, 5, 8, 9)] == [1, 1, 2, 2, 3]
+    assert (AttentionBackend.seq_len_fill, AttentionBackend.quantises_queries, AttentionBackend.decode_len) == (0, 0, 0)
+    made = ThirdParty(smallest)
+    assert (made.tensors(), made.held(), made.plans_on_host()) == ({}, {}, False)
+    assert (made.unavailable(), made.prefill_class()) == (None, None)
+
+
 @pytest.mark.parametrize("fill", [0, 1, 3])
 def test_padding_requests_have_seq_len_fill(monkeypatch: pytest.MonkeyPatch, fill: int) -> None:
     monkeypatch.setattr(TorchReferenceBackend, "seq_len_fill", fill)

@@ -213,3 +213,11 @@ def test_the_tokens_of_a_product_are_checked() -> None:
 
     with pytest.raises(ShapeError, match=r"x: expected shape \[4, 8\], got \[3, 8\]"):
         captured(model)
+
+
+def test_a_backend_that_cannot_serve_gives_all_reasons() -> None:
+    spec = KVCacheSpec(LAYERS, KV_HEADS, 520, 4, dtype=torch.float32)
+    attention = AttentionSpec(HEADS, KV_HEADS, 520, torch.bfloat16)
+    config = RuntimeConfig(max_num_reqs=2, max_num_tokens=4, max_seq_len=8, backend="triton")
+    with pytest.raises(UnsupportedError, match=r"triton: does not support this model.*head_dim.*; .*bfloat16.*float32"):
+        built(attention=attention, kv_cache=KVCache.allocate(spec, 10, CPU), config=config)

@@ -12,6 +12,7 @@ import torch
 from graphrt.config import RuntimeConfig
 from graphrt.kernels.checks import FLOAT32_MAX, FLOAT32_TINY
 from graphrt.kernels.errors import ConfigError
+from graphrt.kernels.types import KVLayout
 from graphrt.sampling_params import SamplingParams
 from graphrt.spec import AttentionSpec, KVCacheSpec
 
@@ -151,6 +152,24 @@ def test_wrong_fields_and_contradictions_raise(case: str) -> None:
     build, text = WRONG[case]
     with pytest.raises(ConfigError, match=text):
         build()
+
+
+def test_defaults_of_the_config() -> None:
+    default = RuntimeConfig()
+    assert (default.max_num_reqs, default.max_num_tokens, default.max_seq_len) == (256, 2048, 4096)
+    assert (default.query_lens, default.ring_depth, default.backend) == ((1,), 8, None)
+    assert (default.decode_sizes, default.mixed_sizes) == (None, None)
+    assert (default.use_graphs, default.check_weights, default.mixed_batches) == (True, True, True)
+    assert not default.batch_invariant
+
+
+def test_defaults_of_specs_and_sampling() -> None:
+    layer, kv, params = AttentionSpec(2, 1, 16), KVCacheSpec(1, 1, 16), SamplingParams()
+    assert (layer.dtype, kv.dtype) == (torch.bfloat16, torch.bfloat16)
+    assert (layer.softmax_scale, layer.sliding_window, layer.logits_softcap, layer.alibi_slopes) == (None,) * 4
+    assert (layer.alibi_sqrt, layer.sinks) == (False, False)
+    assert (kv.page_size, kv.layout, kv.null_page) == (16, KVLayout.NHD, 0)
+    assert (params.max_new_tokens, params.temperature, params.seed, params.stop_ids) == (128, 0.0, 0, frozenset())
 
 
 def test_resolve_replaces_none_by_defaults() -> None:

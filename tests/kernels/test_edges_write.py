@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -84,6 +85,13 @@ def test_rotary_width_is_even_and_at_most_head_dim(width: int, good: bool) -> No
             ShapeError, match=f"rotary.cos_sin: expected an even width from 2 to head_dim=8, got {width}"
         ):
             run(given)
+
+
+def test_defaults_of_rotary() -> None:
+    table = torch.zeros(1, 2)
+    rotary = Rotary(table)
+    assert (rotary.q_norm, rotary.k_norm, rotary.norm_eps) == (None, None, 1e-6)
+    assert replace(rotary, norm_eps=1.0).cos_sin is table
 
 
 @pytest.mark.parametrize("eps", [0.1, 0.7])
