@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from typing import IO, Any, cast
+
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -11,10 +15,27 @@ from graphrt.runtime import Runtime
 _PIPE_WIDTH = 120
 
 
+class _Log:
+    """Standard error that ignores write errors, because a log that cannot be written must not end the command."""
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            sys.stderr.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            sys.stderr.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stderr, name)
+
+
 def make_console(*, stderr: bool = False) -> Console:
     """Return a console as wide as the terminal, or 120 columns for a file or pipe, where rich would use 80."""
-    console = Console(stderr=stderr)
-    return console if console.is_terminal else Console(stderr=stderr, width=_PIPE_WIDTH)
+    file = cast("IO[str]", _Log()) if stderr and sys.stderr is not None else None
+    console = Console(stderr=stderr, file=file)
+    return console if console.is_terminal else Console(stderr=stderr, file=file, width=_PIPE_WIDTH)
 
 
 def capture_with_bar(runtime: Runtime, log: Console) -> None:

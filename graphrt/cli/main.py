@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import os
 import sys
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
@@ -44,6 +45,8 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # escape characters that an ASCII terminal cannot show
+    if sys.stdout is None:  # as after >&-
+        _fail("OutputError", "standard output is closed; redirect it to a file or to /dev/null")
     try:
         try:
             app()
@@ -52,16 +55,18 @@ def main() -> None:
     except KeyboardInterrupt:  # while options are parsed; add_command handles it in a command
         sys.exit(130)
     except GraphRTError as error:
-        _fail(f"{type(error).__name__}: {error}")
+        _fail(type(error).__name__, str(error))
     except OSError as error:
         if error.filename is not None or error.errno not in _OUTPUT_ERRORS:
             raise
         _discard_output()
-        _fail(f"OutputError: standard output: {error.strerror}")
+        _fail("OutputError", f"standard output: {error.strerror}")
 
 
-def _fail(text: str) -> NoReturn:
-    print(text, file=sys.stderr)
+def _fail(kind: str, text: str) -> None:
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError):  # standard error cannot be written, but the exit code still reports it
+            print(f"{kind}: {text}", file=sys.stderr, flush=True)
     sys.exit(1)
 
 

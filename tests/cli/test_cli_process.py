@@ -68,12 +68,29 @@ def test_a_reader_that_leaves_early() -> None:
     assert b"Exception ignored" not in done.stderr
 
 
-def test_an_answer_that_cannot_be_written_is_an_error() -> None:
-    with open(os.devnull, "rb") as nowhere:
-        done = run("env", "--json", stdout=nowhere)
+def in_shell(arguments: str, redirection: str) -> subprocess.CompletedProcess[bytes]:
+    command = f"exec {sys.executable} -m graphrt {arguments} {redirection}"
+    return subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, timeout=300)
+
+
+@pytest.mark.parametrize("redirection", [">&-", "1</dev/null"])
+def test_an_answer_that_cannot_be_written_is_an_error(redirection: str) -> None:
+    done = in_shell("env --json", redirection)
     assert done.returncode == 1
     assert done.stderr.startswith(b"OutputError: standard output")
     assert done.stderr.count(b"\n") == 1
+
+
+@pytest.mark.parametrize(
+    "redirection",
+    [pytest.param("2>/dev/full", marks=pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")), "2>&-"],
+)
+def test_a_log_that_cannot_be_written_costs_no_answer(graphrt, redirection: str) -> None:
+    answer = graphrt("generate", "Hi", *ONE_TOKEN)[1]
+    done = in_shell(f"generate Hi {' '.join(ONE_TOKEN)} --stats", redirection)
+    assert (done.returncode, done.stdout.decode()) == (0, answer)
+    assert len(answer.strip()) > 0
+    assert in_shell("generate ''", redirection).returncode == 1
 
 
 @pytest.mark.parametrize("module", ["typer", "torch"])
