@@ -162,6 +162,8 @@ def serve(runtime: Runtime) -> Iterator[str]:
 
 @pytest.mark.parametrize("draws", [False, True], ids=["sampler of graphrt", "sampler that draws"])
 def test_tokens_and_every_bit_of_state_are_those_of_graphs_captured_ahead(device: torch.device, draws: bool) -> None:
+    if device.type == "cuda":
+        torch.cuda.init()  # creates the generators
     random = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[0]
     config = {
         "max_num_reqs": 8, "max_num_tokens": 32, **SIZES, "penalties": True, "max_logit_bias": 2, "token_masks": True,
