@@ -43,15 +43,16 @@ def check_capture_allocator(device: torch.device) -> None:
 
 
 def allocator_rows(pool: tuple[int, int] | None = None) -> Sequence[Mapping[str, Any]]:
-    """Return `torch.cuda.memory_snapshot()` without history, for one pool or for all.
+    """Return the segments of torch's CUDA allocator, of one pool or of all, as `torch.cuda.memory_snapshot()` does.
 
     Raises:
         ConfigError: see check_allocator().
     """
     check_allocator()
-    if pool is not None:
-        return torch.cuda.memory_snapshot(pool)  # type: ignore[no-any-return]  # torch does not annotate it
-    return torch.cuda.memory_snapshot(include_traces=False)  # type: ignore[no-any-return]
+    # memory_snapshot() releases references to the numbers of the pool id, and to 0 and False without a pool, that it
+    # does not own (PyTorch pull request 196366). Numbers above 256 are then freed while in use, and Python crashes.
+    segments = torch.cuda.memory._snapshot()["segments"]
+    return [segment for segment in segments if pool is None or tuple(segment["segment_pool_id"]) == pool]
 
 
 def _num_allocations(device: torch.device) -> int:

@@ -52,6 +52,33 @@ def test_a_disabled_cache_is_noticed_by_an_allocation_that_is_not_counted(monkey
         check_capture_allocator(CUDA)
 
 
+def test_segments_of_a_pool_are_those_with_its_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    segments = [
+        {"segment_pool_id": pool, "address": at} for at, pool in enumerate([(0, 0), (0, 300), (0, 7), (0, 300)])
+    ]
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"segments": segments, "device_traces": []})
+    assert [segment["address"] for segment in allocator_rows((0, 300))] == [1, 3]
+    assert allocator_rows((0, 8)) == []
+    assert allocator_rows() == segments
+
+
+@pytest.mark.gpu
+def test_a_snapshot_keeps_references_to_the_numbers_of_a_pool() -> None:
+    """torch.cuda.memory_snapshot(pool) drops one reference per call, and Python frees the number while it is in use."""
+    held = torch.empty(1, device="cuda")
+    number = int("12345678")  # not a constant, to which the interpreter holds more references
+    before = sys.getrefcount(number)
+    for _ in range(10):
+        assert allocator_rows((0, number)) == []
+    assert sys.getrefcount(number) == before
+    (segment,) = [
+        segment
+        for segment in allocator_rows((0, 0))
+        if 0 <= held.data_ptr() - segment["address"] < segment["total_size"]
+    ]
+    assert segment["device"] == held.device.index
+
+
 BUILD = """
 import torch
 import graphrt

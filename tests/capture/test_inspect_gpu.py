@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from cuda.bindings import driver
 
+from graphrt.capture.allocator import allocator_rows
 from graphrt.capture.inspect.cuda import inspect_graph
 from graphrt.capture.inspect.diff import diff
 from graphrt.capture.inspect.memory import MemoryMap, Owner, Region
@@ -214,7 +215,7 @@ def test_nodes_made_by_driver_calls() -> None:
 
 
 def pool_of(graph: torch.cuda.CUDAGraph) -> MemoryMap:
-    segments = [one for one in torch.cuda.memory_snapshot() if tuple(one["segment_pool_id"]) == tuple(graph.pool())]
+    segments = allocator_rows(graph.pool())
     return MemoryMap(Region("pool", Owner.POOL, one["address"], one["total_size"]) for one in segments)
 
 

@@ -38,7 +38,7 @@ class FakeCuda:
         self._snapshots = 0
         self.broken = False
 
-    def snapshot(self, mempool_id: object = None, include_traces: bool = True) -> list[dict[str, Any]]:
+    def snapshot(self) -> dict[str, list[dict[str, Any]]]:
         self._snapshots += 1
         new = [{"size": self._snapshots, "state": "active_allocated"}]
         own = [segment | {"segment_pool_id": POOL, "blocks": new} for segment in self.pool]
@@ -53,7 +53,7 @@ class FakeCuda:
             for state, blocks in states.items()
             for address, size in blocks
         ]
-        return [*own, *others]
+        return {"segments": [*own, *others]}
 
     @contextlib.contextmanager
     def another_stream(self) -> Iterator[None]:
@@ -102,12 +102,12 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     for name, value in {
         "CUDAGraph": graph,
         "is_current_stream_capturing": lambda: cuda.capturing,
-        "memory_snapshot": cuda.snapshot,
         "get_sync_debug_mode": lambda: cuda.sync_mode,
         "set_sync_debug_mode": cuda.set_sync_debug_mode,
         "synchronize": lambda: None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", cuda.snapshot)
     for owner in (torch.cuda.Stream, torch.cuda.Event):
         monkeypatch.setattr(owner, "synchronize", lambda self: None)
     return cuda

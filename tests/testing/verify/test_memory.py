@@ -58,7 +58,7 @@ def test_inactive_blocks_are_filled(monkeypatch: pytest.MonkeyPatch) -> None:
 
     device, calls = torch.device("cuda", 0), []
     status = [driver.CUresult.CUDA_SUCCESS]
-    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda include_traces: SNAPSHOT)
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"segments": SNAPSHOT})
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append("wait"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=5))
