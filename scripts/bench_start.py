@@ -77,6 +77,8 @@ def start(source: str | ModelConfig, device_name: str, rows: int, begun: float) 
             next(TextGenerator(runtime).generate([[1] * _PROMPT], SamplingParams(max_new_tokens=2)))
             ends["first_token"] = time.time()
             stats = runtime.stats()
+            if stats.late_kernels:
+                print("loaded after capture():", ", ".join(stats.late_kernels), file=sys.stderr)
     finally:
         graphs.compile_ahead = ahead
     times = [begun, *ends.values()]

@@ -101,8 +101,10 @@ class RopeConfig:
     ) -> torch.Tensor:
         """Return the cosines, then the sines, of each position's angles, float32 [max_positions, rotary_dim]."""
         inverse, scale = self.inverse_frequencies(rotary_dim, trained_positions, max_positions)
-        inverse = inverse.to(device)
         table = torch.empty((max_positions, rotary_dim), dtype=torch.float32, device=device)
+        if device.type == "meta":  # torch's functions for it import torch._dynamo, which takes 1 to 3 s
+            return table
+        inverse = inverse.to(device)
         for first in range(0, max_positions, _ROWS_AT_ONCE):
             rows = table[first : first + _ROWS_AT_ONCE]
             positions = torch.arange(first, first + len(rows), dtype=torch.float32, device=device)

@@ -36,6 +36,7 @@ def test_a_step_compiles_no_kernel_after_all_were_compiled_ahead(tmp_path: Path)
     assert found["launched"] == 0
     assert found["ahead"] > 15
     assert found["ran"] > 3 * 15  # three sizes
+    assert found["slow"] == []
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 A process of its own, without the Triton interpreter. The step runs on CPU tensors; a fake driver replaces the device.
 The last line is JSON: the number of kernels compiled ahead, the number of launches then, and the names of kernels that
-the step compiled afterwards, and the launches that this took.
+the step compiled afterwards, the launches that this took, and packages that take seconds to import.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 from dataclasses import replace
 
 import pytest
@@ -58,7 +59,8 @@ def main() -> None:
             for size in sizes:
                 manager._program.run(size)
         late, ran = compiled[ahead:], len(fake.launches) - launches
-        print(json.dumps({"ahead": ahead, "launched": launches, "late": late, "ran": ran}), flush=True)
+        slow = sorted({"torch._dynamo", "transformers", "sympy"} & sys.modules.keys())
+        print(json.dumps({"ahead": ahead, "launched": launches, "late": late, "ran": ran, "slow": slow}), flush=True)
 
 
 if __name__ == "__main__":
