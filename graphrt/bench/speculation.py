@@ -6,6 +6,7 @@ import copy
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 import torch
@@ -30,6 +31,9 @@ _STEPS_PER_LAUNCH = 16
 @dataclass(frozen=True, slots=True)
 class SpeculationResult:
     """Milliseconds per token of a request, for one batch size; medians over several rounds.
+
+    In each round, a request emits the same number of tokens at the same positions in all three cases, because the time
+    of a step depends on the length of its sequences.
 
     plain_ms            plain decoding
     accepted_ms         all drafts are accepted
@@ -95,15 +99,12 @@ def bench_speculation(
     Raises: ConfigError: if the draft model has another vocabulary.
     """
     right, wrong = (ngram_drafts, _unlikely_drafts) if draft is None else (_drafter(draft, 1), _drafter(draft, 2))
-    results = []
+    results, tokens = [], work.steps * (1 + num_drafts)
+    measure = partial(_measure, model, kv_groups, work, longest_sequence(work.context, work.steps, num_drafts))
     for batch in work.batches:
-
-        def measure(drafts: int, proposer: Proposer | None, batch: int = batch) -> tuple[float, float, float]:
-            return _measure(model, kv_groups, work, batch, drafts, proposer)
-
-        plain_ms, _, plain_host_us = measure(0, None)
-        accepted_ms, accepted_per_step, host_us = measure(num_drafts, right)
-        rejected_ms, _, _ = measure(num_drafts, wrong)
+        plain_ms, _, plain_host_us = measure(batch, tokens, 0, None)
+        accepted_ms, accepted_per_step, host_us = measure(batch, work.steps, num_drafts, right)
+        rejected_ms, _, _ = measure(batch, tokens, num_drafts, wrong)
         times = plain_ms, accepted_ms, rejected_ms, accepted_per_step, plain_host_us, host_us
         results.append(SpeculationResult(batch, work.context, num_drafts, *times))
     return results
@@ -113,13 +114,16 @@ def _measure(
     model: LlamaModel,
     kv_groups: Sequence[KVCacheSpec],
     work: DecodeWork,
+    max_seq_len: int,
     batch: int,
+    steps: int,
     drafts: int,
     proposer: Proposer | None,
 ) -> tuple[float, float, float]:
-    """Return milliseconds per token of a request, tokens per step, and host microseconds per launch."""
-    context, steps = work.context, work.steps
-    max_seq_len = longest_sequence(context, steps, drafts)
+    """Return milliseconds per token of a request, tokens per step, and host microseconds per launch, for rounds of
+    `steps` steps.
+    """
+    context = work.context
     step_tokens = max(batch * (1 + drafts), min(batch * context, 1024))
     config = RuntimeConfig(
         max_num_reqs=batch,

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
+
+from graphrt.bench import speculation
+from graphrt.session.session import DecodeSession
 
 SAMPLED = (
     "--temperature", "0.7", "--top-k", "40", "--top-p", "0.9", "--min-p", "0.01", "--repetition-penalty", "1.1",
@@ -39,8 +43,21 @@ def test_bench_decode_ends_in_one_json_line(graphrt) -> None:
     [("ngram", 3, "prompt lookup"), ("dummy:smollm2-135m", 1, "dummy:smollm2-135m")],
     ids=["ngram", "draft_model"],
 )
-def test_bench_decode_with_drafts(graphrt, source: str, drafts: int, shown: str) -> None:
-    """All drafts are accepted, so a step yields 1 + K tokens; `accepted_per_step` shows it."""
+def test_bench_decode_with_drafts(graphrt, monkeypatch, source: str, drafts: int, shown: str) -> None:
+    """All drafts are accepted, so a step yields 1 + K tokens; `accepted_per_step` shows it.
+
+    Times are compared at the same positions: each round adds as many tokens with drafts as without.
+    """
+    rounds: list[int] = []
+    run = DecodeSession.run
+
+    def counted(session: DecodeSession, steps: int) -> None:
+        run(session, steps)
+        session.collect(wait=True)
+        rounds.append(len(session.requests[0].tokens))
+
+    monkeypatch.setattr(DecodeSession, "run", counted)
+    monkeypatch.setattr(speculation, "_ROUNDS", 2)
     sizes = ("--batch", "1", "--context", "32", "--steps", "1", "--speculate", source, "--drafts", str(drafts))
     arguments = ("bench", "decode", "--shape", "smollm2-135m", "--device", "cpu", *sizes)
     code, out, _ = graphrt(*arguments)
@@ -52,6 +69,9 @@ def test_bench_decode_with_drafts(graphrt, source: str, drafts: int, shown: str)
     assert found["accepted_per_step"] == 1 + drafts
     assert 0 < found["accepted_ms"] < found["rejected_ms"]
     assert f"batch 1, {drafts} drafts by {shown}, ms per token" in out
+    ends = [before for before, after in itertools.pairwise([*rounds, 0]) if after < before]
+    assert len(ends) == 3
+    assert max(ends) - min(ends) <= drafts  # a draft model has no draft for the first step
 
 
 def test_bench_serve_ends_in_one_json_line(graphrt) -> None:
