@@ -1,6 +1,6 @@
 """Runs the GPU tests and the benchmarks on this machine's GPU and writes docs/results/<gpu>/<name>.json.
 
-    python scripts/gpu_check.py                              # everything
+    python scripts/gpu_check.py                              # everything that the number of GPUs allows
     python scripts/gpu_check.py --only tests,sanitize --out /tmp/results
     python scripts/gpu_check.py --require triton             # fail if a test that names it was skipped
 
@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from graphrt.backends.registry import backend_names
 from graphrt.bench.environment import OPTIONAL_PACKAGES, provenance
 
@@ -33,7 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PYTHON = sys.executable
 BENCH = [PYTHON, "-m", "graphrt", "bench", "decode", "--json-only"]
 DECODE = [*BENCH, "--baseline", "transformers"]
-SPECULATE = [*BENCH, "--shape", "llama-3.1-8b", "--speculate", "ngram"]
+SPECULATE = [*BENCH, "--shape", "llama-3.1-8b", "--speculate"]
 PYTEST = [PYTHON, "-m", "pytest", "-q", "-rfEs", "--durations=10"]
 TESTS = "tests"
 SANITIZE = "sanitize"
@@ -62,14 +64,39 @@ JOBS: dict[str, list[list[str]]] = {
     "graph_bugs": [[PYTHON, "-m", "scripts.bug_catalogue"]],
     "serve": [[PYTHON, "-m", "graphrt", "bench", "serve", "--json-only"]],
     "speculation": [
-        [*SPECULATE, "--batch", "1", "--drafts", "4"],
-        [*SPECULATE, "--batch", "32", "--drafts", "3"],
+        [*SPECULATE, "ngram", "--batch", "1", "--drafts", "4"],
+        [*SPECULATE, "ngram", "--batch", "32", "--drafts", "3"],
+        [*SPECULATE, "dummy:llama-3.2-1b", "--batch", "1", "--drafts", "4"],
     ],
+    "quantized": [
+        [*BENCH, "--shape", f"llama-3.1-8b{suffix}", "--batch", "1,32", "--context", "1024"]
+        for suffix in ("", "-fp8", "-int4")
+    ],
+    "transformers": [[PYTHON, "-m", "scripts.bench_transformers"]],
     "decode": [
         [*DECODE, "--shape", "llama-3.1-8b", "--batch", "1,8,32,64,128,256", "--context", "1024"],
         [*DECODE, "--shape", "llama-3.2-1b", "--batch", "1,8,32,64,128,256", "--context", "1024"],
     ],
 }
+RANK_TESTS = [
+    "tests/kernels/test_all_reduce.py",
+    "tests/engine/test_ranks_on_gpus.py",
+    "tests/integrations/test_ray.py",
+]
+RANK_JOBS: dict[int, dict[str, list[list[str]]]] = {
+    gpus: {
+        f"{TESTS}_{gpus}_gpus": [[*PYTEST, "-m", "gpu", *RANK_TESTS]],
+        f"all_reduce_{gpus}_gpus": [[PYTHON, "-m", "scripts.bench_all_reduce", "--ranks", f"{gpus}"]],
+        f"context_parallel_{gpus}_gpus": [
+            [PYTHON, "-m", "scripts.bench_context_parallel", "--ranks", f"{gpus}", "--tokens", "128,1024,65536"]
+        ],
+        f"decode_{gpus}_gpus": [
+            [*BENCH, "--shape", "llama-3.1-8b", "--batch", "1,64,256", "--context", "1024", "--tp", f"{gpus}"]
+        ],
+    }
+    for gpus in (2, 4)
+}
+"""Jobs by the number of GPUs that they use."""
 
 ORIGIN = ("gpu", "driver", "cuda", "torch", "triton", "packages", "python", "commit", "tree", "uncommitted_changes")
 
@@ -142,16 +169,21 @@ def run_sanitizers(commands: Sequence[Sequence[str]]) -> Outcome:
     return Outcome([int(code) for code in codes], {"runs": runs})
 
 
+def all_jobs() -> dict[str, list[list[str]]]:
+    return JOBS | {name: job for jobs in RANK_JOBS.values() for name, job in jobs.items()}
+
+
 def parse(command: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(JOBS), help="comma-separated jobs")
+    fitting = [name for gpus, jobs in RANK_JOBS.items() if gpus <= torch.cuda.device_count() for name in jobs]
+    parser.add_argument("--only", default=",".join([*JOBS, *fitting]), help="comma-separated jobs")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results")
     parser.add_argument("--commit", help="commit of the files, if they are a copy without git; needs --tree")
     parser.add_argument("--tree", help="tree hash of this commit; the files are compared with it")
     parser.add_argument("--require", default="", help="comma-separated backends or packages; fail if a skip names one")
     arguments = parser.parse_args(command)
-    if unknown := [n for n in arguments.only.split(",") if n not in JOBS]:
-        parser.error(f"unknown jobs {unknown}; choose from {list(JOBS)}")
+    if unknown := [n for n in arguments.only.split(",") if n not in all_jobs()]:
+        parser.error(f"unknown jobs {unknown}; choose from {list(all_jobs())}")
     # A name that no skip reason can contain would require nothing.
     known = [*backend_names(), *OPTIONAL_PACKAGES]
     if unknown := [n for n in arguments.require.split(",") if arguments.require and n not in known]:
@@ -182,7 +214,9 @@ def main() -> None:
     failed = []
     for name in names:
         start = time.time()
-        outcome = {TESTS: run_tests, SANITIZE: run_sanitizers}.get(name, run_benchmark)(JOBS[name])
+        commands = all_jobs()[name]
+        runner = run_tests if name.startswith(TESTS) else run_sanitizers if name == SANITIZE else run_benchmark
+        outcome = runner(commands)
         for line in outcome.summary:
             print(line)
         missed = [r for r in required if name == TESTS and any(r in skip for skip in outcome.data["skips"])]
@@ -190,7 +224,7 @@ def main() -> None:
             failed.append(name)
             print(f"{name}: FAILED (exit codes {outcome.codes}, required but skipped: {missed})")
             continue
-        shown = [shlex.join("python" if word == PYTHON else word for word in c) for c in JOBS[name]]
+        shown = [shlex.join("python" if word == PYTHON else word for word in c) for c in commands]
         seconds = round(time.time() - start, 1)
         record = {**origin, "name": name, "commands": shown, "seconds": seconds, "data": outcome.data}
         (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
