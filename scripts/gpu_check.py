@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -42,7 +43,7 @@ SANITIZE = "sanitize"
 SANITIZED = ["--error-exitcode", "9", PYTHON, "scripts/sanitize_attention.py"]
 JOBS: dict[str, list[list[str]]] = {
     TESTS: [
-        [*PYTEST, "-n", "16", "-m", "gpu and not alone"],
+        [*PYTEST, "-n", str(os.cpu_count()), "-m", "gpu and not alone"],
         [*PYTEST, "-m", "gpu and alone"],
     ],
     SANITIZE: [
