@@ -81,8 +81,8 @@ JOBS: dict[str, list[list[str]]] = {
 }
 RANK_TESTS = [
     "tests/kernels/test_all_reduce.py",
+    "tests/kernels/test_cache_copy.py",
     "tests/engine/test_ranks_on_gpus.py",
-    "tests/integrations/test_ray.py",
 ]
 RANK_JOBS: dict[int, dict[str, list[list[str]]]] = {
     gpus: {
