@@ -19,7 +19,7 @@ from graphrt.bench.sampling import described
 from graphrt.bench.speculation import SpeculationResult, bench_speculation, longest_sequence
 from graphrt.cli.console import make_console
 from graphrt.cli.options import DecodeOptions
-from graphrt.cli.values import check_vocabulary, draft_source, named_source, sampling_params
+from graphrt.cli.values import check_vocabulary, draft_source, named_source, num_drafts, sampling_params
 from graphrt.kernels.errors import ConfigError
 from graphrt.kernels.types import KVLayout
 from graphrt.models.loading import load_draft_model, load_model
@@ -39,12 +39,13 @@ def run(options: DecodeOptions) -> None:
         raise ConfigError(f"--baseline: expected transformers, got {options.baseline!r}; leave it out for no baseline")
     if options.baseline is not None:
         require("transformers", "for the baseline")
-    params, drafter = sampling_params(options), draft_source(options.speculate)
+    params, num = sampling_params(options), num_drafts(options.speculate, options.drafts)
+    drafter = draft_source(options.speculate)
     work = DecodeWork([int(part) for part in parts], options.context, options.steps, options.backend, params)
     device = resolve_device(options.device)
     longest = options.context + options.steps
-    if options.speculate is not None:
-        longest = longest_sequence(options.context, options.steps, options.drafts)
+    if num:
+        longest = longest_sequence(options.context, options.steps, num)
     loaded = load_model(source, device=device, max_positions=longest)
     config, dtype = loaded.config, loaded.model.dtype
     check_vocabulary(params, config.vocab_size)
@@ -52,8 +53,8 @@ def run(options: DecodeOptions) -> None:
     groups = config.kv_groups(options.page_size, KVLayout.NHD, dtype)
     report = bench_decode(options.shape or str(options.model), loaded.model, groups, work)
     drafts: list[SpeculationResult] = []
-    if options.speculate is not None:
-        drafts = bench_speculation(loaded.model, groups, work, options.drafts, draft)
+    if num:
+        drafts = bench_speculation(loaded.model, groups, work, num, draft)
     del loaded, draft  # free the memory for the baseline and the ranks
     gc.collect()
     if device.type == "cuda":

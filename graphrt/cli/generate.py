@@ -16,7 +16,7 @@ from torch import distributed as dist
 
 from graphrt.cli.console import capture_with_bar, make_console
 from graphrt.cli.options import GenerateOptions
-from graphrt.cli.values import check_length, check_vocabulary, draft_source, sampling_params
+from graphrt.cli.values import check_length, check_vocabulary, draft_source, num_drafts, sampling_params
 from graphrt.config import RuntimeConfig
 from graphrt.engine.handle import TokenLogprob
 from graphrt.engine.ranks import CUDA_BACKENDS, Ranks
@@ -64,6 +64,7 @@ def run(options: GenerateOptions) -> None:
         prompt_logprobs=options.prompt_logprobs,
     )
     StopStrings(options.stop or ())  # raises for an empty string before anything is loaded
+    drafts = num_drafts(options.speculate, options.drafts)
     path, drafter = _model_path(options.model), draft_source(options.speculate)
     with log.status(f"loading the tokenizer of {path.name}"):
         tokenizer = load_tokenizer(path)
@@ -87,7 +88,6 @@ def run(options: GenerateOptions) -> None:
     stop = [text for text, index in special.items() if index is None]
     of_prompts = [replace(params, seed=(options.seed + i) % (1 << 32)) for i in range(len(prompts))]
     rows, cuda = min(len(ids), 256), device.type == "cuda"
-    drafts = options.drafts if options.speculate else 0
     config = RuntimeConfig(
         max_num_reqs=rows,
         max_num_tokens=max(2048 if cuda else 512, rows * (1 + drafts)),

@@ -95,7 +95,9 @@ class GenerateOptions(SamplingOptions):
             "the same tokenizer or an EAGLE head (a folder, .gguf file or hub id).",
         ),
     ] = None
-    drafts: Annotated[int, typer.Option(min=1, max=63, help="Maximum drafts per step, with --speculate.")] = 4
+    drafts: Annotated[
+        int | None, typer.Option(min=1, max=63, help="Maximum drafts per step, with --speculate; default: 4.")
+    ] = None
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Do not end an answer at the model's end tokens.")
     ] = False
@@ -142,7 +144,9 @@ class DecodeOptions(SamplingOptions):
             "an EAGLE head (a folder, .gguf file, hub id or dummy:SHAPE).",
         ),
     ] = None
-    drafts: Annotated[int, typer.Option(min=1, max=63, help="Drafts per step, with --speculate.")] = 4
+    drafts: Annotated[
+        int | None, typer.Option(min=1, max=63, help="Drafts per step, with --speculate; default: 4.")
+    ] = None
     tp: Annotated[int, typer.Option(min=1, help="Also time the model split over this number of ranks.")] = 1
     json_only: _JsonOnly = False
 

@@ -16,6 +16,8 @@ from graphrt.models.loading import DUMMY_PREFIX, resolve_source
 from graphrt.models.shapes import shape_config
 from graphrt.sampling_params import SamplingParams
 
+_DRAFTS = 4
+
 
 def named_source(command: str, shape: str | None, model: str | None) -> str | ModelConfig:
     """Return the source of the model. Raises: ConfigError: unless exactly one of --shape and --model is given."""
@@ -42,6 +44,16 @@ def draft_source(speculate: str | None) -> str | Path | None:
             "and safetensors files"
         )
     return path
+
+
+def num_drafts(speculate: str | None, drafts: int | None) -> int:
+    """Return the drafts per step, 0 without --speculate. Raises: ConfigError: if --drafts is given without it."""
+    if speculate is None and drafts is not None:
+        raise ConfigError(
+            f"--drafts: expected --speculate with it, got --drafts {drafts} alone; add --speculate ngram or a draft "
+            "model, or leave --drafts out"
+        )
+    return 0 if speculate is None else drafts or _DRAFTS
 
 
 def check_step_tokens(rows: int, step_tokens: int) -> None:
