@@ -36,7 +36,7 @@ def check_proposer(
     proposer, or a custom sampler. UnsupportedError: if the backend needs exact lengths on the host.
     """
     if proposer is not None:
-        check_callable("proposer", proposer, advice="pass a function of a Step, or None")
+        check_callable("proposer", proposer, advice="pass a DraftModel, a function of a Step, or None")
         if not (config.num_speculative_tokens and sampler is not None):
             raise ConfigError(
                 "proposer: expected a runtime with a sampler, and num_speculative_tokens of at least 1, got "

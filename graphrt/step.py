@@ -175,6 +175,12 @@ class Step:
         states = [kept.finished() if isinstance(kept, Normed) else kept for kept in map(self._kept.__getitem__, names)]
         return states[0] if len(states) == 1 else torch.cat(states, 1)
 
+    def without_layers(self) -> Step:
+        """Return this step for a proposer without attention layers, which may read its hidden states."""
+        step = replace(self, layers=())
+        step._kept.update(self._kept)
+        return step
+
     @property
     def penalties(self) -> Penalties | None:
         """Penalties of each request, and the token counts of each sequence; None without RuntimeConfig.penalties."""
@@ -244,8 +250,7 @@ class Step:
 
         If it raises, nothing is written.
         """
-        last = len(self.layers) - 1
-        layer = check_int("layer", layer, 0, last, advice="pass the index of an attention layer", error=ShapeError)
+        layer = self._check_layer(layer)
         target, tokens = self.layers[layer], self.descriptor.padded_tokens
         spec, device = target.spec, self.positions.device
         writes = target.writes and not (k is None and layer in self._written)
@@ -310,8 +315,7 @@ class Step:
             ShapeError: if a tensor does not match the layer.
             UnsupportedError: if this step has already written the layer.
         """
-        last = len(self.layers) - 1
-        layer = check_int("layer", layer, 0, last, advice="pass the index of an attention layer", error=ShapeError)
+        layer = self._check_layer(layer)
         target = self.layers[layer]
         if not target.writes:
             raise ShapeError(f"layer: layer {layer} writes no keys and values; compute its queries with linear()")
@@ -356,6 +360,15 @@ class Step:
                 f"layer: layer {layer} reads the keys and values of layer {source}, which this step has not written "
                 f"yet; call attend() for layer {source} first"
             )
+
+    def _check_layer(self, layer: int) -> int:
+        if not self.layers:
+            raise ConfigError(
+                "proposer: expected a DraftModel, or a function that calls no attention layer, got a model; pass "
+                "load_draft_model(source, model), or DraftModel(model, attention, vocab_size=...)"
+            )
+        last = len(self.layers) - 1
+        return check_int("layer", layer, 0, last, advice="pass the index of an attention layer", error=ShapeError)
 
     def _check_options(self, layer: int, sinks: torch.Tensor | None, lse: torch.Tensor | None) -> None:
         spec, device = self.layers[layer].spec, self.positions.device

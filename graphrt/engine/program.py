@@ -116,7 +116,7 @@ class StepProgram:
             for position, of_position in enumerate(logits.view(positions, reqs, -1)):
                 self._sample(step, of_position, position, position == positions - 1)
         if self.proposer is not None:
-            self._propose(step, self.proposer(step))
+            self._propose(step, self.proposer(step if self.draft_model else step.without_layers()))
         return logits
 
     def _sample(self, step: Step, logits: torch.Tensor, position: int, last: bool) -> None:

@@ -265,6 +265,15 @@ def test_what_is_refused(tmp_path: Path, target: tuple[transformers.PreTrainedMo
         load_draft_model(head, target[1])
 
 
+def test_a_model_is_no_proposer(target: tuple[transformers.PreTrainedModel, LlamaModel]) -> None:
+    config = RuntimeConfig(max_num_reqs=4, max_num_tokens=16, max_seq_len=56, num_speculative_tokens=2)
+    draft = load_model("dummy:smollm2-135m", device="cpu", max_positions=56).model
+    runtime = make_runtime(target[1], config, page_size=4, num_pages=80, proposer=draft)
+    with pytest.raises(ConfigError, match=r"proposer: expected a DraftModel, .* got a model; pass load_draft_model"):
+        runtime.capture()
+    runtime.close()
+
+
 def test_heads_of_the_hub(
     tmp_path: Path, target: tuple[transformers.PreTrainedModel, LlamaModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:

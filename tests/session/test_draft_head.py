@@ -7,6 +7,7 @@ import torch
 
 from graphrt.draft_model import HIDDEN, DraftModel
 from graphrt.kernels.errors import ConfigError
+from graphrt.proposer import ngram_drafts
 from graphrt.sampling_params import SamplingParams
 from graphrt.session.session import DecodeSession
 from graphrt.spec import AttentionSpec
@@ -167,3 +168,21 @@ def test_a_model_that_keeps_no_hidden_states_is_refused(device: torch.device) ->
         )  # fmt: skip
     with pytest.raises(ConfigError, match="hidden_size: expected"):
         DraftModel(model, [spec], vocab_size=VOCAB, hidden_size=0)
+
+
+def test_a_function_of_a_step_reads_the_hidden_states_of_the_model(device: torch.device) -> None:
+    model, seen = LivelyModel(device), []
+
+    def proposer(step: Step) -> torch.Tensor:
+        seen.append(step.hidden)
+        return ngram_drafts(step)
+
+    runtime = captured(
+        model, device, proposer=proposer, num_speculative_tokens=2, max_num_tokens=32, use_graphs=False
+    )  # fmt: skip
+    with DecodeSession(runtime) as session:
+        session.add([11, 12, 13], SamplingParams(1))
+        session.run()
+        session.collect(wait=True)
+        torch.testing.assert_close(seen[-1][:3].double().cpu(), model.hidden([11, 12, 13]), rtol=1e-4, atol=1e-4)
+    runtime.close()

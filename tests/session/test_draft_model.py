@@ -236,6 +236,11 @@ def test_what_is_refused(device: torch.device) -> None:
     narrow = DraftModel(lambda step: model(step)[:, :60], [SPEC] * LAYERS, vocab_size=VOCAB)
     with pytest.raises(ShapeError, match="the draft model's logits"):
         captured(model, device, proposer=narrow, **options)
+    for no_proposer in (model, LivelyModel(device)):
+        with pytest.raises(ConfigError, match=r"proposer: expected a DraftModel.* got a model; pass load_draft_model"):
+            captured(model, device, proposer=no_proposer, **options)
+    with pytest.raises(ConfigError, match="proposer: expected a callable, got 5; pass a DraftModel, a function of"):
+        captured(model, device, proposer=5, **options)
     cross = AttentionSpec(4, 2, 16, torch.float32, kind=AttentionKind.CROSS)
     with pytest.raises(ConfigError, match="attention: expected at least 1 AttentionSpec, got none"):
         DraftModel(model, [], vocab_size=VOCAB)
