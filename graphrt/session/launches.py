@@ -124,8 +124,9 @@ class Launches:
         if first.early:
             early = first.early if columns is None else [first.early[column] for column in columns.tolist()]
             new = [got[count:] for got, count in zip(new, early, strict=True)]
+        kept = sampled
         if table.many_stops or table.detached:
-            _stop_on_host(requests, new, ends)
+            kept = _stop_on_host(requests, new, ends, sampled)
         add_logprobs: Iterable[Any] = ()
         if first.launch.logprobs() is not None:
             joined = StepLogprobs.joined([pending.launch.logprobs() for pending in taken], columns)
@@ -144,7 +145,7 @@ class Launches:
             starmap(self.pending.popleft, repeat((), len(taken))),
         )
         if first.launch.positions > 1:
-            self._count_accepted(first, requests, sampled, columns)
+            self._count_accepted(first, requests, kept, columns)
         if columns is not None and (detached := ids == NO_INDEX).any():
             ids, advanced, lost = ids[~detached], advanced[~detached], lost[~detached]
         table.reached[ids] += advanced
@@ -161,12 +162,12 @@ class Launches:
         self,
         first: PendingLaunch,
         requests: Sequence[SessionRequest],
-        sampled: npt.NDArray[np.bool_],
+        kept: npt.NDArray[np.bool_],
         columns: Ids | None,
     ) -> None:
         """Count the tokens that each request got in each step that could verify drafts."""
         positions = first.launch.positions
-        counts = sampled.reshape(len(sampled) // positions, positions, len(requests)).sum(1)
+        counts = kept.reshape(len(kept) // positions, positions, len(requests)).sum(1)
         if first.known is not None:
             verifies = (first.known == 0) & (first.promised > 1)
             counts *= verifies if columns is None else verifies[columns]
@@ -241,10 +242,18 @@ class Launches:
                     )
 
 
-def _stop_on_host(requests: Sequence[SessionRequest], new: list[list[int]], ends: npt.NDArray[np.int32]) -> None:
-    """Finish requests at stop tokens that the device does not know."""
+def _stop_on_host(
+    requests: Sequence[SessionRequest],
+    new: list[list[int]],
+    ends: npt.NDArray[np.int32],
+    sampled: npt.NDArray[np.bool_],
+) -> npt.NDArray[np.bool_]:
+    """Finish requests at stop tokens that the device does not know. Return `sampled` without the tokens after them."""
+    kept: npt.NDArray[np.bool_] = sampled.copy()
     for place, request in enumerate(requests):
         for index, token in enumerate(new[place] if len(request.params.stop_ids) > STOP_TOKENS else ()):
             if token in request.params.stop_ids:
                 new[place], ends[place] = new[place][: index + 1], int(FinishReason.STOP_TOKEN)
+                kept[:, place] &= sampled[:, place].cumsum() <= index + 1
                 break
+    return kept

@@ -13,7 +13,7 @@ from graphrt.batch import Batch
 from graphrt.capture.descriptor import GraphKind
 from graphrt.kernels.errors import ConfigError, ShapeError, UnsupportedError
 from graphrt.kernels.library import interpreted
-from graphrt.kernels.metadata.buffers import BufferKind
+from graphrt.kernels.metadata.buffers import STOP_TOKENS, BufferKind
 from graphrt.kernels.types import FinishReason
 from graphrt.proposer import Proposer, ngram_drafts
 from graphrt.sampling_params import SamplingParams
@@ -145,6 +145,26 @@ def test_plain_steps_are_not_counted_as_verifying(device: torch.device, drafts_a
         assert request.tokens == fork.tokens == want[:8]
         assert request.verify_steps == fork.verify_steps == 2
         assert runtime.stats().tokens_per_step == {3: 2}
+    runtime.close()
+
+
+@pytest.mark.parametrize("count", [5, 30], ids=["length", "stop_token"])
+def test_tokens_after_a_stop_token_are_dropped_and_not_counted(device: torch.device, count: int) -> None:
+    """Of a step that accepts three drafts. The host finds the stop token, and the device may find the length limit."""
+    want = plain_request(device, 30).tokens
+    stop_ids = {want[2], *(token for token in range(VOCAB) if token not in want)}
+    assert sum(token < want[2] for token in stop_ids) > STOP_TOKENS
+    runtime = captured(device=device, num_speculative_tokens=3, max_num_tokens=32, max_logprobs=0)
+    with DecodeSession(runtime) as session:
+        request = session.add(PROMPTS[0], SamplingParams(count, stop_ids=stop_ids, logprobs=0))
+        session.run(1)
+        session.collect(wait=True)
+        session.set_drafts(request, want[1:4])
+        session.run(3)
+        assert session.collect(wait=True) == [(request, want[1:3])]
+        assert request.finish_reason is FinishReason.STOP_TOKEN
+        assert [found.token for found in request.logprobs] == want[:3]
+        assert runtime.stats().tokens_per_step == {2: request.verify_steps}
     runtime.close()
 
 
