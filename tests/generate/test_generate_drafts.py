@@ -16,11 +16,13 @@ from graphrt.sampling_params import SamplingParams
 from graphrt.session.pages import pages_needed
 from graphrt.spec import AttentionSpec
 from graphrt.step import Step
+from tests.session.test_draft_model import drafter
 from tests.support.drafts import ByHistory
 from tests.support.layered import MAX_LEN, WIDTH, LayeredModel, build, prompts_of
 from tests.support.layered import VOCAB as LAYERED_VOCAB
 from tests.support.sampling_cases import generated
-from tests.support.toy import captured
+from tests.support.toy import VOCAB as TOY_VOCAB
+from tests.support.toy import LivelyModel, captured, greedy
 
 MOST = 4
 
@@ -66,16 +68,65 @@ def test_drafts_need_no_more_pages_than_plain_decoding(device: torch.device, sou
     assert found[1] == found[0]
 
 
+@pytest.mark.parametrize("source", ["chain", "tree", "draft_model"])
+def test_sequences_as_long_as_the_runtime(device: torch.device, source: str) -> None:
+    """Right drafts up to the end. The last page is not full, and the models have no embedding of later positions."""
+    longest, most, model, draft = 62, 3, LivelyModel(device), LivelyModel(device)
+    for each in (model, draft):
+        each.where.data = each.where.data[:longest].clone()
+    prompts = [[(7 * at + length) % TOY_VOCAB for at in range(length)] for length in (1, 30, 61, 62)]
+    params = [SamplingParams(longest + 1 - len(prompt)) for prompt in prompts]
+    want = [greedy(model, prompt, each.max_new_tokens) for prompt, each in zip(prompts, params, strict=True)]
+    known = [prompt + tokens for prompt, tokens in zip(prompts, want, strict=True)]
+    proposer: Proposer = drafter(draft)
+    if source != "draft_model":
+        proposer = ByHistory(known, most, source == "tree", longest + 1, random.Random(0), device)
+    runtime = captured(
+        model, device, 80, proposer=proposer, num_speculative_tokens=most, max_seq_len=longest,
+        tree_depth=most if source == "tree" else 0,
+    )  # fmt: skip
+    assert generated(TextGenerator(runtime), prompts, params) == want
+    assert runtime.stats().tokens_per_step[1 + most] > 9
+    runtime.close()
+
+
 class Drafter(LayeredModel):
-    """Drafts the tokens of an equal model, except at positions that 5 divides, and after a token that the hidden state
-    before it did not predict."""
+    """Drafts the tokens of an equal model, except at positions that `every` divides, and after a token that the hidden
+    state before it did not predict."""
+
+    every = 5
 
     def forward(self, step: Step) -> torch.Tensor:
         logits, ends = super().forward(step), step.logits_indices
-        wrong = step.positions[ends] % 5 == 0
+        wrong = step.positions[ends] % self.every == 0
         if step.previous_hidden is not None:
             wrong |= (step.previous_hidden @ self.embed.t()).argmax(1)[ends] != step.input_ids[ends]
         return torch.where(wrong[:, None], logits.roll(1, 1), logits)
+
+
+@pytest.mark.parametrize("swap_bytes", [0, 1 << 20], ids=["recompute", "swap"])
+@pytest.mark.parametrize("hidden_size", [None, WIDTH], ids=["draft_model", "head"])
+def test_drafts_are_right_after_preemption_and_sharing(
+    device: torch.device, hidden_size: int | None, swap_bytes: int
+) -> None:
+    """The KV and the hidden states of an equal draft model follow the requests, so few steps accept no draft."""
+    specs = [AttentionSpec(4, 2, 16, torch.float32, sliding_window=6), AttentionSpec(4, 2, 16, torch.float32)]
+    draft, common = Drafter(specs, device), prompts_of([8])[0]
+    draft.every = MAX_LEN
+    proposer = DraftModel(draft, specs, vocab_size=LAYERED_VOCAB, hidden_size=hidden_size)
+    prompts = [*(common + tail for tail in prompts_of([3, 9, 14, 2])), *prompts_of([5, 11], seed=1)]
+    _, runtime = build(
+        specs, kv_groups(specs, page_size=4), 30, device, proposer, num_speculative_tokens=MOST,
+        max_num_tokens=4 * (1 + MOST),
+    )  # fmt: skip
+    generator = TextGenerator(runtime, swap_bytes=swap_bytes)
+    tokens, stats = generated(generator, prompts, [SamplingParams(25)] * 6), generator.stats
+    assert [len(each) for each in tokens] == [25] * 6
+    assert stats.preemptions
+    assert stats.shared_tokens
+    assert bool(stats.swapped_in_pages) == bool(swap_bytes)
+    assert runtime.stats().tokens_per_step[1] < 5
+    runtime.close()
 
 
 @pytest.fixture(scope="module")
