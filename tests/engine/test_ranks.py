@@ -36,10 +36,10 @@ from graphrt.kernels.ops.sampling_reference import unpacked_bits
 from graphrt.kernels.ops.sampling_shards import sample_shards
 from graphrt.kernels.ops.sampling_state import Penalties, PenaltyState
 from graphrt.models.config import ModelConfig
-from graphrt.models.loading import load_model, make_runtime
+from graphrt.models.loading import load_draft_model, load_model, make_runtime
 from graphrt.models.quantization import Quantization
 from graphrt.models.sharding import Sharding
-from graphrt.proposer import ngram_drafts
+from graphrt.proposer import Proposer, ngram_drafts
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
 from graphrt.session.session import DecodeSession
@@ -150,7 +150,11 @@ def decode(group: dist.ProcessGroup | None, folder: Path, **options: Any) -> dic
         2, 24, 48, decode_sizes=(1, 2), mixed_sizes=(24,), num_speculative_tokens=3, max_logprobs=2, penalties=True,
         lazy_capture=True,
     )  # fmt: skip
-    with build(folder, group, config, proposer=ngram_drafts, **options) as runtime:
+    proposer: Proposer = ngram_drafts
+    if not options:  # ranks that share the KV of a request take no draft model
+        model = load_model(folder, device=device_of(group), dtype=torch.float32).model
+        proposer = load_draft_model(folder, model)
+    with build(folder, group, config, proposer=proposer, **options) as runtime:
         runtime.capture()
         if runtime.rank:
             runtime.follow()
@@ -158,10 +162,13 @@ def decode(group: dist.ProcessGroup | None, folder: Path, **options: Any) -> dic
             with DecodeSession(runtime) as session:
                 requests = [session.add(PROMPTS[at], params) for at, params in ((0, GREEDY), (2, SAMPLED[3]))]
                 while session.running:
+                    if options and requests[0].tokens:
+                        session.set_drafts(requests[0], found["greedy"][0][len(requests[0].tokens) :][:3])
                     session.run(2)
                     session.collect(wait=True)
                 found["drafts"] = [request.tokens for request in requests]
                 found["logprobs"] = [round(p.logprob, 3) for p in requests[1].logprobs if p is not None]
+            assert runtime.stats().tokens_per_step[4] > 1
     if group is not None:
         found["bytes"] = nbytes
     return found
