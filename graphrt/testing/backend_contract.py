@@ -139,7 +139,9 @@ def contract_cases(
                 cases.append(ContractCase(backend, feature, device, _RETRY, brief))
     for name in wanted or ():
         if name not in FEATURES and name not in found:
-            raise ConfigError(f"features: expected some of {', '.join(found)}, got {name!r}; choose one of these")
+            raise ConfigError(
+                f"features: expected some of {', '.join(dict.fromkeys(found))}, got {name!r}; choose one of these"
+            )
     return cases
 
 
