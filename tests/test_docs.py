@@ -7,7 +7,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+from typer.main import get_command
+
+from graphrt.cli.main import app
 from graphrt.engine.handle import RequestFault
 from graphrt.kernels.types import FaultCode
 
@@ -79,21 +83,27 @@ def test_the_tree_and_the_table_lead_to_sections_that_are_there() -> None:
     assert set(listed) <= sections
 
 
-def test_commands_of_troubleshooting_name_options_that_exist() -> None:
-    commands = [line.split("#")[0].split() for block in blocks(TROUBLESHOOTING, "bash") for line in block.splitlines()]
-    scripts = [c[1:] for c in commands if c[0] == "python" and c[1].startswith("scripts/")]
-    graphrt = [["-m", *c] for c in commands if c[0] == "graphrt"]
-    assert scripts
-    assert graphrt
-    for command in (*scripts, *graphrt):
-        options = [word for word in command if word.startswith("--")]
-        call = [word for word in command if not word.startswith("--")][: 3 if command[0] == "-m" else 1]
-        shown = subprocess.run(
-            [sys.executable, *call, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "TERM": "dumb", "COLUMNS": "200"},
-        )  # fmt: skip
-        assert shown.returncode == 0, shown.stderr
-        assert all(option in shown.stdout for option in options), (command, shown.stdout)
+COMMAND = re.compile(r"\bgraphrt ((?:bench )?(?:env|generate|decode|serve|capture|replay|plan))\b([^`|#\n]*)")
+SCRIPT = re.compile(r"\bpython (?:-m scripts\.|scripts/)(\w+)(?:\.py)?([^`|#\n]*)")
+
+
+def test_commands_of_all_pages_name_options_that_exist() -> None:
+    """In blocks and in the text, where a command may be continued on the next line."""
+    checked = set()
+    for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        page = re.sub(r"`[^`\n]+\n[^`\n]+`", lambda code: code[0].replace("\n", " "), path.read_text())
+        for name, rest in COMMAND.findall(page):
+            command: Any = get_command(app)
+            for word in name.split():
+                command = command.commands[word]
+            known = {option for parameter in command.params for option in parameter.opts}
+            assert set(re.findall(r"--[\w-]+", rest)) <= known, (path.name, name, rest)
+            checked.add(name)
+        for name, rest in SCRIPT.findall(page):
+            source = (ROOT / "scripts" / f"{name}.py").read_text()
+            assert [o for o in re.findall(r"--[\w-]+", rest) if f'"{o}"' not in source] == [], (path.name, name, rest)
+            checked.add(name)
+    assert checked >= {"env", "generate", "bench decode", "bench serve", "capture", "replay", "plan", "gpu_check"}
 
 
 def anchor(heading: str) -> str:

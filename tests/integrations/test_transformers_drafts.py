@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from graphrt.models.loading import load_model
 from graphrt.proposer import Proposer, ngram_drafts
 from graphrt.step import Step
 from tests.integrations.test_from_transformers import CONFIG, PROMPTS
-from tests.support.model_fixtures import make_oracle, save_oracle
+from tests.support.model_fixtures import byte_tokenizer, make_oracle, save_oracle
 
 SPEC = graphrt.AttentionSpec(2, 1, 8, torch.float32)
 CONFIG_3 = replace(CONFIG, num_speculative_tokens=3, max_num_tokens=32, max_seq_len=40)
@@ -62,6 +64,28 @@ def test_tokens_equal_transformers(tmp_path: Path, family: str, source: str) -> 
 def test_draft_models_are_loaded_for_models_of_load_model() -> None:
     with pytest.raises(graphrt.ConfigError, match=r"model: expected LlamaModel, got Llama.*build a Draft"):
         graphrt.load_draft_model("dummy:smollm2-135m", make_oracle("Llama"))
+
+
+def test_blocks_of_the_docs_give_the_tokens_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32 without a GPU: a model, then a draft model for it, then sampling and a stream."""
+    for name in ("Qwen3-8B", "Qwen3-0.6B"):
+        save_oracle(tmp_path / "Qwen" / name, "Qwen3", vocab_size=300, max_position_embeddings=160, head_dim=16)
+        byte_tokenizer().save_pretrained(tmp_path / "Qwen" / name)
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs" / "hosts.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    names: dict[str, Any] = {}
+    for source in (block for block in blocks if "XGLM" not in block and "import ray" not in block):
+        exec(source.replace(".cuda()", "").replace('"bfloat16"', '"float32"'), names)
+        for prompt in PROMPTS:
+            (result,) = names["runtime"].generate([prompt], max_new_tokens=12, eos_token_id=None)
+            want = names["model"].generate(
+                torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None
+            )
+            assert result.sequence == want[0].tolist()
+    assert max(names["runtime"].stats().tokens_per_step) == 4, "the drafts of an equal model are accepted"
+    assert {names["result"].finish_reason, names["token"].finish_reason} <= {"max_length", "eos_token_id"}
+    names["runtime"].close()
 
 
 def test_inputs_of_layers_are_not_kept() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -295,3 +297,16 @@ def test_large_batches(num_reqs: int, rng: torch.Generator) -> None:
         assert_accurate(problem, problem.run())
         again = replace(problem, out=torch.empty_like(problem.out))
         assert torch.equal(again.run(), problem.run())
+
+
+def test_example_of_decode_requests_in_the_docs() -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "attention.md"
+    example, _ = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    names: dict[str, Any] = {}
+    exec(example, names)
+    for req, length in enumerate((40, 7)):
+        pages = names["block_table"][req].long()
+        k, v = (names[name][pages].flatten(0, 1)[:length].float().transpose(0, 1) for name in ("k_cache", "v_cache"))
+        q = names["q"][req, :, None].float()
+        want = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)[:, 0]
+        torch.testing.assert_close(names["out"][req].float(), want, rtol=0.0, atol=2e-2)

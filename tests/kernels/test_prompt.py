@@ -201,9 +201,9 @@ def test_pages_before_the_window_are_not_read(kernel: tuple[torch.device, bool],
     assert_accurate(problem, run_prompt(problem, native=kernel[1]))
 
 
-def test_example_of_the_docs() -> None:
+def test_example_of_prompts_in_the_docs() -> None:
     page = Path(__file__).resolve().parents[2] / "docs" / "attention.md"
-    (example,) = re.findall(r"^```python\n(import torch\n.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    _, example = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
     names: dict[str, Any] = {}
     exec(example, names)
     q, k, v = (names[name].float().transpose(0, 1) for name in "qkv")
