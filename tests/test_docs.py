@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -104,6 +105,23 @@ def test_commands_of_all_pages_name_options_that_exist() -> None:
             assert [o for o in re.findall(r"--[\w-]+", rest) if f'"{o}"' not in source] == [], (path.name, name, rest)
             checked.add(name)
     assert checked >= {"env", "generate", "bench decode", "bench serve", "capture", "replay", "plan", "gpu_check"}
+
+
+def test_names_of_all_pages_are_where_they_are_said_to_be() -> None:
+    """`name` in `path.py`, and dotted names from graphrt on, except operators such as graphrt.refresh.default."""
+    said, dotted = [], set()
+    for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        page = " ".join(path.read_text().split())
+        said += re.findall(
+            r"((?:`[\w.]+`(?:, | and )?)+) in `((?:graphrt|capture|kernels|scripts|tests)/[\w/]+\.py)`", page
+        )
+        dotted |= set(re.findall(r"\bgraphrt(?:\.\w+)+", page))
+    assert len(said) > 10
+    for names, file in said:
+        for name in re.findall(r"`(?:\w+\.)*(\w+)`", names):
+            assert re.search(rf"\b{name}\b", (ROOT / file).read_text()), (name, file)
+    for name in (name for name in dotted if not name.endswith(".default")):
+        assert pkgutil.resolve_name(name) is not None
 
 
 def anchor(heading: str) -> str:
