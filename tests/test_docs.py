@@ -1,4 +1,5 @@
-"""Blocks of docs/troubleshooting.md run, links lead to headings, and the index of docs/dev/log.md is complete."""
+"""Blocks, commands and names of the pages are right, links lead to headings, and the index of docs/dev/log.md is
+complete."""
 
 from __future__ import annotations
 
@@ -12,8 +13,10 @@ from typing import Any
 
 from typer.main import get_command
 
+from graphrt.capture.descriptor import GraphKind
 from graphrt.cli.main import app
 from graphrt.engine.handle import RequestFault
+from graphrt.engine.traffic import read_trace
 from graphrt.kernels.types import FaultCode
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -105,6 +108,31 @@ def test_commands_of_all_pages_name_options_that_exist() -> None:
             assert [o for o in re.findall(r"--[\w-]+", rest) if f'"{o}"' not in source] == [], (path.name, name, rest)
             checked.add(name)
     assert checked >= {"env", "generate", "bench decode", "bench serve", "capture", "replay", "plan", "gpu_check"}
+
+
+SGLANG = """
+[10:00:00 TP0] Prefill batch. #new-seq: 1, #new-token: 512, #cached-token: 3, #running-req: 7, #queue-req: 0
+[10:00:01 TP0] Decode batch. #running-req: 12, #token: 1000, gen throughput (token/s): 100.00, #queue-req: 0
+"""
+VLLM = """
+| Unpadded Tokens | Padded Tokens | Num Paddings | Runtime Mode            | Count |
+|-----------------|---------------|--------------|-------------------------|-------|
+| 12              | 16            | 4            | CUDAGraphMode.FULL      | 40    |
+| 512             | 512           | 0            | CUDAGraphMode.PIECEWISE | 1     |
+"""
+
+
+def test_commands_convert_logs_of_other_engines_to_a_trace(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "embedding.md").read_text()
+    commands = {name: line for name in ("sglang.log", "vllm.log") for line in page.splitlines() if line.endswith(name)}
+    for (name, command), log in zip(commands.items(), (SGLANG, VLLM), strict=True):
+        (tmp_path / name).write_text(log)
+        trace = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+        (tmp_path / "server.trace").write_text(trace)
+        assert read_trace(tmp_path / "server.trace", 256, 2048) == {
+            GraphKind.DECODE: {12: 40},
+            GraphKind.MIXED: {512: 1},
+        }
 
 
 def test_names_of_all_pages_are_where_they_are_said_to_be() -> None:
