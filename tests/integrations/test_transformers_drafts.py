@@ -66,6 +66,11 @@ def test_draft_models_are_loaded_for_models_of_load_model() -> None:
         graphrt.load_draft_model("dummy:smollm2-135m", make_oracle("Llama"))
 
 
+def test_a_model_is_no_proposer() -> None:
+    with pytest.raises(graphrt.ConfigError, match=r"proposer: .* got LlamaForCausalLM; load it with load_model\(\)"):
+        graphrt.from_transformers(make_oracle("Llama"), config=CONFIG_3, proposer=make_oracle("Llama"))
+
+
 def test_blocks_of_the_docs_give_the_tokens_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32 without a GPU: a model, then a draft model for it, then sampling and a stream."""
     for name in ("Qwen3-8B", "Qwen3-0.6B"):

@@ -152,6 +152,11 @@ def from_transformers(
     if tokenizer is not None:
         check_instance("tokenizer", tokenizer, package().PreTrainedTokenizerBase, advice="load it with AutoTokenizer")
     check_bool("fuse", fuse, advice="pass False to run the modules of the model")
+    if isinstance(proposer, package().PreTrainedModel):
+        raise ConfigError(
+            f"proposer: expected a DraftModel, or a function of a Step, got {type(proposer).__name__}; load it with "
+            "load_model(), and pass DraftModel(model, attention, vocab_size=...)"
+        )
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     longest = limit if isinstance(limit, int) and limit > 0 else 4096
     if config is not None and config.max_seq_len > longest:
