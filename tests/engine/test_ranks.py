@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import signal
 import subprocess
 import time
@@ -392,6 +393,27 @@ def test_slow_capture_of_one_rank_has_no_time_limit(tmp_path: Path) -> None:
     first, other = run_ranks(tmp_path, capture_slowly)
     assert (first.error, other.error) == (None, None)
     assert len(first.value) == 4
+
+
+def run_page(group: dist.ProcessGroup, source: str) -> list[int]:
+    names: dict[str, Any] = {"prompts": [PROMPTS[0]], "params": GREEDY}
+    exec(source, names)
+    return [event.token for event in names.get("events", ())]
+
+
+def test_block_of_the_docs_gives_the_tokens_of_transformers(tmp_path: Path) -> None:
+    from tests.support.model_fixtures import save_oracle
+
+    oracle = save_oracle(tmp_path / "model", "Llama", eos_token_id=None)
+    page = (Path(__file__).parents[2] / "docs" / "parallel.md").read_text()
+    block = re.findall(r"^```python\n(import.*?)^```", page, re.DOTALL | re.MULTILINE)[0]
+    lines = [line for line in block.splitlines() if not line.startswith(("dist.init_process_group", "torch.cuda"))]
+    assert len(lines) == len(block.splitlines()) - 2
+    source = "\n".join(lines).replace('"org/name", device="cuda"', f'{str(tmp_path / "model")!r}, device="cpu"')
+    first, other = run_ranks(tmp_path, run_page, source.replace("RuntimeConfig()", "RuntimeConfig(4, 32, 48)"))
+    assert (first.error, other.error, other.value) == (None, None, [])
+    want = oracle.generate(torch.tensor(PROMPTS[:1]), max_new_tokens=20, do_sample=False)
+    assert PROMPTS[0] + first.value == want[0].tolist()
 
 
 def test_sampling_of_shards(tmp_path: Path) -> None:
