@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import multiprocessing
 import os
 import queue
+import re
 import select
 import signal
 import tempfile
@@ -16,6 +18,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest.mock import create_autospec
 
 import numpy as np
 import pytest
@@ -222,3 +225,19 @@ def test_ranks_of_an_actor_that_dies_end(folder) -> None:
     actor.kill()
     assert select.select([follower], [], [], 10)[0], "a rank outlives its actor"
     actor.join()
+
+
+def test_block_of_the_docs_passes_arguments_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray.data
+
+    page = (Path(__file__).parents[2] / "docs" / "hosts.md").read_text()
+    (block,) = re.findall(r"^```python\n(import ray\n.*?)^```", page, re.DOTALL | re.MULTILINE)
+    dataset = create_autospec(ray.data.Dataset, instance=True)
+    dataset.repartition.return_value = dataset.map_batches.return_value = dataset
+    monkeypatch.setattr(ray.data, "read_parquet", create_autospec(ray.data.read_parquet, return_value=dataset))
+    exec(block, names := {})
+    call = dataset.map_batches.call_args
+    inspect.signature(BatchGenerator).bind(**call.kwargs["fn_constructor_kwargs"])
+    assert call.args == (names["BatchGenerator"],)
+    assert dataset.repartition.call_args.kwargs == {"target_num_rows_per_block": call.kwargs["batch_size"]}
+    dataset.write_parquet.assert_called_once()
