@@ -15,6 +15,7 @@ import pytest
 from graphrt.backends.base import AttentionBackend
 from graphrt.backends.capabilities import Capabilities
 from graphrt.metadata import StepMetadata
+from graphrt.testing.backend_features import FEATURES, Feature
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "write_a_backend.md").read_text()
@@ -116,3 +117,12 @@ def test_page_explains_every_capability_and_method() -> None:
             assert not isinstance(value, property)
     for name in (f.name for f in fields(StepMetadata) if f.name not in ("descriptor", "max_seq_len")):
         assert f"| `{name}` |" in PAGE, name
+
+
+def test_case_of_the_page_is_a_feature_of_the_suite() -> None:
+    (case,) = re.findall(r"^```python\n(Feature\(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    assert eval(case, {"Feature": Feature}) == FEATURES["mixed-kv_groups-window"]
+    table = PAGE.split("\n| cases | setup |")[1].split("\n\n")[0]
+    named = {name for line in table.splitlines() for name in re.findall(r"`([^`]+)`", line.split(" | ")[0])}
+    assert len(named) > 20
+    assert named - FEATURES.keys() == set()
