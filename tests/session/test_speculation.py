@@ -11,18 +11,21 @@ import torch
 
 from graphrt.batch import Batch
 from graphrt.capture.descriptor import GraphKind
+from graphrt.config import RequestTensor
 from graphrt.kernels.errors import ConfigError, ShapeError, UnsupportedError
 from graphrt.kernels.library import interpreted
 from graphrt.kernels.metadata.buffers import STOP_TOKENS, BufferKind
 from graphrt.kernels.types import FinishReason
 from graphrt.proposer import Proposer, ngram_drafts
+from graphrt.sampling import sample_tokens
 from graphrt.sampling_params import SamplingParams
 from graphrt.session.session import DecodeSession, SessionRequest
 from graphrt.spec import AttentionSpec, KVCacheSpec
+from graphrt.step import Step
 from tests.support.drafts import Table, TreeTable, results, state_of
 from tests.support.layered import build
 from tests.support.replay_scenarios import branches, copies
-from tests.support.toy import VOCAB, captured, finish
+from tests.support.toy import VOCAB, captured, finish, make_runtime
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5], [7, 7], [8, 2, 8, 2]]
 PARAMS = [
@@ -166,6 +169,36 @@ def test_tokens_after_a_stop_token_are_dropped_and_not_counted(device: torch.dev
         assert [found.token for found in request.logprobs] == want[:3]
         assert runtime.stats().tokens_per_step == {2: request.verify_steps}
     runtime.close()
+
+
+def test_a_custom_sampler_verifies_drafts(device: torch.device) -> None:
+    """It reads the position and a value of the request, and calls the built-in sampler."""
+
+    def sampler(logits: torch.Tensor, step: Step) -> torch.Tensor:
+        rolled = torch.where((step.sample_lens % 3 == 0)[:, None], logits.roll(1, 1), logits)
+        shift = step.request_state("shift")[:, None] * torch.arange(VOCAB, device=device)
+        return sample_tokens(rolled + shift, step)
+
+    table, found = Table(3, device), []
+    for most in (0, 3):
+        runtime = make_runtime(
+            device, num_pages=60, sampler=sampler, proposer=table if most else None,
+            config={"num_speculative_tokens": most, "request_tensors": (RequestTensor("shift"),)},
+        )  # fmt: skip
+        runtime.capture()
+        with DecodeSession(runtime) as session:
+            requests = [
+                session.add(PROMPTS[0], SamplingParams(20, temperature=heat, seed=2), state={"shift": shift})
+                for heat, shift in ((0.0, 0.0), (3.0, 0.5))
+            ]
+            finish(session)
+            found.append(results(requests))
+        table.fill(requests, random.Random(0), 0.9)
+        accepted = runtime.stats().tokens_per_step
+        runtime.close()
+    assert found[1] == found[0]
+    assert accepted[1]
+    assert accepted[4]
 
 
 @pytest.mark.parametrize("tree_depth", [0, 2])
@@ -319,16 +352,17 @@ def kernels_of(name: str) -> Iterator[None]:
 
 @pytest.mark.parametrize(("proposer", "most", "tree_depth"), [(ngram_drafts, 3, 0), (branches, 4, 2)])
 def test_kernels_agree_with_the_reference(proposer: Proposer, most: int, tree_depth: int) -> None:
-    """The same session on the references and on interpreted kernels: tokens, and all state that a step leaves."""
+    """The same session on the references and on interpreted kernels: tokens, and all state that a step leaves. One
+    request becomes as long as the runtime allows."""
     found = []
     for name in ("reference", "interpreter"):
         with kernels_of(name):
             runtime = captured(
                 proposer=proposer, num_speculative_tokens=most, tree_depth=tree_depth, max_num_tokens=16,
                 penalties=True, max_logprobs=1, backend="torch_reference", max_num_reqs=3, decode_sizes=(3,),
-                mixed_sizes=(16,),
+                mixed_sizes=(16,), max_seq_len=30,
             )  # fmt: skip
-            params = [SamplingParams(9, frequency_penalty=0.1), SamplingParams(7, logprobs=1), SamplingParams(5)]
+            params = [SamplingParams(22), SamplingParams(7, frequency_penalty=0.1, logprobs=1), SamplingParams(5)]
             with DecodeSession(runtime) as session:
                 requests = [session.add(prompt, each) for prompt, each in zip(PROMPTS[1:], params[1:], strict=True)]
                 session.run(2)
