@@ -23,7 +23,7 @@ Tokens = tuple[Any, Any, Any]
 def check_independence(hosted: HostedModel, max_seq_len: int, vocab_size: int) -> None:
     """Check that a token's logits depend on other tokens through the attention function only.
 
-    Half of up to 128 tokens run twice, at different positions among different tokens. Seven of them also run alone. The
+    Half of up to 128 tokens run twice, at different places among different tokens. Seven of them also run alone. The
     attention function returns values of the token itself. Models with convolutions, recurrences, attention of their own
     or positions by index give these tokens other logits. So do modules that treat a single token differently, and
     change most of the seven.
