@@ -133,7 +133,7 @@ def test_a_preempted_sequence_counts_its_tokens_once(device: torch.device) -> No
     """Too few pages for all: sequences are computed again from their first token, or wait with their pages kept."""
     runtime = runtime_of(device, num_pages=11)
     prompts = [PROMPT, [*PROMPT[:8], 11, 12], PROMPT[1:9]]
-    params = [SamplingParams(14, frequency_penalty=15.0), CASES[4], SamplingParams(14, repetition_penalty=1.5)]
+    params = [SamplingParams(14, repetition_penalty=1.5), CASES[4], SamplingParams(14, frequency_penalty=15.0)]
     want = [greedy_output(model_of(runtime), prompt, each) for prompt, each in zip(prompts, params, strict=True)]
     for swap_bytes in (0, 1 << 20):
         generator = TextGenerator(runtime, swap_bytes=swap_bytes)
