@@ -140,7 +140,7 @@ def test_mask_applies_from_the_next_launch(device: torch.device) -> None:
         assert requests[1].tokens == expected(model, PROMPTS[1], 8, masked(stays))
         assert requests[2].tokens == expected(model, PROMPTS[2], 8, biased({}))
         again = session.add(PROMPTS[0], SamplingParams(8))  # the fourth request index
-        for request in requests:
+        for request in requests[:2]:
             session.release(request)
         after = session.add(PROMPTS[1], SamplingParams(8))  # a request index that had a mask
         finish(session)

@@ -104,6 +104,13 @@ def test_forks_and_stop_tokens(device: torch.device) -> None:
         finish(session, 8)
         assert stopped.tokens == fork.tokens[: at + 1]
         check_row(runtime, stopped)
+        source = session.add(PROMPTS[0], stopped.params)
+        session.run(1)
+        twin = session.fork(source)
+        session.release(source)
+        session.release(stopped)
+        finish(session, 8)
+        assert twin.tokens == stopped.tokens
 
 
 @pytest.mark.parametrize("parts", [False, True], ids=["one_part", "two_parts"])
