@@ -98,6 +98,7 @@ RANK_JOBS: dict[int, dict[str, list[list[str]]]] = {
     for gpus in (2, 4)
 }
 """Jobs by the number of GPUs that they use."""
+ALL_JOBS = JOBS | RANK_JOBS[2] | RANK_JOBS[4]
 
 ORIGIN = ("gpu", "driver", "cuda", "torch", "triton", "packages", "python", "commit", "tree", "uncommitted_changes")
 
@@ -170,10 +171,6 @@ def run_sanitizers(commands: Sequence[Sequence[str]]) -> Outcome:
     return Outcome([int(code) for code in codes], {"runs": runs})
 
 
-def all_jobs() -> dict[str, list[list[str]]]:
-    return JOBS | {name: job for jobs in RANK_JOBS.values() for name, job in jobs.items()}
-
-
 def parse(command: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     fitting = [name for gpus, jobs in RANK_JOBS.items() if gpus <= torch.cuda.device_count() for name in jobs]
@@ -183,8 +180,8 @@ def parse(command: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tree", help="tree hash of this commit; the files are compared with it")
     parser.add_argument("--require", default="", help="comma-separated backends or packages; fail if a skip names one")
     arguments = parser.parse_args(command)
-    if unknown := [n for n in arguments.only.split(",") if n not in all_jobs()]:
-        parser.error(f"unknown jobs {unknown}; choose from {list(all_jobs())}")
+    if unknown := [n for n in arguments.only.split(",") if n not in ALL_JOBS]:
+        parser.error(f"unknown jobs {unknown}; choose from {list(ALL_JOBS)}")
     # A name that no skip reason can contain would require nothing.
     known = [*backend_names(), *OPTIONAL_PACKAGES]
     if unknown := [n for n in arguments.require.split(",") if arguments.require and n not in known]:
@@ -215,9 +212,9 @@ def main() -> None:
     failed = []
     for name in names:
         start = time.time()
-        commands = all_jobs()[name]
-        runner = run_tests if name.startswith(TESTS) else run_sanitizers if name == SANITIZE else run_benchmark
-        outcome = runner(commands)
+        commands = ALL_JOBS[name]
+        run_job = run_tests if name.startswith(TESTS) else run_sanitizers if name == SANITIZE else run_benchmark
+        outcome = run_job(commands)
         for line in outcome.summary:
             print(line)
         missed = [r for r in required if name == TESTS and any(r in skip for skip in outcome.data["skips"])]

@@ -3,6 +3,7 @@ complete."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import pkgutil
 import re
@@ -18,6 +19,7 @@ from graphrt.cli.main import app
 from graphrt.engine.handle import RequestFault
 from graphrt.engine.traffic import read_trace
 from graphrt.kernels.types import FaultCode
+from scripts import gpu_check
 
 ROOT = Path(__file__).resolve().parent.parent
 TROUBLESHOOTING = (ROOT / "docs" / "troubleshooting.md").read_text()
@@ -91,23 +93,29 @@ COMMAND = re.compile(r"\bgraphrt ((?:bench )?(?:env|generate|decode|serve|captur
 SCRIPT = re.compile(r"\bpython (?:-m scripts\.|scripts/)(\w+)(?:\.py)?([^`|#\n]*)")
 
 
-def test_commands_of_all_pages_name_options_that_exist() -> None:
+def test_commands_of_all_pages_and_jobs_name_options_that_exist() -> None:
     """In blocks and in the text, where a command may be continued on the next line."""
     checked = set()
-    for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
-        page = re.sub(r"`[^`\n]+\n[^`\n]+`", lambda code: code[0].replace("\n", " "), path.read_text())
+    pages = {path.name: path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))}
+    jobs = itertools.chain.from_iterable(gpu_check.ALL_JOBS.values())
+    pages["gpu_check.py"] = "\n".join(" ".join(job).replace(gpu_check.PYTHON, "python") for job in jobs)
+    of_ranks = (ROOT / "scripts" / "rigs" / "ranks.py").read_text()
+    for file, text in pages.items():
+        page = re.sub(r"`[^`\n]+\n[^`\n]+`", lambda code: code[0].replace("\n", " "), text)
         for name, rest in COMMAND.findall(page):
             command: Any = get_command(app)
             for word in name.split():
                 command = command.commands[word]
             known = {option for parameter in command.params for option in parameter.opts}
-            assert set(re.findall(r"--[\w-]+", rest)) <= known, (path.name, name, rest)
+            assert set(re.findall(r"--[\w-]+", rest)) <= known, (file, name, rest)
             checked.add(name)
         for name, rest in SCRIPT.findall(page):
             source = (ROOT / "scripts" / f"{name}.py").read_text()
-            assert [o for o in re.findall(r"--[\w-]+", rest) if f'"{o}"' not in source] == [], (path.name, name, rest)
+            source += of_ranks if "make_ranks_parser" in source else ""
+            assert [o for o in re.findall(r"--[\w-]+", rest) if f'"{o}"' not in source] == [], (file, name, rest)
             checked.add(name)
     assert checked >= {"env", "generate", "bench decode", "bench serve", "capture", "replay", "plan", "gpu_check"}
+    assert checked >= {"bench_all_reduce", "bench_context_parallel", "bench_transformers"}
 
 
 SGLANG = """
