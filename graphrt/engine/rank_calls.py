@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import io
 import pickle
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
@@ -50,6 +51,8 @@ class RankCalls:
         # Rank 0 may close a manager that the other ranks did not follow. Its messages must not reach the next one.
         ranks.managers += 1
         self._number = ranks.managers
+        self._end_watch = ranks.watch()
+        weakref.finalize(self, self._end_watch)
 
     @classmethod
     def connect(cls, group: dist.ProcessGroup, config: RuntimeConfig, program: StepProgram, manager: Any) -> RankCalls:
@@ -89,6 +92,7 @@ class RankCalls:
 
     def close(self) -> None:
         """On rank 0, let the other ranks return from `follow`. Does nothing if a rank has failed."""
+        self._end_watch()  # from now on, the processes of other ranks may end
         with contextlib.suppress(RankError):
             if not self.ranks.rank:
                 self.ranks.send(pickle.dumps((self._number, _CLOSE, None)))
@@ -108,6 +112,7 @@ class RankCalls:
                 if number != self._number:
                     continue
                 if kind == _CLOSE:
+                    self._end_watch()
                     return
                 if kind == _CALL:
                     function, arguments = _Unpickler(io.BytesIO(content), self._parts).load()

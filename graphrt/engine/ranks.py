@@ -2,7 +2,8 @@
 
 Ranks share a block of memory. Every wait for another rank polls, and checks in between whether a rank has failed: its
 process has ended, it has reported an error, or it has not arrived at a collective or queued a launch in time. The host
-also polls while it waits for a GPU, because a kernel may wait for another rank.
+also polls while it waits for a GPU, because a kernel may wait for another rank. A thread checks too: some calls of the
+driver, such as loading a kernel, wait for running kernels.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ HANG_SECONDS = 8.0
 """How long a rank may be late at a collective of a step or at a launch, or may stop inside a collective."""
 
 _CHECK_SECONDS = 0.05
+_THREAD_CHECK_SECONDS = 0.5
 _SPIN_SECONDS = {False: 0.0005, True: 0.02}  # without and with GPUs. With a GPU, a rank has cores of its own
 _SLEEP_SECONDS = 0.0001
 _EXIT_SECONDS = 2.0  # from the end of a connection to the end of its process
@@ -85,12 +87,13 @@ class Ranks:
         counters = words[:, _COUNTER]
         counters[1] = np.iinfo(np.int64).max
         self._ring = SharedRing(counters, ring, self.rank or None, self._until)
-        self._ended, self._rank_of_fd = select.poll(), dict[int, int]()
+        self._ended, self._rank_of_fd = select.epoll(), dict[int, int]()  # threads may poll it together
+        self._reporting = threading.Lock()
         for rank, pid in enumerate(pids):
             if rank != self.rank:
                 descriptor = os.pidfd_open(pid)
                 self._rank_of_fd[descriptor] = rank
-                self._ended.register(descriptor, select.POLLIN)
+                self._ended.register(descriptor, select.EPOLLIN)
         collectives.waits[group.group_name] = self._wait_for_collective
         if self.on_cuda:
             device_wait.watch = self
@@ -155,6 +158,18 @@ class Ranks:
         finally:
             self._hang_seconds = HANG_SECONDS
 
+    def watch(self) -> Callable[[], None]:
+        """Check for failed ranks in a thread, until the returned function is called. After a failure, kernels that wait
+        for other ranks end."""
+        ended = threading.Event()
+        threading.Thread(target=self._watch, args=(ended,), name="graphrt.ranks", daemon=True).start()
+        return ended.set
+
+    def _watch(self, ended: threading.Event) -> None:
+        with contextlib.suppress(RankError):  # the next call that waits raises it
+            while not ended.wait(_THREAD_CHECK_SECONDS):
+                self.check()
+
     def arrive(self) -> None:
         """Count a collective or a launch of this rank, so that other ranks can detect that it is late."""
         self._lines[self.rank, _ARRIVALS] += 1
@@ -189,9 +204,24 @@ class Ranks:
             raise
 
     def fail(self, error: BaseException) -> None:
-        """Report an error of this rank to the others."""
-        if not isinstance(error, RankError):
-            self._report(self.rank, f"rank {self.rank} failed with {type(error).__name__}: {error}")
+        """Report an error of this rank to the others.
+
+        Raises: RankError: if another rank has failed, which is then the cause: collectives raise after their abort.
+        """
+        if isinstance(error, RankError):
+            return
+        if isinstance(error, dist.DistBackendError):
+            self._wait_for_cause()
+        if self._has_failed and self._lines[self.rank, _CULPRIT] != self.rank and isinstance(error, Exception):
+            self.check()
+        self._report(self.rank, f"rank {self.rank} failed with {type(error).__name__}: {error}")
+
+    def _wait_for_cause(self) -> None:
+        """Wait until the process has ended whose connection has ended. Raises: RankError: when it has."""
+        deadline = time.monotonic() + _EXIT_SECONDS
+        while time.monotonic() < deadline:
+            self.check()
+            time.sleep(_SLEEP_SECONDS)
 
     def check(self) -> None:
         """Raise RankError if another rank has failed or ended."""
@@ -214,18 +244,19 @@ class Ranks:
         return bool(self._lines[self.rank, _FAILED])
 
     def _report(self, culprit: int, text: str) -> None:
-        if not self._has_failed:
+        with self._reporting:
+            if self._has_failed:
+                return
             data = text.encode()[:_TEXT_BYTES]
             self._texts[self.rank, : len(data)] = np.frombuffer(data, np.uint8)
             self._lines[self.rank, _CULPRIT] = culprit
             self._lines[self.rank, _FAILED] = 1
-            if self.on_cuda:  # stops kernels that wait for other ranks. `abort` returns after graphs are freed
-                for group in (self.group, *self._subgroups.values()):
-                    nccl = group._get_backend(torch.device("cuda"))
-                    threading.Thread(target=nccl.abort, daemon=True).start()
-                    buffer, missing = symmetric_buffers.get(group.group_name), culprit % group.size()
-                    if buffer is not None:  # in a thread of its own, because this one may capture
-                        threading.Thread(target=buffer.abort, args=(missing,), daemon=True).start()
+        for group in (self.group, *self._subgroups.values()):  # stop kernels that wait for other ranks
+            if (buffer := symmetric_buffers.get(group.group_name)) is not None:
+                buffer.abort(culprit % group.size())
+            if self.on_cuda:
+                nccl = group._get_backend(torch.device("cuda"))
+                threading.Thread(target=nccl.abort, daemon=True).start()  # it returns after graphs are freed
 
     def _until(self, done: Callable[[], bool], hang_seconds: float = float("inf"), stops: bool = True) -> None:
         """Wait for a condition. Raises RankError if a rank fails, or is late by `hang_seconds`.
@@ -265,10 +296,7 @@ class Ranks:
         except RankError:
             raise
         except RuntimeError as error:  # of the backend: a connection has ended, and its process ends soon
-            deadline = time.monotonic() + _EXIT_SECONDS
-            while time.monotonic() < deadline:
-                self.check()
-                time.sleep(_SLEEP_SECONDS)
+            self._wait_for_cause()
             raise self._failure(self.rank, f"a collective of rank {self.rank} failed: {error}") from error
 
     def _shared_memory(self) -> tuple[mmap.mmap, list[int]]:

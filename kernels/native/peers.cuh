@@ -20,6 +20,12 @@ __device__ __forceinline__ int4 load_arriving(const int4 *at) {
 __device__ __forceinline__ void store_not_arrived(int4 *at) {
   asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %1, %1, %1};\n" ::"l"(at), "r"(NOT_ARRIVED) : "memory");
 }
+// Load a word of pinned host memory that the host stores concurrently.
+__device__ __forceinline__ int load_host(const int *at) {
+  int r;
+  asm volatile("ld.relaxed.sys.global.s32 %0, [%1];\n" : "=r"(r) : "l"(at) : "memory");
+  return r;
+}
 // Nanoseconds of a clock that all kernels of this GPU share.
 __device__ __forceinline__ i64 global_time() {
   i64 r;

@@ -12,9 +12,9 @@
 // of its stream have finished, so B has finished call n. B has thus read and reset the words of call n, which were in
 // the same half. A cannot be further ahead, because it starts call n + 3 only after it received B's words of call n + 2.
 //
-// A rank that has waited for `limit_ms` stores the number of a missing rank in `fault`. The host may store it earlier.
-// While `fault` is set, calls do not wait, and words that have not arrived are read as NaN. The buffers of all ranks must
-// then be reset.
+// A rank that has waited for `limit_ms` stores the number of a missing rank in `fault`. The host may name it earlier, in
+// its own memory, because the driver may wait for this kernel before it copies anything. While `fault` is set, calls do
+// not wait, and words that have not arrived are read as NaN. The buffers of all ranks must then be reset.
 //
 // Compile-time macros: RANKS, WARPS, PARAMS_BYTES, Q_BF16 (else float16)
 
@@ -23,6 +23,8 @@
 
 #define THREADS (32 * WARPS)
 #define OTHER_NANS 0x7fff7fffu  // sent instead of NOT_ARRIVED
+#define POLLS_PER_CHECK 64
+#define POLLS_PER_HOST_CHECK 4096  // a few milliseconds; a load from host memory takes longer than a poll
 
 // In this GPU's memory. The last block to load `calls` counts the call.
 struct State {
@@ -30,6 +32,7 @@ struct State {
   int blocks_started;
   int fault;  // 0, or 1 + a rank whose words have not arrived in time
   int limit_ms;
+  const int *named_by_host;  // pinned host memory; like `fault`
 };
 // The first parameters of every kernel.
 struct Exchange {
@@ -82,9 +85,11 @@ __device__ __forceinline__ void receive(const Exchange &p, bool live, Unit (&uni
       for (int r = 0; r < RANKS; ++r)
         if (!has_arrived(units[r])) missing = r;
       if (missing < 0 || failed) break;
-      if (polls % 64 == 0) {
+      if (polls % POLLS_PER_CHECK == 0) {
         failed = *const_cast<volatile int *>(&p.state->fault) != 0;
         if (!failed && global_time() - start > p.state->limit_ms * 1000000ll) p.state->fault = 1 + missing;
+        if (!failed && polls % POLLS_PER_HOST_CHECK == 0)
+          if (const int named = load_host(p.state->named_by_host)) p.state->fault = named;
       }
     }
 #pragma unroll

@@ -27,7 +27,7 @@ MAX_RANKS, MAX_WIDTH = 8, 8192
 MAX_BYTES = 2 << 20
 """Most bytes that a rank sends in a call: 256 tokens of 4096 values of 16 bits."""
 
-_STATE_WORDS, _FAULT, _LIMIT_MS = 4, 2, 3  # of `State` in native/all_reduce.cu
+_STATE_WORDS, _FAULT, _LIMIT_MS, _NAMED_BY_HOST = 6, 2, 3, slice(4, 6)  # of `State` in native/symmetric_buffer.cuh
 _SUM, _NORM, _GATHER = range(3)
 
 
@@ -41,7 +41,7 @@ class AllReduceCall:
     gain       [width]          of the norm
     out        [tokens, width]  the norm, or the sum; of records: [ranks, records, 2]  int32
     buffer     [2, ranks, capacity, 4]  int32  written by all ranks
-    state      [4]              int32
+    state      [6]              int32
     addresses  of the buffers of all ranks
     """
 
@@ -134,15 +134,15 @@ class SymmetricBuffer:
     the number of the call is in device memory.
 
     memory     [2, ranks, capacity, 4]  int32  all words are -1, except those that have arrived for the next call
-    state      [4]                      int32  `State` of native/all_reduce.cu
-    faults     [ranks]                  int32  pinned host memory; the fault of each missing rank
+    state      [6]                      int32  `State` of native/symmetric_buffer.cuh
+    missing    [1]                      int32  pinned host memory; 0, or 1 + the rank of `abort`
     addresses  of `memory` of each rank, in this process
     rank       of this process
     """
 
     memory: torch.Tensor
     state: torch.Tensor
-    faults: torch.Tensor
+    missing: torch.Tensor
     addresses: list[int]
     rank: int
 
@@ -151,9 +151,10 @@ class SymmetricBuffer:
         """Return the buffer in memory of `buffer_words` words, and clear it. No rank may use it before all ranks have
         cleared theirs."""
         ranks = len(addresses)
-        faults = torch.arange(1, 1 + ranks, dtype=torch.int32, device="cpu")
+        missing = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=words.is_cuda)
         memory = words[:-_STATE_WORDS].view(2, ranks, -1, UNIT_BYTES // 4)
-        buffer = cls(memory, words[-_STATE_WORDS:], faults.pin_memory() if words.is_cuda else faults, addresses, rank)
+        buffer = cls(memory, words[-_STATE_WORDS:], missing, addresses, rank)
+        buffer.state[_NAMED_BY_HOST].view(torch.int64).fill_(missing.data_ptr())
         buffer.wait_at_most(600)
         buffer.clear()
         return buffer
@@ -180,6 +181,7 @@ class SymmetricBuffer:
 
     def clear(self) -> None:
         """Forget all calls, missing ranks, and words that have arrived."""
+        self.missing.zero_()
         self.memory.fill_(-1)
         self.state[:_LIMIT_MS].zero_()
 
@@ -189,9 +191,9 @@ class SymmetricBuffer:
         self.state[_LIMIT_MS] = round(1000 * seconds)
 
     def abort(self, rank: int) -> None:
-        """Stop running and later calls from waiting, as if `rank` were missing. Does not wait for any stream."""
-        with torch.cuda.stream(torch.cuda.Stream(self.state.device)):  # a copy needs no multiprocessor
-            self.state[_FAULT].copy_(self.faults[rank], non_blocking=True)
+        """Stop running and later calls from waiting, as if `rank` were missing. Calls no function of the driver. Kernels
+        notice it within milliseconds."""
+        self.missing[0] = 1 + rank
 
     def reset(self, group: dist.ProcessGroup) -> None:
         """Clear the buffers of all ranks, for example after aborted launches. A collective call on the host."""
@@ -206,7 +208,7 @@ class SymmetricBuffer:
 
         Once a rank is missing, results are NaN and calls no longer wait, until `reset`.
         """
-        fault = int(self.state[_FAULT])
+        fault = int(self.state[_FAULT]) or int(self.missing)
         return fault - 1 if fault else None
 
     def fits(self, *tensors: torch.Tensor) -> bool:

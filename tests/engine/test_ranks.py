@@ -31,6 +31,7 @@ from graphrt.engine.shared_ring import SharedRing
 from graphrt.generate.generator import TextGenerator
 from graphrt.kernels.errors import ConfigError, RankError, ReplayError, UnsupportedError
 from graphrt.kernels.library import interpreted
+from graphrt.kernels.ops.all_reduce import SymmetricBuffer, buffer_words, symmetric_buffers
 from graphrt.kernels.ops.collectives import VocabShards, vocab_part
 from graphrt.kernels.ops.sampling import LogitBias, TokenMask, Truncation, sample
 from graphrt.kernels.ops.sampling_reference import unpacked_bits
@@ -289,10 +290,31 @@ class Faulty(torch.nn.Module):
         return logits
 
 
+class EventOfGpu:
+    """An event of a launch whose kernels do not end once a rank has failed."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+
+    def query(self) -> bool:
+        return not self.ranks._has_failed
+
+
+def launch_as_on_gpus(group: dist.ProcessGroup) -> None:
+    device_wait.watch, event = Ranks.of(group), EventOfGpu(Ranks.of(group))
+
+    def end(slot: StagingSlot, stream: None) -> None:
+        slot._event, slot._running = event, object()
+
+    StagingSlot.end = end
+
+
 def fail(group: dist.ProcessGroup, act: str, rank: int, call: int) -> None:
     device, backend = device_of(group), None  # on a GPU, ranks compile kernels for different times
     if device.type == "cpu":
         ranks_module.HANG_SECONDS, backend = 0.5, "torch_reference"
+        if act == "raise":
+            launch_as_on_gpus(group)
     missing = act == "loading" and group.rank() == rank
     model = load_model("./nowhere" if missing else TINY, device=device, dtype=torch.float32, group=group).model
     changed = act == "config" and group.rank() == rank
@@ -374,6 +396,42 @@ def test_failure_ends_the_wait_for_a_gpu(tmp_path: Path, act: str, text: str) ->
     first, _ = run_ranks(tmp_path, wait_for_gpu, act)
     assert isinstance(first.error, RankError)
     assert text in str(first.error)
+
+
+def end_in_the_driver(group: dist.ProcessGroup) -> None:
+    """Rank 0 is in a call that does not return before the collectives are aborted, which then raise."""
+    ranks = Ranks.of(group)
+    buffer = SymmetricBuffer.of_words(torch.empty(buffer_words(2, 16), dtype=torch.int32, device="cpu"), [0, 0], 0)
+    symmetric_buffers[group.group_name] = buffer
+    ended = ranks.watch()
+    if group.rank():
+        os.kill(os.getpid(), signal.SIGKILL)
+    with ranks.reporting():
+        start = time.monotonic()
+        while buffer.missing_rank() is None and time.monotonic() - start < 8:
+            time.sleep(0.01)
+        assert buffer.missing_rank() == 1
+        ended()
+        raise RuntimeError("communicator was aborted")
+
+
+def fail_in_a_collective(group: dist.ProcessGroup) -> None:
+    ranks = Ranks.of(group)
+    if group.rank():
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    with ranks.reporting():
+        raise dist.DistBackendError("remote process exited")
+
+
+@pytest.mark.parametrize("call", [end_in_the_driver, fail_in_a_collective])
+def test_errors_of_collectives_name_the_rank_that_has_ended(
+    tmp_path: Path, call: Callable[[dist.ProcessGroup], None]
+) -> None:
+    first, _ = run_ranks(tmp_path, call)
+    assert isinstance(first.error, RankError)
+    assert first.error.rank == 1
+    assert "the process of rank 1 has ended" in str(first.error)
 
 
 def capture_slowly(group: dist.ProcessGroup) -> list[int | None]:

@@ -182,6 +182,22 @@ def test_a_rank_that_makes_no_call_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @needs_compiler
+def test_abort_ends_a_call_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulated = Emulated(2, 32, monkeypatch)
+    emulated.queues.rank, first = 0, emulated.buffers[0]
+    first.wait_at_most(600)
+    outs = [first.sum(torch.ones(1, 256, dtype=BF16, device="cpu")) for _ in range(2)]
+    first.abort(1)
+    assert int(first.state[2]) == 0, "the host does not write the memory of the GPU"
+    emulated.queues.run(0)
+    assert int(first.state[2]) == 2
+    assert first.missing_rank() == 1
+    assert all(out.isnan().all() for out in outs)
+    first.clear()
+    assert first.missing_rank() is None
+
+
+@needs_compiler
 def test_operators_of_a_group_use_its_symmetric_buffer(rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks, tokens, width, depth = 3, 3, 256, 64
     emulated = Emulated(ranks, tokens * width // 8, monkeypatch)

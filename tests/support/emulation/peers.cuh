@@ -46,6 +46,7 @@ inline void store_not_arrived(int4 *at) {
   if (running_launch->resets_late) running_launch->resets.push_back(at);
   else reset(at);
 }
+inline int load_host(const int *at) { return *at; }
 inline i64 global_time() { return clock_ns; }
 inline void deliver_words(size_t count) {
   for (; count > 0; --count, ++progress) {
