@@ -14,6 +14,7 @@ ahead of the device.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,7 +28,7 @@ from graphrt.engine.handle import Launch
 from graphrt.engine.lifecycle import Exclusive, State, wrong_state
 from graphrt.engine.request_tables import MaskWords, RequestValues, TableUpdates
 from graphrt.kernels.checks import check_bool, check_instance, check_int, check_ints
-from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, ShapeError
+from graphrt.kernels.errors import CapacityError, CaptureError, ConfigError, RankError, ShapeError
 from graphrt.kernels.metadata.buffers import StaticBuffers
 from graphrt.runtime import Runtime, check_decoder
 from graphrt.sampling_params import SamplingParams
@@ -377,9 +378,10 @@ class DecodeSession:
         with self._exclusive:
             self._closed = True
             try:
-                if self.table.flag.changing:
-                    self._manager.queue.synchronize()  # a launch that was interrupted may not be in `launches`
-                self.launches.wait()
+                with contextlib.suppress(RankError):  # no rank can use the pages: the runtime must be closed
+                    if self.table.flag.changing:
+                        self._manager.queue.synchronize()  # a launch that was interrupted may not be in `launches`
+                    self.launches.wait()
             finally:
                 self._ledger.close()
                 self._dropped.detach()
