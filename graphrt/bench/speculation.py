@@ -39,7 +39,8 @@ class SpeculationResult:
     accepted_ms         all drafts are accepted
     rejected_ms         no draft is accepted
     accepted_per_step   tokens per step where all drafts are accepted
-    plain_host_us       host microseconds of one `DecodeSession.run` call, without drafts
+    plain_host_us       host microseconds of a `DecodeSession.run` call that need not wait for earlier launches, without
+                        drafts
     host_us             the same with drafts
     """
 
@@ -159,10 +160,11 @@ def _measure(
 
             def run() -> float:
                 before, start = sum(len(r.tokens) for r in requests), time.perf_counter()
-                for at in range(0, steps, config.launch_steps):
+                for launch, at in enumerate(range(0, steps, config.launch_steps)):
                     before_run = time.perf_counter()
                     session.run(min(config.launch_steps, steps - at))
-                    hosts.append(time.perf_counter() - before_run)
+                    if launch < config.most_in_flight:
+                        hosts.append(time.perf_counter() - before_run)
                 session.collect(wait=True)
                 return (time.perf_counter() - start) * batch / (sum(len(r.tokens) for r in requests) - before)
 
