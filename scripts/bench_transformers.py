@@ -5,8 +5,9 @@
     python -m scripts.bench_transformers --shape smollm2-135m --device cpu --batches 1 --steps 2 --no-baseline
 
 Milliseconds per step, medians over rounds: `own` is graphrt's model, `fused` and `plain` are the modules of
-transformers with `fuse=True` and `fuse=False`, and `dynamic` and `static` are transformers' own decoding, without and
-with `torch.compile`. The last line of standard output is one JSON object.
+transformers with `fuse=True` and `fuse=False`. The others are transformers' own decoding: `dynamic` and `static` with
+these caches, `static` also with `torch.compile`, and `continuous` by `generate_batch` with `attn_implementation="sdpa"`.
+The last line of standard output is one JSON object.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import time
 from collections import Counter
 from dataclasses import replace
 from statistics import median
@@ -33,6 +35,7 @@ from graphrt.models.loading import load_model
 from graphrt.sampling_params import SamplingParams
 
 _PAGE = 16
+_CONTINUOUS = 8, 40  # new tokens of the two runs whose difference is timed
 
 
 def time_hosted(
@@ -49,6 +52,27 @@ def time_hosted(
         ms = {batch: 1e3 * median(loop.step_seconds(steps)) for batch, loop in loops.items()}
         nodes = max(graph.nodes for graph in runtime.stats().graphs)
         return {"ms": ms, "nodes": nodes, "fused": dict(Counter(runtime.fused.values()))}
+
+
+def time_continuous(config: ModelConfig, device: torch.device, batch: int, context: int) -> float:
+    """Return the milliseconds per step of transformers' continuous batching, without the prompts."""
+    from transformers import GenerationConfig
+
+    model = build_model(hf_config(config).to_dict(), device, torch.bfloat16)
+    prompts = torch.randint(1, config.vocab_size, (batch, context)).tolist()
+
+    def seconds(new_tokens: int) -> float:
+        length = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
+        options = GenerationConfig(**length, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        start = time.perf_counter()
+        found = model.generate_batch(prompts, options, progress_bar=False)
+        if {len(output.generated_tokens) for output in found.values()} != {new_tokens} or len(found) != batch:
+            raise RuntimeError(f"generate_batch: expected {batch} outputs of {new_tokens} tokens")
+        return time.perf_counter() - start
+
+    short, long = _CONTINUOUS
+    seconds(short)  # compiles and captures
+    return 1e3 * median(seconds(long) - seconds(short) for _ in range(3)) / (long - short)
 
 
 def main() -> None:
@@ -81,6 +105,8 @@ def main() -> None:
         dtype = torch.bfloat16
         for cell in time_transformers(config, batches=batches, context=context, device=device, dtype=dtype):
             found.setdefault("dynamic" if cell.way == DYNAMIC else "static", {})[cell.batch] = cell.ms
+        for batch in batches:
+            found.setdefault("continuous", {})[batch] = time_continuous(config, device, batch, context)
     for batch in batches:
         print(f"batch {batch}: " + ", ".join(f"{way} {ms[batch]} ms" for way, ms in found.items() if batch in ms))
     record = {"name": "transformers", "shape": arguments.shape, "context": context, "nodes": details, "ms": found}
