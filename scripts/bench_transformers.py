@@ -6,8 +6,8 @@
 
 Milliseconds per step, medians over rounds: `own` is graphrt's model, `fused` and `plain` are the modules of
 transformers with `fuse=True` and `fuse=False`. The others are transformers' own decoding: `dynamic` and `static` with
-these caches, `static` also with `torch.compile`, and `continuous` by `generate_batch` with `attn_implementation="sdpa"`.
-The last line of standard output is one JSON object.
+these caches, `static` also with `torch.compile`, and `continuous` by `generate_batch` with "sdpa" attention. The last
+line of standard output is one JSON object.
 """
 
 from __future__ import annotations

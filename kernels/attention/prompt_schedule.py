@@ -68,7 +68,8 @@ def _q_tiles_beyond(
         return tl.where(seq_len > end, num_q_tiles, 0)
 
 
-@triton.jit
+# One variant for all batches: hosts that do not capture this kernel would compile one in a step.
+@triton.jit(do_not_specialize=["num_reqs", "num_tokens"], do_not_specialize_on_alignment=["lens_ptr", "starts_ptr"])
 def prompt_schedule_kernel(
     lens_ptr,  # seq_lens [num_reqs], or kv_start_loc [num_reqs + 1]
     starts_ptr,  # query_start_loc [num_reqs + 1]
@@ -258,7 +259,7 @@ def compile_variants() -> list[CompileSpec]:
         specs.append(
             CompileSpec(
                 f"prompt_schedule_{name}", prompt_schedule_kernel, {}, _constexprs(plan, packed), _NUM_WARPS, 1,
-                divisible=("*_ptr",),
+                divisible=("schedule_ptr",),
             )
         )  # fmt: skip
     return specs

@@ -191,8 +191,8 @@ class SymmetricBuffer:
         self.state[_LIMIT_MS] = round(1000 * seconds)
 
     def abort(self, rank: int) -> None:
-        """Stop running and later calls from waiting, as if `rank` were missing. Calls no function of the driver. Kernels
-        notice it within milliseconds."""
+        """Stop running and later calls from waiting, as if `rank` were missing. Does not use the driver. Kernels notice
+        it within milliseconds."""
         self.missing[0] = 1 + rank
 
     def reset(self, group: dist.ProcessGroup) -> None:

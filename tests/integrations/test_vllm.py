@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -19,6 +22,8 @@ import graphrt
 from graphrt.backends.triton import kernels_on
 from graphrt.integrations import vllm as plugin
 from graphrt.kernels.attention.options import AttentionOptions
+from graphrt.kernels.compile_ahead import compiled, counting_compilations
+from graphrt.kernels.native import nvrtc
 from tests.support.attention_cases import (
     BF16,
     E4M3,
@@ -264,6 +269,35 @@ def test_layers_that_follow_the_construction_have_schedules(backend: Any) -> Non
             metadata = metadata or group.builder.build(0, common_of(problem))
         Group(layer, group.builder).run(problem, in_vllms_layout(backend, problem), metadata)
         assert_accurate(problem, problem.out)
+
+
+def test_no_kernel_is_compiled_after_the_first_step(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(STANDIN.parents[2]), "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "tests.support.ahead_vllm"]
+    done = subprocess.run(command, cwd=STANDIN.parents[2], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    assert found["late"] == []
+    assert found["launched"] == 0
+    assert found["ahead"] > 10
+    assert found["ran"] > 4 * 2 * 39
+
+
+@pytest.mark.gpu
+def test_the_first_step_loads_the_kernels_of_all_steps(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, loaded = torch.device("cuda"), list[str]()
+    monkeypatch.setattr(nvrtc, "load_hooks", [*nvrtc.load_hooks, loaded.append])
+    group = Group.of(backend, CASES[0], device=cuda)
+    with counting_compilations():
+        group.builder.build(0, common_of(problem_of(CASES[0], device=cuda)))
+        before = len(loaded), len(compiled)
+        for reqs in (RAGGED[:1], MIXED, MIXED[1:], RAGGED[1:4], ((33, 20),), (*PADDED[:7], (40, 12))):
+            problem = problem_of(replace(CASES[0], reqs=reqs), device=cuda)
+            metadata = group.builder.build(0, common_of(problem))
+            group.run(problem, in_vllms_layout(backend, problem), metadata)
+            assert_accurate(problem, problem.out.cpu())
+        assert (len(loaded), len(compiled)) == before
 
 
 def test_query_lens_that_are_late_on_the_host_are_not_read(backend: Any) -> None:

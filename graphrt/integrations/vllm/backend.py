@@ -27,11 +27,12 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
-from graphrt.integrations.vllm.schedules import GroupSchedules, LayerKind, StepShape
+from graphrt.integrations.vllm.schedules import GroupSchedules, LayerInputs, LayerKind, StepShape
 from graphrt.kernels.attention.arguments import MAX_HEAD_DIM
 from graphrt.kernels.attention.native import NATIVE_PAGE_MULTIPLE
 from graphrt.kernels.attention.options import AttentionOptions
 from graphrt.kernels.attention.plan_shape import MAX_QUERY_LEN
+from graphrt.kernels.compile_ahead import compiling_ahead
 from graphrt.kernels.errors import UnsupportedError
 from graphrt.kernels.native.nvrtc import nvrtc_fault
 
@@ -177,14 +178,22 @@ class GraphrtMetadataBuilder(AttentionMetadataBuilder[GraphrtMetadata]):  # type
         layers = get_layers_from_vllm_config(config, AttentionLayerBase, self.layer_names)
         # Drafters append tokens to a full batch.
         tokens = scheduler.max_num_batched_tokens + scheduler.max_num_seqs * self.reorder_batch_threshold
-        return GroupSchedules(
+        dtype, page_size = config.model_config.dtype, self.kv_cache_spec.block_size
+        schedules = GroupSchedules(
             [layer.impl.kind for layer in layers.values()],
-            config.model_config.dtype,
-            self.kv_cache_spec.block_size,
+            dtype,
+            page_size,
             self.device,
             max_num_tokens=max(tokens, config.compilation_config.max_cudagraph_capture_size or 0),
             max_query_len=self.reorder_batch_threshold,
         )
+        if self.device.type == "cuda":
+            with compiling_ahead(self.device):
+                inputs = {
+                    layer.impl.kind: layer.impl.empty_inputs(layer, page_size, dtype) for layer in layers.values()
+                }
+                schedules.compile_ahead(inputs, scheduler.max_num_seqs)
+        return schedules
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -322,11 +331,8 @@ class GraphrtImpl(AttentionImpl[GraphrtMetadata]):  # type: ignore[misc]
         """
         if attn_metadata is None:
             return output.fill_(0)
-        options, num_tokens = self._options, attn_metadata.num_actual_tokens
-        k_cache, v_cache = self._keys_and_values(kv_cache)
-        if fp8 := self.kind.kv_dtype:
-            k_cache, v_cache = k_cache.view(fp8), v_cache.view(fp8)
-            options = replace(options, k_scale=layer._k_scale.view(1), v_scale=layer._v_scale.view(1))
+        num_tokens = attn_metadata.num_actual_tokens
+        k_cache, v_cache, options = self._inputs(layer, kv_cache)
         attn_metadata.schedules.attend(
             self.kind,
             attn_metadata.shape,
@@ -349,6 +355,20 @@ class GraphrtImpl(AttentionImpl[GraphrtMetadata]):  # type: ignore[misc]
         reshape_and_cache_flash(
             key, value, k_cache, v_cache, slot_mapping, self.kv_cache_dtype, layer._k_scale, layer._v_scale
         )
+
+    def empty_inputs(self, layer: Any, page_size: int, dtype: torch.dtype) -> LayerInputs:
+        """Return the inputs of the layer with a KV cache of one page."""
+        shape = GraphrtBackend.get_kv_cache_shape(1, page_size, self.num_kv_heads, self.head_size)
+        stored = dtype if self.kind.kv_dtype is None else torch.uint8
+        return self._inputs(layer, torch.empty(shape, dtype=stored, device=layer._k_scale.device))
+
+    def _inputs(self, layer: Any, kv_cache: torch.Tensor) -> LayerInputs:
+        k_cache, v_cache = self._keys_and_values(kv_cache)
+        fp8 = self.kind.kv_dtype
+        if fp8 is None:
+            return LayerInputs(k_cache, v_cache, self._options)
+        options = replace(self._options, k_scale=layer._k_scale.view(1), v_scale=layer._v_scale.view(1))
+        return LayerInputs(k_cache.view(fp8), v_cache.view(fp8), options)
 
     def _keys_and_values(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K and V as [num_blocks, block_size, num_kv_heads, head_size]."""

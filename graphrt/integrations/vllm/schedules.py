@@ -10,7 +10,7 @@ The buffers have fixed addresses, so that full CUDA graphs of all sizes read wha
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -64,6 +64,14 @@ class StepShape(NamedTuple):
         return self.num_decodes, self.query_len, self.num_decodes * self.query_len or self.num_tokens
 
 
+class LayerInputs(NamedTuple):
+    """The KV cache and the options of a layer; see `paged_attention`."""
+
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    options: AttentionOptions
+
+
 class GroupSchedules:
     """Work lists, prompt schedules and the workspace of a group of layers.
 
@@ -93,7 +101,8 @@ class GroupSchedules:
         self._plan = lru_cache(_MOST_PLANS)(self._make_plan)
         self._prompt_plan = lru_cache(_MOST_PLANS)(self._make_prompt_plan)
         sizes = [(max_num_tokens, 0, max_num_tokens)]
-        for query_len in range(1, min(max_query_len, MAX_QUERY_LEN) + 1):
+        self._max_query_len = min(max_query_len, MAX_QUERY_LEN)
+        for query_len in range(1, self._max_query_len + 1):
             largest = max(max_num_tokens // query_len, 1)
             powers = [1 << bit for bit in range(largest.bit_length())]
             sizes += [(reqs, query_len, reqs * query_len) for reqs in (*powers, largest)]
@@ -165,6 +174,42 @@ class GroupSchedules:
                 self._prompt_schedules[of_prompts],
             )
             prompt_attention(q, k_cache, v_cache, out, plan, schedule, options, block_table=block_table[decodes:])
+
+    def compile_ahead(self, layers: Mapping[LayerKind, LayerInputs], max_num_reqs: int) -> None:
+        """Launch the kernels of every number of decodes, and of prompts, in a `compiling_ahead` block.
+
+        vLLM runs mixed steps outside of graphs, and these have any number of decodes.
+
+        layers   inputs of a layer of each kind, with one page
+        """
+        shapes = [
+            StepShape(reqs, reqs * query_len, reqs, query_len)
+            for query_len in range(1, self._max_query_len + 1)
+            for reqs in range(1, max_num_reqs + 1)
+        ]
+        if self.serves_prompts:
+            shapes.append(StepShape(1, 1, 0, 0))
+        most = max(shape.num_tokens for shape in shapes)
+        device = self._workspace.counters.device
+        lens, starts = _words(max_num_reqs, device), _words(max_num_reqs + 1, device)
+        table = torch.zeros(max_num_reqs, 16, dtype=torch.int32, device=device)
+        for kind, (k_cache, v_cache, options) in layers.items():
+            q = torch.empty(most, kind.num_q_heads, kind.head_dim, dtype=self._dtype, device=device)
+            for shape in shapes:
+                tokens, reqs = q[: shape.num_tokens], shape.num_reqs
+                self.write(shape, lens[:reqs], starts[: reqs + 1])
+                self.attend(
+                    kind,
+                    shape,
+                    tokens,
+                    k_cache,
+                    v_cache,
+                    tokens,
+                    table[:reqs],
+                    lens[:reqs],
+                    starts[: reqs + 1],
+                    options,
+                )
 
     def _make_plan(self, kind: LayerKind, num_reqs: int, query_len: int, num_tokens: int) -> AttentionPlan:
         heads = self._heads(kind)
