@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -78,11 +79,17 @@ def compiling_ahead(device: torch.device) -> Iterator[None]:
     ahead = CompileThreads(threads)
     hash_triton().join()
     token = _active.set(ahead)
+    collects = gc.isenabled()
     try:
+        # Garbage collection may switch threads inside ast.parse, which then fails if another thread parses (Python
+        # 3.11: "AST constructor recursion depth mismatch").
+        gc.disable()
         with triton.AsyncCompileMode(ahead, ignore_errors=True):
             yield
         ahead.wait()
     finally:
+        if collects:
+            gc.enable()
         _active.reset(token)
         threads.shutdown(cancel_futures=True)
 

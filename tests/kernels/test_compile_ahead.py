@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import gc
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -78,6 +81,21 @@ def test_a_kernel_that_does_not_compile_raises_at_its_first_launch_after_the_blo
         launcher((1,), X, 8, BLOCK=24)  # not a power of two
     with pytest.raises(triton.CompilationError, match="power of 2"):
         launcher((1,), X, 8, BLOCK=24)
+
+
+def test_kernels_are_parsed_without_garbage_collection(kernels: FakeTriton, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Python 3.11, threads that parse share a counter. A collection may switch threads inside `ast.parse`."""
+    real, collects = ast.parse, list[bool]()
+
+    def parse(*arguments: Any, **named: Any) -> ast.AST:
+        collects.append(gc.isenabled())
+        return real(*arguments, **named)
+
+    monkeypatch.setattr(ast, "parse", parse)
+    with compiling_ahead(DEVICE):
+        KernelLauncher(kernels.kernel)((1,), X, 8, BLOCK=16)
+    assert set(collects) == {False}
+    assert gc.isenabled()
 
 
 def test_an_error_in_the_block_ends_it(kernels: FakeTriton) -> None:
