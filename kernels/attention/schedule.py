@@ -282,6 +282,8 @@ def _store_fixed_splits(
         "num_partitions",
         "q_tile_overhead",
         "min_q_tile_cost",
+        "splits_at",
+        "zeros_at",
     ]
 )
 def schedule_kernel(

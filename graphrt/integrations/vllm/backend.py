@@ -166,6 +166,7 @@ class GraphrtMetadataBuilder(AttentionMetadataBuilder[GraphrtMetadata]):  # type
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self._late_query_lens = vllm_config.cache_config.kv_sharing_fast_prefill
+        self._is_compiled = device.type != "cuda"
 
     @cached_property
     def _schedules(self) -> GroupSchedules:
@@ -175,31 +176,40 @@ class GraphrtMetadataBuilder(AttentionMetadataBuilder[GraphrtMetadata]):  # type
         memory pool of the KV cache, which loses its contents when vLLM sleeps.
         """
         config, scheduler = self.vllm_config, self.vllm_config.scheduler_config
-        layers = get_layers_from_vllm_config(config, AttentionLayerBase, self.layer_names)
         # Drafters append tokens to a full batch.
         tokens = scheduler.max_num_batched_tokens + scheduler.max_num_seqs * self.reorder_batch_threshold
-        dtype, page_size = config.model_config.dtype, self.kv_cache_spec.block_size
-        schedules = GroupSchedules(
-            [layer.impl.kind for layer in layers.values()],
-            dtype,
-            page_size,
+        return GroupSchedules(
+            [layer.impl.kind for layer in self._layers()],
+            config.model_config.dtype,
+            self.kv_cache_spec.block_size,
             self.device,
             max_num_tokens=max(tokens, config.compilation_config.max_cudagraph_capture_size or 0),
             max_query_len=self.reorder_batch_threshold,
         )
-        if self.device.type == "cuda":
-            with compiling_ahead(self.device):
-                inputs = {
-                    layer.impl.kind: layer.impl.empty_inputs(layer, page_size, dtype) for layer in layers.values()
-                }
-                schedules.compile_ahead(inputs, scheduler.max_num_seqs)
-        return schedules
+
+    def _layers(self) -> list[Any]:
+        return list(get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase, self.layer_names).values())
+
+    def _compile_ahead(self, table_stride: int) -> None:
+        """Compile the kernels of later steps. vLLM runs mixed steps outside of graphs, with any number of decodes."""
+        dtype, page_size = self.vllm_config.model_config.dtype, self.kv_cache_spec.block_size
+        scheduler = self.vllm_config.scheduler_config
+        with compiling_ahead(self.device):
+            self._schedules.compile_ahead(
+                {layer.impl.kind: layer.impl.empty_inputs(layer, page_size, dtype) for layer in self._layers()},
+                max_num_reqs=scheduler.max_num_seqs,
+                max_num_tokens=scheduler.max_num_batched_tokens,
+                table_stride=table_stride,
+            )
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> GraphrtMetadata:
         common, num_reqs = common_attn_metadata, common_attn_metadata.num_reqs
         _check_mask(common)
+        if not self._is_compiled:
+            self._compile_ahead(common.block_table_tensor.stride(0))
+            self._is_compiled = True
         return self._written(
             GraphrtMetadata(
                 common.num_actual_tokens,

@@ -30,7 +30,7 @@ from graphrt.kernels.attention.work_list import schedule_attention
 from graphrt.kernels.attention.workspace import AttentionWorkspace
 from graphrt.kernels.native.nvrtc import runs_native
 
-_MOST_PLANS = 1024  # cached plans per group; eager batches have any number of requests and tokens
+_MOST_PLANS = 4096  # cached plans per group; eager batches have any number of requests and tokens
 
 
 class LayerKind(NamedTuple):
@@ -175,12 +175,18 @@ class GroupSchedules:
             )
             prompt_attention(q, k_cache, v_cache, out, plan, schedule, options, block_table=block_table[decodes:])
 
-    def compile_ahead(self, layers: Mapping[LayerKind, LayerInputs], max_num_reqs: int) -> None:
+    def compile_ahead(
+        self,
+        layers: Mapping[LayerKind, LayerInputs],
+        *,
+        max_num_reqs: int,
+        max_num_tokens: int,
+        table_stride: int,
+    ) -> None:
         """Launch the kernels of every number of decodes, and of prompts, in a `compiling_ahead` block.
 
-        vLLM runs mixed steps outside of graphs, and these have any number of decodes.
-
-        layers   inputs of a layer of each kind, with one page
+        layers        inputs of a layer of each kind, with one page
+        table_stride  from one row of the block table to the next
         """
         shapes = [
             StepShape(reqs, reqs * query_len, reqs, query_len)
@@ -188,11 +194,17 @@ class GroupSchedules:
             for reqs in range(1, max_num_reqs + 1)
         ]
         if self.serves_prompts:
-            shapes.append(StepShape(1, 1, 0, 0))
+            shapes += [StepShape(1, 1, 0, 0), StepShape(2, 2, 1, 1)]  # the row of a prompt may be unaligned
+        else:
+            powers = [1 << bit for bit in range(max_num_tokens.bit_length())]
+            shapes += [
+                StepShape(n, tokens, n, 0) for n in powers if n <= max_num_reqs for tokens in powers if tokens >= n
+            ]
         most = max(shape.num_tokens for shape in shapes)
         device = self._workspace.counters.device
-        lens, starts = _words(max_num_reqs, device), _words(max_num_reqs + 1, device)
-        table = torch.zeros(max_num_reqs, 16, dtype=torch.int32, device=device)
+        rows = max(max_num_reqs, 2)
+        lens, starts = _words(rows, device), _words(rows + 1, device)
+        table = torch.empty(rows, table_stride, dtype=torch.int32, device=device)
         for kind, (k_cache, v_cache, options) in layers.items():
             q = torch.empty(most, kind.num_q_heads, kind.head_dim, dtype=self._dtype, device=device)
             for shape in shapes:
