@@ -9,6 +9,7 @@ driver, such as loading a kernel, wait for running kernels.
 from __future__ import annotations
 
 import contextlib
+import functools
 import mmap
 import os
 import pickle
@@ -161,14 +162,15 @@ class Ranks:
     def watch(self) -> Callable[[], None]:
         """Check for failed ranks in a thread, until the returned function is called. After a failure, kernels that wait
         for other ranks end."""
-        ended = threading.Event()
+        ended = list[bool]()  # not an event: a finalizer may end the watch in any thread, even in this one
         threading.Thread(target=self._watch, args=(ended,), name="graphrt.ranks", daemon=True).start()
-        return ended.set
+        return functools.partial(ended.append, True)
 
-    def _watch(self, ended: threading.Event) -> None:
+    def _watch(self, ended: list[bool]) -> None:
         with contextlib.suppress(RankError):  # the next call that waits raises it
-            while not ended.wait(_THREAD_CHECK_SECONDS):
+            while not ended:
                 self.check()
+                time.sleep(_THREAD_CHECK_SECONDS)
 
     def arrive(self) -> None:
         """Count a collective or a launch of this rank, so that other ranks can detect that it is late."""

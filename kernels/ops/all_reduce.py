@@ -147,6 +147,7 @@ class SymmetricBuffer:
     rank: int
 
     @classmethod
+    @torch.inference_mode(False)  # the buffer outlives the caller's mode, and other threads write it
     def of_words(cls, words: torch.Tensor, addresses: list[int], rank: int) -> SymmetricBuffer:
         """Return the buffer in memory of `buffer_words` words, and clear it. No rank may use it before all ranks have
         cleared theirs."""
@@ -160,6 +161,7 @@ class SymmetricBuffer:
         return buffer
 
     @classmethod
+    @torch.inference_mode(False)
     def allocate(cls, group: dist.ProcessGroup, device: torch.device) -> SymmetricBuffer | None:
         """Allocate the buffers of a group, 4 MiB per rank on each GPU. Return None on all ranks if there are more than
         MAX_RANKS, or if a GPU cannot run the kernel or access the memory of the others.

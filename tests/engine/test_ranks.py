@@ -1,13 +1,10 @@
-"""Ranks of a gloo group: tokens as of one process, and the end of all ranks after a failure of one."""
+"""Ranks of a gloo group: tokens as of one process, slow captures, and what a rank may not do."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import re
-import signal
-import subprocess
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,16 +19,11 @@ from torch import distributed as dist
 
 from graphrt.bench.decode import DecodeWork
 from graphrt.bench.decode_ranks import rank_report
-from graphrt.capture import device_wait
-from graphrt.capture.staging import StagingSlot
 from graphrt.config import RequestTensor, RuntimeConfig
-from graphrt.engine import ranks as ranks_module
-from graphrt.engine.ranks import Ranks
 from graphrt.engine.shared_ring import SharedRing
 from graphrt.generate.generator import TextGenerator
-from graphrt.kernels.errors import ConfigError, RankError, ReplayError, UnsupportedError
+from graphrt.kernels.errors import ConfigError, ReplayError, UnsupportedError
 from graphrt.kernels.library import interpreted
-from graphrt.kernels.ops.all_reduce import SymmetricBuffer, buffer_words, symmetric_buffers
 from graphrt.kernels.ops.collectives import VocabShards, vocab_part
 from graphrt.kernels.ops.sampling import LogitBias, TokenMask, Truncation, sample
 from graphrt.kernels.ops.sampling_reference import unpacked_bits
@@ -263,194 +255,6 @@ def check_tokens(oracle: Any, expected: dict[str, Any], outcomes: list[Outcome])
     for prompt, tokens in zip(PROMPTS, first["greedy"], strict=True):
         ids = oracle.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False, pad_token_id=0)
         assert ids[0, len(prompt) :].tolist() == tokens
-
-
-class Faulty(torch.nn.Module):
-    """A model that does something at one of its calls, on one rank."""
-
-    def __init__(self, model: torch.nn.Module, rank: int, call: int, act: str) -> None:
-        super().__init__()
-        self.model, self.rank, self.call, self.act = model, rank, call, act
-
-    def forward(self, step: Any) -> torch.Tensor:
-        self.call -= 1
-        if not self.call and self.model.group.rank() == self.rank:
-            if self.act == "raise":
-                raise ValueError("bad luck")
-            if self.act == "interrupt":
-                signal.raise_signal(signal.SIGINT)
-            if self.act == "hang":
-                time.sleep(max(2.0, 1.5 * ranks_module.HANG_SECONDS))
-            if self.act == "stop":  # once it has arrived at the next collective
-                subprocess.Popen(["sh", "-c", f"sleep 3; kill -9 {os.getpid()}"])
-                Ranks.of(self.model.group)._until = lambda *_: signal.raise_signal(signal.SIGSTOP)
-                return self.model(step)
-            os.kill(os.getpid(), signal.SIGKILL)
-        logits: torch.Tensor = self.model(step)
-        return logits
-
-
-class EventOfGpu:
-    """An event of a launch whose kernels do not end once a rank has failed."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
-
-    def query(self) -> bool:
-        return not self.ranks._has_failed
-
-
-def launch_as_on_gpus(group: dist.ProcessGroup) -> None:
-    device_wait.watch, event = Ranks.of(group), EventOfGpu(Ranks.of(group))
-
-    def end(slot: StagingSlot, stream: None) -> None:
-        slot._event, slot._running = event, object()
-
-    StagingSlot.end = end
-
-
-def fail(group: dist.ProcessGroup, act: str, rank: int, call: int) -> None:
-    device, backend = device_of(group), None  # on a GPU, ranks compile kernels for different times
-    if device.type == "cpu":
-        ranks_module.HANG_SECONDS, backend = 0.5, "torch_reference"
-        if act == "raise":
-            launch_as_on_gpus(group)
-    missing = act == "loading" and group.rank() == rank
-    model = load_model("./nowhere" if missing else TINY, device=device, dtype=torch.float32, group=group).model
-    changed = act == "config" and group.rank() == rank
-    config = RuntimeConfig(4 if changed else 2, 16, 48, use_graphs=act == "capture", backend=backend)
-    specs = model.config.attention_specs(torch.float32)
-    with Runtime(
-        Faulty(model, rank, call, act), specs, vocab_size=97, device=device, config=config, num_pages=20, group=group
-    ) as runtime:
-        runtime.capture()
-        if runtime.rank:
-            runtime.follow()
-        else:
-            list(TextGenerator(runtime).generate(PROMPTS, GREEDY))
-
-
-FAILURES = {  # act, rank, call of the model, error on this rank, and text of the error on the other ranks
-    "raises": ("raise", 1, 3, ValueError, "rank 1 failed with ValueError: bad luck"),
-    "first-raises": ("raise", 0, 3, ValueError, "rank 0 failed with ValueError: bad luck"),
-    "killed": ("kill", 1, 3, None, "the process of rank 1 has ended"),
-    "first-killed": ("kill", 0, 3, None, "the process of rank 0 has ended"),
-    "killed-in-capture": ("capture", 2, 2, None, "the process of rank 2 has ended"),
-    "hangs": ("hang", 1, 3, None, "rank 1 did not arrive at a collective or launch for 0.5 s"),
-    "stopped": ("stop", 1, 3, None, "rank 1 did not arrive at a collective or launch for 0.5 s"),
-    "interrupted": ("interrupt", 0, 3, KeyboardInterrupt, "rank 0 failed with KeyboardInterrupt"),
-    "loading": ("loading", 1, 0, ConfigError, "the process of rank 1 has ended"),
-    "another-config": ("config", 1, 0, ConfigError, "rank 1 differs from rank 0 in config.max_num_reqs"),
-}
-
-
-@pytest.mark.parametrize("case", FAILURES)
-def test_failure_of_one_rank_ends_all(tmp_path: Path, case: str) -> None:
-    act, rank, call, error, text = FAILURES[case]
-    start, outcomes = time.monotonic(), run_ranks(tmp_path, fail, act, rank, call, ranks=3)
-    failed = outcomes.pop(rank)
-    assert isinstance(failed.error, error) if error else failed.exit_code == -signal.SIGKILL
-    for outcome in outcomes:
-        assert isinstance(outcome.error, ConfigError if act == "config" else RankError), outcome
-        assert text in str(outcome.error)
-        assert outcome.exit_code == 0
-        assert act == "config" or outcome.error.rank == rank
-    assert time.monotonic() - start < 45
-    assert not list(Path("/dev/shm").glob("graphrt-ranks-*")), "the shared memory has no name once all ranks have it"
-
-
-class Never:
-    """An event of a GPU whose kernel waits for another rank forever."""
-
-    def query(self) -> bool:
-        return False
-
-
-def wait_for_gpu(group: dist.ProcessGroup, act: str) -> None:
-    ranks_module.HANG_SECONDS = 0.5
-    ranks = Ranks.of(group)
-    if group.rank():
-        if act != "late":
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(1.5)
-        return
-    device_wait.watch, slot = ranks, StagingSlot.allocate(4, torch.device("cpu"))
-    slot._event, slot.on_done, slot._running = Never(), lambda: None, object()
-    if act == "late":
-        ranks.arrive()
-    try:
-        while act == "poll":
-            slot.is_done()
-        slot.wait()
-    finally:
-        with pytest.raises(RankError):  # results of a launch that is done may be wrong
-            ranks.wait_for_device(lambda: True)
-
-
-@pytest.mark.parametrize(("act", "text"), [
-    ("kill", "the process of rank 1 has ended"),
-    ("poll", "the process of rank 1 has ended"),
-    ("late", "rank 1 did not arrive at a collective or launch"),
-])  # fmt: skip
-def test_failure_ends_the_wait_for_a_gpu(tmp_path: Path, act: str, text: str) -> None:
-    first, _ = run_ranks(tmp_path, wait_for_gpu, act)
-    assert isinstance(first.error, RankError)
-    assert text in str(first.error)
-
-
-def end_in_the_driver(group: dist.ProcessGroup) -> None:
-    """Rank 0 is in a call that does not return before the collectives are aborted, which then raise."""
-    ranks = Ranks.of(group)
-    buffer = SymmetricBuffer.of_words(torch.empty(buffer_words(2, 16), dtype=torch.int32, device="cpu"), [0, 0], 0)
-    symmetric_buffers[group.group_name] = buffer
-    ended = ranks.watch()
-    if group.rank():
-        os.kill(os.getpid(), signal.SIGKILL)
-    with ranks.reporting():
-        start = time.monotonic()
-        while buffer.missing_rank() is None and time.monotonic() - start < 8:
-            time.sleep(0.01)
-        assert buffer.missing_rank() == 1
-        ended()
-        raise RuntimeError("communicator was aborted")
-
-
-def fail_in_a_collective(group: dist.ProcessGroup) -> None:
-    ranks = Ranks.of(group)
-    if group.rank():
-        time.sleep(0.3)
-        os.kill(os.getpid(), signal.SIGKILL)
-    with ranks.reporting():
-        raise dist.DistBackendError("remote process exited")
-
-
-@pytest.mark.parametrize("call", [end_in_the_driver, fail_in_a_collective])
-def test_errors_of_collectives_name_the_rank_that_has_ended(
-    tmp_path: Path, call: Callable[[dist.ProcessGroup], None]
-) -> None:
-    first, _ = run_ranks(tmp_path, call)
-    assert isinstance(first.error, RankError)
-    assert first.error.rank == 1
-    assert "the process of rank 1 has ended" in str(first.error)
-
-
-def capture_slowly(group: dist.ProcessGroup) -> list[int | None]:
-    """Rank 1 finishes its capture later than the time limit of a launch."""
-    ranks_module.HANG_SECONDS = 0.5
-    model = load_model(TINY, device="cpu", group=group).model
-    config = RuntimeConfig(2, 16, 48, decode_sizes=(2,), mixed_sizes=())
-    with make_runtime(model, config, num_pages=20) as runtime:
-        runtime.capture(lambda _: time.sleep(3 * runtime.rank))
-        if runtime.rank:
-            runtime.follow()
-            return []
-        return [event.token for event in TextGenerator(runtime).generate([[1, 2, 3]], SamplingParams(4))]
-
-
-def test_slow_capture_of_one_rank_has_no_time_limit(tmp_path: Path) -> None:
-    first, other = run_ranks(tmp_path, capture_slowly)
-    assert (first.error, other.error) == (None, None)
-    assert len(first.value) == 4
 
 
 def run_page(group: dist.ProcessGroup, source: str) -> list[int]:

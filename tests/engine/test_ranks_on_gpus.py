@@ -22,8 +22,8 @@ from graphrt.kernels.ops.all_reduce import symmetric_buffers
 from graphrt.kernels.ops.collectives import all_gather, all_reduce, all_to_all
 from graphrt.models.loading import load_model, make_runtime
 from graphrt.sampling_params import SamplingParams
+from tests.engine.test_rank_failures import FAILURES, fail
 from tests.engine.test_ranks import (
-    FAILURES,
     FAMILIES,
     GREEDY,
     PROMPTS,
@@ -33,7 +33,6 @@ from tests.engine.test_ranks import (
     check_tokens,
     decode,
     decode_interleaved,
-    fail,
 )
 from tests.models.test_loading_quantized import CASES, TOKENS, save
 from tests.support.model_fixtures import save_oracle

@@ -16,7 +16,7 @@ from graphrt import env
 
 _context = multiprocessing.get_context("forkserver")
 # A process imports nothing that the server has imported; torch imports torch._dynamo in its first use of meta tensors.
-_context.set_forkserver_preload(["tests.engine.test_ranks", "torch._dynamo", "graphrt.backends.registry"])
+_context.set_forkserver_preload(["tests.engine.test_rank_failures", "torch._dynamo", "graphrt.backends.registry"])
 
 
 @dataclass
