@@ -99,7 +99,7 @@ class Recorder(Protocol):
                     value before a launch is ignored, because the step runs at least once
 
         **The step must count its runs and stop at a limit.** On CUDA, a loop whose step never writes 0 occupies the
-        device forever. On a CPU such a loop raises ReplayError.
+        device forever. On a CPU, such a loop raises ReplayError.
 
         A loop needs driver memory for its copy of the nodes, but no pool memory. A loop shares its step's memory, so
         all graphs and loops of a recorder must run on one stream. The step must not draw from torch's generators,

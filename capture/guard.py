@@ -184,7 +184,8 @@ def _versions(model: object) -> dict[str, int]:
 
 
 def named_weights(model: object) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the parameters and buffers of a Module under all their names. Yield nothing for a model of another type."""
+    """Yield the parameters and buffers of a Module under all their names. Yield nothing for a model of any other
+    type."""
     if isinstance(model, torch.nn.Module):
         yield from model.named_parameters(remove_duplicate=False)
         yield from model.named_buffers(remove_duplicate=False)

@@ -57,7 +57,7 @@ def reads_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, sets
         return True
     if torch.Tag.dynamic_output_shape not in func.tags:
         return False
-    # Indexing has this tag because of masks. With integer indices the shape is known, so CUDA can capture it.
+    # Indexing has this tag because of masks. With integer indices, the shape is known, so CUDA can capture it.
     return name != "aten::index" or any(t.dtype in _MASKS for t in tensors_in((args[1:], kwargs)))
 
 

@@ -46,7 +46,7 @@ class CaptureLock:
     memory   by name, functions that return the current bytes of memory that must not grow
     strict   raise ReplayError for a kernel loaded in a graph step, and for memory that grew
 
-    kernels  loads by kernel name and `Doing`. All variants of a Triton kernel have the same name
+    kernels  number of loads by kernel name and `Doing`. All variants of a Triton kernel have the same name
     grown    growth in bytes by name, as of the last `poll`
 
     A load is not always a compilation, because Triton may read the kernel from its disk cache. Kernels of torch and

@@ -165,6 +165,7 @@ def _fill(graph: Any, step: Any, function: Any, condition: int) -> tuple[Any, An
 
 
 def _destroy(executable: Any, graph: Any, *kept: Any) -> None:
-    """Free both; the finalizer then drops `kept`. Ignore errors, because they occur only if the context is lost."""
+    """Free the executable and the graph; the finalizer then drops `kept`. Errors are ignored, because they occur only
+    if the context is lost."""
     driver.cuGraphExecDestroy(executable)
     driver.cuGraphDestroy(graph)

@@ -43,7 +43,7 @@ UNWRITTEN_FACTORIES = frozenset(
 )  # fmt: skip
 """Ops that a launch skips, because they return uninitialized memory."""
 MAX_RUNS = 1 << 20
-"""Number of runs after which a loop on a CPU raises ReplayError. On CUDA the loop would run forever."""
+"""Number of runs after which a loop on a CPU raises ReplayError. On CUDA, the loop would run forever."""
 
 
 @dataclass(frozen=True, slots=True)

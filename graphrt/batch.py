@@ -104,7 +104,7 @@ class Batch:
     step without new pages has no lists: `Batch(req_indices=[0, 1], seq_lens=[5, 9])`. A request that starts a sequence
     (seq_len == query_len) drops the pages that its index had before.
 
-    With G KV groups (see KVCacheSpec) each request has G lists, ordered by group. Then page_indptr is [G * n + 1], and
+    With G KV groups (see KVCacheSpec), each request has G lists, ordered by group. Then page_indptr is [G * n + 1], and
     first_pages [G * n]. A list of a windowed group may start at the first page inside the window; earlier pages are not
     read. If a running request lists from page 0 in a group that is not a cross group, it may be a new sequence with a
     cached prefix. It then drops its pages in all groups, and must list its pages in every group.
@@ -462,7 +462,7 @@ def _page_lists(requests: Sequence[Request]) -> tuple[list[Sequence[int] | Int32
 
 
 def _list(index: int, name: str, values: Any) -> Any:
-    """Return a request's tokens or pages. Raises ShapeError if they are not a sequence or an array."""
+    """Return a request's tokens or pages. Raises ShapeError if the value is not a sequence or an array."""
     scalar = isinstance(values, np.ndarray) and values.ndim == 0
     if scalar or isinstance(values, (str, bytes)) or not isinstance(values, (Sequence, np.ndarray)):
         got = "an array of one number" if scalar else type(values).__name__

@@ -1,4 +1,4 @@
-"""Configuration of a runtime, which is frozen, and fully checked at construction."""
+"""Frozen configuration of a runtime, checked completely at construction."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class RuntimeConfig:
     decode_sizes    numbers of requests to capture decode graphs for; None: the default sizes, (): no decode graph
     mixed_sizes     numbers of tokens to capture mixed graphs for; None: the default sizes, (): no mixed graph
     ring_depth      maximum number of launches in flight before `replay` waits. A larger value hides longer pauses of
-                    the host. With `shadow_every` the limit is doubled, because an eager step is such a pause
+                    the host. With `shadow_every`, the limit is doubled, because an eager step is such a pause
     launch_steps    maximum number of steps in one launch of a DecodeSession
     loop_sizes      decode sizes that can run many steps in one graph launch; other sizes are launched step by step
     backend         name of the attention backend; None: GRAPHRT_BACKEND, else the fastest supported backend

@@ -24,8 +24,8 @@ from graphrt.step import Model, Step
 HIDDEN = "hidden states of the draft model"
 """Name of the request tensor that keeps hidden states from one step to the next."""
 _MOST_PADDING = 128
-"""Most tokens by which vocabularies of one tokenizer differ. Models pad them: Qwen2.5 0.5B to 151,936, and 7B to
-152,064. llama.cpp has the same bound."""
+"""Maximum number of tokens by which vocabularies of one tokenizer differ. Models pad them: Qwen2.5 0.5B to 151,936, and
+7B to 152,064. llama.cpp has the same bound."""
 
 
 class DraftModel:
@@ -33,21 +33,21 @@ class DraftModel:
 
     The draft model has KV groups of its own in the runtime's cache. After the tokens of a step are sampled, it first
     computes the tokens of the step, prompts included, so that its KV covers the same tokens. Then it computes
-    `num_speculative_tokens` steps of one token per request. All of it is captured with the model.
+    `num_speculative_tokens` steps of one token per request. All this work is captured with the model.
 
     A draft is sampled with the request's own parameters, seed and position, like the token that it is compared with. So
     a draft model that equals the model drafts exactly the sampled tokens, at any temperature. With
     `RuntimeConfig.rejection_sampling`, drafts use different noise. Penalties count the tokens before the step. A token
     without a page for its KV is not computed, and ends the request's drafts.
 
-    With `hidden_size` it is a head, such as EAGLE or MTP. Both models then call `step.keep_hidden`, and the head reads
-    `step.previous_hidden`: for each token, the hidden state that predicted it. This is the model's hidden state for
-    tokens of the sequence and the first draft, and the head's own for later drafts. An EAGLE-3 head reads the
-    concatenated inputs of several layers of the model, and `combine` maps them to one state per token.
+    With `hidden_size`, the draft model is a head, such as EAGLE or MTP. Both models then call `step.keep_hidden`, and
+    the head reads `step.previous_hidden`: for each token, the hidden state that predicted it. This is the model's
+    hidden state for tokens of the sequence and the first draft, and the head's own for later drafts. An EAGLE-3 head
+    reads the concatenated inputs of several layers of the model, and `combine` maps them to one state per token.
 
     model       maps a Step to logits [padded_reqs, vocab_size]; called with sizes that differ from the step's
     attention   the spec of every layer; None: the specs of the model's `Attention` layers
-    vocab_size  width of the logits; may differ from the runtime's by 128 tokens of padding, which are not drafted
+    vocab_size  width of the logits; may differ from the runtime's by up to 128 tokens of padding, which are not drafted
     hidden_size width of the hidden states that the draft model reads, in the dtype of its first layer; None: it reads
                 tokens only
     hidden_layers  ascending indices of the model's layers whose inputs are read; (): the states that give the logits
@@ -176,8 +176,8 @@ def resolve_layers(
 ) -> tuple[AttentionSpec, ...]:
     """Return the spec of every layer of a runtime whose cache has `kv_layers` layers.
 
-    Raises: ConfigError: see `ModelLayers.resolve`; or if the draft model has another vocabulary. UnsupportedError: see
-    `DraftModel`; or if drafts form trees, because a draft model proposes chains.
+    Raises: ConfigError: see `ModelLayers.resolve`; or if the draft model has a different vocabulary. UnsupportedError:
+    see `DraftModel`; or if drafts form trees, because a draft model proposes chains.
     """
     if not isinstance(proposer, DraftModel):
         return model_layers.resolve(attention, kv_layers)
@@ -187,8 +187,8 @@ def resolve_layers(
         )
     if abs(proposer.vocab_size - vocab_size) > _MOST_PADDING:
         raise ConfigError(
-            f"DraftModel.vocab_size: expected {vocab_size}, as in the model, or {_MOST_PADDING} more or less, got "
-            f"{proposer.vocab_size}; use a draft model with the same tokenizer"
+            f"DraftModel.vocab_size: expected {vocab_size}, as in the model, up to {_MOST_PADDING} more or less, "
+            f"got {proposer.vocab_size}; use a draft model with the same tokenizer"
         )
     own = sum(spec.kv_shared_with is None for spec in proposer.specs)
     return proposer.layers_after(model_layers.resolve(attention, kv_layers - own))

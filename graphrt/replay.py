@@ -125,7 +125,7 @@ class ReplayManager:
         self._num_groups, self._whole_rows = len(kv_cache.groups), not all(spec.is_cached for spec in specs)
         self._on_stream = OnStream(self._stream, "graphrt.replay")
         self._exclusive = Exclusive("ReplayManager", "submit steps from one thread, and not from inside a model")
-        longest = config.max_seq_len + config.num_speculative_tokens  # with missing drafts, which are padding
+        longest = config.max_seq_len + config.num_speculative_tokens  # includes missing drafts, which are padding
         groups = page_groups(kv_cache, longest, config.max_encoder_len or 0)
         capacity = capacity_of(config, groups, vocab_size, interleaves=chosen.context.context_parallel)
         self._inputs_words, self._buffers = capacity.inputs, StaticBuffers.allocate(capacity, device)
@@ -158,7 +158,7 @@ class ReplayManager:
 
     @property
     def kv_cache(self) -> KVCache:
-        """The KV cache. Raises CaptureError if the Runtime that owned it was closed."""
+        """The KV cache. Raises CaptureError if the Runtime that owned the cache was closed."""
         if self._kv_cache is None:
             raise CaptureError("kv_cache: freed by close() of the runtime that owned it; build a new runtime")
         return self._kv_cache
@@ -182,7 +182,7 @@ class ReplayManager:
 
     @property
     def descriptors(self) -> tuple[BatchDescriptor, ...]:
-        """The captured sizes, largest first. With `lazy_capture` a size is added at its first use."""
+        """The captured sizes, largest first. With `lazy_capture`, a size is added at its first use."""
         return self._dispatcher.captured()
 
     def graph(self, descriptor: BatchDescriptor) -> CapturedGraph:
@@ -216,7 +216,7 @@ class ReplayManager:
             ConfigError: if a null page that attention may read contains NaN or infinity, or if a scale of an fp8 cache
                 is NaN, infinite or 0.
 
-        After a failed capture the manager is still new.
+        After a failed capture, the manager is still new.
         """
         if progress is not None:
             check_callable("progress", progress, advice="pass a function of a GraphReport, or None")
@@ -434,7 +434,7 @@ class ReplayManager:
             yield self._buffers
 
     def stats(self) -> Stats:
-        """Return the counters. The object is updated until `close()`."""
+        """Return the counters. The returned object is updated until `close()`."""
         self._stats.ring_waits = self.queue.waits
         self._guards.poll()
         self.queue.poll_shadow()

@@ -259,7 +259,7 @@ class Runtime:
 def check_decoder(runtime: Runtime) -> None:
     """Check that a runtime can decode one token per request and step.
 
-    Raises: ConfigError: if it has no sampler, or if the model has cross or encoder layers.
+    Raises: ConfigError: if the runtime has no sampler, or if the model has cross or encoder layers.
     """
     groups = runtime.kv_cache.groups
     if not runtime.samples:
@@ -306,7 +306,7 @@ def _plan_memory(
     reserved = int((1 - utilization) * total)
     budget = free - reserved - predicted
     if group is not None:
-        budget = min(Ranks.of(group).exchange(budget))  # all ranks have equally many pages of equal sizes
+        budget = min(Ranks.of(group).exchange(budget))  # all ranks allocate the same number of pages
     # Every pool gets the same fraction of the pages that it can use, so that no pool fills up long before the others.
     most = sum(count * nbytes for count, nbytes in zip(useful, page_bytes, strict=True))
     left = budget - sum(page_bytes)
@@ -334,7 +334,7 @@ def _memory(device: torch.device) -> tuple[int, int]:
 def default_config(
     groups: Sequence[KVCacheSpec], longest: int, device: torch.device, memory_utilization: float
 ) -> RuntimeConfig:
-    """Return the capacities of a runtime for a model of `longest` positions, as `from_transformers` has them."""
+    """Return the default config of `from_transformers` for a model of `longest` positions."""
     config = RuntimeConfig() if device.type == "cuda" else RuntimeConfig(max_num_reqs=8, max_num_tokens=64)
     free, total = _memory(device)
     budget = (free - (1 - memory_utilization) * total) / 2  # half of it, since graphs and activations need memory too

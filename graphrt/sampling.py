@@ -18,8 +18,8 @@ def sample_tokens(logits: torch.Tensor, step: Step) -> torch.Tensor:
     Logits are processed in this order: token mask, logit bias and `min_tokens`, penalties, temperature, min-p, top-k,
     top-p.
 
-    logits   [padded_reqs, vocab]  float16, bfloat16 or float32  device; with a group of ranks also the columns of this
-                                   rank, see `sample_shards`
+    logits   [padded_reqs, vocab] float16, bfloat16 or float32 device; with a group of ranks, may be only the columns of
+                                   this rank, see `sample_shards`
     returns  [padded_reqs]         int32                          device
 
     The noise depends only on the request's seed and position. For equal logits, neither padding nor other requests

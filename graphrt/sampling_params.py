@@ -113,7 +113,7 @@ class SamplingParams:
 
     @property
     def penalised(self) -> bool:
-        """Whether any penalty is on, so that every computed token must be counted."""
+        """Whether any penalty is on. If so, every computed token must be counted."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
     @property

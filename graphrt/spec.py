@@ -1,4 +1,4 @@
-"""Specs of a model's attention layers and KV cache, which are frozen, and checked at construction."""
+"""Frozen specs of a model's attention layers and KV cache, checked at construction."""
 
 from __future__ import annotations
 
@@ -330,7 +330,7 @@ class KVCacheSpec:
 def _check_value_size(spec: AttentionSpec | KVCacheSpec) -> None:
     if spec.v_head_dim is not None:
         check_int_field(spec, "v_head_dim", 1, _MOST, advice="pass None for head_dim")
-        if spec.v_head_dim == spec.head_dim:  # normalised, because specs are compared
+        if spec.v_head_dim == spec.head_dim:  # normalized, because specs are compared
             object.__setattr__(spec, "v_head_dim", None)
 
 

@@ -70,10 +70,10 @@ class Step:
     vocab_size: int
     request_tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     previous_hidden: torch.Tensor | None = None
-    shards: VocabShards | None = None  # with a group of ranks, of which each has a part of the logits
-    hidden_layers: tuple[int, ...] = ()  # of the model, whose inputs the proposer reads
-    context: ContextParallel | None = None  # if ranks share the KV of each request
-    _written: set[int] = field(default_factory=set, init=False, repr=False, compare=False)  # layers, in this step
+    shards: VocabShards | None = None  # set if each rank of a group has a part of the logits
+    hidden_layers: tuple[int, ...] = ()  # layers of the model whose inputs the proposer reads
+    context: ContextParallel | None = None  # set if ranks share the KV of each request
+    _written: set[int] = field(default_factory=set, init=False, repr=False, compare=False)  # indices of layers
     _kept: dict[int | None, torch.Tensor | Normed] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     input_ids = _Buffer()
@@ -306,7 +306,7 @@ class Step:
 
         layer    index of a layer that writes keys and values
         x        [padded_tokens, depth]  or a Normed
-        weight   [(num_q_heads + num_kv_heads) * head_dim + num_kv_heads * v_head_dim, depth]  or a quantised weight
+        weight   [(num_q_heads + num_kv_heads) * head_dim + num_kv_heads * v_head_dim, depth]  or a quantized weight
         returns  the queries [padded_tokens, num_q_heads, head_dim], rotated
 
         Other arguments, and what runs, are described in `graphrt.kernels.ops.linear.linear_rope_write`. Capture-safe.
@@ -396,7 +396,7 @@ class Step:
 
 
 Model = Callable[[Step], torch.Tensor]
-"""Maps a step to logits [padded_reqs, vocab_size]; runs in inference mode, captured once per size. Without a sampler
+"""Maps a step to logits [padded_reqs, vocab_size]; runs in inference mode, captured once per size. Without a sampler,
 the result may have any width, for example that of the pooled embeddings of an encoder.
 
 A model may have a method `ahead_model()`, which returns a model that launches the same kernels, but fewer times, and

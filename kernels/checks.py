@@ -164,7 +164,7 @@ def check_instance(
     advice: str,
     error: type[GraphRTError] = ConfigError,
 ) -> _T:
-    """Return `value`. Raises: `error`: unless it is an instance of `kind`."""
+    """Return `value`. Raises: `error`: unless `value` is an instance of `kind`."""
     if not isinstance(value, kind):
         raise error(f"{name}: expected {_names(kind)}, got {shown(value)}; {advice}")
     return value
@@ -177,7 +177,7 @@ def check_callable(name: str, value: object, *, advice: str) -> None:
 
 
 def check_bool(name: str, value: object, *, advice: str) -> bool:
-    """Return `value` as a bool. Raises: ConfigError: unless it is a Python or NumPy bool."""
+    """Return `value` as a bool. Raises: ConfigError: unless `value` is a Python or NumPy bool."""
     if not isinstance(value, (bool, np.bool_)):
         raise ConfigError(f"{name}: expected True or False, got {shown(value)}; {advice}")
     return bool(value)
@@ -198,7 +198,8 @@ def check_int(
     advice: str,
     error: type[GraphRTError] = ConfigError,
 ) -> int:
-    """Return `value` as an int. Raises: `error`: unless it is a Python or NumPy int (no bool) from `low` to `high`."""
+    """Return `value` as an int. Raises: `error`: unless `value` is a Python or NumPy int (no bool) from `low` to
+    `high`."""
     if type(value) is int and low <= value and (high is None or value <= high):
         return value  # a step makes several of these checks
     number = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
@@ -215,7 +216,7 @@ def check_int_field(owner: object, name: str, low: int, high: int | None = None,
 
 
 def check_number(name: str, value: object, low: float, high: float = math.inf, *, advice: str) -> float:
-    """Return `value` as a float. Raises: ConfigError: unless it is a finite number from `low` to `high`."""
+    """Return `value` as a float. Raises: ConfigError: unless `value` is a finite number from `low` to `high`."""
     if not (is_finite(value) and low <= float(value) <= high):  # type: ignore[arg-type]
         too_large = is_finite(value) and float(value) > high  # type: ignore[arg-type]
         bounds = f">= {low:g}" if high >= FLOAT32_MAX and not too_large else f"from {low:g} to {high:g}"

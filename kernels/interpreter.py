@@ -5,8 +5,8 @@ Its bugs:
 - It stores bfloat16 values as bits in uint16 arrays. `tl.dot` and some arithmetic silently compute with these bits.
 - Its float conversions truncate, whereas the hardware rounds to nearest even.
 - It decodes the NaN of e4m3 as 480.
-- It computes an overflow check of integer arithmetic and ignores the result, in half of the time of a launch.
-- It builds and compares the types and shapes of every operand again, in a third of the remaining time.
+- It computes an overflow check of integer arithmetic and ignores the result, which takes half of the time of a launch.
+- It builds and compares the types and shapes of every operand again, which takes a third of the remaining time.
 - In Triton 3.6, `range` over kernel values converts a one-element array to an int, which recent NumPy rejects.
 
 After `install()`, floats convert as in torch. bfloat16 arithmetic is computed in float32 and rounded once, as in
@@ -136,7 +136,8 @@ def _reuse_shapes() -> None:
 
 @functools.cache
 def _block_shape(sizes: tuple[int, ...]) -> tuple[Any, int, tuple[Any, Any], str]:
-    """Return the shape of a block type, its product, both as a tensor of the type has them, and the shape's text."""
+    """Return a block type's shape, the product of its sizes, both in the form that tensors store, and the shape as
+    text."""
     if not sizes:
         raise TypeError("0d block_type is forbidden")
     shape, numel = tl.tuple(sizes), validate_block_shape(sizes)
@@ -144,12 +145,12 @@ def _block_shape(sizes: tuple[int, ...]) -> tuple[Any, int, tuple[Any, Any], str
 
 
 def _changed_once(patch_lang: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Make a launch change Triton's language once, and undo all its changes.
+    """Make a launch patch Triton's language modules once, and undo all its patches.
 
-    Triton repeats the changes in each call of a function, which takes more time than most functions. It undoes only the
-    changes for the kernel itself, so the process could no longer compile kernels.
+    Triton patches them again in each call of a function, which takes longer than most functions. It undoes only the
+    patches for the kernel itself, so the process could no longer compile kernels.
     """
-    restores: dict[frozenset[str], Callable[[], None]] = {}  # by the changed modules
+    restores: dict[frozenset[str], Callable[[], None]] = {}  # keys: the patched modules
 
     def patch(fn: Any) -> Any:
         modules = _language_modules(fn)
@@ -173,7 +174,7 @@ def _changed_once(patch_lang: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 @functools.cache
 def _language_modules(fn: Any) -> frozenset[str]:
-    """Return which of Triton's modules the globals of a function name, which `_patch_lang` changes."""
+    """Return the names of Triton's modules among the globals of a function. `_patch_lang` patches these modules."""
     return frozenset(module.__name__ for module in (tl, tl.core) if any(v is module for v in fn.__globals__.values()))
 
 

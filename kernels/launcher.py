@@ -40,7 +40,7 @@ class KernelLauncher:
     args     all arguments except constexprs, which are passed by name, as are Triton's options
 
     Two launches share a compiled kernel if their grid, numbers, named arguments, dtypes and the alignment of each
-    tensor are equal, so the cache does not depend on how Triton specializes arguments. Triton's global settings take
+    tensor are equal. So the cache does not depend on how Triton specializes arguments. Triton's global settings take
     effect at the first launch of each kind.
 
     Capture-safe. Under the interpreter, every launch goes through Triton. In a `compiling_ahead` block, a launch only

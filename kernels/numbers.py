@@ -20,7 +20,7 @@ def converted(name: str, value: object, dtype: torch.dtype, error: type[GraphRTE
 
     value   a number, nested lists of numbers, an array or a tensor; the result has its shape
 
-    Numbers are rounded to a float `dtype`, and must be in its range. For an int or bool `dtype` they must be integral
+    Numbers are rounded to a float `dtype`, and must be in its range. For an int or bool `dtype`, they must be integral
     and in its range: 2.0 is accepted for int32.
 
     Raises: `error`: if `value` has items that are not real numbers, ints beyond 64 bits, or numbers that `dtype` cannot

@@ -32,7 +32,7 @@ EPS = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Microseconds of one call: median, 20th and 80th percentile of the slowest rank. `reason`: why it has none."""
+    """Microseconds of one call: median, 20th and 80th percentile of the slowest rank. `reason`: why there are none."""
 
     name: str
     ranks: int
@@ -47,7 +47,7 @@ class Row:
 
 @dataclass(slots=True)
 class Cell:
-    """Inputs of one number of tokens: the partial sums of all ranks, of which `x` is this rank's."""
+    """Inputs for one number of tokens: the partial sums of all ranks. `x` is the partial sum of this rank."""
 
     group: dist.ProcessGroup
     device: torch.device

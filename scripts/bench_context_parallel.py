@@ -42,7 +42,7 @@ class Side:
     backend: AttentionBackend
     metadata: StepMetadata
     layers: list[AttentionLayer]
-    q: torch.Tensor  # of this rank's heads
+    q: torch.Tensor  # queries of this rank's heads
     context: ContextParallel | None
 
     @classmethod
@@ -55,7 +55,7 @@ class Side:
         spec = AttentionSpec(heads, 1, dim, dtype)
         kv = KVCacheSpec(options.layers, 1, dim, PAGE_SIZE, dtype=dtype, context_parallel_size=ranks)
         unit = PAGE_SIZE * options.ranks
-        drawn = ceil_div(tokens, unit) * unit  # equally many on all sides
+        drawn = ceil_div(tokens, unit) * unit  # the same number on all sides
         pages = drawn // kv.page_tokens
         (attended,) = backend_specs([spec], [kv])
         seen = BackendContext(

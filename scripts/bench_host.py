@@ -14,13 +14,14 @@ idle        a step is submitted to an idle device and timed, then the host waits
 steady      steps are submitted in bursts of `ring_depth` - 2 launches, like a server that runs ahead of its device. The
             first step of a burst is not counted. `copies` waits for each step, so its steady time equals its idle time
 
-Models have few layers and dummy weights. Host times are those of the whole model, because as many weights are guarded.
-`launch` is the driver's share: one launch of the graph of `copies`, with the driver call that the other ways use.
+Models have few layers and dummy weights. Host times are those of the whole model, because the same number of weights is
+guarded. `launch` is the driver's share: one launch of the graph of `copies`, with the driver call that the other ways
+use.
 
 The gap is the interval of consecutive steps minus the time of the graph alone. Sequences grow with each step, and so do
 graph times. Therefore the graph is timed before and after the interval, and the mean is subtracted. The last part
-measures the gap of a whole model: Llama 3.2 1B with one request, alone and with a second thread that is busy with
-Python, like the event loop of a server.
+measures the gap of a whole model, Llama 3.2 1B with one request. It runs alone, and with a second thread that is busy
+with Python, like the event loop of a server.
 
 Other programs may use the machine's cores, so the time of a step can double within a minute. Therefore all variants of
 a cell alternate in short rounds, and each round starts with new requests.

@@ -138,8 +138,8 @@ class Rig:
 
 
 def make(name: str, context: BackendContext) -> AttentionBackend:
-    """Return the backend or pair with this name. Raises: UnsupportedError or ValueError: with the reason, if it cannot
-    serve."""
+    """Return the backend or pair with this name. Raises: UnsupportedError or ValueError: if it cannot serve the cell,
+    with the reason."""
     decode, _, prefill = name.partition("+")
     cls = backend_class(decode)
     reasons = cls.unsupported_reasons(decode_context(context) if prefill else context)

@@ -103,7 +103,7 @@ def torch_call(case: dict[str, float], x: Inputs) -> Callable[[], object] | None
         if "logprobs" in case:
             return torch.topk(logits.log_softmax(-1), 20, dim=-1).values
         if counts is not None:
-            seen = counts > 0  # counts of output tokens; prompt bits are omitted, which favours this variant
+            seen = counts > 0  # counts of output tokens; prompt bits are omitted, which favors this variant
             logits = torch.where(seen, torch.where(logits > 0, logits / 1.2, logits * 1.2), logits)
             logits = logits - 0.2 * counts - 0.3 * seen
         if case.get("temperature") == 0.0:

@@ -115,7 +115,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--rows", type=int, default=256, help="largest decode size")
     parser.add_argument("--repeats", type=int, default=3, help="runs with a filled cache")
-    parser.add_argument("--begun", type=float, help=argparse.SUPPRESS)  # of a new process: when it was started
+    parser.add_argument("--begun", type=float, help=argparse.SUPPRESS)  # set in a new process: when it was started
     arguments = parser.parse_args()
     if arguments.begun is not None:
         source = f"dummy:{arguments.shapes}"

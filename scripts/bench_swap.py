@@ -126,7 +126,7 @@ def bench_link(runtime: Runtime, sizes_mb: tuple[int, ...]) -> list[dict[str, An
 
 
 class _Swaps:
-    """Sequences that are swapped out, and in to other pages, one swap per step, as a scheduler does."""
+    """Sequences that are swapped out and then in to other pages, with one swap per step, as by a scheduler."""
 
     def __init__(self, runtime: Runtime, space: SwapSpace, pages: int) -> None:
         self._space, self._allocator, self._count = space, runtime.allocator, pages

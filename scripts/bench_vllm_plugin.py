@@ -3,10 +3,10 @@
     python -m scripts.bench_vllm_plugin                      # needs vLLM and one GPU; the shape of Llama 3.1 8B
     python -m scripts.bench_vllm_plugin --cells 64x1024 --steps 32
 
-Each backend runs in a new process, with the same random weights, prompts and options of vLLM. Per cell, B requests with
-the given context decode greedily. Prompts come from the prefix cache. Two calls of `generate` with different numbers of
-tokens are timed, each as the faster of two runs. The difference of the times, divided by the difference of the tokens,
-is the time of a step.
+Each backend runs in a new process, with the same random weights, prompts and options of vLLM. In a cell, such as
+64x1024, 64 requests with a context of 1,024 tokens decode greedily. Prompts come from the prefix cache. Two calls of
+`generate` with different numbers of tokens are timed, each as the faster of two runs. The difference of the times,
+divided by the difference of the tokens, is the time of a step.
 
 Tokens are compared up to the first difference of a request. There, the margin between the two best logits of
 FlashAttention must be at most MARGIN. The last line of standard output is one JSON object.
@@ -184,7 +184,7 @@ def main() -> None:
     every = ",".join(f"{batch}x{context}" for batch, context in CELLS)
     parser.add_argument("--cells", default=every, help="requests x context, comma-separated")
     parser.add_argument("--steps", type=int, default=128, help="decode steps per cell")
-    parser.add_argument("--backend", help=argparse.SUPPRESS)  # of a new process
+    parser.add_argument("--backend", help=argparse.SUPPRESS)  # set in a new process
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     cells = [tuple(map(int, cell.split("x"))) for cell in arguments.cells.split(",")]

@@ -3,8 +3,8 @@
     python -m scripts.bug_catalogue                       # all bugs on a GPU, most of them on a CPU
     python -m scripts.bug_catalogue --only "stale"        # bugs whose name contains a text
 
-Each step runs twice. Without the bug its check must find nothing. With the bug injected it must find the bug and blame
-the right name. Exits with 1 if either fails. The last line of standard output is a JSON object.
+Each step runs twice. Without the bug, its check must find nothing. With the bug injected, it must find the bug and
+blame the right name. Exits with 1 if either fails. The last line of standard output is a JSON object.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ import graphrt
 from graphrt.kernels.compile_spec import CompileSpec
 
 KERNELS = Path(graphrt.__file__).parent / "kernels"
-MAX_SHARED_BYTES = 232448  # of a block on sm_90, with opt-in
+MAX_SHARED_BYTES = 232448  # limit of a block on sm_90, with opt-in
 
 
 @dataclass(frozen=True, slots=True)

@@ -182,7 +182,7 @@ def _nodes(lookup: Lookup, view: GraphView, waits: tuple[str, ...], at: Place = 
 
 def _early_loads(lookup: Lookup, place: Place, node: Node) -> Iterator[Finding]:
     """Yield findings for memory that a kernel loads before it waits, and that is not known to be a weight."""
-    data = node.arguments[0].data if node.arguments else b""  # of a node that could not be read
+    data = node.arguments[0].data if node.arguments else b""  # empty for a node that could not be read
     for at in _EARLY_ADDRESSES.get(node.name, ()):
         address = int.from_bytes(data[at : at + WORD], "little")
         region = lookup.find(address)

@@ -121,13 +121,13 @@ class AttentionBackend(ABC):
     capabilities: ClassVar[Capabilities]
     """The capabilities of the backend. The runtime enforces every field."""
     graph_support: ClassVar[GraphSupport]
-    """Which batches can be captured. The runtime enforces it."""
+    """Which batches can be captured. The runtime enforces this."""
     seq_len_fill: ClassVar[int] = 0
-    """Value of `metadata.seq_lens` in padding requests: 0, or 1 for a kernel that must read at least one token. With 1
+    """Value of `metadata.seq_lens` in padding requests: 0, or 1 for a kernel that must read at least one token. With 1,
     the kernel reads the null page, whose contents are undefined."""
     quantises_queries: ClassVar[bool] = False
     """Whether the backend rounds queries and probabilities to e4m3 if the cache is e4m3. The backend test suite then
-    widens its tolerances; the runtime does not read it."""
+    widens its tolerances; the runtime does not read this attribute."""
 
     # 2 Class methods, called before an instance is built.
 

@@ -64,7 +64,7 @@ class FlashAttention2Backend(PeerBackend):
         self._kv_starts = None
 
     def schedule(self, metadata: StepMetadata) -> None:
-        """Mark the real tokens. For mixed batches also compute the prefix sum of lengths for the varlen function.
+        """Mark the real tokens. For mixed batches, also compute the prefix sum of lengths for the varlen function.
 
         Capture-safe: no value is read on the host.
         """
@@ -103,7 +103,7 @@ class FlashAttention2Backend(PeerBackend):
     def _unbiased(self, sums: torch.Tensor, layer: AttentionLayer, metadata: StepMetadata) -> torch.Tensor:
         """Return the log-sum-exp as the contract defines it.
 
-        Without a window the kernel adds slope x key position, while the definition subtracts slope x distance. The
+        Without a window, the kernel adds slope x key position, while the definition subtracts slope x distance. The
         softmax is the same, and the log-sum-exp differs by slope x query position.
         """
         window, width = layer.spec.sliding_window, _longest(layer, metadata)

@@ -22,7 +22,7 @@ MAX_SPLITS = 32
 WORKSPACE_BYTES = 512 << 20
 """Maximum bytes for the partial results of one call. 2,048 tokens of 32 heads of 128 at 32 splits would take 1.1 GB."""
 _TOKENS_PER_SPLIT = 64  # the smallest tile of keys; splits of fewer tokens would be empty
-_QUERIES_OF_TILE, _MULTIPROCESSORS = 128, 132  # of an H100 or H200; the kernels run on no other GPU
+_QUERIES_OF_TILE, _MULTIPROCESSORS = 128, 132  # for an H100 or H200; the kernels run on no other GPU
 _E4M3_MAX = 448.0
 _SMALLEST_AMAX = 2.0**-40  # attention cannot tell smaller queries from zero
 
@@ -35,7 +35,7 @@ class FlashAttention3Backend(PeerBackend):
 
     The scheduler kernel runs at the start of the graph, once per kind of layer, and computes the splits from the
     lengths of that step. Both calls get the same `num_splits` and the same longest length, the width of the block
-    table. With different values they would use different layouts of the schedule.
+    table. With different values, they would use different layouts of the schedule.
 
     A length of 0 costs nothing. NaN in the tail of a page does not reach outputs, because the kernel loads V by
     predicated copies, which write zeros beyond the length of a request. Its TMA path would load whole pages with their
@@ -271,5 +271,5 @@ def _window(spec: AttentionSpec) -> tuple[int, int]:
 
 
 def _max_query_len(descriptor: BatchDescriptor) -> int:
-    """Return the longest query that a graph must allow. In a mixed batch one request may have all tokens."""
+    """Return the longest query that a graph must allow. In a mixed batch, one request may have all tokens."""
     return descriptor.query_len or descriptor.padded_tokens

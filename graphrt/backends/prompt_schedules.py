@@ -35,7 +35,7 @@ class PromptKind(NamedTuple):
 class PromptSchedules:
     """A schedule per kind of layer, which each step rewrites, and a plan per kind and size.
 
-    Without kinds it has no tensors, and its methods do nothing.
+    Without kinds, it has no tensors, and its methods do nothing.
     """
 
     def __init__(self, context: BackendContext, kinds: Iterable[PromptKind]) -> None:

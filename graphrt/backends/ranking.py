@@ -1,7 +1,7 @@
 """Measured times of each backend by batch size and context length. The registry ranks backends by them.
 
 `ranking.json` in this folder contains the times. `scripts/make_docs.py` generates it from the committed results of
-`scripts/bench_backends.py` and `scripts/bench_mixed.py`. Without results it is empty, and the order of preference
+`scripts/bench_backends.py` and `scripts/bench_mixed.py`. Without results, it is empty, and the order of preference
 applies.
 """
 
@@ -32,7 +32,7 @@ class RankingCell:
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """A measured table. Without cells it ranks nothing.
+    """A measured table. Without cells, it ranks nothing.
 
     gpu          name of the device
     cells        decode steps

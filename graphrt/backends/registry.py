@@ -131,8 +131,8 @@ class Standing:
 def select_backend(context: BackendContext, name: str | None = None) -> tuple[type[AttentionBackend], str]:
     """Return the backend for `context`, and why it was selected.
 
-    With a name it is the named backend. Without a name it is the first of `standings`, which is the fastest supported
-    backend of the measured table (see ranking.py), else the first supported backend in order of preference.
+    With a name, the result is the named backend. Without a name, it is the first of `standings`, which is the fastest
+    supported backend of the measured table (see ranking.py), else the first supported backend in order of preference.
 
     Raises:
         ConfigError: if the name is unknown.
@@ -169,9 +169,9 @@ def select_prefill(
 ) -> tuple[type[AttentionBackend] | None, str]:
     """Return the class that serves the prefill part of mixed steps, and why; None: `decode` serves whole steps.
 
-    With a name it is the named backend. Without a name it is the fastest combination in the measured table for a
-    runtime of this size. If the table was measured on another GPU, or the layers are not 16-bit, `decode` serves whole
-    steps.
+    With a name, the result is the named backend. Without a name, it is the fastest combination in the measured table
+    for a runtime of this size. If the table was measured on another GPU, or the layers are not 16-bit, `decode` serves
+    whole steps.
 
     Raises:
         ConfigError: if the name is unknown.
@@ -219,7 +219,7 @@ def unsupported_reasons(name: str, context: BackendContext) -> list[str]:
 def standings(context: BackendContext, *, stop_at_the_first: bool = False) -> list[Standing]:
     """Return all known backends, in order of preference, with their ranks or the reasons against them.
 
-    Backends with a measured time are considered first, since the fastest of them is selected. With `stop_at_the_first`
+    Backends with a measured time are considered first, since the fastest of them is selected. With `stop_at_the_first`,
     the others are considered only until one is supported, because importing a backend takes seconds.
     """
     # On a CPU, kernels of Triton are interpreted, which takes thousands of times as long as any other backend.

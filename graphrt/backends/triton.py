@@ -161,7 +161,7 @@ class TritonBackend(AttentionBackend):
     def schedule(self, metadata: StepMetadata) -> None:
         """Compute the work lists, one launch per kind of layer. Capture-safe: lengths stay on the device."""
         mixed = metadata.descriptor.kind is GraphKind.MIXED
-        # The tokens of a tree are at most that many positions before those of a chain, so their windows begin earlier.
+        # A token of a tree is up to query_len positions before the same token of a chain, so its window begins earlier.
         ahead = 0 if metadata.tree_masks is None else metadata.descriptor.query_len
         with kernels_on(metadata.seq_lens.device):
             for key, work_list in self._work_lists.items():

@@ -49,7 +49,7 @@ def bench_ranks(
     source, max_positions   of `load_model`
     work                    of `one`
 
-    Raises: ConfigError: if there are fewer GPUs than ranks. RankError: if a rank ends. The errors of rank 0.
+    Raises: ConfigError: if there are fewer GPUs than ranks. RankError: if a rank ends. Errors of rank 0 are raised too.
     """
     if device.type == "cuda" and ranks > torch.cuda.device_count():
         raise ConfigError(
@@ -95,7 +95,7 @@ def join_group(rendezvous: str, rank: int, ranks: int, kind: str) -> tuple[dist.
     dist.init_process_group(
         CUDA_BACKENDS if kind == "cuda" else "gloo", init_method=rendezvous, rank=rank, world_size=ranks
     )
-    assert dist.group.WORLD is not None, "the group was just initialised"
+    assert dist.group.WORLD is not None, "the group was just initialized"
     return dist.group.WORLD, device
 
 

@@ -70,7 +70,7 @@ def time_transformers(
 
     The caller must free its device memory first. Weights and cache are random.
 
-    Raises: ConfigError: if `transformers` is missing. UnsupportedError: if it does not support the shape.
+    Raises: ConfigError: if `transformers` is missing. UnsupportedError: if `transformers` does not support the shape.
     """
     cells = [(DYNAMIC, batch) for batch in batches]
     cells += [(STATIC, batch) for batch in batches if batch in STATIC_BATCHES]

@@ -47,7 +47,7 @@ class StepCosts:
     """Costs of one kind of batch.
 
     graph         time of a step with a graph of a size
-    eager         time of a step without a graph, if it is above the time of the graph
+    eager         time of a step without a graph; `eager_ms` returns at least the time with a graph
     capture_ms    time to capture a graph
     graph_bytes   device memory of each graph, without the pool that all graphs share
     pool_bytes    bytes of this pool per request or token of the largest graph
@@ -155,8 +155,8 @@ def plan_sizes(
 ) -> CaptureSizes:
     """Return the capture sizes that minimize the time of one capture and of `steps` steps distributed as in the trace.
 
-    A batch runs with the smallest graph that has room for it, or eagerly if no graph has. The plan is optimal, except
-    that token counts are rounded up to multiples of 16, and to fewer than 512 candidates.
+    A batch runs with the smallest graph that has room for it, or eagerly if no graph has room. The plan is optimal,
+    except that token counts are rounded up to multiples of 16, and to fewer than 512 candidates.
 
     memory_bytes    maximum device memory of all graphs
     """

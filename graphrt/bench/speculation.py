@@ -32,8 +32,8 @@ _STEPS_PER_LAUNCH = 16
 class SpeculationResult:
     """Milliseconds per token of a request, for one batch size; medians over several rounds.
 
-    In each round, a request emits the same number of tokens at the same positions in all three cases, because the time
-    of a step depends on the length of its sequences.
+    In each round, a request emits the same number of tokens at the same positions in all three cases, because step
+    times depend on sequence lengths.
 
     plain_ms            plain decoding
     accepted_ms         all drafts are accepted
@@ -56,7 +56,7 @@ class SpeculationResult:
 
 
 class _Predictable(nn.Module):
-    """A model that counts on by `ahead` from the last token, at the cost of one small kernel per step."""
+    """A model that always predicts the last token plus `ahead`, at the cost of one small kernel per step."""
 
     def __init__(self, model: Model, ahead: int = 1) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def bench_speculation(
 
     The benchmark changes the logits of the models so that the tokens repeat. Drafts are all right, or all wrong.
 
-    Raises: ConfigError: if the draft model has another vocabulary.
+    Raises: ConfigError: if the draft model has a different vocabulary.
     """
     right, wrong = (ngram_drafts, _unlikely_drafts) if draft is None else (_drafter(draft, 1), _drafter(draft, 2))
     results, tokens = [], work.steps * (1 + num_drafts)

@@ -130,8 +130,8 @@ def spacer_calls(outs: Sequence[torch.Tensor]) -> list[Call]:
 def spaced_calls(calls: Sequence[Call], device: torch.device) -> list[Call]:
     """Return the calls, each followed by a small kernel that depends on its output and on which the next call depends.
 
-    The small kernel has no programmatic dependent launch, like most kernels between two attention calls of a model, so
-    a call cannot overlap its start with the end of the previous call.
+    Like most kernels between two attention calls of a model, the small kernel has no programmatic dependent launch. So
+    the start of a call cannot overlap the end of the previous call.
     """
     sink = torch.zeros(1, device=device)
 

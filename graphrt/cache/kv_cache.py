@@ -305,8 +305,8 @@ def check_groups(groups: KVCacheSpec | Sequence[KVCacheSpec]) -> tuple[KVCacheSp
 
 
 def pages_of_pools(num_pages: int | Sequence[int], groups: Sequence[KVCacheSpec], advice: str) -> tuple[int, ...]:
-    """Return the pages of each pool, given as one number or one per pool. Raises: ConfigError: if it is neither of
-    these."""
+    """Return the pages of each pool, given as one number or one per pool. Raises: ConfigError: if `num_pages` is
+    neither of these."""
     pools = len({spec.pool for spec in groups})
     counts = list(num_pages) if isinstance(num_pages, (list, tuple)) else [num_pages] * pools
     if len(counts) != pools:
@@ -372,7 +372,7 @@ def _scales(
     if given is None:
         if not any(spec.dtype in FP8_DTYPES for spec in layers):
             return ()
-        # Separate tensors, not rows of one, because kernels are specialised on whether an address is a multiple of 16.
+        # Separate tensors, not rows of one, because kernels are specialized on whether an address is a multiple of 16.
         with torch.inference_mode(False):  # callers may fill them outside of inference mode
             return tuple(torch.ones(spec.num_kv_heads, dtype=torch.float32, device=device) for spec in layers)
     if len(check_sequence(name, given, of="tensors, one per layer")) != len(layers):

@@ -67,7 +67,7 @@ class SwapSpace:
         arrival.wait()                                          # then submit the step that reads them
 
     No call blocks the host. Copies run on two side streams, through two staging buffers on the device, after all steps
-    submitted so far. On CPU the same calls copy immediately.
+    submitted so far. On CPU, the same calls copy immediately.
 
     kv_cache     the cache that contains the pages
     allocators   the page allocator of each pool. `swap_out` takes over one reference to each page. `collect` and

@@ -199,7 +199,7 @@ class PrefixIndex:
                 indices[req_index] = None
 
     def remove(self, req_index: int) -> None:
-        """Remove a request. Nothing happens if it was not added."""
+        """Remove a request. Nothing happens if the request was not added."""
         for key in self._keys.pop(req_index, ()):
             if indices := self._indices.get(key):
                 indices.pop(req_index, None)

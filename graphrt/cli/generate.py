@@ -120,8 +120,8 @@ def run(options: GenerateOptions) -> None:
 
 
 def _torchrun_group(device: torch.device) -> tuple[dist.ProcessGroup | None, torch.device]:
-    """Return the group of the processes that torchrun has started, None for a single process, and the device of this
-    process: on CUDA, each rank has the GPU of its local rank."""
+    """Return the group of the processes that torchrun has started (None for a single process), and the device of this
+    process. On CUDA, each rank has the GPU of its local rank."""
     if not dist.is_torchelastic_launched():
         return None, device
     if device.type == "cuda":
@@ -180,7 +180,7 @@ def _stream(
     complete. Log-probabilities are printed to `log` at the end, one line per token.
 
     A stop string ends an answer, but not the request. Further tokens are dropped until all requests have finished. In
-    the first `min_tokens` tokens no stop string ends an answer.
+    the first `min_tokens` tokens, no stop string ends an answer.
     """
     streams, stops = [tokenizer.stream() for _ in ids], [StopStrings(stop) for _ in ids]
     texts, lengths = [""] * len(ids), [0] * len(ids)

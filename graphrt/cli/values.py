@@ -47,11 +47,12 @@ def draft_source(speculate: str | None) -> str | Path | None:
 
 
 def num_drafts(speculate: str | None, drafts: int | None) -> int:
-    """Return the drafts per step, 0 without --speculate. Raises: ConfigError: if --drafts is given without it."""
+    """Return the drafts per step, 0 without --speculate. Raises: ConfigError: if --drafts is given without
+    --speculate."""
     if speculate is None and drafts is not None:
         raise ConfigError(
-            f"--drafts: expected --speculate with it, got --drafts {drafts} alone; add --speculate ngram or a draft "
-            "model, or leave --drafts out"
+            f"--drafts: requires --speculate, got --drafts {drafts} alone; add --speculate ngram or a draft model, or "
+            "leave --drafts out"
         )
     return 0 if speculate is None else drafts or _DRAFTS
 

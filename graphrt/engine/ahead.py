@@ -22,10 +22,10 @@ from graphrt.step import Model, Step
 def compile_ahead(program: StepProgram, descriptors: Iterable[BatchDescriptor]) -> None:
     """Compile and load the kernels of a step at these sizes in parallel.
 
-    Runs the step with launches that compile kernels but write nothing. A model could store values that it computes from
-    unwritten results. So its `ahead_model()` runs in its place, if it has this method, and so does the attention of all
-    layers. The same applies to a draft model. Custom samplers and proposers, and backends without `compiles_ahead`, are
-    not called. Their kernels are compiled when the step first runs.
+    Runs the step with launches that compile kernels but write nothing. The model is not called, because it could store
+    values that it computes from unwritten results. Instead, the attention of all layers runs, and the model's
+    `ahead_model()` if it has this method. The same applies to a draft model. Custom samplers and proposers, and
+    backends without `compiles_ahead`, are not called. Their kernels are compiled when the step first runs.
     """
     own = replace(
         program,
@@ -53,7 +53,7 @@ def _ahead_drafts(draft: DraftModel) -> DraftModel:
 
 
 def _any_tokens(logits: torch.Tensor, step: Step) -> torch.Tensor:
-    """Replace a custom sampler. Most return the int64 indices of torch."""
+    """Replace a custom sampler. Most samplers return int64 indices from torch."""
     return torch.empty(len(logits), dtype=torch.int64, device=logits.device)
 
 
@@ -84,7 +84,7 @@ class _AheadModel:
 
     model: Model
     vocab_size: int
-    hidden_size: int | None = None  # of a draft model
+    hidden_size: int | None = None  # set for a draft model
 
     def __call__(self, step: Step) -> torch.Tensor:
         layers = {(layer.spec, layer.group): layer for layer in step.layers}

@@ -61,7 +61,7 @@ class StepGraphs:
 
     def capture_late(self, descriptor: BatchDescriptor, before_run: Callable[[], None]) -> None:
         """Capture one more size. Warm-up runs are queued after earlier work of the current stream. The state of torch's
-        random generator is restored after them. After an error the other graphs remain, and the call can be repeated.
+        random generator is restored after them. After an error, the other graphs remain, and the call can be repeated.
 
         before_run   called before each run of the step, so that the run reads an input entry without requests
         """

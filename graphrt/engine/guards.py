@@ -33,7 +33,7 @@ class Guards:
     the model by name. If a name now refers to a different tensor, the step runs the full check. Tensors that were
     added to the model, such as a bias, are errors too.
 
-    With GRAPHRT_DEBUG=1 every step checks all tensors and names, and raises for kernels loaded after capture and for
+    With GRAPHRT_DEBUG=1, every step checks all tensors and names, and raises for kernels loaded after capture and for
     memory growth.
 
     weights   named tensors passed by the caller; None: the weights of the model, looked up again at each full check

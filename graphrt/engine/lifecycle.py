@@ -72,8 +72,9 @@ class Exclusive:
 class OnStream:
     """Run a block on the manager's stream, inside an NVTX range. Blocks may nest.
 
-    The object is built once and entered at every step. If the stream is already current, as usual, that takes one
-    microsecond instead of ten. Launches call `enter` and `leave`, because a `with` block takes twice as long.
+    The object is built once and entered at every step. Entering takes one microsecond instead of ten if the stream is
+    already current, which is the usual case. Launches call `enter` and `leave`, because a `with` block takes twice as
+    long.
     """
 
     __slots__ = ("_handle", "_index", "_name", "_previous", "stream")

@@ -64,7 +64,7 @@ class StepProgram:
     proposer: Proposer | None = None
     page_tables: torch.Tensor | None = None  # owned by the caller
     request_tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    shards: VocabShards | None = None  # of the model's logits, if they do not have vocab_size columns
+    shards: VocabShards | None = None  # set if the model's logits have the columns of this rank only
     truncation: bool = True  # whether requests may have top-k, top-p or min-p
     path_mover: PathMover | None = field(init=False, repr=False, compare=False)  # None: drafts form chains
     context: ContextParallel | None = field(init=False, repr=False, compare=False)  # None: ranks share no KV
@@ -316,8 +316,8 @@ def capacity_of(
 
 
 def check_page_tables(tables: torch.Tensor | None, buffers: StaticBuffers) -> torch.Tensor | None:
-    """Return the caller's page tables, with a first dimension for KV groups. Raises: ShapeError: if they have the wrong
-    shape."""
+    """Return the caller's page tables, with a first dimension for KV groups. Raises: ShapeError: if the tables have the
+    wrong shape."""
     if tables is None:
         return None
     check_instance("page_tables", tables, torch.Tensor, advice="pass an int32 tensor, or None", error=ShapeError)

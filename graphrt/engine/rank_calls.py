@@ -58,8 +58,8 @@ class RankCalls:
     def connect(cls, group: dist.ProcessGroup, config: RuntimeConfig, program: StepProgram, manager: Any) -> RankCalls:
         """Compare a manager with those of the other ranks, and return its calls.
 
-        Raises: ConfigError: on every rank, with the rank and the values that differ. RankError: if a rank ends before.
-        UnsupportedError: for options that ranks do not implement.
+        Raises: ConfigError: on every rank, with the rank and the values that differ. RankError: if a rank ends during
+        the comparison. UnsupportedError: for options that ranks do not implement.
         """
         ranks, cache = Ranks.of(group), program.kv_cache
         _check_options(config, program, ranks)

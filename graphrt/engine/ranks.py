@@ -1,9 +1,9 @@
 """The ranks of a process group on one host: messages from rank 0 to the others, and the detection of failed ranks.
 
-Ranks share a block of memory. Every wait for another rank polls, and checks in between whether a rank has failed: its
-process has ended, it has reported an error, or it has not arrived at a collective or queued a launch in time. The host
-also polls while it waits for a GPU, because a kernel may wait for another rank. A thread checks too: some calls of the
-driver, such as loading a kernel, wait for running kernels.
+Ranks share a block of memory. Every wait for another rank polls, and checks in between whether a rank has failed. A
+rank has failed if its process has ended, if it has reported an error, or if it has not arrived at a collective or
+queued a launch in time. The host also polls while it waits for a GPU, because a kernel may wait for another rank. A
+thread checks too: some calls of the driver, such as loading a kernel, wait for running kernels.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ HANG_SECONDS = 8.0
 
 _CHECK_SECONDS = 0.05
 _THREAD_CHECK_SECONDS = 0.5
-_SPIN_SECONDS = {False: 0.0005, True: 0.02}  # without and with GPUs. With a GPU, a rank has cores of its own
+_SPIN_SECONDS = {False: 0.0005, True: 0.02}  # by `on_cuda`; with a GPU, a rank has its own cores
 _SLEEP_SECONDS = 0.0001
-_EXIT_SECONDS = 2.0  # from the end of a connection to the end of its process
-_ABORT_SECONDS = 2.0  # from the abort of NCCL to the end of its kernels
+_EXIT_SECONDS = 2.0  # longest time from the end of a connection to the end of its process
+_ABORT_SECONDS = 2.0  # longest time from the abort of NCCL to the end of its kernels
 _RING_BYTES = 1 << 22
 _TEXT_BYTES = 1024
 _LINE = 8  # int64 per cache line
@@ -219,7 +219,7 @@ class Ranks:
         self._report(self.rank, f"rank {self.rank} failed with {type(error).__name__}: {error}")
 
     def _wait_for_cause(self) -> None:
-        """Wait until the process has ended whose connection has ended. Raises: RankError: when it has."""
+        """Wait until the rank whose connection has ended exits. Raises: RankError: when the rank has exited."""
         deadline = time.monotonic() + _EXIT_SECONDS
         while time.monotonic() < deadline:
             self.check()
@@ -258,7 +258,7 @@ class Ranks:
                 buffer.abort(culprit % group.size())
             if self.on_cuda:
                 nccl = group._get_backend(torch.device("cuda"))
-                threading.Thread(target=nccl.abort, daemon=True).start()  # it returns after graphs are freed
+                threading.Thread(target=nccl.abort, daemon=True).start()  # abort() returns only after graphs are freed
 
     def _until(self, done: Callable[[], bool], hang_seconds: float = float("inf"), stops: bool = True) -> None:
         """Wait for a condition. Raises RankError if a rank fails, or is late by `hang_seconds`.
@@ -297,7 +297,7 @@ class Ranks:
             work.wait()
         except RankError:
             raise
-        except RuntimeError as error:  # of the backend: a connection has ended, and its process ends soon
+        except RuntimeError as error:  # raised by the backend: a connection has ended, and its process ends soon
             self._wait_for_cause()
             raise self._failure(self.rank, f"a collective of rank {self.rank} failed: {error}") from error
 

@@ -102,7 +102,7 @@ def write_trace(path: str | Path, steps: Mapping[Served, int]) -> None:
 
 
 def read_lines(name: str, path: str | Path) -> list[str]:
-    """Return the lines of a text file. Raises: ConfigError: if it cannot be read. Errors start with `name`."""
+    """Return the lines of a text file. Raises: ConfigError: if the file cannot be read. Errors start with `name`."""
     try:
         return Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:

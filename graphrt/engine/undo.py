@@ -66,7 +66,7 @@ class Copies:
 
 
 def _copy_each(targets: Iterable[torch.Tensor], sources: Iterable[torch.Tensor]) -> None:
-    """Copy with one launch per dtype if the strides are equal. For mixed dtypes torch would launch one copy each."""
+    """Copy with one launch per dtype if the strides are equal. For mixed dtypes, torch would launch one copy each."""
     alike: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
         if target.dtype in _LISTED and target.stride() == source.stride():

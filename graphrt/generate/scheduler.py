@@ -110,7 +110,7 @@ class Scheduler:
         self._table, self._preemption = session.table, Preemption(runtime, session)
         self._groups = runtime.kv_cache.groups
         self._longest_chunk = longest_chunk(runtime)
-        self._new_tokens = runtime.config.query_lens[-1] if runtime.manager.proposes else 1  # most per step and request
+        self._new_tokens = runtime.config.query_lens[-1] if runtime.manager.proposes else 1  # per request and step
         self.queue = deque(prompts)
         self.running: dict[int, PromptState] = {}
         self.by_request: dict[SessionRequest, PromptState] = {}
@@ -153,12 +153,12 @@ class Scheduler:
     def _have(self, needs: list[int], *, resumes: bool) -> bool:
         """Return True if pools have `needs` pages, in addition to reserved pages and one page for each running request.
 
-        A request that resumes also needs a page for its next token, and running prompts need pages for all their
-        tokens, so that it is not preempted again immediately.
+        A request that resumes also needs a page for its next token. Running prompts must have pages for all their
+        tokens, or the request would soon be preempted again.
         """
         if self._space is not None:
             self._space.collect()
-        if not self.running:  # it may use all pages, and needs those of its swapped tokens now
+        if not self.running:  # the prompt may use all pages, and needs those of its swapped tokens now
             fits = [self._reclaim(pool, need) for pool, need in enumerate(needs)]
             preempted = self.queue[0].preempted
             return preempted is None or preempted.swapped is None or all(fits)
@@ -224,7 +224,7 @@ class Scheduler:
         most = min(_QUIET_STEPS, self._runtime.config.launch_steps)
         if self.queue:
             if self._in_flight(self.queue[0]):
-                return 1  # it resumes with the next result
+                return 1  # the prompt resumes with the next result
             most = max(1, min(most, -(-int(self._table.tokens_left(ids).min()) // self._new_tokens)))
         if most <= self._table.quiet:
             return most
@@ -313,7 +313,7 @@ class Scheduler:
 
     def _make_room(self, steps: int) -> bool:
         """Preempt requests until there are pages for the next steps of the other requests, and for one token of the
-        first request. Return False if the first request gets no page because other users of the runtime own them."""
+        first request. Return False if other users of the runtime own the pages that the first request needs."""
         while True:
             ids = self._table.order
             first = min(self.running, key=lambda req_index: self.running[req_index].index, default=None)
@@ -337,7 +337,7 @@ class Scheduler:
         """Free the index and the pages of a request, and put its prompt at the head of the queue."""
         prompt, length = self.running[req_index], self._table.length(req_index)
         self.queue.appendleft(prompt)
-        if req_index in self._promised:  # it has computed nothing
+        if req_index in self._promised:  # the request has computed nothing
             self._stats.shared_tokens -= length
             self._stats.shared_pages -= sum(map(len, self._session.pages.pages(req_index)))
             prompt.preempted = self._preemption.preempt(self._leave(req_index), None)
@@ -475,7 +475,7 @@ class Preemption:
         """Assign an index and pages to a preempted request again. It continues with the next launches, or once it has
         `arrived`. Raises: CapacityError: if no request index or page is free."""
         known = np.concatenate((request.prompt, np.array(request.tokens, np.int32)))
-        start = min(preempted.length, len(known) - 1)  # with drafts, fewer tokens than it could have at preemption
+        start = min(preempted.length, len(known) - 1)  # with drafts, fewer tokens than were possible at preemption
         self._table.detached.discard(request)
         if not preempted.length:
             request.prompt_logprobs.clear()  # its prompt is recomputed

@@ -188,7 +188,7 @@ def _start_ranks(count: int, source: _Source) -> dist.ProcessGroup:
 
 def _join(store: TCPStore, rank: int, count: int) -> dist.ProcessGroup:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
-    assert dist.group.WORLD is not None, "the group was just initialised"
+    assert dist.group.WORLD is not None, "the group was just initialized"
     return dist.group.WORLD
 
 

@@ -70,10 +70,10 @@ class ModelConfig:
         sliding_windows: per layer, the number of tokens that a query sees, including itself, or None for all.
             An empty tuple means None for every layer.
         qkv_bias, o_bias, mlp_bias: whether these projections have a bias.
-        qk_norm: whether each query and key head is RMS-normalised before the rotation.
+        qk_norm: whether each query and key head is RMS-normalized before the rotation.
         dtype: dtype of the checkpoint.
         eos_ids: tokens that end a text.
-        quantization: how the weight matrices are quantised, or None.
+        quantization: how the weight matrices are quantized, or None.
     """
 
     architecture: str

@@ -93,7 +93,7 @@ class EagleConfig:
 
 
 class EagleHead(nn.Module):
-    """One layer that drafts from hidden states of a model. Weights are uninitialised until `load_eagle`.
+    """One layer that drafts from hidden states of a model. Weights are uninitialized until `load_eagle`.
 
     In EAGLE, the input of the layer is `fc` of the token's embedding, concatenated with the previous hidden state. In
     EAGLE-3, `fc` combines the inputs of several layers of the model to one hidden state. The input of the layer is then
@@ -210,7 +210,7 @@ def _attend(step: Step, q: torch.Tensor) -> torch.Tensor:
     """
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     out = step.attend(0, q, lse=lse)
-    share = -torch.expm1(-lse)  # of the other tokens; 0 in the row of token 0
+    share = -torch.expm1(-lse)  # share of the other tokens; 0 in the row of token 0
     return (out / share.clamp_min(_LEAST_SHARE)[..., None]).to(out.dtype)
 
 

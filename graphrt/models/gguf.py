@@ -1,4 +1,4 @@
-"""Weights from a GGUF file, dequantised into the model in groups of rows."""
+"""Weights from a GGUF file, dequantized into the model in groups of rows."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _FREQ_FACTORS = "rope_freqs.weight"
-_CHUNK_ELEMENTS = 1 << 24  # elements dequantised at a time: 64 MiB of float32
+_CHUNK_ELEMENTS = 1 << 24  # elements dequantized at a time: 64 MiB of float32
 _ROTATED = re.compile(r"self_attn\.[qk]_proj\.")
 
 
 class GGUFSource:
     """The tensors of a GGUF file, with the names and the layout of a Hugging Face checkpoint."""
 
-    quantization = None  # tensors are dequantised
+    quantization = None  # tensors are dequantized
 
     def __init__(self, path: Path) -> None:
         self._gguf = require("gguf", "to read GGUF files")
@@ -71,7 +71,7 @@ class GGUFSource:
         return {name: self._file.tensors[stored].shape for name, stored in self._stored.items()}
 
     def copy_into(self, name: str, target: Weight, index: Index = ()) -> None:
-        assert isinstance(target, torch.Tensor), "check_weights refuses tensors for quantised weights"
+        assert isinstance(target, torch.Tensor), "check_weights refuses tensors for quantized weights"
         stored = self._stored[name]
         if target.dim() == 1:
             rows = torch.from_numpy(self._dequantize(stored, 0, 1)[0])[index]
@@ -102,7 +102,8 @@ class GGUFSource:
     def _dequantize(
         self, stored: str, first: int, last: int, columns: slice | None = None
     ) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """Return the rows [first, last) of a tensor, and the columns of whole-number bounds, as float32."""
+        """Return the rows [first, last) of a tensor as float32; with `columns`, whose bounds are ints, only these
+        columns."""
         kind = self._gguf.GGMLQuantizationType(self._file.tensors[stored].quantization)
         raw = self._file.raw(stored)[first:last]
         if columns is None:
@@ -115,7 +116,7 @@ class GGUFSource:
         return np.require(values, np.float32, "W")  # a float32 tensor is a view of the read-only file
 
     def _check_quantizations(self) -> None:
-        """Reject quantisations that gguf cannot dequantise, before weights are allocated."""
+        """Reject quantizations that gguf cannot dequantize, before weights are allocated."""
         kinds = {tensor.quantization for tensor in self._file.tensors.values()}
         unknown = []
         for kind in sorted(kinds):
@@ -126,8 +127,8 @@ class GGUFSource:
                 unknown.append(f"{self._gguf.GGMLQuantizationType(kind).name} (blocks of {block})")
         if unknown:
             raise UnsupportedError(
-                f"{printable(self._file.path)}: the package gguf cannot dequantise {', '.join(unknown)}; "
-                "use another quantisation"
+                f"{printable(self._file.path)}: the package gguf cannot dequantize {', '.join(unknown)}; "
+                "use another quantization"
             )
 
 

@@ -1,7 +1,7 @@
 """The table of contents of a GGUF file, with every length checked against the file size.
 
-The package `gguf` dequantises, but its reader trusts the lengths in the file. On a truncated or corrupt file the reader
-loops or returns short arrays. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+The package `gguf` dequantizes, but its reader trusts the lengths in the file. On a truncated or corrupt file, the
+reader loops or returns short arrays. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def read_gguf(path: Path) -> GGUFFile:
 
     Raises:
         ConfigError: if the file is missing, truncated, inconsistent or not a GGUF file.
-        UnsupportedError: if the file is split, big-endian, or has an unknown version or quantisation.
+        UnsupportedError: if the file is split, big-endian, or has an unknown version or quantization.
     """
     gguf = require("gguf", "to read GGUF files")
     try:
@@ -113,7 +113,7 @@ def _read_tensors(cursor: _Cursor, count: int, alignment: Any, gguf: Any) -> dic
         sizes = gguf.GGML_QUANT_SIZES.get(quantization)
         if sizes is None:
             raise UnsupportedError(
-                f"{printable(cursor.path)}: the package gguf does not know quantisation {quantization} of "
+                f"{printable(cursor.path)}: the package gguf does not know quantization {quantization} of "
                 f"{shown(name)}; upgrade gguf"
             )
         block, block_bytes = sizes

@@ -25,7 +25,7 @@ _MAX_NAME = 255
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _QUANTIZED = ("F8_E4M3", "I32")
 _STORED = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
-_TOKEN_MAPS = ("d2t", "t2d")  # of a head that drafts some tokens only; integers and bools
+_TOKEN_MAPS = ("d2t", "t2d")  # tensors of integers and bools, in a head that drafts only some tokens
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _ROWS_COMPARED = 1024
 
@@ -35,7 +35,7 @@ class SafetensorsSource:
 
     As in transformers, a head that differs from the embedding is kept even if config.json declares them tied, and the
     stored dtype is used if config.json specifies none. If an index specifies the file of a tensor, copies of the tensor
-    in other files are ignored. A module is quantised if its tensors are; the lists of quantization_config are not read.
+    in other files are ignored. A module is quantized if its tensors are; the lists of quantization_config are not read.
 
     config  the config, if config.json is not that of a model
     """
@@ -77,7 +77,7 @@ class SafetensorsSource:
 
     @property
     def quantization(self) -> Quantization | None:
-        """How the weights are quantised."""
+        """How the weights are quantized."""
         return self.config.quantization
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -85,7 +85,7 @@ class SafetensorsSource:
 
     def copy_into(self, name: str, target: Weight, index: Index = ()) -> None:
         if not self._is_packed(name):
-            assert isinstance(target, torch.Tensor), "check_weights refuses tensors for quantised weights"
+            assert isinstance(target, torch.Tensor), "check_weights refuses tensors for quantized weights"
             target.copy_(self._read(name, index))
             return
         assert self._packed is not None, "a packed weight was found"
@@ -128,7 +128,7 @@ class SafetensorsSource:
         if dtype not in supported and name not in _TOKEN_MAPS:
             raise UnsupportedError(
                 f"{file}: {shown(name)} has dtype {dtype} (supported: {', '.join(supported)}); "
-                "use a checkpoint that is not quantised in this way, or a GGUF file"
+                "use a checkpoint that is not quantized in this way, or a GGUF file"
             )
 
 

@@ -122,7 +122,7 @@ def run_layer(
 
 
 class LlamaModel(nn.Module):
-    """Computes the logits of a step. Weights are uninitialised until `load_weights`.
+    """Computes the logits of a step. Weights are uninitialized until `load_weights`.
 
     Capture-safe: all shapes depend only on the step's padded size, and the host reads nothing from the device.
 
@@ -218,7 +218,7 @@ class LlamaModel(nn.Module):
 
         Raises:
             ConfigError: if tensors are missing, unknown or of the wrong shape, if the checkpoint has a head and the
-                model has none, or if the model's weights are quantised differently.
+                model has none, or if the model's weights are quantized differently.
         """
         shapes = {name: self.sharding.shape(name, target) for name, target in self.weight_targets().items()}
         check_weights(self.config, shapes, checkpoint)

@@ -66,8 +66,8 @@ def load_model(
         max_positions: rows of the rotation table, which limit the sequence length. Defaults to the model's limit. A
             model with rope_type "dynamic" or "longrope" has one set of frequencies: that of a sequence of this length.
         seed: seed of dummy weights.
-        group: ranks that share the model. Each calls this function, and reads and keeps only its shard. Dummy weights
-            of a shard are not those of the whole model.
+        group: ranks that share the model. Each rank calls this function, and reads and keeps only its shard. Dummy
+            weights of a shard are not those of the whole model.
 
     Raises:
         ConfigError: if an argument has the wrong type, a file is missing, corrupt or inconsistent, or a package is

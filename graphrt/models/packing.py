@@ -1,4 +1,4 @@
-"""Quantised weights of safetensors files: AWQ, GPTQ, and fp8 with one scale per matrix or row.
+"""Quantized weights of safetensors files: AWQ, GPTQ, and fp8 with one scale per matrix or row.
 
 A module stores these tensors in place of `weight` [rows, depth]. A 32-bit word holds 8 values of 4 bits, the first one
 in its lowest bits:
@@ -33,7 +33,7 @@ _FP8_OF_TRANSFORMERS = ("weight_scale_inv", "activation_scale")
 
 
 class PackedWeights:
-    """The quantised weights of a checkpoint, by the names that they would have without quantisation.
+    """The quantized weights of a checkpoint, by the names that they would have without quantization.
 
     config   of the model
     shapes   of all tensors of the checkpoint
@@ -41,8 +41,8 @@ class PackedWeights:
     read     returns a tensor, or `tensor[index]`
 
     Attributes:
-        shapes: the checkpoint's shapes with one `weight` in place of the tensors of each quantised module.
-        names: names of the quantised weights.
+        shapes: the checkpoint's shapes with one `weight` in place of the tensors of each quantized module.
+        names: names of the quantized weights.
 
     Raises:
         ConfigError: if a module's tensors do not fit together.
@@ -81,7 +81,7 @@ class PackedWeights:
     def weight(
         self, name: str, dtype: torch.dtype, device: torch.device, index: Index = (), group: int = 0
     ) -> QuantizedWeight:
-        """Read `weight[index]` of a quantised weight for activations of `dtype`, and convert it on `device`.
+        """Read `weight[index]` of a quantized weight for activations of `dtype`, and convert it on `device`.
 
         Only the words, scales and zeros of `index` are read.
 
@@ -133,7 +133,7 @@ class PackedWeights:
 
     def _check(self, module: str, stored: Shape, parts: Mapping[str, Shape | None], dtypes: Mapping[str, str]) -> None:
         if len(stored) != 2:
-            raise ConfigError(f"{printable(module)}: expected a quantised matrix, got shape {list(stored)}")
+            raise ConfigError(f"{printable(module)}: expected a quantized matrix, got shape {list(stored)}")
         rows, depth = self._shape(stored)
         wanted: dict[str, list[Shape | None]]
         if self._quantization.bits == 8:
@@ -151,7 +151,7 @@ class PackedWeights:
                 )
         packed = () if self._quantization.bits == 8 else ("qweight", "qzeros")
         if any(dtypes[f"{module}.{part}"] != "I32" for part in packed):
-            raise ConfigError(f"{printable(module)}: {' and '.join(packed)} must be int32; quantise the model again")
+            raise ConfigError(f"{printable(module)}: {' and '.join(packed)} must be int32; quantize the model again")
         if (dtype := dtypes[f"{module}.{self._scale}"]) not in ("F16", "BF16", "F32", "F64"):
             raise UnsupportedError(
                 f"{printable(module)}.{self._scale}: expected floats of 16 to 64 bits, got {dtype}; "

@@ -1,4 +1,4 @@
-"""How the weights of a model are quantised, as described by the quantization_config of a config.json."""
+"""How the weights of a model are quantized, as described by the quantization_config of a config.json."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Quantization:
         bits: 8 for an Fp8Weight, 4 for an Int4Weight.
         group: number of inputs per scale, for 4 bits. If it does not divide the inputs of a weight, as in some shards,
             the weight has smaller groups, whose size is the greatest common divisor.
-        plain: Hugging Face names of modules whose weight is not quantised, such as "lm_head".
-        packing: how a checkpoint stores quantised weights: awq, gptq, gptq_v2 or fp8. Not compared.
+        plain: Hugging Face names of modules whose weight is not quantized, such as "lm_head".
+        packing: how a checkpoint stores quantized weights: awq, gptq, gptq_v2 or fp8. Not compared.
     """
 
     bits: int
@@ -41,7 +41,7 @@ def empty_weight(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Weight:
-    """Return an uninitialised weight with the rows of all `modules`. It is quantised if all of them are."""
+    """Return an uninitialized weight with the rows of all `modules`. It is quantized if all of them are."""
     if quantization is None or quantization.plain.intersection(modules):
         return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
     if quantization.bits == 8:
@@ -49,9 +49,9 @@ def empty_weight(
     return Int4Weight.empty(*shape, math.gcd(quantization.group, shape[1]), dtype, device)
 
 
-# Which modules are quantised is read from the checkpoint's tensors, not from these lists.
+# Which modules are quantized is read from the checkpoint's tensors, not from these lists.
 _LISTS = {"modules_to_not_convert", "ignored_layers", "ignore", "modules_in_block_to_quantize", "lm_head"}
-# How the weights were computed, and which kernels another library uses.
+# These keys state how the weights were computed, and which kernels another library uses.
 _IRRELEVANT = {
     "act_group_aware", "batch_size", "block_name_to_quantize", "cache_block_outputs", "damp_auto_increment",
     "damp_percent", "dataset", "dequantize", "disable_exllama", "do_fuse", "exllama_config", "expert_dtype",
@@ -65,8 +65,8 @@ _IRRELEVANT = {
 def quantization_from_hf(fields: FieldReader) -> Quantization | None:
     """Read the quantization_config of a config.json; None if there is none.
 
-    Every key is applied, has no effect on the result, or is refused by name. Activations are not quantised, because
-    products with unquantised activations are closer to the model before its quantisation.
+    Every key is applied, has no effect on the result, or is refused by name. Activations are not quantized, because
+    products with unquantized activations are closer to the model before its quantization.
     """
     reader = FieldReader(fields.mapping("quantization_config"), fields.where)
     if not fields.has("quantization_config") or fields.get("quantization_config") == {}:
@@ -108,7 +108,7 @@ def _gptq(fields: FieldReader) -> Quantization:
     fields.refuse({"checkpoint_format": formats, "format": formats, "bits": (4,), "pack_dtype": ("int32",)})
     fields.refuse({"is_marlin_format": (False,), "adapter": (), "rotation": (), "method": ("gptq",)})
     for pattern in fields.mapping("dynamic"):
-        if not pattern.startswith("-:"):  # with the prefix, it names modules that are not quantised
+        if not pattern.startswith("-:"):  # with the prefix, a pattern names modules that are not quantized
             fields.unsupported(f"dynamic {shown(pattern)}")
     fields.get("desc_act")  # the permutation is in g_idx
     fields.get("backend")

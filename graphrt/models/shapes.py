@@ -47,7 +47,7 @@ _QUANTIZATIONS = {"fp8": Quantization(8, plain=_HEAD), "int4": Quantization(4, 1
 def shape_config(name: str) -> ModelConfig:
     """Return the shape of a well-known model: a name in SHAPES.
 
-    With the suffix -fp8 or -int4, its matrices are quantised, except the head: fp8 with a scale per row, or int4 with a
+    With the suffix -fp8 or -int4, its matrices are quantized, except the head: fp8 with a scale per row, or int4 with a
     scale per 128 inputs. Where 128 does not divide the inputs, groups are smaller.
 
     Raises: ConfigError: if there is no such shape.
@@ -57,7 +57,7 @@ def shape_config(name: str) -> ModelConfig:
         return replace(SHAPES[base], quantization=_QUANTIZATIONS[suffix])
     if name not in SHAPES:
         raise ConfigError(
-            f"shape: expected one of {', '.join(SHAPES)}, with the suffix -fp8 or -int4 if quantised, got "
+            f"shape: expected one of {', '.join(SHAPES)}, with the suffix -fp8 or -int4 if quantized, got "
             f"{shown(name)}; choose one of these"
         )
     return SHAPES[name]

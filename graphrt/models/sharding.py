@@ -2,7 +2,7 @@
 
 All ranks have weights of equal shapes. Where a dimension does not divide, the last ranks have zeros, which add exactly
 0 to every sum. Matrices of queries, keys, values, gate and up are split by rows, those of output and down by columns,
-embedding and head by tokens. Norms are not split. Scales and zeros of quantised weights are split with them. The bounds
+embedding and head by tokens. Norms are not split. Scales and zeros of quantized weights are split with them. The bounds
 of columns are multiples of a group; for the output, of a smaller group, whose scales are repeated (`empty_weight`).
 """
 
@@ -54,7 +54,7 @@ class Sharding:
     def of(cls, config: ModelConfig, group: dist.ProcessGroup | None) -> Sharding:
         """Return the shard of this rank; the whole model without a group.
 
-        Raises: UnsupportedError: if the model cannot be split over so many ranks. The message lists all reasons.
+        Raises: UnsupportedError: if the model cannot be split over this number of ranks. The message lists all reasons.
         """
         if group is None:
             return cls(config, config, vocab_columns=config.vocab_size)
@@ -63,7 +63,7 @@ class Sharding:
         copies = max(1, ranks // kv_heads)  # ranks that hold the same KV head
         per_rank, quantization = ceil_div(kv_heads, ranks), config.quantization
         num_q_heads = per_rank * queries // copies
-        inputs = num_q_heads * config.head_dim  # of the attention output
+        inputs = num_q_heads * config.head_dim  # width of the attention output
         _, _, columns = vocab_part(config.vocab_size, rank, ranks)
         reasons = []
         if ranks > kv_heads and (ranks % kv_heads or queries % copies):

@@ -22,7 +22,7 @@ class WeightSource(Protocol):
 
     @property
     def quantization(self) -> Quantization | None:
-        """How the checkpoint's weights are quantised."""
+        """How the checkpoint's weights are quantized."""
         ...
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -31,7 +31,7 @@ class WeightSource(Protocol):
 
     def copy_into(self, name: str, target: Weight, index: Index = ()) -> None:
         """Copy one tensor, or `tensor[index]`, into `target`, converting its dtype and device. A tensor takes a
-        quantised weight too. A quantised target takes only a quantised weight, which may have fewer rows and columns.
+        quantized weight too. A quantized target takes only a quantized weight, which may have fewer rows and columns.
         """
         ...
 
@@ -52,7 +52,7 @@ class TensorSource:
         return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
 
     def copy_into(self, name: str, target: Weight, index: Index = ()) -> None:
-        assert not isinstance(target, QuantizedWeight), "check_weights refuses tensors for quantised weights"
+        assert not isinstance(target, QuantizedWeight), "check_weights refuses tensors for quantized weights"
         target.copy_(self._tensors[name][index])
 
     def has_own_head(self) -> bool:
@@ -65,7 +65,7 @@ def check_weights(config: ModelConfig, expected: Mapping[str, tuple[int, ...]], 
 
     Raises:
         ConfigError: if tensors are missing, unknown or of the wrong shape, if the checkpoint has a head and the model
-            has none, or if the model's weights are quantised differently.
+            has none, or if the model's weights are quantized differently.
     """
     shapes = checkpoint.shapes()
     ignored = {"lm_head.weight"} if config.tie_word_embeddings else set()
@@ -90,7 +90,7 @@ def check_weights(config: ModelConfig, expected: Mapping[str, tuple[int, ...]], 
         )
     if config.quantization not in (None, checkpoint.quantization):
         raise ConfigError(
-            f"weights: the checkpoint is not quantised like the model, which has weights of {config.quantization.bits} "
+            f"weights: the checkpoint is not quantized like the model, which has weights of {config.quantization.bits} "
             "bits; build the model with the config of the checkpoint"
         )
 

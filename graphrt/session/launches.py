@@ -53,7 +53,7 @@ class Launches:
     """Launches in flight, in order of submission.
 
     An interrupted collect can be repeated, because the tokens of a launch are appended, and the launch is removed, in
-    one step that no signal can split. With `must_advance` an unfinished request without a token is an error.
+    one step that no signal can split. With `must_advance`, an unfinished request without a token is an error.
     """
 
     def __init__(self, table: RequestTable, tokens_per_step: Counter[int]) -> None:

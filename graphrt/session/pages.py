@@ -176,8 +176,8 @@ class SessionPages:
         return by_pool(self._groups, (table.more(ids, lengths).sum() for table in self.tables))
 
     def _grow(self, ids: Ids, lengths: Ids, spare: int = 1) -> bool:
-        """Allocate pages for `lengths` tokens. Return False, with nothing allocated, if fewer than `spare` times as
-        many are free."""
+        """Allocate pages for `lengths` tokens. Return False, with nothing allocated, if fewer than `spare` times the
+        needed pages are free."""
         more = [table.more(ids, lengths) for table in self.tables]
         needs = by_pool(self._groups, (pages.sum() for pages in more))
         if any(need * spare > pool.num_free for need, pool in zip(needs, self._pools, strict=True)):
@@ -351,7 +351,7 @@ class Ledger:
 
     def take_index(self) -> int:
         """Take a free request index."""
-        self._indices.extend(map(self._free_indices.pop, (-1,)))  # one C call moves it
+        self._indices.extend(map(self._free_indices.pop, (-1,)))  # one C call moves the index
         return self._indices[-1]
 
     def return_index(self, req_index: int) -> None:

@@ -181,7 +181,7 @@ class DecodeSession:
             def copy(buffers: StaticBuffers) -> None:
                 self.table.flag.changing = True  # not earlier, because the manager may reject the call
                 fork.req_index = to = self._ledger.take_index()
-                self._manager.request_tables.left.discard(to)  # it is overwritten here
+                self._manager.request_tables.left.discard(to)  # `fork` overwrites the state
                 masked = bool(self.table.sampling.arrays["token_masks"][at] >= 0)
                 self._manager.mirror(self._manager.request_tables.fork, buffers, at, to, seed, masked)
                 for group, (sources, own) in self.pages.fork(at, to, *lengths, given):
@@ -219,7 +219,7 @@ class DecodeSession:
 
         Pages are freed when their request is released, or when a window has passed them. They may be reused
         immediately, because launches run in order. A shared page is returned once, after the last request that uses it
-        has freed it. After `close()` the caller owns all pages.
+        has freed it. After `close()`, the caller owns all pages.
 
         Raises: ConfigError: if the session allocates its pages.
         """

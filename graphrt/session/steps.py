@@ -67,8 +67,8 @@ class StepLauncher:
         self._pages.reserve(ids[short], before[short], limits[short], tokens)
         room = self._pages.room(ids)
         ends = np.minimum(limits, room)  # a request waits at the end of its pages
-        # With drafts, `before` is a bound. The device may continue there, or wait and ignore the pages that are listed
-        # for it, which are then listed again.
+        # With drafts, `before` is a bound. The device may continue a request at the bound, or let it wait and ignore
+        # its listed pages, which are then listed again.
         continuing = before < ends if self._most_new == 1 else np.ones(len(ids), np.bool_)
         listed = continuing if self._most_new == 1 else before < room
         lists, pages = self._pages.delta(ids, continuing)

@@ -21,7 +21,7 @@ class DenseRow:
     """One request of a step in one layer, on the host: the queries of its new tokens, and all keys and values.
 
     q   [query_len, num_q_heads, head_dim]
-    k   [seq_len, num_kv_heads, head_dim]     dequantised; [encoder_len, ...] in a cross layer
+    k   [seq_len, num_kv_heads, head_dim]     dequantized; [encoder_len, ...] in a cross layer
     v   [seq_len, num_kv_heads, v_head_dim]   like k
     tree_masks  [query_len] int64, those of AttentionOptions, if the new tokens form a tree
     kv_limits   [query_len] int32, those of AttentionOptions, if each token sees only some keys

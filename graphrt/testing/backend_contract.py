@@ -1,8 +1,9 @@
 """A test suite for attention backends, which any package can run on its backend.
 
 Each case builds the backend, captures a step and replays it with different requests. A case fails if a replay is not
-bitwise equal to the eager step, if the error of a result against float64 is more than twice that of plain torch in the
-same dtype, or if padding, stale metadata or NaN reach an output. The class attributes determine the cases.
+bitwise equal to the eager step. It fails if the error of a result against float64 is more than twice that of plain
+torch in the same dtype. It also fails if padding, stale metadata or NaN reach an output. The class attributes determine
+the cases.
 
 With pytest, one test per case:
 

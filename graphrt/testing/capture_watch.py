@@ -5,8 +5,9 @@
             step()
     print(watch.captures, *watch.faults, sep="\\n")
 
-It watches captures by `torch.cuda.CUDAGraph` (`torch.cuda.graph`, `make_graphed_callables`, cudagraph trees, graphrt)
-and, on a CPU, by graphrt's op trace. The marker `capture_safe` of graphrt.testing.pytest_plugin uses it.
+`CaptureWatch` watches captures by `torch.cuda.CUDAGraph` (`torch.cuda.graph`, `make_graphed_callables`, cudagraph
+trees, graphrt) and, on a CPU, by graphrt's op trace. The marker `capture_safe` of graphrt.testing.pytest_plugin uses
+this class.
 
 | rule | on CUDA | on a CPU (op trace) |
 |---|---|---|

@@ -30,7 +30,7 @@ _LOG2E = math.log2(math.e)
 def logit_constants(softmax_scale: float, logits_softcap: float) -> tuple[float, float]:
     """Return the two constants that the kernels use to convert `q . k` to logits in units of log 2.
 
-    Without softcap the logit is `factor * qk`. With softcap, `cap * tanh(scale * qk / cap)` is computed as
+    Without softcap, the logit is `factor * qk`. With softcap, `cap * tanh(scale * qk / cap)` is computed as
     `cap * (1 - 2 / (exp2(factor * qk) + 1))`. The first value is the factor, the second is the cap.
     """
     if logits_softcap == 0.0:

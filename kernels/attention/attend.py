@@ -8,7 +8,7 @@ The work list divides the KV tiles of all query tiles into equal work partitions
 stream-K. A partition boundary within a query tile splits its KV. Each program does the following:
 
 1. It reads the range of KV splits of its partition, and the first split.
-2. For each split it loads the queries, then runs the online softmax over the KV tiles of the split.
+2. For each split, it loads the queries, then runs the online softmax over the KV tiles of the split.
 3. If the split covers the whole query tile, the program writes the output.
 4. Otherwise it stores the partial result, divided by its sum of weights, and the log-sum-exp, and counts its arrival.
    The last program to arrive merges all partial results of the query tile (fix-up) and resets the counter to 0. If a
@@ -335,7 +335,7 @@ def attend_kernel(
             window_start = tl.maximum(first_position + 1 - span, 0)
             if tree_masks_ptr is not None:  # the first token of a query tile may be an early one of its tree
                 window_start = tl.maximum(seq_len - query_len + 1 - span, 0)
-        chunk_starts = query_positions  # of each query's chunk
+        chunk_starts = query_positions  # a placeholder without chunks
         if HAS_CHUNKS:
             window_start = tl.maximum(first_position, 0) // span * span
             chunk_starts = tl.maximum(query_positions, 0) // span * span
@@ -365,8 +365,8 @@ def attend_kernel(
         # Load page ids one KV tile ahead, so that loads of K and V do not wait for them and are pipelined deeper.
         if PAGED:
             pages = tile_pages(table_row_ptr, tile_begin * BLOCK_N, lanes, kv_end, PAGE_SIZE, BLOCK_N)
-        # The online softmax in units of log 2, first without, then with masks. `acc` has weighted sums of values, not
-        # divided by the sum of weights; `top` has the largest logits so far.
+        # The online softmax in units of log 2, first without, then with masks. `acc` holds weighted sums of values, not
+        # divided by the sum of weights; `top` holds the largest logits so far.
         bounds = (tile_begin, whole_end, tile_end)
         for part in tl.static_range(0 if SKIP_MASKS and not HAS_WINDOW else 1, 2):
             for tile in tl.range(bounds[part], bounds[part + 1], num_stages=NUM_STAGES):

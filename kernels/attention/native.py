@@ -116,7 +116,7 @@ def _variant(
         "WARPS": native.warps,
         "WINDOW": window,
     }
-    # The division for one block per multiprocessor, which is as many as the grid has
+    # This carveout has room for one block per multiprocessor, and the grid has no more blocks.
     carveout = SMALL_CARVEOUT if native.blocks_per_sm == 1 else -1
     return NativeVariant(
         "decode.cu", "decode_attention", tuple(macros.items()), 32 * native.warps, shared, native.cluster, carveout

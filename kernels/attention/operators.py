@@ -163,7 +163,7 @@ def paged_attention(
     work_list          written by `schedule_attention` in this step, from the same plan, seq_lens and window or chunks
     query_start_loc    [num_reqs + 1]  for plans without query_len        int32
     lse                [num_tokens, num_q_heads]  natural log of the softmax's denominator, sinks included   float32,
-                       written. For a token that sees no key it is the sink, or -inf without sinks
+                       written. For a token that sees no key, it is the sink, or -inf without sinks
     pdl                programmatic dependent launch; the kernel starts before the previous kernel has finished, and
     waits on the device
 
@@ -180,7 +180,7 @@ def paged_attention(
     - page ids are valid up to the page of the last token;
     - query_start_loc begins at 0, does not decrease and ends at num_tokens or less.
 
-    Otherwise the behaviour is undefined and may include reads out of bounds.
+    Otherwise the behavior is undefined and may include reads out of bounds.
 
     Capture-safe: one launch, no sync, no allocation; the grid depends only on the plan.
 

@@ -119,7 +119,7 @@ def prompt_attention(
                   contain the K and V of the new tokens
                   [kv_tokens, num_kv_heads, head_dim]  without block_table: K and V of the requests, packed
                   dtype of q, or fp8; any strides, the last 1
-    schedule      written by `schedule_prompt` in this step from the same plan. With block_table it is written from
+    schedule      written by `schedule_prompt` in this step from the same plan. With block_table, it is written from
                   `seq_lens`, otherwise from `kv_start_loc` (`seq_lens_are_starts`). Calls that share a schedule must
                   run one after another
     options       causal, sliding_window and all other options, as for `paged_attention`
@@ -127,7 +127,7 @@ def prompt_attention(
     window        (left, right), without options.causal: positions before and after its own that a token sees;
                   None: all. The last token of a request is at the position of its last key
     lse           [num_tokens, num_q_heads]  natural log of the softmax's denominator, sinks included   float32,
-                  written. For a token that sees no key it is the sink, or -inf without sinks. For padding tokens it
+                  written. For a token that sees no key, it is the sink, or -inf without sinks. For padding tokens, it
                   is -inf
 
     The kernel writes tokens query_start_loc[0] and above, and zeros to padding tokens (query_start_loc[-1] and above).

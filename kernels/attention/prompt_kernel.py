@@ -144,7 +144,7 @@ def prompt_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    # Units are log 2. `acc` has weighted sums of values, not divided by the sum of weights.
+    # Units are log 2. `acc` holds weighted sums of values, not divided by the sum of weights.
     bounds = (begin, whole_from, whole_to, end)
     for part in tl.static_range(0 if HAS_LEFT else 1, 3):
         for tile in tl.range(bounds[part], bounds[part + 1], num_stages=NUM_STAGES):

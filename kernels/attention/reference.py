@@ -195,7 +195,7 @@ def _attend_req(
         if options.sinks is not None:
             sinks = options.sinks.view(num_kv_heads, num_queries_per_kv, 1, 1)
             top = torch.maximum(top, sinks)
-        top = top.where(top != float("-inf"), 0.0)  # of a token that sees no key
+        top = top.where(top != float("-inf"), 0.0)  # -inf if a token sees no key
         weights = logits.sub_(top).exp_()
         total = weights.sum(-1, keepdim=True)
         if options.sinks is not None:

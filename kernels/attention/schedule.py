@@ -10,7 +10,7 @@ Every program of the grid runs the same four steps and writes its own share of t
 4. Fixed splits: if splits are fixed, each program writes all splits of its own few query tiles.
 
 In steps 1 and 2, query tiles are the second dimension and partitions the first dimension of one 2D shape. Values thus
-never change layout. A change of layout would cost a barrier and a round trip through shared memory. In step 3
+never change layout. A change of layout would cost a barrier and a round trip through shared memory. In step 3,
 partitions are lanes.
 """
 

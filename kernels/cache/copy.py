@@ -54,8 +54,8 @@ def _move_pages_kernel(
 ):
     """Copy pages of all tensors to (PACK) or from one block of bytes.
 
-    A work item is a block of words in one page of one tensor; programs process items round-robin. `table_ptr` has the
-    address, page stride, offset in a packed page and words per page of each tensor.
+    A work item is a block of words in one page of one tensor; programs process items round-robin. `table_ptr` points to
+    the address, page stride, offset in a packed page and words per page of each tensor.
     """
     words = tl.arange(0, BLOCK)
     pieces = num_pages.to(tl.int64) * num_tensors * num_blocks

@@ -22,7 +22,7 @@ from graphrt.kernels.sizes import next_power_of_two
 _NUM_WARPS = 4
 _TILE = 2048  # words that a program loads at a time
 _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.uint8}
-_FIELDS = 8  # of a table row: address, strides of pages, slots and heads, page size, KV group, heads, words per head
+_FIELDS = 8  # per table row: address, strides of pages, slots and heads, page size, KV group, heads, words per head
 
 
 @triton.jit(do_not_specialize=["padded_reqs", "max_depth", "stride_slots"])

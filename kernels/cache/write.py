@@ -1,7 +1,7 @@
 """Normalize and rotate the step's queries and keys, and store keys and values in the paged cache, in one launch.
 
 A program handles BLOCK_H heads of one token: query heads, which it changes in place, or key and value heads, which it
-stores in the token's slot. For an fp8 cache it divides keys and values by their scales and rounds them.
+stores in the token's slot. For an fp8 cache, it divides keys and values by their scales and rounds them.
 """
 
 from __future__ import annotations

@@ -428,7 +428,7 @@ class StaticBuffers:
     def allocate(cls, capacity: Capacity, device: torch.device) -> StaticBuffers:
         """Allocate all buffers for `capacity`, INPUT and OUTPUT buffers in host memory, all others on `device`.
 
-        For a CUDA device the host memory is pinned.
+        For a CUDA device, the host memory is pinned.
         Raises: CapacityError: if an allocation fails.
         """
         tensors, shapes = {}, cls.shapes(capacity)

@@ -31,8 +31,8 @@ def read_header(
 ):
     """Read the header of the step inputs.
 
-    Returns the step number, the requests and tokens that the graph processes, whether batch positions may be empty, and
-    the requests, tokens and pages that the inputs list, which determine the section offsets.
+    Returns the step number, the requests and tokens that the graph processes, and whether batch positions may be empty.
+    Also returns the requests, tokens and pages that the inputs list, which determine the section offsets.
 
     Inputs whose counts exceed the buffer are treated as empty. Requests and tokens beyond the graph's size are ignored.
     """
@@ -91,11 +91,12 @@ def token_range(
     inputs_ptr, row, query_start, query_len, num_reqs, num_tokens, listed_reqs, QUERY_LEN: tl.constexpr,
     POSITIONS: tl.constexpr,
 ):  # fmt: skip
-    """Return the first token of batch position `row` in the inputs, its end, the end of its places in the buffers, and
-    whether they match the request.
+    """Return where the tokens of batch position `row` start and end in the inputs, where its places in the buffers end,
+    and whether the tokens match the request.
 
-    In a graph for drafts, missing drafts are padding after the tokens of the request. With QUERY_LEN > 1, it has
-    QUERY_LEN places in the buffers, starting at `token_start`. In a mixed graph they are its places in the inputs.
+    In a graph for drafts, missing drafts are padding after the tokens of the request. With QUERY_LEN > 1, a request has
+    QUERY_LEN places in the buffers, starting at `token_start`. In a mixed graph, its places in the buffers are those in
+    the inputs.
     """
     if QUERY_LEN > 1:
         matches = (query_start >= 0) & (query_len >= 0) & (query_len <= QUERY_LEN)
@@ -119,7 +120,7 @@ def find_buffer_row(
 ):  # fmt: skip
     """Return the buffer row of batch position `row`, the first token of that row, and the number of decode requests.
 
-    With DECODE_LEN 0 the buffers have the batch order. Otherwise requests with DECODE_LEN new tokens come first, then
+    With DECODE_LEN 0, the buffers have the batch order. Otherwise requests with DECODE_LEN new tokens come first, then
     all others; both keep their order. Every program counts the requests itself, because there are few.
     """
     buffer_row = row

@@ -398,7 +398,7 @@ def _write_buffers_kernel(
             tl.store(ptrs.logits_indices + buffer_row, tl.where(valid, last_index, 0).to(tl.int64))
         tl.store(ptrs.sample_lens + buffer_row, tl.where(valid, seq_len - drafts, 0))
         tl.store(ptrs.drafts_left + buffer_row, tl.where(valid & (sample != 0), drafts, -1))
-        # For decode attention, prefill requests have no tokens, and vice versa. With DECODE_LEN 0 all are prefill.
+        # For decode attention, prefill requests have no tokens, and vice versa. With DECODE_LEN 0, all are prefill.
         prompts_from = decodes * DECODE_LEN
         is_decode = buffer_row < decodes
         tl.store(ptrs.buffer_rows + row, buffer_row)

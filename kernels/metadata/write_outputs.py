@@ -81,8 +81,8 @@ def _write_outputs_kernel(
     padded_reqs,
     num_req_indices,
     vocab_size,
-    position,  # of the request's tokens in this step that was sampled
-    positions,  # in the ring
+    position,  # number of tokens that a request has sampled before in this step
+    positions,  # positions per request in the ring
     history_len,
     num_drafts,
     input_entries,
@@ -231,7 +231,7 @@ def _write_outputs_triton(b: Any) -> None:
 
 
 def _is_last(b: Any) -> bool:
-    """Return whether a call is for the last position of its graph. Without a sampler there is only one call."""
+    """Return whether a call is for the last position of its graph. Without a sampler, there is only one call."""
     drafts = len(b.path_rows) or len(b.logits_indices) - len(b.req_indices)
     return b.tokens is None or b.position * len(b.req_indices) == drafts
 

@@ -129,7 +129,7 @@ __device__ __forceinline__ void load_queries(Queries &queries, const KVSplit &s,
   }
 }
 
-// The online softmax of a split. o[step of the head][octet] has sums of weight x value, not divided by the sum of
+// The online softmax of a split. o[step of the head][octet] holds sums of weight x value, not divided by the sum of
 // weights. top holds reference maxima: weight = 2^(logit - top). sum is this lane's share of the sums of weights.
 struct State {
   float o[V_STEPS][OCTETS][4], top[OCTETS][2], sum[OCTETS][2];

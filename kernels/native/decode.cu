@@ -5,20 +5,20 @@
 // Each warp has a stream of KV tiles: all tiles of its KV splits, one after another. A warp does the following:
 //
 // 1. It reads its work partition from the work list and starts copying tiles into its own stages of shared memory.
-// 2. For each split it loads the queries. For each tile of the split it starts copying the tile that is STAGES - 1
+// 2. For each split, it loads the queries. For each tile of the split, it starts copying the tile that is STAGES - 1
 //    ahead in the stream, waits for the oldest copy, and multiplies. There is no barrier between warps.
 // 3. If a split covers its whole query tile, the warp writes the output from registers.
 // 4. Otherwise the warp stores a partial result in shared memory. A warp has at most two such splits: its first and its
 //    last.
 // 5. When all warps of the block have finished, they merge their partial results. If a query tile ends in this block,
-//    they write its output. If it continues in the next block, they send its partial result through global memory to
-//    the block where the query tile ends, or to the last block of its merge group. The receiving block waits for it.
+//    they write its output. If it continues in the next block, they send its partial result through global memory. The
+//    receiver is the block where the query tile ends, or the last block of its merge group. The receiver waits for it.
 // 6. The warp writes zeros to its share of the query tiles that see no KV.
 //
-// With clusters or fixed splits (COOPERATIVE) all warps of a cluster share a partition. In step 2 each warp takes every
-// WORKERS-th tile of a split. Steps 3 to 5 change: after each split the warps of a block merge through shared memory,
-// and the blocks of a cluster through distributed shared memory, each for its slice of the output. Partial results of
-// several clusters are merged through global memory, with self-resetting counters as in attend.py.
+// With clusters or fixed splits (COOPERATIVE), all warps of a cluster share a partition. In step 2, each warp takes
+// every WORKERS-th tile of a split. Steps 3 to 5 change. After each split, the warps of a block merge through shared
+// memory. The blocks of a cluster then merge through distributed shared memory, each for its slice of the output.
+// Partial results of several clusters are merged through global memory, with self-resetting counters as in attend.py.
 //
 // Compile-time macros: HEAD_DIM V_HEAD_DIM NUM_QUERIES_PER_KV QUERY_LEN PAGE_SIZE BLOCK_N WARPS STAGES CLUSTER
 // BLOCKS_PER_SM CAUSAL WINDOW (1: a sliding window, 2: chunks) SOFTCAP ALIBI (1: distance, 2: its square root) Q_BF16
@@ -79,7 +79,7 @@ __device__ __forceinline__ void begin_split(Stream &t, const Params &p, int kv_h
   }
 }
 
-// Open the stream of splits `begin` to `end`; `s` is the first. Without splits the stream has no tiles.
+// Open the stream of splits `begin` to `end`; `s` is the first. Without splits, the stream has no tiles.
 __device__ __forceinline__ Stream open_stream(const KVSplit &s, int begin, int end, const Params &p, int kv_head,
                                               int worker, int lane) {
   Stream t = {};

@@ -14,7 +14,7 @@
 // 3. A block starts to load weights before it waits for the earlier kernels of the step, because no kernel of a step
 //    writes weights. A block with several tiles loads the first weights of its next tile before it finishes a tile.
 //
-// Quantised weights are converted to bfloat16 in registers. 8-bit weights are e4m3 with a scale per row, which the
+// Quantized weights are converted to bfloat16 in registers. 8-bit weights are e4m3 with a scale per row, which the
 // epilogue applies. A 4-bit weight is (q - zero) * scale, with a scale and a zero for each row and GROUP elements of k.
 //
 // RMSNorm is fused. The kernel that writes x stores residual * gain, and sums of squares of SQUARE_ROWS residuals each.

@@ -85,7 +85,7 @@ __device__ __forceinline__ bool narrow_to_bin(Team &t, const Bins &bins, float n
   reached = __reduce_max_sync(0xffffffffu, reached);
   missed = __reduce_min_sync(0xffffffffu, missed);
   if (reached > 0) low = bins.low + ((reached - 1) << bins.shift);
-  if (missed < BINS) high = bins.low + min(missed << bins.shift, high - bins.low);  // a sum may exceed 32 bits
+  if (missed < BINS) high = bins.low + min(missed << bins.shift, high - bins.low);  // min, because the sum may overflow
   t.turn ^= 1;
   return reached > 0;
 }
@@ -99,7 +99,7 @@ __device__ __forceinline__ float min_p_floor(const Row &r, const Kept &kept, flo
 // reach a logit, so do k tokens. If the best tokens of some groups have top-p of the mass, no token below all of them
 // is kept. The second bound needs the whole mass, so only rows without top-k and min-p use it.
 //
-// groups  number of groups that must reach the floor, by top-k
+// groups  number of groups that must reach the floor, so that top-k tokens reach it
 // lowest  the key of the lowest group with a plain token: bins that start there are finer than bins that start at -inf
 __device__ __forceinline__ float floor_of(Team &t, Shared &shared, const Row &r, const Kept &kept, int groups,
                                           u32 lowest, float best, float total) {
@@ -278,7 +278,7 @@ __device__ __forceinline__ int list_tokens(Team &t, Shared &shared, const Row &r
     float x = shared.best[group];
     return x >= floor && x > NEG_INF;
   });
-  if (count > LIST) return LIST + 1;  // each has a token that reaches the floor
+  if (count > LIST) return LIST + 1;  // each group has a token that reaches the floor
   int length = list_plain<true>(t, shared, r, shared.groups, count, [&](int) { return floor; });
   if (length > LIST || !r.processes || r.late) return length;
   int changed = 0, of_all;
@@ -287,7 +287,7 @@ __device__ __forceinline__ int list_tokens(Team &t, Shared &shared, const Row &r
     shared.tokens[place] = token;
     shared.logits[place] = x;
   };
-  if (r.num_changed >= 0 && r.num_changed <= AT_ONCE * THREADS) {  // each is read once
+  if (r.num_changed >= 0 && r.num_changed <= AT_ONCE * THREADS) {  // each changed token is read once
     int tokens[AT_ONCE];
     float logits[AT_ONCE];
 #pragma unroll

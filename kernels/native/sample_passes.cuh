@@ -188,7 +188,7 @@ __device__ __forceinline__ u32 next_of_grid(u32 key) {
 }
 
 // Estimate keys [low, high) around the threshold from a sample of approximately equidistant words. The mass above a
-// threshold may be in a few tokens that the sample misses, so the search uses the mass below it: the total of the
+// threshold may be in a few tokens that the sample misses. So the search uses the mass below it: the total of the
 // tokens at and above a key, minus `need`.
 __device__ __forceinline__ void guess(Team &t, Shared &shared, const Row &r, const Sought &sought, u32 from, u32 &low,
                                       u32 &high) {
@@ -321,7 +321,7 @@ __device__ __forceinline__ float narrow_by_pass(Team &t, Shared &shared, const R
 // and min-p keep, for top-p. DRAW: narrow the threshold until the drawn token is known to be kept.
 enum Phase { TOP_K, MASS, DRAW };
 
-// Draw among all kept tokens. The threshold need not be known exactly: a draw among all tokens at and above some key is
+// Draw among all kept tokens. The threshold need not be known exactly. A draw among all tokens at and above some key is
 // the result if this key is at most the threshold and the drawn token is known to be kept. The bin that a pass leaves
 // is so narrow that the first draw usually is the result.
 //

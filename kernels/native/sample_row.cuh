@@ -125,7 +125,7 @@ __device__ __forceinline__ float drawn_score(const Row &r, int token, u32 word, 
   return score_of(r, logit, is_own(word, token) ? least : __fadd_rn(least, above_least(r, token)));
 }
 // An upper bound of a score, in few instructions. With u the word's fraction, the least variate is -log(1 - u) / 32,
-// which is at least u / 32; the margin is far above the error of the logarithm.
+// which is at least u / 32. The margin is far above the error of the logarithm.
 __device__ __forceinline__ float bound_of(const Row &r, u32 word, float logit) {
   const float noise = 32.0f * LN2 - LN2 * logarithm2((float)(word >> 5) + 0.5f);
   return r.heat * (noise + 1e-3f) + logit;

@@ -1,7 +1,7 @@
 // Sampling of rows that truncate by top-k or top-p. One block per row; all other rows are skipped.
 //
 // The first pass (ops/sampling_chunks.py) writes the highest logit of each group of adjacent tokens, without the
-// changed tokens, which sample_split.cu lists. In late rows it includes all tokens. A block does the following:
+// changed tokens, which sample_split.cu lists. In late rows, it includes all tokens. A block does the following:
 //
 // 1. Compute a floor from the groups: a logit below which no token is kept. The tokens that reach it are usually a
 //    short list:

@@ -4,17 +4,19 @@
 // 1. A buffer has two halves, which calls use in turn. A half has a region for each sender. A rank stores units of 16
 //    bytes in the buffers of the other ranks, and then polls its own. No flags are needed: all words of a buffer are
 //    NOT_ARRIVED except those that have arrived. A rank never sends this word. As a float, or as two 16-bit floats, it
-//    is a NaN, and the sender replaces it by another NaN.
+//    is a NaN, and the sender replaces it with a different NaN.
 // 2. The thread that reads a word resets it to NOT_ARRIVED, so the sizes of calls may differ.
 //
-// Two halves need no barrier. Say rank A stores words of call n + 2 in rank B's buffer. A has finished call n + 1, so
-// it has received words of B's call n + 1, and B has started that call. A kernel stores only after the earlier kernels
-// of its stream have finished, so B has finished call n. B has thus read and reset the words of call n, which were in
-// the same half. A cannot be further ahead, because it starts call n + 3 only after it received B's words of call n + 2.
+// Two halves need no barrier. Assume that rank A stores words of call n + 2 in rank B's buffer. A has finished
+// call n + 1, so it has received words of B's call n + 1, and B has started that call. A kernel stores only after the
+// earlier kernels of its stream have finished, so B has finished call n. B has thus read and reset the words of call n,
+// which were in the same half. A cannot be further ahead, because it starts call n + 3 only after it has received B's
+// words of call n + 2.
 //
-// A rank that has waited for `limit_ms` stores the number of a missing rank in `fault`. The host may name it earlier, in
-// its own memory, because the driver may wait for this kernel before it copies anything. While `fault` is set, calls do
-// not wait, and words that have not arrived are read as NaN. The buffers of all ranks must then be reset.
+// A rank that has waited for `limit_ms` stores the number of a missing rank in `fault`. The host may report the missing
+// rank earlier, in its own memory, because the driver may wait for this kernel before it copies anything. While `fault`
+// is set, calls do not wait, and words that have not arrived are read as NaN. The buffers of all ranks must then be
+// reset.
 //
 // Compile-time macros: RANKS, WARPS, PARAMS_BYTES, Q_BF16 (else float16)
 

@@ -110,7 +110,7 @@ template <int COUNT> __device__ __forceinline__ void fence_registers(float (&d)[
 #define F32(d, i) F16(d, i), F16(d, i + 16)
 #define F64(d, i) F32(d, i), F32(d, i + 32)
 
-// The N columns of b are rows in shared memory: keys. Without `adds` d is overwritten.
+// The N columns of b are rows in shared memory: keys. Without `adds`, d is overwritten.
 #define WGMMA_SS(N, D, F, A, B, S) \
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " S ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16." TYPES D "}, " A \
                ", " B ", p, 1, 1, 0, 0;\n}\n" : F(d, 0) : "l"(a), "l"(b), "r"((int)adds));

@@ -2,7 +2,7 @@
 
 GPUs write into each other's memory over NVLink (native/all_reduce.cu). Each rank has a `SymmetricBuffer`, which torch
 allocates in memory that all ranks can access. Calls with a buffer return the same bits as sums in `collectives`, on all
-ranks. Only an RMSNorm may differ, because it adds in another order.
+ranks. Only an RMSNorm may differ, because it adds in a different order.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ MAX_RANKS, MAX_WIDTH = 8, 8192
 """Largest number of ranks, and of values per token. A block has one thread per 8 values of a token."""
 
 MAX_BYTES = 2 << 20
-"""Most bytes that a rank sends in a call: 256 tokens of 4096 values of 16 bits."""
+"""Maximum number of bytes that a rank sends in a call: 256 tokens of 4096 values of 16 bits."""
 
-_STATE_WORDS, _FAULT, _LIMIT_MS, _NAMED_BY_HOST = 6, 2, 3, slice(4, 6)  # of `State` in native/symmetric_buffer.cuh
+# The layout of `State` in native/symmetric_buffer.cuh.
+_STATE_WORDS, _FAULT, _LIMIT_MS, _NAMED_BY_HOST = 6, 2, 3, slice(4, 6)
 _SUM, _NORM, _GATHER = range(3)
 
 

@@ -9,7 +9,7 @@ A Llama layer has four products. In a step with few tokens, each is one kernel:
 
 `linear_plan` chooses between the CUDA kernel of native/linear.cu and a separate product followed by graphrt's kernels.
 The CUDA kernel computes at most 64 tokens, in bfloat16. PyTorch computes all other products, or `quantized_product` if
-the weight is quantised. Both ways give equal values up to rounding. The choice depends only on shapes, dtypes and
+the weight is quantized. Both ways give equal values up to rounding. The choice depends only on shapes, dtypes and
 alignment, so a replay equals the eager step.
 
 In a captured step, the kernel loads weights that are parameters before earlier kernels have finished, so a step must
@@ -83,7 +83,7 @@ def linear(
     """Return x @ weight.T + bias.
 
     x            [rows of x, depth]  float16, bfloat16 or float32  device; rows may be strided; or a Normed
-    weight       [out, depth]        x's dtype  device; or a quantised weight
+    weight       [out, depth]        x's dtype  device; or a quantized weight
     bias         [out]               x's dtype  device
     rows         [tokens]            int64      device; rows of x to multiply, e.g. `step.logits_indices`; None: all
     returns      [tokens, out]       x's dtype, contiguous
@@ -118,7 +118,7 @@ def linear_add(
     """Add x @ weight.T + bias to `residual` in place, and return the RMSNorm of the sum.
 
     x         [tokens, depth]  float16, bfloat16 or float32  device; or a Normed
-    weight    [width, depth]   x's dtype  device; or a quantised weight
+    weight    [width, depth]   x's dtype  device; or a quantized weight
     residual  [tokens, width]  x's dtype  device; changed in place, must not overlap x
     gain      [width]          x's dtype  device; weight of the norm
     eps       added to the mean square
@@ -157,7 +157,7 @@ def linear_silu_mul(
     """Return silu(gate) * up, where x @ weight.T + bias holds gate, then up.
 
     x        [tokens, depth]      float16, bfloat16 or float32  device; or a Normed
-    weight   [2 * width, depth]   x's dtype  device; or a quantised weight
+    weight   [2 * width, depth]   x's dtype  device; or a quantized weight
     bias     [2 * width]
     returns  [tokens, width]      x's dtype, contiguous
 
@@ -192,7 +192,7 @@ def linear_rope_write(
 
     x        [tokens, depth]  float16, bfloat16 or float32  device; or a Normed
     weight   [(num_q_heads + num_kv_heads) * head_dim + num_kv_heads * v_head_dim, depth]  x's dtype  device; or a
-             quantised weight
+             quantized weight
     bias     one value per row of `weight`
     returns  [tokens, num_q_heads, head_dim]  x's dtype; a slice of the product if `write_kv` ran after it
 

@@ -2,7 +2,7 @@
 
 `scripts/bench_linear.py` measures the plans, and `linear_plans.json` in this folder holds the fastest. A product of a
 different size uses the plan of the nearest measured product with the same bits per weight. Without a plan, PyTorch
-computes the product, or `quantized_product` if the weight is quantised.
+computes the product, or `quantized_product` if the weight is quantized.
 
 Measured so far, on an H200: bfloat16 weights at 1 to 64 tokens, and fp8 and int4 weights at 1 to 32 tokens. At 64
 tokens, no plan was faster than PyTorch. There are no plans for other devices.

@@ -35,7 +35,7 @@ def _ngram_drafts_kernel(
     lanes = tl.arange(0, BLOCK)
     best = tl.zeros([BLOCK], tl.int64)  # length of the match, then its position
     for base in range(1, end, BLOCK):
-        position = base + lanes  # of the token after the match
+        position = base + lanes  # position of the token after the match
         inside = position < end
         length = tl.zeros([BLOCK], tl.int64)
         equal = inside

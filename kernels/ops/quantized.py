@@ -1,6 +1,6 @@
-"""Quantised weights of products: fp8 with a scale per row, and int4 with a scale and a zero per group of inputs.
+"""Quantized weights of products: fp8 with a scale per row, and int4 with a scale and a zero per group of inputs.
 
-Products read the quantised weights, and multiply in the dtype of the activations, which are not quantised.
+Products read the quantized weights, and multiply in the dtype of the activations, which are not quantized.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _Quantized = TypeVar("_Quantized", bound="QuantizedWeight")
 
 
 class QuantizedWeight(nn.Module):
-    """A quantised weight [rows, depth]. Its tensors are parameters of this module, so `state_dict()` lists them.
+    """A quantized weight [rows, depth]. Its tensors are parameters of this module, so `state_dict()` lists them.
 
     Products accept it in place of a tensor. `shape` is the shape of the weight, `dtype` the dtype of its products.
     """
@@ -65,7 +65,7 @@ class QuantizedWeight(nn.Module):
         return self.data.device
 
     def dequantized(self) -> torch.Tensor:
-        """Return the dequantised weight, as products use it: [rows, depth] float32."""
+        """Return the dequantized weight, as products use it: [rows, depth] float32."""
         return dequantized(*self.tensors())
 
     def split(self: _Quantized, rows: Sequence[int]) -> list[_Quantized]:
@@ -113,14 +113,14 @@ class Fp8Weight(QuantizedWeight):
         self._dtype = dtype
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Fp8Weight:
-        """Keep the dtypes of the tensors in `to()`, `half()` and so on. Only the activations get another dtype."""
+        """Keep the dtypes of the tensors in `to()`, `half()` and so on. Only the dtype of the activations changes."""
         self._set_dtype(fn(torch.empty(0, dtype=self._dtype, device=self.device)).dtype)
         super()._apply(lambda tensor: fn(tensor.view(torch.uint8)).view(tensor.dtype), recurse)
         return self
 
     @classmethod
     def empty(cls, rows: int, depth: int, dtype: torch.dtype, device: torch.device) -> Fp8Weight:
-        """Return an uninitialised weight."""
+        """Return an uninitialized weight."""
         data = torch.empty(rows, depth, dtype=torch.float8_e4m3fn, device=device)
         return cls(data, torch.empty(rows, dtype=torch.float32, device=device), dtype)
 
@@ -169,7 +169,7 @@ class Int4Weight(QuantizedWeight):
 
     @classmethod
     def empty(cls, rows: int, depth: int, group: int, dtype: torch.dtype, device: torch.device) -> Int4Weight:
-        """Return an uninitialised weight."""
+        """Return an uninitialized weight."""
         check_group(group, depth)
         data = torch.empty(rows, depth // 2, dtype=torch.uint8, device=device)
         shape = rows, depth // group
@@ -246,7 +246,7 @@ def check_group(group: int, depth: int) -> None:
     if group not in GROUPS or depth % group:
         raise UnsupportedError(
             f"group: expected one of {GROUPS} that divides {depth} inputs, got {group}; use another group size, or "
-            "do not quantise this weight"
+            "do not quantize this weight"
         )
 
 
@@ -258,7 +258,7 @@ def check_weight(
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
 ) -> None:
-    """Raise ShapeError unless `weight` is a quantised weight or a matrix of floats. None means any value."""
+    """Raise ShapeError unless `weight` is a quantized weight or a matrix of floats. None means any value."""
     if not isinstance(weight, QuantizedWeight):
         check_tensor(name, weight, shape=(rows, None), dtype=dtype or _FLOATS, device=device)
         return

@@ -1,9 +1,9 @@
-"""Products of any number of tokens with quantised weights, which are dequantised in registers.
+"""Products of any number of tokens with quantized weights, which are dequantized in registers.
 
     out[token, row] = sum over k of x[token, k] * w[row, k] + bias[row]
 
 A program computes a tile of rows and tokens. Rows are the first operand of `tl.dot`, which tensor cores read from
-registers, so dequantised weights do not pass through shared memory. Sums are in float32 and in the order of k, so the
+registers, so dequantized weights do not pass through shared memory. Sums are in float32 and in the order of k, so the
 result of a token depends neither on other tokens nor on the order of programs.
 """
 

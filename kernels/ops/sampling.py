@@ -5,14 +5,14 @@
 
 A draw from softmax(logits / temperature) is the argmax of logits + temperature * Gumbel noise (Gumbel-max). The noise
 comes from Philox, a counter-based generator, at (seed, vocabulary index, position). Equal logits thus give equal tokens
-regardless of batch position and padding, and steps share no generator state. The highest noise of 32 neighbours is
+regardless of batch position and padding, and steps share no generator state. The highest noise of 32 neighbors is
 drawn first, so that one random word can exclude all 32; see `noise_reference`.
 
 Logits are processed in vLLM's order, in float32: token mask, bias, penalties, temperature, min-p, top-k, top-p. A row
 without these options costs as much as greedy or temperature sampling.
 
     sample_split      finds the changed tokens, concurrently with the first pass, if rows may have any
-    sample_chunks     first pass: reads each logit once and writes the highest of 32 neighbours
+    sample_chunks     first pass: reads each logit once and writes the highest of 32 neighbors
     sample_rows       second pass: samples rows that keep all tokens, or truncate by min-p only
     sample_truncated  third pass, if rows may truncate: samples rows with top-k or top-p
 

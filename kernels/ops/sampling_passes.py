@@ -26,7 +26,7 @@ from graphrt.kernels.ops.sampling_logits import (
 _WORDS = tl.constexpr(32)  # words of tokens that are processed in parallel
 _CHANGED_WORDS = tl.constexpr(1024)  # changed words that are processed in parallel
 _PASS = tl.constexpr(4096)  # tokens that a pass over the row processes in parallel
-_SIDE = tl.constexpr(8)  # neighbouring tokens of a thread
+_SIDE = tl.constexpr(8)  # neighboring tokens of a thread
 _STAGES = tl.constexpr(4)  # pipelined loads of a pass
 _GUESS = tl.constexpr(0.04)  # half width of the first search range of top-p, as a share of the mass
 _GUESS_KEYS = tl.constexpr(1 << 16)

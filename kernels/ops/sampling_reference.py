@@ -60,7 +60,7 @@ def exponential_reference(words: torch.Tensor, bits: int = 32) -> torch.Tensor:
 def noise_reference(seeds: torch.Tensor, seq_lens: torch.Tensor, vocab: int) -> torch.Tensor:
     """Return Gumbel noise (float32, [rows, vocab]) at (seed, vocabulary index, position), -log of exponential variates.
 
-    In each group of 32 neighbours the least variate is drawn first, from a separate word. It equals an exponential
+    In each group of 32 neighbors, the least variate is drawn first, from a separate word. It equals an exponential
     variate divided by 32, which has the distribution of the minimum of 32 independent variates. The word's lowest five
     bits select the token that has the least variate. All other variates exceed it by independent exponential variates,
     because the distribution is memoryless. One word can thus exclude a whole group, and the noise of all tokens is

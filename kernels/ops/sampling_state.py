@@ -213,7 +213,7 @@ def _record_history_kernel(
         seq_len = tl.load(lens_ptr + row)
         first_position = seq_len - (end - start)
         counted = tl.load(counted_ptr + req_index)
-        # Without penalties nothing was counted. If counted tokens are replaced, their counts cannot be removed later.
+        # Without penalties, nothing was counted. If counted tokens are replaced, their counts cannot be removed later.
         kept = tl.where(first_position < counted, 0, counted)
         tl.store(counted_ptr + req_index, tl.where(penalised, seq_len, kept))
         for at in range(start, end, BLOCK):

@@ -1,7 +1,7 @@
 """Third pass of sampling: draw among the kept tokens of each row with top-k or top-p, one program per row.
 
-A group's highest logit and highest noise bound the scores of its tokens, so a draw reads few groups: first some groups
-with the highest bounds, then all groups whose bounds reach the best score so far.
+A group's highest logit and highest noise bound the scores of its tokens, so a draw reads few groups. It first reads
+some groups with the highest bounds, then all groups whose bounds reach the best score so far.
 
 min-p, top-k and top-p each keep all tokens at or above some logit, so a row keeps the tokens at or above one threshold.
 The groups' highest logits give the floor, a lower bound of the threshold. Few tokens usually reach the floor:

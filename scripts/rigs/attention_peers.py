@@ -20,7 +20,7 @@ from scripts.rigs.attention_sides import Prepared, calls_into
 from scripts.rigs.cells import Cell
 from scripts.rigs.measure import reason_of
 
-_FA3_SPLITS = (0, 32)  # its heuristic, and the value that serving stacks use with graphs
+_FA3_SPLITS = (0, 32)  # 0: FlashAttention's heuristic; 32: the value that serving stacks use with graphs
 _FLASHINFER_CORE_GROUPS = (1, 2, 3, 4, 8)  # query heads per KV head for which the CUDA-core kernel is compiled
 _FLASHINFER_HEAD_DIMS = (64, 128, 256)
 _XQA_PAGE_SIZES = (16, 32, 64, 128)
@@ -111,8 +111,8 @@ class Fa3Side:
 
 
 class FlashInferSide:
-    """FlashInfer's paged decode in graph mode, planned on the host once per step, on tensor cores and, for few query
-    heads per KV head, on CUDA cores; and XQA, which needs no plan."""
+    """FlashInfer's paged decode in graph mode, planned on the host once per step; and XQA, which needs no plan. Paged
+    decode runs on tensor cores and, for few query heads per KV head, on CUDA cores."""
 
     name = "FlashInfer"
 

@@ -107,7 +107,7 @@ def check_token(
     """Compare the output of one token with float32 attention.
 
     q        [num_q_heads, head_dim]
-    k, v     [positions, num_kv_heads, head_dim]   all that the token sees; v may have another head size
+    k, v     [positions, num_kv_heads, head_dim]   all that the token sees; v may have a different head size
     result   [num_q_heads, v_head_dim]
 
     Raises: AssertionError: if the relative error exceeds the tolerance; the message names `what`.
@@ -136,7 +136,7 @@ def print_table(console: Console, title: str, rows: Sequence[Mapping[str, object
 
 
 def print_reasons(console: Console, cells: Iterable[tuple[str, Mapping[str, LayerTime]]]) -> None:
-    """Print why times are missing, each reason once, for the name and the times of each cell."""
+    """Print why times are missing, each reason once. `cells` has the name and the times of each cell."""
     missing: dict[tuple[str, str], list[str]] = {}
     for cell, times in cells:
         for name, time in times.items():

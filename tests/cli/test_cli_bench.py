@@ -94,7 +94,7 @@ ERRORS = [
     ("serve --temperature -1", "temperature: expected a finite number >= 0, got -1.0"),
     ("decode --shape smollm2-135m --device cpu --speculate dummy:llama-9000", "shape: expected one of llama-3.1-8b"),
     ("decode --shape smollm2-135m --device cpu --speculate nrgam", "--speculate: expected ngram or a draft model, got"),
-    ("decode --shape smollm2-135m --device cpu --drafts 3", "--drafts: expected --speculate with it, got --drafts 3"),
+    ("decode --shape smollm2-135m --device cpu --drafts 3", "--drafts: requires --speculate, got --drafts 3"),
     ("decode", "expected one of --shape and --model, got none"),
     ("decode --shape smollm2-135m --model x", "expected one of --shape and --model, got both"),
     ("decode --shape llama-9000", "shape: expected one of llama-3.1-8b"),

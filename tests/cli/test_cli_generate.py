@@ -206,7 +206,7 @@ def test_bad_prompts(refused, monkeypatch, case) -> None:
             "--speculate: expected ngram or a draft model, got 'NGRAM': model: expected",
         ),
         (("--speculate", "/"), "--speculate: the folder '/' has no config.json; specify ngram, or a folder with"),
-        (("--drafts", "3"), "--drafts: expected --speculate with it, got --drafts 3 alone; add --speculate ngram"),
+        (("--drafts", "3"), "--drafts: requires --speculate, got --drafts 3 alone; add --speculate ngram"),
         (("--device", "tpu"), "ConfigError: device: expected cpu, cuda or cuda:N, got 'tpu'"),
         (("--device", "cuda:99"), "ConfigError: device: expected one of"),
         (("--dtype", "int3"), "ConfigError: --dtype: expected auto, float32"),

@@ -213,7 +213,7 @@ def test_a_model_of_tensors_takes_the_dequantised_weights(tmp_path: Path, name: 
     before = [weight.clone() for weight in quantised.parameters()]
     tensors = {name: torch.zeros(shape) for name, shape in source.shapes().items()}
     with pytest.raises(
-        ConfigError, match=r"weights: the checkpoint is not quantised like the model, which has weights of [48] bits"
+        ConfigError, match=r"weights: the checkpoint is not quantized like the model, which has weights of [48] bits"
     ):
         quantised.load_weights(tensors)
     assert all(torch.equal(a, b) for a, b in zip(before, quantised.parameters(), strict=True))
@@ -402,7 +402,7 @@ DAMAGED: dict[str, tuple[str, dict[str, Callable[[torch.Tensor], torch.Tensor | 
     "two scales": ("fp8", {f"{OUT}.weight_scale_inv": lambda t: torch.ones(1)}, "weight_scale_inv: .* got nothing"),
     "another module": ("fp8", {"extra.input_scale": lambda t: torch.ones(1)}, r"1 unknown: extra\.input_scale"),
     "scale of a tensor": ("fp8", {f"model.{V}.weight_scale": lambda t: torch.ones(1)}, rf"1 unknown: model\.{V}"),
-    "a matrix": ("awq", {f"{OUT}.qweight": lambda t: t[0]}, "expected a quantised matrix"),
+    "a matrix": ("awq", {f"{OUT}.qweight": lambda t: t[0]}, "expected a quantized matrix"),
     "no words": ("awq", {f"{OUT}.qweight": lambda t: t.float()}, "qweight and qzeros must be int32"),
     "scales of integers": ("awq", {f"{OUT}.scales": lambda t: t.int()}, rf"{OUT}\.scales: expected floats .* got I32"),
     "scales of fp8": (

@@ -230,7 +230,7 @@ def test_moved_weights_of_the_draft_model_are_found(device: torch.device) -> Non
 def test_what_is_refused(device: torch.device) -> None:
     options = {"num_speculative_tokens": 2, "max_num_tokens": 32}
     model = LivelyModel(device)
-    other = r"DraftModel.vocab_size: expected 61, as in the model, or 128 more or less, got 190; use a draft"
+    other = r"DraftModel.vocab_size: expected 61, as in the model, up to 128 more or less, got 190; use a draft"
     with pytest.raises(ConfigError, match=other):
         captured(model, device, proposer=DraftModel(model, [SPEC] * LAYERS, vocab_size=190), **options)
     narrow = DraftModel(lambda step: model(step)[:, :60], [SPEC] * LAYERS, vocab_size=VOCAB)

@@ -202,7 +202,7 @@ class _Recorder:
 
 
 class _Watch(TorchDispatchMode):
-    """Finds reads of values on the host, copies from the host, and tensors of another device.
+    """Finds reads of values on the host, copies from the host, and tensors on another device.
 
     mixing  file and line of the first operation whose result has a row and a column per token; None: there is none
     """
@@ -223,7 +223,7 @@ class _Watch(TorchDispatchMode):
         if meta and reads_host(func, args, kwargs):
             raise _blocked(f"{func} reads values on the host", _STAY)
         if meta and any(not t.is_meta and t.dim() for t in tensors):
-            raise _blocked(f"{func} uses a tensor that is on the host, or on another device than the model", _KEEP)
+            raise _blocked(f"{func} uses a tensor that is on the host, or on a different device than the model", _KEEP)
         result = func(*args, **kwargs)
         outputs = tensors_in(result)
         if meta and any(not t.is_meta for t in outputs):
@@ -287,7 +287,7 @@ def _view_of(mask: torch.Tensor | None, marker: torch.Tensor) -> bool:
 
 
 def _frame() -> FrameType | None:
-    """Return the innermost frame that is neither torch's nor ours."""
+    """Return the innermost frame that is neither torch's nor graphrt's."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_OURS):
         frame = frame.f_back
@@ -316,7 +316,7 @@ def _place_of_frame() -> str:
 
 
 def _place_of_error(error: BaseException) -> str:
-    """Return the file and line of the innermost frame of an error that is neither torch's nor ours."""
+    """Return the file and line of an error's innermost frame that is neither torch's nor graphrt's."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_OURS)]
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown place"
 

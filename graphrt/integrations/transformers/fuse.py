@@ -26,7 +26,7 @@ _OF_ALL_MODULES = frozenset(vars(torch.nn.Module())) - {"training"}
 def find_fused(hosted: HostedModel, max_seq_len: int, vocab_size: int) -> dict[str, str]:
     """Set `hosted.fused`, and return the operator of each module that is replaced, by name.
 
-    Modules are recognised by their weights: one vector, or the two or three linear layers of a gated MLP. A module is
+    Modules are recognized by their weights: one vector, or the two or three linear layers of a gated MLP. A module is
     replaced if its operator gives the same result in all trials; see trials.py. Modules of equal classes, shapes and
     attributes are tried once. Linear layers are always replaced. Linear layers of one module with the same input become
     one product, and their weights become adjacent in memory. Modules with hooks, or with code that is neither

@@ -252,5 +252,5 @@ def _tokenizer_of(name: str) -> Any:
         raise ConfigError("tokenizer: texts need one, and the model has no name to load it by; pass tokenizer=")
     try:
         return package().AutoTokenizer.from_pretrained(name)
-    except Exception as error:  # each class of tokenizer raises others
+    except Exception as error:  # each class of tokenizer raises different errors
         raise ConfigError(f"tokenizer: {name!r} has none ({type(error).__name__}: {error}); pass tokenizer=") from error

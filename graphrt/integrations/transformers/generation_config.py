@@ -97,7 +97,7 @@ class MergedConfig:
     """The config of one call.
 
     config          merged from the call, the model and the defaults of `transformers`
-    default_length  whether none of them limits the length, so that `config.max_length` counts new tokens
+    default_length  whether none of them limits the length; `config.max_length` then counts new tokens
     eos_ids         the end-of-sequence tokens
     bias            values that are added to the logits, by token
     """
@@ -127,7 +127,7 @@ class MergedConfig:
                 words["bad_words_ids"] = (
                     package().NoBadWordsLogitsProcessor(config.bad_words_ids, eos or None).sequence_bias
                 )
-        except (TypeError, ValueError) as error:  # of transformers and torch
+        except (TypeError, ValueError) as error:  # raised by transformers and torch
             raise ConfigError(f"generate: {error}; see GenerationConfig") from error
         _refuse(model, config, words, unused)
         if config.do_sample and not config.temperature > 0:

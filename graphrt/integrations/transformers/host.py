@@ -134,7 +134,7 @@ def check_eval(model: Any) -> None:
 
 
 def check_attention_functions(model: Any) -> None:
-    """Check that no layer calls an attention function of the caller, which steps would replace.
+    """Check that no layer calls a custom attention function, because steps would replace the function.
 
     Raises: UnsupportedError: if a function that is registered for the model is not one of `transformers`.
     """
@@ -153,7 +153,7 @@ def check_attention_functions(model: Any) -> None:
 
 @functools.cache
 def package() -> Any:
-    """Import `transformers` and register the attention function. Raises: ConfigError: if it is missing."""
+    """Import `transformers` and register the attention function. Raises: ConfigError: if `transformers` is missing."""
     transformers = require("transformers", "for from_transformers")
     for name in (ATTENTION, RECORDING):
         transformers.AttentionInterface.register(name, _attention)
@@ -272,10 +272,10 @@ class HostedModel(torch.nn.Module):
         rotates = [(space, space.apply_rotary_pos_emb) for space in self.namespaces]
         validates = Distribution._validate_args
         try:
-            Distribution.set_default_validate_args(False)  # it reads values on the host
+            Distribution.set_default_validate_args(False)  # argument checks read values on the host
             for module, forward in replaced.items():
                 vars(module)["forward"] = _in_pass(forward, module.forward)
-            for module in self._models:  # it looks for padding on the host
+            for module in self._models:  # the check looks for padding on the host
                 vars(module)[_PADDING_CHECK] = _in_pass(lambda *_: None, getattr(module, _PADDING_CHECK))
             for space, function in rotates:
                 space.apply_rotary_pos_emb = _in_pass(_rotate, function)
@@ -287,7 +287,7 @@ class HostedModel(torch.nn.Module):
                 space.apply_rotary_pos_emb = function
             for module in replaced:
                 vars(module).pop("forward", None)
-            for module, forward in patched.items():  # by the caller, after the capture
+            for module, forward in patched.items():  # set by the caller after the capture
                 vars(module)["forward"] = forward
             for module in self._models:
                 vars(module).pop(_PADDING_CHECK, None)

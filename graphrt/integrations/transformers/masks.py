@@ -27,7 +27,8 @@ class Reach:
 
 
 def reach_of(predicate: Callable[..., Any], length: int) -> Reach | None:
-    """Return what a mask function lets a token of a sequence up to `length` tokens see; None if it is something else.
+    """Return which tokens a mask function shows in sequences of up to `length` tokens; None if no `Reach` describes
+    them.
 
     The first token that does not see token 0 gives the size. In a window, that token still sees token 1. In a chunk, it
     sees only itself. A grid of positions then confirms the answer.

@@ -1,4 +1,4 @@
-"""Runs a few tokens among different neighbours, to find modules that mix tokens outside of the attention function."""
+"""Runs a few tokens among different neighbors, to find modules that mix tokens outside of the attention function."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check_independence(hosted: HostedModel, max_seq_len: int, vocab_size: int) -
     change most of the seven.
 
     The model runs in float32, because rounding in 16 bits may choose different experts for a token, which changes it as
-    much as a different neighbour. Kernels that support only 16 bits run in their own dtype, without the tokens that run
+    much as a different neighbor. Kernels that support only 16 bits run in their own dtype, without the tokens that run
     alone.
 
     Raises: UnsupportedError: if tokens change in each of several trials, with the module to blame.
@@ -161,7 +161,7 @@ def _trace(hosted: HostedModel, step: Tokens) -> list[tuple[torch.nn.Module, tor
 
 
 def _name(model: torch.nn.Module, found: torch.nn.Module) -> str:
-    """Return the class and place of a module, or of the module of the model that calls it if it is one of torch."""
+    """Return the class and place of a module, or if the module is one of torch, of the model's module that calls it."""
     names = {module: name for name, module in model.named_modules()}
     while type(found).__module__.startswith("torch.") and names[found]:
         found = model.get_submodule(names[found].rpartition(".")[0])
@@ -171,7 +171,8 @@ def _name(model: torch.nn.Module, found: torch.nn.Module) -> str:
 
 
 class OwnTokens:
-    """Attention that returns values of the token itself, which show its query, key and value, and which is which."""
+    """Attention that returns v + 2 q - 3 k of the token itself, which changes if the model swaps or changes any of
+    them."""
 
     def __init__(self, positions: torch.Tensor) -> None:
         self.positions = positions

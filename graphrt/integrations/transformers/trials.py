@@ -45,8 +45,8 @@ def trials(
     In float32, with random weights, results must be equal up to 3e-5. Small values show factors of a branch and
     epsilons. Large ones show factors of the residual. Large weights, and tokens with one large value, exceed clamps.
 
-    In 16 bits, products with one weight per row do not round, so that 99% of the values must be equal. This shows where
-    values are converted to another dtype. Other values may differ, because kernels approximate functions.
+    In 16 bits, products with one weight per row do not round, so 99% of the values must be equal. This shows where
+    values are converted to a different dtype. Other values may differ, because kernels approximate functions.
 
     eps         the epsilon of a norm
     last_place  difference of values that are equal in 16 bits, in units of the last place

@@ -226,7 +226,7 @@ class GraphrtMetadataBuilder(AttentionMetadataBuilder[GraphrtMetadata]):  # type
         self, metadata: GraphrtMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
     ) -> GraphrtMetadata:
         """Return the metadata of another group of the same step. Writes this group's buffers, which graphs read."""
-        changed = copy.copy(metadata)  # of a class of vLLM that has another __init__, if prompts skip layers
+        changed = copy.copy(metadata)  # if prompts skip layers, vLLM's subclass has a different __init__
         changed.block_table, changed.slot_mapping = blk_table[: metadata.shape.num_reqs], slot_mapping
         changed.schedules = self._schedules
         return self._written(changed)

@@ -243,5 +243,6 @@ def _words(count: int, device: torch.device) -> torch.Tensor:
 
 
 def _without_window(kind: LayerKind) -> LayerKind:
-    """Return the kind whose prompt schedule a layer shares, because each query tile derives its own window."""
+    """Return the kind whose prompt schedule a layer shares: without a window, because each query tile derives its
+    own."""
     return kind._replace(sliding_window=0)

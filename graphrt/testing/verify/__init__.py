@@ -4,7 +4,7 @@
     report.raise_if_any()
 
 `step` is a function of tensors or a `Subject`, which is an object with static buffers, host code that fills them, and
-a body to capture. On CUDA the body is captured as a graph. On a CPU it is captured as an op trace, which freezes
+a body to capture. On CUDA, the body is captured as a graph. On a CPU, it is captured as an op trace, which freezes
 numbers and addresses in the same way. The package does not use graphrt's runtime, except for `verify_runtime` in
 `graphrt.testing.verify.runtime`, which verifies a captured `ReplayManager`.
 """

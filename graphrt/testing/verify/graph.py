@@ -32,7 +32,7 @@ class GraphChecks:
     """Capture and replay.
 
     seconds     duration of the captures
-    unwritten   number of uninitialised allocations filled with poison
+    unwritten   number of uninitialized allocations filled with poison
     pool_bytes  largest size of the inactive blocks filled with poison
     in_flight   number of replays queued on stalled streams
     """
@@ -61,7 +61,7 @@ class GraphChecks:
         order = list(self._v.cases.values())
         at = order.index(case)
         order = [*order[at + 1 :], *order[: at + 1]]
-        if at == len(order) - 1:  # for the last capture, reverse the order, so that neighbours differ
+        if at == len(order) - 1:  # for the last capture, reverse the order, so that neighbors differ
             order = [*reversed(order[:-1]), case]
         explained, wrong = 0, set[str]()
         for value in (Fill.PREVIOUS, Fill.HIGH, Fill.LOW):

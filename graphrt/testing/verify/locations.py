@@ -169,7 +169,7 @@ def _of_classes(kinds: Collection[type], path: str, known: Collection[str]) -> I
     found = set(known)
     for kind in kinds:
         for key, item in list(vars(kind).items()) if kind.__module__.split(".")[0] not in _FOREIGN else ():
-            item = getattr(item, "__func__", item)  # of a static method
+            item = getattr(item, "__func__", item)  # the function of a static method
             if key not in found and isinstance(item, types.FunctionType):
                 yield Location(f"{path}.{key}", item)
             elif key not in found and not key.startswith("__") and _is_data(item):

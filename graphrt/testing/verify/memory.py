@@ -1,6 +1,6 @@
 """Poison memory that a step must write before it reads.
 
-On CUDA this is every inactive block of torch's allocator, including the graph's private pool, so a tensor that was
+On CUDA, this is every inactive block of torch's allocator, including the graph's private pool, so a tensor that was
 captured by address and then freed reads as NaN. A graph node fills the memory of `torch.empty`. This memory often
 belonged to an earlier intermediate of the same graph, which would overwrite poison from before the launch.
 """
@@ -22,13 +22,13 @@ from graphrt.capture.op_trace import UNWRITTEN_FACTORIES
 from graphrt.kernels.errors import ReplayError
 from graphrt.testing.verify.compare import has_memory
 
-_UNWRITTEN = UNWRITTEN_FACTORIES - {"aten::lift_fresh"}  # its values were written before
+_UNWRITTEN = UNWRITTEN_FACTORIES - {"aten::lift_fresh"}  # returns values that were written before
 NAN_BYTE = 0xFF
 """NaN in all float formats, -1 in integers."""
 
 
 class _Unwritten(TorchDispatchMode):
-    """Call a function with each uninitialised allocation of the step that runs inside the mode."""
+    """Call a function with each uninitialized allocation of the step that runs inside the mode."""
 
     def __init__(self, got: Callable[[torch.UntypedStorage], object]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
@@ -61,7 +61,7 @@ def _watching(device: torch.device, got: Callable[[torch.UntypedStorage], object
 
 
 class UnwrittenInGraph:
-    """Make a graph fill each uninitialised allocation of the step inside `watch` right after it.
+    """Make a graph fill each uninitialized allocation of the step inside `watch` right after it.
 
     `count` is the number of allocations.
     """
@@ -87,7 +87,7 @@ class UnwrittenInGraph:
 
 @contextlib.contextmanager
 def zeroed(device: torch.device) -> Iterator[None]:
-    """Fill uninitialised memory with zeros, so that eager runs that read it are deterministic.
+    """Fill uninitialized memory with zeros, so that eager runs that read it are deterministic.
 
     On a CPU, compiled functions run uncompiled, as in an op trace.
     """

@@ -75,7 +75,7 @@ class Target:
         check_tensors("buffers", subject.buffers)
         self.subject = subject
         self._eager: Callable[[Inputs], Output] | None = getattr(subject, "eager", None)
-        self.is_own_oracle = eager is None and isinstance(subject, PlainSubject)  # on tensors of exact size
+        self.is_own_oracle = eager is None and isinstance(subject, PlainSubject)  # the step on tensors of exact size
         if eager is not None:
             self._eager = eager if not isinstance(subject, PlainSubject) else subject.oracle(eager)
         self.capture: Callable[[Inputs], Callable[[], Output]] | None = getattr(subject, "capture", None)
