@@ -54,12 +54,11 @@ def time_hosted(
         return {"ms": ms, "nodes": nodes, "fused": dict(Counter(runtime.fused.values()))}
 
 
-def time_continuous(config: ModelConfig, device: torch.device, batch: int, context: int) -> float:
+def time_continuous(model: Any, batch: int, context: int) -> float:
     """Return the milliseconds per step of transformers' continuous batching, without the prompts."""
     from transformers import GenerationConfig
 
-    model = build_model(hf_config(config).to_dict(), device, torch.bfloat16)
-    prompts = torch.randint(1, config.vocab_size, (batch, context)).tolist()
+    prompts = torch.randint(1, model.config.vocab_size, (batch, context)).tolist()
 
     def seconds(new_tokens: int) -> float:
         length = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
@@ -72,7 +71,8 @@ def time_continuous(config: ModelConfig, device: torch.device, batch: int, conte
 
     short, long = _CONTINUOUS
     seconds(short)  # compiles and captures
-    return 1e3 * median(seconds(long) - seconds(short) for _ in range(3)) / (long - short)
+    most, least = (median(seconds(new_tokens) for _ in range(3)) for new_tokens in (long, short))
+    return 1e3 * (most - least) / (long - short)
 
 
 def main() -> None:
@@ -105,8 +105,8 @@ def main() -> None:
         dtype = torch.bfloat16
         for cell in time_transformers(config, batches=batches, context=context, device=device, dtype=dtype):
             found.setdefault("dynamic" if cell.way == DYNAMIC else "static", {})[cell.batch] = cell.ms
-        for batch in batches:
-            found.setdefault("continuous", {})[batch] = time_continuous(config, device, batch, context)
+        model = build_model(hf_config(config).to_dict(), device, dtype)
+        found["continuous"] = {batch: time_continuous(model, batch, context) for batch in batches}
     for batch in batches:
         print(f"batch {batch}: " + ", ".join(f"{way} {ms[batch]} ms" for way, ms in found.items() if batch in ms))
     record = {"name": "transformers", "shape": arguments.shape, "context": context, "nodes": details, "ms": found}
