@@ -373,6 +373,8 @@ class DecodeSession:
     def close(self) -> None:
         """Wait for launches in flight, and return all pages and request indices. May be called twice.
 
+        Does not wait for launches after a rank has failed.
+
         Raises: ReplayError: during another call of the session.
         """
         with self._exclusive:
