@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,19 +15,13 @@ from graphrt.engine.ahead import compile_ahead
 from graphrt.engine.graphs import StepGraphs
 from graphrt.models.loading import make_runtime
 from graphrt.runtime import Runtime
+from tests.support.ahead_runs import run_ahead
 from tests.support.cli import TINY
 from tests.support.toy import HEADS, first_of_two_ranks, make_rig
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 def test_a_step_compiles_no_kernel_after_all_were_compiled_ahead(tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-m", "tests.support.ahead_program"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.strip().splitlines()[-1])
+    found = run_ahead("ahead_program", tmp_path)
     assert found["late"] == []
     assert found["launched"] == 0
     assert found["ahead"] > 15

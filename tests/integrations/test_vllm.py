@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -24,6 +21,7 @@ from graphrt.integrations import vllm as plugin
 from graphrt.kernels.attention.options import AttentionOptions
 from graphrt.kernels.compile_ahead import compiled, counting_compilations
 from graphrt.kernels.native import nvrtc
+from tests.support.ahead_runs import run_ahead
 from tests.support.attention_cases import (
     BF16,
     E4M3,
@@ -272,12 +270,7 @@ def test_layers_that_follow_the_construction_have_schedules(backend: Any) -> Non
 
 
 def test_no_kernel_is_compiled_after_the_first_step(tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(STANDIN.parents[2]), "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-m", "tests.support.ahead_vllm"]
-    done = subprocess.run(command, cwd=STANDIN.parents[2], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.strip().splitlines()[-1])
+    found = run_ahead("ahead_vllm", tmp_path)
     assert found["late"] == []
     assert found["launched"] == 0
     assert found["ahead"] > 10
