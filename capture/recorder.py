@@ -19,12 +19,12 @@ from cuda.bindings import driver
 
 from graphrt.capture.allocator import allocator_rows, check_capture_allocator
 from graphrt.capture.descriptor import BatchDescriptor
-from graphrt.capture.garbage import older_objects_set_aside
 from graphrt.capture.graph import NOTHING, CapturedGraph, GraphReport, Recorder, StepFunction, check_loop, graph_closed
 from graphrt.capture.loop import CudaGraphLoop
 from graphrt.capture.op_trace import OpTraceRecorder
 from graphrt.capture.raw_graph import CostMeter, Launcher, check, count_nodes
 from graphrt.kernels.errors import CaptureError
+from graphrt.kernels.garbage import no_collections, older_objects_set_aside
 
 # cuBLAS keeps one workspace per stream for the lifetime of the process, shared by graphs captured on that stream. Every
 # open recorder therefore has its own capture stream; a closed recorder passes its stream to the next one. The stream is
@@ -117,16 +117,11 @@ class CudaGraphRecorder:
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
         # Collecting garbage during a capture can free a Triton kernel or a tensor, which invalidates the capture.
-        was_enabled = gc.isenabled()
-        try:
-            gc.disable()
+        with no_collections():
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with older_objects_set_aside(), torch.cuda.stream(self._stream):  # some code calls gc.collect() itself
                 yield
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        finally:
-            if was_enabled:
-                gc.enable()
 
     def warm_up(self, step: StepFunction, prepare: Callable[[], None]) -> None:
         prepare()

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -23,6 +22,8 @@ from typing import Any
 import torch
 import triton
 from triton.runtime.cache import triton_key
+
+from graphrt.kernels.garbage import no_collections
 
 _MOST_THREADS = 8  # more threads would wait for Python's lock
 
@@ -79,17 +80,14 @@ def compiling_ahead(device: torch.device) -> Iterator[None]:
     ahead = CompileThreads(threads)
     hash_triton().join()
     token = _active.set(ahead)
-    collects = gc.isenabled()
     try:
         # Garbage collection may switch threads inside ast.parse, which then fails if another thread parses (Python
         # 3.11: "AST constructor recursion depth mismatch").
-        gc.disable()
-        with triton.AsyncCompileMode(ahead, ignore_errors=True):
-            yield
-        ahead.wait()
+        with no_collections():
+            with triton.AsyncCompileMode(ahead, ignore_errors=True):
+                yield
+            ahead.wait()
     finally:
-        if collects:
-            gc.enable()
         _active.reset(token)
         threads.shutdown(cancel_futures=True)
 

@@ -26,9 +26,9 @@ import torch
 import graphrt
 from graphrt.batch import Batch
 from graphrt.capture.descriptor import BatchDescriptor
-from graphrt.capture.garbage import older_objects_set_aside
 from graphrt.generate.generator import TextGenerator
 from graphrt.kernels.errors import CaptureError, ReplayError
+from graphrt.kernels.garbage import older_objects_set_aside
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
 from graphrt.session.requests import SessionRequest

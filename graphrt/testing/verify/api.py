@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from graphrt.capture.allocator import check_allocator
-from graphrt.capture.garbage import older_objects_set_aside
 from graphrt.kernels.checks import check_callable, check_instance, check_int, check_number, check_sequence
 from graphrt.kernels.errors import ConfigError
+from graphrt.kernels.garbage import older_objects_set_aside
 from graphrt.testing.verify.arguments import check_tensors
 from graphrt.testing.verify.coverage import coverage
 from graphrt.testing.verify.eager import EagerChecks

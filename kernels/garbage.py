@@ -1,4 +1,4 @@
-"""Exclude existing objects from Python's garbage collection within a block."""
+"""Blocks without Python's garbage collection, or in which it excludes existing objects."""
 
 from __future__ import annotations
 
@@ -9,6 +9,18 @@ from contextlib import contextmanager
 _FROZEN_BY_PYTHON = 1000
 """Python 3.12 counts 375 immortal objects as frozen, even after `gc.unfreeze()`. A caller's `gc.freeze()` freezes all
 objects, which are more than 4,000 in an interpreter without imports."""
+
+
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """Turn automatic garbage collection off in the block."""
+    was_enabled = gc.isenabled()
+    try:
+        gc.disable()
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import contextlib
 import gc
 import weakref
 
-from graphrt.capture.garbage import older_objects_set_aside
+from graphrt.kernels.garbage import older_objects_set_aside
 
 
 class Cycle:
