@@ -46,6 +46,7 @@ _THREAD_CHECK_SECONDS = 0.5
 _SPIN_SECONDS = {False: 0.0005, True: 0.02}  # by `on_cuda`; with a GPU, a rank has its own cores
 _SLEEP_SECONDS = 0.0001
 _EXIT_SECONDS = 2.0  # longest time from the end of a connection to the end of its process
+_QUEUE_SECONDS = 1.0  # how long the abort of NCCL waits for a collective that is being queued
 _ABORT_SECONDS = 2.0  # longest time from the abort of NCCL to the end of its kernels
 _RING_BYTES = 1 << 22
 _TEXT_BYTES = 1024
@@ -90,12 +91,13 @@ class Ranks:
         self._ring = SharedRing(counters, ring, self.rank or None, self._until)
         self._ended, self._rank_of_fd = select.epoll(), dict[int, int]()  # threads may poll it together
         self._reporting = threading.Lock()
+        self._queueing = threading.RLock()  # a signal handler may run a step
         for rank, pid in enumerate(pids):
             if rank != self.rank:
                 descriptor = os.pidfd_open(pid)
                 self._rank_of_fd[descriptor] = rank
                 self._ended.register(descriptor, select.EPOLLIN)
-        collectives.waits[group.group_name] = self._wait_for_collective
+        collectives.runners[group.group_name] = self._run_collective
         if self.on_cuda:
             device_wait.watch = self
 
@@ -116,7 +118,7 @@ class Ranks:
             global_ranks = [dist.get_global_rank(self.group, rank) for rank in range(self.size)]
             groups = [dist.new_group(global_ranks[start : start + size]) for start in starts]
             self._subgroups[size] = own = groups[self.rank // size]
-            collectives.waits[own.group_name] = self._wait_for_collective
+            collectives.runners[own.group_name] = self._run_collective
         return self._subgroups[size]
 
     def connect(self, device: torch.device) -> None:
@@ -258,7 +260,17 @@ class Ranks:
                 buffer.abort(culprit % group.size())
             if self.on_cuda:
                 nccl = group._get_backend(torch.device("cuda"))
-                threading.Thread(target=nccl.abort, daemon=True).start()  # abort() returns only after graphs are freed
+                threading.Thread(target=self._abort, args=(nccl,), daemon=True).start()
+
+    def _abort(self, nccl: Any) -> None:
+        """Abort the collectives of a group. Returns only after all graphs are freed.
+
+        abort() keeps a lock of torch that queueing takes, so it starts when no collective is being queued. But if
+        queueing waits for the failed rank, only the abort ends this wait.
+        """
+        if self._queueing.acquire(timeout=_QUEUE_SECONDS):
+            self._queueing.release()
+        nccl.abort()
 
     def _until(self, done: Callable[[], bool], hang_seconds: float = float("inf"), stops: bool = True) -> None:
         """Wait for a condition. Raises RankError if a rank fails, or is late by `hang_seconds`.
@@ -287,7 +299,11 @@ class Ranks:
                 f"rank {rank} did not arrive at a collective or launch for {seconds:g} s, or stopped in a collective",
             )
 
-    def _wait_for_collective(self, work: dist.Work | None) -> None:
+    def _run_collective(self, queue: collectives.Queue) -> None:
+        with self._queueing:
+            if self._has_failed:
+                self.check()
+            work = queue()
         self._lines[self.rank, _BEAT] = time.monotonic_ns()
         self.arrive()
         if work is None:  # the stream waits

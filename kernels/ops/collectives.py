@@ -22,9 +22,12 @@ from graphrt.kernels.sizes import ceil_div
 VOCAB_MULTIPLE = 32
 """The number of tokens per rank is a multiple of this: words of token masks and groups of noise have 32 tokens."""
 
-waits: dict[str, Callable[[dist.Work | None], None]] = {}
-"""Functions that wait for a queued collective, by the name of the group. The argument is the work that the host waits
-for, or None if a stream waits. In groups without a function, the host waits without a time limit."""
+Queue = Callable[[], dist.Work | None]
+"""Queues a collective. Returns the work that the host waits for; None if a stream waits."""
+
+runners: dict[str, Callable[[Queue], None]] = {}
+"""Functions that queue a collective and wait for it, by the name of the group. In groups without a function, the host
+waits without a time limit."""
 
 # torch 2.13 renamed the function.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -59,21 +62,21 @@ def gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the tensors of all ranks [ranks, *x.shape], which have equal shapes. Not an operator; see `all_gather`."""
     out = x.new_empty((group.size(), *x.shape))
     gathered, own = (tensor.contiguous().flatten().view(torch.uint8) for tensor in (out, x))
-    _wait(_all_gather_single(gathered, own, group=group, async_op=not x.is_cuda), group)
+    _run(lambda: _all_gather_single(gathered, own, group=group, async_op=not x.is_cuda), group)
     return out
 
 
 def _exchange(x: torch.Tensor, group_name: Any) -> torch.Tensor:
     out, group = torch.empty_like(x), _resolve_process_group(group_name)
     received, sent = (tensor.view(torch.uint8).flatten() for tensor in (out, x))
-    _wait(dist.all_to_all_single(received, sent, group=group, async_op=not x.is_cuda), group)
+    _run(lambda: dist.all_to_all_single(received, sent, group=group, async_op=not x.is_cuda), group)
     return out
 
 
-def _wait(work: dist.Work | None, group: dist.ProcessGroup) -> None:
-    if (wait := waits.get(group.group_name)) is not None:
-        wait(work)
-    elif work is not None:
+def _run(queue: Queue, group: dist.ProcessGroup) -> None:
+    if (run := runners.get(group.group_name)) is not None:
+        run(queue)
+    elif (work := queue()) is not None:
         work.wait()
 
 

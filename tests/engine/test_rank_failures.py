@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -198,6 +199,53 @@ def test_errors_of_collectives_name_the_rank_that_has_ended(
     assert isinstance(first.error, RankError)
     assert first.error.rank == 1
     assert "the process of rank 1 has ended" in str(first.error)
+
+
+class Nccl:
+    """NCCL of a group: abort() keeps a lock that queueing takes, until graphs are freed."""
+
+    group_name = "nccl"
+
+    def __init__(self) -> None:
+        self.lock, self.aborting = threading.Lock(), threading.Event()
+
+    def _get_backend(self, device: torch.device) -> Nccl:
+        return self
+
+    def abort(self) -> None:
+        self.aborting.set()
+        self.lock.acquire()
+
+
+def queue_collectives(group: dist.ProcessGroup, waits: bool) -> float:
+    """Queue collectives, as in a capture, until rank 1 ends. Return how long that takes in seconds."""
+    ranks, nccl = Ranks.of(group), Nccl()
+    if group.rank():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def queue() -> None:
+        if not waits:
+            time.sleep(0.1)
+            assert nccl.lock.acquire(timeout=5), "the abort had begun"
+            nccl.lock.release()
+        elif nccl.aborting.wait(timeout=5):  # NCCL connects to a rank that has ended
+            raise dist.DistBackendError("communicator was aborted")
+
+    ranks.group, ranks.on_cuda = nccl, True
+    ended, start = ranks.watch(), time.monotonic()
+    with pytest.raises(RankError, match="the process of rank 1 has ended"), ranks.reporting():
+        while True:
+            ranks._run_collective(queue)
+    ended()
+    assert nccl.aborting.wait(timeout=5)
+    return time.monotonic() - start
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_abort_and_collectives_do_not_wait_for_each_other(tmp_path: Path, waits: bool) -> None:
+    first, _ = run_ranks(tmp_path, queue_collectives, waits)
+    assert first.error is None
+    assert first.value < 4
 
 
 def capture_slowly(group: dist.ProcessGroup) -> list[int | None]:

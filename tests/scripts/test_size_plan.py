@@ -151,6 +151,7 @@ def test_costs_are_measured() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_eager_steps_take_longer_on_a_gpu() -> None:
     costs = measure_costs(load_model(TINY, device="cuda").model, rows=8, step_tokens=128, context=20)
     for of, size in ((costs[DECODE], 4), (costs[MIXED], 64)):
