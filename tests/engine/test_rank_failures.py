@@ -233,9 +233,14 @@ def queue_collectives(group: dist.ProcessGroup, waits: bool) -> float:
 
     ranks.group, ranks.on_cuda = nccl, True
     ended, start = ranks.watch(), time.monotonic()
-    with pytest.raises(RankError, match="the process of rank 1 has ended"), ranks.reporting():
-        while True:
-            ranks._run_collective(queue)
+
+    def queue_until_it_fails() -> None:
+        with ranks.reporting():
+            while True:
+                ranks._run_collective(queue)
+
+    with pytest.raises(RankError, match="the process of rank 1 has ended"):
+        queue_until_it_fails()
     ended()
     assert nccl.aborting.wait(timeout=5)
     return time.monotonic() - start
