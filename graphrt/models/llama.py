@@ -224,8 +224,7 @@ class LlamaModel(nn.Module):
         check_weights(self.config, shapes, checkpoint)
 
     def weight_targets(self) -> dict[str, Weight]:
-        """Return the destination of each Hugging Face checkpoint tensor, or of this rank's part of it: views of the
-        weights by tensor name."""
+        """Return views of the weights by the name of the Hugging Face tensor that is copied there, maybe in part."""
         targets: dict[str, Weight] = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm}
         if not self.config.tie_word_embeddings:
             targets["lm_head.weight"] = self.head

@@ -1,5 +1,5 @@
 """Cells of the attention benchmark by part: uniform and ragged batches, page sizes, fp8, shapes, head sizes, chunks,
-prompts."""
+drafts, prompts."""
 
 from __future__ import annotations
 
@@ -111,6 +111,15 @@ def _chunk_cells() -> list[Cell]:
     ]
 
 
+def _draft_cells() -> list[Cell]:
+    """Requests with 3 and 4 drafts, and without."""
+    return [
+        Cell("drafts", f"{batch} x 8192, {new} new", (8192,) * batch, query_len=new)
+        for batch in (1, 64)
+        for new in (1, 4, 5)
+    ]
+
+
 def _varlen_cells() -> list[Cell]:
     return [
         Cell("varlen", "4 x 2048 causal", (2048,) * 4, query_len=2048),
@@ -130,5 +139,6 @@ PARTS: dict[str, Callable[[], list[Cell]]] = {
     "shapes": _shape_cells,
     "heads": _head_cells,
     "chunks": _chunk_cells,
+    "drafts": _draft_cells,
     "varlen": _varlen_cells,
 }

@@ -18,6 +18,7 @@ from graphrt.bench.timer import Call
 from graphrt.kernels.attention.operators import contiguous_attention, paged_attention
 from graphrt.kernels.attention.options import AttentionOptions
 from graphrt.kernels.attention.plan import AttentionPlan
+from graphrt.kernels.attention.plan_shape import MAX_QUERY_LEN
 from graphrt.kernels.attention.prompt import prompt_attention
 from graphrt.kernels.attention.prompt_native import runs_prompt_kernel
 from graphrt.kernels.attention.prompt_plan import PromptPlan
@@ -74,14 +75,14 @@ class GraphrtSide:
     def prepare(self, cell: Cell, inputs: Inputs) -> list[Prepared]:
         chunk = cell.attention_chunk_size
         options = AttentionOptions(softmax_scale=inputs.softmax_scale, attention_chunk_size=chunk)
-        if cell.query_len == 1:
+        if cell.query_len <= MAX_QUERY_LEN:
             return [self._paged(inputs, options)]
         prompts = [self._prompts(inputs, options, packed) for packed in (False, True)]
         return [self._paged(inputs, options), self._contiguous(inputs, options), *prompts]
 
     def _paged(self, inputs: Inputs, options: AttentionOptions) -> Prepared:
         plan, work_list, workspace = self._planned(inputs)
-        starts = inputs.query_starts() if inputs.cell.query_len > 1 else None
+        starts = inputs.query_starts() if inputs.cell.query_len > MAX_QUERY_LEN else None
         out = inputs.empty_out()
 
         def attend(layer: int) -> None:
@@ -156,8 +157,10 @@ class GraphrtSide:
         """Return the plan of the cell, its work list and its workspace."""
         cell, device = inputs.cell, inputs.device
         make = partial(AttentionPlan.varlen, num_tokens=inputs.q.shape[1])
-        if cell.query_len == 1:
-            make = partial(AttentionPlan.decode, kv_dtype=cell.kv_dtype, native=runs_native(device))
+        if cell.query_len <= MAX_QUERY_LEN:
+            make = partial(
+                AttentionPlan.decode, query_len=cell.query_len, kv_dtype=cell.kv_dtype, native=runs_native(device)
+            )
         plan = make(
             cell.batch,
             num_q_heads=cell.num_q_heads,

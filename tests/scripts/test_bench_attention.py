@@ -43,7 +43,8 @@ def test_cells_of_every_part():
     cells = make_cells(PARTS)
     assert len({(cell.part, cell.name) for cell in cells}) == len(cells)
     assert {part: sum(cell.part == part for cell in cells) for part in PARTS} == {
-        "uniform": 14, "ragged": 9, "pages": 12, "fp8": 8, "shapes": 16, "heads": 12, "chunks": 4, "varlen": 6,
+        "uniform": 14, "ragged": 9, "pages": 12, "fp8": 8, "shapes": 16, "heads": 12, "chunks": 4, "drafts": 6,
+        "varlen": 6,
     }  # fmt: skip
     assert cells == make_cells(PARTS)  # the ragged lengths are seeded
     assert all(1 <= length <= 32768 for cell in cells for length in cell.lengths)
@@ -187,7 +188,8 @@ CELLS = {
     "HND": replace(SMALL, layout=KVLayout.HND),
     "fp8": replace(SMALL, kv_dtype=torch.float8_e4m3fn),
     "fp8-HND": replace(SMALL, kv_dtype=torch.float8_e4m3fn, layout=KVLayout.HND),
-    "varlen": replace(SMALL, lengths=(7, 4, 9), query_len=4),
+    "drafts": replace(SMALL, lengths=(7, 4, 9), query_len=4),
+    "varlen": replace(SMALL, lengths=(20, 17, 22), query_len=17),
     "two_sizes": replace(SMALL, v_head_dim=24),
     "two_sizes-HND": replace(SMALL, v_head_dim=24, layout=KVLayout.HND),
     "chunks": replace(SMALL, attention_chunk_size=16),
@@ -261,7 +263,7 @@ def test_spacers_leave_the_outputs_alone():
     assert outs[0].eq(1).all()
 
 
-@pytest.mark.parametrize("name", ["decode", "HND", "varlen", "two_sizes", "chunks"])
+@pytest.mark.parametrize("name", ["decode", "HND", "drafts", "varlen", "two_sizes", "chunks"])
 def test_graphrt_side_passes_its_check(name):
     cell = CELLS[name]
     prepared, reason = prepare_checked(GraphrtSide(), cell, Inputs.make(cell, CPU))
