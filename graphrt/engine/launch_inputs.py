@@ -20,12 +20,13 @@ class LaunchInputs:
     groups: int
 
     def __post_init__(self) -> None:
-        counts = self.words[: layout.HEADER_SIZE]
-        if len(counts) < layout.HEADER_SIZE or counts[layout.HEADER_NUM_REQS : layout.HEADER_KIND].min() < 0:
-            raise ShapeError(f"words: expected a header with counts >= 0, got {counts.tolist()}; record the step again")
-        if self.steps < 1 or len(self.words) < self.end:
-            raise ShapeError(f"words: expected {self.end} words of a launch, got {len(self.words)}; record it again")
-        object.__setattr__(self, "words", self.words[: self.end].copy())
+        counts = self.words[: layout.HEADER_SIZE].tolist()
+        if len(counts) < layout.HEADER_SIZE or min(counts[layout.HEADER_NUM_REQS : layout.HEADER_KIND]) < 0:
+            raise ShapeError(f"words: expected a header with counts >= 0, got {counts}; record the step again")
+        end = self._sections[-1]
+        if counts[layout.HEADER_STEPS] < 1 or len(self.words) < end:
+            raise ShapeError(f"words: expected {end} words of a launch, got {len(self.words)}; record it again")
+        object.__setattr__(self, "words", self.words[:end].copy())
 
     @property
     def num_reqs(self) -> int:
@@ -48,27 +49,22 @@ class LaunchInputs:
         return bool(self.kind & layout.DELTA)
 
     @property
-    def _lists_at(self) -> int:
-        """First word of the page lists."""
-        if self.is_delta:
-            return layout.HEADER_SIZE + (self.num_reqs if self.kind & layout.NEW_ORDER else 0)
-        return layout.HEADER_SIZE + layout.REQ_PAGES * self.num_reqs
-
-    @property
-    def _pages_at(self) -> int:
-        at = self._lists_at
-        if not self.is_delta:
-            return at + layout.list_fields(max(self.groups, 1)) * self.num_reqs + self.num_tokens
-        return at + (layout.list_fields(self.groups) * self.num_reqs if self.kind & layout.LISTS else 0)
+    def _sections(self) -> tuple[int, int, int, int]:
+        """First words of page lists, page ids and stop conditions, and the number of words."""
+        _, _, reqs, tokens, num_pages, kind, *_ = self.words[: layout.HEADER_SIZE].tolist()
+        if kind & layout.DELTA:
+            lists = layout.HEADER_SIZE + (reqs if kind & layout.NEW_ORDER else 0)
+            pages = lists + (layout.list_fields(self.groups) * reqs if kind & layout.LISTS else 0)
+        else:
+            lists = layout.HEADER_SIZE + layout.REQ_PAGES * reqs
+            pages = lists + layout.list_fields(max(self.groups, 1)) * reqs + tokens
+        stops = pages + num_pages
+        return lists, pages, stops, stops + (layout.STOP_FIELDS * reqs if kind & layout.KEEP else 0)
 
     @property
     def inputs_end(self) -> int:
         """Number of words of the step's inputs. With the flag KEEP, stop conditions follow them."""
-        return self._pages_at + int(self.words[layout.HEADER_NUM_PAGES])
-
-    @property
-    def end(self) -> int:
-        return self.inputs_end + (layout.STOP_FIELDS * self.num_reqs if self.kind & layout.KEEP else 0)
+        return self._sections[2]
 
     def with_steps(self, steps: int) -> LaunchInputs:
         copied = LaunchInputs(self.words, self.groups)
@@ -81,11 +77,13 @@ class LaunchInputs:
         if self.is_delta and not self.kind & layout.LISTS:
             return np.zeros((self.groups, layout.PAGE_FIELDS, self.num_reqs), np.int32)
         count = layout.list_fields(self.groups) * self.num_reqs
-        return self.words[self._lists_at : self._lists_at + count].reshape(self.groups, layout.PAGE_FIELDS, -1)
+        at = self._sections[0]
+        return self.words[at : at + count].reshape(self.groups, layout.PAGE_FIELDS, -1)
 
     @property
     def pages(self) -> Int32Array:
-        return self.words[self._pages_at : self._pages_at + int(self.words[layout.HEADER_NUM_PAGES])]
+        _, start, end, _ = self._sections
+        return self.words[start:end]
 
     @property
     def order(self) -> Int32Array | None:

@@ -26,21 +26,25 @@ class SharedRing:
         reader: int | None,
         wait: Callable[[Callable[[], bool]], None],
     ) -> None:
-        self._written, self._read, self._ring, self._wait = counters[:1], counters[1:], ring, wait
+        self._written, self._read, self._ring, self._wait = counters[:1], counters[1:], ring.data, wait
         self._own = self._written if reader is None else self._read[reader : reader + 1]
         self._at = 0  # bytes that this process has written or read
+        self._end = 0  # bytes that can be written before all readers are asked how far they have read
 
     def send(self, message: bytes) -> None:
-        data = np.frombuffer(len(message).to_bytes(_LENGTH_BYTES, "little") + message, np.uint8)
-        while len(data):
-            if not (room := len(self._ring) - self._at + int(self._read.min())):
-                self._wait(lambda: bool(self._at - int(self._read.min()) < len(self._ring)))
-                continue
+        data = memoryview(len(message).to_bytes(_LENGTH_BYTES, "little") + message)
+        while data:
+            if self._at == self._end:
+                self._wait(self._has_room)
             start = self._at % len(self._ring)
-            piece = data[: min(room, len(self._ring) - start)]
-            self._ring[start : start + len(piece)] = piece
-            self._advance(len(piece))
-            data = data[len(piece) :]
+            size = min(len(data), self._end - self._at, len(self._ring) - start)
+            self._ring[start : start + size] = data[:size]
+            self._advance(size)
+            data = data[size:]
+
+    def _has_room(self) -> bool:
+        self._end = len(self._ring) + int(self._read.min())
+        return self._end > self._at
 
     def receive(self) -> bytes:
         length = int.from_bytes(self._take(_LENGTH_BYTES), "little")
@@ -54,7 +58,7 @@ class SharedRing:
                 continue
             start = self._at % len(self._ring)
             piece = self._ring[start : min(start + min(ready, count - len(out)), len(self._ring))]
-            out += piece.tobytes()
+            out += piece
             self._advance(len(piece))
         return bytes(out)
 
