@@ -218,7 +218,7 @@ class Nccl:
 
 
 def queue_collectives(group: dist.ProcessGroup, waits: bool) -> float:
-    """Queue collectives, as in a capture, until rank 1 ends. Return how long that takes in seconds."""
+    """Queue collectives, as in a capture, until rank 1 ends. Return the seconds until then."""
     ranks, nccl = Ranks.of(group), Nccl()
     if group.rank():
         os.kill(os.getpid(), signal.SIGKILL)
