@@ -56,7 +56,7 @@ _RANGES = {
 }
 
 
-def _penalised(off: float) -> Callable[[Values], tuple[Need, ...]]:
+def _penalized(off: float) -> Callable[[Values], tuple[Need, ...]]:
     return lambda values: (("penalties", 1),) if (values != off).any() else ()
 
 
@@ -64,9 +64,9 @@ _NEEDS: dict[str, Callable[[Values], tuple[Need, ...]]] = {
     "top_ks": lambda values: (("truncation", 1),) if (values > 0).any() else (),
     "top_ps": lambda values: (("truncation", 1),) if (values < 1).any() else (),
     "min_ps": lambda values: (("truncation", 1),) if (values > 0).any() else (),
-    "repetition_penalties": _penalised(1),
-    "presence_penalties": _penalised(0),
-    "frequency_penalties": _penalised(0),
+    "repetition_penalties": _penalized(1),
+    "presence_penalties": _penalized(0),
+    "frequency_penalties": _penalized(0),
     "token_masks": lambda values: (
         (("token_masks", 1), ("max_num_reqs", int(values.max()) + 1)) if (values >= 0).any() else ()  # one per index
     ),

@@ -112,7 +112,7 @@ class SamplingParams:
         object.__setattr__(self, "stop_ids", frozenset(stop_ids))
 
     @property
-    def penalised(self) -> bool:
+    def penalized(self) -> bool:
         """Whether any penalty is on. If so, every computed token must be counted."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
@@ -132,7 +132,7 @@ class SamplingParams:
     @property
     def needs(self) -> tuple[Need, ...]:
         """The fields of RuntimeConfig that this request needs, and their lowest values."""
-        on = {"truncation": self.truncated, "penalties": self.penalised}
+        on = {"truncation": self.truncated, "penalties": self.penalized}
         options = [(name, 1) for name, is_on in on.items() if is_on]
         asked = [count for count in (self.logprobs, self.prompt_logprobs) if count is not None]
         changed = self.logit_bias.keys() | self.stop_ids if self.min_tokens else self.logit_bias

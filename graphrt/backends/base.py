@@ -125,7 +125,7 @@ class AttentionBackend(ABC):
     seq_len_fill: ClassVar[int] = 0
     """Value of `metadata.seq_lens` in padding requests: 0, or 1 for a kernel that must read at least one token. With 1,
     the kernel reads the null page, whose contents are undefined."""
-    quantises_queries: ClassVar[bool] = False
+    quantizes_queries: ClassVar[bool] = False
     """Whether the backend rounds queries and probabilities to e4m3 if the cache is e4m3. The backend test suite then
     widens its tolerances; the runtime does not read this attribute."""
 

@@ -67,7 +67,7 @@ class FlashAttention3Backend(PeerBackend):
     )
     graph_support: ClassVar[GraphSupport] = GraphSupport.ALWAYS
     seq_len_fill: ClassVar[int] = 0
-    quantises_queries: ClassVar[bool] = True
+    quantizes_queries: ClassVar[bool] = True
     package: ClassVar[Package] = Package(
         "flash_attn_interface",
         "pip install tokenspeed-fa3",
@@ -196,7 +196,7 @@ class FlashAttention3Backend(PeerBackend):
             )
         options: dict[str, Any] = {}
         if self._fp8:
-            q, options["q_descale"] = self._quantise(q, spec, metadata)
+            q, options["q_descale"] = self._quantize(q, spec, metadata)
             for name, scale in (("k_descale", layer.k_scale), ("v_descale", layer.v_scale)):
                 if scale is not None:
                     options[name] = scale.view(1, -1).expand(descriptor.padded_reqs, spec.num_kv_heads)
@@ -235,7 +235,7 @@ class FlashAttention3Backend(PeerBackend):
         assert self._no_left_padding is not None, "schedule() checks that buffers are allocated"
         return self._no_left_padding[: descriptor.padded_reqs]
 
-    def _quantise(
+    def _quantize(
         self, q: torch.Tensor, spec: AttentionSpec, metadata: StepMetadata
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return queries in e4m3 and their scales [padded_reqs, num_kv_heads].

@@ -67,7 +67,7 @@ def check_declaration(cls: object) -> None:
     for attribute, kind in (("capabilities", Capabilities), ("graph_support", GraphSupport)):
         check_instance(f"{own}.{attribute}", getattr(cls, attribute, None), kind, advice="set the class attribute")
     check_int(f"{own}.seq_len_fill", cls.seq_len_fill, 0, 1, advice="padding requests have only the null page")
-    check_bool(f"{own}.quantises_queries", cls.quantises_queries, advice="set the class attribute")
+    check_bool(f"{own}.quantizes_queries", cls.quantizes_queries, advice="set the class attribute")
     for final, hook in (
         ("unsupported_reasons", "extra_unsupported_reasons"),
         ("graph_unsupported_reason", "extra_graph_unsupported_reason"),

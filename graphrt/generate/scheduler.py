@@ -261,7 +261,7 @@ class Scheduler:
         computed pages."""
         known, waits = self._table.known[req_index], False
         params = self.running[req_index].params
-        if params.penalised or params.prompt_logprobs is not None:
+        if params.penalized or params.prompt_logprobs is not None:
             return False  # the step that computes a token counts it, or returns its log-probability
         common, donors = self._prefixes.find(req_index, len(known) - 1)
         for donor in donors:
@@ -345,7 +345,7 @@ class Scheduler:
         prompt.was_preempted = True
         self._stats.preemptions += 1
         # Recomputing a page is faster than moving it. For penalties, the step that computes a token counts it.
-        recompute = length <= self._largest_page or prompt.params.penalised
+        recompute = length <= self._largest_page or prompt.params.penalized
         preempted = self._preemption.preempt(self._leave(req_index), None if recompute else self._space)
         prompt.preempted = preempted
         if preempted.swapped is not None:

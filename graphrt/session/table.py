@@ -34,7 +34,7 @@ class SamplingValues:
         """Set the values of a request that starts at this index."""
         for name in _OF_PARAMS:
             self.put(name, at, getattr(params, singular(name)))
-        self.put("prompt_lens", at, prompt_len if params.penalised else 0)
+        self.put("prompt_lens", at, prompt_len if params.penalized else 0)
         self.put("token_masks", at, -1)
         self.ask_logprobs(at, params.logprobs)
 

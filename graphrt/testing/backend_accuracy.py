@@ -54,7 +54,7 @@ def check_rows(
     rows: Sequence[DenseRow],
     options: AttentionOptions,
     *,
-    quantised_queries: bool,
+    quantized_queries: bool,
 ) -> None:
     """Check that the results of packed requests are accurate, and that padding tokens have the required values.
 
@@ -62,7 +62,7 @@ def check_rows(
     lse      [padded_tokens, num_q_heads]  float32; None if it was not requested
     rows     the requests
     options  options of the layer. The window of a non-causal layer extends to both sides
-    quantised_queries   allow queries and probabilities that are rounded to e4m3
+    quantized_queries   allow queries and probabilities that are rounded to e4m3
 
     Raises:
         AssertionError: if a result is wrong.
@@ -77,14 +77,14 @@ def check_rows(
     if not rows:
         return
     exact = _packed([_oracle(row, options, torch.float64) for row in rows])
-    if quantised_queries:
+    if quantized_queries:
         plain = _packed([_oracle_in_e4m3(row, options) for row in rows])
     else:
         plain = _packed([_oracle(row, options, row.q.dtype) for row in rows])
     assert_accurate(out[:tokens], plain=plain[0].to(out.dtype), exact=exact[0], name=f"{name}: output")
     if lse is None:
         return
-    if quantised_queries:
+    if quantized_queries:
         error, bound = (lse[:tokens].double() - exact[1]).abs().max(), (plain[1] - exact[1]).abs().max()
         if not float(error) <= 2 * float(bound) + _FP8_LSE_FLOOR:  # also true for NaN
             raise AssertionError(f"{name}: log-sum-exp: expected an error of at most {2 * bound:.3g}, got {error:.3g}")

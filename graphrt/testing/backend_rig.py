@@ -261,7 +261,7 @@ class Rig:
         if any(bool((result[:first] != UNWRITTEN).any()) for result in results):
             raise AssertionError(f"{self.backend.name}, {name}: wrote to the {first} tokens of the decode part")
         for index, layer in enumerate(self.layers):
-            quantised = self.backend.quantises_queries and layer.k_cache.dtype == E4M3
+            quantized = self.backend.quantizes_queries and layer.k_cache.dtype == E4M3
             window = layer.spec.sliding_window or 0  # options() omits the window of an encoder layer
             check_rows(
                 f"{self.backend.name}, {name}, layer {index}",
@@ -269,7 +269,7 @@ class Rig:
                 results[count + index][first:] if self.lse else None,
                 [_dense(sequence, layer) for sequence in self.written[first:]],
                 replace(layer.options(self.sinks[index]), sliding_window=window),
-                quantised_queries=quantised,
+                quantized_queries=quantized,
             )
         for (what, now), (_, then) in zip(self._inputs(), self.before, strict=True):
             if not torch.equal(bits_of(now), bits_of(then)):

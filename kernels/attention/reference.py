@@ -157,7 +157,7 @@ def _attend_req(
     keys, values = keys.transpose(0, 1), values.transpose(0, 1)
     if keys.dtype in FP8_DTYPES:
         q = q.float()
-        keys, values = _dequantised(keys, options.k_scale), _dequantised(values, options.v_scale)
+        keys, values = _dequantized(keys, options.k_scale), _dequantized(values, options.v_scale)
     query_len, num_q_heads, head_dim = q.shape
     num_kv_heads = keys.shape[0]
     # Group query heads that share a KV head, so that K and V need not be repeated.
@@ -220,7 +220,7 @@ def _needs_logits(options: AttentionOptions) -> bool:
     return options.logits_softcap > 0 or any(tensor is not None for tensor in tensors)
 
 
-def _dequantised(stored: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+def _dequantized(stored: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     """Return fp8 `stored` [num_kv_heads, positions, D] times its scale [1] or [num_kv_heads], in float32."""
     return stored.float() if scale is None else stored.float() * scale[:, None, None]
 

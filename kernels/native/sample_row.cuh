@@ -281,8 +281,8 @@ __device__ __forceinline__ Row row_of(const Params &p, int at) {
   r.repetition = repetition > 0.0f && repetition <= LARGEST ? repetition : 1.0f;
   r.presence = fabsf(presence) <= LARGEST ? presence : 0.0f;
   r.frequency = fabsf(frequency) <= LARGEST ? frequency : 0.0f;
-  const bool penalised = r.repetition != 1.0f || r.presence != 0.0f || r.frequency != 0.0f;
-  if (penalised && id >= 0 && id < p.state_rows) {
+  const bool penalized = r.repetition != 1.0f || r.presence != 0.0f || r.frequency != 0.0f;
+  if (penalized && id >= 0 && id < p.state_rows) {
     r.seen = p.seen + (i64)id * r.num_words;
     r.counts = p.counts + (i64)id * p.vocab;
   }

@@ -65,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sample_spli
       if (first + i * THREADS < r.num_words) r.plain[first + i * THREADS] = plain[i];
     }
   }
-  int penalised, place = before(t, mine, penalised);
+  int penalized, place = before(t, mine, penalized);
   int of_bias = 0, biased;
   for (int i = t.thread; i < r.num_biases; i += THREADS) {
     int token = r.bias_tokens[i];
@@ -73,8 +73,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sample_spli
     ++of_bias;
     atomicAnd(r.plain + token / 32, ~(1u << token % 32));
   }
-  int bias_place = penalised + before(t, of_bias, biased);
-  r.num_changed = penalised + biased > CHANGED ? -1 : penalised + biased;
+  int bias_place = penalized + before(t, of_bias, biased);
+  r.num_changed = penalized + biased > CHANGED ? -1 : penalized + biased;
   // 2. The list
   if (r.num_changed > 0) {
     const bool known = r.num_words <= WORDS * THREADS;  // all words were read at once and are still in registers
@@ -106,13 +106,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sample_spli
       const int of_list = start + i * THREADS;
       tokens[i] = of_list < r.num_changed ? shared.tokens[of_list] : 0;
       logits[i] = of_list < r.num_changed ? logit_at(r, tokens[i]) : NEG_INF;
-      counts[i] = of_list < penalised ? r.counts[tokens[i]] : 0;
+      counts[i] = of_list < penalized ? r.counts[tokens[i]] : 0;
     }
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) {
       const int of_list = start + i * THREADS;
       if (of_list >= r.num_changed) continue;
-      const float x = processed(r, tokens[i], logits[i], of_list < penalised, counts[i]);
+      const float x = processed(r, tokens[i], logits[i], of_list < penalized, counts[i]);
       r.changed_tokens[of_list] = tokens[i];
       r.changed_logits[of_list] = x;
       note(tokens[i], x);

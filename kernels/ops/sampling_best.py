@@ -51,14 +51,14 @@ def best_of_tiles_kernel(
     row = tl.program_id(0)
     heat, _, _, _, _ = row_options(row, ptrs, vocab_size)
     (
-        row_at, vocab, processes, mask_at, num_masked, bias_at, num_biases, state_row, num_penalised, repetition,
+        row_at, vocab, processes, mask_at, num_masked, bias_at, num_biases, state_row, num_penalized, repetition,
         presence, frequency,
     ) = req_values(row, ptrs, vocab_size, stride_logits, state_rows, bias_rows, bias_capacity, num_masks)  # fmt: skip
     # Tokens are numbered as in the whole vocabulary, but the first column is the first token of this rank.
     row_at -= first_word * WORD
     source = (
         ptrs,
-        (row_at, vocab, processes, mask_at, num_masked, bias_at, num_biases, state_row, num_penalised, repetition,
+        (row_at, vocab, processes, mask_at, num_masked, bias_at, num_biases, state_row, num_penalized, repetition,
          presence, frequency),
     )  # fmt: skip
     words = first_word + tl.program_id(1) * WORDS + tl.arange(0, WORDS)

@@ -162,8 +162,8 @@ def processes_late(source, top_k, truncates):
     This needs a small top-k, and no changes except penalties that raise no logit. The model's logit is then an upper
     bound of the processed logit.
     """
-    _, _, _, _, num_masked, _, num_biases, _, num_penalised, repetition, presence, frequency = source[1]
-    only_penalties = (num_penalised > 0) & (num_masked == 0) & (num_biases == 0)
+    _, _, _, _, num_masked, _, num_biases, _, num_penalized, repetition, presence, frequency = source[1]
+    only_penalties = (num_penalized > 0) & (num_masked == 0) & (num_biases == 0)
     lowers = (repetition >= 1) & (presence >= 0) & (frequency >= 0)
     return truncates & (top_k > 0) & (top_k <= LATE_TOP_K) & only_penalties & lowers
 
@@ -208,19 +208,19 @@ def req_values(row, ptrs, vocab_size, stride_logits, state_rows, bias_rows, bias
         bias_at = (2 * lists_at + early.to(tl.int64)) * bias_capacity
         num_biases = tl.maximum(tl.minimum(tl.where(early, early_count, count), bias_capacity), 0)
     state_row = 0
-    num_penalised = 0  # the vocabulary size if the row has penalties, else 0
+    num_penalized = 0  # the vocabulary size if the row has penalties, else 0
     repetition = 1.0
     presence = 0.0
     frequency = 0.0
     if ptrs.repetition is not None:
         known = (req_index >= 0) & (req_index < state_rows)
         state_row = tl.where(known, req_index, 0).to(tl.int64)
-        repetition, presence, frequency, penalised = penalties_of(row, ptrs.repetition, ptrs.presence, ptrs.frequency)
-        num_penalised = tl.where(penalised & known, vocab_size, 0)
-    processes = num_masked + num_biases + num_penalised > 0
+        repetition, presence, frequency, penalized = penalties_of(row, ptrs.repetition, ptrs.presence, ptrs.frequency)
+        num_penalized = tl.where(penalized & known, vocab_size, 0)
+    processes = num_masked + num_biases + num_penalized > 0
     return (
         row.to(tl.int64) * stride_logits, vocab_size, processes, mask_at, num_masked, bias_at, num_biases, state_row,
-        num_penalised, repetition, presence, frequency,
+        num_penalized, repetition, presence, frequency,
     )  # fmt: skip
 
 
@@ -253,10 +253,10 @@ def _process(source, tokens, logits, seen):
 def bits_of(source, words):
     """Return two bits per token: allowed by the mask, and has occurred. Unused tables are not read."""
     pointers, values = source
-    _, vocab_size, _, mask_at, num_masked, _, _, state_row, num_penalised, _, _, _ = values
+    _, vocab_size, _, mask_at, num_masked, _, _, state_row, num_penalized, _, _, _ = values
     seen_at = state_row * ((vocab_size + 31) // 32)
     allowed = tl.load(pointers.mask_words + mask_at + words, mask=words * WORD < num_masked, other=-1)
-    seen = tl.load(pointers.seen + seen_at + words, mask=words * WORD < num_penalised, other=0)
+    seen = tl.load(pointers.seen + seen_at + words, mask=words * WORD < num_penalized, other=0)
     return allowed, seen
 
 

@@ -221,7 +221,7 @@ def record_tokens_reference(c: Any) -> None:
     factors, offsets, slopes = effective_penalties(c.repetition, c.presence, c.frequency)
     starts = c.query_start_loc.tolist()
     for row, req_index in enumerate(c.req_indices.tolist()):
-        penalised = bool(factors[row] != 1) or bool(offsets[row] != 0) or bool(slopes[row] != 0)
+        penalized = bool(factors[row] != 1) or bool(offsets[row] != 0) or bool(slopes[row] != 0)
         start, end = max(starts[row], 0), min(int(c.last[row]) + 1, len(tokens))
         if not (0 <= req_index < max_reqs and start < end):
             continue
@@ -229,7 +229,7 @@ def record_tokens_reference(c: Any) -> None:
         history, counted = c.history[req_index], int(c.counted_lens[req_index])
         new = tokens[start : min(end, start + len(history) - first)]
         history[first : first + len(new)] = torch.where((new >= 0) & (new < 2**31), new, NO_TOKEN)
-        if not penalised:
+        if not penalized:
             c.counted_lens[req_index] = 0 if first < counted else counted
             continue
         c.counted_lens[req_index] = first + end - start

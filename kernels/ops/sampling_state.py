@@ -140,10 +140,10 @@ def _record_tokens_kernel(
 ):
     row = tl.program_id(0)
     req_index = tl.load(req_indices_ptr + row)
-    _, _, _, penalised = penalties_of(row, repetition_ptr, presence_ptr, frequency_ptr)
+    _, _, _, penalized = penalties_of(row, repetition_ptr, presence_ptr, frequency_ptr)
     start = tl.maximum(tl.load(query_start_loc_ptr + row), 0)
     end = tl.minimum(tl.load(last_ptr + row).to(tl.int32) + 1, num_tokens)
-    if (penalised & (req_index >= 0) & (req_index < state_rows)) & (start < end):
+    if (penalized & (req_index >= 0) & (req_index < state_rows)) & (start < end):
         # Each program owns a slice of the vocabulary, so programs need no synchronization to clear and count.
         words = (vocab_size + 31) // 32
         per_slice = tl.cdiv(words, tl.num_programs(1))
@@ -206,7 +206,7 @@ def _record_history_kernel(
     """Store the tokens of a step, after their counts: the counts of replaced tokens are removed before."""
     row = tl.program_id(0)
     req_index = tl.load(req_indices_ptr + row)
-    _, _, _, penalised = penalties_of(row, repetition_ptr, presence_ptr, frequency_ptr)
+    _, _, _, penalized = penalties_of(row, repetition_ptr, presence_ptr, frequency_ptr)
     start = tl.maximum(tl.load(query_start_loc_ptr + row), 0)
     end = tl.minimum(tl.load(last_ptr + row).to(tl.int32) + 1, num_tokens)
     if ((req_index >= 0) & (req_index < state_rows)) & (start < end):
@@ -215,7 +215,7 @@ def _record_history_kernel(
         counted = tl.load(counted_ptr + req_index)
         # Without penalties, nothing was counted. If counted tokens are replaced, their counts cannot be removed later.
         kept = tl.where(first_position < counted, 0, counted)
-        tl.store(counted_ptr + req_index, tl.where(penalised, seq_len, kept))
+        tl.store(counted_ptr + req_index, tl.where(penalized, seq_len, kept))
         for at in range(start, end, BLOCK):
             source = at + tl.arange(0, BLOCK)
             position = first_position + source - start

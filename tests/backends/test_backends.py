@@ -186,7 +186,7 @@ def test_defaults_of_a_backend_and_its_context() -> None:
     assert (smallest.group_of, smallest.max_query_len, smallest.batch_invariant) == ((0,), 1, False)
     assert (smallest.mixed_batches, smallest.prefill, smallest.max_encoder_len) == (True, False, 0)
     assert [replace(smallest, max_seq_len=n).max_pages(0) for n in (1, 4, 5, 8, 9)] == [1, 1, 2, 2, 3]
-    assert (AttentionBackend.seq_len_fill, AttentionBackend.quantises_queries, AttentionBackend.decode_len) == (0, 0, 0)
+    assert (AttentionBackend.seq_len_fill, AttentionBackend.quantizes_queries, AttentionBackend.decode_len) == (0, 0, 0)
     made = ThirdParty(smallest)
     assert (made.tensors(), made.held(), made.plans_on_host()) == ({}, {}, False)
     assert (made.unavailable(), made.prefill_class()) == (None, None)

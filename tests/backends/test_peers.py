@@ -132,7 +132,7 @@ DECLARATIONS = {
     "graph_support": ({"graph_support": 3}, r"Acme\.graph_support: expected GraphSupport, got 3"),
     "fill-high": ({"seq_len_fill": 2}, r"Acme\.seq_len_fill: expected an int from 0 to 1, got 2"),
     "fill-low": ({"seq_len_fill": -1}, r"Acme\.seq_len_fill: expected an int from 0 to 1, got -1"),
-    "quantises": ({"quantises_queries": None}, r"Acme\.quantises_queries: expected True or False, got None"),
+    "quantizes": ({"quantizes_queries": None}, r"Acme\.quantizes_queries: expected True or False, got None"),
     "unsupported_reasons": (
         {"unsupported_reasons": classmethod_of([])},
         r"Acme\.unsupported_reasons: must not be overridden.*; define extra_unsupported",
@@ -374,7 +374,7 @@ def test_flash_attn3_passes_left_padding_to_avoid_tma(fa3: Calls, page_size: int
 @pytest.mark.parametrize(
     "descriptor", [BatchDescriptor.decode(4), BatchDescriptor.decode(2, 3), BatchDescriptor.mixed(16, 4)], ids=str
 )
-def test_flash_attn3_quantises_queries(fa3: Calls, descriptor: BatchDescriptor, rng: torch.Generator) -> None:
+def test_flash_attn3_quantizes_queries(fa3: Calls, descriptor: BatchDescriptor, rng: torch.Generator) -> None:
     backend, asked = allocated(FlashAttention3Backend, kv_dtype=torch.float8_e4m3fn, max_query_len=3)
     live = 3
     q = (torch.randn(descriptor.padded_tokens, 8, 64, generator=rng) * 100).to(BF16)

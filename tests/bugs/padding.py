@@ -131,7 +131,7 @@ class WeightOfZero(Decode):
 
 @add("attention output rows that are never written", "memory pool")
 class UnwrittenRows(Decode):
-    """The kernel skips pad rows, and a scale over all rows includes their uninitialised memory."""
+    """The kernel skips pad rows, and a scale over all rows includes their uninitialized memory."""
 
     def run(self) -> torch.Tensor:
         out = super().run()

@@ -211,8 +211,8 @@ def test_pages_are_small_and_replace_files_and_a_finding_of_another_graph_writes
     assert path.stat().st_size < 200_000
 
 
-def colours_of(scheme: str) -> dict[str, tuple[float, ...]]:
-    """The colours that page.css declares for a scheme, by name."""
+def colors_of(scheme: str) -> dict[str, tuple[float, ...]]:
+    """The colors that page.css declares for a scheme, by name."""
     light, dark = re.search(
         r":root \{(.*?)\n\}\n@media .*?:root \{(.*?)\}", (PARTS / "page.css").read_text(), re.DOTALL
     ).groups()
@@ -223,8 +223,8 @@ def colours_of(scheme: str) -> dict[str, tuple[float, ...]]:
 def contrast(a: tuple[float, ...], b: tuple[float, ...]) -> float:
     """The contrast ratio of WCAG 2, 1 to 21."""
 
-    def luminance(colour: tuple[float, ...]) -> float:
-        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in colour]
+    def luminance(color: tuple[float, ...]) -> float:
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in color]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
     low, high = sorted((luminance(a), luminance(b)))
@@ -233,11 +233,11 @@ def contrast(a: tuple[float, ...], b: tuple[float, ...]) -> float:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_texts_have_enough_contrast_in_both_schemes(scheme):
-    colours = colours_of(scheme)
+    colors = colors_of(scheme)
     pairs = [*itertools.product(("text", "dim", "accent", "danger", "good"), ("panel", "well", "ground"))]
     pairs += [("accent", "accent-soft"), ("text", "accent-soft"), ("danger", "danger-soft"), ("dim", "danger-soft")]
     pairs += [("ink", "danger"), *(("ink", f"c{i}") for i in range(12))]  # labels in boxes
-    ratios = {pair: contrast(*(colours[name] for name in pair)) for pair in pairs}
+    ratios = {pair: contrast(*(colors[name] for name in pair)) for pair in pairs}
     assert {pair: ratio for pair, ratio in ratios.items() if ratio < 4.5} == {}
-    boxes = {f"c{i}": contrast(colours[f"c{i}"], colours["panel"]) for i in range(13)}
+    boxes = {f"c{i}": contrast(colors[f"c{i}"], colors["panel"]) for i in range(13)}
     assert min(boxes.values()) >= 3, boxes  # required by WCAG for graphics

@@ -266,10 +266,10 @@ def test_the_order_is_drawn_in_columns_and_lanes(opened):
     view = GraphView(nodes, (Edge(0, 1), Edge(0, 2), Edge(1, 3), Edge(2, 3)))
     page = opened(Example(view, MemoryMap([]), []))
     assert page.text("#picture-facts") == "5 nodes, 3 steps deep, 2 lanes"
-    colours = page.evaluate(
+    colors = page.evaluate(
         "[...document.querySelectorAll('#node-list .swatch')].map((s) => getComputedStyle(s).backgroundColor)"
     )
-    assert len(set(colours)) == 5
+    assert len(set(colors)) == 5
     drawn = {(1 / 6, 0): 0, (1 / 6, 1): 4, (3 / 6, 0): 1, (3 / 6, 1): 2, (5 / 6, 0): 3}
     height = page.evaluate("document.querySelector('#strip').clientHeight")
     for (across, lane), node in drawn.items():
@@ -278,7 +278,7 @@ def test_the_order_is_drawn_in_columns_and_lanes(opened):
             "(() => { const c = document.querySelector('#strip'); return [...c.getContext('2d').getImageData("
             f"Math.floor(c.width * {across + 0.1}), Math.floor(c.height * {down}), 1, 1).data.slice(0, 3)]; }})()"
         )
-        assert f"rgb({', '.join(map(str, found))})" == colours[node], node
+        assert f"rgb({', '.join(map(str, found))})" == colors[node], node
         page.click("#strip", across=across, down=down)
         assert page.text("#details h2") == f"Node {node}"
     before = page.evaluate("location.hash")
@@ -344,12 +344,12 @@ def test_hostile_names_run_nothing(opened):
     assert {url.split("#")[0] for url in page.requests} == {page.evaluate("location.href").split("#")[0]}
 
 
-def test_both_colour_schemes(opened, step):
+def test_both_color_schemes(opened, step):
     grounds = {}
     for scheme in ("light", "dark"):
         page = opened(step, scheme=scheme)
-        colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
-        grounds[scheme] = sum(map(int, colour[4:-1].split(",")))
+        color = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        grounds[scheme] = sum(map(int, color[4:-1].split(",")))
     assert grounds["light"] > 600
     assert grounds["dark"] < 100
     picture = "document.querySelector('#strip').toDataURL()"

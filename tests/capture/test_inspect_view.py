@@ -74,7 +74,7 @@ INVALID: dict[str, tuple[Any, str]] = {
         for source, target in ((1, 0), (1, 1), (0, 99), (-1, 0))
     },
     "kind": ({"nodes": [NODE | {"kind": "kernels"}]}, NOT_A_VIEW),
-    "field": ({"nodes": [NODE | {"colour": "red"}]}, NOT_A_VIEW),
+    "field": ({"nodes": [NODE | {"color": "red"}]}, NOT_A_VIEW),
     "hex": ({"nodes": [NODE | {"arguments": [[0, "0g", "", None]]}]}, NOT_A_VIEW),
     "operand": ({"nodes": [NODE | {"operands": [["src", 0]]}]}, NOT_A_VIEW),
 }

@@ -137,7 +137,7 @@ def test_tokens_are_those_of_one_process(tmp_path: Path, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", TOKENS)
-def test_tokens_of_quantised_weights_are_those_of_one_process(tmp_path: Path, case: str) -> None:
+def test_tokens_of_quantized_weights_are_those_of_one_process(tmp_path: Path, case: str) -> None:
     name, sizes, *interleaved = TOKENS[case]
     oracle = save(tmp_path, CASES[name], eos_token_id=None, **sizes).float()
     function = decode_interleaved if interleaved else decode

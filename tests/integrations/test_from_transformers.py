@@ -181,7 +181,7 @@ def test_rows_take_the_rotary_factors_of_their_own_length(name: str) -> None:
 
 def test_known_modules_are_replaced_and_named() -> None:
     """Llama's layers are. Exaone 4 has its norms after attention and MLP. Gemma 2 scales by 1 + weight, and has another
-    activation. HunYuan has norms between rotation and attention, and GLM rotates neighbours."""
+    activation. HunYuan has norms between rotation and attention, and GLM rotates neighbors."""
     model = make_model("Llama", tie_word_embeddings=True)
     expected = answers(model)
     runtime = check(model, expected)

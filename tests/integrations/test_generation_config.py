@@ -105,7 +105,7 @@ def test_padded_batches_equal_transformers(options: dict[str, Any], masked: bool
 
 
 def ascii_pair(tokens: list[int]) -> tuple[int, str]:
-    """The first two neighbours that are both ASCII: index of the second one, and their text."""
+    """The first two neighbors that are both ASCII: index of the second one, and their text."""
     texts = [byte_tokenizer().decode([token]) for token in tokens]
     first = next(i for i in range(1, 19) if (texts[i] + texts[i + 1]).isascii())
     return first + 1, texts[first] + texts[first + 1]

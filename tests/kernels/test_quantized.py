@@ -1,4 +1,4 @@
-"""Quantised weights, and products with them, against float64 with values that the test unpacks by itself."""
+"""Quantized weights, and products with them, against float64 with values that the test unpacks by itself."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_operators(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A quantised weight gives the result of a tensor with its values. With a plan, it takes the CUDA kernel."""
+    """A quantized weight gives the result of a tensor with its values. With a plan, it takes the CUDA kernel."""
     case = Case("any", group, tokens)
     hidden, heads, kv_heads, dim = 128, 4, 2, 16
     bits_of_calls: list[int] = []

@@ -125,7 +125,7 @@ def test_the_interpreted_kernel_draws_the_same(case: str) -> None:
 
 @devices
 @pytest.mark.parametrize("varied", ["seed", "position"])
-def test_draws_of_neighbouring_keys_are_independent(device: str, varied: str) -> None:
+def test_draws_of_neighboring_keys_are_independent(device: str, varied: str) -> None:
     """Pairs of draws at (seed, position) and at the next seed, or the next position: a table of all pairs."""
     where, count, tokens = torch.device(device), 20_000 if device == "cpu" else 100_000, 8
     logits = torch.linspace(-1, 1, tokens)

@@ -144,7 +144,7 @@ def test_changed_tokens(
     check_against_reference(native_device, logits, **everything_changes(6, vocab, rng))
 
 
-PENALISED = {
+PENALIZED = {
     "top_k": [40, 900, 3, 700, 300, 50],
     "top_p": [0.9, 1.0, 1.0, 0.6, 0.3, 0.99],
     "min_p": [0.0, 0.3, 0.2, 0.0, 0.01, 0.8],
@@ -195,7 +195,7 @@ def test_rows_with_penalties_only(
     logits = torch.randn(rows, vocab, generator=rng).to(dtype)
     logits[:, -1] = 4.0
     penalties = partial(penalties_of_best, logits, SIGNS[signs])
-    for bounds in (PENALISED, {name: values[1:] + values[:1] for name, values in PENALISED.items()}):
+    for bounds in (PENALIZED, {name: values[1:] + values[:1] for name, values in PENALIZED.items()}):
         check_against_reference(native_device, logits, bounds=bounds, penalties=penalties)
 
 
@@ -339,7 +339,7 @@ def test_injected_bugs_are_found(
             check_against_reference(emulated, logits)
             for signs in SIGNS:
                 penalties = partial(penalties_of_best, logits, SIGNS[signs])
-                check_against_reference(emulated, logits, bounds=PENALISED, penalties=penalties)
+                check_against_reference(emulated, logits, bounds=PENALIZED, penalties=penalties)
 
     with pytest.raises(AssertionError):
         check()

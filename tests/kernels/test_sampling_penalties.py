@@ -76,7 +76,7 @@ def test_kernel_ranks_tokens_as_the_formula(kernel_device: torch.device, rng: to
     assert have.tolist() == expected.topk(6).indices.tolist()
 
 
-def test_truncation_applies_to_penalised_logits(kernel_device: torch.device, rng: torch.Generator) -> None:
+def test_truncation_applies_to_penalized_logits(kernel_device: torch.device, rng: torch.Generator) -> None:
     """Against the reference, in a vocabulary of two chunks, with a row that keeps more than a list holds."""
     logits = torch.randn(3, 2900, generator=rng)
     tokens = torch.randint(0, 2900, (3, 40), generator=rng).tolist()
@@ -197,12 +197,12 @@ def test_state_counts_the_tokens_of_steps(kernel_device: torch.device, rng: torc
     prompts = {4: torch.randint(0, vocab, (23,), generator=rng).tolist(), 1: [69, 69, 0]}
     history: dict[int, list[int]] = {4: [], 1: []}
 
-    def step(rows: list[tuple[int, list[int]]], penalised: bool = True) -> None:
+    def step(rows: list[tuple[int, list[int]]], penalized: bool = True) -> None:
         tokens = [t for _, new in rows for t in new]
         starts = torch.tensor([0, *(len(new) for _, new in rows)]).cumsum(0)
         for req_index, new in rows:
             history[req_index] = history.get(req_index, []) + new
-        on = torch.full((len(rows),), 1.5 if penalised else 1.0, device=kernel_device)
+        on = torch.full((len(rows),), 1.5 if penalized else 1.0, device=kernel_device)
         zero = torch.zeros(len(rows), device=kernel_device)
         record_tokens(
             torch.tensor(tokens, device=kernel_device), starts.int().to(kernel_device),
@@ -232,7 +232,7 @@ def test_state_counts_the_tokens_of_steps(kernel_device: torch.device, rng: torc
     check(1)
     check(4)
     before = state.counts.clone(), state.seen.clone()
-    step([(2, [1, 2])], penalised=False)
+    step([(2, [1, 2])], penalized=False)
     assert torch.equal(state.counts, before[0])
     assert torch.equal(state.seen, before[1])
 
@@ -373,7 +373,7 @@ def test_large_state_in_a_graph(rng: torch.Generator) -> None:
     assert torch.equal(penalties.state.seen, twin.state.seen)
 
 
-def test_greedy_rows_take_the_best_penalised_token_with_any_truncation(
+def test_greedy_rows_take_the_best_penalized_token_with_any_truncation(
     kernel_device: torch.device, rng: torch.Generator
 ) -> None:
     logits = 2 * torch.randn(4, VOCAB, generator=rng)

@@ -93,7 +93,7 @@ def test_kernel_and_reference_draw_the_same_with_ties(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("around", [0.0, 1.0, -1.0, 6e4])
-def test_kernel_separates_neighbouring_16_bit_logits(
+def test_kernel_separates_neighboring_16_bit_logits(
     kernel_device: torch.device, dtype: torch.dtype, around: float
 ) -> None:
     """Logits of 16 bits are searched in steps of 16 bits: one value each, on both sides of 0, subnormals too."""
@@ -189,13 +189,13 @@ def test_a_truncated_row_is_the_same_in_any_batch(kernel_device: torch.device, r
     assert draw([1, 1, 3]) == [alone[1], alone[1], alone[3]]
 
 
-@pytest.mark.parametrize("penalised", [False, True], ids=["plain", "penalised"])
+@pytest.mark.parametrize("penalized", [False, True], ids=["plain", "penalized"])
 @pytest.mark.parametrize(
     ("name", "size"), [("_PROGRAMS", 1), ("LIST", 128), *(("_MAX_GROUPS", most) for most in (200, 100, 50))]
 )
 def test_sizes_of_the_kernels_change_nothing(
     kernel_device: torch.device, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch, name: str, size: int,
-    penalised: bool,
+    penalized: bool,
 ) -> None:  # fmt: skip
     """Here a small batch takes what large batches and vocabularies take.
 
@@ -208,7 +208,7 @@ def test_sizes_of_the_kernels_change_nothing(
     logits[0, [5000, 8200]] = 9.0  # a tie of two chunks
     logits[1, vocab - 1] = 9.0
     processed: dict[str, object] = {}
-    if penalised:
+    if penalized:
         sequences = [(list(range(r, vocab, 16)), [5, 6]) for r in range(rows)]
         repetition = [1.0, 1.0, 1.0, 1.5, 1.5, 1.5]
         with reference_ops():
@@ -218,7 +218,7 @@ def test_sizes_of_the_kernels_change_nothing(
     args = arguments(logits.to(kernel_device), [0.0, 0.0, 1.0, 1.0, 0.7, 0.5])
     options = truncation(rows, kernel_device, top_k=[0, 0, 0, 40, 2500, 0], top_p=[1.0, 1.0, 0.97, 0.9, 0.9, 1.0])
     expected = sample(*args, truncation=options, **processed).tolist()
-    assert penalised or expected[:2] == [5000, vocab - 1]
+    assert penalized or expected[:2] == [5000, vocab - 1]
     monkeypatch.setattr(sampling, name, size)
     assert sample(*args, truncation=options, **processed).tolist() == expected
 

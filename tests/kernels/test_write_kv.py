@@ -245,11 +245,11 @@ def test_fp8_is_the_saturated_quotient(op_device: torch.device, case: str) -> No
     ):
         rows, stored = (t.reshape(-1, *t.shape[2:]) for t in (values, cache.view(torch.uint8)))
         expected = torch.full_like(stored, UNWRITTEN_BITS)
-        expected[written] = quantised(rows[written], scale, settings.cache_dtype).view(torch.uint8)
+        expected[written] = quantized(rows[written], scale, settings.cache_dtype).view(torch.uint8)
         assert_bitwise_equal(stored, expected, name=name)
 
 
-def quantised(values: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+def quantized(values: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     quotient = values.float() if scale is None else values.float() / scale[:, None]
     return quotient.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max).to(dtype)
 
@@ -267,7 +267,7 @@ def test_fp8_of_every_value(
     scales = None if scale is None else torch.tensor([scale], device=kernel_device)
     slots = torch.arange(8, device=kernel_device)
     write_kv(values.clone(), values, values, *caches, slots, slots, k_scale=scales, v_scale=scales)
-    expected = quantised(values, scales, cache_dtype)
+    expected = quantized(values, scales, cache_dtype)
     nan = values.isnan()
     for cache in caches[:, 0]:
         assert bool((cache.float().isnan() == nan).all())

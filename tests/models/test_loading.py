@@ -224,7 +224,7 @@ BROKEN = {
     "weights are text": (lambda d: (d / "model.safetensors").write_text("x" * 99), "not an intact safetensors file"),
     "index without map": (lambda d: without_weights(d, {}), "weight_map is missing or empty"),
     "missing shard": (lambda d: without_weights(d, {"a": "b.safetensors"}), r"missing: b\.safetensors"),
-    "quantised": (weights(lambda t: t.update(extra=torch.ones(4, dtype=torch.uint8))), "'extra' has dtype U8 .*GGUF"),
+    "quantized": (weights(lambda t: t.update(extra=torch.ones(4, dtype=torch.uint8))), "'extra' has dtype U8 .*GGUF"),
 }
 
 

@@ -26,7 +26,7 @@ SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "
 
 
 def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Reorder rows of q or k as llama.cpp stores them for the llama architecture: rotated pairs are neighbours."""
+    """Reorder rows of q or k as llama.cpp stores them for the llama architecture: rotated pairs are neighbors."""
     return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
@@ -178,7 +178,7 @@ def test_frequency_factors_of_llama3(tmp_path):
     check_logits(load_model(path, device="cpu").model, original)
 
 
-def test_large_tensors_are_dequantised_in_parts(tmp_path, monkeypatch):
+def test_large_tensors_are_dequantized_in_parts(tmp_path, monkeypatch):
     path = write_gguf(tmp_path, make_oracle("Llama", **SIZES), Q.Q8_0)
     whole = load_model(path, device="cpu").model
     monkeypatch.setattr("graphrt.models.gguf._CHUNK_ELEMENTS", 5 * 64)

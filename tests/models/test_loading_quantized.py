@@ -1,6 +1,6 @@
-"""Quantised checkpoints: logits against a float64 model of the dequantised weights, and the keys of their configs.
+"""Quantized checkpoints: logits against a float64 model of the dequantized weights, and the keys of their configs.
 
-The test quantises and packs the weights of a tiny model by the rules of AutoAWQ, GPTQModel and compressed-tensors.
+The test quantizes and packs the weights of a tiny model by the rules of AutoAWQ, GPTQModel and compressed-tensors.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def gptq_v2(q: torch.Tensor, zero: torch.Tensor, scale: torch.Tensor) -> Tensors
 
 
 def int4(weight: torch.Tensor, group: int, pack: Callable[..., Tensors], sym: bool) -> tuple[Tensors, torch.Tensor]:
-    """Quantise and pack a matrix; returns its tensors, and its values in float64."""
+    """Quantize and pack a matrix; returns its tensors, and its values in float64."""
     groups = weight.unflatten(1, (-1, group))
     low, high = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)
     scale = ((high - low) / 15).half()
@@ -119,7 +119,7 @@ FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 
 @dataclass
 class Case:
-    """A way to quantise; `plain` are parts of the names of modules that stay tensors."""
+    """A way to quantize; `plain` are parts of the names of modules that stay tensors."""
 
     config: dict[str, Any]
     quantize: Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]
@@ -167,7 +167,7 @@ INT4 = [name for name in CASES if CASES[name].config["quant_method"] in ("awq", 
 
 
 def save(folder: Path, case: Case, **options: Any) -> nn.Module:
-    """Save a quantised model, and return the model of its dequantised weights in float64."""
+    """Save a quantized model, and return the model of its dequantized weights in float64."""
     oracle = save_oracle(folder, "Llama", **(WIDE | case.options | options))
     tensors = load_file(folder / "model.safetensors")
     for name, module in oracle.named_modules():
@@ -186,7 +186,7 @@ def save(folder: Path, case: Case, **options: Any) -> nn.Module:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_logits_equal_those_of_the_dequantised_weights(tmp_path: Path, name: str) -> None:
+def test_logits_equal_those_of_the_dequantized_weights(tmp_path: Path, name: str) -> None:
     case = CASES[name]
     oracle = save(tmp_path, case)
     loaded = load_model(tmp_path, device="cpu")
@@ -202,21 +202,21 @@ def test_logits_equal_those_of_the_dequantised_weights(tmp_path: Path, name: str
 
 
 @pytest.mark.parametrize("name", ["awq", "compressed-tensors-channel"])
-def test_a_model_of_tensors_takes_the_dequantised_weights(tmp_path: Path, name: str) -> None:
+def test_a_model_of_tensors_takes_the_dequantized_weights(tmp_path: Path, name: str) -> None:
     oracle = save(tmp_path, CASES[name])
     source = SafetensorsSource(tmp_path)
     config = ModelConfig.from_hf(SIZES | WIDE | {"model_type": "llama", "quantization_config": None})
     model = LlamaModel(config, dtype=torch.float32, device=torch.device("cpu"))
     model.load_weights(source)
     check_logits(model, oracle)
-    quantised = load_model(tmp_path, device="cpu").model
-    before = [weight.clone() for weight in quantised.parameters()]
+    quantized = load_model(tmp_path, device="cpu").model
+    before = [weight.clone() for weight in quantized.parameters()]
     tensors = {name: torch.zeros(shape) for name, shape in source.shapes().items()}
     with pytest.raises(
         ConfigError, match=r"weights: the checkpoint is not quantized like the model, which has weights of [48] bits"
     ):
-        quantised.load_weights(tensors)
-    assert all(torch.equal(a, b) for a, b in zip(before, quantised.parameters(), strict=True))
+        quantized.load_weights(tensors)
+    assert all(torch.equal(a, b) for a, b in zip(before, quantized.parameters(), strict=True))
 
 
 HEADS_OF_12 = {"num_attention_heads": 16, "head_dim": 12}  # bounds of key heads are inside of words
@@ -231,7 +231,7 @@ SHARDS |= {f"{name}, 4 ranks": (name, {}, 4) for name in ("awq-64", "gptq-head",
 
 
 @pytest.mark.parametrize("case", SHARDS)
-def test_shards_are_slices_of_the_dequantised_weights(tmp_path: Path, case: str) -> None:
+def test_shards_are_slices_of_the_dequantized_weights(tmp_path: Path, case: str) -> None:
     name, options, ranks = SHARDS[case]
     oracle, source = save(tmp_path, CASES[name], **options), SafetensorsSource(tmp_path)
     shards: list[dict[str, torch.Tensor]] = []
@@ -302,7 +302,7 @@ def test_tokens_of_ranks_are_those_of_one_process(tmp_path: Path, case: str) -> 
 
 
 @pytest.mark.parametrize("name", ["gptq", "fp8"])
-def test_a_runtime_replays_and_guards_quantised_weights(tmp_path: Path, name: str, device: torch.device) -> None:
+def test_a_runtime_replays_and_guards_quantized_weights(tmp_path: Path, name: str, device: torch.device) -> None:
     oracle = save(tmp_path, CASES[name])
     model = load_model(tmp_path, device=device, dtype=torch.float32).model
     config = RuntimeConfig(2, 16, 64, decode_sizes=(1,), mixed_sizes=())
@@ -377,7 +377,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("config", "text"), REFUSED.values(), ids=REFUSED)
-def test_other_quantisations_are_refused_by_key(config: dict[str, Any], text: str) -> None:
+def test_other_quantizations_are_refused_by_key(config: dict[str, Any], text: str) -> None:
     with pytest.raises(UnsupportedError) as caught:
         ModelConfig.from_hf(SIZES | {"model_type": "llama", "quantization_config": config})
     assert f"quantization_config: {text}" in str(caught.value)

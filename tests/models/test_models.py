@@ -188,7 +188,7 @@ UNSUPPORTED = {
     "nested partial rotation": ({"rope_scaling": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
     "bidirectional attention": ({"is_causal": False}, "is_causal False"),
     "a config per layer": ({"per_layer_config": {"0": {}}}, "per_layer_config"),
-    "older name of quantisation": ({"compression_config": {"quant_method": "int"}}, "compression_config"),
+    "older name of quantization": ({"compression_config": {"quant_method": "int"}}, "compression_config"),
     "window layers without a window": (
         {"model_type": "qwen2", "layer_types": ["sliding_attention"] * 3},
         "layer_types 'sliding_attention' without a sliding_window",

@@ -63,7 +63,7 @@ def test_report() -> None:
 @pytest.mark.parametrize(
     ("quantization", "bits"), [(Quantization(8), 8), (Quantization(4, 32), 4)], ids=["fp8", "int4"]
 )
-def test_the_floor_counts_the_bytes_of_quantised_weights(quantization: Quantization, bits: int) -> None:
+def test_the_floor_counts_the_bytes_of_quantized_weights(quantization: Quantization, bits: int) -> None:
     sizes = {"hidden_size": 64, "num_q_heads": 8, "quantization": replace(quantization, plain=frozenset(("lm_head",)))}
     model = load_model(replace(TINY, **sizes), device=CPU).model
     layer, matrices = model.layers[0], 64 * (64 + 2 * 16 + 64) + 3 * 64 * 64

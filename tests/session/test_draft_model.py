@@ -18,7 +18,7 @@ from graphrt.sampling_params import SamplingParams
 from graphrt.session.session import DecodeSession, SessionRequest
 from graphrt.spec import AttentionKind, AttentionSpec
 from graphrt.step import Step
-from tests.session.test_speculation import PARAMS, PENALISED, PROMPTS, results, run
+from tests.session.test_speculation import PARAMS, PENALIZED, PROMPTS, results, run
 from tests.support.layered import VOCAB as LAYERED_VOCAB
 from tests.support.layered import LayeredModel, build, prompts_of
 from tests.support.sampling_cases import generated
@@ -70,7 +70,7 @@ def kv_of_prompt(model: ToyModel, tokens: list[int], device: torch.device) -> li
 @pytest.mark.parametrize("most", [1, 3])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
-    ("params", "loop_sizes"), [(PARAMS, ()), (PENALISED, (1, 2, 4))], ids=["plain", "penalties and loop"]
+    ("params", "loop_sizes"), [(PARAMS, ()), (PENALIZED, (1, 2, 4))], ids=["plain", "penalties and loop"]
 )
 def test_tokens_and_kv_are_those_of_plain_decoding(
     device: torch.device, params: list[SamplingParams], loop_sizes: tuple[int, ...], name: str, most: int

@@ -252,7 +252,7 @@ class FailingSampler:
 
 @pytest.mark.parametrize(("how", "error"), [("raises", RuntimeError), ("returns", ShapeError), ("late", RuntimeError)])
 def test_a_failed_step_counts_no_token(monkeypatch: pytest.MonkeyPatch, how: str, error: type[Exception]) -> None:
-    """The session submits the step again; a token that counts twice would be penalised twice. "late": the step fails
+    """The session submits the step again; a token that counts twice would be penalized twice. "late": the step fails
     after the sampler."""
     sampler = FailingSampler(how)
     real = program.token_logprobs

@@ -107,7 +107,7 @@ def test_a_released_request_index_has_no_pages(device: torch.device) -> None:
         assert other.tokens == greedy(model, [5, 6, 7, 8, 9], 20)
 
 
-def test_tokens_of_a_released_request_are_not_penalised(device: torch.device) -> None:
+def test_tokens_of_a_released_request_are_not_penalized(device: torch.device) -> None:
     """A batch starts at its index without a penalty, and gets one later."""
     found = []
     for before in (False, True):

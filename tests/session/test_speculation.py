@@ -33,7 +33,7 @@ PARAMS = [
     SamplingParams(27, temperature=0.8, seed=3, top_p=0.9),
     SamplingParams(33, temperature=20.0, seed=5, stop_ids={1, 2}, logprobs=2),
 ]
-PENALISED = [
+PENALIZED = [
     SamplingParams(40, frequency_penalty=0.3, repetition_penalty=1.1),
     SamplingParams(27, temperature=0.8, seed=3, presence_penalty=2.0, min_tokens=9, stop_ids={5, 11, 20}),
     SamplingParams(33, temperature=20.0, seed=5, stop_ids={1, 2}, logit_bias={4: 3.0}, logprobs=0),
@@ -67,7 +67,7 @@ def plain_request(device: torch.device, count: int) -> SessionRequest:
 
 @pytest.mark.parametrize("loop_sizes", [(), (1, 2, 4)], ids=["launch_by_launch", "loop"])
 @pytest.mark.parametrize(("most", "tree_depth"), [(1, 0), (4, 0), (9, 4)], ids=["1", "4", "tree"])
-@pytest.mark.parametrize("params", [PARAMS, PENALISED], ids=["plain", "penalties"])
+@pytest.mark.parametrize("params", [PARAMS, PENALIZED], ids=["plain", "penalties"])
 def test_tokens_and_state_are_those_of_plain_decoding(
     device: torch.device, params: list[SamplingParams], most: int, tree_depth: int, loop_sizes: tuple[int, ...]
 ) -> None:

@@ -98,7 +98,7 @@ class Case:
 
 @dataclass
 class Problem:
-    """Tensors of a case on a device, and the dequantised dense K and V of each request for the oracle."""
+    """Tensors of a case on a device, and the dequantized dense K and V of each request for the oracle."""
 
     case: Case
     q: torch.Tensor
@@ -191,7 +191,7 @@ def make_problem(case: Case, rng: torch.Generator, device: torch.device) -> Prob
     dense = []
     for req, (seq_len, query_len) in enumerate(case.reqs):
         k, v = (torch.randn(seq_len, heads, dim, generator=rng).to(case.stored) for dim in dims)
-        dense.append((_dequantise(k.clone(), k_scale), _dequantise(v.clone(), v_scale)))
+        dense.append((_dequantize(k.clone(), k_scale), _dequantize(v.clone(), v_scale)))
         hidden = _hidden(case, seq_len, query_len)
         k[:hidden], v[:hidden] = (torch.full_like(x[:hidden].float(), NAN).to(x.dtype) for x in (k, v))
         for column in range(pages_of[req]):
@@ -234,7 +234,7 @@ def _scales(case: Case, rng: torch.Generator) -> tuple[torch.Tensor | None, torc
     return 0.5 + torch.rand(count, generator=rng), 0.5 + torch.rand(count, generator=rng)
 
 
-def _dequantise(stored: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+def _dequantize(stored: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     return stored if scale is None else stored.double() * scale.double()[:, None]
 
 

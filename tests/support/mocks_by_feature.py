@@ -118,7 +118,7 @@ def window_of_one_side(self, spec, ahead):
     return BakedSplits._near(self, spec, ahead) | (ahead > 0)
 
 
-def last_token_of_the_neighbour(self, tokens, row, metadata):
+def last_token_of_the_neighbor(self, tokens, row, metadata):
     own = BakedSplits._sees_row(self, tokens, row, metadata)
     return own | (tokens == metadata.query_start_loc[row][:, None] - 1)
 
@@ -163,6 +163,6 @@ BROKEN_BY_FEATURE = {
     broken("causal_encoder", BakedSplits, _near=causal_window): ENCODER,
     broken("encoder_window_one_wider", BakedSplits, _near=window_one_wider): ENCODER_WINDOW,
     broken("encoder_window_of_one_side", BakedSplits, _near=window_of_one_side): ENCODER_WINDOW,
-    broken("encoder_of_neighbours", BakedSplits, _sees_row=last_token_of_the_neighbour): ENCODER,
+    broken("encoder_of_neighbors", BakedSplits, _sees_row=last_token_of_the_neighbor): ENCODER,
 }
 """What is wrong in these features alone, and right in the plain ones."""

@@ -172,7 +172,7 @@ def one_hot_rows(vocab: int, *rows: dict[int, float], rest: float = 0.0) -> torc
 def formula(
     logits: torch.Tensor, prompt: list[int], output: list[int], repetition: float, presence: float, frequency: float
 ) -> torch.Tensor:
-    """Penalised logits [vocab] of a row: repetition by transformers' processor, the others by their formula."""
+    """Penalized logits [vocab] of a row: repetition by transformers' processor, the others by their formula."""
     from transformers import RepetitionPenaltyLogitsProcessor
 
     out = logits.clone()

@@ -1,6 +1,6 @@
 // Decodes the graph and its memory. This file does not use the document. `_page_json` of page.py describes the data.
 
-const COLOURS = 12; // names with a separate colour; the others are grey
+const COLORS = 12; // names with a separate color; the others are grey
 
 /** The data model: nodes of the graph and its bodies in one array, in the order of GraphView.walk(). */
 function decodePage(page) {
@@ -73,19 +73,19 @@ function addGraph(model, values, parent, body) {
   return graph;
 }
 
-/** Groups nodes by name, most frequent first. Each group gets a colour. */
+/** Groups nodes by name, most frequent first. Each group gets a color. */
 function groupByName(model) {
   const groups = new Map();
   for (const node of model.nodes) {
     const { name, short, kind, key } = node.kernel;
     let group = groups.get(name);
-    if (!group) groups.set(name, (group = { name, short, kind, key, count: 0, colour: COLOURS }));
+    if (!group) groups.set(name, (group = { name, short, kind, key, count: 0, color: COLORS }));
     group.count += 1;
     node.group = group;
   }
   model.groups = [...groups.values()].sort((a, b) => b.count - a.count || (a.name < b.name ? -1 : 1));
-  model.groups.slice(0, COLOURS).forEach((group, rank) => {
-    group.colour = rank;
+  model.groups.slice(0, COLORS).forEach((group, rank) => {
+    group.color = rank;
   });
 }
 

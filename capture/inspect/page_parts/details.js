@@ -22,7 +22,7 @@ function regionLink(region, address) {
     el(
       "button.link",
       { title, click: () => toggle("region", String(region.id)) },
-      coloured("span.dot", region.owner),
+      colored("span.dot", region.owner),
       regionName(region),
     ),
     el("span.dim", ` ${offsetText(address, region)} of ${bytesText(region.nbytes)}`),
@@ -199,7 +199,7 @@ function ownerRows(regions) {
     const own = regions.filter((region) => region.owner === owner),
       freed = own.filter((region) => !region.live).length,
       size = bytesText(own.reduce((sum, region) => sum + region.nbytes, 0));
-    const name = el("span", coloured("span.dot", owner), owner);
+    const name = el("span", colored("span.dot", owner), owner);
     return [name, `${size} in ${countText(own.length, "region")}${freed ? `, ${freed} freed` : ""}`];
   });
 }

@@ -117,14 +117,14 @@ function showFilters() {
     shown.length < model.nodes.length ? `${shown.length.toLocaleString("en-US")} of ${all}` : all;
 }
 
-/** A small box in a colour of the style sheet. */
-function coloured(selector, colour) {
+/** A small box in a color of the style sheet. */
+function colored(selector, color) {
   const box = el(selector);
-  box.style.background = `var(--${colour})`;
+  box.style.background = `var(--${color})`;
   return box;
 }
 
-const swatch = (group) => coloured("span.swatch", `c${group.colour}`);
+const swatch = (group) => colored("span.swatch", `c${group.color}`);
 
 const kernelList = makeList(byId("kernel-list"), 28, (group) => {
   const chosen = group.key === state.kernel;

@@ -3,11 +3,11 @@
 const MAX_LANES = 64; // further nodes share the last lane
 const COLUMN = 11; // initial width of a column in pixels, if the graph does not fit
 
-/** Colours and font of the current colour scheme. */
+/** Colors and font of the current color scheme. */
 function readTheme() {
   const style = getComputedStyle(document.documentElement);
   const names = ["mono", "text", "dim", "accent", "danger", "ink"];
-  for (let i = 0; i <= COLOURS; i++) names.push(`c${i}`);
+  for (let i = 0; i <= COLORS; i++) names.push(`c${i}`);
   return Object.fromEntries(names.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
 }
 
@@ -144,7 +144,7 @@ function makeStrip(strip, on) {
         top = middle(i) - thick / 2;
       if (left + room < 0 || left > width) return;
       const faded = state.shown && !state.shown.has(node.id);
-      context.fillStyle = theme[`c${node.group.colour}`];
+      context.fillStyle = theme[`c${node.group.color}`];
       context.globalAlpha = faded ? 0.16 : 1;
       box(context, left, top, room, thick);
       if (room > 44 && thick > 11) {
@@ -160,7 +160,7 @@ function makeStrip(strip, on) {
       }
     });
 
-    // The hovered and the selected node, and the neighbours of the selected one.
+    // The hovered and the selected node, and the neighbors of the selected one.
     for (const node of [state.hovered, state.selected]) {
       if (!node || node.graph !== state.graph) continue;
       const i = node.index,

@@ -512,7 +512,7 @@ inline bool has_ended(Cluster &cluster) {
 
 inline void seed_chance(int seed) {
   chance.state = seed + 1;
-  for (int i = 0; i < 8; ++i) chance();  // the first numbers of neighbouring seeds are similar
+  for (int i = 0; i < 8; ++i) chance();  // the first numbers of neighboring seeds are similar
 }
 
 // Run clusters of blocks in the order of `order`, `at_a_time` of them concurrently. Return a detected fault, or null.
