@@ -86,7 +86,10 @@ RANK_TESTS = [
 ]
 RANK_JOBS: dict[int, dict[str, list[list[str]]]] = {
     gpus: {
-        f"{TESTS}_{gpus}_gpus": [[*PYTEST, "-m", "gpu", *RANK_TESTS]],
+        f"{TESTS}_{gpus}_gpus": [
+            [*PYTEST, "-n", "4", "-m", "gpu and not alone", *RANK_TESTS],
+            [*PYTEST, "-m", "gpu and alone", *RANK_TESTS],
+        ],
         f"all_reduce_{gpus}_gpus": [[PYTHON, "-m", "scripts.bench_all_reduce", "--ranks", f"{gpus}"]],
         f"context_parallel_{gpus}_gpus": [
             [PYTHON, "-m", "scripts.bench_context_parallel", "--ranks", f"{gpus}", "--tokens", "128,1024,65536"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import itertools
 import multiprocessing
 import os
 import queue
@@ -26,7 +27,7 @@ import torch
 
 from graphrt.config import RuntimeConfig
 from graphrt.generate.generator import TextGenerator
-from graphrt.integrations.ray import BatchGenerator
+from graphrt.integrations.ray import BatchGenerator, _Engine
 from graphrt.kernels.errors import CapacityError, ConfigError, RankError, ReplayError, ShapeError, UnsupportedError
 from graphrt.models.loading import make_runtime
 from graphrt.models.smollm import default_model_path
@@ -112,7 +113,21 @@ def test_rows_of_an_actor_that_dies_are_answered_by_another(monkeypatch: pytest.
         assert row["finish_reason"] == ("length" if len(expected[row["id"]]) == 8 else "stop")
 
 
-def test_batches_share_steps_and_tokens_equal_transformers(folder, device: torch.device) -> None:
+def test_batches_share_steps_and_tokens_equal_transformers(
+    folder, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted, all_submitted = itertools.count(1), threading.Event()
+    arrivals, submit = _Engine._arrivals, _Engine.submit
+
+    def count_and_submit(engine: _Engine, requests: Any) -> Any:
+        future = submit(engine, requests)
+        if next(submitted) == len(columns):
+            all_submitted.set()
+        return future
+
+    # A busy machine would otherwise run a batch to its end before the next one is submitted.
+    monkeypatch.setattr(_Engine, "_arrivals", lambda engine, idle: all_submitted.wait() and arrivals(engine, idle))
+    monkeypatch.setattr(_Engine, "submit", count_and_submit)
     path, oracle = folder
     generator = BatchGenerator(path, SamplingParams(40), config=CONFIG, device=str(device), dtype=torch.float32)
     tokenizer = load_tokenizer(path)
