@@ -13,6 +13,10 @@ from graphrt.kernels.errors import CapacityError, ConfigError
 NOT_CAPTURED = "its graph is captured at its first use"
 """`why_eager` of a size that `RuntimeConfig.lazy_capture` has not captured yet."""
 
+NO_GRAPHS = "graphs are switched off (use_graphs=False)"
+TOO_LARGE = "no {} graph for "
+"""The start of `why_eager` of batches above the largest size of a kind of graph."""
+
 
 @dataclass(slots=True)
 class Dispatch:
@@ -134,10 +138,10 @@ class Dispatcher:
             descriptor = make(padded)
             why = ""
             if not self._use_graphs:
-                why = "graphs are switched off (use_graphs=False)"
+                why = NO_GRAPHS
             elif index == len(sizes):
                 largest = sizes[-1] if sizes else 0
-                why = f"no {kind} graph for {n} {unit}; the largest captured size is {largest}"
+                why = f"{TOO_LARGE.format(kind)}{n} {unit}; the largest captured size is {largest}"
             elif (reason := self._graph_unsupported_reason(descriptor)) is not None:
                 why = reason
             table.append(shared.setdefault(descriptor, Dispatch(descriptor, why)))

@@ -9,6 +9,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from graphrt.capture.descriptor import BatchDescriptor, GraphKind
+from graphrt.capture.dispatcher import NO_GRAPHS, TOO_LARGE
 from graphrt.kernels.checks import shown
 from graphrt.kernels.errors import ConfigError
 
@@ -27,34 +28,40 @@ _HEAD = "# kind, size (requests of a decode batch, new tokens of a mixed batch),
 
 
 def advise(steps: Mapping[Served, int], captured: Iterable[BatchDescriptor]) -> tuple[str, ...]:
-    """Return a sentence for each kind of batch that was often padded or often ran eagerly, with a size to capture.
+    """Return sentences for each kind of batch that was often padded or often ran eagerly, with a size to capture.
 
-    Gives no advice on a kind with fewer than 100 steps, or without a captured graph.
+    Gives no advice on a kind with fewer than 100 steps, and none on eager steps that the caller or `use_graphs` chose.
     """
     found: list[str] = []
     sizes: dict[GraphKind, set[int]] = {kind: set() for kind in GraphKind}
     for descriptor in captured:
         sizes[descriptor.kind].add(descriptor.size)
     for kind, graphs in sizes.items():
-        of_kind = {key: count for key, count in steps.items() if key[0].kind is kind and key[2] != FORCED}
-        if graphs and sum(of_kind.values()) >= _MANY_STEPS:
-            found += _eager_advice(kind, of_kind, max(graphs))
+        chosen = FORCED, NO_GRAPHS
+        of_kind = {key: count for key, count in steps.items() if key[0].kind is kind and key[2] not in chosen}
+        if sum(of_kind.values()) >= _MANY_STEPS:
+            found += _eager_advice(kind, of_kind, max(graphs, default=0))
             found += _padding_advice(kind, of_kind, graphs)
     return tuple(found)
 
 
 def _eager_advice(kind: GraphKind, steps: Mapping[Served, int], largest: int) -> list[str]:
-    sizes: Counter[int] = Counter()
+    sizes: Counter[int] = Counter()  # of batches that are larger than all graphs
+    counts: Counter[str] = Counter()  # steps by the reason to run eagerly
     for (descriptor, tokens, why_eager), count in steps.items():
-        if why_eager and (size := _batch_size(descriptor, tokens)) > largest:
-            sizes[size] += count
-    share = sizes.total() / sum(steps.values())
-    if share < _MANY_EAGER:
-        return []
-    are = "is" if len(sizes) == 1 else "are"
+        if why_eager.startswith(TOO_LARGE.format(kind.value)):
+            sizes[_batch_size(descriptor, tokens)] += count
+        elif why_eager:
+            counts[why_eager] += count
+    if sizes:
+        are = "is" if len(sizes) == 1 else "are"
+        place = f"above the largest captured size, {largest}" if largest else "not captured"
+        counts[f"{_range(sizes)} {are} {place}; capture {max(sizes)}"] = sizes.total()
+    total = sum(steps.values())
     return [
-        f"{share:.0%} of {kind.value} steps ran without a graph: {_range(sizes)} {are} above the largest captured "
-        f"size, {largest}; capture {max(sizes)}"
+        f"{count / total:.0%} of {kind.value} steps ran without a graph: {why}"
+        for why, count in counts.items()
+        if count >= _MANY_EAGER * total
     ]
 
 

@@ -41,14 +41,18 @@ ADVICE = {
         "to save 100% of the padding",
     ),
     "eager": (
-        {(D(64), 64, ""): 88, (D(65), 65, "no graph"): 7, (D(99), 99, "no graph"): 5},
+        {(D(64), 64, ""): 88, (D(65), 65, "no decode graph for 65"): 7, (D(99), 99, "no decode graph for 99"): 5},
         "12% of decode steps ran without a graph: sizes 65 to 99 are above the largest captured size, 64; capture 99",
     ),
     "few-steps": ({(D(64), 33, ""): 99}, None),
     "little-padding": ({(D(64), 45, ""): 100}, None),
-    "few-eager-steps": ({(D(64), 64, ""): 91, (D(65), 65, "no graph"): 9}, None),
+    "few-eager-steps": ({(D(64), 64, ""): 91, (D(65), 65, "no decode graph for 65"): 9}, None),
     "forced": ({(D(64), 33, FORCED): 100}, None),
-    "eager-for-another-reason": ({(D(64), 33, "the backend cannot"): 100}, None),
+    "no-graphs": ({(D(64), 33, "graphs are switched off (use_graphs=False)"): 100}, None),
+    "eager-for-another-reason": (
+        {(D(64), 33, "decode[64]: capture at first use failed: OutOfMemoryError"): 30, (D(8), 8, ""): 70},
+        "30% of decode steps ran without a graph: decode[64]: capture at first use failed: OutOfMemoryError",
+    ),
     "a-size-that-is-captured": ({(D(64), 8, ""): 100}, None),  # a caller chose the graph
 }
 
@@ -57,7 +61,12 @@ ADVICE = {
 def test_advice(case: str) -> None:
     steps, text = ADVICE[case]
     assert advise(steps, CAPTURED) == (() if text is None else (text,))
-    assert advise(steps, ()) == ()
+
+
+def test_a_kind_without_graphs() -> None:
+    steps = {(D(3), 3, "no decode graph for 3 requests; the largest captured size is 0"): 100}
+    text = "100% of decode steps ran without a graph: size 3 is not captured; capture 3"
+    assert advise(steps, (M,)) == advise(steps, ()) == (text,)
 
 
 def test_each_kind_has_its_advice() -> None:
