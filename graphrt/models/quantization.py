@@ -53,12 +53,14 @@ def empty_weight(
 _LISTS = {"modules_to_not_convert", "ignored_layers", "ignore", "modules_in_block_to_quantize", "lm_head"}
 # These keys state how the weights were computed, and which kernels another library uses.
 _IRRELEVANT = {
-    "act_group_aware", "batch_size", "block_name_to_quantize", "cache_block_outputs", "damp_auto_increment",
-    "damp_percent", "dataset", "dequantize", "disable_exllama", "do_fuse", "exllama_config", "expert_dtype",
-    "fuse_max_seq_len", "global_compression_ratio", "max_input_length", "meta", "model_file_base_name",
-    "model_name_or_path", "model_seqlen", "module_name_preceding_first_block", "modules_to_fuse", "mse",
-    "pad_token_id", "quantization_status", "quantizer", "run_compressed", "static_groups", "sym", "tokenizer",
-    "true_sequential", "use_cuda_fp16", "use_exllama", "use_optimized_inference", "version",
+    "act_group_aware", "auto_forward_data_parallel", "batch_size", "block_name_to_quantize", "cache_block_outputs",
+    "damp_auto_increment", "damp_percent", "dataset", "dequantize", "disable_exllama", "do_fuse", "exllama_config",
+    "expert_dtype", "failsafe", "fallback", "fuse_max_seq_len", "gc_mode", "global_compression_ratio", "gptaq",
+    "hessian", "max_input_length", "meta", "mock_quantization", "model_file_base_name", "model_name_or_path",
+    "model_seqlen", "module_name_preceding_first_block", "modules_to_fuse", "mse", "offload_to_disk",
+    "offload_to_disk_path", "pack_impl", "pad_token_id", "quantization_status", "quantizer", "run_compressed",
+    "static_groups", "sym", "tokenizer", "true_sequential", "use_cuda_fp16", "use_exllama", "use_optimized_inference",
+    "version", "vram_strategy", "wait_for_submodule_finalizers",
 }  # fmt: skip
 
 

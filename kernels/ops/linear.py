@@ -28,7 +28,14 @@ from torch import distributed as dist
 from torch.nn import functional
 
 from graphrt.kernels.cache.write import Rotary, check_cos_sin, write_kv
-from graphrt.kernels.checks import check_no_overlap, check_not_empty, check_tensor, check_unit_stride, once_per_geometry
+from graphrt.kernels.checks import (
+    check_contiguous,
+    check_no_overlap,
+    check_not_empty,
+    check_tensor,
+    check_unit_stride,
+    once_per_geometry,
+)
 from graphrt.kernels.errors import ShapeError
 from graphrt.kernels.op_declaration import DeclaredOp
 from graphrt.kernels.ops.activation import silu_mul
@@ -57,7 +64,7 @@ class Normed(NamedTuple):
     """The input of a product: a vector per token, after RMSNorm, or before the division of RMSNorm.
 
     x        [tokens, width]  the vector after RMSNorm if `squares` is None, else the vector multiplied by the gain
-    squares  [tokens, parts]  float32  sums of squares of parts of the vector before the gain
+    squares  [tokens, parts]  float32  sums of squares of parts of the vector before the gain; contiguous
     eps      added to the mean square
     """
 
@@ -280,16 +287,24 @@ def _call(
 def _checked(x: torch.Tensor | Normed, weight: Weight, bias: torch.Tensor | None) -> Normed:
     normed = x if isinstance(x, Normed) else Normed(x)
     check_weight("weight", weight)
-    _check_product(normed.x, weight.shape, weight.dtype, weight.device, bias)
+    _check_product(normed.x, normed.squares, weight.shape, weight.dtype, weight.device, bias)
     return normed
 
 
 @once_per_geometry
 def _check_product(
-    x: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, bias: torch.Tensor | None
+    x: torch.Tensor,
+    squares: torch.Tensor | None,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    bias: torch.Tensor | None,
 ) -> None:
     check_tensor("x", x, shape=(None, shape[1]), dtype=dtype, device=device)
     check_unit_stride("x", x)
+    if squares is not None:
+        check_tensor("squares", squares, shape=(x.shape[0], None), dtype=torch.float32, device=device)
+        check_contiguous("squares", squares)
     if bias is not None:
         check_tensor("bias", bias, shape=(shape[0],), dtype=dtype, device=device)
         check_unit_stride("bias", bias)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from graphrt.kernels.checks import check_contiguous, check_tensor
-from graphrt.kernels.errors import ShapeError, UnsupportedError
+from graphrt.kernels.errors import ConfigError, ShapeError, UnsupportedError
 
 GROUPS = (32, 64, 128)
 """Supported group sizes: inputs per scale."""
@@ -179,7 +179,19 @@ class Int4Weight(QuantizedWeight):
 
     @classmethod
     def pack(cls, values: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> Int4Weight:
-        """Return the weight for q [rows, depth] uint8 with values 0 to 15."""
+        """Return the weight for q [rows, depth] uint8. Waits for the device.
+
+        Raises: ShapeError: if a tensor has the wrong shape or dtype. ConfigError: if q or `zero` is above 15.
+        """
+        check_tensor("values", values, shape=(None, None), dtype=torch.uint8)
+        check_tensor("zero", zero, shape=(None, None), dtype=torch.uint8)
+        if values.shape[1] % 8:
+            raise ShapeError(
+                f"values: expected a multiple of 8 inputs, got {values.shape[1]}; do not quantize this weight"
+            )
+        for name, of in (("values", values), ("zero", zero)):
+            if bool((of > 15).any()):
+                raise ConfigError(f"{name}: expected 0 to 15, got {int(of.max())}; 4 bits hold no other values")
         ordered = values.unflatten(1, (-1, 8))[..., NIBBLE_ORDER]
         data = ordered[..., 0::2] | ordered[..., 1::2] << 4
         return cls(data.flatten(1), scale.contiguous(), zero.contiguous())

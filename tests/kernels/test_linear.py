@@ -203,10 +203,13 @@ def test_large_residuals_stay_finite(rng: torch.Generator, device: torch.device)
         ({"residual": torch.zeros(2, 64)}, "residual: "),
         ({"gain": torch.zeros(63)}, "gain: "),
         ({"bias": torch.zeros(63)}, "bias: "),
+        ({"x": Normed(torch.zeros(3, 32), torch.ones(1, 2))}, "squares: "),
+        ({"x": Normed(torch.zeros(3, 32), torch.ones(2, 3).t())}, "squares: "),
+        ({"x": Normed(torch.zeros(3, 32), torch.ones(3, 2, dtype=BF16))}, "squares: "),
     ],
-    ids=["depth", "dtype", "residual", "gain", "bias"],
+    ids=["depth", "dtype", "residual", "gain", "bias", "squares", "strided squares", "squares in 16 bits"],
 )
-def test_wrong_tensors_raise(change: dict[str, torch.Tensor], message: str) -> None:
+def test_wrong_tensors_raise(change: dict[str, Any], message: str) -> None:
     zeros = {"x": (3, 32), "weight": (64, 32), "residual": (3, 64), "gain": (64,)}
     tensors = {name: torch.zeros(shape) for name, shape in zeros.items()} | change
     with pytest.raises(ShapeError, match=message):
@@ -278,8 +281,8 @@ def test_devices_without_measured_plans_use_pytorch(monkeypatch: pytest.MonkeyPa
     assert found(0) == (load_plans()[name], "CUDA kernel for at most 32 tokens, with the plans of NVIDIA H200")
     assert found(1) == ((), "PyTorch: this device does not run the CUDA kernel (compute capability 9.0 or newer)")
     name = "NVIDIA Z1"
-    reason = "PyTorch: no plans were measured on NVIDIA Z1; run scripts/bench_linear.py --write"
-    assert found(0) == ((), reason)
+    advice = "write a file with scripts/bench_linear.py --write, and set GRAPHRT_LINEAR_PLANS"
+    assert found(0) == ((), f"PyTorch: no plans were measured on NVIDIA Z1; {advice}")
     monkeypatch.setattr(linear_plans, "device_plans", found)
     assert linear_plan.__wrapped__(0, 1, 16, End.ADD, 4096, 4096, 0, 0) is None
     fault = "nvrtc: missing"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphrt.kernels.errors import GraphRTError, ShapeError, UnsupportedError
+from graphrt.kernels.errors import ConfigError, GraphRTError, ShapeError, UnsupportedError
 from graphrt.kernels.ops import linear as operators
 from graphrt.kernels.ops.linear import Normed, linear, linear_add, linear_rope_write, linear_silu_mul
 from graphrt.kernels.ops.linear_call import LinearPlan
@@ -222,6 +222,14 @@ WRONG = {
     "no group": (lambda: Int4Weight.empty(4, 96, 64, BF16, torch.device("cpu")), "divides 96 inputs, got 64"),
     "uneven groups": (lambda: Int4Weight(bytes_of(4, 32), torch.ones(4, 3), bytes_of(4, 3)), "groups of equal size"),
     "zero": (lambda: Int4Weight(bytes_of(4, 32), torch.ones(4, 2), bytes_of(4, 1)), "zero: expected shape"),
+    "packed depth": (lambda: Int4Weight.pack(bytes_of(4, 36), torch.ones(4, 1), bytes_of(4, 1)), "a multiple of 8"),
+    "packed value": (
+        lambda: Int4Weight.pack(bytes_of(4, 32) + 16, torch.ones(4, 1), bytes_of(4, 1)),
+        "values: expected 0 to 15, got 16",
+    ),
+    "packed zero": (
+        lambda: Int4Weight.pack(bytes_of(4, 32), torch.ones(4, 1), bytes_of(4, 1) + 200), "zero: .* got 200",
+    ),
     "parts": (
         lambda: concatenate([Int4Weight.empty(4, 64, g, BF16, torch.device("cpu")) for g in (32, 64)]),
         "parts: weights differ in kind",
@@ -241,4 +249,4 @@ WRONG = {
 def test_wrong_arguments_raise(call, message: str) -> None:
     with pytest.raises(GraphRTError, match=message) as caught:
         call()
-    assert isinstance(caught.value, ShapeError | UnsupportedError)
+    assert isinstance(caught.value, ShapeError | UnsupportedError | ConfigError)

@@ -145,7 +145,7 @@ CASES = {
         AWQ | {"modules_to_not_convert": [DOWN, V]}, awq, plain=("lm_head", DOWN, V), options={"attention_bias": True}
     ),
     "gptq": of_int4(GPTQ | {"checkpoint_format": ""}, gptq),
-    "gptq-64": of_int4(GPTQ, gptq, 64),
+    "gptq-64": of_int4(GPTQ | {"pack_impl": "cpu", "offload_to_disk": True}, gptq, 64),  # as GPTQModel writes it
     "gptq-symmetric": of_int4(GPTQ | {"sym": True, "checkpoint_format": "gptq"}, gptq, 128, True),
     "gptq-v2": of_int4(GPTQ | {"checkpoint_format": "gptq_v2", "desc_act": True}, gptq_v2),
     "gptq-biases": of_int4(GPTQ, gptq, options={"attention_bias": True}),
