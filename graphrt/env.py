@@ -48,6 +48,21 @@ def debug() -> bool:
     return value == "1"
 
 
+def linear_plans() -> Path | None:
+    """Return GRAPHRT_LINEAR_PLANS, the file with plans of matrix products for this device; None if unset."""
+    name = os.environ.get("GRAPHRT_LINEAR_PLANS")
+    if name is None:
+        return None
+    try:
+        path = Path(name).expanduser().absolute()
+        good = path.is_file()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"GRAPHRT_LINEAR_PLANS: expected a file, got {name!r} ({error}); specify a file") from error
+    if not good:
+        raise ConfigError(f"GRAPHRT_LINEAR_PLANS: expected a file, got {name!r}; specify a file, or unset the variable")
+    return path
+
+
 def set_nccl_defaults() -> None:
     """Set NCCL_GRAPH_MIXING_SUPPORT to 0, NCCL_NVLS_ENABLE to 0 and TORCH_SYMM_MEM_DISABLE_MULTICAST to 1 if unset.
 

@@ -39,7 +39,7 @@ from graphrt.engine.rank_calls import RankCalls, capturing, follower, refuse_ran
 from graphrt.engine.recording import Recording
 from graphrt.engine.request_tables import RequestTables
 from graphrt.engine.shadow import StepComparison, StepResult, compare_results
-from graphrt.engine.stats import Stats
+from graphrt.engine.stats import Stats, choose_plans
 from graphrt.engine.traffic import FORCED
 from graphrt.engine.undo import StepUndo
 from graphrt.kernels.checks import check_bool, check_callable, check_instance, check_int, check_named_tensors
@@ -47,7 +47,6 @@ from graphrt.kernels.compile_ahead import compiled
 from graphrt.kernels.errors import CaptureError, RankError, ReplayError, ShapeError, UnsupportedError
 from graphrt.kernels.metadata.buffers import StaticBuffers
 from graphrt.kernels.ops.collectives import VocabShards
-from graphrt.kernels.ops.linear_plans import device_plans
 from graphrt.kernels.ops.sampling import MAX_VOCAB_SIZE
 from graphrt.layer import ModelLayers
 from graphrt.proposer import Proposer, check_proposer
@@ -145,7 +144,8 @@ class ReplayManager:
             decode_sizes=config.decode_sizes or (), mixed_sizes=config.mixed_sizes or (), use_graphs=config.use_graphs,
             graph_unsupported_reason=self._backend.graph_unsupported_reason, lazy=config.lazy_capture,
         )  # fmt: skip
-        self._stats = Stats(self._graphs.name, self._backend.name, chosen.reason, device_plans(device).reason)
+        products = choose_plans(device, specs[0].dtype)
+        self._stats = Stats(self._graphs.name, self._backend.name, chosen.reason, products)
         self._guards = Guards(
             self._program, self._graphs, self._exclusive, self._stats,
             weights=None if weights is None else named, page_tables=page_tables, check_weights=config.check_weights,

@@ -2,7 +2,7 @@
 
     python -m scripts.bench_linear                                        # 1 to 64 tokens, 16 to 4 bits
     python -m scripts.bench_linear --shapes llama-3.1-8b --tokens 1 --bits 16
-    python -m scripts.bench_linear --write kernels/ops/linear_plans.json  # replace the plans of these products
+    python -m scripts.bench_linear --write plans.json                     # add or replace the plans of these products
 
 The products of a layer run one after the other, as in a step without attention. They use the weights of several layers
 in rotation, so no weight is in L2. Each product in turn is timed with every plan and without the CUDA kernel, while the
@@ -218,7 +218,7 @@ def table(found: Sequence[Found]) -> list[list[Any]]:
 
 def write_table(path: Path, device_name: str, plans: list[list[Any]]) -> None:
     """Replace the plans of the measured products on this device, and keep all others."""
-    tables = json.loads(path.read_text())
+    tables = json.loads(path.read_text()) if path.exists() else {}
     measured = [plan[:5] for plan in plans]
     kept = [plan for plan in tables.get(device_name, []) if plan[:5] not in measured]
     tables[device_name] = sorted(kept + plans, key=lambda plan: plan[:2])
@@ -256,14 +256,14 @@ def main() -> None:
                         f"{result.separate_us:.1f}, fused {result.fused_us:.1f} ({chosen})",
                         flush=True,
                     )
-    if options.write:
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-        write_table(options.write, name, table(found))
     results = [
         {"shape": f.shape, "tokens": f.tokens, "bits": f.bits, "floor_us": f.floor_us, "separate_us": f.separate_us,
          "fused_us": f.fused_us, "plans": [plan[2:] for plan in table([f])]}
         for f in found
     ]  # fmt: skip
+    if options.write:
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        write_table(options.write, name, table(found))
     print(json.dumps({"name": "linear", **provenance(), "bandwidth": bandwidth, "results": results}), flush=True)
 
 

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture(autouse=True)
 def unset(monkeypatch):
-    for name in ("GRAPHRT_BACKEND", "GRAPHRT_CACHE", "GRAPHRT_DEBUG", "XDG_CACHE_HOME"):
+    for name in ("GRAPHRT_BACKEND", "GRAPHRT_CACHE", "GRAPHRT_DEBUG", "GRAPHRT_LINEAR_PLANS", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -31,6 +31,7 @@ def test_defaults_and_values(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert env.backend() is None
     assert env.debug() is False
+    assert env.linear_plans() is None
     assert env.cache_dir() == tmp_path / ".cache/graphrt"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     assert env.cache_dir() == tmp_path / ".cache/graphrt"
@@ -57,6 +58,9 @@ MALFORMED = {
     "debug-word": ("GRAPHRT_DEBUG", "true", env.debug),
     "debug-empty": ("GRAPHRT_DEBUG", "", env.debug),
     "cache-file": ("GRAPHRT_CACHE", __file__, env.cache_dir),
+    "plans-missing": ("GRAPHRT_LINEAR_PLANS", "no-such-file.json", env.linear_plans),
+    "plans-of-unknown-user": ("GRAPHRT_LINEAR_PLANS", "~no-such-user/plans.json", env.linear_plans),
+    "plans-too-long": ("GRAPHRT_LINEAR_PLANS", "x" * 5000, env.linear_plans),
 }
 
 
@@ -88,7 +92,8 @@ def test_report_and_provenance(monkeypatch):
     assert report["graphrt"] == graphrt.__version__
     assert report["packages"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert len(report["gpus"]) == torch.cuda.device_count()
-    assert report["variables"].keys() == {"GRAPHRT_BACKEND", "GRAPHRT_CACHE", "GRAPHRT_DEBUG"}
+    variables = {"GRAPHRT_BACKEND", "GRAPHRT_CACHE", "GRAPHRT_DEBUG", "GRAPHRT_LINEAR_PLANS"}
+    assert report["variables"].keys() == variables
     monkeypatch.setenv("GRAPHRT_BACKEND", "a,b")
     shown = environment.environment_report()["variables"]["GRAPHRT_BACKEND"]
     assert shown.startswith("invalid: GRAPHRT_BACKEND: expected the name of a backend, got 'a,b'")

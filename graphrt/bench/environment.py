@@ -45,6 +45,7 @@ def environment_report() -> dict[str, Any]:
             "GRAPHRT_BACKEND": _variable(env.backend),
             "GRAPHRT_CACHE": _variable(env.cache_dir),
             "GRAPHRT_DEBUG": _variable(lambda: int(env.debug())),
+            "GRAPHRT_LINEAR_PLANS": _variable(env.linear_plans),
         },
     }
 

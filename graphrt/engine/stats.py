@@ -6,9 +6,13 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
+from graphrt import env
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.capture.graph import GraphReport
 from graphrt.engine.traffic import FORCED, Served, advise, write_trace
+from graphrt.kernels.ops.linear_plans import describe_plans, use_plans
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,12 @@ class ShadowDifference:
         first, *others = self.tensors
         more = f"; then {', '.join(tensor.name for tensor in others)}" if others else ""
         return f"step {self.step}, {self.descriptor}: the graph differs from the eager step: {first}{more}"
+
+
+def choose_plans(device: torch.device, dtype: torch.dtype) -> str:
+    """Use the plans of GRAPHRT_LINEAR_PLANS for later products. Return how they run with activations of this dtype."""
+    use_plans(env.linear_plans())
+    return describe_plans(device, dtype)
 
 
 @dataclass(slots=True)

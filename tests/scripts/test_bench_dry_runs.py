@@ -190,3 +190,5 @@ def test_plans_of_products(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert [row[:2] for row in tables["cpu"][1:]] == [[3, 16]] * (len(keys) + 1), "the older plan was replaced"
     assert older not in tables["cpu"]
     assert early == {True}, "weights are loaded as in a model"
+    bench_linear.write_table(tmp_path / "new.json", "cpu", [other])
+    assert json.loads((tmp_path / "new.json").read_text()) == {"cpu": [other]}
