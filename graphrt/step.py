@@ -104,9 +104,9 @@ class Step:
         name    a request tensor that `keep_state` writes, of shape (period, ...)
 
         This is the state after the preceding token, or the initial value at position 0, in padding and in invalid
-        requests. Call it before `keep_state`. Capture-safe. Raises: ConfigError: if there is no such tensor.
+        requests. Call it before `keep_state`. Capture-safe. Raises: see `keep_state`.
         """
-        tensor, reqs = self._request_tensor("state_before", name), self.req_indices.long()
+        tensor, reqs = self._state("state_before", name), self.req_indices.long()
         first = self.positions[self.metadata.query_start_loc[:-1].clamp_max(len(self.positions) - 1)]
         reqs = reqs.where(first > 0, -1)
         return tensor[reqs, (first - 1) % tensor.shape[1]]
@@ -118,13 +118,14 @@ class Step:
                 2 + num_speculative_tokens, or longer, so that callers of `replay` can step back further
         values  [padded_tokens, ...]  the state after each token, in the dtype of the tensor
 
-        Capture-safe. Raises: ConfigError: if there is no such tensor. UnsupportedError: if drafts form trees.
+        Capture-safe. Raises: ConfigError: if there is no such tensor, or its period is too short. UnsupportedError: if
+        drafts form trees.
         """
         if len(self.buffers.tree_masks):
             raise UnsupportedError(
                 "keep_state: tokens of several branches have the same position; build the runtime with tree_depth=0"
             )
-        tensor, ends = self._request_tensor("keep_state", name), self.logits_indices
+        tensor, ends = self._state("keep_state", name), self.logits_indices
         reqs = self.req_indices.long().repeat(len(ends) // len(self.req_indices))
         valid = (reqs >= 0).view(-1, *(1 for _ in tensor.shape[2:]))
         tensor[reqs, self.positions[ends] % tensor.shape[1]] = values[ends].where(valid, tensor[-1, 0])
@@ -132,10 +133,19 @@ class Step:
     def state_after(self, name: str) -> torch.Tensor:
         """Return the state after the last accepted token of each request, [padded_reqs, ...], for a proposer.
 
-        Capture-safe. Raises: ConfigError: if there is no such tensor.
+        Capture-safe. Raises: see `keep_state`.
         """
-        tensor = self._request_tensor("state_after", name)
+        tensor = self._state("state_after", name)
         return tensor[self.req_indices.long(), (self.sample_lens.long() - 1) % tensor.shape[1]]
+
+    def _state(self, call: str, name: str) -> torch.Tensor:
+        tensor, period = self._request_tensor(call, name), 2 + self.buffers.drafts.shape[1]
+        if tensor.dim() < 2 or tensor.shape[1] < period:
+            raise ConfigError(
+                f"{call}: {name!r} has shape {tuple(tensor.shape[1:])} per request; declare RequestTensor({name!r}, "
+                f"({period}, ...)), because the period is 2 + num_speculative_tokens"
+            )
+        return tensor
 
     def _request_tensor(self, call: str, name: str) -> torch.Tensor:
         if name not in self.request_tensors:

@@ -110,5 +110,13 @@ def test_callers_step_back(device: torch.device) -> None:
 def test_what_is_refused() -> None:
     with pytest.raises(ConfigError, match="state_before: expected a name of RuntimeConfig"):
         captured(Stateful(torch.device("cpu")))
+    for shape in ((), (5,)):
+        tensor = RequestTensor("state", shape, torch.int64)
+        with pytest.raises(
+            ConfigError, match=r"state_before: 'state' has shape .* declare RequestTensor\('state', \(6, "
+        ):
+            captured(
+                Stateful(torch.device("cpu")), num_speculative_tokens=4, request_tensors=(tensor,), max_num_tokens=20
+            )
     with pytest.raises(UnsupportedError, match="keep_state: tokens of several branches have the same position"):
         stateful(torch.device("cpu"), 2, tree_depth=2)
