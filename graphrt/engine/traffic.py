@@ -21,6 +21,7 @@ Trace = dict[GraphKind, Counter[int]]
 FORCED = "requested by the caller"
 """Reason of the eager steps that a caller asked for."""
 UNITS = {GraphKind.DECODE: "requests", GraphKind.MIXED: "tokens"}
+_CHOSEN = FORCED, NO_GRAPHS
 _MANY_STEPS = 100  # fewer steps of a kind give no advice
 _MUCH_PADDING, _MANY_EAGER = 0.3, 0.1
 _LINE = re.compile(r"(decode|mixed)\s+([1-9][0-9]{0,8})(?:\s+([1-9][0-9]{0,14}))?")
@@ -37,8 +38,7 @@ def advise(steps: Mapping[Served, int], captured: Iterable[BatchDescriptor]) -> 
     for descriptor in captured:
         sizes[descriptor.kind].add(descriptor.size)
     for kind, graphs in sizes.items():
-        chosen = FORCED, NO_GRAPHS
-        of_kind = {key: count for key, count in steps.items() if key[0].kind is kind and key[2] not in chosen}
+        of_kind = {key: count for key, count in steps.items() if key[0].kind is kind and key[2] not in _CHOSEN}
         if sum(of_kind.values()) >= _MANY_STEPS:
             found += _eager_advice(kind, of_kind, max(graphs, default=0))
             found += _padding_advice(kind, of_kind, graphs)

@@ -190,8 +190,8 @@ class Int4Weight(QuantizedWeight):
                 f"values: expected a multiple of 8 inputs, got {values.shape[1]}; do not quantize this weight"
             )
         for name, of in (("values", values), ("zero", zero)):
-            if bool((of > 15).any()):
-                raise ConfigError(f"{name}: expected 0 to 15, got {int(of.max())}; 4 bits hold no other values")
+            if of.numel() and (largest := int(of.max())) > 15:
+                raise ConfigError(f"{name}: expected 0 to 15, got {largest}; 4 bits hold no other values")
         ordered = values.unflatten(1, (-1, 8))[..., NIBBLE_ORDER]
         data = ordered[..., 0::2] | ordered[..., 1::2] << 4
         return cls(data.flatten(1), scale.contiguous(), zero.contiguous())

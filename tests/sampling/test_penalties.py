@@ -166,7 +166,7 @@ def test_a_fork_copies_the_counts(device: torch.device) -> None:
 
 
 def test_requests_without_penalties_are_unchanged(device: torch.device) -> None:
-    """Hot rows beside penalized ones, and in a runtime built without penalties: equal tokens."""
+    """Sampled rows in a batch with penalized rows, and in a runtime built without penalties: equal tokens."""
     free = [SamplingParams(20, temperature=30.0, seed=seed) for seed in range(4)]
     prompts = [PROMPT, PROMPT[:3], [7], PROMPT[2:]]
     plain = make_runtime(device, num_pages=60)
