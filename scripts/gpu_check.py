@@ -40,7 +40,8 @@ SPECULATE = [*BENCH, "--shape", "llama-3.1-8b", "--speculate"]
 PYTEST = [PYTHON, "-m", "pytest", "-q", "-rfEs", "--durations=10"]
 TESTS = "tests"
 SANITIZE = "sanitize"
-SANITIZED = ["--error-exitcode", "9", PYTHON, "scripts/sanitize_attention.py"]
+SANITIZED = ["--error-exitcode", "9", PYTHON, "scripts/sanitize_kernels.py"]
+RACECHECKED = "many,one,two_clusters,pairs,products_1,products_32_4_bits"
 JOBS: dict[str, list[list[str]]] = {
     TESTS: [
         [*PYTEST, "-n", str(os.cpu_count()), "-m", "gpu and not alone"],
@@ -48,7 +49,14 @@ JOBS: dict[str, list[list[str]]] = {
     ],
     SANITIZE: [
         ["compute-sanitizer", "--tool", "memcheck", "--report-api-errors", "no", *SANITIZED],
-        ["compute-sanitizer", "--tool", "racecheck", *SANITIZED, "--only", "many,one,two_clusters,pairs"],
+        [
+            "compute-sanitizer",
+            "--tool",
+            "racecheck",
+            *SANITIZED,
+            "--only",
+            "many,one,two_clusters,pairs,products_1,products_32_4_bits",
+        ],
     ],
     "attention": [[PYTHON, "-m", "scripts.bench_attention"]],
     "linear": [[PYTHON, "-m", "scripts.bench_linear"]],
@@ -75,8 +83,8 @@ JOBS: dict[str, list[list[str]]] = {
     ],
     "transformers": [[PYTHON, "-m", "scripts.bench_transformers"]],
     "decode": [
-        [*DECODE, "--shape", "llama-3.1-8b", "--batch", "1,8,32,64,128,256", "--context", "1024"],
-        [*DECODE, "--shape", "llama-3.2-1b", "--batch", "1,8,32,64,128,256", "--context", "1024"],
+        [*DECODE, "--shape", "llama-3.1-8b", "--batch", "1,8,16,32,64,128,256", "--context", "1024"],
+        [*DECODE, "--shape", "llama-3.2-1b", "--batch", "1,8,16,32,64,128,256", "--context", "1024"],
     ],
 }
 RANK_TESTS = [

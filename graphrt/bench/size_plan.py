@@ -120,14 +120,12 @@ class _Kind:
 
     def __init__(self, kind: GraphKind, batches: Mapping[int, int], costs: StepCosts, limit: int, share: float) -> None:
         multiple = max(_MIXED_MULTIPLE if kind is GraphKind.MIXED else 1, -(-limit // _MOST_CANDIDATES))
-        weights: dict[int, int] = {}
-        for size in sorted(batches):
+        totals: dict[int, np.ndarray] = {}  # number of batches, and their time without graphs
+        for size, count in sorted(batches.items()):
             rounded = min(-(-size // multiple) * multiple, limit)
-            weights[rounded] = weights.get(rounded, 0) + batches[size]
-        self.sizes = list(weights)
-        n, counts = len(weights), np.array(list(weights.values()), float)
-        eager_ms = counts * [costs.eager_ms(size) for size in self.sizes]
-        served = np.concatenate(([0.0], counts.cumsum()))
+            totals[rounded] = totals.get(rounded, 0.0) + count * np.array([1.0, costs.eager_ms(size)])
+        self.sizes, n = list(totals), len(totals)
+        served, eager_ms = np.vstack([np.zeros(2), *totals.values()]).cumsum(0).T  # of the batches up to a candidate
         ms, self._before = np.full((n + 1, n + 1), np.inf), np.zeros((n + 1, n + 1), int)
         ms[0, 0] = 0.0
         for j, size in enumerate(self.sizes, 1):
@@ -135,7 +133,7 @@ class _Kind:
             options = ms[:-1, :j] + costs.graph(size) * (served[j] - served[:j])
             self._before[1:, j] = options.argmin(1)
             ms[1:, j] = options.min(1)
-        larger = eager_ms.sum() - np.concatenate(([0.0], eager_ms.cumsum()))  # [j]: these batches run eagerly
+        larger = eager_ms[-1] - eager_ms  # [j]: time of the batches above candidate j - 1, without graphs
         graphs = np.arange(n + 1)
         self.ms = ms + larger + (share * costs.capture_ms * graphs)[:, None]
         self.bytes = costs.graph_bytes * graphs

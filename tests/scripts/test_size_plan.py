@@ -50,7 +50,7 @@ def test_a_plan_is_the_best_of_all_subsets() -> None:
     for _ in range(50):
         costs = {kind: random_costs(rng, sizes) for kind, sizes in SIZES.items()}
         trace = {
-            kind: Counter({n: rng.randint(1, 50) for n in rng.sample(sizes, rng.randint(0, len(sizes)))})
+            kind: Counter({n: rng.randint(1, 50) for n in rng.sample(range(1, sizes[-1] + 1), rng.randint(0, 7))})
             for kind, sizes in SIZES.items()
         }
         total, repeats = sum(of.total() for of in trace.values()) or 1, rng.choice([1, 10])

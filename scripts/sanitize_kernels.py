@@ -1,7 +1,7 @@
-"""Attention, KV writes and merges in allocations of exact size, for compute-sanitizer; see gpu_check.py, job sanitize.
+"""Attention, products, KV writes and merges in allocations of exact size, for compute-sanitizer; see gpu_check.py, job sanitize.
 
-    compute-sanitizer --tool memcheck --report-api-errors no python scripts/sanitize_attention.py
-    compute-sanitizer --tool racecheck python scripts/sanitize_attention.py --only many,one,two_clusters,pairs
+    compute-sanitizer --tool memcheck --report-api-errors no python scripts/sanitize_kernels.py
+    compute-sanitizer --tool racecheck python scripts/sanitize_kernels.py --only many,one,two_clusters,pairs,products_1
 
 torch's caching allocator rounds sizes up, which would hide overruns. It is switched off, so that every tensor is a
 separate allocation. racecheck covers shared memory only; test_attention_replays.py covers data that blocks send to each
@@ -27,6 +27,8 @@ from graphrt.kernels.attention.plan import AttentionPlan
 from graphrt.kernels.attention.work_list import schedule_attention
 from graphrt.kernels.attention.workspace import AttentionWorkspace
 from graphrt.kernels.cache.write import Rotary, write_kv
+from graphrt.kernels.ops.linear import linear, linear_add, linear_rope_write, linear_silu_mul
+from graphrt.kernels.ops.quantized import Fp8Weight, Int4Weight, Weight
 
 E4M3 = torch.float8_e4m3fn
 
@@ -162,7 +164,7 @@ def run(call: Call, device: torch.device) -> None:
     if not call.contiguous:
         right &= bool((out.cpu() - reference(plan, options, q, k, v, table, lengths, starts)).abs().max() < 0.05)
     if not right or not out.isfinite().all():
-        raise SystemExit(f"sanitize_attention: wrong result of {call}")
+        raise SystemExit(f"sanitize_kernels: wrong result of {call}")
 
 
 def reference(plan: AttentionPlan, options: AttentionOptions, *tensors: torch.Tensor | None) -> torch.Tensor:
@@ -193,7 +195,7 @@ def write(dtype: torch.dtype, device: torch.device) -> None:
         write_kv(*at, rotary=rotary, k_scale=scale, v_scale=scale)
         results.append([x.float().cpu() for x in (at[0], at[3], at[4])])
     if not all(torch.allclose(a, b, rtol=0.13, atol=0.05) for a, b in zip(*results, strict=True)):  # one ULP of e4m3
-        raise SystemExit(f"sanitize_attention: wrong result of write_kv to {dtype}")
+        raise SystemExit(f"sanitize_kernels: wrong result of write_kv to {dtype}")
 
 
 def merge(device: torch.device) -> None:
@@ -206,7 +208,41 @@ def merge(device: torch.device) -> None:
         merge_attention(*(x.to(target) for side in sides for x in side), out, lse)
         results.append((out.float().cpu(), lse.cpu()))
     if not all(torch.allclose(a, b, rtol=0.01, atol=0.01) for a, b in zip(*results, strict=True)):
-        raise SystemExit("sanitize_attention: wrong result of merge_attention")
+        raise SystemExit("sanitize_kernels: wrong result of merge_attention")
+
+
+def products(tokens: int, bits: int, device: torch.device) -> None:
+    """Compare the products of a layer with CPU tensors."""
+    heads, kv_heads, dim, hidden, inner = 4, 2, 64, 256, 384
+    generator = torch.Generator().manual_seed(0)
+    sizes = (((heads + 2 * kv_heads) * dim, hidden), (hidden, heads * dim), (2 * inner, hidden), (hidden, inner))
+    weights: list[Weight] = []
+    for rows, depth in (*sizes, (96, hidden)):
+        if bits == 16:
+            values = torch.randn(rows, depth, generator=generator).bfloat16() * depth**-0.5
+            weights.append(torch.nn.Parameter(values, requires_grad=False))
+        else:
+            empty = Fp8Weight.empty if bits == 8 else partial(Int4Weight.empty, group=64)
+            weight = empty(rows, depth, dtype=torch.bfloat16, device=torch.device("cpu"))
+            weight.fill_with_noise(depth**-0.5, generator)
+            weights.append(weight)
+    x, residual = torch.randn(2, tokens, hidden, generator=generator).bfloat16()
+    gain, caches = torch.rand(hidden).bfloat16(), torch.zeros(2, 5, 16, kv_heads, dim).bfloat16()
+    slots, cos_sin = torch.randperm(80)[:tokens], torch.rand(tokens, dim)
+    slots[0] = -1
+    results = []
+    for target in (device, torch.device("cpu")):
+        qkv, o, gate_up, down, head = (weight.to(target) for weight in weights)
+        at = [tensor.to(target, copy=True) for tensor in (x, residual, gain, *caches, slots, cos_sin)]
+        vectors, total, norm, k_cache, v_cache, where, table = at
+        positions = torch.arange(tokens, device=target)
+        q = linear_rope_write(vectors, qkv, k_cache, v_cache, where, positions, rotary=Rotary(table))
+        normed = linear_add(q.flatten(1), o, total, norm, 1e-5)
+        normed = linear_add(linear_silu_mul(normed, gate_up), down, total, norm, 1e-5)
+        logits = linear(normed, head, rows=positions[-1:])
+        results.append([tensor.float().cpu() for tensor in (q, k_cache, v_cache, total, logits)])
+    if not all(torch.allclose(a, b, rtol=0.02, atol=0.05) for a, b in zip(*results, strict=True)):
+        raise SystemExit(f"sanitize_kernels: wrong result of products of {tokens} tokens, {bits} bits per weight")
 
 
 CASES: dict[str, Callable[[torch.device], None]] = {
@@ -214,6 +250,8 @@ CASES: dict[str, Callable[[torch.device], None]] = {
     "write_kv": partial(write, torch.bfloat16),
     "write_kv_fp8": partial(write, E4M3),
     "merge": merge,
+    **{f"products_{tokens}": partial(products, tokens, 16) for tokens in (1, 16, 33, 64)},
+    **{f"products_{tokens}_{bits}_bits": partial(products, tokens, bits) for tokens in (3, 32) for bits in (8, 4)},
 }
 
 
