@@ -34,6 +34,7 @@ from tests.support.attention_cases import (
     by_id,
     make_problem,
 )
+from tests.test_readme import block
 
 STANDIN = Path(__file__).resolve().parent.parent / "support" / "vllm_standin"
 CPU = torch.device("cpu")
@@ -407,3 +408,22 @@ def test_unsupported_versions_are_named(
 def test_the_entry_point_is_the_function() -> None:
     text = (Path(plugin.__file__).resolve().parents[3] / "pyproject.toml").read_text()
     assert '[project.entry-points."vllm.general_plugins"]\ngraphrt = "graphrt.integrations.vllm:register"' in text
+
+
+def test_the_lines_of_the_readme_select_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm
+    from vllm.v1.attention.backends import registry
+
+    class LLM:
+        def __init__(self, *, model: str, attention_backend: str) -> None:
+            self.backend = registry.AttentionBackendEnum[attention_backend]
+
+        def generate(self, prompts: list[str]) -> Any:
+            return registry.registered[self.backend]
+
+    registry.registered.clear()
+    monkeypatch.setattr(plugin, "version", lambda name: "0.33.0")
+    monkeypatch.setattr(vllm, "LLM", LLM, raising=False)
+    plugin.register()  # vLLM calls the entry point in each process
+    exec(block("vllm", "python"), names := dict[str, Any]())
+    assert names["results"] == "graphrt.integrations.vllm.backend.GraphrtBackend"
