@@ -47,6 +47,27 @@ def test_texts_and_ids_give_the_same() -> None:
     assert generate([]) == []
 
 
+@pytest.mark.parametrize("family", ["Electra", "Llama", "GPT2"])
+def test_token_types_of_zeros_are_accepted_if_they_change_nothing(family: str) -> None:
+    """Electra embeds zeros without any types. Llama has no types. GPT-2 embeds types only if there are any."""
+    decoder = {"is_decoder": True, "pad_token_id": 0} if family == "Electra" else {}
+    model = make_oracle(family, vocab_size=VOCAB, eos_token_id=None, **decoder)
+    ids, mask = torch.tensor([[0, 0, 5, 6], [7, 8, 9, 10]]), torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    batch = {"input_ids": ids, "attention_mask": mask, "token_type_ids": torch.zeros_like(ids), "max_new_tokens": 8}
+    with from_transformers(model) as built:
+        if family != "GPT2":
+            alone = ids[:1, 2:], ids[1:]
+            typed = [{"token_type_ids": torch.zeros_like(row)} if family == "Electra" else {} for row in alone]
+            want = [
+                model.generate(row, max_new_tokens=8, **types)[0].tolist()
+                for row, types in zip(alone, typed, strict=True)
+            ]
+            assert [result.sequence for result in built.generate(**batch)] == want
+            batch["token_type_ids"] = torch.ones_like(ids)
+        with pytest.raises((ConfigError, UnsupportedError), match="token_type_ids"):
+            built.generate(**batch)
+
+
 def test_the_stream_has_the_tokens_and_the_text_of_the_results() -> None:
     tokenizer, end = byte_tokenizer(), free_tokens("Llama")[0][6]
     options: dict[str, Any] = {"tokenizer": tokenizer, "eos_token_id": end, "max_new_tokens": 15, "logprobs": 1}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import time
 from collections.abc import Generator, Iterator, Sequence
@@ -26,6 +27,9 @@ from graphrt.session.session import check_request
 
 Prompts = Sequence[str] | Sequence[Sequence[int]] | torch.Tensor
 """Texts, lists of token ids, or a padded batch of token ids [prompts, tokens] with an `attention_mask`."""
+
+_TOKEN_TYPES = {"token_type_ids", "mm_token_type_ids"}
+"""Tokenizers and processors return them. Zeros mean the first sentence, or text that is not an image."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +122,9 @@ class _Call:
     ) -> None:
         if prompts is None:
             prompts = options.pop("input_ids", None)
+        for name in _TOKEN_TYPES & options.keys():
+            if options[name] is not None and _are_default_types(model, name, options[name]):
+                del options[name]
         merged = MergedConfig.of(model, generation_config, options, runtime.vocab_size)
         config = merged.config
         if tokenizer is None and (config.stop_strings or _has_text(prompts)):
@@ -217,6 +224,18 @@ class _Ends:
                 if any(bool(criterion(ids, None)) for criterion in self._criteria):
                     self.reasons[index] = "stopping_criteria"
         return index in self.reasons
+
+
+def _are_default_types(model: Any, name: str, types: Any) -> bool:
+    """Return whether token types are zeros that change no logits. In GPT-2, zeros add an embedding."""
+    if any(map(np.any, _listed(name, types))):
+        return False
+    if name not in inspect.signature(model.forward).parameters:
+        return True
+    zeros = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    with torch.no_grad():
+        plain, typed = (model(zeros, use_cache=False, **given).logits for given in ({}, {name: zeros}))
+    return torch.allclose(plain, typed)
 
 
 def _has_text(prompts: object) -> bool:
