@@ -59,7 +59,7 @@ JOBS: dict[str, list[list[str]]] = {
         ],
     ],
     "attention": [[PYTHON, "-m", "scripts.bench_attention"]],
-    "linear": [[PYTHON, "-m", "scripts.bench_linear"]],
+    "linear": [[PYTHON, "-m", "scripts.bench_linear", "--tokens", "1,8,32"]],
     "backends": [[PYTHON, "-m", "scripts.bench_backends"]],
     "mixed": [[PYTHON, "-m", "scripts.bench_mixed"]],
     "groups": [[PYTHON, "-m", "scripts.bench_groups"]],
