@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from graphrt.batch import Batch, Request
+from graphrt.batch import Batch
 from graphrt.cache.kv_cache import KVCache
+from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.engine.handle import StepHandle
 from graphrt.engine.lifecycle import State, wrong_state
 from graphrt.kernels.checks import check_instance, check_int, check_sequence
@@ -24,10 +25,13 @@ from graphrt.kernels.errors import ConfigError
 from graphrt.kernels.metadata.buffers import BufferKind
 from graphrt.replay import ReplayManager
 from graphrt.testing.verify.api import verify
+from graphrt.testing.verify.batches import accept_drafts, generated_batches
 from graphrt.testing.verify.report import VerifyReport
 
 _COUNTERS = frozenset({"cursor", "step_counter", "last_writers", "write_conflicts", "loop_condition", "order"})
 """Persistent buffers that count launches and steps. The host also counts, so they are not restored between runs."""
+
+_OMIT = "omit it for the default"
 
 
 class RuntimeSubject:
@@ -35,6 +39,8 @@ class RuntimeSubject:
 
     Attributes:
         faults: the fault of each request that the device rejected, by batch and index in the batch.
+        ran: the sizes whose graph was launched.
+        accepted: whether a graph accepted a draft.
     """
 
     def __init__(self, manager: ReplayManager, model: object = None, oracle: ReplayManager | None = None) -> None:
@@ -43,10 +49,12 @@ class RuntimeSubject:
         self.host = (manager._program.model if model is None else model, "model")
         self.batch = Batch.empty()
         self.faults: dict[tuple[int, int], str] = {}
+        self.ran, self.accepted = set[BatchDescriptor](), False
         self.derived = tuple(self.buffers)
         cache = manager.kv_cache
         self.state = {
             **{name: t for name, t in self._request_state(manager).items() if t.numel()},
+            **{f"request tensor {name}": t for name, t in manager.request_tables.tensors.items() if t.numel()},
             **{name: t for name, t in cache.named_tensors() if not name.endswith("scales")},
         }
         if oracle is not None:
@@ -73,7 +81,16 @@ class RuntimeSubject:
 
     def capture(self, inputs: Mapping[str, Any]) -> Any:
         """Return the launch of a graph that the manager has already captured."""
-        return lambda: _results(self.manager.replay(self.batch))
+
+        def launch() -> dict[str, torch.Tensor]:
+            handle = self.manager.replay(self.batch)
+            results = _results(handle)
+            if not handle.why_eager:
+                self.ran.add(handle.descriptor)
+                self.accepted |= handle.positions > 1 and bool((results["tokens"][:, 1:] >= 0).any())
+            return results
+
+        return launch
 
     def _by_oracle(self, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         assert self.oracle is not None, "eager is this method only with an oracle"
@@ -92,15 +109,17 @@ class RuntimeSubject:
         return {name: masks[pool] for name, pool in self._pools().items()}
 
     def unowned(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return all pages that the batch does not list, except the null page; none if there are several pools."""
-        cache = self.manager.kv_cache
-        if len(cache.pools) != 1:
-            return {}
-        ((num_pages, null_page),) = cache.pools
-        free = np.ones(num_pages, np.bool_)
-        free[null_page] = free[inputs["batch"].page_ids] = False
+        """Return all pages that the batch does not list, except the null page."""
+        cache, batch = self.manager.kv_cache, inputs["batch"]
+        free = [np.ones(num_pages, np.bool_) for num_pages, _ in cache.pools]
+        for pages, (_, null_page) in zip(free, cache.pools, strict=True):
+            pages[null_page] = False
+        lists, n = batch.page_indptr, batch.num_reqs
+        for number, group in enumerate(cache.groups[: batch.num_groups]):
+            free[group.pool][batch.page_ids[lists[number * n] : lists[(number + 1) * n]]] = False
         # Use indices, because a mask makes the host wait for the device once per tensor.
-        return dict.fromkeys(self._pools(), torch.from_numpy(np.flatnonzero(free)).to(cache.device))
+        indices = [torch.from_numpy(np.flatnonzero(pages)).to(cache.device) for pages in free]
+        return {name: indices[pool] for name, pool in self._pools().items()}
 
     def _pools(self) -> dict[str, int]:
         """Return the pool of each cache tensor."""
@@ -116,7 +135,7 @@ def verify_runtime(
     model: object = None,
     vocab_size: int | None = None,
     oracle: ReplayManager | None = None,
-    count: int = 8,
+    count: int | None = None,
     seed: int = 0,
     tolerance: float | None = None,
 ) -> VerifyReport:
@@ -125,16 +144,17 @@ def verify_runtime(
     Args:
         manager: the manager. Call this function on its stream, with no step in flight.
         batches: steps that can run in any order, with literal tokens and full page lists. Default: generated batches,
-            for which the cache is filled with random values.
+            for which the cache is filled with random values. Some of their drafts are the tokens that the model
+            samples, so that steps accept them.
         model: object to search for values that a graph may have frozen. Default: the manager's model.
         vocab_size: upper bound of generated tokens. Default: the manager's vocabulary size.
         oracle: a captured manager with the same model, config and KVCache, but with another backend and
             `use_graphs=False`. Its eager logits are the reference.
-        count, seed: number and seed of generated batches.
+        count, seed: number and seed of generated batches. Default: one per captured size, and at least 8.
         tolerance: tolerance of logits against those of the oracle.
 
     Returns:
-        The report. Requests that the device rejected are listed in `not_checked`.
+        The report. `not_checked` lists captured sizes at which no batch ran, and requests that the device rejected.
 
     Raises:
         ConfigError: if an argument is invalid, or the device rejects every request.
@@ -153,33 +173,50 @@ def verify_runtime(
     cache = manager.kv_cache
     tensors = [tensor for group in range(len(cache.groups)) for tensor in _tensors(cache, group)]
     before = [t.clone() for t in tensors]
-    if batches is None:
-        count = check_int("count", count, 1, advice="8 is usual")
-        seed = check_int("seed", seed, 0, 2**63 - 1, advice="pass any number")
-        most = manager.vocab_size
-        vocab_size = most if vocab_size is None else check_int("vocab_size", vocab_size, 1, most, advice="leave it out")
-        batches = generated_batches(manager, vocab_size=vocab_size, count=count, seed=seed)
-        rng = torch.Generator(cache.device).manual_seed(seed)  # the host would take seconds per GiB
-        for tensor in tensors:
-            tensor.copy_(torch.randn(tensor.shape, generator=rng, device=tensor.device))
-    else:
-        _check_batches(manager, batches)
-    steps = list(batches)
     try:
+        if batches is None:
+            count = max(8, len(manager.descriptors)) if count is None else check_int("count", count, 1, advice=_OMIT)
+            seed = check_int("seed", seed, 0, 2**63 - 1, advice="pass any number")
+            most = manager.vocab_size
+            vocab_size = most if vocab_size is None else check_int("vocab_size", vocab_size, 1, most, advice=_OMIT)
+            steps = generated_batches(manager, vocab_size=vocab_size, count=count, seed=seed)
+            rng = torch.Generator(cache.device).manual_seed(seed)  # the host would take seconds per GiB
+            for tensor in tensors:
+                tensor.copy_(torch.randn(tensor.shape, generator=rng, device=tensor.device))
+        else:
+            _check_batches(manager, batches)
+            steps = list(batches)
         subject = RuntimeSubject(manager, model, oracle)
+        if batches is None:
+            accept_drafts(manager, steps, subject.state, seed=seed)
         report = verify(
             subject, lambda case: {"batch": steps[case]}, cases=len(steps), captures=[0], tolerance=tolerance
         )
     finally:
         for tensor, old in zip(tensors, before, strict=True):
             tensor.copy_(old)
-    if not subject.faults:
-        return report
-    first = next(iter(subject.faults.values()))
-    if len(subject.faults) == sum(batch.num_reqs for batch in steps):
+    if subject.faults and len(subject.faults) == sum(batch.num_reqs for batch in steps):
+        first = next(iter(subject.faults.values()))
         raise ConfigError(f"batches: the device rejected every request, first: {first}; fix the batches")
-    what = f"the device rejected {len(subject.faults)} requests, which wrote nothing; the first: {first}"
-    return replace(report, not_checked={**report.not_checked, "rejected requests": what})
+    return replace(report, not_checked={**report.not_checked, **_not_run(subject)})
+
+
+def _not_run(subject: RuntimeSubject) -> dict[str, str]:
+    """Return what no batch ran: captured sizes, loops, accepted drafts, and requests with faults."""
+    manager, found = subject.manager, dict[str, str]()
+    if left := [str(size) for size in manager.descriptors if size not in subject.ran]:
+        found["sizes"] = f"no batch ran at {', '.join(left)}; omit count, or pass batches of these sizes"
+    if manager.config.loop_sizes:
+        found["loops"] = "sessions run several steps in one launch of a loop; each replay runs one step"
+    if manager.config.num_speculative_tokens and not subject.accepted:
+        found["drafts"] = "no step accepted a draft"
+        if manager.config.rejection_sampling:
+            found["drafts"] += ", because batches cannot have drafts with rejection_sampling=True"
+    if subject.faults:
+        first = next(iter(subject.faults.values()))
+        what = f"the device rejected {len(subject.faults)} requests, which wrote nothing; the first: {first}"
+        found["rejected requests"] = what
+    return found
 
 
 def _check_batches(manager: ReplayManager, batches: object) -> None:
@@ -200,53 +237,6 @@ def _check_batches(manager: ReplayManager, batches: object) -> None:
                 f"batches[{index}].page_ids: expected 0 <= id < {num_pages}, got {int(ids.min())} to {int(ids.max())}; "
                 "list pages of this cache"
             )
-
-
-def generated_batches(manager: ReplayManager, *, vocab_size: int, count: int, seed: int) -> list[Batch]:
-    """Return ragged batches that shrink and grow, with lengths before, at and after page boundaries.
-
-    They are decode steps of 1 to max_num_reqs requests in any order and, if the config allows them, mixed steps and
-    drafts.
-
-    Raises:
-        ConfigError: if the cache has several KV groups, or fewer pages than requests.
-    """
-    cache, config = manager.kv_cache, manager.config
-    if len(cache.groups) != 1:
-        raise ConfigError(
-            f"batches: cannot generate them for a cache of {len(cache.groups)} KV groups; pass your own batches"
-        )
-    rng = np.random.default_rng(seed)
-    ((num_pages, null_page),) = cache.pools
-    page_size = cache.groups[0].page_size
-    pages = [page for page in range(num_pages) if page != null_page]
-    each = min(len(pages) // config.max_num_reqs, config.max_seq_len // page_size)
-    if not each:
-        raise ConfigError(
-            f"cache: expected at least one page per request, got {len(pages)} for {config.max_num_reqs} requests; "
-            f"add pages"
-        )
-    longest = each * page_size
-    boundaries = [n + d for n in range(page_size, longest + 1, page_size) for d in (-1, 0, 1)]
-    batches = []
-    for number in range(count):
-        num_reqs = config.max_num_reqs if number % 3 == 0 else int(rng.integers(1, config.max_num_reqs + 1))
-        mixed = config.mixed_batches and bool(config.mixed_sizes) and number % 4 == 2
-        room, chosen = config.max_num_tokens, []
-        owned = rng.permutation(pages)
-        for req in rng.permutation(config.max_num_reqs)[:num_reqs].tolist():
-            length = int(rng.choice(boundaries) if rng.random() < 0.5 else rng.integers(1, longest + 1))
-            length = min(max(length, config.query_lens[-1]), longest)
-            new = min(int(rng.integers(1, 6)), length) if mixed else config.query_lens[-1]
-            if new > room:
-                break
-            room -= new
-            mine = owned[req * each : req * each + -(-length // page_size)].tolist()
-            tokens = rng.integers(0, vocab_size, new).tolist()
-            drafts = int(rng.integers(0, min(new, config.query_lens[-1])))
-            chosen.append(Request(req, tokens, length, tuple(mine), sample=1 + drafts))
-        batches.append(Batch.from_requests(chosen))
-    return batches
 
 
 def _results(handle: StepHandle) -> dict[str, torch.Tensor]:

@@ -9,11 +9,22 @@ import pytest
 import torch
 
 from graphrt.batch import Batch
+from graphrt.cache.groups import kv_groups
+from graphrt.capture.descriptor import BatchDescriptor
+from graphrt.draft_model import HIDDEN, DraftModel
 from graphrt.kernels.errors import CaptureError, ConfigError
+from graphrt.proposer import Proposer, ngram_drafts
 from graphrt.replay import ReplayManager
+from graphrt.runtime import Runtime
+from graphrt.spec import AttentionSpec
 from graphrt.step import Step
-from graphrt.testing.verify.runtime import generated_batches, verify_runtime
-from tests.support.toy import VOCAB, Rig, ToyModel, make_rig
+from graphrt.testing.verify.batches import generated_batches
+from graphrt.testing.verify.runtime import verify_runtime
+from tests.engine.test_encoders import bart_runtime
+from tests.session.test_draft_model import drafter
+from tests.support.layered import VOCAB as LAYERED_VOCAB
+from tests.support.layered import WIDTH, LayeredModel, build
+from tests.support.toy import VOCAB, LivelyModel, Rig, ToyModel, captured, make_rig
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -44,6 +55,119 @@ def test_batches_with_drafts_have_no_findings(device: torch.device, tree_depth: 
     assert any(set(batch.sample) > {1} and max(batch.query_lens) > 3 for batch in batches), "drafts in a mixed step"
     report = verify_runtime(rig.manager, count=6)
     assert report.ok, str(report)
+
+
+def speculating(name: str, device: torch.device, model: LivelyModel | None = None) -> Runtime:
+    proposers = {
+        "callers": lambda: None,
+        "ngrams": lambda: ngram_drafts,
+        "draft model": lambda: drafter(LivelyModel(device)),
+    }
+    sizes = {"decode_sizes": (1, 2, 4), "mixed_sizes": (8, 16), "max_num_tokens": 16}
+    return captured(model, device, proposer=proposers[name](), num_speculative_tokens=3, **sizes)
+
+
+@pytest.mark.parametrize("name", ["callers", "ngrams", "draft model"])
+def test_every_captured_size_runs_and_drafts_are_accepted(device: torch.device, name: str) -> None:
+    runtime = speculating(name, device)
+    report = verify_runtime(runtime.manager)
+    assert report.ok, str(report)
+    assert set(runtime.stats().replays) == set(runtime.manager.descriptors)
+    assert len(runtime.manager.descriptors) == 2 * 3 + 2
+    assert not {"sizes", "drafts"} & set(report.not_checked)
+    report = verify_runtime(runtime.manager, count=3)
+    left = report.not_checked["sizes"]
+    assert all(str(size) in left for size in (BatchDescriptor.decode(1), BatchDescriptor.decode(1, 4)))
+    assert not any(f"{size}," in left for size in (BatchDescriptor.decode(4), BatchDescriptor.decode(4, 4)))
+    runtime.close()
+
+
+class FrozenInPlainSteps(LivelyModel):
+    """Multiplies by a Python number, except in graphs that verify drafts."""
+
+    factor = 1.0
+
+    def forward(self, step: Step) -> torch.Tensor:
+        logits = super().forward(step)
+        return logits * self.factor if step.descriptor.query_len == 1 else logits
+
+
+@pytest.mark.parametrize("name", ["callers", "ngrams", "draft model"])
+def test_a_bug_in_plain_decode_graphs_of_a_speculating_runtime_is_found(device: torch.device, name: str) -> None:
+    model = FrozenInPlainSteps(device)
+    runtime = speculating(name, device, model)
+    model.factor = 0.5
+    report = verify_runtime(runtime.manager)
+    assert {finding.check for finding in report.findings} == {"graph"}, str(report)
+    assert {finding.difference.output for finding in report.findings} == {"logits"}
+    runtime.close()
+
+
+class FrozenAfterDrafts:
+    """Greedy, except for token 0, plus a Python number once a draft of the step was accepted."""
+
+    shift = 0
+    step: Step | None = None
+
+    def __call__(self, logits: torch.Tensor, step: Step) -> torch.Tensor:
+        b = step.buffers
+        if step is not self.step:  # the first position
+            self.step, self.first = step, b.sample_lens.clone()
+        accepted = (b.sample_lens > self.first) & (b.drafts_left >= 0)
+        return 1 + (logits[:, 1:].argmax(-1) + accepted * self.shift) % (VOCAB - 1)
+
+
+@pytest.mark.parametrize("proposer", [None, ngram_drafts])
+def test_a_bug_after_an_accepted_draft_is_found(device: torch.device, proposer: Proposer | None) -> None:
+    sampler = FrozenAfterDrafts()
+    rig = rig_of(device, LivelyModel(device), sampler=sampler, num_speculative_tokens=3, options={"proposer": proposer})
+    sampler.shift = 1
+    drafts_of_0 = generated_batches(rig.manager, vocab_size=1, count=8, seed=0)
+    report = verify_runtime(rig.manager, drafts_of_0)
+    assert report.ok, str(report)
+    assert report.not_checked["drafts"] == "no step accepted a draft"
+    report = verify_runtime(rig.manager)
+    assert {finding.check for finding in report.findings} == {"graph"}, str(report)
+    assert report.findings[0].difference.output == "tokens"
+
+
+@pytest.mark.parametrize("head", [False, True])
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float8_e4m3fn])
+def test_layers_that_differ_and_heads_that_draft_have_no_findings(
+    device: torch.device, head: bool, kv_dtype: torch.dtype
+) -> None:
+    specs = [AttentionSpec(4, 2, 16, torch.float32, sliding_window=window) for window in (6, None, 6)]
+    groups = kv_groups(specs, page_size=4, dtype=kv_dtype)
+    assert len(groups) == 3
+    draft = DraftModel(
+        LayeredModel(specs, device), specs, vocab_size=LAYERED_VOCAB, hidden_size=WIDTH if head else None
+    )
+    _, runtime = build(specs, groups, 60, device, draft, num_speculative_tokens=2)
+    report = verify_runtime(runtime.manager)
+    assert report.ok, str(report)
+    assert not {"sizes", "drafts"} & set(report.not_checked)
+    assert (f"request tensor {HIDDEN}" in report.checked["state"]) is head
+    runtime.close()
+
+
+def test_cross_layers_have_no_findings() -> None:
+    _, runtime = bart_runtime(torch.device("cpu"))
+    report = verify_runtime(runtime.manager)
+    assert report.ok, str(report)
+    assert not {"sizes", "rejected requests"} & set(report.not_checked)
+    runtime.close()
+
+
+def test_loops_and_rejection_sampling_are_listed_as_not_checked() -> None:
+    model = LivelyModel(torch.device("cpu"))
+    options = {"num_speculative_tokens": 2, "max_num_tokens": 16, "loop_sizes": (2,), "rejection_sampling": True}
+    runtime = captured(model, proposer=drafter(model), **options)
+    report = verify_runtime(runtime.manager)
+    assert report.ok, str(report)
+    assert report.not_checked["loops"]
+    assert report.not_checked["drafts"].endswith("because batches cannot have drafts with rejection_sampling=True")
+    assert "sizes" not in report.not_checked
+    runtime.close()
 
 
 def oracle_of(rig: Rig, model: ToyModel | None = None) -> ReplayManager:
@@ -181,5 +305,5 @@ def test_wrong_arguments_raise() -> None:
         with pytest.raises(ConfigError, match=text):
             verify_runtime(**{"manager": rig.manager, **arguments})
     small = rig_of(torch.device("cpu"), num_pages=4).manager
-    with pytest.raises(ConfigError, match="cache: expected at least one page per request, got 3 for 8"):
+    with pytest.raises(ConfigError, match="one page per request and KV group, got 3 pages for 8 requests"):
         generated_batches(small, vocab_size=VOCAB, count=1, seed=0)
