@@ -21,6 +21,7 @@ from graphrt.engine.lifecycle import Exclusive
 from graphrt.engine.program import StepProgram
 from graphrt.engine.stats import Stats
 from graphrt.kernels.metadata.buffers import BufferKind
+from graphrt.step import Model
 
 NamedTensor = tuple[str, torch.Tensor]
 
@@ -85,16 +86,16 @@ class Guards:
         self._pointers.check_next()
         if self._names.any and self._names.changed():
             self._pointers.check()  # passes if the new object has the same memory
-            self._pointers.check_new(self._program.weights(self._program.model))
+            self._pointers.check_new(self._weights_of(self._program.model))
             self._remember_names()
         if self._debug:
             self._lock.check()
 
     def check_names(self, model: torch.nn.Module) -> None:
         """Check the weights of `model` and the cache. Raises: ReplayError: if a tensor moved, changed or was added."""
-        self._pointers.check_names((*self._program.weights(model), *self._tables_and_cache()))
+        self._pointers.check_names((*self._weights_of(model), *self._tables_and_cache()))
         if self._weights is None:
-            self._pointers.check_new(self._program.weights(model))
+            self._pointers.check_new(self._weights_of(model))
 
     def poll(self) -> None:
         """Update the memory growth in `stats`."""
@@ -153,7 +154,11 @@ class Guards:
         yield from self._tables_and_cache()
 
     def _named_weights(self) -> Iterable[NamedTensor]:
-        return self._program.weights(self._program.model) if self._weights is None else self._weights
+        return self._weights_of(self._program.model) if self._weights is None else self._weights
+
+    def _weights_of(self, model: Model) -> Iterator[NamedTensor]:
+        """Yield the weights that graphs read. A DTensor has no memory of its own, so its local tensor replaces it."""
+        yield from ((name, getattr(tensor, "_local_tensor", tensor)) for name, tensor in self._program.weights(model))
 
     def _tables_and_cache(self) -> Iterator[NamedTensor]:
         if self._tables is not None:

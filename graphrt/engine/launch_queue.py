@@ -209,7 +209,7 @@ class LaunchQueue:
                 f"logits: step {latest} has overwritten the logits of step {step}; "
                 "call logits(copy=True) before the next step"
             )
-        if self._program.splits_logits:
+        if self._program.splits_logits and self._logits.shape[-1] != self._program.vocab_size:
             raise UnsupportedError("logits: each rank has logits of its own tokens; gather them, with max_logprobs=0")
         moved, stream = bool(self._program.decode_len(descriptor)), self._on_stream.stream
         with self._on_stream:  # between this step and the next, which overwrites them

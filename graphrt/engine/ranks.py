@@ -155,11 +155,11 @@ class Ranks:
     @contextlib.contextmanager
     def patient(self) -> Iterator[None]:
         """Return a context in which ranks may be late, for example because they compile kernels."""
-        self._hang_seconds = float("inf")
+        before, self._hang_seconds = self._hang_seconds, float("inf")
         try:
             yield
         finally:
-            self._hang_seconds = HANG_SECONDS
+            self._hang_seconds = before
 
     def watch(self) -> Callable[[], None]:
         """Check for failed ranks in a thread, until the returned function is called. After a failure, kernels that wait

@@ -21,6 +21,7 @@ from graphrt.integrations.transformers.float32 import replaced_tensors
 from graphrt.integrations.transformers.host import RECORDING, HostedModel, LayerCall, package
 from graphrt.integrations.transformers.masks import Reach, reach_of
 from graphrt.integrations.transformers.rotary import RotaryTable, is_rotary, long_boundary, rope_types
+from graphrt.integrations.transformers.sharding import empty_like_shard
 from graphrt.kernels.errors import ConfigError, GraphRTError, UnsupportedError
 from graphrt.spec import AttentionSpec
 
@@ -100,6 +101,11 @@ def _try_run(hosted: HostedModel, max_seq_len: int, device: torch.device) -> tup
             what = f"values are read on the host ({error}); {_STAY}" if "meta tensor" in str(error) else f"{error}"
             if "fake impl" in what:
                 what = f"{what.partition(': ')[0]} has no meta implementation; load the model without quantization"
+            elif hosted.group is not None:
+                what += (
+                    f"; if the plan of transformers does not divide the heads by {hosted.group.size()} ranks, use a "
+                    "divisor of the number of KV heads, or graphrt.load_model(group=)"
+                )
             raise refuse(model, f"the run on the meta device failed at {_place_of_error(error)}: {what}") from error
     hosted.places = False  # the model may need a number as the length of the cache, not a tensor
     return None
@@ -259,7 +265,7 @@ def _blocked(text: str, advice: str) -> _BlockedError:
 def _without_memory(value: torch.Tensor, device: torch.device) -> torch.Tensor:
     if value.device != device:
         return value
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    return empty_like_shard(value, torch.device("meta"))
 
 
 def _device(model: Any) -> torch.device:

@@ -11,7 +11,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
 
@@ -19,8 +19,10 @@ import torch
 from torch.distributions import Distribution
 from torch.overrides import TorchFunctionMode
 
+from graphrt.engine.ranks import Ranks
 from graphrt.integrations.transformers.experts import dense_experts
 from graphrt.integrations.transformers.rotary import RotaryTable
+from graphrt.integrations.transformers.sharding import GroupCollectives, group_of
 from graphrt.kernels.cache.write import Rotary
 from graphrt.kernels.errors import CaptureError, ConfigError, UnsupportedError
 from graphrt.models.packages import require
@@ -202,6 +204,9 @@ class HostedModel(torch.nn.Module):
     layers      whole layers that are replaced; see layers.py
     attention_modules       the modules that call the attention function
     places  whether the cache reports the position of each token, as a tensor
+    group   the ranks over which the model is sharded, or None
+
+    Raises: see `group_of`.
     """
 
     def __init__(self, model: Any) -> None:
@@ -217,6 +222,8 @@ class HostedModel(torch.nn.Module):
         self.layers: dict[torch.nn.Module, Any] = {}
         self.attention_modules: list[torch.nn.Module] = []
         self.places = True
+        self.group = group_of(model)
+        self._collectives = nullcontext() if self.group is None else GroupCollectives(self.group)
         parameters = _parameters(model)
         self._cache_name = next((name for name in ("cache", "past_key_values") if name in parameters), None)
         self._keeps_logits = "logits_to_keep" in parameters
@@ -256,8 +263,13 @@ class HostedModel(torch.nn.Module):
             options[self._cache_name] = NoCache(before)
         if self._keeps_logits:
             options["logits_to_keep"] = keep
-        with _HOSTING, self._hosting(name, ids.device), _bound(_CALLS, calls), _FilledNumbers():
-            found = self.model(input_ids=ids[None], position_ids=positions[None], use_cache=False, **options)
+        with _HOSTING, self._hosting(name, ids.device), _bound(_CALLS, calls), _FilledNumbers(), self._collectives:
+            try:
+                found = self.model(input_ids=ids[None], position_ids=positions[None], use_cache=False, **options)
+            except torch.OutOfMemoryError as error:
+                if self.group is not None:
+                    Ranks.of(self.group).fail(error)  # the other ranks wait for a collective of this run
+                raise
         logits: torch.Tensor = found.logits[0]
         return logits if self._keeps_logits else logits[keep]
 

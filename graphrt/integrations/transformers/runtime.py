@@ -10,6 +10,7 @@ import torch
 
 from graphrt.cache.groups import kv_groups
 from graphrt.config import RuntimeConfig
+from graphrt.engine.ranks import Ranks
 from graphrt.engine.step_model import is_compiled
 from graphrt.integrations.transformers import generation
 from graphrt.integrations.transformers.discovery import discover
@@ -26,6 +27,7 @@ from graphrt.integrations.transformers.host import (
 from graphrt.integrations.transformers.layers import find_layers
 from graphrt.integrations.transformers.probe import check_independence
 from graphrt.integrations.transformers.rotation import find_rotation
+from graphrt.integrations.transformers.sharding import group_of, together
 from graphrt.kernels.attention.options import FP8_DTYPES
 from graphrt.kernels.checks import check_bool, check_instance
 from graphrt.kernels.errors import ConfigError, UnsupportedError
@@ -123,7 +125,8 @@ def from_transformers(
     attention implementation and its config, so that it can also be used without graphrt, and in other threads. Until
     this function returns, forward passes by other callers raise CaptureError.
 
-    model               a PreTrainedModel in eval mode, with all weights on one device
+    model               a PreTrainedModel in eval mode, with all weights on one device. If it was sharded over ranks,
+                        all ranks call this function; docs/parallel.md shows how
     tokenizer           kept as `runtime.tokenizer`, for text prompts
     config              capacities and options; None: up to 256 requests and 2,048 tokens a step (8 and 64 on a CPU),
                         and sequences as long as the model and the device memory allow. A RuntimeConfig replaces all
@@ -141,7 +144,9 @@ def from_transformers(
 
     Raises:
         ConfigError: if `transformers` is missing, or an argument is wrong.
-        UnsupportedError: if a graph cannot contain the model, with the file and line to blame.
+        UnsupportedError: if a graph cannot contain the model, with the file and line to blame, or if it was sharded by
+            anything other than tensor parallelism.
+        RankError: if another rank exits or fails.
         CapacityError: if the cache does not fit into the memory of the device.
     """
     check_instance("model", model, package().PreTrainedModel, advice="pass what from_pretrained() returned")
@@ -167,7 +172,8 @@ def from_transformers(
             )
         config = replace(config, max_seq_len=longest)
     # Weights that `fuse` moves stay normal tensors, so that the model can be trained.
-    with reserved(model), torch.inference_mode(False), torch.no_grad():
+    group = group_of(model)
+    with reserved(model), torch.inference_mode(False), torch.no_grad(), together(group):
         hosted, vocab_size = host(model, longest if config is None else config.max_seq_len)
         if kv_dtype not in (None, keys := hosted.specs[0].dtype, *FP8_DTYPES):
             raise ConfigError(f"kv_dtype: expected fp8 or {keys}, the dtype of the keys, got {kv_dtype}; pass None")
@@ -175,6 +181,8 @@ def from_transformers(
         if config is None:
             config = default_config(groups, longest, model.device, memory_utilization)
             config = replace(config, **own_needs(model, vocab_size))
+            if group is not None:
+                config = replace(config, max_seq_len=min(Ranks.of(group).exchange(config.max_seq_len)))
         fused: dict[str, str] = {}
         if fuse:
             fused = find_fused(hosted, config.max_seq_len, vocab_size)
@@ -193,6 +201,7 @@ def from_transformers(
             num_pages=num_pages,
             memory_utilization=memory_utilization,
             proposer=proposer,
+            group=group,
         )
         runtime.model, runtime.tokenizer, runtime.fused, runtime._hosted = model, tokenizer, fused, hosted
         runtime.kv_boundary = next((of.boundary for of in hosted.tables.values() if of.boundary), None)
