@@ -1,20 +1,20 @@
 """The ranks of a process group on one host: messages from rank 0 to the others, and the detection of failed ranks.
 
 Ranks share a block of memory. Every wait for another rank polls, and checks in between whether a rank has failed. A
-rank has failed if its process has ended, if it has reported an error, or if it has not arrived at a collective or
-queued a launch in time. The host also polls while it waits for a GPU, because a kernel may wait for another rank. A
-thread checks too: some calls of the driver, such as loading a kernel, wait for running kernels.
+rank has failed if its process has ended or is stopped, if it has reported an error, or if it has not arrived at a
+collective or queued a launch in time. The host also polls while it waits for a GPU, because a kernel may wait for
+another rank. A thread checks too: some calls of the driver, such as loading a kernel, wait for running kernels.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import mmap
 import os
 import pickle
 import select
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +39,10 @@ CUDA_BACKENDS = "cpu:gloo,cuda:nccl"
 """Backends of a group of GPUs. Ranks exchange by gloo at start, and by NCCL in a step."""
 
 HANG_SECONDS = 8.0
-"""How long a rank may be late at a collective of a step or at a launch, or may stop inside a collective."""
+"""How long a rank may be late at a collective of a step or at a launch, and how long its process may be stopped."""
+
+PATIENT_SECONDS = 600.0
+"""How long a rank may be late while ranks join, load and capture, because some compile kernels or read slow disks."""
 
 _CHECK_SECONDS = 0.05
 _THREAD_CHECK_SECONDS = 0.5
@@ -51,9 +54,8 @@ _ABORT_SECONDS = 2.0  # longest time from the abort of NCCL to the end of its ke
 _RING_BYTES = 1 << 22
 _TEXT_BYTES = 1024
 _LINE = 8  # int64 per cache line
-# Indices in a rank's line. Arrivals count collectives and launches. The beat is the time when a waiting rank last
-# checked the others. The counter belongs to the ring.
-_ARRIVALS, _BEAT, _FAILED, _CULPRIT, _COUNTER = range(5)
+# Indices in a rank's line. Arrivals count collectives and launches. The counter belongs to the ring.
+_ARRIVALS, _FAILED, _CULPRIT, _COUNTER = range(4)
 _ADVICE = "close the runtime, and start all ranks again"
 
 _of_group: dict[str, Ranks] = {}
@@ -79,7 +81,8 @@ class Ranks:
             env.set_nccl_defaults()
         self.managers, self._hang_seconds, self._polled = 0, HANG_SECONDS, 0.0
         self._subgroups = dict[int, dist.ProcessGroup]()
-        self._memory, pids = self._shared_memory()
+        self._memory, self._pids = self._shared_memory()
+        self._stopped_since = dict[int, float]()
         count = 1 + self.size
         words = np.frombuffer(self._memory, np.int64, count * _LINE).reshape(count, _LINE)
         texts = np.frombuffer(self._memory, np.uint8, self.size * _TEXT_BYTES, words.nbytes)
@@ -92,9 +95,12 @@ class Ranks:
         self._ended, self._rank_of_fd = select.epoll(), dict[int, int]()  # threads may poll it together
         self._reporting = threading.Lock()
         self._queueing = threading.RLock()  # a signal handler may run a step
-        for rank, pid in enumerate(pids):
+        for rank, pid in enumerate(self._pids):
             if rank != self.rank:
-                descriptor = os.pidfd_open(pid)
+                try:
+                    descriptor = os.pidfd_open(pid)
+                except ProcessLookupError as error:
+                    raise RankError(rank, f"the process of rank {rank} has ended; {_ADVICE}") from error
                 self._rank_of_fd[descriptor] = rank
                 self._ended.register(descriptor, select.EPOLLIN)
         collectives.runners[group.group_name] = self._run_collective
@@ -114,6 +120,7 @@ class Ranks:
         if size == self.size:
             return self.group
         if size not in self._subgroups:
+            self.exchange(None)  # this wait notices failed ranks, new_group does not
             starts = range(0, self.size, size)
             global_ranks = [dist.get_global_rank(self.group, rank) for rank in range(self.size)]
             groups = [dist.new_group(global_ranks[start : start + size]) for start in starts]
@@ -143,7 +150,10 @@ class Ranks:
         return self._ring.receive()
 
     def exchange(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, by rank. Waits without a time limit. Raises: RankError: if a rank fails."""
+        """Return the values of all ranks, by rank. Ranks may be late, as in `patient`.
+
+        Raises: RankError: if a rank fails.
+        """
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         with self.patient():
             sizes = collectives.gather(torch.tensor([len(data)], device="cpu"), self.group).flatten().tolist()
@@ -154,8 +164,8 @@ class Ranks:
 
     @contextlib.contextmanager
     def patient(self) -> Iterator[None]:
-        """Return a context in which ranks may be late, for example because they compile kernels."""
-        before, self._hang_seconds = self._hang_seconds, float("inf")
+        """Return a context in which ranks may be late by PATIENT_SECONDS, for example because they compile kernels."""
+        before, self._hang_seconds = self._hang_seconds, PATIENT_SECONDS
         try:
             yield
         finally:
@@ -172,6 +182,7 @@ class Ranks:
         with contextlib.suppress(RankError):  # the next call that waits raises it
             while not ended:
                 self.check()
+                self._check_stopped()
                 time.sleep(_THREAD_CHECK_SECONDS)
 
     def arrive(self) -> None:
@@ -188,7 +199,7 @@ class Ranks:
             while not done() and time.monotonic() < deadline:
                 time.sleep(_SLEEP_SECONDS)
             self.check()
-        self._until(done, self._hang_seconds, stops=False)
+        self._until(done, self._hang_seconds)
         if self._has_failed:
             self.check()
 
@@ -197,6 +208,7 @@ class Ranks:
         if self._has_failed or time.monotonic() - self._polled > _CHECK_SECONDS:
             self._polled = time.monotonic()
             self.check()
+            self._check_stopped()
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
@@ -255,6 +267,7 @@ class Ranks:
             self._texts[self.rank, : len(data)] = np.frombuffer(data, np.uint8)
             self._lines[self.rank, _CULPRIT] = culprit
             self._lines[self.rank, _FAILED] = 1
+        _keep_gloo(self.group)
         for group in (self.group, *self._subgroups.values()):  # stop kernels that wait for other ranks
             if (buffer := symmetric_buffers.get(group.group_name)) is not None:
                 buffer.abort(culprit % group.size())
@@ -272,39 +285,40 @@ class Ranks:
             self._queueing.release()
         nccl.abort()
 
-    def _until(self, done: Callable[[], bool], hang_seconds: float = float("inf"), stops: bool = True) -> None:
-        """Wait for a condition. Raises RankError if a rank fails, or is late by `hang_seconds`.
-
-        stops   also fail a rank that has arrived but no longer runs, as in a collective of the host
-        """
+    def _until(self, done: Callable[[], bool], hang_seconds: float = float("inf")) -> None:
+        """Wait for a condition. Raises RankError if a rank fails, or is late by `hang_seconds`."""
         start = checked = time.monotonic()
         while not done():
             now = time.monotonic()
             if now - checked > _CHECK_SECONDS:
                 checked = now
-                self._lines[self.rank, _BEAT] = time.monotonic_ns()
                 self.check()
+                self._check_stopped()
                 if now - start > hang_seconds:
-                    self._check_arrivals(hang_seconds, stops)
+                    self._check_arrivals(hang_seconds)
             time.sleep(0 if now - start < _SPIN_SECONDS[self.on_cuda] else _SLEEP_SECONDS)
 
-    def _check_arrivals(self, seconds: float, stops: bool) -> None:
-        arrivals, beats = self._lines[:, _ARRIVALS], self._lines[:, _BEAT]
-        stopped = stops & (time.monotonic_ns() - beats > seconds * 1e9)  # arrived, but does not run
-        late = ((arrivals < arrivals[self.rank]) | stopped).nonzero()[0]
+    def _check_arrivals(self, seconds: float) -> None:
+        arrivals = self._lines[:, _ARRIVALS]
+        late = (arrivals < arrivals[self.rank]).nonzero()[0]
         if len(late):
             rank = int(late[0])
-            raise self._failure(
-                rank,
-                f"rank {rank} did not arrive at a collective or launch for {seconds:g} s, or stopped in a collective",
-            )
+            raise self._failure(rank, f"rank {rank} did not arrive at a collective or launch for {seconds:g} s")
+
+    def _check_stopped(self) -> None:
+        """Raise RankError if the process of a rank has been stopped for HANG_SECONDS, for example by SIGSTOP."""
+        now = time.monotonic()
+        for rank, pid in enumerate(self._pids):
+            if not _is_stopped(pid):
+                self._stopped_since.pop(rank, None)
+            elif now - self._stopped_since.setdefault(rank, now) > HANG_SECONDS:
+                raise self._failure(rank, f"the process of rank {rank} is stopped")
 
     def _run_collective(self, queue: collectives.Queue) -> None:
         with self._queueing:
             if self._has_failed:
                 self.check()
             work = queue()
-        self._lines[self.rank, _BEAT] = time.monotonic_ns()
         self.arrive()
         if work is None:  # the stream waits
             return
@@ -318,32 +332,63 @@ class Ranks:
             raise self._failure(self.rank, f"a collective of rank {self.rank} failed: {error}") from error
 
     def _shared_memory(self) -> tuple[mmap.mmap, list[int]]:
-        """Return memory that all ranks share, zeroed, and their process ids. Raises: UnsupportedError: on two hosts."""
+        """Return memory that all ranks share, zeroed, and their process ids. The memory has no name in a file system.
+
+        Raises: RankError: if a rank ends, or does not join for PATIENT_SECONDS. UnsupportedError: on two hosts.
+        """
         size = (1 + self.size) * _LINE * 8 + self.size * _TEXT_BYTES + _RING_BYTES
-        path: list[str] = [""]
-        if not self.rank:
-            folder = "/dev/shm" if os.path.isdir("/dev/shm") else None  # memory, not a disk
-            descriptor, path[0] = tempfile.mkstemp(prefix="graphrt-ranks-", dir=folder)
-            os.ftruncate(descriptor, size)
-            os.close(descriptor)
-        pids: list[Any] = [None] * self.size
-        try:
-            dist.broadcast_object_list(path, group_src=0, group=self.group)
-            try:
-                with open(path[0], "r+b") as file:
-                    memory = mmap.mmap(file.fileno(), size)
-                found: int | None = os.getpid()
-            except OSError:
-                found = None
-            dist.all_gather_object(pids, found, group=self.group)
-        except RuntimeError as error:
-            raise RankError(-1, f"a rank has ended before it joined the group: {error}; {_ADVICE}") from error
-        finally:
-            if not self.rank:
-                Path(path[0]).unlink()  # the memory lives until all ranks have ended
-        if None in pids:
-            raise UnsupportedError(f"group: expected ranks on one host, but rank {pids.index(None)} is on another one")
+        file = os.memfd_create("graphrt-ranks")
+        os.ftruncate(file, size)
+        pids, files, inodes = self._join(os.getpid(), file, os.stat(file).st_ino)
+        path, memory = f"/proc/{pids[0]}/fd/{files[0]}", None
+        with contextlib.suppress(OSError):
+            if os.stat(path).st_ino == inodes[0]:  # on another host, the path may be of another file
+                with open(path, "r+b") as opened:
+                    memory = mmap.mmap(opened.fileno(), size)
+        (has_memory,) = self._join(memory is not None)
+        os.close(file)
+        if memory is None or not all(has_memory):
+            rank = has_memory.index(0)
+            raise UnsupportedError(f"group: expected ranks on one host, but rank {rank} is on another one")
         return memory, pids
+
+    def _join(self, *values: int) -> list[list[int]]:
+        """Return `values` of all ranks: for each value, a list by rank. See `_shared_memory` for what it raises."""
+        store, keys = self.group.get_group_store(), [f"graphrt {len(values)} {rank}" for rank in range(self.size)]
+        store.set(keys[self.rank], "")
+        own = torch.tensor(values, dtype=torch.int64, device="cpu")
+        every, deadline = own.new_empty(self.size * len(own)), time.monotonic() + PATIENT_SECONDS
+        try:
+            work = collectives.all_gather_single(every, own, group=self.group, async_op=True)
+            while not work.is_completed():
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"no answer for {PATIENT_SECONDS:g} s")
+                time.sleep(_SLEEP_SECONDS)
+            work.wait()
+        except RuntimeError as error:  # of gloo, which does not name a rank
+            missing, deadline = [0], time.monotonic() + _EXIT_SECONDS  # rank 0, if the store has ended
+            with contextlib.suppress(RuntimeError):
+                while len(missing := [r for r in range(self.size) if not store.check([keys[r]])]) > 1:
+                    if time.monotonic() > deadline:
+                        break
+                    time.sleep(_CHECK_SECONDS)
+            rank = missing[0] if missing else -1
+            _keep_gloo(self.group)
+            raise RankError(rank, f"rank {rank} has ended, or did not join the group: {error}; {_ADVICE}") from error
+        by_rank: list[list[int]] = every.view(self.size, -1).T.tolist()
+        return by_rank
+
+
+def _keep_gloo(group: dist.ProcessGroup) -> None:
+    """Never free a group's gloo backend. Its destructor waits for collectives, so the process could not exit."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group._get_backend(torch.device("cpu"))))
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].startswith(b"T")
+    except OSError:  # it has ended
+        return False
 
 
 def context_of(kv_groups: Sequence[KVCacheSpec], group: dist.ProcessGroup | None) -> ContextParallel | None:

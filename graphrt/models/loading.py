@@ -76,8 +76,7 @@ def load_model(
         CapacityError: if the weights and rotation table do not fit in free memory.
         RankError: if another rank exits or fails.
     """
-    if group is not None:
-        Ranks.of(group)  # from here on, a rank that ends is noticed
+    ranks = None if group is None else Ranks.of(group)  # from here on, a rank that ends is noticed
     device = resolve_device(device)
     if dtype != "auto" and dtype not in COMPUTE_DTYPES:
         raise ConfigError(f"dtype: expected 'auto' or one of {COMPUTE_DTYPES}, got {shown(dtype)}; pass one of these")
@@ -108,7 +107,7 @@ def load_model(
     checkpoint = GGUFSource(path) if path.is_file() else SafetensorsSource(path)
     _on_meta(checkpoint.config, torch.float32, group).check_weights(checkpoint)
     model = build(checkpoint.config)
-    model.load_weights(checkpoint)
+    model.load_weights(checkpoint, None if ranks is None else ranks.poll)
     return LoadedModel(model, checkpoint.config, path)
 
 

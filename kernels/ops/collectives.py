@@ -30,7 +30,7 @@ runners: dict[str, Callable[[Queue], None]] = {}
 waits without a time limit."""
 
 # torch 2.13 renamed the function.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class VocabShards(NamedTuple):
@@ -62,7 +62,7 @@ def gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the tensors of all ranks [ranks, *x.shape], which have equal shapes. Not an operator; see `all_gather`."""
     out = x.new_empty((group.size(), *x.shape))
     gathered, own = (tensor.contiguous().flatten().view(torch.uint8) for tensor in (out, x))
-    _run(lambda: _all_gather_single(gathered, own, group=group, async_op=not x.is_cuda), group)
+    _run(lambda: all_gather_single(gathered, own, group=group, async_op=not x.is_cuda), group)
     return out
 
 

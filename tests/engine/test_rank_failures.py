@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -30,6 +31,12 @@ from tests.engine.test_ranks import GREEDY, PROMPTS, TINY, device_of
 from tests.support.rank_processes import run_ranks
 
 
+def stop_process() -> None:
+    """Stop this process. It is killed after the other ranks should have noticed."""
+    subprocess.Popen(["sh", "-c", f"sleep {3 + 2 * ranks_module.HANG_SECONDS}; kill -9 {os.getpid()}"])
+    signal.raise_signal(signal.SIGSTOP)
+
+
 class Faulty(torch.nn.Module):
     """A model that does something at one of its calls, on one rank."""
 
@@ -46,10 +53,13 @@ class Faulty(torch.nn.Module):
                 signal.raise_signal(signal.SIGINT)
             if self.act == "hang":
                 time.sleep(max(2.0, 1.5 * ranks_module.HANG_SECONDS))
+            if self.act == "hang-in-capture":
+                time.sleep(1.5 * ranks_module.PATIENT_SECONDS)
             if self.act == "stop":  # once it has arrived at the next collective
-                subprocess.Popen(["sh", "-c", f"sleep 5; kill -9 {os.getpid()}"])
-                Ranks.of(self.model.group)._until = lambda *_: signal.raise_signal(signal.SIGSTOP)
+                Ranks.of(self.model.group)._until = lambda *_: stop_process()
                 return self.model(step)
+            if self.act == "stop-in-capture":
+                stop_process()
             os.kill(os.getpid(), signal.SIGKILL)
         logits: torch.Tensor = self.model(step)
         return logits
@@ -78,12 +88,17 @@ def fail(group: dist.ProcessGroup, act: str, rank: int, call: int) -> None:
     device, backend = device_of(group), None  # on a GPU, ranks compile kernels for different times
     if device.type == "cpu":
         ranks_module.HANG_SECONDS, backend = 1.5, "torch_reference"  # three ranks may share a busy core
+        if act == "hang-in-capture":
+            ranks_module.PATIENT_SECONDS = 4.0
         if act == "raise":
             launch_as_on_gpus(group)
+    if act == "stop-in-loading" and group.rank() == rank:
+        Ranks.of(group)
+        stop_process()
     missing = act == "loading" and group.rank() == rank
     model = load_model("./nowhere" if missing else TINY, device=device, dtype=torch.float32, group=group).model
     changed = act == "config" and group.rank() == rank
-    config = RuntimeConfig(4 if changed else 2, 16, 48, use_graphs=act == "capture", backend=backend)
+    config = RuntimeConfig(4 if changed else 2, 16, 48, use_graphs="capture" in act, backend=backend)
     specs = model.config.attention_specs(torch.float32)
     with Runtime(
         Faulty(model, rank, call, act), specs, vocab_size=97, device=device, config=config, num_pages=20, group=group
@@ -102,7 +117,10 @@ FAILURES = {  # act, rank, call of the model, error on this rank, and text of th
     "first-killed": ("kill", 0, 3, None, "the process of rank 0 has ended"),
     "killed-in-capture": ("capture", 2, 2, None, "the process of rank 2 has ended"),
     "hangs": ("hang", 1, 3, None, "rank 1 did not arrive at a collective or launch for 1.5 s"),
-    "stopped": ("stop", 1, 3, None, "rank 1 did not arrive at a collective or launch for 1.5 s"),
+    "hangs-in-capture": ("hang-in-capture", 1, 2, None, "rank 1 did not arrive at a collective or launch for 4 s"),
+    "stopped": ("stop", 1, 3, None, "rank 1"),  # it is also late
+    "stopped-in-capture": ("stop-in-capture", 1, 2, None, "the process of rank 1 is stopped"),
+    "stopped-in-loading": ("stop-in-loading", 1, 0, None, "the process of rank 1 is stopped"),
     "interrupted": ("interrupt", 0, 3, KeyboardInterrupt, "rank 0 failed with KeyboardInterrupt"),
     "loading": ("loading", 1, 0, ConfigError, "the process of rank 1 has ended"),
     "another-config": ("config", 1, 0, ConfigError, "rank 1 differs from rank 0 in config.max_num_reqs"),
@@ -121,7 +139,75 @@ def test_failure_of_one_rank_ends_all(tmp_path: Path, case: str) -> None:
         assert outcome.exit_code == 0
         assert act == "config" or outcome.error.rank == rank
     assert time.monotonic() - start < 45
-    assert not list(Path("/dev/shm").glob("graphrt-ranks-*")), "the shared memory has no name once all ranks have it"
+
+
+def join(group: dist.ProcessGroup, act: str) -> None:
+    ranks_module.PATIENT_SECONDS = 2.0
+    if group.rank() == 1:
+        if act == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(5)
+    else:
+        Ranks.of(group)
+
+
+@pytest.mark.parametrize(("act", "text"), [("kill", "rank 1 has ended"), ("hang", "no answer for 2 s")])
+def test_rank_that_does_not_join_is_named(tmp_path: Path, act: str, text: str) -> None:
+    first, _, third = run_ranks(tmp_path, join, act, ranks=3)
+    for outcome in (first, third):
+        assert isinstance(outcome.error, RankError)
+        assert outcome.error.rank == 1
+        assert text in str(outcome.error)
+        assert outcome.seconds < 8
+
+
+SCRIPT = """
+import signal, sys, torch
+from torch import distributed as dist
+from graphrt.engine import ranks
+ranks.HANG_SECONDS, rank = 1.0, int(sys.argv[2])
+ranks.PATIENT_SECONDS = 3.0
+dist.init_process_group("gloo", init_method=sys.argv[1], rank=rank, world_size=2)
+if sys.argv[3] == "join" and rank:
+    signal.raise_signal(signal.SIGSTOP)
+ranks.Ranks.of(dist.group.WORLD)
+if rank:
+    signal.raise_signal(signal.SIGSTOP)
+ranks.Ranks.of(dist.group.WORLD).exchange(None)
+"""
+
+
+@pytest.mark.parametrize(("where", "text"), [
+    ("join", "RankError: rank 1 has ended, or did not join the group: no answer for 3 s"),
+    ("exchange", "RankError: the process of rank 1 is stopped"),
+])  # fmt: skip
+def test_process_exits_though_a_collective_never_ends(tmp_path: Path, where: str, text: str) -> None:
+    command = [sys.executable, "-c", SCRIPT, f"file://{tmp_path}/rendezvous"]
+    first, stopped = (subprocess.Popen([*command, str(rank), where], stderr=subprocess.PIPE) for rank in (0, 1))
+    try:
+        assert text in first.communicate(timeout=60)[1].decode()
+        assert first.returncode == 1
+    finally:
+        for process in (first, stopped):
+            process.kill()
+            process.communicate()
+
+
+def load_after_the_end_of_a_rank(group: dist.ProcessGroup, folder: Path) -> None:
+    Ranks.of(group)
+    if group.rank():
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(1)
+    load_model(folder, device="cpu", group=group)
+
+
+def test_end_of_a_rank_ends_the_loading_of_others(tmp_path: Path) -> None:
+    from tests.support.model_fixtures import save_oracle
+
+    save_oracle(tmp_path / "model", "Llama")
+    first, _ = run_ranks(tmp_path, load_after_the_end_of_a_rank, tmp_path / "model")
+    assert isinstance(first.error, RankError)
+    assert first.error.rank == 1
 
 
 class Never:
@@ -266,7 +352,7 @@ def capture_slowly(group: dist.ProcessGroup) -> list[int | None]:
         return [event.token for event in TextGenerator(runtime).generate([[1, 2, 3]], SamplingParams(4))]
 
 
-def test_slow_capture_of_one_rank_has_no_time_limit(tmp_path: Path) -> None:
+def test_slow_capture_of_one_rank_is_waited_for(tmp_path: Path) -> None:
     first, other = run_ranks(tmp_path, capture_slowly)
     assert (first.error, other.error) == (None, None)
     assert len(first.value) == 4

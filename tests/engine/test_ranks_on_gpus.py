@@ -197,7 +197,10 @@ def test_killed_rank_ends_replays_and_frees_memory(tmp_path: Path, graphs: bool)
     assert first.value > 0.9
 
 
-@pytest.mark.parametrize("case", ["raises", "first-raises", "killed", "killed-in-capture", "hangs", "another-config"])
+ON_GPUS = ("raises", "first-raises", "killed", "killed-in-capture", "hangs", "stopped-in-capture", "another-config")
+
+
+@pytest.mark.parametrize("case", ON_GPUS)
 def test_failure_of_one_rank_ends_all(tmp_path: Path, case: str) -> None:
     act, rank, call, error, text = FAILURES[case]
     rank, start = min(rank, 1), time.monotonic()
