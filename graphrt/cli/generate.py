@@ -232,8 +232,9 @@ def _print_stats(log: Console, stats: Stats, tokens: int, seconds: float) -> Non
     table.add_row("eager steps", ", ".join(f"{n} ({why})" for why, n in stats.eager_steps.items()) or "none")
     if stats.tokens_per_step:
         steps = stats.tokens_per_step.total()
-        accepted = sum(tokens * count for tokens, count in stats.tokens_per_step.items()) / steps
-        table.add_row("drafts", f"{accepted:.2f} tokens per request and step, in {steps} steps")
+        accepted, verified = stats.num_accepted_tokens, stats.num_draft_tokens
+        per_step = f"{1 + accepted / steps:.2f} tokens per request and step, in {steps} steps"
+        table.add_row("drafts", f"{accepted} of {verified} accepted; {per_step}")
     table.add_row("padding", f"{stats.pad_waste:.1%} of computed tokens")
     for advice in stats.advice:
         table.add_row("sizes", advice)

@@ -169,8 +169,8 @@ class Rings:
     """
 
     __slots__ = (
-        "codes", "depth", "ends", "logprob_tokens", "logprobs", "positions", "ranks", "several_ranks", "steps",
-        "tokens", "values",
+        "codes", "depth", "draft_counts", "ends", "logprob_tokens", "logprobs", "positions", "ranks", "several_ranks",
+        "steps", "tokens", "values",
     )  # fmt: skip
 
     def __init__(self, buffers: StaticBuffers, *, several_ranks: bool = False) -> None:
@@ -179,6 +179,7 @@ class Rings:
             ring.numpy() for ring in (buffers.step_ring, buffers.token_ring, buffers.finish_reason_ring)
         )
         self.codes, self.values = buffers.fault_code_ring.numpy(), buffers.fault_value_ring.numpy()
+        self.draft_counts = buffers.draft_count_ring.numpy()
         self.ranks, self.logprobs, self.logprob_tokens = (
             ring.numpy() for ring in (buffers.rank_ring, buffers.logprob_ring, buffers.logprob_token_ring)
         )
@@ -211,11 +212,11 @@ class InFlight:
     """
 
     __slots__ = (
-        "_asks_logprobs", "_ends", "_error", "_logprobs", "_rings", "_slot", "_tokens", "descriptor", "num_reqs",
-        "positions",
-        "req_indices", "step", "steps", "why_eager",
+        "_asks_logprobs", "_draft_counts", "_ends", "_error", "_logprobs", "_rings", "_slot", "_tokens", "descriptor",
+        "num_reqs", "positions", "req_indices", "step", "steps", "why_eager",
     )  # fmt: skip
 
+    _draft_counts: npt.NDArray[np.int32]
     _ends: npt.NDArray[np.int32]
     _tokens: npt.NDArray[np.int32]
 
@@ -276,6 +277,7 @@ class InFlight:
         arrived = self.num_arrived
         at = rings.entries(self.step, arrived)
         tokens, ends, codes = rings.rows(rings.tokens, at, n), rings.ends[at, :n].copy(), rings.codes[at, :n].copy()
+        counts = rings.draft_counts[at, :n].copy()
         tokens.flags.writeable = ends.flags.writeable = False  # sessions read them later
         logprobs: StepLogprobs | None = None
         error: ReplayError | None = None
@@ -295,6 +297,7 @@ class InFlight:
             error = StepFaultError(self.step + int(codes.any(1).argmax()), faults)
         if self._rings is rings:  # no call instruction from here on, so no thread or signal handler can intervene
             self._tokens, self._ends, self._logprobs, self._error = tokens, ends, logprobs, error
+            self._draft_counts = counts
             self._slot = self._rings = None
 
     @property
@@ -452,6 +455,12 @@ class Launch(InFlight):
         launch."""
         self.wait()
         return self._ends
+
+    def draft_counts(self) -> npt.NDArray[np.int32]:
+        """Return the number of drafts that each step verified, [steps that ran, num_reqs] int32. Waits for the
+        launch. Without `num_speculative_tokens`, the numbers have no meaning."""
+        self.wait()
+        return self._draft_counts
 
     def logprobs(self) -> StepLogprobs | None:
         """Return the log-probabilities of all steps; None if no request asked for them. Waits for the launch."""

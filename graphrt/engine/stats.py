@@ -80,6 +80,7 @@ class Stats:
     shadow_differences  the first 16 shadow steps that differed
     tokens_per_step  number of collected steps in graphs that verify drafts, one per request, by the number of tokens
                      that they yielded: 1 if no draft was accepted
+    num_draft_tokens drafts that these steps verified
     late_kernels     kernels that were compiled or loaded after `capture()` on the thread that submits steps, by name
                      and activity. "in a graph step" is always an error. "outside the graphs" (eager, shadow steps,
                      captures, writes of request tables) and "between calls" cost time that a warm-up would save
@@ -98,6 +99,7 @@ class Stats:
     shadow_steps: int = 0
     shadow_differences: tuple[ShadowDifference, ...] = ()
     tokens_per_step: Counter[int] = field(default_factory=Counter)
+    num_draft_tokens: int = 0
     late_kernels: Counter[str] = field(default_factory=Counter)
     late_bytes: Counter[str] = field(default_factory=Counter)
 
@@ -138,6 +140,11 @@ class Stats:
         """Fraction of computed tokens that were padding."""
         padded = self.padded_tokens
         return 1 - self.real_tokens / padded if padded else 0.0
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Number of accepted drafts of the steps in `tokens_per_step`."""
+        return sum((tokens - 1) * steps for tokens, steps in list(self.tokens_per_step.items()))
 
     @property
     def graph_bytes(self) -> int:

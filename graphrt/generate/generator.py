@@ -42,6 +42,9 @@ class Event:
     logprob          log-probability of the token or the stop token, with `SamplingParams.logprobs`
     prompt_logprobs  in the first event, with `SamplingParams.prompt_logprobs`: one per prompt token except the first
     stop_token       the stop token at which the prompt finished, if `token` is None
+    num_draft_tokens, num_accepted_tokens  in the last event: drafts that the prompt's steps verified, and how many of
+                     them were accepted; see SessionRequest. If `ends` finished the prompt, without the steps of the
+                     launch that was running
     """
 
     prompt: int
@@ -50,6 +53,8 @@ class Event:
     logprob: TokenLogprob | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     stop_token: int | None = None
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 EndsPrompt = Callable[[int, int], bool]
@@ -237,6 +242,8 @@ def _collect(session: DecodeSession, scheduler: Scheduler, ends: EndsPrompt | No
                 scheduler.finish(request)
                 event = replace(event, finished=True)
             if event.finished:
+                counts = request.num_draft_tokens, request.num_accepted_tokens
+                event = replace(event, num_draft_tokens=counts[0], num_accepted_tokens=counts[1])
                 del scheduler.by_request[request]
             yield event
             if event.finished:

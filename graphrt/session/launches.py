@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice, repeat, starmap
@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from graphrt.batch import Int32Array
 from graphrt.engine.handle import Launch, RequestFault, StepFaultError, StepLogprobs
+from graphrt.engine.stats import Stats
 from graphrt.kernels.errors import ReplayError
 from graphrt.kernels.metadata.buffers import STOP_TOKENS
 from graphrt.kernels.types import FinishReason
@@ -56,10 +57,10 @@ class Launches:
     one step that no signal can split. With `must_advance`, an unfinished request without a token is an error.
     """
 
-    def __init__(self, table: RequestTable, tokens_per_step: Counter[int]) -> None:
+    def __init__(self, table: RequestTable, stats: Stats) -> None:
         self.pending: deque[PendingLaunch] = deque()
         self.must_advance = False
-        self._table, self._tokens_per_step = table, tokens_per_step
+        self._table, self._stats = table, stats
         self._collected: dict[SessionRequest, list[int]] = {}  # the result of the next collect()
 
     def join(self, fork: SessionRequest, request: SessionRequest) -> None:
@@ -145,7 +146,7 @@ class Launches:
             starmap(self.pending.popleft, repeat((), len(taken))),
         )
         if first.launch.positions > 1:
-            self._count_accepted(first, requests, kept, columns)
+            self._count_drafts(taken, requests, kept, columns)
         if columns is not None and (detached := ids == NO_INDEX).any():
             ids, advanced, lost = ids[~detached], advanced[~detached], lost[~detached]
         table.reached[ids] += advanced
@@ -158,26 +159,33 @@ class Launches:
             self._check_advanced(taken)
         return faults
 
-    def _count_accepted(
+    def _count_drafts(
         self,
-        first: PendingLaunch,
+        taken: Sequence[PendingLaunch],
         requests: Sequence[SessionRequest],
         kept: npt.NDArray[np.bool_],
         columns: Ids | None,
     ) -> None:
-        """Count the tokens that each request got in each step that could verify drafts."""
-        positions = first.launch.positions
+        """Count the drafts of each request, and the tokens that it got in each step that could verify drafts."""
+        first, positions = taken[0], taken[0].launch.positions
         counts = kept.reshape(len(kept) // positions, positions, len(requests)).sum(1)
         if first.known is not None:
             verifies = (first.known == 0) & (first.promised > 1)
             counts *= verifies if columns is None else verifies[columns]
         elif first.launch.descriptor.query_len == 1:
             return
-        for request, steps in zip(requests, (counts > 0).sum(0).tolist(), strict=True):
+        drafts = np.concatenate([pending.launch.draft_counts() for pending in taken])
+        drafts = (drafts if columns is None else drafts[:, columns]) * (counts > 0)
+        totals = [each.sum(0).tolist() for each in (counts > 0, drafts, counts)]
+        for request, steps, verified, tokens in zip(requests, *totals, strict=True):
             request.verify_steps += steps
+            request.num_draft_tokens += verified
+            request.num_accepted_tokens += tokens - steps
         if columns is not None:  # a fork shares the column of its request
-            counts = counts[:, np.unique(columns, return_index=True)[1]]
-        self._tokens_per_step.update(counts[counts > 0].tolist())
+            own = np.unique(columns, return_index=True)[1]
+            counts, drafts = counts[:, own], drafts[:, own]
+        self._stats.tokens_per_step.update(counts[counts > 0].tolist())
+        self._stats.num_draft_tokens += int(drafts.sum())
 
     def _add(self, requests: Sequence[SessionRequest], new: list[list[int]]) -> Iterable[Any]:
         """Return the calls that add tokens to the result of the next collect()."""

@@ -34,6 +34,9 @@ class SessionRequest:
     logprobs         with SamplingParams.logprobs, one per token
     prompt_logprobs  with SamplingParams.prompt_logprobs, one per prompt token except the first
     verify_steps     collected steps that could verify drafts, and yielded tokens
+    num_draft_tokens     number of drafts that these steps verified
+    num_accepted_tokens  number of accepted drafts: tokens that these steps yielded beyond one per step. A right draft
+                         at which the request finishes is not counted, because no token follows it
     """
 
     req_index: int
@@ -44,6 +47,8 @@ class SessionRequest:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     verify_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 def split_logprobs(

@@ -75,7 +75,7 @@ class DecodeSession:
         external = [ExternalPages(*pool) for pool in runtime.kv_cache.pools] if external_pages else []
         self.pages = SessionPages(groups, external or self._ledger.pages, config.max_num_reqs, config.max_seq_len)
         self.table = RequestTable(config.max_num_reqs, has_drafts=self._most_drafts > 0)
-        self.launches = Launches(self.table, self._manager.stats().tokens_per_step)
+        self.launches = Launches(self.table, self._manager.stats())
         self._steps = StepLauncher(self._manager, self.table, self.pages, self.launches)
         self._updates, self._has_updates = TableUpdates(), False
         self._resets = self._manager.queue.resets
@@ -176,6 +176,7 @@ class DecodeSession:
             fork = SessionRequest(
                 NO_INDEX, request.prompt, params, list(request.tokens), request.finish_reason,
                 list(request.logprobs), list(request.prompt_logprobs), request.verify_steps,
+                request.num_draft_tokens, request.num_accepted_tokens,
             )  # fmt: skip
 
             def copy(buffers: StaticBuffers) -> None:

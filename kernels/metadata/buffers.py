@@ -392,6 +392,9 @@ class StaticBuffers:
     fault_value_ring: torch.Tensor = _output(
         ("entries", "reqs"), torch.int64, pad="unchanged: valid where code is not 0"
     )
+    draft_count_ring: torch.Tensor = _output(
+        ("entries", "reqs"), torch.int32, pad="0; unchanged in a runtime without drafts", initial=0
+    )
 
     rank_ring: torch.Tensor = _output(
         ("entries", "positions", "reqs"),

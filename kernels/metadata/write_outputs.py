@@ -7,8 +7,8 @@ tree, `follow_tree` has found the next draft.
 
 The next step reads a request's token from `last_token`, its length from `req_seq_lens` and its finish reason from
 `finish_reasons`. The host reads the results of a step from one entry of each output ring: the step number, then for
-each request a token, finish reason, fault code and, if the code is not 0, fault value. Finally the cursor advances
-to the next step of the input entry, or to the next entry.
+each request a token, finish reason, fault code and, if the code is not 0, fault value; with drafts, also the number of
+drafts. Finally the cursor advances to the next step of the input entry, or to the next entry.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _Reported = namedtuple(
     "tokens input_ring inputs cursor buffer_rows req_indices sample_lens drafts_left input_ids "
     "logits_indices path_rows fault_code fault_value "
     "void_req_indices length_limits stop_tokens step_counter last_token req_seq_lens finish_reasons loop_condition "
-    "token_history drafts step_ring token_ring finish_reason_ring fault_code_ring fault_value_ring",
+    "token_history drafts step_ring token_ring finish_reason_ring fault_code_ring fault_value_ring draft_count_ring",
 )
 """Buffers that the kernel reads and writes, in the order of its arguments."""
 
@@ -93,6 +93,7 @@ def _write_outputs_kernel(
     stride_reasons,
     stride_codes,
     stride_values,
+    stride_counts,
     BLOCK: tl.constexpr,
     NUM_STOP_TOKENS: tl.constexpr,
     FIRST: tl.constexpr,  # whether this is the first position
@@ -151,6 +152,9 @@ def _write_outputs_kernel(
         tl.store(ring_ptr, token.to(tl.int32), mask=mask)
         tl.store(ptrs.fault_code_ring + entry * stride_codes + rows, code, mask=reports)
         tl.store(ptrs.fault_value_ring + entry * stride_values + rows, value, mask=mask & (code != 0))
+        if FIRST:
+            count_ptr = ptrs.draft_count_ring + entry * stride_counts + rows
+            tl.store(count_ptr, tl.maximum(left, 0), mask=rows < tl.where(num_drafts > 0, padded_reqs, 0))
 
         # A stop token, the length limit or a fault finishes the request; otherwise it continues.
         reason = tl.where((limit > 0) & (seq_len >= limit), _FINISH_LENGTH, _RUNNING)
@@ -226,6 +230,7 @@ def _write_outputs_triton(b: Any) -> None:
         b.token_ring.shape[1], b.token_history.shape[1], b.drafts.shape[1], b.input_ring.shape[0],
         b.input_ring.stride(0), b.step_ring.shape[0], b.token_ring.stride(0), b.token_ring.stride(1),
         b.finish_reason_ring.stride(0), b.fault_code_ring.stride(0), b.fault_value_ring.stride(0),
+        b.draft_count_ring.stride(0),
         BLOCK=_REQ_BLOCK, NUM_STOP_TOKENS=STOP_TOKENS, FIRST=b.position == 0, LAST=_is_last(b), num_warps=_NUM_WARPS,
     )  # fmt: skip
 
@@ -282,6 +287,8 @@ def write_outputs_reference(b: Any) -> None:
     b.token_ring[entry, b.position, :rows] = tokens_out[buffer_row].int()
     b.fault_code_ring[entry, reports] = code[at]
     b.fault_value_ring[entry, reports] = torch.where(code[at] != 0, value[at], b.fault_value_ring[entry, reports])
+    if first and b.drafts.shape[1]:
+        b.draft_count_ring[entry, :rows] = b.drafts_left[buffer_row].clamp_min(0)
     if not _is_last(b):
         running = live & (reasons_out == 0) & (tokens_out >= 0) & (b.drafts_left > 0)
         if len(b.path_rows):

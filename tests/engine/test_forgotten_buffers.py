@@ -127,7 +127,7 @@ SCENARIOS: dict[Callable[[], None], tuple[str, ...]] = {
         "frequency_penalties", "prompt_lens",
     ),
     mask_scenario: ("token_masks",),
-    draft_scenario: ("drafts", "drafts_left"),
+    draft_scenario: ("drafts", "drafts_left", "draft_count_ring"),
     rejection_scenario: ("draft_logprobs",),
     tree_scenario: ("draft_parents", "tree_masks", "path_rows"),
     fault_scenario: ("fault_code", "fault_value", "fault_code_ring", "fault_value_ring"),

@@ -295,7 +295,7 @@ OPERATORS: dict[str, tuple[Callable[..., object], Callable[[], dict[str, torch.T
         write, lambda: {"tokens": ints(3), **buffers_of("write_outputs", make_buffers(CPU, 3, 4, ring=2))},
         "req_indices",
         ("tokens", "sample_lens", "drafts_left", "fault_code", "fault_value", "step_counter", "token_ring",
-         "fault_code_ring", "fault_value_ring"),
+         "fault_code_ring", "fault_value_ring", "draft_count_ring"),
     ),
     "sample": (
         sample_with_options, sample_options, "logits",

@@ -59,7 +59,7 @@ def test_every_chunk_is_searched_to_its_last_token(op_device: torch.device, voca
     assert sample(*arguments(flat, temperature)).tolist() == peaks
 
 
-RINGS = ("step_ring", "token_ring", "finish_reason_ring", "fault_code_ring", "fault_value_ring")
+RINGS = ("step_ring", "token_ring", "finish_reason_ring", "fault_code_ring", "fault_value_ring", "draft_count_ring")
 
 
 def test_rings_of_the_smallest_width(op_device: torch.device) -> None:

@@ -23,7 +23,7 @@ def test_bytes_and_shapes_of_the_buffers() -> None:
         "fault_code": (3,), "fault_value": (3,), "void_req_indices": (3,), "encoder_lens": (3,), "buffer_rows": (3,),
         "decode_seq_lens": (3,), "prompt_seq_lens": (3,), "decode_start_loc": (4,), "prompt_start_loc": (4,),
         "step_ring": (2,), "token_ring": (2, 1, 3), "finish_reason_ring": (2, 3),
-        "fault_code_ring": (2, 3), "fault_value_ring": (2, 3), "last_encoder_len": (6,),
+        "fault_code_ring": (2, 3), "fault_value_ring": (2, 3), "draft_count_ring": (2, 3), "last_encoder_len": (6,),
         "input_ring": (2, 384), "cursor": (5,), "order": (3,), "req_seq_lens": (6,), "finish_reasons": (6,),
         "req_values": (13, 6),
         "top_ks": (3,), "top_ps": (3,), "min_ps": (3,), "repetition_penalties": (3,), "presence_penalties": (3,),

@@ -10,7 +10,7 @@ import torch
 from triton.runtime.interpreter import InterpreterBuilder
 
 from graphrt.kernels.metadata import step_inputs as layout
-from graphrt.kernels.metadata.buffers import STOP_TOKENS, BufferKind, StaticBuffers
+from graphrt.kernels.metadata.buffers import STOP_TOKENS, BufferKind, Capacity, PageGroup, StaticBuffers
 from graphrt.kernels.metadata.write_outputs import write_outputs
 from graphrt.kernels.types import NO_TOKEN, FaultCode, FinishReason, RequestStatus
 from tests.support.refresh_rig import UNTOUCHED, make_buffers
@@ -278,6 +278,30 @@ def test_one_of_many_requests_continues(kernel_device: torch.device, continuing:
     assert buffers.loop_condition.tolist() == [1]
 
 
+def test_drafts_are_counted_in_batch_order(op_device: torch.device) -> None:
+    """Rows of two drafts that are accepted, of one that is rejected, of none, of padding, and of a prompt chunk."""
+    capacity = Capacity(5, 15, 5, 100, 3, (PageGroup(1, 2, 0, 1),), drafts=2)
+    buffers = StaticBuffers.allocate(capacity, op_device).cut(5, 15, 3)
+    buffers.draft_count_ring.fill_(UNTOUCHED)
+    buffers.step_counter.fill_(4)
+    buffers.buffer_rows.copy_(torch.tensor([3, 0, 1, 4, 2]))
+    buffers.req_indices.copy_(torch.tensor([2, 0, -1, 1, 4]))
+    buffers.drafts_left.copy_(torch.tensor([2, 1, -1, 0, -1]))
+    buffers.input_ids.copy_(torch.tensor([5, 6, 7, 5, 8, 0, *[0] * 9]))
+    first = 3 * torch.arange(5)
+    rows = [first + torch.tensor([min(position, n) for n in (2, 1, 0, 0, 0)]) for position in range(3)]
+    buffers.logits_indices.copy_(torch.cat(rows))
+    for position, sampled in enumerate(([6, 9, 0, 3, 0], [7, 1, 1, 1, 1], [4, 1, 1, 1, 1])):
+        tokens = torch.tensor(sampled, device=op_device)
+        write_outputs(buffers, tokens, vocab_size=VOCAB, position=position)
+    if op_device.type == "cuda":
+        torch.cuda.synchronize()
+    none = NO_TOKEN
+    found = [[3, 6, 9, none, none], [none, 7, none, none, none], [none, 4, none, none, none]]
+    assert buffers.token_ring[1].tolist() == found
+    assert buffers.draft_count_ring.tolist() == [[UNTOUCHED] * 5, [0, 2, 1, 0, 0], [UNTOUCHED] * 5]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="looks into the interpreter")
 def test_step_number_is_stored_last(kernel_device: torch.device) -> None:
     buffers = make_step(kernel_device, [S.SAMPLES, S.INVALID, S.SAMPLES])
@@ -297,7 +321,7 @@ def test_step_number_is_stored_last(kernel_device: torch.device) -> None:
 
     with mock.patch.object(InterpreterBuilder, "create_atomic_rmw", look):
         write(buffers, torch.tensor([5, 0, 6], dtype=torch.int32, device=kernel_device))
-    expected = [[[5, NO_TOKEN, 6]], [GO, FAULT, STOP], [0, F.BAD_LENGTH, 0], [UNTOUCHED, 0, UNTOUCHED]]
+    expected = [[[5, NO_TOKEN, 6]], [GO, FAULT, STOP], [0, F.BAD_LENGTH, 0], [UNTOUCHED, 0, UNTOUCHED], [0] * 3]
     assert seen == [(expected, UNTOUCHED)]
     assert buffers.step_ring.tolist() == [UNTOUCHED, 1, UNTOUCHED]
 

@@ -147,7 +147,9 @@ def test_plain_steps_are_not_counted_as_verifying(device: torch.device, drafts_a
         session.collect(wait=True)
         assert request.tokens == fork.tokens == want[:8]
         assert request.verify_steps == fork.verify_steps == 2
+        assert request.num_draft_tokens == fork.num_draft_tokens == fork.num_accepted_tokens == 4
         assert runtime.stats().tokens_per_step == {3: 2}
+        assert runtime.stats().num_draft_tokens == 4
     runtime.close()
 
 

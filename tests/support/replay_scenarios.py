@@ -154,6 +154,7 @@ def draft_scenario() -> None:
         session.run(4)
         session.collect(wait=True)
         assert request.tokens == ([11, 12, 13, 14, 15, 16] * 3)[:17]
+        assert request.num_draft_tokens == request.num_accepted_tokens == 17 - 1 - 4
         assert request.finish_reason is FinishReason.LENGTH
 
 
