@@ -28,7 +28,7 @@ from torch import distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from graphrt.config import RuntimeConfig
-from graphrt.engine.ranks import Ranks
+from graphrt.engine.ranks import CUDA_BACKENDS, Ranks
 from graphrt.generate.generator import Event, TextGenerator
 from graphrt.kernels.checks import check_instance, check_int
 from graphrt.kernels.errors import ConfigError, RankError
@@ -69,9 +69,10 @@ class BatchGenerator:
     model   as for `load_model`; None: SmolLM2-135M-Instruct
     params  for all rows. The end-of-sequence tokens of the model are added to `stop_ids`
     config  capacities and options; None: as for `from_transformers`, with the options that `params` need
-    device  None: CUDA if available, else CPU. With `num_gpus=1`, each actor has its own GPU
+    device  None: CUDA if available, else CPU. With `num_gpus=N`, each actor has N GPUs of its own
     dtype   as for `load_model`
-    ranks   number of processes that run the model together. The actor starts the others. Only on CPUs so far
+    ranks   number of processes that run the model together, on one GPU each: pass `num_gpus=ranks`. The actor starts
+            the others
     chat    whether a text is a user message; None: if the model has a chat template
 
     Raises: ConfigError: if an argument is wrong. See also `load_model` and Runtime.
@@ -93,6 +94,8 @@ class BatchGenerator:
         if not (params.logprobs is None and params.prompt_logprobs is None):
             raise ConfigError("params: log-probabilities are not returned; leave logprobs and prompt_logprobs out")
         ranks = check_int("ranks", ranks, 1, _MAX_RANKS, advice="pass the number of processes per actor")
+        if ranks > 1:
+            device = _device_of_ranks(device, ranks)
         source = _Source(default_model_path() if model is None else model, device, dtype)
         group = _start_ranks(ranks, source) if ranks > 1 else None
         loaded = source.load(group)
@@ -168,6 +171,17 @@ def _capture(loaded: LoadedModel, config: RuntimeConfig | None, group: dist.Proc
     return runtime
 
 
+def _device_of_ranks(device: str | None, ranks: int) -> str:
+    """Return the type of the ranks' devices. Raises: ConfigError: if there are fewer GPUs than ranks."""
+    kind = resolve_device(device).type
+    if kind == "cuda" and ranks > torch.cuda.device_count():
+        raise ConfigError(
+            f"ranks: expected at most {torch.cuda.device_count()}, the number of GPUs of the actor, got {ranks}; pass "
+            "num_gpus=ranks to map_batches"
+        )
+    return kind
+
+
 def _start_ranks(count: int, source: _Source) -> dist.ProcessGroup:
     """Start the other ranks, wait until all have joined, and return the group."""
     store = TCPStore("127.0.0.1", 0, count, is_master=True, wait_for_workers=False)
@@ -183,11 +197,15 @@ def _start_ranks(count: int, source: _Source) -> dist.ProcessGroup:
             if not process.is_alive():
                 raise RankError(rank, f"the process of rank {rank} exited early, with code {process.exitcode}")
         time.sleep(_POLL_SECONDS)
-    return _join(store, 0, count)
+    return _join(store, 0, count, source.device == "cuda")
 
 
-def _join(store: TCPStore, rank: int, count: int) -> dist.ProcessGroup:
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
+def _join(store: TCPStore, rank: int, count: int, on_cuda: bool) -> dist.ProcessGroup:
+    """Return the group of the actor's ranks. On CUDA, the GPU of this rank becomes the current device. All ranks see
+    all GPUs of the actor."""
+    if on_cuda:
+        torch.cuda.set_device(rank)
+    dist.init_process_group(CUDA_BACKENDS if on_cuda else "gloo", store=store, rank=rank, world_size=count)
     assert dist.group.WORLD is not None, "the group was just initialized"
     return dist.group.WORLD
 
@@ -201,7 +219,7 @@ def _follow(port: int, rank: int, count: int, source: _Source) -> None:
     store = TCPStore("127.0.0.1", port, count, is_master=False, wait_for_workers=False)
     store.set(_joined(rank), "")
     with contextlib.suppress(RankError):  # the actor reports it, or has ended
-        group = _join(store, rank, count)
+        group = _join(store, rank, count, source.device == "cuda")
         _capture(source.load(group), None, group).follow()
 
 

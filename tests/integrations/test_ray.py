@@ -18,16 +18,19 @@ from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import create_autospec
 
 import numpy as np
 import pytest
 import torch
+from torch import distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from graphrt.config import RuntimeConfig
 from graphrt.generate.generator import TextGenerator
-from graphrt.integrations.ray import BatchGenerator, _Engine
+from graphrt.integrations import ray as ray_module
+from graphrt.integrations.ray import BatchGenerator, _device_of_ranks, _Engine, _join
 from graphrt.kernels.errors import CapacityError, ConfigError, RankError, ReplayError, ShapeError, UnsupportedError
 from graphrt.models.loading import make_runtime
 from graphrt.models.smollm import default_model_path
@@ -220,26 +223,52 @@ def test_an_actor_exits_if_a_rank_fails(folder, monkeypatch: pytest.MonkeyPatch,
     assert "rank 1 is gone" in capfd.readouterr().err
 
 
-def serve(pipe: Connection, path: Path) -> None:
+def serve(pipe: Connection, path: Path, device: str) -> None:
     """An actor of two ranks."""
     torch.set_num_threads(1)
-    generator = BatchGenerator(path, SamplingParams(20), config=CONFIG, device="cpu", ranks=2)
+    generator = BatchGenerator(path, SamplingParams(20), config=CONFIG, device=device, dtype=torch.float32, ranks=2)
     pipe.send(answers_of(generator, {"prompt": TEXTS})[0]["generated_tokens"])
     pipe.send([process.pid for process in multiprocessing.active_children()])
     pipe.recv()
 
 
-def test_ranks_of_an_actor_that_dies_end(folder) -> None:
+def check_ranks(folder: tuple[Path, Any], device: str) -> None:
+    """Compare the answers of two ranks with those of one. Kill the actor, and wait for the other rank's end."""
     pipe, other = context.Pipe()
-    actor = context.Process(target=serve, args=(other, folder[0]))
+    actor = context.Process(target=serve, args=(other, folder[0], device))
     actor.start()
     other.close()
-    alone = BatchGenerator(folder[0], SamplingParams(20), config=CONFIG, device="cpu")
+    alone = BatchGenerator(folder[0], SamplingParams(20), config=CONFIG, device=device, dtype=torch.float32)
     assert pipe.recv() == answers_of(alone, {"prompt": TEXTS})[0]["generated_tokens"]
     (follower,) = map(os.pidfd_open, pipe.recv())
     actor.kill()
-    assert select.select([follower], [], [], 10)[0], "a rank outlives its actor"
+    assert select.select([follower], [], [], 20)[0], "a rank outlives its actor"
     actor.join()
+
+
+def test_ranks_of_an_actor_that_dies_end(folder) -> None:
+    check_ranks(folder, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_ranks_of_an_actor_on_gpus(folder) -> None:
+    check_ranks(folder, "cuda")
+
+
+def test_device_of_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an actor to which Ray gives two GPUs."""
+    used: list[object] = []
+    monkeypatch.setattr(ray_module, "resolve_device", lambda device: torch.device(device or "cuda:0"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", used.append)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: used.append((backend, options["rank"])))
+    assert [_device_of_ranks(device, 2) for device in (None, "cuda:1", "cpu")] == ["cuda", "cuda", "cpu"]
+    with pytest.raises(ConfigError, match="ranks: expected at most 2, the number of GPUs of the actor, got 3"):
+        _device_of_ranks("cuda", 3)
+    with contextlib.suppress(AssertionError):  # there is no group
+        _join(cast("TCPStore", None), 1, 2, on_cuda=True)
+    assert used == [1, ("cpu:gloo,cuda:nccl", 1)]
 
 
 def test_block_of_the_docs_passes_arguments_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
