@@ -24,12 +24,16 @@ _EXIT_SECONDS = 15
 
 @dataclass(frozen=True, slots=True)
 class RankResult:
-    """Times of one batch size on several ranks, and their ratios to one rank in the same run."""
+    """Times of one batch size on several ranks, and their ratios to one rank in the same run.
+
+    share_of_floor  of rank 0; see DecodeResult
+    """
 
     batch: int
     ranks: int
     replay_ms: float
     replay_ratio: float
+    share_of_floor: float
     host_us: float
     host_ratio: float
 
@@ -75,7 +79,9 @@ def bench_ranks(
     if isinstance(several, GraphRTError):
         raise several
     return [
-        RankResult(s.batch, ranks, s.replay_ms, s.replay_ms / o.replay_ms, s.host_us, s.host_us / o.host_us)
+        RankResult(
+            s.batch, ranks, s.replay_ms, s.replay_ms / o.replay_ms, s.share_of_floor, s.host_us, s.host_us / o.host_us
+        )
         for o, s in zip(one.results, several.results, strict=True)
     ]
 

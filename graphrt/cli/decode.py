@@ -106,8 +106,8 @@ def _print(
         )
     for of in several:
         console.print(
-            f"batch {of.batch}, {of.ranks} ranks: {of.replay_ms:.3f} ms ({of.replay_ratio:.2f} x one rank), host "
-            f"{of.host_us:.0f} us ({of.host_ratio:.2f} x)",
+            f"batch {of.batch}, {of.ranks} ranks: {of.replay_ms:.3f} ms ({of.replay_ratio:.2f} x one rank, "
+            f"{of.share_of_floor:.0%} of the floor), host {of.host_us:.0f} us ({of.host_ratio:.2f} x)",
             soft_wrap=True,
         )
     for time in report.baselines:

@@ -24,6 +24,7 @@ _TIED: dict[str, Any] = {"tie_word_embeddings": True}
 # max_position_embeddings.
 SHAPES: dict[str, ModelConfig] = {
     "llama-3.1-8b": ModelConfig("llama", 128_256, 4096, 14_336, 32, 32, 8, 128, 131_072, **_llama3(8.0)),
+    "llama-3.1-70b": ModelConfig("llama", 128_256, 8192, 28_672, 80, 64, 8, 128, 131_072, **_llama3(8.0)),
     "llama-3.2-1b": ModelConfig("llama", 128_256, 2048, 8192, 16, 32, 8, 64, 131_072, **_llama3(32.0), **_TIED),
     "qwen3-0.6b": ModelConfig(
         "qwen3", 151_936, 1024, 3072, 28, 16, 8, 128, 40_960,

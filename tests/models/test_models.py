@@ -276,6 +276,7 @@ def test_inconsistent_sizes_are_refused(change):
 
 PUBLISHED = {
     "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
     "llama-3.2-1b": 1_235_814_400,
     "qwen3-0.6b": 596_049_920,
     "smollm2-135m": 134_515_008,
