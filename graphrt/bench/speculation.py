@@ -39,8 +39,7 @@ class SpeculationResult:
     accepted_ms         all drafts are accepted
     rejected_ms         no draft is accepted
     accepted_per_step   tokens per step where all drafts are accepted
-    plain_host_us       host microseconds of a `DecodeSession.run` call that need not wait for earlier launches, without
-                        drafts
+    plain_host_us       host microseconds of `DecodeSession.run(1)` with no launch in flight, without drafts
     host_us             the same with drafts
     """
 
@@ -81,7 +80,7 @@ def _drafter(draft: DraftModel, ahead: int) -> DraftModel:
 
 def longest_sequence(context: int, steps: int, num_drafts: int) -> int:
     """Return the tokens of a request at the end of `bench_speculation`, including drafts."""
-    return context + (_ROUNDS + 2) * steps * (1 + num_drafts) + 1 + num_drafts
+    return context + (_ROUNDS + 3) * steps * (1 + num_drafts) + 1 + num_drafts
 
 
 def bench_speculation(
@@ -121,8 +120,8 @@ def _measure(
     drafts: int,
     proposer: Proposer | None,
 ) -> tuple[float, float, float]:
-    """Return milliseconds per token of a request, tokens per step, and host microseconds per launch, for rounds of
-    `steps` steps.
+    """Return milliseconds per token of a request, tokens per step, and host microseconds per launch of one step, for
+    rounds of `steps` steps.
     """
     context = work.context
     step_tokens = max(batch * (1 + drafts), min(batch * context, 1024))
@@ -156,21 +155,22 @@ def _measure(
             while session.table.prefills:
                 session.run(1)
 
-            hosts: list[float] = []
-
             def run() -> float:
                 before, start = sum(len(r.tokens) for r in requests), time.perf_counter()
-                for launch, at in enumerate(range(0, steps, config.launch_steps)):
-                    before_run = time.perf_counter()
+                for at in range(0, steps, config.launch_steps):
                     session.run(min(config.launch_steps, steps - at))
-                    if launch < config.most_in_flight:
-                        hosts.append(time.perf_counter() - before_run)
                 session.collect(wait=True)
                 return (time.perf_counter() - start) * batch / (sum(len(r.tokens) for r in requests) - before)
 
+            def host() -> float:
+                session.collect(wait=True)  # CUDA may let a launch wait for an earlier launch of the same graph
+                start = time.perf_counter()
+                session.run(1)
+                return time.perf_counter() - start
+
             run()  # warms up
-            hosts.clear()
             before = sum(len(r.tokens) for r in requests)
             seconds = median(run() for _ in range(_ROUNDS))
             per_step = (sum(len(r.tokens) for r in requests) - before) / (_ROUNDS * steps * batch)
-    return 1e3 * seconds, per_step, 1e6 * median(hosts)
+            host_seconds = median(host() for _ in range(steps))
+    return 1e3 * seconds, per_step, 1e6 * host_seconds

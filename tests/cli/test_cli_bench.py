@@ -74,6 +74,29 @@ def test_bench_decode_with_drafts(graphrt, monkeypatch, source: str, drafts: int
     assert max(ends) - min(ends) <= drafts  # a draft model has no draft for the first step
 
 
+def test_host_times_of_drafts_are_of_launches_that_wait_for_none(graphrt, monkeypatch) -> None:
+    """In the last round of each session, no launch is in flight before a launch."""
+    in_flight: dict[DecodeSession, list[int]] = {}
+    run = DecodeSession.run
+
+    def counted(session: DecodeSession, steps: int) -> None:
+        in_flight.setdefault(session, []).append(len(session.launches.pending))
+        run(session, steps)
+
+    monkeypatch.setattr(DecodeSession, "run", counted)
+    monkeypatch.setattr(speculation, "_ROUNDS", 1)
+    monkeypatch.setattr(speculation, "_STEPS_PER_LAUNCH", 1)
+    sizes = ("--batch", "1", "--context", "32", "--steps", "3", "--speculate", "ngram", "--drafts", "1")
+    code, out, _ = graphrt("bench", "decode", "--shape", "smollm2-135m", "--device", "cpu", *sizes)
+    assert code == 0
+    (found,) = json.loads(out.splitlines()[-1])["speculation"]
+    assert found["host_us"] > 0
+    assert found["plain_host_us"] > 0
+    for counts, steps in zip(in_flight.values(), (6, 3, 6), strict=True):
+        assert max(counts) >= steps - 1, "the timed rounds queue launches"
+        assert counts[-steps:] == [0] * steps
+
+
 def test_bench_serve_ends_in_one_json_line(graphrt) -> None:
     sizes = ("--requests", "3", "--least", "2", "--most", "5", "--rows", "2", "--step-tokens", "8")
     table, record = bench(graphrt, "serve", *sizes)
