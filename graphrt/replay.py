@@ -72,10 +72,10 @@ class ReplayManager:
     sampler     maps logits and Step to tokens, in the graph; None: the caller samples from `handle.logits()`
     stream      stream of all steps; None: the current stream. Graphs share memory, so all steps run on one stream
     weights     named tensors that must not move; None: parameters and buffers of the model, if it is a Module
-    proposer    maps a Step to drafts, as a DraftModel does; needs num_speculative_tokens. None: callers send drafts
+    proposer    maps a Step to drafts, as a DraftModel does; needs num_speculative_tokens. None: callers send drafts.
+                `replay` verifies only the drafts in its batch; the steps of a session also verify the proposer's drafts
     page_tables [groups, max_num_reqs, pages_per_request] int32 on the device, contiguous: block tables that the caller
-                owns, by request index. With one group, the first dimension may be omitted. Each step reads these
-                tables, and batches list no pages
+                owns, by request index; with one group, also [max_num_reqs, pages_per_request]. Batches list no pages
     group       ranks that each hold a shard of the model; see docs/parallel.md. Rank 0 submits steps, others `follow`
     `request_tables` writes per-request state: logit biases, token masks and request tensors.
 

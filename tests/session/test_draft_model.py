@@ -13,6 +13,7 @@ from graphrt.cache.groups import kv_groups
 from graphrt.draft_model import DraftModel
 from graphrt.generate.generator import TextGenerator
 from graphrt.kernels.errors import ConfigError, ReplayError, ShapeError, UnsupportedError
+from graphrt.kernels.types import TOKEN_FROM_DEVICE
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
 from graphrt.session.session import DecodeSession, SessionRequest
@@ -95,6 +96,23 @@ def test_tokens_and_kv_are_those_of_plain_decoding(
             expected = kv_of_prompt(model, tokens, device) + kv_of_prompt(draft, tokens, device)
             for ours, theirs in zip(found, expected, strict=True):
                 torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    runtime.close()
+
+
+def test_replay_verifies_only_the_drafts_of_its_batch(device: torch.device) -> None:
+    """The drafts of an equal model are right. A step yields more than one token only if its batch has them."""
+    model, prompt = LivelyModel(device), [3, 1, 4, 1]
+    want = greedy(model, prompt, 6)
+    runtime = captured(model, device, proposer=drafter(model), num_speculative_tokens=2, max_num_tokens=32)
+    pages = {"req_indices": [0], "page_indptr": [0, 4, 8], "page_ids": [*range(1, 5)] * 2}
+    first = runtime.replay(Batch(seq_lens=[4], query_lens=[4], tokens=prompt, **pages)).tokens()
+    assert first.tolist() == [[want[0], -1, -1]]
+    assert runtime.manager.buffers.drafts[0].tolist() == want[1:3]
+    assert runtime.replay(Batch(req_indices=[0], seq_lens=[5])).tokens().tolist() == [[want[1], -1, -1]]
+    drafts = runtime.manager.buffers.drafts[0].tolist()
+    assert drafts == want[2:4]
+    own = Batch(req_indices=[0], seq_lens=[8], query_lens=[3], tokens=[TOKEN_FROM_DEVICE, *drafts], sample=[3])
+    assert runtime.replay(own).tokens().tolist() == [want[2:5]]
     runtime.close()
 
 
