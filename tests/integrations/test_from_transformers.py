@@ -148,6 +148,19 @@ def test_text_of_a_multimodal_model() -> None:
         assert [result.token_ids for result in found] == [tokens for tokens, _ in expected]
 
 
+def test_text_of_a_model_with_three_positions_per_token() -> None:
+    """Those of a token of text are equal."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    vision = {"depth": 1, "num_heads": 2, "hidden_size": 32, "intermediate_size": 32, "out_hidden_size": 48}
+    config = transformers.Qwen2_5_VLConfig(
+        text_config=SIZES | {"eos_token_id": None, "rope_parameters": rope}, vision_config=vision, image_token_id=96,
+        video_token_id=95, vision_start_token_id=94, vision_end_token_id=93, attn_implementation="eager",
+    )  # fmt: skip
+    model = transformers.Qwen2_5_VLForConditionalGeneration(config).eval()
+    randomize(model)
+    check(model, answers(model)).close()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["Llama", "Gemma4", "Phimoe", "Qwen3Moe", "DeepseekV2"])
 def test_graphs_on_a_gpu_give_the_same(name: str) -> None:
