@@ -1,4 +1,4 @@
-"""Attention, products, KV writes and merges in allocations of exact size, for compute-sanitizer; see gpu_check.py, job sanitize.
+"""Attention, products, KV writes and merges in allocations of exact size, for compute-sanitizer; see gpu_check.py.
 
     compute-sanitizer --tool memcheck --report-api-errors no python scripts/sanitize_kernels.py
     compute-sanitizer --tool racecheck python scripts/sanitize_kernels.py --only many,one,two_clusters,pairs,products_1
