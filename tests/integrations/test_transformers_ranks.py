@@ -22,11 +22,17 @@ from graphrt.integrations.transformers.runtime import TransformersRuntime
 from graphrt.integrations.transformers.sharding import GroupCollectives, group_of
 from tests.engine.test_ranks import SAMPLED, state_of
 from tests.integrations.test_from_transformers import EXPERTS, WINDOWS
-from tests.support.model_fixtures import PROMPT, save_oracle
+from tests.support.model_fixtures import PROMPT, oracle_logits, save_oracle
 from tests.support.rank_processes import Outcome, run_ranks
 
 # transformers shards over the GPUs of a machine that has some, and otherwise over processes.
 on_cpus = pytest.mark.skipif(torch.cuda.is_available(), reason="transformers would shard over GPUs")
+
+
+def on_gpus(test: Any) -> Any:
+    needs = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+    return pytest.mark.gpu(needs(test))
+
 
 PROMPTS = [PROMPT[:7], [*PROMPT, 7, 64, 29]]  # the second in two chunks
 CONFIG = graphrt.RuntimeConfig(
@@ -42,11 +48,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def load(group: dist.ProcessGroup, folder: Path) -> Any:
+FUSED = {
+    "Llama": {"decoder_layer", "rms_norm"},
+    "Qwen3": {"decoder_layer", "rms_norm"},
+    "Gemma3": {"linear", "write_kv"},
+    "Qwen3Moe": {"linear", "rms_norm", "write_kv"},
+    "Phi3": {"rms_norm", "write_kv"},
+}
+
+
+def load(group: dist.ProcessGroup, folder: Path, **options: Any) -> Any:
     rank, size = str(group.rank()), str(group.size())
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size)  # as torchrun does
     config = DistributedConfig(tp_size=group.size())
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, **options)
 
 
 def tokens_of(runtime: TransformersRuntime) -> dict[str, Any]:
@@ -100,7 +115,7 @@ def check(folder: Path, name: str, outcomes: list[Outcome], oracle: Any) -> None
     for fuse in (True, False):
         first, other = (outcome.value[fuse] for outcome in outcomes)
         assert {key: first[key] for key in expected} == expected
-        assert bool(first["fused"]) is fuse
+        assert set(first["fused"].values()) == (FUSED[name] if fuse else set())
         for key in ("fused", "state", "kv_bytes"):
             assert first[key] == other[key], key
         assert first["kv_bytes"] == (kv_bytes if name == "Phi3" else kv_bytes // 2)
@@ -113,14 +128,46 @@ def test_tokens_are_those_of_one_process(tmp_path: Path, name: str) -> None:
     check(tmp_path, name, run_ranks(tmp_path, decode, tmp_path / "model", seconds=120), oracle)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@on_gpus
 @pytest.mark.parametrize("name", ["Llama", "Qwen3", "Qwen3Moe"])
 def test_tokens_on_two_gpus_are_those_of_one_process(tmp_path: Path, name: str) -> None:
     """In graphs, in float32."""
     oracle = save_oracle(tmp_path / "model", name, **(SIZES | FAMILIES[name]))
     outcomes = run_ranks(tmp_path, decode, tmp_path / "model", backend=CUDA_BACKENDS, seconds=300)
     check(tmp_path, name, outcomes, oracle)
+
+
+def score(group: dist.ProcessGroup, folder: Path) -> list[float]:
+    """Log-probabilities of a prompt in bfloat16, whose sums GPUs compute in the kernel that also adds and norms."""
+    model = load(group, folder, dtype=torch.bfloat16)
+    with graphrt.from_transformers(model, config=config_for(model), page_size=4) as runtime:
+        assert set(runtime.fused.values()) == FUSED["Llama"]
+        if runtime.rank:
+            runtime.follow()
+            return []
+        params = graphrt.SamplingParams(max_new_tokens=1, prompt_logprobs=0)
+        (event,) = graphrt.TextGenerator(runtime).generate([PROMPT], params)
+        assert event.prompt_logprobs is not None
+        return [found.logprob for found in event.prompt_logprobs]
+
+
+def check_scores(oracle: Any, outcomes: list[Outcome]) -> None:
+    assert [outcome.error for outcome in outcomes] == [None, None]
+    logprobs = oracle_logits(oracle, PROMPT)[:-1].log_softmax(-1)
+    wanted = logprobs.gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(outcomes[0].value), wanted, atol=0.2, rtol=0)
+
+
+@on_cpus
+def test_scores_in_bfloat16(tmp_path: Path) -> None:
+    oracle = save_oracle(tmp_path / "model", "Llama", **(SIZES | FAMILIES["Llama"]))
+    check_scores(oracle, run_ranks(tmp_path, score, tmp_path / "model"))
+
+
+@on_gpus
+def test_scores_in_bfloat16_on_two_gpus(tmp_path: Path) -> None:
+    oracle = save_oracle(tmp_path / "model", "Llama", **(SIZES | FAMILIES["Llama"]))
+    check_scores(oracle, run_ranks(tmp_path, score, tmp_path / "model", backend=CUDA_BACKENDS, seconds=300))
 
 
 def run_page(group: dist.ProcessGroup, source: str) -> list[list[int]]:

@@ -21,7 +21,6 @@ from graphrt.integrations.transformers.float32 import replaced_tensors
 from graphrt.integrations.transformers.host import RECORDING, HostedModel, LayerCall, package
 from graphrt.integrations.transformers.masks import Reach, reach_of
 from graphrt.integrations.transformers.rotary import RotaryTable, is_rotary, long_boundary, rope_types
-from graphrt.integrations.transformers.sharding import empty_like_shard
 from graphrt.kernels.errors import ConfigError, GraphRTError, UnsupportedError
 from graphrt.spec import AttentionSpec
 
@@ -265,7 +264,7 @@ def _blocked(text: str, advice: str) -> _BlockedError:
 def _without_memory(value: torch.Tensor, device: torch.device) -> torch.Tensor:
     if value.device != device:
         return value
-    return empty_like_shard(value, torch.device("meta"))
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
 def _device(model: Any) -> torch.device:

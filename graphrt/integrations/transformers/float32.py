@@ -7,13 +7,17 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 
 @contextmanager
 def replaced_tensors(
     modules: Iterable[torch.nn.Module], replace: Callable[[torch.Tensor], torch.Tensor]
 ) -> Iterator[None]:
-    """Replace parameters, buffers and tensor attributes of modules; then restore all attributes."""
+    """Replace parameters, buffers and tensor attributes of modules; then restore all attributes.
+
+    replace   returns the tensor that replaces another one; of a DTensor, it gets the local tensor
+    """
     made: dict[int, torch.Tensor] = {}
     saved = []
 
@@ -21,9 +25,16 @@ def replaced_tensors(
         if not isinstance(value, torch.Tensor):
             return value
         if id(value) not in made:
-            new = replace(value)
-            is_parameter = new is not value and isinstance(value, torch.nn.Parameter)
-            made[id(value)] = torch.nn.Parameter(new, False) if is_parameter else new
+            is_parameter = isinstance(value, torch.nn.Parameter)
+            local = local_tensor(value)
+            old = torch.nn.Parameter(local, False) if is_parameter and local is not value else local
+            new = replace(old)
+            if new is old:
+                new = value
+            elif isinstance(value, DTensor):
+                mesh, placements, sizes = value.device_mesh, value.placements, (value.shape, value.stride())
+                new = DTensor.from_local(new, mesh, placements, run_check=False, shape=sizes[0], stride=sizes[1])
+            made[id(value)] = torch.nn.Parameter(new, False) if is_parameter and new is not value else new
         return made[id(value)]
 
     try:
@@ -37,6 +48,11 @@ def replaced_tensors(
         for holder, values in reversed(saved):
             holder.clear()
             holder.update(values)
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the part of a DTensor on this rank, and other tensors as they are."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def in_float32(model: torch.nn.Module) -> AbstractContextManager[None]:

@@ -10,12 +10,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import distributed as dist
 
-from graphrt.integrations.transformers.float32 import replaced_tensors, without_tf32
+from graphrt.integrations.transformers.float32 import local_tensor, replaced_tensors, without_tf32
 from graphrt.integrations.transformers.host import HostedModel
 from graphrt.integrations.transformers.probe import OwnTokens, agree, sample_logits, sample_tokens
+from graphrt.integrations.transformers.sharding import has_plan, is_known, sharded_dim
 from graphrt.integrations.transformers.trials import trials
 from graphrt.kernels.errors import GraphRTError
+from graphrt.kernels.ops.collectives import all_reduce
 from graphrt.kernels.ops.linear import linear, linear_silu_mul
 from graphrt.kernels.ops.norm import rms_norm
 
@@ -34,10 +37,11 @@ def find_fused(hosted: HostedModel, max_seq_len: int, vocab_size: int) -> dict[s
     get the same float32 logits as before. Otherwise, nothing is replaced or moved.
     """
     names = {module: name for name, module in hosted.model.named_modules()}
-    uses = Counter(weight.data_ptr() for _, weight in hosted.model.named_parameters(remove_duplicate=False))
+    weights = hosted.model.named_parameters(remove_duplicate=False)
+    uses = Counter(local_tensor(weight).data_ptr() for _, weight in weights)
 
     def is_shared(module: torch.nn.Module) -> bool:
-        return any(uses[weight.data_ptr()] > 1 for weight in module.parameters())
+        return any(uses[local_tensor(weight).data_ptr()] > 1 for weight in module.parameters())
 
     tried: dict[Any, int | None] = {}  # index of the candidate that computes the same result
     found, joins = {}, list[Products]()
@@ -50,7 +54,8 @@ def find_fused(hosted: HostedModel, max_seq_len: int, vocab_size: int) -> dict[s
         key = (dtype, shapes, tuple((type(part), *_attributes(part)) for part in module.modules()))
         if key not in tried:
             same = (_same(module, forward, width, dtype) for _, forward, width in candidates)
-            tried[key] = next((index for index, equal in enumerate(same) if equal), None)
+            with hosted.collectives:
+                tried[key] = next((index for index, equal in enumerate(same) if equal), None)
         if (index := tried[key]) is not None:
             name, forward, _ = candidates[index]
             if isinstance(forward, GatedMLP):
@@ -62,10 +67,11 @@ def find_fused(hosted: HostedModel, max_seq_len: int, vocab_size: int) -> dict[s
     groups: dict[Any, list[torch.nn.Linear]] = {}
     for module, (x, version) in linears.items():
         if module not in joined:
-            kind = (names[module].rpartition(".")[0], id(x), version, module.bias is None, module.weight.dtype)
+            sums = sharded_dim(module.weight) == 1
+            kind = (names[module].rpartition(".")[0], id(x), version, module.bias is None, module.weight.dtype, sums)
             groups.setdefault(module if is_shared(module) else kind, []).append(module)
     for group in groups.values():
-        products = Products(group)
+        products = Products(group, hosted.group if sharded_dim(group[0].weight) == 1 else None)
         if len(group) > 1:
             joins.append(products)
         for module, forward in zip(group, products.forwards(), strict=True):
@@ -87,7 +93,7 @@ def _called(
 ) -> tuple[dict[torch.nn.Linear, tuple[torch.Tensor, int]], dict[torch.nn.Module, torch.dtype]]:
     """Run a few tokens. Return the inputs of linear layers and their versions, and the dtypes of other modules' inputs.
 
-    Modules whose inputs differ in dtype are left out.
+    Modules whose inputs differ in dtype are left out, and so are layers whose plan splits inputs or gathers outputs.
     """
     linears = dict[torch.nn.Linear, tuple[torch.Tensor, int]]()
     others = dict[torch.nn.Module, set[torch.dtype]]()
@@ -97,12 +103,17 @@ def _called(
             return
         if type(module) is not torch.nn.Linear:
             others.setdefault(module, set()).add(args[0].dtype)
-        elif type(module.weight) is torch.nn.Parameter:
+        elif takes_part(module) and args[0].shape[-1] == local_tensor(module.weight).shape[1]:
             linears[module] = args[0], args[0]._version
+
+    def drop(module: Any, _: Any, output: Any) -> None:
+        if module in linears and output.shape[-1] != len(local_tensor(module.weight)):  # gathered
+            del linears[module]
 
     changed = {module for module in hosted.model.modules() if module in hosted.tables or not is_plain(module)}
     plain = [module for module in hosted.model.modules() if changed.isdisjoint(module.modules())]
     hooks = [module.register_forward_pre_hook(note) for module in plain]
+    hooks += [module.register_forward_hook(drop) for module in plain]
     try:
         with torch.no_grad():
             hosted.run(OwnTokens(sample[1]), *sample)
@@ -125,11 +136,17 @@ def is_plain(module: torch.nn.Module) -> bool:
 
 
 def runs_library_code(module: torch.nn.Module) -> bool:
-    """Return whether `forward` is that of a class of transformers or torch, and so are the functions that are
-    attributes. Hooks may change input and output."""
+    """Return whether `forward` is that of a class of transformers or torch, or of the plan that shards a module, and so
+    are the functions that are attributes. Hooks may change input and output."""
     functions = [value for value in vars(module).values() if callable(value)]
     known = all(map(is_library_code, (type(module), type(module).forward, *functions)))
-    return known and "forward" not in vars(module)
+    return known and ("forward" not in vars(module) or has_plan(module))
+
+
+def takes_part(layer: torch.nn.Linear) -> bool:
+    """Return whether a linear layer multiplies by its whole weight, or by the part of this rank."""
+    whole = type(layer.weight) is torch.nn.Parameter and not has_plan(layer)
+    return whole or sharded_dim(layer.weight) is not None
 
 
 def is_library_code(function: Any) -> bool:
@@ -148,12 +165,12 @@ def _attributes(module: torch.nn.Module) -> Iterator[Any]:
 def _candidates(module: torch.nn.Module) -> Iterator[tuple[str, Forward, int]]:
     """Yield operators that may compute what a module does, with the width of its input."""
     own, children = dict(module.named_parameters(recurse=False)), list(module.children())
-    unknown = [*module.buffers(), *(weight for weight in module.parameters() if type(weight) is not torch.nn.Parameter)]
-    if unknown or len(inspect.signature(module.forward).parameters) != 1:
+    unknown = [*module.buffers(), *(weight for weight in module.parameters() if not is_known(weight))]
+    if unknown or len(inspect.signature(type(module).forward).parameters) != 2:
         return
     if len(own) == 1 and not children:
         ((name, weight),) = own.items()
-        if weight.dim() == 1:
+        if weight.dim() == 1 and sharded_dim(weight) is None:
             for eps in {value for value in vars(module).values() if isinstance(value, float)}:
                 yield "rms_norm", Norm(module, name, eps), len(weight)
     linears = [child for child in children if type(child) is torch.nn.Linear]
@@ -178,35 +195,42 @@ class Norm:
 
 
 class Products:
-    """Linear layers with the same input, as one product after `join`."""
+    """Linear layers with the same input, as one product after `join`.
 
-    def __init__(self, layers: list[torch.nn.Linear]) -> None:
-        self.layers = layers
+    group   ranks whose products are summed before the biases are added, because each has a part of the input; or None
+    """
+
+    def __init__(self, layers: list[torch.nn.Linear], group: dist.ProcessGroup | None = None) -> None:
+        self.layers, self.group = layers, group
         self._joined: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self._input: torch.Tensor | None = None
         self._parts: list[torch.Tensor] = []
 
     @property
     def weights(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Weight and bias of the product."""
-        if len(self.layers) == 1:
-            return self.layers[0].weight, self.layers[0].bias
+        """Weight and bias of the product, on this rank."""
         if self._joined is not None:
             return self._joined
-        biases = [layer.bias.detach() for layer in self.layers if layer.bias is not None]
-        weight = _as_one([layer.weight.detach() for layer in self.layers])
+        weights = [local_tensor(layer.weight) for layer in self.layers]
+        biases = [local_tensor(layer.bias) for layer in self.layers if layer.bias is not None]
+        if len(self.layers) == 1:
+            return weights[0], biases[0] if biases else None
+        weight, biases = _as_one([weight.detach() for weight in weights]), [bias.detach() for bias in biases]
         return torch.nn.Parameter(weight, requires_grad=False), _as_one(biases) if biases else None
 
     def join(self) -> None:
         """Move the weights of the layers next to each other. The layers keep their parameters, with equal values."""
-        sizes = [layer.out_features for layer in self.layers]
         with torch.inference_mode(self.layers[0].weight.is_inference()):  # the kind that they had
             self._joined = weight, bias = self.weights
-            for layer, rows in zip(self.layers, weight.split(sizes), strict=True):
-                layer.weight.data = rows
+            for layer, rows in zip(self.layers, weight.split(self._sizes), strict=True):
+                local_tensor(layer.weight).data = rows
             if bias is not None:
-                for layer, rows in zip(self.layers, bias.split(sizes), strict=True):
-                    layer.bias.data = rows
+                for layer, rows in zip(self.layers, bias.split(self._sizes), strict=True):
+                    local_tensor(layer.bias).data = rows
+
+    @property
+    def _sizes(self) -> list[int]:
+        return [len(local_tensor(layer.weight)) for layer in self.layers]
 
     def forwards(self) -> list[Forward]:
         """Return the forward of each layer. The first that gets a tensor computes the product for all."""
@@ -214,9 +238,13 @@ class Products:
 
     def part(self, index: int, x: torch.Tensor) -> torch.Tensor:
         if x is not self._input:
-            out = linear(x.reshape(-1, x.shape[-1]), *self.weights).view(*x.shape[:-1], -1)
+            weight, bias = self.weights
+            out = linear(x.reshape(-1, x.shape[-1]), weight, bias if self.group is None else None)
+            if self.group is not None:
+                out = all_reduce(out, self.group)
+                out = out if bias is None else out + bias
             self._input = x
-            self._parts = list(out.split([layer.out_features for layer in self.layers], dim=-1))
+            self._parts = list(out.view(*x.shape[:-1], -1).split(self._sizes, dim=-1))
         part = self._parts[index]
         if index == len(self.layers) - 1:
             self._input, self._parts = None, []

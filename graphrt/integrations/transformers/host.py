@@ -205,6 +205,7 @@ class HostedModel(torch.nn.Module):
     attention_modules       the modules that call the attention function
     places  whether the cache reports the position of each token, as a tensor
     group   the ranks over which the model is sharded, or None
+    collectives   a context in which graphrt computes the collectives of a sharded model
 
     Raises: see `group_of`.
     """
@@ -223,7 +224,7 @@ class HostedModel(torch.nn.Module):
         self.attention_modules: list[torch.nn.Module] = []
         self.places = True
         self.group = group_of(model)
-        self._collectives = nullcontext() if self.group is None else GroupCollectives(self.group)
+        self.collectives = nullcontext() if self.group is None else GroupCollectives(self.group)
         parameters = _parameters(model)
         self._cache_name = next((name for name in ("cache", "past_key_values") if name in parameters), None)
         self._keeps_logits = "logits_to_keep" in parameters
@@ -263,7 +264,7 @@ class HostedModel(torch.nn.Module):
             options[self._cache_name] = NoCache(before)
         if self._keeps_logits:
             options["logits_to_keep"] = keep
-        with _HOSTING, self._hosting(name, ids.device), _bound(_CALLS, calls), _FilledNumbers(), self._collectives:
+        with _HOSTING, self._hosting(name, ids.device), _bound(_CALLS, calls), _FilledNumbers(), self.collectives:
             try:
                 found = self.model(input_ids=ids[None], position_ids=positions[None], use_cache=False, **options)
             except torch.OutOfMemoryError as error:

@@ -24,6 +24,7 @@ from graphrt.integrations.transformers.fuse import (
 from graphrt.integrations.transformers.host import HostedModel, LayerCall
 from graphrt.integrations.transformers.probe import OwnTokens, agree, sample_logits, sample_tokens
 from graphrt.integrations.transformers.rotation import RotatedTokens
+from graphrt.integrations.transformers.sharding import sharded_dim
 from graphrt.integrations.transformers.trials import Trial, trials
 from graphrt.kernels.cache.write import Rotary
 from graphrt.kernels.errors import GraphRTError
@@ -59,7 +60,7 @@ class FusedLayer:
         spec: AttentionSpec,
     ) -> None:
         self.norms, self._heads, self._rotaries, self.spec = norms, heads, rotaries, spec
-        self.products = products
+        self.products, self._group = products, products[-1].group
         self.after = self
 
     def __call__(self, calls: ContextVar[Any], hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
@@ -79,7 +80,7 @@ class FusedLayer:
             rotary = replace(rotary, q_norm=q_norm, k_norm=k_norm, norm_eps=first.eps)
         step, index = calls.next_layer()
         products = [product.weights for product in self.products]
-        x = run_layer(step, index, x, residual, products, (second.weight, gain), rotary, first.eps)
+        x = run_layer(step, index, x, residual, products, (second.weight, gain), rotary, first.eps, self._group)
         result = residual.view(hidden.shape)
         calls.carried = (None, None, None) if self.after is self else (result, x, gain)
         return result
@@ -157,8 +158,11 @@ def _layer(hosted: HostedModel, module: torch.nn.Module, attention: torch.nn.Mod
         return None
     if (heads and None in rotaries.values()) or not all(map(is_plain, module.modules())):
         return None
-    linears = [product.layers for product in (*products, mlps[0].first)] + [[mlps[0].down]]
-    return FusedLayer(norms, heads, [Products(group) for group in linears], rotaries, spec)
+    down = Products([mlps[0].down], hosted.group if sharded_dim(mlps[0].down.weight) == 1 else None)
+    every = [*products, mlps[0].first, down]
+    if [of.group for of in every] != [None, down.group, None, down.group]:
+        return None
+    return FusedLayer(norms, heads, [Products(of.layers, of.group) for of in every], rotaries, spec)
 
 
 def _equal(

@@ -116,14 +116,26 @@ class GroupCollectives(TorchDispatchMode):
             )
 
 
+def has_plan(module: torch.nn.Module) -> bool:
+    """Return whether the plan of transformers has replaced `forward`, and nothing else has."""
+    return getattr(vars(module).get("forward"), "__module__", "").startswith("transformers.distributed.")
+
+
+def is_known(weight: torch.Tensor) -> bool:
+    """Return whether a weight is a normal parameter, or one that ranks have whole or equal parts of."""
+    if not isinstance(weight, DTensor):
+        return type(weight) is torch.nn.Parameter
+    (placement, *others), size = weight.placements, weight.device_mesh.size()
+    if type(placement) is Shard:
+        return not others and weight.shape[placement.dim] % size == 0
+    return not others and placement.is_replicate()
+
+
+def sharded_dim(weight: torch.Tensor) -> int | None:
+    """Return the dimension of a known weight that ranks have parts of; None if there is none."""
+    placement = weight.placements[0] if isinstance(weight, DTensor) and is_known(weight) else None
+    return placement.dim % weight.dim() if isinstance(placement, Shard) else None
+
+
 def _done() -> Any:
     return dist.Work.boxed(torch._C._distributed_c10d.FakeWork())
-
-
-def empty_like_shard(value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor of equal shape and layout on another device. A sharded tensor stays sharded."""
-    if not isinstance(value, DTensor):
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
-    local = empty_like_shard(value._local_tensor, device)
-    mesh, placements = value.device_mesh, value.placements
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=value.shape, stride=value.stride())
