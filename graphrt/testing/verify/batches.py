@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from graphrt.batch import Batch, Request
@@ -19,7 +20,8 @@ def generated_batches(manager: ReplayManager, *, vocab_size: int, count: int, se
     """Return ragged batches of all captured sizes in turn, with lengths before, at and after page boundaries.
 
     They shrink and grow, and list requests in any order. Kinds of graphs alternate, each with its largest size first.
-    If batches may have drafts, one request has the maximum number, and others have fewer or none.
+    With `num_speculative_tokens`, one request has the maximum number of drafts, and others have fewer or none. Half of
+    the requests are sampled at temperature 1.
 
     Raises:
         ConfigError: if the cache has no KV groups, or fewer pages than requests.
@@ -42,7 +44,6 @@ def generated_batches(manager: ReplayManager, *, vocab_size: int, count: int, se
     )
     edges = [n for group in cache.groups for n in range(group.page_tokens, longest, group.page_tokens)]
     near = [longest, *(edge + d for edge in edges for d in (-1, 0, 1))]
-    most_drafts = 0 if config.rejection_sampling else config.num_speculative_tokens
     sizes, batches = _in_turn(manager, rng, longest), list[Batch]()
     for number in range(count):
         new_tokens = _new_tokens(manager, *sizes[number % len(sizes)], rng, longest)
@@ -56,10 +57,13 @@ def generated_batches(manager: ReplayManager, *, vocab_size: int, count: int, se
                 used[group.pool] += 1
                 held = group.pages_for(encoder_len if group.cross else length)
                 lists.append(owned[group.pool][start : start + held])
-            most = min(new - 1, most_drafts)
+            most = min(new - 1, config.num_speculative_tokens)
             drafts = int(rng.integers(0, most + 1)) if chosen else most
-            tokens = rng.integers(0, vocab_size, new).tolist()
-            chosen.append(Request(req, tokens, length, lists, sample=1 + drafts, encoder_len=encoder_len))
+            tokens, sampling = (
+                rng.integers(0, vocab_size, new).tolist(),
+                (float(rng.random() < 0.5), int(rng.integers(99))),
+            )
+            chosen.append(Request(req, tokens, length, lists, 1 + drafts, *sampling, encoder_len=encoder_len))
         batches.append(Batch.from_requests(chosen))
     return batches
 
@@ -100,18 +104,23 @@ def _new_tokens(
 
 
 def accept_drafts(
-    manager: ReplayManager, batches: Sequence[Batch], state: Mapping[str, torch.Tensor], *, seed: int
+    run: Callable[[Batch], npt.NDArray[np.int32]],
+    batches: Sequence[Batch],
+    state: Mapping[str, torch.Tensor],
+    *,
+    seed: int,
 ) -> None:
     """Replace some drafts of the batches by the tokens that the model samples, so that steps accept these drafts.
 
-    An eager run shows which token follows the drafts that are accepted so far. `state` is restored after each run.
+    run    runs a batch, and returns its tokens [num_reqs, positions]: which token follows the accepted drafts
+    state  tensors that are restored after each run
     """
     before, rng = {name: tensor.clone() for name, tensor in state.items()}, np.random.default_rng(seed)
     for batch in batches:
         wanted = rng.integers(0, batch.sample.clip(1))
         wanted[:1] = batch.sample[:1] - 1
         for position in range(int(wanted.max(initial=0))):
-            sampled = manager.replay(batch, eager=True).results[:, position]
+            sampled = run(batch)[:, position]
             for name, tensor in state.items():
                 tensor.copy_(before[name])
             rows = (wanted > position) & (sampled >= 0)

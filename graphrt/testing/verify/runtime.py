@@ -13,16 +13,19 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from graphrt.batch import Batch
 from graphrt.cache.kv_cache import KVCache
 from graphrt.capture.descriptor import BatchDescriptor
-from graphrt.engine.handle import StepHandle
+from graphrt.engine.batch_delta import StopConditions
+from graphrt.engine.handle import Launch, StepHandle
 from graphrt.engine.lifecycle import State, wrong_state
 from graphrt.kernels.checks import check_instance, check_int, check_sequence
 from graphrt.kernels.errors import ConfigError
-from graphrt.kernels.metadata.buffers import BufferKind
+from graphrt.kernels.metadata.buffers import STOP_TOKENS, BufferKind
+from graphrt.kernels.types import NO_TOKEN
 from graphrt.replay import ReplayManager
 from graphrt.testing.verify.api import verify
 from graphrt.testing.verify.batches import accept_drafts, generated_batches
@@ -74,8 +77,8 @@ class RuntimeSubject:
         self.batch = inputs["batch"]
 
     def run(self) -> dict[str, torch.Tensor]:
-        handle = self.manager.replay(self.batch, eager=True)
-        results = _results(handle)
+        handle = self._submit(eager=True)
+        results = _results(self.manager, handle)
         self.faults |= {(id(self.batch), fault.index): str(fault) for fault in handle.faults}
         return results
 
@@ -83,8 +86,8 @@ class RuntimeSubject:
         """Return the launch of a graph that the manager has already captured."""
 
         def launch() -> dict[str, torch.Tensor]:
-            handle = self.manager.replay(self.batch)
-            results = _results(handle)
+            handle = self._submit()
+            results = _results(self.manager, handle)
             if not handle.why_eager:
                 self.ran.add(handle.descriptor)
                 self.accepted |= handle.positions > 1 and bool((results["tokens"][:, 1:] >= 0).any())
@@ -92,13 +95,26 @@ class RuntimeSubject:
 
         return launch
 
+    def _submit(self, *, eager: bool = False) -> StepHandle | Launch:
+        """Submit the batch. With rejection sampling, only sessions submit drafts, by `begin`."""
+        if not self.manager.config.rejection_sampling:
+            return self.manager.replay(self.batch, eager=eager)
+        n = self.batch.num_reqs
+        never = StopConditions(np.zeros(n, np.int32), np.full((STOP_TOKENS, n), NO_TOKEN, np.int32))
+        return self.manager.begin(self.batch, never, eager=eager)
+
+    def tokens(self, batch: Batch) -> npt.NDArray[np.int32]:
+        """Run a batch eagerly, and return its tokens."""
+        self.batch = batch
+        return _tokens(self._submit(eager=True))
+
     def _by_oracle(self, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         assert self.oracle is not None, "eager is this method only with an oracle"
         theirs = self._request_state(self.oracle)
         for name, tensor in self._request_state(self.manager).items():
             if theirs[name].shape == tensor.shape:
                 theirs[name].copy_(tensor)
-        return {"logits": _results(self.oracle.replay(inputs["batch"], eager=True))["logits"]}
+        return {"logits": _results(self.oracle, self.oracle.replay(inputs["batch"], eager=True))["logits"]}
 
     def real(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the part to compare, which is all pages except the null page, to which pad rows write."""
@@ -172,7 +188,8 @@ def verify_runtime(
         raise ConfigError("oracle: uses a different KVCache; build it with the KVCache of the manager")
     cache = manager.kv_cache
     tensors = [tensor for group in range(len(cache.groups)) for tensor in _tensors(cache, group)]
-    before = [t.clone() for t in tensors]
+    logprobs = manager.buffers.draft_logprobs
+    before = [t.clone() for t in (*tensors, logprobs)]
     try:
         if batches is None:
             count = max(8, len(manager.descriptors)) if count is None else check_int("count", count, 1, advice=_OMIT)
@@ -183,17 +200,18 @@ def verify_runtime(
             rng = torch.Generator(cache.device).manual_seed(seed)  # the host would take seconds per GiB
             for tensor in tensors:
                 tensor.copy_(torch.randn(tensor.shape, generator=rng, device=tensor.device))
+            logprobs.copy_(torch.randn(logprobs.shape, generator=rng, device=logprobs.device).log_softmax(-1))
         else:
             _check_batches(manager, batches)
             steps = list(batches)
         subject = RuntimeSubject(manager, model, oracle)
         if batches is None:
-            accept_drafts(manager, steps, subject.state, seed=seed)
+            accept_drafts(subject.tokens, steps, subject.state, seed=seed)
         report = verify(
             subject, lambda case: {"batch": steps[case]}, cases=len(steps), captures=[0], tolerance=tolerance
         )
     finally:
-        for tensor, old in zip(tensors, before, strict=True):
+        for tensor, old in zip((*tensors, logprobs), before, strict=True):
             tensor.copy_(old)
     if subject.faults and len(subject.faults) == sum(batch.num_reqs for batch in steps):
         first = next(iter(subject.faults.values()))
@@ -210,8 +228,6 @@ def _not_run(subject: RuntimeSubject) -> dict[str, str]:
         found["loops"] = "sessions run several steps in one launch of a loop; each replay runs one step"
     if manager.config.num_speculative_tokens and not subject.accepted:
         found["drafts"] = "no step accepted a draft"
-        if manager.config.rejection_sampling:
-            found["drafts"] += ", because batches cannot have drafts with rejection_sampling=True"
     if subject.faults:
         first = next(iter(subject.faults.values()))
         what = f"the device rejected {len(subject.faults)} requests, which wrote nothing; the first: {first}"
@@ -239,13 +255,17 @@ def _check_batches(manager: ReplayManager, batches: object) -> None:
             )
 
 
-def _results(handle: StepHandle) -> dict[str, torch.Tensor]:
+def _results(manager: ReplayManager, handle: StepHandle | Launch) -> dict[str, torch.Tensor]:
     """Return the logits, tokens and faults of a step in batch order."""
     handle.wait()
-    logits = handle.logits(copy=True)
+    logits = manager.latest_logits(handle, copy=True)
     faults = [(fault.index, int(fault.code)) for fault in handle.faults]
-    tokens = torch.from_numpy(np.array(handle.results, dtype=np.int64))
+    tokens = torch.from_numpy(np.array(_tokens(handle), dtype=np.int64))
     return {"logits": logits, "tokens": tokens, "faults": torch.tensor(faults, dtype=torch.int64, device="cpu")}
+
+
+def _tokens(handle: StepHandle | Launch) -> npt.NDArray[np.int32]:
+    return handle.results if isinstance(handle, StepHandle) else handle.tokens(raise_on_fault=False).T
 
 
 def _tensors(cache: KVCache, group: int) -> list[torch.Tensor]:

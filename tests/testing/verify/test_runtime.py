@@ -158,15 +158,20 @@ def test_cross_layers_have_no_findings() -> None:
     runtime.close()
 
 
-def test_loops_and_rejection_sampling_are_listed_as_not_checked() -> None:
-    model = LivelyModel(torch.device("cpu"))
-    options = {"num_speculative_tokens": 2, "max_num_tokens": 16, "loop_sizes": (2,), "rejection_sampling": True}
-    runtime = captured(model, proposer=drafter(model), **options)
+@pytest.mark.parametrize("head", [False, True])
+def test_rejection_sampling_has_no_findings(device: torch.device, head: bool) -> None:
+    specs = [AttentionSpec(4, 2, 16, torch.float32)]
+    width = WIDTH if head else None
+    draft = DraftModel(LayeredModel(specs, device), specs, vocab_size=LAYERED_VOCAB, hidden_size=width)
+    options = {"num_speculative_tokens": 2, "rejection_sampling": True, "loop_sizes": (2,)}
+    _, runtime = build(specs, kv_groups(specs, page_size=4), 60, device, draft, **options)
+    before = runtime.manager.buffers.draft_logprobs.clone()
     report = verify_runtime(runtime.manager)
     assert report.ok, str(report)
+    assert "draft_logprobs" in report.checked["state"]
+    assert torch.equal(runtime.manager.buffers.draft_logprobs, before)
+    assert not {"sizes", "drafts"} & set(report.not_checked)
     assert report.not_checked["loops"]
-    assert report.not_checked["drafts"].endswith("because batches cannot have drafts with rejection_sampling=True")
-    assert "sizes" not in report.not_checked
     runtime.close()
 
 
