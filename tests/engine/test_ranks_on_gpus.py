@@ -21,8 +21,12 @@ from graphrt.kernels.errors import RankError
 from graphrt.kernels.ops.all_reduce import symmetric_buffers
 from graphrt.kernels.ops.collectives import all_gather, all_reduce, all_to_all
 from graphrt.models.loading import load_model, make_runtime
+from graphrt.models.smollm import default_model_path
 from graphrt.sampling_params import SamplingParams
 from tests.engine.test_rank_failures import FAILURES, fail
+from tests.engine.test_rank_runs import FAMILIES as LONG
+from tests.engine.test_rank_runs import answers, check_answers, check_both_ways, run_alone_and_together, run_both_ways
+from tests.engine.test_rank_runs import save as save_long
 from tests.engine.test_ranks import (
     FAMILIES,
     GREEDY,
@@ -142,6 +146,30 @@ def test_tokens_of_quantized_weights_are_those_of_one_process(tmp_path: Path, ca
     oracle = save(tmp_path, CASES[name], eos_token_id=None, **sizes).float()
     function = decode_interleaved if interleaved else decode
     check_tokens(oracle, decode(None, tmp_path), on_gpus(tmp_path, function, tmp_path, *interleaved))
+
+
+def on_one_gpu(path: Path, name: str, prompts: int) -> dict[str, Any]:
+    return answers(None, path, name, prompts, torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("name", [*LONG, "SmolLM2"])
+def test_tokens_of_512_steps_are_those_of_one_gpu(tmp_path: Path, name: str) -> None:
+    path = default_model_path() if name == "SmolLM2" else tmp_path / "model"
+    if name in LONG:
+        save_long(path, name)
+    check_answers(on_one_gpu(path, name, 45), on_gpus(tmp_path, answers, path, name, 45), 512)
+
+
+def test_replays_equal_eager_steps_on_every_rank(tmp_path: Path) -> None:
+    save_long(tmp_path / "model", "Llama")
+    check_both_ways(on_gpus(tmp_path, run_both_ways, tmp_path / "model"))
+
+
+def test_results_of_a_request_do_not_depend_on_its_batch(tmp_path: Path) -> None:
+    save_long(tmp_path / "model", "Qwen3")
+    first, other = on_gpus(tmp_path, run_alone_and_together, tmp_path / "model")
+    assert (first.error, other.error) == (None, None)
+    assert first.value > 150
 
 
 def greedy(group: dist.ProcessGroup, folder: Path) -> list[list[int | None]]:
