@@ -52,10 +52,7 @@ def runtime_of(group: dist.ProcessGroup | None, path: Path, name: str, device: t
     from graphrt import from_transformers
     from tests.integrations.test_transformers_ranks import load
 
-    if group is None:
-        model = transformers.AutoModelForCausalLM.from_pretrained(path).to(device)
-    else:
-        model = load(group, path)
+    model = load(group, path) if group else transformers.AutoModelForCausalLM.from_pretrained(path).to(device)
     return from_transformers(model, config=config, page_size=4)
 
 
