@@ -25,7 +25,8 @@ MAX_RANKS, MAX_WIDTH = 8, 8192
 """Largest number of ranks, and of values per token. A block has one thread per 8 values of a token."""
 
 MAX_BYTES = 2 << 20
-"""Maximum number of bytes that a rank sends in a call: 256 tokens of 4096 values of 16 bits."""
+"""Maximum number of bytes that a rank sends in a launch: 256 tokens of 4096 values of 16 bits. Sums of more tokens take
+several launches."""
 
 # The layout of `State` in native/symmetric_buffer.cuh.
 _STATE_WORDS, _FAULT, _LIMIT_MS, _NAMED_BY_HOST = 6, 2, 3, slice(4, 6)
@@ -218,7 +219,8 @@ class SymmetricBuffer:
         """Return whether the operators accept tensors [tokens, width]."""
         return all(
             tensor.dtype in (torch.bfloat16, torch.float16)
-            and 0 < tensor.nbytes <= self.memory[0, 0].nbytes
+            and len(tensor) > 0
+            and 0 < tensor[0].nbytes <= self.memory[0, 0].nbytes
             and tensor.shape[1] <= MAX_WIDTH
             and 2 * tensor.shape[1] % UNIT_BYTES == 0
             and tensor.is_contiguous()
@@ -237,18 +239,31 @@ class SymmetricBuffer:
         bias      [width]          x's dtype  device; contiguous
         returns   [tokens, width]  x's dtype, contiguous
         """
-        return self._run(x, torch.empty_like(x), residual, bias, gain, eps)
+        out = torch.empty_like(x)
+        for part in self._parts(x):
+            self._run(x[part], out[part], residual[part], bias, gain, eps)
+        return out
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of x [tokens, width] over ranks; see `fits`."""
-        return self._run(x, torch.empty_like(x))
+        out = torch.empty_like(x)
+        for part in self._parts(x):
+            self._run(x[part], out[part])
+        return out
 
     def gather(self, records: torch.Tensor) -> torch.Tensor:
         """Return the records [ranks, count, 2] of all ranks.
 
         records  [count, 2]  int32  device; contiguous, at most the buffer's capacity
         """
-        return self._run(records, records.new_empty(len(self.addresses), *records.shape))
+        out = records.new_empty(len(self.addresses), *records.shape)
+        self._run(records, out)
+        return out
+
+    def _parts(self, x: torch.Tensor) -> list[slice]:
+        """Return the tokens of each launch."""
+        tokens = self.memory[0, 0].nbytes // x[0].nbytes
+        return [slice(first, first + tokens) for first in range(0, len(x), tokens)]
 
     def _run(
         self,
@@ -258,9 +273,8 @@ class SymmetricBuffer:
         bias: torch.Tensor | None = None,
         gain: torch.Tensor | None = None,
         eps: float = 0.0,
-    ) -> torch.Tensor:
+    ) -> None:
         _op(AllReduceCall(x, residual, bias, gain, out, self.memory, self.state, self.addresses, self.rank, eps))
-        return out
 
 
 def can_share(group: dist.ProcessGroup, device: torch.device) -> bool:

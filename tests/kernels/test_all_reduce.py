@@ -136,12 +136,13 @@ def test_bugs_are_detected(bug: str, rng: torch.Generator, monkeypatch: pytest.M
 
 
 @needs_compiler
+@pytest.mark.parametrize("in_launch", [4, 3])
 def test_bits_do_not_depend_on_the_number_of_tokens_or_lost_words(
-    rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+    in_launch: int, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NaN, signed zeros and the word that means "not arrived" are summed like other values."""
     ranks, tokens, width = 2, 4, 512
-    emulated = Emulated(ranks, tokens * width // 8, monkeypatch)
+    emulated = Emulated(ranks, in_launch * width // 8, monkeypatch)
     x = [torch.randn(tokens, width, generator=rng, device="cpu").to(BF16) for _ in range(ranks)]
     x[0].view(torch.int32)[0, :8] = torch.tensor([-1, 0x7FFFFFFF, -0x80000000, -0x7FFF8000, 0, -1, -1, -1])
     x[1].view(torch.int32)[0, 2:6] = torch.tensor([-0x80000000, -0x7FFF8000, 0, -1])
@@ -233,7 +234,8 @@ def test_tensors_that_do_not_fit() -> None:
     assert buffer.fits(fitting, fitting.half())
     wide = torch.zeros(1, MAX_WIDTH + 8, dtype=BF16, device="cpu")
     assert not SymmetricBuffer.of_words(empty_words(2, 2048), [0, 0], 0).fits(wide)
-    for other in (fitting.float(), fitting[:0], fitting.repeat(2, 1), fitting[:, :252], fitting[:, ::2]):
+    assert buffer.fits(fitting.repeat(2, 1))
+    for other in (fitting.float(), fitting[:0], fitting.repeat(1, 3), fitting[:, :252], fitting[:, ::2]):
         assert not buffer.fits(fitting, other)
 
 
@@ -295,7 +297,7 @@ def check_on_gpu(rank: int, ranks: int, folder: str) -> None:
         return torch.randn(shape, generator=rng, device=device).to(BF16)
 
     gain, bias = normal(WIDTH), normal(WIDTH)
-    for tokens in (1, 3, TOKENS):
+    for tokens in (1, 3, TOKENS, 600):  # 600 take three launches
         x, residual = normal(ranks, tokens, WIDTH), normal(tokens, WIDTH)
         want_residual = residual.clone()
         want = add_rms_norm(want_residual, sum_of(list(x)) + bias, gain, EPS)
