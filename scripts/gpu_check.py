@@ -91,6 +91,8 @@ RANK_TESTS = [
     "tests/kernels/test_all_reduce.py",
     "tests/kernels/test_cache_copy.py",
     "tests/engine/test_ranks_on_gpus.py",
+    "tests/integrations/test_ray.py",
+    "tests/integrations/test_transformers_ranks.py",
 ]
 RANK_JOBS: dict[int, dict[str, list[list[str]]]] = {
     gpus: {
@@ -104,6 +106,9 @@ RANK_JOBS: dict[int, dict[str, list[list[str]]]] = {
         ],
         f"decode_{gpus}_gpus": [
             [*BENCH, "--shape", "llama-3.1-8b", "--batch", "1,64,256", "--context", "1024", "--tp", f"{gpus}"]
+        ],
+        f"decode_70b_{gpus}_gpus": [
+            [*BENCH, "--shape", "llama-3.1-70b", "--batch", "1", "--context", "1024", "--tp", f"{gpus}"]
         ],
     }
     for gpus in (2, 4)
