@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -238,3 +239,35 @@ def test_failure_of_one_rank_ends_all(tmp_path: Path, case: str) -> None:
     assert text.replace("rank 2", "rank 1").replace("for 1.5 s", "for 8 s") in str(other.error)
     assert other.exit_code == 0
     assert time.monotonic() - start < 120
+
+
+SCRIPT = """
+import signal, sys, torch
+from torch import distributed as dist
+from graphrt import RuntimeConfig, SamplingParams, TextGenerator, load_model
+from graphrt.engine.ranks import CUDA_BACKENDS
+from graphrt.models.loading import make_runtime
+from tests.engine.test_ranks import PROMPTS, TINY
+device = torch.device("cuda", int(sys.argv[2]))
+torch.cuda.set_device(device)
+dist.init_process_group(CUDA_BACKENDS, init_method=sys.argv[1], rank=device.index, world_size=2)
+model = load_model(TINY, device=device, group=dist.group.WORLD).model
+with make_runtime(model, RuntimeConfig(4, 32, 48)) as runtime:
+    runtime.capture()
+    if runtime.rank:
+        signal.raise_signal(signal.SIGSTOP)
+    list(TextGenerator(runtime).generate(PROMPTS, SamplingParams(max_new_tokens=20)))
+"""
+
+
+def test_process_exits_after_another_is_stopped(tmp_path: Path) -> None:
+    """Destructors of process groups do not wait for the stopped rank."""
+    command = [sys.executable, "-c", SCRIPT, f"file://{tmp_path}/rendezvous"]
+    first, stopped = (subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE) for rank in (0, 1))
+    try:
+        assert "graphrt.kernels.errors.RankError" in first.communicate(timeout=180)[1].decode()
+        assert first.returncode == 1
+    finally:
+        for process in (first, stopped):
+            process.kill()
+            process.communicate()
