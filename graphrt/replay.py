@@ -225,13 +225,13 @@ class ReplayManager:
             self.kv_cache.check_contents()
             start = time.perf_counter()
             self._guards.before_capture()
-            with capturing(self._calls), OnStream(self._stream, "graphrt.capture"), torch.inference_mode():
+            with capturing(self._calls), OnStream(self._stream, "graphrt.capture", waits=True), torch.inference_mode():
                 with torch.inference_mode(False):  # `reset` may write these tensors outside of inference mode
                     self._backend.allocate()
                 self._graphs.capture(self._dispatcher.captured(), self._dispatcher.captured(late=True), progress)
+                self._buffers.cursor.zero_()
                 wait_for(self._stream)
             self._buffers.step_ring.fill_(-1)  # remove the outputs of warm-up steps
-            self._buffers.cursor.zero_()
             self._stats.graphs = self._graphs.reports
             self._stats.compiled_kernels.update(compiled)
             self._stats.capture_seconds = time.perf_counter() - start

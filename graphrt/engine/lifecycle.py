@@ -75,12 +75,14 @@ class OnStream:
     The object is built once and entered at every step. Entering takes one microsecond instead of ten if the stream is
     already current, which is the usual case. Launches call `enter` and `leave`, because a `with` block takes twice as
     long.
+
+    waits   the block waits for earlier work of the current stream, which may still fill buffers and weights
     """
 
-    __slots__ = ("_handle", "_index", "_name", "_previous", "stream")
+    __slots__ = ("_handle", "_index", "_name", "_previous", "_waits", "stream")
 
-    def __init__(self, stream: torch.cuda.Stream | None, name: str) -> None:
-        self.stream, self._name = stream, name
+    def __init__(self, stream: torch.cuda.Stream | None, name: str, *, waits: bool = False) -> None:
+        self.stream, self._name, self._waits = stream, name, waits
         # Compare raw handles, because building a Stream object takes ten microseconds.
         self._index, self._handle = (0, 0) if stream is None else (stream.device.index, stream.cuda_stream)
         self._previous: list[torch.cuda.Stream | None] = []
@@ -94,6 +96,8 @@ class OnStream:
             self._previous.append(None)
         else:
             self._previous.append(torch.cuda.current_stream())
+            if self._waits:
+                self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
             torch.cuda.set_stream(self.stream)
 
     def leave(self) -> None:

@@ -155,11 +155,21 @@ def test_close_frees_all_memory_of_each_backend(name: str) -> None:
 
 
 @pytest.mark.gpu
-def test_replay_on_the_callers_stream() -> None:
+def test_replay_on_a_stream_beside_a_busy_current_stream() -> None:
+    """Work of the current stream before `capture()` is finished, and no later work of it is needed."""
     device = torch.device("cuda", 0)
     rig = make_rig(device, capture=False, options={"stream": torch.cuda.Stream()})
-    torch.cuda.synchronize()  # the weights and the cache were made on another stream
-    rig.manager.capture()
+    weight, current = rig.model.embed, torch.cuda.current_stream()
+    values = weight.clone()
+    weight.fill_(torch.nan)
+    torch.cuda._sleep(100_000_000)
+    weight.copy_(values)
+
+    def delay(_: object) -> None:
+        with torch.cuda.stream(current):
+            torch.cuda._sleep(100_000_000)
+
+    rig.manager.capture(delay)
     handle = rig.manager.replay(one(3))
     assert int(handle.logits().argmax()) == int(handle.tokens()[0]) == greedy(rig, 3)
 
