@@ -29,7 +29,13 @@ STEPS = RuntimeConfig(6, 32, 48, decode_sizes=(6,), mixed_sizes=(32,), penalties
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {"num_key_value_heads": 3},
     "Qwen3": {"head_dim": 8},
-    "Gemma3": {"head_dim": 8, "num_attention_heads": 4, "sliding_window": 8, "tie_word_embeddings": True},
+    "Gemma3": {
+        "head_dim": 8,
+        "num_attention_heads": 4,
+        "sliding_window": 8,
+        "tie_word_embeddings": True,
+        "vocab_size": 98,  # older versions of transformers need a multiple of the ranks
+    },
 }
 
 
@@ -39,7 +45,7 @@ def save(folder: Path, name: str) -> Any:
     return save_oracle(folder, name, **FAMILIES[name], max_position_embeddings=256, eos_token_id=None)
 
 
-def runtime_of(group: dist.ProcessGroup | None, path: Path, name: str, device: torch.device) -> Runtime:
+def runtime_of(group: dist.ProcessGroup | None, path: Path | str, name: str, device: torch.device) -> Runtime:
     """A captured runtime. transformers shards the models that load_model does not know."""
     config = RAGGED if device.type == "cuda" else replace(RAGGED, backend="torch_reference")
     if name != "Gemma3":
@@ -57,7 +63,7 @@ def runtime_of(group: dist.ProcessGroup | None, path: Path, name: str, device: t
 
 
 def answers(
-    group: dist.ProcessGroup | None, path: Path, name: str, prompts: int, device: torch.device | None = None
+    group: dist.ProcessGroup | None, path: Path | str, name: str, prompts: int, device: torch.device | None = None
 ) -> dict[str, Any]:
     """Greedy tokens of prompts and answers of many lengths, six at a time."""
     rng, tokens = random.Random(1), list[list[int | None]]()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 
-import gguf
 import pytest
 import torch
 import transformers
 
 from graphrt.models.loading import LoadedModel, load_model
 from graphrt.models.smollm import default_model_path
+
+gguf = pytest.importorskip("gguf")
 
 
 @functools.cache
