@@ -8,6 +8,7 @@ another rank. A thread checks too: some calls of the driver, such as loading a k
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import functools
@@ -273,7 +274,10 @@ class Ranks:
                 buffer.abort(culprit % group.size())
             if self.on_cuda:
                 nccl = group._get_backend(torch.device("cuda"))
-                threading.Thread(target=self._abort, args=(nccl,), daemon=True).start()
+                thread = threading.Thread(target=self._abort, args=(nccl,), daemon=True)
+                thread.start()
+                # A thread that returns from torch while Python ends takes the process down with SIGABRT.
+                atexit.register(thread.join, _ABORT_SECONDS)
 
     def _abort(self, nccl: Any) -> None:
         """Abort the collectives of a group. Returns only after all graphs are freed.
