@@ -94,13 +94,16 @@ RANK_TESTS = [
     "tests/integrations/test_ray.py",
     "tests/integrations/test_transformers_ranks.py",
 ]
+SUMMED = "1,8,32,64,256,1024,4096"
 RANK_JOBS: dict[int, dict[str, list[list[str]]]] = {
     gpus: {
         f"{TESTS}_{gpus}_gpus": [
             [*PYTEST, "-n", "4", "-m", "gpu and not alone", *RANK_TESTS],
             [*PYTEST, "-m", "gpu and alone", *RANK_TESTS],
         ],
-        f"all_reduce_{gpus}_gpus": [[PYTHON, "-m", "scripts.bench_all_reduce", "--ranks", f"{gpus}"]],
+        f"all_reduce_{gpus}_gpus": [
+            [PYTHON, "-m", "scripts.bench_all_reduce", "--ranks", f"{gpus}", "--tokens", SUMMED]
+        ],
         f"context_parallel_{gpus}_gpus": [
             [PYTHON, "-m", "scripts.bench_context_parallel", "--ranks", f"{gpus}", "--tokens", "128,1024,65536"]
         ],
