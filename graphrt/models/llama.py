@@ -199,12 +199,10 @@ class LlamaModel(nn.Module):
         model._modules = {**self._modules, "layers": self.layers[:1]}
         return model
 
-    def load_weights(
-        self, source: WeightSource | Mapping[str, torch.Tensor], after_tensor: Callable[[], object] | None = None
-    ) -> None:
+    def load_weights(self, source: WeightSource | Mapping[str, torch.Tensor]) -> None:
         """Copy a checkpoint into the weights in place. Addresses do not change, so captured graphs use the new values.
 
-        Tensors are looked up by their Hugging Face names and read one at a time. `after_tensor` is called after each.
+        Tensors are looked up by their Hugging Face names and read one at a time.
 
         Raises:
             ConfigError: see `check_weights`. In this case, no weight has changed.
@@ -214,8 +212,6 @@ class LlamaModel(nn.Module):
         with torch.no_grad():
             for name, target in self.weight_targets().items():
                 self.sharding.load(checkpoint, name, target)
-                if after_tensor is not None:
-                    after_tensor()
 
     def check_weights(self, checkpoint: WeightSource) -> None:
         """Check the names and shapes of a checkpoint's tensors. A model on the meta device needs no memory for this.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import distributed as dist
@@ -25,6 +25,7 @@ from graphrt.models.gguf import GGUFSource
 from graphrt.models.hf import SafetensorsSource, download, is_eagle
 from graphrt.models.llama import LlamaModel
 from graphrt.models.shapes import shape_config
+from graphrt.models.weights import WeightSource
 from graphrt.runtime import Runtime, resolve_device
 from graphrt.spec import COMPUTE_DTYPES
 
@@ -107,8 +108,22 @@ def load_model(
     checkpoint = GGUFSource(path) if path.is_file() else SafetensorsSource(path)
     _on_meta(checkpoint.config, torch.float32, group).check_weights(checkpoint)
     model = build(checkpoint.config)
-    model.load_weights(checkpoint, None if ranks is None else ranks.poll)
+    model.load_weights(checkpoint if ranks is None else cast(WeightSource, _Watched(checkpoint, ranks)))
     return LoadedModel(model, checkpoint.config, path)
+
+
+class _Watched:
+    """A checkpoint that looks for failed ranks before it reads a tensor."""
+
+    def __init__(self, source: WeightSource, ranks: Ranks) -> None:
+        self._source, self._ranks = source, ranks
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+    def copy_into(self, *arguments: Any) -> None:
+        self._ranks.poll()
+        self._source.copy_into(*arguments)
 
 
 def load_draft_model(source: str | Path, model: LlamaModel) -> DraftModel:
