@@ -40,7 +40,7 @@ SPECULATE = [*BENCH, "--shape", "llama-3.1-8b", "--speculate"]
 PYTEST = [PYTHON, "-m", "pytest", "-q", "-rfEs", "--durations=10"]
 TESTS = "tests"
 SANITIZE = "sanitize"
-SANITIZED = ["--error-exitcode", "9", PYTHON, "scripts/sanitize_kernels.py"]
+SANITIZED = ["--error-exitcode", "9", PYTHON, "-m", "scripts.sanitize_kernels"]
 RACECHECKED = "many,one,two_clusters,pairs,products_1,products_32_4_bits"
 JOBS: dict[str, list[list[str]]] = {
     TESTS: [

@@ -1,7 +1,7 @@
 """Attention, products, KV writes and merges in allocations of exact size, for compute-sanitizer; see gpu_check.py.
 
-    compute-sanitizer --tool memcheck --report-api-errors no python scripts/sanitize_kernels.py
-    compute-sanitizer --tool racecheck python scripts/sanitize_kernels.py --only many,one,two_clusters,pairs,products_1
+    compute-sanitizer --tool memcheck --report-api-errors no python -m scripts.sanitize_kernels
+    compute-sanitizer --tool racecheck python -m scripts.sanitize_kernels --only many,one,two_clusters,pairs,products_1
 
 torch's caching allocator rounds sizes up, which would hide overruns. It is switched off, so that every tensor is a
 separate allocation. racecheck covers shared memory only; test_attention_replays.py covers data that blocks send to each
@@ -28,7 +28,7 @@ from graphrt.kernels.attention.work_list import schedule_attention
 from graphrt.kernels.attention.workspace import AttentionWorkspace
 from graphrt.kernels.cache.write import Rotary, write_kv
 from graphrt.kernels.ops.linear import linear, linear_add, linear_rope_write, linear_silu_mul
-from graphrt.kernels.ops.quantized import Fp8Weight, Int4Weight, Weight
+from scripts.bench_linear import make_weight
 
 E4M3 = torch.float8_e4m3fn
 
@@ -214,19 +214,9 @@ def merge(device: torch.device) -> None:
 def products(tokens: int, bits: int, device: torch.device) -> None:
     """Compare the products of a layer with CPU tensors."""
     heads, kv_heads, dim, hidden, inner = 4, 2, 64, 256, 384
-    generator = torch.Generator().manual_seed(0)
     sizes = (((heads + 2 * kv_heads) * dim, hidden), (hidden, heads * dim), (2 * inner, hidden), (hidden, inner))
-    weights: list[Weight] = []
-    for rows, depth in (*sizes, (96, hidden)):
-        if bits == 16:
-            values = torch.randn(rows, depth, generator=generator).bfloat16() * depth**-0.5
-            weights.append(torch.nn.Parameter(values, requires_grad=False))
-        else:
-            empty = Fp8Weight.empty if bits == 8 else partial(Int4Weight.empty, group=64)
-            weight = empty(rows, depth, dtype=torch.bfloat16, device=torch.device("cpu"))
-            weight.fill_with_noise(depth**-0.5, generator)
-            weights.append(weight)
-    x, residual = torch.randn(2, tokens, hidden, generator=generator).bfloat16()
+    weights = [make_weight(*size, bits, torch.device("cpu")) for size in (*sizes, (96, hidden))]
+    x, residual = torch.randn(2, tokens, hidden).bfloat16()
     gain, caches = torch.rand(hidden).bfloat16(), torch.zeros(2, 5, 16, kv_heads, dim).bfloat16()
     slots, cos_sin = torch.randperm(80)[:tokens], torch.rand(tokens, dim)
     slots[0] = -1

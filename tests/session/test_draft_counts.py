@@ -1,4 +1,4 @@
-"""Counts of drafts per request: of a request whose drafts are all right, beside one whose drafts are all wrong."""
+"""Counts of proposed and accepted drafts per request, with right and wrong drafts in one batch."""
 
 from __future__ import annotations
 
