@@ -216,7 +216,7 @@ class InFlight:
         "num_reqs", "positions", "req_indices", "step", "steps", "why_eager",
     )  # fmt: skip
 
-    _draft_counts: npt.NDArray[np.int32]
+    _draft_counts: npt.NDArray[np.int32] | None
     _ends: npt.NDArray[np.int32]
     _tokens: npt.NDArray[np.int32]
 
@@ -277,7 +277,7 @@ class InFlight:
         arrived = self.num_arrived
         at = rings.entries(self.step, arrived)
         tokens, ends, codes = rings.rows(rings.tokens, at, n), rings.ends[at, :n].copy(), rings.codes[at, :n].copy()
-        counts = rings.draft_counts[at, :n].copy()
+        counts = rings.draft_counts[at, :n].copy() if self.positions > 1 else None
         tokens.flags.writeable = ends.flags.writeable = False  # sessions read them later
         logprobs: StepLogprobs | None = None
         error: ReplayError | None = None
@@ -458,8 +458,9 @@ class Launch(InFlight):
 
     def draft_counts(self) -> npt.NDArray[np.int32]:
         """Return the number of drafts that each step verified, [steps that ran, num_reqs] int32. Waits for the
-        launch. Without `num_speculative_tokens`, the numbers have no meaning."""
+        launch. Needs a runtime with `num_speculative_tokens`."""
         self.wait()
+        assert self._draft_counts is not None, "the runtime verifies drafts"
         return self._draft_counts
 
     def logprobs(self) -> StepLogprobs | None:
