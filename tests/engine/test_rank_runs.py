@@ -45,7 +45,7 @@ def save(folder: Path, name: str) -> Any:
     return save_oracle(folder, name, **FAMILIES[name], max_position_embeddings=256, eos_token_id=None)
 
 
-def runtime_of(group: dist.ProcessGroup | None, path: Path | str, name: str, device: torch.device) -> Runtime:
+def runtime_of(group: dist.ProcessGroup | None, path: Path, name: str, device: torch.device) -> Runtime:
     """A captured runtime. transformers shards the models that load_model does not know."""
     config = RAGGED if device.type == "cuda" else replace(RAGGED, backend="torch_reference")
     if name != "Gemma3":
@@ -63,7 +63,7 @@ def runtime_of(group: dist.ProcessGroup | None, path: Path | str, name: str, dev
 
 
 def answers(
-    group: dist.ProcessGroup | None, path: Path | str, name: str, prompts: int, device: torch.device | None = None
+    group: dist.ProcessGroup | None, path: Path, name: str, prompts: int, device: torch.device | None = None
 ) -> dict[str, Any]:
     """Greedy tokens of prompts and answers of many lengths, six at a time."""
     rng, tokens = random.Random(1), list[list[int | None]]()

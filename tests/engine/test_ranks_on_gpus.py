@@ -148,16 +148,29 @@ def test_tokens_of_quantized_weights_are_those_of_one_process(tmp_path: Path, ca
     check_tokens(oracle, decode(None, tmp_path), on_gpus(tmp_path, function, tmp_path, *interleaved))
 
 
-def on_one_gpu(path: Path | str, name: str, prompts: int) -> dict[str, Any]:
+def on_one_gpu(path: Path, name: str, prompts: int) -> dict[str, Any]:
     return answers(None, path, name, prompts, torch.device("cuda", 0))
+
+
+SMOLLM2 = {
+    "vocab_size": 49_152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "tie_word_embeddings": True,
+    "eos_token_id": None,
+}
 
 
 @pytest.mark.parametrize("name", [*LONG, "SmolLM2"])
 def test_tokens_of_512_steps_are_those_of_one_gpu(tmp_path: Path, name: str) -> None:
-    path: Path | str = "dummy:smollm2-135m"
+    path = tmp_path / "model"
     if name in LONG:
-        path = tmp_path / "model"
         save_long(path, name)
+    else:
+        save_oracle(path, "Llama", **SMOLLM2, max_position_embeddings=256)
     check_answers(on_one_gpu(path, name, 45), on_gpus(tmp_path, answers, path, name, 45), 512)
 
 
