@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -19,6 +20,7 @@ from graphrt.models.llama import LlamaModel
 from graphrt.proposer import Proposer, ngram_drafts
 from graphrt.runtime import Runtime
 from graphrt.sampling_params import SamplingParams
+from graphrt.session.requests import SessionRequest
 from graphrt.session.session import DecodeSession
 from graphrt.spec import KVCacheSpec
 from graphrt.step import Model, Step
@@ -40,7 +42,7 @@ class SpeculationResult:
     rejected_ms         no draft is accepted
     accepted_per_step   tokens per step where all drafts are accepted
     plain_host_us       host microseconds of `DecodeSession.run(1)` with no launch in flight, without drafts
-    host_us             the same with drafts
+    host_us             the same with drafts; measured in turns with `plain_host_us`
     """
 
     batch: int
@@ -100,31 +102,44 @@ def bench_speculation(
     """
     right, wrong = (ngram_drafts, _unlikely_drafts) if draft is None else (_drafter(draft, 1), _drafter(draft, 2))
     results, tokens = [], work.steps * (1 + num_drafts)
-    measure = partial(_measure, model, kv_groups, work, longest_sequence(work.context, work.steps, num_drafts))
+    longest = longest_sequence(work.context, work.steps, num_drafts)
     for batch in work.batches:
-        plain_ms, _, plain_host_us = measure(batch, tokens, 0, None)
-        accepted_ms, accepted_per_step, host_us = measure(batch, work.steps, num_drafts, right)
-        rejected_ms, _, _ = measure(batch, tokens, num_drafts, wrong)
+        begin = partial(_decoding, model, kv_groups, work, longest, batch)
+        with begin(0, None) as plain, begin(num_drafts, right) as accepted:
+            plain_ms, _ = _time(plain, tokens)
+            accepted_ms, accepted_per_step = _time(accepted, work.steps)
+            plain_host_us, host_us = _host_us((plain, accepted), work.steps)
+        with begin(num_drafts, wrong) as rejected:
+            rejected_ms, _ = _time(rejected, tokens)
         times = plain_ms, accepted_ms, rejected_ms, accepted_per_step, plain_host_us, host_us
         results.append(SpeculationResult(batch, work.context, num_drafts, *times))
     return results
 
 
-def _measure(
+@dataclass(frozen=True, slots=True)
+class _Decoding:
+    """Requests of a session that decode, without launches in flight."""
+
+    session: DecodeSession
+    requests: list[SessionRequest]
+    launch_steps: int
+
+    def tokens(self) -> int:
+        return sum(len(request.tokens) for request in self.requests)
+
+
+@contextmanager
+def _decoding(
     model: LlamaModel,
     kv_groups: Sequence[KVCacheSpec],
     work: DecodeWork,
     max_seq_len: int,
     batch: int,
-    steps: int,
     drafts: int,
     proposer: Proposer | None,
-) -> tuple[float, float, float]:
-    """Return milliseconds per token of a request, tokens per step, and host microseconds per launch of one step, for
-    rounds of `steps` steps.
-    """
-    context = work.context
-    step_tokens = max(batch * (1 + drafts), min(batch * context, 1024))
+) -> Iterator[_Decoding]:
+    """Capture a runtime, and run the prompts of a batch."""
+    step_tokens = max(batch * (1 + drafts), min(batch * work.context, 1024))
     config = RuntimeConfig(
         max_num_reqs=batch,
         max_num_tokens=step_tokens,
@@ -132,7 +147,7 @@ def _measure(
         decode_sizes=(batch,),
         mixed_sizes=(step_tokens,),
         loop_sizes=(batch,),
-        launch_steps=min(steps, _STEPS_PER_LAUNCH),
+        launch_steps=min(work.steps, _STEPS_PER_LAUNCH),
         num_speculative_tokens=drafts,
         backend=work.backend,
     )
@@ -150,27 +165,38 @@ def _measure(
     ) as runtime:
         runtime.capture()
         with DecodeSession(runtime) as session:
-            prompt = [i % _CYCLE for i in range(context)]
-            requests = [session.add(prompt, SamplingParams(max_seq_len - context)) for _ in range(batch)]
+            prompt = [i % _CYCLE for i in range(work.context)]
+            requests = [session.add(prompt, SamplingParams(max_seq_len - work.context)) for _ in range(batch)]
             while session.table.prefills:
                 session.run(1)
+            session.collect(wait=True)
+            yield _Decoding(session, requests, config.launch_steps)
 
-            def run() -> float:
-                before, start = sum(len(r.tokens) for r in requests), time.perf_counter()
-                for at in range(0, steps, config.launch_steps):
-                    session.run(min(config.launch_steps, steps - at))
-                session.collect(wait=True)
-                return (time.perf_counter() - start) * batch / (sum(len(r.tokens) for r in requests) - before)
 
-            def host() -> float:
-                session.collect(wait=True)  # CUDA may let a launch wait for an earlier launch of the same graph
-                start = time.perf_counter()
-                session.run(1)
-                return time.perf_counter() - start
+def _time(decoding: _Decoding, steps: int) -> tuple[float, float]:
+    """Return milliseconds per token of a request, and tokens per step, for rounds of `steps` steps."""
+    session, batch = decoding.session, len(decoding.requests)
 
-            run()  # warms up
-            before = sum(len(r.tokens) for r in requests)
-            seconds = median(run() for _ in range(_ROUNDS))
-            per_step = (sum(len(r.tokens) for r in requests) - before) / (_ROUNDS * steps * batch)
-            host_seconds = median(host() for _ in range(steps))
-    return 1e3 * seconds, per_step, 1e6 * host_seconds
+    def run() -> float:
+        before, start = decoding.tokens(), time.perf_counter()
+        for at in range(0, steps, decoding.launch_steps):
+            session.run(min(decoding.launch_steps, steps - at))
+        session.collect(wait=True)
+        return (time.perf_counter() - start) * batch / (decoding.tokens() - before)
+
+    run()  # warms up
+    before = decoding.tokens()
+    seconds = median(run() for _ in range(_ROUNDS))
+    return 1e3 * seconds, (decoding.tokens() - before) / (_ROUNDS * steps * batch)
+
+
+def _host_us(decodings: Sequence[_Decoding], steps: int) -> list[float]:
+    """Return host microseconds per launch of one step. Sessions take turns, because the speed of a host changes."""
+    seconds: list[list[float]] = [[] for _ in decodings]
+    for _ in range(steps):
+        for decoding, taken in zip(decodings, seconds, strict=True):
+            start = time.perf_counter()
+            decoding.session.run(1)
+            taken.append(time.perf_counter() - start)
+            decoding.session.collect(wait=True)  # CUDA may let a launch wait for an earlier launch of the same graph
+    return [1e6 * median(taken) for taken in seconds]
