@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 
 import pytest
@@ -48,13 +47,13 @@ def test_bench_decode_with_drafts(graphrt, monkeypatch, source: str, drafts: int
 
     Times are compared at the same positions: each round adds as many tokens with drafts as without.
     """
-    rounds: list[int] = []
+    lengths: dict[DecodeSession, list[int]] = {}
     run = DecodeSession.run
 
     def counted(session: DecodeSession, steps: int) -> None:
         run(session, steps)
         session.collect(wait=True)
-        rounds.append(len(session.requests[0].tokens))
+        lengths.setdefault(session, []).append(len(session.requests[0].tokens))
 
     monkeypatch.setattr(DecodeSession, "run", counted)
     monkeypatch.setattr(speculation, "_ROUNDS", 2)
@@ -69,13 +68,13 @@ def test_bench_decode_with_drafts(graphrt, monkeypatch, source: str, drafts: int
     assert found["accepted_per_step"] == 1 + drafts
     assert 0 < found["accepted_ms"] < found["rejected_ms"]
     assert f"batch 1, {drafts} drafts by {shown}, ms per token" in out
-    ends = [before for before, after in itertools.pairwise([*rounds, 0]) if after < before]
-    assert len(ends) == 3
+    plain, accepted, rejected = lengths.values()
+    ends = plain[-2], accepted[-2], rejected[-1]  # host time was measured in one more step of the first two
     assert max(ends) - min(ends) <= drafts  # a draft model has no draft for the first step
 
 
 def test_host_times_of_drafts_are_of_launches_that_wait_for_none(graphrt, monkeypatch) -> None:
-    """In the last round of each session, no launch is in flight before a launch."""
+    """While host times are measured, no launch is in flight before a launch."""
     in_flight: dict[DecodeSession, list[int]] = {}
     run = DecodeSession.run
 
@@ -92,9 +91,10 @@ def test_host_times_of_drafts_are_of_launches_that_wait_for_none(graphrt, monkey
     (found,) = json.loads(out.splitlines()[-1])["speculation"]
     assert found["host_us"] > 0
     assert found["plain_host_us"] > 0
-    for counts, steps in zip(in_flight.values(), (6, 3, 6), strict=True):
-        assert max(counts) >= steps - 1, "the timed rounds queue launches"
-        assert counts[-steps:] == [0] * steps
+    plain, accepted, rejected = in_flight.values()
+    for counts, steps in ((plain[:-3], 6), (accepted[:-3], 3), (rejected, 6)):
+        assert max(counts) == steps - 1, "the timed rounds queue launches"
+    assert plain[-3:] == accepted[-3:] == [0, 0, 0]
 
 
 def test_bench_serve_ends_in_one_json_line(graphrt) -> None:
