@@ -6,8 +6,9 @@
 
 Milliseconds per step, medians over rounds: `own` is graphrt's model, `fused` and `plain` are the modules of
 transformers with `fuse=True` and `fuse=False`. The others are transformers' own decoding: `dynamic` and `static` with
-these caches, `static` also with `torch.compile`, and `continuous` by `generate_batch`, which uses flash-attn if it is
-installed, and then CUDA graphs. The last line of standard output is one JSON object.
+these caches, `static` also with `torch.compile`, and `continuous` by `generate_batch` with "sdpa" attention. If
+flash-attn is installed, `continuous_flash` uses it, and then also CUDA graphs. The last line of standard output is one
+JSON object.
 """
 
 from __future__ import annotations
@@ -53,14 +54,22 @@ def time_hosted(
         return {"ms": ms, "nodes": nodes, "fused": dict(Counter(runtime.fused.values()))}
 
 
-def time_continuous(model: Any, batch: int, context: int) -> float:
-    """Return the milliseconds per step of transformers' continuous batching, from the times of the tokens."""
-    from transformers import GenerationConfig
+def time_continuous(model: Any, batch: int, context: int, *, flash: bool) -> float:
+    """Return the milliseconds per step of transformers' continuous batching, from the times of the tokens.
 
+    With `flash`, `generate_batch` uses flash-attn if it is installed. Otherwise the model keeps "sdpa" attention.
+    """
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    how = ContinuousBatchingConfig()
+    if hasattr(how, "auto_switch_to_flash"):
+        how.auto_switch_to_flash = flash
+    elif not flash:  # transformers 5.17
+        model.set_attn_implementation("paged|sdpa")
     prompts = torch.randint(1, model.config.vocab_size, (batch, context)).tolist()
     length = {"max_new_tokens": _CONTINUOUS, "min_new_tokens": _CONTINUOUS}
     options = GenerationConfig(**length, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    found = model.generate_batch(prompts, options, record_timestamps=True, progress_bar=False)
+    found = model.generate_batch(prompts, options, how, record_timestamps=True, progress_bar=False)
     times = [output.timestamps for output in found.values()]
     if [len(of_request) for of_request in times] != [_CONTINUOUS] * batch:
         raise RuntimeError(f"generate_batch: expected {batch} outputs of {_CONTINUOUS} tokens")
@@ -96,11 +105,15 @@ def main() -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
     if not arguments.no_baseline:
+        from transformers.utils import is_flash_attn_2_available
+
         dtype = torch.bfloat16
         for cell in time_transformers(config, batches=batches, context=context, device=device, dtype=dtype):
             found.setdefault("dynamic" if cell.way == DYNAMIC else "static", {})[cell.batch] = cell.ms
         model = build_model(hf_config(config).to_dict(), device, dtype)
-        found["continuous"] = {batch: time_continuous(model, batch, context) for batch in batches}
+        ways = {"continuous_flash": True} if is_flash_attn_2_available() else {}
+        for way, flash in {**ways, "continuous": False}.items():
+            found[way] = {batch: time_continuous(model, batch, context, flash=flash) for batch in batches}
     for batch in batches:
         print(f"batch {batch}: " + ", ".join(f"{way} {ms[batch]} ms" for way, ms in found.items() if batch in ms))
     record = {"name": "transformers", "shape": arguments.shape, "context": context, "nodes": details, "ms": found}
