@@ -87,6 +87,68 @@ def test_tensors_replaced_or_added_after_capture_are_noticed(
             list(itertools.chain.from_iterable(events))
 
 
+class LoraLinear(torch.nn.Module):
+    """A linear layer with an adapter, and the attributes of the layers of PEFT."""
+
+    def __init__(self, base_layer: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.lora_a = torch.nn.Parameter(torch.randn(base_layer.in_features, 2) / 4)
+        self.lora_b = torch.nn.Parameter(torch.randn(2, base_layer.out_features))
+        self.merged_adapters = list[str]()
+        self.disable_adapters, self.active_adapters, self.scaling = False, ["default"], {"default": 0.5}
+
+    @property
+    def merged(self) -> bool:
+        return bool(self.merged_adapters)
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        self.base_layer.weight.data += self.scaling["default"] * (self.lora_a @ self.lora_b).t()
+        self.merged_adapters.append("default")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.disable_adapters or self.merged:
+            return self.base_layer(x)
+        return self.base_layer(x) + self.scaling["default"] * (x @ self.lora_a @ self.lora_b)
+
+
+ADAPTERS: dict[str, tuple[Callable[[LoraLinear], object], str]] = {
+    "merge": (LoraLinear.merge, "merged: expected False as captured, got True"),
+    "disable": (lambda layer: setattr(layer, "disable_adapters", True), "disable_adapters: expected False"),
+    "choose": (lambda layer: layer.active_adapters.append("other"), "active_adapters: expected .'default'. as"),
+    "scale": (lambda layer: layer.scaling.update(default=2.0), "scaling: expected .'default': 0.5. as captured"),
+}
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapters_changed_after_capture_are_noticed(name: str, fuse: bool) -> None:
+    change, text = ADAPTERS[name]
+    torch.manual_seed(1)
+    model = make_model("Llama")
+    for layer in model.model.layers:
+        layer.mlp.down_proj = LoraLinear(layer.mlp.down_proj)
+    with graphrt.from_transformers(model, config=CONFIG, fuse=fuse) as runtime:
+        assert tokens_of(runtime) == own_tokens(model) != own_tokens(make_model("Llama"))
+        change(model.model.layers[1].mlp.down_proj)
+        with pytest.raises(graphrt.ReplayError, match=rf"model\.layers\.1\.mlp\.down_proj\.{text}"):
+            tokens_of(runtime)
+        with pytest.raises(graphrt.ReplayError, match=text):
+            next(runtime.generate_stream(PROMPTS))
+
+
+def test_autocast_changes_no_tokens_and_keeps_no_modules() -> None:
+    model = make_model("Llama")
+    expected = own_tokens(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        runtime = graphrt.from_transformers(model, config=replace(CONFIG, decode_sizes=()))
+        assert tokens_of(runtime) == expected
+    assert runtime.stats().eager_steps
+    assert set(runtime.fused.values()) == {"decoder_layer", "linear", "rms_norm"}
+    runtime.close()
+
+
 @pytest.mark.parametrize(("device", "config"), DEVICES)
 def test_another_thread_uses_the_model_during_eager_steps(device: str, config: graphrt.RuntimeConfig) -> None:
     model = make_model("Qwen3Moe", **EXPERTS, head_dim=8).to(device)

@@ -51,7 +51,7 @@ def discover(hosted: HostedModel, max_seq_len: int) -> int:
 
     Raises: UnsupportedError: if a graph cannot contain the model, with the file and line.
     """
-    model, device = hosted.model, _device(hosted.model)
+    model, device = hosted.model, device_of(hosted.model)
     for module in model.modules():
         if is_rotary(module):
             if "dynamic" in rope_types(module):
@@ -267,7 +267,8 @@ def _without_memory(value: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
-def _device(model: Any) -> torch.device:
+def device_of(model: Any) -> torch.device:
+    """Return the device of the weights. Raises: ConfigError: if they are on several devices, or on the meta device."""
     devices: set[torch.device] = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     if len(devices) != 1 or torch.device("meta") in devices:
         raise ConfigError(

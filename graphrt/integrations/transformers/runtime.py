@@ -13,7 +13,8 @@ from graphrt.config import RuntimeConfig
 from graphrt.engine.ranks import Ranks
 from graphrt.engine.step_model import is_compiled
 from graphrt.integrations.transformers import generation
-from graphrt.integrations.transformers.discovery import discover
+from graphrt.integrations.transformers.adapters import AdapterWatch
+from graphrt.integrations.transformers.discovery import device_of, discover
 from graphrt.integrations.transformers.fuse import find_fused
 from graphrt.integrations.transformers.generation import GeneratedToken, Generation, Prompts
 from graphrt.integrations.transformers.generation_config import own_needs
@@ -47,6 +48,7 @@ class TransformersRuntime(Runtime):
     tokenizer: Any
     fused: dict[str, str]
     _hosted: HostedModel
+    _adapters: AdapterWatch
 
     def generate(
         self, prompts: Prompts | None = None, generation_config: Any = None, *, streamer: Any = None, **options: Any
@@ -78,8 +80,8 @@ class TransformersRuntime(Runtime):
             ConfigError: if an option is unknown or wrong, or no tokenizer is found.
             ShapeError: if prompts are empty, or not lists of token ids.
             CapacityError: if a prompt and its new tokens exceed `max_seq_len`.
-            ReplayError: if a weight or buffer was moved, replaced or added since the capture. All of these are raised
-                before any step.
+            ReplayError: if a weight or buffer was moved, replaced or added since the capture, or an adapter was merged,
+                disabled, chosen or scaled. All of these are raised before any step.
             See also TextGenerator.generate.
         """
         self._follow_model()
@@ -98,8 +100,9 @@ class TransformersRuntime(Runtime):
         return generation.stream(self, self.model, prompts, generation_config, **options)
 
     def _follow_model(self) -> None:
-        """Check the weights and buffers, and rebuild tables whose buffers were changed in place."""
+        """Check the weights, buffers and adapters, and rebuild tables whose buffers were changed in place."""
         self.manager.check_weights(self._hosted)
+        self._adapters.check()
         for table in (*self._hosted.tables.values(), *self._hosted.rotations.values()):
             table.rebuild()
 
@@ -173,7 +176,8 @@ def from_transformers(
         config = replace(config, max_seq_len=longest)
     # Weights that `fuse` moves stay normal tensors, so that the model can be trained.
     group = group_of(model)
-    with reserved(model), torch.inference_mode(False), torch.no_grad(), together(group):
+    ordinary = torch.autocast(device_of(model).type, enabled=False)
+    with reserved(model), torch.inference_mode(False), torch.no_grad(), ordinary, together(group):
         hosted, vocab_size = host(model, longest if config is None else config.max_seq_len)
         if kv_dtype not in (None, keys := hosted.specs[0].dtype, *FP8_DTYPES):
             raise ConfigError(f"kv_dtype: expected fp8 or {keys}, the dtype of the keys, got {kv_dtype}; pass None")
@@ -204,6 +208,7 @@ def from_transformers(
             group=group,
         )
         runtime.model, runtime.tokenizer, runtime.fused, runtime._hosted = model, tokenizer, fused, hosted
+        runtime._adapters = AdapterWatch(model)
         runtime.kv_boundary = next((of.boundary for of in hosted.tables.values() if of.boundary), None)
         try:
             runtime.capture()
