@@ -86,6 +86,11 @@ class StepProgram:
 
         Raises: ShapeError: if the model or the sampler returns a wrong shape, dtype or device.
         """
+        # A graph ignores the caller's autocast, so captured operations and eager steps must not depend on it.
+        with torch.autocast(self.kv_cache.device.type, enabled=False):
+            return self._run(descriptor)
+
+    def _run(self, descriptor: BatchDescriptor) -> torch.Tensor:
         step = self.refresh(descriptor)
         self.backend.schedule(step.metadata)
         with self.model_layers.bound_to(step):

@@ -85,9 +85,12 @@ def test_capture_in_a_mode_and_replay_outside(device: torch.device, mode: str) -
     assert_greedy(rig.model, steps(rig.manager))
 
 
-def test_autocast_does_not_change_graphs(device: torch.device) -> None:
-    rig = make_rig(device)
-    with torch.autocast(device.type, dtype=torch.bfloat16):
+@pytest.mark.parametrize("when", ["replay", "eager step", "capture"])
+def test_autocast_changes_no_logits(device: torch.device, when: str) -> None:
+    rig = make_rig(device, capture=False, use_graphs=when != "eager step")
+    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=when == "capture"):
+        rig.manager.capture()
+    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=when != "capture"):
         handle = rig.manager.replay(prompt(5, pages=(4,)))
         logits = handle.logits(copy=True)
     assert (logits[0].double().cpu() - rig.model.oracle([5])).abs().max() < 2e-4
