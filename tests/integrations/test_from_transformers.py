@@ -129,6 +129,13 @@ def test_tokens_and_logits_equal_transformers(name: str) -> None:
     check(model, expected).close()
 
 
+@pytest.mark.parametrize("name", ["Mixtral", "Olmoe"])
+def test_logits_of_routers_are_left_out(name: str) -> None:
+    """Checkpoints of fine-tuned models may ask for them, for a loss of the training."""
+    model = make_model(name, **FAMILIES[name], output_router_logits=True)
+    check(model, answers(model)).close()
+
+
 def test_text_of_a_multimodal_model() -> None:
     """Its forward pass looks for image tokens, and needs the padding token of the config."""
     text = SIZES | {"head_dim": 16, "pad_token_id": 0, "eos_token_id": None, "query_pre_attn_scalar": 4} | WINDOWS

@@ -54,6 +54,7 @@ GREEDY: dict[str, Options] = {
         "bad_words_ids": [[free[0][0]], [free[2][1]], [free[1][5]]], "eos_token_id": [free[1][5], 3],
     },
     "suppress_tokens": lambda free: {"suppress_tokens": [free[0][0], free[1][0], 10**6, -1]},
+    "suppress_tensor": lambda free: {"suppress_tokens": torch.tensor([free[0][0], free[1][0]])},
     "sampling_fields": lambda free: {
         "do_sample": False, "temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.1, "typical_p": 0.5, "top_h": 0.3,
         "epsilon_cutoff": 0.1, "eta_cutoff": 0.1,
@@ -181,6 +182,7 @@ SAMPLED: dict[str, dict[str, Any]] = {
     "all": {"top_k": 0},
     "cold": {"temperature": 0.4, "top_k": 0},
     "hot": {"temperature": 2.5, "top_k": None},
+    "no temperature": {"temperature": None},
     "top_k": {"top_k": 7, "temperature": 1.3},
     "top_k_1": {"top_k": 1},
     "top_p": {"top_p": 0.7, "top_k": 0, "temperature": 0.8},

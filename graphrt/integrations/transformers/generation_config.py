@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from graphrt.integrations.transformers.host import package
-from graphrt.kernels.checks import check_instance, shown
+from graphrt.kernels.checks import check_instance, check_int, shown
 from graphrt.kernels.errors import CapacityError, ConfigError, GraphRTError, UnsupportedError
 from graphrt.sampling_params import SamplingParams, config_fields
 
@@ -127,13 +127,20 @@ class MergedConfig:
                 words["bad_words_ids"] = (
                     package().NoBadWordsLogitsProcessor(config.bad_words_ids, eos or None).sequence_bias
                 )
+            if config.suppress_tokens is not None:
+                config.suppress_tokens = list(map(int, config.suppress_tokens))
         except (TypeError, ValueError) as error:  # raised by transformers and torch
             raise ConfigError(f"generate: {error}; see GenerationConfig") from error
         _refuse(model, config, words, unused)
+        if config.temperature is None:
+            config.temperature = 1.0
         if config.do_sample and not config.temperature > 0:
             raise ConfigError(
                 f"temperature: expected above 0 with do_sample=True, got {config.temperature}; pass do_sample=False"
             )
+        if config.max_new_tokens is None:
+            check_int("max_length", config.max_length, 1, advice="pass max_new_tokens")
+        check_int("num_return_sequences", config.num_return_sequences, 1, advice="leave it out for one per prompt")
         bias = {tokens[0]: value for biases in words.values() for tokens, value in biases.items()}
         bias |= {token: -math.inf for token in config.suppress_tokens or () if 0 <= token < vocab_size}
         ends = frozenset(token for token in eos if token >= 0)  # negative ones are never sampled
@@ -205,11 +212,11 @@ def _refuse(model: Any, config: Any, words: dict[str, dict[tuple[int, ...], floa
             found[f"{name} of several tokens"] = several
     if config.do_sample and config.min_p and config.top_p is not None and config.top_p < 1:
         found["min_p with top_p"] = config.min_p, config.top_p
-    given = {name: value for name, value in unused.items() if value is not None and value is not False}
     arguments = {*inspect.signature(model.generate).parameters, *inspect.signature(model.forward).parameters}
-    found |= {name: value for name, value in given.items() if name in arguments}
+    given = {name: value for name, value in unused.items() if value is not None}
+    found |= {name: value for name, value in given.items() if name in arguments and value is not False}
     reasons = [f"{name}={shown(value)}" for name, value in found.items()]
     if reasons:
         raise UnsupportedError(f"generate: cannot honour {', '.join(reasons)}; unset them, or call model.generate()")
-    if given:
-        raise ConfigError(f"generate: unknown arguments {', '.join(map(repr, given))}; see GenerationConfig")
+    if unknown := [name for name in given if name not in arguments]:
+        raise ConfigError(f"generate: unknown arguments {', '.join(map(repr, unknown))}; see GenerationConfig")

@@ -228,6 +228,7 @@ class HostedModel(torch.nn.Module):
         parameters = _parameters(model)
         self._cache_name = next((name for name in ("cache", "past_key_values") if name in parameters), None)
         self._keeps_logits = "logits_to_keep" in parameters
+        self._routes = "output_router_logits" in parameters
         self._models = [module for module in model.modules() if hasattr(module, _PADDING_CHECK)]
 
     def register_tables(self) -> None:
@@ -264,6 +265,8 @@ class HostedModel(torch.nn.Module):
             options[self._cache_name] = NoCache(before)
         if self._keeps_logits:
             options["logits_to_keep"] = keep
+        if self._routes:
+            options["output_router_logits"] = False  # only training reads them
         with _HOSTING, self._hosting(name, ids.device), _bound(_CALLS, calls), _FilledNumbers(), self.collectives:
             try:
                 found = self.model(input_ids=ids[None], position_ids=positions[None], use_cache=False, **options)
