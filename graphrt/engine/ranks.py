@@ -122,10 +122,14 @@ class Ranks:
             return self.group
         if size not in self._subgroups:
             self.exchange(None)  # this wait notices failed ranks, new_group does not
-            starts = range(0, self.size, size)
+            local = self.size < dist.get_world_size()  # other ranks of the world do not make this call
             global_ranks = [dist.get_global_rank(self.group, rank) for rank in range(self.size)]
-            groups = [dist.new_group(global_ranks[start : start + size]) for start in starts]
-            self._subgroups[size] = own = groups[self.rank // size]
+            first = self.rank // size * size
+            groups = {
+                start: dist.new_group(global_ranks[start : start + size], use_local_synchronization=local)
+                for start in ([first] if local else range(0, self.size, size))
+            }
+            self._subgroups[size] = own = groups[first]
             collectives.runners[own.group_name] = self._run_collective
         return self._subgroups[size]
 

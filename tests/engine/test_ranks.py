@@ -20,10 +20,12 @@ from torch import distributed as dist
 from graphrt.bench.decode import DecodeWork
 from graphrt.bench.decode_ranks import rank_report
 from graphrt.config import RequestTensor, RuntimeConfig
+from graphrt.engine.ranks import Ranks
 from graphrt.engine.shared_ring import SharedRing
 from graphrt.generate.generator import TextGenerator
 from graphrt.kernels.errors import ConfigError, ReplayError, UnsupportedError
 from graphrt.kernels.library import interpreted
+from graphrt.kernels.ops import collectives
 from graphrt.kernels.ops.collectives import VocabShards, vocab_part
 from graphrt.kernels.ops.sampling import LogitBias, TokenMask, Truncation, sample
 from graphrt.kernels.ops.sampling_reference import unpacked_bits
@@ -326,6 +328,29 @@ def test_bench_of_several_ranks(tmp_path: Path) -> None:
     first, other = run_ranks(tmp_path, bench)
     assert (first.error, other.error, other.value) == (None, None, [])
     assert len(first.value) == 2
+
+
+def gather_in_subgroups(world: dist.ProcessGroup) -> list[int]:
+    """The second of two replicas starts after the first. Its odd ranks are late."""
+    replicas, new_group = [dist.new_group(range(start, start + 4)) for start in (0, 4)], dist.new_group
+    own = Ranks.of(replicas[world.rank() // 4])
+    if world.rank() >= 4:
+        time.sleep(1)
+
+    def new_group_late(*arguments: Any, **options: Any) -> Any:
+        time.sleep(world.rank() % 2)
+        return new_group(*arguments, **options)
+
+    dist.new_group = new_group_late
+    subgroup = own.subgroup(2)
+    gathered = collectives.gather(torch.tensor([world.rank()]), subgroup)
+    return gathered.flatten().tolist()
+
+
+def test_subgroups_of_replicas(tmp_path: Path) -> None:
+    outcomes = run_ranks(tmp_path, gather_in_subgroups, ranks=8)
+    pairs = [[rank // 2 * 2, rank // 2 * 2 + 1] for rank in range(8)]
+    assert [outcome.value for outcome in outcomes] == pairs, outcomes
 
 
 class Group:
