@@ -25,7 +25,6 @@ from graphrt.config import RuntimeConfig
 from graphrt.engine.launch_inputs import LaunchInputs
 from graphrt.engine.program import StepProgram
 from graphrt.engine.ranks import CUDA_BACKENDS, Ranks
-from graphrt.kernels.checks import shown
 from graphrt.kernels.errors import ConfigError, RankError, UnsupportedError
 
 _LAUNCH, _CALL, _CLOSE = range(3)
@@ -200,11 +199,7 @@ def _check_equal(ranks: Ranks, config: RuntimeConfig, program: StepProgram) -> N
         "proposer": _name(program.proposer),
         "names, shapes and dtypes of the weights": digest.hexdigest()[:12],
     }
-    first, *rest = ranks.exchange(described)
-    for rank, found in enumerate(rest, 1):
-        if different := [name for name in first if found[name] != first[name]]:
-            listed = ", ".join(f"{name}: {shown(found[name])} instead of {shown(first[name])}" for name in different)
-            raise ConfigError(f"rank {rank} differs from rank 0 in {listed}; pass the same arguments on all ranks")
+    ranks.check_equal(described)
 
 
 def _name(function: object) -> str:

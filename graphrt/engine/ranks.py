@@ -18,7 +18,7 @@ import pickle
 import select
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from graphrt import env
 from graphrt.capture import device_wait
 from graphrt.context_parallel import ContextParallel
 from graphrt.engine.shared_ring import SharedRing
-from graphrt.kernels.checks import check_instance
+from graphrt.kernels.checks import check_instance, shown
 from graphrt.kernels.errors import ConfigError, RankError, ReplayError, UnsupportedError
 from graphrt.kernels.ops import collectives
 from graphrt.kernels.ops.all_reduce import SymmetricBuffer, symmetric_buffers
@@ -166,6 +166,19 @@ class Ranks:
             padded[: len(data)] = data
             every = collectives.gather(padded, self.group)
         return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(every, sizes, strict=True)]
+
+    def check_equal(self, values: Mapping[str, object]) -> None:
+        """Compare values, which have the same names on all ranks. Ranks may be late, as in `patient`.
+
+        Raises: ConfigError: on every rank, with the rank and the values that differ. RankError: if a rank fails.
+        """
+        first, *rest = self.exchange(values)
+        for rank, found in enumerate(rest, 1):
+            if different := [name for name in first if found[name] != first[name]]:
+                listed = ", ".join(
+                    f"{name}: {shown(found[name])} instead of {shown(first[name])}" for name in different
+                )
+                raise ConfigError(f"rank {rank} differs from rank 0 in {listed}; pass the same arguments on all ranks")
 
     @contextlib.contextmanager
     def patient(self) -> Iterator[None]:

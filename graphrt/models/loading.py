@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -71,8 +71,8 @@ def load_model(
             weights of a shard are not those of the whole model.
 
     Raises:
-        ConfigError: if an argument has the wrong type, a file is missing, corrupt or inconsistent, or a package is
-            missing.
+        ConfigError: if an argument has the wrong type, a file is missing, corrupt or inconsistent, a package is
+            missing, or the ranks have different models.
         UnsupportedError: if graphrt does not implement the model.
         CapacityError: if the weights and rotation table do not fit in free memory.
         RankError: if another rank exits or fails.
@@ -101,15 +101,23 @@ def load_model(
 
     if isinstance(source, ModelConfig) or (isinstance(source, str) and source.startswith(DUMMY_PREFIX)):
         config = source if isinstance(source, ModelConfig) else shape_config(source.removeprefix(DUMMY_PREFIX))
+        _check_equal(config, ranks)
         model = build(config)
         _fill_dummy_weights(model, seed + model.sharding.rank)
         return LoadedModel(model, config, None)
     path = resolve_source(source)
     checkpoint = GGUFSource(path) if path.is_file() else SafetensorsSource(path)
+    _check_equal(checkpoint.config, ranks)
     _on_meta(checkpoint.config, torch.float32, group).check_weights(checkpoint)
     model = build(checkpoint.config)
     model.load_weights(checkpoint if ranks is None else cast(WeightSource, _Watched(checkpoint, ranks)))
     return LoadedModel(model, checkpoint.config, path)
+
+
+def _check_equal(config: ModelConfig, ranks: Ranks | None) -> None:
+    """Raise ConfigError if the ranks have different models, whose shards may have equal shapes."""
+    if ranks is not None:
+        ranks.check_equal({f"model.{field.name}": getattr(config, field.name) for field in fields(config)})
 
 
 class _Watched:

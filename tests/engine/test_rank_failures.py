@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,9 @@ def fail(group: dist.ProcessGroup, act: str, rank: int, call: int) -> None:
         Ranks.of(group)
         stop_process()
     missing = act == "loading" and group.rank() == rank
-    model = load_model("./nowhere" if missing else TINY, device=device, dtype=torch.float32, group=group).model
+    other = act == "model" and group.rank() == rank
+    source = "./nowhere" if missing else replace(TINY, rms_norm_eps=1e-5) if other else TINY
+    model = load_model(source, device=device, dtype=torch.float32, group=group).model
     changed = act == "config" and group.rank() == rank
     config = RuntimeConfig(4 if changed else 2, 16, 48, use_graphs="capture" in act, backend=backend)
     specs = model.config.attention_specs(torch.float32)
@@ -124,6 +127,7 @@ FAILURES = {  # act, rank, call of the model, error on this rank, and text of th
     "interrupted": ("interrupt", 0, 3, KeyboardInterrupt, "rank 0 failed with KeyboardInterrupt"),
     "loading": ("loading", 1, 0, ConfigError, "the process of rank 1 has ended"),
     "another-config": ("config", 1, 0, ConfigError, "rank 1 differs from rank 0 in config.max_num_reqs"),
+    "another-model": ("model", 1, 0, ConfigError, "rank 1 differs from rank 0 in model.rms_norm_eps: 1e-05 instead"),
 }
 
 
@@ -134,10 +138,10 @@ def test_failure_of_one_rank_ends_all(tmp_path: Path, case: str) -> None:
     failed = outcomes.pop(rank)
     assert isinstance(failed.error, error) if error else failed.exit_code == -signal.SIGKILL
     for outcome in outcomes:
-        assert isinstance(outcome.error, ConfigError if act == "config" else RankError), outcome
+        assert isinstance(outcome.error, ConfigError if act in ("config", "model") else RankError), outcome
         assert text in str(outcome.error)
         assert outcome.exit_code == 0
-        assert act == "config" or outcome.error.rank == rank
+        assert act in ("config", "model") or outcome.error.rank == rank
     assert time.monotonic() - start < 45
 
 
