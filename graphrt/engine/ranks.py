@@ -148,7 +148,11 @@ class Ranks:
         if self.rank:
             raise ReplayError(f"rank {self.rank}: expected this call on rank 0; call follow() on the other ranks")
         self.check()
-        self._ring.send(message)
+        try:
+            self._ring.send(message)
+        except BaseException as error:  # an interrupt; a part of the message may be in the ring
+            self.fail(error)
+            raise
 
     def receive(self) -> bytes:
         """Wait for the next message of rank 0."""

@@ -19,7 +19,7 @@ from torch import distributed as dist
 
 from graphrt.capture import device_wait
 from graphrt.capture.staging import StagingSlot
-from graphrt.config import RuntimeConfig
+from graphrt.config import RequestTensor, RuntimeConfig
 from graphrt.engine import ranks as ranks_module
 from graphrt.engine.ranks import Ranks
 from graphrt.generate.generator import TextGenerator
@@ -143,6 +143,27 @@ def test_failure_of_one_rank_ends_all(tmp_path: Path, case: str) -> None:
         assert outcome.exit_code == 0
         assert act in ("config", "model") or outcome.error.rank == rank
     assert time.monotonic() - start < 45
+
+
+def interrupt_a_message(group: dist.ProcessGroup) -> None:
+    """Ctrl-C while rank 0 sends values that do not fit into the ring, before rank 1 reads them."""
+    model, state = load_model(TINY, device="cpu", group=group).model, RequestTensor("state", (1 << 21,))
+    with make_runtime(model, RuntimeConfig(2, 16, 48, request_tensors=(state,)), num_pages=20) as runtime:
+        runtime.capture()
+        if runtime.rank:
+            time.sleep(2)
+            runtime.follow()
+        else:
+            threading.Timer(1, signal.raise_signal, [signal.SIGINT]).start()
+            with pytest.raises(KeyboardInterrupt):
+                runtime.manager.request_tables.set_state({0: {"state": torch.ones(1 << 21)}})
+            runtime.manager.request_tables.set_state({0: {"state": torch.zeros(1 << 21)}})
+
+
+def test_interrupted_message_ends_all(tmp_path: Path) -> None:
+    for outcome in run_ranks(tmp_path, interrupt_a_message):
+        assert isinstance(outcome.error, RankError), outcome
+        assert "rank 0 failed with KeyboardInterrupt" in str(outcome.error)
 
 
 def join(group: dist.ProcessGroup, act: str) -> None:
