@@ -295,8 +295,11 @@ class RequestTables:
     def fork(self, buffers: StaticBuffers, source: int, target: int, seed: int, masked: bool) -> None:
         """Copy the state of one request index to another, within ReplayManager.mirror; the copy has its own seed."""
         buffers.copy_request_state(source, target)
+        seeds = buffers.req_values[COPIED.index("seeds")]
         # fill_ sends the number with the kernel. An assignment copies it from the host, and waits for the device.
-        buffers.req_values[COPIED.index("seeds"), target].fill_(int(np.uint32(seed).view(np.int32)))
+        seeds[target].fill_(int(np.uint32(seed).view(np.int32)))
+        if buffers.draft_logprobs.shape[2]:  # tokens of a different seed must not depend on the drafts of this seed
+            buffers.drafts[target].masked_fill_(seeds[source] != seeds[target], NO_TOKEN)
         if masked:
             buffers.req_values[COPIED.index("token_masks"), target].fill_(target)
         buffers.page_spans[:, target].zero_()  # the first step of the copy lists all its pages

@@ -67,6 +67,31 @@ def test_tokens_have_the_distribution_of_the_model(device: torch.device) -> None
     assert accepted > by_default + 0.03
 
 
+def test_forks_with_other_seeds_are_independent(device: torch.device) -> None:
+    """The drafts that a request has when it is forked decide no token of the fork, unless both have the same seed."""
+    reqs, most = 64, 2
+    pairs, expected = torch.zeros(2, TOKENS, TOKENS, dtype=torch.float64)
+    runtime = captured(
+        chain(table(1, device)), device, 2 * reqs * 18, num_speculative_tokens=most, rejection_sampling=True,
+        proposer=DraftModel(chain(table(1, device)), [SPEC], vocab_size=VOCAB), max_num_reqs=reqs,
+        max_num_tokens=reqs * (1 + most), decode_sizes=(reqs,), mixed_sizes=(reqs * (1 + most),),
+    )  # fmt: skip
+    for first in range(0, 8 * reqs, reqs):
+        with DecodeSession(runtime) as session:
+            sources = [session.add([0], SamplingParams(3, 1.2, first + i)) for i in range(reqs // 2)]
+            session.run(1)
+            forks = [session.fork(source, seed=1000 + source.params.seed) for source in sources[1:]]
+            twin = session.fork(sources[0])
+            finish(session, 8)
+            assert twin.tokens == sources[0].tokens
+        for source, fork in zip(sources[1:], forks, strict=True):
+            exact = (table(1, torch.device("cpu"))[source.tokens[0], :TOKENS].double() / 1.2).softmax(0)
+            pairs[source.tokens[1], fork.tokens[1]] += 1
+            expected += torch.outer(exact, exact)
+    check_counts(pairs.flatten(), expected.flatten())
+    runtime.close()
+
+
 def test_greedy_tokens_are_those_of_plain_decoding(device: torch.device) -> None:
     """With penalties, stop tokens, a fork and loops: a distribution of one token leaves no choice."""
     params = [
