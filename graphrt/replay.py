@@ -222,7 +222,7 @@ class ReplayManager:
             check_callable("progress", progress, advice="pass a function of a GraphReport, or None")
         with self._exclusive:
             self._require(State.NEW, "capture")
-            self.kv_cache.check_contents()
+            self.kv_cache.check_contents(has_drafts=self.config.num_speculative_tokens > 0)
             start = time.perf_counter()
             self._guards.before_capture()
             with capturing(self._calls), OnStream(self._stream, "graphrt.capture", waits=True), torch.inference_mode():

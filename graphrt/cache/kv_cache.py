@@ -186,10 +186,11 @@ class KVCache:
         layers = [layer for layer, owner in enumerate(self.group_of) if owner == group]
         return tuple(self.k[layer] for layer in layers), tuple(self.v[layer] for layer in layers)
 
-    def check_contents(self) -> None:
+    def check_contents(self, *, has_drafts: bool = False) -> None:
         """Raise ConfigError if a scale is 0, NaN or infinite, or if a null page contains NaN or infinity.
 
-        Kernels may read the null page before the window of a request, and zero times NaN is NaN.
+        Kernels may read the null page before the window of a request, and with drafts after the pages of a request that
+        has fewer drafts than its graph. Zero times NaN is NaN.
         """
         for name, scales in (("k_scales", self.k_scales), ("v_scales", self.v_scales)):
             for layer, scale in enumerate(scales):
@@ -200,7 +201,8 @@ class KVCache:
                         "it with calibrated scales, or with ones"
                     )
         for number, group in enumerate(self.groups):
-            if group.sliding_window is None and group.attention_chunk_size is None:
+            drops_pages = group.sliding_window is not None or group.attention_chunk_size is not None
+            if not (drops_pages or (has_drafts and not group.cross)):
                 continue
             for tensor in (t for tensors in self.of_group(number) for t in tensors):
                 page = tensor[int(group.null_page)].float()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
 
 from graphrt.batch import Batch
 from graphrt.capture.descriptor import GraphKind
+from graphrt.kernels.errors import ConfigError
 from graphrt.kernels.library import interpreted
 from graphrt.kernels.types import KVLayout
 from graphrt.testing.poison import poison_derived
@@ -71,6 +74,23 @@ def test_chunked_prefill_with_decode_requests(device: torch.device) -> None:
         check_row(rig, prompt, logits[3])
         assert (tokens[3] == -1) == (prompt.cached < 23), "only the last chunk is sampled"
     step_both_ways(rig, Batch.from_requests([rig.row(rig.start(5, [1, 2, 3])), *(rig.row(s) for s in decoding)]))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_null_page_that_drafts_read_must_be_finite(device: torch.device, bad: float) -> None:
+    """With fewer drafts than the graph has, a request reads past its last page. The logits are those of the oracle."""
+    rig = make_rig(device, num_speculative_tokens=2, capture=False)
+    for page in (bad, 0):
+        rig.manager.kv_cache.v[1][0] = page
+        with pytest.raises(ConfigError, match="page 0, the null page of KV group 0") if page else nullcontext():
+            rig.manager.capture()
+    sequence = rig.start(0, [5, 3, 1])
+    rig.prefill(sequence)
+    row, drafts = rig.row(sequence), replace(rig.row(rig.start(1, [7, 8])), sample=2)
+    assert row.seq_len == rig.page_size
+    handle = rig.manager.replay(Batch.from_requests([row, drafts]))
+    assert handle.descriptor.query_len == 3
+    check_row(rig, sequence, handle.logits()[0, 0])
 
 
 def test_decode_steps_of_three_given_tokens(device: torch.device) -> None:

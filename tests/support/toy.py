@@ -171,7 +171,8 @@ def make_rig(
     options: dict[str, object] | None = None,
     **config,
 ) -> Rig:
-    """A rig with a cache full of NaN, including the null page, so that reads of unwritten KV are visible.
+    """A rig with a cache full of NaN, including the null page, so that reads of unwritten KV are visible. With drafts,
+    the null page is zero, because padding reads it.
 
     `options` are further arguments of the ReplayManager, and `config` are fields of the RuntimeConfig.
     """
@@ -181,6 +182,8 @@ def make_rig(
         cache = KVCache.allocate(spec, num_pages, device)
         for tensor in (*cache.k, *cache.v):
             tensor.fill_(fill)
+            if config.get("num_speculative_tokens"):
+                tensor[0] = 0
     attention = AttentionSpec(HEADS, KV_HEADS, head_dim, dtype, sliding_window=window)
     defaults = {"max_num_reqs": 8, "max_num_tokens": 32, "max_seq_len": MAX_LEN, "decode_sizes": (1, 2, 4, 8)}
     settings = RuntimeConfig(**(defaults | {"mixed_sizes": (16, 32)} | config))
