@@ -14,7 +14,7 @@ import torch
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.capture.device_wait import wait_until
 from graphrt.capture.staging import StagingSlot
-from graphrt.kernels.checks import check_bool
+from graphrt.kernels.checks import check_bool, check_int
 from graphrt.kernels.errors import ReplayError, UnsupportedError
 from graphrt.kernels.metadata.buffers import StaticBuffers
 from graphrt.kernels.metadata.step_inputs import HEADER_STOP
@@ -374,14 +374,17 @@ class StepHandle(InFlight):
             raise ReplayError("tokens: this runtime has no sampler; read logits() instead")
         return self._by_request(self._arrived(raise_on_fault))
 
-    def logprobs(self) -> list[TokenLogprob | None]:
-        """Return a TokenLogprob per request; None for a request that did not ask for it or has no token. With
-        `num_speculative_tokens`, those of the first token.
+    def logprobs(self, position: int = 0) -> list[TokenLogprob | None]:
+        """Return a TokenLogprob per request; None for a request that did not ask for it or has no token.
+
+        position   with `num_speculative_tokens`, which token of each request, as the second index of `tokens()`
 
         Waits for this step only, like `tokens`. Raises: ReplayError: if the device did not report the step.
+        ConfigError: if `position` is not an int from 0 to `num_speculative_tokens`.
         """
+        check_int("position", position, 0, self.positions - 1, advice="pass 0 for the first token of each request")
         self._arrived(raise_on_fault=False)
-        return self._logprobs.rows(0) if self._logprobs is not None else [None] * self.num_reqs
+        return self._logprobs.rows(position) if self._logprobs is not None else [None] * self.num_reqs
 
     def logits(self, *, copy: bool = False) -> torch.Tensor:
         """Return the logits [num_reqs, vocab_size] on the device, ordered after the step on the current stream.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -14,7 +16,7 @@ from graphrt.sampling_params import SamplingParams
 from graphrt.session.session import DecodeSession, SessionRequest
 from graphrt.testing.poison import poison_derived
 from tests.support.sampling_cases import finish, model_of
-from tests.support.toy import VOCAB, LivelyModel, make_rig, make_runtime
+from tests.support.toy import VOCAB, LivelyModel, greedy, make_rig, make_runtime
 
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4], [6]]
 
@@ -135,6 +137,31 @@ def test_handles_have_log_probabilities_of_each_request(device: torch.device, pa
         check(found[at], rig.model.oracle(sequences[at].tokens), token, asked[at]["logprobs"])
     plain = rig.manager.replay(Batch.from_requests([rig.row(rig.start(5, [1]))]))
     assert plain.logprobs() == [None]
+
+
+def test_handles_have_log_probabilities_of_accepted_drafts(device: torch.device) -> None:
+    """Of two right drafts, of a wrong one, and of a request without drafts, which did not ask for any."""
+    rig = make_rig(device, model=LivelyModel(device), max_logprobs=2, num_speculative_tokens=2)
+    sequences, right = [rig.start(i, [5 + i, 9]) for i in range(3)], (2, 0, 0)
+    rig.prefill(*sequences)
+    rows, after = [], []
+    for sequence, drafts, count in zip(sequences, (2, 1, 0), right, strict=True):
+        want = greedy(rig.model, sequence.tokens, 3)
+        after.append([sequence.tokens + want[:at] for at in range(1 + count)])
+        sequence.tokens += want[:count] if count else [(want[0] + 1) % VOCAB] * drafts
+        row = rig.row(sequence, logprobs=-1 if drafts == 0 else 2)
+        rows.append(replace(row, sample=1 + drafts))
+    handle = rig.manager.replay(Batch.from_requests(rows))
+    tokens = handle.tokens()
+    assert (tokens >= 0).sum(1).tolist() == [3, 1, 1]
+    for position in range(3):
+        for at, found in enumerate(handle.logprobs(position)):
+            if at == 2 or position > right[at]:
+                assert found is None
+            else:
+                check(found, rig.model.oracle(after[at][position]), int(tokens[at, position]), 2)
+    with pytest.raises(ConfigError, match="position: expected an int from 0 to 2, got 3"):
+        handle.logprobs(3)
 
 
 def test_a_request_without_a_token_has_none(device: torch.device) -> None:
