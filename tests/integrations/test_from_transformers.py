@@ -20,6 +20,7 @@ import transformers
 
 import graphrt
 from graphrt.integrations.transformers.experts import dense_experts
+from graphrt.integrations.transformers.host import package
 from graphrt.integrations.transformers.masks import Reach, reach_of
 from graphrt.integrations.transformers.runtime import TransformersRuntime
 from tests.models.test_families import Recorder
@@ -466,6 +467,13 @@ def test_default_capacities_come_from_the_model() -> None:
         graphrt.from_transformers(make_model("Llama"), config=graphrt.RuntimeConfig(max_seq_len=65))
     with pytest.raises(graphrt.ConfigError, match=r"call model\.eval\(\)"):
         graphrt.from_transformers(make_model("Llama").train())
+
+
+@pytest.mark.parametrize("version", ["4.57.6", "5.3.0"])
+def test_an_older_transformers_is_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.__version__", version)
+    with pytest.raises(graphrt.ConfigError, match=rf"transformers: expected version 5\.4 or newer, got {version}"):
+        package.__wrapped__()
 
 
 def test_import_of_graphrt_does_not_import_transformers() -> None:

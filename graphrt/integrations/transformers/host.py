@@ -25,7 +25,7 @@ from graphrt.integrations.transformers.rotary import RotaryTable
 from graphrt.integrations.transformers.sharding import GroupCollectives, group_of
 from graphrt.kernels.cache.write import Rotary
 from graphrt.kernels.errors import CaptureError, ConfigError, UnsupportedError
-from graphrt.models.packages import require
+from graphrt.models.packages import INSTALL, require
 from graphrt.spec import AttentionSpec
 from graphrt.step import Step
 
@@ -33,6 +33,8 @@ ATTENTION = "graphrt"
 RECORDING = "graphrt_recording"
 """Names of the same attention function. `transformers` builds masks for the second one only."""
 _EXPERTS = "graphrt"
+_OLDEST = 5, 4
+"""The oldest supported version of `transformers`."""
 _IMPLEMENTATIONS = "_attn_implementation_internal", "_experts_implementation_internal"
 _PADDING_CHECK = "warn_if_padding_and_no_attention_mask"
 
@@ -155,8 +157,15 @@ def check_attention_functions(model: Any) -> None:
 
 @functools.cache
 def package() -> Any:
-    """Import `transformers` and register the attention function. Raises: ConfigError: if `transformers` is missing."""
+    """Import `transformers` and register the attention function.
+
+    Raises: ConfigError: if `transformers` is missing or too old.
+    """
     transformers = require("transformers", "for from_transformers")
+    found = transformers.__version__
+    if tuple(int(part) for part in found.split(".")[:2]) < _OLDEST:  # older ones ask for autocast on the meta device
+        oldest = ".".join(map(str, _OLDEST))
+        raise ConfigError(f"transformers: expected version {oldest} or newer, got {found}; run {INSTALL}")
     for name in (ATTENTION, RECORDING):
         transformers.AttentionInterface.register(name, _attention)
     transformers.AttentionMaskInterface.register(RECORDING, _mask)
