@@ -109,6 +109,8 @@ def test_streamers_of_transformers(capsys: pytest.CaptureFixture[str]) -> None:
     assert "".join(pieces) == found.text
     with pytest.raises(ConfigError, match="streamer: expected one sequence, got 3; use generate_stream"):
         generate(PROMPTS, streamer=TextStreamer(tokenizer))
+    with pytest.raises(ConfigError, match=r"streamer\.put: expected a callable"):
+        generate([prompt], streamer=print)
 
 
 def test_fields_of_the_call_come_before_those_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,6 +188,9 @@ WRONG: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "typo with False": ([[1]], {"do_smaple": False}, ConfigError, "generate: unknown arguments 'do_smaple'"),
     "copies": ([[1]], {"num_return_sequences": 0}, ConfigError, "num_return_sequences: expected an int >= 1, got 0"),
     "without length": ([[1]], {"max_length": None}, ConfigError, "max_length: expected an int >= 1, got None"),
+    "temperature text": ([[1]], {"temperature": "1", "do_sample": True}, ConfigError, "temperature: expected above 0"),
+    "max_time text": ([[1]], {"max_time": "1"}, ConfigError, "max_time: expected a finite number >= 0, got '1'"),
+    "min_length text": ([[1]], {"min_length": "2"}, ConfigError, "min_length: expected an int >= 0, got '2'"),
     "long": ([[1], [1] * 90], {"max_new_tokens": 30}, CapacityError, r"prompts\[1\]: 90 tokens and max_new_tokens=30 "),
     "max_length": ([[1], [2] * 9], {"max_length": 9}, CapacityError, r"prompts\[1\]: 9 tokens reach max_length=9"),
     "mask": ([[1, 2]], {"attention_mask": [[1]]}, ShapeError, "attention_mask: expected one value per token"),

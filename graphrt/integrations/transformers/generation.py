@@ -18,7 +18,7 @@ from graphrt.engine.handle import TokenLogprob
 from graphrt.generate.generator import TextGenerator
 from graphrt.integrations.transformers.generation_config import MergedConfig
 from graphrt.integrations.transformers.host import package
-from graphrt.kernels.checks import check_instance, check_sequence
+from graphrt.kernels.checks import check_callable, check_instance, check_sequence
 from graphrt.kernels.errors import ConfigError, ShapeError
 from graphrt.models.tokenizer import Tokenizer
 from graphrt.runtime import Runtime
@@ -82,6 +82,8 @@ def generate(
     if streamer is not None:
         if len(call.prompts) != 1:
             raise ConfigError(f"streamer: expected one sequence, got {len(call.prompts)}; use generate_stream()")
+        for method in ("put", "end"):
+            check_callable(f"streamer.{method}", getattr(streamer, method, None), advice="pass a TextStreamer")
         streamer.put(torch.tensor(call.prompts, device="cpu"))
     found: list[list[GeneratedToken]] = [[] for _ in call.prompts]
     with closing(call.tokens(with_text=False)) as tokens:

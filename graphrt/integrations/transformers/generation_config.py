@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from graphrt.integrations.transformers.host import package
-from graphrt.kernels.checks import check_instance, check_int, shown
+from graphrt.kernels.checks import check_instance, check_int, check_number, is_finite, shown
 from graphrt.kernels.errors import CapacityError, ConfigError, GraphRTError, UnsupportedError
 from graphrt.sampling_params import SamplingParams, config_fields
 
@@ -134,12 +134,15 @@ class MergedConfig:
         _refuse(model, config, words, unused)
         if config.temperature is None:
             config.temperature = 1.0
-        if config.do_sample and not config.temperature > 0:
+        if config.do_sample and not (is_finite(config.temperature) and config.temperature > 0):
             raise ConfigError(
                 f"temperature: expected above 0 with do_sample=True, got {config.temperature}; pass do_sample=False"
             )
         if config.max_new_tokens is None:
             check_int("max_length", config.max_length, 1, advice="pass max_new_tokens")
+        check_int("min_length", config.min_length or 0, 0, advice="pass None for no minimum")
+        if config.max_time is not None:
+            check_number("max_time", config.max_time, 0, advice="pass None for no limit")
         check_int("num_return_sequences", config.num_return_sequences, 1, advice="leave it out for one per prompt")
         bias = {tokens[0]: value for biases in words.values() for tokens, value in biases.items()}
         bias |= {token: -math.inf for token in config.suppress_tokens or () if 0 <= token < vocab_size}
