@@ -17,6 +17,7 @@ from graphrt.models.gguf import GGUFSource
 from graphrt.models.gguf_file import read_gguf
 from graphrt.models.llama import LlamaModel
 from graphrt.models.loading import load_model
+from tests.engine.test_ranks import Group
 from tests.support.model_fixtures import check_logits, make_oracle
 
 gguf = pytest.importorskip("gguf")
@@ -331,3 +332,34 @@ def test_metadata_of_another_type_is_refused_by_key(tmp_path, key):
         with pytest.raises((ConfigError, UnsupportedError), match=re.escape(key.removeprefix("llama."))):
             edit_metadata(path, key, wrong)()
     assert edit_metadata(path, "llama.attention.head_count_kv", [2, 2, 2])().num_kv_heads == 2, "equal in all layers"
+
+
+SHARDS = {  # architecture, its sizes, ranks; 2 heads of 24 end inside a block of 32
+    "blocks": ("Llama", {"num_attention_heads": 4, "num_key_value_heads": 2}, Q.Q4_0, 2),
+    "padded": ("Llama", {"num_attention_heads": 6, "num_key_value_heads": 3}, Q.Q8_0, 2),
+    "copies": ("Qwen2", {"num_attention_heads": 4, "num_key_value_heads": 1}, Q.Q5_1, 4),
+}
+
+
+@pytest.mark.parametrize("case", SHARDS)
+def test_shards_are_slices_of_the_whole_model(tmp_path, case):
+    family, sizes, kind, ranks = SHARDS[case]
+    oracle = make_oracle(family, **{"hidden_size": 96, "intermediate_size": 160} | sizes)
+    source, shards = GGUFSource(write_gguf(tmp_path, oracle, kind)), []
+    for group in (None, *(Group(rank, ranks) for rank in range(ranks))):
+        model = LlamaModel(source.config, dtype=torch.float32, device=torch.device("cpu"), group=group)
+        for weight in model.parameters():
+            weight.fill_(math.nan)  # padding must be written
+        model.load_weights(source)
+        shards.append(model.weight_targets())
+    for key, whole in shards.pop(0).items():
+        parts, module = [shard[key] for shard in shards], key.split(".")[-2]
+        if "norm" in key:
+            assert all(torch.equal(part, whole) for part in parts)
+            continue
+        if module in ("k_proj", "v_proj"):
+            parts = parts[:: model.sharding.kv_copies]
+        dim = int(module in ("o_proj", "down_proj"))
+        values, padding = torch.cat(parts, dim).tensor_split([whole.shape[dim]], dim)
+        assert torch.equal(values, whole), key
+        assert not padding.any(), key
