@@ -244,6 +244,21 @@ def fail(group: dist.ProcessGroup, folder: Path, act: str) -> None:
     graphrt.from_transformers(model, config=config_for(model))
 
 
+def differ(group: dist.ProcessGroup, folder: Path) -> None:
+    model = load(group, folder)
+    if group.rank():
+        model.config.rms_norm_eps = 1e-5
+    graphrt.from_transformers(model, config=config_for(model))
+
+
+@on_cpus
+def test_model_of_one_rank_differs(tmp_path: Path) -> None:
+    save_oracle(tmp_path / "model", "Llama", **SIZES)
+    for outcome in run_ranks(tmp_path, differ, tmp_path / "model"):
+        with pytest.raises(graphrt.ConfigError, match=r"rank 1 differs .* in model.config.rms_norm_eps: 1e-05 instead"):
+            raise outcome.error
+
+
 @on_cpus
 @pytest.mark.parametrize("act", ["kill", "raise"])
 def test_failure_of_one_rank_ends_all(tmp_path: Path, act: str) -> None:

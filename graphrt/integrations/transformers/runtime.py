@@ -146,7 +146,7 @@ def from_transformers(
                         of the base model
 
     Raises:
-        ConfigError: if `transformers` is missing, or an argument is wrong.
+        ConfigError: if `transformers` is missing, an argument is wrong, or the ranks have different models.
         UnsupportedError: if a graph cannot contain the model, with the file and line to blame, or if it was sharded by
             anything other than tensor parallelism.
         RankError: if another rank exits or fails.
@@ -178,6 +178,9 @@ def from_transformers(
     group = group_of(model)
     ordinary = torch.autocast(device_of(model).type, enabled=False)
     with reserved(model), torch.inference_mode(False), torch.no_grad(), ordinary, together(group):
+        if group is not None:
+            described = {f"model.config.{name}": value for name, value in model.config.to_dict().items()}
+            Ranks.of(group).check_equal({"model": type(model).__name__} | described)
         hosted, vocab_size = host(model, longest if config is None else config.max_seq_len)
         if kv_dtype not in (None, keys := hosted.specs[0].dtype, *FP8_DTYPES):
             raise ConfigError(f"kv_dtype: expected fp8 or {keys}, the dtype of the keys, got {kv_dtype}; pass None")
