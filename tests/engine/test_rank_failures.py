@@ -137,11 +137,12 @@ def test_failure_of_one_rank_ends_all(tmp_path: Path, case: str) -> None:
     start, outcomes = time.monotonic(), run_ranks(tmp_path, fail, act, rank, call, ranks=3)
     failed = outcomes.pop(rank)
     assert isinstance(failed.error, error) if error else failed.exit_code == -signal.SIGKILL
+    differs = act in ("config", "model")
     for outcome in outcomes:
-        assert isinstance(outcome.error, ConfigError if act in ("config", "model") else RankError), outcome
+        assert isinstance(outcome.error, ConfigError if differs else RankError), outcome
         assert text in str(outcome.error)
         assert outcome.exit_code == 0
-        assert act in ("config", "model") or outcome.error.rank == rank
+        assert differs or outcome.error.rank == rank
     assert time.monotonic() - start < 45
 
 

@@ -18,7 +18,7 @@ from graphrt.models.gguf_file import read_gguf
 from graphrt.models.llama import LlamaModel
 from graphrt.models.loading import load_model
 from tests.engine.test_ranks import Group
-from tests.support.model_fixtures import check_logits, make_oracle
+from tests.support.model_fixtures import check_logits, check_shards, make_oracle
 
 gguf = pytest.importorskip("gguf")
 
@@ -352,14 +352,4 @@ def test_shards_are_slices_of_the_whole_model(tmp_path, case):
             weight.fill_(math.nan)  # padding must be written
         model.load_weights(source)
         shards.append(model.weight_targets())
-    for key, whole in shards.pop(0).items():
-        parts, module = [shard[key] for shard in shards], key.split(".")[-2]
-        if "norm" in key:
-            assert all(torch.equal(part, whole) for part in parts)
-            continue
-        if module in ("k_proj", "v_proj"):
-            parts = parts[:: model.sharding.kv_copies]
-        dim = int(module in ("o_proj", "down_proj"))
-        values, padding = torch.cat(parts, dim).tensor_split([whole.shape[dim]], dim)
-        assert torch.equal(values, whole), key
-        assert not padding.any(), key
+    check_shards(shards[1:], shards[0], model.sharding.kv_copies)

@@ -79,6 +79,22 @@ def write_index(folder: Path, weight_map: object) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
+def check_shards(shards: list[dict[str, torch.Tensor]], whole: dict[str, torch.Tensor], kv_copies: int) -> None:
+    """The weights of all ranks are slices of the whole weights, with zeros after the last slice, or copies of them."""
+    for key, weight in whole.items():
+        parts, module = [shard[key] for shard in shards], key.split(".")[-2]
+        if "norm" in key or (key.endswith("bias") and module in ("o_proj", "down_proj")):
+            assert all(torch.equal(part, weight) for part in parts)
+            continue
+        assert len({part.shape for part in parts}) == 1
+        if module in ("k_proj", "v_proj"):
+            parts = parts[::kv_copies]
+        dim = int(module in ("o_proj", "down_proj"))
+        values, padding = torch.cat(parts, dim).tensor_split([weight.shape[dim]], dim)
+        assert torch.equal(values, weight), key
+        assert not padding.any(), key
+
+
 def check_logits(model: LlamaModel, oracle: transformers.PreTrainedModel):
     """Check that a prefill of PROMPT and the steps after it give the logits of the oracle."""
     expected = oracle_logits(oracle, PROMPT)[6:]
