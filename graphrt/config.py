@@ -90,9 +90,10 @@ class RuntimeConfig:
     lazy_capture    `capture()` captures only the largest size of each kind, whose memory the other sizes reuse. The
                     first step of any other size captures it, on the thread that submits steps. If that fails, this and
                     all later steps of the size run eagerly, and `stats()` counts them with the reason
-    check_weights   before each step, check the address of one weight or cache tensor, and whether four names in the
-                    model still refer to the same objects. Steps check them in turn. The first step, and every step with
-                    GRAPHRT_DEBUG=1, checks all tensors that graphs use
+    check_weights   before each step, check the address of one weight or cache tensor, whether four names in the model
+                    still refer to the same objects, and the state of one layer with adapters of PEFT, if there are any.
+                    Steps check them in turn. The first step, and every step with GRAPHRT_DEBUG=1, checks all tensors
+                    that graphs use
     shadow_every    number of launches from one shadow step to the next; 0: never. A shadow step also runs eagerly, and
                     results and state are compared bitwise. Differences are in `stats().shadow_differences`, and cause
                     a RuntimeWarning

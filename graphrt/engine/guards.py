@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from graphrt import env
+from graphrt.capture.adapters import AdapterWatch
 from graphrt.capture.descriptor import BatchDescriptor
 from graphrt.capture.guard import NameWatch, PointerGuard
 from graphrt.capture.inspect.audit import Allowed, Audit, audit
@@ -32,10 +33,11 @@ class Guards:
     The first step checks all tensors that graphs read, by name: address, shape, strides and dtype. If `check_weights`
     is set, each later step compares the addresses of a few weights and cache tensors. It also looks up a few weights of
     the model by name. If a name now refers to a different tensor, the step runs the full check. Tensors that were
-    added to the model, such as a bias, are errors too.
+    added to the model, such as a bias, are errors too. If the model has layers with adapters of PEFT, each step also
+    compares the state of one of them.
 
-    With GRAPHRT_DEBUG=1, every step checks all tensors and names, and raises for kernels loaded after capture and for
-    memory growth.
+    With GRAPHRT_DEBUG=1, every step checks all tensors, names and adapters, and raises for kernels loaded after capture
+    and for memory growth.
 
     weights   named tensors passed by the caller; None: the weights of the model, looked up again at each full check
     """
@@ -56,7 +58,7 @@ class Guards:
         self._tables = page_tables
         self._lock = CaptureLock(self._doing, {"graph pool": graphs.pool_bytes}, strict=self._debug)
         stats.late_kernels, stats.late_bytes = self._lock.kernels, self._lock.grown
-        self._pointers, self._names = PointerGuard(()), NameWatch(None)
+        self._pointers, self._names, self._adapters = PointerGuard(()), NameWatch(None), AdapterWatch(None)
 
     @property
     def num_turns(self) -> int:
@@ -71,6 +73,7 @@ class Guards:
         """Record all other tensors, which a backend may create during the capture, and engage the lock."""
         self._pointers.remember(self._everything)
         self._remember_names()
+        self._adapters = AdapterWatch(self._program.model)
         self._lock.engage()
 
     @contextlib.contextmanager
@@ -82,20 +85,30 @@ class Guards:
         self._pointers.remember(self._everything)
 
     def before_step(self) -> None:
-        """Run the checks that are due. Raises: ReplayError: if a tensor moved, or kernels or memory were added."""
+        """Run the checks that are due.
+
+        Raises: ReplayError: if a tensor moved, an adapter changed, or kernels or memory were added.
+        """
         self._pointers.check_next()
         if self._names.any and self._names.changed():
             self._pointers.check()  # passes if the new object has the same memory
             self._pointers.check_new(self._weights_of(self._program.model))
             self._remember_names()
+        if self._adapters.any and self._check_weights:
+            self._adapters.check_next()
         if self._debug:
+            self._adapters.check()
             self._lock.check()
 
     def check_names(self, model: torch.nn.Module) -> None:
-        """Check the weights of `model` and the cache. Raises: ReplayError: if a tensor moved, changed or was added."""
+        """Check the weights of `model`, the cache and adapters.
+
+        Raises: ReplayError: if a tensor moved, changed or was added, or the state of an adapter differs.
+        """
         self._pointers.check_names((*self._weights_of(model), *self._tables_and_cache()))
         if self._weights is None:
             self._pointers.check_new(self._weights_of(model))
+        self._adapters.check()
 
     def poll(self) -> None:
         """Update the memory growth in `stats`."""
@@ -135,7 +148,7 @@ class Guards:
     def close(self) -> None:
         """Drop the tensors and release the lock. Its counters remain readable."""
         self._lock.release()
-        for name in ("_pointers", "_names", "_program", "_graphs", "_weights", "_tables"):
+        for name in ("_pointers", "_names", "_adapters", "_program", "_graphs", "_weights", "_tables"):
             vars(self).pop(name, None)
 
     def _remember_names(self) -> None:

@@ -136,6 +136,9 @@ def test_adapters_changed_after_capture_are_noticed(name: str, fuse: bool) -> No
             tokens_of(runtime)
         with pytest.raises(graphrt.ReplayError, match=text):
             next(runtime.generate_stream(PROMPTS))
+        params = graphrt.SamplingParams(max_new_tokens=18)
+        with pytest.raises(graphrt.ReplayError, match=text):
+            list(graphrt.TextGenerator(runtime).generate(PROMPTS[:1], params))
 
 
 def test_autocast_changes_no_tokens_and_keeps_no_modules() -> None:

@@ -13,7 +13,6 @@ from graphrt.config import RuntimeConfig
 from graphrt.engine.ranks import Ranks
 from graphrt.engine.step_model import is_compiled
 from graphrt.integrations.transformers import generation
-from graphrt.integrations.transformers.adapters import AdapterWatch
 from graphrt.integrations.transformers.discovery import device_of, discover
 from graphrt.integrations.transformers.fuse import find_fused
 from graphrt.integrations.transformers.generation import GeneratedToken, Generation, Prompts
@@ -48,7 +47,6 @@ class TransformersRuntime(Runtime):
     tokenizer: Any
     fused: dict[str, str]
     _hosted: HostedModel
-    _adapters: AdapterWatch
 
     def generate(
         self, prompts: Prompts | None = None, generation_config: Any = None, *, streamer: Any = None, **options: Any
@@ -102,7 +100,6 @@ class TransformersRuntime(Runtime):
     def _follow_model(self) -> None:
         """Check the weights, buffers and adapters, and rebuild tables whose buffers were changed in place."""
         self.manager.check_weights(self._hosted)
-        self._adapters.check()
         for table in (*self._hosted.tables.values(), *self._hosted.rotations.values()):
             table.rebuild()
 
@@ -211,7 +208,6 @@ def from_transformers(
             group=group,
         )
         runtime.model, runtime.tokenizer, runtime.fused, runtime._hosted = model, tokenizer, fused, hosted
-        runtime._adapters = AdapterWatch(model)
         runtime.kv_boundary = next((of.boundary for of in hosted.tables.values() if of.boundary), None)
         try:
             runtime.capture()
